@@ -142,7 +142,7 @@ __device__ void mean(const params::CrossEntropy& p) {
     __syncthreads();
     if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
   }
-  // A target that is no class makes the loss NaN, for callers that do not wait for the check of the targets.
+  // A target that is not a class makes the loss NaN, for callers that do not wait for the check of the targets.
   double bad = p.status[0] ? CUDART_NAN : 0.0;
   if (threadIdx.x == 0) *static_cast<float*>(p.gradient) = float(sums[0] / double(p.status[1]) + bad);
 }

@@ -8,7 +8,7 @@ using quant::Fp8Tile;
 namespace {
 
 constexpr int THREADS = Fp8Tile::THREADS, V = Fp8Tile::V;
-// A running maximum loses this part of itself a step, and a scale leaves room for values this many times as large.
+// Each step multiplies a running maximum by DECAY. A scale leaves room for MARGIN times the running maximum.
 constexpr float DECAY = 0.95f, MARGIN = 4.0f;
 
 template <class T>
@@ -63,8 +63,8 @@ __device__ void quantize_normed(const params::Fp8Normed& p) {
   });
 }
 
-// Scales of `count` matrices. With a running maximum: of it, decayed, and the largest values since the last call, with a margin.
-// Without: of the largest values alone.
+// Scales of `count` matrices. With running maxima: running = max(largest since the last call, DECAY running), and the scale fits
+// MARGIN running. Without them the scale fits the largest value.
 __device__ void rescale(const params::Fp8Rescale& p) {
   int n = blockIdx.x * THREADS + threadIdx.x;
   if (n >= p.count) return;

@@ -180,7 +180,7 @@ __device__ void quantize(const params::Forward& p) {
     quantize_queries<T, D>(p, index / shape.query_heads, index % shape.query_heads);
   } else {
     index -= keys + queries;
-    // Of heads over 128 channels S alone is a product of codes.
+    // Of heads over 128 channels S alone is an INT8 matmul.
     if constexpr (D <= 128) quantize_values<T, D>(p, index / shape.key_heads, index % shape.key_heads);
   }
 }

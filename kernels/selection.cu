@@ -22,7 +22,7 @@ __device__ __forceinline__ int candidates(const Segment& segment, int block) {
   return segment.causal ? segment.visible_keys(block * SELECTION_BLOCK) / SELECTION_BLOCK : selection_blocks(segment.key_len);
 }
 
-// The segment that a block of queries or of keys belongs to, by the block's number among those of all segments.
+// The segment that a block of queries or of keys belongs to, by the block's number among the blocks of all segments.
 template <bool QUERY>
 __device__ inline int segment_of_block(const params::Shape& shape, int block) {
   if (!shape.segments) return block / selection_blocks(QUERY ? shape.query_len : shape.key_len);
@@ -71,7 +71,7 @@ __device__ __forceinline__ int each_user(const params::Users& p, const Segment& 
 }
 
 // A warp cuts the `count` users of a block of keys into parts, if they are more than two parts and a slot is left, and sets the
-// slot's sums to zero. The number of parts is bounded by that of all users, the number of slots is not.
+// slot's sums to zero. The number of parts is bounded by the number of all users, the number of slots is not.
 __device__ __forceinline__ void cut(const params::Users& p, int segment, int key_head, int block, int column, uint32_t count) {
   int lane = threadIdx.x % 32;
   uint32_t all = p.used[2], most = max(p.least_users, (all + p.shares - 1) / p.shares);

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int THREADS = 256;
 
-// Where the exponential overflows the result is 0, and so is its product with a finite x.
+// If the exponential overflows, the result is 0, and so is its product with a finite x.
 __device__ __forceinline__ float sigmoid(float x) { return ptx::reciprocal(1.0f + ptx::exp2(-x * ptx::LOG2_E)); }
 
 // The row and column of element `at`, counted as if rows had no gaps.

@@ -127,8 +127,8 @@ impl Fp8Format {
         if code & 0x80 == 0 { value } else { -value }
     }
 
-    /// The scale of a matrix with this largest absolute value: the least power of two, from 2^-126 to 2^126, by which
-    /// divided it does not saturate. 1 where it is zero, infinite or NaN.
+    /// The scale of a matrix with this largest absolute value: the least power of two, from 2^-126 to 2^126, such that the value
+    /// divided by it does not saturate. 1 where the value is zero, infinite or NaN.
     ///
     /// ```
     /// use candle_sage::fp8::Fp8Format::E4M3;

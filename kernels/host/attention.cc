@@ -157,7 +157,7 @@ int main() {
     double out, grads;  // largest allowed errors
   };
   // In full precision P, dS and the results are rounded to 16 bit (2^-9 each in bf16). With NVFP4 codes O alone is (2^-12 in
-  // f16); besides, an exponential in f32 differs from that in doubles, and now and then a probability falls on the other side
+  // f16); also, an exponential in f32 differs from that in doubles, and now and then a probability falls on the other side
   // of a midpoint. SageBwd's codes make an error of .0144 to .0185 at standard deviation 1 (docs/findings.md).
   const Row rows[] = {
       {"full precision, bf16", run<B, 64, FULL_PRECISION>, run<B, 128, FULL_PRECISION>, run<B, 256, FULL_PRECISION>, 4e-3, 6e-3},

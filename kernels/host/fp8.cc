@@ -21,12 +21,12 @@ struct Codes {
   int rows, columns;
   bool e5m2;
   std::vector<uint8_t> own, turned;
-  float scale;
+  float scale, used = 0;
   uint32_t largest = 0, saturated = 0;
   Codes(int rows, int columns, bool e5m2, float scale)
       : rows(rows), columns(columns), e5m2(e5m2), own(rows * columns + BEHIND, 0xa5), turned(own), scale(scale) {}
   params::Fp8Codes params(int copies = 3) {
-    return {copies & 1 ? own.data() : nullptr, copies & 2 ? turned.data() : nullptr, &scale, &largest, &saturated, rows, columns, e5m2, 0};
+    return {copies & 1 ? own.data() : nullptr, copies & 2 ? turned.data() : nullptr, &scale, &used, &largest, &saturated, rows, columns, e5m2, 0};
   }
   float at(int row, int column) const {
     int code = own[row * columns + column];
@@ -66,6 +66,7 @@ void check(const char* what, const Codes& codes, Value value, int copies = 3) {
   expect(own, what, codes.rows, codes.columns, codes.e5m2);
   expect(turned, "transposed", codes.rows, codes.columns, codes.e5m2);
   expect(behind, "behind the end", codes.rows, codes.columns, codes.e5m2);
+  expect(codes.used == codes.scale, "scale", codes.rows, codes.columns, codes.e5m2);
   expect(codes.largest == largest && codes.saturated == saturated, "largest and saturated", codes.rows, codes.columns, codes.e5m2);
 }
 

@@ -7,7 +7,6 @@ use std::ffi::c_void;
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Result};
 use cudarc::cublaslt::{result, sys};
-use cudarc::driver::CudaSlice;
 
 use super::address::{Address, address};
 use super::kernels::Gpu;
@@ -23,13 +22,13 @@ const WORKSPACE: usize = 32 << 20;
 /// The least compute capability that has FP8 units, times ten.
 const LEAST_CAPABILITY: u32 = 89;
 
-/// What an algorithm is chosen for: dimensions, formats, sums, type of the result, whether it is added.
-type Key = ([usize; 3], [Fp8Format; 2], Fp8Sums, Float, bool);
+/// The key of a cached algorithm: dimensions, formats, sums, type of the result, whether the product is added to it, and the alignment
+/// of b, a and the result.
+type Key = ([usize; 3], [Fp8Format; 2], Fp8Sums, Float, bool, [u32; 3]);
 
-/// cuBLASLt's handle of a device, its workspace, and the algorithms that it chose.
+/// cuBLASLt's handle of a device, and the algorithms that it chose.
 pub(super) struct Products {
     handle: sys::cublasLtHandle_t,
-    workspace: CudaSlice<u8>,
     algorithms: HashMap<Key, sys::cublasLtMatmulAlgo_t>,
 }
 
@@ -60,7 +59,7 @@ impl Products {
                 .into());
         }
         let handle = result::create_handle().map_err(failed("start"))?;
-        Ok(Self { handle, workspace: gpu.alloc(WORKSPACE)?, algorithms: HashMap::new() })
+        Ok(Self { handle, algorithms: HashMap::new() })
     }
 }
 
@@ -126,24 +125,38 @@ impl Described {
         Ok(described)
     }
 
-    /// The algorithm that cuBLASLt considers the fastest.
-    fn algorithm(&self, handle: sys::cublasLtHandle_t, shape: &str) -> Result<sys::cublasLtMatmulAlgo_t> {
+    /// The algorithm that cuBLASLt considers the fastest for addresses of this alignment, of b, a and the result.
+    fn algorithm(
+        &self,
+        handle: sys::cublasLtHandle_t,
+        [b, a, out]: [u32; 3],
+        shape: &str,
+    ) -> Result<sys::cublasLtMatmulAlgo_t> {
         use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
         let preference = result::create_matmul_pref().map_err(failed("choose an algorithm"))?;
-        let bytes = WORKSPACE;
-        // SAFETY: all descriptions are alive, and the attribute is a size_t.
-        let found = unsafe {
-            result::set_matmul_pref_attribute(
-                preference,
-                Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                (&raw const bytes).cast(),
-                size_of_val(&bytes),
-            )
-            .and_then(|()| {
-                let [b, a, out] = self.layouts;
-                result::get_matmul_algo_heuristic(handle, self.product, b, a, out, out, preference)
-            })
+        let set = |attribute, value: *const c_void, bytes| {
+            // SAFETY: the preference is alive, and `value` points to `bytes` of the type that the attribute has.
+            unsafe { result::set_matmul_pref_attribute(preference, attribute, value, bytes) }
         };
+        let workspace = WORKSPACE;
+        let limit = Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+        let aligned = [
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &b),
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &a),
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &out),
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &out),
+        ];
+        let ready = set(limit, (&raw const workspace).cast(), size_of_val(&workspace)).and_then(|()| {
+            let mut each = aligned.into_iter();
+            each.try_for_each(|(attribute, bytes)| {
+                set(attribute, std::ptr::from_ref(bytes).cast(), size_of_val(bytes))
+            })
+        });
+        let found = ready.and_then(|()| {
+            let [b, a, out] = self.layouts;
+            // SAFETY: all descriptions are alive.
+            unsafe { result::get_matmul_algo_heuristic(handle, self.product, b, a, out, out, preference) }
+        });
         // SAFETY: created above, and destroyed once.
         let _ = unsafe { result::destroy_matmul_pref(preference) };
         Ok(found.map_err(failed(&format!("choose an algorithm for an FP8 product of {shape}")))?.algo)
@@ -158,12 +171,10 @@ fn product(
     [a, b, of_a, of_b]: [Operand<'_>; 4],
 ) -> Result<()> {
     let ((m, k), (n, _)) = (a.1.shape().dims2()?, b.1.shape().dims2()?);
-    if m == 0 || n == 0 || k == 0 {
-        return Ok(());
-    }
     // cuBLASLt takes the device from the thread.
     gpu.stream.context().bind_to_thread().map_err(candle_core::Error::wrap)?;
     let scales = [start(of_a, gpu)?, start(of_b, gpu)?];
+    let (at_a, at_b) = (start(a, gpu)?, start(b, gpu)?);
     let described = Described::new([m, n, k], op, float, scales)?;
     let mut products = gpu.fp8_products.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let products = match &mut *products {
@@ -171,17 +182,27 @@ fn product(
         none => none.insert(Products::new(gpu)?),
     };
     let shape = format!("{m} x {k} x {n}");
-    let key = ([m, n, k], op.formats, op.sums, float, beta != 0.0);
+    let alignment = [at_b, at_a, out].map(|at| 1 << at.number().trailing_zeros().min(8));
+    if alignment.iter().any(|&bytes| bytes < 16) {
+        return Err(Error::unsupported("an FP8 product on CUDA needs aligned matrices")
+            .got(format!("{shape}, which starts between 16 bytes"))
+            .allowed("matrices that start on 16 bytes")
+            .hint("`force_contiguous()` copies a view")
+            .into());
+    }
+    let key = ([m, n, k], op.formats, op.sums, float, beta != 0.0, alignment);
     let algorithm = match products.algorithms.get(&key) {
         Some(algorithm) => *algorithm,
         None => {
-            let chosen = described.algorithm(products.handle, &shape)?;
+            let chosen = described.algorithm(products.handle, alignment, &shape)?;
             products.algorithms.insert(key, chosen);
             chosen
         }
     };
     let (alpha, [of_b, of_a, of_out]) = (1.0f32, described.layouts);
-    let [a, b] = [start(a, gpu)?.number(), start(b, gpu)?.number()].map(|at| at as *const c_void);
+    // Each call has its own, because threads of the host have separate streams.
+    let workspace = gpu.alloc::<u8>(WORKSPACE)?;
+    let [a, b] = [at_a, at_b].map(|at| at.number() as *const c_void);
     let out = out.number() as *mut c_void;
     // SAFETY: all addresses are inside allocations that are borrowed, of the sizes that the layouts say: the codes and `out`
     // by their checked shapes, the workspace by its allocation. Work on one stream is in order.
@@ -200,7 +221,7 @@ fn product(
             out,
             of_out,
             &raw const algorithm,
-            address(&products.workspace, gpu).number() as *mut c_void,
+            address(&workspace, gpu).number() as *mut c_void,
             WORKSPACE,
             gpu.stream.cu_stream().cast(),
         )

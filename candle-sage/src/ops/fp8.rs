@@ -1,6 +1,6 @@
 //! Matrices in FP8, and their products.
 
-use candle_core::{CpuStorage, CudaStorage, DType, Device, InplaceOp2, Layout, Result, Tensor};
+use candle_core::{CpuStorage, CudaStorage, DType, Device, InplaceOp1, Layout, Result, Tensor};
 use rayon::prelude::*;
 
 use super::fp8_fused::Fp8Site;
@@ -16,7 +16,7 @@ use crate::launch::Launch;
 const QUANTIZE: &str = "fp8-quantize";
 const PRODUCT: &str = "fp8-product";
 
-/// What an FP8 product on a GPU sums in. The CPU always sums in f32.
+/// The accumulators of an FP8 product on a GPU. The CPU always sums in f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Fp8Sums {
     /// The tensor cores' own accumulators, which keep about 14 bits on Hopper (DeepSeek-V3, arXiv 2412.19437, section
@@ -110,10 +110,10 @@ impl Fp8Matrix {
         supported(QUANTIZE, &[x])?;
         let op = Quantize { format: scale.format(), copies };
         if x.device().is_cuda() {
-            let (state, own) = scale.on_device()?;
+            let state = scale.on_device()?;
             let op = QuantizeWith { op, scale: scale.site(), measure: !scale.swap_measured() };
             let codes = with_cuda(QUANTIZE, [x, state], |operands| op.launch(operands))?;
-            return Ok(Self::of_codes(codes, x.dims2()?, own, scale.format()));
+            return Ok(Self::of_codes(codes, x.dims2()?, scale.format()));
         }
         let (storage, layout) = x.storage_and_layout();
         let values = f32_values(QUANTIZE, cpu_storage(&storage, QUANTIZE)?, layout)?;
@@ -125,16 +125,8 @@ impl Fp8Matrix {
     }
 
     /// A matrix of codes that kernels wrote.
-    pub(super) fn of_codes(
-        codes: [Option<CudaStorage>; 2],
-        (rows, columns): (usize, usize),
-        scale: Tensor,
-        format: Fp8Format,
-    ) -> Self {
-        let [own, turned] = codes;
-        let own = own.map(|codes| cuda_tensor(codes, (rows, columns)));
-        let turned = turned.map(|codes| cuda_tensor(codes, (columns, rows)));
-        Self { copies: [own, turned], dims: (rows, columns), scale, format }
+    pub(super) fn of_codes(codes: Quantized<CudaStorage>, dims: (usize, usize), format: Fp8Format) -> Self {
+        codes.into_matrix(Quantize { format, copies: Fp8Copies::Both }, dims, cuda_tensor)
     }
 
     /// Rows and columns.
@@ -164,8 +156,8 @@ impl Fp8Matrix {
         Self { copies: [columns, rows], dims: (self.dims.1, self.dims.0), ..self.clone() }
     }
 
-    /// The same matrix without the copy that [`product`](Self::product) reads, for an operand that only the
-    /// product with its transpose still needs.
+    /// The same matrix without its row copy, which [`product`](Self::product) reads. For operands of which only products with the
+    /// transpose remain.
     #[must_use]
     pub fn without_rows(self) -> Self {
         let [_, columns] = self.copies;
@@ -223,8 +215,7 @@ impl Fp8Matrix {
             check_sum(PRODUCT, out, &[m, n])?;
         }
         supported(PRODUCT, &[out, self.rows()?, b.rows()?])?;
-        // The operation holds the operands, since candle's have at most three tensors.
-        out.inplace_op2(&self.scale, &ProductInto { a: self, b, add, sums, dtype })
+        out.inplace_op1(&ProductInto { a: self, b, add, sums, dtype })
     }
 
     fn check_product(&self, b: &Self) -> Result<(usize, usize)> {
@@ -276,14 +267,14 @@ impl Fp8Matrix {
 
 pub(super) fn check_dims(op: &str, dims: &[usize]) -> Result<()> {
     if let [rows, columns] = dims
-        && [rows, columns].iter().all(|n| n.is_multiple_of(FP8_MULTIPLE))
+        && [rows, columns].iter().all(|&&n| n > 0 && n.is_multiple_of(FP8_MULTIPLE))
     {
         return Ok(());
     }
     Err(shape_error(
         &format!("{op}: FP8 products do not take this shape"),
         dims,
-        "matrices whose dimensions are multiples of 16",
+        "matrices whose dimensions are multiples of 16, and not 0",
         "flatten leading dimensions; use a 16-bit product for odd sizes",
     ))
 }
@@ -389,16 +380,16 @@ pub(crate) struct Fp8ProductInto {
     pub(crate) add: bool,
 }
 
-impl InplaceOp2 for ProductInto<'_> {
+impl InplaceOp1 for ProductInto<'_> {
     fn name(&self) -> &'static str {
         PRODUCT
     }
 
-    fn cpu_fwd(&self, out: &mut CpuStorage, layout: &Layout, _: &CpuStorage, _: &Layout) -> Result<()> {
+    fn cpu_fwd(&self, out: &mut CpuStorage, layout: &Layout) -> Result<()> {
         self.a.product_on_cpu(self.b, f32_values_mut(PRODUCT, out, layout)?, self.add)
     }
 
-    fn cuda_fwd(&self, out: &mut CudaStorage, layout: &Layout, _: &CudaStorage, _: &Layout) -> Result<()> {
+    fn cuda_fwd(&self, out: &mut CudaStorage, layout: &Layout) -> Result<()> {
         let Self { a, b, add, sums, dtype } = *self;
         let product = Fp8Product { formats: [a.format, b.format], sums, dtype };
         with_cuda(PRODUCT, [a.rows()?, b.rows()?, &a.scale, &b.scale], |[a, b, of_a, of_b]| {

@@ -6,7 +6,7 @@
 
 use candle_core::{CudaStorage, Result, Tensor};
 
-use super::fp8::{Fp8Copies, Fp8Matrix, check_dims};
+use super::fp8::{Fp8Copies, Fp8Matrix, Quantized, check_dims};
 use super::fp8_scales::Fp8Scale;
 use super::rms_norm::{residual_rms_norm, rms_norm};
 use super::support::{cuda_tensor, shape_error, supported, with_cuda};
@@ -40,10 +40,10 @@ pub fn swiglu_fp8(gate: &Tensor, up: &Tensor, copies: Fp8Copies, scale: &Fp8Scal
         return Fp8Matrix::quantize_with(&swiglu(&gate.detach(), &up.detach())?, copies, scale);
     }
     supported(SWIGLU, &[gate, up])?;
-    let (state, own) = scale.on_device()?;
+    let state = scale.on_device()?;
     let op = SwiGluFp8 { copies, scale: scale.site() };
     let codes = with_cuda(SWIGLU, [gate, up, state], |operands| op.launch(operands))?;
-    Ok(Fp8Matrix::of_codes(codes, gate.dims2()?, own, scale.format()))
+    Ok(Fp8Matrix::of_codes(codes, gate.dims2()?, scale.format()))
 }
 
 /// [`swiglu_backward`] of matrices (rows, columns): the gradients of gate and up, concatenated along the columns, (rows, 2 columns), quantized in both
@@ -66,15 +66,14 @@ pub fn swiglu_backward_fp8(
         return Ok((Fp8Matrix::quantize_with(&both, Fp8Copies::Both, scale)?, y.transpose()?));
     }
     supported(SWIGLU, &[gate, up, dout])?;
-    let (state, own) = scale.on_device()?;
+    let state = scale.on_device()?;
     let op = SwiGluBackwardFp8 { scale: scale.site(), again: again.map(Fp8Scale::site) };
-    let (codes, turned): ([Option<CudaStorage>; 2], Option<CudaStorage>) =
+    let (codes, turned): (Quantized<CudaStorage>, Option<Quantized<CudaStorage>>) =
         with_cuda(SWIGLU, [gate, up, dout, state], |operands| op.launch(operands))?;
     let (rows, columns) = gate.dims2()?;
-    let both = Fp8Matrix::of_codes(codes, (rows, 2 * columns), own, scale.format());
-    let (Some(again), Some(turned)) = (again, turned) else { return Ok((both, None)) };
-    let (_, own) = again.on_device()?;
-    Ok((both, Some(Fp8Matrix::of_codes([None, Some(turned)], (rows, columns), own, again.format()))))
+    let y =
+        again.zip(turned).map(|(again, codes)| Fp8Matrix::of_codes(codes, (rows, columns), again.format()));
+    Ok((Fp8Matrix::of_codes(codes, (rows, 2 * columns), scale.format()), y))
 }
 
 /// [`residual_rms_norm`] of a matrix (rows, width), or [`rms_norm`] without a residual, quantized. Returns the sum and the norm.
@@ -108,12 +107,12 @@ pub fn residual_rms_norm_fp8(
         ));
     }
     supported(NORM, &[x, residual.unwrap_or(x), weight])?;
-    let (state, own) = scale.on_device()?;
+    let state = scale.on_device()?;
     let op = NormFp8 { eps: eps as f32, residual: residual.is_some(), copies, scale: scale.site() };
-    let (sum, codes): (Option<CudaStorage>, [Option<CudaStorage>; 2]) =
+    let (sum, codes): (Option<CudaStorage>, Quantized<CudaStorage>) =
         with_cuda(NORM, [x, residual.unwrap_or(x), weight, state], |operands| op.launch(operands))?;
     let sum = sum.map_or_else(|| x.clone(), |sum| cuda_tensor(sum, x.shape()));
-    Ok((sum, Fp8Matrix::of_codes(codes, x.dims2()?, own, scale.format())))
+    Ok((sum, Fp8Matrix::of_codes(codes, x.dims2()?, scale.format())))
 }
 
 fn check_gated(gate: &Tensor, others: &[&Tensor]) -> Result<()> {

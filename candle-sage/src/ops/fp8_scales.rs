@@ -12,7 +12,7 @@ use crate::launch::Launch;
 
 const NAME: &str = "fp8-scales";
 
-/// A running maximum loses this part of itself in each step.
+/// Each step multiplies a running maximum by this.
 const DECAY: f32 = 0.95;
 
 /// A scale leaves room for values this many times as large as the running maximum.
@@ -128,7 +128,7 @@ impl Fp8Scales {
         Fp8Scale { all: self.clone(), index }
     }
 
-    /// Ends a step: the next one has scales of what was quantized until now.
+    /// Ends a step. The next step uses scales of the largest values recorded so far.
     ///
     /// # Errors
     /// When the device fails.
@@ -145,8 +145,8 @@ impl Fp8Scales {
         }
     }
 
-    /// The largest values since the last step, f32 (matrices), which several processes exchange before the step's end. On a GPU it
-    /// is the memory itself.
+    /// The largest values since the last step, f32 (matrices). Several processes take the maximum of them before
+    /// [`rescale`](Self::rescale). On a GPU the tensor shares memory with the state.
     ///
     /// # Errors
     /// When memory is short.
@@ -274,10 +274,10 @@ impl Fp8Scale {
         Fp8Site { index: self.index, e5m2: self.format() == Fp8Format::E5M2 }
     }
 
-    /// The state on a GPU, and the scale in it, f32 (1).
-    pub(super) fn on_device(&self) -> Result<(&Tensor, Tensor)> {
+    /// The state on a GPU.
+    pub(super) fn on_device(&self) -> Result<&Tensor> {
         match &self.all.state {
-            State::Device(state) => Ok((state, state.get(0)?.narrow(0, self.index, 1)?)),
+            State::Device(state) => Ok(state),
             State::Host(_) => Err(argument_error(
                 "Fp8Scales were made for the CPU",
                 "a matrix on a GPU",

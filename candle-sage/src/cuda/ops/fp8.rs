@@ -27,13 +27,16 @@ const NAME: &str = "fp8-quantize";
 struct Codes {
     rows: Option<CudaSlice<u8>>,
     columns: Option<CudaSlice<u8>>,
+    /// The scale that the codes are made with.
+    scale: CudaSlice<f32>,
     dims: (usize, usize),
 }
 
 impl Codes {
     fn new(gpu: &Gpu, dims: (usize, usize), copies: Fp8Copies) -> Result<Self> {
         let alloc = |wanted: bool| wanted.then(|| gpu.alloc::<u8>(dims.0 * dims.1)).transpose();
-        Ok(Self { rows: alloc(copies.has_rows())?, columns: alloc(copies.has_columns())?, dims })
+        let (rows, columns) = (alloc(copies.has_rows())?, alloc(copies.has_columns())?);
+        Ok(Self { rows, columns, scale: gpu.alloc(1)?, dims })
     }
 
     /// The parameters, without scale and largest value.
@@ -48,15 +51,20 @@ impl Codes {
         })
     }
 
-    /// As [`Codes::params`], with a matrix's place in the state of its scales.
+    /// As [`Codes::params`], with a matrix's place in the state of its scales. The scale is copied, because the state's changes.
     fn params_at<'a>(&'a self, gpu: &Gpu, site: Fp8Site, state: &Site<'a>) -> Result<params::Fp8Codes<'a>> {
         let Site { scale, largest, saturated, .. } = *state;
-        Ok(params::Fp8Codes { scale, largest, saturated, ..self.params(gpu, site.e5m2)? })
+        let used = address(&self.scale, gpu);
+        Ok(params::Fp8Codes { scale, used, largest, saturated, ..self.params(gpu, site.e5m2)? })
     }
 
-    fn into_storages(self, gpu: &Gpu) -> [Option<CudaStorage>; 2] {
+    fn into_storages(self, gpu: &Gpu) -> Quantized<CudaStorage> {
         let storage = |codes: CudaSlice<u8>| CudaStorage::wrap_cuda_slice(codes, gpu.device.clone());
-        [self.rows.map(storage), self.columns.map(storage)]
+        Quantized {
+            rows: self.rows.map(storage),
+            columns: self.columns.map(storage),
+            scale: CudaStorage::wrap_cuda_slice(self.scale, gpu.device.clone()),
+        }
     }
 
     /// A block for each tile.
@@ -128,8 +136,7 @@ impl Launch<Operand<'_>, Quantized<CudaStorage>> for Quantize {
         let e5m2 = self.format == Fp8Format::E5M2;
         // The largest value, and the number of saturated values, which stays 0.
         let seen = gpu.alloc_zeros::<u32>(2)?;
-        let scale = Float::F32.alloc(&gpu, 1)?;
-        let [largest, at_scale] = [address(&seen, &gpu), start_of(&scale, &gpu)?];
+        let [largest, at_scale] = [address(&seen, &gpu), address(&codes.scale, &gpu)];
         let params = params::Fp8Quantize {
             x: x.start(&gpu)?,
             codes: params::Fp8Codes {
@@ -150,13 +157,12 @@ impl Launch<Operand<'_>, Quantized<CudaStorage>> for Quantize {
         };
         launch(&gpu, kernel!("fp8_rescale"), Grid::line(1, THREADS), &rescale)?;
         launch(&gpu, &named(kernel!("fp8_quantize"), float), Codes::grid(dims), &params)?;
-        let [rows, columns] = codes.into_storages(&gpu);
-        Ok(Quantized { rows, columns, scale })
+        Ok(codes.into_storages(&gpu))
     }
 }
 
-impl Launch<[Operand<'_>; 2], [Option<CudaStorage>; 2]> for QuantizeWith {
-    fn launch(&self, [x, state]: [Operand<'_>; 2]) -> Result<[Option<CudaStorage>; 2]> {
+impl Launch<[Operand<'_>; 2], Quantized<CudaStorage>> for QuantizeWith {
+    fn launch(&self, [x, state]: [Operand<'_>; 2]) -> Result<Quantized<CudaStorage>> {
         let gpu = Gpu::new(x.0.device())?;
         let (float, dims) = (Float::of(NAME, x.0)?, x.1.shape().dims2()?);
         let x = Dense::new(x, &gpu)?;
@@ -206,8 +212,8 @@ fn swiglu(
     launch(gpu, &named(kernel, float), Codes::grid(dims), params)
 }
 
-impl Launch<[Operand<'_>; 3], [Option<CudaStorage>; 2]> for SwiGluFp8 {
-    fn launch(&self, [gate, up, state]: [Operand<'_>; 3]) -> Result<[Option<CudaStorage>; 2]> {
+impl Launch<[Operand<'_>; 3], Quantized<CudaStorage>> for SwiGluFp8 {
+    fn launch(&self, [gate, up, state]: [Operand<'_>; 3]) -> Result<Quantized<CudaStorage>> {
         let gpu = Gpu::new(gate.0.device())?;
         let (float, dims) = (Float::of("swiglu", gate.0)?, gate.1.shape().dims2()?);
         let [gate, up] = rows_of_swiglu([gate, up], &gpu)?;
@@ -223,11 +229,13 @@ impl Launch<[Operand<'_>; 3], [Option<CudaStorage>; 2]> for SwiGluFp8 {
     }
 }
 
-impl Launch<[Operand<'_>; 4], ([Option<CudaStorage>; 2], Option<CudaStorage>)> for SwiGluBackwardFp8 {
+impl Launch<[Operand<'_>; 4], (Quantized<CudaStorage>, Option<Quantized<CudaStorage>>)>
+    for SwiGluBackwardFp8
+{
     fn launch(
         &self,
         [gate, up, dy, state]: [Operand<'_>; 4],
-    ) -> Result<([Option<CudaStorage>; 2], Option<CudaStorage>)> {
+    ) -> Result<(Quantized<CudaStorage>, Option<Quantized<CudaStorage>>)> {
         let gpu = Gpu::new(gate.0.device())?;
         let (float, dims) = (Float::of("swiglu", gate.0)?, gate.1.shape().dims2()?);
         let dy = Dense::new(dy, &gpu)?;
@@ -248,16 +256,16 @@ impl Launch<[Operand<'_>; 4], ([Option<CudaStorage>; 2], Option<CudaStorage>)> f
             },
         };
         swiglu(&gpu, kernel!("swiglu_fp8_bwd"), float, dims, &params)?;
-        let again = again.and_then(|(_, codes, _)| codes.into_storages(&gpu)[1].take());
+        let again = again.map(|(_, codes, _)| codes.into_storages(&gpu));
         Ok((codes.into_storages(&gpu), again))
     }
 }
 
-impl Launch<[Operand<'_>; 4], (Option<CudaStorage>, [Option<CudaStorage>; 2])> for NormFp8 {
+impl Launch<[Operand<'_>; 4], (Option<CudaStorage>, Quantized<CudaStorage>)> for NormFp8 {
     fn launch(
         &self,
         [x, residual, weight, state]: [Operand<'_>; 4],
-    ) -> Result<(Option<CudaStorage>, [Option<CudaStorage>; 2])> {
+    ) -> Result<(Option<CudaStorage>, Quantized<CudaStorage>)> {
         let gpu = Gpu::new(x.0.device())?;
         let (float, dims) = (Float::of("rms-norm", x.0)?, x.1.shape().dims2()?);
         let [x, weight] = [Dense::new(x, &gpu)?, Dense::new(weight, &gpu)?];

@@ -63,7 +63,7 @@ __device__ __forceinline__ void store_gradient(const params::Backward& p, const 
   for (int h = 0; h < 2; ++h) {
     int row = first_key + lane / 4 + 8 * h, column = 2 * (lane & 3);
     if (rows.vector) {
-      // One address a row, because there are few registers beside the accumulators.
+      // One address a row, because there are few registers in addition to the accumulators.
       uint32_t* at = reinterpret_cast<uint32_t*>(rows.at(row, column));
 #pragma unroll
       for (int n = 0; n < N; ++n)

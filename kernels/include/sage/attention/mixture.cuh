@@ -26,7 +26,7 @@ struct MixtureWeights {
     const uint32_t* list = mixture.lists.seen + row * mixture.lists.stride + 1;
     int count = list[-1];
     chosen = 0;
-    // The blocks on the diagonal come last in the list and are no candidates.
+    // The blocks on the diagonal come last in the list and are not candidates.
     while (count > 0 && int(list[count - 1]) >= candidates) --count;
     if (count > 0) chosen = (count - 1) * SELECTION_BLOCK + min(past - int(list[count - 1]) * SELECTION_BLOCK, SELECTION_BLOCK);
   }

@@ -70,7 +70,7 @@ struct EveryQuery {
 };
 
 // How the users of a block of keys are divided among blocks. Where many list it they are cut into parts, each of which is the
-// work of a block of its own: else the block with most users would work on when all others have ended. Parts add their shares
+// work of a separate block: else the block with most users would work on when all others have ended. Parts add their shares
 // of dK and dV in global memory (key_gradients.cuh).
 struct Cut {
   uint32_t from, to;  // all users, as indices into Lists::users

@@ -27,7 +27,7 @@ __device__ __forceinline__ float quad_sum(float x) {
 // The row, of the warp's 16 M, that is row number `r` of this lane.
 __device__ __forceinline__ int row_of(int r, int lane) { return (r >> 1) * 16 + (r & 1) * 8 + lane / 4; }
 
-// What products of codes are multiplied with to be logits, for the dequant_scale of a tile's keys. A tile of zeros has scale 0. Any
+// What INT8 matmuls are multiplied with to be logits, for the dequant_scale of a tile's keys. A tile of zeros has scale 0. Any
 // other factor gives logits of 0 too, and keeps minus infinity, which 0 would turn into NaN.
 __device__ __forceinline__ float logit_factor(float q_factor, float k_dequant) {
   float factor = q_factor * k_dequant;

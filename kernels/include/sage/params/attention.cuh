@@ -89,7 +89,7 @@ struct Lists {
   int32_t padding;
 };
 
-// A part of the users of a block of keys, which a block of threads of its own takes.
+// A part of the users of a block of keys, which a separate block of threads takes.
 struct Part {
   uint32_t segment;
   uint32_t key_head;

@@ -196,6 +196,7 @@ struct Fp8Codes {
   uint8_t* row_codes;     // null, or (rows, columns)
   uint8_t* column_codes;  // null, or (columns, rows)
   const float* scale;     // a power of two: a code's value times it is the element
+  float* used;            // null, or where this scale is copied to: `scale` may change while the codes live
   uint32_t* largest;      // the bits of the largest absolute value, which is raised
   uint32_t* saturated;    // the number of values beyond the format, which is added to
   int32_t rows;

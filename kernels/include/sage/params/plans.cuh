@@ -44,7 +44,7 @@ enum Target : unsigned {
 };
 enum Visits : unsigned { EVERY = 1, LISTED = 2 };
 
-// The target of an architecture: 90 for sm_90. One without a target is no constant expression.
+// The target of an architecture: 90 for sm_90. One without a target is not a constant expression.
 consteval Target target_of(int architecture) {
 #define SAGE_TARGET(name, kib, ...)        \
   for (int own : {__VA_ARGS__})            \
@@ -98,7 +98,7 @@ struct Widths {
   consteval Widths(int head_dim, int value_dim) : head_dim(head_dim), value_dim(value_dim) {}
 };
 
-// The plan of a kernel. If the table has no row for it, or two, or a plan that does not fit the target, the call is no constant
+// The plan of a kernel. If the table has no row for it, or two, or a plan that does not fit the target, the call is not a constant
 // expression, and the compiler's error names this function.
 consteval Plan plan(const char* kernel, Widths widths, Visits visits = EVERY, Target target = TARGET) {
   const PlanRow* found = nullptr;

@@ -46,9 +46,9 @@ struct Tile {
     for (int i = threadIdx.x; i < D * D / 8; i += THREADS) ptx::cp_async_16(place(shared, i), state + i * 8, true);
     ptx::cp_async_commit();
   }
-  // Completes a state that the calling thread's copies have brought, by what comes before the block's chunk, or in the backward
+  // Completes a state that the calling thread's copies have loaded, by what comes before the block's chunk, or in the backward
   // after it; and reads z, of which it does the same. What comes before is stored times the factor of the chunk's first block:
-  // `factor` brings it to that of this block.
+  // `factor` converts it to the factor of this block.
   __device__ __forceinline__ void complete_state(uint32_t shared, float (&sums)[D], const params::Linear& p, int key_head) const {
     int chunk = block / p.chunk_blocks;
     bool none_before = p.backward ? chunk + 1 == p.chunks : chunk == 0;

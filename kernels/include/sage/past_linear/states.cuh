@@ -151,7 +151,7 @@ struct StateKernel {
   // Calls f(index, two values) for pairs of neighbouring channels in the warp's part of H, and g(index, value) for z.
   template <class F, class G>
   __device__ __forceinline__ void each(F f, G g) {
-    // Computed anew, so that places are not kept in registers beside the accumulators.
+    // Computed again, so that places are not kept in registers in addition to the accumulators.
     int lane = ptx::opaque(threadIdx.x) % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

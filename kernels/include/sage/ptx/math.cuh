@@ -20,7 +20,7 @@ __device__ __forceinline__ float exp2(float x) {
 constexpr float LOG2_E = 1.44269504088896341f;
 
 // Returns x through an empty asm statement, which the compiler cannot see into: addresses derived from the result are computed
-// anew instead of being hoisted out of the loop and kept in registers.
+// again instead of being hoisted out of the loop and kept in registers.
 __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -105,7 +105,7 @@ __device__ __forceinline__ uint32_t min_2(uint32_t a, uint32_t b) {
   return d;
 }
 
-// Products of two pairs of values, each rounded once. bf16 has no multiplication of its own before sm_90; adding -0 changes no
+// Products of two pairs of values, each rounded once. bf16 has no separate multiplication before sm_90; adding -0 changes no
 // product.
 template <class T>
 __device__ __forceinline__ uint32_t mul_2(uint32_t a, uint32_t b) {

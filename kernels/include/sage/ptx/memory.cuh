@@ -189,7 +189,7 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
 }
 // "Parallel Synchronization and Communication Instructions: mbarrier.test_wait, mbarrier.try_wait": the calling thread waits
 // until phase `phase` is complete. Only the parity is passed, so that a waiter may be at most one phase behind. Acquires what
-// the arriving threads wrote and what bulk copies brought.
+// the arriving threads wrote and what bulk copies wrote.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int phase) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(

@@ -78,7 +78,7 @@ __device__ __forceinline__ void tcgen05_commit(uint32_t mbarrier) {
 
 // tcgen05.ld ("Tensorcore 5th Generation Data Movement Instructions: tcgen05.ld"), shape 32x32b, and the wait for it
 // (tcgen05.wait::ld): all lanes of a warp call it with the same address, whose lane is the warp's first. A thread receives 32
-// columns of its own lane of tensor memory.
+// columns of the thread's lane of tensor memory.
 __device__ __forceinline__ void tcgen05_load(float (&x)[32], uint32_t address) {
 #if SAGE_HAS_TCGEN05
   __syncwarp();  // lanes may come from a wait one by one

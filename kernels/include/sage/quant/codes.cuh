@@ -28,12 +28,12 @@ __device__ __forceinline__ Scale scale_of(uint32_t max_abs_bits) {
 
 // 1.5 * 2^23. A float in [2^23, 2^24) is a whole number whose low bits are that number: adding this constant rounds |x| < 2^22
 // to the nearest whole number, ties to even, and leaves it in the low bits in two's complement. Conversely, an s32 accumulator
-// that starts from the constant's bits reads as the float MAGIC + sum while |sum| < 2^22: the products of codes within +-127
+// that starts from the constant's bits reads as the float MAGIC + sum while |sum| < 2^22: the INT8 matmuls within +-127
 // stay under it up to a reduction of 256.
 constexpr float MAGIC = 12582912.0f;
 constexpr int MAGIC_BITS = 0x4b400000;
 
-// One step of a product of codes; the first step starts the accumulator from MAGIC.
+// One step of an INT8 matmul; the first step starts the accumulator from MAGIC.
 __device__ __forceinline__ void multiply(int (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bool first) {
   const int magic[4] = {MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS};
   if (first)

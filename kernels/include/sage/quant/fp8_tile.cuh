@@ -27,7 +27,8 @@ struct Fp8Tile {
 // The bits of |x|, whose order is that of the values, with NaN above infinity.
 __device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
-// The least power of two by which divided a value of these bits does not saturate: `Fp8Format::scale` of candle-sage/src/fp8.rs.
+// The least power of two such that a value of these bits, divided by it, does not saturate: `Fp8Format::scale` of
+// candle-sage/src/fp8.rs.
 __device__ __forceinline__ float fp8_scale(uint32_t largest, int e5m2) {
   if (largest == 0 || largest >= 0x7f800000u) return 1.0f;
   int exponent = int(largest >> 23) - 127 - (e5m2 ? 15 : 8);
@@ -45,7 +46,8 @@ struct Fp8Codes {
   __device__ __forceinline__ explicit Fp8Codes(const params::Fp8Codes& p)
       : inverse(1.0f / *p.scale), top(p.e5m2 ? 57344.0f : 448.0f), e5m2(p.e5m2) {}
 
-  // Two codes, of `low` in the low byte. NaN becomes 0x7f, and values beyond the largest saturate.
+  // Two codes, of `low` in the low byte. Values beyond the largest saturate. NaN becomes 0x7f where the hardware converts (sm_89 and
+  // later); the conversion before that keeps a NaN's sign.
   __device__ __forceinline__ uint32_t pair(float low, float high) const {
     return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, e5m2 ? __NV_E5M2 : __NV_E4M3);
   }
@@ -65,12 +67,12 @@ struct Fp8Codes {
     }
   }
 
-  // Writes the codes of a tile whose values are in columns [.., end_column) of the matrix. All threads of the block call it;
-  // before the tile's memory is used again, they synchronize.
+  // Writes the tile's codes, for columns of the matrix below `end_column`. All threads of the block call it, and synchronize before they
+  // use the tile's memory again.
   __device__ __forceinline__ void store(const params::Fp8Codes& p, Fp8Tile& tile, int first_row, int first_column, int end_column) const {
     using Tile = Fp8Tile;
     int row = first_row + Tile::row(), column = first_column + Tile::column();
-    // Rows are a multiple of 16, and columns of 16 up to `end_column`: a thread's are all inside, or none is.
+    // p.rows and end_column are multiples of 16: a thread's values are all inside the matrix, or all outside.
     if (p.row_codes && row < p.rows && column < end_column) {
 #pragma unroll
       for (int i = 0; i < Tile::LINES; ++i)
@@ -97,11 +99,13 @@ struct Fp8Codes {
     }
   }
 
-  // Adds what the block saw to the matrix's largest value and number of saturated values. All lanes of each warp call it.
+  // Adds what the block saw to the matrix's largest value and number of saturated values, and copies the scale. All lanes of each
+  // warp call it.
   __device__ __forceinline__ void report(const params::Fp8Codes& p) const {
     uint32_t most = __reduce_max_sync(~0u, largest), count = __reduce_add_sync(~0u, saturated);
     if (threadIdx.x % 32 != 0) return;
-    if (most) atomicMax(p.largest, most);
+    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0 && p.used) *p.used = *p.scale;
+    if (most > *p.largest) atomicMax(p.largest, most);  // an old value costs an addition more, and changes nothing
     if (count) atomicAdd(p.saturated, count);
   }
 };

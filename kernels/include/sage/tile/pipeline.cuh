@@ -31,7 +31,7 @@ struct Pipeline {
   __device__ __forceinline__ void wait_empty(int n) const {
     if (n >= STAGES) ptx::mbarrier_wait(empty(n), round(n) - 1);
   }
-  // The producer waits until all tiles before tile n, its last ones, are released.
+  // The producer waits until the consumers have released its last tiles, those before tile n.
   __device__ __forceinline__ void drain(int n) const {
     for (int i = 0; i < STAGES; ++i) wait_empty(n + i);
   }

@@ -217,8 +217,8 @@ concept BackwardSm80Numerics = requires(N numerics, const params::Backward& p, c
   requires N::CHANNEL_PARTS >= 1;  // parts that the channels of dK, dV and dQ are divided into, a block each
 };
 
-// dS^T needs no barrier of its own, because it is stored in one of two slots, and read for dQ an iteration later. Of 8 warps the
-// first 4 add dQ before the scores, and the others after them, so that the products of one half run beside the arithmetic of the
+// dS^T needs no separate barrier, because it is stored in one of two slots, and read for dQ an iteration later. Of 8 warps the
+// first 4 add dQ before the scores, and the others after them, so that the products of one half run concurrently with the arithmetic of the
 // other. (All add dQ first if there are only 4 warps, or if warps meet at a barrier inside a tile or at a semaphore.)
 template <BackwardSm80Numerics Numerics, class Queries = EveryQuery>
 __device__ __forceinline__ void backward_sm80(const params::Backward& p) {

@@ -1,4 +1,4 @@
-// The backward mainloop for Hopper at head_dims over 64 up to 128, for schemes whose dV, dK and dQ are products of 16-bit operands. A block
+// The backward mainloop for Hopper at head_dims over 64 up to 128, for schemes whose dV, dK and dQ are 16-bit matmuls. A block
 // computes dK and dV of 128 keys of one key head, and its share of dQ for the tiles of 64 queries that see them. Its warpgroups
 // are specialized.
 //
@@ -137,7 +137,7 @@ concept BackwardTilesSm90 = requires(N numerics, const params::Backward& p, cons
   numerics.gradient_staging(0);
 };
 
-// What this mainloop asks besides, and of their Consumer, which is what a consumer keeps in registers.
+// What this mainloop asks in addition, and of their Consumer, which is what a consumer keeps in registers.
 template <class N>
 concept BackwardSm90Numerics =
     BackwardTilesSm90<N> && requires(N numerics, const QueryTile& tile, uint32_t mbarrier, typename N::Consumer consumer) {

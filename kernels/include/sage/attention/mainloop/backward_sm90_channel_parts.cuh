@@ -1,4 +1,4 @@
-// The backward mainloop for Hopper at head_dims over 128, for products of 16-bit operands. A block computes dK and dV of 128 keys of
+// The backward mainloop for Hopper at head_dims over 128, for 16-bit matmuls. A block computes dK and dV of 128 keys of
 // one key head, and its share of dQ for the tiles of 64 queries that see them, all in one of two parts of the channels: registers
 // hold dK and dV of 64 keys and 128 channels each. S and dP are sums over all channels, so that both parts compute them, seven
 // products for five. Its warpgroups are specialized.
@@ -7,7 +7,7 @@
 //                 their own keys, and of dQ, which sums over all 128 keys, half of the part each, which they add to its sums in
 //                 global memory.
 //   producer      Warp 0 of the third warpgroup copies Q and the row state of each tile into a stage of a pipeline, and dO into the
-//                 next: at head_dim 256 shared memory has no room for two tiles of queries beside K and V.
+//                 next: at head_dim 256 shared memory has no room for two tiles of queries in addition to K and V.
 //   ALL_CONSUMERS Named barrier: dS^T of a tile is in shared memory.
 //   DQ_ORDERED    Named barrier: in deterministic mode the consumers wait for their block's order in each tile of queries.
 //
@@ -23,7 +23,7 @@
 
 namespace sage::attention {
 
-constexpr int DQ_ORDERED = 2;  // named barrier of both consumers, beside ALL_CONSUMERS
+constexpr int DQ_ORDERED = 2;  // named barrier of both consumers, in addition to ALL_CONSUMERS
 
 // How two parts divide the panels of 64 channels of D channels of Q and K, and V of values: the first has two of K, the second two of
 // V, and each has what the other leaves. So both have about as many products, and neither has more than two panels of dK and dV.

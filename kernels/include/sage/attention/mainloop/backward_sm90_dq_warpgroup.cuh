@@ -7,7 +7,7 @@
 //   dQ warpgroup  The third warpgroup is the producer, which copies tiles of queries into a pipeline of STAGES stages. It also
 //                 computes dQ from the consumers' dS, and adds it to its sums in global memory; at head_dim 128 it computes dK.
 //   SLOT_EMPTY, DK_OPERANDS_FULL, DS_FULL  Named barriers between each consumer and the dQ warpgroup: they hand over the two
-//                 slots of dS. There is no barrier of all warps after the start, so that warpgroups may be a tile or more apart.
+//                 slots of dS. No barrier joins all warps after the start, so that warpgroups may be a tile or more apart.
 //   dq_semaphore  In deterministic mode the dQ warpgroup waits for its block's order in each tile of queries.
 //
 // A tile i of 16-bit operands at head_dim 64 (five stages), and one of SageBwd at head_dim 128 (two stages):
@@ -42,12 +42,12 @@ enum NamedBarrier : int {
 __device__ __forceinline__ int named_barrier(NamedBarrier kind, int tile, int warpgroup) { return kind + (tile & 1) * CONSUMERS + warpgroup; }
 __device__ __forceinline__ int named_barrier(NamedBarrier kind, int tile) { return kind + (tile & 1); }
 
-// Whether the consumers have registers for dK beside dV.
+// Whether the consumers have registers for dK in addition to dV.
 template <int D>
 constexpr bool CONSUMERS_KEEP_DK = D == 64;
 
 // Adds 64 channels to dQ from shared memory: each warp of the dQ warpgroup stages its dQ there, and one bulk addition adds it
-// while the warp goes on. (Several bulk additions a tile would wait for each other, so larger heads add from registers.)
+// while the warp continues. (Several bulk additions a tile would wait for each other, so larger heads add from registers.)
 struct BulkDqAccumulator : DqAccumulator {
   static constexpr int WARP_BYTES = 64 / 8 * 512, BYTES = WARPGROUP_THREADS / 32 * WARP_BYTES;
   uint32_t staging;
@@ -135,7 +135,7 @@ struct TileHandover {
   }
 };
 
-// What this mainloop asks besides; of their KeyConsumer, which is what a consumer keeps in registers; and of their DqConsumer,
+// What this mainloop asks in addition; of their KeyConsumer, which is what a consumer keeps in registers; and of their DqConsumer,
 // which is what the dQ warpgroup does.
 template <class N>
 concept BackwardSm90DqWarpgroupNumerics =
@@ -189,7 +189,7 @@ struct TileProducer {
   typename Queries::Tile next;  // the tile to copy
 
   __device__ __forceinline__ void fetch(int number) {
-    // Opaque, so that addresses are computed anew for each tile: kept, they would cost registers that the products need.
+    // Opaque, so that addresses are computed again for each tile: kept, they would cost registers that the products need.
     int thread = ptx::opaque(threadIdx.x) - CONSUMER_THREADS;
     if (number < queries.count && (!p.dout.mapped || thread == 0)) {
       pipeline.wait_empty(number);

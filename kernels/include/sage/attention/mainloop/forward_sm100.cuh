@@ -9,7 +9,7 @@
 //   keys, values   Pipelines from the producer to the products.
 //   scores         Pipeline of one stage, for S in tensor memory, from the products to the softmax. A thread holds its row in
 //                  registers, so that the next S is computed during the softmax of this one.
-//   probabilities  Pipeline of two stages, for P in shared memory, from the softmax to the products. An empty stage says besides
+//   probabilities  Pipeline of two stages, for P in shared memory, from the softmax to the products. An empty stage says in addition
 //                  that O += P V of its step is complete.
 //
 //   producer   Q K0 V0|K1 V1|K2 V2|..

@@ -80,10 +80,10 @@ __device__ __forceinline__ Block next_work(const params::Forward& p, bool first)
 // - If true, P V of the previous step is issued before S, and is waited for while S is in flight: registers do not hold both S
 //   and P V while the softmax runs. The softmax of the other consumers hides the wait. Keys and values share a stage.
 // - If false, S is issued before P V of the previous step, which is in flight during the softmax of S. Keys and values have
-//   stages of their own in the kv pipeline, in the order in which consumers need them: keys 0, keys 1, values 0, keys 2,
+//   separate stages in the kv pipeline, in the order in which consumers need them: keys 0, keys 1, values 0, keys 2,
 //   values 1, .. A stage of keys is then released long before the values of its step are needed.
 //
-// MASKS_APART: whether the steps that need a mask have a loop of their own. A step then is one basic block but for the rescaling,
+// MASKS_APART: whether the steps that need a mask have a separate loop. A step then is one basic block but for the rescaling,
 // in which ptxas can move the wait for P V, and what follows it, among the exponentials.
 template <class N>
 concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, const ForwardBlock& block, unsigned char* shared,
@@ -126,14 +126,14 @@ concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, con
   consumer.take();
 });
 
-// The number of steps whose keys some of `queries` queries of a block, from `first` on, see.
+// The number of steps with keys that at least one of the block's queries `first` .. `first + queries - 1` sees.
 template <class Warpgroups, class Block>
 __device__ __forceinline__ int steps_of(const Block& block, int first, int queries) {
   int last = block.last_of(first, queries);
   return first <= last ? (block.visible(last) + Warpgroups::KEYS - 1) / Warpgroups::KEYS : 0;
 }
 
-// The order of an item's keys and values in the kv pipeline. A piece is what has a stage of its own: the keys and values of a
+// The order of an item's keys and values in the kv pipeline. A piece is what has a separate stage: the keys and values of a
 // step (VALUES_FIRST), or either of them.
 template <bool VALUES_FIRST>
 struct KvOrder {
@@ -216,7 +216,7 @@ struct ItemConsumer {
   int warpgroup, first;            // the consumer's number, and its first query
   int whole_steps, skipped_steps;  // steps that need no mask; steps of keys that are not visited (ListedKeys)
 
-  // Consumers take turns in issuing products, so that the products of one run under the softmax of another.
+  // Consumers take turns in issuing products, so that one consumer's products overlap with another consumer's softmax.
   __device__ __forceinline__ void acquire_order() const { ptx::named_barrier_sync(MMA_ORDER + warpgroup, 2 * WARPGROUP_THREADS); }
   __device__ __forceinline__ void release_order() const {
     ptx::named_barrier_arrive(MMA_ORDER + (warpgroup + 1) % Warpgroups::CONSUMERS, 2 * WARPGROUP_THREADS);

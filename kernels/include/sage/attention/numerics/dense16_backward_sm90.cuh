@@ -19,7 +19,7 @@ struct Dense16BackwardSm90 : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source> {
   static constexpr int ARRIVALS = S::ARRIVALS;
 
   // Issues the copies of a tile, by the producer warp. One lane copies through the tensor maps, unless a document ends inside the
-  // tile (a map does not end there, and zeros must follow) or there are no maps; then all lanes copy Q and dO.
+  // tile (a map does not end there, and zeros must follow) or no maps exist; then all lanes copy Q and dO.
   __device__ __forceinline__ void load(const QueryTile& tile, int stage, uint32_t mbarrier) {
     const Segment& s = block.segment;
     int first = tile.tile * TILE, lane = threadIdx.x % 32;

@@ -37,7 +37,7 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
       ptx::mbarrier_arrive(mbarrier);  // dO has no scales
   }
   // Copies COUNT channels of a tile, from `channel` on. Lane 0 announces their bytes and `more`, and gets true. It copies through the tensor map, unless
-  // a document ends inside the tile (a map does not end there, and zeros must follow) or there is no map; then all lanes copy.
+  // a document ends inside the tile (a map does not end there, and zeros must follow) or no map exists; then all lanes copy.
   template <int COUNT>
   __device__ __forceinline__ bool load_rows(const params::View& view, const params::TensorMap& map, int head_dim, int channel,
                                             const QueryTile& tile, uint32_t to, int more, uint32_t mbarrier) {

@@ -68,7 +68,7 @@ struct Dense16ForwardSm80 {
     }
   }
 
-  // The thread index is opaque, so that addresses are computed anew for each tile: kept, they would cost registers that the
+  // The thread index is opaque, so that addresses are computed again for each tile: kept, they would cost registers that the
   // products need.
   __device__ __forceinline__ void load_keys(int tile) {
     if constexpr (CODES)

@@ -45,7 +45,7 @@ struct Dense16ForwardSm90 {
 
   __device__ __forceinline__ uint32_t rows_at(int stage) const { return shared + QUERY_SLOTS * Q_BYTES + stage * STAGE_BYTES; }
   __device__ __forceinline__ uint32_t scales_at(int stage) const { return shared + SCALES_AT + stage * SCALE_BYTES; }
-  // Each consumer's queries have panels of their own.
+  // Each consumer's queries have separate panels.
   __device__ __forceinline__ uint32_t q_rows(int slot, int warpgroup) const {
     return shared + slot * Q_BYTES + warpgroup * Q_TILE_BYTES;
   }

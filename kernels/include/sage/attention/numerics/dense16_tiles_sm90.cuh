@@ -28,7 +28,7 @@ struct Dense16TilesSm90 {
   using Type = T;
   using S = WarpgroupScores<Source>;
   static constexpr int D = HEAD_DIM, V = VALUE_DIM, STAGES = PLAN.stages;
-  // Of the rows of K and Q: above 128 channels, where S is a product of codes, those of the block's part, which alone are read then.
+  // Of the rows of K and Q: above 128 channels, where S is an INT8 matmul, those of the block's part, which alone are read then.
   static constexpr int CHANNELS = D > 128 && S::KEY_BYTES > 0 ? 128 : D;
   static constexpr int K_BYTES = SM90_KEYS * CHANNELS * 2, V_BYTES = SM90_KEYS * V * 2;
   static constexpr int Q_BYTES = TILE * CHANNELS * 2, DOUT_BYTES = TILE * V * 2;

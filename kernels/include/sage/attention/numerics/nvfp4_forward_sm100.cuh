@@ -25,7 +25,7 @@ struct Nvfp4ForwardSm100 {
   static constexpr int SHARED_BYTES = P_SCALES_AT + 2 * Tile::SCALES_BYTES;
   static_assert(PLAN.mainloop == params::FORWARD_SM100);
   static_assert(PLAN.rows == FORWARD_QUERIES && PLAN.row_bytes == Tile::BYTES / TILE && PLAN.shared_bytes == SHARED_BYTES);
-  // The hardware's swizzle begins anew every eight rows.
+  // The hardware's swizzle begins again every eight rows.
   static_assert(KEYS_AT % (8 * Tile::ROW) == 0 && Tile::BYTES % (8 * Tile::ROW) == 0 && P_AT % (8 * Tile::V_ROW) == 0);
   // Columns of tensor memory: S, O, and scales, four columns for 32 rows of 16 bytes. K's have two columns for each step, since a
   // tile has 64 rows, so that the second step's begin two columns further on. Those of P and V have two buffers: a step's are copied while the products of the last may be under way.

@@ -115,7 +115,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
     __device__ __forceinline__ KeyConsumer(const SageBwdBackwardSm90DqWarpgroup& numerics, int warpgroup)
         : of(numerics), warpgroup(warpgroup), k_dequant(k_dequant_of(numerics.p, numerics.block, warpgroup)) {}
 
-    // Whether S^T of the next tile is issued beside the last products of this one: at head_dim 128 registers do not allow it.
+    // Whether S^T of the next tile is issued concurrently with the last products of this one: at head_dim 128 registers do not allow it.
     static constexpr bool AHEAD = D == 64;
 
     __device__ __forceinline__ void start(int stage) {
@@ -131,7 +131,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
 
     template <class Handover>
     __device__ __forceinline__ void scores(int tile, int stage, int slot, bool masked, const Handover& handover) {
-      // Opaque at head_dim 128, so that values that depend on it are computed anew: kept, they would cost registers that the
+      // Opaque at head_dim 128, so that values that depend on it are computed again: kept, they would cost registers that the
       // products need.
       int thread = CONSUMERS_KEEP_DK<D> ? int(threadIdx.x) : ptx::opaque(threadIdx.x);
       int lane = thread % 32, row = thread / 32 % 4 * 16;

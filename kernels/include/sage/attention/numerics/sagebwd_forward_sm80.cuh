@@ -60,7 +60,7 @@ struct SageBwdForwardSm80 {
                                         threadIdx.x);
   }
 
-  // The thread index is opaque, so that addresses are computed anew for each tile: kept, they would cost registers that the
+  // The thread index is opaque, so that addresses are computed again for each tile: kept, they would cost registers that the
   // products need.
   __device__ __forceinline__ void load_keys(int tile) {
     copy_tile<TILE * D, THREADS>(k_tile(tile), p.codes.k + int64_t(first_key_tile + tile) * TILE_BYTES,

@@ -125,7 +125,7 @@ struct SageBwdForwardSm90 {
     }
 
     // The tile whose exponentials come after the branch that raises the references. At head_dim 128 those of the first tile are
-    // computed beside the maxima, and the forward takes 0.97x of the time; at head_dim 64 that would be 1.05x.
+    // computed concurrently with the maxima, and the forward takes 0.97x of the time; at head_dim 64 that would be 1.05x.
     static constexpr int BRANCH_BEFORE = D == 64 ? 0 : 1;
 
     template <bool MASKED, int PENDING>

@@ -1,6 +1,6 @@
 // The policies of scores_sm80.cuh for the operands of S^T, for a warpgroup on Hopper: 64 keys, and a tile of 64 queries.
 //
-// Besides what S has, such a policy has:
+// In addition to what S has, such a policy has:
 // - Sums: the accumulators of S^T.
 // - start: issues S^T, with K in shared memory or in registers as KeyFragments, which read_keys loads.
 // - load_by_bulk: issues a tile's bulk copies, BULK_BYTES in all, by one thread. With codes it also copies their scale, behind
