@@ -1,4 +1,4 @@
-//! What will run: every setting resolved and checked, printable, saved beside the results.
+//! What will run: every setting resolved and checked, printable, saved with the results.
 
 mod attention;
 mod batch;
@@ -67,7 +67,7 @@ pub struct Config {
     pub device: Place,
     /// Seed of the initial weights.
     pub weights_seed: u64,
-    /// Seed of what is left to chance beside weights and data.
+    /// Seed of what is random except weights and data.
     pub seed: u64,
     /// Folder of runs.
     pub out: PathBuf,
@@ -129,7 +129,7 @@ impl Config {
         }
         let model = model::resolve(preset, &s, sla2)?;
         if s.optimizer.init_moments == Some(Switch::On) && s.model.init_from.is_none() {
-            return Err(Error::new("there are no moments to begin with")
+            return Err(Error::new("no moments to begin with")
                 .got("--init-moments on without --init-from")
                 .allowed("--init-from RUN/checkpoints/step-N --init-moments on")
                 .hint("a run that begins with random weights begins with moments of zero"));
@@ -263,7 +263,7 @@ impl Config {
         changes::applied(Self::read_settings(path)?, &changes, path)
     }
 
-    /// The settings as TOML, without the run's name: run again, they make a folder of their own.
+    /// The settings as TOML, without the run's name: run again, they make a separate folder.
     pub fn to_toml(&self) -> String {
         toml::to_string(&tables::in_tables(self.saved())).expect("settings are plain values")
     }
@@ -321,7 +321,7 @@ pub(crate) const MOST_SETTINGS: u64 = 1 << 20;
 /// that hints show.
 ///
 /// # Errors
-/// When it would not be a folder of its own, or has such characters.
+/// When it would not be a separate folder, or has such characters.
 pub fn check_name(name: &str) -> Result<()> {
     let refused =
         |c: char| ['/', '\\', '"', '\'', '`'].contains(&c) || c.is_control() || acts_on_terminals(c);
@@ -343,7 +343,20 @@ pub fn folder_of_runs(out: &Path) -> PathBuf {
     }
 }
 
-/// What is wrong with a TOML file; a key that is not one is told the nearest that is, and not all of them.
+/// What other programs call settings.
+const ELSEWHERE: [(&str, &str); 9] = [
+    ("learning-rate", "lr"),
+    ("batch-size", "tokens-per-step"),
+    ("max-steps", "steps"),
+    ("num-layers", "layers"),
+    ("hidden-size", "width"),
+    ("block-size", "context"),
+    ("seq-len", "context"),
+    ("max-seq-len", "context"),
+    ("grad-clip", "clip"),
+];
+
+/// What is wrong with a TOML file. For an unknown key the closest valid key is named, and not all keys.
 pub fn in_short(error: &toml::de::Error) -> String {
     let text = error.to_string();
     let unknown =
@@ -352,7 +365,10 @@ pub fn in_short(error: &toml::de::Error) -> String {
     let known = known.split(", ").map(|key| key.trim().trim_matches('`'));
     let nearest =
         known.map(|key| (strsim::jaro_winkler(unknown, key), key)).max_by(|a, b| a.0.total_cmp(&b.0));
-    let nearest = nearest.filter(|(near, _)| *near > 0.7).map(|(_, key)| format!("; did you mean `{key}`?"));
+    let elsewhere =
+        ELSEWHERE.iter().find(|(name, _)| unknown.replace('_', "-") == *name).map(|(_, key)| *key);
+    let nearest = elsewhere.or(nearest.filter(|(near, _)| *near > 0.7).map(|(_, key)| key));
+    let nearest = nearest.map(|key| format!("; did you mean `{key}`?"));
     let before = text.split("unknown field").next().unwrap_or("");
     format!("{before}unknown setting `{unknown}`{}", nearest.unwrap_or_default())
         .replace('\n', "\n           ")
