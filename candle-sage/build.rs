@@ -1,4 +1,4 @@
-//! With feature `cuda`, compiles each `kernels/*.cu` into a fatbin of its own: machine code for every
+//! With feature `cuda`, compiles each `kernels/*.cu` into a separate fatbin: machine code for every
 //! architecture, and PTX for later ones.
 
 #[path = "build/fingerprint.rs"]
@@ -43,7 +43,7 @@ fn main() {
     }
     println!("cargo:rerun-if-changed=kernels");
     if let Err(message) = build() {
-        // The message is printed as it is; a panic would surround it with text of its own.
+        // The message is printed as it is; a panic would surround it with its own text.
         eprintln!("\n{message}\n");
         std::process::exit(1);
     }
@@ -158,7 +158,7 @@ fn kernels() -> Result<PathBuf, String> {
 }
 
 /// A folder for compiled kernels that builds of the same profile share, which else would compile them once for `cargo build` and once
-/// more for `cargo doc` or another set of features: `target/PROFILE/build/candle-sage-kernels` beside `OUT_DIR`'s own
+/// more for `cargo doc` or another set of features: `target/PROFILE/build/candle-sage-kernels` next to `OUT_DIR`'s own
 /// `target/PROFILE/build/candle-sage-HASH/out`. Names carry the fingerprint of all that a kernel depends on, and files come
 /// under their names when they are whole, so that builds at the same time do no harm.
 fn shared_by_builds(out: &Path) -> Result<PathBuf, String> {

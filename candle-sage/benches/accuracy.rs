@@ -28,7 +28,7 @@ fn cells(errors: [f64; 4], beside: [f64; 4]) -> String {
 
 fn table_1() -> Result<()> {
     println!(
-        "relative L2 error, causal, N {TOKENS}, one head, mean of {SEEDS} seeds; beside it the ratio to the published figure\n"
+        "relative L2 error, causal, N {TOKENS}, one head, mean of {SEEDS} seeds; followed by the ratio to the published figure\n"
     );
     println!(
         "{:>3} {:>5}  {:<15} {:>16} {:>16} {:>16} {:>16}",
@@ -55,11 +55,11 @@ fn table_1() -> Result<()> {
     Ok(())
 }
 
-/// What keys have in common, in multiples of their own standard deviation, at the first and the last token.
+/// What keys have in common, in multiples of their standard deviation, at the first and the last token.
 const COMMON: [(&str, f32, f32); 3] =
     [("nothing", 0.0, 0.0), ("10 sigma", 10.0, 10.0), ("0 to 20 sigma", 0.0, 20.0)];
 
-/// Keys with something in common, which a seed of its own draws: other keys of the same layer have the same.
+/// Keys with something in common, which another seed draws: other keys of the same layer have the same.
 fn case_with(common: (f32, f32), head_dim: usize, sigma: f32, seed: u64) -> Case {
     let mut case = Case::new(1, (TOKENS, TOKENS), (1, 1), head_dim, true);
     case.draw(sigma, seed);
@@ -72,7 +72,7 @@ fn case_with(common: (f32, f32), head_dim: usize, sigma: f32, seed: u64) -> Case
 
 fn means_of_keys() -> Result<()> {
     println!(
-        "the same by what keys have in common and whose mean is subtracted; beside it the ratio to the mean of all keys\n"
+        "the same by what keys have in common and whose mean is subtracted; followed by the ratio to the mean of all keys\n"
     );
     println!(
         "{:>3} {:>5}  {:<13} {:<7} {:<10} {:>15} {:>16} {:>16} {:>16}",

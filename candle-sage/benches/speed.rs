@@ -1,4 +1,4 @@
-//! Times of the forward and of forward + backward of each scheme, beside the same attention written with
+//! Times of the forward and of forward + backward of each scheme, and of the same attention written with
 //! candle's matmul and softmax.
 //!
 //! `cargo bench -p candle-sage --bench speed`

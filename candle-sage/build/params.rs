@@ -28,7 +28,7 @@ pub(crate) struct Struct {
 /// The structs of a header, after those that were read before.
 ///
 /// # Errors
-/// Names a line that is no field of a known type.
+/// Names a line that is not a field of a known type.
 pub(crate) fn read(header: &str, text: &str, structs: &mut Vec<Struct>) -> Result<(), String> {
     let mut open: Option<Struct> = None;
     for (number, line) in text.lines().enumerate() {
@@ -137,7 +137,7 @@ pub(crate) fn in_cpp(headers: &[&str], structs: &[Struct]) -> String {
 }
 
 /// The integers that a source states as `constexpr int NAME = VALUE` outside of functions and structs, in numbers and in integers before
-/// them. One that is stated in two ways is none.
+/// them. A constant with two values is left out.
 pub(crate) fn integers(text: &str) -> BTreeMap<String, u64> {
     let mut found: BTreeMap<String, Option<u64>> = BTreeMap::new();
     for line in text.lines() {

@@ -9,7 +9,7 @@ use candle_sage::{Attention, AttentionShape, Router, Scheme, Selection, Sla2};
 fn main() -> Result<()> {
     let device = Device::Cpu;
     let dims = (1, 2048, 4, 64);
-    // Four topics, each with a direction of its own: tokens of a topic come in runs, and attend to tokens of
+    // Four topics, each with a separate direction: tokens of a topic come in runs, and attend to tokens of
     // the same topic.
     let topics = Tensor::randn(0f32, 2., (4, 1, 4, 64), &device)?;
     let order: Vec<u32> = (0..16).map(|stretch: u32| stretch * 7 % 4).collect();

@@ -1,7 +1,7 @@
 //! Attention on NVIDIA GPUs: launches the kernels of `kernels/` on candle's own stream.
 //!
 //! As on the CPU, `forward` and `backward` are the same for all schemes, and what a scheme adds is in the
-//! file of its name. Besides the CPU's matrix product, only this module has `unsafe` code. What kernels get borrows
+//! file of its name. Apart from the CPU's matrix product, only this module has `unsafe` code. What kernels get borrows
 //! the memory that they read and write (`address.rs`), so that the compiler sees that it is alive at every launch.
 
 mod address;
@@ -49,11 +49,11 @@ use crate::scheme::Scheme;
 /// A scheme on a GPU. Each scheme implements it in the file of its name. It names its kernels; `plan` says
 /// how they run.
 trait OnGpu: Debug + Send + Sync + 'static {
-    /// Buffers that the forward's kernels read and write besides inputs and output.
+    /// Buffers that the forward's kernels read and write in addition to inputs and output.
     type Operands;
-    /// State that the forward keeps for the backward besides the log-sum-exp.
+    /// State that the forward keeps for the backward in addition to the log-sum-exp.
     type Kept: Debug + Send + Sync + 'static;
-    /// Buffers that the backward's kernel reads besides inputs and state, freed after its launch.
+    /// Buffers that the backward's kernel reads in addition to inputs and state, freed after its launch.
     type Scratch;
 
     /// Name of the forward's kernel in the table of plans.

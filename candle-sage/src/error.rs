@@ -57,8 +57,8 @@ pub enum ErrorKind {
 const MARK: &str = "candle_sage::Error, kind ";
 
 impl ErrorKind {
-    /// The kind of an error that candle returned: of this crate's errors their own, [`ErrorKind::Shape`] for candle's errors about
-    /// shapes, [`ErrorKind::OutOfMemory`] if a GPU had no memory left, else [`ErrorKind::Failed`].
+    /// The kind of an error that candle returned. This crate's errors keep their kind. Candle's errors about shapes are
+    /// [`ErrorKind::Shape`]. A GPU without free memory gives [`ErrorKind::OutOfMemory`]. Any other error is [`ErrorKind::Failed`].
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};

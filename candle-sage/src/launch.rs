@@ -1,4 +1,4 @@
-//! The seam between operators and kernels: what an operator asks of a GPU, in words that every build has.
+//! The seam between operators and kernels: what an operator asks of a GPU, in types that every build has.
 
 use candle_core::{CudaStorage, Layout, Result};
 

@@ -220,7 +220,7 @@ impl Packed {
         let row_bytes = channels.div_ceil(2);
         let mut codes = vec![0; rows * row_bytes];
         let scales = groups(rows, channels, axis).map(|group| {
-            // The maximum is taken over the bits, because those of a NaN are larger than those of any number.
+            // The maximum is taken over the bits, because a NaN has larger bits than any number.
             let max = group.clone().map(|(r, c)| values[r * channels + c].to_bits() & 0x7fff_ffff).max();
             let scale = Scale::of(f32::from_bits(max.unwrap_or(0)));
             for (r, c) in group {

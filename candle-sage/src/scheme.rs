@@ -68,7 +68,7 @@ impl Scheme {
         }
     }
 
-    /// Every setting of the scheme, as its name and its value in words. Schemes with the same name and
+    /// Every setting of the scheme, as its name and its value as text. Schemes with the same name and
     /// settings compute the same results.
     ///
     /// ```
@@ -86,7 +86,7 @@ impl Scheme {
         }
     }
 
-    /// Bytes per token that a forward on a GPU keeps for its backward, besides inputs, output and single
+    /// Bytes per token that a forward on a GPU keeps for its backward, in addition to inputs, output and single
     /// values per row. `queries` and `keys` are the numbers of channels of all query heads and of all key
     /// heads; `element` is the size of an input's element in bytes.
     ///

@@ -22,7 +22,7 @@ use crate::shape::AttentionShape;
 ///
 /// Each segment (batch entry or packed document) is divided into blocks, starting at its first token. The
 /// query heads that share a key head share a list. With a causal mask, the *candidates* of a block of queries
-/// are the blocks of keys that its first query sees as a whole. The blocks on the diagonal are no candidates:
+/// are the blocks of keys that its first query sees as a whole. The blocks on the diagonal are not candidates:
 /// they are always seen, and masked by token, so that a list may be empty. Without a mask all blocks are
 /// candidates, and every list has at least one.
 ///
@@ -148,7 +148,7 @@ impl Selection {
             return Err(Error::shape("the selection is one of another shape")
                 .got(format!("{shape:?}"))
                 .allowed(format!("{:?}", self.shape))
-                .hint("make the selection anew for each shape"));
+                .hint("make the selection again for each shape"));
         }
         if query % unit.0 != 0 || key % unit.1 != 0 {
             return Err(Error::shape("the blocks of the selection do not fit the scheme's tiles")

@@ -168,7 +168,7 @@ impl AttentionShape {
                 .got(format!("key {k:?}, value {v:?}"))
                 .allowed("the same (batch, sequence, heads, head_dim)")
                 .hint(
-                    "`Attention` takes values of another head_dim (8 to 256), where all else is the same",
+                    "`Attention` takes values of another head_dim (8 to 256); batch, sequence and heads must match",
                 ));
         }
         if k.0 != batch || k.3 != head_dim {

@@ -195,7 +195,7 @@ impl Sla2 {
             let mask = if shape.causal() { "a causal mask" } else { "no causal mask" };
             return Err(Error::new("the nearest blocks cannot be listed")
                 .got(format!("{} nearest of {} blocks, {mask}", self.nearest, self.count))
-                .allowed("with a causal mask, at most as many as there are blocks")
+                .allowed("with a causal mask, at most the number of blocks")
                 .hint("they are among `blocks`; the router picks the others")
                 .into());
         }

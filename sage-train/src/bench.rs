@@ -59,7 +59,7 @@ impl std::str::FromStr for Row {
             }
             _ => Err(Error::new("not a row of the benchmark")
                 .got(format!("`{text}`"))
-                .allowed("D:N:causal, such as 64:8192:1: head_dim 8 to 256, tokens, 0 or 1; 192/128:8192:1 for values of 128 beside keys of 192")
+                .allowed("D:N:causal, such as 64:8192:1: head_dim 8 to 256, tokens, 0 or 1; 192/128:8192:1 for values of 128 with keys of 192")
                 .hint("without rows the usual ones run")),
         }
     }
@@ -74,7 +74,7 @@ pub struct Plan {
     pub rows: Vec<Row>,
     /// The schemes; none: the usual ones.
     pub schemes: Vec<Scheme>,
-    /// Tokens of all sequences of a batch. A longer sequence is a batch of its own.
+    /// Tokens of all sequences of a batch. A longer sequence is a separate batch.
     pub total_tokens: usize,
     /// Width of all heads together: heads = width / head_dim.
     pub width: usize,

@@ -143,7 +143,7 @@ pub(crate) struct Belongs {
     pub(crate) settings: Identity,
 }
 
-/// Writes a run's checkpoints on a thread of its own during training, one at a time.
+/// Writes a run's checkpoints on a separate thread during training, one at a time.
 #[derive(Debug)]
 pub(crate) struct Checkpoints {
     folder: PathBuf,
@@ -359,7 +359,7 @@ impl FoundCheckpoint {
     /// checks its share of the files. The value holds the lock on the run, on rank 0 for all ranks.
     ///
     /// # Errors
-    /// When there is no checkpoint, when it is damaged, incomplete or from a later version, and when another
+    /// When no checkpoint exists, when it is damaged, incomplete or from a later version, and when another
     /// process holds the lock on the run.
     pub fn at(path: &Path, rank: Rank) -> Result<Self> {
         let take = |run: &Path| rank.is_first().then(|| Lock::run(run)).transpose();
@@ -378,7 +378,7 @@ impl FoundCheckpoint {
         let lock = if folder.is_dir() { Some(take(path)?) } else { None };
         let found = lock.and_then(|lock| Some((lock, steps(&folder).pop()?)));
         let (lock, step) = found.ok_or_else(|| {
-            Error::new("there is no checkpoint to resume from")
+            Error::new("no checkpoint to resume from")
                 .got(path.display())
                 .allowed(format!("the folder of a run with {FOLDER} in it, or one of these"))
                 .hint(

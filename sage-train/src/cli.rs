@@ -64,7 +64,7 @@ const EXAMPLES: &str = "Examples:
 ///
 /// Without arguments: a 1M-parameter model with INT8 SageBwd attention on the built-in corpus. Every
 /// setting is also a key of a TOML file (--config); a flag wins over the file, the file over the
-/// preset. Each run gets a folder of its own with its settings, metrics, loss plot, weights and log.
+/// preset. Each run gets a separate folder with its settings, metrics, loss plot, weights and log.
 #[derive(Debug, Parser)]
 #[command(
     name = "sage-train",

@@ -2,7 +2,7 @@
 //! files, `opened` are the sources of a run, `tokens` are a list of them, `mixture` several lists, `batches` the order, `feed` has them ready. `prepare`
 //! is the way from text to shards (`inputs` the files of text, `split` the shards of a part, `progress` how far it came),
 //! `hub` from a name to files; `check` and `verify` compare shards with what is written of them, before a run and
-//! beside it.
+//! during it.
 
 /// The text of a file of the folder `data/`, which is in the package, or at the top of the repository.
 /// The build script knows which.
@@ -122,7 +122,7 @@ impl Dataset {
             let (of_train, of_validation) = tokenizing.tokens(source, fraction)?;
             train.push(of_train);
             if apart && !of_validation.is_empty() {
-                say("validation shards beside the training shards are not used: --val-data names others");
+                say("validation shards next to the training shards are not used: --val-data names others");
             } else if !apart {
                 validation.push(of_validation);
             }
@@ -155,7 +155,7 @@ impl Dataset {
         })
     }
 
-    /// A hash by which other data is told from this: of the tokenizer, of all tokens in memory, and of each shard what
+    /// A hash that distinguishes other data from this: of the tokenizer, of all tokens in memory, and of each shard what
     /// [`Shard::fingerprint`] gives.
     ///
     /// # Errors
@@ -171,7 +171,7 @@ impl Dataset {
     }
 }
 
-/// The tokenizer that settings name, or that stands beside their shards, before anything is read; `None` where one would
+/// The tokenizer that settings name, or that lies next to their shards, before anything is read; `None` where one would
 /// be trained.
 ///
 /// # Errors
@@ -207,7 +207,7 @@ struct Tokenizing<'a> {
 }
 
 impl Tokenizing<'_> {
-    /// The tokens of a source, and those of it that are for validation: its validation shards, or else a part of it.
+    /// The tokens of a source, and the tokens for validation: its validation shards, or else a part of it.
     fn tokens(&mut self, source: &Opened, fraction: f64) -> Result<(Tokens, Tokens)> {
         match source {
             Opened::Documents(text) => {

@@ -234,7 +234,7 @@ mod memory {
     use cudarc::driver::{CudaEvent, CudaStream, PinnedHostSlice};
 
     /// Numbers in page-locked memory, with events before and after the step that they come from. (cudarc
-    /// records no events of its own while a context has one stream.)
+    /// records no events while a context has one stream.)
     #[derive(Debug)]
     pub struct Letter {
         stream: Arc<CudaStream>,

@@ -31,7 +31,7 @@ pub fn settings(folder: &Path, attn: Option<Attn>) -> Result<Settings> {
     check_there(folder)?;
     let config = config_of(folder);
     if config.is_none() && !folder.join("config.json").exists() {
-        return Err(Error::new("there is no model in this folder")
+        return Err(Error::new("no model in this folder")
             .got(folder.display())
             .allowed("a folder with config.toml, or one in Hugging Face's format, with config.json")
             .hint("--init-from takes a run, RUN/checkpoints/step-N, or what `sage-train export` writes"));
@@ -51,7 +51,7 @@ pub fn settings(folder: &Path, attn: Option<Attn>) -> Result<Settings> {
             })
         }
     };
-    // The stages are those of the other run's steps, and the tail is a part of the form that it was trained in.
+    // The stages belong to the other run's steps, and the tail is a part of the form that it was trained in.
     let same_form = attn.is_none() || attn == told.attention.attn;
     told.sla2 = Sla2Settings {
         sla2_dense_steps: None,
@@ -88,7 +88,7 @@ pub fn check_moments(folder: &Path) -> Result<()> {
     if checkpoint::is_one(folder) {
         return Ok(());
     }
-    Err(Error::new("there are no moments of AdamW in this folder")
+    Err(Error::new("no moments of AdamW in this folder")
         .got(format!("--init-moments on, --init-from {}", folder.display()))
         .allowed("--init-from RUN/checkpoints/step-N")
         .hint("a run's own weights and a Hugging Face folder have none: --init-moments off, or name a checkpoint"))

@@ -120,9 +120,9 @@ impl Folder {
                 }
                 return Err(Error::new("an interrupted `data prepare` is in the way")
                     .got(partial.display())
-                    .allowed("no such folder, or one of which nothing can go on")
+                    .allowed("no such folder, or one of which nothing can continue")
                     .hint(format!(
-                        "its own command goes on with it; --to names another folder, or rm -r {}",
+                        "its own command continues with it; --to names another folder, or rm -r {}",
                         partial.display()
                     )));
             }
@@ -162,7 +162,7 @@ impl Folder {
         sync(&self.partial)?;
         std::fs::rename(&self.partial, &self.target).map_err(writing(&self.target))?;
         drop(lock);
-        // Last of all: until the folder has its name the work can go on from it. One that stays is in nobody's way.
+        // Last of all: until the folder has its name the work can continue from it. One that stays is in nobody's way.
         let _ = std::fs::remove_file(self.target.join(JOURNAL));
         match self.target.parent() {
             Some(parent) if parent != Path::new("") => sync(parent),

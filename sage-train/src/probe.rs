@@ -45,7 +45,7 @@ pub struct ProbeOptions {
     pub products: bool,
     /// Factor of queries and keys.
     pub qk_scale: f64,
-    /// Whether each token of Q and K has a scale of its own instead of the scale of its tile.
+    /// Whether each token of Q and K has a separate scale instead of the scale of its tile.
     pub token_scales: bool,
 }
 
@@ -95,7 +95,7 @@ pub fn low_bit(scheme: Option<Scheme>, settings: &Settings) -> Scheme {
 fn anatomy_of(scheme: Scheme, token_scales: bool) -> Result<Box<dyn Anatomy>> {
     match scheme {
         Scheme::SageBwd(settings) => Ok(Box::new(SageBwdAnatomy { settings, token_scales })),
-        Scheme::AttnQat(_) if token_scales => Err(Error::new("there are no scales of tiles to replace")
+        Scheme::AttnQat(_) if token_scales => Err(Error::new("no scales of tiles to replace")
             .got(format!("--token-scales with {scheme}"))
             .allowed("sagebwd")
             .hint("leave --token-scales out, or --attn sagebwd")),

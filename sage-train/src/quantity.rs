@@ -109,7 +109,7 @@ pub fn gib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 30)
 }
 
-/// A number of things, in words: `1 document`, `1,200 documents`.
+/// A number of things as text: `1 document`, `1,200 documents`.
 pub fn counted(n: u64, noun: &str) -> String {
     format!("{} {noun}{}", grouped(n), if n == 1 { "" } else { "s" })
 }

@@ -1,4 +1,4 @@
-//! Several processes, the ranks, that train one model, each with a GPU of its own: how a process learns its
+//! Several processes, the ranks, that train one model, each with a separate GPU: how a process learns its
 //! rank, how ranks connect, how they exchange tensors, and how they detect that one of them has died.
 //!
 //! A run with one process is a run with one rank, on the same code path.
@@ -300,7 +300,7 @@ impl Words {
         let Some(meeting) = &self.meeting else { return work() };
         let (before, was_waited_for) = meeting.doing(what, true);
         let done = work();
-        // What was under way before goes on: messages name it, with its step.
+        // What was under way before continues: messages name it, with its step.
         meeting.doing(&before, was_waited_for);
         done
     }

@@ -155,7 +155,7 @@ impl Run {
                 warnings.extend(crashed(folder));
             }
             if found.len() == before {
-                return Err(Error::new("there are no runs to report")
+                return Err(Error::new("no runs to report")
                     .got(folder.display())
                     .allowed("the folder of a run, or one with such folders in it")
                     .hint(Self::hint_where_runs_are(folder)));
@@ -194,7 +194,7 @@ impl Run {
         let changes = Change::read(&self.folder.join(CONFIG)).ok()?;
         let changes: Vec<String> = changes.iter().filter_map(of_results).collect();
         (!changes.is_empty()).then(|| {
-            format!("{}: settings were given anew under way, {}", self.folder.display(), changes.join("; "))
+            format!("{}: settings were given again under way, {}", self.folder.display(), changes.join("; "))
         })
     }
 
@@ -210,7 +210,7 @@ impl Run {
         }
     }
 
-    /// The run with the validation losses of its own attention and, where `--eval-attn` validated it a second
+    /// The run with the validation losses of its attention and, where `--eval-attn` validated it a second
     /// time, once more with the losses of that attention.
     pub fn seen(self) -> Vec<Self> {
         if self.config.eval_scheme.is_none() {
@@ -307,7 +307,7 @@ fn again(folder: &Path) -> String {
 pub(crate) fn probes(folder: &Path) -> Result<Vec<Probed>> {
     let path = folder.join(PROBES);
     match path.exists() {
-        true => Lines::read(&path)?.whole(&path, "remove that line: the run goes on without it"),
+        true => Lines::read(&path)?.whole(&path, "remove that line: the run continues without it"),
         false => Ok(Vec::new()),
     }
 }

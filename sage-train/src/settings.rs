@@ -131,7 +131,7 @@ impl Settings {
         if self.batch.steps.is_some() || self.batch.tokens.is_some() {
             (under.batch.steps, under.batch.tokens) = (None, None);
         }
-        // An upper layer's attention comes with settings of its own: a scheme's do not carry over to another.
+        // An upper layer's attention comes with its own settings: a scheme's do not carry over to another.
         let AttentionSettings { attn, qk_norm, .. } = under.attention;
         if self.attention.attn.is_some_and(|upper| attn.is_some_and(|attn| !attn.shares_settings(upper))) {
             under.attention = AttentionSettings { attn, qk_norm, ..AttentionSettings::default() };

@@ -1,6 +1,6 @@
 //! SIGINT, SIGTERM, SIGUSR1 (Slurm's warning before a time limit) and, on Linux, SIGHUP: the first signal asks the program to
 //! stop, the second ends it. A
-//! run of a sweep is also asked to stop when the sweep's process is gone.
+//! run of a sweep is also asked to stop when the sweep's process has exited.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -130,7 +130,7 @@ fn doing_now() -> String {
     }
 }
 
-/// The signal that asked this process to stop. SIGTERM stands for a parent that is gone.
+/// The signal that asked this process to stop. SIGTERM stands for a parent that has exited.
 pub fn received() -> Option<u8> {
     let signal = SEEN.get()?.first.load(Ordering::Relaxed);
     if signal == 0 && is_orphan() { Some(SIGTERM as u8) } else { (signal != 0).then_some(signal as u8) }
@@ -148,7 +148,7 @@ pub fn asked_again() -> bool {
     SEEN.get().is_some_and(|seen| seen.times.load(Ordering::Relaxed) > 1)
 }
 
-/// Whether the sweep or the launcher that started this process is gone: the parent is then another process.
+/// Whether the sweep or the launcher that started this process has exited: the parent is then another process.
 #[cfg(unix)]
 pub fn is_orphan() -> bool {
     static SWEEP: OnceLock<Option<i32>> = OnceLock::new();

@@ -173,7 +173,7 @@ pub fn run_as(
     to_its_end(run, words)
 }
 
-/// Writes the settings of a new run, or of a new one that goes on from another one's checkpoint. Those of a resumed run stay, and
+/// Writes the settings of a new run, or of a new one that continues from another one's checkpoint. Those of a resumed run stay, and
 /// what this start changes is listed below them.
 fn write_settings(folder: &RunDir, config: &Config, begin: &Begin) -> Result<()> {
     let Begin::From(found) = begin else { return folder.write(CONFIG, &config.to_toml()) };
@@ -185,7 +185,7 @@ fn write_settings(folder: &RunDir, config: &Config, begin: &Begin) -> Result<()>
     folder.write(CONFIG, &Change::listed(&path, config, found.about.step)?)
 }
 
-/// Checks that a run can go on from a checkpoint: the data is that of the run so far, and there are steps left to do.
+/// Checks that a run can continue from a checkpoint: the data is that of the run so far, and there are steps left to do.
 fn check_goes_on(found: &FoundCheckpoint, begin: &Begin, config: &Config, fingerprint: &str) -> Result<()> {
     // A branch overwrites nothing.
     if !matches!(begin, Begin::Branch(_)) {
@@ -195,7 +195,7 @@ fn check_goes_on(found: &FoundCheckpoint, begin: &Begin, config: &Config, finger
         return Err(Error::new("the data is not what the run was trained on")
             .got(format!("data {fingerprint:.12}"))
             .allowed(format!("{:.12}, as in the checkpoint", found.about.data))
-            .hint("has a file been added or changed since? Hidden files and byte-order marks are no data any more. A new run on other data: --init-from"));
+            .hint("has a file been added or changed since? Hidden files and byte-order marks are not data any more. A new run on other data: --init-from"));
     }
     let first = found.about.step;
     if first > config.steps {
@@ -205,7 +205,7 @@ fn check_goes_on(found: &FoundCheckpoint, begin: &Begin, config: &Config, finger
             .hint(match planned_steps(found).filter(|planned| *planned > first) {
                 Some(planned) => {
                     format!(
-                        "without --steps the run goes on to step {planned}: --resume {}",
+                        "without --steps the run continues to step {planned}: --resume {}",
                         found.run.display()
                     )
                 }
@@ -221,7 +221,7 @@ fn check_goes_on(found: &FoundCheckpoint, begin: &Begin, config: &Config, finger
     Ok(())
 }
 
-/// Reports from where the run goes on, its settings and its data.
+/// Reports from where the run continues, its settings and its data.
 fn log_what_runs(config: &Config, resumed: Option<&FoundCheckpoint>, data: &Dataset, progress: &Progress) {
     if let Some(found) = resumed {
         log_changed_schedule(found, config, progress);

@@ -112,7 +112,7 @@ impl Trained {
     /// gradients.
     ///
     /// # Errors
-    /// When the folder is no run, checkpoint or model, or a file is missing or damaged.
+    /// When the folder is not a run, checkpoint or model, or a file is missing or damaged.
     pub fn open(folder: &Path, place: Place, mut settings: Settings, trained: bool) -> Result<Self> {
         let alone = Ranks::alone();
         let trained = trained.then_some(Training::of_gradients(&alone));

@@ -223,7 +223,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Subtracts the rows' mean: from keys, where there is no causal mask, and from their gradients, because the
+/// Subtracts the rows' mean: from keys, without a causal mask, and from their gradients, because the
 /// operation is its own backward.
 fn centre(rows: &mut [f32], d: usize) {
     let mut mean = vec![0f64; d];

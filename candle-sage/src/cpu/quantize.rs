@@ -10,7 +10,7 @@ use crate::scheme::{KeyMean, SageBwd};
 pub(crate) struct Scale {
     /// Factor from codes to values: `max|x| / 127`.
     pub(crate) dequant: f32,
-    /// Factor from values to codes: `127 / max|x|`, 0 for a group of zeros. There is no additive epsilon,
+    /// Factor from values to codes: `127 / max|x|`, 0 for a group of zeros. No epsilon is added,
     /// since real gradients have magnitudes of 1e-7.
     pub(crate) quant: f32,
 }
@@ -74,7 +74,7 @@ fn quantize(values: &[f32], codes: &mut [i8]) -> f32 {
     scale.dequant
 }
 
-/// The mean of each channel over all rows; zeros if there are none. Rows are summed in order inside each tile
+/// The mean of each channel over all rows; zeros without rows. Rows are summed in order inside each tile
 /// of `tile_rows`, then the tiles' sums in order, as on the GPU.
 pub(crate) fn channel_mean(rows: &[f32], d: usize, tile_rows: usize) -> Vec<f32> {
     let mut total = vec![0.0; d];

@@ -27,7 +27,7 @@ use crate::scheme::{AttnQat, PReference, Products, ValueGroups};
 /// operands.
 const NVFP4: &str = "attn_fwd_nvfp4";
 
-/// What the forward's kernels read and write besides inputs and output.
+/// What the forward's kernels read and write in addition to inputs and output.
 pub(super) struct Operands {
     kept: Kept,
     pub(super) rounded: Rounded,

@@ -9,7 +9,7 @@ use super::kernels::Grid;
 use super::plan::Plan;
 use super::{OnGpu, OutputGradient, params};
 
-/// Name of the backward's kernel, which other schemes run on operands of their own.
+/// Name of the backward's kernel, which other schemes run on their operands.
 pub(super) const BACKWARD: &str = "attn_bwd_dense16";
 
 /// See [`crate::scheme::Scheme::FullPrecision`].

@@ -25,7 +25,8 @@ pub(crate) struct Gpu {
     known: Arc<Known>,
 }
 
-/// What is found out once for each context: a launch is a few microseconds, and small models are made of launches.
+/// Facts that are queried once for each context. Launches of a few microseconds dominate small models, so that queries at each launch
+/// would cost time.
 #[derive(Debug)]
 pub(crate) struct Known {
     pub(super) architecture: Architecture,
@@ -34,7 +35,7 @@ pub(crate) struct Known {
     pub(super) multiprocessors: usize,
     modules: Mutex<HashMap<&'static str, Arc<CudaModule>>>,
     functions: RwLock<HashMap<String, CudaFunction>>,
-    /// cuBLASLt for FP8 products, from the first on.
+    /// The state of cuBLASLt, created at the first FP8 product.
     pub(super) fp8_products: Mutex<Option<super::gemm_fp8::Products>>,
 }
 

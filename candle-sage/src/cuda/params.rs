@@ -22,7 +22,7 @@ pub(super) fn launch<P: Params>(gpu: &Gpu, kernel: &str, grid: Grid, params: &P)
     // the launch is reused only after the kernel. The types do not guarantee the rest: that the allocations are as
     // large as the sizes in `params` say, have the elements that `kernel` expects, and belong to this device and
     // stream, that an address which the kernel uses is not null, and that `kernel` and `grid` fit `params`. For this
-    // the modules beside this one vouch, which alone make parameters: they allocate for the sizes that they pass, and
+    // the modules of this folder vouch, which alone make parameters: they allocate for the sizes that they pass, and
     // the ops check the tensors of callers.
     unsafe { gpu.launch(P::FAMILY, kernel, grid, params) }
 }

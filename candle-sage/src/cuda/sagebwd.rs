@@ -147,7 +147,7 @@ pub(super) struct Codes {
 /// What the forward's kernel reads. V's codes are freed after the forward.
 pub(super) struct Operands {
     pub(super) codes: Codes,
-    /// V's codes and scales. `None` where `O = P V` is no product of codes.
+    /// V's codes and scales. `None` where `O = P V` is not an INT8 matmul.
     pub(super) v: Option<(CudaSlice<i8>, CudaSlice<f32>)>,
     /// `None` without smoothing of K, and with a mean over a sample.
     k_tile_sums: Option<CudaSlice<f32>>,
@@ -251,7 +251,7 @@ fn mean_grid(call: &Call<'_>, params: &params::Forward<'_>) -> Grid {
     Grid { blocks: (call.segment_count() as u32, heads, 1), ..Grid::line(1, MEAN_THREADS) }
 }
 
-/// What the backward's kernel reads besides the forward's codes.
+/// What the backward's kernel reads in addition to the forward's codes.
 pub(super) struct Transposed {
     pub(super) q: CudaSlice<i8>,
     pub(super) dout: CudaSlice<i8>,

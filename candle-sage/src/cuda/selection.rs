@@ -70,13 +70,13 @@ impl<'a> Seen<'a> {
     }
 }
 
-/// Users of a part of a list that is cut, at least: fewer do not pay for another block of threads that reads the keys. In this
+/// Users of a part of a list that is cut, at least: fewer are not worth another block of threads that reads the keys. In this
 /// crate's own tests one, so that small cases have parts.
 const LEAST_USERS: usize = if cfg!(test) { 1 } else { 8 };
 /// Into how many parts a multiprocessor's share of all users is cut, if they are in long lists.
 const PARTS_OF_A_SHARE: usize = 8;
 
-/// How the users of the most wanted blocks are cut into parts for thread blocks of their own, whose dK and dV are added in f32, in an
+/// How the users of the most wanted blocks are cut into parts for separate thread blocks, whose dK and dV are added in f32, in an
 /// order that is not defined. The device decides, which knows how many users there are.
 struct Cuts {
     /// Parts that all users together would be cut into.

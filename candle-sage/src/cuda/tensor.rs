@@ -107,7 +107,7 @@ pub(super) fn view<'a>(operand: Operand<'a>, gpu: &Gpu) -> Result<View<'a>> {
 
 /// The tensor map by which TMA copies tiles of 64 tokens and 64 channels from a (batch, token, head, channel)
 /// tensor, swizzled as in `kernels/include/sage/layout/swizzle.cuh`. `None` where TMA cannot read the tensor:
-/// when a stride is no multiple of 16 bytes, or is 0 because the tensor is broadcast.
+/// when a stride is not a multiple of 16 bytes, or is 0 because the tensor is broadcast.
 pub(super) fn tensor_map<'a>(
     view: View<'a>,
     dims: &[usize],

@@ -147,9 +147,8 @@ pub struct SelfAttention {
 }
 
 impl SelfAttention {
-    /// A layer with the maps `[q, k, v, o]`, whose weights (outputs, inputs) are (heads head_dim, width),
-    /// twice (key_heads head_dim, width), and (width, heads head_dim), and with QK-norm the norms of queries
-    /// and keys. The config's epsilon and biases are not used, since norms and maps have their own.
+    /// A layer of the maps `[q, k, v, o]` and, with QK-norm, the norms of queries and keys. Weights (outputs, inputs) have the shapes
+    /// q (heads * head_dim, width), k and v (key_heads * head_dim, width), o (width, heads * head_dim). The config's epsilon and biases are not used, since norms and maps have their own.
     ///
     /// # Errors
     /// When the shapes of maps and norms do not fit the config, or its heads are not supported.

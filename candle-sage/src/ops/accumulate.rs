@@ -88,7 +88,7 @@ impl InplaceOp2 for AddInto {
 ///
 /// # Errors
 /// When they do not fit together; on CUDA, when one does not start on 16 bytes, or the number of elements of
-/// `sum` is no multiple of 4.
+/// `sum` is not a multiple of 4.
 pub fn sum_in_order(sum: &Tensor, parts: &Tensor, place: usize) -> Result<()> {
     let parted = parts.dims().split_first().is_some_and(|(&n, dims)| place < n && dims == sum.dims());
     if !parted || parts.dtype() != DType::F32 || !parts.is_contiguous() {
@@ -188,7 +188,7 @@ pub fn product_into(out: &Tensor, a: &Tensor, b: &Tensor, factor: f64, add: bool
             "product_into: the result has gaps",
             (out.dims(), out.stride()),
             "rows without gaps",
-            "multiply into a tensor of its own, and copy",
+            "multiply into a separate tensor, and copy",
         ));
     }
     supported(PRODUCT, &[out, a, b])?;

@@ -76,7 +76,7 @@ impl AdamW {
     ///
     /// # Errors
     /// When the tensors do not fit together, the step is 0 or a beta is out of range; on CUDA, when one does not start on 16 bytes, or the number of
-    /// parameters is no multiple of 4.
+    /// parameters is not a multiple of 4.
     pub fn step(
         &self,
         state: &Tensor,

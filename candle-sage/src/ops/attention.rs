@@ -22,8 +22,8 @@ const NAME: &str = "attention";
 /// Query, key and value are (batch, sequence, heads, head_dim) in f32, f16 or bf16, with any strides; the
 /// output has the query's shape and type. The number of query heads may be a multiple of the number of key
 /// heads. Values may have another head_dim than queries and keys (128 beside 192, as in multi-head latent attention), and the output has
-/// theirs; this takes the time and the memory of heads as wide as the wider of the two. All three inputs receive gradients through candle's `backward()`, of the first order: gradients
-/// have no graph of their own. (candle-nn's fused `softmax_last_dim`, `rms_norm`, `layer_norm` and `rope` have
+/// theirs; this takes the time and the memory of heads as wide as the wider of the two. All three inputs receive gradients through candle's
+/// `backward()`. A gradient cannot be differentiated again. (candle-nn's fused `softmax_last_dim`, `rms_norm`, `layer_norm` and `rope` have
 /// no gradient and report no error: a model that trains needs other operators, such as those of [`crate::ops`];
 /// [`crate::untrained`] lists the variables without a gradient.) [`Attention::apply_heads_first`]
 /// takes tensors that are (batch, heads, sequence, head_dim).
@@ -69,10 +69,10 @@ impl Attention {
     /// the last query sees every key (as in FlashAttention).
     ///
     /// In low bits the products are causal, but not every scale is. SageBwd's smoothing subtracts the mean of
-    /// all keys of the sequence (with [`Smoothing::Kv`](crate::Smoothing::Kv) of all values too), and a tile of 64 keys shares a scale, so that a later token moves an earlier
-    /// output within the error of its codes (keys 192 on times 50 move outputs before 128 by up to .016), and
-    /// one NaN in the last key reaches the first output. The mean can be avoided: one that is known beforehand serves
-    /// as well, subtracted from the keys of an attention with [`Smoothing::None`](crate::Smoothing::None). For Attn-QAT see
+    /// all keys of the sequence (with [`Smoothing::Kv`](crate::Smoothing::Kv) of all values too), and a tile of 64 keys shares a scale. A later token can therefore change an
+    /// earlier output, within the error of quantizing: multiplying the keys from position 192 on by 50 changes outputs before position 128
+    /// by up to .016. One NaN in the last key reaches the first output. To avoid the mean, subtract a fixed mean from the keys, with
+    /// [`Smoothing::None`](crate::Smoothing::None). For Attn-QAT see
     /// [`ValueGroups`](crate::ValueGroups). Full precision is strictly causal.
     #[must_use]
     pub fn causal(mut self, causal: bool) -> Self {
@@ -99,10 +99,9 @@ impl Attention {
         self
     }
 
-    /// Whether gradients on CUDA have the same bits in repeated runs. By default thread blocks add to dQ with
-    /// atomic f32 additions in an order that varies, which changes the last bits, and with a selection so do those of
-    /// dK and dV of blocks of keys that many list; with this switch each block waits for its turn, which takes
-    /// longer. On the CPU results never vary.
+    /// Whether gradients on CUDA have the same bits in repeated runs. By default thread blocks add to dQ with atomic f32 additions.
+    /// Their order varies between runs, which changes the last bits. With a selection the same holds for dK and dV of key blocks that
+    /// many query blocks list. With this switch blocks add in a fixed order, which takes longer. On the CPU results never vary.
     #[must_use]
     pub fn deterministic(mut self, deterministic: bool) -> Self {
         self.deterministic = deterministic;
@@ -114,9 +113,9 @@ impl Attention {
     /// CUDA the order of sums.
     ///
     /// The selection's blocks must be multiples of the scheme's tiles on the CPU ([`Scheme::block_unit`]),
-    /// and 128 x 128 on CUDA. Smoothing and NVFP4 scales are those of the whole sequences:
-    /// SageBwd subtracts the mean of all keys (or values) of a segment, which in exact arithmetic changes nothing for
-    /// any subset of them.
+    /// and 128 x 128 on CUDA. Smoothing and NVFP4 scales use whole sequences, not the listed blocks alone.
+    /// SageBwd subtracts the mean of all keys (or values) of a segment. In exact arithmetic this does not change attention to
+    /// any subset of the keys.
     #[must_use]
     pub fn select(mut self, selection: &Selection) -> Self {
         self.selection = Some(selection.clone());

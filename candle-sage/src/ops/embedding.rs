@@ -58,7 +58,7 @@ pub fn embedding(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
 /// ```
 ///
 /// # Errors
-/// As [`embedding`]; on a GPU an id that is not in the table is no error.
+/// As [`embedding`]; on a GPU an id that is not in the table is not an error.
 pub fn embedding_forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     let shape = check(table, ids)?;
     if table.device().is_cuda() {

@@ -64,7 +64,7 @@ pub fn linear_cross_entropy(
 /// hidden states, in their type; the weight's gradient is added to `dweight`, contiguous (classes, width) in
 /// f32.
 ///
-/// All targets count. On a GPU it does not wait for the device: a target that is no class makes the loss NaN.
+/// All targets count. On a GPU it does not wait for the device: a target that is not a class makes the loss NaN.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -86,7 +86,7 @@ pub fn linear_cross_entropy(
 ///
 /// # Errors
 /// As [`linear_cross_entropy`], and when `dweight` does not fit or `ignore_id` is set; on a GPU a target that
-/// is no class is no error.
+/// is not a class is not an error.
 pub fn linear_cross_entropy_into(
     dweight: &Tensor,
     hidden: &Tensor,

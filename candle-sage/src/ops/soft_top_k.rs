@@ -14,7 +14,7 @@ const NAME: &str = "soft-top-k";
 /// SoftTop-k over the last dimension: `m_j = sigmoid(s_j / tau + shift)`, with the shift of each row for which its weights add up
 /// to `count` (SLA2, arXiv 2602.12675, equation 16). As `tau` goes to 0 the `count` largest have weight 1.
 ///
-/// `scores` is (.., columns) in f32, and so is the output. Scores of minus infinity are no candidates: their weight is 0. A row
+/// `scores` is (.., columns) in f32, and so is the output. Scores of minus infinity are not candidates: their weight is 0. A row
 /// with at most `count` candidates gives each of them weight 1. Scores receive gradients, through the shift too: with
 /// `w = m (1 - m)` these are `w (dm - sum(w dm) / sum(w)) / tau`. It runs on the CPU, in f64.
 ///

@@ -7,7 +7,7 @@ use crate::shape::HEAD_DIM;
 /// The head_dims of a call whose values have another than its queries and keys.
 ///
 /// A zero channel of Q and K adds nothing to a logit, and one of V is a zero channel of O. In low bits zeros change no scale, because they
-/// are no maximum.
+/// are not the maximum.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Widths {
     query: usize,

@@ -227,7 +227,7 @@ impl AttnQat {
         self
     }
 
-    /// Every setting that decides results, as its name and its value in words.
+    /// Every setting that decides results, as its name and its value as text.
     pub(super) fn in_words(&self) -> Vec<(&'static str, String)> {
         let switch = |on: bool| if on { "on" } else { "off" }.to_string();
         vec![

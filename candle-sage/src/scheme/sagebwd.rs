@@ -19,8 +19,8 @@ use crate::error::{Error, Result};
 /// A code is `round(x * 127 / max|x|)` with the maximum over the values that share a scale and no additive
 /// epsilon; a group of zeros has scale 0. Scales and the log-sum-exp are f32.
 ///
-/// On Hopper GPUs the forward's P has one scale per row of two key tiles, weighted with V's scales, and
-/// unsigned codes, 0 to 254: the error of O is a tenth smaller at sigma 1, and no larger at 3 to 10.
+/// On Hopper GPUs the forward quantizes P to unsigned codes, 0 to 254, with one scale per row of two key tiles, weighted with V's scales.
+/// For inputs of standard deviation sigma, the error of O is a tenth smaller at sigma 1, and no larger at 3 to 10.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -74,11 +74,11 @@ impl Default for SageBwd {
 /// | set | `O` | `S` of the backward | `dV` | `dQ` | `dK` | |
 /// |---|---|---|---|---|---|---|
 /// | [`PAPER`](Self::PAPER) | INT8 | INT8 | INT8 | INT8 | INT8 | the paper's algorithms 1 and 2 |
-/// | [`FORWARD_AND_S`](Self::FORWARD_AND_S) | INT8 | INT8 | | | | the paper's forward, whose P is the backward's |
+/// | [`FORWARD_AND_S`](Self::FORWARD_AND_S) | INT8 | INT8 | | | | the paper's forward, and a backward that recomputes its P |
 /// | [`SCORES`](Self::SCORES) | | INT8 | | | | S alone, in both directions |
-/// | [`FORWARD`](Self::FORWARD) | INT8 | | | | | the paper's forward before full precision's backward |
+/// | [`FORWARD`](Self::FORWARD) | INT8 | | | | | the paper's forward, with the backward of full precision |
 ///
-/// `FORWARD_AND_S` is as exact as the paper's forward allows, and `SCORES` as codes of Q and K do. Each further
+/// `FORWARD_AND_S` adds no error to that of the paper's forward, and `SCORES` has the error of quantizing Q and K alone. Each further
 /// product on codes adds error, but not always speed: quantizing P and dS can cost more than their INT8 products
 /// save. S has to be recomputed on the forward's codes: otherwise the gradients of large logits (sigma 3 and more)
 /// are at least 1.6 times as far off. `docs/sagebwd_products.md` has measured errors and speeds.
@@ -360,8 +360,8 @@ impl SageBwd {
     /// ```
     ///
     /// # Errors
-    /// When a tile, a group or a sample is out of range, when a granularity is set that no product uses, or a
-    /// mean that nothing subtracts.
+    /// When a tile, a group or a sample is out of range, when a granularity is set that no matmul uses, or
+    /// a key mean without smoothing.
     pub fn validate(&self) -> Result<()> {
         for (name, rows) in [("tile_q", self.tile_q), ("tile_k", self.tile_k)] {
             if !Self::TILE_ROWS.contains(&rows) {
@@ -422,7 +422,7 @@ mod tests {
         for bits in 0..32 {
             let [o, s, dv, dq, dk] = [1, 2, 4, 8, 16].map(|bit| bits & bit != 0);
             let set = Int8Products { o, s, dv, dq, dk };
-            // Scores in the forward alone are no set.
+            // Scores in the forward alone are not a set.
             assert_eq!(SageBwd::default().products(set).validate().is_ok(), o || s, "{set}");
             if o || s {
                 assert_eq!(set.to_string().parse(), Ok(set), "{set}");

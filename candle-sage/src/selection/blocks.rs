@@ -105,13 +105,13 @@ impl Blocks {
         self.segments.len()
     }
 
-    /// The largest number of always visited blocks that any list has besides the chosen candidates.
+    /// The largest number of always visited blocks that any list has in addition to the chosen candidates.
     pub(crate) fn most_always(&self) -> usize {
         self.each().map(|(segment, block)| self.always(segment, block).len()).max().unwrap_or(0)
     }
 
     /// The first column of a segment's blocks of keys in its score matrix. Each batch entry has a score
-    /// matrix of its own; packed documents share one.
+    /// separate matrix; packed documents share one.
     pub(crate) fn first_column(&self, segment: usize) -> usize {
         if self.packed { self.key_starts[segment] } else { 0 }
     }

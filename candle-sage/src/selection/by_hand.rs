@@ -25,7 +25,7 @@ impl Selection {
     /// `device` is the device on which attention will run.
     ///
     /// # Errors
-    /// When a list has a block twice, or a block that is no candidate; when a block of queries sees nothing;
+    /// When a list has a block twice, or a block that is not a candidate; when a block of queries sees nothing;
     /// when a block has no tokens; when the mask is causal and a segment has different numbers of queries and
     /// keys.
     pub fn from_lists(
@@ -47,7 +47,7 @@ impl Selection {
                 if seen.is_empty() {
                     return Err(Error::new("a block of queries sees nothing")
                         .got(format!("an empty list for {at:?}"))
-                        .allowed("at least one block of keys where there is no causal mask")
+                        .allowed("at least one block of keys without a causal mask")
                         .hint("list the block at the same place")
                         .into());
                 }
@@ -108,7 +108,7 @@ fn check_list(seen: &[usize], at: QueryBlock) -> Result<()> {
     let Some(wrong) = twice.or(beyond) else { return Ok(()) };
     Err(Error::new(match twice {
         Some(_) => "a block of keys is listed twice",
-        None => "a block of keys is listed that is no candidate",
+        None => "a block of keys is listed that is not a candidate",
     })
     .got(format!("block {wrong} in {at:?}"))
     .allowed(format!("each of the blocks below {} at most once", at.candidates))

@@ -122,7 +122,7 @@ impl Router {
                 .into());
         }
         // Each batch entry has its own score matrix. Packed documents share one, in which the blocks of other
-        // documents are no candidates.
+        // documents are not candidates.
         let groups = if shape.is_packed() { 1 } else { shape.batch() };
         let split = |x: Tensor| x.reshape((key_heads * groups, (), d));
         let q = split(q.matmul(&self.query.t()?.contiguous()?)?)?;
@@ -147,7 +147,7 @@ pub(super) fn entropy_sums(scores: &Tensor, mass: &Tensor, blocks: &Blocks) -> R
     let scores = scores.broadcast_add(&hidden)?;
     let shifted = scores.broadcast_sub(&scores.max_keepdim(2)?.detach())?;
     let log_softmax = shifted.broadcast_sub(&shifted.exp()?.sum_keepdim(2)?.log()?)?;
-    // The smallest normal number makes the quotient 0 when there is no mass, because no block has a
+    // The smallest normal number makes the quotient 0 without mass, because no block has a
     // candidate.
     let all = (mass.sum_all()? + f64::from(f32::MIN_POSITIVE))?;
     Ok([(mass * log_softmax)?.sum_all()?.neg()?, all])

@@ -18,7 +18,7 @@ const TINY: f64 = 1e-15;
 const LARGEST_EXPONENT: f32 = 60.0;
 
 impl Sla2 {
-    /// Computes the output with a soft choice in the place of the router's: each candidate block `J` has a weight `m_IJ` between
+    /// Computes the output with a soft choice instead of the router's: each candidate block `J` has a weight `m_IJ` between
     /// 0 and 1, [`soft_top_k`] of the scores with `tau`. Query, key, value, `theta` and the router's matrices receive gradients.
     ///
     /// ```text
@@ -50,7 +50,7 @@ impl Sla2 {
                 .into());
         }
         if self.nearest > 0 {
-            return Err(Error::unsupported("a soft choice beside blocks that are listed in any case")
+            return Err(Error::unsupported("a soft choice together with blocks that are listed in any case")
                 .got(format!("{} nearest blocks", self.nearest))
                 .allowed("nearest 0")
                 .hint("Sla2::apply takes them")

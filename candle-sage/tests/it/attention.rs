@@ -107,7 +107,7 @@ fn sixteen_bit_tensors_are_rounded_once() -> Result<()> {
 
 /// INT8 error at sigma 1: under 0.05 over a whole tensor by the published simulation of tile scales
 /// (.0487 without a mask), some more for short rows: 0.09. One wrong row in hundreds would hide in
-/// that, so every row is held against the larger of its own and the average norm. There the worst row
+/// that, so every row is held against the larger of its norm and the average norm. There the worst row
 /// of all these cases measures 0.185; 0.25 leaves a third for other roundings, while a row of average norm with a
 /// wrong index, mask, head or scale is off by about 1.
 #[test]
@@ -131,7 +131,7 @@ fn sagebwd_follows_every_shape() -> Result<()> {
     Ok(())
 }
 
-/// The row whose error is largest, relative to the larger of its own norm and the average one.
+/// The row whose error is largest, relative to the larger of its norm and the average norm.
 fn worst_row(got: &[f64], exact: &[f64], d: usize) -> (usize, f64) {
     let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
     let average = norm(&mut exact.iter().copied()) / (exact.len() as f64 / d as f64).sqrt();
@@ -171,7 +171,7 @@ fn strides_do_not_matter() -> Result<()> {
     Ok(())
 }
 
-/// The same attention under other signatures, to the bit, with its gradients; lengths that are none are refused.
+/// The same attention under other signatures, to the bit, with its gradients; invalid lengths are refused.
 #[test]
 fn other_signatures_are_the_same_attention() -> Result<()> {
     let var = |dims: &[usize]| Var::randn(0f32, 1., dims, &Device::Cpu);

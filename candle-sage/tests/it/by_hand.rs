@@ -76,7 +76,7 @@ fn backwards(place: &Place) -> Result<()> {
     let (gate, up, dout) = (draw(&[30, 40])?, draw(&[30, 40])?, draw(&[30, 40])?);
     let out = ops::swiglu(&gate, &up)?;
     let expected = graph(&out, &dout, &[&gate, &up])?;
-    // As they are; side by side in one tensor; one of each; where channels are no neighbours; where rows are not equally far
+    // As they are; side by side in one tensor; one of each; where channels are not neighbours; where rows are not equally far
     // apart.
     let joined = Tensor::cat(&[gate.as_tensor(), up.as_tensor()], 1)?;
     let halves = [joined.narrow(1, 0, 40)?, joined.narrow(1, 40, 40)?];
@@ -94,7 +94,7 @@ fn backwards(place: &Place) -> Result<()> {
     }
     let (got, _) = ops::swiglu_backward(&apart(&plain[0])?, &apart(&plain[1])?, &apart(&dout)?, false)?;
     same("rows that are not equally far apart", &got, &apart_of(&both)?)?;
-    // Rows that are no whole packs of a GPU.
+    // Rows that are not whole packs of a GPU.
     let odd = |t: &Tensor| t.narrow(1, 0, 37);
     let (both, _) = ops::swiglu_backward(&odd(&gate)?, &odd(&up)?, &odd(&dout)?, false)?;
     same("odd rows", &both, &Tensor::cat(&[odd(&expected[0])?, odd(&expected[1])?], 1)?)?;
@@ -109,7 +109,7 @@ fn backwards(place: &Place) -> Result<()> {
         let (dx, dweights) = ops::qk_norm_rope_backward(&[grad], [&cos, &sin], 1e-6, style)?;
         same("qk_norm_rope", &dx, &expected[0])?;
         same("its weight", &dweights[0], &expected[1])?;
-        // Beside one with fewer heads, both out of one tensor.
+        // Next to a tensor with fewer heads, both out of one tensor.
         let joined = Tensor::cat(&[x.as_tensor(), &x.narrow(2, 1, 1)?], 2)?;
         let (query, key) = (joined.narrow(2, 0, 3)?, joined.narrow(2, 3, 1)?);
         same("of a strided input", &ops::qk_norm_rope(&query, &weight, &cos, &sin, 1e-6, style)?, &out)?;

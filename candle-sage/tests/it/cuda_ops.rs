@@ -16,7 +16,7 @@ fn rounding(dtype: DType) -> f64 {
     }
 }
 
-/// Both sides sum in f32, in orders of their own: for the 4096 terms of the longest sums here sqrt(4096) 2^-24 each.
+/// Both sides sum in f32, in different orders: for the 4096 terms of the longest sums here sqrt(4096) 2^-24 each.
 const SUMS: f64 = 8e-6;
 
 type Op<'a> = &'a dyn Fn(&[Tensor]) -> Result<Tensor>;
@@ -152,7 +152,7 @@ fn rms_norm_of_huge_elements_does_not_overflow() -> Result<()> {
     Ok(())
 }
 
-/// Shapes for the rotations: heads of a lane, of lanes that are no power of two, of a warp and more.
+/// Shapes for the rotations: heads of a lane, of lanes whose number is not a power of two, of a warp and more.
 const HEADS: [(usize, usize, usize, usize); 9] = [
     (1, 1, 1, 2),
     (2, 5, 3, 6),

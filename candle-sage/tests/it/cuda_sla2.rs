@@ -16,7 +16,7 @@ fn schemes() -> Vec<Scheme> {
     schemes
 }
 
-/// Lengths that are no whole blocks or tiles, grouped heads, batches, documents, both masks.
+/// Lengths that are not whole blocks or tiles, grouped heads, batches, documents, both masks.
 fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for (batch, len, heads, d) in [

@@ -38,7 +38,7 @@ fn imports(source: &str) -> BTreeSet<String> {
     names
 }
 
-/// Adds what the files of a module import, but for those that are tests as a whole. What is no module of the crate is
+/// Adds what the files of a module import, but for those that are tests as a whole. What is not a module of the crate is
 /// something of its root.
 fn read(folder: &Path, module: Option<&str>, all: &mut Imports) {
     for entry in std::fs::read_dir(folder).expect("sources").map(|entry| entry.expect("an entry").path()) {

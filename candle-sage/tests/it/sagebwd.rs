@@ -37,7 +37,7 @@ fn errors_reproduce_the_published_table() -> Result<()> {
     Ok(())
 }
 
-/// What each set of products costs at sigma 1, where codes of gradients show, and at sigma 5, where the logits' codes decide.
+/// What each set of INT8 matmuls costs at sigma 1, where codes of gradients show, and at sigma 5, where the logits' codes decide.
 /// Simulated at sigma 1, D 64 (dQ, dK, dV): .0146, .0119, .0108 with S alone, where dQ is made from K's codes; from K itself it
 /// is as exact as dK. Without S in the backward P is not what the forward had, and its rows do not sum to one.
 #[test]
@@ -80,7 +80,7 @@ fn products_that_are_left_out_are_more_accurate() -> Result<()> {
         }
     }
     assert_eq!(paper[0].to_bits(), errors(Int8Products::FORWARD, 1.0)?[0].to_bits(), "one forward");
-    // With S alone what codes of P and V cost is gone, in O, and in dQ and dK by way of delta = rowsum(dO o O).
+    // With S alone what codes of P and V cost disappears, in O, and in dQ and dK by way of delta = rowsum(dO o O).
     let scores = errors(Int8Products::SCORES, 1.0)?;
     assert!(scores[0] < 0.8 * with_s[0], "{scores:.4?} and {with_s:.4?}");
     for n in 1..4 {
@@ -136,7 +136,7 @@ fn smoothing_takes_out_a_key_bias() -> Result<()> {
     Ok(())
 }
 
-/// A mean of 64 of 1024 keys serves as well as that of all: with keys alike, with a bias of ten times their size, and with one that
+/// A mean of 64 of 1024 keys serves as well as the mean of all keys: with keys alike, with a bias of ten times their size, and with one that
 /// grows along the sequence. Errors are at most 3 % larger (where the bias grows some are smaller, since neither mean fits all keys);
 /// without smoothing the bias costs 5 times as much in dQ.
 #[test]

@@ -72,7 +72,7 @@ impl Problem {
         shares
     }
 
-    /// Keys as the tail's features see them: less their mean where there is no causal mask.
+    /// Keys as the tail's features see them: less their mean without a causal mask.
     fn centred(&self, k: &[f64]) -> Vec<f64> {
         let shape = self.case.shape();
         let mut out = k.to_vec();
@@ -251,7 +251,7 @@ fn tensors(case: &Case) -> Result<[Tensor; 3]> {
     Ok([tensor(0, true)?, tensor(1, false)?, tensor(2, false)?])
 }
 
-/// A router that is no identity.
+/// A router that is not an identity.
 fn some_router(key_heads: usize, d: usize) -> Result<Router> {
     let mut normals = Normals::new(3);
     let mut tensor =

@@ -5,7 +5,7 @@ use candle_sage::{Attention, Int8Products, Packing, SageBwd, Scheme, Selection};
 
 use crate::support::{Case, pattern, random_selection, relative_l2};
 
-/// Lengths that are no whole blocks, grouped heads, documents, and both masks.
+/// Lengths that are not whole blocks, grouped heads, documents, and both masks.
 fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for (lens, heads, d) in
@@ -152,12 +152,12 @@ fn what_cannot_be_selected_is_an_error() -> Result<()> {
         Selection::from_lists(&case.shape(), (128, 128), &Device::Cpu, |_| list())
     };
     let message = |result: Result<Selection>| result.expect_err("an error").to_string();
-    assert!(message(lists(&|| vec![0])).contains("no candidate"));
+    assert!(message(lists(&|| vec![0])).contains("not a candidate"));
     let open = Case::new(1, (300, 300), (2, 1), 16, false);
     let lists =
         |list: Vec<usize>| Selection::from_lists(&open.shape(), (128, 128), &Device::Cpu, |_| list.clone());
     assert!(message(lists(vec![1, 0, 1])).contains("listed twice"));
-    assert!(message(lists(vec![3])).contains("no candidate"));
+    assert!(message(lists(vec![3])).contains("not a candidate"));
     assert!(message(lists(vec![])).contains("sees nothing"));
     assert_eq!(lists(vec![2, 0])?.list(0, 0, 1)?, [0, 2]);
     assert!(lists(vec![0])?.list(0, 0, 3).is_err());

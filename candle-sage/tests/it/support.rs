@@ -16,7 +16,7 @@ pub(crate) const PUBLISHED: [(f32, [f64; 4]); 5] = [
     (10., [0.1161, 0.6648, 0.6684, 0.1157]),
 ];
 
-/// Every scheme with its default settings, and SageBwd's sets of products.
+/// Every scheme with its default settings, and SageBwd's sets of INT8 matmuls.
 pub(crate) fn schemes() -> Vec<Scheme> {
     let sets = [Int8Products::FORWARD_AND_S, Int8Products::SCORES, Int8Products::FORWARD];
     let sets = sets.map(|products| SageBwd::default().products(products).into());

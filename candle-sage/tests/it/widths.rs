@@ -104,7 +104,7 @@ fn values_have_heads_of_another_width() -> Result<()> {
 #[cfg(feature = "cuda")]
 #[ignore = "needs a GPU"]
 fn values_have_heads_of_another_width_on_cuda() -> Result<()> {
-    // Over 128 channels Hopper has kernels for values of up to 128 beside keys of up to 192.
+    // Over 128 channels Hopper has kernels for values of up to 128 with keys of up to 192.
     let large = [(192, 128), (192, 8), (136, 96), (131, 127), (129, 191), (192, 136), (128, 256), (256, 72)];
     for widths in [&WIDTHS[..], &large].concat() {
         for (scheme, most) in [

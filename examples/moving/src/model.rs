@@ -1,5 +1,5 @@
 //! Llama, Qwen2 and Gemma under candle-transformers' names, with the two moves of docs/moving.md: a copy of their attention whose tensors stay
-//! (batch, heads, sequence, head_dim), and `nn::SelfAttention` in the place of the whole layer.
+//! (batch, heads, sequence, head_dim), and `nn::SelfAttention` instead of the whole layer.
 
 use candle_core::{D, Module, Result, Tensor};
 use candle_nn::{Activation, Embedding, Linear, VarBuilder, embedding, linear_b, linear_no_bias};

@@ -71,7 +71,7 @@ fn open(folder: Option<&Path>) -> Result<(Config, Words)> {
     Ok((config, Words(Some(tokenizer))))
 }
 
-/// Puts the weights of a folder in the place of those that a new model has.
+/// Puts the weights of a folder instead of those that a new model has.
 fn load(folder: &Path, vars: &VarMap) -> Result<()> {
     let file = folder.join("model.safetensors");
     let tensors = candle_core::safetensors::load(&file, &Device::Cpu)?;

@@ -53,7 +53,7 @@ pub struct Links {
     pub update: Update,
 }
 
-/// Measures exchanges of up to `most` megabytes; all ranks must call this. `say` is told what is measured next, because all
+/// Measures exchanges of up to `most` megabytes; all ranks must call this. `say` receives what is measured next, because all
 /// of it takes minutes on a CPU.
 ///
 /// # Errors

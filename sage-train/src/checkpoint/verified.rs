@@ -19,7 +19,7 @@ pub(super) fn verified(run: &Path, path: &Path, rank: Rank) -> Result<(About, Ve
         let others: Vec<String> =
             steps(&run.join(FOLDER)).into_iter().map(name).filter(|other| !path.ends_with(other)).collect();
         let hint = match others.last() {
-            Some(other) => format!("move it away: then --resume {} goes on from {other}", run.display()),
+            Some(other) => format!("move it away: then --resume {} continues from {other}", run.display()),
             None => "no other checkpoint is left in this run".into(),
         };
         Err(Error::new(format!("the checkpoint {} cannot be used", path.display()))

@@ -8,7 +8,7 @@ use crate::settings::{AttentionSettings, Attn, LayerSettings, Settings, Smoothin
 /// Numerics of attention, in place of the run's.
 #[derive(Debug, Clone, clap::Args)]
 pub(super) struct Attending {
-    /// Numerics of attention, such as those of low-bit inference without training for it [default: the run's]
+    /// Attention scheme of the evaluation, for example low-bit inference of a model that was trained in 16 bit [default: the run's]
     #[arg(long, value_enum)]
     attn: Option<Attn>,
     /// Schemes of single layers, in place of --attn: 0,-1=fpa; "" for none [default: the run's, unless

@@ -105,7 +105,7 @@ fn is_grouped(value: &str) -> bool {
         && words.any(|word| word.starts_with('0'))
 }
 
-/// The values of a list. A number that commas group is one value, which its own setting refuses. A set of products contains commas
+/// The values of a list. A number that commas group is one value, which its own setting refuses. A set of INT8 matmuls contains commas
 /// itself: `paper,forward,s,dv` are two. Of seeds `1-3` are three.
 fn split(key: &str, value: &str) -> Vec<String> {
     if is_grouped(value) {

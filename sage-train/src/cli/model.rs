@@ -125,7 +125,7 @@ pub(super) struct Eval {
     /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format (computed in full precision or as its
     /// attention.json says, with a context of at most 4096 unless --context is given)
     run: PathBuf,
-    /// Text or shards to evaluate on, all of it; of prepared data the validation shards. May be repeated for a mixture [default: the
+    /// Text or shards to evaluate on, all of it; for prepared data only its validation shards. May be repeated for a mixture [default: the
     /// run's validation data]
     #[arg(long, value_name = "PATH")]
     data: Vec<SourceSetting>,
@@ -325,7 +325,7 @@ pub(super) struct Export {
 impl Export {
     pub(super) fn run(&self) -> Result<()> {
         if !run_folder(&self.run).join("config.toml").exists() {
-            return Err(Error::new("there is no run to export")
+            return Err(Error::new("no run to export")
                 .got(self.run.display())
                 .allowed("the folder of a run")
                 .hint("e.g. runs/tiny-sagebwd-001"));

@@ -30,7 +30,7 @@ pub(super) struct Probe {
     /// --data)
     #[arg(required_unless_present = "sigma")]
     run: Option<PathBuf>,
-    /// Text or shards to take the sequences from; of prepared data the validation shards. May be repeated for a mixture
+    /// Text or shards to take the sequences from; for prepared data only its validation shards. May be repeated for a mixture
     /// [default: the run's validation data; for --gradient its training data, from the model's last step on]
     #[arg(long, value_name = "PATH", conflicts_with = "sigma")]
     data: Vec<SourceSetting>,
@@ -127,7 +127,7 @@ impl Probe {
                 .hint("leave --attn out for the run's own, or sagebwd where it has none"));
         }
         if self.attn.is_some_and(|attn| attn.to_string() == "none") {
-            return Err(Error::new("without attention there are no errors to measure")
+            return Err(Error::new("a model without attention has no errors to measure")
                 .got("--attn none")
                 .allowed("a low-bit scheme")
                 .hint("leave --attn out for the run's own, or sagebwd where it has none"));

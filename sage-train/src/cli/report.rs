@@ -115,7 +115,7 @@ impl Reporting {
             (None, _) => {
                 let text = std::fs::read_to_string(REPORT).unwrap_or_default();
                 if Path::new(REPORT).exists() && !text.contains(GENERATOR) {
-                    return Err(Error::new("the page would replace a file that is no report")
+                    return Err(Error::new("the page would replace a file that is not a report")
                         .got(format!("{REPORT} in the current folder"))
                         .allowed("a new file, or an earlier report")
                         .hint("--html FILE names another"));

@@ -20,7 +20,7 @@ pub(super) struct Resumed {
 }
 
 impl Resumed {
-    /// Finds the checkpoint, and merges the settings that were typed over those of its run. `branch` names a new run that goes on
+    /// Finds the checkpoint, and merges the settings that were typed over those of its run. `branch` names a new run that continues
     /// from it, which may attend otherwise.
     pub(super) fn open(path: &Path, mut typed: Settings, branch: Option<&str>, rank: Rank) -> Result<Self> {
         let found = FoundCheckpoint::at(path, rank)?;
@@ -45,7 +45,7 @@ impl Resumed {
                 .allowed(keys_with(Role::Changes).join(", "))
                 .hint(match key {
                     "out" | "name" => {
-                        "a run goes on in its own folder, which --resume names; --new-name begins another one from its checkpoint"
+                        "a run continues in its own folder, which --resume names; --new-name begins another one from its checkpoint"
                     }
                     key if branch.is_none() && of_attention(key) => {
                         "--new-name NAME begins a new run from this checkpoint, which may attend otherwise"

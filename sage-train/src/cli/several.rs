@@ -66,7 +66,7 @@ impl Several {
         Ok(Parallel { local, context, overlap, piece, engines })
     }
 
-    /// Warns of flags that one process has no use for. It is no error, so that one command line serves any number of GPUs.
+    /// Warns of flags that one process has no use for. It is not an error, so that one command line serves any number of GPUs.
     pub(super) fn warn_of_idle(&self) {
         let given = [
             ("overlap", self.overlap != Overlap::Auto),
@@ -75,7 +75,7 @@ impl Several {
         ];
         for (flag, _) in given.into_iter().filter(|(_, given)| *given) {
             notify(&format!(
-                "warning: --{flag} does nothing with one process: there is no other to exchange gradients with"
+                "warning: --{flag} does nothing with one process: no other process exchanges gradients"
             ));
         }
     }

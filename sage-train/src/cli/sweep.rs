@@ -25,7 +25,7 @@ pub(super) struct Sweeping {
     /// A TOML file, or a built-in sweep: tiny and sla2-tiny (CPU, minutes), paper-mini, products-mini, attn-qat-mini, layers-mini, linear-mini and continuation-mini (minutes of one H100), sla2-prose (ten minutes of one H100, from a dense model), paper (a cluster)
     #[arg(value_name = "FILE")]
     file: String,
-    /// Print the runs, their state, and the time that is left, from a few measured steps of each shape, and exit
+    /// Print the runs, their state and the estimated time that is left, then exit; a few steps of each shape are measured for it
     #[arg(long, help_heading = "Sweep")]
     dry_run: bool,
     /// Plan without measuring
@@ -40,7 +40,7 @@ pub(super) struct Sweeping {
     /// Runs at once on each device
     #[arg(long, value_name = "N", help_heading = "Sweep", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     jobs: u16,
-    /// How concurrent runs share a GPU: auto through NVIDIA's MPS where it is installed; off in turns
+    /// How concurrent runs share a GPU: auto uses NVIDIA's MPS if it is installed, off makes runs take turns
     #[arg(long, value_enum, value_name = "HOW", help_heading = "Sweep", default_value_t)]
     mps: Sharing,
     /// Save the running runs after this many minutes and exit; the same command resumes them

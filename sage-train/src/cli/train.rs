@@ -69,13 +69,13 @@ pub(super) struct Train {
 impl Train {
     pub(super) fn run(self, mut lists: Table) -> Result<()> {
         if self.config.is_some() && self.resume.as_deref().is_some_and(|run| run != Path::new(AUTO)) {
-            return Err(Error::new("a run that goes on has its own settings")
+            return Err(Error::new("a run that continues has its own settings")
                 .got("--config with --resume")
                 .allowed("one of them; --config with --resume auto")
                 .hint("flags may change how long the run goes and how it is watched"));
         }
         if self.new_name.is_some() && self.resume.as_deref() == Some(Path::new(AUTO)) {
-            return Err(Error::new("a new run needs a run to go on from")
+            return Err(Error::new("a new run needs a run to continue from")
                 .got("--new-name with --resume auto")
                 .allowed("--resume RUN --new-name NAME")
                 .hint("RUN may be a checkpoint: runs/a/checkpoints/step-00000250"));
@@ -84,7 +84,7 @@ impl Train {
             return Err(Error::new("a run cannot begin again by itself")
                 .got("--restarts without --resume auto")
                 .allowed("--restarts K --resume auto --name NAME")
-                .hint("--resume auto goes on from the newest checkpoint"));
+                .hint("--resume auto continues from the newest checkpoint"));
         }
         let file = self.config.as_deref().map(Config::read_settings).transpose()?.unwrap_or_default();
         if let (Some(flag), Some(in_file)) = (self.settings.run.preset, file.run.preset)
@@ -222,7 +222,7 @@ impl Train {
         }
         for change in self.config.as_deref().map(Change::read).transpose()?.unwrap_or_default() {
             notify(&format!(
-                "--config takes the settings that the run began with; it went on with {change}, by --resume"
+                "--config takes the settings that the run began with; it continued with {change}, by --resume"
             ));
         }
         Ok(())
@@ -231,7 +231,7 @@ impl Train {
     /// Runs a sweep over every combination of the lists' values.
     fn sweep(self, file: Settings, lists: &Table) -> Result<()> {
         self.report_changes()?;
-        let goes_on = "a sweep goes on when its command is given again with its --name";
+        let goes_on = "a sweep continues when its command is given again with its --name";
         let alone = "each run of a sweep is one process: leave it out, or give one value";
         for (flag, given, hint) in [
             ("--resume", self.resume.is_some(), goes_on),
@@ -292,7 +292,7 @@ fn again(typed: Settings, file: Settings, words: &Words) -> std::result::Result<
         return Err(Error::new("--resume auto does not know which run")
             .got("no --name")
             .allowed("--resume auto --name NAME")
-            .hint("a run that is there goes on, another begins: the same command for both")
+            .hint("an existing run continues, a new one begins: the same command for both")
             .into());
     };
     let run = asked.out.join(name);
@@ -317,7 +317,7 @@ fn again(typed: Settings, file: Settings, words: &Words) -> std::result::Result<
     }
 }
 
-/// Whether a run recorded that it came to an end of its own, finished or diverged.
+/// Whether a run recorded that it ended by itself, finished or diverged.
 fn finished(run: &Path) -> Result<bool> {
     let status = ending(run)?.map(|ending| ending.status);
     Ok(matches!(status, Some(Status::Finished | Status::Diverged)))
@@ -329,7 +329,7 @@ fn free_name(out: &Path, preset: Preset) -> Result<String> {
     let preset = preset.as_ref().map_or("", |value| value.get_name());
     let mut numbered = (1..10_000).map(|n| format!("{preset}-sweep-{n:03}"));
     numbered.find(|name| !out.join(name).exists()).ok_or_else(|| {
-        Error::new("there is no number left for the sweep's folder")
+        Error::new("no number is left for the sweep's folder")
             .got(out.display())
             .allowed("fewer than 10,000 sweeps")
             .hint("--out or --name names another folder")
@@ -358,7 +358,7 @@ fn check_tokenizers(named: &Settings, of_weights: &Settings) -> Result<()> {
     Err(Error::new("the tokenizer is not the one that the weights were trained with")
         .got(format!("--tokenizer {named}"))
         .allowed(own.clone())
-        .hint("leave --tokenizer out: --init-from brings it along"))
+        .hint("leave --tokenizer out: --init-from uses its own tokenizer"))
 }
 
 /// Fills in the settings that files determine: the model's shape from `--init-from`, and the vocabulary's

@@ -9,7 +9,7 @@ use crate::data::source::{self, Source};
 use crate::model::{Choice, LinearPrecision};
 use crate::settings::{DataSettings, Schedule, Settings, TailSetting};
 
-/// The error of a setting that was typed beside others with which it has no effect.
+/// The error of a setting that was typed together with settings with which it has no effect.
 fn idle(key: &str, with: String, allowed: &str, hint: &str) -> Result<()> {
     Err(Error::new(format!("--{key} has no part in this run"))
         .got(format!("--{key} with {with}"))
@@ -71,7 +71,7 @@ pub(super) fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
     check_data(&typed.data, &config.data)
 }
 
-/// The same of the data's settings, for which shards are told from text.
+/// The same of the data's settings, which depend on shards or text.
 fn check_data(typed: &DataSettings, data: &DataConfig) -> Result<()> {
     if typed.sources.is_some() && typed.corpus_mb.is_some() {
         let hint = "it is the size of the corpus that a run without --data reads";

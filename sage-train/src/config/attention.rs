@@ -19,7 +19,7 @@ pub fn check_own(
 ) -> Result<()> {
     let table = Table::try_from(typed).unwrap_or_default();
     let own = attn.own_settings(scheme, sla2);
-    // Layers have schemes of their own in dense attention alone.
+    // Layers have separate schemes in dense attention alone.
     let dense = scheme.is_some() && sla2.is_none();
     let idle = |key: &&String| {
         let means_something = matches!(key.as_str(), "attn" | "eval-attn")
@@ -31,7 +31,7 @@ pub fn check_own(
     let Some(key) = table.keys().find(idle) else { return Ok(()) };
     let mut settings: Vec<&str> = own.iter().map(|(name, _)| *name).collect();
     settings.retain(|name| !name.starts_with("tile"));
-    Err(Error::new(format!("--{key} is no setting of this attention"))
+    Err(Error::new(format!("--{key} is not a setting of this attention"))
         .got(format!("--{key} with --attn {attn}"))
         .allowed(if settings.is_empty() { "none: it has no settings".into() } else { settings.join(", ") })
         .hint("leave it out, or name the attention that has it: --attn"))

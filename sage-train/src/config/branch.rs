@@ -1,4 +1,4 @@
-//! A run that goes on from another run's checkpoint with other settings.
+//! A run that continues from another run's checkpoint with other settings.
 
 use std::collections::BTreeMap;
 

@@ -58,7 +58,7 @@ impl Config {
         set("steps", self.steps.to_string());
         let rate = &self.learning_rate;
         set("warmup-steps", rate.warmup.to_string());
-        // Each schedule has parameters of its own.
+        // Each schedule has its own parameters.
         for key in rate.schedule.own_settings() {
             if let Some(value) = table.get(*key) {
                 set(key, in_words(value));
@@ -232,7 +232,7 @@ mod tests {
                 s.attention.qk_norm = Some(qk_norm);
             }))
         };
-        assert_eq!(without(Switch::On), without(Switch::Off), "there are no queries and keys");
+        assert_eq!(without(Switch::On), without(Switch::Off), "without queries and keys");
     }
 
     #[test]

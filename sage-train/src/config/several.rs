@@ -36,7 +36,7 @@ const SHARED: f64 = 130e9;
 /// H100 (docs/several-gpus.md).
 const BESIDE: f64 = 0.6;
 
-/// What part of the gradients' time may hide what travels between nodes.
+/// What part of the gradients' time may hide transfers between nodes.
 const HIDES: f64 = 0.6;
 
 /// Seconds of a step, by what they go to.
@@ -200,12 +200,12 @@ impl Config {
             shared,
             update: update_seconds(self.updated(), mesh, link, hides),
             network,
-            // The last piece has no backward beside it.
+            // The last piece has no concurrent backward.
             exposed: (network - HIDES * gradients).max(network * last.min(1.0)),
         }
     }
 
-    /// Tokens a second over those of as many GPUs that each take a step of their own.
+    /// Tokens a second over those of as many GPUs that each take a separate step.
     fn efficiency(&self, world: World, seconds: &Seconds) -> f64 {
         let ranks = world.mesh.rank().of as f64;
         let tokens = self.tokens_per_step() as f64 / ranks;

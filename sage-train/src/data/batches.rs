@@ -98,7 +98,7 @@ pub struct Cut {
 }
 
 /// Batches of a mixture. Each source is cut into consecutive sequences of `context` tokens, and each epoch of
-/// a source visits every sequence once, in an order of its own.
+/// a source visits every sequence once, in its own order.
 #[derive(Debug)]
 pub struct Batches<'a> {
     mixture: &'a Mixture,
@@ -155,7 +155,7 @@ impl<'a> Batches<'a> {
     }
 
     /// Writes the first `count` sequences in the order of training to a shard, each with its next token, as a
-    /// document of its own. With this shard another program can be trained on the same sequences.
+    /// separate document. With this shard another program can be trained on the same sequences.
     ///
     /// # Errors
     /// When there are too many sequences for a shard, a shard cannot be read, or the file cannot be written.
@@ -304,7 +304,7 @@ mod tests {
 
     /// The order written out. Sources of equal weights take turns. Draw `k` of a source of `s` sequences is sequence `k mod s` of
     /// epoch `k / s`, whose order is a shuffle by ChaCha8 with the run's seed and stream `epoch + 2^48 source`. The lists are of
-    /// another implementation of ChaCha8 and the shuffle: a run must go on in the same order after an update of crates.
+    /// another implementation of ChaCha8 and the shuffle: a run must continue in the same order after an update of crates.
     #[test]
     fn the_order_is_that_of_its_definition() {
         const ORDERS: [[&[u32]; 3]; 2] = [

@@ -30,7 +30,7 @@ pub struct Recipe {
     pub files: String,
     /// Column of the text.
     pub text_field: String,
-    /// Size, in words.
+    /// Size as text.
     pub size: String,
     /// Licence.
     pub licence: String,

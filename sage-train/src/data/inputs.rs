@@ -143,7 +143,7 @@ pub(super) fn read_file(
     Ok(FileRead { skipped: skipped.into_inner(), ..read })
 }
 
-/// A document of spaces is none.
+/// A document of spaces is left out.
 pub(super) fn is_blank(piece: &Piece) -> bool {
     piece.text.trim().is_empty()
 }

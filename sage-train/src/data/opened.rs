@@ -41,7 +41,7 @@ impl Sources {
         Ok(Self { train, validation })
     }
 
-    /// The tokenizer that was named, or the one beside the shards, or one trained on the documents.
+    /// The tokenizer that was named, or the one next to the shards, or one trained on the documents.
     pub(super) fn tokenizer(&self, config: &DataConfig, say: &dyn Fn(&str)) -> Result<Tokenizer> {
         let end = config.end_of_text.as_deref();
         if let Some(name) = &config.tokenizer {
@@ -56,7 +56,7 @@ impl Sources {
             let path = files.tokenizer.as_ref().ok_or_else(|| {
                 Error::new("shards of tokens without their tokenizer")
                     .got(files.first().display())
-                    .allowed("a tokenizer.json beside them")
+                    .allowed("a tokenizer.json next to them")
                     .hint("--tokenizer FILE; llm.c's and nanoGPT's are GPT-2's: --tokenizer gpt2")
             })?;
             return Tokenizer::load_with(path, end);

@@ -28,7 +28,7 @@ use crate::{bar, during, notify, writing};
 const CHUNK: usize = 4 << 20;
 const WAITING: usize = 2;
 
-/// Between lines when there is no terminal.
+/// Between lines without a terminal.
 const QUIET: Duration = Duration::from_secs(10);
 
 /// What to prepare, and how.
@@ -60,10 +60,10 @@ pub struct Plan {
     pub skip_bad: bool,
 }
 
-/// What was prepared, beside the shards: a [`Prepared`].
+/// What was prepared, next to the shards: a [`Prepared`].
 pub(super) const LIST: &str = "dataset.json";
 
-/// What was prepared: also `dataset.json` beside the shards.
+/// What was prepared: also `dataset.json` next to the shards.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Prepared {
     /// What was typed.
@@ -92,7 +92,7 @@ pub struct Prepared {
 ///
 /// # Errors
 /// When something cannot be read or written, or holds no text. In that case there is no such folder; where much was done, the
-/// same call goes on from there.
+/// same call continues from there.
 pub fn prepare(plan: &Plan) -> Result<Prepared> {
     let folder = Folder::take_up(&plan.out)?;
     let prepared = prepare_in(plan, folder.path())?;
@@ -146,7 +146,7 @@ fn prepare_in(plan: &Plan, folder: &Path) -> Result<Prepared> {
     let written = write(plan, &work.files, &tokenizer, format, (folder, journal, done));
     written.inspect_err(|_| {
         if Journal::is_there(folder) {
-            notify("what was done is kept: the same command goes on from there");
+            notify("what was done is kept: the same command continues from there");
         }
     })
 }
@@ -177,7 +177,7 @@ fn write(
     );
     if before != Done::new(tokenizer) {
         notify(&format!(
-            "goes on where an earlier start was interrupted: after {}, {}",
+            "continues where an earlier start was interrupted: after {}, {}",
             counted(before.documents, "document"),
             counted(before.files.len() as u64, "file")
         ));
@@ -210,7 +210,7 @@ fn write(
         let mut shown = Instant::now();
         let tokenized = writing_down.tokenize(plan, receiver, &mut |held| {
             bar.set_position(done.load(Ordering::Relaxed));
-            // Where there is no bar, a line now and then.
+            // Without a bar, a line now and then.
             if bar.is_hidden() && shown.elapsed() > QUIET {
                 shown = Instant::now();
                 notify(&held);

@@ -1,4 +1,4 @@
-//! How far a preparation has come, on the disk: one that was interrupted goes on from there.
+//! How far a preparation has come, on the disk: one that was interrupted continues from there.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -36,7 +36,7 @@ pub(super) struct Work {
 }
 
 impl Work {
-    /// What of it is another, in words.
+    /// What of it is another, as text.
     fn difference(&self, other: &Self) -> String {
         let others = self.files.iter().map(|file| &file.path).ne(other.files.iter().map(|file| &file.path));
         let fields = self.files.iter().map(|file| &file.field).ne(other.files.iter().map(|file| &file.field));
@@ -194,7 +194,7 @@ impl<'a> Journal<'a> {
         Ok(())
     }
 
-    /// Whether there is something to go on from.
+    /// Whether there is something to continue from.
     pub(super) fn is_there(folder: &Path) -> bool {
         folder.join(JOURNAL).exists()
     }

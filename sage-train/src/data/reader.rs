@@ -203,7 +203,7 @@ fn unreadable<E: std::fmt::Display>(path: &Path) -> impl FnOnce(E) -> Error {
     }
 }
 
-/// The error for bytes that are not UTF-8, with their place in words.
+/// The error for bytes that are not UTF-8, with their place as text.
 fn not_utf8(path: &Path, at: String, bytes: &[u8]) -> Error {
     let hint = match bytes {
         [0xff, 0xfe, ..] | [0xfe, 0xff, ..] => {

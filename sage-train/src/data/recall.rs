@@ -3,7 +3,7 @@
 //! Every name of a document has a number, said in notes such as `Note: Bara 42, Kelo 17.` The number follows the name itself, so
 //! that a model need not learn first which words of a sentence belong together. A document is a row of paragraphs:
 //!
-//! - a *beginning* says a name's number, and goes on with a story that has the name in each of its sentences;
+//! - a *beginning* says a name's number, and continues with a story that has the name in each of its sentences;
 //! - a *return* is a story about a name that began before, and ends with its number ([`Asked::AfterStory`]);
 //! - *questions* are a note of several names, where nothing led up to them ([`Asked::Suddenly`]);
 //! - a *roll* notes other names with numbers and then the same in another order.

@@ -153,7 +153,7 @@ impl Shard {
             Error::new("a shard was replaced since it was opened")
                 .got(format!("{}: {got}", self.path.display()))
                 .allowed("the same file, or one with the same contents")
-                .hint("put the file back; a run goes on from its newest checkpoint with --resume")
+                .hint("put the file back; a run continues from its newest checkpoint with --resume")
         };
         match self.hashed() {
             Some((path, hash)) if now.len == checked.len => match Self::compare(&path, &hash) {
@@ -358,7 +358,7 @@ mod tests {
             ..Sidecar::read(&path).expect("read").expect("one")
         };
         std::fs::write(Sidecar::path(&path), serde_json::to_vec(&sidecar).expect("json")).expect("a file");
-        assert!(Sidecar::read(&path).is_err(), "a document of nothing goes on");
+        assert!(Sidecar::read(&path).is_err(), "a document of nothing continues");
         std::fs::remove_file(&path).expect("gone");
         for format in FORMATS {
             let path = shard(folder.path(), format);

@@ -101,7 +101,7 @@ fn allowed() -> String {
 /// in folders.
 ///
 /// # Errors
-/// When there is no file, text and shards are mixed, or a folder cannot be listed.
+/// When no file exists, text and shards are mixed, or a folder cannot be listed.
 pub fn find(path: &Path, out: &Path) -> Result<Source> {
     find_and_pass_over(path, out, &mut PassedOver::default())
 }
@@ -123,7 +123,7 @@ impl PassedOver {
         *self.kinds.entry(kind).or_default() += 1;
     }
 
-    /// The number of files and their most frequent kinds, in words; `None` if there are none.
+    /// The number of files and their most frequent kinds, as text; `None` without files.
     pub(super) fn in_words(&self) -> Option<String> {
         let all: usize = self.kinds.values().sum();
         let mut kinds: Vec<(&String, &usize)> = self.kinds.iter().collect();
@@ -254,7 +254,7 @@ fn how_to_get(path: &Path) -> String {
         return prepare(&name, to);
     }
     if partial::is_unfinished(&partial::of(path)) {
-        return format!("{} is not finished: the same `data prepare` goes on", partial::of(path).display());
+        return format!("{} is not finished: the same `data prepare` continues", partial::of(path).display());
     }
     match hub::nearest(&name) {
         Some(recipe) => prepare(recipe, recipe),

@@ -27,7 +27,7 @@ pub(super) use pieces::{PIECE, piece_end, pieces};
 /// The end-of-text token of tokenizers that are trained here.
 const END_OF_TEXT: &str = "<|endoftext|>";
 
-/// The file beside a `tokenizer.json` that names its end-of-text token, as transformers writes it.
+/// The file next to a `tokenizer.json` that names its end-of-text token, as transformers writes it.
 pub(super) const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
 /// Bytes of text that merges are learned from; more of the same text changes little.
@@ -37,7 +37,7 @@ pub(super) const TRAINING_BYTES: usize = 16 << 20;
 #[derive(Debug)]
 pub struct Tokenizer {
     inner: Inner,
-    /// The tokenizer of text that goes on in the middle of a document, where it is another: without a space in front.
+    /// The tokenizer of text that continues in the middle of a document, where it is another: without a space in front.
     continuing: Option<Inner>,
     end_of_text: u32,
     /// The token of text that the vocabulary does not have, such as `<unk>`.
@@ -117,7 +117,7 @@ impl Tokenizer {
         Self::new(inner, Some(END_OF_TEXT)).map_err(during("cannot train a tokenizer"))
     }
 
-    /// Loads a `tokenizer.json`. `tokenizer_config.json` beside it says which token ends a document, if there is one.
+    /// Loads a `tokenizer.json`. `tokenizer_config.json` next to it says which token ends a document, if there is one.
     ///
     /// # Errors
     /// When it cannot be read, or no end-of-text token is found.
@@ -148,7 +148,7 @@ impl Tokenizer {
     /// Loads a tokenizer by the path of its file or folder, or by the name of a model on the Hugging Face Hub.
     ///
     /// # Errors
-    /// When there is none.
+    /// When no tokenizer is found.
     pub fn named(name: &str, end_of_text: Option<&str>) -> Result<Self> {
         let path = Path::new(name);
         if path.is_dir() {
@@ -207,7 +207,7 @@ impl Tokenizer {
         self.inner.save(path, false).map_err(writing(path))
     }
 
-    /// Writes `tokenizer.json` to a folder, and beside it which token ends a document.
+    /// Writes `tokenizer.json` to a folder, and next to it which token ends a document.
     ///
     /// # Errors
     /// When a file cannot be written.
@@ -249,7 +249,7 @@ impl Tokenizer {
     }
 
     /// The ids of several texts, encoded in pieces on all threads, so that a long text is shared by several
-    /// threads. Each comes with whether it goes on in the middle of a document.
+    /// threads. Each comes with whether it continues in the middle of a document.
     ///
     /// # Errors
     /// When the library fails.
@@ -298,7 +298,7 @@ impl Tokenizer {
         ids.iter().filter(|&&id| Some(id) == self.unknown).count() as u64
     }
 
-    /// What the tokenizer changes in a text, in words; `None` if the text comes back as it was.
+    /// What the tokenizer changes in a text, as text; `None` if the text comes back as it was.
     ///
     /// # Errors
     /// When the library fails.

@@ -1,4 +1,4 @@
-//! Verifies the hashes of shards on a thread beside the training: some shards at each start of a run.
+//! Verifies the hashes of shards on a thread concurrently with training: some shards at each start of a run.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;

@@ -23,7 +23,7 @@ pub enum Task {
     Lambada,
 }
 
-/// A question in words.
+/// A question as text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Question {
     context: String,

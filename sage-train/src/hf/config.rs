@@ -99,7 +99,7 @@ impl HfConfig {
         let scaled =
             [&self.rope_scaling, &self.rope_parameters].into_iter().flatten().find_map(Rope::scaling);
         let refused = [
-            (!self.tie_word_embeddings, "an output matrix of its own".into(), "tie_word_embeddings: true"),
+            (!self.tie_word_embeddings, "a separate output matrix".into(), "tie_word_embeddings: true"),
             (self.attention_bias || self.mlp_bias, "biases".into(), "attention_bias and mlp_bias: false"),
             (self.use_sliding_window, "a sliding window".into(), "use_sliding_window: false"),
             (

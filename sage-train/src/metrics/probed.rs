@@ -47,7 +47,7 @@ pub struct Probed {
     pub sequences: usize,
     /// Factor by which queries and keys were multiplied.
     pub qk_scale: f64,
-    /// Whether each token of Q and K had a scale of its own.
+    /// Whether each token of Q and K had a separate scale.
     #[serde(default)]
     pub token_scales: bool,
     /// A row for each layer, followed by the rows of its heads if they were asked for.

@@ -178,7 +178,7 @@ impl LlamaConfig {
         self.layer_schemes.get(&layer).copied().or(self.scheme)
     }
 
-    /// Numerics of attention in words, with the layers that have others.
+    /// Numerics of attention as text, with the layers that have others.
     pub fn numerics(&self) -> String {
         let Some(scheme) = self.scheme else { return "none".into() };
         let mut layers_of: BTreeMap<String, Vec<String>> = BTreeMap::new();

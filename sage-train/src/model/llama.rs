@@ -83,7 +83,7 @@ impl Llama {
     }
 
     /// The model of a rank that holds one part of every sequence: consecutive ids, as many as on every other
-    /// rank of the group. Its losses are those of its own part.
+    /// rank of the group. Its losses are the losses of its part.
     pub fn across(mut self, group: &Group) -> Self {
         self.parts = group.rank().of;
         self.blocks.iter_mut().for_each(|block| block.across(group));

@@ -201,7 +201,7 @@ impl Parameters {
     /// A parameter as the model uses it.
     ///
     /// # Errors
-    /// When there is no parameter of this name.
+    /// When no parameter has this name.
     pub fn weight(&self, name: &str) -> Result<Weight> {
         self.joined(&[name.to_owned()])
     }
@@ -254,7 +254,7 @@ impl Parameters {
     /// The elements of a parameter in [`Parameters::gradients`].
     ///
     /// # Errors
-    /// When there is no parameter of this name.
+    /// When no parameter has this name.
     pub fn range(&self, name: &str) -> Result<Range<usize>> {
         let (number, at) = self.place(name)?;
         Ok(at..at + self.specs[number].len() as usize)
@@ -334,7 +334,7 @@ impl Parameters {
     /// sum of squares of w, and of w + 1, which also depends on the signs.
     ///
     /// # Errors
-    /// When there is no memory for a slice in f32.
+    /// When memory is short for a slice in f32.
     pub fn checksums(&self) -> Result<Vec<f64>> {
         let mut sums = Vec::with_capacity(2 * self.held.len());
         for Held { values, .. } in &self.held {
@@ -360,7 +360,7 @@ impl Parameters {
     /// Returns `None` on the other ranks. All ranks must call it together.
     ///
     /// # Errors
-    /// When there is no memory for the copy, or a rank cannot be reached.
+    /// When memory is short, or a rank cannot be reached.
     pub fn weights(&self, ranks: &Ranks) -> Result<Option<Snapshot>> {
         let shards = ranks.shards();
         let of_piece = |held: &Held| -> Result<Option<Tensor>> {
@@ -387,7 +387,7 @@ impl Parameters {
     /// each piece, divided evenly among the nodes, since all nodes hold the same shards.
     ///
     /// # Errors
-    /// When there is no memory for the copy.
+    /// When memory is short.
     pub fn state(&self) -> Result<Snapshot> {
         let Mesh { shard, replica, .. } = self.mesh;
         let of_piece = |(piece, held): (&Piece, &Held)| -> Result<(usize, Tensor)> {

@@ -221,7 +221,7 @@ impl Sla2Layer {
     }
 
     /// The factor of gradients that come from no loss of this rank's tokens: gradients are averaged over the ranks, of which each
-    /// has those of its own heads.
+    /// has the routers of its heads.
     fn ranks(&self) -> f64 {
         self.ulysses.as_ref().map_or(1.0, |ulysses| ulysses.ranks() as f64)
     }

@@ -81,12 +81,12 @@ impl StateFile {
                 .allowed(format!("{name} of shape {:?}", spec.dims))
                 .hint(match name.as_str() {
                     name if found.is_none() && (name.ends_with("_router.weight") || name.ends_with(".theta")) => {
-                        "these weights were not trained with SLA2: leave --attn out; --init-from goes on from them with it"
+                        "these weights were not trained with SLA2: leave --attn out; --init-from continues from them with it"
                     }
                     name if found.is_none() && name.contains(".self_attn.") => {
                         "these weights are of another attention: leave --attn and --qk-norm out"
                     }
-                    _ => "weights and settings belong to one run; those of --init-from bring their sizes along",
+                    _ => "weights and settings belong to one run; --init-from also takes their sizes",
                 })
         })?;
         let list = || tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();

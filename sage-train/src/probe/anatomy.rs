@@ -2,7 +2,7 @@
 //! the schemes' implementations share.
 //!
 //! The tiled implementations of candle-sage never hold P, dP or dS. Here these matrices are whole, so that
-//! each has an error of its own, and so that one part of a scheme's arithmetic can be in low bits while the
+//! each has a separate error, and so that one part of a scheme's arithmetic can be in low bits while the
 //! others are exact. With all parts in low bits the results are those of `candle_sage::Attention` up to its
 //! f32 arithmetic, which each scheme has a test for.
 

@@ -26,7 +26,7 @@ const PARTS: [&str; 6] = ["S = Q K^T", "O = P V", "dV = P^T dO", "dP = dO V^T", 
 pub(super) struct SageBwdAnatomy {
     /// Tiles, smoothing, granularity, and the products that are in INT8.
     pub(super) settings: SageBwd,
-    /// Whether each token of Q and K has a scale of its own, instead of one for each tile. In dQ and dK these
+    /// Whether each token of Q and K has a separate scale, instead of one for each tile. In dQ and dK these
     /// scales are folded into dS.
     pub(super) token_scales: bool,
 }

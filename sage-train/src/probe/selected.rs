@@ -204,7 +204,7 @@ impl Part {
         ])
     }
 
-    /// Softmax attention over the mean keys of past blocks, with their mean values; zeros where there are none.
+    /// Softmax attention over the mean keys of past blocks, with their mean values; zeros without past blocks.
     fn pooled(&self, block: usize) -> candle_core::Result<Tensor> {
         let [q, k, v] = &self.inputs;
         let (batch, tokens, heads, d) = q.dims4()?;

@@ -51,7 +51,7 @@ impl Greetings {
         Ok(Self { listener, secret: secret.clone(), waiting: Vec::new() })
     }
 
-    /// The next connection that has greeted; `None` if there is none at the moment.
+    /// The next connection that has greeted; `None` if no connection waits.
     ///
     /// # Errors
     /// When the listener fails.

@@ -1,4 +1,4 @@
-//! `--gpus N`: this process starts N ranks, each a process with the same command line and a GPU of its own,
+//! `--gpus N`: this process starts N ranks, each a process with the same command line and a separate GPU,
 //! and waits for them.
 
 use std::ffi::OsString;
@@ -39,7 +39,7 @@ pub(super) struct Launch {
 }
 
 /// Starts the ranks with this process' command line and waits for them. Returns the exit code: 0, that of the
-/// first rank that failed with an error of its own, which has printed it, or else [`LOST`].
+/// first rank that failed because of an own error, which has printed it, or else [`LOST`].
 ///
 /// # Errors
 /// When no process can be started.

@@ -15,7 +15,7 @@ use super::transport::{Swap, Transfer, Transport};
 use crate::during;
 
 /// How long a rank with a broken connection leaves it to the threads of [`Meeting`] to name the dead rank and
-/// end the process, before it reports an error of its own.
+/// end the process, before it reports its error.
 const WATCH: Duration = Duration::from_secs(8);
 
 /// Connections to all other ranks.

@@ -69,7 +69,7 @@ struct Shared {
     news: Condvar,
     /// This rank has left the run, and no longer watches the others.
     left: AtomicBool,
-    /// A failure is ending this process: the ranks that it makes rank 0 send away are not failures of their own.
+    /// A failure is ending this process: the ranks that it makes rank 0 send away are not separate failures.
     ending: AtomicBool,
     last_word: Mutex<Option<LastWord>>,
 }
@@ -142,7 +142,7 @@ impl Meeting {
     /// Introduces this rank at a connection to another rank.
     ///
     /// # Errors
-    /// When the other side is not a rank, or is gone.
+    /// When the other side is not a rank, or has disconnected.
     pub(super) fn introduce(&self, stream: &mut TcpStream) -> std::io::Result<()> {
         let Shared { rank, host, secret, .. } = &*self.shared;
         introduce(stream, secret, Hello::new(*rank, host, String::new()), SILENCE)
@@ -154,7 +154,7 @@ impl Meeting {
     /// When the connection is closed.
     pub(super) fn address(&self) -> Result<IpAddr> {
         let address = lock(&self.shared.peers[0].stream).local_addr();
-        Ok(address.map_err(during("the connection to another rank is gone"))?.ip())
+        Ok(address.map_err(during("the connection to another rank is closed"))?.ip())
     }
 
     /// An all-gather of text: what each rank says about a topic, in the order of the ranks. All ranks must
@@ -292,7 +292,7 @@ impl Shared {
         }
     }
 
-    /// Sends heartbeats, and checks those of the other ranks.
+    /// Sends heartbeats, and checks the heartbeats of the other ranks.
     fn watch(&self) {
         loop {
             std::thread::sleep(BEAT.min(self.stall / 4));
@@ -309,7 +309,7 @@ impl Shared {
             // From the first step on, the training loop itself checks for the loss of the launcher, and saves
             // a checkpoint.
             if own.step == 0 && signals::is_orphan() {
-                return self.end("the process that started the ranks is gone", LOST);
+                return self.end("the process that started the ranks has exited", LOST);
             }
             let beat = Message::Beat {
                 step: own.step,
@@ -357,7 +357,7 @@ impl Shared {
         );
     }
 
-    /// Ends this process and, on rank 0, all others, so that no rank waits for one that will not come. The first failure is told;
+    /// Ends this process and, on rank 0, all others, so that no rank waits for one that will not come. The first failure is reported;
     /// the connections that break because of it are not.
     fn end(&self, why: &str, code: i32) {
         if self.ending.swap(true, Ordering::Relaxed) {
@@ -369,7 +369,8 @@ impl Shared {
             let over = Message::Over { why: why.to_owned(), code };
             (0..self.peers.len()).for_each(|peer| self.send_to(peer, &over));
         }
-        let hint = if code == LOST { "\n  hint:    --resume goes on from the newest checkpoint" } else { "" };
+        let hint =
+            if code == LOST { "\n  hint:    --resume continues from the newest checkpoint" } else { "" };
         notify(&format!("error: {why}{hint}"));
         if let Some(last_word) = lock(&self.last_word).take() {
             last_word(why);

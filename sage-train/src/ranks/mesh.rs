@@ -57,7 +57,7 @@ pub const PIECE: usize = 170_000_000;
 /// The size for transfers during a backward: 200 MB, a few layers.
 pub const PIECE_BESIDE: usize = 50_000_000;
 
-/// Tokens of a rank and step below which transfers beside the backward are faster than after it, where copy engines
+/// Tokens of a rank and step below which transfers during the backward are faster than after it, where copy engines
 /// carry them. With more the step is limited by power, of which products and transfers take more together. On two
 /// H100 `beside` was faster by 2.2 % at 4k and 1.3 % at 8k, and slower by 1.1 % at 32k (docs/several-gpus.md);
 /// the limit lies between. The size of the model matters less: products and transfers grow with it alike.
@@ -85,7 +85,7 @@ impl Mesh {
         Rank { index: replica.index * shard.of + shard.index, of: replica.of * shard.of }
     }
 
-    /// This rank's group among the groups that work on sequences of their own. Without context parallelism
+    /// This rank's group among the groups that work on separate sequences. Without context parallelism
     /// each rank is such a group.
     pub fn data(&self) -> Rank {
         let Rank { index, of } = self.rank();
@@ -108,7 +108,7 @@ impl Mesh {
         for (index, place) in place.iter().enumerate() {
             let expected = format!("{} of {}", index % local.of, local.of);
             if *place != expected || !rank.of.is_multiple_of(local.of) {
-                return Err(Error::new("the ranks are not dealt out evenly among the nodes")
+                return Err(Error::new("the ranks are not distributed evenly among the nodes")
                     .got(format!("rank {index} of {} is {place} on its node", rank.of))
                     .allowed(format!("{expected}, as the number of rank {} has it", rank.index))
                     .hint("every node needs as many ranks, and neighbours on one: srun --ntasks-per-node, --distribution=block"));

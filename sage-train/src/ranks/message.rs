@@ -80,7 +80,7 @@ pub(super) enum Message {
         /// Whether that may take long.
         aside: bool,
     },
-    /// The sender stops because of an error of its own.
+    /// The sender stops because of an own error.
     Failed {
         /// The error.
         why: String,

@@ -2,7 +2,7 @@
 //! it has them. They copy and add nothing.
 //!
 //! The library is loaded at run time and not linked, so that a program with GPU kernels starts on machines
-//! without NCCL. Transfers run on a stream of their own, of high priority. A transfer starts when candle's
+//! without NCCL. Transfers run on a separate stream, of high priority. A transfer starts when candle's
 //! stream has reached the call; `wait` makes candle's stream wait for it. The stream is created through the
 //! driver and not through cudarc, which records events for every tensor as soon as a context has two streams.
 #![allow(unsafe_code)]
@@ -240,8 +240,7 @@ fn share_id(words: &Words, functions: &Functions, every: usize) -> candle_sage::
     let answer = words.share("NCCL's id", &answer).swap_remove(maker);
     for (byte, digits) in id.0.iter_mut().zip(answer.as_bytes().chunks(2)) {
         let digits = std::str::from_utf8(digits).unwrap_or_default();
-        *byte = u8::from_str_radix(digits, 16)
-            .map_err(during(format!("rank {maker} sent an id that is none")))?;
+        *byte = u8::from_str_radix(digits, 16).map_err(during(format!("rank {maker} sent an invalid id")))?;
     }
     Ok(id)
 }

@@ -38,7 +38,7 @@ impl Secret {
         Self { text, is_guessable: false }
     }
 
-    /// The number of a job in the place of a secret.
+    /// The number of a job instead of a secret.
     pub(super) fn of_job(number: String) -> Self {
         Self { text: number, is_guessable: true }
     }

@@ -13,7 +13,7 @@ pub enum CopyEngines {
     Auto,
     /// They do, or it is an error (with one GPU a node there is nothing to carry)
     On,
-    /// NCCL's kernels do, which take multiprocessors from what runs beside them
+    /// NCCL's kernels do, which take multiprocessors from concurrent kernels
     Off,
 }
 

@@ -70,7 +70,7 @@ impl World {
         }
         for (rank, what) in [(world.rank, "rank"), (world.local, "local rank")] {
             if rank.index >= rank.of {
-                return Err(Error::new(format!("the {what} is none of its ranks"))
+                return Err(Error::new(format!("the {what} is not one of its ranks"))
                     .got(format!("{what} {} of {} by {}", rank.index, rank.of, world.launcher))
                     .allowed("0 to one less than the ranks")
                     .hint("is a variable of another launcher left in the environment?"));

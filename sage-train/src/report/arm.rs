@@ -10,7 +10,7 @@ use crate::runs::{Run, Status};
 /// Runs that differ in their seeds alone.
 #[derive(Debug, Clone)]
 pub struct Arm {
-    /// The settings that tell the arm from other arms, in words.
+    /// The settings that tell the arm from other arms, as text.
     pub label: String,
     /// Index of the arm among the arms of all panels: it selects colour and marker, which are the same in
     /// every panel.
@@ -23,7 +23,7 @@ pub struct Arm {
     pub loss: Option<Mean>,
     /// Difference of the final losses to the baseline's, percent of the baseline's mean.
     pub difference: Option<Difference>,
-    /// Difference of the training losses over the last quarter of the steps, where runs go on from the same weights over the same
+    /// Difference of the training losses over the last quarter of the steps, where runs continue from the same weights over the same
     /// batches: the noise of the data is the same in both.
     pub training: Option<Difference>,
     /// How this difference changes: the slope of its least-squares line over all steps, percent of the baseline's loss for each
@@ -114,7 +114,7 @@ impl Arm {
         self.runs.iter().any(|twin| seeds(twin) == seeds(run) && !same_data(run, twin))
     }
 
-    /// [`Arm::growth`], of runs that go on from the same weights over the same batches.
+    /// [`Arm::growth`], of runs that continue from the same weights over the same batches.
     pub(super) fn growth_against(&self, baseline: &Arm) -> Option<Mean> {
         let loss = mean_over_seeds(&baseline.runs, &late_training_loss)?;
         Some(self.paired(baseline, &training_slope)?.scaled(100.0 / loss.value))
@@ -129,7 +129,7 @@ impl Arm {
     }
 
     /// The difference of `number` to the baseline's, over pairs of runs with the same seeds and data. Where
-    /// there is no pair, or one pair of two arms that each have at least two seeds, it is the difference of
+    /// no pair exists, or one pair of two arms that each have at least two seeds, it is the difference of
     /// the two means instead, with Welch's interval.
     pub(super) fn against(
         &self,

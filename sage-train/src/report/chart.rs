@@ -90,7 +90,7 @@ impl Chart {
     /// Draws the chart.
     ///
     /// # Errors
-    /// When there is no finite point.
+    /// When no point is finite.
     pub fn to_svg(&self) -> Result<String> {
         let mut svg = String::new();
         // The library panics on some ranges.

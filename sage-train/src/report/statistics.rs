@@ -94,12 +94,12 @@ pub enum Verdict {
     Lower,
     /// None of these: more seeds would decide.
     Undecided,
-    /// A single seed: there is no interval.
+    /// A single seed: no interval exists.
     OneSeed,
 }
 
 impl Verdict {
-    /// In words; `margin` in percent.
+    /// As text; `margin` in percent.
     pub fn words(self, margin: f64) -> String {
         match self {
             Self::Matches => format!("matches within {margin} %"),

@@ -29,7 +29,7 @@ pub struct ReportOptions {
     pub baseline: Table,
     /// The settings that tell arms apart; if empty, those of attention and [`ReportOptions::points`].
     pub by: Vec<String>,
-    /// The settings of a sweep's `[[points]]`, each of which is an arm: they tell arms apart beside those of attention.
+    /// The settings of a sweep's `[[points]]`, each of which is an arm: they distinguish arms as settings of attention do.
     pub points: Vec<String>,
     /// Equivalence margin: smaller differences do not matter. Percent of the baseline's loss.
     pub margin: f64,
@@ -112,7 +112,7 @@ impl Study {
     /// Compares runs, which may be in any order.
     ///
     /// # Errors
-    /// When there are no runs, `by` names a setting in which they do not differ, or no arm is the baseline.
+    /// Without runs, `by` names a setting in which they do not differ, or no arm is the baseline.
     pub fn new(runs: Vec<Run>, options: &ReportOptions) -> Result<Self> {
         let runs: Vec<Run> = runs.into_iter().flat_map(Run::seen).collect();
         let identities: Vec<Identity> = runs.iter().map(|run| run.config.identity()).collect();
@@ -180,7 +180,7 @@ impl Study {
         });
         let panels: Vec<Panel> = panels.collect();
         match panels.is_empty() {
-            true => Err(Error::new("there are no runs to report").got("nothing").allowed("at least one run")),
+            true => Err(Error::new("no runs to report").got("nothing").allowed("at least one run")),
             false => Ok(Self {
                 about: options.about.clone(),
                 warnings: panels.iter().flat_map(Panel::warnings).collect(),
@@ -298,7 +298,7 @@ fn arm_keys(keys: &[String], by: &[String], points: &[String]) -> Result<Vec<Str
     Ok(if attention.is_empty() { keys.iter().take(1).cloned().collect() } else { attention })
 }
 
-/// Whether all runs begin with the same weights of another model and go on alike: with equal seeds of data they train on the same
+/// Whether all runs begin with the same weights of another model and continue alike: with equal seeds of data they train on the same
 /// batches. The folder that they name may have been trained further between them.
 fn continue_alike<'a>(runs: impl Iterator<Item = &'a Run>) -> bool {
     let course = |run: &'a Run| {
@@ -313,7 +313,7 @@ fn continue_alike<'a>(runs: impl Iterator<Item = &'a Run>) -> bool {
 /// Index of the baseline arm.
 fn baseline(arms: &[Values], asked: &Table) -> Result<Option<usize>> {
     let has = |arm: &Values, key: &str, value: &str| arm.iter().any(|(k, v)| k == key && v == value);
-    // A run that was validated twice is two arms; the one of its own attention is preferred.
+    // A run that was validated twice is two arms; the arm of its attention is preferred.
     let plain = |is: &dyn Fn(&Values) -> bool| {
         let those = || arms.iter().enumerate().filter(|(_, arm)| is(arm)).map(|(at, _)| at);
         let second = |at: &usize| arms[*at].iter().any(|(key, _)| key == "eval-attn");
@@ -373,7 +373,7 @@ fn unset(of: &Values, all: &[Values]) -> String {
     unset.map(|key| format!("{key} not set")).collect::<Vec<_>>().join(", ")
 }
 
-/// Settings in words.
+/// Settings as text.
 fn text(values: &Values) -> String {
     let one = |(key, value): &(String, String)| {
         if key == "attn" { value.clone() } else { format!("{key} {value}") }

@@ -70,7 +70,7 @@ mod tests {
         // It learned, and then lost what it had learned, without reaching ln(vocabulary).
         let lost = of(&|n| if n < 150 { falling(n) } else { 5.0 }, 5.0).expect("lost");
         assert!(lost.contains("ends at 5.000"), "{lost}");
-        // One step of a new model is no divergence.
+        // One step of a new model is not a divergence.
         assert_eq!(divergence(&points([5.72].into_iter(), 5.73), 300), None);
         assert_eq!(divergence(&[], 300), None);
     }

@@ -23,13 +23,13 @@ pub struct Start {
     pub commit: Option<String>,
     /// Name of the machine.
     pub host: String,
-    /// The device that computes, in words.
+    /// The device that computes, as text.
     pub hardware: String,
     /// Time of the start, seconds since 1970.
     pub time: u64,
     /// Steps that were done before this start.
     pub step: u64,
-    /// The training data, in words.
+    /// The training data, as text.
     pub data: String,
     /// [`Dataset::fingerprint`].
     pub data_fingerprint: String,

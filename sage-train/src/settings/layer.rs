@@ -1,7 +1,7 @@
 //! Settings over settings: what one layer leaves open is taken from the next. And what each setting is to a run, which is declared where
 //! the tables list their settings.
 
-/// What a setting is to a run, beside its value.
+/// What a setting is to a run, in addition to its value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
     /// Not in the identity of a run as it was typed: it says where the run is, how long its parts take or how closely it is watched, and not what it

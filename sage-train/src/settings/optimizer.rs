@@ -90,7 +90,7 @@ pub struct OptimizerSettings {
 layer! {
     OptimizerSettings:
     lr [Changes],
-    // Each schedule has settings of its own: `Config::identity` adds those that count.
+    // Each schedule has its own settings: `Config::identity` adds those that count.
     min_lr [Beside Changes],
     warmup_steps [Beside Changes],
     schedule [Beside Changes],

@@ -11,7 +11,7 @@ use toml::Table;
 
 use super::{AttentionSettings, Attn, Settings};
 
-/// A scheme with its settings. In words it is the scheme's name, and `:KEY=VALUE` for each setting that is not the default.
+/// A scheme with its settings. As text it is the scheme's name, and `:KEY=VALUE` for each setting that is not the default.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SchemeSetting(pub Scheme);
 
@@ -206,7 +206,7 @@ impl fmt::Display for LayerSettings {
     }
 }
 
-/// Schemes of layers in words, the same for every way to write them.
+/// Schemes of layers as text, the same for every way to write them.
 pub fn in_words_by_layer(schemes: &BTreeMap<usize, Scheme>) -> String {
     let mut layers_of: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for (layer, scheme) in schemes {

@@ -180,10 +180,10 @@ pub(crate) fn form_name(sla2: &Sla2Config) -> &'static str {
     form.name()
 }
 
-/// What must be known of a model beside its weights to compute it so, by the keys of settings: all but the stages of its training.
+/// What must be known of a model in addition to its weights to compute it so, by the keys of settings: all but the stages of its training.
 pub(crate) fn exported_settings(sla2: &Sla2Config, scheme: &Scheme) -> Vec<(&'static str, String)> {
     let told = [("attn", form_name(sla2).to_owned()), ("sla2-numerics", scheme.name().to_owned())];
-    // `sla2-sparse` says by itself that there is no tail.
+    // `sla2-sparse` already says that it has no tail.
     let sparse = form_name(sla2) == Form::Sparse.name();
     let without_tail = |key: &str| key == "sla2-tail" && sparse;
     let own =
@@ -294,7 +294,7 @@ fn check_nearest(config: &Sla2Config) -> Result<(), Error> {
     }
     Err(Error::new("sla2-nearest is out of range")
         .got(format!("{} nearest of {} blocks", config.nearest, config.blocks))
-        .allowed("at most as many as there are blocks")
+        .allowed("at most the number of blocks")
         .hint("--sla2-blocks N; the router picks those that are not the nearest"))
 }
 

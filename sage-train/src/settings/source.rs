@@ -18,7 +18,7 @@ impl std::str::FromStr for SourceSetting {
     type Err = candle_sage::Error;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        // A path that is there may have anything in its name.
+        // An existing path may have anything in its name.
         if std::path::Path::new(text).exists() {
             return Ok(Self { path: text.into(), weight: None });
         }

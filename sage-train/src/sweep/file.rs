@@ -21,7 +21,7 @@ use crate::{during, read_small};
 /// [grid]                 # all combinations of these lists
 /// tokens-per-step = ["4k", "32k"]
 /// seed = [1, 2, 3]
-/// [[points]]             # each with the whole grid; lists here are a grid of their own
+/// [[points]]             # each with the whole grid; lists here are a separate grid
 /// attn = "fpa"
 /// [[points]]
 /// attn = "sagebwd"

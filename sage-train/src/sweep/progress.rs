@@ -1,5 +1,5 @@
-//! Progress of a sweep on standard error: a bar for the sweep and one for each running run, or lines where
-//! there is no terminal.
+//! Progress of a sweep on standard error: a bar for the sweep and one for each running run, or lines
+//! without a terminal.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
@@ -16,7 +16,7 @@ use crate::quantity::grouped;
 use crate::runs::{LONGEST_LINE, METRICS, Status};
 use crate::{bar, notify};
 
-/// Time between two lines where there is no terminal.
+/// Time between two lines without a terminal.
 const QUIET: Duration = Duration::from_secs(15);
 
 /// Progress of a sweep. It is read from the metrics files of the runs.

@@ -1,4 +1,4 @@
-//! Runs a sweep: each run in a child process of its own, so that a run that crashes ends no other.
+//! Runs a sweep: each run in a separate child process, so that a run that crashes ends no other.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -68,7 +68,7 @@ struct Job {
     stopping: bool,
 }
 
-/// Runs all runs that are open. A run that fails is counted in the tally, and is no error of the sweep.
+/// Runs all runs that are open. A run that fails is counted in the tally, and is not an error of the sweep.
 ///
 /// # Errors
 /// When the folder cannot be written, or a child cannot be started.
@@ -86,7 +86,7 @@ pub fn run(sweep: &Sweep, limits: &Limits) -> Result<Tally> {
     match (shares, mps.is_some()) {
         (true, true) => notify("runs share GPUs through MPS"),
         (true, false) => {
-            notify("no MPS server was started for this sweep: runs use one that is there, or take turns")
+            notify("no MPS server was started for this sweep: runs use an existing one, or take turns")
         }
         _ => {}
     }
@@ -291,8 +291,8 @@ impl Sweep {
                 }
             }
         }
-        // A process group of its own: a signal from the terminal reaches the sweep alone, which passes it on.
-        // A run whose sweep is gone stops by itself ([`signals::is_orphan`]).
+        // A separate process group: a signal from the terminal reaches the sweep alone, which passes it on.
+        // A run whose sweep has exited stops by itself ([`signals::is_orphan`]).
         #[cfg(unix)]
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
         command.env(signals::PARENT, std::process::id().to_string());
@@ -352,7 +352,7 @@ impl Tally {
         match self.signal.filter(|_| self.open > 0) {
             Some(signal) => Err(Error::failed(format!("interrupted with {} runs to go", self.open))
                 .got(format!("signal {signal}"))
-                .hint(format!("what ran is saved; go on: {again}"))),
+                .hint(format!("what ran is saved; continue: {again}"))),
             None => Ok(()),
         }
     }

@@ -64,16 +64,16 @@ pub enum Overlap {
     After,
     /// Overlapped with the backward: a layer's gradients as soon as its backward is done
     Beside,
-    /// Whatever is faster: beside it between nodes, and where copy engines carry them and a GPU has less than 16k tokens of a
+    /// Whatever is faster: during it between nodes, and where copy engines carry them and a GPU has less than 16k tokens of a
     /// step; else behind it
     Auto,
 }
 
-/// How the ranks of a mesh exchange gradients, in words.
+/// How the ranks of a mesh exchange gradients, as text.
 pub(super) fn summary(mesh: Mesh) -> String {
     let when = if mesh.beside { "beside" } else { "after" };
     let engines = if mesh.engines { ", on copy engines" } else { "" };
-    format!("{} ranks: gradients travel {when} the backward{engines}", mesh.rank().of)
+    format!("{} ranks: gradients are exchanged {when} the backward{engines}", mesh.rank().of)
 }
 
 /// Checks that `ranks` ranks, in groups of `context` that share each sequence, can share a step, and that

@@ -298,7 +298,7 @@ fn points_until(path: &Path, step: u64) -> Result<Vec<Point>> {
             .got(format!("{}: {} whole steps from the first on", file.display(), points.len()))
             .allowed(format!("at least {step}"))
             .hint(format!(
-                "is the file damaged? {CSV} is no help either; a copy of one of them is, or a new run"
+                "is the file damaged? {CSV} does not help either; a copy of one of them is, or a new run"
             )));
     }
     Ok(points)
@@ -310,7 +310,7 @@ pub(super) fn write_json<T: Serialize>(path: &Path, value: &T) -> Result<()> {
     partial::file(path, |partial| std::fs::write(partial, &text).map_err(writing(partial)))
 }
 
-/// Writes the metrics files anew with these points, and opens them for appending.
+/// Writes the metrics files again with these points, and opens them for appending.
 fn begin_metrics(folder: &Path, points: &[Point]) -> Result<(File, File)> {
     let lines = |head: Option<String>, line: fn(&Point) -> String| {
         head.into_iter().chain(points.iter().map(line)).map(|line| line + "\n").collect::<String>()
@@ -332,9 +332,9 @@ fn taken(path: &Path) -> Error {
     let finished = ending(path).ok().flatten().is_some_and(|ending| ending.status == Status::Finished);
     Error::new("the run's folder exists already")
         .got(path.display())
-        .allowed("a new name, or --resume to go on with a run")
+        .allowed("a new name, or --resume to continue with a run")
         .hint(match Run::is(path) && !finished {
-            true => format!("the run in it is not finished: --resume {} goes on with it", path.display()),
+            true => format!("the run in it is not finished: --resume {} continues with it", path.display()),
             false => {
                 "choose another name; no run is ever overwritten, and a new run without --name gets a number"
                     .into()

@@ -26,7 +26,7 @@ use crate::runs::usual_speed;
 use crate::sample::{Sampling, Writer};
 use crate::{during, partial, signals, writing};
 
-/// The most updates in a row that may be skipped: a longer deviation is no spike, and with every update
+/// The most updates in a row that may be skipped: a longer deviation is not a spike, and with every update
 /// skipped nothing would be learned.
 const MOST_SKIPPED: usize = 64;
 
@@ -82,7 +82,7 @@ impl Run<'_> {
         // A GPU is given its next step before the host looks at the results of the step before.
         let ahead = self.trainer.runs_ahead();
         let alone = self.ranks.rank().of == 1;
-        // Ranks may have read the initial weights from files of their own, which must have been equal.
+        // Ranks may have read the initial weights from separate files, which must have been equal.
         self.trainer.check_weights(self.first)?;
         let mut under_way = None;
         let (mut saved, mut saved_at) = (self.first, Instant::now());
@@ -188,7 +188,7 @@ impl Run<'_> {
         }
         Error::new(format!("interrupted, and saved after step {step} of {}", self.config.steps))
             .got(format!("signal {signal}"))
-            .hint(format!("go on: sage-train --resume {}", self.folder.path().display()))
+            .hint(format!("continue: sage-train --resume {}", self.folder.path().display()))
     }
 
     /// Validates, and writes the weights.
@@ -256,7 +256,7 @@ impl Run<'_> {
         }
     }
 
-    /// Names the shards that the verification beside the steps could not read.
+    /// Names the shards that the concurrent verification could not read.
     fn warn_of_unread(&self, results: impl FnOnce(&Verification) -> Result<Vec<Error>>) -> Result<()> {
         for unread in self.verification.as_ref().map_or(Ok(Vec::new()), results)? {
             self.progress.say(&format!("warning: {unread}"));
@@ -286,7 +286,7 @@ impl Run<'_> {
                 Error::new(format!("stopped: {} updates in a row were skipped as spikes", skipped + 1))
                     .got(format!("loss {:.3}, norm {:.2} at step {}", point.loss, point.grad_norm, point.step))
                     .allowed(format!("at most {MOST_SKIPPED} in a row"))
-                    .hint("what stays up is no spike: --resume with a higher --skip-spikes; or, where one was kept, go on from an earlier checkpoint with a lower --lr"),
+                    .hint("what stays up is not a spike: --resume with a higher --skip-spikes; or, where one was kept, continue from an earlier checkpoint with a lower --lr"),
             ));
         }
         self.progress.step(&point);

@@ -131,7 +131,7 @@ impl<'a> Trainer<'a> {
         Err(Error::failed(format!("rank {rank} has other weights than rank 0 after step {step}"))
             .got("sums that are not the same to the bit")
             .allowed("the same weights on every rank")
-            .hint("its memory or its links may be broken: go on without that machine from the checkpoint before"))
+            .hint("its memory or its links may be broken: continue without that machine from the checkpoint before"))
     }
 
     /// The indices of this rank's micro-batches in a step.

@@ -108,7 +108,7 @@ fn a_hundred_kills_change_nothing() {
             resumed += 1;
             scratch.start(&["--resume", &path])
         } else {
-            // The run was cut off before its first checkpoint, so it starts anew.
+            // The run was cut off before its first checkpoint, so it starts again.
             let _ = std::fs::remove_dir_all(&folder);
             scratch.start(&flags(&[&run[..], &["--name", &name]].concat()))
         };

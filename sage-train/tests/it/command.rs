@@ -115,17 +115,17 @@ fn results_replace_no_file_of_another_kind() {
     for _ in 0..2 {
         scratch.ok(&["report", "runs/r", "--csv", "r.csv", "--html", "r.html", "--markdown", "r.md"]);
     }
-    // What a run was given under way is told.
+    // What a run was given under way is reported.
     scratch.ok(&["--resume", "runs/r", "--steps", "3", "--lr", "1e-3"]);
     let table = scratch.run(&["report", "runs/r"]);
     let said = [table.stdout, table.stderr].concat();
     let said = String::from_utf8_lossy(&said);
-    assert!(said.contains("given anew under way, lr, steps after step 2"), "{said}");
+    assert!(said.contains("given again under way, lr, steps after step 2"), "{said}");
     // The page of several folders goes into the current one, but not over a page of somebody else's.
     scratch.ok(&["report", "runs/r", "runs/r"]);
     scratch.ok(&["report", "runs/r", "runs/r"]);
     scratch.file("report.html", "<p>mine</p>");
-    assert!(scratch.fails(&["report", "runs/r", "runs/r"]).contains("no report"));
+    assert!(scratch.fails(&["report", "runs/r", "runs/r"]).contains("not a report"));
     #[cfg(unix)]
     {
         let metrics = scratch.path().join("runs/r/metrics.jsonl");

@@ -207,7 +207,7 @@ fn continuations_are_compared_by_their_training_losses() {
     assert!(!compared("later", "runs/r", "8"));
     let table = scratch.ok(&["report", "runs/same", "runs/later"]);
     assert!(table.contains("runs began with runs/r, which was trained further"), "{table}");
-    // A sweep does not go on from other weights than it began with.
+    // A sweep does not continue from other weights than it began with.
     let more: Vec<&str> = lists.iter().map(|word| if *word == "1,2" { "1,2,3" } else { word }).collect();
     assert!(scratch.fails(&small(&more)).contains("began with other weights"));
 }
@@ -288,7 +288,7 @@ fn moments_of_a_checkpoint_are_begun_with_and_need_no_correction() {
     run(&[&flags[..], &["--steps", "3", "--name", "whole"]].concat());
     scratch.ok(&["--resume", "runs/warm", "--steps", "3"]);
     assert!(state(&scratch, &from("whole", 3)) == state(&scratch, &from("warm", 3)));
-    // There are no moments elsewhere, nor of what the checkpoint lacks.
+    // Other folders have no moments, nor of what the checkpoint lacks.
     let sparse = ["--attn", "sla2", "--sla2-block", "16", "--sla2-blocks", "1", "--init-moments", "on"];
     let error =
         scratch.fails(&small(&[&sparse[..], &["--init-from", &from("r", 3), "--steps", "2"]].concat()));

@@ -209,7 +209,7 @@ fn weights_may_be_in_several_files() -> Result<()> {
     Ok(())
 }
 
-/// The export of a model trained for FP4 has the settings of its attention in a file of its own, and a
+/// The export of a model trained for FP4 has the settings of its attention in a separate file, and a
 /// continued run adopts them. Other exports have no such file.
 #[test]
 fn an_export_says_what_attention_it_was_trained_for() -> Result<()> {

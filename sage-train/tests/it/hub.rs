@@ -160,7 +160,7 @@ fn a_data_set_is_fetched_once_also_over_a_line_that_breaks() {
         assert!(shard(&scratch_of_run, to) == shard(&scratch, "local"), "{to}");
         let asked = hub.asked();
         assert!(asked.iter().all(|line| !line.contains("readme")), "{asked:?}");
-        // What broke off goes on where it broke off.
+        // What broke off continues where it broke off.
         let resumed = asked.iter().filter(|line| line.starts_with("/cdn/data/a.jsonl Some((")).any(|line| {
             let first: usize = line
                 .split("((")

@@ -22,14 +22,14 @@ fn layers_have_the_scheme_that_is_named() {
     let ends = train("ends", &["--attn", "sagebwd", "--attn-layers", "0,-1=fpa"]);
     assert_eq!(train("middle", &["--attn", "fpa", "--attn-layers", "1=sagebwd"]), ends);
     assert!(ends != exact && ends != low);
-    // The settings stay with the run, and are told.
+    // The settings stay with the run, and are reported.
     let plan = scratch.ok(&["--dry-run", "--config", "runs/ends/config.toml"]);
     assert!(plan.contains("; in layers 0, 2: full precision"), "{plan}");
     let eval = |run: &str, flags: &[&str]| scratch.loss(&[&["eval", run, "--tokens", "2k"], flags].concat());
     assert_eq!(eval("runs/ends", &["--attn-layers", "0-2=fpa"]), eval("runs/ends", &["--attn", "fpa"]));
     for (flags, part) in [
         (&["--attn-layers", "3=fpa"][..], "0 to 2, or -3 to -1"),
-        (&["--attn", "none", "--attn-layers", "0=fpa"], "no setting of this attention"),
+        (&["--attn", "none", "--attn-layers", "0=fpa"], "not a setting of this attention"),
         (&["--attn-layers", "0=sla2"], "unknown scheme"),
     ] {
         let error = scratch.fails(&small(&[&["--layers", "3", "--dry-run"], flags].concat()));
@@ -76,7 +76,7 @@ fn a_branch_keeps_weights_and_moments_and_leaves_its_run() {
         scratch.ok(&[&["--resume", from, "--new-name", name], flags].concat());
         course(&scratch, name)
     };
-    // A model whose only layer is in full precision goes on as the run did, to the bit: the moments are there.
+    // A model whose only layer is in full precision continues as the run did, to the bit: the moments are there.
     let same = branch("same", &["--attn", "sagebwd", "--attn-layers", "0=fpa"]);
     assert_eq!(same, course(&scratch, "a"));
     let other = branch("other", &["--attn", "sagebwd"]);
@@ -88,7 +88,7 @@ fn a_branch_keeps_weights_and_moments_and_leaves_its_run() {
     // It is compared with its origin.
     let table = scratch.ok(&["report", "runs/a", "runs/other"]);
     assert!(table.contains("attn fpa until step 4") && table.contains("baseline"), "{table}");
-    // It goes on as any run does.
+    // It continues as any run does.
     scratch.ok(&["--resume", "runs/other", "--steps", "9", "--lr", "0.001"]);
     assert_eq!(scratch.metrics("other").len(), 9);
     // A branch from before a change does not have it.
@@ -107,7 +107,7 @@ fn a_branch_keeps_weights_and_moments_and_leaves_its_run() {
         (&["--resume", from, "--new-name", "x", "--attn", "none"], "other weights"),
         (&["--resume", from, "--new-name", "x", "--width", "64"], "cannot change"),
         (&["--resume", from, "--new-name", "x", "--products", "scores"], "--products"),
-        (&["--resume", "auto", "--new-name", "x"], "needs a run to go on from"),
+        (&["--resume", "auto", "--new-name", "x"], "needs a run to continue from"),
         (&["--new-name", "x"], "--resume"),
     ] {
         let error = scratch.fails(flags);

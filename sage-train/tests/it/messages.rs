@@ -48,7 +48,7 @@ const CASES: &[(&str, &[&str])] = &[
     ("a verb for training", &["train"]),
     ("data of the hub", &["--data", "hf:owner/name"]),
     ("a recipe", &["--data", "openwebtext"]),
-    ("a sweep that goes on from a model", &["sweep", "sla2-prose"]),
+    ("a sweep that continues from a model", &["sweep", "sla2-prose"]),
     ("not a count", &["--tokens-per-step", "256q"]),
     ("not a seed", &["--seed", "3-1"]),
     ("a step of part of a micro-batch", &["--tokens-per-step", "10000"]),

@@ -40,7 +40,7 @@ fn config() -> LlamaConfig {
     }
 }
 
-/// For sizes that are no multiples of the alignment: there is no padding between matrices of one product.
+/// For sizes that are not multiples of the alignment: without padding between matrices of one product.
 #[test]
 fn matrices_of_one_input_are_one() -> Result<()> {
     let config = LlamaConfig { width: 36, heads: 3, key_heads: 1, head_dim: 10, ffn: 7, ..config() };

@@ -211,7 +211,7 @@ fn ranks_share_sequences() {
         ("fp4", &["--attn", "attn-qat", "--key-heads", "2", "--qk-norm", "off", "--recompute", "block"]),
         ("sla2", &[&SLA2[..], &["--attn", "sla2", "--document-mask", "on"]].concat()),
         ("window", &[&SLA2[..], &["--attn", "sla2-window"]].concat()),
-        // Selections are shared by two query heads each, so that no four ranks have some of their own.
+        // Selections are shared by two query heads each, so that no four ranks have some each.
         ("grouped", &[&SLA2[..], &["--attn", "sla2", "--key-heads", "2"]].concat()),
     ] {
         let with = |name: &str, ranks: &str, context: &str| {

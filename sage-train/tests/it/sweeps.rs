@@ -227,9 +227,9 @@ fn lists_on_the_command_line_are_a_sweep() {
     assert!(refused.contains("many runs") && refused.contains("hint:"), "{refused}");
     let wrong = scratch.fails(&["--attn", "fpa,sage"]);
     assert!(wrong.contains("invalid value 'sage'"), "{wrong}");
-    // The folder of several sweeps is none of runs, and is told whose are.
+    // The folder of several sweeps is not a folder of runs, and the message names folders that are.
     let several = scratch.fails(&["report", "runs"]);
-    assert!(several.contains("there are no runs") && several.contains("runs/both"), "{several}");
+    assert!(several.contains("no runs to report") && several.contains("runs/both"), "{several}");
     // A folder that is not a sweep's is not taken over.
     scratch.file("runs/mine/notes.txt", "mine");
     let taken = scratch.fails(&small(&["--seed", "1,2", "--steps", "2", "--name", "mine"]));
@@ -290,7 +290,7 @@ fn runs_of_anywhere_are_reported() {
     let none = table.lines().find(|line| line.starts_with("none")).expect("an arm");
     assert!(none.contains("baseline"), "{table}");
     assert!(scratch.fails(&["report", "runs", "--baseline", "attn=sla2"]).contains("no arm is the baseline"));
-    assert!(scratch.fails(&["report", "."]).contains("there are no runs"));
+    assert!(scratch.fails(&["report", "."]).contains("no runs to report"));
     assert!(scratch.fails(&["report", "runs", "--by", "lr"]).contains("do not differ"));
 }
 

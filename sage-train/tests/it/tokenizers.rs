@@ -72,7 +72,7 @@ fn prepared(scratch: &Scratch, folder: &str) -> Prepared {
 #[test]
 fn the_token_that_ends_a_document_is_found_or_named() {
     let scratch = Scratch::new();
-    // Gemma's `</s>` is a tag of HTML, which is no special token.
+    // Gemma's `</s>` is a tag of HTML, which is not a special token.
     let added =
         [("<pad>", true), ("<eos>", true), ("<unk>", true), ("<s>", false), ("</s>", false), ("[SEP]", true)];
     scratch.file("t/tokenizer.json", sentence_piece(spaces(), &added).to_string());
@@ -189,7 +189,7 @@ fn samples_keep_their_space_and_exports_add_no_tokens() {
         "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}
     });
     scratch.file("t.json", tokenizer.to_string());
-    // Every word is `the`, so that a model that has learned anything goes on with ` the`.
+    // Every word is `the`, so that a model that has learned anything continues with ` the`.
     scratch.file("a.txt", "the ".repeat(20_000));
     let train =
         ["--data", "a.txt", "--tokenizer", "t.json", "--steps", "40", "--lr", "0.01", "--name", "run"];

@@ -8,7 +8,7 @@ fn sigmoid(x: f64) -> f64 {
 }
 
 /// `m_j = sigmoid(s_j / tau + shift)`, with the shift for which the weights of the row add up to `count`. Scores of minus
-/// infinity are no candidates, and have weight 0; if there are at most `count` candidates, each has weight 1.
+/// infinity are not candidates, and have weight 0; if there are at most `count` candidates, each has weight 1.
 pub(crate) fn weights(scores: &[f32], count: usize, tau: f64) -> Vec<f64> {
     let is_candidate = |score: &f32| *score != f32::NEG_INFINITY;
     let candidates = scores.iter().filter(|score| is_candidate(score)).count();

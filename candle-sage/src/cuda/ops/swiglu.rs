@@ -102,7 +102,7 @@ impl Launch<[Operand<'_>; 3], (CudaStorage, Option<CudaStorage>)> for Gradients 
         let columns = gate.columns;
         let (out_row, distance) = if self.beside { (2 * columns, columns) } else { (columns, len) };
         let dgate = start_of(&both, &gpu)?;
-        // Without rows there is no place behind the first one, and no kernel either.
+        // Without rows no second half exists, and no kernel is launched.
         let dup = element(&both, distance.min(len), &gpu)?;
         let (params, packs) = problem(float, [&gate, &up], &[dy, dup], out_row, &gpu)?;
         let params = params::SwiGlu {

@@ -61,7 +61,7 @@ impl Inputs {
             .collect();
         let [q, k, v] = [operands[0], operands[1], operands[2]];
         let selection = self.selection.as_ref();
-        // It decides only how heads over 128 channels are padded, of which there are none here.
+        // It decides only how heads over 128 channels are padded, which does not occur here.
         let (scheme, shape) = (&Scheme::FullPrecision, &self.shape);
         let problem = Problem { scheme, shape, softmax_scale: 0.125, deterministic, q, k, v, selection };
         f(&problem, &operands)

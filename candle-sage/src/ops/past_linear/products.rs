@@ -89,7 +89,7 @@ fn weights(op: &PastLinear, blocks: &Blocks, segment: usize) -> Result<Tensor> {
     let all = all.broadcast_as((blocks.key_heads, rows, columns))?.contiguous()?;
     match op.tail {
         Tail::Past => Ok(all),
-        // The blocks that are always seen are listed too, and are no candidates.
+        // The blocks that are always seen are listed too, and are not candidates.
         Tail::Complement => (all - listed(lists, blocks.row(segment, 0), rows, columns)?)?.relu(),
     }
 }

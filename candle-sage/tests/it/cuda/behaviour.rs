@@ -1,4 +1,4 @@
-//! What an op promises besides its results: what is hidden changes nothing, gradients repeat, memory is given back, errors
+//! What an op promises in addition to its results: what is hidden changes nothing, gradients repeat, memory is given back, errors
 //! explain themselves.
 
 use candle_core::{DType, Result, Tensor};
@@ -84,7 +84,7 @@ fn a_thousand_steps_leak_nothing() -> Result<()> {
         for _ in 0..20 {
             step()?;
         }
-        // Other tests run beside this one and take memory too, but not between any two readings. The smallest buffer of a
+        // Other tests run concurrently and take memory too, but not between any two readings. The smallest buffer of a
         // step is 16 KiB: leaked, it would grow every reading by 4 MiB.
         let mut growths = Vec::new();
         for _ in 0..4 {

@@ -6,7 +6,7 @@ use candle_sage::{AttnQat, Granularity, Int8Products, KeyMean, PReference, Schem
 use super::{NAMES, run, sage};
 use crate::support::{Case, PUBLISHED, gpu, relative_l2};
 
-/// SageBwd's sets of products that kernels have.
+/// SageBwd's sets of INT8 matmuls that kernels have.
 const NAMED: [Int8Products; 4] =
     [Int8Products::PAPER, Int8Products::FORWARD_AND_S, Int8Products::SCORES, Int8Products::FORWARD];
 
@@ -78,7 +78,7 @@ fn attn_qat_keeps_the_gradient_of_values_in_diffuse_attention() -> Result<()> {
     Ok(())
 }
 /// Table 1 of arXiv 2603.02170 on the GPU, as `sagebwd::errors_reproduce_the_published_table` has it for the CPU, for each
-/// set of products. Inputs are bf16, and errors are against f64 on the same rounded inputs: outputs rounded to bf16 add 2^-9 at
+/// set of INT8 matmuls. Inputs are bf16, and errors are against f64 on the same rounded inputs: outputs rounded to bf16 add 2^-9 at
 /// most.
 #[test]
 #[ignore = "needs a GPU"]

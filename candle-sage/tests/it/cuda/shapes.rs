@@ -71,7 +71,7 @@ fn large_heads() -> Result<()> {
     check_large_heads(&[Scheme::FullPrecision])
 }
 
-/// SageBwd above 128 channels, where S alone is a product of codes: on Hopper.
+/// SageBwd above 128 channels, where S alone is an INT8 matmul: on Hopper.
 #[test]
 #[ignore = "needs a GPU"]
 fn large_heads_in_int8() -> Result<()> {

@@ -186,7 +186,7 @@ fn cache_folder(variable: impl Fn(&str) -> Option<OsString>) -> Result<PathBuf> 
     let folder = variable("HF_HUB_CACHE").map(PathBuf::from);
     let folder = folder.or_else(|| home_folder(&variable).map(|home| home.join("hub")));
     folder.ok_or_else(|| {
-        Error::new("there is no folder for files of the Hugging Face Hub")
+        Error::new("no folder for files of the Hugging Face Hub")
             .got("none of HF_HUB_CACHE, HF_HOME and HOME is set")
             .allowed("a folder that may be written")
             .hint("HF_HOME=/path/to/a/folder sage-train ..")

@@ -26,7 +26,7 @@ impl Hub {
     /// As of a client that exists.
     ///
     /// # Errors
-    /// None: there is no client.
+    /// None: this build has no client.
     pub fn tokenizer(&self, _: &str) -> Result<PathBuf> {
         match self.0 {}
     }
@@ -34,7 +34,7 @@ impl Hub {
     /// As of a client that exists.
     ///
     /// # Errors
-    /// None: there is no client.
+    /// None: this build has no client.
     pub fn files(&self, _: &Named) -> Result<Vec<String>> {
         match self.0 {}
     }
@@ -42,7 +42,7 @@ impl Hub {
     /// As of a client that exists.
     ///
     /// # Errors
-    /// None: there is no client.
+    /// None: this build has no client.
     pub fn dataset_file(&self, _: &str, _: &str) -> Result<PathBuf> {
         match self.0 {}
     }

@@ -59,7 +59,7 @@ pub(super) fn json_lines(
                     return Ok(());
                 }
             }
-            // A null is no document, as in a column of parquet.
+            // A null is not a document, as in a column of parquet.
             Ok(_) => {}
             Err(error) => {
                 let hint = if error.contains("messages") || error.contains("conversations") {
@@ -113,7 +113,7 @@ struct Field<'a> {
 }
 
 impl Field<'_> {
-    /// For what is no object.
+    /// For what is not an object.
     fn other<E: serde::de::Error>(self, found: Unexpected<'_>) -> std::result::Result<FieldValue, E> {
         if self.nested { Ok(FieldValue::Missing(Vec::new())) } else { Err(E::invalid_type(found, &self)) }
     }

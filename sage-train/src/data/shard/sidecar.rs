@@ -41,7 +41,7 @@ impl Sidecar {
         name.into()
     }
 
-    /// Reads a shard's sidecar; `None` if there is none.
+    /// Reads a shard's sidecar; `None` without one.
     ///
     /// # Errors
     /// When it cannot be read, or contradicts itself.

@@ -83,7 +83,7 @@ impl ShardWriter {
             return Err(Error::new("a shard in the making is shorter than it was")
                 .got(format!("{}: {there} bytes", path.display()))
                 .allowed(format!("at least {len}"))
-                .hint("begin anew: remove the folder"));
+                .hint("begin again: remove the folder"));
         }
         let _ = std::fs::remove_file(Sidecar::path(path));
         file.set_len(len).map_err(failed())?;

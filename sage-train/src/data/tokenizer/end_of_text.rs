@@ -11,7 +11,7 @@ use crate::read_small;
 /// End-of-text tokens of known tokenizers: GPT-2's and Qwen's, Llama 3's, Llama 2's, Gemma's, ChatML's.
 const KNOWN: [&str; 5] = [END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>"];
 
-/// The largest file beside a tokenizer, in bytes: chat templates and added tokens stand in it.
+/// The largest file next to a tokenizer, in bytes: chat templates and added tokens stand in it.
 const MOST: u64 = 16 << 20;
 
 /// The id of the token that was named, or of a known one: special tokens first, because some vocabularies have an entry of
@@ -73,7 +73,7 @@ pub(crate) fn token_ids(config: &Value, key: &str) -> Result<Vec<u32>, String> {
     }
 }
 
-/// The end-of-text token that the files beside a `tokenizer.json` name: `eos_token` of `tokenizer_config.json`, or else
+/// The end-of-text token that the files next to a `tokenizer.json` name: `eos_token` of `tokenizer_config.json`, or else
 /// `eos_token_id` of a model's `config.json`.
 pub(super) fn beside(tokenizer: &Path, inner: &Inner) -> Result<Option<String>, String> {
     // The files belong to a tokenizer of the usual name only.
@@ -82,7 +82,7 @@ pub(super) fn beside(tokenizer: &Path, inner: &Inner) -> Result<Option<String>, 
     }
     let read = |name: &str| -> Result<Value, String> {
         let path = tokenizer.with_file_name(name);
-        let failed = |error: String| format!("{name} beside it: {error}");
+        let failed = |error: String| format!("{name} next to it: {error}");
         match path.exists() {
             false => Ok(Value::Null),
             true => read_small(&path, MOST)

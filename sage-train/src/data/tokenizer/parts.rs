@@ -30,7 +30,7 @@ pub(super) fn unknown(json: &str) -> Option<Unknown> {
     serde_json::from_str(json).ok().map(|whole: Whole| whole.model)
 }
 
-/// The tokenizer without the space that it puts in front of every text; `None` if it puts none there. Text that goes on in
+/// The tokenizer without the space that it puts in front of every text; `None` if it puts none there. Text that continues in
 /// the middle of a document has no such space.
 pub(super) fn without_prefix_space(inner: &Inner) -> std::result::Result<Option<Inner>, String> {
     let failed = |error: serde_json::Error| error.to_string();

@@ -27,7 +27,7 @@ fn cannot_listen(world: &World) -> impl Fn(std::io::Error) -> Error {
         Error::failed("cannot wait for the other ranks")
             .got(format!("{place}: {error}"))
             .allowed("a port that nobody has, at an address of this machine")
-            .hint("does another run use it? MASTER_PORT names one for torchrun; a job of its own has its own under srun")
+            .hint("does another run use it? MASTER_PORT names one for torchrun; a separate job has its own under srun")
     }
 }
 
@@ -125,7 +125,7 @@ fn misfit(world: &World, hello: &Hello, is_there: bool) -> Option<String> {
 /// Checks that the launcher lives, since without it no further ranks will be started.
 fn check_parent() -> Result<()> {
     match signals::is_orphan() {
-        true => Err(Error::failed("the process that started the ranks is gone")),
+        true => Err(Error::failed("the process that started the ranks has exited")),
         false => Ok(()),
     }
 }
@@ -222,7 +222,7 @@ fn welcomed(world: &World, mut stream: TcpStream, nonce: &str) -> Result<Peer> {
         }
         Err(error) => {
             // Rank 0 was reachable, and died before all ranks had connected.
-            notify(&format!("error: rank 0 on {} is gone: {error}", world.host));
+            notify(&format!("error: rank 0 on {} has disconnected: {error}", world.host));
             signal_hook::low_level::exit(LOST)
         }
     }

@@ -1,5 +1,5 @@
 //! Collectives among the ranks of a node that the GPUs' copy engines carry (NCCL's zero-CTA policy), so that
-//! they take no multiprocessor from the kernels that run beside them. They need memory that NCCL has allocated,
+//! they take no multiprocessor from the kernels that run concurrently. They need memory that NCCL has allocated,
 //! and that every rank has registered.
 
 use std::cell::RefCell;
@@ -55,7 +55,7 @@ impl Engines {
 
     /// Allocates and registers memory; all ranks of the node must call it with the same size. Returns `None`
     /// where ranks cannot reach each other's memory, for which NCCL has no such windows: it then has no window, or
-    /// (2.28) one of this rank alone, which is no memory of the GPU.
+    /// (2.28) one of this rank alone, which is not memory of the GPU.
     pub(super) fn allocate(&self, library: &Functions, bytes: usize) -> candle_sage::Result<Option<u64>> {
         let bytes = bytes.next_multiple_of(ALIGNMENT);
         let (mut at, mut window) = (std::ptr::null_mut(), std::ptr::null_mut());
@@ -135,7 +135,7 @@ fn wrap<T: CudaDType>(at: u64, len: usize, device: &CudaDevice) -> CudaStorage {
 /// Whether an address is one of a GPU's memory.
 fn is_on_gpu(at: *mut c_void) -> bool {
     let mut kind = 0u32;
-    // SAFETY: the function writes 4 bytes, or fails for an address that is none of CUDA's.
+    // SAFETY: the function writes 4 bytes, or fails for an address that CUDA does not know.
     let known = unsafe {
         sys::cuPointerGetAttribute(
             (&raw mut kind).cast(),

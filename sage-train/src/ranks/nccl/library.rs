@@ -137,7 +137,7 @@ impl Functions {
             let loaded = unsafe {
                 Library::new(name).and_then(|library| {
                     let functions = (Self::of(&library)?, Collectives::of(&library).ok());
-                    // The library has threads of its own, so it stays loaded until the process ends.
+                    // The library has its own threads, so it stays loaded until the process ends.
                     std::mem::forget(library);
                     Ok(functions)
                 })

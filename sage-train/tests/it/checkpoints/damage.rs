@@ -40,7 +40,7 @@ fn a_damaged_checkpoint_is_not_evaluated_sampled_probed_or_exported() {
     scratch.ok(verbs[0]);
 }
 
-/// The run ends with an error at its next step, makes no folder again, and goes on from where its folder is.
+/// The run ends with an error at its next step, makes no folder again, and continues from where its folder is.
 #[cfg(unix)]
 #[test]
 fn a_run_whose_folder_is_taken_away_ends_with_an_error() {

@@ -103,7 +103,7 @@ fn a_repeated_warning_of_slurm_saves_too() {
     let mut child = scratch.start(&flags(&run));
     let metrics = run_of(&scratch, "warned").join("metrics.jsonl");
     wait_until(|| metrics.metadata().map_or(0, |m| m.len()) > 0);
-    // The run leaves after the step at hand; a signal that arrives later finds no process.
+    // The run leaves after the current step; a signal that arrives later finds no process.
     for _ in 0..50 {
         signal(&child, "-USR1");
         std::thread::sleep(Duration::from_millis(10));

@@ -1,4 +1,4 @@
-//! Preparations that are cut off, or fail: they go on where they were.
+//! Preparations that are cut off, or fail: they continue where they were.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -43,7 +43,7 @@ fn a_killed_preparation_goes_on_where_it_was() {
             let output = child.wait_with_output().expect("an end");
             said = String::from_utf8_lossy(&output.stderr).into_owned();
             starts += 1;
-            went_on |= said.contains("goes on where an earlier start was interrupted");
+            went_on |= said.contains("continues where an earlier start was interrupted");
             assert!(starts < 20, "the preparation ends before it notes its progress: {said}");
             if output.status.success() {
                 // It was done before the kill, and begins again.
@@ -61,7 +61,7 @@ fn a_killed_preparation_goes_on_where_it_was() {
         assert!(scratch.fails(&end).contains("--end-of-text"));
         let output = scratch.run(&with("parts", "3"));
         let said = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success() && said.contains("goes on where"), "{said}");
+        assert!(output.status.success() && said.contains("continues where"), "{said}");
         assert!(contents(&scratch.path().join("whole")) == contents(&scratch.path().join("parts")));
         scratch.ok(&["data", "check", "parts"]);
         for folder in ["whole", "parts"] {
@@ -98,11 +98,11 @@ fn a_preparation_that_fails_late_goes_on_without_what_it_failed_over() {
     scratch.ok(&["data", "tokenizer", "text/a.jsonl", "--to", "t.json", "--vocab-size", "600"]);
     let args = ["data", "prepare", "text", "--to", "new", "--tokenizer", "t.json", "--shard-tokens", "70k"];
     let error = scratch.fails(&args);
-    assert!(error.contains("the same command goes on") && error.contains("b.jsonl, line 2"), "{error}");
+    assert!(error.contains("the same command continues") && error.contains("b.jsonl, line 2"), "{error}");
     assert!(!scratch.path().join("new").exists());
     let output = scratch.run(&[&args[..], &["--skip-bad"]].concat());
     let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && said.contains("goes on where"), "{said}");
+    assert!(output.status.success() && said.contains("continues where"), "{said}");
     let prepared = Prepared::read(&scratch.path().join("new")).expect("a list");
     assert_eq!(prepared.files.len(), 2);
     assert_eq!((prepared.files[1].documents, prepared.files[1].skipped), (2, 1));

@@ -136,7 +136,7 @@ fn ranks_of_another_run_are_refused() {
     }
 }
 
-/// A mistake that all ranks would tell is told by rank 0 alone.
+/// A mistake that all ranks would report is reported by rank 0 alone.
 #[test]
 fn a_mistake_of_all_ranks_is_told_once() {
     let scratch = Scratch::new();
@@ -193,7 +193,7 @@ fn a_sweep_under_a_launcher_has_runs_of_their_own() {
     assert_eq!(code, Some(0), "{said}");
 }
 
-/// Silent connections, a greeting as rank 1 without a proof and one of another version: the run is that of its own two ranks.
+/// Silent connections, a greeting as rank 1 without a proof and one of another version: the run is the run of its two ranks.
 /// If silent connections were read one after the other for 5 s each, 64 of them would take longer than rank 0 waits.
 #[test]
 fn strangers_neither_end_a_run_nor_take_a_place() {
@@ -253,7 +253,7 @@ fn a_port_that_is_taken_ends_all_ranks() {
     }
 }
 
-/// Linux has all of 127.0.0.0/8 as addresses of its own.
+/// Linux has all of 127.0.0.0/8 as its own addresses.
 #[cfg(target_os = "linux")]
 #[test]
 fn rank_0_listens_at_the_address_that_was_given() {

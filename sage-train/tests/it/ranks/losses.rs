@@ -1,4 +1,4 @@
-//! Ranks that die, stand still or receive a signal: no process survives the loss of a rank, and the run goes on from its
+//! Ranks that die, stand still or receive a signal: no process survives the loss of a rank, and the run continues from its
 //! checkpoint.
 #![cfg(target_os = "linux")]
 
