@@ -243,7 +243,7 @@ mod tests {
             let candle = candle_core::Error::from(error.clone());
             assert!(matches!(candle, candle_core::Error::Wrapped(_)));
             assert_eq!((candle.to_string(), ErrorKind::of(&candle)), (error.to_string(), kind));
-            // The trait of candle, on a result of this crate and on one of candle's.
+            // candle's trait `Context`, on a result of this crate and on a result of candle.
             let own: Result<()> = Err(error);
             let wrapped = candle_core::Context::context(own, "d").unwrap_err();
             assert_eq!(ErrorKind::of(&wrapped), kind);

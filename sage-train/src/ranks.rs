@@ -300,7 +300,7 @@ impl Words {
         let Some(meeting) = &self.meeting else { return work() };
         let (before, was_waited_for) = meeting.doing(what, true);
         let done = work();
-        // What was under way before continues: messages name it, with its step.
+        // The earlier activity continues. Messages name it again, with its step.
         meeting.doing(&before, was_waited_for);
         done
     }

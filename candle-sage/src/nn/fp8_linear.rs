@@ -9,7 +9,7 @@ use crate::ops::{self, fp8_linear};
 /// A linear map of the last dimension, `y = x W^T`, whose three products (output, gradient of the input, gradient of the
 /// weight) are in FP8; see [`ops::fp8_linear`]. It replaces [`Linear`] without bias, and reads the same weights.
 ///
-/// The product of all leading dimensions, the inputs and the outputs must be multiples of 16.
+/// Three numbers must each be a multiple of 16: the product of all leading dimensions, the inputs, and the outputs.
 ///
 /// ```
 /// use candle_core::{DType, Device, Module, Tensor};

@@ -21,8 +21,8 @@ const NAME: &str = "attention";
 ///
 /// Query, key and value are (batch, sequence, heads, head_dim) in f32, f16 or bf16, with any strides; the
 /// output has the query's shape and type. The number of query heads may be a multiple of the number of key
-/// heads. Values may have another head_dim than queries and keys (128 beside 192, as in multi-head latent attention), and the output has
-/// theirs; this takes the time and the memory of heads as wide as the wider of the two. All three inputs receive gradients through candle's
+/// heads. Values may have another head_dim than queries and keys (values 128, queries and keys 192, as in multi-head latent attention); the output
+/// then has the head_dim of the values. This takes the time and the memory of heads as wide as the wider of the two. All three inputs receive gradients through candle's
 /// `backward()`. A gradient cannot be differentiated again. (candle-nn's fused `softmax_last_dim`, `rms_norm`, `layer_norm` and `rope` have
 /// no gradient and report no error: a model that trains needs other operators, such as those of [`crate::ops`];
 /// [`crate::untrained`] lists the variables without a gradient.) [`Attention::apply_heads_first`]
@@ -65,14 +65,14 @@ impl Attention {
         self
     }
 
-    /// Whether a query sees only the keys up to its own position, counted from the end: when lengths differ,
+    /// Whether a query sees only the keys up to its own position. Positions are aligned at the end: when lengths differ,
     /// the last query sees every key (as in FlashAttention).
     ///
     /// In low bits the products are causal, but not every scale is. SageBwd's smoothing subtracts the mean of
     /// all keys of the sequence (with [`Smoothing::Kv`](crate::Smoothing::Kv) of all values too), and a tile of 64 keys shares a scale. A later token can therefore change an
     /// earlier output, within the error of quantizing: multiplying the keys from position 192 on by 50 changes outputs before position 128
-    /// by up to .016. One NaN in the last key reaches the first output. To avoid the mean, subtract a fixed mean from the keys, with
-    /// [`Smoothing::None`](crate::Smoothing::None). For Attn-QAT see
+    /// by up to .016. One NaN in the last key reaches the first output. For keys that do not depend on later tokens, set
+    /// [`Smoothing::None`](crate::Smoothing::None) and subtract a fixed mean from the keys. For Attn-QAT see
     /// [`ValueGroups`](crate::ValueGroups). Full precision is strictly causal.
     #[must_use]
     pub fn causal(mut self, causal: bool) -> Self {
@@ -100,8 +100,8 @@ impl Attention {
     }
 
     /// Whether gradients on CUDA have the same bits in repeated runs. By default thread blocks add to dQ with atomic f32 additions.
-    /// Their order varies between runs, which changes the last bits. With a selection the same holds for dK and dV of key blocks that
-    /// many query blocks list. With this switch blocks add in a fixed order, which takes longer. On the CPU results never vary.
+    /// Their order varies between runs, which changes the last bits. With a selection the same holds for dK and dV of each key block that
+    /// is in the lists of many query blocks. With this switch blocks add in a fixed order, which takes longer. On the CPU results never vary.
     #[must_use]
     pub fn deterministic(mut self, deterministic: bool) -> Self {
         self.deterministic = deterministic;
@@ -109,8 +109,8 @@ impl Attention {
     }
 
     /// Restricts attention to the listed blocks of keys, forward and backward, with any scheme: block-sparse
-    /// attention. Keys that are not listed are as if masked. Time depends on the lists' lengths, and on
-    /// CUDA the order of sums.
+    /// attention. Keys that are not listed are as if masked. Time depends on the lengths of the lists. On
+    /// CUDA the order of sums depends on them too.
     ///
     /// The selection's blocks must be multiples of the scheme's tiles on the CPU ([`Scheme::block_unit`]),
     /// and 128 x 128 on CUDA. Smoothing and NVFP4 scales use whole sequences, not the listed blocks alone.

@@ -27,8 +27,8 @@ pub enum Fp8Sums {
     F32,
 }
 
-/// Which copies of a matrix exist. Hopper's FP8 products read both operands along the sum, so that a matrix that is
-/// multiplied from both sides needs a transposed copy.
+/// Which copies of a matrix exist. Hopper's FP8 products need both operands contiguous along the dimension of the sum. A
+/// matrix that is multiplied from both sides therefore needs a transposed copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fp8Copies {
     /// The matrix itself.
@@ -101,7 +101,7 @@ impl Fp8Matrix {
         Ok(quantized.into_matrix(op, x.dims2()?, from_cpu))
     }
 
-    /// Quantizes a matrix as [`quantize`](Self::quantize) does, with a scale of earlier steps, in its format.
+    /// Quantizes a matrix as [`quantize`](Self::quantize) does, with a scale of earlier steps, and in the format of that scale.
     ///
     /// # Errors
     /// As [`quantize`](Self::quantize), and when the scale is on another device.

@@ -288,7 +288,7 @@ impl AttnQat {
             return Err(Error::new("Attn-QAT does not smooth the query")
                 .got("smoothing qk")
                 .allowed("none, k, kv")
-                .hint("SageBwd has smoothing of both"));
+                .hint("SageBwd smooths query and key"));
         }
         if self.products == Products::Nvfp4 && self.value_groups != ValueGroups::Tokens {
             return Err(Error::new("FP4 products scale V along the tokens, their reduction")

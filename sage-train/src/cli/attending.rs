@@ -27,7 +27,7 @@ pub(super) struct Attending {
     /// SageBwd: vectors that share a scale in the backward: vector, group-N, tile [default: the run's]
     #[arg(long)]
     granularity: Option<Text<Granularity>>,
-    /// Attn-QAT: along what 16 values of V share a scale: tokens, head-dim [default: the run's]
+    /// Attn-QAT: axis along which 16 values of V share a scale: tokens, head-dim [default: the run's]
     #[arg(long)]
     value_groups: Option<Text<ValueGroups>>,
     /// Attn-QAT: what probabilities are relative to when quantized: row-max, two-level, literal [default: the run's]

@@ -317,7 +317,7 @@ fn again(typed: Settings, file: Settings, words: &Words) -> std::result::Result<
     }
 }
 
-/// Whether a run recorded that it ended by itself, finished or diverged.
+/// Whether a run recorded that it ended by itself, as finished or as diverged.
 fn finished(run: &Path) -> Result<bool> {
     let status = ending(run)?.map(|ending| ending.status);
     Ok(matches!(status, Some(Status::Finished | Status::Diverged)))

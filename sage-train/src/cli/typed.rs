@@ -34,7 +34,7 @@ pub(super) fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
             "sla2-tail",
             attn,
             "none",
-            "it is the form without a tail; --attn sla2 has the same router, and one",
+            "sla2-sparse is SLA2 without a tail; --attn sla2 has the same router and a tail",
         );
     }
     if sla2.is_some_and(|sla2| sla2.tail.is_none()) && typed.sla2.sla2_alpha.is_some() {

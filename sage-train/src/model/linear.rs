@@ -19,7 +19,7 @@ pub enum LinearPrecision {
     Fp8(Fp8Linear, Scaling),
 }
 
-/// Where the scale of a matrix in FP8 comes from. Weights always have that of their largest value.
+/// Where the scale of a matrix in FP8 comes from. The scale of a weight always comes from its own largest value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scaling {
     /// The matrix's own largest value, which takes a second pass over memory.

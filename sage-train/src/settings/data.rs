@@ -17,7 +17,7 @@ pub struct DataSettings {
     #[arg(long = "data", value_name = "PATH[=WEIGHT]")]
     #[serde(rename = "data", deserialize_with = "one_or_more")]
     pub sources: Option<Vec<SourceSetting>>,
-    /// Validation data, all of it, of the same kinds [default: a part of the training data]
+    /// Validation data, of the same kinds of file; all of it is used [default: a part of the training data]
     #[arg(long, value_name = "PATH[=WEIGHT]")]
     #[serde(deserialize_with = "one_or_more")]
     pub val_data: Option<Vec<SourceSetting>>,
@@ -38,10 +38,10 @@ pub struct DataSettings {
     /// Size of the built-in corpus in megabytes [default: 8]
     #[arg(long, value_name = "MB")]
     pub corpus_mb: Option<u64>,
-    /// Part of the data kept for validation, where neither shards nor --val-data are [default: 0.05]
+    /// Part of the data kept for validation, without --val-data, if the data is not shards [default: 0.05]
     #[arg(long, value_name = "PART")]
     pub val_fraction: Option<f64>,
-    /// Vocabulary size of the model, and of the byte-level BPE trained on the data; with --tokenizer or shards the tokenizer's, rounded
+    /// Vocabulary size of the model, and of the byte-level BPE trained on the data; with --tokenizer or shards it is the tokenizer's size, rounded
     /// up to a multiple of 64
     #[arg(long, value_name = "N")]
     pub vocab_size: Option<Quantity>,

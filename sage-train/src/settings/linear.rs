@@ -53,7 +53,7 @@ pub enum SumsSetting {
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct LinearSettings {
-    /// What the products of linear layers compute in, in training [default: bf16]
+    /// Precision of the linear layers' matmuls in training [default: bf16]
     #[arg(long, value_enum)]
     pub linear: Option<LinearSetting>,
     /// FP8: format of the gradients of the layers' outputs [default: e4m3]
@@ -62,7 +62,7 @@ pub struct LinearSettings {
     /// FP8: which largest value gives an operand its scale [default: delayed]
     #[arg(long, value_enum)]
     pub linear_scaling: Option<ScalingSetting>,
-    /// FP8: what the products sum in on a GPU [default: fast]
+    /// FP8: precision of the sums inside the matmuls on a GPU [default: fast]
     #[arg(long, value_enum)]
     pub linear_sums: Option<SumsSetting>,
     /// FP8: transformer blocks whose linear layers stay in bf16: 0,-1 are the first and the last [default: none]

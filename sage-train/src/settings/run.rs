@@ -57,7 +57,7 @@ pub struct RunSettings {
     /// Folder in which the run's folder is created [default: runs]
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
-    /// Name of the run's folder, or the sweep's [default: made from preset and attention, and numbered; a sweep file's]
+    /// Name of the run's folder, or the sweep's [default: preset, attention and a number; for a sweep, the name of its file]
     #[arg(long)]
     pub name: Option<String>,
     /// Steps between validations; 0 validates at the end only

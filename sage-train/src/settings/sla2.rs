@@ -41,7 +41,7 @@ pub struct Sla2Settings {
     /// Steps of dense attention at the start [default: 60 % of the run]
     #[arg(long, value_name = "N")]
     pub sla2_dense_steps: Option<Quantity>,
-    /// The last of these steps, in which the router learns from dense attention [default: 100, at most a tenth of the run]
+    /// Number of steps at the end of the dense steps in which the router learns from dense attention [default: 100, at most a tenth of the run]
     #[arg(long, value_name = "N")]
     pub sla2_router_steps: Option<Quantity>,
 }
@@ -273,7 +273,7 @@ pub(super) fn resolve(
         return Err(Error::new("the context is too short for SLA2 to leave anything out")
             .got(format!("context {context} with blocks of {block}: one past block and the diagonal are all there is"))
             .allowed(format!("a context of more than {} tokens", 2 * block))
-            .hint("a longer --context, or on the CPU a smaller --sla2-block; --sla2-blocks 1 trains so all the same"));
+            .hint("a longer --context, or on the CPU a smaller --sla2-block; --sla2-blocks 1 trains all the same, with nothing left out"));
     }
     check_nearest(&config)?;
     Ok(config)

@@ -47,7 +47,7 @@ __device__ __forceinline__ void tcgen05_dealloc(uint32_t address) {
 }
 
 // tcgen05.fence::before_thread_sync ("Tensorcore 5th Generation Specialized Synchronization Operations: tcgen05.fence"): the
-// calling thread's earlier tcgen05 instructions come before what it does next to synchronize with other threads.
+// calling thread's earlier tcgen05 instructions are ordered before its later synchronization with other threads.
 __device__ __forceinline__ void tcgen05_fence_before() {
 #if SAGE_HAS_TCGEN05
   asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
