@@ -62,6 +62,8 @@ fn percent(difference: &Difference, margin: f64) -> String {
     let Difference { mean, paired, of_survivors, verdict } = difference;
     let over = match (paired, mean.count) {
         (true, 1) => String::new(),
+        // Verdicts of so few pairs often change with the next seed.
+        (true, pairs @ ..4) => format!(", only {pairs} pairs"),
         (true, pairs) => format!(", {pairs} pairs"),
         (false, _) => ", no pairs".into(),
     };
@@ -98,7 +100,7 @@ impl Study {
         if self.has_training() {
             heads.extend([("training loss", true), ("growth / 1M tokens", true)]);
         }
-        heads.extend([("tokens/s", false), ("x first", false)]);
+        heads.extend([("tokens/s", false), ("speedup", false)]);
         let mut heads: Vec<(String, bool)> =
             heads.into_iter().map(|(head, words)| (head.to_owned(), words)).collect();
         if let Some(loss) = self.milestone {
