@@ -153,6 +153,12 @@ impl Run {
                     .map_err(during(format!("cannot read the runs in {}", folder.display())))?;
                 found.extend(inside.into_iter().filter(|path| Self::is(path)));
                 warnings.extend(crashed(folder));
+                if found.len() > before {
+                    warnings.extend(Self::deeper(folder).iter().map(|inner| {
+                        let inner = inner.display();
+                        format!("the runs in {inner} are left out; `report {inner}` compares them")
+                    }));
+                }
             }
             if found.len() == before {
                 return Err(Error::new("no runs to report")
@@ -198,16 +204,22 @@ impl Run {
         })
     }
 
-    /// Which folders of a folder without runs have some, as those of several sweeps do.
+    /// Where runs are, for a folder without any.
     fn hint_where_runs_are(folder: &Path) -> String {
-        let has_runs =
-            |inner: &PathBuf| entries_of(inner).is_ok_and(|inside| inside.iter().any(|path| Self::is(path)));
-        let inner = entries_of(folder).unwrap_or_default().into_iter().filter(has_runs);
-        let named: Vec<String> = inner.map(|path| path.display().to_string()).collect();
+        let named: Vec<String> = Self::deeper(folder).iter().map(|path| path.display().to_string()).collect();
         match named.is_empty() {
             true => "a run leaves config.toml and metrics.jsonl, e.g. in runs/tiny-sagebwd-001".into(),
             false => format!("folders in it have runs: {}", named.join(" ")),
         }
+    }
+
+    /// The folders in a folder that are no runs and contain some, as those of several sweeps do.
+    fn deeper(folder: &Path) -> Vec<PathBuf> {
+        let has_runs = |inner: &PathBuf| {
+            let runs = entries_of(inner).is_ok_and(|inside| inside.iter().any(|path| Self::is(path)));
+            runs && !Self::is(inner)
+        };
+        entries_of(folder).unwrap_or_default().into_iter().filter(has_runs).collect()
     }
 
     /// The run with the validation losses of its attention and, where `--eval-attn` validated it a second
@@ -334,7 +346,7 @@ pub fn tokenizer_hash(run: &Path) -> Result<Option<String>> {
 pub struct FoundRuns {
     /// Runs that can be read.
     pub runs: Vec<Run>,
-    /// Messages about runs that cannot be read, and about runs that crashed.
+    /// Messages about runs that cannot be read, that crashed, or that lie a folder deeper.
     pub warnings: Vec<String>,
 }
 
