@@ -37,7 +37,7 @@ pub fn check(folder: &Path) -> Result<Checked> {
     let tokenizer = files.tokenizer.as_deref().map(Tokenizer::load).transpose()?;
     let all: Vec<&PathBuf> = files.train.iter().chain(&files.validation).collect();
     let bare = AtomicUsize::new(0);
-    all.par_iter().try_for_each(|path| {
+    let each = all.par_iter().map(|path| {
         let shard = Shard::open(path)?;
         shard.check()?;
         bare.fetch_add(usize::from(shard.sidecar.is_none()), Ordering::Relaxed);
@@ -52,7 +52,9 @@ pub fn check(folder: &Path) -> Result<Checked> {
         let len = shard.len();
         Tokens::from(vec![shard])
             .each_chunk(len, &mut |start, tokens| check_ids(tokens, vocab, path.display(), start))
-    })?;
+    });
+    // The first of several errors, so that the message does not depend on the threads.
+    each.find_first(Result::is_err).unwrap_or(Ok(()))?;
     Ok(Checked { shards: all.len(), without_sidecar: bare.into_inner() })
 }
 

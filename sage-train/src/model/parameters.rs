@@ -162,7 +162,8 @@ impl Parameters {
                 slice.copy_from_slice(&(values.weights)(spec)?);
                 Ok(())
             });
-            filled.collect::<candle_sage::Result<()>>()?;
+            // The first of several errors, so that the message does not depend on the threads.
+            filled.find_first(candle_sage::Result::is_err).unwrap_or(Ok(()))?;
             for (here, spec) in here {
                 let (Some(values), Some(part)) = (values.moments, overlap(&here, &own)) else { continue };
                 for (moment, state) in moments.iter().zip(state.chunks_mut(own.len()).skip(1)) {
