@@ -246,6 +246,14 @@ fn report(options: ReportOptions, sweep: &Sweep) -> Result<()> {
     }
     let mut found = Run::find(&folders)?;
     found.warnings.extend(crashed(&sweep.folder));
+    let others = sweep.runs_of_other_plans();
+    if !others.is_empty() {
+        let folder = sweep.folder.display();
+        let (count, names) = (counted(others.len() as u64, "run"), others.join(", "));
+        found
+            .warnings
+            .push(format!("left out {count} of another plan: {names}; `report {folder}` compares all"));
+    }
     let study = Study::new(found.runs.clone(), &options).or_else(|error| {
         notify(&format!("warning: {error}"));
         Study::new(found.runs.clone(), &ReportOptions { baseline: Table::new(), ..options })

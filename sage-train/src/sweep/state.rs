@@ -63,7 +63,11 @@ pub(super) struct Place {
 impl Place {
     /// The name of the folder, which also names the run's files in the plan folder.
     pub(super) fn name(&self) -> String {
-        self.folder.file_name().unwrap_or_default().to_string_lossy().into_owned()
+        Self::name_of(&self.folder)
+    }
+
+    fn name_of(folder: &Path) -> String {
+        folder.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 }
 
@@ -105,6 +109,14 @@ impl Sweep {
     /// The folders of those runs that exist, in the order of the plan.
     pub fn run_folders(&self) -> Vec<PathBuf> {
         self.folders().into_iter().filter(|folder| Run::is(folder)).collect()
+    }
+
+    /// The names of the runs in the sweep's folder that its plan does not list, such as those of an earlier plan.
+    pub fn runs_of_other_plans(&self) -> Vec<String> {
+        let planned = self.folders();
+        let others = self.taken().into_iter().map(|(folder, _)| folder);
+        let others = others.filter(|folder| Run::is(folder) && !planned.contains(folder));
+        others.map(|folder| Place::name_of(&folder)).collect()
     }
 
     pub(super) fn places(&self) -> Vec<Place> {

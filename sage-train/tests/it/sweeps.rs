@@ -223,6 +223,12 @@ fn lists_on_the_command_line_are_a_sweep() {
     // Both runs have the same weights and corpus, and another order of the data.
     let first = |run: &str| scratch.metrics(&format!("both/{run}"))[0].loss;
     assert_ne!(first("fpa_order-seed-1"), first("fpa_order-seed-2"));
+    // Another plan of the same name compares its own runs, and says which it leaves out.
+    let other = small(&["--attn", "fpa", "--order-seed", "1,3", "--steps", "4", "--name", "both"]);
+    let left_out =
+        "left out 3 runs of another plan: fpa_order-seed-2, sagebwd_order-seed-1, sagebwd_order-seed-2";
+    let other = scratch.ok(&other);
+    assert!(other.contains(left_out) && other.contains("`report runs/both` compares all"), "{other}");
     let refused = scratch.fails(&["--seed", "1,2", "--resume", "runs/both/fpa_order-seed-1"]);
     assert!(refused.contains("many runs") && refused.contains("hint:"), "{refused}");
     let wrong = scratch.fails(&["--attn", "fpa,sage"]);
