@@ -213,7 +213,7 @@ impl Run {
         }
     }
 
-    /// The folders in a folder that are no runs and contain some, as those of several sweeps do.
+    /// The folders in a folder that contain runs, such as the folders of sweeps in `runs`.
     fn deeper(folder: &Path) -> Vec<PathBuf> {
         let has_runs = |inner: &PathBuf| {
             let runs = entries_of(inner).is_ok_and(|inside| inside.iter().any(|path| Self::is(path)));

@@ -236,7 +236,7 @@ fn lists_on_the_command_line_are_a_sweep() {
     // The folder of several sweeps is not a folder of runs, and the message names folders that are.
     let several = scratch.fails(&["report", "runs"]);
     assert!(several.contains("no runs to report") && several.contains("runs/both"), "{several}");
-    // With a run of its own it is one, and those of the sweep are not left out without a word.
+    // With a run in it, it is a folder of runs, and a warning names the sweep whose runs are left out.
     scratch.ok(&small(&["--steps", "2", "--name", "alone"]));
     let some = scratch.ok(&["report", "runs"]);
     let left_out = "warning: the runs in runs/both are left out; `report runs/both` compares them";
