@@ -8,8 +8,6 @@ using quant::Fp8Tile;
 namespace {
 
 constexpr int THREADS = Fp8Tile::THREADS, V = Fp8Tile::V;
-// Each step multiplies a running maximum by DECAY. A scale leaves room for MARGIN times the running maximum.
-constexpr float DECAY = 0.95f, MARGIN = 4.0f;
 
 template <class T>
 __device__ void largest(const params::Fp8Quantize& p) {
@@ -25,28 +23,9 @@ __device__ void largest(const params::Fp8Quantize& p) {
   if (threadIdx.x % 32 == 0 && own) atomicMax(p.codes.largest, own);
 }
 
-// Quantizes the values that `line(row, column, x)` gives: V neighbours of a row.
-template <class Line>
-__device__ __forceinline__ void quantize(const params::Fp8Codes& p, Line line) {
-  __shared__ Fp8Tile tile;
-  int first_row = blockIdx.x * Fp8Tile::ROWS, first_column = blockIdx.y * Fp8Tile::COLUMNS;
-  int row = first_row + Fp8Tile::row(), column = first_column + Fp8Tile::column();
-  quant::Fp8Codes codes(p);
-  if (row < p.rows && column < p.columns) {
-#pragma unroll
-    for (int i = 0; i < Fp8Tile::LINES; ++i) {
-      float x[V];
-      line(row + i, column, x);
-      codes.set(i, x);
-    }
-  }
-  codes.store(p, tile, first_row, first_column, p.columns);
-  codes.report(p);
-}
-
 template <class T>
 __device__ void quantize_matrix(const params::Fp8Quantize& p) {
-  quantize(p.codes, [&](int row, int column, float (&x)[V]) {
+  quant::quantize_tile(p.codes, [&](int row, int column, float (&x)[V]) {
     elements::load_floats(static_cast<const T*>(p.x) + int64_t(row) * p.codes.columns + column, x);
   });
 }
@@ -54,7 +33,7 @@ __device__ void quantize_matrix(const params::Fp8Quantize& p) {
 // Rows times their inverse root mean square and the weight: the end of the forward of rms_norm.cu.
 template <class T>
 __device__ void quantize_normed(const params::Fp8Normed& p) {
-  quantize(p.codes, [&](int row, int column, float (&x)[V]) {
+  quant::quantize_tile(p.codes, [&](int row, int column, float (&x)[V]) {
     float w[V], r = p.inverse[row];
     elements::load_floats(static_cast<const T*>(p.x) + int64_t(row) * p.codes.columns + column, x);
     elements::load_weight(p.weight, p.weight_type, column, w);
@@ -63,8 +42,8 @@ __device__ void quantize_normed(const params::Fp8Normed& p) {
   });
 }
 
-// Scales of `count` matrices. With running maxima: running = max(largest since the last call, DECAY running), and the scale fits
-// MARGIN running. Without them the scale fits the largest value.
+// Scales of `count` matrices. With running maxima: running = max(largest since the last call, decay running), and the scale fits
+// margin running. Without them the scale fits the largest value.
 __device__ void rescale(const params::Fp8Rescale& p) {
   int n = blockIdx.x * THREADS + threadIdx.x;
   if (n >= p.count) return;
@@ -76,9 +55,9 @@ __device__ void rescale(const params::Fp8Rescale& p) {
   }
   // What is not finite says nothing about the next step.
   float seen = largest < 0x7f800000u ? __uint_as_float(largest) : 0.0f;
-  float running = fmaxf(seen, p.running[n] * DECAY);
+  float running = fmaxf(seen, p.running[n] * p.decay);
   p.running[n] = running;
-  p.scale[n] = quant::fp8_scale(__float_as_uint(fminf(running, 1e37f) * MARGIN), e5m2);
+  p.scale[n] = quant::fp8_scale(__float_as_uint(fminf(running, 1e37f) * p.margin), e5m2);
   p.largest[n] = 0;
 }
 

@@ -68,24 +68,13 @@ using quant::Fp8Tile;
 // y in FP8, a tile a block.
 template <class T>
 __device__ void forward_fp8(const params::Fp8SwiGlu& p) {
-  __shared__ Fp8Tile tile;
-  constexpr int N = Fp8Tile::V;
-  int first_row = blockIdx.x * Fp8Tile::ROWS, first_column = blockIdx.y * Fp8Tile::COLUMNS;
-  int row = first_row + Fp8Tile::row(), column = first_column + Fp8Tile::column();
-  quant::Fp8Codes codes(p.codes);
-  if (row < p.codes.rows && column < p.of.columns) {
+  quant::quantize_tile(p.codes, [&](int row, int column, float (&y)[Fp8Tile::V]) {
+    float gate[Fp8Tile::V];
+    elements::load_floats(static_cast<const T*>(p.of.gate) + row * p.of.gate_row + column, gate);
+    elements::load_floats(static_cast<const T*>(p.of.up) + row * p.of.up_row + column, y);
 #pragma unroll
-    for (int i = 0; i < Fp8Tile::LINES; ++i) {
-      float gate[N], up[N];
-      elements::load_floats(static_cast<const T*>(p.of.gate) + (row + i) * p.of.gate_row + column, gate);
-      elements::load_floats(static_cast<const T*>(p.of.up) + (row + i) * p.of.up_row + column, up);
-#pragma unroll
-      for (int j = 0; j < N; ++j) up[j] = gate[j] * sigmoid(gate[j]) * up[j];
-      codes.set(i, up);
-    }
-  }
-  codes.store(p.codes, tile, first_row, first_column, p.of.columns);
-  codes.report(p.codes);
+    for (int j = 0; j < Fp8Tile::V; ++j) y[j] = gate[j] * sigmoid(gate[j]) * y[j];
+  });
 }
 
 // dgate and dup in FP8, concatenated along the columns, and y if the caller has not kept it.

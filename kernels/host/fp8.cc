@@ -87,7 +87,7 @@ void matrices(int rows, int columns, bool e5m2) {
   uint32_t most = 0;
   for (T value : x) most = max(most, same_bits<uint32_t>(fabsf(float(value))));
   expect(codes.largest == most, "largest", rows, columns, e5m2);
-  params::Fp8Rescale scales{&codes.scale, &codes.largest, nullptr, nullptr, 1, e5m2};
+  params::Fp8Rescale scales{&codes.scale, &codes.largest, nullptr, nullptr, 1, e5m2, 0.0f, 0.0f};
   host::run(0, THREADS, [&] { rescale(scales); });
   float size = same_bits<float>(most), top = e5m2 ? 57344.0f : 448.0f;
   expect(size / codes.scale <= top && size / codes.scale * 2.0f > top, "scale", rows, columns, e5m2);
@@ -153,7 +153,7 @@ void running_scales() {
   std::vector<float> scale(300), running(300, 1.0f), formats(300, 0.0f);
   std::vector<uint32_t> largest(300, 0);
   largest[1] = same_bits<uint32_t>(100.0f), largest[2] = 0x7f800000u, largest[3] = 0x7fc00000u, running[4] = 0.0f, formats[5] = 1.0f;
-  params::Fp8Rescale p{scale.data(), largest.data(), running.data(), formats.data(), 300, 0};
+  params::Fp8Rescale p{scale.data(), largest.data(), running.data(), formats.data(), 300, 0, 0.95f, 4.0f};
   for (int block = 0; block < 2; ++block) host::run(block, THREADS, [&] { rescale(p); });
   // 4 x .95 = 3.8 fits below 448 / 64 = 7, and 4 x 100 below 448.
   bool holds = scale[0] == 1.0f / 64 && running[0] == 0.95f && scale[1] == 1.0f && running[1] == 100.0f && scale[299] == scale[0];

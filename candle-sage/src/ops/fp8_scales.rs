@@ -13,10 +13,10 @@ use crate::launch::Launch;
 const NAME: &str = "fp8-scales";
 
 /// Each step multiplies a running maximum by this.
-const DECAY: f32 = 0.95;
+pub(crate) const DECAY: f32 = 0.95;
 
 /// A scale leaves room for values this many times as large as the running maximum.
-const MARGIN: f32 = 4.0;
+pub(crate) const MARGIN: f32 = 4.0;
 
 /// Scales of several matrices that are quantized step after step (delayed scaling): a matrix is quantized in one pass over memory, with
 /// the scale of earlier steps, and its largest value is noted for later ones.

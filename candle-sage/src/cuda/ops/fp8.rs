@@ -19,7 +19,7 @@ use crate::fp8::Fp8Format;
 use crate::launch::{Launch, Operand};
 use crate::ops::fp8::{Fp8Copies, Quantize, QuantizeWith, Quantized};
 use crate::ops::fp8_fused::{Fp8Site, NormFp8, SwiGluBackwardFp8, SwiGluFp8};
-use crate::ops::fp8_scales::Rescale;
+use crate::ops::fp8_scales::{DECAY, MARGIN, Rescale};
 
 const NAME: &str = "fp8-quantize";
 
@@ -99,6 +99,8 @@ impl<'a> Site<'a> {
             formats: self.format,
             count: count as i32,
             e5m2: 0,
+            decay: DECAY,
+            margin: MARGIN,
         };
         launch(gpu, kernel!("fp8_rescale"), Grid::line(count.div_ceil(THREADS), THREADS), &params)
     }

@@ -235,6 +235,8 @@ struct Fp8Rescale {
   const float* formats;  // 1 for E5M2, 0 for E4M3; null: all have `e5m2`
   int32_t count;
   int32_t e5m2;
+  float decay;   // of running maxima
+  float margin;  // of their scales
 };
 
 }  // namespace sage::params

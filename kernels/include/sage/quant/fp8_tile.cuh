@@ -110,4 +110,23 @@ struct Fp8Codes {
   }
 };
 
+// Quantizes a tile of the values that `line(row, column, x)` gives: V neighbours of a row.
+template <class Line>
+__device__ __forceinline__ void quantize_tile(const params::Fp8Codes& p, Line line) {
+  __shared__ Fp8Tile tile;
+  int first_row = blockIdx.x * Fp8Tile::ROWS, first_column = blockIdx.y * Fp8Tile::COLUMNS;
+  int row = first_row + Fp8Tile::row(), column = first_column + Fp8Tile::column();
+  Fp8Codes codes(p);
+  if (row < p.rows && column < p.columns) {
+#pragma unroll
+    for (int i = 0; i < Fp8Tile::LINES; ++i) {
+      float x[Fp8Tile::V];
+      line(row + i, column, x);
+      codes.set(i, x);
+    }
+  }
+  codes.store(p, tile, first_row, first_column, p.columns);
+  codes.report(p);
+}
+
 }  // namespace sage::quant
