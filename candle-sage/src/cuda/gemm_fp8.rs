@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::ffi::c_void;
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CudaStorage, DType, Result};
+use candle_core::{CudaStorage, Result};
 use cudarc::cublaslt::{result, sys};
 
 use super::address::{Address, address};
@@ -15,6 +15,8 @@ use crate::error::Error;
 use crate::fp8::Fp8Format;
 use crate::launch::{Launch, Operand};
 use crate::ops::fp8::{Fp8Product, Fp8ProductInto, Fp8Sums};
+
+const NAME: &str = "an FP8 product";
 
 /// Bytes that cuBLASLt may use, as NVIDIA recommends for Hopper.
 const WORKSPACE: usize = 32 << 20;
@@ -229,19 +231,10 @@ fn product(
     done.map_err(failed(&format!("compute an FP8 product of {shape}")))
 }
 
-fn float_of(dtype: DType) -> Result<Float> {
-    match dtype {
-        DType::F32 => Ok(Float::F32),
-        DType::F16 => Ok(Float::F16),
-        DType::BF16 => Ok(Float::BF16),
-        other => Err(crate::dtype::unsupported_dtype("an FP8 product", other).into()),
-    }
-}
-
 impl Launch<[Operand<'_>; 4], CudaStorage> for Fp8Product {
     fn launch(&self, operands: [Operand<'_>; 4]) -> Result<CudaStorage> {
         let gpu = Gpu::new(operands[0].0.device())?;
-        let float = float_of(self.dtype)?;
+        let float = Float::of_dtype(NAME, self.dtype)?;
         let (m, n) = (operands[0].1.shape().dims2()?.0, operands[1].1.shape().dims2()?.0);
         let out = float.alloc(&gpu, m * n)?;
         product(&gpu, self, (start_of(&out, &gpu)?, float, 0.0), operands)?;
@@ -252,7 +245,8 @@ impl Launch<[Operand<'_>; 4], CudaStorage> for Fp8Product {
 impl Launch<[Operand<'_>; 5], ()> for Fp8ProductInto {
     fn launch(&self, [out, a, b, of_a, of_b]: [Operand<'_>; 5]) -> Result<()> {
         let gpu = Gpu::new(out.0.device())?;
-        let to = (start(out, &gpu)?, float_of(self.product.dtype)?, if self.add { 1.0 } else { 0.0 });
+        let to =
+            (start(out, &gpu)?, Float::of_dtype(NAME, self.product.dtype)?, if self.add { 1.0 } else { 0.0 });
         product(&gpu, &self.product, to, [a, b, of_a, of_b])
     }
 }

@@ -92,13 +92,13 @@ impl Fp8Matrix {
         if x.device().is_cuda() {
             return with_cuda(QUANTIZE, [x], |[x]| {
                 let quantized: Quantized<CudaStorage> = op.launch(x)?;
-                Ok(quantized.into_matrix(op, x.1.shape().dims2()?, cuda_tensor))
+                Ok(quantized.into_matrix(format, x.1.shape().dims2()?, cuda_tensor))
             });
         }
         let (storage, layout) = x.storage_and_layout();
         let values = f32_values(QUANTIZE, cpu_storage(&storage, QUANTIZE)?, layout)?;
         let quantized = op.on_cpu(&values, layout.shape().dims2()?);
-        Ok(quantized.into_matrix(op, x.dims2()?, from_cpu))
+        Ok(quantized.into_matrix(format, x.dims2()?, from_cpu))
     }
 
     /// Quantizes a matrix as [`quantize`](Self::quantize) does, with a scale of earlier steps, and in the format of that scale.
@@ -121,12 +121,12 @@ impl Fp8Matrix {
         let scale = scale.on_host(largest_in(&values), |scale| {
             values.par_iter().with_min_len(SPAN).filter(|x| x.abs() / scale > top).count() as u64
         })?;
-        Ok(op.with_scale(&values, x.dims2()?, scale).into_matrix(op, x.dims2()?, from_cpu))
+        Ok(op.with_scale(&values, x.dims2()?, scale).into_matrix(op.format, x.dims2()?, from_cpu))
     }
 
     /// A matrix of codes that kernels wrote.
     pub(super) fn of_codes(codes: Quantized<CudaStorage>, dims: (usize, usize), format: Fp8Format) -> Self {
-        codes.into_matrix(Quantize { format, copies: Fp8Copies::Both }, dims, cuda_tensor)
+        codes.into_matrix(format, dims, cuda_tensor)
     }
 
     /// Rows and columns.
@@ -315,14 +315,14 @@ pub(crate) struct Quantized<S> {
 impl<S> Quantized<S> {
     pub(super) fn into_matrix(
         self,
-        op: Quantize,
+        format: Fp8Format,
         (rows, columns): (usize, usize),
         tensor: impl Fn(S, Vec<usize>) -> Tensor,
     ) -> Fp8Matrix {
         let own = self.rows.map(|codes| tensor(codes, vec![rows, columns]));
         let turned = self.columns.map(|codes| tensor(codes, vec![columns, rows]));
         let scale = tensor(self.scale, vec![1]);
-        Fp8Matrix { copies: [own, turned], dims: (rows, columns), scale, format: op.format }
+        Fp8Matrix { copies: [own, turned], dims: (rows, columns), scale, format }
     }
 }
 

@@ -105,7 +105,11 @@ impl CustomOp2 for LinearOp {
     ) -> Result<(CpuStorage, Shape)> {
         let quantized = |storage: &CpuStorage, layout: &Layout| {
             let (values, dims) = (f32_values(LINEAR, storage, layout)?, layout.shape().dims2()?);
-            Ok::<_, candle_core::Error>(OPERAND.on_cpu(&values, dims).into_matrix(OPERAND, dims, from_cpu))
+            Ok::<_, candle_core::Error>(OPERAND.on_cpu(&values, dims).into_matrix(
+                OPERAND.format,
+                dims,
+                from_cpu,
+            ))
         };
         let (a, b) = (quantized(x, lx)?, quantized(w, lw)?);
         let shape = (a.dims().0, b.dims().0);
@@ -125,7 +129,7 @@ impl CustomOp2 for LinearOp {
         let quantized = |operand: (&CudaStorage, &Layout)| {
             let quantized: Quantized<CudaStorage> = OPERAND.launch(operand)?;
             let dims = operand.1.shape().dims2()?;
-            Ok::<_, candle_core::Error>(quantized.into_matrix(OPERAND, dims, cuda_tensor))
+            Ok::<_, candle_core::Error>(quantized.into_matrix(OPERAND.format, dims, cuda_tensor))
         };
         let (a, b) = (quantized((x, lx))?, quantized((w, lw))?);
         let op =

@@ -26,7 +26,11 @@ pub(crate) enum Float {
 
 impl Float {
     pub(crate) fn of(op: &str, storage: &CudaStorage) -> Result<Self> {
-        match storage.dtype() {
+        Self::of_dtype(op, storage.dtype())
+    }
+
+    pub(in crate::cuda) fn of_dtype(op: &str, dtype: DType) -> Result<Self> {
+        match dtype {
             DType::F32 => Ok(Self::F32),
             DType::F16 => Ok(Self::F16),
             DType::BF16 => Ok(Self::BF16),
