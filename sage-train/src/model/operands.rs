@@ -55,10 +55,10 @@ pub(super) enum Place {
 impl Place {
     const COUNT: usize = 9;
 
-    fn is_gradient(self) -> bool {
+    fn format(self, settings: Fp8Linear) -> Fp8Format {
         match self {
-            Self::Normed | Self::Attended | Self::MlpNormed | Self::Hidden => false,
-            Self::QueryKey | Self::Value | Self::Output | Self::GateUp | Self::Down => true,
+            Self::Normed | Self::Attended | Self::MlpNormed | Self::Hidden => Fp8Format::E4M3,
+            Self::QueryKey | Self::Value | Self::Output | Self::GateUp | Self::Down => settings.gradient,
         }
     }
 
@@ -78,8 +78,7 @@ impl Place {
 /// The format of each operand that has a scale of earlier steps: all places of a layer, one layer after the other.
 pub(super) fn formats(config: &LlamaConfig) -> Vec<Fp8Format> {
     let LinearPrecision::Fp8(settings, Scaling::Delayed) = config.linear else { return Vec::new() };
-    let format = |place: &Place| if place.is_gradient() { settings.gradient } else { Fp8Format::E4M3 };
-    (0..config.layers).flat_map(|_| Place::ALL.iter().map(format)).collect()
+    (0..config.layers).flat_map(|_| Place::ALL.map(|place| place.format(settings))).collect()
 }
 
 /// Makes the operands of a block.
@@ -113,10 +112,7 @@ impl Operands {
         let LinearPrecision::Fp8(settings, _) = self.precision else { return Ok(Operand::Compute(x)) };
         let matrix = match self.scale(place) {
             Some(scale) => Fp8Matrix::quantize_with(&x, copies, scale)?,
-            None => {
-                let format = if place.is_gradient() { settings.gradient } else { Fp8Format::E4M3 };
-                Fp8Matrix::quantize(&x, format, copies)?
-            }
+            None => Fp8Matrix::quantize(&x, place.format(settings), copies)?,
         };
         Ok(Operand::Fp8(matrix, settings))
     }
