@@ -4,6 +4,7 @@
 #include <sage/elements/group.cuh>
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
+#include <sage/quant/fp8_tile.cuh>
 
 using namespace sage;
 using elements::Group;
@@ -131,6 +132,22 @@ __device__ void backward(const params::CrossEntropy& p) {
                     p.z_loss, group);
 }
 
+// As `backward`, in FP8, a tile a block.
+template <class T>
+__device__ void quantize_gradient(const params::Fp8CrossEntropy& p) {
+  constexpr int V = quant::Fp8Tile::V;
+  quant::quantize_tile(p.codes, p.scale, [&](int row, int column, float (&x)[V]) {
+    uint32_t target = p.of.targets[row];
+    float lse = p.of.lse[row], raised = p.factor * fmaf(2.0f * p.of.z_loss, lse, 1.0f);
+    elements::load_floats(static_cast<const T*>(p.of.logits) + int64_t(row) * p.of.classes + column, x);
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      x[i] = target == params::NO_PLACE ? 0.0f : raised * ptx::exp2((x[i] - lse) * LOG2_E);
+      if (uint32_t(column + i) == target) x[i] -= p.factor;
+    }
+  });
+}
+
 // One block: the mean of the losses of targets that count, summed in f64 and in a fixed order.
 __device__ void mean(const params::CrossEntropy& p) {
   __shared__ double sums[MAX_THREADS];
@@ -176,6 +193,14 @@ SAGE_FLOAT_KERNELS(ROWS)
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) mean_loss(const __grid_constant__ params::CrossEntropy p) {
   mean(p);
 }
+
+#define FP8_KERNEL(name, T)                                                 \
+  extern "C" __global__ void __launch_bounds__(quant::Fp8Tile::THREADS)     \
+      cross_entropy_fp8_##name(const __grid_constant__ params::Fp8CrossEntropy p) { quantize_gradient<T>(p); }
+
+FP8_KERNEL(f32, float)
+FP8_KERNEL(f16, __half)
+FP8_KERNEL(bf16, __nv_bfloat16)
 
 // From each 16-bit type to itself, to f32 (in which gradients are accumulated), and from f32 to it.
 #define SCALE(name, From, To, V)                          \

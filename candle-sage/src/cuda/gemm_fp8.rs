@@ -24,9 +24,9 @@ const WORKSPACE: usize = 32 << 20;
 /// The least compute capability that has FP8 units, times ten.
 const LEAST_CAPABILITY: u32 = 89;
 
-/// The key of a cached algorithm: dimensions, formats, sums, type of the result, whether the product is added to it, and the alignment
-/// of b, a and the result.
-type Key = ([usize; 3], [Fp8Format; 2], Fp8Sums, Float, bool, [u32; 3]);
+/// The key of a cached algorithm: dimensions, distances of rows, formats, sums, type of the result, whether the product is added to it,
+/// and the alignment of b, a and the result.
+type Key = ([usize; 3], [usize; 2], [Fp8Format; 2], Fp8Sums, Float, bool, [u32; 3]);
 
 /// cuBLASLt's handle of a device, and the algorithms that it chose.
 pub(super) struct Products {
@@ -85,7 +85,12 @@ impl Drop for Described {
 }
 
 impl Described {
-    fn new([m, n, k]: [usize; 3], op: &Fp8Product, out: Float, scales: [Address<'_>; 2]) -> Result<Self> {
+    fn new(
+        ([m, n, k], [row_a, row_b]): ([usize; 3], [usize; 2]),
+        op: &Fp8Product,
+        out: Float,
+        scales: [Address<'_>; 2],
+    ) -> Result<Self> {
         use sys::cublasLtMatmulDescAttributes_t as Attribute;
         let kind = |format| match format {
             Fp8Format::E4M3 => sys::cudaDataType::CUDA_R_8F_E4M3,
@@ -96,12 +101,12 @@ impl Described {
             Float::F16 => sys::cudaDataType::CUDA_R_16F,
             Float::BF16 => sys::cudaDataType::CUDA_R_16BF,
         };
-        let layout = |kind, rows: usize, columns: usize| {
-            result::create_matrix_layout(kind, rows as u64, columns as u64, rows as i64)
+        let layout = |kind, rows: usize, columns: usize, distance: usize| {
+            result::create_matrix_layout(kind, rows as u64, columns as u64, distance as i64)
                 .map_err(failed("describe a matrix"))
         };
-        let layouts =
-            [layout(kind(op.formats[1]), k, n)?, layout(kind(op.formats[0]), k, m)?, layout(out, n, m)?];
+        let [of_a, of_b] = op.formats.map(kind);
+        let layouts = [layout(of_b, k, n, row_b)?, layout(of_a, k, m, row_a)?, layout(out, n, m, n)?];
         let product = result::create_matmul_desc(
             sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
             sys::cudaDataType::CUDA_R_32F,
@@ -165,8 +170,8 @@ impl Described {
     }
 }
 
-/// `out = a b^T + beta out`; a is (m, k), b (n, k), out (m, n), all contiguous.
-fn product(
+/// `out = a b^T + beta out`; a is (m, k) and b (n, k), whose rows are contiguous, and out (m, n) is contiguous.
+pub(super) fn product(
     gpu: &Gpu,
     op: &Fp8Product,
     (out, float, beta): (Address<'_>, Float, f32),
@@ -177,7 +182,8 @@ fn product(
     gpu.stream.context().bind_to_thread().map_err(candle_core::Error::wrap)?;
     let scales = [start(of_a, gpu)?, start(of_b, gpu)?];
     let (at_a, at_b) = (start(a, gpu)?, start(b, gpu)?);
-    let described = Described::new([m, n, k], op, float, scales)?;
+    let distances = [a, b].map(|(_, layout)| layout.stride()[0]);
+    let described = Described::new(([m, n, k], distances), op, float, scales)?;
     let mut products = gpu.fp8_products.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let products = match &mut *products {
         Some(products) => products,
@@ -192,7 +198,7 @@ fn product(
             .hint("`force_contiguous()` copies a view")
             .into());
     }
-    let key = ([m, n, k], op.formats, op.sums, float, beta != 0.0, alignment);
+    let key = ([m, n, k], distances, op.formats, op.sums, float, beta != 0.0, alignment);
     let algorithm = match products.algorithms.get(&key) {
         Some(algorithm) => *algorithm,
         None => {
@@ -206,8 +212,8 @@ fn product(
     let workspace = gpu.alloc::<u8>(WORKSPACE)?;
     let [a, b] = [at_a, at_b].map(|at| at.number() as *const c_void);
     let out = out.number() as *mut c_void;
-    // SAFETY: all addresses are inside allocations that are borrowed, of the sizes that the layouts say: the codes and `out`
-    // by their checked shapes, the workspace by its allocation. Work on one stream is in order.
+    // SAFETY: all addresses are inside allocations that are borrowed, of the sizes that the layouts say: the codes by their layouts,
+    // `out` by its checked shape, the workspace by its allocation. Work on one stream is in order.
     let done = unsafe {
         result::matmul(
             products.handle,

@@ -55,6 +55,7 @@ families! {
     CrossEntropy: "cross_entropy",
     Embedding: "embedding",
     FakeQuantize: "fake_quantize",
+    Fp8CrossEntropy: "cross_entropy",
     Fp8Normed: "fp8",
     Fp8Quantize: "fp8",
     Fp8Rescale: "fp8",

@@ -2,7 +2,7 @@
 //! not use candle's graph.
 //!
 //! Each returns what the plain operator and [`Fp8Matrix::quantize_with`] return. On a GPU values are quantized from f32, without the
-//! rounding to 16 bits in between; a matrix without a scale of earlier steps is made by the plain operator and measured.
+//! rounding to 16 bits in between. A matrix without a scale of earlier steps is made by the plain operator first, and measured.
 
 use candle_core::{CudaStorage, Result, Tensor};
 
@@ -37,7 +37,10 @@ const NORM: &str = "rms-norm-fp8";
 pub fn swiglu_fp8(gate: &Tensor, up: &Tensor, copies: Fp8Copies, scale: &Fp8Scale) -> Result<Fp8Matrix> {
     check_gated(gate, &[up])?;
     if !(gate.device().is_cuda() && scale.is_known()) {
-        return Fp8Matrix::quantize_with(&swiglu(&gate.detach(), &up.detach())?, copies, scale);
+        let plain = Fp8Matrix::quantize_with(&swiglu(&gate.detach(), &up.detach())?, copies, scale)?;
+        if gate.device().is_cpu() {
+            return Ok(plain);
+        }
     }
     supported(SWIGLU, &[gate, up])?;
     let state = scale.on_device()?;
@@ -63,7 +66,10 @@ pub fn swiglu_backward_fp8(
     if !(gate.device().is_cuda() && is_known) {
         let (both, y) = swiglu_backward(gate, up, dout, again.is_some())?;
         let y = y.zip(again).map(|(y, again)| Fp8Matrix::quantize_with(&y, Fp8Copies::Columns, again));
-        return Ok((Fp8Matrix::quantize_with(&both, Fp8Copies::Both, scale)?, y.transpose()?));
+        let plain = (Fp8Matrix::quantize_with(&both, Fp8Copies::Both, scale)?, y.transpose()?);
+        if gate.device().is_cpu() {
+            return Ok(plain);
+        }
     }
     supported(SWIGLU, &[gate, up, dout])?;
     let state = scale.on_device()?;
@@ -94,7 +100,10 @@ pub fn residual_rms_norm_fp8(
             Some(residual) => residual_rms_norm(x, residual, weight, eps)?,
             None => (x.clone(), rms_norm(&x.detach(), &weight.detach(), eps)?),
         };
-        return Ok((sum, Fp8Matrix::quantize_with(&y, copies, scale)?));
+        let plain = (sum, Fp8Matrix::quantize_with(&y, copies, scale)?);
+        if x.device().is_cpu() {
+            return Ok(plain);
+        }
     }
     if weight.dims() != [x.dim(1)?]
         || residual.is_some_and(|r| (r.dims(), r.dtype()) != (x.dims(), x.dtype()))

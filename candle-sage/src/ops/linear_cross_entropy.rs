@@ -7,8 +7,8 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp3, InplaceOp3, Layout, Result
 
 use super::cross_entropy::{CrossEntropy, classes, verdict};
 use super::support::{
-    argument_error, cpu_storage, cuda_tensor, f32_tensor, f32_values, f32_values_mut, ids, no_forward,
-    run_twice, shape_error, supported, with_cuda,
+    argument_error, check_sum, cpu_storage, cuda_tensor, f32_tensor, f32_values, f32_values_mut, ids,
+    no_forward, run_twice, shape_error, supported, with_cuda,
 };
 use crate::cpu::ops::cross_entropy::{Linear, linear_pass};
 use crate::cpu::product::Mat;
@@ -96,7 +96,16 @@ pub fn linear_cross_entropy_into(
     factor: f64,
 ) -> Result<(Tensor, Tensor)> {
     check_linear(hidden, weight, targets, settings)?;
-    super::support::check_sum("linear_cross_entropy_into", dweight, weight.dims())?;
+    check_into(dweight, weight.dims(), settings)?;
+    supported(LINEAR, &[dweight, hidden, weight])?;
+    let op = LinearInto { targets: targets.clone(), settings, factor: factor as f32, made: OnceLock::new() };
+    dweight.inplace_op3(&hidden.detach(), &weight.detach(), &op)?;
+    op.made.into_inner().ok_or_else(|| no_forward().into())
+}
+
+/// Checks what is added in place to the gradient of a weight.
+pub(super) fn check_into(dweight: &Tensor, weight: &[usize], settings: CrossEntropy) -> Result<()> {
+    check_sum("linear_cross_entropy_into", dweight, weight)?;
     if settings.ignore_id.is_some() {
         return Err(argument_error(
             "linear_cross_entropy_into: all targets count",
@@ -105,10 +114,14 @@ pub fn linear_cross_entropy_into(
             "linear_cross_entropy takes one",
         ));
     }
-    supported(LINEAR, &[dweight, hidden, weight])?;
-    let op = LinearInto { targets: targets.clone(), settings, factor: factor as f32, made: OnceLock::new() };
-    dweight.inplace_op3(&hidden.detach(), &weight.detach(), &op)?;
-    op.made.into_inner().ok_or_else(|| no_forward().into())
+    check_chunk(settings)
+}
+
+fn check_chunk(settings: CrossEntropy) -> Result<()> {
+    if settings.chunk_rows != Some(0) {
+        return Ok(());
+    }
+    Err(argument_error("linear_cross_entropy: chunk_rows is out of range", 0, "1 and up", "leave it out"))
 }
 
 fn check_linear(hidden: &Tensor, weight: &Tensor, targets: &Tensor, settings: CrossEntropy) -> Result<()> {
@@ -124,14 +137,7 @@ fn check_linear(hidden: &Tensor, weight: &Tensor, targets: &Tensor, settings: Cr
             "flatten batch and sequence first: `flatten(0, 1)`",
         ));
     }
-    if settings.chunk_rows == Some(0) {
-        return Err(argument_error(
-            "linear_cross_entropy: chunk_rows is out of range",
-            0,
-            "1 and up",
-            "leave it out",
-        ));
-    }
+    check_chunk(settings)?;
     supported(LINEAR, &[hidden, weight, targets])
 }
 
@@ -165,7 +171,7 @@ impl CrossEntropy {
     }
 
     /// [`linear_pass`] with these settings.
-    fn pass(
+    pub(super) fn pass(
         self,
         hidden: &[f32],
         weight: Mat<'_>,
@@ -173,10 +179,11 @@ impl CrossEntropy {
         targets: &[i64],
         factor: f32,
         gradients: [&mut [f32]; 2],
+        rounded: Option<&(dyn Fn(f32) -> f32 + Sync)>,
     ) -> Result<f32> {
         let (targets, counted) = classes(targets, outputs, self)?;
         let chunk_rows = self.rows_at_once(outputs, size_of::<f32>(), CPU_BYTES);
-        let linear = Linear { targets: &targets, counted, chunk_rows, z_loss: self.z_loss };
+        let linear = Linear { targets: &targets, counted, chunk_rows, z_loss: self.z_loss, rounded };
         Ok(linear_pass(hidden, weight, [outputs, width], &linear, factor, gradients))
     }
 }
@@ -207,7 +214,7 @@ impl CustomOp3 for LinearOp {
             weight: vec![0.0; if weight_wanted { outputs * width } else { 0 }],
         };
         let into = [&mut *gradients.hidden, &mut *gradients.weight];
-        let loss = self.settings.pass(&hidden, weight, [outputs, width], &targets, 1.0, into)?;
+        let loss = self.settings.pass(&hidden, weight, [outputs, width], &targets, 1.0, into, None)?;
         if hidden_wanted || weight_wanted {
             self.saved.set(LinearSaved::Cpu(gradients)).map_err(run_twice)?;
         }
@@ -302,7 +309,8 @@ impl InplaceOp3 for LinearInto {
         let dweight = f32_values_mut(LINEAR, dweight, dweight_layout)?;
         let matrix = Mat::new(&weight, outputs, width);
         let into = [&mut *dhidden, dweight];
-        let loss = self.settings.pass(&hidden, matrix, [outputs, width], &targets, self.factor, into)?;
+        let loss =
+            self.settings.pass(&hidden, matrix, [outputs, width], &targets, self.factor, into, None)?;
         let loss = Tensor::new(loss, &candle_core::Device::Cpu)?;
         let dhidden = f32_tensor(dhidden, hidden_layout.shape(), dtype)?;
         self.made.set((loss, dhidden)).map_err(|made| run_twice(made).into())

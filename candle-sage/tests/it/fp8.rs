@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_sage::fp8::Fp8Format::{self, E4M3, E5M2};
 use candle_sage::nn;
-use candle_sage::ops::{self, Fp8Copies, Fp8Linear, Fp8Matrix, Fp8Scales, Fp8Sums, fp8_linear};
+use candle_sage::ops::{self, CrossEntropy, Fp8Copies, Fp8Linear, Fp8Matrix, Fp8Scales, Fp8Sums, fp8_linear};
 
 use crate::support::{Normals, f64s, relative_l2};
 
@@ -77,6 +77,60 @@ fn a_product_is_that_of_its_codes() -> Result<()> {
     Ok(())
 }
 
+/// Loss and gradients of the hidden states and of the weight.
+pub(crate) fn cross_entropy_fp8(
+    [hidden, weight]: [&Tensor; 2],
+    gradient: Fp8Format,
+    settings: CrossEntropy,
+    dtype: DType,
+) -> Result<[Vec<f64>; 3]> {
+    let [hidden, weight] = [hidden, weight].map(|x| Fp8Matrix::quantize(x, E4M3, Fp8Copies::Both));
+    let (hidden, weight) = (hidden?, weight?);
+    let ((rows, _), (classes, width)) = (hidden.dims(), weight.dims());
+    let targets: Vec<u32> = (0..rows).map(|row| (row * 7 % classes) as u32).collect();
+    let targets = Tensor::new(targets, hidden.scale().device())?;
+    let dweight = Tensor::ones((classes, width), DType::F32, hidden.scale().device())?;
+    let linear = Fp8Linear::default().gradient(gradient).sums([Fp8Sums::F32; 3]);
+    let (loss, dhidden) = ops::linear_cross_entropy_into_fp8(
+        &dweight, &hidden, &weight, &targets, settings, 3.0, linear, dtype,
+    )?;
+    Ok([values(&loss)?, values(&dhidden)?, values(&dweight)?.iter().map(|x| x - 1.0).collect()])
+}
+
+/// The cross-entropy of quantized operands has the loss of their values, and gradients with the error of one more rounding.
+#[test]
+fn a_cross_entropy_has_the_error_of_its_roundings() -> Result<()> {
+    let mut normals = Normals::new(5);
+    let (hidden, weight) =
+        (draw(&mut normals, (144, 64), &Device::Cpu)?, (draw(&mut normals, (80, 64), &Device::Cpu)? * 0.2)?);
+    let of_codes = |x: &Tensor| Fp8Matrix::quantize(x, E4M3, Fp8Copies::Both)?.dequantize();
+    let targets: Vec<u32> = (0..144).map(|row| row * 7 % 80).collect();
+    let targets = Tensor::new(targets, &Device::Cpu)?;
+    for settings in [CrossEntropy::default(), CrossEntropy::default().z_loss(0.01).chunk_rows(50)] {
+        let dweight = Tensor::zeros((80, 64), DType::F32, &Device::Cpu)?;
+        let (loss, dhidden) = ops::linear_cross_entropy_into(
+            &dweight,
+            &of_codes(&hidden)?,
+            &of_codes(&weight)?,
+            &targets,
+            settings,
+            3.0,
+        )?;
+        for gradient in [E4M3, E5M2] {
+            let [of_fp8, dhidden8, dweight8] =
+                cross_entropy_fp8([&hidden, &weight], gradient, settings, DType::F32)?;
+            assert_eq!(of_fp8, values(&loss)?, "the loss");
+            for (got, exact) in [(dhidden8, &dhidden), (dweight8, &dweight)] {
+                let error = relative_l2(&got, &values(exact)?);
+                let limit = rounding(gradient);
+                println!("{gradient:?}: {error:.4}, limit {limit:.4}");
+                assert!(error <= limit && error > limit / 10.0, "{gradient:?}: {error:.4}, limit {limit:.4}");
+            }
+        }
+    }
+    Ok(())
+}
+
 /// The module reads the weights of a linear layer, and computes what the op does.
 #[test]
 fn the_module_maps_the_last_dimension() -> Result<()> {
@@ -110,7 +164,28 @@ fn what_does_not_fit_is_an_error() -> Result<()> {
             "does not fit the weight",
         ),
     ];
-    for (result, expected) in errors {
+    let square = quantize(&zeros(16, 16)?, E4M3, Fp8Copies::Both)?;
+    let head = |targets: usize, settings: CrossEntropy| {
+        let targets = Tensor::zeros(targets, DType::U32, &Device::Cpu)?;
+        let (linear, sum) = (Fp8Linear::default(), zeros(16, 16)?);
+        ops::linear_cross_entropy_into_fp8(
+            &sum,
+            &square,
+            &square,
+            &targets,
+            settings,
+            1.0,
+            linear,
+            DType::F32,
+        )
+        .map(drop)
+    };
+    let of_head = [
+        (head(15, CrossEntropy::default()), "the inputs do not match"),
+        (head(16, CrossEntropy::default().ignore_id(0)), "all targets count"),
+        (head(16, CrossEntropy::default().chunk_rows(0)), "chunk_rows is out of range"),
+    ];
+    for (result, expected) in errors.into_iter().chain(of_head) {
         let error = result.expect_err(expected).to_string();
         assert!(error.contains(expected) && error.contains("hint:"), "{error}");
     }

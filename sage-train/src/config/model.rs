@@ -36,6 +36,7 @@ pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) ->
         init_std: need(s.model.init_std),
         linear: s.linear.precision(),
         linear_compute_layers,
+        linear_head: s.linear.head_precision(),
         scheme,
         layer_schemes,
         sla2,

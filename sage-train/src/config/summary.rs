@@ -137,8 +137,9 @@ impl Config {
             }
         };
         let sums = settings.sums[0];
+        let head = if m.linear_head == LinearPrecision::Compute { "" } else { ", the output matrix too" };
         format!(
-            "FP8 in training, gradients {:?}, scaling {scaling:?}, sums {sums:?}{others}",
+            "FP8 in training, gradients {:?}, scaling {scaling:?}, sums {sums:?}{head}{others}",
             settings.gradient
         )
     }

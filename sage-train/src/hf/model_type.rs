@@ -36,6 +36,7 @@ impl ModelType {
             // In transformers the model computes in its own precision.
             linear: _,
             linear_compute_layers: _,
+            linear_head: _,
             scheme: _,
             layer_schemes: _,
             sla2: _,

@@ -41,6 +41,8 @@ pub struct LlamaConfig {
     pub linear: LinearPrecision,
     /// Layers whose products are in the compute type all the same.
     pub linear_compute_layers: BTreeSet<usize>,
+    /// Precision of the products of the output matrix in training.
+    pub linear_head: LinearPrecision,
     /// Numerics of attention; `None` makes a model without attention.
     pub scheme: Option<Scheme>,
     /// Layers whose attention has another scheme than `scheme`.
@@ -111,6 +113,7 @@ impl LlamaConfig {
         self.linear.check("ffn", self.ffn)?;
         self.linear.check("heads x head-dim", self.heads * self.head_dim)?;
         self.linear.check("key-heads x head-dim", self.key_heads * self.head_dim)?;
+        self.linear_head.check("the number of tokens in the vocabulary", self.vocab)?;
         self.scheme.as_ref().map_or(Ok(()), candle_sage::Scheme::validate)?;
         self.layer_schemes.values().try_for_each(candle_sage::Scheme::validate)?;
         crate::checks::above_zero("init-std", self.init_std)?;
@@ -222,13 +225,18 @@ impl LlamaConfig {
     /// Bytes of the copies of weights that products read instead of the model's own.
     pub fn linear_copies(&self) -> u64 {
         self.linear_parameters()[1] * self.linear.copied_bytes()
+            + self.embedding_parameters() * self.linear_head.copied_bytes()
     }
 
     /// As [`LlamaConfig::flops_per_token`], but of products that are faster than in 16 bit only as many as take the same time in
     /// 16 bit.
     pub fn dense16_flops_per_token(&self) -> f64 {
-        let faster = 6.0 * self.linear_parameters()[1] as f64;
-        self.flops_per_token() as f64 - faster * (1.0 - 1.0 / self.linear.speed())
+        let saved = |parameters: u64, precision: LinearPrecision| {
+            6.0 * parameters as f64 * (1.0 - 1.0 / precision.speed())
+        };
+        self.flops_per_token() as f64
+            - saved(self.linear_parameters()[1], self.linear)
+            - saved(self.embedding_parameters(), self.linear_head)
     }
 
     /// As [`LlamaConfig::flops_per_token`], at a training step (from 0): attention is dense before SLA2's

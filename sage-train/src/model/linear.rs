@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::{Result, Tensor};
 use candle_sage::Error;
 use candle_sage::fp8::Fp8Format;
-use candle_sage::ops::{self, Fp8Copies, Fp8Linear, Fp8Matrix};
+use candle_sage::ops::{self, CrossEntropy, Fp8Copies, Fp8Linear, Fp8Matrix};
 
 use super::operands::Operand;
 use super::parameters::{Parameters, Weight};
@@ -86,8 +86,12 @@ impl Linear {
     /// concatenated along the columns.
     pub(super) fn new(parameters: &Parameters, at: &str, names: &[&str]) -> Result<Self> {
         let names: Vec<String> = names.iter().map(|name| format!("{at}.{name}.weight")).collect();
-        let weight = parameters.joined(&names)?;
-        Ok(Self { weight, quantized: Arc::default(), copies: Fp8Copies::Both })
+        Ok(Self::of(parameters.joined(&names)?))
+    }
+
+    /// The matrix `weight`.
+    pub(super) fn of(weight: Weight) -> Self {
+        Self { weight, quantized: Arc::default(), copies: Fp8Copies::Both }
     }
 
     /// The same matrix, of which only the forward is called.
@@ -121,6 +125,32 @@ impl Linear {
             Operand::Fp8(x, settings) => {
                 x.product(&self.quantized()?, self.weight.value.dtype(), settings.sums[0])
             }
+        }
+    }
+
+    /// The mean cross-entropy of the outputs as logits, and the gradient of the input. Adds the gradient of the weight to what it
+    /// holds.
+    pub(super) fn cross_entropy(
+        &self,
+        x: &Operand,
+        targets: &Tensor,
+        settings: CrossEntropy,
+    ) -> Result<(Tensor, Tensor)> {
+        let (weight, gradient) = (&self.weight.value, self.weight.gradient()?);
+        match x {
+            Operand::Compute(x) => {
+                ops::linear_cross_entropy_into(gradient, x, weight, targets, settings, 1.0)
+            }
+            Operand::Fp8(x, linear) => ops::linear_cross_entropy_into_fp8(
+                gradient,
+                x,
+                &self.quantized()?,
+                targets,
+                settings,
+                1.0,
+                *linear,
+                weight.dtype(),
+            ),
         }
     }
 

@@ -10,6 +10,8 @@ use super::attention::{Observe, Rotary};
 use super::block::Block;
 use super::config::LlamaConfig;
 use super::layers::{Norm, Stream};
+use super::linear::Linear;
+use super::operands::{Operands, Place};
 use super::parameters::{Parameters, Weight};
 use super::sla2::{Selected, Stage};
 use super::spec::EMBEDDING;
@@ -56,6 +58,8 @@ pub struct Llama {
     pub(super) embedding: Weight,
     pub(super) blocks: Vec<Block>,
     pub(super) norm: Norm,
+    /// The output matrix in training, and what makes its input.
+    head: (Linear, Operands),
     pub(super) rotary: Rotary,
     z_loss: f32,
     pub(super) stage: Stage,
@@ -71,8 +75,10 @@ impl Llama {
     pub fn new(config: &LlamaConfig, parameters: &Parameters, device: &Device) -> Result<Self> {
         let blocks =
             (0..config.layers).map(|layer| Block::new(config, parameters, layer)).collect::<Result<_>>()?;
+        let embedding = parameters.weight(EMBEDDING)?;
         Ok(Self {
-            embedding: parameters.weight(EMBEDDING)?,
+            head: (Linear::of(embedding.clone()), Operands::of_head(config, parameters)?),
+            embedding,
             blocks,
             norm: Norm::new(parameters, "model.norm.weight", config.norm_eps)?,
             rotary: Rotary::new(config, device)?,
@@ -180,12 +186,11 @@ impl Llama {
             stream = next;
             kept.push(of_block);
         }
-        let (sum, hidden) = self.norm.enter(&stream)?;
+        let (head, operands) = &self.head;
+        let (sum, hidden) = operands.normed(&self.norm, &stream, Place::Normed)?;
         drop(stream);
-        let (table, dtable) = (&self.embedding.value, self.embedding.gradient()?);
         let settings = CrossEntropy::default().z_loss(self.z_loss);
-        let (loss, dhidden) =
-            ops::linear_cross_entropy_into(dtable, &hidden, table, &targets.flatten_all()?, settings, 1.0)?;
+        let (loss, dhidden) = head.cross_entropy(&hidden, &targets.flatten_all()?, settings)?;
         drop(hidden);
         let mut dstream = self.norm.backward(&sum, &dhidden, None)?;
         drop((sum, dhidden));
@@ -196,7 +201,8 @@ impl Llama {
             }
         }
         let dstream = dstream.reshape((ids.dim(0)?, ids.dim(1)?, ()))?;
-        ops::add_into(dtable, &ops::embedding_backward(ids, &dstream, table.dim(0)?)?)?;
+        let rows = self.embedding.value.dim(0)?;
+        ops::add_into(self.embedding.gradient()?, &ops::embedding_backward(ids, &dstream, rows)?)?;
         Ok(loss)
     }
 

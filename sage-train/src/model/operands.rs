@@ -1,5 +1,6 @@
 //! The operands of linear layers in the form that their products read, and how each comes to its scale.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
@@ -75,10 +76,13 @@ impl Place {
     ];
 }
 
-/// The format of each operand that has a scale of earlier steps: all places of a layer, one layer after the other.
+/// The format of each operand that has a scale of earlier steps: all places of a layer, one layer after the other, and the input of the
+/// output matrix.
 pub(super) fn formats(config: &LlamaConfig) -> Vec<Fp8Format> {
     let LinearPrecision::Fp8(settings, Scaling::Delayed) = config.linear else { return Vec::new() };
-    (0..config.layers).flat_map(|_| Place::ALL.map(|place| place.format(settings))).collect()
+    let head = (config.linear_head != LinearPrecision::Compute).then_some(Fp8Format::E4M3);
+    let layers = (0..config.layers).flat_map(|_| Place::ALL.map(|place| place.format(settings)));
+    layers.chain(head).collect()
 }
 
 /// Makes the operands of a block.
@@ -90,13 +94,28 @@ pub(super) struct Operands {
 }
 
 impl Operands {
-    /// For training.
+    /// Of a layer in training.
     pub(super) fn new(config: &LlamaConfig, parameters: &Parameters, layer: usize) -> Result<Self> {
-        let precision = config.linear_of(layer);
+        let first = layer * Place::COUNT;
+        Self::with_scales(config.linear_of(layer), config, parameters, first..first + Place::COUNT)
+    }
+
+    /// Of the output matrix in training: its input is `Place::Normed`.
+    pub(super) fn of_head(config: &LlamaConfig, parameters: &Parameters) -> Result<Self> {
+        let first = config.layers * Place::COUNT;
+        Self::with_scales(config.linear_head, config, parameters, first..first + 1)
+    }
+
+    fn with_scales(
+        precision: LinearPrecision,
+        config: &LlamaConfig,
+        parameters: &Parameters,
+        places: Range<usize>,
+    ) -> Result<Self> {
         let scales = match precision {
             LinearPrecision::Fp8(_, Scaling::Delayed) => {
                 let scales = parameters.scales(config)?;
-                (0..Place::COUNT).map(|place| scales.at(layer * Place::COUNT + place)).collect()
+                places.map(|place| scales.at(place)).collect()
             }
             LinearPrecision::Compute | LinearPrecision::Fp8(_, Scaling::Current) => Arc::default(),
         };

@@ -65,13 +65,16 @@ pub struct LinearSettings {
     /// FP8: precision of the sums inside the matmuls on a GPU [default: fast]
     #[arg(long, value_enum)]
     pub linear_sums: Option<SumsSetting>,
+    /// FP8: precision of the matmuls of the output matrix; its gradient of the logits is in e5m2 [default: bf16]
+    #[arg(long, value_enum)]
+    pub linear_head: Option<LinearSetting>,
     /// FP8: transformer blocks whose linear layers stay in bf16: 0,-1 are the first and the last [default: none]
     #[arg(long, value_name = "LAYERS", allow_hyphen_values = true)]
     pub linear_bf16_layers: Option<LayerList>,
 }
 
 layer! {
-    LinearSettings: linear, linear_gradient, linear_scaling, linear_sums, linear_bf16_layers [Whole]
+    LinearSettings: linear, linear_gradient, linear_scaling, linear_sums, linear_head, linear_bf16_layers [Whole]
 }
 
 impl LinearSettings {
@@ -95,12 +98,23 @@ impl LinearSettings {
         LinearPrecision::Fp8(Fp8Linear::default().gradient(gradient).sums([sums; 3]), scaling)
     }
 
+    /// The precision of the output matrix. Most elements of the logits' gradient are small probabilities, which need the wider range.
+    pub fn head_precision(&self) -> LinearPrecision {
+        match self.precision() {
+            LinearPrecision::Fp8(settings, scaling) if self.linear_head == Some(LinearSetting::Fp8) => {
+                LinearPrecision::Fp8(settings.gradient(Fp8Format::E5M2), scaling)
+            }
+            _ => LinearPrecision::Compute,
+        }
+    }
+
     /// The first setting that has an effect with FP8 alone.
     pub fn first_of_fp8(&self) -> Option<&'static str> {
         let given = [
             ("linear-gradient", self.linear_gradient.is_some()),
             ("linear-scaling", self.linear_scaling.is_some()),
             ("linear-sums", self.linear_sums.is_some()),
+            ("linear-head", self.linear_head.is_some()),
             ("linear-bf16-layers", self.linear_bf16_layers.is_some()),
         ];
         given.into_iter().find_map(|(key, is_given)| is_given.then_some(key))

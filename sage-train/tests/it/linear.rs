@@ -56,6 +56,11 @@ fn layers_can_stay_in_the_compute_type() {
         let (loss, norm) = (other[0].0 / exact[0].0, other[0].1 / exact[0].1);
         assert!((loss - 1.0).abs() < 2e-3 && (norm - 1.0).abs() < 0.1, "{loss} {norm}");
     }
+    // The output matrix makes the loss itself, from operands of .037 each, and is followed by no other error.
+    let head = train(&scratch, "head", &["--linear", "fp8", "--linear-head", "fp8", "--vocab-size", "272"]);
+    let plain = train(&scratch, "plain", &["--linear", "fp8", "--vocab-size", "272"]);
+    assert!(head[0].0 != plain[0].0 && (head[0].0 / plain[0].0 - 1.0).abs() < 2e-3, "{head:?} {plain:?}");
+    assert!((head[0].1 / plain[0].1 - 1.0).abs() < 0.1, "{head:?} {plain:?}");
     // Validation is in the compute type: the same weights have the same loss.
     let eval = |run: &str| scratch.loss(&["eval", run, "--tokens", "2k"]);
     let last = scratch.metrics("fp8").last().and_then(|point| point.val_loss).expect("a validation");
@@ -93,6 +98,8 @@ fn what_does_not_fit_is_refused() {
         (&["--linear", "fp8", "--linear-bf16-layers", "9"], "no such layer"),
         (&["--linear", "fp8", "--linear-bf16-layers", "first"], "not a list of layers"),
         (&["--linear", "fp8", "--ffn", "72"], "a multiple of 16"),
+        (&["--linear", "fp8", "--linear-head", "fp8", "--vocab-size", "300"], "a multiple of 16"),
+        (&["--linear-head", "fp8"], "--linear fp8"),
         (&["--linear", "int8"], "possible values"),
     ] {
         let error = scratch.fails(&small(&[&["--dry-run"], flags].concat()));

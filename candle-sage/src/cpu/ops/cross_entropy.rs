@@ -51,6 +51,8 @@ pub(crate) struct Linear<'a> {
     pub(crate) chunk_rows: usize,
     /// See [`row_loss`].
     pub(crate) z_loss: f32,
+    /// Applied to each element of the logits' gradient.
+    pub(crate) rounded: Option<&'a (dyn Fn(f32) -> f32 + Sync)>,
 }
 
 /// One pass over the chunks of logits. It returns the mean loss, and writes the gradients times `factor` to the
@@ -63,7 +65,7 @@ pub(crate) fn linear_pass(
     factor: f32,
     [dhidden, dweight]: [&mut [f32]; 2],
 ) -> f32 {
-    let Linear { targets, counted, chunk_rows, z_loss } = *settings;
+    let Linear { targets, counted, chunk_rows, z_loss, rounded } = *settings;
     let rows = targets.len();
     let chunk = chunk_rows.min(rows);
     let mut logits = vec![0.0; chunk * outputs];
@@ -85,6 +87,9 @@ pub(crate) fn linear_pass(
             *loss = row_loss(lse, row[target], z_loss);
             if wanted {
                 to_gradient(row, lse, target, factor, z_loss);
+                if let Some(rounded) = rounded {
+                    row.iter_mut().for_each(|x| *x = rounded(*x));
+                }
             }
         });
         let dlogits = Mat::new(logits, end - start, outputs);

@@ -24,7 +24,7 @@ use crate::ops::fp8_scales::{DECAY, MARGIN, Rescale};
 const NAME: &str = "fp8-quantize";
 
 /// The codes of a matrix that a kernel writes.
-struct Codes {
+pub(super) struct Codes {
     rows: Option<CudaSlice<u8>>,
     columns: Option<CudaSlice<u8>>,
     /// The scale that the codes are made with.
@@ -33,7 +33,7 @@ struct Codes {
 }
 
 impl Codes {
-    fn new(gpu: &Gpu, dims: (usize, usize), copies: Fp8Copies) -> Result<Self> {
+    pub(super) fn new(gpu: &Gpu, dims: (usize, usize), copies: Fp8Copies) -> Result<Self> {
         let alloc = |wanted: bool| wanted.then(|| gpu.alloc::<u8>(dims.0 * dims.1)).transpose();
         let (rows, columns) = (alloc(copies.has_rows())?, alloc(copies.has_columns())?);
         Ok(Self { rows, columns, scale: gpu.alloc(1)?, dims })
@@ -51,6 +51,11 @@ impl Codes {
         })
     }
 
+    /// As [`Codes::params`], for a kernel that says which scale it uses.
+    pub(super) fn params_of_scale(&self, gpu: &Gpu, e5m2: bool) -> Result<params::Fp8Codes<'_>> {
+        Ok(params::Fp8Codes { used: address(&self.scale, gpu), ..self.params(gpu, e5m2)? })
+    }
+
     /// As [`Codes::params`], with a matrix's place in the state of its scales. The scale is copied, because the state's changes.
     fn params_at<'a>(&'a self, gpu: &Gpu, site: Fp8Site, state: &Site<'a>) -> Result<params::Fp8Codes<'a>> {
         let Site { scale, largest, saturated, .. } = *state;
@@ -58,7 +63,7 @@ impl Codes {
         Ok(params::Fp8Codes { scale, used, largest, saturated, ..self.params(gpu, site.e5m2)? })
     }
 
-    fn into_storages(self, gpu: &Gpu) -> Quantized<CudaStorage> {
+    pub(super) fn into_storages(self, gpu: &Gpu) -> Quantized<CudaStorage> {
         let storage = |codes: CudaSlice<u8>| CudaStorage::wrap_cuda_slice(codes, gpu.device.clone());
         Quantized {
             rows: self.rows.map(storage),
@@ -68,7 +73,7 @@ impl Codes {
     }
 
     /// A block for each tile.
-    fn grid(dims: (usize, usize)) -> Grid {
+    pub(super) fn grid(dims: (usize, usize)) -> Grid {
         let tiles = (dims.0.div_ceil(ROWS).max(1) as u32, dims.1.div_ceil(COLUMNS).max(1) as u32, 1);
         Grid { blocks: tiles, threads: (THREADS as u32, 1, 1), shared_bytes: 0 }
     }

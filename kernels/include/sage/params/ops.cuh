@@ -228,6 +228,14 @@ struct Fp8SwiGlu {
   Fp8Codes again;  // backward only: y, where it has codes
 };
 
+// The gradient of `factor` times the sum of the losses, in FP8 with a fixed scale.
+struct Fp8CrossEntropy {
+  CrossEntropy of;  // logits, targets and lse
+  Fp8Codes codes;
+  float factor;
+  float scale;
+};
+
 struct Fp8Rescale {
   float* scale;
   uint32_t* largest;     // bits

@@ -40,11 +40,12 @@ __device__ __forceinline__ float fp8_scale(uint32_t largest, int e5m2) {
 struct Fp8Codes {
   uint32_t words[Fp8Tile::LINES][Fp8Tile::V / 4] = {};
   uint32_t largest = 0, saturated = 0;  // of the values before division, and how many were beyond the format
-  float inverse, top;                   // 1 / scale, and the format's largest value
+  float scale, inverse, top;            // inverse is 1 / scale, top the format's largest value
   int e5m2;
 
-  __device__ __forceinline__ explicit Fp8Codes(const params::Fp8Codes& p)
-      : inverse(1.0f / *p.scale), top(p.e5m2 ? 57344.0f : 448.0f), e5m2(p.e5m2) {}
+  __device__ __forceinline__ explicit Fp8Codes(const params::Fp8Codes& p) : Fp8Codes(p, *p.scale) {}
+  __device__ __forceinline__ Fp8Codes(const params::Fp8Codes& p, float scale)
+      : scale(scale), inverse(1.0f / scale), top(p.e5m2 ? 57344.0f : 448.0f), e5m2(p.e5m2) {}
 
   // Two codes, of `low` in the low byte. Values beyond the largest saturate. NaN becomes 0x7f where the hardware converts (sm_89 and
   // later); the conversion before that keeps a NaN's sign.
@@ -104,7 +105,7 @@ struct Fp8Codes {
   __device__ __forceinline__ void report(const params::Fp8Codes& p) const {
     uint32_t most = __reduce_max_sync(~0u, largest), count = __reduce_add_sync(~0u, saturated);
     if (threadIdx.x % 32 != 0) return;
-    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0 && p.used) *p.used = *p.scale;
+    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0 && p.used) *p.used = scale;
     if (most > *p.largest) atomicMax(p.largest, most);  // an old value costs an addition more, and changes nothing
     if (count) atomicAdd(p.saturated, count);
   }
@@ -112,11 +113,11 @@ struct Fp8Codes {
 
 // Quantizes a tile of the values that `line(row, column, x)` gives: V neighbours of a row.
 template <class Line>
-__device__ __forceinline__ void quantize_tile(const params::Fp8Codes& p, Line line) {
+__device__ __forceinline__ void quantize_tile(const params::Fp8Codes& p, float scale, Line line) {
   __shared__ Fp8Tile tile;
   int first_row = blockIdx.x * Fp8Tile::ROWS, first_column = blockIdx.y * Fp8Tile::COLUMNS;
   int row = first_row + Fp8Tile::row(), column = first_column + Fp8Tile::column();
-  Fp8Codes codes(p);
+  Fp8Codes codes(p, scale);
   if (row < p.rows && column < p.columns) {
 #pragma unroll
     for (int i = 0; i < Fp8Tile::LINES; ++i) {
@@ -128,5 +129,8 @@ __device__ __forceinline__ void quantize_tile(const params::Fp8Codes& p, Line li
   codes.store(p, tile, first_row, first_column, p.columns);
   codes.report(p);
 }
+
+template <class Line>
+__device__ __forceinline__ void quantize_tile(const params::Fp8Codes& p, Line line) { quantize_tile(p, *p.scale, line); }
 
 }  // namespace sage::quant
