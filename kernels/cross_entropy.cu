@@ -136,7 +136,7 @@ __device__ void backward(const params::CrossEntropy& p) {
 template <class T>
 __device__ void quantize_gradient(const params::Fp8CrossEntropy& p) {
   constexpr int V = quant::Fp8Tile::V;
-  quant::quantize_tile(p.codes, p.scale, [&](int row, int column, float (&x)[V]) {
+  quant::quantize_tile(p.codes, p.scale, {0, p.codes.columns}, [&](int row, int column, float (&x)[V]) {
     uint32_t target = p.of.targets[row];
     float lse = p.of.lse[row], raised = p.factor * fmaf(2.0f * p.of.z_loss, lse, 1.0f);
     elements::load_floats(static_cast<const T*>(p.of.logits) + int64_t(row) * p.of.classes + column, x);

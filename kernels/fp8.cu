@@ -1,4 +1,4 @@
-// Quantization to FP8: of a matrix, and of normalized rows; the largest value of a matrix; and scales for the next step.
+// Quantization to FP8: of a matrix; its largest value; and scales for the next step.
 #include <sage/elements/pack.cuh>
 #include <sage/quant/fp8_tile.cuh>
 
@@ -12,7 +12,7 @@ constexpr int THREADS = Fp8Tile::THREADS, V = Fp8Tile::V;
 template <class T>
 __device__ void largest(const params::Fp8Quantize& p) {
   uint32_t own = 0;
-  int64_t packs = int64_t(p.codes.rows) * p.codes.columns / V, stride = int64_t(gridDim.x) * THREADS;
+  int64_t packs = int64_t(p.codes.rows) * p.columns / V, stride = int64_t(gridDim.x) * THREADS;
   for (int64_t pack = int64_t(blockIdx.x) * THREADS + threadIdx.x; pack < packs; pack += stride) {
     float x[V];
     elements::load_floats(static_cast<const T*>(p.x) + pack * V, x);
@@ -25,20 +25,8 @@ __device__ void largest(const params::Fp8Quantize& p) {
 
 template <class T>
 __device__ void quantize_matrix(const params::Fp8Quantize& p) {
-  quant::quantize_tile(p.codes, [&](int row, int column, float (&x)[V]) {
-    elements::load_floats(static_cast<const T*>(p.x) + int64_t(row) * p.codes.columns + column, x);
-  });
-}
-
-// Rows times their inverse root mean square and the weight: the end of the forward of rms_norm.cu.
-template <class T>
-__device__ void quantize_normed(const params::Fp8Normed& p) {
-  quant::quantize_tile(p.codes, [&](int row, int column, float (&x)[V]) {
-    float w[V], r = p.inverse[row];
-    elements::load_floats(static_cast<const T*>(p.x) + int64_t(row) * p.codes.columns + column, x);
-    elements::load_weight(p.weight, p.weight_type, column, w);
-#pragma unroll
-    for (int i = 0; i < V; ++i) x[i] = x[i] * r * w[i];
+  quant::quantize_tile(p.codes, *p.codes.scale, {p.first_column, p.columns}, [&](int row, int column, float (&x)[V]) {
+    elements::load_floats(static_cast<const T*>(p.x) + int64_t(row) * p.columns + column, x);
   });
 }
 
@@ -67,9 +55,7 @@ __device__ void rescale(const params::Fp8Rescale& p) {
   extern "C" __global__ void __launch_bounds__(THREADS)                                                           \
       fp8_largest_##name(const __grid_constant__ params::Fp8Quantize p) { largest<T>(p); }                        \
   extern "C" __global__ void __launch_bounds__(THREADS)                                                           \
-      fp8_quantize_##name(const __grid_constant__ params::Fp8Quantize p) { quantize_matrix<T>(p); }               \
-  extern "C" __global__ void __launch_bounds__(THREADS)                                                           \
-      fp8_normed_##name(const __grid_constant__ params::Fp8Normed p) { quantize_normed<T>(p); }
+      fp8_quantize_##name(const __grid_constant__ params::Fp8Quantize p) { quantize_matrix<T>(p); }
 
 KERNELS(f32, float)
 KERNELS(f16, __half)

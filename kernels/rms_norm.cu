@@ -3,6 +3,7 @@
 #include <sage/elements/group.cuh>
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
+#include <sage/quant/fp8_strip.cuh>
 
 using namespace sage;
 using elements::Group;
@@ -80,10 +81,6 @@ __device__ void forward(const params::RmsNorm& p) {
     Row<T, V> x(p.x, row, group, p.width);
     if (p.residual) x.add(p.residual, p.sum, row, group, p.width);
     float r = x.inverse_rms(group, p);
-    if (p.inverse) {
-      if (group.lane == 0) p.inverse[row] = r;
-      continue;
-    }
     T* y = static_cast<T*>(p.out) + int64_t(row) * p.width;
     each_chunk(group, p.width / V, [&](int k, int chunk) {
       Pack<T, V> in = x.at(k, chunk);
@@ -160,6 +157,126 @@ __device__ void backward(const params::RmsNorm& p) {
   }
 }
 
+// As `forward`, with y in FP8.
+template <class T, int WARPS>
+__device__ void forward_fp8(const params::Fp8RmsNorm& fp8) {
+  using Strip = quant::Fp8Strip<WARPS>;
+  constexpr int V = Strip::V, KEEP = Strip::KEEP;
+  const params::RmsNorm& p = fp8.of;
+  __shared__ Strip strip;
+  quant::Fp8Team<WARPS> team{strip};
+  quant::Fp8Codes codes(fp8.codes);
+  for (int first = blockIdx.x * Strip::ROWS; first < p.rows; first += gridDim.x * Strip::ROWS) {
+#pragma unroll
+    for (int line = 0; line < Strip::LINES; ++line) {
+      int row = first + Strip::team() * Strip::LINES + line;
+      int width = row < p.rows ? p.width : 0;  // all threads take part in the sums
+      elements::Packed<T, V> x[KEEP];
+#pragma unroll
+      for (int k = 0; k < KEEP; ++k) {
+        int64_t at = int64_t(row) * p.width + Strip::column(k);
+        if (Strip::column(k) >= width) continue;
+        x[k].load(static_cast<const T*>(p.x) + at);
+        if (!p.residual) continue;
+        float sum[V];
+        elements::load_floats(static_cast<const T*>(p.residual) + at, sum);
+#pragma unroll
+        for (int i = 0; i < V; ++i) sum[i] += x[k][i];
+        x[k].packs[0] = Pack<T, V>::of(sum);
+        x[k].packs[0].store(static_cast<T*>(p.sum) + at);
+      }
+      float r = elements::inverse_rms(team, p.width, p.eps, [&](auto f) {
+#pragma unroll
+        for (int k = 0; k < KEEP; ++k)
+#pragma unroll
+          for (int i = 0; i < V; ++i) f(x[k][i]);
+      });
+#pragma unroll
+      for (int k = 0; k < KEEP; ++k) {
+        if (Strip::column(k) >= width) continue;
+        float w[V], y[V];
+        elements::load_weight(p.weight, p.weight_type, Strip::column(k), w);
+#pragma unroll
+        for (int i = 0; i < V; ++i) y[i] = x[k][i] * r * w[i];
+        strip.set(fp8.codes, k, line, row, codes.quantize(y));
+      }
+    }
+    strip.store(fp8.codes, first);
+  }
+  codes.report(fp8.codes);
+}
+
+// As `backward`, with dx also in FP8.
+template <class T, int WARPS>
+__device__ void backward_fp8(const params::Fp8RmsNorm& fp8) {
+  using Strip = quant::Fp8Strip<WARPS>;
+  constexpr int V = Strip::V, KEEP = Strip::KEEP;
+  const params::RmsNorm& p = fp8.of;
+  __shared__ Strip strip;
+  quant::Fp8Team<WARPS> team{strip};
+  quant::Fp8Codes codes(fp8.codes);
+  float dw[KEEP][V] = {};
+  for (int first = blockIdx.x * Strip::ROWS; first < p.rows; first += gridDim.x * Strip::ROWS) {
+#pragma unroll
+    for (int line = 0; line < Strip::LINES; ++line) {
+      int row = first + Strip::team() * Strip::LINES + line;
+      int width = row < p.rows ? p.width : 0;
+      elements::Packed<T, V> x[KEEP], dy[KEEP];
+#pragma unroll
+      for (int k = 0; k < KEEP; ++k) {
+        int64_t at = int64_t(row) * p.width + Strip::column(k);
+        if (Strip::column(k) >= width) continue;
+        x[k].load(static_cast<const T*>(p.x) + at);
+        dy[k].load(static_cast<const T*>(p.dy) + at);
+      }
+      float r = elements::inverse_rms(team, p.width, p.eps, [&](auto f) {
+#pragma unroll
+        for (int k = 0; k < KEEP; ++k)
+#pragma unroll
+          for (int i = 0; i < V; ++i) f(x[k][i]);
+      });
+      float dot = 0.0f, w[V];
+#pragma unroll
+      for (int k = 0; k < KEEP; ++k) {
+        if (Strip::column(k) >= width) continue;
+        elements::load_weight(p.weight, p.weight_type, Strip::column(k), w);
+#pragma unroll
+        for (int i = 0; i < V; ++i) dot = fmaf(dy[k][i] * w[i], x[k][i], dot);
+      }
+      float pull = team.sum(dot) * r * r / p.width;
+#pragma unroll
+      for (int k = 0; k < KEEP; ++k) {
+        int64_t at = int64_t(row) * p.width + Strip::column(k);
+        if (Strip::column(k) >= width) continue;
+        float dx[V] = {};
+        elements::load_weight(p.weight, p.weight_type, Strip::column(k), w);
+        if (p.residual) elements::load_floats(static_cast<const T*>(p.residual) + at, dx);
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+          dx[i] += r * (dy[k][i] * w[i] - x[k][i] * pull);
+          dw[k][i] += dy[k][i] * x[k][i] * r;
+        }
+        Pack<T, V>::of(dx).store(static_cast<T*>(p.out) + at);
+        strip.set(fp8.codes, k, line, row, codes.quantize(dx));
+      }
+    }
+    strip.store(fp8.codes, first);
+  }
+  codes.report(fp8.codes);
+  // Adds the sums of the teams, in order.
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < KEEP; ++k)
+#pragma unroll
+    for (int i = 0; i < V; ++i) strip.sums[Strip::team()][Strip::column(k) + i] = dw[k][i];
+  __syncthreads();
+  for (int c = threadIdx.x; c < p.width; c += Strip::THREADS) {
+    float sum = 0.0f;
+    for (int other = 0; other < Strip::TEAMS; ++other) sum += strip.sums[other][c];
+    p.partials[int64_t(blockIdx.x) * p.width + c] = sum;
+  }
+}
+
 }  // namespace
 
 #define KERNELS(name, T, V)                                                                                   \
@@ -169,3 +286,15 @@ __device__ void backward(const params::RmsNorm& p) {
       rms_norm_bwd_##name(const __grid_constant__ params::RmsNorm p) { backward<T, V>(p); }
 
 SAGE_FLOAT_KERNELS(KERNELS)
+
+// Rows of up to `warps` FP8_STRIP_WIDTH elements.
+#define FP8_KERNELS(name, T, warps)                                                            \
+  extern "C" __global__ void __launch_bounds__(quant::FP8_THREADS)                                 \
+      rms_norm_fp8_fwd_##warps##_##name(const __grid_constant__ params::Fp8RmsNorm p) { forward_fp8<T, warps>(p); } \
+  extern "C" __global__ void __launch_bounds__(quant::FP8_THREADS, 2)                              \
+      rms_norm_fp8_bwd_##warps##_##name(const __grid_constant__ params::Fp8RmsNorm p) { backward_fp8<T, warps>(p); }
+
+FP8_KERNELS(f16, __half, 1)
+FP8_KERNELS(f16, __half, 2)
+FP8_KERNELS(bf16, __nv_bfloat16, 1)
+FP8_KERNELS(bf16, __nv_bfloat16, 2)

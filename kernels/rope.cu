@@ -3,6 +3,7 @@
 #include <sage/elements/group.cuh>
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
+#include <sage/quant/fp8_tile.cuh>
 
 using namespace sage;
 using elements::Group;
@@ -232,7 +233,89 @@ __device__ void norm_backward(const params::Rope& p) {
   }
 }
 
+// As `norm_backward`, in FP8, for channels in halves. A block takes tiles of rows of one head, and D / 8 lanes a row.
+template <class T, int D>
+__device__ void norm_backward_fp8(const params::Fp8Rope& fp8) {
+  using Tile = quant::Fp8TileOf<D>;
+  constexpr int V = Tile::V, LANES = D / V, HALF = D / 2;
+  const params::Rope& p = fp8.of;
+  __shared__ Tile tile;
+  __shared__ float sums[Tile::THREADS / LANES][D];
+  Group group(LANES);
+  quant::Fp8Codes codes(fp8.codes);
+  int column = Tile::column();
+  bool upper = column >= HALF;
+  float w[V], dw[V] = {};
+  elements::load_weight(p.weight, p.weight_type, column, w);
+  // Tiles of the same rows one after the other: their angles stay in the cache.
+  int tiles = (p.tokens + Tile::ROWS - 1) / Tile::ROWS * p.heads, each = (tiles + gridDim.x - 1) / gridDim.x;
+  for (int item = blockIdx.x * each; item < min(tiles, int(blockIdx.x + 1) * each); ++item) {
+    int head = item % p.heads, first_row = item / p.heads * Tile::ROWS, row = first_row + Tile::row();
+    if (row < p.tokens) {
+      elements::Packed<T, V> inputs[Tile::LINES], gradients[Tile::LINES];
+#pragma unroll
+      for (int line = 0; line < Tile::LINES; ++line) {
+        int batch = (row + line) / p.sequence, position = (row + line) % p.sequence;
+        inputs[line].load(head_of<T>(p.x, batch, position, head) + column);
+        gradients[line].load(head_of<T>(p.dy, batch, position, head) + column);
+      }
+#pragma unroll
+      for (int line = 0; line < Tile::LINES; ++line) {
+        int position = (row + line) % p.sequence;
+        float x[V], dn[V], cos[V], sin[V];
+#pragma unroll
+        for (int i = 0; i < V; ++i) x[i] = inputs[line][i], dn[i] = gradients[line][i];
+        int64_t at = int64_t(position) * HALF + column % HALF;
+        elements::load_floats(p.cos + at, cos);
+        elements::load_floats(p.sin + at, sin);
+        float r = elements::inverse_rms(group, D, p.eps, [&](auto f) {
+#pragma unroll
+          for (int i = 0; i < V; ++i) f(x[i]);
+        });
+        float dot = 0.0f;
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+          // The other channel of the pair is half a head away.
+          float other = __shfl_xor_sync(group.mask, dn[i], LANES / 2);
+          dn[i] = dn[i] * cos[i] + (upper ? -other : other) * sin[i];
+          dot = fmaf(dn[i] * w[i], x[i], dot);
+        }
+        float pull = group.sum(dot) * r * r / D;
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+          dw[i] += dn[i] * x[i] * r;
+          x[i] = r * (dn[i] * w[i] - x[i] * pull);
+        }
+        codes.set(line, x);
+      }
+    }
+    int first_column = fp8.first_column + head * D;
+    codes.store(fp8.codes, tile, first_row, first_column, first_column + D);
+    __syncthreads();
+  }
+  codes.report(fp8.codes);
+  // Adds the sums of the block's groups, in order.
+#pragma unroll
+  for (int i = 0; i < V; ++i) sums[group.index][column + i] = dw[i];
+  __syncthreads();
+  for (int channel = threadIdx.x; channel < D; channel += Tile::THREADS) {
+    float sum = 0.0f;
+    for (int other = 0; other < Tile::THREADS / LANES; ++other) sum += sums[other][channel];
+    p.partials[int64_t(blockIdx.x) * D + channel] = sum;
+  }
+}
+
 }  // namespace
+
+#define FP8_KERNELS(name, T)                                                          \
+  extern "C" __global__ void __launch_bounds__(quant::FP8_THREADS)                    \
+      qk_norm_rope_fp8_64_##name(const __grid_constant__ params::Fp8Rope p) { norm_backward_fp8<T, 64>(p); }   \
+  extern "C" __global__ void __launch_bounds__(quant::FP8_THREADS)                    \
+      qk_norm_rope_fp8_128_##name(const __grid_constant__ params::Fp8Rope p) { norm_backward_fp8<T, 128>(p); }
+
+FP8_KERNELS(f32, float)
+FP8_KERNELS(f16, __half)
+FP8_KERNELS(bf16, __nv_bfloat16)
 
 #define KERNELS(name, T, V)                                                                                    \
   extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                    \

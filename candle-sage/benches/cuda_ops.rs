@@ -9,7 +9,9 @@
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::fp8::Fp8Format;
-use candle_sage::ops::{self, CrossEntropy, Fp8Copies, Fp8Matrix, Fp8Sums, RopeStyle};
+use candle_sage::ops::{
+    self, CrossEntropy, Fp8Copies, Fp8Linear, Fp8Matrix, Fp8Scales, Fp8Sums, QkNormRopeGrad, RopeStyle,
+};
 
 const TOKENS: usize = 32 * 1024;
 const SEQUENCE: usize = 4096;
@@ -73,6 +75,67 @@ impl Bench {
         self.line(name, "bwd", both - candle, bytes[1]);
         Ok(())
     }
+}
+
+/// What writes FP8 in a training step: each op, with scales of earlier steps and both copies.
+fn fp8_ops(bench: &Bench, random: &dyn Fn(&[usize]) -> Result<Var>) -> Result<()> {
+    let draw = |dims: &[usize]| Ok::<_, candle_core::Error>(random(dims)?.as_detached_tensor());
+    let scales = Fp8Scales::new(&[Fp8Format::E4M3; 2], &bench.device)?;
+    let (scale, other, both) = (scales.at(0), scales.at(1), Fp8Copies::Both);
+    let elements = TOKENS * WIDTH;
+    let (x, dy, weight) = (draw(&[TOKENS, WIDTH])?, draw(&[TOKENS, WIDTH])?, draw(&[WIDTH])?);
+    let ms = bench.time(|| Fp8Matrix::quantize_with(&x, both, &scale).map(drop))?;
+    bench.line("fp8 quantize, delayed", "", ms, 4 * elements);
+    let ms =
+        bench.time(|| ops::residual_rms_norm_fp8(&x, Some(&dy), &weight, 1e-6, both, &scale).map(drop))?;
+    bench.line("fp8 rms_norm", "fwd", ms, 8 * elements);
+    let ms =
+        bench.time(|| ops::rms_norm_backward_fp8(&x, &weight, &dy, Some(&dy), 1e-6, &scale).map(drop))?;
+    bench.line("fp8 rms_norm", "bwd", ms, 10 * elements);
+    let (gate_up, dhidden) = (draw(&[TOKENS, 2 * HIDDEN])?, draw(&[TOKENS, HIDDEN])?);
+    let (gate, up) = (gate_up.narrow(1, 0, HIDDEN)?, gate_up.narrow(1, HIDDEN, HIDDEN)?);
+    let ms = bench.time(|| ops::swiglu_fp8(&gate, &up, both, &scale).map(drop))?;
+    bench.line("fp8 swiglu", "fwd", ms, 6 * TOKENS * HIDDEN);
+    let ms = bench.time(|| ops::swiglu_backward_fp8(&gate, &up, &dhidden, &scale, Some(&other)).map(drop))?;
+    bench.line("fp8 swiglu", "bwd", ms, 11 * TOKENS * HIDDEN);
+    drop((gate_up, gate, up, dhidden));
+    for head_dim in [64, 128] {
+        let dims = [TOKENS / SEQUENCE, SEQUENCE, WIDTH / head_dim, head_dim];
+        let (x, dx, weight) = (draw(&dims)?, draw(&dims)?, draw(&[head_dim])?);
+        let (cos, sin) = ops::rope_tables(SEQUENCE, head_dim, 1e4, &bench.device)?;
+        let grad = QkNormRopeGrad { x: &x, weight: &weight, dout: &dx };
+        let ms = bench.time(|| {
+            let all = [grad, grad];
+            ops::qk_norm_rope_backward_fp8(&all, Some(&dx), [&cos, &sin], 1e-6, RopeStyle::Halves, &scale)
+                .map(drop)
+        })?;
+        bench.line(&format!("fp8 qk_norm_rope {head_dim}"), "bwd", ms, 16 * elements);
+    }
+    let table = (draw(&[CLASSES, WIDTH])? * 0.02)?;
+    let dtable = Tensor::zeros((CLASSES, WIDTH), DType::F32, &bench.device)?;
+    let targets: Vec<u32> = (0..TOKENS as u32).map(|n| n * 7919 % CLASSES as u32).collect();
+    let (targets, settings) = (Tensor::new(targets, &bench.device)?, CrossEntropy::default());
+    let ms = bench
+        .time(|| ops::linear_cross_entropy_into(&dtable, &x, &table, &targets, settings, 1.0).map(drop))?;
+    println!("cross-entropy of hidden states and weight, both gradients: bf16 {ms:.2} ms");
+    let of_fp8 = |x: &Tensor| Fp8Matrix::quantize(x, Fp8Format::E4M3, both);
+    let (x8, table8) = (of_fp8(&x)?, of_fp8(&table)?);
+    let linear = Fp8Linear::default().gradient(Fp8Format::E5M2);
+    let ms = bench.time(|| {
+        ops::linear_cross_entropy_into_fp8(
+            &dtable,
+            &x8,
+            &table8,
+            &targets,
+            settings,
+            1.0,
+            linear,
+            DType::BF16,
+        )
+        .map(drop)
+    })?;
+    println!("the same in FP8, without its operands: {ms:.2} ms");
+    Ok(())
 }
 
 /// Quantization to FP8 with its transposed copy, and the three products of the model's linear layers in bf16 and in FP8.
@@ -144,6 +207,7 @@ fn main() -> Result<()> {
     }
     if wants("fp8") {
         fp8(&bench, &random)?;
+        fp8_ops(&bench, &random)?;
     }
     let heads = [TOKENS / SEQUENCE, SEQUENCE, HEADS, WIDTH / HEADS];
     let (cos, sin) = ops::rope_tables(SEQUENCE, WIDTH / HEADS, 1e4, &device)?;

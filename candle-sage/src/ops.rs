@@ -40,7 +40,9 @@ pub use cross_entropy::{CrossEntropy, cross_entropy};
 pub use embedding::{embedding, embedding_backward, embedding_forward};
 pub use flash_attn::{flash_attn, flash_attn_varlen};
 pub use fp8::{FP8_MULTIPLE, Fp8Copies, Fp8Matrix, Fp8Sums};
-pub use fp8_fused::{residual_rms_norm_fp8, swiglu_backward_fp8, swiglu_fp8};
+pub use fp8_fused::{
+    qk_norm_rope_backward_fp8, residual_rms_norm_fp8, rms_norm_backward_fp8, swiglu_backward_fp8, swiglu_fp8,
+};
 pub use fp8_linear::{Fp8Linear, fp8_linear};
 pub use fp8_scales::{Fp8Scale, Fp8Scales};
 pub use linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_into};

@@ -18,6 +18,8 @@
 #include <memory>
 #include <vector>
 
+using std::isfinite;
+
 #define __device__
 #define __host__
 #define __global__
@@ -222,7 +224,15 @@ inline void __syncthreads() {
   host::meet(host::block.all, host::block.threads);
   host::synchronized();
 }
-inline void __syncwarp() { host::meet(host::block.warps[host::block.current / 32], 32); }
+inline int __syncthreads_or(int value) {
+  host::block.traded[host::block.current] = uint32_t(value);
+  __syncthreads();
+  int any = 0;
+  for (int thread = 0; thread < host::block.threads; ++thread) any |= int(host::block.traded[thread]);
+  __syncthreads();
+  return any;
+}
+inline void __syncwarp(uint32_t = ~0u) { host::meet(host::block.warps[host::block.current / 32], 32); }
 
 template <class T>
 inline T __shfl_sync(uint32_t, T value, int from, int width = 32) {

@@ -1,10 +1,28 @@
 // Runs the sources of quantization to FP8 on a CPU, thread by thread: codes row by row and transposed, largest and saturated
-// values, scales, and what rms_norm and swiglu write in FP8, against definitions.
+// values, scales, and what rms_norm, swiglu, rope and the cross-entropy write in FP8, against definitions.
+#include <math_constants.h>
+#include <sage/elements/group.cuh>
+#include <sage/quant/fp8_strip.cuh>
+
 #include "../fp8.cu"
 #undef KERNELS
 #include "tensor.h"
 namespace of_swiglu {
 #include "../swiglu.cu"
+}
+#undef KERNELS
+#undef FP8_KERNELS
+namespace of_rope {
+#include "../rope.cu"
+}
+#undef KERNELS
+#undef FP8_KERNELS
+namespace of_norm {
+#include "../rms_norm.cu"
+}
+#undef KERNELS
+namespace of_cross_entropy {
+#include "../cross_entropy.cu"
 }
 
 using namespace sage;
@@ -81,7 +99,7 @@ template <class T>
 void matrices(int rows, int columns, bool e5m2) {
   auto x = draw<T>(size_t(rows) * columns, 3.0f);
   Codes codes(rows, columns, e5m2, 1.0f);
-  params::Fp8Quantize p{x.data(), codes.params()};
+  params::Fp8Quantize p{x.data(), codes.params(), columns, 0};
   host::grid.x = 2;
   for (int block = 0; block < 2; ++block) host::run(block, THREADS, [&] { largest<T>(p); });
   uint32_t most = 0;
@@ -95,27 +113,60 @@ void matrices(int rows, int columns, bool e5m2) {
     // With the scale of the largest value nothing saturates; with an eighth of it, much does.
     for (float part : {1.0f, 0.125f}) {
       Codes made(rows, columns, e5m2, codes.scale * part);
-      params::Fp8Quantize q{x.data(), made.params(copies)};
+      params::Fp8Quantize q{x.data(), made.params(copies), columns, 0};
       tiles(rows, columns, [&] { quantize_matrix<T>(q); });
       check("codes", made, [&](int row, int column) { return float(x[row * columns + column]); }, copies);
     }
   }
 }
 
-template <class T>
-void normed(int rows, int columns) {
-  auto x = draw<T>(size_t(rows) * columns, 2.0f);
-  auto weight = draw<float>(columns, 1.0f), inverse = draw<float>(rows, 1.0f);
-  Codes codes(rows, columns, false, 1.0f / 16);
-  params::Fp8Normed p{x.data(), weight.data(), inverse.data(), elements::F32, 0, codes.params()};
-  tiles(rows, columns, [&] { quantize_normed<T>(p); });
-  check("normed", codes, [&](int row, int column) { return float(x[row * columns + column]) * inverse[row] * weight[column]; });
-}
-
 // Values of the kernels are within a code of the definition's, and zeros within half the smallest value.
 void near(const char* what, const Codes& codes, int row, int column, double expected, bool& holds) {
   double spacing = codes.e5m2 ? 0.25 : 0.125, least = codes.scale * host::fp8_value(1, codes.e5m2);
   holds &= fabs(codes.at(row, column) - expected) <= fmax(spacing * fabs(expected) * 0.51, least * 0.51);
+}
+
+// A norm of rows and its gradient, with a residual stream.
+template <class T, int WARPS>
+void normed(int rows, int width) {
+  using Strip = quant::Fp8Strip<WARPS>;
+  auto x = draw<T>(size_t(rows) * width, 2.0f), residual = draw<T>(x.size(), 1.0f), dy = draw<T>(x.size(), 1.0f), sum = draw<T>(x.size(), 1.0f), dx = sum;
+  auto weight = draw<float>(width, 1.0f);
+  constexpr int BLOCKS = 2;
+  std::vector<float> partials(BLOCKS * width, -1.0f);
+  Codes y(rows, width, false, 1.0f / 16), gradient(rows, width, true, 1.0f / 4096);
+  params::RmsNorm of{x.data(), weight.data(), dy.data(), residual.data(), sum.data(), dx.data(), partials.data(), rows, width, 0, elements::F32, 1e-6f, 0};
+  params::Fp8RmsNorm forward{of, y.params()}, backward{of, gradient.params()};
+  backward.of.x = sum.data();
+  host::grid.x = BLOCKS;
+  for (int block = 0; block < BLOCKS; ++block) host::run(block, Strip::THREADS, [&] { of_norm::forward_fp8<T, WARPS>(forward); });
+  for (int block = 0; block < BLOCKS; ++block) host::run(block, Strip::THREADS, [&] { of_norm::backward_fp8<T, WARPS>(backward); });
+  bool sums = true, of_y = true, of_dx = true, turned = true, rounded = true;
+  std::vector<double> dw(width, 0.0);
+  for (int row = 0; row < rows; ++row) {
+    auto at = [&](const std::vector<T>& of, int c) { return double(float(of[size_t(row) * width + c])); };
+    double squares = 0, dot = 0;
+    for (int c = 0; c < width; ++c) {
+      sums &= at(sum, c) == double(float(ptx::from_float<T>(float(at(x, c) + at(residual, c)))));
+      squares += at(sum, c) * at(sum, c), dot += at(dy, c) * weight[c] * at(sum, c);
+    }
+    double r = 1 / sqrt(squares / width + 1e-6);
+    for (int c = 0; c < width; ++c) {
+      double d = at(residual, c) + r * (at(dy, c) * weight[c] - at(sum, c) * dot * r * r / width);
+      near("norm", y, row, c, at(sum, c) * r * weight[c], of_y);
+      near("gradient of a norm", gradient, row, c, d, of_dx);
+      rounded &= fabs(at(dx, c) - d) <= fmax(fabs(d), 1e-3) * (sizeof(T) == 2 ? 0.0041 : 1e-5);
+      turned &= y.turned[c * rows + row] == y.own[row * width + c] && gradient.turned[c * rows + row] == gradient.own[row * width + c];
+      dw[c] += at(dy, c) * at(sum, c) * r;
+    }
+  }
+  bool of_weight = true, behind = true;
+  for (int c = 0; c < width; ++c) of_weight &= fabs(double(partials[c]) + partials[width + c] - dw[c]) < 1e-4 * sqrt(rows);
+  for (const Codes* codes : {&y, &gradient})
+    for (int i = 0; i < Codes::BEHIND; ++i) behind &= codes->own.rbegin()[i] == 0xa5 && codes->turned.rbegin()[i] == 0xa5;
+  expect(sums && of_y, "norm", rows, width, false);
+  expect(of_dx && rounded && of_weight, "gradient of a norm", rows, width, true);
+  expect(turned && behind && y.used == y.scale && y.largest > 0 && gradient.largest > 0, "norm, transposed", rows, width, false);
 }
 
 template <class T>
@@ -149,6 +200,89 @@ void gated(int rows, int columns, bool e5m2) {
   expect(gradients.own == before && gradients.largest == largest, "swiglu without y", rows, columns, e5m2);
 }
 
+// The gradient of a norm and a rotation of each head, behind other columns of the matrix.
+template <class T, int D>
+void rotated(int batch, int sequence, int heads) {
+  constexpr int BEFORE = 32, HALF = D / 2;
+  int rows = batch * sequence, columns = BEFORE + heads * D;
+  auto x = draw<T>(size_t(rows) * heads * D, 1.0f), dy = draw<T>(size_t(rows) * heads * D, 1.0f);
+  auto weight = draw<float>(D, 1.0f), angles = draw<float>(sequence * HALF, 1.0f);
+  std::vector<float> cosines, sines;
+  for (float angle : angles) cosines.push_back(cos(angle)), sines.push_back(sin(angle));
+  Codes codes(rows, columns, false, 1.0f / 16);
+  constexpr int BLOCKS = 3;
+  std::vector<float> partials(BLOCKS * D, -1.0f);
+  auto place = [&](auto& of) { return params::Heads{of.data(), int64_t(sequence) * heads * D, heads * D, D}; };
+  params::Rope of{place(x), place(dy), {}, cosines.data(), sines.data(), weight.data(), partials.data(), rows, sequence, heads, HALF, 0, 0, elements::F32, 1e-6f, 0.0f, 0};
+  params::Fp8Rope p{of, codes.params(), BEFORE, 0};
+  host::grid.x = BLOCKS;
+  auto plain = draw<T>(size_t(rows) * BEFORE, 1.0f);
+  params::Fp8Quantize beside{plain.data(), codes.params(), BEFORE, 0};
+  tiles(rows, BEFORE, [&] { quantize_matrix<T>(beside); });
+  for (int block = 0; block < BLOCKS; ++block) host::run(block, Fp8Tile::THREADS, [&] { of_rope::norm_backward_fp8<T, D>(p); });
+  bool holds = true, turned = true, beside_holds = true;
+  std::vector<double> dw(D, 0.0);
+  for (int row = 0; row < rows; ++row)
+    for (int head = 0; head < heads; ++head) {
+      const T *in = &x[(row * heads + head) * D], *out = &dy[(row * heads + head) * D];
+      double dn[D], squares = 0, dot = 0;
+      for (int c = 0; c < D; ++c) {
+        double cosine = cosines[row % sequence * HALF + c % HALF], sine = sines[row % sequence * HALF + c % HALF];
+        dn[c] = float(out[c]) * cosine + (c < HALF ? 1 : -1) * float(out[(c + HALF) % D]) * sine;
+        squares += double(float(in[c])) * float(in[c]);
+        dot += dn[c] * weight[c] * float(in[c]);
+      }
+      double r = 1 / sqrt(squares / D + 1e-6);
+      for (int c = 0; c < D; ++c) {
+        dw[c] += dn[c] * float(in[c]) * r;
+        int column = BEFORE + head * D + c;
+        near("rope", codes, row, column, r * (dn[c] * weight[c] - float(in[c]) * dot * r * r / D), holds);
+        turned &= codes.turned[column * rows + row] == codes.own[row * columns + column];
+      }
+      for (int c = 0; c < BEFORE; ++c) {
+        near("beside", codes, row, c, float(plain[row * BEFORE + c]), beside_holds);
+        turned &= codes.turned[c * rows + row] == codes.own[row * columns + c];
+      }
+    }
+  bool sums = true;
+  for (int c = 0; c < D; ++c) {
+    double got = 0;
+    for (int block = 0; block < BLOCKS; ++block) got += partials[block * D + c];
+    sums &= fabs(got - dw[c]) < 1e-4 * sqrt(rows * heads);
+  }
+  expect(holds, "rope", rows, columns, D == 128);
+  expect(turned && beside_holds, "rope, transposed", rows, columns, D == 128);
+  expect(sums, "the gradient of a norm's weight", rows, columns, D == 128);
+}
+
+// The gradient of a cross-entropy; the second row has no target.
+template <class T>
+void probabilities(int rows, int classes, bool e5m2) {
+  auto logits = draw<T>(size_t(rows) * classes, 2.0f);
+  std::vector<uint32_t> targets(rows);
+  std::vector<float> lse(rows);
+  for (int row = 0; row < rows; ++row) {
+    double sum = 0;
+    for (int c = 0; c < classes; ++c) sum += exp(double(float(logits[row * classes + c])));
+    lse[row] = log(sum), targets[row] = row == 1 ? params::NO_PLACE : row * 5 % classes;
+  }
+  lse[1] = NAN;
+  float factor = 3.0f, z_loss = 0.01f;
+  Codes codes(rows, classes, e5m2, factor / (e5m2 ? 32768 : 256));
+  params::CrossEntropy of{logits.data(), nullptr, targets.data(), nullptr, nullptr, nullptr, lse.data(), rows, classes, 0, z_loss};
+  params::Fp8CrossEntropy p{of, codes.params(), factor, codes.scale};
+  tiles(rows, classes, [&] { of_cross_entropy::quantize_gradient<T>(p); });
+  bool holds = true, turned = true;
+  for (int row = 0; row < rows; ++row)
+    for (int c = 0; c < classes; ++c) {
+      double share = (1 + 2 * z_loss * lse[row]) * exp(float(logits[row * classes + c]) - double(lse[row])) - (uint32_t(c) == targets[row]);
+      near("probability", codes, row, c, row == 1 ? 0 : factor * share, holds);
+      turned &= codes.turned[c * rows + row] == codes.own[row * classes + c];
+    }
+  expect(holds && codes.used == codes.scale, "cross-entropy", rows, classes, e5m2);
+  expect(turned, "cross-entropy, transposed", rows, classes, e5m2);
+}
+
 void running_scales() {
   std::vector<float> scale(300), running(300, 1.0f), formats(300, 0.0f);
   std::vector<uint32_t> largest(300, 0);
@@ -174,10 +308,18 @@ int main() {
       gated<Bf16>(rows, columns, e5m2);
       gated<float>(rows, columns, e5m2);
     }
-    normed<Bf16>(rows, columns);
-    normed<__half>(rows, columns);
+    normed<Bf16, 1>(rows, columns);
+    normed<__half, 2>(rows, columns);
+    probabilities<Bf16>(rows, columns, true);
+    probabilities<float>(rows, columns, false);
   }
+  normed<__half, 1>(80, 1024);
+  normed<Bf16, 2>(48, 1536);
+  normed<Bf16, 2>(32, 2048);
+  rotated<Bf16, 64>(3, 48, 5);
+  rotated<float, 64>(1, 16, 1);
+  rotated<__half, 128>(2, 80, 3);
   running_scales();
-  printf("FP8: %s\n", failures ? "wrong" : "codes, scales, norms and gated units are those of their definitions");
+  printf("FP8: %s\n", failures ? "wrong" : "codes, scales and what the ops write in FP8 are those of their definitions");
   return failures != 0;
 }

@@ -21,6 +21,11 @@ impl<'a> Mat<'a> {
         Self { values, rows, cols, transposed: false }
     }
 
+    /// Rows and columns.
+    pub(crate) fn dims(self) -> (usize, usize) {
+        if self.transposed { (self.cols, self.rows) } else { (self.rows, self.cols) }
+    }
+
     /// The transpose. No value is moved.
     pub(crate) fn t(self) -> Self {
         Self { transposed: !self.transposed, ..self }

@@ -6,6 +6,7 @@ mod cross_entropy;
 mod embedding;
 mod fp8;
 mod ids;
+mod linear_cross_entropy;
 mod rms_norm;
 mod rope;
 mod sum_in_order;

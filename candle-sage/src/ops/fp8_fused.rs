@@ -4,17 +4,20 @@
 //! Each returns what the plain operator and [`Fp8Matrix::quantize_with`] return. On a GPU values are quantized from f32, without the
 //! rounding to 16 bits in between. A matrix without a scale of earlier steps is made by the plain operator first, and measured.
 
-use candle_core::{CudaStorage, Result, Tensor};
+use candle_core::{CudaStorage, DType, Result, Tensor};
 
 use super::fp8::{Fp8Copies, Fp8Matrix, Quantized, check_dims};
 use super::fp8_scales::Fp8Scale;
-use super::rms_norm::{residual_rms_norm, rms_norm};
-use super::support::{cuda_tensor, shape_error, supported, with_cuda};
+use super::qk_norm_rope::{self, QkNormRopeGrad, checked_backward, qk_norm_rope_backward};
+use super::rms_norm::{self, checked_norm_backward, residual_rms_norm, rms_norm, rms_norm_backward};
+use super::rope::{RopeStyle, beside};
+use super::support::{cuda_tensor, shape_error, supported, with_all_cuda, with_cuda};
 use super::swiglu::{swiglu, swiglu_backward};
 use crate::launch::Launch;
 
 const SWIGLU: &str = "swiglu-fp8";
 const NORM: &str = "rms-norm-fp8";
+const QK_NORM_ROPE: &str = "qk-norm-rope-fp8";
 
 /// [`swiglu`] of matrices (rows, columns), quantized.
 ///
@@ -95,13 +98,13 @@ pub fn residual_rms_norm_fp8(
     scale: &Fp8Scale,
 ) -> Result<(Tensor, Fp8Matrix)> {
     check_dims(NORM, x.dims())?;
-    if !(x.device().is_cuda() && scale.is_known()) {
+    if !(has_norm_kernel(x) && scale.is_known()) {
         let (sum, y) = match residual {
             Some(residual) => residual_rms_norm(x, residual, weight, eps)?,
             None => (x.clone(), rms_norm(&x.detach(), &weight.detach(), eps)?),
         };
         let plain = (sum, Fp8Matrix::quantize_with(&y, copies, scale)?);
-        if x.device().is_cpu() {
+        if !has_norm_kernel(x) {
             return Ok(plain);
         }
     }
@@ -122,6 +125,89 @@ pub fn residual_rms_norm_fp8(
         with_cuda(NORM, [x, residual.unwrap_or(x), weight, state], |operands| op.launch(operands))?;
     let sum = sum.map_or_else(|| x.clone(), |sum| cuda_tensor(sum, x.shape()));
     Ok((sum, Fp8Matrix::of_codes(codes, x.dims2()?, scale.format())))
+}
+
+/// [`rms_norm_backward`] of a matrix (rows, width): the gradients of `x` and of the weight, and the former once more, quantized in both
+/// copies.
+///
+/// # Errors
+/// As [`rms_norm_backward`] and [`Fp8Matrix::quantize_with`].
+pub fn rms_norm_backward_fp8(
+    x: &Tensor,
+    weight: &Tensor,
+    dout: &Tensor,
+    residual: Option<&Tensor>,
+    eps: f64,
+    scale: &Fp8Scale,
+) -> Result<([Tensor; 2], Fp8Matrix)> {
+    check_dims(NORM, x.dims())?;
+    if !(has_norm_kernel(x) && scale.is_known()) {
+        let [dx, dweight] = rms_norm_backward(x, weight, dout, residual, eps)?;
+        let plain = Fp8Matrix::quantize_with(&dx, Fp8Copies::Both, scale)?;
+        if !has_norm_kernel(x) {
+            return Ok(([dx, dweight], plain));
+        }
+    }
+    let of = checked_norm_backward(x, weight, dout, residual, eps)?;
+    let op = NormBackwardFp8 { of, scale: scale.site() };
+    let tensors = [x, weight, dout, residual.unwrap_or(x), scale.on_device()?];
+    let ([dx, dw], codes): ([CudaStorage; 2], Quantized<CudaStorage>) =
+        with_cuda(NORM, tensors, |operands| op.launch(operands))?;
+    let gradients = [cuda_tensor(dx, x.shape()), cuda_tensor(dw, weight.shape())];
+    Ok((gradients, Fp8Matrix::of_codes(codes, x.dims2()?, scale.format())))
+}
+
+/// The widest rows that kernels normalize and quantize in one pass.
+pub(crate) const NORM_WIDTH: usize = 2048;
+
+fn has_norm_kernel(x: &Tensor) -> bool {
+    x.device().is_cuda() && x.dtype() != DType::F32 && x.dims()[1] <= NORM_WIDTH
+}
+
+/// [`qk_norm_rope_backward`]: the gradients of the inputs as a matrix (batch sequence, channels of all heads), quantized in both copies,
+/// and those of the weights. `through`, the gradient of heads that are neither normalized nor rotated, as those of the values, comes
+/// behind the others in the matrix: together they are the operand of one product if one product made query, key and value.
+///
+/// # Errors
+/// As [`qk_norm_rope_backward`] and [`Fp8Matrix::quantize_with`].
+pub fn qk_norm_rope_backward_fp8(
+    all: &[QkNormRopeGrad<'_>],
+    through: Option<&Tensor>,
+    [cos, sin]: [&Tensor; 2],
+    eps: f64,
+    style: RopeStyle,
+    scale: &Fp8Scale,
+) -> Result<(Fp8Matrix, Vec<Tensor>)> {
+    checked_backward(all, [cos, sin], eps, style)?;
+    let inputs: Vec<&Tensor> = all.iter().map(|grad| grad.x).chain(through).collect();
+    let (batch, sequence, heads, head_dim) = beside("qk_norm_rope", &inputs)?;
+    let dims = (batch * sequence, heads * head_dim);
+    check_dims(QK_NORM_ROPE, &[dims.0, dims.1])?;
+    let has_kernel = cos.device().is_cuda() && style == RopeStyle::Halves && [64, 128].contains(&head_dim);
+    if !(has_kernel && scale.is_known()) {
+        let (dx, dweights) = qk_norm_rope_backward(all, [cos, sin], eps, style)?;
+        let dx = through.map_or_else(|| Ok(dx.clone()), |through| Tensor::cat(&[&dx, through], 2))?;
+        let plain = Fp8Matrix::quantize_with(&dx.reshape(dims)?, Fp8Copies::Both, scale)?;
+        if !has_kernel {
+            return Ok((plain, dweights));
+        }
+    }
+    let gradients = qk_norm_rope::Gradients { eps: eps as f32, style };
+    let op = QkNormRopeFp8 { gradients, scale: scale.site() };
+    let tensors: Vec<&Tensor> = all
+        .iter()
+        .flat_map(|grad| [grad.x, grad.weight, grad.dout])
+        .chain([cos, sin, scale.on_device()?])
+        .chain(through)
+        .collect();
+    let (codes, dweights): (Quantized<CudaStorage>, Vec<_>) =
+        with_all_cuda(QK_NORM_ROPE, &tensors, |operands| {
+            let (inputs, others) = operands.split_at(3 * all.len());
+            let (inputs, _) = inputs.as_chunks::<3>();
+            op.launch(((inputs, [others[0], others[1]]), others.get(3).copied(), others[2]))
+        })?;
+    let dweights = dweights.into_iter().zip(all).map(|(dw, grad)| cuda_tensor(dw, grad.weight.shape()));
+    Ok((Fp8Matrix::of_codes(codes, dims, scale.format()), dweights.collect()))
 }
 
 fn check_gated(gate: &Tensor, others: &[&Tensor]) -> Result<()> {
@@ -162,5 +248,17 @@ pub(crate) struct NormFp8 {
     pub(crate) eps: f32,
     pub(crate) residual: bool,
     pub(crate) copies: Fp8Copies,
+    pub(crate) scale: Fp8Site,
+}
+
+#[allow(dead_code, reason = "only kernels read it")]
+pub(crate) struct QkNormRopeFp8 {
+    pub(crate) gradients: qk_norm_rope::Gradients,
+    pub(crate) scale: Fp8Site,
+}
+
+#[allow(dead_code, reason = "only kernels read it")]
+pub(crate) struct NormBackwardFp8 {
+    pub(crate) of: rms_norm::Gradients,
     pub(crate) scale: Fp8Site,
 }

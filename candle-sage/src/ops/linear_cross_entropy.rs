@@ -175,12 +175,12 @@ impl CrossEntropy {
         self,
         hidden: &[f32],
         weight: Mat<'_>,
-        [outputs, width]: [usize; 2],
         targets: &[i64],
         factor: f32,
         gradients: [&mut [f32]; 2],
         rounded: Option<&(dyn Fn(f32) -> f32 + Sync)>,
     ) -> Result<f32> {
+        let (outputs, width) = weight.dims();
         let (targets, counted) = classes(targets, outputs, self)?;
         let chunk_rows = self.rows_at_once(outputs, size_of::<f32>(), CPU_BYTES);
         let linear = Linear { targets: &targets, counted, chunk_rows, z_loss: self.z_loss, rounded };
@@ -214,7 +214,7 @@ impl CustomOp3 for LinearOp {
             weight: vec![0.0; if weight_wanted { outputs * width } else { 0 }],
         };
         let into = [&mut *gradients.hidden, &mut *gradients.weight];
-        let loss = self.settings.pass(&hidden, weight, [outputs, width], &targets, 1.0, into, None)?;
+        let loss = self.settings.pass(&hidden, weight, &targets, 1.0, into, None)?;
         if hidden_wanted || weight_wanted {
             self.saved.set(LinearSaved::Cpu(gradients)).map_err(run_twice)?;
         }
@@ -309,8 +309,7 @@ impl InplaceOp3 for LinearInto {
         let dweight = f32_values_mut(LINEAR, dweight, dweight_layout)?;
         let matrix = Mat::new(&weight, outputs, width);
         let into = [&mut *dhidden, dweight];
-        let loss =
-            self.settings.pass(&hidden, matrix, [outputs, width], &targets, self.factor, into, None)?;
+        let loss = self.settings.pass(&hidden, matrix, &targets, self.factor, into, None)?;
         let loss = Tensor::new(loss, &candle_core::Device::Cpu)?;
         let dhidden = f32_tensor(dhidden, hidden_layout.shape(), dtype)?;
         self.made.set((loss, dhidden)).map_err(|made| run_twice(made).into())

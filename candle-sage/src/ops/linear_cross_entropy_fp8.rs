@@ -129,7 +129,6 @@ impl InplaceOp1 for LinearIntoFp8 {
         let loss = self.settings.pass(
             &hidden,
             Mat::new(&weight, classes, width),
-            [classes, width],
             &targets,
             self.factor * rows as f32,
             [&mut *dhidden, dweight],

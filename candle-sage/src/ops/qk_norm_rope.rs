@@ -98,19 +98,7 @@ pub fn qk_norm_rope_backward(
     eps: f64,
     style: RopeStyle,
 ) -> Result<(Tensor, Vec<Tensor>)> {
-    for QkNormRopeGrad { x, weight, dout } in all {
-        QkNormRope::new(x, weight, [cos, sin], eps, style)?;
-        if dout.dims() != x.dims() || dout.dtype() != x.dtype() {
-            return Err(shape_error(
-                "qk_norm_rope: the output's gradient does not match the input",
-                ((x.dims(), x.dtype()), (dout.dims(), dout.dtype())),
-                "one shape and one element type",
-                "convert with `to_dtype`",
-            ));
-        }
-        supported(NAME, &[x, dout])?;
-    }
-    let dims = beside("qk_norm_rope", &all.iter().map(|grad| grad.x).collect::<Vec<_>>())?;
+    let dims = checked_backward(all, [cos, sin], eps, style)?;
     let gradients = Gradients { eps: eps as f32, style };
     if cos.device().is_cuda() {
         let tensors: Vec<&Tensor> =
@@ -133,6 +121,28 @@ pub fn qk_norm_rope_backward(
         dweights.push(f32_tensor(dw, weight.shape(), weight.dtype())?);
     }
     Ok((Tensor::cat(&dxs, 2)?.reshape(dims)?, dweights))
+}
+
+/// Checks the arguments of [`qk_norm_rope_backward`], and returns the dimensions of its first result.
+pub(super) fn checked_backward(
+    all: &[QkNormRopeGrad<'_>],
+    tables: [&Tensor; 2],
+    eps: f64,
+    style: RopeStyle,
+) -> Result<(usize, usize, usize, usize)> {
+    for QkNormRopeGrad { x, weight, dout } in all {
+        QkNormRope::new(x, weight, tables, eps, style)?;
+        if dout.dims() != x.dims() || dout.dtype() != x.dtype() {
+            return Err(shape_error(
+                "qk_norm_rope: the output's gradient does not match the input",
+                ((x.dims(), x.dtype()), (dout.dims(), dout.dtype())),
+                "one shape and one element type",
+                "convert with `to_dtype`",
+            ));
+        }
+        supported(NAME, &[x, dout])?;
+    }
+    beside("qk_norm_rope", &all.iter().map(|grad| grad.x).collect::<Vec<_>>())
 }
 
 /// The tables are fields, since they have no gradients and candle's ops have at most three inputs.

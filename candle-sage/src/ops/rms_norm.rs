@@ -107,13 +107,7 @@ pub fn rms_norm_backward(
     residual: Option<&Tensor>,
     eps: f64,
 ) -> Result<[Tensor; 2]> {
-    let op = RmsNorm::new(x, weight, eps)?;
-    same_shape("the output's gradient", x, dout)?;
-    if let Some(residual) = residual {
-        same_shape("the residual's gradient", x, residual)?;
-    }
-    supported(NAME, &[x, weight, dout, residual.unwrap_or(x)])?;
-    let gradients = Gradients { eps: op.eps, residual: residual.is_some() };
+    let gradients = checked_norm_backward(x, weight, dout, residual, eps)?;
     let tensors = [x, weight, dout, residual.unwrap_or(x)];
     if x.device().is_cuda() {
         let [dx, dw] = with_cuda(NAME, tensors, |operands| gradients.launch(operands))?;
@@ -129,6 +123,23 @@ pub fn rms_norm_backward(
         Ok((dx, dw))
     })?;
     Ok([f32_tensor(dx, x.shape(), x.dtype())?, f32_tensor(dw, weight.shape(), weight.dtype())?])
+}
+
+/// Checks the arguments of [`rms_norm_backward`].
+pub(super) fn checked_norm_backward(
+    x: &Tensor,
+    weight: &Tensor,
+    dout: &Tensor,
+    residual: Option<&Tensor>,
+    eps: f64,
+) -> Result<Gradients> {
+    let op = RmsNorm::new(x, weight, eps)?;
+    same_shape("the output's gradient", x, dout)?;
+    if let Some(residual) = residual {
+        same_shape("the residual's gradient", x, residual)?;
+    }
+    supported(NAME, &[x, weight, dout, residual.unwrap_or(x)])?;
+    Ok(Gradients { eps: op.eps, residual: residual.is_some() })
 }
 
 fn same_shape(what: &str, x: &Tensor, other: &Tensor) -> Result<()> {

@@ -2,7 +2,9 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_sage::fp8::Fp8Format::{self, E4M3, E5M2};
-use candle_sage::ops::{self, CrossEntropy, Fp8Copies, Fp8Matrix, Fp8Scales, Fp8Sums};
+use candle_sage::ops::{
+    self, CrossEntropy, Fp8Copies, Fp8Matrix, Fp8Scales, Fp8Sums, QkNormRopeGrad, RopeStyle,
+};
 
 use crate::fp8::cross_entropy_fp8;
 use crate::support::{Normals, f64s, gpu, relative_l2};
@@ -200,13 +202,31 @@ fn a_cross_entropy_is_that_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
+/// What a fused kernel wrote, against the plain operator quantized.
+fn check(name: &str, dtype: DType, got: &Fp8Matrix, plain: &Fp8Matrix) -> Result<()> {
+    assert_eq!(got.scale().to_vec1::<f32>()?, plain.scale().to_vec1::<f32>()?);
+    for (got, plain) in codes(got)?.iter().zip(&codes(plain)?) {
+        let other = got.iter().zip(plain).filter(|(a, b)| a != b).count() as f64 / got.len() as f64;
+        // Rounding to bf16 moves a value across a midpoint of E4M3 in one case of 2^5, of f16 in one of 2^8.
+        let limit = match dtype {
+            DType::F32 => 1e-4,
+            DType::BF16 => 0.05,
+            _ => 0.01,
+        };
+        println!("{name} {:?} {dtype:?}: {other:.1e} of the codes differ", plain.len());
+        // Of few values a few more by chance.
+        assert!(other <= limit + 5.0 / plain.len() as f64, "{name} {dtype:?}: {other}");
+    }
+    Ok(())
+}
+
 /// What fused kernels write is what the plain operator gives in f32, quantized; their arithmetic is the same, and compilers may
 /// contract it differently, so that one value in ten thousand may cross a midpoint. In 16 bits the plain operator rounds in
 /// between: within two roundings.
 #[test]
 #[ignore = "needs a GPU"]
 fn fused_operators_are_the_plain_ones_quantized() -> Result<()> {
-    for (rows, columns) in [(16, 16), (144, 208), (272, 1024), (512, 3072)] {
+    for (rows, columns) in [(16, 16), (144, 208), (272, 1024), (48, 2048), (512, 3072)] {
         for dtype in [DType::F32, DType::BF16, DType::F16] {
             let mut normals = Normals::new(17);
             let mut draw = |rows: usize, columns: usize| {
@@ -215,33 +235,22 @@ fn fused_operators_are_the_plain_ones_quantized() -> Result<()> {
             let (both, dy, x) = (draw(rows, 2 * columns)?, draw(rows, columns)?, draw(rows, columns)?);
             let weight = draw(1, columns)?.squeeze(0)?;
             let (gate, up) = (both.narrow(1, 0, columns)?, both.narrow(1, columns, columns)?);
-            let scales = Fp8Scales::new(&[E4M3, E5M2, E4M3], &gpu())?;
-            let check = |name: &str, got: &Fp8Matrix, plain: &Fp8Matrix| -> Result<()> {
-                assert_eq!(got.scale().to_vec1::<f32>()?, plain.scale().to_vec1::<f32>()?);
-                for (got, plain) in codes(got)?.iter().zip(&codes(plain)?) {
-                    let other =
-                        got.iter().zip(plain).filter(|(a, b)| a != b).count() as f64 / got.len() as f64;
-                    // Rounding to bf16 moves a value across a midpoint of E4M3 in one case of 2^5, of f16 in one of 2^8.
-                    let limit = match dtype {
-                        DType::F32 => 1e-4,
-                        DType::BF16 => 0.05,
-                        _ => 0.01,
-                    };
-                    println!("{name} {rows} x {columns} {dtype:?}: {other:.1e} of the codes differ");
-                    assert!(other <= limit, "{name} {rows} x {columns} {dtype:?}: {other}");
-                }
-                Ok(())
-            };
+            let scales = Fp8Scales::new(&[E4M3, E5M2, E4M3, E5M2], &gpu())?;
             let quantize = |x: &Tensor, copies, index| Fp8Matrix::quantize_with(x, copies, &scales.at(index));
             // The first round measures.
             for _ in 0..2 {
                 let y = ops::swiglu_fp8(&gate, &up, Fp8Copies::Both, &scales.at(0))?;
-                check("swiglu", &y, &quantize(&ops::swiglu(&gate, &up)?, Fp8Copies::Both, 0)?)?;
+                check("swiglu", dtype, &y, &quantize(&ops::swiglu(&gate, &up)?, Fp8Copies::Both, 0)?)?;
                 let (plain, again) = ops::swiglu_backward(&gate, &up, &dy, true)?;
                 let (dboth, y) =
                     ops::swiglu_backward_fp8(&gate, &up, &dy, &scales.at(1), Some(&scales.at(0)))?;
-                check("swiglu backward", &dboth, &quantize(&plain, Fp8Copies::Both, 1)?)?;
-                check("swiglu again", &y.expect("y"), &quantize(&again.expect("y"), Fp8Copies::Columns, 0)?)?;
+                check("swiglu backward", dtype, &dboth, &quantize(&plain, Fp8Copies::Both, 1)?)?;
+                check(
+                    "swiglu again",
+                    dtype,
+                    &y.expect("y"),
+                    &quantize(&again.expect("y"), Fp8Copies::Columns, 0)?,
+                )?;
                 let (alone, none) = ops::swiglu_backward_fp8(&gate, &up, &dy, &scales.at(1), None)?;
                 assert!(none.is_none() && codes(&alone)? == codes(&dboth)?);
                 for residual in [Some(&dy), None] {
@@ -255,7 +264,66 @@ fn fused_operators_are_the_plain_ones_quantized() -> Result<()> {
                     };
                     let f32s = |x: &Tensor| x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
                     assert_eq!(f32s(&sum)?, f32s(&plain_sum)?);
-                    check("norm", &got, &quantize(&plain, Fp8Copies::Both, 2)?)?;
+                    check("norm", dtype, &got, &quantize(&plain, Fp8Copies::Both, 2)?)?;
+                    let ([dx, dw], got) =
+                        ops::rms_norm_backward_fp8(&x, &weight, &dy, residual, 1e-6, &scales.at(3))?;
+                    let [plain_dx, plain_dw] = ops::rms_norm_backward(&x, &weight, &dy, residual, 1e-6)?;
+                    check("norm backward", dtype, &got, &quantize(&plain_dx, Fp8Copies::Both, 3)?)?;
+                    for (got, plain) in [(dx, plain_dx), (dw, plain_dw)] {
+                        let error = relative_l2(&f64s(&f32s(&got)?), &f64s(&f32s(&plain)?));
+                        assert!(error < 1e-3, "norm backward: {error:.1e}");
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The gradients of query and key, whose kernels write to neighbouring columns of one matrix.
+#[test]
+#[ignore = "needs a GPU"]
+fn gradients_of_query_and_key_are_the_plain_ones_quantized() -> Result<()> {
+    for (batch, sequence, head_dim) in [(1, 16, 64), (3, 48, 64), (2, 272, 128), (2, 32, 32)] {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let mut normals = Normals::new(23);
+            let mut draw = |dims: &[usize]| {
+                Tensor::from_vec(normals.vec(dims.iter().product(), 1.0), dims, &gpu())?.to_dtype(dtype)
+            };
+            // Query, key and value side by side, as one projection writes them.
+            let (heads, keys) = (5, 2);
+            let all = draw(&[batch, sequence, heads + 2 * keys, head_dim])?;
+            let (q, k) = (all.narrow(2, 0, heads)?, all.narrow(2, heads, keys)?);
+            let (dq, dk) =
+                (draw(&[batch, sequence, heads, head_dim])?, draw(&[batch, sequence, keys, head_dim])?);
+            let dv = draw(&[batch, sequence, keys, head_dim])?;
+            let (of_q, of_k) = (draw(&[head_dim])?, draw(&[head_dim])?);
+            let (cos, sin) = ops::rope_tables(sequence, head_dim, 1e4, &gpu())?;
+            let grads = [
+                QkNormRopeGrad { x: &q, weight: &of_q, dout: &dq },
+                QkNormRopeGrad { x: &k, weight: &of_k, dout: &dk },
+            ];
+            let scales = Fp8Scales::new(&[E5M2], &gpu())?;
+            for style in [RopeStyle::Halves, RopeStyle::Interleaved] {
+                for _ in 0..2 {
+                    let tables = [&cos, &sin];
+                    let (got, dws) = ops::qk_norm_rope_backward_fp8(
+                        &grads,
+                        Some(&dv),
+                        tables,
+                        1e-6,
+                        style,
+                        &scales.at(0),
+                    )?;
+                    let (plain, plain_dws) = ops::qk_norm_rope_backward(&grads, tables, 1e-6, style)?;
+                    let plain = Tensor::cat(&[&plain, &dv], 2)?.reshape((batch * sequence, ()))?;
+                    let quantized = Fp8Matrix::quantize_with(&plain, Fp8Copies::Both, &scales.at(0))?;
+                    check("query and key", dtype, &got, &quantized)?;
+                    for (got, plain) in dws.iter().zip(&plain_dws) {
+                        let f32s = |x: &Tensor| x.to_dtype(DType::F32)?.to_vec1::<f32>();
+                        let error = relative_l2(&f64s(&f32s(got)?), &f64s(&f32s(plain)?));
+                        assert!(error < 2e-3, "the gradient of the weight: {error:.1e}");
+                    }
                 }
             }
         }

@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Result, Tensor};
 use candle_sage::nn::KvCache;
-use candle_sage::ops::{self, AttentionVjp, QkNormRopeGrad, RopeStyle};
+use candle_sage::ops::{self, AttentionVjp, Fp8Matrix, Fp8Scale, QkNormRopeGrad, RopeStyle};
 use candle_sage::shape::Packing;
 use candle_sage::sla2::Sla2Vjp;
 use candle_sage::{Attention, Scheme};
@@ -69,21 +69,46 @@ impl Rotary {
         let Some(norms) = norms else {
             return ops::rope_backward(&dy, cos, sin, RopeStyle::Halves);
         };
-        let grad = |n: usize| QkNormRopeGrad { x: x[n], weight: &norms[n].weight.value, dout: dy[n] };
-        let (dx, dweights) =
-            ops::qk_norm_rope_backward(&[grad(0), grad(1)], [cos, sin], norms[0].eps, RopeStyle::Halves)?;
-        for (norm, dweight) in norms.iter().zip(dweights) {
-            ops::add_into(norm.weight.gradient()?, &dweight)?;
-        }
+        let (dx, dweights) = ops::qk_norm_rope_backward(
+            &gradients(x, norms, dy),
+            [cos, sin],
+            norms[0].eps,
+            RopeStyle::Halves,
+        )?;
+        add_gradients(norms, &dweights)?;
         Ok(dx)
     }
+
+    /// The same in FP8, with the gradient of value behind them.
+    fn backward_fp8(
+        &self,
+        x: [&Tensor; 2],
+        norms: &[Norm; 2],
+        dy: [&Tensor; 2],
+        dvalue: &Tensor,
+        scale: &Fp8Scale,
+    ) -> Result<Fp8Matrix> {
+        let (all, tables, eps) = (gradients(x, norms, dy), [&self.cos, &self.sin], norms[0].eps);
+        let (dx, dweights) =
+            ops::qk_norm_rope_backward_fp8(&all, Some(dvalue), tables, eps, RopeStyle::Halves, scale)?;
+        add_gradients(norms, &dweights)?;
+        Ok(dx)
+    }
+}
+
+fn gradients<'a>(x: [&'a Tensor; 2], norms: &'a [Norm; 2], dy: [&'a Tensor; 2]) -> [QkNormRopeGrad<'a>; 2] {
+    [0, 1].map(|n| QkNormRopeGrad { x: x[n], weight: &norms[n].weight.value, dout: dy[n] })
+}
+
+fn add_gradients(norms: &[Norm; 2], dweights: &[Tensor]) -> Result<()> {
+    norms.iter().zip(dweights).try_for_each(|(norm, dweight)| ops::add_into(norm.weight.gradient()?, dweight))
 }
 
 /// The layer between the norm and the residual stream, (rows, width) -> (rows, width). Rows are the tokens of
 /// all sequences, each as long as the rotary tables.
 #[derive(Debug, Clone)]
 pub(super) struct SelfAttention {
-    /// The forward projects query, key and value in one product. The backward takes two: query and key leave
+    /// The forward projects query, key and value in one product. The backward in FP8 does too. Otherwise it takes two: query and key leave
     /// the rotary embedding's backward side by side, while value does not pass through it.
     projection: Linear,
     query_key: Linear,
@@ -146,9 +171,9 @@ impl SelfAttention {
         let linear = |names: &[&str]| Linear::new(parameters, at, names);
         let norm = |name: &str| Norm::new(parameters, &format!("{at}.{name}.weight"), config.norm_eps);
         Ok(Self {
-            projection: linear(&["q_proj", "k_proj", "v_proj"])?.forward_only(),
-            query_key: linear(&["q_proj", "k_proj"])?.backward_only(),
-            value: linear(&["v_proj"])?.backward_only(),
+            projection: linear(&["q_proj", "k_proj", "v_proj"])?,
+            query_key: linear(&["q_proj", "k_proj"])?,
+            value: linear(&["v_proj"])?,
             output: linear(&["o_proj"])?,
             operands: Operands::new(config, parameters, layer)?,
             norms: if config.qk_norm { Some([norm("q_norm")?, norm("k_norm")?]) } else { None },
@@ -288,6 +313,25 @@ impl SelfAttention {
         Ok((y, Kept { projected, core }))
     }
 
+    /// The gradients of the projected query, key and value, as an operand in FP8.
+    fn rotate_back(
+        &self,
+        x: [&Tensor; 2],
+        [dquery, dkey, dvalue]: [&Tensor; 3],
+        rotary: &Rotary,
+        rows: usize,
+    ) -> Result<Operand> {
+        // Ranks that share a sequence exchange heads before the rows are quantized.
+        let delayed = self.operands.delayed(Place::Projected).filter(|_| self.ulysses.is_none());
+        if let (Some(norms), Some((settings, scale))) = (&self.norms, delayed) {
+            let dx = rotary.backward_fp8(x, norms, [dquery, dkey], dvalue, scale)?;
+            return Ok(Operand::Fp8(dx, settings));
+        }
+        let rotated = rotary.backward(x, self.norms.as_ref(), [dquery, dkey])?;
+        let dprojected = Tensor::cat(&[&rotated, dvalue], 2)?;
+        self.operands.of(self.to_rows(&dprojected, rotary, rows, &QUERY_KEY_VALUE)?, Place::Projected)
+    }
+
     /// Adds the gradients of the weights and returns the gradient of the input.
     pub(super) fn backward(
         &self,
@@ -317,13 +361,18 @@ impl SelfAttention {
             sla2.teach(core.inputs.each_ref(), &core.out, rotary.documents.as_ref())?;
         }
         drop(core);
-        let [query, key, _] = self.parts(&projected)?;
+        let [query, key, value] = self.parts(&projected)?;
         let (dquery, dkey) = (dquery.reshape(query.dims())?, dkey.reshape(key.dims())?);
+        if self.operands.in_fp8() {
+            let gradients = [&dquery, &dkey, &dvalue.reshape(value.dims())?];
+            let dprojected = self.rotate_back([&query, &key], gradients, rotary, rows)?;
+            return self.projection.backward(x, &dprojected);
+        }
         let dprojected = rotary.backward([&query, &key], self.norms.as_ref(), [&dquery, &dkey])?;
         let dprojected = self.to_rows(&dprojected, rotary, rows, &[Heads::Queries, Heads::Keys])?;
-        let dx = self.query_key.backward(x, &self.operands.of(dprojected, Place::QueryKey)?)?;
+        let dx = self.query_key.backward(x, &Operand::Compute(dprojected))?;
         let dvalue = self.to_rows(&dvalue, rotary, rows, &[Heads::Keys])?;
-        self.value.backward_into(&dx, x, &self.operands.of(dvalue, Place::Value)?)?;
+        self.value.backward_into(&dx, x, &Operand::Compute(dvalue))?;
         Ok(dx)
     }
 }

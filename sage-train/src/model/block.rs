@@ -132,25 +132,25 @@ impl Block {
         let [gate, up] = halves(&gate_up)?;
         let hidden = self.operands.hidden(&gate, &up)?;
         let stream = Stream { sum: middle.0.clone(), last: Some(self.mlp.down.forward(&hidden)?) };
-        let hidden = keep.then_some(hidden.kept());
+        let hidden = (keep && self.operands.precision.keeps_hidden()).then_some(hidden.kept());
         Ok((stream, Inner { attention: kept_attention, middle, gate_up, hidden }))
     }
 
-    /// Adds the gradients of the weights. Takes the gradient of the block's output stream and returns that of
-    /// its input stream.
+    /// Adds the gradients of the weights. Takes the gradient of the block's output stream and returns that of its input stream, each as a
+    /// tensor and as the operand of the down projection of the block that wrote the stream: the input's is of block `before`.
     pub(super) fn backward(
         &self,
         kept: Kept,
-        dstream: Tensor,
+        (dstream, dout): (Tensor, Operand),
         rotary: &Rotary,
         observe: Option<&mut Observe<'_>>,
-    ) -> Result<Tensor> {
+        before: Option<&Self>,
+    ) -> Result<(Tensor, Operand)> {
         let Inner { attention: kept_attention, middle: (sum, normed), gate_up, hidden } = match kept {
             Kept::Everything(inner) => *inner,
             Kept::Input(stream) => self.inner(stream, rotary, true)?.1,
         };
         let mlp = &self.mlp;
-        let dout = self.operands.of(dstream.clone(), Place::Down)?;
         let dhidden = mlp.down.backward_input(&dout)?;
         let [gate, up] = halves(&gate_up)?;
         let (dgate_up, again) = self.operands.gated(&gate, &up, &dhidden, hidden.is_none())?;
@@ -161,13 +161,33 @@ impl Block {
         drop(dout);
         let dnormed = mlp.gate_up.backward(&normed, &dgate_up)?;
         drop(normed);
-        let dstream = self.mlp_norm.backward(&sum, &dnormed, Some(&dstream))?;
-        let (Some((norm, attention)), Some((sum, normed, kept))) = (&self.attention, kept_attention) else {
-            return Ok(dstream);
+        let (Some((norm, attention)), Some((attention_sum, normed, kept))) =
+            (&self.attention, kept_attention)
+        else {
+            return Self::leave(before, &self.mlp_norm, &sum, &dnormed, Some(&dstream));
         };
-        let dout = self.operands.of(dstream.clone(), Place::Output)?;
+        let (dstream, dout) =
+            self.operands.stream_gradient(&self.mlp_norm, &sum, &dnormed, Some(&dstream), Place::Output)?;
+        drop(sum);
         let dnormed = attention.backward(kept, &normed, &dout, rotary, observe)?;
-        norm.backward(&sum, &dnormed, Some(&dstream))
+        Self::leave(before, norm, &attention_sum, &dnormed, Some(&dstream))
+    }
+
+    /// The gradient of the stream that block `before`, or the embedding, wrote, and that `norm` reads.
+    pub(super) fn leave(
+        before: Option<&Self>,
+        norm: &Norm,
+        sum: &Tensor,
+        dnormed: &Tensor,
+        dstream: Option<&Tensor>,
+    ) -> Result<(Tensor, Operand)> {
+        match before {
+            Some(block) => block.operands.stream_gradient(norm, sum, dnormed, dstream, Place::Down),
+            None => {
+                let dx = norm.backward(sum, dnormed, dstream)?;
+                Ok((dx.clone(), Operand::Compute(dx)))
+            }
+        }
     }
 }
 

@@ -283,7 +283,10 @@ impl LlamaConfig {
         };
         let mlp = operand * width + element * (width + 2 * ffn);
         let kept = match self.recompute {
-            Recompute::None => projected + core + mlp + operand * ffn,
+            Recompute::None => {
+                let hidden = if self.linear.keeps_hidden() { operand * ffn } else { 0 };
+                projected + core + mlp + hidden
+            }
             Recompute::Attention => projected + mlp,
             Recompute::Block => element * width,
         };

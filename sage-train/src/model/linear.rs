@@ -37,6 +37,12 @@ impl LinearPrecision {
         }
     }
 
+    /// Whether the backward needs the input of the down projection. With delayed scaling it makes the transposed codes, which it alone reads,
+    /// where it reads gate and up: then nobody writes them twice.
+    pub(super) fn keeps_hidden(self) -> bool {
+        !matches!(self, Self::Fp8(_, Scaling::Delayed))
+    }
+
     /// Bytes of the copies of a weight that the products read instead of the model's own.
     pub fn copied_bytes(self) -> u64 {
         match self {
@@ -77,8 +83,6 @@ pub(super) struct Linear {
     weight: Weight,
     /// The weight in FP8, and the update that it was made after.
     quantized: Arc<Mutex<Option<(u64, Fp8Matrix)>>>,
-    /// Those of its copies that products read.
-    copies: Fp8Copies,
 }
 
 impl Linear {
@@ -91,17 +95,7 @@ impl Linear {
 
     /// The matrix `weight`.
     pub(super) fn of(weight: Weight) -> Self {
-        Self { weight, quantized: Arc::default(), copies: Fp8Copies::Both }
-    }
-
-    /// The same matrix, of which only the forward is called.
-    pub(super) fn forward_only(self) -> Self {
-        Self { copies: Fp8Copies::Rows, ..self }
-    }
-
-    /// The same matrix, of which only the backward is called.
-    pub(super) fn backward_only(self) -> Self {
-        Self { copies: Fp8Copies::Columns, ..self }
+        Self { weight, quantized: Arc::default() }
     }
 
     /// The weight in FP8, quantized once after each update.
@@ -113,7 +107,7 @@ impl Linear {
         {
             return Ok(matrix.clone());
         }
-        let matrix = Fp8Matrix::quantize(&self.weight.value, Fp8Format::E4M3, self.copies)?;
+        let matrix = Fp8Matrix::quantize(&self.weight.value, Fp8Format::E4M3, Fp8Copies::Both)?;
         *quantized = Some((update, matrix.clone()));
         Ok(matrix)
     }

@@ -192,15 +192,16 @@ impl Llama {
         let settings = CrossEntropy::default().z_loss(self.z_loss);
         let (loss, dhidden) = head.cross_entropy(&hidden, &targets.flatten_all()?, settings)?;
         drop(hidden);
-        let mut dstream = self.norm.backward(&sum, &dhidden, None)?;
+        let mut dstream = Block::leave(self.blocks.last(), &self.norm, &sum, &dhidden, None)?;
         drop((sum, dhidden));
         for (layer, (block, kept)) in self.blocks.iter().zip(kept).enumerate().rev() {
-            dstream = block.backward(kept, dstream, &rotary, observe.as_deref_mut())?;
+            let before = layer.checked_sub(1).map(|before| &self.blocks[before]);
+            dstream = block.backward(kept, dstream, &rotary, observe.as_deref_mut(), before)?;
             if let Some(left) = &mut left {
                 left(layer)?;
             }
         }
-        let dstream = dstream.reshape((ids.dim(0)?, ids.dim(1)?, ()))?;
+        let dstream = dstream.0.reshape((ids.dim(0)?, ids.dim(1)?, ()))?;
         let rows = self.embedding.value.dim(0)?;
         ops::add_into(self.embedding.gradient()?, &ops::embedding_backward(ids, &dstream, rows)?)?;
         Ok(loss)

@@ -45,21 +45,20 @@ pub(super) enum Place {
     Attended,
     MlpNormed,
     Hidden,
-    /// Gradients of outputs: of query and key, of value, of attention's output projection, of gate and up, of the down projection.
-    QueryKey,
-    Value,
+    /// Gradients of outputs: of query, key and value, of attention's output projection, of gate and up, of the down projection.
+    Projected,
     Output,
     GateUp,
     Down,
 }
 
 impl Place {
-    const COUNT: usize = 9;
+    const COUNT: usize = 8;
 
     fn format(self, settings: Fp8Linear) -> Fp8Format {
         match self {
             Self::Normed | Self::Attended | Self::MlpNormed | Self::Hidden => Fp8Format::E4M3,
-            Self::QueryKey | Self::Value | Self::Output | Self::GateUp | Self::Down => settings.gradient,
+            Self::Projected | Self::Output | Self::GateUp | Self::Down => settings.gradient,
         }
     }
 
@@ -68,8 +67,7 @@ impl Place {
         Self::Attended,
         Self::MlpNormed,
         Self::Hidden,
-        Self::QueryKey,
-        Self::Value,
+        Self::Projected,
         Self::Output,
         Self::GateUp,
         Self::Down,
@@ -88,7 +86,7 @@ pub(super) fn formats(config: &LlamaConfig) -> Vec<Fp8Format> {
 /// Makes the operands of a block.
 #[derive(Debug, Clone)]
 pub(super) struct Operands {
-    precision: LinearPrecision,
+    pub(super) precision: LinearPrecision,
     /// By place, with delayed scaling.
     scales: Arc<[Fp8Scale]>,
 }
@@ -122,6 +120,17 @@ impl Operands {
         Ok(Self { precision, scales })
     }
 
+    /// Whether the products are in FP8.
+    pub(super) fn in_fp8(&self) -> bool {
+        matches!(self.precision, LinearPrecision::Fp8(..))
+    }
+
+    /// The settings of FP8 and the scale of a matrix, where scales are of earlier steps.
+    pub(super) fn delayed(&self, place: Place) -> Option<(Fp8Linear, &Fp8Scale)> {
+        let LinearPrecision::Fp8(settings, _) = self.precision else { return None };
+        Some((settings, self.scale(place)?))
+    }
+
     fn scale(&self, place: Place) -> Option<&Fp8Scale> {
         self.scales.get(place as usize)
     }
@@ -143,7 +152,7 @@ impl Operands {
 
     /// The residual stream with the last layer's output added, and its normalization.
     pub(super) fn normed(&self, norm: &Norm, stream: &Stream, place: Place) -> Result<(Tensor, Operand)> {
-        let (LinearPrecision::Fp8(settings, _), Some(scale)) = (self.precision, self.scale(place)) else {
+        let Some((settings, scale)) = self.delayed(place) else {
             let (sum, normed) = norm.enter(stream)?;
             return Ok((sum, self.of(normed, place)?));
         };
@@ -153,13 +162,33 @@ impl Operands {
         Ok((sum, Operand::Fp8(normed, settings)))
     }
 
+    /// The gradient of the residual stream at a norm's input, [`Norm::backward`], in the compute type and as an operand.
+    pub(super) fn stream_gradient(
+        &self,
+        norm: &Norm,
+        sum: &Tensor,
+        dnormed: &Tensor,
+        dstream: Option<&Tensor>,
+        place: Place,
+    ) -> Result<(Tensor, Operand)> {
+        let Some((settings, scale)) = self.delayed(place) else {
+            let dx = norm.backward(sum, dnormed, dstream)?;
+            return Ok((dx.clone(), self.of(dx, place)?));
+        };
+        let weight = &norm.weight.value;
+        let ([dx, dweight], codes) =
+            ops::rms_norm_backward_fp8(sum, weight, dnormed, dstream, norm.eps, scale)?;
+        ops::add_into(norm.weight.gradient()?, &dweight)?;
+        Ok((dx, Operand::Fp8(codes, settings)))
+    }
+
     /// `swiglu(gate, up)`.
     pub(super) fn hidden(&self, gate: &Tensor, up: &Tensor) -> Result<Operand> {
-        match (self.precision, self.scale(Place::Hidden)) {
-            (LinearPrecision::Fp8(settings, _), Some(scale)) => {
-                Ok(Operand::Fp8(ops::swiglu_fp8(gate, up, Fp8Copies::Both, scale)?, settings))
+        match self.delayed(Place::Hidden) {
+            Some((settings, scale)) => {
+                Ok(Operand::Fp8(ops::swiglu_fp8(gate, up, Fp8Copies::Rows, scale)?, settings))
             }
-            _ => self.of(ops::swiglu(gate, up)?, Place::Hidden),
+            None => self.of(ops::swiglu(gate, up)?, Place::Hidden),
         }
     }
 
@@ -172,8 +201,8 @@ impl Operands {
         dhidden: &Tensor,
         again: bool,
     ) -> Result<(Operand, Option<Operand>)> {
-        let scales = self.scale(Place::GateUp).zip(self.scale(Place::Hidden));
-        if let (LinearPrecision::Fp8(settings, _), Some((scale, hidden))) = (self.precision, scales) {
+        if let Some(((settings, scale), hidden)) = self.delayed(Place::GateUp).zip(self.scale(Place::Hidden))
+        {
             let hidden = again.then_some(hidden);
             let (both, hidden) = ops::swiglu_backward_fp8(gate, up, dhidden, scale, hidden)?;
             return Ok((Operand::Fp8(both, settings), hidden.map(|hidden| Operand::Fp8(hidden, settings))));

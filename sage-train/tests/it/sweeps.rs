@@ -315,7 +315,7 @@ fn sweeps_that_are_built_in_are_plans() {
         ("products-mini", 30),
         ("attn-qat-mini", 42),
         ("layers-mini", 27),
-        ("linear-mini", 32),
+        ("linear-mini", 36),
     ] {
         let plan = scratch.ok(&["sweep", name, "--dry-run", "--no-measure", "--device", "cpu"]);
         assert!(plan.contains(&format!("\n{runs} runs, ")), "{plan}");

@@ -4,9 +4,8 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 use cudarc::driver::CudaSlice;
 
-use super::rms_norm::inverse_rms;
 use super::swiglu::rows_of_swiglu;
-use super::tensor::{Dense, Float, PARTS, count, element, start_of};
+use super::tensor::{Dense, Float, PARTS, count, element};
 use crate::cuda::address::{Address, address, address_at, address_if_any, first_index};
 use crate::cuda::compiled::constants::quant_fp8_tile::{
     FP8_COLUMNS as COLUMNS, FP8_ROWS as ROWS, FP8_THREADS as THREADS,
@@ -18,7 +17,7 @@ use crate::error::Error;
 use crate::fp8::Fp8Format;
 use crate::launch::{Launch, Operand};
 use crate::ops::fp8::{Fp8Copies, Quantize, QuantizeWith, Quantized};
-use crate::ops::fp8_fused::{Fp8Site, NormFp8, SwiGluBackwardFp8, SwiGluFp8};
+use crate::ops::fp8_fused::{Fp8Site, SwiGluBackwardFp8, SwiGluFp8};
 use crate::ops::fp8_scales::{DECAY, MARGIN, Rescale};
 
 const NAME: &str = "fp8-quantize";
@@ -61,6 +60,16 @@ impl Codes {
         let Site { scale, largest, saturated, .. } = *state;
         let used = address(&self.scale, gpu);
         Ok(params::Fp8Codes { scale, used, largest, saturated, ..self.params(gpu, site.e5m2)? })
+    }
+
+    /// As [`Codes::params_at`], for the state of all scales.
+    pub(super) fn params_of_site<'a>(
+        &'a self,
+        gpu: &Gpu,
+        site: Fp8Site,
+        state: Operand<'a>,
+    ) -> Result<params::Fp8Codes<'a>> {
+        self.params_at(gpu, site, &Site::new(state, site.index, gpu)?)
     }
 
     pub(super) fn into_storages(self, gpu: &Gpu) -> Quantized<CudaStorage> {
@@ -116,7 +125,7 @@ fn named(kernel: &str, float: Float) -> String {
     format!("{kernel}_{}", float.name())
 }
 
-fn check_start(what: &str, starts: &[Address<'_>]) -> Result<()> {
+pub(super) fn check_start(what: &str, starts: &[Address<'_>]) -> Result<()> {
     if starts.iter().all(|start| start.is_multiple_of(16)) {
         return Ok(());
     }
@@ -152,6 +161,8 @@ impl Launch<Operand<'_>, Quantized<CudaStorage>> for Quantize {
                 saturated: address_at(&seen, 1, &gpu)?,
                 ..codes.params(&gpu, e5m2)?
             },
+            columns: count("columns", dims.1)?,
+            first_column: 0,
         };
         check_start(NAME, &[params.x])?;
         measure(&gpu, float, &params, dims)?;
@@ -175,8 +186,12 @@ impl Launch<[Operand<'_>; 2], Quantized<CudaStorage>> for QuantizeWith {
         let x = Dense::new(x, &gpu)?;
         let site = Site::new(state, self.scale.index, &gpu)?;
         let codes = Codes::new(&gpu, dims, self.op.copies)?;
-        let params =
-            params::Fp8Quantize { x: x.start(&gpu)?, codes: codes.params_at(&gpu, self.scale, &site)? };
+        let params = params::Fp8Quantize {
+            x: x.start(&gpu)?,
+            codes: codes.params_at(&gpu, self.scale, &site)?,
+            columns: count("columns", dims.1)?,
+            first_column: 0,
+        };
         check_start(NAME, &[params.x])?;
         if self.measure {
             measure(&gpu, float, &params, dims)?;
@@ -185,6 +200,27 @@ impl Launch<[Operand<'_>; 2], Quantized<CudaStorage>> for QuantizeWith {
         launch(&gpu, &named(kernel!("fp8_quantize"), float), Codes::grid(dims), &params)?;
         Ok(codes.into_storages(&gpu))
     }
+}
+
+/// Quantizes a contiguous matrix into the columns of `codes` from `first_column` on.
+pub(super) fn quantize_columns(
+    gpu: &Gpu,
+    x: Operand<'_>,
+    columns: usize,
+    codes: params::Fp8Codes<'_>,
+    first_column: usize,
+) -> Result<()> {
+    let float = Float::of(NAME, x.0)?;
+    let x = Dense::new(x, gpu)?;
+    let params = params::Fp8Quantize {
+        x: x.start(gpu)?,
+        codes,
+        columns: count("columns", columns)?,
+        first_column: count("columns", first_column)?,
+    };
+    check_start(NAME, &[params.x])?;
+    let grid = Codes::grid((codes.rows as usize, columns));
+    launch(gpu, &named(kernel!("fp8_quantize"), float), grid, &params)
 }
 
 impl Launch<Operand<'_>, ()> for Rescale {
@@ -265,31 +301,5 @@ impl Launch<[Operand<'_>; 4], (Quantized<CudaStorage>, Option<Quantized<CudaStor
         swiglu(&gpu, kernel!("swiglu_fp8_bwd"), float, dims, &params)?;
         let again = again.map(|(_, codes, _)| codes.into_storages(&gpu));
         Ok((codes.into_storages(&gpu), again))
-    }
-}
-
-impl Launch<[Operand<'_>; 4], (Option<CudaStorage>, Quantized<CudaStorage>)> for NormFp8 {
-    fn launch(
-        &self,
-        [x, residual, weight, state]: [Operand<'_>; 4],
-    ) -> Result<(Option<CudaStorage>, Quantized<CudaStorage>)> {
-        let gpu = Gpu::new(x.0.device())?;
-        let (float, dims) = (Float::of("rms-norm", x.0)?, x.1.shape().dims2()?);
-        let [x, weight] = [Dense::new(x, &gpu)?, Dense::new(weight, &gpu)?];
-        let residual = self.residual.then(|| Dense::new(residual, &gpu)).transpose()?;
-        let (sum, inverse) = inverse_rms(&gpu, &x, residual.as_ref(), &weight, self.eps)?;
-        let codes = Codes::new(&gpu, dims, self.copies)?;
-        let site = Site::new(state, self.scale.index, &gpu)?;
-        let params = params::Fp8Normed {
-            x: sum.as_ref().map_or_else(|| x.start(&gpu), |sum| start_of(sum, &gpu))?,
-            weight: weight.start(&gpu)?,
-            inverse: address(&inverse, &gpu),
-            weight_type: Float::of("rms-norm", weight.operand().0)? as i32,
-            padding: 0,
-            codes: codes.params_at(&gpu, self.scale, &site)?,
-        };
-        check_start("rms_norm in FP8", &[params.x, params.weight])?;
-        launch(&gpu, &named(kernel!("fp8_normed"), float), Codes::grid(dims), &params)?;
-        Ok((sum, codes.into_storages(&gpu)))
     }
 }

@@ -2,15 +2,19 @@
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
-use cudarc::driver::CudaSlice;
 
+use super::fp8::{Codes, check_start};
 use super::tensor::{Dense, Float, PARTS, Packs, Team, count, partial_sums, start_of};
 use crate::cuda::address::{Address, address};
+use crate::cuda::compiled::constants::quant_fp8_strip::FP8_STRIP_WIDTH;
+use crate::cuda::compiled::constants::quant_fp8_tile::{FP8_LINES, FP8_THREADS};
 use crate::cuda::compiled::constants::rms_norm::{KEEP, MAX_THREADS};
 use crate::cuda::compiled::kernel;
-use crate::cuda::kernels::Gpu;
+use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
 use crate::launch::{Launch, Operand};
+use crate::ops::fp8::{Fp8Copies, Quantized};
+use crate::ops::fp8_fused::{NORM_WIDTH, NormBackwardFp8, NormFp8};
 use crate::ops::rms_norm::{Gradients, RmsNorm};
 
 const NAME: &str = "rms-norm";
@@ -22,72 +26,139 @@ struct Extras<'a> {
     sum: Address<'a>,
     dy: Address<'a>,
     partials: Address<'a>,
-    inverse: Address<'a>,
 }
 
-/// Launches a kernel over the last dimension of `x`. Returns y, or with `dy` and `partials` dx; with `inverse` nothing is written to it.
+/// The parameters of a kernel over the last dimension of `x`, which writes to `out`; not yet how threads divide a row.
+fn params<'a>(
+    gpu: &Gpu,
+    x: &'a Dense<'_>,
+    weight: &'a Dense<'_>,
+    eps: f32,
+    out: Address<'a>,
+    extras: Extras<'a>,
+) -> Result<params::RmsNorm<'a>> {
+    let layout = x.operand().1;
+    let (len, width) = (layout.shape().elem_count(), layout.dims().last().copied().unwrap_or(1));
+    Ok(params::RmsNorm {
+        x: x.start(gpu)?,
+        weight: weight.start(gpu)?,
+        out,
+        residual: extras.residual,
+        sum: extras.sum,
+        dy: extras.dy,
+        partials: extras.partials,
+        rows: count("rows", len / width)?,
+        width: count("channels", width)?,
+        weight_type: Float::of(NAME, weight.operand().0)? as i32,
+        eps,
+        ..Default::default()
+    })
+}
+
+/// Launches a kernel over the last dimension of `x`. Returns y, or with `dy` and `partials` dx.
 fn run(
     gpu: &Gpu,
     what: &str,
     x: &Dense<'_>,
     weight: &Dense<'_>,
     eps: f32,
-    extras: &Extras<'_>,
+    extras: Extras<'_>,
 ) -> Result<CudaStorage> {
     let (storage, layout) = x.operand();
     let float = Float::of(NAME, storage)?;
-    let (len, width) = (layout.shape().elem_count(), layout.dims().last().copied().unwrap_or(1));
-    let out = float.alloc(gpu, if extras.inverse == Address::NULL { len } else { 0 })?;
-    let mut params = params::RmsNorm {
-        x: x.start(gpu)?,
-        weight: weight.start(gpu)?,
-        out: start_of(&out, gpu)?,
-        residual: extras.residual,
-        sum: extras.sum,
-        dy: extras.dy,
-        partials: extras.partials,
-        inverse: extras.inverse,
-        rows: count("rows", len / width)?,
-        width: count("channels", width)?,
-        weight_type: Float::of(NAME, weight.operand().0)? as i32,
-        eps,
-        ..Default::default()
-    };
+    let out = float.alloc(gpu, layout.shape().elem_count())?;
+    let most = if extras.partials == Address::NULL { usize::MAX } else { PARTS };
+    let mut params = params(gpu, x, weight, eps, start_of(&out, gpu)?, extras)?;
+    let (rows, width) = (params.rows as usize, params.width as usize);
     let packs = Packs::of(float, &[params.x, params.weight, params.dy, params.residual], &[width]);
     let team = Team::of(width / packs.elements(), KEEP, MAX_THREADS);
     params.lanes = team.lanes as i32;
-    let most = if extras.partials == Address::NULL { usize::MAX } else { PARTS };
-    launch(gpu, &packs.kernel(what), team.grid(len / width, most), &params)?;
+    launch(gpu, &packs.kernel(what), team.grid(rows, most), &params)?;
     Ok(out)
 }
 
-/// `x + residual` where there is one, and the inverse root mean square of each row of it.
-pub(super) fn inverse_rms(
+const _: () = assert!(NORM_WIDTH == 2 * FP8_STRIP_WIDTH, "kernels with one and with two warps a row");
+
+/// Launches a kernel that also writes codes.
+fn run_fp8(
     gpu: &Gpu,
-    x: &Dense<'_>,
-    residual: Option<&Dense<'_>>,
-    weight: &Dense<'_>,
-    eps: f32,
-) -> Result<(Option<CudaStorage>, CudaSlice<f32>)> {
-    let (storage, layout) = x.operand();
-    let len = layout.shape().elem_count();
-    let inverse = gpu.alloc::<f32>(len / layout.dims().last().copied().unwrap_or(1).max(1))?;
-    let sum = residual.map(|_| Float::of(NAME, storage)?.alloc(gpu, len)).transpose()?;
-    let extras = Extras {
-        residual: residual.map_or(Ok(Address::NULL), |residual| residual.start(gpu))?,
-        sum: sum.as_ref().map_or(Ok(Address::NULL), |sum| start_of(sum, gpu))?,
-        inverse: address(&inverse, gpu),
-        ..Extras::default()
-    };
-    run(gpu, kernel!("rms_norm_fwd"), x, weight, eps, &extras)?;
-    Ok((sum, inverse))
+    what: &str,
+    float: Float,
+    of: params::RmsNorm<'_>,
+    codes: params::Fp8Codes<'_>,
+) -> Result<()> {
+    check_start("rms_norm in FP8", &[of.x, of.weight, of.dy, of.residual])?;
+    let warps = (of.width as usize).div_ceil(FP8_STRIP_WIDTH);
+    let rows = FP8_THREADS / (32 * warps) * FP8_LINES;
+    let blocks = (of.rows as usize).div_ceil(rows).min(PARTS);
+    let kernel = format!("{what}_{warps}_{}", float.name());
+    launch(gpu, &kernel, Grid::line(blocks, FP8_THREADS), &params::Fp8RmsNorm { of, codes })
+}
+
+impl Launch<[Operand<'_>; 4], (Option<CudaStorage>, Quantized<CudaStorage>)> for NormFp8 {
+    fn launch(
+        &self,
+        [x, residual, weight, state]: [Operand<'_>; 4],
+    ) -> Result<(Option<CudaStorage>, Quantized<CudaStorage>)> {
+        let gpu = Gpu::new(x.0.device())?;
+        let (float, dims) = (Float::of(NAME, x.0)?, x.1.shape().dims2()?);
+        let [x, weight] = [Dense::new(x, &gpu)?, Dense::new(weight, &gpu)?];
+        let residual = self.residual.then(|| Dense::new(residual, &gpu)).transpose()?;
+        let sum = residual.as_ref().map(|_| float.alloc(&gpu, dims.0 * dims.1)).transpose()?;
+        let codes = Codes::new(&gpu, dims, self.copies)?;
+        let extras = Extras {
+            residual: residual.as_ref().map_or(Ok(Address::NULL), |residual| residual.start(&gpu))?,
+            sum: sum.as_ref().map_or(Ok(Address::NULL), |sum| start_of(sum, &gpu))?,
+            ..Extras::default()
+        };
+        let params = params(&gpu, &x, &weight, self.eps, Address::NULL, extras)?;
+        run_fp8(
+            &gpu,
+            kernel!("rms_norm_fp8_fwd"),
+            float,
+            params,
+            codes.params_of_site(&gpu, self.scale, state)?,
+        )?;
+        Ok((sum, codes.into_storages(&gpu)))
+    }
+}
+
+impl Launch<[Operand<'_>; 5], ([CudaStorage; 2], Quantized<CudaStorage>)> for NormBackwardFp8 {
+    fn launch(
+        &self,
+        [x, weight, dy, other, state]: [Operand<'_>; 5],
+    ) -> Result<([CudaStorage; 2], Quantized<CudaStorage>)> {
+        let gpu = Gpu::new(x.0.device())?;
+        let (float, dims) = (Float::of(NAME, x.0)?, x.1.shape().dims2()?);
+        let partials = gpu.alloc_zeros::<f32>(PARTS * dims.1)?;
+        let [x, dy, dense] = [Dense::new(x, &gpu)?, Dense::new(dy, &gpu)?, Dense::new(weight, &gpu)?];
+        let residual = self.of.residual.then(|| Dense::new(other, &gpu)).transpose()?;
+        let dx = float.alloc(&gpu, dims.0 * dims.1)?;
+        let codes = Codes::new(&gpu, dims, Fp8Copies::Both)?;
+        let extras = Extras {
+            residual: residual.as_ref().map_or(Ok(Address::NULL), |residual| residual.start(&gpu))?,
+            dy: dy.start(&gpu)?,
+            partials: address(&partials, &gpu),
+            ..Extras::default()
+        };
+        let params = params(&gpu, &x, &dense, self.of.eps, start_of(&dx, &gpu)?, extras)?;
+        run_fp8(
+            &gpu,
+            kernel!("rms_norm_fp8_bwd"),
+            float,
+            params,
+            codes.params_of_site(&gpu, self.scale, state)?,
+        )?;
+        let dw = partial_sums(&gpu, &partials, PARTS, dims.1, Float::of(NAME, weight.0)?)?;
+        Ok(([dx, dw], codes.into_storages(&gpu)))
+    }
 }
 
 impl Launch<[Operand<'_>; 2], CudaStorage> for RmsNorm {
     fn launch(&self, [x, weight]: [Operand<'_>; 2]) -> Result<CudaStorage> {
         let gpu = Gpu::new(x.0.device())?;
         let [x, weight] = [Dense::new(x, &gpu)?, Dense::new(weight, &gpu)?];
-        run(&gpu, kernel!("rms_norm_fwd"), &x, &weight, self.eps, &Extras::default())
+        run(&gpu, kernel!("rms_norm_fwd"), &x, &weight, self.eps, Extras::default())
     }
 }
 
@@ -101,7 +172,7 @@ impl Launch<[Operand<'_>; 3], [CudaStorage; 2]> for RmsNorm {
         let sum = Float::of(NAME, storage)?.alloc(&gpu, layout.shape().elem_count())?;
         let extras =
             Extras { residual: residual.start(&gpu)?, sum: start_of(&sum, &gpu)?, ..Extras::default() };
-        let out = run(&gpu, kernel!("rms_norm_fwd"), &x, &weight, self.eps, &extras)?;
+        let out = run(&gpu, kernel!("rms_norm_fwd"), &x, &weight, self.eps, extras)?;
         Ok([sum, out])
     }
 }
@@ -120,7 +191,7 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 2]> for Gradients {
             partials: address(&partials, &gpu),
             ..Extras::default()
         };
-        let dx = run(&gpu, kernel!("rms_norm_bwd"), &x, &Dense::new(weight, &gpu)?, self.eps, &extras)?;
+        let dx = run(&gpu, kernel!("rms_norm_bwd"), &x, &Dense::new(weight, &gpu)?, self.eps, extras)?;
         let dw = partial_sums(&gpu, &partials, PARTS, width, Float::of(NAME, weight.0)?)?;
         Ok([dx, dw])
     }

@@ -4,15 +4,19 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Layout, Result};
 use cudarc::driver::CudaSlice;
 
+use super::fp8::{Codes, quantize_columns};
 use super::tensor::{Dense, Float, PARTS, Packs, Team, count, element, partial_sums, start, start_of};
 use crate::cuda::address::{Address, address};
+use crate::cuda::compiled::constants::quant_fp8_tile::{FP8_LINES, FP8_NEIGHBOURS, FP8_THREADS as THREADS};
 use crate::cuda::compiled::constants::rope::MAX_THREADS;
 use crate::cuda::compiled::kernel;
-use crate::cuda::kernels::Gpu;
+use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
 use crate::error::Error;
 use crate::launch::{Launch, Operand};
 use crate::ops::RopeStyle;
+use crate::ops::fp8::{Fp8Copies, Quantized};
+use crate::ops::fp8_fused::QkNormRopeFp8;
 use crate::ops::qk_norm_rope::{Gradients, QkNormRope};
 use crate::ops::rope::Rope;
 
@@ -118,13 +122,36 @@ struct Norm<'a> {
     gradient: Option<(&'a Heads<'a>, &'a CudaSlice<f32>)>,
 }
 
+/// Where a result goes.
+#[derive(Clone, Copy)]
+enum Written<'a> {
+    Heads(params::Heads<'a>),
+    /// Codes, from this column on.
+    Fp8(params::Fp8Codes<'a>, usize),
+}
+
+fn run_fp8(gpu: &Gpu, what: &str, float: Float, packs: Packs, params: params::Fp8Rope<'_>) -> Result<()> {
+    if packs.elements() == 1 {
+        return Err(Error::unsupported("qk_norm_rope_backward in FP8 on CUDA moves 16 bytes at a time")
+            .got("heads that start between them")
+            .allowed("tensors, and heads in them, that start on 16 bytes")
+            .hint("`force_contiguous()` copies a tensor")
+            .into());
+    }
+    let head_dim = 2 * params.of.half as usize;
+    let rows = THREADS * FP8_LINES * FP8_NEIGHBOURS / head_dim;
+    let tiles = (params.of.tokens as usize).div_ceil(rows) * params.of.heads as usize;
+    let kernel = format!("{what}_{head_dim}_{}", float.name());
+    launch(gpu, &kernel, Grid::line(tiles.min(PARTS), THREADS), &params)
+}
+
 fn run(
     gpu: &Gpu,
     what: &str,
     x: &Heads<'_>,
     rotation: Rotation<'_>,
     norm: Option<Norm<'_>>,
-    out: params::Heads<'_>,
+    out: Written<'_>,
 ) -> Result<()> {
     let (storage, layout): (&CudaStorage, &Layout) = x.operand();
     let float = Float::of(NAME, storage)?;
@@ -134,7 +161,6 @@ fn run(
     let (cos, sin) = (Table::new(cos, gpu)?, Table::new(sin, gpu)?);
     let mut params = params::Rope {
         x: x.params(gpu)?,
-        out,
         cos: cos.start(gpu)?,
         sin: sin.start(gpu)?,
         tokens: count("tokens", batch * sequence)?,
@@ -149,7 +175,10 @@ fn run(
     // do too.
     let mut strides = vec![half];
     strides.extend(x.strides());
-    strides.extend([out.batch, out.token, out.head].map(|stride| stride as usize));
+    if let Written::Heads(out) = out {
+        params.out = out;
+        strides.extend([out.batch, out.token, out.head].map(|stride| stride as usize));
+    }
     // Heads of a token that a group of lanes takes with the same angles: HEADS of the kernels.
     let mut heads_at_once = 4;
     let mut most = usize::MAX;
@@ -164,8 +193,17 @@ fn run(
             (heads_at_once, most) = (1, PARTS);
         }
     }
-    let starts = [params.x.data, params.dy.data, out.data, params.cos, params.sin, params.weight];
+    let starts = [params.x.data, params.dy.data, params.out.data, params.cos, params.sin, params.weight];
     let packs = Packs::of(float, &starts, &strides);
+    if let Written::Fp8(codes, first_column) = out {
+        return run_fp8(
+            gpu,
+            what,
+            float,
+            packs,
+            params::Fp8Rope { of: params, codes, first_column: count("channels", first_column)?, padding: 0 },
+        );
+    }
     let pairs = half / packs.elements();
     if pairs > MAX_THREADS {
         return Err(Error::unsupported("head_dim is out of range on CUDA")
@@ -188,7 +226,8 @@ impl<'a> Launch<(&'a [Operand<'a>], [Operand<'a>; 2]), CudaStorage> for Rope {
         let rotation = Rotation { tables, direction: self.direction, style: self.style };
         let out = Beside::new(&gpu, all)?;
         for (n, &x) in all.iter().enumerate() {
-            run(&gpu, kernel!("rope"), &Heads::new(x, &gpu)?, rotation, None, out.place(n, &gpu)?)?;
+            let to = Written::Heads(out.place(n, &gpu)?);
+            run(&gpu, kernel!("rope"), &Heads::new(x, &gpu)?, rotation, None, to)?;
         }
         Ok(out.storage)
     }
@@ -206,7 +245,7 @@ impl Launch<[Operand<'_>; 4], CudaStorage> for QkNormRope {
             &Heads::new(x, &gpu)?,
             rotation,
             Some(norm),
-            out.place(0, &gpu)?,
+            Written::Heads(out.place(0, &gpu)?),
         )?;
         Ok(out.storage)
     }
@@ -218,27 +257,64 @@ type BackwardInputs<'a> = (&'a [[Operand<'a>; 3]], [Operand<'a>; 2]);
 /// The gradients of the inputs, concatenated along the heads, and of their weights.
 impl<'a> Launch<BackwardInputs<'a>, (CudaStorage, Vec<CudaStorage>)> for Gradients {
     fn launch(&self, (all, tables): BackwardInputs<'a>) -> Result<(CudaStorage, Vec<CudaStorage>)> {
-        let rotation = Rotation { tables, direction: -1.0, style: self.style };
         let inputs: Vec<Operand<'_>> = all.iter().map(|&[x, ..]| x).collect();
         let gpu = Gpu::new(inputs[0].0.device())?;
         let out = Beside::new(&gpu, &inputs)?;
+        let weights = self.run(&gpu, (all, tables), kernel!("qk_norm_rope_bwd"), |n| {
+            Ok(Written::Heads(out.place(n, &gpu)?))
+        })?;
+        Ok((out.storage, weights))
+    }
+}
+
+impl Gradients {
+    /// Launches a kernel for each input, and returns the gradients of the weights. `written` says where the gradient of an input goes.
+    fn run<'a>(
+        &self,
+        gpu: &Gpu,
+        (all, tables): BackwardInputs<'a>,
+        kernel: &str,
+        written: impl Fn(usize) -> Result<Written<'a>>,
+    ) -> Result<Vec<CudaStorage>> {
+        let rotation = Rotation { tables, direction: -1.0, style: self.style };
         let mut weights = Vec::with_capacity(all.len());
         for (n, &[x, weight, dy]) in all.iter().enumerate() {
             let width = weight.1.shape().elem_count();
             // Zeros: with few heads some blocks are not launched.
             let partials = gpu.alloc_zeros::<f32>(PARTS * width)?;
-            let (dense, dy) = (Dense::new(weight, &gpu)?, Heads::new(dy, &gpu)?);
+            let (dense, dy) = (Dense::new(weight, gpu)?, Heads::new(dy, gpu)?);
             let norm = Norm { weight: &dense, eps: self.eps, gradient: Some((&dy, &partials)) };
-            run(
-                &gpu,
-                kernel!("qk_norm_rope_bwd"),
-                &Heads::new(x, &gpu)?,
-                rotation,
-                Some(norm),
-                out.place(n, &gpu)?,
-            )?;
-            weights.push(partial_sums(&gpu, &partials, PARTS, width, Float::of(NAME, weight.0)?)?);
+            run(gpu, kernel, &Heads::new(x, gpu)?, rotation, Some(norm), written(n)?)?;
+            weights.push(partial_sums(gpu, &partials, PARTS, width, Float::of(NAME, weight.0)?)?);
         }
-        Ok((out.storage, weights))
+        Ok(weights)
+    }
+}
+
+/// As [`Gradients`]', the gradient of what passes through, and the state of the scales.
+type Fp8Inputs<'a> = (BackwardInputs<'a>, Option<Operand<'a>>, Operand<'a>);
+
+impl<'a> Launch<Fp8Inputs<'a>, (Quantized<CudaStorage>, Vec<CudaStorage>)> for QkNormRopeFp8 {
+    fn launch(
+        &self,
+        (inputs, through, state): Fp8Inputs<'a>,
+    ) -> Result<(Quantized<CudaStorage>, Vec<CudaStorage>)> {
+        let gpu = Gpu::new(state.0.device())?;
+        let mut columns = vec![0];
+        for x in inputs.0.iter().map(|[x, ..]| x).chain(&through) {
+            let (_, _, heads, head_dim) = x.1.shape().dims4()?;
+            columns.push(columns[columns.len() - 1] + heads * head_dim);
+        }
+        let (batch, sequence, ..) = inputs.0[0][0].1.shape().dims4()?;
+        let codes = Codes::new(&gpu, (batch * sequence, columns[columns.len() - 1]), Fp8Copies::Both)?;
+        let params = codes.params_of_site(&gpu, self.scale, state)?;
+        let weights = self
+            .gradients
+            .run(&gpu, inputs, kernel!("qk_norm_rope_fp8"), |n| Ok(Written::Fp8(params, columns[n])))?;
+        if let Some(through) = through {
+            let first = columns[inputs.0.len()];
+            quantize_columns(&gpu, through, columns[columns.len() - 1] - first, params, first)?;
+        }
+        Ok((codes.into_storages(&gpu), weights))
     }
 }

@@ -41,6 +41,9 @@ struct Group {
     return reduce(x, [](float a, float b) { return fmaxf(a, b); });
   }
 
+  // Whether any lane whose sums depend on this one's part in them says so: here all lanes of a group agree.
+  __device__ __forceinline__ bool any(bool x) const { return x; }
+
   // Waits for all lanes of the group, so that what they have read may be overwritten.
   __device__ __forceinline__ void sync() const {
     if (lanes > 32) __syncthreads(); else __syncwarp(mask);
@@ -48,19 +51,21 @@ struct Group {
 };
 
 // 1 / sqrt(mean(x^2) + eps) over a group's row of `width` elements. `each(f)` calls f(x) for all elements of a lane.
-template <class Each>
-__device__ __forceinline__ float inverse_rms(const Group& group, int width, float eps, Each each) {
+template <class Lanes, class Each>
+__device__ __forceinline__ float inverse_rms(Lanes& group, int width, float eps, Each each) {
   float sum = 0.0f;
   each([&](float x) { sum = fmaf(x, x, sum); });
   float mean = group.sum(sum) / width;
-  if (isfinite(mean)) return 1.0f / sqrtf(mean + eps);
+  bool is_finite = isfinite(mean);
+  float result = 1.0f / sqrtf(mean + eps);
+  if (!group.any(!is_finite)) return result;
   // Squares of elements above 1.8e19 overflow, so that the second pass scales the row by 2^-80, where no square does. A mean
   // that is infinite even now becomes NaN: a row with infinite elements has no normalization.
   constexpr float SMALL = 1.0f / (1ull << 40) / (1ull << 40);
   sum = 0.0f;
   each([&](float x) { sum = fmaf(x * SMALL, x * SMALL, sum); });
   mean = group.sum(sum) / width;
-  return SMALL / sqrtf(mean + (mean - mean));
+  return is_finite ? result : SMALL / sqrtf(mean + (mean - mean));
 }
 
 }  // namespace sage::elements

@@ -62,6 +62,19 @@ __device__ __forceinline__ void load_floats(const T* at, float (&x)[V]) {
   }
 }
 
+// V neighbours in registers as they are in memory.
+template <class T, int V>
+struct Packed {
+  static constexpr int N = V * sizeof(T) < 16 ? V : 16 / sizeof(T);
+  Pack<T, N> packs[V / N] = {};
+
+  __device__ __forceinline__ void load(const T* at) {
+#pragma unroll
+    for (int i = 0; i < V / N; ++i) packs[i] = Pack<T, N>::load(at + i * N);
+  }
+  __device__ __forceinline__ float operator[](int i) const { return packs[i / N][i % N]; }
+};
+
 template <int V, class T>
 __device__ __forceinline__ void store_floats(T* at, const float (&x)[V]) {
   constexpr int N = V * sizeof(T) < 16 ? V : 16 / sizeof(T);

@@ -16,7 +16,6 @@ struct RmsNorm {
   void* sum;         // forward with a residual: x + residual
   void* out;         // y, or dx
   float* partials;   // (blocks, width): the sum of each block's rows for the weight's gradient; backward only
-  float* inverse;    // forward: null, or the inverse root mean square of each row, which is written instead of y
   int32_t rows;
   int32_t width;
   int32_t lanes;     // threads that share a row
@@ -205,20 +204,26 @@ struct Fp8Codes {
   int32_t padding;
 };
 
-// A matrix without gaps.
+// A matrix (rows, columns) without gaps, which becomes the columns of `codes` from `first_column` on.
 struct Fp8Quantize {
   const void* x;
   Fp8Codes codes;
+  int32_t columns;
+  int32_t first_column;
 };
 
-// Rows without gaps, as RmsNorm normalizes them.
-struct Fp8Normed {
-  const void* x;
-  const void* weight;
-  const float* inverse;  // RmsNorm::inverse
-  int32_t weight_type;
-  int32_t padding;
+// y of the forward in FP8 alone, or dx in FP8 too.
+struct Fp8RmsNorm {
+  RmsNorm of;
   Fp8Codes codes;
+};
+
+// The gradient of rope with norm of `of`, in FP8: columns of `codes` from `first_column` on, all heads of a token side by side.
+struct Fp8Rope {
+  Rope of;
+  Fp8Codes codes;
+  int32_t first_column;
+  int32_t padding;
 };
 
 // Fp8Codes of (rows, columns) of y, or (rows, 2 columns) of dgate and dup, concatenated along the columns.

@@ -8,14 +8,16 @@
 
 namespace sage::quant {
 
-constexpr int FP8_THREADS = 256, FP8_ROWS = 128, FP8_COLUMNS = 64;
+constexpr int FP8_THREADS = 256, FP8_ROWS = 128, FP8_COLUMNS = 64, FP8_NEIGHBOURS = 8, FP8_LINES = 4;
 
 // A tile of ROWS x COLUMNS values of a block of THREADS threads. A thread has LINES rows of V neighbours, so that its LINES codes
 // of a column are a word.
-struct Fp8Tile {
-  static constexpr int THREADS = FP8_THREADS, ROWS = FP8_ROWS, COLUMNS = FP8_COLUMNS, V = 8, LINES = 4;
-  static_assert(THREADS == COLUMNS / V * ROWS / LINES && ROWS == 32 * LINES, "a warp writes a column, a word a lane");
-  static constexpr int PITCH = ROWS / LINES + 1;  // words; odd, so that few columns share a bank
+template <int WIDTH>
+struct Fp8TileOf {
+  static constexpr int THREADS = FP8_THREADS, COLUMNS = WIDTH, V = FP8_NEIGHBOURS, LINES = FP8_LINES, ROWS = THREADS / (COLUMNS / V) * LINES;
+  static constexpr int LANES = ROWS / LINES;  // that write a column, a word each
+  static_assert(32 % LANES == 0);
+  static constexpr int PITCH = LANES + 1;  // words; odd, so that few columns share a bank
 
   uint32_t turned[COLUMNS][PITCH];
 
@@ -23,6 +25,8 @@ struct Fp8Tile {
   static __device__ __forceinline__ int row() { return threadIdx.x / (COLUMNS / V) * LINES; }
   static __device__ __forceinline__ int column() { return threadIdx.x % (COLUMNS / V) * V; }
 };
+using Fp8Tile = Fp8TileOf<FP8_COLUMNS>;
+static_assert(Fp8Tile::ROWS == FP8_ROWS);
 
 // The bits of |x|, whose order is that of the values, with NaN above infinity.
 __device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
@@ -36,9 +40,17 @@ __device__ __forceinline__ float fp8_scale(uint32_t largest, int e5m2) {
   return __uint_as_float(uint32_t(min(max(exponent, -126), 126) + 127) << 23);
 }
 
+// The transpose of 4 x 4 codes.
+__device__ __forceinline__ void transpose(const uint32_t (&lines)[4], uint32_t (&columns)[4]) {
+  uint32_t a = __byte_perm(lines[0], lines[1], 0x5140), b = __byte_perm(lines[2], lines[3], 0x5140);
+  uint32_t c = __byte_perm(lines[0], lines[1], 0x7362), d = __byte_perm(lines[2], lines[3], 0x7362);
+  columns[0] = __byte_perm(a, b, 0x5410), columns[1] = __byte_perm(a, b, 0x7632);
+  columns[2] = __byte_perm(c, d, 0x5410), columns[3] = __byte_perm(c, d, 0x7632);
+}
+
 // A thread's codes of one matrix.
 struct Fp8Codes {
-  uint32_t words[Fp8Tile::LINES][Fp8Tile::V / 4] = {};
+  uint2 words[FP8_LINES] = {};
   uint32_t largest = 0, saturated = 0;  // of the values before division, and how many were beyond the format
   float scale, inverse, top;            // inverse is 1 / scale, top the format's largest value
   int e5m2;
@@ -53,48 +65,45 @@ struct Fp8Codes {
     return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, e5m2 ? __NV_E5M2 : __NV_E4M3);
   }
 
-  // Quantizes a line of the thread.
-  __device__ __forceinline__ void set(int line, const float (&x)[Fp8Tile::V]) {
+  __device__ __forceinline__ uint2 quantize(const float (&x)[FP8_NEIGHBOURS]) {
+    float y[FP8_NEIGHBOURS];
 #pragma unroll
-    for (int i = 0; i < Fp8Tile::V; i += 4) {
-      float y[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        largest = max(largest, magnitude(x[i + j]));
-        y[j] = x[i + j] * inverse;
-        saturated += fabsf(y[j]) > top;
-      }
-      words[line][i / 4] = pair(y[0], y[1]) | pair(y[2], y[3]) << 16;
+    for (int i = 0; i < FP8_NEIGHBOURS; ++i) {
+      largest = max(largest, magnitude(x[i]));
+      y[i] = x[i] * inverse;
+      saturated += fabsf(y[i]) > top;
     }
+    return make_uint2(pair(y[0], y[1]) | pair(y[2], y[3]) << 16, pair(y[4], y[5]) | pair(y[6], y[7]) << 16);
   }
+
+  // Quantizes a line of the thread.
+  __device__ __forceinline__ void set(int line, const float (&x)[FP8_NEIGHBOURS]) { words[line] = quantize(x); }
 
   // Writes the tile's codes, for columns of the matrix below `end_column`. All threads of the block call it, and synchronize before they
   // use the tile's memory again.
-  __device__ __forceinline__ void store(const params::Fp8Codes& p, Fp8Tile& tile, int first_row, int first_column, int end_column) const {
-    using Tile = Fp8Tile;
+  template <class Tile>
+  __device__ __forceinline__ void store(const params::Fp8Codes& p, Tile& tile, int first_row, int first_column, int end_column) const {
     int row = first_row + Tile::row(), column = first_column + Tile::column();
     // p.rows and end_column are multiples of 16: a thread's values are all inside the matrix, or all outside.
     if (p.row_codes && row < p.rows && column < end_column) {
 #pragma unroll
       for (int i = 0; i < Tile::LINES; ++i)
-        *reinterpret_cast<uint2*>(p.row_codes + int64_t(row + i) * p.columns + column) = make_uint2(words[i][0], words[i][1]);
+        *reinterpret_cast<uint2*>(p.row_codes + int64_t(row + i) * p.columns + column) = words[i];
     }
     if (!p.column_codes) return;
 #pragma unroll
     for (int j = 0; j < Tile::V / 4; ++j) {
-      // The transpose of 4 x 4 bytes.
-      uint32_t a = __byte_perm(words[0][j], words[1][j], 0x5140), b = __byte_perm(words[2][j], words[3][j], 0x5140);
-      uint32_t c = __byte_perm(words[0][j], words[1][j], 0x7362), d = __byte_perm(words[2][j], words[3][j], 0x7362);
-      uint32_t* to = &tile.turned[Tile::column() + 4 * j][Tile::row() / Tile::LINES];
-      to[0] = __byte_perm(a, b, 0x5410);
-      to[Tile::PITCH] = __byte_perm(a, b, 0x7632);
-      to[2 * Tile::PITCH] = __byte_perm(c, d, 0x5410);
-      to[3 * Tile::PITCH] = __byte_perm(c, d, 0x7632);
+      uint32_t lines[Tile::LINES], turned[4];
+#pragma unroll
+      for (int i = 0; i < Tile::LINES; ++i) lines[i] = j ? words[i].y : words[i].x;
+      transpose(lines, turned);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) tile.turned[Tile::column() + 4 * j + i][Tile::row() / Tile::LINES] = turned[i];
     }
     __syncthreads();
-    int lane = threadIdx.x % 32;
+    int lane = threadIdx.x % Tile::LANES;
     row = first_row + lane * Tile::LINES;
-    for (int c = threadIdx.x / 32; c < Tile::COLUMNS; c += Tile::THREADS / 32) {
+    for (int c = threadIdx.x / Tile::LANES; c < Tile::COLUMNS; c += Tile::THREADS / Tile::LANES) {
       if (row < p.rows && first_column + c < end_column)
         *reinterpret_cast<uint32_t*>(p.column_codes + int64_t(first_column + c) * p.rows + row) = tile.turned[c][lane];
     }
@@ -111,14 +120,19 @@ struct Fp8Codes {
   }
 };
 
-// Quantizes a tile of the values that `line(row, column, x)` gives: V neighbours of a row.
+// The columns of a matrix from `first` on that a kernel writes.
+struct Fp8Columns {
+  int first, count;
+};
+
+// Quantizes a tile of the values that `line(row, column, x)` gives: V neighbours of a row, by their column in `columns`.
 template <class Line>
-__device__ __forceinline__ void quantize_tile(const params::Fp8Codes& p, float scale, Line line) {
+__device__ __forceinline__ void quantize_tile(const params::Fp8Codes& p, float scale, Fp8Columns columns, Line line) {
   __shared__ Fp8Tile tile;
   int first_row = blockIdx.x * Fp8Tile::ROWS, first_column = blockIdx.y * Fp8Tile::COLUMNS;
   int row = first_row + Fp8Tile::row(), column = first_column + Fp8Tile::column();
   Fp8Codes codes(p, scale);
-  if (row < p.rows && column < p.columns) {
+  if (row < p.rows && column < columns.count) {
 #pragma unroll
     for (int i = 0; i < Fp8Tile::LINES; ++i) {
       float x[Fp8Tile::V];
@@ -126,11 +140,12 @@ __device__ __forceinline__ void quantize_tile(const params::Fp8Codes& p, float s
       codes.set(i, x);
     }
   }
-  codes.store(p, tile, first_row, first_column, p.columns);
+  codes.store(p, tile, first_row, columns.first + first_column, columns.first + columns.count);
   codes.report(p);
 }
-
 template <class Line>
-__device__ __forceinline__ void quantize_tile(const params::Fp8Codes& p, Line line) { quantize_tile(p, *p.scale, line); }
+__device__ __forceinline__ void quantize_tile(const params::Fp8Codes& p, Line line) {
+  quantize_tile(p, *p.scale, {0, p.columns}, line);
+}
 
 }  // namespace sage::quant

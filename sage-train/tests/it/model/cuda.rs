@@ -25,8 +25,8 @@ fn cuda_documents_in_a_sequence_are_as_good_as_alone() -> Result<()> {
 /// One step in bf16 on a GPU against f32 on the CPU. Every activation is rounded to 2^-9, relative, some ten
 /// times per block. Forward and backward through three blocks make sixty roundings, whose errors add up as if
 /// independent: sqrt(60) 2^-9 = 1.5 %. The errors of SageBwd itself are the same on both sides, except for
-/// codes near a tie. Those of FP8 too: 2^-9 moves one value in 32 across a midpoint, by 2^-3, or 2 % of an operand, and 42
-/// operands add up to 13 %.
+/// codes near a tie. Those of FP8 too: 2^-9 moves one value in 32 across a midpoint, by 2^-3, or 2 % of an operand, and 45
+/// operands add up to 14 %. The gradient of a norm's weight is a sum over rows in which much cancels: up to twice as much.
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_gradients_are_those_of_the_cpu() -> Result<()> {
@@ -35,7 +35,7 @@ fn cuda_gradients_are_those_of_the_cpu() -> Result<()> {
         (LinearPrecision::Compute, LinearPrecision::Fp8(Fp8Linear::default(), Scaling::Delayed));
     let sage = SageBwd::default().into();
     for (scheme, linear, limit) in
-        [(Scheme::FullPrecision, compute, 0.03), (sage, compute, 0.08), (Scheme::FullPrecision, fp8, 0.2)]
+        [(Scheme::FullPrecision, compute, 0.03), (sage, compute, 0.08), (Scheme::FullPrecision, fp8, 0.28)]
     {
         let mut first: Option<f32> = None;
         for recompute in [Recompute::None, Recompute::Attention, Recompute::Block] {
@@ -44,6 +44,8 @@ fn cuda_gradients_are_those_of_the_cpu() -> Result<()> {
             let config = LlamaConfig {
                 scheme: Some(scheme),
                 linear,
+                linear_head: linear,
+                vocab: 304,
                 recompute,
                 head_dim: 64,
                 init_std: 0.1,
@@ -109,6 +111,7 @@ fn cuda_training_follows_the_cpu() -> sage_train::Result<()> {
                 s.run.name = Some(format!("{attn}-{linear:?}-{name}").to_lowercase());
                 s.attention.attn = Some(attn);
                 s.linear.linear = Some(linear);
+                s.linear.linear_head = Some(linear);
                 s.data.corpus_mb = Some(1);
                 s.batch.steps = Some(Quantity(30));
                 s.batch.micro_batch = Some(4);
