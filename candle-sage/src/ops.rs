@@ -4,7 +4,7 @@
 //! Each operator is a candle custom op: it joins candle's autograd graph, and `backward()` gives the
 //! gradients of its inputs. For training loops that do not use candle's graph, each backward is also a plain
 //! function (`.._backward`, `.._into`, [`Attention::vjp`]). Such a loop also needs sums in place
-//! ([`add_into`], [`product_into`]), copies of heads ([`copy_heads`]) and the update of the parameters ([`AdamW`]).
+//! ([`add_into`], [`product_into`]), copies of heads ([`copy_heads`]) and the update of the parameters ([`AdamW`], [`Muon`]).
 
 pub(crate) mod accumulate;
 pub(crate) mod adamw;
@@ -21,6 +21,7 @@ pub(crate) mod fp8_scales;
 pub(crate) mod linear_cross_entropy;
 pub(crate) mod linear_cross_entropy_fp8;
 pub(crate) mod mixture;
+pub(crate) mod muon;
 pub(crate) mod past_linear;
 pub(crate) mod qk_norm_rope;
 pub(crate) mod rms_norm;
@@ -47,6 +48,7 @@ pub use fp8_linear::{Fp8Linear, fp8_linear};
 pub use fp8_scales::{Fp8Scale, Fp8Scales};
 pub use linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_into};
 pub use linear_cross_entropy_fp8::linear_cross_entropy_into_fp8;
+pub use muon::{Muon, MuonMatrix, MuonScale, Orthogonalization};
 pub use past_linear::{Tail, past_linear, past_linear_backward, past_linear_backward_onto};
 pub use qk_norm_rope::{QkNormRopeGrad, qk_norm_rope, qk_norm_rope_backward};
 pub use rms_norm::{residual_rms_norm, rms_norm, rms_norm_backward};

@@ -77,3 +77,114 @@ impl AdamW {
         }
     }
 }
+
+/// The polynomials that bring the singular values of a matrix close to 1: five odd ones of degree 5, one after the other, of the matrix
+/// divided by its Frobenius norm (Newton-Schulz iterations).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Orthogonalization {
+    /// The best five for singular values from .001 of the norm on: they become .85 to 1.12 (Polar Express, arXiv 2505.16932, with its
+    /// margin of 1 % against roundings).
+    #[default]
+    PolarExpress,
+    /// The same one five times: singular values from .003 of the norm on become .68 to 1.2 (Muon as first published, by K. Jordan).
+    Quintic,
+}
+
+impl Orthogonalization {
+    /// a, b and c of `a x + b x^3 + c x^5`, in order.
+    pub(crate) fn polynomials(self) -> [[f32; 3]; 5] {
+        match self {
+            Self::PolarExpress => {
+                let best = [
+                    [8.287_212_018_145_63, -23.595_886_519_098_837, 17.300_387_312_530_933],
+                    [4.107_059_111_542_203, -2.947_849_916_737_910_6, 0.544_843_108_292_660_1],
+                    [3.948_690_853_482_294_6, -2.908_902_115_962_949, 0.551_819_139_437_013_7],
+                    [3.318_419_657_370_601_5, -2.488_488_024_314_874, 0.510_048_940_123_72],
+                    [2.300_652_019_954_817, -1.668_903_984_574_749_3, 0.418_807_311_952_567_3],
+                ];
+                // The first argument is divided by the margin twice: roundings may make a norm too small.
+                let margins = [1.01 * 1.01, 1.01, 1.01, 1.01, 1.0];
+                std::array::from_fn(|n| {
+                    let (polynomial, margin): ([f64; 3], f64) = (best[n], margins[n]);
+                    std::array::from_fn(|i| (polynomial[i] / margin.powi(2 * i as i32 + 1)) as f32)
+                })
+            }
+            Self::Quintic => [[3.4445, -4.7750, 2.0315]; 5],
+        }
+    }
+}
+
+/// How long the step of a matrix is: the orthogonal direction, whose singular values are about 1, times this and the learning rate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum MuonScale {
+    /// `0.2 sqrt(max(rows, columns))`: the root mean square of a step of AdamW, so that its learning rates carry over (arXiv 2502.16982,
+    /// section 2.2).
+    #[default]
+    AdamW,
+    /// `sqrt(max(1, rows / columns))`, as first published.
+    Original,
+}
+
+/// One step of Muon: each matrix moves along its momentum, of which all singular values are brought close to 1 (K. Jordan, 2024; arXiv
+/// 2502.16982). For the matrices of hidden layers: embeddings, output matrices and vectors need another optimizer, as [`AdamW`].
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_sage::ops::{Muon, MuonMatrix, sum_of_squares};
+///
+/// // A matrix of 2 x 3, and its momentum.
+/// let state = Tensor::zeros((2, 6), DType::F32, &Device::Cpu)?;
+/// let gradient = Tensor::new(&[3f32, 0., 0., 0., 0.01, 0.], &Device::Cpu)?;
+/// let matrices = [MuonMatrix { at: 0, rows: 2, columns: 3 }];
+/// Muon::new(0.1).step(&state, &gradient, &sum_of_squares(&gradient)?, &matrices, None)?;
+/// let step = state.get(0)?.to_vec1::<f32>()?;
+/// // Both directions move by about 0.1 * 0.2 * sqrt(3), though one gradient is 300 times as large.
+/// assert!((step[0] / -0.0346 - 1.0).abs() < 0.16 && (step[4] / -0.0346 - 1.0).abs() < 0.16);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub struct Muon {
+    /// Learning rate of this step.
+    pub lr: f64,
+    /// Decay rate of the momentum, the running mean of the gradient.
+    pub momentum: f64,
+    /// Whether the step looks ahead: along `momentum m + (1 - momentum) g` instead of `m`.
+    pub nesterov: bool,
+    /// Decoupled weight decay: each step multiplies a weight by `1 - lr weight_decay`.
+    pub weight_decay: f64,
+    /// The polynomials of the orthogonalization.
+    pub orthogonalization: Orthogonalization,
+    /// The length of a step.
+    pub scale: MuonScale,
+    /// Factor of the gradient: 1 / (number of micro-batches whose gradients were summed).
+    pub gradient_factor: f64,
+    /// Largest allowed norm of `gradient * gradient_factor`, as in [`AdamW`].
+    pub clip: Option<f64>,
+}
+
+impl Muon {
+    /// A step with a learning rate: momentum .95 with Nesterov, no weight decay and no clipping.
+    pub const fn new(lr: f64) -> Self {
+        Self {
+            lr,
+            momentum: 0.95,
+            nesterov: true,
+            weight_decay: 0.0,
+            orthogonalization: Orthogonalization::PolarExpress,
+            scale: MuonScale::AdamW,
+            gradient_factor: 1.0,
+            clip: None,
+        }
+    }
+
+    /// `1 - lr weight_decay`, and the factor of the orthogonal direction of a matrix.
+    pub(crate) fn factors(&self, rows: usize, columns: usize) -> [f32; 2] {
+        let (rows, columns) = (rows as f64, columns as f64);
+        let scale = match self.scale {
+            MuonScale::AdamW => 0.2 * rows.max(columns).sqrt(),
+            MuonScale::Original => (rows / columns).max(1.0).sqrt(),
+        };
+        [(1.0 - self.lr * self.weight_decay) as f32, (self.lr * scale) as f32]
+    }
+}

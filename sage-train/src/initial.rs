@@ -88,7 +88,7 @@ pub fn check_moments(folder: &Path) -> Result<()> {
     if checkpoint::is_one(folder) {
         return Ok(());
     }
-    Err(Error::new("no moments of AdamW in this folder")
+    Err(Error::new("no moments of an optimizer in this folder")
         .got(format!("--init-moments on, --init-from {}", folder.display()))
         .allowed("--init-from RUN/checkpoints/step-N")
         .hint("a run's own weights and a Hugging Face folder have none: --init-moments off, or name a checkpoint"))

@@ -23,7 +23,7 @@ pub use decode::TokenCache;
 pub use linear::{LinearPrecision, Scaling};
 pub use llama::{Input, LayerDone, Llama, Watch};
 pub(crate) use parameters::InitialValues;
-pub use parameters::{Parameters, Shard, Training, Weight};
+pub use parameters::{Moments, Parameters, Shard, Training, Weight};
 pub use pieces::received_bytes;
 pub use reduction::Reduction;
 pub use sla2::{Choice, Selected, Sla2Config, Stage};

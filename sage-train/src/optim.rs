@@ -1,22 +1,26 @@
 //! Optimizers: what they keep and move for each parameter, and their updates; and learning-rate schedules.
 
 mod adamw;
+mod muon;
 mod schedule;
 
 pub use adamw::AdamWConfig;
+pub use muon::MuonConfig;
 pub use schedule::LearningRate;
 
 use candle_core::Tensor;
 use candle_sage::Result;
 
-use crate::model::Shard;
-use crate::settings::OptimizerSettings;
+use crate::model::{Moments, Shard};
+use crate::settings::{OptimizerSetting, OptimizerSettings};
 
 /// How parameters are updated. The settings do not change during a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Optimizer {
     /// AdamW.
     AdamW(AdamWConfig),
+    /// Muon for hidden matrices, AdamW for everything else.
+    Muon(MuonConfig),
 }
 
 /// An update by a gradient that is a sum of mean gradients.
@@ -36,13 +40,26 @@ impl Optimizer {
     /// # Errors
     /// When a setting is out of range.
     pub fn resolve(s: &OptimizerSettings) -> Result<Self> {
-        AdamWConfig::resolve(s).map(Self::AdamW)
+        match s.optimizer.unwrap_or(OptimizerSetting::AdamW) {
+            OptimizerSetting::AdamW => AdamWConfig::resolve(s).map(Self::AdamW),
+            OptimizerSetting::Muon => MuonConfig::resolve(s).map(Self::Muon),
+        }
     }
 
-    /// What is kept of each parameter in addition to its weights, in f32: prefixes of its name in checkpoints, each with a `/`.
-    pub fn moments(&self) -> &'static [&'static str] {
+    /// What is kept of each parameter in addition to its weights, in f32.
+    pub fn moments(&self) -> Moments {
+        let others = AdamWConfig::MOMENTS;
         match self {
-            Self::AdamW(_) => AdamWConfig::MOMENTS,
+            Self::AdamW(_) => Moments { matrices: others, others },
+            Self::Muon(_) => Moments { matrices: MuonConfig::MOMENTS, others },
+        }
+    }
+
+    /// The optimizer of parameters that are not hidden matrices.
+    pub fn adamw(&self) -> &AdamWConfig {
+        match self {
+            Self::AdamW(adamw) => adamw,
+            Self::Muon(muon) => &muon.adamw,
         }
     }
 
@@ -50,31 +67,31 @@ impl Optimizer {
     /// `element` bytes.
     pub fn moved_bytes(&self, element: u64) -> u64 {
         let copy = if element == 4 { 0 } else { element };
-        let state = 1 + self.moments().len() as u64;
+        let state = 1 + self.moments().matrices.len() as u64;
+        // A direction in 16 bit is written, normalized and read, and each of five iterations passes over it five times.
+        let directions = match self {
+            Self::AdamW(_) => 0,
+            Self::Muon(_) => 2 * (1 + 2 + 1 + 5 * 5),
+        };
         // The gradient twice, weights and moments in both directions.
-        match self {
-            Self::AdamW(_) => 2 * 4 + 2 * 4 * state + copy,
-        }
+        2 * 4 + 2 * 4 * state + copy + directions
     }
 
     /// Largest gradient norm; `None` turns clipping off.
     pub fn clip(&self) -> Option<f64> {
-        match self {
-            Self::AdamW(adamw) => adamw.clip,
-        }
+        self.adamw().clip
     }
 
     /// Whether a run begins with moments of a checkpoint.
     pub fn has_initial_moments(&self) -> bool {
-        match self {
-            Self::AdamW(adamw) => adamw.initial_moments,
-        }
+        self.adamw().initial_moments
     }
 
     /// The factor that takes the bias of zero initial values from a moment after `step` steps.
     pub fn unbiased(&self, moment: &str, step: u64) -> f64 {
         match self {
             Self::AdamW(adamw) => adamw.unbiased(moment, step),
+            Self::Muon(muon) => muon.unbiased(moment, step),
         }
     }
 
@@ -90,6 +107,7 @@ impl Optimizer {
     ) -> candle_core::Result<()> {
         match self {
             Self::AdamW(adamw) => adamw.update(update, shard, squares),
+            Self::Muon(muon) => muon.update(update, shard, squares),
         }
     }
 }

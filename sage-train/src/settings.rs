@@ -24,7 +24,9 @@ use layer::Layer;
 pub use layer::Role;
 pub use linear::{FormatSetting, LinearSetting, LinearSettings, ScalingSetting, SumsSetting};
 pub use model::ModelSettings;
-pub use optimizer::{OptimizerSettings, Schedule};
+pub use optimizer::{
+    MuonScaleSetting, OptimizerSetting, OptimizerSettings, OrthogonalizationSetting, Schedule,
+};
 pub use run::{Preset, RunSettings};
 pub use scheme::{LayerList, LayerSettings, SchemeSetting, in_words_by_layer};
 use serde::{Deserialize, Serialize};

@@ -7,6 +7,7 @@ mod embedding;
 mod fp8;
 mod ids;
 mod linear_cross_entropy;
+mod muon;
 mod rms_norm;
 mod rope;
 mod sum_in_order;

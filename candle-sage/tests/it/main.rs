@@ -12,6 +12,8 @@ mod cuda_bits;
 #[cfg(feature = "cuda")]
 mod cuda_fp8;
 #[cfg(feature = "cuda")]
+mod cuda_muon;
+#[cfg(feature = "cuda")]
 mod cuda_ops;
 #[cfg(feature = "cuda")]
 mod cuda_sla2;
@@ -22,6 +24,7 @@ mod lengths;
 mod messages;
 mod modules;
 mod moving;
+mod muon;
 mod ops;
 mod params;
 mod plans;

@@ -7,6 +7,7 @@ use crate::data::DataConfig;
 use crate::data::reader;
 use crate::data::source::{self, Source};
 use crate::model::{Choice, LinearPrecision};
+use crate::optim::Optimizer;
 use crate::settings::{DataSettings, Schedule, Settings, TailSetting};
 
 /// The error of a setting that was typed together with settings with which it has no effect.
@@ -49,6 +50,10 @@ pub(super) fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
             "--linear fp8",
             "leave it out, or train linear layers in FP8",
         );
+    }
+    if let (Some(key), Optimizer::AdamW(_)) = (typed.optimizer.first_of_muon(), &config.optimizer) {
+        let hint = "leave it out, or train matrices with Muon";
+        return idle(key, "--optimizer adamw".into(), "--optimizer muon", hint);
     }
     let schedule = config.learning_rate.schedule;
     let named = |schedule: Schedule| format!("--schedule {}", schedule.name());

@@ -172,6 +172,11 @@ fn data(size: &Size) -> DataSettings {
 
 fn optimizer(size: &Size) -> OptimizerSettings {
     OptimizerSettings {
+        optimizer: None,
+        muon_lr: None,
+        muon_momentum: None,
+        muon_orthogonalization: None,
+        muon_scale: None,
         lr: Some(size.lr),
         min_lr: Some(0.1),
         warmup_steps: Some(Quantity(size.warmup)),

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use candle_sage::ops::{MuonScale, Orthogonalization};
+
 use super::Config;
 use crate::model::{Choice, LinearPrecision, Recompute};
 use crate::optim::Optimizer;
@@ -208,8 +210,24 @@ impl Config {
     }
 
     fn optimizer(&self) -> String {
-        let (lr, Optimizer::AdamW(adamw)) = (&self.learning_rate, &self.optimizer);
-        format!(
+        let (lr, adamw) = (&self.learning_rate, self.optimizer.adamw());
+        let muon = match &self.optimizer {
+            Optimizer::AdamW(_) => String::new(),
+            Optimizer::Muon(muon) => format!(
+                "Muon of hidden matrices ({}, momentum {}, lr x {:.3}, {}); of the rest ",
+                match muon.orthogonalization {
+                    Orthogonalization::PolarExpress => "Polar Express",
+                    Orthogonalization::Quintic => "quintic",
+                },
+                muon.momentum,
+                muon.rate,
+                match muon.scale {
+                    MuonScale::AdamW => "steps of AdamW's size",
+                    MuonScale::Original => "original steps",
+                }
+            ),
+        };
+        let adamw_of_all = format!(
             "AdamW{}, lr {:.2e} to {:.2e} ({:?}, {} steps of warm-up), betas {} {}, decay {}, clip {}",
             if adamw.initial_moments { " with the checkpoint's moments" } else { "" },
             lr.peak,
@@ -222,7 +240,17 @@ impl Config {
             adamw.clip.map_or("off".into(), |norm| norm.to_string())
         )
         .to_lowercase()
-        .replacen("adamw", "AdamW", 1)
+        .replacen("adamw", "AdamW", 1);
+        format!("{muon}{adamw_of_all}")
+    }
+
+    fn moment_bytes(&self) -> u64 {
+        let moments = self.optimizer.moments();
+        self.model
+            .parameter_specs()
+            .iter()
+            .map(|spec| 4 * moments.of(spec.kind).len() as u64 * spec.len())
+            .sum()
     }
 
     /// Peak memory of training, from the shapes.
@@ -231,7 +259,7 @@ impl Config {
         Memory {
             // In f32, and a copy where the model computes in 16 bits.
             weights: parameters * if element == 4 { 4 } else { 4 + element } + self.model.linear_copies(),
-            optimizer: 4 * self.optimizer.moments().len() as u64 * parameters,
+            optimizer: self.moment_bytes(),
             gradients: 4 * parameters,
             activations: self.model.activation_bytes(self.micro_batch, element),
         }

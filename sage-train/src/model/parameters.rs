@@ -9,6 +9,7 @@
 mod draw;
 mod loading;
 mod scales;
+mod training;
 mod weight;
 
 use std::ops::Range;
@@ -16,7 +17,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_sage::ops::{self, Fp8Scales};
+use candle_sage::ops::{self, Fp8Scales, MuonMatrix};
 use rayon::prelude::*;
 
 use super::pieces::{Layout, Piece, overlap};
@@ -26,6 +27,7 @@ use crate::during;
 use crate::ranks::{Group, Mesh, Ranks};
 
 use scales::rescale;
+pub use training::{Moments, Shard, Training};
 pub use weight::Weight;
 
 /// Elements per slice in the comparison of weights.
@@ -38,7 +40,7 @@ pub struct Parameters {
     pub(super) layout: Layout,
     mesh: Mesh,
     /// The names of the moments.
-    moments: &'static [&'static str],
+    moments: Moments,
     /// By piece.
     held: Vec<Held>,
     /// Gradients of all parameters, if the model is trained. After the reduction this rank's shards hold the
@@ -64,45 +66,17 @@ struct Held {
     state: Tensor,
 }
 
-/// For whom parameters are trained.
-#[derive(Debug, Clone, Copy)]
-pub struct Training<'a> {
-    /// The ranks that train the model.
-    pub ranks: &'a Ranks,
-    /// What their optimizer keeps of each parameter: prefixes of its name in a checkpoint.
-    pub moments: &'static [&'static str],
-}
-
-impl<'a> Training<'a> {
-    /// Gradients without an optimizer.
-    pub fn of_gradients(ranks: &'a Ranks) -> Self {
-        Self { ranks, moments: &[] }
-    }
-}
-
-/// What one update of an optimizer is for: adjacent parameters, of which this rank owns a part.
-#[derive(Debug)]
-pub struct Shard<'a> {
-    /// (1 + moments, parameters) in f32: weights and moments.
-    pub state: &'a Tensor,
-    /// (parameters) in f32: the sum of gradients.
-    pub gradient: &'a Tensor,
-    /// The weights as the model reads them, where that is another tensor.
-    pub copy: Option<&'a Tensor>,
-    /// Whether weight decay applies.
-    pub decays: bool,
-}
-
 /// Sources of initial values.
 pub(crate) struct InitialValues<'a> {
     /// The weights of a parameter, from any thread.
     pub(crate) weights: &'a Weights<'a>,
     /// A range of elements of a moment of a parameter, by its name in [`Training::moments`]. `None` if the moments are zero.
-    pub(crate) moments: Option<&'a Moments<'a>>,
+    pub(crate) moments: Option<&'a InitialMoments<'a>>,
 }
 
 type Weights<'a> = dyn Fn(&ParameterSpec) -> candle_sage::Result<Vec<f32>> + Sync + 'a;
-type Moments<'a> = dyn Fn(&'static str, &ParameterSpec, Range<usize>) -> candle_sage::Result<Vec<f32>> + 'a;
+type InitialMoments<'a> =
+    dyn Fn(&'static str, &ParameterSpec, Range<usize>) -> candle_sage::Result<Vec<f32>> + 'a;
 
 impl<'a> InitialValues<'a> {
     /// Weights, and moments of zero.
@@ -142,15 +116,16 @@ impl Parameters {
         let failed = || "cannot make the model";
         let group = trained.map_or_else(Group::alone, |trained| trained.ranks.shards().clone());
         let mesh = trained.map_or(Mesh::ALONE, |trained| trained.ranks.mesh());
-        let moments = trained.map_or(&[][..], |trained| trained.moments);
-        let layout = Layout::new(&specs, mesh);
+        let moments = trained.map_or_else(Moments::default, |trained| trained.moments);
+        let layout = Layout::new(&specs, mesh, moments.differ());
         let mut held = Vec::with_capacity(layout.pieces.len());
         for piece in &layout.pieces {
             let (start, len) = (piece.range.start, piece.range.len());
             let own = mesh.shard.part_of(len);
+            let of_piece = if piece.common.apart { moments.matrices } else { moments.others };
             let dtype = if piece.common.wide { DType::F32 } else { dtype };
             let mut whole = vec![0.0f32; len];
-            let mut state = vec![0.0f32; own.len() * (1 + moments.len())];
+            let mut state = vec![0.0f32; own.len() * (1 + of_piece.len())];
             let place = |spec: &ParameterSpec| {
                 let at = layout.places[&spec.name].1;
                 piece.range.contains(&at).then(|| at - start..at - start + spec.len() as usize)
@@ -166,7 +141,7 @@ impl Parameters {
             filled.find_first(candle_sage::Result::is_err).unwrap_or(Ok(()))?;
             for (here, spec) in here {
                 let (Some(values), Some(part)) = (values.moments, overlap(&here, &own)) else { continue };
-                for (moment, state) in moments.iter().zip(state.chunks_mut(own.len()).skip(1)) {
+                for (moment, state) in of_piece.iter().zip(state.chunks_mut(own.len()).skip(1)) {
                     let of_spec = part.start - here.start..part.end - here.start;
                     state[part.start - own.start..part.end - own.start]
                         .copy_from_slice(&values(moment, spec, of_spec)?);
@@ -321,7 +296,8 @@ impl Parameters {
             let copy = (values.dtype() != DType::F32).then(|| values.narrow(0, part.start, part.len()));
             let copy = copy.transpose()?;
             let decays = piece.common.decays;
-            update(&Shard { state, gradient: &gradient, copy: copy.as_ref(), decays })?;
+            let matrices = &self.matrices_of(piece);
+            update(&Shard { state, gradient: &gradient, copy: copy.as_ref(), decays, matrices })?;
             if self.mesh.shard.of > 1 {
                 // The all-gather of this piece overlaps with the update of the next.
                 last = Some(shards.gather(&copy.map_or_else(|| state.get(0), Ok)?, values)?);
@@ -329,6 +305,28 @@ impl Parameters {
         }
         last.map_or(Ok(()), |last| shards.wait(last))?;
         self.scales.get().map_or(Ok(()), |scales| rescale(scales, ranks))
+    }
+
+    /// The matrices of a piece that has nothing else.
+    fn matrices_of(&self, piece: &Piece) -> Vec<MuonMatrix> {
+        if !piece.common.apart {
+            return Vec::new();
+        }
+        let mut matrices: Vec<MuonMatrix> = self
+            .specs
+            .iter()
+            .filter_map(|spec| {
+                let at = self.layout.places[&spec.name].1;
+                let inside = piece.range.contains(&at);
+                inside.then(|| MuonMatrix {
+                    at: at - piece.range.start,
+                    rows: spec.dims[0],
+                    columns: spec.dims[1],
+                })
+            })
+            .collect();
+        matrices.sort_by_key(|matrix| matrix.at);
+        matrices
     }
 
     /// Numbers that are equal to the bit on all ranks whose models read the same weights: for each piece the

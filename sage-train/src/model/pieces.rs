@@ -32,19 +32,22 @@ pub(super) struct Common {
     pub(super) decays: bool,
     /// Whether the model reads them in f32, whatever it computes in.
     pub(super) wide: bool,
+    /// Whether they are hidden matrices that lie apart from all other parameters, because their optimizer is another.
+    pub(super) apart: bool,
 }
 
 impl Common {
     /// In the order of the pieces: what decays comes first.
-    const ALL: [Self; 4] = [
-        Self { decays: true, wide: false },
-        Self { decays: true, wide: true },
-        Self { decays: false, wide: false },
-        Self { decays: false, wide: true },
+    const ALL: [Self; 5] = [
+        Self { decays: true, wide: false, apart: false },
+        Self { decays: true, wide: false, apart: true },
+        Self { decays: true, wide: true, apart: false },
+        Self { decays: false, wide: false, apart: false },
+        Self { decays: false, wide: true, apart: false },
     ];
 
-    fn of(kind: Kind) -> Self {
-        Self { decays: kind.decays(), wide: kind.is_wide() }
+    fn of(kind: Kind, matrices_apart: bool) -> Self {
+        Self { decays: kind.decays(), wide: kind.is_wide(), apart: matrices_apart && kind.is_hidden_matrix() }
     }
 }
 
@@ -60,17 +63,18 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// The layout for the ranks of a mesh.
-    pub(super) fn new(specs: &[ParameterSpec], mesh: Mesh) -> Self {
-        Self::with_pieces_of(specs, mesh.rank().of, mesh.piece)
+    /// The layout for the ranks of a mesh; hidden matrices have pieces of their own or not.
+    pub(super) fn new(specs: &[ParameterSpec], mesh: Mesh, matrices_apart: bool) -> Self {
+        Self::with_pieces_of(specs, mesh.rank().of, mesh.piece, matrices_apart)
     }
 
     /// A piece ends before the next parameter once it has at least `enough` elements.
-    fn with_pieces_of(specs: &[ParameterSpec], ranks: usize, enough: usize) -> Self {
+    fn with_pieces_of(specs: &[ParameterSpec], ranks: usize, enough: usize, matrices_apart: bool) -> Self {
+        let of = |spec: &ParameterSpec| Common::of(spec.kind, matrices_apart);
         let (mut places, mut pieces, mut len) = (HashMap::new(), Vec::new(), 0usize);
         for common in Common::ALL {
             let mut start = len;
-            for (n, spec) in specs.iter().enumerate().filter(|(_, spec)| Common::of(spec.kind) == common) {
+            for (n, spec) in specs.iter().enumerate().filter(|(_, spec)| of(spec) == common) {
                 // Matrices of one product lie without gaps, in one piece.
                 if !spec.follows {
                     len = len.next_multiple_of(ALIGNMENT);
@@ -145,7 +149,7 @@ fn first_layer(name: &str) -> Option<usize> {
 
 /// Bytes of the receive buffers of a rank.
 pub fn received_bytes(specs: &[ParameterSpec], mesh: Mesh) -> u64 {
-    let layout = Layout::new(specs, mesh);
+    let layout = Layout::new(specs, mesh, false);
     let [node, nodes] = layout.largest_received(mesh);
     4 * (2 * node + nodes) as u64
 }
@@ -181,7 +185,7 @@ mod tests {
         ];
         for ranks in [1, 2, 3, 8] {
             for enough in [1, 200, 400, usize::MAX] {
-                let layout = Layout::with_pieces_of(&specs, ranks, enough);
+                let layout = Layout::with_pieces_of(&specs, ranks, enough, false);
                 let mut end = 0;
                 for piece in &layout.pieces {
                     assert_eq!(piece.range.start, end);
@@ -197,19 +201,23 @@ mod tests {
                 for (name, (n, at)) in &layout.places {
                     let piece = &layout.pieces[layout.piece_of(*at)];
                     assert!(at + specs[*n].len() as usize <= piece.range.end, "{name}");
-                    assert_eq!(piece.common, Common::of(specs[*n].kind));
+                    assert_eq!(piece.common, Common::of(specs[*n].kind, false));
                     assert!(specs[*n].follows || at.is_multiple_of(ALIGNMENT));
                 }
             }
         }
-        assert_eq!(Layout::with_pieces_of(&specs, 2, 300).pieces.len(), 4);
+        assert_eq!(Layout::with_pieces_of(&specs, 2, 300, false).pieces.len(), 4);
     }
 
     #[test]
     fn a_backward_is_done_with_the_last_layers_first() {
         let spec = |name: &str, dims: &[usize]| ParameterSpec {
             name: name.into(),
-            kind: if dims.len() == 2 { Kind::Matrix } else { Kind::Norm },
+            kind: match dims.len() {
+                2 if name == EMBEDDING => Kind::Embedding,
+                2 => Kind::Matrix,
+                _ => Kind::Norm,
+            },
             dims: dims.into(),
             start: Start::Value(0.0),
             follows: false,
@@ -226,10 +234,15 @@ mod tests {
             &[spec("model.norm.weight", &[64])],
         ]
         .concat();
-        let layout = Layout::with_pieces_of(&specs, 2, 4096);
+        let layout = Layout::with_pieces_of(&specs, 2, 4096, false);
         let firsts: Vec<_> = layout.pieces.iter().map(|piece| piece.first_layer).collect();
         assert_eq!(firsts, [None, Some(0), Some(1), Some(2), Some(0)]);
         assert_eq!(layout.backward_order(), [3, 2, 1, 4, 0]);
+        // An optimizer for matrices has them in pieces without the embedding.
+        let layout = Layout::with_pieces_of(&specs, 1, usize::MAX, true);
+        let apart: Vec<_> =
+            layout.pieces.iter().map(|piece| (piece.common.apart, piece.range.len())).collect();
+        assert_eq!(apart, [(false, 4096), (true, 3 * 4096), (false, 256)]);
     }
 
     #[test]
@@ -241,7 +254,7 @@ mod tests {
             start: Start::Value(0.0),
             follows: false,
         };
-        let layout = Layout::with_pieces_of(&[spec("a"), spec("b")], 6, 1);
+        let layout = Layout::with_pieces_of(&[spec("a"), spec("b")], 6, 1, false);
         let largest = 64 * 96;
         let rank = |of| Rank { index: 0, of };
         for (shards, replicas, room) in

@@ -9,6 +9,7 @@ use candle_core::{DType, Result, Tensor};
 use safetensors::View;
 use sha2::{Digest, Sha256};
 
+use super::parameters::Moments;
 use super::pieces::{Layout, overlap};
 use super::spec::ParameterSpec;
 use crate::hex;
@@ -23,7 +24,7 @@ pub struct Snapshot {
     pub(super) specs: Vec<ParameterSpec>,
     pub(super) layout: Layout,
     /// The names of the rows after the weights: prefixes of the parameters' names in a checkpoint.
-    pub(super) moments: &'static [&'static str],
+    pub(super) moments: Moments,
     /// The first element in the layout, and the values, (rows, elements).
     pub(super) held: Vec<(usize, Tensor)>,
     /// The state of scales in FP8.
@@ -60,7 +61,8 @@ impl Snapshot {
                         vec![end - start]
                     }
                 };
-                for (row, prefix) in std::iter::once(&"").chain(self.moments).enumerate().take(rows) {
+                let prefixes = std::iter::once(&"").chain(self.moments.of(spec.kind));
+                for (row, prefix) in prefixes.enumerate().take(rows) {
                     let tensor = held.get(row)?.narrow(0, here.start - first, here.len())?;
                     let tensor = tensor.reshape(dims.as_slice())?.to_dtype(dtype)?;
                     tensors.insert(format!("{prefix}{}", spec.name), tensor);

@@ -61,6 +61,14 @@ impl Kind {
         }
     }
 
+    /// Whether an optimizer for hidden matrices updates the parameter.
+    pub fn is_hidden_matrix(self) -> bool {
+        match self {
+            Self::Matrix => true,
+            Self::Embedding | Self::Norm | Self::Router | Self::Theta => false,
+        }
+    }
+
     /// Whether only models with SLA2 have the parameter.
     pub fn is_of_sla2(self) -> bool {
         match self {

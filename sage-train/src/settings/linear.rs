@@ -98,11 +98,13 @@ impl LinearSettings {
         LinearPrecision::Fp8(Fp8Linear::default().gradient(gradient).sums([sums; 3]), scaling)
     }
 
-    /// The precision of the output matrix. Most elements of the logits' gradient are small probabilities, which need the wider range.
+    /// The precision of the output matrix. Most elements of the logits' gradient are small probabilities: they need the wider range, and beside
+    /// the one large element of a target the accumulators of 14 bits would cut them off.
     pub fn head_precision(&self) -> LinearPrecision {
         match self.precision() {
             LinearPrecision::Fp8(settings, scaling) if self.linear_head == Some(LinearSetting::Fp8) => {
-                LinearPrecision::Fp8(settings.gradient(Fp8Format::E5M2), scaling)
+                let sums = [settings.sums[0], Fp8Sums::F32, Fp8Sums::F32];
+                LinearPrecision::Fp8(settings.gradient(Fp8Format::E5M2).sums(sums), scaling)
             }
             _ => LinearPrecision::Compute,
         }

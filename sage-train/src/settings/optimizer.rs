@@ -1,5 +1,6 @@
 //! The settings of table `[optimizer]`, and the schedules of the learning rate.
 
+use candle_sage::ops::{MuonScale, Orthogonalization};
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 
@@ -39,10 +40,65 @@ impl Schedule {
     }
 }
 
-/// Table `[optimizer]`: AdamW, the learning rate, and the loss.
+/// An optimizer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OptimizerSetting {
+    /// AdamW
+    #[value(name = "adamw")]
+    AdamW,
+    /// Muon for the matrices of hidden layers, AdamW for embedding, norms and routers
+    Muon,
+}
+
+/// The polynomials of Muon's orthogonalization.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OrthogonalizationSetting {
+    /// Polar Express: the best five polynomials
+    #[default]
+    PolarExpress,
+    /// The quintic of the first Muon, five times
+    Quintic,
+}
+
+impl From<OrthogonalizationSetting> for Orthogonalization {
+    fn from(setting: OrthogonalizationSetting) -> Self {
+        match setting {
+            OrthogonalizationSetting::PolarExpress => Self::PolarExpress,
+            OrthogonalizationSetting::Quintic => Self::Quintic,
+        }
+    }
+}
+
+/// The length of Muon's steps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MuonScaleSetting {
+    /// 0.2 sqrt(max(rows, columns)): the size of AdamW's steps, so that its learning rates carry over
+    #[default]
+    #[value(name = "adamw")]
+    AdamW,
+    /// sqrt(max(1, rows / columns)), as in the first Muon
+    Original,
+}
+
+impl From<MuonScaleSetting> for MuonScale {
+    fn from(setting: MuonScaleSetting) -> Self {
+        match setting {
+            MuonScaleSetting::AdamW => Self::AdamW,
+            MuonScaleSetting::Original => Self::Original,
+        }
+    }
+}
+
+/// Table `[optimizer]`: the optimizer, the learning rate, and the loss.
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct OptimizerSettings {
+    /// Optimizer; muon trains on one GPU, or on the CPU [default: adamw]
+    #[arg(long, value_enum)]
+    pub optimizer: Option<OptimizerSetting>,
     /// Peak learning rate
     #[arg(long, value_name = "LR")]
     pub lr: Option<f64>,
@@ -67,7 +123,19 @@ pub struct OptimizerSettings {
     /// AdamW epsilon [default: 1e-8, ours]
     #[arg(long, value_name = "EPS")]
     pub adam_eps: Option<f64>,
-    /// Begin with AdamW's moments of the checkpoint that --init-from names, corrected for the bias that they had from zero
+    /// Muon: peak learning rate of the matrices of hidden layers [default: that of --lr]
+    #[arg(long, value_name = "LR")]
+    pub muon_lr: Option<f64>,
+    /// Muon: decay of the momentum, with Nesterov [default: 0.95]
+    #[arg(long, value_name = "BETA")]
+    pub muon_momentum: Option<f64>,
+    /// Muon: polynomials of the orthogonalization [default: polar-express]
+    #[arg(long, value_enum)]
+    pub muon_orthogonalization: Option<OrthogonalizationSetting>,
+    /// Muon: length of a matrix's step [default: adamw]
+    #[arg(long, value_enum)]
+    pub muon_scale: Option<MuonScaleSetting>,
+    /// Begin with the optimizer's moments of the checkpoint that --init-from names, corrected for the bias that they had from zero
     /// [default: off]
     #[arg(long, value_enum)]
     pub init_moments: Option<Switch>,
@@ -87,8 +155,23 @@ pub struct OptimizerSettings {
     pub skip_spikes: Option<f64>,
 }
 
+impl OptimizerSettings {
+    /// The first setting that has an effect with Muon alone.
+    pub fn first_of_muon(&self) -> Option<&'static str> {
+        let given = [
+            ("muon-lr", self.muon_lr.is_some()),
+            ("muon-momentum", self.muon_momentum.is_some()),
+            ("muon-orthogonalization", self.muon_orthogonalization.is_some()),
+            ("muon-scale", self.muon_scale.is_some()),
+        ];
+        given.into_iter().find_map(|(key, is_given)| is_given.then_some(key))
+    }
+}
+
 layer! {
     OptimizerSettings:
+    optimizer, muon_momentum, muon_orthogonalization, muon_scale,
+    muon_lr [Changes],
     lr [Changes],
     // Each schedule has its own settings: `Config::identity` adds those that count.
     min_lr [Beside Changes],

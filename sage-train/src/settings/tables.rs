@@ -26,6 +26,9 @@ pub(super) const SOURCES: &str = "sources";
 /// What `linear` is called inside of `[linear]`.
 const PRECISION: &str = "precision";
 
+/// What `optimizer` is called inside of `[optimizer]`.
+const NAME: &str = "name";
+
 /// What is declared of a setting.
 #[derive(Debug)]
 pub struct Described {
@@ -70,6 +73,7 @@ fn flag_of(table: &str, key: &str) -> String {
     match (table, key) {
         ("data", SOURCES) => "data".into(),
         ("linear", PRECISION) => "linear".into(),
+        ("optimizer", NAME) => "optimizer".into(),
         _ if key.starts_with(prefix) => key.into(),
         _ => format!("{prefix}{key}"),
     }
@@ -85,6 +89,7 @@ fn key_of(table: &str, flag: &str) -> String {
     match (table, flag) {
         ("data", "data") => SOURCES.into(),
         ("linear", "linear") => PRECISION.into(),
+        ("optimizer", "optimizer") => NAME.into(),
         _ => flag.strip_prefix(prefix_of(table)).unwrap_or(flag).into(),
     }
 }
@@ -175,10 +180,10 @@ mod tests {
         let all = Settings::augment_args(Command::new(""));
         let named: Vec<_> = all.get_arguments().filter_map(clap::Arg::get_long).collect();
         assert_eq!(flags.iter().map(|(name, ..)| name.as_str()).collect::<Vec<_>>(), named);
-        // No flag is called as a table, but for `linear` and `data`, whose tables call them otherwise.
+        // Flags that are called as a table have another name in it.
         let tables = TABLES.map(|(name, ..)| name);
         let twice: Vec<_> = named.into_iter().filter(|name| tables.contains(name)).collect();
-        assert_eq!(twice, ["linear", "data"]);
+        assert_eq!(twice, ["linear", "data", "optimizer"]);
     }
 
     #[test]

@@ -13,6 +13,7 @@ mod linear;
 mod messages;
 mod model;
 mod old_runs;
+mod optimizers;
 mod ranks;
 mod reports;
 mod runs;

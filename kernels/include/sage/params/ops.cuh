@@ -190,6 +190,51 @@ struct AdamW {
   int32_t padding;
 };
 
+// A matrix of `len` elements; the direction is bf16.
+struct MuonMomentum {
+  float* momentum;
+  const float* gradient;
+  const double* sum_of_squares;  // of the whole gradient: SumOfSquares::out
+  void* direction;
+  float* partials;               // the sum of squares of each block's part of the direction
+  int64_t len;
+  float factor;                  // as in AdamW
+  float clip;
+  float beta;
+  int32_t nesterov;
+};
+
+struct MuonNormalize {
+  void* direction;
+  const float* partials;  // MuonMomentum::partials
+  int64_t len;
+  int32_t parts;
+  int32_t padding;
+};
+
+// y = b x + c y + a I for matrices (size, size) in bf16.
+struct MuonCombine {
+  const void* x;
+  void* y;
+  int64_t len;
+  int32_t size;
+  float a;
+  float b;
+  float c;
+};
+
+struct MuonApply {
+  float* weights;
+  const void* direction;
+  const double* sum_of_squares;
+  void* copy;         // as in AdamW
+  int64_t len;
+  float rate;
+  float keep;         // 1 - lr * weight decay
+  int32_t copy_type;
+  int32_t padding;
+};
+
 // Codes of a matrix in FP8, whose dimensions are multiples of 16.
 struct Fp8Codes {
   uint8_t* row_codes;     // null, or (rows, columns)

@@ -1,0 +1,122 @@
+// Muon's passes over a matrix: its momentum, its normalization, and the update by the orthogonalized direction; and the sums inside the
+// orthogonalization, whose products are cuBLAS's.
+#include <sage/elements/pack.cuh>
+#include <sage/params/ops.cuh>
+
+using namespace sage;
+
+namespace {
+
+constexpr int THREADS = 256, V = 4, V16 = 8;
+
+// The sum over a block, in an order that depends on the number of threads alone.
+__device__ float block_sum(float sum) {
+  __shared__ float sums[THREADS];
+  sums[threadIdx.x] = sum;
+  for (int half = THREADS / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+  }
+  __syncthreads();
+  return sums[0];
+}
+
+// Calls body(at, Count<N>) for the packs of a line of blocks, and for the elements after the last whole pack.
+template <int N, class Body>
+__device__ __forceinline__ void each(int64_t len, Body body) {
+  for (int64_t at = (int64_t(blockIdx.x) * THREADS + threadIdx.x) * N; at < len; at += int64_t(gridDim.x) * THREADS * N) {
+    if (at + N <= len) {
+      body(at, elements::Count<N>());
+    } else {
+      for (int64_t i = at; i < len; ++i) body(i, elements::Count<1>());
+    }
+  }
+}
+
+// g = factor * gradient, clipped to norm `clip`; m = beta m + (1 - beta) g; the direction is m, or with Nesterov
+// beta m + (1 - beta) g. A norm that is not finite leaves m as it is.
+__device__ void momentum(const params::MuonMomentum& p) {
+  double norm = double(p.factor) * sqrt(*p.sum_of_squares);
+  bool finite = isfinite(norm);
+  float factor = p.factor * float(norm > double(p.clip) ? double(p.clip) / norm : 1.0), sum = 0.0f;
+  auto* direction = static_cast<__nv_bfloat16*>(p.direction);
+  each<V>(p.len, [&](int64_t at, auto count) {
+    constexpr int N = decltype(count)::V;
+    float m[N], g[N];
+    elements::load_floats(p.momentum + at, m);
+    elements::load_floats(p.gradient + at, g);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      g[i] = finite ? (1.0f - p.beta) * (factor * g[i]) : 0.0f;
+      if (finite) m[i] = p.beta * m[i] + g[i];
+      g[i] = p.nesterov ? p.beta * m[i] + g[i] : m[i];
+    }
+    elements::store_floats(p.momentum + at, m);
+    elements::store_floats(direction + at, g);
+#pragma unroll
+    for (int i = 0; i < N; ++i) sum = fmaf(g[i], g[i], sum);
+  });
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) p.partials[blockIdx.x] = sum;
+}
+
+// Divides by the Frobenius norm. A matrix of zeros stays one.
+__device__ void normalize(const params::MuonNormalize& p) {
+  float sum = 0.0f;
+  for (int part = threadIdx.x; part < p.parts; part += THREADS) sum += p.partials[part];
+  sum = block_sum(sum);
+  float factor = sum > 0.0f ? 1.0f / sqrtf(sum) : 0.0f;
+  auto* direction = static_cast<__nv_bfloat16*>(p.direction);
+  each<V16>(p.len, [&](int64_t at, auto count) {
+    constexpr int N = decltype(count)::V;
+    float x[N];
+    elements::load_floats(direction + at, x);
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] *= factor;
+    elements::store_floats(direction + at, x);
+  });
+}
+
+// y = b x + c y + a I, of matrices side by side.
+__device__ void combine(const params::MuonCombine& p) {
+  uint32_t size = p.size, square = size * size;
+  auto* x = static_cast<const __nv_bfloat16*>(p.x);
+  auto* y = static_cast<__nv_bfloat16*>(p.y);
+  each<V16>(p.len, [&](int64_t at, auto count) {
+    constexpr int N = decltype(count)::V;
+    float from[N], to[N];
+    elements::load_floats(x + at, from);
+    elements::load_floats(y + at, to);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      // Elements of the diagonal are size + 1 apart.
+      bool diagonal = uint32_t((at + i) % square) % (size + 1) == 0;
+      to[i] = p.b * from[i] + p.c * to[i] + (diagonal ? p.a : 0.0f);
+    }
+    elements::store_floats(y + at, to);
+  });
+}
+
+// w = keep w - rate direction. A norm of the gradient that is not finite leaves w as it is.
+__device__ void apply(const params::MuonApply& p) {
+  if (!isfinite(*p.sum_of_squares)) return;
+  auto* direction = static_cast<const __nv_bfloat16*>(p.direction);
+  each<V>(p.len, [&](int64_t at, auto count) {
+    constexpr int N = decltype(count)::V;
+    float w[N], d[N];
+    elements::load_floats(p.weights + at, w);
+    elements::load_floats(direction + at, d);
+#pragma unroll
+    for (int i = 0; i < N; ++i) w[i] = p.keep * w[i] - p.rate * d[i];
+    elements::store_floats(p.weights + at, w);
+    if (p.copy_type == elements::BF16) elements::store_floats(static_cast<__nv_bfloat16*>(p.copy) + at, w);
+    if (p.copy_type == elements::F16) elements::store_floats(static_cast<__half*>(p.copy) + at, w);
+  });
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS) muon_momentum(const __grid_constant__ params::MuonMomentum p) { momentum(p); }
+extern "C" __global__ void __launch_bounds__(THREADS) muon_normalize(const __grid_constant__ params::MuonNormalize p) { normalize(p); }
+extern "C" __global__ void __launch_bounds__(THREADS) muon_combine(const __grid_constant__ params::MuonCombine p) { combine(p); }
+extern "C" __global__ void __launch_bounds__(THREADS) muon_apply(const __grid_constant__ params::MuonApply p) { apply(p); }

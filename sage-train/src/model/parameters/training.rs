@@ -1,0 +1,59 @@
+//! For whom parameters are trained, and what an optimizer keeps and sees of them.
+
+use candle_core::Tensor;
+use candle_sage::ops::MuonMatrix;
+
+use crate::model::spec::Kind;
+use crate::ranks::Ranks;
+
+/// For whom parameters are trained.
+#[derive(Debug, Clone, Copy)]
+pub struct Training<'a> {
+    /// The ranks that train the model.
+    pub ranks: &'a Ranks,
+    /// What their optimizer keeps of each parameter.
+    pub moments: Moments,
+}
+
+/// What an optimizer keeps of parameters in addition to their weights: prefixes of their names in a checkpoint, each with a `/`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Moments {
+    /// Of hidden matrices.
+    pub matrices: &'static [&'static str],
+    /// Of all other parameters.
+    pub others: &'static [&'static str],
+}
+
+impl Moments {
+    /// Of a kind of parameters.
+    pub fn of(self, kind: Kind) -> &'static [&'static str] {
+        if kind.is_hidden_matrix() { self.matrices } else { self.others }
+    }
+
+    /// Whether matrices have others than everything else.
+    pub(in crate::model) fn differ(self) -> bool {
+        self.matrices != self.others
+    }
+}
+
+impl<'a> Training<'a> {
+    /// Gradients without an optimizer.
+    pub fn of_gradients(ranks: &'a Ranks) -> Self {
+        Self { ranks, moments: Moments::default() }
+    }
+}
+
+/// What one update of an optimizer is for: adjacent parameters, of which this rank owns a part.
+#[derive(Debug)]
+pub struct Shard<'a> {
+    /// (1 + moments, parameters) in f32: weights and moments.
+    pub state: &'a Tensor,
+    /// (parameters) in f32: the sum of gradients.
+    pub gradient: &'a Tensor,
+    /// The weights as the model reads them, where that is another tensor.
+    pub copy: Option<&'a Tensor>,
+    /// Whether weight decay applies.
+    pub decays: bool,
+    /// The matrices among the parameters, if their optimizer is another than that of everything else.
+    pub matrices: &'a [MuonMatrix],
+}

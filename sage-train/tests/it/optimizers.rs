@@ -1,0 +1,81 @@
+//! Training with Muon.
+
+use crate::support::{Scratch, small};
+
+fn train(scratch: &Scratch, name: &str, flags: &[&str]) -> Vec<(f64, f64)> {
+    let run = ["--attn", "fpa", "--layers", "2", "--name", name];
+    scratch.ok(&small(&[&run[..], flags].concat()));
+    scratch.metrics(name).iter().map(|point| (point.loss, point.grad_norm)).collect()
+}
+
+/// Twice the same bits; a run that is resumed has those of one that was not interrupted; a run branched off its checkpoint can begin with
+/// its moments. A checkpoint has one moment of each matrix, and two of everything else.
+#[test]
+fn muon_learns_and_resumes_with_the_same_bits() {
+    let scratch = Scratch::new();
+    let muon = ["--optimizer", "muon", "--schedule", "constant", "--warmup-steps", "0", "--lr", "5e-3"];
+    let with = |more: &[&'static str]| [&muon[..], more].concat();
+    let whole = train(&scratch, "whole", &with(&["--steps", "12"]));
+    assert_eq!(train(&scratch, "again", &with(&["--steps", "12"])), whole);
+    assert!(whole[11].0 < whole[0].0 - 0.1, "it learns: {whole:?}");
+    train(&scratch, "cut", &with(&["--steps", "6"]));
+    scratch.ok(&["--resume", "runs/cut", "--steps", "12"]);
+    let cut: Vec<_> = scratch.metrics("cut").iter().map(|point| (point.loss, point.grad_norm)).collect();
+    assert_eq!(cut, whole);
+    let state = scratch.path().join("runs/whole/checkpoints/step-00000012/state.safetensors");
+    let bytes = std::fs::read(state).expect("a checkpoint");
+    let text = String::from_utf8_lossy(
+        &bytes[8..8 + u64::from_le_bytes(bytes[..8].try_into().expect("8")) as usize],
+    )
+    .into_owned();
+    let matrix = "model.layers.0.mlp.up_proj.weight";
+    assert!(
+        text.contains(&format!("muon.momentum/{matrix}")) && !text.contains(&format!("adamw.mean/{matrix}"))
+    );
+    assert!(
+        text.contains("adamw.square/model.norm.weight") && text.contains("adamw.mean/model.embed_tokens")
+    );
+    for moments in ["on", "off"] {
+        let from = "runs/whole/checkpoints/step-00000012";
+        let flags = ["--init-from", from, "--init-moments", moments, "--steps", "2"];
+        let name = format!("branch-{moments}");
+        train(&scratch, &name, &with(&flags));
+    }
+}
+
+/// Each setting has an effect, and so has the learning rate of matrices alone.
+#[test]
+fn settings_of_muon_count() {
+    let scratch = Scratch::new();
+    let steps = ["--steps", "3", "--schedule", "constant", "--warmup-steps", "0"];
+    let adamw = train(&scratch, "adamw", &steps);
+    let muon = train(&scratch, "muon", &[&["--optimizer", "muon"][..], &steps].concat());
+    let all = [
+        ("lr", ["--muon-lr", "1e-2"]),
+        ("momentum", ["--muon-momentum", "0.5"]),
+        ("quintic", ["--muon-orthogonalization", "quintic"]),
+        ("original", ["--muon-scale", "original"]),
+    ];
+    let mut seen = vec![adamw, muon];
+    for (name, flags) in all {
+        seen.push(train(&scratch, name, &[&["--optimizer", "muon"][..], &flags, &steps].concat()));
+    }
+    for (n, one) in seen.iter().enumerate() {
+        assert_eq!(one[0].0, seen[0][0].0, "the first step has the same weights");
+        assert!(seen[..n].iter().all(|other| other[2] != one[2]), "{n}: {seen:?}");
+    }
+    let plan = scratch.ok(&["--dry-run", "--config", "runs/quintic/config.toml"]);
+    assert!(plan.contains("Muon of hidden matrices") && plan.contains("quintic"), "{plan}");
+    for (flags, part) in [
+        (&["--muon-lr", "1e-2"][..], "--optimizer muon"),
+        (&["--optimizer", "muon", "--muon-momentum", "1"], "muon-momentum"),
+        (&["--optimizer", "muon", "--gpus", "2", "--device", "cpu"], "muon trains on one GPU"),
+        (&["--optimizer", "lion"], "possible values"),
+    ] {
+        let error = scratch.fails(&small(&[&["--dry-run"], flags].concat()));
+        assert!(error.contains(part), "{flags:?}: {error}");
+    }
+    // Another optimizer does not continue a run.
+    let error = scratch.fails(&["--resume", "runs/muon", "--optimizer", "adamw"]);
+    assert!(error.contains("optimizer"), "{error}");
+}
