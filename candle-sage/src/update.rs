@@ -78,7 +78,7 @@ impl AdamW {
     }
 }
 
-/// The polynomials that bring the singular values of a matrix close to 1: five odd ones of degree 5, one after the other, of the matrix
+/// The polynomials that make the singular values of a matrix about 1: five odd ones of degree 5, one after the other, of the matrix
 /// divided by its Frobenius norm (Newton-Schulz iterations).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Orthogonalization {
@@ -125,7 +125,7 @@ pub enum MuonScale {
     Original,
 }
 
-/// One step of Muon: each matrix moves along its momentum, of which all singular values are brought close to 1 (K. Jordan, 2024; arXiv
+/// One step of Muon: each matrix moves along its momentum, whose singular values are made about 1 first (K. Jordan, 2024; arXiv
 /// 2502.16982). For the matrices of hidden layers: embeddings, output matrices and vectors need another optimizer, as [`AdamW`].
 ///
 /// ```
@@ -149,7 +149,7 @@ pub struct Muon {
     pub lr: f64,
     /// Decay rate of the momentum, the running mean of the gradient.
     pub momentum: f64,
-    /// Whether the step looks ahead: along `momentum m + (1 - momentum) g` instead of `m`.
+    /// Nesterov momentum: the step is along `momentum m + (1 - momentum) g` instead of `m`.
     pub nesterov: bool,
     /// Decoupled weight decay: each step multiplies a weight by `1 - lr weight_decay`.
     pub weight_decay: f64,

@@ -147,7 +147,7 @@ fn groups(matrices: &[MuonMatrix]) -> Vec<Vec<MuonMatrix>> {
     groups
 }
 
-/// Matrices (count, rows, columns) of Frobenius norm 1 with their singular values brought close to 1.
+/// Matrices (count, rows, columns) of Frobenius norm 1, whose singular values become about 1.
 fn orthogonal(mut x: Tensor, polynomials: Orthogonalization) -> Result<Tensor> {
     let (_, rows, columns) = x.dims3()?;
     for polynomial in polynomials.polynomials() {

@@ -63,7 +63,7 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// The layout for the ranks of a mesh; hidden matrices have pieces of their own or not.
+    /// The layout for the ranks of a mesh; hidden matrices have separate pieces or not.
     pub(super) fn new(specs: &[ParameterSpec], mesh: Mesh, matrices_apart: bool) -> Self {
         Self::with_pieces_of(specs, mesh.rank().of, mesh.piece, matrices_apart)
     }

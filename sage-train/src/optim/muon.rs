@@ -14,7 +14,7 @@ use crate::settings::OptimizerSettings;
 pub struct MuonConfig {
     /// Of all other parameters; its weight decay and clipping are those of matrices too.
     pub adamw: AdamWConfig,
-    /// The learning rate of matrices over that of all other parameters.
+    /// The learning rate of matrices divided by the learning rate of all other parameters.
     pub rate: f64,
     /// Decay of the momentum.
     pub momentum: f64,

@@ -98,8 +98,8 @@ impl LinearSettings {
         LinearPrecision::Fp8(Fp8Linear::default().gradient(gradient).sums([sums; 3]), scaling)
     }
 
-    /// The precision of the output matrix. Most elements of the logits' gradient are small probabilities: they need the wider range, and beside
-    /// the one large element of a target the accumulators of 14 bits would cut them off.
+    /// The precision of the output matrix. Most elements of the logits' gradient are small probabilities: they need the wider range, and
+    /// accumulators of 14 bits would cut them off next to the one large element of a target.
     pub fn head_precision(&self) -> LinearPrecision {
         match self.precision() {
             LinearPrecision::Fp8(settings, scaling) if self.linear_head == Some(LinearSetting::Fp8) => {
