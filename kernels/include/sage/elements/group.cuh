@@ -57,15 +57,15 @@ __device__ __forceinline__ float inverse_rms(Lanes& group, int width, float eps,
   each([&](float x) { sum = fmaf(x, x, sum); });
   float mean = group.sum(sum) / width;
   bool is_finite = isfinite(mean);
-  float result = 1.0f / sqrtf(mean + eps);
-  if (!group.any(!is_finite)) return result;
+  if (!group.any(!is_finite)) return 1.0f / sqrtf(mean + eps);
+  float first = mean;
   // Squares of elements above 1.8e19 overflow, so that the second pass scales the row by 2^-80, where no square does. A mean
   // that is infinite even now becomes NaN: a row with infinite elements has no normalization.
   constexpr float SMALL = 1.0f / (1ull << 40) / (1ull << 40);
   sum = 0.0f;
   each([&](float x) { sum = fmaf(x * SMALL, x * SMALL, sum); });
   mean = group.sum(sum) / width;
-  return is_finite ? result : SMALL / sqrtf(mean + (mean - mean));
+  return is_finite ? 1.0f / sqrtf(first + eps) : SMALL / sqrtf(mean + (mean - mean));
 }
 
 }  // namespace sage::elements
