@@ -44,6 +44,14 @@ pub struct AdamW {
     pub clip: Option<f64>,
 }
 
+/// The factor of a gradient whose sum of squares is given: `factor`, or less where the norm would be above `clip`; `None` if the norm is not
+/// finite.
+pub(crate) fn clipped(factor: f64, clip: Option<f64>, sum_of_squares: f64) -> Option<f32> {
+    let norm = factor * sum_of_squares.sqrt();
+    let clipped = clip.map_or(1.0, |clip| if norm > clip { clip / norm } else { 1.0 });
+    norm.is_finite().then_some((factor * clipped) as f32)
+}
+
 /// Factors of an update that depend only on the settings and the step's number:
 /// `rate = lr / (1 - beta1^step)`, `root = 1 / (1 - beta2^step)`, `keep = 1 - lr weight_decay`.
 pub(crate) struct Factors {

@@ -2,7 +2,7 @@
 
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, InplaceOp3, Layout, Result, Shape, Tensor};
 
-use super::support::{argument_error, f32_values, f32_values_mut, shape_error, supported, with_cuda};
+use super::support::{argument_error, check_update, f32_values, f32_values_mut, supported, with_cuda};
 use crate::cpu::ops::adamw::{squares, step};
 use crate::launch::{Launch, Operand};
 pub use crate::update::AdamW;
@@ -84,31 +84,7 @@ impl AdamW {
         sum_of_squares: &Tensor,
         copy: Option<&Tensor>,
     ) -> Result<()> {
-        let len = gradient.elem_count();
-        let dense =
-            state.is_contiguous() && gradient.is_contiguous() && copy.is_none_or(Tensor::is_contiguous);
-        let copy_fits = copy.is_none_or(|copy| {
-            copy.device().is_cuda()
-                && copy.dims() == [len]
-                && [DType::F16, DType::BF16].contains(&copy.dtype())
-        });
-        if state.dims() != [3, len]
-            || gradient.rank() != 1
-            || sum_of_squares.rank() != 0
-            || (state.dtype(), gradient.dtype(), sum_of_squares.dtype())
-                != (DType::F32, DType::F32, DType::F64)
-            || !dense
-            || !copy_fits
-        {
-            let all = [Some(state), Some(gradient), Some(sum_of_squares), copy];
-            return Err(shape_error(
-                "adamw: the tensors do not fit together",
-                all.into_iter().flatten().map(|t| (t.dims().to_vec(), t.dtype())).collect::<Vec<_>>(),
-                "state (3, parameters) and gradient (parameters) in f32, the sum an f64 scalar; a copy (parameters) in \
-                 f16 or bf16 on a GPU; no gaps",
-                "one tensor holds all parameters, one after the other",
-            ));
-        }
+        check_update(NAME, 3, state, gradient, sum_of_squares, copy)?;
         // The correction of the moments' bias divides by 1 - beta^step.
         let betas = [self.beta1, self.beta2];
         if self.step == 0 || betas.iter().any(|beta| !(0.0..1.0).contains(beta)) {
@@ -119,7 +95,6 @@ impl AdamW {
                 "`step` is the number of the step that begins, not of those that are done",
             ));
         }
-        supported(NAME, &[state, gradient, sum_of_squares, copy.unwrap_or(state)])?;
         state.inplace_op3(gradient, sum_of_squares, &Step { settings: self, copy })
     }
 }

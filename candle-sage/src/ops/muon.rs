@@ -2,11 +2,10 @@
 
 use std::sync::OnceLock;
 
-use candle_core::{CpuStorage, CudaStorage, DType, Device, InplaceOp2, InplaceOp3, Layout, Result, Tensor};
+use candle_core::{CpuStorage, CudaStorage, Device, InplaceOp2, InplaceOp3, Layout, Result, Tensor};
 
 use super::support::{
-    argument_error, cuda_tensor, f32_values, f32_values_mut, no_forward, run_twice, shape_error, supported,
-    with_cuda,
+    argument_error, check_update, cuda_tensor, f32_values, f32_values_mut, no_forward, run_twice, with_cuda,
 };
 use crate::cpu::ops::muon::{apply, direction};
 use crate::launch::{Launch, Operand};
@@ -81,31 +80,8 @@ impl Muon {
         matrices: &[MuonMatrix],
         copy: Option<&Tensor>,
     ) -> Result<()> {
+        check_update(NAME, 2, state, gradient, sum_of_squares, copy)?;
         let len = gradient.elem_count();
-        let dense =
-            state.is_contiguous() && gradient.is_contiguous() && copy.is_none_or(Tensor::is_contiguous);
-        let copy_fits = copy.is_none_or(|copy| {
-            copy.device().is_cuda()
-                && copy.dims() == [len]
-                && [DType::F16, DType::BF16].contains(&copy.dtype())
-        });
-        if state.dims() != [2, len]
-            || gradient.rank() != 1
-            || sum_of_squares.rank() != 0
-            || (state.dtype(), gradient.dtype(), sum_of_squares.dtype())
-                != (DType::F32, DType::F32, DType::F64)
-            || !dense
-            || !copy_fits
-        {
-            let all = [Some(state), Some(gradient), Some(sum_of_squares), copy];
-            return Err(shape_error(
-                "muon: the tensors do not fit together",
-                all.into_iter().flatten().map(|t| (t.dims().to_vec(), t.dtype())).collect::<Vec<_>>(),
-                "state (2, parameters) and gradient (parameters) in f32, the sum an f64 scalar; a copy (parameters) in f16 or bf16 on a \
-                 GPU; no gaps",
-                "one tensor holds all parameters, one after the other",
-            ));
-        }
         let mut sorted = matrices.to_vec();
         sorted.sort_by_key(|matrix| matrix.at);
         let ends = sorted.iter().skip(1).map(|matrix| matrix.at).chain([len]);
@@ -127,7 +103,7 @@ impl Muon {
                 "0.95 is the usual one",
             ));
         }
-        supported(NAME, &[state, gradient, sum_of_squares, copy.unwrap_or(state)])
+        Ok(())
     }
 }
 

@@ -230,6 +230,42 @@ pub(super) fn ids(op: &str, storage: &CpuStorage, layout: &Layout) -> Result<Vec
     }
 }
 
+/// Checks the tensors of an optimizer's update: the state of `rows` numbers a parameter, their gradient and its sum of squares, and the
+/// copy of the weights in 16 bit.
+pub(super) fn check_update(
+    op: &str,
+    rows: usize,
+    state: &Tensor,
+    gradient: &Tensor,
+    sum_of_squares: &Tensor,
+    copy: Option<&Tensor>,
+) -> Result<()> {
+    let len = gradient.elem_count();
+    let dense = state.is_contiguous() && gradient.is_contiguous() && copy.is_none_or(Tensor::is_contiguous);
+    let copy_fits = copy.is_none_or(|copy| {
+        copy.device().is_cuda() && copy.dims() == [len] && [DType::F16, DType::BF16].contains(&copy.dtype())
+    });
+    if state.dims() != [rows, len]
+        || gradient.rank() != 1
+        || sum_of_squares.rank() != 0
+        || (state.dtype(), gradient.dtype(), sum_of_squares.dtype()) != (DType::F32, DType::F32, DType::F64)
+        || !dense
+        || !copy_fits
+    {
+        let all = [Some(state), Some(gradient), Some(sum_of_squares), copy];
+        return Err(shape_error(
+            &format!("{op}: the tensors do not fit together"),
+            all.into_iter().flatten().map(|t| (t.dims().to_vec(), t.dtype())).collect::<Vec<_>>(),
+            &format!(
+                "state ({rows}, parameters) and gradient (parameters) in f32, the sum an f64 scalar; a copy (parameters) in \
+                 f16 or bf16 on a GPU; no gaps"
+            ),
+            "one tensor holds all parameters, one after the other",
+        ));
+    }
+    supported(op, &[state, gradient, sum_of_squares, copy.unwrap_or(state)])
+}
+
 /// An error about tensors that do not fit together.
 pub(super) fn shape_error(
     what: &str,

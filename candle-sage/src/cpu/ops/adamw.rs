@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use crate::update::{AdamW, Factors};
+use crate::update::{AdamW, Factors, clipped};
 
 /// Elements of one parallel task, and of one partial sum: the order of additions does not depend on the threads.
 const SPAN: usize = 32 * 1024;
@@ -10,12 +10,7 @@ const SPAN: usize = 32 * 1024;
 /// One step. `state` has the weights, then both moments; nothing changes if the norm of the gradient is not finite.
 pub(crate) fn step(settings: &AdamW, sum_of_squares: f64, state: &mut [f32], gradient: &[f32]) {
     let AdamW { beta1, beta2, eps, decayed, gradient_factor, clip, .. } = *settings;
-    let norm = gradient_factor * sum_of_squares.sqrt();
-    if !norm.is_finite() {
-        return;
-    }
-    let clipped = clip.map_or(1.0, |clip| if norm > clip { clip / norm } else { 1.0 });
-    let factor = (gradient_factor * clipped) as f32;
+    let Some(factor) = clipped(gradient_factor, clip, sum_of_squares) else { return };
     let (beta1, beta2, eps) = (beta1 as f32, beta2 as f32, eps as f32);
     let Factors { rate, root, keep } = settings.factors();
     let (weights, moments) = state.split_at_mut(gradient.len());

@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 
 use crate::cpu::ops::adamw::squares;
-use crate::update::Muon;
+use crate::update::{Muon, clipped};
 
 /// Elements of one parallel task.
 const SPAN: usize = 32 * 1024;
@@ -16,13 +16,11 @@ pub(crate) fn direction(
     momentum: &mut [f32],
     gradient: &[f32],
 ) -> Vec<f32> {
-    let norm = settings.gradient_factor * sum_of_squares.sqrt();
-    if !norm.is_finite() {
-        return vec![0.0; momentum.len()];
-    }
-    let clipped = settings.clip.map_or(1.0, |clip| if norm > clip { clip / norm } else { 1.0 });
-    let (factor, beta) = ((settings.gradient_factor * clipped) as f32, settings.momentum as f32);
     let mut direction = vec![0.0; momentum.len()];
+    let Some(factor) = clipped(settings.gradient_factor, settings.clip, sum_of_squares) else {
+        return direction;
+    };
+    let beta = settings.momentum as f32;
     let spans = momentum.par_chunks_mut(SPAN).zip(gradient.par_chunks(SPAN));
     spans.zip(direction.par_chunks_mut(SPAN)).for_each(|((m, g), d)| {
         for ((m, g), d) in m.iter_mut().zip(g).zip(d) {
