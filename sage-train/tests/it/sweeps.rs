@@ -317,6 +317,7 @@ fn sweeps_that_are_built_in_are_plans() {
         ("layers-mini", 27),
         ("linear-mini", 36),
         ("optimizer-mini", 36),
+        ("muon-mini", 60),
     ] {
         let plan = scratch.ok(&["sweep", name, "--dry-run", "--no-measure", "--device", "cpu"]);
         assert!(plan.contains(&format!("\n{runs} runs, ")), "{plan}");
