@@ -1,4 +1,4 @@
-// Muon's passes over a matrix: its momentum, its normalization, and the update by the orthogonalized direction; and the sums inside the
+// Muon's passes over a matrix: its momentum, and the update by the orthogonalized direction; and the traces and sums inside the
 // orthogonalization, whose products are cuBLAS's.
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
@@ -17,7 +17,6 @@ __device__ float block_sum(float sum) {
     __syncthreads();
     if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
   }
-  __syncthreads();
   return sums[0];
 }
 
@@ -34,11 +33,11 @@ __device__ __forceinline__ void each(int64_t len, Body body) {
 }
 
 // g = factor * gradient, clipped to norm `clip`; m = beta m + (1 - beta) g; the direction is m, or with Nesterov
-// beta m + (1 - beta) g. A norm that is not finite leaves m as it is.
+// beta m + (1 - beta) g, times `unit`. A norm that is not finite leaves m as it is.
 __device__ void momentum(const params::MuonMomentum& p) {
   double norm = double(p.factor) * sqrt(*p.sum_of_squares);
   bool finite = isfinite(norm);
-  float factor = p.factor * float(norm > double(p.clip) ? double(p.clip) / norm : 1.0), sum = 0.0f;
+  float factor = p.factor * float(norm > double(p.clip) ? double(p.clip) / norm : 1.0);
   auto* direction = static_cast<__nv_bfloat16*>(p.direction);
   each<V>(p.len, [&](int64_t at, auto count) {
     constexpr int N = decltype(count)::V;
@@ -49,49 +48,48 @@ __device__ void momentum(const params::MuonMomentum& p) {
     for (int i = 0; i < N; ++i) {
       g[i] = finite ? (1.0f - p.beta) * (factor * g[i]) : 0.0f;
       if (finite) m[i] = p.beta * m[i] + g[i];
-      g[i] = p.nesterov ? p.beta * m[i] + g[i] : m[i];
+      g[i] = p.unit * (p.nesterov ? p.beta * m[i] + g[i] : m[i]);
     }
     elements::store_floats(p.momentum + at, m);
     elements::store_floats(direction + at, g);
-#pragma unroll
-    for (int i = 0; i < N; ++i) sum = fmaf(g[i], g[i], sum);
   });
-  sum = block_sum(sum);
-  if (threadIdx.x == 0) p.partials[blockIdx.x] = sum;
 }
 
-// Divides by the Frobenius norm. A matrix of zeros stays one.
-__device__ void normalize(const params::MuonNormalize& p) {
+// One block a matrix.
+__device__ void trace(const params::MuonTrace& p) {
+  int64_t size = p.size;
+  auto* x = static_cast<const __nv_bfloat16*>(p.x) + blockIdx.x * size * size;
   float sum = 0.0f;
-  for (int part = threadIdx.x; part < p.parts; part += THREADS) sum += p.partials[part];
+  for (int row = threadIdx.x; row < p.size; row += THREADS) sum += __bfloat162float(x[row * (size + 1)]);
   sum = block_sum(sum);
-  float factor = sum > 0.0f ? 1.0f / sqrtf(sum) : 0.0f;
-  auto* direction = static_cast<__nv_bfloat16*>(p.direction);
-  each<V16>(p.len, [&](int64_t at, auto count) {
-    constexpr int N = decltype(count)::V;
-    float x[N];
-    elements::load_floats(direction + at, x);
-#pragma unroll
-    for (int i = 0; i < N; ++i) x[i] *= factor;
-    elements::store_floats(direction + at, x);
-  });
+  if (threadIdx.x == 0) p.inverse[blockIdx.x] = sum > 0.0f && isfinite(sum) ? 1.0f / sqrtf(sum) : 0.0f;
 }
 
-// y = b x + c y + a I, of matrices side by side.
+// y = f (a I + b x + c y), of matrices side by side.
 __device__ void combine(const params::MuonCombine& p) {
   uint32_t size = p.size, square = size * size;
   auto* x = static_cast<const __nv_bfloat16*>(p.x);
   auto* y = static_cast<__nv_bfloat16*>(p.y);
   each<V16>(p.len, [&](int64_t at, auto count) {
     constexpr int N = decltype(count)::V;
-    float from[N], to[N];
+    float from[N], to[N] = {};
     elements::load_floats(x + at, from);
-    elements::load_floats(y + at, to);
+    if (p.c != 0.0f) elements::load_floats(y + at, to);
+    int64_t matrix = at / square;
+    // Elements of the diagonal are size + 1 apart.
+    uint32_t element = uint32_t(at - matrix * square), after = element % (size + 1);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      // Elements of the diagonal are size + 1 apart.
-      bool diagonal = uint32_t((at + i) % square) % (size + 1) == 0;
-      to[i] = p.b * from[i] + p.c * to[i] + (diagonal ? p.a : 0.0f);
+      float sum = p.b * from[i] + p.c * to[i] + (after == 0 ? p.a : 0.0f);
+      if (p.power > 0) {
+        // One factor after the other, because a power may overflow where the product does not. A factor of 0 is that of zeros.
+        float inverse = p.inverse[matrix];
+        sum = inverse == 0.0f ? 0.0f : sum * inverse;
+        if (p.power > 1) sum *= inverse;
+      }
+      to[i] = sum;
+      if (++after > size) after = 0;
+      if (++element == square) element = 0, after = 0, ++matrix;
     }
     elements::store_floats(y + at, to);
   });
@@ -117,6 +115,6 @@ __device__ void apply(const params::MuonApply& p) {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS) muon_momentum(const __grid_constant__ params::MuonMomentum p) { momentum(p); }
-extern "C" __global__ void __launch_bounds__(THREADS) muon_normalize(const __grid_constant__ params::MuonNormalize p) { normalize(p); }
+extern "C" __global__ void __launch_bounds__(THREADS) muon_trace(const __grid_constant__ params::MuonTrace p) { trace(p); }
 extern "C" __global__ void __launch_bounds__(THREADS) muon_combine(const __grid_constant__ params::MuonCombine p) { combine(p); }
 extern "C" __global__ void __launch_bounds__(THREADS) muon_apply(const __grid_constant__ params::MuonApply p) { apply(p); }

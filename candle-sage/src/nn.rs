@@ -2,11 +2,12 @@
 //!
 //! `new` makes a module from its tensors. `load` reads them from a `candle_nn::VarBuilder`, under the names
 //! that Hugging Face's Llama, Qwen2 and Qwen3 checkpoints use. A module with one input implements candle's
-//! `Module`.
+//! `Module`. [`AdamW`] and [`Muon`] are candle's `Optimizer`s.
 
 mod feed_forward;
 mod fp8_linear;
 mod linear;
+mod optimizer;
 mod rms_norm;
 mod rotary;
 mod self_attention;
@@ -16,6 +17,7 @@ pub use candle_nn::kv_cache::KvCache;
 pub use feed_forward::FeedForward;
 pub use fp8_linear::Fp8Linear;
 pub use linear::Linear;
+pub use optimizer::{AdamW, Muon, MuonConfig};
 pub use rms_norm::RmsNorm;
 pub use rotary::Rotary;
 pub use self_attention::{Biases, SelfAttention, SelfAttentionConfig};

@@ -48,7 +48,7 @@ pub use fp8_linear::{Fp8Linear, fp8_linear};
 pub use fp8_scales::{Fp8Scale, Fp8Scales};
 pub use linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_into};
 pub use linear_cross_entropy_fp8::linear_cross_entropy_into_fp8;
-pub use muon::{Muon, MuonMatrix, MuonScale, Orthogonalization};
+pub use muon::{Muon, MuonMatrix, MuonPart, MuonScale, Orthogonalization};
 pub use past_linear::{Tail, past_linear, past_linear_backward, past_linear_backward_onto};
 pub use qk_norm_rope::{QkNormRopeGrad, qk_norm_rope, qk_norm_rope_backward};
 pub use rms_norm::{residual_rms_norm, rms_norm, rms_norm_backward};

@@ -171,6 +171,10 @@ pub struct Muon {
     pub clip: Option<f64>,
 }
 
+/// The factor of directions before they are orthogonal. Their squares are added up in bf16 or f32: with it, matrices whose elements are
+/// 1e-26 to 1e11 neither vanish nor overflow. Others do not move.
+pub(crate) const DIRECTION_UNIT: f32 = (1 << 24) as f32;
+
 impl Muon {
     /// A step with a learning rate: momentum .95 with Nesterov, no weight decay and no clipping.
     pub const fn new(lr: f64) -> Self {
@@ -187,7 +191,7 @@ impl Muon {
     }
 
     /// `1 - lr weight_decay`, and the factor of the orthogonal direction of a matrix.
-    pub(crate) fn factors(&self, rows: usize, columns: usize) -> [f32; 2] {
+    pub(crate) fn factors(&self, (rows, columns): (usize, usize)) -> [f32; 2] {
         let (rows, columns) = (rows as f64, columns as f64);
         let scale = match self.scale {
             MuonScale::AdamW => 0.2 * rows.max(columns).sqrt(),

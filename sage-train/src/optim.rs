@@ -3,6 +3,7 @@
 mod adamw;
 mod muon;
 mod schedule;
+mod sharing;
 
 pub use adamw::AdamWConfig;
 pub use muon::MuonConfig;
@@ -68,7 +69,7 @@ impl Optimizer {
     pub fn moved_bytes(&self, element: u64) -> u64 {
         let copy = if element == 4 { 0 } else { element };
         let state = 1 + self.moments().matrices.len() as u64;
-        // A direction in 16 bit is written, normalized and read, and each of five iterations passes over it five times.
+        // A direction in 16 bit is written, copied and read, and each of five iterations passes over it five times.
         let directions = match self {
             Self::AdamW(_) => 0,
             Self::Muon(_) => 2 * (1 + 2 + 1 + 5 * 5),

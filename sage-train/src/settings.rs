@@ -25,7 +25,8 @@ pub use layer::Role;
 pub use linear::{FormatSetting, LinearSetting, LinearSettings, ScalingSetting, SumsSetting};
 pub use model::ModelSettings;
 pub use optimizer::{
-    MuonScaleSetting, OptimizerSetting, OptimizerSettings, OrthogonalizationSetting, Schedule,
+    MuonHeadsSetting, MuonScaleSetting, OptimizerSetting, OptimizerSettings, OrthogonalizationSetting,
+    Schedule,
 };
 pub use run::{Preset, RunSettings};
 pub use scheme::{LayerList, LayerSettings, SchemeSetting, in_words_by_layer};

@@ -66,7 +66,7 @@ families! {
     MuonApply: "muon",
     MuonCombine: "muon",
     MuonMomentum: "muon",
-    MuonNormalize: "muon",
+    MuonTrace: "muon",
     PartialSums: "partial_sums",
     Pool: "selection",
     RmsNorm: "rms_norm",

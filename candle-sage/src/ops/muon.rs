@@ -2,12 +2,14 @@
 
 use std::sync::OnceLock;
 
-use candle_core::{CpuStorage, CudaStorage, Device, InplaceOp2, InplaceOp3, Layout, Result, Tensor};
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp1, Device, InplaceOp2, InplaceOp3, Layout, Result, Shape, Tensor,
+};
 
 use super::support::{
     argument_error, check_update, cuda_tensor, f32_values, f32_values_mut, no_forward, run_twice, with_cuda,
 };
-use crate::cpu::ops::muon::{apply, direction};
+use crate::cpu::ops::muon::{apply, combine, direction, unit_traces};
 use crate::launch::{Launch, Operand};
 pub use crate::update::{Muon, MuonScale, Orthogonalization};
 
@@ -28,9 +30,28 @@ pub struct MuonMatrix {
 }
 
 impl MuonMatrix {
-    fn len(&self) -> usize {
+    /// Number of elements.
+    pub fn elements(&self) -> usize {
         self.rows * self.columns
     }
+
+    /// Rows and columns.
+    pub fn shape(&self) -> (usize, usize) {
+        (self.rows, self.columns)
+    }
+}
+
+/// Adjacent elements of a matrix: all of them, or those that one of several processes updates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MuonPart {
+    /// The first element among the parameters.
+    pub at: usize,
+    /// The first element among the directions.
+    pub to: usize,
+    /// Number of elements.
+    pub len: usize,
+    /// Rows and columns of the whole matrix.
+    pub shape: (usize, usize),
 }
 
 impl Muon {
@@ -46,6 +67,9 @@ impl Muon {
     /// outside the matrices do not change. `copy`, on a GPU, receives the new weights in f16 or bf16. The products are in f32 on the
     /// CPU; on a GPU the direction is bf16, and sums are f32. When the norm is not finite nothing changes.
     ///
+    /// It is [`Muon::directions`], [`Muon::orthogonalize`] and [`Muon::apply`]. Several processes that share matrices call these three,
+    /// and exchange directions in between.
+    ///
     /// # Errors
     /// When the tensors do not fit together, matrices overlap or lie outside, or the momentum is not in [0, 1); on CUDA, when a matrix or its
     /// row does not start on 16 bytes.
@@ -57,19 +81,78 @@ impl Muon {
         matrices: &[MuonMatrix],
         copy: Option<&Tensor>,
     ) -> Result<()> {
-        self.check(state, gradient, sum_of_squares, matrices, copy)?;
-        for group in groups(matrices) {
-            let MuonMatrix { rows, columns, .. } = group[0];
-            let starts: Vec<usize> = group.iter().map(|matrix| matrix.at).collect();
-            let dims = (starts.len(), rows, columns);
-            let find = Direction { settings: *self, dims, starts, made: OnceLock::new() };
-            state.inplace_op3(gradient, sum_of_squares, &find)?;
-            let direction = find.made.into_inner().ok_or_else(no_forward)?;
-            let direction = orthogonal(direction, self.orthogonalization)?;
-            let update = Update { settings: *self, dims, starts: find.starts, copy };
-            state.inplace_op3(&direction, sum_of_squares, &update)?;
+        let mut sorted = matrices.to_vec();
+        // Matrices of one shape are orthogonalized together.
+        sorted.sort_by_key(|matrix| (matrix.shape(), matrix.at));
+        let mut to = 0;
+        let parts: Vec<MuonPart> = sorted
+            .iter()
+            .map(|matrix| {
+                let part = MuonPart { at: matrix.at, to, len: matrix.elements(), shape: matrix.shape() };
+                to += part.len;
+                part
+            })
+            .collect();
+        let directions = self.directions(state, gradient, sum_of_squares, &parts, to)?;
+        let shapes: Vec<_> = sorted.iter().map(MuonMatrix::shape).collect();
+        self.orthogonalize(&directions, &shapes)?;
+        self.apply(state, &directions, sum_of_squares, &parts, copy)
+    }
+
+    /// Updates the momentum of parts of matrices, and returns `len` elements with the directions of these parts before they are
+    /// orthogonal, up to a constant factor: f32 on the CPU, bf16 on a GPU. Where no part lies they are undefined. Arguments as for [`Muon::step`].
+    ///
+    /// # Errors
+    /// As [`Muon::step`].
+    pub fn directions(
+        &self,
+        state: &Tensor,
+        gradient: &Tensor,
+        sum_of_squares: &Tensor,
+        parts: &[MuonPart],
+        len: usize,
+    ) -> Result<Tensor> {
+        self.check(state, gradient, sum_of_squares, None)?;
+        check_parts(parts, gradient.elem_count(), len)?;
+        let op = Directions { settings: *self, parts, len, made: OnceLock::new() };
+        state.inplace_op3(gradient, sum_of_squares, &op)?;
+        Ok(op.made.into_inner().ok_or_else(no_forward)?)
+    }
+
+    /// Makes the singular values of matrices about 1, in place. The matrices lie one after the other in `directions`, from its first element. What
+    /// they are multiplied by before does not matter.
+    ///
+    /// # Errors
+    /// When there are fewer elements.
+    pub fn orthogonalize(&self, directions: &Tensor, shapes: &[(usize, usize)]) -> Result<()> {
+        let mut at = 0;
+        for same in shapes.chunk_by(|a, b| a == b) {
+            let (rows, columns) = same[0];
+            for group in same.chunks((AT_ONCE / (rows * columns).max(1)).max(1)) {
+                let len = group.len() * rows * columns;
+                let x = directions.narrow(0, at, len)?.reshape((group.len(), rows, columns))?;
+                let x = orthogonal(x, self.orthogonalization)?;
+                directions.slice_set(&x.flatten_all()?, 0, at)?;
+                at += len;
+            }
         }
         Ok(())
+    }
+
+    /// Moves the weights of parts of matrices along their orthogonal directions. Arguments as for [`Muon::step`].
+    ///
+    /// # Errors
+    /// As [`Muon::step`].
+    pub fn apply(
+        &self,
+        state: &Tensor,
+        directions: &Tensor,
+        sum_of_squares: &Tensor,
+        parts: &[MuonPart],
+        copy: Option<&Tensor>,
+    ) -> Result<()> {
+        check_parts(parts, state.dim(1)?, directions.elem_count())?;
+        state.inplace_op3(directions, sum_of_squares, &Apply { settings: *self, parts, copy })
     }
 
     fn check(
@@ -77,24 +160,9 @@ impl Muon {
         state: &Tensor,
         gradient: &Tensor,
         sum_of_squares: &Tensor,
-        matrices: &[MuonMatrix],
         copy: Option<&Tensor>,
     ) -> Result<()> {
         check_update(NAME, 2, state, gradient, sum_of_squares, copy)?;
-        let len = gradient.elem_count();
-        let mut sorted = matrices.to_vec();
-        sorted.sort_by_key(|matrix| matrix.at);
-        let ends = sorted.iter().skip(1).map(|matrix| matrix.at).chain([len]);
-        if let Some((matrix, end)) =
-            sorted.iter().zip(ends).find(|(matrix, end)| matrix.len() == 0 || matrix.at + matrix.len() > *end)
-        {
-            return Err(argument_error(
-                "muon: a matrix does not fit",
-                matrix,
-                &format!("matrices that end by the next one, or by the last parameter: here {end}"),
-                "`at` is the first element, `rows * columns` their number",
-            ));
-        }
         if !(0.0..1.0).contains(&self.momentum) {
             return Err(argument_error(
                 "muon: the momentum is out of range",
@@ -107,57 +175,75 @@ impl Muon {
     }
 }
 
-/// The matrices by shape, in their order, at most [`AT_ONCE`] elements together.
-fn groups(matrices: &[MuonMatrix]) -> Vec<Vec<MuonMatrix>> {
-    let mut groups: Vec<Vec<MuonMatrix>> = Vec::new();
-    for matrix in matrices {
-        let fits = |group: &&mut Vec<MuonMatrix>| {
-            (group[0].rows, group[0].columns) == (matrix.rows, matrix.columns)
-                && (group.len() + 1) * matrix.len() <= AT_ONCE
-        };
-        match groups.iter_mut().rev().find(fits) {
-            Some(group) => group.push(*matrix),
-            None => groups.push(vec![*matrix]),
+/// Checks that parts have elements, and overlap neither among the parameters nor among the directions.
+fn check_parts(parts: &[MuonPart], parameters: usize, directions: usize) -> Result<()> {
+    let mut sorted = parts.to_vec();
+    for (first, end) in [(|part: &MuonPart| part.at) as fn(&MuonPart) -> usize, |part| part.to]
+        .into_iter()
+        .zip([parameters, directions])
+    {
+        sorted.sort_by_key(first);
+        let ends = sorted.iter().skip(1).map(first).chain([end]);
+        if let Some((part, end)) =
+            sorted.iter().zip(ends).find(|(part, end)| part.len == 0 || first(part) + part.len > *end)
+        {
+            return Err(argument_error(
+                "muon: a matrix does not fit",
+                part,
+                &format!("matrices that end by the next one, or by the last element: here {end}"),
+                "`at` is the first element, `len` their number: rows times columns of a whole matrix",
+            ));
         }
     }
-    groups
+    Ok(())
 }
 
-/// Matrices (count, rows, columns) of Frobenius norm 1, whose singular values become about 1.
+/// Matrices (count, rows, columns), whose singular values become about 1.
 fn orthogonal(mut x: Tensor, polynomials: Orthogonalization) -> Result<Tensor> {
     let (_, rows, columns) = x.dims3()?;
-    for polynomial in polynomials.polynomials() {
+    for (n, abc) in polynomials.polynomials().into_iter().enumerate() {
         // a x + b x^3 + c x^5 is x (a I + b g + c g^2), with the smaller of the two Gram matrices g.
         let turned = x.transpose(1, 2)?;
         let gram = if rows <= columns { x.matmul(&turned)? } else { turned.matmul(&x)? };
+        // The trace of the first one is the square of the Frobenius norm, by which x has to be divided: the factor is instead.
+        let unit = UnitTrace { inverse_norms: OnceLock::new() };
+        let gram = if n == 0 { gram.apply_op1_no_bwd(&unit)? } else { gram };
         let factor = gram.matmul(&gram)?;
-        factor.inplace_op2(&gram, &Polynomial(polynomial))?;
+        let polynomial = Polynomial(abc);
+        match unit.inverse_norms.into_inner() {
+            Some(inverse) => factor.inplace_op3(&gram, &inverse, &polynomial)?,
+            None => factor.inplace_op2(&gram, &polynomial)?,
+        }
         x = if rows <= columns { factor.matmul(&x)? } else { x.matmul(&factor)? };
     }
     Ok(x)
 }
 
-/// Updates the momentum of matrices of one shape, and makes their directions, (count, rows, columns), of Frobenius norm 1.
-pub(crate) struct Direction {
+/// Updates the momentum of parts, and makes their directions.
+pub(crate) struct Directions<'a> {
     pub(crate) settings: Muon,
-    pub(crate) dims: (usize, usize, usize),
-    /// The first element of each matrix.
-    pub(crate) starts: Vec<usize>,
+    pub(crate) parts: &'a [MuonPart],
+    pub(crate) len: usize,
     made: OnceLock<Tensor>,
 }
 
-/// Moves matrices along their directions.
-pub(crate) struct Update<'a> {
+/// Moves parts along their directions.
+pub(crate) struct Apply<'a> {
     pub(crate) settings: Muon,
-    pub(crate) dims: (usize, usize, usize),
-    pub(crate) starts: Vec<usize>,
+    pub(crate) parts: &'a [MuonPart],
     copy: Option<&'a Tensor>,
 }
 
-/// `y = a I + b x + c y` for square matrices (count, size, size).
+/// Matrices (count, size, size) divided by their traces; a trace that is 0 or not finite gives zeros.
+pub(crate) struct UnitTrace {
+    /// The inverse roots of the traces, (count) in f32; 0 where there are zeros.
+    inverse_norms: OnceLock<Tensor>,
+}
+
+/// `y = a I + b x + c y` for square matrices (count, size, size), times a factor of each matrix where there are such.
 pub(crate) struct Polynomial(pub(crate) [f32; 3]);
 
-impl InplaceOp3 for Direction {
+impl InplaceOp3 for Directions<'_> {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -174,16 +260,17 @@ impl InplaceOp3 for Direction {
         let sum = sum_of_squares.as_slice::<f64>()?[sum_layout.start_offset()];
         let gradient = f32_values(NAME, gradient, gradient_layout)?;
         let (_, momentum) = f32_values_mut(NAME, state, layout)?.split_at_mut(gradient.len());
-        let (_, rows, columns) = self.dims;
-        let all: Vec<f32> = self
-            .starts
-            .iter()
-            .flat_map(|&at| {
-                let here = at..at + rows * columns;
-                direction(&self.settings, sum, &mut momentum[here.clone()], &gradient[here])
-            })
-            .collect();
-        self.made.set(Tensor::from_vec(all, self.dims, &Device::Cpu)?).map_err(|made| run_twice(made).into())
+        let mut all = vec![0.0; self.len];
+        for &MuonPart { at, to, len, .. } in self.parts {
+            direction(
+                &self.settings,
+                sum,
+                &mut momentum[at..at + len],
+                &gradient[at..at + len],
+                &mut all[to..to + len],
+            );
+        }
+        self.made.set(Tensor::from_vec(all, self.len, &Device::Cpu)?).map_err(|made| run_twice(made).into())
     }
 
     fn cuda_fwd(
@@ -197,11 +284,11 @@ impl InplaceOp3 for Direction {
     ) -> Result<()> {
         let all = [(&*state, layout), (gradient, gradient_layout), (sum_of_squares, sum_layout)];
         let made: CudaStorage = self.launch(all)?;
-        self.made.set(cuda_tensor(made, self.dims)).map_err(|made| run_twice(made).into())
+        self.made.set(cuda_tensor(made, self.len)).map_err(|made| run_twice(made).into())
     }
 }
 
-impl InplaceOp3 for Update<'_> {
+impl InplaceOp3 for Apply<'_> {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -210,20 +297,18 @@ impl InplaceOp3 for Update<'_> {
         &self,
         state: &mut CpuStorage,
         layout: &Layout,
-        direction: &CpuStorage,
-        direction_layout: &Layout,
+        directions: &CpuStorage,
+        directions_layout: &Layout,
         sum_of_squares: &CpuStorage,
         sum_layout: &Layout,
     ) -> Result<()> {
         if !sum_of_squares.as_slice::<f64>()?[sum_layout.start_offset()].is_finite() {
             return Ok(());
         }
-        let direction = f32_values(NAME, direction, direction_layout)?;
+        let directions = f32_values(NAME, directions, directions_layout)?;
         let weights = f32_values_mut(NAME, state, layout)?;
-        let (_, rows, columns) = self.dims;
-        let [keep, rate] = self.settings.factors(rows, columns);
-        for (&at, direction) in self.starts.iter().zip(direction.chunks(rows * columns)) {
-            apply(&mut weights[at..at + rows * columns], direction, keep, rate);
+        for &MuonPart { at, to, len, shape } in self.parts {
+            apply(&mut weights[at..at + len], &directions[to..to + len], self.settings.factors(shape));
         }
         Ok(())
     }
@@ -232,16 +317,42 @@ impl InplaceOp3 for Update<'_> {
         &self,
         state: &mut CudaStorage,
         layout: &Layout,
-        direction: &CudaStorage,
-        direction_layout: &Layout,
+        directions: &CudaStorage,
+        directions_layout: &Layout,
         sum_of_squares: &CudaStorage,
         sum_layout: &Layout,
     ) -> Result<()> {
-        let all = [(&*state, layout), (direction, direction_layout), (sum_of_squares, sum_layout)];
+        let all = [(&*state, layout), (directions, directions_layout), (sum_of_squares, sum_layout)];
         match self.copy {
             None => self.launch((all, None::<Operand<'_>>)),
             Some(copy) => with_cuda(NAME, [copy], |[copy]| self.launch((all, Some(copy)))),
         }
+    }
+}
+
+impl CustomOp1 for UnitTrace {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(&self, gram: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let (count, size, _) = layout.shape().dims3()?;
+        let mut gram = f32_values(NAME, gram, layout)?.into_owned();
+        let inverse = unit_traces(&mut gram, size);
+        self.keep(Tensor::from_vec(inverse, count, &Device::Cpu)?)?;
+        Ok((CpuStorage::F32(gram), layout.shape().clone()))
+    }
+
+    fn cuda_fwd(&self, gram: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        let [gram, inverse]: [CudaStorage; 2] = self.launch([(gram, layout)])?;
+        self.keep(cuda_tensor(inverse, layout.dims()[0]))?;
+        Ok((gram, layout.shape().clone()))
+    }
+}
+
+impl UnitTrace {
+    fn keep(&self, inverse: Tensor) -> Result<()> {
+        self.inverse_norms.set(inverse).map_err(|made| run_twice(made).into())
     }
 }
 
@@ -251,11 +362,9 @@ impl InplaceOp2 for Polynomial {
     }
 
     fn cpu_fwd(&self, y: &mut CpuStorage, layout: &Layout, x: &CpuStorage, x_layout: &Layout) -> Result<()> {
-        let (_, size, _) = layout.shape().dims3()?;
-        let [a, b, c] = self.0;
+        let (count, size, _) = layout.shape().dims3()?;
         let (x, y) = (f32_values(NAME, x, x_layout)?, f32_values_mut(NAME, y, layout)?);
-        apply(y, &x, c, -b);
-        y.chunks_mut(size * size).for_each(|y| y.iter_mut().step_by(size + 1).for_each(|y| *y += a));
+        combine(y, &x, size, self.0, &vec![1.0; count]);
         Ok(())
     }
 
@@ -266,6 +375,40 @@ impl InplaceOp2 for Polynomial {
         x: &CudaStorage,
         x_layout: &Layout,
     ) -> Result<()> {
-        self.launch([(&*y, layout), (x, x_layout)])
+        self.launch(([(&*y, layout), (x, x_layout)], None::<Operand<'_>>))
+    }
+}
+
+impl InplaceOp3 for Polynomial {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(
+        &self,
+        y: &mut CpuStorage,
+        layout: &Layout,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        factors: &CpuStorage,
+        factors_layout: &Layout,
+    ) -> Result<()> {
+        let (_, size, _) = layout.shape().dims3()?;
+        let factors = f32_values(NAME, factors, factors_layout)?;
+        let (x, y) = (f32_values(NAME, x, x_layout)?, f32_values_mut(NAME, y, layout)?);
+        combine(y, &x, size, self.0, &factors);
+        Ok(())
+    }
+
+    fn cuda_fwd(
+        &self,
+        y: &mut CudaStorage,
+        layout: &Layout,
+        x: &CudaStorage,
+        x_layout: &Layout,
+        factors: &CudaStorage,
+        factors_layout: &Layout,
+    ) -> Result<()> {
+        self.launch(([(&*y, layout), (x, x_layout)], Some((factors, factors_layout))))
     }
 }

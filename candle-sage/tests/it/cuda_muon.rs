@@ -70,5 +70,19 @@ fn muon_is_that_of_the_cpu() -> Result<()> {
         muon.step(&on_gpu, &bad, &sum_of_squares(&bad)?, &matrices, None)?;
         assert_eq!(on_gpu.to_vec2::<f32>()?, before);
     }
+    // Tiny and huge gradients are orthogonalized as all others, and beyond that nothing moves.
+    let matrix = [MuonMatrix { at: 0, rows: 64, columns: 64 }];
+    let gradient = Tensor::from_vec(Normals::new(41).vec(4096, 1.0), 4096, &gpu())?;
+    let step = |norm: f64| -> Result<Vec<f64>> {
+        let state = Tensor::zeros((2, 4096), DType::F32, &gpu())?;
+        let gradient = (&gradient * norm)?;
+        Muon::new(1.0).step(&state, &gradient, &sum_of_squares(&gradient)?, &matrix, None)?;
+        Ok(f64s(&state.get(0)?.to_vec1::<f32>()?))
+    };
+    let usual = step(1.0)?;
+    for norm in [2f64.powi(-60), 2f64.powi(-76), 2f64.powi(30)] {
+        assert!(relative_l2(&step(norm)?, &usual) < 0.08, "{norm:e}");
+    }
+    assert!(step(1e30)?.iter().chain(&step(0.0)?).all(|moved| *moved == 0.0));
     Ok(())
 }

@@ -26,6 +26,7 @@ mod modules;
 mod moving;
 mod muon;
 mod ops;
+mod optimizers;
 mod params;
 mod plans;
 mod reference;

@@ -177,6 +177,7 @@ fn optimizer(size: &Size) -> OptimizerSettings {
         muon_momentum: None,
         muon_orthogonalization: None,
         muon_scale: None,
+        muon_heads: None,
         lr: Some(size.lr),
         min_lr: Some(0.1),
         warmup_steps: Some(Quantity(size.warmup)),

@@ -214,7 +214,7 @@ impl Config {
         let muon = match &self.optimizer {
             Optimizer::AdamW(_) => String::new(),
             Optimizer::Muon(muon) => format!(
-                "Muon of hidden matrices ({}, momentum {}, lr x {:.3}, {}); of the rest ",
+                "Muon of hidden matrices ({}, momentum {}, lr x {:.3}, {}{}); of the rest ",
                 match muon.orthogonalization {
                     Orthogonalization::PolarExpress => "Polar Express",
                     Orthogonalization::Quintic => "quintic",
@@ -224,7 +224,8 @@ impl Config {
                 match muon.scale {
                     MuonScale::AdamW => "steps of AdamW's size",
                     MuonScale::Original => "original steps",
-                }
+                },
+                if muon.heads_apart { ", heads apart" } else { "" }
             ),
         };
         let adamw_of_all = format!(

@@ -135,6 +135,7 @@ impl LlamaConfig {
             follows: false,
         };
         let after = |spec| ParameterSpec { follows: true, ..spec };
+        let heads = |spec| ParameterSpec { kind: Kind::Heads(self.head_dim), ..spec };
         let norm = |name: String, width| ParameterSpec {
             name,
             kind: Kind::Norm,
@@ -150,9 +151,9 @@ impl LlamaConfig {
             let at = |name: &str| format!("model.layers.{layer}.{name}.weight");
             if self.scheme.is_some() {
                 specs.push(norm(at("input_layernorm"), width));
-                specs.push(matrix(at("self_attn.q_proj"), queries, width, std));
-                specs.push(after(matrix(at("self_attn.k_proj"), keys, width, std)));
-                specs.push(after(matrix(at("self_attn.v_proj"), keys, width, std)));
+                specs.push(heads(matrix(at("self_attn.q_proj"), queries, width, std)));
+                specs.push(after(heads(matrix(at("self_attn.k_proj"), keys, width, std))));
+                specs.push(after(heads(matrix(at("self_attn.v_proj"), keys, width, std))));
                 specs.push(matrix(at("self_attn.o_proj"), width, queries, residual_std));
                 if self.qk_norm {
                     specs.push(norm(at("self_attn.q_norm"), self.head_dim));
@@ -215,7 +216,7 @@ impl LlamaConfig {
         let all: u64 = self
             .parameter_specs()
             .iter()
-            .filter(|spec| spec.kind == Kind::Matrix)
+            .filter(|spec| spec.kind.is_hidden_matrix())
             .map(ParameterSpec::len)
             .sum();
         let layers = (self.layers - self.linear_compute_layers.len()) as u64;

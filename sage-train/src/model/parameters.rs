@@ -22,12 +22,12 @@ use rayon::prelude::*;
 
 use super::pieces::{Layout, Piece, overlap};
 use super::snapshot::Snapshot;
-use super::spec::ParameterSpec;
+use super::spec::{Kind, ParameterSpec};
 use crate::during;
 use crate::ranks::{Group, Mesh, Ranks};
 
 use scales::rescale;
-pub use training::{Moments, Shard, Training};
+pub use training::{Matrices, Moments, Shard, Training};
 pub use weight::Weight;
 
 /// Elements per slice in the comparison of weights.
@@ -296,7 +296,8 @@ impl Parameters {
             let copy = (values.dtype() != DType::F32).then(|| values.narrow(0, part.start, part.len()));
             let copy = copy.transpose()?;
             let decays = piece.common.decays;
-            let matrices = &self.matrices_of(piece);
+            let elements = piece.range.len();
+            let matrices = self.matrices_of(piece).map(|all| Matrices { all, elements, ranks: shards });
             update(&Shard { state, gradient: &gradient, copy: copy.as_ref(), decays, matrices })?;
             if self.mesh.shard.of > 1 {
                 // The all-gather of this piece overlaps with the update of the next.
@@ -308,25 +309,16 @@ impl Parameters {
     }
 
     /// The matrices of a piece that has nothing else.
-    fn matrices_of(&self, piece: &Piece) -> Vec<MuonMatrix> {
-        if !piece.common.apart {
-            return Vec::new();
-        }
-        let mut matrices: Vec<MuonMatrix> = self
-            .specs
-            .iter()
-            .filter_map(|spec| {
-                let at = self.layout.places[&spec.name].1;
-                let inside = piece.range.contains(&at);
-                inside.then(|| MuonMatrix {
-                    at: at - piece.range.start,
-                    rows: spec.dims[0],
-                    columns: spec.dims[1],
-                })
+    fn matrices_of(&self, piece: &Piece) -> Option<Vec<(MuonMatrix, Option<usize>)>> {
+        let matrix = |spec: &ParameterSpec| {
+            let at = self.layout.places[&spec.name].1;
+            let heads = if let Kind::Heads(rows) = spec.kind { Some(rows) } else { None };
+            piece.range.contains(&at).then(|| {
+                let at = at - piece.range.start;
+                (MuonMatrix { at, rows: spec.dims[0], columns: spec.dims[1] }, heads)
             })
-            .collect();
-        matrices.sort_by_key(|matrix| matrix.at);
-        matrices
+        };
+        piece.common.apart.then(|| self.specs.iter().filter_map(matrix).collect())
     }
 
     /// Numbers that are equal to the bit on all ranks whose models read the same weights: for each piece the

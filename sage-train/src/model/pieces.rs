@@ -155,7 +155,7 @@ pub fn received_bytes(specs: &[ParameterSpec], mesh: Mesh) -> u64 {
 }
 
 /// The intersection of two ranges, unless it is empty.
-pub(super) fn overlap(a: &Range<usize>, b: &Range<usize>) -> Option<Range<usize>> {
+pub(crate) fn overlap(a: &Range<usize>, b: &Range<usize>) -> Option<Range<usize>> {
     let both = a.start.max(b.start)..a.end.min(b.end);
     (both.start < both.end).then_some(both)
 }

@@ -27,6 +27,8 @@ pub enum Kind {
     Embedding,
     /// The matrix of a linear layer.
     Matrix,
+    /// The matrix of a linear layer whose outputs are heads of so many channels.
+    Heads(usize),
     /// The weight of a norm.
     Norm,
     /// A router of SLA2: a matrix for each head.
@@ -39,7 +41,7 @@ impl Kind {
     /// Whether weight decay applies.
     pub fn decays(self) -> bool {
         match self {
-            Self::Embedding | Self::Matrix => true,
+            Self::Embedding | Self::Matrix | Self::Heads(_) => true,
             Self::Norm | Self::Router | Self::Theta => false,
         }
     }
@@ -47,7 +49,7 @@ impl Kind {
     /// Whether the model reads the parameter in f32, whatever it computes in.
     pub fn is_wide(self) -> bool {
         match self {
-            Self::Embedding | Self::Matrix => false,
+            Self::Embedding | Self::Matrix | Self::Heads(_) => false,
             Self::Norm | Self::Router | Self::Theta => true,
         }
     }
@@ -56,7 +58,7 @@ impl Kind {
     /// the lookup both add to the embedding's.
     pub fn is_overwritten(self) -> bool {
         match self {
-            Self::Matrix => true,
+            Self::Matrix | Self::Heads(_) => true,
             Self::Embedding | Self::Norm | Self::Router | Self::Theta => false,
         }
     }
@@ -64,7 +66,7 @@ impl Kind {
     /// Whether an optimizer for hidden matrices updates the parameter.
     pub fn is_hidden_matrix(self) -> bool {
         match self {
-            Self::Matrix => true,
+            Self::Matrix | Self::Heads(_) => true,
             Self::Embedding | Self::Norm | Self::Router | Self::Theta => false,
         }
     }
@@ -73,7 +75,7 @@ impl Kind {
     pub fn is_of_sla2(self) -> bool {
         match self {
             Self::Router | Self::Theta => true,
-            Self::Embedding | Self::Matrix | Self::Norm => false,
+            Self::Embedding | Self::Matrix | Self::Heads(_) | Self::Norm => false,
         }
     }
 }

@@ -4,10 +4,11 @@ use candle_core::Tensor;
 use candle_sage::Result;
 use candle_sage::ops::{Muon, MuonScale, Orthogonalization};
 
+use super::sharing::Sharing;
 use super::{AdamWConfig, OptimizerStep};
 use crate::checks::{above_zero, in_range, need};
 use crate::model::Shard;
-use crate::settings::OptimizerSettings;
+use crate::settings::{MuonHeadsSetting, OptimizerSettings};
 
 /// The settings of Muon, which do not change during a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -22,6 +23,8 @@ pub struct MuonConfig {
     pub orthogonalization: Orthogonalization,
     /// The length of a step.
     pub scale: MuonScale,
+    /// Whether each head of query, key and value is a matrix.
+    pub heads_apart: bool,
 }
 
 impl MuonConfig {
@@ -38,6 +41,7 @@ impl MuonConfig {
             momentum: in_range("muon-momentum", s.muon_momentum.unwrap_or(0.95), 0.0, 0.999_999)?,
             orthogonalization: s.muon_orthogonalization.unwrap_or_default().into(),
             scale: s.muon_scale.unwrap_or_default().into(),
+            heads_apart: s.muon_heads == Some(MuonHeadsSetting::Apart),
         })
     }
 
@@ -58,15 +62,19 @@ impl MuonConfig {
         shard: &Shard<'_>,
         squares: &Tensor,
     ) -> candle_core::Result<()> {
-        if shard.matrices.is_empty() {
-            return self.adamw.update(update, shard, squares);
-        }
+        let Some(matrices) = &shard.matrices else { return self.adamw.update(update, shard, squares) };
         let mut muon = Muon::new(update.lr * self.rate);
         muon.momentum = self.momentum;
         muon.weight_decay = self.adamw.weight_decay;
         (muon.orthogonalization, muon.scale) = (self.orthogonalization, self.scale);
         muon.gradient_factor = 1.0 / update.gradients as f64;
         muon.clip = self.adamw.clip;
-        muon.step(shard.state, shard.gradient, squares, shard.matrices, shard.copy)
+        let (sharing, ranks) = (Sharing::new(matrices, self.heads_apart), matrices.ranks);
+        let directions =
+            muon.directions(shard.state, shard.gradient, squares, &sharing.parts, sharing.len)?;
+        ranks.wait(sharing.collect(&directions, ranks)?)?;
+        muon.orthogonalize(&directions, &sharing.own)?;
+        ranks.wait(sharing.give_back(&directions, ranks)?)?;
+        muon.apply(shard.state, &directions, squares, &sharing.parts, shard.copy)
     }
 }

@@ -81,10 +81,21 @@ impl Group {
     /// # Errors
     /// When another rank cannot be reached.
     pub fn swap(&self, with: impl Fn(usize) -> Result<Vec<[Tensor; 2]>>) -> Result<Transfer> {
+        self.send_receive(|member| {
+            let (sent, comes) = with(member)?.into_iter().map(|[sent, comes]| (sent, comes)).unzip();
+            Ok([sent, comes])
+        })
+    }
+
+    /// As [`Group::swap`], with any number of tensors to send to a member, and any number to receive into, in the order in which it sends.
+    ///
+    /// # Errors
+    /// When another rank cannot be reached.
+    pub fn send_receive(&self, with: impl Fn(usize) -> Result<[Vec<Tensor>; 2]>) -> Result<Transfer> {
         let Some(transport) = &self.transport else { return Ok(Transfer::NONE) };
         let others = (0..self.rank.of).filter(|member| *member != self.rank.index);
         let swaps = others.map(|member| {
-            let (sent, comes) = with(member)?.into_iter().map(|[sent, comes]| (sent, comes)).unzip();
+            let [sent, comes] = with(member)?;
             Ok(Swap { peer: self.first + member * self.step, sent, comes })
         });
         transport.swap(&swaps.collect::<Result<Vec<_>>>()?)

@@ -28,7 +28,7 @@ impl Transfer {
     pub const NONE: Self = Self(0);
 }
 
-/// An exchange with one other rank, of contiguous tensors. Both ranks send as many, of the sizes that the other expects.
+/// An exchange with one other rank, of contiguous tensors. Each rank sends as many as the other expects, of the same sizes.
 #[derive(Debug)]
 pub(super) struct Swap {
     /// Index of the other rank among all ranks.

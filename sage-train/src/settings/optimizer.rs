@@ -92,11 +92,22 @@ impl From<MuonScaleSetting> for MuonScale {
     }
 }
 
+/// What Muon takes for the matrices of query, key and value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MuonHeadsSetting {
+    /// All heads of a layer's queries are one matrix, and so for keys and values
+    #[default]
+    Together,
+    /// Each head is a matrix
+    Apart,
+}
+
 /// Table `[optimizer]`: the optimizer, the learning rate, and the loss.
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct OptimizerSettings {
-    /// Optimizer; muon trains on one GPU, or on the CPU [default: adamw]
+    /// Optimizer [default: adamw]
     #[arg(long, value_enum)]
     pub optimizer: Option<OptimizerSetting>,
     /// Peak learning rate
@@ -135,6 +146,9 @@ pub struct OptimizerSettings {
     /// Muon: length of a matrix's step [default: adamw]
     #[arg(long, value_enum)]
     pub muon_scale: Option<MuonScaleSetting>,
+    /// Muon: the matrices of query, key and value [default: together]
+    #[arg(long, value_enum)]
+    pub muon_heads: Option<MuonHeadsSetting>,
     /// Begin with the optimizer's moments of the checkpoint that --init-from names, corrected for the bias that they had from zero
     /// [default: off]
     #[arg(long, value_enum)]
@@ -163,6 +177,7 @@ impl OptimizerSettings {
             ("muon-momentum", self.muon_momentum.is_some()),
             ("muon-orthogonalization", self.muon_orthogonalization.is_some()),
             ("muon-scale", self.muon_scale.is_some()),
+            ("muon-heads", self.muon_heads.is_some()),
         ];
         given.into_iter().find_map(|(key, is_given)| is_given.then_some(key))
     }
@@ -170,7 +185,7 @@ impl OptimizerSettings {
 
 layer! {
     OptimizerSettings:
-    optimizer, muon_momentum, muon_orthogonalization, muon_scale,
+    optimizer, muon_momentum, muon_orthogonalization, muon_scale, muon_heads,
     muon_lr [Changes],
     lr [Changes],
     // Each schedule has its own settings: `Config::identity` adds those that count.

@@ -5,7 +5,6 @@ use candle_sage::{Error, Result};
 use clap::ValueEnum;
 
 use crate::config::Config;
-use crate::optim::Optimizer;
 use crate::quantity::Quantity;
 use crate::ranks::{CopyEngines, FEW_TOKENS, Mesh, PIECE, PIECE_BESIDE, Rank, Ranks, Words};
 
@@ -84,12 +83,6 @@ pub(super) fn summary(mesh: Mesh) -> String {
 /// When a sequence cannot be cut into `context` parts, or a group would have no micro-batch.
 pub fn check_parallel(config: &Config, ranks: usize, context: usize) -> Result<()> {
     check_context(config, ranks, context)?;
-    if let (Optimizer::Muon(_), 2..) = (&config.optimizer, ranks) {
-        return Err(Error::unsupported("muon trains on one GPU")
-            .got(format!("{ranks} ranks"))
-            .allowed("1 rank: a matrix is orthogonalized as a whole, and ranks own parts of matrices")
-            .hint("--gpus 1, or --optimizer adamw"));
-    }
     let groups = ranks / context;
     if config.accumulation >= groups {
         return Ok(());

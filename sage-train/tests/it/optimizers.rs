@@ -55,6 +55,7 @@ fn settings_of_muon_count() {
         ("momentum", ["--muon-momentum", "0.5"]),
         ("quintic", ["--muon-orthogonalization", "quintic"]),
         ("original", ["--muon-scale", "original"]),
+        ("heads", ["--muon-heads", "apart"]),
     ];
     let mut seen = vec![adamw, muon];
     for (name, flags) in all {
@@ -69,7 +70,6 @@ fn settings_of_muon_count() {
     for (flags, part) in [
         (&["--muon-lr", "1e-2"][..], "--optimizer muon"),
         (&["--optimizer", "muon", "--muon-momentum", "1"], "muon-momentum"),
-        (&["--optimizer", "muon", "--gpus", "2", "--device", "cpu"], "muon trains on one GPU"),
         (&["--optimizer", "lion"], "possible values"),
     ] {
         let error = scratch.fails(&small(&[&["--dry-run"], flags].concat()));
@@ -78,4 +78,34 @@ fn settings_of_muon_count() {
     // Another optimizer does not continue a run.
     let error = scratch.fails(&["--resume", "runs/muon", "--optimizer", "adamw"]);
     assert!(error.contains("optimizer"), "{error}");
+}
+
+/// Ranks share matrices: any number of them, also with sequences in common, trains as one does, but for the order of sums; twice the same
+/// bits; and another number of ranks resumes. Shards of three ranks cut matrices.
+#[test]
+fn ranks_share_matrices() {
+    let scratch = Scratch::new();
+    let muon = ["--optimizer", "muon", "--schedule", "constant", "--warmup-steps", "0", "--lr", "5e-3"];
+    let with = |more: &[&'static str]| [&muon[..], &["--tokens-per-step", "768"], more].concat();
+    let one = train(&scratch, "one", &with(&["--steps", "6"]));
+    for (name, flags) in [
+        ("two", &["--gpus", "2"][..]),
+        ("three", &["--gpus", "3"]),
+        ("context", &["--gpus", "2", "--context-parallel", "2"]),
+    ] {
+        let several = train(&scratch, name, &with(&[&["--steps", "6"], flags].concat()));
+        for (step, ((loss, norm), (of_one, norm_of_one))) in several.iter().zip(&one).enumerate() {
+            // Roundings of sums of f32 in another order, which the polynomials multiply by 2^10 at most.
+            assert!((loss - of_one).abs() < 1e-3 * of_one, "{name}, {step}: {loss} {of_one}");
+            assert!((norm - norm_of_one).abs() < 1e-2 * norm_of_one, "{name}, {step}: {norm} {norm_of_one}");
+        }
+    }
+    assert_eq!(
+        train(&scratch, "again", &with(&["--steps", "6", "--gpus", "3"])),
+        train(&scratch, "three-again", &with(&["--steps", "6", "--gpus", "3"])),
+    );
+    train(&scratch, "cut", &with(&["--steps", "3", "--gpus", "3"]));
+    scratch.ok(&["--resume", "runs/cut", "--steps", "6", "--gpus", "2"]);
+    let cut: Vec<f64> = scratch.metrics("cut").iter().map(|point| point.loss).collect();
+    assert!(cut.iter().zip(&one).all(|(loss, (of_one, _))| (loss - of_one).abs() < 1e-3 * of_one), "{cut:?}");
 }

@@ -12,7 +12,8 @@ use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
 use crate::error::Error;
 use crate::launch::{Launch, Operand};
-use crate::ops::muon::{Direction, Polynomial, Update};
+use crate::ops::muon::{Apply, Directions, MuonPart, Polynomial, UnitTrace};
+use crate::update::DIRECTION_UNIT;
 
 /// Blocks over `len` elements, a pack of `each` a thread and turn.
 fn line(len: usize, each: usize) -> Grid {
@@ -30,40 +31,28 @@ fn check_starts(starts: &[Address<'_>], len: usize) -> Result<()> {
         .into())
 }
 
-impl Launch<[Operand<'_>; 3], CudaStorage> for Direction {
+impl Launch<[Operand<'_>; 3], CudaStorage> for Directions<'_> {
     fn launch(&self, [state, gradient, sum_of_squares]: [Operand<'_>; 3]) -> Result<CudaStorage> {
         let gpu = Gpu::new(state.0.device())?;
         let (_, parameters) = state.1.shape().dims2()?;
-        let (count, rows, columns) = self.dims;
-        let len = rows * columns;
-        let directions = gpu.alloc::<bf16>(count * len)?;
-        let partials = gpu.alloc::<f32>(PARTS)?;
+        let directions = gpu.alloc::<bf16>(self.len)?;
         let first = first_index(state.1) + parameters;
-        for (n, &at) in self.starts.iter().enumerate() {
-            let direction = address_at(&directions, n * len, &gpu)?;
-            let grid = line(len, V);
+        for &MuonPart { at, to, len, .. } in self.parts {
             let params = params::MuonMomentum {
                 momentum: element(state.0, first + at, &gpu)?,
                 gradient: element(gradient.0, first_index(gradient.1) + at, &gpu)?,
                 sum_of_squares: start(sum_of_squares, &gpu)?,
-                direction,
-                partials: address(&partials, &gpu),
+                direction: address_at(&directions, to, &gpu)?,
                 len: len as i64,
                 factor: self.settings.gradient_factor as f32,
                 clip: self.settings.clip.map_or(f32::INFINITY, |clip| clip as f32),
                 beta: self.settings.momentum as f32,
+                unit: DIRECTION_UNIT,
                 nesterov: self.settings.nesterov.into(),
-            };
-            check_starts(&[params.momentum, params.gradient], len)?;
-            launch(&gpu, kernel!("muon_momentum"), grid, &params)?;
-            let params = params::MuonNormalize {
-                direction,
-                partials: address(&partials, &gpu),
-                len: len as i64,
-                parts: grid.blocks.0 as i32,
                 padding: 0,
             };
-            launch(&gpu, kernel!("muon_normalize"), line(len, V16), &params)?;
+            check_starts(&[params.momentum, params.gradient, params.direction], len)?;
+            launch(&gpu, kernel!("muon_momentum"), line(len, V), &params)?;
         }
         Ok(CudaStorage::wrap_cuda_slice(directions, gpu.device.clone()))
     }
@@ -72,20 +61,18 @@ impl Launch<[Operand<'_>; 3], CudaStorage> for Direction {
 /// The state, the directions and the sum of squares, and the 16-bit copy of the weights.
 type Tensors<'a> = ([Operand<'a>; 3], Option<Operand<'a>>);
 
-impl Launch<Tensors<'_>, ()> for Update<'_> {
+impl Launch<Tensors<'_>, ()> for Apply<'_> {
     fn launch(&self, ([state, directions, sum_of_squares], copy): Tensors<'_>) -> Result<()> {
         let gpu = Gpu::new(state.0.device())?;
-        let (_, rows, columns) = self.dims;
-        let len = rows * columns;
-        let [keep, rate] = self.settings.factors(rows, columns);
-        for (n, &at) in self.starts.iter().enumerate() {
+        for &MuonPart { at, to, len, shape } in self.parts {
+            let [keep, rate] = self.settings.factors(shape);
             let (copy, copy_type) = match copy {
                 None => (Address::NULL, Float::F32),
                 Some(copy) => (element(copy.0, first_index(copy.1) + at, &gpu)?, Float::of("muon", copy.0)?),
             };
             let params = params::MuonApply {
                 weights: element(state.0, first_index(state.1) + at, &gpu)?,
-                direction: element(directions.0, first_index(directions.1) + n * len, &gpu)?,
+                direction: element(directions.0, first_index(directions.1) + to, &gpu)?,
                 sum_of_squares: start(sum_of_squares, &gpu)?,
                 copy,
                 len: len as i64,
@@ -94,25 +81,56 @@ impl Launch<Tensors<'_>, ()> for Update<'_> {
                 copy_type: copy_type as i32,
                 padding: 0,
             };
-            check_starts(&[params.weights, params.copy], len)?;
+            check_starts(&[params.weights, params.direction, params.copy], len)?;
             launch(&gpu, kernel!("muon_apply"), line(len, V), &params)?;
         }
         Ok(())
     }
 }
 
-impl Launch<[Operand<'_>; 2], ()> for Polynomial {
-    fn launch(&self, [y, x]: [Operand<'_>; 2]) -> Result<()> {
+impl Launch<[Operand<'_>; 1], [CudaStorage; 2]> for UnitTrace {
+    fn launch(&self, [gram]: [Operand<'_>; 1]) -> Result<[CudaStorage; 2]> {
+        let gpu = Gpu::new(gram.0.device())?;
+        let (matrices, size, _) = gram.1.shape().dims3()?;
+        let inverse = gpu.alloc::<f32>(matrices)?;
+        let unit = gpu.alloc::<bf16>(matrices * size * size)?;
+        let params = params::MuonTrace {
+            x: start(gram, &gpu)?,
+            inverse: address(&inverse, &gpu),
+            size: count("rows", size)?,
+            padding: 0,
+        };
+        launch(&gpu, kernel!("muon_trace"), Grid::line(matrices, THREADS), &params)?;
+        let sum = Sum { abc: [0.0, 1.0, 0.0], inverse: params.inverse, power: 2 };
+        sum.launch(&gpu, gram, address(&unit, &gpu))?;
+        let device = || gpu.device.clone();
+        Ok([CudaStorage::wrap_cuda_slice(unit, device()), CudaStorage::wrap_cuda_slice(inverse, device())])
+    }
+}
+
+impl Launch<([Operand<'_>; 2], Option<Operand<'_>>), ()> for Polynomial {
+    fn launch(&self, ([y, x], inverse): ([Operand<'_>; 2], Option<Operand<'_>>)) -> Result<()> {
         let gpu = Gpu::new(y.0.device())?;
-        let (len, (_, size, _)) = (y.1.shape().elem_count(), y.1.shape().dims3()?);
-        let [a, b, c] = self.0;
-        let (x, y) = (start(x, &gpu)?, start(y, &gpu)?);
-        let params = params::MuonCombine { x, y, len: len as i64, size: count("rows", size)?, a, b, c };
-        launch(
-            &gpu,
-            kernel!("muon_combine"),
-            Grid::line(len.div_ceil(THREADS * V16).max(1), THREADS),
-            &params,
-        )
+        let power = inverse.is_some().into();
+        let inverse = inverse.map_or(Ok(Address::NULL), |inverse| start(inverse, &gpu))?;
+        Sum { abc: self.0, inverse, power }.launch(&gpu, x, start(y, &gpu)?)
+    }
+}
+
+/// `y = f (a I + b x + c y)`.
+struct Sum<'a> {
+    abc: [f32; 3],
+    inverse: Address<'a>,
+    power: i32,
+}
+
+impl Sum<'_> {
+    fn launch(self, gpu: &Gpu, x: Operand<'_>, y: Address<'_>) -> Result<()> {
+        let (len, (_, size, _)) = (x.1.shape().elem_count(), x.1.shape().dims3()?);
+        let ([a, b, c], size) = (self.abc, count("rows", size)?);
+        let (inverse, power, len, x) = (self.inverse, self.power, len as i64, start(x, gpu)?);
+        let params = params::MuonCombine { x, y, inverse, len, size, power, a, b, c, padding: 0 };
+        let grid = Grid::line((len as usize).div_ceil(THREADS * V16).max(1), THREADS);
+        launch(gpu, kernel!("muon_combine"), grid, &params)
     }
 }

@@ -196,31 +196,35 @@ struct MuonMomentum {
   const float* gradient;
   const double* sum_of_squares;  // of the whole gradient: SumOfSquares::out
   void* direction;
-  float* partials;               // the sum of squares of each block's part of the direction
   int64_t len;
   float factor;                  // as in AdamW
   float clip;
   float beta;
+  float unit;                    // factor of the direction
   int32_t nesterov;
-};
-
-struct MuonNormalize {
-  void* direction;
-  const float* partials;  // MuonMomentum::partials
-  int64_t len;
-  int32_t parts;
   int32_t padding;
 };
 
-// y = b x + c y + a I for matrices (size, size) in bf16.
+// Inverse roots of the traces of matrices (size, size) in bf16.
+struct MuonTrace {
+  const void* x;
+  float* inverse;  // one a matrix; 0 for a trace that is 0 or not finite
+  int32_t size;
+  int32_t padding;
+};
+
+// y = f (a I + b x + c y) for matrices (size, size) in bf16.
 struct MuonCombine {
   const void* x;
-  void* y;
+  void* y;               // not read if c is 0
+  const float* inverse;  // null, or of each matrix: MuonTrace::inverse
   int64_t len;
   int32_t size;
+  int32_t power;         // f is this power of it
   float a;
   float b;
   float c;
+  int32_t padding;
 };
 
 struct MuonApply {

@@ -4,7 +4,7 @@ use candle_core::Tensor;
 use candle_sage::ops::MuonMatrix;
 
 use crate::model::spec::Kind;
-use crate::ranks::Ranks;
+use crate::ranks::{Group, Ranks};
 
 /// For whom parameters are trained.
 #[derive(Debug, Clone, Copy)]
@@ -54,6 +54,17 @@ pub struct Shard<'a> {
     pub copy: Option<&'a Tensor>,
     /// Whether weight decay applies.
     pub decays: bool,
-    /// The matrices among the parameters, if their optimizer is another than that of everything else.
-    pub matrices: &'a [MuonMatrix],
+    /// The matrices of the whole piece, of which this rank owns a part, if their optimizer is another than that of everything else.
+    pub matrices: Option<Matrices<'a>>,
+}
+
+/// The matrices of a piece that has nothing else.
+#[derive(Debug)]
+pub struct Matrices<'a> {
+    /// Where they lie in the piece, and the rows of a head where the rows are heads.
+    pub all: Vec<(MuonMatrix, Option<usize>)>,
+    /// Elements of the piece, which the ranks divide evenly.
+    pub elements: usize,
+    /// Those that own parts of it.
+    pub ranks: &'a Group,
 }

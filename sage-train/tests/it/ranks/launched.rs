@@ -90,6 +90,13 @@ fn nodes_of_any_size_train_the_same() {
         );
         assert_same_course(&name, &one, &several, SUMS);
     }
+    // Muon's matrices are shared by the ranks of a node.
+    let muon = [&PIECES[..], &steps, &["--optimizer", "muon"]].concat();
+    let one = train(&scratch, "1", "muon", &muon);
+    for on_node in [4, 2] {
+        let name = format!("muon-{on_node}");
+        assert_same_course(&name, &one, &train_on_nodes(&scratch, on_node, &name, &muon), SUMS);
+    }
     // Sums do not depend on when gradients are transferred.
     assert_eq!(numbers(&scratch.metrics("4-after")), numbers(&scratch.metrics("4-beside")));
     assert_eq!(numbers(&scratch.metrics("2-after")), numbers(&scratch.metrics("2-beside")));

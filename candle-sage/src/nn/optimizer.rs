@@ -1,0 +1,284 @@
+//! candle's optimizers over the updates of [`crate::ops`].
+
+use std::sync::PoisonError;
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Result, Tensor, Var};
+use candle_nn::{Optimizer, VarMap};
+
+use crate::error::Error;
+use crate::ops::{self, MuonPart, sum_of_squares};
+
+/// Elements of a variable's state come in multiples of this number, so that GPUs move 16 bytes at a time.
+const MULTIPLE: usize = 8;
+
+/// AdamW with the pass of [`ops::AdamW`] for each variable: weights and moments in f32, whatever the variables' type; clipping by
+/// the norm of all gradients; no waiting for the device. A step leaves a variable without a gradient as it is.
+///
+/// Weight decay applies to tensors of two and more dimensions, and not to biases and norms. Of the configuration `step` and `decayed`
+/// are the optimizer's own.
+///
+/// ```
+/// use candle_core::{Device, Tensor, Var};
+/// use candle_nn::Optimizer;
+/// use candle_sage::{nn, ops};
+///
+/// let weight = Var::new(&[3f32, -2.], &Device::Cpu)?;
+/// let mut settings = ops::AdamW::new(0.1);
+/// settings.clip = Some(1.0);
+/// let mut optimizer = nn::AdamW::new(vec![weight.clone()], settings)?;
+/// for _ in 0..200 {
+///     optimizer.backward_step(&weight.sqr()?.sum_all()?)?;
+/// }
+/// assert!(weight.to_vec1::<f32>()?.iter().all(|w| w.abs() < 0.05));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct AdamW {
+    settings: ops::AdamW,
+    held: Vec<Held>,
+}
+
+/// Muon with [`ops::Muon`] for matrices, and AdamW for all other variables: tensors that do not have two dimensions, and the
+/// embeddings of the configuration.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{Module, Optimizer, VarBuilder, VarMap};
+/// use candle_sage::nn::{self, MuonConfig};
+///
+/// let variables = VarMap::new();
+/// let vb = VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
+/// let embedding = candle_nn::embedding(16, 8, vb.pp("embedding"))?;
+/// let layer = candle_nn::linear(8, 8, vb.pp("layer"))?;
+/// // The embedding has two dimensions too, but its rows are tokens: AdamW updates it, as the layer's bias.
+/// let mut optimizer = nn::Muon::of_map(&variables, &["embedding.weight"], MuonConfig::new(0.02))?;
+/// let tokens = Tensor::arange(0u32, 16, &Device::Cpu)?;
+/// let loss = || layer.forward(&embedding.forward(&tokens)?)?.sqr()?.mean_all();
+/// let first = loss()?.to_scalar::<f32>()?;
+/// for _ in 0..10 {
+///     optimizer.backward_step(&loss()?)?;
+/// }
+/// assert!(loss()?.to_scalar::<f32>()? < first);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Muon {
+    settings: ops::Muon,
+    matrices: Vec<Held>,
+    others: AdamW,
+    /// The learning rate of the other variables divided by that of matrices.
+    ratio: f64,
+}
+
+/// The configuration of [`Muon`]. Clipping and the gradient's factor are those of `matrices`, for all variables.
+#[derive(Debug, Clone)]
+pub struct MuonConfig {
+    /// Of matrices.
+    pub matrices: ops::Muon,
+    /// Of all other variables.
+    pub others: ops::AdamW,
+    /// Variables of two dimensions that are not matrices of hidden layers: embeddings and output matrices.
+    pub embeddings: Vec<Var>,
+}
+
+impl MuonConfig {
+    /// The settings of [`ops::Muon::new`] and [`ops::AdamW::new`], with the same learning rate for all.
+    pub fn new(lr: f64) -> Self {
+        Self { matrices: ops::Muon::new(lr), others: ops::AdamW::new(lr), embeddings: Vec::new() }
+    }
+}
+
+/// A variable, and what an optimizer keeps of it.
+#[derive(Debug)]
+struct Held {
+    variable: Var,
+    /// (1 + moments, elements) in f32: weights and moments. Elements are padded.
+    state: Tensor,
+}
+
+impl Held {
+    fn new(variable: Var, moments: usize) -> Result<Self> {
+        if !variable.dtype().is_float() {
+            return Err(Error::new("an optimizer takes variables of floating-point types")
+                .got(variable.dtype().as_str())
+                .allowed("f32, f16, bf16, f64")
+                .hint("leave it out of the optimizer's variables")
+                .into());
+        }
+        let state = Tensor::zeros(
+            (1 + moments, variable.elem_count().next_multiple_of(MULTIPLE)),
+            DType::F32,
+            variable.device(),
+        )?;
+        let weights = padded(variable.as_tensor())?.unsqueeze(0)?;
+        state.slice_set(&weights, 0, 0)?;
+        Ok(Self { variable, state })
+    }
+
+    /// The gradient in f32, padded; `None` if there is none.
+    fn gradient(&self, gradients: &GradStore) -> Result<Option<Tensor>> {
+        gradients.get(&self.variable).map(padded).transpose()
+    }
+
+    /// Gives the variable the weights of the state.
+    fn publish(&self) -> Result<()> {
+        let weights = self.state.get(0)?.narrow(0, 0, self.variable.elem_count())?;
+        self.variable.set(&weights.to_dtype(self.variable.dtype())?.reshape(self.variable.shape())?)
+    }
+}
+
+/// Checks that variables are on one device, because their gradients have a common norm.
+fn check_device(variables: &[Var]) -> Result<()> {
+    let other = variables.iter().find(|variable| !variable.device().same_device(variables[0].device()));
+    other.map_or(Ok(()), |other| {
+        Err(Error::new("an optimizer's variables are on several devices")
+            .got(format!("{:?} and {:?}", variables[0].device().location(), other.device().location()))
+            .allowed("one device, because gradients are clipped by the norm of all of them")
+            .hint("one optimizer a device")
+            .into())
+    })
+}
+
+/// The elements in f32, with zeros up to a multiple of [`MULTIPLE`].
+fn padded(x: &Tensor) -> Result<Tensor> {
+    let x = x.detach().flatten_all()?.to_dtype(DType::F32)?.contiguous()?;
+    let missing = x.elem_count().next_multiple_of(MULTIPLE) - x.elem_count();
+    if missing == 0 { Ok(x) } else { x.pad_with_zeros(0, 0, missing) }
+}
+
+/// Those of `all` that have gradients, with them.
+fn with_gradients<'a>(all: &'a [Held], gradients: &GradStore) -> Result<Vec<(&'a Held, Tensor)>> {
+    let with = |held: &'a Held| Ok(held.gradient(gradients)?.map(|gradient| (held, gradient)));
+    all.iter().filter_map(|held| with(held).transpose()).collect()
+}
+
+/// The sum of squares of gradients; `None` without any.
+fn squares<'a>(gradients: impl Iterator<Item = &'a Tensor>) -> Result<Option<Tensor>> {
+    let mut sum: Option<Tensor> = None;
+    for gradient in gradients {
+        let of_one = sum_of_squares(gradient)?;
+        sum = Some(match sum {
+            None => of_one,
+            Some(sum) => (sum + of_one)?,
+        });
+    }
+    Ok(sum)
+}
+
+impl Optimizer for AdamW {
+    type Config = ops::AdamW;
+
+    fn new(variables: Vec<Var>, config: ops::AdamW) -> Result<Self> {
+        check_device(&variables)?;
+        let held = variables.into_iter().map(|variable| Held::new(variable, 2)).collect::<Result<_>>()?;
+        Ok(Self { settings: ops::AdamW { step: 0, ..config }, held })
+    }
+
+    fn step(&mut self, gradients: &GradStore) -> Result<()> {
+        let with = with_gradients(&self.held, gradients)?;
+        let squares = squares(with.iter().map(|(_, gradient)| gradient))?;
+        self.settings.step += 1;
+        squares.map_or(Ok(()), |squares| self.update(&with, &squares))
+    }
+
+    fn learning_rate(&self) -> f64 {
+        self.settings.lr
+    }
+
+    fn set_learning_rate(&mut self, lr: f64) {
+        self.settings.lr = lr;
+    }
+}
+
+impl AdamW {
+    fn update(&self, with: &[(&Held, Tensor)], squares: &Tensor) -> Result<()> {
+        for (held, gradient) in with {
+            let mut settings = self.settings;
+            settings.decayed = if held.variable.rank() >= 2 { gradient.elem_count() } else { 0 };
+            settings.step(&held.state, gradient, squares, None)?;
+            held.publish()?;
+        }
+        Ok(())
+    }
+}
+
+impl Muon {
+    /// The optimizer of all variables of a map. `embeddings` are names of variables that have two dimensions and are not matrices of hidden
+    /// layers.
+    ///
+    /// # Errors
+    /// When the map has no variable of such a name, or as for `Muon::new`.
+    pub fn of_map(variables: &VarMap, embeddings: &[&str], config: MuonConfig) -> Result<Self> {
+        let variables = variables.data().lock().unwrap_or_else(PoisonError::into_inner);
+        let mut names: Vec<&String> = variables.keys().collect();
+        // A map has no order of its own, and the order of sums counts for the last bit.
+        names.sort_unstable();
+        let named = |name: &&str| match variables.get(*name) {
+            Some(variable) => Ok(variable.clone()),
+            None => Err(Error::new("the map has no such variable")
+                .got(format!("{name:?}"))
+                .allowed(format!("one of {names:?}"))
+                .hint("embeddings are named by the path of their `VarBuilder`")
+                .into()),
+        };
+        let of_map = embeddings.iter().map(named).collect::<Result<Vec<_>>>()?;
+        let embeddings = [config.embeddings, of_map].concat();
+        let all = names.iter().filter_map(|name| variables.get(*name).cloned()).collect();
+        Self::new(all, MuonConfig { embeddings, ..config })
+    }
+}
+
+impl Optimizer for Muon {
+    type Config = MuonConfig;
+
+    fn new(variables: Vec<Var>, config: MuonConfig) -> Result<Self> {
+        check_device(&variables)?;
+        let MuonConfig { matrices: settings, others, embeddings } = config;
+        let is_embedding = |variable: &Var| embeddings.iter().any(|other| other.id() == variable.id());
+        let is_matrix = |variable: &Var| variable.rank() == 2 && !is_embedding(variable);
+        let (matrices, rest): (Vec<Var>, Vec<Var>) = variables.into_iter().partition(is_matrix);
+        let mut matrices =
+            matrices.into_iter().map(|variable| Held::new(variable, 1)).collect::<Result<Vec<_>>>()?;
+        // Matrices of one shape are orthogonalized together.
+        matrices.sort_by_key(|held| held.variable.dims().to_vec());
+        let others = ops::AdamW { gradient_factor: settings.gradient_factor, clip: settings.clip, ..others };
+        let ratio = others.lr / settings.lr;
+        Ok(Self { settings, matrices, others: AdamW::new(rest, others)?, ratio })
+    }
+
+    fn step(&mut self, gradients: &GradStore) -> Result<()> {
+        let matrices = with_gradients(&self.matrices, gradients)?;
+        self.others.settings.step += 1;
+        let others = with_gradients(&self.others.held, gradients)?;
+        let Some(squares) = squares(matrices.iter().chain(&others).map(|(_, gradient)| gradient))? else {
+            return Ok(());
+        };
+        self.others.update(&others, &squares)?;
+        for same in matrices.chunk_by(|(a, _), (b, _)| a.variable.dims() == b.variable.dims()) {
+            let shape = same[0].0.variable.dims2()?;
+            let len = shape.0 * shape.1;
+            let part = |n| MuonPart { at: 0, to: n * len, len, shape };
+            let directions = same.iter().map(|(held, gradient)| {
+                self.settings.directions(&held.state, gradient, &squares, &[part(0)], len)
+            });
+            let directions = Tensor::cat(&directions.collect::<Result<Vec<_>>>()?, 0)?;
+            self.settings.orthogonalize(&directions, &vec![shape; same.len()])?;
+            for (n, (held, _)) in same.iter().enumerate() {
+                self.settings.apply(&held.state, &directions, &squares, &[part(n)], None)?;
+                held.publish()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn learning_rate(&self) -> f64 {
+        self.settings.lr
+    }
+
+    /// The learning rate of matrices; that of all other variables keeps its ratio to it.
+    fn set_learning_rate(&mut self, lr: f64) {
+        self.settings.lr = lr;
+        self.others.settings.lr = lr * self.ratio;
+    }
+}

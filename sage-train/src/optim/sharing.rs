@@ -1,0 +1,160 @@
+//! Which rank of a node orthogonalizes which matrix, and what ranks exchange for it. A rank updates a shard of a piece, and shards cut
+//! matrices anywhere; but a matrix is orthogonalized as a whole. So each rank sends its parts of a matrix to the matrix's owner, and receives
+//! their orthogonal directions. Per rank and direction that is one part of the piece in the ranks' number, in 16 bit.
+
+use std::ops::Range;
+
+use candle_core::{Result, Tensor};
+use candle_sage::ops::{MuonMatrix, MuonPart};
+
+use crate::model::{Matrices, overlap};
+use crate::ranks::{Group, Rank, Transfer};
+
+/// What one rank does for the matrices of a piece. Its directions lie in one tensor: first its own matrices, then its parts of others'.
+#[derive(Debug, PartialEq)]
+pub(super) struct Sharing {
+    /// Rows and columns of its own matrices.
+    pub(super) own: Vec<(usize, usize)>,
+    /// The parts of matrices in its shard.
+    pub(super) parts: Vec<MuonPart>,
+    /// Elements of the directions.
+    pub(super) len: usize,
+    /// By rank: its parts of the other's matrices, and the other's parts of its own matrices, as ranges of the directions.
+    with: Vec<[Vec<Range<usize>>; 2]>,
+}
+
+impl Sharing {
+    /// With `heads_apart` each head of a query, key or value matrix is a matrix.
+    pub(super) fn new(matrices: &Matrices<'_>, heads_apart: bool) -> Self {
+        let split = |&(matrix, head): &(MuonMatrix, Option<usize>)| {
+            let rows = head.filter(|_| heads_apart).unwrap_or(matrix.rows);
+            let at = move |n| matrix.at + n * rows * matrix.columns;
+            (0..matrix.rows / rows).map(move |n| MuonMatrix { at: at(n), rows, ..matrix })
+        };
+        let all: Vec<MuonMatrix> = matrices.all.iter().flat_map(split).collect();
+        Self::of(&all, matrices.elements, matrices.ranks.rank())
+    }
+
+    fn of(matrices: &[MuonMatrix], elements: usize, rank: Rank) -> Self {
+        let mut sorted = matrices.to_vec();
+        // Matrices of one shape are orthogonalized together.
+        sorted.sort_by_key(|matrix| (matrix.shape(), matrix.at));
+        let owners = owners(&sorted, rank.of);
+        let is_own = |owner: usize| owner == rank.index;
+        let own: Vec<MuonMatrix> = sorted
+            .iter()
+            .zip(&owners)
+            .filter(|(_, owner)| is_own(**owner))
+            .map(|(matrix, _)| *matrix)
+            .collect();
+        let mut len = own.iter().map(MuonMatrix::elements).sum();
+        let (mut parts, mut with, mut of_own) = (Vec::new(), vec![[Vec::new(), Vec::new()]; rank.of], 0);
+        let shards = (0..rank.of).map(|index| Rank { index, ..rank }.part_of(elements));
+        let shards: Vec<Range<usize>> = shards.collect();
+        for (matrix, &owner) in sorted.iter().zip(&owners) {
+            let whole = matrix.at..matrix.at + matrix.elements();
+            for (member, shard) in shards.iter().enumerate() {
+                let Some(here) = overlap(&whole, shard) else { continue };
+                let to = match is_own(owner) {
+                    true => of_own + here.start - whole.start,
+                    false if member == rank.index => len,
+                    false => continue,
+                };
+                if member == rank.index {
+                    let at = here.start - shard.start;
+                    parts.push(MuonPart { at, to, len: here.len(), shape: matrix.shape() });
+                } else {
+                    with[member][1].push(to..to + here.len());
+                }
+                if !is_own(owner) {
+                    with[owner][0].push(to..to + here.len());
+                    len += here.len();
+                }
+            }
+            of_own += if is_own(owner) { whole.len() } else { 0 };
+        }
+        Self { own: own.iter().map(MuonMatrix::shape).collect(), parts, len, with }
+    }
+
+    /// Collects the directions of this rank's matrices from all ranks.
+    pub(super) fn collect(&self, directions: &Tensor, ranks: &Group) -> Result<Transfer> {
+        ranks.send_receive(|member| {
+            let [of_others, own] = &self.with[member];
+            Ok([views(directions, of_others)?, views(directions, own)?])
+        })
+    }
+
+    /// The inverse of [`Sharing::collect`]: returns them.
+    pub(super) fn give_back(&self, directions: &Tensor, ranks: &Group) -> Result<Transfer> {
+        ranks.send_receive(|member| {
+            let [of_others, own] = &self.with[member];
+            Ok([views(directions, own)?, views(directions, of_others)?])
+        })
+    }
+}
+
+fn views(all: &Tensor, ranges: &[Range<usize>]) -> Result<Vec<Tensor>> {
+    ranges.iter().map(|range| all.narrow(0, range.start, range.len())).collect()
+}
+
+/// The rank of each matrix: adjacent ones of about equal cost together.
+fn owners(matrices: &[MuonMatrix], ranks: usize) -> Vec<usize> {
+    // Multiplications of an iteration: the Gram matrix, its square, and the product with the matrix.
+    let cost = |matrix: &MuonMatrix| {
+        let (small, large) = (matrix.rows.min(matrix.columns), matrix.rows.max(matrix.columns));
+        (small * small) as u128 * (2 * large + small) as u128
+    };
+    let all: u128 = matrices.iter().map(cost).sum();
+    let mut before = 0;
+    let owner = |matrix| {
+        // By the middle of the matrix.
+        let middle = 2 * before + cost(matrix);
+        before += cost(matrix);
+        (middle * ranks as u128 / (2 * all)) as usize
+    };
+    matrices.iter().map(owner).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Ranks together update each element of each matrix once; what one sends is what the other expects; each matrix has one owner.
+    #[test]
+    fn ranks_share_all_matrices() {
+        let mut at = 0;
+        let shapes = [(8, 24), (8, 8), (24, 8), (8, 8), (8, 24), (16, 8), (8, 8)];
+        let matrices = shapes.map(|(rows, columns)| {
+            at += 8;
+            let matrix = MuonMatrix { at, rows, columns };
+            at += rows * columns;
+            matrix
+        });
+        for of in [1, 2, 3, 5, 12] {
+            let elements = at.next_multiple_of(8 * of);
+            let all: Vec<Sharing> =
+                (0..of).map(|index| Sharing::of(&matrices, elements, Rank { index, of })).collect();
+            let mut updated = vec![0; elements];
+            for (rank, sharing) in all.iter().enumerate() {
+                let shard = Rank { index: rank, of }.part_of(elements);
+                for part in &sharing.parts {
+                    updated[shard.start + part.at..][..part.len].iter_mut().for_each(|times| *times += 1);
+                    assert!(part.at + part.len <= shard.len() && part.to + part.len <= sharing.len);
+                }
+                for (other, theirs) in all.iter().enumerate() {
+                    let lengths = |ranges: &[Range<usize>]| {
+                        ranges.iter().map(ExactSizeIterator::len).collect::<Vec<_>>()
+                    };
+                    assert_eq!(lengths(&sharing.with[other][0]), lengths(&theirs.with[rank][1]));
+                }
+            }
+            for matrix in matrices {
+                assert!(updated[matrix.at..matrix.at + matrix.elements()].iter().all(|times| *times == 1));
+            }
+            assert_eq!(updated.iter().sum::<i32>(), matrices.iter().map(|m| m.elements() as i32).sum());
+            assert_eq!(all.iter().map(|sharing| sharing.own.len()).sum::<usize>(), matrices.len());
+        }
+        let own = |index| Sharing::of(&matrices, 1024, Rank { index, of: 2 }).own.len();
+        assert_eq!([own(0), own(1)], [4, 3]);
+    }
+}
