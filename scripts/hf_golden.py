@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Writes the golden models of sage-train/tests/golden: a Llama and a Qwen3 of transformers with random
-weights, each with the logits of random ids and a tokenizer. Then trains each in f64 with PyTorch's AdamW
+"""Writes the golden models of sage-train/tests/golden: models of transformers with random weights (a Llama, a Qwen3, a Qwen2 with its biases,
+a Llama 3 with scaled angles and an output matrix of its own, a Mistral), each with the logits of random ids and a tokenizer. Then trains each in f64 with PyTorch's AdamW
 and writes what the training gives (training.safetensors), and its tokens (training/train.bin, val.bin). A
 model that is in the folder already is kept, and trained.
 
@@ -40,6 +40,18 @@ def tokenizer(folder):
     bpe.save(str(folder / "tokenizer.json"))
 
 
+def frequencies(config):
+    """Radians a token of each pair of channels, in f64."""
+    rope, d = config.rope_parameters, config.head_dim
+    plain = rope["rope_theta"] ** -(torch.arange(0, d, 2).double() / d)
+    if rope["rope_type"] == "default":
+        return plain
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    return plain * (share + (1 - share) / rope["factor"])
+
+
 def in_f64(model):
     """The model in f64. transformers computes norms and angles in f32 whatever the model's type is."""
     model = model.double()
@@ -48,7 +60,7 @@ def in_f64(model):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon) * self.weight
 
     def angles(self, x, position_ids):
-        turns = position_ids[..., None].double() * self.base ** -(torch.arange(0, self.d, 2).double() / self.d)
+        turns = position_ids[..., None].double() * frequencies(self.config)
         turns = torch.cat((turns, turns), -1)
         return turns.cos(), turns.sin()
 
@@ -57,7 +69,6 @@ def in_f64(model):
         if kind.endswith("RMSNorm"):
             module.forward = norm.__get__(module)
         elif kind.endswith("RotaryEmbedding"):
-            module.d, module.base = model.config.head_dim, model.config.rope_parameters["rope_theta"]
             module.forward = angles.__get__(module)
     return model
 
@@ -71,15 +82,15 @@ def rate(step):
 
 
 def train(folder, kind, tokens):
-    """Trains on all sequences in every step, so that their order does not matter. Matrices decay, norms do not."""
+    """Trains on all sequences in every step, so that their order does not matter. Matrices decay, norms and biases do not."""
     model = in_f64(kind.from_pretrained(folder, attn_implementation="sdpa"))
     expected = load_file(str(folder / "logits.safetensors"))
     with torch.no_grad():
         error = (model(expected["ids"]).logits - expected["logits"]).abs().max() / expected["logits"].abs().max()
     assert error < 5e-6, error
     matrices = [p for p in model.parameters() if p.dim() == 2]
-    norms = [p for p in model.parameters() if p.dim() == 1]
-    groups = [dict(params=matrices, weight_decay=WEIGHT_DECAY), dict(params=norms, weight_decay=0.0)]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [dict(params=matrices, weight_decay=WEIGHT_DECAY), dict(params=vectors, weight_decay=0.0)]
     adamw = torch.optim.AdamW(groups, betas=BETAS, eps=EPS)
     ids = tokens[: SEQUENCES * CONTEXT].view(SEQUENCES, CONTEXT)
     targets = tokens[1:].view(SEQUENCES, CONTEXT)
@@ -111,9 +122,16 @@ def main():
         num_key_value_heads=2, head_dim=16, max_position_embeddings=64, rms_norm_eps=1e-5,
         tie_word_embeddings=True, initializer_range=0.2, bos_token_id=0, eos_token_id=0,
     )
+    scaled = dict(rope_type="llama3", rope_theta=10_000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                  original_max_position_embeddings=24)
     kinds = {
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, 10_000.0),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, 1_000_000.0),
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, dict(rope_theta=10_000.0)),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, dict(rope_theta=1_000_000.0)),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, dict(rope_theta=1_000_000.0)),
+        "llama3": (transformers.LlamaConfig, transformers.LlamaForCausalLM,
+                   dict(rope_parameters=scaled, tie_word_embeddings=False)),
+        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM,
+                    dict(rope_theta=1_000_000.0, tie_word_embeddings=False, sliding_window=None)),
     }
     torch.manual_seed(11)
     train_tokens = torch.randint(0, 300, (SEQUENCES * CONTEXT + 1,))
@@ -122,10 +140,10 @@ def main():
     for name, ids in [("train", train_tokens), ("val", val_tokens)]:
         # nanoGPT's format: 16 bits a token, and no header.
         (out / "training" / f"{name}.bin").write_bytes(ids.numpy().astype("<u2").tobytes())
-    for name, (config, kind, theta) in kinds.items():
+    for name, (config, kind, own) in kinds.items():
         folder = out / name
         if not folder.exists():
-            make(folder, kind, config(**shape, rope_theta=theta))
+            make(folder, kind, config(**{**shape, **own}))
         train(folder, kind, train_tokens)
 
 
