@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Writes the golden models of sage-train/tests/golden: models of transformers with random weights (a Llama, a Qwen3, a Qwen2 with its biases,
-a Llama 3 with scaled angles and an output matrix of its own, a Mistral), each with the logits of random ids and a tokenizer. Then trains each in f64 with PyTorch's AdamW
+a Llama 3 with scaled angles and an output matrix apart from the embedding), each with the logits of random ids and a tokenizer. Then trains each in f64 with PyTorch's AdamW
 and writes what the training gives (training.safetensors), and its tokens (training/train.bin, val.bin). A
 model that is in the folder already is kept, and trained.
 
@@ -130,8 +130,6 @@ def main():
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, dict(rope_theta=1_000_000.0)),
         "llama3": (transformers.LlamaConfig, transformers.LlamaForCausalLM,
                    dict(rope_parameters=scaled, tie_word_embeddings=False)),
-        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM,
-                    dict(rope_theta=1_000_000.0, tie_word_embeddings=False, sliding_window=None)),
     }
     torch.manual_seed(11)
     train_tokens = torch.randint(0, 300, (SEQUENCES * CONTEXT + 1,))

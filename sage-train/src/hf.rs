@@ -1,4 +1,4 @@
-//! Hugging Face's format, for import and export: a Llama without QK-norm, a Qwen3 with it. `config.json`
+//! Hugging Face's format, for import and export: a Llama or Mistral, a Qwen2 (biases), a Qwen3 (QK-norm). `config.json`
 //! holds the shape; `model.safetensors` (or several files with an index) the weights, under the same names as
 //! in a run.
 
@@ -18,13 +18,15 @@ use config::{HfConfig, unusable};
 pub use model_type::ModelType;
 
 use crate::data::{Boundaries, Tokenizer, token_ids};
-use crate::model::{InitialValues, Kind, LlamaConfig, ParameterSpec, Parameters, StateFile, Training};
+use crate::model::{
+    InitialValues, Kind, LlamaConfig, OUTPUT, ParameterSpec, Parameters, StateFile, Training,
+};
 use crate::partial::Folder;
 use crate::quantity::Quantity;
 use crate::ranks::Ranks;
 use crate::settings::{
-    AttentionSettings, Settings, Sla2Settings, SmoothingSetting, Switch, TailSetting, exported_settings,
-    form_name, in_words_by_layer,
+    AttentionSettings, RopeScaling, Settings, Sla2Settings, SmoothingSetting, Switch, TailSetting,
+    exported_settings, form_name, in_words_by_layer,
 };
 use crate::{during, notify, read_small, writing};
 
@@ -34,7 +36,6 @@ const ATTENTION: &str = "attention.json";
 const WEIGHTS: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 const GENERATION: &str = "generation_config.json";
-const HEAD: &str = "lm_head.weight";
 /// The largest of these JSON files but the index, in bytes.
 const MOST: u64 = 1 << 20;
 
@@ -61,6 +62,9 @@ pub fn settings(folder: &Path) -> Result<Settings> {
         s.model.ffn = Some(config.intermediate_size);
         s.model.norm_eps = Some(config.rms_norm_eps);
         s.model.rope_base = Some(config.rope_theta());
+        s.model.rope_scaling = config.rope_scaling();
+        s.model.untied = (!config.tie_word_embeddings).then_some(Switch::On);
+        s.model.qkv_bias = config.model_type.qkv_bias().then_some(Switch::On);
     }))
 }
 
@@ -156,8 +160,8 @@ pub fn load(
 pub fn warn_of_others(folder: &Path, config: &LlamaConfig, names: &[&str]) {
     let specs = config.parameter_specs();
     let known: BTreeSet<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
-    // The head is the embedding, and the angles are computed.
-    let derived = |name: &str| name == HEAD || name.ends_with("rotary_emb.inv_freq");
+    // A tied model's output matrix is the embedding, and the angles are computed.
+    let derived = |name: &str| name == OUTPUT || name.ends_with("rotary_emb.inv_freq");
     let left = names.iter().copied().filter(|name| !known.contains(name) && !derived(name));
     let left: BTreeSet<&str> = left.collect();
     if let Some(first) = left.first() {
@@ -212,11 +216,14 @@ pub fn boundaries(folder: &Path, tokenizer: &Tokenizer) -> Result<Boundaries> {
     })
 }
 
-/// Checks that an output matrix among the weights is the embedding, which computes the logits here.
+/// Checks that an output matrix among the weights of a tied model is the embedding, which computes the logits.
 fn check_tied(folder: &Path, config: &LlamaConfig, files: &[StateFile]) -> Result<()> {
+    if config.untied {
+        return Ok(());
+    }
     let specs = config.parameter_specs();
     let Some(table) = specs.iter().find(|spec| spec.kind == Kind::Embedding) else { return Ok(()) };
-    let head = ParameterSpec { name: HEAD.into(), ..table.clone() };
+    let head = ParameterSpec { name: OUTPUT.into(), ..table.clone() };
     let of = |spec: &ParameterSpec| {
         let holder = files.iter().find(|file| file.contains(&spec.name));
         holder.map(|file| file.values(spec, "")).transpose()
@@ -226,7 +233,7 @@ fn check_tied(folder: &Path, config: &LlamaConfig, files: &[StateFile]) -> Resul
     match (of(&head)?, of(table)?) {
         (Some(head), Some(embedding)) if head.iter().zip(&embedding).any(differ) => Err(unusable(
             folder,
-            format!("tie_word_embeddings: true, and {HEAD} that is not {}", table.name),
+            format!("tie_word_embeddings: true, and {OUTPUT} that is not {}", table.name),
             "one matrix for both",
         )),
         _ => Ok(()),
@@ -259,9 +266,20 @@ fn weight_files(folder: &Path) -> Result<BTreeSet<String>> {
 }
 
 /// The `config.json` of a model.
-fn config_json(config: &LlamaConfig, end_of_text: u32, dtype: DType) -> Value {
-    let kind = ModelType::of(config);
-    json!({
+fn config_json(config: &LlamaConfig, end_of_text: u32, dtype: DType) -> Result<Value> {
+    let kind = ModelType::of(config)?;
+    let rope = match config.rope_scaling {
+        None => json!({ "rope_type": "default", "rope_theta": config.rope_base }),
+        Some(RopeScaling { factor, low_freq_factor, high_freq_factor, original_context }) => json!({
+            "rope_type": "llama3",
+            "rope_theta": config.rope_base,
+            "factor": factor,
+            "low_freq_factor": low_freq_factor,
+            "high_freq_factor": high_freq_factor,
+            "original_max_position_embeddings": original_context,
+        }),
+    };
+    let mut all = json!({
         "architectures": [format!("{}ForCausalLM", kind.name())],
         "model_type": kind.key(),
         "vocab_size": config.vocab,
@@ -275,9 +293,9 @@ fn config_json(config: &LlamaConfig, end_of_text: u32, dtype: DType) -> Value {
         "max_position_embeddings": config.context,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_base,
-        "rope_parameters": { "rope_type": "default", "rope_theta": config.rope_base },
+        "rope_parameters": rope,
         "initializer_range": config.init_std,
-        "tie_word_embeddings": true,
+        "tie_word_embeddings": !config.untied,
         "attention_bias": false,
         "attention_dropout": 0.0,
         "mlp_bias": false,
@@ -286,7 +304,12 @@ fn config_json(config: &LlamaConfig, end_of_text: u32, dtype: DType) -> Value {
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
         "torch_dtype": if dtype == DType::BF16 { "bfloat16" } else { "float32" },
-    })
+    });
+    if config.rope_scaling.is_some() {
+        // As transformers had it before version 5.
+        all["rope_scaling"] = all["rope_parameters"].clone();
+    }
+    Ok(all)
 }
 
 /// A model to export.
@@ -325,7 +348,7 @@ fn export_into(model: Model<'_>, to: &Path, dtype: DType) -> Result<()> {
     };
     let Model { config, parameters, tokenizer } = model;
     let end = tokenizer.end_of_text();
-    write(CONFIG, &config_json(config, end, dtype))?;
+    write(CONFIG, &config_json(config, end, dtype)?)?;
     write(GENERATION, &json!({ "bos_token_id": end, "eos_token_id": end }))?;
     write("tokenizer_config.json", &tokenizer_config(tokenizer, config.context)?)?;
     tokenizer.save_as_trained(&to.join("tokenizer.json"))?;

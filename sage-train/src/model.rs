@@ -29,5 +29,6 @@ pub use pieces::received_bytes;
 pub use reduction::Reduction;
 pub use sla2::{Choice, Selected, Sla2Config, Stage};
 pub use snapshot::{Parts, Snapshot};
+pub(crate) use spec::OUTPUT;
 pub use spec::{Kind, ParameterSpec, Start};
 pub use state::{State, StateFile};

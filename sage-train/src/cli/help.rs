@@ -57,7 +57,10 @@ mod tests {
                 told += 1;
             }
         }
-        assert_eq!(defaults_of("layers", &presets).as_deref(), Some("tiny 4, mini 6, 325m 20"));
+        assert_eq!(
+            defaults_of("layers", &presets).as_deref(),
+            Some("tiny 4, mini 6, 40m 12, 124m 12, 325m 20, 1.3b 24")
+        );
         assert_eq!(told, 15);
     }
 }

@@ -340,7 +340,7 @@ impl Export {
         print(&format!(
             "{}: {} for transformers{}\n",
             self.to.display(),
-            hf::ModelType::of(&model).name(),
+            hf::ModelType::of(&model)?.name(),
             match model.sla2 {
                 Some(_) =>
                     ", which computes dense attention: it has no SLA2. --init-from, eval and sample do",

@@ -31,6 +31,9 @@ pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) ->
         ffn: need(s.model.ffn),
         context: need(s.data.context).0 as usize,
         rope_base: need(s.model.rope_base),
+        rope_scaling: s.model.rope_scaling,
+        untied: s.model.untied == Some(Switch::On),
+        qkv_bias: s.model.qkv_bias == Some(Switch::On),
         norm_eps: above_zero("norm-eps", need(s.model.norm_eps))?,
         qk_norm: need(s.attention.qk_norm) == Switch::On,
         init_std: need(s.model.init_std),
@@ -72,7 +75,12 @@ fn scheme_of_blocks(scheme: Scheme, sla2: Option<&Sla2Config>) -> Scheme {
     }
 }
 
-/// Rows of the embedding: the paper's is padded to a multiple of 128 for the sake of GPUs.
+/// Rows of the embedding: large ones are padded to a multiple of 128 for the sake of GPUs, as the paper's.
 fn model_vocab(preset: Preset, vocab_size: usize) -> usize {
-    if preset == Preset::Paper325m { vocab_size.next_multiple_of(128) } else { vocab_size }
+    match preset {
+        Preset::Tiny | Preset::Mini => vocab_size,
+        Preset::Small40m | Preset::Small124m | Preset::Paper325m | Preset::Large1300m => {
+            vocab_size.next_multiple_of(128)
+        }
+    }
 }

@@ -25,9 +25,10 @@ impl fmt::Display for Config {
             (
                 "parameters",
                 format!(
-                    "{} ({} in the tied embedding of {})",
+                    "{} ({} in the {} of {})",
                     grouped(m.parameters()),
                     grouped(m.embedding_parameters()),
+                    if m.untied { "embedding, as many in the output matrix," } else { "tied embedding" },
                     grouped(m.vocab as u64)
                 ),
             ),

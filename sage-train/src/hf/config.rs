@@ -7,9 +7,10 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::{CONFIG, MOST, ModelType};
+use crate::settings::RopeScaling;
 use crate::{during, read_small};
 
-const HINT: &str = "models like SmolLM and Qwen3-0.6B can be: Llama or Qwen3, a tied embedding, plain angles";
+const HINT: &str = "models like SmolLM, Llama 3, Mistral 7B v0.3, Qwen2.5 and Qwen3 can be";
 
 /// The part of a `config.json` that is used. Fields that would change the computation are checked.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -25,13 +26,15 @@ pub(super) struct HfConfig {
     pub(super) rms_norm_eps: f64,
     pub(super) max_position_embeddings: usize,
     #[serde(default)]
-    tie_word_embeddings: bool,
+    pub(super) tie_word_embeddings: bool,
     #[serde(default)]
     attention_bias: bool,
     #[serde(default)]
     mlp_bias: bool,
     #[serde(default)]
     use_sliding_window: bool,
+    /// Of a Mistral: the others say by the field before whether it counts.
+    sliding_window: Option<usize>,
     hidden_act: Option<String>,
     rope_theta: Option<f64>,
     rope_scaling: Option<Rope>,
@@ -46,16 +49,33 @@ struct Rope {
     #[serde(rename = "type")]
     older_type: Option<String>,
     rope_theta: Option<f64>,
+    factor: Option<f64>,
+    low_freq_factor: Option<f64>,
+    high_freq_factor: Option<f64>,
+    original_max_position_embeddings: Option<usize>,
 }
+
+/// The kind of scaling that this trainer has.
+const LLAMA3: &str = "llama3";
 
 impl Rope {
     /// The kind, if it is not the plain one.
-    fn scaling(&self) -> Option<&str> {
+    fn kind(&self) -> Option<&str> {
         [&self.rope_type, &self.older_type]
             .into_iter()
             .flatten()
             .map(String::as_str)
             .find(|kind| *kind != "default")
+    }
+
+    /// Llama 3's scaling, if all of its numbers are there.
+    fn llama3(&self) -> Option<RopeScaling> {
+        Some(RopeScaling {
+            factor: self.factor?,
+            low_freq_factor: self.low_freq_factor?,
+            high_freq_factor: self.high_freq_factor?,
+            original_context: self.original_max_position_embeddings?,
+        })
     }
 }
 
@@ -96,21 +116,29 @@ impl HfConfig {
     }
 
     fn check(&self, folder: &Path) -> Result<()> {
-        let scaled =
-            [&self.rope_scaling, &self.rope_parameters].into_iter().flatten().find_map(Rope::scaling);
+        let scaled = self.scaled().map(|rope| (rope.kind().unwrap_or_default(), rope.llama3()));
+        let window = self.window();
         let refused = [
-            (!self.tie_word_embeddings, "a separate output matrix".into(), "tie_word_embeddings: true"),
-            (self.attention_bias || self.mlp_bias, "biases".into(), "attention_bias and mlp_bias: false"),
-            (self.use_sliding_window, "a sliding window".into(), "use_sliding_window: false"),
+            (
+                self.attention_bias || self.mlp_bias,
+                "biases of the output projection or of the feed-forward network".into(),
+                "attention_bias and mlp_bias: false",
+            ),
+            (window.is_some(), format!("a sliding window of {}", window.unwrap_or_default()), "none"),
             (
                 self.hidden_act.as_deref().is_some_and(|act| act != "silu"),
                 format!("{:?}", self.hidden_act),
                 "hidden_act: silu",
             ),
             (
-                scaled.is_some(),
-                format!("rotary scaling {}", scaled.unwrap_or_default()),
-                "rope_type: default",
+                scaled.is_some_and(|(kind, _)| kind != LLAMA3),
+                format!("rotary scaling {}", scaled.map_or("", |(kind, _)| kind)),
+                "rope_type: default or llama3",
+            ),
+            (
+                scaled.is_some_and(|(kind, scaling)| kind == LLAMA3 && scaling.is_none()),
+                "rotary scaling llama3 without one of its numbers".into(),
+                "factor, low_freq_factor, high_freq_factor, original_max_position_embeddings",
             ),
             (self.num_attention_heads == 0, "no heads".into(), "1 and up"),
         ];
@@ -118,6 +146,23 @@ impl HfConfig {
             Some((_, got, allowed)) => Err(unusable(folder, got, allowed)),
             None => Ok(()),
         }
+    }
+
+    /// The rotary embedding, if it is scaled.
+    fn scaled(&self) -> Option<&Rope> {
+        let all = [&self.rope_scaling, &self.rope_parameters].into_iter().flatten();
+        all.filter(|rope| rope.kind().is_some()).last()
+    }
+
+    /// Tokens of a sliding window that hides some of the longest sequence.
+    fn window(&self) -> Option<usize> {
+        let counts = self.use_sliding_window || self.model_type == ModelType::Mistral;
+        self.sliding_window.filter(|window| counts && *window < self.max_position_embeddings)
+    }
+
+    /// Llama 3's scaling of the rotary embedding.
+    pub(super) fn rope_scaling(&self) -> Option<RopeScaling> {
+        self.scaled().and_then(Rope::llama3)
     }
 
     pub(super) fn rope_theta(&self) -> f64 {

@@ -1,5 +1,6 @@
 //! The models of transformers that compute what ours do.
 
+use candle_sage::{Error, Result};
 use serde::Deserialize;
 
 use crate::model::LlamaConfig;
@@ -10,18 +11,26 @@ use crate::model::LlamaConfig;
 pub enum ModelType {
     /// `LlamaForCausalLM`
     Llama,
+    /// `MistralForCausalLM`: a Llama, where it has no sliding window
+    Mistral,
+    /// `Qwen2ForCausalLM`: a Llama with biases of query, key and value
+    Qwen2,
     /// `Qwen3ForCausalLM`: a Llama with QK-norm
     Qwen3,
 }
 
 impl ModelType {
-    pub(super) const ALL: [Self; 2] = [Self::Llama, Self::Qwen3];
+    pub(super) const ALL: [Self; 4] = [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3];
 
     /// The model type that computes what a model of this shape computes with dense attention.
-    pub fn of(config: &LlamaConfig) -> Self {
+    ///
+    /// # Errors
+    /// When transformers has none.
+    pub fn of(config: &LlamaConfig) -> Result<Self> {
         // By name, so that a model with one part more is not written as one without it.
         let LlamaConfig {
             qk_norm,
+            qkv_bias,
             vocab: _,
             layers: _,
             width: _,
@@ -30,7 +39,10 @@ impl ModelType {
             head_dim: _,
             ffn: _,
             context: _,
+            // Every type has these in its `config.json`.
             rope_base: _,
+            rope_scaling: _,
+            untied: _,
             norm_eps: _,
             init_std: _,
             // In transformers the model computes in its own precision.
@@ -45,14 +57,30 @@ impl ModelType {
             recompute: _,
             deterministic: _,
         } = config;
-        if *qk_norm { Self::Qwen3 } else { Self::Llama }
+        match (*qk_norm, *qkv_bias) {
+            (false, false) => Ok(Self::Llama),
+            (false, true) => Ok(Self::Qwen2),
+            (true, false) => Ok(Self::Qwen3),
+            (true, true) => Err(Error::new("a model of this shape has no name in transformers")
+                .got("QK-norm and biases of query, key and value")
+                .allowed("either: Qwen3 has QK-norm, Qwen2 has the biases")
+                .hint("its weights are in model.safetensors, under the names of both")),
+        }
     }
 
     /// Whether its queries and keys are normalized.
     pub(super) fn qk_norm(self) -> bool {
         match self {
-            Self::Llama => false,
+            Self::Llama | Self::Mistral | Self::Qwen2 => false,
             Self::Qwen3 => true,
+        }
+    }
+
+    /// Whether its query, key and value have biases.
+    pub(super) fn qkv_bias(self) -> bool {
+        match self {
+            Self::Llama | Self::Mistral | Self::Qwen3 => false,
+            Self::Qwen2 => true,
         }
     }
 
@@ -65,6 +93,8 @@ impl ModelType {
     pub fn name(self) -> &'static str {
         match self {
             Self::Llama => "Llama",
+            Self::Mistral => "Mistral",
+            Self::Qwen2 => "Qwen2",
             Self::Qwen3 => "Qwen3",
         }
     }

@@ -9,7 +9,7 @@ use candle_sage::{Attention, Scheme};
 
 use super::config::LlamaConfig;
 use super::layers::Norm;
-use super::linear::Linear;
+use super::linear::{Bias, Linear};
 use super::operands::{Operand, Operands, Place};
 use super::parameters::Parameters;
 use super::sla2::{Selected, Sla2Layer, Stage};
@@ -32,7 +32,11 @@ pub(super) struct Rotary {
 
 impl Rotary {
     pub(super) fn new(config: &LlamaConfig, device: &Device) -> Result<Self> {
-        let (cos, sin) = ops::rope_tables(config.context, config.head_dim, config.rope_base, device)?;
+        let (len, head_dim, base) = (config.context, config.head_dim, config.rope_base);
+        let (cos, sin) = match config.rope_scaling {
+            None => ops::rope_tables(len, head_dim, base, device)?,
+            Some(scaling) => ops::rope_tables_llama3(len, head_dim, base, scaling.into(), device)?,
+        };
         Ok(Self { cos, sin, documents: None, stage: Stage::Sparse })
     }
 
@@ -114,6 +118,7 @@ pub(super) struct SelfAttention {
     query_key: Linear,
     value: Linear,
     output: Linear,
+    biases: Option<Biases>,
     /// Of training.
     operands: Operands,
     norms: Option<[Norm; 2]>,
@@ -124,6 +129,14 @@ pub(super) struct SelfAttention {
     pub(super) sla2: Option<Sla2Layer>,
     /// Present if several ranks share each sequence. `heads` are then the heads of this rank.
     ulysses: Option<Ulysses>,
+}
+
+/// The biases of query, key and value, for the same products as their matrices.
+#[derive(Debug, Clone)]
+struct Biases {
+    projection: Bias,
+    query_key: Bias,
+    value: Bias,
 }
 
 /// The cached keys and values of earlier tokens, and the scheme in which new tokens attend to them.
@@ -160,6 +173,17 @@ enum Vjp {
     Sparse(Box<Sla2Vjp>),
 }
 
+impl Biases {
+    fn new(parameters: &Parameters, at: &str) -> Result<Self> {
+        let bias = |names: &[&str]| Bias::new(parameters, at, names);
+        Ok(Self {
+            projection: bias(&["q_proj", "k_proj", "v_proj"])?,
+            query_key: bias(&["q_proj", "k_proj"])?,
+            value: bias(&["v_proj"])?,
+        })
+    }
+}
+
 impl SelfAttention {
     pub(super) fn new(
         config: &LlamaConfig,
@@ -175,6 +199,7 @@ impl SelfAttention {
             query_key: linear(&["q_proj", "k_proj"])?,
             value: linear(&["v_proj"])?,
             output: linear(&["o_proj"])?,
+            biases: if config.qkv_bias { Some(Biases::new(parameters, at)?) } else { None },
             operands: Operands::new(config, parameters, layer)?,
             norms: if config.qk_norm { Some([norm("q_norm")?, norm("k_norm")?]) } else { None },
             heads: [config.heads, config.key_heads, config.key_heads],
@@ -207,7 +232,10 @@ impl SelfAttention {
 
     /// Query, key and value, concatenated along the heads, for all tokens and this rank's heads.
     fn project(&self, x: &Operand, rotary: &Rotary) -> Result<Tensor> {
-        let projected = self.projection.forward(x)?;
+        let mut projected = self.projection.forward(x)?;
+        if let Some(biases) = &self.biases {
+            projected = biases.projection.forward(&projected)?;
+        }
         self.to_heads(&projected, rotary, &QUERY_KEY_VALUE)
     }
 
@@ -321,15 +349,18 @@ impl SelfAttention {
         rotary: &Rotary,
         rows: usize,
     ) -> Result<Operand> {
-        // Ranks that share a sequence exchange heads before the rows are quantized.
-        let delayed = self.operands.delayed(Place::Projected).filter(|_| self.ulysses.is_none());
+        // Ranks that share a sequence exchange heads before the rows are quantized, and a bias's gradient is a sum of rows.
+        let fused = self.ulysses.is_none() && self.biases.is_none();
+        let delayed = self.operands.delayed(Place::Projected).filter(|_| fused);
         if let (Some(norms), Some((settings, scale))) = (&self.norms, delayed) {
             let dx = rotary.backward_fp8(x, norms, [dquery, dkey], dvalue, scale)?;
             return Ok(Operand::Fp8(dx, settings));
         }
         let rotated = rotary.backward(x, self.norms.as_ref(), [dquery, dkey])?;
         let dprojected = Tensor::cat(&[&rotated, dvalue], 2)?;
-        self.operands.of(self.to_rows(&dprojected, rotary, rows, &QUERY_KEY_VALUE)?, Place::Projected)
+        let dprojected = self.to_rows(&dprojected, rotary, rows, &QUERY_KEY_VALUE)?;
+        self.biases.as_ref().map_or(Ok(()), |biases| biases.projection.backward(&dprojected))?;
+        self.operands.of(dprojected, Place::Projected)
     }
 
     /// Adds the gradients of the weights and returns the gradient of the input.
@@ -370,8 +401,12 @@ impl SelfAttention {
         }
         let dprojected = rotary.backward([&query, &key], self.norms.as_ref(), [&dquery, &dkey])?;
         let dprojected = self.to_rows(&dprojected, rotary, rows, &[Heads::Queries, Heads::Keys])?;
-        let dx = self.query_key.backward(x, &Operand::Compute(dprojected))?;
         let dvalue = self.to_rows(&dvalue, rotary, rows, &[Heads::Keys])?;
+        if let Some(biases) = &self.biases {
+            biases.query_key.backward(&dprojected)?;
+            biases.value.backward(&dvalue)?;
+        }
+        let dx = self.query_key.backward(x, &Operand::Compute(dprojected))?;
         self.value.backward_into(&dx, x, &Operand::Compute(dvalue))?;
         Ok(dx)
     }

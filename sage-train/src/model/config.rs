@@ -8,9 +8,10 @@ use serde::{Deserialize, Serialize};
 
 use super::linear::LinearPrecision;
 use super::sla2::{Sla2Config, Stage};
-use super::spec::{EMBEDDING, Kind, ParameterSpec, Start};
+use super::spec::{EMBEDDING, Kind, OUTPUT, ParameterSpec, Start};
+use crate::settings::RopeScaling;
 
-/// The shape of a decoder-only transformer in Llama's style, with a tied embedding.
+/// The shape of a decoder-only transformer in Llama's style.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LlamaConfig {
     /// Vocabulary size: rows of the embedding.
@@ -31,6 +32,12 @@ pub struct LlamaConfig {
     pub context: usize,
     /// Base of the rotary embedding.
     pub rope_base: f64,
+    /// Llama 3's scaling of the rotary embedding's frequencies.
+    pub rope_scaling: Option<RopeScaling>,
+    /// Whether the output matrix is not the embedding.
+    pub untied: bool,
+    /// Whether the projections of query, key and value have biases.
+    pub qkv_bias: bool,
     /// Epsilon of every RMSNorm.
     pub norm_eps: f64,
     /// Whether each head's queries and keys pass through an RMSNorm.
@@ -118,6 +125,7 @@ impl LlamaConfig {
         self.layer_schemes.values().try_for_each(candle_sage::Scheme::validate)?;
         crate::checks::above_zero("init-std", self.init_std)?;
         crate::checks::above_zero("rope-base", self.rope_base)?;
+        self.rope_scaling.map_or(Ok(()), RopeScaling::check)?;
         Ok(())
     }
 
@@ -145,6 +153,11 @@ impl LlamaConfig {
         };
         let (width, ffn) = (self.width, self.ffn);
         let (queries, keys) = (self.heads * self.head_dim, self.key_heads * self.head_dim);
+        let bias = |name: String, len| ParameterSpec {
+            kind: Kind::Bias,
+            start: Start::Value(0.0),
+            ..norm(name, len)
+        };
         let embedding = matrix(EMBEDDING.into(), self.vocab, width, std);
         let mut specs = vec![ParameterSpec { kind: Kind::Embedding, ..embedding }];
         for layer in 0..self.layers {
@@ -154,6 +167,12 @@ impl LlamaConfig {
                 specs.push(heads(matrix(at("self_attn.q_proj"), queries, width, std)));
                 specs.push(after(heads(matrix(at("self_attn.k_proj"), keys, width, std))));
                 specs.push(after(heads(matrix(at("self_attn.v_proj"), keys, width, std))));
+                if self.qkv_bias {
+                    let at = |name: &str| format!("model.layers.{layer}.self_attn.{name}.bias");
+                    specs.push(bias(at("q_proj"), queries));
+                    specs.push(after(bias(at("k_proj"), keys)));
+                    specs.push(after(bias(at("v_proj"), keys)));
+                }
                 specs.push(matrix(at("self_attn.o_proj"), width, queries, residual_std));
                 if self.qk_norm {
                     specs.push(norm(at("self_attn.q_norm"), self.head_dim));
@@ -169,6 +188,9 @@ impl LlamaConfig {
             specs.push(matrix(at("mlp.down_proj"), width, ffn, residual_std));
         }
         specs.push(norm("model.norm.weight".into(), width));
+        if self.untied {
+            specs.push(ParameterSpec { kind: Kind::Output, ..matrix(OUTPUT.into(), self.vocab, width, std) });
+        }
         specs
     }
 
@@ -194,17 +216,17 @@ impl LlamaConfig {
         std::iter::once(scheme.to_string()).chain(others).collect()
     }
 
-    /// Number of parameters; the tied embedding counts once.
+    /// Number of parameters; an embedding that is also the output matrix counts once.
     pub fn parameters(&self) -> u64 {
         self.parameter_specs().iter().map(ParameterSpec::len).sum()
     }
 
-    /// Number of parameters of the tied embedding.
+    /// Number of parameters of the embedding, and of the output matrix.
     pub fn embedding_parameters(&self) -> u64 {
         (self.vocab * self.width) as u64
     }
 
-    /// FLOPs of forward and backward for one token: 6 per parameter, and `6 layers heads head_dim context`
+    /// FLOPs of forward and backward for one token: 6 per parameter that is multiplied with, and `6 layers heads head_dim context`
     /// for causal attention. With SLA2 the attention term is the fraction of it that SLA2 computes, and its
     /// linear tail adds twice `12 layers heads head_dim^2`.
     pub fn flops_per_token(&self) -> u64 {
@@ -256,7 +278,8 @@ impl LlamaConfig {
                 channels * (self.context as f64 * (1.0 - sla2.sparsity(self.context)) + tail)
             }
         };
-        6 * (self.parameters() + attention as u64)
+        let looked_up = if self.untied { self.embedding_parameters() } else { 0 };
+        6 * (self.parameters() - looked_up + attention as u64)
     }
 
     /// Estimated peak bytes of activations in a backward, for a batch of sequences and elements of `element`
@@ -312,6 +335,20 @@ impl LlamaConfig {
 mod tests {
     use crate::config::Config;
     use crate::settings::{Preset, Settings};
+
+    #[test]
+    fn presets_have_the_sizes_of_their_names() {
+        for (preset, millions) in [
+            (Preset::Tiny, 1),
+            (Preset::Mini, 12),
+            (Preset::Small40m, 43),
+            (Preset::Small124m, 124),
+            (Preset::Large1300m, 1336),
+        ] {
+            let config = Config::resolve(Settings::with(|s| s.run.preset = Some(preset))).expect("a preset");
+            assert_eq!((config.model.parameters() + 500_000) / 1_000_000, millions, "{preset:?}");
+        }
+    }
 
     #[test]
     fn the_paper_preset_has_the_papers_size() {

@@ -186,3 +186,27 @@ impl Linear {
         }
     }
 }
+
+/// A vector that is added to the outputs of linear layers.
+#[derive(Debug, Clone)]
+pub(super) struct Bias(Weight);
+
+impl Bias {
+    /// The vectors `{at}.{name}.bias`, concatenated.
+    pub(super) fn new(parameters: &Parameters, at: &str, names: &[&str]) -> Result<Self> {
+        let names: Vec<String> = names.iter().map(|name| format!("{at}.{name}.bias")).collect();
+        parameters.joined(&names).map(Self)
+    }
+
+    /// (rows, outputs) -> (rows, outputs).
+    pub(super) fn forward(&self, y: &Tensor) -> Result<Tensor> {
+        y.broadcast_add(&self.0.value)
+    }
+
+    /// Adds the gradient of the bias: the sum of the rows of `dy`.
+    pub(super) fn backward(&self, dy: &Tensor) -> Result<()> {
+        let ones = Tensor::ones((1, dy.dim(0)?), dy.dtype(), dy.device())?;
+        let add = self.0.take_turn();
+        ops::product_into(&self.0.gradient()?.unsqueeze(0)?, &ones, dy, 1.0, add)
+    }
+}

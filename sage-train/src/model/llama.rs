@@ -1,4 +1,4 @@
-//! The whole model: embedding, blocks, final norm, and the loss through the tied embedding. The backward is
+//! The whole model: embedding, blocks, final norm, and the loss through the output matrix, which may be the embedding. The backward is
 //! written by hand instead of by candle's graph: it frees activations as soon as they are used, and adds
 //! gradients in place.
 
@@ -14,7 +14,7 @@ use super::linear::Linear;
 use super::operands::{Operands, Place};
 use super::parameters::{Parameters, Weight};
 use super::sla2::{Selected, Stage};
-use super::spec::EMBEDDING;
+use super::spec::{EMBEDDING, OUTPUT};
 use crate::ranks::Group;
 
 /// The model's input: ids, (batch, sequence), and the packed documents if attention is confined to them. The
@@ -52,12 +52,14 @@ impl std::fmt::Debug for Watch<'_, '_> {
 /// Receives the layer's index.
 pub type LayerDone<'a> = dyn FnMut(usize) -> Result<()> + 'a;
 
-/// A Llama with a tied embedding. Its weights are views of [`Parameters`].
+/// A Llama. Its weights are views of [`Parameters`].
 #[derive(Debug, Clone)]
 pub struct Llama {
     pub(super) embedding: Weight,
     pub(super) blocks: Vec<Block>,
     pub(super) norm: Norm,
+    /// The output matrix: the embedding, unless it has one apart.
+    pub(super) output: Weight,
     /// The output matrix in training, and what makes its input.
     head: (Linear, Operands),
     pub(super) rotary: Rotary,
@@ -76,9 +78,11 @@ impl Llama {
         let blocks =
             (0..config.layers).map(|layer| Block::new(config, parameters, layer)).collect::<Result<_>>()?;
         let embedding = parameters.weight(EMBEDDING)?;
+        let output = if config.untied { parameters.weight(OUTPUT)? } else { embedding.clone() };
         Ok(Self {
-            head: (Linear::of(embedding.clone()), Operands::of_head(config, parameters)?),
+            head: (Linear::of(output.clone()), Operands::of_head(config, parameters)?),
             embedding,
+            output,
             blocks,
             norm: Norm::new(parameters, "model.norm.weight", config.norm_eps)?,
             rotary: Rotary::new(config, device)?,
@@ -144,9 +148,9 @@ impl Llama {
         Ok(Selected::mean(&layers))
     }
 
-    /// The matrix that makes logits of hidden states, (vocab, width): the embedding.
+    /// The matrix that makes logits of hidden states, (vocab, width).
     pub fn output(&self) -> &Tensor {
-        &self.embedding.value
+        &self.output.value
     }
 
     /// Mean cross-entropy of `targets`, the ids one position later: an f32 scalar.
@@ -155,7 +159,7 @@ impl Llama {
     /// As [`Llama::hidden`].
     pub fn loss<'a>(&self, input: impl Into<Input<'a>>, targets: &Tensor) -> Result<Tensor> {
         let (hidden, targets) = (self.hidden(input)?, targets.flatten_all()?);
-        ops::linear_cross_entropy(&hidden, &self.embedding.value, &targets, CrossEntropy::default())
+        ops::linear_cross_entropy(&hidden, self.output(), &targets, CrossEntropy::default())
     }
 
     /// Returns the loss, including the z-loss if there is one, and adds its gradients to those of the
@@ -214,6 +218,6 @@ impl Llama {
     pub fn next_logits(&self, ids: &Tensor) -> Result<Tensor> {
         let (batch, sequence) = ids.dims2()?;
         let hidden = self.hidden(ids)?.reshape((batch, sequence, ()))?.narrow(1, sequence - 1, 1)?;
-        hidden.squeeze(1)?.contiguous()?.matmul(&self.embedding.value.t()?)
+        hidden.squeeze(1)?.contiguous()?.matmul(&self.output().t()?)
     }
 }

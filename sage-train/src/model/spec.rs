@@ -1,8 +1,11 @@
 //! What is known of a parameter before it has values: its name, shape and initialization, and what it is to those that hold and
 //! update it.
 
-/// Name of the embedding, which is also the output matrix.
+/// Name of the embedding, which may also be the output matrix.
 pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
+
+/// Name of an output matrix that is not the embedding.
+pub(crate) const OUTPUT: &str = "lm_head.weight";
 
 /// The name, shape and initialization of a parameter.
 #[derive(Debug, Clone, PartialEq)]
@@ -23,12 +26,16 @@ pub struct ParameterSpec {
 /// What a parameter is, from which everything else about it follows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// The embedding, which is also the output matrix.
+    /// The embedding, which may also be the output matrix.
     Embedding,
+    /// An output matrix that is not the embedding.
+    Output,
     /// The matrix of a linear layer.
     Matrix,
     /// The matrix of a linear layer whose outputs are heads of so many channels.
     Heads(usize),
+    /// The bias of linear layers.
+    Bias,
     /// The weight of a norm.
     Norm,
     /// A router of SLA2: a matrix for each head.
@@ -41,25 +48,25 @@ impl Kind {
     /// Whether weight decay applies.
     pub fn decays(self) -> bool {
         match self {
-            Self::Embedding | Self::Matrix | Self::Heads(_) => true,
-            Self::Norm | Self::Router | Self::Theta => false,
+            Self::Embedding | Self::Output | Self::Matrix | Self::Heads(_) => true,
+            Self::Bias | Self::Norm | Self::Router | Self::Theta => false,
         }
     }
 
     /// Whether the model reads the parameter in f32, whatever it computes in.
     pub fn is_wide(self) -> bool {
         match self {
-            Self::Embedding | Self::Matrix | Self::Heads(_) => false,
+            Self::Embedding | Self::Output | Self::Matrix | Self::Heads(_) | Self::Bias => false,
             Self::Norm | Self::Router | Self::Theta => true,
         }
     }
 
-    /// Whether the first product of a backward overwrites the gradient, so that it need not be cleared. The loss head and
-    /// the lookup both add to the embedding's.
+    /// Whether the first product of a backward overwrites the gradient, so that it need not be cleared. The loss head adds to
+    /// the output matrix's, and so does the lookup where that is the embedding.
     pub fn is_overwritten(self) -> bool {
         match self {
-            Self::Matrix | Self::Heads(_) => true,
-            Self::Embedding | Self::Norm | Self::Router | Self::Theta => false,
+            Self::Matrix | Self::Heads(_) | Self::Bias => true,
+            Self::Embedding | Self::Output | Self::Norm | Self::Router | Self::Theta => false,
         }
     }
 
@@ -67,7 +74,7 @@ impl Kind {
     pub fn is_hidden_matrix(self) -> bool {
         match self {
             Self::Matrix | Self::Heads(_) => true,
-            Self::Embedding | Self::Norm | Self::Router | Self::Theta => false,
+            Self::Embedding | Self::Output | Self::Bias | Self::Norm | Self::Router | Self::Theta => false,
         }
     }
 
@@ -75,7 +82,7 @@ impl Kind {
     pub fn is_of_sla2(self) -> bool {
         match self {
             Self::Router | Self::Theta => true,
-            Self::Embedding | Self::Matrix | Self::Heads(_) | Self::Norm => false,
+            Self::Embedding | Self::Output | Self::Matrix | Self::Heads(_) | Self::Bias | Self::Norm => false,
         }
     }
 }

@@ -84,7 +84,7 @@ impl StateFile {
                         "these weights were not trained with SLA2: leave --attn out; --init-from continues from them with it"
                     }
                     name if found.is_none() && name.contains(".self_attn.") => {
-                        "these weights are of another attention: leave --attn and --qk-norm out"
+                        "these weights are of another attention: leave --attn, --qk-norm and --qkv-bias out"
                     }
                     _ => "weights and settings belong to one run; --init-from also takes their sizes",
                 })

@@ -151,7 +151,10 @@ mod tests {
             for matrix in matrices {
                 assert!(updated[matrix.at..matrix.at + matrix.elements()].iter().all(|times| *times == 1));
             }
-            assert_eq!(updated.iter().sum::<i32>(), matrices.iter().map(|m| m.elements() as i32).sum());
+            assert_eq!(
+                updated.iter().sum::<i32>(),
+                matrices.iter().map(|m| m.elements() as i32).sum::<i32>()
+            );
             assert_eq!(all.iter().map(|sharing| sharing.own.len()).sum::<usize>(), matrices.len());
         }
         let own = |index| Sharing::of(&matrices, 1024, Rank { index, of: 2 }).own.len();

@@ -20,10 +20,22 @@ pub enum Preset {
     Tiny,
     /// 12M parameters, context 512: minutes to hours on a CPU
     Mini,
+    /// 43M parameters, context 1024: 12 layers, width 512, 8 heads of 64
+    #[value(name = "40m")]
+    #[serde(rename = "40m")]
+    Small40m,
+    /// 124M parameters as in GPT-2 small, context 1024: 12 layers, width 768, 12 heads of 64
+    #[value(name = "124m")]
+    #[serde(rename = "124m")]
+    Small124m,
     /// The paper's Llama: 20 layers, width 1024, 16 heads of 64, context 4096
     #[value(name = "325m")]
     #[serde(rename = "325m")]
     Paper325m,
+    /// 1.3B parameters, context 4096: 24 layers, width 2048, 16 heads of 128
+    #[value(name = "1.3b")]
+    #[serde(rename = "1.3b")]
+    Large1300m,
 }
 
 /// Table `[run]`: the preset, the machine, seeds, folders, and what is measured and saved on the way.

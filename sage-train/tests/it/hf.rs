@@ -15,7 +15,7 @@ use sage_train::trained::Trained;
 
 use crate::support::{Scratch, json_lines, small};
 
-const KINDS: [&str; 2] = ["llama", "qwen3"];
+const KINDS: [&str; 4] = ["llama", "qwen3", "qwen2", "llama3"];
 
 fn golden(kind: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(kind)
@@ -30,9 +30,9 @@ fn open(folder: &Path, place: Place) -> Trained {
 fn distance(folder: &Path, kind: &str) -> Result<f64> {
     let trained = open(folder, Place::Cpu);
     let golden = candle_core::safetensors::load(golden(kind).join("logits.safetensors"), &Device::Cpu)?;
-    let hidden = trained.model().expect("a model").hidden(&golden["ids"].to_dtype(DType::U32)?)?;
-    let table = trained.parameters.weight("model.embed_tokens.weight")?.value;
-    let logits = hidden.matmul(&table.t()?)?.reshape(golden["logits"].dims())?;
+    let model = trained.model().expect("a model");
+    let hidden = model.hidden(&golden["ids"].to_dtype(DType::U32)?)?;
+    let logits = hidden.matmul(&model.output().t()?)?.reshape(golden["logits"].dims())?;
     let largest = |x: &Tensor| x.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>();
     let difference = largest(&(&logits - &golden["logits"])?)?;
     // The rounding error of f32 in sums of at most 64 terms through two blocks: some tens of 2^-24.
@@ -154,9 +154,20 @@ fn what_is_another_computation_is_refused() {
     let mut text = String::new();
     for (name, from, to) in [
         ("another architecture", "\"model_type\": \"llama\"", "\"model_type\": \"mixtral\""),
-        ("an output matrix", "\"tie_word_embeddings\": true", "\"tie_word_embeddings\": false"),
-        ("biases", "\"attention_bias\": false", "\"attention_bias\": true"),
-        ("scaled angles", "\"rope_type\": \"default\"", "\"rope_type\": \"llama3\""),
+        (
+            "an output matrix that is missing",
+            "\"tie_word_embeddings\": true",
+            "\"tie_word_embeddings\": false",
+        ),
+        ("biases of all projections", "\"attention_bias\": false", "\"attention_bias\": true"),
+        ("biases that are missing", "\"model_type\": \"llama\"", "\"model_type\": \"qwen2\""),
+        ("other scaled angles", "\"rope_type\": \"default\"", "\"rope_type\": \"yarn\""),
+        ("a scaling without numbers", "\"rope_type\": \"default\"", "\"rope_type\": \"llama3\""),
+        (
+            "a sliding window",
+            "\"model_type\": \"llama\"",
+            "\"sliding_window\": 32, \"model_type\": \"mistral\"",
+        ),
         ("another activation", "\"hidden_act\": \"silu\"", "\"hidden_act\": \"gelu\""),
         ("no heads", "\"num_attention_heads\": 4", "\"num_attention_heads\": 0"),
         ("another shape", "\"hidden_size\": 32", "\"hidden_size\": 48"),

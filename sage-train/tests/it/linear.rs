@@ -22,6 +22,22 @@ fn recomputation_and_a_resume_give_the_same_bits() {
         let again = train(&scratch, recompute, &["--linear", "fp8", "--recompute", recompute]);
         assert_eq!(again, fp8, "{recompute}");
     }
+    // Biases, whose gradients are sums of rows, and an output matrix apart.
+    let flags = [
+        "--linear",
+        "fp8",
+        "--linear-head",
+        "fp8",
+        "--vocab-size",
+        "272",
+        "--qkv-bias",
+        "on",
+        "--untied",
+        "on",
+    ];
+    let biased = train(&scratch, "biased", &flags);
+    assert_ne!(biased, fp8);
+    assert_eq!(train(&scratch, "biased-again", &[&flags[..], &["--recompute", "block"]].concat()), biased);
     for scaling in ["delayed", "current"] {
         let flags =
             ["--linear", "fp8", "--schedule", "constant", "--warmup-steps", "0", "--linear-scaling", scaling];

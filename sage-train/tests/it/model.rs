@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::VarBuilder;
 use candle_sage::nn::{
-    FeedForward, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig, SparseLinearAttention,
+    Biases, FeedForward, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig, SparseLinearAttention,
 };
 use candle_sage::ops::{Alpha, CrossEntropy, RopeStyle, Tail, embedding, linear_cross_entropy};
 use candle_sage::shape::Packing;
@@ -86,7 +86,8 @@ fn graph(config: &LlamaConfig, parameters: &Parameters) -> Result<(f32, HashMap<
         if let Some(scheme) = config.scheme {
             let shape = SelfAttentionConfig::new(config.width, config.heads, config.head_dim)
                 .key_heads(config.key_heads)
-                .qk_norm(config.qk_norm.then_some(config.norm_eps));
+                .qk_norm(config.qk_norm.then_some(config.norm_eps))
+                .biases(if config.qkv_bias { Biases::QueryKeyValue } else { Biases::None });
             let normed = norm("input_layernorm")?.forward(&x)?;
             let at = vb.pp("self_attn");
             let y = match &config.sla2 {
@@ -106,7 +107,8 @@ fn graph(config: &LlamaConfig, parameters: &Parameters) -> Result<(f32, HashMap<
         x = (&x + mlp.forward(&norm("post_attention_layernorm")?.forward(&x)?)?)?;
     }
     let hidden = RmsNorm::load(config.width, config.norm_eps, vb.pp("norm"))?.forward(&x)?.flatten(0, 1)?;
-    let loss = linear_cross_entropy(&hidden, table, &targets.flatten_all()?, CrossEntropy::default())?;
+    let output = if config.untied { vars["lm_head.weight"].as_tensor() } else { table };
+    let loss = linear_cross_entropy(&hidden, output, &targets.flatten_all()?, CrossEntropy::default())?;
     let grads = loss.backward()?;
     let gradients =
         // A router has no gradient, because the selection is not a differentiable function of it.
@@ -127,16 +129,17 @@ const LIMIT: f64 = 1e-5;
 fn gradients_are_those_of_the_graph() -> Result<()> {
     let sage = Some(SageBwd::default().into());
     let qat = Some(AttnQat::default().into());
+    // Scheme, QK-norm, an output matrix apart, biases.
     let settings = [
-        (Some(Scheme::FullPrecision), true),
-        (Some(Scheme::FullPrecision), false),
-        (sage, true),
-        (qat, true),
-        (None, true),
+        (Some(Scheme::FullPrecision), true, false, false),
+        (Some(Scheme::FullPrecision), false, true, true),
+        (sage, true, false, true),
+        (qat, true, true, false),
+        (None, true, false, false),
     ];
-    for (scheme, qk_norm) in settings {
+    for (scheme, qk_norm, untied, qkv_bias) in settings {
         for recompute in [Recompute::None, Recompute::Attention, Recompute::Block] {
-            let config = LlamaConfig { scheme, qk_norm, recompute, ..config() };
+            let config = LlamaConfig { scheme, qk_norm, untied, qkv_bias, recompute, ..config() };
             let parameters = drawn(&config, &Device::Cpu, DType::F32)?;
             let (expected_loss, expected) = graph(&config, &parameters)?;
             let model = Llama::new(&config, &parameters, &Device::Cpu)?;
@@ -244,7 +247,9 @@ fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
     let device = &Device::Cpu;
     let int8 = Scheme::from(SageBwd::default());
     for (scheme, qk_norm) in [(None, false), (Some(Scheme::FullPrecision), true), (Some(int8), false)] {
-        let config = LlamaConfig { scheme, qk_norm, ..config() };
+        let rope_scaling = Some("4,1,4,16".parse().expect("a scaling"));
+        let (untied, qkv_bias) = (qk_norm, !qk_norm);
+        let config = LlamaConfig { scheme, qk_norm, rope_scaling, untied, qkv_bias, ..config() };
         let parameters = drawn(&config, device, DType::F32)?;
         let whole = Llama::new(&config, &parameters, device)?;
         // The whole sequence in full precision, the scheme of the tokens after the prompt.

@@ -8,7 +8,7 @@ use candle_core::{Result, Tensor};
 /// A parameter of a model, or several adjacent matrices as one: its value, and its gradient if it is trained.
 #[derive(Debug, Clone)]
 pub struct Weight {
-    /// In the model's compute type; vectors and routers in f32.
+    /// In the model's compute type; norms and routers in f32.
     pub value: Tensor,
     /// In f32.
     pub gradient: Option<Tensor>,

@@ -94,12 +94,16 @@ fn the_kind_of_rotary_embedding_may_be_written_twice() {
     let scratch = Scratch::new();
     let read = |rope: Value| {
         folder(&scratch, &json!({"rope_parameters": null, "rope_theta": 5000, "rope_scaling": rope}));
-        hf::settings(&scratch.path().join("m")).map(|settings| settings.model.rope_base)
+        hf::settings(&scratch.path().join("m")).map(|s| (s.model.rope_base, s.model.rope_scaling))
     };
     for plain in [json!(null), json!({"type": "default", "rope_type": "default"}), json!({"type": "default"})]
     {
-        assert_eq!(read(plain), Ok(Some(5000.0)));
+        assert_eq!(read(plain), Ok((Some(5000.0), None)));
     }
+    let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16});
+    let scaling = "8,1,4,16".parse().expect("a scaling");
+    assert_eq!(read(llama3), Ok((Some(5000.0), Some(scaling))));
     for scaled in [
         json!({"type": "yarn", "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}),
         json!({"type": "yarn", "factor": 4.0}),
@@ -108,8 +112,20 @@ fn the_kind_of_rotary_embedding_may_be_written_twice() {
         let error = read(scaled).expect_err("scaled").to_string();
         assert!(error.contains("rotary scaling yarn") && error.contains("rope_type: default"), "{error}");
     }
+    // A Mistral whose window is as long as its longest sequence is a Llama; a Qwen2 says by another field whether it has one.
+    for (own, works) in [
+        (json!({"model_type": "mistral", "sliding_window": 64}), true),
+        (json!({"model_type": "mistral", "sliding_window": null}), true),
+        (json!({"model_type": "mistral", "sliding_window": 63}), false),
+        (json!({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": false}), true),
+        (json!({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": true}), false),
+    ] {
+        folder(&scratch, &own);
+        let read = hf::settings(&scratch.path().join("m"));
+        assert_eq!(read.is_ok(), works, "{own}: {read:?}");
+    }
     // The architecture is the reason, whatever else its file lacks.
     scratch.file("m/config.json", r#"{"model_type": "gpt2", "n_embd": 32}"#);
     let error = hf::settings(&scratch.path().join("m")).expect_err("another").to_string();
-    assert!(error.contains("model_type gpt2") && error.contains("llama, qwen3"), "{error}");
+    assert!(error.contains("model_type gpt2") && error.contains("llama, mistral, qwen2, qwen3"), "{error}");
 }

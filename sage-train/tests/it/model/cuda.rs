@@ -34,9 +34,13 @@ fn cuda_gradients_are_those_of_the_cpu() -> Result<()> {
     let (compute, fp8) =
         (LinearPrecision::Compute, LinearPrecision::Fp8(Fp8Linear::default(), Scaling::Delayed));
     let sage = SageBwd::default().into();
-    for (scheme, linear, limit) in
-        [(Scheme::FullPrecision, compute, 0.03), (sage, compute, 0.08), (Scheme::FullPrecision, fp8, 0.28)]
-    {
+    for (scheme, linear, apart, limit) in [
+        (Scheme::FullPrecision, compute, false, 0.03),
+        (Scheme::FullPrecision, compute, true, 0.03),
+        (sage, compute, false, 0.08),
+        (Scheme::FullPrecision, fp8, false, 0.28),
+        (Scheme::FullPrecision, fp8, true, 0.28),
+    ] {
         let mut first: Option<f32> = None;
         for recompute in [Recompute::None, Recompute::Attention, Recompute::Block] {
             // Larger than the default, so that logits and gradients are not mere noise; a head_dim of the
@@ -45,6 +49,9 @@ fn cuda_gradients_are_those_of_the_cpu() -> Result<()> {
                 scheme: Some(scheme),
                 linear,
                 linear_head: linear,
+                // An output matrix apart from the embedding, and biases.
+                untied: apart,
+                qkv_bias: apart,
                 vocab: 304,
                 recompute,
                 head_dim: 64,
