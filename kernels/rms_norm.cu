@@ -1,78 +1,19 @@
 // Root-mean-square normalization: y = x r w, r = 1 / sqrt(mean(x^2) + eps). Each row is read once and written once. A residual
 // stream is added in the same pass: to x before the norm in the forward, to dx in the backward.
-#include <sage/elements/group.cuh>
-#include <sage/elements/pack.cuh>
+#include <sage/elements/row.cuh>
 #include <sage/params/ops.cuh>
 #include <sage/quant/fp8_strip.cuh>
 
 using namespace sage;
+using elements::each_chunk;
 using elements::Group;
+using elements::KEEP;
+using elements::MAX_THREADS;
 using elements::Pack;
+using elements::Row;
+using elements::store_column_sums;
 
 namespace {
-
-// Packs of a row that a thread keeps in registers.
-constexpr int KEEP = 4;
-constexpr int MAX_THREADS = 512;
-static_assert(MAX_THREADS >= elements::TEAM_THREADS);
-
-// Calls body(k, chunk) for the packs of a lane; k is below KEEP for packs in registers, and KEEP for those that a wider row has
-// beyond them.
-template <class Body>
-__device__ __forceinline__ void each_chunk(const Group& group, int chunks, Body body) {
-#pragma unroll
-  for (int k = 0; k < KEEP; ++k) {
-    int chunk = k * group.lanes + group.lane;
-    if (chunk < chunks) body(k, chunk);
-  }
-  for (int chunk = KEEP * group.lanes + group.lane; chunk < chunks; chunk += group.lanes) body(KEEP, chunk);
-}
-
-// A row of which KEEP packs a thread are in registers. The packs of a wider row beyond them are read again from the cache.
-template <class T, int V>
-struct Row {
-  const T* data;
-  Pack<T, V> kept[KEEP];
-
-  __device__ __forceinline__ Row(const void* rows, int row, const Group& group, int width)
-      : data(static_cast<const T*>(rows) + int64_t(row) * width) {
-#pragma unroll
-    for (int k = 0; k < KEEP; ++k) {
-      int chunk = k * group.lanes + group.lane;
-      if (chunk < width / V) kept[k] = Pack<T, V>::load(data + chunk * V);
-    }
-  }
-
-  __device__ __forceinline__ Pack<T, V> at(int k, int chunk) const {
-    return k < KEEP ? kept[k] : Pack<T, V>::load(data + chunk * V);
-  }
-
-  // Adds another row, rounds the sum, stores it to `sums`, and keeps it instead of the row.
-  __device__ __forceinline__ void add(const void* rows, void* sums, int row, const Group& group, int width) {
-    const T* other = static_cast<const T*>(rows) + int64_t(row) * width;
-    T* sum = static_cast<T*>(sums) + int64_t(row) * width;
-    each_chunk(group, width / V, [&](int k, int chunk) {
-      Pack<T, V> x = at(k, chunk), y = Pack<T, V>::load(other + chunk * V);
-      float out[V];
-#pragma unroll
-      for (int i = 0; i < V; ++i) out[i] = x[i] + y[i];
-      Pack<T, V> rounded = Pack<T, V>::of(out);
-      rounded.store(sum + chunk * V);
-      if (k < KEEP) kept[k] = rounded;
-    });
-    data = sum;  // for packs beyond the registers: each lane reads what it wrote itself
-  }
-
-  __device__ __forceinline__ float inverse_rms(const Group& group, const params::RmsNorm& p) const {
-    return elements::inverse_rms(group, p.width, p.eps, [&](auto f) {
-      each_chunk(group, p.width / V, [&](int k, int chunk) {
-        Pack<T, V> x = at(k, chunk);
-#pragma unroll
-        for (int i = 0; i < V; ++i) f(x[i]);
-      });
-    });
-  }
-};
 
 template <class T, int V>
 __device__ void forward(const params::RmsNorm& p) {
@@ -80,7 +21,7 @@ __device__ void forward(const params::RmsNorm& p) {
   for (int row = blockIdx.x * group.count + group.index; row < p.rows; row += gridDim.x * group.count) {
     Row<T, V> x(p.x, row, group, p.width);
     if (p.residual) x.add(p.residual, p.sum, row, group, p.width);
-    float r = x.inverse_rms(group, p);
+    float r = elements::inverse_rms(group, p.width, p.eps, [&](auto f) { x.each(group, p.width, f); });
     T* y = static_cast<T*>(p.out) + int64_t(row) * p.width;
     each_chunk(group, p.width / V, [&](int k, int chunk) {
       Pack<T, V> in = x.at(k, chunk);
@@ -103,7 +44,7 @@ __device__ void backward(const params::RmsNorm& p) {
   float dw[KEEP][V] = {};
   for (int row = blockIdx.x * group.count + group.index; row < p.rows; row += gridDim.x * group.count) {
     Row<T, V> x(p.x, row, group, p.width), dy(p.dy, row, group, p.width);
-    float r = x.inverse_rms(group, p);
+    float r = elements::inverse_rms(group, p.width, p.eps, [&](auto f) { x.each(group, p.width, f); });
     float dot = 0.0f;
     each_chunk(group, chunks, [&](int k, int chunk) {
       Pack<T, V> in = x.at(k, chunk), grad = dy.at(k, chunk);
@@ -129,32 +70,7 @@ __device__ void backward(const params::RmsNorm& p) {
       Pack<T, V>::of(out).store(dx + chunk * V);
     });
   }
-  if (group.count == 1) {
-#pragma unroll
-    for (int k = 0; k < KEEP; ++k) {
-      int chunk = k * group.lanes + group.lane;
-      if (chunk < chunks)
-#pragma unroll
-        for (int i = 0; i < V; ++i) partial[chunk * V + i] = dw[k][i];
-    }
-    return;
-  }
-  // The block has several groups: a row takes a warp or less and fits the registers, and `sums` has room for one row of each
-  // group.
-  __shared__ float sums[elements::TEAM_THREADS * KEEP * V];
-#pragma unroll
-  for (int k = 0; k < KEEP; ++k) {
-    int chunk = k * group.lanes + group.lane;
-    if (chunk < chunks)
-#pragma unroll
-      for (int i = 0; i < V; ++i) sums[group.index * p.width + chunk * V + i] = dw[k][i];
-  }
-  __syncthreads();
-  for (int column = threadIdx.x; column < p.width; column += blockDim.x) {
-    float sum = 0.0f;
-    for (int other = 0; other < group.count; ++other) sum += sums[other * p.width + column];
-    partial[column] = sum;
-  }
+  store_column_sums<V>(group, p.width, dw, partial);
 }
 
 // As `forward`, with y in FP8.

@@ -6,6 +6,7 @@
 
 mod feed_forward;
 mod fp8_linear;
+mod layer_norm;
 mod linear;
 mod optimizer;
 mod rms_norm;
@@ -16,6 +17,7 @@ mod sparse_linear;
 pub use candle_nn::kv_cache::KvCache;
 pub use feed_forward::FeedForward;
 pub use fp8_linear::Fp8Linear;
+pub use layer_norm::LayerNorm;
 pub use linear::Linear;
 pub use optimizer::{AdamW, Muon, MuonConfig};
 pub use rms_norm::RmsNorm;

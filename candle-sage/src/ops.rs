@@ -18,6 +18,7 @@ pub(crate) mod fp8;
 pub(crate) mod fp8_fused;
 mod fp8_linear;
 pub(crate) mod fp8_scales;
+pub(crate) mod layer_norm;
 pub(crate) mod linear_cross_entropy;
 pub(crate) mod linear_cross_entropy_fp8;
 pub(crate) mod mixture;
@@ -46,6 +47,7 @@ pub use fp8_fused::{
 };
 pub use fp8_linear::{Fp8Linear, fp8_linear};
 pub use fp8_scales::{Fp8Scale, Fp8Scales};
+pub use layer_norm::layer_norm;
 pub use linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_into};
 pub use linear_cross_entropy_fp8::linear_cross_entropy_into_fp8;
 pub use muon::{Muon, MuonMatrix, MuonPart, MuonScale, Orthogonalization};

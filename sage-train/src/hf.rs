@@ -19,14 +19,14 @@ pub use model_type::ModelType;
 
 use crate::data::{Boundaries, Tokenizer, token_ids};
 use crate::model::{
-    InitialValues, Kind, LlamaConfig, OUTPUT, ParameterSpec, Parameters, StateFile, Training,
+    InitialValues, Kind, LlamaConfig, OUTPUT, ParameterSpec, Parameters, RopeScaling, StateFile, Training,
 };
 use crate::partial::Folder;
 use crate::quantity::Quantity;
 use crate::ranks::Ranks;
 use crate::settings::{
-    AttentionSettings, RopeScaling, Settings, Sla2Settings, SmoothingSetting, Switch, TailSetting,
-    exported_settings, form_name, in_words_by_layer,
+    AttentionSettings, Settings, Sla2Settings, SmoothingSetting, Switch, TailSetting, exported_settings,
+    form_name, in_words_by_layer,
 };
 use crate::{during, notify, read_small, writing};
 

@@ -23,7 +23,7 @@ pub use data::DataSettings;
 use layer::Layer;
 pub use layer::Role;
 pub use linear::{FormatSetting, LinearSetting, LinearSettings, ScalingSetting, SumsSetting};
-pub use model::{ModelSettings, RopeScaling};
+pub use model::ModelSettings;
 pub use optimizer::{
     MuonHeadsSetting, MuonScaleSetting, OptimizerSetting, OptimizerSettings, OrthogonalizationSetting,
     Schedule,

@@ -3,6 +3,7 @@
 pub(crate) mod adamw;
 pub(crate) mod cross_entropy;
 pub(crate) mod embedding;
+pub(crate) mod layer_norm;
 pub(crate) mod muon;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;

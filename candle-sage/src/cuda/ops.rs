@@ -6,6 +6,7 @@ mod cross_entropy;
 mod embedding;
 mod fp8;
 mod ids;
+mod layer_norm;
 mod linear_cross_entropy;
 mod muon;
 mod rms_norm;

@@ -63,6 +63,7 @@ families! {
     Fp8SwiGlu: "swiglu",
     Linear: "past_linear",
     Mass: "selection",
+    LayerNorm: "layer_norm",
     MuonApply: "muon",
     MuonCombine: "muon",
     MuonMomentum: "muon",

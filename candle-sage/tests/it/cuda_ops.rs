@@ -77,27 +77,52 @@ fn draw(normals: &mut Normals, dims: &[usize]) -> (Vec<f32>, Vec<usize>) {
     (normals.vec(dims.iter().product(), 1.0), dims.to_vec())
 }
 
+/// Rows of a lane, a warp, a block; wider than the registers of a block (8192 f32, 16384 of 16 bit, 2048 single
+/// elements; half of that in layer_norm's backward); more rows than groups in the largest grid of the backward (528 blocks).
+const NORM_SIZES: [(usize, usize); 12] = [
+    (5, 1),
+    (3, 7),
+    (1, 8),
+    (300, 63),
+    (40, 64),
+    (9, 200),
+    (2000, 1024),
+    (7, 4096),
+    (3, 4099),
+    (3, 20000),
+    (20000, 8),
+    (6000, 7),
+];
+
+#[test]
+#[ignore = "needs a GPU"]
+fn layer_norm() -> Result<()> {
+    let mut normals = Normals::new(4);
+    let mut inputs_of = |dims: &[usize], width: usize| {
+        [draw(&mut normals, dims), draw(&mut normals, &[width]), draw(&mut normals, &[width])]
+    };
+    for (rows, width) in NORM_SIZES {
+        let inputs = inputs_of(&[rows, width], width);
+        // A large eps: without it the gradient of a few elements is the rounding error of a zero.
+        check(&format!("layer_norm {rows} x {width}"), &inputs, 1.0, &|x| {
+            ops::layer_norm(&x[0], &x[1], &x[2], 0.5)
+        })?;
+    }
+    check("layer_norm turned", &inputs_of(&[64, 3, 5], 64), 1.0, &|x| {
+        ops::layer_norm(&x[0].permute((2, 1, 0))?, &x[1], &x[2], 1e-6)
+    })?;
+    // One element in: rows that do not start on 16 bytes.
+    check("layer_norm off by one", &inputs_of(&[1 + 64 * 5], 65), 1.0, &|x| {
+        let [weight, bias] = [x[1].narrow(0, 1, 64)?, x[2].narrow(0, 1, 64)?];
+        ops::layer_norm(&x[0].narrow(0, 1, 320)?.reshape((5, 64))?, &weight, &bias, 1e-6)
+    })
+}
+
 #[test]
 #[ignore = "needs a GPU"]
 fn rms_norm() -> Result<()> {
     let mut normals = Normals::new(1);
-    // Rows of a lane, a warp, a block; wider than the registers of a block (8192 f32, 16384 of 16 bit, 2048 single
-    // elements); more rows than groups in the largest grid of the backward (528 blocks).
-    let sizes = [
-        (5, 1),
-        (3, 7),
-        (1, 8),
-        (300, 63),
-        (40, 64),
-        (9, 200),
-        (2000, 1024),
-        (7, 4096),
-        (3, 4099),
-        (3, 20000),
-        (20000, 8),
-        (6000, 7),
-    ];
-    for (rows, width) in sizes {
+    for (rows, width) in NORM_SIZES {
         let inputs = [draw(&mut normals, &[rows, width]), draw(&mut normals, &[width])];
         // A large eps: without it the gradient of a single element is the rounding error of a zero.
         check(&format!("rms_norm {rows} x {width}"), &inputs, 1.0, &|x| ops::rms_norm(&x[0], &x[1], 0.5))?;

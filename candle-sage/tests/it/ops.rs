@@ -55,6 +55,54 @@ impl Checked<'_> {
 }
 
 #[test]
+fn layer_norm() -> Result<()> {
+    let mut normals = Normals::new(2);
+    for width in [3, 5, 64, 100] {
+        let exact = |inputs: &[Vec<f64>]| {
+            let (x, w, b) = (&inputs[0], &inputs[1], &inputs[2]);
+            x.chunks_exact(width)
+                .flat_map(|row| {
+                    let mean = row.iter().sum::<f64>() / width as f64;
+                    let square = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / width as f64;
+                    let r = 1.0 / (square + 1e-6).sqrt();
+                    row.iter()
+                        .zip(w)
+                        .zip(b)
+                        .map(move |((x, w), b)| (x - mean) * r * w + b)
+                        .collect::<Vec<_>>()
+                })
+                .collect()
+        };
+        Checked {
+            inputs: vec![
+                (normals.vec(3 * width, 2.0), vec![1, 3, width]),
+                (normals.vec(width, 1.0), vec![width]),
+                (normals.vec(width, 1.0), vec![width]),
+            ],
+            op: &|vars| ops::layer_norm(&vars[0], &vars[1], &vars[2], 1e-6),
+            exact: &exact,
+        }
+        .check(&format!("layer_norm of width {width}"))?;
+    }
+    Ok(())
+}
+
+/// A mean that is a thousand times the spread is subtracted before squares are summed: 2^-24 of the mean is 6e-5 of the spread.
+#[test]
+fn layer_norm_of_a_large_mean_is_that_of_the_spread() -> Result<()> {
+    let spread = Normals::new(3).vec(256, 1.0);
+    let (one, zero) =
+        (Tensor::ones(64, DType::F32, &Device::Cpu)?, Tensor::zeros(64, DType::F32, &Device::Cpu)?);
+    let of = |mean: f32| -> Result<Vec<f64>> {
+        let x: Vec<f32> = spread.iter().map(|x| x + mean).collect();
+        let x = Tensor::from_vec(x, (4, 64), &Device::Cpu)?;
+        Ok(f64s(&ops::layer_norm(&x, &one, &zero, 1e-6)?.flatten_all()?.to_vec1::<f32>()?))
+    };
+    assert!(relative_l2(&of(1000.0)?, &of(0.0)?) < 1e-4);
+    Ok(())
+}
+
+#[test]
 fn rms_norm() -> Result<()> {
     let mut normals = Normals::new(1);
     for width in [3, 5, 64, 100] {
@@ -273,8 +321,10 @@ fn large_inputs_are_the_sum_of_their_parts() -> Result<()> {
     let ids = Tensor::new(ids, &Device::Cpu)?;
 
     type Op<'a> = &'a dyn Fn(&Tensor, &Tensor, &Tensor, &Tensor) -> Result<Tensor>;
-    let ops: [(&str, &Tensor, Op<'_>); 3] = [
+    let ops: [(&str, &Tensor, Op<'_>); 5] = [
         ("rms_norm", &weight, &|x, _, _, shared| ops::rms_norm(x, shared, 1e-6)),
+        ("layer_norm's weight", &weight, &|x, _, _, shared| ops::layer_norm(x, shared, &weight, 1e-6)),
+        ("layer_norm's bias", &weight, &|x, _, _, shared| ops::layer_norm(x, &weight, shared, 1e-6)),
         ("swiglu", &weight, &|x, y, _, shared| ops::swiglu(&x.broadcast_mul(shared)?, y)),
         ("embedding", &table, &|_, _, ids, shared| ops::embedding(shared, ids)),
     ];

@@ -7,7 +7,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::{CONFIG, MOST, ModelType};
-use crate::settings::RopeScaling;
+use crate::model::RopeScaling;
 use crate::{during, read_small};
 
 const HINT: &str = "models like SmolLM, Llama 3, Mistral 7B v0.3, Qwen2.5 and Qwen3 can be";
@@ -150,8 +150,8 @@ impl HfConfig {
 
     /// The rotary embedding, if it is scaled.
     fn scaled(&self) -> Option<&Rope> {
-        let all = [&self.rope_scaling, &self.rope_parameters].into_iter().flatten();
-        all.filter(|rope| rope.kind().is_some()).last()
+        let mut all = [&self.rope_parameters, &self.rope_scaling].into_iter().flatten();
+        all.find(|rope| rope.kind().is_some())
     }
 
     /// Tokens of a sliding window that hides some of the longest sequence.

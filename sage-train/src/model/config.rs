@@ -7,9 +7,9 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use super::linear::LinearPrecision;
+use super::rope_scaling::RopeScaling;
 use super::sla2::{Sla2Config, Stage};
 use super::spec::{EMBEDDING, Kind, OUTPUT, ParameterSpec, Start};
-use crate::settings::RopeScaling;
 
 /// The shape of a decoder-only transformer in Llama's style.
 #[derive(Debug, Clone, PartialEq)]

@@ -7,10 +7,10 @@ use crate::cpu::lanes;
 
 /// Vectors of one parallel task. Each task makes one partial sum of the weight's gradient, which makes the
 /// order of additions independent of the number of threads.
-const VECTORS: usize = 256;
+pub(super) const VECTORS: usize = 256;
 
 #[inline(always)]
-fn inverse_rms(x: &[f32], eps: f32) -> f32 {
+pub(super) fn inverse_rms(x: &[f32], eps: f32) -> f32 {
     let mean = lanes::dot(x, x) / x.len() as f32;
     if mean.is_finite() { 1.0 / (mean + eps).sqrt() } else { inverse_rms_of_large(x, eps) }
 }

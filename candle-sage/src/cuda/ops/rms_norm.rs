@@ -6,9 +6,9 @@ use candle_core::{CudaStorage, Result};
 use super::fp8::{Codes, check_start};
 use super::tensor::{Dense, Float, PARTS, Packs, Team, count, partial_sums, start_of};
 use crate::cuda::address::{Address, address};
+use crate::cuda::compiled::constants::elements_row::{KEEP, MAX_THREADS};
 use crate::cuda::compiled::constants::quant_fp8_strip::FP8_STRIP_WIDTH;
 use crate::cuda::compiled::constants::quant_fp8_tile::{FP8_LINES, FP8_THREADS};
-use crate::cuda::compiled::constants::rms_norm::{KEEP, MAX_THREADS};
 use crate::cuda::compiled::kernel;
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
@@ -21,15 +21,15 @@ const NAME: &str = "rms-norm";
 
 /// Addresses that only some launches have.
 #[derive(Default)]
-struct Extras<'a> {
-    residual: Address<'a>,
-    sum: Address<'a>,
-    dy: Address<'a>,
-    partials: Address<'a>,
+pub(super) struct Extras<'a> {
+    pub(super) residual: Address<'a>,
+    pub(super) sum: Address<'a>,
+    pub(super) dy: Address<'a>,
+    pub(super) partials: Address<'a>,
 }
 
 /// The parameters of a kernel over the last dimension of `x`, which writes to `out`; not yet how threads divide a row.
-fn params<'a>(
+pub(super) fn params<'a>(
     gpu: &Gpu,
     x: &'a Dense<'_>,
     weight: &'a Dense<'_>,

@@ -24,6 +24,15 @@ struct RmsNorm {
   int32_t padding;
 };
 
+// Layer normalization: `of` has no residual.
+struct LayerNorm {
+  RmsNorm of;
+  const void* bias;
+  float* bias_partials;  // backward only: as RmsNorm::partials, for the bias's gradient
+  int32_t bias_type;
+  int32_t padding;
+};
+
 // Sums of columns: out[c] = sum over parts of partials[part][c].
 struct PartialSums {
   const float* partials;

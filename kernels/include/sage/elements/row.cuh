@@ -1,0 +1,104 @@
+// Rows of the norms: what a thread keeps of its row, and sums of columns over a block's rows.
+#pragma once
+
+#include <sage/elements/group.cuh>
+#include <sage/elements/pack.cuh>
+
+namespace sage::elements {
+
+// Packs of a row that a thread keeps in registers.
+constexpr int KEEP = 4;
+constexpr int MAX_THREADS = 512;
+static_assert(MAX_THREADS >= TEAM_THREADS);
+
+// Calls body(k, chunk) for the packs of a lane; k is below KEEP for packs in registers, and KEEP for those that a wider row has
+// beyond them.
+template <class Body>
+__device__ __forceinline__ void each_chunk(const Group& group, int chunks, Body body) {
+#pragma unroll
+  for (int k = 0; k < KEEP; ++k) {
+    int chunk = k * group.lanes + group.lane;
+    if (chunk < chunks) body(k, chunk);
+  }
+  for (int chunk = KEEP * group.lanes + group.lane; chunk < chunks; chunk += group.lanes) body(KEEP, chunk);
+}
+
+// A row of which KEEP packs a thread are in registers. The packs of a wider row beyond them are read again from the cache.
+template <class T, int V>
+struct Row {
+  const T* data;
+  Pack<T, V> kept[KEEP];
+
+  __device__ __forceinline__ Row(const void* rows, int row, const Group& group, int width)
+      : data(static_cast<const T*>(rows) + int64_t(row) * width) {
+#pragma unroll
+    for (int k = 0; k < KEEP; ++k) {
+      int chunk = k * group.lanes + group.lane;
+      if (chunk < width / V) kept[k] = Pack<T, V>::load(data + chunk * V);
+    }
+  }
+
+  __device__ __forceinline__ Pack<T, V> at(int k, int chunk) const {
+    return k < KEEP ? kept[k] : Pack<T, V>::load(data + chunk * V);
+  }
+
+  // Adds another row, rounds the sum, stores it to `sums`, and keeps it instead of the row.
+  __device__ __forceinline__ void add(const void* rows, void* sums, int row, const Group& group, int width) {
+    const T* other = static_cast<const T*>(rows) + int64_t(row) * width;
+    T* sum = static_cast<T*>(sums) + int64_t(row) * width;
+    each_chunk(group, width / V, [&](int k, int chunk) {
+      Pack<T, V> x = at(k, chunk), y = Pack<T, V>::load(other + chunk * V);
+      float out[V];
+#pragma unroll
+      for (int i = 0; i < V; ++i) out[i] = x[i] + y[i];
+      Pack<T, V> rounded = Pack<T, V>::of(out);
+      rounded.store(sum + chunk * V);
+      if (k < KEEP) kept[k] = rounded;
+    });
+    data = sum;  // for packs beyond the registers: each lane reads what it wrote itself
+  }
+
+  // Calls f(x) for all elements of a lane.
+  template <class F>
+  __device__ __forceinline__ void each(const Group& group, int width, F f) const {
+    each_chunk(group, width / V, [&](int k, int chunk) {
+      Pack<T, V> x = at(k, chunk);
+#pragma unroll
+      for (int i = 0; i < V; ++i) f(x[i]);
+    });
+  }
+};
+
+// Stores what a block adds to the sums of columns: `sums` of each lane, over the group's rows, for the packs in registers.
+template <int V>
+__device__ __forceinline__ void store_column_sums(const Group& group, int width, const float (&sums)[KEEP][V], float* to) {
+  int chunks = width / V;
+  if (group.count == 1) {
+#pragma unroll
+    for (int k = 0; k < KEEP; ++k) {
+      int chunk = k * group.lanes + group.lane;
+      if (chunk < chunks)
+#pragma unroll
+        for (int i = 0; i < V; ++i) to[chunk * V + i] = sums[k][i];
+    }
+    return;
+  }
+  // The block has several groups: a row takes a warp or less and fits the registers, and `all` has room for one row of each
+  // group.
+  __shared__ float all[TEAM_THREADS * KEEP * V];
+#pragma unroll
+  for (int k = 0; k < KEEP; ++k) {
+    int chunk = k * group.lanes + group.lane;
+    if (chunk < chunks)
+#pragma unroll
+      for (int i = 0; i < V; ++i) all[group.index * width + chunk * V + i] = sums[k][i];
+  }
+  __syncthreads();
+  for (int column = threadIdx.x; column < width; column += blockDim.x) {
+    float sum = 0.0f;
+    for (int other = 0; other < group.count; ++other) sum += all[other * width + column];
+    to[column] = sum;
+  }
+}
+
+}  // namespace sage::elements
