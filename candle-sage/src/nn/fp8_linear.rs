@@ -34,7 +34,7 @@ pub struct Fp8Linear {
 impl Fp8Linear {
     /// A map with a weight of shape (outputs, inputs).
     pub fn new(weight: Tensor, settings: ops::Fp8Linear) -> Self {
-        Self { map: Linear::new(weight), settings }
+        Self { map: Linear::new(weight, None), settings }
     }
 
     /// Loads `weight`, which a new model initializes as candle's linear layers do.

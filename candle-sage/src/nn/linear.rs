@@ -14,7 +14,7 @@ use crate::variables;
 /// use candle_sage::nn::Linear;
 ///
 /// let weight = Tensor::new(&[[1f32, 0.], [0., 2.], [1., 1.]], &Device::Cpu)?;
-/// let map = Linear::new(weight).with_bias(Tensor::new(&[0f32, 0., 10.], &Device::Cpu)?);
+/// let map = Linear::new(weight, Some(Tensor::new(&[0f32, 0., 10.], &Device::Cpu)?));
 /// let x = Tensor::new(&[[3f32, 4.]], &Device::Cpu)?;
 /// assert_eq!(map.forward(&x)?.to_vec2::<f32>()?, [[3., 8., 17.]]);
 /// # Ok::<(), candle_core::Error>(())
@@ -26,15 +26,19 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// A map with a weight of shape (outputs, inputs) and without bias.
-    pub fn new(weight: Tensor) -> Self {
-        Self { weight, bias: None }
+    /// A map with a weight of shape (outputs, inputs), and perhaps a bias of shape (outputs), as candle-nn's.
+    pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
+        Self { weight, bias }
     }
 
-    /// Adds a bias of shape (outputs).
-    #[must_use]
-    pub fn with_bias(self, bias: Tensor) -> Self {
-        Self { bias: Some(bias), ..self }
+    /// The weight, (outputs, inputs).
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// The bias, (outputs).
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.bias.as_ref()
     }
 
     /// Loads `weight`, which a new model initializes as candle's linear layers do.
@@ -56,7 +60,7 @@ impl Linear {
     /// When it is missing or has another shape.
     pub fn load(inputs: usize, outputs: usize, vb: VarBuilder<'_>) -> Result<Self> {
         let init = candle_nn::init::DEFAULT_KAIMING_NORMAL;
-        Ok(Self::new(variables::load(&vb, (outputs, inputs), "weight", init, vb.dtype())?))
+        Ok(Self::new(variables::load(&vb, (outputs, inputs), "weight", init, vb.dtype())?, None))
     }
 
     /// Loads `weight` and `bias`, which a new model initializes to zero.
@@ -65,7 +69,7 @@ impl Linear {
     /// When one of them is missing or has another shape.
     pub fn load_with_bias(inputs: usize, outputs: usize, vb: VarBuilder<'_>) -> Result<Self> {
         let bias = variables::load(&vb, outputs, "bias", Init::Const(0.0), vb.dtype())?;
-        Ok(Self::load(inputs, outputs, vb)?.with_bias(bias))
+        Ok(Self { bias: Some(bias), ..Self::load(inputs, outputs, vb)? })
     }
 
     /// The numbers of outputs and inputs.

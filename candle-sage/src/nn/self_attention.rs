@@ -229,11 +229,12 @@ impl SelfAttention {
     }
 
     /// Attends over a sequence whose first token is at position 0. `x` and the output are (batch, sequence,
-    /// width).
+    /// width). Without a rotary embedding (`None`) queries and keys keep their angles, as in BERT and GPT-2, whose positions are
+    /// added to the input.
     ///
     /// # Errors
     /// When the shapes do not fit, or the sequence runs past the rotary tables.
-    pub fn forward(&self, x: &Tensor, rotary: &Rotary) -> Result<Tensor> {
+    pub fn forward<'a>(&self, x: &Tensor, rotary: impl Into<Option<&'a Rotary>>) -> Result<Tensor> {
         self.forward_with(x, rotary, |q, k, v| self.attention.apply(q, k, v))
     }
 
@@ -264,13 +265,13 @@ impl SelfAttention {
     ///
     /// # Errors
     /// As [`SelfAttention::forward`], and those of `attend`.
-    pub fn forward_with(
+    pub fn forward_with<'a>(
         &self,
         x: &Tensor,
-        rotary: &Rotary,
+        rotary: impl Into<Option<&'a Rotary>>,
         attend: impl FnOnce(&Tensor, &Tensor, &Tensor) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        let [q, k, v] = self.project(x, rotary, 0)?;
+        let [q, k, v] = self.project(x, rotary.into(), 0)?;
         let attended = attend(&q, &k, &v)?;
         if attended.dims() != q.dims() {
             return Err(Error::shape("the output of `attend` does not fit the query")
@@ -298,7 +299,12 @@ impl SelfAttention {
     /// # Errors
     /// As [`SelfAttention::forward`]; when the layer is not causal, since its first tokens would have to see
     /// those that come later; and when the cache was made for tensors of another layout.
-    pub fn forward_cached(&self, x: &Tensor, rotary: &Rotary, cache: &mut KvCache) -> Result<Tensor> {
+    pub fn forward_cached<'a>(
+        &self,
+        x: &Tensor,
+        rotary: impl Into<Option<&'a Rotary>>,
+        cache: &mut KvCache,
+    ) -> Result<Tensor> {
         if !self.attention.is_causal() || !self.decoding.is_causal() {
             return Err(Error::new("attention with a cache is not causal")
                 .got("Attention::causal(false)")
@@ -309,7 +315,7 @@ impl SelfAttention {
         self.check_cache(x, cache)?;
         let past = cache.current_seq_len();
         let attention = if past == 0 { &self.attention } else { &self.decoding };
-        let [q, k, v] = self.project(x, rotary, past)?.map(|x| x.detach());
+        let [q, k, v] = self.project(x, rotary.into(), past)?.map(|x| x.detach());
         let (k, v) = cache.append(&k, &v.contiguous()?)?;
         Ok(self.output(&attention.apply(&q, &k, &v)?)?.detach())
     }
@@ -352,21 +358,21 @@ impl SelfAttention {
 
     /// Query, key and value, (batch, sequence, heads, head_dim) each, of tokens of which the first is at
     /// `position`.
-    fn project(&self, x: &Tensor, rotary: &Rotary, position: usize) -> Result<[Tensor; 3]> {
+    fn project(&self, x: &Tensor, rotary: Option<&Rotary>, position: usize) -> Result<[Tensor; 3]> {
         let (batch, sequence) = self.input_dims(x)?;
         let SelfAttentionConfig { heads, key_heads, head_dim, .. } = self.config;
         let split = |x: Tensor, heads| x.reshape((batch, sequence, heads, head_dim));
         let q = split(self.q.forward(x)?, heads)?;
         let k = split(self.k.forward(x)?, key_heads)?;
         let v = split(self.v.forward(x)?, key_heads)?;
-        Ok(match &self.qk_norm {
-            Some((q_norm, k_norm)) => [
-                rotary.forward_normalized(&q, q_norm, position)?,
-                rotary.forward_normalized(&k, k_norm, position)?,
-                v,
-            ],
-            None => [rotary.forward(&q, position)?, rotary.forward(&k, position)?, v],
-        })
+        let turn = |x: Tensor, norm: Option<&RmsNorm>| match (norm, rotary) {
+            (Some(norm), Some(rotary)) => rotary.forward_normalized(&x, norm, position),
+            (Some(norm), None) => norm.forward(&x),
+            (None, Some(rotary)) => rotary.forward(&x, position),
+            (None, None) => Ok(x),
+        };
+        let (q_norm, k_norm) = self.qk_norm.as_ref().map(|(q, k)| (q, k)).unzip();
+        Ok([turn(q, q_norm)?, turn(k, k_norm)?, v])
     }
 
     fn output(&self, attended: &Tensor) -> Result<Tensor> {

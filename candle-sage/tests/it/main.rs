@@ -27,6 +27,7 @@ mod moving;
 mod muon;
 mod ops;
 mod optimizers;
+mod padding;
 mod params;
 mod plans;
 mod reference;

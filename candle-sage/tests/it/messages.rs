@@ -181,7 +181,7 @@ fn ids_and_targets() -> Vec<Case> {
 }
 
 fn linear(outputs: usize, inputs: usize) -> Linear {
-    Linear::new(zeros(&[outputs, inputs]))
+    Linear::new(zeros(&[outputs, inputs]), None)
 }
 
 /// Linear maps that do not fit their inputs, and weights that do not fit their modules.
@@ -194,8 +194,8 @@ fn linear_maps() -> Vec<Case> {
     Linear::load(3, 2, varmap()).expect("a new variable");
     vec![
         ("a linear map of another width", linear(3, 2).forward(&zeros(&[4, 3]))),
-        ("a linear map of a vector", Linear::new(zeros(&[3])).forward(&zeros(&[4, 3]))),
-        ("a bias of another width", linear(3, 2).with_bias(zeros(&[2])).forward(&zeros(&[4, 2]))),
+        ("a linear map of a vector", Linear::new(zeros(&[3]), None).forward(&zeros(&[4, 3]))),
+        ("a bias of another width", Linear::new(zeros(&[3, 2]), Some(zeros(&[2]))).forward(&zeros(&[4, 2]))),
         (
             "a linear map of another type",
             linear(3, 2).forward(&zeros(&[4, 2]).to_dtype(DType::BF16).expect("bf16")),

@@ -184,3 +184,26 @@ fn llama_3_stretches_slow_angles() -> Result<()> {
     assert!(rope_tables_llama3(2, 64, base, Llama3Scaling { factor: 0.0, ..scaling }, &Device::Cpu).is_err());
     Ok(())
 }
+
+/// Without a rotary embedding the order of earlier tokens does not matter to the last one; with one it does. A cache gives the same outputs.
+#[test]
+fn positions_may_come_from_elsewhere() -> Result<()> {
+    let device = Device::Cpu;
+    for qk_norm in [None, Some(1e-6)] {
+        let config = SelfAttentionConfig::new(32, 2, 16).qk_norm(qk_norm);
+        let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &device);
+        let layer = SelfAttention::load(config, Attention::default().causal(true), vb)?;
+        let rotary = Rotary::new(8, 16, 10000.0, RopeStyle::Halves, &device)?;
+        let x = Tensor::randn(0f32, 1., (1, 5, 32), &device)?;
+        let turned = Tensor::cat(&[x.narrow(1, 2, 2)?, x.narrow(1, 0, 2)?, x.narrow(1, 4, 1)?], 1)?;
+        let last = |x: &Tensor, rotary: Option<&Rotary>| layer.forward(x, rotary)?.narrow(1, 4, 1);
+        let apart = |a: Tensor, b: Tensor| (a - b)?.abs()?.max_all()?.to_scalar::<f32>();
+        assert!(apart(last(&x, None)?, last(&turned, None)?)? < 1e-5);
+        assert!(apart(last(&x, Some(&rotary))?, last(&turned, Some(&rotary))?)? > 1e-4);
+        let mut cache = layer.cache(8);
+        layer.forward_cached(&x.narrow(1, 0, 4)?, None, &mut cache)?;
+        let next = layer.forward_cached(&x.narrow(1, 4, 1)?, None, &mut cache)?;
+        assert!(apart(next, last(&x, None)?)? < 1e-5);
+    }
+    Ok(())
+}
