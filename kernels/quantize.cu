@@ -1,5 +1,6 @@
 // SageBwd's quantization kernels. Before the forward: means, codes and scales of Q, K and V (arXiv 2603.02170, section 3).
 // Before the backward: delta and the codes of dO.
+#include <math_constants.h>
 #include <sage/quant/tile.cuh>
 
 using namespace sage;
@@ -251,7 +252,29 @@ __device__ void prepare(const params::Backward& p) {
   }
 }
 
+constexpr float LN_2 = 0.69314718f;
+
+// One block for each (query tile, head): the log-sum-exps that a forward kept, to the caller's layout; or their gradient, from there, to delta, as a
+// change of the log-sum-exp is one of all logits in proportion to P.
+__device__ void log_sum_exp(const params::LogSumExp& p) {
+  const params::Shape& shape = p.shape;
+  int tile = blockIdx.x / shape.query_heads, head = blockIdx.x % shape.query_heads;
+  Segment segment(shape, segment_of_tile<true>(shape, tile));
+  int row = (tile - segment.query_tile) * TILE + threadIdx.x;
+  if (row >= segment.query_len) return;
+  float& padded = p.padded[(int64_t(head) * shape.query_tiles + tile) * TILE + threadIdx.x];
+  float& outside = p.outside[(int64_t(segment.batch) * shape.query_heads + head) * p.sequence + segment.query_start + row];
+  if (p.is_gradient) {
+    padded += outside;
+  } else {
+    // A query that sees no key has minus infinity in both.
+    outside = padded == -CUDART_INF_F ? padded : -LN_2 * padded;
+  }
+}
+
 }  // namespace
+
+extern "C" __global__ void __launch_bounds__(TILE) attention_log_sum_exp(const __grid_constant__ params::LogSumExp p) { log_sum_exp(p); }
 
 #define FORWARD(name, threads, ...) \
   extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ params::Forward p) { __VA_ARGS__(p); }

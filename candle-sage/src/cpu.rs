@@ -37,20 +37,28 @@ trait OnCpu: Debug + Send + Sync + 'static {
     /// Computes the output, contiguous (batch, query, query heads, head_dim), and the state for the backward.
     fn forward(&self, problem: &Problem<'_>) -> (Vec<f32>, Self::Kept);
 
+    /// The base-2 log-sum-exps of the logits, (batch, query heads, query); minus infinity where a query sees no key.
+    fn lse2(kept: &Self::Kept) -> &[f32];
+
     /// Computes the gradients from the forward's state and output and from the output's gradient.
     fn backward(&self, problem: &Problem<'_>, kept: &Self::Kept, output: &OutputGradient<'_>) -> Gradients;
 }
 
-/// The forward's output, and the gradient of the loss with respect to it.
+/// The forward's output, and the gradients of the loss with respect to it and to the log-sum-exps.
 #[derive(Debug)]
 pub(crate) struct OutputGradient<'a> {
     pub(crate) out: &'a View<'a>,
     pub(crate) dout: &'a View<'a>,
+    /// (batch, query heads, query); empty for zeros.
+    pub(crate) dlse: &'a [f32],
 }
 
 /// A completed forward: the scheme with the state that its forward kept. No other type has a backward, so
 /// that scheme and state always match.
 pub(crate) trait CompletedForward: Debug + Send + Sync {
+    /// The log-sum-exps, (batch, query heads, query).
+    fn lse(&self) -> Vec<f32>;
+
     fn backward(&self, problem: &Problem<'_>, output: &OutputGradient<'_>) -> Gradients;
 }
 
@@ -58,6 +66,10 @@ pub(crate) trait CompletedForward: Debug + Send + Sync {
 struct Completed<S: OnCpu>(S, S::Kept);
 
 impl<S: OnCpu> CompletedForward for Completed<S> {
+    fn lse(&self) -> Vec<f32> {
+        S::lse2(&self.1).iter().map(|lse2| lse2 * std::f32::consts::LN_2).collect()
+    }
+
     fn backward(&self, problem: &Problem<'_>, output: &OutputGradient<'_>) -> Gradients {
         self.0.backward(problem, &self.1, output)
     }

@@ -30,21 +30,22 @@ mod tensor;
 
 use std::fmt::Debug;
 
-use address::{address, address_if_any};
-use call::Call;
-use call::Problem;
+use address::{Address, address, address_if_any};
+use call::{Call, Geometry, Problem};
+use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 use compiled::constants::attn_bwd::FINISH_THREADS;
 use compiled::kernel;
 use cudarc::driver::CudaSlice;
 use full_precision::FullPrecision;
-use kernels::Grid;
+use kernels::{Gpu, Grid};
 use plan::{Plan, SELECTION_BLOCK, TILE, Visits};
 use selection::{Seen, Users};
 
 use crate::launch::{Launch, Operand};
-use crate::ops::attention::{AttentionOp, CompletedOnGpu};
+use crate::ops::attention::{AttentionOp, BackwardInputs, CompletedOnGpu};
 use crate::scheme::Scheme;
+use crate::shape::AttentionShape;
 
 /// A scheme on a GPU. Each scheme implements it in the file of its name. It names its kernels; `plan` says
 /// how they run.
@@ -91,22 +92,21 @@ trait OnGpu: Debug + Send + Sync + 'static {
     ) -> Result<()>;
 }
 
-/// The forward's output, and the gradient of the loss with respect to it.
+/// The forward's output, and the gradients of the loss with respect to it and to the log-sum-exps.
 #[derive(Debug, Clone, Copy)]
 struct OutputGradient<'a> {
     out: Operand<'a>,
     dout: Operand<'a>,
+    /// Of the log-sum-exps, (batch, query heads, query) in f32.
+    dlse: Option<Operand<'a>>,
 }
 
 /// A completed forward: the scheme with the state that its forward kept. No other type has a backward, so
 /// that scheme and state always match.
-trait CompletedForward: for<'a> Launch<BackwardInputs<'a>, [CudaStorage; 3]> + Debug + Send + Sync {
+trait CompletedForward: CompletedOnGpu + Debug {
     /// Contiguous gradients of query, key and value.
     fn backward(&self, problem: &Problem<'_>, output: &OutputGradient<'_>) -> Result<[CudaStorage; 3]>;
 }
-
-/// An op, its inputs, its output and that one's gradient.
-type BackwardInputs<'a> = (&'a AttentionOp, [Operand<'a>; 5]);
 
 #[derive(Debug)]
 struct Completed<S: OnGpu> {
@@ -123,19 +123,48 @@ impl<S: OnGpu> CompletedForward for Completed<S> {
 }
 
 impl<'a, S: OnGpu> Launch<BackwardInputs<'a>, [CudaStorage; 3]> for Completed<S> {
-    fn launch(&self, (op, [q, k, v, out, dout]): BackwardInputs<'a>) -> Result<[CudaStorage; 3]> {
-        self.backward(&Problem::new(op, [q, k, v]), &OutputGradient { out, dout })
+    fn launch(&self, (op, [q, k, v, out, dout], dlse): BackwardInputs<'a>) -> Result<[CudaStorage; 3]> {
+        self.backward(&Problem::new(op, [q, k, v]), &OutputGradient { out, dout, dlse })
     }
 }
 
+impl<'a, S: OnGpu> Launch<(&'a AttentionShape, Operand<'a>), CudaStorage> for Completed<S> {
+    fn launch(&self, (shape, out): (&'a AttentionShape, Operand<'a>)) -> Result<CudaStorage> {
+        let gpu = Gpu::new(out.0.device())?;
+        let lse = gpu.alloc::<f32>(shape.batch() * shape.query_heads() * shape.query_len())?;
+        let geometry = Geometry::new(&gpu, shape)?;
+        let outside = address(&lse, &gpu);
+        log_sum_exp(&gpu, geometry.shape(&gpu), shape, address(&self.minus_lse2, &gpu), outside, false)?;
+        Ok(CudaStorage::wrap_cuda_slice(lse, gpu.device.clone()))
+    }
+}
+
+impl<S: OnGpu> CompletedOnGpu for Completed<S> {}
+
+/// Copies the log-sum-exps of a forward out of the padded layout, or adds their gradient to the negated delta of a backward.
+fn log_sum_exp(
+    gpu: &Gpu,
+    shape: params::Shape<'_>,
+    of: &AttentionShape,
+    padded: Address<'_>,
+    outside: Address<'_>,
+    is_gradient: bool,
+) -> Result<()> {
+    let grid = Grid::line(shape.query_tiles as usize * of.query_heads(), TILE);
+    let sequence = of.query_len() as i64;
+    let (is_gradient, padding) = (is_gradient.into(), 0);
+    let params = params::LogSumExp { shape, padded, outside, sequence, is_gradient, padding };
+    params::launch(gpu, kernel!("attention_log_sum_exp"), grid, &params)
+}
+
 /// With `true` the forward keeps what its backward needs.
-impl Launch<([Operand<'_>; 3], bool), (CudaStorage, Option<Box<CompletedOnGpu>>)> for AttentionOp {
+impl Launch<([Operand<'_>; 3], bool), (CudaStorage, Option<Box<dyn CompletedOnGpu>>)> for AttentionOp {
     fn launch(
         &self,
         (inputs, keep): ([Operand<'_>; 3], bool),
-    ) -> Result<(CudaStorage, Option<Box<CompletedOnGpu>>)> {
+    ) -> Result<(CudaStorage, Option<Box<dyn CompletedOnGpu>>)> {
         let (out, completed) = forward(&self.scheme, &Problem::new(self, inputs), keep)?;
-        Ok((out, completed.map(|completed| completed as Box<CompletedOnGpu>)))
+        Ok((out, completed.map(|completed| completed as Box<dyn CompletedOnGpu>)))
     }
 }
 
@@ -258,6 +287,10 @@ fn run_backward<S: OnGpu>(
         ..given
     };
     completed.scheme.before_backward(&call, plan, &completed.kept, &scratch, output, &mut params)?;
+    if let Some(dlse) = output.dlse {
+        let outside = ops::tensor::start(dlse, gpu)?;
+        log_sum_exp(gpu, call.shape(), problem.shape, params.minus_delta, outside, true)?;
+    }
     let blocks = call.segment_count()
         * problem.shape.key_heads()
         * (call.geometry.sizes.key_len as usize).div_ceil(plan.rows)

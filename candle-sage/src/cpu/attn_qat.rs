@@ -94,8 +94,12 @@ impl OnCpu for Settings {
         (out, Kept { codes, lse2, sum, high_precision_out })
     }
 
+    fn lse2(kept: &Kept) -> &[f32] {
+        &kept.lse2
+    }
+
     fn backward(&self, problem: &Problem<'_>, kept: &Kept, output: &OutputGradient<'_>) -> Gradients {
-        backward::run(&Backward { settings: self, problem, kept, out: output.out }, problem, output.dout)
+        backward::run(&Backward { settings: self, problem, kept, out: output.out }, problem, output)
     }
 }
 

@@ -6,8 +6,7 @@ use multiversion::multiversion;
 use rayon::prelude::*;
 
 use super::numerics::{BackwardNumerics, Head, Operands, Problem, Tile, cut, mask};
-use super::view::View;
-use super::{Gradients, lanes};
+use super::{Gradients, OutputGradient, lanes};
 
 /// One parallel task: keys of one key head.
 struct Item {
@@ -47,10 +46,14 @@ fn items<N: Operands>(numerics: &N, problem: &Problem<'_>) -> Vec<Item> {
     items
 }
 
-pub(super) fn run<N: BackwardNumerics>(numerics: &N, problem: &Problem<'_>, dout: &View<'_>) -> Gradients {
+pub(super) fn run<N: BackwardNumerics>(
+    numerics: &N,
+    problem: &Problem<'_>,
+    output: &OutputGradient<'_>,
+) -> Gradients {
     let (shape, d) = (problem.shape, problem.head_dim());
     let items = items(numerics, problem);
-    let parts: Vec<Part> = items.par_iter().map(|item| run_item(numerics, problem, dout, item)).collect();
+    let parts: Vec<Part> = items.par_iter().map(|item| run_item(numerics, problem, output, item)).collect();
 
     let (heads, key_heads, group) = (shape.query_heads(), shape.key_heads(), shape.group());
     let mut dq = vec![0.0; shape.batch() * shape.query_len() * heads * d];
@@ -80,7 +83,12 @@ fn add_rows(into: &mut [f32], rows: &[f32], d: usize, first: usize, heads: usize
     }
 }
 
-fn run_item<N: BackwardNumerics>(numerics: &N, problem: &Problem<'_>, dout: &View<'_>, item: &Item) -> Part {
+fn run_item<N: BackwardNumerics>(
+    numerics: &N,
+    problem: &Problem<'_>,
+    output: &OutputGradient<'_>,
+    item: &Item,
+) -> Part {
     let d = problem.head_dim();
     let segment = &problem.segments[item.at.segment];
     let count = segment.query.len();
@@ -93,9 +101,14 @@ fn run_item<N: BackwardNumerics>(numerics: &N, problem: &Problem<'_>, dout: &Vie
     for member in 0..group {
         let at = Head { segment: item.at.segment, head: item.at.head * group + member };
         let queries = numerics.queries(at, 0..count);
-        let dout = problem.query_rows(dout, at, 0..count);
-        let delta = numerics.delta(at, &dout);
-        let lse2 = &numerics.lse2()[problem.lse_start(at)..][..count];
+        let dout = problem.query_rows(output.dout, at, 0..count);
+        let mut delta = numerics.delta(at, &dout);
+        let rows = problem.lse_start(at)..problem.lse_start(at) + count;
+        if let Some(dlse) = output.dlse.get(rows.clone()) {
+            // A change of the log-sum-exp is one of all logits, in proportion to P.
+            delta.iter_mut().zip(dlse).for_each(|(delta, dlse)| *delta -= dlse);
+        }
+        let lse2 = &numerics.lse2()[rows];
         let grads = numerics.grads(at, dout);
         let mut dq = vec![0.0; count * d];
         for col in item.keys.clone().step_by(tile_k) {

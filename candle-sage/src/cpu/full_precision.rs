@@ -21,8 +21,12 @@ impl OnCpu for FullPrecision {
         forward::run(&Forward(problem), problem).out_and_lse2()
     }
 
+    fn lse2(kept: &Self::Kept) -> &[f32] {
+        kept
+    }
+
     fn backward(&self, problem: &Problem<'_>, lse2: &Self::Kept, output: &OutputGradient<'_>) -> Gradients {
-        backward::run(&Backward { problem, lse2, out: output.out }, problem, output.dout)
+        backward::run(&Backward { problem, lse2, out: output.out }, problem, output)
     }
 }
 

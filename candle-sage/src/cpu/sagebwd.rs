@@ -32,6 +32,10 @@ impl OnCpu for Settings {
         (out, (lse2, codes))
     }
 
+    fn lse2((lse2, _): &Self::Kept) -> &[f32] {
+        lse2
+    }
+
     fn backward(
         &self,
         problem: &Problem<'_>,
@@ -40,7 +44,7 @@ impl OnCpu for Settings {
     ) -> Gradients {
         let values = Values16 { lse2, out: output.out };
         let products = Products { settings: self, int8: self.products, problem, codes, values };
-        super::backward::run(&products, problem, output.dout)
+        super::backward::run(&products, problem, output)
     }
 }
 

@@ -62,6 +62,7 @@ families! {
     Fp8Rope: "rope",
     Fp8SwiGlu: "swiglu",
     Linear: "past_linear",
+    LogSumExp: "quantize",
     Mass: "selection",
     LayerNorm: "layer_norm",
     MuonApply: "muon",

@@ -1,6 +1,8 @@
 //! Attention with a backward, as a `CustomOp3`.
 
-use std::sync::OnceLock;
+mod vjp;
+
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
@@ -14,6 +16,8 @@ use crate::launch::{Launch, Operand};
 use crate::scheme::Scheme;
 use crate::selection::{Lists, Selection};
 use crate::shape::{AttentionShape, Dims, Packing};
+
+pub use vjp::AttentionVjp;
 
 const NAME: &str = "attention";
 
@@ -43,7 +47,7 @@ const NAME: &str = "attention";
 /// ```
 #[derive(Debug, Clone, Default)]
 pub struct Attention {
-    scheme: Scheme,
+    pub(super) scheme: Scheme,
     causal: bool,
     softmax_scale: Option<f64>,
     packing: Option<Packing>,
@@ -169,13 +173,13 @@ impl Attention {
     }
 
     /// The head_dims of values and of queries and keys, if they differ and must be made equal. Kernels of full precision take both.
-    fn widths(&self, inputs: [&Tensor; 3]) -> Option<Widths> {
+    pub(super) fn widths(&self, inputs: [&Tensor; 3]) -> Option<Widths> {
         let takes_both = self.scheme == Scheme::FullPrecision && inputs[0].device().is_cuda();
         Widths::of(inputs).filter(|_| !takes_both)
     }
 
     /// With the softmax scale that the query's own head_dim gives, for a query that is widened.
-    fn scaled_for(&self, q: &Tensor) -> Result<Self> {
+    pub(super) fn scaled_for(&self, q: &Tensor) -> Result<Self> {
         let scale = 1.0 / (q.dim(candle_core::D::Minus1)? as f64).sqrt();
         Ok(Self { softmax_scale: self.softmax_scale.or(Some(scale)), ..self.clone() })
     }
@@ -193,7 +197,7 @@ impl Attention {
     }
 
     /// Checks all arguments, and makes the op of one call.
-    fn op(&self, q: &Tensor, k: &Tensor, v: &Tensor, keep: bool) -> Result<AttentionOp> {
+    pub(super) fn op(&self, q: &Tensor, k: &Tensor, v: &Tensor, keep: bool) -> Result<AttentionOp> {
         self.scheme.validate()?;
         if keep && self.scheme.is_forward_only() {
             return Err(Error::new("FP4 products have no backward")
@@ -241,71 +245,8 @@ impl Attention {
             softmax_scale: as_f32,
             deterministic: self.deterministic,
             selection: self.selection.clone(),
-            saved: keep.then(OnceLock::new),
+            saved: keep.then(Arc::default),
         })
-    }
-}
-
-/// The backward of one forward: see [`Attention::vjp`]. It holds the inputs, the output and the state that
-/// the forward kept.
-///
-/// ```
-/// use candle_core::{Device, Tensor};
-/// use candle_sage::Attention;
-///
-/// let x = || Tensor::randn(0f32, 1., (1, 16, 2, 32), &Device::Cpu);
-/// let (q, k, v) = (x()?, x()?, x()?);
-/// let (out, vjp) = Attention::default().causal(true).vjp(&q, &k, &v)?;
-/// let [dq, dk, dv] = vjp.apply(&out.ones_like()?)?;
-/// assert_eq!((dq.dims(), dk.dims()), (q.dims(), k.dims()));
-/// // The probabilities of each of the 16 queries sum to 1.
-/// let sums = dv.sum(1)?.flatten_all()?.to_vec1::<f32>()?;
-/// assert!(sums.iter().all(|sum| (sum - 16.0).abs() < 1e-4));
-/// # Ok::<(), candle_core::Error>(())
-/// ```
-pub struct AttentionVjp {
-    op: AttentionOp,
-    /// The inputs and the output; if there are `widths`, all as wide as the widest.
-    inputs: [Tensor; 3],
-    out: Tensor,
-    /// If values have another head_dim than queries and keys, and were widened for that.
-    widths: Option<Widths>,
-}
-
-impl AttentionVjp {
-    /// The gradients of query, key and value for the output's gradient `dout`, which has the output's
-    /// shape and element type.
-    ///
-    /// # Errors
-    /// When `dout` does not fit the output.
-    pub fn apply(&self, dout: &Tensor) -> Result<[Tensor; 3]> {
-        let mut dims = self.out.dims().to_vec();
-        if let Some(widths) = self.widths {
-            dims[3] = widths.value();
-        }
-        if dout.dims() != dims || dout.dtype() != self.out.dtype() {
-            return Err(Error::shape("the output's gradient does not fit the output")
-                .got(format!("{:?} {:?}", dout.dims(), dout.dtype()))
-                .allowed(format!("{dims:?} {:?}", self.out.dtype()))
-                .hint("it has the output's shape and element type")
-                .into());
-        }
-        supported(NAME, &[&self.out, dout])?;
-        let dout = self.widths.map_or(Ok(dout.clone()), |widths| widths.widen_output(dout))?;
-        let [q, k, v] = &self.inputs;
-        match self.op.bwd(q, k, v, &self.out, &dout)? {
-            (Some(dq), Some(dk), Some(dv)) => match self.widths {
-                None => Ok([dq, dk, dv]),
-                Some(widths) => widths.narrow([dq, dk, dv]),
-            },
-            _ => unreachable!("attention has three gradients"),
-        }
-    }
-}
-
-impl std::fmt::Debug for AttentionVjp {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("AttentionVjp").field("out", &self.out.dims()).finish_non_exhaustive()
     }
 }
 
@@ -317,19 +258,36 @@ pub(crate) struct AttentionOp {
     #[allow(dead_code, reason = "only kernels ask for it: on the CPU results never vary")]
     pub(crate) deterministic: bool,
     pub(crate) selection: Option<Selection>,
-    /// Set by the forward; `None` when no input is tracked.
-    saved: Option<OnceLock<Saved>>,
+    /// `None` when no input is tracked.
+    pub(super) saved: Option<Arc<Saved>>,
 }
 
-/// A forward on a GPU, with the state that its backward needs: from query, key, value, the output and its gradient it
-/// makes the gradients of the first three.
-pub(crate) type CompletedOnGpu =
-    dyn for<'a> Launch<(&'a AttentionOp, [Operand<'a>; 5]), [CudaStorage; 3]> + Send + Sync;
+/// What a call keeps for its backward.
+#[derive(Default)]
+pub(super) struct Saved {
+    /// Set by the forward.
+    pub(super) completed: OnceLock<Completed>,
+    /// The gradient of the log-sum-exps, which a backward through them leaves here for attention's own, which comes after it.
+    pub(super) dlse: Mutex<Option<Tensor>>,
+}
 
-/// What a forward keeps for its backward, by the device on which it completed.
-enum Saved {
+/// An op, its inputs, its output, that one's gradient, and the log-sum-exps'.
+pub(crate) type BackwardInputs<'a> = (&'a AttentionOp, [Operand<'a>; 5], Option<Operand<'a>>);
+
+/// A forward on a GPU, with the state that its backward needs: it makes the gradients of query, key and value, and for the output
+/// the log-sum-exps.
+pub(crate) trait CompletedOnGpu:
+    for<'a> Launch<BackwardInputs<'a>, [CudaStorage; 3]>
+    + for<'a> Launch<(&'a AttentionShape, Operand<'a>), CudaStorage>
+    + Send
+    + Sync
+{
+}
+
+/// A completed forward, by the device on which it completed.
+pub(super) enum Completed {
     Cpu(Box<dyn cpu::CompletedForward>),
-    Cuda(Box<CompletedOnGpu>),
+    Cuda(Box<dyn CompletedOnGpu>),
 }
 
 type Gradients = (Option<Tensor>, Option<Tensor>, Option<Tensor>);
@@ -339,13 +297,9 @@ fn shape_of((batch, sequence, heads, head_dim): Dims) -> Shape {
 }
 
 impl AttentionOp {
-    fn save(&self, saved: Saved) -> Result<()> {
-        match &self.saved {
-            None => Ok(()),
-            Some(slot) => {
-                slot.set(saved).map_err(|_| Error::new("an attention op value was run twice").into())
-            }
-        }
+    fn save(&self, completed: Completed) -> Result<()> {
+        let Some(saved) = &self.saved else { return Ok(()) };
+        saved.completed.set(completed).map_err(|_| Error::new("an attention op value was run twice").into())
     }
 
     /// The lists of the selection on the host, for the CPU.
@@ -353,7 +307,12 @@ impl AttentionOp {
         self.selection.as_ref().map(Selection::host).transpose()
     }
 
-    fn cpu_bwd(&self, completed: &dyn cpu::CompletedForward, tensors: [&Tensor; 5]) -> Result<Gradients> {
+    fn cpu_bwd(
+        &self,
+        completed: &dyn cpu::CompletedForward,
+        tensors: [&Tensor; 5],
+        dlse: Option<&Tensor>,
+    ) -> Result<Gradients> {
         let dtype: DType = tensors[0].dtype();
         let guards = tensors.map(Tensor::storage_and_layout);
         let mut views = Vec::with_capacity(guards.len());
@@ -362,7 +321,9 @@ impl AttentionOp {
         }
         let &[q, k, v, out, dout] = views.as_slice() else { unreachable!("five tensors, five views") };
         let problem = Problem::new(&self.shape, self.softmax_scale, self.lists()?, [q, k, v]);
-        let gradients = completed.backward(&problem, &cpu::OutputGradient { out: &out, dout: &dout });
+        let dlse = dlse.map_or_else(|| Ok(Vec::new()), |dlse| dlse.flatten_all()?.to_vec1::<f32>())?;
+        let output = cpu::OutputGradient { out: &out, dout: &dout, dlse: &dlse };
+        let gradients = completed.backward(&problem, &output);
         let tensor = |values, dims| f32_tensor(values, shape_of(dims), dtype).map(Some);
         Ok((
             tensor(gradients.dq, self.shape.query_dims())?,
@@ -371,8 +332,16 @@ impl AttentionOp {
         ))
     }
 
-    fn cuda_bwd(&self, completed: &CompletedOnGpu, tensors: [&Tensor; 5]) -> Result<Gradients> {
-        let [dq, dk, dv] = with_cuda(NAME, tensors, |operands| completed.launch((self, operands)))?;
+    fn cuda_bwd(
+        &self,
+        completed: &dyn CompletedOnGpu,
+        tensors: [&Tensor; 5],
+        dlse: Option<&Tensor>,
+    ) -> Result<Gradients> {
+        let [dq, dk, dv] = with_cuda(NAME, tensors, |operands| match dlse {
+            None => completed.launch((self, operands, None)),
+            Some(dlse) => with_cuda(NAME, [dlse], |[dlse]| completed.launch((self, operands, Some(dlse)))),
+        })?;
         let tensor = |storage, dims| Some(cuda_tensor(storage, shape_of(dims)));
         Ok((
             tensor(dq, self.shape.query_dims()),
@@ -399,7 +368,7 @@ impl CustomOp3 for AttentionOp {
         let views = [View::new(q, q_layout)?, View::new(k, k_layout)?, View::new(v, v_layout)?];
         let problem = Problem::new(&self.shape, self.softmax_scale, self.lists()?, views);
         let (out, completed) = cpu::forward(&self.scheme, &problem);
-        self.save(Saved::Cpu(completed))?;
+        self.save(Completed::Cpu(completed))?;
         let dtype = q.dtype();
         Ok((to_storage(out, dtype)?, shape_of(self.shape.output_dims())))
     }
@@ -414,10 +383,10 @@ impl CustomOp3 for AttentionOp {
         v_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         let inputs = [(q, q_layout), (k, k_layout), (v, v_layout)];
-        let (out, completed): (_, Option<Box<CompletedOnGpu>>) =
+        let (out, completed): (_, Option<Box<dyn CompletedOnGpu>>) =
             self.launch((inputs, self.saved.is_some()))?;
         if let Some(completed) = completed {
-            self.save(Saved::Cuda(completed))?;
+            self.save(Completed::Cuda(completed))?;
         }
         Ok((out, shape_of(self.shape.output_dims())))
     }
@@ -427,9 +396,12 @@ impl CustomOp3 for AttentionOp {
         let copied =
             (dout.device().is_cuda() && dout.stride()[3] != 1).then(|| dout.contiguous()).transpose()?;
         let dout = copied.as_ref().unwrap_or(dout);
-        match self.saved.as_ref().and_then(OnceLock::get) {
-            Some(Saved::Cpu(completed)) => self.cpu_bwd(completed.as_ref(), [q, k, v, out, dout]),
-            Some(Saved::Cuda(completed)) => self.cuda_bwd(completed.as_ref(), [q, k, v, out, dout]),
+        let saved = self.saved.as_deref();
+        let dlse = saved.and_then(|saved| saved.dlse.lock().unwrap_or_else(PoisonError::into_inner).take());
+        let (tensors, dlse) = ([q, k, v, out, dout], dlse.as_ref());
+        match saved.and_then(|saved| saved.completed.get()) {
+            Some(Completed::Cpu(completed)) => self.cpu_bwd(completed.as_ref(), tensors, dlse),
+            Some(Completed::Cuda(completed)) => self.cuda_bwd(completed.as_ref(), tensors, dlse),
             None => Err(Error::new("attention has no forward to go back from").into()),
         }
     }

@@ -21,6 +21,7 @@ mod fingerprint;
 mod fp8;
 mod imports;
 mod lengths;
+mod log_sum_exp;
 mod messages;
 mod modules;
 mod moving;

@@ -134,6 +134,16 @@ struct Forward {
   TensorMap v_map;
 };
 
+// Log-sum-exps outside of the padded layout: (batch, query heads, sequence).
+struct LogSumExp {
+  Shape shape;
+  float* padded;        // Forward::minus_lse2, from which `outside` is made; or Backward::minus_delta, to which it is added
+  float* outside;
+  int64_t sequence;
+  int32_t is_gradient;  // whether it is added
+  int32_t padding;
+};
+
 struct Backward {
   View q;
   View k;

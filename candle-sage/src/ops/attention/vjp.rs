@@ -1,0 +1,95 @@
+//! The backward of attention outside candle's graph.
+
+use candle_core::{CustomOp3, Result, Tensor};
+
+use super::{AttentionOp, NAME};
+use crate::error::Error;
+use crate::ops::log_sum_exp;
+use crate::ops::support::supported;
+use crate::ops::widths::Widths;
+
+/// The backward of one forward: see [`Attention::vjp`]. It holds the inputs, the output and the state that
+/// the forward kept.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_sage::Attention;
+///
+/// let x = || Tensor::randn(0f32, 1., (1, 16, 2, 32), &Device::Cpu);
+/// let (q, k, v) = (x()?, x()?, x()?);
+/// let (out, vjp) = Attention::default().causal(true).vjp(&q, &k, &v)?;
+/// let [dq, dk, dv] = vjp.apply(&out.ones_like()?)?;
+/// assert_eq!((dq.dims(), dk.dims()), (q.dims(), k.dims()));
+/// // The probabilities of each of the 16 queries sum to 1.
+/// let sums = dv.sum(1)?.flatten_all()?.to_vec1::<f32>()?;
+/// assert!(sums.iter().all(|sum| (sum - 16.0).abs() < 1e-4));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+pub struct AttentionVjp {
+    pub(super) op: AttentionOp,
+    /// The inputs and the output; if there are `widths`, all as wide as the widest.
+    pub(super) inputs: [Tensor; 3],
+    pub(super) out: Tensor,
+    /// If values have another head_dim than queries and keys, and were widened for that.
+    pub(super) widths: Option<Widths>,
+}
+
+impl AttentionVjp {
+    /// The log-sum-exps of the logits: see [`Attention::apply_with_lse`].
+    ///
+    /// # Errors
+    /// When the scheme smooths keys.
+    pub fn lse(&self) -> Result<Tensor> {
+        log_sum_exp::of(&self.op, &self.out)
+    }
+
+    /// The gradients of query, key and value for the output's gradient `dout`, which has the output's
+    /// shape and element type.
+    ///
+    /// # Errors
+    /// When `dout` does not fit the output.
+    pub fn apply(&self, dout: &Tensor) -> Result<[Tensor; 3]> {
+        self.apply_with_lse(dout, None)
+    }
+
+    /// As [`AttentionVjp::apply`], with the gradient of the log-sum-exps too, which has the shape of [`AttentionVjp::lse`].
+    ///
+    /// # Errors
+    /// As [`AttentionVjp::apply`], and when `dlse` does not fit.
+    pub fn apply_with_lse<'a>(
+        &self,
+        dout: &Tensor,
+        dlse: impl Into<Option<&'a Tensor>>,
+    ) -> Result<[Tensor; 3]> {
+        if let (Some(dlse), Some(saved)) = (dlse.into(), &self.op.saved) {
+            saved.set_gradient(dlse, &self.op.shape)?;
+        }
+        let mut dims = self.out.dims().to_vec();
+        if let Some(widths) = self.widths {
+            dims[3] = widths.value();
+        }
+        if dout.dims() != dims || dout.dtype() != self.out.dtype() {
+            return Err(Error::shape("the output's gradient does not fit the output")
+                .got(format!("{:?} {:?}", dout.dims(), dout.dtype()))
+                .allowed(format!("{dims:?} {:?}", self.out.dtype()))
+                .hint("it has the output's shape and element type")
+                .into());
+        }
+        supported(NAME, &[&self.out, dout])?;
+        let dout = self.widths.map_or(Ok(dout.clone()), |widths| widths.widen_output(dout))?;
+        let [q, k, v] = &self.inputs;
+        match self.op.bwd(q, k, v, &self.out, &dout)? {
+            (Some(dq), Some(dk), Some(dv)) => match self.widths {
+                None => Ok([dq, dk, dv]),
+                Some(widths) => widths.narrow([dq, dk, dv]),
+            },
+            _ => unreachable!("attention has three gradients"),
+        }
+    }
+}
+
+impl std::fmt::Debug for AttentionVjp {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("AttentionVjp").field("out", &self.out.dims()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,137 @@
+//! The log-sum-exps of attention's logits beside its output, and their gradient.
+
+use std::sync::{Arc, PoisonError};
+
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor};
+
+use super::attention::{Attention, AttentionOp, Completed, Saved};
+use crate::error::Error;
+use crate::scheme::Scheme;
+use crate::shape::AttentionShape;
+
+const NAME: &str = "attention-lse";
+
+impl Attention {
+    /// As [`Attention::apply`], and returns the log-sum-exps of the logits too, `ln(sum_j exp(softmax_scale q k_j))` over the keys that a query sees:
+    /// (batch, heads, sequence) in f32, minus infinity where a query sees none. Both have gradients.
+    ///
+    /// Attention to several sets of keys is the mean of the outputs, weighted by `exp(lse)`: ring attention, or a cache in parts.
+    ///
+    /// ```
+    /// use candle_core::{D, Device, Tensor, Var};
+    /// use candle_sage::Attention;
+    ///
+    /// let var = || Var::randn(0f32, 1., (1, 8, 2, 16), &Device::Cpu);
+    /// let (q, k, v) = (var()?, var()?, var()?);
+    /// let attention = Attention::default();
+    /// let part = |start| attention.apply_with_lse(&q, &k.narrow(1, start, 4)?, &v.narrow(1, start, 4)?);
+    /// let [(left, left_lse), (right, right_lse)] = [part(0)?, part(4)?];
+    /// let share = candle_nn::ops::sigmoid(&(left_lse - right_lse)?)?.transpose(1, 2)?.unsqueeze(D::Minus1)?;
+    /// let merged = (left.broadcast_mul(&share)? + right.broadcast_mul(&(1. - share)?)?)?;
+    /// let whole = attention.apply(&q, &k, &v)?;
+    /// assert!((&merged - whole)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
+    /// assert!(merged.sqr()?.sum_all()?.backward()?.get(&k).is_some());
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Attention::apply`]; when the scheme smooths keys ([`Smoothing`](crate::Smoothing)), because the logits are then those of other keys; and for FP4 products.
+    pub fn apply_with_lse(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
+        if let Some(widths) = self.widths([q, k, v]) {
+            let [wide_q, wide_k, wide_v] = widths.widen([q, k, v])?;
+            let (out, lse) = self.scaled_for(q)?.apply_with_lse(&wide_q, &wide_k, &wide_v)?;
+            return Ok((widths.narrow_output(&out)?, lse));
+        }
+        let op = self.op(q, k, v, true)?;
+        check(&op.scheme)?;
+        let of = LogSumExp { saved: op.saved.clone(), shape: op.shape.clone() };
+        let out = q.apply_op3(k, v, op)?;
+        let lse = out.apply_op1(of)?;
+        Ok((out, lse))
+    }
+}
+
+/// Those of an op that has run, without a gradient.
+pub(super) fn of(op: &AttentionOp, out: &Tensor) -> Result<Tensor> {
+    check(&op.scheme)?;
+    out.apply_op1_no_bwd(&LogSumExp { saved: op.saved.clone(), shape: op.shape.clone() })
+}
+
+/// A scheme that subtracts a mean from keys has other logits, whose log-sum-exps differ.
+fn check(scheme: &Scheme) -> Result<()> {
+    let smooths = match scheme {
+        Scheme::FullPrecision => false,
+        Scheme::SageBwd(settings) => settings.smoothing != crate::Smoothing::None,
+        Scheme::AttnQat(settings) => settings.smoothing != crate::Smoothing::None,
+    };
+    if !smooths {
+        return Ok(());
+    }
+    Err(Error::unsupported("the log-sum-exp of smoothed keys is not that of the keys")
+        .got(scheme)
+        .allowed("full precision, or a scheme with Smoothing::None")
+        .hint("`.smoothing(Smoothing::None)`, or subtract a mean from the keys before: the log-sum-exp then lacks its product with the query")
+        .into())
+}
+
+fn dims(shape: &AttentionShape) -> (usize, usize, usize) {
+    (shape.batch(), shape.query_heads(), shape.query_len())
+}
+
+impl Saved {
+    /// Leaves the gradient of the log-sum-exps for attention's backward.
+    pub(super) fn set_gradient(&self, dlse: &Tensor, shape: &AttentionShape) -> Result<()> {
+        let (batch, heads, sequence) = dims(shape);
+        if dlse.dims() != [batch, heads, sequence] || dlse.dtype() != DType::F32 {
+            return Err(Error::shape("the gradient of the log-sum-exps does not fit them")
+                .got(format!("{:?} {:?}", dlse.dims(), dlse.dtype()))
+                .allowed(format!("{:?} F32: (batch, heads, sequence)", [batch, heads, sequence]))
+                .hint("it has the shape of what `lse` returns")
+                .into());
+        }
+        *self.dlse.lock().unwrap_or_else(PoisonError::into_inner) = Some(dlse.contiguous()?);
+        Ok(())
+    }
+}
+
+/// The log-sum-exps as a function of the output, so that their gradient reaches attention: candle goes back through them first.
+struct LogSumExp {
+    saved: Option<Arc<Saved>>,
+    shape: AttentionShape,
+}
+
+impl LogSumExp {
+    fn completed(&self) -> Result<&Completed> {
+        let completed = self.saved.as_ref().and_then(|saved| saved.completed.get());
+        completed.ok_or_else(|| Error::new("attention has not run").into())
+    }
+}
+
+impl CustomOp1 for LogSumExp {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        match self.completed()? {
+            Completed::Cpu(completed) => Ok((CpuStorage::F32(completed.lse()), dims(&self.shape).into())),
+            Completed::Cuda(_) => candle_core::bail!("{NAME}: the forward ran on a GPU"),
+        }
+    }
+
+    fn cuda_fwd(&self, out: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        match self.completed()? {
+            Completed::Cuda(completed) => {
+                Ok((completed.launch((&self.shape, (out, layout)))?, dims(&self.shape).into()))
+            }
+            Completed::Cpu(_) => candle_core::bail!("{NAME}: the forward ran on the CPU"),
+        }
+    }
+
+    fn bwd(&self, out: &Tensor, _: &Tensor, dlse: &Tensor) -> Result<Option<Tensor>> {
+        if let Some(saved) = &self.saved {
+            saved.set_gradient(dlse, &self.shape)?;
+        }
+        out.detach().zeros_like().map(Some)
+    }
+}
