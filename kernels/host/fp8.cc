@@ -2,6 +2,7 @@
 // values, scales, and what rms_norm, swiglu, rope and the cross-entropy write in FP8, against definitions.
 #include <math_constants.h>
 #include <sage/elements/group.cuh>
+#include <sage/elements/row.cuh>
 #include <sage/quant/fp8_strip.cuh>
 
 #include "../fp8.cu"

@@ -148,8 +148,8 @@ impl Layer {
             Self::WholeLayer(layer) => {
                 let (layer, rotary, cache) = &mut **layer;
                 match decoding {
-                    true => layer.forward_cached(x, rotary, cache),
-                    false => layer.forward(x, rotary),
+                    true => layer.forward_cached(x, &*rotary, cache),
+                    false => layer.forward(x, &*rotary),
                 }
             }
         }
