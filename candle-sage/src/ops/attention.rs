@@ -77,7 +77,8 @@ impl Attention {
     /// earlier output, within the error of quantizing: multiplying the keys from position 192 on by 50 changes outputs before position 128
     /// by up to .016. One NaN in the last key reaches the first output. For keys that do not depend on later tokens, set
     /// [`Smoothing::None`](crate::Smoothing::None) and subtract a fixed mean from the keys. For Attn-QAT see
-    /// [`ValueGroups`](crate::ValueGroups). Full precision is strictly causal.
+    /// [`ValueGroups`](crate::ValueGroups). Full precision is strictly causal for finite values. An infinite value, or a NaN, is multiplied by the probability
+    /// 0 that earlier queries of its tile have for it, which gives NaN in outputs up to 127 tokens before it; other documents and batch entries are not reached.
     #[must_use]
     pub fn causal(mut self, causal: bool) -> Self {
         self.causal = causal;
