@@ -111,9 +111,15 @@ fn singular_values_come_close_to_one() -> Result<()> {
     for (which, least, most) in
         [(Orthogonalization::PolarExpress, 0.84, 1.13), (Orthogonalization::Quintic, 0.68, 1.21)]
     {
-        for (rows, columns, norm) in
-            [(6, 8, 1.0), (8, 6, 1e-20), (6, 6, 1e9), (6, 8, 1e-24), (6, 6, 1.0), (8, 6, 1.0)]
-        {
+        for (rows, columns, norm) in [
+            (6, 8, 1.0),
+            (8, 6, 1e-20),
+            (6, 6, 1e9),
+            (6, 8, 1e-24),
+            (6, 24, 1.0),
+            (18, 6, 1e-20),
+            (6, 12, 1e9),
+        ] {
             let mut gradient = vec![0f32; rows * columns];
             for (n, value) in values.iter().enumerate() {
                 gradient[n * columns + n] = *value * norm;

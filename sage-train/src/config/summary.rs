@@ -226,7 +226,7 @@ impl Config {
                     MuonScale::AdamW => "steps of AdamW's size",
                     MuonScale::Original => "original steps",
                 },
-                if muon.heads_apart { ", heads apart" } else { "" }
+                if muon.heads_apart { ", each head apart" } else { "" }
             ),
         };
         let adamw_of_all = format!(

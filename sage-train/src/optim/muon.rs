@@ -41,7 +41,7 @@ impl MuonConfig {
             momentum: in_range("muon-momentum", s.muon_momentum.unwrap_or(0.95), 0.0, 0.999_999)?,
             orthogonalization: s.muon_orthogonalization.unwrap_or_default().into(),
             scale: s.muon_scale.unwrap_or_default().into(),
-            heads_apart: s.muon_heads == Some(MuonHeadsSetting::Apart),
+            heads_apart: s.muon_heads.unwrap_or_default() == MuonHeadsSetting::Apart,
         })
     }
 

@@ -96,11 +96,11 @@ impl From<MuonScaleSetting> for MuonScale {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MuonHeadsSetting {
-    /// All heads of a layer's queries are one matrix, and so for keys and values
-    #[default]
-    Together,
     /// Each head is a matrix
+    #[default]
     Apart,
+    /// All heads of a layer's queries are one matrix, and so for keys and values
+    Together,
 }
 
 /// Table `[optimizer]`: the optimizer, the learning rate, and the loss.
@@ -146,7 +146,7 @@ pub struct OptimizerSettings {
     /// Muon: length of a matrix's step [default: adamw]
     #[arg(long, value_enum)]
     pub muon_scale: Option<MuonScaleSetting>,
-    /// Muon: the matrices of query, key and value [default: together]
+    /// Muon: the matrices of query, key and value [default: apart]
     #[arg(long, value_enum)]
     pub muon_heads: Option<MuonHeadsSetting>,
     /// Begin with the optimizer's moments of the checkpoint that --init-from names, corrected for the bias that they had from zero

@@ -55,7 +55,7 @@ fn settings_of_muon_count() {
         ("momentum", ["--muon-momentum", "0.5"]),
         ("quintic", ["--muon-orthogonalization", "quintic"]),
         ("original", ["--muon-scale", "original"]),
-        ("heads", ["--muon-heads", "apart"]),
+        ("heads", ["--muon-heads", "together"]),
     ];
     let mut seen = vec![adamw, muon];
     for (name, flags) in all {
