@@ -18,8 +18,15 @@ impl fmt::Display for Config {
             (
                 "model",
                 format!(
-                    "{} layers, width {}, {} heads ({} key) of {}, SwiGLU {}",
-                    m.layers, m.width, m.heads, m.key_heads, m.head_dim, m.ffn
+                    "{} layers, width {}, {} heads ({} key) of {}{}, SwiGLU {}{}",
+                    m.layers,
+                    m.width,
+                    m.heads,
+                    m.key_heads,
+                    m.head_dim,
+                    if m.qkv_bias { " with biases" } else { "" },
+                    m.ffn,
+                    m.rope_scaling.map_or_else(String::new, |scaling| format!(", rotary scaling {scaling}"))
                 ),
             ),
             (

@@ -351,3 +351,32 @@ fn settings_come_from_the_folder() {
     assert_eq!((settings.model.rope_base, settings.model.norm_eps), (Some(1e6), Some(1e-5)));
     assert_eq!(hf::longest(&golden("qwen3")).expect("a model"), 64);
 }
+
+/// Parts that only other models have: settings of a run, said in its plan, and in an export that has the same loss.
+#[test]
+fn parts_of_other_models_are_settings() {
+    let scratch = Scratch::new();
+    scratch.file("a.jsonl", json_lines(300_000));
+    let parts = ["--qk-norm", "off", "--qkv-bias", "on", "--untied", "on", "--rope-scaling", "4,1,4,24"];
+    let flags = [&["--data", "a.jsonl", "--steps", "3", "--attn", "fpa", "--name", "r"][..], &parts].concat();
+    let plan = scratch.ok(&small(&[&flags[..], &["--dry-run"]].concat()));
+    for part in ["with biases", "rotary scaling 4,1,4,24", "as many in the output matrix"] {
+        assert!(plan.contains(part), "{part}: {plan}");
+    }
+    scratch.ok(&small(&flags));
+    scratch.ok(&["export", "runs/r", "--to", "out"]);
+    let config = std::fs::read_to_string(scratch.path().join("out/config.json")).expect("a file");
+    for part in ["Qwen2ForCausalLM", "\"rope_type\": \"llama3\"", "\"tie_word_embeddings\": false"] {
+        assert!(config.contains(part), "{part}: {config}");
+    }
+    let loss =
+        |of: &str| scratch.loss(&["eval", of, "--data", "a.jsonl", "--tokens", "2k", "--context", "32"]);
+    assert_eq!(loss("runs/r"), loss("out"));
+    let error = scratch.fails(&small(&["--rope-scaling", "4,4,1,24", "--dry-run"]));
+    assert!(error.contains("rope-scaling is out of range") && error.contains("hint:"), "{error}");
+    // Both QK-norm and biases: no model of transformers.
+    let both = ["--qk-norm", "on", "--qkv-bias", "on", "--steps", "1", "--attn", "fpa", "--name", "both"];
+    scratch.ok(&small(&[&["--data", "a.jsonl"][..], &both].concat()));
+    let error = scratch.fails(&["export", "runs/both", "--to", "none"]);
+    assert!(error.contains("no name in transformers") && !scratch.path().join("none").exists(), "{error}");
+}
