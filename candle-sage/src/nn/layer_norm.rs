@@ -7,7 +7,7 @@ use crate::ops;
 use crate::variables;
 
 /// Layer normalization over the last dimension, (.., width): see [`ops::layer_norm`]. Input, weight and bias receive gradients, which
-/// candle-nn's `LayerNorm` does not give.
+/// candle-nn's `LayerNorm` with a bias does not give.
 ///
 /// ```
 /// use candle_core::{DType, Device, Module, Tensor};

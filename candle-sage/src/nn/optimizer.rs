@@ -15,8 +15,10 @@ const MULTIPLE: usize = 8;
 /// AdamW with the pass of [`ops::AdamW`] for each variable: weights and moments in f32, whatever the variables' type; clipping by
 /// the norm of all gradients; no waiting for the device. A step leaves a variable without a gradient as it is.
 ///
-/// Weight decay applies to tensors of two and more dimensions, and not to biases and norms. Of the configuration `step` and `decayed`
-/// are the optimizer's own.
+/// Weight decay applies to tensors of two and more dimensions, and not to biases and norms. The optimizer sets `step` and `decayed` of the
+/// configuration itself.
+///
+/// **Load weights before making the optimizer**: it keeps a copy of them in f32, and each step overwrites the variables with it. Its state cannot be saved.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -40,7 +42,8 @@ pub struct AdamW {
 }
 
 /// Muon with [`ops::Muon`] for matrices, and AdamW for all other variables: tensors that do not have two dimensions, and the
-/// embeddings of the configuration.
+/// embeddings of the configuration, among which an output matrix belongs too. As with [`AdamW`] weights are loaded before, and the state cannot be
+/// saved. On CUDA a matrix has a multiple of 8 elements; others belong to the embeddings.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -51,8 +54,11 @@ pub struct AdamW {
 /// let vb = VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
 /// let embedding = candle_nn::embedding(16, 8, vb.pp("embedding"))?;
 /// let layer = candle_nn::linear(8, 8, vb.pp("layer"))?;
+/// let mut config = MuonConfig::new(8e-3);
+/// config.others.lr = 2e-3;
+/// config.matrices.clip = Some(1.0);
 /// // The embedding has two dimensions too, but its rows are tokens: AdamW updates it, as the layer's bias.
-/// let mut optimizer = nn::Muon::of_map(&variables, &["embedding.weight"], MuonConfig::new(0.02))?;
+/// let mut optimizer = nn::Muon::of_map(&variables, &["embedding.weight"], config)?;
 /// let tokens = Tensor::arange(0u32, 16, &Device::Cpu)?;
 /// let loss = || layer.forward(&embedding.forward(&tokens)?)?.sqr()?.mean_all();
 /// let first = loss()?.to_scalar::<f32>()?;
@@ -71,7 +77,7 @@ pub struct Muon {
     ratio: f64,
 }
 
-/// The configuration of [`Muon`]. Clipping and the gradient's factor are those of `matrices`, for all variables.
+/// The configuration of [`Muon`]. Clipping and the gradient's factor are those of `matrices`, for all variables; those of `others` are not read.
 #[derive(Debug, Clone)]
 pub struct MuonConfig {
     /// Of matrices.
@@ -83,7 +89,7 @@ pub struct MuonConfig {
 }
 
 impl MuonConfig {
-    /// The settings of [`ops::Muon::new`] and [`ops::AdamW::new`], with the same learning rate for all.
+    /// The settings of [`ops::Muon::new`] and [`ops::AdamW::new`], with the same learning rate for all, without weight decay and clipping.
     pub fn new(lr: f64) -> Self {
         Self { matrices: ops::Muon::new(lr), others: ops::AdamW::new(lr), embeddings: Vec::new() }
     }
@@ -243,6 +249,13 @@ impl Optimizer for Muon {
         // Matrices of one shape are orthogonalized together.
         matrices.sort_by_key(|held| held.variable.dims().to_vec());
         let others = ops::AdamW { gradient_factor: settings.gradient_factor, clip: settings.clip, ..others };
+        if settings.lr <= 0.0 || !settings.lr.is_finite() {
+            return Err(Error::new("the learning rate of matrices is out of range")
+                .got(settings.lr)
+                .allowed("above 0: the rate of all other variables keeps its ratio to it")
+                .hint("begin with the rate's peak, and call `set_learning_rate` before the first step")
+                .into());
+        }
         let ratio = others.lr / settings.lr;
         Ok(Self { settings, matrices, others: AdamW::new(rest, others)?, ratio })
     }

@@ -15,7 +15,7 @@ const NAME: &str = "layer-norm";
 /// normalization, arXiv 1607.06450).
 ///
 /// `x` is (.., width) in f32, f16 or bf16 with any strides, `weight` and `bias` are (width); the output has the shape and type of
-/// `x`. Sums run in f32. All three receive gradients (those of candle-nn's `layer_norm` and `LayerNorm` are cut): with
+/// `x`. Sums run in f32. All three receive gradients (candle-nn's `LayerNorm` with a bias, and its `layer_norm`, give none for a contiguous input): with
 /// `c = x - mean(x)` and `g = dy o weight`
 ///
 /// ```text

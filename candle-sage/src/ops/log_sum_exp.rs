@@ -15,7 +15,8 @@ impl Attention {
     /// As [`Attention::apply`], and returns the log-sum-exps of the logits too, `ln(sum_j exp(softmax_scale q k_j))` over the keys that a query sees:
     /// (batch, heads, sequence) in f32, minus infinity where a query sees none. Both have gradients.
     ///
-    /// Attention to several sets of keys is the mean of the outputs, weighted by `exp(lse)`: ring attention, or a cache in parts.
+    /// Attention to several sets of keys is the mean of the outputs, weighted by `exp(lse)`: ring attention, or a cache in parts. (Where a query sees no key of
+    /// either part, `lse - lse` is NaN.)
     ///
     /// ```
     /// use candle_core::{D, Device, Tensor, Var};
@@ -35,7 +36,8 @@ impl Attention {
     /// ```
     ///
     /// # Errors
-    /// As [`Attention::apply`]; when the scheme smooths keys ([`Smoothing`](crate::Smoothing)), because the logits are then those of other keys; and for FP4 products.
+    /// As [`Attention::apply`]; when the scheme smooths keys ([`Smoothing`](crate::Smoothing)), because the logits are then computed from keys minus their
+    /// mean (`SageBwd::default()` does so); and for FP4 products.
     pub fn apply_with_lse(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
         if let Some(widths) = self.widths([q, k, v]) {
             let [wide_q, wide_k, wide_v] = widths.widen([q, k, v])?;

@@ -71,8 +71,8 @@ impl Muon {
     /// and exchange directions in between.
     ///
     /// # Errors
-    /// When the tensors do not fit together, matrices overlap or lie outside, or the momentum is not in [0, 1); on CUDA, when a matrix or its
-    /// row does not start on 16 bytes.
+    /// When the tensors do not fit together, matrices overlap or lie outside, or the momentum is not in [0, 1); on CUDA, when a matrix does
+    /// not start on 16 bytes, or its elements are not a multiple of 8.
     pub fn step(
         &self,
         state: &Tensor,
@@ -119,8 +119,8 @@ impl Muon {
         Ok(op.made.into_inner().ok_or_else(no_forward)?)
     }
 
-    /// Makes the singular values of matrices about 1, in place. The matrices lie one after the other in `directions`, from its first element. What
-    /// they are multiplied by before does not matter.
+    /// Makes the singular values of matrices about 1, in place. The matrices lie one after the other in `directions`, from its first element. A
+    /// constant factor of a matrix does not change the result.
     ///
     /// # Errors
     /// When there are fewer elements.

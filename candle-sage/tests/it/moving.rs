@@ -144,9 +144,13 @@ fn varlen_takes_cumulative_lengths() -> Result<()> {
 fn the_code_of_the_page_is_compiled() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let read = |path: &str| std::fs::read_to_string(root.join(path)).expect("a file of the repository");
-    let sources =
-        ["candle-sage/tests/it/moving.rs", "candle-sage/examples/layer.rs", "examples/moving/src/model.rs"]
-            .map(read);
+    let sources = [
+        "candle-sage/tests/it/moving.rs",
+        "candle-sage/tests/it/padding.rs",
+        "candle-sage/examples/layer.rs",
+        "examples/moving/src/model.rs",
+    ]
+    .map(read);
     let compiled: BTreeSet<&str> = sources.iter().flat_map(|text| text.lines()).map(str::trim).collect();
     let page = read("docs/moving.md");
     let (mut inside, mut lines) = (false, 0);

@@ -124,6 +124,8 @@ fn muon_is_that_of_the_op() -> Result<()> {
         let error = relative_l2(&f64s(&values(&of(name))?), &f64s(&expected));
         assert!(error < 1e-6 && values(&of(name))? != starts[n], "{name}: {error:e}");
     }
+    let error = nn::Muon::of_map(&map, &[], MuonConfig::new(0.0)).expect_err("no rate").to_string();
+    assert!(error.contains("learning rate") && error.contains("hint:"), "{error}");
     let error = nn::Muon::of_map(&map, &["emb"], config).expect_err("no such name").to_string();
     assert!(error.contains("\"emb\"") && error.contains("\"norm\"") && error.contains("hint:"), "{error}");
     let whole = Var::from_tensor(&Tensor::zeros(3, DType::U32, &Device::Cpu)?)?;

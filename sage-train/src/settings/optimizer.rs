@@ -47,7 +47,7 @@ pub enum OptimizerSetting {
     /// AdamW
     #[value(name = "adamw")]
     AdamW,
-    /// Muon for the matrices of hidden layers, AdamW for embedding, norms and routers
+    /// Muon for the matrices of hidden layers, AdamW for everything else
     Muon,
 }
 
