@@ -128,7 +128,10 @@ pub fn load(
     dtype: DType,
     trained: Option<Training<'_>>,
 ) -> Result<Parameters> {
-    HfConfig::read(folder)?;
+    let stated = HfConfig::read(folder)?;
+    if !stated.tie_word_embeddings && !config.untied {
+        return Err(output_is_apart(folder));
+    }
     let (attention, told) = attention(folder)?;
     let exported = attention.attn.map(|attn| attn.to_string());
     let no_tail = exported.as_deref() == Some("sla2-sparse") || told.sla2_tail == Some(TailSetting::None);
@@ -154,6 +157,14 @@ pub fn load(
         dtype,
         trained,
     )
+}
+
+/// A model whose logits come from another matrix than the embedding is not computed without it.
+pub fn output_is_apart(folder: &Path) -> Error {
+    Error::new(format!("the weights in {} have an output matrix apart from the embedding", folder.display()))
+        .got("--untied off")
+        .allowed("--untied on")
+        .hint("leave --untied out: --init-from sets it by the weights")
 }
 
 /// Warns of weights that a model of this shape has not: it computes something else than it was trained to.

@@ -9,7 +9,7 @@ use candle_sage::{Error, Result};
 use sha2::{Digest, Sha256};
 
 use crate::config::Config;
-use crate::model::{InitialValues, ParameterSpec, Parameters, StateFile};
+use crate::model::{InitialValues, OUTPUT, ParameterSpec, Parameters, StateFile};
 use crate::ranks::Ranks;
 use crate::settings::{Attn, ModelSettings, Settings, Sla2Settings};
 use crate::trained::{run_folder, tokenizer_of};
@@ -113,6 +113,9 @@ pub fn parameters(
         return hf::load(folder, model, device, dtype, trained);
     };
     let make = |names: &[&str], values: InitialValues<'_>| {
+        if names.contains(&OUTPUT) && !model.untied {
+            return Err(hf::output_is_apart(folder));
+        }
         hf::warn_of_others(folder, model, names);
         let missing =
             |spec: &ParameterSpec| spec.start_in_sla2().filter(|_| !names.contains(&spec.name.as_str()));

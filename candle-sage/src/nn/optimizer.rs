@@ -244,11 +244,16 @@ impl Optimizer for Muon {
         let is_embedding = |variable: &Var| embeddings.iter().any(|other| other.id() == variable.id());
         let is_matrix = |variable: &Var| variable.rank() == 2 && !is_embedding(variable);
         let (matrices, rest): (Vec<Var>, Vec<Var>) = variables.into_iter().partition(is_matrix);
-        let mut matrices =
-            matrices.into_iter().map(|variable| Held::new(variable, 1)).collect::<Result<Vec<_>>>()?;
-        // Matrices of one shape are orthogonalized together.
-        matrices.sort_by_key(|held| held.variable.dims().to_vec());
         let others = ops::AdamW { gradient_factor: settings.gradient_factor, clip: settings.clip, ..others };
+        let odd =
+            |variable: &&Var| variable.device().is_cuda() && !variable.elem_count().is_multiple_of(MULTIPLE);
+        if let Some(odd) = matrices.iter().find(odd) {
+            return Err(Error::unsupported("muon on CUDA takes matrices of a multiple of 8 elements")
+                .got(format!("{:?}", odd.dims()))
+                .allowed("a multiple of 8 elements; AdamW takes any")
+                .hint("name the matrix among the embeddings: AdamW then updates it")
+                .into());
+        }
         if settings.lr <= 0.0 || !settings.lr.is_finite() {
             return Err(Error::new("the learning rate of matrices is out of range")
                 .got(settings.lr)
@@ -257,6 +262,10 @@ impl Optimizer for Muon {
                 .into());
         }
         let ratio = others.lr / settings.lr;
+        let mut matrices =
+            matrices.into_iter().map(|variable| Held::new(variable, 1)).collect::<Result<Vec<_>>>()?;
+        // Matrices of one shape are orthogonalized together.
+        matrices.sort_by_key(|held| held.variable.dims().to_vec());
         Ok(Self { settings, matrices, others: AdamW::new(rest, others)?, ratio })
     }
 

@@ -81,17 +81,20 @@ fn dims(shape: &AttentionShape) -> (usize, usize, usize) {
 }
 
 impl Saved {
-    /// Leaves the gradient of the log-sum-exps for attention's backward.
-    pub(super) fn set_gradient(&self, dlse: &Tensor, shape: &AttentionShape) -> Result<()> {
+    /// Leaves the gradient of the log-sum-exps for attention's backward, or none.
+    pub(super) fn set_gradient(&self, dlse: Option<&Tensor>, shape: &AttentionShape) -> Result<()> {
         let (batch, heads, sequence) = dims(shape);
-        if dlse.dims() != [batch, heads, sequence] || dlse.dtype() != DType::F32 {
+        if let Some(dlse) =
+            dlse.filter(|dlse| dlse.dims() != [batch, heads, sequence] || dlse.dtype() != DType::F32)
+        {
             return Err(Error::shape("the gradient of the log-sum-exps does not fit them")
                 .got(format!("{:?} {:?}", dlse.dims(), dlse.dtype()))
                 .allowed(format!("{:?} F32: (batch, heads, sequence)", [batch, heads, sequence]))
                 .hint("it has the shape of what `lse` returns")
                 .into());
         }
-        *self.dlse.lock().unwrap_or_else(PoisonError::into_inner) = Some(dlse.contiguous()?);
+        let dlse = dlse.map(Tensor::contiguous).transpose()?;
+        *self.dlse.lock().unwrap_or_else(PoisonError::into_inner) = dlse;
         Ok(())
     }
 }
@@ -132,7 +135,7 @@ impl CustomOp1 for LogSumExp {
 
     fn bwd(&self, out: &Tensor, _: &Tensor, dlse: &Tensor) -> Result<Option<Tensor>> {
         if let Some(saved) = &self.saved {
-            saved.set_gradient(dlse, &self.shape)?;
+            saved.set_gradient(Some(dlse), &self.shape)?;
         }
         out.detach().zeros_like().map(Some)
     }

@@ -3,11 +3,12 @@
 use std::sync::OnceLock;
 
 use candle_core::{
-    CpuStorage, CudaStorage, CustomOp1, Device, InplaceOp2, InplaceOp3, Layout, Result, Shape, Tensor,
+    CpuStorage, CudaStorage, CustomOp1, DType, Device, InplaceOp2, InplaceOp3, Layout, Result, Shape, Tensor,
 };
 
 use super::support::{
-    argument_error, check_update, cuda_tensor, f32_values, f32_values_mut, no_forward, run_twice, with_cuda,
+    argument_error, check_update, cuda_tensor, f32_values, f32_values_mut, no_forward, run_twice,
+    shape_error, supported, with_cuda,
 };
 use crate::cpu::ops::muon::{apply, combine, direction, unit_traces};
 use crate::launch::{Launch, Operand};
@@ -81,6 +82,8 @@ impl Muon {
         matrices: &[MuonMatrix],
         copy: Option<&Tensor>,
     ) -> Result<()> {
+        // Before the momentum changes.
+        self.check(state, gradient, sum_of_squares, copy)?;
         let mut sorted = matrices.to_vec();
         // Matrices of one shape are orthogonalized together.
         sorted.sort_by_key(|matrix| (matrix.shape(), matrix.at));
@@ -151,6 +154,18 @@ impl Muon {
         parts: &[MuonPart],
         copy: Option<&Tensor>,
     ) -> Result<()> {
+        // The weights in the place of their gradient.
+        check_update(NAME, 2, state, &state.get(0)?, sum_of_squares, copy)?;
+        let dtype = if state.device().is_cuda() { DType::BF16 } else { DType::F32 };
+        if directions.rank() != 1 || directions.dtype() != dtype || !directions.is_contiguous() {
+            return Err(shape_error(
+                "muon: these are no directions",
+                (directions.dims(), directions.dtype()),
+                &format!("(elements) in {}, without gaps", dtype.as_str()),
+                "`Muon::directions` makes them",
+            ));
+        }
+        supported(NAME, &[state, directions])?;
         check_parts(parts, state.dim(1)?, directions.elem_count())?;
         state.inplace_op3(directions, sum_of_squares, &Apply { settings: *self, parts, copy })
     }

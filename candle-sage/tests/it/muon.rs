@@ -166,6 +166,11 @@ fn zeros_and_bad_gradients() -> Result<()> {
         (muon.step(&state()?, &zeros, &sum, &[at(2), at(0), at(1)], None), "a matrix does not fit"),
         (muon.step(&zeros, &zeros, &sum, &[at(0)], None), "do not fit together"),
         (wrong.step(&state()?, &zeros, &sum, &[at(0)], None), "the momentum is out of range"),
+        // A copy is on a GPU, and directions are f32 here.
+        (muon.step(&state()?, &zeros, &sum, &[at(0)], Some(&zeros)), "do not fit together"),
+        (muon.apply(&state()?, &zeros.to_dtype(DType::BF16)?, &sum, &[], None), "no directions"),
+        (muon.apply(&state()?, &zeros.reshape((2, 3))?, &sum, &[], None), "no directions"),
+        (muon.apply(&state()?.to_dtype(DType::F64)?, &zeros, &sum, &[], None), "do not fit together"),
     ] {
         let error = error.expect_err(part).to_string();
         assert!(error.contains(part) && error.contains("hint:"), "{error}");

@@ -6,6 +6,7 @@ use candle_sage::Scheme;
 use toml::{Table, Value};
 
 use super::Config;
+use crate::optim::Optimizer;
 use crate::quantity::Quantity;
 use crate::settings::{Role, SchemeSetting, has_role, in_words_by_layer};
 
@@ -41,6 +42,14 @@ impl Config {
                 weights.iter().map(|weight| format!("{:.6}", weight / all)).collect::<Vec<_>>().join(" ")
             });
             set("data-weights", parts.unwrap_or_else(|| "by size".into()));
+        }
+        // What is absent by default is said too, so that a run does not go on without what it had, or with what it had not.
+        let switch = |on: bool| if on { "on" } else { "off" }.to_owned();
+        set("untied", switch(self.model.untied));
+        set("qkv-bias", switch(self.model.qkv_bias));
+        set("rope-scaling", self.model.rope_scaling.map_or("none".into(), |scaling| scaling.to_string()));
+        if let Optimizer::Muon(muon) = &self.optimizer {
+            set("muon-heads", if muon.heads_apart { "apart" } else { "together" }.to_owned());
         }
         set("attn", self.attn.to_string());
         for (key, value) in self.attn.own_settings(self.model.scheme, self.model.sla2.as_ref()) {

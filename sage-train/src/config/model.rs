@@ -33,7 +33,8 @@ pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) ->
         rope_base: need(s.model.rope_base),
         rope_scaling: s.model.rope_scaling,
         untied: s.model.untied == Some(Switch::On),
-        qkv_bias: s.model.qkv_bias == Some(Switch::On),
+        // A model without attention has no query, key and value.
+        qkv_bias: s.model.qkv_bias == Some(Switch::On) && scheme.is_some(),
         norm_eps: above_zero("norm-eps", need(s.model.norm_eps))?,
         qk_norm: need(s.attention.qk_norm) == Switch::On,
         init_std: need(s.model.init_std),

@@ -154,10 +154,15 @@ impl HfConfig {
         all.find(|rope| rope.kind().is_some())
     }
 
-    /// Tokens of a sliding window that hides some of the longest sequence.
+    /// Tokens of a sliding window that hides some of the longest sequence. A file that asks for one and does not say how long has
+    /// transformers' 4096.
     fn window(&self) -> Option<usize> {
-        let counts = self.use_sliding_window || self.model_type == ModelType::Mistral;
-        self.sliding_window.filter(|window| counts && *window < self.max_position_embeddings)
+        let stated = match (self.use_sliding_window, self.model_type) {
+            (true, _) => Some(self.sliding_window.unwrap_or(4096)),
+            (false, ModelType::Mistral) => self.sliding_window,
+            (false, _) => None,
+        };
+        stated.filter(|window| *window < self.max_position_embeddings)
     }
 
     /// Llama 3's scaling of the rotary embedding.

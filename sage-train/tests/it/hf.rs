@@ -372,6 +372,23 @@ fn parts_of_other_models_are_settings() {
     let loss =
         |of: &str| scratch.loss(&["eval", of, "--data", "a.jsonl", "--tokens", "2k", "--context", "32"]);
     assert_eq!(loss("runs/r"), loss("out"));
+    // They are not left out by the way.
+    for from in ["runs/r", "out"] {
+        let tied =
+            ["--init-from", from, "--data", "a.jsonl", "--untied", "off", "--steps", "1", "--name", "t"];
+        let error = scratch.fails(&tied);
+        assert!(error.contains("apart from the embedding") && error.contains("--untied on"), "{error}");
+    }
+    let path = scratch.path().join("runs/r/config.toml");
+    let config = std::fs::read_to_string(&path).expect("a file");
+    for (from, to) in [("untied = true", ""), ("4,1,4,24", "8,1,4,24"), ("qkv-bias = true", "")] {
+        assert!(config.contains(from), "{config}");
+        std::fs::write(&path, config.replace(from, to)).expect("a file");
+        let error = scratch.fails(&["--resume", "runs/r", "--steps", "5"]);
+        assert!(error.contains("hint:"), "{from}: {error}");
+    }
+    std::fs::write(&path, &config).expect("a file");
+    scratch.ok(&["--resume", "runs/r", "--steps", "5"]);
     let error = scratch.fails(&small(&["--rope-scaling", "4,4,1,24", "--dry-run"]));
     assert!(error.contains("rope-scaling is out of range") && error.contains("hint:"), "{error}");
     // Both QK-norm and biases: no model of transformers.

@@ -61,9 +61,6 @@ impl AttentionVjp {
         dout: &Tensor,
         dlse: impl Into<Option<&'a Tensor>>,
     ) -> Result<[Tensor; 3]> {
-        if let (Some(dlse), Some(saved)) = (dlse.into(), &self.op.saved) {
-            saved.set_gradient(dlse, &self.op.shape)?;
-        }
         let mut dims = self.out.dims().to_vec();
         if let Some(widths) = self.widths {
             dims[3] = widths.value();
@@ -77,6 +74,10 @@ impl AttentionVjp {
         }
         supported(NAME, &[&self.out, dout])?;
         let dout = self.widths.map_or(Ok(dout.clone()), |widths| widths.widen_output(dout))?;
+        // After all other checks, so that no later call finds it.
+        if let Some(saved) = &self.op.saved {
+            saved.set_gradient(dlse.into(), &self.op.shape)?;
+        }
         let [q, k, v] = &self.inputs;
         match self.op.bwd(q, k, v, &self.out, &dout)? {
             (Some(dq), Some(dk), Some(dv)) => match self.widths {
