@@ -8,7 +8,7 @@ use crate::ops::log_sum_exp;
 use crate::ops::support::supported;
 use crate::ops::widths::Widths;
 
-/// The backward of one forward: see [`Attention::vjp`]. It holds the inputs, the output and the state that
+/// The backward of one forward: see [`Attention::vjp`](super::Attention::vjp). It holds the inputs, the output and the state that
 /// the forward kept.
 ///
 /// ```
@@ -35,7 +35,7 @@ pub struct AttentionVjp {
 }
 
 impl AttentionVjp {
-    /// The log-sum-exps of the logits: see [`Attention::apply_with_lse`].
+    /// The log-sum-exps of the logits: see [`Attention::apply_with_lse`](super::Attention::apply_with_lse).
     ///
     /// # Errors
     /// When the scheme smooths keys.
