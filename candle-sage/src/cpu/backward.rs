@@ -105,8 +105,8 @@ fn run_item<N: BackwardNumerics>(
         let mut delta = numerics.delta(at, &dout);
         let rows = problem.lse_start(at)..problem.lse_start(at) + count;
         if let Some(dlse) = output.dlse.get(rows.clone()) {
-            // A change of the log-sum-exp is one of all logits, in proportion to P.
-            // Where a query sees no key there is none, and its gradient may be NaN.
+            // The log-sum-exp changes with each logit in proportion to P. A query that sees no key has a log-sum-exp of minus
+            // infinity, whose gradient may be NaN.
             let lse2 = &numerics.lse2()[rows.clone()];
             let seen = delta.iter_mut().zip(dlse).zip(lse2).filter(|(_, lse2)| **lse2 != f32::NEG_INFINITY);
             seen.for_each(|((delta, dlse), _)| *delta -= dlse);

@@ -122,7 +122,7 @@ impl Held {
         Ok(Self { variable, state })
     }
 
-    /// The gradient in f32, padded; `None` if there is none.
+    /// The gradient in f32, padded; `None` if the variable has no gradient.
     fn gradient(&self, gradients: &GradStore) -> Result<Option<Tensor>> {
         gradients.get(&self.variable).map(padded).transpose()
     }
@@ -218,7 +218,7 @@ impl Muon {
     pub fn of_map(variables: &VarMap, embeddings: &[&str], config: MuonConfig) -> Result<Self> {
         let variables = variables.data().lock().unwrap_or_else(PoisonError::into_inner);
         let mut names: Vec<&String> = variables.keys().collect();
-        // A map has no order of its own, and the order of sums counts for the last bit.
+        // Sorted, because a map's order varies, and the order of sums decides the last bit.
         names.sort_unstable();
         let named = |name: &&str| match variables.get(*name) {
             Some(variable) => Ok(variable.clone()),
@@ -298,7 +298,7 @@ impl Optimizer for Muon {
         self.settings.lr
     }
 
-    /// The learning rate of matrices; that of all other variables keeps its ratio to it.
+    /// Sets the learning rate of matrices. The rate of all other variables keeps its ratio to it.
     fn set_learning_rate(&mut self, lr: f64) {
         self.settings.lr = lr;
         self.others.settings.lr = lr * self.ratio;

@@ -1,4 +1,4 @@
-//! The log-sum-exps of attention's logits beside its output, and their gradient.
+//! The log-sum-exps of attention's logits, returned with the output, and their gradient.
 
 use std::sync::{Arc, PoisonError};
 

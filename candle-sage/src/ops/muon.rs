@@ -154,7 +154,7 @@ impl Muon {
         parts: &[MuonPart],
         copy: Option<&Tensor>,
     ) -> Result<()> {
-        // The weights in the place of their gradient.
+        // The row of weights has the shape and type that a gradient would have.
         check_update(NAME, 2, state, &state.get(0)?, sum_of_squares, copy)?;
         let dtype = if state.device().is_cuda() { DType::BF16 } else { DType::F32 };
         if directions.rank() != 1 || directions.dtype() != dtype || !directions.is_contiguous() {
@@ -221,7 +221,8 @@ fn orthogonal(mut x: Tensor, polynomials: Orthogonalization) -> Result<Tensor> {
         // a x + b x^3 + c x^5 is x (a I + b g + c g^2), with the smaller of the two Gram matrices g.
         let turned = x.transpose(1, 2)?;
         let gram = if rows <= columns { x.matmul(&turned)? } else { turned.matmul(&x)? };
-        // The trace of the first one is the square of the Frobenius norm, by which x has to be divided: the factor is instead.
+        // The polynomials are of x divided by its Frobenius norm, whose square is the trace of the first Gram matrix. The norm divides the
+        // Gram matrix and the factor, so that x itself is not passed over.
         let unit = UnitTrace { inverse_norms: OnceLock::new() };
         let gram = if n == 0 { gram.apply_op1_no_bwd(&unit)? } else { gram };
         let factor = gram.matmul(&gram)?;

@@ -1,4 +1,4 @@
-//! The log-sum-exps of attention beside its output, and their gradient, against candle's operators in f64.
+//! The log-sum-exps of attention, and their gradient, against candle's operators in f64.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_sage::{Attention, AttnQat, Packing, SageBwd, Scheme, Smoothing};

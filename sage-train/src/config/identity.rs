@@ -43,7 +43,8 @@ impl Config {
             });
             set("data-weights", parts.unwrap_or_else(|| "by size".into()));
         }
-        // What is absent by default is said too, so that a run does not go on without what it had, or with what it had not.
+        // Settings that are absent by default are stated with their resolved values, so that a resume notices when one was added or
+        // removed.
         let switch = |on: bool| if on { "on" } else { "off" }.to_owned();
         set("untied", switch(self.model.untied));
         set("qkv-bias", switch(self.model.qkv_bias));

@@ -1,6 +1,6 @@
 //! Which rank of a node orthogonalizes which matrix, and what ranks exchange for it. A rank updates a shard of a piece, and shards cut
 //! matrices anywhere; but a matrix is orthogonalized as a whole. So each rank sends its parts of a matrix to the matrix's owner, and receives
-//! their orthogonal directions. Per rank and direction that is one part of the piece in the ranks' number, in 16 bit.
+//! their orthogonal directions. Of R ranks each sends and receives about 1/R of the piece's elements twice, in 16 bit.
 
 use std::ops::Range;
 
