@@ -31,23 +31,59 @@ __device__ void sum(const params::PartialSums& p) {
   }
 }
 
-// Few rows, each as long as the model's parameters: a thread takes four columns and reads every row once.
+// Few rows, each as long as the model's parameters: a thread takes four columns and reads every row once. Rows are added in pairs,
+// then pairs of pairs, and so on. `sums[n]` is the sum of 2^n groups of ROWS rows that have no pair yet.
+constexpr int ROWS = 8, SUM_LEVELS = 8;
+
 __device__ void sum_long_rows(const params::SumInOrder& p) {
   constexpr int V = SUM_VALUES;
   elements::each_pack<V>(p.width, [&](int64_t at, auto count) {
     constexpr int N = decltype(count)::V;
-    float own[N], sum[N], x[N];
-    elements::load_floats(p.sum + at, own);
-    for (int term = 0; term < p.count; ++term) {
-      // `sum` holds the rank's own term.
-      if (term != p.place) elements::load_floats(p.parts + int64_t(term) * p.width + at, x);
+    float sums[SUM_LEVELS][N];
+    auto add = [](float(&sum)[N], const float(&x)[N]) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        float next = term == p.place ? own[i] : x[i];
-        sum[i] = term == 0 ? next : sum[i] + next;
+      for (int i = 0; i < N; ++i) sum[i] += x[i];
+    };
+    for (int first = 0; first < p.count; first += ROWS) {
+      float x[ROWS][N];
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row) {
+        int term = first + row;
+        // `sum` holds the rank's own term.
+        const float* from = term == p.place ? p.sum : p.parts + int64_t(term) * p.width;
+        if (term < p.count) elements::load_floats(from + at, x[row]);
+      }
+#pragma unroll
+      for (int pair = 1; pair < ROWS; pair *= 2) {
+#pragma unroll
+        for (int row = 0; row + pair < ROWS; row += 2 * pair)
+          if (first + row + pair < p.count) add(x[row], x[row + pair]);
+      }
+      // As a binary counter: each group that completes a pair carries its sum to the next level.
+      bool carries = true;
+#pragma unroll
+      for (int level = 0; level < SUM_LEVELS; ++level) {
+        bool full = first / ROWS >> level & 1;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          if (carries && full) x[0][i] = sums[level][i] + x[0][i];
+          if (carries && !full) sums[level][i] = x[0][i];
+        }
+        carries = carries && full;
       }
     }
-    elements::store_floats(p.sum + at, sum);
+    // What has no pair is added to the next larger sum. The smallest sum is alone.
+    int groups = (p.count + ROWS - 1) / ROWS;
+    float total[N];
+    bool none = true;
+#pragma unroll
+    for (int level = 0; level < SUM_LEVELS; ++level) {
+      if (!(groups >> level & 1)) continue;
+#pragma unroll
+      for (int i = 0; i < N; ++i) total[i] = none ? sums[level][i] : sums[level][i] + total[i];
+      none = false;
+    }
+    elements::store_floats(p.sum + at, total);
   });
 }
 

@@ -1,5 +1,7 @@
 //! Sums in place: the gradients of training loops that do not use candle's graph.
 
+use std::ops::Range;
+
 use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp2, InplaceOp3, Layout, Result, Tensor};
 use rayon::prelude::*;
 
@@ -67,9 +69,11 @@ impl InplaceOp2 for AddInto {
     }
 }
 
-/// `sum = parts[0] + .. + parts[place - 1] + sum + parts[place + 1] + ..`, each element in that order: the
-/// gradients of several GPUs, of which `sum` holds that of `place`. The result has the same bits on every GPU
-/// that computes it, whichever gradient that GPU holds itself.
+/// Adds the gradients of several GPUs in a fixed order: `sum = (parts[0] + parts[1]) + (parts[2] + parts[3]) + ..`, with `sum` in the
+/// place of `parts[place]`. Gradients are added in pairs, then the sums in pairs, and so on; one without a pair is added last.
+///
+/// So the result has the same bits on every GPU, whichever gradient a GPU holds itself. If the numbers of GPUs are powers of two, one sum
+/// of all GPUs also has the same bits as the sum of the sums of each node.
 ///
 /// `parts` is (n, ..), one for each GPU, of which that of `place` is not read; `sum` has the shape of one of
 /// them. Both are contiguous and f32. `place` is 0 to n - 1.
@@ -87,8 +91,8 @@ impl InplaceOp2 for AddInto {
 /// ```
 ///
 /// # Errors
-/// When they do not fit together; on CUDA, when one does not start on 16 bytes, or the number of elements of
-/// `sum` is not a multiple of 4.
+/// When they do not fit together; on CUDA, when one does not start on 16 bytes, the number of elements of
+/// `sum` is not a multiple of 4, or there are more than 2040 parts.
 pub fn sum_in_order(sum: &Tensor, parts: &Tensor, place: usize) -> Result<()> {
     let parted = parts.dims().split_first().is_some_and(|(&n, dims)| place < n && dims == sum.dims());
     if !parted || parts.dtype() != DType::F32 || !parts.is_contiguous() {
@@ -104,6 +108,18 @@ pub fn sum_in_order(sum: &Tensor, parts: &Tensor, place: usize) -> Result<()> {
     sum.inplace_op2(&parts.detach(), &InOrder { place })
 }
 
+/// The sum of terms: that of the first 2^n of them, as many as leave at least one, plus that of the others.
+fn in_pairs<'a>(terms: Range<usize>, term: &impl Fn(usize) -> &'a [f32]) -> Vec<f32> {
+    if terms.len() == 1 {
+        return term(terms.start).to_vec();
+    }
+    let middle = terms.start + terms.len().next_power_of_two() / 2;
+    let mut sum = in_pairs(terms.start..middle, term);
+    sum.iter_mut().zip(in_pairs(middle..terms.end, term)).for_each(|(sum, x)| *sum += x);
+    sum
+}
+
+/// See [`sum_in_order`].
 pub(crate) struct InOrder {
     pub(crate) place: usize,
 }
@@ -127,9 +143,7 @@ impl InplaceOp2 for InOrder {
             let own = sum.to_vec();
             let of_part = |part: usize| &parts[part * len + span * SPAN..][..own.len()];
             let term = |part| if part == self.place { own.as_slice() } else { of_part(part) };
-            let mut terms = (0..parts.len() / len).map(term);
-            sum.copy_from_slice(terms.next().unwrap_or_default());
-            terms.for_each(|term| sum.iter_mut().zip(term).for_each(|(sum, x)| *sum += x));
+            sum.copy_from_slice(&in_pairs(0..parts.len() / len, &term));
         });
         Ok(())
     }

@@ -235,18 +235,31 @@ fn loss(place: &Place) -> Result<()> {
     Ok(())
 }
 
-/// Parts whose sum depends on the order: only that of the parts gives these bits.
+/// The sum of halves, of which the first has 2^n parts.
+fn sum_of_halves(parts: &[&[f32]]) -> Vec<f32> {
+    if let [part] = parts {
+        return part.to_vec();
+    }
+    let (first, second) = parts.split_at(parts.len().next_power_of_two() / 2);
+    sum_of_halves(first).iter().zip(sum_of_halves(second)).map(|(a, b)| a + b).collect()
+}
+
+/// Parts whose sum depends on the order: only this one gives these bits.
 fn in_order(at: &Place) -> Result<()> {
     let mut normals = Normals::new(21);
-    for (parts, place, len) in
-        [(1, 0, 64), (2, 0, 4), (2, 1, 64), (3, 1, 40_000), (8, 7, 20_004), (8, 2, 20_004)]
-    {
+    for (parts, place, len) in [
+        (1, 0, 64),
+        (2, 0, 4),
+        (2, 1, 64),
+        (3, 1, 40_000),
+        (8, 7, 20_004),
+        (8, 2, 20_004),
+        (13, 12, 64),
+        (53, 9, 1000),
+    ] {
         let values: Vec<f32> =
             (0..parts).flat_map(|part| normals.vec(len, 10f32.powi(part % 3 * 4))).collect();
-        let mut expected = values[..len].to_vec();
-        for part in values.chunks(len).skip(1) {
-            expected.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
-        }
+        let expected = sum_of_halves(&values.chunks(len).collect::<Vec<_>>());
         // One of them lies in the middle of something, of which nothing else changes.
         let around = [&[7.0; 4], &values[place * len..][..len], &[7.0; 4]].concat();
         let around = Tensor::from_vec(around, len + 8, &at.device)?;

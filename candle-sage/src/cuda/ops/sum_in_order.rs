@@ -4,7 +4,7 @@ use candle_core::Result;
 use candle_core::backend::BackendStorage;
 
 use super::tensor::{count, elementwise_of, start};
-use crate::cuda::compiled::constants::partial_sums::{SUM_THREADS, SUM_VALUES};
+use crate::cuda::compiled::constants::partial_sums::{ROWS, SUM_LEVELS, SUM_THREADS, SUM_VALUES};
 use crate::cuda::compiled::kernel;
 use crate::cuda::kernels::Gpu;
 use crate::cuda::params::{self, launch};
@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::launch::{Launch, Operand};
 use crate::ops::accumulate::InOrder;
 
-/// `sum = parts[0] + .. + sum + parts[place + 1] + ..`, contiguous rows.
+/// `sum = (parts[0] + parts[1]) + ..` with `sum` in the place of one part, contiguous rows.
 impl Launch<[Operand<'_>; 2], ()> for InOrder {
     fn launch(&self, [sum, parts]: [Operand<'_>; 2]) -> Result<()> {
         let gpu = Gpu::new(sum.0.device())?;
@@ -31,6 +31,14 @@ impl Launch<[Operand<'_>; 2], ()> for InOrder {
                 .got(format!("{width} elements"))
                 .allowed("tensors that start on 16 bytes, a multiple of 4 elements")
                 .hint("put zeros behind them")
+                .into());
+        }
+        let most = ROWS * ((1 << SUM_LEVELS) - 1);
+        if params.count as usize > most {
+            return Err(Error::unsupported("sum_in_order on CUDA adds fewer parts")
+                .got(params.count)
+                .allowed(format!("up to {most}"))
+                .hint("add them in several calls")
                 .into());
         }
         launch(&gpu, kernel!("sum_in_order"), elementwise_of(width, SUM_VALUES, SUM_THREADS), &params)
