@@ -175,8 +175,8 @@ fn judge(
     let hidden = model.hidden(&ids)?;
     let last = hidden.narrow(0, hidden.dim(0)? - count, count)?;
     let targets = Tensor::new(ending, device)?;
-    let mean = ops::linear_cross_entropy(&last, model.output(), &targets, CrossEntropy::default())?;
-    let likeliest = last.matmul(&model.output().t()?)?.argmax(D::Minus1)?.to_vec1::<u32>()?;
+    let mean = ops::linear_cross_entropy(&last, model.output()?, &targets, CrossEntropy::default())?;
+    let likeliest = last.matmul(&model.output()?.t()?)?.argmax(D::Minus1)?.to_vec1::<u32>()?;
     Ok(Judged { loss: mean.to_scalar::<f32>()? * count as f32, written: likeliest == ending })
 }
 

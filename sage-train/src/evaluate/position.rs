@@ -53,7 +53,7 @@ pub fn by_position(
                 let hidden = hidden.narrow(1, start, len)?.flatten(0, 1)?.contiguous()?;
                 let targets = batch.targets.narrow(1, start, len)?.flatten_all()?.contiguous()?;
                 let loss =
-                    ops::linear_cross_entropy(&hidden, model.output(), &targets, CrossEntropy::default())?;
+                    ops::linear_cross_entropy(&hidden, model.output()?, &targets, CrossEntropy::default())?;
                 *sum += f64::from(loss.to_scalar::<f32>()?) * count as f64;
             }
             Ok(())

@@ -61,7 +61,7 @@ impl Rotary {
     fn forward(&self, x: &Tensor, norm: Option<&Norm>) -> Result<Tensor> {
         let (cos, sin) = (&self.cos, &self.sin);
         match norm {
-            Some(norm) => ops::qk_norm_rope(x, &norm.weight.value, cos, sin, norm.eps, RopeStyle::Halves),
+            Some(norm) => ops::qk_norm_rope(x, norm.weight.value()?, cos, sin, norm.eps, RopeStyle::Halves),
             None => ops::rope(x, cos, sin, RopeStyle::Halves),
         }
     }
@@ -74,7 +74,7 @@ impl Rotary {
             return ops::rope_backward(&dy, cos, sin, RopeStyle::Halves);
         };
         let (dx, dweights) = ops::qk_norm_rope_backward(
-            &gradients(x, norms, dy),
+            &gradients(x, norms, dy)?,
             [cos, sin],
             norms[0].eps,
             RopeStyle::Halves,
@@ -92,7 +92,7 @@ impl Rotary {
         dvalue: &Tensor,
         scale: &Fp8Scale,
     ) -> Result<Fp8Matrix> {
-        let (all, tables, eps) = (gradients(x, norms, dy), [&self.cos, &self.sin], norms[0].eps);
+        let (all, tables, eps) = (gradients(x, norms, dy)?, [&self.cos, &self.sin], norms[0].eps);
         let (dx, dweights) =
             ops::qk_norm_rope_backward_fp8(&all, Some(dvalue), tables, eps, RopeStyle::Halves, scale)?;
         add_gradients(norms, &dweights)?;
@@ -100,8 +100,13 @@ impl Rotary {
     }
 }
 
-fn gradients<'a>(x: [&'a Tensor; 2], norms: &'a [Norm; 2], dy: [&'a Tensor; 2]) -> [QkNormRopeGrad<'a>; 2] {
-    [0, 1].map(|n| QkNormRopeGrad { x: x[n], weight: &norms[n].weight.value, dout: dy[n] })
+fn gradients<'a>(
+    x: [&'a Tensor; 2],
+    norms: &'a [Norm; 2],
+    dy: [&'a Tensor; 2],
+) -> Result<[QkNormRopeGrad<'a>; 2]> {
+    let weights = [norms[0].weight.value()?, norms[1].weight.value()?];
+    Ok([0, 1].map(|n| QkNormRopeGrad { x: x[n], weight: weights[n], dout: dy[n] }))
 }
 
 fn add_gradients(norms: &[Norm; 2], dweights: &[Tensor]) -> Result<()> {

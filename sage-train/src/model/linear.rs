@@ -107,7 +107,7 @@ impl Linear {
         {
             return Ok(matrix.clone());
         }
-        let matrix = Fp8Matrix::quantize(&self.weight.value, Fp8Format::E4M3, Fp8Copies::Both)?;
+        let matrix = Fp8Matrix::quantize(self.weight.value()?, Fp8Format::E4M3, Fp8Copies::Both)?;
         *quantized = Some((update, matrix.clone()));
         Ok(matrix)
     }
@@ -115,9 +115,9 @@ impl Linear {
     /// (rows, inputs) -> (rows, outputs).
     pub(super) fn forward(&self, x: &Operand) -> Result<Tensor> {
         match x {
-            Operand::Compute(x) => x.matmul(&self.weight.value.t()?),
+            Operand::Compute(x) => x.matmul(&self.weight.value()?.t()?),
             Operand::Fp8(x, settings) => {
-                x.product(&self.quantized()?, self.weight.value.dtype(), settings.sums[0])
+                x.product(&self.quantized()?, self.weight.value()?.dtype(), settings.sums[0])
             }
         }
     }
@@ -130,7 +130,7 @@ impl Linear {
         targets: &Tensor,
         settings: CrossEntropy,
     ) -> Result<(Tensor, Tensor)> {
-        let (weight, gradient) = (&self.weight.value, self.weight.gradient()?);
+        let (weight, gradient) = (self.weight.value()?, self.weight.gradient()?);
         match x {
             Operand::Compute(x) => {
                 ops::linear_cross_entropy_into(gradient, x, weight, targets, settings, 1.0)
@@ -158,7 +158,7 @@ impl Linear {
     pub(super) fn backward_into(&self, dx: &Tensor, x: &Operand, dy: &Operand) -> Result<()> {
         self.backward_weight(x, dy)?;
         match dy {
-            Operand::Compute(dy) => ops::product_into(dx, dy, &self.weight.value, 1.0, true),
+            Operand::Compute(dy) => ops::product_into(dx, dy, self.weight.value()?, 1.0, true),
             Operand::Fp8(dy, settings) => dy.product_into(dx, &self.quantized()?.t(), true, settings.sums[1]),
         }
     }
@@ -166,9 +166,9 @@ impl Linear {
     /// Returns the gradient of the input alone.
     pub(super) fn backward_input(&self, dy: &Operand) -> Result<Tensor> {
         match dy {
-            Operand::Compute(dy) => dy.matmul(&self.weight.value),
+            Operand::Compute(dy) => dy.matmul(self.weight.value()?),
             Operand::Fp8(dy, settings) => {
-                dy.product(&self.quantized()?.t(), self.weight.value.dtype(), settings.sums[1])
+                dy.product(&self.quantized()?.t(), self.weight.value()?.dtype(), settings.sums[1])
             }
         }
     }
@@ -200,7 +200,7 @@ impl Bias {
 
     /// (rows, outputs) -> (rows, outputs).
     pub(super) fn forward(&self, y: &Tensor) -> Result<Tensor> {
-        y.broadcast_add(&self.0.value)
+        y.broadcast_add(self.0.value()?)
     }
 
     /// Adds the gradient of the bias: the sum of the rows of `dy`.

@@ -117,7 +117,7 @@ impl Llama {
         position: usize,
     ) -> Result<(Stream, Rotary)> {
         let (_, sequence) = ids.dims2()?;
-        let sum = ops::embedding_forward(&self.embedding.value, ids)?.flatten(0, 1)?;
+        let sum = ops::embedding_forward(self.embedding.value()?, ids)?.flatten(0, 1)?;
         let rotary = self.rotary.narrow(position, sequence * self.parts, documents, self.stage)?;
         Ok((Stream { sum, last: None }, rotary))
     }
@@ -149,8 +149,11 @@ impl Llama {
     }
 
     /// The matrix that makes logits of hidden states, (vocab, width).
-    pub fn output(&self) -> &Tensor {
-        &self.output.value
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn output(&self) -> Result<&Tensor> {
+        self.output.value()
     }
 
     /// Mean cross-entropy of `targets`, the ids one position later: an f32 scalar.
@@ -159,7 +162,7 @@ impl Llama {
     /// As [`Llama::hidden`].
     pub fn loss<'a>(&self, input: impl Into<Input<'a>>, targets: &Tensor) -> Result<Tensor> {
         let (hidden, targets) = (self.hidden(input)?, targets.flatten_all()?);
-        ops::linear_cross_entropy(&hidden, self.output(), &targets, CrossEntropy::default())
+        ops::linear_cross_entropy(&hidden, self.output()?, &targets, CrossEntropy::default())
     }
 
     /// Returns the loss, including the z-loss if there is one, and adds its gradients to those of the
@@ -206,7 +209,7 @@ impl Llama {
             }
         }
         let dstream = dstream.0.reshape((ids.dim(0)?, ids.dim(1)?, ()))?;
-        let rows = self.embedding.value.dim(0)?;
+        let rows = self.embedding.value()?.dim(0)?;
         ops::add_into(self.embedding.gradient()?, &ops::embedding_backward(ids, &dstream, rows)?)?;
         Ok(loss)
     }
@@ -218,6 +221,6 @@ impl Llama {
     pub fn next_logits(&self, ids: &Tensor) -> Result<Tensor> {
         let (batch, sequence) = ids.dims2()?;
         let hidden = self.hidden(ids)?.reshape((batch, sequence, ()))?.narrow(1, sequence - 1, 1)?;
-        hidden.squeeze(1)?.contiguous()?.matmul(&self.output().t()?)
+        hidden.squeeze(1)?.contiguous()?.matmul(&self.output()?.t()?)
     }
 }

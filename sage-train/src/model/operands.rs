@@ -156,7 +156,7 @@ impl Operands {
             let (sum, normed) = norm.enter(stream)?;
             return Ok((sum, self.of(normed, place)?));
         };
-        let (weight, last) = (&norm.weight.value, stream.last.as_ref());
+        let (weight, last) = (norm.weight.value()?, stream.last.as_ref());
         let (sum, normed) =
             ops::residual_rms_norm_fp8(&stream.sum, last, weight, norm.eps, Fp8Copies::Both, scale)?;
         Ok((sum, Operand::Fp8(normed, settings)))
@@ -175,7 +175,7 @@ impl Operands {
             let dx = norm.backward(sum, dnormed, dstream)?;
             return Ok((dx.clone(), self.of(dx, place)?));
         };
-        let weight = &norm.weight.value;
+        let weight = norm.weight.value()?;
         let ([dx, dweight], codes) =
             ops::rms_norm_backward_fp8(sum, weight, dnormed, dstream, norm.eps, scale)?;
         ops::add_into(norm.weight.gradient()?, &dweight)?;

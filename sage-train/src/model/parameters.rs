@@ -6,6 +6,7 @@
 //! and its moments, and updates them (ZeRO-1, arXiv 1910.02054, section 5.1). Every rank holds all gradients
 //! and all weights in the compute type.
 
+mod arrivals;
 mod draw;
 mod loading;
 mod scales;
@@ -13,6 +14,7 @@ mod training;
 mod weight;
 
 use std::ops::Range;
+use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -26,6 +28,7 @@ use super::spec::{Kind, ParameterSpec};
 use crate::during;
 use crate::ranks::{Group, Mesh, Ranks};
 
+use arrivals::Arrivals;
 use scales::rescale;
 pub use training::{Matrices, Moments, Shard, Training};
 pub use weight::Weight;
@@ -41,6 +44,8 @@ pub struct Parameters {
     mesh: Mesh,
     /// The names of the moments.
     moments: Moments,
+    /// Dropped before what is held, which transfers write to.
+    arrivals: Rc<Arrivals>,
     /// By piece.
     held: Vec<Held>,
     /// Gradients of all parameters, if the model is trained. After the reduction this rank's shards hold the
@@ -171,7 +176,20 @@ impl Parameters {
         };
         let filled = specs.iter().map(|_| Arc::default()).collect();
         let (updates, scales) = (Arc::default(), OnceLock::new());
-        Ok(Self { specs, layout, mesh, moments, held, gradients, received, filled, updates, scales })
+        let arrivals = Rc::new(Arrivals::new(&group, layout.pieces.len()));
+        Ok(Self {
+            specs,
+            layout,
+            mesh,
+            moments,
+            arrivals,
+            held,
+            gradients,
+            received,
+            filled,
+            updates,
+            scales,
+        })
     }
 
     /// A parameter as the model uses it.
@@ -206,7 +224,8 @@ impl Parameters {
         let first = self.layout.pieces[piece].range.start;
         let value = view(&self.held[piece].values, at - first)?;
         let gradient = self.gradients.as_ref().map(|all| view(all, at)).transpose()?;
-        Ok(Weight { value, gradient, filled, updates: self.updates.clone() })
+        let (arrivals, updates) = (self.arrivals.clone(), self.updates.clone());
+        Ok(Weight { value, piece, arrivals, gradient, filled, updates })
     }
 
     fn place(&self, name: &str) -> Result<(usize, usize)> {
@@ -282,15 +301,18 @@ impl Parameters {
         all.narrow(0, range.start + part.start, part.len())
     }
 
-    /// Has all parameters updated with the reduced gradients, shard by shard, and gathers the new weights from the ranks of the
-    /// node.
+    /// Has all parameters updated with the reduced gradients, shard by shard, and starts to gather the new weights from the ranks of the
+    /// node. Whoever reads a weight first waits for its piece.
     ///
     /// # Errors
     /// When nothing is trained, an update fails, or a rank cannot be reached.
     pub fn update(&self, update: impl Fn(&Shard<'_>) -> Result<()>, ranks: &Ranks) -> Result<()> {
         self.updates.fetch_add(1, Ordering::Relaxed);
-        let (shards, mut last) = (ranks.shards(), None);
-        for (n, (piece, Held { values, state })) in self.layout.pieces.iter().zip(&self.held).enumerate() {
+        self.scales.get().map_or(Ok(()), |scales| rescale(scales, ranks))?;
+        self.arrivals.wait_for_all()?;
+        let shards = ranks.shards();
+        for n in self.layout.forward_order() {
+            let (piece, Held { values, state }) = (&self.layout.pieces[n], &self.held[n]);
             let gradient = self.own(self.gradients()?, n)?;
             let part = self.mesh.shard.part_of(piece.range.len());
             let copy = (values.dtype() != DType::F32).then(|| values.narrow(0, part.start, part.len()));
@@ -300,12 +322,11 @@ impl Parameters {
             let matrices = self.matrices_of(piece).map(|all| Matrices { all, elements, ranks: shards });
             update(&Shard { state, gradient: &gradient, copy: copy.as_ref(), decays, matrices })?;
             if self.mesh.shard.of > 1 {
-                // The all-gather of this piece overlaps with the update of the next.
-                last = Some(shards.gather(&copy.map_or_else(|| state.get(0), Ok)?, values)?);
+                let part = copy.map_or_else(|| state.get(0), Ok)?;
+                self.arrivals.start(n, shards.gather(&part, values)?);
             }
         }
-        last.map_or(Ok(()), |last| shards.wait(last))?;
-        self.scales.get().map_or(Ok(()), |scales| rescale(scales, ranks))
+        Ok(())
     }
 
     /// The matrices of a piece that has nothing else.
@@ -327,6 +348,7 @@ impl Parameters {
     /// # Errors
     /// When memory is short for a slice in f32.
     pub fn checksums(&self) -> Result<Vec<f64>> {
+        self.arrivals.wait_for_all()?;
         let mut sums = Vec::with_capacity(2 * self.held.len());
         for Held { values, .. } in &self.held {
             let len = values.elem_count();

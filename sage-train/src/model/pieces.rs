@@ -119,6 +119,13 @@ impl Layout {
         order
     }
 
+    /// The indices of the pieces, in the order in which a forward reads them: the vectors of all layers, then matrices layer by layer.
+    pub(super) fn forward_order(&self) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..self.pieces.len()).collect();
+        order.sort_by_key(|piece| self.pieces[*piece].common.decays);
+        order
+    }
+
     /// Number of elements, padding included.
     pub(super) fn len(&self) -> usize {
         self.pieces.last().map_or(0, |piece| piece.range.end)
@@ -238,6 +245,7 @@ mod tests {
         let firsts: Vec<_> = layout.pieces.iter().map(|piece| piece.first_layer).collect();
         assert_eq!(firsts, [None, Some(0), Some(1), Some(2), Some(0)]);
         assert_eq!(layout.backward_order(), [3, 2, 1, 4, 0]);
+        assert_eq!(layout.forward_order(), [4, 0, 1, 2, 3]);
         // An optimizer for matrices has them in pieces without the embedding.
         let layout = Layout::with_pieces_of(&specs, 1, usize::MAX, true);
         let apart: Vec<_> =

@@ -245,7 +245,7 @@ impl Sla2Layer {
                 return Selection::window(&shape, block, nearest, self.config.blocks.min(1), q.device());
             }
             (_, Some([query, key])) => {
-                Router::from_tensors(part(&query.value, self.keys())?, part(&key.value, self.keys())?)?
+                Router::from_tensors(part(query.value()?, self.keys())?, part(key.value()?, self.keys())?)?
             }
             (_, None) => Router::new(k.dim(2)?, self.head_dim, q.device())?,
         };
@@ -254,7 +254,7 @@ impl Sla2Layer {
 
     fn theta(&self, q: &Tensor) -> Result<Tensor> {
         match &self.theta {
-            Some(theta) => part(&theta.value, self.queries()),
+            Some(theta) => part(theta.value()?, self.queries()),
             None => Tensor::zeros(q.dim(2)?, DType::F32, q.device()),
         }
     }
@@ -315,7 +315,7 @@ impl Sla2Layer {
         documents: Option<&Packing>,
     ) -> Result<()> {
         if let Some([query, key]) = &self.router {
-            let var = |weight: &Weight| Var::from_tensor(&part(&weight.value, self.keys())?);
+            let var = |weight: &Weight| Var::from_tensor(&part(weight.value()?, self.keys())?);
             let vars = [var(query)?, var(key)?];
             let [q_var, k_var] = &vars;
             let router = Router::from_tensors(q_var.as_tensor().clone(), k_var.as_tensor().clone())?;

@@ -1,15 +1,20 @@
 //! A parameter as a model uses it.
 
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use candle_core::{Result, Tensor};
 
+use super::arrivals::Arrivals;
+
 /// A parameter of a model, or several adjacent matrices as one: its value, and its gradient if it is trained.
 #[derive(Debug, Clone)]
 pub struct Weight {
-    /// In the model's compute type; norms and routers in f32.
-    pub value: Tensor,
+    pub(super) value: Tensor,
+    /// The piece that contains the value, and when pieces are complete.
+    pub(super) piece: usize,
+    pub(super) arrivals: Rc<Arrivals>,
     /// In f32.
     pub gradient: Option<Tensor>,
     /// Whether the gradient has been written since it was cleared, for each parameter in this weight.
@@ -18,6 +23,15 @@ pub struct Weight {
 }
 
 impl Weight {
+    /// The value, in the model's compute type; norms and routers in f32. The device waits for it if other ranks have updated it.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn value(&self) -> Result<&Tensor> {
+        self.arrivals.wait_for(self.piece)?;
+        Ok(&self.value)
+    }
+
     /// The number of updates that made the value what it is.
     pub(in crate::model) fn update(&self) -> u64 {
         self.updates.load(Ordering::Relaxed)
