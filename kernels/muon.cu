@@ -1,5 +1,5 @@
-// Muon's passes over a matrix: its momentum, and the update by the orthogonalized direction; and the traces and sums inside the
-// orthogonalization, whose products are cuBLAS's.
+// Muon's passes over a matrix: its momentum, the normalization of its rows, and the update by the orthogonalized direction; and the
+// traces and sums inside the orthogonalization, whose products are cuBLAS's.
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
 
@@ -17,7 +17,10 @@ __device__ float block_sum(float sum) {
     __syncthreads();
     if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
   }
-  return sums[0];
+  __syncthreads();
+  float total = sums[0];
+  __syncthreads();
+  return total;
 }
 
 // Calls body(at, Count<N>) for the packs of a line of blocks, and for the elements after the last whole pack.
@@ -95,6 +98,45 @@ __device__ void combine(const params::MuonCombine& p) {
   });
 }
 
+// One block a row: its mean square, and the running one.
+__device__ void row_squares(const params::MuonRows& p) {
+  auto* x = static_cast<const __nv_bfloat16*>(p.x) + int64_t(blockIdx.x) * p.columns;
+  float sum = 0.0f;
+  for (int column = threadIdx.x; column < p.columns; column += THREADS) {
+    float value = __bfloat162float(x[column]);
+    sum += value * value;
+  }
+  sum = block_sum(sum) / p.columns;
+  if (threadIdx.x != 0) return;
+  p.factors[blockIdx.x] = sum;
+  float* mean = p.mean_squares + blockIdx.x;
+  if (isfinite(*p.sum_of_squares)) *mean = p.beta * *mean + (1.0f - p.beta) * sum;
+}
+
+// One block a matrix: the factors of its rows, which leave the sum of its squares as it is.
+__device__ void row_factors(const params::MuonRows& p) {
+  float* factors = p.factors + int64_t(blockIdx.x) * p.rows;
+  const float* mean = p.mean_squares + int64_t(blockIdx.x) * p.rows;
+  constexpr float SMALLEST = 1e-20f;
+  float before = 0.0f, after = 0.0f;
+  for (int row = threadIdx.x; row < p.rows; row += THREADS) {
+    before += factors[row];
+    after += factors[row] / fmaxf(mean[row], SMALLEST);
+  }
+  before = block_sum(before);
+  after = block_sum(after);
+  float size = after > 0.0f ? before / after : 0.0f;
+  for (int row = threadIdx.x; row < p.rows; row += THREADS) factors[row] = sqrtf(size / fmaxf(mean[row], SMALLEST));
+}
+
+// One block a row.
+__device__ void scale_rows(const params::MuonRows& p) {
+  auto* x = static_cast<__nv_bfloat16*>(p.x) + int64_t(blockIdx.x) * p.columns;
+  float factor = p.factors[blockIdx.x];
+  for (int column = threadIdx.x; column < p.columns; column += THREADS)
+    x[column] = __float2bfloat16(__bfloat162float(x[column]) * factor);
+}
+
 // w = keep w - rate direction. A norm of the gradient that is not finite leaves w as it is.
 __device__ void apply(const params::MuonApply& p) {
   if (!isfinite(*p.sum_of_squares)) return;
@@ -117,4 +159,7 @@ __device__ void apply(const params::MuonApply& p) {
 extern "C" __global__ void __launch_bounds__(THREADS) muon_momentum(const __grid_constant__ params::MuonMomentum p) { momentum(p); }
 extern "C" __global__ void __launch_bounds__(THREADS) muon_trace(const __grid_constant__ params::MuonTrace p) { trace(p); }
 extern "C" __global__ void __launch_bounds__(THREADS) muon_combine(const __grid_constant__ params::MuonCombine p) { combine(p); }
+extern "C" __global__ void __launch_bounds__(THREADS) muon_row_squares(const __grid_constant__ params::MuonRows p) { row_squares(p); }
+extern "C" __global__ void __launch_bounds__(THREADS) muon_row_factors(const __grid_constant__ params::MuonRows p) { row_factors(p); }
+extern "C" __global__ void __launch_bounds__(THREADS) muon_scale_rows(const __grid_constant__ params::MuonRows p) { scale_rows(p); }
 extern "C" __global__ void __launch_bounds__(THREADS) muon_apply(const __grid_constant__ params::MuonApply p) { apply(p); }

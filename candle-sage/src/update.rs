@@ -134,7 +134,7 @@ pub enum MuonScale {
 }
 
 /// One step of Muon: each matrix moves along its momentum, whose singular values are made about 1 first (K. Jordan, 2024; arXiv
-/// 2502.16982). For the matrices of hidden layers: embeddings, output matrices and vectors need another optimizer, as [`AdamW`].
+/// 2502.16982), and rows divided by their running size if `beta2` is set (NorMuon). For the matrices of hidden layers: embeddings, output matrices and vectors need another optimizer, as [`AdamW`].
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -144,7 +144,7 @@ pub enum MuonScale {
 /// let state = Tensor::zeros((2, 6), DType::F32, &Device::Cpu)?;
 /// let gradient = Tensor::new(&[3f32, 0., 0., 0., 0.01, 0.], &Device::Cpu)?;
 /// let matrices = [MuonMatrix { at: 0, rows: 2, columns: 3 }];
-/// Muon::new(0.1).step(&state, &gradient, &sum_of_squares(&gradient)?, &matrices, None)?;
+/// Muon::new(0.1).step(&state, &gradient, &sum_of_squares(&gradient)?, &matrices, None, None)?;
 /// let step = state.get(0)?.to_vec1::<f32>()?;
 /// // Both directions move by about 0.1 * 0.2 * sqrt(3), though one gradient is 300 times as large.
 /// assert!((step[0] / -0.0346 - 1.0).abs() < 0.16 && (step[4] / -0.0346 - 1.0).abs() < 0.16);
@@ -161,6 +161,9 @@ pub struct Muon {
     pub nesterov: bool,
     /// Decoupled weight decay: each step multiplies a weight by `1 - lr weight_decay`.
     pub weight_decay: f64,
+    /// NorMuon (arXiv 2510.05491): the decay rate of the running mean square of each row of orthogonal directions. Rows are divided by its
+    /// root, so that all neurons move about as far; the matrix as a whole moves as far as without. `None` leaves rows as they are.
+    pub beta2: Option<f64>,
     /// The polynomials of the orthogonalization.
     pub orthogonalization: Orthogonalization,
     /// The length of a step.
@@ -176,13 +179,14 @@ pub struct Muon {
 pub(crate) const DIRECTION_UNIT: f32 = (1 << 24) as f32;
 
 impl Muon {
-    /// A step with a learning rate: momentum .95 with Nesterov, no weight decay and no clipping.
+    /// A step with a learning rate: momentum .95 with Nesterov, rows as they are, no weight decay and no clipping.
     pub const fn new(lr: f64) -> Self {
         Self {
             lr,
             momentum: 0.95,
             nesterov: true,
             weight_decay: 0.0,
+            beta2: None,
             orthogonalization: Orthogonalization::PolarExpress,
             scale: MuonScale::AdamW,
             gradient_factor: 1.0,

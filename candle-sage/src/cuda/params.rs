@@ -68,6 +68,7 @@ families! {
     MuonApply: "muon",
     MuonCombine: "muon",
     MuonMomentum: "muon",
+    MuonRows: "muon",
     MuonTrace: "muon",
     PartialSums: "partial_sums",
     Pool: "selection",

@@ -101,6 +101,8 @@ struct Held {
     variable: Var,
     /// (1 + moments, elements) in f32: weights and moments. Elements are padded.
     state: Tensor,
+    /// The running mean squares of the directions of rows, for Muon with `beta2`.
+    rows: Option<Tensor>,
 }
 
 impl Held {
@@ -119,7 +121,7 @@ impl Held {
         )?;
         let weights = padded(variable.as_tensor())?.unsqueeze(0)?;
         state.slice_set(&weights, 0, 0)?;
-        Ok(Self { variable, state })
+        Ok(Self { variable, state, rows: None })
     }
 
     /// The gradient in f32, padded; `None` if the variable has no gradient.
@@ -264,6 +266,11 @@ impl Optimizer for Muon {
         let ratio = others.lr / settings.lr;
         let mut matrices =
             matrices.into_iter().map(|variable| Held::new(variable, 1)).collect::<Result<Vec<_>>>()?;
+        if settings.beta2.is_some() {
+            for held in &mut matrices {
+                held.rows = Some(Tensor::zeros(held.variable.dim(0)?, DType::F32, held.variable.device())?);
+            }
+        }
         // Matrices of one shape are orthogonalized together.
         matrices.sort_by_key(|held| held.variable.dims().to_vec());
         Ok(Self { settings, matrices, others: AdamW::new(rest, others)?, ratio })
@@ -287,6 +294,8 @@ impl Optimizer for Muon {
             let directions = Tensor::cat(&directions.collect::<Result<Vec<_>>>()?, 0)?;
             self.settings.orthogonalize(&directions, &vec![shape; same.len()])?;
             for (n, (held, _)) in same.iter().enumerate() {
+                let own = directions.narrow(0, n * len, len)?;
+                self.settings.normalize_rows(&own, &squares, &[shape], held.rows.as_ref())?;
                 self.settings.apply(&held.state, &directions, &squares, &[part(n)], None)?;
                 held.publish()?;
             }

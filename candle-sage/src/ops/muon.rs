@@ -10,7 +10,7 @@ use super::support::{
     argument_error, check_update, cuda_tensor, f32_values, f32_values_mut, no_forward, run_twice,
     shape_error, supported, with_cuda,
 };
-use crate::cpu::ops::muon::{apply, combine, direction, unit_traces};
+use crate::cpu::ops::muon::{apply, combine, direction, row_factors, scale_rows, unit_traces};
 use crate::launch::{Launch, Operand};
 pub use crate::update::{Muon, MuonScale, Orthogonalization};
 
@@ -66,10 +66,12 @@ impl Muon {
     /// `state` is contiguous (2, parameters) in f32: weights and m. `gradient` is (parameters) in f32, `sum_of_squares` the result of
     /// [`sum_of_squares`](crate::ops::sum_of_squares) for the gradient of all parameters, also those that this call does not update. Parameters
     /// outside the matrices do not change. `copy`, on a GPU, receives the new weights in f16 or bf16. The products are in f32 on the
-    /// CPU; on a GPU the direction is bf16, and sums are f32. When the norm is not finite nothing changes.
+    /// CPU; on a GPU the direction is bf16, and sums are f32. When the norm is not finite nothing changes. With `beta2` rows of d are normalized
+    /// ([`Muon::normalize_rows`]): `mean_squares` then has a number for each row of the matrices, one matrix after the other. Adjacent matrices
+    /// of one shape are orthogonalized together, which is faster.
     ///
-    /// It is [`Muon::directions`], [`Muon::orthogonalize`] and [`Muon::apply`]. Several processes that share matrices call these three,
-    /// and exchange directions in between.
+    /// It is [`Muon::directions`], [`Muon::orthogonalize`], [`Muon::normalize_rows`] and [`Muon::apply`]. Several processes that share matrices
+    /// call these four, and exchange directions after the first and before the last.
     ///
     /// # Errors
     /// When the tensors do not fit together, matrices overlap or lie outside, or the momentum is not in [0, 1); on CUDA, when a matrix does
@@ -80,15 +82,15 @@ impl Muon {
         gradient: &Tensor,
         sum_of_squares: &Tensor,
         matrices: &[MuonMatrix],
+        mean_squares: Option<&Tensor>,
         copy: Option<&Tensor>,
     ) -> Result<()> {
         // Before the momentum changes.
         self.check(state, gradient, sum_of_squares, copy)?;
-        let mut sorted = matrices.to_vec();
-        // Matrices of one shape are orthogonalized together.
-        sorted.sort_by_key(|matrix| (matrix.shape(), matrix.at));
+        let shapes: Vec<_> = matrices.iter().map(MuonMatrix::shape).collect();
+        self.check_rows(mean_squares, &shapes)?;
         let mut to = 0;
-        let parts: Vec<MuonPart> = sorted
+        let parts: Vec<MuonPart> = matrices
             .iter()
             .map(|matrix| {
                 let part = MuonPart { at: matrix.at, to, len: matrix.elements(), shape: matrix.shape() };
@@ -97,8 +99,8 @@ impl Muon {
             })
             .collect();
         let directions = self.directions(state, gradient, sum_of_squares, &parts, to)?;
-        let shapes: Vec<_> = sorted.iter().map(MuonMatrix::shape).collect();
         self.orthogonalize(&directions, &shapes)?;
+        self.normalize_rows(&directions, sum_of_squares, &shapes, mean_squares)?;
         self.apply(state, &directions, sum_of_squares, &parts, copy)
     }
 
@@ -122,8 +124,8 @@ impl Muon {
         Ok(op.made.into_inner().ok_or_else(no_forward)?)
     }
 
-    /// Makes the singular values of matrices about 1, in place. The matrices lie one after the other in `directions`, from its first element. A
-    /// constant factor of a matrix does not change the result.
+    /// Makes the singular values of matrices about 1, in place. The matrices lie one after the other in `directions`, from its first element;
+    /// adjacent ones of one shape are faster. A constant factor of a matrix does not change the result.
     ///
     /// # Errors
     /// When there are fewer elements.
@@ -140,6 +142,72 @@ impl Muon {
             }
         }
         Ok(())
+    }
+
+    /// With `beta2`, divides each row d of orthogonal directions by the root of its running mean square v, in place, and multiplies each
+    /// matrix so that its Frobenius norm stays as it is (NorMuon, arXiv 2510.05491, algorithm 1):
+    ///
+    /// ```text
+    /// v = beta2 v + (1 - beta2) mean(d^2)          d = d / sqrt(v) * norm(matrix) / norm(matrix of d / sqrt(v))
+    /// ```
+    ///
+    /// Matrices lie in `directions` as for [`Muon::orthogonalize`]. `mean_squares` holds v in f32, (rows of all matrices), zeros before the
+    /// first step; it does not change when the norm of the gradient is not finite. Without `beta2` nothing changes.
+    ///
+    /// # Errors
+    /// When there are fewer elements; when `beta2` is not in [0, 1), or there are other numbers of rows.
+    pub fn normalize_rows(
+        &self,
+        directions: &Tensor,
+        sum_of_squares: &Tensor,
+        shapes: &[(usize, usize)],
+        mean_squares: Option<&Tensor>,
+    ) -> Result<()> {
+        let Some((beta, mean_squares)) = self.check_rows(mean_squares, shapes)? else { return Ok(()) };
+        let (mut at, mut row) = (0, 0);
+        for same in shapes.chunk_by(|a, b| a == b) {
+            let (rows, columns) = same[0];
+            let all = rows * same.len();
+            let x = directions.narrow(0, at, all * columns)?.reshape((same.len(), rows, columns))?;
+            let factors = RowFactors { beta, made: OnceLock::new() };
+            mean_squares.narrow(0, row, all)?.inplace_op3(&x, sum_of_squares, &factors)?;
+            x.inplace_op2(&factors.made.into_inner().ok_or_else(no_forward)?, &ScaleRows)?;
+            (at, row) = (at + all * columns, row + all);
+        }
+        Ok(())
+    }
+
+    /// Checks the running mean squares of rows, if this step has some.
+    fn check_rows<'a>(
+        &self,
+        mean_squares: Option<&'a Tensor>,
+        shapes: &[(usize, usize)],
+    ) -> Result<Option<(f64, &'a Tensor)>> {
+        let Some(beta) = self.beta2 else { return Ok(None) };
+        if !(0.0..1.0).contains(&beta) {
+            return Err(argument_error(
+                "muon: beta2 is out of range",
+                beta,
+                "0 and up, below 1",
+                "0.95 is usual",
+            ));
+        }
+        let rows: usize = shapes.iter().map(|(rows, _)| rows).sum();
+        match mean_squares {
+            Some(all) if all.dims() == [rows] && all.dtype() == DType::F32 && all.is_contiguous() => {
+                supported(NAME, &[all])?;
+                Ok(Some((beta, all)))
+            }
+            other => Err(shape_error(
+                "muon: the mean squares of rows do not fit",
+                other.map_or_else(
+                    || "none".into(),
+                    |other| format!("{:?} {}", other.dims(), other.dtype().as_str()),
+                ),
+                &format!("({rows}) in f32, without gaps"),
+                "begin with zeros, a number for each row of the matrices",
+            )),
+        }
     }
 
     /// Moves the weights of parts of matrices along their orthogonal directions. Arguments as for [`Muon::step`].
@@ -244,6 +312,15 @@ pub(crate) struct Directions<'a> {
     made: OnceLock<Tensor>,
 }
 
+/// Updates the running mean squares of rows, and makes the factors of rows.
+pub(crate) struct RowFactors {
+    pub(crate) beta: f64,
+    made: OnceLock<Tensor>,
+}
+
+/// Multiplies the rows of matrices (count, rows, columns) with factors.
+pub(crate) struct ScaleRows;
+
 /// Moves parts along their directions.
 pub(crate) struct Apply<'a> {
     pub(crate) settings: Muon,
@@ -302,6 +379,68 @@ impl InplaceOp3 for Directions<'_> {
         let all = [(&*state, layout), (gradient, gradient_layout), (sum_of_squares, sum_layout)];
         let made: CudaStorage = self.launch(all)?;
         self.made.set(cuda_tensor(made, self.len)).map_err(|made| run_twice(made).into())
+    }
+}
+
+impl InplaceOp3 for RowFactors {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(
+        &self,
+        mean_squares: &mut CpuStorage,
+        layout: &Layout,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        sum_of_squares: &CpuStorage,
+        sum_layout: &Layout,
+    ) -> Result<()> {
+        let (_, rows, columns) = x_layout.shape().dims3()?;
+        let finite = sum_of_squares.as_slice::<f64>()?[sum_layout.start_offset()].is_finite();
+        let (x, all) = (f32_values(NAME, x, x_layout)?, f32_values_mut(NAME, mean_squares, layout)?);
+        let of_matrices = all.chunks_mut(rows).zip(x.chunks(rows * columns));
+        let factors: Vec<f32> =
+            of_matrices.flat_map(|(rows, x)| row_factors(rows, x, finite.then_some(self.beta))).collect();
+        let len = factors.len();
+        self.made.set(Tensor::from_vec(factors, len, &Device::Cpu)?).map_err(|made| run_twice(made).into())
+    }
+
+    fn cuda_fwd(
+        &self,
+        mean_squares: &mut CudaStorage,
+        layout: &Layout,
+        x: &CudaStorage,
+        x_layout: &Layout,
+        sum_of_squares: &CudaStorage,
+        sum_layout: &Layout,
+    ) -> Result<()> {
+        let all = [(&*mean_squares, layout), (x, x_layout), (sum_of_squares, sum_layout)];
+        let made: CudaStorage = self.launch(all)?;
+        let made = cuda_tensor(made, layout.shape().elem_count());
+        self.made.set(made).map_err(|made| run_twice(made).into())
+    }
+}
+
+impl InplaceOp2 for ScaleRows {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(&self, x: &mut CpuStorage, layout: &Layout, factors: &CpuStorage, of: &Layout) -> Result<()> {
+        let (factors, x) = (f32_values(NAME, factors, of)?, f32_values_mut(NAME, x, layout)?);
+        scale_rows(x, &factors);
+        Ok(())
+    }
+
+    fn cuda_fwd(
+        &self,
+        x: &mut CudaStorage,
+        layout: &Layout,
+        factors: &CudaStorage,
+        of: &Layout,
+    ) -> Result<()> {
+        self.launch([(&*x, layout), (factors, of)])
     }
 }
 

@@ -30,10 +30,10 @@ fn muon_is_that_of_the_cpu() -> Result<()> {
         let on_gpu = state.to_device(&gpu())?;
         for copies in [None, Some(DType::BF16), Some(DType::F16)] {
             let gradient = Tensor::from_vec(normals.vec(len, 1.0), len, &Device::Cpu)?;
-            muon.step(&state, &gradient, &sum_of_squares(&gradient)?, &matrices, None)?;
+            muon.step(&state, &gradient, &sum_of_squares(&gradient)?, &matrices, None, None)?;
             let there = gradient.to_device(&gpu())?;
             let copy = copies.map(|dtype| Tensor::zeros(len, dtype, &gpu())).transpose()?;
-            muon.step(&on_gpu, &there, &sum_of_squares(&there)?, &matrices, copy.as_ref())?;
+            muon.step(&on_gpu, &there, &sum_of_squares(&there)?, &matrices, None, copy.as_ref())?;
             let (got, expected) = (on_gpu.to_vec2::<f32>()?, state.to_vec2::<f32>()?);
             for matrix in &matrices {
                 let here = matrix.at..matrix.at + matrix.rows * matrix.columns;
@@ -61,13 +61,13 @@ fn muon_is_that_of_the_cpu() -> Result<()> {
         let again = || -> Result<Vec<Vec<f32>>> {
             let state = state.to_device(&gpu())?;
             let gradient = Tensor::from_vec(Normals::new(37).vec(len, 1.0), len, &gpu())?;
-            muon.step(&state, &gradient, &sum_of_squares(&gradient)?, &matrices, None)?;
+            muon.step(&state, &gradient, &sum_of_squares(&gradient)?, &matrices, None, None)?;
             state.to_vec2()
         };
         assert_eq!(again()?, again()?);
         let bad = Tensor::full(f32::INFINITY, len, &gpu())?;
         let before = on_gpu.to_vec2::<f32>()?;
-        muon.step(&on_gpu, &bad, &sum_of_squares(&bad)?, &matrices, None)?;
+        muon.step(&on_gpu, &bad, &sum_of_squares(&bad)?, &matrices, None, None)?;
         assert_eq!(on_gpu.to_vec2::<f32>()?, before);
     }
     // Tiny and huge gradients are orthogonalized as all others, and beyond that nothing moves.
@@ -76,7 +76,7 @@ fn muon_is_that_of_the_cpu() -> Result<()> {
     let step = |norm: f64| -> Result<Vec<f64>> {
         let state = Tensor::zeros((2, 4096), DType::F32, &gpu())?;
         let gradient = (&gradient * norm)?;
-        Muon::new(1.0).step(&state, &gradient, &sum_of_squares(&gradient)?, &matrix, None)?;
+        Muon::new(1.0).step(&state, &gradient, &sum_of_squares(&gradient)?, &matrix, None, None)?;
         Ok(f64s(&state.get(0)?.to_vec1::<f32>()?))
     };
     let usual = step(1.0)?;
@@ -84,5 +84,35 @@ fn muon_is_that_of_the_cpu() -> Result<()> {
         assert!(relative_l2(&step(norm)?, &usual) < 0.08, "{norm:e}");
     }
     assert!(step(1e30)?.iter().chain(&step(0.0)?).all(|moved| *moved == 0.0));
+    Ok(())
+}
+
+/// Rows of bf16 against f32 of the same values: each is rounded twice, and the mean squares are f32.
+#[test]
+#[ignore = "needs a GPU"]
+fn rows_are_normalized_as_on_the_cpu() -> Result<()> {
+    let shapes = [(64, 200), (64, 200), (3, 8), (1, 1024), (1000, 8)];
+    let (rows, len) = shapes.iter().fold((0, 0), |(rows, len), (r, c)| (rows + r, len + r * c));
+    let mut muon = Muon::new(0.02);
+    muon.beta2 = Some(0.9);
+    let means = Tensor::from_vec(Normals::new(47).vec(rows, 1.0), rows, &Device::Cpu)?.sqr()?;
+    let on_gpu = means.to_device(&gpu())?;
+    let x = Tensor::from_vec(Normals::new(53).vec(len, 1.0), len, &Device::Cpu)?.to_dtype(DType::BF16)?;
+    let expected = x.to_dtype(DType::F32)?;
+    for (finite, sum) in [(true, 1.0), (false, f64::NAN)] {
+        let kept = on_gpu.to_vec1::<f32>()?;
+        let got = x.to_device(&gpu())?;
+        muon.normalize_rows(&got, &Tensor::new(sum, &gpu())?, &shapes, Some(&on_gpu))?;
+        if finite {
+            muon.normalize_rows(&expected, &Tensor::new(sum, &Device::Cpu)?, &shapes, Some(&means))?;
+            let got = got.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+            let error = relative_l2(&f64s(&got), &f64s(&expected.to_vec1::<f32>()?));
+            assert!(error < 2f64.powi(-9), "{error:.1e}");
+            let error = relative_l2(&f64s(&on_gpu.to_vec1::<f32>()?), &f64s(&means.to_vec1::<f32>()?));
+            assert!(error < 1e-5, "{error:.1e}");
+        } else {
+            assert_eq!(on_gpu.to_vec1::<f32>()?, kept);
+        }
+    }
     Ok(())
 }

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor};
 use candle_sage::ops::{Muon, MuonMatrix, MuonScale, Orthogonalization, sum_of_squares};
 
-use crate::support::{Normals, relative_l2};
+use crate::support::{Normals, f64s, relative_l2};
 
 /// The polynomials as published, with the margin of Polar Express.
 fn polynomials(which: Orthogonalization) -> Vec<[f64; 3]> {
@@ -71,7 +71,7 @@ fn follows_the_definition() -> Result<()> {
                 for _ in 0..3 {
                     let gradient = normals.vec(PARAMETERS, 1.0);
                     let tensor = Tensor::new(&*gradient, &Device::Cpu)?;
-                    muon.step(&state, &tensor, &sum_of_squares(&tensor)?, &MATRICES, None)?;
+                    muon.step(&state, &tensor, &sum_of_squares(&tensor)?, &MATRICES, None, None)?;
                     let norm = 0.5 * gradient.iter().map(|&g| f64::from(g).powi(2)).sum::<f64>().sqrt();
                     for MuonMatrix { at, rows, columns } in MATRICES {
                         let here = at..at + rows * columns;
@@ -104,6 +104,56 @@ fn follows_the_definition() -> Result<()> {
     Ok(())
 }
 
+/// With NorMuon, steps of rows follow the recurrence in f64, and a matrix moves as far as without.
+#[test]
+fn rows_are_normalized() -> Result<()> {
+    let mut muon = Muon::new(1.0);
+    (muon.momentum, muon.beta2, muon.scale) = (0.5, Some(0.75), MuonScale::Original);
+    let rows: usize = MATRICES.iter().map(|matrix| matrix.rows).sum();
+    let mean_squares = Tensor::zeros(rows, DType::F32, &Device::Cpu)?;
+    let (mut expected, mut momentum) = (vec![0.0; rows], vec![0.0; PARAMETERS]);
+    let mut normals = Normals::new(43);
+    let state = Tensor::zeros((2, PARAMETERS), DType::F32, &Device::Cpu)?;
+    for _ in 0..3 {
+        let before = f64s(&state.get(0)?.to_vec1::<f32>()?);
+        // Rows of different sizes.
+        let gradient: Vec<f32> =
+            normals.vec(PARAMETERS, 1.0).iter().enumerate().map(|(n, x)| x * (1 + n % 7) as f32).collect();
+        let tensor = Tensor::new(&*gradient, &Device::Cpu)?;
+        muon.step(&state, &tensor, &sum_of_squares(&tensor)?, &MATRICES, Some(&mean_squares), None)?;
+        let after = f64s(&state.get(0)?.to_vec1::<f32>()?);
+        let mut first = 0;
+        for MuonMatrix { at, rows, columns } in MATRICES {
+            let here = at..at + rows * columns;
+            let mut ahead = Vec::new();
+            for (m, &g) in momentum[here.clone()].iter_mut().zip(&gradient[here.clone()]) {
+                *m = 0.5 * *m + 0.5 * f64::from(g);
+                ahead.push(0.5 * *m + 0.5 * f64::from(g));
+            }
+            let direction = direction(&ahead, rows, columns, Orthogonalization::PolarExpress)?;
+            let length = |x: &[f64]| x.iter().map(|x| x * x).sum::<f64>();
+            let mut divided = direction.clone();
+            for (row, mean) in divided.chunks_mut(columns).zip(&mut expected[first..]) {
+                *mean = 0.75 * *mean + 0.25 * length(row) / columns as f64;
+                row.iter_mut().for_each(|x| *x /= mean.sqrt());
+            }
+            let factor = (length(&direction) / length(&divided)).sqrt()
+                * (rows as f64 / columns as f64).max(1.0).sqrt();
+            let moved: Vec<f64> = before[here.clone()].iter().zip(&after[here]).map(|(a, b)| a - b).collect();
+            let expected: Vec<f64> = divided.iter().map(|x| x * factor).collect();
+            // As in `follows_the_definition`; the difference of weights loses a few bits.
+            assert!(relative_l2(&moved, &expected) < 1e-4, "{rows} x {columns}");
+            first += rows;
+        }
+        assert!(relative_l2(&f64s(&mean_squares.to_vec1::<f32>()?), &expected) < 1e-4);
+    }
+    let kept = mean_squares.to_vec1::<f32>()?;
+    let bad = Tensor::full(f32::NAN, PARAMETERS, &Device::Cpu)?;
+    muon.step(&state, &bad, &sum_of_squares(&bad)?, &MATRICES, Some(&mean_squares), None)?;
+    assert_eq!(mean_squares.to_vec1::<f32>()?, kept);
+    Ok(())
+}
+
 /// Singular values from .001 of the norm on come to .84 to 1.13, or .68 to 1.21 from .003 on, whatever the norm. A diagonal matrix shows them.
 #[test]
 fn singular_values_come_close_to_one() -> Result<()> {
@@ -129,7 +179,7 @@ fn singular_values_come_close_to_one() -> Result<()> {
             let state = Tensor::zeros((2, rows * columns), DType::F32, &Device::Cpu)?;
             let gradient = Tensor::from_vec(gradient, rows * columns, &Device::Cpu)?;
             let matrices = [MuonMatrix { at: 0, rows, columns }];
-            muon.step(&state, &gradient, &sum_of_squares(&gradient)?, &matrices, None)?;
+            muon.step(&state, &gradient, &sum_of_squares(&gradient)?, &matrices, None, None)?;
             let step = state.get(0)?.to_vec1::<f32>()?;
             let length = (rows as f32 / columns as f32).max(1.0).sqrt();
             for (n, value) in values.iter().enumerate() {
@@ -149,25 +199,32 @@ fn zeros_and_bad_gradients() -> Result<()> {
     let state = || Tensor::from_vec([vec![1f32; 6], vec![0.0; 6]].concat(), (2, 6), &Device::Cpu);
     let zeros = Tensor::zeros(6, DType::F32, &Device::Cpu)?;
     let decayed = state()?;
-    muon.step(&decayed, &zeros, &sum_of_squares(&zeros)?, &matrices, None)?;
+    muon.step(&decayed, &zeros, &sum_of_squares(&zeros)?, &matrices, None, None)?;
     assert_eq!(decayed.to_vec2::<f32>()?, [vec![0.998; 6], vec![0.0; 6]]);
     for bad in [f32::NAN, f32::INFINITY] {
         let gradient = Tensor::new(&[1f32, bad, 0., 0., 0., 0.], &Device::Cpu)?;
         let same = state()?;
-        muon.step(&same, &gradient, &sum_of_squares(&gradient)?, &matrices, None)?;
+        muon.step(&same, &gradient, &sum_of_squares(&gradient)?, &matrices, None, None)?;
         assert_eq!(same.to_vec2::<f32>()?, state()?.to_vec2::<f32>()?);
     }
-    let mut wrong = muon;
+    let [mut wrong, mut rows, mut odd] = [muon; 3];
     wrong.momentum = 1.0;
+    (rows.beta2, odd.beta2) = (Some(0.9), Some(1.0));
     let sum = sum_of_squares(&zeros)?;
     let at = |at| MuonMatrix { at, rows: 2, columns: 2 };
     for (error, part) in [
-        (muon.step(&state()?, &zeros, &sum, &[at(3)], None), "a matrix does not fit"),
-        (muon.step(&state()?, &zeros, &sum, &[at(2), at(0), at(1)], None), "a matrix does not fit"),
-        (muon.step(&zeros, &zeros, &sum, &[at(0)], None), "do not fit together"),
-        (wrong.step(&state()?, &zeros, &sum, &[at(0)], None), "the momentum is out of range"),
+        (muon.step(&state()?, &zeros, &sum, &[at(3)], None, None), "a matrix does not fit"),
+        (muon.step(&state()?, &zeros, &sum, &[at(2), at(0), at(1)], None, None), "a matrix does not fit"),
+        (muon.step(&zeros, &zeros, &sum, &[at(0)], None, None), "do not fit together"),
+        (wrong.step(&state()?, &zeros, &sum, &[at(0)], None, None), "the momentum is out of range"),
+        (rows.step(&state()?, &zeros, &sum, &[at(0)], None, None), "the mean squares of rows do not fit"),
+        (
+            rows.step(&state()?, &zeros, &sum, &[at(0)], Some(&zeros), None),
+            "the mean squares of rows do not fit",
+        ),
+        (odd.step(&state()?, &zeros, &sum, &[at(0)], Some(&zeros), None), "beta2 is out of range"),
         // A copy is on a GPU, and directions are f32 here.
-        (muon.step(&state()?, &zeros, &sum, &[at(0)], Some(&zeros)), "do not fit together"),
+        (muon.step(&state()?, &zeros, &sum, &[at(0)], None, Some(&zeros)), "do not fit together"),
         (muon.apply(&state()?, &zeros.to_dtype(DType::BF16)?, &sum, &[], None), "no directions"),
         (muon.apply(&state()?, &zeros.reshape((2, 3))?, &sum, &[], None), "no directions"),
         (muon.apply(&state()?.to_dtype(DType::F64)?, &zeros, &sum, &[], None), "do not fit together"),

@@ -92,6 +92,7 @@ fn muon_is_that_of_the_op() -> Result<()> {
         .collect::<Result<_>>()?;
     let mut config = MuonConfig::new(0.02);
     (config.matrices.clip, config.matrices.weight_decay, config.others.lr) = (Some(1.0), 0.1, 0.01);
+    config.matrices.beta2 = Some(0.9);
     let mut optimizer = nn::Muon::of_map(&map, &["embedding"], config.clone())?;
     let of = |name: &str| map.data().lock().expect("alone")[name].clone();
     let all: Vec<Var> = shapes.iter().map(|(name, _)| of(name)).collect();
@@ -114,7 +115,8 @@ fn muon_is_that_of_the_op() -> Result<()> {
         let gradient = Tensor::new(&*flats[n], &Device::Cpu)?;
         if is_matrix {
             let matrix = [MuonMatrix { at: 0, rows: dims[0], columns: dims[1] }];
-            config.matrices.step(&state, &gradient, &squares, &matrix, None)?;
+            let rows = Tensor::zeros(dims[0], DType::F32, &Device::Cpu)?;
+            config.matrices.step(&state, &gradient, &squares, &matrix, Some(&rows), None)?;
         } else {
             let mut adamw = config.others;
             adamw.clip = Some(1.0);

@@ -27,6 +27,32 @@ pub(crate) fn direction(
     });
 }
 
+/// The smallest mean square of a row that it is divided by.
+const SMALLEST: f64 = 1e-20;
+
+/// Updates the running mean squares of the rows of a matrix, and returns the factors of its rows: their inverse roots, times what keeps the
+/// sum of squares of the matrix as it is.
+pub(crate) fn row_factors(mean_squares: &mut [f32], matrix: &[f32], beta: Option<f64>) -> Vec<f32> {
+    let columns = matrix.len() / mean_squares.len();
+    let square = |row: &[f32]| row.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>() / columns as f64;
+    let of_rows: Vec<f64> = matrix.par_chunks(columns).map(square).collect();
+    if let Some(beta) = beta {
+        let mean = |mean: f32, now: f64| (beta * f64::from(mean) + (1.0 - beta) * now) as f32;
+        mean_squares.iter_mut().zip(&of_rows).for_each(|(all, &now)| *all = mean(*all, now));
+    }
+    let divisor = |mean: f32| f64::from(mean).max(SMALLEST);
+    let divided: f64 = of_rows.iter().zip(&*mean_squares).map(|(now, &mean)| now / divisor(mean)).sum();
+    let size = if divided > 0.0 { of_rows.iter().sum::<f64>() / divided } else { 0.0 };
+    mean_squares.iter().map(|&mean| (size / divisor(mean)).sqrt() as f32).collect()
+}
+
+/// Multiplies rows with their factors.
+pub(crate) fn scale_rows(rows: &mut [f32], factors: &[f32]) {
+    rows.par_chunks_mut(rows.len() / factors.len())
+        .zip(factors)
+        .for_each(|(row, factor)| row.iter_mut().for_each(|x| *x *= factor));
+}
+
 /// `w = keep w - rate direction`.
 pub(crate) fn apply(weights: &mut [f32], direction: &[f32], [keep, rate]: [f32; 2]) {
     weights.par_chunks_mut(SPAN).zip(direction.par_chunks(SPAN)).for_each(|(w, d)| {

@@ -12,7 +12,7 @@ use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
 use crate::error::Error;
 use crate::launch::{Launch, Operand};
-use crate::ops::muon::{Apply, Directions, MuonPart, Polynomial, UnitTrace};
+use crate::ops::muon::{Apply, Directions, MuonPart, Polynomial, RowFactors, ScaleRows, UnitTrace};
 use crate::update::DIRECTION_UNIT;
 
 /// Blocks over `len` elements, a pack of `each` a thread and turn.
@@ -55,6 +55,45 @@ impl Launch<[Operand<'_>; 3], CudaStorage> for Directions<'_> {
             launch(&gpu, kernel!("muon_momentum"), line(len, V), &params)?;
         }
         Ok(CudaStorage::wrap_cuda_slice(directions, gpu.device.clone()))
+    }
+}
+
+impl Launch<[Operand<'_>; 3], CudaStorage> for RowFactors {
+    fn launch(&self, [mean_squares, x, sum_of_squares]: [Operand<'_>; 3]) -> Result<CudaStorage> {
+        let gpu = Gpu::new(x.0.device())?;
+        let (matrices, rows, columns) = x.1.shape().dims3()?;
+        let factors = gpu.alloc::<f32>(matrices * rows)?;
+        let params = params::MuonRows {
+            x: start(x, &gpu)?,
+            mean_squares: start(mean_squares, &gpu)?,
+            factors: address(&factors, &gpu),
+            sum_of_squares: start(sum_of_squares, &gpu)?,
+            rows: count("rows", rows)?,
+            columns: count("columns", columns)?,
+            beta: self.beta as f32,
+            padding: 0,
+        };
+        launch(&gpu, kernel!("muon_row_squares"), Grid::line(matrices * rows, THREADS), &params)?;
+        launch(&gpu, kernel!("muon_row_factors"), Grid::line(matrices, THREADS), &params)?;
+        Ok(CudaStorage::wrap_cuda_slice(factors, gpu.device.clone()))
+    }
+}
+
+impl Launch<[Operand<'_>; 2], ()> for ScaleRows {
+    fn launch(&self, [x, factors]: [Operand<'_>; 2]) -> Result<()> {
+        let gpu = Gpu::new(x.0.device())?;
+        let (matrices, rows, columns) = x.1.shape().dims3()?;
+        let params = params::MuonRows {
+            x: start(x, &gpu)?,
+            mean_squares: Address::NULL,
+            factors: start(factors, &gpu)?,
+            sum_of_squares: Address::NULL,
+            rows: count("rows", rows)?,
+            columns: count("columns", columns)?,
+            beta: 0.0,
+            padding: 0,
+        };
+        launch(&gpu, kernel!("muon_scale_rows"), Grid::line(matrices * rows, THREADS), &params)
     }
 }
 

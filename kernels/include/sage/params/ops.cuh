@@ -214,6 +214,18 @@ struct MuonMomentum {
   int32_t padding;
 };
 
+// Orthogonal directions, matrices of (rows, columns) one after the other, in bf16.
+struct MuonRows {
+  void* x;
+  float* mean_squares;           // by row: running; null to scale alone
+  float* factors;                // by row: muon_row_squares leaves the mean square of this step here for muon_row_factors
+  const double* sum_of_squares;  // of the whole gradient: SumOfSquares::out
+  int32_t rows;
+  int32_t columns;
+  float beta;
+  int32_t padding;
+};
+
 // Inverse roots of the traces of matrices (size, size) in bf16.
 struct MuonTrace {
   const void* x;
