@@ -149,8 +149,8 @@ impl Config {
             micro_batch,
             accumulation,
             steps,
+            optimizer: Optimizer::resolve(&s.optimizer, &learning_rate)?,
             learning_rate,
-            optimizer: Optimizer::resolve(&s.optimizer)?,
             init_from: s.model.init_from.clone(),
             skip_spikes: Some(in_range("skip-spikes", need(s.optimizer.skip_spikes), 0.0, 1e6)?)
                 .filter(|z| *z > 0.0),

@@ -129,7 +129,7 @@ pub fn parameters(
             }
         }
         let weights = |spec: &ParameterSpec| missing(spec).map_or_else(|| (values.weights)(spec), Ok);
-        let values = InitialValues { weights: &weights, moments: values.moments };
+        let values = InitialValues { weights: &weights, ..values };
         Parameters::from_values(model.parameter_specs(), &values, device, dtype, trained)
     };
     if run == folder {
@@ -145,10 +145,12 @@ pub fn parameters(
         let values = state.moments(moment, spec, range)?;
         Ok(values.into_iter().map(|value| (f64::from(value) * factor) as f32).collect())
     };
+    let rows = |name, rows| state.rows(name, rows);
     let names = state.names();
     let values = InitialValues {
         weights: &|spec| state.weights(spec),
-        moments: if config.optimizer.has_initial_moments() { Some(&moments) } else { None },
+        moments: config.optimizer.has_initial_moments().then_some(&moments),
+        rows: config.optimizer.has_initial_moments().then_some(&rows),
     };
     make(&names.iter().map(String::as_str).collect::<Vec<_>>(), values)
 }

@@ -36,14 +36,14 @@ pub struct OptimizerStep {
 }
 
 impl Optimizer {
-    /// The optimizer that table `[optimizer]` describes.
+    /// The optimizer that table `[optimizer]` describes, for a run with this schedule.
     ///
     /// # Errors
     /// When a setting is out of range.
-    pub fn resolve(s: &OptimizerSettings) -> Result<Self> {
+    pub fn resolve(s: &OptimizerSettings, lr: &LearningRate) -> Result<Self> {
         match s.optimizer.unwrap_or(OptimizerSetting::AdamW) {
             OptimizerSetting::AdamW => AdamWConfig::resolve(s).map(Self::AdamW),
-            OptimizerSetting::Muon => MuonConfig::resolve(s).map(Self::Muon),
+            OptimizerSetting::Muon => MuonConfig::resolve(s, lr).map(Self::Muon),
         }
     }
 
@@ -51,8 +51,8 @@ impl Optimizer {
     pub fn moments(&self) -> Moments {
         let others = AdamWConfig::MOMENTS;
         match self {
-            Self::AdamW(_) => Moments { matrices: others, others },
-            Self::Muon(_) => Moments { matrices: MuonConfig::MOMENTS, others },
+            Self::AdamW(_) => Moments { matrices: others, others, rows: None },
+            Self::Muon(muon) => Moments { matrices: MuonConfig::MOMENTS, others, rows: muon.rows() },
         }
     }
 
@@ -69,10 +69,11 @@ impl Optimizer {
     pub fn moved_bytes(&self, element: u64) -> u64 {
         let copy = if element == 4 { 0 } else { element };
         let state = 1 + self.moments().matrices.len() as u64;
-        // A direction in 16 bit is written, copied and read, and each of five iterations passes over it five times.
+        // A direction in 16 bit is written, copied and read, and each of five iterations passes over it five times. Normalized rows are read
+        // twice and written.
         let directions = match self {
             Self::AdamW(_) => 0,
-            Self::Muon(_) => 2 * (1 + 2 + 1 + 5 * 5),
+            Self::Muon(muon) => 2 * (1 + 2 + 1 + 5 * 5 + if muon.beta2.is_some() { 3 } else { 0 }),
         };
         // The gradient twice, weights and moments in both directions.
         2 * 4 + 2 * 4 * state + copy + directions

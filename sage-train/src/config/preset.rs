@@ -238,7 +238,10 @@ fn optimizer(size: &Size) -> OptimizerSettings {
     OptimizerSettings {
         optimizer: None,
         muon_lr: None,
+        muon_warmup_steps: None,
+        muon_weight_decay: None,
         muon_momentum: None,
+        muon_beta2: None,
         muon_orthogonalization: None,
         muon_scale: None,
         muon_heads: None,

@@ -222,13 +222,18 @@ impl Config {
         let muon = match &self.optimizer {
             Optimizer::AdamW(_) => String::new(),
             Optimizer::Muon(muon) => format!(
-                "Muon of hidden matrices ({}, momentum {}, lr x {:.3}, {}{}); of the rest ",
+                "Muon of hidden matrices ({}, momentum {}{}, lr {:.2e} to {:.2e}, {} steps of warm-up, decay {}, {}{}); of the rest ",
                 match muon.orthogonalization {
                     Orthogonalization::PolarExpress => "Polar Express",
                     Orthogonalization::Quintic => "quintic",
                 },
                 muon.momentum,
-                muon.rate,
+                muon.beta2
+                    .map_or_else(String::new, |beta| format!(", rows divided by their size, beta2 {beta}")),
+                muon.learning_rate.peak,
+                muon.learning_rate.floor,
+                muon.learning_rate.warmup,
+                muon.weight_decay,
                 match muon.scale {
                     MuonScale::AdamW => "steps of AdamW's size",
                     MuonScale::Original => "original steps",

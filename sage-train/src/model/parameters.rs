@@ -69,6 +69,8 @@ struct Held {
     values: Tensor,
     /// Weights and moments of this rank's shard, (1 + moments, shard).
     state: Tensor,
+    /// What an optimizer keeps of the rows of matrices, in the order of [`matrices_of`].
+    rows: Option<Tensor>,
 }
 
 /// Sources of initial values.
@@ -77,16 +79,19 @@ pub(crate) struct InitialValues<'a> {
     pub(crate) weights: &'a Weights<'a>,
     /// A range of elements of a moment of a parameter, by its name in [`Training::moments`]. `None` if the moments are zero.
     pub(crate) moments: Option<&'a InitialMoments<'a>>,
+    /// The numbers of so many rows of a matrix, by the tensor's name. `None` if they are zero.
+    pub(crate) rows: Option<&'a InitialRows<'a>>,
 }
 
 type Weights<'a> = dyn Fn(&ParameterSpec) -> candle_sage::Result<Vec<f32>> + Sync + 'a;
 type InitialMoments<'a> =
     dyn Fn(&'static str, &ParameterSpec, Range<usize>) -> candle_sage::Result<Vec<f32>> + 'a;
+type InitialRows<'a> = dyn Fn(String, usize) -> candle_sage::Result<Vec<f32>> + 'a;
 
 impl<'a> InitialValues<'a> {
     /// Weights, and moments of zero.
     pub(crate) fn weights(weights: &'a Weights<'a>) -> Self {
-        Self { weights, moments: None }
+        Self { weights, moments: None, rows: None }
     }
 }
 
@@ -153,6 +158,14 @@ impl Parameters {
                 }
             }
             state[..own.len()].copy_from_slice(&whole[own.clone()]);
+            let mut of_rows = Vec::new();
+            for matrix in matrices_of(&specs, &layout, piece).into_iter().flatten() {
+                let Some(prefix) = moments.rows else { break };
+                of_rows.extend(match values.rows {
+                    Some(values) => values(format!("{prefix}{}", matrix.name), matrix.of.rows)?,
+                    None => vec![0.0; matrix.of.rows],
+                });
+            }
             let make = || -> Result<Held> {
                 let rows = state.len() / own.len();
                 let state = Tensor::from_vec(state, (rows, own.len()), device)?;
@@ -162,7 +175,8 @@ impl Parameters {
                     true => state.get(0)?,
                     false => Tensor::from_vec(whole, len, device)?.to_dtype(dtype)?,
                 };
-                Ok(Held { values: group.shared(values)?, state })
+                let rows = (!of_rows.is_empty()).then(|| Tensor::new(of_rows, device)).transpose()?;
+                Ok(Held { values: group.shared(values)?, state, rows })
             };
             held.push(make().map_err(during(failed()))?);
         }
@@ -312,14 +326,19 @@ impl Parameters {
         self.arrivals.wait_for_all()?;
         let shards = ranks.shards();
         for n in self.layout.forward_order() {
-            let (piece, Held { values, state }) = (&self.layout.pieces[n], &self.held[n]);
+            let (piece, Held { values, state, rows }) = (&self.layout.pieces[n], &self.held[n]);
             let gradient = self.own(self.gradients()?, n)?;
             let part = self.mesh.shard.part_of(piece.range.len());
             let copy = (values.dtype() != DType::F32).then(|| values.narrow(0, part.start, part.len()));
             let copy = copy.transpose()?;
             let decays = piece.common.decays;
             let elements = piece.range.len();
-            let matrices = self.matrices_of(piece).map(|all| Matrices { all, elements, ranks: shards });
+            let matrices = matrices_of(&self.specs, &self.layout, piece).map(|all| Matrices {
+                rows: rows.as_ref(),
+                all: all.into_iter().map(|matrix| (matrix.of, matrix.head)).collect(),
+                elements,
+                ranks: shards,
+            });
             update(&Shard { state, gradient: &gradient, copy: copy.as_ref(), decays, matrices })?;
             if self.mesh.shard.of > 1 {
                 let part = copy.map_or_else(|| state.get(0), Ok)?;
@@ -327,19 +346,6 @@ impl Parameters {
             }
         }
         Ok(())
-    }
-
-    /// The matrices of a piece that has nothing else.
-    fn matrices_of(&self, piece: &Piece) -> Option<Vec<(MuonMatrix, Option<usize>)>> {
-        let matrix = |spec: &ParameterSpec| {
-            let at = self.layout.places[&spec.name].1;
-            let heads = if let Kind::Heads(rows) = spec.kind { Some(rows) } else { None };
-            piece.range.contains(&at).then(|| {
-                let at = at - piece.range.start;
-                (MuonMatrix { at, rows: spec.dims[0], columns: spec.dims[1] }, heads)
-            })
-        };
-        piece.common.apart.then(|| self.specs.iter().filter_map(matrix).collect())
     }
 
     /// Numbers that are equal to the bit on all ranks whose models read the same weights: for each piece the
@@ -412,14 +418,60 @@ impl Parameters {
             };
             Ok((piece.range.start + own.start + part.start, on_host(&state)?))
         };
-        self.snapshot(self.layout.pieces.iter().zip(&self.held).map(of_piece).collect::<Result<_>>()?)
+        let held = self.layout.pieces.iter().zip(&self.held).map(of_piece).collect::<Result<_>>()?;
+        let rows = if self.mesh.rank().is_first() { self.rows()? } else { Vec::new() };
+        Ok(Snapshot { rows, ..self.snapshot(held)? })
+    }
+
+    /// Copies of what is kept of rows, by name.
+    fn rows(&self) -> Result<Vec<(String, Tensor)>> {
+        let mut all = Vec::new();
+        for (piece, held) in self.layout.pieces.iter().zip(&self.held) {
+            let (Some(prefix), Some(rows)) = (self.moments.rows, &held.rows) else { continue };
+            let (rows, mut first) = (on_host(rows)?, 0);
+            for matrix in matrices_of(&self.specs, &self.layout, piece).into_iter().flatten() {
+                all.push((format!("{prefix}{}", matrix.name), rows.narrow(0, first, matrix.of.rows)?));
+                first += matrix.of.rows;
+            }
+        }
+        Ok(all)
     }
 
     fn snapshot(&self, held: Vec<(usize, Tensor)>) -> Result<Snapshot> {
         let (specs, layout) = (self.specs.clone(), self.layout.clone());
         let scales = self.scales.get().map_or_else(|| Ok(Vec::new()), |scales| scales.state())?;
-        Ok(Snapshot { specs, layout, moments: self.moments, held, scales })
+        Ok(Snapshot { specs, layout, moments: self.moments, held, rows: Vec::new(), scales })
     }
+}
+
+/// A matrix of a piece that has nothing else.
+struct MatrixOfPiece<'a> {
+    name: &'a str,
+    /// Where it lies in the piece.
+    of: MuonMatrix,
+    /// The rows of a head, if rows are heads.
+    head: Option<usize>,
+}
+
+/// The matrices of a piece that has nothing else, those of one shape one after the other.
+fn matrices_of<'a>(
+    specs: &'a [ParameterSpec],
+    layout: &Layout,
+    piece: &Piece,
+) -> Option<Vec<MatrixOfPiece<'a>>> {
+    let matrix = |spec: &'a ParameterSpec| {
+        let at = layout.places[&spec.name].1;
+        let head = if let Kind::Heads(rows) = spec.kind { Some(rows) } else { None };
+        piece.range.contains(&at).then(|| {
+            let of = MuonMatrix { at: at - piece.range.start, rows: spec.dims[0], columns: spec.dims[1] };
+            MatrixOfPiece { name: &spec.name, of, head }
+        })
+    };
+    piece.common.apart.then(|| {
+        let mut all: Vec<_> = specs.iter().filter_map(matrix).collect();
+        all.sort_by_key(|matrix| (matrix.head, matrix.of.shape(), matrix.of.at));
+        all
+    })
 }
 
 /// Copies in every case, also from a CPU tensor.

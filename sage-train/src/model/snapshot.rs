@@ -27,6 +27,8 @@ pub struct Snapshot {
     pub(super) moments: Moments,
     /// The first element in the layout, and the values, (rows, elements).
     pub(super) held: Vec<(usize, Tensor)>,
+    /// What is kept of the rows of matrices, by the tensor's name. All ranks have it, and the first writes it.
+    pub(super) rows: Vec<(String, Tensor)>,
     /// The state of scales in FP8.
     pub(crate) scales: Vec<[f32; 2]>,
 }
@@ -69,6 +71,7 @@ impl Snapshot {
                 }
             }
         }
+        tensors.extend(self.rows.iter().cloned());
         // safetensors creates files with access for their owner alone; the file keeps the permissions of an
         // ordinary new file instead.
         let permissions = std::fs::File::create(path)?.metadata()?.permissions();

@@ -13,7 +13,7 @@ use safetensors::tensor::Metadata;
 
 use super::pieces::overlap;
 use super::snapshot::{Parts, is_damaged};
-use super::spec::ParameterSpec;
+use super::spec::{Kind, ParameterSpec, Start};
 use crate::{during, read_exact_at, unpanicked};
 
 /// A safetensors file that parameters are read from.
@@ -145,6 +145,21 @@ impl State {
         self.values(spec, moment, range)
     }
 
+    /// The numbers of `rows` rows of a matrix, stored as a tensor `name`.
+    ///
+    /// # Errors
+    /// As [`State::weights`].
+    pub fn rows(&self, name: String, rows: usize) -> Result<Vec<f32>> {
+        let spec = ParameterSpec {
+            name,
+            kind: Kind::Norm,
+            dims: vec![rows],
+            start: Start::Value(0.0),
+            follows: false,
+        };
+        self.values(&spec, "", 0..rows)
+    }
+
     /// The elements `range` of a parameter, stored under its name with `prefix` before it.
     fn values(&self, spec: &ParameterSpec, prefix: &str, range: Range<usize>) -> Result<Vec<f32>> {
         let mut values = vec![0.0; range.len()];
@@ -240,7 +255,6 @@ mod tests {
     use rayon::prelude::*;
 
     use super::*;
-    use crate::model::spec::{Kind, Start};
 
     #[test]
     fn threads_read_one_file_at_once() -> candle_core::Result<()> {

@@ -5,20 +5,24 @@ use candle_sage::Result;
 use candle_sage::ops::{Muon, MuonScale, Orthogonalization};
 
 use super::sharing::Sharing;
-use super::{AdamWConfig, OptimizerStep};
-use crate::checks::{above_zero, in_range, need};
+use super::{AdamWConfig, LearningRate, OptimizerStep};
+use crate::checks::{above_zero, in_range};
 use crate::model::Shard;
 use crate::settings::{MuonHeadsSetting, OptimizerSettings};
 
 /// The settings of Muon, which do not change during a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MuonConfig {
-    /// Of all other parameters; its weight decay and clipping are those of matrices too.
+    /// Of all other parameters; its clipping is that of matrices too.
     pub adamw: AdamWConfig,
-    /// The learning rate of matrices divided by the learning rate of all other parameters.
-    pub rate: f64,
+    /// The learning rate of matrices.
+    pub learning_rate: LearningRate,
+    /// Decoupled weight decay of matrices.
+    pub weight_decay: f64,
     /// Decay of the momentum.
     pub momentum: f64,
+    /// Decay of the running mean square of each row; `None` leaves rows as they are.
+    pub beta2: Option<f64>,
     /// The polynomials of the orthogonalization.
     pub orthogonalization: Orthogonalization,
     /// The length of a step.
@@ -28,16 +32,30 @@ pub struct MuonConfig {
 }
 
 impl MuonConfig {
-    /// The optimizer that settings describe: part of table `[optimizer]`.
+    /// The optimizer that settings describe: part of table `[optimizer]`. `lr` is the schedule of all other parameters.
     ///
     /// # Errors
     /// When a setting is out of range.
-    pub fn resolve(s: &OptimizerSettings) -> Result<Self> {
-        let lr = need(s.lr);
-        let of_matrices = above_zero("muon-lr", s.muon_lr.unwrap_or(lr))?;
+    pub fn resolve(s: &OptimizerSettings, lr: &LearningRate) -> Result<Self> {
+        let adamw = AdamWConfig::resolve(s)?;
+        let peak = above_zero("muon-lr", s.muon_lr.unwrap_or(lr.peak))?;
+        let warmup =
+            s.muon_warmup_steps.map(|warmup| in_range("muon-warmup-steps", warmup.0, 0, lr.steps - 1));
         Ok(Self {
-            adamw: AdamWConfig::resolve(s)?,
-            rate: of_matrices / lr,
+            adamw,
+            learning_rate: LearningRate {
+                peak,
+                floor: lr.floor * (peak / lr.peak),
+                warmup: warmup.transpose()?.unwrap_or(lr.warmup),
+                ..*lr
+            },
+            weight_decay: in_range(
+                "muon-weight-decay",
+                s.muon_weight_decay.unwrap_or(adamw.weight_decay),
+                0.0,
+                1.0,
+            )?,
+            beta2: s.muon_beta2.map(|beta| in_range("muon-beta2", beta, 0.0, 0.999_999)).transpose()?,
             momentum: in_range("muon-momentum", s.muon_momentum.unwrap_or(0.95), 0.0, 0.999_999)?,
             orthogonalization: s.muon_orthogonalization.unwrap_or_default().into(),
             scale: s.muon_scale.unwrap_or_default().into(),
@@ -47,6 +65,11 @@ impl MuonConfig {
 
     /// The running mean of a matrix's gradient.
     pub(super) const MOMENTS: &'static [&'static str] = &["muon.momentum/"];
+
+    /// What is kept of each row of a matrix.
+    pub(super) fn rows(&self) -> Option<&'static str> {
+        self.beta2.map(|_| "muon.row_square/")
+    }
 
     /// As [`AdamWConfig::unbiased`].
     pub(super) fn unbiased(&self, moment: &str, step: u64) -> f64 {
@@ -63,9 +86,9 @@ impl MuonConfig {
         squares: &Tensor,
     ) -> candle_core::Result<()> {
         let Some(matrices) = &shard.matrices else { return self.adamw.update(update, shard, squares) };
-        let mut muon = Muon::new(update.lr * self.rate);
-        muon.momentum = self.momentum;
-        muon.weight_decay = self.adamw.weight_decay;
+        let mut muon = Muon::new(self.learning_rate.at(update.step - 1));
+        (muon.momentum, muon.beta2) = (self.momentum, self.beta2);
+        muon.weight_decay = self.weight_decay;
         (muon.orthogonalization, muon.scale) = (self.orthogonalization, self.scale);
         muon.gradient_factor = 1.0 / update.gradients as f64;
         muon.clip = self.adamw.clip;
@@ -74,7 +97,9 @@ impl MuonConfig {
             muon.directions(shard.state, shard.gradient, squares, &sharing.parts, sharing.len)?;
         ranks.wait(sharing.collect(&directions, ranks)?)?;
         muon.orthogonalize(&directions, &sharing.own)?;
-        ranks.wait(sharing.give_back(&directions, ranks)?)?;
+        let rows = matrices.rows.map(|rows| sharing.own_rows(rows, ranks)).transpose()?;
+        muon.normalize_rows(&directions, squares, &sharing.own, rows.as_ref())?;
+        ranks.wait(sharing.give_back(&directions, matrices.rows, ranks)?)?;
         muon.apply(shard.state, &directions, squares, &sharing.parts, shard.copy)
     }
 }

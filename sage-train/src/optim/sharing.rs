@@ -19,6 +19,8 @@ pub(super) struct Sharing {
     pub(super) parts: Vec<MuonPart>,
     /// Elements of the directions.
     pub(super) len: usize,
+    /// By rank: the rows of its matrices among the rows of all.
+    rows: Vec<Range<usize>>,
     /// By rank: its parts of the other's matrices, and the other's parts of its own matrices, as ranges of the directions.
     with: Vec<[Vec<Range<usize>>; 2]>,
 }
@@ -36,12 +38,9 @@ impl Sharing {
     }
 
     fn of(matrices: &[MuonMatrix], elements: usize, rank: Rank) -> Self {
-        let mut sorted = matrices.to_vec();
-        // Matrices of one shape are orthogonalized together.
-        sorted.sort_by_key(|matrix| (matrix.shape(), matrix.at));
-        let owners = owners(&sorted, rank.of);
+        let owners = owners(matrices, rank.of);
         let is_own = |owner: usize| owner == rank.index;
-        let own: Vec<MuonMatrix> = sorted
+        let own: Vec<MuonMatrix> = matrices
             .iter()
             .zip(&owners)
             .filter(|(_, owner)| is_own(**owner))
@@ -51,7 +50,14 @@ impl Sharing {
         let (mut parts, mut with, mut of_own) = (Vec::new(), vec![[Vec::new(), Vec::new()]; rank.of], 0);
         let shards = (0..rank.of).map(|index| Rank { index, ..rank }.part_of(elements));
         let shards: Vec<Range<usize>> = shards.collect();
-        for (matrix, &owner) in sorted.iter().zip(&owners) {
+        let mut rows = vec![0..0; rank.of];
+        let mut row = 0;
+        for (matrix, &owner) in matrices.iter().zip(&owners) {
+            if rows[owner].is_empty() {
+                rows[owner].start = row;
+            }
+            row += matrix.rows;
+            rows[owner].end = row;
             let whole = matrix.at..matrix.at + matrix.elements();
             for (member, shard) in shards.iter().enumerate() {
                 let Some(here) = overlap(&whole, shard) else { continue };
@@ -73,7 +79,7 @@ impl Sharing {
             }
             of_own += if is_own(owner) { whole.len() } else { 0 };
         }
-        Self { own: own.iter().map(MuonMatrix::shape).collect(), parts, len, with }
+        Self { own: own.iter().map(MuonMatrix::shape).collect(), parts, len, rows, with }
     }
 
     /// Collects the directions of this rank's matrices from all ranks.
@@ -84,12 +90,30 @@ impl Sharing {
         })
     }
 
-    /// The inverse of [`Sharing::collect`]: returns them.
-    pub(super) fn give_back(&self, directions: &Tensor, ranks: &Group) -> Result<Transfer> {
+    /// The inverse of [`Sharing::collect`]: returns them. Of `rows`, numbers of the rows of all matrices, each rank sends those of its matrices.
+    pub(super) fn give_back(
+        &self,
+        directions: &Tensor,
+        rows: Option<&Tensor>,
+        ranks: &Group,
+    ) -> Result<Transfer> {
         ranks.send_receive(|member| {
             let [of_others, own] = &self.with[member];
-            Ok([views(directions, own)?, views(directions, of_others)?])
+            let rows_of = |rank: usize| match rows {
+                Some(rows) if !self.rows[rank].is_empty() => views(rows, &self.rows[rank..=rank]),
+                _ => Ok(Vec::new()),
+            };
+            Ok([
+                [views(directions, own)?, rows_of(ranks.rank().index)?].concat(),
+                [views(directions, of_others)?, rows_of(member)?].concat(),
+            ])
         })
+    }
+
+    /// Those of the numbers of all rows that are of this rank's matrices.
+    pub(super) fn own_rows(&self, rows: &Tensor, ranks: &Group) -> Result<Tensor> {
+        let own = &self.rows[ranks.rank().index];
+        rows.narrow(0, own.start, own.len())
     }
 }
 
@@ -156,6 +180,14 @@ mod tests {
                 matrices.iter().map(|m| m.elements() as i32).sum::<i32>()
             );
             assert_eq!(all.iter().map(|sharing| sharing.own.len()).sum::<usize>(), matrices.len());
+            // The rows of the ranks follow each other.
+            let mut end = 0;
+            for (rank, rows) in all[0].rows.iter().enumerate().filter(|(_, rows)| !rows.is_empty()) {
+                let own: usize = all[rank].own.iter().map(|(rows, _)| rows).sum();
+                assert_eq!((rows.start, rows.len()), (end, own));
+                end = rows.end;
+            }
+            assert_eq!(end, matrices.iter().map(|matrix| matrix.rows).sum::<usize>());
         }
         let own = |index| Sharing::of(&matrices, 1024, Rank { index, of: 2 }).own.len();
         assert_eq!([own(0), own(1)], [4, 3]);

@@ -137,9 +137,19 @@ pub struct OptimizerSettings {
     /// Muon: peak learning rate of the matrices of hidden layers [default: that of --lr]
     #[arg(long, value_name = "LR")]
     pub muon_lr: Option<f64>,
+    /// Muon: steps of linear warm-up of the matrices of hidden layers [default: those of all]
+    #[arg(long, value_name = "N")]
+    pub muon_warmup_steps: Option<Quantity>,
+    /// Muon: weight decay of the matrices of hidden layers [default: that of --weight-decay]
+    #[arg(long, value_name = "DECAY")]
+    pub muon_weight_decay: Option<f64>,
     /// Muon: decay of the momentum, with Nesterov [default: 0.95]
     #[arg(long, value_name = "BETA")]
     pub muon_momentum: Option<f64>,
+    /// Muon: divide each row of an orthogonal direction by the root of its running mean square, which decays by BETA (NorMuon, 0.95 there)
+    /// [default: rows stay as they are]
+    #[arg(long, value_name = "BETA")]
+    pub muon_beta2: Option<f64>,
     /// Muon: polynomials of the orthogonalization [default: polar-express]
     #[arg(long, value_enum)]
     pub muon_orthogonalization: Option<OrthogonalizationSetting>,
@@ -174,7 +184,10 @@ impl OptimizerSettings {
     pub fn first_of_muon(&self) -> Option<&'static str> {
         let given = [
             ("muon-lr", self.muon_lr.is_some()),
+            ("muon-warmup-steps", self.muon_warmup_steps.is_some()),
+            ("muon-weight-decay", self.muon_weight_decay.is_some()),
             ("muon-momentum", self.muon_momentum.is_some()),
+            ("muon-beta2", self.muon_beta2.is_some()),
             ("muon-orthogonalization", self.muon_orthogonalization.is_some()),
             ("muon-scale", self.muon_scale.is_some()),
             ("muon-heads", self.muon_heads.is_some()),
@@ -185,8 +198,9 @@ impl OptimizerSettings {
 
 layer! {
     OptimizerSettings:
-    optimizer, muon_momentum, muon_orthogonalization, muon_scale, muon_heads,
+    optimizer, muon_warmup_steps, muon_momentum, muon_beta2, muon_orthogonalization, muon_scale, muon_heads,
     muon_lr [Changes],
+    muon_weight_decay [Changes],
     lr [Changes],
     // Each schedule has its own settings: `Config::identity` adds those that count.
     min_lr [Beside Changes],

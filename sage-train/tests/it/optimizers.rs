@@ -14,7 +14,7 @@ fn train(scratch: &Scratch, name: &str, flags: &[&str]) -> Vec<(f64, f64)> {
 fn muon_learns_and_resumes_with_the_same_bits() {
     let scratch = Scratch::new();
     let muon = ["--optimizer", "muon", "--schedule", "constant", "--warmup-steps", "0", "--lr", "5e-3"];
-    let with = |more: &[&'static str]| [&muon[..], more].concat();
+    let with = |more: &[&'static str]| [&muon[..], &["--muon-beta2", "0.9"], more].concat();
     let whole = train(&scratch, "whole", &with(&["--steps", "12"]));
     assert_eq!(train(&scratch, "again", &with(&["--steps", "12"])), whole);
     assert!(whole[11].0 < whole[0].0 - 0.1, "it learns: {whole:?}");
@@ -32,6 +32,7 @@ fn muon_learns_and_resumes_with_the_same_bits() {
     assert!(
         text.contains(&format!("muon.momentum/{matrix}")) && !text.contains(&format!("adamw.mean/{matrix}"))
     );
+    assert!(text.contains(&format!("muon.row_square/{matrix}")));
     assert!(
         text.contains("adamw.square/model.norm.weight") && text.contains("adamw.mean/model.embed_tokens")
     );
@@ -52,6 +53,9 @@ fn settings_of_muon_count() {
     let muon = train(&scratch, "muon", &[&["--optimizer", "muon"][..], &steps].concat());
     let all = [
         ("lr", ["--muon-lr", "1e-2"]),
+        ("warmup", ["--muon-warmup-steps", "2"]),
+        ("decay", ["--muon-weight-decay", "0.5"]),
+        ("rows", ["--muon-beta2", "0.5"]),
         ("momentum", ["--muon-momentum", "0.5"]),
         ("quintic", ["--muon-orthogonalization", "quintic"]),
         ("original", ["--muon-scale", "original"]),
@@ -80,13 +84,15 @@ fn settings_of_muon_count() {
     assert!(error.contains("optimizer"), "{error}");
 }
 
-/// Ranks share matrices: any number of them, also with sequences in common, trains as one does, but for the order of sums; twice the same
-/// bits; and another number of ranks resumes. Shards of three ranks cut matrices.
+/// Ranks share matrices and their rows: any number of them, also with sequences in common, trains as one does, but for the order of sums; twice
+/// the same bits; and another number of ranks resumes. Shards of three ranks cut matrices.
 #[test]
 fn ranks_share_matrices() {
     let scratch = Scratch::new();
     let muon = ["--optimizer", "muon", "--schedule", "constant", "--warmup-steps", "0", "--lr", "5e-3"];
-    let with = |more: &[&'static str]| [&muon[..], &["--tokens-per-step", "768"], more].concat();
+    let with = |more: &[&'static str]| {
+        [&muon[..], &["--muon-beta2", "0.9", "--tokens-per-step", "768"], more].concat()
+    };
     let one = train(&scratch, "one", &with(&["--steps", "6"]));
     for (name, flags) in [
         ("two", &["--gpus", "2"][..]),

@@ -41,6 +41,7 @@ impl Parameters {
         let values = InitialValues {
             weights: &|spec| state.weights(spec),
             moments: Some(&|moment, spec, range| state.moments(moment, spec, range)),
+            rows: Some(&|name, rows| state.rows(name, rows)),
         };
         Self::from_values(specs, &values, device, dtype, trained)
     }

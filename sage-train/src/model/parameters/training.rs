@@ -22,6 +22,8 @@ pub struct Moments {
     pub matrices: &'static [&'static str],
     /// Of all other parameters.
     pub others: &'static [&'static str],
+    /// Of each row of a hidden matrix, if it keeps something: one number.
+    pub rows: Option<&'static str>,
 }
 
 impl Moments {
@@ -61,7 +63,9 @@ pub struct Shard<'a> {
 /// The matrices of a piece that has nothing else.
 #[derive(Debug)]
 pub struct Matrices<'a> {
-    /// Where they lie in the piece, and the rows of a head where the rows are heads.
+    /// What the optimizer keeps of the rows of all matrices in f32, in the order of the matrices; the same on all ranks.
+    pub rows: Option<&'a Tensor>,
+    /// Where they lie in the piece, and the rows of a head where the rows are heads. Those of one shape are adjacent.
     pub all: Vec<(MuonMatrix, Option<usize>)>,
     /// Elements of the piece, which the ranks divide evenly.
     pub elements: usize,
