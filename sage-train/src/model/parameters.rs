@@ -9,6 +9,7 @@
 mod arrivals;
 mod draw;
 mod loading;
+mod matrices;
 mod scales;
 mod training;
 mod weight;
@@ -19,16 +20,17 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_sage::ops::{self, Fp8Scales, MuonMatrix};
+use candle_sage::ops::{self, Fp8Scales};
 use rayon::prelude::*;
 
 use super::pieces::{Layout, Piece, overlap};
 use super::snapshot::Snapshot;
-use super::spec::{Kind, ParameterSpec};
+use super::spec::ParameterSpec;
 use crate::during;
 use crate::ranks::{Group, Mesh, Ranks};
 
 use arrivals::Arrivals;
+use matrices::matrices_of;
 use scales::rescale;
 pub use training::{Matrices, Moments, Shard, Training};
 pub use weight::Weight;
@@ -158,14 +160,7 @@ impl Parameters {
                 }
             }
             state[..own.len()].copy_from_slice(&whole[own.clone()]);
-            let mut of_rows = Vec::new();
-            for matrix in matrices_of(&specs, &layout, piece).into_iter().flatten() {
-                let Some(prefix) = moments.rows else { break };
-                of_rows.extend(match values.rows {
-                    Some(values) => values(format!("{prefix}{}", matrix.name), matrix.of.rows)?,
-                    None => vec![0.0; matrix.of.rows],
-                });
-            }
+            let of_rows = matrices::initial_rows(&specs, &layout, piece, moments.rows, values.rows)?;
             let make = || -> Result<Held> {
                 let rows = state.len() / own.len();
                 let state = Tensor::from_vec(state, (rows, own.len()), device)?;
@@ -423,55 +418,11 @@ impl Parameters {
         Ok(Snapshot { rows, ..self.snapshot(held)? })
     }
 
-    /// Copies of what is kept of rows, by name.
-    fn rows(&self) -> Result<Vec<(String, Tensor)>> {
-        let mut all = Vec::new();
-        for (piece, held) in self.layout.pieces.iter().zip(&self.held) {
-            let (Some(prefix), Some(rows)) = (self.moments.rows, &held.rows) else { continue };
-            let (rows, mut first) = (on_host(rows)?, 0);
-            for matrix in matrices_of(&self.specs, &self.layout, piece).into_iter().flatten() {
-                all.push((format!("{prefix}{}", matrix.name), rows.narrow(0, first, matrix.of.rows)?));
-                first += matrix.of.rows;
-            }
-        }
-        Ok(all)
-    }
-
     fn snapshot(&self, held: Vec<(usize, Tensor)>) -> Result<Snapshot> {
         let (specs, layout) = (self.specs.clone(), self.layout.clone());
         let scales = self.scales.get().map_or_else(|| Ok(Vec::new()), |scales| scales.state())?;
         Ok(Snapshot { specs, layout, moments: self.moments, held, rows: Vec::new(), scales })
     }
-}
-
-/// A matrix of a piece that has nothing else.
-struct MatrixOfPiece<'a> {
-    name: &'a str,
-    /// Where it lies in the piece.
-    of: MuonMatrix,
-    /// The rows of a head, if rows are heads.
-    head: Option<usize>,
-}
-
-/// The matrices of a piece that has nothing else, those of one shape one after the other.
-fn matrices_of<'a>(
-    specs: &'a [ParameterSpec],
-    layout: &Layout,
-    piece: &Piece,
-) -> Option<Vec<MatrixOfPiece<'a>>> {
-    let matrix = |spec: &'a ParameterSpec| {
-        let at = layout.places[&spec.name].1;
-        let head = if let Kind::Heads(rows) = spec.kind { Some(rows) } else { None };
-        piece.range.contains(&at).then(|| {
-            let of = MuonMatrix { at: at - piece.range.start, rows: spec.dims[0], columns: spec.dims[1] };
-            MatrixOfPiece { name: &spec.name, of, head }
-        })
-    };
-    piece.common.apart.then(|| {
-        let mut all: Vec<_> = specs.iter().filter_map(matrix).collect();
-        all.sort_by_key(|matrix| (matrix.head, matrix.of.shape(), matrix.of.at));
-        all
-    })
 }
 
 /// Copies in every case, also from a CPU tensor.

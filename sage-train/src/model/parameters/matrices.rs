@@ -1,0 +1,75 @@
+//! The hidden matrices of pieces that have nothing else, and what an optimizer keeps of their rows.
+
+use candle_core::{Result, Tensor};
+use candle_sage::ops::MuonMatrix;
+
+use super::{InitialRows, Parameters, on_host};
+use crate::model::pieces::{Layout, Piece};
+use crate::model::spec::{Kind, ParameterSpec};
+
+/// A matrix of a piece that has nothing else.
+pub(super) struct MatrixOfPiece<'a> {
+    pub(super) name: &'a str,
+    /// Where it lies in the piece.
+    pub(super) of: MuonMatrix,
+    /// The rows of a head, if rows are heads.
+    pub(super) head: Option<usize>,
+}
+
+/// The matrices of a piece that has nothing else, those of one shape one after the other.
+pub(super) fn matrices_of<'a>(
+    specs: &'a [ParameterSpec],
+    layout: &Layout,
+    piece: &Piece,
+) -> Option<Vec<MatrixOfPiece<'a>>> {
+    let matrix = |spec: &'a ParameterSpec| {
+        let at = layout.places[&spec.name].1;
+        let head = if let Kind::Heads(rows) = spec.kind { Some(rows) } else { None };
+        piece.range.contains(&at).then(|| {
+            let of = MuonMatrix { at: at - piece.range.start, rows: spec.dims[0], columns: spec.dims[1] };
+            MatrixOfPiece { name: &spec.name, of, head }
+        })
+    };
+    piece.common.apart.then(|| {
+        let mut all: Vec<_> = specs.iter().filter_map(matrix).collect();
+        all.sort_by_key(|matrix| (matrix.head, matrix.of.shape(), matrix.of.at));
+        all
+    })
+}
+
+/// The first numbers of the rows of a piece's matrices, none if its optimizer keeps none. `prefix` goes before a matrix' name.
+pub(super) fn initial_rows(
+    specs: &[ParameterSpec],
+    layout: &Layout,
+    piece: &Piece,
+    prefix: Option<&str>,
+    values: Option<&InitialRows<'_>>,
+) -> candle_sage::Result<Vec<f32>> {
+    let (Some(prefix), Some(matrices)) = (prefix, matrices_of(specs, layout, piece)) else {
+        return Ok(Vec::new());
+    };
+    let mut all = Vec::new();
+    for matrix in matrices {
+        all.extend(match values {
+            Some(values) => values(format!("{prefix}{}", matrix.name), matrix.of.rows)?,
+            None => vec![0.0; matrix.of.rows],
+        });
+    }
+    Ok(all)
+}
+
+impl Parameters {
+    /// Copies of what is kept of rows, by name.
+    pub(super) fn rows(&self) -> Result<Vec<(String, Tensor)>> {
+        let mut all = Vec::new();
+        for (piece, held) in self.layout.pieces.iter().zip(&self.held) {
+            let (Some(prefix), Some(rows)) = (self.moments.rows, &held.rows) else { continue };
+            let (rows, mut first) = (on_host(rows)?, 0);
+            for matrix in matrices_of(&self.specs, &self.layout, piece).into_iter().flatten() {
+                all.push((format!("{prefix}{}", matrix.name), rows.narrow(0, first, matrix.of.rows)?));
+                first += matrix.of.rows;
+            }
+        }
+        Ok(all)
+    }
+}
