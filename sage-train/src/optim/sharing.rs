@@ -148,12 +148,13 @@ mod tests {
     fn ranks_share_all_matrices() {
         let mut at = 0;
         let shapes = [(8, 24), (8, 8), (24, 8), (8, 8), (8, 24), (16, 8), (8, 8)];
-        let matrices = shapes.map(|(rows, columns)| {
+        let mut matrices = shapes.map(|(rows, columns)| {
             at += 8;
             let matrix = MuonMatrix { at, rows, columns };
             at += rows * columns;
             matrix
         });
+        matrices.sort_by_key(|matrix| (matrix.shape(), matrix.at));
         for of in [1, 2, 3, 5, 12] {
             let elements = at.next_multiple_of(8 * of);
             let all: Vec<Sharing> =
