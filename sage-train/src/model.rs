@@ -21,7 +21,7 @@ mod ulysses;
 pub use attention::Observe;
 pub use config::{LlamaConfig, Recompute};
 pub use decode::TokenCache;
-pub use linear::{LinearPrecision, Scaling};
+pub use linear::{LinearPrecision, ObserveProducts, Products, Scaling};
 pub use llama::{Input, LayerDone, Llama, Watch};
 pub(crate) use parameters::InitialValues;
 pub use parameters::{Matrices, Moments, Parameters, Shard, Training, Weight};

@@ -1,10 +1,11 @@
-//! Errors of low-bit attention against full precision: on the tensors of a trained model, layer by layer and
+//! Errors of low-bit attention (and of linear layers in FP8) against full precision: on the tensors of a trained model, layer by layer and
 //! head by head (Table 2 of arXiv 2603.02170), with the error of each part of the arithmetic alone and the
 //! sizes of the quantized tensors; and on random tensors (Table 1).
 
 pub mod anatomy;
 mod attn_qat;
 pub mod gradient;
+pub mod linear;
 mod measures;
 mod sagebwd;
 pub mod selected;

@@ -11,13 +11,14 @@ use crate::config::check_own;
 use crate::device::Place;
 use crate::metrics::Probed;
 use crate::probe::gradient::{Extent, gradient_errors};
+use crate::probe::linear::linear_errors;
 use crate::probe::selected::{Selecting, probe_selections};
 use crate::probe::{ProbeOptions, Shape, probe, sigma_table};
 use crate::quantity::{Quantity, grouped};
 use crate::ranks::Rank;
 use crate::report::{
-    gradient_csv, gradient_plot, gradient_table, layer_errors, probe_csv, selections_csv, selections_table,
-    sigma_errors,
+    gradient_csv, gradient_plot, gradient_table, layer_errors, linear_csv, linear_table, probe_csv,
+    selections_csv, selections_table, sigma_errors,
 };
 use crate::runs::{Run, add_gradients, check_beside, write_beside};
 use crate::settings::{Attn, SchemeSetting, Settings, SmoothingSetting, SourceSetting, Switch, Text};
@@ -79,6 +80,10 @@ pub(super) struct Probe {
     /// of the data
     #[arg(long, conflicts_with_all = ["sigma", "selections", "heads", "products", "token_scales", "qk_scale", "sequences", "attn", "smoothing", "key_mean", "granularity"])]
     gradient: bool,
+    /// Compare each product of linear layers in FP8 with the exact one: output, gradient of the input, gradient of the weight. Formats are the
+    /// run's, E4M3 for a run without FP8; the output matrix is left out
+    #[arg(long, conflicts_with_all = ["gradient", "sigma", "selections", "heads", "products", "token_scales", "qk_scale", "attn", "smoothing", "key_mean", "granularity"])]
+    linear: bool,
     /// Schemes for --gradient, separated by semicolons, with their settings: "sagebwd;sagebwd:products=scores;attn-qat" [default:
     /// the run's, with its --attn-layers; sagebwd for a full-precision run]
     #[arg(long, value_name = "SCHEME;..", value_delimiter = ';', requires = "gradient")]
@@ -104,7 +109,7 @@ pub(super) struct Probe {
     /// Width of a head of random tensors
     #[arg(long, value_name = "D", default_value_t = 64, conflicts_with = "run")]
     head_dim: usize,
-    /// Where random tensors and --gradient are computed; other probes of models run on the CPU [default: cpu]
+    /// Where random tensors, --gradient and --linear are computed; other probes of models run on the CPU [default: cpu]
     #[arg(long, value_enum)]
     device: Option<Place>,
     /// Also write the results as JSON
@@ -132,10 +137,10 @@ impl Probe {
                 .allowed("a low-bit scheme")
                 .hint("leave --attn out for the run's own, or sagebwd where it has none"));
         }
-        if self.device.is_some() && self.run.is_some() && !self.gradient {
+        if self.device.is_some() && self.run.is_some() && !self.gradient && !self.linear {
             return Err(Error::new("models are probed on the CPU")
                 .got("--device with a run")
-                .allowed("--device with --gradient or --sigma")
+                .allowed("--device with --gradient, --linear or --sigma")
                 .hint("leave --device out"));
         }
         let typed = Settings::with(|s| {
@@ -171,6 +176,9 @@ impl Probe {
         }
         if self.gradient {
             return self.of_gradient(run, settings);
+        }
+        if self.linear {
+            return self.of_linear(run, settings);
         }
         let mut all: Vec<Probed> = Vec::new();
         self.qk_scale.iter().try_for_each(|scale| above_zero("qk-scale", *scale).map(drop))?;
@@ -247,6 +255,21 @@ impl Probe {
             add_gradients(run_folder(run), &all)?;
         }
         self.svg.as_deref().map_or(Ok(()), |path| write_beside(path, "svg", &gradient_plot(&all)?))
+    }
+
+    fn of_linear(&self, run: &std::path::Path, settings: Settings) -> Result<()> {
+        let place = self.device.unwrap_or(Place::Cpu);
+        let errors = linear_errors(run, place, settings, usize::from(self.sequences))?;
+        let step = errors.step.map_or(String::new(), |step| format!(" after step {step}"));
+        let title = format!(
+            "{}{step}: linear layers in FP8 (gradients in {}) against exact products, {} sequences of {}",
+            run.display(),
+            errors.gradient.to_uppercase(),
+            errors.sequences,
+            errors.context
+        );
+        print(&linear_table(&title, &errors))?;
+        self.write(&errors, || linear_csv(&errors))
     }
 
     fn of_random(&self, settings: &Settings) -> Result<()> {

@@ -337,6 +337,11 @@ impl SelfAttention {
         Ok(Core { inputs, out, rows, vjp })
     }
 
+    /// The linear layers whose operands can be observed, with their names.
+    pub(super) fn linears(&mut self) -> [(&'static str, &mut Linear); 2] {
+        [("query-key-value", &mut self.projection), ("output", &mut self.output)]
+    }
+
     /// The forward for training. Without `keep_core` the backward recomputes norm, rotation and attention.
     pub(super) fn train(&self, x: &Operand, rotary: &Rotary, keep_core: bool) -> Result<(Tensor, Kept)> {
         let projected = self.project(x, rotary)?;
@@ -407,6 +412,7 @@ impl SelfAttention {
         let dprojected = rotary.backward([&query, &key], self.norms.as_ref(), [&dquery, &dkey])?;
         let dprojected = self.to_rows(&dprojected, rotary, rows, &[Heads::Queries, Heads::Keys])?;
         let dvalue = self.to_rows(&dvalue, rotary, rows, &[Heads::Keys])?;
+        self.projection.show(x, || Tensor::cat(&[&dprojected, &dvalue], 1))?;
         if let Some(biases) = &self.biases {
             biases.query_key.backward(&dprojected)?;
             biases.value.backward(&dvalue)?;

@@ -1,13 +1,15 @@
 //! A transformer block: attention and a feed-forward network, each with a norm before it and a residual
 //! connection around it.
 
+use std::rc::Rc;
+
 use candle_core::{Result, Tensor};
 use candle_sage::ops;
 
 use super::attention::{Cached, Kept as AttentionKept, Observe, Rotary, SelfAttention};
 use super::config::{LlamaConfig, Recompute};
 use super::layers::{Norm, Stream};
-use super::linear::Linear;
+use super::linear::{Linear, ObserveProducts, Observer};
 use super::operands::{Operand, Operands, Place};
 use super::parameters::Parameters;
 use super::sla2::Selected;
@@ -73,6 +75,15 @@ impl Block {
     pub(super) fn across(&mut self, group: &Group) {
         if let Some((_, attention)) = &mut self.attention {
             attention.across(group);
+        }
+    }
+
+    /// Has the operands of the block's linear layers observed during the backward.
+    pub(super) fn observe(&mut self, observe: &Rc<ObserveProducts>, layer: usize) {
+        let attention = self.attention.iter_mut().flat_map(|(_, attention)| attention.linears());
+        let mlp = [("gate-up", &mut self.mlp.gate_up), ("down", &mut self.mlp.down)];
+        for (name, linear) in attention.chain(mlp) {
+            linear.observe(Observer { observe: observe.clone(), layer, name });
         }
     }
 

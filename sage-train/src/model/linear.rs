@@ -1,5 +1,6 @@
 //! Linear layers, and the precision of their products. Gradients of weights are added in place, in f32.
 
+use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{Result, Tensor};
@@ -77,12 +78,46 @@ impl LinearPrecision {
     }
 }
 
+/// The operands of a linear layer's products: `y = x W^T`, `dx = dy W`, `dW = dy^T x`.
+#[derive(Debug, Clone, Copy)]
+pub struct Products<'a> {
+    /// The layer of the model.
+    pub layer: usize,
+    /// Which of its matrices: query-key-value, output, gate-up, down.
+    pub name: &'static str,
+    /// The input, (rows, inputs).
+    pub x: &'a Tensor,
+    /// The gradient of the output, (rows, outputs).
+    pub dy: &'a Tensor,
+    /// The weight, (outputs, inputs).
+    pub weight: &'a Tensor,
+}
+
+/// Receives the operands of products during the backward.
+pub type ObserveProducts = dyn Fn(Products<'_>) -> Result<()>;
+
+/// An observer, and what it calls a linear layer.
+#[derive(Clone)]
+pub(super) struct Observer {
+    pub(super) observe: Rc<ObserveProducts>,
+    pub(super) layer: usize,
+    pub(super) name: &'static str,
+}
+
+impl std::fmt::Debug for Observer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Observer").finish_non_exhaustive()
+    }
+}
+
 /// `y = x W^T` on rows, without bias. The operand says in which precision the products are.
 #[derive(Debug, Clone)]
 pub(super) struct Linear {
     weight: Weight,
     /// The weight in FP8, and the update that it was made after.
     quantized: Arc<Mutex<Option<(u64, Fp8Matrix)>>>,
+    /// Who sees the operands.
+    observer: Option<Observer>,
 }
 
 impl Linear {
@@ -95,7 +130,23 @@ impl Linear {
 
     /// The matrix `weight`.
     pub(super) fn of(weight: Weight) -> Self {
-        Self { weight, quantized: Arc::default() }
+        Self { weight, quantized: Arc::default(), observer: None }
+    }
+
+    /// From now on the backward shows its operands, where they are in the compute type.
+    pub(super) fn observe(&mut self, observer: Observer) {
+        self.observer = Some(observer);
+    }
+
+    /// Shows the operands, where somebody observes: for products that other linear layers compute.
+    pub(super) fn show(&self, x: &Operand, dy: impl FnOnce() -> Result<Tensor>) -> Result<()> {
+        match (&self.observer, x) {
+            (Some(Observer { observe, layer, name }), Operand::Compute(x)) => {
+                let (dy, weight) = (dy()?, self.weight.value()?);
+                observe(Products { layer: *layer, name, x, dy: &dy, weight })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The weight in FP8, quantized once after each update.
@@ -178,7 +229,10 @@ impl Linear {
         let add = self.weight.take_turn();
         let gradient = self.weight.gradient()?;
         match (x, dy) {
-            (Operand::Compute(x), Operand::Compute(dy)) => ops::product_into(gradient, &dy.t()?, x, 1.0, add),
+            (Operand::Compute(input), Operand::Compute(dy)) => {
+                self.show(x, || Ok(dy.clone()))?;
+                ops::product_into(gradient, &dy.t()?, input, 1.0, add)
+            }
             (Operand::Fp8(x, settings), Operand::Fp8(dy, _)) => {
                 dy.t().product_into(gradient, &x.t(), add, settings.sums[2])
             }

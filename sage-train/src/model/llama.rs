@@ -2,6 +2,8 @@
 //! written by hand instead of by candle's graph: it frees activations as soon as they are used, and adds
 //! gradients in place.
 
+use std::rc::Rc;
+
 use candle_core::{Device, Result, Tensor};
 use candle_sage::ops::{self, CrossEntropy};
 use candle_sage::shape::Packing;
@@ -10,7 +12,7 @@ use super::attention::{Observe, Rotary};
 use super::block::Block;
 use super::config::LlamaConfig;
 use super::layers::{Norm, Stream};
-use super::linear::Linear;
+use super::linear::{Linear, ObserveProducts};
 use super::operands::{Operands, Place};
 use super::parameters::{Parameters, Weight};
 use super::sla2::{Selected, Stage};
@@ -98,6 +100,11 @@ impl Llama {
         self.parts = group.rank().of;
         self.blocks.iter_mut().for_each(|block| block.across(group));
         self
+    }
+
+    /// Has the operands of all linear layers but the output matrix observed during the backward, if they compute in the compute type.
+    pub fn observe_products(&mut self, observe: &Rc<ObserveProducts>) {
+        self.blocks.iter_mut().enumerate().for_each(|(layer, block)| block.observe(observe, layer));
     }
 
     /// Sets the stage, which decides what a model with SLA2 attends to. A new model is in the sparse stage.

@@ -137,7 +137,7 @@ pub struct OptimizerSettings {
     /// Muon: peak learning rate of the matrices of hidden layers [default: that of --lr]
     #[arg(long, value_name = "LR")]
     pub muon_lr: Option<f64>,
-    /// Muon: steps of linear warm-up of the matrices of hidden layers [default: those of all]
+    /// Muon: steps of linear warm-up of the matrices of hidden layers [default: those of --warmup-steps]
     #[arg(long, value_name = "N")]
     pub muon_warmup_steps: Option<Quantity>,
     /// Muon: weight decay of the matrices of hidden layers [default: that of --weight-decay]

@@ -125,3 +125,36 @@ fn what_does_not_fit_is_refused() {
     let plan = scratch.ok(&["--dry-run", "--config", "s.toml"]);
     assert!(plan.contains("gradients E5M2"), "{plan}");
 }
+
+/// Errors of products are those of the roundings: .026 for a matrix in E4M3 of many equal values, .037 for a product of two, .059 with gradients in
+/// E5M2; less where few values dominate.
+#[test]
+fn probe_measures_linear_layers() {
+    let scratch = Scratch::new();
+    train(&scratch, "fp8", &["--linear", "fp8"]);
+    train(&scratch, "e5m2", &["--linear", "fp8", "--linear-gradient", "e5m2"]);
+    train(&scratch, "plain", &["--attn", "none"]);
+    let errors = |run: &str, matrices: usize| -> Vec<Vec<f64>> {
+        let table = scratch.ok(&["probe", run, "--linear", "--sequences", "2", "--csv", "linear.csv"]);
+        assert!(table.contains("query-key-value") && table.contains("mean"), "{table}");
+        let text = std::fs::read_to_string(scratch.path().join("linear.csv")).expect("CSV");
+        let numbers = |line: &str| line.split(',').skip(2).map(|x| x.parse().expect("a number")).collect();
+        let all: Vec<Vec<f64>> = text.lines().skip(1).map(numbers).collect();
+        assert_eq!(all.len(), 3 * matrices, "{text}");
+        all
+    };
+    let both = errors("runs/fp8", 4).into_iter().zip(errors("runs/e5m2", 4));
+    for (e4m3, e5m2) in both {
+        assert!(e4m3.iter().all(|error| (0.01..0.06).contains(error)), "{e4m3:?}");
+        let of_e5m2 = e5m2[1..].iter().all(|error| (0.015..0.09).contains(error));
+        assert!((0.01..0.06).contains(&e5m2[0]) && of_e5m2, "{e5m2:?}");
+    }
+    assert!(scratch.ok(&["probe", "runs/plain", "--linear", "--sequences", "2"]).contains(" - "));
+    assert_eq!(errors("runs/plain", 2).len(), 6);
+    for (flags, part) in
+        [(&["--context", "24", "--sequences", "1"][..], "multiple of 16"), (&["--heads"], "cannot be used")]
+    {
+        let error = scratch.fails(&[&["probe", "runs/fp8", "--linear"], flags].concat());
+        assert!(error.contains(part), "{error}");
+    }
+}
