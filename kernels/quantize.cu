@@ -265,7 +265,7 @@ __device__ void log_sum_exp(const params::LogSumExp& p) {
   float& padded = p.padded[(int64_t(head) * shape.query_tiles + tile) * TILE + threadIdx.x];
   float& outside = p.outside[(int64_t(segment.batch) * shape.query_heads + head) * p.sequence + segment.query_start + row];
   if (p.is_gradient) {
-    // Where a query sees no key there is no log-sum-exp, and its gradient may be NaN.
+    // A query that sees no key has no log-sum-exp, and the gradient may be NaN there.
     if (segment.visible_keys(row) > 0) padded += outside;
   } else {
     // A query that sees no key has minus infinity in both.

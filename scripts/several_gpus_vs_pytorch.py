@@ -81,7 +81,7 @@ def rotate(x, angles):
 
 
 class Llama(nn.Module):
-    def __init__(self, shape):
+    def __init__(self, shape, context=CONTEXT):
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, shape.width)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
@@ -90,7 +90,7 @@ class Llama(nn.Module):
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
         frequencies = 10_000.0 ** (torch.arange(0, shape.head_dim, 2) / -shape.head_dim)
-        angle = torch.arange(CONTEXT)[:, None] * frequencies
+        angle = torch.arange(context)[:, None] * frequencies
         self.register_buffer("angles", torch.stack([angle.cos(), angle.sin()]))
 
     def forward(self, ids):
@@ -181,15 +181,16 @@ def random_tokens(folder, tokens):
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
-def sage_train(gpus, micro_batch, args, scratch, flags):
+def sage_train(gpus, micro_batch, args, scratch, flags, context=CONTEXT):
+    """The milliseconds of steps."""
     name = f"run-{gpus[0]}-{time.monotonic_ns()}"
-    tokens = micro_batch * CONTEXT * len(gpus)
+    tokens = micro_batch * context * len(gpus)
     shape = SHAPES[args.model]._asdict()
     shape["ffn"] = shape.pop("hidden")
     words = ["--preset", "325m", "--attn", "fpa", "--device", "cuda", "--data", "tokens", "--lr", "3e-4"]
     words += [text for key, value in shape.items() for text in (f"--{key.replace('_', '-')}", str(value))]
-    words += ["--context", str(CONTEXT), "--micro-batch", str(micro_batch), "--tokens-per-step", str(tokens)]
-    words += ["--eval-every", "0", "--eval-tokens", "4096", "--checkpoint-minutes", "0", "--sample-tokens", "0"]
+    words += ["--context", str(context), "--micro-batch", str(micro_batch), "--tokens-per-step", str(tokens)]
+    words += ["--eval-every", "0", "--eval-tokens", str(context), "--checkpoint-minutes", "0", "--sample-tokens", "0"]
     words += ["--name", name, "--steps", "100000", *flags.split()]
     words += ["--gpus", str(len(gpus))] if len(gpus) > 1 else []
     # The run is killed after its measured steps: validation and checkpoints at its end are not measured.
@@ -218,6 +219,7 @@ def main():
     parser.add_argument(
         "--flags", action="append", help="more flags for sage-train on several GPUs, in one string; a row for each use"
     )
+    parser.add_argument("--common", default="", help="more flags for sage-train on any number of GPUs, in one string")
     parser.add_argument("--side", choices=["sage-train", "PyTorch"], help="measure one of the two [default: both]")
     args = parser.parse_args()
     present = torch.cuda.device_count()
@@ -236,7 +238,7 @@ def main():
                 if side == "PyTorch":
                     times = pytorch(gpus, micro_batch, args, scratch)
                 else:
-                    times = sage_train(gpus, micro_batch, args, scratch, flags)
+                    times = sage_train(gpus, micro_batch, args, scratch, f"{args.common} {flags}")
                 return statistics.median(times[WARM_UP:])
 
             rows = {(side, flags): {n: [] for n in several} for side in sides for flags in variants(side, args)}

@@ -69,8 +69,8 @@ impl InplaceOp2 for AddInto {
     }
 }
 
-/// Adds the gradients of several GPUs in a fixed order: `sum = (parts[0] + parts[1]) + (parts[2] + parts[3]) + ..`, with `sum` in the
-/// place of `parts[place]`. Gradients are added in pairs, then the sums in pairs, and so on; one without a pair is added last.
+/// Adds the gradients of several GPUs in a fixed order: `sum = (parts[0] + parts[1]) + (parts[2] + parts[3]) + ..`, with `sum`
+/// instead of `parts[place]`. Gradients are added in pairs, then the sums in pairs, and so on; one without a pair is added last.
 ///
 /// So the result has the same bits on every GPU, whichever gradient a GPU holds itself. If the numbers of GPUs are powers of two, one sum
 /// of all GPUs also has the same bits as the sum of the sums of each node.

@@ -106,7 +106,7 @@ impl Padding {
             })?;
         if real.is_empty() {
             return Err(argument_error(
-                "padding: there is no real token",
+                "padding: all tokens are padding",
                 (batch, sequence),
                 "at least one",
                 "a mask is 1 for a token and 0 for padding",

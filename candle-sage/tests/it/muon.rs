@@ -225,8 +225,14 @@ fn zeros_and_bad_gradients() -> Result<()> {
         (odd.step(&state()?, &zeros, &sum, &[at(0)], Some(&zeros), None), "beta2 is out of range"),
         // A copy is on a GPU, and directions are f32 here.
         (muon.step(&state()?, &zeros, &sum, &[at(0)], None, Some(&zeros)), "do not fit together"),
-        (muon.apply(&state()?, &zeros.to_dtype(DType::BF16)?, &sum, &[], None), "no directions"),
-        (muon.apply(&state()?, &zeros.reshape((2, 3))?, &sum, &[], None), "no directions"),
+        (
+            muon.apply(&state()?, &zeros.to_dtype(DType::BF16)?, &sum, &[], None),
+            "directions have another type or shape",
+        ),
+        (
+            muon.apply(&state()?, &zeros.reshape((2, 3))?, &sum, &[], None),
+            "directions have another type or shape",
+        ),
         (muon.apply(&state()?.to_dtype(DType::F64)?, &zeros, &sum, &[], None), "do not fit together"),
     ] {
         let error = error.expect_err(part).to_string();

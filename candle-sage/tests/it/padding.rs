@@ -134,8 +134,8 @@ fn what_does_not_fit_is_refused() -> Result<()> {
         (pack_padded(&zeros(&[2])?, &padding).map(drop), "does not fit the padding"),
         (unpack_padded(&zeros(&[1, 4, 2])?, &padding).map(drop), "do not fit the padding"),
         (Padding::from_lengths(&[4], 3, &Device::Cpu).map(drop), "longer than the sequence"),
-        (Padding::from_lengths(&[0], 3, &Device::Cpu).map(drop), "no real token"),
-        (Padding::from_mask(&zeros(&[2, 2])?).map(drop), "no real token"),
+        (Padding::from_lengths(&[0], 3, &Device::Cpu).map(drop), "all tokens are padding"),
+        (Padding::from_mask(&zeros(&[2, 2])?).map(drop), "all tokens are padding"),
         (Padding::from_mask(&zeros(&[4])?).map(drop), "not a matrix"),
     ] {
         let error = error.expect_err(part).to_string();

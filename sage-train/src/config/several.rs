@@ -2,6 +2,7 @@
 
 use super::Config;
 use super::summary::{H100, Memory};
+use crate::device::Place;
 use crate::model::received_bytes;
 use crate::quantity::{gib, grouped};
 use crate::ranks::{FEW_TOKENS, Mesh, PIECE_BESIDE};
@@ -31,6 +32,9 @@ const MEMORY: f64 = 3e12;
 /// Bytes a second at which sequences are shared among ranks, the copies into the order of heads included: two H100, 64k tokens,
 /// 2 ms a layer, from the steps in docs/several-gpus.md.
 const SHARED: f64 = 130e9;
+
+/// Bytes of GPU memory that NCCL takes: 1.9 to 2.1 GiB more than a single GPU's in eight steps of four H100 (docs/several-gpus.md).
+const NCCL: u64 = 2 << 30;
 
 /// Fraction of the gradient exchange that overlaps with the backward when copy engines transfer it and a GPU has few tokens a step: two
 /// H100 (docs/several-gpus.md).
@@ -227,6 +231,7 @@ impl Config {
             optimizer: memory.optimizer / of,
             gradients: memory.gradients + received_bytes(&self.model.parameter_specs(), mesh),
             activations: memory.activations / mesh.context as u64,
+            links: if self.device == Place::Cpu { 0 } else { NCCL },
         }
     }
 }
@@ -238,7 +243,6 @@ fn nodes(count: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::Place;
     use crate::quantity::Quantity;
     use crate::ranks::Rank;
     use crate::settings::{Preset, Settings};
@@ -257,14 +261,15 @@ mod tests {
         .expect("settings")
     }
 
-    /// Steps of two GPUs from the time of one GPU's gradients, against docs/several-gpus.md. `LINK` and `MEMORY` are the rates of transfers and
-    /// updates that were measured by themselves; `BESIDE` was set by the step of 4k tokens with copy engines, so that this step is left out, and
+    /// Steps of two and four GPUs from the time of one GPU's gradients, against docs/several-gpus.md. `LINK` and `MEMORY` are the rates of transfers
+    /// and updates that were measured by themselves; `BESIDE` was set by the step of 4k tokens with copy engines, so that this step is left out, and
     /// `SHARED` by the only step that shares sequences, so that nothing is predicted of those.
     #[test]
-    fn steps_of_two_gpus_are_predicted() {
+    fn steps_of_several_gpus_are_predicted() {
         let after = Mesh::node(Rank { index: 0, of: 2 });
         let beside = Mesh { engines: true, beside: true, ..after };
-        // Three of an H200, then of an H100.
+        let four = Rank { index: 0, of: 4 };
+        // Three of two H200, four of two H100, one of four H100 and two of four H200.
         for (mesh, vocabulary, heads, micro_batch, context, gradients, measured) in [
             (after, 1078, 16, 1, 4096, 21.94, 26.26),
             (after, 1078, 16, 2, 4096, 39.77, 44.77),
@@ -273,6 +278,9 @@ mod tests {
             (beside, 50_257, 16, 2, 4096, 44.69, 49.95),
             (after, 50_257, 16, 8, 4096, 169.64, 176.31),
             (beside, 50_257, 16, 8, 4096, 169.64, 178.20),
+            (Mesh { shard: four, engines: true, ..after }, 50_257, 16, 8, 4096, 171.22, 178.62),
+            (Mesh { shard: four, engines: true, ..after }, 50_257, 16, 8, 4096, 167.18, 174.7),
+            (Mesh { shard: four, ..beside }, 50_257, 16, 2, 4096, 43.53, 47.3),
         ] {
             let sequences = (micro_batch * mesh.data().of) as u64;
             let config = config(micro_batch, context, sequences, vocabulary, heads);

@@ -86,12 +86,14 @@ pub struct Memory {
     pub(super) optimizer: u64,
     pub(super) gradients: u64,
     pub(super) activations: u64,
+    /// What NCCL holds, and the peers' contexts.
+    pub(super) links: u64,
 }
 
 impl Memory {
     /// All of it.
     pub fn total(&self) -> u64 {
-        self.weights + self.optimizer + self.gradients + self.activations
+        self.weights + self.optimizer + self.gradients + self.activations + self.links
     }
 }
 
@@ -105,7 +107,8 @@ impl fmt::Display for Memory {
             mib(self.optimizer),
             mib(self.gradients),
             mib(self.activations)
-        )
+        )?;
+        if self.links > 0 { write!(f, ", NCCL {}", mib(self.links)) } else { Ok(()) }
     }
 }
 
@@ -276,6 +279,7 @@ impl Config {
             optimizer: self.moment_bytes(),
             gradients: 4 * parameters,
             activations: self.model.activation_bytes(self.micro_batch, element),
+            links: 0,
         }
     }
 }

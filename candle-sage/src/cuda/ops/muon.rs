@@ -12,7 +12,9 @@ use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
 use crate::error::Error;
 use crate::launch::{Launch, Operand};
-use crate::ops::muon::{Apply, Directions, MuonPart, Polynomial, RowFactors, ScaleRows, UnitTrace};
+use crate::ops::muon::MuonPart;
+use crate::ops::muon::orthogonal::{Polynomial, UnitTrace};
+use crate::ops::muon::passes::{Apply, Directions, RowFactors, ScaleRows};
 use crate::update::DIRECTION_UNIT;
 
 /// Blocks over `len` elements, a pack of `each` a thread and turn.
