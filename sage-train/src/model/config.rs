@@ -289,6 +289,7 @@ impl LlamaConfig {
         let (width, ffn) = (self.width as u64, self.ffn as u64);
         let (queries, keys) = ((self.heads * self.head_dim) as u64, (self.key_heads * self.head_dim) as u64);
         let operand = self.linear.kept_bytes(element);
+        let is_fp8 = self.linear != LinearPrecision::Compute;
         // `projected`: the residual stream, the normalized stream, and the projected query, key and value.
         // `core`: query and key after norm and rotation, the output, and what the scheme keeps.
         let (projected, core) = match self.scheme {
@@ -297,8 +298,11 @@ impl LlamaConfig {
                 // SLA2 keeps the outputs of both branches.
                 let branches = if self.sla2.is_some() { 2 * queries * element } else { 0 };
                 let schemes = self.layer_schemes.values().chain([&scheme]);
+                // The codes of the output lie beside it.
+                let codes = if is_fp8 { queries } else { 0 };
                 let kept = schemes.map(|scheme| scheme.kept_bytes(queries, keys, element)).max().unwrap_or(0)
-                    + branches;
+                    + branches
+                    + codes;
                 (
                     operand * width + element * (width + queries + 2 * keys),
                     element * (2 * queries + keys) + kept,
@@ -320,7 +324,9 @@ impl LlamaConfig {
             Recompute::Attention => core,
             Recompute::Block => projected + core + mlp,
         };
-        let at_hand = again + element * (2 * width + 3 * ffn);
+        // Codes exist row by row and transposed.
+        let codes = if is_fp8 { 2 * (width + ffn) } else { 0 };
+        let at_hand = again + element * (2 * width + 3 * ffn) + codes;
         // Logits exist in chunks alone: see `CrossEntropy::chunk_rows`.
         let logits = (self.vocab as u64).saturating_mul(tokens * element).min(if element == 4 {
             64 << 20
