@@ -298,7 +298,7 @@ impl LlamaConfig {
                 // SLA2 keeps the outputs of both branches.
                 let branches = if self.sla2.is_some() { 2 * queries * element } else { 0 };
                 let schemes = self.layer_schemes.values().chain([&scheme]);
-                // The codes of the output lie beside it.
+                // The output also exists as codes.
                 let codes = if is_fp8 { queries } else { 0 };
                 let kept = schemes.map(|scheme| scheme.kept_bytes(queries, keys, element)).max().unwrap_or(0)
                     + branches
