@@ -21,14 +21,16 @@
 
 mod router;
 mod soft;
+mod vjp;
 
 use candle_core::{Result, Tensor};
 pub use router::Router;
+pub use vjp::Sla2Vjp;
 
 use crate::error::Error;
 use crate::ops::mixture::Mixture;
 pub use crate::ops::{Alpha, Tail};
-use crate::ops::{Attention, AttentionVjp, blend, block_mass, choose, past_linear, pool_keys, pool_queries};
+use crate::ops::{Attention, blend, block_mass, choose, past_linear, pool_keys, pool_queries};
 use crate::scheme::Scheme;
 use crate::selection::{Blocks, Selection};
 use crate::shape::{AttentionShape, Packing};
@@ -93,6 +95,14 @@ impl Sla2 {
             tail: Some(Tail::Past),
             alpha: Alpha::Count,
         }
+    }
+
+    /// The factor of the logits of exact attention, and of the dense attention that the router is trained to follow: 1 / sqrt(head_dim) unless
+    /// this is called. The tail has no such factor.
+    #[must_use]
+    pub fn softmax_scale(mut self, softmax_scale: f64) -> Self {
+        self.attention = self.attention.softmax_scale(softmax_scale);
+        self
     }
 
     /// The largest number of candidates that a block of queries selects. With a causal mask it may be 0,
@@ -354,7 +364,7 @@ impl Sla2 {
         let (shape, blocks) = self.shape(q, k)?;
         let (q, k) = (q.detach(), k.detach());
         let scores = router.scores(self.pooled([&q, &k], &shape, &blocks)?, &shape)?;
-        let scale = shape.default_softmax_scale() as f32;
+        let scale = self.attention.scale_of(&shape) as f32;
         let mass = block_mass([&q, &k], &shape, &blocks, scale)?;
         router::entropy_sums(&scores, &mass, &blocks)
     }
@@ -387,7 +397,7 @@ impl Sla2 {
                 .hint("`Sla2::select` makes one")
                 .into());
         }
-        let scale = shape.default_softmax_scale() as f32;
+        let scale = self.attention.scale_of(&shape) as f32;
         let mass = block_mass([&q.detach(), &k.detach()], &shape, &blocks, scale)?.to_vec3::<f32>()?;
         let lists = selection.host()?;
         let (mut caught, mut all) = (0f64, 0f64);
@@ -401,49 +411,5 @@ impl Sla2 {
             }
         }
         Ok(if all == 0.0 { 1.0 } else { caught / all })
-    }
-}
-
-/// The backward of one forward: see [`Sla2::vjp`].
-pub struct Sla2Vjp {
-    attention: AttentionVjp,
-    /// Query, key, value, the output of exact attention, and `theta`.
-    inputs: [Tensor; 5],
-    /// The mixture with the tail, and the tail's output where it is kept.
-    mixture: Option<(Mixture, Option<Tensor>)>,
-}
-
-impl Sla2Vjp {
-    /// The gradient of `theta` alone for the output's gradient `dout`, which needs no backward of attention.
-    /// It is zero without a tail.
-    ///
-    /// # Errors
-    /// When `dout` does not fit the output.
-    pub fn theta_gradient(&self, dout: &Tensor) -> Result<Tensor> {
-        let [.., theta] = &self.inputs;
-        let Some((mixture, tail)) = &self.mixture else { return theta.zeros_like() };
-        mixture.theta_gradient(self.inputs.each_ref(), tail.as_ref(), dout)
-    }
-
-    /// The gradients of query, key, value and `theta` for the output's gradient `dout`. That of `theta` is
-    /// zero without a tail.
-    ///
-    /// # Errors
-    /// When `dout` does not fit the output.
-    pub fn apply(&self, dout: &Tensor) -> Result<[Tensor; 4]> {
-        let exact = |dout: &Tensor| self.attention.apply(dout);
-        let Some((mixture, tail)) = &self.mixture else {
-            let [.., theta] = &self.inputs;
-            let [dq, dk, dv] = exact(dout)?;
-            return Ok([dq, dk, dv, theta.zeros_like()?]);
-        };
-        mixture.backward(self.inputs.each_ref(), tail.as_ref(), dout, exact)
-    }
-}
-
-impl std::fmt::Debug for Sla2Vjp {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let [.., sparse, _] = &self.inputs;
-        f.debug_struct("Sla2Vjp").field("out", &sparse.dims()).finish_non_exhaustive()
     }
 }

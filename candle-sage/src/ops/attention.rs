@@ -97,6 +97,11 @@ impl Attention {
         self
     }
 
+    /// The factor of the logits for inputs of this shape.
+    pub(crate) fn scale_of(&self, shape: &AttentionShape) -> f64 {
+        self.softmax_scale.unwrap_or_else(|| shape.default_softmax_scale())
+    }
+
     /// Restricts attention to packed documents; the batch must be 1.
     #[must_use]
     pub fn packing(mut self, packing: Packing) -> Self {
@@ -216,7 +221,7 @@ impl Attention {
                 .hint("convert with `to_dtype`")
                 .into());
         }
-        let softmax_scale = self.softmax_scale.unwrap_or_else(|| shape.default_softmax_scale());
+        let softmax_scale = self.scale_of(&shape);
         let as_f32 = softmax_scale as f32;
         if !as_f32.is_finite() || (as_f32 == 0.0 && softmax_scale != 0.0) {
             return Err(Error::new("softmax scale is out of range")

@@ -73,9 +73,8 @@ impl Router {
         Ok(Self { query, key })
     }
 
-    /// A router from a model's variables `q_router.weight` and `k_router.weight`, in f32. Matrices that a
-    /// `VarMap` does not have start at random; those of [`Router::new`] start as identities, whose choice is
-    /// better than random.
+    /// A router from a model's variables `q_router.weight` and `k_router.weight`, in f32. Matrices that a `VarMap` does not have start as
+    /// identities, as those of [`Router::new`]. (Matrices of zeros, which choose nothing, also become identities.)
     ///
     /// ```
     /// use candle_core::{DType, Device};
@@ -84,7 +83,8 @@ impl Router {
     ///
     /// let variables = VarMap::new();
     /// let vb = VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
-    /// assert_eq!(Router::load(2, 8, vb)?.weights()[0].dims(), [2, 8, 8]);
+    /// let router = Router::load(2, 8, vb)?;
+    /// assert_eq!(router.weights()[0].to_vec3::<f32>()?, Router::new(2, 8, &Device::Cpu)?.weights()[0].to_vec3::<f32>()?);
     /// let names = variables.data().lock().unwrap();
     /// assert!(names.contains_key("q_router.weight") && names.contains_key("k_router.weight"));
     /// # Ok::<(), candle_core::Error>(())
@@ -95,10 +95,17 @@ impl Router {
     pub fn load(key_heads: usize, head_dim: usize, vb: VarBuilder<'_>) -> Result<Self> {
         let get = |name: &str| {
             let dims = (key_heads, head_dim, head_dim);
-            let start = Init::Randn { mean: 0.0, stdev: (head_dim as f64).powf(-0.5) };
-            variables::load(&vb.pp(name), dims, "weight", start, DType::F32)
+            variables::load(&vb.pp(name), dims, "weight", Init::Const(0.0), DType::F32)
         };
-        Self::from_tensors(get("q_router")?, get("k_router")?)
+        let start = Self::new(key_heads, head_dim, vb.device())?;
+        let router = Self::from_tensors(get("q_router")?, get("k_router")?)?;
+        for (weight, identity) in router.weights().into_iter().zip(start.weights()) {
+            if weight.abs()?.max_all()?.to_scalar::<f32>()? == 0.0 {
+                // In place, so that it is the variable that changes.
+                weight.slice_set(identity, 0, 0)?;
+            }
+        }
+        Ok(router)
     }
 
     /// The matrices `Rq` of the queries and `Rk` of the keys.

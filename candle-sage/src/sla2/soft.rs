@@ -73,7 +73,7 @@ impl Sla2 {
         let (query, key, value) = (heads_first(q)?, group(heads_first(k)?)?, group(heads_first(v)?)?);
 
         let weights = chosen.broadcast_add(&masks.always)?;
-        let logits = (query.matmul(&key.t()?)? * shape.default_softmax_scale())?;
+        let logits = (query.matmul(&key.t()?)? * self.attention.scale_of(&shape))?;
         let peak = (&logits + (&weights + TINY)?.log()?)?.max_keepdim(D::Minus1)?.detach();
         let exponents = logits.broadcast_sub(&peak)?.minimum(LARGEST_EXPONENT)?;
         let sparse = weighted_mean(&(exponents.exp()? * &weights)?, &value)?;

@@ -1,0 +1,50 @@
+//! The backward of SLA2 without candle's graph.
+
+use candle_core::{Result, Tensor};
+
+use crate::ops::AttentionVjp;
+use crate::ops::mixture::Mixture;
+
+/// The backward of one forward: see [`Sla2::vjp`](crate::Sla2::vjp).
+pub struct Sla2Vjp {
+    pub(super) attention: AttentionVjp,
+    /// Query, key, value, the output of exact attention, and `theta`.
+    pub(super) inputs: [Tensor; 5],
+    /// The mixture with the tail, and the tail's output where it is kept.
+    pub(super) mixture: Option<(Mixture, Option<Tensor>)>,
+}
+
+impl Sla2Vjp {
+    /// The gradient of `theta` alone for the output's gradient `dout`, which needs no backward of attention.
+    /// It is zero without a tail.
+    ///
+    /// # Errors
+    /// When `dout` does not fit the output.
+    pub fn theta_gradient(&self, dout: &Tensor) -> Result<Tensor> {
+        let [.., theta] = &self.inputs;
+        let Some((mixture, tail)) = &self.mixture else { return theta.zeros_like() };
+        mixture.theta_gradient(self.inputs.each_ref(), tail.as_ref(), dout)
+    }
+
+    /// The gradients of query, key, value and `theta` for the output's gradient `dout`. That of `theta` is
+    /// zero without a tail.
+    ///
+    /// # Errors
+    /// When `dout` does not fit the output.
+    pub fn apply(&self, dout: &Tensor) -> Result<[Tensor; 4]> {
+        let exact = |dout: &Tensor| self.attention.apply(dout);
+        let Some((mixture, tail)) = &self.mixture else {
+            let [.., theta] = &self.inputs;
+            let [dq, dk, dv] = exact(dout)?;
+            return Ok([dq, dk, dv, theta.zeros_like()?]);
+        };
+        mixture.backward(self.inputs.each_ref(), tail.as_ref(), dout, exact)
+    }
+}
+
+impl std::fmt::Debug for Sla2Vjp {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let [.., sparse, _] = &self.inputs;
+        f.debug_struct("Sla2Vjp").field("out", &sparse.dims()).finish_non_exhaustive()
+    }
+}
