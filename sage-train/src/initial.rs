@@ -145,7 +145,9 @@ pub fn parameters(
         let values = state.moments(moment, spec, range)?;
         Ok(values.into_iter().map(|value| (f64::from(value) * factor) as f32).collect())
     };
-    let rows = |name, rows| state.rows(name, rows);
+    // A checkpoint of a run without such rows has none: they begin with zeros, because a factor common to all rows does not matter.
+    let rows =
+        |name: String, rows| if state.has(&name) { state.rows(name, rows) } else { Ok(vec![0.0; rows]) };
     let names = state.names();
     let values = InitialValues {
         weights: &|spec| state.weights(spec),

@@ -144,7 +144,8 @@ impl Muon {
     }
 
     /// With `beta2`, divides each row d of orthogonal directions by the root of its running mean square v, in place, and multiplies each
-    /// matrix so that its Frobenius norm stays as it is (NorMuon, arXiv 2510.05491, algorithm 1):
+    /// matrix so that its Frobenius norm stays as it is (NorMuon, arXiv 2510.05491, which sets the norm to sqrt(rows columns) instead, so that
+    /// all matrices need the scale `AdamW`):
     ///
     /// ```text
     /// v = beta2 v + (1 - beta2) mean(d^2)          d = d / sqrt(v) * norm(matrix) / norm(matrix of d / sqrt(v))

@@ -122,7 +122,7 @@ fn update(
     parameters.clear_gradients()?;
     let ids = Tensor::zeros((1, model.context), DType::U32, device)?;
     Llama::new(&model, &parameters, device)?.train(&ids, &ids)?;
-    let no_step = OptimizerStep { step: 1, lr: 0.0, gradients: 1 };
+    let step = OptimizerStep { step: 1, lr: 0.0, gradients: 1 };
     let (of, group) = (ranks.rank().of, ranks.all());
     let all = Tensor::zeros(of, DType::F64, device)?;
     clock.median(repeats, |_| {
@@ -134,7 +134,7 @@ fn update(
                 (1..of).try_fold(all.get(0)?, |sum, n| sum + all.get(n)?)?
             }
         };
-        parameters.update(|shard| config.optimizer.update(no_step, shard, &sum), ranks)
+        parameters.update(|shard| config.optimizer.update(step, shard, &sum), ranks)
     })
 }
 

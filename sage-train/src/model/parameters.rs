@@ -46,7 +46,7 @@ pub struct Parameters {
     mesh: Mesh,
     /// The names of the moments.
     moments: Moments,
-    /// Dropped before what is held, which transfers write to.
+    /// Before what is held, so that it is dropped before: transfers write to what is held. (No model outlives its parameters.)
     arrivals: Rc<Arrivals>,
     /// By piece.
     held: Vec<Held>,
@@ -319,7 +319,11 @@ impl Parameters {
         self.updates.fetch_add(1, Ordering::Relaxed);
         self.scales.get().map_or(Ok(()), |scales| rescale(scales, ranks))?;
         self.arrivals.wait_for_all()?;
-        let shards = ranks.shards();
+        let (shards, mut later) = (ranks.shards(), Vec::new());
+        let gather = |(n, part, values): (usize, Tensor, &Tensor)| -> Result<()> {
+            self.arrivals.start(n, shards.gather(&part, values)?);
+            Ok(())
+        };
         for n in self.layout.forward_order() {
             let (piece, Held { values, state, rows }) = (&self.layout.pieces[n], &self.held[n]);
             let gradient = self.own(self.gradients()?, n)?;
@@ -336,11 +340,12 @@ impl Parameters {
             });
             update(&Shard { state, gradient: &gradient, copy: copy.as_ref(), decays, matrices })?;
             if self.mesh.shard.of > 1 {
-                let part = copy.map_or_else(|| state.get(0), Ok)?;
-                self.arrivals.start(n, shards.gather(&part, values)?);
+                let updated = (n, copy.map_or_else(|| state.get(0), Ok)?, values);
+                // Ranks that share matrices wait for each other's directions, which would come behind the gathers.
+                if piece.common.apart { later.push(updated) } else { gather(updated)? }
             }
         }
-        Ok(())
+        later.into_iter().try_for_each(gather)
     }
 
     /// Numbers that are equal to the bit on all ranks whose models read the same weights: for each piece the

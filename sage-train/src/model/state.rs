@@ -145,6 +145,11 @@ impl State {
         self.values(spec, moment, range)
     }
 
+    /// Whether there is a tensor of this name.
+    pub fn has(&self, name: &str) -> bool {
+        self.0.iter().any(|part| part.about.info(name).is_some())
+    }
+
     /// The numbers of `rows` rows of a matrix, stored as a tensor `name`.
     ///
     /// # Errors

@@ -1,6 +1,7 @@
 //! The transport for ranks on CPUs: TCP, with one connection for each pair of ranks. It runs a few ranks on
 //! any machine, with sums in the same order as on several GPUs, and is not made for speed.
 
+use std::cell::{Cell, RefCell};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::Duration;
@@ -23,6 +24,11 @@ const WATCH: Duration = Duration::from_secs(8);
 pub(super) struct Loopback {
     /// By rank; `None` for this rank.
     peers: Vec<Option<TcpStream>>,
+    /// What came in transfers that nobody has waited for: the number of the transfer, the place and the values. As on a GPU nobody may
+    /// read the place before; here it holds NaN until then.
+    coming: RefCell<Vec<(u64, Tensor, Tensor)>>,
+    /// Number of transfers.
+    transfers: Cell<u64>,
 }
 
 impl Loopback {
@@ -59,7 +65,7 @@ impl Loopback {
         for stream in peers.iter().flatten() {
             stream.set_nodelay(true).map_err(during(failed()))?;
         }
-        Ok(Self { peers })
+        Ok(Self { peers, coming: RefCell::default(), transfers: Cell::default() })
     }
 }
 
@@ -71,6 +77,8 @@ fn left_to_the_watch(error: std::io::Error, what: &str) -> Error {
 
 impl Transport for Loopback {
     fn swap(&self, swaps: &[Swap]) -> Result<Transfer> {
+        self.transfers.set(self.transfers.get() + 1);
+        let number = self.transfers.get();
         // The data is copied, because a tensor that is sent may share storage with one that is received into.
         let copies = |swap: &Swap| swap.sent.iter().map(Tensor::force_contiguous).collect::<Result<Vec<_>>>();
         let sent = swaps.iter().map(copies).collect::<Result<Vec<_>>>()?;
@@ -97,13 +105,18 @@ impl Transport for Loopback {
             received.map_err(|error| left_to_the_watch(error, "another rank cannot be reached"))?;
         for (comes, bytes) in swaps.iter().flat_map(|swap| &swap.comes).zip(received.into_iter().flatten()) {
             let came = Tensor::from_raw_buffer(&bytes, comes.dtype(), comes.dims(), &Device::Cpu)?;
-            comes.slice_set(&came, 0, 0)?;
+            let unread = Tensor::full(f32::NAN, comes.dims(), &Device::Cpu)?.to_dtype(comes.dtype())?;
+            comes.slice_set(&unread, 0, 0)?;
+            self.coming.borrow_mut().push((number, comes.clone(), came));
         }
-        Ok(Transfer(0))
+        Ok(Transfer(number))
     }
 
-    /// Transfers complete within `swap`.
-    fn wait(&self, _: Transfer) -> Result<()> {
-        Ok(())
+    fn wait(&self, transfer: Transfer) -> Result<()> {
+        let mut coming = self.coming.borrow_mut();
+        let (came, later) = std::mem::take(&mut *coming).into_iter().partition(|(of, ..)| *of <= transfer.0);
+        *coming = later;
+        let came: Vec<_> = came;
+        came.iter().try_for_each(|(_, place, values)| place.slice_set(values, 0, 0))
     }
 }

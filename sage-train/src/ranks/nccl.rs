@@ -31,7 +31,7 @@ use crate::{during, hex};
 
 /// Number of events that mark the ends of transfers. They take turns: a wait for a transfer whose event was
 /// reused waits for the later transfer.
-const TURNS: usize = 8;
+const TURNS: usize = 256;
 
 const WAIT: CUevent_wait_flags = CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
 

@@ -69,6 +69,7 @@ fn settings_of_muon_count() {
         assert_eq!(one[0].0, seen[0][0].0, "the first step has the same weights");
         assert!(seen[..n].iter().all(|other| other[2] != one[2]), "{n}: {seen:?}");
     }
+    scratch.ok(&["eval", "runs/warmup", "--device", "cpu"]);
     let plan = scratch.ok(&["--dry-run", "--config", "runs/quintic/config.toml"]);
     assert!(plan.contains("Muon of hidden matrices") && plan.contains("quintic"), "{plan}");
     for (flags, part) in [
@@ -110,6 +111,24 @@ fn ranks_share_matrices() {
         train(&scratch, "again", &with(&["--steps", "6", "--gpus", "3"])),
         train(&scratch, "three-again", &with(&["--steps", "6", "--gpus", "3"])),
     );
+    // Whoever owns a matrix, rank 0 has its rows, and writes them.
+    let rows = |file: &str| -> Vec<(String, Vec<f32>)> {
+        let path = scratch.path().join("runs").join(file);
+        let all = candle_core::safetensors::load(path, &candle_core::Device::Cpu).expect("a checkpoint");
+        let rows = all.into_iter().filter(|(name, _)| name.starts_with("muon.row_square/"));
+        let mut rows: Vec<_> = rows.map(|(name, x)| (name, x.to_vec1().expect("f32"))).collect();
+        rows.sort_by(|(a, _), (b, _)| a.cmp(b));
+        rows
+    };
+    let of_one = rows("one/checkpoints/step-00000006/state.safetensors");
+    let of_three = rows("three/checkpoints/step-00000006/state-00001-of-00003.safetensors");
+    assert_eq!(of_one.len(), 14);
+    for ((name, a), (of, b)) in of_one.iter().zip(&of_three) {
+        assert!(name == of && a.iter().all(|x| *x > 0.0));
+        let (mut difference, mut size) = (0.0, 0.0);
+        a.iter().zip(b).for_each(|(a, b)| (difference, size) = (difference + (a - b).powi(2), size + a * a));
+        assert!(difference < 1e-4 * size, "{name}: {a:?} {b:?}");
+    }
     train(&scratch, "cut", &with(&["--steps", "3", "--gpus", "3"]));
     scratch.ok(&["--resume", "runs/cut", "--steps", "6", "--gpus", "2"]);
     let cut: Vec<f64> = scratch.metrics("cut").iter().map(|point| point.loss).collect();

@@ -11,10 +11,10 @@ use super::arrivals::Arrivals;
 /// A parameter of a model, or several adjacent matrices as one: its value, and its gradient if it is trained.
 #[derive(Debug, Clone)]
 pub struct Weight {
-    pub(super) value: Tensor,
     /// The piece that contains the value, and when pieces are complete.
     pub(super) piece: usize,
     pub(super) arrivals: Rc<Arrivals>,
+    pub(super) value: Tensor,
     /// In f32.
     pub gradient: Option<Tensor>,
     /// Whether the gradient has been written since it was cleared, for each parameter in this weight.
