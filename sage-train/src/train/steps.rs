@@ -216,8 +216,7 @@ impl Run<'_> {
             ));
         }
         (point.val_loss, point.val_bits_per_byte) = (Some(loss), Some(bits_per_byte));
-        point.fp8_saturated =
-            self.trainer.take_saturated().map_err(during("cannot count saturated values"))?;
+        point.fp8_saturated = self.count_saturated()?;
         if config.model.sla2.is_some() && self.ranks.rank().index == 0 {
             let cut = config.data.cut(&data.tokenizer);
             // Alone: with shared sequences the other ranks do not take part.
@@ -241,6 +240,18 @@ impl Run<'_> {
             self.progress.say(&format!("warning: {error}"));
         }
         Ok(())
+    }
+
+    /// How many values of operands in FP8 have saturated since the last validation. The log says so when there are more than before it.
+    fn count_saturated(&self) -> Result<Option<u64>> {
+        let now = self.trainer.take_saturated().map_err(during("cannot count saturated values"))?;
+        let before = self.points.iter().rev().find_map(|point| point.fp8_saturated).unwrap_or(0);
+        if let Some(now) = now.filter(|now| *now > before) {
+            self.progress.say(&format!(
+                "{now} values of operands in FP8 have saturated since the last validation, {before} before it"
+            ));
+        }
+        Ok(now)
     }
 
     /// Measures the errors of attention with the weights of the last validation. A failure does not stop the

@@ -54,6 +54,11 @@ fn recomputation_and_a_resume_give_the_same_bits() {
     };
     assert!(about("cut-delayed").contains("\"scales\"") && !about("cut-current").contains("\"scales\""));
     assert_eq!(scratch.metrics("fp8")[5].fp8_saturated, Some(0));
+    // Weights that grow by much in a step; the run diverges.
+    let flags = ["--attn", "fpa", "--linear", "fp8", "--steps", "6", "--eval-every", "2", "--name", "steep"];
+    let steep = ["--lr", "2", "--warmup-steps", "0", "--schedule", "constant", "--clip", "0"];
+    let said = scratch.fails(&small(&[&flags[..], &steep].concat()));
+    assert!(said.contains("have saturated since the last validation, 0 before it"), "{said}");
 }
 
 /// The first gradient differs from that in f32 by the roundings of its products, about .04 each, and not by more than a few
