@@ -51,7 +51,7 @@ fn the_mean_gradient_is_that_of_a_step() {
         (&["--gradient", "--schemes", "fpa"], "full precision is what errors are measured against"),
         (&["--gradient", "--heads"], "cannot be used with"),
         (&["--gradient", "--micro-batch", "64", "--micro-batches", "1024"], "different sequences"),
-        (&["--device", "cpu"], "--gradient or --sigma"),
+        (&["--device", "cpu"], "--linear or --sigma"),
         (&["--schemes", "sagebwd"], "--gradient"),
     ] {
         let error = scratch.fails(&[&["probe", "runs/r"], flags].concat());
