@@ -163,6 +163,16 @@ pub fn probe_model(
     })
 }
 
+/// The model with full-precision attention in all layers that have attention.
+fn in_full_precision(model: &LlamaConfig) -> LlamaConfig {
+    LlamaConfig {
+        scheme: model.scheme.map(|_| Scheme::FullPrecision),
+        layer_schemes: BTreeMap::new(),
+        sla2: None,
+        ..model.clone()
+    }
+}
+
 /// Query, key, value and output gradient of every layer, under full-precision attention.
 fn trace(
     model: &LlamaConfig,
@@ -170,13 +180,7 @@ fn trace(
     batches: &Batches<'_>,
     sequences: usize,
 ) -> Result<Vec<[Tensor; 4]>> {
-    let exact = LlamaConfig {
-        scheme: Some(Scheme::FullPrecision),
-        layer_schemes: BTreeMap::new(),
-        sla2: None,
-        ..model.clone()
-    };
-    let llama = Llama::new(&exact, parameters, &Device::Cpu).map_err(during("probing"))?;
+    let llama = Llama::new(&in_full_precision(model), parameters, &Device::Cpu).map_err(during("probing"))?;
     let batch = batches.in_order(0, sequences)?.to_device(&Device::Cpu).map_err(during("probing"))?;
     let mut layers = Vec::new();
     let mut observe = |[q, k, v]: [&Tensor; 3], dout: &Tensor| {

@@ -5,9 +5,9 @@ use std::path::Path;
 use std::rc::Rc;
 
 use candle_core::{DType, Tensor};
+use candle_sage::Result;
 use candle_sage::fp8::Fp8Format;
 use candle_sage::ops::{Fp8Copies, Fp8Linear, Fp8Matrix, sum_of_squares};
-use candle_sage::{Result, Scheme};
 use serde::Serialize;
 
 use crate::data::{Batches, Cut, Dataset};
@@ -16,6 +16,8 @@ use crate::model::{LinearPrecision, Llama, LlamaConfig, ObserveProducts, Product
 use crate::settings::Settings;
 use crate::trained::Trained;
 use crate::{notify, on_device};
+
+use super::in_full_precision;
 
 /// The errors of a linear layer, relative to the exact product (L2).
 #[derive(Debug, Clone, Serialize)]
@@ -79,12 +81,9 @@ pub fn linear_errors(
         precision.check(name, size)?;
     }
     let exact = LlamaConfig {
-        scheme: model.scheme.map(|_| Scheme::FullPrecision),
-        layer_schemes: Default::default(),
-        sla2: None,
         linear: LinearPrecision::Compute,
         linear_head: LinearPrecision::Compute,
-        ..model.clone()
+        ..in_full_precision(model)
     };
     let linears = Rc::new(RefCell::new(Vec::new()));
     let found = linears.clone();
@@ -93,11 +92,11 @@ pub fn linear_errors(
         found.borrow_mut().push(OfLinear { layer: products.layer, name: products.name, errors });
         Ok(())
     });
-    let sequences_of_probe = batches.in_order(0, sequences)?;
+    let text = batches.in_order(0, sequences)?;
     let run = || -> candle_core::Result<()> {
         let mut llama = Llama::new(&exact, parameters, device)?;
         llama.observe_products(&observe);
-        let batch = sequences_of_probe.to_device(device)?;
+        let batch = text.to_device(device)?;
         llama.train(&batch.ids, &batch.targets).map(drop)
     };
     run().map_err(on_device("probing"))?;
