@@ -134,7 +134,8 @@ pub enum MuonScale {
 }
 
 /// One step of Muon: each matrix moves along its momentum, whose singular values are made about 1 first (K. Jordan, 2024; arXiv
-/// 2502.16982), and rows divided by their running size if `beta2` is set (NorMuon). For the matrices of hidden layers: embeddings, output matrices and vectors need another optimizer, as [`AdamW`].
+/// 2502.16982), and rows divided by their running size if `beta2` is set (NorMuon). For the matrices of hidden layers: embeddings,
+/// output matrices and vectors need another optimizer, as [`AdamW`].
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

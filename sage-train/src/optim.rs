@@ -29,7 +29,7 @@ pub enum Optimizer {
 pub struct OptimizerStep {
     /// Number of the step, from 1.
     pub step: u64,
-    /// Learning rate.
+    /// Learning rate of everything but Muon's matrices, whose schedule is [`MuonConfig::learning_rate`].
     pub lr: f64,
     /// Number of mean gradients in the sum.
     pub gradients: usize,

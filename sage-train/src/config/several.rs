@@ -33,7 +33,8 @@ const MEMORY: f64 = 3e12;
 /// 2 ms a layer, from the steps in docs/several-gpus.md.
 const SHARED: f64 = 130e9;
 
-/// Bytes of GPU memory that NCCL takes: 1.9 to 2.1 GiB more than a single GPU's in eight steps of four H100 (docs/several-gpus.md).
+/// Bytes of GPU memory that NCCL takes. Five steps of four H100 needed 1.9 to 2.4 GiB more than the estimate without it, after subtracting
+/// what the estimate lacks on a single GPU (docs/several-gpus.md).
 const NCCL: u64 = 2 << 30;
 
 /// Fraction of the gradient exchange that overlaps with the backward when copy engines transfer it and a GPU has few tokens a step: two
