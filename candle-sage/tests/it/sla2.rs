@@ -416,27 +416,6 @@ fn the_router_learns_where_the_mass_is() -> Result<()> {
     Ok(())
 }
 
-/// Twice the scale is twice the queries, to the bit, in the output without a tail and in the mass that a selection catches.
-#[test]
-fn the_scale_of_logits_can_be_set() -> Result<()> {
-    let case = Case::new(1, (64, 64), (2, 1), 16, true);
-    let [q, k, v] = tensors(&case)?;
-    let theta = Tensor::zeros(2, DType::F32, &Device::Cpu)?;
-    let router = Router::new(1, 16, &Device::Cpu)?;
-    let usual = Sla2::new(Scheme::FullPrecision).block((16, 16)).blocks(1).causal(true).tail(None);
-    let twice = usual.clone().softmax_scale(0.5);
-    let selection = usual.select(&router, &q, &k)?;
-    let double = (&q * 2.0)?;
-    let flat = |x: Tensor| x.flatten_all()?.to_vec1::<f32>();
-    let got = flat(twice.apply(&q, &k, &v, &selection, &theta)?)?;
-    assert_eq!(got, flat(usual.apply(&double, &k, &v, &selection, &theta)?)?);
-    assert_ne!(got, flat(usual.apply(&q, &k, &v, &selection, &theta)?)?);
-    assert_eq!(twice.mass_caught(&selection, &q, &k)?, usual.mass_caught(&selection, &double, &k)?);
-    let soft = flat(twice.apply_soft(&router, [&q, &k, &v], &theta, 0.1)?)?;
-    assert_ne!(soft, flat(usual.apply_soft(&router, [&q, &k, &v], &theta, 0.1)?)?);
-    Ok(())
-}
-
 #[test]
 fn what_does_not_fit_is_an_error() -> Result<()> {
     let case = Case::new(1, (64, 64), (2, 1), 16, false);

@@ -1,4 +1,4 @@
-//! The soft choice of blocks: it becomes the hard one, it has gradients, and it trains a router.
+//! The soft choice of blocks: it becomes the hard one, it has gradients, and it trains a router. And the scale of logits in both.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW};
@@ -148,5 +148,24 @@ fn what_it_cannot_do_is_an_error() -> Result<()> {
     let one = |x: &Tensor| x.narrow(0, 0, 1)?.contiguous();
     let packed = sla2.clone().packing(Packing::self_attention(vec![0, 30, 64]));
     assert!(failed(&packed, &one(&q)?, &one(&k)?, &one(&v)?, 0.1).contains("packed documents"));
+    Ok(())
+}
+
+/// Twice the scale is twice the queries, to the bit, in the output without a tail and in the mass that a selection catches.
+#[test]
+fn the_scale_of_logits_can_be_set() -> Result<()> {
+    let [q, k, v] = inputs(3, 64)?;
+    let theta = Tensor::zeros(2, DType::F32, &Device::Cpu)?;
+    let router = Router::new(1, 16, &Device::Cpu)?;
+    let usual = Sla2::new(Scheme::FullPrecision).block((16, 16)).blocks(1).causal(true).tail(None);
+    let twice = usual.clone().softmax_scale(0.5);
+    let selection = usual.select(&router, &q, &k)?;
+    let double = (&q * 2.0)?;
+    let got = values(&twice.apply(&q, &k, &v, &selection, &theta)?)?;
+    assert_eq!(got, values(&usual.apply(&double, &k, &v, &selection, &theta)?)?);
+    assert_ne!(got, values(&usual.apply(&q, &k, &v, &selection, &theta)?)?);
+    assert_eq!(twice.mass_caught(&selection, &q, &k)?, usual.mass_caught(&selection, &double, &k)?);
+    let soft = values(&twice.apply_soft(&router, [&q, &k, &v], &theta, 0.1)?)?;
+    assert_ne!(soft, values(&usual.apply_soft(&router, [&q, &k, &v], &theta, 0.1)?)?);
     Ok(())
 }
