@@ -1,6 +1,7 @@
-// Attention backward: for each (scheme, element type, head_dim) one kernel that visits all queries that see a block's keys, and
-// one that visits those that select them (sparse). The table of plans says which mainloop a kernel runs (params/plans.def). Attn-QAT
-// without requantized P runs the kernel of 16-bit attention, on its own operands. finish_dq converts the sums of dQ afterwards.
+// Attention backward: for each (scheme, element type, head_dim) one kernel that visits all queries that see a block's keys, one
+// that visits those that select them (sparse), and one for windows. The table of plans says which mainloop a kernel runs
+// (params/plans.def). Attn-QAT without requantized P runs the kernel of 16-bit attention, on its own operands. finish_dq converts the
+// sums of dQ afterwards.
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
 #include <sage/attention/numerics/dense16_backward_sm80.cuh>
 #include <sage/attention/numerics/dense16_backward_sm90.cuh>
@@ -80,10 +81,11 @@ struct Backward<params::BACKWARD_SM90_CHANNEL_PARTS> {
     Mainloop::run<Mainloop::NUMERICS<T, D, V, PLAN, __VA_ARGS__>, attention::Queries>(p);                                \
   }
 
-// The two entries of a kernel, each with its plan. NUMERICS is a member of `Backward`, and takes what follows.
+// The entries of a kernel, each with its plan. NUMERICS is a member of `Backward`, and takes what follows.
 #define KERNEL_OF_WIDTHS(kernel, suffix, T, D, V, ...)                                                                      \
   ENTRY(kernel##_##suffix, params::plan(#kernel, {D, V}, params::EVERY), EveryQuery, T, D, V, __VA_ARGS__)               \
-  ENTRY(kernel##_sparse_##suffix, params::plan(#kernel, {D, V}, params::LISTED), ListedQueries, T, D, V, __VA_ARGS__)
+  ENTRY(kernel##_sparse_##suffix, params::plan(#kernel, {D, V}, params::LISTED), ListedQueries, T, D, V, __VA_ARGS__)     \
+  ENTRY(kernel##_window_##suffix, params::plan(#kernel, {D, V}, params::LISTED), WindowQueries, T, D, V, __VA_ARGS__)
 #define KERNEL(kernel, type, T, D, ...) KERNEL_OF_WIDTHS(kernel, type##_##D, T, D, D, __VA_ARGS__)
 
 #define DENSE16(type, T, D) KERNEL(attn_bwd_dense16, type, T, D, Dense16, PlainProbabilities, ScoresOfRows<T, D>)

@@ -1,5 +1,5 @@
-// Attention forward: for each (scheme, element type, head_dim) one kernel that visits all visible keys, and one that visits the
-// blocks of a selection (sparse). The table of plans says which mainloop a kernel runs (params/plans.def).
+// Attention forward: for each (scheme, element type, head_dim) one kernel that visits all visible keys, one that visits the
+// blocks of a selection (sparse), and one for windows. The table of plans says which mainloop a kernel runs (params/plans.def).
 #include <sage/attention/numerics/dense16_forward_sm80.cuh>
 #include <sage/attention/numerics/dense16_forward_sm90.cuh>
 #include <sage/attention/numerics/sagebwd_forward_sm80.cuh>
@@ -57,10 +57,11 @@ struct Forward<params::FORWARD_SM90> {
     of_##name::Mainloop::run<of_##name::Numerics, attention::Block>(p);                                                \
   }
 
-// The two entries of a kernel, each with its plan. NUMERICS is a member of `Forward`, and takes what follows.
+// The entries of a kernel, each with its plan. NUMERICS is a member of `Forward`, and takes what follows.
 #define KERNEL_OF_WIDTHS(kernel, suffix, T, D, V, ...)                                                                    \
   ENTRY(kernel##_##suffix, params::plan(#kernel, {D, V}, params::EVERY), EveryKey, T, D, V, __VA_ARGS__)               \
-  ENTRY(kernel##_sparse_##suffix, params::plan(#kernel, {D, V}, params::LISTED), ListedKeys, T, D, V, __VA_ARGS__)
+  ENTRY(kernel##_sparse_##suffix, params::plan(#kernel, {D, V}, params::LISTED), ListedKeys, T, D, V, __VA_ARGS__)      \
+  ENTRY(kernel##_window_##suffix, params::plan(#kernel, {D, V}, params::LISTED), WindowKeys, T, D, V, __VA_ARGS__)
 #define KERNEL(kernel, type, T, D, ...) KERNEL_OF_WIDTHS(kernel, type##_##D, T, D, D, __VA_ARGS__)
 
 #define DENSE16(type, T, D) KERNEL(attn_fwd_dense16, type, T, D, Dense16, PlainProbabilities, Operands::ROWS)

@@ -1,5 +1,5 @@
 // Attention forward in NVFP4 products, for inference with a model that Attn-QAT trained: a kernel that packs Q, K and V, and for
-// each (element type, head_dim) one kernel that visits all visible keys, and one that visits the blocks of a selection (sparse).
+// each (element type, head_dim) one kernel that visits all visible keys, one that visits the blocks of a selection (sparse), and one for windows.
 // Family 10 has such products out of tensor memory, family 12 in mma.sync; elsewhere the latter are emulated, for tests.
 #include <sage/attention/numerics/nvfp4_forward_sm100.cuh>
 #include <sage/attention/numerics/nvfp4_forward_sm80.cuh>
@@ -24,6 +24,8 @@ using namespace sage;
 #define KERNELS(type, T, D)                                                                                            \
   FORWARD(attn_fwd_nvfp4_##type##_##D, EveryKey, NUMERICS<T, D, params::plan("attn_fwd_nvfp4", D, params::EVERY)>)     \
   FORWARD(attn_fwd_nvfp4_sparse_##type##_##D, ListedKeys,                                                              \
+          NUMERICS<T, D, params::plan("attn_fwd_nvfp4", D, params::LISTED)>)                                           \
+  FORWARD(attn_fwd_nvfp4_window_##type##_##D, WindowKeys,                                                              \
           NUMERICS<T, D, params::plan("attn_fwd_nvfp4", D, params::LISTED)>)                                           \
   extern "C" __global__ void __launch_bounds__(quant::PACK_THREADS)                                                    \
       pack_nvfp4_##type##_##D(const __grid_constant__ params::Forward p) {                                             \

@@ -266,7 +266,7 @@ __device__ void log_sum_exp(const params::LogSumExp& p) {
   float& outside = p.outside[(int64_t(segment.batch) * shape.query_heads + head) * p.sequence + segment.query_start + row];
   if (p.is_gradient) {
     // A query that sees no key has no log-sum-exp, and the gradient may be NaN there.
-    if (segment.visible_keys(row) > 0) padded += outside;
+    if (sees_a_key(p.shape, segment, row)) padded += outside;
   } else {
     // A query that sees no key has minus infinity in both.
     outside = padded == -CUDART_INF_F ? padded : -LN_2 * padded;

@@ -295,7 +295,7 @@ __device__ __forceinline__ void block_mass(const params::Mass& p) {
         ptx::cp_async_commit();
         typename Numerics::Logits s;
         numerics.multiply(tile, s);
-        attention::mask(s, segment, warp_first, tile * TILE, lane, -CUDART_INF_F);
+        attention::mask(s, attention::Sight<attention::LATER_KEYS>(segment, p), warp_first, tile * TILE, lane, -CUDART_INF_F);
 #pragma unroll
         for (int r = 0; r < 2 * M; ++r) {
           if (sweep == 0) raise_reference(s, r, numerics.scale, reference[r], sum[r]);

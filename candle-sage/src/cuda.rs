@@ -39,7 +39,7 @@ use compiled::kernel;
 use cudarc::driver::CudaSlice;
 use full_precision::FullPrecision;
 use kernels::{Gpu, Grid};
-use plan::{Plan, SELECTION_BLOCK, TILE, Visits};
+use plan::{Plan, SELECTION_BLOCK, TILE};
 use selection::{Seen, Users};
 
 use crate::launch::{Launch, Operand};
@@ -202,7 +202,7 @@ fn run_forward<S: OnGpu>(
 ) -> Result<(CudaStorage, Option<Box<dyn CompletedForward>>)> {
     let call = Call::new(problem)?;
     let seen = problem.selection.map(Seen::new).transpose()?;
-    let visits = if seen.is_some() { Visits::Listed } else { Visits::Every };
+    let visits = call.visits();
     let plan = call.plan(scheme.forward_kernel(), visits)?;
     let out = call.output(problem.shape.output_dims())?;
     let minus_lse2 = keep.then(|| call.gpu.alloc::<f32>(call.query_tiles() * TILE)).transpose()?;
@@ -216,7 +216,10 @@ fn run_forward<S: OnGpu>(
         out: out.view(&call.gpu)?,
         minus_lse2: address_if_any(minus_lse2.as_ref(), &call.gpu),
         shape: call.shape_sharing(keys, problem.shape.query_heads()),
-        lists: seen.as_ref().map(|seen| seen.lists(&call.gpu)).transpose()?.unwrap_or_default(),
+        lists: match &seen {
+            Some(seen) => seen.lists(&call.gpu)?,
+            None => params::Lists { keys_before: call.keys_before(), ..params::Lists::default() },
+        },
         ..params::Forward::default()
     };
     scheme.before_forward(&call, &operands, &mut params)?;
@@ -252,7 +255,7 @@ fn run_backward<S: OnGpu>(
     // Parts of a list add in any order, so that nothing is cut where the bits must not depend on it.
     let cut = (!problem.deterministic).then_some(call.d);
     let users = problem.selection.map(|selection| Users::new(selection, gpu, cut)).transpose()?;
-    let visits = if users.is_some() { Visits::Listed } else { Visits::Every };
+    let visits = call.visits();
     let plan = call.plan(completed.scheme.backward_kernel(), visits)?;
     let minus_delta = gpu.alloc::<f32>(call.query_tiles() * TILE)?;
     let dq_accum = gpu.alloc_zeros::<f32>(call.query_tiles() * TILE * call.d)?;
@@ -282,7 +285,10 @@ fn run_backward<S: OnGpu>(
     };
     let scratch = completed.scheme.scratch(&call, &completed.kept)?;
     let mut params = params::Backward {
-        lists: users.as_ref().map(|users| users.lists(gpu)).transpose()?.unwrap_or_default(),
+        lists: match &users {
+            Some(users) => users.lists(gpu)?,
+            None => params::Lists { keys_before: call.keys_before(), ..params::Lists::default() },
+        },
         cuts: users.as_ref().map(|users| users.cuts(gpu)).unwrap_or_default(),
         ..given
     };

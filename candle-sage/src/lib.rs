@@ -49,7 +49,7 @@ mod update;
 mod variables;
 
 pub use error::{Error, ErrorKind, Result};
-pub use ops::{Attention, flash_attn, flash_attn_varlen};
+pub use ops::{Attention, flash_attn, flash_attn_varlen, flash_attn_varlen_windowed, flash_attn_windowed};
 pub use scheme::{
     AttnQat, Granularity, Int8Products, KeyMean, PReference, Products, SageBwd, Scheme, Smoothing,
     ValueGroups,

@@ -72,7 +72,7 @@ fn each_row(shape: &AttentionShape, pattern: Pattern<'_>, mut f: impl FnMut(Row)
                 f(Row {
                     query: ((b * shape.query_len() + token) * hq + head) * d,
                     lse: (b * hq + head) * shape.query_len() + token,
-                    keys: (0..segment.visible_keys(i))
+                    keys: (segment.first_key(i)..segment.visible_keys(i))
                         .filter(|&key| pattern(Pair { segment: number, head, query: i, key }))
                         .map(|j| ((b * shape.key_len() + first_key + j) * hk + head / shape.group()) * d)
                         .collect(),

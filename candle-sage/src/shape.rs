@@ -92,8 +92,29 @@ pub struct AttentionShape {
     key_heads: usize,
     head_dim: usize,
     value_dim: usize,
-    causal: bool,
+    window: Window,
     packing: Option<Packing>,
+}
+
+/// How far a query sees, in tokens before and after its own position. `None`: to the end.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Window {
+    pub(crate) before: Option<usize>,
+    pub(crate) after: Option<usize>,
+}
+
+impl std::fmt::Display for Window {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let tokens = |end: Option<usize>| end.map_or("all".to_string(), |tokens| tokens.to_string());
+        write!(f, "{} tokens before and {} after a query's own", tokens(self.before), tokens(self.after))
+    }
+}
+
+impl Window {
+    /// Whether it is neither dense attention nor a causal mask.
+    pub(crate) fn is_finite(self) -> bool {
+        self.before.is_some() || self.after.is_some_and(|after| after > 0)
+    }
 }
 
 /// One independent attention problem: the tokens of one batch entry, or of one packed document.
@@ -118,26 +139,49 @@ pub struct Segment {
     pub query: Range<usize>,
     /// The key and value tokens, as indices in the sequence.
     pub key: Range<usize>,
-    causal: bool,
+    window: Window,
 }
 
 impl Segment {
-    /// The number of keys that query `i` (an index inside the segment) attends to. They are always the
-    /// segment's first keys.
+    /// The end of the keys that query `i` (an index inside the segment) attends to: it sees the keys from [`Segment::first_key`] to it.
     ///
-    /// Causal attention is aligned at the bottom right, as in FlashAttention: the last query sees every key,
-    /// so query `i` sees key `j` when `j <= i + keys - queries`.
+    /// Positions are aligned at the bottom right, as in FlashAttention: the last query has the position of the last key. With a causal
+    /// mask query `i` sees key `j` when `j <= i + keys - queries`, and with a window when
+    /// `i + keys - queries - left <= j <= i + keys - queries + right`.
     pub fn visible_keys(&self, i: usize) -> usize {
         let keys = self.key.len();
-        if self.causal { (i + 1 + keys).saturating_sub(self.query.len()).min(keys) } else { keys }
+        match self.window.after {
+            Some(after) => (i + 1 + keys).saturating_add(after).saturating_sub(self.query.len()).min(keys),
+            None => keys,
+        }
+    }
+
+    /// The first key that query `i` attends to; 0 without a window. It lies before [`Segment::visible_keys`], unless the query sees no key.
+    pub fn first_key(&self, i: usize) -> usize {
+        self.window
+            .before
+            .map_or(0, |before| (i + self.key.len()).saturating_sub(self.query.len()).saturating_sub(before))
     }
 
     /// The first query (an index inside the segment) that attends to key `j`; at most `query.len()`.
     pub fn first_query(&self, j: usize) -> usize {
-        if self.causal {
-            (j + self.query.len()).saturating_sub(self.key.len()).min(self.query.len())
-        } else {
-            0
+        match self.window.after {
+            Some(after) => (j + self.query.len())
+                .saturating_sub(self.key.len())
+                .saturating_sub(after)
+                .min(self.query.len()),
+            None => 0,
+        }
+    }
+
+    /// The end of the queries that attend to key `j`: they begin with [`Segment::first_query`], and there are none if that is not before it.
+    pub fn end_query(&self, j: usize) -> usize {
+        let queries = self.query.len();
+        match self.window.before {
+            Some(before) => {
+                (j + 1 + queries).saturating_add(before).saturating_sub(self.key.len()).min(queries)
+            }
+            None => queries,
         }
     }
 }
@@ -183,13 +227,37 @@ impl AttentionShape {
                 .allowed("query heads = n x key heads, n = 1, 2, ...")
                 .hint("tensors are (batch, sequence, heads, head_dim): heads come third"));
         }
+        let window = Window { before: None, after: causal.then_some(0) };
         let value_dim = head_dim;
         let shape =
-            Self { batch, query_len, key_len, query_heads, key_heads, head_dim, value_dim, causal, packing };
+            Self { batch, query_len, key_len, query_heads, key_heads, head_dim, value_dim, window, packing };
         if let Some(packing) = &shape.packing {
             shape.check_packing(packing)?;
         }
         Ok(shape)
+    }
+
+    /// The same, where a query sees at most `before` keys before its own position and `after` behind it. `None`: all of them. It takes
+    /// the place of the causal mask, which is a window with no keys behind.
+    ///
+    /// ```
+    /// use candle_sage::AttentionShape;
+    ///
+    /// let dims = (1, 8, 1, 16);
+    /// let shape = AttentionShape::new(dims, dims, dims, true, None)?.with_window(Some(2), Some(0));
+    /// let segment = &shape.segments()[0];
+    /// // The query at position 5 sees the keys 3, 4 and 5.
+    /// assert_eq!((segment.first_key(5), segment.visible_keys(5)), (3, 6));
+    /// # Ok::<(), candle_sage::Error>(())
+    /// ```
+    #[must_use]
+    pub fn with_window(self, before: Option<usize>, after: Option<usize>) -> Self {
+        Self { window: Window { before, after }, ..self }
+    }
+
+    /// How far queries see.
+    pub(crate) fn window(&self) -> Window {
+        self.window
     }
 
     /// The same tokens and heads, with another head_dim.
@@ -284,7 +352,7 @@ impl AttentionShape {
 
     /// Whether a token attends to its own and earlier positions only.
     pub fn causal(&self) -> bool {
-        self.causal
+        self.window.after == Some(0)
     }
 
     /// Whether the tokens are packed documents.
@@ -314,16 +382,16 @@ impl AttentionShape {
 
     /// The independent problems of this call: batch entries, or packed documents.
     pub fn segments(&self) -> Vec<Segment> {
-        let causal = self.causal;
+        let window = self.window;
         match &self.packing {
             None => (0..self.batch)
-                .map(|batch| Segment { batch, query: 0..self.query_len, key: 0..self.key_len, causal })
+                .map(|batch| Segment { batch, query: 0..self.query_len, key: 0..self.key_len, window })
                 .collect(),
             Some(packing) => packing
                 .cu_seqlens_q
                 .windows(2)
                 .zip(packing.cu_seqlens_k.windows(2))
-                .map(|(q, k)| Segment { batch: 0, query: q[0]..q[1], key: k[0]..k[1], causal })
+                .map(|(q, k)| Segment { batch: 0, query: q[0]..q[1], key: k[0]..k[1], window })
                 .collect(),
         }
     }
@@ -359,14 +427,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn causal_bounds_agree_with_each_other() {
-        for (queries, keys) in [(1, 1), (5, 5), (3, 7), (7, 3), (1, 9), (9, 1)] {
-            let segment = Segment { batch: 0, query: 0..queries, key: 0..keys, causal: true };
-            for i in 0..queries {
-                for j in 0..keys {
-                    let sees = j + queries <= i + keys;
-                    assert_eq!(j < segment.visible_keys(i), sees, "{queries}x{keys} ({i}, {j})");
-                    assert_eq!(i >= segment.first_query(j), sees, "{queries}x{keys} ({i}, {j})");
+    fn bounds_of_queries_and_keys_agree() {
+        let lengths = [(1, 1), (5, 5), (3, 7), (7, 3), (1, 9), (9, 1)];
+        let ends = [None, Some(0), Some(1), Some(4), Some(usize::MAX)];
+        for (queries, keys) in lengths {
+            for (before, after) in ends.iter().flat_map(|before| ends.map(|after| (*before, after))) {
+                let window = Window { before, after };
+                let segment = Segment { batch: 0, query: 0..queries, key: 0..keys, window };
+                for (i, j) in (0..queries).flat_map(|i| (0..keys).map(move |j| (i, j))) {
+                    // How far the key lies behind the query's position.
+                    let behind = (j + queries) as i128 - (i + keys) as i128;
+                    let within = |end: Option<usize>, distance| end.is_none_or(|end| distance <= end as i128);
+                    let sees = within(before, -behind) && within(after, behind);
+                    let what = format!("{queries}x{keys} {window:?} ({i}, {j})");
+                    assert_eq!((segment.first_key(i)..segment.visible_keys(i)).contains(&j), sees, "{what}");
+                    assert_eq!((segment.first_query(j)..segment.end_query(j)).contains(&i), sees, "{what}");
                 }
             }
         }

@@ -135,6 +135,12 @@ int main() {
       {1, 130, 330, 1, 1, 64, false, false, {}, {}, true},
       {1, 130, 200, 2, 1, 256, true, false, {}, {}},
       {1, 200, 190, 1, 1, 150, true, false, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}},
+      // Windows: one whose rows see no key of a tile that others see; with queries that see no key; of packed documents; after a query.
+      {1, 330, 330, 2, 1, 64, true, false, {}, {}, false, 70, 0},
+      {1, 300, 170, 1, 1, 128, true, false, {}, {}, false, 20, 0},
+      {1, 200, 190, 2, 1, 64, false, true, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}, false, 10, 30},
+      {1, 130, 450, 1, 1, 97, false, false, {}, {}, true, 100, 500},
+      {1, 260, 260, 1, 1, 256, true, false, {}, {}, false, 64, 0},
   };
   int failed = !product_is_the_manuals();
   if (failed) printf("the emulated NVFP4 product is not that of the PTX manual\n");
@@ -185,7 +191,7 @@ int main() {
       for (double error : {one ? NAN : e.dq, one ? NAN : e.dk, e.dv})
         if (row.grads > 0 && error == error) printf("   %.5f", error);
         else printf("   -      ");
-      printf("%s\n", good ? "" : "   WRONG");
+      printf("%s%s\n", c.is_window() ? "   window" : "", good ? "" : "   WRONG");
       failed += !good;
     }
   return failed != 0;

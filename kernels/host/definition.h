@@ -45,15 +45,16 @@ struct Definition {
   }
   // With `literal` P is relative to the row's largest logit, and not to the next power of two. `lse2` becomes the log-sum-exp in
   // base 2, -inf for a query that sees no key.
-  std::vector<double> row(std::vector<double> q, int visible, double scale, bool nvfp4, bool literal, double& lse2) const {
+  // The query sees the keys from `from` to `visible`.
+  std::vector<double> row(std::vector<double> q, int from, int visible, double scale, bool nvfp4, bool literal, double& lse2) const {
     std::vector<double> out(d, 0.0);
     if (nvfp4)
       for (int c = 0; c < d; c += 16) fake_quantize(&q[c], std::min(16, d - c), 1);
     double reference = -INFINITY, sum = 0;
-    for (int first = 0; first < visible; first += 64) {
+    for (int first = from / 64 * 64; first < visible; first += 64) {
       std::vector<double> p(64, -INFINITY);
       double largest = -INFINITY;
-      for (int j = first; j < std::min(first + 64, visible); ++j) {
+      for (int j = std::max(first, from); j < std::min(first + 64, visible); ++j) {
         double dot = 0;
         for (int c = 0; c < d; ++c) dot += q[c] * k[j * d + c];
         largest = fmax(largest, p[j - first] = dot * scale / log(2.0));
@@ -66,7 +67,7 @@ struct Definition {
       for (double& x : p) sum += x = ::exp2(x - reference);
       if (nvfp4)
         for (int j = 0; j < 64; j += 16) fake_quantize(&p[j], 16, 1);
-      for (int j = first; j < std::min(first + 64, visible); ++j)
+      for (int j = std::max(first, from); j < std::min(first + 64, visible); ++j)
         for (int c = 0; c < d; ++c) out[c] += p[j - first] * v[j * d + c];
     }
     lse2 = reference + log2(sum);
@@ -76,17 +77,17 @@ struct Definition {
 };
 
 // Gradients of one query in full precision: adds those of the keys to dk and dv, (key, channel), and returns the query's.
-inline std::vector<double> row_gradients(const Definition& x, const std::vector<double>& q, const std::vector<double>& dout, int visible,
+inline std::vector<double> row_gradients(const Definition& x, const std::vector<double>& q, const std::vector<double>& dout, int from, int visible,
                                   double scale, std::vector<double>& dk, std::vector<double>& dv) {
   std::vector<double> p(visible), dp(visible), dq(x.d, 0.0);
   double largest = -INFINITY, sum = 0, delta = 0;
-  for (int j = 0; j < visible; ++j) {
+  for (int j = from; j < visible; ++j) {
     for (int c = 0; c < x.d; ++c) p[j] += scale * q[c] * x.k[j * x.d + c], dp[j] += dout[c] * x.v[j * x.d + c];
     largest = fmax(largest, p[j]);
   }
-  for (double& value : p) sum += value = exp(value - largest);
-  for (int j = 0; j < visible; ++j) delta += (p[j] /= sum) * dp[j];
-  for (int j = 0; j < visible; ++j)
+  for (int j = from; j < visible; ++j) sum += p[j] = exp(p[j] - largest);
+  for (int j = from; j < visible; ++j) delta += (p[j] /= sum) * dp[j];
+  for (int j = from; j < visible; ++j)
     for (int c = 0; c < x.d; ++c) {
       double ds = p[j] * (dp[j] - delta) * scale;
       dq[c] += ds * x.k[j * x.d + c], dk[j * x.d + c] += ds * q[c], dv[j * x.d + c] += p[j] * dout[c];

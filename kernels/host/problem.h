@@ -27,6 +27,8 @@ struct Case {
   bool causal, smooth;
   std::vector<int> query_starts, key_starts;  // of packed documents, and the end of the last one
   bool literal = false;                       // P relative to the row's maximum (NVFP4)
+  int before = -1, after = -1;                // keys that a query of a window sees before and after its own position; -1: no window
+  bool is_window() const { return before >= 0; }
 };
 
 // The backward of SAGEBWD_S has S alone in INT8, and with SAGEBWD_SCORES the forward too; that of SAGEBWD_FORWARD has nothing.
@@ -85,11 +87,15 @@ struct Problem {
     p.q = q.view, p.k = k.view, p.v = v.view, p.out = out.view;
     p.minus_lse2 = minus_lse2.data();
     p.shape = {segments.packed ? segments.all.data() : nullptr, segments.count(), segments.longest_queries, segments.longest_keys,
-               c.query_heads, c.key_heads, c.head_dim, c.causal, 1.0f / sqrtf(float(c.head_dim)), segments.query_tiles,
+               c.query_heads, c.key_heads, c.head_dim, c.is_window() ? c.after + 1 : c.causal, 1.0f / sqrtf(float(c.head_dim)), segments.query_tiles,
                segments.key_tiles, 2, c.head_dim};
+    p.lists.keys_before = keys_before();
     p.p_literal = c.literal;
     if (c.smooth) compute_means();
   }
+
+  int keys_before() const { return c.is_window() ? c.before : max(segments.longest_queries, segments.longest_keys); }
+  int keys_after() const { return c.is_window() ? c.after : c.causal ? 0 : max(segments.longest_queries, segments.longest_keys); }
 
   void compute_means() {
     for (int head = 0; head < c.key_heads; ++head)
@@ -159,7 +165,8 @@ struct Problem {
   }
 
   // Returns whether the kernels wrote nothing beyond their buffers, and wait for what they need.
-  template <class Block = attention::EveryKey>
+  bool forward() { return c.is_window() ? forward<attention::WindowKeys>() : forward<attention::EveryKey>(); }
+  template <class Block>
   bool forward() {
     if constexpr (NVFP4) {
       if (!pack()) return false;
@@ -181,13 +188,14 @@ struct Problem {
     return true;
   }
 
+  void backward() { c.is_window() ? backward<attention::WindowQueries>() : backward<attention::EveryQuery>(); }
   // With a selection, `b` has the lists and how they are cut, and `more_blocks` take 128 keys again each.
-  template <class Queries = attention::EveryQuery>
+  template <class Queries>
   void backward(params::Backward b = {}, int more_blocks = 0) {
     b.q = q.view, b.k = k.view, b.v = v.view, b.out = out.view, b.dout = dout.view, b.dk = dk.view, b.dv = dv.view;
     b.minus_lse2 = minus_lse2.data(), b.minus_delta = minus_delta.data(), b.dq_accum = dq_accum.data();
     b.q_transposed = q_transposed.data(), b.dout_transposed = dout_transposed.data(), b.dout_dequant_scale = dout_dequant_scale.data();
-    b.codes = p.codes, b.shape = p.shape, b.group = b.dout_group = b.dq_parts = 1;
+    b.codes = p.codes, b.shape = p.shape, b.lists.keys_before = p.lists.keys_before, b.group = b.dout_group = b.dq_parts = 1;
     for (int i = 0; i < query_tiles; ++i) host::run(i, quant::TILE_THREADS, [&] { prepare<T, D, CODES>(b); });
     constexpr bool S_OF_CODES = NUMERICS == SAGEBWD_S || NUMERICS == SAGEBWD_SCORES;
     // The plans of SM86, whose small memory takes blocks of 64 keys for some kernels and of 128 for others.
@@ -228,16 +236,17 @@ struct Problem {
           row.push_back(q.at(batch, s.query_start + query, head, channel));
           grad.push_back(dout.at(batch, s.query_start + query, head, channel));
         }
-        int visible = c.causal ? min(max(query + 1 + s.key_len - s.query_len, 0), s.key_len) : s.key_len;
+        int position = query + s.key_len - s.query_len, first = max(position - keys_before(), 0);
+        int visible = min(max(position + 1 + keys_after(), 0), s.key_len);
         double lse2;
-        std::vector<double> expected = definition.row(row, visible, scale, NVFP4, c.literal, lse2);
+        std::vector<double> expected = definition.row(row, first, visible, scale, NVFP4, c.literal, lse2);
         float got = -minus_lse2[(int64_t(head) * segments.query_tiles + s.query_tile) * 64 + query];
         // That of SageBwd is one of smoothed logits, which the backward's checks are for.
         if (NVFP4 || NUMERICS == FULL_PRECISION) errors.lse_good &= visible == 0 ? got == INFINITY : fabs(got - lse2) < 1e-3;
         for (int channel = 0; channel < c.head_dim; ++channel)
           of_out.add(out.at(batch, s.query_start + query, head, channel), expected[channel]);
         if (NVFP4) continue;
-        expected = host::row_gradients(definition, row, grad, visible, scale, dk_row, dv_row);
+        expected = host::row_gradients(definition, row, grad, first, visible, scale, dk_row, dv_row);
         for (int channel = 0; channel < c.head_dim; ++channel) of_dq.add(dq_at(head, s, query, channel), expected[channel]);
       }
       of_out.into(errors.out);

@@ -60,13 +60,15 @@ fn run_item<N: ForwardNumerics>(
 ) -> Vec<Finished> {
     let segment = &problem.segments[at.segment];
     let (tile_q, tile_k) = numerics.tile();
-    let keys = numerics.keys(problem.key_head(at), 0..segment.visible_keys(range.end - 1));
+    let first_key = segment.first_key(range.start) / tile_k * tile_k;
+    let end_key = segment.visible_keys(range.end - 1);
+    let keys = numerics.keys(problem.key_head(at), first_key.min(end_key)..end_key);
     let queries = numerics.queries(at, range.clone());
     let mut logits = vec![0.0; tile_q * tile_k];
     let tiles = range.clone().step_by(tile_q).map(|row| {
         let rows = tile_q.min(range.end - row);
         let mut state = numerics.rows(rows);
-        for run in problem.keys_seen(at, row..row + rows) {
+        for run in problem.keys_seen(at, row..row + rows, tile_k) {
             for col in run.clone().step_by(tile_k) {
                 let tile = Tile { row, rows, col, cols: tile_k.min(run.end - col) };
                 let logits = &mut logits[..rows * tile.cols];

@@ -254,12 +254,14 @@ pub(crate) fn per_head<T: Send>(
 
 /// Sets the logits of keys that a query of the tile does not see to minus infinity.
 pub(crate) fn mask(segment: &Segment, tile: Tile, logits: &mut [f32]) {
-    // Later queries see at least as many keys, so the first row decides whether anything is masked.
-    if segment.visible_keys(tile.row) >= tile.col + tile.cols {
+    // The keys of later queries begin and end no earlier, so the first and the last row decide whether anything is masked.
+    let last = tile.row + tile.rows - 1;
+    if segment.visible_keys(tile.row) >= tile.col + tile.cols && segment.first_key(last) <= tile.col {
         return;
     }
     for (r, row) in logits.chunks_exact_mut(tile.cols).enumerate() {
-        let visible = segment.visible_keys(tile.row + r).saturating_sub(tile.col).min(tile.cols);
-        row[visible..].fill(f32::NEG_INFINITY);
+        let within = |key: usize| key.saturating_sub(tile.col).min(tile.cols);
+        row[..within(segment.first_key(tile.row + r))].fill(f32::NEG_INFINITY);
+        row[within(segment.visible_keys(tile.row + r))..].fill(f32::NEG_INFINITY);
     }
 }

@@ -6,10 +6,14 @@ use super::numerics::{Head, Problem};
 use crate::selection::Lists;
 
 impl Problem<'_> {
-    /// The keys that a tile of queries of a query head sees, at least in part, as ascending ranges.
-    pub(super) fn keys_seen(&self, at: Head, queries: Range<usize>) -> Vec<Range<usize>> {
-        let visible = self.segments[at.segment].visible_keys(queries.end - 1);
-        let Some(lists) = self.lists else { return runs(std::iter::once(0..visible)) };
+    /// The keys that a tile of queries of a query head sees, at least in part, as ascending ranges that start at
+    /// multiples of `tile`.
+    pub(super) fn keys_seen(&self, at: Head, queries: Range<usize>, tile: usize) -> Vec<Range<usize>> {
+        let segment = &self.segments[at.segment];
+        let visible = segment.visible_keys(queries.end - 1);
+        let Some(lists) = self.lists else {
+            return runs(std::iter::once(segment.first_key(queries.start) / tile * tile..visible));
+        };
         let block = queries.start / lists.blocks.query;
         let seen = lists.seen(at.segment, self.key_head(at).head, block);
         runs(seen.iter().map(|&block| {
@@ -22,16 +26,16 @@ impl Problem<'_> {
     /// multiples of `tile`.
     pub(super) fn queries_that_see(&self, at: Head, keys: Range<usize>, tile: usize) -> Vec<Range<usize>> {
         let segment = &self.segments[at.segment];
-        let count = segment.query.len();
+        let end = segment.end_query(keys.end - 1);
         // The first range starts at a multiple of the tile size too, even if its first queries see none of
         // the keys.
         let first = segment.first_query(keys.start) / tile * tile;
-        let Some(lists) = self.lists else { return runs(std::iter::once(first..count)) };
+        let Some(lists) = self.lists else { return runs(std::iter::once(first..end)) };
         let Lists { blocks, .. } = lists;
         let users = lists.users(at.segment, at.head, keys.start / blocks.key);
         runs(users.iter().map(|&block| {
             let start = block as usize * blocks.query;
-            start.max(first)..(start + blocks.query).min(count)
+            start.max(first)..(start + blocks.query).min(end)
         }))
     }
 }

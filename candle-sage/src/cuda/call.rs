@@ -70,6 +70,8 @@ impl Geometry {
         let (lengths, table, tiles) = segments(shape)?;
         let packed = !table.is_empty();
         let segments = packed.then(|| gpu.device.clone_htod(&table)).transpose()?;
+        // As many keys after a query as the longest segment has are no limit.
+        let after = shape.window().after.filter(|after| *after < lengths.0.max(lengths.1));
         let sizes = params::Shape {
             segment_count: if packed { table.len() } else { shape.batch() } as i32,
             query_len: lengths.0 as i32,
@@ -78,7 +80,7 @@ impl Geometry {
             key_heads: shape.key_heads() as i32,
             head_dim: shape.head_dim() as i32,
             value_dim: shape.value_dim() as i32,
-            causal: shape.causal().into(),
+            limit_after: after.map_or(0, |after| after as i32 + 1),
             query_tiles: tiles.0 as i32,
             key_tiles: tiles.1 as i32,
             ..params::Shape::default()
@@ -149,6 +151,23 @@ impl<'a> Call<'a> {
         let heads = heads * self.segment_count();
         let at_once = plan::heads_at_once(self.gpu.cache_bytes, bytes, heads);
         params::Shape { heads_at_once: at_once as i32, ..self.shape() }
+    }
+
+    /// Which tiles the call's mainloops visit.
+    pub(super) fn visits(&self) -> Visits {
+        match self.problem.selection {
+            Some(_) => Visits::Listed,
+            // Of all kernels those for windows alone hide keys before a query, or know another limit after it than a causal mask.
+            None if self.keys_before() + 1 < self.geometry.sizes.key_len => Visits::Window,
+            None if self.geometry.sizes.limit_after > 1 => Visits::Window,
+            None => Visits::Every,
+        }
+    }
+
+    /// Keys that a query sees before its own position: without a limit as many as there are.
+    pub(super) fn keys_before(&self) -> i32 {
+        let key_len = self.geometry.sizes.key_len;
+        self.problem.shape.window().before.map_or(key_len, |before| before.min(key_len as usize) as i32)
     }
 
     pub(super) fn segment_count(&self) -> usize {

@@ -42,15 +42,26 @@ impl Target {
 pub(super) enum Visits {
     /// All that the mask leaves.
     Every,
+    /// Those of a window. Such kernels have the plans of those for lists, whose blocks have fewer queries.
+    Window,
     /// Those of a selection's blocks.
     Listed,
 }
 
 impl Visits {
+    /// Those that have a plan in the table.
+    fn planned(self) -> Self {
+        match self {
+            Visits::Every => Visits::Every,
+            Visits::Window | Visits::Listed => Visits::Listed,
+        }
+    }
+
     /// Suffix of the names of kernels that visit these tiles.
     fn suffix(self) -> &'static str {
         match self {
             Visits::Every => "",
+            Visits::Window => "_window",
             Visits::Listed => "_sparse",
         }
     }
@@ -118,7 +129,7 @@ impl Plan {
                 && plan.head_dim == head_dim
                 && plan.value_dim >= value_dim
                 && plan.targets.contains(&target)
-                && plan.visits.contains(&visits)
+                && plan.visits.contains(&visits.planned())
         });
         rows.min_by_key(|plan| plan.value_dim).ok_or_else(|| {
             candle_core::Error::Msg(format!(
@@ -183,7 +194,7 @@ mod tests {
     use crate::cuda::kernels_of;
     use crate::scheme::{AttnQat, Int8Products, Products, SageBwd, Smoothing};
 
-    const BOTH: [Visits; 2] = [Visits::Every, Visits::Listed];
+    const ALL: [Visits; 3] = [Visits::Every, Visits::Window, Visits::Listed];
 
     fn schemes() -> [Scheme; 9] {
         let sage = |smoothing| SageBwd { smoothing, ..SageBwd::default() }.into();
@@ -234,9 +245,9 @@ mod tests {
                 if !built || !plan.targets.contains(&Architecture::from_number(number).target()) {
                     continue;
                 }
-                for visits in plan.visits {
+                for visits in ALL.into_iter().filter(|visits| plan.visits.contains(&visits.planned())) {
                     // The kernels of the router and of the tail exist for lists alone, without the suffix.
-                    let visits = if plan.mainloop == Mainloop::None { Visits::Every } else { *visits };
+                    let visits = if plan.mainloop == Mainloop::None { Visits::Every } else { visits };
                     for element in ["bf16", "f16"] {
                         let entry = format!("'{}' for 'sm_{number}", plan.entry(visits, element));
                         assert!(RESOURCES.contains(&entry), "{entry}");
@@ -251,7 +262,7 @@ mod tests {
         let all = || TARGETS.iter().flat_map(|(_, _, architectures)| *architectures);
         for (scheme, &number) in schemes().iter().flat_map(|scheme| all().map(move |number| (scheme, number)))
         {
-            for (d, visits) in [64, 128].into_iter().flat_map(|d| BOTH.map(|visits| (d, visits))) {
+            for (d, visits) in [64, 128].into_iter().flat_map(|d| ALL.map(|visits| (d, visits))) {
                 let [forward, backward] = plans(scheme, d, number, visits);
                 if visits == Visits::Listed {
                     assert_eq!(forward.rows, SELECTION_BLOCK, "{number}: {forward:?}");

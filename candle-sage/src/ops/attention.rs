@@ -15,7 +15,7 @@ use crate::error::Error;
 use crate::launch::{Launch, Operand};
 use crate::scheme::Scheme;
 use crate::selection::{Lists, Selection};
-use crate::shape::{AttentionShape, Dims, Packing};
+use crate::shape::{AttentionShape, Dims, Packing, Window};
 
 pub use vjp::AttentionVjp;
 
@@ -49,6 +49,7 @@ const NAME: &str = "attention";
 pub struct Attention {
     pub(super) scheme: Scheme,
     causal: bool,
+    window: Window,
     softmax_scale: Option<f64>,
     packing: Option<Packing>,
     deterministic: bool,
@@ -85,9 +86,33 @@ impl Attention {
         self
     }
 
-    /// Whether the mask is causal.
+    /// A sliding window: a query sees its own position, `left` keys before it and `right` keys after it; `None` sets no limit. With
+    /// [`Attention::causal`] there are none after it, whatever `right` says. Positions are aligned at the end, as with a causal mask.
+    /// These are FlashAttention's `window_size`, exact to the token, in every scheme, forward and backward. Tiles of 64 keys that lie
+    /// outside of the window are not visited, so that the time falls with the window. SageBwd's means are those of all keys.
+    ///
+    /// A configuration may count the query's own token: `sliding_window: 4096` of Mistral's and Gemma's models is `window(4095, None)`.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_sage::Attention;
+    ///
+    /// let (zeros, v) = (Tensor::zeros((1, 4, 1, 8), candle_core::DType::F32, &Device::Cpu)?, [0f32, 2., 4., 6.]);
+    /// let v = Tensor::new(&v, &Device::Cpu)?.reshape((1, 4, 1, 1))?.broadcast_as((1, 4, 1, 8))?;
+    /// // Logits of 0: each query takes the mean of its own value and the one before.
+    /// let out = Attention::default().causal(true).window(1, None).apply(&zeros, &zeros, &v)?;
+    /// assert_eq!(out.narrow(3, 0, 1)?.flatten_all()?.to_vec1::<f32>()?, [0., 1., 3., 5.]);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    #[must_use]
+    pub fn window(mut self, left: impl Into<Option<usize>>, right: impl Into<Option<usize>>) -> Self {
+        self.window = Window { before: left.into(), after: right.into() };
+        self
+    }
+
+    /// Whether a query sees only the keys up to its own position.
     pub fn is_causal(&self) -> bool {
-        self.causal
+        self.causal || self.window.after == Some(0)
     }
 
     /// Replaces the softmax scale, the factor of the logits.
@@ -195,7 +220,9 @@ impl Attention {
         let value_dim = Widths::of([q, k, v]).map(Widths::value);
         let (q, k, v) = (dims4("query", q)?, dims4("key", k)?, dims4("value", v)?);
         let as_wide = if value_dim.is_some() { k } else { v };
-        let shape = AttentionShape::new(q, k, as_wide, self.causal, self.packing.clone())?;
+        let after = if self.causal { Some(0) } else { self.window.after };
+        let shape = AttentionShape::new(q, k, as_wide, self.causal, self.packing.clone())?
+            .with_window(self.window.before, after);
         Ok(match value_dim {
             Some(value_dim) => shape.with_value_dim(value_dim),
             None => shape,
@@ -232,6 +259,13 @@ impl Attention {
         }
         supported(NAME, &[q, k, v])?;
         if let Some(selection) = &self.selection {
+            if self.window.is_finite() {
+                return Err(Error::new("attention with both a selection and a window")
+                    .got(self.window)
+                    .allowed("one of them")
+                    .hint("`Selection::window` lists the blocks of a window, and a selection may leave out any of them")
+                    .into());
+            }
             selection.check(&shape, self.scheme.block_unit())?;
             if !selection.lists().device().same_device(q.device()) {
                 return Err(Error::new("the selection is on another device")

@@ -26,7 +26,36 @@ use crate::shape::Packing;
 /// # Errors
 /// As [`Attention::apply`].
 pub fn flash_attn(q: &Tensor, k: &Tensor, v: &Tensor, softmax_scale: f32, causal: bool) -> Result<Tensor> {
-    full_precision(softmax_scale, causal).apply(q, k, v)
+    full_precision(softmax_scale, None, causal.then_some(0)).apply(q, k, v)
+}
+
+/// [`flash_attn`] with a sliding window: a query sees `window_size_left` keys before its own position and `window_size_right` after
+/// it; `None` sets no limit: see [`Attention::window`].
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_sage::{flash_attn, flash_attn_windowed};
+///
+/// let q = Tensor::randn(0f32, 1., (1, 64, 4, 32), &Device::Cpu)?;
+/// let causal = flash_attn(&q, &q, &q, 0.2, true)?;
+/// let window = flash_attn_windowed(&q, &q, &q, 0.2, Some(7), Some(0))?;
+/// // The first eight queries see all keys before them in both.
+/// let same = |tokens| causal.narrow(1, 0, tokens)?.sub(&window.narrow(1, 0, tokens)?)?.abs()?.max_all()?.to_scalar::<f32>();
+/// assert!(same(8)? < 1e-6 && same(9)? > 1e-3);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`Attention::apply`].
+pub fn flash_attn_windowed(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+) -> Result<Tensor> {
+    full_precision(softmax_scale, window_size_left, window_size_right).apply(q, k, v)
 }
 
 /// [`flash_attn`] over concatenated documents: query, key and value are (tokens, heads, head_dim).
@@ -66,6 +95,38 @@ pub fn flash_attn_varlen(
     softmax_scale: f32,
     causal: bool,
 ) -> Result<Tensor> {
+    let right = causal.then_some(0);
+    flash_attn_varlen_windowed(
+        q,
+        k,
+        v,
+        seqlens_q,
+        seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        None,
+        right,
+    )
+}
+
+/// [`flash_attn_varlen`] with a sliding window in each document: see [`flash_attn_windowed`].
+///
+/// # Errors
+/// As [`flash_attn_varlen`].
+#[allow(clippy::too_many_arguments, reason = "the signature is candle-flash-attn's")]
+pub fn flash_attn_varlen_windowed(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    seqlens_q: &Tensor,
+    seqlens_k: &Tensor,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+) -> Result<Tensor> {
     for (name, x) in [("query", q), ("key", k), ("value", v)] {
         if x.rank() != 3 {
             return Err(Error::shape(format!("{name} does not have three dimensions"))
@@ -80,11 +141,12 @@ pub fn flash_attn_varlen(
         cumulative("seqlens_k", seqlens_k, max_seqlen_k)?,
     );
     let [q, k, v] = [q.unsqueeze(0)?, k.unsqueeze(0)?, v.unsqueeze(0)?];
-    full_precision(softmax_scale, causal).packing(packing).apply(&q, &k, &v)?.squeeze(0)
+    let attention = full_precision(softmax_scale, window_size_left, window_size_right);
+    attention.packing(packing).apply(&q, &k, &v)?.squeeze(0)
 }
 
-fn full_precision(softmax_scale: f32, causal: bool) -> Attention {
-    Attention::default().softmax_scale(f64::from(softmax_scale)).causal(causal)
+fn full_precision(softmax_scale: f32, left: Option<usize>, right: Option<usize>) -> Attention {
+    Attention::default().softmax_scale(f64::from(softmax_scale)).window(left, right)
 }
 
 /// Copies cumulative lengths to the host and checks them.

@@ -30,6 +30,12 @@ impl Blocks {
                 .allowed("at least 1 of each")
                 .hint("128 x 128 is what GPUs take"));
         }
+        if shape.window().is_finite() {
+            return Err(Error::new("selected blocks of a window of tokens")
+                .got(shape.window())
+                .allowed("a causal mask, or none")
+                .hint("`Selection::window` lists the blocks of a window, and a selection may leave out any of them"));
+        }
         if let Some(odd) = segments.iter().find(|s| shape.causal() && s.query.len() != s.key.len()) {
             return Err(Error::shape("selected blocks with a causal mask need as many keys as queries")
                 .got(format!("{} queries, {} keys", odd.query.len(), odd.key.len()))

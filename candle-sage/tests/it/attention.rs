@@ -38,7 +38,7 @@ fn schemes() -> Vec<Scheme> {
     ]
 }
 
-/// Lengths that divide nothing, all head layouts, both masks.
+/// Lengths that divide nothing, all head layouts, both masks, and windows.
 fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for (lens, heads, d) in [
@@ -61,6 +61,24 @@ fn cases() -> Vec<Case> {
     for causal in [false, true] {
         let mut packed = Case::new(1, (200, 210), (4, 2), 32, causal);
         packed.packing = Some(Packing::new(vec![0, 1, 71, 71, 80, 200], vec![0, 3, 73, 75, 75, 210]));
+        cases.push(packed);
+    }
+    for (window, lens, heads, d) in [
+        ((Some(2), Some(0)), (65, 65), (2, 1), 16),
+        ((Some(70), Some(0)), (300, 300), (2, 1), 33),
+        ((Some(64), None), (203, 113), (2, 2), 24),
+        ((Some(100), Some(3)), (113, 203), (2, 1), 64),
+        ((None, Some(70)), (200, 200), (1, 1), 8),
+        ((Some(9), Some(600)), (130, 600), (1, 1), 16),
+    ] {
+        let mut case = Case::new(2, lens, heads, d, window.1 == Some(0));
+        case.window = window;
+        cases.push(case);
+    }
+    for (window, causal) in [((Some(60), Some(0)), true), ((Some(5), Some(20)), false)] {
+        let mut packed = Case::new(1, (200, 210), (4, 2), 32, causal);
+        packed.packing = Some(Packing::new(vec![0, 1, 71, 71, 80, 200], vec![0, 3, 73, 75, 75, 210]));
+        packed.window = window;
         cases.push(packed);
     }
     let mut scaled = Case::new(1, (100, 100), (1, 1), 64, true);

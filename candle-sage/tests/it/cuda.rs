@@ -4,6 +4,7 @@ mod behaviour;
 mod settings;
 mod shapes;
 mod sizes;
+mod windows;
 
 use candle_core::{DType, Result};
 use candle_sage::{AttnQat, Int8Products, SageBwd, Scheme, Smoothing};
@@ -70,9 +71,11 @@ fn run(what: &str, case: &mut Case, schemes: &[Scheme], seed: u64) -> Result<()>
     for dtype in [DType::BF16, DType::F16] {
         case.draw(1.0, seed);
         case.round_to(dtype)?;
+        let exact = case.exact();
         for &scheme in schemes {
             let got = case.run_on(&device, &case.attention(scheme), dtype)?;
-            check(&format!("{what}, {scheme}, {dtype:?}"), case, scheme, dtype, &got)?;
+            let (what, cpu) = (format!("{what}, {scheme}, {dtype:?}"), case.run(scheme, dtype)?);
+            check_against(&what, scheme, dtype, &got, [&exact, &cpu], case.lens.1);
         }
     }
     Ok(())

@@ -39,3 +39,4 @@ mod sparse;
 mod support;
 mod untrained;
 mod widths;
+mod windows;

@@ -70,6 +70,8 @@ pub(crate) struct Case {
     pub(crate) heads: (usize, usize),
     pub(crate) head_dim: usize,
     pub(crate) causal: bool,
+    /// Keys that a query sees before and after its own position.
+    pub(crate) window: (Option<usize>, Option<usize>),
     pub(crate) packing: Option<Packing>,
     pub(crate) softmax_scale: Option<f64>,
     /// Query, key, value and output gradient.
@@ -93,6 +95,7 @@ impl Case {
             heads,
             head_dim,
             causal,
+            window: (None, None),
             packing: None,
             softmax_scale: None,
             data: Default::default(),
@@ -144,6 +147,7 @@ impl Case {
         let dims = |query| <(usize, usize, usize, usize)>::from(self.dims(query));
         AttentionShape::new(dims(true), dims(false), dims(false), self.causal, self.packing.clone())
             .expect("a valid case")
+            .with_window(self.window.0, if self.causal { Some(0) } else { self.window.1 })
     }
 
     /// Rounds the inputs to a 16-bit type, so that every computation starts from the same values.
@@ -171,7 +175,7 @@ impl Case {
     }
 
     pub(crate) fn attention(&self, scheme: Scheme) -> Attention {
-        let mut attention = Attention::new(scheme).causal(self.causal);
+        let mut attention = Attention::new(scheme).causal(self.causal).window(self.window.0, self.window.1);
         if let Some(scale) = self.softmax_scale {
             attention = attention.softmax_scale(scale);
         }

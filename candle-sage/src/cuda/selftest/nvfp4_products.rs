@@ -36,10 +36,13 @@ fn fp4_products_give_what_sixteen_bit_products_give() -> Result<()> {
                 AttnQat::default().p_reference(PReference::TwoLevel),
                 AttnQat::default().p_reference(PReference::Literal),
             ] {
-                for causal in [true, false] {
+                for (causal, window) in [(true, None), (false, None), (true, Some(70)), (false, Some(20))] {
                     let attend = |settings: AttnQat, device: &Device, dtype: DType| -> Result<Tensor> {
                         let to = |t: &Tensor| t.to_device(device)?.to_dtype(dtype);
-                        let op = Attention::new(settings).causal(causal).softmax_scale(0.125);
+                        let op = Attention::new(settings)
+                            .causal(causal)
+                            .window(window, window)
+                            .softmax_scale(0.125);
                         let op = if let Some(packing) = &packing { op.packing(packing.clone()) } else { op };
                         op.apply(&to(&q)?, &to(&inputs.tensors[1])?, &to(&inputs.tensors[2])?)
                     };
@@ -54,7 +57,7 @@ fn fp4_products_give_what_sixteen_bit_products_give() -> Result<()> {
                         let bound = if dtype == DType::BF16 { 8e-3 } else { 6e-3 };
                         assert!(
                             error < bound,
-                            "{error}: {lens:?}, {heads:?}, {d}, {dtype:?}, {settings}, {causal}"
+                            "{error}: {lens:?}, {heads:?}, {d}, {dtype:?}, {settings}, {causal}, {window:?}"
                         );
                         *worst = worst.max(error);
                     }

@@ -24,6 +24,12 @@ struct BackwardBlock {
   }
 };
 
+// A tile whose dQ is to be added, and in deterministic mode after how many others: of blocks of keys that visit it too.
+struct RankedTile {
+  int padded;  // its number in the padded buffers
+  int rank;
+};
+
 // A tile of 64 queries of one query head.
 struct QueryTile {
   int head;
@@ -34,6 +40,9 @@ struct QueryTile {
 // A block visits, of each query head of the group, all tiles of queries from the first that sees one of its keys.
 struct EveryQuery {
   static constexpr bool LISTED = false;
+  static constexpr Hidden HIDDEN = LATER_KEYS;  // which keys its queries may not see
+  template <int KEYS>
+  static constexpr int RANK_BLOCKS = 1;  // blocks of KEYS keys that a rank counts: see RankedTile
   using Tile = QueryTile;
   using Added = int;  // what the mainloop keeps of a tile until its dQ is added: its number in the padded buffers
 
@@ -42,7 +51,7 @@ struct EveryQuery {
   int first, end;  // tiles first .. end of each head
   int count;       // tiles of all heads together
 
-  __device__ __forceinline__ EveryQuery(const params::Backward& p, const BackwardBlock& block)
+  __device__ __forceinline__ EveryQuery(const params::Backward& p, const BackwardBlock& block, int)
       : shape(p.shape), block(block), end(block.segment.query_tiles()) {
     int first_query = block.segment.first_query(block.first_key);
     first = first_query / TILE;
@@ -66,7 +75,27 @@ struct EveryQuery {
       tile.tile = first;
     }
   }
-  static __device__ __forceinline__ Added added(const Tile& tile) { return tile.padded; }
+  __device__ __forceinline__ Added added(const Tile& tile) const { return tile.padded; }
+};
+
+// With a window a block visits the tiles up to the last that sees one of its keys.
+struct WindowQueries : EveryQuery {
+  static constexpr Hidden HIDDEN = OUTER_KEYS;
+  using Added = RankedTile;
+
+  Sight<OUTER_KEYS> sight;
+  int keys;  // of the block
+
+  __device__ __forceinline__ WindowQueries(const params::Backward& p, const BackwardBlock& block, int keys)
+      : EveryQuery(p, block, keys), sight(block.segment, p), keys(keys) {
+    int last_key = min(block.first_key + keys, block.segment.key_len) - 1, end_query = sight.end_query(last_key);
+    first = sight.first_query(block.first_key) / TILE, end = (end_query + TILE - 1) / TILE;
+    count = max(end - first, 0) * (shape.query_heads / shape.key_heads);
+  }
+  // The blocks of keys that visit a tile begin with the one that has the first key that its first query sees.
+  __device__ __forceinline__ Added added(const Tile& tile) const {
+    return {tile.padded, block.first_key / keys - sight.first_key(tile.tile * TILE) / keys};
+  }
 };
 
 // How the users of a block of keys are divided among blocks. Where many list it they are cut into parts, each of which is the
@@ -94,10 +123,11 @@ struct ListedQueries {
     int position;  // in the list of users, in tiles
     int rank;      // position of the block of keys in the list of the tile's block of queries
   };
-  struct Added {
-    int padded, rank;
-  };
+  using Added = RankedTile;
   static constexpr bool LISTED = true;
+  static constexpr Hidden HIDDEN = LATER_KEYS;
+  template <int KEYS>
+  static constexpr int RANK_BLOCKS = SELECTION_BLOCK / KEYS;
   static constexpr int BLOCK_TILES = SELECTION_BLOCK / TILE;
 
   const params::Shape& shape;
@@ -105,7 +135,7 @@ struct ListedQueries {
   const params::User* users;
   int first, end, count;
 
-  __device__ __forceinline__ ListedQueries(const params::Backward& p, const BackwardBlock& block) : shape(p.shape), block(block) {
+  __device__ __forceinline__ ListedQueries(const params::Backward& p, const BackwardBlock& block, int) : shape(p.shape), block(block) {
     Cut cut(p, block);
     int before = block.part * int(cut.of_part()), length = min(int(cut.of_part()), int(cut.to - cut.from) - before);
     users = p.lists.users + cut.from + before;
@@ -145,7 +175,7 @@ struct ListedQueries {
     if (++tile.position == end - first) ++tile.head, tile.position = 0;
     look_up(tile);
   }
-  static __device__ __forceinline__ Added added(const Tile& tile) { return {tile.padded, tile.rank}; }
+  __device__ __forceinline__ Added added(const Tile& tile) const { return {tile.padded, tile.rank}; }
 };
 
 }  // namespace sage::attention

@@ -17,7 +17,7 @@ struct Segment {
 
   Segment() = default;
   __device__ __forceinline__ Segment(const params::Shape& shape, int index) {
-    causal = shape.causal;
+    causal = shape.limit_after;
     if (shape.segments) {
       params::Segment s = shape.segments[index];
       batch = 0;
@@ -45,6 +45,46 @@ struct Segment {
     return causal ? min(max(j + query_len - key_len, 0), query_len) : 0;
   }
 };
+
+// Which keys of a tile a query may not see: none; keys after those that it sees, as with a causal mask or at the segment's end; or
+// with a window keys before them too. Kernels for windows are compiled apart, so that they cost the others nothing.
+enum Hidden { NO_KEYS, LATER_KEYS, OUTER_KEYS };
+
+// What the queries of a segment see, for kernels that hide such keys. P: the parameters of a forward or a backward.
+template <Hidden HIDDEN>
+struct Sight {
+  const Segment& segment;
+  template <class P>
+  __device__ __forceinline__ Sight(const Segment& segment, const P&) : segment(segment) {}
+
+  __device__ __forceinline__ int visible_keys(int i) const { return segment.visible_keys(i); }
+};
+
+// With a window a query at a position sees the keys from `before` keys before it to `after` keys after it.
+template <>
+struct Sight<OUTER_KEYS> {
+  const Segment& segment;
+  int before, after;
+  __device__ __forceinline__ Sight(const Segment& segment, int before, int after) : segment(segment), before(before), after(after) {}
+  template <class P>
+  __device__ __forceinline__ Sight(const Segment& segment, const P& p)
+      : segment(segment), before(p.lists.keys_before),
+        after(p.shape.limit_after > 0 ? p.shape.limit_after - 1 : max(p.shape.query_len, p.shape.key_len)) {}
+
+  __device__ __forceinline__ int ahead() const { return segment.key_len - segment.query_len; }  // of a query's position to its number
+  // The keys that query `i` attends to: from `first_key` to the end `visible_keys`.
+  __device__ __forceinline__ int first_key(int i) const { return max(i + ahead() - before, 0); }
+  __device__ __forceinline__ int visible_keys(int i) const { return min(max(i + ahead() + after + 1, 0), segment.key_len); }
+  // The queries that attend to key `j`: from `first_query` to the end `end_query`.
+  __device__ __forceinline__ int first_query(int j) const { return min(max(j - ahead() - after, 0), segment.query_len); }
+  __device__ __forceinline__ int end_query(int j) const { return min(max(j - ahead() + before + 1, 0), segment.query_len); }
+};
+
+// Whether a query sees a key, with any mask or window.
+__device__ __forceinline__ bool sees_a_key(const params::Shape& shape, const Segment& segment, int query) {
+  int position = query + segment.key_len - segment.query_len;
+  return segment.key_len > 0 && (shape.limit_after == 0 || position + shape.limit_after > 0);
+}
 
 // Tokens of a block of queries or of keys in a selection (candle-sage/src/selection.rs).
 constexpr int SELECTION_BLOCK = 128;

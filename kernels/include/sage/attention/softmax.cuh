@@ -36,20 +36,23 @@ __device__ __forceinline__ float logit_factor(float q_factor, float k_dequant) {
 
 // Masks the logits of one tile: writes `hidden` where a query, counted from `first_query`, does not see a key, counted from
 // `first_key`.
-template <int M, class X>
-__device__ __forceinline__ void mask(X (&x)[M][8][4], const Segment& segment, int first_query, int first_key, int lane,
-                                     X hidden) {
+template <Hidden HIDDEN, int M, class X>
+__device__ __forceinline__ void mask(X (&x)[M][8][4], const Sight<HIDDEN>& sight, int first_query, int first_key,
+                                     int lane, X hidden) {
 #pragma unroll
   for (int r = 0; r < 2 * M; ++r) {
     // Opaque, so that ptxas compares row by row: otherwise it makes all comparisons first, and has no registers for their
     // results.
     int visible =
-        ptx::opaque(segment.visible_keys(first_query + row_of(r, lane)) - first_key - 2 * (lane & 3));
+        ptx::opaque(sight.visible_keys(first_query + row_of(r, lane)) - first_key - 2 * (lane & 3));
+    int first = 0;
+    if constexpr (HIDDEN == OUTER_KEYS)
+      first = ptx::opaque(sight.first_key(first_query + row_of(r, lane)) - first_key - 2 * (lane & 3));
 #pragma unroll
     for (int n = 0; n < 8; ++n)
 #pragma unroll
       for (int e = 0; e < 2; ++e)
-        if (n * 8 + e >= visible) x[r >> 1][n][2 * (r & 1) + e] = hidden;
+        if (n * 8 + e >= visible || (HIDDEN == OUTER_KEYS && n * 8 + e < first)) x[r >> 1][n][2 * (r & 1) + e] = hidden;
   }
 }
 

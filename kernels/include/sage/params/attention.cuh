@@ -47,7 +47,7 @@ struct Shape {
   int32_t query_heads;
   int32_t key_heads;
   int32_t head_dim;
-  int32_t causal;
+  int32_t limit_after;  // 0: a query sees the keys to the segment's end; n: up to n - 1 keys after its own position. 1 is a causal mask
   float softmax_scale;
   int32_t query_tiles;  // tiles of 64 tokens, of all segments
   int32_t key_tiles;
@@ -77,8 +77,8 @@ struct User {
   uint32_t rank;
 };
 
-// A selection: which blocks of 128 keys each block of 128 queries sees (candle-sage/src/selection.rs). Blocks of all segments
-// are numbered together in these arrays, and from 0 inside a segment in their values.
+// What queries see beside Shape::limit_after. Of a selection which blocks of 128 keys each block of 128 queries sees
+// (candle-sage/src/selection.rs); blocks of all segments are numbered together in these arrays, and from 0 inside a segment in their values.
 struct Lists {
   const uint32_t* seen;         // (key head, block of queries, stride): count, then blocks of keys, ascending; null: no selection
   const User* users;            // the inverse: the users of each block of keys, ascending
@@ -86,7 +86,7 @@ struct Lists {
   int32_t stride;
   int32_t query_blocks;
   int32_t key_blocks;
-  int32_t padding;
+  int32_t keys_before;          // without a selection, in the kernels for windows: keys that a query sees before its own position
 };
 
 // A part of the users of a block of keys, which a separate block of threads takes.

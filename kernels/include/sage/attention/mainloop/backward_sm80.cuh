@@ -81,15 +81,18 @@ __device__ __forceinline__ void multiply_dp(Scores& dp, uint32_t v_rows, uint32_
 
 // Masks transposed scores: writes `hidden` where a query, counted from `first_query`, does not see a key, counted from
 // `first_key`. `hidden` is 0 for probabilities, and minus infinity for their logarithms.
-__device__ __forceinline__ void mask_scores(Scores& p, const Segment& segment, int first_query, int first_key, int lane,
+template <Hidden HIDDEN>
+__device__ __forceinline__ void mask_scores(Scores& p, const Sight<HIDDEN>& sight, int first_query, int first_key, int lane,
                                             float hidden = 0.0f) {
 #pragma unroll
   for (int n = 0; n < 8; ++n)
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      int visible = segment.visible_keys(first_query + n * 8 + 2 * (lane & 3) + e) - first_key - lane / 4;
-      if (visible <= 0) p[n][e] = hidden;
-      if (visible <= 8) p[n][2 + e] = hidden;
+      int query = first_query + n * 8 + 2 * (lane & 3) + e, key = first_key + lane / 4, first = key;
+      int visible = sight.visible_keys(query) - key;
+      if constexpr (HIDDEN == OUTER_KEYS) first = sight.first_key(query);
+      if (visible <= 0 || key < first) p[n][e] = hidden;
+      if (visible <= 8 || key + 8 < first) p[n][2 + e] = hidden;
     }
 }
 
@@ -150,11 +153,10 @@ struct DqAccumulator {
       while (ptx::load_acquire(semaphore + padded_tile) != order) {}
     ptx::named_barrier_sync(barrier, threads);
   }
-  // Sets this block's `order` for a tile, and returns the tile's number in the padded buffers. Without a selection all blocks of
-  // keys before this one visit the tile too, so that the order is the block's number, which is set at the start.
+  // Sets this block's `order` for a tile, and returns the tile's number in the padded buffers. Without a selection or a
+  // window all blocks of keys before this one visit the tile too, so that the order is the block's number, which is set at the start.
   __device__ __forceinline__ int set_order(int padded_tile, int) { return padded_tile; }
-  template <class Added>
-  __device__ __forceinline__ int set_order(const Added& added, int parts) {
+  __device__ __forceinline__ int set_order(const RankedTile& added, int parts) {
     order = added.rank * parts + order % parts;
     return added.padded;
   }
@@ -180,21 +182,28 @@ __device__ __forceinline__ int backward_index(const params::Backward& p) {
 }
 
 // Which of `keys` keys, from `first_key` on, a tile of queries sees.
+template <Hidden HIDDEN>
 struct TileVisibility {
   bool masked;  // some query does not see all of the keys
   bool seen;   // some query sees some of the keys
 
-  __device__ __forceinline__ TileVisibility(const Segment& segment, const QueryTile& tile, int first_key, int keys) {
-    int first_query = tile.tile * TILE;
-    masked = segment.visible_keys(first_query) < first_key + keys;
-    seen = segment.visible_keys(min(first_query + TILE, segment.query_len) - 1) > first_key;
+  __device__ __forceinline__ TileVisibility(const params::Backward& p, const Segment& segment, const QueryTile& tile, int first_key,
+                                            int keys) {
+    Sight<HIDDEN> sight(segment, p);
+    int first_query = tile.tile * TILE, last_query = min(first_query + TILE, segment.query_len) - 1;
+    masked = sight.visible_keys(first_query) < first_key + keys;
+    seen = sight.visible_keys(last_query) > first_key;
+    if constexpr (HIDDEN == OUTER_KEYS) {
+      masked |= sight.first_key(last_query) > first_key;
+      seen &= sight.first_key(first_query) < first_key + keys;
+    }
   }
 };
 
 // What the mainloop asks of its numerics.
 template <class N>
 concept BackwardSm80Numerics = requires(N numerics, const params::Backward& p, const BackwardBlock& block, unsigned char* shared,
-                                        const QueryTile& tile, TileVisibility visibility, const DqAccumulator& sums) {
+                                        const QueryTile& tile, TileVisibility<OUTER_KEYS> visibility, const DqAccumulator& sums) {
   typename N::Type;
   requires N::D % 64 == 0;                  // the padded head_dim
   requires N::Plan::THREADS == N::Plan::WARPS * 32 && N::SHARED_BYTES > 0;  // a BackwardPlan
@@ -233,7 +242,7 @@ __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
   const Segment& segment = block.segment;
   if (block.first_key >= segment.key_len) return;
   int warp_key = block.first_key + threadIdx.x / 32 * 16;
-  Queries queries(p, block);
+  Queries queries(p, block, Plan::KEYS);
   int iterations = queries.count;
   int order = block.first_key / Plan::KEYS * PARTS;
   if constexpr (PARTS > 1) order += block.channel_part;
@@ -265,14 +274,14 @@ __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
     for (int half = 0; half < 2; ++half) {
       if ((half == 1) == late) {
         if (i >= LAG) {
-          int padded = sums.set_order(past[LAG - 1], SELECTION_BLOCK / Plan::KEYS * PARTS);
+          int padded = sums.set_order(past[LAG - 1], Queries::template RANK_BLOCKS<Plan::KEYS> * PARTS);
           sums.acquire(padded);
           numerics.add_dq(padded, i & 1, sums);
           sums.release(padded);
         }
         if (LAG == 2 && i >= 1 && i <= iterations) numerics.prepare_dq(i & 1 ^ 1);
       } else if (i < iterations) {
-        numerics.scores(tile, stage, i & 1, TileVisibility(segment, tile, warp_key, 16));
+        numerics.scores(tile, stage, i & 1, TileVisibility<Queries::HIDDEN>(p, segment, tile, warp_key, 16));
       }
     }
     if (Plan::STAGES == 1) {
@@ -281,7 +290,7 @@ __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
       ptx::cp_async_commit();
     }
     if (LAG == 2) past[1] = past[0];
-    past[0] = Queries::added(tile);
+    past[0] = queries.added(tile);
     tile = next;
   }
   numerics.flush_magic();

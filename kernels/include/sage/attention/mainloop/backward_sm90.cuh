@@ -34,31 +34,66 @@ constexpr int CONSUMER_KEYS = 64;    // of a consumer warpgroup
 constexpr int CONSUMERS = SM90_KEYS / CONSUMER_KEYS;
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP_THREADS;
 
-// The number of the first tile of queries that sees all of CONSUMER_KEYS keys: all tiles below it need a mask.
-__device__ __forceinline__ int masked_tiles(const Segment& segment, int first_key) {
+// Whether a tile's scores need a mask, and of which keys.
+template <Hidden HIDDEN>
+struct Masked {
+  bool some;
+};
+
+// The number of the first tile of queries that sees CONSUMER_KEYS keys to the last.
+template <class Sight>
+__device__ __forceinline__ int seen_whole_from(const Segment& segment, const Sight& sight, int first_key) {
   if (first_key + CONSUMER_KEYS > segment.key_len) return INT_MAX;
-  return (segment.first_query(first_key + CONSUMER_KEYS - 1) + TILE - 1) / TILE;
+  return (sight.first_query(first_key + CONSUMER_KEYS - 1) + TILE - 1) / TILE;
 }
+
+// Which tiles of queries need a mask for the keys of each consumer: those below the first that sees all of the keys, and with a window
+// those from the first on whose last query does not see the first key.
+template <Hidden HIDDEN>
+struct MaskedTiles {
+  int below[CONSUMERS];
+
+  __device__ __forceinline__ void set(const BackwardBlock& block, const params::Backward&) {
+    for (int g = 0; g < CONSUMERS; ++g) below[g] = seen_whole_from(block.segment, block.segment, block.first_key + g * CONSUMER_KEYS);
+  }
+  __device__ __forceinline__ Masked<HIDDEN> of(int tile, int consumer) const { return {tile < below[consumer]}; }
+};
+template <>
+struct MaskedTiles<OUTER_KEYS> {
+  int below[CONSUMERS], from[CONSUMERS];
+
+  __device__ __forceinline__ void set(const BackwardBlock& block, const params::Backward& p) {
+    Sight<OUTER_KEYS> sight(block.segment, p);
+    for (int g = 0; g < CONSUMERS; ++g) {
+      int first_key = block.first_key + g * CONSUMER_KEYS;
+      below[g] = seen_whole_from(block.segment, sight, first_key), from[g] = sight.end_query(first_key) / TILE;
+    }
+  }
+  __device__ __forceinline__ Masked<OUTER_KEYS> of(int tile, int consumer) const {
+    return {tile < below[consumer] || tile >= from[consumer]};
+  }
+};
 
 // One thread prepares what the block's warps share: the pipeline (`arrivals` of its producer, `warps` that release a stage), the
 // block, and the tiles of queries that need a mask.
 template <class Queries, int CHANNEL_PARTS = 1, class Tiles>
 __device__ __forceinline__ void prepare_keys(const params::Backward& p, int index, Tiles& pipeline, int arrivals, int warps,
-                                             BackwardBlock& block, int (&masked_until)[CONSUMERS]) {
+                                             BackwardBlock& block, MaskedTiles<Queries::HIDDEN>& masked) {
   if (threadIdx.x == 0) {
     pipeline.prepare(arrivals, warps);
     block = Queries::take(p, index / CHANNEL_PARTS, SM90_KEYS);
     if constexpr (CHANNEL_PARTS > 1) block.channel_part = index % CHANNEL_PARTS;
-    for (int g = 0; g < CONSUMERS; ++g) masked_until[g] = masked_tiles(block.segment, block.first_key + g * CONSUMER_KEYS);
+    masked.set(block, p);
   }
   __syncthreads();
 }
 
 // Computes P from its logarithms, 0 where a query does not see a key. The mask comes first, so that no branch separates the
 // exponentials from the instructions that follow: ptxas can then interleave them, and several units work at once.
-__device__ __forceinline__ void take_exponentials(Scores& s, bool masked, const Segment& segment, int first_query, int first_key,
+template <Hidden HIDDEN>
+__device__ __forceinline__ void take_exponentials(Scores& s, Masked<HIDDEN> masked, const Sight<HIDDEN>& sight, int first_query, int first_key,
                                                   int lane) {
-  if (__builtin_expect(masked, false)) mask_scores(s, segment, first_query, first_key, lane, -CUDART_INF_F);
+  if (__builtin_expect(masked.some, false)) mask_scores(s, sight, first_query, first_key, lane, -CUDART_INF_F);
 #pragma unroll
   for (int n = 0; n < 8; ++n)
 #pragma unroll
@@ -88,7 +123,7 @@ __device__ __forceinline__ void store_dq(const params::Backward& p, const Querie
   for (int g = 0; g < CONSUMERS; ++g) ptx::named_barrier_arrive(DQ_EMPTY + g, DQ_THREADS);
 #pragma unroll 1
   for (int i = 0; i < queries.count; ++i) {
-    int padded = sums.set_order(Queries::added(tile), 1);
+    int padded = sums.set_order(queries.added(tile), 1);
     if (p.dq_semaphore && lane == 0) {
       while (ptx::load_acquire(p.dq_semaphore + padded) != sums.order) {}
       ptx::fence_proxy_async_all();
@@ -147,7 +182,7 @@ concept BackwardSm90Numerics =
       numerics.load(tile, 0, mbarrier);
       (typename N::Consumer(numerics, 0));
       // visit(the tile's number, stage, slot, masked): computes all products of a tile, with dS^T in a slot.
-      consumer.visit(0, 0, 0, true);
+      consumer.visit(0, 0, 0, Masked<OUTER_KEYS>{});
       consumer.dv, consumer.dk;
     };
 
@@ -171,12 +206,12 @@ __device__ __forceinline__ void backward_sm90(const params::Backward& p) {
   // In shared memory, because the products need the registers.
   __shared__ BackwardBlock block;
   int index = backward_index(p);
-  __shared__ int masked_until[CONSUMERS];
+  __shared__ MaskedTiles<Queries::HIDDEN> masked;
   __shared__ typename Tiles::Barriers barriers;
   Tiles pipeline(barriers);
-  prepare_keys<Queries>(p, index, pipeline, Numerics::ARRIVALS, CONSUMER_THREADS / 32, block, masked_until);
+  prepare_keys<Queries>(p, index, pipeline, Numerics::ARRIVALS, CONSUMER_THREADS / 32, block, masked);
   if (block.first_key >= block.segment.key_len) return;
-  Queries queries(p, block);
+  Queries queries(p, block, SM90_KEYS);
   Numerics numerics(p, block, shared);
   int warpgroup = ptx::uniform(threadIdx.x / WARPGROUP_THREADS);
 
@@ -203,7 +238,7 @@ __device__ __forceinline__ void backward_sm90(const params::Backward& p) {
 #pragma unroll 1
     for (int i = 0; i < iterations; ++i) {
       pipeline.wait(i);
-      consumer.visit(number, pipeline.stage(i), i & 1, number < masked_until[warpgroup]);
+      consumer.visit(number, pipeline.stage(i), i & 1, masked.of(number, warpgroup));
       pipeline.release(i);
       if (++number == queries.end) number = queries.first;
     }

@@ -49,7 +49,7 @@ concept BackwardSm90ChannelPartsNumerics =
       (Consumer(numerics, 0, 0, 0));  // its number, its first panel of K, of V
       // visit(the number of the visited tile, its number in the segment, its number in the padded buffers, masked): waits for the
       // pieces of a tile, computes all products, and releases the pieces.
-      consumer.visit(pieces, 0, 0, 0, true, sums);
+      consumer.visit(pieces, 0, 0, 0, Masked<OUTER_KEYS>{}, sums);
       // store_gradients<Queries>(block, the warp's first key)
       consumer.template store_gradients<EveryQuery>(0);
     };
@@ -58,7 +58,7 @@ concept BackwardSm90ChannelPartsNumerics =
 template <class Consumer, class Numerics, class Queries>
 __device__ __forceinline__ void visit_tiles(const params::Backward& p, const Numerics& numerics, const BackwardBlock& block,
                                             const Queries& queries, const typename Numerics::Pieces& pieces,
-                                            const int (&masked_until)[CONSUMERS], int warpgroup, int k_panel, int v_panel) {
+                                            const MaskedTiles<Queries::HIDDEN>& masked, int warpgroup, int k_panel, int v_panel) {
   constexpr int PARTS = Numerics::Parts::COUNT;
   Consumer consumer(numerics, warpgroup, k_panel, v_panel);
   DqAccumulator sums{p.dq_accum, p.dq_semaphore, block.first_key / SM90_KEYS * PARTS + block.channel_part, 0, CONSUMER_THREADS,
@@ -67,8 +67,8 @@ __device__ __forceinline__ void visit_tiles(const params::Backward& p, const Num
   int number = queries.first;  // of the tile in the segment, or with a selection the one that gives the same mask
 #pragma unroll 1
   for (int i = 0; i < queries.count; ++i) {
-    int padded = sums.set_order(Queries::added(tile), PARTS);
-    consumer.visit(pieces, i, number, padded, number < masked_until[warpgroup], sums);
+    int padded = sums.set_order(queries.added(tile), PARTS);
+    consumer.visit(pieces, i, number, padded, masked.of(number, warpgroup), sums);
     queries.advance(tile);
     if (++number == queries.end) number = queries.first;
   }
@@ -83,12 +83,12 @@ __device__ __forceinline__ void backward_sm90_channel_parts(const params::Backwa
   // In shared memory, because the products need the registers.
   __shared__ BackwardBlock block;
   int index = backward_index(p);
-  __shared__ int masked_until[CONSUMERS];
+  __shared__ MaskedTiles<Queries::HIDDEN> masked;
   __shared__ typename Pieces::Barriers barriers;
   Pieces pieces(barriers);
-  prepare_keys<Queries, Parts::COUNT>(p, index, pieces, Numerics::ARRIVALS, CONSUMER_THREADS / 32, block, masked_until);
+  prepare_keys<Queries, Parts::COUNT>(p, index, pieces, Numerics::ARRIVALS, CONSUMER_THREADS / 32, block, masked);
   if (block.first_key >= block.segment.key_len) return;
-  Queries queries(p, block);
+  Queries queries(p, block, SM90_KEYS);
   Numerics numerics(p, block, shared);
   int warpgroup = ptx::uniform(threadIdx.x / WARPGROUP_THREADS);
 
@@ -114,7 +114,7 @@ __device__ __forceinline__ void backward_sm90_channel_parts(const params::Backwa
     using Second = typename Numerics::template Consumer<Parts::LEFT_OF_K, 2>;
     int part = block.channel_part;
     auto visit = [&]<class Consumer>() {
-      visit_tiles<Consumer>(p, numerics, block, queries, pieces, masked_until, warpgroup, part * 2, part * Parts::LEFT_OF_V);
+      visit_tiles<Consumer>(p, numerics, block, queries, pieces, masked, warpgroup, part * 2, part * Parts::LEFT_OF_V);
     };
     if (std::is_same_v<First, Second> || part == 0) visit.template operator()<First>();
     else visit.template operator()<Second>();

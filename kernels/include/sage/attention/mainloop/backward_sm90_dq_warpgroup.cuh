@@ -155,7 +155,7 @@ concept BackwardSm90DqWarpgroupNumerics =
       keys.start(0);
       // scores(the tile's number, stage, slot, masked, handover): computes P, dS, dV and perhaps dK. It calls the handover's functions
       // in their order: acquire_slot() before it writes to the slot, and start_next() as soon as registers allow it.
-      keys.scores(0, 0, 0, true, handover);
+      keys.scores(0, 0, 0, Masked<OUTER_KEYS>{}, handover);
       // Waits for the product that the last start_next() started.
       keys.end();
       keys.dv;
@@ -233,7 +233,7 @@ __device__ __forceinline__ void add_dq_of_tiles(const params::Backward& p, Numer
     producer.fetch(i + producer.AHEAD);
     ptx::named_barrier_sync(named_barrier(DS_FULL, i), SM90_THREADS);
     part.start(i & 1);
-    sums.set_order(Queries::added(tile), 1);
+    sums.set_order(queries.added(tile), 1);
     sums.acquire(tile.padded);
     part.add_dq(tile.padded, i & 1, sums, [&] { free_slot(i + 2); });
     sums.release(tile.padded);
@@ -251,13 +251,13 @@ __device__ __forceinline__ void add_dq_of_tiles(const params::Backward& p, Numer
 // schedules the epilogue in another way if it is a value.
 template <bool KEEP_DK, class Queries, class Tiles, class KeyConsumer>
 __device__ __forceinline__ void consume_tiles(const params::Backward& p, const Queries& queries, const Tiles& pipeline,
-                                              KeyConsumer& part, const int& warpgroup, const int (&masked_until)[CONSUMERS]) {
+                                              KeyConsumer& part, const int& warpgroup, const MaskedTiles<Queries::HIDDEN>& masked) {
   TileHandover<KEEP_DK, Tiles, KeyConsumer> handover{p, pipeline, part, warpgroup, 0, queries.count};
   if (handover.tiles > 0) handover.wait(0);
   part.start(0);
   int number = queries.first;  // of the tile in the segment, or with a selection the one that gives the same mask
   for (int& i = handover.tile; i < handover.tiles; ++i) {
-    part.scores(number, pipeline.stage(i), i & 1, number < masked_until[warpgroup], handover);
+    part.scores(number, pipeline.stage(i), i & 1, masked.of(number, warpgroup), handover);
     pipeline.release(i);
     if (++number == queries.end) number = queries.first;
   }
@@ -273,13 +273,13 @@ __device__ __forceinline__ void backward_sm90_dq_warpgroup(const params::Backwar
   // In shared memory, because the products need the registers.
   __shared__ BackwardBlock block;
   int index = backward_index(p);
-  __shared__ int masked_until[CONSUMERS];
+  __shared__ MaskedTiles<Queries::HIDDEN> masked;
   __shared__ typename Tiles::Barriers barriers;
   Tiles pipeline(barriers);
   int warps = (CONSUMER_THREADS + (KEEP_DK ? 0 : WARPGROUP_THREADS)) / 32;
-  prepare_keys<Queries>(p, index, pipeline, Numerics::fetching(p), warps, block, masked_until);
+  prepare_keys<Queries>(p, index, pipeline, Numerics::fetching(p), warps, block, masked);
   if (block.first_key >= block.segment.key_len) return;
-  Queries queries(p, block);
+  Queries queries(p, block, SM90_KEYS);
   typename Queries::Tile tile = queries.start();
   Numerics numerics(p, block, shared);
   int warpgroup = ptx::uniform(threadIdx.x / WARPGROUP_THREADS);
@@ -291,7 +291,7 @@ __device__ __forceinline__ void backward_sm90_dq_warpgroup(const params::Backwar
     ptx::setmaxnreg<Numerics::CONSUMER_REGISTERS, SM90_THREADS>();
     fetch_keys<KEYS_LOADED>(numerics);
     typename Numerics::KeyConsumer part(numerics, warpgroup);
-    consume_tiles<KEEP_DK>(p, queries, pipeline, part, warpgroup, masked_until);
+    consume_tiles<KEEP_DK>(p, queries, pipeline, part, warpgroup, masked);
     int warp = threadIdx.x / 32;
     warp_key += warpgroup * CONSUMER_KEYS;
     store_gradient<DV, Queries, T, GRADIENT_STAGING>(p, block, warp_key, part.dv, numerics.gradient_staging(warp));

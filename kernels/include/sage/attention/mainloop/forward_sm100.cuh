@@ -85,7 +85,7 @@ concept ForwardSm100Numerics = requires(N numerics, const params::Forward& p, co
   numerics.add(tensor, 0, 0);
   // A thread's query: reads its row of S; finds its reference and returns whether O must be rescaled by row.decay; makes P; stores P.
   row.read(tensor);
-  { row.template follow<true>(p, 0) } -> std::same_as<bool>;
+  { row.template follow<OUTER_KEYS>(p, 0, 0) } -> std::same_as<bool>;
   row.make_probabilities();
   numerics.store_probabilities(row, 0);
   { row.sum + row.reference + row.decay } -> std::same_as<float>;
@@ -158,7 +158,10 @@ template <class Numerics, class Block, class Pipelines>
 __device__ __forceinline__ void online_softmax(Numerics& numerics, typename Numerics::Row& row, const params::Forward& p,
                                                const Block& block, const Pipelines& pipelines, uint32_t warp_tensor, int query, int steps) {
   numerics.store_queries(pipelines.queries);
-  int visible = block.visible(query), whole = __shfl_sync(~0u, visible, 0) / TILE;  // tiles that the warp's first query sees whole
+  int visible = block.visible(query), first = 0, whole = __shfl_sync(~0u, visible, 0) / TILE;  // tiles that the warp's first query sees whole
+  int hidden = 0;  // tiles of a window that its last query does not see whole
+  if constexpr (Block::HIDDEN == OUTER_KEYS)
+    first = block.hidden(query), hidden = hidden_steps(block, query - int(threadIdx.x % 32), 32, TILE);
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     pipelines.scores.wait(step);
@@ -166,7 +169,8 @@ __device__ __forceinline__ void online_softmax(Numerics& numerics, typename Nume
     row.read(warp_tensor);
     ptx::tcgen05_fence_before();
     pipelines.scores.release(step);
-    bool behind = step < whole ? row.template follow<false>(p, 0) : row.template follow<true>(p, visible - step * TILE);
+    bool behind = hidden <= step && step < whole ? row.template follow<NO_KEYS>(p, 0, 0)
+                                                  : row.template follow<Block::HIDDEN>(p, first - step * TILE, visible - step * TILE);
     if (__any_sync(~0u, behind) && step > 0) {
       pipelines.probabilities.wait_empty(step + 1);  // O += P V of the last step is complete
       ptx::tcgen05_fence_after();
@@ -188,7 +192,7 @@ __device__ __forceinline__ void store_sm100(const params::Forward& p, const Bloc
   using T = typename Numerics::Type;
   const params::Shape& shape = p.shape;
   const Segment& segment = block.segment;
-  bool sees = segment.visible_keys(query) > 0;
+  bool sees = Sight<Block::HIDDEN>(segment, p).visible_keys(query) > 0;
   // Only a query that sees no key gets an output of zeros. A sum that is 0 for another reason gives NaN.
   float inverse = sees ? 1.0f / row.sum : 0.0f;
   Rows<T> out(p.out, segment.batch, segment.query_start, block.head, min(segment.query_len, block.end), shape.value_dim);

@@ -48,7 +48,8 @@ struct ForwardBlock {
 
 // A block that visits all keys that its queries see.
 struct EveryKey : ForwardBlock {
-  static constexpr int skipped = 0;  // keys that are not visited: see ListedKeys
+  static constexpr Hidden HIDDEN = LATER_KEYS;  // which keys its queries may not see, of those that it visits
+  static constexpr int skipped = 0;             // keys that are not visited: see ListedKeys
 
   EveryKey() = default;
   __device__ __forceinline__ EveryKey(const params::Forward& p, int index, int queries) : ForwardBlock(p.shape, index, queries) {}
@@ -60,10 +61,33 @@ struct EveryKey : ForwardBlock {
   __device__ __forceinline__ int number(int step) const { return step; }
 };
 
+// A block that visits the keys of a window. It begins with the first key that one of its queries sees, or before it: the keys that it
+// skips fill whole steps of every mainloop. Further keys are hidden from later queries.
+struct WindowKeys : ForwardBlock {
+  static constexpr Hidden HIDDEN = OUTER_KEYS;
+  static constexpr int STEP = 2 * TILE;
+  int before, after;  // of the window
+  int skipped;
+
+  WindowKeys() = default;
+  __device__ __forceinline__ WindowKeys(const params::Forward& p, int index, int queries) : ForwardBlock(p.shape, index, queries) {
+    Sight<OUTER_KEYS> window(segment, p);
+    before = window.before, after = window.after, skipped = window.first_key(first) / STEP * STEP;
+  }
+  __device__ __forceinline__ Sight<OUTER_KEYS> sight() const { return {segment, before, after}; }
+
+  __device__ __forceinline__ int visible(int query) const { return sight().visible_keys(query) - skipped; }
+  // The number of visited keys before those that a query sees.
+  __device__ __forceinline__ int hidden(int query) const { return sight().first_key(query) - skipped; }
+  template <int TILES>
+  __device__ __forceinline__ int number(int step) const { return step + skipped / (TILES * TILE); }
+};
+
 // A block that is one block of queries of a selection, and visits the listed blocks of keys. All listed blocks but the last are
 // seen whole, and only the last can need a mask. Mainloops therefore treat the visited keys as one contiguous range; `skipped`
 // is the number of unlisted keys before its last block, which lies so much further on in the segment.
 struct ListedKeys : ForwardBlock {
+  static constexpr Hidden HIDDEN = LATER_KEYS;
   static constexpr int BLOCK_TILES = SELECTION_BLOCK / TILE;
   const uint32_t* list;
   int skipped;
@@ -100,11 +124,12 @@ struct ListedKeys : ForwardBlock {
 
 // The epilogue: writes the outputs and the log-sum-exp. SMOOTHS_VALUES: whether V may be less its mean, which is then added to the
 // first output. STAGING is the size of a warp's own `staging`: see store_rows.
-template <class T, bool SMOOTHS_VALUES, int STAGING = 0, int D, int M, int THREADS, bool SHARED, int OUTPUTS, int SLACK>
+template <class T, Hidden HIDDEN, bool SMOOTHS_VALUES, int STAGING = 0, int D, int M, int THREADS, bool SHARED, int OUTPUTS, int SLACK>
 __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlock& block,
                                       Softmax<D, M, THREADS, SHARED, OUTPUTS, SLACK>& softmax, uint32_t staging = 0) {
   const params::Shape& shape = p.shape;
   const Segment& segment = block.segment;
+  Sight<HIDDEN> sight(segment, p);
   Rows<T> out(p.out, segment.batch, segment.query_start, block.head, min(segment.query_len, block.end), shape.value_dim);
   int64_t padded = (int64_t(block.head) * shape.query_tiles + segment.query_tile) * TILE;
   int lane = threadIdx.x % 32, first = block.first + threadIdx.x / 32 * 16 * M;
@@ -113,7 +138,7 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
   for (int r = 0; r < 2 * M; ++r) {
     sums[r] = quad_sum(softmax.state(softmax.state.SUM, r));
     // Only a query that sees no key gets an output of zeros. A sum that is 0 for another reason gives NaN.
-    inverse[r] = segment.visible_keys(first + row_of(r, lane)) == 0 ? 0.0f : 1.0f / sums[r];
+    inverse[r] = sight.visible_keys(first + row_of(r, lane)) == 0 ? 0.0f : 1.0f / sums[r];
   }
   if constexpr (SMOOTHS_VALUES) {
     if (p.smooth_values) {
@@ -150,7 +175,7 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
     int row = first + row_of(r, lane);
     float sum = sums[r];
     if (lane % 4 == 0 && row < block.end) {
-      bool real = row < segment.query_len && segment.visible_keys(row) > 0;
+      bool real = row < segment.query_len && sight.visible_keys(row) > 0;
       if (p.minus_lse2) p.minus_lse2[padded + row] = real ? -(softmax.reference[r] + log2f(sum)) : -CUDART_INF_F;
       if (OUTPUTS == 2 && p.row_sums) p.row_sums[padded + row] = real && !p.p_literal ? sum : 1.0f;
     }
@@ -177,15 +202,32 @@ concept ForwardSm80Numerics = requires(N numerics, const params::Forward& p, con
   numerics.load_values(0);
   // Computes S of a tile: logits are a warp's accumulators.
   numerics.multiply(0, logits);
-  // attend<MASKED>(tile, step, logits, softmax, segment, the warp's first query): computes the online softmax, and adds P V.
-  // MASKED if some query may not see some key. `step` counts the tiles that were visited.
-  numerics.template attend<true>(0, 0, logits, softmax, block.segment, 0);
-  numerics.template attend<false>(0, 0, logits, softmax, block.segment, 0);
+  // attend<HIDDEN>(tile, step, logits, softmax, segment, the warp's first query): computes the online softmax, and adds P V. `step`
+  // counts the tiles that were visited.
+  numerics.template attend<OUTER_KEYS>(0, 0, logits, softmax, block.segment, 0);
+  numerics.template attend<NO_KEYS>(0, 0, logits, softmax, block.segment, 0);
   // Finishes the accumulator after the last tile.
   numerics.flush_magic(softmax);
 };
 
-// The loop over tiles, whose first one, `next`, is on its way; the first `whole_tiles` need no mask. With two buffers for K and V:
+// The number of steps of `keys` keys in which the last of the `queries` queries from `first` on does not see the first keys, so that they
+// need a mask. Mainloops ask only for windows: ptxas orders the instructions in another way after any change of a loop.
+__device__ __forceinline__ int hidden_steps(const WindowKeys& block, int first, int queries, int keys) {
+  return (block.hidden(block.last_of(first, queries)) + keys - 1) / keys;
+}
+
+// `whole_tiles`, or 0 in the first steps of a window.
+template <class Numerics, class Block>
+__device__ __forceinline__ int whole_of(const Block& block, int step, int whole_tiles) {
+  if constexpr (Block::HIDDEN == OUTER_KEYS) {
+    constexpr int QUERIES = 16 * Numerics::M;
+    if (step < hidden_steps(block, block.first + threadIdx.x / 32 * QUERIES, QUERIES, TILE)) return 0;
+  }
+  return whole_tiles;
+}
+
+// The loop over tiles, whose first one, `next`, is on its way; the first `whole_tiles` need no mask, but for those of a window
+// that do. With two buffers for K and V:
 template <class Numerics, class Block>
 __device__ __forceinline__ void visit_in_two_stages(Numerics& numerics, typename Numerics::RowSoftmax& softmax, const Block& block,
                                                     int key_tiles, int whole_tiles, int next) {
@@ -201,15 +243,16 @@ __device__ __forceinline__ void visit_in_two_stages(Numerics& numerics, typename
     }
     ptx::cp_async_commit();
     typename Numerics::Logits logits;
+    int whole = whole_of<Numerics>(block, step, whole_tiles);
     // Warps that meet at a barrier inside a tile must all take the same branch.
-    if (!Numerics::COOPERATES && __builtin_expect(step < whole_tiles, true)) {
+    if (!Numerics::COOPERATES && __builtin_expect(step < whole, true)) {
       numerics.multiply(tile, logits);
-      numerics.template attend<false>(tile, step, logits, softmax, block.segment, 0);
+      numerics.template attend<NO_KEYS>(tile, step, logits, softmax, block.segment, 0);
     } else {
       int warp_first = block.first + threadIdx.x / 32 * 16 * Numerics::M;
       if (Numerics::COOPERATES || step * TILE < block.visible(warp_first + 16 * Numerics::M - 1)) {
         numerics.multiply(tile, logits);
-        numerics.template attend<true>(tile, step, logits, softmax, block.segment, warp_first);
+        numerics.template attend<Block::HIDDEN>(tile, step, logits, softmax, block.segment, warp_first);
       }
     }
   }
@@ -235,8 +278,9 @@ __device__ __forceinline__ void visit_in_one_stage(Numerics& numerics, typename 
     __syncthreads();
     if (step + 1 < key_tiles) numerics.load_keys(block.template number<1>(step + 1));
     ptx::cp_async_commit();
-    if (step < whole_tiles) numerics.template attend<false>(tile, step, logits, softmax, block.segment, 0);
-    else if (step < seen_tiles) numerics.template attend<true>(tile, step, logits, softmax, block.segment, warp_first);
+    int whole = whole_of<Numerics>(block, step, whole_tiles);
+    if (step < whole) numerics.template attend<NO_KEYS>(tile, step, logits, softmax, block.segment, 0);
+    else if (step < seen_tiles) numerics.template attend<Block::HIDDEN>(tile, step, logits, softmax, block.segment, warp_first);
   }
 }
 
@@ -249,7 +293,7 @@ __device__ __forceinline__ void forward_sm80(const params::Forward& p) {
   __syncthreads();
   if (block.first >= block.end) return;
   int key_tiles = (block.visible(block.last_of(block.first, FORWARD_QUERIES)) + TILE - 1) / TILE;
-  // The tiles, of those that the block visits, that need no mask: the warp's first query sees them whole, and so do the others.
+  // The tiles, of those that the block visits, that the warp's first query sees to the last key, and so do the others.
   int whole_tiles = block.visible(block.first + threadIdx.x / 32 * 16 * Numerics::M) / TILE;
 
   Numerics numerics(p, block, shared);
@@ -262,7 +306,7 @@ __device__ __forceinline__ void forward_sm80(const params::Forward& p) {
   if constexpr (Numerics::STAGES == 1) visit_in_one_stage(numerics, softmax, block, key_tiles, whole_tiles);
   else visit_in_two_stages(numerics, softmax, block, key_tiles, whole_tiles, next);
   numerics.flush_magic(softmax);
-  store<T, Numerics::SMOOTHS_VALUES>(p, block, softmax);
+  store<T, Block::HIDDEN, Numerics::SMOOTHS_VALUES>(p, block, softmax);
 }
 
 }  // namespace sage::attention

@@ -102,10 +102,10 @@ concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, con
   (typename N::Consumer(numerics, 0, 0));  // the slot of its queries, and its number
   // Issues S of a step whose keys have arrived.
   consumer.start(0);
-  // online_softmax<MASKED, PENDING>(step, stage, segment, the consumer's first query): computes P from S. With VALUES_FIRST it
+  // online_softmax<HIDDEN, PENDING>(step, stage, segment, the consumer's first query): computes P from S. With VALUES_FIRST it
   // waits for S.
-  consumer.template online_softmax<true, 0>(0, 0, block.segment, 0);
-  consumer.template online_softmax<false, 0>(0, 0, block.segment, 0);
+  consumer.template online_softmax<OUTER_KEYS, 0>(0, 0, block.segment, 0);
+  consumer.template online_softmax<NO_KEYS, 0>(0, 0, block.segment, 0);
   // Issue P V of a step, and of an item's last step.
   consumer.add(0);
   consumer.add_last(0);
@@ -204,7 +204,7 @@ __device__ __forceinline__ void produce(const params::Forward& p, unsigned char*
 enum Mask { NO_MASK, MASK_ALWAYS, MASK_IF_NEEDED };
 
 // A consumer's part of an item: for each step S, the online softmax, and O += P V.
-template <class Numerics, class KvPipeline>
+template <class Numerics, Hidden HIDDEN, class KvPipeline>
 struct ItemConsumer {
   using Warpgroups = typename Numerics::Warpgroups;
   static constexpr bool VALUES_FIRST = Numerics::VALUES_FIRST;
@@ -214,7 +214,7 @@ struct ItemConsumer {
   KvOrder<VALUES_FIRST> order;
   const Segment& segment;
   int warpgroup, first;            // the consumer's number, and its first query
-  int whole_steps, skipped_steps;  // steps that need no mask; steps of keys that are not visited (ListedKeys)
+  int whole_steps, skipped_steps;  // steps that need no mask; steps of keys that are not visited (ListedKeys, WindowKeys)
 
   // Consumers take turns in issuing products, so that one consumer's products overlap with another consumer's softmax.
   __device__ __forceinline__ void acquire_order() const { ptx::named_barrier_sync(MMA_ORDER + warpgroup, 2 * WARPGROUP_THREADS); }
@@ -238,9 +238,9 @@ struct ItemConsumer {
     }
     int stage = kv.stage(order.keys_of(step));
     if (MASK == NO_MASK || (MASK == MASK_IF_NEEDED && __builtin_expect(step < whole_steps, true)))
-      consumer.template online_softmax<false, PENDING>(step + skipped_steps, stage, segment, first);
+      consumer.template online_softmax<NO_KEYS, PENDING>(step + skipped_steps, stage, segment, first);
     else
-      consumer.template online_softmax<true, PENDING>(step + skipped_steps, stage, segment, first);
+      consumer.template online_softmax<HIDDEN, PENDING>(step + skipped_steps, stage, segment, first);
   }
 
   // S and the softmax of the first step.
@@ -313,23 +313,33 @@ __device__ __forceinline__ void consume(const params::Forward& p, unsigned char*
     int steps = steps_of<Warpgroups>(block, first, 64), whole_steps = block.visible(first) / Warpgroups::KEYS;
     const int skipped_steps = block.skipped / Warpgroups::KEYS;
     KvOrder<Numerics::VALUES_FIRST> order{before, steps_of<Warpgroups>(block, block.first, Warpgroups::QUERIES)};
-    ItemConsumer<Numerics, KvPipeline> part{consumer, kv, order, block.segment, warpgroup, first, whole_steps, skipped_steps};
+    ItemConsumer<Numerics, Block::HIDDEN, KvPipeline> part{consumer, kv, order, block.segment, warpgroup, first, whole_steps, skipped_steps};
     if (steps > 0) {
+      // Of a window the first steps need a mask too.
+      auto mask_hidden_keys = [&](int step) {
+        if constexpr (Block::HIDDEN == OUTER_KEYS)
+          part.whole_steps = step < hidden_steps(block, first, 64, Warpgroups::KEYS) ? 0 : whole_steps;
+      };
+      mask_hidden_keys(0);
       part.begin();
       int step = 1;
-      if constexpr (Numerics::MASKS_APART) {
+      constexpr bool MASKS_APART = Numerics::MASKS_APART && Block::HIDDEN != OUTER_KEYS;
+      if constexpr (MASKS_APART) {
 #pragma unroll 1
         for (; step < min(steps, whole_steps); ++step) part.template advance<NO_MASK>(step);
       }
-      constexpr Mask MASK = Numerics::MASKS_APART ? MASK_ALWAYS : MASK_IF_NEEDED;
+      constexpr Mask MASK = MASKS_APART ? MASK_ALWAYS : MASK_IF_NEEDED;
 #pragma unroll 1
-      for (; step < steps; ++step) part.template advance<MASK>(step);
+      for (; step < steps; ++step) {
+        mask_hidden_keys(step);
+        part.template advance<MASK>(step);
+      }
       part.end(steps);
     }
     for (int step = steps; step < order.steps; ++step) part.skip(step);
     before += order.pieces();
     ptx::named_barrier_sync(QUERIES_READ + warpgroup, WARPGROUP_THREADS);
-    store<T, Numerics::SMOOTHS_VALUES, Numerics::STAGING>(p, block, consumer.softmax, consumer.staging());
+    store<T, Block::HIDDEN, Numerics::SMOOTHS_VALUES, Numerics::STAGING>(p, block, consumer.softmax, consumer.staging());
     ptx::fence_proxy_async();
     ptx::mbarrier_arrive(work.empty(item));  // by each thread, because each has read the item
   }

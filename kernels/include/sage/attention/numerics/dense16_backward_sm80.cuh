@@ -67,7 +67,8 @@ struct Dense16BackwardSm80 {
     copy_row_state<P::QUERY_VALUES>(at + STATE_AT, p, tile, thread);
   }
 
-  __device__ __forceinline__ void scores(const QueryTile& tile, int stage, int slot, TileVisibility visibility) {
+  template <Hidden HIDDEN>
+  __device__ __forceinline__ void scores(const QueryTile& tile, int stage, int slot, TileVisibility<HIDDEN> visibility) {
     int lane = threadIdx.x % 32;
     uint32_t q_rows = shared + stage_at(stage), dout_rows = q_rows + Q_BYTES;
     uint32_t ds_rows = shared + DS_AT + slot * DS_BYTES + warp * 16 * TILE * 2;
@@ -87,7 +88,7 @@ struct Dense16BackwardSm80 {
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(fmaf(s[n][e], scale, e & 1 ? l.y : l.x));
     }
-    if (visibility.masked) mask_scores(s, block.segment, tile.tile * TILE, block.first_key + warp * 16, lane);
+    if (visibility.masked) mask_scores(s, Sight<HIDDEN>(block.segment, p), tile.tile * TILE, block.first_key + warp * 16, lane);
     uint32_t probabilities[4][4];
     void* scales = memory + WARPS_AT + warp * P::WARP_BYTES;
     P::make_scales(s, minus_lse2 + 2 * TILE, scales, lane);

@@ -48,7 +48,8 @@ struct Dense16BackwardSm90 : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source> {
     __device__ __forceinline__ Consumer(const Dense16BackwardSm90& numerics, int warpgroup)
         : of(numerics), warpgroup(warpgroup), k_factor(S::k_factor(numerics.p, numerics.block, warpgroup)) {}
 
-    __device__ __forceinline__ void visit(int tile, int stage, int slot, bool masked) {
+    template <Hidden HIDDEN>
+    __device__ __forceinline__ void visit(int tile, int stage, int slot, Masked<HIDDEN> masked) {
       int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
       uint32_t at = of.shared + stage_at(stage);
       const float* state = of.state(stage);

@@ -74,7 +74,8 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
     // The number of the part's first panel among those of K and Q in shared memory.
     __device__ __forceinline__ int loaded_panel() const { return CHANNELS < D ? 0 : k_panel; }
 
-    __device__ __forceinline__ void visit(const Pieces& pieces, int i, int tile, int padded, bool masked,
+    template <Hidden HIDDEN>
+    __device__ __forceinline__ void visit(const Pieces& pieces, int i, int tile, int padded, Masked<HIDDEN> masked,
                                           const DqAccumulator& dq_sums) {
       int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, slot = i & 1;
       int stage = Pieces::stage(2 * i) / 2;

@@ -60,8 +60,8 @@ struct Dense16BackwardSm90DqWarpgroup : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, S
     }
     __device__ __forceinline__ void end() { ptx::wgmma_wait<0>(sums); }
 
-    template <class Handover>
-    __device__ __forceinline__ void scores(int tile, int stage, int slot, bool masked, const Handover& handover) {
+    template <Hidden HIDDEN, class Handover>
+    __device__ __forceinline__ void scores(int tile, int stage, int slot, Masked<HIDDEN> masked, const Handover& handover) {
       int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16;
       uint32_t at = of.shared + stage_at(stage);
       const float* state = of.state(stage);

@@ -130,11 +130,11 @@ struct Dense16ForwardSm80 {
     return factor == 0.0f ? 1e-30f : factor;
   }
 
-  template <bool MASKED>
+  template <Hidden HIDDEN>
   __device__ __forceinline__ void attend(int tile, int, Logits& s, RowSoftmax& softmax, const Segment& segment,
                                          int warp_first) {
     int lane = ptx::opaque(threadIdx.x) % 32;
-    if constexpr (MASKED) mask(s, segment, warp_first, tile * TILE, lane, -CUDART_INF_F);
+    if constexpr (HIDDEN != NO_KEYS) mask(s, Sight<HIDDEN>(segment, p), warp_first, tile * TILE, lane, -CUDART_INF_F);
 
     const float scale = factor_of(tile);
     float row_max[2 * M], group_max[2 * M];

@@ -179,14 +179,15 @@ struct Dense16ForwardSm90 {
         ptx::wgmma_wait<PENDING * OUTPUTS>(columns());
       }
     }
-    template <bool MASKED, int PENDING>
+    template <Hidden HIDDEN, int PENDING>
     __device__ __forceinline__ void online_softmax(int step, int, const Segment& segment, int first) {
       int lane = threadIdx.x % 32;
-      if constexpr (MASKED) {
-        unseen = segment.visible_keys(first + TILE - 1) <= (step * TILES + 1) * TILE;
+      if constexpr (HIDDEN != NO_KEYS) {
+        Sight<HIDDEN> sight(segment, of.p);
+        unseen = sight.visible_keys(first + TILE - 1) <= (step * TILES + 1) * TILE;
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
-          mask(reinterpret_cast<float(&)[1][8][4]>(s[t]), segment, first + threadIdx.x / 32 % 4 * 16, (step * TILES + t) * TILE, lane,
+          mask(reinterpret_cast<float(&)[1][8][4]>(s[t]), sight, first + threadIdx.x / 32 % 4 * 16, (step * TILES + t) * TILE, lane,
                -CUDART_INF_F);
       }
       float scale = of.p.shape.softmax_scale * ptx::LOG2_E;
@@ -205,7 +206,7 @@ struct Dense16ForwardSm90 {
 #pragma unroll
         for (int t = 0; t < TILES; ++t) {
           // A tile that no query sees needs no exponentials.
-          if (MASKED && t == 1 && unseen) {
+          if (HIDDEN != NO_KEYS && t == 1 && unseen) {
 #pragma unroll
             for (int n = 0; n < 8; ++n) s[t][n][2 * r] = s[t][n][2 * r + 1] = 0.0f;
             break;

@@ -99,8 +99,9 @@ struct Dense16TilesSm90 {
   }
 
   // Computes P^T of a consumer's 64 keys from the accumulators of S^T, their factor, and the row state.
+  template <Hidden HIDDEN>
   __device__ __forceinline__ void make_probabilities(Scores& s, const typename S::Sums& sums, const ColumnValues& minus_lse2,
-                                                     float factor, int tile, int warpgroup, bool masked) const {
+                                                     float factor, int tile, int warpgroup, Masked<HIDDEN> masked) const {
     int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16;
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
@@ -108,7 +109,7 @@ struct Dense16TilesSm90 {
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[n][e] = fmaf(float(sums[n][e]), factor, e & 1 ? l.y : l.x);
     }
-    take_exponentials(s, masked, block.segment, tile * TILE, block.first_key + warpgroup * CONSUMER_KEYS + row, lane);
+    take_exponentials(s, masked, Sight<HIDDEN>(block.segment, p), tile * TILE, block.first_key + warpgroup * CONSUMER_KEYS + row, lane);
   }
 };
 

@@ -124,9 +124,9 @@ struct Nvfp4ForwardSm100 {
         ptx::tcgen05_load(reinterpret_cast<float(&)[32]>(s[32 * half]), tensor + SCORES_AT + 32 * half);
     }
 
-    // `visible`: the number of the tile's keys that the query sees, if MASKED.
-    template <bool MASKED>
-    __device__ __forceinline__ bool follow(const params::Forward& p, int visible) {
+    // The query sees the tile's keys `first` to `visible`, if HIDDEN says that it may not see others.
+    template <Hidden HIDDEN>
+    __device__ __forceinline__ bool follow(const params::Forward& p, int first, int visible) {
       scale = p.shape.softmax_scale * ptx::LOG2_E;
 #pragma unroll
       for (int group = 0; group < 4; ++group) {
@@ -134,7 +134,7 @@ struct Nvfp4ForwardSm100 {
 #pragma unroll
         for (int key = 16 * group; key < 16 * group + 16; ++key) {
           float& x = s[layout::row_of_key(key)];
-          if (MASKED && key >= visible) x = -CUDART_INF_F;
+          if ((HIDDEN != NO_KEYS && key >= visible) || (HIDDEN == OUTER_KEYS && key < first)) x = -CUDART_INF_F;
           largest[group] = fmaxf(largest[group], x);
         }
       }

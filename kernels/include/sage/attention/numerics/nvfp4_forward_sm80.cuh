@@ -91,20 +91,22 @@ struct Nvfp4ForwardSm80 {
   }
 
   // Masks S: writes -inf where a query does not see a key.
-  static __device__ __forceinline__ void hide(Logits& s, const Segment& segment, int first_query, int first_key, int lane) {
+  template <Hidden HIDDEN>
+  static __device__ __forceinline__ void hide(Logits& s, const Sight<HIDDEN>& sight, int first_query, int first_key, int lane) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      int visible = segment.visible_keys(first_query + row_of(h, lane)) - first_key;
+      int query = first_query + row_of(h, lane), visible = sight.visible_keys(query) - first_key, first = 0;
+      if constexpr (HIDDEN == OUTER_KEYS) first = sight.first_key(query) - first_key;
 #pragma unroll
       for (int slot = 0; slot < 16; ++slot)
-        if (layout::key_of_slot(slot, lane & 3) >= visible) s[0][slot / 2][2 * h + slot % 2] = -CUDART_INF_F;
+        if (int key = layout::key_of_slot(slot, lane & 3); key >= visible || (HIDDEN == OUTER_KEYS && key < first)) s[0][slot / 2][2 * h + slot % 2] = -CUDART_INF_F;
     }
   }
 
-  template <bool MASKED>
+  template <Hidden HIDDEN>
   __device__ __forceinline__ void attend(int tile, int, Logits& s, RowSoftmax& softmax, const Segment& segment, int warp_first) {
     int lane = threadIdx.x % 32, v_at = keys_at(tile) + Tile::BYTES;
-    if constexpr (MASKED) hide(s, segment, warp_first, tile * TILE, lane);
+    if constexpr (HIDDEN != NO_KEYS) hide(s, Sight<HIDDEN>(segment, p), warp_first, tile * TILE, lane);
 
     // Lane t of a row's four has eight keys of each of two groups of 16, t / 2 and 2 + t / 2; the lane t ^ 1 has the other eight.
     float largest[2][2], row_max[2];

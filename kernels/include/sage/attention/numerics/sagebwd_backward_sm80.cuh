@@ -76,7 +76,8 @@ struct SageBwdBackwardSm80 {
     if (thread < D / 4) ptx::cp_async_16(at + DOUT_SCALE_AT + thread * 16, p.dout_dequant_scale + int64_t(tile.padded) * D + thread * 4, true);
   }
 
-  __device__ __forceinline__ void scores(const QueryTile& tile, int stage, int slot, TileVisibility visibility) {
+  template <Hidden HIDDEN>
+  __device__ __forceinline__ void scores(const QueryTile& tile, int stage, int slot, TileVisibility<HIDDEN> visibility) {
     int lane = threadIdx.x % 32;
     uint32_t at = shared + stage_at(stage);
     const float* minus_lse2 = reinterpret_cast<const float*>(memory + stage_at(stage) + STATE_AT);
@@ -98,7 +99,7 @@ struct SageBwdBackwardSm80 {
     Scores s;
     Scores dp;
     compute_probabilities(s, dp, at, minus_lse2, q_dequant, mean_logits, smooth_q, lane);
-    if (visibility.masked) mask_scores(s, block.segment, tile.tile * TILE, block.first_key + warp * 16, lane);
+    if (visibility.masked) mask_scores(s, Sight<HIDDEN>(block.segment, p), tile.tile * TILE, block.first_key + warp * 16, lane);
 
     auto share = [&](float(&largest)[2]) { share_maxima(largest, lane); };
     ScoreCodes codes;

@@ -129,8 +129,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
       if constexpr (AHEAD) ptx::wgmma_wait<0>(x);
     }
 
-    template <class Handover>
-    __device__ __forceinline__ void scores(int tile, int stage, int slot, bool masked, const Handover& handover) {
+    template <Hidden HIDDEN, class Handover>
+    __device__ __forceinline__ void scores(int tile, int stage, int slot, Masked<HIDDEN> masked, const Handover& handover) {
       // Opaque at head_dim 128, so that values that depend on it are computed again: kept, they would cost registers that the
       // products need.
       int thread = CONSUMERS_KEEP_DK<D> ? int(threadIdx.x) : ptx::opaque(threadIdx.x);
@@ -188,7 +188,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
 
    private:
     // Waits for S^T, issues dP^T - D, and computes P, divided by the unit of dS.
-    __device__ __forceinline__ void compute_probabilities(Scores& s, Scores& dp, int tile, bool masked, float q_dequant,
+    template <Hidden HIDDEN>
+    __device__ __forceinline__ void compute_probabilities(Scores& s, Scores& dp, int tile, Masked<HIDDEN> masked, float q_dequant,
                                                           uint32_t at, const float* minus_lse2, int row, int lane) {
       // P = 2^(logit - LSE), divided by the unit of dS so that dS is in its unit: the unit's exponent is added to that of P.
       float2 lse[8];
@@ -208,7 +209,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
       for (int n = 0; n < 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[n][e] = fmaf(float(x[n][e]), factor, e & 1 ? lse[n].y : lse[n].x);
-      take_exponentials(s, masked, of.block.segment, tile * TILE, of.block.first_key + warpgroup * CONSUMER_KEYS + row, lane);
+      take_exponentials(s, masked, Sight<HIDDEN>(of.block.segment, of.p), tile * TILE, of.block.first_key + warpgroup * CONSUMER_KEYS + row, lane);
     }
 
     // Each warp makes the codes of 16 queries for dQ, from the dS of all warps of the consumer.

@@ -79,7 +79,7 @@ struct SageBwdForwardSm80 {
     multiply_query_codes<D>(x, shared + warp * 16 * M * D, k_tile(tile), lane);
   }
 
-  template <bool MASKED>
+  template <Hidden HIDDEN>
   __device__ __forceinline__ void attend(int tile, int step, Logits& x, RowSoftmax& softmax, const Segment& segment,
                                          int warp_first) {
     int lane = ptx::opaque(threadIdx.x) % 32;
@@ -94,7 +94,7 @@ struct SageBwdForwardSm80 {
     float factor = quant::short_factor(q_factor * k_dequant);
     if (factor == 0.0f) factor = 1e-30f;
     if constexpr (QK) add_mean_logits(x, factor, lane);
-    if constexpr (MASKED) mask(x, segment, warp_first, tile * TILE, lane, __float_as_int(-CUDART_INF_F));
+    if constexpr (HIDDEN != NO_KEYS) mask(x, Sight<HIDDEN>(segment, p), warp_first, tile * TILE, lane, __float_as_int(-CUDART_INF_F));
 
     const float exact_offset = QK ? 0.0f : -quant::MAGIC * factor;
     float row_max[2 * M], offset[2 * M];
@@ -105,7 +105,7 @@ struct SageBwdForwardSm80 {
       // This rounding changes the offset by up to 2^-24 of MAGIC * factor, the same for the whole row, and p_dequant below takes
       // it into account.
       offset[r] = __fadd_rd(exact_offset, quant::LOG2_127 - row_max[r]);
-      if (MASKED && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
+      if (HIDDEN != NO_KEYS && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
     }
     softmax.follow(row_max);
 
@@ -116,7 +116,7 @@ struct SageBwdForwardSm80 {
     for (int r = 0; r < 2 * M; ++r) {
       float sum = quantize_row(x, r, factor, offset[r], codes);
       float p_dequant = ptx::exp2(exact_offset - offset[r] - softmax.shift(r));
-      if (MASKED && row_max[r] == -CUDART_INF_F) p_dequant = 0.0f;
+      if (HIDDEN != NO_KEYS && row_max[r] == -CUDART_INF_F) p_dequant = 0.0f;
       // The row's sum is that of the unquantized probabilities.
       softmax.state(RowSoftmax::State::SUM, r) += p_dequant * sum;
       dequant[r] = p_dequant * v_dequant;

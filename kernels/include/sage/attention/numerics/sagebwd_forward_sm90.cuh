@@ -128,7 +128,7 @@ struct SageBwdForwardSm90 {
     // computed concurrently with the maxima, and the forward takes 0.97x of the time; at head_dim 64 that would be 1.05x.
     static constexpr int BRANCH_BEFORE = D == 64 ? 0 : 1;
 
-    template <bool MASKED, int PENDING>
+    template <Hidden HIDDEN, int PENDING>
     __device__ __forceinline__ void online_softmax(int step, int stage, const Segment& segment, int first) {
       int lane = threadIdx.x % 32;
       // At head_dim 64 the scales are copied to registers, at 128 they are read from shared memory where they are used. Either
@@ -137,17 +137,21 @@ struct SageBwdForwardSm90 {
       const float factor[2] = {logit_factor(q_factor, scales.k[0]), logit_factor(q_factor, scales.k[1])};
       ptx::wgmma_wait<PENDING>(x);
       Logits s[2];
-      take_logits<MASKED>(s, step, segment, first, lane);
+      take_logits<HIDDEN>(s, step, segment, first, lane);
       float row_max[2], offset[2];
-      find_maxima<MASKED>(s, factor, scales, row_max, offset);
+      find_maxima<HIDDEN>(s, factor, scales, row_max, offset);
       if constexpr (BRANCH_BEFORE == 0) follow(row_max, offset);
-      // alone: the row sees no key of the second tile.
+      // Whether a row sees no key of a tile: of the second, or with a window of the first.
       const int second = (2 * step + 1) * TILE;
-      bool alone[2] = {};
-      if constexpr (MASKED) {
+      bool unseen[2][2] = {};
+      if constexpr (HIDDEN != NO_KEYS) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
-          alone[r] = segment.visible_keys(first + threadIdx.x / 32 % 4 * 16 + row_of(r, lane)) <= second;
+        for (int r = 0; r < 2; ++r) {
+          int row = first + threadIdx.x / 32 % 4 * 16 + row_of(r, lane);
+          Sight<HIDDEN> sight(segment, of.p);
+          unseen[1][r] = sight.visible_keys(row) <= second;
+          if constexpr (HIDDEN == OUTER_KEYS) unseen[0][r] = sight.first_key(row) >= second;
+        }
       }
       // Codes of P, and the sum of P, are both computed from f16: its rounding, up to 2^-11 of a probability, is a quarter of
       // that of the codes, and in the sum such errors average out.
@@ -156,7 +160,7 @@ struct SageBwdForwardSm90 {
       for (int t = 0; t < 2; ++t) {
         if (BRANCH_BEFORE == 1 && t == 1) follow(row_max, offset);
         // A second tile that no query of the warpgroup sees needs no exponentials.
-        if (MASKED && t == 1 && segment.visible_keys(first + TILE - 1) <= second) {
+        if (HIDDEN != NO_KEYS && t == 1 && Sight<HIDDEN>(segment, of.p).visible_keys(first + TILE - 1) <= second) {
 #pragma unroll
           for (int i = 2; i < 4; ++i) codes[i][0] = codes[i][1] = codes[i][2] = codes[i][3] = 0;
           sum[1][0] = sum[1][1] = 0.0f;
@@ -164,8 +168,8 @@ struct SageBwdForwardSm90 {
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          // For rows that do not see the second tile its scales may be anything, even NaN.
-          float start = offset[r] + scales.log2_v[t], by = t == 1 && alone[r] ? 1.0f : factor[t];
+          // For rows that do not see a tile its scales may be anything, even NaN.
+          float start = offset[r] + scales.log2_v[t], by = unseen[t][r] ? 1.0f : factor[t];
           __half2 pairs[8];
 #pragma unroll
           for (int n = 0; n < 8; ++n) {
@@ -185,14 +189,18 @@ struct SageBwdForwardSm90 {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float p_dequant = ptx::exp2(-offset[r] - softmax.shift(r));
-        if (MASKED && row_max[r] == -CUDART_INF_F) p_dequant = 0.0f;
-        dequant[r] = p_dequant * (alone[r] ? scales.first_v * scales.inverse_v[0] : scales.v);
+        if (HIDDEN != NO_KEYS && row_max[r] == -CUDART_INF_F) p_dequant = 0.0f;
+        dequant[r] = p_dequant * (unseen[1][r] ? scales.first_v * scales.inverse_v[0] : scales.v);
+        if constexpr (HIDDEN == OUTER_KEYS) {
+          if (unseen[0][r]) dequant[r] = p_dequant * scales.inverse_v[1] * __ldg(of.p.codes.v_dequant_scale + of.first_key_tile + 2 * step + 1);
+          if (p_dequant == 0.0f) dequant[r] = 0.0f;  // the row sees neither tile, whose scales may be NaN
+        }
 #pragma unroll
         for (int t = 0; t < 2; ++t) softmax.state(softmax.state.SUM, r) += p_dequant * scales.inverse_v[t] * sum[t][r];
       }
       // The codes are shifted last, where the branch separates no instructions that should be interleaved: a factor where P is
       // computed costs 2 % at head_dim 64.
-      if (__builtin_expect(scales.beyond != 0, false)) shift_codes(scales, alone);
+      if (__builtin_expect(scales.beyond != 0, false)) shift_codes<HIDDEN>(scales, unseen);
     }
 
     __device__ __forceinline__ void add_last(int stage) { add(stage); }
@@ -217,7 +225,7 @@ struct SageBwdForwardSm90 {
     using Logits = float[1][8][4];  // S of a tile, as the sums of codes
 
     // Converts S of both tiles to floats, and masks it.
-    template <bool MASKED>
+    template <Hidden HIDDEN>
     __device__ __forceinline__ void take_logits(Logits (&s)[2], int step, const Segment& segment, int first, int lane) const {
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
@@ -225,14 +233,14 @@ struct SageBwdForwardSm90 {
         for (int n = 0; n < 8; ++n)
 #pragma unroll
           for (int e = 0; e < 4; ++e) s[t][0][n][e] = float(x[t * 8 + n][e]);
-        if constexpr (MASKED)
-          mask(s[t], segment, first + threadIdx.x / 32 % 4 * 16, (2 * step + t) * TILE, lane, -CUDART_INF_F);
+        if constexpr (HIDDEN != NO_KEYS)
+          mask(s[t], Sight<HIDDEN>(segment, of.p), first + threadIdx.x / 32 % 4 * 16, (2 * step + t) * TILE, lane, -CUDART_INF_F);
       }
     }
 
     // Computes the maximum of each row over logits plus log2_v, because logits of the tile with the smaller values count for less;
     // and the offset with which 2^(x factor + log2_v + offset) is in the range of the codes.
-    template <bool MASKED>
+    template <Hidden HIDDEN>
     __device__ __forceinline__ void find_maxima(const Logits (&s)[2], const float (&factor)[2], const StepScales& scales,
                                                 float (&row_max)[2], float (&offset)[2]) const {
 #pragma unroll
@@ -240,7 +248,7 @@ struct SageBwdForwardSm90 {
         float of_tile[2];
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
-          if constexpr (MASKED) {
+          if constexpr (HIDDEN != NO_KEYS) {
             of_tile[t] = -CUDART_INF_F;
 #pragma unroll
             for (int n = 0; n < 8; ++n) of_tile[t] = fmaxf(of_tile[t], fmaxf(s[t][0][n][2 * r], s[t][0][n][2 * r + 1]));
@@ -256,7 +264,7 @@ struct SageBwdForwardSm90 {
         // 2^(x factor + log2_v + offset) is 254 at that maximum, or a little less: the offset is lowered by 2^-21 of the maximum,
         // which is more than all roundings on the way, so that no code exceeds 254.
         offset[r] = fmaf(fabsf(row_max[r]), -0x1p-21f, quant::LOG2_254 - row_max[r]);
-        if (MASKED && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
+        if (HIDDEN != NO_KEYS && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
       }
     }
 
@@ -269,13 +277,15 @@ struct SageBwdForwardSm90 {
       for (int r = 0; r < 2; ++r) offset[r] = fmaf(softmax.shift(r), 0.0f, offset[r]);
     }
 
-    // Applies the powers of two of `beyond` to the codes, but not to the first tile's of rows that see it alone.
-    __device__ __forceinline__ void shift_codes(const StepScales& scales, const bool (&alone)[2]) {
+    // Applies the powers of two of `beyond` to the codes, but not to those of rows that see one tile alone.
+    template <Hidden HIDDEN>
+    __device__ __forceinline__ void shift_codes(const StepScales& scales, const bool (&unseen)[2][2]) {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-          if (i >= 2 || !alone[j % 2]) codes[i][j] = quant::codes_over(codes[i][j], scales.beyond >> 8 * (i / 2) & 255);
+          if ((i >= 2 || !unseen[1][j % 2]) && (HIDDEN != OUTER_KEYS || i < 2 || !unseen[0][j % 2]))
+            codes[i][j] = quant::codes_over(codes[i][j], scales.beyond >> 8 * (i / 2) & 255);
     }
   };
 };
