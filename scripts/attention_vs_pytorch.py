@@ -2,9 +2,10 @@
 """Compares the speed and memory of attention with PyTorch's, on one GPU in one run.
 
     cargo build --release -p sage-train --features cuda
-    python3 scripts/attention_vs_pytorch.py [--binary target/release/sage-train] [D:N:CAUSAL ...]
+    python3 scripts/attention_vs_pytorch.py [--binary target/release/sage-train] [D:N:CAUSAL[:WINDOW] ...]
 
-D is the head_dim, or 192/128 for values of 128 channels beside queries and keys of 192.
+D is the head_dim, or 192/128 for values of 128 channels beside queries and keys of 192. WINDOW is the number of tokens
+that a query sees, its own and those before it.
 PyTorch's scaled_dot_product_attention runs with its FlashAttention-2 backend (mma.sync instructions) and with
 cuDNN's; FlashAttention-4 runs if `flash_attn.cute` can be imported (pip install flash-attn-4). Every time is the
 median between CUDA events, for bf16, 16384 tokens, heads = 2048 / D and inputs in rotation: of the forward alone
@@ -57,10 +58,31 @@ def median_ms(call, repeats, rest):
     return times[len(times) // 2]
 
 
-def sdpa(backend):
-    """PyTorch's attention of (batch, heads, sequence, head_dim) with a backend."""
+class WindowedFa2(torch.autograd.Function):
+    """PyTorch's FlashAttention-2 with a window, which scaled_dot_product_attention does not pass on."""
 
-    def attention(q, k, v, causal):
+    @staticmethod
+    def forward(ctx, q, k, v, causal, before):
+        lengths, after = (None, None, q.shape[1], k.shape[1]), 0 if causal else before
+        out, lse, *random, _ = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, window_size_left=before, window_size_right=after)
+        ctx.save_for_backward(q, k, v, out, lse, *random)
+        ctx.arguments = (*lengths, 0.0, causal), before, after
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        arguments, before, after = ctx.arguments
+        q, k, v, out, lse, *random = ctx.saved_tensors
+        grads = torch.ops.aten._flash_attention_backward(dout, q, k, v, out, lse, *arguments, *random, window_size_left=before, window_size_right=after)
+        return (*grads, None, None)
+
+
+def sdpa(backend):
+    """PyTorch's attention of (batch, heads, sequence, head_dim) with a backend. Only FlashAttention-2 has windows."""
+
+    def attention(q, k, v, causal, before=None):
+        if before is not None:
+            return WindowedFa2.apply(q, k, v, causal, before)
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal).transpose(1, 2)
 
@@ -75,14 +97,15 @@ def peers():
     except ImportError:
         return found
 
-    def fa4(q, k, v, causal):
-        out = flash_attn_func(q, k, v, causal=causal)
+    def fa4(q, k, v, causal, before=None):
+        window = (None, None) if before is None else (before, 0 if causal else before)
+        out = flash_attn_func(q, k, v, causal=causal, window_size=window)
         return out[0] if isinstance(out, tuple) else out
 
     return found | {"fa4": fa4}
 
 
-def theirs(attention, d, v, n, causal, repeats, rest):
+def theirs(attention, d, v, n, causal, before, repeats, rest):
     """Measures a peer. Returns (forward ms, forward + backward ms, peak extra bytes)."""
     batch, heads = max(1, 16384 // n), 2048 // d
     new = lambda channels, grad: torch.randn(batch, n, heads, channels, device="cuda", dtype=torch.bfloat16, requires_grad=grad)
@@ -90,11 +113,11 @@ def theirs(attention, d, v, n, causal, repeats, rest):
 
     def forward(i):
         with torch.no_grad():
-            attention(*sets[i % 3][0], bool(causal))
+            attention(*sets[i % 3][0], bool(causal), before)
 
     def both(i):
         inputs, dout = sets[i % 3]
-        torch.autograd.grad(attention(*inputs, bool(causal)), inputs, dout)
+        torch.autograd.grad(attention(*inputs, bool(causal), before), inputs, dout)
 
     times = median_ms(forward, repeats, rest), median_ms(both, repeats, rest)
     torch.cuda.synchronize()
@@ -114,24 +137,28 @@ def main():
     args = parser.parse_args()
     rows = args.rows or USUAL
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}\n")
-    print(f"{'D':>7} {'N':>7} {'causal':>6}  {'attn':<31} {'fwd ms':>8} {'f+b ms':>8} {'fwd TF':>7} {'f+b TF':>7} {'MiB':>6}"
+    print(f"{'D':>7} {'N':>7} {'causal':>6} {'window':>6}  {'attn':<31} {'fwd ms':>8} {'f+b ms':>8} {'fwd TF':>7} {'f+b TF':>7} {'MiB':>6}"
           f"  {'fwd/fa2':>8} {'f+b/fa2':>8} {'mem/fa2':>8}")
     for row in rows:
-        channels, n, causal = row.split(":")
+        channels, n, causal, *window = row.split(":")
         (d, *narrower), n, causal = map(int, channels.split("/")), int(n), int(causal)
         v = narrower[0] if narrower else d
-        unit = 2 * max(1, 16384 // n) * (2048 // d) * n * n / (2 if causal else 1)
+        before = int(window[0]) - 1 if window else None
+        hidden = max(n - before - 1, 0) if window else 0
+        unit = 2 * max(1, 16384 // n) * (2048 // d) * (n * n - hidden * hidden) / (2 if causal else 1)
         lines = []
         for name, attention in peers().items():
+            if window and name == "cudnn":
+                continue  # PyTorch gives it none
             try:
-                lines.append((name, *theirs(attention, d, v, n, causal, args.repeats, args.rest)))
+                lines.append((name, *theirs(attention, d, v, n, causal, before, args.repeats, args.rest)))
             except RuntimeError as error:
-                print(f"{channels:>7} {n:>7} {causal:>6}  {name:<31} failed: {str(error)[:80]}")
+                print(f"{channels:>7} {n:>7} {causal:>6} {window[0] if window else '-':>6}  {name:<31} failed: {str(error)[:80]}")
             torch.cuda.empty_cache()
         lines += ours(args.binary, row, args.repeats, args.rest)
         base = lines[0]  # FlashAttention-2, or what ran instead
         for name, forward, both, extra in lines:
-            print(f"{channels:>7} {n:>7} {causal:>6}  {name:<31} {forward:>8.3f} {both:>8.3f} {unit * (d + v) / forward / 1e9:>7.0f}"
+            print(f"{channels:>7} {n:>7} {causal:>6} {window[0] if window else '-':>6}  {name:<31} {forward:>8.3f} {both:>8.3f} {unit * (d + v) / forward / 1e9:>7.0f}"
                   f" {unit * (4 * d + 3 * v) / both / 1e9:>7.0f} {extra / 2**20:>6.0f}"
                   f"  {base[1] / forward:>7.2f}x {base[2] / both:>7.2f}x {extra / base[3]:>7.2f}x", flush=True)
 

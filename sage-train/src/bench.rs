@@ -17,7 +17,8 @@ use crate::during;
 /// Number of input sets that calls use in turn, so that no call finds its inputs in the cache.
 const ROTATING: usize = 3;
 
-/// A row of the benchmark: `D:N:causal`, or `D/V:N:causal` where values have another head_dim than queries and keys.
+/// A row of the benchmark: `D:N:causal`, or `D/V:N:causal` where values have another head_dim than queries and keys. A window of
+/// `W` tokens is `D:N:causal:W`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Row {
     /// head_dim of queries and keys.
@@ -28,9 +29,20 @@ pub struct Row {
     pub tokens: usize,
     /// Whether the mask is causal.
     pub causal: bool,
+    /// The tokens that a query sees at most, its own and those before it (and without a causal mask as many after it). `None`: all.
+    pub window: Option<usize>,
 }
 
 impl Row {
+    /// The pairs of a query and a key that it sees, in one head: half of all with a causal mask.
+    fn pairs(self) -> f64 {
+        let n = self.tokens as f64;
+        // Before each query there are `hidden` keys fewer than without a window: of the last query `n - w`, of the one before one less.
+        let hidden = n - self.window.map_or(n, |window| n.min(window as f64));
+        let before = 0.5 * (n * n - hidden * hidden);
+        if self.causal { before } else { 2.0 * before }
+    }
+
     /// Whether heads have more channels than most kernels take.
     fn is_large(self) -> bool {
         self.head_dim.max(self.value_dim) > 128
@@ -52,14 +64,21 @@ impl std::str::FromStr for Row {
         let (heads, shape) = text.split_once(':').unwrap_or((text, ""));
         let (head_dim, value_dim) = heads.split_once('/').unwrap_or((heads, heads));
         let numbers = [head_dim, value_dim].into_iter().chain(shape.split(':'));
-        let parts: Vec<Option<usize>> = numbers.map(|part| part.parse().ok()).collect();
+        let mut parts: Vec<Option<usize>> = numbers.map(|part| part.parse().ok()).collect();
+        let window = if parts.len() > 4 {
+            parts.pop().map(|window| window.filter(|&tokens| tokens > 0))
+        } else {
+            None
+        };
         match parts.as_slice() {
-            &[Some(head_dim @ 8..=256), Some(value_dim @ 8..=256), Some(tokens @ 1..), Some(causal @ 0..=1)] => {
-                Ok(Self { head_dim, value_dim, tokens, causal: causal == 1 })
+            &[Some(head_dim @ 8..=256), Some(value_dim @ 8..=256), Some(tokens @ 1..), Some(causal @ 0..=1)]
+                if window != Some(None) =>
+            {
+                Ok(Self { head_dim, value_dim, tokens, causal: causal == 1, window: window.flatten() })
             }
             _ => Err(Error::new("not a row of the benchmark")
                 .got(format!("`{text}`"))
-                .allowed("D:N:causal, such as 64:8192:1: head_dim 8 to 256, tokens, 0 or 1; 192/128:8192:1 for values of 128 with keys of 192")
+                .allowed("D:N:causal, such as 64:8192:1: head_dim 8 to 256, tokens, 0 or 1; 192/128:8192:1 for values of 128 with keys of 192; 64:8192:1:1024 for a window of 1024 tokens")
                 .hint("without rows the usual ones run")),
         }
     }
@@ -116,14 +135,13 @@ pub struct Measured {
 }
 
 impl Measured {
-    /// Operations of the forward, and of forward and backward: 2 B H N^2 times the channels that are products' rows or
-    /// reductions, half of that with a causal mask. The forward has D of S and V of P V, the backward those of S, dQ and dK, and of
+    /// Operations of the forward, and of forward and backward: 2 B H times the pairs of a query and a key times the channels that are
+    /// products' rows or reductions. The forward has D of S and V of P V, the backward those of S, dQ and dK, and of
     /// dP and dV.
     fn operations(&self) -> (f64, f64) {
-        let Row { head_dim: d, value_dim: v, tokens, causal } = self.row;
-        let of = |channels| (2 * self.batch * self.heads * channels) as f64 * (tokens as f64).powi(2);
-        let part = if causal { 0.5 } else { 1.0 };
-        (part * of(d + v), part * of(4 * d + 3 * v))
+        let Row { head_dim: d, value_dim: v, .. } = self.row;
+        let of = |channels| (2 * self.batch * self.heads * channels) as f64 * self.row.pairs();
+        (of(d + v), of(4 * d + 3 * v))
     }
 
     /// TFLOP/s of the forward, and of forward and backward, in 16-bit-equivalent operations.
@@ -137,7 +155,13 @@ impl Measured {
 pub fn usual_rows(device: &Device) -> Vec<Row> {
     let lengths: &[usize] = if device.is_cpu() { &[1024] } else { &[1024, 8192, 16384] };
     let of = |head_dim| {
-        lengths.iter().map(move |&tokens| Row { head_dim, value_dim: head_dim, tokens, causal: true })
+        lengths.iter().map(move |&tokens| Row {
+            head_dim,
+            value_dim: head_dim,
+            tokens,
+            causal: true,
+            window: None,
+        })
     };
     [64, 128].into_iter().flat_map(of).collect()
 }
@@ -207,7 +231,8 @@ pub fn measure(plan: &Plan, row: Row, seen: &mut dyn FnMut(Measured) -> Result<(
         named => named.to_vec(),
     };
     for scheme in schemes {
-        let attention = Attention::new(scheme).causal(row.causal);
+        let beside = row.window.map(|window| window - 1);
+        let attention = Attention::new(scheme).causal(row.causal).window(beside, beside);
         let forward = |n: usize| {
             let [q, k, v, _] = &inputs[n % ROTATING];
             attention.apply(q, k, v).map(drop)
@@ -235,7 +260,8 @@ pub fn measure(plan: &Plan, row: Row, seen: &mut dyn FnMut(Measured) -> Result<(
 
 impl std::fmt::Display for Row {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}:{}:{}", self.heads(), self.tokens, u8::from(self.causal))
+        write!(f, "{}:{}:{}", self.heads(), self.tokens, u8::from(self.causal))?;
+        self.window.map_or(Ok(()), |window| write!(f, ":{window}"))
     }
 }
 
@@ -243,8 +269,8 @@ impl std::fmt::Display for Row {
 pub fn table_head(plan: &Plan) -> String {
     let place = if plan.device.is_cpu() { "CPU, f32" } else { "GPU, bf16" };
     format!(
-        "{place}; TFLOP/s in 16-bit-equivalent operations; memory beyond the inputs\n\n{:>7} {:>7} {:>6} {:>5} {:>5}  {:<31} {:>9} {:>9} {:>8} {:>8} {:>9}\n",
-        "D", "N", "causal", "batch", "heads", "attn", "fwd ms", "f+b ms", "fwd TF", "f+b TF", "MiB"
+        "{place}; TFLOP/s in 16-bit-equivalent operations; memory beyond the inputs\n\n{:>7} {:>7} {:>6} {:>6} {:>5} {:>5}  {:<31} {:>9} {:>9} {:>8} {:>8} {:>9}\n",
+        "D", "N", "causal", "window", "batch", "heads", "attn", "fwd ms", "f+b ms", "fwd TF", "f+b TF", "MiB"
     )
 }
 
@@ -253,10 +279,11 @@ pub fn table_line(m: &Measured) -> String {
     let (forward, both) = m.tflops();
     let mib = m.extra_bytes.map_or("-".into(), |bytes| format!("{:.0}", bytes as f64 / (1 << 20) as f64));
     format!(
-        "{:>7} {:>7} {:>6} {:>5} {:>5}  {:<31} {:>9.3} {:>9.3} {:>8} {:>8} {mib:>9}\n",
+        "{:>7} {:>7} {:>6} {:>6} {:>5} {:>5}  {:<31} {:>9.3} {:>9.3} {:>8} {:>8} {mib:>9}\n",
         m.row.heads(),
         m.row.tokens,
         if m.row.causal { "yes" } else { "no" },
+        m.row.window.map_or("-".into(), |window| window.to_string()),
         m.batch,
         m.heads,
         label(&m.scheme),
@@ -279,17 +306,18 @@ fn speed(tflops: f64) -> String {
 /// All results as comma-separated values.
 pub fn csv(all: &[Measured]) -> String {
     let mut out = String::from(
-        "head_dim,value_dim,tokens,causal,batch,heads,attn,forward_ms,both_ms,forward_tflops,both_tflops,extra_bytes\n",
+        "head_dim,value_dim,tokens,causal,window,batch,heads,attn,forward_ms,both_ms,forward_tflops,both_tflops,extra_bytes\n",
     );
     for m in all {
         let (forward, both) = m.tflops();
         let _ = writeln!(
             out,
-            "{},{},{},{},{},{},{},{:.4},{:.4},{:.2},{:.2},{}",
+            "{},{},{},{},{},{},{},{},{:.4},{:.4},{:.2},{:.2},{}",
             m.row.head_dim,
             m.row.value_dim,
             m.row.tokens,
             u8::from(m.row.causal),
+            m.row.window.map_or(String::new(), |window| window.to_string()),
             m.batch,
             m.heads,
             label(&m.scheme),
@@ -309,9 +337,11 @@ mod tests {
 
     #[test]
     fn rows_print_and_parse() {
-        let narrower = Row { head_dim: 192, value_dim: 128, tokens: 4096, causal: false };
+        let narrower = Row { head_dim: 192, value_dim: 128, tokens: 4096, causal: false, window: None };
         assert_eq!(narrower.to_string(), "192/128:4096:0");
-        for row in usual_rows(&Device::Cpu).into_iter().chain([narrower]) {
+        let windowed = Row { window: Some(1024), ..narrower };
+        assert_eq!(windowed.to_string(), "192/128:4096:0:1024");
+        for row in usual_rows(&Device::Cpu).into_iter().chain([narrower, windowed]) {
             assert_eq!(row.to_string().parse(), Ok(row));
         }
         for bad in [
@@ -325,6 +355,9 @@ mod tests {
             "64/:8192:1",
             "64/7:8192:1",
             "64/64/64:8192:1",
+            "64:8192:1:0",
+            "64:8192:1:x",
+            "64:8192:1:8:8",
         ] {
             assert!(bad.parse::<Row>().is_err(), "{bad}");
         }
@@ -333,7 +366,7 @@ mod tests {
     #[test]
     fn operations_are_those_of_two_products() {
         let of = |value_dim| {
-            let row = Row { head_dim: 64, value_dim, tokens: 1024, causal: true };
+            let row = Row { head_dim: 64, value_dim, tokens: 1024, causal: true, window: None };
             let scheme = Scheme::FullPrecision;
             Measured { row, batch: 2, heads: 3, scheme, forward_ms: 1.0, both_ms: 1.0, extra_bytes: None }
                 .operations()
@@ -341,5 +374,9 @@ mod tests {
         let unit = 2.0 * 3.0 * 1024.0 * 1024.0 * 64.0;
         assert_eq!(of(64), (2.0 * unit, 7.0 * unit));
         assert_eq!(of(32), (1.5 * unit, 5.5 * unit));
+        let pairs = |causal, window| Row { head_dim: 64, value_dim: 64, tokens: 8, causal, window }.pairs();
+        assert_eq!([pairs(true, None), pairs(true, Some(9)), pairs(false, None)], [32.0, 32.0, 64.0]);
+        // 8 x 2 less what the first queries lack.
+        assert_eq!([pairs(true, Some(2)), pairs(false, Some(2))], [14.0, 28.0]);
     }
 }

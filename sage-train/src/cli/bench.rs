@@ -57,8 +57,8 @@ impl Rest {
 /// quantization and smoothing is inside.
 #[derive(Debug, clap::Args)]
 pub(super) struct BenchAttention {
-    /// Shapes: head_dim (192/128: values of 128 beside keys of 192), tokens, 1 if causal; over 128 channels a GPU has full precision, and on Hopper SageBwd's scores [default: D 64 and 128, N 1024 and on a GPU 8192, 16384, causal]
-    #[arg(value_name = "D:N:CAUSAL")]
+    /// Shapes: head_dim (192/128: values of 128 beside keys of 192), tokens, 1 if causal, tokens of a sliding window; over 128 channels a GPU has full precision, and on Hopper SageBwd's scores [default: D 64 and 128, N 1024 and on a GPU 8192, 16384, causal]
+    #[arg(value_name = "D:N:CAUSAL[:WINDOW]")]
     rows: Vec<Row>,
     /// Schemes with their settings, separated by semicolons: "fpa;sagebwd:smoothing=kv" [default: every scheme, and sets of SageBwd's
     /// products]
