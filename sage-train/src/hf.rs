@@ -14,7 +14,7 @@ use clap::ValueEnum;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use config::{HfConfig, unusable};
+use config::{HfConfig, LAYER_TYPES, unusable};
 pub use model_type::ModelType;
 
 use crate::data::{Boundaries, Tokenizer, token_ids};
@@ -63,6 +63,10 @@ pub fn settings(folder: &Path) -> Result<Settings> {
         s.model.norm_eps = Some(config.rms_norm_eps);
         s.model.rope_base = Some(config.rope_theta());
         s.model.rope_scaling = config.rope_scaling();
+        if let Some(windows) = config.windows() {
+            s.model.window = Some(Quantity(windows.tokens as u64));
+            s.model.window_pattern = Some(windows.pattern);
+        }
         s.model.untied = (!config.tie_word_embeddings).then_some(Switch::On);
         s.model.qkv_bias = config.model_type.qkv_bias().then_some(Switch::On);
     }))
@@ -310,12 +314,20 @@ fn config_json(config: &LlamaConfig, end_of_text: u32, dtype: DType) -> Result<V
         "attention_bias": false,
         "attention_dropout": 0.0,
         "mlp_bias": false,
-        "use_sliding_window": false,
+        "use_sliding_window": config.windows.is_some() && kind != ModelType::Mistral,
         "use_cache": true,
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
         "torch_dtype": if dtype == DType::BF16 { "bfloat16" } else { "float32" },
     });
+    if let Some(windows) = &config.windows {
+        all["sliding_window"] = windows.tokens.into();
+        // Of a Mistral all layers have it.
+        if kind != ModelType::Mistral {
+            let kinds = (0..config.layers).map(|layer| LAYER_TYPES[usize::from(windows.of(layer).is_some())]);
+            all["layer_types"] = kinds.collect::<Vec<_>>().into();
+        }
+    }
     if config.rope_scaling.is_some() {
         // As transformers had it before version 5.
         all["rope_scaling"] = all["rope_parameters"].clone();

@@ -17,6 +17,7 @@ mod snapshot;
 mod spec;
 mod state;
 mod ulysses;
+mod windows;
 
 pub use attention::Observe;
 pub use config::{LlamaConfig, Recompute};
@@ -34,3 +35,4 @@ pub use snapshot::{Parts, Snapshot};
 pub(crate) use spec::OUTPUT;
 pub use spec::{Kind, ParameterSpec, Start};
 pub use state::{State, StateFile};
+pub use windows::{WindowPattern, Windows};

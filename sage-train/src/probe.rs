@@ -79,6 +79,11 @@ pub fn probe(folder: &Path, look: ProbeOptions, settings: Settings, typed: &Sett
             "the model was trained with attention inside documents, and is probed with attention over whole sequences",
         );
     }
+    if let Some(windows) = &config.model.windows {
+        notify(&format!(
+            "the model was trained with windows {windows}, and is probed with attention over whole sequences"
+        ));
+    }
     let mut probed = probe_model(&config.model, parameters, scheme, (&data.validation, cut), look)?;
     probed.step = trained.step;
     Ok(probed)

@@ -2,10 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use candle_sage::{Result, Scheme};
+use candle_sage::{Error, Result, Scheme};
 
 use crate::checks::{above_zero, in_range, need};
-use crate::model::{LinearPrecision, LlamaConfig, Sla2Config};
+use crate::model::{LinearPrecision, LlamaConfig, Sla2Config, Windows};
 use crate::settings::{Preset, Settings, Switch};
 
 /// The model that settings describe, checked.
@@ -43,6 +43,7 @@ pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) ->
         linear_head: s.linear.head_precision(),
         scheme,
         layer_schemes,
+        windows: windows(s, scheme, sla2.as_ref())?,
         sla2,
         z_loss: in_range("z-loss", need(s.optimizer.z_loss), 0.0, 1.0)?,
         recompute: need(s.run.recompute),
@@ -64,6 +65,30 @@ fn layer_schemes(
     let mut schemes = named.map_or_else(|| Ok(BTreeMap::new()), |named| named.resolve(layers))?;
     schemes.retain(|_, other| Some(*other) != scheme);
     Ok(schemes)
+}
+
+/// The sliding windows. They mean nothing to a model without attention.
+fn windows(s: &Settings, scheme: Option<Scheme>, sla2: Option<&Sla2Config>) -> Result<Option<Windows>> {
+    let pattern = s.model.window_pattern.clone();
+    let Some(tokens) = s.model.window.filter(|_| scheme.is_some()) else {
+        return match pattern {
+            Some(pattern) if s.model.window.is_none() => {
+                Err(Error::new("a pattern of windows without a window")
+                    .got(format!("--window-pattern {pattern}"))
+                    .allowed("both, or neither")
+                    .hint("--window 1024 sets the number of tokens"))
+            }
+            _ => Ok(None),
+        };
+    };
+    if sla2.is_some() {
+        return Err(Error::new("SLA2 has no sliding windows")
+            .got(format!("--window {tokens}"))
+            .allowed("dense attention")
+            .hint("--sla2-choice window attends to the nearest blocks; or another --attn"));
+    }
+    let tokens = in_range("window", tokens.0 as usize, 1, 1 << 24)?;
+    Ok(Some(Windows { tokens, pattern: pattern.unwrap_or_default() }))
 }
 
 /// On small blocks SageBwd has smaller tiles.

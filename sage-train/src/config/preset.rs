@@ -273,6 +273,8 @@ fn model(size: &Size) -> ModelSettings {
         init_std: Some(size.init_std),
         rope_base: Some(10_000.0),
         rope_scaling: None,
+        window: None,
+        window_pattern: None,
         untied: None,
         qkv_bias: None,
         norm_eps: Some(1e-6),

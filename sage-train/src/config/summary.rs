@@ -189,7 +189,9 @@ impl Config {
                         sla2.dense_steps,
                     )
                 });
-                format!("{sla2}{}, QK-norm {norm}", m.numerics())
+                let windows =
+                    m.windows.as_ref().map_or_else(String::new, |windows| format!(", windows {windows}"));
+                format!("{sla2}{}, QK-norm {norm}{windows}", m.numerics())
             }
         }
     }

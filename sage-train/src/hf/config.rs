@@ -7,7 +7,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::{CONFIG, MOST, ModelType};
-use crate::model::RopeScaling;
+use crate::model::{RopeScaling, WindowPattern, Windows};
 use crate::{during, read_small};
 
 const HINT: &str = "models like SmolLM, Llama 3, Mistral 7B v0.3, Qwen2.5 and Qwen3 can be";
@@ -35,6 +35,9 @@ pub(super) struct HfConfig {
     use_sliding_window: bool,
     /// Of a Mistral: the others say by the field before whether it counts.
     sliding_window: Option<usize>,
+    /// Which layers have the window; of models that do not say, in a Qwen2 or Qwen3 those from `max_window_layers` on.
+    layer_types: Option<Vec<String>>,
+    max_window_layers: Option<usize>,
     hidden_act: Option<String>,
     rope_theta: Option<f64>,
     rope_scaling: Option<Rope>,
@@ -54,6 +57,9 @@ struct Rope {
     high_freq_factor: Option<f64>,
     original_max_position_embeddings: Option<usize>,
 }
+
+/// The kinds of layers that this trainer has.
+pub(super) const LAYER_TYPES: [&str; 2] = ["full_attention", "sliding_attention"];
 
 /// The kind of scaling that this trainer has.
 const LLAMA3: &str = "llama3";
@@ -117,14 +123,24 @@ impl HfConfig {
 
     fn check(&self, folder: &Path) -> Result<()> {
         let scaled = self.scaled().map(|rope| (rope.kind().unwrap_or_default(), rope.llama3()));
-        let window = self.window();
+        let kinds = self.layer_types.as_deref().unwrap_or_default();
+        let other = kinds.iter().find(|kind| !LAYER_TYPES.contains(&kind.as_str()));
         let refused = [
             (
                 self.attention_bias || self.mlp_bias,
                 "biases of the output projection or of the feed-forward network".into(),
                 "attention_bias and mlp_bias: false",
             ),
-            (window.is_some(), format!("a sliding window of {}", window.unwrap_or_default()), "none"),
+            (
+                other.is_some(),
+                format!("layers of {}", other.map_or("", String::as_str)),
+                "full_attention, sliding_attention",
+            ),
+            (
+                self.window() == Some(0) || (!kinds.is_empty() && kinds.len() != self.num_hidden_layers),
+                format!("sliding_window {:?}, {} layer_types", self.sliding_window, kinds.len()),
+                "a window of at least 1, a type for each layer",
+            ),
             (
                 self.hidden_act.as_deref().is_some_and(|act| act != "silu"),
                 format!("{:?}", self.hidden_act),
@@ -163,6 +179,26 @@ impl HfConfig {
             (false, _) => None,
         };
         stated.filter(|window| *window < self.max_position_embeddings)
+    }
+
+    /// The sliding windows.
+    pub(super) fn windows(&self) -> Option<Windows> {
+        let tokens = self.window()?;
+        // Mistral's files do not say it of layers.
+        let first = match self.model_type {
+            ModelType::Mistral => 0,
+            _ => self.max_window_layers.unwrap_or(28),
+        };
+        let slides = |layer| match &self.layer_types {
+            Some(kinds) => kinds[layer] == LAYER_TYPES[1],
+            None => layer >= first,
+        };
+        let layers: Vec<bool> = (0..self.num_hidden_layers).map(slides).collect();
+        let pattern = match layers.iter().all(|slides| *slides) {
+            true => WindowPattern::default(),
+            false => WindowPattern::by_layer(layers.iter().copied()),
+        };
+        layers.contains(&true).then_some(Windows { tokens, pattern })
     }
 
     /// Llama 3's scaling of the rotary embedding.

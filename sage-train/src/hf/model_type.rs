@@ -11,7 +11,7 @@ use crate::model::LlamaConfig;
 pub enum ModelType {
     /// `LlamaForCausalLM`
     Llama,
-    /// `MistralForCausalLM`: a Llama, where it has no sliding window
+    /// `MistralForCausalLM`: a Llama, with a sliding window in all layers if it has one
     Mistral,
     /// `Qwen2ForCausalLM`: a Llama with biases of query, key and value
     Qwen2,
@@ -31,8 +31,9 @@ impl ModelType {
         let LlamaConfig {
             qk_norm,
             qkv_bias,
+            windows,
+            layers,
             vocab: _,
-            layers: _,
             width: _,
             heads: _,
             key_heads: _,
@@ -57,8 +58,16 @@ impl ModelType {
             recompute: _,
             deterministic: _,
         } = config;
+        let windows = windows.as_ref().map(|windows| (0..*layers).all(|layer| windows.of(layer).is_some()));
         match (*qk_norm, *qkv_bias) {
-            (false, false) => Ok(Self::Llama),
+            (false, false) => match windows {
+                None => Ok(Self::Llama),
+                Some(true) => Ok(Self::Mistral),
+                Some(false) => Err(Error::new("a model of this shape has no name in transformers")
+                    .got("sliding windows in some layers, without QK-norm and without biases of query, key and value")
+                    .allowed("windows in all layers, as Mistral has them, or QK-norm (Qwen3), or the biases (Qwen2)")
+                    .hint("its weights are in model.safetensors, under the names of all three")),
+            },
             (false, true) => Ok(Self::Qwen2),
             (true, false) => Ok(Self::Qwen3),
             (true, true) => Err(Error::new("a model of this shape has no name in transformers")

@@ -209,7 +209,10 @@ impl SelfAttention {
             norms: if config.qk_norm { Some([norm("q_norm")?, norm("k_norm")?]) } else { None },
             heads: [config.heads, config.key_heads, config.key_heads],
             head_dim: config.head_dim,
-            attention: Attention::new(scheme).causal(true).deterministic(config.deterministic),
+            attention: Attention::new(scheme)
+                .causal(true)
+                .window(config.keys_before(layer), None)
+                .deterministic(config.deterministic),
             sla2: config
                 .sla2
                 .as_ref()

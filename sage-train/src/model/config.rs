@@ -10,6 +10,7 @@ use super::linear::LinearPrecision;
 use super::rope_scaling::RopeScaling;
 use super::sla2::{Sla2Config, Stage};
 use super::spec::{EMBEDDING, Kind, OUTPUT, ParameterSpec, Start};
+use super::windows::Windows;
 
 /// The shape of a decoder-only transformer in Llama's style.
 #[derive(Debug, Clone, PartialEq)]
@@ -54,6 +55,8 @@ pub struct LlamaConfig {
     pub scheme: Option<Scheme>,
     /// Layers whose attention has another scheme than `scheme`.
     pub layer_schemes: BTreeMap<usize, Scheme>,
+    /// Sliding windows; `None`: every layer attends to all tokens before.
+    pub windows: Option<Windows>,
     /// SLA2 settings if attention is to selected blocks alone; its numerics are those of `scheme`.
     pub sla2: Option<Sla2Config>,
     /// Factor of the z-loss in the training loss.
@@ -204,6 +207,11 @@ impl LlamaConfig {
         self.layer_schemes.get(&layer).copied().or(self.scheme)
     }
 
+    /// Keys that a query of a layer sees before its own position. `None`: all.
+    pub(super) fn keys_before(&self, layer: usize) -> Option<usize> {
+        self.windows.as_ref()?.of(layer).map(|tokens| tokens - 1)
+    }
+
     /// Numerics of attention as text, with the layers that have others.
     pub fn numerics(&self) -> String {
         let Some(scheme) = self.scheme else { return "none".into() };
@@ -227,7 +235,7 @@ impl LlamaConfig {
     }
 
     /// FLOPs of forward and backward for one token: 6 per parameter that is multiplied with, and `6 layers heads head_dim context`
-    /// for causal attention. With SLA2 the attention term is the fraction of it that SLA2 computes, and its
+    /// for causal attention, less with windows. With SLA2 the attention term is the fraction of it that SLA2 computes, and its
     /// linear tail adds twice `12 layers heads head_dim^2`.
     pub fn flops_per_token(&self) -> u64 {
         self.flops(self.sla2.as_ref())
@@ -272,7 +280,13 @@ impl LlamaConfig {
         let channels = (self.layers * self.heads * self.head_dim) as f64;
         let attention = match (&self.scheme, sla2) {
             (None, _) => 0.0,
-            (_, None) => channels * self.context as f64,
+            (_, None) => match &self.windows {
+                None => channels * self.context as f64,
+                Some(windows) => {
+                    let pairs: f64 = (0..self.layers).map(|layer| windows.pairs(layer, self.context)).sum();
+                    2.0 * pairs * (self.heads * self.head_dim) as f64
+                }
+            },
             (_, Some(sla2)) => {
                 let tail = if sla2.tail.is_some() { 4.0 * self.head_dim as f64 } else { 0.0 };
                 channels * (self.context as f64 * (1.0 - sla2.sparsity(self.context)) + tail)

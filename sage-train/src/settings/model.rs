@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use super::Switch;
 use super::layer::layer;
-use crate::model::RopeScaling;
+use crate::model::{RopeScaling, WindowPattern};
+use crate::quantity::Quantity;
 
 /// Table `[model]`: the shape of the model, and its initial weights.
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
@@ -51,6 +52,12 @@ pub struct ModelSettings {
     /// Biases in the projections of query, key and value, as Qwen2 has them [default: off]
     #[arg(long, value_enum)]
     pub qkv_bias: Option<Switch>,
+    /// Sliding windows: tokens that a query sees at most, its own and those before it [default: all]
+    #[arg(long, value_name = "TOKENS")]
+    pub window: Option<Quantity>,
+    /// Layers with the window, a letter each, repeated: S has it, L sees all tokens; SSSL: every fourth layer sees all [default: S]
+    #[arg(long, value_name = "LETTERS")]
+    pub window_pattern: Option<WindowPattern>,
     /// Epsilon of every RMSNorm [default: 1e-6]
     #[arg(long, value_name = "EPS")]
     pub norm_eps: Option<f64>,
@@ -59,5 +66,5 @@ pub struct ModelSettings {
 layer! {
     ModelSettings:
     init_from [Path Whole], layers, width, heads, key_heads, head_dim, ffn, init_std, rope_base, rope_scaling [Whole], untied, qkv_bias,
-    norm_eps
+    window, window_pattern [Whole], norm_eps
 }

@@ -164,9 +164,9 @@ fn what_is_another_computation_is_refused() {
         ("other scaled angles", "\"rope_type\": \"default\"", "\"rope_type\": \"yarn\""),
         ("a scaling without numbers", "\"rope_type\": \"default\"", "\"rope_type\": \"llama3\""),
         (
-            "a sliding window",
+            "other layers",
             "\"model_type\": \"llama\"",
-            "\"sliding_window\": 32, \"model_type\": \"mistral\"",
+            "\"layer_types\": [\"chunked_attention\"], \"model_type\": \"llama\"",
         ),
         ("another activation", "\"hidden_act\": \"silu\"", "\"hidden_act\": \"gelu\""),
         ("no heads", "\"num_attention_heads\": 4", "\"num_attention_heads\": 0"),
@@ -358,15 +358,28 @@ fn parts_of_other_models_are_settings() {
     let scratch = Scratch::new();
     scratch.file("a.jsonl", json_lines(300_000));
     let parts = ["--qk-norm", "off", "--qkv-bias", "on", "--untied", "on", "--rope-scaling", "4,1,4,24"];
+    let windows = ["--window", "9", "--window-pattern", "SL"];
+    let parts = [&parts[..], &windows].concat();
     let flags = [&["--data", "a.jsonl", "--steps", "3", "--attn", "fpa", "--name", "r"][..], &parts].concat();
     let plan = scratch.ok(&small(&[&flags[..], &["--dry-run"]].concat()));
-    for part in ["with biases", "rotary scaling 4,1,4,24", "as many in the output matrix"] {
+    for part in [
+        "windows of 9 tokens in the layers SL",
+        "with biases",
+        "rotary scaling 4,1,4,24",
+        "as many in the output matrix",
+    ] {
         assert!(plan.contains(part), "{part}: {plan}");
     }
     scratch.ok(&small(&flags));
     scratch.ok(&["export", "runs/r", "--to", "out"]);
     let config = std::fs::read_to_string(scratch.path().join("out/config.json")).expect("a file");
-    for part in ["Qwen2ForCausalLM", "\"rope_type\": \"llama3\"", "\"tie_word_embeddings\": false"] {
+    for part in [
+        "Qwen2ForCausalLM",
+        "\"sliding_window\": 9",
+        "\"sliding_attention\"",
+        "\"rope_type\": \"llama3\"",
+        "\"tie_word_embeddings\": false",
+    ] {
         assert!(config.contains(part), "{part}: {config}");
     }
     let loss =
@@ -381,8 +394,14 @@ fn parts_of_other_models_are_settings() {
     }
     let path = scratch.path().join("runs/r/config.toml");
     let config = std::fs::read_to_string(&path).expect("a file");
-    for (from, to) in [("untied = true", ""), ("4,1,4,24", "8,1,4,24"), ("qkv-bias = true", "")] {
-        assert!(config.contains(from), "{config}");
+    for (from, to) in [
+        ("untied = true", ""),
+        ("4,1,4,24", "8,1,4,24"),
+        ("window = 9", "window = 8"),
+        ("\"SL\"", "\"S\""),
+        ("qkv-bias = true", ""),
+    ] {
+        assert!(config.contains(from), "{from}: {config}");
         std::fs::write(&path, config.replace(from, to)).expect("a file");
         let error = scratch.fails(&["--resume", "runs/r", "--steps", "5"]);
         assert!(error.contains("hint:"), "{from}: {error}");
@@ -391,7 +410,22 @@ fn parts_of_other_models_are_settings() {
     scratch.ok(&["--resume", "runs/r", "--steps", "5"]);
     let error = scratch.fails(&small(&["--rope-scaling", "4,4,1,24", "--dry-run"]));
     assert!(error.contains("rope-scaling is out of range") && error.contains("hint:"), "{error}");
-    // Both QK-norm and biases: no model of transformers.
+    for (bad, word) in [
+        (["--window-pattern", "SL"], "a pattern of windows without a window"),
+        (["--window", "0"], "window is out of range"),
+    ] {
+        let error = scratch.fails(&small(&[&bad[..], &["--attn", "fpa", "--dry-run"]].concat()));
+        assert!(error.contains(word) && error.contains("hint:"), "{error}");
+    }
+    let sparse = ["--window", "9", "--attn", "sla2", "--dry-run"];
+    assert!(scratch.fails(&small(&sparse)).contains("SLA2 has no sliding windows"));
+    // All layers have the window: a Mistral. Both QK-norm and biases: no model of transformers.
+    let mistral = ["--qk-norm", "off", "--window", "9", "--steps", "1", "--attn", "fpa", "--name", "mistral"];
+    scratch.ok(&small(&[&["--data", "a.jsonl"][..], &mistral].concat()));
+    scratch.ok(&["export", "runs/mistral", "--to", "mistral"]);
+    let config = std::fs::read_to_string(scratch.path().join("mistral/config.json")).expect("a file");
+    assert!(config.contains("MistralForCausalLM") && config.contains("\"sliding_window\": 9"), "{config}");
+    assert_eq!(loss("runs/mistral"), loss("mistral"));
     let both = ["--qk-norm", "on", "--qkv-bias", "on", "--steps", "1", "--attn", "fpa", "--name", "both"];
     scratch.ok(&small(&[&["--data", "a.jsonl"][..], &both].concat()));
     let error = scratch.fails(&["export", "runs/both", "--to", "none"]);

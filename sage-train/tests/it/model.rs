@@ -14,7 +14,7 @@ use candle_sage::shape::Packing;
 use candle_sage::{Attention, AttnQat, SageBwd, Scheme, Sla2};
 use sage_train::config::Config;
 use sage_train::model::{
-    Choice, Input, Llama, LlamaConfig, Parameters, Recompute, Sla2Config, Stage, Training,
+    Choice, Input, Llama, LlamaConfig, Parameters, Recompute, Sla2Config, Stage, Training, Windows,
 };
 use sage_train::ranks::Ranks;
 use sage_train::settings::Settings;
@@ -250,7 +250,8 @@ fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
     for (scheme, qk_norm) in [(None, false), (Some(Scheme::FullPrecision), true), (Some(int8), false)] {
         let rope_scaling = Some("4,1,4,16".parse().expect("a scaling"));
         let (untied, qkv_bias) = (qk_norm, !qk_norm);
-        let config = LlamaConfig { scheme, qk_norm, rope_scaling, untied, qkv_bias, ..config() };
+        let windows = Some(Windows { tokens: 7, pattern: "SSL".parse().expect("a pattern") });
+        let config = LlamaConfig { scheme, qk_norm, rope_scaling, untied, qkv_bias, windows, ..config() };
         let parameters = drawn(&config, device, DType::F32)?;
         let whole = Llama::new(&config, &parameters, device)?;
         // The whole sequence in full precision, the scheme of the tokens after the prompt.
@@ -311,7 +312,9 @@ fn following_numerics_are_those_that_were_asked_for(device: &Device) -> Result<(
 fn documents_apart(device: &Device, dtype: DType, schemes: &[(Scheme, f64)]) -> Result<()> {
     for &(scheme, limit) in schemes {
         for recompute in [Recompute::None, Recompute::Block] {
-            let config = LlamaConfig { scheme: Some(scheme), recompute, context: 100, ..config() };
+            // In the second layer 37 tokens hide the first of the last document's 62 from its last ones.
+            let windows = Some(Windows { tokens: 37, pattern: "LS".parse().expect("a pattern") });
+            let config = LlamaConfig { scheme: Some(scheme), recompute, context: 100, windows, ..config() };
             let parameters = drawn(&config, device, dtype)?;
             let model = Llama::new(&config, &parameters, device)?;
             let tokens = |seed: u32| Tensor::from_iter((0..100u32).map(|n| (n * 31 + seed) % 250), device);

@@ -316,6 +316,7 @@ fn sweeps_that_are_built_in_are_plans() {
         ("attn-qat-mini", 42),
         ("layers-mini", 27),
         ("linear-mini", 36),
+        ("window-mini", 40),
         ("optimizer-mini", 36),
         ("muon-mini", 60),
     ] {

@@ -89,6 +89,40 @@ fn another_output_matrix_is_refused() -> Result<()> {
     Ok(())
 }
 
+/// A Mistral whose window is as long as its longest sequence is a Llama; a Qwen2 says by another field whether it has one, and by layer.
+#[test]
+fn sliding_windows_are_settings() {
+    let scratch = Scratch::new();
+    let windows = |own: Value| {
+        folder(&scratch, &own);
+        let read = hf::settings(&scratch.path().join("m")).map_err(|error| error.to_string())?;
+        let pattern = read.model.window_pattern.map_or(String::new(), |pattern| pattern.to_string());
+        Ok::<_, String>((read.model.window.map(|window| window.0), pattern))
+    };
+    for whole in [
+        json!({"model_type": "mistral", "sliding_window": 64}),
+        json!({"model_type": "mistral", "sliding_window": null}),
+        json!({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": false}),
+        json!({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": true}),
+    ] {
+        assert_eq!(windows(whole), Ok((None, String::new())));
+    }
+    let mistral = json!({"model_type": "mistral", "sliding_window": 63});
+    assert_eq!(windows(mistral), Ok((Some(63), "S".into())));
+    let first = json!({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": true, "max_window_layers": 1});
+    assert_eq!(windows(first), Ok((Some(8), "LS".into())));
+    let kinds = |kinds: &[&str]| json!({"model_type": "qwen3", "sliding_window": 8, "use_sliding_window": true, "layer_types": kinds});
+    assert_eq!(windows(kinds(&["sliding_attention", "full_attention"])), Ok((Some(8), "SL".into())));
+    for (bad, word) in [
+        (kinds(&["sliding_attention", "chunked_attention"]), "layers of chunked_attention"),
+        (kinds(&["sliding_attention"]), "1 layer_types"),
+        (json!({"model_type": "mistral", "sliding_window": 0}), "a window of at least 1"),
+    ] {
+        let error = windows(bad).expect_err("refused");
+        assert!(error.contains(word) && error.contains("hint:"), "{error}");
+    }
+}
+
 #[test]
 fn the_kind_of_rotary_embedding_may_be_written_twice() {
     let scratch = Scratch::new();
@@ -111,18 +145,6 @@ fn the_kind_of_rotary_embedding_may_be_written_twice() {
     ] {
         let error = read(scaled).expect_err("scaled").to_string();
         assert!(error.contains("rotary scaling yarn") && error.contains("rope_type: default"), "{error}");
-    }
-    // A Mistral whose window is as long as its longest sequence is a Llama; a Qwen2 says by another field whether it has one.
-    for (own, works) in [
-        (json!({"model_type": "mistral", "sliding_window": 64}), true),
-        (json!({"model_type": "mistral", "sliding_window": null}), true),
-        (json!({"model_type": "mistral", "sliding_window": 63}), false),
-        (json!({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": false}), true),
-        (json!({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": true}), false),
-    ] {
-        folder(&scratch, &own);
-        let read = hf::settings(&scratch.path().join("m"));
-        assert_eq!(read.is_ok(), works, "{own}: {read:?}");
     }
     // The architecture is the reason, whatever else its file lacks.
     scratch.file("m/config.json", r#"{"model_type": "gpt2", "n_embd": 32}"#);

@@ -1,0 +1,125 @@
+//! Sliding windows of attention: how many tokens a query sees, and in which layers.
+
+use std::fmt;
+use std::str::FromStr;
+
+use candle_sage::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+/// The sliding windows of a model.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Windows {
+    /// Tokens that a query sees at most: its own and those before it.
+    pub tokens: usize,
+    /// The layers that have the window.
+    pub pattern: WindowPattern,
+}
+
+impl Windows {
+    /// The tokens that a query of a layer sees at most. `None`: all.
+    pub fn of(&self, layer: usize) -> Option<usize> {
+        self.pattern.slides(layer).then_some(self.tokens)
+    }
+
+    /// Pairs of a query and a key that causal attention to `context` tokens has in a layer, for each query: half of the tokens on
+    /// average without a window.
+    pub(super) fn pairs(&self, layer: usize, context: usize) -> f64 {
+        let context = context as f64;
+        let hidden = context - self.of(layer).map_or(context, |tokens| context.min(tokens as f64));
+        (context * context - hidden * hidden) / (2.0 * context)
+    }
+}
+
+impl fmt::Display for Windows {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "of {} tokens in the layers {}", self.tokens, self.pattern)
+    }
+}
+
+/// Which layers attend to a window, in the letters that modded-nanogpt and nanochat use: `S` a window (short), `L` all tokens (long). The
+/// letters repeat over the layers: with `SSSL` every fourth layer sees all tokens.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct WindowPattern(Vec<bool>);
+
+impl WindowPattern {
+    /// A letter for each layer: whether it has the window.
+    pub fn by_layer(slides: impl IntoIterator<Item = bool>) -> Self {
+        Self(slides.into_iter().collect())
+    }
+
+    /// Whether a layer has the window.
+    pub fn slides(&self, layer: usize) -> bool {
+        self.0[layer % self.0.len()]
+    }
+}
+
+impl Default for WindowPattern {
+    /// The window in every layer.
+    fn default() -> Self {
+        Self(vec![true])
+    }
+}
+
+impl FromStr for WindowPattern {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let letters = text.trim().chars().map(|letter| match letter.to_ascii_uppercase() {
+            'S' => Some(true),
+            'L' => Some(false),
+            _ => None,
+        });
+        match letters.collect::<Option<Vec<bool>>>() {
+            Some(letters) if !letters.is_empty() => Ok(Self(letters)),
+            _ => Err(Error::new("not a pattern of windows")
+                .got(format!("`{text}`"))
+                .allowed("a letter for each layer, repeated: S attends to the window, L to all tokens")
+                .hint("with SSSL every fourth layer sees all tokens")),
+        }
+    }
+}
+
+impl fmt::Display for WindowPattern {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|slides| f.write_str(if *slides { "S" } else { "L" }))
+    }
+}
+
+impl TryFrom<String> for WindowPattern {
+    type Error = Error;
+
+    fn try_from(text: String) -> Result<Self> {
+        text.parse()
+    }
+}
+
+impl From<WindowPattern> for String {
+    fn from(pattern: WindowPattern) -> Self {
+        pattern.to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn patterns_repeat_over_the_layers() {
+        let windows = Windows { tokens: 4, pattern: "sSL".parse().expect("a pattern") };
+        let of: Vec<Option<usize>> = (0..5).map(|layer| windows.of(layer)).collect();
+        assert_eq!(of, [Some(4), Some(4), None, Some(4), Some(4)]);
+        assert_eq!(windows.to_string(), "of 4 tokens in the layers SSL");
+        for bad in ["", "SX", "S L"] {
+            assert!(bad.parse::<WindowPattern>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn pairs_are_those_within_the_window() {
+        let windows = Windows { tokens: 4, pattern: "SL".parse().expect("a pattern") };
+        // 1, 2, 3 and then 4 keys, each less half of a query's own.
+        assert_eq!(windows.pairs(0, 8) * 8.0, 0.5 + 1.5 + 2.5 + 3.5 + 4.0 * 4.0);
+        assert_eq!((windows.pairs(1, 8), windows.pairs(0, 4)), (4.0, 2.0));
+    }
+}
