@@ -30,6 +30,7 @@ pub(crate) mod qk_norm_rope;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod route;
+mod sinks;
 mod soft_top_k;
 mod support;
 pub(crate) mod swiglu;

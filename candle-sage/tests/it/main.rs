@@ -33,6 +33,7 @@ mod params;
 mod plans;
 mod reference;
 mod sagebwd;
+mod sinks;
 mod sla2;
 mod sla2_soft;
 mod sparse;

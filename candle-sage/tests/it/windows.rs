@@ -101,3 +101,21 @@ fn a_selection_has_no_window() -> Result<()> {
     assert!(of_window.unwrap_err().to_string().contains("window of tokens"));
     Ok(())
 }
+
+/// The log-sum-exps are those over the window.
+#[test]
+fn log_sum_exps_of_windows() -> Result<()> {
+    for (lens, window) in
+        [((100, 100), (Some(30), Some(0))), ((90, 40), (Some(5), Some(60))), ((30, 70), (None, Some(2)))]
+    {
+        let mut case = Case::new(1, lens, (2, 1), 16, false);
+        case.window = window;
+        let [q, k, v] = tensors(&case)?;
+        let (_, lse) = case.attention(Scheme::FullPrecision).apply_with_lse(&q, &k, &v)?;
+        let [q, k, v, _] = case.data.each_ref().map(|x| crate::support::f64s(x));
+        let exact = candle_sage::reference::forward(&case.shape(), 0.25, &q, &k, &v).lse;
+        let close = |(a, b): (&f32, &f64)| f64::from(*a) == *b || (f64::from(*a) - b).abs() < 1e-5;
+        assert!(values(&lse)?.iter().zip(&exact).all(close), "{lens:?}, {window:?}");
+    }
+    Ok(())
+}
