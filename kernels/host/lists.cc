@@ -92,7 +92,7 @@ struct Backward {
     for (int i = 0; i < all + most_parts * (BLOCK / keys); ++i) {
       attention::BackwardBlock block = attention::ListedQueries::take(b, i, keys);
       if (block.first_key >= block.segment.key_len) continue;
-      attention::ListedQueries queries(b, block);
+      attention::ListedQueries queries(b, block, keys);
       auto tile = queries.start();
       for (int n = 0; n < queries.count; ++n, queries.advance(tile)) {
         int row = problem.segments.all[block.segment_index].query_block + tile.tile * 64 / BLOCK;
