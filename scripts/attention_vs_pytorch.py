@@ -5,7 +5,7 @@
     python3 scripts/attention_vs_pytorch.py [--binary target/release/sage-train] [D:N:CAUSAL[:WINDOW] ...]
 
 D is the head_dim, or 192/128 for values of 128 channels beside queries and keys of 192. WINDOW is the number of tokens
-that a query sees, its own and those before it.
+that a query sees, its own and those before it, and without a causal mask as many after it.
 PyTorch's scaled_dot_product_attention runs with its FlashAttention-2 backend (mma.sync instructions) and with
 cuDNN's; FlashAttention-4 runs if `flash_attn.cute` can be imported (pip install flash-attn-4). Every time is the
 median between CUDA events, for bf16, 16384 tokens, heads = 2048 / D and inputs in rotation: of the forward alone
@@ -121,11 +121,11 @@ def theirs(attention, d, v, n, causal, before, repeats, rest):
 
     times = median_ms(forward, repeats, rest), median_ms(both, repeats, rest)
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     both(0)
     torch.cuda.synchronize()
-    return (*times, torch.cuda.max_memory_allocated() - before)
+    return (*times, torch.cuda.max_memory_allocated() - allocated)
 
 
 def main():

@@ -237,8 +237,8 @@ impl AttentionShape {
         Ok(shape)
     }
 
-    /// The same, where a query sees at most `before` keys before its own position and `after` behind it. `None`: all of them. It takes
-    /// the place of the causal mask, which is a window with no keys behind.
+    /// The same, where a query sees at most `before` keys before its own position and `after` after it. `None`: all of them. It takes
+    /// the place of the causal mask, which is a window with no keys after a query.
     ///
     /// ```
     /// use candle_sage::AttentionShape;

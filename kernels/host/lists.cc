@@ -200,7 +200,7 @@ bool mass_is_right(const Case& c) {
       for (size_t j = 0; j < definition.v.size(); ++j) definition.v[j] = int(j) % c.head_dim == int(j) / c.head_dim / BLOCK;
       for (int query = 0; query < s.query_len; ++query) {
         double lse2;
-        std::vector<double> of_blocks = definition.row(problem.q.row(batch, s.query_start + query, head), segment.visible_keys(query),
+        std::vector<double> of_blocks = definition.row(problem.q.row(batch, s.query_start + query, head), 0, segment.visible_keys(query),
                                                        problem.p.shape.softmax_scale, false, false, lse2);
         int block = query / BLOCK;
         double* row = &expected[(size_t(key_head) * segments.query_blocks + s.query_block + block) * columns + (segments.packed ? s.key_block : 0)];

@@ -37,7 +37,7 @@ impl Row {
     /// The pairs of a query and a key that it sees, in one head: half of all with a causal mask.
     fn pairs(self) -> f64 {
         let n = self.tokens as f64;
-        // Before each query there are `hidden` keys fewer than without a window: of the last query `n - w`, of the one before one less.
+        // The window hides keys from all queries but the first: `hidden` from the last one, one fewer from the one before, and so on.
         let hidden = n - self.window.map_or(n, |window| n.min(window as f64));
         let before = 0.5 * (n * n - hidden * hidden);
         if self.causal { before } else { 2.0 * before }

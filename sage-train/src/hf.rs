@@ -326,6 +326,9 @@ fn config_json(config: &LlamaConfig, end_of_text: u32, dtype: DType) -> Result<V
         if kind != ModelType::Mistral {
             let kinds = (0..config.layers).map(|layer| LAYER_TYPES[usize::from(windows.of(layer).is_some())]);
             all["layer_types"] = kinds.collect::<Vec<_>>().into();
+            // As transformers had it before `layer_types`: the layers from this one on. A pattern that it cannot say is in the other alone.
+            let first = (0..config.layers).find(|&layer| windows.of(layer).is_some());
+            all["max_window_layers"] = first.unwrap_or(config.layers).into();
         }
     }
     if config.rope_scaling.is_some() {

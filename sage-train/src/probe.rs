@@ -79,11 +79,6 @@ pub fn probe(folder: &Path, look: ProbeOptions, settings: Settings, typed: &Sett
             "the model was trained with attention inside documents, and is probed with attention over whole sequences",
         );
     }
-    if let Some(windows) = &config.model.windows {
-        notify(&format!(
-            "the model was trained with windows {windows}, and is probed with attention over whole sequences"
-        ));
-    }
     let mut probed = probe_model(&config.model, parameters, scheme, (&data.validation, cut), look)?;
     probed.step = trained.step;
     Ok(probed)
@@ -178,13 +173,19 @@ fn in_full_precision(model: &LlamaConfig) -> LlamaConfig {
     }
 }
 
-/// Query, key, value and output gradient of every layer, under full-precision attention.
+/// Query, key, value and output gradient of every layer, under full-precision attention, in the windows that the model has. What is
+/// measured of these tensors is attention to whole sequences.
 fn trace(
     model: &LlamaConfig,
     parameters: &Parameters,
     batches: &Batches<'_>,
     sequences: usize,
 ) -> Result<Vec<[Tensor; 4]>> {
+    if let Some(windows) = &model.windows {
+        notify(&format!(
+            "the model has windows {windows}; its tensors are probed with attention over whole sequences"
+        ));
+    }
     let llama = Llama::new(&in_full_precision(model), parameters, &Device::Cpu).map_err(during("probing"))?;
     let batch = batches.in_order(0, sequences)?.to_device(&Device::Cpu).map_err(during("probing"))?;
     let mut layers = Vec::new();

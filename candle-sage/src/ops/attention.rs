@@ -88,7 +88,7 @@ impl Attention {
 
     /// A sliding window: a query sees its own position, `left` keys before it and `right` keys after it; `None` sets no limit. With
     /// [`Attention::causal`] there are none after it, whatever `right` says. Positions are aligned at the end, as with a causal mask.
-    /// These are FlashAttention's `window_size`, exact to the token, in every scheme, forward and backward. Tiles of 64 keys that lie
+    /// These are FlashAttention's `window_size`, exact to the token, in every scheme, forward and backward. Blocks of 128 keys that lie
     /// outside of the window are not visited, so that the time falls with the window. SageBwd's means are those of all keys.
     ///
     /// A configuration may count the query's own token: `sliding_window: 4096` of Mistral's and Gemma's models is `window(4095, None)`.
@@ -259,9 +259,9 @@ impl Attention {
         }
         supported(NAME, &[q, k, v])?;
         if let Some(selection) = &self.selection {
-            if self.window.is_finite() {
+            if shape.window().is_finite() {
                 return Err(Error::new("attention with both a selection and a window")
-                    .got(self.window)
+                    .got(shape.window())
                     .allowed("one of them")
                     .hint("`Selection::window` lists the blocks of a window, and a selection may leave out any of them")
                     .into());

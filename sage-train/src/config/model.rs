@@ -43,7 +43,7 @@ pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) ->
         linear_head: s.linear.head_precision(),
         scheme,
         layer_schemes,
-        windows: windows(s, scheme, sla2.as_ref())?,
+        windows: windows(s, scheme, sla2.as_ref(), layers)?,
         sla2,
         z_loss: in_range("z-loss", need(s.optimizer.z_loss), 0.0, 1.0)?,
         recompute: need(s.run.recompute),
@@ -68,7 +68,12 @@ fn layer_schemes(
 }
 
 /// The sliding windows. They mean nothing to a model without attention.
-fn windows(s: &Settings, scheme: Option<Scheme>, sla2: Option<&Sla2Config>) -> Result<Option<Windows>> {
+fn windows(
+    s: &Settings,
+    scheme: Option<Scheme>,
+    sla2: Option<&Sla2Config>,
+    layers: usize,
+) -> Result<Option<Windows>> {
     let pattern = s.model.window_pattern.clone();
     let Some(tokens) = s.model.window.filter(|_| scheme.is_some()) else {
         return match pattern {
@@ -81,14 +86,20 @@ fn windows(s: &Settings, scheme: Option<Scheme>, sla2: Option<&Sla2Config>) -> R
             _ => Ok(None),
         };
     };
+    let windows = Windows {
+        tokens: in_range("window", tokens.0 as usize, 1, 1 << 24)?,
+        pattern: pattern.unwrap_or_default(),
+    };
+    if (0..layers).all(|layer| windows.of(layer).is_none()) {
+        return Ok(None);
+    }
     if sla2.is_some() {
         return Err(Error::new("SLA2 has no sliding windows")
             .got(format!("--window {tokens}"))
             .allowed("dense attention")
-            .hint("--sla2-choice window attends to the nearest blocks; or another --attn"));
+            .hint("--window-pattern L leaves them out; --attn sla2-window attends to the nearest blocks"));
     }
-    let tokens = in_range("window", tokens.0 as usize, 1, 1 << 24)?;
-    Ok(Some(Windows { tokens, pattern: pattern.unwrap_or_default() }))
+    Ok(Some(windows))
 }
 
 /// On small blocks SageBwd has smaller tiles.

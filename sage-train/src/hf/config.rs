@@ -137,7 +137,8 @@ impl HfConfig {
                 "full_attention, sliding_attention",
             ),
             (
-                self.window() == Some(0) || (!kinds.is_empty() && kinds.len() != self.num_hidden_layers),
+                self.window() == Some(0)
+                    || self.layer_types.as_ref().is_some_and(|kinds| kinds.len() != self.num_hidden_layers),
                 format!("sliding_window {:?}, {} layer_types", self.sliding_window, kinds.len()),
                 "a window of at least 1, a type for each layer",
             ),
@@ -173,10 +174,11 @@ impl HfConfig {
     /// Tokens of a sliding window that hides some of the longest sequence. A file that asks for one and does not say how long has
     /// transformers' 4096.
     fn window(&self) -> Option<usize> {
-        let stated = match (self.use_sliding_window, self.model_type) {
-            (true, _) => Some(self.sliding_window.unwrap_or(4096)),
-            (false, ModelType::Mistral) => self.sliding_window,
-            (false, _) => None,
+        let stated = match (self.model_type, self.use_sliding_window) {
+            (ModelType::Mistral, _) => self.sliding_window,
+            (ModelType::Qwen2 | ModelType::Qwen3, true) => Some(self.sliding_window.unwrap_or(4096)),
+            // transformers' Llama does not read it.
+            (ModelType::Llama, _) | (ModelType::Qwen2 | ModelType::Qwen3, false) => None,
         };
         stated.filter(|window| *window < self.max_position_embeddings)
     }

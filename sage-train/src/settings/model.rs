@@ -66,5 +66,5 @@ pub struct ModelSettings {
 layer! {
     ModelSettings:
     init_from [Path Whole], layers, width, heads, key_heads, head_dim, ffn, init_std, rope_base, rope_scaling [Whole], untied, qkv_bias,
-    window, window_pattern [Whole], norm_eps
+    window, window_pattern, norm_eps
 }

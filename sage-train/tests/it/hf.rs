@@ -419,6 +419,9 @@ fn parts_of_other_models_are_settings() {
     }
     let sparse = ["--window", "9", "--attn", "sla2", "--dry-run"];
     assert!(scratch.fails(&small(&sparse)).contains("SLA2 has no sliding windows"));
+    // A pattern without a window in any layer is no window.
+    let plan = scratch.ok(&small(&[&sparse[..], &["--window-pattern", "L"]].concat()));
+    assert!(!plan.contains("windows of"), "{plan}");
     // All layers have the window: a Mistral. Both QK-norm and biases: no model of transformers.
     let mistral = ["--qk-norm", "off", "--window", "9", "--steps", "1", "--attn", "fpa", "--name", "mistral"];
     scratch.ok(&small(&[&["--data", "a.jsonl"][..], &mistral].concat()));

@@ -13,7 +13,7 @@ struct Segment {
   int batch;
   int query_start, query_len, key_start, key_len;
   int query_tile, key_tile;  // the segment's first tile in padded buffers
-  bool causal;
+  bool causal;  // or a window, in whose kernels only Sight is asked
 
   Segment() = default;
   __device__ __forceinline__ Segment(const params::Shape& shape, int index) {
@@ -34,8 +34,8 @@ struct Segment {
   __device__ __forceinline__ int query_tiles() const { return (query_len + TILE - 1) / TILE; }
   __device__ __forceinline__ int key_tiles() const { return (key_len + TILE - 1) / TILE; }
 
-  // The number of keys that query `i` attends to: always the first keys of the segment. The causal mask is aligned at the end,
-  // as in FlashAttention: the last query sees all keys.
+  // Without a window: the number of keys that query `i` attends to, which are the first keys of the segment. The causal mask is aligned
+  // at the end, as in FlashAttention: the last query sees all keys.
   __device__ __forceinline__ int visible_keys(int i) const {
     return causal ? min(max(i + 1 + key_len - query_len, 0), key_len) : key_len;
   }
@@ -71,7 +71,7 @@ struct Sight<OUTER_KEYS> {
       : segment(segment), before(p.lists.keys_before),
         after(p.shape.limit_after > 0 ? p.shape.limit_after - 1 : max(p.shape.query_len, p.shape.key_len)) {}
 
-  __device__ __forceinline__ int ahead() const { return segment.key_len - segment.query_len; }  // of a query's position to its number
+  __device__ __forceinline__ int ahead() const { return segment.key_len - segment.query_len; }  // query i has the position of key i + ahead()
   // The keys that query `i` attends to: from `first_key` to the end `visible_keys`.
   __device__ __forceinline__ int first_key(int i) const { return max(i + ahead() - before, 0); }
   __device__ __forceinline__ int visible_keys(int i) const { return min(max(i + ahead() + after + 1, 0), segment.key_len); }

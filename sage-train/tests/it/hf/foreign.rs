@@ -102,6 +102,7 @@ fn sliding_windows_are_settings() {
     for whole in [
         json!({"model_type": "mistral", "sliding_window": 64}),
         json!({"model_type": "mistral", "sliding_window": null}),
+        json!({"model_type": "llama", "sliding_window": 8, "use_sliding_window": true, "layer_types": ["full_attention", "full_attention"]}),
         json!({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": false}),
         json!({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": true}),
     ] {
@@ -116,6 +117,7 @@ fn sliding_windows_are_settings() {
     for (bad, word) in [
         (kinds(&["sliding_attention", "chunked_attention"]), "layers of chunked_attention"),
         (kinds(&["sliding_attention"]), "1 layer_types"),
+        (kinds(&[]), "0 layer_types"),
         (json!({"model_type": "mistral", "sliding_window": 0}), "a window of at least 1"),
     ] {
         let error = windows(bad).expect_err("refused");

@@ -150,7 +150,11 @@ struct SageBwdForwardSm90 {
           int row = first + threadIdx.x / 32 % 4 * 16 + row_of(r, lane);
           Sight<HIDDEN> sight(segment, of.p);
           unseen[1][r] = sight.visible_keys(row) <= second;
-          if constexpr (HIDDEN == OUTER_KEYS) unseen[0][r] = sight.first_key(row) >= second;
+          if constexpr (HIDDEN == OUTER_KEYS) {
+            // A row beyond the segment's end has a window where there may be no tile.
+            int first_key = row < segment.query_len ? sight.first_key(row) : 0;
+            unseen[0][r] = first_key >= second, unseen[1][r] |= first_key >= second + TILE;
+          }
         }
       }
       // Codes of P, and the sum of P, are both computed from f16: its rounding, up to 2^-11 of a probability, is a quarter of
