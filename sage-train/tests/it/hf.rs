@@ -417,7 +417,7 @@ fn parts_of_other_models_are_settings() {
         let error = scratch.fails(&small(&[&bad[..], &["--attn", "fpa", "--dry-run"]].concat()));
         assert!(error.contains(word) && error.contains("hint:"), "{error}");
     }
-    let sparse = ["--window", "9", "--attn", "sla2", "--dry-run"];
+    let sparse = ["--window", "9", "--attn", "sla2", "--sla2-blocks", "1", "--sla2-block", "16", "--dry-run"];
     assert!(scratch.fails(&small(&sparse)).contains("SLA2 has no sliding windows"));
     // A pattern without a window in any layer is no window.
     let plan = scratch.ok(&small(&[&sparse[..], &["--window-pattern", "L"]].concat()));
