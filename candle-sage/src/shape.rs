@@ -174,7 +174,7 @@ impl Segment {
         }
     }
 
-    /// The end of the queries that attend to key `j`: they begin with [`Segment::first_query`], and there are none if that is not before it.
+    /// The end of the queries that attend to key `j`: they begin with [`Segment::first_query`], and no query attends to it if that is not before it.
     pub fn end_query(&self, j: usize) -> usize {
         let queries = self.query.len();
         match self.window.before {

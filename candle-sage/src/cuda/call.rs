@@ -70,7 +70,7 @@ impl Geometry {
         let (lengths, table, tiles) = segments(shape)?;
         let packed = !table.is_empty();
         let segments = packed.then(|| gpu.device.clone_htod(&table)).transpose()?;
-        // As many keys after a query as the longest segment has are no limit.
+        // A limit of as many keys as the longest segment has hides nothing.
         let after = shape.window().after.filter(|after| *after < lengths.0.max(lengths.1));
         let sizes = params::Shape {
             segment_count: if packed { table.len() } else { shape.batch() } as i32,
@@ -164,7 +164,7 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Keys that a query sees before its own position: without a limit as many as there are.
+    /// Keys that a query sees before its own position: without a limit the number of keys.
     pub(super) fn keys_before(&self) -> i32 {
         let key_len = self.geometry.sizes.key_len;
         self.problem.shape.window().before.map_or(key_len, |before| before.min(key_len as usize) as i32)

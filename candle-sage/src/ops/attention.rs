@@ -87,9 +87,9 @@ impl Attention {
     }
 
     /// A sliding window: a query sees its own position, `left` keys before it and `right` keys after it; `None` sets no limit. With
-    /// [`Attention::causal`] there are none after it, whatever `right` says. Positions are aligned at the end, as with a causal mask.
+    /// [`Attention::causal`] it sees no key after it, whatever `right` says. Positions are aligned at the end, as with a causal mask.
     /// These are FlashAttention's `window_size`, exact to the token, in every scheme, forward and backward. Blocks of 128 keys that lie
-    /// outside of the window are not visited, so that the time falls with the window. SageBwd's means are those of all keys.
+    /// outside of the window are not visited, so that the time falls with the window. SageBwd takes its means over all keys.
     ///
     /// A configuration may count the query's own token: `sliding_window: 4096` of Mistral's and Gemma's models is `window(4095, None)`.
     ///

@@ -73,7 +73,8 @@ impl Selection {
         Self::from_lists(shape, blocks, device, |at| (0..at.candidates).collect())
     }
 
-    /// A sliding window in whole blocks (exact windows are [`Attention::window`](crate::Attention::window)): the `nearest` candidates and the first `sinks` blocks of each segment. With a causal
+    /// A sliding window in whole blocks; [`Attention::window`](crate::Attention::window) is exact to the token. It lists the `nearest`
+    /// candidates and the first `sinks` blocks of each segment. With a causal
     /// mask the nearest candidates are the last ones, otherwise those around the position of the block of
     /// queries.
     ///
