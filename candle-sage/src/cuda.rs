@@ -218,7 +218,7 @@ fn run_forward<S: OnGpu>(
         shape: call.shape_sharing(keys, problem.shape.query_heads()),
         lists: match &seen {
             Some(seen) => seen.lists(&call.gpu)?,
-            None => params::Lists { keys_before: call.keys_before(), ..params::Lists::default() },
+            None => call.window(),
         },
         ..params::Forward::default()
     };
@@ -287,7 +287,7 @@ fn run_backward<S: OnGpu>(
     let mut params = params::Backward {
         lists: match &users {
             Some(users) => users.lists(gpu)?,
-            None => params::Lists { keys_before: call.keys_before(), ..params::Lists::default() },
+            None => call.window(),
         },
         cuts: users.as_ref().map(|users| users.cuts(gpu)).unwrap_or_default(),
         ..given

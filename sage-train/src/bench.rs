@@ -13,6 +13,7 @@ use candle_sage::{Attention, AttnQat, Error, ErrorKind, Int8Products, KeyMean, R
 use clock::{Clock, peak_bytes};
 
 use crate::during;
+use crate::model::causal_pairs;
 
 /// Number of input sets that calls use in turn, so that no call finds its inputs in the cache.
 const ROTATING: usize = 3;
@@ -36,10 +37,7 @@ pub struct Row {
 impl Row {
     /// The pairs of a query and a key that it sees, in one head: half of all with a causal mask.
     fn pairs(self) -> f64 {
-        let n = self.tokens as f64;
-        // The window hides keys from all queries but the first: `hidden` from the last one, one fewer from the one before, and so on.
-        let hidden = n - self.window.map_or(n, |window| n.min(window as f64));
-        let before = 0.5 * (n * n - hidden * hidden);
+        let before = causal_pairs(self.tokens, self.window);
         if self.causal { before } else { 2.0 * before }
     }
 

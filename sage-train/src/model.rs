@@ -35,4 +35,4 @@ pub use snapshot::{Parts, Snapshot};
 pub(crate) use spec::OUTPUT;
 pub use spec::{Kind, ParameterSpec, Start};
 pub use state::{State, StateFile};
-pub use windows::{WindowPattern, Windows};
+pub use windows::{WindowPattern, Windows, causal_pairs};

@@ -164,8 +164,13 @@ impl<'a> Call<'a> {
         }
     }
 
+    /// What queries see without a selection.
+    pub(super) fn window(&self) -> params::Lists<'_> {
+        params::Lists { keys_before: self.keys_before(), ..params::Lists::default() }
+    }
+
     /// Keys that a query sees before its own position: without a limit the number of keys.
-    pub(super) fn keys_before(&self) -> i32 {
+    fn keys_before(&self) -> i32 {
         let key_len = self.geometry.sizes.key_len;
         self.problem.shape.window().before.map_or(key_len, |before| before.min(key_len as usize) as i32)
     }

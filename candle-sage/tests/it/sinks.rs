@@ -58,7 +58,7 @@ fn exact(case: &Case) -> [Vec<f64>; 5] {
     [out, grads.dq, grads.dk[row..].to_vec(), grads.dv[row..].to_vec(), sinks]
 }
 
-/// In the first channel the oracle's dQ has the sink's key too, whose part is no part of ours.
+/// In the first channel the oracle's dQ also has a term of the sink's key, which ours lacks.
 fn without_first_channel(x: &[f64]) -> Vec<f64> {
     x.chunks_exact(16).flat_map(|row| row[1..].iter().copied()).collect()
 }

@@ -211,7 +211,7 @@ impl SelfAttention {
             head_dim: config.head_dim,
             attention: Attention::new(scheme)
                 .causal(true)
-                .window(config.keys_before(layer), None)
+                .window(config.window_of(layer).map(|tokens| tokens - 1), None)
                 .deterministic(config.deterministic),
             sla2: config
                 .sla2

@@ -10,7 +10,7 @@ use super::linear::LinearPrecision;
 use super::rope_scaling::RopeScaling;
 use super::sla2::{Sla2Config, Stage};
 use super::spec::{EMBEDDING, Kind, OUTPUT, ParameterSpec, Start};
-use super::windows::Windows;
+use super::windows::{Windows, causal_pairs};
 
 /// The shape of a decoder-only transformer in Llama's style.
 #[derive(Debug, Clone, PartialEq)]
@@ -207,9 +207,9 @@ impl LlamaConfig {
         self.layer_schemes.get(&layer).copied().or(self.scheme)
     }
 
-    /// Keys that a query of a layer sees before its own position. `None`: all.
-    pub(super) fn keys_before(&self, layer: usize) -> Option<usize> {
-        self.windows.as_ref()?.of(layer).map(|tokens| tokens - 1)
+    /// Tokens that a query of a layer sees at most, its own and those before it. `None`: all.
+    pub fn window_of(&self, layer: usize) -> Option<usize> {
+        self.windows.as_ref()?.of(layer)
     }
 
     /// Numerics of attention as text, with the layers that have others.
@@ -280,13 +280,11 @@ impl LlamaConfig {
         let channels = (self.layers * self.heads * self.head_dim) as f64;
         let attention = match (&self.scheme, sla2) {
             (None, _) => 0.0,
-            (_, None) => match &self.windows {
-                None => channels * self.context as f64,
-                Some(windows) => {
-                    let pairs: f64 = (0..self.layers).map(|layer| windows.pairs(layer, self.context)).sum();
-                    2.0 * pairs * (self.heads * self.head_dim) as f64
-                }
-            },
+            (_, None) => {
+                let pairs = |layer| causal_pairs(self.context, self.window_of(layer));
+                let all: f64 = (0..self.layers).map(pairs).sum();
+                2.0 * all / self.context as f64 * (self.heads * self.head_dim) as f64
+            }
             (_, Some(sla2)) => {
                 let tail = if sla2.tail.is_some() { 4.0 * self.head_dim as f64 } else { 0.0 };
                 channels * (self.context as f64 * (1.0 - sla2.sparsity(self.context)) + tail)

@@ -20,14 +20,15 @@ impl Windows {
     pub fn of(&self, layer: usize) -> Option<usize> {
         self.pattern.slides(layer).then_some(self.tokens)
     }
+}
 
-    /// Pairs of a query and a key that causal attention to `context` tokens has in a layer, for each query: half of the tokens on
-    /// average without a window.
-    pub(super) fn pairs(&self, layer: usize, context: usize) -> f64 {
-        let context = context as f64;
-        let hidden = context - self.of(layer).map_or(context, |tokens| context.min(tokens as f64));
-        (context * context - hidden * hidden) / (2.0 * context)
-    }
+/// The pairs of a query and a key that causal attention over `tokens` tokens has, where a query sees at most `window` of them: half of all
+/// pairs without a window.
+pub fn causal_pairs(tokens: usize, window: Option<usize>) -> f64 {
+    let n = tokens as f64;
+    // The window hides keys from all queries but the first: `hidden` from the last one, one fewer from the one before, and so on.
+    let hidden = n - window.map_or(n, |window| n.min(window as f64));
+    0.5 * (n * n - hidden * hidden)
 }
 
 impl fmt::Display for Windows {
@@ -117,9 +118,8 @@ mod tests {
 
     #[test]
     fn pairs_are_those_within_the_window() {
-        let windows = Windows { tokens: 4, pattern: "SL".parse().expect("a pattern") };
         // 1, 2, 3 and then 4 keys, each less half of a query's own.
-        assert_eq!(windows.pairs(0, 8) * 8.0, 0.5 + 1.5 + 2.5 + 3.5 + 4.0 * 4.0);
-        assert_eq!((windows.pairs(1, 8), windows.pairs(0, 4)), (4.0, 2.0));
+        assert_eq!(causal_pairs(8, Some(4)), 0.5 + 1.5 + 2.5 + 3.5 + 4.0 * 4.0);
+        assert_eq!((causal_pairs(8, None), causal_pairs(4, Some(4))), (4.0 * 8.0, 2.0 * 4.0));
     }
 }
