@@ -1,5 +1,5 @@
 // Attention backward: for each (scheme, element type, head_dim) one kernel that visits all queries that see a block's keys, one
-// that visits those that select them (sparse), and one for windows. The table of plans says which mainloop a kernel runs
+// that visits those that select them (sparse), and one for windows; where products but S are in 16 bit also one for a soft cap and ALiBi. The table of plans says which mainloop a kernel runs
 // (params/plans.def). Attn-QAT without requantized P runs the kernel of 16-bit attention, on its own operands. finish_dq converts the
 // sums of dQ afterwards.
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
@@ -13,7 +13,8 @@
 #include <concepts>
 
 using namespace sage;
-using attention::Nvfp4Probabilities, attention::PlainProbabilities, attention::ScoresOfCodes, attention::ScoresOfRows;
+using attention::NoScoreMod, attention::Nvfp4Probabilities, attention::PlainProbabilities, attention::ScoresOfCodes,
+    attention::ScoresOfRows, attention::SoftcapAndAlibi;
 
 constexpr int FINISH_THREADS = 256;
 
@@ -26,9 +27,9 @@ struct Backward;
 
 template <>
 struct Backward<params::BACKWARD_SM80> {
-  template <class T, int D, int V, params::Plan PLAN, class P, class S>
+  template <class T, int D, int V, params::Plan PLAN, class P, class S, class Mod = NoScoreMod>
     requires(V == D)
-  using Dense16 = attention::Dense16BackwardSm80<T, D, PLAN, P, S>;
+  using Dense16 = attention::Dense16BackwardSm80<T, D, PLAN, P, S, Mod>;
   template <class T, int D, int V, params::Plan PLAN, bool GENERAL>
   using SageBwd = attention::SageBwdBackwardSm80<T, D, PLAN, GENERAL>;
   template <class Numerics, class Queries>
@@ -39,9 +40,9 @@ struct Backward<params::BACKWARD_SM80> {
 
 template <>
 struct Backward<params::BACKWARD_SM90> {
-  template <class T, int D, int V, params::Plan PLAN, class P, class S>
+  template <class T, int D, int V, params::Plan PLAN, class P, class S, class Mod = NoScoreMod>
     requires(V == D)
-  using Dense16 = attention::Dense16BackwardSm90<T, D, PLAN, P, S>;
+  using Dense16 = attention::Dense16BackwardSm90<T, D, PLAN, P, S, Mod>;
   template <class Numerics, class Queries>
   static __device__ __forceinline__ void run(const params::Backward& p) {
     attention::backward_sm90<Numerics, Queries>(p);
@@ -50,9 +51,9 @@ struct Backward<params::BACKWARD_SM90> {
 
 template <>
 struct Backward<params::BACKWARD_SM90_DQ_WARPGROUP> {
-  template <class T, int D, int V, params::Plan PLAN, class P, class S>
+  template <class T, int D, int V, params::Plan PLAN, class P, class S, class Mod = NoScoreMod>
     requires(V == D)
-  using Dense16 = attention::Dense16BackwardSm90DqWarpgroup<T, D, PLAN, P, S>;
+  using Dense16 = attention::Dense16BackwardSm90DqWarpgroup<T, D, PLAN, P, S, Mod>;
   template <class T, int D, int V, params::Plan PLAN, bool GENERAL>
     requires(!GENERAL)
   using SageBwd = attention::SageBwdBackwardSm90DqWarpgroup<T, D, PLAN>;
@@ -64,9 +65,9 @@ struct Backward<params::BACKWARD_SM90_DQ_WARPGROUP> {
 
 template <>
 struct Backward<params::BACKWARD_SM90_CHANNEL_PARTS> {
-  template <class T, int D, int V, params::Plan PLAN, class P, class S>
+  template <class T, int D, int V, params::Plan PLAN, class P, class S, class Mod = NoScoreMod>
     requires std::same_as<P, PlainProbabilities>
-  using Dense16 = attention::Dense16BackwardSm90ChannelParts<T, D, PLAN, S, V>;
+  using Dense16 = attention::Dense16BackwardSm90ChannelParts<T, D, PLAN, S, V, Mod>;
   template <class Numerics, class Queries>
   static __device__ __forceinline__ void run(const params::Backward& p) {
     attention::backward_sm90_channel_parts<Numerics, Queries>(p);
@@ -87,13 +88,19 @@ struct Backward<params::BACKWARD_SM90_CHANNEL_PARTS> {
   ENTRY(kernel##_sparse_##suffix, params::plan(#kernel, {D, V}, params::LISTED), ListedQueries, T, D, V, __VA_ARGS__)     \
   ENTRY(kernel##_window_##suffix, params::plan(#kernel, {D, V}, params::LISTED), WindowQueries, T, D, V, __VA_ARGS__)
 #define KERNEL(kernel, type, T, D, ...) KERNEL_OF_WIDTHS(kernel, type##_##D, T, D, D, __VA_ARGS__)
+// The same, and the entry for a soft cap and ALiBi.
+#define DENSE16_OF_WIDTHS(kernel, suffix, T, D, V, ...)                                                                     \
+  KERNEL_OF_WIDTHS(kernel, suffix, T, D, V, Dense16, __VA_ARGS__)                                                           \
+  ENTRY(kernel##_score_mod_##suffix, params::plan(#kernel, {D, V}, params::SCORE_MOD), WindowQueries, T, D, V, Dense16,     \
+        __VA_ARGS__, SoftcapAndAlibi)
+#define DENSE16_KERNEL(kernel, type, T, D, ...) DENSE16_OF_WIDTHS(kernel, type##_##D, T, D, D, __VA_ARGS__)
 
-#define DENSE16(type, T, D) KERNEL(attn_bwd_dense16, type, T, D, Dense16, PlainProbabilities, ScoresOfRows<T, D>)
-#define SCORES(type, T, D) KERNEL(attn_bwd_sagebwd_s, type, T, D, Dense16, PlainProbabilities, ScoresOfCodes<T, D>)
+#define DENSE16(type, T, D) DENSE16_KERNEL(attn_bwd_dense16, type, T, D, PlainProbabilities, ScoresOfRows<T, D>)
+#define SCORES(type, T, D) DENSE16_KERNEL(attn_bwd_sagebwd_s, type, T, D, PlainProbabilities, ScoresOfCodes<T, D>)
 #define HEAD_DIM(type, T, D)                                                                       \
   DENSE16(type, T, D)                                                                              \
   SCORES(type, T, D)                                                                               \
-  KERNEL(attn_bwd_attn_qat, type, T, D, Dense16, Nvfp4Probabilities, ScoresOfRows<T, D>)           \
+  DENSE16_KERNEL(attn_bwd_attn_qat, type, T, D, Nvfp4Probabilities, ScoresOfRows<T, D>)            \
   KERNEL(attn_bwd_sagebwd, type, T, D, SageBwd, false)                                             \
   KERNEL(attn_bwd_sagebwd_general, type, T, D, SageBwd, true)
 
@@ -104,7 +111,7 @@ HEAD_DIM(f16, __half, 128)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define SM90(type, T)                                                                                                      \
   DENSE16(type, T, 192)                                                                                                    \
-  KERNEL_OF_WIDTHS(attn_bwd_dense16, type##_192_128, T, 192, 128, Dense16, PlainProbabilities, ScoresOfRows<T, 192>)          \
+  DENSE16_OF_WIDTHS(attn_bwd_dense16, type##_192_128, T, 192, 128, PlainProbabilities, ScoresOfRows<T, 192>)                  \
   SCORES(type, T, 256)
 SM90(bf16, __nv_bfloat16)
 SM90(f16, __half)

@@ -1,12 +1,12 @@
 // Attention forward: for each (scheme, element type, head_dim) one kernel that visits all visible keys, one that visits the
-// blocks of a selection (sparse), and one for windows. The table of plans says which mainloop a kernel runs (params/plans.def).
+// blocks of a selection (sparse), and one for windows; where operands are in 16 bit also one for a soft cap and ALiBi. The table of plans says which mainloop a kernel runs (params/plans.def).
 #include <sage/attention/numerics/dense16_forward_sm80.cuh>
 #include <sage/attention/numerics/dense16_forward_sm90.cuh>
 #include <sage/attention/numerics/sagebwd_forward_sm80.cuh>
 #include <sage/attention/numerics/sagebwd_forward_sm90.cuh>
 
 using namespace sage;
-using attention::Nvfp4Probabilities, attention::PlainProbabilities;
+using attention::NoScoreMod, attention::Nvfp4Probabilities, attention::PlainProbabilities, attention::SoftcapAndAlibi;
 using Operands = attention::Operands;
 
 namespace {
@@ -17,9 +17,9 @@ struct Forward;
 
 template <>
 struct Forward<params::FORWARD_SM80> {
-  template <class T, int D, int V, params::Plan PLAN, class P, Operands OPERANDS>
+  template <class T, int D, int V, params::Plan PLAN, class P, Operands OPERANDS, class Mod = NoScoreMod>
     requires(V == D)
-  using Dense16 = attention::Dense16ForwardSm80<T, D, PLAN, P, OPERANDS>;
+  using Dense16 = attention::Dense16ForwardSm80<T, D, PLAN, P, OPERANDS, Mod>;
   template <class T, int D, int V, params::Plan PLAN, bool QK>
   using SageBwd = attention::SageBwdForwardSm80<T, D, PLAN, QK>;
   template <class Numerics>
@@ -32,8 +32,8 @@ struct Forward<params::FORWARD_SM80> {
 
 template <>
 struct Forward<params::FORWARD_SM90> {
-  template <class T, int D, int V, params::Plan PLAN, class P, Operands OPERANDS>
-  using Dense16 = attention::Dense16ForwardSm90<T, D, PLAN, P, OPERANDS, V>;
+  template <class T, int D, int V, params::Plan PLAN, class P, Operands OPERANDS, class Mod = NoScoreMod>
+  using Dense16 = attention::Dense16ForwardSm90<T, D, PLAN, P, OPERANDS, V, Mod>;
   template <class T, int D, int V, params::Plan PLAN, bool QK>
     requires(!QK)
   using SageBwd = attention::SageBwdForwardSm90<T, D, PLAN>;
@@ -63,13 +63,19 @@ struct Forward<params::FORWARD_SM90> {
   ENTRY(kernel##_sparse_##suffix, params::plan(#kernel, {D, V}, params::LISTED), ListedKeys, T, D, V, __VA_ARGS__)      \
   ENTRY(kernel##_window_##suffix, params::plan(#kernel, {D, V}, params::LISTED), WindowKeys, T, D, V, __VA_ARGS__)
 #define KERNEL(kernel, type, T, D, ...) KERNEL_OF_WIDTHS(kernel, type##_##D, T, D, D, __VA_ARGS__)
+// The same, and the entry for a soft cap and ALiBi.
+#define DENSE16_OF_WIDTHS(kernel, suffix, T, D, V, ...)                                                                 \
+  KERNEL_OF_WIDTHS(kernel, suffix, T, D, V, Dense16, __VA_ARGS__)                                                       \
+  ENTRY(kernel##_score_mod_##suffix, params::plan(#kernel, {D, V}, params::SCORE_MOD), WindowKeys, T, D, V, Dense16,    \
+        __VA_ARGS__, SoftcapAndAlibi)
+#define DENSE16_KERNEL(kernel, type, T, D, ...) DENSE16_OF_WIDTHS(kernel, type##_##D, T, D, D, __VA_ARGS__)
 
-#define DENSE16(type, T, D) KERNEL(attn_fwd_dense16, type, T, D, Dense16, PlainProbabilities, Operands::ROWS)
-#define SCORES(type, T, D) KERNEL(attn_fwd_sagebwd_scores, type, T, D, Dense16, PlainProbabilities, Operands::CODES)
+#define DENSE16(type, T, D) DENSE16_KERNEL(attn_fwd_dense16, type, T, D, PlainProbabilities, Operands::ROWS)
+#define SCORES(type, T, D) DENSE16_KERNEL(attn_fwd_sagebwd_scores, type, T, D, PlainProbabilities, Operands::CODES)
 #define HEAD_DIM(type, T, D)                                                               \
   DENSE16(type, T, D)                                                                      \
   SCORES(type, T, D)                                                                       \
-  KERNEL(attn_fwd_attn_qat, type, T, D, Dense16, Nvfp4Probabilities, Operands::ROWS)       \
+  DENSE16_KERNEL(attn_fwd_attn_qat, type, T, D, Nvfp4Probabilities, Operands::ROWS)        \
   KERNEL(attn_fwd_sagebwd, type, T, D, SageBwd, false)                                     \
   KERNEL(attn_fwd_sagebwd_qk, type, T, D, SageBwd, true)
 
@@ -80,7 +86,7 @@ HEAD_DIM(f16, __half, 128)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define SM90(type, T)                                                                                                  \
   DENSE16(type, T, 192)                                                                                                \
-  KERNEL_OF_WIDTHS(attn_fwd_dense16, type##_192_128, T, 192, 128, Dense16, PlainProbabilities, Operands::ROWS)            \
+  DENSE16_OF_WIDTHS(attn_fwd_dense16, type##_192_128, T, 192, 128, PlainProbabilities, Operands::ROWS)                    \
   SCORES(type, T, 256)
 SM90(bf16, __nv_bfloat16)
 SM90(f16, __half)

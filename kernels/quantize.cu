@@ -273,7 +273,31 @@ __device__ void log_sum_exp(const params::LogSumExp& p) {
   }
 }
 
+constexpr int SINK_THREADS = 512;
+
+// One block for each query head: the gradient of its sink, minus the sum over queries of the sink's probability times delta, in an order that depends
+// on the shape alone.
+__device__ void sink_gradient(const params::SinkGradient& p) {
+  __shared__ float partial[SINK_THREADS / 32];
+  int64_t first = blockIdx.x * p.rows;
+  float sink2 = p.sinks[blockIdx.x] * ptx::LOG2_E, sum = 0.0f;
+  for (int64_t row = threadIdx.x; row < p.rows; row += SINK_THREADS) {
+    // 0 for padding and for queries that see no key, whose delta may be anything.
+    float probability = fminf(ptx::exp2(sink2 + p.minus_lse2[first + row]), 1.0f);
+    if (probability != 0.0f) sum = fmaf(probability, p.minus_delta[first + row], sum);
+  }
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  for (int warp = 1; warp < SINK_THREADS / 32; ++warp) sum += partial[warp];
+  p.gradient[blockIdx.x] = sum;
+}
+
 }  // namespace
+
+extern "C" __global__ void __launch_bounds__(SINK_THREADS) sink_gradient_of_heads(const __grid_constant__ params::SinkGradient p) { sink_gradient(p); }
 
 extern "C" __global__ void __launch_bounds__(TILE) attention_log_sum_exp(const __grid_constant__ params::LogSumExp p) { log_sum_exp(p); }
 

@@ -18,6 +18,7 @@ pub(crate) mod quantize;
 pub(crate) mod route;
 mod rows;
 mod sagebwd;
+mod score_mod;
 pub(crate) mod view;
 mod visits;
 
@@ -25,6 +26,7 @@ use std::fmt::Debug;
 
 use full_precision::FullPrecision;
 pub(crate) use numerics::Problem;
+pub(crate) use score_mod::ScoreMod;
 use view::View;
 
 use crate::scheme::Scheme;
@@ -81,6 +83,8 @@ pub(crate) struct Gradients {
     pub(crate) dq: Vec<f32>,
     pub(crate) dk: Vec<f32>,
     pub(crate) dv: Vec<f32>,
+    /// Of the sinks, one for each query head; empty without sinks.
+    pub(crate) dsinks: Vec<f32>,
 }
 
 /// Computes the output, contiguous (batch, query, query heads, head_dim), and returns the completed forward,

@@ -23,6 +23,7 @@ mod past_linear;
 mod plan;
 mod route;
 mod sagebwd;
+mod score_mod;
 mod selection;
 #[cfg(test)]
 mod selftest;
@@ -40,10 +41,11 @@ use cudarc::driver::CudaSlice;
 use full_precision::FullPrecision;
 use kernels::{Gpu, Grid};
 use plan::{Plan, SELECTION_BLOCK, TILE};
+use score_mod::{Modifier, OfHeads, sink_gradient};
 use selection::{Seen, Users};
 
 use crate::launch::{Launch, Operand};
-use crate::ops::attention::{AttentionOp, BackwardInputs, CompletedOnGpu};
+use crate::ops::attention::{AttentionOp, BackwardInputs, CompletedOnGpu, GradientsOnGpu};
 use crate::scheme::Scheme;
 use crate::shape::AttentionShape;
 
@@ -105,7 +107,7 @@ struct OutputGradient<'a> {
 /// that scheme and state always match.
 trait CompletedForward: CompletedOnGpu + Debug {
     /// Contiguous gradients of query, key and value.
-    fn backward(&self, problem: &Problem<'_>, output: &OutputGradient<'_>) -> Result<[CudaStorage; 3]>;
+    fn backward(&self, problem: &Problem<'_>, output: &OutputGradient<'_>) -> Result<GradientsOnGpu>;
 }
 
 #[derive(Debug)]
@@ -117,13 +119,13 @@ struct Completed<S: OnGpu> {
 }
 
 impl<S: OnGpu> CompletedForward for Completed<S> {
-    fn backward(&self, problem: &Problem<'_>, output: &OutputGradient<'_>) -> Result<[CudaStorage; 3]> {
+    fn backward(&self, problem: &Problem<'_>, output: &OutputGradient<'_>) -> Result<GradientsOnGpu> {
         run_backward(self, problem, output)
     }
 }
 
-impl<'a, S: OnGpu> Launch<BackwardInputs<'a>, [CudaStorage; 3]> for Completed<S> {
-    fn launch(&self, (op, [q, k, v, out, dout], dlse): BackwardInputs<'a>) -> Result<[CudaStorage; 3]> {
+impl<'a, S: OnGpu> Launch<BackwardInputs<'a>, GradientsOnGpu> for Completed<S> {
+    fn launch(&self, (op, [q, k, v, out, dout], dlse): BackwardInputs<'a>) -> Result<GradientsOnGpu> {
         self.backward(&Problem::new(op, [q, k, v]), &OutputGradient { out, dout, dlse })
     }
 }
@@ -204,6 +206,10 @@ fn run_forward<S: OnGpu>(
     let seen = problem.selection.map(Seen::new).transpose()?;
     let visits = call.visits();
     let plan = call.plan(scheme.forward_kernel(), visits)?;
+    if keep {
+        call.plan(scheme.backward_kernel(), visits)?;
+    }
+    let (score_mod, sinks) = (Modifier::new(problem.score_mod), OfHeads::new(problem.sinks));
     let out = call.output(problem.shape.output_dims())?;
     let minus_lse2 = keep.then(|| call.gpu.alloc::<f32>(call.query_tiles() * TILE)).transpose()?;
     // Bytes of K and V per query head: the query heads of a group share them.
@@ -220,6 +226,8 @@ fn run_forward<S: OnGpu>(
             Some(seen) => seen.lists(&call.gpu)?,
             None => call.window(),
         },
+        score_mod: score_mod.params(problem.shape.query_heads(), &call.gpu)?,
+        sinks: sinks.address(&call.gpu)?,
         ..params::Forward::default()
     };
     scheme.before_forward(&call, &operands, &mut params)?;
@@ -249,7 +257,7 @@ fn run_backward<S: OnGpu>(
     completed: &Completed<S>,
     problem: &Problem<'_>,
     output: &OutputGradient<'_>,
-) -> Result<[CudaStorage; 3]> {
+) -> Result<GradientsOnGpu> {
     let call = Call::new(problem)?;
     let gpu = &call.gpu;
     // Parts of a list add in any order, so that nothing is cut where the bits must not depend on it.
@@ -257,6 +265,7 @@ fn run_backward<S: OnGpu>(
     let users = problem.selection.map(|selection| Users::new(selection, gpu, cut)).transpose()?;
     let visits = call.visits();
     let plan = call.plan(completed.scheme.backward_kernel(), visits)?;
+    let score_mod = Modifier::new(problem.score_mod);
     let minus_delta = gpu.alloc::<f32>(call.query_tiles() * TILE)?;
     let dq_accum = gpu.alloc_zeros::<f32>(call.query_tiles() * TILE * call.d)?;
     // A counter for each tile of queries, and the tile scheduler's counter.
@@ -289,6 +298,7 @@ fn run_backward<S: OnGpu>(
             Some(users) => users.lists(gpu)?,
             None => call.window(),
         },
+        score_mod: score_mod.params(problem.shape.query_heads(), gpu)?,
         cuts: users.as_ref().map(|users| users.cuts(gpu)).unwrap_or_default(),
         ..given
     };
@@ -297,6 +307,7 @@ fn run_backward<S: OnGpu>(
         let outside = ops::tensor::start(dlse, gpu)?;
         log_sum_exp(gpu, call.shape(), problem.shape, params.minus_delta, outside, true)?;
     }
+    let dsinks = sink_gradient(&call, &params)?;
     let blocks = call.segment_count()
         * problem.shape.key_heads()
         * (call.geometry.sizes.key_len as usize).div_ceil(plan.rows)
@@ -318,5 +329,5 @@ fn run_backward<S: OnGpu>(
     gpu.launch_backward(plan.family, &call.kernel(kernel!("finish_dq")), grid, &params)?;
     #[cfg(test)]
     guard::check(gpu)?;
-    Ok([dq, dk, dv].map(|gradient| gradient.storage))
+    Ok(([dq, dk, dv].map(|gradient| gradient.storage), dsinks))
 }

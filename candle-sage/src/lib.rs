@@ -49,7 +49,11 @@ mod update;
 mod variables;
 
 pub use error::{Error, ErrorKind, Result};
-pub use ops::{Attention, flash_attn, flash_attn_varlen, flash_attn_varlen_windowed, flash_attn_windowed};
+pub use ops::{
+    Attention, flash_attn, flash_attn_alibi, flash_attn_alibi_windowed, flash_attn_alibi_windowed_softcap,
+    flash_attn_varlen, flash_attn_varlen_alibi, flash_attn_varlen_alibi_windowed,
+    flash_attn_varlen_alibi_windowed_softcap, flash_attn_varlen_windowed, flash_attn_windowed,
+};
 pub use scheme::{
     AttnQat, Granularity, Int8Products, KeyMean, PReference, Products, SageBwd, Scheme, Smoothing,
     ValueGroups,

@@ -43,7 +43,11 @@ pub use blend::{Alpha, blend, blend_backward};
 pub use copy_heads::copy_heads;
 pub use cross_entropy::{CrossEntropy, cross_entropy};
 pub use embedding::{embedding, embedding_backward, embedding_forward};
-pub use flash_attn::{flash_attn, flash_attn_varlen, flash_attn_varlen_windowed, flash_attn_windowed};
+pub use flash_attn::{
+    flash_attn, flash_attn_alibi, flash_attn_alibi_windowed, flash_attn_alibi_windowed_softcap,
+    flash_attn_varlen, flash_attn_varlen_alibi, flash_attn_varlen_alibi_windowed,
+    flash_attn_varlen_alibi_windowed_softcap, flash_attn_varlen_windowed, flash_attn_windowed,
+};
 pub use fp8::{FP8_MULTIPLE, Fp8Copies, Fp8Matrix, Fp8Sums};
 pub use fp8_fused::{
     qk_norm_rope_backward_fp8, residual_rms_norm_fp8, rms_norm_backward_fp8, swiglu_backward_fp8, swiglu_fp8,

@@ -51,14 +51,47 @@ pub type Pattern<'a> = &'a dyn Fn(Pair) -> bool;
 /// Every pair that the mask allows: dense attention.
 pub const DENSE: Pattern<'static> = &|_| true;
 
+/// How logits come from the dot products of queries and keys: `x = scale q k`, then with a soft cap `x = softcap tanh(x / softcap)`, then with
+/// `ALiBi` `x - slope |position - key|`, where the last query has the position of the last key. A number is a scale alone.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Logits {
+    /// The softmax scale.
+    pub scale: f64,
+    /// The soft cap, if there is one.
+    pub softcap: Option<f64>,
+    /// The slope of each query head. Empty: no `ALiBi`.
+    pub alibi_slopes: Vec<f64>,
+}
+
+impl From<f64> for Logits {
+    fn from(scale: f64) -> Self {
+        Self { scale, ..Self::default() }
+    }
+}
+
+impl Logits {
+    /// The logit of a dot product, and its derivative with respect to the dot product.
+    fn of(&self, dot: f64, head: usize, distance: f64) -> (f64, f64) {
+        let x = self.scale * dot;
+        let (x, derivative) = self.softcap.map_or((x, self.scale), |cap| {
+            let tanh = (x / cap).tanh();
+            (cap * tanh, self.scale * (1.0 - tanh * tanh))
+        });
+        (x - self.alibi_slopes.get(head).map_or(0.0, |slope| slope * distance), derivative)
+    }
+}
+
 /// One query of one head, with the keys that it sees.
 struct Row {
+    head: usize,
     /// Offset of the query's vector in the query tensor.
     query: usize,
     /// Index of the query's log-sum-exp.
     lse: usize,
     /// Offsets of the visible keys' vectors in the key tensor.
     keys: Vec<usize>,
+    /// The distances of these keys from the query's position.
+    distances: Vec<f64>,
 }
 
 /// Calls `f` for every query of every head.
@@ -69,13 +102,19 @@ fn each_row(shape: &AttentionShape, pattern: Pattern<'_>, mut f: impl FnMut(Row)
         for head in 0..hq {
             for (i, token) in segment.query.clone().enumerate() {
                 let first_key = segment.key.start;
+                let position = (i + segment.key.len()) as f64 - segment.query.len() as f64;
+                let seen: Vec<usize> = (segment.first_key(i)..segment.visible_keys(i))
+                    .filter(|&key| pattern(Pair { segment: number, head, query: i, key }))
+                    .collect();
                 f(Row {
+                    head,
                     query: ((b * shape.query_len() + token) * hq + head) * d,
                     lse: (b * hq + head) * shape.query_len() + token,
-                    keys: (segment.first_key(i)..segment.visible_keys(i))
-                        .filter(|&key| pattern(Pair { segment: number, head, query: i, key }))
+                    keys: seen
+                        .iter()
                         .map(|j| ((b * shape.key_len() + first_key + j) * hk + head / shape.group()) * d)
                         .collect(),
+                    distances: seen.iter().map(|&j| (position - j as f64).abs()).collect(),
                 });
             }
         }
@@ -86,17 +125,18 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(x, y)| x * y).sum()
 }
 
-/// The probabilities of one row and its natural log-sum-exp.
-fn softmax(row: &Row, d: usize, scale: f64, q: &[f64], k: &[f64]) -> (Vec<f64>, f64) {
+/// The probabilities of one row, the derivatives of its logits with respect to the dot products, and its natural log-sum-exp.
+fn softmax(row: &Row, d: usize, logits: &Logits, q: &[f64], k: &[f64]) -> (Vec<f64>, Vec<f64>, f64) {
     let query = &q[row.query..row.query + d];
-    let logits: Vec<f64> = row.keys.iter().map(|&at| scale * dot(query, &k[at..at + d])).collect();
+    let of_key = |(&at, &distance): (&usize, &f64)| logits.of(dot(query, &k[at..at + d]), row.head, distance);
+    let (logits, derivatives): (Vec<f64>, Vec<f64>) = row.keys.iter().zip(&row.distances).map(of_key).unzip();
     let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let sum: f64 = logits.iter().map(|x| (x - max).exp()).sum();
     let lse = if logits.is_empty() { f64::NEG_INFINITY } else { max + sum.ln() };
-    (logits.iter().map(|x| (x - lse).exp()).collect(), lse)
+    (logits.iter().map(|x| (x - lse).exp()).collect(), derivatives, lse)
 }
 
-/// `out = softmax(softmax_scale Q K^T) V`.
+/// `out = softmax(softmax_scale Q K^T) V`, or with other [`Logits`].
 ///
 /// ```
 /// use candle_sage::{AttentionShape, reference};
@@ -113,8 +153,14 @@ fn softmax(row: &Row, d: usize, scale: f64, q: &[f64], k: &[f64]) -> (Vec<f64>, 
 ///
 /// # Panics
 /// When a slice does not have the shape's length.
-pub fn forward(shape: &AttentionShape, softmax_scale: f64, q: &[f64], k: &[f64], v: &[f64]) -> Forward {
-    sparse_forward(shape, DENSE, softmax_scale, [q, k, v])
+pub fn forward(
+    shape: &AttentionShape,
+    logits: impl Into<Logits>,
+    q: &[f64],
+    k: &[f64],
+    v: &[f64],
+) -> Forward {
+    sparse_forward(shape, DENSE, logits, [q, k, v])
 }
 
 /// As [`forward`], over the pairs that `pattern` accepts.
@@ -136,17 +182,17 @@ pub fn forward(shape: &AttentionShape, softmax_scale: f64, q: &[f64], k: &[f64],
 pub fn sparse_forward(
     shape: &AttentionShape,
     pattern: Pattern<'_>,
-    softmax_scale: f64,
+    logits: impl Into<Logits>,
     [q, k, v]: [&[f64]; 3],
 ) -> Forward {
-    let d = shape.head_dim();
+    let (d, logits) = (shape.head_dim(), logits.into());
     assert_eq!(q.len(), shape.batch() * shape.query_len() * shape.query_heads() * d, "query length");
     assert_eq!(k.len(), shape.batch() * shape.key_len() * shape.key_heads() * d, "key length");
     assert_eq!(v.len(), k.len(), "value length");
     let mut out = vec![0.0; q.len()];
     let mut lse = vec![f64::NEG_INFINITY; q.len() / d];
     each_row(shape, pattern, |row| {
-        let (p, row_lse) = softmax(&row, d, softmax_scale, q, k);
+        let (p, _, row_lse) = softmax(&row, d, &logits, q, k);
         lse[row.lse] = row_lse;
         for (p, &at) in p.iter().zip(&row.keys) {
             for c in 0..d {
@@ -159,7 +205,8 @@ pub fn sparse_forward(
 
 /// The gradients of a loss whose gradient with respect to the output is `dout`.
 ///
-/// `dV = P^T dO`, `dP = dO V^T`, `dS = P o (dP - rowsum(P o dP))`, `dQ = scale dS K`, `dK = scale dS^T Q`.
+/// `dV = P^T dO`, `dP = dO V^T`, `dS = P o (dP - rowsum(P o dP))`, `dQ = scale dS K`, `dK = scale dS^T Q`, and with a soft cap
+/// `1 - tanh(x / softcap)^2` times each element of dS in the last two.
 ///
 /// ```
 /// use candle_sage::{AttentionShape, reference};
@@ -179,13 +226,13 @@ pub fn sparse_forward(
 /// When a slice does not have the shape's length.
 pub fn backward(
     shape: &AttentionShape,
-    softmax_scale: f64,
+    logits: impl Into<Logits>,
     q: &[f64],
     k: &[f64],
     v: &[f64],
     dout: &[f64],
 ) -> Gradients {
-    sparse_backward(shape, DENSE, softmax_scale, [q, k, v], dout)
+    sparse_backward(shape, DENSE, logits, [q, k, v], dout)
 }
 
 /// As [`backward`], over the pairs that `pattern` accepts.
@@ -207,20 +254,20 @@ pub fn backward(
 pub fn sparse_backward(
     shape: &AttentionShape,
     pattern: Pattern<'_>,
-    softmax_scale: f64,
+    logits: impl Into<Logits>,
     [q, k, v]: [&[f64]; 3],
     dout: &[f64],
 ) -> Gradients {
     assert_eq!(dout.len(), q.len(), "output gradient length");
-    let d = shape.head_dim();
+    let (d, logits) = (shape.head_dim(), logits.into());
     let (mut dq, mut dk, mut dv) = (vec![0.0; q.len()], vec![0.0; k.len()], vec![0.0; v.len()]);
     each_row(shape, pattern, |row| {
-        let (p, _) = softmax(&row, d, softmax_scale, q, k);
+        let (p, derivatives, _) = softmax(&row, d, &logits, q, k);
         let grad = &dout[row.query..row.query + d];
         let dp: Vec<f64> = row.keys.iter().map(|&at| dot(grad, &v[at..at + d])).collect();
         let delta = dot(&p, &dp);
-        for ((p, dp), &at) in p.iter().zip(&dp).zip(&row.keys) {
-            let ds = softmax_scale * p * (dp - delta);
+        for (((p, dp), derivative), &at) in p.iter().zip(&dp).zip(&derivatives).zip(&row.keys) {
+            let ds = derivative * p * (dp - delta);
             for c in 0..d {
                 dv[at + c] += p * grad[c];
                 dq[row.query + c] += ds * k[at + c];

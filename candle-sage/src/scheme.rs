@@ -68,6 +68,23 @@ impl Scheme {
         }
     }
 
+    /// Whether logits are computed from keys minus their mean. The softmax does not see the difference, but what needs the logits themselves does:
+    /// [`Attention::softcap`](crate::Attention::softcap), and the log-sum-exps.
+    ///
+    /// ```
+    /// use candle_sage::{SageBwd, Scheme, Smoothing};
+    ///
+    /// assert!(Scheme::from(SageBwd::default()).smooths_keys());
+    /// assert!(!Scheme::from(SageBwd::default().smoothing(Smoothing::None)).smooths_keys());
+    /// ```
+    pub fn smooths_keys(&self) -> bool {
+        match self {
+            Self::FullPrecision => false,
+            Self::SageBwd(settings) => settings.smoothing != Smoothing::None,
+            Self::AttnQat(settings) => settings.smoothing != Smoothing::None,
+        }
+    }
+
     /// Every setting of the scheme, as its name and its value as text. Schemes with the same name and
     /// settings compute the same results.
     ///

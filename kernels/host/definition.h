@@ -25,6 +25,15 @@ inline void fake_quantize(double* x, int count, int stride) {
   }
 }
 
+// What is done to the logits of a query: a soft cap, 0 for none, and a slope for the distance from the query's position; and a sink, a further logit
+// without a value.
+struct ScoreMod {
+  double cap = 0, slope = 0, sink = -INFINITY;
+  int position = 0;
+  double of(double x, int key) const { return (cap > 0 ? cap * tanh(x / cap) : x) - slope * abs(position - key); }
+  double derivative(double x) const { return cap > 0 ? 1 - tanh(x / cap) * tanh(x / cap) : 1; }
+};
+
 // The definition of a head's output, row by row: one value a channel.
 struct Definition {
   int keys, d;
@@ -46,7 +55,7 @@ struct Definition {
   // With `literal` P is relative to the row's largest logit, and not to the next power of two. `lse2` becomes the log-sum-exp in
   // base 2, -inf for a query that sees no key.
   // The query sees the keys from `from` to `visible`.
-  std::vector<double> row(std::vector<double> q, int from, int visible, double scale, bool nvfp4, bool literal, double& lse2) const {
+  std::vector<double> row(std::vector<double> q, int from, int visible, double scale, bool nvfp4, bool literal, const ScoreMod& mod, double& lse2) const {
     std::vector<double> out(d, 0.0);
     if (nvfp4)
       for (int c = 0; c < d; c += 16) fake_quantize(&q[c], std::min(16, d - c), 1);
@@ -57,7 +66,7 @@ struct Definition {
       for (int j = std::max(first, from); j < std::min(first + 64, visible); ++j) {
         double dot = 0;
         for (int c = 0; c < d; ++c) dot += q[c] * k[j * d + c];
-        largest = fmax(largest, p[j - first] = dot * scale / log(2.0));
+        largest = fmax(largest, p[j - first] = mod.of(dot * scale, j) / log(2.0));
       }
       // Rounded to f32 first, as the kernel does before it rounds up to a power of two.
       double next = fmax(reference, nvfp4 && !literal ? double(ceilf(float(largest))) : largest), decay = ::exp2(reference - next);
@@ -70,6 +79,7 @@ struct Definition {
       for (int j = std::max(first, from); j < std::min(first + 64, visible); ++j)
         for (int c = 0; c < d; ++c) out[c] += p[j - first] * v[j * d + c];
     }
+    if (sum > 0) sum += ::exp2(mod.sink / log(2.0) - reference);
     lse2 = reference + log2(sum);
     for (double& x : out) x = sum > 0 ? x / sum : 0;
     return out;
@@ -78,18 +88,20 @@ struct Definition {
 
 // Gradients of one query in full precision: adds those of the keys to dk and dv, (key, channel), and returns the query's.
 inline std::vector<double> row_gradients(const Definition& x, const std::vector<double>& q, const std::vector<double>& dout, int from, int visible,
-                                  double scale, std::vector<double>& dk, std::vector<double>& dv) {
-  std::vector<double> p(visible), dp(visible), dq(x.d, 0.0);
+                                  double scale, const ScoreMod& mod, std::vector<double>& dk, std::vector<double>& dv) {
+  std::vector<double> p(visible), dp(visible), derivative(visible), dq(x.d, 0.0);
   double largest = -INFINITY, sum = 0, delta = 0;
   for (int j = from; j < visible; ++j) {
     for (int c = 0; c < x.d; ++c) p[j] += scale * q[c] * x.k[j * x.d + c], dp[j] += dout[c] * x.v[j * x.d + c];
+    derivative[j] = mod.derivative(p[j]), p[j] = mod.of(p[j], j);
     largest = fmax(largest, p[j]);
   }
   for (int j = from; j < visible; ++j) sum += p[j] = exp(p[j] - largest);
+  sum += exp(mod.sink - largest);
   for (int j = from; j < visible; ++j) delta += (p[j] /= sum) * dp[j];
   for (int j = from; j < visible; ++j)
     for (int c = 0; c < x.d; ++c) {
-      double ds = p[j] * (dp[j] - delta) * scale;
+      double ds = p[j] * (dp[j] - delta) * derivative[j] * scale;
       dq[c] += ds * x.k[j * x.d + c], dk[j * x.d + c] += ds * q[c], dv[j * x.d + c] += p[j] * dout[c];
     }
   return dq;

@@ -28,7 +28,11 @@ struct Case {
   std::vector<int> query_starts, key_starts;  // of packed documents, and the end of the last one
   bool literal = false;                       // P relative to the row's maximum (NVFP4)
   int before = -1, after = -1;                // keys that a query of a window sees before and after its own position; -1: no window
+  float softcap = 0;                          // 0: none
+  bool alibi = false;                         // the slopes 1/2, 1/4, .. of the query heads
+  bool sinks = false;                         // of the query heads: 1, 0, -1, ..
   bool is_window() const { return before >= 0; }
+  bool is_modified() const { return softcap > 0 || alibi; }
 };
 
 // The backward of SAGEBWD_S has S alone in INT8, and with SAGEBWD_SCORES the forward too; that of SAGEBWD_FORWARD has nothing.
@@ -72,6 +76,7 @@ struct Problem {
   std::vector<float> minus_lse2, minus_delta, dq_accum;
   std::vector<int8_t> q_codes, k_codes, v_codes, q_transposed, dout_transposed;
   std::vector<float> q_dequant_scale, k_dequant_scale, v_dequant_scale, dout_dequant_scale, q_mean, k_mean, k_tile_sums;
+  std::vector<float> slopes, sinks;
   params::Forward p = {};
 
   explicit Problem(const Case& c)
@@ -91,6 +96,9 @@ struct Problem {
                segments.key_tiles, 2, c.head_dim};
     p.lists.keys_before = keys_before();
     p.p_literal = c.literal;
+    for (int head = 0; head < c.query_heads; ++head) slopes.push_back(ldexpf(1, -1 - head)), sinks.push_back(1.0f - head);
+    p.sinks = c.sinks ? sinks.data() : nullptr;
+    p.score_mod = {c.alibi ? slopes.data() : nullptr, c.softcap, c.query_heads};
     if (c.smooth) compute_means();
   }
 
@@ -165,8 +173,11 @@ struct Problem {
   }
 
   // Returns whether the kernels wrote nothing beyond their buffers, and wait for what they need.
-  bool forward() { return c.is_window() ? forward<attention::WindowKeys>() : forward<attention::EveryKey>(); }
-  template <class Block>
+  bool forward() {
+    if (c.is_modified()) return forward<attention::WindowKeys, attention::SoftcapAndAlibi>();
+    return c.is_window() ? forward<attention::WindowKeys>() : forward<attention::EveryKey>();
+  }
+  template <class Block, class Mod = attention::NoScoreMod>
   bool forward() {
     if constexpr (NVFP4) {
       if (!pack()) return false;
@@ -175,11 +186,11 @@ struct Problem {
             attention::Nvfp4ForwardSm100<T, D, params::plan("attn_fwd_nvfp4", D, params::EVERY, params::SM100)>, Block>();
       else launch_forward<attention::Nvfp4ForwardSm80<T, D, params::plan("attn_fwd_nvfp4", D)>, Block>();
     } else if constexpr (NUMERICS == FULL_PRECISION) {
-      launch_forward<attention::Dense16ForwardSm80<T, D, params::plan("attn_fwd_dense16", D)>, Block>();
+      launch_forward<attention::Dense16ForwardSm80<T, D, params::plan("attn_fwd_dense16", D), attention::PlainProbabilities, attention::Operands::ROWS, Mod>, Block>();
     } else if constexpr (NUMERICS == SAGEBWD_SCORES) {
       quantize_to_codes();
       constexpr params::Plan PLAN = params::plan("attn_fwd_sagebwd_scores", D);
-      launch_forward<attention::Dense16ForwardSm80<T, D, PLAN, attention::PlainProbabilities, attention::Operands::CODES>, Block>();
+      launch_forward<attention::Dense16ForwardSm80<T, D, PLAN, attention::PlainProbabilities, attention::Operands::CODES, Mod>, Block>();
     } else {
       quantize_to_codes();
       constexpr bool QK = NUMERICS == SAGEBWD_QK;
@@ -188,14 +199,17 @@ struct Problem {
     return true;
   }
 
-  void backward() { c.is_window() ? backward<attention::WindowQueries>() : backward<attention::EveryQuery>(); }
+  void backward() {
+    if (c.is_modified()) backward<attention::WindowQueries, attention::SoftcapAndAlibi>();
+    else c.is_window() ? backward<attention::WindowQueries>() : backward<attention::EveryQuery>();
+  }
   // With a selection, `b` has the lists and how they are cut, and `more_blocks` take 128 keys again each.
-  template <class Queries>
+  template <class Queries, class Mod = attention::NoScoreMod>
   void backward(params::Backward b = {}, int more_blocks = 0) {
     b.q = q.view, b.k = k.view, b.v = v.view, b.out = out.view, b.dout = dout.view, b.dk = dk.view, b.dv = dv.view;
     b.minus_lse2 = minus_lse2.data(), b.minus_delta = minus_delta.data(), b.dq_accum = dq_accum.data();
     b.q_transposed = q_transposed.data(), b.dout_transposed = dout_transposed.data(), b.dout_dequant_scale = dout_dequant_scale.data();
-    b.codes = p.codes, b.shape = p.shape, b.lists.keys_before = p.lists.keys_before, b.group = b.dout_group = b.dq_parts = 1;
+    b.codes = p.codes, b.shape = p.shape, b.lists.keys_before = p.lists.keys_before, b.score_mod = p.score_mod, b.group = b.dout_group = b.dq_parts = 1;
     for (int i = 0; i < query_tiles; ++i) host::run(i, quant::TILE_THREADS, [&] { prepare<T, D, CODES>(b); });
     constexpr bool S_OF_CODES = NUMERICS == SAGEBWD_S || NUMERICS == SAGEBWD_SCORES;
     // The plans of SM86, whose small memory takes blocks of 64 keys for some kernels and of 128 for others.
@@ -206,7 +220,7 @@ struct Problem {
     constexpr params::Plan PLAN = params::plan(KERNEL, D, params::EVERY, D > 128 ? params::SM80 : params::SM86);
     using Scores = std::conditional_t<S_OF_CODES, attention::ScoresOfCodes<T, D>, attention::ScoresOfRows<T, D>>;
     using Kernel = std::conditional_t<CODES, attention::SageBwdBackwardSm80<T, D, PLAN, NUMERICS == SAGEBWD_QK>,
-                                      attention::Dense16BackwardSm80<T, D, PLAN, attention::PlainProbabilities, Scores>>;
+                                      attention::Dense16BackwardSm80<T, D, PLAN, attention::PlainProbabilities, Scores, Mod>>;
     int blocks = segments.count() * c.key_heads * ((segments.longest_keys + PLAN.rows - 1) / PLAN.rows) + more_blocks * (128 / PLAN.rows);
     if constexpr (!CODES) blocks *= Kernel::CHANNEL_PARTS;
     for (int i = 0; i < blocks; ++i)
@@ -238,15 +252,16 @@ struct Problem {
         }
         int position = query + s.key_len - s.query_len, first = max(position - keys_before(), 0);
         int visible = min(max(position + 1 + keys_after(), 0), s.key_len);
+        host::ScoreMod mod{c.softcap, c.alibi ? slopes[head] : 0, c.sinks ? sinks[head] : -INFINITY, position};
         double lse2;
-        std::vector<double> expected = definition.row(row, first, visible, scale, NVFP4, c.literal, lse2);
+        std::vector<double> expected = definition.row(row, first, visible, scale, NVFP4, c.literal, mod, lse2);
         float got = -minus_lse2[(int64_t(head) * segments.query_tiles + s.query_tile) * 64 + query];
         // That of SageBwd is one of smoothed logits, which the backward's checks are for.
         if (NVFP4 || NUMERICS == FULL_PRECISION) errors.lse_good &= visible == 0 ? got == INFINITY : fabs(got - lse2) < 1e-3;
         for (int channel = 0; channel < c.head_dim; ++channel)
           of_out.add(out.at(batch, s.query_start + query, head, channel), expected[channel]);
         if (NVFP4) continue;
-        expected = host::row_gradients(definition, row, grad, first, visible, scale, dk_row, dv_row);
+        expected = host::row_gradients(definition, row, grad, first, visible, scale, mod, dk_row, dv_row);
         for (int channel = 0; channel < c.head_dim; ++channel) of_dq.add(dq_at(head, s, query, channel), expected[channel]);
       }
       of_out.into(errors.out);

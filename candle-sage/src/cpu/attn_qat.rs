@@ -147,8 +147,15 @@ impl ForwardNumerics for Forward<'_> {
     }
 
     fn finish(&self, at: Head, rows: Softmax<2>, sees: &dyn Fn(usize) -> bool) -> Finished {
-        let sum = rows.sum.clone();
-        let mut finished = rows.finish(sees);
+        let (mut sum, references) = (rows.sum.clone(), rows.reference.clone());
+        let sink = self.problem.sink(at);
+        let mut finished = rows.finish(sink, sees);
+        if sink.is_some() {
+            // P is relative to all logits in the backward; where a sink leaves less than 2^-64 of it to the keys, it is zero there.
+            let with_sink =
+                finished.states[0].iter().zip(&references).map(|(lse2, reference)| lse2 - reference);
+            sum.iter_mut().zip(with_sink).for_each(|(sum, log2)| *sum = sum.max(log2.min(64.0).exp2()));
+        }
         // O' stays the output of V less its mean, as the backward's V is: delta = rowsum(dO o O') goes with dP = dO (V - m)^T.
         if let Some(mean) = &self.codes.v_mean[key_index(self.problem, self.problem.key_head(at))] {
             finished.add_value_mean(mean, sees);

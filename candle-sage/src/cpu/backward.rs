@@ -6,6 +6,7 @@ use multiversion::multiversion;
 use rayon::prelude::*;
 
 use super::numerics::{BackwardNumerics, Head, Operands, Problem, Tile, cut, mask};
+use super::score_mod::chain;
 use super::{Gradients, OutputGradient, lanes};
 
 /// One parallel task: keys of one key head.
@@ -70,7 +71,49 @@ pub(super) fn run<N: BackwardNumerics>(
             add_rows(&mut dq, part, d, first, heads, item.at.head * group + member, scale);
         }
     }
-    Gradients { dq, dk, dv }
+    Gradients { dq, dk, dv, dsinks: sink_gradients(numerics, problem, output) }
+}
+
+/// The gradient of each head's sink: minus the sum over queries of the sink's probability times delta, as of a key whose value is zero.
+fn sink_gradients<N: BackwardNumerics>(
+    numerics: &N,
+    problem: &Problem<'_>,
+    output: &OutputGradient<'_>,
+) -> Vec<f32> {
+    let of_head = |head: usize| {
+        let of_segment = |segment: usize| {
+            let (at, count) = (Head { segment, head }, problem.segments[segment].query.len());
+            let sink = problem.sink(at)?;
+            let delta = deltas(numerics, problem, output, at, &problem.query_rows(output.dout, at, 0..count));
+            let start = problem.lse_start(at);
+            let seen = numerics.lse2()[start..start + count].iter().zip(delta);
+            let seen = seen.filter(|(lse2, _)| **lse2 != f32::NEG_INFINITY);
+            Some(seen.map(|(lse2, delta)| -(sink - lse2).exp2().min(1.0) * delta).sum::<f32>())
+        };
+        (0..problem.segments.len()).map(of_segment).sum()
+    };
+    let all: Vec<Option<f32>> = (0..problem.shape.query_heads()).into_par_iter().map(of_head).collect();
+    all.into_iter().flatten().collect()
+}
+
+/// Delta of each query of a head: see [`BackwardNumerics::delta`].
+fn deltas<N: BackwardNumerics>(
+    numerics: &N,
+    problem: &Problem<'_>,
+    output: &OutputGradient<'_>,
+    at: Head,
+    dout: &[f32],
+) -> Vec<f32> {
+    let mut delta = numerics.delta(at, dout);
+    let rows = problem.lse_start(at)..problem.lse_start(at) + delta.len();
+    if let Some(dlse) = output.dlse.get(rows.clone()) {
+        // The log-sum-exp changes with each logit in proportion to P. A query that sees no key has a log-sum-exp of minus
+        // infinity, whose gradient may be NaN.
+        let seen = delta.iter_mut().zip(dlse).zip(&numerics.lse2()[rows]);
+        let seen = seen.filter(|(_, lse2)| **lse2 != f32::NEG_INFINITY);
+        seen.for_each(|((delta, dlse), _)| *delta -= dlse);
+    }
+    delta
 }
 
 /// Adds the rows of one head, times `factor`, into a (token, heads, head_dim) tensor.
@@ -97,21 +140,15 @@ fn run_item<N: BackwardNumerics>(
     let mut part =
         Part { dk: vec![0.0; item.keys.len() * d], dv: vec![0.0; item.keys.len() * d], dq: Vec::new() };
     let (mut p, mut ds) = (vec![0.0; tile_q * tile_k], vec![0.0; tile_q * tile_k]);
+    // Of the soft cap, if there is one.
+    let mut derivatives = vec![0.0; if problem.score_mod.has_softcap() { tile_q * tile_k } else { 0 }];
     let group = problem.shape.group();
     for member in 0..group {
         let at = Head { segment: item.at.segment, head: item.at.head * group + member };
         let queries = numerics.queries(at, 0..count);
         let dout = problem.query_rows(output.dout, at, 0..count);
-        let mut delta = numerics.delta(at, &dout);
-        let rows = problem.lse_start(at)..problem.lse_start(at) + count;
-        if let Some(dlse) = output.dlse.get(rows.clone()) {
-            // The log-sum-exp changes with each logit in proportion to P. A query that sees no key has a log-sum-exp of minus
-            // infinity, whose gradient may be NaN.
-            let lse2 = &numerics.lse2()[rows.clone()];
-            let seen = delta.iter_mut().zip(dlse).zip(lse2).filter(|(_, lse2)| **lse2 != f32::NEG_INFINITY);
-            seen.for_each(|((delta, dlse), _)| *delta -= dlse);
-        }
-        let lse2 = &numerics.lse2()[rows];
+        let delta = deltas(numerics, problem, output, at, &dout);
+        let lse2 = &numerics.lse2()[problem.lse_start(at)..problem.lse_start(at) + count];
         let grads = numerics.grads(at, dout);
         let mut dq = vec![0.0; count * d];
         for col in item.keys.clone().step_by(tile_k) {
@@ -127,11 +164,15 @@ fn run_item<N: BackwardNumerics>(
                 let (p, ds) = (&mut p[..rows * cols], &mut ds[..rows * cols]);
                 let at_queries = row * d..(row + rows) * d;
                 numerics.logits(&queries, &keys, tile, p);
+                let derivatives =
+                    &mut derivatives[..if problem.score_mod.has_softcap() { rows * cols } else { 0 }];
+                problem.score_mod.apply(at.head, segment, tile, p, derivatives);
                 mask(segment, tile, p);
                 probabilities(cols, cut(lse2, 0, row, rows, 1), p);
                 numerics.add_dv(p, &grads, tile, dv);
                 numerics.dp(&grads, &keys, tile, ds);
                 softmax_backward(cols, p, cut(&delta, 0, row, rows, 1), ds);
+                chain(derivatives, ds);
                 numerics.add_dq(ds, &keys, tile, &mut dq[at_queries]);
                 numerics.add_dk(ds, &queries, tile, dk);
             }

@@ -73,6 +73,7 @@ fn run_item<N: ForwardNumerics>(
                 let tile = Tile { row, rows, col, cols: tile_k.min(run.end - col) };
                 let logits = &mut logits[..rows * tile.cols];
                 numerics.logits(&queries, &keys, tile, logits);
+                problem.score_mod.apply(at.head, segment, tile, logits, &mut []);
                 mask(segment, tile, logits);
                 numerics.attend(&keys, tile, logits, &mut state);
             }

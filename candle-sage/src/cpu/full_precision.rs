@@ -67,8 +67,8 @@ impl ForwardNumerics for Forward<'_> {
         product(&mut rows.acc[0], p, keys.v.of_keys(tile), 1.0, true);
     }
 
-    fn finish(&self, _: Head, rows: Softmax, sees: &dyn Fn(usize) -> bool) -> Finished {
-        rows.finish(sees)
+    fn finish(&self, at: Head, rows: Softmax, sees: &dyn Fn(usize) -> bool) -> Finished {
+        rows.finish(self.0.sink(at), sees)
     }
 }
 

@@ -3,10 +3,12 @@
 //! Tiles come in the order of FlashAttention-2: the forward keeps a tile of queries and iterates over the
 //! keys, the backward keeps a tile of keys and iterates over the queries.
 
+use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 use rayon::prelude::*;
 
+use super::score_mod::ScoreMod;
 use super::view::View;
 use crate::selection::Lists;
 use crate::shape::{AttentionShape, Segment};
@@ -17,6 +19,9 @@ pub(crate) struct Problem<'a> {
     pub(crate) shape: &'a AttentionShape,
     pub(crate) segments: Vec<Segment>,
     pub(crate) softmax_scale: f32,
+    pub(super) score_mod: ScoreMod,
+    /// The base-2 sink of each query head. Empty: none.
+    sinks: Vec<f32>,
     /// The lists of the selection. `None`: queries attend to all keys that the mask leaves.
     pub(super) lists: Option<&'a Lists>,
     q: View<'a>,
@@ -31,7 +36,22 @@ impl<'a> Problem<'a> {
         lists: Option<&'a Lists>,
         [q, k, v]: [View<'a>; 3],
     ) -> Self {
-        Self { shape, segments: shape.segments(), softmax_scale, lists, q, k, v }
+        let (segments, score_mod, sinks) = (shape.segments(), ScoreMod::default(), Vec::new());
+        Self { shape, segments, softmax_scale, score_mod, sinks, lists, q, k, v }
+    }
+
+    pub(crate) fn with_score_mod(self, score_mod: ScoreMod) -> Self {
+        Self { score_mod, ..self }
+    }
+
+    pub(crate) fn with_sinks(self, mut sinks: Vec<f32>) -> Self {
+        sinks.iter_mut().for_each(|sink| *sink *= LOG2_E);
+        Self { sinks, ..self }
+    }
+
+    /// The base-2 sink of a query head, if there are sinks.
+    pub(super) fn sink(&self, at: Head) -> Option<f32> {
+        self.sinks.get(at.head).copied()
     }
 
     /// Rows of a query tile and of a key tile, for numerics that work with any tile size: 64, or with a
@@ -132,15 +152,20 @@ impl<const OUTPUTS: usize> Softmax<OUTPUTS> {
         }
     }
 
-    /// Divides the accumulators by the sums. `sees` tells whether a row of the tile sees any key.
-    pub(crate) fn finish(self, sees: &dyn Fn(usize) -> bool) -> Finished {
+    /// Divides the accumulators by the sums, which a base-2 `sink` adds to. `sees` tells whether a row of the tile sees any key.
+    pub(crate) fn finish(self, sink: Option<f32>, sees: &dyn Fn(usize) -> bool) -> Finished {
         let Self { reference, sum, mut acc } = self;
         let d = acc[0].len() / sum.len();
         let mut lse2 = Vec::with_capacity(sum.len());
         for (r, (&reference, &sum)) in reference.iter().zip(&sum).enumerate() {
             // Only a query that sees no key gives zeros. Any other sum of 0 gives NaN.
-            let (inverse, row_lse2) =
+            let (mut inverse, mut row_lse2) =
                 if sees(r) { (1.0 / sum, reference + sum.log2()) } else { (0.0, f32::NEG_INFINITY) };
+            if let Some(sink) = sink.filter(|_| sees(r)) {
+                let with_sink = log2_with_sink(sink, row_lse2);
+                inverse *= (-with_sink).exp2();
+                row_lse2 += with_sink;
+            }
             for acc in &mut acc {
                 acc[r * d..(r + 1) * d].iter_mut().for_each(|x| *x *= inverse);
             }
@@ -148,6 +173,12 @@ impl<const OUTPUTS: usize> Softmax<OUTPUTS> {
         }
         Finished { outputs: acc.into(), states: vec![lse2] }
     }
+}
+
+/// The base-2 logarithm of what a sink, a further logit without a value, multiplies a row's sum of exponentials with, whose logarithm is `lse2`.
+fn log2_with_sink(sink: f32, lse2: f32) -> f32 {
+    let above = sink - lse2;
+    above.max(0.0) + (1.0 + (-above.abs()).exp2()).log2()
 }
 
 /// The forward's results for some queries, after all their keys: for one tile, or for a whole call.

@@ -297,5 +297,5 @@ pub(crate) fn backward(
         put(&mut dk, &dkey, first, shape.key_heads(), at.head, d);
         put(&mut dv, &dvalue, first, shape.key_heads(), at.head, d);
     }
-    Gradients { dq, dk, dv }
+    Gradients { dq, dk, dv, dsinks: Vec::new() }
 }

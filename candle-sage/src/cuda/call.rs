@@ -1,7 +1,7 @@
 //! One attention call on a GPU: its tensors, segments and tiles, in the form that kernels take.
 
 use candle_core::backend::BackendStorage;
-use candle_core::{Layout, Result};
+use candle_core::{Layout, Result, Tensor};
 use cudarc::driver::CudaSlice;
 
 use super::address::address_if_any;
@@ -11,7 +11,7 @@ use super::plan::{self, Plan, SELECTION_BLOCK, TILE, Visits};
 use super::tensor::{Element, Output, tensor_map, view};
 use crate::error::Error;
 use crate::launch::Operand;
-use crate::ops::attention::AttentionOp;
+use crate::ops::attention::{AttentionOp, ScoreMod};
 use crate::scheme::Scheme;
 use crate::selection::Selection;
 use crate::shape::{AttentionShape, Dims};
@@ -29,6 +29,10 @@ pub(crate) struct Problem<'a> {
     pub(crate) v: Operand<'a>,
     /// The blocks of keys to attend to. `None`: all keys that the mask leaves.
     pub(crate) selection: Option<&'a Selection>,
+    /// A logit of each query head without a value.
+    pub(crate) sinks: Option<&'a Tensor>,
+    /// A soft cap or `ALiBi`.
+    pub(crate) score_mod: Option<&'a ScoreMod>,
 }
 
 impl<'a> Problem<'a> {
@@ -42,6 +46,8 @@ impl<'a> Problem<'a> {
             k,
             v,
             selection: op.selection.as_ref(),
+            sinks: op.sinks.as_ref(),
+            score_mod: op.score_mod.as_ref(),
         }
     }
 }
@@ -132,6 +138,13 @@ impl<'a> Call<'a> {
     pub(super) fn plan(&self, kernel: &str, visits: Visits) -> Result<&'static Plan> {
         let widths = (self.d, self.problem.shape.value_dim());
         Plan::of(kernel, widths, self.gpu.architecture, visits).map_err(|missing| match self.d {
+            ..=128 if visits == Visits::ScoreMod => {
+                Error::unsupported("this scheme has no soft cap and no ALiBi on CUDA")
+                    .got(format!("{}, whose kernel is `{kernel}`", self.problem.scheme))
+                    .allowed("full precision; SageBwd with the products `scores`; Attn-QAT with products in 16 bit")
+                    .hint("SageBwd::default().products(Int8Products::SCORES); the CPU has them in every scheme")
+                    .into()
+            }
             ..=128 => missing,
             _ => Error::unsupported("head_dim is out of range on CUDA")
                 .got(format!("{} for `{kernel}` on {}", self.problem.shape.widest(), self.gpu.architecture))
@@ -157,6 +170,7 @@ impl<'a> Call<'a> {
     pub(super) fn visits(&self) -> Visits {
         match self.problem.selection {
             Some(_) => Visits::Listed,
+            None if self.problem.score_mod.is_some() => Visits::ScoreMod,
             // Of all kernels those for windows alone hide keys before a query, or know another limit after it than a causal mask.
             None if self.keys_before() + 1 < self.geometry.sizes.key_len => Visits::Window,
             None if self.geometry.sizes.limit_after > 1 => Visits::Window,

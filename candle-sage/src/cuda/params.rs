@@ -75,6 +75,7 @@ families! {
     RmsNorm: "rms_norm",
     Rope: "rope",
     Scale: "cross_entropy",
+    SinkGradient: "quantize",
     SortIds: "ids",
     SumInOrder: "partial_sums",
     SumOfSquares: "adamw",

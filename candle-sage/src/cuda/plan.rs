@@ -46,6 +46,8 @@ pub(super) enum Visits {
     Window,
     /// Those of a selection's blocks.
     Listed,
+    /// Those of a window, with a soft cap or `ALiBi`.
+    ScoreMod,
 }
 
 impl Visits {
@@ -54,6 +56,7 @@ impl Visits {
         match self {
             Visits::Every => Visits::Every,
             Visits::Window | Visits::Listed => Visits::Listed,
+            Visits::ScoreMod => Visits::ScoreMod,
         }
     }
 
@@ -63,6 +66,7 @@ impl Visits {
             Visits::Every => "",
             Visits::Window => "_window",
             Visits::Listed => "_sparse",
+            Visits::ScoreMod => "_score_mod",
         }
     }
 }
@@ -194,7 +198,8 @@ mod tests {
     use crate::cuda::kernels_of;
     use crate::scheme::{AttnQat, Int8Products, Products, SageBwd, Smoothing};
 
-    const ALL: [Visits; 3] = [Visits::Every, Visits::Window, Visits::Listed];
+    /// Those that every scheme has.
+    const OF_ALL_SCHEMES: [Visits; 3] = [Visits::Every, Visits::Window, Visits::Listed];
 
     fn schemes() -> [Scheme; 9] {
         let sage = |smoothing| SageBwd { smoothing, ..SageBwd::default() }.into();
@@ -245,7 +250,8 @@ mod tests {
                 if !built || !plan.targets.contains(&Architecture::from_number(number).target()) {
                     continue;
                 }
-                for visits in ALL.into_iter().filter(|visits| plan.visits.contains(&visits.planned())) {
+                let all = OF_ALL_SCHEMES.into_iter().chain([Visits::ScoreMod]);
+                for visits in all.filter(|visits| plan.visits.contains(&visits.planned())) {
                     // The kernels of the router and of the tail exist for lists alone, without the suffix.
                     let visits = if plan.mainloop == Mainloop::None { Visits::Every } else { visits };
                     for element in ["bf16", "f16"] {
@@ -262,7 +268,7 @@ mod tests {
         let all = || TARGETS.iter().flat_map(|(_, _, architectures)| *architectures);
         for (scheme, &number) in schemes().iter().flat_map(|scheme| all().map(move |number| (scheme, number)))
         {
-            for (d, visits) in [64, 128].into_iter().flat_map(|d| ALL.map(|visits| (d, visits))) {
+            for (d, visits) in [64, 128].into_iter().flat_map(|d| OF_ALL_SCHEMES.map(|visits| (d, visits))) {
                 let [forward, backward] = plans(scheme, d, number, visits);
                 if visits == Visits::Listed {
                     assert_eq!(forward.rows, SELECTION_BLOCK, "{number}: {forward:?}");

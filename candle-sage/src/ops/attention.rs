@@ -1,22 +1,27 @@
 //! Attention with a backward, as a `CustomOp3`.
 
+mod op;
+mod score_mod;
 mod vjp;
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::Arc;
 
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CudaStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
+use candle_core::{Result, Tensor};
 
-use super::support::{cpu_storage, cuda_tensor, dims4, f32_tensor, supported, swap_heads, with_cuda};
+use super::support::{dims4, supported, swap_heads};
 use super::widths::Widths;
-use crate::cpu::view::{View, to_storage};
-use crate::cpu::{self, Problem};
 use crate::error::Error;
-use crate::launch::{Launch, Operand};
 use crate::scheme::Scheme;
-use crate::selection::{Lists, Selection};
-use crate::shape::{AttentionShape, Dims, Packing, Window};
+use crate::selection::Selection;
+use crate::shape::{AttentionShape, Packing, Window};
 
+pub(crate) use op::AttentionOp;
+#[cfg(feature = "cuda")]
+pub(crate) use op::{BackwardInputs, CompletedOnGpu, GradientsOnGpu};
+pub(super) use op::{Completed, Saved};
+use score_mod::Modified;
+#[cfg(feature = "cuda")]
+pub(crate) use score_mod::ScoreMod;
 pub use vjp::AttentionVjp;
 
 const NAME: &str = "attention";
@@ -54,6 +59,9 @@ pub struct Attention {
     packing: Option<Packing>,
     deterministic: bool,
     selection: Option<Selection>,
+    modified: Modified,
+    /// A logit of each query head without a value: (query heads) in f32.
+    pub(super) sinks: Option<Tensor>,
 }
 
 impl Attention {
@@ -281,168 +289,13 @@ impl Attention {
         }
         Ok(AttentionOp {
             scheme: self.scheme,
+            score_mod: self.score_mod(&shape, q)?,
+            sinks: self.sinks_of(&shape, q)?,
             shape,
             softmax_scale: as_f32,
             deterministic: self.deterministic,
             selection: self.selection.clone(),
             saved: keep.then(Arc::default),
         })
-    }
-}
-
-/// The op of one call. Every call makes a new value, since the state of the call is kept in it.
-pub(crate) struct AttentionOp {
-    pub(crate) scheme: Scheme,
-    pub(crate) shape: AttentionShape,
-    pub(crate) softmax_scale: f32,
-    #[allow(dead_code, reason = "only kernels ask for it: on the CPU results never vary")]
-    pub(crate) deterministic: bool,
-    pub(crate) selection: Option<Selection>,
-    /// `None` when no input is tracked.
-    pub(super) saved: Option<Arc<Saved>>,
-}
-
-/// What a call keeps for its backward.
-#[derive(Default)]
-pub(super) struct Saved {
-    /// Set by the forward.
-    pub(super) completed: OnceLock<Completed>,
-    /// The gradient of the log-sum-exps, which a backward through them leaves here for attention's own, which comes after it.
-    pub(super) dlse: Mutex<Option<Tensor>>,
-}
-
-/// An op, its inputs, its output, that one's gradient, and the log-sum-exps'.
-pub(crate) type BackwardInputs<'a> = (&'a AttentionOp, [Operand<'a>; 5], Option<Operand<'a>>);
-
-/// A forward on a GPU, with the state that its backward needs: it makes the gradients of query, key and value, and for the output
-/// the log-sum-exps.
-pub(crate) trait CompletedOnGpu:
-    for<'a> Launch<BackwardInputs<'a>, [CudaStorage; 3]>
-    + for<'a> Launch<(&'a AttentionShape, Operand<'a>), CudaStorage>
-    + Send
-    + Sync
-{
-}
-
-/// A completed forward, by the device on which it completed.
-pub(super) enum Completed {
-    Cpu(Box<dyn cpu::CompletedForward>),
-    Cuda(Box<dyn CompletedOnGpu>),
-}
-
-type Gradients = (Option<Tensor>, Option<Tensor>, Option<Tensor>);
-
-fn shape_of((batch, sequence, heads, head_dim): Dims) -> Shape {
-    Shape::from((batch, sequence, heads, head_dim))
-}
-
-impl AttentionOp {
-    fn save(&self, completed: Completed) -> Result<()> {
-        let Some(saved) = &self.saved else { return Ok(()) };
-        saved.completed.set(completed).map_err(|_| Error::new("an attention op value was run twice").into())
-    }
-
-    /// The lists of the selection on the host, for the CPU.
-    fn lists(&self) -> Result<Option<&Lists>> {
-        self.selection.as_ref().map(Selection::host).transpose()
-    }
-
-    fn cpu_bwd(
-        &self,
-        completed: &dyn cpu::CompletedForward,
-        tensors: [&Tensor; 5],
-        dlse: Option<&Tensor>,
-    ) -> Result<Gradients> {
-        let dtype: DType = tensors[0].dtype();
-        let guards = tensors.map(Tensor::storage_and_layout);
-        let mut views = Vec::with_capacity(guards.len());
-        for (storage, layout) in &guards {
-            views.push(View::new(cpu_storage(storage, NAME)?, layout)?);
-        }
-        let &[q, k, v, out, dout] = views.as_slice() else { unreachable!("five tensors, five views") };
-        let problem = Problem::new(&self.shape, self.softmax_scale, self.lists()?, [q, k, v]);
-        let dlse = dlse.map_or_else(|| Ok(Vec::new()), |dlse| dlse.flatten_all()?.to_vec1::<f32>())?;
-        let output = cpu::OutputGradient { out: &out, dout: &dout, dlse: &dlse };
-        let gradients = completed.backward(&problem, &output);
-        let tensor = |values, dims| f32_tensor(values, shape_of(dims), dtype).map(Some);
-        Ok((
-            tensor(gradients.dq, self.shape.query_dims())?,
-            tensor(gradients.dk, self.shape.key_dims())?,
-            tensor(gradients.dv, self.shape.value_dims())?,
-        ))
-    }
-
-    fn cuda_bwd(
-        &self,
-        completed: &dyn CompletedOnGpu,
-        tensors: [&Tensor; 5],
-        dlse: Option<&Tensor>,
-    ) -> Result<Gradients> {
-        let [dq, dk, dv] = with_cuda(NAME, tensors, |operands| match dlse {
-            None => completed.launch((self, operands, None)),
-            Some(dlse) => with_cuda(NAME, [dlse], |[dlse]| completed.launch((self, operands, Some(dlse)))),
-        })?;
-        let tensor = |storage, dims| Some(cuda_tensor(storage, shape_of(dims)));
-        Ok((
-            tensor(dq, self.shape.query_dims()),
-            tensor(dk, self.shape.key_dims()),
-            tensor(dv, self.shape.value_dims()),
-        ))
-    }
-}
-
-impl CustomOp3 for AttentionOp {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
-    fn cpu_fwd(
-        &self,
-        q: &CpuStorage,
-        q_layout: &Layout,
-        k: &CpuStorage,
-        k_layout: &Layout,
-        v: &CpuStorage,
-        v_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let views = [View::new(q, q_layout)?, View::new(k, k_layout)?, View::new(v, v_layout)?];
-        let problem = Problem::new(&self.shape, self.softmax_scale, self.lists()?, views);
-        let (out, completed) = cpu::forward(&self.scheme, &problem);
-        self.save(Completed::Cpu(completed))?;
-        let dtype = q.dtype();
-        Ok((to_storage(out, dtype)?, shape_of(self.shape.output_dims())))
-    }
-
-    fn cuda_fwd(
-        &self,
-        q: &CudaStorage,
-        q_layout: &Layout,
-        k: &CudaStorage,
-        k_layout: &Layout,
-        v: &CudaStorage,
-        v_layout: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        let inputs = [(q, q_layout), (k, k_layout), (v, v_layout)];
-        let (out, completed): (_, Option<Box<dyn CompletedOnGpu>>) =
-            self.launch((inputs, self.saved.is_some()))?;
-        if let Some(completed) = completed {
-            self.save(Completed::Cuda(completed))?;
-        }
-        Ok((out, shape_of(self.shape.output_dims())))
-    }
-
-    fn bwd(&self, q: &Tensor, k: &Tensor, v: &Tensor, out: &Tensor, dout: &Tensor) -> Result<Gradients> {
-        // Kernels read channels that are not adjacent one by one: the gradient of a narrowed output may have such.
-        let copied =
-            (dout.device().is_cuda() && dout.stride()[3] != 1).then(|| dout.contiguous()).transpose()?;
-        let dout = copied.as_ref().unwrap_or(dout);
-        let saved = self.saved.as_deref();
-        let dlse = saved.and_then(|saved| saved.dlse.lock().unwrap_or_else(PoisonError::into_inner).take());
-        let (tensors, dlse) = ([q, k, v, out, dout], dlse.as_ref());
-        match saved.and_then(|saved| saved.completed.get()) {
-            Some(Completed::Cpu(completed)) => self.cpu_bwd(completed.as_ref(), tensors, dlse),
-            Some(Completed::Cuda(completed)) => self.cuda_bwd(completed.as_ref(), tensors, dlse),
-            None => Err(Error::new("attention has no forward to go back from").into()),
-        }
     }
 }

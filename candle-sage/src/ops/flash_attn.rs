@@ -58,6 +58,66 @@ pub fn flash_attn_windowed(
     full_precision(softmax_scale, window_size_left, window_size_right).apply(q, k, v)
 }
 
+/// [`flash_attn`] with `ALiBi`: see [`Attention::alibi`]. `alibi_slopes` is (query heads) in f32.
+///
+/// # Errors
+/// As [`Attention::apply`].
+pub fn flash_attn_alibi(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: &Tensor,
+    softmax_scale: f32,
+    causal: bool,
+) -> Result<Tensor> {
+    full_precision(softmax_scale, None, causal.then_some(0)).alibi(alibi_slopes).apply(q, k, v)
+}
+
+/// [`flash_attn_windowed`] with `ALiBi`: see [`flash_attn_alibi`].
+///
+/// # Errors
+/// As [`Attention::apply`].
+pub fn flash_attn_alibi_windowed(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: &Tensor,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+) -> Result<Tensor> {
+    full_precision(softmax_scale, window_size_left, window_size_right).alibi(alibi_slopes).apply(q, k, v)
+}
+
+/// [`flash_attn_windowed`] with a soft cap, 0 for none, and perhaps `ALiBi`: see [`Attention::softcap`] and [`Attention::alibi`].
+///
+/// ```
+/// use candle_core::{Device, Var};
+/// use candle_sage::flash_attn_alibi_windowed_softcap;
+///
+/// let q = Var::randn(0f32, 1., (1, 64, 4, 32), &Device::Cpu)?;
+/// let out = flash_attn_alibi_windowed_softcap(&q, &q, &q, None, 0.2, Some(20), Some(0), 50.)?;
+/// assert!(out.sqr()?.mean_all()?.backward()?.get(&q).is_some());
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`Attention::apply`].
+#[allow(clippy::too_many_arguments, reason = "the signature is candle-flash-attn's")]
+pub fn flash_attn_alibi_windowed_softcap(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: Option<&Tensor>,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+    softcap: f32,
+) -> Result<Tensor> {
+    let attention = full_precision(softmax_scale, window_size_left, window_size_right);
+    with_alibi(attention.softcap(f64::from(softcap)), alibi_slopes).apply(q, k, v)
+}
+
 /// [`flash_attn`] over concatenated documents: query, key and value are (tokens, heads, head_dim).
 ///
 /// Document `n` holds the query tokens `seqlens_q[n]..seqlens_q[n + 1]` and the key tokens
@@ -95,19 +155,8 @@ pub fn flash_attn_varlen(
     softmax_scale: f32,
     causal: bool,
 ) -> Result<Tensor> {
-    let right = causal.then_some(0);
-    flash_attn_varlen_windowed(
-        q,
-        k,
-        v,
-        seqlens_q,
-        seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale,
-        None,
-        right,
-    )
+    let attention = full_precision(softmax_scale, None, causal.then_some(0));
+    varlen(attention, [q, k, v], [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])
 }
 
 /// [`flash_attn_varlen`] with a sliding window in each document: see [`flash_attn_windowed`].
@@ -127,7 +176,85 @@ pub fn flash_attn_varlen_windowed(
     window_size_left: Option<usize>,
     window_size_right: Option<usize>,
 ) -> Result<Tensor> {
-    for (name, x) in [("query", q), ("key", k), ("value", v)] {
+    let attention = full_precision(softmax_scale, window_size_left, window_size_right);
+    varlen(attention, [q, k, v], [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])
+}
+
+/// [`flash_attn_varlen`] with `ALiBi`: see [`flash_attn_alibi`].
+///
+/// # Errors
+/// As [`flash_attn_varlen`].
+#[allow(clippy::too_many_arguments, reason = "the signature is candle-flash-attn's")]
+pub fn flash_attn_varlen_alibi(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: &Tensor,
+    seqlens_q: &Tensor,
+    seqlens_k: &Tensor,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    softmax_scale: f32,
+    causal: bool,
+) -> Result<Tensor> {
+    let attention = full_precision(softmax_scale, None, causal.then_some(0)).alibi(alibi_slopes);
+    varlen(attention, [q, k, v], [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])
+}
+
+/// [`flash_attn_varlen_windowed`] with `ALiBi`: see [`flash_attn_alibi`].
+///
+/// # Errors
+/// As [`flash_attn_varlen`].
+#[allow(clippy::too_many_arguments, reason = "the signature is candle-flash-attn's")]
+pub fn flash_attn_varlen_alibi_windowed(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: &Tensor,
+    seqlens_q: &Tensor,
+    seqlens_k: &Tensor,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+) -> Result<Tensor> {
+    let attention = full_precision(softmax_scale, window_size_left, window_size_right).alibi(alibi_slopes);
+    varlen(attention, [q, k, v], [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])
+}
+
+/// [`flash_attn_varlen_windowed`] with a soft cap, 0 for none, and perhaps `ALiBi`: see [`flash_attn_alibi_windowed_softcap`].
+///
+/// # Errors
+/// As [`flash_attn_varlen`].
+#[allow(clippy::too_many_arguments, reason = "the signature is candle-flash-attn's")]
+pub fn flash_attn_varlen_alibi_windowed_softcap(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    alibi_slopes: Option<&Tensor>,
+    seqlens_q: &Tensor,
+    seqlens_k: &Tensor,
+    max_seqlen_q: usize,
+    max_seqlen_k: usize,
+    softmax_scale: f32,
+    window_size_left: Option<usize>,
+    window_size_right: Option<usize>,
+    softcap: f32,
+) -> Result<Tensor> {
+    let attention = full_precision(softmax_scale, window_size_left, window_size_right);
+    let attention = with_alibi(attention.softcap(f64::from(softcap)), alibi_slopes);
+    varlen(attention, [q, k, v], [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])
+}
+
+/// Attention over concatenated documents of these cumulative lengths and longest lengths, of queries and of keys.
+fn varlen(
+    attention: Attention,
+    inputs: [&Tensor; 3],
+    [queries, keys]: [&Tensor; 2],
+    [most_queries, most_keys]: [usize; 2],
+) -> Result<Tensor> {
+    for (name, x) in ["query", "key", "value"].into_iter().zip(inputs) {
         if x.rank() != 3 {
             return Err(Error::shape(format!("{name} does not have three dimensions"))
                 .got(format!("{:?}", x.dims()))
@@ -137,12 +264,18 @@ pub fn flash_attn_varlen_windowed(
         }
     }
     let packing = Packing::new(
-        cumulative("seqlens_q", seqlens_q, max_seqlen_q)?,
-        cumulative("seqlens_k", seqlens_k, max_seqlen_k)?,
+        cumulative("seqlens_q", queries, most_queries)?,
+        cumulative("seqlens_k", keys, most_keys)?,
     );
-    let [q, k, v] = [q.unsqueeze(0)?, k.unsqueeze(0)?, v.unsqueeze(0)?];
-    let attention = full_precision(softmax_scale, window_size_left, window_size_right);
-    attention.packing(packing).apply(&q, &k, &v)?.squeeze(0)
+    let [q, k, v] = inputs.map(|x| x.unsqueeze(0));
+    attention.packing(packing).apply(&q?, &k?, &v?)?.squeeze(0)
+}
+
+fn with_alibi(attention: Attention, slopes: Option<&Tensor>) -> Attention {
+    match slopes {
+        Some(slopes) => attention.alibi(slopes),
+        None => attention,
+    }
 }
 
 fn full_precision(softmax_scale: f32, left: Option<usize>, right: Option<usize>) -> Attention {

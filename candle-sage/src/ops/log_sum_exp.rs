@@ -61,12 +61,7 @@ pub(super) fn of(op: &AttentionOp, out: &Tensor) -> Result<Tensor> {
 
 /// A scheme that subtracts a mean from keys has other logits, whose log-sum-exps differ.
 fn check(scheme: &Scheme) -> Result<()> {
-    let smooths = match scheme {
-        Scheme::FullPrecision => false,
-        Scheme::SageBwd(settings) => settings.smoothing != crate::Smoothing::None,
-        Scheme::AttnQat(settings) => settings.smoothing != crate::Smoothing::None,
-    };
-    if !smooths {
+    if !scheme.smooths_keys() {
         return Ok(());
     }
     Err(Error::unsupported("the log-sum-exp of smoothed keys is not that of the keys")

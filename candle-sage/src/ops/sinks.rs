@@ -1,21 +1,30 @@
 //! Attention sinks: a learned logit of each head in the denominator of the softmax.
 
-use candle_core::{D, DType, Result, Tensor};
+use std::sync::{Arc, PoisonError};
+
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, DType, Layout, Result, Shape, Tensor};
 
 use super::Attention;
-use super::support::dims4;
+use super::attention::{AttentionVjp, Saved};
 use crate::error::Error;
+use crate::shape::AttentionShape;
 
 impl Attention {
-    /// As [`Attention::apply`], with a sink: a logit of each query head that takes its share of the probabilities and has no value, so
-    /// that a query can attend to nothing,
-    /// `out_i = sum_j exp(l_ij) v_j / (exp(sink) + sum_j exp(l_ij))` with the logits `l_ij = softmax_scale q_i k_j`.
-    /// GPT-OSS has them ("sinks"), as `(heads)` parameters.
+    /// Sinks: a logit of each query head that takes its share of the probabilities and has no value, so that a query can attend to nothing,
+    /// `out_i = sum_j exp(l_ij) v_j / (exp(sink) + sum_j exp(l_ij))` with the logits `l_ij`. `sinks` is (query heads) in any float type, on the
+    /// query's device. [`Attention::apply`] takes them as constants; [`Attention::apply_with_sinks`] gives them a gradient.
     ///
-    /// `sinks` is (query heads) in any float type. It has a gradient, and so have query, key and value.
-    ///
-    /// The output of [`Attention::apply_with_lse`] is multiplied by `sigmoid(lse - sink)`, in f32 and by candle's operators; it is then
-    /// rounded to the element type a second time. This reads and writes a few tensors of the output's size, in f32.
+    /// Probabilities are quantized as without sinks, relative to the largest logit of a key. The log-sum-exps of
+    /// [`Attention::apply_with_lse`] include the sink.
+    #[must_use]
+    pub fn sinks(mut self, sinks: &Tensor) -> Self {
+        self.sinks = Some(sinks.clone());
+        self
+    }
+
+    /// As [`Attention::apply`] with [`Attention::sinks`], which have a gradient, as query, key and value have. GPT-OSS has them ("sinks"), as
+    /// `(heads)` parameters.
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
@@ -33,23 +42,114 @@ impl Attention {
     /// ```
     ///
     /// # Errors
-    /// As [`Attention::apply_with_lse`], and when there is not one sink for each query head.
+    /// As [`Attention::apply`]; when there is not one sink for each query head; and when the scheme smooths keys ([`Smoothing`](crate::Smoothing)), because
+    /// the logits are then computed from keys minus their mean (`SageBwd::default()` does so).
     ///
     /// Source: GPT-OSS's model card, arXiv 2508.10925.
     pub fn apply_with_sinks(&self, q: &Tensor, k: &Tensor, v: &Tensor, sinks: &Tensor) -> Result<Tensor> {
-        let (_, _, heads, _) = dims4("query", q)?;
-        if sinks.dims() != [heads] || !sinks.dtype().is_float() {
+        if let Some(widths) = self.widths([q, k, v]) {
+            let [q_wide, k_wide, v_wide] = widths.widen([q, k, v])?;
+            let wide = self.scaled_for(q)?.apply_with_sinks(&q_wide, &k_wide, &v_wide, sinks)?;
+            return widths.narrow_output(&wide);
+        }
+        let attention = self.clone().sinks(&sinks.detach());
+        if !sinks.track_op() {
+            return attention.apply(q, k, v);
+        }
+        let op = attention.op(q, k, v, true)?;
+        // In f32 before the op, so that the gradient returns to the sinks' own type.
+        let sinks = sinks.to_dtype(DType::F32)?;
+        let saved = op.saved.clone().ok_or_else(|| Error::new("a forward that keeps nothing"))?;
+        let k = k.apply_op2(&sinks, WithSinks(saved))?;
+        q.apply_op3(&k, v, op)
+    }
+
+    /// Checks the sinks, if there are any.
+    pub(super) fn sinks_of(&self, shape: &AttentionShape, q: &Tensor) -> Result<Option<Tensor>> {
+        let Some(sinks) = &self.sinks else { return Ok(None) };
+        let heads = shape.query_heads();
+        if sinks.dims() != [heads] || !sinks.dtype().is_float() || !sinks.device().same_device(q.device()) {
             return Err(Error::shape("the sinks do not fit the heads")
-                .got(format!("{:?} {:?}", sinks.dims(), sinks.dtype()))
-                .allowed(format!("[{heads}] in a float type: a sink for each query head"))
+                .got(format!("{:?} {:?} on {:?}", sinks.dims(), sinks.dtype(), sinks.device().location()))
+                .allowed(format!(
+                    "[{heads}] in a float type on {:?}: a sink for each query head",
+                    q.device().location()
+                ))
                 .hint("flatten or expand the parameter to one number a head")
                 .into());
         }
-        let (out, lse) = self.apply_with_lse(q, k, v)?;
-        let sinks = sinks.to_dtype(DType::F32)?.reshape((1, heads, 1))?;
-        // Of a query that sees no key the log-sum-exp is minus infinity, and the share 0.
-        let share = candle_nn::ops::sigmoid(&lse.broadcast_sub(&sinks)?)?;
-        let share = share.transpose(1, 2)?.unsqueeze(D::Minus1)?;
-        out.to_dtype(DType::F32)?.broadcast_mul(&share)?.to_dtype(out.dtype())
+        if sinks.track_op() {
+            return Err(Error::unsupported("the sinks are tracked, and would get no gradient")
+                .got("a variable, or a tensor that depends on one")
+                .allowed("a constant")
+                .hint("`Attention::apply_with_sinks` gives them a gradient; `Tensor::detach` takes it away")
+                .into());
+        }
+        if self.scheme.smooths_keys() {
+            return Err(Error::unsupported("sinks beside logits that are computed from smoothed keys")
+                .got(self.scheme)
+                .allowed("full precision, or a scheme with Smoothing::None")
+                .hint("`.smoothing(Smoothing::None)`: a sink is compared with the logits of the keys themselves")
+                .into());
+        }
+        Ok(Some(sinks.to_dtype(DType::F32)?.contiguous()?))
     }
+}
+
+impl AttentionVjp {
+    /// The gradient of the sinks of [`Attention::sinks`], (query heads) in f32, after [`AttentionVjp::apply`] has computed those of query, key and value.
+    /// `None` without sinks.
+    pub fn sink_gradient(&self) -> Option<Tensor> {
+        self.op.saved.as_ref()?.dsinks.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// Key, as it is, and sinks: candle's graph then asks for the sinks' gradient after attention's backward, which leaves it in `Saved`.
+struct WithSinks(Arc<Saved>);
+
+impl CustomOp2 for WithSinks {
+    fn name(&self) -> &'static str {
+        "attention-sinks"
+    }
+
+    fn cpu_fwd(
+        &self,
+        k: &CpuStorage,
+        layout: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        copied(k, layout)
+    }
+
+    fn cuda_fwd(
+        &self,
+        k: &CudaStorage,
+        layout: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        copied(k, layout)
+    }
+
+    fn bwd(
+        &self,
+        _: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        dk: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let dsinks = self.0.dsinks.lock().unwrap_or_else(PoisonError::into_inner).take();
+        Ok((Some(dk.clone()), dsinks))
+    }
+}
+
+/// A contiguous copy.
+fn copied<S: BackendStorage>(from: &S, layout: &Layout) -> Result<(S, Shape)>
+where
+    S::Device: BackendDevice<Storage = S>,
+{
+    let mut copy = from.device().zeros_impl(layout.shape(), from.dtype())?;
+    from.copy_strided_src(&mut copy, 0, layout)?;
+    Ok((copy, layout.shape().clone()))
 }

@@ -1,6 +1,7 @@
 //! The op on a GPU against f64 and against the CPU. `cargo test --features cuda -- --ignored` on a machine with one.
 
 mod behaviour;
+mod score_mod;
 mod settings;
 mod shapes;
 mod sizes;

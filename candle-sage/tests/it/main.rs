@@ -33,6 +33,7 @@ mod params;
 mod plans;
 mod reference;
 mod sagebwd;
+mod score_mod;
 mod sinks;
 mod sla2;
 mod sla2_soft;

@@ -63,7 +63,7 @@ fn without_first_channel(x: &[f64]) -> Vec<f64> {
     x.chunks_exact(16).flat_map(|row| row[1..].iter().copied()).collect()
 }
 
-/// In f32 up to rounding; in bf16 the output is rounded twice, by 2^-9 each, and D and the sink's gradient are sums over rounded outputs.
+/// In f32 up to rounding; in bf16 the output and each gradient are rounded once, by 2^-9, and D and the sink's gradient are sums over rounded outputs.
 #[test]
 fn sinks_are_a_key_without_a_value() -> Result<()> {
     for (tokens, window) in [((70, 70), None), ((60, 130), None), ((150, 150), Some(40))] {
@@ -109,6 +109,51 @@ fn queries_without_keys() -> Result<()> {
     let [out, dq, dk, dv, dsinks] = run(&case, &case.attention(Scheme::FullPrecision), DType::F32)?;
     assert!(out[..30 * 32].iter().chain(&dq[..30 * 32]).all(|x| *x == 0.0));
     assert!(out.iter().chain(&dq).chain(&dk).chain(&dv).chain(&dsinks).all(|x| x.is_finite()));
+    Ok(())
+}
+
+/// A sink far above all logits leaves nothing to the keys, one far below nothing to itself.
+#[test]
+fn sinks_far_from_the_logits() -> Result<()> {
+    let case = Case::new(1, (50, 50), (2, 1), 16, true);
+    let tensor = |n: usize| Tensor::from_slice(&case.data[n], &case.dims(n == 0)[..], &Device::Cpu);
+    let (q, k, v) = (tensor(0)?, tensor(1)?, tensor(2)?);
+    for scheme in [Scheme::FullPrecision, AttnQat::default().into()] {
+        let attention = case.attention(scheme);
+        let plain: Vec<f32> = attention.apply(&q, &k, &v)?.flatten_all()?.to_vec1()?;
+        let sinks = Var::new(&[1e4f32, -1e4], &Device::Cpu)?;
+        let out = attention.apply_with_sinks(&q, &k, &v, &sinks)?;
+        let values: Vec<f32> = out.flatten_all()?.to_vec1()?;
+        for (row, (got, plain)) in values.chunks(16).zip(plain.chunks(16)).enumerate() {
+            if row % 2 == 0 { assert!(got.iter().all(|x| *x == 0.0)) } else { assert_eq!(got, plain) }
+        }
+        let dsinks = out.sum_all()?.backward()?.get(&sinks).expect("a gradient").to_vec1::<f32>()?;
+        assert_eq!(dsinks, [0.0, 0.0]);
+    }
+    Ok(())
+}
+
+/// Constants, and gradients outside of candle's graph, give the same.
+#[test]
+fn sinks_outside_of_the_graph() -> Result<()> {
+    let case = case((40, 60), None);
+    let attention = case.attention(Scheme::FullPrecision);
+    let [out, dq, dk, dv, dsinks] = run(&case, &attention, DType::F32)?;
+    let tensor = |n: usize| Tensor::from_slice(&case.data[n], &case.dims(n == 0 || n == 3)[..], &Device::Cpu);
+    let (q, k, v) = (tensor(0)?, tensor(1)?, tensor(2)?);
+    let attention = attention.sinks(&Tensor::new(&SINKS, &Device::Cpu)?);
+    let values = |x: &Tensor| Ok::<_, candle_core::Error>(f64s(&x.flatten_all()?.to_vec1()?));
+    assert_eq!(values(&attention.apply(&q, &k, &v)?)?, out);
+    let (_, vjp) = attention.vjp(&q, &k, &v)?;
+    assert!(vjp.sink_gradient().is_none());
+    let got = vjp.apply(&tensor(3)?)?;
+    for (got, expected) in got.iter().zip([dq, dk, dv]) {
+        assert_eq!(values(got)?, expected);
+    }
+    assert_eq!(values(&vjp.sink_gradient().expect("sinks"))?, dsinks);
+    let sinks = Var::new(&SINKS, &Device::Cpu)?;
+    let tracked = Attention::default().sinks(&sinks).apply(&q, &k, &v);
+    assert!(tracked.unwrap_err().to_string().contains("apply_with_sinks"));
     Ok(())
 }
 

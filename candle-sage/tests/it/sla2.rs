@@ -196,7 +196,7 @@ fn problems(block: (usize, usize), lens: [usize; 2], d: usize) -> Result<Vec<Pro
             let selection = random_selection(&case.shape(), block, 1, n as u64, &Device::Cpu)?;
             let theta = Normals::new(7).vec(case.heads.0, 1.0);
             let data = case.data.clone();
-            let case = Case { packing: case.packing.clone(), data, ..case };
+            let case = Case { packing: case.packing.clone(), data, ..case.clone() };
             problems.push(Problem { case, selection, theta, tail, alpha });
         }
     }

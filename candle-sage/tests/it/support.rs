@@ -64,6 +64,7 @@ pub(crate) fn f64s(values: &[f32]) -> Vec<f64> {
 }
 
 /// One attention problem with random inputs.
+#[derive(Clone)]
 pub(crate) struct Case {
     pub(crate) batch: usize,
     pub(crate) lens: (usize, usize),
@@ -74,6 +75,9 @@ pub(crate) struct Case {
     pub(crate) window: (Option<usize>, Option<usize>),
     pub(crate) packing: Option<Packing>,
     pub(crate) softmax_scale: Option<f64>,
+    pub(crate) softcap: Option<f64>,
+    /// A slope for each query head; empty: no ALiBi.
+    pub(crate) alibi_slopes: Vec<f32>,
     /// Query, key, value and output gradient.
     pub(crate) data: [Vec<f32>; 4],
 }
@@ -98,6 +102,8 @@ impl Case {
             window: (None, None),
             packing: None,
             softmax_scale: None,
+            softcap: None,
+            alibi_slopes: Vec::new(),
             data: Default::default(),
         };
         case.draw(1.0, 0);
@@ -166,11 +172,15 @@ impl Case {
     /// The same over the pairs of a pattern alone.
     pub(crate) fn exact_over(&self, pattern: reference::Pattern<'_>) -> Results {
         let shape = self.shape();
-        let scale = self.softmax_scale.unwrap_or_else(|| shape.default_softmax_scale());
+        let logits = reference::Logits {
+            scale: self.softmax_scale.unwrap_or_else(|| shape.default_softmax_scale()),
+            softcap: self.softcap,
+            alibi_slopes: f64s(&self.alibi_slopes),
+        };
         let [q, k, v, dout] = self.data.each_ref().map(|x| f64s(x));
         let inputs = [&*q, &*k, &*v];
-        let out = reference::sparse_forward(&shape, pattern, scale, inputs).out;
-        let grads = reference::sparse_backward(&shape, pattern, scale, inputs, &dout);
+        let out = reference::sparse_forward(&shape, pattern, logits.clone(), inputs).out;
+        let grads = reference::sparse_backward(&shape, pattern, logits, inputs, &dout);
         [out, grads.dq, grads.dk, grads.dv]
     }
 
@@ -178,6 +188,9 @@ impl Case {
         let mut attention = Attention::new(scheme).causal(self.causal).window(self.window.0, self.window.1);
         if let Some(scale) = self.softmax_scale {
             attention = attention.softmax_scale(scale);
+        }
+        if let Some(cap) = self.softcap {
+            attention = attention.softcap(cap);
         }
         if let Some(packing) = &self.packing {
             attention = attention.packing(packing.clone());
@@ -202,6 +215,10 @@ impl Case {
             Var::from_tensor(&tensor(1, false)?)?,
             Var::from_tensor(&tensor(2, false)?)?,
         );
+        let attention = match self.alibi_slopes.len() {
+            0 => attention.clone(),
+            heads => attention.clone().alibi(&Tensor::from_slice(&self.alibi_slopes, heads, device)?),
+        };
         let out = attention.apply(&q, &k, &v)?;
         let grads = (&out * tensor(3, true)?)?.to_dtype(DType::F32)?.sum_all()?.backward()?;
         let values =

@@ -72,7 +72,7 @@ impl ForwardNumerics for Products<'_, ForwardValues> {
     }
 
     fn finish(&self, at: Head, rows: Softmax, sees: &dyn Fn(usize) -> bool) -> Finished {
-        let mut finished = rows.finish(sees);
+        let mut finished = rows.finish(self.problem.sink(at), sees);
         if let ForwardValues::Codes(heads) = &self.values {
             finished.add_value_mean(&heads[self.key_index(at)].mean, sees);
         }

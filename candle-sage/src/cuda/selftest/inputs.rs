@@ -63,7 +63,9 @@ impl Inputs {
         let selection = self.selection.as_ref();
         // It decides only how heads over 128 channels are padded, which does not occur here.
         let (scheme, shape) = (&Scheme::FullPrecision, &self.shape);
-        let problem = Problem { scheme, shape, softmax_scale: 0.125, deterministic, q, k, v, selection };
+        let (softmax_scale, sinks, score_mod) = (0.125, None, None);
+        let problem =
+            Problem { scheme, shape, softmax_scale, deterministic, q, k, v, selection, sinks, score_mod };
         f(&problem, &operands)
     }
 

@@ -26,7 +26,7 @@ use crate::ops::widths::Widths;
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 pub struct AttentionVjp {
-    pub(super) op: AttentionOp,
+    pub(in crate::ops) op: AttentionOp,
     /// The inputs and the output; if there are `widths`, all as wide as the widest.
     pub(super) inputs: [Tensor; 3],
     pub(super) out: Tensor,

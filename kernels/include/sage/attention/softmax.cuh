@@ -27,6 +27,12 @@ __device__ __forceinline__ float quad_sum(float x) {
 // The row, of the warp's 16 M, that is row number `r` of this lane.
 __device__ __forceinline__ int row_of(int r, int lane) { return (r >> 1) * 16 + (r & 1) * 8 + lane / 4; }
 
+// The base-2 logarithm of what a sink, a further logit without a value, multiplies a row's sum of exponentials with, whose logarithm is `lse2`.
+__device__ __forceinline__ float log2_with_sink(float sink2, float lse2) {
+  float above = sink2 - lse2;
+  return fmaxf(above, 0.0f) + log2f(1.0f + ptx::exp2(-fabsf(above)));
+}
+
 // What INT8 matmuls are multiplied with to be logits, for the dequant_scale of a tile's keys. A tile of zeros has scale 0. Any
 // other factor gives logits of 0 too, and keeps minus infinity, which 0 would turn into NaN.
 __device__ __forceinline__ float logit_factor(float q_factor, float k_dequant) {

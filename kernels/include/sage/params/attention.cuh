@@ -89,6 +89,13 @@ struct Lists {
   int32_t keys_before;          // without a selection, in the kernels for windows: keys that a query sees before its own position
 };
 
+// What is done to logits, in the kernels that do it: attention/numerics/score_mod.cuh.
+struct ScoreMod {
+  const float* alibi_slopes;  // of each query head; null: no ALiBi
+  float softcap;              // 0: none
+  int32_t heads;              // query heads
+};
+
 // A part of the users of a block of keys, which a separate block of threads takes.
 struct Part {
   uint32_t segment;
@@ -124,9 +131,11 @@ struct Forward {
   View high_precision_out;     // Attn-QAT: O of unquantized P; data null: not wanted
   float* row_sums;             // Attn-QAT, (head, padded token): row sum of P relative to its reference; 1 with p_literal, for
                                // padding and for queries that see no key. Null: not wanted.
+  const float* sinks;          // of each query head: a logit of the softmax without a value; null: none
   float p_lift;                // Attn-QAT: P is quantized relative to the reference 2^(ceil(largest logit) - p_lift),
   int32_t p_literal;           // or, with p_literal, 2^(largest logit), and in the backward relative to its row sum
   Lists lists;
+  ScoreMod score_mod;
   int32_t key_sample;          // tokens of a segment that k_mean is computed from, where there are no k_tile_sums
   int32_t smooth_values;       // 1: V's mean is subtracted from V, and added to `out`
   TensorMap q_map;
@@ -142,6 +151,15 @@ struct LogSumExp {
   int64_t sequence;
   int32_t is_gradient;  // whether it is added
   int32_t padding;
+};
+
+// The gradient of the sinks: as of a key whose value is zero.
+struct SinkGradient {
+  const float* sinks;
+  const float* minus_lse2;   // Forward::minus_lse2
+  const float* minus_delta;  // Backward::minus_delta
+  float* gradient;           // (query heads)
+  int64_t rows;              // of a head, in the padded layout
 };
 
 struct Backward {
@@ -168,6 +186,7 @@ struct Backward {
   int32_t dq_parts;           // parts that the channels of a tile of dq_accum are divided into: (part, 16 queries, 8 channels)
   const float* row_sums;
   Lists lists;
+  ScoreMod score_mod;
   Cuts cuts;
   TensorMap q_map;
   TensorMap dout_map;

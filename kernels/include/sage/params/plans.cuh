@@ -42,7 +42,7 @@ enum Target : unsigned {
 #define SAGE_TARGET(name, ...) name = 1 << INDEX_##name,
 #include <sage/params/plans.def>
 };
-enum Visits : unsigned { EVERY = 1, LISTED = 2 };
+enum Visits : unsigned { EVERY = 1, LISTED = 2, SCORE_MOD = 4 };
 
 // The target of an architecture: 90 for sm_90. One without a target is not a constant expression.
 consteval Target target_of(int architecture) {

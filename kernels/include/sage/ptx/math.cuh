@@ -130,6 +130,12 @@ __device__ __forceinline__ float to_float(T x) {
   return static_cast<float>(x);
 }
 
+// One of two values in 16 bit: the low one is number 0.
+template <class T>
+__device__ __forceinline__ float half_of(uint32_t pair, int n) {
+  return to_float(reinterpret_cast<const T*>(&pair)[n]);
+}
+
 template <class T>
 __device__ __forceinline__ T from_float(float x);
 template <>

@@ -184,6 +184,7 @@ concept BackwardSm90Numerics =
       // visit(the tile's number, stage, slot, masked): computes all products of a tile, with dS^T in a slot.
       consumer.visit(0, 0, 0, Masked<OUTER_KEYS>{});
       consumer.dv, consumer.dk;
+      consumer.score_mod.next_head();  // a policy of numerics/score_mod.cuh
     };
 
 // The consumers copy and prepare K and V, which their products may read then. BARRIER is a named barrier among them.
@@ -240,7 +241,7 @@ __device__ __forceinline__ void backward_sm90(const params::Backward& p) {
       pipeline.wait(i);
       consumer.visit(number, pipeline.stage(i), i & 1, masked.of(number, warpgroup));
       pipeline.release(i);
-      if (++number == queries.end) number = queries.first;
+      if (++number == queries.end) number = queries.first, consumer.score_mod.next_head();
     }
     int warp = threadIdx.x / 32, warp_key = block.first_key + warp * 16;
     // dK leaves from the last panel, so that it need not wait for dV.

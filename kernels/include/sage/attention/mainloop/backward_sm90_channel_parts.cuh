@@ -50,6 +50,7 @@ concept BackwardSm90ChannelPartsNumerics =
       // visit(the number of the visited tile, its number in the segment, its number in the padded buffers, masked): waits for the
       // pieces of a tile, computes all products, and releases the pieces.
       consumer.visit(pieces, 0, 0, 0, Masked<OUTER_KEYS>{}, sums);
+      consumer.score_mod.next_head();  // a policy of numerics/score_mod.cuh
       // store_gradients<Queries>(block, the warp's first key)
       consumer.template store_gradients<EveryQuery>(0);
     };
@@ -70,7 +71,7 @@ __device__ __forceinline__ void visit_tiles(const params::Backward& p, const Num
     int padded = sums.set_order(queries.added(tile), PARTS);
     consumer.visit(pieces, i, number, padded, masked.of(number, warpgroup), sums);
     queries.advance(tile);
-    if (++number == queries.end) number = queries.first;
+    if (++number == queries.end) number = queries.first, consumer.score_mod.next_head();
   }
   consumer.template store_gradients<Queries>(block.first_key + threadIdx.x / 32 * 16);
 }

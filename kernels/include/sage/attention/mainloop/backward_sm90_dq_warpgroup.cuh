@@ -159,6 +159,7 @@ concept BackwardSm90DqWarpgroupNumerics =
       // Waits for the product that the last start_next() started.
       keys.end();
       keys.dv;
+      keys.score_mod.next_head();  // a policy of numerics/score_mod.cuh
       (typename N::DqConsumer(numerics));
       // Issues the first product of dQ, if registers allow that early.
       dq.start(0);
@@ -259,7 +260,7 @@ __device__ __forceinline__ void consume_tiles(const params::Backward& p, const Q
   for (int& i = handover.tile; i < handover.tiles; ++i) {
     part.scores(number, pipeline.stage(i), i & 1, masked.of(number, warpgroup), handover);
     pipeline.release(i);
-    if (++number == queries.end) number = queries.first;
+    if (++number == queries.end) number = queries.first, part.score_mod.next_head();
   }
   part.end();
 }

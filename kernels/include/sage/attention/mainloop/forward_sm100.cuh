@@ -194,7 +194,11 @@ __device__ __forceinline__ void store_sm100(const params::Forward& p, const Bloc
   const Segment& segment = block.segment;
   bool sees = Sight<Block::HIDDEN>(segment, p).visible_keys(query) > 0;
   // Only a query that sees no key gets an output of zeros. A sum that is 0 for another reason gives NaN.
-  float inverse = sees ? 1.0f / row.sum : 0.0f;
+  float inverse = sees ? 1.0f / row.sum : 0.0f, with_sink = 0.0f;
+  if (p.sinks && sees) {
+    with_sink = log2_with_sink(__ldg(p.sinks + block.head) * ptx::LOG2_E, row.reference + log2f(row.sum));
+    inverse *= ptx::exp2(-with_sink);
+  }
   Rows<T> out(p.out, segment.batch, segment.query_start, block.head, min(segment.query_len, block.end), shape.value_dim);
 #pragma unroll 1
   for (int column = 0; column < Numerics::D; column += 32) {
@@ -210,7 +214,7 @@ __device__ __forceinline__ void store_sm100(const params::Forward& p, const Bloc
   }
   if (query < block.end && p.minus_lse2) {
     int64_t padded = (int64_t(block.head) * shape.query_tiles + segment.query_tile) * TILE;
-    p.minus_lse2[padded + query] = query < segment.query_len && sees ? -(row.reference + log2f(row.sum)) : -CUDART_INF_F;
+    p.minus_lse2[padded + query] = query < segment.query_len && sees ? -(row.reference + log2f(row.sum) + with_sink) : -CUDART_INF_F;
   }
 }
 

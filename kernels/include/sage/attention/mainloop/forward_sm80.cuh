@@ -133,12 +133,21 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
   Rows<T> out(p.out, segment.batch, segment.query_start, block.head, min(segment.query_len, block.end), shape.value_dim);
   int64_t padded = (int64_t(block.head) * shape.query_tiles + segment.query_tile) * TILE;
   int lane = threadIdx.x % 32, first = block.first + threadIdx.x / 32 * 16 * M;
-  float inverse[2 * M], sums[2 * M];
+  float inverse[2 * M], sums[2 * M], with_sink[2 * M] = {};
 #pragma unroll
   for (int r = 0; r < 2 * M; ++r) {
     sums[r] = quad_sum(softmax.state(softmax.state.SUM, r));
     // Only a query that sees no key gets an output of zeros. A sum that is 0 for another reason gives NaN.
     inverse[r] = sight.visible_keys(first + row_of(r, lane)) == 0 ? 0.0f : 1.0f / sums[r];
+  }
+  if (p.sinks) {
+    float sink2 = __ldg(p.sinks + block.head) * ptx::LOG2_E;
+#pragma unroll
+    for (int r = 0; r < 2 * M; ++r)
+      if (inverse[r] != 0.0f) {
+        with_sink[r] = log2_with_sink(sink2, softmax.reference[r] + log2f(sums[r]));
+        inverse[r] *= ptx::exp2(-with_sink[r]);
+      }
   }
   if constexpr (SMOOTHS_VALUES) {
     if (p.smooth_values) {
@@ -176,8 +185,9 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
     float sum = sums[r];
     if (lane % 4 == 0 && row < block.end) {
       bool real = row < segment.query_len && sight.visible_keys(row) > 0;
-      if (p.minus_lse2) p.minus_lse2[padded + row] = real ? -(softmax.reference[r] + log2f(sum)) : -CUDART_INF_F;
-      if (OUTPUTS == 2 && p.row_sums) p.row_sums[padded + row] = real && !p.p_literal ? sum : 1.0f;
+      if (p.minus_lse2) p.minus_lse2[padded + row] = real ? -(softmax.reference[r] + log2f(sum) + with_sink[r]) : -CUDART_INF_F;
+      // P is relative to all logits in the backward; where a sink leaves less than 2^-64 of it to the keys, it is zero there.
+      if (OUTPUTS == 2 && p.row_sums) p.row_sums[padded + row] = real && !p.p_literal ? sum * ptx::exp2(fminf(with_sink[r], 64.0f)) : 1.0f;
     }
   }
 }

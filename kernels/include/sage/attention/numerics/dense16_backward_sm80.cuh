@@ -2,11 +2,13 @@
 // for Attn-QAT, whose operands hold NVFP4 values; and for SageBwd where at most S is a product of INT8 codes.
 #pragma once
 
+#include <sage/attention/numerics/score_mod.cuh>
 #include <sage/attention/numerics/scores_sm80.cuh>
 
 namespace sage::attention {
 
-template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities, class S = ScoresOfRows<T, HEAD_DIM>>
+template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities, class S = ScoresOfRows<T, HEAD_DIM>,
+          class Mod = NoScoreMod>
 struct Dense16BackwardSm80 {
   using Type = T;
   using Plan = BackwardPlan<PLAN>;
@@ -82,6 +84,8 @@ struct Dense16BackwardSm80 {
     Scores dp;
     multiply_dp<T, D>(dp, shared + K_BYTES + warp * 16 * ROW, dout_rows, minus_lse2 + TILE, lane);
     float scale = S::factor(p, block, tile, warp / 4);
+    Mod score_mod(p, tile.head);
+    score_mod.apply(s, scale, block.segment, tile.tile * TILE, block.first_key + warp * 16, lane);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       float2 l = *reinterpret_cast<const float2*>(minus_lse2 + n * 8 + 2 * (lane & 3));
@@ -94,6 +98,7 @@ struct Dense16BackwardSm80 {
     P::make_scales(s, minus_lse2 + 2 * TILE, scales, lane);
     P::template pack_transposed<T>(probabilities, s, scales, lane);
     add_keys(dv, probabilities, dout_rows, lane);
+    score_mod.chain(s);
 #pragma unroll
     for (int n = 0; n < 8; ++n)
 #pragma unroll

@@ -7,7 +7,8 @@
 
 namespace sage::attention {
 
-template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities, class Source = ScoresOfRows<T, HEAD_DIM>>
+template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities, class Source = ScoresOfRows<T, HEAD_DIM>,
+          class Mod = NoScoreMod>
 struct Dense16BackwardSm90 : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source> {
   using Tiles = Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source>;
   using Tiles::D, Tiles::K_BYTES, Tiles::Q_BYTES, Tiles::K_CODES_AT, Tiles::Q_CODES_AT, Tiles::STATE_AT, Tiles::DQ_AT;
@@ -43,10 +44,12 @@ struct Dense16BackwardSm90 : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source> {
     const Dense16BackwardSm90& of;
     int warpgroup;
     float k_factor;
+    [[no_unique_address]] Mod score_mod;
     float dv[D / 8][4] = {}, dk[D / 8][4] = {};
 
     __device__ __forceinline__ Consumer(const Dense16BackwardSm90& numerics, int warpgroup)
-        : of(numerics), warpgroup(warpgroup), k_factor(S::k_factor(numerics.p, numerics.block, warpgroup)) {}
+        : of(numerics), warpgroup(warpgroup), k_factor(S::k_factor(numerics.p, numerics.block, warpgroup)),
+          score_mod(numerics.p, first_query_head(numerics.p, numerics.block)) {}
 
     template <Hidden HIDDEN>
     __device__ __forceinline__ void visit(int tile, int stage, int slot, Masked<HIDDEN> masked) {
@@ -65,10 +68,11 @@ struct Dense16BackwardSm90 : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source> {
       S::template start<SM90_KEYS>(sums, of.shared, at, of.shared + K_CODES_AT, at + Q_CODES_AT, warpgroup);
       multiply_rows<T, D, SM90_KEYS, true>(dp, of.shared + K_BYTES + warpgroup * CONSUMER_KEYS * 128, at + Q_BYTES);
       ptx::wgmma_wait<1>(sums);
-      of.make_probabilities(s, sums, minus_lse2, factor, tile, warpgroup, masked);
+      of.make_probabilities(s, sums, minus_lse2, factor, tile, warpgroup, masked, score_mod);
       uint32_t probabilities[4][4], ds[4][4];
       P::make_scales(s, state + 2 * TILE, of.scales(), lane);
       P::template pack_transposed<T>(probabilities, s, of.scales(), lane);
+      score_mod.chain(s);
       // dS = P o (dP - D)
       ptx::wgmma_wait<0>(dp);
 #pragma unroll

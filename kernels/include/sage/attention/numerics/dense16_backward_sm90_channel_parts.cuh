@@ -8,7 +8,8 @@
 
 namespace sage::attention {
 
-template <class T, int HEAD_DIM, params::Plan PLAN, class Source = ScoresOfRows<T, HEAD_DIM>, int VALUE_DIM = HEAD_DIM>
+template <class T, int HEAD_DIM, params::Plan PLAN, class Source = ScoresOfRows<T, HEAD_DIM>, int VALUE_DIM = HEAD_DIM,
+          class Mod = NoScoreMod>
 struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, PlainProbabilities, Source, VALUE_DIM> {
   using Tiles = Dense16TilesSm90<T, HEAD_DIM, PLAN, PlainProbabilities, Source, VALUE_DIM>;
   using Tiles::D, Tiles::V, Tiles::CHANNELS, Tiles::K_BYTES, Tiles::Q_BYTES, Tiles::K_CODES_AT, Tiles::Q_CODES_AT, Tiles::STATE_AT;
@@ -65,11 +66,13 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
     const Dense16BackwardSm90ChannelParts& of;
     int warpgroup, k_panel, v_panel;  // its number; the part's first panels
     float k_factor;
+    [[no_unique_address]] Mod score_mod;
     float dk[K_CHANNELS / 8][4] = {}, dv[V_PANELS > 0 ? V_CHANNELS / 8 : 1][4] = {};
 
     __device__ __forceinline__ Consumer(const Dense16BackwardSm90ChannelParts& numerics, int warpgroup, int k_panel, int v_panel)
         : of(numerics), warpgroup(warpgroup), k_panel(k_panel), v_panel(v_panel),
-          k_factor(S::k_factor(numerics.p, numerics.block, warpgroup)) {}
+          k_factor(S::k_factor(numerics.p, numerics.block, warpgroup)),
+          score_mod(numerics.p, first_query_head(numerics.p, numerics.block)) {}
 
     // The number of the part's first panel among those of K and Q in shared memory.
     __device__ __forceinline__ int loaded_panel() const { return CHANNELS < D ? 0 : k_panel; }
@@ -95,9 +98,10 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
       // dP^T - D = V dO^T - D
       multiply_rows<T, V, SM90_KEYS, true>(dp, of.shared + K_BYTES + warpgroup * CONSUMER_KEYS * 128, gradients);
       ptx::wgmma_wait<1>(sums);
-      of.make_probabilities(s, sums, minus_lse2, factor, tile, warpgroup, masked);
+      of.make_probabilities(s, sums, minus_lse2, factor, tile, warpgroup, masked, score_mod);
       uint32_t probabilities[4][4], ds[4][4];
       pack_scores<T>(probabilities, s);
+      score_mod.chain(s);
       // dS = P o (dP - D)
       ptx::wgmma_wait<0>(dp);
       if (V_PANELS == 0) pieces.release(2 * i + 1);

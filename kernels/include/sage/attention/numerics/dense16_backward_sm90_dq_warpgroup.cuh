@@ -9,7 +9,8 @@
 
 namespace sage::attention {
 
-template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities, class Source = ScoresOfRows<T, HEAD_DIM>>
+template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities, class Source = ScoresOfRows<T, HEAD_DIM>,
+          class Mod = NoScoreMod>
 struct Dense16BackwardSm90DqWarpgroup : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source> {
   using Tiles = Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source>;
   using Tiles::D, Tiles::K_BYTES, Tiles::Q_BYTES, Tiles::K_CODES_AT, Tiles::Q_CODES_AT, Tiles::STATE_AT;
@@ -42,13 +43,15 @@ struct Dense16BackwardSm90DqWarpgroup : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, S
     const Dense16BackwardSm90DqWarpgroup& of;
     int warpgroup;
     float k_factor;
+    [[no_unique_address]] Mod score_mod;
     float dv[D / 8][4] = {}, dk[D / 8][4] = {};
     typename S::KeyFragments k;
     uint32_t v[D / 16][4];
     typename S::Sums sums;  // accumulators of S^T, a tile ahead
 
     __device__ __forceinline__ KeyConsumer(const Dense16BackwardSm90DqWarpgroup& numerics, int warpgroup)
-        : of(numerics), warpgroup(warpgroup), k_factor(S::k_factor(numerics.p, numerics.block, warpgroup)) {
+        : of(numerics), warpgroup(warpgroup), k_factor(S::k_factor(numerics.p, numerics.block, warpgroup)),
+          score_mod(numerics.p, first_query_head(numerics.p, numerics.block)) {
       int first = warpgroup * CONSUMER_KEYS + threadIdx.x / 32 % 4 * 16;
       S::read_keys(k, of.shared, of.shared + K_CODES_AT, first);
       read_rows<128>(v, of.shared + K_BYTES, first);
@@ -73,7 +76,7 @@ struct Dense16BackwardSm90DqWarpgroup : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, S
       minus_delta.set(dp);
       multiply_rows<T, true>(dp, v, at + Q_BYTES);
       ColumnValues minus_lse2(state, lane);
-      of.make_probabilities(s, sums, minus_lse2, S::factor_at(k_factor, state + Tiles::STATE_VALUES), tile, warpgroup, masked);
+      of.make_probabilities(s, sums, minus_lse2, S::factor_at(k_factor, state + Tiles::STATE_VALUES), tile, warpgroup, masked, score_mod);
       // Quantizing P takes long, so it then comes after dS, for which the dQ warpgroup waits.
       constexpr bool QUANTIZES = P::WARP_BYTES > 0;
       uint32_t probabilities[4][4], ds[4][4];
@@ -88,6 +91,7 @@ struct Dense16BackwardSm90DqWarpgroup : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, S
       for (int n = 0; n < 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) dp[n][e] *= s[n][e];
+      score_mod.chain(dp);
       if constexpr (!QUANTIZES) add_dv();
       pack_scores<T>(ds, dp);
       handover.acquire_slot();

@@ -5,6 +5,7 @@
 #include <sage/attention/mainloop/forward_sm80.cuh>
 #include <sage/attention/numerics/probabilities.cuh>
 #include <sage/attention/numerics/query_key_product_sm80.cuh>
+#include <sage/attention/numerics/score_mod.cuh>
 #include <sage/layout/fragments.cuh>
 #include <sage/params/plans.cuh>
 #include <sage/ptx/mma.cuh>
@@ -12,7 +13,7 @@
 
 namespace sage::attention {
 
-template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities, Operands SOURCE = Operands::ROWS>
+template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities, Operands SOURCE = Operands::ROWS, class Mod = NoScoreMod>
 struct Dense16ForwardSm80 {
   using Type = T;
   static constexpr int D = HEAD_DIM, OUTPUTS = P::OUTPUTS;
@@ -40,13 +41,15 @@ struct Dense16ForwardSm80 {
   // With codes: numbers of tiles in the padded buffers, of this head's first keys and of the block's first queries.
   int64_t first_key_tile, query_tile;
   int query_tiles_left;
+  [[no_unique_address]] Mod score_mod;
 
   __device__ __forceinline__ Dense16ForwardSm80(const params::Forward& p, const ForwardBlock& b, void* memory)
       : p(p), shared(ptx::shared_address(memory)), warp(threadIdx.x / 32), first(b.first),
         scale(p.shape.softmax_scale * ptx::LOG2_E),
         q(p.q, b.segment.batch, b.segment.query_start, b.head, b.segment.query_len, p.shape.head_dim),
         k(p.k, b.segment.batch, b.segment.key_start, b.key_head, b.segment.key_len, p.shape.head_dim),
-        v(p.v, b.segment.batch, b.segment.key_start, b.key_head, b.segment.key_len, p.shape.value_dim) {
+        v(p.v, b.segment.batch, b.segment.key_start, b.key_head, b.segment.key_len, p.shape.value_dim),
+        score_mod(p, b.head) {
     if constexpr (CODES) {
       first_key_tile = int64_t(b.key_head) * p.shape.key_tiles + b.segment.key_tile;
       query_tile = int64_t(b.head) * p.shape.query_tiles + b.segment.query_tile + b.first / TILE;
@@ -134,9 +137,10 @@ struct Dense16ForwardSm80 {
   __device__ __forceinline__ void attend(int tile, int, Logits& s, RowSoftmax& softmax, const Segment& segment,
                                          int warp_first) {
     int lane = ptx::opaque(threadIdx.x) % 32;
+    float scale = factor_of(tile);
+    score_mod.apply(s, scale, segment, first + warp * 16 * M, tile * TILE, lane);
     if constexpr (HIDDEN != NO_KEYS) mask(s, Sight<HIDDEN>(segment, p), warp_first, tile * TILE, lane, -CUDART_INF_F);
 
-    const float scale = factor_of(tile);
     float row_max[2 * M], group_max[2 * M];
     P::maxima(row_max, group_max, s);
 #pragma unroll

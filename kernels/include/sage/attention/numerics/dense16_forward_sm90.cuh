@@ -3,12 +3,12 @@
 #pragma once
 
 #include <sage/attention/mainloop/forward_sm90.cuh>
-#include <sage/attention/numerics/probabilities.cuh>
+#include <sage/attention/numerics/score_mod.cuh>
 
 namespace sage::attention {
 
 template <class T, int HEAD_DIM, params::Plan PLAN, class P = PlainProbabilities, Operands SOURCE = Operands::ROWS,
-          int VALUE_DIM = HEAD_DIM>
+          int VALUE_DIM = HEAD_DIM, class Mod = NoScoreMod>
 struct Dense16ForwardSm90 {
   using Type = T;
   static constexpr int D = HEAD_DIM, V = VALUE_DIM, OUTPUTS = P::OUTPUTS;
@@ -146,12 +146,13 @@ struct Dense16ForwardSm90 {
     float q_factor, factor[TILES];  // what S of codes is multiplied with: of the queries, and of them and each tile of keys
     uint32_t probabilities[OUTPUTS][TILES][4][4];
     typename P::template RowScales<T> scales[2 * TILES];
+    [[no_unique_address]] Mod score_mod;
     bool behind;
     bool unseen = false;  // whether no query of the warpgroup sees the second tile of the last step
     float decay[2];
 
     __device__ __forceinline__ Consumer(const Dense16ForwardSm90& numerics, int slot, int warpgroup)
-        : of(numerics), q_rows(of.q_rows(slot, warpgroup)), softmax(nullptr) {
+        : of(numerics), q_rows(of.q_rows(slot, warpgroup)), softmax(nullptr), score_mod(of.p, of.block.head) {
       if constexpr (CODES)
         q_factor = of.p.codes.q_dequant_scale[of.query_tile(warpgroup)] * (of.p.shape.softmax_scale * ptx::LOG2_E);
     }
@@ -182,6 +183,16 @@ struct Dense16ForwardSm90 {
     template <Hidden HIDDEN, int PENDING>
     __device__ __forceinline__ void online_softmax(int step, int, const Segment& segment, int first) {
       int lane = threadIdx.x % 32;
+      float scale = of.p.shape.softmax_scale * ptx::LOG2_E;
+      if constexpr (Mod::MODIFIES) {
+        float changed = scale;
+#pragma unroll
+        for (int t = 0; t < TILES; ++t) {
+          float& by = CODES ? factor[t] : changed = scale;
+          score_mod.apply(reinterpret_cast<float(&)[1][8][4]>(s[t]), by, segment, first + threadIdx.x / 32 % 4 * 16, (step * TILES + t) * TILE, lane);
+        }
+        scale = changed;
+      }
       if constexpr (HIDDEN != NO_KEYS) {
         Sight<HIDDEN> sight(segment, of.p);
         unseen = sight.visible_keys(first + TILE - 1) <= (step * TILES + 1) * TILE;
@@ -190,7 +201,6 @@ struct Dense16ForwardSm90 {
           mask(reinterpret_cast<float(&)[1][8][4]>(s[t]), sight, first + threadIdx.x / 32 % 4 * 16, (step * TILES + t) * TILE, lane,
                -CUDART_INF_F);
       }
-      float scale = of.p.shape.softmax_scale * ptx::LOG2_E;
       float row_max[2], largest[2];  // maxima of a row, and of a group of 16 of its keys where P is quantized
       if constexpr (CODES) find_maxima(row_max);
       else if constexpr (TILES == 1) P::maxima(row_max, largest, s);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90.cuh>
+#include <sage/attention/numerics/score_mod.cuh>
 #include <sage/attention/numerics/scores_sm90.cuh>
 
 namespace sage::attention {
@@ -99,15 +100,20 @@ struct Dense16TilesSm90 {
   }
 
   // Computes P^T of a consumer's 64 keys from the accumulators of S^T, their factor, and the row state.
-  template <Hidden HIDDEN>
+  template <Hidden HIDDEN, class Mod>
   __device__ __forceinline__ void make_probabilities(Scores& s, const typename S::Sums& sums, const ColumnValues& minus_lse2,
-                                                     float factor, int tile, int warpgroup, Masked<HIDDEN> masked) const {
+                                                     float factor, int tile, int warpgroup, Masked<HIDDEN> masked, Mod& score_mod) const {
     int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16;
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = float(sums[n][e]);
+    score_mod.apply(s, factor, block.segment, tile * TILE, block.first_key + warpgroup * CONSUMER_KEYS + row, lane);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       float2 l = minus_lse2.values[n];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[n][e] = fmaf(float(sums[n][e]), factor, e & 1 ? l.y : l.x);
+      for (int e = 0; e < 4; ++e) s[n][e] = fmaf(s[n][e], factor, e & 1 ? l.y : l.x);
     }
     take_exponentials(s, masked, Sight<HIDDEN>(block.segment, p), tile * TILE, block.first_key + warpgroup * CONSUMER_KEYS + row, lane);
   }

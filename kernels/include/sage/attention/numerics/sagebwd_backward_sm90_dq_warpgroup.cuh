@@ -111,6 +111,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
     float dv[D / 8][4] = {}, dk[CONSUMERS_KEEP_DK<D> ? D / 8 : 1][4] = {};
     int x[8][4];  // S^T
     DsUnit ds_unit;
+    [[no_unique_address]] NoScoreMod score_mod;
 
     __device__ __forceinline__ KeyConsumer(const SageBwdBackwardSm90DqWarpgroup& numerics, int warpgroup)
         : of(numerics), warpgroup(warpgroup), k_dequant(k_dequant_of(numerics.p, numerics.block, warpgroup)) {}

@@ -1,0 +1,144 @@
+//! What is done to logits before the softmax, in addition to their scale: a soft cap, and `ALiBi`.
+
+use candle_core::{DType, Device, Result, Tensor};
+
+use super::Attention;
+use crate::cpu;
+use crate::error::Error;
+use crate::shape::AttentionShape;
+
+/// What a caller asks for.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Modified {
+    softcap: Option<f64>,
+    alibi_slopes: Option<Tensor>,
+}
+
+/// What one call does.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct ScoreMod {
+    /// 0: none.
+    pub(crate) softcap: f32,
+    /// One number for each query head: contiguous, f32, on the device of the query.
+    pub(crate) alibi_slopes: Option<Tensor>,
+}
+
+impl ScoreMod {
+    pub(super) fn on_cpu(&self) -> Result<cpu::ScoreMod> {
+        let slopes = self.alibi_slopes.as_ref().map(Tensor::to_vec1).transpose()?;
+        Ok(cpu::ScoreMod::new(self.softcap, slopes.unwrap_or_default()))
+    }
+}
+
+impl Attention {
+    /// A soft cap: a logit x becomes `cap tanh(x / cap)`, which lies between `-cap` and `cap`. Gemma 2 has it (`attn_logit_softcapping`: 50). 0
+    /// takes it back.
+    ///
+    /// It needs the logits themselves, so that a scheme that subtracts a mean from keys has none (`SageBwd::default()` does so). CUDA has it for
+    /// full precision, for Attn-QAT with products in 16 bit, and for SageBwd with the products [`SCORES`](crate::Int8Products::SCORES); there the
+    /// hyperbolic tangent has a relative error of up to 2^-15.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_sage::Attention;
+    ///
+    /// let (x, v) = (Tensor::ones((1, 2, 1, 8), candle_core::DType::F32, &Device::Cpu)?, [0f32, 1.]);
+    /// // The logits of both keys are far above the cap, and therefore equal.
+    /// let keys = x.broadcast_mul(&Tensor::new(&[10f32, 90.], &Device::Cpu)?.reshape((1, 2, 1, 1))?)?;
+    /// let v = Tensor::new(&v, &Device::Cpu)?.reshape((1, 2, 1, 1))?.broadcast_as((1, 2, 1, 8))?;
+    /// let first = |attention: Attention| attention.apply(&x, &keys, &v)?.flatten_all()?.get(0)?.to_scalar::<f32>();
+    /// assert!((first(Attention::default().softcap(1.0))? - 0.5).abs() < 1e-6);
+    /// assert_eq!(first(Attention::default())?, 1.0);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    ///
+    /// Source: Gemma 2, arXiv 2408.00118, section 2.
+    #[must_use]
+    pub fn softcap(mut self, cap: f64) -> Self {
+        self.modified.softcap = (cap != 0.0).then_some(cap);
+        self
+    }
+
+    /// `ALiBi`: the logit of a query and a key is lowered by the query head's slope times the distance between their positions, which are aligned at
+    /// the end, as with a causal mask. `slopes` is (query heads) in f32, on the query's device; it has no gradient. A soft cap comes before it. On CUDA
+    /// as [`Attention::softcap`].
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_sage::Attention;
+    ///
+    /// let (zeros, v) = (Tensor::zeros((1, 2, 1, 8), candle_core::DType::F32, &Device::Cpu)?, [0f32, 3.]);
+    /// let v = Tensor::new(&v, &Device::Cpu)?.reshape((1, 2, 1, 1))?.broadcast_as((1, 2, 1, 8))?;
+    /// // A key one token away has half of the weight of one at the query's own position.
+    /// let slopes = Tensor::new(&[2f32.ln()], &Device::Cpu)?;
+    /// let out = Attention::default().alibi(&slopes).apply(&zeros, &zeros, &v)?;
+    /// let out: Vec<f32> = out.narrow(3, 0, 1)?.flatten_all()?.to_vec1()?;
+    /// assert!((out[0] - 1.0).abs() < 1e-6 && (out[1] - 2.0).abs() < 1e-6);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    ///
+    /// Source: arXiv 2108.12409.
+    #[must_use]
+    pub fn alibi(mut self, slopes: &Tensor) -> Self {
+        self.modified.alibi_slopes = Some(slopes.clone());
+        self
+    }
+
+    /// Checks what was asked for, if anything was.
+    pub(super) fn score_mod(&self, shape: &AttentionShape, q: &Tensor) -> Result<Option<ScoreMod>> {
+        let Modified { softcap, alibi_slopes } = &self.modified;
+        if softcap.is_none() && alibi_slopes.is_none() {
+            return Ok(None);
+        }
+        if let Some(cap) = softcap
+            && !((*cap as f32).is_normal() && *cap > 0.0)
+        {
+            return Err(Error::new("the soft cap is out of range")
+                .got(cap)
+                .allowed("above 0, a number that f32 can hold, or 0 for none")
+                .hint("Gemma 2 caps at 50")
+                .into());
+        }
+        if softcap.is_some() && self.scheme.smooths_keys() {
+            return Err(Error::unsupported("a soft cap of logits that are computed from smoothed keys")
+                .got(self.scheme)
+                .allowed("full precision, or a scheme with Smoothing::None")
+                .hint("`.smoothing(Smoothing::None)`: the cap must be applied to the logits of the keys themselves")
+                .into());
+        }
+        if self.selection.is_some() {
+            return Err(Error::unsupported("a selection with a soft cap or ALiBi")
+                .got("both")
+                .allowed("one of them")
+                .hint("`Attention::window` restricts attention too, and can be combined with them")
+                .into());
+        }
+        if let Some(slopes) = alibi_slopes {
+            check_slopes(slopes, shape.query_heads(), q.device())?;
+        }
+        Ok(Some(ScoreMod {
+            softcap: softcap.map_or(0.0, |cap| cap as f32),
+            alibi_slopes: alibi_slopes.as_ref().map(Tensor::contiguous).transpose()?,
+        }))
+    }
+}
+
+fn check_slopes(slopes: &Tensor, heads: usize, device: &Device) -> Result<()> {
+    let fits =
+        slopes.dims() == [heads] && slopes.dtype() == DType::F32 && slopes.device().same_device(device);
+    if !fits {
+        return Err(Error::shape("the ALiBi slopes do not fit the heads")
+            .got(format!("{:?} {:?} on {:?}", slopes.dims(), slopes.dtype(), slopes.device().location()))
+            .allowed(format!("[{heads}] F32 on {:?}: a slope for each query head", device.location()))
+            .hint("`to_dtype`, `to_device`, or a tensor of one dimension")
+            .into());
+    }
+    if slopes.track_op() {
+        return Err(Error::unsupported("the ALiBi slopes are tracked, and have no gradient")
+            .got("a variable, or a tensor that depends on one")
+            .allowed("a constant")
+            .hint("`Tensor::detach`")
+            .into());
+    }
+    Ok(())
+}

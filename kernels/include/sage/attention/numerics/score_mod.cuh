@@ -1,0 +1,127 @@
+// What is done to logits before the softmax, in addition to the softmax scale (FlexAttention's score_mod): nothing in most kernels; and in
+// kernels that are compiled apart a soft cap (Gemma 2, arXiv 2408.00118, section 2), ALiBi (arXiv 2108.12409), or both, as the call says.
+//
+// A policy has:
+// - apply(x, factor, ..): x times factor are base-2 logits; it changes both.
+// - chain(ds): multiplies the gradient of the logits after `apply` with the derivative of what the last `apply` of transposed scores did.
+// - next_head(): the next tiles of queries are of the next query head.
+#pragma once
+
+#include <sage/attention/numerics/probabilities.cuh>
+#include <sage/attention/query_tiles.cuh>
+#include <sage/ptx/math.cuh>
+
+namespace sage::attention {
+
+// The first of the query heads that a block of a backward visits.
+__device__ __forceinline__ int first_query_head(const params::Backward& p, const BackwardBlock& block) {
+  return block.key_head * (p.shape.query_heads / p.shape.key_heads);
+}
+
+struct NoScoreMod {
+  static constexpr bool MODIFIES = false;
+  NoScoreMod() = default;
+  template <class Params>
+  __device__ __forceinline__ NoScoreMod(const Params&, int) {}
+  template <class X>
+  __device__ __forceinline__ void apply(X&, float&, const Segment&, int, int, int) {}
+  __device__ __forceinline__ void chain(Scores&) const {}
+  __device__ __forceinline__ void next_head() {}
+};
+
+// x[i] = tanh(x[i] by / 4), within a relative error of 2^-15: for arguments below 1/2 by a polynomial, a minimax fit of degree 2 in x^2, so that the
+// exponentials of the softmax do not wait for as many others; else by 1 - 2 / (1 + e^2x).
+template <int N>
+__device__ __forceinline__ void take_tanh(float (&x)[N], float by) {
+  uint32_t bits = 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) x[i] *= by, bits |= __float_as_uint(x[i]);
+  // The bit of the exponent that is set from 2 on.
+  if (__builtin_expect(bits & 0x40000000u, 0)) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = fmaf(-2.0f, ptx::reciprocal(1.0f + ptx::exp2(x[i] * (0.5f * ptx::LOG2_E))), 1.0f);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    float square = x[i] * x[i], y = fmaf(square, 0x1.d7e632p-14f, -0x1.53a6fp-8f);
+    x[i] *= fmaf(square, y, 0x1.fffd0ap-3f);
+  }
+}
+
+// With a soft cap c logits become c tanh(x / c); with ALiBi they are lowered by the head's slope times the distance between the query's
+// position and the key, in this order.
+struct SoftcapAndAlibi {
+  static constexpr bool MODIFIES = true;
+  const params::ScoreMod& mod;
+  int head;
+  float slope;  // for base-2 logits; 0: no ALiBi
+  // 1 - tanh^2 of each of a tile's logits, in pairs of f16.
+  uint32_t derivative[8][2];
+
+  template <class Params>
+  __device__ __forceinline__ SoftcapAndAlibi(const Params& p, int head) : mod(p.score_mod), head(head), slope(slope_of(head)) {}
+  __device__ __forceinline__ float slope_of(int of_head) const {
+    return mod.alibi_slopes ? __ldg(mod.alibi_slopes + of_head) * ptx::LOG2_E : 0.0f;
+  }
+  __device__ __forceinline__ void next_head() {
+    if (++head < mod.heads) slope = slope_of(head);
+  }
+  __device__ __forceinline__ bool has_softcap() const { return mod.softcap > 0.0f; }
+
+  // x = tanh(x / cap), whose factor is the cap.
+  template <int N>
+  __device__ __forceinline__ void cap(float (&x)[N], float& factor) const {
+    float cap2 = mod.softcap * ptx::LOG2_E;
+    take_tanh(x, 4.0f * factor / cap2);
+    factor = cap2;
+  }
+
+  // A forward's logits of 16 M queries from `first_query` on and the tile of keys from `first_key` on.
+  template <int M>
+  __device__ __forceinline__ void apply(float (&x)[M][8][4], float& factor, const Segment& segment, int first_query, int first_key, int lane) const {
+    if (has_softcap()) cap(reinterpret_cast<float(&)[M * 32]>(x), factor);
+    if (slope == 0.0f) return;
+#pragma unroll
+    for (int r = 0; r < 2 * M; ++r) {
+      float before = float(first_query + row_of(r, lane) + segment.key_len - segment.query_len - first_key - 2 * (lane & 3));
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& logit = x[r >> 1][n][2 * (r & 1) + e];
+          logit = fmaf(-slope, fabsf(before - float(n * 8 + e)), logit * factor);
+        }
+    }
+    factor = 1.0f;
+  }
+
+  // A backward's: transposed scores of 16 keys from `first_key` on and the tile of queries from `first_query` on.
+  __device__ __forceinline__ void apply(Scores& s, float& factor, const Segment& segment, int first_query, int first_key, int lane) {
+    if (has_softcap()) {
+      cap(reinterpret_cast<float(&)[32]>(s), factor);
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          derivative[n][h] = ptx::pack_16<__half>(fmaf(-s[n][2 * h], s[n][2 * h], 1.0f), fmaf(-s[n][2 * h + 1], s[n][2 * h + 1], 1.0f));
+    }
+    if (slope == 0.0f) return;
+    float before = float(first_query + 2 * (lane & 3) + segment.key_len - segment.query_len - first_key - lane / 4);
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = fmaf(-slope, fabsf(before + float(n * 8 + (e & 1) - 8 * (e >> 1))), s[n][e] * factor);
+    factor = 1.0f;
+  }
+
+  __device__ __forceinline__ void chain(Scores& ds) const {
+    if (!has_softcap()) return;
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) ds[n][e] *= ptx::half_of<__half>(derivative[n][e >> 1], e & 1);
+  }
+};
+
+}  // namespace sage::attention
