@@ -22,7 +22,7 @@ pub(super) use op::{Completed, Saved};
 use score_mod::Modified;
 #[cfg(feature = "cuda")]
 pub(crate) use score_mod::ScoreMod;
-pub use vjp::AttentionVjp;
+pub use vjp::{AttentionState, AttentionVjp};
 
 const NAME: &str = "attention";
 

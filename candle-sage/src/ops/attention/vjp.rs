@@ -89,6 +89,63 @@ impl AttentionVjp {
     }
 }
 
+impl AttentionVjp {
+    /// Lets go of query, key and value, for a caller that computes them again before the backward: less memory for more time.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_sage::Attention;
+    ///
+    /// let x = Tensor::randn(0f32, 1., (1, 16, 2, 32), &Device::Cpu)?;
+    /// let (out, vjp) = Attention::default().vjp(&x, &x, &x)?;
+    /// let [dq, ..] = vjp.apply(&out)?;
+    /// let state = vjp.without_inputs();
+    /// let [again, ..] = state.with_inputs(&x, &x, &x)?.apply(&out)?;
+    /// assert_eq!((dq - again)?.abs()?.max_all()?.to_scalar::<f32>()?, 0.0);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn without_inputs(self) -> AttentionState {
+        let Self { op, out, widths, .. } = self;
+        AttentionState { op, out, widths }
+    }
+}
+
+/// What a forward keeps for its backward in addition to query, key and value: see [`AttentionVjp::without_inputs`].
+pub struct AttentionState {
+    op: AttentionOp,
+    out: Tensor,
+    widths: Option<Widths>,
+}
+
+impl AttentionState {
+    /// The backward, for query, key and value as the forward had them. That their values are the same is not checked.
+    ///
+    /// # Errors
+    /// When their shapes or element types are others.
+    pub fn with_inputs(self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<AttentionVjp> {
+        let Self { op, out, widths } = self;
+        let inputs = [q, k, v].map(Tensor::detach);
+        let inputs = widths.map_or(Ok(inputs.clone()), |widths| widths.widen(inputs.each_ref()))?;
+        let dims = [op.shape.query_dims(), op.shape.key_dims(), op.shape.value_dims()];
+        for (x, dims) in inputs.iter().zip(dims) {
+            if x.dims4()? != dims || x.dtype() != out.dtype() {
+                return Err(Error::shape("query, key and value are not those of the forward")
+                    .got(format!("{:?} {:?}", x.dims(), x.dtype()))
+                    .allowed(format!("{dims:?} {:?}", out.dtype()))
+                    .hint("compute them again as they were computed before")
+                    .into());
+            }
+        }
+        Ok(AttentionVjp { op, inputs, out, widths })
+    }
+}
+
+impl std::fmt::Debug for AttentionState {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("AttentionState").field("out", &self.out.dims()).finish_non_exhaustive()
+    }
+}
+
 impl std::fmt::Debug for AttentionVjp {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("AttentionVjp").field("out", &self.out.dims()).finish_non_exhaustive()
