@@ -9,6 +9,7 @@
 pub(crate) mod accumulate;
 pub(crate) mod adamw;
 pub(crate) mod attention;
+mod bias;
 pub(crate) mod blend;
 pub(crate) mod copy_heads;
 pub(crate) mod cross_entropy;

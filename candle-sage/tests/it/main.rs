@@ -2,6 +2,7 @@
 
 mod attention;
 mod attn_qat;
+mod bias;
 mod book;
 mod by_hand;
 mod copies;

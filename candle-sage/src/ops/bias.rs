@@ -1,0 +1,113 @@
+//! Attention with a bias for each pair of a query and a key.
+
+use candle_core::{D, DType, Device, Result, Tensor};
+
+use super::Attention;
+use crate::error::Error;
+use crate::scheme::Scheme;
+use crate::shape::AttentionShape;
+
+/// What logits of hidden keys are: far below any other, and finite, so that a query that sees no key gives no NaN.
+const HIDDEN: f64 = -1e30;
+
+impl Attention {
+    /// As [`Attention::apply`], with a bias that is added to the logits: `softmax(softmax_scale Q K^T + bias) V`. T5's relative positions are one, and
+    /// any mask of zeros and minus infinities.
+    ///
+    /// `bias` is (batch or 1, query heads or 1, queries, keys) in any float type, and has a gradient, as query, key and value have. It goes with a causal
+    /// mask, windows, packed documents, grouped heads and a soft cap, which comes before it; in full precision alone.
+    ///
+    /// **It takes memory for all pairs of queries and keys**, a few times that of the bias, on every device: candle's operators compute it, with
+    /// the softmax in f32. A bias that follows from the distance alone is cheaper as [`Attention::alibi`], and a mask of padding as
+    /// [`Padding`](crate::ops::Padding).
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor, Var};
+    /// use candle_sage::Attention;
+    ///
+    /// let x = Tensor::zeros((1, 2, 1, 8), candle_core::DType::F32, &Device::Cpu)?;
+    /// let v = Tensor::new(&[0f32, 3.], &Device::Cpu)?.reshape((1, 2, 1, 1))?.broadcast_as((1, 2, 1, 8))?;
+    /// // The first query gives the second key twice the weight of the first one, and the second query does not see the first key.
+    /// let bias = Var::new(&[[[[0f32, 2f32.ln()], [f32::NEG_INFINITY, 0.]]]], &Device::Cpu)?;
+    /// let out = Attention::default().apply_with_bias(&x, &x, &v, &bias)?;
+    /// let first: Vec<f32> = out.narrow(3, 0, 1)?.flatten_all()?.to_vec1()?;
+    /// assert!((first[0] - 2.).abs() < 1e-6 && (first[1] - 3.).abs() < 1e-6);
+    /// assert!(out.sum_all()?.backward()?.get(&bias).is_some());
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Attention::apply`]; when the bias does not fit; and for low-bit schemes, selections, ALiBi and sinks.
+    pub fn apply_with_bias(&self, q: &Tensor, k: &Tensor, v: &Tensor, bias: &Tensor) -> Result<Tensor> {
+        // The op checks inputs and settings; its kernels do not run.
+        let op = self.op(q, k, v, false)?;
+        let slopes = op.score_mod.as_ref().is_some_and(|score_mod| score_mod.alibi_slopes.is_some());
+        for (asked, what) in [
+            (op.scheme != Scheme::FullPrecision, "a low-bit scheme"),
+            (op.selection.is_some(), "a selection"),
+            (op.sinks.is_some(), "sinks"),
+            (slopes, "ALiBi"),
+        ] {
+            if asked {
+                return Err(Error::unsupported("a bias of attention with other settings")
+                    .got(what)
+                    .allowed("full precision, with a causal mask, windows, packed documents and a soft cap")
+                    .hint("add the slopes or the mask to the bias")
+                    .into());
+            }
+        }
+        let shape = &op.shape;
+        check(bias, shape)?;
+        let dtype = q.dtype();
+        let [q, k, v] = [q, k, v].map(|x| x.to_dtype(DType::F32)?.transpose(1, 2)?.contiguous());
+        let [q, k, v] = [q?, repeated(&k?, shape.group())?, repeated(&v?, shape.group())?];
+        let mut logits = (q.matmul(&k.t()?.contiguous()?)? * f64::from(op.softmax_scale))?;
+        if let Some(score_mod) = &op.score_mod {
+            let cap = f64::from(score_mod.softcap);
+            logits = ((logits / cap)?.tanh()? * cap)?;
+        }
+        let logits = logits.broadcast_add(&bias.to_dtype(DType::F32)?)?.maximum(HIDDEN)?;
+        let hidden = Tensor::full(HIDDEN as f32, logits.shape(), logits.device())?;
+        let logits = seen(shape, q.device())?.broadcast_as(logits.shape())?.where_cond(&logits, &hidden)?;
+        let weights = logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?.detach())?.exp()?;
+        let seen = logits.gt(HIDDEN)?.to_dtype(DType::F32)?;
+        let weights = (weights * &seen)?;
+        // A query that sees no key gives zeros.
+        let sums = (weights.sum_keepdim(D::Minus1)? + (1.0 - seen.max_keepdim(D::Minus1)?)?)?;
+        weights.broadcast_div(&sums)?.matmul(&v)?.transpose(1, 2)?.contiguous()?.to_dtype(dtype)
+    }
+}
+
+fn check(bias: &Tensor, shape: &AttentionShape) -> Result<()> {
+    let all = [shape.batch(), shape.query_heads(), shape.query_len(), shape.key_len()];
+    let fits = |(n, size): (usize, &usize)| *size == all[n] || (n < 2 && *size == 1);
+    if bias.rank() == 4 && bias.dims().iter().enumerate().all(fits) && bias.dtype().is_float() {
+        return Ok(());
+    }
+    Err(Error::shape("the bias does not fit attention")
+        .got(format!("{:?} {:?}", bias.dims(), bias.dtype()))
+        .allowed(format!("{all:?} in a float type, or 1 in place of the batch and of the heads"))
+        .hint("a bias is (batch, heads, queries, keys); `unsqueeze` adds a dimension of 1")
+        .into())
+}
+
+/// Each head of keys or values, (batch, heads, tokens, channels), for all query heads that read it.
+fn repeated(x: &Tensor, times: usize) -> Result<Tensor> {
+    let (batch, heads, tokens, channels) = x.dims4()?;
+    let all = (batch, heads, times, tokens, channels);
+    x.unsqueeze(2)?.broadcast_as(all)?.reshape((batch, heads * times, tokens, channels))
+}
+
+/// Which keys each query sees: (1, 1, queries, keys), 1 or 0. Without packing all batch entries see the same.
+fn seen(shape: &AttentionShape, device: &Device) -> Result<Tensor> {
+    let (queries, keys) = (shape.query_len(), shape.key_len());
+    let mut seen = vec![0u8; queries * keys];
+    for segment in shape.segments().iter().filter(|segment| segment.batch == 0) {
+        for (i, query) in segment.query.clone().enumerate() {
+            let row = &mut seen[query * keys..][segment.key.clone()];
+            let visible = segment.visible_keys(i);
+            row[segment.first_key(i).min(visible)..visible].fill(1);
+        }
+    }
+    Tensor::from_vec(seen, (1, 1, queries, keys), device)
+}
