@@ -99,12 +99,35 @@ pub struct Plan {
     pub repeats: usize,
     /// Pause before each series of timed calls, in which a GPU that power slows down recovers.
     pub rest: Duration,
+    /// Soft cap of the logits; 0: none.
+    pub softcap: f64,
+    /// Whether logits are lowered by the distance of query and key (ALiBi).
+    pub alibi: bool,
+    /// Whether heads have sinks.
+    pub sinks: bool,
 }
 
 impl Plan {
     /// (batch, sequence, heads, head_dim) of a row.
     fn dims(&self, head_dim: usize, tokens: usize) -> (usize, usize, usize, usize) {
         ((self.total_tokens / tokens).max(1), tokens, (self.width / head_dim).max(1), head_dim)
+    }
+
+    /// Attention in a scheme on a row.
+    fn attention(&self, row: Row, scheme: Scheme) -> candle_core::Result<Attention> {
+        let beside = row.window.map(|window| window - 1);
+        let mut attention =
+            Attention::new(scheme).causal(row.causal).window(beside, beside).softcap(self.softcap);
+        let (_, _, heads, _) = self.dims(row.head_dim, row.tokens);
+        if self.sinks {
+            attention = attention.sinks(&Tensor::zeros(heads, DType::F32, &self.device)?);
+        }
+        if !self.alibi {
+            return Ok(attention);
+        }
+        // The paper's geometric sequence, which ends with 2^-8.
+        let slopes: Vec<f32> = (1..=heads).map(|head| (-8.0 * head as f32 / heads as f32).exp2()).collect();
+        Ok(attention.alibi(&Tensor::new(slopes, &self.device)?))
     }
 
     /// The element type of the inputs: bf16, and f32 on the CPU.
@@ -229,8 +252,7 @@ pub fn measure(plan: &Plan, row: Row, seen: &mut dyn FnMut(Measured) -> Result<(
         named => named.to_vec(),
     };
     for scheme in schemes {
-        let beside = row.window.map(|window| window - 1);
-        let attention = Attention::new(scheme).causal(row.causal).window(beside, beside);
+        let attention = plan.attention(row, scheme).map_err(failed)?;
         let forward = |n: usize| {
             let [q, k, v, _] = &inputs[n % ROTATING];
             attention.apply(q, k, v).map(drop)

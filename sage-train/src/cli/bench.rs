@@ -76,6 +76,15 @@ pub(super) struct BenchAttention {
     /// Number of timed calls of each kind [default: 30; on the CPU 3]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     repeats: Option<u16>,
+    /// Soft cap of the logits: 50 in Gemma 2 [default: none]
+    #[arg(long, value_name = "CAP", default_value_t = 0.0, hide_default_value = true)]
+    softcap: f64,
+    /// Lower logits by the distance of query and key (ALiBi), with the slopes 2^(-8 head / heads)
+    #[arg(long)]
+    alibi: bool,
+    /// A sink for each head
+    #[arg(long)]
+    sinks: bool,
     #[command(flatten)]
     rest: Rest,
     /// Also write the results as CSV
@@ -96,6 +105,9 @@ impl BenchAttention {
             width: self.width,
             repeats: usize::from(self.repeats.unwrap_or(repeats)),
             rest,
+            softcap: self.softcap,
+            alibi: self.alibi,
+            sinks: self.sinks,
         };
         self.csv.as_deref().map_or(Ok(()), |path| check_beside(path, "csv"))?;
         print(&bench::table_head(&plan))?;
@@ -148,6 +160,9 @@ impl BenchSla2 {
             width: self.width,
             repeats: usize::from(self.repeats),
             rest,
+            softcap: 0.0,
+            alibi: false,
+            sinks: false,
         };
         let rows = if self.rows.is_empty() { sla2::usual_rows() } else { self.rows.clone() };
         // Comes with the first line, so that an error is not told under the head of a table.
