@@ -12,6 +12,7 @@ mod parameters;
 mod pieces;
 mod reduction;
 mod rope_scaling;
+mod rotary;
 mod sla2;
 mod snapshot;
 mod spec;

@@ -52,6 +52,8 @@ impl Config {
         let windows = self.model.windows.as_ref();
         set("window", windows.map_or("none".into(), |windows| Quantity(windows.tokens as u64).to_string()));
         set("window-pattern", windows.map_or("none".into(), |windows| windows.pattern.to_string()));
+        set("sinks", switch(self.model.sinks));
+        set("softcap", self.model.softcap.map_or("none".into(), |cap| cap.to_string()));
         if let Optimizer::Muon(muon) = &self.optimizer {
             set("muon-heads", if muon.heads_apart { "apart" } else { "together" }.to_owned());
             set("muon-beta2", muon.beta2.map_or_else(|| "off".into(), |beta| beta.to_string()));

@@ -42,14 +42,23 @@ pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) ->
         linear_compute_layers,
         linear_head: s.linear.head_precision(),
         scheme,
-        layer_schemes,
         windows: windows(s, scheme, sla2.as_ref(), layers)?,
+        // Like windows they mean nothing to a model without attention.
+        softcap: s
+            .model
+            .softcap
+            .filter(|_| scheme.is_some())
+            .map(|cap| above_zero("softcap", cap))
+            .transpose()?,
+        sinks: s.model.sinks == Some(Switch::On) && scheme.is_some(),
+        layer_schemes,
         sla2,
         z_loss: in_range("z-loss", need(s.optimizer.z_loss), 0.0, 1.0)?,
         recompute: need(s.run.recompute),
         deterministic: need(s.run.deterministic) == Switch::On,
     };
     model.validate()?;
+    check_logits(&model)?;
     Ok(model)
 }
 
@@ -100,6 +109,28 @@ fn windows(
             .hint("--window-pattern L leaves them out; --attn sla2-window attends to the nearest blocks"));
     }
     Ok(Some(windows))
+}
+
+/// Checks what attention does to its logits, a soft cap and sinks, which SLA2 does not have, nor a scheme that subtracts a mean from keys.
+fn check_logits(model: &LlamaConfig) -> Result<()> {
+    let (cap, sinks) = (model.softcap.map(|cap| format!("--softcap {cap}")), model.sinks);
+    let Some(got) = cap.or(sinks.then(|| "--sinks on".into())) else { return Ok(()) };
+    if model.sla2.is_some() {
+        return Err(Error::new("SLA2 has no soft cap and no sinks")
+            .got(got)
+            .allowed("dense attention")
+            .hint("--attn fpa, or leave them out"));
+    }
+    let mut schemes = model.layer_schemes.values().copied().chain(model.scheme);
+    match schemes.find(Scheme::smooths_keys) {
+        None => Ok(()),
+        Some(smooth) => {
+            Err(Error::new("a soft cap or sinks beside logits that are computed from smoothed keys")
+                .got(format!("{got}, {smooth}"))
+                .allowed("fpa, or a scheme that subtracts no mean from keys")
+                .hint("--smoothing none"))
+        }
+    }
 }
 
 /// On small blocks SageBwd has smaller tiles.

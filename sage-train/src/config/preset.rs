@@ -275,6 +275,8 @@ fn model(size: &Size) -> ModelSettings {
         rope_scaling: None,
         window: None,
         window_pattern: None,
+        softcap: None,
+        sinks: None,
         untied: None,
         qkv_bias: None,
         norm_eps: Some(1e-6),

@@ -191,7 +191,9 @@ impl Config {
                 });
                 let windows =
                     m.windows.as_ref().map_or_else(String::new, |windows| format!(", windows {windows}"));
-                format!("{sla2}{}, QK-norm {norm}{windows}", m.numerics())
+                let softcap = m.softcap.map_or_else(String::new, |cap| format!(", logits capped at {cap}"));
+                let sinks = if m.sinks { ", sinks" } else { "" };
+                format!("{sla2}{}, QK-norm {norm}{windows}{softcap}{sinks}", m.numerics())
             }
         }
     }
@@ -215,6 +217,7 @@ impl Config {
     fn device(&self) -> String {
         let recompute = match self.model.recompute {
             Recompute::None => String::new(),
+            Recompute::Rotary => ", rotary embedding recomputed".into(),
             Recompute::Attention => ", attention recomputed".into(),
             Recompute::Block => ", blocks recomputed".into(),
         };

@@ -32,6 +32,8 @@ impl ModelType {
             qk_norm,
             qkv_bias,
             windows,
+            softcap,
+            sinks,
             layers,
             vocab: _,
             width: _,
@@ -58,6 +60,13 @@ impl ModelType {
             recompute: _,
             deterministic: _,
         } = config;
+        let cap = softcap.map(|cap| format!("a soft cap of attention's logits at {cap}"));
+        if let Some(got) = cap.or(sinks.then(|| "sinks of attention".into())) {
+            return Err(Error::new("a model of this shape has no name in transformers")
+                .got(got)
+                .allowed("neither: Gemma 2, which has a soft cap, and GPT-OSS, which has sinks, have feed-forward networks of other kinds")
+                .hint("its weights are in model.safetensors, under the names of a Llama"));
+        }
         let windows = windows.as_ref().map(|windows| (0..*layers).all(|layer| windows.of(layer).is_some()));
         match (*qk_norm, *qkv_bias) {
             (false, false) => match windows {

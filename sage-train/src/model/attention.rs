@@ -1,17 +1,17 @@
 //! The attention layer: projections, QK-norm, rotary embedding, attention, output projection.
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Result, Tensor};
 use candle_sage::nn::KvCache;
-use candle_sage::ops::{self, AttentionVjp, Fp8Matrix, Fp8Scale, QkNormRopeGrad, RopeStyle};
-use candle_sage::shape::Packing;
+use candle_sage::ops::{self, AttentionState, AttentionVjp};
 use candle_sage::sla2::Sla2Vjp;
 use candle_sage::{Attention, Scheme};
 
-use super::config::LlamaConfig;
+use super::config::{LlamaConfig, Recompute};
 use super::layers::Norm;
 use super::linear::{Bias, Linear};
 use super::operands::{Operand, Operands, Place};
-use super::parameters::Parameters;
+use super::parameters::{Parameters, Weight};
+use super::rotary::Rotary;
 use super::sla2::{Selected, Sla2Layer, Stage};
 use super::ulysses::{Heads, Ulysses};
 use crate::ranks::Group;
@@ -19,99 +19,6 @@ use crate::ranks::Group;
 /// Callback that receives each layer's query, key and value and the gradient of its attention output, in the
 /// order of the backward (last layer first).
 pub type Observe<'a> = dyn FnMut([&Tensor; 3], &Tensor) -> Result<()> + 'a;
-
-/// The positions of the tokens (rotary angles for one sequence), the packed documents that attention is
-/// confined to, and the stage that decides between dense and sparse attention.
-#[derive(Debug, Clone)]
-pub(super) struct Rotary {
-    cos: Tensor,
-    sin: Tensor,
-    documents: Option<Packing>,
-    stage: Stage,
-}
-
-impl Rotary {
-    pub(super) fn new(config: &LlamaConfig, device: &Device) -> Result<Self> {
-        let (len, head_dim, base) = (config.context, config.head_dim, config.rope_base);
-        let (cos, sin) = match config.rope_scaling {
-            None => ops::rope_tables(len, head_dim, base, device)?,
-            Some(scaling) => ops::rope_tables_llama3(len, head_dim, base, scaling.into(), device)?,
-        };
-        Ok(Self { cos, sin, documents: None, stage: Stage::Sparse })
-    }
-
-    /// The number of positions that the tables hold: the model's context.
-    pub(super) fn positions(&self) -> usize {
-        self.cos.dims()[0]
-    }
-
-    /// The tables for sequences of `len` tokens from `position` on. Angles do not restart at a document's
-    /// first token, because attention depends only on differences of positions.
-    pub(super) fn narrow(
-        &self,
-        position: usize,
-        len: usize,
-        documents: Option<&Packing>,
-        stage: Stage,
-    ) -> Result<Self> {
-        let (cos, sin) = (self.cos.narrow(0, position, len)?, self.sin.narrow(0, position, len)?);
-        Ok(Self { cos, sin, documents: documents.cloned(), stage })
-    }
-
-    fn forward(&self, x: &Tensor, norm: Option<&Norm>) -> Result<Tensor> {
-        let (cos, sin) = (&self.cos, &self.sin);
-        match norm {
-            Some(norm) => ops::qk_norm_rope(x, norm.weight.value()?, cos, sin, norm.eps, RopeStyle::Halves),
-            None => ops::rope(x, cos, sin, RopeStyle::Halves),
-        }
-    }
-
-    /// Returns the gradients of query and key, concatenated along the heads, and adds those of the norms'
-    /// weights.
-    fn backward(&self, x: [&Tensor; 2], norms: Option<&[Norm; 2]>, dy: [&Tensor; 2]) -> Result<Tensor> {
-        let (cos, sin) = (&self.cos, &self.sin);
-        let Some(norms) = norms else {
-            return ops::rope_backward(&dy, cos, sin, RopeStyle::Halves);
-        };
-        let (dx, dweights) = ops::qk_norm_rope_backward(
-            &gradients(x, norms, dy)?,
-            [cos, sin],
-            norms[0].eps,
-            RopeStyle::Halves,
-        )?;
-        add_gradients(norms, &dweights)?;
-        Ok(dx)
-    }
-
-    /// The same in FP8, with the gradient of value behind them.
-    fn backward_fp8(
-        &self,
-        x: [&Tensor; 2],
-        norms: &[Norm; 2],
-        dy: [&Tensor; 2],
-        dvalue: &Tensor,
-        scale: &Fp8Scale,
-    ) -> Result<Fp8Matrix> {
-        let (all, tables, eps) = (gradients(x, norms, dy)?, [&self.cos, &self.sin], norms[0].eps);
-        let (dx, dweights) =
-            ops::qk_norm_rope_backward_fp8(&all, Some(dvalue), tables, eps, RopeStyle::Halves, scale)?;
-        add_gradients(norms, &dweights)?;
-        Ok(dx)
-    }
-}
-
-fn gradients<'a>(
-    x: [&'a Tensor; 2],
-    norms: &'a [Norm; 2],
-    dy: [&'a Tensor; 2],
-) -> Result<[QkNormRopeGrad<'a>; 2]> {
-    let weights = [norms[0].weight.value()?, norms[1].weight.value()?];
-    Ok([0, 1].map(|n| QkNormRopeGrad { x: x[n], weight: weights[n], dout: dy[n] }))
-}
-
-fn add_gradients(norms: &[Norm; 2], dweights: &[Tensor]) -> Result<()> {
-    norms.iter().zip(dweights).try_for_each(|(norm, dweight)| ops::add_into(norm.weight.gradient()?, dweight))
-}
 
 /// The layer between the norm and the residual stream, (rows, width) -> (rows, width). Rows are the tokens of
 /// all sequences, each as long as the rotary tables.
@@ -131,6 +38,8 @@ pub(super) struct SelfAttention {
     heads: [usize; 3],
     head_dim: usize,
     attention: Attention,
+    /// A logit of each query head, of all ranks that share a sequence.
+    sinks: Option<Weight>,
     pub(super) sla2: Option<Sla2Layer>,
     /// Present if several ranks share each sequence. `heads` are then the heads of this rank.
     ulysses: Option<Ulysses>,
@@ -160,7 +69,13 @@ pub(super) struct Kept {
     /// three, head_dim).
     projected: Tensor,
     /// The operands of attention and its backward. `None` if the backward recomputes them.
-    core: Option<Core>,
+    core: Option<KeptCore>,
+}
+
+enum KeptCore {
+    Whole(Core),
+    /// Without query and key after norm and rotation: output, its rows, and what attention keeps.
+    Unrotated(Tensor, Operand, Box<AttentionState>),
 }
 
 struct Core {
@@ -212,7 +127,9 @@ impl SelfAttention {
             attention: Attention::new(scheme)
                 .causal(true)
                 .window(config.window_of(layer).map(|tokens| tokens - 1), None)
+                .softcap(config.softcap.unwrap_or(0.0))
                 .deterministic(config.deterministic),
+            sinks: if config.sinks { Some(parameters.weight(&format!("{at}.sinks"))?) } else { None },
             sla2: config
                 .sla2
                 .as_ref()
@@ -282,13 +199,23 @@ impl SelfAttention {
             None => [None, None],
         };
         let (query, key) = (rotary.forward(&query, query_norm)?, rotary.forward(&key, key_norm)?);
+        let attention = match &self.sinks {
+            Some(sinks) => self.attention.clone().sinks(&self.own_sinks(sinks.value()?)?),
+            None => self.attention.clone(),
+        };
         let Some(documents) = &rotary.documents else {
-            return Ok((self.attention.clone(), [query, key, value]));
+            return Ok((attention, [query, key, value]));
         };
         // `value` is sliced from the flattened projection, because flattening a slice would copy it.
         let joined = |x: &Tensor| x.flatten(0, 1)?.unsqueeze(0);
         let [_, _, value] = self.parts(&joined(projected)?)?;
-        Ok((self.attention.clone().packing(documents.clone()), [joined(&query)?, joined(&key)?, value]))
+        Ok((attention.packing(documents.clone()), [joined(&query)?, joined(&key)?, value]))
+    }
+
+    /// Those of this rank's heads.
+    fn own_sinks(&self, all: &Tensor) -> Result<Tensor> {
+        let first = self.ulysses.as_ref().map_or(0, |ulysses| ulysses.first()[0]);
+        all.narrow(0, first, self.heads[0])
     }
 
     /// The forward without a backward, for whole sequences or for tokens that follow those in a cache.
@@ -345,12 +272,19 @@ impl SelfAttention {
         [("query-key-value", &mut self.projection), ("output", &mut self.output)]
     }
 
-    /// The forward for training. Without `keep_core` the backward recomputes norm, rotation and attention.
-    pub(super) fn train(&self, x: &Operand, rotary: &Rotary, keep_core: bool) -> Result<(Tensor, Kept)> {
+    /// The forward for training.
+    pub(super) fn train(&self, x: &Operand, rotary: &Rotary, recompute: Recompute) -> Result<(Tensor, Kept)> {
         let projected = self.project(x, rotary)?;
         let core = self.core(&projected, rotary, x.rows()?)?;
         let y = self.output.forward(&core.rows)?;
-        let core = keep_core.then(|| Core { rows: core.rows.kept(), ..core });
+        let core = Core { rows: core.rows.kept(), ..core };
+        let core = match (recompute, core) {
+            (Recompute::Attention | Recompute::Block, _) => None,
+            (Recompute::Rotary, Core { vjp: Vjp::Dense(vjp), out, rows, .. }) => {
+                Some(KeptCore::Unrotated(out, rows, Box::new(vjp.without_inputs())))
+            }
+            (Recompute::None | Recompute::Rotary, core) => Some(KeptCore::Whole(core)),
+        };
         Ok((y, Kept { projected, core }))
     }
 
@@ -388,7 +322,13 @@ impl SelfAttention {
         let Kept { projected, core } = kept;
         let rows = x.rows()?;
         let core = match core {
-            Some(core) => core,
+            Some(KeptCore::Whole(core)) => core,
+            Some(KeptCore::Unrotated(out, rows, state)) => {
+                let (_, inputs) = self.inputs(&projected, rotary)?;
+                let [query, key, value] = &inputs;
+                let vjp = Vjp::Dense(Box::new(state.with_inputs(query, key, value)?));
+                Core { inputs, out, rows, vjp }
+            }
             None => self.core(&projected, rotary, rows)?,
         };
         let dout = self.output.backward(&core.rows, dy)?;
@@ -397,7 +337,13 @@ impl SelfAttention {
             observe(core.inputs.each_ref(), &dout)?;
         }
         let [dquery, dkey, dvalue] = match (&core.vjp, &self.sla2) {
-            (Vjp::Dense(vjp), _) => vjp.apply(&dout)?,
+            (Vjp::Dense(vjp), _) => {
+                let gradients = vjp.apply(&dout)?;
+                if let Some((sinks, gradient)) = self.sinks.as_ref().zip(vjp.sink_gradient()) {
+                    ops::add_into(&self.own_sinks(sinks.gradient()?)?, &gradient)?;
+                }
+                gradients
+            }
             (Vjp::Sparse(vjp), Some(sla2)) => sla2.backward(vjp, &dout)?,
             (Vjp::Sparse(_), None) => unreachable!("SLA2 makes its own way back"),
         };

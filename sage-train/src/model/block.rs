@@ -6,12 +6,13 @@ use std::rc::Rc;
 use candle_core::{Result, Tensor};
 use candle_sage::ops;
 
-use super::attention::{Cached, Kept as AttentionKept, Observe, Rotary, SelfAttention};
+use super::attention::{Cached, Kept as AttentionKept, Observe, SelfAttention};
 use super::config::{LlamaConfig, Recompute};
 use super::layers::{Norm, Stream};
 use super::linear::{Linear, ObserveProducts, Observer};
 use super::operands::{Operand, Operands, Place};
 use super::parameters::Parameters;
+use super::rotary::Rotary;
 use super::sla2::Selected;
 use crate::ranks::Group;
 
@@ -118,9 +119,9 @@ impl Block {
 
     /// The forward for training.
     pub(super) fn train(&self, stream: Stream, rotary: &Rotary) -> Result<(Stream, Kept)> {
-        let (stream, inner) = self.inner(stream, rotary, self.recompute == Recompute::None)?;
+        let (stream, inner) = self.inner(stream, rotary, self.recompute)?;
         let kept = match self.recompute {
-            Recompute::None | Recompute::Attention => Kept::Everything(Box::new(inner)),
+            Recompute::None | Recompute::Rotary | Recompute::Attention => Kept::Everything(Box::new(inner)),
             Recompute::Block => {
                 let sum = inner.attention.map_or(inner.middle.0, |(sum, ..)| sum);
                 Kept::Input(Stream { sum, last: None })
@@ -129,11 +130,11 @@ impl Block {
         Ok((stream, kept))
     }
 
-    fn inner(&self, mut stream: Stream, rotary: &Rotary, keep: bool) -> Result<(Stream, Inner)> {
+    fn inner(&self, mut stream: Stream, rotary: &Rotary, recompute: Recompute) -> Result<(Stream, Inner)> {
         let mut kept_attention = None;
         if let Some((norm, attention)) = &self.attention {
             let (sum, normed) = self.operands.normed(norm, &stream, Place::Normed)?;
-            let (out, kept) = attention.train(&normed, rotary, keep)?;
+            let (out, kept) = attention.train(&normed, rotary, recompute)?;
             kept_attention = Some((sum.clone(), normed.kept(), kept));
             stream = Stream { sum, last: Some(out) };
         }
@@ -143,6 +144,7 @@ impl Block {
         let [gate, up] = halves(&gate_up)?;
         let hidden = self.operands.hidden(&gate, &up)?;
         let stream = Stream { sum: middle.0.clone(), last: Some(self.mlp.down.forward(&hidden)?) };
+        let keep = matches!(recompute, Recompute::None | Recompute::Rotary);
         let hidden = (keep && self.operands.precision.keeps_hidden()).then_some(hidden.kept());
         Ok((stream, Inner { attention: kept_attention, middle, gate_up, hidden }))
     }
@@ -159,7 +161,7 @@ impl Block {
     ) -> Result<(Tensor, Operand)> {
         let Inner { attention: kept_attention, middle: (sum, normed), gate_up, hidden } = match kept {
             Kept::Everything(inner) => *inner,
-            Kept::Input(stream) => self.inner(stream, rotary, true)?.1,
+            Kept::Input(stream) => self.inner(stream, rotary, Recompute::None)?.1,
         };
         let mlp = &self.mlp;
         let dhidden = mlp.down.backward_input(&dout)?;

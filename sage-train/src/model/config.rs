@@ -57,6 +57,10 @@ pub struct LlamaConfig {
     pub layer_schemes: BTreeMap<usize, Scheme>,
     /// Sliding windows; `None`: every layer attends to all tokens before.
     pub windows: Option<Windows>,
+    /// Soft cap of attention's logits.
+    pub softcap: Option<f64>,
+    /// Whether attention has sinks: a learned logit of each query head, without a value.
+    pub sinks: bool,
     /// SLA2 settings if attention is to selected blocks alone; its numerics are those of `scheme`.
     pub sla2: Option<Sla2Config>,
     /// Factor of the z-loss in the training loss.
@@ -73,6 +77,8 @@ pub struct LlamaConfig {
 pub enum Recompute {
     /// Nothing
     None,
+    /// QK-norm and rotary embedding
+    Rotary,
     /// QK-norm, rotary embedding, attention, and the product inside SwiGLU
     Attention,
     /// Whole blocks, from their input
@@ -180,6 +186,11 @@ impl LlamaConfig {
                 if self.qk_norm {
                     specs.push(norm(at("self_attn.q_norm"), self.head_dim));
                     specs.push(norm(at("self_attn.k_norm"), self.head_dim));
+                }
+                if self.sinks {
+                    let name = format!("model.layers.{layer}.self_attn.sinks");
+                    let start = Start::Value(0.0);
+                    specs.push(ParameterSpec { kind: Kind::Sinks, start, ..norm(name, self.heads) });
                 }
                 if let Some(sla2) = &self.sla2 {
                     specs.extend(sla2.parameter_specs(self, &format!("model.layers.{layer}.self_attn")));
@@ -302,6 +313,7 @@ impl LlamaConfig {
         let (queries, keys) = ((self.heads * self.head_dim) as u64, (self.key_heads * self.head_dim) as u64);
         let operand = self.linear.kept_bytes(element);
         let is_fp8 = self.linear != LinearPrecision::Compute;
+        let rotated = element * (queries + keys);
         // `projected`: the residual stream, the normalized stream, and the projected query, key and value.
         // `core`: query and key after norm and rotation, the output, and what the scheme keeps.
         let (projected, core) = match self.scheme {
@@ -323,7 +335,9 @@ impl LlamaConfig {
         };
         let mlp = operand * width + element * (width + 2 * ffn);
         let kept = match self.recompute {
-            Recompute::None => {
+            Recompute::None | Recompute::Rotary => {
+                let core =
+                    if self.recompute == Recompute::Rotary { core.saturating_sub(rotated) } else { core };
                 let hidden = if self.linear.keeps_hidden() { operand * ffn } else { 0 };
                 projected + core + mlp + hidden
             }
@@ -333,6 +347,7 @@ impl LlamaConfig {
         // For the block in its backward: what it recomputes, and the gradients of its widest part.
         let again = match self.recompute {
             Recompute::None => 0,
+            Recompute::Rotary => rotated,
             Recompute::Attention => core,
             Recompute::Block => projected + core + mlp,
         };

@@ -8,13 +8,14 @@ use candle_core::{Device, Result, Tensor};
 use candle_sage::ops::{self, CrossEntropy};
 use candle_sage::shape::Packing;
 
-use super::attention::{Observe, Rotary};
+use super::attention::Observe;
 use super::block::Block;
 use super::config::LlamaConfig;
 use super::layers::{Norm, Stream};
 use super::linear::{Linear, ObserveProducts};
 use super::operands::{Operands, Place};
 use super::parameters::{Parameters, Weight};
+use super::rotary::Rotary;
 use super::sla2::{Selected, Stage};
 use super::spec::{EMBEDDING, OUTPUT};
 use crate::ranks::Group;

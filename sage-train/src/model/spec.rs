@@ -38,6 +38,8 @@ pub enum Kind {
     Bias,
     /// The weight of a norm.
     Norm,
+    /// The sinks of attention: a logit for each query head.
+    Sinks,
     /// A router of SLA2: a matrix for each head.
     Router,
     /// The weights of SLA2's mixture.
@@ -49,7 +51,7 @@ impl Kind {
     pub fn decays(self) -> bool {
         match self {
             Self::Embedding | Self::Output | Self::Matrix | Self::Heads(_) => true,
-            Self::Bias | Self::Norm | Self::Router | Self::Theta => false,
+            Self::Bias | Self::Norm | Self::Sinks | Self::Router | Self::Theta => false,
         }
     }
 
@@ -57,7 +59,7 @@ impl Kind {
     pub fn is_wide(self) -> bool {
         match self {
             Self::Embedding | Self::Output | Self::Matrix | Self::Heads(_) | Self::Bias => false,
-            Self::Norm | Self::Router | Self::Theta => true,
+            Self::Norm | Self::Sinks | Self::Router | Self::Theta => true,
         }
     }
 
@@ -66,7 +68,7 @@ impl Kind {
     pub fn is_overwritten(self) -> bool {
         match self {
             Self::Matrix | Self::Heads(_) | Self::Bias => true,
-            Self::Embedding | Self::Output | Self::Norm | Self::Router | Self::Theta => false,
+            Self::Embedding | Self::Output | Self::Norm | Self::Sinks | Self::Router | Self::Theta => false,
         }
     }
 
@@ -74,7 +76,13 @@ impl Kind {
     pub fn is_hidden_matrix(self) -> bool {
         match self {
             Self::Matrix | Self::Heads(_) => true,
-            Self::Embedding | Self::Output | Self::Bias | Self::Norm | Self::Router | Self::Theta => false,
+            Self::Embedding
+            | Self::Output
+            | Self::Bias
+            | Self::Norm
+            | Self::Sinks
+            | Self::Router
+            | Self::Theta => false,
         }
     }
 
@@ -82,7 +90,13 @@ impl Kind {
     pub fn is_of_sla2(self) -> bool {
         match self {
             Self::Router | Self::Theta => true,
-            Self::Embedding | Self::Output | Self::Matrix | Self::Heads(_) | Self::Bias | Self::Norm => false,
+            Self::Embedding
+            | Self::Output
+            | Self::Matrix
+            | Self::Heads(_)
+            | Self::Bias
+            | Self::Norm
+            | Self::Sinks => false,
         }
     }
 }

@@ -58,6 +58,14 @@ pub struct ModelSettings {
     /// Layers with the window, a letter each, repeated: S has it, L sees all tokens; SSSL: every fourth layer sees all [default: S]
     #[arg(long, value_name = "LETTERS")]
     pub window_pattern: Option<WindowPattern>,
+    /// Soft cap of attention's logits, which become cap tanh(logit / cap): 50 in Gemma 2; sagebwd has one only with --smoothing none
+    /// [default: none]
+    #[arg(long, value_name = "CAP")]
+    pub softcap: Option<f64>,
+    /// Sinks of attention, as in GPT-OSS: a learned logit of each query head without a value, so that a query can attend to nothing; sagebwd has
+    /// them only with --smoothing none [default: off]
+    #[arg(long, value_enum)]
+    pub sinks: Option<Switch>,
     /// Epsilon of every RMSNorm [default: 1e-6]
     #[arg(long, value_name = "EPS")]
     pub norm_eps: Option<f64>,
@@ -66,5 +74,5 @@ pub struct ModelSettings {
 layer! {
     ModelSettings:
     init_from [Path Whole], layers, width, heads, key_heads, head_dim, ffn, init_std, rope_base, rope_scaling [Whole], untied, qkv_bias,
-    window, window_pattern, norm_eps
+    window, window_pattern, softcap, sinks, norm_eps
 }

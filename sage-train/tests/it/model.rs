@@ -139,7 +139,7 @@ fn gradients_are_those_of_the_graph() -> Result<()> {
         (None, true, false, false),
     ];
     for (scheme, qk_norm, untied, qkv_bias) in settings {
-        for recompute in [Recompute::None, Recompute::Attention, Recompute::Block] {
+        for recompute in [Recompute::None, Recompute::Rotary, Recompute::Attention, Recompute::Block] {
             let config = LlamaConfig { scheme, qk_norm, untied, qkv_bias, recompute, ..config() };
             let parameters = drawn(&config, &Device::Cpu, DType::F32)?;
             let (expected_loss, expected) = graph(&config, &parameters)?;
@@ -186,7 +186,7 @@ fn with_sla2() -> LlamaConfig {
 
 #[test]
 fn gradients_of_sla2_are_those_of_the_graph() -> Result<()> {
-    for recompute in [Recompute::None, Recompute::Attention, Recompute::Block] {
+    for recompute in [Recompute::None, Recompute::Rotary, Recompute::Attention, Recompute::Block] {
         let config = LlamaConfig { recompute, ..with_sla2() };
         let parameters = drawn(&config, &Device::Cpu, DType::F32)?;
         let (expected_loss, expected) = graph(&config, &parameters)?;
@@ -251,7 +251,9 @@ fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
         let rope_scaling = Some("4,1,4,16".parse().expect("a scaling"));
         let (untied, qkv_bias) = (qk_norm, !qk_norm);
         let windows = Some(Windows { tokens: 7, pattern: "SSL".parse().expect("a pattern") });
-        let config = LlamaConfig { scheme, qk_norm, rope_scaling, untied, qkv_bias, windows, ..config() };
+        let softcap = (scheme == Some(Scheme::FullPrecision)).then_some(1.5);
+        let config =
+            LlamaConfig { scheme, qk_norm, rope_scaling, untied, qkv_bias, windows, softcap, ..config() };
         let parameters = drawn(&config, device, DType::F32)?;
         let whole = Llama::new(&config, &parameters, device)?;
         // The whole sequence in full precision, the scheme of the tokens after the prompt.
@@ -307,6 +309,52 @@ fn following_numerics_are_those_that_were_asked_for(device: &Device) -> Result<(
     Ok(())
 }
 
+/// The gradient of each layer's sinks is how the loss changes with them, with documents and without, and with recomputation. Differences of
+/// losses over 2 x .25 have an error of a few roundings of the loss, 2^-24 of 8 over .5 each, and of third derivatives times .25^2 / 6, a hundredth.
+#[test]
+fn sinks_have_the_gradient_of_the_loss() -> Result<()> {
+    let device = &Device::Cpu;
+    for (packed, recompute) in [(false, Recompute::None), (true, Recompute::Rotary)] {
+        let (scheme, softcap) = (Some(Scheme::FullPrecision), Some(5.0));
+        let config = LlamaConfig {
+            scheme,
+            softcap,
+            sinks: true,
+            init_std: 0.15,
+            recompute,
+            qk_norm: true,
+            ..config()
+        };
+        let parameters = drawn(&config, device, DType::F32)?;
+        let model = Llama::new(&config, &parameters, device)?;
+        let (ids, targets) = batch(&config, device)?;
+        let documents = packed.then(|| Packing::self_attention(vec![0, 5, 40, 50, 80]));
+        let input = Input { ids: &ids, documents: documents.as_ref() };
+        parameters.clear_gradients()?;
+        model.train(input, &targets)?;
+        for layer in 0..config.layers {
+            let sinks = parameters.weight(&format!("model.layers.{layer}.self_attn.sinks"))?;
+            let got = sinks.gradient()?.to_vec1::<f32>()?;
+            let value = sinks.value()?;
+            let loss_at = |head: usize, sink: f32| -> Result<f64> {
+                value.slice_set(&Tensor::new(&[sink], device)?, 0, head)?;
+                let loss = model.loss(input, &targets)?.to_scalar::<f32>()?;
+                value.slice_set(&Tensor::new(&[0f32], device)?, 0, head)?;
+                Ok(f64::from(loss))
+            };
+            for (head, got) in got.into_iter().enumerate() {
+                let expected = (loss_at(head, 0.25)? - loss_at(head, -0.25)?) / 0.5;
+                let error = (f64::from(got) - expected).abs();
+                assert!(
+                    error < 2e-5 + 0.01 * expected.abs(),
+                    "layer {layer}, head {head}: {got:e}, {expected:e}"
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Packed documents in a sequence give the same loss and gradients as each document alone, with and without
 /// recomputation.
 fn documents_apart(device: &Device, dtype: DType, schemes: &[(Scheme, f64)]) -> Result<()> {
@@ -314,7 +362,9 @@ fn documents_apart(device: &Device, dtype: DType, schemes: &[(Scheme, f64)]) -> 
         for recompute in [Recompute::None, Recompute::Block] {
             // In the second layer 37 tokens hide the first of the last document's 62 from its last ones.
             let windows = Some(Windows { tokens: 37, pattern: "LS".parse().expect("a pattern") });
-            let config = LlamaConfig { scheme: Some(scheme), recompute, context: 100, windows, ..config() };
+            let softcap = (scheme == Scheme::FullPrecision).then_some(1.5);
+            let config =
+                LlamaConfig { scheme: Some(scheme), recompute, context: 100, windows, softcap, ..config() };
             let parameters = drawn(&config, device, dtype)?;
             let model = Llama::new(&config, &parameters, device)?;
             let tokens = |seed: u32| Tensor::from_iter((0..100u32).map(|n| (n * 31 + seed) % 250), device);

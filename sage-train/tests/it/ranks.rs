@@ -209,6 +209,7 @@ fn ranks_share_sequences() {
         ("fpa", &["--attn", "fpa", "--key-heads", "2", "--document-mask", "on"][..]),
         ("int8", &["--attn", "sagebwd", "--smoothing", "qk", "--recompute", "attention"]),
         ("qwen2", &["--attn", "fpa", "--qk-norm", "off", "--qkv-bias", "on", "--untied", "on"]),
+        ("sinks", &["--attn", "fpa", "--key-heads", "2", "--sinks", "on", "--softcap", "20"]),
         ("fp4", &["--attn", "attn-qat", "--key-heads", "2", "--qk-norm", "off", "--recompute", "block"]),
         ("sla2", &[&SLA2[..], &["--attn", "sla2", "--document-mask", "on"]].concat()),
         ("window", &[&SLA2[..], &["--attn", "sla2-window"]].concat()),

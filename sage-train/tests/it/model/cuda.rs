@@ -42,7 +42,7 @@ fn cuda_gradients_are_those_of_the_cpu() -> Result<()> {
         (Scheme::FullPrecision, fp8, true, 0.28),
     ] {
         let mut first: Option<f32> = None;
-        for recompute in [Recompute::None, Recompute::Attention, Recompute::Block] {
+        for recompute in [Recompute::None, Recompute::Rotary, Recompute::Attention, Recompute::Block] {
             // Larger than the default, so that logits and gradients are not mere noise; a head_dim of the
             // kernels.
             let config = LlamaConfig {
