@@ -39,7 +39,7 @@ mod widths;
 
 pub use accumulate::{add_into, product_into, sum_in_order};
 pub use adamw::{AdamW, sum_of_squares};
-pub use attention::{Attention, AttentionState, AttentionVjp};
+pub use attention::{Attention, AttentionState, AttentionVjp, alibi_slopes};
 pub use blend::{Alpha, blend, blend_backward};
 pub use copy_heads::copy_heads;
 pub use cross_entropy::{CrossEntropy, cross_entropy};

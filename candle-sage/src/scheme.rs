@@ -68,8 +68,8 @@ impl Scheme {
         }
     }
 
-    /// Whether logits are computed from keys minus their mean. The softmax does not see the difference, but what needs the logits themselves does:
-    /// [`Attention::softcap`](crate::Attention::softcap), and the log-sum-exps.
+    /// Whether logits are computed from keys minus their mean, which leaves the softmax as it is. [Soft caps](crate::Attention::softcap),
+    /// [sinks](crate::Attention::sinks) and [log-sum-exps](crate::Attention::apply_with_lse) need the logits themselves, and are errors then.
     ///
     /// ```
     /// use candle_sage::{SageBwd, Scheme, Smoothing};

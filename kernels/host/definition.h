@@ -55,7 +55,8 @@ struct Definition {
   // With `literal` P is relative to the row's largest logit, and not to the next power of two. `lse2` becomes the log-sum-exp in
   // base 2, -inf for a query that sees no key.
   // The query sees the keys from `from` to `visible`.
-  std::vector<double> row(std::vector<double> q, int from, int visible, double scale, bool nvfp4, bool literal, const ScoreMod& mod, double& lse2) const {
+  std::vector<double> row(std::vector<double> q, int from, int visible, double scale, bool nvfp4, bool literal, double& lse2,
+                          const ScoreMod& mod = {}) const {
     std::vector<double> out(d, 0.0);
     if (nvfp4)
       for (int c = 0; c < d; c += 16) fake_quantize(&q[c], std::min(16, d - c), 1);

@@ -254,7 +254,7 @@ struct Problem {
         int visible = min(max(position + 1 + keys_after(), 0), s.key_len);
         host::ScoreMod mod{c.softcap, c.alibi ? slopes[head] : 0, c.sinks ? sinks[head] : -INFINITY, position};
         double lse2;
-        std::vector<double> expected = definition.row(row, first, visible, scale, NVFP4, c.literal, mod, lse2);
+        std::vector<double> expected = definition.row(row, first, visible, scale, NVFP4, c.literal, lse2, mod);
         float got = -minus_lse2[(int64_t(head) * segments.query_tiles + s.query_tile) * 64 + query];
         // That of SageBwd is one of smoothed logits, which the backward's checks are for.
         if (NVFP4 || NUMERICS == FULL_PRECISION) errors.lse_good &= visible == 0 ? got == INFINITY : fabs(got - lse2) < 1e-3;

@@ -9,6 +9,7 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
+use candle_sage::ops::alibi_slopes;
 use candle_sage::{Attention, AttnQat, Error, ErrorKind, Int8Products, KeyMean, Result, SageBwd, Scheme};
 use clock::{Clock, peak_bytes};
 
@@ -125,9 +126,7 @@ impl Plan {
         if !self.alibi {
             return Ok(attention);
         }
-        // The paper's geometric sequence, which ends with 2^-8.
-        let slopes: Vec<f32> = (1..=heads).map(|head| (-8.0 * head as f32 / heads as f32).exp2()).collect();
-        Ok(attention.alibi(&Tensor::new(slopes, &self.device)?))
+        Ok(attention.alibi(&alibi_slopes(heads, &self.device)?))
     }
 
     /// The element type of the inputs: bf16, and f32 on the CPU.
@@ -230,7 +229,8 @@ fn label(scheme: &Scheme) -> String {
     label
 }
 
-/// Measures one row, one scheme after the other. INT8 of heads over 128 channels is left out on GPUs that do not have it.
+/// Measures one row, one scheme after the other. Left out are INT8 of heads over 128 channels on GPUs that do not have it, and of the usual schemes
+/// those that do not take the soft cap, ALiBi or sinks.
 ///
 /// # Errors
 /// When the device has no kernels for the shape, or runs out of memory.
@@ -270,7 +270,7 @@ pub fn measure(plan: &Plan, row: Row, seen: &mut dyn FnMut(Measured) -> Result<(
         match measured() {
             Err(e)
                 if scheme != Scheme::FullPrecision
-                    && row.is_large()
+                    && (row.is_large() || plan.schemes.is_empty())
                     && ErrorKind::of(&e) == ErrorKind::Unsupported => {}
             measured => seen(measured.map_err(failed)?)?,
         }
@@ -288,8 +288,11 @@ impl std::fmt::Display for Row {
 /// The head of the table.
 pub fn table_head(plan: &Plan) -> String {
     let place = if plan.device.is_cpu() { "CPU, f32" } else { "GPU, bf16" };
+    let cap = (plan.softcap != 0.0).then(|| format!(", soft cap {}", plan.softcap)).unwrap_or_default();
+    let alibi = if plan.alibi { ", ALiBi" } else { "" };
+    let sinks = if plan.sinks { ", sinks" } else { "" };
     format!(
-        "{place}; TFLOP/s in 16-bit-equivalent operations; memory beyond the inputs\n\n{:>7} {:>7} {:>6} {:>6} {:>5} {:>5}  {:<31} {:>9} {:>9} {:>8} {:>8} {:>9}\n",
+        "{place}{cap}{alibi}{sinks}; TFLOP/s in 16-bit-equivalent operations; memory beyond the inputs\n\n{:>7} {:>7} {:>6} {:>6} {:>5} {:>5}  {:<31} {:>9} {:>9} {:>8} {:>8} {:>9}\n",
         "D", "N", "causal", "window", "batch", "heads", "attn", "fwd ms", "f+b ms", "fwd TF", "f+b TF", "MiB"
     )
 }

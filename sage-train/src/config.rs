@@ -310,6 +310,7 @@ fn eval_scheme(s: &Settings, model: &LlamaConfig) -> Result<Option<Scheme>> {
             .hint("without attention, or with selected blocks, a model is another: its weights do not fit"));
     }
     let SchemeSetting(scheme) = asked;
+    model::check_logits(model, Some(scheme), s)?;
     let same = Some(scheme) == model.scheme && model.layer_schemes.is_empty();
     Ok((!same).then_some(scheme))
 }

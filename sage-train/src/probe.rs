@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
-use candle_sage::{Error, Result, SageBwd, Scheme};
+use candle_sage::{Error, Result, SageBwd, Scheme, Smoothing};
 use rayon::prelude::*;
 
 use crate::config::check_own;
@@ -68,7 +68,7 @@ pub fn probe(folder: &Path, look: ProbeOptions, settings: Settings, typed: &Sett
     let trained = Trained::open(folder, Place::Cpu, settings, true)?;
     trained.check_attention(folder, "probe")?;
     let Trained { config, parameters, .. } = &trained;
-    let scheme = low_bit(config.model.scheme, &config.settings);
+    let scheme = low_bit(&config.model, &config.settings);
     check_own(typed, scheme.into(), Some(scheme), None)?;
     scheme.validate()?;
     let data = Dataset::load_to_validate(&config.data, &|line| notify(line))?;
@@ -84,11 +84,15 @@ pub fn probe(folder: &Path, look: ProbeOptions, settings: Settings, typed: &Sett
     Ok(probed)
 }
 
-/// The scheme to probe: the model's, or SageBwd for a model that was trained in full precision.
-pub fn low_bit(scheme: Option<Scheme>, settings: &Settings) -> Scheme {
-    match scheme {
-        Some(scheme) if scheme != Scheme::FullPrecision => scheme,
-        _ => Attn::from(SageBwd::default()).scheme(settings).unwrap_or_default(),
+/// The scheme to probe: the model's, or SageBwd for a model that was trained in full precision, without smoothed keys where a soft cap or
+/// sinks need the logits.
+pub fn low_bit(model: &LlamaConfig, settings: &Settings) -> Scheme {
+    if let Some(scheme) = model.scheme.filter(|scheme| *scheme != Scheme::FullPrecision) {
+        return scheme;
+    }
+    match Attn::from(SageBwd::default()).scheme(settings).unwrap_or_default() {
+        Scheme::SageBwd(sage) if model.needs_logits() => sage.smoothing(Smoothing::None).into(),
+        scheme => scheme,
     }
 }
 
@@ -173,17 +177,19 @@ fn in_full_precision(model: &LlamaConfig) -> LlamaConfig {
     }
 }
 
-/// Query, key, value and output gradient of every layer, under full-precision attention, in the windows that the model has. What is
-/// measured of these tensors is attention to whole sequences.
+/// Query, key, value and output gradient of every layer, under full-precision attention, with the windows, the soft cap and the sinks that the
+/// model has. What is measured of these tensors is attention to whole sequences, without them.
 fn trace(
     model: &LlamaConfig,
     parameters: &Parameters,
     batches: &Batches<'_>,
     sequences: usize,
 ) -> Result<Vec<[Tensor; 4]>> {
-    if let Some(windows) = &model.windows {
+    let windows = model.windows.as_ref().map(|windows| format!("windows {windows}"));
+    let cap = model.softcap.map(|cap| format!("a soft cap of {cap}"));
+    for part in [windows, cap, model.sinks.then(|| "sinks".into())].into_iter().flatten() {
         notify(&format!(
-            "the model has windows {windows}; its tensors are probed with attention over whole sequences"
+            "the model has {part}; its tensors are probed with attention to whole sequences, without"
         ));
     }
     let llama = Llama::new(&in_full_precision(model), parameters, &Device::Cpu).map_err(during("probing"))?;
@@ -424,7 +430,7 @@ pub fn probe_weights(
         DType::F32,
         Some(Training::of_gradients(&Ranks::alone())),
     )?;
-    let scheme = low_bit(config.model.scheme, &config.settings);
+    let scheme = low_bit(&config.model, &config.settings);
     let look = ProbeOptions { sequences: 1, ..ProbeOptions::default() };
     let cut = config.data.cut(tokenizer);
     Ok(Probed { step: Some(step), ..probe_model(&config.model, &parameters, scheme, (text, cut), look)? })

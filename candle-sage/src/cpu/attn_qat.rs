@@ -23,7 +23,7 @@ pub(super) struct Kept {
     codes: Codes,
     /// Base-2 log-sum-exp of each query, (batch, query heads, query).
     lse2: Vec<f32>,
-    /// Sum of each query's probabilities relative to its reference, in the same order.
+    /// Sum of each query's probabilities relative to its reference, in the same order; with a literal reference 1. Times what a sink adds.
     sum: Vec<f32>,
     /// O', (batch, query, query heads, head_dim).
     high_precision_out: Vec<f32>,
@@ -150,11 +150,12 @@ impl ForwardNumerics for Forward<'_> {
         let (mut sum, references) = (rows.sum.clone(), rows.reference.clone());
         let sink = self.problem.sink(at);
         let mut finished = rows.finish(sink, sees);
-        if sink.is_some() {
+        let literal = self.settings.p_reference == PReference::Literal;
+        for (r, sum) in sum.iter_mut().enumerate().filter(|(r, _)| sees(*r)) {
             // P is relative to all logits in the backward; where a sink leaves less than 2^-64 of it to the keys, it is zero there.
-            let with_sink =
-                finished.states[0].iter().zip(&references).map(|(lse2, reference)| lse2 - reference);
-            sum.iter_mut().zip(with_sink).for_each(|(sum, log2)| *sum = sum.max(log2.min(64.0).exp2()));
+            let keys = references[r] + sum.log2();
+            let with_sink = sink.map_or(1.0, |_| (finished.states[0][r] - keys).clamp(0.0, 64.0).exp2());
+            *sum = with_sink * if literal { 1.0 } else { *sum };
         }
         // O' stays the output of V less its mean, as the backward's V is: delta = rowsum(dO o O') goes with dP = dO (V - m)^T.
         if let Some(mean) = &self.codes.v_mean[key_index(self.problem, self.problem.key_head(at))] {
@@ -239,10 +240,7 @@ impl BackwardNumerics for Backward<'_> {
 
     fn grads(&self, at: Head, dout: Vec<f32>) -> Grads {
         let d = self.problem.head_dim();
-        let sum = match self.settings.p_reference {
-            PReference::Literal => vec![1.0; dout.len() / d],
-            _ => self.kept.sum[self.problem.lse_start(at)..][..dout.len() / d].to_vec(),
-        };
+        let sum = self.kept.sum[self.problem.lse_start(at)..][..dout.len() / d].to_vec();
         Grads { dout: Rows::new(0, d, dout), sum }
     }
 

@@ -142,7 +142,7 @@ impl<'a> Call<'a> {
                 Error::unsupported("this scheme has no soft cap and no ALiBi on CUDA")
                     .got(format!("{}, whose kernel is `{kernel}`", self.problem.scheme))
                     .allowed("full precision; SageBwd with the products `scores`; Attn-QAT with products in 16 bit")
-                    .hint("SageBwd::default().products(Int8Products::SCORES); the CPU has them in every scheme")
+                    .hint("SageBwd::default().products(Int8Products::SCORES), with .smoothing(Smoothing::None) if there is a soft cap; the CPU has ALiBi in every scheme")
                     .into()
             }
             ..=128 => missing,

@@ -22,6 +22,7 @@ pub(super) use op::{Completed, Saved};
 use score_mod::Modified;
 #[cfg(feature = "cuda")]
 pub(crate) use score_mod::ScoreMod;
+pub use score_mod::alibi_slopes;
 pub use vjp::{AttentionState, AttentionVjp};
 
 const NAME: &str = "attention";

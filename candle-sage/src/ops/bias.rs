@@ -5,7 +5,7 @@ use candle_core::{D, DType, Device, Result, Tensor};
 use super::Attention;
 use crate::error::Error;
 use crate::scheme::Scheme;
-use crate::shape::AttentionShape;
+use crate::shape::{AttentionShape, Window};
 
 /// What logits of hidden keys are: far below any other, and finite, so that a query that sees no key gives no NaN.
 const HIDDEN: f64 = -1e30;
@@ -42,22 +42,23 @@ impl Attention {
         // The op checks inputs and settings; its kernels do not run.
         let op = self.op(q, k, v, false)?;
         let slopes = op.score_mod.as_ref().is_some_and(|score_mod| score_mod.alibi_slopes.is_some());
-        for (asked, what) in [
-            (op.scheme != Scheme::FullPrecision, "a low-bit scheme"),
-            (op.selection.is_some(), "a selection"),
-            (op.sinks.is_some(), "sinks"),
-            (slopes, "ALiBi"),
+        let no_sinks = "a key and a value of zeros whose bias is the sink do the same";
+        for (asked, got, hint) in [
+            (op.scheme != Scheme::FullPrecision, "a low-bit scheme", "`.scheme(Scheme::FullPrecision)`"),
+            (op.selection.is_some(), "a selection", "a bias of minus infinity hides a key"),
+            (op.sinks.is_some(), "sinks", no_sinks),
+            (slopes, "ALiBi", "add `-slope * distance` to the bias"),
         ] {
             if asked {
-                return Err(Error::unsupported("a bias of attention with other settings")
-                    .got(what)
+                return Err(Error::unsupported("attention with a bias does not take this setting")
+                    .got(got)
                     .allowed("full precision, with a causal mask, windows, packed documents and a soft cap")
-                    .hint("add the slopes or the mask to the bias")
+                    .hint(hint)
                     .into());
             }
         }
         let shape = &op.shape;
-        check(bias, shape)?;
+        check(bias, shape, q.device())?;
         let dtype = q.dtype();
         let [q, k, v] = [q, k, v].map(|x| x.to_dtype(DType::F32)?.transpose(1, 2)?.contiguous());
         let [q, k, v] = [q?, repeated(&k?, shape.group())?, repeated(&v?, shape.group())?];
@@ -67,8 +68,13 @@ impl Attention {
             logits = ((logits / cap)?.tanh()? * cap)?;
         }
         let logits = logits.broadcast_add(&bias.to_dtype(DType::F32)?)?.maximum(HIDDEN)?;
-        let hidden = Tensor::full(HIDDEN as f32, logits.shape(), logits.device())?;
-        let logits = seen(shape, q.device())?.broadcast_as(logits.shape())?.where_cond(&logits, &hidden)?;
+        let logits = match seen(shape, q.device())? {
+            Some(seen) => {
+                let hidden = Tensor::full(HIDDEN as f32, logits.shape(), logits.device())?;
+                seen.broadcast_as(logits.shape())?.where_cond(&logits, &hidden)?
+            }
+            None => logits,
+        };
         let weights = logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?.detach())?.exp()?;
         let seen = logits.gt(HIDDEN)?.to_dtype(DType::F32)?;
         let weights = (weights * &seen)?;
@@ -78,15 +84,18 @@ impl Attention {
     }
 }
 
-fn check(bias: &Tensor, shape: &AttentionShape) -> Result<()> {
+fn check(bias: &Tensor, shape: &AttentionShape, device: &Device) -> Result<()> {
     let all = [shape.batch(), shape.query_heads(), shape.query_len(), shape.key_len()];
     let fits = |(n, size): (usize, &usize)| *size == all[n] || (n < 2 && *size == 1);
-    if bias.rank() == 4 && bias.dims().iter().enumerate().all(fits) && bias.dtype().is_float() {
+    let here = bias.device().same_device(device);
+    if bias.rank() == 4 && bias.dims().iter().enumerate().all(fits) && bias.dtype().is_float() && here {
         return Ok(());
     }
     Err(Error::shape("the bias does not fit attention")
-        .got(format!("{:?} {:?}", bias.dims(), bias.dtype()))
-        .allowed(format!("{all:?} in a float type, or 1 in place of the batch and of the heads"))
+        .got(format!("{:?} {:?} on {:?}", bias.dims(), bias.dtype(), bias.device().location()))
+        .allowed(format!(
+            "{all:?} in a float type, on the query's device, or 1 in place of the batch and of the heads"
+        ))
         .hint("a bias is (batch, heads, queries, keys); `unsqueeze` adds a dimension of 1")
         .into())
 }
@@ -98,9 +107,12 @@ fn repeated(x: &Tensor, times: usize) -> Result<Tensor> {
     x.unsqueeze(2)?.broadcast_as(all)?.reshape((batch, heads * times, tokens, channels))
 }
 
-/// Which keys each query sees: (1, 1, queries, keys), 1 or 0. Without packing all batch entries see the same.
-fn seen(shape: &AttentionShape, device: &Device) -> Result<Tensor> {
+/// Which keys each query sees: (1, 1, queries, keys), 1 or 0; or all. Without packing all batch entries see the same.
+fn seen(shape: &AttentionShape, device: &Device) -> Result<Option<Tensor>> {
     let (queries, keys) = (shape.query_len(), shape.key_len());
+    if !shape.is_packed() && shape.window() == Window::default() {
+        return Ok(None);
+    }
     let mut seen = vec![0u8; queries * keys];
     for segment in shape.segments().iter().filter(|segment| segment.batch == 0) {
         for (i, query) in segment.query.clone().enumerate() {
@@ -109,5 +121,5 @@ fn seen(shape: &AttentionShape, device: &Device) -> Result<Tensor> {
             row[segment.first_key(i).min(visible)..visible].fill(1);
         }
     }
-    Tensor::from_vec(seen, (1, 1, queries, keys), device)
+    Tensor::from_vec(seen, (1, 1, queries, keys), device).map(Some)
 }

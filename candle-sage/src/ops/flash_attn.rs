@@ -89,7 +89,7 @@ pub fn flash_attn_alibi_windowed(
     full_precision(softmax_scale, window_size_left, window_size_right).alibi(alibi_slopes).apply(q, k, v)
 }
 
-/// [`flash_attn_windowed`] with a soft cap, 0 for none, and perhaps `ALiBi`: see [`Attention::softcap`] and [`Attention::alibi`].
+/// [`flash_attn_windowed`] with a soft cap, 0 for none, and optional `ALiBi` slopes: see [`Attention::softcap`] and [`Attention::alibi`].
 ///
 /// ```
 /// use candle_core::{Device, Var};
@@ -223,7 +223,7 @@ pub fn flash_attn_varlen_alibi_windowed(
     varlen(attention, [q, k, v], [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])
 }
 
-/// [`flash_attn_varlen_windowed`] with a soft cap, 0 for none, and perhaps `ALiBi`: see [`flash_attn_alibi_windowed_softcap`].
+/// [`flash_attn_varlen_windowed`] with a soft cap, 0 for none, and optional `ALiBi` slopes: see [`flash_attn_alibi_windowed_softcap`].
 ///
 /// # Errors
 /// As [`flash_attn_varlen`].

@@ -16,7 +16,7 @@ impl Attention {
     /// (batch, heads, sequence) in f32, minus infinity where a query sees none. Both have gradients.
     ///
     /// Attention to several sets of keys is the mean of the outputs, weighted by `exp(lse)`: ring attention, or a cache in parts. (Where a query sees no key of
-    /// either part, `lse - lse` is NaN.)
+    /// either part, `lse - lse` is NaN.) Of attention with sinks one part alone has them, and distances of `ALiBi` are aligned at the end of each part.
     ///
     /// ```
     /// use candle_core::{D, Device, Tensor, Var};

@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::shape::AttentionShape;
 
 impl Attention {
-    /// Sinks: a logit of each query head that takes its share of the probabilities and has no value, so that a query can attend to nothing,
+    /// Sinks: a further logit per query head in the denominator of the softmax, so that a query can attend to nothing,
     /// `out_i = sum_j exp(l_ij) v_j / (exp(sink) + sum_j exp(l_ij))` with the logits `l_ij`. `sinks` is (query heads) in any float type, on the
     /// query's device. [`Attention::apply`] takes them as constants; [`Attention::apply_with_sinks`] gives them a gradient.
     ///
@@ -98,7 +98,7 @@ impl Attention {
 
 impl AttentionVjp {
     /// The gradient of the sinks of [`Attention::sinks`], (query heads) in f32, after [`AttentionVjp::apply`] has computed those of query, key and value.
-    /// `None` without sinks.
+    /// `None` without sinks, and before.
     pub fn sink_gradient(&self) -> Option<Tensor> {
         self.op.saved.as_ref()?.dsinks.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

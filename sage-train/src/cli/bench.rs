@@ -76,10 +76,10 @@ pub(super) struct BenchAttention {
     /// Number of timed calls of each kind [default: 30; on the CPU 3]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     repeats: Option<u16>,
-    /// Soft cap of the logits: 50 in Gemma 2 [default: none]
+    /// Soft cap of the logits: 50 in Gemma 2; by name --schemes "fpa;sagebwd:smoothing=none:products=scores;attn-qat" have one [default: none]
     #[arg(long, value_name = "CAP", default_value_t = 0.0, hide_default_value = true)]
     softcap: f64,
-    /// Lower logits by the distance of query and key (ALiBi), with the slopes 2^(-8 head / heads)
+    /// Lower logits by the distance of query and key (ALiBi)
     #[arg(long)]
     alibi: bool,
     /// A sink for each head

@@ -2,10 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use candle_sage::{Error, Result, Scheme};
+use candle_sage::{Error, Int8Products, Products, Result, Scheme};
 
 use crate::checks::{above_zero, in_range, need};
-use crate::model::{LinearPrecision, LlamaConfig, Sla2Config, Windows};
+use crate::device::Place;
+use crate::model::{LinearPrecision, LlamaConfig, Recompute, Sla2Config, Windows};
 use crate::settings::{Preset, Settings, Switch};
 
 /// The model that settings describe, checked.
@@ -47,7 +48,7 @@ pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) ->
         softcap: s
             .model
             .softcap
-            .filter(|_| scheme.is_some())
+            .filter(|cap| *cap != 0.0 && scheme.is_some())
             .map(|cap| above_zero("softcap", cap))
             .transpose()?,
         sinks: s.model.sinks == Some(Switch::On) && scheme.is_some(),
@@ -58,7 +59,13 @@ pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) ->
         deterministic: need(s.run.deterministic) == Switch::On,
     };
     model.validate()?;
-    check_logits(&model)?;
+    check_logits(&model, None, s)?;
+    if model.recompute == Recompute::Rotary && model.sla2.is_some() {
+        return Err(Error::new("SLA2 does not recompute the rotary embedding alone")
+            .got("--recompute rotary")
+            .allowed("none, attention, block")
+            .hint("--recompute attention saves more"));
+    }
     Ok(model)
 }
 
@@ -111,25 +118,33 @@ fn windows(
     Ok(Some(windows))
 }
 
-/// Checks what attention does to its logits, a soft cap and sinks, which SLA2 does not have, nor a scheme that subtracts a mean from keys.
-fn check_logits(model: &LlamaConfig) -> Result<()> {
-    let (cap, sinks) = (model.softcap.map(|cap| format!("--softcap {cap}")), model.sinks);
-    let Some(got) = cap.or(sinks.then(|| "--sinks on".into())) else { return Ok(()) };
+/// Checks that a soft cap and sinks go with the model's attention, and with the scheme of a second validation.
+pub(super) fn check_logits(model: &LlamaConfig, second: Option<Scheme>, s: &Settings) -> Result<()> {
+    if !model.needs_logits() {
+        return Ok(());
+    }
+    let cap = model.softcap.map(|cap| format!("--softcap {cap}"));
+    let got: Vec<String> = cap.into_iter().chain(model.sinks.then(|| "--sinks on".into())).collect();
+    let got = got.join(" ");
     if model.sla2.is_some() {
         return Err(Error::new("SLA2 has no soft cap and no sinks")
             .got(got)
             .allowed("dense attention")
             .hint("--attn fpa, or leave them out"));
     }
-    let mut schemes = model.layer_schemes.values().copied().chain(model.scheme);
-    match schemes.find(Scheme::smooths_keys) {
+    let on_gpu = need(s.run.device) == Place::Cuda && model.softcap.is_some();
+    let fits = |scheme: &Scheme| match scheme {
+        Scheme::SageBwd(sage) if on_gpu => sage.products == Int8Products::SCORES,
+        Scheme::AttnQat(qat) if on_gpu => qat.products == Products::SixteenBit,
+        _ => true,
+    };
+    let mut schemes = model.layer_schemes.values().copied().chain(model.scheme).chain(second);
+    match schemes.find(|scheme| scheme.smooths_keys() || !fits(scheme)) {
         None => Ok(()),
-        Some(smooth) => {
-            Err(Error::new("a soft cap or sinks beside logits that are computed from smoothed keys")
-                .got(format!("{got}, {smooth}"))
-                .allowed("fpa, or a scheme that subtracts no mean from keys")
-                .hint("--smoothing none"))
-        }
+        Some(other) => Err(Error::new("a soft cap and sinks do not go with this scheme")
+            .got(format!("{got}, {other}"))
+            .allowed("fpa; without smoothed keys sagebwd and attn-qat; for a soft cap on a GPU sagebwd with --products scores")
+            .hint("--smoothing none, --products scores; in --attn-layers and --eval-attn sagebwd:smoothing=none:products=scores")),
     }
 }
 

@@ -64,8 +64,8 @@ impl ModelType {
         if let Some(got) = cap.or(sinks.then(|| "sinks of attention".into())) {
             return Err(Error::new("a model of this shape has no name in transformers")
                 .got(got)
-                .allowed("neither: Gemma 2, which has a soft cap, and GPT-OSS, which has sinks, have feed-forward networks of other kinds")
-                .hint("its weights are in model.safetensors, under the names of a Llama"));
+                .allowed("a model without a soft cap and without sinks: Gemma 2 and GPT-OSS, which have them, differ in their feed-forward networks")
+                .hint("model.safetensors has its weights under the names of a Llama, and sinks as `self_attn.sinks`"));
         }
         let windows = windows.as_ref().map(|windows| (0..*layers).all(|layer| windows.of(layer).is_some()));
         match (*qk_norm, *qkv_bias) {

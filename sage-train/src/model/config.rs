@@ -223,6 +223,11 @@ impl LlamaConfig {
         self.windows.as_ref()?.of(layer)
     }
 
+    /// Whether attention needs the logits themselves, which schemes that smooth keys do not compute.
+    pub fn needs_logits(&self) -> bool {
+        self.softcap.is_some() || self.sinks
+    }
+
     /// Numerics of attention as text, with the layers that have others.
     pub fn numerics(&self) -> String {
         let Some(scheme) = self.scheme else { return "none".into() };

@@ -83,6 +83,7 @@ impl StateFile {
                     name if found.is_none() && (name.ends_with("_router.weight") || name.ends_with(".theta")) => {
                         "these weights were not trained with SLA2: leave --attn out; --init-from continues from them with it"
                     }
+                    name if found.is_none() && name.ends_with(".sinks") => "these weights have no sinks: leave --sinks out",
                     name if found.is_none() && name.contains(".self_attn.") => {
                         "these weights are of another attention: leave --attn, --qk-norm and --qkv-bias out"
                     }

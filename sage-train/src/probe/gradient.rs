@@ -132,7 +132,7 @@ fn arms(model: &LlamaConfig, settings: &Settings, schemes: &[Scheme]) -> Vec<(St
         return schemes.iter().map(|scheme| (scheme.to_string(), with_scheme(model, *scheme))).collect();
     }
     if model.layer_schemes.is_empty() {
-        let scheme = low_bit(model.scheme, settings);
+        let scheme = low_bit(model, settings);
         return vec![(scheme.to_string(), with_scheme(model, scheme))];
     }
     let base = model.scheme.map_or(String::new(), |scheme| scheme.to_string());

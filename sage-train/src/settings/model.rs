@@ -58,12 +58,12 @@ pub struct ModelSettings {
     /// Layers with the window, a letter each, repeated: S has it, L sees all tokens; SSSL: every fourth layer sees all [default: S]
     #[arg(long, value_name = "LETTERS")]
     pub window_pattern: Option<WindowPattern>,
-    /// Soft cap of attention's logits, which become cap tanh(logit / cap): 50 in Gemma 2; sagebwd has one only with --smoothing none
-    /// [default: none]
+    /// Soft cap of attention's logits, which become cap tanh(logit / cap): 50 in Gemma 2, 0 for none; sagebwd needs --smoothing none, and on a
+    /// GPU --products scores [default: none]
     #[arg(long, value_name = "CAP")]
     pub softcap: Option<f64>,
-    /// Sinks of attention, as in GPT-OSS: a learned logit of each query head without a value, so that a query can attend to nothing; sagebwd has
-    /// them only with --smoothing none [default: off]
+    /// Attention sinks, as in GPT-OSS: a learned logit per query head in the denominator of the softmax, so that a query can attend to nothing;
+    /// sagebwd needs --smoothing none [default: off]
     #[arg(long, value_enum)]
     pub sinks: Option<Switch>,
     /// Epsilon of every RMSNorm [default: 1e-6]

@@ -60,8 +60,8 @@ impl Attention {
     }
 
     /// `ALiBi`: the logit of a query and a key is lowered by the query head's slope times the distance between their positions, which are aligned at
-    /// the end, as with a causal mask. `slopes` is (query heads) in f32, on the query's device; it has no gradient. A soft cap comes before it. On CUDA
-    /// as [`Attention::softcap`].
+    /// the end, as with a causal mask. `slopes` is (query heads) in any float type, on the query's device; it has no gradient. A soft cap comes before it. On
+    /// CUDA in the same schemes as a soft cap, also with smoothed keys. [`alibi_slopes`](crate::ops::alibi_slopes) has the paper's slopes.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -91,11 +91,11 @@ impl Attention {
             return Ok(None);
         }
         if let Some(cap) = softcap
-            && !((*cap as f32).is_normal() && *cap > 0.0)
+            && !(1e-6..=1e30).contains(cap)
         {
             return Err(Error::new("the soft cap is out of range")
                 .got(cap)
-                .allowed("above 0, a number that f32 can hold, or 0 for none")
+                .allowed("1e-6 to 1e30, or 0 for none")
                 .hint("Gemma 2 caps at 50")
                 .into());
         }
@@ -103,7 +103,7 @@ impl Attention {
             return Err(Error::unsupported("a soft cap of logits that are computed from smoothed keys")
                 .got(self.scheme)
                 .allowed("full precision, or a scheme with Smoothing::None")
-                .hint("`.smoothing(Smoothing::None)`: the cap must be applied to the logits of the keys themselves")
+                .hint("`.smoothing(Smoothing::None)`; on CUDA SageBwd also needs `.products(Int8Products::SCORES)`")
                 .into());
         }
         if self.selection.is_some() {
@@ -118,19 +118,24 @@ impl Attention {
         }
         Ok(Some(ScoreMod {
             softcap: softcap.map_or(0.0, |cap| cap as f32),
-            alibi_slopes: alibi_slopes.as_ref().map(Tensor::contiguous).transpose()?,
+            alibi_slopes: alibi_slopes
+                .as_ref()
+                .map(|slopes| slopes.to_dtype(DType::F32)?.contiguous())
+                .transpose()?,
         }))
     }
 }
 
 fn check_slopes(slopes: &Tensor, heads: usize, device: &Device) -> Result<()> {
-    let fits =
-        slopes.dims() == [heads] && slopes.dtype() == DType::F32 && slopes.device().same_device(device);
+    let fits = slopes.dims() == [heads] && slopes.dtype().is_float() && slopes.device().same_device(device);
     if !fits {
         return Err(Error::shape("the ALiBi slopes do not fit the heads")
             .got(format!("{:?} {:?} on {:?}", slopes.dims(), slopes.dtype(), slopes.device().location()))
-            .allowed(format!("[{heads}] F32 on {:?}: a slope for each query head", device.location()))
-            .hint("`to_dtype`, `to_device`, or a tensor of one dimension")
+            .allowed(format!(
+                "[{heads}] in a float type on {:?}: a slope for each query head",
+                device.location()
+            ))
+            .hint("`ops::alibi_slopes` gives the paper's")
             .into());
     }
     if slopes.track_op() {
@@ -141,4 +146,37 @@ fn check_slopes(slopes: &Tensor, heads: usize, device: &Device) -> Result<()> {
             .into());
     }
     Ok(())
+}
+
+/// `ALiBi`'s slopes, (heads) in f32: for a power of two `2^(-8 h / heads)` for the heads h from 1 on; else those of the next lower power of two, and then
+/// every second one of twice as many. BLOOM and MPT have these.
+///
+/// ```
+/// use candle_core::Device;
+/// use candle_sage::ops::alibi_slopes;
+///
+/// assert_eq!(alibi_slopes(4, &Device::Cpu)?.to_vec1::<f32>()?, [0.25, 0.0625, 0.015625, 0.00390625]);
+/// assert_eq!(alibi_slopes(3, &Device::Cpu)?.to_vec1::<f32>()?, [0.0625, 0.00390625, 0.25]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// # Errors
+/// When there are no heads.
+///
+/// Source: arXiv 2108.12409, section 3, and its authors' code.
+pub fn alibi_slopes(heads: usize, device: &Device) -> Result<Tensor> {
+    if heads == 0 {
+        return Err(Error::shape("ALiBi without heads")
+            .got(0)
+            .allowed("1 or more")
+            .hint("slopes are of query heads")
+            .into());
+    }
+    let all = heads.next_power_of_two();
+    let slope = |head: usize| (-8.0 * head as f32 / all as f32).exp2();
+    let slopes: Vec<f32> = match all == heads {
+        true => (1..=heads).map(slope).collect(),
+        false => (2..=all).step_by(2).chain((1..=all).step_by(2)).take(heads).map(slope).collect(),
+    };
+    Tensor::from_vec(slopes, heads, device)
 }

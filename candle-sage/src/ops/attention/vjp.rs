@@ -90,7 +90,7 @@ impl AttentionVjp {
 }
 
 impl AttentionVjp {
-    /// Lets go of query, key and value, for a caller that computes them again before the backward: less memory for more time.
+    /// Drops query, key and value, for a caller that recomputes them before the backward: less memory for more time.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -121,7 +121,7 @@ impl AttentionState {
     /// The backward, for query, key and value as the forward had them. That their values are the same is not checked.
     ///
     /// # Errors
-    /// When their shapes or element types are others.
+    /// When a shape or an element type differs from the forward's.
     pub fn with_inputs(self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<AttentionVjp> {
         let Self { op, out, widths } = self;
         let inputs = [q, k, v].map(Tensor::detach);

@@ -187,7 +187,7 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
       bool real = row < segment.query_len && sight.visible_keys(row) > 0;
       if (p.minus_lse2) p.minus_lse2[padded + row] = real ? -(softmax.reference[r] + log2f(sum) + with_sink[r]) : -CUDART_INF_F;
       // P is relative to all logits in the backward; where a sink leaves less than 2^-64 of it to the keys, it is zero there.
-      if (OUTPUTS == 2 && p.row_sums) p.row_sums[padded + row] = real && !p.p_literal ? sum * ptx::exp2(fminf(with_sink[r], 64.0f)) : 1.0f;
+      if (OUTPUTS == 2 && p.row_sums) p.row_sums[padded + row] = real ? (p.p_literal ? 1.0f : sum) * ptx::exp2(fminf(with_sink[r], 64.0f)) : 1.0f;
     }
   }
 }

@@ -29,8 +29,14 @@ struct NoScoreMod {
   __device__ __forceinline__ void next_head() {}
 };
 
-// x[i] = tanh(x[i] by / 4), within a relative error of 2^-15: for arguments below 1/2 by a polynomial, a minimax fit of degree 2 in x^2, so that the
-// exponentials of the softmax do not wait for as many others; else by 1 - 2 / (1 + e^2x).
+// tanh(x / 4) of an x below 2, within a relative error of 2^-15: a minimax polynomial of degree 2 in x^2.
+__device__ __forceinline__ float tanh_of_small(float x) {
+  float square = x * x, y = fmaf(square, 0x1.d7e632p-14f, -0x1.53a6fp-8f);
+  return x * fmaf(square, y, 0x1.fffd0ap-3f);
+}
+
+// x[i] = tanh(x[i] by / 4). The exponential, which others of the softmax would wait for, is computed only if some argument of the thread needs it;
+// which of the two an argument takes depends on it alone, so that keys which a mask hides change nothing.
 template <int N>
 __device__ __forceinline__ void take_tanh(float (&x)[N], float by) {
   uint32_t bits = 0;
@@ -39,14 +45,14 @@ __device__ __forceinline__ void take_tanh(float (&x)[N], float by) {
   // The bit of the exponent that is set from 2 on.
   if (__builtin_expect(bits & 0x40000000u, 0)) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) x[i] = fmaf(-2.0f, ptx::reciprocal(1.0f + ptx::exp2(x[i] * (0.5f * ptx::LOG2_E))), 1.0f);
+    for (int i = 0; i < N; ++i) {
+      float large = fmaf(-2.0f, ptx::reciprocal(1.0f + ptx::exp2(x[i] * (0.5f * ptx::LOG2_E))), 1.0f);
+      x[i] = fabsf(x[i]) < 2.0f ? tanh_of_small(x[i]) : large;
+    }
     return;
   }
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    float square = x[i] * x[i], y = fmaf(square, 0x1.d7e632p-14f, -0x1.53a6fp-8f);
-    x[i] *= fmaf(square, y, 0x1.fffd0ap-3f);
-  }
+  for (int i = 0; i < N; ++i) x[i] = tanh_of_small(x[i]);
 }
 
 // With a soft cap c logits become c tanh(x / c); with ALiBi they are lowered by the head's slope times the distance between the query's
