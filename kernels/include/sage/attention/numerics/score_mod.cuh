@@ -86,11 +86,16 @@ struct SoftcapAndAlibi {
   // A forward's logits of 16 M queries from `first_query` on and the tile of keys from `first_key` on.
   template <int M>
   __device__ __forceinline__ void apply(float (&x)[M][8][4], float& factor, const Segment& segment, int first_query, int first_key, int lane) const {
-    if (has_softcap()) cap(reinterpret_cast<float(&)[M * 32]>(x), factor);
+    if (has_softcap()) {
+      const float before = factor;
+#pragma unroll
+      for (int m = 0; m < M; ++m) cap(reinterpret_cast<float(&)[32]>(x[m]), factor = before);
+    }
     if (slope == 0.0f) return;
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
-      float before = float(first_query + row_of(r, lane) + segment.key_len - segment.query_len - first_key - 2 * (lane & 3));
+      // Opaque, so that ptxas goes row by row: see `mask`.
+      float before = float(ptx::opaque(first_query + row_of(r, lane) + segment.key_len - segment.query_len - first_key - 2 * (lane & 3)));
 #pragma unroll
       for (int n = 0; n < 8; ++n)
 #pragma unroll
@@ -113,7 +118,7 @@ struct SoftcapAndAlibi {
           derivative[n][h] = ptx::pack_16<__half>(fmaf(-s[n][2 * h], s[n][2 * h], 1.0f), fmaf(-s[n][2 * h + 1], s[n][2 * h + 1], 1.0f));
     }
     if (slope == 0.0f) return;
-    float before = float(first_query + 2 * (lane & 3) + segment.key_len - segment.query_len - first_key - lane / 4);
+    float before = float(ptx::opaque(first_query + 2 * (lane & 3) + segment.key_len - segment.query_len - first_key - lane / 4));
 #pragma unroll
     for (int n = 0; n < 8; ++n)
 #pragma unroll
