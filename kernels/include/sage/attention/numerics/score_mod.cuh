@@ -79,7 +79,11 @@ struct SoftcapAndAlibi {
   template <int N>
   __device__ __forceinline__ void cap(float (&x)[N], float& factor) const {
     float cap2 = mod.softcap * ptx::LOG2_E;
-    take_tanh(x, 4.0f * factor / cap2);
+    float by = 4.0f * factor / cap2;
+    // In parts, so that ptxas has registers for the exponentials.
+    constexpr int PART = 16;
+#pragma unroll
+    for (int i = 0; i < N; i += PART) take_tanh(reinterpret_cast<float(&)[PART]>(x[i]), by);
     factor = cap2;
   }
 
