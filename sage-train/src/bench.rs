@@ -288,7 +288,10 @@ impl std::fmt::Display for Row {
 /// The head of the table.
 pub fn table_head(plan: &Plan) -> String {
     let place = if plan.device.is_cpu() { "CPU, f32" } else { "GPU, bf16" };
-    let cap = (plan.softcap != 0.0).then(|| format!(", soft cap {}", plan.softcap)).unwrap_or_default();
+    let cap = match plan.softcap {
+        0.0 => String::new(),
+        cap => format!(", soft cap {cap}"),
+    };
     let alibi = if plan.alibi { ", ALiBi" } else { "" };
     let sinks = if plan.sinks { ", sinks" } else { "" };
     format!(
