@@ -207,6 +207,7 @@ fn run_forward<S: OnGpu>(
     let visits = call.visits();
     let plan = call.plan(scheme.forward_kernel(), visits)?;
     if keep {
+        // So that a backward without a kernel is an error here, before anything is computed.
         call.plan(scheme.backward_kernel(), visits)?;
     }
     let (score_mod, sinks) = (Modifier::new(problem.score_mod), OfHeads::new(problem.sinks));

@@ -118,6 +118,20 @@ bool product_is_the_manuals() {
   return true;
 }
 
+// Whether a soft cap's tangent is within its bound of 2^-15, and the same beside arguments of the other branch.
+bool tangent_is_within_its_bound() {
+  bool right = true;
+  for (float x = 1e-6f; x < 40.0f; x *= 1.001f) {
+    float alone[2] = {x, -x}, beside[2] = {x, 9.0f};
+    attention::take_tanh(alone, 4.0f), attention::take_tanh(beside, 4.0f);
+    right &= fabs(alone[0] / tanh(double(x)) - 1) < ldexp(1, -15) && fabs(alone[1] / tanh(-double(x)) - 1) < ldexp(1, -15);
+    right &= alone[0] == beside[0];
+  }
+  float ends[2] = {INFINITY, -INFINITY};
+  attention::take_tanh(ends, 4.0f);
+  return right && ends[0] == 1 && ends[1] == -1;
+}
+
 const Case CASES[] = {
     {1, 1, 1, 1, 1, 64, true, false, {}, {}},
     {2, 63, 65, 2, 1, 64, true, false, {}, {}},
@@ -158,6 +172,9 @@ int main() {
   bool pairs = pairs_round_to_the_nearest<B>() && pairs_round_to_the_nearest<__half>();
   if (!pairs) printf("two values at once are not rounded to the nearest E2M1 values\n");
   failed += !pairs;
+  bool tangent = tangent_is_within_its_bound();
+  if (!tangent) printf("the tangent of a soft cap is not within its bound\n");
+  failed += !tangent;
   bool lists = lists_leave_out_blocks<B, 64, FULL_PRECISION>() && lists_leave_out_blocks<B, 128, SAGEBWD_SCORES>() && lists_leave_out_blocks<B, 128, NVFP4_PRODUCTS>() &&
                lists_leave_out_blocks<B, 64, NVFP4_TCGEN05>() && lists_leave_out_blocks<B, 128, NVFP4_TCGEN05>();
   if (!lists) printf("a block of keys that is not listed changes the output\n");

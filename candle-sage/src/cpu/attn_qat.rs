@@ -153,8 +153,10 @@ impl ForwardNumerics for Forward<'_> {
         let literal = self.settings.p_reference == PReference::Literal;
         for (r, sum) in sum.iter_mut().enumerate().filter(|(r, _)| sees(*r)) {
             // P is relative to all logits in the backward; where a sink leaves less than 2^-64 of it to the keys, it is zero there.
-            let keys = references[r] + sum.log2();
-            let with_sink = sink.map_or(1.0, |_| (finished.states[0][r] - keys).clamp(0.0, 64.0).exp2());
+            let with_sink = sink.map_or(1.0, |_| {
+                let keys = references[r] + sum.log2();
+                (finished.states[0][r] - keys).clamp(0.0, 64.0).exp2()
+            });
             *sum = with_sink * if literal { 1.0 } else { *sum };
         }
         // O' stays the output of V less its mean, as the backward's V is: delta = rowsum(dO o O') goes with dP = dO (V - m)^T.

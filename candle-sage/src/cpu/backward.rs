@@ -164,8 +164,8 @@ fn run_item<N: BackwardNumerics>(
                 let (p, ds) = (&mut p[..rows * cols], &mut ds[..rows * cols]);
                 let at_queries = row * d..(row + rows) * d;
                 numerics.logits(&queries, &keys, tile, p);
-                let derivatives =
-                    &mut derivatives[..if problem.score_mod.has_softcap() { rows * cols } else { 0 }];
+                let count = derivatives.len().min(rows * cols);
+                let derivatives = &mut derivatives[..count];
                 problem.score_mod.apply(at.head, segment, tile, p, derivatives);
                 mask(segment, tile, p);
                 probabilities(cols, cut(lse2, 0, row, rows, 1), p);

@@ -27,7 +27,7 @@ impl ScoreMod {
         self.cap > 0.0
     }
 
-    /// Changes the base-2 logits of a tile of a query head. With a soft cap `derivatives` become its derivatives, as many as there are.
+    /// Changes the base-2 logits of a tile of a query head. With a soft cap `derivatives` become its derivatives; an empty slice takes none.
     pub(super) fn apply(
         &self,
         head: usize,

@@ -1,4 +1,4 @@
-//! What a call says of each query head: `ALiBi` slopes and sinks, beside a soft cap.
+//! A soft cap, `ALiBi` slopes and sinks, as kernels take them.
 
 use candle_core::{CudaStorage, Layout, Result, Storage, StorageRef, Tensor};
 
@@ -20,7 +20,7 @@ impl<'a> OfHeads<'a> {
         Self(numbers.map(Tensor::storage_and_layout))
     }
 
-    /// Null if there are none.
+    /// Null without numbers.
     pub(super) fn address(&self, gpu: &Gpu) -> Result<Address<'_>> {
         match &self.0 {
             None => Ok(Address::default()),

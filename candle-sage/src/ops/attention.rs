@@ -19,7 +19,7 @@ pub(crate) use op::AttentionOp;
 #[cfg(feature = "cuda")]
 pub(crate) use op::{BackwardInputs, CompletedOnGpu, GradientsOnGpu};
 pub(super) use op::{Completed, Saved};
-use score_mod::Modified;
+use score_mod::Requested;
 #[cfg(feature = "cuda")]
 pub(crate) use score_mod::ScoreMod;
 pub use score_mod::alibi_slopes;
@@ -60,7 +60,7 @@ pub struct Attention {
     packing: Option<Packing>,
     deterministic: bool,
     selection: Option<Selection>,
-    modified: Modified,
+    modified: Requested,
     /// A logit of each query head without a value: (query heads) in f32.
     pub(super) sinks: Option<Tensor>,
 }

@@ -58,7 +58,7 @@ pub fn flash_attn_windowed(
     full_precision(softmax_scale, window_size_left, window_size_right).apply(q, k, v)
 }
 
-/// [`flash_attn`] with `ALiBi`: see [`Attention::alibi`]. `alibi_slopes` is (query heads) in f32.
+/// [`flash_attn`] with `ALiBi`: see [`Attention::alibi`]. `alibi_slopes` is (query heads).
 ///
 /// # Errors
 /// As [`Attention::apply`].

@@ -7,6 +7,7 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp2, DType, Layout, Result, Sha
 
 use super::Attention;
 use super::attention::{AttentionVjp, Saved};
+use super::support::of_heads;
 use crate::error::Error;
 use crate::shape::AttentionShape;
 
@@ -67,32 +68,18 @@ impl Attention {
     /// Checks the sinks, if there are any.
     pub(super) fn sinks_of(&self, shape: &AttentionShape, q: &Tensor) -> Result<Option<Tensor>> {
         let Some(sinks) = &self.sinks else { return Ok(None) };
-        let heads = shape.query_heads();
-        if sinks.dims() != [heads] || !sinks.dtype().is_float() || !sinks.device().same_device(q.device()) {
-            return Err(Error::shape("the sinks do not fit the heads")
-                .got(format!("{:?} {:?} on {:?}", sinks.dims(), sinks.dtype(), sinks.device().location()))
-                .allowed(format!(
-                    "[{heads}] in a float type on {:?}: a sink for each query head",
-                    q.device().location()
-                ))
-                .hint("flatten or expand the parameter to one number a head")
-                .into());
-        }
-        if sinks.track_op() {
-            return Err(Error::unsupported("the sinks are tracked, and would get no gradient")
-                .got("a variable, or a tensor that depends on one")
-                .allowed("a constant")
-                .hint("`Attention::apply_with_sinks` gives them a gradient; `Tensor::detach` takes it away")
-                .into());
-        }
         if self.scheme.smooths_keys() {
-            return Err(Error::unsupported("sinks beside logits that are computed from smoothed keys")
+            return Err(Error::unsupported("sinks with logits that are computed from smoothed keys")
                 .got(self.scheme)
                 .allowed("full precision, or a scheme with Smoothing::None")
                 .hint("`.smoothing(Smoothing::None)`: a sink is compared with the logits of the keys themselves")
                 .into());
         }
-        Ok(Some(sinks.to_dtype(DType::F32)?.contiguous()?))
+        let hints = [
+            "flatten or expand the parameter to one number a head",
+            "`Attention::apply_with_sinks` gives them a gradient; `Tensor::detach` takes it away",
+        ];
+        of_heads("the sinks", sinks, shape.query_heads(), q.device(), hints).map(Some)
     }
 }
 

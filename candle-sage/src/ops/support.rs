@@ -316,3 +316,33 @@ fn four(name: &str, tensor: &Tensor, allowed: &str) -> Result<Dims> {
             .into()
     })
 }
+
+/// A number for each query head, as a constant in f32: (heads) in any float type, on the query's device. `hints` are for one that does not fit, and
+/// for one that is tracked and would get no gradient.
+pub(super) fn of_heads(
+    what: &str,
+    x: &Tensor,
+    heads: usize,
+    device: &Device,
+    hints: [&str; 2],
+) -> Result<Tensor> {
+    let [misfit, tracked] = hints;
+    if x.dims() != [heads] || !x.dtype().is_float() || !x.device().same_device(device) {
+        return Err(Error::shape(format!("{what} do not fit the heads"))
+            .got(format!("{:?} {:?} on {:?}", x.dims(), x.dtype(), x.device().location()))
+            .allowed(format!(
+                "[{heads}] in a float type on {:?}: a number for each query head",
+                device.location()
+            ))
+            .hint(misfit)
+            .into());
+    }
+    if x.track_op() {
+        return Err(Error::unsupported(format!("{what} are tracked, and would get no gradient"))
+            .got("a variable, or a tensor that depends on one")
+            .allowed("a constant")
+            .hint(tracked)
+            .into());
+    }
+    x.to_dtype(DType::F32)?.contiguous()
+}

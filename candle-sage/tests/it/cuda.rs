@@ -82,6 +82,20 @@ fn run(what: &str, case: &mut Case, schemes: &[Scheme], seed: u64) -> Result<()>
     Ok(())
 }
 
+/// In a fixed order the results of a case are right, and have the same bits in the next run.
+fn repeats(what: &str, case: &mut Case, schemes: &[Scheme]) -> Result<()> {
+    case.round_to(DType::BF16)?;
+    let (device, exact) = (gpu(), case.exact());
+    for &scheme in schemes {
+        let attention = case.attention(scheme).deterministic(true);
+        let first = case.run_on(&device, &attention, DType::BF16)?;
+        let cpu = case.run(scheme, DType::BF16)?;
+        check_against(what, scheme, DType::BF16, &first, [&exact, &cpu], case.lens.1);
+        assert!(case.run_on(&device, &attention, DType::BF16)? == first, "{scheme}, {what}");
+    }
+    Ok(())
+}
+
 fn all() -> Vec<Scheme> {
     let smooth = SageBwd::default().smoothing(Smoothing::Kv);
     let mut all = crate::support::schemes();

@@ -1,7 +1,7 @@
 //! Attention sinks, against the oracle with one key more: its logit is the sink for every query, and its value is zero.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_sage::{Attention, AttentionShape, AttnQat, SageBwd, Scheme, Smoothing, reference};
+use candle_sage::{Attention, AttentionShape, AttnQat, SageBwd, Scheme, Selection, Smoothing, reference};
 
 use crate::support::{Case, f64s, relative_l2};
 
@@ -130,6 +130,17 @@ fn sinks_far_from_the_logits() -> Result<()> {
         let dsinks = out.sum_all()?.backward()?.get(&sinks).expect("a gradient").to_vec1::<f32>()?;
         assert_eq!(dsinks, [0.0, 0.0]);
     }
+    Ok(())
+}
+
+/// A selection of all blocks is no selection, to the bit.
+#[test]
+fn sinks_of_selected_blocks() -> Result<()> {
+    let case = case((128, 128), None);
+    let attention = case.attention(Scheme::FullPrecision);
+    let all =
+        Selection::from_lists(&case.shape(), (64, 64), &Device::Cpu, |at| (0..at.candidates).collect())?;
+    assert!(run(&case, &attention.clone().select(&all), DType::F32)? == run(&case, &attention, DType::F32)?);
     Ok(())
 }
 

@@ -1,15 +1,16 @@
 //! What is done to logits before the softmax, in addition to their scale: a soft cap, and `ALiBi`.
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{Device, Result, Tensor};
 
 use super::Attention;
 use crate::cpu;
 use crate::error::Error;
+use crate::ops::support::of_heads;
 use crate::shape::AttentionShape;
 
 /// What a caller asks for.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Modified {
+pub(super) struct Requested {
     softcap: Option<f64>,
     alibi_slopes: Option<Tensor>,
 }
@@ -86,7 +87,7 @@ impl Attention {
 
     /// Checks what was asked for, if anything was.
     pub(super) fn score_mod(&self, shape: &AttentionShape, q: &Tensor) -> Result<Option<ScoreMod>> {
-        let Modified { softcap, alibi_slopes } = &self.modified;
+        let Requested { softcap, alibi_slopes } = &self.modified;
         if softcap.is_none() && alibi_slopes.is_none() {
             return Ok(None);
         }
@@ -113,39 +114,13 @@ impl Attention {
                 .hint("`Attention::window` restricts attention too, and can be combined with them")
                 .into());
         }
-        if let Some(slopes) = alibi_slopes {
-            check_slopes(slopes, shape.query_heads(), q.device())?;
-        }
+        let hints = ["`ops::alibi_slopes` gives the paper's", "`Tensor::detach`"];
+        let slopes = |x: &Tensor| of_heads("the ALiBi slopes", x, shape.query_heads(), q.device(), hints);
         Ok(Some(ScoreMod {
             softcap: softcap.map_or(0.0, |cap| cap as f32),
-            alibi_slopes: alibi_slopes
-                .as_ref()
-                .map(|slopes| slopes.to_dtype(DType::F32)?.contiguous())
-                .transpose()?,
+            alibi_slopes: alibi_slopes.as_ref().map(slopes).transpose()?,
         }))
     }
-}
-
-fn check_slopes(slopes: &Tensor, heads: usize, device: &Device) -> Result<()> {
-    let fits = slopes.dims() == [heads] && slopes.dtype().is_float() && slopes.device().same_device(device);
-    if !fits {
-        return Err(Error::shape("the ALiBi slopes do not fit the heads")
-            .got(format!("{:?} {:?} on {:?}", slopes.dims(), slopes.dtype(), slopes.device().location()))
-            .allowed(format!(
-                "[{heads}] in a float type on {:?}: a slope for each query head",
-                device.location()
-            ))
-            .hint("`ops::alibi_slopes` gives the paper's")
-            .into());
-    }
-    if slopes.track_op() {
-        return Err(Error::unsupported("the ALiBi slopes are tracked, and have no gradient")
-            .got("a variable, or a tensor that depends on one")
-            .allowed("a constant")
-            .hint("`Tensor::detach`")
-            .into());
-    }
-    Ok(())
 }
 
 /// `ALiBi`'s slopes, (heads) in f32: for a power of two `2^(-8 h / heads)` for the heads h from 1 on; else those of the next lower power of two, and then
@@ -169,7 +144,7 @@ pub fn alibi_slopes(heads: usize, device: &Device) -> Result<Tensor> {
         return Err(Error::shape("ALiBi without heads")
             .got(0)
             .allowed("1 or more")
-            .hint("slopes are of query heads")
+            .hint("a slope belongs to a query head")
             .into());
     }
     let all = heads.next_power_of_two();

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::{Attention, AttnQat, Int8Products, Packing, SageBwd, Scheme, Smoothing};
 
-use super::{check_against, run, sage};
+use super::{check_against, repeats, run, sage};
 use crate::score_mod::slopes;
 use crate::support::{Case, f64s, gpu, relative_l2};
 
@@ -91,19 +91,10 @@ fn slopes_with_smoothed_keys() -> Result<()> {
 #[test]
 #[ignore = "needs a GPU"]
 fn gradients_repeat() -> Result<()> {
-    let device = gpu();
     for d in [64, 128, 256] {
+        let schemes = if d > 128 { schemes()[..2].to_vec() } else { schemes().to_vec() };
         for mut case in cases(d).into_iter().step_by(3) {
-            case.round_to(DType::BF16)?;
-            let exact = case.exact();
-            let schemes = if d > 128 { schemes()[..2].to_vec() } else { schemes().to_vec() };
-            for scheme in schemes {
-                let attention = case.attention(scheme).deterministic(true);
-                let first = case.run_on(&device, &attention, DType::BF16)?;
-                let cpu = case.run(scheme, DType::BF16)?;
-                check_against(&name(&case), scheme, DType::BF16, &first, [&exact, &cpu], case.lens.1);
-                assert!(case.run_on(&device, &attention, DType::BF16)? == first, "{scheme}, {}", name(&case));
-            }
+            repeats(&name(&case), &mut case, &schemes)?;
         }
     }
     Ok(())
@@ -152,9 +143,9 @@ fn logits_beyond_the_cap() -> Result<()> {
     Ok(())
 }
 
-/// Sinks in every scheme that smooths no keys, with windows, selections, documents and grouped heads: close to the CPU, which has the same codes of Q and K. Full
+/// Sinks in every scheme that smooths no keys, with windows, documents and grouped heads: close to the CPU, which has the same codes of Q and K. Full
 /// precision: roundings of 2^-9 (bf16). SageBwd: codes of P and dS in tiles of another size or scales over other keys, .02 each. Attn-QAT: probabilities
-/// beside midpoints.
+/// close to midpoints.
 #[test]
 #[ignore = "needs a GPU"]
 fn sinks() -> Result<()> {

@@ -3,7 +3,7 @@
 use candle_core::{DType, Result};
 use candle_sage::{Int8Products, Packing, Scheme};
 
-use super::{all, check_against, run, sage};
+use super::{all, repeats, run, sage};
 use crate::support::{Case, gpu, relative_l2};
 
 /// Lengths, and windows that begin and end inside of tiles, at their ends, and beyond the sequence.
@@ -63,19 +63,10 @@ fn windows_of_large_heads() -> Result<()> {
 #[test]
 #[ignore = "needs a GPU"]
 fn gradients_of_windows_repeat() -> Result<()> {
-    let device = gpu();
     for d in [64, 128, 256] {
+        let schemes = if d > 128 { vec![Scheme::FullPrecision] } else { all() };
         for mut case in cases(d).into_iter().step_by(2) {
-            case.round_to(DType::BF16)?;
-            let exact = case.exact();
-            let schemes = if d > 128 { vec![Scheme::FullPrecision] } else { all() };
-            for scheme in schemes {
-                let attention = case.attention(scheme).deterministic(true);
-                let first = case.run_on(&device, &attention, DType::BF16)?;
-                let cpu = case.run(scheme, DType::BF16)?;
-                check_against(&name(&case), scheme, DType::BF16, &first, [&exact, &cpu], case.lens.1);
-                assert!(case.run_on(&device, &attention, DType::BF16)? == first, "{scheme}, {}", name(&case));
-            }
+            repeats(&name(&case), &mut case, &schemes)?;
         }
     }
     Ok(())
