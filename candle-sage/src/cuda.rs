@@ -8,6 +8,7 @@ mod address;
 mod arch;
 mod attn_qat;
 mod blend;
+mod buffer;
 mod call;
 mod compiled;
 mod full_precision;
@@ -32,12 +33,12 @@ mod tensor;
 use std::fmt::Debug;
 
 use address::{Address, address, address_if_any};
+use buffer::Buffer;
 use call::{Call, Geometry, Problem};
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 use compiled::constants::attn_bwd::FINISH_THREADS;
 use compiled::kernel;
-use cudarc::driver::CudaSlice;
 use full_precision::FullPrecision;
 use kernels::{Gpu, Grid};
 use plan::{Plan, SELECTION_BLOCK, TILE};
@@ -114,7 +115,7 @@ trait CompletedForward: CompletedOnGpu + Debug {
 struct Completed<S: OnGpu> {
     scheme: S,
     /// Negated base-2 log-sum-exp, (query heads, padded query).
-    minus_lse2: CudaSlice<f32>,
+    minus_lse2: Buffer<f32>,
     kept: S::Kept,
 }
 
@@ -137,7 +138,7 @@ impl<'a, S: OnGpu> Launch<(&'a AttentionShape, Operand<'a>), CudaStorage> for Co
         let geometry = Geometry::new(&gpu, shape)?;
         let outside = address(&lse, &gpu);
         log_sum_exp(&gpu, geometry.shape(&gpu), shape, address(&self.minus_lse2, &gpu), outside, false)?;
-        Ok(CudaStorage::wrap_cuda_slice(lse, gpu.device.clone()))
+        Ok(gpu.storage(lse))
     }
 }
 

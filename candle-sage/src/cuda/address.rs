@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 
 use candle_core::{Layout, Result};
-use cudarc::driver::{CudaSlice, DevicePtr};
+use cudarc::driver::DevicePtr;
 
 use super::kernels::Gpu;
 use crate::error::Error;
@@ -39,28 +39,28 @@ impl Default for Address<'_> {
     }
 }
 
-/// The address of an allocation, for work that is launched on the device's own stream.
-pub(super) fn address<'a, T>(slice: &'a CudaSlice<T>, gpu: &Gpu) -> Address<'a> {
-    Address(slice.device_ptr(&gpu.stream).0, PhantomData)
+/// The address of an allocation, ours or candle's, for work that is launched on the device's own stream.
+pub(super) fn address<'a, T>(of: &'a impl DevicePtr<T>, gpu: &Gpu) -> Address<'a> {
+    Address(of.device_ptr(&gpu.stream).0, PhantomData)
 }
 
 /// The address of an allocation that only some launches have, or null.
-pub(super) fn address_if_any<'a, T>(slice: Option<&'a CudaSlice<T>>, gpu: &Gpu) -> Address<'a> {
-    slice.map_or(Address::NULL, |slice| address(slice, gpu))
+pub(super) fn address_if_any<'a, T: 'a>(of: Option<&'a impl DevicePtr<T>>, gpu: &Gpu) -> Address<'a> {
+    of.map_or(Address::NULL, |of| address(of, gpu))
 }
 
 /// The address of an element, or of the end.
 ///
 /// # Errors
 /// When the allocation has fewer elements.
-pub(super) fn address_at<'a, T>(slice: &'a CudaSlice<T>, index: usize, gpu: &Gpu) -> Result<Address<'a>> {
-    if index > slice.len() {
+pub(super) fn address_at<'a, T>(of: &'a impl DevicePtr<T>, index: usize, gpu: &Gpu) -> Result<Address<'a>> {
+    if index > of.len() {
         return Err(Error::new("an address would be outside of the memory that it is made from")
             .got(format!("element {index}"))
-            .allowed(format!("up to {}", slice.len()))
+            .allowed(format!("up to {}", of.len()))
             .into());
     }
-    Ok(Address(address(slice, gpu).0 + (index * size_of::<T>()) as u64, PhantomData))
+    Ok(Address(address(of, gpu).0 + (index * size_of::<T>()) as u64, PhantomData))
 }
 
 /// The index of a tensor's first element in its memory. The offset of a tensor without elements may lie behind the end of the

@@ -7,9 +7,9 @@
 //! while its own copies may be in flight; nothing uses those.)
 
 use candle_core::Result;
-use cudarc::driver::CudaSlice;
 
 use super::address::{Address, address, address_if_any};
+use super::buffer::Buffer;
 use super::call::Call;
 use super::compiled::constants::fake_quantize::VALUES;
 use super::compiled::constants::quant_pack_nvfp4::PACK_THREADS;
@@ -31,7 +31,7 @@ const NVFP4: &str = "attn_fwd_nvfp4";
 pub(super) struct Operands {
     kept: Kept,
     pub(super) rounded: Rounded,
-    k_tile_sums: Option<CudaSlice<f32>>,
+    k_tile_sums: Option<Buffer<f32>>,
 }
 
 /// Q, K and V as the forward's products take them.
@@ -39,7 +39,7 @@ pub(super) enum Rounded {
     /// For products in 16 bit, tensors of values that are rounded to NVFP4.
     Values(Box<[Output; 3]>),
     /// For FP4 products, codes and scales in the tiles of `kernels/include/sage/layout/nvfp4.cuh`.
-    Codes([CudaSlice<i8>; 3]),
+    Codes([Buffer<i8>; 3]),
 }
 
 /// What the forward keeps for the backward.
@@ -48,8 +48,8 @@ pub(super) struct Kept {
     /// The high-precision output O'. `None` without a backward, or with one that does not use it.
     high_precision_out: Option<Output>,
     /// The sum of a row's probabilities relative to the row's reference. `None` without a backward.
-    row_sums: Option<CudaSlice<f32>>,
-    k_mean: Option<CudaSlice<f32>>,
+    row_sums: Option<Buffer<f32>>,
+    k_mean: Option<Buffer<f32>>,
 }
 
 impl OnGpu for AttnQat {
@@ -160,7 +160,7 @@ impl OnGpu for AttnQat {
 }
 
 /// Memory for the codes and scales of Q, K and V that FP4 products read.
-fn codes(call: &Call<'_>) -> Result<[CudaSlice<i8>; 3]> {
+fn codes(call: &Call<'_>) -> Result<[Buffer<i8>; 3]> {
     let gpu = &call.gpu;
     // This crate's own tests also run where the kernel emulates the instruction.
     if !gpu.architecture.has_nvfp4() && !cfg!(test) {
@@ -176,7 +176,7 @@ fn codes(call: &Call<'_>) -> Result<[CudaSlice<i8>; 3]> {
 }
 
 /// Launches the packing of Q, K and V into codes and scales, and sets their addresses in `params`.
-fn pack<'p>(call: &Call<'_>, codes: &'p [CudaSlice<i8>; 3], params: &mut params::Forward<'p>) -> Result<()> {
+fn pack<'p>(call: &Call<'_>, codes: &'p [Buffer<i8>; 3], params: &mut params::Forward<'p>) -> Result<()> {
     let gpu = &call.gpu;
     let [q, k, v] = codes.each_ref().map(|codes| address(codes, gpu));
     (params.codes.q, params.codes.k, params.codes.v_transposed) = (q, k, v);

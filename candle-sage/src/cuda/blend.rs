@@ -113,6 +113,6 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 3]> for Gradients<'_> {
         params.mixture.parts = address(&parts, gpu);
         call.launch(kernel!("blend_backward"), &params)?;
         launch(gpu, kernel!("blend_sum_theta"), Grid::line(heads, SUM_THREADS), &params)?;
-        Ok([dsparse.storage, dtail.storage, CudaStorage::wrap_cuda_slice(dtheta, gpu.device.clone())])
+        Ok([dsparse.storage, dtail.storage, gpu.storage(dtheta)])
     }
 }

@@ -8,8 +8,8 @@ use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
 use cudarc::driver::result;
 
-use super::address::Address;
-use super::kernels::{CANARY_BYTES, Gpu};
+use super::buffer::CANARY_BYTES;
+use super::kernels::Gpu;
 
 struct Canary {
     /// The address, without the borrow: see [`check`].
@@ -24,8 +24,7 @@ thread_local! {
 }
 
 /// Registers the canary behind an allocation of `bytes`, and fills both, unless they hold zeros already.
-pub(super) fn watch(gpu: &Gpu, at: Address<'_>, bytes: usize, zeros: bool) -> Result<()> {
-    let at = at.number();
+pub(super) fn watch(gpu: &Gpu, at: u64, bytes: usize, zeros: bool) -> Result<()> {
     if !zeros {
         // SAFETY: the allocation has `bytes` and the canary.
         unsafe { result::memset_d8_async(at, 0xff, bytes + CANARY_BYTES, gpu.stream.cu_stream()) }.w()?;

@@ -8,8 +8,7 @@ use candle_core::cuda_backend::{CudaError, WrapErr};
 use candle_core::{CudaDevice, Result};
 use cudarc::driver::sys::{CUdevice_attribute, CUfunction_attribute};
 use cudarc::driver::{
-    CudaContext, CudaFunction, CudaModule, CudaSlice, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg,
-    ValidAsZeroBits,
+    CudaContext, CudaFunction, CudaModule, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg,
 };
 use cudarc::nvrtc::Ptx;
 
@@ -61,15 +60,6 @@ impl Grid {
         Self { blocks: (blocks as u32, 1, 1), threads: (threads as u32, 1, 1), shared_bytes: 0 }
     }
 }
-
-/// Elements to allocate for `len`: at least one, and in this crate's own tests a canary behind them.
-fn room(len: usize, element_bytes: usize) -> usize {
-    let behind = if cfg!(test) { CANARY_BYTES.div_ceil(element_bytes) } else { 0 };
-    (len + behind).max(1)
-}
-
-/// Size of the canary behind every allocation in this crate's own tests, which no kernel may change.
-pub(super) const CANARY_BYTES: usize = 256;
 
 impl Known {
     fn new(context: &Arc<CudaContext>) -> Result<Self> {
@@ -164,23 +154,6 @@ impl Gpu {
     ) -> Result<()> {
         // SAFETY: as in `params::launch`.
         unsafe { self.launch(family, kernel, grid, params) }
-    }
-
-    /// Uninitialized memory for `len` elements. (At least one: an empty allocation has no address.)
-    pub(super) fn alloc<T: DeviceRepr>(&self, len: usize) -> Result<CudaSlice<T>> {
-        // SAFETY: a kernel writes the elements before any is read; none has a destructor.
-        let slice = unsafe { self.device.alloc::<T>(room(len, size_of::<T>())) }?;
-        #[cfg(test)]
-        super::guard::watch(self, super::address::address(&slice, self), len * size_of::<T>(), false)?;
-        Ok(slice)
-    }
-
-    /// Memory for `len` zeros.
-    pub(super) fn alloc_zeros<T: DeviceRepr + ValidAsZeroBits>(&self, len: usize) -> Result<CudaSlice<T>> {
-        let slice = self.device.alloc_zeros(room(len, size_of::<T>()))?;
-        #[cfg(test)]
-        super::guard::watch(self, super::address::address(&slice, self), len * size_of::<T>(), true)?;
-        Ok(slice)
     }
 
     fn function(&self, family: &str, kernel: &str, shared_bytes: usize) -> Result<CudaFunction> {

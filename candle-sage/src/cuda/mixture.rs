@@ -34,7 +34,7 @@ impl Launch<[Operand<'_>; 3], [CudaStorage; 2]> for Mixture {
         let mut params = Blend { dout: view(dout, gpu)?, out: dsparse.view(gpu)?, ..call.params()? };
         params.mixture.parts = address(&parts, gpu);
         call.launch(kernel!("blend_backward_exact"), &params)?;
-        Ok([dsparse.storage, CudaStorage::wrap_cuda_slice(parts, gpu.device.clone())])
+        Ok([dsparse.storage, gpu.storage(parts)])
     }
 }
 
@@ -54,6 +54,6 @@ impl Launch<[Operand<'_>; 9], CudaStorage> for Mixture {
         let dtheta = gpu.alloc::<f32>(heads)?;
         let sums = Blend { dtheta: address(&dtheta, &gpu), mixture, ..Blend::default() };
         launch(&gpu, kernel!("blend_sum_theta"), Grid::line(heads, SUM_THREADS), &sums)?;
-        Ok(CudaStorage::wrap_cuda_slice(dtheta, gpu.device.clone()))
+        Ok(gpu.storage(dtheta))
     }
 }

@@ -2,10 +2,10 @@
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
-use cudarc::driver::CudaSlice;
 use half::bf16;
 
 use super::address::address;
+use super::buffer::Buffer;
 use super::call::Geometry;
 use super::compiled::constants::past_linear_block::THREADS;
 use super::compiled::kernel;
@@ -44,10 +44,10 @@ pub(super) struct Call<'a> {
     chunk_blocks: usize,
     /// Thread blocks that share a state's columns.
     split: usize,
-    states: CudaSlice<bf16>,
-    sums: CudaSlice<f32>,
-    chunk_sums: CudaSlice<f32>,
-    chunk_states: CudaSlice<bf16>,
+    states: Buffer<bf16>,
+    sums: Buffer<f32>,
+    chunk_sums: Buffer<f32>,
+    chunk_states: Buffer<bf16>,
 }
 
 impl<'a> Call<'a> {

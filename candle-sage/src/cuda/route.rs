@@ -39,7 +39,7 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for Means<'_> {
         let grid = Grid { blocks: (count as u32, blocks.key_heads as u32, 1), ..Grid::line(1, POOL_THREADS) };
         let element = Element::of(x.0.dtype())?;
         launch(&gpu, &format!("{}_{}", kernel!("pool"), element.name()), grid, &params)?;
-        Ok(CudaStorage::wrap_cuda_slice(means, gpu.device.clone()))
+        Ok(gpu.storage(means))
     }
 }
 
@@ -66,7 +66,7 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for Choice<'_> {
             ..Grid::line(1, WARPS * 32)
         };
         launch(&gpu, kernel!("choose_blocks"), grid, &params)?;
-        Ok(CudaStorage::wrap_cuda_slice(lists, gpu.device.clone()))
+        Ok(gpu.storage(lists))
     }
 }
 
@@ -101,6 +101,6 @@ impl Launch<[Operand<'_>; 2], CudaStorage> for Mass<'_> {
             ..Grid::line(1, plan.threads)
         };
         launch(&gpu, &format!("block_mass_{}_{d}", element.name()), grid, &params)?;
-        Ok(CudaStorage::wrap_cuda_slice(mass, gpu.device.clone()))
+        Ok(gpu.storage(mass))
     }
 }

@@ -1,9 +1,9 @@
 //! SageBwd on the GPU: its kernels, and the codes and scales that they read.
 
 use candle_core::Result;
-use cudarc::driver::CudaSlice;
 
 use super::address::{address, address_if_any};
+use super::buffer::Buffer;
 use super::call::Call;
 use super::compiled::constants::quant_tile::TILE_THREADS;
 use super::compiled::constants::quantize::MEAN_THREADS;
@@ -128,29 +128,29 @@ fn check_settings(settings: &SageBwd) -> crate::error::Result<()> {
 pub(super) enum Kept {
     Codes(Box<Codes>),
     /// The mean that was subtracted from K, if any was.
-    KeyMean(Option<CudaSlice<f32>>),
+    KeyMean(Option<Buffer<f32>>),
 }
 
 /// The codes and scales of Q and K that the forward makes, and the means that were subtracted from them.
 /// Buffers are (head, tile, ..) with tiles of 64 tokens.
 #[derive(Debug)]
 pub(super) struct Codes {
-    pub(super) q: CudaSlice<i8>,
-    pub(super) k: CudaSlice<i8>,
-    pub(super) q_dequant_scale: CudaSlice<f32>,
-    pub(super) k_dequant_scale: CudaSlice<f32>,
+    pub(super) q: Buffer<i8>,
+    pub(super) k: Buffer<i8>,
+    pub(super) q_dequant_scale: Buffer<f32>,
+    pub(super) k_dequant_scale: Buffer<f32>,
     /// `None` without smoothing of Q, or of K.
-    q_mean: Option<CudaSlice<f32>>,
-    k_mean: Option<CudaSlice<f32>>,
+    q_mean: Option<Buffer<f32>>,
+    k_mean: Option<Buffer<f32>>,
 }
 
 /// What the forward's kernel reads. V's codes are freed after the forward.
 pub(super) struct Operands {
     pub(super) codes: Codes,
     /// V's codes and scales. `None` where `O = P V` is not an INT8 matmul.
-    pub(super) v: Option<(CudaSlice<i8>, CudaSlice<f32>)>,
+    pub(super) v: Option<(Buffer<i8>, Buffer<f32>)>,
     /// `None` without smoothing of K, and with a mean over a sample.
-    k_tile_sums: Option<CudaSlice<f32>>,
+    k_tile_sums: Option<Buffer<f32>>,
     key_mean: KeyMean,
     smooths_values: bool,
 }
@@ -253,9 +253,9 @@ fn mean_grid(call: &Call<'_>, params: &params::Forward<'_>) -> Grid {
 
 /// What the backward's kernel reads in addition to the forward's codes.
 pub(super) struct Transposed {
-    pub(super) q: CudaSlice<i8>,
-    pub(super) dout: CudaSlice<i8>,
-    pub(super) dout_dequant_scale: CudaSlice<f32>,
+    pub(super) q: Buffer<i8>,
+    pub(super) dout: Buffer<i8>,
+    pub(super) dout_dequant_scale: Buffer<f32>,
 }
 
 impl Transposed {

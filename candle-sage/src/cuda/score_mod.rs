@@ -66,5 +66,5 @@ pub(super) fn sink_gradient(call: &Call<'_>, params: &params::Backward<'_>) -> R
         rows: (call.query_tiles() * TILE / heads) as i64,
     };
     params::launch(gpu, kernel!("sink_gradient_of_heads"), Grid::line(heads, SINK_THREADS), &own)?;
-    Ok(Some(CudaStorage::wrap_cuda_slice(gradient, gpu.device.clone())))
+    Ok(Some(gpu.storage(gradient)))
 }

@@ -1,9 +1,9 @@
 //! The lists of a selection on the GPU, and their inverse.
 
 use candle_core::{Layout, Result, Storage, StorageRef};
-use cudarc::driver::CudaSlice;
 
 use super::address::{Address, address, address_at, first_index};
+use super::buffer::Buffer;
 use super::call::Geometry;
 use super::compiled::constants::selection::WARPS;
 use super::compiled::kernel;
@@ -85,10 +85,10 @@ struct Cuts {
     most_parts: usize,
     /// Lists that can be cut, which bounds the memory of their sums. Of more long lists some stay whole.
     most_slots: usize,
-    parts: CudaSlice<u32>,
-    lists: CudaSlice<u64>,
-    sums: CudaSlice<f32>,
-    arrivals: CudaSlice<u32>,
+    parts: Buffer<u32>,
+    lists: Buffer<u64>,
+    sums: Buffer<f32>,
+    arrivals: Buffer<u32>,
 }
 
 impl Cuts {
@@ -137,8 +137,8 @@ fn slot_pieces(d: usize) -> usize {
 /// The lists and their inverse: for each block of keys, the blocks of queries that see it.
 pub(super) struct Users<'a> {
     seen: Seen<'a>,
-    users: CudaSlice<u64>,
-    first_users: CudaSlice<u32>,
+    users: Buffer<u64>,
+    first_users: Buffer<u32>,
     cuts: Option<Cuts>,
 }
 

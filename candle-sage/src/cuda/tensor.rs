@@ -45,8 +45,8 @@ impl Element {
     /// A new tensor of `len` elements, uninitialized.
     pub(super) fn alloc(self, gpu: &Gpu, len: usize) -> Result<CudaStorage> {
         Ok(match self {
-            Self::F16 => CudaStorage::wrap_cuda_slice(gpu.alloc::<f16>(len)?, gpu.device.clone()),
-            Self::BF16 => CudaStorage::wrap_cuda_slice(gpu.alloc::<bf16>(len)?, gpu.device.clone()),
+            Self::F16 => gpu.storage(gpu.alloc::<f16>(len)?),
+            Self::BF16 => gpu.storage(gpu.alloc::<bf16>(len)?),
         })
     }
 }

@@ -34,7 +34,7 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for SumOfSquares {
         };
         launch(&gpu, kernel!("sum_of_squares"), Grid::line(parts, THREADS), &params)?;
         launch(&gpu, kernel!("sum_of_squares_end"), Grid::line(1, THREADS), &params)?;
-        Ok(CudaStorage::wrap_cuda_slice(out, gpu.device.clone()))
+        Ok(gpu.storage(out))
     }
 }
 

@@ -2,11 +2,11 @@
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
-use cudarc::driver::CudaSlice;
 
 use super::ids::Ids;
 use super::tensor::{Dense, Float, Packs, Team, count, elementwise, start, start_of};
 use crate::cuda::address::{Address, address};
+use crate::cuda::buffer::Buffer;
 use crate::cuda::compiled::constants::cross_entropy::{BATCH, MAX_THREADS, SCALE_THREADS};
 use crate::cuda::compiled::kernel;
 use crate::cuda::kernels::{Gpu, Grid};
@@ -23,7 +23,7 @@ const NAME: &str = "cross-entropy";
 #[derive(Debug)]
 struct Saved {
     targets: Ids,
-    lse: CudaSlice<f32>,
+    lse: Buffer<f32>,
     z_loss: f32,
 }
 
@@ -54,7 +54,7 @@ impl Rows<'_> {
 }
 
 /// The mean of the losses that count: an f32 scalar.
-pub(super) fn mean(gpu: &Gpu, losses: &CudaSlice<f32>, rows: usize, targets: &Ids) -> Result<CudaStorage> {
+pub(super) fn mean(gpu: &Gpu, losses: &Buffer<f32>, rows: usize, targets: &Ids) -> Result<CudaStorage> {
     let out = Float::F32.alloc(gpu, 1)?;
     let params = params::CrossEntropy {
         losses: address(losses, gpu),

@@ -2,11 +2,11 @@
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
-use cudarc::driver::CudaSlice;
 
 use super::swiglu::rows_of_swiglu;
 use super::tensor::{Dense, Float, PARTS, count, element};
 use crate::cuda::address::{Address, address, address_at, address_if_any, first_index};
+use crate::cuda::buffer::Buffer;
 use crate::cuda::compiled::constants::quant_fp8_tile::{
     FP8_COLUMNS as COLUMNS, FP8_ROWS as ROWS, FP8_THREADS as THREADS,
 };
@@ -24,10 +24,10 @@ const NAME: &str = "fp8-quantize";
 
 /// The codes of a matrix that a kernel writes.
 pub(super) struct Codes {
-    rows: Option<CudaSlice<u8>>,
-    columns: Option<CudaSlice<u8>>,
+    rows: Option<Buffer<u8>>,
+    columns: Option<Buffer<u8>>,
     /// The scale that the codes are made with.
-    scale: CudaSlice<f32>,
+    scale: Buffer<f32>,
     dims: (usize, usize),
 }
 
@@ -73,11 +73,11 @@ impl Codes {
     }
 
     pub(super) fn into_storages(self, gpu: &Gpu) -> Quantized<CudaStorage> {
-        let storage = |codes: CudaSlice<u8>| CudaStorage::wrap_cuda_slice(codes, gpu.device.clone());
+        let storage = |codes: Buffer<u8>| gpu.storage(codes);
         Quantized {
             rows: self.rows.map(storage),
             columns: self.columns.map(storage),
-            scale: CudaStorage::wrap_cuda_slice(self.scale, gpu.device.clone()),
+            scale: gpu.storage(self.scale),
         }
     }
 

@@ -2,10 +2,10 @@
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Result};
-use cudarc::driver::CudaSlice;
 
 use super::tensor::{Dense, count};
 use crate::cuda::address::{Address, address, address_at, address_if_any};
+use crate::cuda::buffer::Buffer;
 use crate::cuda::compiled::constants::ids::{DIGIT_BITS, THREADS, TILE};
 use crate::cuda::compiled::kernel;
 use crate::cuda::kernels::{Gpu, Grid};
@@ -16,9 +16,9 @@ use crate::error::Error;
 /// Ids as rows of a table.
 #[derive(Debug)]
 pub(super) struct Ids {
-    places: CudaSlice<u32>,
+    places: Buffer<u32>,
     /// The result of the check: see `CheckIds` in `kernels/include/sage/params/ops.cuh`.
-    status: CudaSlice<u32>,
+    status: Buffer<u32>,
     len: usize,
 }
 
@@ -101,8 +101,8 @@ fn one(gpu: &Gpu, ids: &Dense<'_>, at: usize) -> Result<i64> {
 /// Sorted ids, and the position from which each came.
 #[derive(Debug)]
 pub(super) struct Sorted {
-    pub(super) ids: CudaSlice<u32>,
-    pub(super) order: CudaSlice<u32>,
+    pub(super) ids: Buffer<u32>,
+    pub(super) order: Buffer<u32>,
 }
 
 /// Sorts ids below `limit`, stably.

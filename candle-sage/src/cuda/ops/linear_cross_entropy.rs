@@ -2,13 +2,13 @@
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Layout, Result};
-use cudarc::driver::CudaSlice;
 
 use super::cross_entropy::{Rows, Scaling, mean, scale};
 use super::fp8::Codes;
 use super::ids::Ids;
 use super::tensor::{Dense, Float, count, element, start, start_of};
 use crate::cuda::address::{Address, address, address_at};
+use crate::cuda::buffer::Buffer;
 use crate::cuda::compiled::kernel;
 use crate::cuda::gemm::{Out, gemm};
 use crate::cuda::gemm_fp8::product as fp8_product;
@@ -33,7 +33,7 @@ struct LinearSaved {
     float: Float,
     hidden: Option<CudaStorage>,
     hidden_len: usize,
-    weight: Option<CudaSlice<f32>>,
+    weight: Option<Buffer<f32>>,
     weight_len: usize,
 }
 

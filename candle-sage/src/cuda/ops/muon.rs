@@ -56,7 +56,7 @@ impl Launch<[Operand<'_>; 3], CudaStorage> for Directions<'_> {
             check_starts(&[params.momentum, params.gradient, params.direction], len)?;
             launch(&gpu, kernel!("muon_momentum"), line(len, V), &params)?;
         }
-        Ok(CudaStorage::wrap_cuda_slice(directions, gpu.device.clone()))
+        Ok(gpu.storage(directions))
     }
 }
 
@@ -77,7 +77,7 @@ impl Launch<[Operand<'_>; 3], CudaStorage> for RowFactors {
         };
         launch(&gpu, kernel!("muon_row_squares"), Grid::line(matrices * rows, THREADS), &params)?;
         launch(&gpu, kernel!("muon_row_factors"), Grid::line(matrices, THREADS), &params)?;
-        Ok(CudaStorage::wrap_cuda_slice(factors, gpu.device.clone()))
+        Ok(gpu.storage(factors))
     }
 }
 
@@ -144,8 +144,7 @@ impl Launch<[Operand<'_>; 1], [CudaStorage; 2]> for UnitTrace {
         launch(&gpu, kernel!("muon_trace"), Grid::line(matrices, THREADS), &params)?;
         let sum = Sum { abc: [0.0, 1.0, 0.0], inverse: params.inverse, power: 2 };
         sum.launch(&gpu, gram, address(&unit, &gpu))?;
-        let device = || gpu.device.clone();
-        Ok([CudaStorage::wrap_cuda_slice(unit, device()), CudaStorage::wrap_cuda_slice(inverse, device())])
+        Ok([gpu.storage(unit), gpu.storage(inverse)])
     }
 }
 

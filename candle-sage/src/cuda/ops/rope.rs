@@ -2,11 +2,11 @@
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Layout, Result};
-use cudarc::driver::CudaSlice;
 
 use super::fp8::{Codes, quantize_columns};
 use super::tensor::{Dense, Float, PARTS, Packs, Team, count, element, partial_sums, start, start_of};
 use crate::cuda::address::{Address, address};
+use crate::cuda::buffer::Buffer;
 use crate::cuda::compiled::constants::quant_fp8_tile::{FP8_LINES, FP8_NEIGHBOURS, FP8_THREADS as THREADS};
 use crate::cuda::compiled::constants::rope::MAX_THREADS;
 use crate::cuda::compiled::kernel;
@@ -119,7 +119,7 @@ struct Norm<'a> {
     weight: &'a Dense<'a>,
     eps: f32,
     /// In the backward: the output's gradient, and the buffer for partial sums of the weight's gradient.
-    gradient: Option<(&'a Heads<'a>, &'a CudaSlice<f32>)>,
+    gradient: Option<(&'a Heads<'a>, &'a Buffer<f32>)>,
 }
 
 /// Where a result goes.

@@ -2,10 +2,10 @@
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Layout, Result};
-use cudarc::driver::CudaSlice;
 use half::{bf16, f16};
 
 use crate::cuda::address::{Address, address, address_at, first_index};
+use crate::cuda::buffer::Buffer;
 use crate::cuda::compiled::constants::elements_group::TEAM_THREADS;
 use crate::cuda::compiled::constants::partial_sums::SIDE;
 use crate::cuda::compiled::kernel;
@@ -53,11 +53,10 @@ impl Float {
 
     /// A new tensor of `len` elements, uninitialized.
     pub(in crate::cuda) fn alloc(self, gpu: &Gpu, len: usize) -> Result<CudaStorage> {
-        let device = gpu.device.clone();
         Ok(match self {
-            Self::F32 => CudaStorage::wrap_cuda_slice(gpu.alloc::<f32>(len)?, device),
-            Self::F16 => CudaStorage::wrap_cuda_slice(gpu.alloc::<f16>(len)?, device),
-            Self::BF16 => CudaStorage::wrap_cuda_slice(gpu.alloc::<bf16>(len)?, device),
+            Self::F32 => gpu.storage(gpu.alloc::<f32>(len)?),
+            Self::F16 => gpu.storage(gpu.alloc::<f16>(len)?),
+            Self::BF16 => gpu.storage(gpu.alloc::<bf16>(len)?),
         })
     }
 }
@@ -180,7 +179,7 @@ impl<'a> Dense<'a> {
             gpu: &Gpu,
             len: usize,
         ) -> Result<CudaStorage> {
-            Ok(CudaStorage::wrap_cuda_slice(gpu.alloc::<T>(len)?, gpu.device.clone()))
+            Ok(gpu.storage(gpu.alloc::<T>(len)?))
         }
         let len = layout.shape().elem_count();
         let mut copy = match storage.dtype() {
@@ -212,7 +211,7 @@ pub(super) const PARTS: usize = 528;
 /// Sums the columns of (parts, width) in a fixed order.
 pub(super) fn partial_sums(
     gpu: &Gpu,
-    partials: &CudaSlice<f32>,
+    partials: &Buffer<f32>,
     parts: usize,
     width: usize,
     float: Float,

@@ -1,6 +1,7 @@
 //! Buffers of whole calls: every element is written, and nothing beyond the end.
 
 use candle_core::{DType, Layout, Result, Storage, Tensor};
+use cudarc::driver::DeviceSlice;
 
 use super::device;
 use super::inputs::{Inputs, cases};
