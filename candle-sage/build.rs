@@ -1,4 +1,4 @@
-//! With feature `cuda`, compiles each `kernels/*.cu` into a separate fatbin: machine code for every
+//! With feature `kernels`, compiles each `kernels/*.cu` into a separate fatbin: machine code for every
 //! architecture, and PTX for later ones.
 
 #[path = "build/fingerprint.rs"]
@@ -35,7 +35,7 @@ const SELECTION: &str = "CANDLE_SAGE_CUDA_ARCHS";
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-changed=build");
-    if env::var_os("CARGO_FEATURE_CUDA").is_none() {
+    if env::var_os("CARGO_FEATURE_KERNELS").is_none() {
         return;
     }
     for name in ["NVCC", "CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", SELECTION] {

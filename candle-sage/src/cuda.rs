@@ -7,47 +7,59 @@
 mod address;
 mod arch;
 mod attn_qat;
-mod blend;
 mod buffer;
 mod call;
 mod compiled;
+mod driver;
+pub mod foreign;
 mod full_precision;
-mod gemm;
-mod gemm_fp8;
 #[cfg(test)]
 mod guard;
 mod kernels;
-mod mixture;
-mod ops;
 mod params;
-mod past_linear;
 mod plan;
-mod route;
 mod sagebwd;
-mod score_mod;
 mod selection;
-#[cfg(test)]
-mod selftest;
+mod sinks;
 mod tensor;
+
+// What takes candle's tensors.
+#[cfg(feature = "cuda")]
+mod attention;
+#[cfg(feature = "cuda")]
+mod blend;
+#[cfg(feature = "cuda")]
+mod candle;
+#[cfg(feature = "cuda")]
+mod gemm;
+#[cfg(feature = "cuda")]
+mod gemm_fp8;
+#[cfg(feature = "cuda")]
+mod mixture;
+#[cfg(feature = "cuda")]
+mod ops;
+#[cfg(feature = "cuda")]
+mod past_linear;
+#[cfg(feature = "cuda")]
+mod route;
+#[cfg(all(test, feature = "cuda"))]
+mod selftest;
 
 use std::fmt::Debug;
 
 use address::{Address, address, address_if_any};
-use buffer::Buffer;
-use call::{Call, Geometry, Problem};
-use candle_core::backend::BackendStorage;
-use candle_core::{CudaStorage, Result};
+use buffer::{Buffer, Purpose};
+use call::{Call, Problem};
+use candle_core::Result;
 use compiled::constants::attn_bwd::FINISH_THREADS;
 use compiled::kernel;
 use full_precision::FullPrecision;
 use kernels::{Gpu, Grid};
 use plan::{Plan, SELECTION_BLOCK, TILE};
-use score_mod::{Modifier, OfHeads, sink_gradient};
-use selection::{Seen, Users};
+use selection::Users;
+use sinks::sink_gradient;
+use tensor::{Output, Strided};
 
-use crate::launch::{Launch, Operand};
-use crate::ops::attention::{AttentionOp, BackwardInputs, CompletedOnGpu, GradientsOnGpu};
-use crate::scheme::Scheme;
 use crate::shape::AttentionShape;
 
 /// A scheme on a GPU. Each scheme implements it in the file of its name. It names its kernels; `plan` says
@@ -98,17 +110,20 @@ trait OnGpu: Debug + Send + Sync + 'static {
 /// The forward's output, and the gradients of the loss with respect to it and to the log-sum-exps.
 #[derive(Debug, Clone, Copy)]
 struct OutputGradient<'a> {
-    out: Operand<'a>,
-    dout: Operand<'a>,
-    /// Of the log-sum-exps, (batch, query heads, query) in f32.
-    dlse: Option<Operand<'a>>,
+    out: Strided<'a>,
+    dout: Strided<'a>,
+    /// Of the log-sum-exps, (batch, query heads, query) in f32, contiguous. Null: zeros.
+    dlse: Address<'a>,
 }
+
+/// The gradients of query, key and value, and with sinks theirs.
+type Gradients = ([Output; 3], Option<Buffer<f32>>);
 
 /// A completed forward: the scheme with the state that its forward kept. No other type has a backward, so
 /// that scheme and state always match.
-trait CompletedForward: CompletedOnGpu + Debug {
+trait CompletedForward: Debug {
     /// Contiguous gradients of query, key and value.
-    fn backward(&self, problem: &Problem<'_>, output: &OutputGradient<'_>) -> Result<GradientsOnGpu>;
+    fn backward(&self, problem: &Problem<'_>, output: &OutputGradient<'_>) -> Result<Gradients>;
 }
 
 #[derive(Debug)]
@@ -120,29 +135,10 @@ struct Completed<S: OnGpu> {
 }
 
 impl<S: OnGpu> CompletedForward for Completed<S> {
-    fn backward(&self, problem: &Problem<'_>, output: &OutputGradient<'_>) -> Result<GradientsOnGpu> {
+    fn backward(&self, problem: &Problem<'_>, output: &OutputGradient<'_>) -> Result<Gradients> {
         run_backward(self, problem, output)
     }
 }
-
-impl<'a, S: OnGpu> Launch<BackwardInputs<'a>, GradientsOnGpu> for Completed<S> {
-    fn launch(&self, (op, [q, k, v, out, dout], dlse): BackwardInputs<'a>) -> Result<GradientsOnGpu> {
-        self.backward(&Problem::new(op, [q, k, v]), &OutputGradient { out, dout, dlse })
-    }
-}
-
-impl<'a, S: OnGpu> Launch<(&'a AttentionShape, Operand<'a>), CudaStorage> for Completed<S> {
-    fn launch(&self, (shape, out): (&'a AttentionShape, Operand<'a>)) -> Result<CudaStorage> {
-        let gpu = Gpu::new(out.0.device())?;
-        let lse = gpu.alloc::<f32>(shape.batch() * shape.query_heads() * shape.query_len())?;
-        let geometry = Geometry::new(&gpu, shape)?;
-        let outside = address(&lse, &gpu);
-        log_sum_exp(&gpu, geometry.shape(&gpu), shape, address(&self.minus_lse2, &gpu), outside, false)?;
-        Ok(gpu.storage(lse))
-    }
-}
-
-impl<S: OnGpu> CompletedOnGpu for Completed<S> {}
 
 /// Copies the log-sum-exps of a forward out of the padded layout, or adds their gradient to the negated delta of a backward.
 fn log_sum_exp(
@@ -160,76 +156,56 @@ fn log_sum_exp(
     params::launch(gpu, kernel!("attention_log_sum_exp"), grid, &params)
 }
 
-/// With `true` the forward keeps what its backward needs.
-impl Launch<([Operand<'_>; 3], bool), (CudaStorage, Option<Box<dyn CompletedOnGpu>>)> for AttentionOp {
-    fn launch(
-        &self,
-        (inputs, keep): ([Operand<'_>; 3], bool),
-    ) -> Result<(CudaStorage, Option<Box<dyn CompletedOnGpu>>)> {
-        let (out, completed) = forward(&self.scheme, &Problem::new(self, inputs), keep)?;
-        Ok((out, completed.map(|completed| completed as Box<dyn CompletedOnGpu>)))
+/// Calls a generic function with the implementation of a scheme.
+macro_rules! with_scheme {
+    ($scheme:expr, $run:expr) => {
+        match *$scheme {
+            $crate::scheme::Scheme::FullPrecision => $run($crate::cuda::FullPrecision),
+            $crate::scheme::Scheme::SageBwd(settings) => $run(settings),
+            $crate::scheme::Scheme::AttnQat(settings) => $run(settings),
+        }
+    };
+}
+use with_scheme;
+
+/// The names of a scheme's forward and backward kernel, for tests without a GPU.
+#[cfg(test)]
+fn kernels_of(scheme: &crate::scheme::Scheme) -> [&'static str; 2] {
+    fn of<S: OnGpu>(scheme: S) -> [&'static str; 2] {
+        [scheme.forward_kernel(), scheme.backward_kernel()]
     }
+    with_scheme!(scheme, of)
 }
 
 /// Computes the output, contiguous (batch, query, query heads, head_dim), and if `keep` the state for a
 /// backward.
-fn forward(
-    scheme: &Scheme,
-    problem: &Problem<'_>,
-    keep: bool,
-) -> Result<(CudaStorage, Option<Box<dyn CompletedForward>>)> {
-    match *scheme {
-        Scheme::FullPrecision => run_forward(FullPrecision, problem, keep),
-        Scheme::SageBwd(settings) => run_forward(settings, problem, keep),
-        Scheme::AttnQat(settings) => run_forward(settings, problem, keep),
-    }
-}
-
-/// The names of a scheme's forward and backward kernel, for tests without a GPU.
-#[cfg(test)]
-fn kernels_of(scheme: &Scheme) -> [&'static str; 2] {
-    fn of<S: OnGpu>(scheme: S) -> [&'static str; 2] {
-        [scheme.forward_kernel(), scheme.backward_kernel()]
-    }
-    match *scheme {
-        Scheme::FullPrecision => of(FullPrecision),
-        Scheme::SageBwd(settings) => of(settings),
-        Scheme::AttnQat(settings) => of(settings),
-    }
-}
-
 fn run_forward<S: OnGpu>(
     scheme: S,
     problem: &Problem<'_>,
     keep: bool,
-) -> Result<(CudaStorage, Option<Box<dyn CompletedForward>>)> {
+) -> Result<(Output, Option<Completed<S>>)> {
     let call = Call::new(problem)?;
-    let seen = problem.selection.map(Seen::new).transpose()?;
     let visits = call.visits();
     let plan = call.plan(scheme.forward_kernel(), visits)?;
     if keep {
         // So that a backward without a kernel is an error here, before anything is computed.
         call.plan(scheme.backward_kernel(), visits)?;
     }
-    let (score_mod, sinks) = (Modifier::new(problem.score_mod), OfHeads::new(problem.sinks));
-    let out = call.output(problem.shape.output_dims())?;
-    let minus_lse2 = keep.then(|| call.gpu.alloc::<f32>(call.query_tiles() * TILE)).transpose()?;
+    let out = call.tensor(Purpose::Output, problem.shape.output_dims())?;
+    let minus_lse2 = keep.then(|| minus_lse2_of(&call)).transpose()?;
     // Bytes of K and V per query head: the query heads of a group share them.
     let keys = 2 * call.geometry.sizes.key_len as usize * plan.row_bytes / problem.shape.group();
     let operands = scheme.operands(&call, keep)?;
     let mut params = params::Forward {
-        q: call.view(problem.q)?,
-        k: call.view(problem.k)?,
-        v: call.view(problem.v)?,
-        out: out.view(&call.gpu)?,
-        minus_lse2: address_if_any(minus_lse2.as_ref(), &call.gpu),
+        q: problem.q.view,
+        k: problem.k.view,
+        v: problem.v.view,
+        out: out.view(call.gpu),
+        minus_lse2: address_if_any(minus_lse2.as_ref(), call.gpu),
         shape: call.shape_sharing(keys, problem.shape.query_heads()),
-        lists: match &seen {
-            Some(seen) => seen.lists(&call.gpu)?,
-            None => call.window(),
-        },
-        score_mod: score_mod.params(problem.shape.query_heads(), &call.gpu)?,
-        sinks: sinks.address(&call.gpu)?,
+        lists: problem.selected.map_or_else(|| call.window(), |selected| selected.lists),
+        score_mod: problem.score_mod.unwrap_or_default(),
+        sinks: problem.sinks,
         ..params::Forward::default()
     };
     scheme.before_forward(&call, &operands, &mut params)?;
@@ -239,53 +215,55 @@ fn run_forward<S: OnGpu>(
         * (call.geometry.sizes.query_len as usize).div_ceil(plan.rows);
     let scheduler_counter = plan.persistent().then(|| call.gpu.alloc_zeros::<i32>(1)).transpose()?;
     if let Some(scheduler_counter) = &scheduler_counter {
-        params.scheduler_counter = address(scheduler_counter, &call.gpu);
+        params.scheduler_counter = address(scheduler_counter, call.gpu);
         // In this crate's own tests two blocks, so that small cases have blocks with several work tiles.
         blocks = blocks.min(if cfg!(test) { 2 } else { call.gpu.multiprocessors });
     }
     let grid = Grid { shared_bytes: plan.shared_bytes, ..Grid::line(blocks, plan.threads) };
     let kernel = plan.entry(visits, call.element.name());
-    call.gpu.launch_forward(plan.family, &kernel, grid, &params)?;
+    call.gpu.launch_attention(plan.family, &kernel, grid, &params)?;
     #[cfg(test)]
-    guard::check(&call.gpu)?;
-    let completed = minus_lse2.map(|minus_lse2| {
-        let kept = scheme.keep(operands);
-        Box::new(Completed { scheme, minus_lse2, kept }) as Box<dyn CompletedForward>
-    });
-    Ok((out.storage, completed))
+    guard::check(call.gpu)?;
+    let completed =
+        minus_lse2.map(|minus_lse2| Completed { kept: scheme.keep(operands), scheme, minus_lse2 });
+    Ok((out, completed))
+}
+
+/// Memory for the negated base-2 log-sum-exps of a call.
+fn minus_lse2_of(call: &Call<'_>) -> Result<Buffer<f32>> {
+    call.gpu.alloc_for(Purpose::Kept, call.query_tiles() * TILE)
 }
 
 fn run_backward<S: OnGpu>(
     completed: &Completed<S>,
     problem: &Problem<'_>,
     output: &OutputGradient<'_>,
-) -> Result<GradientsOnGpu> {
+) -> Result<Gradients> {
     let call = Call::new(problem)?;
-    let gpu = &call.gpu;
+    let gpu = call.gpu;
     // Parts of a list add in any order, so that nothing is cut where the bits must not depend on it.
     let cut = (!problem.deterministic).then_some(call.d);
-    let users = problem.selection.map(|selection| Users::new(selection, gpu, cut)).transpose()?;
+    let users = problem.selected.map(|selected| Users::new(&call, selected, cut)).transpose()?;
     let visits = call.visits();
     let plan = call.plan(completed.scheme.backward_kernel(), visits)?;
-    let score_mod = Modifier::new(problem.score_mod);
     let minus_delta = gpu.alloc::<f32>(call.query_tiles() * TILE)?;
     let dq_accum = gpu.alloc_zeros::<f32>(call.query_tiles() * TILE * call.d)?;
     // A counter for each tile of queries, and the tile scheduler's counter.
     let dq_semaphore =
         problem.deterministic.then(|| gpu.alloc_zeros::<i32>(call.query_tiles() + 1)).transpose()?;
-    let dk = call.output(problem.shape.key_dims())?;
-    let dv = call.output(problem.shape.value_dims())?;
+    let gradient = |dims| call.tensor(Purpose::Output, dims);
+    let (dk, dv) = (gradient(problem.shape.key_dims())?, gradient(problem.shape.value_dims())?);
     // Bytes that the blocks of a key head share, 9 per element of its queries: 4 for dQ's f32 sums, and for Q
     // and dO 4 in 16 bit, or 5 with SageBwd (codes of Q, Q^T and dO^T, and dO in 16 bit).
     let shared = call.geometry.sizes.query_len as usize * problem.shape.group() * call.d * 9;
     let given = params::Backward {
-        q: call.view(problem.q)?,
-        k: call.view(problem.k)?,
-        v: call.view(problem.v)?,
-        out: call.view(output.out)?,
-        dout: call.view(output.dout)?,
-        dk: dk.view(gpu)?,
-        dv: dv.view(gpu)?,
+        q: problem.q.view,
+        k: problem.k.view,
+        v: problem.v.view,
+        out: output.out.view,
+        dout: output.dout.view,
+        dk: dk.view(gpu),
+        dv: dv.view(gpu),
         minus_lse2: address(&completed.minus_lse2, gpu),
         minus_delta: address(&minus_delta, gpu),
         dq_accum: address(&dq_accum, gpu),
@@ -297,17 +275,16 @@ fn run_backward<S: OnGpu>(
     let scratch = completed.scheme.scratch(&call, &completed.kept)?;
     let mut params = params::Backward {
         lists: match &users {
-            Some(users) => users.lists(gpu)?,
+            Some(users) => users.lists(gpu),
             None => call.window(),
         },
-        score_mod: score_mod.params(problem.shape.query_heads(), gpu)?,
+        score_mod: problem.score_mod.unwrap_or_default(),
         cuts: users.as_ref().map(|users| users.cuts(gpu)).unwrap_or_default(),
         ..given
     };
     completed.scheme.before_backward(&call, plan, &completed.kept, &scratch, output, &mut params)?;
-    if let Some(dlse) = output.dlse {
-        let outside = ops::tensor::start(dlse, gpu)?;
-        log_sum_exp(gpu, call.shape(), problem.shape, params.minus_delta, outside, true)?;
+    if output.dlse != Address::NULL {
+        log_sum_exp(gpu, call.shape(), problem.shape, params.minus_delta, output.dlse, true)?;
     }
     let dsinks = sink_gradient(&call, &params)?;
     let blocks = call.segment_count()
@@ -317,19 +294,19 @@ fn run_backward<S: OnGpu>(
     let blocks = blocks * plan.channel_parts();
     let grid = Grid { shared_bytes: plan.shared_bytes, ..Grid::line(blocks, plan.threads) };
     let kernel = plan.entry(visits, call.element.name());
-    gpu.launch_backward(plan.family, &kernel, grid, &params)?;
+    gpu.launch_attention(plan.family, &kernel, grid, &params)?;
     #[cfg(test)]
     guard::check(gpu)?;
     // The scratch memory and the lists' are freed before dQ is allocated, since memory use peaks here. The parameters of
     // the last kernel have no address in them, because they are made from those of `given`.
     drop(scratch);
     drop(users);
-    let dq = call.output(problem.shape.query_dims())?;
-    let params = params::Backward { dq: dq.view(gpu)?, ..given };
+    let dq = call.tensor(Purpose::Output, problem.shape.query_dims())?;
+    let params = params::Backward { dq: dq.view(gpu), ..given };
     let tiles = (call.geometry.sizes.query_len as usize).div_ceil(TILE);
     let grid = Grid::line(tiles * problem.shape.query_heads() * call.segment_count(), FINISH_THREADS);
-    gpu.launch_backward(plan.family, &call.kernel(kernel!("finish_dq")), grid, &params)?;
+    gpu.launch_attention(plan.family, &call.kernel(kernel!("finish_dq")), grid, &params)?;
     #[cfg(test)]
     guard::check(gpu)?;
-    Ok(([dq, dk, dv].map(|gradient| gradient.storage), dsinks))
+    Ok(([dq, dk, dv], dsinks))
 }

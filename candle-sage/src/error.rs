@@ -96,7 +96,7 @@ impl ErrorKind {
             | Candle::ShapeMismatchSplit { .. }
             | Candle::UnexpectedNumberOfDims { .. }
             | Candle::UnexpectedShape { .. } => Self::Shape,
-            #[cfg(feature = "cuda")]
+            #[cfg(feature = "kernels")]
             Candle::Cuda(error) if device_memory_is_full(&**error) => Self::OutOfMemory,
             _ => Self::Failed,
         }
@@ -110,13 +110,14 @@ impl ErrorKind {
     }
 }
 
-#[cfg(feature = "cuda")]
+#[cfg(feature = "kernels")]
 fn device_memory_is_full(error: &(dyn std::error::Error + 'static)) -> bool {
-    use candle_core::cuda_backend::CudaError;
     use cudarc::driver::{DriverError, sys::CUresult};
-    let driver = match error.downcast_ref::<CudaError>() {
-        Some(CudaError::Cuda(driver)) => Some(driver),
-        _ => error.downcast_ref::<DriverError>(),
+    let driver = error.downcast_ref::<DriverError>();
+    #[cfg(feature = "cuda")]
+    let driver = match error.downcast_ref::<candle_core::cuda_backend::CudaError>() {
+        Some(candle_core::cuda_backend::CudaError::Cuda(driver)) => Some(driver),
+        _ => driver,
     };
     driver.is_some_and(|error| error.0 == CUresult::CUDA_ERROR_OUT_OF_MEMORY)
 }

@@ -31,7 +31,7 @@
 #![deny(missing_docs)]
 
 mod cpu;
-#[cfg(feature = "cuda")]
+#[cfg(feature = "kernels")]
 mod cuda;
 mod dtype;
 mod error;
@@ -48,6 +48,8 @@ pub mod sla2;
 mod update;
 mod variables;
 
+#[cfg(feature = "kernels")]
+pub use cuda::foreign;
 pub use error::{Error, ErrorKind, Result};
 pub use ops::{
     Attention, flash_attn, flash_attn_alibi, flash_attn_alibi_windowed, flash_attn_alibi_windowed_softcap,

@@ -6,6 +6,7 @@
 mod attn_qat;
 mod sagebwd;
 mod smoothing;
+mod words;
 
 pub use attn_qat::{AttnQat, PReference, Products, ValueGroups};
 pub use sagebwd::{Granularity, Int8Products, SageBwd};

@@ -271,13 +271,13 @@ impl AttentionShape {
     }
 
     /// head_dim of values and outputs.
-    #[cfg(feature = "cuda")]
+    #[cfg(feature = "kernels")]
     pub(crate) fn value_dim(&self) -> usize {
         self.value_dim
     }
 
     /// The larger head_dim.
-    #[cfg(feature = "cuda")]
+    #[cfg(feature = "kernels")]
     pub(crate) fn widest(&self) -> usize {
         self.head_dim.max(self.value_dim)
     }

@@ -1,11 +1,14 @@
 //! Addresses that kernels get, each of which borrows the memory that it points into.
+#![allow(unsafe_code)]
 
 use std::marker::PhantomData;
 
+#[cfg(feature = "cuda")]
 use candle_core::{Layout, Result};
 use cudarc::driver::DevicePtr;
 
 use super::kernels::Gpu;
+#[cfg(feature = "cuda")]
 use crate::error::Error;
 
 /// An address on the device: null, or inside an allocation that is borrowed for `'a`. Only this module makes one, and only from a
@@ -21,6 +24,14 @@ pub(crate) struct Address<'a>(u64, PhantomData<&'a ()>);
 
 impl Address<'_> {
     pub(super) const NULL: Self = Self(0, PhantomData);
+
+    /// An address in memory of another library.
+    ///
+    /// # Safety
+    /// The memory must be alive as long as the address.
+    pub(super) unsafe fn lent(number: u64) -> Self {
+        Self(number, PhantomData)
+    }
 
     /// The number, for interfaces that do not know the type. It borrows nothing.
     pub(super) fn number(self) -> u64 {
@@ -53,6 +64,7 @@ pub(super) fn address_if_any<'a, T: 'a>(of: Option<&'a impl DevicePtr<T>>, gpu: 
 ///
 /// # Errors
 /// When the allocation has fewer elements.
+#[cfg(feature = "cuda")]
 pub(super) fn address_at<'a, T>(of: &'a impl DevicePtr<T>, index: usize, gpu: &Gpu) -> Result<Address<'a>> {
     if index > of.len() {
         return Err(Error::new("an address would be outside of the memory that it is made from")
@@ -65,11 +77,12 @@ pub(super) fn address_at<'a, T>(of: &'a impl DevicePtr<T>, index: usize, gpu: &G
 
 /// The index of a tensor's first element in its memory. The offset of a tensor without elements may lie behind the end of the
 /// memory; since no kernel reads such a tensor, the index is 0.
+#[cfg(feature = "cuda")]
 pub(super) fn first_index(layout: &Layout) -> usize {
     if layout.shape().elem_count() == 0 { 0 } else { layout.start_offset() }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "cuda"))]
 mod tests {
     use super::*;
 

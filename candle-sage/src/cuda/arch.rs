@@ -1,7 +1,6 @@
 //! The architectures that this build has kernels for, and their differences.
 
 use super::compiled::{ARCHITECTURES, NVFP4_FAMILIES, PTX};
-use super::plan::{TARGETS, Target};
 use crate::error::{Error, Result};
 
 /// The kernels that a device runs: machine code of its major version, for the highest architecture that is
@@ -42,10 +41,9 @@ impl Architecture {
         }
     }
 
-    /// The target whose plans its kernels have.
-    pub(super) fn target(self) -> Target {
-        let own = TARGETS.iter().find(|(_, _, architectures)| architectures.contains(&self.code));
-        own.expect("kernels are compiled for the architectures of targets alone").0
+    /// The number of its kernels' own architecture.
+    pub(super) fn number(self) -> u32 {
+        self.code
     }
 
     /// One of [`ARCHITECTURES`], by its number.
@@ -70,6 +68,7 @@ impl std::fmt::Display for Architecture {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuda::plan::TARGETS;
 
     #[test]
     fn devices_get_the_code_of_their_major_version_or_ptx() {

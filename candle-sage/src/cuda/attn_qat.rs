@@ -9,7 +9,7 @@
 use candle_core::Result;
 
 use super::address::{Address, address, address_if_any};
-use super::buffer::Buffer;
+use super::buffer::{Buffer, Purpose};
 use super::call::Call;
 use super::compiled::constants::fake_quantize::VALUES;
 use super::compiled::constants::quant_pack_nvfp4::PACK_THREADS;
@@ -74,22 +74,25 @@ impl OnGpu for AttnQat {
     }
 
     fn operands(&self, call: &Call<'_>, keep: bool) -> Result<Operands> {
-        let (gpu, shape) = (&call.gpu, call.problem.shape);
+        let (gpu, shape) = (call.gpu, call.problem.shape);
         let smooth = self.smoothing.of_keys();
         // V's means and sums lie behind K's.
         let smoothed = 1 + usize::from(self.smoothing.of_values());
         let means = smoothed * call.segment_count() * shape.key_heads() * call.d;
-        let k_mean = smooth.then(|| gpu.alloc(means)).transpose()?;
+        let k_mean = smooth.then(|| gpu.alloc_for(Purpose::Kept, means)).transpose()?;
         let k_tile_sums = smooth.then(|| gpu.alloc(smoothed * call.key_tiles() * call.d)).transpose()?;
         if self.products == Products::Nvfp4 {
             let kept = Kept { high_precision_out: None, row_sums: None, k_mean };
             return Ok(Operands { kept, rounded: Rounded::Codes(codes(call)?), k_tile_sums });
         }
-        let (q, k) = (call.output(shape.query_dims())?, call.output(shape.key_dims())?);
-        let rounded = Rounded::Values(Box::new([q, k, call.output(shape.key_dims())?]));
+        let rounded = |dims| call.tensor(Purpose::Scratch, dims);
+        let (q, k) = (rounded(shape.query_dims())?, rounded(shape.key_dims())?);
+        let rounded = Rounded::Values(Box::new([q, k, rounded(shape.key_dims())?]));
         let second = keep && self.high_precision_output;
-        let high_precision_out = second.then(|| call.output(shape.query_dims())).transpose()?;
-        let row_sums = keep.then(|| gpu.alloc(call.query_tiles() * TILE)).transpose()?;
+        let high_precision_out =
+            second.then(|| call.tensor(Purpose::Kept, shape.query_dims())).transpose()?;
+        let rows = call.query_tiles() * TILE;
+        let row_sums = keep.then(|| gpu.alloc_for(Purpose::Kept, rows)).transpose()?;
         Ok(Operands { kept: Kept { high_precision_out, row_sums, k_mean }, rounded, k_tile_sums })
     }
 
@@ -99,7 +102,7 @@ impl OnGpu for AttnQat {
         operands: &'p Operands,
         params: &mut params::Forward<'p>,
     ) -> Result<()> {
-        let gpu = &call.gpu;
+        let gpu = call.gpu;
         let Kept { high_precision_out, row_sums, k_mean } = &operands.kept;
         params.smooth_values = self.smoothing.of_values().into();
         if let (Some(mean), Some(sums)) = (k_mean, &operands.k_tile_sums) {
@@ -113,12 +116,12 @@ impl OnGpu for AttnQat {
             Rounded::Codes(codes) => return pack(call, codes, params),
             Rounded::Values(rounded) => rounded.as_ref(),
         };
-        let to = [q.view(gpu)?, k.view(gpu)?, v.view(gpu)?];
+        let to = [q.view(gpu), k.view(gpu), v.view(gpu)];
         let from = [params.q, params.k, params.v];
         launch_fake_quantize(self, call, from, to, params.codes.k_mean, true)?;
         [params.q, params.k, params.v] = to;
         if let Some(out) = high_precision_out {
-            params.high_precision_out = out.view(gpu)?;
+            params.high_precision_out = out.view(gpu);
         }
         params.row_sums = address_if_any(row_sums.as_ref(), gpu);
         Ok(())
@@ -130,7 +133,7 @@ impl OnGpu for AttnQat {
 
     fn scratch(&self, call: &Call<'_>, kept: &Kept) -> Result<Option<Output>> {
         let again = self.matched_recomputation || kept.k_mean.is_some();
-        again.then(|| call.output(call.problem.shape.query_dims())).transpose()
+        again.then(|| call.tensor(Purpose::Scratch, call.problem.shape.query_dims())).transpose()
     }
 
     fn before_backward<'p>(
@@ -142,26 +145,26 @@ impl OnGpu for AttnQat {
         output: &OutputGradient<'_>,
         params: &mut params::Backward<'p>,
     ) -> Result<()> {
-        let gpu = &call.gpu;
+        let gpu = call.gpu;
         if let Some(out) = &kept.high_precision_out {
-            params.out = out.view(gpu)?;
+            params.out = out.view(gpu);
         }
         params.row_sums = address_if_any(kept.row_sums.as_ref(), gpu);
         let k_mean = address_if_any(kept.k_mean.as_ref(), gpu);
         if let Some(q) = scratch {
-            let to = [q.view(gpu)?, params.dk, params.dv];
+            let to = [q.view(gpu), params.dk, params.dv];
             let from = [params.q, params.k, params.v];
             launch_fake_quantize(self, call, from, to, k_mean, self.matched_recomputation)?;
             [params.q, params.k, params.v] = to;
         }
-        call.set_backward_maps(plan, true, output.dout.1, params)?;
+        call.set_backward_maps(plan, true, output.dout, params)?;
         launch_delta(call, params)
     }
 }
 
 /// Memory for the codes and scales of Q, K and V that FP4 products read.
 fn codes(call: &Call<'_>) -> Result<[Buffer<i8>; 3]> {
-    let gpu = &call.gpu;
+    let gpu = call.gpu;
     // This crate's own tests also run where the kernel emulates the instruction.
     if !gpu.architecture.has_nvfp4() && !cfg!(test) {
         return Err(Error::unsupported("this GPU has no FP4 products, or this build no kernels with them")
@@ -177,11 +180,11 @@ fn codes(call: &Call<'_>) -> Result<[Buffer<i8>; 3]> {
 
 /// Launches the packing of Q, K and V into codes and scales, and sets their addresses in `params`.
 fn pack<'p>(call: &Call<'_>, codes: &'p [Buffer<i8>; 3], params: &mut params::Forward<'p>) -> Result<()> {
-    let gpu = &call.gpu;
+    let gpu = call.gpu;
     let [q, k, v] = codes.each_ref().map(|codes| address(codes, gpu));
     (params.codes.q, params.codes.k, params.codes.v_transposed) = (q, k, v);
     let grid = Grid::line(call.query_tiles() + 2 * call.key_tiles(), PACK_THREADS);
-    gpu.launch_forward(NVFP4, &call.kernel("pack_nvfp4"), grid, params)
+    gpu.launch_attention(NVFP4, &call.kernel("pack_nvfp4"), grid, params)
 }
 
 /// Launches the rounding of Q, K and V into other tensors: to NVFP4 if `quantize`, otherwise to 16 bit alone.
@@ -210,5 +213,5 @@ fn launch_fake_quantize(
     };
     let blocks = call.query_tiles() + 2 * call.key_tiles();
     let threads = TILE * call.d / VALUES;
-    params::launch(&call.gpu, &call.kernel(kernel!("fake_quantize")), Grid::line(blocks, threads), &params)
+    params::launch(call.gpu, &call.kernel(kernel!("fake_quantize")), Grid::line(blocks, threads), &params)
 }

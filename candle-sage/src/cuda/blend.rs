@@ -4,14 +4,15 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 
 use super::address::{address, address_at, first_index};
+use super::attention::Seen;
 use super::call::Geometry;
+use super::candle::view;
 use super::compiled::constants::blend::{SUM_THREADS, THREADS};
 use super::compiled::kernel;
 use super::kernels::{Gpu, Grid};
 use super::params::{self, launch};
 use super::plan;
-use super::selection::Seen;
-use super::tensor::{Element, Output, view};
+use super::tensor::{Element, Output};
 use crate::launch::{Launch, Operand};
 use crate::ops::Alpha;
 use crate::ops::blend::{Blend, Gradients};
@@ -84,10 +85,10 @@ impl<'a> Call<'a> {
 impl Launch<[Operand<'_>; 3], CudaStorage> for Blend {
     fn launch(&self, [sparse, tail, theta]: [Operand<'_>; 3]) -> Result<CudaStorage> {
         let call = Call::new(self, sparse, theta)?;
-        let out = Output::new(&call.gpu, call.element, self.selection.shape().query_dims())?;
-        let (tail, to) = (view(tail, &call.gpu)?, out.view(&call.gpu)?);
+        let out = Output::for_candle(&call.gpu, call.element, self.selection.shape().query_dims())?;
+        let (tail, to) = (view(tail, &call.gpu)?, out.view(&call.gpu));
         call.launch(kernel!("blend_forward"), &params::Blend { tail, out: to, ..call.params()? })?;
-        Ok(out.storage)
+        Ok(out.storage(&call.gpu))
     }
 }
 
@@ -97,22 +98,22 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 3]> for Gradients<'_> {
         let selection = &self.0.selection;
         let call = Call::new(self.0, sparse, theta)?;
         let gpu = &call.gpu;
-        let dsparse = Output::new(gpu, call.element, selection.shape().query_dims())?;
-        let dtail = Output::new(gpu, call.element, selection.shape().query_dims())?;
+        let dsparse = Output::for_candle(gpu, call.element, selection.shape().query_dims())?;
+        let dtail = Output::for_candle(gpu, call.element, selection.shape().query_dims())?;
         let heads = selection.shape().query_heads();
         let parts = gpu.alloc::<f32>(self.0.theta_parts())?;
         let dtheta = gpu.alloc::<f32>(heads)?;
         let mut params = params::Blend {
             tail: view(tail, gpu)?,
             dout: view(dout, gpu)?,
-            out: dsparse.view(gpu)?,
-            dtail: dtail.view(gpu)?,
+            out: dsparse.view(gpu),
+            dtail: dtail.view(gpu),
             dtheta: address(&dtheta, gpu),
             ..call.params()?
         };
         params.mixture.parts = address(&parts, gpu);
         call.launch(kernel!("blend_backward"), &params)?;
         launch(gpu, kernel!("blend_sum_theta"), Grid::line(heads, SUM_THREADS), &params)?;
-        Ok([dsparse.storage, dtail.storage, gpu.storage(dtheta)])
+        Ok([dsparse.storage(gpu), dtail.storage(gpu), gpu.storage(dtheta)])
     }
 }

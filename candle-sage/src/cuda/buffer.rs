@@ -1,47 +1,125 @@
-//! Memory on the device, allocated and freed in the order of a stream.
+//! Memory on the device: of the driver, in the order of a stream, or lent by the caller.
 #![allow(unsafe_code)]
 
+use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
-use std::mem::ManuallyDrop;
+use std::rc::Rc;
 use std::sync::Arc;
 
-use candle_core::cuda_backend::{CudaDType, WrapErr};
-use candle_core::{CudaStorage, Result};
+use candle_core::Result;
 use cudarc::driver::{CudaStream, DevicePtr, DeviceRepr, DeviceSlice, SyncOnDrop, ValidAsZeroBits, result};
 
+use super::driver::DriverResult;
 use super::kernels::Gpu;
+use crate::error::Error;
 
-/// Memory for elements of one type. It is not cudarc's `CudaSlice`, which creates two events at each allocation, for other streams to
-/// wait for: a buffer never leaves its stream, and what is returned to candle becomes a `CudaSlice` there ([`Gpu::storage`]).
+/// What a call needs memory for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Purpose {
+    /// A result.
+    Output,
+    /// State of the forward that its backward reads.
+    Kept,
+    /// Memory that only this call uses.
+    Scratch,
+}
+
+/// Where a call's memory comes from.
+#[derive(Debug, Clone, Default)]
+pub(super) enum Memory {
+    /// The driver.
+    #[default]
+    Driver,
+    /// The caller.
+    Lent(Rc<Lent>),
+}
+
+/// Memory of the caller. Each allocation of a call is the next piece of it, so that two calls of the same shape get the same pieces.
 #[derive(Debug)]
-pub(super) struct Buffer<T> {
+pub(super) struct Lent {
+    /// Where the results go, the first one last.
+    outputs: RefCell<Vec<u64>>,
+    pub(super) kept: Arena,
+    pub(super) scratch: Arena,
+}
+
+/// Memory that is handed out from its start on.
+#[derive(Debug)]
+pub(super) struct Arena {
+    start: u64,
+    bytes: usize,
+    used: Cell<usize>,
+}
+
+/// Bytes that pieces of an arena are aligned to.
+const ALIGNMENT: usize = 256;
+
+impl Arena {
+    pub(super) fn new(start: u64, bytes: usize) -> Self {
+        Self { start, bytes, used: Cell::new(0) }
+    }
+
+    /// An arena that counts what is asked for. Its addresses are not valid.
+    pub(super) fn counting() -> Self {
+        Self::new(0, usize::MAX)
+    }
+
+    pub(super) fn used(&self) -> usize {
+        self.used.get()
+    }
+
+    fn take(&self, bytes: usize) -> Result<u64> {
+        let at = self.used.get();
+        let end = at + bytes.next_multiple_of(ALIGNMENT);
+        if end > self.bytes {
+            return Err(Error::new("the memory that was lent to an attention call is too small")
+                .got(format!("{} bytes", self.bytes))
+                .allowed(format!("{end} and more"))
+                .hint("ask for the size with the same shapes and settings as the call")
+                .into());
+        }
+        self.used.set(end);
+        Ok(self.start + at as u64)
+    }
+}
+
+impl Lent {
+    /// `outputs` are in the order of their allocation.
+    pub(super) fn new(mut outputs: Vec<u64>, kept: Arena, scratch: Arena) -> Self {
+        outputs.reverse();
+        Self { outputs: RefCell::new(outputs), kept, scratch }
+    }
+
+    /// Counts the memory of a call.
+    pub(super) fn counting() -> Self {
+        Self { outputs: RefCell::default(), kept: Arena::counting(), scratch: Arena::counting() }
+    }
+
+    fn take(&self, purpose: Purpose, bytes: usize) -> Result<u64> {
+        match purpose {
+            Purpose::Kept => self.kept.take(bytes),
+            Purpose::Scratch => self.scratch.take(bytes),
+            Purpose::Output => Ok(self.outputs.borrow_mut().pop().unwrap_or_default()),
+        }
+    }
+}
+
+/// Memory, which is freed where it is the driver's.
+#[derive(Debug)]
+struct Allocation {
     at: u64,
-    len: usize,
+    owned: bool,
     stream: Arc<CudaStream>,
-    elements: PhantomData<fn() -> T>,
 }
 
-impl<T> DeviceSlice<T> for Buffer<T> {
-    fn len(&self) -> usize {
-        self.len
-    }
-
-    fn stream(&self) -> &Arc<CudaStream> {
-        &self.stream
-    }
-}
-
-impl<T> DevicePtr<T> for Buffer<T> {
-    fn device_ptr<'a>(&'a self, _: &'a CudaStream) -> (u64, SyncOnDrop<'a>) {
-        (self.at, SyncOnDrop::Record(None))
-    }
-}
-
-impl<T> Drop for Buffer<T> {
+impl Drop for Allocation {
     fn drop(&mut self) {
+        if !self.owned {
+            return;
+        }
         let context = self.stream.context();
-        // SAFETY: allocated in `Gpu::alloc`, and freed once. Work of the stream that uses it was issued before. cudarc reports the error
-        // at its next call.
+        // SAFETY: allocated in `Gpu::alloc_for`, and freed once. Work of the stream that uses it was issued before. cudarc reports the
+        // error at its next call.
         let freed = unsafe {
             if context.has_async_alloc() {
                 result::free_async(self.at, self.stream.cu_stream())
@@ -50,6 +128,54 @@ impl<T> Drop for Buffer<T> {
             }
         };
         context.record_err(freed);
+    }
+}
+
+/// Memory for elements of one type. It is not cudarc's `CudaSlice`, which creates two events at each allocation, for other streams to
+/// wait for: a buffer never leaves its stream, and what is returned to candle becomes a `CudaSlice` there (`Gpu::storage`).
+#[derive(Debug)]
+pub(super) struct Buffer<T> {
+    allocation: Allocation,
+    len: usize,
+    elements: PhantomData<fn() -> T>,
+}
+
+impl<T> Buffer<T> {
+    /// The same memory, for elements of another type of the same size.
+    #[cfg(feature = "cuda")]
+    pub(super) fn cast<U>(self) -> Buffer<U> {
+        const { assert!(size_of::<T>() == size_of::<U>()) };
+        Buffer { allocation: self.allocation, len: self.len, elements: PhantomData }
+    }
+
+    /// The address, which nobody frees any more, and the number of elements.
+    #[cfg(feature = "cuda")]
+    pub(super) fn leak(mut self) -> (u64, usize) {
+        self.allocation.owned = false;
+        (self.allocation.at, self.len)
+    }
+}
+
+impl<T> DeviceSlice<T> for Buffer<T> {
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn stream(&self) -> &Arc<CudaStream> {
+        &self.allocation.stream
+    }
+}
+
+impl<T> DevicePtr<T> for Buffer<T> {
+    fn device_ptr<'a>(&'a self, _: &'a CudaStream) -> (u64, SyncOnDrop<'a>) {
+        (self.allocation.at, SyncOnDrop::Record(None))
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl<T> cudarc::driver::DevicePtrMut<T> for Buffer<T> {
+    fn device_ptr_mut<'a>(&'a mut self, stream: &'a CudaStream) -> (u64, SyncOnDrop<'a>) {
+        self.device_ptr(stream)
     }
 }
 
@@ -64,51 +190,70 @@ pub(super) const CANARY_BYTES: usize = 256;
 
 impl Gpu {
     /// Memory without the tests' guard.
-    fn unguarded<T: DeviceRepr>(&self, len: usize) -> Result<Buffer<T>> {
-        let (context, len) = (self.stream.context(), room(len, size_of::<T>()));
-        context.bind_to_thread().w()?;
+    fn unguarded<T: DeviceRepr>(&self, purpose: Purpose, len: usize) -> Result<Buffer<T>> {
+        let len = room(len, size_of::<T>());
         let bytes = len * size_of::<T>();
-        // SAFETY: a kernel writes the elements before any is read; none has a destructor.
-        let at = unsafe {
-            if context.has_async_alloc() {
-                result::malloc_async(self.stream.cu_stream(), bytes)
-            } else {
-                result::malloc_sync(bytes)
+        let (at, owned) = match &self.memory {
+            Memory::Lent(lent) => (lent.take(purpose, bytes)?, false),
+            Memory::Driver => {
+                let context = self.stream.context();
+                context.bind_to_thread().w()?;
+                // SAFETY: a kernel writes the elements before any is read; none has a destructor.
+                let at = unsafe {
+                    if context.has_async_alloc() {
+                        result::malloc_async(self.stream.cu_stream(), bytes)
+                    } else {
+                        result::malloc_sync(bytes)
+                    }
+                };
+                (at.w()?, true)
             }
         };
-        Ok(Buffer { at: at.w()?, len, stream: self.stream.clone(), elements: PhantomData })
+        let allocation = Allocation { at, owned, stream: self.stream.clone() };
+        Ok(Buffer { allocation, len, elements: PhantomData })
     }
 
     /// Uninitialized memory for `len` elements. (At least one: an empty allocation has no address.)
+    pub(super) fn alloc_for<T: DeviceRepr>(&self, purpose: Purpose, len: usize) -> Result<Buffer<T>> {
+        let buffer = self.unguarded(purpose, len)?;
+        #[cfg(test)]
+        super::guard::watch(self, buffer.allocation.at, len * size_of::<T>(), false)?;
+        Ok(buffer)
+    }
+
+    /// Uninitialized memory that only this call uses.
     pub(super) fn alloc<T: DeviceRepr>(&self, len: usize) -> Result<Buffer<T>> {
-        let buffer = self.unguarded(len)?;
-        #[cfg(test)]
-        super::guard::watch(self, buffer.at, len * size_of::<T>(), false)?;
-        Ok(buffer)
+        self.alloc_for(Purpose::Scratch, len)
     }
 
-    /// Memory for `len` zeros.
+    /// Memory for `len` zeros that only this call uses.
     pub(super) fn alloc_zeros<T: DeviceRepr + ValidAsZeroBits>(&self, len: usize) -> Result<Buffer<T>> {
-        let buffer = self.unguarded::<T>(len)?;
-        // SAFETY: the allocation has so many bytes.
-        unsafe {
-            result::memset_d8_async(buffer.at, 0, buffer.len * size_of::<T>(), self.stream.cu_stream())
+        let buffer = self.unguarded::<T>(Purpose::Scratch, len)?;
+        if !self.dry {
+            let (at, bytes) = (buffer.allocation.at, buffer.len * size_of::<T>());
+            // SAFETY: the allocation has so many bytes.
+            unsafe { result::memset_d8_async(at, 0, bytes, self.stream.cu_stream()) }.w()?;
         }
-        .w()?;
         #[cfg(test)]
-        super::guard::watch(self, buffer.at, len * size_of::<T>(), true)?;
+        super::guard::watch(self, buffer.allocation.at, len * size_of::<T>(), true)?;
         Ok(buffer)
     }
 
-    /// candle's storage of a buffer that all kernels have written.
-    pub(super) fn storage<T: CudaDType + DeviceRepr>(&self, buffer: Buffer<T>) -> CudaStorage {
-        let buffer = ManuallyDrop::new(buffer);
-        // SAFETY: the allocation has the length, and only the slice frees it. `ManuallyDrop` leaks a reference to the stream of the
-        // buffer, which is dropped here.
-        let slice = unsafe {
-            drop(std::ptr::read(&raw const buffer.stream));
-            self.stream.upgrade_device_ptr::<T>(buffer.at, buffer.len)
-        };
-        CudaStorage::wrap_cuda_slice(slice, self.device.clone())
+    /// A copy of what the host has, which it may change when this returns.
+    pub(super) fn upload<T: DeviceRepr + 'static>(&self, from: &[T]) -> Result<Buffer<T>> {
+        #[allow(unused_mut)]
+        let mut buffer = self.unguarded::<T>(Purpose::Scratch, from.len())?;
+        if self.dry || from.is_empty() {
+            return Ok(buffer);
+        }
+        // candle keeps a copy of it while a CUDA graph is captured.
+        #[cfg(feature = "cuda")]
+        if let Some(device) = &self.device {
+            device.memcpy_htod(from, &mut buffer)?;
+            return Ok(buffer);
+        }
+        // SAFETY: the allocation has at least as many elements. The driver copies memory that is not pinned before it returns.
+        unsafe { result::memcpy_htod_async(buffer.allocation.at, from, self.stream.cu_stream()) }.w()?;
+        Ok(buffer)
     }
 }

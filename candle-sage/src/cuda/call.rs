@@ -1,60 +1,49 @@
 //! One attention call on a GPU: its tensors, segments and tiles, in the form that kernels take.
 
-use candle_core::backend::BackendStorage;
-use candle_core::{Layout, Result, Tensor};
-use cudarc::driver::CudaSlice;
+use candle_core::Result;
 
-use super::address::address_if_any;
+use super::address::{Address, address_if_any};
+use super::buffer::{Buffer, Purpose};
 use super::kernels::Gpu;
 use super::params;
 use super::plan::{self, Plan, SELECTION_BLOCK, TILE, Visits};
-use super::tensor::{Element, Output, tensor_map, view};
+use super::tensor::{Element, Output, Strided, tensor_map};
 use crate::error::Error;
-use crate::launch::Operand;
-use crate::ops::attention::{AttentionOp, ScoreMod};
 use crate::scheme::Scheme;
-use crate::selection::Selection;
+use crate::selection::Blocks;
 use crate::shape::{AttentionShape, Dims};
 
 /// One attention call: the GPU's counterpart of [`crate::cpu::Problem`].
 #[derive(Debug)]
-pub(crate) struct Problem<'a> {
-    pub(crate) scheme: &'a Scheme,
-    pub(crate) shape: &'a AttentionShape,
-    pub(crate) softmax_scale: f32,
+pub(super) struct Problem<'a> {
+    pub(super) gpu: &'a Gpu,
+    pub(super) scheme: &'a Scheme,
+    pub(super) shape: &'a AttentionShape,
+    pub(super) softmax_scale: f32,
     /// Whether gradients have the same bits in repeated runs, which takes longer.
-    pub(crate) deterministic: bool,
-    pub(crate) q: Operand<'a>,
-    pub(crate) k: Operand<'a>,
-    pub(crate) v: Operand<'a>,
+    pub(super) deterministic: bool,
+    pub(super) q: Strided<'a>,
+    pub(super) k: Strided<'a>,
+    pub(super) v: Strided<'a>,
     /// The blocks of keys to attend to. `None`: all keys that the mask leaves.
-    pub(crate) selection: Option<&'a Selection>,
-    /// A logit of each query head without a value.
-    pub(crate) sinks: Option<&'a Tensor>,
+    pub(super) selected: Option<Selected<'a>>,
+    /// A logit of each query head without a value; null: none.
+    pub(super) sinks: Address<'a>,
     /// A soft cap or `ALiBi`.
-    pub(crate) score_mod: Option<&'a ScoreMod>,
+    pub(super) score_mod: Option<params::ScoreMod<'a>>,
 }
 
-impl<'a> Problem<'a> {
-    pub(super) fn new(op: &'a AttentionOp, [q, k, v]: [Operand<'a>; 3]) -> Self {
-        Self {
-            scheme: &op.scheme,
-            shape: &op.shape,
-            softmax_scale: op.softmax_scale,
-            deterministic: op.deterministic,
-            q,
-            k,
-            v,
-            selection: op.selection.as_ref(),
-            sinks: op.sinks.as_ref(),
-            score_mod: op.score_mod.as_ref(),
-        }
-    }
+/// The blocks of keys that blocks of queries attend to.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Selected<'a> {
+    /// Their lists.
+    pub(super) lists: params::Lists<'a>,
+    pub(super) blocks: &'a Blocks,
 }
 
 /// What all launches of a call share.
 pub(super) struct Call<'a> {
-    pub(super) gpu: Gpu,
+    pub(super) gpu: &'a Gpu,
     pub(super) element: Element,
     /// head_dim as padded inside the kernels.
     pub(super) d: usize,
@@ -68,14 +57,14 @@ pub(super) struct Geometry {
     /// softmax scale.
     pub(super) sizes: params::Shape<'static>,
     /// The table of packed documents.
-    segments: Option<CudaSlice<params::Segment>>,
+    segments: Option<Buffer<params::Segment>>,
 }
 
 impl Geometry {
     pub(super) fn new(gpu: &Gpu, shape: &AttentionShape) -> Result<Self> {
         let (lengths, table, tiles) = segments(shape)?;
         let packed = !table.is_empty();
-        let segments = packed.then(|| gpu.device.clone_htod(&table)).transpose()?;
+        let segments = packed.then(|| gpu.upload(&table)).transpose()?;
         // A limit of as many keys as the longest segment has hides nothing.
         let after = shape.window().after.filter(|after| *after < lengths.0.max(lengths.1));
         let sizes = params::Shape {
@@ -119,11 +108,11 @@ impl<'a> Call<'a> {
                 .hint("negate the query for a negative scale; the CPU takes any")
                 .into());
         }
-        let gpu = Gpu::new(problem.q.0.device())?;
-        let mut geometry = Geometry::new(&gpu, shape)?;
+        let gpu = problem.gpu;
+        let mut geometry = Geometry::new(gpu, shape)?;
         geometry.sizes.softmax_scale = problem.softmax_scale;
         Ok(Self {
-            element: Element::of(problem.q.0.dtype())?,
+            element: problem.q.element,
             d: plan::padded_head_dim(problem.scheme, shape, gpu.architecture),
             geometry,
             gpu,
@@ -156,7 +145,7 @@ impl<'a> Call<'a> {
 
     /// The shape in the form that kernels take.
     pub(super) fn shape(&self) -> params::Shape<'_> {
-        self.geometry.shape(&self.gpu)
+        self.geometry.shape(self.gpu)
     }
 
     /// The shape, for a kernel whose blocks share `bytes` for each of `heads` heads per segment.
@@ -168,7 +157,7 @@ impl<'a> Call<'a> {
 
     /// Which tiles the call's mainloops visit.
     pub(super) fn visits(&self) -> Visits {
-        match self.problem.selection {
+        match self.problem.selected {
             Some(_) => Visits::Listed,
             None if self.problem.score_mod.is_some() => Visits::ScoreMod,
             // Of all kernels those for windows alone hide keys before a query, or know another limit after it than a causal mask.
@@ -211,17 +200,18 @@ impl<'a> Call<'a> {
         format!("{what}_{}_{d}", self.element.name())
     }
 
-    pub(super) fn view<'t>(&self, operand: Operand<'t>) -> Result<params::View<'t>> {
-        view(operand, &self.gpu)
+    /// Whether a kernel takes tensor maps in this call.
+    fn maps(&self, plan: &Plan) -> bool {
+        plan.mapped(self.problem.shape.is_packed()) && !self.gpu.dry
     }
 
     /// Sets the tensor maps of Q, K and V in `params`, if the forward's plan has maps. Where TMA cannot read
     /// one of the tensors none is set, and the producer's threads copy.
     pub(super) fn set_forward_maps(&self, plan: &Plan, params: &mut params::Forward<'_>) -> Result<()> {
-        if !plan.mapped(self.problem.shape.is_packed()) {
+        if !self.maps(plan) {
             return Ok(());
         }
-        let map = |view, of: Operand<'_>| tensor_map(view, of.1.dims(), self.element);
+        let map = |view, of: Strided<'_>| tensor_map(view, of.dims, self.element);
         let problem = self.problem;
         let maps = (map(params.q, problem.q)?, map(params.k, problem.k)?, map(params.v, problem.v)?);
         if let (Some(q), Some(k), Some(v)) = maps {
@@ -237,17 +227,17 @@ impl<'a> Call<'a> {
         &self,
         plan: &Plan,
         as_rows: bool,
-        dout: &Layout,
+        dout: Strided<'_>,
         params: &mut params::Backward<'_>,
     ) -> Result<()> {
-        if !plan.mapped(self.problem.shape.is_packed()) {
+        if !self.maps(plan) {
             return Ok(());
         }
         let q = match as_rows {
-            true => tensor_map(params.q, self.problem.q.1.dims(), self.element)?,
+            true => tensor_map(params.q, self.problem.q.dims, self.element)?,
             false => Some(params::TensorMap::default()),
         };
-        if let (Some(q), Some(dout)) = (q, tensor_map(params.dout, dout.dims(), self.element)?) {
+        if let (Some(q), Some(dout)) = (q, tensor_map(params.dout, dout.dims, self.element)?) {
             params.dout.mapped = 1;
             (params.q_map, params.dout_map) = (q, dout);
         }
@@ -255,8 +245,8 @@ impl<'a> Call<'a> {
     }
 
     /// A new contiguous tensor, uninitialized.
-    pub(super) fn output(&self, dims: Dims) -> Result<Output> {
-        Output::new(&self.gpu, self.element, dims)
+    pub(super) fn tensor(&self, purpose: Purpose, dims: Dims) -> Result<Output> {
+        Output::new(self.gpu, purpose, self.element, dims)
     }
 }
 

@@ -52,7 +52,7 @@ impl OnGpu for FullPrecision {
         output: &OutputGradient<'_>,
         params: &mut params::Backward<'p>,
     ) -> Result<()> {
-        call.set_backward_maps(plan, true, output.dout.1, params)?;
+        call.set_backward_maps(plan, true, output.dout, params)?;
         launch_delta(call, params)
     }
 }
@@ -61,5 +61,5 @@ impl OnGpu for FullPrecision {
 pub(super) fn launch_delta(call: &Call<'_>, params: &params::Backward<'_>) -> Result<()> {
     // A row is divided among a power of two of lanes.
     let kernel = call.kernel_for(kernel!("prepare_dense16"), call.d.next_power_of_two());
-    call.gpu.launch_backward("quantize", &kernel, Grid::line(call.query_tiles(), TILE_THREADS), params)
+    call.gpu.launch_attention("quantize", &kernel, Grid::line(call.query_tiles(), TILE_THREADS), params)
 }

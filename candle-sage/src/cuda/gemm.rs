@@ -83,7 +83,7 @@ pub(crate) fn gemm(
     // vouches. cuBLAS is column-major: it computes the transposed product.
     let status = unsafe {
         result::gemm_ex(
-            *gpu.device.cublas_handle().handle(),
+            *gpu.device().cublas_handle().handle(),
             op_b,
             op_a,
             int(cols)?,

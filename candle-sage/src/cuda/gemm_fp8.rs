@@ -3,10 +3,12 @@
 
 use std::collections::HashMap;
 use std::ffi::c_void;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 use cudarc::cublaslt::{result, sys};
+use cudarc::driver::CudaContext;
 
 use super::address::{Address, address};
 use super::kernels::Gpu;
@@ -29,7 +31,7 @@ const LEAST_CAPABILITY: u32 = 89;
 type Key = ([usize; 3], [usize; 2], [Fp8Format; 2], Fp8Sums, Float, bool, [u32; 3]);
 
 /// cuBLASLt's handle of a device, and the algorithms that it chose.
-pub(super) struct Products {
+struct Products {
     handle: sys::cublasLtHandle_t,
     algorithms: HashMap<Key, sys::cublasLtMatmulAlgo_t>,
 }
@@ -184,11 +186,18 @@ pub(super) fn product(
     let (at_a, at_b) = (start(a, gpu)?, start(b, gpu)?);
     let distances = [a, b].map(|(_, layout)| layout.stride()[0]);
     let described = Described::new(([m, n, k], distances), op, float, scales)?;
-    let mut products = gpu.fp8_products.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    let products = match &mut *products {
-        Some(products) => products,
-        none => none.insert(Products::new(gpu)?),
+    // One for each context, created at its first product. A context that is here stays alive, so that no other one gets its address.
+    static ALL: Mutex<Vec<(Arc<CudaContext>, Products)>> = Mutex::new(Vec::new());
+    let (mut all, context) = (ALL.lock().unwrap_or_else(PoisonError::into_inner), gpu.stream.context());
+    let known = all.iter().position(|(own, _)| Arc::ptr_eq(own, context));
+    let at = match known {
+        Some(at) => at,
+        None => {
+            all.push((context.clone(), Products::new(gpu)?));
+            all.len() - 1
+        }
     };
+    let products = &mut all[at].1;
     let shape = format!("{m} x {k} x {n}");
     let alignment = [at_b, at_a, out].map(|at| 1 << at.number().trailing_zeros().min(8));
     if alignment.iter().any(|&bytes| bytes < 16) {

@@ -4,8 +4,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-use candle_core::cuda_backend::{CudaError, WrapErr};
-use candle_core::{CudaDevice, Result};
+use candle_core::Result;
 use cudarc::driver::sys::{CUdevice_attribute, CUfunction_attribute};
 use cudarc::driver::{
     CudaContext, CudaFunction, CudaModule, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg,
@@ -13,14 +12,20 @@ use cudarc::driver::{
 use cudarc::nvrtc::Ptx;
 
 use super::arch::Architecture;
+use super::buffer::Memory;
 use super::compiled::FAMILIES;
-use super::params;
+use super::driver::DriverResult;
 
 /// One device, ready for launches.
 #[derive(Debug, Clone)]
 pub(crate) struct Gpu {
-    pub(super) device: CudaDevice,
+    /// candle's device, if the stream is candle's.
+    #[cfg(feature = "cuda")]
+    pub(super) device: Option<candle_core::CudaDevice>,
     pub(super) stream: Arc<CudaStream>,
+    pub(super) memory: Memory,
+    /// Whether nothing is launched or written, because a call only counts its memory.
+    pub(super) dry: bool,
     known: Arc<Known>,
 }
 
@@ -34,8 +39,6 @@ pub(crate) struct Known {
     pub(super) multiprocessors: usize,
     modules: Mutex<HashMap<&'static str, Arc<CudaModule>>>,
     functions: RwLock<HashMap<String, CudaFunction>>,
-    /// The state of cuBLASLt, created at the first FP8 product.
-    pub(super) fp8_products: Mutex<Option<super::gemm_fp8::Products>>,
 }
 
 impl std::ops::Deref for Gpu {
@@ -71,7 +74,6 @@ impl Known {
             multiprocessors: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
             modules: Mutex::default(),
             functions: RwLock::default(),
-            fp8_products: Mutex::default(),
         })
     }
 
@@ -96,10 +98,27 @@ impl Known {
 }
 
 impl Gpu {
-    pub(crate) fn new(device: &CudaDevice) -> Result<Self> {
+    /// candle's device, with candle's stream.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn new(device: &candle_core::CudaDevice) -> Result<Self> {
         let stream = device.cuda_stream();
         let known = Known::of(stream.context())?;
-        Ok(Self { device: device.clone(), stream, known })
+        Ok(Self { device: Some(device.clone()), stream, memory: Memory::Driver, dry: false, known })
+    }
+
+    /// A stream of another library. `dry`: nothing is launched or written.
+    pub(super) fn foreign(stream: Arc<CudaStream>, memory: Memory, dry: bool) -> Result<Self> {
+        // The other library may call from any of its threads.
+        stream.context().bind_to_thread().w()?;
+        let known = Known::of(stream.context())?;
+        Ok(Self {
+            #[cfg(feature = "cuda")]
+            device: None,
+            stream,
+            memory,
+            dry,
+            known,
+        })
     }
 
     /// Launches a kernel of a family (a `.cu` file) with one argument. Without blocks it launches nothing.
@@ -114,7 +133,7 @@ impl Gpu {
         grid: Grid,
         params: &P,
     ) -> Result<()> {
-        if grid.blocks.0 == 0 || grid.blocks.1 == 0 || grid.blocks.2 == 0 {
+        if self.dry || grid.blocks.0 == 0 || grid.blocks.1 == 0 || grid.blocks.2 == 0 {
             return Ok(());
         }
         let function = self.function(family, kernel, grid.shared_bytes)?;
@@ -126,34 +145,10 @@ impl Gpu {
             shared_mem_bytes: grid.shared_bytes as u32,
         };
         // SAFETY: the caller vouches for the argument; grid and shared memory are those of the kernel's plan.
-        unsafe { launch.launch(config) }.map_err(CudaError::from).map_err(|e| {
-            candle_core::Error::from(e).context(format!("launching {kernel} with {grid:?} failed"))
-        })?;
+        unsafe { launch.launch(config) }
+            .w()
+            .map_err(|e| e.context(format!("launching {kernel} with {grid:?} failed")))?;
         Ok(())
-    }
-
-    /// Launches a kernel on the parameters of a forward.
-    pub(super) fn launch_forward(
-        &self,
-        family: &str,
-        kernel: &str,
-        grid: Grid,
-        params: &params::Forward<'_>,
-    ) -> Result<()> {
-        // SAFETY: as in `params::launch`.
-        unsafe { self.launch(family, kernel, grid, params) }
-    }
-
-    /// Launches a kernel on the parameters of a backward.
-    pub(super) fn launch_backward(
-        &self,
-        family: &str,
-        kernel: &str,
-        grid: Grid,
-        params: &params::Backward<'_>,
-    ) -> Result<()> {
-        // SAFETY: as in `params::launch`.
-        unsafe { self.launch(family, kernel, grid, params) }
     }
 
     fn function(&self, family: &str, kernel: &str, shared_bytes: usize) -> Result<CudaFunction> {

@@ -3,12 +3,13 @@
 use candle_core::{CudaStorage, Result};
 
 use super::address::{address, address_at, first_index};
+use super::candle::view;
 use super::compiled::constants::blend::SUM_THREADS;
 use super::compiled::kernel;
 use super::kernels::Grid;
 use super::params::launch;
 use super::params::{self, Blend, Linear};
-use super::tensor::{Output, view};
+use super::tensor::Output;
 use super::{blend, past_linear};
 use crate::launch::{Launch, Operand};
 use crate::ops::mixture::Mixture;
@@ -29,12 +30,12 @@ impl Launch<[Operand<'_>; 3], [CudaStorage; 2]> for Mixture {
         let blend = &self.blend;
         let call = blend::Call::new(blend, sparse, theta)?;
         let gpu = &call.gpu;
-        let dsparse = Output::new(gpu, call.element, blend.selection.shape().query_dims())?;
+        let dsparse = Output::for_candle(gpu, call.element, blend.selection.shape().query_dims())?;
         let parts = gpu.alloc::<f32>(blend.theta_parts())?;
-        let mut params = Blend { dout: view(dout, gpu)?, out: dsparse.view(gpu)?, ..call.params()? };
+        let mut params = Blend { dout: view(dout, gpu)?, out: dsparse.view(gpu), ..call.params()? };
         params.mixture.parts = address(&parts, gpu);
         call.launch(kernel!("blend_backward_exact"), &params)?;
-        Ok([dsparse.storage, gpu.storage(parts)])
+        Ok([dsparse.storage(gpu), gpu.storage(parts)])
     }
 }
 

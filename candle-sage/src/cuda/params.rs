@@ -27,6 +27,25 @@ pub(super) fn launch<P: Params>(gpu: &Gpu, kernel: &str, grid: Grid, params: &P)
     unsafe { gpu.launch(P::FAMILY, kernel, grid, params) }
 }
 
+/// The argument of attention's kernels, which are of several families.
+pub(super) trait AttentionParams: DeviceRepr {}
+impl AttentionParams for Forward<'_> {}
+impl AttentionParams for Backward<'_> {}
+
+impl Gpu {
+    /// Launches a kernel of attention on candle's stream.
+    pub(super) fn launch_attention<P: AttentionParams>(
+        &self,
+        family: &str,
+        kernel: &str,
+        grid: Grid,
+        params: &P,
+    ) -> Result<()> {
+        // SAFETY: as in `launch`.
+        unsafe { self.launch(family, kernel, grid, params) }
+    }
+}
+
 /// A CUtensorMap, by which TMA copies a tensor tile by tile. It has the tensor's address in it, and borrows the tensor.
 #[repr(C, align(64))]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

@@ -5,16 +5,17 @@ use candle_core::{CudaStorage, Result};
 use half::bf16;
 
 use super::address::address;
+use super::attention::check_blocks;
 use super::buffer::Buffer;
 use super::call::Geometry;
+use super::candle::view;
 use super::compiled::constants::past_linear_block::THREADS;
 use super::compiled::kernel;
 use super::kernels::{Gpu, Grid};
 use super::params::Linear;
 use super::params::{View, launch};
 use super::plan::{self, Plan, TILE, Visits};
-use super::selection::check_blocks;
-use super::tensor::{Element, Output, view};
+use super::tensor::{Element, Output};
 use crate::launch::{Launch, Operand};
 use crate::ops::past_linear::{Gradients, PastLinear};
 use crate::shape::AttentionShape;
@@ -149,11 +150,11 @@ impl<'a> Call<'a> {
 
     /// Writes the output: the tail's, or with `params.mixture` the mixture's.
     pub(super) fn forward(&self, params: Linear<'_>) -> Result<CudaStorage> {
-        let out = Output::new(&self.gpu, self.element, self.shape.query_dims())?;
-        let params = Linear { out: out.view(&self.gpu)?, ..params };
+        let out = Output::for_candle(&self.gpu, self.element, self.shape.query_dims())?;
+        let params = Linear { out: out.view(&self.gpu), ..params };
         self.make_states(&params)?;
         self.multiply(kernel!("linear_forward"), self.shape.query_heads(), &params)?;
-        Ok(out.storage)
+        Ok(out.storage(&self.gpu))
     }
 
     /// Writes the gradients, or adds them with `params.add`. The states are computed again, not kept, since they
@@ -190,11 +191,11 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 3]> for Gradients<'_> {
         let shape = &self.0.shape;
         let call = Call::new(self.0, [q, k, v])?;
         let gpu = &call.gpu;
-        let dq = Output::new(gpu, call.element, shape.query_dims())?;
-        let dk = Output::new(gpu, call.element, shape.key_dims())?;
-        let dv = Output::new(gpu, call.element, shape.key_dims())?;
-        call.backward(call.params()?, dout, [dq.view(gpu)?, dk.view(gpu)?, dv.view(gpu)?])?;
-        Ok([dq, dk, dv].map(|gradient| gradient.storage))
+        let dq = Output::for_candle(gpu, call.element, shape.query_dims())?;
+        let dk = Output::for_candle(gpu, call.element, shape.key_dims())?;
+        let dv = Output::for_candle(gpu, call.element, shape.key_dims())?;
+        call.backward(call.params()?, dout, [dq.view(gpu), dk.view(gpu), dv.view(gpu)])?;
+        Ok([dq, dk, dv].map(|gradient| gradient.storage(gpu)))
     }
 }
 

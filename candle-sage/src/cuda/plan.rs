@@ -2,7 +2,6 @@
 //! kernels include too.
 
 use super::arch::Architecture;
-use crate::error::{Error, Result};
 use crate::scheme::Scheme;
 use crate::shape::AttentionShape;
 
@@ -18,13 +17,22 @@ pub(super) fn padded_head_dim(scheme: &Scheme, shape: &AttentionShape, architect
 }
 
 /// head_dim padded for kernels that take 128 channels at most.
-pub(super) fn small_head_dim(shape: &AttentionShape) -> Result<usize> {
+#[cfg(feature = "cuda")]
+pub(super) fn small_head_dim(shape: &AttentionShape) -> crate::error::Result<usize> {
     match shape.head_dim().next_power_of_two().max(64) {
         d @ ..=128 => Ok(d),
-        _ => Err(Error::unsupported("head_dim is out of range on CUDA")
+        _ => Err(crate::error::Error::unsupported("head_dim is out of range on CUDA")
             .got(shape.head_dim())
             .allowed("8 to 128")
             .hint("the CPU takes up to 256")),
+    }
+}
+
+impl Architecture {
+    /// The target whose plans its kernels have.
+    pub(super) fn target(self) -> Target {
+        let own = TARGETS.iter().find(|(_, _, architectures)| architectures.contains(&self.number()));
+        own.expect("kernels are compiled for the architectures of targets alone").0
     }
 }
 

@@ -3,7 +3,7 @@
 use candle_core::Result;
 
 use super::address::{address, address_if_any};
-use super::buffer::Buffer;
+use super::buffer::{Buffer, Purpose};
 use super::call::Call;
 use super::compiled::constants::quant_tile::TILE_THREADS;
 use super::compiled::constants::quantize::MEAN_THREADS;
@@ -76,11 +76,11 @@ impl OnGpu for SageBwd {
         match (kept, scratch) {
             (Kept::Codes(codes), Some(transposed)) => {
                 // Q is read as codes, which need no tensor map.
-                call.set_backward_maps(plan, false, output.dout.1, params)?;
+                call.set_backward_maps(plan, false, output.dout, params)?;
                 return prepare(call, self, codes, transposed, params);
             }
             (Kept::Codes(codes), None) => params.codes = codes.params(call),
-            (Kept::KeyMean(mean), _) => params.codes.k_mean = address_if_any(mean.as_ref(), &call.gpu),
+            (Kept::KeyMean(mean), _) => params.codes.k_mean = address_if_any(mean.as_ref(), call.gpu),
         }
         FullPrecision.before_backward(call, plan, &(), &(), output, params)
     }
@@ -158,19 +158,25 @@ pub(super) struct Operands {
 impl Operands {
     pub(super) fn new(call: &Call<'_>, settings: &SageBwd) -> Result<Self> {
         check_settings(settings)?;
-        let (gpu, d) = (&call.gpu, call.d);
+        let (gpu, d) = (call.gpu, call.d);
         let (queries, keys) = (call.query_tiles(), call.key_tiles());
         let smoothing = settings.smoothing;
         // V's means and sums lie behind K's.
         let smoothed = 1 + usize::from(smoothing.of_values());
         let means = smoothed * call.segment_count() * call.problem.shape.key_heads() * d;
+        // See `keep`.
+        let codes_for = match settings.products {
+            Int8Products::FORWARD => Purpose::Scratch,
+            _ => Purpose::Kept,
+        };
+        let floats = |len| gpu.alloc_for(codes_for, len);
         let codes = Codes {
-            q: gpu.alloc(queries * TILE * d)?,
-            k: gpu.alloc(keys * TILE * d)?,
-            q_dequant_scale: gpu.alloc(queries)?,
-            k_dequant_scale: gpu.alloc(keys)?,
-            q_mean: smoothing.of_queries().then(|| gpu.alloc(queries * d)).transpose()?,
-            k_mean: smoothing.of_keys().then(|| gpu.alloc(means)).transpose()?,
+            q: gpu.alloc_for(codes_for, queries * TILE * d)?,
+            k: gpu.alloc_for(codes_for, keys * TILE * d)?,
+            q_dequant_scale: floats(queries)?,
+            k_dequant_scale: floats(keys)?,
+            q_mean: smoothing.of_queries().then(|| floats(queries * d)).transpose()?,
+            k_mean: smoothing.of_keys().then(|| gpu.alloc_for(Purpose::Kept, means)).transpose()?,
         };
         let v = settings
             .products
@@ -191,7 +197,7 @@ pub(super) fn quantize<'p>(
     params: &mut params::Forward<'p>,
 ) -> Result<()> {
     let Operands { codes, v, k_tile_sums, key_mean, smooths_values } = operands;
-    let gpu = &call.gpu;
+    let gpu = call.gpu;
     params.codes = codes.params(call);
     params.codes.v_transposed = address_if_any(v.as_ref().map(|(codes, _)| codes), gpu);
     params.codes.v_dequant_scale = address_if_any(v.as_ref().map(|(_, scales)| scales), gpu);
@@ -202,7 +208,7 @@ pub(super) fn quantize<'p>(
             KeyMean::All => launch_means(call, params)?,
             KeyMean::Sample(count) => {
                 params.key_sample = count as i32;
-                gpu.launch_forward(
+                gpu.launch_attention(
                     "quantize",
                     &call.kernel(kernel!("mean_of_sample")),
                     mean_grid(call, params),
@@ -213,12 +219,17 @@ pub(super) fn quantize<'p>(
     }
     // The blocks of V's tiles come last.
     let tiles = call.query_tiles() + call.key_tiles() * if v.is_some() { 2 } else { 1 };
-    gpu.launch_forward("quantize", &call.kernel(kernel!("quantize")), Grid::line(tiles, TILE_THREADS), params)
+    gpu.launch_attention(
+        "quantize",
+        &call.kernel(kernel!("quantize")),
+        Grid::line(tiles, TILE_THREADS),
+        params,
+    )
 }
 
 impl Codes {
     fn params(&self, call: &Call<'_>) -> params::Codes<'_> {
-        let gpu = &call.gpu;
+        let gpu = call.gpu;
         params::Codes {
             q: address(&self.q, gpu),
             k: address(&self.k, gpu),
@@ -234,10 +245,10 @@ impl Codes {
 /// Launches the computation of the token means of K and, with `params.smooth_values`, of V, for which `params.codes` has a buffer
 /// and one for the tiles' sums.
 pub(super) fn launch_means(call: &Call<'_>, params: &params::Forward<'_>) -> Result<()> {
-    let (gpu, smoothed) = (&call.gpu, 1 + params.smooth_values as usize);
+    let (gpu, smoothed) = (call.gpu, 1 + params.smooth_values as usize);
     let tiles = Grid::line(smoothed * call.key_tiles(), TILE_THREADS);
-    gpu.launch_forward("quantize", &call.kernel(kernel!("sum_tiles")), tiles, params)?;
-    gpu.launch_forward(
+    gpu.launch_attention("quantize", &call.kernel(kernel!("sum_tiles")), tiles, params)?;
+    gpu.launch_attention(
         "quantize",
         &format!("{}_{}", kernel!("mean_of_tiles"), call.d),
         mean_grid(call, params),
@@ -260,7 +271,7 @@ pub(super) struct Transposed {
 
 impl Transposed {
     pub(super) fn new(call: &Call<'_>) -> Result<Self> {
-        let (gpu, d, queries) = (&call.gpu, call.d, call.query_tiles());
+        let (gpu, d, queries) = (call.gpu, call.d, call.query_tiles());
         Ok(Self {
             q: gpu.alloc(queries * TILE * d)?,
             dout: gpu.alloc(queries * TILE * d)?,
@@ -278,7 +289,7 @@ pub(super) fn prepare<'p>(
     transposed: &'p Transposed,
     params: &mut params::Backward<'p>,
 ) -> Result<()> {
-    let gpu = &call.gpu;
+    let gpu = call.gpu;
     params.codes = codes.params(call);
     params.q_transposed = address(&transposed.q, gpu);
     params.dout_transposed = address(&transposed.dout, gpu);
@@ -290,5 +301,5 @@ pub(super) fn prepare<'p>(
         other => other.vectors(call.d),
     } as i32;
     let grid = Grid::line(call.query_tiles(), TILE_THREADS);
-    gpu.launch_backward("quantize", &call.kernel(kernel!("prepare_sagebwd")), grid, params)
+    gpu.launch_attention("quantize", &call.kernel(kernel!("prepare_sagebwd")), grid, params)
 }

@@ -1,74 +1,16 @@
 //! The lists of a selection on the GPU, and their inverse.
 
-use candle_core::{Layout, Result, Storage, StorageRef};
+use candle_core::Result;
 
-use super::address::{Address, address, address_at, first_index};
+use super::address::address;
 use super::buffer::Buffer;
-use super::call::Geometry;
+use super::call::{Call, Selected};
 use super::compiled::constants::selection::WARPS;
 use super::compiled::kernel;
 use super::kernels::{Gpu, Grid};
 use super::params::{self, launch};
 use super::plan::SELECTION_BLOCK;
 use crate::error::Error;
-use crate::selection::{Blocks, Selection};
-
-/// Checks that the kernels support a selection's blocks.
-pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
-    // Segments and heads are the second and third dimensions of grids, which CUDA limits to 65535.
-    const MOST: usize = 65_535;
-    if blocks.segments() * blocks.key_heads > MOST {
-        return Err(Error::new("a selection has too many segments for one launch")
-            .got(format!("{} segments of {} key heads", blocks.segments(), blocks.key_heads))
-            .allowed(format!("{MOST} in all"))
-            .hint("split the batch")
-            .into());
-    }
-    if (blocks.query, blocks.key) == (SELECTION_BLOCK, SELECTION_BLOCK) {
-        return Ok(());
-    }
-    Err(Error::unsupported("selections on CUDA have blocks of one size")
-        .got(format!("{} queries x {} keys", blocks.query, blocks.key))
-        .allowed("128 x 128")
-        .hint("other sizes run on the CPU")
-        .into())
-}
-
-/// Lists that start at an address.
-pub(super) fn lists_at<'a>(seen: Address<'a>, blocks: &Blocks, stride: usize) -> params::Lists<'a> {
-    params::Lists {
-        seen,
-        stride: stride as i32,
-        query_blocks: blocks.rows() as i32,
-        key_blocks: blocks.all_key_blocks() as i32,
-        ..params::Lists::default()
-    }
-}
-
-/// The lists of a selection, whose memory it lends.
-pub(super) struct Seen<'a> {
-    storage: StorageRef<'a>,
-    layout: &'a Layout,
-    blocks: &'a Blocks,
-}
-
-impl<'a> Seen<'a> {
-    pub(super) fn new(selection: &'a Selection) -> Result<Self> {
-        check_blocks(selection.blocks())?;
-        let (storage, layout) = selection.lists().storage_and_layout();
-        Ok(Self { storage, layout, blocks: selection.blocks() })
-    }
-
-    /// The lists in the form that kernels take.
-    pub(super) fn lists(&self, gpu: &Gpu) -> Result<params::Lists<'_>> {
-        let (_, _, stride) = self.layout.shape().dims3()?;
-        let Storage::Cuda(storage) = &*self.storage else {
-            return Err(Error::new("the selection is on another device").into());
-        };
-        let seen = address_at(storage.as_cuda_slice::<u32>()?, first_index(self.layout), gpu)?;
-        Ok(lists_at(seen, self.blocks, stride))
-    }
-}
 
 /// Users of a part of a list that is cut, at least: fewer are not worth another block of threads that reads the keys. In this
 /// crate's own tests one, so that small cases have parts.
@@ -136,7 +78,7 @@ fn slot_pieces(d: usize) -> usize {
 
 /// The lists and their inverse: for each block of keys, the blocks of queries that see it.
 pub(super) struct Users<'a> {
-    seen: Seen<'a>,
+    lists: params::Lists<'a>,
     users: Buffer<u64>,
     first_users: Buffer<u32>,
     cuts: Option<Cuts>,
@@ -144,11 +86,8 @@ pub(super) struct Users<'a> {
 
 impl<'a> Users<'a> {
     /// `cut`: the channels of keys, if long lists are to be cut.
-    pub(super) fn new(selection: &'a Selection, gpu: &Gpu, cut: Option<usize>) -> Result<Self> {
-        let seen = Seen::new(selection)?;
-        let lists = seen.lists(gpu)?;
-        let blocks = selection.blocks();
-        let geometry = Geometry::new(gpu, selection.shape())?;
+    pub(super) fn new(call: &Call<'_>, selected: Selected<'a>, cut: Option<usize>) -> Result<Self> {
+        let (gpu, geometry, Selected { lists, blocks }) = (call.gpu, &call.geometry, selected);
         let (heads, columns) = (blocks.key_heads, blocks.all_key_blocks());
         let room = heads * blocks.rows() * (lists.stride as usize - 1);
         if room > u32::MAX as usize {
@@ -191,13 +130,13 @@ impl<'a> Users<'a> {
         // The counts are freed here, and with them their canaries.
         #[cfg(test)]
         super::guard::check(gpu)?;
-        Ok(Self { seen, users, first_users, cuts })
+        Ok(Self { lists, users, first_users, cuts })
     }
 
     /// The lists and their inverse in the form that kernels take.
-    pub(super) fn lists(&self, gpu: &Gpu) -> Result<params::Lists<'_>> {
+    pub(super) fn lists(&self, gpu: &Gpu) -> params::Lists<'_> {
         let (users, first_users) = (address(&self.users, gpu), address(&self.first_users, gpu));
-        Ok(params::Lists { users, first_users, ..self.seen.lists(gpu)? })
+        params::Lists { users, first_users, ..self.lists }
     }
 
     /// The parts of long lists, in the form that kernels take.

@@ -3,6 +3,7 @@
 mod attn_qat_values;
 mod buffers;
 mod conversions;
+mod foreign;
 mod inputs;
 mod launch;
 mod nvfp4_products;

@@ -1,17 +1,15 @@
-//! Tensors on the device: their addresses, element types and layouts.
+//! Tensors of attention on the device: element types, strides and tensor maps.
 #![allow(unsafe_code)]
 
-use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::WrapErr;
-use candle_core::{CudaStorage, DType, Layout, Result};
+use candle_core::{DType, Result};
 use cudarc::driver::sys;
-use half::{bf16, f16};
 
-use super::address::{Address, address_at, first_index};
+use super::address::{Address, address};
+use super::buffer::{Buffer, Purpose};
+use super::driver::DriverResult;
 use super::kernels::Gpu;
 use super::params::{TensorMap, View};
 use crate::error::Error;
-use crate::launch::Operand;
 use crate::shape::Dims;
 
 /// The 16-bit types that the matrix instructions take.
@@ -41,79 +39,62 @@ impl Element {
             Self::BF16 => "bf16",
         }
     }
+}
 
-    /// A new tensor of `len` elements, uninitialized.
-    pub(super) fn alloc(self, gpu: &Gpu, len: usize) -> Result<CudaStorage> {
-        Ok(match self {
-            Self::F16 => gpu.storage(gpu.alloc::<f16>(len)?),
-            Self::BF16 => gpu.storage(gpu.alloc::<bf16>(len)?),
-        })
+/// A (batch, token, head, channel) tensor of 16-bit elements, whoever owns its memory.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Strided<'a> {
+    /// In the form that kernels take.
+    pub(super) view: View<'a>,
+    pub(super) dims: [usize; 4],
+    pub(super) element: Element,
+}
+
+impl<'a> Strided<'a> {
+    pub(super) fn new(data: Address<'a>, element: Element, dims: [usize; 4], strides: [usize; 4]) -> Self {
+        let [batch, token, head, channel] = strides;
+        let vector = channel == 1
+            && data.is_multiple_of(16)
+            && [batch, token, head, dims[3]].iter().all(|n| (n * ELEMENT_BYTES).is_multiple_of(16));
+        let [batch, token, head, channel] = strides.map(|stride| stride as i64);
+        let view = View { data, batch, token, head, channel, vector: vector.into(), mapped: 0 };
+        Self { view, dims, element }
     }
 }
 
-/// A new contiguous tensor, uninitialized.
+/// A contiguous tensor of a call's own.
 #[derive(Debug)]
 pub(super) struct Output {
-    pub(super) storage: CudaStorage,
-    layout: Layout,
+    pub(super) buffer: Buffer<u16>,
+    pub(super) element: Element,
+    dims: [usize; 4],
 }
 
 impl Output {
-    pub(super) fn new(gpu: &Gpu, element: Element, dims: Dims) -> Result<Self> {
-        let layout = Layout::contiguous(dims);
-        Ok(Self { storage: element.alloc(gpu, layout.shape().elem_count())?, layout })
+    /// Uninitialized.
+    pub(super) fn new(gpu: &Gpu, purpose: Purpose, element: Element, dims: Dims) -> Result<Self> {
+        let dims = [dims.0, dims.1, dims.2, dims.3];
+        Ok(Self { buffer: gpu.alloc_for(purpose, dims.iter().product())?, element, dims })
     }
 
     /// The kernels' view of it.
-    pub(super) fn view(&self, gpu: &Gpu) -> Result<View<'_>> {
-        view((&self.storage, &self.layout), gpu)
-    }
-}
-
-fn start<'a>((storage, layout): Operand<'a>, gpu: &Gpu) -> Result<Address<'a>> {
-    let first = first_index(layout);
-    match Element::of(storage.dtype())? {
-        Element::F16 => address_at(storage.as_cuda_slice::<f16>()?, first, gpu),
-        Element::BF16 => address_at(storage.as_cuda_slice::<bf16>()?, first, gpu),
+    pub(super) fn view(&self, gpu: &Gpu) -> View<'_> {
+        let [_, tokens, heads, channels] = self.dims;
+        let strides = [tokens * heads * channels, heads * channels, channels, 1];
+        Strided::new(address(&self.buffer, gpu), self.element, self.dims, strides).view
     }
 }
 
 const ELEMENT_BYTES: usize = 2;
-
-/// The kernels' view of a (batch, token, head, channel) tensor.
-pub(super) fn view<'a>(operand: Operand<'a>, gpu: &Gpu) -> Result<View<'a>> {
-    let (_, layout) = operand;
-    let (&[_, _, _, head_dim], &[batch, token, head, channel]) = (layout.dims(), layout.stride()) else {
-        return Err(Error::shape("attention takes tensors of four dimensions")
-            .got(format!("{:?}", layout.dims()))
-            .allowed("(batch, sequence, heads, head_dim)")
-            .hint("add a dimension of 1 with `unsqueeze`")
-            .into());
-    };
-    let data = start(operand, gpu)?;
-    let vector = channel == 1
-        && data.is_multiple_of(16)
-        && [batch, token, head, head_dim].iter().all(|n| (n * ELEMENT_BYTES).is_multiple_of(16));
-    Ok(View {
-        data,
-        batch: batch as i64,
-        token: token as i64,
-        head: head as i64,
-        channel: channel as i64,
-        vector: vector.into(),
-        mapped: 0,
-    })
-}
 
 /// The tensor map by which TMA copies tiles of 64 tokens and 64 channels from a (batch, token, head, channel)
 /// tensor, swizzled as in `kernels/include/sage/layout/swizzle.cuh`. `None` where TMA cannot read the tensor:
 /// when a stride is not a multiple of 16 bytes, or is 0 because the tensor is broadcast.
 pub(super) fn tensor_map<'a>(
     view: View<'a>,
-    dims: &[usize],
+    [batch, tokens, heads, head_dim]: [usize; 4],
     element: Element,
 ) -> Result<Option<TensorMap<'a>>> {
-    let &[batch, tokens, heads, head_dim] = dims else { return Ok(None) };
     // From the innermost dimension on, whose stride is one element. The stride of a dimension of extent 1 has
     // no effect, but must be valid.
     let extents = [head_dim, tokens, heads, batch].map(|n| n as u64);

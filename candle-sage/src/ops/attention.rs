@@ -6,14 +6,14 @@ mod vjp;
 
 use std::sync::Arc;
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 
 use super::support::{dims4, supported, swap_heads};
 use super::widths::Widths;
 use crate::error::Error;
 use crate::scheme::Scheme;
 use crate::selection::Selection;
-use crate::shape::{AttentionShape, Packing, Window};
+use crate::shape::{AttentionShape, Dims, Packing, Window};
 
 pub(crate) use op::AttentionOp;
 #[cfg(feature = "cuda")]
@@ -53,7 +53,7 @@ const NAME: &str = "attention";
 /// ```
 #[derive(Debug, Clone, Default)]
 pub struct Attention {
-    pub(super) scheme: Scheme,
+    pub(crate) scheme: Scheme,
     causal: bool,
     window: Window,
     softmax_scale: Option<f64>,
@@ -152,6 +152,11 @@ impl Attention {
         self
     }
 
+    #[cfg(feature = "kernels")]
+    pub(crate) fn is_deterministic(&self) -> bool {
+        self.deterministic
+    }
+
     /// Restricts attention to the listed blocks of keys, forward and backward, with any scheme: block-sparse
     /// attention. Keys that are not listed are as if masked. Time depends on the lengths of the lists. On
     /// CUDA the order of sums depends on them too.
@@ -215,7 +220,8 @@ impl Attention {
     /// The head_dims of values and of queries and keys, if they differ and must be made equal. Kernels of full precision take both.
     pub(super) fn widths(&self, inputs: [&Tensor; 3]) -> Option<Widths> {
         let takes_both = self.scheme == Scheme::FullPrecision && inputs[0].device().is_cuda();
-        Widths::of(inputs).filter(|_| !takes_both)
+        let [q, k, v] = inputs.map(|x| x.dims4().ok());
+        Widths::of([q?, k?, v?]).filter(|_| !takes_both)
     }
 
     /// With the softmax scale that the query's own head_dim gives, for a query that is widened.
@@ -226,8 +232,12 @@ impl Attention {
 
     /// The validated shape of a call.
     pub(crate) fn shape(&self, [q, k, v]: [&Tensor; 3]) -> Result<AttentionShape> {
+        self.shape_of([dims4("query", q)?, dims4("key", k)?, dims4("value", v)?])
+    }
+
+    /// The validated shape of a call on tensors of these dimensions.
+    fn shape_of(&self, [q, k, v]: [Dims; 3]) -> Result<AttentionShape> {
         let value_dim = Widths::of([q, k, v]).map(Widths::value);
-        let (q, k, v) = (dims4("query", q)?, dims4("key", k)?, dims4("value", v)?);
         let as_wide = if value_dim.is_some() { k } else { v };
         let after = if self.causal { Some(0) } else { self.window.after };
         let shape = AttentionShape::new(q, k, as_wide, self.causal, self.packing.clone())?
@@ -238,8 +248,13 @@ impl Attention {
         })
     }
 
-    /// Checks all arguments, and makes the op of one call.
-    pub(super) fn op(&self, q: &Tensor, k: &Tensor, v: &Tensor, keep: bool) -> Result<AttentionOp> {
+    /// The validated shape and softmax scale of a call on such tensors. `keep`: a backward will follow.
+    pub(crate) fn checked(
+        &self,
+        dims: [Dims; 3],
+        dtypes: [DType; 3],
+        keep: bool,
+    ) -> Result<(AttentionShape, f32)> {
         self.scheme.validate()?;
         if keep && self.scheme.is_forward_only() {
             return Err(Error::new("FP4 products have no backward")
@@ -248,9 +263,9 @@ impl Attention {
                 .hint("AttnQat::products(Products::SixteenBit) trains, with the same values")
                 .into());
         }
-        let shape = self.shape([q, k, v])?;
-        if q.dtype() != k.dtype() || q.dtype() != v.dtype() {
-            let got = [q, k, v].map(|t| t.dtype().as_str()).join(", ");
+        let shape = self.shape_of(dims)?;
+        if dtypes.iter().any(|dtype| *dtype != dtypes[0]) {
+            let got = dtypes.map(|dtype| dtype.as_str()).join(", ");
             return Err(Error::new("query, key and value differ in element type")
                 .got(got)
                 .allowed("one of f32, f16, bf16 for all three")
@@ -266,6 +281,13 @@ impl Attention {
                 .hint("leave it out for 1 / sqrt(head_dim)")
                 .into());
         }
+        Ok((shape, as_f32))
+    }
+
+    /// Checks all arguments, and makes the op of one call.
+    pub(super) fn op(&self, q: &Tensor, k: &Tensor, v: &Tensor, keep: bool) -> Result<AttentionOp> {
+        let dims = [dims4("query", q)?, dims4("key", k)?, dims4("value", v)?];
+        let (shape, softmax_scale) = self.checked(dims, [q, k, v].map(Tensor::dtype), keep)?;
         supported(NAME, &[q, k, v])?;
         if let Some(selection) = &self.selection {
             if shape.window().is_finite() {
@@ -293,7 +315,7 @@ impl Attention {
             score_mod: self.score_mod(&shape, q)?,
             sinks: self.sinks_of(&shape, q)?,
             shape,
-            softmax_scale: as_f32,
+            softmax_scale,
             deterministic: self.deterministic,
             selection: self.selection.clone(),
             saved: keep.then(Arc::default),

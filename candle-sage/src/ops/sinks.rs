@@ -65,9 +65,8 @@ impl Attention {
         q.apply_op3(&k, v, op)
     }
 
-    /// Checks the sinks, if there are any.
-    pub(super) fn sinks_of(&self, shape: &AttentionShape, q: &Tensor) -> Result<Option<Tensor>> {
-        let Some(sinks) = &self.sinks else { return Ok(None) };
+    /// Checks that the scheme takes sinks.
+    pub(crate) fn check_sinks(&self) -> Result<()> {
         if self.scheme.smooths_keys() {
             return Err(Error::unsupported("sinks with logits that are computed from smoothed keys")
                 .got(self.scheme)
@@ -75,6 +74,13 @@ impl Attention {
                 .hint("`.smoothing(Smoothing::None)`: a sink is compared with the logits of the keys themselves")
                 .into());
         }
+        Ok(())
+    }
+
+    /// Checks the sinks, if there are any.
+    pub(super) fn sinks_of(&self, shape: &AttentionShape, q: &Tensor) -> Result<Option<Tensor>> {
+        let Some(sinks) = &self.sinks else { return Ok(None) };
+        self.check_sinks()?;
         let hints = [
             "flatten or expand the parameter to one number a head",
             "`Attention::apply_with_sinks` gives them a gradient; `Tensor::detach` takes it away",

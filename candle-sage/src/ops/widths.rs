@@ -2,7 +2,7 @@
 
 use candle_core::{D, Result, Tensor};
 
-use crate::shape::HEAD_DIM;
+use crate::shape::{Dims, HEAD_DIM};
 
 /// The head_dims of a call whose values have another than its queries and keys.
 ///
@@ -17,14 +17,9 @@ pub(super) struct Widths {
 impl Widths {
     /// `None` if all head_dims are the same. It is also `None` where anything else does not fit, which is for
     /// [`AttentionShape::new`](crate::AttentionShape::new) to say.
-    pub(super) fn of([q, k, v]: [&Tensor; 3]) -> Option<Self> {
-        let (&[.., query], &[ref key_outer @ .., key], &[ref value_outer @ .., value]) =
-            (q.dims(), k.dims(), v.dims())
-        else {
-            return None;
-        };
+    pub(super) fn of([(_, _, _, query), (b, s, h, key), (vb, vs, vh, value)]: [Dims; 3]) -> Option<Self> {
         let fits =
-            query == key && key_outer == value_outer && [query, value].iter().all(|n| HEAD_DIM.contains(n));
+            query == key && (b, s, h) == (vb, vs, vh) && [query, value].iter().all(|n| HEAD_DIM.contains(n));
         (fits && query != value).then_some(Self { query, value })
     }
 

@@ -6,7 +6,7 @@
 use std::fmt::Write as _;
 
 use candle_core::{DType, Result};
-use candle_sage::{Packing, Selection};
+use candle_sage::{Int8Products, Packing, SageBwd, Scheme, Selection};
 
 use crate::support::{Case, Results, gpu, schemes};
 
@@ -15,7 +15,7 @@ const HOPPER: &str = include_str!("bits/sm_90.txt");
 
 fn cases() -> Vec<(String, Case)> {
     let mut cases = Vec::new();
-    for d in [40, 64, 128] {
+    for d in [40, 64, 128, 192, 256] {
         let mut add = |name: &str, lens, heads, causal, packing: Option<Packing>| {
             let mut case = Case::new(1, lens, heads, d, causal);
             case.packing = packing;
@@ -45,13 +45,18 @@ fn fill(case: &mut Case) {
     }
 }
 
-/// FNV-1a over the results' bits.
-fn hash(results: &Results) -> u64 {
-    let bytes = results.iter().flatten().flat_map(|x| x.to_bits().to_le_bytes());
-    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+/// FNV-1a over the bits of the output, and of each gradient, so that a change says which kernel made it.
+fn hashes(results: &Results) -> String {
+    let of = |values: &Vec<f64>| {
+        let bytes = values.iter().flat_map(|x| x.to_bits().to_le_bytes());
+        let hash =
+            bytes.fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
+        format!("{hash:08x}")
+    };
+    results.iter().map(of).collect::<Vec<_>>().join(" ")
 }
 
-/// A line for each case, dense and on lists, scheme and type.
+/// A line for each case, dense and on lists, scheme and type. Above 128 channels two schemes have kernels.
 fn lines() -> Result<String> {
     let (device, mut lines) = (gpu(), String::new());
     for (name, mut case) in cases() {
@@ -59,13 +64,16 @@ fn lines() -> Result<String> {
         let square = case.lens.0 == case.lens.1;
         let window =
             square.then(|| Selection::window(&case.shape(), (128, 128), 2, 1, &device)).transpose()?;
-        for scheme in schemes() {
+        let wide = |scheme: &Scheme| {
+            [Scheme::FullPrecision, SageBwd::default().products(Int8Products::SCORES).into()].contains(scheme)
+        };
+        for scheme in schemes().into_iter().filter(|scheme| case.head_dim <= 128 || wide(scheme)) {
             for dtype in [DType::BF16, DType::F16] {
                 let dense = case.attention(scheme).deterministic(true);
                 let lists = window.as_ref().map(|window| ("lists", dense.clone().select(window)));
                 for (what, attention) in [("dense", dense)].into_iter().chain(lists) {
-                    let hash = hash(&case.run_on(&device, &attention, dtype)?);
-                    writeln!(lines, "{hash:016x} {name} {what} {dtype:?} {scheme}").expect("a string");
+                    let hashes = hashes(&case.run_on(&device, &attention, dtype)?);
+                    writeln!(lines, "{hashes} {name} {what} {dtype:?} {scheme}").expect("a string");
                 }
             }
         }

@@ -72,7 +72,7 @@ impl Ids {
     /// Reads the eight bytes of the result, and so waits for all work that was launched before: callers do it
     /// last.
     pub(super) fn checked(&self, gpu: &Gpu, ids: &Dense<'_>) -> Result<Checked> {
-        let status = gpu.device.clone_dtoh(&self.status)?;
+        let status = gpu.device().clone_dtoh(&self.status)?;
         let bad = match status[0] as usize {
             0 => None,
             from_the_end => Some(one(gpu, ids, self.len - from_the_end)?),
@@ -87,7 +87,7 @@ fn one(gpu: &Gpu, ids: &Dense<'_>, at: usize) -> Result<i64> {
     where
         T: candle_core::cuda_backend::CudaDType + cudarc::driver::DeviceRepr + Into<i64> + Copy,
     {
-        Ok(gpu.device.clone_dtoh(&storage.as_cuda_slice::<T>()?.slice(at..=at))?[0].into())
+        Ok(gpu.device().clone_dtoh(&storage.as_cuda_slice::<T>()?.slice(at..=at))?[0].into())
     }
     let (storage, layout) = ids.operand();
     let at = layout.start_offset() + at;

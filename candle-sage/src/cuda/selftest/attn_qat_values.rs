@@ -6,6 +6,7 @@ use super::inputs::{Inputs, cases, inputs_of};
 use crate::cpu::quantize::{channel_mean, subtract_mean};
 use crate::cuda::attn_qat::Rounded;
 use crate::cuda::plan::TILE;
+use crate::cuda::tensor::Element;
 use crate::cuda::{Call, OnGpu, Problem, guard};
 use crate::nvfp4::{Axis, Packed};
 use crate::scheme::{AttnQat, Smoothing, ValueGroups};
@@ -36,16 +37,16 @@ fn compare_rounded(inputs: &Inputs, problem: &Problem<'_>, settings: &AttnQat) -
     let operands = settings.operands(&call, false)?;
     let mut forward = inputs_of(&call)?;
     OnGpu::before_forward(settings, &call, &operands, &mut forward)?;
-    guard::check(&call.gpu)?;
+    guard::check(call.gpu)?;
     let Rounded::Values(rounded) = &operands.rounded else { unreachable!("products in 16 bit") };
     let dims = [shape.query_dims(), shape.key_dims(), shape.key_dims()];
     for (n, (output, dims)) in rounded.iter().zip(dims).enumerate() {
-        let storage = candle_core::backend::BackendStorage::to_cpu_storage(&output.storage)?;
-        let got: Vec<f32> = match &storage {
-            candle_core::CpuStorage::BF16(x) => x.iter().map(|x| x.to_f32()).collect(),
-            candle_core::CpuStorage::F16(x) => x.iter().map(|x| x.to_f32()).collect(),
-            _ => unreachable!("16-bit tensors"),
+        let bits = call.gpu.device().clone_dtoh(&output.buffer)?;
+        let value = |bits: &u16| match output.element {
+            Element::BF16 => half::bf16::from_bits(*bits).to_f32(),
+            Element::F16 => half::f16::from_bits(*bits).to_f32(),
         };
+        let got: Vec<f32> = bits.iter().map(value).collect();
         let along_tokens = n == 2 && settings.value_groups == ValueGroups::Tokens;
         let axis = if along_tokens { Axis::Rows } else { Axis::Channels };
         for segment in shape.segments() {

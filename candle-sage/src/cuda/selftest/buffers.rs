@@ -1,12 +1,13 @@
 //! Buffers of whole calls: every element is written, and nothing beyond the end.
 
-use candle_core::{DType, Layout, Result, Storage, Tensor};
+use candle_core::{DType, Result, Storage, Tensor};
 use cudarc::driver::DeviceSlice;
 
 use super::device;
 use super::inputs::{Inputs, cases};
-use crate::cuda::address::address_at;
-use crate::cuda::{OutputGradient, forward, guard};
+use crate::cuda::address::{Address, address_at};
+use crate::cuda::tensor::{Output, Strided};
+use crate::cuda::{CompletedForward, OnGpu, OutputGradient, Problem, guard, run_forward, with_scheme};
 use crate::scheme::{AttnQat, Granularity, Int8Products, SageBwd, Scheme, Smoothing, ValueGroups};
 use crate::selection::Selection;
 use crate::shape::Packing;
@@ -28,16 +29,20 @@ fn schemes() -> [Scheme; 10] {
 
 /// Runs forward and backward, of which the guard checks the buffers' ends, and checks that all results are written.
 fn run(inputs: &Inputs, scheme: &Scheme, deterministic: bool) -> Result<()> {
-    inputs.with(deterministic, |problem, operands| {
-        let (out, completed) = forward(scheme, problem, true)?;
-        let layout = Layout::contiguous(inputs.shape.query_dims());
+    fn both<S: OnGpu>(scheme: S, problem: &Problem<'_>, dout: Strided<'_>) -> Result<[Output; 4]> {
+        let (out, completed) = run_forward(scheme, problem, true)?;
         let completed = completed.expect("a forward that keeps its state");
-        let (grads, _) = completed
-            .backward(problem, &OutputGradient { out: (&out, &layout), dout: operands[3], dlse: None })?;
+        let of_out = Strided { view: out.view(problem.gpu), ..problem.q };
+        let output = OutputGradient { out: of_out, dout, dlse: Address::NULL };
+        let ([dq, dk, dv], _) = completed.backward(problem, &output)?;
+        Ok([dq, dk, dv, out])
+    }
+    inputs.with(deterministic, |problem, dout| {
+        let results = with_scheme!(scheme, |scheme| both(scheme, problem, dout))?;
         let dims = [inputs.shape.query_dims(), inputs.shape.key_dims(), inputs.shape.key_dims()];
-        for (storage, dims) in grads.into_iter().zip(dims).chain([(out, inputs.shape.query_dims())]) {
+        for (result, dims) in results.into_iter().zip(dims.into_iter().chain([inputs.shape.query_dims()])) {
             let none = candle_core::op::BackpropOp::none();
-            let t = Tensor::from_storage(Storage::Cuda(storage), dims, none, false);
+            let t = Tensor::from_storage(Storage::Cuda(result.storage(problem.gpu)), dims, none, false);
             let sum = t.to_dtype(DType::F32)?.sum_all()?.to_scalar::<f32>()?;
             assert!(sum.is_finite(), "{:?}, {scheme}: something was not written", inputs.shape);
         }

@@ -1,10 +1,14 @@
 //! Inputs of attention calls, and the cases that the tests run over.
 
-use candle_core::{DType, Device, Result, Storage, Tensor};
+use candle_core::{DType, Device, Layout, Result, Storage, StorageRef, Tensor};
 
-use super::{device, numbers};
-use crate::cuda::params;
-use crate::cuda::{Call, Operand, Problem};
+use super::{device, gpu, numbers};
+use crate::cuda::address::Address;
+use crate::cuda::attention::Seen;
+use crate::cuda::candle::strided;
+use crate::cuda::kernels::Gpu;
+use crate::cuda::tensor::Strided;
+use crate::cuda::{Call, Problem, params};
 use crate::scheme::Scheme;
 use crate::selection::Selection;
 use crate::shape::{AttentionShape, Packing};
@@ -45,28 +49,32 @@ impl Inputs {
         Ok(Self { shape, tensors, values, selection: None })
     }
 
-    /// Calls `f` with the problem and the operands: query, key, value and output gradient.
+    /// Calls `f` with the problem and the output gradient.
     pub(super) fn with<T>(
         &self,
         deterministic: bool,
-        f: impl FnOnce(&Problem<'_>, &[Operand<'_>]) -> Result<T>,
+        f: impl FnOnce(&Problem<'_>, Strided<'_>) -> Result<T>,
     ) -> Result<T> {
+        let gpu = gpu();
         let guards: Vec<_> = self.tensors.iter().map(Tensor::storage_and_layout).collect();
-        let operands: Vec<Operand<'_>> = guards
-            .iter()
-            .map(|(storage, layout)| match &**storage {
-                Storage::Cuda(storage) => (storage, *layout),
-                _ => unreachable!("tensors are on the GPU"),
-            })
-            .collect();
-        let [q, k, v] = [operands[0], operands[1], operands[2]];
-        let selection = self.selection.as_ref();
-        // It decides only how heads over 128 channels are padded, which does not occur here.
-        let (scheme, shape) = (&Scheme::FullPrecision, &self.shape);
-        let (softmax_scale, sinks, score_mod) = (0.125, None, None);
-        let problem =
-            Problem { scheme, shape, softmax_scale, deterministic, q, k, v, selection, sinks, score_mod };
-        f(&problem, &operands)
+        let tensors = guards.iter().map(|guard| on_gpu(guard, &gpu)).collect::<Result<Vec<_>>>()?;
+        let &[q, k, v, dout] = tensors.as_slice() else { unreachable!("four tensors") };
+        let seen = self.selection.as_ref().map(Seen::new).transpose()?;
+        let problem = Problem {
+            gpu: &gpu,
+            // It decides only how heads over 128 channels are padded, which does not occur here.
+            scheme: &Scheme::FullPrecision,
+            shape: &self.shape,
+            softmax_scale: 0.125,
+            deterministic,
+            q,
+            k,
+            v,
+            selected: seen.as_ref().map(|seen| seen.selected(&gpu)).transpose()?,
+            sinks: Address::NULL,
+            score_mod: None,
+        };
+        f(&problem, dout)
     }
 
     /// Rows of one head of tensor `n`, for the tokens of `range`.
@@ -79,6 +87,13 @@ impl Inputs {
     ) -> Vec<f32> {
         let d = self.shape.head_dim();
         range.flat_map(|t| self.values[n][(t * heads + head) * d..][..d].to_vec()).collect()
+    }
+}
+
+fn on_gpu<'a>((storage, layout): &'a (StorageRef<'_>, &'a Layout), gpu: &Gpu) -> Result<Strided<'a>> {
+    match &**storage {
+        Storage::Cuda(storage) => strided((storage, layout), gpu),
+        _ => unreachable!("tensors are on the GPU"),
     }
 }
 
@@ -102,6 +117,5 @@ pub(super) fn cases() -> Vec<Case> {
 /// The parameters of a forward before anything is prepared.
 pub(super) fn inputs_of<'a>(call: &'a Call<'_>) -> Result<params::Forward<'a>> {
     let Problem { q, k, v, .. } = *call.problem;
-    let [q, k, v] = [call.view(q)?, call.view(k)?, call.view(v)?];
-    Ok(params::Forward { q, k, v, shape: call.shape(), ..params::Forward::default() })
+    Ok(params::Forward { q: q.view, k: k.view, v: v.view, shape: call.shape(), ..params::Forward::default() })
 }

@@ -8,7 +8,8 @@ use crate::cpu::lanes::abs_bits;
 use crate::cpu::quantize::{Scale, TileCodes, channel_mean, code, subtract_mean, token_mean};
 use crate::cuda::address::address;
 use crate::cuda::plan::TILE;
-use crate::cuda::{Call, Operand, Problem, guard, params, sagebwd};
+use crate::cuda::tensor::Strided;
+use crate::cuda::{Call, Problem, guard, params, sagebwd};
 use crate::scheme::{Granularity, KeyMean, SageBwd, Smoothing};
 use crate::shape::Segment;
 
@@ -30,9 +31,7 @@ fn codes_and_scales_are_the_cpus_to_the_bit() -> Result<()> {
                 [sampled, sampled.smoothing(Smoothing::Kv)]
             });
             for settings in settings.chain(samples) {
-                inputs.with(false, |problem, operands| {
-                    compare_codes(&inputs, problem, operands[3], &settings)
-                })?;
+                inputs.with(false, |problem, dout| compare_codes(&inputs, problem, dout, &settings))?;
             }
         }
     }
@@ -53,14 +52,14 @@ struct Written {
 }
 
 impl Written {
-    fn of(call: &Call<'_>, dout: Operand<'_>, settings: &SageBwd) -> Result<Self> {
-        let gpu = &call.gpu;
+    fn of(call: &Call<'_>, dout: Strided<'_>, settings: &SageBwd) -> Result<Self> {
+        let gpu = call.gpu;
         let operands = sagebwd::Operands::new(call, settings)?;
         sagebwd::quantize(call, &operands, &mut inputs_of(call)?)?;
         let minus_delta = gpu.alloc::<f32>(call.query_tiles() * TILE)?;
         let mut backward = params::Backward {
-            out: call.view(call.problem.q)?,
-            dout: call.view(dout)?,
+            out: call.problem.q.view,
+            dout: dout.view,
             minus_delta: address(&minus_delta, gpu),
             shape: call.shape(),
             ..params::Backward::default()
@@ -69,8 +68,8 @@ impl Written {
         sagebwd::prepare(call, settings, &operands.codes, &made, &mut backward)?;
         guard::check(gpu)?;
         let (v_codes, v_scales) = operands.v.as_ref().expect("V in codes");
-        let bytes = |slice| gpu.device.clone_dtoh(slice);
-        let floats = |slice| gpu.device.clone_dtoh(slice);
+        let bytes = |slice| gpu.device().clone_dtoh(slice);
+        let floats = |slice| gpu.device().clone_dtoh(slice);
         Ok(Self {
             q: bytes(&operands.codes.q)?,
             k: bytes(&operands.codes.k)?,
@@ -201,7 +200,7 @@ impl Comparison<'_> {
 fn compare_codes(
     inputs: &Inputs,
     problem: &Problem<'_>,
-    dout: Operand<'_>,
+    dout: Strided<'_>,
     settings: &SageBwd,
 ) -> Result<()> {
     let (call, shape) = (Call::new(problem)?, &inputs.shape);

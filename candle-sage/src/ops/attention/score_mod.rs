@@ -85,27 +85,32 @@ impl Attention {
         self
     }
 
-    /// Checks what was asked for, if anything was.
-    pub(super) fn score_mod(&self, shape: &AttentionShape, q: &Tensor) -> Result<Option<ScoreMod>> {
-        let Requested { softcap, alibi_slopes } = &self.modified;
-        if softcap.is_none() && alibi_slopes.is_none() {
-            return Ok(None);
-        }
-        if let Some(cap) = softcap
-            && !(1e-6..=1e30).contains(cap)
-        {
+    /// The soft cap, or 0 for none.
+    pub(crate) fn checked_softcap(&self) -> Result<f32> {
+        let Some(cap) = self.modified.softcap else { return Ok(0.0) };
+        if !(1e-6..=1e30).contains(&cap) {
             return Err(Error::new("the soft cap is out of range")
                 .got(cap)
                 .allowed("1e-6 to 1e30, or 0 for none")
                 .hint("Gemma 2 caps at 50")
                 .into());
         }
-        if softcap.is_some() && self.scheme.smooths_keys() {
+        if self.scheme.smooths_keys() {
             return Err(Error::unsupported("a soft cap of logits that are computed from smoothed keys")
                 .got(self.scheme)
                 .allowed("full precision, or a scheme with Smoothing::None")
                 .hint("`.smoothing(Smoothing::None)`; on CUDA SageBwd also needs `.products(Int8Products::SCORES)`")
                 .into());
+        }
+        Ok(cap as f32)
+    }
+
+    /// Checks what was asked for, if anything was.
+    pub(super) fn score_mod(&self, shape: &AttentionShape, q: &Tensor) -> Result<Option<ScoreMod>> {
+        let softcap = self.checked_softcap()?;
+        let alibi_slopes = &self.modified.alibi_slopes;
+        if softcap == 0.0 && alibi_slopes.is_none() {
+            return Ok(None);
         }
         if self.selection.is_some() {
             return Err(Error::unsupported("a selection with a soft cap or ALiBi")
@@ -116,10 +121,7 @@ impl Attention {
         }
         let hints = ["`ops::alibi_slopes` gives the paper's", "`Tensor::detach`"];
         let slopes = |x: &Tensor| of_heads("the ALiBi slopes", x, shape.query_heads(), q.device(), hints);
-        Ok(Some(ScoreMod {
-            softcap: softcap.map_or(0.0, |cap| cap as f32),
-            alibi_slopes: alibi_slopes.as_ref().map(slopes).transpose()?,
-        }))
+        Ok(Some(ScoreMod { softcap, alibi_slopes: alibi_slopes.as_ref().map(slopes).transpose()? }))
     }
 }
 

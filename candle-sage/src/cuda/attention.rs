@@ -1,0 +1,205 @@
+//! Attention over candle's tensors.
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CudaStorage, Layout, Result, Storage, StorageRef, Tensor};
+
+use super::address::{Address, address, address_at, first_index};
+use super::buffer::Purpose;
+use super::call::{Geometry, Problem, Selected};
+use super::candle::strided;
+use super::kernels::Gpu;
+use super::ops::tensor::start;
+use super::plan::SELECTION_BLOCK;
+use super::{
+    Completed, CompletedForward, OnGpu, OutputGradient, log_sum_exp, params, run_forward, with_scheme,
+};
+use crate::error::Error;
+use crate::launch::{Launch, Operand};
+use crate::ops::attention::{AttentionOp, BackwardInputs, CompletedOnGpu, GradientsOnGpu, ScoreMod};
+use crate::selection::{Blocks, Selection};
+use crate::shape::AttentionShape;
+
+/// A number for each query head, in f32, whose memory it lends; or none.
+struct OfHeads<'a>(Option<(StorageRef<'a>, &'a Layout)>);
+
+impl<'a> OfHeads<'a> {
+    fn new(numbers: Option<&'a Tensor>) -> Self {
+        Self(numbers.map(Tensor::storage_and_layout))
+    }
+
+    /// Null without numbers.
+    fn address(&self, gpu: &Gpu) -> Result<Address<'_>> {
+        match &self.0 {
+            None => Ok(Address::default()),
+            Some((storage, layout)) => match &**storage {
+                Storage::Cuda(storage) => start((storage, *layout), gpu),
+                _ => Err(Error::new("numbers of heads are on another device").into()),
+            },
+        }
+    }
+}
+
+/// A soft cap and `ALiBi` slopes.
+struct Modifier<'a> {
+    softcap: f32,
+    slopes: OfHeads<'a>,
+}
+
+impl<'a> Modifier<'a> {
+    fn new(score_mod: &'a ScoreMod) -> Self {
+        Self { softcap: score_mod.softcap, slopes: OfHeads::new(score_mod.alibi_slopes.as_ref()) }
+    }
+
+    /// In the form that kernels take.
+    fn params(&self, heads: usize, gpu: &Gpu) -> Result<params::ScoreMod<'_>> {
+        let alibi_slopes = self.slopes.address(gpu)?;
+        Ok(params::ScoreMod { alibi_slopes, softcap: self.softcap, heads: heads as i32 })
+    }
+}
+
+/// Checks that the kernels support a selection's blocks.
+pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
+    // Segments and heads are the second and third dimensions of grids, which CUDA limits to 65535.
+    const MOST: usize = 65_535;
+    if blocks.segments() * blocks.key_heads > MOST {
+        return Err(Error::new("a selection has too many segments for one launch")
+            .got(format!("{} segments of {} key heads", blocks.segments(), blocks.key_heads))
+            .allowed(format!("{MOST} in all"))
+            .hint("split the batch")
+            .into());
+    }
+    if (blocks.query, blocks.key) == (SELECTION_BLOCK, SELECTION_BLOCK) {
+        return Ok(());
+    }
+    Err(Error::unsupported("selections on CUDA have blocks of one size")
+        .got(format!("{} queries x {} keys", blocks.query, blocks.key))
+        .allowed("128 x 128")
+        .hint("other sizes run on the CPU")
+        .into())
+}
+
+/// Lists that start at an address.
+pub(super) fn lists_at<'a>(seen: Address<'a>, blocks: &Blocks, stride: usize) -> params::Lists<'a> {
+    params::Lists {
+        seen,
+        stride: stride as i32,
+        query_blocks: blocks.rows() as i32,
+        key_blocks: blocks.all_key_blocks() as i32,
+        ..params::Lists::default()
+    }
+}
+
+/// The lists of a selection, whose memory it lends.
+pub(super) struct Seen<'a> {
+    storage: StorageRef<'a>,
+    layout: &'a Layout,
+    blocks: &'a Blocks,
+}
+
+impl<'a> Seen<'a> {
+    pub(super) fn new(selection: &'a Selection) -> Result<Self> {
+        check_blocks(selection.blocks())?;
+        let (storage, layout) = selection.lists().storage_and_layout();
+        Ok(Self { storage, layout, blocks: selection.blocks() })
+    }
+
+    /// The selection in the form that attention takes.
+    pub(super) fn selected(&self, gpu: &Gpu) -> Result<Selected<'_>> {
+        Ok(Selected { lists: self.lists(gpu)?, blocks: self.blocks })
+    }
+
+    /// The lists in the form that kernels take.
+    pub(super) fn lists(&self, gpu: &Gpu) -> Result<params::Lists<'_>> {
+        let (_, _, stride) = self.layout.shape().dims3()?;
+        let Storage::Cuda(storage) = &*self.storage else {
+            return Err(Error::new("the selection is on another device").into());
+        };
+        let seen = address_at(storage.as_cuda_slice::<u32>()?, first_index(self.layout), gpu)?;
+        Ok(lists_at(seen, self.blocks, stride))
+    }
+}
+
+/// What a call reads besides query, key and value, whose memory it lends.
+struct Lent<'a> {
+    op: &'a AttentionOp,
+    seen: Option<Seen<'a>>,
+    sinks: OfHeads<'a>,
+    score_mod: Option<Modifier<'a>>,
+}
+
+impl<'a> Lent<'a> {
+    fn new(op: &'a AttentionOp) -> Result<Self> {
+        Ok(Self {
+            op,
+            seen: op.selection.as_ref().map(Seen::new).transpose()?,
+            sinks: OfHeads::new(op.sinks.as_ref()),
+            score_mod: op.score_mod.as_ref().map(Modifier::new),
+        })
+    }
+
+    fn problem<'b>(&'b self, gpu: &'b Gpu, [q, k, v]: [Operand<'b>; 3]) -> Result<Problem<'b>> {
+        let op = self.op;
+        let score_mod = self.score_mod.as_ref();
+        Ok(Problem {
+            gpu,
+            scheme: &op.scheme,
+            shape: &op.shape,
+            softmax_scale: op.softmax_scale,
+            deterministic: op.deterministic,
+            q: strided(q, gpu)?,
+            k: strided(k, gpu)?,
+            v: strided(v, gpu)?,
+            selected: self.seen.as_ref().map(|seen| seen.selected(gpu)).transpose()?,
+            sinks: self.sinks.address(gpu)?,
+            score_mod: score_mod.map(|of| of.params(op.shape.query_heads(), gpu)).transpose()?,
+        })
+    }
+}
+
+/// With `true` the forward keeps what its backward needs.
+impl Launch<([Operand<'_>; 3], bool), (CudaStorage, Option<Box<dyn CompletedOnGpu>>)> for AttentionOp {
+    fn launch(
+        &self,
+        (inputs, keep): ([Operand<'_>; 3], bool),
+    ) -> Result<(CudaStorage, Option<Box<dyn CompletedOnGpu>>)> {
+        fn run<S: OnGpu>(
+            scheme: S,
+            problem: &Problem<'_>,
+            keep: bool,
+        ) -> Result<(CudaStorage, Option<Box<dyn CompletedOnGpu>>)> {
+            let (out, completed) = run_forward(scheme, problem, keep)?;
+            Ok((out.storage(problem.gpu), completed.map(|completed| Box::new(completed) as _)))
+        }
+        let (gpu, lent) = (Gpu::new(inputs[0].0.device())?, Lent::new(self)?);
+        let problem = lent.problem(&gpu, inputs)?;
+        with_scheme!(&self.scheme, |scheme| run(scheme, &problem, keep))
+    }
+}
+
+impl<'a, S: OnGpu> Launch<BackwardInputs<'a>, GradientsOnGpu> for Completed<S> {
+    fn launch(&self, (op, [q, k, v, out, dout], dlse): BackwardInputs<'a>) -> Result<GradientsOnGpu> {
+        let (gpu, lent) = (Gpu::new(q.0.device())?, Lent::new(op)?);
+        let problem = lent.problem(&gpu, [q, k, v])?;
+        let output = OutputGradient {
+            out: strided(out, &gpu)?,
+            dout: strided(dout, &gpu)?,
+            dlse: dlse.map(|dlse| start(dlse, &gpu)).transpose()?.unwrap_or_default(),
+        };
+        let (gradients, dsinks) = self.backward(&problem, &output)?;
+        Ok((gradients.map(|gradient| gradient.storage(&gpu)), dsinks.map(|dsinks| gpu.storage(dsinks))))
+    }
+}
+
+impl<'a, S: OnGpu> Launch<(&'a AttentionShape, Operand<'a>), CudaStorage> for Completed<S> {
+    fn launch(&self, (shape, out): (&'a AttentionShape, Operand<'a>)) -> Result<CudaStorage> {
+        let gpu = Gpu::new(out.0.device())?;
+        let count = shape.batch() * shape.query_heads() * shape.query_len();
+        let lse = gpu.alloc_for::<f32>(Purpose::Output, count)?;
+        let geometry = Geometry::new(&gpu, shape)?;
+        let outside = address(&lse, &gpu);
+        log_sum_exp(&gpu, geometry.shape(&gpu), shape, address(&self.minus_lse2, &gpu), outside, false)?;
+        Ok(gpu.storage(lse))
+    }
+}
+
+impl<S: OnGpu> CompletedOnGpu for Completed<S> {}

@@ -1,0 +1,69 @@
+//! candle's side of the kernels: its tensors as the kernels take them, and its storage around what they wrote.
+#![allow(unsafe_code)]
+
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::CudaDType;
+use candle_core::{CudaDevice, CudaStorage, Result};
+use cudarc::driver::DeviceRepr;
+use half::{bf16, f16};
+
+use super::address::{address_at, first_index};
+use super::buffer::{Buffer, Purpose};
+use super::kernels::Gpu;
+use super::params::View;
+use super::tensor::{Element, Output, Strided};
+use crate::error::Error;
+use crate::launch::Operand;
+use crate::shape::Dims;
+
+impl Gpu {
+    /// candle's storage of a buffer that all kernels have written.
+    pub(super) fn storage<T: CudaDType + DeviceRepr>(&self, buffer: Buffer<T>) -> CudaStorage {
+        let (at, len) = buffer.leak();
+        // SAFETY: the allocation has the length, and only the slice frees it.
+        let slice = unsafe { self.stream.upgrade_device_ptr::<T>(at, len) };
+        CudaStorage::wrap_cuda_slice(slice, self.device().clone())
+    }
+
+    /// candle's device.
+    pub(super) fn device(&self) -> &CudaDevice {
+        self.device.as_ref().expect("candle's operators have candle's device")
+    }
+}
+
+impl Output {
+    /// A new contiguous tensor for candle, uninitialized.
+    pub(super) fn for_candle(gpu: &Gpu, element: Element, dims: Dims) -> Result<Self> {
+        Self::new(gpu, Purpose::Output, element, dims)
+    }
+
+    /// candle's storage of it.
+    pub(super) fn storage(self, gpu: &Gpu) -> CudaStorage {
+        match self.element {
+            Element::F16 => gpu.storage(self.buffer.cast::<f16>()),
+            Element::BF16 => gpu.storage(self.buffer.cast::<bf16>()),
+        }
+    }
+}
+
+/// A tensor of candle's as attention takes it.
+pub(super) fn strided<'a>((storage, layout): Operand<'a>, gpu: &Gpu) -> Result<Strided<'a>> {
+    let (&[batch, token, head, channel], &[b, t, h, c]) = (layout.dims(), layout.stride()) else {
+        return Err(Error::shape("attention takes tensors of four dimensions")
+            .got(format!("{:?}", layout.dims()))
+            .allowed("(batch, sequence, heads, head_dim)")
+            .hint("add a dimension of 1 with `unsqueeze`")
+            .into());
+    };
+    let (element, first) = (Element::of(storage.dtype())?, first_index(layout));
+    let data = match element {
+        Element::F16 => address_at(storage.as_cuda_slice::<f16>()?, first, gpu),
+        Element::BF16 => address_at(storage.as_cuda_slice::<bf16>()?, first, gpu),
+    }?;
+    Ok(Strided::new(data, element, [batch, token, head, channel], [b, t, h, c]))
+}
+
+/// The kernels' view of a tensor of candle's.
+pub(super) fn view<'a>(operand: Operand<'a>, gpu: &Gpu) -> Result<View<'a>> {
+    Ok(strided(operand, gpu)?.view)
+}

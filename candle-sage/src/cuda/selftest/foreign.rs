@@ -1,0 +1,108 @@
+//! Attention on lent memory gives the bits that it gives on candle's, and needs no more than it says.
+#![allow(unsafe_code)]
+
+use candle_core::{DType, Result, Tensor};
+use cudarc::driver::DevicePtr;
+
+use super::inputs::{Inputs, cases};
+use super::{device, gpu};
+use crate::cuda::buffer::Buffer;
+use crate::cuda::foreign::{ForeignAttention, ForeignTensor, Lent, Stream};
+use crate::cuda::guard;
+use crate::cuda::kernels::Gpu;
+use crate::cuda::tensor::Strided;
+use crate::ops::Attention;
+use crate::scheme::{AttnQat, Int8Products, SageBwd, Scheme, Smoothing};
+use crate::shape::Packing;
+
+fn of(x: Strided<'_>, dtype: DType) -> ForeignTensor {
+    let strides = [x.view.batch, x.view.token, x.view.head, x.view.channel].map(|stride| stride as usize);
+    ForeignTensor { address: x.view.data.number(), dtype, dims: x.dims, strides }
+}
+
+fn number<T>(buffer: &Buffer<T>, gpu: &Gpu) -> u64 {
+    buffer.device_ptr(&gpu.stream).0
+}
+
+/// Output and gradients in 16-bit words, through lent memory.
+fn lent(inputs: &Inputs, attention: &Attention, dtype: DType) -> Result<Vec<Vec<u16>>> {
+    inputs.with(true, |problem, dout| {
+        let gpu = problem.gpu;
+        // SAFETY: candle's own stream.
+        let stream = unsafe { Stream::new(0, gpu.stream.cu_stream() as u64) }?;
+        let call =
+            ForeignAttention::new(attention, [problem.q, problem.k, problem.v].map(|x| of(x, dtype)), true)?;
+        let words = |x: Strided<'_>| gpu.alloc::<u16>(x.dims.iter().product());
+        let results = [words(problem.q)?, words(problem.q)?, words(problem.k)?, words(problem.v)?];
+        let [out, dq, dk, dv] = results.each_ref().map(|buffer| number(buffer, gpu));
+        let sizes = call.forward_sizes(&stream)?;
+        let needed = call.backward_scratch(&stream)?;
+        let memory = [sizes.state, sizes.scratch, needed];
+        let [state, scratch, second] = memory.map(|bytes| gpu.alloc::<u8>(bytes));
+        let (state, scratch, second) = (state?, scratch?, second?);
+        let [state, scratch, second] = [(&state, sizes.state), (&scratch, sizes.scratch), (&second, needed)]
+            .map(|(buffer, bytes)| Lent { address: number(buffer, gpu), bytes });
+        let dout = of(dout, dtype);
+        // SAFETY: all memory is alive until the guard has waited for the kernels.
+        unsafe {
+            call.forward(&stream, out, state, scratch)?;
+            // First, because it overwrites gradients: too little memory is an error.
+            let short = Lent { bytes: needed - 1, ..second };
+            assert!(call.backward(&stream, (out, dout), state, ([dq, dk, dv], 0), short).is_err());
+            call.backward(&stream, (out, dout), state, ([dq, dk, dv], 0), second)?;
+        }
+        guard::check(gpu)?;
+        let count = |x: Strided<'_>| x.dims.iter().product::<usize>();
+        let counts = [problem.q, problem.q, problem.k, problem.v].map(count);
+        let read =
+            |(buffer, count): (&Buffer<u16>, usize)| Ok(gpu.device().clone_dtoh(buffer)?[..count].to_vec());
+        results.iter().zip(counts).map(read).collect()
+    })
+}
+
+/// The same through candle.
+fn candles(inputs: &Inputs, attention: &Attention) -> Result<Vec<Vec<u16>>> {
+    let [q, k, v, dout] = &inputs.tensors[..] else { unreachable!("four tensors") };
+    let (out, vjp) = attention.vjp(q, k, v)?;
+    let [dq, dk, dv] = vjp.apply(dout)?;
+    let words = |x: Tensor| -> Result<Vec<u16>> {
+        let x = x.flatten_all()?;
+        Ok(match x.dtype() {
+            DType::BF16 => x.to_vec1::<half::bf16>()?.into_iter().map(half::bf16::to_bits).collect(),
+            _ => x.to_vec1::<half::f16>()?.into_iter().map(half::f16::to_bits).collect(),
+        })
+    };
+    [out, dq, dk, dv].into_iter().map(words).collect()
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn lent_memory_gives_the_same_bits() -> Result<()> {
+    let schemes: [Scheme; 7] = [
+        Scheme::FullPrecision,
+        SageBwd::default().into(),
+        SageBwd::default().smoothing(Smoothing::Kv).into(),
+        SageBwd::default().products(Int8Products::SCORES).into(),
+        SageBwd::default().products(Int8Products::FORWARD).into(),
+        AttnQat::default().into(),
+        AttnQat::default().smoothing(Smoothing::K).into(),
+    ];
+    drop((device(), gpu()));
+    for (lens, heads, d, packing) in cases() {
+        for dtype in [DType::BF16, DType::F16] {
+            for scheme in schemes {
+                let inputs = Inputs::new(lens, heads, d, packing.clone(), dtype)?;
+                let attention = Attention::new(scheme).causal(true).softmax_scale(0.125).deterministic(true);
+                let attention = match packing.clone() {
+                    Some(packing) => {
+                        attention.packing(Packing::new(packing.cu_seqlens_q, packing.cu_seqlens_k))
+                    }
+                    None => attention,
+                };
+                let (lent, candles) = (lent(&inputs, &attention, dtype)?, candles(&inputs, &attention)?);
+                assert!(lent == candles, "{lens:?} {heads:?} {d} {dtype:?} {scheme}");
+            }
+        }
+    }
+    Ok(())
+}
