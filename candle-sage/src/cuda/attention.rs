@@ -119,7 +119,7 @@ impl<'a> Seen<'a> {
     }
 }
 
-/// What a call reads besides query, key and value, whose memory it lends.
+/// What a call reads in addition to query, key and value, whose memory it lends.
 struct Lent<'a> {
     op: &'a AttentionOp,
     seen: Option<Seen<'a>>,

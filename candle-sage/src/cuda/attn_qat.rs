@@ -79,7 +79,7 @@ impl OnGpu for AttnQat {
         // V's means and sums lie behind K's.
         let smoothed = 1 + usize::from(self.smoothing.of_values());
         let means = smoothed * call.segment_count() * shape.key_heads() * call.d;
-        let k_mean = smooth.then(|| gpu.alloc_for(Purpose::Kept, means)).transpose()?;
+        let k_mean = smooth.then(|| gpu.alloc_for(Purpose::kept(keep), means)).transpose()?;
         let k_tile_sums = smooth.then(|| gpu.alloc(smoothed * call.key_tiles() * call.d)).transpose()?;
         if self.products == Products::Nvfp4 {
             let kept = Kept { high_precision_out: None, row_sums: None, k_mean };

@@ -24,6 +24,13 @@ pub(super) enum Purpose {
     Scratch,
 }
 
+impl Purpose {
+    /// Of what a backward reads, if one follows.
+    pub(super) fn kept(backward: bool) -> Self {
+        if backward { Self::Kept } else { Self::Scratch }
+    }
+}
+
 /// Where a call's memory comes from.
 #[derive(Debug, Clone, Default)]
 pub(super) enum Memory {

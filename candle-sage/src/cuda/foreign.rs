@@ -1,25 +1,25 @@
 //! Attention on memory of other libraries, such as PyTorch's: device addresses, strides and a stream, without candle's tensors.
 //!
-//! A call allocates nothing. The caller asks for the size of the state that a forward leaves for its backward, and of the memory that a
-//! call uses while it runs, and lends both. The kernels run on the caller's stream, and no call waits for them.
+//! A [`ForeignAttention`] is a call on tensors of some shape, which can be made any number of times. It allocates nothing: the caller asks
+//! for the size of the state that a forward leaves for its backward, and of the memory that a call uses while it runs, and lends both. The kernels
+//! run on the caller's stream, and no call waits for them.
 //!
 //! ```no_run
 //! use candle_core::DType;
-//! use candle_sage::foreign::{ForeignAttention, ForeignTensor, Lent, Stream};
+//! use candle_sage::foreign::{ForeignAttention, ForeignLayout, Inputs, Lent, Stream};
 //! use candle_sage::{Attention, SageBwd};
 //!
 //! # fn allocate(_: usize) -> u64 { 0 }
 //! # let (q, k, v, raw_stream) = (0, 0, 0, 0);
-//! let dims = [1, 4096, 16, 128];
-//! let tensor = |address| ForeignTensor::contiguous(address, DType::BF16, dims);
+//! let layout = ForeignLayout::contiguous(DType::BF16, [1, 4096, 16, 128]);
 //! let stream = unsafe { Stream::new(0, raw_stream) }?;
-//! let attention = Attention::new(SageBwd::default()).causal(true);
-//! let call = ForeignAttention::new(&attention, [tensor(q), tensor(k), tensor(v)], true)?;
+//! let call = ForeignAttention::new(Attention::new(SageBwd::default()).causal(true), [layout; 3], true)?;
 //! let sizes = call.forward_sizes(&stream)?;
 //! let state = Lent { address: allocate(sizes.state), bytes: sizes.state };
 //! let scratch = Lent { address: allocate(sizes.scratch), bytes: sizes.scratch };
-//! let out = allocate(2 * dims.iter().product::<usize>());
-//! unsafe { call.forward(&stream, out, state, scratch) }?;
+//! let out = allocate(2 * layout.dims.iter().product::<usize>());
+//! let inputs = Inputs { tensors: [q, k, v], ..Inputs::default() };
+//! unsafe { call.forward(&stream, inputs, out, state, scratch) }?;
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 #![allow(unsafe_code)]
@@ -39,14 +39,13 @@ use super::tensor::{Element, Strided};
 use super::{
     Completed, CompletedForward, OnGpu, OutputGradient, minus_lse2_of, params, run_forward, with_scheme,
 };
+use crate::error::Error;
 use crate::ops::Attention;
-use crate::shape::{AttentionShape, Dims};
+use crate::shape::AttentionShape;
 
-/// A (batch, sequence, heads, head_dim) tensor on a GPU, in f16 or bf16. Strides are in elements.
+/// How a (batch, sequence, heads, head_dim) tensor in f16 or bf16 is stored. Strides are in elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ForeignTensor {
-    /// The device address of the first element.
-    pub address: u64,
+pub struct ForeignLayout {
     /// f16 or bf16.
     pub dtype: DType,
     /// (batch, sequence, heads, head_dim).
@@ -55,23 +54,29 @@ pub struct ForeignTensor {
     pub strides: [usize; 4],
 }
 
-impl ForeignTensor {
-    /// A contiguous tensor.
-    pub fn contiguous(address: u64, dtype: DType, dims: [usize; 4]) -> Self {
+impl ForeignLayout {
+    /// Without gaps.
+    pub fn contiguous(dtype: DType, dims: [usize; 4]) -> Self {
         let [_, sequence, heads, channels] = dims;
-        Self { address, dtype, dims, strides: [sequence * heads * channels, heads * channels, channels, 1] }
+        Self { dtype, dims, strides: [sequence * heads * channels, heads * channels, channels, 1] }
     }
 
-    fn dims(&self) -> Dims {
-        let [batch, sequence, heads, channels] = self.dims;
-        (batch, sequence, heads, channels)
-    }
-
-    fn strided(&self) -> Result<Strided<'static>> {
+    fn at(&self, address: u64) -> Result<Strided<'static>> {
         // SAFETY: the caller of `forward` and `backward` vouches for the address, and nothing else reads it.
-        let data = unsafe { Address::lent(self.address) };
+        let data = unsafe { Address::lent(address) };
         Ok(Strided::new(data, Element::of(self.dtype)?, self.dims, self.strides))
     }
+}
+
+/// The device addresses of a call's inputs.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Inputs {
+    /// Query, key and value.
+    pub tensors: [u64; 3],
+    /// (query heads) in f32, if the call has sinks.
+    pub sinks: u64,
+    /// (query heads) in f32, if the call has `ALiBi`.
+    pub alibi_slopes: u64,
 }
 
 /// Memory that is lent to a call. Its address is a multiple of 256.
@@ -124,65 +129,70 @@ impl Stream {
     }
 }
 
-/// One attention call on tensors of another library.
+/// Attention calls on tensors of another library that have one shape.
 #[derive(Debug)]
-pub struct ForeignAttention<'a> {
-    attention: &'a Attention,
+pub struct ForeignAttention {
+    attention: Attention,
     shape: AttentionShape,
     softmax_scale: f32,
-    inputs: [ForeignTensor; 3],
+    inputs: [ForeignLayout; 3],
     /// Whether a backward follows.
     keep: bool,
-    sinks: u64,
-    alibi_slopes: Option<u64>,
+    sinks: bool,
+    alibi: bool,
 }
 
-impl<'a> ForeignAttention<'a> {
-    /// A call on query, key and value. `keep`: a backward will follow. Of `attention`, sinks, `ALiBi` slopes and a selection are tensors of
+impl ForeignAttention {
+    /// Calls on query, key and value. `keep`: a backward will follow. Of `attention`, sinks, `ALiBi` slopes and a selection are tensors of
     /// candle's, and are not used.
     ///
     /// # Errors
     /// As [`Attention::apply`].
-    pub fn new(attention: &'a Attention, inputs: [ForeignTensor; 3], keep: bool) -> Result<Self> {
-        let dims = inputs.map(|x| x.dims());
+    pub fn new(attention: Attention, inputs: [ForeignLayout; 3], keep: bool) -> Result<Self> {
+        let dims = inputs.map(|ForeignLayout { dims: [b, s, h, d], .. }| (b, s, h, d));
         let (shape, softmax_scale) = attention.checked(dims, inputs.map(|x| x.dtype), keep)?;
         attention.checked_softcap()?;
         Element::of(inputs[0].dtype)?;
-        Ok(Self { attention, shape, softmax_scale, inputs, keep, sinks: 0, alibi_slopes: None })
+        Ok(Self { attention, shape, softmax_scale, inputs, keep, sinks: false, alibi: false })
     }
 
-    /// With sinks: the address of (query heads) in f32. See [`Attention::apply_with_sinks`].
+    /// With sinks: see [`Attention::apply_with_sinks`].
     ///
     /// # Errors
     /// When the scheme smooths keys.
-    pub fn sinks(self, address: u64) -> Result<Self> {
+    pub fn with_sinks(self) -> Result<Self> {
         self.attention.check_sinks()?;
-        Ok(Self { sinks: address, ..self })
+        Ok(Self { sinks: true, ..self })
     }
 
-    /// With `ALiBi`: the address of the slopes, (query heads) in f32. See [`Attention::alibi`].
+    /// With `ALiBi`: see [`Attention::alibi`].
     #[must_use]
-    pub fn alibi(self, address: u64) -> Self {
-        Self { alibi_slopes: Some(address), ..self }
+    pub fn with_alibi(self) -> Self {
+        Self { alibi: true, ..self }
     }
 
-    /// Dimensions of the output and of its gradient.
-    pub fn output_dims(&self) -> [usize; 4] {
+    /// The output and its gradient, without gaps.
+    pub fn output(&self) -> ForeignLayout {
         let (batch, sequence, heads, channels) = self.shape.output_dims();
-        [batch, sequence, heads, channels]
+        ForeignLayout::contiguous(self.inputs[0].dtype, [batch, sequence, heads, channels])
+    }
+
+    /// Any addresses, for calls that only count.
+    fn counted(&self) -> Inputs {
+        Inputs { tensors: [0; 3], sinks: self.sinks.into(), alibi_slopes: self.alibi.into() }
     }
 
     fn gpu(&self, stream: &Stream, memory: super::buffer::Lent, dry: bool) -> Result<Gpu> {
         Gpu::foreign(stream.0.clone(), Memory::Lent(Rc::new(memory)), dry)
     }
 
-    fn problem<'b>(&'b self, gpu: &'b Gpu) -> Result<Problem<'b>> {
-        let [q, k, v] = self.inputs.map(|x| x.strided());
+    fn problem<'b>(&'b self, gpu: &'b Gpu, inputs: Inputs) -> Result<Problem<'b>> {
+        let [q, k, v] = [0, 1, 2].map(|n| self.inputs[n].at(inputs.tensors[n]));
         let (softcap, heads) = (self.attention.checked_softcap()?, self.shape.query_heads() as i32);
-        // SAFETY: as in `ForeignTensor::strided`.
-        let [sinks, alibi_slopes] =
-            [self.sinks, self.alibi_slopes.unwrap_or(0)].map(|at| unsafe { Address::lent(at) });
-        let modified = softcap != 0.0 || self.alibi_slopes.is_some();
+        // SAFETY: as in `ForeignLayout::at`.
+        let of_heads = |has: bool, at: u64| unsafe { Address::lent(if has { at } else { 0 }) };
+        let alibi_slopes = of_heads(self.alibi, inputs.alibi_slopes);
+        let modified = softcap != 0.0 || self.alibi;
         Ok(Problem {
             gpu,
             scheme: &self.attention.scheme,
@@ -193,7 +203,7 @@ impl<'a> ForeignAttention<'a> {
             k: k?,
             v: v?,
             selected: None,
-            sinks,
+            sinks: of_heads(self.sinks, inputs.sinks),
             score_mod: modified.then_some(params::ScoreMod { alibi_slopes, softcap, heads }),
         })
     }
@@ -201,27 +211,34 @@ impl<'a> ForeignAttention<'a> {
     /// The bytes of the forward, which depend on shapes, settings and the device.
     ///
     /// # Errors
-    /// When there is no kernel for this call on this device.
+    /// When this device has no kernel for this call.
     pub fn forward_sizes(&self, stream: &Stream) -> Result<ForwardSizes> {
         let gpu = self.gpu(stream, super::buffer::Lent::counting(), true)?;
-        let problem = self.problem(&gpu)?;
+        let problem = self.problem(&gpu, self.counted())?;
         with_scheme!(&self.attention.scheme, |scheme| run_forward(scheme, &problem, self.keep).map(drop))?;
         let Memory::Lent(lent) = &gpu.memory else { unreachable!("lent above") };
         Ok(ForwardSizes { state: lent.kept.used(), scratch: lent.scratch.used() })
     }
 
-    /// Launches the forward, which writes the output, contiguous [`ForeignAttention::output_dims`], and, where a backward follows, `state`.
+    /// Launches the forward, which writes the output, as [`ForeignAttention::output`] says, and, where a backward follows, `state`.
     ///
     /// # Errors
     /// When the lent memory is too small, or a launch fails.
     ///
     /// # Safety
-    /// Inputs, sinks, slopes, output, state and scratch are memory of the stream's device, of the sizes that shapes and
+    /// Inputs, output, state and scratch are memory of the stream's device, of the sizes that layouts and
     /// [`ForeignAttention::forward_sizes`] say, which stays alive until the kernels have run.
-    pub unsafe fn forward(&self, stream: &Stream, out: u64, state: Lent, scratch: Lent) -> Result<()> {
+    pub unsafe fn forward(
+        &self,
+        stream: &Stream,
+        inputs: Inputs,
+        out: u64,
+        state: Lent,
+        scratch: Lent,
+    ) -> Result<()> {
         let memory = super::buffer::Lent::new(vec![out], arena(state), arena(scratch));
         let gpu = self.gpu(stream, memory, false)?;
-        let problem = self.problem(&gpu)?;
+        let problem = self.problem(&gpu, inputs)?;
         with_scheme!(&self.attention.scheme, |scheme| run_forward(scheme, &problem, self.keep).map(drop))
     }
 
@@ -231,63 +248,77 @@ impl<'a> ForeignAttention<'a> {
     /// As [`ForeignAttention::forward_sizes`].
     pub fn backward_scratch(&self, stream: &Stream) -> Result<usize> {
         let gpu = self.gpu(stream, super::buffer::Lent::counting(), true)?;
-        let (out, kept) = (self.of_output(0), Lent { address: 0, bytes: usize::MAX });
-        let output = OutputGradient { out: out.strided()?, dout: out.strided()?, dlse: Address::NULL };
-        with_scheme!(&self.attention.scheme, |scheme| self
-            .run_backward(scheme, stream, &gpu, kept, &output))?;
+        let (out, state) = (self.output().at(0)?, Lent { address: 0, bytes: usize::MAX });
+        let output = OutputGradient { out, dout: out, dlse: Address::NULL };
+        let inputs = self.counted();
+        with_scheme!(&self.attention.scheme, |scheme| self.run_backward(
+            scheme,
+            (stream, &gpu),
+            inputs,
+            state,
+            &output
+        ))?;
         let Memory::Lent(lent) = &gpu.memory else { unreachable!("lent above") };
         Ok(lent.scratch.used())
-    }
-
-    fn of_output(&self, address: u64) -> ForeignTensor {
-        ForeignTensor::contiguous(address, self.inputs[0].dtype, self.output_dims())
     }
 
     fn run_backward<S: OnGpu>(
         &self,
         scheme: S,
-        stream: &Stream,
-        gpu: &Gpu,
+        (stream, gpu): (&Stream, &Gpu),
+        inputs: Inputs,
         state: Lent,
         output: &OutputGradient<'_>,
     ) -> Result<()> {
         // The state has the addresses that the forward's allocations got, in the same order.
         let memory = super::buffer::Lent::new(Vec::new(), arena(state), Arena::counting());
         let found = self.gpu(stream, memory, true)?;
-        let problem = self.problem(&found)?;
+        let problem = self.problem(&found, inputs)?;
         let call = Call::new(&problem)?;
         let minus_lse2 = minus_lse2_of(&call)?;
         let kept = scheme.keep(scheme.operands(&call, true)?);
         let completed = Completed { scheme, minus_lse2, kept };
-        completed.backward(&self.problem(gpu)?, output).map(drop)
+        completed.backward(&self.problem(gpu, inputs)?, output).map(drop)
     }
 
-    /// Launches the backward of a forward that kept `state`. `dout` may have any strides. It writes the gradients of query, key and value,
-    /// contiguous, and with sinks theirs, (query heads) in f32.
+    /// Launches the backward of a forward that kept `state`. The output's gradient may have any strides. It writes the gradients of query, key
+    /// and value, without gaps, and with sinks theirs, (query heads) in f32.
     ///
     /// # Errors
-    /// When the lent memory is too small, or a launch fails.
+    /// When the gradient does not fit the output, the lent memory is too small, or a launch fails.
     ///
     /// # Safety
     /// As [`ForeignAttention::forward`]; inputs, `out` and `state` have not changed since the forward.
     pub unsafe fn backward(
         &self,
         stream: &Stream,
-        (out, dout): (u64, ForeignTensor),
+        inputs: Inputs,
+        (out, dout): (u64, (u64, ForeignLayout)),
         state: Lent,
         ([dq, dk, dv], dsinks): ([u64; 3], u64),
         scratch: Lent,
     ) -> Result<()> {
-        let output = OutputGradient {
-            out: self.of_output(out).strided()?,
-            dout: dout.strided()?,
-            dlse: Address::NULL,
-        };
+        let of_output = self.output();
+        if (dout.1.dims, dout.1.dtype) != (of_output.dims, of_output.dtype) {
+            return Err(Error::shape("the output's gradient does not fit the output")
+                .got(format!("{:?} {:?}", dout.1.dims, dout.1.dtype))
+                .allowed(format!("{:?} {:?}", of_output.dims, of_output.dtype))
+                .hint("it has the output's shape and element type")
+                .into());
+        }
+        let output =
+            OutputGradient { out: of_output.at(out)?, dout: dout.1.at(dout.0)?, dlse: Address::NULL };
         // In the order in which `cuda::run_backward` allocates them.
-        let outputs = if self.sinks == 0 { vec![dk, dv, dq] } else { vec![dk, dv, dsinks, dq] };
+        let outputs = if self.sinks { vec![dk, dv, dsinks, dq] } else { vec![dk, dv, dq] };
         let memory = super::buffer::Lent::new(outputs, Arena::new(0, 0), arena(scratch));
         let gpu = self.gpu(stream, memory, false)?;
-        with_scheme!(&self.attention.scheme, |scheme| self.run_backward(scheme, stream, &gpu, state, &output))
+        with_scheme!(&self.attention.scheme, |scheme| self.run_backward(
+            scheme,
+            (stream, &gpu),
+            inputs,
+            state,
+            &output
+        ))
     }
 }
 

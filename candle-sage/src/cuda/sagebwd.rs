@@ -40,8 +40,8 @@ impl OnGpu for SageBwd {
         }
     }
 
-    fn operands(&self, call: &Call<'_>, _: bool) -> Result<Operands> {
-        Operands::new(call, self)
+    fn operands(&self, call: &Call<'_>, keep: bool) -> Result<Operands> {
+        Operands::new(call, self, keep)
     }
 
     fn before_forward<'p>(
@@ -156,7 +156,7 @@ pub(super) struct Operands {
 }
 
 impl Operands {
-    pub(super) fn new(call: &Call<'_>, settings: &SageBwd) -> Result<Self> {
+    pub(super) fn new(call: &Call<'_>, settings: &SageBwd, keep: bool) -> Result<Self> {
         check_settings(settings)?;
         let (gpu, d) = (call.gpu, call.d);
         let (queries, keys) = (call.query_tiles(), call.key_tiles());
@@ -164,11 +164,8 @@ impl Operands {
         // V's means and sums lie behind K's.
         let smoothed = 1 + usize::from(smoothing.of_values());
         let means = smoothed * call.segment_count() * call.problem.shape.key_heads() * d;
-        // See `keep`.
-        let codes_for = match settings.products {
-            Int8Products::FORWARD => Purpose::Scratch,
-            _ => Purpose::Kept,
-        };
+        // See `SageBwd::keep`.
+        let codes_for = Purpose::kept(keep && settings.products != Int8Products::FORWARD);
         let floats = |len| gpu.alloc_for(codes_for, len);
         let codes = Codes {
             q: gpu.alloc_for(codes_for, queries * TILE * d)?,
@@ -176,7 +173,7 @@ impl Operands {
             q_dequant_scale: floats(queries)?,
             k_dequant_scale: floats(keys)?,
             q_mean: smoothing.of_queries().then(|| floats(queries * d)).transpose()?,
-            k_mean: smoothing.of_keys().then(|| gpu.alloc_for(Purpose::Kept, means)).transpose()?,
+            k_mean: smoothing.of_keys().then(|| gpu.alloc_for(Purpose::kept(keep), means)).transpose()?,
         };
         let v = settings
             .products

@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-const FOLDERS: [&str; 5] = ["candle-sage", "sage-train", "kernels", "examples", "scripts"];
+const FOLDERS: [&str; 6] = ["candle-sage", "sage-train", "kernels", "python", "examples", "scripts"];
 const EXTENSIONS: [&str; 6] = ["rs", "cu", "cuh", "cc", "h", "py"];
 
 /// The most lines of a file.

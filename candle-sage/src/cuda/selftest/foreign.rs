@@ -7,7 +7,7 @@ use cudarc::driver::DevicePtr;
 use super::inputs::{Inputs, cases};
 use super::{device, gpu};
 use crate::cuda::buffer::Buffer;
-use crate::cuda::foreign::{ForeignAttention, ForeignTensor, Lent, Stream};
+use crate::cuda::foreign::{ForeignAttention, ForeignLayout, Inputs as Addresses, Lent, Stream};
 use crate::cuda::guard;
 use crate::cuda::kernels::Gpu;
 use crate::cuda::tensor::Strided;
@@ -15,9 +15,9 @@ use crate::ops::Attention;
 use crate::scheme::{AttnQat, Int8Products, SageBwd, Scheme, Smoothing};
 use crate::shape::Packing;
 
-fn of(x: Strided<'_>, dtype: DType) -> ForeignTensor {
+fn layout(x: Strided<'_>, dtype: DType) -> ForeignLayout {
     let strides = [x.view.batch, x.view.token, x.view.head, x.view.channel].map(|stride| stride as usize);
-    ForeignTensor { address: x.view.data.number(), dtype, dims: x.dims, strides }
+    ForeignLayout { dtype, dims: x.dims, strides }
 }
 
 fn number<T>(buffer: &Buffer<T>, gpu: &Gpu) -> u64 {
@@ -30,8 +30,9 @@ fn lent(inputs: &Inputs, attention: &Attention, dtype: DType) -> Result<Vec<Vec<
         let gpu = problem.gpu;
         // SAFETY: candle's own stream.
         let stream = unsafe { Stream::new(0, gpu.stream.cu_stream() as u64) }?;
-        let call =
-            ForeignAttention::new(attention, [problem.q, problem.k, problem.v].map(|x| of(x, dtype)), true)?;
+        let qkv = [problem.q, problem.k, problem.v];
+        let call = ForeignAttention::new(attention.clone(), qkv.map(|x| layout(x, dtype)), true)?;
+        let addresses = Addresses { tensors: qkv.map(|x| x.view.data.number()), ..Addresses::default() };
         let words = |x: Strided<'_>| gpu.alloc::<u16>(x.dims.iter().product());
         let results = [words(problem.q)?, words(problem.q)?, words(problem.k)?, words(problem.v)?];
         let [out, dq, dk, dv] = results.each_ref().map(|buffer| number(buffer, gpu));
@@ -42,14 +43,14 @@ fn lent(inputs: &Inputs, attention: &Attention, dtype: DType) -> Result<Vec<Vec<
         let (state, scratch, second) = (state?, scratch?, second?);
         let [state, scratch, second] = [(&state, sizes.state), (&scratch, sizes.scratch), (&second, needed)]
             .map(|(buffer, bytes)| Lent { address: number(buffer, gpu), bytes });
-        let dout = of(dout, dtype);
+        let output = (out, (dout.view.data.number(), layout(dout, dtype)));
         // SAFETY: all memory is alive until the guard has waited for the kernels.
         unsafe {
-            call.forward(&stream, out, state, scratch)?;
+            call.forward(&stream, addresses, out, state, scratch)?;
             // First, because it overwrites gradients: too little memory is an error.
             let short = Lent { bytes: needed - 1, ..second };
-            assert!(call.backward(&stream, (out, dout), state, ([dq, dk, dv], 0), short).is_err());
-            call.backward(&stream, (out, dout), state, ([dq, dk, dv], 0), second)?;
+            assert!(call.backward(&stream, addresses, output, state, ([dq, dk, dv], 0), short).is_err());
+            call.backward(&stream, addresses, output, state, ([dq, dk, dv], 0), second)?;
         }
         guard::check(gpu)?;
         let count = |x: Strided<'_>| x.dims.iter().product::<usize>();

@@ -54,7 +54,7 @@ struct Written {
 impl Written {
     fn of(call: &Call<'_>, dout: Strided<'_>, settings: &SageBwd) -> Result<Self> {
         let gpu = call.gpu;
-        let operands = sagebwd::Operands::new(call, settings)?;
+        let operands = sagebwd::Operands::new(call, settings, true)?;
         sagebwd::quantize(call, &operands, &mut inputs_of(call)?)?;
         let minus_delta = gpu.alloc::<f32>(call.query_tiles() * TILE)?;
         let mut backward = params::Backward {

@@ -1,0 +1,24 @@
+"""Trainable low-bit attention for PyTorch: INT8 (SageBwd), FP4 (Attn-QAT) and 16 bit, forward and backward.
+
+    import candle_sage
+    out = candle_sage.attention(q, k, v, scheme="sagebwd", products="scores", causal=True)
+
+Tensors are (batch, sequence, heads, head_dim). `scaled_dot_product_attention` has PyTorch's order and arguments,
+`flash_attn_func` and `flash_attn_varlen_func` have FlashAttention's, and `register_transformers` adds the schemes to
+Hugging Face's models.
+"""
+
+from ._api import attention, flash_attn_func, flash_attn_varlen_func, scaled_dot_product_attention
+from ._core import has_kernels, schemes
+from ._transformers import register_transformers
+
+__all__ = [
+    "attention",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "has_kernels",
+    "register_transformers",
+    "scaled_dot_product_attention",
+    "schemes",
+]
+__version__ = "0.1.0"

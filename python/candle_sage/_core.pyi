@@ -1,0 +1,69 @@
+from collections.abc import Sequence
+
+has_kernels: bool
+
+_Tensor = tuple[int, Sequence[int], Sequence[int]]
+_Layout = tuple[Sequence[int], Sequence[int]]
+_Documents = tuple[list[int], list[int]] | None
+_Memory = tuple[int, int]
+
+class Settings:
+    def __new__(
+        cls,
+        scheme: str,
+        settings: dict[str, str],
+        causal: bool,
+        window: tuple[int | None, int | None],
+        scale: float | None,
+        softcap: float,
+        deterministic: bool,
+    ) -> Settings: ...
+
+def schemes() -> list[str]: ...
+def forward_cpu(
+    settings: Settings, packing: _Documents, element: str, inputs: Sequence[_Tensor], of_heads: tuple[int, int], out: int
+) -> None: ...
+def backward_cpu(
+    settings: Settings,
+    packing: _Documents,
+    element: str,
+    inputs: Sequence[_Tensor],
+    of_heads: tuple[int, int],
+    dout: _Tensor,
+    gradients: Sequence[int],
+    dsinks: int,
+) -> None: ...
+class Call:
+    state: int
+    forward_scratch: int
+    backward_scratch: int
+    def __new__(
+        cls,
+        settings: Settings,
+        packing: _Documents,
+        element: str,
+        inputs: Sequence[_Layout],
+        of_heads: tuple[bool, bool],
+        keep: bool,
+        device: int,
+    ) -> Call: ...
+    def forward(
+        self,
+        stream: int,
+        tensors: Sequence[int],
+        of_heads: tuple[int, int],
+        out: int,
+        state: _Memory,
+        scratch: _Memory,
+    ) -> None: ...
+    def backward(
+        self,
+        stream: int,
+        tensors: Sequence[int],
+        of_heads: tuple[int, int],
+        out: int,
+        dout: tuple[int, _Layout],
+        state: _Memory,
+        gradients: tuple[Sequence[int], int],
+        scratch: _Memory,
+    ) -> None: ...

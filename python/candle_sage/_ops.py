@@ -1,0 +1,294 @@
+"""The operators `torch.ops.candle_sage`: attention and its backward, for autograd and `torch.compile`."""
+
+import functools
+
+import torch
+
+from . import _core
+
+# `settings` is what `encode` makes. Lengths are the first tokens of packed documents, and the end. The second result is
+# what the forward keeps for its backward, as bytes: empty if `keep` is false, and on a CPU.
+_FORWARD = (
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? alibi_slopes, str settings, "
+    "int[]? cu_seqlens_q, int[]? cu_seqlens_k, bool keep) -> (Tensor, Tensor)"
+)
+_BACKWARD = (
+    "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor state, Tensor? sinks, "
+    "Tensor? alibi_slopes, str settings, int[]? cu_seqlens_q, int[]? cu_seqlens_k) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+_library = torch.library.Library("candle_sage", "DEF")
+_library.define(_FORWARD)
+_library.define(_BACKWARD)
+
+
+def encode(scheme, settings, causal, window, scale, softcap, deterministic):
+    """The settings of a call as text, which operators take. `torch.compile` traces this; `_settings` reads it."""
+    if not torch.compiler.is_compiling():
+        return _encoded(scheme, tuple(settings.items()), causal, tuple(window), scale, softcap, deterministic)
+    return _encode(scheme, settings.items(), causal, window, scale, softcap, deterministic)
+
+
+def _encode(scheme, settings, causal, window, scale, softcap, deterministic):
+    words = "".join(f"{name.replace('_', '-')}={_word(value)};" for name, value in sorted(settings))
+    left, right = (-1 if n is None else int(n) for n in window)
+    scale = "" if scale is None else float(scale)
+    return f"{scheme};{bool(causal)};{left};{right};{scale};{float(softcap)};{bool(deterministic)};{words}"
+
+
+_encoded = functools.lru_cache(maxsize=4096)(_encode)
+
+
+def _word(value):
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)
+
+
+@functools.lru_cache(maxsize=None)
+def _settings(text):
+    scheme, causal, left, right, scale, softcap, deterministic, *words, _ = text.split(";")
+    settings = dict(word.split("=", 1) for word in words)
+    window = tuple(None if n.startswith("-") else int(n) for n in (left, right))
+    scale = None if scale == "" else float(scale)
+    return _core.Settings(scheme, settings, causal == "True", window, scale, float(softcap), deterministic == "True")
+
+
+def _error(what, got, allowed, hint):
+    return ValueError(f"{what}\n  got:     {got}\n  allowed: {allowed}\n  hint:    {hint}")
+
+
+_ELEMENTS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def _element(dtype):
+    return _ELEMENTS.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+def _tensor(x):
+    return x.data_ptr(), tuple(x.shape), x.stride()
+
+
+def _packing(cu_seqlens_q, cu_seqlens_k):
+    return None if cu_seqlens_q is None else (list(cu_seqlens_q), list(cu_seqlens_k))
+
+
+def _of_heads(sinks, slopes, query):
+    """The addresses of sinks and slopes, and what must stay alive while they are read."""
+    if sinks is None and slopes is None:
+        return (0, 0), None
+    for name, x in (("sinks", sinks), ("ALiBi slopes", slopes)):
+        if x is not None and (x.shape != (query.shape[2],) or x.device != query.device):
+            raise _error(
+                f"the {name} do not fit the query",
+                f"{list(x.shape)} on {x.device}",
+                f"[{query.shape[2]}] on {query.device}",
+                "one number for each query head",
+            )
+    floats = [None if x is None else x.detach().to(torch.float32).contiguous() for x in (sinks, slopes)]
+    return tuple(0 if x is None else x.data_ptr() for x in floats), floats
+
+
+def _output_shape(query, value):
+    return (*query.shape[:3], value.shape[3])
+
+
+def _of(x):
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+def _check(query, key, value):
+    """Of each tensor what `_of` says."""
+    for name, x in (("key", key), ("value", value)):
+        if x[2:] != query[2:]:
+            raise _error(
+                f"query and {name} differ in device or element type",
+                f"{query[3]} {query[2]}, {x[3]} {x[2]}",
+                "one device and one of float32 (CPU), float16, bfloat16",
+                f"convert with `{name}.to(query)`",
+            )
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if len(x[0]) != 4:
+            raise _error(
+                f"{name} does not have four dimensions",
+                list(x[0]),
+                "(batch, sequence, heads, head_dim)",
+                "add a dimension of 1 with `unsqueeze`",
+            )
+
+
+@functools.lru_cache(maxsize=4096)
+def _planned(settings, cu_seqlens_q, cu_seqlens_k, keep, sinks, slopes, query, key, value):
+    if not _core.has_kernels:
+        raise _error(
+            "this build has no kernels for GPUs",
+            "tensors on a GPU",
+            "tensors on the CPU",
+            "build the package with feature `cuda`: `maturin build --release --features cuda`",
+        )
+    _check(query, key, value)
+    packing = None if cu_seqlens_q is None else (list(cu_seqlens_q), list(cu_seqlens_k))
+    layouts = [(tuple(map(int, x[0])), tuple(map(int, x[1]))) for x in (query, key, value)]
+    device = torch.cuda.current_device() if query[3].index is None else query[3].index
+    return _core.Call(_settings(settings), packing, _element(query[2]), layouts, (sinks, slopes), keep, device)
+
+
+def _plan(query, key, value, sinks, slopes, settings, cu_seqlens_q, cu_seqlens_k, keep):
+    """What a call on a GPU needs besides addresses: checked once for each combination of shapes and settings."""
+    if cu_seqlens_q is not None:
+        cu_seqlens_q, cu_seqlens_k = tuple(cu_seqlens_q), tuple(cu_seqlens_k)
+    with_heads = sinks is not None, slopes is not None
+    return _planned(settings, cu_seqlens_q, cu_seqlens_k, keep, *with_heads, _of(query), _of(key), _of(value))
+
+
+def _lend(count, device):
+    """Memory of PyTorch's: the tensor, and its address and size."""
+    x = torch.empty(count, dtype=torch.uint8, device=device)
+    return x, (x.data_ptr(), count)
+
+
+def _forward_cuda(query, key, value, sinks, slopes, settings, cu_seqlens_q, cu_seqlens_k, keep):
+    plan = _plan(query, key, value, sinks, slopes, settings, cu_seqlens_q, cu_seqlens_k, keep)
+    of_heads, _alive = _of_heads(sinks, slopes, query)
+    device = query.device
+    out = torch.empty(_output_shape(query, value), dtype=query.dtype, device=device)
+    state, lent_state = _lend(plan.state, device)
+    _scratch, lent_scratch = _lend(plan.forward_scratch, device) if plan.forward_scratch else (None, (0, 0))
+    addresses = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    plan.forward(stream, addresses, of_heads, out.data_ptr(), lent_state, lent_scratch)
+    return out, state
+
+
+def _backward_cuda(grad, query, key, value, out, state, sinks, slopes, settings, cu_seqlens_q, cu_seqlens_k):
+    plan = _plan(query, key, value, sinks, slopes, settings, cu_seqlens_q, cu_seqlens_k, True)
+    of_heads, _alive = _of_heads(sinks, slopes, query)
+    # The kernels read channels that are not adjacent one by one.
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    device = query.device
+    _scratch, lent_scratch = _lend(plan.backward_scratch, device)
+    gradients = [_without_gaps(x) for x in (query, key, value)]
+    dsinks = _no_sinks(query) if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
+    addresses = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    dout = grad.data_ptr(), (grad.shape, grad.stride())
+    written = [x.data_ptr() for x in gradients], dsinks.data_ptr()
+    lent_state = state.data_ptr(), state.numel()
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    plan.backward(stream, addresses, of_heads, out.data_ptr(), dout, lent_state, written, lent_scratch)
+    return *gradients, dsinks
+
+
+def _without_gaps(like):
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+
+def _no_sinks(query):
+    return torch.empty(0, dtype=torch.float32, device=query.device)
+
+
+def _forward_cpu(query, key, value, sinks, slopes, settings, cu_seqlens_q, cu_seqlens_k, keep):
+    _check(_of(query), _of(key), _of(value))
+    of_heads, _alive = _of_heads(sinks, slopes, query)
+    tensors = [x.contiguous() for x in (query, key, value)]
+    out = query.new_empty(_output_shape(query, value))
+    packing, inputs = _packing(cu_seqlens_q, cu_seqlens_k), [_tensor(x) for x in tensors]
+    _core.forward_cpu(_settings(settings), packing, _element(query.dtype), inputs, of_heads, out.data_ptr())
+    return out, query.new_empty(0, dtype=torch.uint8)
+
+
+def _backward_cpu(grad, query, key, value, out, state, sinks, slopes, settings, cu_seqlens_q, cu_seqlens_k):
+    of_heads, _alive = _of_heads(sinks, slopes, query)
+    tensors = [x.contiguous() for x in (query, key, value)]
+    grad = grad.contiguous()
+    gradients = [x.new_empty(x.shape) for x in tensors]
+    dsinks = _no_sinks(query) if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
+    packing, inputs = _packing(cu_seqlens_q, cu_seqlens_k), [_tensor(x) for x in tensors]
+    addresses = [x.data_ptr() for x in gradients]
+    _core.backward_cpu(
+        _settings(settings), packing, _element(query.dtype), inputs, of_heads, _tensor(grad), addresses, dsinks.data_ptr()
+    )
+    return *gradients, dsinks
+
+
+for _device, _forward, _backward in (("CUDA", _forward_cuda, _backward_cuda), ("CPU", _forward_cpu, _backward_cpu)):
+    _library.impl("attention", _forward, _device)
+    _library.impl("attention_backward", _backward, _device)
+
+
+@torch.library.register_fake("candle_sage::attention", lib=_library)
+def _(query, key, value, sinks, slopes, settings, cu_seqlens_q, cu_seqlens_k, keep):
+    _check(_of(query), _of(key), _of(value))
+    state = 0
+    if query.device.type == "cuda":
+        # The shapes of a traced call are fixed, because the size of its state depends on them.
+        fixed = [(tuple(map(int, x.shape)), tuple(map(int, x.stride())), x.dtype, x.device) for x in (query, key, value)]
+        lengths = (None, None) if cu_seqlens_q is None else (tuple(cu_seqlens_q), tuple(cu_seqlens_k))
+        state = _planned(settings, *lengths, keep, sinks is not None, slopes is not None, *fixed).state
+    return query.new_empty(_output_shape(query, value)), query.new_empty(state, dtype=torch.uint8)
+
+
+@torch.library.register_fake("candle_sage::attention_backward", lib=_library)
+def _(grad, query, key, value, out, state, sinks, slopes, settings, cu_seqlens_q, cu_seqlens_k):
+    dsinks = _no_sinks(query) if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
+    return *(x.new_empty(x.shape) for x in (query, key, value)), dsinks
+
+
+def _keep_inputs(ctx, inputs, output):
+    query, key, value, sinks, slopes, settings, cu_seqlens_q, cu_seqlens_k, _ = inputs
+    out, state = output
+    ctx.save_for_backward(query, key, value, out, state, sinks, slopes)
+    ctx.settings = (settings, cu_seqlens_q, cu_seqlens_k)
+    ctx.mark_non_differentiable(state)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, grad, _):
+    if grad is None:
+        return (None,) * 9
+    *tensors, sinks, slopes = ctx.saved_tensors
+    # A graph of gradients is refused by the operator.
+    backward = torch.ops.candle_sage.attention_backward
+    if not _traced(grad) and not torch.is_grad_enabled():
+        backward = _backward_cuda if grad.is_cuda else _backward_cpu
+    dq, dk, dv, dsinks = backward(grad, *tensors, sinks, slopes, *ctx.settings)
+    dsinks = None if sinks is None else dsinks.to(sinks.dtype)
+    return dq, dk, dv, dsinks, None, None, None, None, None
+
+
+def _no_second_gradient(*_):
+    raise RuntimeError("attention has no second derivative\n  hint:    call `backward` without `create_graph=True`")
+
+
+torch.library.register_autograd("candle_sage::attention", _gradients, setup_context=_keep_inputs, lib=_library)
+torch.library.register_autograd(
+    "candle_sage::attention_backward", _no_second_gradient, setup_context=lambda *_, **__: None, lib=_library
+)
+
+
+class _Attention(torch.autograd.Function):
+    """The operator without the dispatcher, whose autograd costs the host 100 microseconds a call."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = (_forward_cuda if inputs[0].is_cuda else _forward_cpu)(*inputs)
+        _keep_inputs(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_gradients)
+
+
+def _traced(x):
+    """Whether PyTorch records calls, so that they must be those of operators."""
+    return (
+        torch.compiler.is_compiling()
+        or type(x) not in (torch.Tensor, torch.nn.Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def attention(query, *rest):
+    """The output; arguments are those of the operator `attention`."""
+    if _traced(query):
+        return torch.ops.candle_sage.attention(query, *rest)[0]
+    if rest[-1]:
+        return _Attention.apply(query, *rest)[0]
+    return (_forward_cuda if query.is_cuda else _forward_cpu)(query, *rest)[0]

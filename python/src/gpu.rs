@@ -1,0 +1,113 @@
+//! Attention on a GPU: launches the kernels on PyTorch's stream, on memory that PyTorch has allocated.
+
+use candle_core::DType;
+use candle_sage::foreign::{ForeignAttention, ForeignLayout, Inputs, Lent, Stream};
+use pyo3::prelude::*;
+
+use super::{Settings, dtype, error};
+
+/// Dimensions, and strides in elements.
+type Layout = ([usize; 4], [usize; 4]);
+
+fn layout((dims, strides): Layout, dtype: DType) -> ForeignLayout {
+    ForeignLayout { dtype, dims, strides }
+}
+
+/// Address and bytes.
+fn lent((address, bytes): (u64, usize)) -> Lent {
+    Lent { address, bytes }
+}
+
+/// Calls on tensors of one shape, on one device.
+#[pyclass(frozen)]
+pub(super) struct Call {
+    of: ForeignAttention,
+    dtype: DType,
+    device: usize,
+    /// Bytes of the state that a forward keeps.
+    #[pyo3(get)]
+    state: usize,
+    /// Bytes that a forward uses while it runs.
+    #[pyo3(get)]
+    forward_scratch: usize,
+    /// Bytes that a backward uses while it runs.
+    #[pyo3(get)]
+    backward_scratch: usize,
+}
+
+impl Call {
+    fn stream(&self, handle: u64) -> PyResult<Stream> {
+        // SAFETY: `_ops.py` passes PyTorch's current stream of this device, in whose primary context PyTorch runs.
+        unsafe { Stream::new(self.device, handle) }.map_err(error)
+    }
+}
+
+#[pymethods]
+impl Call {
+    /// `keep`: a backward will follow. `of_heads` says whether there are sinks, and slopes.
+    #[new]
+    fn new(
+        settings: &Settings,
+        packing: Option<(Vec<usize>, Vec<usize>)>,
+        element: &str,
+        inputs: [Layout; 3],
+        of_heads: (bool, bool),
+        keep: bool,
+        device: usize,
+    ) -> PyResult<Self> {
+        let dtype = dtype(element)?;
+        let of = ForeignAttention::new(settings.packed(packing), inputs.map(|x| layout(x, dtype)), keep);
+        let mut of = of.map_err(error)?;
+        if of_heads.0 {
+            of = of.with_sinks().map_err(error)?;
+        }
+        if of_heads.1 {
+            of = of.with_alibi();
+        }
+        let mut call = Self { of, dtype, device, state: 0, forward_scratch: 0, backward_scratch: 0 };
+        // Sizes are those on any stream.
+        let stream = call.stream(0)?;
+        let sizes = call.of.forward_sizes(&stream).map_err(error)?;
+        (call.state, call.forward_scratch) = (sizes.state, sizes.scratch);
+        if keep {
+            call.backward_scratch = call.of.backward_scratch(&stream).map_err(error)?;
+        }
+        Ok(call)
+    }
+
+    /// Launches a forward, which writes `out` and `state`. `of_heads` are the addresses of sinks and slopes.
+    fn forward(
+        &self,
+        stream: u64,
+        tensors: [u64; 3],
+        of_heads: (u64, u64),
+        out: u64,
+        state: (u64, usize),
+        scratch: (u64, usize),
+    ) -> PyResult<()> {
+        let inputs = Inputs { tensors, sinks: of_heads.0, alibi_slopes: of_heads.1 };
+        let stream = self.stream(stream)?;
+        // SAFETY: `_ops.py` passes memory of PyTorch's, of the sizes of this call, which PyTorch reuses in the order of the stream.
+        unsafe { self.of.forward(&stream, inputs, out, lent(state), lent(scratch)) }.map_err(error)
+    }
+
+    /// Launches a backward, which writes the gradients of query, key and value, and with sinks theirs.
+    #[allow(clippy::too_many_arguments)]
+    fn backward(
+        &self,
+        stream: u64,
+        tensors: [u64; 3],
+        of_heads: (u64, u64),
+        out: u64,
+        dout: (u64, Layout),
+        state: (u64, usize),
+        gradients: ([u64; 3], u64),
+        scratch: (u64, usize),
+    ) -> PyResult<()> {
+        let inputs = Inputs { tensors, sinks: of_heads.0, alibi_slopes: of_heads.1 };
+        let (stream, output) = (self.stream(stream)?, (out, (dout.0, layout(dout.1, self.dtype))));
+        // SAFETY: as in `forward`; `state` and `out` are those of the forward.
+        unsafe { self.of.backward(&stream, inputs, output, lent(state), gradients, lent(scratch)) }
+            .map_err(error)
+    }
+}
