@@ -16,6 +16,7 @@ mod full_precision;
 #[cfg(test)]
 mod guard;
 mod kernels;
+mod memory;
 mod params;
 mod plan;
 mod sagebwd;
@@ -30,6 +31,8 @@ mod attention;
 mod blend;
 #[cfg(feature = "cuda")]
 mod candle;
+#[cfg(feature = "cuda")]
+mod floats;
 #[cfg(feature = "cuda")]
 mod gemm;
 #[cfg(feature = "cuda")]
@@ -48,13 +51,14 @@ mod selftest;
 use std::fmt::Debug;
 
 use address::{Address, address, address_if_any};
-use buffer::{Buffer, Purpose};
+use buffer::Buffer;
 use call::{Call, Problem};
 use candle_core::Result;
 use compiled::constants::attn_bwd::FINISH_THREADS;
 use compiled::kernel;
 use full_precision::FullPrecision;
 use kernels::{Gpu, Grid};
+use memory::Purpose;
 use plan::{Plan, SELECTION_BLOCK, TILE};
 use selection::Users;
 use sinks::sink_gradient;

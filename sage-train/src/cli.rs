@@ -9,6 +9,7 @@ mod model;
 mod probe;
 mod report;
 mod resume;
+mod settle;
 mod several;
 mod sweep;
 mod tasks;

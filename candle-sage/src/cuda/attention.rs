@@ -4,11 +4,11 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Layout, Result, Storage, StorageRef, Tensor};
 
 use super::address::{Address, address, address_at, first_index};
-use super::buffer::Purpose;
 use super::call::{Geometry, Problem, Selected};
 use super::candle::strided;
+use super::floats::start;
 use super::kernels::Gpu;
-use super::ops::tensor::start;
+use super::memory::Purpose;
 use super::plan::SELECTION_BLOCK;
 use super::{
     Completed, CompletedForward, OnGpu, OutputGradient, log_sum_exp, params, run_forward, with_scheme,

@@ -9,13 +9,14 @@
 use candle_core::Result;
 
 use super::address::{Address, address, address_if_any};
-use super::buffer::{Buffer, Purpose};
+use super::buffer::Buffer;
 use super::call::Call;
 use super::compiled::constants::fake_quantize::VALUES;
 use super::compiled::constants::quant_pack_nvfp4::PACK_THREADS;
 use super::compiled::kernel;
 use super::full_precision::{self, launch_delta};
 use super::kernels::Grid;
+use super::memory::Purpose;
 use super::plan::{Plan, TILE, Visits};
 use super::sagebwd::launch_means;
 use super::tensor::Output;

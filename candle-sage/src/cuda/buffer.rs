@@ -1,9 +1,7 @@
-//! Memory on the device: of the driver, in the order of a stream, or lent by the caller.
+//! Buffers on the device, and their allocation in the order of a stream.
 #![allow(unsafe_code)]
 
-use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
-use std::rc::Rc;
 use std::sync::Arc;
 
 use candle_core::Result;
@@ -11,105 +9,7 @@ use cudarc::driver::{CudaStream, DevicePtr, DeviceRepr, DeviceSlice, SyncOnDrop,
 
 use super::driver::DriverResult;
 use super::kernels::Gpu;
-use crate::error::Error;
-
-/// What a call needs memory for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Purpose {
-    /// A result.
-    Output,
-    /// State of the forward that its backward reads.
-    Kept,
-    /// Memory that only this call uses.
-    Scratch,
-}
-
-impl Purpose {
-    /// Of what a backward reads, if one follows.
-    pub(super) fn kept(backward: bool) -> Self {
-        if backward { Self::Kept } else { Self::Scratch }
-    }
-}
-
-/// Where a call's memory comes from.
-#[derive(Debug, Clone, Default)]
-pub(super) enum Memory {
-    /// The driver.
-    #[default]
-    Driver,
-    /// The caller.
-    Lent(Rc<Lent>),
-}
-
-/// Memory of the caller. Each allocation of a call is the next piece of it, so that two calls of the same shape get the same pieces.
-#[derive(Debug)]
-pub(super) struct Lent {
-    /// Where the results go, the first one last.
-    outputs: RefCell<Vec<u64>>,
-    pub(super) kept: Arena,
-    pub(super) scratch: Arena,
-}
-
-/// Memory that is handed out from its start on.
-#[derive(Debug)]
-pub(super) struct Arena {
-    start: u64,
-    bytes: usize,
-    used: Cell<usize>,
-}
-
-/// Bytes that pieces of an arena are aligned to.
-const ALIGNMENT: usize = 256;
-
-impl Arena {
-    pub(super) fn new(start: u64, bytes: usize) -> Self {
-        Self { start, bytes, used: Cell::new(0) }
-    }
-
-    /// An arena that counts what is asked for. Its addresses are not valid.
-    pub(super) fn counting() -> Self {
-        Self::new(0, usize::MAX)
-    }
-
-    pub(super) fn used(&self) -> usize {
-        self.used.get()
-    }
-
-    fn take(&self, bytes: usize) -> Result<u64> {
-        let at = self.used.get();
-        let end = at + bytes.next_multiple_of(ALIGNMENT);
-        if end > self.bytes {
-            return Err(Error::new("the memory that was lent to an attention call is too small")
-                .got(format!("{} bytes", self.bytes))
-                .allowed(format!("{end} and more"))
-                .hint("ask for the size with the same shapes and settings as the call")
-                .into());
-        }
-        self.used.set(end);
-        Ok(self.start + at as u64)
-    }
-}
-
-impl Lent {
-    /// `outputs` are in the order of their allocation.
-    pub(super) fn new(mut outputs: Vec<u64>, kept: Arena, scratch: Arena) -> Self {
-        outputs.reverse();
-        Self { outputs: RefCell::new(outputs), kept, scratch }
-    }
-
-    /// Counts the memory of a call.
-    pub(super) fn counting() -> Self {
-        Self { outputs: RefCell::default(), kept: Arena::counting(), scratch: Arena::counting() }
-    }
-
-    fn take(&self, purpose: Purpose, bytes: usize) -> Result<u64> {
-        match purpose {
-            Purpose::Kept => self.kept.take(bytes),
-            Purpose::Scratch => self.scratch.take(bytes),
-            Purpose::Output => Ok(self.outputs.borrow_mut().pop().unwrap_or_default()),
-        }
-    }
-}
+use super::memory::{Memory, Purpose};
 
 /// Memory, which is freed where it is the driver's.
 #[derive(Debug)]

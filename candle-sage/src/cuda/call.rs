@@ -3,8 +3,9 @@
 use candle_core::Result;
 
 use super::address::{Address, address_if_any};
-use super::buffer::{Buffer, Purpose};
+use super::buffer::Buffer;
 use super::kernels::Gpu;
+use super::memory::Purpose;
 use super::params;
 use super::plan::{self, Plan, SELECTION_BLOCK, TILE, Visits};
 use super::tensor::{Element, Output, Strided, tensor_map};

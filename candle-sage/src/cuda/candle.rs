@@ -8,8 +8,9 @@ use cudarc::driver::DeviceRepr;
 use half::{bf16, f16};
 
 use super::address::{address_at, first_index};
-use super::buffer::{Buffer, Purpose};
+use super::buffer::Buffer;
 use super::kernels::Gpu;
+use super::memory::Purpose;
 use super::params::View;
 use super::tensor::{Element, Output, Strided};
 use crate::error::Error;

@@ -31,10 +31,10 @@ use candle_core::{DType, Result};
 use cudarc::driver::{CudaContext, CudaStream};
 
 use super::address::Address;
-use super::buffer::{Arena, Memory};
 use super::call::{Call, Problem};
 use super::driver::DriverResult;
 use super::kernels::Gpu;
+use super::memory::{Arena, Memory};
 use super::tensor::{Element, Strided};
 use super::{
     Completed, CompletedForward, OnGpu, OutputGradient, minus_lse2_of, params, run_forward, with_scheme,
@@ -182,7 +182,7 @@ impl ForeignAttention {
         Inputs { tensors: [0; 3], sinks: self.sinks.into(), alibi_slopes: self.alibi.into() }
     }
 
-    fn gpu(&self, stream: &Stream, memory: super::buffer::Lent, dry: bool) -> Result<Gpu> {
+    fn gpu(&self, stream: &Stream, memory: super::memory::Lent, dry: bool) -> Result<Gpu> {
         Gpu::foreign(stream.0.clone(), Memory::Lent(Rc::new(memory)), dry)
     }
 
@@ -213,7 +213,7 @@ impl ForeignAttention {
     /// # Errors
     /// When this device has no kernel for this call.
     pub fn forward_sizes(&self, stream: &Stream) -> Result<ForwardSizes> {
-        let gpu = self.gpu(stream, super::buffer::Lent::counting(), true)?;
+        let gpu = self.gpu(stream, super::memory::Lent::counting(), true)?;
         let problem = self.problem(&gpu, self.counted())?;
         with_scheme!(&self.attention.scheme, |scheme| run_forward(scheme, &problem, self.keep).map(drop))?;
         let Memory::Lent(lent) = &gpu.memory else { unreachable!("lent above") };
@@ -236,7 +236,7 @@ impl ForeignAttention {
         state: Lent,
         scratch: Lent,
     ) -> Result<()> {
-        let memory = super::buffer::Lent::new(vec![out], arena(state), arena(scratch));
+        let memory = super::memory::Lent::new(vec![out], arena(state), arena(scratch));
         let gpu = self.gpu(stream, memory, false)?;
         let problem = self.problem(&gpu, inputs)?;
         with_scheme!(&self.attention.scheme, |scheme| run_forward(scheme, &problem, self.keep).map(drop))
@@ -247,7 +247,7 @@ impl ForeignAttention {
     /// # Errors
     /// As [`ForeignAttention::forward_sizes`].
     pub fn backward_scratch(&self, stream: &Stream) -> Result<usize> {
-        let gpu = self.gpu(stream, super::buffer::Lent::counting(), true)?;
+        let gpu = self.gpu(stream, super::memory::Lent::counting(), true)?;
         let (out, state) = (self.output().at(0)?, Lent { address: 0, bytes: usize::MAX });
         let output = OutputGradient { out, dout: out, dlse: Address::NULL };
         let inputs = self.counted();
@@ -271,7 +271,7 @@ impl ForeignAttention {
         output: &OutputGradient<'_>,
     ) -> Result<()> {
         // The state has the addresses that the forward's allocations got, in the same order.
-        let memory = super::buffer::Lent::new(Vec::new(), arena(state), Arena::counting());
+        let memory = super::memory::Lent::new(Vec::new(), arena(state), Arena::counting());
         let found = self.gpu(stream, memory, true)?;
         let problem = self.problem(&found, inputs)?;
         let call = Call::new(&problem)?;
@@ -310,7 +310,7 @@ impl ForeignAttention {
             OutputGradient { out: of_output.at(out)?, dout: dout.1.at(dout.0)?, dlse: Address::NULL };
         // In the order in which `cuda::run_backward` allocates them.
         let outputs = if self.sinks { vec![dk, dv, dsinks, dq] } else { vec![dk, dv, dq] };
-        let memory = super::buffer::Lent::new(outputs, Arena::new(0, 0), arena(scratch));
+        let memory = super::memory::Lent::new(outputs, Arena::new(0, 0), arena(scratch));
         let gpu = self.gpu(stream, memory, false)?;
         with_scheme!(&self.attention.scheme, |scheme| self.run_backward(
             scheme,

@@ -6,8 +6,8 @@ use candle_core::{Layout, Result};
 use cudarc::cublas::{result, sys};
 
 use super::address::Address;
+use super::floats::{Float, start};
 use super::kernels::Gpu;
-use super::ops::tensor::{Float, start};
 use crate::error::Error;
 use crate::launch::{Launch, Operand};
 use crate::ops::accumulate::ProductInto;
@@ -76,7 +76,7 @@ pub(crate) fn gemm(
         Float::F16 => sys::cudaDataType_t::CUDA_R_16F,
         Float::BF16 => sys::cudaDataType_t::CUDA_R_16BF,
     };
-    let int = |n: usize| super::ops::tensor::count("rows, columns or terms", n);
+    let int = |n: usize| super::floats::count("rows, columns or terms", n);
     let (at_a, at_b) = (start(a, gpu)?, start(b, gpu)?);
     // SAFETY: by their type all addresses are inside allocations that are borrowed, and therefore alive. `a` and `b` are as
     // large as their layouts say. The type does not guarantee the size and the element type of `out`: for this the caller

@@ -11,8 +11,8 @@ use cudarc::cublaslt::{result, sys};
 use cudarc::driver::CudaContext;
 
 use super::address::{Address, address};
+use super::floats::{Float, start, start_of};
 use super::kernels::Gpu;
-use super::ops::tensor::{Float, start, start_of};
 use crate::error::Error;
 use crate::fp8::Fp8Format;
 use crate::launch::{Launch, Operand};

@@ -12,9 +12,9 @@ use cudarc::driver::{
 use cudarc::nvrtc::Ptx;
 
 use super::arch::Architecture;
-use super::buffer::Memory;
 use super::compiled::FAMILIES;
 use super::driver::DriverResult;
+use super::memory::Memory;
 
 /// One device, ready for launches.
 #[derive(Debug, Clone)]

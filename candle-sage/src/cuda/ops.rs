@@ -13,4 +13,3 @@ mod rms_norm;
 mod rope;
 mod sum_in_order;
 mod swiglu;
-pub(crate) mod tensor;

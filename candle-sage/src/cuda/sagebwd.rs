@@ -3,13 +3,14 @@
 use candle_core::Result;
 
 use super::address::{address, address_if_any};
-use super::buffer::{Buffer, Purpose};
+use super::buffer::Buffer;
 use super::call::Call;
 use super::compiled::constants::quant_tile::TILE_THREADS;
 use super::compiled::constants::quantize::MEAN_THREADS;
 use super::compiled::kernel;
 use super::full_precision::{self, FullPrecision};
 use super::kernels::Grid;
+use super::memory::Purpose;
 use super::plan::{Plan, TILE};
 use super::{OnGpu, OutputGradient, params};
 use crate::error::Error;

@@ -3,11 +3,12 @@
 use candle_core::Result;
 
 use super::address::{Address, address};
-use super::buffer::{Buffer, Purpose};
+use super::buffer::Buffer;
 use super::call::Call;
 use super::compiled::constants::quantize::SINK_THREADS;
 use super::compiled::kernel;
 use super::kernels::Grid;
+use super::memory::Purpose;
 use super::params;
 use super::plan::TILE;
 

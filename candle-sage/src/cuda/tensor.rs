@@ -5,9 +5,10 @@ use candle_core::{DType, Result};
 use cudarc::driver::sys;
 
 use super::address::{Address, address};
-use super::buffer::{Buffer, Purpose};
+use super::buffer::Buffer;
 use super::driver::DriverResult;
 use super::kernels::Gpu;
+use super::memory::Purpose;
 use super::params::{TensorMap, View};
 use crate::error::Error;
 use crate::shape::Dims;

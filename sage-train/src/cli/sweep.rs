@@ -8,7 +8,7 @@ use candle_sage::{Error, Result};
 use clap::Args;
 use toml::Table;
 
-use super::train::settle;
+use super::settle::settle;
 use super::{lists, print};
 use crate::checks::in_range;
 use crate::config::{Config, check_name};

@@ -1,6 +1,6 @@
 //! `sage-train` without a verb: trains, or prints what would be trained.
 
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 use std::thread::available_parallelism;
 use std::time::Duration;
 
@@ -9,6 +9,7 @@ use toml::Table;
 
 use super::print;
 use super::resume::Resumed;
+use super::settle::settle;
 use super::several::{Several, as_rank};
 use super::sweep::{self, Again};
 use super::threads;
@@ -16,17 +17,16 @@ use super::typed::check_typed;
 use crate::checkpoint;
 use crate::checks::in_range;
 use crate::config::{Change, Config};
-use crate::data::{Batches, Dataset, Shares, Tokenizer, known_tokenizer};
+use crate::data::{Batches, Dataset, Shares};
 use crate::device::Place;
 use crate::lock::Lock;
-use crate::quantity::Quantity;
 use crate::ranks::{Rank, Role, Words};
 use crate::report::result_table;
 use crate::runs::{self, Status, ending};
-use crate::settings::{Attn, Preset, Settings, Switch};
+use crate::settings::{Attn, Preset, Settings};
 use crate::sweep::{Limits, Spec};
 use crate::train::{Begin, Stop};
-use crate::{during, initial, notify, partial, ranks, train};
+use crate::{during, notify, partial, ranks, train};
 
 /// The value of `--resume` that stands for the newest checkpoint of the run that `--name` names.
 const AUTO: &str = "auto";
@@ -346,41 +346,4 @@ fn write_batches(config: &Config, path: &Path) -> Result<()> {
         let _ = std::fs::remove_file(path);
     }
     written
-}
-
-/// Checks that a tokenizer that was named is that of the weights to begin with: ids would mean something else.
-fn check_tokenizers(named: &Settings, of_weights: &Settings) -> Result<()> {
-    let (Some(named), Some(own)) = (&named.data.tokenizer, &of_weights.data.tokenizer) else { return Ok(()) };
-    let [named_as, own_as] = [named, own].map(|name| Tokenizer::named(name, None));
-    if named_as?.hash() == own_as?.hash() {
-        return Ok(());
-    }
-    Err(Error::new("the tokenizer is not the one that the weights were trained with")
-        .got(format!("--tokenizer {named}"))
-        .allowed(own.clone())
-        .hint("leave --tokenizer out: --init-from uses its own tokenizer"))
-}
-
-/// Fills in the settings that files determine: the model's shape from `--init-from`, and the vocabulary's
-/// size from a tokenizer that exists.
-pub(super) fn settle(mut settings: Settings) -> Result<Settings> {
-    if let Some(folder) = settings.model.init_from.take() {
-        // `./runs/a` is `runs/a`, in reports too.
-        let folder: PathBuf = folder.components().filter(|part| *part != Component::CurDir).collect();
-        settings.model.init_from = Some(folder.clone());
-        let told = initial::settings(&folder, settings.attention.attn)?;
-        if settings.optimizer.init_moments == Some(Switch::On) {
-            initial::check_moments(&folder)?;
-        }
-        check_tokenizers(&settings, &told)?;
-        settings = settings.over(told);
-    }
-    if settings.data.vocab_size.is_none()
-        && let Some(tokenizer) = known_tokenizer(&settings)?
-    {
-        // The vocabulary is padded to a multiple of 64: GPUs take several times as long over rows of the
-        // embedding that do not fill whole 16-byte packs.
-        settings.data.vocab_size = Some(Quantity(tokenizer.vocab_size().next_multiple_of(64) as u64));
-    }
-    Ok(settings)
 }

@@ -9,10 +9,12 @@ use candle_sage::{Attention, Scheme};
 use super::config::{LlamaConfig, Recompute};
 use super::layers::Norm;
 use super::linear::{Bias, Linear};
-use super::operands::{Operand, Operands, Place};
+use super::operands::{Operand, Operands};
 use super::parameters::{Parameters, Weight};
+use super::precision::Place;
 use super::rotary::Rotary;
-use super::sla2::{Selected, Sla2Layer, Stage};
+use super::sla2::{Selected, Sla2Layer};
+use super::sla2_config::Stage;
 use super::ulysses::{Heads, Ulysses};
 use crate::ranks::Group;
 

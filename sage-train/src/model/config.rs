@@ -2,13 +2,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use candle_sage::fp8::Fp8Format;
 use candle_sage::{Error, Result, Scheme};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-use super::linear::LinearPrecision;
+use super::precision::{LinearPrecision, Place, Scaling};
 use super::rope_scaling::RopeScaling;
-use super::sla2::{Sla2Config, Stage};
+use super::sla2_config::{Sla2Config, Stage};
 use super::spec::{EMBEDDING, Kind, OUTPUT, ParameterSpec, Start};
 use super::windows::{Windows, causal_pairs};
 
@@ -138,6 +139,15 @@ impl LlamaConfig {
         Ok(())
     }
 
+    /// The format of each operand that has a scale of earlier steps: all places of a layer, one layer after the other, and the input of the
+    /// output matrix.
+    pub(super) fn operand_formats(&self) -> Vec<Fp8Format> {
+        let LinearPrecision::Fp8(settings, Scaling::Delayed) = self.linear else { return Vec::new() };
+        let head = (self.linear_head != LinearPrecision::Compute).then_some(Fp8Format::E4M3);
+        let layers = (0..self.layers).flat_map(|_| Place::ALL.map(|place| place.format(settings)));
+        layers.chain(head).collect()
+    }
+
     /// Every parameter, in the order of initialization and update.
     pub fn parameter_specs(&self) -> Vec<ParameterSpec> {
         let std = self.init_std;
@@ -193,7 +203,8 @@ impl LlamaConfig {
                     specs.push(ParameterSpec { kind: Kind::Sinks, start, ..norm(name, self.heads) });
                 }
                 if let Some(sla2) = &self.sla2 {
-                    specs.extend(sla2.parameter_specs(self, &format!("model.layers.{layer}.self_attn")));
+                    let heads = (self.heads, self.key_heads, self.head_dim);
+                    specs.extend(sla2.parameter_specs(heads, &format!("model.layers.{layer}.self_attn")));
                 }
             }
             specs.push(norm(at("post_attention_layernorm"), width));

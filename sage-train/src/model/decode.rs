@@ -8,7 +8,7 @@ use candle_sage::{Error, Scheme};
 use super::attention::Cached;
 use super::block::Block;
 use super::llama::Llama;
-use super::sla2::Stage;
+use super::sla2_config::Stage;
 
 /// The cached keys and values of the tokens that have passed through the model, one cache per layer.
 #[derive(Debug)]

@@ -13,10 +13,12 @@ use super::block::Block;
 use super::config::LlamaConfig;
 use super::layers::{Norm, Stream};
 use super::linear::{Linear, ObserveProducts};
-use super::operands::{Operands, Place};
+use super::operands::Operands;
 use super::parameters::{Parameters, Weight};
+use super::precision::Place;
 use super::rotary::Rotary;
-use super::sla2::{Selected, Stage};
+use super::sla2::Selected;
+use super::sla2_config::Stage;
 use super::spec::{EMBEDDING, OUTPUT};
 use crate::ranks::Group;
 

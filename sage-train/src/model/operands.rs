@@ -4,13 +4,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
-use candle_sage::fp8::Fp8Format;
 use candle_sage::ops::{self, Fp8Copies, Fp8Linear, Fp8Matrix, Fp8Scale};
 
 use super::LlamaConfig;
 use super::layers::{Norm, Stream};
-use super::linear::{LinearPrecision, Scaling};
 use super::parameters::Parameters;
+use super::precision::{LinearPrecision, Place, Scaling};
 
 /// An operand of linear layers, (rows, columns).
 #[derive(Debug, Clone)]
@@ -35,52 +34,6 @@ impl Operand {
             Self::Fp8(x, settings) => Self::Fp8(x.without_rows(), settings),
         }
     }
-}
-
-/// What an operand is in its block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Place {
-    /// Inputs.
-    Normed,
-    Attended,
-    MlpNormed,
-    Hidden,
-    /// Gradients of outputs: of query, key and value, of attention's output projection, of gate and up, of the down projection.
-    Projected,
-    Output,
-    GateUp,
-    Down,
-}
-
-impl Place {
-    const COUNT: usize = 8;
-
-    fn format(self, settings: Fp8Linear) -> Fp8Format {
-        match self {
-            Self::Normed | Self::Attended | Self::MlpNormed | Self::Hidden => Fp8Format::E4M3,
-            Self::Projected | Self::Output | Self::GateUp | Self::Down => settings.gradient,
-        }
-    }
-
-    const ALL: [Self; Self::COUNT] = [
-        Self::Normed,
-        Self::Attended,
-        Self::MlpNormed,
-        Self::Hidden,
-        Self::Projected,
-        Self::Output,
-        Self::GateUp,
-        Self::Down,
-    ];
-}
-
-/// The format of each operand that has a scale of earlier steps: all places of a layer, one layer after the other, and the input of the
-/// output matrix.
-pub(super) fn formats(config: &LlamaConfig) -> Vec<Fp8Format> {
-    let LinearPrecision::Fp8(settings, Scaling::Delayed) = config.linear else { return Vec::new() };
-    let head = (config.linear_head != LinearPrecision::Compute).then_some(Fp8Format::E4M3);
-    let layers = (0..config.layers).flat_map(|_| Place::ALL.map(|place| place.format(settings)));
-    layers.chain(head).collect()
 }
 
 /// Makes the operands of a block.

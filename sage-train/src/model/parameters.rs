@@ -11,7 +11,6 @@ mod draw;
 mod loading;
 mod matrices;
 mod scales;
-mod training;
 mod weight;
 
 use std::ops::Range;
@@ -26,13 +25,13 @@ use rayon::prelude::*;
 use super::pieces::{Layout, Piece, overlap};
 use super::snapshot::Snapshot;
 use super::spec::ParameterSpec;
+use super::training::{Matrices, Moments, Shard, Training};
 use crate::during;
 use crate::ranks::{Group, Mesh, Ranks};
 
 use arrivals::Arrivals;
 use matrices::matrices_of;
 use scales::rescale;
-pub use training::{Matrices, Moments, Shard, Training};
 pub use weight::Weight;
 
 /// Elements per slice in the comparison of weights.

@@ -6,7 +6,7 @@ use candle_sage::shape::Packing;
 
 use super::config::LlamaConfig;
 use super::layers::Norm;
-use super::sla2::Stage;
+use super::sla2_config::Stage;
 
 /// The positions of the tokens (rotary angles for one sequence), the packed documents that attention is
 /// confined to, and the stage that decides between dense and sparse attention.

@@ -1,107 +1,16 @@
-//! SLA2 in the model: its settings, and the part of an attention layer that selects blocks, blends the two
+//! SLA2 in the model: the part of an attention layer that selects blocks, blends the two
 //! branches and trains the router.
 
 use candle_core::{DType, Result, Tensor, Var};
-use candle_sage::ops::{self, Alpha, Tail};
+use candle_sage::ops::{self};
 use candle_sage::shape::{AttentionShape, Packing};
 use candle_sage::sla2::Sla2Vjp;
 use candle_sage::{Router, Scheme, Selection, Sla2};
 
 use super::config::LlamaConfig;
 use super::parameters::{Parameters, Weight};
-use super::spec::{Kind, ParameterSpec, Start};
+use super::sla2_config::{Choice, Sla2Config};
 use super::ulysses::Ulysses;
-
-/// How blocks of keys are selected.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Choice {
-    /// By a router that learns where dense attention has its probability mass.
-    Learned,
-    /// By an untrained router: the products of block means.
-    Identity,
-    /// The nearest blocks, and the first block of the sequence.
-    Window,
-}
-
-/// The SLA2 settings of a run. The numerics are the model's scheme.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Sla2Config {
-    /// Past blocks of keys that a block of queries sees, at most.
-    pub blocks: usize,
-    /// How many of them are the nearest ones, whatever the router picks.
-    pub nearest: usize,
-    /// Tokens per block, of queries and of keys.
-    pub block: usize,
-    /// How the blocks are selected.
-    pub choice: Choice,
-    /// The blocks that the linear tail sums over; `None` leaves the tail out.
-    pub tail: Option<Tail>,
-    /// How the weight of the exact branch depends on `theta`.
-    pub alpha: Alpha,
-    /// Steps with dense attention at the start, including the router's steps.
-    pub dense_steps: u64,
-    /// The last of these steps, in which router and `theta` learn from dense attention.
-    pub router_steps: u64,
-}
-
-/// What the model attends to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stage {
-    /// All keys.
-    Dense,
-    /// All keys, while router and `theta` learn from dense attention.
-    Router,
-    /// The selected blocks and the linear tail.
-    Sparse,
-}
-
-impl Sla2Config {
-    /// The stage of a step (from 0).
-    pub fn stage(&self, step: u64) -> Stage {
-        if step >= self.dense_steps {
-            Stage::Sparse
-        } else if step + self.router_steps >= self.dense_steps {
-            Stage::Router
-        } else {
-            Stage::Dense
-        }
-    }
-
-    /// The fraction of the (query, key) pairs of a causal sequence that are not computed.
-    pub fn sparsity(&self, context: usize) -> f64 {
-        let pairs = |len: usize| len as f64 * (len as f64 + 1.0) / 2.0;
-        let (whole, rest) = (context / self.block, context % self.block);
-        // The past blocks over all whole blocks of queries: 0, 1, 2, ... up to `blocks`, then always
-        // `blocks`.
-        let growing = whole.min(self.blocks + 1);
-        let past =
-            growing as f64 * (growing as f64 - 1.0) / 2.0 + (whole - growing) as f64 * self.blocks as f64;
-        let tokens = past * self.block as f64 + (rest * self.blocks.min(whole)) as f64;
-        let seen = whole as f64 * pairs(self.block) + pairs(rest) + tokens * self.block as f64;
-        1.0 - seen / pairs(context)
-    }
-
-    /// The parameters that SLA2 adds to an attention layer.
-    pub(super) fn parameter_specs(&self, model: &LlamaConfig, at: &str) -> Vec<ParameterSpec> {
-        let spec = |name: &str, kind, dims: Vec<usize>, start| ParameterSpec {
-            name: format!("{at}.{name}"),
-            kind,
-            dims,
-            start,
-            follows: false,
-        };
-        let mut specs = Vec::new();
-        if self.choice == Choice::Learned {
-            let dims = vec![model.key_heads, model.head_dim, model.head_dim];
-            specs.push(spec("q_router.weight", Kind::Router, dims.clone(), Start::Identity));
-            specs.push(spec("k_router.weight", Kind::Router, dims, Start::Identity));
-        }
-        if self.tail.is_some() {
-            specs.push(spec("theta", Kind::Theta, vec![model.heads], Start::Value(2.0)));
-        }
-        specs
-    }
-}
 
 /// What a selection is for the queries and keys of a layer, or the mean over layers.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -336,38 +245,5 @@ impl Sla2Layer {
         let factor = TEACHING * self.ranks() * 2.0 / (out.dim(0)? * out.dim(1)?) as f64;
         let dtheta = vjp.theta_gradient(&((blended - out)? * factor)?)?;
         Self::add(theta, self.queries(), &dtheta)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const CONFIG: Sla2Config = Sla2Config {
-        blocks: 2,
-        block: 16,
-        choice: Choice::Learned,
-        tail: Some(Tail::Past),
-        alpha: Alpha::Count,
-        nearest: 0,
-        dense_steps: 60,
-        router_steps: 10,
-    };
-
-    #[test]
-    fn stages_follow_one_another() {
-        let stages = [0, 49, 50, 59, 60, 1000].map(|step| CONFIG.stage(step));
-        use Stage::{Dense, Router, Sparse};
-        assert_eq!(stages, [Dense, Dense, Router, Router, Sparse, Sparse]);
-        assert_eq!(Sla2Config { dense_steps: 0, ..CONFIG }.stage(0), Sparse);
-    }
-
-    /// Counted by hand: four blocks of 16 tokens, of which the third and fourth see two past blocks each.
-    #[test]
-    fn sparsity_counts_pairs() {
-        let seen = 4 * (16 * 17 / 2) + 16 * 16 + 2 * 2 * 16 * 16;
-        let sparsity = CONFIG.sparsity(64);
-        assert!((sparsity - (1.0 - f64::from(seen) / f64::from(64 * 65 / 2))).abs() < 1e-12, "{sparsity}");
-        assert_eq!(Sla2Config { blocks: 3, ..CONFIG }.sparsity(64), 0.0);
     }
 }

@@ -9,9 +9,9 @@ use candle_core::{DType, Result, Tensor};
 use safetensors::View;
 use sha2::{Digest, Sha256};
 
-use super::parameters::Moments;
 use super::pieces::{Layout, overlap};
 use super::spec::ParameterSpec;
+use super::training::Moments;
 use crate::hex;
 
 /// The parameters of which a file holds only a part, by name: the first element, and the number of elements.

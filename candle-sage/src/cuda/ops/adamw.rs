@@ -3,10 +3,10 @@
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 
-use super::tensor::{Dense, Float, PARTS, element, elementwise_of, start};
 use crate::cuda::address::{Address, address, first_index};
 use crate::cuda::compiled::constants::adamw::{THREADS, V};
 use crate::cuda::compiled::kernel;
+use crate::cuda::floats::{Dense, Float, PARTS, element, elementwise_of, start};
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
 use crate::error::Error;

@@ -3,9 +3,9 @@
 use candle_core::Result;
 use candle_core::backend::BackendStorage;
 
-use super::tensor::{Float, Packs, count, elementwise, start};
 use crate::cuda::compiled::constants::copy_heads::{AT_ONCE, THREADS};
 use crate::cuda::compiled::kernel;
+use crate::cuda::floats::{Float, Packs, count, elementwise, start};
 use crate::cuda::kernels::Gpu;
 use crate::cuda::params::{self, launch};
 use crate::launch::{Launch, Operand};

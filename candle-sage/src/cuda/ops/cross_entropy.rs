@@ -4,11 +4,11 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 
 use super::ids::Ids;
-use super::tensor::{Dense, Float, Packs, Team, count, elementwise, start, start_of};
 use crate::cuda::address::{Address, address};
 use crate::cuda::buffer::Buffer;
 use crate::cuda::compiled::constants::cross_entropy::{BATCH, MAX_THREADS, SCALE_THREADS};
 use crate::cuda::compiled::kernel;
+use crate::cuda::floats::{Dense, Float, Packs, Team, count, elementwise, start, start_of};
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
 use crate::dtype::Checked;

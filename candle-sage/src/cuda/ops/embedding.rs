@@ -4,10 +4,10 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 
 use super::ids::{Ids, sort};
-use super::tensor::{Dense, Float, Packs, Team, count, start, start_of};
 use crate::cuda::address::address;
 use crate::cuda::compiled::constants::embedding::{PIECE, THREADS};
 use crate::cuda::compiled::kernel;
+use crate::cuda::floats::{Dense, Float, Packs, Team, count, start, start_of};
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
 use crate::dtype::Checked;

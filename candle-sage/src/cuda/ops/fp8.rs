@@ -4,13 +4,13 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 
 use super::swiglu::rows_of_swiglu;
-use super::tensor::{Dense, Float, PARTS, count, element};
 use crate::cuda::address::{Address, address, address_at, address_if_any, first_index};
 use crate::cuda::buffer::Buffer;
 use crate::cuda::compiled::constants::quant_fp8_tile::{
     FP8_COLUMNS as COLUMNS, FP8_ROWS as ROWS, FP8_THREADS as THREADS,
 };
 use crate::cuda::compiled::kernel;
+use crate::cuda::floats::{Dense, Float, PARTS, count, element};
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
 use crate::error::Error;

@@ -3,11 +3,11 @@
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Result};
 
-use super::tensor::{Dense, count};
 use crate::cuda::address::{Address, address, address_at, address_if_any};
 use crate::cuda::buffer::Buffer;
 use crate::cuda::compiled::constants::ids::{DIGIT_BITS, THREADS, TILE};
 use crate::cuda::compiled::kernel;
+use crate::cuda::floats::{Dense, count};
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
 use crate::dtype::Checked;

@@ -4,11 +4,11 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 
 use super::rms_norm::{Extras, params};
-use super::tensor::{Dense, Float, PARTS, Packs, Team, partial_sums, start_of};
 use crate::cuda::address::{Address, address};
 use crate::cuda::compiled::constants::elements_row::{KEEP, MAX_THREADS};
 use crate::cuda::compiled::constants::layer_norm::BACKWARD_THREADS;
 use crate::cuda::compiled::kernel;
+use crate::cuda::floats::{Dense, Float, PARTS, Packs, Team, partial_sums, start_of};
 use crate::cuda::kernels::Gpu;
 use crate::cuda::params::{self, launch};
 use crate::launch::{Launch, Operand};

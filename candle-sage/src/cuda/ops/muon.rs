@@ -4,10 +4,10 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 use half::bf16;
 
-use super::tensor::{Float, PARTS, count, element, start};
 use crate::cuda::address::{Address, address, address_at, first_index};
 use crate::cuda::compiled::constants::muon::{THREADS, V, V16};
 use crate::cuda::compiled::kernel;
+use crate::cuda::floats::{Float, PARTS, count, element, start};
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
 use crate::error::Error;

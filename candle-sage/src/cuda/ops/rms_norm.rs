@@ -4,12 +4,12 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 
 use super::fp8::{Codes, check_start};
-use super::tensor::{Dense, Float, PARTS, Packs, Team, count, partial_sums, start_of};
 use crate::cuda::address::{Address, address};
 use crate::cuda::compiled::constants::elements_row::{KEEP, MAX_THREADS};
 use crate::cuda::compiled::constants::quant_fp8_strip::FP8_STRIP_WIDTH;
 use crate::cuda::compiled::constants::quant_fp8_tile::{FP8_LINES, FP8_THREADS};
 use crate::cuda::compiled::kernel;
+use crate::cuda::floats::{Dense, Float, PARTS, Packs, Team, count, partial_sums, start_of};
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
 use crate::launch::{Launch, Operand};

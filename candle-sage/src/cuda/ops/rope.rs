@@ -4,12 +4,12 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Layout, Result};
 
 use super::fp8::{Codes, quantize_columns};
-use super::tensor::{Dense, Float, PARTS, Packs, Team, count, element, partial_sums, start, start_of};
 use crate::cuda::address::{Address, address};
 use crate::cuda::buffer::Buffer;
 use crate::cuda::compiled::constants::quant_fp8_tile::{FP8_LINES, FP8_NEIGHBOURS, FP8_THREADS as THREADS};
 use crate::cuda::compiled::constants::rope::MAX_THREADS;
 use crate::cuda::compiled::kernel;
+use crate::cuda::floats::{Dense, Float, PARTS, Packs, Team, count, element, partial_sums, start, start_of};
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
 use crate::error::Error;

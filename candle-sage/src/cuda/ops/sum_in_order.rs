@@ -3,9 +3,9 @@
 use candle_core::Result;
 use candle_core::backend::BackendStorage;
 
-use super::tensor::{count, elementwise_of, start};
 use crate::cuda::compiled::constants::partial_sums::{ROWS, SUM_LEVELS, SUM_THREADS, SUM_VALUES};
 use crate::cuda::compiled::kernel;
+use crate::cuda::floats::{count, elementwise_of, start};
 use crate::cuda::kernels::Gpu;
 use crate::cuda::params::{self, launch};
 use crate::error::Error;

@@ -3,10 +3,10 @@
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 
-use super::tensor::{Dense, Float, Packs, element, elementwise, start, start_of};
 use crate::cuda::address::Address;
 use crate::cuda::compiled::constants::swiglu::THREADS;
 use crate::cuda::compiled::kernel;
+use crate::cuda::floats::{Dense, Float, Packs, element, elementwise, start, start_of};
 use crate::cuda::kernels::Gpu;
 use crate::cuda::params::{self, launch};
 use crate::dtype::row_stride;

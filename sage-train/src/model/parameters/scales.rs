@@ -7,7 +7,6 @@ use candle_sage::ops::Fp8Scales;
 
 use super::Parameters;
 use crate::model::LlamaConfig;
-use crate::model::operands::formats;
 use crate::ranks::Ranks;
 
 impl Parameters {
@@ -17,7 +16,7 @@ impl Parameters {
             return Ok(scales.clone());
         }
         let device = self.held.first().map_or(&Device::Cpu, |held| held.values.device());
-        let made = Fp8Scales::new(&formats(config), device)?;
+        let made = Fp8Scales::new(&config.operand_formats(), device)?;
         Ok(self.scales.get_or_init(|| made).clone())
     }
 
@@ -26,7 +25,7 @@ impl Parameters {
     /// # Errors
     /// When they are of another model.
     pub fn restore_scales(&self, config: &LlamaConfig, state: &[[f32; 2]]) -> Result<()> {
-        if state.is_empty() || formats(config).is_empty() {
+        if state.is_empty() || config.operand_formats().is_empty() {
             return Ok(());
         }
         self.scales(config)?.restore(state)

@@ -18,18 +18,18 @@ use crate::launch::Operand;
 /// The element types that the ops compute with; the numbers are those of
 /// `kernels/include/sage/elements/pack.cuh`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Float {
+pub(super) enum Float {
     F32 = 0,
     F16 = 1,
     BF16 = 2,
 }
 
 impl Float {
-    pub(crate) fn of(op: &str, storage: &CudaStorage) -> Result<Self> {
+    pub(super) fn of(op: &str, storage: &CudaStorage) -> Result<Self> {
         Self::of_dtype(op, storage.dtype())
     }
 
-    pub(in crate::cuda) fn of_dtype(op: &str, dtype: DType) -> Result<Self> {
+    pub(super) fn of_dtype(op: &str, dtype: DType) -> Result<Self> {
         match dtype {
             DType::F32 => Ok(Self::F32),
             DType::F16 => Ok(Self::F16),
@@ -52,7 +52,7 @@ impl Float {
     }
 
     /// A new tensor of `len` elements, uninitialized.
-    pub(in crate::cuda) fn alloc(self, gpu: &Gpu, len: usize) -> Result<CudaStorage> {
+    pub(super) fn alloc(self, gpu: &Gpu, len: usize) -> Result<CudaStorage> {
         Ok(match self {
             Self::F32 => gpu.storage(gpu.alloc::<f32>(len)?),
             Self::F16 => gpu.storage(gpu.alloc::<f16>(len)?),
@@ -128,7 +128,7 @@ pub(super) fn elementwise_of(len: usize, each: usize, threads: usize) -> Grid {
 ///
 /// # Errors
 /// When there are too many.
-pub(crate) fn count(what: &str, n: usize) -> Result<i32> {
+pub(super) fn count(what: &str, n: usize) -> Result<i32> {
     i32::try_from(n).ok().filter(|&n| n <= i32::MAX / 2).ok_or_else(|| {
         Error::new(format!("too many {what} for one launch"))
             .got(n)
@@ -153,12 +153,12 @@ pub(super) fn element<'a>(storage: &'a CudaStorage, index: usize, gpu: &Gpu) -> 
 }
 
 /// The address at which a tensor starts.
-pub(crate) fn start<'a>((storage, layout): Operand<'a>, gpu: &Gpu) -> Result<Address<'a>> {
+pub(super) fn start<'a>((storage, layout): Operand<'a>, gpu: &Gpu) -> Result<Address<'a>> {
     element(storage, first_index(layout), gpu)
 }
 
 /// The address at which a new contiguous tensor starts.
-pub(crate) fn start_of<'a>(storage: &'a CudaStorage, gpu: &Gpu) -> Result<Address<'a>> {
+pub(super) fn start_of<'a>(storage: &'a CudaStorage, gpu: &Gpu) -> Result<Address<'a>> {
     element(storage, 0, gpu)
 }
 

@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 use candle_sage::ops::MuonMatrix;
 
-use crate::model::spec::Kind;
+use super::spec::Kind;
 use crate::ranks::{Group, Ranks};
 
 /// For whom parameters are trained.
@@ -33,7 +33,7 @@ impl Moments {
     }
 
     /// Whether matrices have others than everything else.
-    pub(in crate::model) fn differ(self) -> bool {
+    pub(super) fn differ(self) -> bool {
         self.matrices != self.others
     }
 }
