@@ -220,7 +220,7 @@ fn find_nvcc() -> Result<PathBuf, String> {
     let usual = ["/usr/local/cuda/bin", "/opt/cuda/bin"].map(PathBuf::from);
     homes.chain(env::split_paths(&path)).chain(usual).map(|dir| dir.join("nvcc")).find(|nvcc| nvcc.is_file()).ok_or_else(
         || {
-            "candle-sage: feature `cuda` needs nvcc, the compiler of the CUDA toolkit, and found none\n  \
+            "candle-sage: features `cuda` and `kernels` need nvcc, the compiler of the CUDA toolkit, and found none\n  \
              looked in: NVCC, CUDA_HOME/bin, CUDA_PATH/bin, CUDA_ROOT/bin, PATH, /usr/local/cuda/bin, /opt/cuda/bin\n  \
              allowed:   CUDA 12.0 or later\n  \
              hint:      install the toolkit (https://developer.nvidia.com/cuda-downloads) and set CUDA_HOME, or build \

@@ -1,97 +1,178 @@
 """The functions that models call."""
 
+from collections.abc import Sequence
+from typing import Literal
+
 import torch
 
 from . import _ops
 from ._ops import _error, encode
 
+Scheme = Literal["fpa", "sagebwd", "attn-qat"]
+Window = tuple[int | None, int | None]
+Lengths = Sequence[int] | torch.Tensor
+
 
 def attention(
-    query,
-    key,
-    value,
-    scheme="sagebwd",
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scheme: Scheme = "fpa",
     *,
-    causal=False,
-    window=(None, None),
-    scale=None,
-    softcap=0.0,
-    sinks=None,
-    alibi_slopes=None,
-    deterministic=False,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    **settings,
-):
+    causal: bool = False,
+    window: Window = (None, None),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    cu_seqlens_q: Lengths | None = None,
+    cu_seqlens_k: Lengths | None = None,
+    **settings: str | bool | int,
+) -> torch.Tensor:
     """Attention, `softmax(scale Q K^T) V`, with gradients of query, key and value.
 
     Tensors are (batch, sequence, heads, head_dim) with any strides: on a GPU in float16 or bfloat16, on a CPU in float32
-    too. The number of query heads may be a multiple of the number of key heads. A causal mask is aligned at the end: the
-    last query sees every key. Under autocast, float32 becomes autocast's type.
+    too. For (batch, heads, sequence, head_dim) use `scaled_dot_product_attention`: the other order is not detected. The
+    number of query heads may be a multiple of the number of key heads. A causal mask is aligned at the end: the last query
+    sees every key. Under autocast, all three become autocast's type.
+
+    In INT8 and FP4, tokens share scales and means: even with a causal mask, later tokens change an output by rounding
+    errors. Where outputs must not depend on later tokens at all, use "fpa".
 
     scheme: "fpa" (the type of the tensors), "sagebwd" (INT8) or "attn-qat" (FP4 values).
-    settings: those of the scheme, by name. sagebwd: `products` ("paper", "scores", ..), `smoothing` ("none", "k", "qk",
-        "kv"), `key_mean` ("all", "sample-64", ..), `granularity`; attn-qat: `smoothing`, `value_groups`, `p_reference`,
-        `high_precision_output`, `matched_recomputation`, `requantized_p`, `products`.
-    window: keys before and after a query's own position that it sees; None: all.
+    settings: those of the scheme, by name, such as `products="scores"`; docs/pytorch.md has a table.
+    causal: whether a query sees only the keys up to its own position.
+    window: numbers of keys before and after the query's own position that it sees, as FlashAttention's; None or -1: all.
+    scale: the factor of the logits; None: 1 / sqrt(head_dim).
     softcap: a logit x becomes `softcap * tanh(x / softcap)`; 0: none.
-    sinks: a logit of each query head without a value, (query heads); gets a gradient.
-    alibi_slopes: (query heads).
+    sinks: (query heads), for each head a further logit in the softmax's denominator, which has no value. It gets a gradient.
+    alibi_slopes: (query heads), without a gradient.
     deterministic: whether gradients have the same bits in every run.
-    cu_seqlens_q, cu_seqlens_k: the first token of each packed document, and the end, as lists of integers or CPU tensors;
-        the batch is then 1.
+    cu_seqlens_q, cu_seqlens_k: cumulative lengths of packed documents, as FlashAttention's: [0, 20, 64] are two documents. The
+        batch is then 1. Lists or CPU tensors: tensors on a GPU are copied to the host, which waits.
+
+    Returns (batch, sequence, heads, head_dim of the values). Errors are `ValueError`s with a hint.
     """
-    text = encode(scheme, settings, causal, window, scale, softcap, deterministic)
-    if query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type):
-        to = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(to), key.to(to), value.to(to)
+    for name, x in (("query", query), ("key", key), ("value", value), ("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if not isinstance(x, torch.Tensor) and (x is not None or name in ("query", "key", "value")):
+            raise _error(f"{name} is not a tensor", type(x).__name__, "a torch.Tensor", "`torch.as_tensor` converts numbers")
+    for name in settings.keys() & _OTHER_NAMES.keys():
+        raise _error(f"`attention` has no argument `{name}`", name, "the arguments of help(candle_sage.attention)", _OTHER_NAMES[name])
+    for name, x in (("scale", scale), ("softcap", softcap), ("alibi_slopes", alibi_slopes)):
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            raise _error(
+                f"{name} has no gradient", "a tensor that requires one", "a number, or a tensor without a gradient",
+                "multiply the query by a learned scale, and pass scale=1.0" if name == "scale" else f"`{name}.detach()`",
+            )
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise _error("a window is a pair", window, "(left, right), of numbers or None", "(255, 0) sees 256 keys with its own")
+    if cu_seqlens_k is not None and cu_seqlens_q is None:
+        raise _error("lengths of keys without lengths of queries", "cu_seqlens_k", "both, or cu_seqlens_q alone", "pass cu_seqlens_q")
+    narrow = value.shape[-1] if value.dim() == query.dim() and scheme != "fpa" else None
+    if narrow is not None and narrow != query.shape[-1]:
+        # Only 16 bit has kernels for values of another width. Channels of zeros change nothing.
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        wide = max(narrow, query.shape[-1])
+        query, key, value = (torch.nn.functional.pad(x, (0, wide - x.shape[-1])) for x in (query, key, value))
+    text = encode(scheme, settings, causal, window, scale, softcap or 0.0, deterministic)
+    device = query.device.type
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+        to = torch.get_autocast_dtype(device)
+        query, key, value = (x if x.dtype == torch.float64 else x.to(to) for x in (query, key, value))
     if cu_seqlens_q is not None:
         cu_seqlens_q = _integers(cu_seqlens_q)
         cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else _integers(cu_seqlens_k)
     tracked = any(x is not None and x.requires_grad for x in (query, key, value, sinks))
     keep = torch.is_grad_enabled() and tracked
-    return _ops.attention(query, key, value, sinks, alibi_slopes, text, cu_seqlens_q, cu_seqlens_k, keep)
+    out = _ops.attention(query, key, value, sinks, alibi_slopes, text, cu_seqlens_q, cu_seqlens_k, keep)
+    return out if narrow is None or narrow == out.shape[-1] else out[..., :narrow]
+
+
+# Arguments of other attention functions, and what to do instead.
+_OTHER_NAMES = {
+    "is_causal": "causal=True, whose mask is aligned at the last key",
+    "softmax_scale": "scale=..",
+    "window_size": "window=(left, right)",
+    "attn_mask": "causal=True, a window, or packed documents (cu_seqlens_q)",
+    "dropout_p": "dropout of probabilities is not supported: leave it out, and train with dropout 0",
+    "enable_gqa": "leave it out: the number of query heads may be a multiple of the number of key heads",
+    "return_attn_probs": "leave it out: probabilities are not stored",
+    "block_table": "leave it out: paged caches are not supported",
+}
 
 
 def _integers(lengths):
-    return [int(n) for n in (lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths)]
+    lengths = lengths.tolist() if isinstance(lengths, torch.Tensor) else list(lengths)
+    if any(isinstance(n, (float, list)) or n < 0 for n in lengths):
+        raise _error("lengths of documents are not cumulative lengths", lengths, "integers from 0 on", "[0, 20, 64] are two documents")
+    return [int(n) for n in lengths]
 
 
 def scaled_dot_product_attention(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *, scheme="sagebwd", **settings
-):
-    """`torch.nn.functional.scaled_dot_product_attention` in another scheme: tensors are (batch, heads, sequence, head_dim).
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    scheme: Scheme = "fpa",
+    **settings: str | bool | int,
+) -> torch.Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` in another scheme: tensors are (.., heads, sequence, head_dim).
 
-    Masks other than `is_causal` and dropout are errors. PyTorch aligns a causal mask at the first key; with as many
-    queries as keys this is the alignment of `attention` too, and otherwise it is an error.
+    `settings` are those of `attention`. Masks other than `is_causal` and dropout are errors. PyTorch aligns a causal mask at the
+    first key and `attention` at the last, so that `is_causal` needs as many queries as keys. The result is a view of (batch,
+    sequence, heads, head_dim): `reshape` works, `view` may not.
     """
     if attn_mask is not None:
         raise _error(
             "an attention mask is not supported", "attn_mask", "None",
             "`is_causal`, a `window` of `attention`, or packed documents (`cu_seqlens_q`) instead of padding",
         )
-    if dropout_p:
-        raise _error("dropout of probabilities is not supported", dropout_p, "0.0", "drop out the output instead")
+    _no_dropout(dropout_p)
+    if query.dim() < 3 or not query.dim() == key.dim() == value.dim():
+        raise _error(
+            "query, key and value have other numbers of dimensions", [list(x.shape) for x in (query, key, value)],
+            "(.., heads, sequence, head_dim)", "add a dimension of 1 with `unsqueeze`",
+        )
     if is_causal and query.shape[-2] != key.shape[-2]:
         raise _error(
-            "a causal mask that starts at the first key needs as many queries as keys",
+            "is_causal needs as many queries as keys",
             f"{query.shape[-2]} queries, {key.shape[-2]} keys",
             "equal lengths",
-            "`attention(causal=True)` aligns the mask at the last key, as FlashAttention does",
+            "one query with a cache: is_causal=False; else `attention(causal=True)`, whose mask is aligned at the last key",
         )
     if not enable_gqa and query.shape[-3] != key.shape[-3]:
         raise _error(
             "query and key have different numbers of heads", f"{query.shape[-3]}, {key.shape[-3]}", "equal numbers",
-            "enable_gqa=True",
+            "enable_gqa=True takes a multiple of the key heads",
         )
-    heads_last = (x.transpose(1, 2) for x in (query, key, value))
-    return attention(*heads_last, scheme, causal=is_causal, scale=scale, **settings).transpose(1, 2)
+    outer = query.shape[:-3]
+    heads_last = (x.reshape(-1, *x.shape[-3:]).transpose(1, 2) for x in (query, key, value))
+    out = attention(*heads_last, scheme, **{"causal": is_causal, "scale": scale, **settings})
+    out = out.transpose(1, 2)
+    return out.reshape(*outer, *out.shape[1:])
 
 
 def flash_attn_func(
-    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
-    deterministic=False, *, scheme="sagebwd", **settings,
-):
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    *,
+    scheme: Scheme = "fpa",
+    **settings: str | bool | int,
+) -> torch.Tensor:
     """FlashAttention's function of this name in another scheme: tensors are (batch, sequence, heads, head_dim)."""
     _no_dropout(dropout_p)
     return attention(
@@ -101,9 +182,24 @@ def flash_attn_func(
 
 
 def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, dropout_p=0.0, softmax_scale=None,
-    causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, *, scheme="sagebwd", **settings,
-):
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: Lengths,
+    cu_seqlens_k: Lengths,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    *,
+    scheme: Scheme = "fpa",
+    **settings: str | bool | int,
+) -> torch.Tensor:
     """FlashAttention's function of this name in another scheme: tensors are (tokens, heads, head_dim).
 
     The host needs the lengths: `cu_seqlens` on a GPU are copied, which waits for the GPU. Lists or CPU tensors are not.
@@ -119,4 +215,4 @@ def flash_attn_varlen_func(
 
 def _no_dropout(dropout_p):
     if dropout_p:
-        raise _error("dropout of probabilities is not supported", dropout_p, "0.0", "drop out the output instead")
+        raise _error("dropout of probabilities is not supported", dropout_p, "dropout_p=0.0", "train without it")

@@ -24,26 +24,20 @@ _library.define(_BACKWARD)
 
 def encode(scheme, settings, causal, window, scale, softcap, deterministic):
     """The settings of a call as text, which operators take. `torch.compile` traces this; `_settings` reads it."""
-    if not torch.compiler.is_compiling():
-        return _encoded(scheme, tuple(settings.items()), causal, tuple(window), scale, softcap, deterministic)
-    return _encode(scheme, settings.items(), causal, window, scale, softcap, deterministic)
-
-
-def _encode(scheme, settings, causal, window, scale, softcap, deterministic):
-    words = "".join(f"{name.replace('_', '-')}={_word(value)};" for name, value in sorted(settings))
+    words = "".join(f"{name.replace('_', '-')}={_word(value)};" for name, value in sorted(settings.items()))
     left, right = (-1 if n is None else int(n) for n in window)
     scale = "" if scale is None else float(scale)
-    return f"{scheme};{bool(causal)};{left};{right};{scale};{float(softcap)};{bool(deterministic)};{words}"
-
-
-_encoded = functools.lru_cache(maxsize=4096)(_encode)
+    text = f"{scheme};{bool(causal)};{left};{right};{scale};{float(softcap)};{bool(deterministic)};{words}"
+    if text.count(";") != 7 + len(settings):
+        raise _error("a semicolon in a setting", text, "names and values without it", "one argument for each setting")
+    return text
 
 
 def _word(value):
     return ("on" if value else "off") if isinstance(value, bool) else str(value)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.lru_cache(maxsize=4096)
 def _settings(text):
     scheme, causal, left, right, scale, softcap, deterministic, *words, _ = text.split(";")
     settings = dict(word.split("=", 1) for word in words)
@@ -68,7 +62,7 @@ def _tensor(x):
 
 
 def _packing(cu_seqlens_q, cu_seqlens_k):
-    return None if cu_seqlens_q is None else (list(cu_seqlens_q), list(cu_seqlens_k))
+    return None if cu_seqlens_q is None else (tuple(cu_seqlens_q), tuple(cu_seqlens_k))
 
 
 def _of_heads(sinks, slopes, query):
@@ -89,6 +83,16 @@ def _of_heads(sinks, slopes, query):
 
 def _output_shape(query, value):
     return (*query.shape[:3], value.shape[3])
+
+
+def _check_gradient(grad, query):
+    if grad.dtype != query.dtype or grad.device != query.device:
+        raise _error(
+            "the output's gradient does not fit the output",
+            f"{grad.device} {grad.dtype}",
+            f"{query.device} {query.dtype}",
+            "convert with `grad.to(out)`",
+        )
 
 
 def _of(x):
@@ -115,8 +119,7 @@ def _check(query, key, value):
             )
 
 
-@functools.lru_cache(maxsize=4096)
-def _planned(settings, cu_seqlens_q, cu_seqlens_k, keep, sinks, slopes, query, key, value):
+def _make_plan(settings, packing, keep, sinks, slopes, query, key, value):
     if not _core.has_kernels:
         raise _error(
             "this build has no kernels for GPUs",
@@ -125,18 +128,35 @@ def _planned(settings, cu_seqlens_q, cu_seqlens_k, keep, sinks, slopes, query, k
             "build the package with feature `cuda`: `maturin build --release --features cuda`",
         )
     _check(query, key, value)
-    packing = None if cu_seqlens_q is None else (list(cu_seqlens_q), list(cu_seqlens_k))
+    packing = packing and (list(packing[0]), list(packing[1]))
     layouts = [(tuple(map(int, x[0])), tuple(map(int, x[1]))) for x in (query, key, value)]
     device = torch.cuda.current_device() if query[3].index is None else query[3].index
-    return _core.Call(_settings(settings), packing, _element(query[2]), layouts, (sinks, slopes), keep, device)
+    with torch.cuda.device(device):
+        return _core.Call(_settings(settings), packing, _element(query[2]), layouts, (sinks, slopes), keep, device)
 
 
-def _plan(query, key, value, sinks, slopes, settings, cu_seqlens_q, cu_seqlens_k, keep):
+_planned = functools.lru_cache(maxsize=4096)(_make_plan)
+# Lengths of packed documents rarely come twice, but in the layers and the backward of one step.
+_planned_packed = functools.lru_cache(maxsize=16)(_make_plan)
+
+
+def _plan(query, key, value, sinks, slopes, settings, packing, keep):
     """What a call on a GPU needs besides addresses: checked once for each combination of shapes and settings."""
-    if cu_seqlens_q is not None:
-        cu_seqlens_q, cu_seqlens_k = tuple(cu_seqlens_q), tuple(cu_seqlens_k)
-    with_heads = sinks is not None, slopes is not None
-    return _planned(settings, cu_seqlens_q, cu_seqlens_k, keep, *with_heads, _of(query), _of(key), _of(value))
+    planned = _planned if packing is None else _planned_packed
+    return planned(settings, packing, keep, sinks is not None, slopes is not None, query, key, value)
+
+
+def _on_device(call):
+    """Calls a function with the device of its first tensor as the current one, and restores it."""
+
+    @functools.wraps(call)
+    def on_device(tensor, *rest):
+        if torch._C._cuda_getDevice() == tensor.device.index:
+            return call(tensor, *rest)
+        with torch.cuda.device(tensor.device):
+            return call(tensor, *rest)
+
+    return on_device
 
 
 def _lend(count, device):
@@ -145,8 +165,10 @@ def _lend(count, device):
     return x, (x.data_ptr(), count)
 
 
+@_on_device
 def _forward_cuda(query, key, value, sinks, slopes, settings, cu_seqlens_q, cu_seqlens_k, keep):
-    plan = _plan(query, key, value, sinks, slopes, settings, cu_seqlens_q, cu_seqlens_k, keep)
+    packing = _packing(cu_seqlens_q, cu_seqlens_k)
+    plan = _plan(_of(query), _of(key), _of(value), sinks, slopes, settings, packing, keep)
     of_heads, _alive = _of_heads(sinks, slopes, query)
     device = query.device
     out = torch.empty(_output_shape(query, value), dtype=query.dtype, device=device)
@@ -158,8 +180,14 @@ def _forward_cuda(query, key, value, sinks, slopes, settings, cu_seqlens_q, cu_s
     return out, state
 
 
+@_on_device
 def _backward_cuda(grad, query, key, value, out, state, sinks, slopes, settings, cu_seqlens_q, cu_seqlens_k):
-    plan = _plan(query, key, value, sinks, slopes, settings, cu_seqlens_q, cu_seqlens_k, True)
+    _check_gradient(grad, query)
+    packing = _packing(cu_seqlens_q, cu_seqlens_k)
+    plan = _plan(_of(query), _of(key), _of(value), sinks, slopes, settings, packing, True)
+    # Hooks on saved tensors may have moved them.
+    out = out.contiguous()
+    state = state if state.data_ptr() % 256 == 0 else state.clone()
     of_heads, _alive = _of_heads(sinks, slopes, query)
     # The kernels read channels that are not adjacent one by one.
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
@@ -189,18 +217,21 @@ def _forward_cpu(query, key, value, sinks, slopes, settings, cu_seqlens_q, cu_se
     of_heads, _alive = _of_heads(sinks, slopes, query)
     tensors = [x.contiguous() for x in (query, key, value)]
     out = query.new_empty(_output_shape(query, value))
-    packing, inputs = _packing(cu_seqlens_q, cu_seqlens_k), [_tensor(x) for x in tensors]
+    packing = _packing(cu_seqlens_q, cu_seqlens_k)
+    packing, inputs = packing and tuple(map(list, packing)), [_tensor(x) for x in tensors]
     _core.forward_cpu(_settings(settings), packing, _element(query.dtype), inputs, of_heads, out.data_ptr())
     return out, query.new_empty(0, dtype=torch.uint8)
 
 
 def _backward_cpu(grad, query, key, value, out, state, sinks, slopes, settings, cu_seqlens_q, cu_seqlens_k):
+    _check_gradient(grad, query)
     of_heads, _alive = _of_heads(sinks, slopes, query)
     tensors = [x.contiguous() for x in (query, key, value)]
     grad = grad.contiguous()
     gradients = [x.new_empty(x.shape) for x in tensors]
     dsinks = _no_sinks(query) if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
-    packing, inputs = _packing(cu_seqlens_q, cu_seqlens_k), [_tensor(x) for x in tensors]
+    packing = _packing(cu_seqlens_q, cu_seqlens_k)
+    packing, inputs = packing and tuple(map(list, packing)), [_tensor(x) for x in tensors]
     addresses = [x.data_ptr() for x in gradients]
     _core.backward_cpu(
         _settings(settings), packing, _element(query.dtype), inputs, of_heads, _tensor(grad), addresses, dsinks.data_ptr()
@@ -220,8 +251,7 @@ def _(query, key, value, sinks, slopes, settings, cu_seqlens_q, cu_seqlens_k, ke
     if query.device.type == "cuda":
         # The shapes of a traced call are fixed, because the size of its state depends on them.
         fixed = [(tuple(map(int, x.shape)), tuple(map(int, x.stride())), x.dtype, x.device) for x in (query, key, value)]
-        lengths = (None, None) if cu_seqlens_q is None else (tuple(cu_seqlens_q), tuple(cu_seqlens_k))
-        state = _planned(settings, *lengths, keep, sinks is not None, slopes is not None, *fixed).state
+        state = _plan(*fixed, sinks, slopes, settings, _packing(cu_seqlens_q, cu_seqlens_k), keep).state
     return query.new_empty(_output_shape(query, value)), query.new_empty(state, dtype=torch.uint8)
 
 
@@ -246,7 +276,7 @@ def _gradients(ctx, grad, _):
     *tensors, sinks, slopes = ctx.saved_tensors
     # A graph of gradients is refused by the operator.
     backward = torch.ops.candle_sage.attention_backward
-    if not _traced(grad) and not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and not _traced(grad, *tensors[:3]):
         backward = _backward_cuda if grad.is_cuda else _backward_cpu
     dq, dk, dv, dsinks = backward(grad, *tensors, sinks, slopes, *ctx.settings)
     dsinks = None if sinks is None else dsinks.to(sinks.dtype)
@@ -275,20 +305,37 @@ class _Attention(torch.autograd.Function):
     backward = staticmethod(_gradients)
 
 
-def _traced(x):
-    """Whether PyTorch records calls, so that they must be those of operators."""
+def _traced(*tensors):
+    """Whether a call must go through PyTorch's dispatcher: something records calls, or tensors are not plain memory."""
     return (
         torch.compiler.is_compiling()
-        or type(x) not in (torch.Tensor, torch.nn.Parameter)
         or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or any(
+            type(x) not in _PLAIN or x.device.type not in ("cpu", "cuda") or x.is_neg() or x._is_zerotensor() for x in tensors
+        )
     )
 
 
-def attention(query, *rest):
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def attention(query, key, value, sinks, slopes, *rest):
     """The output; arguments are those of the operator `attention`."""
-    if _traced(query):
-        return torch.ops.candle_sage.attention(query, *rest)[0]
+    if torch.autograd.forward_ad._current_level >= 0 or _differentiates_forward():
+        raise RuntimeError("attention has no forward-mode derivative\n  hint:    use reverse mode: `backward` or `torch.autograd.grad`")
+    heads = [x for x in (sinks, slopes) if x is not None]
+    if _traced(query, key, value, *heads):
+        return torch.ops.candle_sage.attention(query, key, value, sinks, slopes, *rest)[0]
     if rest[-1]:
-        return _Attention.apply(query, *rest)[0]
-    return (_forward_cuda if query.is_cuda else _forward_cpu)(query, *rest)[0]
+        return _Attention.apply(query, key, value, sinks, slopes, *rest)[0]
+    return (_forward_cuda if query.is_cuda else _forward_cpu)(query, key, value, sinks, slopes, *rest)[0]
+
+
+def _differentiates_forward():
+    """Whether `torch.func.jvp` is active."""
+    if torch.compiler.is_compiling():
+        return False
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    return interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Jvp

@@ -76,8 +76,10 @@ impl Call {
     }
 
     /// Launches a forward, which writes `out` and `state`. `of_heads` are the addresses of sinks and slopes.
+    #[allow(clippy::too_many_arguments)]
     fn forward(
         &self,
+        py: Python<'_>,
         stream: u64,
         tensors: [u64; 3],
         of_heads: (u64, u64),
@@ -88,13 +90,15 @@ impl Call {
         let inputs = Inputs { tensors, sinks: of_heads.0, alibi_slopes: of_heads.1 };
         let stream = self.stream(stream)?;
         // SAFETY: `_ops.py` passes memory of PyTorch's, of the sizes of this call, which PyTorch reuses in the order of the stream.
-        unsafe { self.of.forward(&stream, inputs, out, lent(state), lent(scratch)) }.map_err(error)
+        py.detach(|| unsafe { self.of.forward(&stream, inputs, out, lent(state), lent(scratch)) })
+            .map_err(error)
     }
 
     /// Launches a backward, which writes the gradients of query, key and value, and with sinks theirs.
     #[allow(clippy::too_many_arguments)]
     fn backward(
         &self,
+        py: Python<'_>,
         stream: u64,
         tensors: [u64; 3],
         of_heads: (u64, u64),
@@ -107,7 +111,9 @@ impl Call {
         let inputs = Inputs { tensors, sinks: of_heads.0, alibi_slopes: of_heads.1 };
         let (stream, output) = (self.stream(stream)?, (out, (dout.0, layout(dout.1, self.dtype))));
         // SAFETY: as in `forward`; `state` and `out` are those of the forward.
-        unsafe { self.of.backward(&stream, inputs, output, lent(state), gradients, lent(scratch)) }
-            .map_err(error)
+        py.detach(|| unsafe {
+            self.of.backward(&stream, inputs, output, lent(state), gradients, lent(scratch))
+        })
+        .map_err(error)
     }
 }

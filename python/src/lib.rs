@@ -9,16 +9,51 @@ use std::collections::BTreeMap;
 
 use candle_core::DType;
 use candle_sage::shape::Packing;
-use candle_sage::{Attention, Scheme};
-use pyo3::exceptions::PyValueError;
+use candle_sage::{Attention, ErrorKind, Scheme};
+use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
 /// A tensor (batch, sequence, heads, head_dim): address, dimensions, strides in elements.
 type Tensor = (u64, [usize; 4], [usize; 4]);
 
-/// Every error of the library is one of an argument: what, got, allowed and a hint.
-fn error(error: impl std::fmt::Display) -> PyErr {
-    PyValueError::new_err(error.to_string())
+/// What Rust calls a setting, and what it is called here.
+const WORDS: [(&str, &str); 9] = [
+    ("`.smoothing(Smoothing::None)`", "smoothing=\"none\""),
+    ("`.products(Int8Products::SCORES)`", "products=\"scores\""),
+    ("AttnQat::products(Products::SixteenBit)", "products=\"16-bit\""),
+    ("SageBwd::default().products(Int8Products::SCORES)", "scheme=\"sagebwd\", products=\"scores\""),
+    ("Scheme::FullPrecision", "scheme=\"fpa\""),
+    ("`to_dtype(DType::BF16)`", "`.to(torch.bfloat16)`"),
+    ("`Tensor::detach`", "`.detach()`"),
+    ("Smoothing::None", "smoothing=\"none\""),
+    ("Packing::self_attention", "cu_seqlens_q"),
+];
+
+/// A wrong argument, with what, got, allowed and a hint, in Python's words; or a failure of the GPU.
+fn error(error: impl std::fmt::Display + Into<candle_core::Error>) -> PyErr {
+    let text = WORDS.iter().fold(error.to_string(), |text, (rust, python)| text.replace(rust, python));
+    match ErrorKind::of(&error.into()) {
+        ErrorKind::Failed => PyRuntimeError::new_err(text),
+        ErrorKind::OutOfMemory => PyMemoryError::new_err(text),
+        _ => PyValueError::new_err(text),
+    }
+}
+
+/// As [`error`], about settings: their names are arguments here.
+fn setting_error(error: candle_sage::Error) -> PyErr {
+    let text = [
+        "tile-q",
+        "tile-k",
+        "key-mean",
+        "value-groups",
+        "p-reference",
+        "high-precision-output",
+        "matched-recomputation",
+        "requantized-p",
+    ]
+    .iter()
+    .fold(error.to_string(), |text, name| text.replace(name, &name.replace('-', "_")));
+    PyValueError::new_err(text.replace("allowed: on, off", "allowed: True, False"))
 }
 
 /// An element type by its name in PyTorch.
@@ -58,7 +93,7 @@ impl Settings {
     ) -> PyResult<Self> {
         let mut of = Scheme::from_name(scheme).map_err(error)?;
         for (name, value) in &settings {
-            of = of.with_setting(name, value).map_err(error)?;
+            of = of.with_setting(name, value).map_err(setting_error)?;
         }
         of.validate().map_err(error)?;
         let attention = Attention::new(of)

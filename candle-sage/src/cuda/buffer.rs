@@ -5,11 +5,14 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use candle_core::Result;
-use cudarc::driver::{CudaStream, DevicePtr, DeviceRepr, DeviceSlice, SyncOnDrop, ValidAsZeroBits, result};
+use cudarc::driver::{
+    CudaStream, DevicePtr, DeviceRepr, DeviceSlice, SyncOnDrop, ValidAsZeroBits, result, sys,
+};
 
 use super::driver::DriverResult;
 use super::kernels::Gpu;
 use super::memory::{Memory, Purpose};
+use crate::error::Error;
 
 /// Memory, which is freed where it is the driver's.
 #[derive(Debug)]
@@ -158,6 +161,15 @@ impl Gpu {
         if let Some(device) = &self.device {
             device.memcpy_htod(from, &mut buffer)?;
             return Ok(buffer);
+        }
+        let capturing =
+            self.stream.capture_status().w()? != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        if capturing {
+            return Err(Error::unsupported("packed documents while a CUDA graph is captured")
+                .got("lengths of documents, which replays would read from memory that is freed then")
+                .allowed("calls without packed documents")
+                .hint("capture fixed lengths as batch entries, or leave attention out of the graph")
+                .into());
         }
         // SAFETY: the allocation has at least as many elements. The driver copies memory that is not pinned before it returns.
         unsafe { result::memcpy_htod_async(buffer.allocation.at, from, self.stream.cu_stream()) }.w()?;

@@ -41,6 +41,7 @@ use super::{
 };
 use crate::error::Error;
 use crate::ops::Attention;
+use crate::scheme::Scheme;
 use crate::shape::AttentionShape;
 
 /// How a (batch, sequence, heads, head_dim) tensor in f16 or bf16 is stored. Strides are in elements.
@@ -143,16 +144,30 @@ pub struct ForeignAttention {
 }
 
 impl ForeignAttention {
-    /// Calls on query, key and value. `keep`: a backward will follow. Of `attention`, sinks, `ALiBi` slopes and a selection are tensors of
-    /// candle's, and are not used.
+    /// Calls on query, key and value. `keep`: a backward will follow.
     ///
     /// # Errors
-    /// As [`Attention::apply`].
+    /// As [`Attention::apply`]; and when `attention` has sinks, `ALiBi` slopes or a selection, which are tensors of candle's, or values another
+    /// head_dim than keys in another scheme than full precision.
     pub fn new(attention: Attention, inputs: [ForeignLayout; 3], keep: bool) -> Result<Self> {
         let dims = inputs.map(|ForeignLayout { dims: [b, s, h, d], .. }| (b, s, h, d));
         let (shape, softmax_scale) = attention.checked(dims, inputs.map(|x| x.dtype), keep)?;
         attention.checked_softcap()?;
         Element::of(inputs[0].dtype)?;
+        if attention.has_tensors() {
+            return Err(Error::unsupported("a foreign call with candle's tensors")
+                .got("sinks, ALiBi slopes or a selection in `attention`")
+                .allowed("none of them")
+                .hint("`with_sinks` and `with_alibi` take addresses")
+                .into());
+        }
+        if shape.value_dim() != shape.head_dim() && attention.scheme != Scheme::FullPrecision {
+            return Err(Error::unsupported("values of another head_dim than keys in this scheme")
+                .got(format!("{} and {}, {}", shape.value_dim(), shape.head_dim(), attention.scheme))
+                .allowed("equal head_dims; any in full precision")
+                .hint("channels of zeros make them equal, with the softmax scale of the narrower keys")
+                .into());
+        }
         Ok(Self { attention, shape, softmax_scale, inputs, keep, sinks: false, alibi: false })
     }
 
@@ -298,6 +313,13 @@ impl ForeignAttention {
         ([dq, dk, dv], dsinks): ([u64; 3], u64),
         scratch: Lent,
     ) -> Result<()> {
+        if !self.keep {
+            return Err(Error::new("this call's forward keeps nothing for a backward")
+                .got("keep = false")
+                .allowed("keep = true")
+                .hint("`ForeignAttention::new(.., true)`")
+                .into());
+        }
         let of_output = self.output();
         if (dout.1.dims, dout.1.dtype) != (of_output.dims, of_output.dtype) {
             return Err(Error::shape("the output's gradient does not fit the output")

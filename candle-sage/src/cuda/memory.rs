@@ -38,8 +38,8 @@ pub(super) enum Memory {
 /// Memory of the caller. Each allocation of a call is the next piece of it, so that two calls of the same shape get the same pieces.
 #[derive(Debug)]
 pub(super) struct Lent {
-    /// Where the results go, the first one last.
-    outputs: RefCell<Vec<u64>>,
+    /// Where the results go, the first one last. `None` in a call that only counts.
+    outputs: Option<RefCell<Vec<u64>>>,
     pub(super) kept: Arena,
     pub(super) scratch: Arena,
 }
@@ -88,19 +88,25 @@ impl Lent {
     /// `outputs` are in the order of their allocation.
     pub(super) fn new(mut outputs: Vec<u64>, kept: Arena, scratch: Arena) -> Self {
         outputs.reverse();
-        Self { outputs: RefCell::new(outputs), kept, scratch }
+        Self { outputs: Some(RefCell::new(outputs)), kept, scratch }
     }
 
     /// Counts the memory of a call.
     pub(super) fn counting() -> Self {
-        Self { outputs: RefCell::default(), kept: Arena::counting(), scratch: Arena::counting() }
+        Self { outputs: None, kept: Arena::counting(), scratch: Arena::counting() }
     }
 
     pub(super) fn take(&self, purpose: Purpose, bytes: usize) -> Result<u64> {
         match purpose {
             Purpose::Kept => self.kept.take(bytes),
             Purpose::Scratch => self.scratch.take(bytes),
-            Purpose::Output => Ok(self.outputs.borrow_mut().pop().unwrap_or_default()),
+            Purpose::Output => match &self.outputs {
+                None => Ok(0),
+                Some(outputs) => outputs.borrow_mut().pop().ok_or_else(|| {
+                    Error::new("an attention call has more results than the caller has lent memory for")
+                        .into()
+                }),
+            },
         }
     }
 }

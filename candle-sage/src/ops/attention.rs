@@ -152,6 +152,12 @@ impl Attention {
         self
     }
 
+    /// Whether it has tensors of candle's in addition to query, key and value.
+    #[cfg(feature = "kernels")]
+    pub(crate) fn has_tensors(&self) -> bool {
+        self.selection.is_some() || self.sinks.is_some() || self.modified.has_slopes()
+    }
+
     #[cfg(feature = "kernels")]
     pub(crate) fn is_deterministic(&self) -> bool {
         self.deterministic

@@ -15,6 +15,13 @@ pub(super) struct Requested {
     alibi_slopes: Option<Tensor>,
 }
 
+impl Requested {
+    #[cfg(feature = "kernels")]
+    pub(super) fn has_slopes(&self) -> bool {
+        self.alibi_slopes.is_some()
+    }
+}
+
 /// What one call does.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ScoreMod {
