@@ -10,6 +10,7 @@ use super::driver::DriverResult;
 use super::kernels::Gpu;
 use super::memory::Purpose;
 use super::params::{TensorMap, View};
+use super::plan::TILE;
 use crate::error::Error;
 use crate::shape::Dims;
 
@@ -88,6 +89,9 @@ impl Output {
 
 const ELEMENT_BYTES: usize = 2;
 
+/// Bytes of a row in shared memory that a tensor map swizzles: the panels of `attention/panels.cuh` are as wide.
+const SWIZZLED_BYTES: usize = 128;
+
 /// The tensor map by which TMA copies tiles of 64 tokens and 64 channels from a (batch, token, head, channel)
 /// tensor, swizzled as in `kernels/include/sage/layout/swizzle.cuh`. `None` where TMA cannot read the tensor:
 /// when a stride is not a multiple of 16 bytes, or is 0 because the tensor is broadcast.
@@ -121,7 +125,7 @@ pub(super) fn tensor_map<'a>(
             view.data.number() as *mut _,
             extents.as_ptr(),
             strides.as_ptr(),
-            [64, 64, 1, 1].as_ptr(),
+            [(SWIZZLED_BYTES / ELEMENT_BYTES) as u32, TILE as u32, 1, 1].as_ptr(),
             [1; 4].as_ptr(),
             sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
             sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
