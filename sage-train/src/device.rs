@@ -92,7 +92,7 @@ impl Place {
                     error.hint("is there one, and its driver? --device cpu needs neither")
                 })?;
                 #[cfg(feature = "cuda")]
-                memory::keep_what_is_freed(&device).map_err(during(failed()))?;
+                memory::prepare(&device).map_err(during(failed()))?;
                 Ok(device)
             }
         }
@@ -316,10 +316,15 @@ mod memory {
         unsafe { sys::cuMemPoolSetAttribute(pool(device)?, attribute, (&raw mut value).cast()).result().w() }
     }
 
-    /// By default the pool returns its free memory to the driver at every synchronization, and then has to
-    /// allocate it again.
-    pub(super) fn keep_what_is_freed(device: &Device) -> Result<()> {
-        set(device.as_cuda_device()?, Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX)
+    /// Makes allocations cheap.
+    pub(super) fn prepare(device: &Device) -> Result<()> {
+        let device = device.as_cuda_device()?;
+        // By default the pool returns its free memory to the driver at every synchronization, and then has to allocate it again.
+        set(device, Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX)?;
+        // SAFETY: cudarc would create two events at each allocation, for other streams of its own to wait for. There are none: candle's
+        // stream is the only one, and the ranks' transfers order themselves (ranks/nccl.rs).
+        unsafe { device.disable_event_tracking() };
+        Ok(())
     }
 
     pub(super) fn of(device: &CudaDevice) -> Result<super::Memory> {
