@@ -286,3 +286,14 @@ def test_messages_are_in_pythons_words(device, dtypes):
         with pytest.raises(ValueError) as caught:
             call()
         assert "::" not in str(caught.value) and "`." not in str(caught.value), caught.value
+
+
+def test_the_current_device_stays(device, dtypes):
+    if torch.cuda.device_count() < 2 or device.type != "cuda":
+        pytest.skip("needs two GPUs: run with --device cuda")
+    results = []
+    for other in ("cuda:0", "cuda:1"):
+        q, k, v, grad = inputs(1, (200, 200), (2, 1), 64, dtypes[0], torch.device(other))
+        results.append(both(lambda *x: candle_sage.attention(*x, "sagebwd", deterministic=True), (q, k, v), grad))
+        assert torch.cuda.current_device() == 0
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*results, strict=True))
