@@ -1,4 +1,4 @@
-//! Attention on NVIDIA GPUs: launches the kernels of `kernels/` on candle's own stream.
+//! Attention on NVIDIA GPUs: launches the kernels of `kernels/` on candle's own stream, or on another library's (`foreign`).
 //!
 //! As on the CPU, `forward` and `backward` are the same for all schemes, and what a scheme adds is in the
 //! file of its name. Apart from the CPU's matrix product, only this module has `unsafe` code. What kernels get borrows

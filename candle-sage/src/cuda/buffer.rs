@@ -28,7 +28,7 @@ impl Drop for Allocation {
             return;
         }
         let context = self.stream.context();
-        // SAFETY: allocated in `Gpu::alloc_for`, and freed once. Work of the stream that uses it was issued before. cudarc reports the
+        // SAFETY: allocated in `Gpu::unguarded`, and freed once. Work of the stream that uses it was issued before. cudarc reports the
         // error at its next call.
         let freed = unsafe {
             if context.has_async_alloc() {

@@ -34,7 +34,7 @@ use super::address::Address;
 use super::call::{Call, Problem};
 use super::driver::DriverResult;
 use super::kernels::Gpu;
-use super::memory::{Arena, Memory};
+use super::memory::{Arena, Arenas, Memory};
 use super::tensor::{Element, Strided};
 use super::{
     Completed, CompletedForward, OnGpu, OutputGradient, minus_lse2_of, params, run_forward, with_scheme,
@@ -197,7 +197,7 @@ impl ForeignAttention {
         Inputs { tensors: [0; 3], sinks: self.sinks.into(), alibi_slopes: self.alibi.into() }
     }
 
-    fn gpu(&self, stream: &Stream, memory: super::memory::Lent, dry: bool) -> Result<Gpu> {
+    fn gpu(&self, stream: &Stream, memory: Arenas, dry: bool) -> Result<Gpu> {
         Gpu::foreign(stream.0.clone(), Memory::Lent(Rc::new(memory)), dry)
     }
 
@@ -228,11 +228,11 @@ impl ForeignAttention {
     /// # Errors
     /// When this device has no kernel for this call.
     pub fn forward_sizes(&self, stream: &Stream) -> Result<ForwardSizes> {
-        let gpu = self.gpu(stream, super::memory::Lent::counting(), true)?;
+        let gpu = self.gpu(stream, Arenas::counting(), true)?;
         let problem = self.problem(&gpu, self.counted())?;
         with_scheme!(&self.attention.scheme, |scheme| run_forward(scheme, &problem, self.keep).map(drop))?;
-        let Memory::Lent(lent) = &gpu.memory else { unreachable!("lent above") };
-        Ok(ForwardSizes { state: lent.kept.used(), scratch: lent.scratch.used() })
+        let Memory::Lent(counted) = &gpu.memory else { unreachable!("lent above") };
+        Ok(ForwardSizes { state: counted.kept.used(), scratch: counted.scratch.used() })
     }
 
     /// Launches the forward, which writes the output, as [`ForeignAttention::output`] says, and, where a backward follows, `state`.
@@ -251,7 +251,7 @@ impl ForeignAttention {
         state: Lent,
         scratch: Lent,
     ) -> Result<()> {
-        let memory = super::memory::Lent::new(vec![out], arena(state), arena(scratch));
+        let memory = Arenas::new(vec![out], arena(state), arena(scratch));
         let gpu = self.gpu(stream, memory, false)?;
         let problem = self.problem(&gpu, inputs)?;
         with_scheme!(&self.attention.scheme, |scheme| run_forward(scheme, &problem, self.keep).map(drop))
@@ -262,7 +262,7 @@ impl ForeignAttention {
     /// # Errors
     /// As [`ForeignAttention::forward_sizes`].
     pub fn backward_scratch(&self, stream: &Stream) -> Result<usize> {
-        let gpu = self.gpu(stream, super::memory::Lent::counting(), true)?;
+        let gpu = self.gpu(stream, Arenas::counting(), true)?;
         let (out, state) = (self.output().at(0)?, Lent { address: 0, bytes: usize::MAX });
         let output = OutputGradient { out, dout: out, dlse: Address::NULL };
         let inputs = self.counted();
@@ -273,8 +273,8 @@ impl ForeignAttention {
             state,
             &output
         ))?;
-        let Memory::Lent(lent) = &gpu.memory else { unreachable!("lent above") };
-        Ok(lent.scratch.used())
+        let Memory::Lent(counted) = &gpu.memory else { unreachable!("lent above") };
+        Ok(counted.scratch.used())
     }
 
     fn run_backward<S: OnGpu>(
@@ -286,7 +286,7 @@ impl ForeignAttention {
         output: &OutputGradient<'_>,
     ) -> Result<()> {
         // The state has the addresses that the forward's allocations got, in the same order.
-        let memory = super::memory::Lent::new(Vec::new(), arena(state), Arena::counting());
+        let memory = Arenas::new(Vec::new(), arena(state), Arena::counting());
         let found = self.gpu(stream, memory, true)?;
         let problem = self.problem(&found, inputs)?;
         let call = Call::new(&problem)?;
@@ -332,7 +332,7 @@ impl ForeignAttention {
             OutputGradient { out: of_output.at(out)?, dout: dout.1.at(dout.0)?, dlse: Address::NULL };
         // In the order in which `cuda::run_backward` allocates them.
         let outputs = if self.sinks { vec![dk, dv, dsinks, dq] } else { vec![dk, dv, dq] };
-        let memory = super::memory::Lent::new(outputs, Arena::new(0, 0), arena(scratch));
+        let memory = Arenas::new(outputs, Arena::new(0, 0), arena(scratch));
         let gpu = self.gpu(stream, memory, false)?;
         with_scheme!(&self.attention.scheme, |scheme| self.run_backward(
             scheme,

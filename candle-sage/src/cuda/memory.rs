@@ -32,12 +32,12 @@ pub(super) enum Memory {
     #[default]
     Driver,
     /// The caller.
-    Lent(Rc<Lent>),
+    Lent(Rc<Arenas>),
 }
 
 /// Memory of the caller. Each allocation of a call is the next piece of it, so that two calls of the same shape get the same pieces.
 #[derive(Debug)]
-pub(super) struct Lent {
+pub(super) struct Arenas {
     /// Where the results go, the first one last. `None` in a call that only counts.
     outputs: Option<RefCell<Vec<u64>>>,
     pub(super) kept: Arena,
@@ -84,7 +84,7 @@ impl Arena {
     }
 }
 
-impl Lent {
+impl Arenas {
     /// `outputs` are in the order of their allocation.
     pub(super) fn new(mut outputs: Vec<u64>, kept: Arena, scratch: Arena) -> Self {
         outputs.reverse();
