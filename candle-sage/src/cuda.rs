@@ -123,25 +123,14 @@ struct OutputGradient<'a> {
 /// The gradients of query, key and value, and with sinks theirs.
 type Gradients = ([Output; 3], Option<Buffer<f32>>);
 
-/// A completed forward: the scheme with the state that its forward kept. No other type has a backward, so
+/// A completed forward: the scheme with the state that its forward kept. Nothing else has a backward, so
 /// that scheme and state always match.
-trait CompletedForward: Debug {
-    /// Contiguous gradients of query, key and value.
-    fn backward(&self, problem: &Problem<'_>, output: &OutputGradient<'_>) -> Result<Gradients>;
-}
-
 #[derive(Debug)]
 struct Completed<S: OnGpu> {
     scheme: S,
     /// Negated base-2 log-sum-exp, (query heads, padded query).
     minus_lse2: Buffer<f32>,
     kept: S::Kept,
-}
-
-impl<S: OnGpu> CompletedForward for Completed<S> {
-    fn backward(&self, problem: &Problem<'_>, output: &OutputGradient<'_>) -> Result<Gradients> {
-        run_backward(self, problem, output)
-    }
 }
 
 /// Copies the log-sum-exps of a forward out of the padded layout, or adds their gradient to the negated delta of a backward.

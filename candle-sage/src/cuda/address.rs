@@ -11,9 +11,9 @@ use super::kernels::Gpu;
 #[cfg(feature = "cuda")]
 use crate::error::Error;
 
-/// An address on the device: null, or inside an allocation that is borrowed for `'a`. Only this module makes one: from a
-/// borrowed allocation, or where a caller vouches for memory of another library ([`Address::lent`]). Parameters that hold it therefore cannot be launched after the memory was freed: the compiler rejects a
-/// `drop` of the allocation before the launch.
+/// An address on the device: null, or inside an allocation that is borrowed for `'a`. Only this module makes one: from a borrowed
+/// allocation, or where a caller vouches for memory of another library ([`Address::lent`]). Parameters that hold the address of an
+/// allocation cannot be launched after it was freed: the compiler rejects a `drop` of the allocation before the launch.
 ///
 /// The borrow is shared even where a kernel writes. This is sound, because the host holds no reference to the elements, and the
 /// kernels of one stream run one after the other. `&mut` is not to be had: ops that add in place write to tensors that candle

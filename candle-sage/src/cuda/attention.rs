@@ -10,9 +10,7 @@ use super::floats::start;
 use super::kernels::Gpu;
 use super::memory::Purpose;
 use super::plan::SELECTION_BLOCK;
-use super::{
-    Completed, CompletedForward, OnGpu, OutputGradient, log_sum_exp, params, run_forward, with_scheme,
-};
+use super::{Completed, OnGpu, OutputGradient, log_sum_exp, params, run_backward, run_forward, with_scheme};
 use crate::error::Error;
 use crate::launch::{Launch, Operand};
 use crate::ops::attention::{AttentionOp, BackwardInputs, CompletedOnGpu, GradientsOnGpu, ScoreMod};
@@ -119,15 +117,15 @@ impl<'a> Seen<'a> {
     }
 }
 
-/// What a call reads in addition to query, key and value, whose memory it lends.
-struct Lent<'a> {
+/// The tensors that a call reads in addition to query, key and value, borrowed.
+struct Others<'a> {
     op: &'a AttentionOp,
     seen: Option<Seen<'a>>,
     sinks: OfHeads<'a>,
     score_mod: Option<Modifier<'a>>,
 }
 
-impl<'a> Lent<'a> {
+impl<'a> Others<'a> {
     fn new(op: &'a AttentionOp) -> Result<Self> {
         Ok(Self {
             op,
@@ -170,22 +168,22 @@ impl Launch<([Operand<'_>; 3], bool), (CudaStorage, Option<Box<dyn CompletedOnGp
             let (out, completed) = run_forward(scheme, problem, keep)?;
             Ok((out.storage(problem.gpu), completed.map(|completed| Box::new(completed) as _)))
         }
-        let (gpu, lent) = (Gpu::new(inputs[0].0.device())?, Lent::new(self)?);
-        let problem = lent.problem(&gpu, inputs)?;
+        let (gpu, others) = (Gpu::new(inputs[0].0.device())?, Others::new(self)?);
+        let problem = others.problem(&gpu, inputs)?;
         with_scheme!(&self.scheme, |scheme| run(scheme, &problem, keep))
     }
 }
 
 impl<'a, S: OnGpu> Launch<BackwardInputs<'a>, GradientsOnGpu> for Completed<S> {
     fn launch(&self, (op, [q, k, v, out, dout], dlse): BackwardInputs<'a>) -> Result<GradientsOnGpu> {
-        let (gpu, lent) = (Gpu::new(q.0.device())?, Lent::new(op)?);
-        let problem = lent.problem(&gpu, [q, k, v])?;
+        let (gpu, others) = (Gpu::new(q.0.device())?, Others::new(op)?);
+        let problem = others.problem(&gpu, [q, k, v])?;
         let output = OutputGradient {
             out: strided(out, &gpu)?,
             dout: strided(dout, &gpu)?,
             dlse: dlse.map(|dlse| start(dlse, &gpu)).transpose()?.unwrap_or_default(),
         };
-        let (gradients, dsinks) = self.backward(&problem, &output)?;
+        let (gradients, dsinks) = run_backward(self, &problem, &output)?;
         Ok((gradients.map(|gradient| gradient.storage(&gpu)), dsinks.map(|dsinks| gpu.storage(dsinks))))
     }
 }

@@ -37,7 +37,7 @@ use super::kernels::Gpu;
 use super::memory::{Arena, Arenas, Memory};
 use super::tensor::{Element, Strided};
 use super::{
-    Completed, CompletedForward, OnGpu, OutputGradient, minus_lse2_of, params, run_forward, with_scheme,
+    Completed, OnGpu, OutputGradient, minus_lse2_of, params, run_backward, run_forward, with_scheme,
 };
 use crate::error::Error;
 use crate::ops::Attention;
@@ -229,8 +229,7 @@ impl ForeignAttention {
     /// When this device has no kernel for this call.
     pub fn forward_sizes(&self, stream: &Stream) -> Result<ForwardSizes> {
         let gpu = self.gpu(stream, Arenas::counting(), true)?;
-        let problem = self.problem(&gpu, self.counted())?;
-        with_scheme!(&self.attention.scheme, |scheme| run_forward(scheme, &problem, self.keep).map(drop))?;
+        self.forward_on(&gpu, self.counted())?;
         let Memory::Lent(counted) = &gpu.memory else { unreachable!("lent above") };
         Ok(ForwardSizes { state: counted.kept.used(), scratch: counted.scratch.used() })
     }
@@ -252,8 +251,11 @@ impl ForeignAttention {
         scratch: Lent,
     ) -> Result<()> {
         let memory = Arenas::new(vec![out], arena(state), arena(scratch));
-        let gpu = self.gpu(stream, memory, false)?;
-        let problem = self.problem(&gpu, inputs)?;
+        self.forward_on(&self.gpu(stream, memory, false)?, inputs)
+    }
+
+    fn forward_on(&self, gpu: &Gpu, inputs: Inputs) -> Result<()> {
+        let problem = self.problem(gpu, inputs)?;
         with_scheme!(&self.attention.scheme, |scheme| run_forward(scheme, &problem, self.keep).map(drop))
     }
 
@@ -265,35 +267,32 @@ impl ForeignAttention {
         let gpu = self.gpu(stream, Arenas::counting(), true)?;
         let (out, state) = (self.output().at(0)?, Lent { address: 0, bytes: usize::MAX });
         let output = OutputGradient { out, dout: out, dlse: Address::NULL };
-        let inputs = self.counted();
-        with_scheme!(&self.attention.scheme, |scheme| self.run_backward(
-            scheme,
-            (stream, &gpu),
-            inputs,
-            state,
-            &output
-        ))?;
+        self.backward_on(stream, &gpu, self.counted(), state, &output)?;
         let Memory::Lent(counted) = &gpu.memory else { unreachable!("lent above") };
         Ok(counted.scratch.used())
     }
 
-    fn run_backward<S: OnGpu>(
+    fn backward_on(
         &self,
-        scheme: S,
-        (stream, gpu): (&Stream, &Gpu),
+        stream: &Stream,
+        gpu: &Gpu,
         inputs: Inputs,
         state: Lent,
         output: &OutputGradient<'_>,
     ) -> Result<()> {
         // The state has the addresses that the forward's allocations got, in the same order.
+        fn found<S: OnGpu>(scheme: S, call: &Call<'_>) -> Result<Completed<S>> {
+            let minus_lse2 = minus_lse2_of(call)?;
+            let kept = scheme.keep(scheme.operands(call, true)?);
+            Ok(Completed { scheme, minus_lse2, kept })
+        }
         let memory = Arenas::new(Vec::new(), arena(state), Arena::counting());
-        let found = self.gpu(stream, memory, true)?;
-        let problem = self.problem(&found, inputs)?;
-        let call = Call::new(&problem)?;
-        let minus_lse2 = minus_lse2_of(&call)?;
-        let kept = scheme.keep(scheme.operands(&call, true)?);
-        let completed = Completed { scheme, minus_lse2, kept };
-        completed.backward(&self.problem(gpu, inputs)?, output).map(drop)
+        let counting = self.gpu(stream, memory, true)?;
+        let before = self.problem(&counting, inputs)?;
+        let (call, problem) = (Call::new(&before)?, self.problem(gpu, inputs)?);
+        with_scheme!(&self.attention.scheme, |scheme| {
+            run_backward(&found(scheme, &call)?, &problem, output).map(drop)
+        })
     }
 
     /// Launches the backward of a forward that kept `state`. The output's gradient may have any strides. It writes the gradients of query, key
@@ -334,13 +333,7 @@ impl ForeignAttention {
         let outputs = if self.sinks { vec![dk, dv, dsinks, dq] } else { vec![dk, dv, dq] };
         let memory = Arenas::new(outputs, Arena::new(0, 0), arena(scratch));
         let gpu = self.gpu(stream, memory, false)?;
-        with_scheme!(&self.attention.scheme, |scheme| self.run_backward(
-            scheme,
-            (stream, &gpu),
-            inputs,
-            state,
-            &output
-        ))
+        self.backward_on(stream, &gpu, inputs, state, &output)
     }
 }
 

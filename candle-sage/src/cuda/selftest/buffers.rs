@@ -7,7 +7,7 @@ use super::device;
 use super::inputs::{Inputs, cases};
 use crate::cuda::address::{Address, address_at};
 use crate::cuda::tensor::{Output, Strided};
-use crate::cuda::{CompletedForward, OnGpu, OutputGradient, Problem, guard, run_forward, with_scheme};
+use crate::cuda::{OnGpu, OutputGradient, Problem, guard, run_backward, run_forward, with_scheme};
 use crate::scheme::{AttnQat, Granularity, Int8Products, SageBwd, Scheme, Smoothing, ValueGroups};
 use crate::selection::Selection;
 use crate::shape::Packing;
@@ -34,7 +34,7 @@ fn run(inputs: &Inputs, scheme: &Scheme, deterministic: bool) -> Result<()> {
         let completed = completed.expect("a forward that keeps its state");
         let of_out = Strided { view: out.view(problem.gpu), ..problem.q };
         let output = OutputGradient { out: of_out, dout, dlse: Address::NULL };
-        let ([dq, dk, dv], _) = completed.backward(problem, &output)?;
+        let ([dq, dk, dv], _) = run_backward(&completed, problem, &output)?;
         Ok([dq, dk, dv, out])
     }
     inputs.with(deterministic, |problem, dout| {
