@@ -31,7 +31,7 @@ def main():
     parser.add_argument("--attn", default="sdpa,candle_sage,sagebwd_scores,sagebwd")
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
-    candle_sage.register_transformers(sagebwd_scores={"scheme": "sagebwd", "products": "scores", "key_mean": "sample-64"})
+    candle_sage.register_transformers()
     config = AutoConfig.for_model("qwen3", max_position_embeddings=args.sequence, **SHAPES)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

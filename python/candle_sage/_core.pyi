@@ -4,7 +4,7 @@ has_kernels: bool
 
 _Tensor = tuple[int, Sequence[int], Sequence[int]]
 _Layout = tuple[Sequence[int], Sequence[int]]
-_Documents = tuple[list[int], list[int]] | None
+_Documents = tuple[Sequence[int], Sequence[int]] | None
 _Memory = tuple[int, int]
 
 class Settings:

@@ -24,13 +24,27 @@ _library.define(_BACKWARD)
 
 def encode(scheme, settings, causal, window, scale, softcap, deterministic):
     """The settings of a call as text, which operators take. `torch.compile` traces this; `_settings` reads it."""
-    words = "".join(f"{name.replace('_', '-')}={_word(value)};" for name, value in sorted(settings.items()))
-    left, right = (-1 if n is None else int(n) for n in window)
-    scale = "" if scale is None else float(scale)
-    text = f"{scheme};{bool(causal)};{left};{right};{scale};{float(softcap)};{bool(deterministic)};{words}"
-    if text.count(";") != 7 + len(settings):
+    # Numbers, because a tensor's value may change between calls.
+    scale, softcap = None if scale is None else float(scale), float(softcap)
+    plain = lambda value: value if isinstance(value, (str, bool, int)) else str(value)
+    words = [x for name in sorted(settings) for x in (name, plain(settings[name]))]
+    encode = _encode if torch.compiler.is_compiling() else _encoded
+    return encode(scheme, bool(causal), *window, scale, softcap, bool(deterministic), *words)
+
+
+def _encode(scheme, causal, left, right, scale, softcap, deterministic, *words):
+    """`words` are names and values in turn."""
+    pairs = zip(words[::2], words[1::2], strict=True)
+    settings = "".join(f"{name.replace('_', '-')}={_word(value)};" for name, value in pairs)
+    left, right = (-1 if n is None else int(n) for n in (left, right))
+    text = f"{scheme};{causal};{left};{right};{'' if scale is None else scale};{softcap};{deterministic};{settings}"
+    if text.count(";") != 7 + len(words) // 2:
         raise _error("a semicolon in a setting", text, "names and values without it", "one argument for each setting")
     return text
+
+
+# Typed, because 1 and True are equal, and other words.
+_encoded = functools.lru_cache(maxsize=4096, typed=True)(_encode)
 
 
 def _word(value):
@@ -128,7 +142,6 @@ def _make_plan(settings, packing, keep, sinks, slopes, query, key, value):
             "build the package with feature `cuda`: `maturin build --release --features cuda`",
         )
     _check(query, key, value)
-    packing = packing and (list(packing[0]), list(packing[1]))
     layouts = [(tuple(map(int, x[0])), tuple(map(int, x[1]))) for x in (query, key, value)]
     device = torch.cuda.current_device() if query[3].index is None else query[3].index
     with torch.cuda.device(device):
@@ -218,7 +231,7 @@ def _forward_cpu(query, key, value, sinks, slopes, settings, cu_seqlens_q, cu_se
     tensors = [x.contiguous() for x in (query, key, value)]
     out = query.new_empty(_output_shape(query, value))
     packing = _packing(cu_seqlens_q, cu_seqlens_k)
-    packing, inputs = packing and tuple(map(list, packing)), [_tensor(x) for x in tensors]
+    inputs = [_tensor(x) for x in tensors]
     _core.forward_cpu(_settings(settings), packing, _element(query.dtype), inputs, of_heads, out.data_ptr())
     return out, query.new_empty(0, dtype=torch.uint8)
 
@@ -231,7 +244,7 @@ def _backward_cpu(grad, query, key, value, out, state, sinks, slopes, settings, 
     gradients = [x.new_empty(x.shape) for x in tensors]
     dsinks = _no_sinks(query) if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
     packing = _packing(cu_seqlens_q, cu_seqlens_k)
-    packing, inputs = packing and tuple(map(list, packing)), [_tensor(x) for x in tensors]
+    inputs = [_tensor(x) for x in tensors]
     addresses = [x.data_ptr() for x in gradients]
     _core.backward_cpu(
         _settings(settings), packing, _element(query.dtype), inputs, of_heads, _tensor(grad), addresses, dsinks.data_ptr()
@@ -313,7 +326,7 @@ def _traced(*tensors):
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
         or any(
-            type(x) not in _PLAIN or x.device.type not in ("cpu", "cuda") or x.is_neg() or x._is_zerotensor() for x in tensors
+            type(x) not in _PLAIN or not (x.is_cuda or x.is_cpu) or x.is_neg() or x._is_zerotensor() for x in tensors
         )
     )
 

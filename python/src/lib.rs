@@ -41,18 +41,8 @@ fn error(error: impl std::fmt::Display + Into<candle_core::Error>) -> PyErr {
 
 /// As [`error`], about settings: their names are arguments here.
 fn setting_error(error: candle_sage::Error) -> PyErr {
-    let text = [
-        "tile-q",
-        "tile-k",
-        "key-mean",
-        "value-groups",
-        "p-reference",
-        "high-precision-output",
-        "matched-recomputation",
-        "requantized-p",
-    ]
-    .iter()
-    .fold(error.to_string(), |text, name| text.replace(name, &name.replace('-', "_")));
+    let names = Scheme::all().into_iter().flat_map(|scheme| scheme.settings()).map(|(name, _)| name);
+    let text = names.fold(error.to_string(), |text, name| text.replace(name, &name.replace('-', "_")));
     PyValueError::new_err(text.replace("allowed: on, off", "allowed: True, False"))
 }
 

@@ -266,6 +266,7 @@ def test_what_has_no_derivative_is_an_error(device, dtypes):
         lambda: candle_sage.attention(q, k, v, cu_seqlens_k=[0, 64]),
         lambda: candle_sage.attention(q, k, v, window=8),
         lambda: candle_sage.attention(q, k, v, "sagebwd", products="scores;smoothing=none"),
+        lambda: candle_sage.attention(q, k, v, "sagebwd", products=["scores"]),
         lambda: candle_sage.attention(q, None, v),
     ):
         with pytest.raises(ValueError, match="hint:"):
