@@ -118,7 +118,7 @@ bool product_is_the_manuals() {
   return true;
 }
 
-// Whether a soft cap's tangent is within its bound of 2^-15, and the same beside arguments of the other branch.
+// Whether a soft cap's tangent is within its bound of 2^-15, also where a neighbour takes the other branch.
 bool tangent_is_within_its_bound() {
   bool right = true;
   for (float x = 1e-6f; x < 40.0f; x *= 1.001f) {

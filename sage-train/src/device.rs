@@ -321,8 +321,8 @@ mod memory {
         let device = device.as_cuda_device()?;
         // By default the pool returns its free memory to the driver at every synchronization, and then has to allocate it again.
         set(device, Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX)?;
-        // SAFETY: cudarc would create two events at each allocation, for other streams of its own to wait for. There are none: candle's
-        // stream is the only one, and the ranks' transfers order themselves (ranks/nccl.rs).
+        // SAFETY: cudarc would create two events at each allocation, which order its streams. It has one stream here, candle's; the
+        // ranks' transfers are ordered in ranks/nccl.rs.
         unsafe { device.disable_event_tracking() };
         Ok(())
     }

@@ -133,7 +133,7 @@ fn sinks_far_from_the_logits() -> Result<()> {
     Ok(())
 }
 
-/// A selection of all blocks is no selection, to the bit.
+/// A selection of all blocks gives the bits of none.
 #[test]
 fn sinks_of_selected_blocks() -> Result<()> {
     let case = case((128, 128), None);
