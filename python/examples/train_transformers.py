@@ -6,14 +6,20 @@ Prints the losses side by side, and the mean difference to the first attention's
 """
 
 import argparse
+import contextlib
 import pathlib
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import candle_sage
 
 SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+
+
+# Names for sdpa with one of PyTorch's implementations, to see how far these differ from each other.
+BACKENDS = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-math": SDPBackend.MATH}
 
 
 def batches(text, sequence, batch, steps, device):
@@ -29,7 +35,7 @@ def train(model_type, attn, text, args, device):
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, vocab_size=256, max_position_embeddings=args.sequence, **SIZES)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attn).to(device)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa" if attn in BACKENDS else attn).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     losses = []
     for ids in batches(text, args.sequence, args.batch, args.steps, device):
@@ -45,7 +51,7 @@ def train(model_type, attn, text, args, device):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="qwen3", help="a model type of transformers: llama, qwen3, ..")
-    parser.add_argument("--attn", default="sdpa,sagebwd,sagebwd_scores,candle_sage", help="attention implementations, the first to compare with")
+    parser.add_argument("--attn", default="sdpa,sagebwd,sagebwd_scores,candle_sage", help="attention implementations, the first to compare with; sdpa-flash, sdpa-cudnn, sdpa-math: one of PyTorch's")
     parser.add_argument("--text", type=pathlib.Path, help="a file to train on; by default this script")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8)
@@ -54,7 +60,10 @@ def main():
     candle_sage.register_transformers()
     text = (args.text or pathlib.Path(__file__)).read_bytes()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    runs = {attn: train(args.model, attn, text, args, device) for attn in args.attn.split(",")}
+    runs = {}
+    for attn in args.attn.split(","):
+        with sdpa_kernel(BACKENDS[attn]) if attn in BACKENDS else contextlib.nullcontext():
+            runs[attn] = train(args.model, attn, text, args, device)
     print("step".rjust(6) + "".join(attn.rjust(16) for attn in runs))
     for step in range(0, args.steps, max(1, args.steps // 10)):
         print(f"{step:6}" + "".join(f"{losses[step]:16.4f}" for losses in runs.values()))
