@@ -2,6 +2,7 @@
 //! it.
 
 use std::fmt;
+use std::sync::Arc;
 
 /// A request that the crate cannot fulfil.
 ///
@@ -19,14 +20,30 @@ use std::fmt;
 /// );
 /// assert_eq!(candle_core::Error::from(error.clone()).to_string(), error.to_string());
 /// ```
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone)]
 pub struct Error {
     kind: ErrorKind,
     what: String,
     got: Option<String>,
     allowed: Option<String>,
     hint: Option<String>,
+    source: Option<Arc<dyn std::error::Error + Send + Sync>>,
 }
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.source.as_ref().map(|source| &**source as _)
+    }
+}
+
+/// Errors are equal if they have the same kind and text.
+impl PartialEq for Error {
+    fn eq(&self, other: &Self) -> bool {
+        self.kind == other.kind && self.to_string() == other.to_string()
+    }
+}
+
+impl Eq for Error {}
 
 /// What kind of error an [`Error`] is.
 ///
@@ -128,7 +145,14 @@ pub type Result<T> = std::result::Result<T, Error>;
 impl Error {
     /// An error about `what`; the other methods add the details.
     pub fn new(what: impl Into<String>) -> Self {
-        Self { kind: ErrorKind::Invalid, what: what.into(), got: None, allowed: None, hint: None }
+        Self {
+            kind: ErrorKind::Invalid,
+            what: what.into(),
+            got: None,
+            allowed: None,
+            hint: None,
+            source: None,
+        }
     }
 
     /// Creates an error about something well-formed that this device or build cannot do:
@@ -164,6 +188,23 @@ impl Error {
     pub fn got(mut self, got: impl fmt::Display) -> Self {
         self.got = Some(got.to_string());
         self
+    }
+
+    /// Adds the error that caused this one: its text as what was given, and itself as [`source`](std::error::Error::source).
+    ///
+    /// ```
+    /// use candle_sage::Error;
+    ///
+    /// let missing = std::fs::read("no such file").unwrap_err();
+    /// let error = Error::failed("cannot read the weights").caused_by(missing);
+    /// let source = std::error::Error::source(&error).expect("what caused it");
+    /// assert!(source.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::NotFound));
+    /// assert!(error.to_string().contains("got:"));
+    /// ```
+    #[must_use]
+    pub fn caused_by(self, source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+        let source: Arc<dyn std::error::Error + Send + Sync> = source.into().into();
+        Self { got: Some(source.to_string()), source: Some(source), ..self }
     }
 
     /// Adds what would have been accepted.

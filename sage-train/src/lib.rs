@@ -48,17 +48,20 @@ pub mod trained;
 
 pub use candle_sage::{Error, ErrorKind, Result};
 
+/// An error of any library.
+pub(crate) type AnyError = Box<dyn std::error::Error + Send + Sync>;
+
 /// Turns an error of a library into an [`Error`] that tells what was attempted.
-pub(crate) fn during<E: std::fmt::Display>(what: impl Into<String>) -> impl FnOnce(E) -> Error {
+pub(crate) fn during<E: Into<AnyError>>(what: impl Into<String>) -> impl FnOnce(E) -> Error {
     let what = what.into();
-    move |error| Error::new(what).got(error).with_kind(ErrorKind::Failed)
+    move |error| Error::failed(what).caused_by(error)
 }
 
 /// Turns an error of candle's into one of ours, saying what was being done: of a GPU without memory with what helps.
 pub(crate) fn on_device(what: &str) -> impl FnOnce(candle_core::Error) -> Error {
     move |error| {
         let kind = ErrorKind::of(&error);
-        let error = Error::new(what).got(error).with_kind(kind);
+        let error = Error::new(what).caused_by(error).with_kind(kind);
         match kind {
             ErrorKind::OutOfMemory => error.hint(
                 "the GPU's memory is full: halve --micro-batch, or --recompute attention, or --recompute block; --dry-run \
@@ -81,13 +84,12 @@ pub(crate) fn check_there(folder: &Path) -> Result<()> {
 }
 
 /// Turns an error of writing a file into an [`Error`].
-pub(crate) fn writing<E: std::fmt::Display>(path: &Path) -> impl FnOnce(E) -> Error {
+pub(crate) fn writing<E: Into<AnyError>>(path: &Path) -> impl FnOnce(E) -> Error {
     let what = format!("cannot write {}", path.display());
     move |error| {
-        Error::new(what)
-            .got(error)
+        Error::failed(what)
+            .caused_by(error)
             .hint("is there room, and may the folder be written? if not, name another")
-            .with_kind(ErrorKind::Failed)
     }
 }
 
@@ -190,9 +192,9 @@ thread_local! {
 }
 
 /// Runs code of a library that may panic on a damaged file. A panic becomes an error.
-pub(crate) fn unpanicked<T>(
-    work: impl FnOnce() -> std::result::Result<T, String>,
-) -> std::result::Result<T, String> {
+pub(crate) fn unpanicked<T, E: Into<AnyError>>(
+    work: impl FnOnce() -> std::result::Result<T, E>,
+) -> std::result::Result<T, AnyError> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         let print = std::panic::take_hook();
@@ -205,7 +207,7 @@ pub(crate) fn unpanicked<T>(
     let outer = CAUGHT.replace(true);
     let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
     CAUGHT.set(outer);
-    done.unwrap_or_else(|_| Err("the file is damaged".into()))
+    done.map_or_else(|_| Err("the file is damaged".into()), |done| done.map_err(Into::into))
 }
 
 #[cfg(test)]

@@ -26,7 +26,7 @@ use json_lines::json_lines;
 use text::text;
 use unix_lines::UnixLines;
 
-use crate::during;
+use crate::{AnyError, during};
 
 /// The kinds of files that can be read, by the endings of their names.
 pub const KINDS: &str = ".txt, .md, .jsonl, .ndjson, .json, .csv (each also .gz, .zst), .parquet";
@@ -190,9 +190,10 @@ impl Read for Counted<'_> {
     }
 }
 
-fn unreadable<E: std::fmt::Display>(path: &Path) -> impl FnOnce(E) -> Error {
+fn unreadable<E: Into<AnyError>>(path: &Path) -> impl FnOnce(E) -> Error {
     let error = during(format!("cannot read {}", path.display()));
     move |cause: E| {
+        let cause = cause.into();
         let hint = match cause.to_string().contains("too much memory") {
             true => {
                 "it is compressed with a window of more than 128 MiB: zstd -d --long=31 FILE, then compress it with --long=27 or less"

@@ -31,8 +31,7 @@ impl StateFile {
     pub fn open(path: &Path) -> Result<Self> {
         let what = || format!("cannot read {}", path.display());
         let bytes = std::fs::read(path).map_err(during(what()))?;
-        let damaged =
-            unpanicked(|| is_damaged(&bytes).map_err(|error| error.to_string())).map_err(during(what()))?;
+        let damaged = unpanicked(|| is_damaged(&bytes)).map_err(during(what()))?;
         if damaged {
             return Err(Error::new("the weights are damaged")
                 .got(format!("{}: not the hash that it was written with", path.display()))

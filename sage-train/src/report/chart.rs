@@ -95,7 +95,7 @@ impl Chart {
         let mut svg = String::new();
         // The library panics on some ranges.
         crate::unpanicked(|| self.draw(&mut svg).map_err(|error| error.to_string()))
-            .map_err(|error| Error::new("cannot draw a chart").got(error))?;
+            .map_err(|error| Error::new("cannot draw a chart").caused_by(error))?;
         // A title for screen readers.
         let curves: Vec<&str> = self.series.iter().map(|series| series.label.as_str()).collect();
         let title = format!("{} over tokens: {}", self.y, curves.join("; "));

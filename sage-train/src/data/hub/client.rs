@@ -8,9 +8,9 @@ use hf_hub::api::sync::{Api, ApiBuilder, ApiRepo};
 use hf_hub::{Cache, Repo};
 
 use super::{Named, check_name};
-use crate::data::tokenizer::TOKENIZER_CONFIG;
+use crate::data::TOKENIZER_CONFIG;
 use crate::quantity::counted;
-use crate::{bar, notify, unpanicked};
+use crate::{AnyError, bar, notify, unpanicked};
 
 /// Attempts to continue an interrupted download.
 const RETRIES: usize = 3;
@@ -47,7 +47,7 @@ impl Hub {
         if let Some(token) = token.filter(|token| !token.is_empty()) {
             builder = builder.with_token(Some(token));
         }
-        let api = unpanicked(|| builder.build().map_err(|e| e.to_string())).map_err(failed("the hub"))?;
+        let api = unpanicked(|| builder.build()).map_err(failed("the hub"))?;
         Ok(Self { api, cache })
     }
 
@@ -104,7 +104,7 @@ impl Hub {
         let repo = self.api.repo(Repo::dataset(dataset.into()));
         let info = match offline() {
             true => Err("HF_HUB_OFFLINE is set".into()),
-            false => unpanicked(|| repo.info().map_err(|e| e.to_string())),
+            false => unpanicked(|| repo.info()),
         };
         let error = match info {
             Ok(info) => return Ok(info.siblings.into_iter().map(|file| file.rfilename).collect()),
@@ -148,7 +148,7 @@ impl Hub {
         }
         let remote = self.api.repo(repo.clone());
         let what = format!("{} of {}", file, repo.url());
-        let metadata = unpanicked(|| self.api.metadata(&remote.url(file)).map_err(|e| e.to_string()));
+        let metadata = unpanicked(|| self.api.metadata(&remote.url(file)));
         let metadata = metadata.map_err(failed(&what))?;
         // Both come from the server and become parts of paths.
         for part in [metadata.etag(), metadata.commit_hash()] {
@@ -170,7 +170,7 @@ impl Hub {
         if !inside {
             return Err(failed(&what)(format!("the server put it at {}", path.display())));
         }
-        let held = path.metadata().map(|held| held.len()).map_err(|e| failed(&what)(e.to_string()))?;
+        let held = path.metadata().map(|held| held.len()).map_err(failed(&what))?;
         if held != metadata.size() as u64 {
             // Removed, so that the cache does not return an incomplete file.
             let _ = path.canonicalize().and_then(std::fs::remove_file);
@@ -205,11 +205,11 @@ fn download(repo: &ApiRepo, file: &str) -> std::result::Result<PathBuf, String> 
     repo.download_with_progress(file, bar).map_err(|error| error.to_string())
 }
 
-fn failed(what: &str) -> impl FnOnce(String) -> Error {
+fn failed<E: Into<AnyError>>(what: &str) -> impl FnOnce(E) -> Error {
     let what = format!("cannot fetch {what}");
     move |error| {
         Error::failed(what)
-            .got(error)
+            .caused_by(error)
             .hint("is the name right, and the network there? Run again: what was fetched is kept. HF_TOKEN opens gated data")
     }
 }

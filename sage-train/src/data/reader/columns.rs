@@ -24,9 +24,8 @@ pub(super) fn parquet(
     each: &mut EachUntil<'_>,
 ) -> Result<()> {
     let size = file.metadata().map_err(unreadable(path))?.len();
-    let guarded = |work: &mut dyn FnMut() -> parquet::errors::Result<()>| {
-        unpanicked(|| work().map_err(|error| error.to_string())).map_err(unreadable(path))
-    };
+    let guarded =
+        |work: &mut dyn FnMut() -> parquet::errors::Result<()>| unpanicked(work).map_err(unreadable(path));
     let mut opened = None;
     let mut file = Some(file);
     guarded(&mut || {
