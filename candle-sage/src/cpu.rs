@@ -19,6 +19,7 @@ pub(crate) mod route;
 mod rows;
 mod sagebwd;
 mod score_mod;
+mod tile;
 pub(crate) mod view;
 mod visits;
 

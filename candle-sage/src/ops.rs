@@ -22,7 +22,6 @@ pub(crate) mod fp8_scales;
 pub(crate) mod layer_norm;
 pub(crate) mod linear_cross_entropy;
 pub(crate) mod linear_cross_entropy_fp8;
-mod log_sum_exp;
 pub(crate) mod mixture;
 pub(crate) mod muon;
 mod padding;

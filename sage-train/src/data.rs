@@ -22,6 +22,7 @@ mod inputs;
 mod mixture;
 mod opened;
 pub mod prepare;
+mod prepared;
 mod progress;
 pub mod reader;
 pub mod recall;
@@ -303,6 +304,9 @@ fn cut(document: &str, room: usize) -> usize {
         _ => at,
     }
 }
+
+/// The file next to a `tokenizer.json` that names its end-of-text token, as transformers writes it.
+const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
 /// Bytes of text that are compared with what the tokenizer gives back.
 const SAMPLE: usize = 1 << 20;

@@ -5,10 +5,11 @@ use std::ops::Range;
 use multiversion::multiversion;
 
 use super::backward::row_dots;
-use super::numerics::{BackwardNumerics, Finished, ForwardNumerics, Head, Problem, Softmax, Tile, per_head};
+use super::numerics::{BackwardNumerics, Finished, ForwardNumerics, Head, Problem, Softmax, per_head};
 use super::product::{Mat, product};
 use super::quantize::{channel_mean, subtract_mean};
 use super::rows::{Keys, RowSource, Rows};
+use super::tile::Tile;
 use super::view::View;
 use super::{Gradients, OnCpu, OutputGradient, backward, forward, lanes};
 use crate::nvfp4::{Axis, GROUP, Packed, Scale, e2m1};

@@ -5,8 +5,9 @@ use std::ops::Range;
 use multiversion::multiversion;
 use rayon::prelude::*;
 
-use super::numerics::{BackwardNumerics, Head, Operands, Problem, Tile, cut, mask};
+use super::numerics::{BackwardNumerics, Head, Operands, Problem, cut};
 use super::score_mod::chain;
+use super::tile::{Tile, mask};
 use super::{Gradients, OutputGradient, lanes};
 
 /// One parallel task: keys of one key head.

@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::numerics::{Finished, ForwardNumerics, Head, Problem, Tile, mask};
+use super::numerics::{Finished, ForwardNumerics, Head, Problem};
+use super::tile::{Tile, mask};
 
 /// Queries of one parallel task. They share one copy of the keys.
 const QUERIES_PER_ITEM: usize = 512;

@@ -3,9 +3,10 @@
 use multiversion::multiversion;
 
 use super::backward::row_dots;
-use super::numerics::{BackwardNumerics, Finished, ForwardNumerics, Head, Problem, Softmax, Tile};
+use super::numerics::{BackwardNumerics, Finished, ForwardNumerics, Head, Problem, Softmax};
 use super::product::{Mat, product};
 use super::rows::{Keys, RowSource, Rows};
+use super::tile::Tile;
 use super::view::View;
 use super::{Gradients, OnCpu, OutputGradient, backward, forward, lanes};
 

@@ -9,6 +9,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::score_mod::ScoreMod;
+use super::tile::Tile;
 use super::view::View;
 use crate::selection::Lists;
 use crate::shape::{AttentionShape, Segment};
@@ -115,16 +116,6 @@ fn inside(segment: &Range<usize>, tokens: Range<usize>) -> Range<usize> {
 pub(crate) struct Head {
     pub(crate) segment: usize,
     pub(crate) head: usize,
-}
-
-/// A tile of the (query, key) plane of one head, in indices inside the segment. Starts are multiples of the
-/// tile size; the last tile of a row or column may be smaller.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Tile {
-    pub(crate) row: usize,
-    pub(crate) rows: usize,
-    pub(crate) col: usize,
-    pub(crate) cols: usize,
 }
 
 /// The rows `at..at + count` of a row-major matrix whose first row has number `start`.
@@ -281,18 +272,4 @@ pub(crate) fn per_head<T: Send>(
         .into_par_iter()
         .map(|n| make(Head { segment: n / heads, head: n % heads }))
         .collect()
-}
-
-/// Sets the logits of keys that a query of the tile does not see to minus infinity.
-pub(crate) fn mask(segment: &Segment, tile: Tile, logits: &mut [f32]) {
-    // The keys of later queries begin and end no earlier, so the first and the last row decide whether anything is masked.
-    let last = tile.row + tile.rows - 1;
-    if segment.visible_keys(tile.row) >= tile.col + tile.cols && segment.first_key(last) <= tile.col {
-        return;
-    }
-    for (r, row) in logits.chunks_exact_mut(tile.cols).enumerate() {
-        let within = |key: usize| key.saturating_sub(tile.col).min(tile.cols);
-        row[..within(segment.first_key(tile.row + r))].fill(f32::NEG_INFINITY);
-        row[within(segment.visible_keys(tile.row + r))..].fill(f32::NEG_INFINITY);
-    }
 }

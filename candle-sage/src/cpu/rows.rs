@@ -3,8 +3,9 @@
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
-use super::numerics::{Head, Operands, Problem, Tile, cut};
+use super::numerics::{Head, Operands, Problem, cut};
 use super::product::{Mat, product};
+use super::tile::Tile;
 
 /// Rows of one head from `start` on.
 #[derive(Debug)]

@@ -9,9 +9,10 @@ use std::ops::Range;
 use backward::Values16;
 use forward::ForwardValues;
 
-use super::numerics::{Head, Operands, Problem, Tile, cut, per_head};
+use super::numerics::{Head, Operands, Problem, cut, per_head};
 use super::product::{Mat, product};
 use super::quantize::{TileCodes, channel_mean, subtract_mean, token_mean};
+use super::tile::Tile;
 use super::{Gradients, OnCpu, OutputGradient};
 use crate::scheme::{Int8Products, SageBwd as Settings};
 

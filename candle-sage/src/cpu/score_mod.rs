@@ -5,7 +5,7 @@ use std::f32::consts::LOG2_E;
 use multiversion::multiversion;
 
 use super::lanes;
-use super::numerics::Tile;
+use super::tile::Tile;
 use crate::shape::Segment;
 
 /// What a call does to its base-2 logits.

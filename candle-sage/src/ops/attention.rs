@@ -1,5 +1,6 @@
 //! Attention with a backward, as a `CustomOp3`.
 
+mod log_sum_exp;
 mod op;
 mod score_mod;
 mod vjp;

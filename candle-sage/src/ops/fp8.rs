@@ -3,8 +3,7 @@
 use candle_core::{CpuStorage, CudaStorage, DType, Device, InplaceOp1, Layout, Result, Tensor};
 use rayon::prelude::*;
 
-use super::fp8_fused::Fp8Site;
-use super::fp8_scales::Fp8Scale;
+use super::fp8_scales::{Fp8Scale, Fp8Site};
 use super::support::{
     SPAN, argument_error, check_sum, cpu_storage, cuda_tensor, f32_tensor, f32_values, f32_values_mut,
     shape_error, supported, with_cuda,

@@ -7,7 +7,7 @@
 use candle_core::{CudaStorage, DType, Result, Tensor};
 
 use super::fp8::{Fp8Copies, Fp8Matrix, Quantized, check_dims};
-use super::fp8_scales::Fp8Scale;
+use super::fp8_scales::{Fp8Scale, Fp8Site};
 use super::qk_norm_rope::{self, QkNormRopeGrad, checked_backward, qk_norm_rope_backward};
 use super::rms_norm::{self, checked_norm_backward, residual_rms_norm, rms_norm, rms_norm_backward};
 use super::rope::{RopeStyle, beside};
@@ -221,14 +221,6 @@ fn check_gated(gate: &Tensor, others: &[&Tensor]) -> Result<()> {
             "gate and up are projections of the same input",
         )),
     }
-}
-
-/// A matrix in the state of [`Fp8Scales`](super::Fp8Scales), and whether it is in E5M2.
-#[allow(dead_code, reason = "only kernels read it")]
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Fp8Site {
-    pub(crate) index: usize,
-    pub(crate) e5m2: bool,
 }
 
 #[allow(dead_code, reason = "only kernels read it")]

@@ -5,7 +5,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use super::fp8_fused::Fp8Site;
 use super::support::{argument_error, shape_error, supported, with_cuda};
 use crate::fp8::Fp8Format;
 use crate::launch::Launch;
@@ -252,6 +251,14 @@ impl Fp8Scales {
         }
         Ok(())
     }
+}
+
+/// A matrix in the state of [`Fp8Scales`](super::Fp8Scales), and whether it is in E5M2.
+#[allow(dead_code, reason = "only kernels read it")]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Fp8Site {
+    pub(crate) index: usize,
+    pub(crate) e5m2: bool,
 }
 
 impl Fp8Scale {

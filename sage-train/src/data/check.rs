@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use candle_sage::{Error, Result};
 use rayon::prelude::*;
 
-use super::prepare::{LIST, Prepared};
+use super::prepared::{LIST, Prepared};
 use super::shard::Shard;
 use super::source::{self, Source};
 use super::tokenizer::Tokenizer;

@@ -11,6 +11,7 @@ use candle_sage::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use super::hub::{Hub, Named};
+use super::prepared::FileRead;
 use super::reader::{self, Bad, Piece, is_known};
 use super::source::{self, PassedOver, Source};
 use super::tokenizer::{TRAINING_BYTES, Tokenizer};
@@ -52,26 +53,6 @@ impl TextFile {
     pub(super) fn has_changed_since(&self, other: &Self) -> bool {
         (self.bytes, self.modified) != (other.bytes, other.modified)
     }
-}
-
-/// A file that was read.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FileRead {
-    /// Where it was.
-    pub path: PathBuf,
-    /// Its size.
-    pub bytes: u64,
-    /// Documents with text.
-    pub documents: u64,
-    /// Bytes of their text.
-    pub text_bytes: u64,
-    /// Documents that could not be read and were left out.
-    #[serde(default, skip_serializing_if = "is_zero")]
-    pub skipped: u64,
-}
-
-fn is_zero(count: &u64) -> bool {
-    *count == 0
 }
 
 /// Finds every file of text that was named; those of the hub are fetched.

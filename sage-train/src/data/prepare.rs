@@ -8,10 +8,11 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 use candle_sage::{Error, Result};
-use serde::{Deserialize, Serialize};
 
-pub use super::inputs::{FileRead, train_tokenizer};
+pub use super::inputs::train_tokenizer;
 use super::inputs::{TextFile, is_blank, no_text, read_file, text_files, trained};
+use super::prepared::LIST;
+pub use super::prepared::{FileRead, Prepared};
 use super::progress::{Done, Journal, Work};
 use super::reader::Piece;
 use super::shard::Format;
@@ -22,7 +23,7 @@ use super::tokenizer::Tokenizer;
 use super::{SAMPLE, head};
 use crate::partial::Folder;
 use crate::quantity::counted;
-use crate::{bar, during, notify, writing};
+use crate::{bar, notify, writing};
 
 /// Bytes of text that are tokenized at once, and how many such chunks wait.
 const CHUNK: usize = 4 << 20;
@@ -58,34 +59,6 @@ pub struct Plan {
     pub text_field: Option<String>,
     /// Whether documents that cannot be read are left out.
     pub skip_bad: bool,
-}
-
-/// What was prepared, next to the shards: a [`Prepared`].
-pub(super) const LIST: &str = "dataset.json";
-
-/// What was prepared: also `dataset.json` next to the shards.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Prepared {
-    /// What was typed.
-    pub inputs: Vec<String>,
-    /// [`Tokenizer::hash`].
-    pub tokenizer: String,
-    /// Its entries.
-    pub vocab_size: usize,
-    /// The token behind each document.
-    pub end_of_text: u32,
-    /// Of the shards.
-    pub format: Format,
-    /// To train on.
-    pub train: Part,
-    /// To validate on.
-    pub validation: Part,
-    /// Tokens that stand for text that the vocabulary does not have.
-    #[serde(default)]
-    pub unknown_tokens: u64,
-    /// Every file that was read, in order. Empty in folders of older versions.
-    #[serde(default)]
-    pub files: Vec<FileRead>,
 }
 
 /// Prepares a folder of shards that did not exist. What an earlier start of the same work has done is done.
@@ -349,18 +322,6 @@ fn for_validation(seed: u64, document: u64, fraction: f64) -> bool {
         bits = (bits ^ (bits >> 30)).wrapping_mul(factor);
     }
     document > 0 && ((bits ^ (bits >> 31)) as f64) < fraction * 2f64.powi(64)
-}
-
-impl Prepared {
-    /// Reads `dataset.json`.
-    ///
-    /// # Errors
-    /// When it is something else.
-    pub fn read(folder: &Path) -> Result<Self> {
-        let path = folder.join(LIST);
-        let what = || format!("cannot read {}", path.display());
-        serde_json::from_slice(&std::fs::read(&path).map_err(during(what()))?).map_err(during(what()))
-    }
 }
 
 #[cfg(test)]

@@ -7,10 +7,12 @@ use std::time::{Duration, Instant};
 use candle_sage::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-use super::inputs::{FileRead, TextFile};
+use super::TOKENIZER_CONFIG;
+use super::inputs::TextFile;
+use super::prepared::FileRead;
 use super::shard::{Format, Shard, Sidecar};
 use super::split::Split;
-use super::tokenizer::{TOKENIZER_CONFIG, Tokenizer};
+use super::tokenizer::Tokenizer;
 use crate::partial::{JOURNAL, PARTIAL};
 use crate::{during, partial, writing};
 

@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 
 use candle_sage::{Error, Result};
 
+use super::TOKENIZER_CONFIG;
 use super::hub;
-use super::prepare::{LIST, Prepared};
+use super::prepared::{LIST, Prepared};
 use super::reader::{self, KINDS};
-use super::tokenizer::{TOKENIZER_CONFIG, Tokenizer};
+use super::tokenizer::Tokenizer;
 use crate::quantity::counted;
 use crate::{during, partial};
 

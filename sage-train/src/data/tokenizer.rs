@@ -19,16 +19,13 @@ use tokenizers::{AddedToken, Tokenizer as Inner};
 pub use end_of_text::Boundaries;
 pub(crate) use end_of_text::token_ids;
 
-use super::DataConfig;
 use super::hub::Hub;
-use crate::{during, hex, partial, unpanicked, writing};
+use super::{DataConfig, TOKENIZER_CONFIG};
+use crate::{AnyError, during, hex, partial, unpanicked, writing};
 pub(super) use pieces::{PIECE, piece_end, pieces};
 
 /// The end-of-text token of tokenizers that are trained here.
 const END_OF_TEXT: &str = "<|endoftext|>";
-
-/// The file next to a `tokenizer.json` that names its end-of-text token, as transformers writes it.
-pub(super) const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
 /// Bytes of text that merges are learned from; more of the same text changes little.
 pub(super) const TRAINING_BYTES: usize = 16 << 20;
@@ -131,11 +128,11 @@ impl Tokenizer {
     /// When it cannot be read, or has no such token.
     pub fn load_with(path: &Path, end_of_text: Option<&str>) -> Result<Self> {
         let what = || {
-            let failed = during::<String>(format!("cannot use the tokenizer {}", path.display()));
+            let failed = during::<AnyError>(format!("cannot use the tokenizer {}", path.display()));
             move |error| failed(error).with_kind(ErrorKind::Invalid)
         };
         let hint = "a tokenizer is a tokenizer.json, as `tokenizers` writes them; --end-of-text names the token that ends a document";
-        let bytes = std::fs::read(path).map_err(|e| what()(e.to_string()).hint(hint))?;
+        let bytes = std::fs::read(path).map_err(|error| what()(error.into()).hint(hint))?;
         let load = || {
             let inner = Inner::from_bytes(&bytes).map_err(|error| error.to_string())?;
             let beside = end_of_text::beside(path, &inner)?;
@@ -263,7 +260,7 @@ impl Tokenizer {
             .collect();
         let encode = |(_, piece, goes_on): &(usize, &str, bool)| {
             let inner = self.continuing.as_ref().filter(|_| *goes_on).unwrap_or(&self.inner);
-            let encode = || inner.encode_fast(*piece, false).map_err(|error| error.to_string());
+            let encode = || inner.encode_fast(*piece, false);
             unpanicked(encode).map_err(during("cannot tokenize"))
         };
         let encoded = cut.par_iter().map(encode).collect::<Result<Vec<_>>>()?;
@@ -279,7 +276,7 @@ impl Tokenizer {
     /// # Errors
     /// When an id is not in the vocabulary.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
-        let decode = || self.inner.decode(ids, true).map_err(|error| error.to_string());
+        let decode = || self.inner.decode(ids, true);
         unpanicked(decode).map_err(during("cannot turn tokens into text"))
     }
 

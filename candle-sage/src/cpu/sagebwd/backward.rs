@@ -8,9 +8,10 @@ use multiversion::multiversion;
 use super::{Keys, Products, Queries, Values};
 use crate::cpu::backward::row_dots;
 use crate::cpu::lanes;
-use crate::cpu::numerics::{BackwardNumerics, Head, Problem, Tile, cut};
+use crate::cpu::numerics::{BackwardNumerics, Head, Problem, cut};
 use crate::cpu::product::{Mat, product};
 use crate::cpu::quantize::{Scale, code};
+use crate::cpu::tile::Tile;
 use crate::cpu::view::View;
 
 /// V in the backward: in 16-bit precision. Also the forward's log-sum-exp and output.

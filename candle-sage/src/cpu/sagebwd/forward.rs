@@ -8,9 +8,10 @@ use multiversion::multiversion;
 use super::{HeadCodes, Keys, Products, Settings, Values};
 use crate::cpu::full_precision;
 use crate::cpu::lanes;
-use crate::cpu::numerics::{Finished, ForwardNumerics, Head, Problem, Softmax, Tile, cut, per_head};
+use crate::cpu::numerics::{Finished, ForwardNumerics, Head, Problem, Softmax, cut, per_head};
 use crate::cpu::product::{Mat, product};
 use crate::cpu::quantize::{TileCodes, subtract_mean, token_mean};
+use crate::cpu::tile::Tile;
 
 /// V in the forward.
 pub(super) enum ForwardValues {

@@ -17,7 +17,8 @@ use crate::error::Error;
 use crate::fp8::Fp8Format;
 use crate::launch::{Launch, Operand};
 use crate::ops::fp8::{Fp8Copies, Quantize, QuantizeWith, Quantized};
-use crate::ops::fp8_fused::{Fp8Site, SwiGluBackwardFp8, SwiGluFp8};
+use crate::ops::fp8_fused::{SwiGluBackwardFp8, SwiGluFp8};
+use crate::ops::fp8_scales::Fp8Site;
 use crate::ops::fp8_scales::{DECAY, MARGIN, Rescale};
 
 const NAME: &str = "fp8-quantize";

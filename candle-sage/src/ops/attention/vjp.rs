@@ -4,7 +4,6 @@ use candle_core::{CustomOp3, Result, Tensor};
 
 use super::{AttentionOp, NAME};
 use crate::error::Error;
-use crate::ops::log_sum_exp;
 use crate::ops::support::supported;
 use crate::ops::widths::Widths;
 
@@ -40,7 +39,7 @@ impl AttentionVjp {
     /// # Errors
     /// When the scheme smooths keys.
     pub fn lse(&self) -> Result<Tensor> {
-        log_sum_exp::of(&self.op, &self.out)
+        super::log_sum_exp::of(&self.op, &self.out)
     }
 
     /// The gradients of query, key and value for the output's gradient `dout`, which has the output's

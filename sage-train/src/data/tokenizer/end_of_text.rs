@@ -5,7 +5,8 @@ use std::path::Path;
 use serde_json::Value;
 use tokenizers::Tokenizer as Inner;
 
-use super::{END_OF_TEXT, TOKENIZER_CONFIG, Tokenizer};
+use super::{END_OF_TEXT, Tokenizer};
+use crate::data::TOKENIZER_CONFIG;
 use crate::read_small;
 
 /// End-of-text tokens of known tokenizers: GPT-2's and Qwen's, Llama 3's, Llama 2's, Gemma's, ChatML's.

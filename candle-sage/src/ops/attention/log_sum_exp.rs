@@ -4,7 +4,7 @@ use std::sync::{Arc, PoisonError};
 
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor};
 
-use super::attention::{Attention, AttentionOp, Completed, Saved};
+use super::{Attention, AttentionOp, Completed, Saved};
 use crate::error::Error;
 use crate::scheme::Scheme;
 use crate::shape::AttentionShape;

@@ -1,0 +1,27 @@
+//! Tiles of the (query, key) plane, and their masks.
+
+use crate::shape::Segment;
+
+/// A tile of the (query, key) plane of one head, in indices inside the segment. Starts are multiples of the
+/// tile size; the last tile of a row or column may be smaller.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Tile {
+    pub(crate) row: usize,
+    pub(crate) rows: usize,
+    pub(crate) col: usize,
+    pub(crate) cols: usize,
+}
+
+/// Sets the logits of keys that a query of the tile does not see to minus infinity.
+pub(crate) fn mask(segment: &Segment, tile: Tile, logits: &mut [f32]) {
+    // The keys of later queries begin and end no earlier, so the first and the last row decide whether anything is masked.
+    let last = tile.row + tile.rows - 1;
+    if segment.visible_keys(tile.row) >= tile.col + tile.cols && segment.first_key(last) <= tile.col {
+        return;
+    }
+    for (r, row) in logits.chunks_exact_mut(tile.cols).enumerate() {
+        let within = |key: usize| key.saturating_sub(tile.col).min(tile.cols);
+        row[..within(segment.first_key(tile.row + r))].fill(f32::NEG_INFINITY);
+        row[within(segment.visible_keys(tile.row + r))..].fill(f32::NEG_INFINITY);
+    }
+}
