@@ -29,6 +29,7 @@ __device__ __forceinline__ Rows<T> rows_of(const params::Forward& p, const Segme
 template <class T, int D>
 __device__ void sum_tiles(const params::Forward& p) {
   constexpr int CHUNKS = D / 8;
+  static_assert(quant::TILE_THREADS >= D && TILE * CHUNKS % quant::TILE_THREADS == 0);
   __shared__ uint4 rows[TILE * CHUNKS];
   const params::Shape& shape = p.shape;
   int heads = mean_heads(p), head = blockIdx.x % heads, tile = blockIdx.x / heads;
@@ -54,6 +55,7 @@ constexpr int MEAN_THREADS = 256;
 template <int D>
 __device__ void mean_of_tiles(const params::Forward& p) {
   constexpr int AT_ONCE = D > 128 ? 32 : 64;
+  static_assert(MEAN_THREADS >= D && AT_ONCE * D / 4 % MEAN_THREADS == 0);
   __shared__ float4 shared[AT_ONCE * D / 4];
   const params::Shape& shape = p.shape;
   Segment segment(shape, blockIdx.x);
@@ -83,6 +85,7 @@ __device__ void mean_of_tiles(const params::Forward& p) {
 template <class T, int D>
 __device__ void mean_of_sample(const params::Forward& p) {
   constexpr int AT_ONCE = 64, CHUNKS = D / 8;
+  static_assert(MEAN_THREADS >= D && AT_ONCE * CHUNKS % MEAN_THREADS == 0);
   __shared__ uint4 rows[AT_ONCE * CHUNKS];
   const params::Shape& shape = p.shape;
   Segment segment(shape, blockIdx.x);

@@ -48,7 +48,19 @@ impl Scheme {
     /// assert_eq!(names, ["fpa", "sagebwd", "attn-qat"]);
     /// ```
     pub fn all() -> Vec<Self> {
-        vec![Self::FullPrecision, Self::SageBwd(SageBwd::default()), Self::AttnQat(AttnQat::default())]
+        // By a match, so that a new scheme cannot be left out.
+        let next = |scheme: &Self| match scheme {
+            Self::FullPrecision => Some(SageBwd::default().into()),
+            Self::SageBwd(_) => Some(AttnQat::default().into()),
+            Self::AttnQat(_) => None,
+        };
+        std::iter::successors(Some(Self::FullPrecision), next).collect()
+    }
+
+    /// Whether a list has every scheme, with whatever settings.
+    #[cfg(test)]
+    pub(crate) fn are_all_in(list: &[Self]) -> bool {
+        Self::all().iter().all(|scheme| list.iter().any(|one| one.name() == scheme.name()))
     }
 
     /// Short name of the scheme for tables and command lines. It does not depend on the settings.

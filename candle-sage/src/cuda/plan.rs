@@ -201,6 +201,8 @@ include!(concat!(env!("OUT_DIR"), "/plans.rs"));
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
     use crate::cuda::compiled::{ARCHITECTURES, NVFP4, RESOURCES};
     use crate::cuda::kernels_of;
@@ -213,7 +215,7 @@ mod tests {
         let sage = |smoothing| SageBwd { smoothing, ..SageBwd::default() }.into();
         let with = |products| SageBwd { products, ..SageBwd::default() }.into();
         let qat = AttnQat::default();
-        [
+        let all = [
             Scheme::FullPrecision,
             sage(Smoothing::K),
             sage(Smoothing::Qk),
@@ -223,7 +225,25 @@ mod tests {
             with(Int8Products::FORWARD_AND_S),
             with(Int8Products::SCORES),
             with(Int8Products::FORWARD),
-        ]
+        ];
+        assert!(Scheme::are_all_in(&all));
+        all
+    }
+
+    /// A width that has plans is one that shapes are padded to, and the other way round.
+    #[test]
+    fn every_width_of_the_plans_is_used() {
+        let used = |architecture| {
+            let shape = |d| AttentionShape::new((1, 1, 1, d), (1, 1, 1, d), (1, 1, 1, d), false, None);
+            let padded =
+                |d| padded_head_dim(&Scheme::FullPrecision, &shape(d).expect("a shape"), architecture);
+            (8..=256).map(padded).collect::<BTreeSet<_>>()
+        };
+        for architecture in ARCHITECTURES.iter().map(|number| Architecture::from_number(*number)) {
+            let of_target = PLANS.iter().filter(|plan| plan.targets.contains(&architecture.target()));
+            let widths: BTreeSet<_> = of_target.map(|plan| plan.head_dim.max(plan.value_dim)).collect();
+            assert_eq!(widths, used(architecture), "{architecture:?}");
+        }
     }
 
     /// The plans of a scheme's forward and backward.

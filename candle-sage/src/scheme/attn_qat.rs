@@ -229,14 +229,24 @@ impl AttnQat {
 
     /// Every setting that decides results, as its name and its value as text.
     pub(super) fn in_words(&self) -> Vec<(&'static str, String)> {
-        let switch = |on: bool| if on { "on" } else { "off" }.to_string();
+        let switch = |on: &bool| if *on { "on" } else { "off" }.to_string();
+        let Self {
+            smoothing,
+            value_groups,
+            p_reference,
+            high_precision_output,
+            matched_recomputation,
+            requantized_p,
+            // How the same results are computed.
+            products: _,
+        } = self;
         vec![
-            ("smoothing", self.smoothing.to_string()),
-            ("value-groups", self.value_groups.to_string()),
-            ("p-reference", self.p_reference.to_string()),
-            ("high-precision-output", switch(self.high_precision_output)),
-            ("matched-recomputation", switch(self.matched_recomputation)),
-            ("requantized-p", switch(self.requantized_p)),
+            ("smoothing", smoothing.to_string()),
+            ("value-groups", value_groups.to_string()),
+            ("p-reference", p_reference.to_string()),
+            ("high-precision-output", switch(high_precision_output)),
+            ("matched-recomputation", switch(matched_recomputation)),
+            ("requantized-p", switch(requantized_p)),
         ]
     }
 

@@ -333,14 +333,16 @@ impl SageBwd {
         Self { tile_k: rows, ..self }
     }
 
+    /// Every setting, as its name and its value as text.
     pub(super) fn in_words(&self) -> Vec<(&'static str, String)> {
+        let Self { smoothing, key_mean, products, granularity, tile_q, tile_k } = self;
         vec![
-            ("smoothing", self.smoothing.to_string()),
-            ("key-mean", self.key_mean.to_string()),
-            ("products", self.products.to_string()),
-            ("granularity", self.granularity.to_string()),
-            ("tile-q", self.tile_q.to_string()),
-            ("tile-k", self.tile_k.to_string()),
+            ("smoothing", smoothing.to_string()),
+            ("key-mean", key_mean.to_string()),
+            ("products", products.to_string()),
+            ("granularity", granularity.to_string()),
+            ("tile-q", tile_q.to_string()),
+            ("tile-k", tile_k.to_string()),
         ]
     }
 

@@ -162,7 +162,9 @@ mod tests {
             .tile_k(128);
         let qat = AttnQat::default().smoothing(Smoothing::Kv).value_groups(ValueGroups::HeadDim);
         let qat = qat.matched_recomputation(false).requantized_p(false).high_precision_output(false);
-        for scheme in [Scheme::FullPrecision, sagebwd.into(), qat.into()] {
+        let all = [Scheme::FullPrecision, sagebwd.into(), qat.into()];
+        assert!(Scheme::are_all_in(&all));
+        for scheme in all {
             let mut again = Scheme::from_name(scheme.name()).expect("its name");
             for (name, value) in scheme.settings() {
                 again = again.with_setting(name, &value).expect("its own words");

@@ -10,7 +10,7 @@ use crate::support::{Case, relative_l2};
 
 fn schemes() -> Vec<Scheme> {
     let sage = SageBwd::default();
-    vec![
+    let all = vec![
         Scheme::FullPrecision,
         sage.into(),
         sage.smoothing(Smoothing::None).granularity(Granularity::Tile).into(),
@@ -35,7 +35,10 @@ fn schemes() -> Vec<Scheme> {
             .into(),
         AttnQat::drop_in().into(),
         AttnQat::default().smoothing(Smoothing::Kv).into(),
-    ]
+    ];
+    let is_there = |scheme: &Scheme| all.iter().any(|one: &Scheme| one.name() == scheme.name());
+    assert!(Scheme::all().iter().all(is_there), "a scheme is not tested");
+    all
 }
 
 /// Lengths that divide nothing, all head layouts, both masks, and windows.

@@ -13,7 +13,7 @@ use crate::selection::Selection;
 use crate::shape::Packing;
 
 fn schemes() -> [Scheme; 10] {
-    [
+    let all = [
         Scheme::FullPrecision,
         SageBwd::default().into(),
         SageBwd::default().products(Int8Products::FORWARD_AND_S).into(),
@@ -24,7 +24,9 @@ fn schemes() -> [Scheme; 10] {
         SageBwd { smoothing: Smoothing::Qk, granularity: Granularity::Tile, ..SageBwd::default() }.into(),
         SageBwd::default().smoothing(Smoothing::Kv).into(),
         AttnQat::default().smoothing(Smoothing::Kv).into(),
-    ]
+    ];
+    assert!(Scheme::are_all_in(&all));
+    all
 }
 
 /// Runs forward and backward, of which the guard checks the buffers' ends, and checks that all results are written.
