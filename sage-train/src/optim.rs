@@ -51,8 +51,10 @@ impl Optimizer {
     pub fn moments(&self) -> Moments {
         let others = AdamWConfig::MOMENTS;
         match self {
-            Self::AdamW(_) => Moments { matrices: others, others, rows: None },
-            Self::Muon(muon) => Moments { matrices: MuonConfig::MOMENTS, others, rows: muon.rows() },
+            Self::AdamW(_) => Moments { matrices: others, others, rows: None, whole_matrices: false },
+            Self::Muon(muon) => {
+                Moments { matrices: MuonConfig::MOMENTS, others, rows: muon.rows(), whole_matrices: true }
+            }
         }
     }
 

@@ -42,18 +42,19 @@ pub(super) fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
         let hint = "without a tail there is nothing to share with: leave it out";
         return idle("sla2-alpha", format!("{attn}, without a tail"), "a form with a tail", hint);
     }
-    if let Some(key) = typed.linear.first_of_fp8().filter(|_| config.model.linear == LinearPrecision::Compute)
-    {
-        return idle(
-            key,
-            "--linear bf16".into(),
-            "--linear fp8",
-            "leave it out, or train linear layers in FP8",
-        );
+    match (typed.linear.first_of_fp8(), config.model.linear) {
+        (Some(key), LinearPrecision::Compute) => {
+            let hint = "leave it out, or train linear layers in FP8";
+            return idle(&key, "--linear bf16".into(), "--linear fp8", hint);
+        }
+        (None, LinearPrecision::Compute) | (_, LinearPrecision::Fp8(..)) => {}
     }
-    if let (Some(key), Optimizer::AdamW(_)) = (typed.optimizer.first_of_muon(), &config.optimizer) {
-        let hint = "leave it out, or train matrices with Muon";
-        return idle(key, "--optimizer adamw".into(), "--optimizer muon", hint);
+    match (typed.optimizer.first_of_muon(), &config.optimizer) {
+        (Some(key), Optimizer::AdamW(_)) => {
+            let hint = "leave it out, or train matrices with Muon";
+            return idle(&key, "--optimizer adamw".into(), "--optimizer muon", hint);
+        }
+        (None, Optimizer::AdamW(_)) | (_, Optimizer::Muon(_)) => {}
     }
     let schedule = config.learning_rate.schedule;
     let named = |schedule: Schedule| format!("--schedule {}", schedule.name());

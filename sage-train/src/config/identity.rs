@@ -54,10 +54,13 @@ impl Config {
         set("window-pattern", windows.map_or("none".into(), |windows| windows.pattern.to_string()));
         set("sinks", switch(self.model.sinks));
         set("softcap", self.model.softcap.map_or("none".into(), |cap| cap.to_string()));
-        if let Optimizer::Muon(muon) = &self.optimizer {
-            set("muon-heads", if muon.heads_apart { "apart" } else { "together" }.to_owned());
-            set("muon-beta2", muon.beta2.map_or_else(|| "off".into(), |beta| beta.to_string()));
-            set("muon-warmup-steps", muon.learning_rate.warmup.to_string());
+        match &self.optimizer {
+            Optimizer::AdamW(_) => {}
+            Optimizer::Muon(muon) => {
+                set("muon-heads", if muon.heads_apart { "apart" } else { "together" }.to_owned());
+                set("muon-beta2", muon.beta2.map_or_else(|| "off".into(), |beta| beta.to_string()));
+                set("muon-warmup-steps", muon.learning_rate.warmup.to_string());
+            }
         }
         set("attn", self.attn.to_string());
         for (key, value) in self.attn.own_settings(self.model.scheme, self.model.sla2.as_ref()) {

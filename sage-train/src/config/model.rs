@@ -6,7 +6,7 @@ use candle_sage::{Error, Int8Products, Products, Result, Scheme};
 
 use crate::checks::{above_zero, in_range, need};
 use crate::device::Place;
-use crate::model::{LinearPrecision, LlamaConfig, Recompute, Sla2Config, Windows};
+use crate::model::{LlamaConfig, Recompute, Sla2Config, Windows};
 use crate::settings::{Preset, Settings, Switch};
 
 /// The model that settings describe, checked.
@@ -19,7 +19,7 @@ pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) ->
     let scheme = need(s.attention.attn).scheme(s).map(|scheme| scheme_of_blocks(scheme, sla2.as_ref()));
     let layer_schemes = layer_schemes(s, scheme, sla2.as_ref(), layers)?;
     let linear_compute_layers = match &s.linear.linear_bf16_layers {
-        Some(list) if s.linear.precision() != LinearPrecision::Compute => list.resolve(layers)?,
+        Some(list) if s.linear.precision().fp8().is_some() => list.resolve(layers)?,
         _ => BTreeSet::new(),
     };
     let model = LlamaConfig {

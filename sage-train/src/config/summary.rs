@@ -5,7 +5,7 @@ use std::fmt;
 use candle_sage::ops::{MuonScale, Orthogonalization};
 
 use super::Config;
-use crate::model::{Choice, LinearPrecision, Recompute};
+use crate::model::{Choice, Recompute};
 use crate::optim::Optimizer;
 use crate::quantity::{Quantity, grouped};
 use crate::settings::SourceSetting;
@@ -141,7 +141,7 @@ impl Config {
     /// Nothing where they compute as everything else does.
     fn linear(&self) -> String {
         let m = &self.model;
-        let LinearPrecision::Fp8(settings, scaling) = m.linear else { return String::new() };
+        let Some((settings, scaling)) = m.linear.fp8() else { return String::new() };
         let others = match m.linear_compute_layers.len() {
             0 => String::new(),
             _ => {
@@ -150,7 +150,7 @@ impl Config {
             }
         };
         let sums = settings.sums[0];
-        let head = if m.linear_head == LinearPrecision::Compute { "" } else { ", the output matrix too" };
+        let head = m.linear_head.fp8().map_or("", |_| ", the output matrix too");
         format!(
             "FP8 in training, gradients {:?}, scaling {scaling:?}, sums {sums:?}{head}{others}",
             settings.gradient
@@ -268,11 +268,11 @@ impl Config {
 
     fn moment_bytes(&self) -> u64 {
         let moments = self.optimizer.moments();
-        self.model
-            .parameter_specs()
-            .iter()
-            .map(|spec| 4 * moments.of(spec.kind).len() as u64 * spec.len())
-            .sum()
+        let specs = self.model.parameter_specs();
+        let of_elements: u64 = specs.iter().map(|spec| moments.of(spec.kind).len() as u64 * spec.len()).sum();
+        let matrices = specs.iter().filter(|spec| spec.kind.is_hidden_matrix());
+        let of_rows: u64 = moments.rows.map_or(0, |_| matrices.map(|spec| spec.dims[0] as u64).sum());
+        4 * (of_elements + of_rows)
     }
 
     /// Peak memory of training, from the shapes.

@@ -133,8 +133,8 @@ pub(super) fn estimated_bytes(path: &Path) -> u64 {
     let held = path.metadata().map_or(0, |about| about.len());
     match kind(path) {
         Some((Kind::Parquet, _)) => 2 * held,
-        Some((_, Packed::Gzip | Packed::Zstd)) => 3 * held,
-        _ => held,
+        Some((Kind::Text | Kind::Jsonl | Kind::Csv, Packed::Gzip | Packed::Zstd)) => 3 * held,
+        Some((Kind::Text | Kind::Jsonl | Kind::Csv, Packed::Plain)) | None => held,
     }
 }
 
@@ -172,7 +172,8 @@ pub(super) fn read_counted(
     match kind {
         Kind::Text => text(path, Box::new(UnixLines::new(reader)), bad, each),
         Kind::Csv => csv_rows(path, reader, field, bad, each),
-        _ => json_lines(path, BufReader::with_capacity(1 << 20, reader), field, bad, each),
+        Kind::Parquet => unreachable!("it was read above"),
+        Kind::Jsonl => json_lines(path, BufReader::with_capacity(1 << 20, reader), field, bad, each),
     }
 }
 

@@ -189,7 +189,7 @@ impl HfConfig {
         // Mistral's files do not say it of layers.
         let first = match self.model_type {
             ModelType::Mistral => 0,
-            _ => self.max_window_layers.unwrap_or(28),
+            ModelType::Llama | ModelType::Qwen2 | ModelType::Qwen3 => self.max_window_layers.unwrap_or(28),
         };
         let slides = |layer| match &self.layer_types {
             Some(kinds) => kinds[layer] == LAYER_TYPES[1],

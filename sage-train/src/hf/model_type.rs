@@ -27,7 +27,8 @@ impl ModelType {
     /// # Errors
     /// When transformers has none.
     pub fn of(config: &LlamaConfig) -> Result<Self> {
-        // By name, so that a model with one part more is not written as one without it.
+        // By name, so that a model with one part more is not written as one without it. Such a part also counts in `LlamaConfig::flops` and
+        // `activation_bytes`, and `Config::identity` states it if it is absent by default.
         let LlamaConfig {
             qk_norm,
             qkv_bias,

@@ -83,7 +83,8 @@ impl Block {
     /// Has the operands of the block's linear layers observed during the backward.
     pub(super) fn observe(&mut self, observe: &Rc<ObserveProducts>, layer: usize) {
         let attention = self.attention.iter_mut().flat_map(|(_, attention)| attention.linears());
-        let mlp = [("gate-up", &mut self.mlp.gate_up), ("down", &mut self.mlp.down)];
+        let FeedForward { gate_up, down } = &mut self.mlp;
+        let mlp = [("gate-up", gate_up), ("down", down)];
         for (name, linear) in attention.chain(mlp) {
             linear.observe(Observer { observe: observe.clone(), layer, name });
         }

@@ -142,8 +142,8 @@ impl LlamaConfig {
     /// The format of each operand that has a scale of earlier steps: all places of a layer, one layer after the other, and the input of the
     /// output matrix.
     pub(super) fn operand_formats(&self) -> Vec<Fp8Format> {
-        let LinearPrecision::Fp8(settings, Scaling::Delayed) = self.linear else { return Vec::new() };
-        let head = (self.linear_head != LinearPrecision::Compute).then_some(Fp8Format::E4M3);
+        let Some((settings, Scaling::Delayed)) = self.linear.fp8() else { return Vec::new() };
+        let head = self.linear_head.fp8().map(|_| Fp8Format::E4M3);
         let layers = (0..self.layers).flat_map(|_| Place::ALL.map(|place| place.format(settings)));
         layers.chain(head).collect()
     }
@@ -277,7 +277,7 @@ impl LlamaConfig {
             .map(ParameterSpec::len)
             .sum();
         let layers = (self.layers - self.linear_compute_layers.len()) as u64;
-        [all, if self.linear == LinearPrecision::Compute { 0 } else { all / self.layers as u64 * layers }]
+        [all, self.linear.fp8().map_or(0, |_| all / self.layers as u64 * layers)]
     }
 
     /// Bytes of the copies of weights that products read instead of the model's own.
@@ -328,7 +328,7 @@ impl LlamaConfig {
         let (width, ffn) = (self.width as u64, self.ffn as u64);
         let (queries, keys) = ((self.heads * self.head_dim) as u64, (self.key_heads * self.head_dim) as u64);
         let operand = self.linear.kept_bytes(element);
-        let is_fp8 = self.linear != LinearPrecision::Compute;
+        let is_fp8 = self.linear.fp8().is_some();
         let rotated = element * (queries + keys);
         // `projected`: the residual stream, the normalized stream, and the projected query, key and value.
         // `core`: query and key after norm and rotation, the output, and what the scheme keeps.

@@ -75,13 +75,12 @@ impl Operands {
 
     /// Whether the products are in FP8.
     pub(super) fn in_fp8(&self) -> bool {
-        matches!(self.precision, LinearPrecision::Fp8(..))
+        self.precision.fp8().is_some()
     }
 
     /// The settings of FP8 and the scale of a matrix, where scales are of earlier steps.
     pub(super) fn delayed(&self, place: Place) -> Option<(Fp8Linear, &Fp8Scale)> {
-        let LinearPrecision::Fp8(settings, _) = self.precision else { return None };
-        Some((settings, self.scale(place)?))
+        Some((self.precision.fp8()?.0, self.scale(place)?))
     }
 
     fn scale(&self, place: Place) -> Option<&Fp8Scale> {
@@ -90,7 +89,10 @@ impl Operands {
 
     /// An operand of which products read `copies`.
     fn quantized(&self, x: Tensor, place: Place, copies: Fp8Copies) -> Result<Operand> {
-        let LinearPrecision::Fp8(settings, _) = self.precision else { return Ok(Operand::Compute(x)) };
+        let settings = match self.precision {
+            LinearPrecision::Compute => return Ok(Operand::Compute(x)),
+            LinearPrecision::Fp8(settings, _) => settings,
+        };
         let matrix = match self.scale(place) {
             Some(scale) => Fp8Matrix::quantize_with(&x, copies, scale)?,
             None => Fp8Matrix::quantize(&x, place.format(settings), copies)?,

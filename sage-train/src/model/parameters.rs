@@ -128,7 +128,7 @@ impl Parameters {
         let group = trained.map_or_else(Group::alone, |trained| trained.ranks.shards().clone());
         let mesh = trained.map_or(Mesh::ALONE, |trained| trained.ranks.mesh());
         let moments = trained.map_or_else(Moments::default, |trained| trained.moments);
-        let layout = Layout::new(&specs, mesh, moments.differ());
+        let layout = Layout::new(&specs, mesh, moments.whole_matrices);
         let mut held = Vec::with_capacity(layout.pieces.len());
         for piece in &layout.pieces {
             let (start, len) = (piece.range.start, piece.range.len());

@@ -23,6 +23,14 @@ pub enum Scaling {
 }
 
 impl LinearPrecision {
+    /// The settings of FP8, if matmuls are in it.
+    pub fn fp8(self) -> Option<(Fp8Linear, Scaling)> {
+        match self {
+            Self::Compute => None,
+            Self::Fp8(settings, scaling) => Some((settings, scaling)),
+        }
+    }
+
     /// Bytes of an element of an operand that the backward needs again, if the model computes in elements of `element` bytes.
     pub fn kept_bytes(self, element: u64) -> u64 {
         match self {
@@ -34,7 +42,10 @@ impl LinearPrecision {
     /// Whether the backward needs the input of the down projection. With delayed scaling it makes the transposed codes, which it alone reads,
     /// where it reads gate and up: then nobody writes them twice.
     pub(super) fn keeps_hidden(self) -> bool {
-        !matches!(self, Self::Fp8(_, Scaling::Delayed))
+        match self {
+            Self::Compute | Self::Fp8(_, Scaling::Current) => true,
+            Self::Fp8(_, Scaling::Delayed) => false,
+        }
     }
 
     /// Bytes of the copies of a weight that the products read instead of the model's own.

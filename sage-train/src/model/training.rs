@@ -24,17 +24,14 @@ pub struct Moments {
     pub others: &'static [&'static str],
     /// Of each row of a hidden matrix, if it keeps something: one number.
     pub rows: Option<&'static str>,
+    /// Whether hidden matrices are updated as a whole, and so lie in pieces of their own.
+    pub whole_matrices: bool,
 }
 
 impl Moments {
     /// Of a kind of parameters.
     pub fn of(self, kind: Kind) -> &'static [&'static str] {
         if kind.is_hidden_matrix() { self.matrices } else { self.others }
-    }
-
-    /// Whether matrices have others than everything else.
-    pub(super) fn differ(self) -> bool {
-        self.matrices != self.others
     }
 }
 

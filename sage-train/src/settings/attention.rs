@@ -8,6 +8,7 @@ use candle_sage::{
 use clap::builder::PossibleValue;
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use toml::Table;
 
 use super::layer::layer;
 use super::sla2::{self, Form, Sla2Settings};
@@ -110,7 +111,6 @@ impl Attn {
 
     /// The scheme, with what `settings` say about it; of SLA2 that of the blocks.
     pub fn scheme(self, settings: &Settings) -> Option<Scheme> {
-        let on = |switch: Option<Switch>, default| switch.map_or(default, |switch| switch == Switch::On);
         let scheme = match self.0 {
             Kind::None => return None,
             Kind::Dense(scheme) => scheme,
@@ -118,31 +118,12 @@ impl Attn {
                 settings.sla2.sla2_numerics.map_or(SageBwd::default().into(), |text| text.0.scheme())
             }
         };
-        Some(match scheme {
-            Scheme::SageBwd(default) => default
-                .smoothing(settings.attention.smoothing.map_or(default.smoothing, Smoothing::from))
-                .key_mean(settings.attention.key_mean.map_or(default.key_mean, |text| text.0))
-                .products(settings.attention.products.map_or(default.products, |text| text.0))
-                .granularity(settings.attention.granularity.map_or(default.granularity, |text| text.0))
-                .into(),
-            Scheme::AttnQat(default) => default
-                .smoothing(settings.attention.smoothing.map_or(default.smoothing, Smoothing::from))
-                .value_groups(settings.attention.value_groups.map_or(default.value_groups, |text| text.0))
-                .p_reference(settings.attention.p_reference.map_or(default.p_reference, |text| text.0))
-                .high_precision_output(on(
-                    settings.attention.high_precision_output,
-                    default.high_precision_output,
-                ))
-                .matched_recomputation(on(
-                    settings.attention.matched_recomputation,
-                    default.matched_recomputation,
-                ))
-                .requantized_p(on(settings.attention.requantized_p, default.requantized_p))
-                .into(),
-            Scheme::FullPrecision => scheme,
-            // The library may grow; a scheme without an arm here would ignore its settings.
-            other => unreachable!("`Attn::scheme` has no arm for {other}"),
-        })
+        let typed = Table::try_from(&settings.attention).expect("settings are plain values");
+        let own = scheme.settings().into_iter().filter_map(|(key, _)| Some((key, typed.get(key)?)));
+        Some(own.fold(scheme, |scheme, (key, value)| {
+            let word = value.as_str().expect("settings of schemes are words");
+            scheme.with_setting(key, word).expect("the words are the scheme's")
+        }))
     }
 }
 

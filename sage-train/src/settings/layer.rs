@@ -22,6 +22,14 @@ pub(super) trait Layer {
     /// The fields, with their roles.
     const DECLARED: &'static [(&'static str, &'static [Role])];
 
+    /// The fields that are set.
+    fn given(&self) -> Vec<&'static str>;
+
+    /// The first setting that is set and whose field begins with `prefix`, as flags write it.
+    fn first_of(&self, prefix: &str) -> Option<String> {
+        self.given().into_iter().find(|field| field.starts_with(prefix)).map(|field| field.replace('_', "-"))
+    }
+
     /// Field by field, what is set here, or else there.
     fn or(self, under: Self) -> Self;
 }
@@ -32,6 +40,11 @@ macro_rules! layer {
         impl $crate::settings::layer::Layer for $table {
             const DECLARED: &'static [(&'static str, &'static [$crate::settings::layer::Role])] =
                 &[$((stringify!($field), &[$($($crate::settings::layer::Role::$role),+)?])),+];
+
+            fn given(&self) -> Vec<&'static str> {
+                let all = [$((stringify!($field), self.$field.is_some())),+];
+                all.into_iter().filter_map(|(field, is_given)| is_given.then_some(field)).collect()
+            }
 
             fn or(self, under: Self) -> Self {
                 Self { $($field: self.$field.or(under.$field)),+ }

@@ -6,7 +6,7 @@ use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 
 use super::LayerList;
-use super::layer::layer;
+use super::layer::{Layer, layer};
 use crate::model::{LinearPrecision, Scaling};
 
 /// What the products of linear layers compute in.
@@ -80,8 +80,9 @@ layer! {
 impl LinearSettings {
     /// The precision that the settings describe.
     pub fn precision(&self) -> LinearPrecision {
-        if self.linear != Some(LinearSetting::Fp8) {
-            return LinearPrecision::Compute;
+        match self.linear.unwrap_or(LinearSetting::Bf16) {
+            LinearSetting::Bf16 => return LinearPrecision::Compute,
+            LinearSetting::Fp8 => {}
         }
         let gradient = match self.linear_gradient.unwrap_or(FormatSetting::E4m3) {
             FormatSetting::E4m3 => Fp8Format::E4M3,
@@ -101,24 +102,17 @@ impl LinearSettings {
     /// The precision of the output matrix. Most elements of the logits' gradient are small probabilities: they need the wider range, and
     /// accumulators of 14 bits would cut them off next to the one large element of a target.
     pub fn head_precision(&self) -> LinearPrecision {
-        match self.precision() {
-            LinearPrecision::Fp8(settings, scaling) if self.linear_head == Some(LinearSetting::Fp8) => {
+        match (self.precision(), self.linear_head.unwrap_or(LinearSetting::Bf16)) {
+            (LinearPrecision::Fp8(settings, scaling), LinearSetting::Fp8) => {
                 let sums = [settings.sums[0], Fp8Sums::F32, Fp8Sums::F32];
                 LinearPrecision::Fp8(settings.gradient(Fp8Format::E5M2).sums(sums), scaling)
             }
-            _ => LinearPrecision::Compute,
+            (LinearPrecision::Compute, _) | (_, LinearSetting::Bf16) => LinearPrecision::Compute,
         }
     }
 
-    /// The first setting that has an effect with FP8 alone.
-    pub fn first_of_fp8(&self) -> Option<&'static str> {
-        let given = [
-            ("linear-gradient", self.linear_gradient.is_some()),
-            ("linear-scaling", self.linear_scaling.is_some()),
-            ("linear-sums", self.linear_sums.is_some()),
-            ("linear-head", self.linear_head.is_some()),
-            ("linear-bf16-layers", self.linear_bf16_layers.is_some()),
-        ];
-        given.into_iter().find_map(|(key, is_given)| is_given.then_some(key))
+    /// The first setting that has an effect with FP8 alone: all but `linear`.
+    pub fn first_of_fp8(&self) -> Option<String> {
+        self.first_of("linear_")
     }
 }

@@ -5,7 +5,7 @@ use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 
 use super::Switch;
-use super::layer::layer;
+use super::layer::{Layer, layer};
 use crate::quantity::Quantity;
 
 /// How the learning rate moves after the warm-up.
@@ -181,18 +181,8 @@ pub struct OptimizerSettings {
 
 impl OptimizerSettings {
     /// The first setting that has an effect with Muon alone.
-    pub fn first_of_muon(&self) -> Option<&'static str> {
-        let given = [
-            ("muon-lr", self.muon_lr.is_some()),
-            ("muon-warmup-steps", self.muon_warmup_steps.is_some()),
-            ("muon-weight-decay", self.muon_weight_decay.is_some()),
-            ("muon-momentum", self.muon_momentum.is_some()),
-            ("muon-beta2", self.muon_beta2.is_some()),
-            ("muon-orthogonalization", self.muon_orthogonalization.is_some()),
-            ("muon-scale", self.muon_scale.is_some()),
-            ("muon-heads", self.muon_heads.is_some()),
-        ];
-        given.into_iter().find_map(|(key, is_given)| is_given.then_some(key))
+    pub fn first_of_muon(&self) -> Option<String> {
+        self.first_of("muon_")
     }
 }
 

@@ -26,7 +26,10 @@ pub(super) fn matrices_of<'a>(
         let at = layout.places[&spec.name].1;
         let head = if let Kind::Heads(rows) = spec.kind { Some(rows) } else { None };
         piece.range.contains(&at).then(|| {
-            let of = MuonMatrix { at: at - piece.range.start, rows: spec.dims[0], columns: spec.dims[1] };
+            let [rows, columns] = spec.dims[..] else {
+                panic!("{} is not a matrix: {:?}", spec.name, spec.dims)
+            };
+            let of = MuonMatrix { at: at - piece.range.start, rows, columns };
             MatrixOfPiece { name: &spec.name, of, head }
         })
     };
