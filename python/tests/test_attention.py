@@ -298,3 +298,11 @@ def test_the_current_device_stays(device, dtypes):
         results.append(both(lambda *x: candle_sage.attention(*x, "sagebwd", deterministic=True), (q, k, v), grad))
         assert torch.cuda.current_device() == 0
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*results, strict=True))
+
+
+def test_the_type_of_schemes_names_all():
+    from typing import get_args
+
+    from candle_sage._api import Scheme
+
+    assert list(get_args(Scheme)) == candle_sage._core.schemes()
