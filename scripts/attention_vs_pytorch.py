@@ -38,7 +38,23 @@ def ours(binary, row, repeats, rest):
         command = [binary, "bench", "attention", row, "--device", "cuda", "--repeats", str(repeats), "--rest", str(rest), "--csv", path]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         with open(path) as file:
-            return [(r["attn"], float(r["forward_ms"]), float(r["both_ms"]), int(r["extra_bytes"])) for r in csv.DictReader(file)]
+            lines = csv.DictReader(line for line in file if not line.startswith("#"))
+            return [(r["attn"], float(r["forward_ms"]), float(r["both_ms"]), int(r["extra_bytes"])) for r in lines]
+
+
+def provenance(args):
+    """How and where times were measured, as the docs' figures have it."""
+    driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    about = {
+        "command": " ".join(["python3", "scripts/attention_vs_pytorch.py", *args.rows, f"--rest {args.rest} --repeats {args.repeats}"]),
+        "device": f"one {torch.cuda.get_device_name()}",
+        "date": time.strftime("%Y-%m-%d"),
+        "driver": driver.stdout.split("\n")[0].strip(),
+        "commit": commit.stdout.strip(),
+        "note": f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}; bf16, 16384 tokens, heads = 2048 / D",
+    }
+    return [f"# {key}: {value}\n" for key, value in about.items() if value]
 
 
 def median_ms(call, repeats, rest):
@@ -91,7 +107,7 @@ def sdpa(backend):
 
 def peers():
     """The attentions to compare with, by name; all take (batch, sequence, heads, head_dim)."""
-    found = {"fa2": sdpa(SDPBackend.FLASH_ATTENTION), "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION)}
+    found = {"FlashAttention-2": sdpa(SDPBackend.FLASH_ATTENTION), "cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION)}
     try:
         from flash_attn.cute import flash_attn_func
     except ImportError:
@@ -102,7 +118,7 @@ def peers():
         out = flash_attn_func(q, k, v, causal=causal, window_size=window)
         return out[0] if isinstance(out, tuple) else out
 
-    return found | {"fa4": fa4}
+    return found | {"FlashAttention-4": fa4}
 
 
 def theirs(attention, d, v, n, causal, before, repeats, rest):
@@ -132,10 +148,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="D:N:CAUSAL", help="shapes [default: %s]" % " ".join(USUAL))
     parser.add_argument("--binary", default="target/release/sage-train")
+    parser.add_argument("--csv", help="also write the results to this file")
     parser.add_argument("--repeats", type=int, default=30, help="timed calls of a series [default: 30]")
     parser.add_argument("--rest", type=float, default=0.0, help="seconds of rest before each series [default: 0]")
     args = parser.parse_args()
-    rows = args.rows or USUAL
+    rows, results = args.rows or USUAL, []
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}\n")
     print(f"{'D':>7} {'N':>7} {'causal':>6} {'window':>6}  {'attn':<31} {'fwd ms':>8} {'f+b ms':>8} {'fwd TF':>7} {'f+b TF':>7} {'MiB':>6}"
           f"  {'fwd/fa2':>8} {'f+b/fa2':>8} {'mem/fa2':>8}")
@@ -148,7 +165,7 @@ def main():
         unit = 2 * max(1, 16384 // n) * (2048 // d) * (n * n - hidden * hidden) / (2 if causal else 1)
         lines = []
         for name, attention in peers().items():
-            if window and name == "cudnn":
+            if window and name == "cuDNN":
                 continue  # PyTorch gives it none
             try:
                 lines.append((name, *theirs(attention, d, v, n, causal, before, args.repeats, args.rest)))
@@ -158,9 +175,16 @@ def main():
         lines += ours(args.binary, row, args.repeats, args.rest)
         base = lines[0]  # FlashAttention-2, or what ran instead
         for name, forward, both, extra in lines:
+            results.append((d, v, n, causal, *(window or [""]), name, f"{forward:.4f}", f"{both:.4f}", extra))
             print(f"{channels:>7} {n:>7} {causal:>6} {window[0] if window else '-':>6}  {name:<31} {forward:>8.3f} {both:>8.3f} {unit * (d + v) / forward / 1e9:>7.0f}"
                   f" {unit * (4 * d + 3 * v) / both / 1e9:>7.0f} {extra / 2**20:>6.0f}"
                   f"  {base[1] / forward:>7.2f}x {base[2] / both:>7.2f}x {extra / base[3]:>7.2f}x", flush=True)
+    if args.csv:
+        with open(args.csv, "w", newline="") as file:
+            file.writelines(provenance(args))
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow("head_dim value_dim tokens causal window attn forward_ms both_ms extra_bytes".split())
+            writer.writerows(results)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ use candle_sage::ops::alibi_slopes;
 use candle_sage::{Attention, AttnQat, Error, ErrorKind, Int8Products, KeyMean, Result, SageBwd, Scheme};
 use clock::{Clock, peak_bytes};
 
+use crate::device::Hardware;
 use crate::during;
 use crate::model::causal_pairs;
 
@@ -329,9 +330,25 @@ fn speed(tflops: f64) -> String {
     }
 }
 
-/// All results as comma-separated values.
-pub fn csv(all: &[Measured]) -> String {
-    let mut out = String::from(
+/// All results as comma-separated values, after lines `# key: value` that say how and where they were measured.
+pub fn csv(plan: &Plan, all: &[Measured]) -> String {
+    // Schemes are separated by semicolons, which a shell would read.
+    let quoted = |word: String| if word.contains([';', ' ']) { format!("\"{word}\"") } else { word };
+    let words: Vec<_> =
+        std::env::args_os().skip(1).map(|word| quoted(word.to_string_lossy().into_owned())).collect();
+    let mut out =
+        format!("# command: sage-train {}\n# device: {}\n", words.join(" "), Hardware::of(&plan.device));
+    let about = [
+        ("date", Some(chrono::Utc::now().format("%F").to_string())),
+        ("driver", Hardware::driver(&plan.device)),
+        ("commit", option_env!("SAGE_TRAIN_COMMIT").map(Into::into)),
+        ("rest", Some(format!("{} s", plan.rest.as_secs_f64()))),
+        ("repeats", Some(plan.repeats.to_string())),
+    ];
+    for (key, value) in about.iter().filter_map(|(key, value)| Some((key, value.as_ref()?))) {
+        let _ = writeln!(out, "# {key}: {value}");
+    }
+    out.push_str(
         "head_dim,value_dim,tokens,causal,window,batch,heads,attn,forward_ms,both_ms,forward_tflops,both_tflops,extra_bytes\n",
     );
     for m in all {

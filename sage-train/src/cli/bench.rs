@@ -120,7 +120,7 @@ impl BenchAttention {
             })?;
         }
         match &self.csv {
-            Some(path) => write_beside(path, "csv", &bench::csv(&all)),
+            Some(path) => write_beside(path, "csv", &bench::csv(&plan, &all)),
             None => Ok(()),
         }
     }

@@ -17,6 +17,13 @@ impl Hardware {
             _ => cpu(),
         })
     }
+
+    /// The version of a GPU's driver, on systems that tell it.
+    pub fn driver(device: &Device) -> Option<String> {
+        let text =
+            device.is_cuda().then(|| std::fs::read_to_string("/proc/driver/nvidia/version").ok())??;
+        text.split_whitespace().find(|word| word.starts_with(|c: char| c.is_ascii_digit())).map(Into::into)
+    }
 }
 
 impl std::fmt::Display for Hardware {
