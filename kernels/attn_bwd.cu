@@ -135,7 +135,8 @@ __device__ void finish(const params::Backward& p) {
   if (first >= segment.query_len) return;
   attention::Rows<T> dq(p.dq, segment.batch, segment.query_start, head, segment.query_len, shape.head_dim);
   int64_t tile = int64_t(head) * shape.query_tiles + segment.query_tile + number;
-  const float4* sums = reinterpret_cast<const float4*>(p.dq_accum + tile * attention::TILE * D);
+  using Layout = attention::DqLayout<D>;
+  const float4* sums = reinterpret_cast<const float4*>(p.dq_accum + tile * Layout::TILE_FLOATS);
   // Shared memory reorders fragments to rows, so that whole sectors are written.
   constexpr int CHUNKS = D / 8, PITCH = D * 2 + 16;  // neighbouring rows are 16 bytes apart modulo all banks
   __shared__ __align__(16) unsigned char rows[attention::TILE * PITCH];
@@ -143,7 +144,8 @@ __device__ void finish(const params::Backward& p) {
 #pragma unroll 4
   for (int i = threadIdx.x; i < attention::TILE * D / 4; i += blockDim.x) {
     float4 x = sums[i];
-    int part = CHUNKS / p.dq_parts, lane = i % 32, n = i / 32 % part + i / 32 / part / 4 * part, strip = i / 32 / part % 4;
+    int lane = i % 32;
+    auto [strip, n] = Layout(p.dq_parts).fragment(i / 32);
     unsigned char* at = rows + (strip * 16 + lane / 4) * PITCH + n * 16 + 4 * (lane & 3);
     *reinterpret_cast<uint32_t*>(at) = ptx::pack_16<T>(x.x * scale, x.y * scale);
     *reinterpret_cast<uint32_t*>(at + 8 * PITCH) = ptx::pack_16<T>(x.z * scale, x.w * scale);

@@ -227,11 +227,10 @@ struct Problem {
       host::run_with_shared(i, PLAN.threads, Kernel::SHARED_BYTES, [&] { attention::backward_sm80<Kernel, Queries>(b); });
   }
 
-  // dq_accum is in the order of fragments that `finish` of attn_bwd.cu reads.
   double dq_at(int head, const params::Segment& s, int query, int channel) const {
     int64_t tile = int64_t(head) * segments.query_tiles + s.query_tile + query / 64;
     int row = query % 64, lane = row % 8 * 4 + channel % 8 / 2, n = channel / 8, strip = row / 16;
-    return dq_accum[tile * 64 * D + ((strip * (D / 8) + n) * 32 + lane) * 4 + row % 16 / 8 * 2 + channel % 2] * p.shape.softmax_scale;
+    return dq_accum[tile * 64 * D + attention::DqLayout<D>(1).number(strip, n) * 128 + lane * 4 + row % 16 / 8 * 2 + channel % 2] * p.shape.softmax_scale;
   }
 
   // Compares the results of a segment and key head with the definition.

@@ -173,7 +173,7 @@ struct Backward {
   View dv;
   const float* minus_lse2;
   float* minus_delta;         // (head, padded token): -rowsum(dO o O)
-  float* dq_accum;            // (head, tile, 64 D) f32: sums of dQ, fragment order of DqAccumulator (mainloop/backward_sm80.cuh)
+  float* dq_accum;            // (head, tile, 64 D) f32: sums of dQ, in the order of attention/dq_layout.cuh
   int8_t* q_transposed;       // (head, tile): [D][64], tokens permuted
   int8_t* dout_transposed;    // the same
   float* dout_dequant_scale;  // (head, tile, D): one a channel
@@ -183,7 +183,7 @@ struct Backward {
   Shape shape;
   int32_t group;              // keys that share a scale of P and dS (for dK), queries that share one of dS (for dQ): 1, 2, .. 64
   int32_t dout_group;         // channels that share a scale of dO
-  int32_t dq_parts;           // parts that the channels of a tile of dq_accum are divided into: (part, 16 queries, 8 channels)
+  int32_t dq_parts;           // parts that the channels of a tile of dq_accum are divided into
   const float* row_sums;
   Lists lists;
   ScoreMod score_mod;

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <math_constants.h>
+#include <sage/attention/dq_layout.cuh>
 #include <sage/attention/key_gradients.cuh>
 #include <sage/attention/numerics/probabilities.cuh>
 #include <sage/attention/query_tiles.cuh>
@@ -115,8 +116,7 @@ __device__ __forceinline__ void store_zeros(uint32_t rows, int lane) {
   store_scores<__nv_bfloat16>(rows, zeros, lane);
 }
 
-// Adds to the sums of dQ in global memory. They lie in the order of the fragments, ((16 queries, 8 channels), lane, 4 values), so
-// that a warp adds 512 neighbouring bytes at once. Blocks add to a tile in any order, by atomic additions; or, in deterministic
+// Adds to the sums of dQ in global memory, which lie as DqLayout says with one part. Blocks add to a tile in any order, by atomic additions; or, in deterministic
 // mode, one after the other in the order of their keys: the tile's semaphore counts the blocks that have added.
 struct DqAccumulator {
   float* sums;
@@ -128,7 +128,8 @@ struct DqAccumulator {
   // The address of the sums of a strip of 16 queries, from its fragment `first` of 8 channels on.
   template <int D>
   __device__ __forceinline__ float* at(int padded_tile, int strip, int first) const {
-    return sums + int64_t(padded_tile) * (TILE * D) + (strip * (D / 8) + first) * 128;
+    using Layout = DqLayout<D>;
+    return sums + int64_t(padded_tile) * Layout::TILE_FLOATS + (strip * (D / 8) + first) * Layout::FRAGMENT_FLOATS;
   }
   // Adds N fragments of 16 queries x 8 channels, from fragment `first` on.
   template <int D, int N>

@@ -113,8 +113,8 @@ enum ConsumerBarrier : int {
 };
 constexpr int DQ_THREADS = WARPGROUP_THREADS + 32;  // a consumer and the storer
 
-// The storer's loop: adds each consumer's share of dQ, PART_BYTES in `staging`, to the sums of dQ. The sums of a tile have the
-// same layout: a part for each consumer, in strips of 16 queries in the order of the fragments.
+// The storer's loop: adds each consumer's share of dQ, PART_BYTES in `staging`, to the sums of dQ. Both lie as DqLayout says, with a
+// part for each consumer.
 template <int PART_BYTES, class Queries>
 __device__ __forceinline__ void store_dq(const params::Backward& p, const Queries& queries, int block_number, uint32_t staging) {
   int lane = threadIdx.x % 32;
