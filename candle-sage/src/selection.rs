@@ -142,7 +142,6 @@ impl Selection {
     /// Checks that the selection was made for `shape`, and that its blocks are multiples of `unit` tokens (of
     /// queries, of keys).
     pub(crate) fn check(&self, shape: &AttentionShape, unit: (usize, usize)) -> Result<()> {
-        let (query, key) = self.block();
         // Lists are the same for heads of any width.
         if shape.with_head_dim(self.shape.head_dim()) != self.shape {
             return Err(Error::shape("the selection is one of another shape")
@@ -150,13 +149,7 @@ impl Selection {
                 .allowed(format!("{:?}", self.shape))
                 .hint("make the selection again for each shape"));
         }
-        if query % unit.0 != 0 || key % unit.1 != 0 {
-            return Err(Error::shape("the blocks of the selection do not fit the scheme's tiles")
-                .got(format!("{query} queries x {key} keys"))
-                .allowed(format!("multiples of {} x {}", unit.0, unit.1))
-                .hint("128 x 128 fits every scheme's default"));
-        }
-        Ok(())
+        self.blocks.check_unit(unit)
     }
 
     /// The lists on the host. The first call copies them from the device.

@@ -9,7 +9,7 @@ use super::candle::strided;
 use super::floats::start;
 use super::kernels::Gpu;
 use super::memory::Purpose;
-use super::plan::SELECTION_BLOCK;
+use super::selection::{check_blocks, lists_at};
 use super::{Completed, OnGpu, OutputGradient, log_sum_exp, params, run_backward, run_forward, with_scheme};
 use crate::error::Error;
 use crate::launch::{Launch, Operand};
@@ -52,38 +52,6 @@ impl<'a> Modifier<'a> {
     fn params(&self, heads: usize, gpu: &Gpu) -> Result<params::ScoreMod<'_>> {
         let alibi_slopes = self.slopes.address(gpu)?;
         Ok(params::ScoreMod { alibi_slopes, softcap: self.softcap, heads: heads as i32 })
-    }
-}
-
-/// Checks that the kernels support a selection's blocks.
-pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
-    // Segments and heads are the second and third dimensions of grids, which CUDA limits to 65535.
-    const MOST: usize = 65_535;
-    if blocks.segments() * blocks.key_heads > MOST {
-        return Err(Error::new("a selection has too many segments for one launch")
-            .got(format!("{} segments of {} key heads", blocks.segments(), blocks.key_heads))
-            .allowed(format!("{MOST} in all"))
-            .hint("split the batch")
-            .into());
-    }
-    if (blocks.query, blocks.key) == (SELECTION_BLOCK, SELECTION_BLOCK) {
-        return Ok(());
-    }
-    Err(Error::unsupported("selections on CUDA have blocks of one size")
-        .got(format!("{} queries x {} keys", blocks.query, blocks.key))
-        .allowed("128 x 128")
-        .hint("other sizes run on the CPU")
-        .into())
-}
-
-/// Lists that start at an address.
-pub(super) fn lists_at<'a>(seen: Address<'a>, blocks: &Blocks, stride: usize) -> params::Lists<'a> {
-    params::Lists {
-        seen,
-        stride: stride as i32,
-        query_blocks: blocks.rows() as i32,
-        key_blocks: blocks.all_key_blocks() as i32,
-        ..params::Lists::default()
     }
 }
 

@@ -31,10 +31,11 @@ use candle_core::{DType, Result};
 use cudarc::driver::{CudaContext, CudaStream};
 
 use super::address::Address;
-use super::call::{Call, Problem};
+use super::call::{Call, Problem, Selected};
 use super::driver::DriverResult;
 use super::kernels::Gpu;
 use super::memory::{Arena, Arenas, Memory};
+use super::selection::{check_blocks, lists_at};
 use super::tensor::{Element, Strided};
 use super::{
     Completed, OnGpu, OutputGradient, minus_lse2_of, params, run_backward, run_forward, with_scheme,
@@ -42,6 +43,7 @@ use super::{
 use crate::error::Error;
 use crate::ops::Attention;
 use crate::scheme::Scheme;
+use crate::selection::Blocks;
 use crate::shape::AttentionShape;
 
 /// How a (batch, sequence, heads, head_dim) tensor in f16 or bf16 is stored. Strides are in elements.
@@ -78,6 +80,8 @@ pub struct Inputs {
     pub sinks: u64,
     /// (query heads) in f32, if the call has `ALiBi`.
     pub alibi_slopes: u64,
+    /// The lists of a selection in u32, if the call has one: see [`ForeignAttention::with_selection`].
+    pub lists: u64,
 }
 
 /// Memory that is lent to a call. Its address is a multiple of 256.
@@ -141,6 +145,8 @@ pub struct ForeignAttention {
     keep: bool,
     sinks: bool,
     alibi: bool,
+    /// The blocks of a selection, and the numbers of a list.
+    selection: Option<(Blocks, usize)>,
 }
 
 impl ForeignAttention {
@@ -158,7 +164,7 @@ impl ForeignAttention {
             return Err(Error::unsupported("a foreign call with candle's tensors")
                 .got("sinks, ALiBi slopes or a selection in `attention`")
                 .allowed("none of them")
-                .hint("`with_sinks` and `with_alibi` take addresses")
+                .hint("`with_sinks`, `with_alibi` and `with_selection` take addresses")
                 .into());
         }
         if shape.value_dim() != shape.head_dim() && attention.scheme != Scheme::FullPrecision {
@@ -168,7 +174,16 @@ impl ForeignAttention {
                 .hint("channels of zeros make them equal, with the softmax scale of the narrower keys")
                 .into());
         }
-        Ok(Self { attention, shape, softmax_scale, inputs, keep, sinks: false, alibi: false })
+        Ok(Self {
+            attention,
+            shape,
+            softmax_scale,
+            inputs,
+            keep,
+            sinks: false,
+            alibi: false,
+            selection: None,
+        })
     }
 
     /// With sinks: see [`Attention::apply_with_sinks`].
@@ -186,6 +201,19 @@ impl ForeignAttention {
         Self { alibi: true, ..self }
     }
 
+    /// With a selection of blocks of so many queries and keys: see [`Selection`](crate::Selection). Its lists are (key heads, blocks of
+    /// queries of all segments, 1 + `width`): how many blocks of keys a block of queries sees, then which, in ascending order, and any numbers.
+    /// With a causal mask each list ends with the blocks on the diagonal.
+    ///
+    /// # Errors
+    /// When GPUs or the scheme do not take blocks of this size, and as [`Selection::from_lists`](crate::Selection::from_lists).
+    pub fn with_selection(self, block: (usize, usize), width: usize) -> Result<Self> {
+        let blocks = Blocks::new(&self.shape, block)?;
+        check_blocks(&blocks)?;
+        blocks.check_unit(self.attention.scheme.block_unit())?;
+        Ok(Self { selection: Some((blocks, width)), ..self })
+    }
+
     /// The output and its gradient, without gaps.
     pub fn output(&self) -> ForeignLayout {
         let (batch, sequence, heads, channels) = self.shape.output_dims();
@@ -194,7 +222,12 @@ impl ForeignAttention {
 
     /// Any addresses, for calls that only count.
     fn counted(&self) -> Inputs {
-        Inputs { tensors: [0; 3], sinks: self.sinks.into(), alibi_slopes: self.alibi.into() }
+        Inputs {
+            tensors: [0; 3],
+            sinks: self.sinks.into(),
+            alibi_slopes: self.alibi.into(),
+            lists: self.selection.is_some().into(),
+        }
     }
 
     fn gpu(&self, stream: &Stream, memory: Arenas, dry: bool) -> Result<Gpu> {
@@ -208,6 +241,10 @@ impl ForeignAttention {
         let of_heads = |has: bool, at: u64| unsafe { Address::lent(if has { at } else { 0 }) };
         let alibi_slopes = of_heads(self.alibi, inputs.alibi_slopes);
         let modified = softcap != 0.0 || self.alibi;
+        let selected = self.selection.as_ref().map(|(blocks, width)| Selected {
+            lists: lists_at(of_heads(true, inputs.lists), blocks, 1 + width),
+            blocks,
+        });
         Ok(Problem {
             gpu,
             scheme: &self.attention.scheme,
@@ -217,7 +254,7 @@ impl ForeignAttention {
             q: q?,
             k: k?,
             v: v?,
-            selected: None,
+            selected,
             sinks: of_heads(self.sinks, inputs.sinks),
             score_mod: modified.then_some(params::ScoreMod { alibi_slopes, softcap, heads }),
         })

@@ -5,7 +5,6 @@ use candle_core::{CudaStorage, Result};
 use half::bf16;
 
 use super::address::address;
-use super::attention::check_blocks;
 use super::buffer::Buffer;
 use super::call::Geometry;
 use super::candle::view;
@@ -15,6 +14,7 @@ use super::kernels::{Gpu, Grid};
 use super::params::Linear;
 use super::params::{View, launch};
 use super::plan::{self, Plan, TILE, Visits};
+use super::selection::check_blocks;
 use super::tensor::{Element, Output};
 use crate::launch::{Launch, Operand};
 use crate::ops::past_linear::{Gradients, PastLinear};

@@ -5,7 +5,6 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 
 use super::address::{address, address_at, first_index};
-use super::attention::{check_blocks, lists_at};
 use super::call::Geometry;
 use super::candle::view;
 use super::compiled::constants::selection::{POOL_THREADS, WARPS};
@@ -13,6 +12,7 @@ use super::compiled::kernel;
 use super::kernels::{Gpu, Grid};
 use super::params::{self, launch};
 use super::plan::{self, Plan, Visits};
+use super::selection::{check_blocks, lists_at};
 use super::tensor::Element;
 use crate::launch::{Launch, Operand};
 use crate::ops::route::{Choice, Mass, Means};

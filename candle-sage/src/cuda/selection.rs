@@ -2,7 +2,7 @@
 
 use candle_core::Result;
 
-use super::address::address;
+use super::address::{Address, address};
 use super::buffer::Buffer;
 use super::call::{Call, Selected};
 use super::compiled::constants::selection::WARPS;
@@ -11,6 +11,39 @@ use super::kernels::{Gpu, Grid};
 use super::params::{self, launch};
 use super::plan::SELECTION_BLOCK;
 use crate::error::Error;
+use crate::selection::Blocks;
+
+/// Checks that the kernels support a selection's blocks.
+pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
+    // Segments and heads are the second and third dimensions of grids, which CUDA limits to 65535.
+    const MOST: usize = 65_535;
+    if blocks.segments() * blocks.key_heads > MOST {
+        return Err(Error::new("a selection has too many segments for one launch")
+            .got(format!("{} segments of {} key heads", blocks.segments(), blocks.key_heads))
+            .allowed(format!("{MOST} in all"))
+            .hint("split the batch")
+            .into());
+    }
+    if (blocks.query, blocks.key) == (SELECTION_BLOCK, SELECTION_BLOCK) {
+        return Ok(());
+    }
+    Err(Error::unsupported("selections on CUDA have blocks of one size")
+        .got(format!("{} queries x {} keys", blocks.query, blocks.key))
+        .allowed("128 x 128")
+        .hint("other sizes run on the CPU")
+        .into())
+}
+
+/// Lists that start at an address.
+pub(super) fn lists_at<'a>(seen: Address<'a>, blocks: &Blocks, stride: usize) -> params::Lists<'a> {
+    params::Lists {
+        seen,
+        stride: stride as i32,
+        query_blocks: blocks.rows() as i32,
+        key_blocks: blocks.all_key_blocks() as i32,
+        ..params::Lists::default()
+    }
+}
 
 /// Users of a part of a list that is cut, at least: fewer are not worth another block of threads that reads the keys. In this
 /// crate's own tests one, so that small cases have parts.

@@ -51,6 +51,17 @@ impl Blocks {
         Ok(Self { query, key, key_heads, causal, packed, segments, starts, key_starts })
     }
 
+    /// Checks that blocks are multiples of `unit` tokens (of queries, of keys).
+    pub(crate) fn check_unit(&self, unit: (usize, usize)) -> Result<()> {
+        if self.query.is_multiple_of(unit.0) && self.key.is_multiple_of(unit.1) {
+            return Ok(());
+        }
+        Err(Error::shape("the blocks of the selection do not fit the scheme's tiles")
+            .got(format!("{} queries x {} keys", self.query, self.key))
+            .allowed(format!("multiples of {} x {}", unit.0, unit.1))
+            .hint("128 x 128 fits every scheme's default"))
+    }
+
     /// Number of blocks of queries of all segments, which is the number of lists of a key head.
     pub(crate) fn rows(&self) -> usize {
         self.starts[self.segments.len()]
@@ -106,7 +117,7 @@ impl Blocks {
     }
 
     /// Number of segments.
-    #[cfg(feature = "cuda")]
+    #[cfg(feature = "kernels")]
     pub(crate) fn segments(&self) -> usize {
         self.segments.len()
     }
