@@ -1,14 +1,15 @@
 """Speed of attention through PyTorch, beside scaled_dot_product_attention's backends, on one GPU.
 
-    python benches/attention.py [head_dim:sequence ...]
+    python benches/attention.py [--csv PREFIX] [head_dim:sequence ...]
 
 Device times are medians of calls between CUDA events, forward + backward, causal, bf16, 16384 tokens and 2048 channels in all. Implementations take
-turns, with a rest between them, and quantization is inside of the time. Host times are those of issuing a forward and a backward on 128 tokens,
+turns, with a rest between them, and quantization is inside of the time. FlashAttention-4 is among them if `flash_attn.cute` can be imported. Host times are those of issuing a forward and a backward on 128 tokens,
 in the fastest tenth of batches of calls.
 """
 
+import argparse
+import csv
 import subprocess
-import sys
 import time
 
 import torch
@@ -36,10 +37,24 @@ def backend(which):
     return call
 
 
+def flash_attention_4():
+    try:
+        from flash_attn.cute import flash_attn_func
+    except ImportError:
+        return {}
+
+    def call(q, k, v):
+        out = flash_attn_func(q, k, v, causal=True)
+        return out[0] if isinstance(out, tuple) else out
+
+    return {"FlashAttention-4": call}
+
+
 IMPLEMENTATIONS = {
     "sdpa, FlashAttention-2": backend(SDPBackend.FLASH_ATTENTION),
     "sdpa, cuDNN": backend(SDPBackend.CUDNN_ATTENTION),
     "sdpa": sdpa,
+    **flash_attention_4(),
     "16 bit": ours("fpa"),
     "SageBwd `scores`, sample-64": ours("sagebwd", products="scores", key_mean="sample-64"),
     "SageBwd": ours("sagebwd"),
@@ -92,17 +107,44 @@ def host_time(call, calls=20, batches=200):
     return sorted(times)[batches // 10]
 
 
-def main():
+def write(path, shapes, note, head, rows):
+    """The results as the docs' figures have them: how and where they were measured, and a table."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {time.strftime('%Y-%m-%d')} {commit}\n")
-    shapes = [tuple(map(int, shape.split(":"))) for shape in sys.argv[1:]]
+    about = {
+        "command": "python benches/attention.py " + " ".join(f"{d}:{n}" for d, n in shapes),
+        "device": f"one {torch.cuda.get_device_name()}",
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit,
+        "note": f"PyTorch {torch.__version__}; {note}",
+    }
+    with open(path, "w", newline="") as file:
+        file.writelines(f"# {key}: {value}\n" for key, value in about.items() if value)
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(head)
+        writer.writerows(rows)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shapes", nargs="*", metavar="head_dim:sequence", help="default: 64 and 128, 1024 to 16384")
+    parser.add_argument("--csv", metavar="PREFIX", help="also write PREFIX-speed.csv and PREFIX-host.csv")
+    args = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {time.strftime('%Y-%m-%d')}\n")
+    shapes = [tuple(map(int, shape.split(":"))) for shape in args.shapes]
     shapes = shapes or [(d, n) for d in (64, 128) for n in (1024, 4096, 16384)]
     columns = [device_times(*shape) for shape in shapes]
     base = "sdpa, FlashAttention-2"
     print(f"{'ms, speedup over ' + base[6:]:42}" + "".join(f"{f'{d}:{n}':>16}" for d, n in shapes) + f"{'host, us':>10}")
+    host = {}
     for name, call in IMPLEMENTATIONS.items():
+        host[name] = host_time(call)
         cells = (f"{column[name]:8.3f} {column[base] / column[name]:5.2f}x" for column in columns)
-        print(f"{name:42}" + "".join(f"{cell:>16}" for cell in cells) + f"{host_time(call):10.1f}")
+        print(f"{name:42}" + "".join(f"{cell:>16}" for cell in cells) + f"{host[name]:10.1f}")
+    if args.csv:
+        note = "bf16, causal, 16384 tokens and 2048 channels in all, all in one call"
+        rows = [(*shape, name, f"{x:.3f}") for shape, column in zip(shapes, columns, strict=True) for name, x in column.items()]
+        write(f"{args.csv}-speed.csv", shapes, note, ("D", "N", "implementation", "both_ms"), rows)
+        write(f"{args.csv}-host.csv", shapes, "128 tokens", ("implementation", "forward + backward, us"), [(k, f"{x:.0f}") for k, x in host.items()])
 
 
 if __name__ == "__main__":

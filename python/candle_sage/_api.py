@@ -25,6 +25,7 @@ def attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    blocks: torch.Tensor | None = None,
     deterministic: bool = False,
     cu_seqlens_q: Lengths | None = None,
     cu_seqlens_k: Lengths | None = None,
@@ -48,13 +49,15 @@ def attention(
     softcap: a logit x becomes `softcap * tanh(x / softcap)`; 0: none.
     sinks: (query heads), for each head a further logit in the softmax's denominator, which has no value. It gets a gradient.
     alibi_slopes: (query heads), without a gradient.
+    blocks: (batch, key heads, blocks of queries, blocks of keys), bool: which blocks of 128 keys a block of 128 queries sees. Only these are
+        computed. With a causal mask the blocks on the diagonal are seen in any case; without one each row has a True.
     deterministic: whether gradients have the same bits in every run.
     cu_seqlens_q, cu_seqlens_k: cumulative lengths of packed documents, as FlashAttention's: [0, 20, 64] are two documents. The
         batch is then 1. Lists or CPU tensors: tensors on a GPU are copied to the host, which waits.
 
     Returns (batch, sequence, heads, head_dim of the values). Errors are `ValueError`s with a hint.
     """
-    for name, x in (("query", query), ("key", key), ("value", value), ("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+    for name, x in (("query", query), ("key", key), ("value", value), ("sinks", sinks), ("alibi_slopes", alibi_slopes), ("blocks", blocks)):
         if not isinstance(x, torch.Tensor) and (x is not None or name in ("query", "key", "value")):
             raise _error(f"{name} is not a tensor", type(x).__name__, "a torch.Tensor", "`torch.as_tensor` converts numbers")
     for name in settings.keys() & _OTHER_NAMES.keys():
@@ -83,9 +86,12 @@ def attention(
     if cu_seqlens_q is not None:
         cu_seqlens_q = _integers(cu_seqlens_q)
         cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else _integers(cu_seqlens_k)
+    if blocks is not None and cu_seqlens_q is not None:
+        raise _error("selected blocks of packed documents", "blocks and cu_seqlens_q", "one of them", "a batch of documents of one length")
+    lists = None if blocks is None else _ops.lists_of(blocks, query, key, causal)
     tracked = any(x is not None and x.requires_grad for x in (query, key, value, sinks))
     keep = torch.is_grad_enabled() and tracked
-    out = _ops.attention(query, key, value, sinks, alibi_slopes, text, cu_seqlens_q, cu_seqlens_k, keep)
+    out = _ops.attention(query, key, value, sinks, alibi_slopes, lists, text, cu_seqlens_q, cu_seqlens_k, keep)
     return out if narrow is None or narrow == out.shape[-1] else out[..., :narrow]
 
 

@@ -1,11 +1,13 @@
 from collections.abc import Sequence
 
 has_kernels: bool
+block: tuple[int, int]
 
 _Tensor = tuple[int, Sequence[int], Sequence[int]]
 _Layout = tuple[Sequence[int], Sequence[int]]
 _Documents = tuple[Sequence[int], Sequence[int]] | None
 _Memory = tuple[int, int]
+_Others = tuple[int, int, _Memory]
 
 class Settings:
     def __new__(
@@ -21,14 +23,14 @@ class Settings:
 
 def schemes() -> list[str]: ...
 def forward_cpu(
-    settings: Settings, packing: _Documents, element: str, inputs: Sequence[_Tensor], of_heads: tuple[int, int], out: int
+    settings: Settings, packing: _Documents, element: str, inputs: Sequence[_Tensor], others: _Others, out: int
 ) -> None: ...
 def backward_cpu(
     settings: Settings,
     packing: _Documents,
     element: str,
     inputs: Sequence[_Tensor],
-    of_heads: tuple[int, int],
+    others: _Others,
     dout: _Tensor,
     gradients: Sequence[int],
     dsinks: int,
@@ -43,7 +45,7 @@ class Call:
         packing: _Documents,
         element: str,
         inputs: Sequence[_Layout],
-        of_heads: tuple[bool, bool],
+        others: tuple[bool, bool, int | None],
         keep: bool,
         device: int,
     ) -> Call: ...
@@ -51,7 +53,7 @@ class Call:
         self,
         stream: int,
         tensors: Sequence[int],
-        of_heads: tuple[int, int],
+        others: _Others,
         out: int,
         state: _Memory,
         scratch: _Memory,
@@ -60,7 +62,7 @@ class Call:
         self,
         stream: int,
         tensors: Sequence[int],
-        of_heads: tuple[int, int],
+        others: _Others,
         out: int,
         dout: tuple[int, _Layout],
         state: _Memory,

@@ -7,14 +7,14 @@ import torch
 from . import _core
 
 # `settings` is what `encode` makes. Lengths are the first tokens of packed documents, and the end. The second result is
-# what the forward keeps for its backward, as bytes: empty if `keep` is false, and on a CPU.
+# what the forward keeps for its backward, as bytes: empty if `keep` is false, and on a CPU. `lists` is what `lists_of` makes.
 _FORWARD = (
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? alibi_slopes, str settings, "
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? alibi_slopes, Tensor? lists, str settings, "
     "int[]? cu_seqlens_q, int[]? cu_seqlens_k, bool keep) -> (Tensor, Tensor)"
 )
 _BACKWARD = (
     "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor state, Tensor? sinks, "
-    "Tensor? alibi_slopes, str settings, int[]? cu_seqlens_q, int[]? cu_seqlens_k) -> (Tensor, Tensor, Tensor, Tensor)"
+    "Tensor? alibi_slopes, Tensor? lists, str settings, int[]? cu_seqlens_q, int[]? cu_seqlens_k) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 _library = torch.library.Library("candle_sage", "DEF")
@@ -79,10 +79,10 @@ def _packing(cu_seqlens_q, cu_seqlens_k):
     return None if cu_seqlens_q is None else (tuple(cu_seqlens_q), tuple(cu_seqlens_k))
 
 
-def _of_heads(sinks, slopes, query):
-    """The addresses of sinks and slopes, and what must stay alive while they are read."""
-    if sinks is None and slopes is None:
-        return (0, 0), None
+def _others(sinks, slopes, lists, query):
+    """The addresses of sinks, slopes and lists, and what must stay alive while they are read."""
+    if sinks is None and slopes is None and lists is None:
+        return (0, 0, (0, 0)), None
     for name, x in (("sinks", sinks), ("ALiBi slopes", slopes)):
         if x is not None and (x.shape != (query.shape[2],) or x.device != query.device):
             raise _error(
@@ -92,7 +92,30 @@ def _of_heads(sinks, slopes, query):
                 "one number for each query head",
             )
     floats = [None if x is None else x.detach().to(torch.float32).contiguous() for x in (sinks, slopes)]
-    return tuple(0 if x is None else x.data_ptr() for x in floats), floats
+    sinks, slopes = (0 if x is None else x.data_ptr() for x in floats)
+    if lists is not None:
+        lists = lists.contiguous()
+    return (sinks, slopes, (0, 0) if lists is None else (lists.data_ptr(), lists.shape[-1] - 1)), (floats, lists)
+
+
+def lists_of(blocks, query, key, causal):
+    """The lists of a selection: for each key head and block of queries, how many blocks of keys it sees, then which, in ascending order."""
+    side = _core.block[0]
+    counts = [-(-x.shape[1] // side) for x in (query, key)]
+    shape = (query.shape[0], key.shape[2], *counts)
+    if blocks.dtype != torch.bool or tuple(blocks.shape) != shape or blocks.device != query.device:
+        raise _error(
+            "the selected blocks do not fit query and key",
+            f"{_element(blocks.dtype)} {list(blocks.shape)} on {blocks.device}",
+            f"bool {list(shape)} on {query.device}: (batch, key heads, blocks of queries, blocks of keys)",
+            f"a block has {side} tokens",
+        )
+    if causal:
+        # The blocks on the diagonal are seen in any case, those above it never.
+        blocks = blocks.tril(-1) | torch.eye(*counts, dtype=torch.bool, device=blocks.device)
+    order = torch.sort(blocks.to(torch.uint8), dim=-1, descending=True, stable=True).indices
+    lists = torch.cat((blocks.sum(-1, keepdim=True), order), -1).to(torch.int32)
+    return lists.transpose(0, 1).reshape(shape[1], -1, 1 + counts[1])
 
 
 def _output_shape(query, value):
@@ -133,7 +156,7 @@ def _check(query, key, value):
             )
 
 
-def _make_plan(settings, packing, keep, sinks, slopes, query, key, value):
+def _make_plan(settings, packing, keep, others, query, key, value):
     if not _core.has_kernels:
         raise _error(
             "this build has no kernels for GPUs",
@@ -145,7 +168,7 @@ def _make_plan(settings, packing, keep, sinks, slopes, query, key, value):
     layouts = [(tuple(map(int, x[0])), tuple(map(int, x[1]))) for x in (query, key, value)]
     device = torch.cuda.current_device() if query[3].index is None else query[3].index
     with torch.cuda.device(device):
-        return _core.Call(_settings(settings), packing, _element(query[2]), layouts, (sinks, slopes), keep, device)
+        return _core.Call(_settings(settings), packing, _element(query[2]), layouts, others, keep, device)
 
 
 _planned = functools.lru_cache(maxsize=4096)(_make_plan)
@@ -153,10 +176,11 @@ _planned = functools.lru_cache(maxsize=4096)(_make_plan)
 _planned_packed = functools.lru_cache(maxsize=16)(_make_plan)
 
 
-def _plan(query, key, value, sinks, slopes, settings, packing, keep):
+def _plan(query, key, value, sinks, slopes, lists, settings, packing, keep):
     """What a call on a GPU needs besides addresses: checked once for each combination of shapes and settings."""
     planned = _planned if packing is None else _planned_packed
-    return planned(settings, packing, keep, sinks is not None, slopes is not None, query, key, value)
+    width = None if lists is None else int(lists.shape[-1]) - 1
+    return planned(settings, packing, keep, (sinks is not None, slopes is not None, width), query, key, value)
 
 
 def _on_device(call):
@@ -179,29 +203,29 @@ def _lend(count, device):
 
 
 @_on_device
-def _forward_cuda(query, key, value, sinks, slopes, settings, cu_seqlens_q, cu_seqlens_k, keep):
+def _forward_cuda(query, key, value, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k, keep):
     packing = _packing(cu_seqlens_q, cu_seqlens_k)
-    plan = _plan(_of(query), _of(key), _of(value), sinks, slopes, settings, packing, keep)
-    of_heads, _alive = _of_heads(sinks, slopes, query)
+    plan = _plan(_of(query), _of(key), _of(value), sinks, slopes, lists, settings, packing, keep)
+    others, _alive = _others(sinks, slopes, lists, query)
     device = query.device
     out = torch.empty(_output_shape(query, value), dtype=query.dtype, device=device)
     state, lent_state = _lend(plan.state, device)
     _scratch, lent_scratch = _lend(plan.forward_scratch, device) if plan.forward_scratch else (None, (0, 0))
     addresses = query.data_ptr(), key.data_ptr(), value.data_ptr()
     stream = torch._C._cuda_getCurrentRawStream(device.index)
-    plan.forward(stream, addresses, of_heads, out.data_ptr(), lent_state, lent_scratch)
+    plan.forward(stream, addresses, others, out.data_ptr(), lent_state, lent_scratch)
     return out, state
 
 
 @_on_device
-def _backward_cuda(grad, query, key, value, out, state, sinks, slopes, settings, cu_seqlens_q, cu_seqlens_k):
+def _backward_cuda(grad, query, key, value, out, state, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k):
     _check_gradient(grad, query)
     packing = _packing(cu_seqlens_q, cu_seqlens_k)
-    plan = _plan(_of(query), _of(key), _of(value), sinks, slopes, settings, packing, True)
+    plan = _plan(_of(query), _of(key), _of(value), sinks, slopes, lists, settings, packing, True)
     # Hooks on saved tensors may have moved them.
     out = out.contiguous()
     state = state if state.data_ptr() % 256 == 0 else state.clone()
-    of_heads, _alive = _of_heads(sinks, slopes, query)
+    others, _alive = _others(sinks, slopes, lists, query)
     # The kernels read channels that are not adjacent one by one.
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     device = query.device
@@ -213,7 +237,7 @@ def _backward_cuda(grad, query, key, value, out, state, sinks, slopes, settings,
     written = [x.data_ptr() for x in gradients], dsinks.data_ptr()
     lent_state = state.data_ptr(), state.numel()
     stream = torch._C._cuda_getCurrentRawStream(device.index)
-    plan.backward(stream, addresses, of_heads, out.data_ptr(), dout, lent_state, written, lent_scratch)
+    plan.backward(stream, addresses, others, out.data_ptr(), dout, lent_state, written, lent_scratch)
     return *gradients, dsinks
 
 
@@ -225,20 +249,20 @@ def _no_sinks(query):
     return torch.empty(0, dtype=torch.float32, device=query.device)
 
 
-def _forward_cpu(query, key, value, sinks, slopes, settings, cu_seqlens_q, cu_seqlens_k, keep):
+def _forward_cpu(query, key, value, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k, keep):
     _check(_of(query), _of(key), _of(value))
-    of_heads, _alive = _of_heads(sinks, slopes, query)
+    others, _alive = _others(sinks, slopes, lists, query)
     tensors = [x.contiguous() for x in (query, key, value)]
     out = query.new_empty(_output_shape(query, value))
     packing = _packing(cu_seqlens_q, cu_seqlens_k)
     inputs = [_tensor(x) for x in tensors]
-    _core.forward_cpu(_settings(settings), packing, _element(query.dtype), inputs, of_heads, out.data_ptr())
+    _core.forward_cpu(_settings(settings), packing, _element(query.dtype), inputs, others, out.data_ptr())
     return out, query.new_empty(0, dtype=torch.uint8)
 
 
-def _backward_cpu(grad, query, key, value, out, state, sinks, slopes, settings, cu_seqlens_q, cu_seqlens_k):
+def _backward_cpu(grad, query, key, value, out, state, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k):
     _check_gradient(grad, query)
-    of_heads, _alive = _of_heads(sinks, slopes, query)
+    others, _alive = _others(sinks, slopes, lists, query)
     tensors = [x.contiguous() for x in (query, key, value)]
     grad = grad.contiguous()
     gradients = [x.new_empty(x.shape) for x in tensors]
@@ -247,7 +271,7 @@ def _backward_cpu(grad, query, key, value, out, state, sinks, slopes, settings, 
     inputs = [_tensor(x) for x in tensors]
     addresses = [x.data_ptr() for x in gradients]
     _core.backward_cpu(
-        _settings(settings), packing, _element(query.dtype), inputs, of_heads, _tensor(grad), addresses, dsinks.data_ptr()
+        _settings(settings), packing, _element(query.dtype), inputs, others, _tensor(grad), addresses, dsinks.data_ptr()
     )
     return *gradients, dsinks
 
@@ -258,26 +282,26 @@ for _device, _forward, _backward in (("CUDA", _forward_cuda, _backward_cuda), ("
 
 
 @torch.library.register_fake("candle_sage::attention", lib=_library)
-def _(query, key, value, sinks, slopes, settings, cu_seqlens_q, cu_seqlens_k, keep):
+def _(query, key, value, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k, keep):
     _check(_of(query), _of(key), _of(value))
     state = 0
     if query.device.type == "cuda":
         # The shapes of a traced call are fixed, because the size of its state depends on them.
         fixed = [(tuple(map(int, x.shape)), tuple(map(int, x.stride())), x.dtype, x.device) for x in (query, key, value)]
-        state = _plan(*fixed, sinks, slopes, settings, _packing(cu_seqlens_q, cu_seqlens_k), keep).state
+        state = _plan(*fixed, sinks, slopes, lists, settings, _packing(cu_seqlens_q, cu_seqlens_k), keep).state
     return query.new_empty(_output_shape(query, value)), query.new_empty(state, dtype=torch.uint8)
 
 
 @torch.library.register_fake("candle_sage::attention_backward", lib=_library)
-def _(grad, query, key, value, out, state, sinks, slopes, settings, cu_seqlens_q, cu_seqlens_k):
+def _(grad, query, key, value, out, state, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k):
     dsinks = _no_sinks(query) if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
     return *(x.new_empty(x.shape) for x in (query, key, value)), dsinks
 
 
 def _keep_inputs(ctx, inputs, output):
-    query, key, value, sinks, slopes, settings, cu_seqlens_q, cu_seqlens_k, _ = inputs
+    query, key, value, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k, _ = inputs
     out, state = output
-    ctx.save_for_backward(query, key, value, out, state, sinks, slopes)
+    ctx.save_for_backward(query, key, value, out, state, sinks, slopes, lists)
     ctx.settings = (settings, cu_seqlens_q, cu_seqlens_k)
     ctx.mark_non_differentiable(state)
     ctx.set_materialize_grads(False)
@@ -285,15 +309,15 @@ def _keep_inputs(ctx, inputs, output):
 
 def _gradients(ctx, grad, _):
     if grad is None:
-        return (None,) * 9
-    *tensors, sinks, slopes = ctx.saved_tensors
+        return (None,) * 10
+    *tensors, sinks, slopes, lists = ctx.saved_tensors
     # A graph of gradients is refused by the operator.
     backward = torch.ops.candle_sage.attention_backward
     if not torch.is_grad_enabled() and not _traced(grad, *tensors[:3]):
         backward = _backward_cuda if grad.is_cuda else _backward_cpu
-    dq, dk, dv, dsinks = backward(grad, *tensors, sinks, slopes, *ctx.settings)
+    dq, dk, dv, dsinks = backward(grad, *tensors, sinks, slopes, lists, *ctx.settings)
     dsinks = None if sinks is None else dsinks.to(sinks.dtype)
-    return dq, dk, dv, dsinks, None, None, None, None, None
+    return dq, dk, dv, dsinks, None, None, None, None, None, None
 
 
 def _no_second_gradient(*_):
@@ -334,16 +358,16 @@ def _traced(*tensors):
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def attention(query, key, value, sinks, slopes, *rest):
+def attention(query, key, value, sinks, slopes, lists, *rest):
     """The output; arguments are those of the operator `attention`."""
     if torch.autograd.forward_ad._current_level >= 0 or _differentiates_forward():
         raise RuntimeError("attention has no forward-mode derivative\n  hint:    use reverse mode: `backward` or `torch.autograd.grad`")
-    heads = [x for x in (sinks, slopes) if x is not None]
+    heads = [x for x in (sinks, slopes, lists) if x is not None]
     if _traced(query, key, value, *heads):
-        return torch.ops.candle_sage.attention(query, key, value, sinks, slopes, *rest)[0]
+        return torch.ops.candle_sage.attention(query, key, value, sinks, slopes, lists, *rest)[0]
     if rest[-1]:
-        return _Attention.apply(query, key, value, sinks, slopes, *rest)[0]
-    return (_forward_cuda if query.is_cuda else _forward_cpu)(query, key, value, sinks, slopes, *rest)[0]
+        return _Attention.apply(query, key, value, sinks, slopes, lists, *rest)[0]
+    return (_forward_cuda if query.is_cuda else _forward_cpu)(query, key, value, sinks, slopes, lists, *rest)[0]
 
 
 def _differentiates_forward():

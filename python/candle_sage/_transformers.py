@@ -25,8 +25,8 @@ def register_transformers(**implementations: dict) -> None:
 
     Without arguments: "sagebwd" (the paper's INT8), "sagebwd_scores" (INT8 for Q K^T alone, `key_mean="sample-64"`),
     "attn_qat" (FP4 values) and "candle_sage" (16 bit). Each argument adds one more: a name, and a dictionary with `scheme`
-    and its settings. Masks must be causal, bidirectional or sliding windows; documents can be packed with
-    `DataCollatorWithFlattening(return_flash_attn_kwargs=True)`. Other masks, padding and static caches are errors.
+    and its settings. Masks must be causal, bidirectional or sliding windows; batches can be padded, and documents packed with
+    `DataCollatorWithFlattening(return_flash_attn_kwargs=True)`. Other masks and static caches are errors.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -39,7 +39,7 @@ def register_transformers(**implementations: dict) -> None:
 
 
 def _mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None, local_size=None, **_):
-    """None for a mask that `_forward` computes by itself; the positions of padding; or `_OTHER_MASK`."""
+    """None for a mask that `_forward` computes by itself; what padding leaves, as `_with_packing` has it; or `_OTHER_MASK`."""
     if kv_offset + kv_length != q_offset + q_length:
         raise _error(
             "a static cache is not supported",
@@ -47,16 +47,28 @@ def _mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_functio
             "keys up to the last query",
             "the default cache: leave out cache_implementation",
         )
-    if attention_mask is not None:
-        attention_mask = attention_mask[:, -kv_length:]
-        if attention_mask.shape[1] != kv_length or not bool(attention_mask.all()):
-            return attention_mask
     # A traced model is not checked: the comparison would break its graph.
-    if torch.compiler.is_compiling() or mask_function is None or _is_ours(
+    if not torch.compiler.is_compiling() and mask_function is not None and not _is_ours(
         mask_function, local_size, q_offset + q_length, kv_offset, kv_offset + kv_length
     ):
+        return _OTHER_MASK
+    if attention_mask is None:
         return None
-    return _OTHER_MASK
+    attention_mask = attention_mask[:, -kv_length:]
+    if attention_mask.shape[1] != kv_length:
+        return _OTHER_MASK
+    return None if bool(attention_mask.all()) else _with_packing(attention_mask, q_length)
+
+
+def _with_packing(mask, queries):
+    """A padding mask with what `_forward` needs in every layer: the tokens that are left, and their cumulative lengths, of queries and of keys."""
+    mask = mask.bool()
+    mask.packing = [_tokens(mask[:, -queries:]), _tokens(mask)]
+    return mask
+
+
+def _tokens(mask):
+    return mask.flatten().nonzero().flatten(), [0, *mask.sum(1).cumsum(0).tolist()]
 
 
 def _is_ours(mask_function, local_size, queries, first_key, keys):
@@ -81,12 +93,12 @@ def _forward(settings, module, query, key, value, attention_mask, dropout=0.0, s
     """transformers' arguments: tensors are (batch, heads, sequence, head_dim), the result (batch, sequence, heads,
     head_dim)."""
     lengths = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
-    if attention_mask is not None and not (attention_mask.numel() == 0 and lengths[0] is not None):
-        padded = attention_mask.dim() == 2
+    padding = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
+    if attention_mask is not None and (padding is None) == (lengths[0] is None):
         raise _error(
-            "padded batches are not supported" if padded else "this model's attention mask is not supported",
-            f"a mask of {list(attention_mask.shape)}" if padded else "neither causal nor a sliding window",
-            "batches without padding; causal and bidirectional masks, and sliding windows",
+            "this model's attention mask is not supported" if padding is None else "padding of packed documents",
+            "neither causal nor a sliding window" if padding is None else "a padding mask and cu_seq_lens_q",
+            "causal and bidirectional masks, sliding windows, padding",
             "pack documents with DataCollatorWithFlattening(return_flash_attn_kwargs=True), or attn_implementation=\"sdpa\"",
         )
     if kwargs.get("position_bias") is not None:
@@ -100,11 +112,15 @@ def _forward(settings, module, query, key, value, attention_mask, dropout=0.0, s
     window = kwargs.get("sliding_window")
     # The window of a configuration counts the query's own token.
     window = (None, None) if window is None else (window - 1, window - 1)
+    causal = causal and query.shape[2] > 1
+    tensors = [x.transpose(1, 2) for x in (query, key, value)]
+    if padding is not None:
+        (queries, q_lengths), (keys, k_lengths) = getattr(padding, "packing", None) or _with_packing(padding, query.shape[2]).packing
+        lengths = q_lengths, k_lengths
+        tensors = [x.flatten(0, 1).index_select(0, at)[None] for x, at in zip(tensors, (queries, keys, keys), strict=True)]
     out = attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        causal=causal and query.shape[2] > 1,
+        *tensors,
+        causal=causal,
         window=window,
         scale=scaling,
         softcap=kwargs.get("softcap") or 0.0,
@@ -113,4 +129,8 @@ def _forward(settings, module, query, key, value, attention_mask, dropout=0.0, s
         cu_seqlens_k=lengths[1],
         **settings,
     )
+    if padding is not None:
+        batch, _, sequence, _ = query.shape
+        every = out.new_zeros(batch * sequence, *out.shape[2:])
+        out = every.index_copy(0, queries, out[0]).unflatten(0, (batch, sequence))
     return out, None

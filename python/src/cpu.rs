@@ -1,14 +1,11 @@
 //! Attention on a CPU: copies PyTorch's tensors to candle's and back. The forward keeps nothing; the backward repeats it.
 
 use candle_core::{DType, Device, Result, Tensor as Candle, WithDType};
-use candle_sage::Attention;
+use candle_sage::{Attention, AttentionShape, Selection};
 use half::{bf16, f16};
 use pyo3::prelude::*;
 
-use super::{Settings, Tensor, dtype, error};
-
-/// The addresses of sinks and slopes, (query heads) in f32; 0 without.
-type OfHeads = (u64, u64);
+use super::{BLOCK, Others, Settings, Tensor, dtype, error};
 
 /// A copy of contiguous memory.
 ///
@@ -55,7 +52,24 @@ unsafe fn write(from: &Candle, address: u64) -> Result<()> {
     }
 }
 
-/// The inputs, and the settings with sinks and slopes.
+/// The selection of lists (key heads, blocks of queries, 1 + `width`): the number of blocks of keys, then which.
+///
+/// # Safety
+/// So many numbers are at the address.
+unsafe fn selection(shape: &AttentionShape, address: u64, width: usize) -> Result<Selection> {
+    let rows: usize = shape.segments().iter().map(|segment| segment.query.len().div_ceil(BLOCK.0)).sum();
+    let len = shape.key_heads() * rows * (1 + width);
+    // SAFETY: the caller vouches for the memory.
+    let numbers = unsafe { std::slice::from_raw_parts(address as *const u32, len) };
+    let mut lists = numbers.chunks_exact(1 + width);
+    // Key heads are the outer loop, as in the lists.
+    Selection::from_lists(shape, BLOCK, &Device::Cpu, |at| {
+        let list = lists.next().map_or(&[][..], |list| &list[1..=list[0] as usize]);
+        list.iter().map(|&block| block as usize).filter(|&block| block < at.candidates).collect()
+    })
+}
+
+/// The inputs, and the settings with sinks, slopes and a selection.
 ///
 /// # Safety
 /// As [`read`].
@@ -63,7 +77,7 @@ unsafe fn call(
     attention: Attention,
     dtype: DType,
     inputs: [Tensor; 3],
-    (sinks, slopes): OfHeads,
+    (sinks, slopes, (lists, width)): Others,
 ) -> Result<(Attention, [Candle; 3])> {
     let heads = inputs[0].1[2];
     // SAFETY: the caller vouches for the memory.
@@ -72,8 +86,21 @@ unsafe fn call(
         ([of_heads(sinks)?, of_heads(slopes)?], inputs.map(|(at, dims, _)| read(at, &dims, dtype)))
     };
     let [sinks, slopes] = of_heads;
-    let attention = sinks.map_or(attention.clone(), |sinks| attention.sinks(&sinks));
-    Ok((slopes.map_or(attention.clone(), |slopes| attention.alibi(&slopes)), [q?, k?, v?]))
+    let mut attention = attention;
+    if let Some(sinks) = sinks {
+        attention = attention.sinks(&sinks);
+    }
+    if let Some(slopes) = slopes {
+        attention = attention.alibi(&slopes);
+    }
+    if lists != 0 {
+        let [q, k, v] =
+            inputs.map(|(_, [batch, sequence, heads, channels], _)| (batch, sequence, heads, channels));
+        let shape = AttentionShape::new(q, k, v, attention.is_causal(), None)?;
+        // SAFETY: as above.
+        attention = attention.select(&unsafe { selection(&shape, lists, width) }?);
+    }
+    Ok((attention, [q?, k?, v?]))
 }
 
 /// Computes the output of contiguous inputs into contiguous memory.
@@ -85,13 +112,13 @@ pub(super) fn forward_cpu(
     packing: Option<(Vec<usize>, Vec<usize>)>,
     element: &str,
     inputs: [Tensor; 3],
-    of_heads: OfHeads,
+    others: Others,
     out: u64,
 ) -> PyResult<()> {
     let (attention, dtype) = (settings.packed(packing), dtype(element)?);
     // SAFETY: `_ops.py` passes the addresses and dimensions of tensors that it holds.
     let run = || unsafe {
-        let (attention, [q, k, v]) = call(attention, dtype, inputs, of_heads)?;
+        let (attention, [q, k, v]) = call(attention, dtype, inputs, others)?;
         write(&attention.apply(&q, &k, &v)?, out)
     };
     py.detach(run).map_err(error)
@@ -106,7 +133,7 @@ pub(super) fn backward_cpu(
     packing: Option<(Vec<usize>, Vec<usize>)>,
     element: &str,
     inputs: [Tensor; 3],
-    of_heads: OfHeads,
+    others: Others,
     dout: Tensor,
     gradients: [u64; 3],
     dsinks: u64,
@@ -114,7 +141,7 @@ pub(super) fn backward_cpu(
     let (attention, dtype) = (settings.packed(packing), dtype(element)?);
     // SAFETY: as in `forward_cpu`.
     let run = || unsafe {
-        let (attention, [q, k, v]) = call(attention, dtype, inputs, of_heads)?;
+        let (attention, [q, k, v]) = call(attention, dtype, inputs, others)?;
         let (_, vjp) = attention.vjp(&q, &k, &v)?;
         let results = vjp.apply(&read(dout.0, &dout.1, dtype)?)?;
         for (result, address) in results.iter().zip(gradients) {

@@ -4,7 +4,7 @@ use candle_core::DType;
 use candle_sage::foreign::{ForeignAttention, ForeignLayout, Inputs, Lent, Stream};
 use pyo3::prelude::*;
 
-use super::{Settings, dtype, error};
+use super::{BLOCK, Others, Settings, dtype, error};
 
 /// Dimensions, and strides in elements.
 type Layout = ([usize; 4], [usize; 4]);
@@ -44,25 +44,28 @@ impl Call {
 
 #[pymethods]
 impl Call {
-    /// `keep`: a backward will follow. `of_heads` says whether there are sinks, and slopes.
+    /// `keep`: a backward will follow. `others` says whether there are sinks, whether there are slopes, and of a selection the most blocks of a list.
     #[new]
     fn new(
         settings: &Settings,
         packing: Option<(Vec<usize>, Vec<usize>)>,
         element: &str,
         inputs: [Layout; 3],
-        of_heads: (bool, bool),
+        others: (bool, bool, Option<usize>),
         keep: bool,
         device: usize,
     ) -> PyResult<Self> {
         let dtype = dtype(element)?;
         let of = ForeignAttention::new(settings.packed(packing), inputs.map(|x| layout(x, dtype)), keep);
         let mut of = of.map_err(error)?;
-        if of_heads.0 {
+        if others.0 {
             of = of.with_sinks().map_err(error)?;
         }
-        if of_heads.1 {
+        if others.1 {
             of = of.with_alibi();
+        }
+        if let Some(width) = others.2 {
+            of = of.with_selection(BLOCK, width).map_err(error)?;
         }
         let mut call = Self { of, dtype, device, state: 0, forward_scratch: 0, backward_scratch: 0 };
         // Sizes are those on any stream.
@@ -75,19 +78,19 @@ impl Call {
         Ok(call)
     }
 
-    /// Launches a forward, which writes `out` and `state`. `of_heads` are the addresses of sinks and slopes.
+    /// Launches a forward, which writes `out` and `state`. `others` are the addresses of sinks, slopes and lists.
     #[allow(clippy::too_many_arguments)]
     fn forward(
         &self,
         py: Python<'_>,
         stream: u64,
         tensors: [u64; 3],
-        of_heads: (u64, u64),
+        others: Others,
         out: u64,
         state: (u64, usize),
         scratch: (u64, usize),
     ) -> PyResult<()> {
-        let inputs = Inputs { tensors, sinks: of_heads.0, alibi_slopes: of_heads.1 };
+        let inputs = Inputs { tensors, sinks: others.0, alibi_slopes: others.1, lists: others.2.0 };
         let stream = self.stream(stream)?;
         // SAFETY: `_ops.py` passes memory of PyTorch's, of the sizes of this call, which PyTorch reuses in the order of the stream.
         py.detach(|| unsafe { self.of.forward(&stream, inputs, out, lent(state), lent(scratch)) })
@@ -101,14 +104,14 @@ impl Call {
         py: Python<'_>,
         stream: u64,
         tensors: [u64; 3],
-        of_heads: (u64, u64),
+        others: Others,
         out: u64,
         dout: (u64, Layout),
         state: (u64, usize),
         gradients: ([u64; 3], u64),
         scratch: (u64, usize),
     ) -> PyResult<()> {
-        let inputs = Inputs { tensors, sinks: of_heads.0, alibi_slopes: of_heads.1 };
+        let inputs = Inputs { tensors, sinks: others.0, alibi_slopes: others.1, lists: others.2.0 };
         let (stream, output) = (self.stream(stream)?, (out, (dout.0, layout(dout.1, self.dtype))));
         // SAFETY: as in `forward`; `state` and `out` are those of the forward.
         py.detach(|| unsafe {

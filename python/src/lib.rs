@@ -16,6 +16,13 @@ use pyo3::prelude::*;
 /// A tensor (batch, sequence, heads, head_dim): address, dimensions, strides in elements.
 type Tensor = (u64, [usize; 4], [usize; 4]);
 
+/// The addresses of what only some calls have, 0 without: sinks and slopes, (query heads) in f32; and a selection's lists, (key heads, blocks of
+/// queries, 1 + width) in u32, with their width.
+type Others = (u64, u64, (u64, usize));
+
+/// Tokens of a selection's blocks, of queries and of keys.
+const BLOCK: (usize, usize) = (128, 128);
+
 /// What Rust calls a setting, and what it is called here.
 const WORDS: [(&str, &str); 9] = [
     ("`.smoothing(Smoothing::None)`", "smoothing=\"none\""),
@@ -124,5 +131,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(cpu::backward_cpu, module)?)?;
     #[cfg(feature = "cuda")]
     module.add_class::<gpu::Call>()?;
+    module.add("block", BLOCK)?;
     module.add("has_kernels", cfg!(feature = "cuda"))
 }

@@ -31,7 +31,7 @@ def visible(queries, keys, causal, window, device):
     return seen
 
 
-def attention(q, k, v, causal=False, window=(None, None), scale=None, softcap=0.0, sinks=None, alibi_slopes=None):
+def attention(q, k, v, causal=False, window=(None, None), scale=None, softcap=0.0, sinks=None, alibi_slopes=None, blocks=None):
     """The definition, in float64."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
@@ -45,6 +45,10 @@ def attention(q, k, v, causal=False, window=(None, None), scale=None, softcap=0.
         distance = (position - torch.arange(keys, device=q.device)).abs()
         logits = logits - alibi_slopes.double()[:, None, None] * distance
     logits = logits.masked_fill(~visible(queries, keys, causal, window, q.device), -torch.inf)
+    if blocks is not None:
+        blocks = blocks | torch.eye(*blocks.shape[2:], dtype=torch.bool, device=q.device) if causal else blocks
+        seen = blocks.repeat_interleave(group, 1).repeat_interleave(128, 2).repeat_interleave(128, 3)
+        logits = logits.masked_fill(~seen[:, :, :queries, :keys], -torch.inf)
     if sinks is not None:
         column = sinks.double()[None, :, None, None].expand(q.shape[0], -1, queries, 1)
         logits = torch.cat((logits, column), dim=3)

@@ -120,7 +120,7 @@ def test_operators_pass_pytorchs_checks(device, dtypes):
     text = encode("sagebwd", {}, True, (None, None), None, 0.0, True)
     q, k, v, _ = inputs(1, (64, 64), (2, 1), 64, dtypes[-1], device)
     check = lambda tests, keep, *x: torch.library.opcheck(
-        torch.ops.candle_sage.attention.default, (*x, None, None, text, None, None, keep), test_utils=tests
+        torch.ops.candle_sage.attention.default, (*x, None, None, None, text, None, None, keep), test_utils=tests
     )
     check(("test_schema", "test_autograd_registration", "test_faketensor"), True, q, k, v)
     # Without the state, whose padding has any bytes; `test_compiled_without_graph_breaks` compares gradients.
@@ -298,6 +298,28 @@ def test_the_current_device_stays(device, dtypes):
         results.append(both(lambda *x: candle_sage.attention(*x, "sagebwd", deterministic=True), (q, k, v), grad))
         assert torch.cuda.current_device() == 0
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_selected_blocks(name, causal, device, dtypes):
+    settings, bound = SCHEMES[name]
+    # The last blocks of queries and keys are partial.
+    q, k, v, grad = inputs(2, (450, 450), (4, 2), 64, dtypes[-1], device)
+    blocks = torch.rand(2, 2, 4, 4, generator=torch.Generator().manual_seed(1)) < 0.5
+    blocks = (blocks | torch.eye(4, dtype=torch.bool)).to(device)
+    call = lambda *x: candle_sage.attention(*x, causal=causal, blocks=blocks, **settings)
+    got, want = (both(f, (q, k, v), grad) for f in (call, lambda *x: exact(*x, causal=causal, blocks=blocks)))
+    assert all(relative(x, y.double()) < bound for x, y in zip(got, want, strict=True))
+    torch.compiler.reset()
+    with torch.no_grad():
+        assert torch.equal(torch.compile(call, fullgraph=True)(q, k, v), call(q, k, v))
+    with pytest.raises(ValueError, match="blocks of queries"):
+        candle_sage.attention(q, k, v, causal=causal, blocks=blocks[:, :, :3], **settings)
+    # Every block is dense attention.
+    every = torch.ones_like(blocks)
+    dense = candle_sage.attention(q, k, v, causal=causal, **settings)
+    assert relative(candle_sage.attention(q, k, v, causal=causal, blocks=every, **settings), dense.double()) < bound
 
 
 def test_the_type_of_schemes_names_all():

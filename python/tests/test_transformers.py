@@ -56,11 +56,46 @@ def test_packed_documents_attend_to_themselves(model):
         logits(model, "candle_sage", input_ids=ids, position_ids=positions, use_cache=False)
 
 
-def test_padding_is_an_error(model):
-    ids, mask = torch.arange(20).reshape(2, 10), torch.ones(2, 10, dtype=torch.long)
-    mask[0, :3] = 0
-    with pytest.raises(ValueError, match="padded"):
-        logits(model, "candle_sage", input_ids=ids, attention_mask=mask)
+def test_padded_batches(model):
+    ids, mask = torch.arange(30).reshape(3, 10) % 64, torch.ones(3, 10, dtype=torch.long)
+    mask[0, :3], mask[1, 6:] = 0, 0
+    got = {}
+    for name in ("sdpa", "candle_sage"):
+        model.set_attn_implementation(name)
+        model.zero_grad()
+        out = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+        out.loss.backward()
+        gradient = model.model.layers[0].self_attn.k_proj.weight.grad
+        got[name] = out.logits[mask.bool()].detach(), gradient
+    for ours, theirs in zip(got["candle_sage"], got["sdpa"], strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+    tokens = {}
+    for name in got:
+        model.set_attn_implementation(name)
+        tokens[name] = model.generate(ids[:1], attention_mask=mask[:1], max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(tokens["sdpa"], tokens["candle_sage"])
+
+
+@pytest.mark.parametrize("kind", ["bert", "vit"])
+def test_bidirectional_models(kind):
+    candle_sage.register_transformers()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(kind, **sizes, **dropout))
+    inputs, left = {"pixel_values": torch.randn(2, 3, 224, 224)}, torch.ones(2, 197, dtype=torch.bool)
+    if kind == "bert":
+        left = torch.arange(40)[None] < torch.tensor([[40], [23]])
+        inputs = {"input_ids": torch.arange(80).reshape(2, 40), "attention_mask": left.long()}
+    got = {}
+    for name in ("sdpa", "candle_sage"):
+        model.set_attn_implementation(name)
+        model.zero_grad()
+        hidden = model(**inputs).last_hidden_state[left]
+        hidden.square().mean().backward()
+        got[name] = hidden.detach(), torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
+    for ours, theirs in zip(got["candle_sage"], got["sdpa"], strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4)
 
 
 def test_wrong_settings_are_errors_at_once():
