@@ -7,7 +7,8 @@
 D is the head_dim, or 192/128 for values of 128 channels beside queries and keys of 192. WINDOW is the number of tokens
 that a query sees, its own and those before it, and without a causal mask as many after it.
 PyTorch's scaled_dot_product_attention runs with its FlashAttention-2 backend (mma.sync instructions) and with
-cuDNN's; FlashAttention-4 runs if `flash_attn.cute` can be imported (pip install flash-attn-4). Every time is the
+cuDNN's; FlashAttention-4 runs if `flash_attn.cute` can be imported (pip install flash-attn-4), and cuDNN's FP8
+attention, with casts from and to bf16, if `cudnn` can (pip install nvidia-cudnn-frontend; cudnn_fp8.py). Every time is the
 median between CUDA events, for bf16, 16384 tokens, heads = 2048 / D and inputs in rotation: of the forward alone
 (which keeps nothing for a backward), and of forward + backward. Ratios are the time of FlashAttention-2 over the
 row's: above 1 the row is faster. Memory is the peak beyond the inputs during forward + backward; its ratio is the
@@ -110,15 +111,22 @@ def peers():
     found = {"FlashAttention-2": sdpa(SDPBackend.FLASH_ATTENTION), "cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION)}
     try:
         from flash_attn.cute import flash_attn_func
+
+        def fa4(q, k, v, causal, before=None):
+            window = (None, None) if before is None else (before, 0 if causal else before)
+            out = flash_attn_func(q, k, v, causal=causal, window_size=window)
+            return out[0] if isinstance(out, tuple) else out
+
+        found["FlashAttention-4"] = fa4
     except ImportError:
-        return found
+        pass
+    try:
+        from cudnn_fp8 import Attention
 
-    def fa4(q, k, v, causal, before=None):
-        window = (None, None) if before is None else (before, 0 if causal else before)
-        out = flash_attn_func(q, k, v, causal=causal, window_size=window)
-        return out[0] if isinstance(out, tuple) else out
-
-    return found | {"FlashAttention-4": fa4}
+        found["cuDNN, FP8"] = lambda q, k, v, causal, before=None: Attention.apply(q, k, v, causal)
+    except ImportError:
+        pass
+    return found
 
 
 def theirs(attention, d, v, n, causal, before, repeats, rest):
@@ -165,11 +173,13 @@ def main():
         unit = 2 * max(1, 16384 // n) * (2048 // d) * (n * n - hidden * hidden) / (2 if causal else 1)
         lines = []
         for name, attention in peers().items():
-            if window and name == "cuDNN":
-                continue  # PyTorch gives it none
+            if window and name.startswith("cuDNN"):
+                continue  # neither PyTorch nor cudnn_fp8.py gives it one
+            if name == "cuDNN, FP8" and (d, v) != (128, 128):
+                continue  # on Hopper it has no other head_dim
             try:
                 lines.append((name, *theirs(attention, d, v, n, causal, before, args.repeats, args.rest)))
-            except RuntimeError as error:
+            except Exception as error:  # of whatever kind: the row says so, and the others go on
                 print(f"{channels:>7} {n:>7} {causal:>6} {window[0] if window else '-':>6}  {name:<31} failed: {str(error)[:80]}")
             torch.cuda.empty_cache()
         lines += ours(args.binary, row, args.repeats, args.rest)
