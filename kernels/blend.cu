@@ -58,8 +58,8 @@ __device__ __forceinline__ void blend_forward(const params::Blend& p) {
   }
 }
 
-// The gradients of both branches, and each block's part of dtheta = sum a (1 - a) dO . (sparse - tail). Without TAIL, that of the
-// exact branch and its part.
+// The gradients of both branches, and each block's part of dtheta = sum a (1 - a) dO . (sparse - tail). Without TAIL the
+// tail is zero: writes the exact branch's gradient and its part of dtheta.
 template <class T, bool TAIL>
 __device__ __forceinline__ void blend_backward(const params::Blend& p) {
   __shared__ float parts[WARPS];

@@ -144,7 +144,7 @@ impl Selection {
     pub(crate) fn check(&self, shape: &AttentionShape, unit: (usize, usize)) -> Result<()> {
         // Lists are the same for heads of any width.
         if shape.with_head_dim(self.shape.head_dim()) != self.shape {
-            return Err(Error::shape("the selection is one of another shape")
+            return Err(Error::shape("the selection was made for another shape")
                 .got(format!("{shape:?}"))
                 .allowed(format!("{:?}", self.shape))
                 .hint("make the selection again for each shape"));

@@ -198,7 +198,7 @@ impl Sla2 {
             return Err(Error::new("nothing would be selected")
                 .got("0 blocks without a causal mask")
                 .allowed("at least 1 block")
-                .hint("only with a causal mask is the block on the diagonal always seen")
+                .hint("without a causal mask no block is always included")
                 .into());
         }
         if self.nearest > self.count || self.nearest > 0 && !shape.causal() {

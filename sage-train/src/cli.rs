@@ -160,13 +160,13 @@ impl Cli {
         read().unwrap_or_else(|error| {
             let verb = typed.words.get(1).and_then(|word| word.to_str());
             let known = if error.kind() == ErrorKind::InvalidSubcommand && verb == Some("train") {
-                Error::new("training needs no verb")
+                Error::new("there is no command `train`: training is the default")
                     .got("sage-train train")
                     .allowed("sage-train, and settings")
-                    .hint("leave it out: sage-train --data book.txt")
+                    .hint("leave it out: sage-train --data book.txt; sage-train --help has all settings")
             } else if let Some(path) = second_path(&typed.words).filter(|_| error.use_stderr()) {
                 Error::new("one --data has one path")
-                    .got(format!("{} behind it", path.display()))
+                    .got(format!("{} after it", path.display()))
                     .allowed("--data PATH, as often as there are sources")
                     .hint("quote a pattern, so that the shell leaves it alone: --data 'texts/*.txt'")
             } else {

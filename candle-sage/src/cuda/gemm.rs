@@ -104,7 +104,9 @@ pub(crate) fn gemm(
             sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
         )
     };
-    status.map_err(|e| candle_core::Error::Msg(format!("a product of {rows} x {inner} x {cols} failed: {e}")))
+    status.map_err(|e| {
+        candle_core::Error::Msg(format!("cuBLAS' matmul of {rows} x {inner} x {cols} failed: {e}"))
+    })
 }
 
 /// [`gemm`] into a contiguous tensor.

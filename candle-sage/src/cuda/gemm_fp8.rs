@@ -201,9 +201,9 @@ pub(super) fn product(
     let shape = format!("{m} x {k} x {n}");
     let alignment = [at_b, at_a, out].map(|at| 1 << at.number().trailing_zeros().min(8));
     if alignment.iter().any(|&bytes| bytes < 16) {
-        return Err(Error::unsupported("an FP8 product on CUDA needs aligned matrices")
-            .got(format!("{shape}, which starts between 16 bytes"))
-            .allowed("matrices that start on 16 bytes")
+        return Err(Error::unsupported("FP8 matmuls on CUDA need aligned matrices")
+            .got(format!("{shape}, not aligned to 16 bytes"))
+            .allowed("matrices that start at multiples of 16 bytes")
             .hint("`force_contiguous()` copies a view")
             .into());
     }

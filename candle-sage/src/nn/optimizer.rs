@@ -42,8 +42,8 @@ pub struct AdamW {
 }
 
 /// Muon with [`ops::Muon`] for matrices, and AdamW for all other variables: tensors that do not have two dimensions, and the
-/// embeddings of the configuration, among which an output matrix belongs too. As with [`AdamW`] weights are loaded before, and the state cannot be
-/// saved. On CUDA a matrix has a multiple of 8 elements; others belong to the embeddings.
+/// `embeddings` of the configuration; list an output matrix there too. As with [`AdamW`] weights are loaded before, and the state cannot be
+/// saved. On CUDA the number of a matrix' elements must be a multiple of 8: list other matrices in `embeddings`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

@@ -9,8 +9,8 @@ use crate::scheme::Scheme;
 use crate::sla2::{Router, Sla2};
 use crate::variables;
 
-/// A [`SelfAttention`] layer that attends by [`Sla2`]: exactly to the blocks that its router selects, and to
-/// the rest by linear attention.
+/// A [`SelfAttention`] layer that attends by [`Sla2`]: exactly to the blocks that its router selects, and
+/// by linear attention to what [`Sla2::tail`](crate::Sla2::tail) says.
 ///
 /// Its output has gradients for the projections, the norms and `theta`; the router learns from
 /// [`Self::router_loss`].

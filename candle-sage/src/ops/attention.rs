@@ -33,7 +33,7 @@ const NAME: &str = "attention";
 /// Query, key and value are (batch, sequence, heads, head_dim) in f32, f16 or bf16, with any strides; the
 /// output has the query's shape and type. The number of query heads may be a multiple of the number of key
 /// heads. Values may have another head_dim than queries and keys (values 128, queries and keys 192, as in multi-head latent attention); the output
-/// then has the head_dim of the values. This takes the time and the memory of heads as wide as the wider of the two. All three inputs receive gradients through candle's
+/// then has the head_dim of the values. If the two head_dims differ, the smaller is padded to the larger, which takes the larger's time and memory; full precision on CUDA does not pad. All three inputs receive gradients through candle's
 /// `backward()`. A gradient cannot be differentiated again. (candle-nn's fused `softmax_last_dim`, `rms_norm`, `layer_norm` and `rope` have
 /// no gradient and report no error: a model that trains needs other operators, such as those of [`crate::ops`];
 /// [`crate::untrained`] lists the variables without a gradient.) [`Attention::apply_heads_first`]
@@ -86,8 +86,8 @@ impl Attention {
     /// In low bits the products are causal, but not every scale is. SageBwd's smoothing subtracts the mean of
     /// all keys of the sequence (with [`Smoothing::Kv`](crate::Smoothing::Kv) of all values too), and a tile of 64 keys shares a scale. A later token can therefore change an
     /// earlier output, within the error of quantizing: multiplying the keys from position 192 on by 50 changes outputs before position 128
-    /// by up to .016. One NaN in the last key reaches the first output. For keys that do not depend on later tokens, set
-    /// [`Smoothing::None`](crate::Smoothing::None) and subtract a fixed mean from the keys. For Attn-QAT see
+    /// by up to .016. One NaN in the last key reaches the first output. [`Smoothing::None`](crate::Smoothing::None) removes the dependence on the mean, and a fixed mean can be
+    /// subtracted from the keys before. The scale of a tile of 64 keys still depends on the tile's later tokens. For Attn-QAT see
     /// [`ValueGroups`](crate::ValueGroups). Full precision is strictly causal for finite values. An infinite value, or a NaN, is multiplied by the probability
     /// 0 that earlier queries of its tile have for it, which gives NaN in outputs up to 127 tokens before it; other documents and batch entries are not reached.
     #[must_use]

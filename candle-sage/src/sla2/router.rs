@@ -122,7 +122,7 @@ impl Router {
     pub(super) fn scores(&self, [q, k]: [Tensor; 2], shape: &AttentionShape) -> Result<Tensor> {
         let (key_heads, rows, d) = q.dims3()?;
         if self.query.dims() != [key_heads, d, d] {
-            return Err(Error::shape("the router is one of other heads")
+            return Err(Error::shape("the router was made for other heads")
                 .got(format!("{:?}", self.query.dims()))
                 .allowed(format!("{:?}", [key_heads, d, d]))
                 .hint("it has a pair of matrices for each key head")

@@ -57,7 +57,7 @@ impl Rest {
 /// quantization and smoothing is inside.
 #[derive(Debug, clap::Args)]
 pub(super) struct BenchAttention {
-    /// Shapes: head_dim (192/128: values of 128 beside keys of 192), tokens, 1 if causal, tokens of a sliding window; over 128 channels a GPU has full precision, and on Hopper SageBwd's scores [default: D 64 and 128, N 1024 and on a GPU 8192, 16384, causal]
+    /// Shapes: head_dim (192/128: values of 128 beside keys of 192), tokens, 1 if causal, tokens of a sliding window; head_dims above 128 run with fpa on compute capability 8.0, 9.0 and 10.x, and with sagebwd:products=scores on 9.0 [default: D 64 and 128, N 1024 and on a GPU 8192, 16384, causal]
     #[arg(value_name = "D:N:CAUSAL[:WINDOW]")]
     rows: Vec<Row>,
     /// Schemes with their settings, separated by semicolons: "fpa;sagebwd:smoothing=kv" [default: every scheme, and sets of SageBwd's
@@ -76,7 +76,8 @@ pub(super) struct BenchAttention {
     /// Number of timed calls of each kind [default: 30; on the CPU 3]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     repeats: Option<u16>,
-    /// Soft cap of the logits: 50 in Gemma 2; by name --schemes "fpa;sagebwd:smoothing=none:products=scores;attn-qat" have one [default: none]
+    /// Soft cap of the logits, cap tanh(logit / cap): 50 in Gemma 2. Not every scheme has it: --schemes
+    /// "fpa;sagebwd:smoothing=none:products=scores;attn-qat" have [default: none]
     #[arg(long, value_name = "CAP", default_value_t = 0.0, hide_default_value = true)]
     softcap: f64,
     /// Lower logits by the distance of query and key (ALiBi)

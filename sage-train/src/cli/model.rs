@@ -27,8 +27,8 @@ use crate::{hf, notify};
 /// What to write.
 #[derive(Debug, clap::Args)]
 pub(super) struct Sample {
-    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format (computed in full precision or as its
-    /// attention.json says, with a context of at most 4096 unless --context is given)
+    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format (computed in full precision or in the scheme of its
+    /// attention.json, with a context of at most 4096)
     run: PathBuf,
     /// Text to continue; without it a new document
     #[arg(default_value = "")]

@@ -81,7 +81,7 @@ impl Train {
                 .hint("RUN may be a checkpoint: runs/a/checkpoints/step-00000250"));
         }
         if self.several.restarts > 0 && self.resume.as_deref() != Some(Path::new(AUTO)) {
-            return Err(Error::new("a run cannot begin again by itself")
+            return Err(Error::new("--restarts needs --resume auto")
                 .got("--restarts without --resume auto")
                 .allowed("--restarts K --resume auto --name NAME")
                 .hint("--resume auto continues from the newest checkpoint"));

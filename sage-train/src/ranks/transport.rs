@@ -11,9 +11,9 @@ pub enum CopyEngines {
     /// Where NCCL has them: version 2.28 and later, GPUs that reach each other's memory
     #[default]
     Auto,
-    /// They do, or it is an error (with one GPU a node there is nothing to carry)
+    /// Copy engines, or an error if NCCL does not have them (with one GPU a node nothing is transferred)
     On,
-    /// NCCL's kernels do, which take multiprocessors from concurrent kernels
+    /// NCCL's kernels, which occupy multiprocessors
     Off,
 }
 

@@ -62,7 +62,7 @@ pub struct LinearSettings {
     /// FP8: which largest value gives an operand its scale [default: delayed]
     #[arg(long, value_enum)]
     pub linear_scaling: Option<ScalingSetting>,
-    /// FP8: precision of the sums inside the matmuls on a GPU [default: fast]
+    /// FP8: precision of the accumulators of matmuls on a GPU; gradients of the output matrix always have f32 [default: fast]
     #[arg(long, value_enum)]
     pub linear_sums: Option<SumsSetting>,
     /// FP8: precision of the matmuls of the output matrix; its gradient of the logits is in e5m2 [default: bf16]

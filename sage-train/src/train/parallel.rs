@@ -64,8 +64,8 @@ pub enum Overlap {
     After,
     /// Overlapped with the backward: a layer's gradients as soon as its backward is done
     Beside,
-    /// Whatever is faster: during it between nodes, and where copy engines carry them and a GPU has less than 16k tokens of a
-    /// step; else behind it
+    /// Whatever is faster: `beside` between nodes, and within a node if copy engines transfer the gradients and each GPU has fewer than 16k
+    /// tokens a step; otherwise `after`
     Auto,
 }
 

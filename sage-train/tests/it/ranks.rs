@@ -249,7 +249,7 @@ fn mistakes_are_told() {
         (flags(&["--context-parallel", "0"]), "--context-parallel 0"),
         (flags(&["--piece-mb", "0"]), "piece-mb"),
         (flags(&["--gpus", "2", "--copy-engines", "on"]), "CPUs have no copy engines"),
-        (flags(&["--gpus", "2", "--restarts", "2"]), "cannot begin again by itself"),
+        (flags(&["--gpus", "2", "--restarts", "2"]), "--restarts needs --resume auto"),
         (flags(&["--resume", "auto"]), "does not know which run"),
         (flags(&["--dry-run", "--ranks", "12"]), "ranks do not divide into nodes"),
         (flags(&["--context-parallel", "2"]), "cannot be cut into so many parts"),

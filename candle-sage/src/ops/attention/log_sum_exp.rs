@@ -67,7 +67,7 @@ fn check(scheme: &Scheme) -> Result<()> {
     Err(Error::unsupported("the log-sum-exp of smoothed keys is not that of the keys")
         .got(scheme)
         .allowed("full precision, or a scheme with Smoothing::None")
-        .hint("`.smoothing(Smoothing::None)`, or subtract a mean from the keys before: the log-sum-exp then lacks its product with the query")
+        .hint("use `.smoothing(Smoothing::None)`; to smooth, subtract a mean m from the keys yourself and add softmax_scale * (q . m) to the log-sum-exp")
         .into())
 }
 

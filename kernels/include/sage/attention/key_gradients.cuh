@@ -8,8 +8,8 @@ namespace sage::attention {
 
 enum KeyGradient { DK, DV };
 
-// Adds a warp's share of a gradient of 16 keys to the sums of a list that is cut, in the order of the fragments. Returns whether
-// the other parts have added theirs before: the warp that comes last gets the sums of all.
+// Atomically adds a warp's part of dK or dV of 16 keys to the sums of a list that is cut into parts. The order of the additions is not fixed;
+// the sums lie in the layout of fragments. Returns true in the warp that arrives last, which then has the full sums.
 // `piece`: which of the slot's pieces, of 16 keys and PIECE times eight channels each, of which the warp has N times eight.
 template <int PIECE, int N>
 __device__ __forceinline__ bool add_part(const params::Cuts& cuts, params::CutList list, int pieces, int piece, float (&x)[N][4]) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ bool add_part(const params::Cuts& cuts, params::CutLi
   return true;
 }
 
-// Writes the gradient of a warp's 16 keys, from `first_key` on: of a list that is cut, when all parts have come.
+// Writes the gradient of a warp's 16 keys, from `first_key` on. Of a list that is cut, only the warp that arrives last writes.
 // The block has one of CHANNEL_PARTS parts of the channels, in this gradient from `first_channel` on. STAGING is the size of the warp's own `staging`: see store_rows.
 template <KeyGradient GRADIENT, class Queries, class T, int STAGING = 0, int CHANNEL_PARTS = 1, int N>
 __device__ __forceinline__ void store_gradient(const params::Backward& p, const BackwardBlock& block, int first_key, float (&x)[N][4],

@@ -40,7 +40,7 @@ struct Masked {
   bool some;
 };
 
-// The number of the first tile of queries that sees CONSUMER_KEYS keys to the last.
+// The number of the first tile of queries in which every query sees all CONSUMER_KEYS keys.
 template <class Sight>
 __device__ __forceinline__ int seen_whole_from(const Segment& segment, const Sight& sight, int first_key) {
   if (first_key + CONSUMER_KEYS > segment.key_len) return INT_MAX;
