@@ -24,7 +24,7 @@ pub(super) struct Attending {
     /// SageBwd: products in INT8: paper, forward-and-s, scores, forward, or a list such as forward,s,dv [default: the run's]
     #[arg(long)]
     products: Option<Text<Int8Products>>,
-    /// SageBwd: vectors that share a scale in the backward: vector, group-N, tile [default: the run's]
+    /// SageBwd: granularity of the scales of P and dS: vector, group-N, tile [default: the run's]
     #[arg(long)]
     granularity: Option<Text<Granularity>>,
     /// Attn-QAT: axis along which 16 values of V share a scale: tokens, head-dim [default: the run's]

@@ -170,7 +170,7 @@ pub(super) fn plan(
     if sweep.runs.len() < count {
         let same = count - sweep.runs.len();
         notify(&format!(
-            "{same} of {count} combinations are the same run as another: what differs has no part in the result"
+            "{same} of {count} combinations are skipped: they are the same run as another, because the setting that differs has no effect on it"
         ));
     }
     if let Some((key, value)) = spec.baseline.iter().find(|(key, value)| sweep.has_no(key, value)) {

@@ -36,8 +36,8 @@ pub(super) struct Train {
     /// TOML file with settings; flags override it. Of a run's config.toml the [[changes]] are ignored
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     config: Option<PathBuf>,
-    /// Resume a run from its newest checkpoint, or from a checkpoint folder. Flags may change its length, evaluation and logging, but
-    /// not its model, data and step. `auto`, with --name, resumes that run or starts it: the same command for every start of a job
+    /// Resume a run from its newest checkpoint, or from a checkpoint folder. Flags may change its length, learning rates, evaluation and
+    /// logging, but not its model, data and batch size. `auto`, with --name, resumes that run or starts it: the same command for every start of a job
     #[arg(long, value_name = "RUN", help_heading = "Run", conflicts_with = "compare")]
     resume: Option<PathBuf>,
     /// With --resume RUN: continue in a new folder of this name, and leave RUN unchanged. Attention may change:
@@ -52,7 +52,7 @@ pub(super) struct Train {
     /// Write the run's training sequences in their order as a shard of documents, and exit, so that another program can train on them
     #[arg(long, value_name = "FILE", help_heading = "Run", conflicts_with_all = ["resume", "compare", "dry_run"])]
     write_batches: Option<PathBuf>,
-    /// Train once with each attention, and compare with fpa, or with the first. Like a list for --attn
+    /// A list for --attn: one run for each attention (and seed). The baseline is fpa if it is listed, else the first
     #[arg(
         long,
         value_enum,

@@ -46,7 +46,7 @@ pub fn gradient_errors(
 ) -> Result<Vec<GradientErrors>> {
     let count = extent.micro_batches;
     if !count.is_power_of_two() || count < 2 * BLOCKS {
-        return Err(Error::new("the number of micro-batches does not divide into pairs")
+        return Err(Error::new("the number of micro-batches is not a power of two from 16 on")
             .got(count)
             .allowed("16, 32, 64, ..")
             .hint("intervals are over eight parts of two micro-batches or more"));

@@ -200,8 +200,8 @@ impl Study {
         let entropy = entropies.next().flatten().filter(|first| entropies.all(|other| other == Some(*first)));
         let entropy = entropy.map_or(String::new(), |nats| format!("; unigram entropy {nats:.4}"));
         format!(
-            "loss in nats a token{entropy}; ± is half of a 95 % interval (Student's t) over seeds of finished runs; runs that diverged are in no mean; differences are \
-             over seeds in common, percent of the baseline's mean; an arm matches whose 90 % interval lies within the margin{}",
+            "loss in nats a token{entropy}; ± is half of a 95 % interval (Student's t) over seeds of finished runs; diverged runs are excluded; differences are \
+             over seeds in common, percent of the baseline's mean; an arm matches if its 90 % interval lies within the margin{}",
             match self.has_training() {
                 true =>
                     "; training loss: over the last quarter of the steps, on the same batches as the baseline; growth: slope of its difference over all steps",

@@ -39,13 +39,14 @@ pub struct AttentionSettings {
     /// SageBwd: matmuls in INT8: paper, forward-and-s, scores, forward, or a list such as forward,s,dv [default: paper]
     #[arg(long)]
     pub products: Option<Text<Int8Products>>,
-    /// SageBwd: vectors that share a scale in the backward: vector, group-N, tile [default: vector]
+    /// SageBwd: granularity of the scales of P and dS: a scale for each vector, for N vectors (group-N), or for a tile [default: vector]
     #[arg(long)]
     pub granularity: Option<Text<Granularity>>,
     /// Attn-QAT: axis along which 16 values of V share a scale: tokens, head-dim [default: tokens]
     #[arg(long)]
     pub value_groups: Option<Text<ValueGroups>>,
-    /// Attn-QAT: reference that probabilities are divided by before quantizing: row-max, two-level, literal [default: row-max]
+    /// Attn-QAT: reference that P is divided by before quantizing: row-max (the row's largest probability), two-level (a 2048th of it, so that
+    /// small probabilities keep their bits), literal (the paper's text) [default: row-max]
     #[arg(long)]
     pub p_reference: Option<Text<PReference>>,
     /// Attn-QAT: compute dS with the output of unquantized probabilities [default: on]

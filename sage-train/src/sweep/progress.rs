@@ -62,7 +62,10 @@ impl Progress {
         whole.reset_eta();
         let passed = places.len() - waiting.len();
         if passed > 0 {
-            notify(&format!("{passed} of {} runs are done, or not this start's", places.len()));
+            notify(&format!(
+                "{passed} of {} runs are skipped: finished, or left to other processes",
+                places.len()
+            ));
         }
         Self {
             all,

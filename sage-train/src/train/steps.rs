@@ -325,7 +325,7 @@ impl Run<'_> {
     pub(super) fn finish(mut self) -> std::result::Result<Outcome, Stop> {
         let config = self.config;
         if self.first < config.steps {
-            self.progress.say("the steps are done; the last checkpoint is on its way to the disk");
+            self.progress.say("training has finished; the last checkpoint is being saved");
         }
         self.warn_of_unread(Verification::end)?;
         if self.ranks.rank().is_first() {
