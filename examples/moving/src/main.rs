@@ -1,13 +1,15 @@
-//! The moves of docs/moving.md on Llama, Qwen2 and Gemma: the logits of candle-transformers' models of the same weights, and gradients for all of them.
+//! The moves of docs/moving.md on Llama, Mistral, Qwen2, Gemma, Gemma 2 and BERT: the logits of candle-transformers' models of the same weights, and
+//! gradients for all of them.
 //!
 //! `cargo run --release -p moving`
 
+mod bert;
 mod model;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Activation, VarBuilder, VarMap};
 use candle_sage::untrained;
-use candle_transformers::models::{gemma, llama, qwen2};
+use candle_transformers::models::{gemma, gemma2, llama, mistral, qwen2};
 
 use model::{Family, Model, Move, Sizes};
 
@@ -34,6 +36,24 @@ fn llama_config(sizes: Sizes) -> llama::Config {
         rope_scaling: None,
         max_position_embeddings: sizes.positions,
         tie_word_embeddings: false,
+    }
+}
+
+fn mistral_config(sizes: Sizes) -> mistral::Config {
+    mistral::Config {
+        vocab_size: sizes.vocabulary,
+        hidden_size: sizes.width,
+        intermediate_size: sizes.hidden,
+        num_hidden_layers: sizes.layers,
+        num_attention_heads: sizes.heads,
+        head_dim: None,
+        num_key_value_heads: sizes.key_heads,
+        hidden_act: Activation::Silu,
+        max_position_embeddings: sizes.positions,
+        rms_norm_eps: sizes.eps,
+        rope_theta: f64::from(sizes.base),
+        sliding_window: sizes.window,
+        use_flash_attn: false,
     }
 }
 
@@ -75,6 +95,27 @@ fn gemma_config(sizes: Sizes) -> gemma::Config {
     }
 }
 
+fn gemma2_config(sizes: Sizes) -> gemma2::Config {
+    gemma2::Config {
+        attention_bias: false,
+        head_dim: sizes.head_dim,
+        hidden_activation: Activation::GeluPytorchTanh,
+        hidden_size: sizes.width,
+        intermediate_size: sizes.hidden,
+        num_attention_heads: sizes.heads,
+        num_hidden_layers: sizes.layers,
+        num_key_value_heads: sizes.key_heads,
+        rms_norm_eps: sizes.eps,
+        rope_theta: f64::from(sizes.base),
+        vocab_size: sizes.vocabulary,
+        final_logit_softcapping: sizes.softcaps.map(|(_, cap)| cap),
+        attn_logit_softcapping: sizes.softcaps.map(|(cap, _)| cap),
+        query_pre_attn_scalar: sizes.head_dim,
+        sliding_window: None,
+        max_position_embeddings: sizes.positions,
+    }
+}
+
 /// The model of candle-transformers.
 fn theirs(sizes: Sizes, vb: VarBuilder<'_>) -> Result<Forward> {
     let forward: Forward = match sizes.family {
@@ -86,6 +127,14 @@ fn theirs(sizes: Sizes, vb: VarBuilder<'_>) -> Result<Forward> {
         }
         Family::Qwen2 => {
             let mut model = qwen2::ModelForCausalLM::new(&qwen2_config(sizes), vb)?;
+            Box::new(move |ids: &Tensor, position: usize| model.forward(ids, position))
+        }
+        Family::Mistral => {
+            let mut model = mistral::Model::new(&mistral_config(sizes), vb)?;
+            Box::new(move |ids: &Tensor, position: usize| model.forward(ids, position))
+        }
+        Family::Gemma2 => {
+            let mut model = gemma2::Model::new(false, &gemma2_config(sizes), vb)?;
             Box::new(move |ids: &Tensor, position: usize| model.forward(ids, position))
         }
         Family::Gemma => {
@@ -127,22 +176,27 @@ fn fill(vars: &VarMap) -> Result<()> {
     Ok(())
 }
 
+fn largest(x: &Tensor) -> Result<f32> {
+    x.abs()?.max_all()?.to_scalar::<f32>()
+}
+
 /// The largest distance of logits, over the largest logit: of a prompt, and of tokens one at a time.
-fn apart(ids: &Tensor, ours: &mut Model, mut theirs: Forward) -> Result<f32> {
+fn apart(ids: &Tensor, ours: &mut Model, mut theirs: Forward, sizes: Sizes) -> Result<f32> {
     let mut worst: f32 = 0.0;
-    for position in [0].into_iter().chain(PROMPT..PROMPT + MORE) {
+    // candle-transformers' Mistral forgets its window when it decodes.
+    let more = if sizes.window.is_none() { MORE } else { 0 };
+    for position in [0].into_iter().chain(PROMPT..PROMPT + more) {
         let next = ids.narrow(1, position, if position == 0 { PROMPT } else { 1 })?.contiguous()?;
         let got = ours.forward(&next, position, true)?.flatten_all()?;
         let expected = theirs(&next, position)?.flatten_all()?;
-        let most = |x: &Tensor| x.abs()?.max_all()?.to_scalar::<f32>();
-        worst = worst.max(most(&(got - &expected)?)? / most(&expected)?);
+        worst = worst.max(largest(&(got - &expected)?)? / largest(&expected)?);
     }
     Ok(worst)
 }
 
 fn main() -> Result<()> {
     println!("{:<8}{:>14}{:>14}   weights without a gradient", "", "heads first", "whole layer");
-    for family in [Family::Llama, Family::Qwen2, Family::Gemma] {
+    for family in [Family::Llama, Family::Mistral, Family::Qwen2, Family::Gemma, Family::Gemma2] {
         let (sizes, vars) = (Sizes::of(family), VarMap::new());
         let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
         // The first model makes the variables.
@@ -155,7 +209,7 @@ fn main() -> Result<()> {
         let mut here = Vec::new();
         for made in [Move::HeadsFirst, Move::WholeLayer] {
             let mut ours = Model::new(sizes, made, vb.clone())?;
-            let distance = apart(&ids, &mut ours, theirs(sizes, vb.clone())?)?;
+            let distance = apart(&ids, &mut ours, theirs(sizes, vb.clone())?, sizes)?;
             // The same f32 products, in sums of another order, and angles of up to 27 that are rounded otherwise, by 27 x 2^-24
             // = 1.6e-6 each.
             assert!(distance < 5e-6, "{family:?}, {made:?}: logits are {distance:.1e} apart");
@@ -168,5 +222,5 @@ fn main() -> Result<()> {
         let there = untrained(&vars, &loss.backward()?);
         println!("{line}   {} of {}, there {}", here.len(), vars.all_vars().len(), there.len());
     }
-    Ok(())
+    bert::compare()
 }

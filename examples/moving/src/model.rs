@@ -1,4 +1,4 @@
-//! Llama, Qwen2 and Gemma under candle-transformers' names, with the two moves of docs/moving.md: a copy of their attention whose tensors stay
+//! Llama, Mistral, Qwen2, Gemma and Gemma 2 under candle-transformers' names, with the two moves of docs/moving.md: a copy of their attention whose tensors stay
 //! (batch, heads, sequence, head_dim), and `nn::SelfAttention` instead of the whole layer.
 
 use candle_core::{D, Module, Result, Tensor};
@@ -10,8 +10,10 @@ use candle_sage::{Attention, Scheme};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Family {
     Llama,
+    Mistral,
     Qwen2,
     Gemma,
+    Gemma2,
 }
 
 /// The sizes of a small model.
@@ -28,6 +30,10 @@ pub(crate) struct Sizes {
     pub(crate) positions: usize,
     pub(crate) base: f32,
     pub(crate) eps: f64,
+    /// Tokens before its own that a query sees, if not all.
+    pub(crate) window: Option<usize>,
+    /// Soft caps of the attention's logits and of the model's: low ones, so that they change small models.
+    pub(crate) softcaps: Option<(f64, f64)>,
 }
 
 impl Sizes {
@@ -42,15 +48,26 @@ impl Sizes {
             heads: 4,
             key_heads: 2,
             // Gemma's heads are not width / heads wide.
-            head_dim: if family == Family::Gemma { 32 } else { 16 },
+            head_dim: if matches!(family, Family::Gemma | Family::Gemma2) { 32 } else { 16 },
             positions: 64,
             base: 10_000.0,
             eps: 1e-6,
+            window: (family == Family::Mistral).then_some(7),
+            softcaps: (family == Family::Gemma2).then_some((1.0, 2.0)),
         }
     }
 
     fn biased(&self) -> bool {
         self.family == Family::Qwen2
+    }
+
+    fn is_gemma(&self) -> bool {
+        matches!(self.family, Family::Gemma | Family::Gemma2)
+    }
+
+    fn attention(&self) -> Attention {
+        let attention = Attention::new(Scheme::FullPrecision).causal(true).window(self.window, Some(0));
+        self.softcaps.map_or(attention.clone(), |(cap, _)| attention.softcap(cap))
     }
 }
 
@@ -121,7 +138,7 @@ enum Layer {
 
 impl Layer {
     fn new(sizes: Sizes, made: Move, vb: VarBuilder<'_>) -> Result<Self> {
-        let attention = Attention::new(Scheme::FullPrecision).causal(true);
+        let attention = sizes.attention();
         let Sizes { width, heads, key_heads, head_dim, positions, .. } = sizes;
         Ok(match made {
             Move::HeadsFirst => {
@@ -175,9 +192,9 @@ enum Norm {
 
 impl Norm {
     fn new(sizes: Sizes, vb: VarBuilder<'_>) -> Result<Self> {
-        Ok(match sizes.family {
-            Family::Gemma => Self::PlusOne { weight: vb.get(sizes.width, "weight")?, eps: sizes.eps },
-            _ => Self::Plain(RmsNorm::load(sizes.width, sizes.eps, vb)?),
+        Ok(match sizes.is_gemma() {
+            true => Self::PlusOne { weight: vb.get(sizes.width, "weight")?, eps: sizes.eps },
+            false => Self::Plain(RmsNorm::load(sizes.width, sizes.eps, vb)?),
         })
     }
 }
@@ -192,8 +209,26 @@ impl Module for Norm {
     }
 }
 
+/// The norms around a branch: Gemma 2 also has one after it.
+struct Norms {
+    before: Norm,
+    after: Option<Norm>,
+}
+
+impl Norms {
+    fn new(sizes: Sizes, [before, after]: [&str; 2], vb: &VarBuilder<'_>) -> Result<Self> {
+        let after = (sizes.family == Family::Gemma2).then(|| Norm::new(sizes, vb.pp(after)));
+        Ok(Self { before: Norm::new(sizes, vb.pp(before))?, after: after.transpose()? })
+    }
+
+    fn add(&self, x: &Tensor, branch: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+        let y = branch(&self.before.forward(x)?)?;
+        x + self.after.as_ref().map_or(Ok(y.clone()), |norm| norm.forward(&y))?
+    }
+}
+
 struct Block {
-    norms: [Norm; 2],
+    norms: [Norms; 2],
     attention: Layer,
     gate: Linear,
     up: Linear,
@@ -205,25 +240,27 @@ impl Block {
     fn new(sizes: Sizes, made: Move, vb: VarBuilder<'_>) -> Result<Self> {
         let Sizes { width, hidden, family, .. } = sizes;
         let mlp = vb.pp("mlp");
+        let post = "post_attention_layernorm";
+        let names = match family {
+            Family::Gemma2 => {
+                [["input_layernorm", post], ["pre_feedforward_layernorm", "post_feedforward_layernorm"]]
+            }
+            _ => [["input_layernorm", ""], [post, ""]],
+        };
         Ok(Self {
-            norms: [
-                Norm::new(sizes, vb.pp("input_layernorm"))?,
-                Norm::new(sizes, vb.pp("post_attention_layernorm"))?,
-            ],
+            norms: [Norms::new(sizes, names[0], &vb)?, Norms::new(sizes, names[1], &vb)?],
             attention: Layer::new(sizes, made, vb.pp("self_attn"))?,
             gate: linear_no_bias(width, hidden, mlp.pp("gate_proj"))?,
             up: linear_no_bias(width, hidden, mlp.pp("up_proj"))?,
             down: linear_no_bias(hidden, width, mlp.pp("down_proj"))?,
-            activation: if family == Family::Gemma { Activation::GeluPytorchTanh } else { Activation::Silu },
+            activation: if sizes.is_gemma() { Activation::GeluPytorchTanh } else { Activation::Silu },
         })
     }
 
     fn forward(&mut self, x: &Tensor, position: usize, decoding: bool) -> Result<Tensor> {
-        let attended = self.attention.forward(&self.norms[0].forward(x)?, position, decoding)?;
-        let x = (x + attended)?;
-        let y = self.norms[1].forward(&x)?;
-        let y = (y.apply(&self.gate)?.apply(&self.activation)? * y.apply(&self.up)?)?;
-        x + y.apply(&self.down)?
+        let Self { norms: [around_attention, around_mlp], attention, gate, up, down, activation } = self;
+        let x = around_attention.add(x, |y| attention.forward(y, position, decoding))?;
+        around_mlp.add(&x, |y| (y.apply(gate)?.apply(activation)? * y.apply(up)?)?.apply(down))
     }
 }
 
@@ -233,6 +270,7 @@ pub(crate) struct Model {
     blocks: Vec<Block>,
     norm: Norm,
     head: Linear,
+    softcap: Option<f64>,
 }
 
 impl Model {
@@ -242,16 +280,17 @@ impl Model {
         let model = vb.pp("model");
         let table = embedding(vocabulary, width, model.pp("embed_tokens"))?;
         let head = match family {
-            Family::Llama => linear_no_bias(width, vocabulary, vb.pp("lm_head"))?,
+            Family::Llama | Family::Mistral => linear_no_bias(width, vocabulary, vb.pp("lm_head"))?,
             _ => Linear::new(table.embeddings().clone(), None),
         };
         let block = |layer: usize| Block::new(sizes, made, model.pp("layers").pp(layer));
         Ok(Self {
             embedding: table,
-            scale: if family == Family::Gemma { (width as f64).sqrt() } else { 1.0 },
+            scale: if sizes.is_gemma() { (width as f64).sqrt() } else { 1.0 },
             blocks: (0..sizes.layers).map(block).collect::<Result<_>>()?,
             norm: Norm::new(sizes, model.pp("norm"))?,
             head,
+            softcap: sizes.softcaps.map(|(_, cap)| cap),
         })
     }
 
@@ -263,6 +302,7 @@ impl Model {
             x = block.forward(&x, position, decoding)?;
         }
         let last = x.narrow(1, x.dim(1)? - 1, 1)?;
-        self.head.forward(&self.norm.forward(&last)?)?.flatten_to(D::Minus2)
+        let logits = self.head.forward(&self.norm.forward(&last)?)?.flatten_to(D::Minus2)?;
+        self.softcap.map_or(Ok(logits.clone()), |cap| (logits / cap)?.tanh()? * cap)
     }
 }
