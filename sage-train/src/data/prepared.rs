@@ -17,7 +17,7 @@ pub(super) const LIST: &str = "dataset.json";
 pub struct Prepared {
     /// What was typed.
     pub inputs: Vec<String>,
-    /// [`Tokenizer::hash`].
+    /// [`Tokenizer::hash`](crate::data::Tokenizer::hash).
     pub tokenizer: String,
     /// Its entries.
     pub vocab_size: usize,
