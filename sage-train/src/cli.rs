@@ -41,7 +41,7 @@ use threads::{OnThreads, Threads};
 use train::Train;
 
 const EXAMPLES: &str = "Examples:
-  sage-train                                         train on the built-in corpus, about a minute
+  sage-train                                         train on the built-in corpus, a few minutes
   sage-train --compare fpa,sagebwd,none              what INT8 costs, what attention is worth
   sage-train --attn fpa,sagebwd --seed 1,2,3         lists are a sweep: every combination, with intervals
   sage-train sweep paper-mini --jobs 4               the paper's matrix, small; the same command goes on
@@ -100,7 +100,7 @@ enum Verb {
         #[arg(long, value_name = "WORDS")]
         recall: Option<usize>,
     },
-    /// Measure the speed of attention: full precision and SageBwd, forward and backward
+    /// Measure the speed of attention in every scheme, of SLA2, and of links between GPUs
     Bench {
         #[command(subcommand)]
         what: Bench,

@@ -171,7 +171,7 @@ impl ForeignAttention {
             return Err(Error::unsupported("values of another head_dim than keys in this scheme")
                 .got(format!("{} and {}, {}", shape.value_dim(), shape.head_dim(), attention.scheme))
                 .allowed("equal head_dims; any in full precision")
-                .hint("channels of zeros make them equal, with the softmax scale of the narrower keys")
+                .hint("pad the narrower of keys and values with zeros; if you pad queries and keys, keep the softmax scale of their own head_dim")
                 .into());
         }
         Ok(Self {

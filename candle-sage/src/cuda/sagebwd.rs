@@ -99,7 +99,7 @@ fn check_settings(settings: &SageBwd) -> crate::error::Result<()> {
         (Int8Products::FORWARD_AND_S | Int8Products::SCORES, Smoothing::Qk) => {
             return Err(Error::unsupported("these products do not go with Q smoothing on CUDA")
                 .got(format!("products {}, smoothing {}", settings.products, settings.smoothing))
-                .allowed("smoothing none, k or kv; with smoothing qk products paper or forward")
+                .allowed("smoothing none or k, with forward-and-s also kv; smoothing qk with products paper or forward")
                 .hint("the CPU takes any"));
         }
         (

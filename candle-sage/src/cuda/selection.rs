@@ -104,7 +104,7 @@ fn slot_floats(d: usize) -> usize {
     slot_pieces(d) * 16 * d.min(128)
 }
 
-/// Pieces of these sums that a warp has: 16 keys, and 128 channels at most, of dK or dV.
+/// Pieces in the sums of a list. A piece is what one warp has: dK or dV of 16 keys and of 128 channels at most.
 fn slot_pieces(d: usize) -> usize {
     2 * SELECTION_BLOCK / 16 * d.div_ceil(128)
 }
@@ -176,7 +176,7 @@ impl<'a> Users<'a> {
     pub(super) fn cuts(&self, gpu: &Gpu) -> params::Cuts<'_> {
         self.cuts.as_ref().map(|cuts| cuts.params(gpu)).unwrap_or_default()
     }
-    /// Blocks of keys that the parts beyond the first ones read again, at most.
+    /// The largest number of blocks of keys that are read again: one for each part of a cut list but its first.
     pub(super) fn more_blocks(&self) -> usize {
         self.cuts.as_ref().map_or(0, |cuts| cuts.most_parts)
     }

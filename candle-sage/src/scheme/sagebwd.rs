@@ -389,7 +389,7 @@ impl SageBwd {
             return Err(Error::new("this mean of K does nothing without smoothing")
                 .got(format!("key_mean {}, smoothing {}", self.key_mean, self.smoothing))
                 .allowed("smoothing k, qk or kv; or key_mean all")
-                .hint("key_mean says which tokens the mean is taken over that smoothing subtracts"));
+                .hint("smoothing subtracts a mean; key_mean says over which tokens it is taken"));
         }
         if self.smoothing.of_values() && !self.products.o {
             return Err(Error::new("this smoothing does nothing with these products")
@@ -409,7 +409,7 @@ impl SageBwd {
             return Err(Error::new("this granularity does nothing with these products")
                 .got(format!("granularity {}, products {}", self.granularity, self.products))
                 .allowed("granularity vector, where neither dv, dq nor dk runs in INT8")
-                .hint("granularity is of the scales of P, dS and dO in the backward"));
+                .hint("granularity sets how many values share a scale of P, dS and dO in the backward"));
         }
         Ok(())
     }

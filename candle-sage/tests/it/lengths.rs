@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-const FOLDERS: [&str; 6] = ["candle-sage", "sage-train", "kernels", "python", "examples", "scripts"];
+const FOLDERS: [&str; 7] = ["candle-sage", "sage-train", "kernels", "python", "examples", "scripts", "xtask"];
 const EXTENSIONS: [&str; 6] = ["rs", "cu", "cuh", "cc", "h", "py"];
 
 /// The most lines of a file.

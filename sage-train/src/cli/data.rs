@@ -64,13 +64,13 @@ pub(super) struct Prepare {
     /// Part of the documents kept for validation
     #[arg(long, value_name = "PART", default_value_t = 0.005, conflicts_with = "val_data")]
     val_fraction: f64,
-    /// Validation data, named like DATA; then no part of DATA is kept for validation
+    /// Validation data, in the forms of DATA. With it, no part of DATA is kept for validation
     #[arg(long, value_name = "DATA")]
     val_data: Vec<String>,
     /// Seed for the choice of validation documents
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Key of JSON lines (`a.b` of an object in it), or column of CSV or parquet, that holds the text [default: text, or the
+    /// Where the text is: a key of the JSON lines (`a.b` for key b inside the object a), or a column of CSV or parquet [default: text, or the
     /// recipe's]
     #[arg(long, value_name = "NAME")]
     text_field: Option<String>,
@@ -90,7 +90,7 @@ pub(super) struct TrainTokenizer {
     /// Vocabulary size
     #[arg(long, value_name = "N", default_value = "32k")]
     vocab_size: Quantity,
-    /// Key of JSON lines (`a.b` of an object in it), or column of CSV or parquet, that holds the text [default: text, or the
+    /// Where the text is: a key of the JSON lines (`a.b` for key b inside the object a), or a column of CSV or parquet [default: text, or the
     /// recipe's]
     #[arg(long, value_name = "NAME")]
     text_field: Option<String>,

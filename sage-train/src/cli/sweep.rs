@@ -22,7 +22,7 @@ use crate::{notify, partial, train, writing};
 /// A sweep. Every flag of a run is taken too: it wins over the file, for all runs, and a list of values replaces the file's.
 #[derive(Debug, Args)]
 pub(super) struct Sweeping {
-    /// A TOML file, or a built-in sweep: tiny and sla2-tiny (CPU, minutes), paper-mini, products-mini, attn-qat-mini, layers-mini, linear-mini, window-mini, optimizer-mini, muon-mini and continuation-mini (minutes of one H100), sla2-prose (ten minutes of one H100, from a dense model), paper (a cluster)
+    /// A TOML file, or a built-in sweep: tiny (an hour of two cores), sla2-tiny (20 minutes of two cores), paper-mini, products-mini, attn-qat-mini, layers-mini, linear-mini, window-mini, optimizer-mini, muon-mini and continuation-mini (minutes of one H100), sla2-prose (ten minutes of one H100, from a dense model), paper (a cluster)
     #[arg(value_name = "FILE")]
     file: String,
     /// Print the runs, their state and the estimated time that is left, then exit; a few steps of each shape are measured for it

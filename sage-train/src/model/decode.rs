@@ -61,7 +61,7 @@ impl Llama {
         // Layers without attention cache nothing.
         let kept: Vec<usize> = layers.iter().map(|layer| layer.k_cache().current_seq_len()).collect();
         if kept.iter().any(|&len| len != kept[0] || len != 0 && len != *tokens) {
-            return Err(Error::new("the past of a call that failed cannot continue")
+            return Err(Error::new("cannot continue from this past: an earlier call with it failed")
                 .got(format!("{kept:?} tokens in the layers, after {tokens}"))
                 .allowed("as many in all layers")
                 .hint("begin a new past")

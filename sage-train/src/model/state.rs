@@ -86,7 +86,7 @@ impl StateFile {
                     name if found.is_none() && name.contains(".self_attn.") => {
                         "these weights are of another attention: leave --attn, --qk-norm and --qkv-bias out"
                     }
-                    _ => "weights and settings belong to one run; --init-from also takes their sizes",
+                    _ => "take weights and settings of the same run; --init-from also takes their sizes",
                 })
         })?;
         let list = || tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
@@ -188,7 +188,7 @@ impl State {
                 files.join(", ")
             ))
             .allowed(format!("{prefix}{} of shape {:?}", spec.name, spec.dims))
-            .hint("weights and settings belong to one run"))
+            .hint("take weights and settings of the same run"))
     }
 }
 
@@ -240,7 +240,7 @@ impl Part {
             return Err(Error::new(format!("{} is not of this model", self.path.display()))
                 .got(format!("{name} of shape {:?} in {:?}", info.shape, info.dtype))
                 .allowed(format!("{name} of shape {shape:?} in f32"))
-                .hint("weights and settings belong to one run"));
+                .hint("take weights and settings of the same run"));
         }
         let Some(here) = overlap(range, &(first as usize..(first + len) as usize)) else { return Ok(None) };
         let mut bytes = vec![0; 4 * here.len()];

@@ -67,7 +67,9 @@ pub fn gradient_errors(
     let mixture = if own_data { &data.train } else { &data.validation };
     let mut batches = Batches::new(mixture, config.data.cut(&data.tokenizer));
     if own_data && trained.sequences_seen.is_none() {
-        notify("which sequences the model was trained on is not known: from the first, it may know them");
+        notify(
+            "it is not known which sequences the model was trained on: the probe begins with the first, which it may have seen in training",
+        );
     }
     let first = trained.sequences_seen.filter(|_| own_data).unwrap_or(0);
     check_disjoint(&mut batches, first, count.saturating_mul(config.micro_batch))?;

@@ -59,13 +59,13 @@ pub struct LinearSettings {
     /// FP8: format of the gradients of the layers' outputs [default: e4m3]
     #[arg(long, value_enum)]
     pub linear_gradient: Option<FormatSetting>,
-    /// FP8: which largest value gives an operand its scale [default: delayed]
+    /// FP8: how an operand's scale is set: from its own largest value, or from those of earlier steps [default: delayed]
     #[arg(long, value_enum)]
     pub linear_scaling: Option<ScalingSetting>,
     /// FP8: precision of the accumulators of matmuls on a GPU; gradients of the output matrix always have f32 [default: fast]
     #[arg(long, value_enum)]
     pub linear_sums: Option<SumsSetting>,
-    /// FP8: precision of the matmuls of the output matrix; its gradient of the logits is in e5m2 [default: bf16]
+    /// FP8: precision of the matmuls of the output matrix. In fp8 the gradient of the logits is in e5m2 [default: bf16]
     #[arg(long, value_enum)]
     pub linear_head: Option<LinearSetting>,
     /// FP8: transformer blocks whose linear layers stay in bf16: 0,-1 are the first and the last [default: none]

@@ -146,7 +146,7 @@ pub struct OptimizerSettings {
     /// Muon: decay of the momentum, with Nesterov [default: 0.95]
     #[arg(long, value_name = "BETA")]
     pub muon_momentum: Option<f64>,
-    /// Muon: divide each row of an orthogonal direction by the root of its running mean square, which decays by BETA (NorMuon, 0.95 there)
+    /// Muon: divide each row of the orthogonalized step by the root of the row's running mean square. BETA is the decay of this mean (NorMuon has 0.95)
     /// [default: rows stay as they are]
     #[arg(long, value_name = "BETA")]
     pub muon_beta2: Option<f64>,

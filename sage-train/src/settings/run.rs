@@ -16,7 +16,7 @@ use crate::quantity::Quantity;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Preset {
-    /// 1M parameters, context 256: trains in about a minute on two cores
+    /// 1M parameters, context 256: trains in a few minutes on two cores
     Tiny,
     /// 12M parameters, context 512: minutes to hours on a CPU
     Mini,

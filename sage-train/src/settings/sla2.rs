@@ -26,7 +26,7 @@ pub struct Sla2Settings {
     /// Key blocks that a query block selects, instead of a sparsity
     #[arg(long, value_name = "N")]
     pub sla2_blocks: Option<usize>,
-    /// Number of these that are always the nearest past blocks [default: 0]
+    /// Number of the selected blocks of keys that are always the nearest past ones [default: 0]
     #[arg(long, value_name = "N")]
     pub sla2_nearest: Option<usize>,
     /// Tokens of a block; 128 on a GPU [default on the CPU: a sixteenth of the context, 16 to 128]
@@ -76,7 +76,9 @@ impl Form {
     pub(super) fn summary(self) -> &'static str {
         match self {
             Self::Learned => "Blocks that a learned router picks, a linear tail for the rest (SLA2)",
-            Self::Identity => "SLA2 with the router as it starts: products of block means",
+            Self::Identity => {
+                "SLA2 with an untrained router, which ranks blocks by the products of their means"
+            }
             Self::Window => "SLA2 with the nearest blocks and the first one",
             Self::Sparse => "SLA2 without the tail: block-sparse attention with a learned router",
         }

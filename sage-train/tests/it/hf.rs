@@ -7,6 +7,7 @@ mod training;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Result, Tensor};
+use candle_sage::Scheme;
 use sage_train::device::Place;
 use sage_train::evaluate::{Example, choose};
 use sage_train::hf;
@@ -225,6 +226,13 @@ fn weights_may_be_in_several_files() -> Result<()> {
 #[test]
 fn an_export_says_what_attention_it_was_trained_for() -> Result<()> {
     let scratch = Scratch::new();
+    let told = Scheme::all().into_iter().filter(|scheme| !scheme.runtime_settings().is_empty());
+    let names: Vec<_> = told.map(|scheme| scheme.name()).collect();
+    assert_eq!(
+        names,
+        ["attn-qat"],
+        "this test, and `hf::attention`, which reads what an export says, need the new scheme"
+    );
     for (attn, flags) in [("attn-qat", &["--value-groups", "head-dim"][..]), ("sagebwd", &[])] {
         scratch.ok(&small(&[&["--attn", attn, "--steps", "2", "--name", attn], flags].concat()));
         scratch.ok(&["export", &format!("runs/{attn}"), "--to", attn]);

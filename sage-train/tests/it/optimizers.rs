@@ -61,6 +61,11 @@ fn settings_of_muon_count() {
         ("original", ["--muon-scale", "original"]),
         ("heads", ["--muon-heads", "together"]),
     ];
+    let help = scratch.ok(&["--help"]);
+    for flag in help.split_whitespace().filter(|word| word.starts_with("--muon-")) {
+        let flag = flag.trim_end_matches(|c: char| !c.is_ascii_alphanumeric());
+        assert!(all.iter().any(|(_, flags)| flags[0] == flag), "{flag} is not tested");
+    }
     let mut seen = vec![adamw, muon];
     for (name, flags) in all {
         seen.push(train(&scratch, name, &[&["--optimizer", "muon"][..], &flags, &steps].concat()));

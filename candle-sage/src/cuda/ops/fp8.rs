@@ -56,7 +56,7 @@ impl Codes {
         Ok(params::Fp8Codes { used: address(&self.scale, gpu), ..self.params(gpu, e5m2)? })
     }
 
-    /// As [`Codes::params`], with a matrix's place in the state of its scales. The scale is copied, because the state's changes.
+    /// As [`Codes::params`], with a matrix's place in the state of its scales. The scale is copied, because the one in the state changes.
     fn params_at<'a>(&'a self, gpu: &Gpu, site: Fp8Site, state: &Site<'a>) -> Result<params::Fp8Codes<'a>> {
         let Site { scale, largest, saturated, .. } = *state;
         let used = address(&self.scale, gpu);

@@ -64,7 +64,7 @@ fn check(scheme: &Scheme) -> Result<()> {
     if !scheme.smooths_keys() {
         return Ok(());
     }
-    Err(Error::unsupported("the log-sum-exp of smoothed keys is not that of the keys")
+    Err(Error::unsupported("smoothing the keys changes the log-sum-exp")
         .got(scheme)
         .allowed("full precision, or a scheme with Smoothing::None")
         .hint("use `.smoothing(Smoothing::None)`; to smooth, subtract a mean m from the keys yourself and add softmax_scale * (q . m) to the log-sum-exp")

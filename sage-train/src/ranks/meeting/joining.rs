@@ -57,7 +57,7 @@ pub(super) fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
     let listener = listen(world).map_err(&failed)?;
     if world.secret.is_guessable && !listener.local_addr().map_err(&failed)?.ip().is_loopback() {
         notify(
-            "the ranks know each other by the number of the job alone: SAGE_TRAIN_SECRET keeps out who knows it too",
+            "the ranks recognize each other only by the number of the job: set SAGE_TRAIN_SECRET to keep out others who know it",
         );
     }
     let mut greetings = Greetings::new(listener, &world.secret).map_err(&failed)?;
