@@ -187,7 +187,7 @@ fn smoothed_keys_have_other_log_sum_exps() -> Result<()> {
     let x = Tensor::zeros((1, 4, 1, 8), DType::F32, &Device::Cpu)?;
     let error =
         Attention::new(SageBwd::default()).apply_with_lse(&x, &x, &x).expect_err("smoothed").to_string();
-    assert!(error.contains("smoothed keys") && error.contains("hint:"), "{error}");
+    assert!(error.contains("smoothing the keys") && error.contains("hint:"), "{error}");
     let (_, vjp) = Attention::new(SageBwd::default()).vjp(&x, &x, &x)?;
     assert!(vjp.lse().is_err());
     let (out, vjp) = Attention::default().vjp(&x, &x, &x)?;
