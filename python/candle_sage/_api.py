@@ -50,7 +50,8 @@ def attention(
     sinks: (query heads), for each head a further logit in the softmax's denominator, which has no value. It gets a gradient.
     alibi_slopes: (query heads), without a gradient.
     blocks: (batch, key heads, blocks of queries, blocks of keys), bool: which blocks of 128 keys a block of 128 queries sees. Only these are
-        computed. With a causal mask the blocks on the diagonal are seen in any case; without one each row has a True.
+        computed. With a causal mask the blocks on the diagonal are seen in any case; without one each row must have a True: a row
+        without is an error, on a GPU a failed assertion of the device.
     deterministic: whether gradients have the same bits in every run.
     cu_seqlens_q, cu_seqlens_k: cumulative lengths of packed documents, as FlashAttention's: [0, 20, 64] are two documents. The
         batch is then 1. Lists or CPU tensors: tensors on a GPU are copied to the host, which waits.

@@ -113,6 +113,9 @@ def lists_of(blocks, query, key, causal):
     if causal:
         # The blocks on the diagonal are seen in any case, those above it never.
         blocks = blocks.tril(-1) | torch.eye(*counts, dtype=torch.bool, device=blocks.device)
+    elif blocks.is_cuda:
+        # An error of the device, because to raise one here would wait for it. On a CPU the lists are checked where they are read.
+        torch._assert_async(blocks.any(-1).all(), "candle_sage: a block of queries sees no block of keys")
     order = torch.sort(blocks.to(torch.uint8), dim=-1, descending=True, stable=True).indices
     lists = torch.cat((blocks.sum(-1, keepdim=True), order), -1).to(torch.int32)
     return lists.transpose(0, 1).reshape(shape[1], -1, 1 + counts[1])

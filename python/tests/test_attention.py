@@ -316,6 +316,9 @@ def test_selected_blocks(name, causal, device, dtypes):
         assert torch.equal(torch.compile(call, fullgraph=True)(q, k, v), call(q, k, v))
     with pytest.raises(ValueError, match="blocks of queries"):
         candle_sage.attention(q, k, v, causal=causal, blocks=blocks[:, :, :3], **settings)
+    if not causal and device == "cpu":
+        with pytest.raises(ValueError, match="sees nothing"):
+            candle_sage.attention(q, k, v, blocks=torch.zeros_like(blocks), **settings)
     # Every block is dense attention.
     every = torch.ones_like(blocks)
     dense = candle_sage.attention(q, k, v, causal=causal, **settings)
