@@ -21,7 +21,11 @@ use std::sync::Arc;
 /// assert_eq!(candle_core::Error::from(error.clone()).to_string(), error.to_string());
 /// ```
 #[derive(Debug, Clone)]
-pub struct Error {
+pub struct Error(Box<Parts>);
+
+/// Behind one pointer, so that a `Result` with an [`Error`] is no larger than its value.
+#[derive(Debug, Clone)]
+struct Parts {
     kind: ErrorKind,
     what: String,
     got: Option<String>,
@@ -32,14 +36,14 @@ pub struct Error {
 
 impl std::error::Error for Error {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        self.source.as_ref().map(|source| &**source as _)
+        self.0.source.as_ref().map(|source| &**source as _)
     }
 }
 
 /// Errors are equal if they have the same kind and text.
 impl PartialEq for Error {
     fn eq(&self, other: &Self) -> bool {
-        self.kind == other.kind && self.to_string() == other.to_string()
+        self.0.kind == other.0.kind && self.to_string() == other.to_string()
     }
 }
 
@@ -145,14 +149,14 @@ pub type Result<T> = std::result::Result<T, Error>;
 impl Error {
     /// An error about `what`; the other methods add the details.
     pub fn new(what: impl Into<String>) -> Self {
-        Self {
+        Self(Box::new(Parts {
             kind: ErrorKind::Invalid,
             what: what.into(),
             got: None,
             allowed: None,
             hint: None,
             source: None,
-        }
+        }))
     }
 
     /// Creates an error about something well-formed that this device or build cannot do:
@@ -174,19 +178,19 @@ impl Error {
     /// Sets what kind of error it is.
     #[must_use]
     pub fn with_kind(mut self, kind: ErrorKind) -> Self {
-        self.kind = kind;
+        self.0.kind = kind;
         self
     }
 
     /// What kind of error it is, for programs that act on it: the text is for people, and may change.
     pub fn kind(&self) -> ErrorKind {
-        self.kind
+        self.0.kind
     }
 
     /// Adds what the caller gave.
     #[must_use]
     pub fn got(mut self, got: impl fmt::Display) -> Self {
-        self.got = Some(got.to_string());
+        self.0.got = Some(got.to_string());
         self
     }
 
@@ -202,33 +206,36 @@ impl Error {
     /// assert!(error.to_string().contains("got:"));
     /// ```
     #[must_use]
-    pub fn caused_by(self, source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+    pub fn caused_by(mut self, source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
         let source: Arc<dyn std::error::Error + Send + Sync> = source.into().into();
-        Self { got: Some(source.to_string()), source: Some(source), ..self }
+        self.0.got = Some(source.to_string());
+        self.0.source = Some(source);
+        self
     }
 
     /// Adds what would have been accepted.
     #[must_use]
     pub fn allowed(mut self, allowed: impl fmt::Display) -> Self {
-        self.allowed = Some(allowed.to_string());
+        self.0.allowed = Some(allowed.to_string());
         self
     }
 
     /// Adds what to do next.
     #[must_use]
     pub fn hint(mut self, hint: impl fmt::Display) -> Self {
-        self.hint = Some(hint.to_string());
+        self.0.hint = Some(hint.to_string());
         self
     }
 }
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Parts { kind, what, got, allowed, hint, source: _ } = &*self.0;
         if f.alternate() {
-            write!(f, "{MARK}{:?}: ", self.kind)?;
+            write!(f, "{MARK}{kind:?}: ")?;
         }
-        f.write_str(&self.what)?;
-        let lines = [("got", &self.got), ("allowed", &self.allowed), ("hint", &self.hint)];
+        f.write_str(what)?;
+        let lines = [("got", got), ("allowed", allowed), ("hint", hint)];
         for (label, text) in lines {
             if let Some(text) = text {
                 write!(f, "\n  {:<9}{text}", format!("{label}:"))?;
