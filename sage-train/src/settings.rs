@@ -166,6 +166,32 @@ mod tests {
         assert_eq!(declared, flags);
     }
 
+    /// A setting that is parsed and has no effect would be accepted silently. A preset gives values, and reads none.
+    #[test]
+    fn every_setting_is_read() {
+        fn sources(folder: &std::path::Path, all: &mut String) {
+            for path in
+                std::fs::read_dir(folder).expect("sources").map(|entry| entry.expect("an entry").path())
+            {
+                if path.is_dir() {
+                    sources(&path, all);
+                } else if !path.ends_with("preset.rs") {
+                    let text = std::fs::read_to_string(&path).expect("a source");
+                    all.push_str(text.split("#[cfg(test)]\nmod tests").next().unwrap_or(""));
+                }
+            }
+        }
+        let mut all = String::new();
+        sources(&std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut all);
+        let is_read = |field: &str| {
+            let access = format!(".{field}");
+            let mut after = all.split(&access).skip(1);
+            after.any(|rest| !rest.starts_with(|c: char| c.is_alphanumeric() || c == '_'))
+        };
+        let unread: Vec<_> = declared().map(|(field, _)| field).filter(|field| !is_read(field)).collect();
+        assert!(unread.is_empty(), "{unread:?}");
+    }
+
     /// What is in the identity is compared between ranks anyway.
     #[test]
     fn ranks_compare_what_the_identity_leaves_out() {
