@@ -4,6 +4,7 @@
 
 #include <sage/attention/rows.cuh>
 #include <sage/attention/segment.cuh>
+#include <sage/params/plans.cuh>
 #include <sage/tile/products.cuh>
 
 namespace sage::attention {
@@ -52,9 +53,17 @@ __device__ __forceinline__ void copy_panels_by_warp(uint32_t to, Rows<T> rows, i
 
 // Copies D channels of a tile of 64 rows, from channel `channel` on, through a tensor map into panels of PANEL_ROWS rows: one thread
 // issues a copy for each panel. The caller announces the 64 x D x 2 bytes to the mbarrier by expect_tx.
-template <int D, int PANEL_ROWS = TILE>
+//
+// A map reads on beyond the end of a packed document. OVER_END says what the mainloop makes of that, as the table of plans must.
+enum class OverEnd {
+  HARMLESS,  // the mainloop copies such a tile otherwise, or never uses the rows beyond the end
+  WRONG,     // packed documents must not have maps
+};
+template <params::Mainloop MAINLOOP, OverEnd OVER_END, int D, int PANEL_ROWS = TILE>
 __device__ __forceinline__ void copy_tile_panels(uint32_t to, const params::TensorMap& map, int batch, int head, int first,
                                                  uint32_t mbarrier, int channel = 0) {
+  static_assert(params::facts(MAINLOOP).maps != params::UNMAPPED);
+  static_assert(params::facts(MAINLOOP).documents == (OVER_END == OverEnd::HARMLESS));
 #pragma unroll
   for (int panel = 0; panel < D / 64; ++panel)
     ptx::cp_async_bulk_tensor(to + panel * PANEL_ROWS * 128, &map, channel + panel * 64, first, head, batch, mbarrier);

@@ -10,20 +10,23 @@ enum Mainloop : unsigned {
 #include <sage/params/plans.def>
 };
 
-// Parts of the channels of a tile of dQ's sums.
-consteval int dq_parts(Mainloop mainloop) {
-#define SAGE_MAINLOOP(name, maps, documents, dq_parts, ...) \
-  if (mainloop == name) return dq_parts;
+// What the host relies on; plans.def explains the columns. The code that makes a fact true asserts it.
+struct MainloopFacts {
+  Maps maps;
+  bool documents;
+  int dq_parts, channels;
+  bool persistent;
+};
+consteval MainloopFacts facts(Mainloop mainloop) {
+#define SAGE_MAINLOOP(name, ...) \
+  if (mainloop == name) return {__VA_ARGS__};
 #include <sage/params/plans.def>
-  return 0;
+  throw "plans.def has no such mainloop";
 }
 
 // Blocks that divide the channels of the same keys among them.
 consteval int channel_parts(Mainloop mainloop, int head_dim) {
-  int of_a_block = 0;
-#define SAGE_MAINLOOP(name, maps, documents, dq_parts, channels, ...) \
-  if (mainloop == name) of_a_block = channels;
-#include <sage/params/plans.def>
+  int of_a_block = facts(mainloop).channels;
   return of_a_block > 0 ? (head_dim + of_a_block - 1) / of_a_block : 1;
 }
 

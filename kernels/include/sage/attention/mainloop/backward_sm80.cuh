@@ -169,12 +169,14 @@ struct DqAccumulator {
   }
 };
 // It has the channels of a tile in one part.
-static_assert(params::dq_parts(params::BACKWARD_SM80) == 1 && params::dq_parts(params::BACKWARD_SM90_DQ_WARPGROUP) == 1 &&
-              params::dq_parts(params::BACKWARD_SM90_CHANNEL_PARTS) == 1);
+static_assert(params::facts(params::BACKWARD_SM80).dq_parts == 1 && params::facts(params::BACKWARD_SM90_DQ_WARPGROUP).dq_parts == 1 &&
+              params::facts(params::BACKWARD_SM90_CHANNEL_PARTS).dq_parts == 1);
 
 // The index of this block's work. In deterministic mode blocks take it from an atomic counter when they start, so that a block
 // only ever waits at a semaphore for blocks that have started before it.
+template <params::Mainloop MAINLOOP>
 __device__ __forceinline__ int backward_index(const params::Backward& p) {
+  static_assert(!params::facts(MAINLOOP).persistent);
   if (!p.dq_semaphore) return blockIdx.x;
   __shared__ int ticket;
   if (threadIdx.x == 0) ticket = atomicAdd(p.dq_semaphore + int64_t(p.shape.query_heads) * p.shape.query_tiles, 1);
@@ -237,7 +239,7 @@ __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
   constexpr int LAG = Numerics::LAG;
   extern __shared__ __align__(1024) unsigned char shared[];
   constexpr int PARTS = Numerics::CHANNEL_PARTS;
-  int index = backward_index(p);
+  int index = backward_index<params::BACKWARD_SM80>(p);
   BackwardBlock block = Queries::take(p, index / PARTS, Plan::KEYS);
   if constexpr (PARTS > 1) block.channel_part = index % PARTS;
   const Segment& segment = block.segment;

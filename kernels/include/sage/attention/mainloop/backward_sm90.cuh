@@ -128,7 +128,7 @@ __device__ __forceinline__ void store_dq(const params::Backward& p, const Querie
       while (ptx::load_acquire(p.dq_semaphore + padded) != sums.order) {}
       ptx::fence_proxy_async_all();
     }
-    static_assert(params::dq_parts(params::BACKWARD_SM90) == CONSUMERS);
+    static_assert(params::facts(params::BACKWARD_SM90).dq_parts == CONSUMERS);
     float* to = p.dq_accum + int64_t(padded) * (CONSUMERS * PART_BYTES / 4);
 #pragma unroll
     for (int g = 0; g < CONSUMERS; ++g) {
@@ -206,7 +206,7 @@ __device__ __forceinline__ void backward_sm90(const params::Backward& p) {
   extern __shared__ __align__(1024) unsigned char shared[];
   // In shared memory, because the products need the registers.
   __shared__ BackwardBlock block;
-  int index = backward_index(p);
+  int index = backward_index<params::BACKWARD_SM90>(p);
   __shared__ MaskedTiles<Queries::HIDDEN> masked;
   __shared__ typename Tiles::Barriers barriers;
   Tiles pipeline(barriers);

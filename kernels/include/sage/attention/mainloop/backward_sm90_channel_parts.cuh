@@ -83,7 +83,7 @@ __device__ __forceinline__ void backward_sm90_channel_parts(const params::Backwa
   extern __shared__ __align__(1024) unsigned char shared[];
   // In shared memory, because the products need the registers.
   __shared__ BackwardBlock block;
-  int index = backward_index(p);
+  int index = backward_index<params::BACKWARD_SM90_CHANNEL_PARTS>(p);
   __shared__ MaskedTiles<Queries::HIDDEN> masked;
   __shared__ typename Pieces::Barriers barriers;
   Pieces pieces(barriers);

@@ -273,7 +273,7 @@ __device__ __forceinline__ void backward_sm90_dq_warpgroup(const params::Backwar
   extern __shared__ __align__(1024) unsigned char shared[];
   // In shared memory, because the products need the registers.
   __shared__ BackwardBlock block;
-  int index = backward_index(p);
+  int index = backward_index<params::BACKWARD_SM90_DQ_WARPGROUP>(p);
   __shared__ MaskedTiles<Queries::HIDDEN> masked;
   __shared__ typename Tiles::Barriers barriers;
   Tiles pipeline(barriers);

@@ -220,6 +220,7 @@ __device__ __forceinline__ void store_sm100(const params::Forward& p, const Bloc
 
 template <ForwardSm100Numerics Numerics, class Block = EveryKey>
 __device__ __forceinline__ void forward_sm100(const params::Forward& p) {
+  static_assert(!params::facts(params::FORWARD_SM100).persistent);
   using Warps = ForwardSm100Warps;
   extern __shared__ __align__(1024) unsigned char shared[];
   __shared__ Block block;

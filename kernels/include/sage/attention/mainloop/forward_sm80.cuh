@@ -12,6 +12,7 @@
 #include <sage/attention/segment.cuh>
 #include <sage/attention/softmax.cuh>
 #include <sage/layout/fragments.cuh>
+#include <sage/params/plans.cuh>
 
 namespace sage::attention {
 
@@ -296,6 +297,7 @@ __device__ __forceinline__ void visit_in_one_stage(Numerics& numerics, typename 
 
 template <ForwardSm80Numerics Numerics, class Block = EveryKey>
 __device__ __forceinline__ void forward_sm80(const params::Forward& p) {
+  static_assert(!params::facts(params::FORWARD_SM80).persistent);
   using T = typename Numerics::Type;
   extern __shared__ __align__(1024) unsigned char shared[];
   __shared__ Block block;

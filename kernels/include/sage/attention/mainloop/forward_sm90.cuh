@@ -61,6 +61,7 @@ enum ForwardBarrier : int {
 // later one is the next that no block has taken, by an atomic counter.
 template <class Block, int QUERIES>
 __device__ __forceinline__ Block next_work(const params::Forward& p, bool first) {
+  static_assert(params::facts(params::FORWARD_SM90).persistent);
   const params::Shape& shape = p.shape;
   int all = (shape.query_len + QUERIES - 1) / QUERIES * shape.query_heads * shape.segment_count;
   auto take = [&] { return int(gridDim.x) + atomicAdd(p.scheduler_counter, 1); };

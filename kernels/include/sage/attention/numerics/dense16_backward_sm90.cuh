@@ -37,7 +37,7 @@ struct Dense16BackwardSm90 : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source> {
       ptx::fence_proxy_async();
       __syncwarp();
     }
-    if (lane == 0) this->load_by_bulk(tile, stage, mapped, mbarrier);
+    if (lane == 0) this->template load_by_bulk<OverEnd::HARMLESS>(tile, stage, mapped, mbarrier);
   }
 
   struct Consumer {

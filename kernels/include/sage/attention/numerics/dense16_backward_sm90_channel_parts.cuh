@@ -55,7 +55,7 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
     }
     if (lane != 0) return false;
     ptx::mbarrier_arrive_expect_tx(mbarrier, (mapped ? TILE * COUNT * 2 : 0) + more);
-    if (mapped) copy_tile_panels<COUNT>(to, map, s.batch, tile.head, s.query_start + first, mbarrier, channel);
+    if (mapped) copy_tile_panels<PLAN.mainloop, OverEnd::HARMLESS, COUNT>(to, map, s.batch, tile.head, s.query_start + first, mbarrier, channel);
     return true;
   }
 

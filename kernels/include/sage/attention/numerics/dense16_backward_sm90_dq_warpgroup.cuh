@@ -30,7 +30,7 @@ struct Dense16BackwardSm90DqWarpgroup : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, S
     const Segment& s = block.segment;
     uint32_t at = shared + stage_at(stage);
     int first = tile.tile * TILE;
-    if (thread == 0) this->load_by_bulk(tile, stage, p.dout.mapped, mbarrier);
+    if (thread == 0) this->template load_by_bulk<OverEnd::WRONG>(tile, stage, p.dout.mapped, mbarrier);
     if (p.dout.mapped) return;
     Rows<T> q(p.q, s.batch, s.query_start, tile.head, s.query_len, p.shape.head_dim);
     Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.value_dim);

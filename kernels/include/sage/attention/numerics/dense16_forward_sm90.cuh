@@ -81,7 +81,7 @@ struct Dense16ForwardSm90 {
     if (p.q.mapped)
 #pragma unroll 1
       for (int warpgroup = 0; warpgroup < Warpgroups::CONSUMERS; ++warpgroup)
-        copy_tile_panels<D>(q_rows(slot, warpgroup), p.q_map, s.batch, block.head, s.query_start + block.first + warpgroup * TILE, mbarrier);
+        copy_tile_panels<PLAN.mainloop, OverEnd::HARMLESS, D>(q_rows(slot, warpgroup), p.q_map, s.batch, block.head, s.query_start + block.first + warpgroup * TILE, mbarrier);
   }
 
   // Issues the copies of a step's keys or values, by the producer warp. Values beyond a document's end are multiplied by P = 0,
@@ -115,7 +115,7 @@ struct Dense16ForwardSm90 {
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile)
       if (tile < mapped)
-        copy_tile_panels<CHANNELS, TILES * TILE>(rows_at(stage) + tile * TILE * 128, map, keys.batch, keys.head,
+        copy_tile_panels<PLAN.mainloop, OverEnd::HARMLESS, CHANNELS, TILES * TILE>(rows_at(stage) + tile * TILE * 128, map, keys.batch, keys.head,
                                                  keys.first + first + tile * TILE, mbarrier);
   }
   // Issues the copies of a step's codes of K and of their scales. A second tile beyond the segment's end has no codes: the stage

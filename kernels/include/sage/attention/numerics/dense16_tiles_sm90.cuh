@@ -83,14 +83,15 @@ struct Dense16TilesSm90 {
   __device__ __forceinline__ uint32_t gradient_staging(int warp) const { return shared + K_BYTES + warp * GRADIENT_STAGING; }
 
   // Issues the bulk copies of a tile, by one thread: codes and row state, and Q and dO where `mapped`.
+  template <OverEnd OVER_END>
   __device__ __forceinline__ void load_by_bulk(const QueryTile& tile, int stage, bool mapped, uint32_t mbarrier) {
     uint32_t at = shared + stage_at(stage);
     ptx::mbarrier_arrive_expect_tx(mbarrier, (mapped ? Q_BYTES + DOUT_BYTES : 0) + S::BULK_BYTES + STATE_VALUES * 4);
     if (mapped) {
       const Segment& s = block.segment;
       int first = s.query_start + tile.tile * TILE;
-      copy_tile_panels<D>(at, p.q_map, s.batch, tile.head, first, mbarrier);
-      copy_tile_panels<V>(at + Q_BYTES, p.dout_map, s.batch, tile.head, first, mbarrier);
+      copy_tile_panels<PLAN.mainloop, OVER_END, D>(at, p.q_map, s.batch, tile.head, first, mbarrier);
+      copy_tile_panels<PLAN.mainloop, OVER_END, V>(at + Q_BYTES, p.dout_map, s.batch, tile.head, first, mbarrier);
     }
     S::load_by_bulk(at + Q_CODES_AT, at + STATE_AT + STATE_VALUES * 4, p, tile, mbarrier);
     int64_t rows = int64_t(tile.padded) * TILE;

@@ -95,7 +95,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
       ptx::cp_async_4(at + Q_SCALE_AT, p.codes.q_dequant_scale + tile.padded);
     }
     if (p.dout.mapped) {
-      copy_tile_panels<D>(at + DOUT_AT, p.dout_map, s.batch, tile.head, tile.tile * TILE, mbarrier);
+      copy_tile_panels<PLAN.mainloop, OverEnd::WRONG, D>(at + DOUT_AT, p.dout_map, s.batch, tile.head, tile.tile * TILE, mbarrier);
       ptx::mbarrier_arrive_on_copies(mbarrier, true);
     } else {
       Rows<T> dout(p.dout, s.batch, s.query_start, tile.head, s.query_len, p.shape.value_dim);
