@@ -25,8 +25,8 @@ use crate::partial::Folder;
 use crate::quantity::Quantity;
 use crate::ranks::Ranks;
 use crate::settings::{
-    AttentionSettings, Settings, Sla2Settings, SmoothingSetting, Switch, TailSetting, exported_settings,
-    form_name, in_words_by_layer,
+    AttentionSettings, ModelSettings, Settings, Sla2Settings, SmoothingSetting, Switch, TailSetting,
+    exported_settings, form_name, in_words_by_layer,
 };
 use crate::{during, notify, read_small, writing};
 
@@ -48,27 +48,35 @@ pub fn settings(folder: &Path) -> Result<Settings> {
     let config = HfConfig::read(folder)?;
     let tokenizer = folder.join("tokenizer.json");
     let (attention, sla2) = attention(folder)?;
+    let windows = config.windows();
+    let on = |is_on: bool| is_on.then_some(Switch::On);
     Ok(Settings::with(|s| {
         s.attention = attention;
         s.sla2 = sla2;
         s.attention.qk_norm = Some(if config.model_type.qk_norm() { Switch::On } else { Switch::Off });
         s.data.vocab_size = Some(Quantity(config.vocab_size as u64));
         s.data.tokenizer = tokenizer.exists().then(|| tokenizer.display().to_string());
-        s.model.layers = Some(config.num_hidden_layers);
-        s.model.width = Some(config.hidden_size);
-        s.model.heads = Some(config.num_attention_heads);
-        s.model.key_heads = config.num_key_value_heads;
-        s.model.head_dim = Some(config.head_dim.unwrap_or(config.hidden_size / config.num_attention_heads));
-        s.model.ffn = Some(config.intermediate_size);
-        s.model.norm_eps = Some(config.rms_norm_eps);
-        s.model.rope_base = Some(config.rope_theta());
-        s.model.rope_scaling = config.rope_scaling();
-        if let Some(windows) = config.windows() {
-            s.model.window = Some(Quantity(windows.tokens as u64));
-            s.model.window_pattern = Some(windows.pattern);
-        }
-        s.model.untied = (!config.tie_word_embeddings).then_some(Switch::On);
-        s.model.qkv_bias = config.model_type.qkv_bias().then_some(Switch::On);
+        // Without `..`, so that each setting of a model is decided here.
+        s.model = ModelSettings {
+            layers: Some(config.num_hidden_layers),
+            width: Some(config.hidden_size),
+            heads: Some(config.num_attention_heads),
+            key_heads: config.num_key_value_heads,
+            head_dim: Some(config.head_dim.unwrap_or(config.hidden_size / config.num_attention_heads)),
+            ffn: Some(config.intermediate_size),
+            norm_eps: Some(config.rms_norm_eps),
+            rope_base: Some(config.rope_theta()),
+            rope_scaling: config.rope_scaling(),
+            window: windows.as_ref().map(|windows| Quantity(windows.tokens as u64)),
+            window_pattern: windows.map(|windows| windows.pattern),
+            untied: on(!config.tie_word_embeddings),
+            qkv_bias: on(config.model_type.qkv_bias()),
+            // No model type that is read has these.
+            softcap: None,
+            sinks: None,
+            init_from: None,
+            init_std: None,
+        };
     }))
 }
 
