@@ -63,7 +63,7 @@ pub use past_linear::{Tail, past_linear, past_linear_backward, past_linear_backw
 pub use qk_norm_rope::{QkNormRopeGrad, qk_norm_rope, qk_norm_rope_backward};
 pub use rms_norm::{residual_rms_norm, rms_norm, rms_norm_backward};
 pub use rope::{Llama3Scaling, RopeStyle, rope, rope_backward, rope_tables, rope_tables_llama3};
-pub(crate) use route::{block_mass, choose, pool_keys, pool_queries};
+pub(crate) use route::{block_mass, choose, chosen, pool_keys, pool_queries};
 pub use soft_top_k::soft_top_k;
 pub(crate) use support::{dims4, swap_heads};
 pub use swiglu::{swiglu, swiglu_backward};

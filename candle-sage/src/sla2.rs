@@ -19,10 +19,12 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 
+mod cached;
 mod router;
 mod soft;
 mod vjp;
 
+pub use cached::Sla2Cache;
 use candle_core::{Result, Tensor};
 pub use router::Router;
 pub use vjp::Sla2Vjp;
@@ -221,8 +223,15 @@ impl Sla2 {
 
     /// The means of the blocks of queries and of the blocks of keys, without gradients.
     fn pooled(&self, [q, k]: [&Tensor; 2], shape: &AttentionShape, blocks: &Blocks) -> Result<[Tensor; 2]> {
-        let pool = self.pool.unwrap_or_else(|| (self.block.0 / 4).max(1));
-        Ok([pool_queries(&q.detach(), shape, blocks, pool)?, pool_keys(&k.detach(), shape, blocks)?])
+        Ok([
+            pool_queries(&q.detach(), shape, blocks, self.pool_of_block())?,
+            pool_keys(&k.detach(), shape, blocks)?,
+        ])
+    }
+
+    /// With a causal mask: the number of queries whose mean represents a block.
+    fn pool_of_block(&self) -> usize {
+        self.pool.unwrap_or_else(|| (self.block.0 / 4).max(1))
     }
 
     /// The router's selection for these queries and keys: for each block of queries the

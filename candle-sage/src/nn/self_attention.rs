@@ -271,7 +271,18 @@ impl SelfAttention {
         rotary: impl Into<Option<&'a Rotary>>,
         attend: impl FnOnce(&Tensor, &Tensor, &Tensor) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        let [q, k, v] = self.project(x, rotary.into(), 0)?;
+        self.forward_at(x, rotary, 0, attend)
+    }
+
+    /// As [`SelfAttention::forward_with`] for a sequence whose first token is at `position`.
+    pub(super) fn forward_at<'a>(
+        &self,
+        x: &Tensor,
+        rotary: impl Into<Option<&'a Rotary>>,
+        position: usize,
+        attend: impl FnOnce(&Tensor, &Tensor, &Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let [q, k, v] = self.project(x, rotary.into(), position)?;
         let attended = attend(&q, &k, &v)?;
         if attended.dims() != q.dims() {
             return Err(Error::shape("the output of `attend` does not fit the query")

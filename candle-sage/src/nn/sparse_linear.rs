@@ -6,7 +6,7 @@ use candle_nn::{Init, VarBuilder};
 use super::{Rotary, SelfAttention, SelfAttentionConfig};
 use crate::ops::Attention;
 use crate::scheme::Scheme;
-use crate::sla2::{Router, Sla2};
+use crate::sla2::{Router, Sla2, Sla2Cache};
 use crate::variables;
 
 /// A [`SelfAttention`] layer that attends by [`Sla2`]: exactly to the blocks that its router selects, and
@@ -30,6 +30,10 @@ use crate::variables;
 /// let rotary = Rotary::new(64, 8, 10_000.0, RopeStyle::Halves, &Device::Cpu)?;
 /// let x = Tensor::randn(0f32, 1., (1, 64, 16), &Device::Cpu)?;
 /// assert_eq!(layer.forward(&x, &rotary)?.dims(), x.dims());
+/// // A prompt, then a token: as in the whole sequence.
+/// let mut cache = layer.cache(64);
+/// layer.forward_cached(&x.narrow(1, 0, 63)?, &rotary, &mut cache)?;
+/// assert_eq!(layer.forward_cached(&x.narrow(1, 63, 1)?, &rotary, &mut cache)?.dims(), [1, 1, 16]);
 /// assert!(layer.router_loss(&x, &rotary)?.to_scalar::<f32>()? > 0.0);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
@@ -71,6 +75,23 @@ impl SparseLinearAttention {
         self.layer.forward_with(x, rotary, |q, k, v| {
             let selection = self.sla2.select(&self.router, q, k)?;
             self.sla2.apply(q, k, v, &selection, &self.theta)
+        })
+    }
+
+    /// An empty cache for [`Self::forward_cached`]. It allocates memory for `len` tokens at its first use, and for `len` more whenever it
+    /// is full.
+    pub fn cache(&self, len: usize) -> Sla2Cache {
+        Sla2Cache::new(len)
+    }
+
+    /// As [`Self::forward`] for tokens that follow those in `cache`, to which they are added: see [`Sla2::apply_cached`]. `x` is (batch, tokens,
+    /// width), and the output has its shape.
+    ///
+    /// # Errors
+    /// As [`Self::forward`] and [`Sla2::apply_cached`].
+    pub fn forward_cached(&self, x: &Tensor, rotary: &Rotary, cache: &mut Sla2Cache) -> Result<Tensor> {
+        self.layer.forward_at(x, rotary, cache.tokens(), |q, k, v| {
+            self.sla2.apply_cached(&self.router, [q, k, v], &self.theta, cache)
         })
     }
 

@@ -98,11 +98,7 @@ impl Choice<'_> {
             for (scores, (segment, block)) in of_head.iter().zip(blocks.each()) {
                 let first = blocks.first_column(segment);
                 let candidates = &scores[first..first + blocks.candidates(segment, block)];
-                let (others, most) = (candidates.len().saturating_sub(nearest), most.min(candidates.len()));
-                let mut seen = cpu::route::largest(&candidates[..others], most.saturating_sub(nearest));
-                seen.extend(
-                    (candidates.len() - nearest.min(most)..candidates.len()).map(|block| block as u32),
-                );
+                let mut seen = chosen(candidates, most, nearest);
                 seen.extend(blocks.always(segment, block).map(|block| block as u32));
                 lists.push(seen.len() as u32);
                 lists.extend(&seen);
@@ -111,6 +107,16 @@ impl Choice<'_> {
         }
         Ok(lists)
     }
+}
+
+/// At most `most` candidates, ascending: the `nearest` last ones, and those with the largest scores.
+pub(crate) fn chosen(scores: &[f32], most: usize, nearest: usize) -> Vec<u32> {
+    let most = most.min(scores.len());
+    let nearest = nearest.min(most);
+    let (others, last) = scores.split_at(scores.len() - nearest);
+    let mut all = cpu::route::largest(others, most - nearest);
+    all.extend((others.len()..others.len() + last.len()).map(|block| block as u32));
+    all
 }
 
 /// The attention mass of each candidate, (key heads, blocks of queries, columns) in f32: the sum of the
