@@ -18,14 +18,15 @@ use std::{env, fs};
 /// memory.
 const PTX: u32 = 89;
 
-/// The `.cu` file with FP4 products and its architectures: 100 and 120, which have the instructions, and Hopper,
-/// where tests emulate those of 120.
+/// The `.cu` file with FP4 matmuls, and its architectures: 100 and 120, which have the instructions, and Hopper, on
+/// which tests emulate the instructions of 120.
 const NVFP4: (&str, [u32; 3]) = ("attn_fwd_nvfp4", [90, 100, 120]);
 
 /// The table of plans, which the kernels include and from which the host's table is generated.
 const PLANS: &str = "include/sage/params/plans.def";
 
-/// The headers with the kernels' arguments, from which the host's are generated. A header may use those before it.
+/// The headers with the kernels' arguments, from which the host's structs are generated. A header may use the headers
+/// before it.
 const PARAMS: [&str; 3] = ["sage/params/attention.cuh", "sage/params/ops.cuh", "sage/params/sla2.cuh"];
 
 /// Environment variable that restricts the architectures, for quick builds: `CANDLE_SAGE_CUDA_ARCHS=90` or
@@ -43,7 +44,7 @@ fn main() {
     }
     println!("cargo:rerun-if-changed=kernels");
     if let Err(message) = build() {
-        // The message is printed as it is; a panic would surround it with its own text.
+        // Prints only the message; a panic would add its own text.
         eprintln!("\n{message}\n");
         std::process::exit(1);
     }
@@ -62,13 +63,13 @@ fn build() -> Result<(), String> {
     flags.push(root.join("include").display().to_string());
     let machine_code =
         |arch: u32, own: &str| format!("-gencode=arch=compute_{arch}{own},code=sm_{arch}{own}");
-    // `wgmma` needs target sm_90a, which no later architecture runs.
+    // `wgmma` needs target sm_90a, which later architectures cannot run.
     let own = |arch: u32| if arch == 90 { "a" } else { "" };
     let mut targets: Vec<String> = architectures.iter().map(|&arch| machine_code(arch, own(arch))).collect();
     let ptx = format!("-gencode=arch=compute_{PTX},code=compute_{PTX}");
     targets.push(ptx.clone());
-    // FP4 products need the family targets sm_100f and sm_120f, or sm_100a and sm_120a with compilers before
-    // 12.9, which know no families.
+    // FP4 matmuls need the family targets sm_100f and sm_120f. Compilers before 12.9 do not support families and need
+    // sm_100a and sm_120a.
     let family = if release(&version) >= (12, 9) { "f" } else { "a" };
     let with_nvfp4 = architectures.iter().filter(|arch| NVFP4.1.contains(arch));
     let mut nvfp4_targets: Vec<String> =
@@ -94,7 +95,8 @@ fn build() -> Result<(), String> {
         if !(fatbin.exists() && resources.exists()) {
             compile(&nvcc, &flags, source, &fatbin, &resources)?;
         }
-        writeln!(table, "    ({name:?}, include_bytes!({:?})),", fatbin).expect("a string takes everything");
+        writeln!(table, "    ({name:?}, include_bytes!({:?})),", fatbin)
+            .expect("writing to a string cannot fail");
         report.push_str(&fs::read_to_string(&resources).map_err(|e| e.to_string())?);
     }
     table.push_str("];\n");
@@ -131,7 +133,7 @@ fn arguments(include: &Path, nvcc: &Path, out: &Path) -> Result<(), String> {
     output(compiler.arg(&checks)).map(drop)
 }
 
-/// Writes the integers that the kernels' sources and headers state, in a module for each: `rms_norm`, `quant_tile`.
+/// Writes the integer constants of the kernels' sources and headers, in one module per file: `rms_norm`, `quant_tile`.
 fn constants(root: &Path, out: &Path) -> Result<(), String> {
     let of = |folder: PathBuf, ending: &str| -> Result<Vec<_>, String> {
         let files = fingerprint::files(&folder, ending).map_err(|e| e.to_string())?;
@@ -147,8 +149,8 @@ fn constants(root: &Path, out: &Path) -> Result<(), String> {
     fs::write(out.join("constants.rs"), params::constants(&all)).map_err(|e| e.to_string())
 }
 
-/// The folder of the kernels. In the repository `kernels` is a symbolic link, which a checkout without links (Git on Windows)
-/// leaves as a file with the path in it; a package has the folder itself.
+/// The folder of the kernels. In the repository `kernels` is a symbolic link. In a checkout without links (Git on
+/// Windows) it is a file that contains the path; in a package it is the folder itself.
 fn kernels() -> Result<PathBuf, String> {
     let path = PathBuf::from("kernels");
     match path.is_file() {
@@ -157,10 +159,10 @@ fn kernels() -> Result<PathBuf, String> {
     }
 }
 
-/// A folder for compiled kernels that builds of the same profile share, which else would compile them once for `cargo build` and once
-/// more for `cargo doc` or another set of features: `target/PROFILE/build/candle-sage-kernels` next to `OUT_DIR`'s own
-/// `target/PROFILE/build/candle-sage-HASH/out`. Names carry the fingerprint of all that a kernel depends on, and files come
-/// under their names when they are whole, so that builds at the same time do no harm.
+/// A folder for compiled kernels that builds of the same profile share: `target/PROFILE/build/candle-sage-kernels`,
+/// next to `OUT_DIR`'s `target/PROFILE/build/candle-sage-HASH/out`. Otherwise `cargo build`, `cargo doc` and each set
+/// of features would compile the kernels again. A file's name contains a fingerprint of everything that the kernel
+/// depends on, and complete files are renamed into place, so concurrent builds do not conflict.
 fn shared_by_builds(out: &Path) -> Result<PathBuf, String> {
     let builds = out.ancestors().nth(2).filter(|builds| builds.ends_with("build"));
     let folder = builds.map_or_else(|| out.to_owned(), |builds| builds.join("candle-sage-kernels"));
@@ -177,13 +179,13 @@ fn compile(nvcc: &Path, flags: &[String], source: &Path, to: &Path, report: &Pat
     if !result.status.success() {
         return Err(format!("nvcc could not compile {}:\n{text}", source.display()));
     }
-    // Files get their names when they are complete, so that no other build takes a partial one.
+    // Complete files are renamed into place, so that no other build uses a partial file.
     let partial_report = partial.with_extension("report");
     let named = fs::write(&partial_report, text).and_then(|()| fs::rename(&partial_report, report));
     named.and_then(|()| fs::rename(&partial, to)).map_err(|e| e.to_string())
 }
 
-/// The architectures to build: those of `all` that nvcc knows, or those of `CANDLE_SAGE_CUDA_ARCHS`.
+/// The architectures to build: the ones of `all` that nvcc supports, or `CANDLE_SAGE_CUDA_ARCHS`.
 fn architectures(nvcc: &Path, all: &[u32]) -> Result<Vec<u32>, String> {
     let list = output(Command::new(nvcc).arg("--list-gpu-arch"))?;
     let known: Vec<u32> =
@@ -197,13 +199,13 @@ fn architectures(nvcc: &Path, all: &[u32]) -> Result<Vec<u32>, String> {
         .filter(|selected| !selected.is_empty())
         .ok_or_else(|| {
             format!(
-                "candle-sage: {SELECTION} names an architecture that cannot be built\n  got:     {selection}\n  \
-                 allowed: some of {available:?}, separated by commas\n  hint:    leave it unset for all of them"
+                "candle-sage: {SELECTION} contains an architecture that cannot be built\n  got:     {selection}\n  \
+                 allowed: some of {available:?}, separated by commas\n  hint:    unset it to build all of them"
             )
         })
 }
 
-/// Major and minor number of the compiler's release; 0 where `version` does not say.
+/// Major and minor number of the compiler's release; 0 if `version` does not contain them.
 fn release(version: &str) -> (u32, u32) {
     let number = version.split("release ").nth(1).and_then(|rest| rest.split(',').next()).unwrap_or("0.0");
     let mut parts = number.split('.').map(|part| part.trim().parse().unwrap_or(0));
@@ -220,7 +222,7 @@ fn find_nvcc() -> Result<PathBuf, String> {
     let usual = ["/usr/local/cuda/bin", "/opt/cuda/bin"].map(PathBuf::from);
     homes.chain(env::split_paths(&path)).chain(usual).map(|dir| dir.join("nvcc")).find(|nvcc| nvcc.is_file()).ok_or_else(
         || {
-            "candle-sage: features `cuda` and `kernels` need nvcc, the compiler of the CUDA toolkit, and found none\n  \
+            "candle-sage: features `cuda` and `kernels` need nvcc, the compiler of the CUDA toolkit, which was not found\n  \
              looked in: NVCC, CUDA_HOME/bin, CUDA_PATH/bin, CUDA_ROOT/bin, PATH, /usr/local/cuda/bin, /opt/cuda/bin\n  \
              allowed:   CUDA 12.0 or later\n  \
              hint:      install the toolkit (https://developer.nvidia.com/cuda-downloads) and set CUDA_HOME, or build \

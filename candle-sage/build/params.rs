@@ -1,10 +1,11 @@
-//! Turns the structs of `kernels/include/sage/params/*.cuh`, the kernels' arguments, into Rust, with every offset asserted on both
-//! sides; and the integers that a kernel's source states, such as its number of threads, into constants.
+//! Turns the structs of `kernels/include/sage/params/*.cuh`, the kernels' arguments, into Rust, with every offset
+//! asserted on both sides, and integer constants of a kernel's source, such as its number of threads, into Rust
+//! constants.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-/// A field, as C++ declares it.
+/// A field of a C++ struct.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Field {
     name: String,
@@ -12,23 +13,23 @@ pub(crate) struct Field {
     offset: usize,
 }
 
-/// A struct, laid out as C does.
+/// A struct in C layout.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Struct {
     name: String,
     fields: Vec<Field>,
     size: usize,
     align: usize,
-    /// Whether it has addresses, which borrow the memory that they point into.
+    /// Whether it contains addresses, which borrow the memory that they point to.
     borrows: bool,
-    /// Whether Rust declares it by hand, because its bytes are another library's.
+    /// Whether it is declared by hand in Rust, because another library defines its bytes.
     opaque: bool,
 }
 
-/// The structs of a header, after those that were read before.
+/// Appends the structs of a header to `structs`.
 ///
 /// # Errors
-/// Names a line that is not a field of a known type.
+/// The error names the line that is not a field of a known type.
 pub(crate) fn read(header: &str, text: &str, structs: &mut Vec<Struct>) -> Result<(), String> {
     let mut open: Option<Struct> = None;
     for (number, line) in text.lines().enumerate() {
@@ -36,23 +37,23 @@ pub(crate) fn read(header: &str, text: &str, structs: &mut Vec<Struct>) -> Resul
         let wrong = |why: &str| format!("{header}, line {}: {why}: {code}", number + 1);
         if let Some(name) = code.strip_prefix("struct ").and_then(|rest| rest.strip_suffix('{')) {
             let (align, name) = match name.strip_prefix("alignas(").and_then(|rest| rest.split_once(") ")) {
-                Some((align, name)) => (align.parse().map_err(|_| wrong("no alignment"))?, name),
+                Some((align, name)) => (align.parse().map_err(|_| wrong("invalid alignment"))?, name),
                 None => (1, name),
             };
             let name = name.trim().to_owned();
             open =
                 Some(Struct { name, fields: Vec::new(), size: 0, align, borrows: false, opaque: align > 1 });
         } else if code == "};" {
-            let mut done = open.take().ok_or_else(|| wrong("no struct ends here"))?;
+            let mut done = open.take().ok_or_else(|| wrong("no struct is open"))?;
             done.size = done.size.next_multiple_of(done.align);
             structs.push(done);
         } else if let Some(open) = &mut open
             && !code.is_empty()
         {
-            let declared = code.strip_suffix(';').ok_or_else(|| wrong("no field"))?;
-            let (kind, name) = declared.rsplit_once(' ').ok_or_else(|| wrong("no field"))?;
+            let declared = code.strip_suffix(';').ok_or_else(|| wrong("not a field"))?;
+            let (kind, name) = declared.rsplit_once(' ').ok_or_else(|| wrong("not a field"))?;
             let (name, count) = match name.strip_suffix(']').and_then(|name| name.split_once('[')) {
-                Some((name, count)) => (name, count.parse().map_err(|_| wrong("no length"))?),
+                Some((name, count)) => (name, count.parse().map_err(|_| wrong("invalid length"))?),
                 None => (name, 1),
             };
             let known = structs.iter().find(|known| known.name == kind);
@@ -64,10 +65,10 @@ pub(crate) fn read(header: &str, text: &str, structs: &mut Vec<Struct>) -> Resul
                 ("int64_t", _) => ("i64".to_owned(), 8, 8, false),
                 ("uint64_t", _) => ("u64".to_owned(), 8, 8, false),
                 (_, Some(known)) => (known.in_rust("'a"), known.size, known.align, known.borrows),
-                _ => return Err(wrong("a type that the host does not know")),
+                _ => return Err(wrong("a type that the host does not support")),
             };
             if count != 1 && !open.opaque {
-                return Err(wrong("a list, which the host does not know"));
+                return Err(wrong("an array, which the host does not support"));
             }
             let offset = open.size.next_multiple_of(align);
             open.fields.push(Field { name: name.to_owned(), rust, offset });
@@ -103,7 +104,7 @@ pub(crate) fn in_rust(structs: &[Struct]) -> String {
              // SAFETY: plain data in C layout, the same on the device: both sides assert every offset.\n\
              unsafe impl cudarc::driver::DeviceRepr for {unnamed} {{}}\n"
         )
-        .expect("a string takes everything");
+        .expect("writing to a string cannot fail");
     }
     let sizes = structs.iter().map(|of| {
         format!(
@@ -136,8 +137,8 @@ pub(crate) fn in_cpp(headers: &[&str], structs: &[Struct]) -> String {
     out
 }
 
-/// The integers that a source states as `constexpr int NAME = VALUE` outside of functions and structs, in numbers and in integers before
-/// them. A constant with two values is left out.
+/// The integers that a source defines as `constexpr int NAME = VALUE` outside functions and structs, from numbers and
+/// previous constants. A constant with two values is omitted.
 pub(crate) fn integers(text: &str) -> BTreeMap<String, u64> {
     let mut found: BTreeMap<String, Option<u64>> = BTreeMap::new();
     for line in text.lines() {
@@ -163,7 +164,7 @@ fn value_of(text: &str, known: &BTreeMap<String, Option<u64>>) -> Option<u64> {
     // 010 is 8 in C++.
     let written = |word: &str| word.parse().ok().filter(|_| word == "0" || !word.starts_with('0'));
     let number = |word: &str| written(word).or_else(|| known.get(word).copied().flatten());
-    // A shift binds less than a product.
+    // A shift has a lower precedence than a product.
     if text.contains("<<") && text.split_whitespace().count() > 3 {
         return None;
     }
@@ -180,7 +181,7 @@ fn value_of(text: &str, known: &BTreeMap<String, Option<u64>>) -> Option<u64> {
     Some(value)
 }
 
-/// The integers of some sources in Rust, in a module for each.
+/// The integer constants of sources in Rust, in one module per source.
 pub(crate) fn constants(sources: &[(String, BTreeMap<String, u64>)]) -> String {
     let mut out = String::new();
     for (name, integers) in sources.iter().filter(|(_, integers)| !integers.is_empty()) {
@@ -188,7 +189,8 @@ pub(crate) fn constants(sources: &[(String, BTreeMap<String, u64>)]) -> String {
             .iter()
             .map(|(name, value)| format!("    pub(in crate::cuda) const {name}: usize = {value};\n"))
             .collect();
-        writeln!(out, "pub(in crate::cuda) mod {name} {{\n{each}}}").expect("a string takes everything");
+        writeln!(out, "pub(in crate::cuda) mod {name} {{\n{each}}}")
+            .expect("writing to a string cannot fail");
     }
     out
 }

@@ -1,13 +1,12 @@
-//! Turns the table of plans, `kernels/include/sage/params/plans.def`, whose lines the kernels include, into
-//! Rust.
+//! Turns the table of plans, `kernels/include/sage/params/plans.def`, which the kernels also include, into Rust.
 
 use std::fmt::Write as _;
 
-/// The host's table as Rust source: `Target`, their shared memory in KiB and architectures (`TARGETS`), `Mainloop` with its facts, and
-/// `PLANS`.
+/// The host's table as Rust source: `Target`, the targets' shared memory in KiB and architectures (`TARGETS`),
+/// `Mainloop` with its properties, and `PLANS`.
 ///
 /// # Errors
-/// Names a line that is not one of the table's macros, or that has another number of arguments than its macro.
+/// The error names the line that does not use a macro of the table, or uses a wrong number of arguments.
 pub(crate) fn table(definitions: &str) -> Result<String, String> {
     let (mut targets, mut target_names, mut plans, mut family) =
         (String::new(), String::new(), String::new(), "");
@@ -76,7 +75,7 @@ pub(crate) fn table(definitions: &str) -> Result<String, String> {
             ),
             _ => return Err(wrong()),
         };
-        written.expect("a string takes everything");
+        written.expect("writing to a string cannot fail");
     }
     let derive = "#[derive(Debug, Clone, Copy, PartialEq, Eq)]\n#[allow(missing_docs)]\n";
     Ok(format!(
@@ -91,14 +90,14 @@ pub(crate) fn table(definitions: &str) -> Result<String, String> {
 /// The architectures of all targets, ascending.
 ///
 /// # Errors
-/// Names a row of a target that has none, or a word that is not a number.
+/// The error names the row of a target without architectures, or a word that is not a number.
 pub(crate) fn architectures(definitions: &str) -> Result<Vec<u32>, String> {
     let mut all = Vec::new();
     for line in definitions.lines() {
         let Some(row) = line.trim().strip_prefix("SAGE_TARGET(") else { continue };
         let row = row.split_once(')').map_or(row, |(row, _)| row);
         for word in row.split(',').skip(2) {
-            all.push(word.trim().parse().map_err(|_| format!("plans.def: no architecture: {line}"))?);
+            all.push(word.trim().parse().map_err(|_| format!("plans.def: not an architecture: {line}"))?);
         }
     }
     all.sort_unstable();

@@ -1,5 +1,5 @@
-//! A candle model with this crate's attention layer, trained on a task that needs attention: to repeat the
-//! token at the position that the last token names.
+//! A candle model with this crate's attention layer, trained on a task that needs attention: the last token is a
+//! position, and the model predicts the token at this position.
 //!
 //! `cargo run --release -p candle-sage --example layer`
 
@@ -72,7 +72,7 @@ fn main() -> Result<()> {
         }
         let gradients = loss.backward()?;
         if step == 0 {
-            // An operator without a gradient would leave weights as they are, and the loss would still fall.
+            // If an operator had no gradient, some weights would not train, but the loss would still fall.
             let untrained = candle_sage::untrained(&vars, &gradients);
             assert!(untrained.is_empty(), "no gradient reaches {untrained:?}");
         }

@@ -50,7 +50,7 @@ fn main() -> Result<()> {
     let picked = sla2.select(&router, &q, &k)?;
     show("router's blocks", picked.sparsity()?, &|| attention.clone().select(&picked).apply(&q, &k, &v))?;
 
-    // The same blocks, mixed with linear attention for the rest by a learned weight.
+    // The same blocks. A learned weight mixes their attention with linear attention over the other blocks.
     let theta = Var::from_tensor(&Tensor::full(2f32, 4, &device)?)?;
     show("SLA2", picked.sparsity()?, &|| sla2.apply(&q, &k, &v, &picked, &theta))?;
     println!("the router's blocks have {:.0} % of the mass", 100.0 * sla2.mass_caught(&picked, &q, &k)?);

@@ -1,8 +1,8 @@
 //! Attention on the CPU: the tiled algorithms of the GPU kernels, on all threads.
 //!
-//! `forward` and `backward` are mainloops over tiles, the same for all schemes. A scheme supplies the
-//! products inside a tile, its [`numerics`], in the file of its name. On one machine, results depend on the
-//! inputs and the shape alone, never on the number of threads.
+//! `forward` and `backward` are mainloops over tiles, shared by all schemes. A scheme supplies the matmuls inside a
+//! tile, its [`numerics`], in the file of its name. On one machine, results depend only on the inputs and the shape,
+//! never on the number of threads.
 
 mod attn_qat;
 mod backward;
@@ -40,14 +40,14 @@ trait OnCpu: Debug + Send + Sync + 'static {
     /// Computes the output, contiguous (batch, query, query heads, head_dim), and the state for the backward.
     fn forward(&self, problem: &Problem<'_>) -> (Vec<f32>, Self::Kept);
 
-    /// The base-2 log-sum-exps of the logits, (batch, query heads, query); minus infinity where a query sees no key.
+    /// The base-2 log-sum-exps of the logits, (batch, query heads, query); minus infinity for a query that sees no key.
     fn lse2(kept: &Self::Kept) -> &[f32];
 
     /// Computes the gradients from the forward's state and output and from the output's gradient.
     fn backward(&self, problem: &Problem<'_>, kept: &Self::Kept, output: &OutputGradient<'_>) -> Gradients;
 }
 
-/// The forward's output, and the gradients of the loss with respect to it and to the log-sum-exps.
+/// The forward's output, its gradient, and the gradient of the log-sum-exps.
 #[derive(Debug)]
 pub(crate) struct OutputGradient<'a> {
     pub(crate) out: &'a View<'a>,
@@ -56,8 +56,8 @@ pub(crate) struct OutputGradient<'a> {
     pub(crate) dlse: &'a [f32],
 }
 
-/// A completed forward: the scheme with the state that its forward kept. No other type has a backward, so
-/// that scheme and state always match.
+/// A completed forward: the scheme and the state that its forward kept. Only this type has a backward, so scheme and
+/// state always match.
 pub(crate) trait CompletedForward: Debug + Send + Sync {
     /// The log-sum-exps, (batch, query heads, query).
     fn lse(&self) -> Vec<f32>;
@@ -84,7 +84,7 @@ pub(crate) struct Gradients {
     pub(crate) dq: Vec<f32>,
     pub(crate) dk: Vec<f32>,
     pub(crate) dv: Vec<f32>,
-    /// Of the sinks, one for each query head; empty without sinks.
+    /// The gradients of the sinks, one per query head; empty without sinks.
     pub(crate) dsinks: Vec<f32>,
 }
 

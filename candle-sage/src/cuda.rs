@@ -1,8 +1,9 @@
-//! Attention on NVIDIA GPUs: launches the kernels of `kernels/` on candle's own stream, or on another library's (`foreign`).
+//! Attention on NVIDIA GPUs: launches the kernels of `kernels/` on candle's stream, or on another library's stream
+//! (`foreign`).
 //!
-//! As on the CPU, `forward` and `backward` are the same for all schemes, and what a scheme adds is in the
-//! file of its name. Apart from the CPU's matrix product, only this module has `unsafe` code. What kernels get borrows
-//! the memory that they read and write (`address.rs`), so that the compiler sees that it is alive at every launch.
+//! As on the CPU, `forward` and `backward` are shared by all schemes; the code of one scheme is in the file of its
+//! name. Apart from the CPU's matmul, only this module has `unsafe` code. The parameters of a kernel borrow the memory
+//! that it reads and writes (`address.rs`), so the compiler checks that the memory is alive at every launch.
 
 mod address;
 mod arch;
@@ -24,7 +25,7 @@ mod selection;
 mod sinks;
 mod tensor;
 
-// What takes candle's tensors.
+// Modules that use candle's tensors.
 #[cfg(feature = "cuda")]
 mod attention;
 #[cfg(feature = "cuda")]
@@ -66,7 +67,7 @@ use tensor::{Output, Strided};
 
 use crate::shape::AttentionShape;
 
-/// A scheme on a GPU. Each scheme implements it in the file of its name. It names its kernels; `plan` says
+/// A scheme on a GPU. Each scheme implements it in the file of its name. It names the scheme's kernels; `plan` defines
 /// how they run.
 trait OnGpu: Debug + Send + Sync + 'static {
     /// Buffers that the forward's kernels read and write in addition to inputs and output.
@@ -81,7 +82,7 @@ trait OnGpu: Debug + Send + Sync + 'static {
     /// Name of the backward's kernel in the table of plans.
     fn backward_kernel(&self) -> &'static str;
 
-    /// Allocates the forward's operands. `keep` says that a backward will follow.
+    /// Allocates the forward's operands. `keep`: a backward will follow.
     fn operands(&self, call: &Call<'_>, keep: bool) -> Result<Self::Operands>;
 
     /// Launches the kernels that prepare the forward's operands, and sets their addresses in `params`.
@@ -92,14 +93,14 @@ trait OnGpu: Debug + Send + Sync + 'static {
         params: &mut params::Forward<'p>,
     ) -> Result<()>;
 
-    /// The part of the operands that the backward needs.
+    /// Returns the operands that the backward needs.
     fn keep(&self, operands: Self::Operands) -> Self::Kept;
 
     /// Allocates the backward's scratch memory.
     fn scratch(&self, call: &Call<'_>, kept: &Self::Kept) -> Result<Self::Scratch>;
 
-    /// Launches the kernels that prepare the backward's operands, delta among them, and sets their addresses
-    /// in `params`.
+    /// Launches the kernels that prepare the backward's operands, including delta, and sets their addresses in
+    /// `params`.
     fn before_backward<'p>(
         &self,
         call: &Call<'_>,
@@ -111,20 +112,20 @@ trait OnGpu: Debug + Send + Sync + 'static {
     ) -> Result<()>;
 }
 
-/// The forward's output, and the gradients of the loss with respect to it and to the log-sum-exps.
+/// The forward's output, its gradient, and the gradient of the log-sum-exps.
 #[derive(Debug, Clone, Copy)]
 struct OutputGradient<'a> {
     out: Strided<'a>,
     dout: Strided<'a>,
-    /// Of the log-sum-exps, (batch, query heads, query) in f32, contiguous. Null: zeros.
+    /// The gradient of the log-sum-exps, (batch, query heads, query) in f32, contiguous. Null: zeros.
     dlse: Address<'a>,
 }
 
-/// The gradients of query, key and value, and with sinks theirs.
+/// The gradients of query, key and value, and of the sinks if there are any.
 type Gradients = ([Output; 3], Option<Buffer<f32>>);
 
-/// A completed forward: the scheme with the state that its forward kept. Nothing else has a backward, so
-/// that scheme and state always match.
+/// A completed forward: the scheme and the state that its forward kept. Only this type has a backward, so scheme and
+/// state always match.
 #[derive(Debug)]
 struct Completed<S: OnGpu> {
     scheme: S,
@@ -170,7 +171,7 @@ fn kernels_of(scheme: &crate::scheme::Scheme) -> [&'static str; 2] {
     with_scheme!(scheme, of)
 }
 
-/// Computes the output, contiguous (batch, query, query heads, head_dim), and if `keep` the state for a
+/// Computes the output, contiguous (batch, query, query heads, head_dim), and with `keep` also the state for a
 /// backward.
 fn run_forward<S: OnGpu>(
     scheme: S,
@@ -181,7 +182,7 @@ fn run_forward<S: OnGpu>(
     let visits = call.visits();
     let plan = call.plan(scheme.forward_kernel(), visits)?;
     if keep {
-        // So that a backward without a kernel is an error here, before anything is computed.
+        // If the backward has no kernel, this returns the error before anything is computed.
         call.plan(scheme.backward_kernel(), visits)?;
     }
     let out = call.tensor(Purpose::Output, problem.shape.output_dims())?;
@@ -209,7 +210,7 @@ fn run_forward<S: OnGpu>(
     let scheduler_counter = plan.persistent().then(|| call.gpu.alloc_zeros::<i32>(1)).transpose()?;
     if let Some(scheduler_counter) = &scheduler_counter {
         params.scheduler_counter = address(scheduler_counter, call.gpu);
-        // In this crate's own tests two blocks, so that small cases have blocks with several work tiles.
+        // At most two blocks in this crate's own tests, so that small cases have blocks with several work tiles.
         blocks = blocks.min(if cfg!(test) { 2 } else { call.gpu.multiprocessors });
     }
     let grid = Grid { shared_bytes: plan.shared_bytes, ..Grid::line(blocks, plan.threads) };
@@ -234,7 +235,7 @@ fn run_backward<S: OnGpu>(
 ) -> Result<Gradients> {
     let call = Call::new(problem)?;
     let gpu = call.gpu;
-    // Parts of a list add in any order, so that nothing is cut where the bits must not depend on it.
+    // The parts of a split list are added in any order, so lists are not split if the result must be deterministic.
     let cut = (!problem.deterministic).then_some(call.d);
     let users = problem.selected.map(|selected| Users::new(&call, selected, cut)).transpose()?;
     let visits = call.visits();
@@ -246,8 +247,8 @@ fn run_backward<S: OnGpu>(
         problem.deterministic.then(|| gpu.alloc_zeros::<i32>(call.query_tiles() + 1)).transpose()?;
     let gradient = |dims| call.tensor(Purpose::Output, dims);
     let (dk, dv) = (gradient(problem.shape.key_dims())?, gradient(problem.shape.value_dims())?);
-    // Bytes that the blocks of a key head share, 9 per element of its queries: 4 for dQ's f32 sums, and for Q
-    // and dO 4 in 16 bit, or 5 with SageBwd (codes of Q, Q^T and dO^T, and dO in 16 bit).
+    // Bytes that the blocks of a key head share, 9 per element of its queries: 4 for dQ's f32 sums, and for Q and dO 4
+    // in 16 bit, or 5 with SageBwd (INT8 values of Q, Q^T and dO^T, and dO in 16 bit).
     let shared = call.geometry.sizes.query_len as usize * problem.shape.group() * call.d * 9;
     let given = params::Backward {
         q: problem.q.view,
@@ -290,8 +291,8 @@ fn run_backward<S: OnGpu>(
     gpu.launch_attention(plan.family, &kernel, grid, &params)?;
     #[cfg(test)]
     guard::check(gpu)?;
-    // The scratch memory and the lists' are freed before dQ is allocated, since memory use peaks here. The parameters of
-    // the last kernel have no address in them, because they are made from those of `given`.
+    // The scratch memory and the lists are freed before dQ is allocated, since memory use peaks here. The parameters of
+    // the last kernel do not contain their addresses, because they are made from `given`.
     drop(scratch);
     drop(users);
     let dq = call.tensor(Purpose::Output, problem.shape.query_dims())?;

@@ -4,25 +4,25 @@ use candle_core::{DType, Layout};
 
 use crate::error::Error;
 
-/// What a check of ids found.
+/// The result of a check of ids.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Checked {
-    /// The first id that is neither in the table nor the ignored one.
+    /// The first id that is not in the table and not ignored.
     pub(crate) bad: Option<i64>,
-    /// Number of ids that are in the table and are not the ignored one.
+    /// Number of ids that are in the table and not ignored.
     pub(crate) counted: usize,
 }
 
-/// The error for an element type that operator `op` does not take.
+/// The error for an element type that operator `op` does not support.
 pub(crate) fn unsupported_dtype(op: &str, dtype: DType) -> Error {
-    Error::new(format!("{op} does not take this element type"))
+    Error::new(format!("{op} does not support this element type"))
         .got(dtype.as_str())
         .allowed("f32, f16, bf16")
         .hint("convert with `to_dtype(DType::F32)`")
 }
 
-/// The distance in elements between consecutive rows of the last dimension. `None` unless the elements of a
-/// row are adjacent in memory and all rows are equally far apart.
+/// The distance in elements between consecutive rows of the last dimension. `None` unless the elements of a row are
+/// adjacent in memory and the rows have a constant stride.
 pub(crate) fn row_stride(layout: &Layout) -> Option<usize> {
     let mut dims: Vec<(usize, usize)> =
         layout.dims().iter().copied().zip(layout.stride().iter().copied()).collect();

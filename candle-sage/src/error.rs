@@ -1,10 +1,9 @@
-//! The crate's error type: it says what is wrong, what the caller gave, what is allowed, and what to do about
-//! it.
+//! The crate's error type: the problem, what the caller passed, what is allowed, and a hint.
 
 use std::fmt;
 use std::sync::Arc;
 
-/// A request that the crate cannot fulfil.
+/// A request that the crate cannot carry out.
 ///
 /// It displays as up to four short lines: the problem, what was given, what is allowed, and a hint. A candle
 /// error made from it, `candle_core::Error::Wrapped`, displays the same text, and [`ErrorKind::of`] finds its kind. The
@@ -23,7 +22,7 @@ use std::sync::Arc;
 #[derive(Debug, Clone)]
 pub struct Error(Box<Parts>);
 
-/// Behind one pointer, so that a `Result` with an [`Error`] is no larger than its value.
+/// The fields, behind one pointer, so that an [`Error`] does not make a `Result` larger than its value.
 #[derive(Debug, Clone)]
 struct Parts {
     kind: ErrorKind,
@@ -62,11 +61,11 @@ impl Eq for Error {}
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// An argument, a setting or the contents of a file are not what they must be.
+    /// An argument, a setting or the contents of a file are invalid.
     Invalid,
-    /// Shapes of tensors do not fit together, or a dimension is out of range.
+    /// Shapes of tensors do not match, or a dimension is out of range.
     Shape,
-    /// What was asked for is well-formed, and this device or build cannot do it.
+    /// The request is valid, but this device or build does not support it.
     Unsupported,
     /// The memory of the device is full.
     OutOfMemory,
@@ -74,12 +73,13 @@ pub enum ErrorKind {
     Failed,
 }
 
-/// What precedes the kind in the alternate form of an [`Error`].
+/// The text before the kind in the alternate form of an [`Error`].
 const MARK: &str = "candle_sage::Error, kind ";
 
 impl ErrorKind {
     /// The kind of an error that candle returned. This crate's errors keep their kind. Candle's errors about shapes are
-    /// [`ErrorKind::Shape`]. A GPU without free memory gives [`ErrorKind::OutOfMemory`]. Any other error is [`ErrorKind::Failed`].
+    /// [`ErrorKind::Shape`]. When a GPU has no free memory, the kind is [`ErrorKind::OutOfMemory`]. Any other error is
+    /// [`ErrorKind::Failed`].
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -98,12 +98,12 @@ impl ErrorKind {
             Candle::Context { inner, .. }
             | Candle::WithBacktrace { inner, .. }
             | Candle::WithPath { inner, .. } => Self::of(inner),
-            // `context` of a `Result` makes this variant, of any error.
+            // `context` of a `Result` wraps any error in this variant.
             Candle::WrappedContext { wrapped, .. } => {
                 let own = wrapped.downcast_ref::<Error>().map(Error::kind);
                 own.or_else(|| wrapped.downcast_ref::<Candle>().map(Self::of)).unwrap_or(Self::Failed)
             }
-            // An error of this crate, as `From` below passes it to candle. This variant keeps a `Display` alone.
+            // An error of this crate, converted by `From` below. This variant keeps only a `Display`.
             Candle::Wrapped(error) => Self::read(&format!("{error:#}")),
             Candle::BroadcastIncompatibleShapes { .. }
             | Candle::DimOutOfRange { .. }
@@ -159,13 +159,12 @@ impl Error {
         }))
     }
 
-    /// Creates an error about something well-formed that this device or build cannot do:
-    /// [`ErrorKind::Unsupported`].
+    /// Creates an error about a valid request that this device or build does not support: [`ErrorKind::Unsupported`].
     pub fn unsupported(what: impl Into<String>) -> Self {
         Self::new(what).with_kind(ErrorKind::Unsupported)
     }
 
-    /// Creates an error about shapes that do not fit together, or a dimension out of range: [`ErrorKind::Shape`].
+    /// Creates an error about shapes that do not match, or a dimension out of range: [`ErrorKind::Shape`].
     pub fn shape(what: impl Into<String>) -> Self {
         Self::new(what).with_kind(ErrorKind::Shape)
     }
@@ -182,19 +181,19 @@ impl Error {
         self
     }
 
-    /// What kind of error it is, for programs that act on it: the text is for people, and may change.
+    /// The kind of error, for programs: the text is for people and may change.
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
     }
 
-    /// Adds what the caller gave.
+    /// Adds what the caller passed.
     #[must_use]
     pub fn got(mut self, got: impl fmt::Display) -> Self {
         self.0.got = Some(got.to_string());
         self
     }
 
-    /// Adds the error that caused this one: its text as what was given, and itself as [`source`](std::error::Error::source).
+    /// Adds the error that caused this one: its text as `got`, and the error as [`source`](std::error::Error::source).
     ///
     /// ```
     /// use candle_sage::Error;
@@ -247,7 +246,7 @@ impl fmt::Display for Error {
 
 impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
-        // `Error::wrap` would add a backtrace: these are mistakes to explain, not bugs to trace.
+        // Not `Error::wrap`, which would add a backtrace: these are a caller's mistakes, not bugs.
         candle_core::Error::Wrapped(Box::new(error))
     }
 }

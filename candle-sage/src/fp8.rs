@@ -1,4 +1,4 @@
-//! FP8: 8-bit floating-point values, of which all of a matrix share one scale.
+//! FP8: 8-bit floating-point values with one scale per matrix.
 //!
 //! ```text
 //! scale = the least power of two with max|x| <= largest * scale
@@ -6,9 +6,9 @@
 //! ```
 //!
 //! Conversions round to nearest, ties to the even code, and saturate, as `cvt.rn.satfinite` does on NVIDIA GPUs. A NaN
-//! stays a NaN. A power of two multiplies without rounding, so that the CPU and every GPU compute the same codes.
-//! A floating-point format keeps its relative precision below the largest value, hence nothing is gained by a scale
-//! between two powers of two.
+//! stays a NaN. Multiplying by a power of two is exact, so the CPU and every GPU compute the same codes. The relative
+//! precision of a floating-point format does not depend on the size of the value, so a scale between two powers of two
+//! would not be more accurate.
 //!
 //! Formats: Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433, table 1 (E4M3 without infinities).
 
@@ -127,8 +127,8 @@ impl Fp8Format {
         if code & 0x80 == 0 { value } else { -value }
     }
 
-    /// The scale of a matrix with this largest absolute value: the least power of two, from 2^-126 to 2^126, such that the value
-    /// divided by it does not saturate. 1 where the value is zero, infinite or NaN.
+    /// The scale of a matrix with this largest absolute value: the least power of two, from 2^-126 to 2^126, such that
+    /// the value divided by it does not saturate. 1 if the value is zero, infinite or NaN.
     ///
     /// ```
     /// use candle_sage::fp8::Fp8Format::E4M3;
@@ -154,7 +154,7 @@ fn power_of_two(exponent: i32) -> f32 {
 
 /// The largest absolute value, or NaN if there is one.
 pub(crate) fn largest_of(values: &[f32]) -> f32 {
-    // The bits of positive floats have their order, with NaN above infinity.
+    // The bits of positive floats sort like the floats, with NaN above infinity.
     f32::from_bits(values.iter().map(|x| x.to_bits() & 0x7fff_ffff).max().unwrap_or(0))
 }
 
@@ -184,7 +184,7 @@ mod tests {
         }
     }
 
-    /// candle converts by the crate `float8`.
+    /// candle converts with the crate `float8`.
     #[test]
     fn values_are_those_of_candle() {
         use candle_core::{DType, Device, Tensor};
@@ -194,7 +194,8 @@ mod tests {
         assert_eq!(back.to_vec1::<f32>().expect("values"), codes);
     }
 
-    /// Between two neighbours: the midpoint goes to the even code, and what is next to it to the nearer one.
+    /// The midpoint of two adjacent values rounds to the even code, and the f32 values next to it round to the nearer
+    /// code.
     #[test]
     fn every_midpoint_goes_to_the_even_code() {
         for format in [E4M3, E5M2] {

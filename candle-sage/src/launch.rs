@@ -1,4 +1,4 @@
-//! The seam between operators and kernels: what an operator asks of a GPU, in types that every build has.
+//! The interface between operators and kernels, in types that exist in every build.
 
 use candle_core::{CudaStorage, Layout, Result};
 
@@ -8,13 +8,13 @@ pub(crate) type Operand<'a> = (&'a CudaStorage, &'a Layout);
 /// Whether this build has kernels for NVIDIA GPUs.
 pub(crate) const HAS_KERNELS: bool = cfg!(feature = "cuda");
 
-/// What to do where a build has none.
+/// The hint for a build without kernels.
 pub(crate) const HOW_TO_GET_KERNELS: &str = "build candle-sage with feature `cuda` for NVIDIA GPUs";
 
-/// A computation on a GPU: `In` has its operands, and `Out` is what its kernels write.
+/// A computation on a GPU: `In` is its operands, `Out` its results.
 ///
-/// The operators launch their own types, and `cuda` implements this trait for them. No operator names a launcher, so
-/// that its source is the same in builds with and without kernels.
+/// Each operator launches its own type, for which `cuda` implements this trait. So the operators' source is the same in
+/// builds with and without kernels.
 pub(crate) trait Launch<In, Out> {
     /// Launches the kernels, on candle's own stream.
     fn launch(&self, inputs: In) -> Result<Out>;
@@ -23,7 +23,8 @@ pub(crate) trait Launch<In, Out> {
 /// The backward that a forward on a GPU returns, together with the state that it needs.
 pub(crate) type Backward<const N: usize, Out> = Box<dyn for<'a> Launch<[Operand<'a>; N], Out> + Send + Sync>;
 
-/// In a build without kernels every launch fails. The operators check their inputs' device first, so that none is tried.
+/// In a build without kernels every launch fails. Operators check their inputs' device first, so that they never reach
+/// a launch.
 #[cfg(not(feature = "cuda"))]
 impl<T, In, Out> Launch<In, Out> for T {
     fn launch(&self, _: In) -> Result<Out> {

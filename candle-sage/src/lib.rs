@@ -15,13 +15,13 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 //!
-//! [`ops::Attention`] computes `softmax(scale Q K^T) V` and its gradients in the numerics of a *scheme*: in
-//! full precision, on INT8 codes ([`scheme::SageBwd`]), or on NVFP4 values, which train a model for 4-bit
-//! inference ([`scheme::AttnQat`]). A [`Selection`] restricts attention to listed blocks of keys; [`Sla2`]
-//! learns which ones. The op joins candle's autograd graph: `backward()` works as for every candle op.
+//! [`ops::Attention`] computes `softmax(scale Q K^T) V` and its gradients in the numerics of a *scheme*: unquantized,
+//! in INT8 ([`scheme::SageBwd`]), or in NVFP4, which trains a model for 4-bit inference ([`scheme::AttnQat`]). A
+//! [`Selection`] restricts attention to listed blocks of keys; [`Sla2`] learns which blocks to list. The op joins
+//! candle's autograd graph: `backward()` works as for every candle op.
 //!
-//! The crate also has the other operators that training needs ([`ops`]), modules made of them ([`nn`]), and
-//! exact attention in f64 to compare with ([`mod@reference`]). [`untrained`] lists the variables of a model without a
+//! The crate also has the other operators that training needs ([`ops`]), modules built from them ([`nn`]), and exact
+//! attention in f64 as a reference ([`mod@reference`]). [`untrained`] lists a model's variables that received no
 //! gradient.
 //!
 //! On the CPU every operator runs on all threads, and results do not depend on the number of threads. (CPUs

@@ -1,8 +1,8 @@
-//! Modules for models: each holds its parameters and calls an operator of [`crate::ops`].
+//! Modules for models: each stores its parameters and calls an operator of [`crate::ops`].
 //!
-//! `new` makes a module from its tensors. `load` reads them from a `candle_nn::VarBuilder`, under the names
-//! that Hugging Face's Llama, Qwen2 and Qwen3 checkpoints use. A module with one input implements candle's
-//! `Module`. [`AdamW`] and [`Muon`] are candle's `Optimizer`s.
+//! `new` makes a module from its tensors. `load` reads them from a `candle_nn::VarBuilder`, under the names that
+//! Hugging Face's Llama, Qwen2 and Qwen3 checkpoints use. A module with one input implements candle's `Module`.
+//! [`AdamW`] and [`Muon`] implement candle's `Optimizer`.
 
 mod feed_forward;
 mod fp8_linear;

@@ -1,4 +1,4 @@
-//! NVFP4: 4-bit floating-point codes (E2M1) in groups of 16 that share an 8-bit scale (E4M3).
+//! NVFP4: 4-bit floating-point values (E2M1) in groups of 16 that share an 8-bit scale (E4M3).
 //!
 //! A group of 16 adjacent values `x` is quantized as
 //!
@@ -6,20 +6,19 @@
 //! scale = E4M3(max|x| / 6)      code = E2M1(x * (1 / scale))      x ~ code * scale
 //! ```
 //!
-//! with a code of 0 where the scale is 0. The tensor as a whole has no scale: a group whose maximum is at
-//! most `6 * 2^-10` = 0.00586 becomes zeros, and values beyond `6 * 448` = 2688 saturate. A NaN or an
-//! infinity makes its whole group NaN, so that it is not hidden.
+//! with a code of 0 if the scale is 0. There is no scale per tensor: a group with a maximum of at most `6 * 2^-10` =
+//! 0.00586 becomes zeros, and values beyond `6 * 448` = 2688 saturate. A NaN or an infinity makes its whole group NaN,
+//! so that it is not hidden.
 //!
-//! Both conversions round to nearest, ties to the even code, and saturate, as `cvt.rn.satfinite` does on GPUs
-//! that have it. Values are held in f32; a code times its scale has at most six significant bits and is exact
-//! in f16 and bf16.
+//! Both conversions round to nearest, ties to the even code, and saturate, as `cvt.rn.satfinite` does on GPUs that have
+//! it. Values are stored in f32; a code times its scale has at most six significant bits and is exact in f16 and bf16.
 //!
 //! # Packed format
 //!
-//! [`Packed`] holds the rows of one matrix. `codes` is row-major, two codes per byte, the even channel in the
-//! low four bits, each row padded to a whole byte; a code is sign (bit 3), exponent (bits 2, 1) and mantissa
-//! (bit 0). `scales` has one byte per group: (row, group) for groups along the channels, (group, channel) for
-//! groups along the rows. The last group of a row or column may be shorter than 16.
+//! [`Packed`] contains the rows of one matrix. `codes` is row-major, two codes per byte, the even channel in the low
+//! four bits, each row padded to a whole byte; a code is sign (bit 3), exponent (bits 2, 1) and mantissa (bit 0).
+//! `scales` has one byte per group: (row, group) for groups along the channels, (group, channel) for groups along the
+//! rows. The last group of a row or column may be shorter than 16.
 
 use std::ops::Range;
 
@@ -32,9 +31,9 @@ pub const E2M1_MAX: f32 = 6.0;
 /// The largest E4M3 value.
 pub const E4M3_MAX: f32 = 448.0;
 
-/// Rounds `|x|` to a floating-point format whose values are spaced by `step` times the power of two at or
-/// below `|x|`, or at or below `smallest`, the format's smallest normal power of two, if `|x|` is less. Ties
-/// go to the even code, because adding `1.5 * 2^23 * step * power` leaves no bits below the spacing.
+/// Rounds `|x|` to a floating-point format whose values are spaced by `step` times the power of two at or below `|x|`,
+/// or at or below `smallest`, the format's smallest normal power of two, if `|x|` is less. Ties round to the even code,
+/// because the sum with `1.5 * 2^23 * step * power` has no bits below the spacing.
 #[inline(always)]
 pub(crate) fn round_magnitude(x: f32, step: f32, smallest: f32) -> f32 {
     let magnitude = x.abs();
@@ -47,7 +46,7 @@ pub(crate) fn round_magnitude(x: f32, step: f32, smallest: f32) -> f32 {
 /// The nearest E2M1 value: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; ties to the even code, saturating
 /// at 6.
 ///
-/// A NaN gives 6: the scale of its group is NaN, which makes the product NaN.
+/// NaN becomes 6: the scale of its group is NaN, which makes the product NaN.
 ///
 /// ```
 /// use candle_sage::nvfp4::e2m1;
@@ -87,7 +86,7 @@ pub fn e4m3(x: f32) -> f32 {
 pub fn e2m1_code(value: f32) -> u8 {
     const CODES: [u8; 13] = [0, 1, 2, 3, 4, 16, 5, 16, 6, 16, 16, 16, 7];
     let code = CODES[(value.abs() * 2.0) as usize];
-    assert!(code < 16 && e2m1_value(code) == value.abs(), "{value} is no E2M1 value");
+    assert!(code < 16 && e2m1_value(code) == value.abs(), "{value} is not an E2M1 value");
     code | if value.is_sign_negative() { 8 } else { 0 }
 }
 
@@ -114,7 +113,7 @@ pub fn e2m1_value(code: u8) -> f32 {
 /// ```
 ///
 /// # Panics
-/// When `value` is not such a value.
+/// When `value` is not a non-negative E4M3 value or NaN.
 pub fn e4m3_code(value: f32) -> u8 {
     if value.is_nan() {
         return 0x7f;
@@ -125,7 +124,7 @@ pub fn e4m3_code(value: f32) -> u8 {
     } else {
         (((exponent + 7) << 3) as u8) | (value.to_bits() >> 20 & 7) as u8
     };
-    assert!(e4m3_value(code) == value, "{value} is no E4M3 value");
+    assert!(e4m3_value(code) == value, "{value} is not an E4M3 value");
     code
 }
 
@@ -161,7 +160,7 @@ pub fn e4m3_value(code: u8) -> f32 {
 pub struct Scale {
     /// Factor from codes to values; an E4M3 value.
     pub dequant: f32,
-    /// Factor from values to codes: `1 / dequant`, or 0 where `dequant` is 0.
+    /// Factor from values to codes: `1 / dequant`, or 0 if `dequant` is 0.
     pub quant: f32,
 }
 
@@ -173,7 +172,7 @@ impl Scale {
         Self { dequant, quant: if dequant == 0.0 { 0.0 } else { 1.0 / dequant } }
     }
 
-    /// `x` as the group's scale rounds it: quantized to a code and dequantized.
+    /// `x` quantized to a code with the group's scale, and dequantized.
     #[inline(always)]
     pub fn fake_quantize(self, x: f32) -> f32 {
         e2m1(x * self.quant) * self.dequant
@@ -309,7 +308,7 @@ mod tests {
         (0..0x7f).map(value).collect()
     }
 
-    /// The entry of a table nearest to `x`; of two equally near entries the one with the even index.
+    /// The entry of a table nearest to `x`; ties go to the even index.
     fn nearest(table: &[f64], x: f64) -> f64 {
         let above = table.partition_point(|&value| value < x);
         if above == 0 {

@@ -1,10 +1,10 @@
-//! Differentiable operators for transformers, one file each: those for which candle has no gradient, or only
-//! a slow one or one that needs much memory.
+//! Differentiable operators for transformers, one file each. Candle has no gradient for them, or only one that is slow
+//! or needs much memory.
 //!
-//! Each operator is a candle custom op: it joins candle's autograd graph, and `backward()` gives the
-//! gradients of its inputs. For training loops that do not use candle's graph, each backward is also a plain
-//! function (`.._backward`, `.._into`, [`Attention::vjp`]). Such a loop also needs sums in place
-//! ([`add_into`], [`product_into`]), copies of heads ([`copy_heads`]) and the update of the parameters ([`AdamW`], [`Muon`]).
+//! Each operator is a candle custom op: it joins candle's autograd graph, and `backward()` computes the gradients of
+//! its inputs. For training loops that do not use candle's graph, each backward is also a plain function
+//! (`.._backward`, `.._into`, [`Attention::vjp`]). Such a loop also needs accumulation in place ([`add_into`],
+//! [`product_into`]), copies of heads ([`copy_heads`]) and parameter updates ([`AdamW`], [`Muon`]).
 
 pub(crate) mod accumulate;
 pub(crate) mod adamw;

@@ -1,8 +1,8 @@
-//! Exact attention, forward and backward, in f64 with plain loops: the oracle that all other code is checked
-//! against.
+//! Exact attention, forward and backward, in f64 with plain loops: the reference against which all other code is
+//! checked.
 //!
-//! Tensors are contiguous slices in (batch, sequence, heads, head_dim) order. This module shares nothing but
-//! the shape with the optimized implementations, so that the two are independent.
+//! Tensors are contiguous slices in (batch, sequence, heads, head_dim) order. This module shares only the shape with
+//! the optimized implementations, so that they are independent of each other.
 
 mod linear;
 
@@ -13,8 +13,7 @@ use crate::shape::AttentionShape;
 /// The result of [`forward`].
 #[derive(Debug, Clone)]
 pub struct Forward {
-    /// `softmax(scale Q K^T) V`, as (batch, query, query heads, head_dim). A query that sees no key
-    /// gives zeros.
+    /// `softmax(scale Q K^T) V`, as (batch, query, query heads, head_dim). The row of a query that sees no key is zero.
     pub out: Vec<f64>,
     /// Natural log-sum-exp of each query's scaled logits, as (batch, query heads, query);
     /// minus infinity for a query that sees no key.
@@ -45,14 +44,15 @@ pub struct Pair {
     pub key: usize,
 }
 
-/// Decides which of the pairs that the mask allows are computed.
+/// Selects the pairs that are computed among the pairs that the mask allows.
 pub type Pattern<'a> = &'a dyn Fn(Pair) -> bool;
 
 /// Every pair that the mask allows: dense attention.
 pub const DENSE: Pattern<'static> = &|_| true;
 
-/// How logits come from the dot products of queries and keys: `x = scale q k`, then with a soft cap `x = softcap tanh(x / softcap)`, then with
-/// `ALiBi` `x - slope |position - key|`, where the last query has the position of the last key. A number is a scale alone.
+/// How logits are computed from the dot products of queries and keys: `x = scale q k`, then with a soft cap
+/// `x = softcap tanh(x / softcap)`, then with `ALiBi` `x - slope |position - key|`, where the last query has the
+/// position of the last key. A number converts to `Logits` with only a scale.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Logits {
     /// The softmax scale.
@@ -163,7 +163,7 @@ pub fn forward(
     sparse_forward(shape, DENSE, logits, [q, k, v])
 }
 
-/// As [`forward`], over the pairs that `pattern` accepts.
+/// [`forward`] over the pairs that `pattern` accepts.
 ///
 /// ```
 /// use candle_sage::{AttentionShape, reference};
@@ -205,8 +205,8 @@ pub fn sparse_forward(
 
 /// The gradients of a loss whose gradient with respect to the output is `dout`.
 ///
-/// `dV = P^T dO`, `dP = dO V^T`, `dS = P o (dP - rowsum(P o dP))`, `dQ = scale dS K`, `dK = scale dS^T Q`, and with a soft cap
-/// `1 - tanh(x / softcap)^2` times each element of dS in the last two.
+/// `dV = P^T dO`, `dP = dO V^T`, `dS = P o (dP - rowsum(P o dP))`, `dQ = scale dS K`, `dK = scale dS^T Q`. With a soft
+/// cap the elements of dS in the last two are multiplied by `1 - tanh(x / softcap)^2`.
 ///
 /// ```
 /// use candle_sage::{AttentionShape, reference};
@@ -235,7 +235,7 @@ pub fn backward(
     sparse_backward(shape, DENSE, logits, [q, k, v], dout)
 }
 
-/// As [`backward`], over the pairs that `pattern` accepts.
+/// [`backward`] over the pairs that `pattern` accepts.
 ///
 /// ```
 /// use candle_sage::{AttentionShape, reference};

@@ -1,7 +1,7 @@
-//! Schemes: the numerics of the seven attention products. A scheme is settings alone and holds no data.
+//! Schemes: the numerics of attention's seven matmuls. A scheme consists only of settings.
 //!
-//! Each scheme has a file of its name at every level: `scheme/sagebwd.rs` holds its settings,
-//! `cpu/sagebwd.rs` its arithmetic on the CPU.
+//! Each scheme has a file of its name at every level: `scheme/sagebwd.rs` contains the settings, `cpu/sagebwd.rs` the
+//! CPU arithmetic.
 
 mod attn_qat;
 mod sagebwd;
@@ -28,8 +28,8 @@ use crate::error::Result;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Scheme {
-    /// Every product in floating point, as in FlashAttention-2: the baseline to compare with. On the CPU all
-    /// products run in f32, also for 16-bit inputs; on CUDA operands are 16-bit and accumulators f32.
+    /// Unquantized attention, as in FlashAttention-2: the baseline. On the CPU all matmuls run in f32, also for 16-bit
+    /// inputs; on CUDA operands are 16-bit and accumulators f32.
     #[default]
     FullPrecision,
     /// INT8 attention with an INT8 backward (SageBwd, arXiv 2603.02170).
@@ -48,7 +48,7 @@ impl Scheme {
     /// assert_eq!(names, ["fpa", "sagebwd", "attn-qat"]);
     /// ```
     pub fn all() -> Vec<Self> {
-        // By a match, so that a new scheme cannot be left out.
+        // A match, so that the compiler reports a new scheme that is missing here.
         let next = |scheme: &Self| match scheme {
             Self::FullPrecision => Some(SageBwd::default().into()),
             Self::SageBwd(_) => Some(AttnQat::default().into()),
@@ -57,7 +57,7 @@ impl Scheme {
         std::iter::successors(Some(Self::FullPrecision), next).collect()
     }
 
-    /// Whether a list has every scheme, with whatever settings.
+    /// Whether a list contains every scheme, with any settings.
     #[cfg(test)]
     pub(crate) fn are_all_in(list: &[Self]) -> bool {
         Self::all().iter().all(|scheme| list.iter().any(|one| one.name() == scheme.name()))
@@ -75,14 +75,15 @@ impl Scheme {
     /// A description of the scheme in one line.
     pub fn summary(&self) -> &'static str {
         match self {
-            Self::FullPrecision => "Full-precision attention",
+            Self::FullPrecision => "Unquantized attention",
             Self::SageBwd(_) => "INT8 attention with an INT8 backward (SageBwd)",
             Self::AttnQat(_) => "FP4 attention, trained for FP4 inference (Attn-QAT)",
         }
     }
 
-    /// Whether logits are computed from keys minus their mean, which leaves the softmax as it is. [Soft caps](crate::Attention::softcap),
-    /// [sinks](crate::Attention::sinks) and [log-sum-exps](crate::Attention::apply_with_lse) need the logits themselves, and are errors then.
+    /// Whether logits are computed from keys minus their mean. This changes the logits but not the softmax: [soft
+    /// caps](crate::Attention::softcap), [sinks](crate::Attention::sinks) and
+    /// [log-sum-exps](crate::Attention::apply_with_lse) need the original logits, and return an error.
     ///
     /// ```
     /// use candle_sage::{SageBwd, Scheme, Smoothing};
@@ -116,9 +117,9 @@ impl Scheme {
         }
     }
 
-    /// Bytes per token that a forward on a GPU keeps for its backward, in addition to inputs, output and single
-    /// values per row. `queries` and `keys` are the numbers of channels of all query heads and of all key
-    /// heads; `element` is the size of an input's element in bytes.
+    /// Bytes per token that a forward on a GPU keeps for its backward, in addition to inputs, output and one number per
+    /// row. `queries` and `keys` are the numbers of channels of all query heads and of all key heads; `element` is the
+    /// size of an input's element in bytes.
     ///
     /// ```
     /// use candle_sage::{SageBwd, Scheme};
@@ -137,7 +138,7 @@ impl Scheme {
         }
     }
 
-    /// What a low-bit inference runtime must know to compute the attention that a model was trained for, as
+    /// The settings that a low-bit inference runtime needs to compute the attention that a model was trained for, as
     /// names and values. Empty if the model may run with any exact attention.
     ///
     /// ```
@@ -154,8 +155,8 @@ impl Scheme {
         }
     }
 
-    /// Numbers of queries and of keys that the block sizes of a [`Selection`](crate::Selection) must be
-    /// multiples of.
+    /// The block sizes of a [`Selection`](crate::Selection), in queries and in keys, must be multiples of these
+    /// numbers.
     ///
     /// ```
     /// use candle_sage::{SageBwd, Scheme};

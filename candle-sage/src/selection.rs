@@ -20,11 +20,11 @@ use crate::shape::AttentionShape;
 /// Which blocks of keys each block of queries sees: the argument of
 /// [`Attention::select`](crate::Attention::select).
 ///
-/// Each segment (batch entry or packed document) is divided into blocks, starting at its first token. The
-/// query heads that share a key head share a list. With a causal mask, the *candidates* of a block of queries
-/// are the blocks of keys that its first query sees as a whole. The blocks on the diagonal are not candidates:
-/// they are always seen, and masked by token, so that a list may be empty. Without a mask all blocks are
-/// candidates, and every list has at least one.
+/// Each segment (batch entry or packed document) is divided into blocks, starting at its first token. The query heads
+/// that share a key head share a list. With a causal mask, the *candidates* of a block of queries are the blocks of
+/// keys that its first query sees as a whole. The blocks on the diagonal are not candidates: they are always seen, and
+/// masked by token, so a list may be empty. Without a mask all blocks are candidates, and every list has at least one
+/// block.
 ///
 /// Cloning is cheap.
 ///
@@ -45,30 +45,30 @@ use crate::shape::AttentionShape;
 pub struct Selection {
     shape: AttentionShape,
     blocks: Blocks,
-    /// u32, (key heads, blocks of queries, 1 + width): how many blocks are seen, then which, in ascending
-    /// order.
+    /// u32, (key heads, blocks of queries, 1 + width): the number of blocks that are seen, then their indices in
+    /// ascending order.
     lists: Tensor,
     /// The same lists on the host, copied when they are first read.
     host: Arc<OnceLock<Lists>>,
 }
 
 impl Selection {
-    /// A selection whose lists a router has written on a device.
+    /// A selection from lists that a router wrote on a device.
     pub(crate) fn from_tensor(shape: &AttentionShape, blocks: Blocks, lists: Tensor) -> Self {
         Self { shape: shape.clone(), blocks, lists, host: Arc::default() }
     }
 
-    /// The blocks of keys that a block of queries sees, in ascending order, with those on the diagonal. On a
+    /// The blocks of keys that a block of queries sees, in ascending order, including the blocks on the diagonal. On a
     /// GPU this waits for the device.
     ///
     /// # Errors
-    /// When there is no such block, or the device fails.
+    /// When the block does not exist, or the device fails.
     pub fn list(&self, segment: usize, key_head: usize, block: usize) -> candle_core::Result<Vec<usize>> {
         if segment >= self.blocks.segments.len()
             || key_head >= self.blocks.key_heads
             || block >= self.blocks.query_blocks(segment)
         {
-            return Err(Error::new("there is no such block of queries")
+            return Err(Error::new("the block of queries does not exist")
                 .got(format!("segment {segment}, key head {key_head}, block {block}"))
                 .allowed(format!(
                     "{} segments, {} key heads, {} blocks in all",
@@ -76,14 +76,14 @@ impl Selection {
                     self.blocks.key_heads,
                     self.blocks.rows()
                 ))
-                .hint("blocks are counted inside their segment")
+                .hint("blocks are numbered within their segment")
                 .into());
         }
         Ok(self.host()?.seen(segment, key_head, block).iter().map(|&block| block as usize).collect())
     }
 
-    /// The fraction of the (query, key) pairs of dense attention that the selection leaves out, over all
-    /// heads, with masks counted by token. On a GPU this waits for the device.
+    /// The fraction of dense attention's (query, key) pairs that the selection skips, over all heads, with masks
+    /// applied by token. On a GPU this waits for the device.
     ///
     /// # Errors
     /// When the device fails.
@@ -139,15 +139,14 @@ impl Selection {
         &self.lists
     }
 
-    /// Checks that the selection was made for `shape`, and that its blocks are multiples of `unit` tokens (of
-    /// queries, of keys).
+    /// Checks that the selection was made for `shape`, and that its blocks are multiples of `unit` (queries, keys).
     pub(crate) fn check(&self, shape: &AttentionShape, unit: (usize, usize)) -> Result<()> {
-        // Lists are the same for heads of any width.
+        // Lists do not depend on the head_dim.
         if shape.with_head_dim(self.shape.head_dim()) != self.shape {
             return Err(Error::shape("the selection was made for another shape")
                 .got(format!("{shape:?}"))
                 .allowed(format!("{:?}", self.shape))
-                .hint("make the selection again for each shape"));
+                .hint("make a selection for each shape"));
         }
         self.blocks.check_unit(unit)
     }

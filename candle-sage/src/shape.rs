@@ -1,4 +1,4 @@
-//! Shapes of the tensors of an attention call, with all of their validation.
+//! Shapes of the tensors of an attention call, and their validation.
 
 use std::ops::Range;
 
@@ -21,9 +21,9 @@ pub const HEAD_DIM: std::ops::RangeInclusive<usize> = 8..=256;
 
 /// Several documents, concatenated along the sequence into a batch of one.
 ///
-/// Document `n` holds the query tokens `cu_seqlens_q[n]..cu_seqlens_q[n + 1]` and the key tokens
-/// `cu_seqlens_k[n]..cu_seqlens_k[n + 1]`; a token attends to its own document only. This is the "varlen"
-/// form of FlashAttention. A document may be empty.
+/// Document `n` contains the query tokens `cu_seqlens_q[n]..cu_seqlens_q[n + 1]` and the key tokens
+/// `cu_seqlens_k[n]..cu_seqlens_k[n + 1]`; a token attends only to its own document. This is the "varlen" form of
+/// FlashAttention. A document may be empty.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -49,7 +49,8 @@ pub struct Packing {
 }
 
 impl Packing {
-    /// A packing whose documents may have more queries than keys or fewer, in cumulative lengths. [`AttentionShape::new`] checks them.
+    /// A packing from cumulative lengths of queries and of keys, which may differ. [`AttentionShape::new`] checks the
+    /// lengths.
     pub fn new(cu_seqlens_q: Vec<usize>, cu_seqlens_k: Vec<usize>) -> Self {
         Self { cu_seqlens_q, cu_seqlens_k }
     }
@@ -96,7 +97,7 @@ pub struct AttentionShape {
     packing: Option<Packing>,
 }
 
-/// How far a query sees, in tokens before and after its own position. `None`: to the end.
+/// The number of tokens that a query sees before and after its own position. `None`: no limit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Window {
     pub(crate) before: Option<usize>,
@@ -111,7 +112,7 @@ impl std::fmt::Display for Window {
 }
 
 impl Window {
-    /// Whether it is neither dense attention nor a causal mask.
+    /// Whether the window is neither dense attention nor a causal mask.
     pub(crate) fn is_finite(self) -> bool {
         self.before.is_some() || self.after.is_some_and(|after| after > 0)
     }
@@ -133,7 +134,7 @@ impl Window {
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Segment {
-    /// Index of the batch entry that holds the tokens.
+    /// Index of the tokens' batch entry.
     pub batch: usize,
     /// The query tokens, as indices in the sequence.
     pub query: Range<usize>,
@@ -143,7 +144,8 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// The end of the keys that query `i` (an index inside the segment) attends to: it sees the keys from [`Segment::first_key`] to it.
+    /// The end of the keys that query `i` (an index inside the segment) attends to, which begin with
+    /// [`Segment::first_key`].
     ///
     /// Positions are aligned at the bottom right, as in FlashAttention: the last query has the position of the last key. With a causal
     /// mask query `i` sees key `j` when `j <= i + keys - queries`, and with a window when
@@ -156,7 +158,8 @@ impl Segment {
         }
     }
 
-    /// The first key that query `i` attends to; 0 without a window. It lies before [`Segment::visible_keys`], unless the query sees no key.
+    /// The first key that query `i` attends to; 0 without a window. It is below [`Segment::visible_keys`], unless the
+    /// query sees no key.
     pub fn first_key(&self, i: usize) -> usize {
         self.window
             .before
@@ -174,7 +177,8 @@ impl Segment {
         }
     }
 
-    /// The end of the queries that attend to key `j`: they begin with [`Segment::first_query`], and no query attends to it if that is not before it.
+    /// The end of the queries that attend to key `j`, which begin with [`Segment::first_query`]. If it is not above
+    /// that, no query attends to the key.
     pub fn end_query(&self, j: usize) -> usize {
         let queries = self.query.len();
         match self.window.before {
@@ -190,8 +194,7 @@ impl AttentionShape {
     /// Checks the dimensions of query, key and value against each other.
     ///
     /// # Errors
-    /// When batch sizes, heads, lengths or head_dims do not fit together, or when the packing does not cover
-    /// the tokens.
+    /// When batch sizes, heads, lengths or head_dims do not match, or when the packing does not cover the tokens.
     pub fn new(q: Dims, k: Dims, v: Dims, causal: bool, packing: Option<Packing>) -> Result<Self> {
         let (batch, query_len, query_heads, head_dim) = q;
         let (_, key_len, key_heads, _) = k;
@@ -202,7 +205,7 @@ impl AttentionShape {
                 .hint(head_dim_hint(head_dim)));
         }
         if batch == 0 || query_len == 0 || key_len == 0 {
-            return Err(Error::shape("attention over no tokens")
+            return Err(Error::shape("attention without tokens")
                 .got(format!("query {q:?}, key {k:?}"))
                 .allowed("batch and sequence lengths of at least 1")
                 .hint("skip the call when there is nothing to attend to"));
@@ -212,7 +215,7 @@ impl AttentionShape {
                 .got(format!("key {k:?}, value {v:?}"))
                 .allowed("the same (batch, sequence, heads, head_dim)")
                 .hint(
-                    "`Attention` takes values of another head_dim (8 to 256); batch, sequence and heads must match",
+                    "`Attention` accepts values of another head_dim (8 to 256); batch, sequence and heads must match",
                 ));
         }
         if k.0 != batch || k.3 != head_dim {
@@ -237,8 +240,8 @@ impl AttentionShape {
         Ok(shape)
     }
 
-    /// The same, where a query sees at most `before` keys before its own position and `after` after it. `None`: all of them. It takes
-    /// the place of the causal mask, which is a window with no keys after a query.
+    /// The shape with a window: a query sees at most `before` keys before its own position and `after` keys after it.
+    /// `None`: no limit. The window replaces the causal mask, which is a window with `after` = 0.
     ///
     /// ```
     /// use candle_sage::AttentionShape;
@@ -255,7 +258,7 @@ impl AttentionShape {
         Self { window: Window { before, after }, ..self }
     }
 
-    /// How far queries see.
+    /// The window of the queries.
     pub(crate) fn window(&self) -> Window {
         self.window
     }
@@ -301,7 +304,7 @@ impl AttentionShape {
         }
         let (q, k) = (&packing.cu_seqlens_q, &packing.cu_seqlens_k);
         if q.len() != k.len() {
-            return Err(Error::shape("cu_seqlens_q and cu_seqlens_k name different numbers of documents")
+            return Err(Error::shape("cu_seqlens_q and cu_seqlens_k have different numbers of documents")
                 .got(format!("{} and {} entries", q.len(), k.len()))
                 .allowed("one entry more than there are documents, in both")
                 .hint("use Packing::self_attention when both are the same"));
@@ -313,7 +316,7 @@ impl AttentionShape {
             if !sound {
                 return Err(Error::shape(format!("{name} does not cover the tokens"))
                     .got(Preview(cu))
-                    .allowed(format!("0, ..., {len}, never falling"))
+                    .allowed(format!("0, ..., {len}, non-decreasing"))
                     .hint("cumulative sequence lengths start at 0 and end at the number of tokens"));
             }
         }
@@ -350,7 +353,7 @@ impl AttentionShape {
         self.head_dim
     }
 
-    /// Whether a token attends to its own and earlier positions only.
+    /// Whether a token attends only to its own and earlier positions.
     pub fn causal(&self) -> bool {
         self.window.after == Some(0)
     }
@@ -397,11 +400,11 @@ impl AttentionShape {
     }
 }
 
-/// What helps with a head_dim out of range.
+/// The hint for a head_dim out of range.
 fn head_dim_hint(head_dim: usize) -> &'static str {
     if head_dim > *HEAD_DIM.end() {
-        // A head cannot be split: its logits are sums over all of its channels.
-        "candle's `matmul` and `candle_nn::ops::softmax` take wider heads, with gradients"
+        // A head cannot be split, because its logits are sums over all its channels.
+        "candle's `matmul` and `candle_nn::ops::softmax` support wider heads, with gradients"
     } else {
         "tensors are (batch, sequence, heads, head_dim); `pad_with_zeros` widens heads, with `softmax_scale` as before"
     }
@@ -435,7 +438,7 @@ mod tests {
                 let window = Window { before, after };
                 let segment = Segment { batch: 0, query: 0..queries, key: 0..keys, window };
                 for (i, j) in (0..queries).flat_map(|i| (0..keys).map(move |j| (i, j))) {
-                    // How far the key lies behind the query's position.
+                    // The distance from the query's position to the key.
                     let behind = (j + queries) as i128 - (i + keys) as i128;
                     let within = |end: Option<usize>, distance| end.is_none_or(|end| distance <= end as i128);
                     let sees = within(before, -behind) && within(after, behind);

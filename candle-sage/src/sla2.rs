@@ -49,15 +49,15 @@ use crate::shape::{AttentionShape, Packing};
 /// O_i  = a_i Os_i + (1 - a_i) Ol_i
 /// ```
 ///
-/// Query, key and value are as [`Attention`] takes them. `theta` has one f32 value for each query head; 2 is
-/// a good start. The router's choice has no gradient: Q, K, V and `theta` train through the output, the
-/// router through [`Sla2::router_loss`]. The first blocks of a sequence have no more candidates than the
-/// router may select: their result is dense attention.
+/// Query, key and value are as in [`Attention`]. `theta` has one f32 value for each query head; 2 is a good initial
+/// value. The router's choice has no gradient: Q, K, V and `theta` train through the output, the router through
+/// [`Sla2::router_loss`]. The first blocks of a sequence have at most as many candidates as the router may select:
+/// their result is dense attention.
 ///
-/// With a causal mask no token after a query changes the query's output: the router's means end with the
-/// block's first query, no candidate holds a later key, and the tail sums over candidates alone. (With
-/// [`SageBwd`](crate::SageBwd) K's mean over all tokens is subtracted before quantizing, so that later tokens
-/// change how codes are rounded; with full precision there is no such dependence.)
+/// With a causal mask no token after a query changes the query's output: the router's means end with the block's first
+/// query, no candidate contains a later key, and the tail sums only over candidates. (With [`SageBwd`](crate::SageBwd)
+/// K's mean over all tokens is subtracted before quantizing, so that later tokens change how values are rounded;
+/// unquantized attention has no such dependence.)
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -99,27 +99,26 @@ impl Sla2 {
         }
     }
 
-    /// The factor of the logits of exact attention, and of the dense attention that the router is trained to follow: 1 / sqrt(head_dim) unless
-    /// this is called. The tail has no such factor.
+    /// The factor of the logits of exact attention, and of the dense attention that the router is trained to match. The
+    /// default is 1 / sqrt(head_dim). The tail does not use this factor.
     #[must_use]
     pub fn softmax_scale(mut self, softmax_scale: f64) -> Self {
         self.attention = self.attention.softmax_scale(softmax_scale);
         self
     }
 
-    /// The largest number of candidates that a block of queries selects. With a causal mask it may be 0,
-    /// which leaves the diagonal and the tail.
+    /// The largest number of candidates that a block of queries selects. With a causal mask it may be 0: only the
+    /// diagonal and the tail remain.
     #[must_use]
     pub fn blocks(mut self, count: usize) -> Self {
         self.count = count;
         self
     }
 
-    /// With a causal mask: how many of the selected blocks are the nearest ones before the diagonal, whatever the
-    /// router says; it picks the others. A router gives near blocks away for far ones, which costs what a window
-    /// would have for certain. At most [`Sla2::blocks`], with which the router has no say; the default is 0. A
-    /// block of queries with fewer blocks before it lists all of them. The router still learns from all
-    /// candidates.
+    /// With a causal mask: the number of nearest blocks before the diagonal that are always selected; the router
+    /// selects the others. A router may drop near blocks in favour of far ones, and then loses mass that a window would
+    /// cover. The default is 0, the maximum is [`Sla2::blocks`], with which the router selects nothing. A block of
+    /// queries with fewer blocks before it lists all of them. The router still learns from all candidates.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -154,17 +153,16 @@ impl Sla2 {
         self
     }
 
-    /// With a causal mask: the number of queries, the block's first query being the last of them, whose mean
-    /// represents the block in the router. The default is a quarter of the block. (Without a mask it is the
-    /// mean of the whole block.)
+    /// With a causal mask: the number of queries whose mean represents the block in the router. The last of these
+    /// queries is the block's first query. The default is a quarter of the block. (Without a mask the mean of the whole
+    /// block is used.)
     #[must_use]
     pub fn pool(mut self, queries: usize) -> Self {
         self.pool = Some(queries);
         self
     }
 
-    /// The blocks that the linear tail sums over. `None` leaves the tail out, which is block-sparse attention
-    /// alone.
+    /// The blocks that the linear tail sums over. With `None` there is no tail, only block-sparse attention.
     #[must_use]
     pub fn tail(mut self, tail: Option<Tail>) -> Self {
         self.tail = tail;
@@ -208,14 +206,14 @@ impl Sla2 {
             return Err(Error::new("the nearest blocks cannot be listed")
                 .got(format!("{} nearest of {} blocks, {mask}", self.nearest, self.count))
                 .allowed("with a causal mask, at most the number of blocks")
-                .hint("they are among `blocks`; the router picks the others")
+                .hint("they count towards `blocks`; the router selects the others")
                 .into());
         }
         if self.pool == Some(0) {
-            return Err(Error::new("the router's mean of no queries")
+            return Err(Error::new("the router's mean needs at least one query")
                 .got("pool 0")
                 .allowed("at least 1 query")
-                .hint("leave it out for a quarter of the block")
+                .hint("omit it for a quarter of the block")
                 .into());
         }
         Ok((shape, blocks))
@@ -234,10 +232,9 @@ impl Sla2 {
         self.pool.unwrap_or_else(|| (self.block.0 / 4).max(1))
     }
 
-    /// The router's selection for these queries and keys: for each block of queries the
-    /// [nearest](Sla2::nearest) candidates and those with the
-    /// largest scores, at most [`Sla2::blocks`] of them; of equal scores the first is taken. The selection
-    /// has no gradient.
+    /// The router's selection for these queries and keys: for each block of queries the [nearest](Sla2::nearest)
+    /// candidates and those with the largest scores, at most [`Sla2::blocks`] in all; ties go to the first block. The
+    /// selection has no gradient.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -277,7 +274,7 @@ impl Sla2 {
         let Some(tail) = self.tail else { return Ok(sparse) };
         let inputs = [q, k, v, &sparse, theta];
         if !inputs.iter().any(|input| input.track_op()) {
-            // Nothing is differentiated: the tail needs no place in a graph.
+            // Nothing is differentiated, so the tail does not have to be in a graph.
             return Ok(Mixture::new(inputs, selection, tail, self.alpha)?.forward(inputs)?.0);
         }
         let linear = past_linear(q, k, v, selection, tail)?;
@@ -325,12 +322,12 @@ impl Sla2 {
         Ok((out, Sla2Vjp { attention, inputs, mixture }))
     }
 
-    /// The loss that trains the router: the cross-entropy of the softmax of its scores over the candidates
-    /// with respect to dense attention's mass, `-sum_IJ T_IJ log softmax_J(s_IJ) / sum T`. `T_IJ` is the mass
-    /// that the queries of block `I`, in all query heads of the group, give to block `J`. The loss is a
-    /// scalar in f32, differentiable with respect to the router alone.
+    /// The loss that trains the router: the cross-entropy of the softmax of its scores over the candidates with respect
+    /// to dense attention's mass, `-sum_IJ T_IJ log softmax_J(s_IJ) / sum T`. `T_IJ` is the mass that the queries of
+    /// block `I`, in all query heads of the group, give to block `J`. The loss is a scalar in f32, differentiable only
+    /// with respect to the router.
     ///
-    /// It replaces the published training of the router through a soft choice.
+    /// It replaces the published training of the router through a soft selection.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -351,8 +348,8 @@ impl Sla2 {
         entropy / mass
     }
 
-    /// The two sums whose quotient is [`Sla2::router_loss`]: `-sum_IJ T_IJ log softmax_J(s_IJ)`, and `sum T`, which has no
-    /// gradient. Whoever divides heads among devices adds each of them before dividing.
+    /// The two sums whose quotient is [`Sla2::router_loss`]: `-sum_IJ T_IJ log softmax_J(s_IJ)`, and `sum T`, which has
+    /// no gradient. If heads are split among devices, sum both over the devices before dividing.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -378,8 +375,8 @@ impl Sla2 {
         router::entropy_sums(&scores, &mass, &blocks)
     }
 
-    /// The fraction of dense attention's mass on the candidates that a selection covers, over all heads and
-    /// blocks: 1 is all of it. On a GPU this waits for the device.
+    /// The fraction of dense attention's mass on the candidates that a selection covers, over all heads and blocks, 0
+    /// to 1. On a GPU this waits for the device.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -400,10 +397,10 @@ impl Sla2 {
     pub fn mass_caught(&self, selection: &Selection, q: &Tensor, k: &Tensor) -> Result<f64> {
         let (shape, blocks) = self.shape(q, k)?;
         if *selection.shape() != shape || selection.block() != self.block {
-            return Err(Error::shape("the selection is not one of these queries and keys")
+            return Err(Error::shape("the selection was made for other queries and keys")
                 .got(format!("blocks {:?} of {:?}", selection.block(), selection.shape()))
                 .allowed(format!("blocks {:?} of {shape:?}", self.block))
-                .hint("`Sla2::select` makes one")
+                .hint("`Sla2::select` makes a selection for them")
                 .into());
         }
         let scale = self.attention.scale_of(&shape) as f32;

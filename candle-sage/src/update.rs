@@ -44,8 +44,8 @@ pub struct AdamW {
     pub clip: Option<f64>,
 }
 
-/// The factor of a gradient whose sum of squares is given: `factor`, or less where the norm would be above `clip`; `None` if the norm is not
-/// finite.
+/// The factor of a gradient with this sum of squares: `factor`, or less if the norm would exceed `clip`; `None` if the
+/// norm is not finite.
 pub(crate) fn clipped(factor: f64, clip: Option<f64>, sum_of_squares: f64) -> Option<f32> {
     let norm = factor * sum_of_squares.sqrt();
     let clipped = clip.map_or(1.0, |clip| if norm > clip { clip / norm } else { 1.0 });
@@ -61,7 +61,7 @@ pub(crate) struct Factors {
 }
 
 impl AdamW {
-    /// The first step with a learning rate: betas .9 and .95, epsilon 1e-8, no weight decay and no clipping.
+    /// The first step with this learning rate: betas .9 and .95, epsilon 1e-8, no weight decay and no clipping.
     pub const fn new(lr: f64) -> Self {
         Self {
             lr,
@@ -86,15 +86,16 @@ impl AdamW {
     }
 }
 
-/// The polynomials that make the singular values of a matrix about 1: five odd ones of degree 5, one after the other, of the matrix
-/// divided by its Frobenius norm (Newton-Schulz iterations).
+/// The polynomials that make the singular values of a matrix about 1: five odd polynomials of degree 5, applied one
+/// after the other to the matrix divided by its Frobenius norm (Newton-Schulz iterations).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Orthogonalization {
-    /// The best five for singular values from .001 of the norm on: they become .85 to 1.12 (Polar Express, arXiv 2505.16932, with its
-    /// margin of 1 % against roundings).
+    /// The best five polynomials for singular values of at least .001 of the norm, which become .85 to 1.12 (Polar
+    /// Express, arXiv 2505.16932, with its margin of 1 % for rounding errors).
     #[default]
     PolarExpress,
-    /// The same one five times: singular values from .003 of the norm on become .68 to 1.2 (Muon as first published, by K. Jordan).
+    /// The same polynomial five times: singular values of at least .003 of the norm become .68 to 1.2 (Muon as first
+    /// published, by K. Jordan).
     Quintic,
 }
 
@@ -110,7 +111,7 @@ impl Orthogonalization {
                     [3.318_419_657_370_601_5, -2.488_488_024_314_874, 0.510_048_940_123_72],
                     [2.300_652_019_954_817, -1.668_903_984_574_749_3, 0.418_807_311_952_567_3],
                 ];
-                // The first argument is divided by the margin twice: roundings may make a norm too small.
+                // The first argument is divided by the margin twice, because rounding may make a norm too small.
                 let margins = [1.01 * 1.01, 1.01, 1.01, 1.01, 1.0];
                 std::array::from_fn(|n| {
                     let (polynomial, margin): ([f64; 3], f64) = (best[n], margins[n]);
@@ -122,20 +123,22 @@ impl Orthogonalization {
     }
 }
 
-/// How long the step of a matrix is: the orthogonal direction, whose singular values are about 1, times this and the learning rate.
+/// The length of a matrix's step: the step is the orthogonal direction, with singular values of about 1, times this
+/// factor and the learning rate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum MuonScale {
-    /// `0.2 sqrt(max(rows, columns))`: the root mean square of a step of AdamW, so that its learning rates carry over (arXiv 2502.16982,
-    /// section 2.2).
+    /// `0.2 sqrt(max(rows, columns))`: the step has the root mean square of an AdamW step, so that AdamW's learning
+    /// rates carry over (arXiv 2502.16982, section 2.2).
     #[default]
     AdamW,
     /// `sqrt(max(1, rows / columns))`, as first published.
     Original,
 }
 
-/// One step of Muon: each matrix moves along its momentum, whose singular values are made about 1 first (K. Jordan, 2024; arXiv
-/// 2502.16982), and rows divided by their running size if `beta2` is set (NorMuon). For the matrices of hidden layers: embeddings,
-/// output matrices and vectors need another optimizer, as [`AdamW`].
+/// One step of Muon: each matrix moves along its momentum after the momentum's singular values are made about 1 (K.
+/// Jordan, 2024; arXiv 2502.16982); if `beta2` is set, rows are divided by their running root mean square (NorMuon).
+/// Muon is for the matrices of hidden layers; embeddings, output matrices and vectors need another optimizer, such as
+/// [`AdamW`].
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -162,8 +165,9 @@ pub struct Muon {
     pub nesterov: bool,
     /// Decoupled weight decay: each step multiplies a weight by `1 - lr weight_decay`.
     pub weight_decay: f64,
-    /// NorMuon (arXiv 2510.05491): the decay rate of the running mean square of each row of orthogonal directions. Rows are divided by its
-    /// root, so that all neurons move about as far; the matrix as a whole moves as far as without. `None` leaves rows as they are.
+    /// NorMuon (arXiv 2510.05491): the decay rate of the running mean square of each row of orthogonal directions. Rows
+    /// are divided by its root, so that all neurons move about equally far; the norm of the whole step does not change.
+    /// `None` does not normalize rows.
     pub beta2: Option<f64>,
     /// The polynomials of the orthogonalization.
     pub orthogonalization: Orthogonalization,
@@ -175,12 +179,13 @@ pub struct Muon {
     pub clip: Option<f64>,
 }
 
-/// The factor of directions before they are orthogonal. Their squares are added up in bf16 or f32: with it, matrices whose elements are
-/// 1e-26 to 1e11 neither vanish nor overflow. Others do not move.
+/// The factor of directions before they are orthogonalized. Their squares are summed in bf16 or f32: with this factor,
+/// matrices with elements of 1e-26 to 1e11 neither vanish nor overflow. Other matrices are not updated.
 pub(crate) const DIRECTION_UNIT: f32 = (1 << 24) as f32;
 
 impl Muon {
-    /// A step with a learning rate: momentum .95 with Nesterov, rows as they are, no weight decay and no clipping.
+    /// A step with this learning rate: momentum .95 with Nesterov, no normalization of rows, no weight decay and no
+    /// clipping.
     pub const fn new(lr: f64) -> Self {
         Self {
             lr,

@@ -8,11 +8,13 @@ use candle_nn::{Init, VarBuilder, VarMap};
 
 use crate::error::{Error, ErrorKind};
 
-/// The names of the variables without a gradient, sorted: after one `backward()` of a model that trains the list is empty.
+/// The names of the variables without a gradient, sorted. After one `backward()` of a model that trains correctly the
+/// list is empty.
 ///
-/// Operators without a gradient cut the graph and return no error: candle-nn's fused `rms_norm`, `layer_norm` (`LayerNorm`), `rope`
-/// and `softmax_last_dim`. The variables that reach the loss only through such an operator are listed. A variable that also
-/// reaches the loss through a residual connection has a gradient, which lacks the share of the cut branch.
+/// Operators without a gradient cut the graph and return no error: candle-nn's fused `rms_norm`, `layer_norm`
+/// (`LayerNorm`), `rope` and `softmax_last_dim`. The variables that reach the loss only through such an operator are
+/// listed. A variable that also reaches the loss through a residual connection has a gradient, but without the
+/// contribution of the cut branch.
 ///
 /// ```
 /// use candle_core::{DType, Device, Module, Tensor};
@@ -35,7 +37,7 @@ pub fn untrained(variables: &VarMap, gradients: &GradStore) -> Vec<String> {
     names
 }
 
-/// The tensor `name` at the path of `vb`, which a new model initializes as `init` says.
+/// The tensor `name` at the path of `vb`, which a new model initializes with `init`.
 pub(crate) fn load(
     vb: &VarBuilder<'_>,
     shape: impl Into<Shape>,
@@ -51,9 +53,9 @@ pub(crate) fn load(
                 ("is missing", ErrorKind::Invalid, "`VarBuilder::pp` sets the part of the name before it")
             }
             Candle::UnexpectedShape { .. } => OTHER_SHAPE,
-            // A `VarMap` reports it as text alone.
+            // A `VarMap` reports a wrong shape only as text.
             Candle::Msg(text) if text.starts_with("shape mismatch") => OTHER_SHAPE,
-            error => ("cannot be loaded", ErrorKind::of(error), "is the file of weights whole?"),
+            error => ("cannot be loaded", ErrorKind::of(error), "is the weights file complete?"),
         };
         let prefix = vb.prefix();
         let path = if prefix.is_empty() { name.to_string() } else { format!("{prefix}.{name}") };
@@ -69,7 +71,7 @@ pub(crate) fn load(
 const OTHER_SHAPE: (&str, ErrorKind, &str) =
     ("has another shape", ErrorKind::Shape, "does the configuration belong to these weights?");
 
-/// The error without candle's backtraces, which would be part of its text.
+/// The error without candle's backtraces, which would be part of the text.
 fn innermost(error: &Candle) -> &Candle {
     match error {
         Candle::WithBacktrace { inner, .. } => innermost(inner),

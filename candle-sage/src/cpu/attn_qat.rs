@@ -1,4 +1,4 @@
-//! Attn-QAT on the CPU: f32 products of values that NVFP4 holds.
+//! Attn-QAT on the CPU: f32 matmuls of NVFP4 values.
 
 use std::ops::Range;
 
@@ -15,16 +15,17 @@ use super::{Gradients, OnCpu, OutputGradient, backward, forward, lanes};
 use crate::nvfp4::{Axis, GROUP, Packed, Scale, e2m1};
 use crate::scheme::{AttnQat as Settings, PReference, ValueGroups};
 
-/// Rows that are summed first in the computation of K's mean, as in SageBwd.
+/// K's mean is computed from partial sums over this many rows, as in SageBwd.
 const MEAN_ROWS: usize = 64;
 
-/// What the forward keeps for the backward.
+/// The state that the forward keeps for the backward.
 #[derive(Debug)]
 pub(super) struct Kept {
     codes: Codes,
     /// Base-2 log-sum-exp of each query, (batch, query heads, query).
     lse2: Vec<f32>,
-    /// Sum of each query's probabilities relative to its reference, in the same order; with a literal reference 1. Times what a sink adds.
+    /// For each query, in the order of `lse2`: the sum of its probabilities relative to its reference (1 with a literal
+    /// reference), times the factor by which a sink increases the sum.
     sum: Vec<f32>,
     /// O', (batch, query, query heads, head_dim).
     high_precision_out: Vec<f32>,
@@ -36,9 +37,9 @@ struct Codes {
     q: Vec<Packed>,
     k: Vec<Packed>,
     v: Vec<Packed>,
-    /// The token mean that was subtracted from K, if any was.
+    /// The token mean that was subtracted from K, if there is one.
     k_mean: Vec<Option<Vec<f32>>>,
-    /// The token mean that was subtracted from V, if any was.
+    /// The token mean that was subtracted from V, if there is one.
     v_mean: Vec<Option<Vec<f32>>>,
 }
 
@@ -90,7 +91,7 @@ impl OnCpu for Settings {
         let (Ok([out, high_precision_out]), Ok([lse2, sum])) =
             (<[_; 2]>::try_from(outputs), <[_; 2]>::try_from(states))
         else {
-            unreachable!("`finish` gives two of each")
+            unreachable!("`finish` returns two of each")
         };
         (out, Kept { codes, lse2, sum, high_precision_out })
     }
@@ -104,7 +105,7 @@ impl OnCpu for Settings {
     }
 }
 
-/// The products of the forward.
+/// The matmuls of the forward.
 struct Forward<'a> {
     settings: &'a Settings,
     problem: &'a Problem<'a>,
@@ -153,14 +154,16 @@ impl ForwardNumerics for Forward<'_> {
         let mut finished = rows.finish(sink, sees);
         let literal = self.settings.p_reference == PReference::Literal;
         for (r, sum) in sum.iter_mut().enumerate().filter(|(r, _)| sees(*r)) {
-            // P is relative to all logits in the backward; where a sink leaves less than 2^-64 of it to the keys, it is zero there.
+            // In the backward P is relative to all logits including the sink; if the sink leaves less than 2^-64 of the
+            // probability to the keys, P is zero.
             let with_sink = sink.map_or(1.0, |_| {
                 let keys = references[r] + sum.log2();
                 (finished.states[0][r] - keys).clamp(0.0, 64.0).exp2()
             });
             *sum = with_sink * if literal { 1.0 } else { *sum };
         }
-        // O' stays the output of V less its mean, as the backward's V is: delta = rowsum(dO o O') goes with dP = dO (V - m)^T.
+        // O' remains the output without V's mean, because the backward's V is without its mean too: delta = rowsum(dO o
+        // O') matches dP = dO (V - m)^T.
         if let Some(mean) = &self.codes.v_mean[key_index(self.problem, self.problem.key_head(at))] {
             finished.add_value_mean(mean, sees);
         }
@@ -169,7 +172,7 @@ impl ForwardNumerics for Forward<'_> {
     }
 }
 
-/// The products of the backward.
+/// The matmuls of the backward.
 struct Backward<'a> {
     settings: &'a Settings,
     problem: &'a Problem<'a>,
@@ -216,8 +219,8 @@ impl RowSource for Backward<'_> {
     }
 }
 
-/// The output's gradient of one head, and for each query the sum that makes its probabilities relative to its
-/// reference: `p * sum`.
+/// The output's gradient of one head, and a sum for each query: `p * sum` is the probability relative to the query's
+/// reference.
 struct Grads {
     dout: Rows,
     sum: Vec<f32>,
@@ -273,8 +276,8 @@ impl BackwardNumerics for Backward<'_> {
     }
 }
 
-/// Turns a tile of logits into probabilities relative to the new references, and rescales sums and
-/// accumulators to them.
+/// Turns a tile of logits into probabilities relative to the new references, to which it rescales sums and
+/// accumulators.
 #[multiversion(targets = "simd")]
 fn online_softmax(reference: PReference, cols: usize, logits: &mut [f32], softmax: &mut Softmax<2>) {
     let Softmax { reference: references, sum, acc: [first, second] } = softmax;
@@ -283,7 +286,7 @@ fn online_softmax(reference: PReference, cols: usize, logits: &mut [f32], softma
     for (row, ((old, sum), (first, second))) in logits.chunks_exact_mut(cols).zip(state) {
         let new = reference.of(lanes::max(row));
         let new = if new > *old { new } else { *old };
-        // While no key is visible every term is 2^-inf, whatever finite number is subtracted.
+        // While no key is visible every term is 2^-inf for any finite shift.
         let shift = if new == f32::NEG_INFINITY { 0.0 } else { new };
         let decay = lanes::exp2(*old - shift);
         for x in row.iter_mut() {
@@ -316,9 +319,8 @@ fn quantize_probabilities(p: &[f32], sum: f32, quantized: &mut [f32]) {
 mod tests {
     use super::*;
 
-    /// References are powers of two. So the backward, whose probabilities are relative to the row's final
-    /// reference, has the codes that the forward made relative to a lower one, wherever scales have all their
-    /// bits.
+    /// References are powers of two. So probabilities relative to the row's final reference in the backward have the
+    /// same FP4 values as in the forward relative to a lower reference, as long as scales have all their bits.
     #[test]
     fn the_backward_meets_the_forwards_codes() {
         let logits: Vec<f32> = (0..64).map(|i| ((i * 29 % 64) as f32) * 0.08 - 3.0).collect();
@@ -337,7 +339,7 @@ mod tests {
         for max in [-3.5f32, 0.0, 0.1, 7.0, 1e6] {
             let reference = PReference::RowMax.of(max);
             assert!(reference >= max && reference < max + 1.0 && reference.fract() == 0.0);
-            // The largest probability, at most 2^11, has a scale that E4M3 holds.
+            // The largest probability, at most 2^11, has a scale that E4M3 can represent.
             assert!(lanes::exp2(max - PReference::TwoLevel.of(max)) / 6.0 <= 448.0);
         }
         assert_eq!(PReference::RowMax.of(f32::NEG_INFINITY), f32::NEG_INFINITY);

@@ -24,14 +24,14 @@ struct Part {
     dq: Vec<Vec<f32>>,
 }
 
-/// If there are fewer independent heads than this, each head's keys are split, so that more threads have
-/// work. Each split costs one more buffer of the query's size.
+/// If there are fewer independent heads than this, each head's keys are split, so that more threads have work. Each
+/// split needs another buffer of the query's size.
 const ENOUGH_ITEMS: usize = 16;
 const MOST_SPLITS: usize = 8;
 
 fn items<N: Operands>(numerics: &N, problem: &Problem<'_>) -> Vec<Item> {
     let heads = problem.shape.key_heads();
-    // The number of splits depends on the shape alone: the order of additions must not depend on the threads.
+    // The number of splits depends only on the shape: the order of additions must not depend on the threads.
     let splits = ENOUGH_ITEMS.div_ceil(problem.segments.len() * heads).min(MOST_SPLITS);
     let tile_k = numerics.tile().1;
     let mut items = Vec::new();
@@ -75,7 +75,8 @@ pub(super) fn run<N: BackwardNumerics>(
     Gradients { dq, dk, dv, dsinks: sink_gradients(numerics, problem, output) }
 }
 
-/// The gradient of each head's sink: minus the sum over queries of the sink's probability times delta, as of a key whose value is zero.
+/// The gradient of each head's sink: minus the sum over queries of the sink's probability times delta. A sink acts as a
+/// key with a value of zero.
 fn sink_gradients<N: BackwardNumerics>(
     numerics: &N,
     problem: &Problem<'_>,
@@ -108,8 +109,8 @@ fn deltas<N: BackwardNumerics>(
     let mut delta = numerics.delta(at, dout);
     let rows = problem.lse_start(at)..problem.lse_start(at) + delta.len();
     if let Some(dlse) = output.dlse.get(rows.clone()) {
-        // The log-sum-exp changes with each logit in proportion to P. A query that sees no key has a log-sum-exp of minus
-        // infinity, whose gradient may be NaN.
+        // The derivative of the log-sum-exp with respect to a logit is P. A query that sees no key has a log-sum-exp of
+        // minus infinity, and the gradient of that may be NaN.
         let seen = delta.iter_mut().zip(dlse).zip(&numerics.lse2()[rows]);
         let seen = seen.filter(|(_, lse2)| **lse2 != f32::NEG_INFINITY);
         seen.for_each(|((delta, dlse), _)| *delta -= dlse);
@@ -141,7 +142,7 @@ fn run_item<N: BackwardNumerics>(
     let mut part =
         Part { dk: vec![0.0; item.keys.len() * d], dv: vec![0.0; item.keys.len() * d], dq: Vec::new() };
     let (mut p, mut ds) = (vec![0.0; tile_q * tile_k], vec![0.0; tile_q * tile_k]);
-    // Of the soft cap, if there is one.
+    // The derivatives of the soft cap, if there is one.
     let mut derivatives = vec![0.0; if problem.score_mod.has_softcap() { tile_q * tile_k } else { 0 }];
     let group = problem.shape.group();
     for member in 0..group {
@@ -183,7 +184,7 @@ fn run_item<N: BackwardNumerics>(
     part
 }
 
-/// The dot products of the rows of two matrices, as `D = rowsum(dO o O)` needs them.
+/// The dot products of the rows of two matrices: `D = rowsum(dO o O)`.
 #[multiversion(targets = "simd")]
 pub(super) fn row_dots(out: &[f32], dout: &[f32], d: usize) -> Vec<f32> {
     let mut delta = vec![0.0; out.len() / d];
@@ -197,7 +198,7 @@ pub(super) fn row_dots(out: &[f32], dout: &[f32], d: usize) -> Vec<f32> {
 #[multiversion(targets = "simd")]
 fn probabilities(cols: usize, lse2: &[f32], t: &mut [f32]) {
     for (row, &lse2) in t.chunks_exact_mut(cols).zip(lse2) {
-        // A query that sees no key has an LSE of minus infinity; all of its logits are masked.
+        // A query that sees no key has an LSE of minus infinity, and all its logits are masked.
         let lse2 = if lse2 == f32::NEG_INFINITY { 0.0 } else { lse2 };
         for x in row {
             *x = lanes::exp2(*x - lse2);
@@ -205,7 +206,7 @@ fn probabilities(cols: usize, lse2: &[f32], t: &mut [f32]) {
     }
 }
 
-/// `dS = P o (dP - D)`, in place of dP.
+/// Replaces dP by `dS = P o (dP - D)`.
 #[multiversion(targets = "simd")]
 fn softmax_backward(cols: usize, p: &[f32], delta: &[f32], dp: &mut [f32]) {
     for ((dp, p), &delta) in dp.chunks_exact_mut(cols).zip(p.chunks_exact(cols)).zip(delta) {

@@ -1,4 +1,4 @@
-//! Full precision on the CPU: every product in f32.
+//! Unquantized attention on the CPU: every matmul in f32.
 
 use multiversion::multiversion;
 
@@ -31,10 +31,10 @@ impl OnCpu for FullPrecision {
     }
 }
 
-/// The products of the forward.
+/// The matmuls of the forward.
 struct Forward<'a>(&'a Problem<'a>);
 
-/// The products of the backward.
+/// The matmuls of the backward.
 struct Backward<'a> {
     problem: &'a Problem<'a>,
     lse2: &'a [f32],
@@ -106,8 +106,8 @@ impl BackwardNumerics for Backward<'_> {
     }
 }
 
-/// Turns a tile of logits into probabilities relative to the new row maxima, and rescales sums and
-/// accumulators to them.
+/// Turns a tile of logits into probabilities relative to the new row maxima, to which it rescales sums and
+/// accumulators.
 #[multiversion(targets = "simd")]
 pub(super) fn online_softmax(cols: usize, logits: &mut [f32], softmax: &mut Softmax) {
     let Softmax { reference, sum, acc: [acc] } = softmax;
@@ -116,7 +116,7 @@ pub(super) fn online_softmax(cols: usize, logits: &mut [f32], softmax: &mut Soft
     for (row, ((max, sum), acc)) in logits.chunks_exact_mut(cols).zip(state) {
         let row_max = lanes::max(row);
         let new_max = if row_max > *max { row_max } else { *max };
-        // While no key is visible every term is 2^-inf, whatever finite number is subtracted.
+        // While no key is visible every term is 2^-inf for any finite shift.
         let shift = if new_max == f32::NEG_INFINITY { 0.0 } else { new_max };
         let decay = lanes::exp2(*max - shift);
         for x in row.iter_mut() {

@@ -6,13 +6,13 @@
 
 const LANES: usize = 16;
 
-/// `log2(127)`, where 127 is the largest code.
+/// `log2(127)`, where 127 is the largest INT8 value.
 pub(crate) const LOG2_127: f32 = 6.988_684_7;
 
 /// `2^x` with a relative error below `2^-22`; 0 below -126, infinity from 128 on, NaN for NaN.
 #[inline(always)]
 pub(crate) fn exp2(x: f32) -> f32 {
-    // Adding 1.5 * 2^23 rounds to a whole number n, which the low bits of the sum hold.
+    // Adding 1.5 * 2^23 rounds to a whole number n, which is in the low bits of the sum.
     const ROUND: f32 = 12_582_912.0;
     let shifted = x + ROUND;
     let f = x - (shifted - ROUND);
@@ -25,7 +25,7 @@ pub(crate) fn exp2(x: f32) -> f32 {
         .mul_add(f, 6.931_472e-1)
         .mul_add(f, 1.0);
     let scaled = f32::from_bits(p.to_bits().wrapping_add(shifted.to_bits() << 23));
-    // Adding n to the exponent is right inside the range alone; a NaN must stay one, whatever its low bits.
+    // Adding n to the exponent is correct only inside the range; a NaN must stay NaN for any low bits.
     let in_range = if x < -126.0 { 0.0 } else { scaled };
     if x < 128.0 { in_range } else { x + f32::INFINITY }
 }
@@ -33,7 +33,8 @@ pub(crate) fn exp2(x: f32) -> f32 {
 /// `tanh(x)` with a relative error below `2^-20`.
 #[inline(always)]
 pub(crate) fn tanh(x: f32) -> f32 {
-    // Up to 1 a minimax polynomial in relative error, 5.9e-7 before rounding; beyond it 1 - 2 / (1 + e^2x) loses no bits.
+    // Up to 1 a minimax polynomial in relative error, 5.9e-7 before rounding; above 1 the formula 1 - 2 / (1 + e^2x)
+    // loses no bits.
     let (twice, square) = (2.0 * x, 4.0 * x * x);
     let small = (-1.497_588_1e-6_f32)
         .mul_add(square, 3.270_14e-5)
@@ -68,7 +69,7 @@ fn fold<T: Copy>(row: &[f32], start: T, step: impl Fn(T, f32) -> T, join: impl F
     lanes[0]
 }
 
-/// The largest value of a row, not counting NaN; minus infinity for an empty row.
+/// The largest value of a row, ignoring NaN; minus infinity for an empty row.
 #[inline(always)]
 pub(crate) fn max(row: &[f32]) -> f32 {
     let larger = |a: f32, b: f32| if b > a { b } else { a };
@@ -97,8 +98,8 @@ pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
     sum(&lanes)
 }
 
-/// The bits of `|x|`. As integers they order as the values do, with NaN above everything, so that a maximum
-/// over bits does not lose a NaN.
+/// The bits of `|x|`. As integers they sort like the values, with NaN above everything, so that a maximum over bits
+/// does not lose a NaN.
 #[inline(always)]
 pub(crate) fn abs_bits(x: f32) -> u32 {
     x.to_bits() & 0x7fff_ffff

@@ -1,7 +1,7 @@
-//! The interface between the mainloops and a scheme: operands and products, one tile at a time.
+//! The interface between the mainloops and a scheme: operands and matmuls, one tile at a time.
 //!
-//! Tiles come in the order of FlashAttention-2: the forward keeps a tile of queries and iterates over the
-//! keys, the backward keeps a tile of keys and iterates over the queries.
+//! The order of tiles is that of FlashAttention-2: the forward keeps a tile of queries and iterates over the keys, the
+//! backward keeps a tile of keys and iterates over the queries.
 
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
@@ -21,9 +21,9 @@ pub(crate) struct Problem<'a> {
     pub(crate) segments: Vec<Segment>,
     pub(crate) softmax_scale: f32,
     pub(super) score_mod: ScoreMod,
-    /// The base-2 sink of each query head. Empty: none.
+    /// The base-2 sink of each query head. Empty without sinks.
     sinks: Vec<f32>,
-    /// The lists of the selection. `None`: queries attend to all keys that the mask leaves.
+    /// The lists of the selection. `None`: queries attend to all keys that the mask allows.
     pub(super) lists: Option<&'a Lists>,
     q: View<'a>,
     k: View<'a>,
@@ -111,7 +111,7 @@ fn inside(segment: &Range<usize>, tokens: Range<usize>) -> Range<usize> {
     segment.start + tokens.start..segment.start + tokens.end
 }
 
-/// One head of one segment: a query head or a key head, as its user decides.
+/// One head of one segment: a query head or a key head, depending on the use.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Head {
     pub(crate) segment: usize,
@@ -126,7 +126,8 @@ pub(crate) fn cut(values: &[f32], start: usize, at: usize, count: usize, width: 
 /// The online softmax of a tile of queries, with an accumulator for each output of the scheme.
 #[derive(Debug)]
 pub(crate) struct Softmax<const OUTPUTS: usize = 1> {
-    /// Base-2 logit that exponents are relative to: the largest so far, unless the scheme says otherwise.
+    /// The base-2 logit that is subtracted from all logits: the largest so far, unless the scheme uses another
+    /// reference.
     pub(crate) reference: Vec<f32>,
     /// Sum of `2^(logit - reference)`.
     pub(crate) sum: Vec<f32>,
@@ -143,13 +144,14 @@ impl<const OUTPUTS: usize> Softmax<OUTPUTS> {
         }
     }
 
-    /// Divides the accumulators by the sums, which a base-2 `sink` adds to. `sees` tells whether a row of the tile sees any key.
+    /// Divides the accumulators by the sums, to which a base-2 `sink` adds. `sees` tells whether a row of the tile sees
+    /// any key.
     pub(crate) fn finish(self, sink: Option<f32>, sees: &dyn Fn(usize) -> bool) -> Finished {
         let Self { reference, sum, mut acc } = self;
         let d = acc[0].len() / sum.len();
         let mut lse2 = Vec::with_capacity(sum.len());
         for (r, (&reference, &sum)) in reference.iter().zip(&sum).enumerate() {
-            // Only a query that sees no key gives zeros. Any other sum of 0 gives NaN.
+            // Only the output of a query that sees no key is zero. Any other sum of 0 produces NaN.
             let (mut inverse, mut row_lse2) =
                 if sees(r) { (1.0 / sum, reference + sum.log2()) } else { (0.0, f32::NEG_INFINITY) };
             if let Some(sink) = sink.filter(|_| sees(r)) {
@@ -166,7 +168,8 @@ impl<const OUTPUTS: usize> Softmax<OUTPUTS> {
     }
 }
 
-/// The base-2 logarithm of what a sink, a further logit without a value, multiplies a row's sum of exponentials with, whose logarithm is `lse2`.
+/// The base-2 logarithm of the factor by which a sink (an additional logit without a value) increases a row's sum of
+/// exponentials `2^lse2`.
 fn log2_with_sink(sink: f32, lse2: f32) -> f32 {
     let above = sink - lse2;
     above.max(0.0) + (1.0 + (-above.abs()).exp2()).log2()
@@ -182,27 +185,27 @@ pub(crate) struct Finished {
 }
 
 impl Finished {
-    /// Adds to the output the mean that was subtracted from V. `mean` is empty if none was.
+    /// Adds to the output the mean that was subtracted from V. `mean` is empty without smoothing.
     pub(crate) fn add_value_mean(&mut self, mean: &[f32], sees: &dyn Fn(usize) -> bool) {
         if mean.is_empty() {
             return;
         }
-        // A query that sees no key keeps its zeros.
+        // The output of a query that sees no key remains zero.
         let rows = self.outputs[0].chunks_exact_mut(mean.len()).enumerate().filter(|(r, _)| sees(*r));
         rows.for_each(|(_, row)| row.iter_mut().zip(mean).for_each(|(x, mean)| *x += mean));
     }
 
-    /// The output and the log-sum-exp, for a scheme that has no others.
+    /// The output and the log-sum-exp, for a scheme without other results.
     pub(crate) fn out_and_lse2(mut self) -> (Vec<f32>, Vec<f32>) {
         (self.outputs.swap_remove(0), self.states.swap_remove(0))
     }
 }
 
-/// What both mainloops read: Q, K and V as the scheme represents them, and the logits of a tile.
+/// The operands of both mainloops: Q, K and V as the scheme represents them, and the logits of a tile.
 pub(crate) trait Operands: Sync {
-    /// Key and value of one head, as operands of products.
+    /// Key and value of one head, as operands of matmuls.
     type Keys;
-    /// Query of one head, as an operand of products.
+    /// Query of one head, as an operand of matmuls.
     type Queries;
 
     /// Rows of a query tile and of a key tile.
@@ -215,7 +218,7 @@ pub(crate) trait Operands: Sync {
     fn logits(&self, queries: &Self::Queries, keys: &Self::Keys, tile: Tile, out: &mut [f32]);
 }
 
-/// The products of a scheme's forward.
+/// The matmuls of a scheme's forward.
 pub(crate) trait ForwardNumerics: Operands {
     /// The state of a tile of queries: the online softmax and the accumulators.
     type RowState;
@@ -235,16 +238,15 @@ pub(crate) trait ForwardNumerics: Operands {
     fn finish(&self, at: Head, rows: Self::RowState, sees: &dyn Fn(usize) -> bool) -> Finished;
 }
 
-/// The products of a scheme's backward.
+/// The matmuls of a scheme's backward.
 pub(crate) trait BackwardNumerics: Operands {
-    /// Output gradient of one head, as an operand of products.
+    /// Output gradient of one head, as an operand of matmuls.
     type Grads;
 
     /// The base-2 log-sum-exps, (batch, query heads, query).
     fn lse2(&self) -> &[f32];
 
-    /// `D` of each query of a head, which `dS = P o (dP - D)` subtracts: `rowsum(P o dP)`, or the scheme's
-    /// substitute.
+    /// `D` of each query of a head in `dS = P o (dP - D)`: `rowsum(P o dP)`, or the scheme's substitute.
     fn delta(&self, at: Head, dout: &[f32]) -> Vec<f32>;
 
     fn grads(&self, at: Head, dout: Vec<f32>) -> Self::Grads;

@@ -1,4 +1,5 @@
-//! The arithmetic of the operators except attention, on slices of f32: one file for each, as in `ops/` and `cuda/ops/`.
+//! The arithmetic of the operators except attention, on slices of f32: one file per operator, as in `ops/` and
+//! `cuda/ops/`.
 
 pub(crate) mod adamw;
 pub(crate) mod cross_entropy;

@@ -1,5 +1,5 @@
-//! Linear attention over blocks of keys, by sums of outer products per block: the same results as attention
-//! with weights `phi(q) . phi(k)`, in time linear in the sequence.
+//! Linear attention over blocks of keys, from sums of outer products per block. The results are those of attention with
+//! weights `phi(q) . phi(k)`, in time linear in the sequence.
 
 use rayon::prelude::*;
 
@@ -37,8 +37,8 @@ impl State {
     }
 }
 
-/// One over a query's normalizer; 0 where that is too small for it, so that a query whose features meet no key has
-/// no output and no gradients. A NaN stays one.
+/// The inverse of a query's normalizer; 0 if the normalizer is too small to invert, so that a query with zero weight on
+/// every key has zero output and gradients. NaN stays NaN.
 fn inverse_norm(norm: f32) -> f32 {
     if norm < f32::MIN_POSITIVE { 0.0 } else { 1.0 / norm }
 }
@@ -53,7 +53,7 @@ fn features(rows: &mut [f32], d: usize) {
     }
 }
 
-/// The gradient of the rows, in place of the gradient of their features.
+/// Replaces the gradient of the features by the gradient of the rows.
 fn features_backward(phi: &[f32], dphi: &mut [f32], d: usize) {
     for (phi, dphi) in phi.chunks_exact(d).zip(dphi.chunks_exact_mut(d)) {
         let mean = lanes::dot(phi, dphi);
@@ -66,7 +66,7 @@ fn features_backward(phi: &[f32], dphi: &mut [f32], d: usize) {
 struct Run<'a> {
     problem: &'a Problem<'a>,
     blocks: &'a Blocks,
-    /// The selection whose blocks the sums leave out, if any.
+    /// The selection with the blocks that the sums exclude, if there is one.
     except: Option<&'a Lists>,
     at: Head,
     d: usize,
@@ -103,7 +103,7 @@ impl<'a> Run<'a> {
                 run.sources(block).for_each(|key_block| state.add(&of_blocks[key_block]));
                 state
             } else {
-                // Later blocks of queries have at least as many candidates, so that the sum only grows.
+                // Later blocks of queries have at least as many candidates, so terms are only added.
                 let candidates = blocks.candidates(at.segment, block);
                 of_blocks[next..candidates].iter().for_each(|state| past.add(state));
                 next = candidates;
@@ -149,7 +149,7 @@ impl<'a> Run<'a> {
         Some((phi, out, inverses))
     }
 
-    /// The output's rows of each query head of the group.
+    /// The rows of the output for each query head of the group.
     fn forward(&self) -> Vec<Vec<f32>> {
         let count = self.problem.segments[self.at.segment].query.len();
         (0..self.problem.shape.group())
@@ -223,8 +223,8 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Subtracts the rows' mean: from keys, without a causal mask, and from their gradients, because the
-/// operation is its own backward.
+/// Subtracts the rows' mean. Without a causal mask it is applied to keys, and to their gradients, because the operation
+/// is its own backward.
 fn centre(rows: &mut [f32], d: usize) {
     let mut mean = vec![0f64; d];
     for row in rows.chunks_exact(d) {

@@ -1,4 +1,4 @@
-//! Products of small row-major matrices: an interface to the `gemm` crate that checks sizes.
+//! Matmuls of small row-major matrices: an interface to the `gemm` crate that checks sizes.
 
 use gemm::Parallelism;
 
@@ -31,7 +31,7 @@ impl<'a> Mat<'a> {
         Self { transposed: !self.transposed, ..self }
     }
 
-    /// (rows, columns, row stride, column stride) of the matrix as the product reads it.
+    /// (rows, columns, row stride, column stride) of the matrix or of its transpose.
     fn seen(&self) -> (usize, usize, isize, isize) {
         let stride = self.cols as isize;
         if self.transposed { (self.cols, self.rows, 1, stride) } else { (self.rows, self.cols, stride, 1) }
@@ -40,16 +40,16 @@ impl<'a> Mat<'a> {
 
 /// `out = factor * a b`, or `out += factor * a b` with `accumulate`; single-threaded, f32 sums.
 ///
-/// Sums of whole numbers are exact below 2^24. The INT8 products stay below it, since codes are at most 127
-/// and reductions at most 1040 long.
+/// Sums of whole numbers are exact below 2^24. INT8 matmuls stay below this limit, since values are at most 127 and
+/// reductions have at most 1040 terms.
 ///
 /// # Panics
-/// When the sizes do not fit together.
+/// When the sizes do not match.
 pub(crate) fn product(out: &mut [f32], a: Mat<'_>, b: Mat<'_>, factor: f32, accumulate: bool) {
     product_with(out, a, b, factor, accumulate, Parallelism::None);
 }
 
-/// As [`product`], spread over all threads. The result does not depend on how many there are.
+/// [`product`] on all threads. The result does not depend on the number of threads.
 pub(crate) fn product_parallel(out: &mut [f32], a: Mat<'_>, b: Mat<'_>, factor: f32, accumulate: bool) {
     product_with(out, a, b, factor, accumulate, Parallelism::Rayon(0));
 }

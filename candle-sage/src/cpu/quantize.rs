@@ -1,4 +1,4 @@
-//! Symmetric INT8 codes: `code = round(x * quant_scale)`, `x ~ code * dequant_scale`.
+//! Symmetric INT8 quantization: `code = round(x * quant_scale)`, `x ~ code * dequant_scale`.
 
 use multiversion::multiversion;
 
@@ -18,8 +18,8 @@ pub(crate) struct Scale {
 impl Scale {
     /// The scale of a group, from the largest [`lanes::abs_bits`] in it.
     ///
-    /// An infinity or a NaN in the group makes the dequantized group non-finite, so that it is not hidden.
-    /// Where `127 / max` overflows, for maxima under 3.73e-37, the scale stays at `1 / f32::MAX`.
+    /// An infinity or a NaN in the group makes the dequantized group non-finite, so that it is not hidden. If
+    /// `127 / max` would overflow (maxima below 3.73e-37), the scale is `1 / f32::MAX`.
     #[inline(always)]
     pub(crate) fn of(max_abs_bits: u32) -> Self {
         let max = f32::from_bits(max_abs_bits);
@@ -40,7 +40,7 @@ pub(crate) fn code(x: f32, quant_scale: f32) -> f32 {
     (x * quant_scale).round_ties_even()
 }
 
-/// The rows of one head as codes, with one scale per tile of rows.
+/// The rows of one head in INT8, with one scale per tile of rows.
 #[derive(Debug)]
 pub(crate) struct TileCodes {
     pub(crate) codes: Vec<i8>,
@@ -49,7 +49,7 @@ pub(crate) struct TileCodes {
 }
 
 impl TileCodes {
-    /// Quantizes `rows` of width `d`, of which `tile_rows` share a scale.
+    /// Quantizes `rows` of width `d`, with one scale per `tile_rows` rows.
     pub(crate) fn new(rows: &[f32], d: usize, tile_rows: usize) -> Self {
         let size = tile_rows * d;
         let mut codes = vec![0; rows.len()];
@@ -58,7 +58,7 @@ impl TileCodes {
         Self { codes, dequant_scale }
     }
 
-    /// The codes of some rows as f32.
+    /// The INT8 values of a range of rows, as f32.
     pub(crate) fn rows_f32(&self, rows: std::ops::Range<usize>, d: usize) -> Vec<f32> {
         self.codes[rows.start * d..rows.end * d].iter().map(|&c| f32::from(c)).collect()
     }
@@ -93,7 +93,8 @@ pub(crate) fn channel_mean(rows: &[f32], d: usize, tile_rows: usize) -> Vec<f32>
     total.iter().map(|x| x / count).collect()
 }
 
-/// The mean that smoothing subtracts from rows of K or V: over all of them in tiles, or over a sample, in the order of the tokens.
+/// The mean that smoothing subtracts from rows of K or V: over all rows, tile by tile, or over a sample in the order of
+/// the tokens.
 pub(crate) fn token_mean(rows: &[f32], d: usize, settings: &SageBwd) -> Vec<f32> {
     let KeyMean::Sample(count) = settings.key_mean else { return channel_mean(rows, d, settings.tile_k) };
     let sample: Vec<f32> =

@@ -10,8 +10,8 @@ use super::view::View;
 use crate::selection::Blocks;
 use crate::shape::{AttentionShape, Segment};
 
-/// The means of a tensor's blocks, (key heads, blocks of all segments, head_dim): over the `heads` of each
-/// group and the tokens that `blocks` gives for each block.
+/// The means of a tensor's blocks, (key heads, blocks of all segments, head_dim): over the `heads` of each group and
+/// the tokens of each block in `blocks`.
 pub(crate) fn pool(
     view: &View<'_>,
     key_heads: usize,
@@ -37,8 +37,7 @@ pub(crate) fn pool(
     rows.concat()
 }
 
-/// The indices of the `most` largest scores, ascending. NaN counts as largest; of equal scores the first are
-/// taken.
+/// The indices of the `most` largest scores, ascending. NaN counts as largest; ties go to the first scores.
 pub(crate) fn largest(scores: &[f32], most: usize) -> Vec<u32> {
     let mut order: Vec<u32> = (0..scores.len() as u32).collect();
     let key = |&at: &u32| {

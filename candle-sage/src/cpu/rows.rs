@@ -1,4 +1,4 @@
-//! Operands that are rows of f32: the inputs themselves, or rows that a scheme makes from them.
+//! Operands that are rows of f32: the inputs, or rows that a scheme computes from them.
 
 use std::f32::consts::LOG2_E;
 use std::ops::Range;

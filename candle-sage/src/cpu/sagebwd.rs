@@ -1,4 +1,4 @@
-//! SageBwd on the CPU: INT8 codes, held as f32 in products, where sums of code products are exact.
+//! SageBwd on the CPU: matmuls of INT8 values that are stored as f32, in which sums of products are exact.
 
 mod backward;
 mod forward;
@@ -17,7 +17,7 @@ use super::{Gradients, OnCpu, OutputGradient};
 use crate::scheme::{Int8Products, SageBwd as Settings};
 
 impl OnCpu for Settings {
-    /// The base-2 log-sum-exps, and the codes and scales of Q and K.
+    /// The base-2 log-sum-exps, and the INT8 values and scales of Q and K.
     type Kept = (Vec<f32>, Codes);
 
     fn forward(&self, problem: &Problem<'_>) -> (Vec<f32>, Self::Kept) {
@@ -49,7 +49,7 @@ impl OnCpu for Settings {
     }
 }
 
-/// What the forward keeps: the codes and scales of Q and K, and the means that were subtracted from them.
+/// The state that the forward keeps: the INT8 values and scales of Q and K, and the means that were subtracted.
 #[derive(Debug)]
 pub(super) struct Codes {
     /// One entry per segment and query head.
@@ -94,10 +94,10 @@ impl Codes {
     }
 }
 
-/// The products of [`crate::scheme::SageBwd`] for one of the mainloops, which read V in different forms.
+/// The matmuls of [`crate::scheme::SageBwd`] for one of the mainloops, which read V in different forms.
 struct Products<'a, V> {
     settings: &'a Settings,
-    /// Which of the mainloop's products run on codes; in the forward S does, and `values` say whether O does.
+    /// Which of the mainloop's matmuls run in INT8. In the forward S always does, and `values` decides about O.
     int8: Int8Products,
     problem: &'a Problem<'a>,
     codes: &'a Codes,
@@ -106,7 +106,7 @@ struct Products<'a, V> {
 
 /// V in the form that a mainloop reads.
 trait Values: Sync {
-    /// The rows of one key head, which is number `index` among the codes.
+    /// The rows of one key head; `index` is the head's entry in the codes.
     fn rows(&self, problem: &Problem<'_>, at: Head, index: usize, tokens: Range<usize>) -> Vec<f32>;
 }
 
@@ -115,7 +115,7 @@ impl<V> Products<'_, V> {
         self.problem.head_dim()
     }
 
-    /// Index among the codes of the key head that a query head reads.
+    /// The entry in the codes of the key head that a query head reads.
     fn key_index(&self, at: Head) -> usize {
         let Head { segment, head } = self.problem.key_head(at);
         segment * self.problem.shape.key_heads() + head
@@ -129,7 +129,7 @@ impl<V> Products<'_, V> {
         self.codes.keys[keys.index].codes.dequant_scale[tile.col / self.settings.tile_k]
     }
 
-    /// The mean that was subtracted from the tile's queries, if any was.
+    /// The mean that was subtracted from the tile's queries, if there is one.
     fn q_mean(&self, queries: &Queries, tile: Tile) -> Option<&[f32]> {
         let mean = &self.codes.queries[queries.index].mean;
         (!mean.is_empty()).then(|| &mean[tile.row / self.settings.tile_q * self.d()..][..self.d()])
@@ -141,12 +141,12 @@ pub(super) struct Keys {
     start: usize,
     /// Index of the head among the codes.
     index: usize,
-    /// Codes of K.
+    /// INT8 values of K.
     k: Vec<f32>,
-    /// Codes of V in the forward, or V itself; V in 16-bit precision in the backward.
+    /// In the forward INT8 values of V, or unquantized V; in the backward V in 16-bit precision.
     v: Vec<f32>,
-    /// K less its mean, unquantized: for the logits of Q's mean, and for products that do not run on codes.
-    /// Empty if neither is needed.
+    /// K minus its mean, unquantized: for the logits of Q's mean, and for matmuls that do not run in INT8. Empty if not
+    /// needed.
     k_smooth: Vec<f32>,
 }
 
@@ -155,9 +155,9 @@ pub(super) struct Queries {
     start: usize,
     /// Index of the head among the codes.
     index: usize,
-    /// Codes of Q.
+    /// INT8 values of Q.
     q: Vec<f32>,
-    /// Q, unquantized, for products that do not run on codes; otherwise empty.
+    /// Unquantized Q for matmuls that do not run in INT8; otherwise empty.
     q_rows: Vec<f32>,
 }
 

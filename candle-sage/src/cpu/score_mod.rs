@@ -1,4 +1,4 @@
-//! What is done to logits before the softmax: a soft cap, and `ALiBi`.
+//! Changes of the logits before the softmax: a soft cap and `ALiBi`.
 
 use std::f32::consts::LOG2_E;
 
@@ -8,12 +8,12 @@ use super::lanes;
 use super::tile::Tile;
 use crate::shape::Segment;
 
-/// What a call does to its base-2 logits.
+/// The changes that a call makes to its base-2 logits.
 #[derive(Debug, Default)]
 pub(crate) struct ScoreMod {
-    /// The cap of base-2 logits. 0: none.
+    /// The cap of base-2 logits. 0 for no cap.
     cap: f32,
-    /// For base-2 logits, one for each query head. Empty: no `ALiBi`.
+    /// The slope of each query head, for base-2 logits. Empty without `ALiBi`.
     slopes: Vec<f32>,
 }
 
@@ -27,7 +27,8 @@ impl ScoreMod {
         self.cap > 0.0
     }
 
-    /// Changes the base-2 logits of a tile of a query head. With a soft cap `derivatives` become its derivatives; an empty slice takes none.
+    /// Changes the base-2 logits of a tile of a query head. With a soft cap its derivatives are written to
+    /// `derivatives`, unless that is empty.
     pub(super) fn apply(
         &self,
         head: usize,
@@ -66,7 +67,8 @@ fn soft_cap_derivatives(cap: f32, capped: &[f32], derivatives: &mut [f32]) {
     }
 }
 
-/// Lowers logits by `slope` times the distance: `first` tokens lie between the first query's position and the first key.
+/// Lowers logits by `slope` times the distance. `first` is the distance from the first key to the first query's
+/// position.
 #[multiversion(targets = "simd")]
 fn add_distances(slope: f32, first: f32, cols: usize, logits: &mut [f32]) {
     for (row, logits) in logits.chunks_exact_mut(cols).enumerate() {

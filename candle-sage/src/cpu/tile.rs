@@ -2,8 +2,8 @@
 
 use crate::shape::Segment;
 
-/// A tile of the (query, key) plane of one head, in indices inside the segment. Starts are multiples of the
-/// tile size; the last tile of a row or column may be smaller.
+/// A tile of the (query, key) plane of one head, as indices inside the segment. Starts are multiples of the tile size;
+/// the last tile of a row or column may be smaller.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tile {
     pub(crate) row: usize,
@@ -12,9 +12,10 @@ pub(crate) struct Tile {
     pub(crate) cols: usize,
 }
 
-/// Sets the logits of keys that a query of the tile does not see to minus infinity.
+/// Sets logits to minus infinity if the query does not see the key.
 pub(crate) fn mask(segment: &Segment, tile: Tile, logits: &mut [f32]) {
-    // The keys of later queries begin and end no earlier, so the first and the last row decide whether anything is masked.
+    // A later query's keys do not begin or end earlier, so the first and the last row decide whether anything is
+    // masked.
     let last = tile.row + tile.rows - 1;
     if segment.visible_keys(tile.row) >= tile.col + tile.cols && segment.first_key(last) <= tile.col {
         return;

@@ -40,7 +40,7 @@ impl<'a> View<'a> {
             other => return Err(unsupported_dtype("attention", other.dtype())),
         };
         let (&[b, s, h, d], &[sb, ss, sh, sd]) = (layout.dims(), layout.stride()) else {
-            return Err(Error::shape("attention takes tensors of four dimensions")
+            return Err(Error::shape("attention needs tensors of four dimensions")
                 .got(format!("{:?}", layout.dims()))
                 .allowed("(batch, sequence, heads, head_dim)")
                 .hint("add a dimension of 1 with `unsqueeze`"));
@@ -64,7 +64,7 @@ impl<'a> View<'a> {
         matches!(self.elements, Elements::F16(_))
     }
 
-    /// Copies the vectors of one head as f32, one row a token.
+    /// Copies the vectors of one head as f32, one row per token.
     pub(crate) fn rows(&self, batch: usize, tokens: Range<usize>, head: usize) -> Vec<f32> {
         match self.elements {
             Elements::F32(values) => self.gather(values, batch, tokens, head, |x| x),

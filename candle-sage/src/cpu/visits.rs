@@ -1,4 +1,4 @@
-//! The tiles that the mainloops visit: all that the mask leaves, or those of a selection's blocks.
+//! The tiles that the mainloops visit: all tiles that the mask allows, or the tiles of a selection's blocks.
 
 use std::ops::Range;
 
@@ -27,8 +27,7 @@ impl Problem<'_> {
     pub(super) fn queries_that_see(&self, at: Head, keys: Range<usize>, tile: usize) -> Vec<Range<usize>> {
         let segment = &self.segments[at.segment];
         let end = segment.end_query(keys.end - 1);
-        // The first range starts at a multiple of the tile size too, even if its first queries see none of
-        // the keys.
+        // The first range also starts at a multiple of the tile size, even if its first queries do not see the keys.
         let first = segment.first_query(keys.start) / tile * tile;
         let Some(lists) = self.lists else { return runs(std::iter::once(first..end)) };
         let Lists { blocks, .. } = lists;

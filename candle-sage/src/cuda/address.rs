@@ -1,4 +1,4 @@
-//! Addresses that kernels get, each of which borrows the memory that it points into.
+//! Addresses in kernel parameters. Each address borrows the memory that it points to.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
@@ -11,13 +11,14 @@ use super::kernels::Gpu;
 #[cfg(feature = "cuda")]
 use crate::error::Error;
 
-/// An address on the device: null, or inside an allocation that is borrowed for `'a`. Only this module makes one: from a borrowed
-/// allocation, or where a caller vouches for memory of another library ([`Address::lent`]). Parameters that hold the address of an
-/// allocation cannot be launched after it was freed: the compiler rejects a `drop` of the allocation before the launch.
+/// An address on the device: null, or inside an allocation that is borrowed for `'a`. Only this module creates
+/// addresses: from a borrowed allocation, or from memory of another library for which the caller vouches
+/// ([`Address::lent`]). A launch cannot use the address of freed memory: the compiler rejects a `drop` of the
+/// allocation before the launch.
 ///
-/// The borrow is shared even where a kernel writes. This is sound, because the host holds no reference to the elements, and the
-/// kernels of one stream run one after the other. `&mut` is not to be had: ops that add in place write to tensors that candle
-/// lends as `&CudaStorage`, and one buffer is often an input and an output of the same launch.
+/// The borrow is shared even if a kernel writes. This is sound, because the host has no reference to the elements, and
+/// the kernels of one stream run one after the other. A `&mut` borrow is not possible: ops that add in place write to
+/// tensors that candle passes as `&CudaStorage`, and one buffer is often an input and an output of the same launch.
 #[repr(transparent)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Address<'a>(u64, PhantomData<&'a ()>);
@@ -33,12 +34,12 @@ impl Address<'_> {
         Self(number, PhantomData)
     }
 
-    /// The number, for interfaces that do not know the type. It borrows nothing.
+    /// The address as a number, which borrows nothing, for interfaces without this type.
     pub(super) fn number(self) -> u64 {
         self.0
     }
 
-    /// Whether the address is aligned to so many bytes; null is.
+    /// Whether the address is a multiple of `bytes`; true for null.
     pub(super) fn is_multiple_of(self, bytes: u64) -> bool {
         self.0.is_multiple_of(bytes)
     }
@@ -50,12 +51,12 @@ impl Default for Address<'_> {
     }
 }
 
-/// The address of an allocation, ours or candle's, for work that is launched on the device's own stream.
+/// The address of an allocation, ours or candle's, for work on the device's stream.
 pub(super) fn address<'a, T>(of: &'a impl DevicePtr<T>, gpu: &Gpu) -> Address<'a> {
     Address(of.device_ptr(&gpu.stream).0, PhantomData)
 }
 
-/// The address of an allocation that only some launches have, or null.
+/// The address of an optional allocation, or null.
 pub(super) fn address_if_any<'a, T: 'a>(of: Option<&'a impl DevicePtr<T>>, gpu: &Gpu) -> Address<'a> {
     of.map_or(Address::NULL, |of| address(of, gpu))
 }
@@ -67,7 +68,7 @@ pub(super) fn address_if_any<'a, T: 'a>(of: Option<&'a impl DevicePtr<T>>, gpu: 
 #[cfg(feature = "cuda")]
 pub(super) fn address_at<'a, T>(of: &'a impl DevicePtr<T>, index: usize, gpu: &Gpu) -> Result<Address<'a>> {
     if index > of.len() {
-        return Err(Error::new("an address would be outside of the memory that it is made from")
+        return Err(Error::new("an address would be outside its memory")
             .got(format!("element {index}"))
             .allowed(format!("up to {}", of.len()))
             .into());
@@ -75,8 +76,8 @@ pub(super) fn address_at<'a, T>(of: &'a impl DevicePtr<T>, index: usize, gpu: &G
     Ok(Address(address(of, gpu).0 + (index * size_of::<T>()) as u64, PhantomData))
 }
 
-/// The index of a tensor's first element in its memory. The offset of a tensor without elements may lie behind the end of the
-/// memory; since no kernel reads such a tensor, the index is 0.
+/// The index of a tensor's first element in its memory. The offset of a tensor without elements may be after the end of
+/// the memory; no kernel reads such a tensor, so the index is 0.
 #[cfg(feature = "cuda")]
 pub(super) fn first_index(layout: &Layout) -> usize {
     if layout.shape().elem_count() == 0 { 0 } else { layout.start_offset() }

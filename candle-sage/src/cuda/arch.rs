@@ -1,15 +1,15 @@
-//! The architectures that this build has kernels for, and their differences.
+//! The architectures for which this build has kernels, and their differences.
 
 use super::compiled::{ARCHITECTURES, NVFP4_FAMILIES, PTX};
 use crate::error::{Error, Result};
 
-/// The kernels that a device runs: machine code of its major version, for the highest architecture that is
-/// not above the device's, or else PTX.
+/// The kernels that a device runs: machine code for the highest architecture of its major version that is not above the
+/// device's, or otherwise PTX.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Architecture {
-    /// The number of the kernels' own architecture.
+    /// The number of the architecture that the kernels are compiled for.
     code: u32,
-    /// The device's compute capability, as such a number.
+    /// The number of the device's architecture.
     device: u32,
 }
 
@@ -26,13 +26,13 @@ impl Architecture {
                 .got(format!("compute capability {major}.{minor}"))
                 .allowed(format!("machine code for {ARCHITECTURES:?}, PTX for {PTX} and later"))
                 .hint(
-                    "Ampere (8.0) is the oldest; build without CANDLE_SAGE_CUDA_ARCHS for all architectures",
+                    "the oldest supported GPU is Ampere (8.0); build without CANDLE_SAGE_CUDA_ARCHS for all architectures",
                 )),
         }
     }
 
-    /// Whether it has FP4 products: data-centre Blackwell, family 10, and consumer Blackwell, family 12. A
-    /// compiler that knows no families has made code for their first members alone.
+    /// Whether there are FP4 matmuls: data-center Blackwell, family 10, and consumer Blackwell, family 12. A compiler
+    /// without family targets compiles only for the first member of each family.
     pub(super) fn has_nvfp4(self) -> bool {
         match self.code {
             100 => self.device == 100 || NVFP4_FAMILIES && self.device == 103,
@@ -41,19 +41,20 @@ impl Architecture {
         }
     }
 
-    /// The number of its kernels' own architecture.
+    /// The number of the architecture that the kernels are compiled for.
     pub(super) fn number(self) -> u32 {
         self.code
     }
 
-    /// One of [`ARCHITECTURES`], by its number.
+    /// The architecture with a number of [`ARCHITECTURES`].
     #[cfg(test)]
     pub(super) fn from_number(number: u32) -> Self {
         Self { code: number, device: number }
     }
 }
 
-/// The highest of the architectures `built` that have the device's major version and are not above it, or else PTX.
+/// The highest of the architectures `built` that have the device's major version and are not above it, or otherwise
+/// PTX.
 fn code_for(device: u32, built: &[u32]) -> Option<u32> {
     let native = built.iter().copied().filter(|arch| arch / 10 == device / 10 && *arch <= device).max();
     native.or((device >= PTX).then_some(PTX))

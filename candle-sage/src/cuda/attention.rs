@@ -17,7 +17,7 @@ use crate::ops::attention::{AttentionOp, BackwardInputs, CompletedOnGpu, Gradien
 use crate::selection::{Blocks, Selection};
 use crate::shape::AttentionShape;
 
-/// A number for each query head, in f32, whose memory it lends; or none.
+/// Borrows an optional tensor of one f32 number per query head.
 struct OfHeads<'a>(Option<(StorageRef<'a>, &'a Layout)>);
 
 impl<'a> OfHeads<'a> {
@@ -25,13 +25,13 @@ impl<'a> OfHeads<'a> {
         Self(numbers.map(Tensor::storage_and_layout))
     }
 
-    /// Null without numbers.
+    /// The tensor's address, or null.
     fn address(&self, gpu: &Gpu) -> Result<Address<'_>> {
         match &self.0 {
             None => Ok(Address::default()),
             Some((storage, layout)) => match &**storage {
                 Storage::Cuda(storage) => start((storage, *layout), gpu),
-                _ => Err(Error::new("numbers of heads are on another device").into()),
+                _ => Err(Error::new("a tensor of one number per head is on another device").into()),
             },
         }
     }
@@ -48,14 +48,14 @@ impl<'a> Modifier<'a> {
         Self { softcap: score_mod.softcap, slopes: OfHeads::new(score_mod.alibi_slopes.as_ref()) }
     }
 
-    /// In the form that kernels take.
+    /// The kernels' parameters.
     fn params(&self, heads: usize, gpu: &Gpu) -> Result<params::ScoreMod<'_>> {
         let alibi_slopes = self.slopes.address(gpu)?;
         Ok(params::ScoreMod { alibi_slopes, softcap: self.softcap, heads: heads as i32 })
     }
 }
 
-/// The lists of a selection, whose memory it lends.
+/// Borrows the lists of a selection.
 pub(super) struct Seen<'a> {
     storage: StorageRef<'a>,
     layout: &'a Layout,
@@ -69,12 +69,12 @@ impl<'a> Seen<'a> {
         Ok(Self { storage, layout, blocks: selection.blocks() })
     }
 
-    /// The selection in the form that attention takes.
+    /// The selection, for a [`Problem`].
     pub(super) fn selected(&self, gpu: &Gpu) -> Result<Selected<'_>> {
         Ok(Selected { lists: self.lists(gpu)?, blocks: self.blocks })
     }
 
-    /// The lists in the form that kernels take.
+    /// The kernels' parameters for the lists.
     pub(super) fn lists(&self, gpu: &Gpu) -> Result<params::Lists<'_>> {
         let (_, _, stride) = self.layout.shape().dims3()?;
         let Storage::Cuda(storage) = &*self.storage else {
@@ -85,7 +85,7 @@ impl<'a> Seen<'a> {
     }
 }
 
-/// The tensors that a call reads in addition to query, key and value, borrowed.
+/// Borrows the tensors that a call reads in addition to query, key and value.
 struct Others<'a> {
     op: &'a AttentionOp,
     seen: Option<Seen<'a>>,
@@ -122,7 +122,7 @@ impl<'a> Others<'a> {
     }
 }
 
-/// With `true` the forward keeps what its backward needs.
+/// With `true` the forward keeps the state for its backward.
 impl Launch<([Operand<'_>; 3], bool), (CudaStorage, Option<Box<dyn CompletedOnGpu>>)> for AttentionOp {
     fn launch(
         &self,

@@ -1,10 +1,10 @@
-//! Attn-QAT on the GPU: rounds operands to NVFP4 before the kernels of 16-bit operands, or for inference
-//! packs operands for FP4 products.
+//! Attn-QAT on the GPU: rounds operands to NVFP4 values for 16-bit kernels, or packs operands for FP4 matmuls in
+//! inference.
 //!
-//! The backward rounds Q, K and V again instead of keeping the rounded tensors, three that a training step
-//! would hold for every layer. It rounds K and V into the memory of dK and dV: no block reads another block's
-//! keys, and each writes its gradients after its last product. (A block whose keys no query sees writes zeros
-//! while its own copies may be in flight; nothing uses those.)
+//! The backward rounds Q, K and V again, instead of keeping three rounded tensors per layer for a whole training step.
+//! It rounds K and V into the memory of dK and dV: no block reads another block's keys, and each block writes its
+//! gradients after its last matmul. (If no query sees a block's keys, it writes zeros while its own copies may be in
+//! flight; nothing reads these copies.)
 
 use candle_core::Result;
 
@@ -24,29 +24,29 @@ use super::{OnGpu, OutputGradient, params};
 use crate::error::Error;
 use crate::scheme::{AttnQat, PReference, Products, ValueGroups};
 
-/// Name of the forward's kernel in FP4 products, and of the `.cu` file with it and the kernel that packs its
+/// Name of the forward's kernel with FP4 matmuls, and of the `.cu` file with this kernel and the kernel that packs its
 /// operands.
 const NVFP4: &str = "attn_fwd_nvfp4";
 
-/// What the forward's kernels read and write in addition to inputs and output.
+/// Buffers that the forward's kernels read and write in addition to inputs and output.
 pub(super) struct Operands {
     kept: Kept,
     pub(super) rounded: Rounded,
     k_tile_sums: Option<Buffer<f32>>,
 }
 
-/// Q, K and V as the forward's products take them.
+/// Q, K and V as operands of the forward's matmuls.
 pub(super) enum Rounded {
-    /// For products in 16 bit, tensors of values that are rounded to NVFP4.
+    /// For 16-bit matmuls: tensors of values that are rounded to NVFP4.
     Values(Box<[Output; 3]>),
-    /// For FP4 products, codes and scales in the tiles of `kernels/include/sage/layout/nvfp4.cuh`.
+    /// For FP4 matmuls: packed values and scales in the tiles of `kernels/include/sage/layout/nvfp4.cuh`.
     Codes([Buffer<i8>; 3]),
 }
 
-/// What the forward keeps for the backward.
+/// The state that the forward keeps for the backward.
 #[derive(Debug)]
 pub(super) struct Kept {
-    /// The high-precision output O'. `None` without a backward, or with one that does not use it.
+    /// The high-precision output O'. `None` without a backward, or if the backward does not use it.
     high_precision_out: Option<Output>,
     /// The sum of a row's probabilities relative to the row's reference. `None` without a backward.
     row_sums: Option<Buffer<f32>>,
@@ -69,7 +69,7 @@ impl OnGpu for AttnQat {
     fn backward_kernel(&self) -> &'static str {
         match self.requantized_p {
             true => "attn_bwd_attn_qat",
-            // P is not quantized again: the kernel is that of full precision, on other operands.
+            // P is not quantized again: the kernel of unquantized attention runs on other operands.
             false => full_precision::BACKWARD,
         }
     }
@@ -77,7 +77,7 @@ impl OnGpu for AttnQat {
     fn operands(&self, call: &Call<'_>, keep: bool) -> Result<Operands> {
         let (gpu, shape) = (call.gpu, call.problem.shape);
         let smooth = self.smoothing.of_keys();
-        // V's means and sums lie behind K's.
+        // V's means and sums are stored after K's.
         let smoothed = 1 + usize::from(self.smoothing.of_values());
         let means = smoothed * call.segment_count() * shape.key_heads() * call.d;
         let k_mean = smooth.then(|| gpu.alloc_for(Purpose::kept(keep), means)).transpose()?;
@@ -163,23 +163,27 @@ impl OnGpu for AttnQat {
     }
 }
 
-/// Memory for the codes and scales of Q, K and V that FP4 products read.
+/// Memory for the packed values and scales of Q, K and V for FP4 matmuls.
 fn codes(call: &Call<'_>) -> Result<[Buffer<i8>; 3]> {
     let gpu = call.gpu;
-    // This crate's own tests also run where the kernel emulates the instruction.
+    // This crate's own tests also run on GPUs on which the kernel emulates the instruction.
     if !gpu.architecture.has_nvfp4() && !cfg!(test) {
-        return Err(Error::unsupported("this GPU has no FP4 products, or this build no kernels with them")
-            .got(format!("kernels for {}", gpu.architecture))
-            .allowed("compute capability 10.0, 10.3 or 12.x, a build with CUDA 12.9 or later (12.8 for 10.0 and 12.0)")
-            .hint("AttnQat::products(Products::SixteenBit) gives the same values everywhere")
-            .into());
+        return Err(Error::unsupported(
+            "this GPU does not support FP4 matmuls, or this build has no kernels for them",
+        )
+        .got(format!("kernels for {}", gpu.architecture))
+        .allowed(
+            "compute capability 10.0, 10.3 or 12.x, a build with CUDA 12.9 or later (12.8 for 10.0 and 12.0)",
+        )
+        .hint("AttnQat::products(Products::SixteenBit) computes the same values on every GPU")
+        .into());
     }
     let plan = Plan::of(NVFP4, (call.d, call.d), gpu.architecture, Visits::Every)?;
     let of_tiles = |tiles: usize| gpu.alloc::<i8>(tiles * TILE * plan.row_bytes);
     Ok([of_tiles(call.query_tiles())?, of_tiles(call.key_tiles())?, of_tiles(call.key_tiles())?])
 }
 
-/// Launches the packing of Q, K and V into codes and scales, and sets their addresses in `params`.
+/// Launches the packing of Q, K and V into FP4 values and scales, and sets their addresses in `params`.
 fn pack<'p>(call: &Call<'_>, codes: &'p [Buffer<i8>; 3], params: &mut params::Forward<'p>) -> Result<()> {
     let gpu = call.gpu;
     let [q, k, v] = codes.each_ref().map(|codes| address(codes, gpu));
@@ -188,8 +192,8 @@ fn pack<'p>(call: &Call<'_>, codes: &'p [Buffer<i8>; 3], params: &mut params::Fo
     gpu.launch_attention(NVFP4, &call.kernel("pack_nvfp4"), grid, params)
 }
 
-/// Launches the rounding of Q, K and V into other tensors: to NVFP4 if `quantize`, otherwise to 16 bit alone.
-/// The means of K and V that smoothing takes are subtracted first.
+/// Launches the rounding of Q, K and V into other tensors: to NVFP4 if `quantize`, otherwise only to 16 bit. With
+/// smoothing, the means of K and V are subtracted first.
 fn launch_fake_quantize(
     settings: &AttnQat,
     call: &Call<'_>,

@@ -17,7 +17,7 @@ use crate::launch::{Launch, Operand};
 use crate::ops::Alpha;
 use crate::ops::blend::{Blend, Gradients};
 
-/// One call of the mixture's own kernels.
+/// One call of the mixture's separate kernels.
 pub(super) struct Call<'a> {
     pub(super) gpu: Gpu,
     pub(super) element: Element,
@@ -26,7 +26,7 @@ pub(super) struct Call<'a> {
     weights: Weights<'a>,
 }
 
-/// What weights are made of: `theta`, and what each query sees.
+/// The inputs of the weights: `theta`, and the keys that each query sees.
 pub(super) struct Weights<'a> {
     theta: Operand<'a>,
     seen: Seen<'a>,
@@ -38,7 +38,7 @@ impl<'a> Weights<'a> {
         Ok(Self { theta, seen: Seen::new(&blend.selection)?, alpha: blend.alpha })
     }
 
-    /// The weights in the form that kernels take.
+    /// The kernels' parameters for the weights.
     pub(super) fn mixture(&self, gpu: &Gpu) -> Result<params::Mixture<'_>> {
         let (storage, layout) = self.theta;
         Ok(params::Mixture {
@@ -60,7 +60,7 @@ impl<'a> Call<'a> {
         Ok(Self { gpu, element, geometry, sparse, weights: Weights::new(blend, theta)? })
     }
 
-    /// The parameters that all kernels take.
+    /// The parameters that all kernels need.
     pub(super) fn params(&self) -> Result<params::Blend<'_>> {
         Ok(params::Blend {
             sparse: view(self.sparse, &self.gpu)?,

@@ -1,4 +1,4 @@
-//! Buffers on the device, and their allocation in the order of a stream.
+//! Buffers on the device, with stream-ordered allocation.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
@@ -14,7 +14,7 @@ use super::kernels::Gpu;
 use super::memory::{Memory, Purpose};
 use crate::error::Error;
 
-/// Memory, which is freed where it is the driver's.
+/// Device memory; memory from the driver is freed on drop.
 #[derive(Debug)]
 struct Allocation {
     at: u64,
@@ -28,8 +28,8 @@ impl Drop for Allocation {
             return;
         }
         let context = self.stream.context();
-        // SAFETY: allocated in `Gpu::unguarded`, and freed once. Work of the stream that uses it was issued before. cudarc reports the
-        // error at its next call.
+        // SAFETY: allocated in `Gpu::unguarded`, and freed once. All work of the stream that uses it was issued before.
+        // cudarc reports an error at its next call.
         let freed = unsafe {
             if context.has_async_alloc() {
                 result::free_async(self.at, self.stream.cu_stream())
@@ -41,8 +41,9 @@ impl Drop for Allocation {
     }
 }
 
-/// Memory for elements of one type. It is not cudarc's `CudaSlice`, which creates two events at each allocation, for other streams to
-/// wait for: a buffer never leaves its stream, and what is returned to candle becomes a `CudaSlice` there (`Gpu::storage`).
+/// Memory for elements of one type. Not cudarc's `CudaSlice`, which creates two events per allocation so that other
+/// streams can wait: a buffer is used on only one stream. Results for candle are converted to a `CudaSlice`
+/// (`Gpu::storage`).
 #[derive(Debug)]
 pub(super) struct Buffer<T> {
     allocation: Allocation,
@@ -51,14 +52,14 @@ pub(super) struct Buffer<T> {
 }
 
 impl<T> Buffer<T> {
-    /// The same memory, for elements of another type of the same size.
+    /// The buffer as elements of another type of the same size.
     #[cfg(feature = "cuda")]
     pub(super) fn cast<U>(self) -> Buffer<U> {
         const { assert!(size_of::<T>() == size_of::<U>()) };
         Buffer { allocation: self.allocation, len: self.len, elements: PhantomData }
     }
 
-    /// The address, which nobody frees any more, and the number of elements.
+    /// The address and the number of elements. The memory is not freed.
     #[cfg(feature = "cuda")]
     pub(super) fn leak(mut self) -> (u64, usize) {
         self.allocation.owned = false;
@@ -89,13 +90,13 @@ impl<T> cudarc::driver::DevicePtrMut<T> for Buffer<T> {
     }
 }
 
-/// Elements to allocate for `len`: at least one, and in this crate's own tests a canary behind them.
+/// Elements to allocate for `len`: at least one, and in this crate's own tests a canary after them.
 fn room(len: usize, element_bytes: usize) -> usize {
     let behind = if cfg!(test) { CANARY_BYTES.div_ceil(element_bytes) } else { 0 };
     (len + behind).max(1)
 }
 
-/// Size of the canary behind every allocation in this crate's own tests, which no kernel may change.
+/// Size of the canary after every allocation in this crate's own tests. No kernel may change it.
 pub(super) const CANARY_BYTES: usize = 256;
 
 impl Gpu {
@@ -108,7 +109,7 @@ impl Gpu {
             Memory::Driver => {
                 let context = self.stream.context();
                 context.bind_to_thread().w()?;
-                // SAFETY: a kernel writes the elements before any is read; none has a destructor.
+                // SAFETY: a kernel writes the elements before they are read; elements have no destructor.
                 let at = unsafe {
                     if context.has_async_alloc() {
                         result::malloc_async(self.stream.cu_stream(), bytes)
@@ -141,7 +142,7 @@ impl Gpu {
         let buffer = self.unguarded::<T>(Purpose::Scratch, len)?;
         if !self.dry {
             let (at, bytes) = (buffer.allocation.at, buffer.len * size_of::<T>());
-            // SAFETY: the allocation has so many bytes.
+            // SAFETY: the allocation has `bytes` bytes.
             unsafe { result::memset_d8_async(at, 0, bytes, self.stream.cu_stream()) }.w()?;
         }
         #[cfg(test)]
@@ -149,14 +150,14 @@ impl Gpu {
         Ok(buffer)
     }
 
-    /// A copy of what the host has, which it may change when this returns.
+    /// A copy of `from`, which the host may change when this returns.
     pub(super) fn upload<T: DeviceRepr + 'static>(&self, from: &[T]) -> Result<Buffer<T>> {
         #[allow(unused_mut)]
         let mut buffer = self.unguarded::<T>(Purpose::Scratch, from.len())?;
         if self.dry || from.is_empty() {
             return Ok(buffer);
         }
-        // candle keeps a copy of it while a CUDA graph is captured.
+        // candle keeps a copy of the data while a CUDA graph is captured.
         #[cfg(feature = "cuda")]
         if let Some(device) = &self.device {
             device.memcpy_htod(from, &mut buffer)?;
@@ -166,9 +167,9 @@ impl Gpu {
             self.stream.capture_status().w()? != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         if capturing {
             return Err(Error::unsupported("packed documents while a CUDA graph is captured")
-                .got("lengths of documents, which replays would read from memory that is freed then")
+                .got("lengths of documents, which a replay would read from freed memory")
                 .allowed("calls without packed documents")
-                .hint("capture fixed lengths as batch entries, or leave attention out of the graph")
+                .hint("capture fixed lengths as batch entries, or exclude attention from the graph")
                 .into());
         }
         // SAFETY: the allocation has at least as many elements. The driver copies memory that is not pinned before it returns.

@@ -1,4 +1,4 @@
-//! One attention call on a GPU: its tensors, segments and tiles, in the form that kernels take.
+//! One attention call on a GPU: its tensors, segments and tiles as kernel parameters.
 
 use candle_core::Result;
 
@@ -21,14 +21,14 @@ pub(super) struct Problem<'a> {
     pub(super) scheme: &'a Scheme,
     pub(super) shape: &'a AttentionShape,
     pub(super) softmax_scale: f32,
-    /// Whether gradients have the same bits in repeated runs, which takes longer.
+    /// Whether gradients have the same bits in repeated runs. This is slower.
     pub(super) deterministic: bool,
     pub(super) q: Strided<'a>,
     pub(super) k: Strided<'a>,
     pub(super) v: Strided<'a>,
-    /// The blocks of keys to attend to. `None`: all keys that the mask leaves.
+    /// The blocks of keys to attend to. `None`: all keys that the mask allows.
     pub(super) selected: Option<Selected<'a>>,
-    /// A logit of each query head without a value; null: none.
+    /// The sinks' logits, one per query head; null: no sinks.
     pub(super) sinks: Address<'a>,
     /// A soft cap or `ALiBi`.
     pub(super) score_mod: Option<params::ScoreMod<'a>>,
@@ -37,12 +37,12 @@ pub(super) struct Problem<'a> {
 /// The blocks of keys that blocks of queries attend to.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Selected<'a> {
-    /// Their lists.
+    /// The lists of blocks.
     pub(super) lists: params::Lists<'a>,
     pub(super) blocks: &'a Blocks,
 }
 
-/// What all launches of a call share.
+/// State that all launches of a call share.
 pub(super) struct Call<'a> {
     pub(super) gpu: &'a Gpu,
     pub(super) element: Element,
@@ -52,10 +52,10 @@ pub(super) struct Call<'a> {
     pub(super) problem: &'a Problem<'a>,
 }
 
-/// The shape of a call in the form that kernels take.
+/// The shape of a call as kernel parameters.
 pub(super) struct Geometry {
-    /// All but the address of the table of packed documents, which [`Geometry::shape`] sets. Only a [`Call`] sets the
-    /// softmax scale.
+    /// Everything except the address of the table of packed documents, which [`Geometry::shape`] sets. Only a [`Call`]
+    /// sets the softmax scale.
     pub(super) sizes: params::Shape<'static>,
     /// The table of packed documents.
     segments: Option<Buffer<params::Segment>>,
@@ -66,7 +66,7 @@ impl Geometry {
         let (lengths, table, tiles) = segments(shape)?;
         let packed = !table.is_empty();
         let segments = packed.then(|| gpu.upload(&table)).transpose()?;
-        // A limit of as many keys as the longest segment has hides nothing.
+        // A limit of at least the longest segment hides no key.
         let after = shape.window().after.filter(|after| *after < lengths.0.max(lengths.1));
         let sizes = params::Shape {
             segment_count: if packed { table.len() } else { shape.batch() } as i32,
@@ -84,7 +84,7 @@ impl Geometry {
         Ok(Self { sizes, segments })
     }
 
-    /// The shape in the form that kernels take.
+    /// The kernels' parameters for the shape.
     pub(super) fn shape(&self, gpu: &Gpu) -> params::Shape<'_> {
         params::Shape { segments: address_if_any(self.segments.as_ref(), gpu), ..self.sizes }
     }
@@ -106,7 +106,7 @@ impl<'a> Call<'a> {
             return Err(Error::unsupported("softmax scale is out of range on CUDA")
                 .got(problem.softmax_scale)
                 .allowed("above 0")
-                .hint("negate the query for a negative scale; the CPU takes any")
+                .hint("negate the query for a negative scale; the CPU supports any scale")
                 .into());
         }
         let gpu = problem.gpu;
@@ -124,27 +124,27 @@ impl<'a> Call<'a> {
     /// The plan of a scheme's kernel.
     ///
     /// # Errors
-    /// When it does not take heads of this size on this GPU.
+    /// When the kernel does not support this head_dim on this GPU.
     pub(super) fn plan(&self, kernel: &str, visits: Visits) -> Result<&'static Plan> {
         let widths = (self.d, self.problem.shape.value_dim());
         Plan::of(kernel, widths, self.gpu.architecture, visits).map_err(|missing| match self.d {
             ..=128 if visits == Visits::ScoreMod => {
-                Error::unsupported("this scheme has no soft cap and no ALiBi on CUDA")
+                Error::unsupported("this scheme supports neither a soft cap nor ALiBi on CUDA")
                     .got(format!("{}, whose kernel is `{kernel}`", self.problem.scheme))
-                    .allowed("full precision; SageBwd with the products `scores`; Attn-QAT with products in 16 bit")
-                    .hint("SageBwd::default().products(Int8Products::SCORES), with .smoothing(Smoothing::None) if there is a soft cap; the CPU has ALiBi in every scheme")
+                    .allowed("unquantized attention; SageBwd with the products `scores`; Attn-QAT with 16-bit matmuls")
+                    .hint("SageBwd::default().products(Int8Products::SCORES), with .smoothing(Smoothing::None) if there is a soft cap; the CPU supports ALiBi in every scheme")
                     .into()
             }
             ..=128 => missing,
             _ => Error::unsupported("head_dim is out of range on CUDA")
                 .got(format!("{} for `{kernel}` on {}", self.problem.shape.widest(), self.gpu.architecture))
-                .allowed("8 to 128; to 256 in full precision on compute capability 8.0, 9.0 and 10.x, and with SageBwd's products `scores` on 9.0")
-                .hint("Scheme::FullPrecision, or SageBwd::default().products(Int8Products::SCORES); the CPU takes up to 256 in every scheme")
+                .allowed("8 to 128; up to 256 for unquantized attention on compute capability 8.0, 9.0 and 10.x, and for SageBwd's products `scores` on 9.0")
+                .hint("Scheme::FullPrecision, or SageBwd::default().products(Int8Products::SCORES); the CPU supports up to 256 in every scheme")
                 .into(),
         })
     }
 
-    /// The shape in the form that kernels take.
+    /// The kernels' parameters for the shape.
     pub(super) fn shape(&self) -> params::Shape<'_> {
         self.geometry.shape(self.gpu)
     }
@@ -156,24 +156,25 @@ impl<'a> Call<'a> {
         params::Shape { heads_at_once: at_once as i32, ..self.shape() }
     }
 
-    /// Which tiles the call's mainloops visit.
+    /// The tiles that the call's mainloops visit.
     pub(super) fn visits(&self) -> Visits {
         match self.problem.selected {
             Some(_) => Visits::Listed,
             None if self.problem.score_mod.is_some() => Visits::ScoreMod,
-            // Of all kernels those for windows alone hide keys before a query, or know another limit after it than a causal mask.
+            // Only the kernels for windows can hide keys before a query, or use a limit after it that is not a causal
+            // mask.
             None if self.keys_before() + 1 < self.geometry.sizes.key_len => Visits::Window,
             None if self.geometry.sizes.limit_after > 1 => Visits::Window,
             None => Visits::Every,
         }
     }
 
-    /// What queries see without a selection.
+    /// The limits of the keys that queries see, without a selection.
     pub(super) fn window(&self) -> params::Lists<'_> {
         params::Lists { keys_before: self.keys_before(), ..params::Lists::default() }
     }
 
-    /// Keys that a query sees before its own position: without a limit the number of keys.
+    /// Number of keys that a query sees before its own position; without a limit the number of all keys.
     fn keys_before(&self) -> i32 {
         let key_len = self.geometry.sizes.key_len;
         self.problem.shape.window().before.map_or(key_len, |before| before.min(key_len as usize) as i32)
@@ -201,13 +202,13 @@ impl<'a> Call<'a> {
         format!("{what}_{}_{d}", self.element.name())
     }
 
-    /// Whether a kernel takes tensor maps in this call.
+    /// Whether a kernel uses tensor maps in this call.
     fn maps(&self, plan: &Plan) -> bool {
         plan.mapped(self.problem.shape.is_packed()) && !self.gpu.dry
     }
 
-    /// Sets the tensor maps of Q, K and V in `params`, if the forward's plan has maps. Where TMA cannot read
-    /// one of the tensors none is set, and the producer's threads copy.
+    /// Sets the tensor maps of Q, K and V in `params`, if the forward's plan has maps. If TMA cannot read one of the
+    /// tensors, no map is set, and the producer's threads copy.
     pub(super) fn set_forward_maps(&self, plan: &Plan, params: &mut params::Forward<'_>) -> Result<()> {
         if !self.maps(plan) {
             return Ok(());
@@ -222,8 +223,7 @@ impl<'a> Call<'a> {
         Ok(())
     }
 
-    /// As [`Call::set_forward_maps`] for the backward: sets the map of dO, and of Q if the kernel reads it
-    /// `as_rows`.
+    /// [`Call::set_forward_maps`] for the backward: sets the map of dO, and of Q if the kernel reads Q `as_rows`.
     pub(super) fn set_backward_maps(
         &self,
         plan: &Plan,
@@ -253,8 +253,8 @@ impl<'a> Call<'a> {
 
 type Lengths = (usize, usize);
 
-/// The longest lengths of a segment, the table of packed documents (empty without packing), and the number of
-/// tiles of all segments; lengths and tiles of queries and of keys.
+/// The longest segment's numbers of queries and of keys, the table of packed documents (empty without packing), and the
+/// numbers of query tiles and of key tiles of all segments.
 fn segments(shape: &AttentionShape) -> Result<(Lengths, Vec<params::Segment>, Lengths)> {
     let segments = shape.segments();
     let tiles = |len: usize| len.div_ceil(TILE);

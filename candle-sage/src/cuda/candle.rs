@@ -1,4 +1,5 @@
-//! candle's side of the kernels: its tensors as the kernels take them, and its storage around what they wrote.
+//! Conversions between candle and the kernels: candle's tensors as kernel parameters, and kernels' results as candle's
+//! storage.
 #![allow(unsafe_code)]
 
 use candle_core::backend::BackendStorage;
@@ -38,7 +39,7 @@ impl Output {
         Self::new(gpu, Purpose::Output, element, dims)
     }
 
-    /// candle's storage of it.
+    /// The tensor as candle's storage.
     pub(super) fn storage(self, gpu: &Gpu) -> CudaStorage {
         match self.element {
             Element::F16 => gpu.storage(self.buffer.cast::<f16>()),
@@ -47,10 +48,10 @@ impl Output {
     }
 }
 
-/// A tensor of candle's as attention takes it.
+/// A candle tensor as attention's operand.
 pub(super) fn strided<'a>((storage, layout): Operand<'a>, gpu: &Gpu) -> Result<Strided<'a>> {
     let (&[batch, token, head, channel], &[b, t, h, c]) = (layout.dims(), layout.stride()) else {
-        return Err(Error::shape("attention takes tensors of four dimensions")
+        return Err(Error::shape("attention needs tensors of four dimensions")
             .got(format!("{:?}", layout.dims()))
             .allowed("(batch, sequence, heads, head_dim)")
             .hint("add a dimension of 1 with `unsqueeze`")
@@ -64,7 +65,7 @@ pub(super) fn strided<'a>((storage, layout): Operand<'a>, gpu: &Gpu) -> Result<S
     Ok(Strided::new(data, element, [batch, token, head, channel], [b, t, h, c]))
 }
 
-/// The kernels' view of a tensor of candle's.
+/// The kernels' view of a candle tensor.
 pub(super) fn view<'a>(operand: Operand<'a>, gpu: &Gpu) -> Result<View<'a>> {
     Ok(strided(operand, gpu)?.view)
 }

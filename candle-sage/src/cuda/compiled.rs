@@ -1,12 +1,12 @@
-//! The results of `build.rs`: a fatbin for each family of kernels, the architectures in it, and ptxas's
-//! report; and the integers that host and kernels share.
+//! The results of `build.rs`: a fatbin for each family of kernels, the architectures in it, and ptxas's report; and the
+//! constants that host and kernels share.
 
 include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 
-/// The name of a kernel, without what it was compiled for. It does not compile where no kernel has this name.
+/// The name of a kernel without its suffixes. It is a compile error if no kernel has this name.
 macro_rules! kernel {
     ($name:literal) => {{
-        // An item, which the compiler evaluates in a check too.
+        // A constant item, so that `cargo check` evaluates it too.
         const NAME: &str = $crate::cuda::compiled::named($name);
         NAME
     }};
@@ -25,7 +25,7 @@ pub(super) const fn named(name: &'static str) -> &'static str {
     panic!("no kernel of this name was compiled")
 }
 
-/// Whether an entry is the name, or the name and what follows an underscore.
+/// Whether an entry is the name, or begins with the name and an underscore.
 const fn begins(entry: &[u8], name: &[u8]) -> bool {
     let mut n = 0;
     while n < name.len() {
@@ -37,7 +37,7 @@ const fn begins(entry: &[u8], name: &[u8]) -> bool {
     entry.len() == name.len() || entry[name.len()] == b'_'
 }
 
-/// The integers that the sources of the kernels state, such as the threads of a block, in a module for each source.
+/// The integer constants of the kernels' sources, such as the threads of a block, in one module per source.
 #[allow(dead_code)]
 pub(super) mod constants {
     include!(concat!(env!("OUT_DIR"), "/constants.rs"));

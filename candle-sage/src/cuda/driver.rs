@@ -1,11 +1,11 @@
-//! Errors of the CUDA driver as candle's.
+//! Errors of the CUDA driver as candle errors.
 
 use candle_core::{Error, Result};
 use cudarc::driver::DriverError;
 
 /// The result of a call of the driver.
 pub(super) trait DriverResult<T> {
-    /// Wraps the error, as candle does where it calls the driver.
+    /// Wraps the error as candle does.
     fn w(self) -> Result<T>;
 }
 

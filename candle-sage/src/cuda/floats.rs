@@ -61,7 +61,7 @@ impl Float {
     }
 }
 
-/// How many elements a thread moves at once, a *pack*: 16 bytes if all rows start at multiples of 16 bytes,
+/// The number of elements that a thread moves at once, a *pack*: 16 bytes if all rows start at multiples of 16 bytes,
 /// otherwise one element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Packs {
@@ -91,8 +91,8 @@ impl Packs {
     }
 }
 
-/// The threads of a row (lanes) and the rows of a block: a power of two of lanes, up to a warp with several
-/// rows per block, or more with one row per block.
+/// The threads of a row (lanes) and the rows of a block. The number of lanes is a power of two: up to a warp with
+/// several rows per block, or more with one row per block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Team {
     pub(super) lanes: usize,
@@ -100,15 +100,15 @@ pub(super) struct Team {
 }
 
 impl Team {
-    /// The team for rows of `packs`, with at most `most` lanes. In a team larger than a warp a lane takes
-    /// about `each` packs.
+    /// The team for rows of `packs`, with at most `most` lanes. In a team larger than a warp a lane processes about
+    /// `each` packs.
     pub(super) fn of(packs: usize, each: usize, most: usize) -> Self {
         let lanes = if packs <= 32 { packs.max(1) } else { packs.div_ceil(each).max(32) };
         let lanes = lanes.next_power_of_two().min(most);
         Self { lanes, rows: if lanes <= 32 { TEAM_THREADS / lanes } else { 1 } }
     }
 
-    /// A grid for `rows` of at most `most` blocks.
+    /// A grid of at most `most` blocks for `rows`.
     pub(super) fn grid(self, rows: usize, most: usize) -> Grid {
         Grid::line(rows.div_ceil(self.rows).min(most), self.lanes * self.rows)
     }
@@ -124,10 +124,10 @@ pub(super) fn elementwise_of(len: usize, each: usize, threads: usize) -> Grid {
     Grid::line(len.div_ceil(each).div_ceil(threads), threads)
 }
 
-/// A number of things that kernels count in 32 bits, with room to step past the end.
+/// A number that kernels store in 32 bits, with room to step past the end.
 ///
 /// # Errors
-/// When there are too many.
+/// When the number is too large.
 pub(super) fn count(what: &str, n: usize) -> Result<i32> {
     i32::try_from(n).ok().filter(|&n| n <= i32::MAX / 2).ok_or_else(|| {
         Error::new(format!("too many {what} for one launch"))
@@ -162,7 +162,7 @@ pub(super) fn start_of<'a>(storage: &'a CudaStorage, gpu: &Gpu) -> Result<Addres
     element(storage, 0, gpu)
 }
 
-/// A contiguous tensor: the given one, or a copy of it.
+/// A contiguous tensor: the given tensor, or a copy.
 #[derive(Debug)]
 pub(super) struct Dense<'a> {
     given: &'a CudaStorage,
@@ -204,8 +204,8 @@ impl<'a> Dense<'a> {
     }
 }
 
-/// The largest number of blocks that a sum over rows is split into. It does not depend on the device, so that
-/// the order of additions does not either. It is four for each multiprocessor of an H100.
+/// The largest number of blocks that a sum over rows is split into. It does not depend on the device, and so neither
+/// does the order of additions. It is four times the number of multiprocessors of an H100.
 pub(super) const PARTS: usize = 528;
 
 /// Sums the columns of (parts, width) in a fixed order.

@@ -1,8 +1,8 @@
 //! Attention on memory of other libraries, such as PyTorch's: device addresses, strides and a stream, without candle's tensors.
 //!
-//! A [`ForeignAttention`] is a call on tensors of some shape, which can be made any number of times. It allocates nothing: the caller asks
-//! for the size of the state that a forward leaves for its backward, and of the memory that a call uses while it runs, and lends both. The kernels
-//! run on the caller's stream, and no call waits for them.
+//! A [`ForeignAttention`] describes calls on tensors of fixed shapes, and can be used any number of times. It does not
+//! allocate: the caller queries the sizes of the state that a forward keeps for its backward and of the scratch memory
+//! of a call, and provides both. Kernels run on the caller's stream, and no call waits for them.
 //!
 //! ```no_run
 //! use candle_core::DType;
@@ -46,19 +46,19 @@ use crate::scheme::Scheme;
 use crate::selection::Blocks;
 use crate::shape::AttentionShape;
 
-/// How a (batch, sequence, heads, head_dim) tensor in f16 or bf16 is stored. Strides are in elements.
+/// The layout of a (batch, sequence, heads, head_dim) tensor in f16 or bf16. Strides are in elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ForeignLayout {
     /// f16 or bf16.
     pub dtype: DType,
     /// (batch, sequence, heads, head_dim).
     pub dims: [usize; 4],
-    /// The distances of neighbours in each dimension.
+    /// The stride of each dimension.
     pub strides: [usize; 4],
 }
 
 impl ForeignLayout {
-    /// Without gaps.
+    /// A contiguous layout.
     pub fn contiguous(dtype: DType, dims: [usize; 4]) -> Self {
         let [_, sequence, heads, channels] = dims;
         Self { dtype, dims, strides: [sequence * heads * channels, heads * channels, channels, 1] }
@@ -84,12 +84,12 @@ pub struct Inputs {
     pub lists: u64,
 }
 
-/// Memory that is lent to a call. Its address is a multiple of 256.
+/// Memory that the caller provides for a call. Its address is a multiple of 256.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Lent {
     /// The device address.
     pub address: u64,
-    /// Its size.
+    /// The size in bytes.
     pub bytes: usize,
 }
 
@@ -98,12 +98,12 @@ impl Lent {
     pub const NONE: Self = Self { address: 0, bytes: 0 };
 }
 
-/// Bytes that a forward needs.
+/// The numbers of bytes that a forward needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ForwardSizes {
-    /// What it leaves for its backward.
+    /// The state for the backward.
     pub state: usize,
-    /// What it uses while it runs.
+    /// Scratch memory of the forward.
     pub scratch: usize,
 }
 
@@ -115,10 +115,10 @@ impl Stream {
     /// A stream of another library by its handle (`CUstream`); 0 is the default stream.
     ///
     /// # Errors
-    /// When there is no such device.
+    /// When the device does not exist.
     ///
     /// # Safety
-    /// The handle is that of a stream of the primary context of this device, which outlives this value.
+    /// The handle belongs to a stream of this device's primary context, and the stream outlives this value.
     pub unsafe fn new(device: usize, handle: u64) -> Result<Self> {
         static CONTEXTS: Mutex<Vec<Arc<CudaContext>>> = Mutex::new(Vec::new());
         let mut contexts = CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -134,7 +134,7 @@ impl Stream {
     }
 }
 
-/// Attention calls on tensors of another library that have one shape.
+/// Attention calls on another library's tensors of fixed shapes.
 #[derive(Debug)]
 pub struct ForeignAttention {
     attention: Attention,
@@ -145,7 +145,7 @@ pub struct ForeignAttention {
     keep: bool,
     sinks: bool,
     alibi: bool,
-    /// The blocks of a selection, and the numbers of a list.
+    /// The blocks of a selection, and the width of its lists.
     selection: Option<(Blocks, usize)>,
 }
 
@@ -153,8 +153,8 @@ impl ForeignAttention {
     /// Calls on query, key and value. `keep`: a backward will follow.
     ///
     /// # Errors
-    /// As [`Attention::apply`]; and when `attention` has sinks, `ALiBi` slopes or a selection, which are tensors of candle's, or values another
-    /// head_dim than keys in another scheme than full precision.
+    /// As [`Attention::apply`]; when `attention` has sinks, `ALiBi` slopes or a selection, which are candle tensors;
+    /// and when values have another head_dim than keys in a quantized scheme.
     pub fn new(attention: Attention, inputs: [ForeignLayout; 3], keep: bool) -> Result<Self> {
         let dims = inputs.map(|ForeignLayout { dims: [b, s, h, d], .. }| (b, s, h, d));
         let (shape, softmax_scale) = attention.checked(dims, inputs.map(|x| x.dtype), keep)?;
@@ -164,14 +164,14 @@ impl ForeignAttention {
             return Err(Error::unsupported("a foreign call with candle's tensors")
                 .got("sinks, ALiBi slopes or a selection in `attention`")
                 .allowed("none of them")
-                .hint("`with_sinks`, `with_alibi` and `with_selection` take addresses")
+                .hint("use `with_sinks`, `with_alibi` and `with_selection`, and pass addresses")
                 .into());
         }
         if shape.value_dim() != shape.head_dim() && attention.scheme != Scheme::FullPrecision {
             return Err(Error::unsupported("values of another head_dim than keys in this scheme")
                 .got(format!("{} and {}, {}", shape.value_dim(), shape.head_dim(), attention.scheme))
-                .allowed("equal head_dims; any in full precision")
-                .hint("pad the narrower of keys and values with zeros; if you pad queries and keys, keep the softmax scale of their own head_dim")
+                .allowed("equal head_dims, or unquantized attention")
+                .hint("pad the narrower of keys and values with zeros; if you pad queries and keys, keep the softmax scale of the original head_dim")
                 .into());
         }
         Ok(Self {
@@ -186,7 +186,7 @@ impl ForeignAttention {
         })
     }
 
-    /// With sinks: see [`Attention::apply_with_sinks`].
+    /// Adds sinks: see [`Attention::apply_with_sinks`].
     ///
     /// # Errors
     /// When the scheme smooths keys.
@@ -195,18 +195,20 @@ impl ForeignAttention {
         Ok(Self { sinks: true, ..self })
     }
 
-    /// With `ALiBi`: see [`Attention::alibi`].
+    /// Adds `ALiBi`: see [`Attention::alibi`].
     #[must_use]
     pub fn with_alibi(self) -> Self {
         Self { alibi: true, ..self }
     }
 
-    /// With a selection of blocks of so many queries and keys: see [`Selection`](crate::Selection). Its lists are (key heads, blocks of
-    /// queries of all segments, 1 + `width`): how many blocks of keys a block of queries sees, then which, in ascending order, and any numbers.
-    /// With a causal mask each list ends with the blocks on the diagonal.
+    /// Adds a selection with blocks of `block` queries and keys: see [`Selection`](crate::Selection). Its lists are
+    /// (key heads, blocks of queries of all segments, 1 + `width`). A list is the number of blocks of keys that a block
+    /// of queries sees, then their indices in ascending order; the remaining entries are ignored. With a causal mask
+    /// each list ends with the blocks on the diagonal.
     ///
     /// # Errors
-    /// When GPUs or the scheme do not take blocks of this size, and as [`Selection::from_lists`](crate::Selection::from_lists).
+    /// When GPUs or the scheme do not support blocks of this size, and as
+    /// [`Selection::from_lists`](crate::Selection::from_lists).
     pub fn with_selection(self, block: (usize, usize), width: usize) -> Result<Self> {
         let blocks = Blocks::new(&self.shape, block)?;
         check_blocks(&blocks)?;
@@ -214,13 +216,13 @@ impl ForeignAttention {
         Ok(Self { selection: Some((blocks, width)), ..self })
     }
 
-    /// The output and its gradient, without gaps.
+    /// The layout of the output, contiguous.
     pub fn output(&self) -> ForeignLayout {
         let (batch, sequence, heads, channels) = self.shape.output_dims();
         ForeignLayout::contiguous(self.inputs[0].dtype, [batch, sequence, heads, channels])
     }
 
-    /// Any addresses, for calls that only count.
+    /// Placeholder addresses, for calls that only count memory.
     fn counted(&self) -> Inputs {
         Inputs {
             tensors: [0; 3],
@@ -260,7 +262,7 @@ impl ForeignAttention {
         })
     }
 
-    /// The bytes of the forward, which depend on shapes, settings and the device.
+    /// The sizes of the forward's memory, which depend on shapes, settings and the device.
     ///
     /// # Errors
     /// When this device has no kernel for this call.
@@ -271,14 +273,15 @@ impl ForeignAttention {
         Ok(ForwardSizes { state: counted.kept.used(), scratch: counted.scratch.used() })
     }
 
-    /// Launches the forward, which writes the output, as [`ForeignAttention::output`] says, and, where a backward follows, `state`.
+    /// Launches the forward. It writes the output in the layout of [`ForeignAttention::output`] and, if a backward
+    /// follows, `state`.
     ///
     /// # Errors
-    /// When the lent memory is too small, or a launch fails.
+    /// When the provided memory is too small, or a launch fails.
     ///
     /// # Safety
-    /// Inputs, output, state and scratch are memory of the stream's device, of the sizes that layouts and
-    /// [`ForeignAttention::forward_sizes`] say, which stays alive until the kernels have run.
+    /// Inputs, output, state and scratch are memory of the stream's device, with the sizes of the layouts and of
+    /// [`ForeignAttention::forward_sizes`], and stay alive until the kernels have run.
     pub unsafe fn forward(
         &self,
         stream: &Stream,
@@ -296,7 +299,7 @@ impl ForeignAttention {
         with_scheme!(&self.attention.scheme, |scheme| run_forward(scheme, &problem, self.keep).map(drop))
     }
 
-    /// The bytes that the backward uses while it runs.
+    /// The size in bytes of the backward's scratch memory.
     ///
     /// # Errors
     /// As [`ForeignAttention::forward_sizes`].
@@ -317,7 +320,7 @@ impl ForeignAttention {
         state: Lent,
         output: &OutputGradient<'_>,
     ) -> Result<()> {
-        // The state has the addresses that the forward's allocations got, in the same order.
+        // Allocating as the forward did, in the same order, returns the addresses of its state.
         fn found<S: OnGpu>(scheme: S, call: &Call<'_>) -> Result<Completed<S>> {
             let minus_lse2 = minus_lse2_of(call)?;
             let kept = scheme.keep(scheme.operands(call, true)?);
@@ -332,11 +335,11 @@ impl ForeignAttention {
         })
     }
 
-    /// Launches the backward of a forward that kept `state`. The output's gradient may have any strides. It writes the gradients of query, key
-    /// and value, without gaps, and with sinks theirs, (query heads) in f32.
+    /// Launches the backward of a forward that kept `state`. The output's gradient may have any strides. It writes the
+    /// gradients of query, key and value, contiguous, and with sinks their gradient, (query heads) in f32.
     ///
     /// # Errors
-    /// When the gradient does not fit the output, the lent memory is too small, or a launch fails.
+    /// When the gradient's layout does not match the output, the provided memory is too small, or a launch fails.
     ///
     /// # Safety
     /// As [`ForeignAttention::forward`]; inputs, `out` and `state` have not changed since the forward.
@@ -350,7 +353,7 @@ impl ForeignAttention {
         scratch: Lent,
     ) -> Result<()> {
         if !self.keep {
-            return Err(Error::new("this call's forward keeps nothing for a backward")
+            return Err(Error::new("the forward of this call keeps no state for a backward")
                 .got("keep = false")
                 .allowed("keep = true")
                 .hint("`ForeignAttention::new(.., true)`")

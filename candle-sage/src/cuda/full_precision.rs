@@ -1,4 +1,4 @@
-//! Full precision on the GPU: the inputs as they are, and delta before the backward.
+//! Unquantized attention on the GPU: no operands to prepare, except delta before the backward.
 
 use candle_core::Result;
 
@@ -9,7 +9,7 @@ use super::kernels::Grid;
 use super::plan::Plan;
 use super::{OnGpu, OutputGradient, params};
 
-/// Name of the backward's kernel, which other schemes run on their operands.
+/// Name of the backward's kernel, which other schemes also run, on their own operands.
 pub(super) const BACKWARD: &str = "attn_bwd_dense16";
 
 /// See [`crate::scheme::Scheme::FullPrecision`].
@@ -59,7 +59,7 @@ impl OnGpu for FullPrecision {
 
 /// Launches the computation of `D = rowsum(dO o O)` from `params.out` and `params.dout`.
 pub(super) fn launch_delta(call: &Call<'_>, params: &params::Backward<'_>) -> Result<()> {
-    // A row is divided among a power of two of lanes.
+    // The number of lanes per row is a power of two.
     let kernel = call.kernel_for(kernel!("prepare_dense16"), call.d.next_power_of_two());
     call.gpu.launch_attention("quantize", &kernel, Grid::line(call.query_tiles(), TILE_THREADS), params)
 }

@@ -1,4 +1,4 @@
-//! Matrix products that can add to their output, by cuBLAS on candle's own stream.
+//! Matmuls that can add to their output, by cuBLAS on candle's own stream.
 #![allow(unsafe_code)]
 
 use candle_core::backend::BackendStorage;
@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::launch::{Launch, Operand};
 use crate::ops::accumulate::ProductInto;
 
-/// Where a product is written: contiguous (rows, columns).
+/// The output of a matmul: contiguous (rows, columns).
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Out<'a> {
     pub(crate) at: Address<'a>,
@@ -31,9 +31,9 @@ fn leading(layout: &Layout) -> Result<(sys::cublasOperation_t, i32)> {
         (sys::cublasOperation_t::CUBLAS_OP_N, 0, 1)
     };
     if distance < least || i32::try_from(distance).is_err() {
-        return Err(Error::shape("a matrix product does not take these strides")
+        return Err(Error::shape("a matmul does not support these strides")
             .got(format!("{:?} with strides {:?}", layout.dims(), layout.stride()))
-            .allowed("neighbours in a row or in a column, no overlap")
+            .allowed("adjacent elements in rows or in columns, no overlap")
             .hint("make it `contiguous()`")
             .into());
     }
@@ -49,12 +49,9 @@ pub(crate) fn gemm(
     [alpha, beta]: [f32; 2],
 ) -> Result<()> {
     let ((rows, inner), (b_inner, cols)) = (a.1.shape().dims2()?, b.1.shape().dims2()?);
-    let float = Float::of("a matrix product", a.0)?;
-    if inner != b_inner
-        || Float::of("a matrix product", b.0)? != float
-        || ![float, Float::F32].contains(&out.float)
-    {
-        return Err(Error::shape("matrices do not fit together")
+    let float = Float::of("a matmul", a.0)?;
+    if inner != b_inner || Float::of("a matmul", b.0)? != float || ![float, Float::F32].contains(&out.float) {
+        return Err(Error::shape("the matrices of a matmul do not match")
             .got(format!(
                 "{:?} {:?} and {:?} {:?} to {:?}",
                 a.1.dims(),
@@ -64,7 +61,7 @@ pub(crate) fn gemm(
                 out.float
             ))
             .allowed("(rows, inner) and (inner, columns) of one type, to that type or f32")
-            .hint("transpose one, or convert it with `to_dtype`")
+            .hint("transpose a matrix, or convert it with `to_dtype`")
             .into());
     }
     if rows == 0 || cols == 0 {
@@ -78,9 +75,9 @@ pub(crate) fn gemm(
     };
     let int = |n: usize| super::floats::count("rows, columns or terms", n);
     let (at_a, at_b) = (start(a, gpu)?, start(b, gpu)?);
-    // SAFETY: by their type all addresses are inside allocations that are borrowed, and therefore alive. `a` and `b` are as
-    // large as their layouts say. The type does not guarantee the size and the element type of `out`: for this the caller
-    // vouches. cuBLAS is column-major: it computes the transposed product.
+    // SAFETY: as their type guarantees, all addresses are inside allocations that are borrowed, and therefore alive.
+    // `a` and `b` are as large as their layouts. The type does not guarantee the size and the element type of `out`;
+    // the caller vouches for them. cuBLAS is column-major: it computes the transposed matmul.
     let status = unsafe {
         result::gemm_ex(
             *gpu.device().cublas_handle().handle(),
@@ -113,7 +110,7 @@ pub(crate) fn gemm(
 impl Launch<[Operand<'_>; 3], ()> for ProductInto {
     fn launch(&self, [out, a, b]: [Operand<'_>; 3]) -> Result<()> {
         let gpu = &Gpu::new(out.0.device())?;
-        let to = Out { at: start(out, gpu)?, float: Float::of("a matrix product", out.0)? };
+        let to = Out { at: start(out, gpu)?, float: Float::of("a matmul", out.0)? };
         gemm(gpu, to, a, b, [self.factor, if self.add { 1.0 } else { 0.0 }])
     }
 }

@@ -1,4 +1,4 @@
-//! FP8 matrix products, by cuBLASLt on candle's own stream.
+//! FP8 matmuls, by cuBLASLt on candle's own stream.
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
@@ -18,25 +18,25 @@ use crate::fp8::Fp8Format;
 use crate::launch::{Launch, Operand};
 use crate::ops::fp8::{Fp8Product, Fp8ProductInto, Fp8Sums};
 
-const NAME: &str = "an FP8 product";
+const NAME: &str = "an FP8 matmul";
 
 /// Bytes that cuBLASLt may use, as NVIDIA recommends for Hopper.
 const WORKSPACE: usize = 32 << 20;
 
-/// The least compute capability that has FP8 units, times ten.
+/// The lowest compute capability with FP8 units, times ten.
 const LEAST_CAPABILITY: u32 = 89;
 
-/// The key of a cached algorithm: dimensions, distances of rows, formats, sums, type of the result, whether the product is added to it,
-/// and the alignment of b, a and the result.
+/// The key of a cached algorithm: dimensions, row strides, formats, accumulators, type of the result, whether the
+/// matmul is added to the result, and the alignment of b, a and the result.
 type Key = ([usize; 3], [usize; 2], [Fp8Format; 2], Fp8Sums, Float, bool, [u32; 3]);
 
-/// cuBLASLt's handle of a device, and the algorithms that it chose.
+/// cuBLASLt's handle for a device, and the algorithms that it chose.
 struct Products {
     handle: sys::cublasLtHandle_t,
     algorithms: HashMap<Key, sys::cublasLtMatmulAlgo_t>,
 }
 
-// SAFETY: cuBLASLt's handles may be used by any thread, and a mutex surrounds this value.
+// SAFETY: any thread may use a cuBLASLt handle, and a mutex guards this value.
 unsafe impl Send for Products {}
 
 impl std::fmt::Debug for Products {
@@ -59,7 +59,7 @@ impl Products {
             return Err(Error::unsupported("this GPU has no FP8 units")
                 .got(format!("compute capability {major}.{minor}"))
                 .allowed("8.9 (Ada), 9.0 (Hopper) and later")
-                .hint("16-bit products run on every GPU; the CPU computes FP8 products from the same codes")
+                .hint("16-bit matmuls run on every GPU; the CPU supports FP8 matmuls")
                 .into());
         }
         let handle = result::create_handle().map_err(failed("start"))?;
@@ -67,10 +67,10 @@ impl Products {
     }
 }
 
-/// Descriptions of a product and its matrices, which are destroyed with it.
+/// Descriptors of a matmul and its matrices, which are destroyed with this value.
 struct Described {
     product: sys::cublasLtMatmulDesc_t,
-    /// Of `b`, `a` and the result: cuBLASLt is column-major, and computes the transposed result.
+    /// The layouts of `b`, `a` and the result: cuBLASLt is column-major, and computes the transposed result.
     layouts: [sys::cublasLtMatrixLayout_t; 3],
 }
 
@@ -113,15 +113,15 @@ impl Described {
             sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
             sys::cudaDataType::CUDA_R_32F,
         )
-        .map_err(failed("describe a product"))?;
+        .map_err(failed("describe a matmul"))?;
         let described = Self { product, layouts };
         let (transposed, fast) =
             (cudarc::cublas::sys::cublasOperation_t::CUBLAS_OP_T, i8::from(op.sums == Fp8Sums::Fast));
         let [of_a, of_b] = scales.map(Address::number);
         let set = |attribute, value: *const c_void, bytes| {
-            // SAFETY: the description is alive, and `value` points to `bytes` of the type that the attribute has.
+            // SAFETY: the description is alive, and `value` points to `bytes` of the attribute's type.
             unsafe { result::set_matmul_desc_attribute(product, attribute, value, bytes) }
-                .map_err(failed("describe a product"))
+                .map_err(failed("describe a matmul"))
         };
         set(
             Attribute::CUBLASLT_MATMUL_DESC_TRANSA,
@@ -144,7 +144,7 @@ impl Described {
         use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
         let preference = result::create_matmul_pref().map_err(failed("choose an algorithm"))?;
         let set = |attribute, value: *const c_void, bytes| {
-            // SAFETY: the preference is alive, and `value` points to `bytes` of the type that the attribute has.
+            // SAFETY: the preference is alive, and `value` points to `bytes` of the attribute's type.
             unsafe { result::set_matmul_pref_attribute(preference, attribute, value, bytes) }
         };
         let workspace = WORKSPACE;
@@ -168,11 +168,11 @@ impl Described {
         });
         // SAFETY: created above, and destroyed once.
         let _ = unsafe { result::destroy_matmul_pref(preference) };
-        Ok(found.map_err(failed(&format!("choose an algorithm for an FP8 product of {shape}")))?.algo)
+        Ok(found.map_err(failed(&format!("choose an algorithm for an FP8 matmul of {shape}")))?.algo)
     }
 }
 
-/// `out = a b^T + beta out`; a is (m, k) and b (n, k), whose rows are contiguous, and out (m, n) is contiguous.
+/// `out = a b^T + beta out`; a is (m, k) and b (n, k), both with contiguous rows; out is contiguous (m, n).
 pub(super) fn product(
     gpu: &Gpu,
     op: &Fp8Product,
@@ -180,13 +180,14 @@ pub(super) fn product(
     [a, b, of_a, of_b]: [Operand<'_>; 4],
 ) -> Result<()> {
     let ((m, k), (n, _)) = (a.1.shape().dims2()?, b.1.shape().dims2()?);
-    // cuBLASLt takes the device from the thread.
+    // cuBLASLt uses the calling thread's current device.
     gpu.stream.context().bind_to_thread().map_err(candle_core::Error::wrap)?;
     let scales = [start(of_a, gpu)?, start(of_b, gpu)?];
     let (at_a, at_b) = (start(a, gpu)?, start(b, gpu)?);
     let distances = [a, b].map(|(_, layout)| layout.stride()[0]);
     let described = Described::new(([m, n, k], distances), op, float, scales)?;
-    // One for each context, created at its first product. A context that is here stays alive, so that no other one gets its address.
+    // One entry per context, created at its first matmul. An entry keeps its context alive, so that no other context
+    // gets the same address.
     static ALL: Mutex<Vec<(Arc<CudaContext>, Products)>> = Mutex::new(Vec::new());
     let (mut all, context) = (ALL.lock().unwrap_or_else(PoisonError::into_inner), gpu.stream.context());
     let known = all.iter().position(|(own, _)| Arc::ptr_eq(own, context));
@@ -217,11 +218,11 @@ pub(super) fn product(
         }
     };
     let (alpha, [of_b, of_a, of_out]) = (1.0f32, described.layouts);
-    // Each call has its own, because threads of the host have separate streams.
+    // Each call has its own workspace, because host threads have separate streams.
     let workspace = gpu.alloc::<u8>(WORKSPACE)?;
     let [a, b] = [at_a, at_b].map(|at| at.number() as *const c_void);
     let out = out.number() as *mut c_void;
-    // SAFETY: all addresses are inside allocations that are borrowed, of the sizes that the layouts say: the codes by their layouts,
+    // SAFETY: all addresses are inside allocations that are borrowed, and large enough: the codes by their layouts,
     // `out` by its checked shape, the workspace by its allocation. Work on one stream is in order.
     let done = unsafe {
         result::matmul(
@@ -243,7 +244,7 @@ pub(super) fn product(
             gpu.stream.cu_stream().cast(),
         )
     };
-    done.map_err(failed(&format!("compute an FP8 product of {shape}")))
+    done.map_err(failed(&format!("compute an FP8 matmul of {shape}")))
 }
 
 impl Launch<[Operand<'_>; 4], CudaStorage> for Fp8Product {

@@ -1,5 +1,5 @@
-//! In this crate's own tests every allocation starts as 0xff, which is NaN in every float type, and is
-//! followed by a canary that no kernel may change.
+//! Guards of allocations in this crate's own tests: memory is filled with 0xff, which is NaN in every float type, and
+//! is followed by a canary that no kernel may change.
 #![allow(unsafe_code)]
 
 use std::cell::RefCell;
@@ -23,8 +23,8 @@ thread_local! {
     static CANARIES: RefCell<Vec<Canary>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Registers the canary behind an allocation of `bytes`, and fills both, unless they hold zeros already. A call that only counts has no
-/// memory.
+/// Registers the canary after an allocation of `bytes`. Fills both with 0xff, unless the caller filled them with zeros.
+/// Does nothing in a call that only counts memory.
 pub(super) fn watch(gpu: &Gpu, at: u64, bytes: usize, zeros: bool) -> Result<()> {
     if gpu.dry {
         return Ok(());
@@ -46,7 +46,7 @@ pub(super) fn check(gpu: &Gpu) -> Result<()> {
         // SAFETY: the caller keeps the allocation alive.
         unsafe { result::memcpy_dtoh_sync(&mut bytes, canary.at) }.w()?;
         let touched = bytes.iter().position(|&b| b != canary.byte);
-        assert_eq!(touched, None, "a kernel wrote behind a buffer of {} bytes", canary.bytes);
+        assert_eq!(touched, None, "a kernel wrote past a buffer of {} bytes", canary.bytes);
     }
     Ok(())
 }

@@ -16,7 +16,7 @@ use super::compiled::FAMILIES;
 use super::driver::DriverResult;
 use super::memory::Memory;
 
-/// One device, ready for launches.
+/// A device with a stream, ready for launches.
 #[derive(Debug, Clone)]
 pub(crate) struct Gpu {
     /// candle's device, if the stream is candle's.
@@ -24,13 +24,13 @@ pub(crate) struct Gpu {
     pub(super) device: Option<candle_core::CudaDevice>,
     pub(super) stream: Arc<CudaStream>,
     pub(super) memory: Memory,
-    /// Whether nothing is launched or written, because a call only counts its memory.
+    /// If true, nothing is launched or written: the call only counts its memory.
     pub(super) dry: bool,
     known: Arc<Known>,
 }
 
-/// Facts that are queried once for each context. Launches of a few microseconds dominate small models, so that queries at each launch
-/// would cost time.
+/// Properties of a device that are queried once per context. Launches of a few microseconds dominate small models, so
+/// queries at each launch would cost time.
 #[derive(Debug)]
 pub(crate) struct Known {
     pub(super) architecture: Architecture,
@@ -77,9 +77,9 @@ impl Known {
         })
     }
 
-    /// Of a context; found out at the first call.
+    /// The properties of a context, queried at the first call.
     fn of(context: &Arc<CudaContext>) -> Result<Arc<Self>> {
-        // A context that is here stays alive, so that no other context gets its address.
+        // An entry keeps its context alive, so that no other context gets the same address.
         type All = Vec<(Arc<CudaContext>, Arc<Known>)>;
         static ALL: RwLock<All> = RwLock::new(Vec::new());
         let find =
@@ -124,8 +124,8 @@ impl Gpu {
     /// Launches a kernel of a family (a `.cu` file) with one argument. Without blocks it launches nothing.
     ///
     /// # Safety
-    /// All addresses in `params` must be those of live allocations on this device, as large as the kernel
-    /// expects for the shape in `params`.
+    /// All addresses in `params` must point to live allocations on this device, as large as the kernel expects for the
+    /// shape in `params`.
     pub(super) unsafe fn launch<P: DeviceRepr>(
         &self,
         family: &str,
@@ -144,7 +144,7 @@ impl Gpu {
             block_dim: grid.threads,
             shared_mem_bytes: grid.shared_bytes as u32,
         };
-        // SAFETY: the caller vouches for the argument; grid and shared memory are those of the kernel's plan.
+        // SAFETY: the caller vouches for the argument; grid and shared memory are from the kernel's plan.
         unsafe { launch.launch(config) }
             .w()
             .map_err(|e| e.context(format!("launching {kernel} with {grid:?} failed")))?;
@@ -169,7 +169,7 @@ impl Gpu {
             }
         };
         let function = module.load_function(kernel).w()?;
-        // The default limit is 48 KiB per block, with the shared memory that the kernel declares statically.
+        // The default limit is 48 KiB per block, including static shared memory.
         let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         function.set_attribute(attribute, shared_bytes as i32).w()?;
         let mut functions = self.functions.write().unwrap_or_else(PoisonError::into_inner);
@@ -182,7 +182,7 @@ impl Gpu {
 mod tests {
     use crate::cuda::compiled::RESOURCES;
 
-    /// What ptxas reported of each kernel: its line, and the number before `what`.
+    /// For each kernel, its line in ptxas's report and the number before `what`.
     fn reported(what: &str) -> Vec<(&'static str, u32)> {
         let mut kernel = "";
         let mut found = Vec::new();
@@ -198,11 +198,10 @@ mod tests {
         found
     }
 
-    /// The attention kernels use all registers, and ptxas spills a few values of some of them around a tile:
-    /// up to 140 bytes per thread, depending on its version and the architecture, which stay in the L1 cache.
-    /// A spilled accumulator (512 bytes) would cost more than it is worth, and no other kernel has a reason
-    /// to spill. SageBwd's backward for head_dim 128 on Hopper spills the most, because dK and products in
-    /// flight leave few registers for the rest.
+    /// The attention kernels use all registers, and ptxas spills a few values of some of them around a tile: up to 140
+    /// bytes per thread, depending on its version and the architecture, which stay in the L1 cache. Spilling an
+    /// accumulator (512 bytes) would be too slow, and no other kernel has a reason to spill. SageBwd's backward for
+    /// head_dim 128 on Hopper spills the most, because dK and matmuls in flight occupy most registers.
     #[test]
     fn no_kernel_keeps_its_accumulators_in_memory() {
         const SOME_VALUES: u32 = 128;
@@ -220,15 +219,15 @@ mod tests {
         }
     }
 
-    /// ptxas serializes all asynchronous products of a kernel, or adds waits, when it cannot follow an
-    /// accumulator through it, and reports that as information only (C7510 to C7517).
+    /// ptxas serializes all asynchronous matmuls of a kernel, or adds waits, if it cannot track an accumulator, and
+    /// reports this only as information (C7510 to C7517).
     #[test]
     fn products_of_a_warpgroup_stay_asynchronous() {
         let lost: Vec<&str> = RESOURCES.lines().filter(|line| line.contains("(C751")).collect();
         assert!(lost.is_empty(), "{}", lost.join("\n"));
     }
 
-    /// Plans leave 1 KiB of a block's shared memory for static declarations.
+    /// Plans reserve 1 KiB of a block's shared memory for static declarations.
     #[test]
     fn what_attention_kernels_declare_fits_beside_their_plans() {
         for (kernel, bytes) in reported("bytes smem") {

@@ -7,7 +7,7 @@ use candle_core::Result;
 
 use crate::error::Error;
 
-/// What a call needs memory for.
+/// The purpose of an allocation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Purpose {
     /// A result.
@@ -19,7 +19,7 @@ pub(super) enum Purpose {
 }
 
 impl Purpose {
-    /// Of what a backward reads, if one follows.
+    /// The purpose of memory that a backward would read: `backward` is whether one follows.
     pub(super) fn kept(backward: bool) -> Self {
         if backward { Self::Kept } else { Self::Scratch }
     }
@@ -35,16 +35,17 @@ pub(super) enum Memory {
     Lent(Rc<Arenas>),
 }
 
-/// Memory of the caller. Each allocation of a call is the next piece of it, so that two calls of the same shape get the same pieces.
+/// Memory of the caller. Each allocation of a call is the next range of an arena, so that two calls of the same shape
+/// get the same ranges.
 #[derive(Debug)]
 pub(super) struct Arenas {
-    /// Where the results go, the first one last. `None` in a call that only counts.
+    /// Addresses of the results, in reverse order. `None` in a call that only counts memory.
     outputs: Option<RefCell<Vec<u64>>>,
     pub(super) kept: Arena,
     pub(super) scratch: Arena,
 }
 
-/// Memory that is handed out from its start on.
+/// Memory that is allocated from start to end.
 #[derive(Debug)]
 pub(super) struct Arena {
     start: u64,
@@ -52,7 +53,7 @@ pub(super) struct Arena {
     used: Cell<usize>,
 }
 
-/// Bytes that pieces of an arena are aligned to.
+/// Alignment of allocations in an arena, in bytes.
 const ALIGNMENT: usize = 256;
 
 impl Arena {
@@ -60,7 +61,7 @@ impl Arena {
         Self { start, bytes, used: Cell::new(0) }
     }
 
-    /// An arena that counts what is asked for. Its addresses are not valid.
+    /// An arena that only counts. Its addresses are not valid.
     pub(super) fn counting() -> Self {
         Self::new(0, usize::MAX)
     }
@@ -73,10 +74,10 @@ impl Arena {
         let at = self.used.get();
         let end = at + bytes.next_multiple_of(ALIGNMENT);
         if end > self.bytes {
-            return Err(Error::new("the memory that was lent to an attention call is too small")
+            return Err(Error::new("the memory provided for an attention call is too small")
                 .got(format!("{} bytes", self.bytes))
                 .allowed(format!("{end} and more"))
-                .hint("ask for the size with the same shapes and settings as the call")
+                .hint("query the sizes with the shapes and settings of the call")
                 .into());
         }
         self.used.set(end);
@@ -91,7 +92,7 @@ impl Arenas {
         Self { outputs: Some(RefCell::new(outputs)), kept, scratch }
     }
 
-    /// Counts the memory of a call.
+    /// Arenas that count the memory of a call.
     pub(super) fn counting() -> Self {
         Self { outputs: None, kept: Arena::counting(), scratch: Arena::counting() }
     }
@@ -103,7 +104,7 @@ impl Arenas {
             Purpose::Output => match &self.outputs {
                 None => Ok(0),
                 Some(outputs) => outputs.borrow_mut().pop().ok_or_else(|| {
-                    Error::new("an attention call has more results than the caller has lent memory for")
+                    Error::new("an attention call has more results than the caller provided memory for")
                         .into()
                 }),
             },

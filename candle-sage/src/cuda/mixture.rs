@@ -1,4 +1,4 @@
-//! The linear tail mixed with attention over selected keys, on the GPU: the tail's kernels mix as they write.
+//! The linear tail mixed with attention over selected keys, on the GPU: the tail's kernels mix before they write.
 
 use candle_core::{CudaStorage, Result};
 
@@ -14,7 +14,7 @@ use super::{blend, past_linear};
 use crate::launch::{Launch, Operand};
 use crate::ops::mixture::Mixture;
 
-/// The output of query, key, value, exact attention and `theta`.
+/// The mixture's output, from query, key, value, exact attention's output and `theta`.
 impl Launch<[Operand<'_>; 5], CudaStorage> for Mixture {
     fn launch(&self, [q, k, v, sparse, theta]: [Operand<'_>; 5]) -> Result<CudaStorage> {
         let call = past_linear::Call::new(&self.tail, [q, k, v])?;
@@ -24,7 +24,7 @@ impl Launch<[Operand<'_>; 5], CudaStorage> for Mixture {
     }
 }
 
-/// The gradient of exact attention's output, and a part of that of `theta` for each block of queries.
+/// The gradient of exact attention's output, and a partial sum of `theta`'s gradient for each block of queries.
 impl Launch<[Operand<'_>; 3], [CudaStorage; 2]> for Mixture {
     fn launch(&self, [sparse, theta, dout]: [Operand<'_>; 3]) -> Result<[CudaStorage; 2]> {
         let blend = &self.blend;
@@ -39,7 +39,8 @@ impl Launch<[Operand<'_>; 3], [CudaStorage; 2]> for Mixture {
     }
 }
 
-/// Adds the tail's gradients to those of query, key and value, its part of `theta`'s to the parts, and returns their sum.
+/// Adds the tail's gradients to the gradients of query, key and value, and its terms to the partial sums of `theta`'s
+/// gradient. Returns the gradient of `theta`.
 impl Launch<[Operand<'_>; 9], CudaStorage> for Mixture {
     fn launch(&self, [q, k, v, theta, dout, dq, dk, dv, parts]: [Operand<'_>; 9]) -> Result<CudaStorage> {
         let Self { tail, blend } = self;

@@ -1,4 +1,4 @@
-//! All ops but attention on NVIDIA GPUs: launches of the kernels of the same names on candle's own stream.
+//! All ops except attention on NVIDIA GPUs: they launch the kernels of the same names on candle's own stream.
 
 mod adamw;
 mod copy_heads;

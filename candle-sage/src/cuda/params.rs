@@ -1,4 +1,5 @@
-//! The kernels' arguments, which `build.rs` makes from `kernels/include/sage/params`, and launching kernels with them.
+//! The kernels' arguments, which `build.rs` generates from `kernels/include/sage/params`, and launches with these
+//! arguments.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
@@ -11,19 +12,19 @@ use super::kernels::{Gpu, Grid};
 
 /// The argument of the kernels of one family. Its addresses borrow the memory that the kernels read and write.
 pub(super) trait Params: DeviceRepr {
-    /// The `.cu` file of the kernels that take it.
+    /// The `.cu` file of the kernels with this argument.
     const FAMILY: &'static str;
 }
 
 /// Launches a kernel on candle's stream.
 pub(super) fn launch<P: Params>(gpu: &Gpu, kernel: &str, grid: Grid, params: &P) -> Result<()> {
     // SAFETY: by its type every address in `params`, and in its tensor maps, is null or inside an allocation that is
-    // borrowed, and therefore alive, at the launch. Work on one stream is in order, so that memory that is freed after
-    // the launch is reused only after the kernel. The types do not guarantee the rest: that the allocations are as
-    // large as the sizes in `params` say, have the elements that `kernel` expects, and belong to this device and
-    // stream, that an address which the kernel uses is not null, and that `kernel` and `grid` fit `params`. For this
-    // the modules of this folder vouch, which alone make parameters: they allocate for the sizes that they pass, and
-    // the ops check the tensors of callers.
+    // borrowed, and therefore alive, at the launch. Work on one stream is in order, so memory that is freed after the
+    // launch is reused only after the kernel. The types do not guarantee the rest: that the allocations have the sizes
+    // in `params` and the element types that `kernel` expects, and belong to this device and stream; that an address
+    // which the kernel uses is not null; and that `kernel` and `grid` match `params`. The modules of this folder vouch
+    // for this; no other code creates parameters. They allocate for the sizes that they pass, and the ops check the
+    // tensors of callers.
     unsafe { gpu.launch(P::FAMILY, kernel, grid, params) }
 }
 
@@ -46,7 +47,8 @@ impl Gpu {
     }
 }
 
-/// A CUtensorMap, by which TMA copies a tensor tile by tile. It has the tensor's address in it, and borrows the tensor.
+/// A CUtensorMap, with which TMA copies a tensor tile by tile. It contains the tensor's address, and borrows the
+/// tensor.
 #[repr(C, align(64))]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct TensorMap<'a> {
@@ -56,7 +58,7 @@ pub(super) struct TensorMap<'a> {
 
 include!(concat!(env!("OUT_DIR"), "/params.rs"));
 
-/// The family of kernels that takes each argument. Those of attention have several.
+/// The family of kernels of each argument. Attention's arguments have several families.
 macro_rules! families {
     ($($type:ident: $family:literal),* $(,)?) => {$(
         impl Params for $type<'_> {

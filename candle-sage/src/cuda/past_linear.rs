@@ -1,4 +1,4 @@
-//! The linear tail on the GPU: states that are summed along the sequence, and products with them.
+//! The linear tail on the GPU: states that are summed along the sequence, and matmuls with these states.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
@@ -20,10 +20,10 @@ use crate::launch::{Launch, Operand};
 use crate::ops::past_linear::{Gradients, PastLinear};
 use crate::shape::AttentionShape;
 
-/// Chunks that sequences of at most `longest` blocks are cut into, where one chunk of all of them is `parts` thread blocks, of which
-/// each multiprocessor runs one at a time: those that take the fewest steps.
+/// The number of chunks into which sequences of at most `longest` blocks are split: the number that needs the fewest
+/// steps. One chunk of all sequences is `parts` thread blocks, and a multiprocessor runs one thread block at a time.
 fn chunks(longest: usize, parts: usize, multiprocessors: usize) -> usize {
-    // One more launch takes about as long as a block, and so does a sum that is written, added up and read.
+    // An additional launch takes about as long as a block, and so does writing, adding and reading the sums of a wave.
     let steps = |chunks: usize| {
         let waves = (parts * chunks).div_ceil(multiprocessors);
         let adding = if chunks > 1 { 1 + waves } else { 0 };
@@ -32,7 +32,7 @@ fn chunks(longest: usize, parts: usize, multiprocessors: usize) -> usize {
     (1..=longest.max(1)).min_by_key(|&chunks| steps(chunks)).unwrap_or(1)
 }
 
-/// What the launches of a call share.
+/// State that the launches of a call share.
 pub(super) struct Call<'a> {
     pub(super) gpu: Gpu,
     shape: &'a AttentionShape,
@@ -61,7 +61,7 @@ impl<'a> Call<'a> {
         let (longest, _) = geometry.blocks();
         let plan = Plan::of("linear_scan_blocks", (d, d), gpu.architecture, Visits::Listed)?;
         let split = 2 * d / plan.row_bytes;
-        // As many sequences of the longest one's blocks as all of them make.
+        // The number of sequences, if all blocks were in sequences of the longest length.
         let sequences = blocks.rows().div_ceil(longest.max(1));
         let chunks = chunks(longest, shape.key_heads() * sequences * split, gpu.multiprocessors);
         let chunk_blocks = longest.div_ceil(chunks);
@@ -90,7 +90,7 @@ impl<'a> Call<'a> {
         })
     }
 
-    /// The parameters that all kernels take.
+    /// The parameters that all kernels need.
     pub(super) fn params(&self) -> Result<Linear<'_>> {
         let (gpu, [q, k, v]) = (&self.gpu, self.inputs);
         Ok(Linear {
@@ -128,7 +128,7 @@ impl<'a> Call<'a> {
         if self.chunks > 1 { self.add_chunks(heads, params) } else { Ok(()) }
     }
 
-    /// Adds up what comes before each chunk.
+    /// Adds up the chunks before each chunk.
     fn add_chunks(&self, heads: usize, params: &Linear<'_>) -> Result<()> {
         let values = (self.d + 1) * self.d;
         let lines = heads * self.geometry.segment_count();
@@ -157,8 +157,8 @@ impl<'a> Call<'a> {
         Ok(out.storage(&self.gpu))
     }
 
-    /// Writes the gradients, or adds them with `params.add`. The states are computed again, not kept, since they
-    /// are as large as K.
+    /// Writes the gradients, or adds them with `params.add`. The states are recomputed, not kept, since they are as
+    /// large as K.
     pub(super) fn backward(
         &self,
         params: Linear<'_>,
@@ -214,14 +214,14 @@ mod tests {
 
     #[test]
     fn chunks_fill_the_gpu() {
-        // A thread block for each multiprocessor, or a little less.
+        // About one thread block per multiprocessor, or slightly fewer.
         assert_eq!(chunks(32, 128, 132), 1);
         assert_eq!(chunks(32, 64, 132), 2);
         assert_eq!(chunks(128, 16, 132), 8);
         assert_eq!(chunks(256, 8, 132), 16);
-        // Many heads fill it by themselves.
+        // Many heads fill the GPU without chunks.
         assert_eq!(chunks(32, 1000, 132), 1);
-        // Short sequences, and none at all.
+        // Short sequences, and no sequence.
         assert_eq!(chunks(1, 2, 132), 1);
         assert_eq!(chunks(3, 2, 132), 1);
         assert_eq!(chunks(0, 2, 132), 1);

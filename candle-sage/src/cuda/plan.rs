@@ -1,5 +1,5 @@
-//! How kernels run: the rows of the table of plans (`kernels/include/sage/params/plans.def`), which the
-//! kernels include too.
+//! How kernels run: the rows of the table of plans (`kernels/include/sage/params/plans.def`), which the kernels also
+//! include.
 
 use super::arch::Architecture;
 use crate::scheme::Scheme;
@@ -8,7 +8,7 @@ use crate::shape::AttentionShape;
 /// TILE: tokens that share a scale, and the unit of all padded buffers. SELECTION_BLOCK: tokens of a selection's block.
 pub(super) use super::compiled::constants::attention_segment::{SELECTION_BLOCK, TILE};
 
-/// The wider of the head_dims as padded inside the kernels: 64, 128, in full precision on Hopper 192, or 256.
+/// The larger head_dim as padded inside the kernels: 64, 128, 192 (only unquantized attention on Hopper), or 256.
 pub(super) fn padded_head_dim(scheme: &Scheme, shape: &AttentionShape, architecture: Architecture) -> usize {
     match shape.widest() {
         129..=192 if *scheme == Scheme::FullPrecision && architecture.target() == Target::Sm90 => 192,
@@ -16,7 +16,7 @@ pub(super) fn padded_head_dim(scheme: &Scheme, shape: &AttentionShape, architect
     }
 }
 
-/// head_dim padded for kernels that take 128 channels at most.
+/// head_dim padded for kernels that support at most 128 channels.
 #[cfg(feature = "cuda")]
 pub(super) fn small_head_dim(shape: &AttentionShape) -> crate::error::Result<usize> {
     match shape.head_dim().next_power_of_two().max(64) {
@@ -24,15 +24,15 @@ pub(super) fn small_head_dim(shape: &AttentionShape) -> crate::error::Result<usi
         _ => Err(crate::error::Error::unsupported("head_dim is out of range on CUDA")
             .got(shape.head_dim())
             .allowed("8 to 128")
-            .hint("the CPU takes up to 256")),
+            .hint("the CPU supports up to 256")),
     }
 }
 
 impl Architecture {
-    /// The target whose plans its kernels have.
+    /// The target with the plans of these kernels.
     pub(super) fn target(self) -> Target {
         let own = TARGETS.iter().find(|(_, _, architectures)| architectures.contains(&self.number()));
-        own.expect("kernels are compiled for the architectures of targets alone").0
+        own.expect("kernels are compiled only for the architectures of targets").0
     }
 }
 
@@ -45,21 +45,21 @@ impl Target {
     }
 }
 
-/// Which tiles a mainloop visits.
+/// The tiles that a mainloop visits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Visits {
-    /// All that the mask leaves.
+    /// All tiles that the mask allows.
     Every,
-    /// Those of a window. Such kernels have the plans of those for lists, whose blocks have fewer queries.
+    /// The tiles of a window. These kernels use the plans of the kernels for lists, in which blocks have fewer queries.
     Window,
-    /// Those of a selection's blocks.
+    /// The tiles of a selection's blocks.
     Listed,
-    /// Those of a window, with a soft cap or `ALiBi`.
+    /// The tiles of a window, with a soft cap or `ALiBi`.
     ScoreMod,
 }
 
 impl Visits {
-    /// Those that have a plan in the table.
+    /// The variant under which the table lists the plan.
     fn planned(self) -> Self {
         match self {
             Visits::Every => Visits::Every,
@@ -84,11 +84,11 @@ impl Visits {
 enum Maps {
     Unmapped,
     Mapped,
-    /// Where V is in 16 bit.
+    /// Only if V is in 16 bit.
     MappedIfWide,
 }
 
-/// What the host must know of a mainloop: see the table.
+/// Properties of a mainloop that the host needs: see the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Facts {
     maps: Maps,
@@ -115,7 +115,7 @@ pub(super) struct Plan {
     /// Rows of a block: queries in the forward, keys in the backward.
     pub(super) rows: usize,
     pub(super) threads: usize,
-    /// Bytes of a row of V in shared memory, and of a row of K but where that is in codes and V is not.
+    /// Bytes of a row of V in shared memory, and of a row of K unless only K is in INT8.
     pub(super) row_bytes: usize,
     /// Stages of the pipeline. Only kernels and tests use it.
     stages: usize,
@@ -123,12 +123,13 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// The plan of a kernel for heads that are padded to `head_dim` channels and values of up to `value_dim`: the one with the narrowest
-    /// values. There is one for every kernel that a scheme names and every target up to a `head_dim` of 128, as
-    /// a test checks; above it for full precision where thread blocks have enough shared memory, and on Hopper for SageBwd's scores.
+    /// The plan of a kernel for heads that are padded to `head_dim` channels and values of up to `value_dim`: the plan
+    /// with the narrowest values. Up to a `head_dim` of 128 every kernel that a scheme names has a plan for every
+    /// target, as a test checks. Above 128 there are plans for unquantized attention, if thread blocks have enough
+    /// shared memory, and for SageBwd's scores on Hopper.
     ///
     /// # Errors
-    /// When the table has none.
+    /// When the table does not have such a plan.
     pub(super) fn of(
         kernel: &str,
         (head_dim, value_dim): (usize, usize),
@@ -157,7 +158,7 @@ impl Plan {
         format!("{kernel}{}_{element}_{head_dim}{values}", visits.suffix())
     }
 
-    /// Whether the kernel takes tensor maps, with which producers on Hopper copy 16-bit operands.
+    /// Whether the kernel uses tensor maps, with which producers on Hopper copy 16-bit operands.
     pub(super) fn mapped(&self, packed: bool) -> bool {
         let facts = self.mainloop.facts();
         let tiles = match facts.maps {
@@ -165,7 +166,7 @@ impl Plan {
             Maps::Mapped => true,
             Maps::MappedIfWide => self.row_bytes == 2 * self.head_dim,
         };
-        // Of packed documents the last, partial tile must not be read by a map.
+        // With packed documents, a map would read past a document's last, partial tile.
         tiles && (facts.documents || !packed)
     }
 
@@ -174,22 +175,21 @@ impl Plan {
         self.mainloop.facts().dq_parts
     }
 
-    /// Blocks of a backward that divide the channels of the same keys among them.
+    /// Number of thread blocks of a backward among which the channels of the same keys are divided.
     pub(super) fn channel_parts(&self) -> usize {
         self.head_dim.div_ceil(self.mainloop.facts().channels)
     }
 
-    /// Whether the kernel is persistent: one block per multiprocessor, which takes one work tile after the
-    /// other.
+    /// Whether the kernel is persistent: one block per multiprocessor, which processes one work tile after the other.
     pub(super) fn persistent(&self) -> bool {
         self.mainloop.facts().persistent
     }
 }
 
-/// The number of heads whose blocks run side by side, if the blocks of a head share `bytes` and the L2 cache
-/// holds `cache_bytes`: at most as many as fit half of it, and at least half as many. The longest blocks of
-/// these heads start first, so that multiprocessors end evenly if the last group has as many heads as the
-/// others: of the numbers in question it is the one whose last group lacks the fewest.
+/// The number of heads in a group whose blocks run concurrently, if the blocks of a head share `bytes` and the L2 cache
+/// has `cache_bytes`. At most as many heads as fit in half of the cache, and at least half as many. The longest blocks
+/// of a group start first, so multiprocessors finish evenly if the last group is as large as the others. Among the
+/// allowed numbers, this is the one with the fewest heads missing in the last group.
 pub(super) fn heads_at_once(cache_bytes: usize, bytes: usize, heads: usize) -> usize {
     let heads = heads.max(1);
     let most = (cache_bytes / 2 / bytes.max(1)).clamp(1, heads);
@@ -208,7 +208,7 @@ mod tests {
     use crate::cuda::kernels_of;
     use crate::scheme::{AttnQat, Int8Products, Products, SageBwd, Smoothing};
 
-    /// Those that every scheme has.
+    /// The variants of [`Visits`] that every scheme has.
     const OF_ALL_SCHEMES: [Visits; 3] = [Visits::Every, Visits::Window, Visits::Listed];
 
     fn schemes() -> [Scheme; 9] {
@@ -230,7 +230,7 @@ mod tests {
         all
     }
 
-    /// A width that has plans is one that shapes are padded to, and the other way round.
+    /// Plans exist for exactly the widths to which shapes are padded.
     #[test]
     fn every_width_of_the_plans_is_used() {
         let used = |architecture| {
@@ -268,8 +268,7 @@ mod tests {
         }
     }
 
-    /// A plan could be one of a kernel that was not compiled: ptxas's report has the entries of each
-    /// architecture.
+    /// Every plan has a compiled kernel: ptxas's report lists the entries of each architecture.
     #[test]
     fn every_plan_is_one_of_a_kernel_that_was_compiled() {
         for plan in PLANS {
@@ -280,7 +279,7 @@ mod tests {
                 }
                 let all = OF_ALL_SCHEMES.into_iter().chain([Visits::ScoreMod]);
                 for visits in all.filter(|visits| plan.visits.contains(&visits.planned())) {
-                    // The kernels of the router and of the tail exist for lists alone, without the suffix.
+                    // The kernels of the router and of the tail exist only for lists, and have no suffix.
                     let visits = if plan.mainloop == Mainloop::None { Visits::Every } else { visits };
                     for element in ["bf16", "f16"] {
                         let entry = format!("'{}' for 'sm_{number}", plan.entry(visits, element));
@@ -360,7 +359,7 @@ mod tests {
             }
             let [full, sage, scores] =
                 [full, sage, &scores].map(|scheme| plans(scheme, d, 90, Visits::Every)[0]);
-            // V is copied through a map where it is in 16 bit.
+            // V is copied through a map if it is in 16 bit.
             assert!(full.mapped(false) && !sage.mapped(false) && scores.mapped(false));
             assert!(full.persistent() && sage.persistent() && scores.persistent());
         }
@@ -371,7 +370,8 @@ mod tests {
         assert_eq!(heads_at_once(50 << 20, 1 << 30, 64), 1);
         assert_eq!(heads_at_once(50 << 20, 1, 64), 64);
         assert_eq!(heads_at_once(50 << 20, 1, 0), 1);
-        // 25 fit, and 16 divide 64; 3 fit, and 2 divide 16; 3 fit, and the last of 3 lacks one of 17, as that of 2 does.
+        // 25 fit, and 16 divides 64. 3 fit, and 2 divides 16. 3 fit; of 17 heads, groups of 3 and groups of 2 both lack
+        // one head in the last group.
         assert_eq!(heads_at_once(50 << 20, 1 << 20, 64), 16);
         assert_eq!(heads_at_once(50 << 20, 8 << 20, 16), 2);
         assert_eq!(heads_at_once(50 << 20, 8 << 20, 17), 3);

@@ -1,4 +1,4 @@
-//! SageBwd on the GPU: its kernels, and the codes and scales that they read.
+//! SageBwd on the GPU: its kernels, and the INT8 values and scales that they read.
 
 use candle_core::Result;
 
@@ -33,7 +33,7 @@ impl OnGpu for SageBwd {
         match self.products {
             Int8Products::FORWARD => full_precision::BACKWARD,
             Int8Products::FORWARD_AND_S | Int8Products::SCORES => "attn_bwd_sagebwd_s",
-            // The same kernel with the ablations, which would slow down the usual case.
+            // A variant of the kernel with the ablations, which would slow down the default.
             _ if self.smoothing.of_queries() || self.granularity != Granularity::Vector => {
                 "attn_bwd_sagebwd_general"
             }
@@ -76,7 +76,7 @@ impl OnGpu for SageBwd {
     ) -> Result<()> {
         match (kept, scratch) {
             (Kept::Codes(codes), Some(transposed)) => {
-                // Q is read as codes, which need no tensor map.
+                // Q is read in INT8, without a tensor map.
                 call.set_backward_maps(plan, false, output.dout, params)?;
                 return prepare(call, self, codes, transposed, params);
             }
@@ -90,24 +90,24 @@ impl OnGpu for SageBwd {
 /// Rejects settings that no kernel supports.
 fn check_settings(settings: &SageBwd) -> crate::error::Result<()> {
     if settings.tile_q != TILE || settings.tile_k != TILE {
-        return Err(Error::unsupported("SageBwd on CUDA has tiles of one size")
+        return Err(Error::unsupported("SageBwd on CUDA supports one tile size")
             .got(format!("tile_q {}, tile_k {}", settings.tile_q, settings.tile_k))
             .allowed("64 for both")
             .hint("other sizes run on the CPU"));
     }
     match (settings.products, settings.smoothing) {
         (Int8Products::FORWARD_AND_S | Int8Products::SCORES, Smoothing::Qk) => {
-            return Err(Error::unsupported("these products do not go with Q smoothing on CUDA")
+            return Err(Error::unsupported("this smoothing is not supported with these products on CUDA")
                 .got(format!("products {}, smoothing {}", settings.products, settings.smoothing))
                 .allowed("smoothing none or k, with forward-and-s also kv; smoothing qk with products paper or forward")
-                .hint("the CPU takes any"));
+                .hint("the CPU supports all combinations"));
         }
         (
             Int8Products::PAPER | Int8Products::FORWARD_AND_S | Int8Products::SCORES | Int8Products::FORWARD,
             _,
         ) => {}
         (other, _) => {
-            return Err(Error::unsupported("this set of INT8 products does not run on CUDA")
+            return Err(Error::unsupported("this set of INT8 matmuls does not run on CUDA")
                 .got(format!("products {other}"))
                 .allowed("paper, forward-and-s, scores, forward")
                 .hint("other sets run on the CPU"));
@@ -124,16 +124,16 @@ fn check_settings(settings: &SageBwd) -> crate::error::Result<()> {
     }
 }
 
-/// What the forward keeps, as far as the backward's products need it.
+/// The state that the forward keeps, as far as the backward's matmuls need it.
 #[derive(Debug)]
 pub(super) enum Kept {
     Codes(Box<Codes>),
-    /// The mean that was subtracted from K, if any was.
+    /// The mean that was subtracted from K, if there is one.
     KeyMean(Option<Buffer<f32>>),
 }
 
-/// The codes and scales of Q and K that the forward makes, and the means that were subtracted from them.
-/// Buffers are (head, tile, ..) with tiles of 64 tokens.
+/// The INT8 values and scales of Q and K that the forward computes, and the means that were subtracted. Buffers are
+/// (head, tile, ..) with tiles of 64 tokens.
 #[derive(Debug)]
 pub(super) struct Codes {
     pub(super) q: Buffer<i8>,
@@ -145,10 +145,10 @@ pub(super) struct Codes {
     k_mean: Option<Buffer<f32>>,
 }
 
-/// What the forward's kernel reads. V's codes are freed after the forward.
+/// The operands of the forward's kernel. V's INT8 values are freed after the forward.
 pub(super) struct Operands {
     pub(super) codes: Codes,
-    /// V's codes and scales. `None` where `O = P V` is not an INT8 matmul.
+    /// V's INT8 values and scales. `None` if `O = P V` is not an INT8 matmul.
     pub(super) v: Option<(Buffer<i8>, Buffer<f32>)>,
     /// `None` without smoothing of K, and with a mean over a sample.
     k_tile_sums: Option<Buffer<f32>>,
@@ -162,7 +162,7 @@ impl Operands {
         let (gpu, d) = (call.gpu, call.d);
         let (queries, keys) = (call.query_tiles(), call.key_tiles());
         let smoothing = settings.smoothing;
-        // V's means and sums lie behind K's.
+        // V's means and sums are stored after K's.
         let smoothed = 1 + usize::from(smoothing.of_values());
         let means = smoothed * call.segment_count() * call.problem.shape.key_heads() * d;
         // See `SageBwd::keep`.
@@ -188,7 +188,7 @@ impl Operands {
     }
 }
 
-/// Launches the quantization of Q, K and perhaps V, and sets the addresses of the codes in `params`.
+/// Launches the quantization of Q, K and, if needed, V, and sets the addresses of the INT8 values in `params`.
 pub(super) fn quantize<'p>(
     call: &Call<'_>,
     operands: &'p Operands,
@@ -240,8 +240,8 @@ impl Codes {
     }
 }
 
-/// Launches the computation of the token means of K and, with `params.smooth_values`, of V, for which `params.codes` has a buffer
-/// and one for the tiles' sums.
+/// Launches the computation of the token means of K and, with `params.smooth_values`, of V. `params.codes` has the
+/// buffers for the means and for the tiles' sums.
 pub(super) fn launch_means(call: &Call<'_>, params: &params::Forward<'_>) -> Result<()> {
     let (gpu, smoothed) = (call.gpu, 1 + params.smooth_values as usize);
     let tiles = Grid::line(smoothed * call.key_tiles(), TILE_THREADS);
@@ -254,13 +254,13 @@ pub(super) fn launch_means(call: &Call<'_>, params: &params::Forward<'_>) -> Res
     )
 }
 
-/// A thread block for each segment and key head, of K and perhaps of V.
+/// A thread block for each segment and key head of K and, if smoothed, of V.
 fn mean_grid(call: &Call<'_>, params: &params::Forward<'_>) -> Grid {
     let heads = call.problem.shape.key_heads() as u32 * (1 + params.smooth_values as u32);
     Grid { blocks: (call.segment_count() as u32, heads, 1), ..Grid::line(1, MEAN_THREADS) }
 }
 
-/// What the backward's kernel reads in addition to the forward's codes.
+/// The buffers that the backward's kernel reads in addition to the forward's INT8 values.
 pub(super) struct Transposed {
     pub(super) q: Buffer<i8>,
     pub(super) dout: Buffer<i8>,
@@ -278,7 +278,7 @@ impl Transposed {
     }
 }
 
-/// Launches the computation of the transposed codes of Q and dO and of delta, and sets their addresses in
+/// Launches the computation of delta and of the transposed INT8 values of Q and dO, and sets their addresses in
 /// `params`.
 pub(super) fn prepare<'p>(
     call: &Call<'_>,

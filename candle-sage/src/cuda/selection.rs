@@ -27,7 +27,7 @@ pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
     if (blocks.query, blocks.key) == (SELECTION_BLOCK, SELECTION_BLOCK) {
         return Ok(());
     }
-    Err(Error::unsupported("selections on CUDA have blocks of one size")
+    Err(Error::unsupported("selections on CUDA support one block size")
         .got(format!("{} queries x {} keys", blocks.query, blocks.key))
         .allowed("128 x 128")
         .hint("other sizes run on the CPU")
@@ -45,20 +45,21 @@ pub(super) fn lists_at<'a>(seen: Address<'a>, blocks: &Blocks, stride: usize) ->
     }
 }
 
-/// Users of a part of a list that is cut, at least: fewer are not worth another block of threads that reads the keys. In this
-/// crate's own tests one, so that small cases have parts.
+/// Minimum number of query blocks in a part of a split list: for fewer, another thread block that reads the keys is not
+/// worthwhile. It is 1 in this crate's own tests, so that lists of small cases are split.
 const LEAST_USERS: usize = if cfg!(test) { 1 } else { 8 };
-/// Into how many parts a multiprocessor's share of all users is cut, if they are in long lists.
+/// Number of parts per multiprocessor, if all query blocks were in long lists.
 const PARTS_OF_A_SHARE: usize = 8;
 
-/// How the users of the most wanted blocks are cut into parts for separate thread blocks, whose dK and dV are added in f32, in an
-/// order that is not defined. The device decides, which knows how many users there are.
+/// Splits the lists of the key blocks that most query blocks select into parts for separate thread blocks, which add
+/// their dK and dV in f32 in an undefined order. The device decides how to split, because only it knows the lengths of
+/// the lists.
 struct Cuts {
-    /// Parts that all users together would be cut into.
+    /// Number of parts, if the query blocks of all lists were split.
     shares: usize,
-    /// Parts beyond the first ones of their lists, at most.
+    /// Maximum number of parts in addition to the first part of each list.
     most_parts: usize,
-    /// Lists that can be cut, which bounds the memory of their sums. Of more long lists some stay whole.
+    /// Maximum number of lists that are split, which bounds the memory of their sums. Further long lists are not split.
     most_slots: usize,
     parts: Buffer<u32>,
     lists: Buffer<u64>,
@@ -67,7 +68,8 @@ struct Cuts {
 }
 
 impl Cuts {
-    /// For so many lists, the longest of at most `longest` users, and keys of `d` channels. `None`: no list is long.
+    /// For `lists` lists of at most `longest` query blocks, and keys of `d` channels. `None` if no list can be long
+    /// enough to split.
     fn new(gpu: &Gpu, lists: usize, longest: usize, d: usize) -> Result<Option<Self>> {
         if longest <= 2 * LEAST_USERS {
             return Ok(None);
@@ -96,15 +98,16 @@ impl Cuts {
     }
 }
 
-/// Words of an entry of the table of parts.
+/// 32-bit words of an entry of the table of parts.
 const PART_WORDS: usize = size_of::<params::Part>() / 4;
 
-/// Sums of a list: of dK and dV of a block of keys, in pieces of [`slot_pieces`].
+/// Number of f32 sums of a list: dK and dV of a block of keys, in the fragments of [`slot_pieces`].
 fn slot_floats(d: usize) -> usize {
     slot_pieces(d) * 16 * d.min(128)
 }
 
-/// Pieces in the sums of a list. A piece is what one warp has: dK or dV of 16 keys and of 128 channels at most.
+/// Number of fragments in the sums of a list. A fragment belongs to one warp: dK or dV of 16 keys and of at most 128
+/// channels.
 fn slot_pieces(d: usize) -> usize {
     2 * SELECTION_BLOCK / 16 * d.div_ceil(128)
 }
@@ -118,7 +121,7 @@ pub(super) struct Users<'a> {
 }
 
 impl<'a> Users<'a> {
-    /// `cut`: the channels of keys, if long lists are to be cut.
+    /// `cut`: the number of channels of keys, if long lists are to be split.
     pub(super) fn new(call: &Call<'_>, selected: Selected<'a>, cut: Option<usize>) -> Result<Self> {
         let (gpu, geometry, Selected { lists, blocks }) = (call.gpu, &call.geometry, selected);
         let (heads, columns) = (blocks.key_heads, blocks.all_key_blocks());
@@ -160,23 +163,24 @@ impl<'a> Users<'a> {
         };
         launch(gpu, kernel!("count_users"), grid, &params)?;
         launch(gpu, kernel!("fill_users"), grid, &params)?;
-        // The counts are freed here, and with them their canaries.
+        // The counts and their canaries are freed at the end of this function.
         #[cfg(test)]
         super::guard::check(gpu)?;
         Ok(Self { lists, users, first_users, cuts })
     }
 
-    /// The lists and their inverse in the form that kernels take.
+    /// The kernels' parameters for the lists and their inverse.
     pub(super) fn lists(&self, gpu: &Gpu) -> params::Lists<'_> {
         let (users, first_users) = (address(&self.users, gpu), address(&self.first_users, gpu));
         params::Lists { users, first_users, ..self.lists }
     }
 
-    /// The parts of long lists, in the form that kernels take.
+    /// The kernels' parameters for the parts of long lists.
     pub(super) fn cuts(&self, gpu: &Gpu) -> params::Cuts<'_> {
         self.cuts.as_ref().map(|cuts| cuts.params(gpu)).unwrap_or_default()
     }
-    /// The largest number of blocks of keys that are read again: one for each part of a cut list but its first.
+    /// The maximum number of key blocks that are processed again: one for each part of a split list except its first
+    /// part.
     pub(super) fn more_blocks(&self) -> usize {
         self.cuts.as_ref().map_or(0, |cuts| cuts.most_parts)
     }

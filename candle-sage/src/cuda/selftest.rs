@@ -1,4 +1,4 @@
-//! Tests of the module's internals, on a GPU: primitives, codes to the bit, bounds of buffers.
+//! Tests of the module's internals on a GPU: primitives, bit-exact quantized values, bounds of buffers.
 
 mod attn_qat_values;
 mod buffers;

@@ -14,7 +14,7 @@ use super::plan::TILE;
 use crate::error::Error;
 use crate::shape::Dims;
 
-/// The 16-bit types that the matrix instructions take.
+/// The 16-bit types that the matrix instructions support.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Element {
     F16,
@@ -26,7 +26,7 @@ impl Element {
         match dtype {
             DType::F16 => Ok(Self::F16),
             DType::BF16 => Ok(Self::BF16),
-            other => Err(Error::unsupported("attention on CUDA does not take this element type")
+            other => Err(Error::unsupported("attention on CUDA does not support this element type")
                 .got(other.as_str())
                 .allowed("f16, bf16")
                 .hint("convert with `to_dtype(DType::BF16)`; f32 runs on the CPU")
@@ -43,10 +43,10 @@ impl Element {
     }
 }
 
-/// A (batch, token, head, channel) tensor of 16-bit elements, whoever owns its memory.
+/// A (batch, token, head, channel) tensor of 16-bit elements in any memory.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Strided<'a> {
-    /// In the form that kernels take.
+    /// The kernels' view of the tensor.
     pub(super) view: View<'a>,
     pub(super) dims: [usize; 4],
     pub(super) element: Element,
@@ -64,7 +64,7 @@ impl<'a> Strided<'a> {
     }
 }
 
-/// A contiguous tensor of a call's own.
+/// A contiguous tensor that a call allocates.
 #[derive(Debug)]
 pub(super) struct Output {
     pub(super) buffer: Buffer<u16>,
@@ -73,13 +73,13 @@ pub(super) struct Output {
 }
 
 impl Output {
-    /// Uninitialized.
+    /// An uninitialized tensor.
     pub(super) fn new(gpu: &Gpu, purpose: Purpose, element: Element, dims: Dims) -> Result<Self> {
         let dims = [dims.0, dims.1, dims.2, dims.3];
         Ok(Self { buffer: gpu.alloc_for(purpose, dims.iter().product())?, element, dims })
     }
 
-    /// The kernels' view of it.
+    /// The kernels' view of the tensor.
     pub(super) fn view(&self, gpu: &Gpu) -> View<'_> {
         let [_, tokens, heads, channels] = self.dims;
         let strides = [tokens * heads * channels, heads * channels, channels, 1];
@@ -89,19 +89,19 @@ impl Output {
 
 const ELEMENT_BYTES: usize = 2;
 
-/// Bytes of a row in shared memory that a tensor map swizzles: the panels of `attention/panels.cuh` are as wide.
+/// Bytes of a row in shared memory that a tensor map swizzles: the width of the panels of `attention/panels.cuh`.
 const SWIZZLED_BYTES: usize = 128;
 
-/// The tensor map by which TMA copies tiles of 64 tokens and 64 channels from a (batch, token, head, channel)
-/// tensor, swizzled as in `kernels/include/sage/layout/swizzle.cuh`. `None` where TMA cannot read the tensor:
-/// when a stride is not a multiple of 16 bytes, or is 0 because the tensor is broadcast.
+/// The tensor map with which TMA copies tiles of 64 tokens and 64 channels from a (batch, token, head, channel) tensor,
+/// swizzled as in `kernels/include/sage/layout/swizzle.cuh`. `None` if TMA cannot read the tensor: when a stride is not
+/// a multiple of 16 bytes, or is 0 because the tensor is broadcast.
 pub(super) fn tensor_map<'a>(
     view: View<'a>,
     [batch, tokens, heads, head_dim]: [usize; 4],
     element: Element,
 ) -> Result<Option<TensorMap<'a>>> {
-    // From the innermost dimension on, whose stride is one element. The stride of a dimension of extent 1 has
-    // no effect, but must be valid.
+    // The innermost dimension, with a stride of one element, comes first. The stride of a dimension of extent 1 has no
+    // effect, but must be valid.
     let extents = [head_dim, tokens, heads, batch].map(|n| n as u64);
     let strides = [(view.token, tokens), (view.head, heads), (view.batch, batch)]
         .map(|(stride, extent)| if extent == 1 { 16 } else { stride * ELEMENT_BYTES as i64 });
@@ -112,8 +112,8 @@ pub(super) fn tensor_map<'a>(
     }
     let strides = strides.map(|n| n as u64);
     let mut map = TensorMap::default();
-    // SAFETY: the map has the size and alignment of a CUtensorMap; there are as many dims, strides (one
-    // less), box sizes and steps as the rank says. The call reads nothing from `data`.
+    // SAFETY: the map has the size and alignment of a CUtensorMap; the numbers of dims, strides (one less), box sizes
+    // and steps match the rank. The call reads nothing from `data`.
     unsafe {
         sys::cuTensorMapEncodeTiled(
             (&raw mut map).cast(),

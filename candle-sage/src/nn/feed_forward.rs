@@ -31,7 +31,7 @@ pub struct FeedForward {
 }
 
 impl FeedForward {
-    /// A network of its three maps.
+    /// A network from its three maps.
     pub fn new(gate: Linear, up: Linear, down: Linear) -> Self {
         Self { gate, up, down }
     }

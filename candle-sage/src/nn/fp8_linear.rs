@@ -6,8 +6,8 @@ use candle_nn::VarBuilder;
 use super::Linear;
 use crate::ops::{self, fp8_linear};
 
-/// A linear map of the last dimension, `y = x W^T`, whose three products (output, gradient of the input, gradient of the
-/// weight) are in FP8; see [`ops::fp8_linear`]. It replaces [`Linear`] without bias, and reads the same weights.
+/// A linear map of the last dimension, `y = x W^T`, with its three matmuls (output, gradient of the input, gradient of
+/// the weight) in FP8; see [`ops::fp8_linear`]. It replaces [`Linear`] without bias, and loads the same weights.
 ///
 /// Three numbers must each be a multiple of 16: the product of all leading dimensions, the inputs, and the outputs.
 ///
@@ -40,12 +40,12 @@ impl Fp8Linear {
     /// Loads `weight`, which a new model initializes as candle's linear layers do.
     ///
     /// # Errors
-    /// When it is missing or has another shape.
+    /// When the weight is missing or has another shape.
     pub fn load(inputs: usize, outputs: usize, vb: VarBuilder<'_>) -> Result<Self> {
         Ok(Self { map: Linear::load(inputs, outputs, vb)?, settings: ops::Fp8Linear::default() })
     }
 
-    /// Sets formats and sums.
+    /// Sets formats and accumulators.
     #[must_use]
     pub fn settings(self, settings: ops::Fp8Linear) -> Self {
         Self { settings, ..self }

@@ -6,8 +6,8 @@ use candle_nn::{Init, VarBuilder};
 use crate::ops;
 use crate::variables;
 
-/// Layer normalization over the last dimension, (.., width): see [`ops::layer_norm`]. Input, weight and bias receive gradients, which
-/// candle-nn's `LayerNorm` with a bias does not give.
+/// Layer normalization over the last dimension, (.., width): see [`ops::layer_norm`]. Input, weight and bias receive
+/// gradients; with candle-nn's `LayerNorm` with a bias they do not.
 ///
 /// ```
 /// use candle_core::{DType, Device, Module, Tensor};
@@ -35,10 +35,10 @@ impl LayerNorm {
         Self { weight, bias, eps }
     }
 
-    /// A norm with a weight of shape (width), and a bias of zeros that is not trained.
+    /// A norm with a weight of shape (width), and a constant bias of zeros.
     ///
     /// # Errors
-    /// When memory is short.
+    /// When there is not enough memory.
     pub fn new_no_bias(weight: Tensor, eps: f64) -> Result<Self> {
         Ok(Self { bias: weight.detach().zeros_like()?, weight, eps })
     }

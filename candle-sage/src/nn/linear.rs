@@ -6,8 +6,8 @@ use candle_nn::{Init, VarBuilder};
 use crate::error::Error;
 use crate::variables;
 
-/// A linear map of the last dimension, `y = x W^T`, or `y = x W^T + b` with a bias. All leading dimensions
-/// are flattened into the rows of one matrix product, so that the weight's gradient is one product too.
+/// A linear map of the last dimension, `y = x W^T`, or `y = x W^T + b` with a bias. All leading dimensions are
+/// flattened into the rows of one matmul, so that the weight's gradient is one matmul too.
 ///
 /// ```
 /// use candle_core::{Device, Module, Tensor};
@@ -26,7 +26,7 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// A map with a weight of shape (outputs, inputs), and perhaps a bias of shape (outputs), as candle-nn's.
+    /// A map with a weight of shape (outputs, inputs) and an optional bias of shape (outputs), as in candle-nn.
     pub fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
         Self { weight, bias }
     }
@@ -57,7 +57,7 @@ impl Linear {
     /// ```
     ///
     /// # Errors
-    /// When it is missing or has another shape.
+    /// When the weight is missing or has another shape.
     pub fn load(inputs: usize, outputs: usize, vb: VarBuilder<'_>) -> Result<Self> {
         let init = candle_nn::init::DEFAULT_KAIMING_NORMAL;
         Ok(Self::new(variables::load(&vb, (outputs, inputs), "weight", init, vb.dtype())?, None))
@@ -78,7 +78,7 @@ impl Linear {
             return Err(Error::shape("the weight of a linear map is not a matrix")
                 .got(format!("{:?}", self.weight.dims()))
                 .allowed("(outputs, inputs)")
-                .hint("`unsqueeze(0)` makes a matrix of one output")
+                .hint("`unsqueeze(0)` makes a matrix with one output")
                 .into());
         };
         match &self.bias {
@@ -105,7 +105,7 @@ impl Linear {
             return Err(Error::shape("the input does not fit the linear map")
                 .got(format!("input {:?}, weight {:?}", x.dims(), self.weight.dims()))
                 .allowed(format!("an input (.., {inputs})"))
-                .hint("a weight is (outputs, inputs); `t()` transposes one that is (inputs, outputs)")
+                .hint("a weight is (outputs, inputs); `t()` transposes a weight that is (inputs, outputs)")
                 .into());
         }
         if x.dtype() != self.weight.dtype() {

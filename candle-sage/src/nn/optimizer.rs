@@ -1,4 +1,4 @@
-//! candle's optimizers over the updates of [`crate::ops`].
+//! Optimizers with candle's `Optimizer` trait that use the updates of [`crate::ops`].
 
 use std::sync::PoisonError;
 
@@ -9,16 +9,18 @@ use candle_nn::{Optimizer, VarMap};
 use crate::error::Error;
 use crate::ops::{self, MuonPart, sum_of_squares};
 
-/// Elements of a variable's state come in multiples of this number, so that GPUs move 16 bytes at a time.
+/// A variable's state is padded to a multiple of this number of elements, so that GPUs move 16 bytes at a time.
 const MULTIPLE: usize = 8;
 
-/// AdamW with the pass of [`ops::AdamW`] for each variable: weights and moments in f32, whatever the variables' type; clipping by
-/// the norm of all gradients; no waiting for the device. A step leaves a variable without a gradient as it is.
+/// AdamW that runs [`ops::AdamW`] for each variable: weights and moments are f32 for any type of the variables,
+/// gradients are clipped by their global norm, and a step does not wait for the device. A step does not change a
+/// variable without a gradient.
 ///
-/// Weight decay applies to tensors of two and more dimensions, and not to biases and norms. The optimizer sets `step` and `decayed` of the
-/// configuration itself.
+/// Weight decay applies to tensors with two or more dimensions, so not to biases and norms. The optimizer sets `step`
+/// and `decayed` of the configuration itself.
 ///
-/// **Load weights before making the optimizer**: it keeps a copy of them in f32, and each step overwrites the variables with it. Its state cannot be saved.
+/// **Load weights before making the optimizer**: it keeps an f32 copy of the weights, and each step overwrites the
+/// variables with this copy. The optimizer's state cannot be saved.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -41,9 +43,10 @@ pub struct AdamW {
     held: Vec<Held>,
 }
 
-/// Muon with [`ops::Muon`] for matrices, and AdamW for all other variables: tensors that do not have two dimensions, and the
-/// `embeddings` of the configuration; list an output matrix there too. As with [`AdamW`] weights are loaded before, and the state cannot be
-/// saved. On CUDA the number of a matrix' elements must be a multiple of 8: list other matrices in `embeddings`.
+/// Muon with [`ops::Muon`] for matrices, and AdamW for all other variables: tensors that do not have two dimensions,
+/// and the `embeddings` of the configuration; list an output matrix there too. As with [`AdamW`], load weights first;
+/// the state cannot be saved. On CUDA a matrix's number of elements must be a multiple of 8: list other matrices in
+/// `embeddings`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -73,29 +76,31 @@ pub struct Muon {
     settings: ops::Muon,
     matrices: Vec<Held>,
     others: AdamW,
-    /// The learning rate of the other variables divided by that of matrices.
+    /// The learning rate of the other variables divided by the learning rate of matrices.
     ratio: f64,
 }
 
-/// The configuration of [`Muon`]. Clipping and the gradient's factor are those of `matrices`, for all variables; those of `others` are not read.
+/// The configuration of [`Muon`]. `clip` and `gradient_factor` of `matrices` apply to all variables; in `others` they
+/// are ignored.
 #[derive(Debug, Clone)]
 pub struct MuonConfig {
-    /// Of matrices.
+    /// Settings of matrices.
     pub matrices: ops::Muon,
-    /// Of all other variables.
+    /// Settings of all other variables.
     pub others: ops::AdamW,
     /// Variables of two dimensions that are not matrices of hidden layers: embeddings and output matrices.
     pub embeddings: Vec<Var>,
 }
 
 impl MuonConfig {
-    /// The settings of [`ops::Muon::new`] and [`ops::AdamW::new`], with the same learning rate for all, without weight decay and clipping.
+    /// The settings of [`ops::Muon::new`] and [`ops::AdamW::new`] with the same learning rate, without weight decay and
+    /// clipping.
     pub fn new(lr: f64) -> Self {
         Self { matrices: ops::Muon::new(lr), others: ops::AdamW::new(lr), embeddings: Vec::new() }
     }
 }
 
-/// A variable, and what an optimizer keeps of it.
+/// A variable and its optimizer state.
 #[derive(Debug)]
 struct Held {
     variable: Var,
@@ -108,10 +113,10 @@ struct Held {
 impl Held {
     fn new(variable: Var, moments: usize) -> Result<Self> {
         if !variable.dtype().is_float() {
-            return Err(Error::new("an optimizer takes variables of floating-point types")
+            return Err(Error::new("an optimizer needs variables of floating-point types")
                 .got(variable.dtype().as_str())
                 .allowed("f32, f16, bf16, f64")
-                .hint("leave it out of the optimizer's variables")
+                .hint("exclude it from the optimizer's variables")
                 .into());
         }
         let state = Tensor::zeros(
@@ -129,21 +134,21 @@ impl Held {
         gradients.get(&self.variable).map(padded).transpose()
     }
 
-    /// Gives the variable the weights of the state.
+    /// Copies the weights of the state to the variable.
     fn publish(&self) -> Result<()> {
         let weights = self.state.get(0)?.narrow(0, 0, self.variable.elem_count())?;
         self.variable.set(&weights.to_dtype(self.variable.dtype())?.reshape(self.variable.shape())?)
     }
 }
 
-/// Checks that variables are on one device, because their gradients have a common norm.
+/// Checks that variables are on one device, because clipping uses the norm of all gradients.
 fn check_device(variables: &[Var]) -> Result<()> {
     let other = variables.iter().find(|variable| !variable.device().same_device(variables[0].device()));
     other.map_or(Ok(()), |other| {
         Err(Error::new("an optimizer's variables are on several devices")
             .got(format!("{:?} and {:?}", variables[0].device().location(), other.device().location()))
-            .allowed("one device, because gradients are clipped by the norm of all of them")
-            .hint("one optimizer a device")
+            .allowed("one device, because gradients are clipped by their global norm")
+            .hint("use one optimizer per device")
             .into())
     })
 }
@@ -155,13 +160,13 @@ fn padded(x: &Tensor) -> Result<Tensor> {
     if missing == 0 { Ok(x) } else { x.pad_with_zeros(0, 0, missing) }
 }
 
-/// Those of `all` that have gradients, with them.
+/// The variables that have gradients, with their gradients.
 fn with_gradients<'a>(all: &'a [Held], gradients: &GradStore) -> Result<Vec<(&'a Held, Tensor)>> {
     let with = |held: &'a Held| Ok(held.gradient(gradients)?.map(|gradient| (held, gradient)));
     all.iter().filter_map(|held| with(held).transpose()).collect()
 }
 
-/// The sum of squares of gradients; `None` without any.
+/// The sum of squares of gradients; `None` without gradients.
 fn squares<'a>(gradients: impl Iterator<Item = &'a Tensor>) -> Result<Option<Tensor>> {
     let mut sum: Option<Tensor> = None;
     for gradient in gradients {
@@ -212,19 +217,19 @@ impl AdamW {
 }
 
 impl Muon {
-    /// The optimizer of all variables of a map. `embeddings` are names of variables that have two dimensions and are not matrices of hidden
-    /// layers.
+    /// The optimizer of all variables of a map. `embeddings` are the names of variables with two dimensions that are
+    /// not matrices of hidden layers.
     ///
     /// # Errors
-    /// When the map has no variable of such a name, or as for `Muon::new`.
+    /// When the map has no variable with one of these names, and as `Muon::new`.
     pub fn of_map(variables: &VarMap, embeddings: &[&str], config: MuonConfig) -> Result<Self> {
         let variables = variables.data().lock().unwrap_or_else(PoisonError::into_inner);
         let mut names: Vec<&String> = variables.keys().collect();
-        // Sorted, because a map's order varies, and the order of sums decides the last bit.
+        // Sorted, because a map's order varies, and the order of sums changes the last bits.
         names.sort_unstable();
         let named = |name: &&str| match variables.get(*name) {
             Some(variable) => Ok(variable.clone()),
-            None => Err(Error::new("the map has no such variable")
+            None => Err(Error::new("the map does not contain this variable")
                 .got(format!("{name:?}"))
                 .allowed(format!("one of {names:?}"))
                 .hint("embeddings are named by the path of their `VarBuilder`")
@@ -250,17 +255,17 @@ impl Optimizer for Muon {
         let odd =
             |variable: &&Var| variable.device().is_cuda() && !variable.elem_count().is_multiple_of(MULTIPLE);
         if let Some(odd) = matrices.iter().find(odd) {
-            return Err(Error::unsupported("muon on CUDA takes matrices of a multiple of 8 elements")
+            return Err(Error::unsupported("Muon on CUDA needs matrices with a multiple of 8 elements")
                 .got(format!("{:?}", odd.dims()))
-                .allowed("a multiple of 8 elements; AdamW takes any")
-                .hint("name the matrix among the embeddings: AdamW then updates it")
+                .allowed("a multiple of 8 elements; AdamW supports any number")
+                .hint("list the matrix in `embeddings`: AdamW then updates it")
                 .into());
         }
         if settings.lr <= 0.0 || !settings.lr.is_finite() {
             return Err(Error::new("the learning rate of matrices is out of range")
                 .got(settings.lr)
-                .allowed("above 0: the rate of all other variables keeps its ratio to it")
-                .hint("begin with the rate's peak, and call `set_learning_rate` before the first step")
+                .allowed("above 0: the rate of other variables is a fixed multiple of it")
+                .hint("pass the peak rate, and call `set_learning_rate` before the first step")
                 .into());
         }
         let ratio = others.lr / settings.lr;
@@ -307,7 +312,7 @@ impl Optimizer for Muon {
         self.settings.lr
     }
 
-    /// Sets the learning rate of matrices. The rate of all other variables keeps its ratio to it.
+    /// Sets the learning rate of matrices, and scales the rate of all other variables by the same factor.
     fn set_learning_rate(&mut self, lr: f64) {
         self.settings.lr = lr;
         self.others.settings.lr = lr * self.ratio;

@@ -61,20 +61,21 @@ impl Rotary {
     /// ```
     ///
     /// # Errors
-    /// When they are not two tables of the same shape.
+    /// When the tables differ in shape, or are not matrices.
     pub fn from_tables(cos: Tensor, sin: Tensor, style: RopeStyle) -> Result<Self> {
         if cos.rank() != 2 || cos.dims() != sin.dims() {
-            return Err(Error::shape("the rotary tables do not fit each other")
+            return Err(Error::shape("the rotary tables differ in shape")
                 .got(format!("cos {:?}, sin {:?}", cos.dims(), sin.dims()))
                 .allowed("(positions, head_dim / 2) for both")
-                .hint("ops::rope_tables and ops::rope_tables_llama3 make such a pair")
+                .hint("ops::rope_tables and ops::rope_tables_llama3 return such a pair")
                 .into());
         }
         Ok(Self { cos, sin, style })
     }
 
-    /// Rotates `x`, (batch, sequence, heads, head_dim), whose first token is at `position`. For (batch, heads, sequence, head_dim), the order of
-    /// PyTorch and candle-transformers, see [`Rotary::forward_heads_first`]: this function would rotate head by head instead of token by token.
+    /// Rotates `x`, (batch, sequence, heads, head_dim), whose first token is at `position`. For (batch, heads,
+    /// sequence, head_dim), the order of PyTorch and candle-transformers, see [`Rotary::forward_heads_first`]: this
+    /// function would mistake its heads for tokens.
     ///
     /// # Errors
     /// When the sequence runs past the tables.
@@ -83,8 +84,9 @@ impl Rotary {
         ops::rope(x, &cos, &sin, self.style)
     }
 
-    /// [`Rotary::forward`] for tensors that are (batch, heads, sequence, head_dim), as in PyTorch and candle-transformers; the output is too.
-    /// The input is not copied. [`Attention::apply_heads_first`](crate::Attention::apply_heads_first) takes the output.
+    /// [`Rotary::forward`] for tensors that are (batch, heads, sequence, head_dim), as in PyTorch and
+    /// candle-transformers; the output is too. The input is not copied.
+    /// [`Attention::apply_heads_first`](crate::Attention::apply_heads_first) accepts the output.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -145,8 +147,9 @@ impl Rotary {
         ops::qk_norm_rope(&x, &norm.weight, &cos, &sin, norm.eps, self.style)?.transpose(1, 2)
     }
 
-    /// The rows of the tables for `x`, (batch, sequence, heads, head_dim), whose first token is at `position`. `other` is the call for the other order of
-    /// dimensions: the hint names it if the tables have enough rows for that order alone.
+    /// The rows of the tables for `x`, (batch, sequence, heads, head_dim), whose first token is at `position`. `other`
+    /// is the call for the other order of dimensions: the hint names it if the tables have enough rows only for that
+    /// order.
     fn tables(&self, x: &Tensor, position: usize, other: &str) -> Result<(Tensor, Tensor)> {
         let (_, len, heads, _) = dims4("the input of the rotary embedding", x)?;
         let positions = self.cos.dim(0)?;
@@ -156,10 +159,10 @@ impl Rotary {
             let hint = match (past(heads), other.ends_with("heads_first")) {
                 (true, _) => longer.to_string(),
                 (false, true) => {
-                    format!("{longer}; `Rotary::{other}` takes (batch, heads, sequence, head_dim)")
+                    format!("{longer}; `Rotary::{other}` accepts (batch, heads, sequence, head_dim)")
                 }
                 (false, false) => {
-                    format!("{longer}; `Rotary::{other}` takes (batch, sequence, heads, head_dim)")
+                    format!("{longer}; `Rotary::{other}` accepts (batch, sequence, heads, head_dim)")
                 }
             };
             return Err(Error::shape("the sequence runs past the rotary tables")

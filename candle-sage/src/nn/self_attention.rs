@@ -10,7 +10,7 @@ use crate::ops::{self, Attention};
 use crate::scheme::Scheme;
 use crate::shape::AttentionShape;
 
-/// The dimension of tokens in (batch, sequence, heads, head_dim).
+/// The index of the sequence dimension in (batch, sequence, heads, head_dim).
 const SEQUENCE: usize = 1;
 
 /// Which of a layer's linear maps have a bias.
@@ -35,7 +35,7 @@ pub enum Biases {
     /// None, as in Llama and Qwen3.
     #[default]
     None,
-    /// Those of query, key and value, as in Qwen2.
+    /// Query, key and value, as in Qwen2.
     QueryKeyValue,
     /// All four, as with `attention_bias` in the `config.json` of Llama and Qwen3.
     All,
@@ -61,15 +61,15 @@ pub struct SelfAttentionConfig {
     pub key_heads: usize,
     /// Width of a head.
     pub head_dim: usize,
-    /// Epsilon of the per-head RMSNorm of queries and keys before the rotary embedding, as in Qwen3; `None`
-    /// leaves the norm out, as in Llama and Qwen2.
+    /// Epsilon of the per-head RMSNorm of queries and keys before the rotary embedding, as in Qwen3; `None` for no
+    /// norm, as in Llama and Qwen2.
     pub qk_norm_eps: Option<f64>,
     /// Which maps have a bias.
     pub biases: Biases,
 }
 
 impl SelfAttentionConfig {
-    /// As many key heads as query heads, without QK-norm and biases.
+    /// A layer with as many key heads as query heads, without QK-norm and biases.
     pub const fn new(width: usize, heads: usize, head_dim: usize) -> Self {
         Self { width, heads, key_heads: heads, head_dim, qk_norm_eps: None, biases: Biases::None }
     }
@@ -80,7 +80,7 @@ impl SelfAttentionConfig {
         Self { key_heads, ..self }
     }
 
-    /// Sets the epsilon of an RMSNorm of each head's queries and keys; `None` leaves the norm out.
+    /// Sets the epsilon of an RMSNorm of each head's queries and keys; `None` for no norm.
     #[must_use]
     pub fn qk_norm(self, eps: impl Into<Option<f64>>) -> Self {
         Self { qk_norm_eps: eps.into(), ..self }
@@ -92,7 +92,7 @@ impl SelfAttentionConfig {
         Self { biases, ..self }
     }
 
-    /// Checks the heads against what attention and the rotary embedding take.
+    /// Checks that attention and the rotary embedding support these heads.
     fn check(&self) -> Result<()> {
         let dims = |heads| (1, 1, heads, self.head_dim);
         let (q, k) = (dims(self.heads), dims(self.key_heads));
@@ -111,7 +111,7 @@ impl SelfAttentionConfig {
 /// Self-attention of a Llama, Qwen2 or Qwen3 block: projections, per-head RMSNorm of queries and keys
 /// (QK-norm), rotary embedding, attention, output projection.
 ///
-/// [`SelfAttention::forward`] trains; [`SelfAttention::forward_cached`] decodes, with one [`KvCache`] per
+/// [`SelfAttention::forward`] is for training; [`SelfAttention::forward_cached`] decodes, with one [`KvCache`] per
 /// layer:
 ///
 /// ```
@@ -147,11 +147,12 @@ pub struct SelfAttention {
 }
 
 impl SelfAttention {
-    /// A layer of the maps `[q, k, v, o]` and, with QK-norm, the norms of queries and keys. Weights (outputs, inputs) have the shapes
-    /// q (heads * head_dim, width), k and v (key_heads * head_dim, width), o (width, heads * head_dim). The config's epsilon and biases are not used, since norms and maps have their own.
+    /// A layer from the maps `[q, k, v, o]` and, with QK-norm, the norms of queries and keys. Weights (outputs, inputs)
+    /// have the shapes q (heads * head_dim, width), k and v (key_heads * head_dim, width), o (width, heads * head_dim).
+    /// The config's epsilon and biases are ignored, since norms and maps have their own.
     ///
     /// # Errors
-    /// When the shapes of maps and norms do not fit the config, or its heads are not supported.
+    /// When the shapes of maps and norms do not match the config, or its heads are not supported.
     pub fn new(
         config: SelfAttentionConfig,
         attention: Attention,
@@ -182,7 +183,7 @@ impl SelfAttention {
                 return Err(Error::shape(format!("the norm of {name} does not fit a head"))
                     .got(format!("a weight {:?}", norm.weight.dims()))
                     .allowed(format!("[{head_dim}]"))
-                    .hint("QK-norm normalizes each head: one weight for each of its channels")
+                    .hint("QK-norm normalizes each head: the weight has one value per channel of a head")
                     .into());
             }
         }
@@ -192,7 +193,7 @@ impl SelfAttention {
 
     /// Loads `q_proj`, `k_proj`, `v_proj`, `o_proj` and, with QK-norm, `q_norm` and `k_norm`.
     ///
-    /// `attention` has the numerics and the mask; for a language model make it causal.
+    /// `attention` defines the numerics and the mask; a language model needs a causal mask.
     ///
     /// # Errors
     /// When a weight is missing or has another shape, or the config's heads are not supported.
@@ -220,27 +221,27 @@ impl SelfAttention {
         Self::new(config, attention, maps, qk_norm)
     }
 
-    /// Replaces the attention of tokens that follow a prompt in [`SelfAttention::forward_cached`]. By default
-    /// it is the layer's own in full precision: a step of decoding reads every key once, and would have to
-    /// quantize all keys again for each token.
+    /// Replaces the attention of tokens that follow a prompt in [`SelfAttention::forward_cached`]. The default is the
+    /// layer's attention without quantization: a decoding step reads every key once, and would have to quantize all
+    /// keys again for each token.
     #[must_use]
     pub fn decoding(self, decoding: Attention) -> Self {
         Self { decoding, ..self }
     }
 
-    /// Attends over a sequence whose first token is at position 0. `x` and the output are (batch, sequence,
-    /// width). Without a rotary embedding (`None`) queries and keys keep their angles, as in BERT and GPT-2, whose positions are
-    /// added to the input.
+    /// Attends over a sequence whose first token is at position 0. `x` and the output are (batch, sequence, width).
+    /// Without a rotary embedding (`None`) queries and keys are not rotated, as in BERT and GPT-2, which add positions
+    /// to the input.
     ///
     /// # Errors
-    /// When the shapes do not fit, or the sequence runs past the rotary tables.
+    /// When the shapes do not match, or the sequence is longer than the rotary tables.
     pub fn forward<'a>(&self, x: &Tensor, rotary: impl Into<Option<&'a Rotary>>) -> Result<Tensor> {
         self.forward_with(x, rotary, |q, k, v| self.attention.apply(q, k, v))
     }
 
-    /// As [`SelfAttention::forward`], with `attend` in place of the layer's attention: it gets query, key and
-    /// value as (batch, sequence, heads, head_dim), normalized and rotated. For inspecting a model's tensors,
-    /// or for numerics of your own.
+    /// [`SelfAttention::forward`] with `attend` instead of the layer's attention. `attend` receives query, key and
+    /// value as (batch, sequence, heads, head_dim), normalized and rotated. Use it to inspect a model's tensors, or for
+    /// other numerics.
     ///
     /// ```
     /// # use candle_core::{DType, Device, Tensor};
@@ -264,7 +265,7 @@ impl SelfAttention {
     /// ```
     ///
     /// # Errors
-    /// As [`SelfAttention::forward`], and those of `attend`.
+    /// As [`SelfAttention::forward`], and the errors of `attend`.
     pub fn forward_with<'a>(
         &self,
         x: &Tensor,
@@ -294,22 +295,21 @@ impl SelfAttention {
         self.output(&attended)
     }
 
-    /// An empty cache for [`SelfAttention::forward_cached`]. It allocates memory for `len` tokens at its
-    /// first use, and for `len` more whenever it is full.
+    /// An empty cache for [`SelfAttention::forward_cached`]. It allocates memory for `len` tokens at its first use, and
+    /// for `len` more tokens whenever it is full.
     pub fn cache(&self, len: usize) -> KvCache {
         KvCache::new(SEQUENCE, len.max(1))
     }
 
-    /// As [`SelfAttention::forward`] for tokens that follow those in `cache`, to which their keys and values
-    /// are added: first a prompt, then one token at a time, or several. `x` is (batch, tokens, width), and
-    /// the output has its shape.
+    /// [`SelfAttention::forward`] for tokens that follow the tokens in `cache`, to which it adds their keys and values:
+    /// first a prompt, then one or several tokens at a time. `x` and the output are (batch, tokens, width).
     ///
-    /// The prompt goes through the layer's own attention, later tokens go through
-    /// [`SelfAttention::decoding`]. The output is detached: no gradient goes through a cache.
+    /// The prompt uses the layer's attention, later tokens use [`SelfAttention::decoding`]. The output is detached: a
+    /// cache does not propagate gradients.
     ///
     /// # Errors
-    /// As [`SelfAttention::forward`]; when the layer is not causal, since its first tokens would have to see
-    /// those that come later; and when the cache was made for tensors of another layout.
+    /// As [`SelfAttention::forward`]; when the layer is not causal, since its first tokens would have to see later
+    /// tokens; and when the cache was made for another layout.
     pub fn forward_cached<'a>(
         &self,
         x: &Tensor,
@@ -319,7 +319,7 @@ impl SelfAttention {
         if !self.attention.is_causal() || !self.decoding.is_causal() {
             return Err(Error::new("attention with a cache is not causal")
                 .got("Attention::causal(false)")
-                .allowed("causal attention: tokens that come later change nothing before them")
+                .allowed("causal attention: later tokens do not change earlier outputs")
                 .hint("`.causal(true)`, or `SelfAttention::forward` over the whole sequence")
                 .into());
         }
@@ -337,7 +337,7 @@ impl SelfAttention {
             return Err(Error::shape("the cache grows along another dimension")
                 .got(cache.k_cache().dim())
                 .allowed(format!("{SEQUENCE}: keys and values are (batch, sequence, heads, head_dim)"))
-                .hint("`SelfAttention::cache` makes one that fits")
+                .hint("`SelfAttention::cache` makes a matching cache")
                 .into());
         }
         let (batch, _) = self.input_dims(x)?;
@@ -345,7 +345,7 @@ impl SelfAttention {
         if let Some(keys) = cache.k_cache().all_data() {
             let (batch, _, heads, head_dim) = ops::dims4("the cache", keys)?;
             if (batch, heads, head_dim) != expected {
-                return Err(Error::shape("the cache holds keys of another shape")
+                return Err(Error::shape("the cache contains keys of another shape")
                     .got(format!("batch, heads, head_dim {:?}", (batch, heads, head_dim)))
                     .allowed(format!("{expected:?}"))
                     .hint("a cache belongs to one layer and one batch; `reset` empties it")
@@ -367,8 +367,7 @@ impl SelfAttention {
         }
     }
 
-    /// Query, key and value, (batch, sequence, heads, head_dim) each, of tokens of which the first is at
-    /// `position`.
+    /// Query, key and value, (batch, sequence, heads, head_dim) each. The first token is at `position`.
     fn project(&self, x: &Tensor, rotary: Option<&Rotary>, position: usize) -> Result<[Tensor; 3]> {
         let (batch, sequence) = self.input_dims(x)?;
         let SelfAttentionConfig { heads, key_heads, head_dim, .. } = self.config;

@@ -9,11 +9,10 @@ use crate::scheme::Scheme;
 use crate::sla2::{Router, Sla2, Sla2Cache};
 use crate::variables;
 
-/// A [`SelfAttention`] layer that attends by [`Sla2`]: exactly to the blocks that its router selects, and
-/// by linear attention to what [`Sla2::tail`](crate::Sla2::tail) says.
+/// A [`SelfAttention`] layer with [`Sla2`]: exact attention to the blocks that its router selects, and linear attention
+/// to the blocks of [`Sla2::tail`](crate::Sla2::tail).
 ///
-/// Its output has gradients for the projections, the norms and `theta`; the router learns from
-/// [`Self::router_loss`].
+/// Its output has gradients for the projections, the norms and `theta`; [`Self::router_loss`] trains the router.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -46,15 +45,15 @@ pub struct SparseLinearAttention {
 }
 
 impl SparseLinearAttention {
-    /// A layer with the projections of `layer`, whose own attention is not used, a router and `theta`, (query
-    /// heads) in f32.
+    /// A layer with the projections of `layer`, a router and `theta`, (query heads) in f32. The attention of `layer` is
+    /// not used.
     pub fn new(layer: SelfAttention, sla2: Sla2, router: Router, theta: Tensor) -> Self {
         Self { layer, sla2, router, theta }
     }
 
-    /// Loads what [`SelfAttention::load`] loads, `q_router.weight` and `k_router.weight`, (key heads,
-    /// head_dim, head_dim), and `theta`, (query heads), which a new model initializes to 2. For a language
-    /// model make `sla2` causal.
+    /// Loads the weights of [`SelfAttention::load`], `q_router.weight` and `k_router.weight`, (key heads, head_dim,
+    /// head_dim), and `theta`, (query heads), which a new model initializes to 2. A language model needs a causal
+    /// `sla2`.
     ///
     /// # Errors
     /// When a weight is missing or has another shape.
@@ -70,7 +69,7 @@ impl SparseLinearAttention {
     /// width).
     ///
     /// # Errors
-    /// When the shapes do not fit, or the sequence runs past the rotary tables.
+    /// When the shapes do not match, or the sequence is longer than the rotary tables.
     pub fn forward(&self, x: &Tensor, rotary: &Rotary) -> Result<Tensor> {
         self.layer.forward_with(x, rotary, |q, k, v| {
             let selection = self.sla2.select(&self.router, q, k)?;
@@ -95,8 +94,8 @@ impl SparseLinearAttention {
         })
     }
 
-    /// The loss that trains the router on the layer's queries and keys: see [`Sla2::router_loss`]. Its
-    /// gradient reaches the router alone.
+    /// The loss that trains the router on the layer's queries and keys: see [`Sla2::router_loss`]. Its gradient reaches
+    /// only the router.
     ///
     /// # Errors
     /// As [`Self::forward`].

@@ -1,4 +1,4 @@
-//! Sums in place: the gradients of training loops that do not use candle's graph.
+//! Accumulation in place, for training loops that do not use candle's graph.
 
 use std::ops::Range;
 
@@ -15,7 +15,7 @@ const IN_ORDER: &str = "sum-in-order";
 
 /// `sum += x`.
 ///
-/// `sum` is contiguous and f32; `x` has the same shape, in f32, f16 or bf16.
+/// `sum` is contiguous and f32; `x` has the shape of `sum`, in f32, f16 or bf16.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -29,7 +29,7 @@ const IN_ORDER: &str = "sum-in-order";
 /// ```
 ///
 /// # Errors
-/// When they do not fit together.
+/// When shapes or types do not match.
 pub fn add_into(sum: &Tensor, x: &Tensor) -> Result<()> {
     check_sum("add_into", sum, x.dims())?;
     supported(ADD, &[sum, x])?;
@@ -69,14 +69,15 @@ impl InplaceOp2 for AddInto {
     }
 }
 
-/// Adds the gradients of several GPUs in a fixed order: `sum = (parts[0] + parts[1]) + (parts[2] + parts[3]) + ..`, with `sum`
-/// instead of `parts[place]`. Gradients are added in pairs, then the sums in pairs, and so on; one without a pair is added last.
+/// Adds the gradients of several GPUs in a fixed order: `sum = (parts[0] + parts[1]) + (parts[2] + parts[3]) + ..`,
+/// with `sum` instead of `parts[place]`. Gradients are added in pairs, then the sums in pairs, and so on; a term
+/// without a pair is added last.
 ///
-/// So the result has the same bits on every GPU, whichever gradient a GPU holds itself. If the numbers of GPUs are powers of two, one sum
-/// of all GPUs also has the same bits as the sum of the sums of each node.
+/// The result has the same bits on every GPU. If the number of GPUs and the number per node are powers of two, one sum
+/// over all GPUs also has the same bits as the sum of each node's sum.
 ///
-/// `parts` is (n, ..), one for each GPU, of which that of `place` is not read; `sum` has the shape of one of
-/// them. Both are contiguous and f32. `place` is 0 to n - 1.
+/// `parts` is (n, ..), one gradient per GPU; `parts[place]` is not read. `sum` has the shape of one of these gradients.
+/// Both are contiguous and f32. `place` is 0 to n - 1.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -91,8 +92,8 @@ impl InplaceOp2 for AddInto {
 /// ```
 ///
 /// # Errors
-/// When they do not fit together; on CUDA, when one does not start on 16 bytes, the number of elements of
-/// `sum` is not a multiple of 4, or there are more than 2040 parts.
+/// When shapes or types do not match, or `place` is out of range; on CUDA, when a tensor is not aligned to 16 bytes,
+/// the number of elements of `sum` is not a multiple of 4, or there are more than 2040 parts.
 pub fn sum_in_order(sum: &Tensor, parts: &Tensor, place: usize) -> Result<()> {
     let parted = parts.dims().split_first().is_some_and(|(&n, dims)| place < n && dims == sum.dims());
     if !parted || parts.dtype() != DType::F32 || !parts.is_contiguous() {
@@ -108,7 +109,8 @@ pub fn sum_in_order(sum: &Tensor, parts: &Tensor, place: usize) -> Result<()> {
     sum.inplace_op2(&parts.detach(), &InOrder { place })
 }
 
-/// The sum of terms: that of the first 2^n of them, as many as leave at least one, plus that of the others.
+/// The sum of terms: the sum of the first 2^n terms plus the sum of the others, with the largest n that leaves at least
+/// one other term.
 fn in_pairs<'a>(terms: Range<usize>, term: &impl Fn(usize) -> &'a [f32]) -> Vec<f32> {
     if terms.len() == 1 {
         return term(terms.start).to_vec();
@@ -161,10 +163,9 @@ impl InplaceOp2 for InOrder {
 
 /// `out += factor * a b` if `add`, otherwise `out = factor * a b`; sums run in f32.
 ///
-/// `a` is (rows, inner), `b` (inner, columns), both of one type and with adjacent elements in rows or in
-/// columns (a transpose needs no copy); `out` is contiguous (rows, columns), in f32 or, on a GPU, in the type
-/// of `a`. For a linear map `y = x W^T` the gradients are `product_into(dw, dy.t(), x, 1.0, true)` and
-/// `product_into(dx, dy, w, 1.0, true)`.
+/// `a` is (rows, inner), `b` (inner, columns), both of one type and with adjacent elements in rows or in columns (a
+/// transpose is not copied); `out` is contiguous (rows, columns), in f32 or, on a GPU, in the type of `a`. For a linear
+/// map `y = x W^T` the gradients are `product_into(dw, dy.t(), x, 1.0, true)` and `product_into(dx, dy, w, 1.0, true)`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -191,7 +192,7 @@ pub fn product_into(out: &Tensor, a: &Tensor, b: &Tensor, factor: f64, add: bool
             "product_into: matrices do not fit together",
             ((a.dims(), a.dtype()), (b.dims(), b.dtype()), (out.dims(), out.dtype())),
             "(rows, inner) and (inner, columns) of one type, to (rows, columns)",
-            "transpose one with `t()`, or convert it with `to_dtype`",
+            "transpose a matrix with `t()`, or convert it with `to_dtype`",
         ));
     }
     if out.dtype() == DType::F32 || out.device().is_cpu() || out.dtype() != a.dtype() {

@@ -1,4 +1,4 @@
-//! AdamW over all parameters at once, and the sum of squares for the norm of their gradient.
+//! AdamW over all parameters at once, and the sum of squares of their gradient, for its norm.
 
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, InplaceOp3, Layout, Result, Shape, Tensor};
 
@@ -10,8 +10,8 @@ pub use crate::update::AdamW;
 const NAME: &str = "adamw";
 const SQUARES: &str = "sum-of-squares";
 
-/// The sum of squares of all elements of an f32 tensor: an f64 scalar. It is summed in f64, and so is finite
-/// if all elements are, in an order that does not depend on the number of threads.
+/// The sum of squares of all elements of an f32 tensor: an f64 scalar. It is summed in f64, so it is finite if all
+/// elements are finite, and in an order that does not depend on the number of threads.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -26,7 +26,7 @@ const SQUARES: &str = "sum-of-squares";
 /// When `x` is not f32.
 pub fn sum_of_squares(x: &Tensor) -> Result<Tensor> {
     if x.dtype() != DType::F32 {
-        return Err(argument_error("sum_of_squares takes f32", x.dtype(), "f32", "convert with `to_dtype`"));
+        return Err(argument_error("sum_of_squares needs f32", x.dtype(), "f32", "convert with `to_dtype`"));
     }
     supported(SQUARES, &[x])?;
     x.detach().apply_op1_no_bwd(&SumOfSquares)
@@ -56,8 +56,8 @@ impl AdamW {
     /// / (1 - beta1^step)` and `v' = v / (1 - beta2^step)`.
     ///
     /// `state` is contiguous (3, parameters) in f32: weights, m, v. `gradient` is (parameters) in f32, and
-    /// `sum_of_squares` the result of [`sum_of_squares`] for it. `copy`, on a GPU, receives the new weights
-    /// in f16 or bf16, in which models compute. When the norm is not finite nothing changes.
+    /// `sum_of_squares` is its [`sum_of_squares`]. On a GPU `copy` receives the new weights in f16 or bf16, for the
+    /// model's forward and backward. When the norm is not finite nothing changes.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -75,8 +75,8 @@ impl AdamW {
     /// ```
     ///
     /// # Errors
-    /// When the tensors do not fit together, the step is 0 or a beta is out of range; on CUDA, when one does not start on 16 bytes, or the number of
-    /// parameters is not a multiple of 4.
+    /// When the tensors do not match, the step is 0 or a beta is out of range; on CUDA, when a tensor is not aligned to
+    /// 16 bytes, or the number of parameters is not a multiple of 4.
     pub fn step(
         &self,
         state: &Tensor,
@@ -92,7 +92,7 @@ impl AdamW {
                 "adamw: a setting is out of range",
                 (self.step, betas),
                 "steps from 1, betas of at least 0 and below 1",
-                "`step` is the number of the step that begins, not of those that are done",
+                "the first step has the number 1",
             ));
         }
         state.inplace_op3(gradient, sum_of_squares, &Step { settings: self, copy })
@@ -124,8 +124,7 @@ impl InplaceOp3 for Step<'_> {
         Ok(())
     }
 
-    /// The copy is written through its shared storage, since candle lends only one tensor at a time for
-    /// writing.
+    /// The copy is written through its shared storage, because candle allows only one mutable tensor at a time.
     fn cuda_fwd(
         &self,
         state: &mut CudaStorage,
@@ -160,8 +159,9 @@ mod tests {
         clip: None,
     };
 
-    /// Five steps against the published recurrence in f64; f32 is within 1e-6, and within 2e-6 of each moment. (An update hardly
-    /// depends on the gradient's size, so that weights alone do not show a wrong clip.) The first three parameters decay.
+    /// Five steps against the published recurrence in f64; f32 is within 1e-6, and within 2e-6 of each moment. (An
+    /// update hardly depends on the gradient's size, so the weights do not reveal a wrong clip.) The first three
+    /// parameters have weight decay.
     #[test]
     fn follows_the_recurrence() -> Result<()> {
         let start = [0.5f32, -1.0, 2.0, 0.5, -1.0, 2.0];
@@ -200,7 +200,8 @@ mod tests {
         Ok(())
     }
 
-    /// More parameters than one parallel task takes (32,768): exactly the first ones decay, wherever the border lies.
+    /// With more parameters than a parallel task processes (32,768), weight decay applies to exactly the first
+    /// `decayed` parameters, for any value of `decayed`.
     #[test]
     fn exactly_the_first_parameters_decay() -> Result<()> {
         const LEN: usize = 3 * 32 * 1024 + 5;
@@ -228,7 +229,7 @@ mod tests {
             AdamW { decayed: 0, ..SETTINGS }.step(&state, &gradient, &sum_of_squares(&gradient)?, None)?;
             assert_eq!(state.to_vec2::<f32>()?, before);
         }
-        // Nor does a setting that would divide by zero.
+        // A setting that would divide by zero is an error and changes nothing either.
         let gradient = Tensor::ones(2, DType::F32, &Device::Cpu)?;
         for wrong in [AdamW { step: 0, ..SETTINGS }, AdamW { beta2: 1.0, ..SETTINGS }] {
             let error =

@@ -30,14 +30,15 @@ const NAME: &str = "attention";
 
 /// Attention with a backward: `softmax(softmax_scale Q K^T) V`.
 ///
-/// Query, key and value are (batch, sequence, heads, head_dim) in f32, f16 or bf16, with any strides; the
-/// output has the query's shape and type. The number of query heads may be a multiple of the number of key
-/// heads. Values may have another head_dim than queries and keys (values 128, queries and keys 192, as in multi-head latent attention); the output
-/// then has the head_dim of the values. If the two head_dims differ, the smaller is padded to the larger, which takes the larger's time and memory; full precision on CUDA does not pad. All three inputs receive gradients through candle's
-/// `backward()`. A gradient cannot be differentiated again. (candle-nn's fused `softmax_last_dim`, `rms_norm`, `layer_norm` and `rope` have
-/// no gradient and report no error: a model that trains needs other operators, such as those of [`crate::ops`];
-/// [`crate::untrained`] lists the variables without a gradient.) [`Attention::apply_heads_first`]
-/// takes tensors that are (batch, heads, sequence, head_dim).
+/// Query, key and value are (batch, sequence, heads, head_dim) in f32, f16 or bf16, with any strides; the output has
+/// the query's shape and type. The number of query heads may be a multiple of the number of key heads. Values may have
+/// another head_dim than queries and keys (values 128, queries and keys 192, as in multi-head latent attention); the
+/// output then has the head_dim of the values. If the two head_dims differ, the smaller is padded to the larger, at the
+/// time and memory of the larger; unquantized attention on CUDA does not pad. All three inputs receive gradients
+/// through candle's `backward()`. A gradient cannot be differentiated again. (candle-nn's fused `softmax_last_dim`,
+/// `rms_norm`, `layer_norm` and `rope` have no gradient and report no error: a model that trains needs other operators,
+/// such as those of [`crate::ops`]; [`crate::untrained`] lists the variables that received no gradient.)
+/// [`Attention::apply_heads_first`] accepts tensors that are (batch, heads, sequence, head_dim).
 ///
 /// ```
 /// use candle_core::{Device, Var};
@@ -62,7 +63,7 @@ pub struct Attention {
     deterministic: bool,
     selection: Option<Selection>,
     modified: Requested,
-    /// A logit of each query head without a value: (query heads) in f32.
+    /// The sinks' logits: (query heads) in f32.
     pub(super) sinks: Option<Tensor>,
 }
 
@@ -83,23 +84,27 @@ impl Attention {
     /// Whether a query sees only the keys up to its own position. Positions are aligned at the end: when lengths differ,
     /// the last query sees every key (as in FlashAttention).
     ///
-    /// In low bits the products are causal, but not every scale is. SageBwd's smoothing subtracts the mean of
-    /// all keys of the sequence (with [`Smoothing::Kv`](crate::Smoothing::Kv) of all values too), and a tile of 64 keys shares a scale. A later token can therefore change an
-    /// earlier output, within the error of quantizing: multiplying the keys from position 192 on by 50 changes outputs before position 128
-    /// by up to .016. One NaN in the last key reaches the first output. [`Smoothing::None`](crate::Smoothing::None) removes the dependence on the mean, and a fixed mean can be
-    /// subtracted from the keys before. The scale of a tile of 64 keys still depends on the tile's later tokens. For Attn-QAT see
-    /// [`ValueGroups`](crate::ValueGroups). Full precision is strictly causal for finite values. An infinite value, or a NaN, is multiplied by the probability
-    /// 0 that earlier queries of its tile have for it, which gives NaN in outputs up to 127 tokens before it; other documents and batch entries are not reached.
+    /// In low bits the matmuls are causal, but not every scale is. SageBwd's smoothing subtracts the mean of all keys
+    /// of the sequence (with [`Smoothing::Kv`](crate::Smoothing::Kv) also the mean of all values), and a tile of 64
+    /// keys shares a scale. A later token can therefore change an earlier output, within the error of quantizing:
+    /// multiplying the keys from position 192 on by 50 changes outputs before position 128 by up to .016. A NaN in the
+    /// last key reaches the first output. [`Smoothing::None`](crate::Smoothing::None) removes the dependence on the
+    /// mean, and a fixed mean can be subtracted from the keys before. The scale of a tile of 64 keys still depends on
+    /// the tile's later tokens. For Attn-QAT see [`ValueGroups`](crate::ValueGroups). Unquantized attention is strictly
+    /// causal for finite values. Earlier queries of a tile multiply a later value by the probability 0: an infinite
+    /// value or a NaN turns outputs up to 127 tokens before it into NaN. It does not reach other documents or batch
+    /// entries.
     #[must_use]
     pub fn causal(mut self, causal: bool) -> Self {
         self.causal = causal;
         self
     }
 
-    /// A sliding window: a query sees its own position, `left` keys before it and `right` keys after it; `None` sets no limit. With
-    /// [`Attention::causal`] it sees no key after it, whatever `right` says. Positions are aligned at the end, as with a causal mask.
-    /// These are FlashAttention's `window_size`, exact to the token, in every scheme, forward and backward. Blocks of 128 keys that lie
-    /// outside of the window are not visited, so that the time falls with the window. SageBwd takes its means over all keys.
+    /// A sliding window: a query sees its own position, `left` keys before it and `right` keys after it; `None` sets no
+    /// limit. With [`Attention::causal`] a query sees no later key for any `right`. Positions are aligned at the end,
+    /// as with a causal mask. `left` and `right` are FlashAttention's `window_size`. The window is exact to the token
+    /// in every scheme, forward and backward. Blocks of 128 keys outside the window are skipped, so time falls with the
+    /// window. SageBwd takes its means over all keys.
     ///
     /// A configuration may count the query's own token: `sliding_window: 4096` of Mistral's and Gemma's models is `window(4095, None)`.
     ///
@@ -144,16 +149,17 @@ impl Attention {
         self
     }
 
-    /// Whether gradients on CUDA have the same bits in repeated runs. By default thread blocks add to dQ with atomic f32 additions.
-    /// Their order varies between runs, which changes the last bits. With a selection the same holds for dK and dV of each key block that
-    /// is in the lists of many query blocks. With this switch blocks add in a fixed order, which takes longer. On the CPU results never vary.
+    /// Whether gradients on CUDA have the same bits in repeated runs. By default thread blocks add to dQ with atomic
+    /// f32 additions. Their order varies between runs, which changes the last bits. With a selection, dK and dV of a
+    /// key block that many query blocks select are also summed with atomics. This switch fixes the order of the
+    /// additions, which takes longer. CPU results never vary.
     #[must_use]
     pub fn deterministic(mut self, deterministic: bool) -> Self {
         self.deterministic = deterministic;
         self
     }
 
-    /// Whether it has tensors of candle's in addition to query, key and value.
+    /// Whether attention has candle tensors in addition to query, key and value.
     #[cfg(feature = "kernels")]
     pub(crate) fn has_tensors(&self) -> bool {
         self.selection.is_some() || self.sinks.is_some() || self.modified.has_slopes()
@@ -164,22 +170,22 @@ impl Attention {
         self.deterministic
     }
 
-    /// Restricts attention to the listed blocks of keys, forward and backward, with any scheme: block-sparse
-    /// attention. Keys that are not listed are as if masked. Time depends on the lengths of the lists. On
-    /// CUDA the order of sums depends on them too.
+    /// Restricts attention to the listed blocks of keys, forward and backward, with any scheme: block-sparse attention.
+    /// Keys that are not listed are masked. Time depends on the lengths of the lists, and so does the order of sums on
+    /// CUDA.
     ///
-    /// The selection's blocks must be multiples of the scheme's tiles on the CPU ([`Scheme::block_unit`]),
-    /// and 128 x 128 on CUDA. Smoothing and NVFP4 scales use whole sequences, not the listed blocks alone.
-    /// SageBwd subtracts the mean of all keys (or values) of a segment. In exact arithmetic this does not change attention to
-    /// any subset of the keys.
+    /// The selection's blocks must be multiples of the scheme's tiles on the CPU ([`Scheme::block_unit`]), and 128 x
+    /// 128 on CUDA. Smoothing and NVFP4 scales use whole sequences, not only the listed blocks. SageBwd subtracts the
+    /// mean of all keys (or values) of a segment. In exact arithmetic this does not change attention to any subset of
+    /// the keys.
     #[must_use]
     pub fn select(mut self, selection: &Selection) -> Self {
         self.selection = Some(selection.clone());
         self
     }
 
-    /// Runs the forward. The state for a backward is kept in the output's graph node, only when one of the
-    /// inputs is tracked, and is freed with the graph.
+    /// Runs the forward. If one of the inputs is tracked, the state for the backward is kept in the output's graph
+    /// node, and is freed with the graph.
     ///
     /// # Errors
     /// When shapes, element types or settings are not supported: see [`AttentionShape::new`].
@@ -194,8 +200,8 @@ impl Attention {
     }
 
     /// [`Attention::apply`] for tensors that are (batch, heads, sequence, head_dim), as in PyTorch's
-    /// `scaled_dot_product_attention` and many candle models; the output is too. The inputs are not copied.
-    /// (`apply` would take such a tensor for a sequence of as many tokens as there are heads.)
+    /// `scaled_dot_product_attention` and many candle models; the output is too. The inputs are not copied. (`apply`
+    /// would mistake its heads for tokens.)
     ///
     /// # Errors
     /// As [`Attention::apply`].
@@ -204,9 +210,9 @@ impl Attention {
         self.apply(&q?, &k?, &v?)?.transpose(1, 2)
     }
 
-    /// Runs the forward outside candle's graph, and returns the output with its vector-Jacobian product,
-    /// which turns the output's gradient into the inputs': for training loops that do not use candle's graph,
-    /// and for measuring the backward alone.
+    /// Runs the forward outside candle's graph, and returns the output with its vector-Jacobian product, which computes
+    /// the inputs' gradients from the output's gradient: for training loops that do not use candle's graph, and for
+    /// timing only the backward.
     ///
     /// # Errors
     /// As [`Attention::apply`].
@@ -224,14 +230,15 @@ impl Attention {
         Ok((narrow, AttentionVjp { op, inputs, out, widths }))
     }
 
-    /// The head_dims of values and of queries and keys, if they differ and must be made equal. Kernels of full precision take both.
+    /// The head_dims of values and of queries and keys, if they differ and must be made equal. The kernels of
+    /// unquantized attention accept different head_dims.
     pub(super) fn widths(&self, inputs: [&Tensor; 3]) -> Option<Widths> {
         let takes_both = self.scheme == Scheme::FullPrecision && inputs[0].device().is_cuda();
         let [q, k, v] = inputs.map(|x| x.dims4().ok());
         Widths::of([q?, k?, v?]).filter(|_| !takes_both)
     }
 
-    /// With the softmax scale that the query's own head_dim gives, for a query that is widened.
+    /// Fixes the default softmax scale by the query's head_dim, before the query is padded.
     pub(super) fn scaled_for(&self, q: &Tensor) -> Result<Self> {
         let scale = 1.0 / (q.dim(candle_core::D::Minus1)? as f64).sqrt();
         Ok(Self { softmax_scale: self.softmax_scale.or(Some(scale)), ..self.clone() })
@@ -255,7 +262,8 @@ impl Attention {
         })
     }
 
-    /// The validated shape and softmax scale of a call on such tensors. `keep`: a backward will follow.
+    /// The validated shape and softmax scale of a call on tensors of these dimensions and types. `keep`: a backward
+    /// will follow.
     pub(crate) fn checked(
         &self,
         dims: [Dims; 3],
@@ -264,7 +272,7 @@ impl Attention {
     ) -> Result<(AttentionShape, f32)> {
         self.scheme.validate()?;
         if keep && self.scheme.is_forward_only() {
-            return Err(Error::new("FP4 products have no backward")
+            return Err(Error::new("FP4 matmuls have no backward")
                 .got("a query, key or value that is tracked, or a vector-Jacobian product")
                 .allowed("inputs without gradients: `Tensor::detach`")
                 .hint("AttnQat::products(Products::SixteenBit) trains, with the same values")
@@ -284,14 +292,14 @@ impl Attention {
         if !as_f32.is_finite() || (as_f32 == 0.0 && softmax_scale != 0.0) {
             return Err(Error::new("softmax scale is out of range")
                 .got(softmax_scale)
-                .allowed("a number that f32 can hold")
-                .hint("leave it out for 1 / sqrt(head_dim)")
+                .allowed("a finite f32 number")
+                .hint("omit it for 1 / sqrt(head_dim)")
                 .into());
         }
         Ok((shape, as_f32))
     }
 
-    /// Checks all arguments, and makes the op of one call.
+    /// Checks all arguments, and returns the op of one call.
     pub(super) fn op(&self, q: &Tensor, k: &Tensor, v: &Tensor, keep: bool) -> Result<AttentionOp> {
         let dims = [dims4("query", q)?, dims4("key", k)?, dims4("value", v)?];
         let (shape, softmax_scale) = self.checked(dims, [q, k, v].map(Tensor::dtype), keep)?;
@@ -301,7 +309,9 @@ impl Attention {
                 return Err(Error::new("attention with both a selection and a window")
                     .got(shape.window())
                     .allowed("one of them")
-                    .hint("`Selection::window` lists the blocks of a window, and a selection may leave out any of them")
+                    .hint(
+                        "`Selection::window` lists the blocks of a window; a selection may omit any of them",
+                    )
                     .into());
             }
             selection.check(&shape, self.scheme.block_unit())?;

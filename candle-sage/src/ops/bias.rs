@@ -7,19 +7,20 @@ use crate::error::Error;
 use crate::scheme::Scheme;
 use crate::shape::{AttentionShape, Window};
 
-/// What logits of hidden keys are: far below any other, and finite, so that a query that sees no key gives no NaN.
+/// The logit of a hidden key: far below any other, and finite, so that a query that sees no key does not produce NaN.
 const HIDDEN: f64 = -1e30;
 
 impl Attention {
-    /// As [`Attention::apply`], with a bias that is added to the logits: `softmax(softmax_scale Q K^T + bias) V`. T5's relative positions are one, and
-    /// any mask of zeros and minus infinities.
+    /// [`Attention::apply`] with a bias that is added to the logits: `softmax(softmax_scale Q K^T + bias) V`. Examples
+    /// are T5's relative positions, and masks of zeros and minus infinities.
     ///
-    /// `bias` is (batch or 1, query heads or 1, queries, keys) in any float type, and has a gradient, as query, key and value have. It goes with a causal
-    /// mask, windows, packed documents, grouped heads and a soft cap, which comes before it; in full precision alone.
+    /// `bias` is (batch or 1, query heads or 1, queries, keys) in any float type, and receives a gradient, like query,
+    /// key and value. It can be combined with a causal mask, windows, packed documents, grouped heads and a soft cap,
+    /// which is applied before the bias; it requires unquantized attention.
     ///
-    /// **It takes memory for all pairs of queries and keys**, a few times that of the bias, on every device: candle's operators compute it, with
-    /// the softmax in f32. A bias that follows from the distance alone is cheaper as [`Attention::alibi`], and a mask of padding as
-    /// [`Padding`](crate::ops::Padding).
+    /// **It needs memory for all pairs of queries and keys**, a few times the memory of the bias, on every device:
+    /// candle's operators compute it, with the softmax in f32. If the bias is linear in the distance,
+    /// [`Attention::alibi`] is cheaper; for a padding mask, [`Padding`](crate::ops::Padding).
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
@@ -39,10 +40,10 @@ impl Attention {
     /// # Errors
     /// As [`Attention::apply`]; when the bias does not fit; and for low-bit schemes, selections, ALiBi and sinks.
     pub fn apply_with_bias(&self, q: &Tensor, k: &Tensor, v: &Tensor, bias: &Tensor) -> Result<Tensor> {
-        // The op checks inputs and settings; its kernels do not run.
+        // The op only checks inputs and settings; its kernels do not run.
         let op = self.op(q, k, v, false)?;
         let slopes = op.score_mod.as_ref().is_some_and(|score_mod| score_mod.alibi_slopes.is_some());
-        let no_sinks = "a key and a value of zeros whose bias is the sink do the same";
+        let no_sinks = "append a key and a value of zeros, with the sink as their bias";
         for (asked, got, hint) in [
             (op.scheme != Scheme::FullPrecision, "a low-bit scheme", "`.scheme(Scheme::FullPrecision)`"),
             (op.selection.is_some(), "a selection", "a bias of minus infinity hides a key"),
@@ -50,9 +51,11 @@ impl Attention {
             (slopes, "ALiBi", "add `-slope * distance` to the bias"),
         ] {
             if asked {
-                return Err(Error::unsupported("attention with a bias does not take this setting")
+                return Err(Error::unsupported("attention with a bias does not support this setting")
                     .got(got)
-                    .allowed("full precision, with a causal mask, windows, packed documents and a soft cap")
+                    .allowed(
+                        "unquantized attention, with a causal mask, windows, packed documents and a soft cap",
+                    )
                     .hint(hint)
                     .into());
             }
@@ -78,7 +81,7 @@ impl Attention {
         let weights = logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?.detach())?.exp()?;
         let seen = logits.gt(HIDDEN)?.to_dtype(DType::F32)?;
         let weights = (weights * &seen)?;
-        // A query that sees no key gives zeros.
+        // The output of a query that sees no key is zero.
         let sums = (weights.sum_keepdim(D::Minus1)? + (1.0 - seen.max_keepdim(D::Minus1)?)?)?;
         weights.broadcast_div(&sums)?.matmul(&v)?.transpose(1, 2)?.contiguous()?.to_dtype(dtype)
     }
@@ -100,14 +103,15 @@ fn check(bias: &Tensor, shape: &AttentionShape, device: &Device) -> Result<()> {
         .into())
 }
 
-/// Each head of keys or values, (batch, heads, tokens, channels), for all query heads that read it.
+/// Repeats each head of keys or values, (batch, heads, tokens, channels), once per query head that reads it.
 fn repeated(x: &Tensor, times: usize) -> Result<Tensor> {
     let (batch, heads, tokens, channels) = x.dims4()?;
     let all = (batch, heads, times, tokens, channels);
     x.unsqueeze(2)?.broadcast_as(all)?.reshape((batch, heads * times, tokens, channels))
 }
 
-/// Which keys each query sees: (1, 1, queries, keys), 1 or 0; or all. Without packing all batch entries see the same.
+/// The keys that each query sees: (1, 1, queries, keys), 1 or 0; `None` if every query sees all keys. Without packing
+/// the mask is the same for all batch entries.
 fn seen(shape: &AttentionShape, device: &Device) -> Result<Option<Tensor>> {
     let (queries, keys) = (shape.query_len(), shape.key_len());
     if !shape.is_packed() && shape.window() == Window::default() {

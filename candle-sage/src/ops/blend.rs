@@ -13,7 +13,7 @@ const NAME: &str = "blend";
 
 /// How `a`, the weight of attention over the selected keys in `a sparse + (1 - a) tail`, is computed.
 ///
-/// In every form `a` is 1 where no key is left to the tail.
+/// In every variant `a` is 1 for a query that leaves no key to the tail.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -39,8 +39,8 @@ const NAME: &str = "blend";
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Alpha {
-    /// `a_i = sigmoid(theta + log(keys that i sees exactly / keys left to its tail))`: a learned `theta`
-    /// holds for any length and any number of blocks.
+    /// `a_i = sigmoid(theta + log(keys that i sees exactly / keys left to its tail))`: a learned `theta` applies to any
+    /// length and any number of blocks.
     #[default]
     Count,
     /// `a = sigmoid(theta)`, as published (arXiv 2602.12675).
@@ -56,8 +56,8 @@ impl std::fmt::Display for Alpha {
     }
 }
 
-/// `out = a sparse + (1 - a) tail`, where `a` of a query depends on `theta` of its head and on how many keys
-/// the selection leaves to the tail: see [`Alpha`].
+/// `out = a sparse + (1 - a) tail`, where a query's `a` depends on the `theta` of its head and on the number of keys
+/// that the selection leaves to the tail: see [`Alpha`].
 ///
 /// `sparse` and `tail` are (batch, sequence, query heads, head_dim) of one type, `theta` is (query heads) in
 /// f32. All receive gradients: `dsparse = a dout`, `dtail = (1 - a) dout`, `dtheta = sum a (1 - a) dout .
@@ -82,7 +82,7 @@ impl std::fmt::Display for Alpha {
 /// ```
 ///
 /// # Errors
-/// When shapes and types do not fit.
+/// When shapes and types do not match.
 pub fn blend(
     sparse: &Tensor,
     tail: &Tensor,
@@ -151,7 +151,7 @@ impl Blend {
                 "blend: the inputs do not fit the selection",
                 [sparse, tail, theta].map(|x| (x.dims().to_vec(), x.dtype())),
                 &format!("two tensors {:?} of one type, theta ({heads}) in f32", shape.query_dims()),
-                "theta has one value a query head",
+                "theta has one value per query head",
             ));
         }
         supported(NAME, &[sparse, tail, theta, selection.lists()])?;
@@ -160,13 +160,13 @@ impl Blend {
 }
 
 impl Blend {
-    /// Parts that a GPU sums the gradient of `theta` from: one for each query head and block of queries.
+    /// Number of partial sums of `theta`'s gradient on a GPU: one for each query head and block of queries.
     pub(crate) fn theta_parts(&self) -> usize {
         self.selection.shape().query_heads() * self.selection.blocks().rows()
     }
 }
 
-/// The gradients of the inputs of a mixture, for them and the output's gradient.
+/// The op that computes the gradients of a mixture's inputs from the inputs and the output's gradient.
 pub(crate) struct Gradients<'a>(pub(crate) &'a Blend);
 
 impl Gradients<'_> {

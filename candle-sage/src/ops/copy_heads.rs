@@ -1,4 +1,4 @@
-//! Copies between tensors of heads with other strides.
+//! Copies of heads between tensors with different strides.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, InplaceOp2, Layout, Result, Tensor};
@@ -11,9 +11,9 @@ const NAME: &str = "copy-heads";
 
 /// `out = x`, both (batch, sequence, heads, head_dim) of one type: f32, f16 or bf16.
 ///
-/// Each may be a view with any strides, but for adjacent channels: some heads of a tensor of more heads, or some tokens of a
-/// longer sequence. So heads are gathered, or put side by side, in one pass, which on a GPU moves 16 bytes at a time where all heads
-/// start on 16 bytes.
+/// Both may be views with any strides, as long as channels are adjacent: some heads of a tensor of more heads, or some
+/// tokens of a longer sequence. This gathers or concatenates heads in one pass. On a GPU it moves 16 bytes at a time if
+/// all heads are aligned to 16 bytes.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -45,7 +45,7 @@ pub fn copy_heads(out: &Tensor, x: &Tensor) -> Result<()> {
     let broadcast = out.dims().iter().zip(out.stride()).any(|(&extent, &stride)| extent > 1 && stride == 0);
     if !adjacent(x) || !adjacent(out) || broadcast {
         return Err(shape_error(
-            "copy_heads does not take these strides",
+            "copy_heads does not support these strides",
             (x.stride(), out.stride()),
             "adjacent channels, and an output with a place for each element",
             "make it `contiguous()`",
@@ -53,9 +53,9 @@ pub fn copy_heads(out: &Tensor, x: &Tensor) -> Result<()> {
     }
     if share_storage(out, x) {
         return Err(argument_error(
-            "copy_heads: the output is part of the input's tensor",
+            "copy_heads: input and output share memory",
             (x.dims(), out.dims()),
-            "two tensors of their own",
+            "two separate tensors",
             "`copy()` one of them",
         ));
     }
@@ -63,7 +63,7 @@ pub fn copy_heads(out: &Tensor, x: &Tensor) -> Result<()> {
     out.inplace_op2(&x.detach(), &CopyHeads)
 }
 
-/// Whether both are views of one storage, which can be locked for one of them alone.
+/// Whether both are views of one storage, which cannot be locked for both.
 fn share_storage(a: &Tensor, b: &Tensor) -> bool {
     let ((a, _), (b, _)) = (a.storage_and_layout(), b.storage_and_layout());
     std::ptr::eq(&raw const *a, &raw const *b)

@@ -34,13 +34,13 @@ const NAME: &str = "cross-entropy";
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 #[non_exhaustive]
 pub struct CrossEntropy {
-    /// Targets with this id do not count (PyTorch's default is -100). `None`: all targets count.
+    /// Targets with this id are ignored (PyTorch's default is -100). `None`: all targets count.
     pub ignore_id: Option<i64>,
-    /// Rows of logits that [`linear_cross_entropy`](crate::ops::linear_cross_entropy) computes at a time. `None`: as many as fit 64 MiB, on a
-    /// GPU 256 MiB.
+    /// Rows of logits that [`linear_cross_entropy`](crate::ops::linear_cross_entropy) computes at a time. `None`: as
+    /// many as fit in 64 MiB, on a GPU in 256 MiB.
     pub chunk_rows: Option<usize>,
-    /// The z-loss: `z_loss * logsumexp(logits[n])^2` is added to the loss of each target, which keeps logits
-    /// from drifting (PaLM, arXiv 2204.02311, section 5, with 1e-4). 0 adds nothing.
+    /// The z-loss: `z_loss * logsumexp(logits[n])^2` is added to the loss of each target, so that logits do not drift
+    /// (PaLM, arXiv 2204.02311, section 5, with 1e-4). 0 adds nothing.
     pub z_loss: f32,
 }
 
@@ -66,10 +66,10 @@ impl CrossEntropy {
 
 /// Mean over the targets of `logsumexp(logits[n]) - logits[n][target[n]]`, in nats, and of the z-loss.
 ///
-/// `logits` is (rows, classes) in f32, f16 or bf16, `targets` is (rows) in u8, u32 or i64; the result is an
-/// f32 scalar. The logits receive the gradient `((1 + 2 z_loss logsumexp) softmax - onehot) / targets that
-/// count`. The forward keeps one f32 per row. For a language model prefer [`linear_cross_entropy`](crate::ops::linear_cross_entropy), which
-/// never holds all logits. On a GPU the check of the targets waits for the device.
+/// `logits` is (rows, classes) in f32, f16 or bf16, `targets` is (rows) in u8, u32 or i64; the result is an f32 scalar.
+/// The logits receive the gradient `((1 + 2 z_loss logsumexp) softmax - onehot) / targets that count`. The forward
+/// keeps one f32 per row. For a language model prefer [`linear_cross_entropy`](crate::ops::linear_cross_entropy), which
+/// never stores all logits. On a GPU the check of the targets waits for the device.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -101,7 +101,7 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor, settings: CrossEntropy) 
     logits.apply_op2(targets, LogitsOp { settings, saved: OnceLock::new() })
 }
 
-/// The class of each row, `None` where the target does not count, and the number of targets that count.
+/// The class of each row, `None` if the target is ignored, and the number of targets that count.
 pub(super) fn classes(
     targets: &[i64],
     classes: usize,
@@ -143,7 +143,7 @@ pub(crate) struct LogitsOp {
     saved: OnceLock<Saved>,
 }
 
-/// What a forward from logits keeps for its backward, by the device on which it ran.
+/// The state that a forward from logits keeps for its backward, on the CPU or on a GPU.
 enum Saved {
     /// The log-sum-exp of each row.
     Cpu(Vec<f32>),

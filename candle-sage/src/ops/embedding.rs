@@ -1,4 +1,4 @@
-//! The rows of a table that ids name, with a deterministic, parallel backward.
+//! Embedding: looks up the rows of a table, with a deterministic, parallel backward.
 
 use std::sync::OnceLock;
 
@@ -17,10 +17,9 @@ const NAME: &str = "embedding";
 
 /// `y[..] = table[ids[..]]`.
 ///
-/// `table` is (rows, width) in f32, f16 or bf16, `ids` any shape in u8, u32 or i64; the output is (ids'
-/// shape.., width) in the table's type. The table receives a gradient: each row is the f32 sum of the
-/// output's gradients for its id, in an order that the ids alone decide. On a GPU the check of the ids waits
-/// for the device.
+/// `table` is (rows, width) in f32, f16 or bf16, `ids` any shape in u8, u32 or i64; the output is (ids' shape.., width)
+/// in the table's type. The table receives a gradient: each row is the f32 sum of the output's gradients for its id, in
+/// an order that depends only on the ids. On a GPU the check of the ids waits for the device.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -42,8 +41,8 @@ pub fn embedding(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     table.apply_op2(ids, Embedding::default())?.reshape(shape)
 }
 
-/// [`embedding`] outside candle's graph. On a GPU it does not wait for the device: the output's row for an id
-/// that is not in the table is NaN. For training loops that do not use candle's graph.
+/// [`embedding`] outside candle's graph. On a GPU it does not wait for the device; if an id is not in the table, its
+/// row of the output is NaN. For training loops that do not use candle's graph.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -96,7 +95,7 @@ pub(crate) struct Embedding {
     saved: OnceLock<Backward<1, CudaStorage>>,
 }
 
-/// The op without the check of its ids, which is left out on a GPU.
+/// The op that does not check its ids on a GPU.
 pub(crate) struct Rows;
 
 fn not_in_the_table(id: i64, rows: usize) -> Error {
@@ -123,7 +122,7 @@ impl CustomOp2 for Embedding {
         if let Some(id) = ids.iter().find(|id| !(0..rows as i64).contains(*id)) {
             return Err(not_in_the_table(*id, rows).into());
         }
-        // Only the rows that ids name are read, wherever they lie: the table is never copied.
+        // Only the rows of the ids are read, with any strides: the table is never copied.
         let picked: Vec<usize> = ids
             .iter()
             .map(|&id| table_layout.start_offset() + id as usize * table_layout.stride()[0])
@@ -164,8 +163,10 @@ impl CustomOp2 for Embedding {
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let (rows, width) = table.dims2()?;
         if dout.device().is_cuda() {
-            let saved =
-                self.saved.get().ok_or_else(|| Error::new("embedding has no forward to go back from"))?;
+            let saved = self
+                .saved
+                .get()
+                .ok_or_else(|| Error::new("the backward of embedding needs a forward that kept its state"))?;
             let grad = with_cuda(NAME, [dout], |operands| saved.launch(operands))?;
             return Ok((Some(cuda_tensor(grad, (rows, width))), None));
         }
@@ -174,9 +175,8 @@ impl CustomOp2 for Embedding {
     }
 }
 
-/// The gradient of a table of `rows`, for the gradient `dout` of its [`embedding`]: (rows, width), in the
-/// type of `dout`. Ids that are not in the table are left out. For training loops that do not use candle's
-/// graph.
+/// The gradient of a table of `rows`, for the gradient `dout` of its [`embedding`]: (rows, width), in the type of
+/// `dout`. Ids that are not in the table are ignored. For training loops that do not use candle's graph.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -210,7 +210,7 @@ pub fn embedding_backward(ids: &Tensor, dout: &Tensor, rows: usize) -> Result<Te
     f32_tensor(gradient.on_cpu(ids, dout, width)?, (rows, width), dout.dtype())
 }
 
-/// The gradient of a table of so many rows.
+/// The op that computes the gradient of a table of `rows` rows.
 pub(crate) struct Gradient {
     pub(crate) rows: usize,
 }

@@ -6,7 +6,7 @@ use super::Attention;
 use crate::error::Error;
 use crate::shape::Packing;
 
-/// `softmax(softmax_scale Q K^T) V` in full precision, with a gradient: [`Attention`] with the signature of
+/// Unquantized `softmax(softmax_scale Q K^T) V` with a gradient: [`Attention`] with the signature of
 /// candle-flash-attn's function of this name, which has no gradient.
 ///
 /// Query, key and value are (batch, sequence, heads, head_dim) in f32 (CPU), f16 or bf16; the number of query
@@ -89,7 +89,8 @@ pub fn flash_attn_alibi_windowed(
     full_precision(softmax_scale, window_size_left, window_size_right).alibi(alibi_slopes).apply(q, k, v)
 }
 
-/// [`flash_attn_windowed`] with a soft cap, 0 for none, and optional `ALiBi` slopes: see [`Attention::softcap`] and [`Attention::alibi`].
+/// [`flash_attn_windowed`] with a soft cap (0 for no cap) and optional `ALiBi` slopes: see [`Attention::softcap`] and
+/// [`Attention::alibi`].
 ///
 /// ```
 /// use candle_core::{Device, Var};
@@ -120,10 +121,10 @@ pub fn flash_attn_alibi_windowed_softcap(
 
 /// [`flash_attn`] over concatenated documents: query, key and value are (tokens, heads, head_dim).
 ///
-/// Document `n` holds the query tokens `seqlens_q[n]..seqlens_q[n + 1]` and the key tokens
-/// `seqlens_k[n]..seqlens_k[n + 1]`: cumulative lengths that start at 0, integers, on any device. The host
-/// reads them, and so waits for the device that computes them; [`Attention::packing`] takes lengths that the
-/// host has, and does not wait.
+/// Document `n` contains the query tokens `seqlens_q[n]..seqlens_q[n + 1]` and the key tokens
+/// `seqlens_k[n]..seqlens_k[n + 1]`: cumulative lengths that start at 0, integers, on any device. The host reads them,
+/// and so waits for the device that computes them. [`Attention::packing`] accepts lengths on the host, and does not
+/// wait.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -141,8 +142,7 @@ pub fn flash_attn_alibi_windowed_softcap(
 /// ```
 ///
 /// # Errors
-/// As [`Attention::apply`], and when the lengths are no such list, or a document is longer than its
-/// `max_seqlen`.
+/// As [`Attention::apply`], and when the lengths are not cumulative, or a document is longer than its `max_seqlen`.
 #[allow(clippy::too_many_arguments, reason = "the signature is candle-flash-attn's")]
 pub fn flash_attn_varlen(
     q: &Tensor,
@@ -223,7 +223,8 @@ pub fn flash_attn_varlen_alibi_windowed(
     varlen(attention, [q, k, v], [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])
 }
 
-/// [`flash_attn_varlen_windowed`] with a soft cap, 0 for none, and optional `ALiBi` slopes: see [`flash_attn_alibi_windowed_softcap`].
+/// [`flash_attn_varlen_windowed`] with a soft cap (0 for no cap) and optional `ALiBi` slopes: see
+/// [`flash_attn_alibi_windowed_softcap`].
 ///
 /// # Errors
 /// As [`flash_attn_varlen`].
@@ -247,7 +248,7 @@ pub fn flash_attn_varlen_alibi_windowed_softcap(
     varlen(attention, [q, k, v], [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])
 }
 
-/// Attention over concatenated documents of these cumulative lengths and longest lengths, of queries and of keys.
+/// Attention over concatenated documents with these cumulative lengths and maximum lengths of queries and of keys.
 fn varlen(
     attention: Attention,
     inputs: [&Tensor; 3],
@@ -259,7 +260,7 @@ fn varlen(
             return Err(Error::shape(format!("{name} does not have three dimensions"))
                 .got(format!("{:?}", x.dims()))
                 .allowed("(tokens, heads, head_dim)")
-                .hint("`flatten(0, 1)` joins batch and sequence; `flash_attn` takes four dimensions")
+                .hint("`flatten(0, 1)` joins batch and sequence; `flash_attn` accepts four dimensions")
                 .into());
         }
     }
@@ -287,7 +288,7 @@ fn cumulative(name: &str, lengths: &Tensor, longest: usize) -> Result<Vec<usize>
     if !lengths.dtype().is_int() || lengths.rank() != 1 {
         return Err(Error::new(format!("{name} is not a list of lengths"))
             .got(format!("{:?} of {:?}", lengths.dtype(), lengths.dims()))
-            .allowed("a tensor of one dimension and an integer type: 0, and where each document ends")
+            .allowed("a tensor of one dimension and an integer type: 0, then the end of each document")
             .hint("Tensor::new(&[0u32, 5, 12], device)? are documents of 5 and 7 tokens")
             .into());
     }

@@ -1,4 +1,4 @@
-//! Matrices in FP8, and their products.
+//! Matrices in FP8, and their matmuls.
 
 use candle_core::{CpuStorage, CudaStorage, DType, Device, InplaceOp1, Layout, Result, Tensor};
 use rayon::prelude::*;
@@ -15,7 +15,7 @@ use crate::launch::Launch;
 const QUANTIZE: &str = "fp8-quantize";
 const PRODUCT: &str = "fp8-product";
 
-/// The accumulators of an FP8 product on a GPU. The CPU always sums in f32.
+/// The accumulators of an FP8 matmul on a GPU. The CPU always sums in f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Fp8Sums {
     /// The tensor cores' own accumulators, which keep about 14 bits on Hopper (DeepSeek-V3, arXiv 2412.19437, section
@@ -26,8 +26,8 @@ pub enum Fp8Sums {
     F32,
 }
 
-/// Which copies of a matrix exist. Hopper's FP8 products need both operands contiguous along the dimension of the sum. A
-/// matrix that is multiplied from both sides therefore needs a transposed copy.
+/// Which copies of a matrix exist. Hopper's FP8 matmuls need both operands contiguous along the reduction. A matrix
+/// that is multiplied from both sides therefore needs a transposed copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fp8Copies {
     /// The matrix itself.
@@ -48,7 +48,7 @@ impl Fp8Copies {
     }
 }
 
-/// A matrix of FP8 codes with one scale; see [`crate::fp8`].
+/// A matrix of FP8 values with one scale; see [`crate::fp8`].
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -100,7 +100,8 @@ impl Fp8Matrix {
         Ok(quantized.into_matrix(format, x.dims2()?, from_cpu))
     }
 
-    /// Quantizes a matrix as [`quantize`](Self::quantize) does, with a scale of earlier steps, and in the format of that scale.
+    /// Quantizes a matrix as [`quantize`](Self::quantize) does, but with a scale from earlier steps, in the scale's
+    /// format.
     ///
     /// # Errors
     /// As [`quantize`](Self::quantize), and when the scale is on another device.
@@ -123,7 +124,7 @@ impl Fp8Matrix {
         Ok(op.with_scale(&values, x.dims2()?, scale).into_matrix(op.format, x.dims2()?, from_cpu))
     }
 
-    /// A matrix of codes that kernels wrote.
+    /// A matrix from codes that kernels wrote.
     pub(super) fn of_codes(codes: Quantized<CudaStorage>, dims: (usize, usize), format: Fp8Format) -> Self {
         codes.into_matrix(format, dims, cuda_tensor)
     }
@@ -155,8 +156,8 @@ impl Fp8Matrix {
         Self { copies: [columns, rows], dims: (self.dims.1, self.dims.0), ..self.clone() }
     }
 
-    /// The same matrix without its row copy, which [`product`](Self::product) reads. For operands of which only products with the
-    /// transpose remain.
+    /// The matrix without its row copy, which [`product`](Self::product) reads: frees memory when only the transpose is
+    /// still needed.
     #[must_use]
     pub fn without_rows(self) -> Self {
         let [_, columns] = self.copies;
@@ -166,7 +167,7 @@ impl Fp8Matrix {
     /// The elements, in f32.
     ///
     /// # Errors
-    /// When memory is short.
+    /// When there is not enough memory.
     pub fn dequantize(&self) -> Result<Tensor> {
         let (is_turned, codes) = match &self.copies {
             [Some(codes), _] => (false, codes),
@@ -181,8 +182,8 @@ impl Fp8Matrix {
         if is_turned { values.t()?.contiguous() } else { Ok(values) }?.to_device(self.scale.device())
     }
 
-    /// `a b^T` for a (m, k) and b (n, k): an (m, n) tensor of type `dtype`, f32, f16 or bf16. Both must have their
-    /// rows.
+    /// `a b^T` of a (m, k) and b (n, k): an (m, n) tensor of type `dtype`, f32, f16 or bf16. Both need their row copy
+    /// ([`Fp8Copies::Rows`]).
     ///
     /// # Errors
     /// When the columns differ in number, a copy is missing, both are E5M2, or the GPU has no FP8 units
@@ -220,24 +221,24 @@ impl Fp8Matrix {
     fn check_product(&self, b: &Self) -> Result<(usize, usize)> {
         if self.dims.1 != b.dims.1 {
             return Err(shape_error(
-                "an FP8 product: the matrices do not fit together",
+                "FP8 matmul: the matrices do not match",
                 (self.dims, b.dims),
                 "(m, k) and (n, k), for a b^T",
-                "transpose one with `t()`",
+                "transpose a matrix with `t()`",
             ));
         }
         if self.format == Fp8Format::E5M2 && b.format == Fp8Format::E5M2 {
             return Err(argument_error(
-                "an FP8 product takes at most one operand in E5M2",
+                "an FP8 matmul supports at most one operand in E5M2",
                 (self.format, b.format),
                 "E4M3 and E4M3, or E4M3 and E5M2",
-                "quantize one of them as E4M3",
+                "quantize one operand as E4M3",
             ));
         }
         Ok((self.dims.0, b.dims.0))
     }
 
-    /// The codes that a product reads.
+    /// The codes that a matmul reads.
     pub(super) fn rows(&self) -> Result<&Tensor> {
         self.copies[0].as_ref().ok_or_else(|| self.lacks("its rows"))
     }
@@ -247,7 +248,7 @@ impl Fp8Matrix {
             &format!("an FP8 matrix was made without {what}"),
             self.dims,
             "Fp8Copies::Both for a matrix that is multiplied from both sides",
-            "Fp8Copies::Columns makes the rows of the transpose",
+            "the rows of the transpose are Fp8Copies::Columns",
         )
     }
 
@@ -271,14 +272,14 @@ pub(super) fn check_dims(op: &str, dims: &[usize]) -> Result<()> {
         return Ok(());
     }
     Err(shape_error(
-        &format!("{op}: FP8 products do not take this shape"),
+        &format!("{op}: FP8 matmuls do not support this shape"),
         dims,
-        "matrices whose dimensions are multiples of 16, and not 0",
-        "flatten leading dimensions; use a 16-bit product for odd sizes",
+        "matrices with dimensions that are positive multiples of 16",
+        "flatten leading dimensions; use a 16-bit matmul for other sizes",
     ))
 }
 
-/// A contiguous tensor from a storage of the CPU.
+/// A contiguous tensor from a CPU storage.
 pub(super) fn from_cpu(storage: CpuStorage, dims: Vec<usize>) -> Tensor {
     Tensor::from_storage(candle_core::Storage::Cpu(storage), dims, candle_core::op::BackpropOp::none(), false)
 }
@@ -290,13 +291,13 @@ pub(crate) struct Quantize {
     pub(crate) copies: Fp8Copies,
 }
 
-/// The same with the scale of a matrix in the state of [`Fp8Scales`](super::Fp8Scales).
+/// [`Quantize`] with the scale of a matrix in the state of [`Fp8Scales`](super::Fp8Scales).
 #[allow(dead_code, reason = "only kernels read it")]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct QuantizeWith {
     pub(crate) op: Quantize,
     pub(crate) scale: Fp8Site,
-    /// Whether the scale comes from the matrix itself.
+    /// Whether the scale is computed from the matrix itself.
     pub(crate) measure: bool,
 }
 
@@ -353,7 +354,7 @@ impl Quantize {
     }
 }
 
-/// `a b^T`: codes of a and b, and their scales.
+/// `a b^T`. Operands: the codes of a and b, and their scales.
 #[derive(Debug, Clone, Copy)]
 #[allow(dead_code, reason = "only kernels read it")]
 pub(crate) struct Fp8Product {
@@ -363,7 +364,7 @@ pub(crate) struct Fp8Product {
     pub(crate) dtype: DType,
 }
 
-/// Adds a product to a sum, or overwrites it.
+/// Adds a matmul to a sum, or overwrites the sum.
 struct ProductInto<'a> {
     a: &'a Fp8Matrix,
     b: &'a Fp8Matrix,
@@ -372,7 +373,7 @@ struct ProductInto<'a> {
     dtype: DType,
 }
 
-/// The same on a GPU: the sum, codes of a and b, and their scales.
+/// [`ProductInto`] on a GPU. Operands: the sum, the codes of a and b, and their scales.
 #[allow(dead_code, reason = "only kernels read it")]
 pub(crate) struct Fp8ProductInto {
     pub(crate) product: Fp8Product,

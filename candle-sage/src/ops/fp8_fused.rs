@@ -1,8 +1,9 @@
-//! Operators whose output is quantized to FP8 as it is made: no 16-bit tensor is written in between. For training loops that do
-//! not use candle's graph.
+//! Operators that quantize their output to FP8 before they write it, without a 16-bit tensor in between. For training
+//! loops that do not use candle's graph.
 //!
-//! Each returns what the plain operator and [`Fp8Matrix::quantize_with`] return. On a GPU values are quantized from f32, without the
-//! rounding to 16 bits in between. A matrix without a scale of earlier steps is made by the plain operator first, and measured.
+//! Each operator returns what the plain operator followed by [`Fp8Matrix::quantize_with`] returns. On a GPU values are
+//! quantized from f32, without rounding to 16 bits in between. If there is no scale from earlier steps, the plain
+//! operator runs first, and its output is measured.
 
 use candle_core::{CudaStorage, DType, Result, Tensor};
 
@@ -52,8 +53,8 @@ pub fn swiglu_fp8(gate: &Tensor, up: &Tensor, copies: Fp8Copies, scale: &Fp8Scal
     Ok(Fp8Matrix::of_codes(codes, gate.dims2()?, scale.format()))
 }
 
-/// [`swiglu_backward`] of matrices (rows, columns): the gradients of gate and up, concatenated along the columns, (rows, 2 columns), quantized in both
-/// copies; and with `again` also the output, of which the transposed copy is made.
+/// [`swiglu_backward`] of matrices (rows, columns): the gradients of gate and up, concatenated along the columns,
+/// (rows, 2 columns), quantized in both copies. With `again` also the output, quantized, with only the transposed copy.
 ///
 /// # Errors
 /// As [`swiglu_backward`] and [`Fp8Matrix::quantize_with`].
@@ -127,8 +128,8 @@ pub fn residual_rms_norm_fp8(
     Ok((sum, Fp8Matrix::of_codes(codes, x.dims2()?, scale.format())))
 }
 
-/// [`rms_norm_backward`] of a matrix (rows, width): the gradients of `x` and of the weight, and the former once more, quantized in both
-/// copies.
+/// [`rms_norm_backward`] of a matrix (rows, width): the gradients of `x` and of the weight, and the gradient of `x`
+/// quantized in both copies.
 ///
 /// # Errors
 /// As [`rms_norm_backward`] and [`Fp8Matrix::quantize_with`].
@@ -164,9 +165,10 @@ fn has_norm_kernel(x: &Tensor) -> bool {
     x.device().is_cuda() && x.dtype() != DType::F32 && x.dims()[1] <= NORM_WIDTH
 }
 
-/// [`qk_norm_rope_backward`]: the gradients of the inputs as a matrix (batch sequence, channels of all heads), quantized in both copies,
-/// and those of the weights. `through`, the gradient of heads that are neither normalized nor rotated, as those of the values, comes
-/// behind the others in the matrix: together they are the operand of one product if one product made query, key and value.
+/// [`qk_norm_rope_backward`]: the gradients of the inputs as a matrix (batch sequence, channels of all heads),
+/// quantized in both copies, and the gradients of the weights. `through` is the gradient of heads that are neither
+/// normalized nor rotated, such as the values; it is appended to the matrix. If one matmul computed query, key and
+/// value, the matrix is the operand of one backward matmul.
 ///
 /// # Errors
 /// As [`qk_norm_rope_backward`] and [`Fp8Matrix::quantize_with`].

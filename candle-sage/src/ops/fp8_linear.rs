@@ -1,4 +1,4 @@
-//! A linear map whose three products are in FP8.
+//! A linear map with its three matmuls in FP8.
 
 use std::sync::OnceLock;
 
@@ -19,7 +19,7 @@ const LINEAR: &str = "fp8-linear";
 pub struct Fp8Linear {
     /// The format of the output's gradient; input and weight are E4M3.
     pub gradient: Fp8Format,
-    /// What the products sum in on a GPU: y, dx and dW.
+    /// The accumulators on a GPU of y, dx and dW.
     pub sums: [Fp8Sums; 3],
 }
 
@@ -30,14 +30,14 @@ impl Fp8Linear {
         Self { gradient, ..self }
     }
 
-    /// Sets what the products y, dx and dW sum in on a GPU.
+    /// Sets the accumulators on a GPU of y, dx and dW.
     #[must_use]
     pub fn sums(self, sums: [Fp8Sums; 3]) -> Self {
         Self { sums, ..self }
     }
 }
 
-/// `y = x W^T` with all three products in FP8:
+/// `y = x W^T` with all three matmuls in FP8:
 ///
 /// ```text
 /// y  = x^ W^T^          x (rows, inputs), W (outputs, inputs)
@@ -45,8 +45,8 @@ impl Fp8Linear {
 /// dW = dy^T^ x^
 /// ```
 ///
-/// Both have one type (f32, f16, bf16) and receive gradients in it; rows, inputs and outputs are multiples of 16. The CPU
-/// computes from the same codes, with sums in f32. (Micikevicius et al., arXiv 2209.05433.)
+/// `x` and W have one type (f32, f16, bf16) and receive gradients of this type; rows, inputs and outputs are multiples
+/// of 16. The CPU multiplies the same FP8 values, with sums in f32. (Micikevicius et al., arXiv 2209.05433.)
 ///
 /// ```
 /// use candle_core::{Device, Var};
@@ -60,7 +60,7 @@ impl Fp8Linear {
 /// ```
 ///
 /// # Errors
-/// When shapes or types do not fit, and on GPUs without FP8 units (compute capability below 8.9).
+/// When shapes or types do not match, and on GPUs without FP8 units (compute capability below 8.9).
 pub fn fp8_linear(x: &Tensor, weight: &Tensor, settings: Fp8Linear) -> Result<Tensor> {
     check_dims(LINEAR, x.dims())?;
     check_dims(LINEAR, weight.dims())?;
@@ -88,7 +88,7 @@ impl LinearOp {
     }
 }
 
-/// The op of both operands of a linear map.
+/// Quantizes an operand of a linear map.
 const OPERAND: Quantize = Quantize { format: Fp8Format::E4M3, copies: Fp8Copies::Both };
 
 impl CustomOp2 for LinearOp {

@@ -1,4 +1,4 @@
-//! Scales of matrices that are quantized step after step, from the largest values of earlier steps.
+//! Delayed scaling: scales of matrices that are quantized in every step, from the largest values of earlier steps.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,8 +17,8 @@ pub(crate) const DECAY: f32 = 0.95;
 /// A scale leaves room for values this many times as large as the running maximum.
 pub(crate) const MARGIN: f32 = 4.0;
 
-/// Scales of several matrices that are quantized step after step (delayed scaling): a matrix is quantized in one pass over memory, with
-/// the scale of earlier steps, and its largest value is noted for later ones.
+/// Scales of several matrices that are quantized in every step (delayed scaling): a matrix is quantized in one pass
+/// over memory, with a scale from earlier steps, and its largest value is recorded for later steps.
 ///
 /// ```text
 /// running = max(largest since the last step, 0.95 running)
@@ -26,7 +26,7 @@ pub(crate) const MARGIN: f32 = 4.0;
 /// ```
 ///
 /// A matrix that is quantized for the first time is measured first. Values beyond the format saturate, and are counted.
-/// (Micikevicius et al., arXiv 2209.05433, section 4, have a history of maxima.)
+/// (Micikevicius et al., arXiv 2209.05433, section 4, use a history of maxima.)
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -61,7 +61,7 @@ enum State {
     Device(Tensor),
 }
 
-/// What is known of a matrix.
+/// The state of a matrix.
 #[derive(Debug, Clone, Copy)]
 struct Site {
     scale: f32,
@@ -88,7 +88,7 @@ fn larger(a: f32, b: f32) -> f32 {
 
 impl Site {
     fn rescale(&mut self, format: Fp8Format) {
-        // What is not finite says nothing about the next step.
+        // A value that is not finite does not predict the next step.
         let seen = if self.largest.is_finite() { self.largest } else { 0.0 };
         self.running = seen.max(self.running * DECAY);
         self.scale = format.scale(self.running.min(1e37) * MARGIN);
@@ -100,7 +100,7 @@ impl Fp8Scales {
     /// Scales of matrices in these formats, on the device of the matrices.
     ///
     /// # Errors
-    /// When memory is short.
+    /// When there is not enough memory.
     pub fn new(formats: &[Fp8Format], device: &Device) -> Result<Arc<Self>> {
         let state = if device.is_cuda() {
             let n = formats.len();
@@ -118,10 +118,10 @@ impl Fp8Scales {
         Ok(Arc::new(Self { formats: formats.to_vec(), state, measured }))
     }
 
-    /// One of the matrices.
+    /// The matrix `index`.
     ///
     /// # Panics
-    /// When there are not so many.
+    /// When `index` is not below the number of matrices.
     pub fn at(self: &Arc<Self>, index: usize) -> Fp8Scale {
         assert!(index < self.formats.len(), "{index} of {} matrices", self.formats.len());
         Fp8Scale { all: self.clone(), index }
@@ -148,7 +148,7 @@ impl Fp8Scales {
     /// [`rescale`](Self::rescale). On a GPU the tensor shares memory with the state.
     ///
     /// # Errors
-    /// When memory is short.
+    /// When there is not enough memory.
     pub fn largest(&self) -> Result<Tensor> {
         match &self.state {
             State::Host(sites) => {
@@ -158,14 +158,14 @@ impl Fp8Scales {
         }
     }
 
-    /// Sets the largest values since the last step, f32 (matrices).
+    /// Replaces the largest values since the last step, f32 (matrices).
     ///
     /// # Errors
-    /// When there are not as many.
+    /// When their number is not the number of matrices.
     pub fn set_largest(&self, largest: &Tensor) -> Result<()> {
         if largest.dims() != [self.formats.len()] || largest.dtype() != DType::F32 {
             return Err(shape_error(
-                "Fp8Scales: not the largest value of each matrix",
+                "Fp8Scales: the largest values do not match the matrices",
                 (largest.dims(), largest.dtype()),
                 &format!("f32 [{}]", self.formats.len()),
                 "as `largest` returns them",
@@ -223,11 +223,11 @@ impl Fp8Scales {
     /// Restores what [`state`](Self::state) returned.
     ///
     /// # Errors
-    /// When it is of another number of matrices.
+    /// When the state has another number of matrices.
     pub fn restore(&self, state: &[[f32; 2]]) -> Result<()> {
         if state.len() != self.formats.len() {
             return Err(argument_error(
-                "Fp8Scales: a state of other matrices",
+                "Fp8Scales: the state has another number of matrices",
                 state.len(),
                 &self.formats.len().to_string(),
                 "a model has the scales that it was trained with",
@@ -267,12 +267,12 @@ impl Fp8Scale {
         self.all.formats[self.index]
     }
 
-    /// Whether the matrix has been quantized before. From now on it counts as such.
+    /// Marks the matrix as quantized, and returns whether it was before.
     pub(super) fn swap_measured(&self) -> bool {
         self.all.measured[self.index].swap(true, Ordering::Relaxed)
     }
 
-    /// Whether the matrix has a scale of earlier steps.
+    /// Whether the matrix has a scale from earlier steps.
     pub(super) fn is_known(&self) -> bool {
         self.all.measured[self.index].load(Ordering::Relaxed)
     }
@@ -294,7 +294,8 @@ impl Fp8Scale {
         }
     }
 
-    /// The scale of values of which the largest is `largest`. `saturated` counts those that a scale saturates.
+    /// Records the largest absolute value of a matrix, and returns the matrix's scale. `saturated` counts the values
+    /// that saturate with a scale.
     pub(super) fn on_host(&self, largest: f32, saturated: impl Fn(f32) -> u64) -> Result<f32> {
         let is_measured = self.swap_measured();
         let State::Host(sites) = &self.all.state else {

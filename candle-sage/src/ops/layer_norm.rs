@@ -14,9 +14,9 @@ const NAME: &str = "layer-norm";
 /// `y = (x - mean(x)) * r * weight + bias` with `r = 1 / sqrt(mean((x - mean(x))^2) + eps)` and means over the last dimension (layer
 /// normalization, arXiv 1607.06450).
 ///
-/// `x` is (.., width) in f32, f16 or bf16 with any strides, `weight` and `bias` are (width); the output has the shape and type of
-/// `x`. Sums run in f32. All three receive gradients (candle-nn's `LayerNorm` with a bias, and its `layer_norm`, give none for a contiguous input): with
-/// `c = x - mean(x)` and `g = dy o weight`
+/// `x` is (.., width) in f32, f16 or bf16 with any strides, `weight` and `bias` are (width); the output has the shape
+/// and type of `x`. Sums run in f32. All three receive gradients (candle-nn's `LayerNorm` with a bias, and its
+/// `layer_norm`, return no gradient for a contiguous input): with `c = x - mean(x)` and `g = dy o weight`
 ///
 /// ```text
 /// dx = r (g - mean(g) - c r^2 mean(g o c))        dweight = sum(dy o c r)        dbias = sum(dy)
@@ -45,7 +45,7 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
             "layer_norm: the weight or the bias does not match the input",
             (x.dims(), weight.dims(), bias.dims()),
             "x (.., width), weight (width) and bias (width), width at least 1",
-            "normalization runs over the last dimension; a norm without bias has one of zeros",
+            "normalization runs over the last dimension; for a norm without bias use a bias of zeros",
         ));
     }
     let op = LayerNorm { eps: checked_eps("layer_norm", eps)? };
@@ -53,12 +53,12 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     x.apply_op3(weight, bias, op)
 }
 
-/// The norm of `x` for its weight and bias.
+/// The op of the norm: its inputs are `x`, weight and bias.
 pub(crate) struct LayerNorm {
     pub(crate) eps: f32,
 }
 
-/// The gradients of `x`, weight and bias for all three and the output's gradient.
+/// The op that computes the gradients of `x`, weight and bias from these three and the output's gradient.
 pub(crate) struct Gradients {
     pub(crate) eps: f32,
 }

@@ -1,4 +1,4 @@
-//! Cross-entropy directly from hidden states and the output matrix: no tensor of all logits is made.
+//! Cross-entropy directly from hidden states and the output matrix, without a tensor of all logits.
 
 use std::sync::OnceLock;
 
@@ -16,13 +16,13 @@ use crate::launch::{Backward, Launch};
 
 const LINEAR: &str = "linear-cross-entropy";
 
-/// [`cross_entropy`](crate::ops::cross_entropy) of `hidden weight^T`, without ever holding all logits.
+/// [`cross_entropy`](crate::ops::cross_entropy) of `hidden weight^T`, without storing all logits.
 ///
-/// `hidden` is (rows, width), `weight` (classes, width) in f32, f16 or bf16, `targets` (rows); the result is
-/// an f32 scalar. Logits are computed and used [`CrossEntropy::chunk_rows`] at a time. When an input is
-/// tracked the forward also computes its gradient, chunk by chunk, so that logits are computed only once; the
-/// backward multiplies it by the loss's gradient. On the CPU all of it is f32; on a GPU logits and products
-/// have the element type of the inputs, which must be one, and everything else is f32.
+/// `hidden` is (rows, width), `weight` (classes, width) in f32, f16 or bf16, `targets` (rows); the result is an f32
+/// scalar. Logits are computed and used [`CrossEntropy::chunk_rows`] at a time. When an input is tracked the forward
+/// also computes its gradient, chunk by chunk, so that logits are computed only once; the backward multiplies it by the
+/// loss's gradient. On the CPU everything is f32. On a GPU both inputs have one element type, in which logits and
+/// matmuls are computed; everything else is f32.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -59,10 +59,9 @@ pub fn linear_cross_entropy(
     }
 }
 
-/// The loss of [`linear_cross_entropy`] and both gradients at once, outside candle's graph, for training
-/// loops that do not use it. Returns the loss, an f32 scalar, and the gradient of `factor * loss` for the
-/// hidden states, in their type; the weight's gradient is added to `dweight`, contiguous (classes, width) in
-/// f32.
+/// The loss of [`linear_cross_entropy`] and both gradients at once, for training loops that do not use candle's graph.
+/// Returns the loss, an f32 scalar, and the gradient of `factor * loss` for the hidden states, in their type; the
+/// weight's gradient is added to `dweight`, contiguous (classes, width) in f32.
 ///
 /// All targets count. On a GPU it does not wait for the device: a target that is not a class makes the loss NaN.
 ///
@@ -85,8 +84,8 @@ pub fn linear_cross_entropy(
 /// ```
 ///
 /// # Errors
-/// As [`linear_cross_entropy`], and when `dweight` does not fit or `ignore_id` is set; on a GPU a target that
-/// is not a class is not an error.
+/// As [`linear_cross_entropy`], and when `dweight` has another shape or type, or `ignore_id` is set; on a GPU a target
+/// that is not a class is not an error.
 pub fn linear_cross_entropy_into(
     dweight: &Tensor,
     hidden: &Tensor,
@@ -103,7 +102,7 @@ pub fn linear_cross_entropy_into(
     op.made.into_inner().ok_or_else(|| no_forward().into())
 }
 
-/// Checks what is added in place to the gradient of a weight.
+/// Checks the gradient of a weight that is added to in place.
 pub(super) fn check_into(dweight: &Tensor, weight: &[usize], settings: CrossEntropy) -> Result<()> {
     check_sum("linear_cross_entropy_into", dweight, weight)?;
     if settings.ignore_id.is_some() {
@@ -111,7 +110,7 @@ pub(super) fn check_into(dweight: &Tensor, weight: &[usize], settings: CrossEntr
             "linear_cross_entropy_into: all targets count",
             settings.ignore_id,
             "no ignore_id",
-            "linear_cross_entropy takes one",
+            "linear_cross_entropy supports ignore_id",
         ));
     }
     check_chunk(settings)
@@ -121,7 +120,7 @@ fn check_chunk(settings: CrossEntropy) -> Result<()> {
     if settings.chunk_rows != Some(0) {
         return Ok(());
     }
-    Err(argument_error("linear_cross_entropy: chunk_rows is out of range", 0, "1 and up", "leave it out"))
+    Err(argument_error("linear_cross_entropy: chunk_rows is out of range", 0, "1 and up", "omit it"))
 }
 
 fn check_linear(hidden: &Tensor, weight: &Tensor, targets: &Tensor, settings: CrossEntropy) -> Result<()> {
@@ -141,13 +140,13 @@ fn check_linear(hidden: &Tensor, weight: &Tensor, targets: &Tensor, settings: Cr
     supported(LINEAR, &[hidden, weight, targets])
 }
 
-/// What a linear forward keeps for its backward, by the device on which it ran.
+/// The state that a linear forward keeps for its backward, on the CPU or on a GPU.
 enum LinearSaved {
     Cpu(UnitGradients),
     Cuda(Backward<1, [Option<CudaStorage>; 2]>),
 }
 
-/// Gradients for a loss's gradient of 1; empty where none is wanted.
+/// Gradients for a loss's gradient of 1; empty if not wanted.
 struct UnitGradients {
     hidden: Vec<f32>,
     weight: Vec<f32>,
@@ -155,17 +154,16 @@ struct UnitGradients {
 
 pub(crate) struct LinearOp {
     pub(crate) settings: CrossEntropy,
-    /// Whether the hidden states and the weight are tracked. Nothing is computed for the gradient of an
-    /// untracked one.
+    /// Whether the hidden states and the weight are tracked. No gradient is computed for an untracked input.
     pub(crate) wanted: [bool; 2],
     saved: OnceLock<LinearSaved>,
 }
 
-/// Bytes of logits that are held at once.
+/// Bytes of logits that are stored at once.
 const CPU_BYTES: usize = 64 << 20;
 
 impl CrossEntropy {
-    /// Rows of logits to compute at a time, if logits may take `bytes`.
+    /// Rows of logits to compute at a time, if logits may occupy `bytes`.
     pub(crate) fn rows_at_once(self, classes: usize, element: usize, bytes: usize) -> usize {
         self.chunk_rows.unwrap_or((bytes / element / classes).max(1))
     }
@@ -274,8 +272,7 @@ impl CustomOp3 for LinearOp {
     }
 }
 
-/// Adds the weight's gradient in place, and leaves the other results, the loss and the gradient of the hidden
-/// states, in `made`.
+/// Adds the weight's gradient in place, and stores the loss and the gradient of the hidden states in `made`.
 pub(crate) struct LinearInto {
     targets: Tensor,
     pub(crate) settings: CrossEntropy,

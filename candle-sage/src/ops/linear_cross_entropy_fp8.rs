@@ -1,4 +1,4 @@
-//! The cross-entropy of a product whose operands are in FP8, and so is the gradient of the logits.
+//! Cross-entropy from FP8 hidden states and an FP8 output matrix, with the gradient of the logits in FP8.
 
 use std::sync::OnceLock;
 
@@ -17,17 +17,18 @@ use crate::launch::Launch;
 
 const NAME: &str = "linear-cross-entropy-fp8";
 
-/// [`linear_cross_entropy_into`](super::linear_cross_entropy_into) with all three products in FP8:
+/// [`linear_cross_entropy_into`](super::linear_cross_entropy_into) with all three matmuls in FP8:
 ///
 /// ```text
 /// logits  = hidden^ weight^T^                               ^: in FP8
 /// dhidden = dlogits^ weight^,  dweight += dlogits^T^ hidden^
 /// ```
 ///
-/// `hidden` is (rows, width), `weight` (classes, width), both with both copies; logits and the returned gradient of `hidden` are of type
-/// `dtype` on a GPU, and everything else is f32. An element of the logits' gradient is `factor / rows` times a number between -1 and 1, or
-/// with a z-loss up to 1.75 before it saturates; hence its scale is fixed. Its format is `linear.gradient`. Prefer E5M2: probabilities are
-/// small, and E4M3 flushes those below `2^-18`.
+/// `hidden` is (rows, width), `weight` (classes, width), each with both copies; logits and the returned gradient of
+/// `hidden` are of type `dtype` on a GPU, and everything else is f32. An element of the logits' gradient is
+/// `factor / rows` times a number between -1 and 1 (with a z-loss it saturates above 1.75); therefore its scale is
+/// fixed. Its format is `linear.gradient`. Prefer E5M2: probabilities are small, and E4M3 flushes probabilities below
+/// `2^-18` to zero.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -51,7 +52,10 @@ const NAME: &str = "linear-cross-entropy-fp8";
 ///
 /// # Errors
 /// As [`linear_cross_entropy_into`](super::linear_cross_entropy_into) and [`Fp8Matrix::product`].
-#[allow(clippy::too_many_arguments, reason = "those of `linear_cross_entropy_into`, and two of the products")]
+#[allow(
+    clippy::too_many_arguments,
+    reason = "the arguments of `linear_cross_entropy_into`, and two for the matmuls"
+)]
 pub fn linear_cross_entropy_into_fp8(
     dweight: &Tensor,
     hidden: &Fp8Matrix,
@@ -86,7 +90,7 @@ pub fn linear_cross_entropy_into_fp8(
     op.made.into_inner().ok_or_else(|| no_forward().into())
 }
 
-/// Adds the weight's gradient in place, and leaves loss and gradient of the hidden states in `made`.
+/// Adds the weight's gradient in place, and stores the loss and the gradient of the hidden states in `made`.
 #[allow(dead_code, reason = "kernels read some of it")]
 pub(crate) struct LinearIntoFp8 {
     /// `hidden`, its transpose, `weight`, its transpose.

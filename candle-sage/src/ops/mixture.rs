@@ -1,7 +1,7 @@
 //! The linear tail mixed with attention over selected keys in one step, for vector-Jacobian products outside candle's graph.
 //!
-//! On a GPU the tail's kernels mix as they write: neither the tail's output nor its gradient is ever in memory. On the CPU, and
-//! for tails without kernels, the two ops follow one another.
+//! On a GPU the tail's kernels mix before they write: neither the tail's output nor its gradient is stored in memory.
+//! On the CPU, and for tails without kernels, the two ops run one after the other.
 
 use candle_core::{CudaStorage, Result, Tensor};
 
@@ -26,7 +26,7 @@ impl Mixture {
     /// Checks the inputs.
     ///
     /// # Errors
-    /// When they do not fit the selection, or each other.
+    /// When the inputs do not match the selection or each other.
     pub(crate) fn new(
         [q, k, v, sparse, theta]: Inputs<'_>,
         selection: &Selection,
@@ -44,7 +44,7 @@ impl Mixture {
         past_linear(q, k, v, &self.tail.selection, self.tail.tail)
     }
 
-    /// The output, and what its backward needs of it.
+    /// The output, and the tail's output if the backward needs it.
     ///
     /// # Errors
     /// When the device fails.
@@ -60,7 +60,7 @@ impl Mixture {
         Ok((out, Some(tail)))
     }
 
-    /// The gradient of `theta` alone. The tail is computed again where it was not kept.
+    /// Only the gradient of `theta`. The tail is recomputed if it was not kept.
     ///
     /// # Errors
     /// When `dout` does not fit the output.
@@ -77,11 +77,11 @@ impl Mixture {
         Ok(dtheta)
     }
 
-    /// The gradients of query, key, value and `theta`, where `exact` gives the first three of exact attention for
-    /// the gradient of its output.
+    /// The gradients of query, key, value and `theta`. `exact` computes exact attention's gradients of query, key and
+    /// value from the gradient of its output.
     ///
     /// # Errors
-    /// When `dout` does not fit the output, and those of `exact`.
+    /// When `dout` does not match the output, and the errors of `exact`.
     pub(crate) fn backward(
         &self,
         inputs: Inputs<'_>,
@@ -100,9 +100,10 @@ impl Mixture {
         Ok([dq, dk, dv, dtheta])
     }
 
-    /// The same on a GPU, in two launches with the backward of exact attention between them. The first gives the gradient of exact
-    /// attention's output, and parts of that of `theta`; the second adds the tail's gradients in place to those of query, key and
-    /// value, its share to the parts, and gives the gradient of `theta`.
+    /// [`Self::backward`] on a GPU, in two launches, with the backward of exact attention between them. The first
+    /// computes the gradient of exact attention's output, and partial sums of `theta`'s gradient. The second adds the
+    /// tail's gradients to the gradients of query, key and value in place, adds its terms to the partial sums, and
+    /// computes the gradient of `theta`.
     fn backward_on_cuda(
         &self,
         [q, k, v, sparse, theta]: Inputs<'_>,
@@ -117,7 +118,7 @@ impl Mixture {
         let (dsparse, parts) =
             (cuda_tensor(dsparse, q.shape()), cuda_tensor(parts, self.blend.theta_parts()));
         let [dq, dk, dv] = exact(&dsparse)?;
-        // The tail's gradients are added in place, so that memory peaks no higher than with attention alone.
+        // The tail's gradients are added in place, so that peak memory is not higher than without a tail.
         drop(dsparse);
         let all = [q, k, v, theta, dout, &dq, &dk, &dv, &parts];
         let dtheta: CudaStorage = with_cuda(NAME, all, |operands| self.launch(operands))?;

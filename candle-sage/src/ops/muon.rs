@@ -15,17 +15,18 @@ pub use crate::update::{Muon, MuonScale, Orthogonalization};
 
 const NAME: &str = "muon";
 
-/// Elements of the matrices that are orthogonalized at once, at most: those of one shape, or one alone.
+/// The most elements that are orthogonalized at once: of adjacent matrices of one shape. A larger matrix is processed
+/// by itself.
 const AT_ONCE: usize = 1 << 26;
 
 /// A matrix among the parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MuonMatrix {
-    /// Its first element.
+    /// Index of the first element.
     pub at: usize,
-    /// Its rows, which lie one after the other.
+    /// Number of rows; the matrix is stored in row-major order.
     pub rows: usize,
-    /// Its columns.
+    /// Number of columns.
     pub columns: usize,
 }
 
@@ -41,7 +42,7 @@ impl MuonMatrix {
     }
 }
 
-/// Adjacent elements of a matrix: all of them, or those that one of several processes updates.
+/// Adjacent elements of a matrix: all elements, or the shard that one of several processes updates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MuonPart {
     /// The first element among the parameters.
@@ -62,19 +63,20 @@ impl Muon {
     /// d = orthogonal(momentum m + (1 - momentum) g)    w = (1 - lr weight_decay) w - lr scale d
     /// ```
     ///
-    /// `state` is contiguous (2, parameters) in f32: weights and m. `gradient` is (parameters) in f32, `sum_of_squares` the result of
-    /// [`sum_of_squares`](crate::ops::sum_of_squares) for the gradient of all parameters, also those that this call does not update. Parameters
-    /// outside the matrices do not change. `copy`, on a GPU, receives the new weights in f16 or bf16. The products are in f32 on the
-    /// CPU; on a GPU the direction is bf16, and sums are f32. When the norm is not finite nothing changes. With `beta2` rows of d are normalized
-    /// ([`Muon::normalize_rows`]): `mean_squares` then has a number for each row of the matrices, one matrix after the other. Adjacent matrices
-    /// of one shape are orthogonalized together, which is faster.
+    /// `state` is contiguous (2, parameters) in f32: weights and m. `gradient` is (parameters) in f32, `sum_of_squares`
+    /// is the [`sum_of_squares`](crate::ops::sum_of_squares) of the gradient of all parameters, including parameters
+    /// that this call does not update. Parameters outside the matrices do not change. On a GPU `copy` receives the new
+    /// weights in f16 or bf16. Matmuls are in f32 on the CPU; on a GPU the direction is bf16, and sums are f32. When
+    /// the norm is not finite nothing changes. With `beta2` the rows of d are normalized ([`Muon::normalize_rows`]):
+    /// `mean_squares` then has a number for each row of the matrices, one matrix after the other. Adjacent matrices of
+    /// one shape are orthogonalized together, which is faster.
     ///
-    /// It is [`Muon::directions`], [`Muon::orthogonalize`], [`Muon::normalize_rows`] and [`Muon::apply`]. Several processes that share matrices
-    /// call these four, and exchange directions after the first and before the last.
+    /// A step is [`Muon::directions`], [`Muon::orthogonalize`], [`Muon::normalize_rows`] and [`Muon::apply`]. Processes
+    /// that share matrices call these four functions, and exchange directions after the first and before the last call.
     ///
     /// # Errors
-    /// When the tensors do not fit together, matrices overlap or lie outside, or the momentum is not in [0, 1); on CUDA, when a matrix does
-    /// not start on 16 bytes, or its elements are not a multiple of 8.
+    /// When the tensors do not match, matrices overlap or are out of bounds, or the momentum is not in [0, 1); on CUDA,
+    /// when a matrix is not aligned to 16 bytes, or its number of elements is not a multiple of 8.
     pub fn step(
         &self,
         state: &Tensor,
@@ -103,8 +105,9 @@ impl Muon {
         self.apply(state, &directions, sum_of_squares, &parts, copy)
     }
 
-    /// Updates the momentum of parts of matrices, and returns `len` elements with the directions of these parts before they are
-    /// orthogonal, up to a constant factor: f32 on the CPU, bf16 on a GPU. Where no part lies they are undefined. Arguments as for [`Muon::step`].
+    /// Updates the momentum of `parts`, and returns a tensor of `len` elements with the directions of these parts
+    /// before orthogonalization, up to a constant factor: f32 on the CPU, bf16 on a GPU. Elements outside the parts are
+    /// undefined. The other arguments are those of [`Muon::step`].
     ///
     /// # Errors
     /// As [`Muon::step`].
@@ -123,11 +126,12 @@ impl Muon {
         Ok(op.made.into_inner().ok_or_else(no_forward)?)
     }
 
-    /// Makes the singular values of matrices about 1, in place. The matrices lie one after the other in `directions`, from its first element;
-    /// adjacent ones of one shape are faster. A constant factor of a matrix does not change the result.
+    /// Makes the singular values of matrices about 1, in place. The matrices are stored one after the other in
+    /// `directions`, from its first element; adjacent matrices of one shape are processed faster. A constant factor of
+    /// a matrix does not change the result.
     ///
     /// # Errors
-    /// When there are fewer elements.
+    /// When `directions` has fewer elements than the matrices.
     pub fn orthogonalize(&self, directions: &Tensor, shapes: &[(usize, usize)]) -> Result<()> {
         let mut at = 0;
         for same in shapes.chunk_by(|a, b| a == b) {
@@ -143,19 +147,21 @@ impl Muon {
         Ok(())
     }
 
-    /// With `beta2`, divides each row d of orthogonal directions by the root of its running mean square v, in place, and multiplies each
-    /// matrix so that its Frobenius norm stays as it is (NorMuon, arXiv 2510.05491, which sets the norm to sqrt(rows columns) instead, so that
-    /// all matrices need the scale `AdamW`):
+    /// With `beta2`, divides each row d of orthogonal directions by the root of its running mean square v, in place,
+    /// and scales each matrix so that its Frobenius norm does not change. (NorMuon, arXiv 2510.05491, sets the norm to
+    /// sqrt(rows columns) instead, so that all matrices need the scale `AdamW`.)
     ///
     /// ```text
     /// v = beta2 v + (1 - beta2) mean(d^2)          d = d / sqrt(v) * norm(matrix) / norm(matrix of d / sqrt(v))
     /// ```
     ///
-    /// Matrices lie in `directions` as for [`Muon::orthogonalize`]. `mean_squares` holds v in f32, (rows of all matrices), zeros before the
-    /// first step; it does not change when the norm of the gradient is not finite. Without `beta2` nothing changes.
+    /// Matrices are stored in `directions` as for [`Muon::orthogonalize`]. `mean_squares` is v in f32, (rows of all
+    /// matrices), zeros before the first step; it does not change when the norm of the gradient is not finite. Without
+    /// `beta2` nothing changes.
     ///
     /// # Errors
-    /// When there are fewer elements; when `beta2` is not in [0, 1), or there are other numbers of rows.
+    /// When `directions` has fewer elements than the matrices, `beta2` is not in [0, 1), or `mean_squares` has another
+    /// number of rows.
     pub fn normalize_rows(
         &self,
         directions: &Tensor,
@@ -177,7 +183,7 @@ impl Muon {
         Ok(())
     }
 
-    /// Checks the running mean squares of rows, if this step has some.
+    /// Checks the running mean squares of rows, if this step uses them.
     fn check_rows<'a>(
         &self,
         mean_squares: Option<&'a Tensor>,
@@ -210,7 +216,7 @@ impl Muon {
         }
     }
 
-    /// Moves the weights of parts of matrices along their orthogonal directions. Arguments as for [`Muon::step`].
+    /// Moves the weights of `parts` along their orthogonal directions. The other arguments are those of [`Muon::step`].
     ///
     /// # Errors
     /// As [`Muon::step`].
@@ -222,7 +228,7 @@ impl Muon {
         parts: &[MuonPart],
         copy: Option<&Tensor>,
     ) -> Result<()> {
-        // The row of weights has the shape and type that a gradient would have.
+        // The row of weights stands in for the gradient: it has the same shape and type.
         check_update(NAME, 2, state, &state.get(0)?, sum_of_squares, copy)?;
         let dtype = if state.device().is_cuda() { DType::BF16 } else { DType::F32 };
         if directions.rank() != 1 || directions.dtype() != dtype || !directions.is_contiguous() {
@@ -251,14 +257,14 @@ impl Muon {
                 "muon: the momentum is out of range",
                 self.momentum,
                 "0 and up, below 1",
-                "0.95 is the usual one",
+                "0.95 is usual",
             ));
         }
         Ok(())
     }
 }
 
-/// Checks that parts have elements, and overlap neither among the parameters nor among the directions.
+/// Checks that no part is empty, and that parts overlap neither in the parameters nor in the directions.
 fn check_parts(parts: &[MuonPart], parameters: usize, directions: usize) -> Result<()> {
     let mut sorted = parts.to_vec();
     for (first, end) in [(|part: &MuonPart| part.at) as fn(&MuonPart) -> usize, |part| part.to]
@@ -273,8 +279,10 @@ fn check_parts(parts: &[MuonPart], parameters: usize, directions: usize) -> Resu
             return Err(argument_error(
                 "muon: a matrix does not fit",
                 part,
-                &format!("matrices that end by the next one, or by the last element: here {end}"),
-                "`at` is the first element, `len` their number: rows times columns of a whole matrix",
+                &format!(
+                    "a matrix that ends before the next matrix begins, and by the last element: here {end}"
+                ),
+                "`at` is the first element, `len` the number of elements: rows times columns for a whole matrix",
             ));
         }
     }

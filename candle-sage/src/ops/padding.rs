@@ -7,9 +7,10 @@ use crate::shape::Packing;
 
 /// Which tokens of a padded batch, (batch, sequence), are real.
 ///
-/// Attention to packed documents computes exactly what attention with a padding mask does, without computing on padding, in any scheme, forward and
-/// backward: [`pack_padded`] the batch, run the model with [`Padding::packing`], and [`unpack_padded`] what has to be a batch again. Everything between
-/// (norms, linear layers) runs on fewer tokens too.
+/// Attention over packed documents computes exactly the result of attention with a padding mask, but skips the padding,
+/// in any scheme, forward and backward. Call [`pack_padded`] on the batch, run the model with [`Padding::packing`], and
+/// call [`unpack_padded`] on tensors that have to be batches again. Norms and linear layers in between run on fewer
+/// tokens too.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -42,8 +43,8 @@ pub struct Padding {
 }
 
 impl Padding {
-    /// From a mask (batch, sequence) of any type: real tokens are not 0. They may lie anywhere in a row (left, right), and keep their order. A row may have none.
-    /// Reads the mask on the host, which waits for a GPU.
+    /// From a mask (batch, sequence) of any type: real tokens are not 0. They may be anywhere in a row (left or right
+    /// padding), and keep their order. A row may have no real token. The host reads the mask, and so waits for a GPU.
     ///
     /// # Errors
     /// When the mask is not a matrix, or has no real token.
@@ -65,7 +66,7 @@ impl Padding {
         Self::new((batch, sequence), lengths, real, mask.device())
     }
 
-    /// From the number of real tokens of each row of (batch, sequence), which come first.
+    /// From the number of real tokens of each row of (batch, sequence). In a row the real tokens come first.
     ///
     /// # Errors
     /// When a row is longer than the sequence, or no row has a token.
@@ -137,7 +138,7 @@ pub fn pack_padded(x: &Tensor, padding: &Padding) -> Result<Tensor> {
             "pack_padded: the batch does not fit the padding",
             x.dims(),
             &format!("({}, {}, ..)", padding.batch, padding.sequence),
-            "the padding was made of a mask, or of lengths, of another batch",
+            "the padding was made from a mask or lengths of another batch",
         ));
     }
     x.flatten(0, 1)?.contiguous()?.index_select(&padding.real, 0)?.unsqueeze(0)

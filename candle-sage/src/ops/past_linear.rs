@@ -1,4 +1,4 @@
-//! Linear attention over the keys that block-sparse attention leaves out.
+//! Linear attention over the keys that block-sparse attention skips: the tail of SLA2.
 
 mod products;
 
@@ -51,16 +51,16 @@ impl std::fmt::Display for Tail {
 }
 
 /// Linear attention of each block of queries over its candidate blocks of keys:
-/// `out_i = phi(q_i) H_I / (phi(q_i) . z_I)` with `H_I = sum_j phi(k_j)^T v_j`, `z_I = sum_j phi(k_j)` and
-/// `phi` the softmax over channels (SLA, arXiv 2509.24006; SLA2, arXiv 2602.12675). A query without such keys
-/// gives zeros.
+/// `out_i = phi(q_i) H_I / (phi(q_i) . z_I)` with `H_I = sum_j phi(k_j)^T v_j`, `z_I = sum_j phi(k_j)` and `phi` the
+/// softmax over channels (SLA, arXiv 2509.24006; SLA2, arXiv 2602.12675). The output is zero for queries without
+/// candidates.
 ///
-/// Query, key and value are (batch, sequence, heads, head_dim) in f32, f16 or bf16 with any strides, as
-/// [`Attention`](crate::Attention) takes them, and all receive gradients; the output has the query's shape
-/// and type. Where the selection is not causal, `phi` is taken of K less its mean over the segment; with a
-/// causal mask that mean would depend on later tokens. Sums run in f32. On CUDA [`Tail::Past`] with a causal mask has kernels, which round the
-/// states `H` to the inputs' type; the other tails are products of matrices by candle's operators, slower and with more memory: their
-/// states are f32, and so are copies of all inputs.
+/// Query, key and value are (batch, sequence, heads, head_dim) in f32, f16 or bf16 with any strides, as in
+/// [`Attention`](crate::Attention), and all receive gradients; the output has the query's shape and type. Without a
+/// causal mask `phi` is applied to K minus its mean over the segment; with a causal mask this mean would depend on
+/// later tokens. Sums run in f32. On CUDA there are kernels for [`Tail::Past`] with a causal mask; they round the
+/// states `H` to the inputs' type. The other tails are matmuls by candle's operators. They are slower and need more
+/// memory: states and copies of all inputs are f32.
 ///
 /// ```
 /// use candle_core::{DType, Device, Var};
@@ -82,7 +82,7 @@ impl std::fmt::Display for Tail {
 /// ```
 ///
 /// # Errors
-/// When shapes and types do not fit, or the selection was made for another shape.
+/// When shapes and types do not match, or the selection was made for another shape.
 pub fn past_linear(q: &Tensor, k: &Tensor, v: &Tensor, selection: &Selection, tail: Tail) -> Result<Tensor> {
     let op = PastLinear::new([q, k, v], selection, tail)?;
     if op.lacks_kernels(q) {
@@ -123,8 +123,8 @@ pub fn past_linear_backward(
     Gradients(&PastLinear::new([q, k, v], selection, tail)?).of([q, k, v], dout)
 }
 
-/// As [`past_linear_backward`], added to the given gradients. On a GPU the sums replace the gradients in
-/// their own memory, which nothing else may use any more.
+/// [`past_linear_backward`] added to given gradients. On a GPU the sums overwrite these gradients in place, so nothing
+/// else may use their memory.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -212,14 +212,14 @@ impl PastLinear {
         Ok(())
     }
 
-    /// Whether the inputs are on a GPU, where this tail is one of [`products`].
+    /// Whether the inputs are on a GPU and no kernel computes this tail, so that [`products`] does.
     pub(super) fn lacks_kernels(&self, q: &Tensor) -> bool {
         q.device().is_cuda() && (self.tail == Tail::Complement || !self.shape.causal())
     }
 }
 
-/// The gradients of query, key and value, for them and the output's gradient. On a GPU three more tensors may follow, to
-/// which they are added in place.
+/// The op that computes the gradients of query, key and value from these and the output's gradient. On a GPU three more
+/// tensors may follow, to which the gradients are added in place.
 pub(crate) struct Gradients<'a>(pub(crate) &'a PastLinear);
 
 impl Gradients<'_> {

@@ -16,11 +16,11 @@ const NAME: &str = "qk-norm-rope";
 
 /// `y = rope(rms_norm(x, weight))`: each head is normalized over its channels, then rotated.
 ///
-/// `x` is (batch, sequence, heads, head_dim) in f32, f16 or bf16 with any strides, `weight` (head_dim); `cos`
-/// and `sin` are (sequence, head_dim / 2), see [`rope_tables`](super::rope_tables). The output has the shape
-/// and type of `x`. Nothing is rounded between the two steps. `x` and `weight` receive the gradients of
-/// [`rms_norm`](super::rms_norm()) for the output's gradient rotated by the opposite angle. (QK-norm: arXiv
-/// 2302.05442, section 3; its order with the rotation is that of Qwen3.)
+/// `x` is (batch, sequence, heads, head_dim) in f32, f16 or bf16 with any strides, `weight` (head_dim); `cos` and `sin`
+/// are (sequence, head_dim / 2), see [`rope_tables`](super::rope_tables). The output has the shape and type of `x`.
+/// Nothing is rounded between the two steps. `x` and `weight` receive the gradients of [`rms_norm`](super::rms_norm())
+/// for the output's gradient rotated by the opposite angle. (QK-norm: arXiv 2302.05442, section 3; Qwen3 also
+/// normalizes before it rotates.)
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -62,12 +62,12 @@ pub struct QkNormRopeGrad<'a> {
     pub dout: &'a Tensor,
 }
 
-/// The gradients of inputs and weights of [`qk_norm_rope`], of query and key in one call. For training loops
-/// that do not use candle's graph.
+/// The gradients of inputs and weights of [`qk_norm_rope`], for query and key in one call. For training loops that do
+/// not use candle's graph.
 ///
-/// Those of the inputs are concatenated along the heads, (batch, sequence, heads of all, head_dim), as the
-/// operand of a single backward product if a single product made query and key. Each alone is a `narrow` of
-/// dimension 2. Those of the weights are in the order of `all`.
+/// The gradients of the inputs are concatenated along the heads, (batch, sequence, heads of all, head_dim): if one
+/// matmul computed query and key, this is the operand of one backward matmul. `narrow` in dimension 2 returns a single
+/// input's gradient. The gradients of the weights are in the order of `all`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -153,7 +153,8 @@ pub(crate) struct QkNormRope {
     pub(crate) style: RopeStyle,
 }
 
-/// The gradients of any number of inputs, which a GPU concatenates along the heads, and of their weights.
+/// The op that computes the gradients of any number of inputs, concatenated along the heads on a GPU, and of their
+/// weights.
 pub(crate) struct Gradients {
     pub(crate) eps: f32,
     pub(crate) style: RopeStyle,

@@ -80,9 +80,9 @@ pub fn residual_rms_norm(
     Ok((sum, y))
 }
 
-/// The gradients of `x` and the weight of [`rms_norm`] for the output's gradient `dout`. `residual`, the
-/// gradient of `x` through the residual connection past the norm, is added to that of `x` in the same pass,
-/// before it is rounded.
+/// The gradients of `x` and the weight of [`rms_norm`] for the output's gradient `dout`. `residual`, the gradient of
+/// `x` through the residual connection past the norm, is added to the gradient of `x` in the same pass, before
+/// rounding.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -162,13 +162,14 @@ pub(super) fn checked_eps(op: &str, eps: f64) -> Result<f32> {
     Err(argument_error(&format!("{op}: eps is out of range"), eps, "0 and up", "1e-6 is the usual eps"))
 }
 
-/// On a GPU it is launched for `x` and the weight, or for `x`, a residual and the weight: then it also makes their sum.
+/// On a GPU the op is launched with `x` and the weight, or with `x`, a residual and the weight; with a residual it also
+/// computes the sum.
 pub(crate) struct RmsNorm {
     pub(crate) eps: f32,
 }
 
-/// The gradients of `x` and the weight for both and that of the output; a fourth tensor is added to the first of them if
-/// it is a `residual`.
+/// The op that computes the gradients of `x` and the weight from these two and the output's gradient. With `residual`
+/// there is a fourth tensor, which is added to the gradient of `x`.
 pub(crate) struct Gradients {
     pub(crate) eps: f32,
     pub(crate) residual: bool,

@@ -27,7 +27,7 @@ pub enum RopeStyle {
 /// Cosines and sines for the positions `0..len`: two f32 tensors (len, head_dim / 2), with
 /// `angle[p][i] = p * base^(-2 i / head_dim)`, computed in f64. (RoFormer: arXiv 2104.09864.)
 ///
-/// For packed documents, each of which starts at position 0, take rows with `index_select`.
+/// For packed documents, which each start at position 0, select rows with `index_select`.
 ///
 /// ```
 /// use candle_core::Device;
@@ -61,8 +61,8 @@ pub struct Llama3Scaling {
     pub original_len: usize,
 }
 
-/// As [`rope_tables`], with frequencies scaled as in Llama 3.1: one with `t` turns in `original_len` tokens
-/// is multiplied by `s + (1 - s) / factor`, where `s = (t - low) / (high - low)` is clamped to 0 to 1.
+/// [`rope_tables`] with frequencies scaled as in Llama 3.1: a frequency with `t` turns in `original_len` tokens is
+/// multiplied by `s + (1 - s) / factor`, where `s = (t - low) / (high - low)` is clamped to 0 to 1.
 ///
 /// ```
 /// use candle_core::Device;
@@ -157,8 +157,8 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<
 /// The gradients of inputs of [`rope`] for the outputs' gradients `douts`, which are rotated by the opposite
 /// angles. For training loops that do not use candle's graph.
 ///
-/// They are concatenated along the heads, (batch, sequence, heads of all, head_dim), as the operand of a
-/// single backward product if a single product made query and key. Each alone is a `narrow` of dimension 2.
+/// The gradients are concatenated along the heads, (batch, sequence, heads of all, head_dim): if one matmul computed
+/// query and key, this is the operand of one backward matmul. `narrow` in dimension 2 returns a single gradient.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -214,10 +214,10 @@ pub(super) fn beside(op: &str, all: &[&Tensor]) -> Result<(usize, usize, usize, 
             Ok((*batch, *sequence, heads + rest.iter().map(|x| x.4).sum::<usize>(), *d))
         }
         _ => Err(shape_error(
-            &format!("{op}: these do not lie side by side"),
+            &format!("{op}: the tensors cannot be concatenated along the heads"),
             all.iter().map(|x| (x.dims(), x.dtype())).collect::<Vec<_>>(),
-            "one or more (batch, sequence, heads, head_dim) that differ in heads alone",
-            "call it for each",
+            "one or more (batch, sequence, heads, head_dim) that differ only in heads",
+            "call it once per tensor",
         )),
     }
 }
@@ -236,7 +236,8 @@ pub(super) fn check(op: &str, x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<
             &format!("{op}: the tables do not match the input"),
             (x.dims(), cos.dims(), sin.dims()),
             "x (batch, sequence, heads, head_dim), tables (sequence, head_dim / 2)",
-            // The tables have as many rows as the third dimension: the input is probably (batch, heads, sequence, head_dim).
+            // If the tables have as many rows as the third dimension, the input is probably (batch, heads, sequence,
+            // head_dim).
             match heads_first {
                 true => {
                     "`transpose(1, 2)` an x that is (batch, heads, sequence, head_dim), or call `Rotary::forward_heads_first`"
@@ -250,14 +251,14 @@ pub(super) fn check(op: &str, x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<
             &format!("{op}: the tables have no gradient"),
             "tables that are variables, or made from them",
             "constant tables",
-            "take them off the graph with `detach()`",
+            "detach them from the graph with `detach()`",
         ));
     }
     Ok(())
 }
 
-/// It rotates by the tables' angles times `direction`. On a GPU it takes any number of tensors, and concatenates them
-/// along the heads.
+/// Rotates by the tables' angles times `direction`. On a GPU the op accepts any number of tensors, and concatenates
+/// them along the heads.
 pub(crate) struct Rope {
     pub(crate) style: RopeStyle,
     pub(crate) direction: f32,

@@ -1,5 +1,5 @@
-//! The router's computations on the device: means of blocks, the largest scores, and the attention mass of
-//! blocks. None has a gradient.
+//! The router's computations on the device: means of blocks, the largest scores, and the attention mass of blocks. They
+//! have no gradients.
 
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -13,8 +13,8 @@ use crate::shape::AttentionShape;
 
 const NAME: &str = "route";
 
-/// The means of the blocks of queries, (key heads, blocks of all segments, head_dim) in f32: over the heads
-/// of a group, and over the last `pool` queries up to the block's first with a causal mask, else over the
+/// The means of the blocks of queries, (key heads, blocks of all segments, head_dim) in f32. A mean is over the heads
+/// of a group, and with a causal mask over the last `pool` queries up to the block's first query, otherwise over the
 /// whole block.
 pub(crate) fn pool_queries(
     q: &Tensor,
@@ -58,8 +58,8 @@ impl Means<'_> {
     }
 }
 
-/// The selection of at most `most` candidates: the `nearest` last ones, and those with the largest scores. `scores` are (key heads, blocks of
-/// queries, columns) in f32; for columns see [`Blocks::first_column`].
+/// The selection of at most `most` candidates: the last `nearest` candidates, and the candidates with the largest
+/// scores. `scores` are (key heads, blocks of queries, columns) in f32; for columns see [`Blocks::first_column`].
 pub(crate) fn choose(
     scores: &Tensor,
     shape: &AttentionShape,
@@ -79,8 +79,8 @@ pub(crate) fn choose(
     Ok(Selection::from_tensor(choice.shape, blocks.clone(), lists))
 }
 
-/// The lists of at most `most` candidates, the `nearest` last ones and those with the largest scores, each with
-/// room for `width` blocks.
+/// The op that computes the lists of at most `most` candidates: the last `nearest` candidates, and the candidates with
+/// the largest scores. Each list has room for `width` blocks.
 pub(crate) struct Choice<'a> {
     pub(crate) shape: &'a AttentionShape,
     pub(crate) blocks: &'a Blocks,
@@ -138,7 +138,7 @@ pub(crate) fn block_mass(
     Tensor::from_vec(mass.on_cpu([q, k])?, dims, &Device::Cpu)
 }
 
-/// The attention mass of each candidate.
+/// The op of [`block_mass`].
 pub(crate) struct Mass<'a> {
     pub(crate) shape: &'a AttentionShape,
     pub(crate) blocks: &'a Blocks,

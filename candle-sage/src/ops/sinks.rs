@@ -1,4 +1,4 @@
-//! Attention sinks: a learned logit of each head in the denominator of the softmax.
+//! Attention sinks: a learned logit per head in the denominator of the softmax.
 
 use std::sync::{Arc, PoisonError};
 
@@ -12,9 +12,10 @@ use crate::error::Error;
 use crate::shape::AttentionShape;
 
 impl Attention {
-    /// Sinks: a further logit per query head in the denominator of the softmax, so that a query can attend to nothing,
-    /// `out_i = sum_j exp(l_ij) v_j / (exp(sink) + sum_j exp(l_ij))` with the logits `l_ij`. `sinks` is (query heads) in any float type, on the
-    /// query's device. [`Attention::apply`] takes them as constants; [`Attention::apply_with_sinks`] gives them a gradient.
+    /// Sinks: an additional logit per query head in the denominator of the softmax, so that a query can attend to
+    /// nothing: `out_i = sum_j exp(l_ij) v_j / (exp(sink) + sum_j exp(l_ij))` with the logits `l_ij`. `sinks` is (query
+    /// heads) in any float type, on the query's device. [`Attention::apply`] uses them as constants; with
+    /// [`Attention::apply_with_sinks`] they receive a gradient.
     ///
     /// Probabilities are quantized as without sinks, relative to the largest logit of a key. The log-sum-exps of
     /// [`Attention::apply_with_lse`] include the sink.
@@ -24,8 +25,8 @@ impl Attention {
         self
     }
 
-    /// As [`Attention::apply`] with [`Attention::sinks`], which have a gradient, as query, key and value have. GPT-OSS has them ("sinks"), as
-    /// `(heads)` parameters.
+    /// [`Attention::apply`] with [`Attention::sinks`] that receive a gradient, like query, key and value. GPT-OSS uses
+    /// them: its parameter "sinks" is `(heads)`.
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
@@ -43,8 +44,9 @@ impl Attention {
     /// ```
     ///
     /// # Errors
-    /// As [`Attention::apply`]; when there is not one sink for each query head; and when the scheme smooths keys ([`Smoothing`](crate::Smoothing)), because
-    /// the logits are then computed from keys minus their mean (`SageBwd::default()` does so).
+    /// As [`Attention::apply`]; when the number of sinks is not the number of query heads; and when the scheme smooths
+    /// keys ([`Smoothing`](crate::Smoothing)), because the logits are then computed from keys minus their mean
+    /// (`SageBwd::default()` does so).
     ///
     /// Source: GPT-OSS's model card, arXiv 2508.10925.
     pub fn apply_with_sinks(&self, q: &Tensor, k: &Tensor, v: &Tensor, sinks: &Tensor) -> Result<Tensor> {
@@ -60,18 +62,18 @@ impl Attention {
         let op = attention.op(q, k, v, true)?;
         // In f32 before the op, so that the gradient returns to the sinks' own type.
         let sinks = sinks.to_dtype(DType::F32)?;
-        let saved = op.saved.clone().ok_or_else(|| Error::new("a forward that keeps nothing"))?;
+        let saved = op.saved.clone().ok_or_else(|| Error::new("the forward kept no state"))?;
         let k = k.apply_op2(&sinks, WithSinks(saved))?;
         q.apply_op3(&k, v, op)
     }
 
-    /// Checks that the scheme takes sinks.
+    /// Checks that the scheme supports sinks.
     pub(crate) fn check_sinks(&self) -> Result<()> {
         if self.scheme.smooths_keys() {
-            return Err(Error::unsupported("sinks with logits that are computed from smoothed keys")
+            return Err(Error::unsupported("sinks with smoothed keys")
                 .got(self.scheme)
-                .allowed("full precision, or a scheme with Smoothing::None")
-                .hint("`.smoothing(Smoothing::None)`: a sink is compared with the logits of the keys themselves")
+                .allowed("unquantized attention, or a scheme with Smoothing::None")
+                .hint("`.smoothing(Smoothing::None)`: smoothing shifts the logits, which a sink is compared with")
                 .into());
         }
         Ok(())
@@ -82,22 +84,23 @@ impl Attention {
         let Some(sinks) = &self.sinks else { return Ok(None) };
         self.check_sinks()?;
         let hints = [
-            "flatten or expand the parameter to one number a head",
-            "`Attention::apply_with_sinks` gives them a gradient; `Tensor::detach` takes it away",
+            "flatten or expand the parameter to one number per head",
+            "`Attention::apply_with_sinks` returns their gradient; `Tensor::detach` makes them constants",
         ];
         of_heads("the sinks", sinks, shape.query_heads(), q.device(), hints).map(Some)
     }
 }
 
 impl AttentionVjp {
-    /// The gradient of the sinks of [`Attention::sinks`], (query heads) in f32, after [`AttentionVjp::apply`] has computed those of query, key and value.
-    /// `None` without sinks, and before.
+    /// The gradient of the sinks of [`Attention::sinks`], (query heads) in f32, once [`AttentionVjp::apply`] has
+    /// computed the gradients of query, key and value. `None` before that, and without sinks.
     pub fn sink_gradient(&self) -> Option<Tensor> {
         self.op.saved.as_ref()?.dsinks.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
-/// Key, as it is, and sinks: candle's graph then asks for the sinks' gradient after attention's backward, which leaves it in `Saved`.
+/// Returns the key unchanged, with the sinks as second input: candle then runs this backward after attention's, which
+/// stored the sinks' gradient in `Saved`.
 struct WithSinks(Arc<Saved>);
 
 impl CustomOp2 for WithSinks {

@@ -1,4 +1,4 @@
-//! A choice of the k largest that has a gradient.
+//! SoftTop-k: a differentiable selection of the k largest scores.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor};
@@ -11,12 +11,13 @@ use crate::error::Error;
 
 const NAME: &str = "soft-top-k";
 
-/// SoftTop-k over the last dimension: `m_j = sigmoid(s_j / tau + shift)`, with the shift of each row for which its weights add up
-/// to `count` (SLA2, arXiv 2602.12675, equation 16). As `tau` goes to 0 the `count` largest have weight 1.
+/// SoftTop-k over the last dimension: `m_j = sigmoid(s_j / tau + shift)`, with a shift per row that makes the row's
+/// weights sum to `count` (SLA2, arXiv 2602.12675, equation 16). As `tau` goes to 0 the `count` largest scores get
+/// weight 1.
 ///
-/// `scores` is (.., columns) in f32, and so is the output. Scores of minus infinity are not candidates: their weight is 0. A row
-/// with at most `count` candidates gives each of them weight 1. Scores receive gradients, through the shift too: with
-/// `w = m (1 - m)` these are `w (dm - sum(w dm) / sum(w)) / tau`. It runs on the CPU, in f64.
+/// `scores` is (.., columns) in f32, and so is the output. Scores of minus infinity have weight 0 and are not
+/// candidates. In a row with at most `count` candidates each candidate has weight 1. Scores receive gradients, through
+/// the shift too: with `w = m (1 - m)` the gradients are `w (dm - sum(w dm) / sum(w)) / tau`. It runs on the CPU, in f64.
 ///
 /// ```
 /// use candle_core::{Device, Var};
@@ -37,7 +38,7 @@ const NAME: &str = "soft-top-k";
 pub fn soft_top_k(scores: &Tensor, count: usize, tau: f64) -> Result<Tensor> {
     if scores.dtype() != DType::F32 || scores.rank() == 0 {
         return Err(shape_error(
-            "soft_top_k takes rows of scores",
+            "soft_top_k needs rows of scores",
             (scores.dims(), scores.dtype()),
             "(.., columns) in f32",
             "convert with `to_dtype`",
@@ -63,7 +64,7 @@ struct SoftTopK {
 }
 
 impl SoftTopK {
-    /// Makes `f` of each row of `values`, `columns` wide.
+    /// Applies `f` to each row of `values`, `columns` wide.
     fn rows(values: &[f32], columns: usize, f: impl Fn(usize, &[f32]) -> Vec<f64> + Sync) -> Vec<f32> {
         let rows = values.par_chunks(columns.max(1)).enumerate();
         rows.flat_map_iter(|(n, row)| f(n, row).into_iter().map(|x| x as f32)).collect()
@@ -82,7 +83,7 @@ impl CustomOp1 for SoftTopK {
         Ok((to_storage(out, scores.dtype())?, layout.shape().clone()))
     }
 
-    /// The weights are made again in f64, where small ones keep the digits that `m (1 - m)` needs.
+    /// The weights are recomputed in f64, where small weights keep the digits that `m (1 - m)` needs.
     fn bwd(&self, scores: &Tensor, _out: &Tensor, dout: &Tensor) -> Result<Option<Tensor>> {
         let columns = scores.dim(candle_core::D::Minus1)?;
         let grad = with_f32(NAME, [scores, dout], |[scores, dout]| {

@@ -1,4 +1,4 @@
-//! Functions that the operators share: CPU tensors as f32, and tensors from f32 results.
+//! Functions that the operators share: CPU tensors as f32, tensors from f32 results, and checks of arguments.
 
 use std::borrow::Cow;
 
@@ -100,8 +100,8 @@ fn offsets_of(start: usize, dims: &[usize], strides: &[usize]) -> Vec<usize> {
     offsets
 }
 
-/// The elements in row-major order, converted to f32: row by row and in parallel if the elements of a row are
-/// adjacent in memory, as in a slice of a tensor.
+/// The elements in row-major order, converted to f32. If the elements of a row are adjacent in memory, as in a slice of
+/// a tensor, rows are converted in parallel.
 fn gather<T: Copy + Sync>(values: &[T], layout: &Layout, f: impl Fn(T) -> f32 + Sync) -> Vec<f32> {
     let (dims, strides) = (layout.dims(), layout.stride());
     match (dims, strides) {
@@ -137,8 +137,8 @@ pub(super) fn f32_values<'a>(op: &str, storage: &'a CpuStorage, layout: &Layout)
     })
 }
 
-/// A CPU tensor as f32 rows of its last dimension. It is borrowed if it is f32, the elements of a row are
-/// adjacent and the rows are equally far apart.
+/// A CPU tensor as f32 rows of its last dimension. The data are borrowed if they are f32, the elements of a row are
+/// adjacent and the rows have a constant stride.
 pub(super) struct Rows<'a> {
     values: Cow<'a, [f32]>,
     stride: usize,
@@ -155,7 +155,7 @@ impl<'a> Rows<'a> {
         })
     }
 
-    /// Some columns of a row.
+    /// A range of columns of a row.
     pub(super) fn part(&self, row: usize, columns: std::ops::Range<usize>) -> &[f32] {
         &self.values[row * self.stride..][columns]
     }
@@ -180,14 +180,14 @@ fn not_a_sum(op: &str, dtype: DType, dense: bool) -> Error {
         .hint("`Tensor::zeros(dims, DType::F32, device)`")
 }
 
-/// Checks that a tensor can take a sum in place: f32, contiguous, of shape `dims`.
+/// Checks that a tensor can be added to in place: f32, contiguous, of shape `dims`.
 pub(super) fn check_sum(op: &str, sum: &Tensor, dims: &[usize]) -> Result<()> {
     if sum.dims() != dims {
         return Err(shape_error(
             &format!("{op}: the sum does not fit"),
             sum.dims(),
             &format!("{dims:?}"),
-            "it has the shape of what is added to it",
+            "the sum has the shape of the tensor that is added",
         ));
     }
     if sum.dtype() != DType::F32 || !sum.is_contiguous() {
@@ -222,7 +222,7 @@ pub(super) fn ids(op: &str, storage: &CpuStorage, layout: &Layout) -> Result<Vec
         CpuStorage::U8(values) => Ok(index.iter().map(|&i| i64::from(values[i])).collect()),
         CpuStorage::U32(values) => Ok(index.iter().map(|&i| i64::from(values[i])).collect()),
         CpuStorage::I64(values) => Ok(index.iter().map(|&i| values[i]).collect()),
-        other => Err(Error::new(format!("{op} does not take ids of this type"))
+        other => Err(Error::new(format!("{op} does not support ids of this type"))
             .got(other.dtype().as_str())
             .allowed("u8, u32, i64")
             .hint("convert with `to_dtype(DType::U32)`")
@@ -230,8 +230,8 @@ pub(super) fn ids(op: &str, storage: &CpuStorage, layout: &Layout) -> Result<Vec
     }
 }
 
-/// Checks the tensors of an optimizer's update: the state of `rows` numbers a parameter, their gradient and its sum of squares, and the
-/// copy of the weights in 16 bit.
+/// Checks the tensors of an optimizer's update: the state with `rows` numbers per parameter, the gradient, its sum of
+/// squares, and the 16-bit copy of the weights.
 pub(super) fn check_update(
     op: &str,
     rows: usize,
@@ -260,13 +260,13 @@ pub(super) fn check_update(
                 "state ({rows}, parameters) and gradient (parameters) in f32, the sum an f64 scalar; a copy (parameters) in \
                  f16 or bf16 on a GPU; no gaps"
             ),
-            "one tensor holds all parameters, one after the other",
+            "one tensor contains all parameters, one after the other",
         ));
     }
     supported(op, &[state, gradient, sum_of_squares, copy.unwrap_or(state)])
 }
 
-/// An error about tensors that do not fit together.
+/// An error about shapes of tensors.
 pub(super) fn shape_error(
     what: &str,
     got: impl std::fmt::Debug,
@@ -286,14 +286,14 @@ pub(super) fn argument_error(
     Error::new(what).got(format!("{got:?}")).allowed(allowed).hint(hint).into()
 }
 
-/// An error about a value of an op that is used for a second forward.
+/// An error: the value of an op was used for a second forward.
 pub(super) fn run_twice<T>(_: T) -> Error {
     Error::new("the value of an op was run twice")
 }
 
-/// An error about a backward without a forward.
+/// An error: a backward without a forward.
 pub(super) fn no_forward() -> Error {
-    Error::new("an op was asked for its backward before its forward")
+    Error::new("the backward of an op ran before its forward")
 }
 
 /// The dimensions of a tensor (batch, sequence, heads, head_dim).
@@ -317,8 +317,9 @@ fn four(name: &str, tensor: &Tensor, allowed: &str) -> Result<Dims> {
     })
 }
 
-/// A number for each query head, as a constant in f32: (heads) in any float type, on the query's device. `hints` are for one that does not fit, and
-/// for one that is tracked and would get no gradient.
+/// Checks a tensor of one number per query head, (heads) in any float type on the query's device, and converts it to an
+/// f32 constant. `hints`: the first for a wrong shape, type or device, the second for a tracked tensor, which would get
+/// no gradient.
 pub(super) fn of_heads(
     what: &str,
     x: &Tensor,

@@ -56,11 +56,11 @@ fn check(gate: &Tensor, other: &Tensor) -> Result<()> {
 
 pub(crate) struct SwiGlu;
 
-/// The gradients of gate and up for the output's gradient `dout`, and with `again` also the output, for
-/// callers that have not kept it. For training loops that do not use candle's graph. See [`swiglu`].
+/// The gradients of gate and up for the output's gradient `dout`, and with `again` also the output, for callers that
+/// did not keep it. For training loops that do not use candle's graph. See [`swiglu`].
 ///
-/// The gradients are concatenated along the last dimension, (.., 2 width), as the operand of a single
-/// backward product if a single product made gate and up. Each alone is `narrow(D::Minus1, 0, width)` and
+/// The gradients are concatenated along the last dimension, (.., 2 width): if one matmul computed gate and up, this is
+/// the operand of one backward matmul. The gradient of gate is `narrow(D::Minus1, 0, width)`, that of up
 /// `narrow(D::Minus1, width, width)`.
 ///
 /// ```
@@ -79,7 +79,7 @@ pub(crate) struct SwiGlu;
 /// ```
 ///
 /// # Errors
-/// As [`swiglu`], and when `dout` does not fit, or the inputs have no dimensions.
+/// As [`swiglu`], and when `dout` has another shape or type, or the inputs have no dimensions.
 pub fn swiglu_backward(
     gate: &Tensor,
     up: &Tensor,
@@ -93,10 +93,11 @@ pub fn swiglu_backward(
     Gradients { again, beside: true }.of([gate, up, dout])
 }
 
-/// The gradients of gate and up, and with `again` also the output.
+/// The op that computes the gradients of gate and up, and with `again` also the output.
 pub(crate) struct Gradients {
     pub(crate) again: bool,
-    /// Whether they are concatenated along the last dimension, and not stacked along a new first one.
+    /// Whether the gradients are concatenated along the last dimension; otherwise they are stacked along a new first
+    /// dimension.
     pub(crate) beside: bool,
 }
 

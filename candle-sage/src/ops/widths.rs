@@ -1,13 +1,14 @@
-//! Values whose heads are narrower or wider than those of queries and keys: channels of zeros make them equal.
+//! Attention in which values have another head_dim than queries and keys: the narrower heads are padded with channels
+//! of zeros.
 
 use candle_core::{D, Result, Tensor};
 
 use crate::shape::{Dims, HEAD_DIM};
 
-/// The head_dims of a call whose values have another than its queries and keys.
+/// The head_dims of a call in which values have another head_dim than queries and keys.
 ///
-/// A zero channel of Q and K adds nothing to a logit, and one of V is a zero channel of O. In low bits zeros change no scale, because they
-/// are not the maximum.
+/// A zero channel of Q and K adds nothing to a logit, and a zero channel of V becomes a zero channel of O. In low bits
+/// zeros change no scale, because they are not the maximum.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Widths {
     query: usize,
@@ -15,21 +16,21 @@ pub(super) struct Widths {
 }
 
 impl Widths {
-    /// `None` if all head_dims are the same. It is also `None` where anything else does not fit, which is for
-    /// [`AttentionShape::new`](crate::AttentionShape::new) to say.
+    /// `None` if all head_dims are the same. It is also `None` if other dimensions do not match, which
+    /// [`AttentionShape::new`](crate::AttentionShape::new) reports.
     pub(super) fn of([(_, _, _, query), (b, s, h, key), (vb, vs, vh, value)]: [Dims; 3]) -> Option<Self> {
         let fits =
             query == key && (b, s, h) == (vb, vs, vh) && [query, value].iter().all(|n| HEAD_DIM.contains(n));
         (fits && query != value).then_some(Self { query, value })
     }
 
-    /// Query, key and value with as many channels as the wider of them.
+    /// Query, key and value, padded to the larger head_dim.
     pub(super) fn widen(self, inputs: [&Tensor; 3]) -> Result<[Tensor; 3]> {
         let [q, k, v] = inputs.map(|x| widen(x, self.query.max(self.value)));
         Ok([q?, k?, v?])
     }
 
-    /// The output's gradient, with channels of zeros.
+    /// The output's gradient, padded with channels of zeros.
     pub(super) fn widen_output(self, dout: &Tensor) -> Result<Tensor> {
         widen(dout, self.query.max(self.value))
     }
@@ -44,7 +45,7 @@ impl Widths {
         self.value
     }
 
-    /// The gradients of query, key and value without them.
+    /// The gradients of query, key and value without the channels that were added.
     pub(super) fn narrow(self, [dq, dk, dv]: [Tensor; 3]) -> Result<[Tensor; 3]> {
         let first = |x: Tensor, channels| x.narrow(D::Minus1, 0, channels);
         Ok([first(dq, self.query)?, first(dk, self.query)?, first(dv, self.value)?])
@@ -54,7 +55,8 @@ impl Widths {
 fn widen(x: &Tensor, channels: usize) -> Result<Tensor> {
     match channels - x.dim(D::Minus1)? {
         0 => Ok(x.clone()),
-        // Of other strides candle's concatenation would leave channels that are not adjacent, which kernels read one by one.
+        // With other strides candle's concatenation would return a tensor with non-adjacent channels, which kernels
+        // load element by element.
         missing => x.contiguous()?.pad_with_zeros(D::Minus1, 0, missing),
     }
 }

@@ -28,8 +28,7 @@ fn features_backward(phi: &[f64], dphi: &[f64], d: usize) -> Vec<f64> {
 }
 
 /// Linear attention over the pairs of a pattern: `out_i = sum_j w_ij v_j / sum_j w_ij` with
-/// `w_ij = phi(q_i) . phi(k_j)` and `phi` the softmax over the channels. A query that sees no key gives
-/// zeros.
+/// `w_ij = phi(q_i) . phi(k_j)` and `phi` the softmax over the channels. The row of a query that sees no key is zero.
 ///
 /// ```
 /// use candle_sage::{AttentionShape, reference};

@@ -3,29 +3,30 @@
 use super::Smoothing;
 use crate::error::{Error, Result};
 
-/// Attn-QAT: attention in 4-bit floating point ([NVFP4](crate::nvfp4)), with a backward that trains through
-/// it.
+/// Attn-QAT: attention in 4-bit floating point ([NVFP4](crate::nvfp4)), with a backward that trains through the
+/// quantization.
 ///
 /// ```text
 /// forward    Q^ = fq(Q)   K^ = fq(K)   V^ = fq(V)          fq rounds to NVFP4 and back
 ///            P  = softmax(scale Q^ K^^T)                    in floating point
-///            O  = fq(P) V^              O' = P V^           O' is kept for the backward alone
+///            O  = fq(P) V^              O' = P V^           O' is kept only for the backward
 /// backward   P  from Q^, K^ and the forward's log-sum-exp
 ///            dV = fq(P)^T dO            dP = dO V^^T
 ///            dS = P o (dP - rowsum(dO o O'))
 ///            dQ = scale dS K^           dK = scale dS^T Q^
 /// ```
 ///
-/// Gradients pass fq unchanged (straight-through estimator); dO, dP and dS are never quantized. Groups of 16
-/// lie along head_dim for Q and K, along the keys for P, and along the axis of [`ValueGroups`] for V.
+/// Gradients pass fq unchanged (straight-through estimator); dO, dP and dS are never quantized. Groups of 16 values
+/// that share a scale run along head_dim for Q and K, along the keys for P, and along the axis of [`ValueGroups`] for
+/// V.
 ///
-/// Attn-QAT makes a model fit for FP4 inference; it does not make training faster. On every GPU training
-/// multiplies 16-bit operands that hold NVFP4 values exactly: the forward gives the results of FP4 units up
-/// to the order of sums. (In dV a probability is a code times a scale over the row's sum, rounded to 16 bit:
-/// within 2^-8 in bf16, 2^-12 in f16.)
+/// Attn-QAT prepares a model for FP4 inference; it does not make training faster. On every GPU training multiplies
+/// 16-bit operands that represent NVFP4 values exactly, so the forward has the results of FP4 tensor cores up to the
+/// order of sums. (In dV a probability is an FP4 value times a scale over the row's sum, rounded to 16 bit: within 2^-8
+/// in bf16, 2^-12 in f16.)
 ///
-/// Each ablation of the paper is one setting; [`AttnQat::drop_in`] is the paper's baseline that replaces the
-/// forward alone.
+/// Each ablation of the paper is one setting; [`AttnQat::drop_in`] is the paper's baseline that replaces only the
+/// forward.
 ///
 /// ```
 /// use candle_core::{Device, Var};
@@ -42,24 +43,23 @@ use crate::error::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AttnQat {
-    /// Whether K's token mean is subtracted before quantizing. The default is not to, since the paper
-    /// measured no gain. The mean is over all tokens, later ones too: it does not change the softmax, but it
-    /// changes how K is rounded.
+    /// Whether K's token mean is subtracted before quantizing. By default it is not, since the paper measured no gain.
+    /// The mean includes later tokens: it does not change the softmax, but it changes how K is rounded.
     pub smoothing: Smoothing,
     /// Axis along which 16 values of V share a scale.
     pub value_groups: ValueGroups,
-    /// Reference of the probabilities when they are quantized.
+    /// The number by which a row's probabilities are divided before they are quantized.
     pub p_reference: PReference,
     /// Whether dS uses the high-precision output O' (the paper's principle 2). Otherwise
     /// `D = rowsum(dO o O)`; then the rows of dS do not sum to zero, and a mean of K leaks into dQ.
     pub high_precision_output: bool,
-    /// Whether the backward computes its scores, and all other products, from the forward's Q^, K^ and V^
-    /// (the paper's principle 1). Otherwise it takes the unquantized tensors, as a stock backward would, and
-    /// its probabilities do not fit the forward's log-sum-exp.
+    /// Whether the backward computes its scores and all other matmuls from the forward's Q^, K^ and V^ (the paper's
+    /// principle 1). Otherwise it uses the unquantized tensors, as a stock backward would, and its probabilities do not
+    /// match the forward's log-sum-exp.
     pub matched_recomputation: bool,
     /// Whether dV is computed from quantized probabilities, as O is. Otherwise it is computed from P.
     pub requantized_p: bool,
-    /// Instructions that compute the products. They change no result beyond the order of sums.
+    /// Instructions that compute the matmuls. They change only the order of sums.
     pub products: Products,
 }
 
@@ -77,7 +77,7 @@ impl Default for AttnQat {
     }
 }
 
-/// The instructions that multiply the codes.
+/// The instructions that multiply FP4 values.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -94,16 +94,16 @@ impl Default for AttnQat {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Products {
-    /// 16-bit products (f32 on the CPU) of values that NVFP4 holds: forward and backward, on every device.
+    /// 16-bit matmuls (f32 on the CPU) of values that NVFP4 can represent: forward and backward, on every device.
     #[default]
     SixteenBit,
-    /// Block-scaled FP4 products, kind `mxf4nvf4`, for inference: a forward alone, on GPUs of compute
-    /// capability 10.0, 10.3 (`tcgen05.mma`) and 12.x (`mma`). (The CPU computes as with
-    /// [`Products::SixteenBit`].) O' is not computed; a tracked input is an error.
+    /// Block-scaled FP4 matmuls, kind `mxf4nvf4`, for inference: only a forward, on GPUs of compute capability 10.0,
+    /// 10.3 (`tcgen05.mma`) and 12.x (`mma`). (The CPU computes as with [`Products::SixteenBit`].) O' is not computed;
+    /// a tracked input is an error.
     ///
-    /// **The kernels have not run on such GPUs.** They are assembled for them, and their sources run on a CPU,
-    /// thread by thread, with the instructions as the PTX manual describes them (`kernels/host/run`): within
-    /// rounding of a definition in f64.
+    /// **The kernels have not run on such GPUs.** They are compiled for these GPUs, and their sources run on a CPU,
+    /// thread by thread, with the instructions emulated as the PTX manual describes them (`kernels/host/run`). The
+    /// results are within rounding of a definition in f64.
     Nvfp4,
 }
 
@@ -123,17 +123,17 @@ pub enum ValueGroups {
     /// Tokens, the reduction of P V: block-scaled FP4 instructions need this axis, and models are deployed
     /// with it.
     ///
-    /// A scale then depends on up to 15 later tokens: with a causal mask a token's value is rounded by the
-    /// scale of its group's largest value, and a NaN reaches the earlier tokens of its group. (Decoding token
-    /// by token rounds a group again until it is full.)
+    /// A scale then depends on up to 15 later tokens: also with a causal mask a token's value is rounded by the scale
+    /// of its group's largest value, and a NaN reaches the earlier tokens of its group. (Token-by-token decoding rounds
+    /// a group again until it is full.)
     #[default]
     Tokens,
     /// Channels, as in the paper's published training kernel.
     HeadDim,
 }
 
-/// The reference that a row's probabilities are divided by before they are quantized. E4M3 scales have their
-/// four significant bits only from 2^-6 on, so the reference decides which probabilities survive.
+/// The reference by which a row's probabilities are divided before they are quantized. E4M3 scales have four
+/// significant bits only from 2^-6 on, so the reference decides which probabilities are kept.
 ///
 /// ```
 /// use candle_sage::PReference;
@@ -147,13 +147,12 @@ pub enum ValueGroups {
 #[non_exhaustive]
 pub enum PReference {
     /// `2^ceil(m)`, where m is the row's largest base-2 logit: probabilities are relative to the largest one.
-    /// References are powers of two, so that a running maximum rescales exactly, and the backward reproduces
-    /// the forward's codes.
+    /// References are powers of two, so that rescaling by a running maximum is exact, and the backward reproduces the
+    /// forward's FP4 values.
     #[default]
     RowMax,
-    /// `2^(ceil(m) - 11)`: the same, with the largest probability moved to the top of E4M3's range, so that
-    /// 2048 times smaller probabilities keep their bits. It takes the place of the paper's two-level scale of
-    /// 2688 over the row's maximum.
+    /// `2^(ceil(m) - 11)`: as `RowMax`, but the largest probability is at the top of E4M3's range, so that 2048 times
+    /// smaller probabilities keep their bits. It replaces the paper's two-level scale of 2688 over the row's maximum.
     TwoLevel,
     /// The paper's text: the running maximum itself in the forward, the row's sum in the backward, so that
     /// probabilities under 0.006 vanish. For reproduction: diffuse attention loses most of dV.
@@ -161,7 +160,7 @@ pub enum PReference {
 }
 
 impl AttnQat {
-    /// The baseline that replaces the forward alone: a stock backward on unquantized Q, K and V.
+    /// The baseline that replaces only the forward: a stock backward on unquantized Q, K and V.
     ///
     /// ```
     /// use candle_sage::AttnQat;
@@ -227,7 +226,7 @@ impl AttnQat {
         self
     }
 
-    /// Every setting that decides results, as its name and its value as text.
+    /// Every setting that changes results, as its name and its value as text.
     pub(super) fn in_words(&self) -> Vec<(&'static str, String)> {
         let switch = |on: &bool| if *on { "on" } else { "off" }.to_string();
         let Self {
@@ -237,7 +236,7 @@ impl AttnQat {
             high_precision_output,
             matched_recomputation,
             requantized_p,
-            // How the same results are computed.
+            // Changes how results are computed, not the results.
             products: _,
         } = self;
         vec![
@@ -250,7 +249,7 @@ impl AttnQat {
         ]
     }
 
-    /// What an FP4 attention runtime must know: the formats, the axis of each operand's groups, and the
+    /// The settings that an FP4 attention runtime needs: the formats, the axis of each operand's groups, and the
     /// reference of P.
     pub(super) fn runtime_settings(&self) -> Vec<(&'static str, String)> {
         let text = |words: &str| words.to_string();
@@ -279,8 +278,8 @@ impl AttnQat {
     /// ```
     ///
     /// # Errors
-    /// When Q is to be smoothed, which Attn-QAT does not; when V is, with FP4 products or without the high-precision output; when
-    /// FP4 products are to have groups of V along head_dim, which is not their reduction.
+    /// When Q is smoothed; when V is smoothed with FP4 matmuls or without the high-precision output; when FP4 matmuls
+    /// have groups of V along head_dim, which is not their reduction.
     pub fn validate(&self) -> Result<()> {
         if self.smoothing.of_values() && !self.high_precision_output {
             return Err(Error::new("smoothing of V needs the high-precision output")
@@ -289,10 +288,10 @@ impl AttnQat {
                 .hint("AttnQat::high_precision_output(true) is the default"));
         }
         if self.smoothing.of_values() && self.products == Products::Nvfp4 {
-            return Err(Error::unsupported("FP4 products do not smooth V yet")
+            return Err(Error::unsupported("FP4 matmuls do not support smoothing of V")
                 .got("smoothing kv, products nvfp4")
                 .allowed("smoothing none, k")
-                .hint("16-bit products take it: AttnQat::products(Products::SixteenBit)"));
+                .hint("16-bit matmuls support it: AttnQat::products(Products::SixteenBit)"));
         }
         if self.smoothing.of_queries() {
             return Err(Error::new("Attn-QAT does not smooth the query")
@@ -301,18 +300,18 @@ impl AttnQat {
                 .hint("SageBwd smooths query and key"));
         }
         if self.products == Products::Nvfp4 && self.value_groups != ValueGroups::Tokens {
-            return Err(Error::new("FP4 products scale V along the tokens, their reduction")
+            return Err(Error::new("FP4 matmuls need V's scales along the tokens, their reduction")
                 .got(format!("values by {}", self.value_groups))
                 .allowed("tokens")
-                .hint("16-bit products take both: AttnQat::products"));
+                .hint("16-bit matmuls support both: AttnQat::products"));
         }
         Ok(())
     }
 }
 
 impl PReference {
-    /// The base-2 exponent of the reference of a row whose largest base-2 logit is `max`. Relative to it a
-    /// probability is `2^(logit - exponent)`.
+    /// The base-2 exponent of the reference of a row whose largest base-2 logit is `max`. A probability divided by the
+    /// reference is `2^(logit - exponent)`.
     ///
     /// ```
     /// use candle_sage::PReference;

@@ -3,24 +3,25 @@
 use super::{KeyMean, Smoothing};
 use crate::error::{Error, Result};
 
-/// SageBwd: six of the seven attention products (`S = Q K^T` counts in the forward and in the backward) on
-/// INT8 codes with exact accumulation (INT32, or f32 below 2^24 on the CPU), `dP = dO V^T` in 16 bit.
-/// [`Int8Products`] leaves more of them in floating point.
+/// SageBwd: six of attention's seven matmuls (`S = Q K^T` counts in the forward and in the backward) in INT8 with exact
+/// accumulation (INT32, or f32 below 2^24 on the CPU), `dP = dO V^T` in 16 bit. [`Int8Products`] can keep more of them
+/// in floating point.
 ///
-/// | product | left operand, its scale | right operand, its scale |
+/// | matmul | left operand, its scale | right operand, its scale |
 /// |---|---|---|
 /// | `S = Q K^T` | Q, one per tile | K minus its token mean, one per tile |
 /// | `O = P V` | P, one per row of each tile | V, with [`Smoothing::Kv`] minus its token mean, one per tile |
 /// | `dV = P^T dO` | P, [`Granularity`] along the keys | dO, [`Granularity`] along head_dim |
 /// | `dP = dO V^T` | dO, 16 bit | V, 16 bit |
-/// | `dQ = dS K` | dS, [`Granularity`] along the queries | K, the forward's codes |
-/// | `dK = dS^T Q` | dS, [`Granularity`] along the keys | Q, the forward's codes |
+/// | `dQ = dS K` | dS, [`Granularity`] along the queries | K, the forward's INT8 values |
+/// | `dK = dS^T Q` | dS, [`Granularity`] along the keys | Q, the forward's INT8 values |
 ///
-/// A code is `round(x * 127 / max|x|)` with the maximum over the values that share a scale and no additive
-/// epsilon; a group of zeros has scale 0. Scales and the log-sum-exp are f32.
+/// An INT8 value is `round(x * 127 / max|x|)`, with the maximum over the values that share a scale and without an
+/// additive epsilon; a group of zeros has scale 0. Scales and the log-sum-exp are f32.
 ///
-/// On Hopper GPUs the forward quantizes P to unsigned codes, 0 to 254, with one scale per row of two key tiles, weighted with V's scales.
-/// For inputs of standard deviation sigma, the error of O is a tenth smaller at sigma 1, and no larger at 3 to 10.
+/// On Hopper GPUs the forward quantizes P to unsigned values, 0 to 254, with one scale per row of two key tiles,
+/// weighted with V's scales. For inputs of standard deviation sigma, this reduces the error of O by a tenth at sigma 1,
+/// and does not increase it at sigma 3 to 10.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -39,15 +40,15 @@ use crate::error::{Error, Result};
 pub struct SageBwd {
     /// Operands whose token means are subtracted before quantizing.
     pub smoothing: Smoothing,
-    /// Tokens that K's mean is taken over.
+    /// The tokens over which K's mean is taken.
     pub key_mean: KeyMean,
-    /// Products that run on codes.
+    /// Matmuls that run in INT8.
     pub products: Int8Products,
     /// Number of vectors that share a scale in the backward.
     pub granularity: Granularity,
-    /// Rows of a query tile, 16 to 256. Each tile of Q and dO is quantized on its own.
+    /// Rows of a query tile, 16 to 256. Each tile of Q and dO is quantized separately.
     pub tile_q: usize,
-    /// Rows of a key tile, 16 to 256. Each tile of K and V is quantized on its own.
+    /// Rows of a key tile, 16 to 256. Each tile of K and V is quantized separately.
     pub tile_k: usize,
 }
 
@@ -64,28 +65,26 @@ impl Default for SageBwd {
     }
 }
 
-/// The products that run on INT8 codes. The forward's `S = Q K^T` always does. `dP = dO V^T` never does:
-/// SageBwd finds that rounding it is unstable (arXiv 2603.02170, section 4).
+/// The matmuls that run in INT8. The forward's `S = Q K^T` always runs in INT8. `dP = dO V^T` never does, because the
+/// paper finds that rounding it is unstable (arXiv 2603.02170, section 4).
 ///
-/// Any other product that does not run on codes is computed as in full precision, from unquantized Q, V, dO, P
-/// and dS and from K less its mean (see [`Smoothing`]): in f32 on the CPU, from 16-bit operands with f32
-/// accumulators on CUDA.
+/// The other matmuls are unquantized: they use Q, V, dO, P, dS, and K minus its mean (see [`Smoothing`]), in f32 on the
+/// CPU, and in 16 bit with f32 accumulators on CUDA.
 ///
 /// | set | `O` | `S` of the backward | `dV` | `dQ` | `dK` | |
 /// |---|---|---|---|---|---|---|
 /// | [`PAPER`](Self::PAPER) | INT8 | INT8 | INT8 | INT8 | INT8 | the paper's algorithms 1 and 2 |
 /// | [`FORWARD_AND_S`](Self::FORWARD_AND_S) | INT8 | INT8 | | | | the paper's forward, and a backward that recomputes its P |
-/// | [`SCORES`](Self::SCORES) | | INT8 | | | | S alone, in both directions |
-/// | [`FORWARD`](Self::FORWARD) | INT8 | | | | | the paper's forward, with the backward of full precision |
+/// | [`SCORES`](Self::SCORES) | | INT8 | | | | only S, in the forward and in the backward |
+/// | [`FORWARD`](Self::FORWARD) | INT8 | | | | | the paper's forward, with an unquantized backward |
 ///
-/// `FORWARD_AND_S` adds no error to that of the paper's forward, and `SCORES` has the error of quantizing Q and K alone. Each further
-/// product on codes adds error, but not always speed: quantizing P and dS can cost more than their INT8 products
-/// save. S has to be recomputed on the forward's codes: otherwise the gradients of large logits (sigma 3 and more)
-/// are at least 1.6 times as far off. `docs/sagebwd_products.md` has measured errors and speeds.
+/// `FORWARD_AND_S` adds no error to the error of the paper's forward, and `SCORES` has only the error of quantizing Q
+/// and K. Each further INT8 matmul adds error, but not always speed: quantizing P and dS can take longer than their
+/// INT8 matmuls save. S should be recomputed from the forward's INT8 values: otherwise the gradients of large logits
+/// (sigma 3 and more) have at least 1.6 times the error. `docs/sagebwd_products.md` has measured errors and speeds.
 ///
-/// A set is written as `paper`, `forward-and-s`, `scores`, `forward`, or a list that begins with `forward` (`S` and
-/// `O` of the forward) or with `scores`: `forward,s,dv,dk`, `scores,dv`. CUDA has the named sets, the CPU
-/// has all.
+/// A set is written as `paper`, `forward-and-s`, `scores`, `forward`, or a list that begins with `forward` (`S` and `O`
+/// of the forward) or with `scores`: `forward,s,dv,dk`, `scores,dv`. CUDA supports the named sets, the CPU all sets.
 ///
 /// ```
 /// use candle_sage::Int8Products;
@@ -116,9 +115,9 @@ impl Int8Products {
     pub const PAPER: Self = Self { o: true, s: true, dv: true, dq: true, dk: true };
     /// The forward's, and the recomputed scores.
     pub const FORWARD_AND_S: Self = Self { s: true, ..Self::FORWARD };
-    /// Scores alone, in the forward and recomputed.
+    /// Only the scores, in the forward and recomputed.
     pub const SCORES: Self = Self { o: false, ..Self::FORWARD_AND_S };
-    /// The forward's alone.
+    /// Only the forward's.
     pub const FORWARD: Self = Self { o: true, s: false, dv: false, dq: false, dk: false };
 
     /// The sets with names.
@@ -168,7 +167,7 @@ impl std::fmt::Display for Int8Products {
         if let Some((name, _)) = Self::NAMED.iter().find(|(_, set)| set == self) {
             return f.write_str(name);
         }
-        // Of a list that begins with `scores`, S is part of the name.
+        // In a list that begins with `scores`, S is implied.
         f.write_str(if self.o { "forward" } else { "scores" })?;
         let listed = Self { s: self.s && self.o, ..*self };
         listed.listed().iter().filter(|(_, on)| *on).try_for_each(|(name, _)| write!(f, ",{name}"))
@@ -197,18 +196,18 @@ impl std::str::FromStr for Int8Products {
                 !std::mem::replace(product, true)
             });
         known.then_some(set).ok_or_else(|| {
-            Error::new("unknown set of INT8 products")
+            Error::new("unknown set of INT8 matmuls")
                 .got(format!("`{text}`"))
-                .allowed("paper, forward-and-s, scores, forward; or `forward` or `scores` and some of s, dv, dq, dk, each once, with commas")
-                .hint("`scores` has s already; dP never runs in INT8")
+                .allowed("paper, forward-and-s, scores, forward; or a comma-separated list: `forward` or `scores`, then any of s, dv, dq, dk")
+                .hint("`scores` includes s; dP never runs in INT8")
         })
     }
 }
 
-/// The number of vectors that share one scale where the backward quantizes P, dS and dO.
+/// The number of vectors that share one scale when the backward quantizes P, dS and dO.
 ///
-/// A vector lies along the product's reduction, along which a scale must be constant: dS has scales by query
-/// row for dQ and by key column for dK; for dV, P has scales by key column and dO by channel.
+/// A vector runs along the matmul's reduction, along which a scale must be constant. For dQ, dS has one scale per query
+/// row, for dK one per key column; for dV, P has one per key column and dO one per channel.
 ///
 /// ```
 /// use candle_sage::Granularity;
@@ -221,7 +220,7 @@ impl std::str::FromStr for Int8Products {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Granularity {
-    /// One scale per vector: the only choice that reaches the paper's accuracy at sigma 1.
+    /// One scale per vector: the only granularity with the paper's accuracy at sigma 1.
     #[default]
     Vector,
     /// One scale per this many adjacent vectors, 2 to 64.
@@ -285,7 +284,7 @@ impl std::str::FromStr for Granularity {
             Error::new("unknown scale granularity")
                 .got(format!("`{text}`"))
                 .allowed("vector, tile, group-2 to group-64")
-                .hint("vector is the most accurate; tile is the paper's literal text")
+                .hint("vector is the most accurate; tile follows the paper's text")
         })
     }
 }
@@ -346,8 +345,8 @@ impl SageBwd {
         ]
     }
 
-    /// Rows that a tile may have. The upper bound keeps `127^2 * rows` far below 2^24, so that f32 sums of
-    /// code products are exact too.
+    /// Allowed numbers of rows of a tile. The upper bound keeps `127^2 * rows` far below 2^24, so that f32 sums of INT8
+    /// products are exact too.
     pub const TILE_ROWS: std::ops::RangeInclusive<usize> = 16..=256;
 
     /// Checks the settings.
@@ -362,8 +361,8 @@ impl SageBwd {
     /// ```
     ///
     /// # Errors
-    /// When a tile, a group or a sample is out of range, when a granularity is set that no matmul uses, or
-    /// a key mean without smoothing.
+    /// When a tile, a group or a sample is out of range; when a granularity is set that no matmul uses; when a key mean
+    /// is set without smoothing.
     pub fn validate(&self) -> Result<()> {
         for (name, rows) in [("tile_q", self.tile_q), ("tile_k", self.tile_k)] {
             if !Self::TILE_ROWS.contains(&rows) {
@@ -377,38 +376,38 @@ impl SageBwd {
             return Err(Error::new("scale group is out of range")
                 .got(self.granularity)
                 .allowed("group-2 to group-64")
-                .hint("Granularity::Vector has one scale a vector, Granularity::Tile one a tile"));
+                .hint("Granularity::Vector has one scale per vector, Granularity::Tile one per tile"));
         }
         if !self.key_mean.in_range() {
             return Err(Error::new("the sample for K's mean is out of range")
                 .got(self.key_mean)
                 .allowed("sample-1 to sample-4096")
-                .hint("KeyMean::Sample(64) takes 64 tokens, KeyMean::All all"));
+                .hint("KeyMean::Sample(64) averages 64 tokens, KeyMean::All all tokens"));
         }
         if self.key_mean != KeyMean::All && self.smoothing == Smoothing::None {
-            return Err(Error::new("this mean of K does nothing without smoothing")
+            return Err(Error::new("without smoothing this mean of K has no effect")
                 .got(format!("key_mean {}, smoothing {}", self.key_mean, self.smoothing))
                 .allowed("smoothing k, qk or kv; or key_mean all")
                 .hint("smoothing subtracts a mean; key_mean says over which tokens it is taken"));
         }
         if self.smoothing.of_values() && !self.products.o {
-            return Err(Error::new("this smoothing does nothing with these products")
+            return Err(Error::new("this smoothing has no effect with these products")
                 .got(format!("smoothing {}, products {}", self.smoothing, self.products))
                 .allowed(
                     "smoothing kv with products that have O = P V in INT8: paper, forward-and-s, forward",
                 )
-                .hint("Smoothing::K is the same where V is not quantized"));
+                .hint("if V is not quantized, Smoothing::K gives the same result"));
         }
         if !self.products.o && !self.products.s {
-            return Err(Error::new("scores in INT8 in the forward alone")
+            return Err(Error::new("INT8 scores in the forward only")
                 .got("products without o and s")
                 .allowed("Int8Products::SCORES, or with o")
                 .hint("recompute S from the forward's INT8 values (products with `s`); otherwise the backward's P differs from the forward's"));
         }
         if self.granularity != Granularity::Vector && !self.products.quantizes_gradients() {
-            return Err(Error::new("this granularity does nothing with these products")
+            return Err(Error::new("this granularity has no effect with these products")
                 .got(format!("granularity {}, products {}", self.granularity, self.products))
-                .allowed("granularity vector, where neither dv, dq nor dk runs in INT8")
+                .allowed("granularity vector, if neither dv, dq nor dk runs in INT8")
                 .hint("granularity sets how many values share a scale of P, dS and dO in the backward"));
         }
         Ok(())
@@ -424,7 +423,7 @@ mod tests {
         for bits in 0..32 {
             let [o, s, dv, dq, dk] = [1, 2, 4, 8, 16].map(|bit| bits & bit != 0);
             let set = Int8Products { o, s, dv, dq, dk };
-            // Scores in the forward alone are not a set.
+            // INT8 scores in the forward only are not a valid set.
             assert_eq!(SageBwd::default().products(set).validate().is_ok(), o || s, "{set}");
             if o || s {
                 assert_eq!(set.to_string().parse(), Ok(set), "{set}");

@@ -14,20 +14,20 @@ use crate::error::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Smoothing {
-    /// None. Channels with a large mean then use up the codes' range.
+    /// Subtracts nothing. A channel with a large mean then takes up most of the quantized range.
     None,
     /// Subtracts from K its mean over the tokens of the sequence, or over some of them ([`KeyMean`]).
     /// Neither the softmax nor the gradients change, because every row of the exact dS sums to zero.
     #[default]
     K,
-    /// As `K`, and subtracts from each tile of Q its mean, whose product with K is added to the logits as a
-    /// row and whose part of dK is added as a rank-one term.
+    /// As `K`, and subtracts from each tile of Q its mean. The mean's product with K is added to the logits as a row,
+    /// and its contribution to dK as a rank-one term.
     Qk,
     /// As `K`, and subtracts from V its mean `m` over the same tokens, which is added to the output:
-    /// `O = P (V - m) + m`, because every row of the exact P sums to one. What the rounding of P loses is multiplied by
-    /// `V - m` then, and not by V: the part of the output's error that does not average out is smaller. Ours, from no paper;
-    /// `docs/findings.md` has measurements. Not with `AttnQat::high_precision_output(false)`, nor with `Products::Nvfp4`:
-    /// the mean would not be rounded as V is.
+    /// `O = P (V - m) + m`, because every row of the exact P sums to one. The rounding error of P is then multiplied by
+    /// `V - m` instead of V, which reduces the part of the output's error that does not average out. This method is
+    /// ours; `docs/findings.md` has measurements. It cannot be combined with `AttnQat::high_precision_output(false)` or
+    /// `Products::Nvfp4`, because the mean would not be rounded as V is.
     Kv,
 }
 
@@ -57,11 +57,11 @@ impl Smoothing {
     }
 }
 
-/// The tokens that the means are taken over which [`Smoothing`] subtracts from K and V.
+/// The tokens over which [`Smoothing`] takes the means of K and V.
 ///
-/// Whatever is subtracted from all keys alike changes neither the softmax nor the gradients. Only the codes need it: their range
-/// should not be spent on what all keys have in common, and a few dozen keys tell what that is. A sample spares reading all of
-/// K once more; `docs/sagebwd_products.md` has errors and times of both.
+/// Subtracting the same vector from all keys changes neither the softmax nor the gradients. It only makes better use of
+/// the quantized range, and the mean of a few dozen keys is enough for that. A sample saves another read of all of K;
+/// `docs/sagebwd_products.md` has errors and times of both.
 ///
 /// ```
 /// use candle_sage::KeyMean;
@@ -80,14 +80,14 @@ pub enum KeyMean {
     /// All tokens of the sequence, or of each packed one, as in the paper.
     #[default]
     All,
-    /// At most this many tokens of the sequence, or of each packed one, 1 to 4096, at even distances: number `i` of
-    /// `m` is token `floor((2 i + 1) n / 2 m)` of `n`, the middle of a part. The first token, whose key is unlike
-    /// the others where it is an attention sink, is thus not one of a few.
+    /// At most this many tokens of the sequence, or of each packed one, 1 to 4096, at even distances: sample `i` of `m`
+    /// is token `floor((2 i + 1) n / 2 m)` of `n`, the middle of an interval. A small sample thus excludes the first
+    /// token, whose key differs from the others if it is an attention sink.
     Sample(usize),
 }
 
 impl KeyMean {
-    /// The tokens of a sequence of `n`.
+    /// The indices of these tokens in a sequence of `n` tokens.
     pub fn tokens(self, n: usize) -> impl Iterator<Item = usize> {
         let count = match self {
             Self::All => n,
@@ -133,7 +133,7 @@ impl std::str::FromStr for KeyMean {
             Error::new("unknown tokens for K's mean")
                 .got(format!("`{text}`"))
                 .allowed("all, sample-1 to sample-4096")
-                .hint("all is the paper's; sample-64 spares reading all of K once more")
+                .hint("all is the paper's choice; sample-64 saves another read of all of K")
         })
     }
 }

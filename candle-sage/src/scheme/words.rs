@@ -1,4 +1,4 @@
-//! Schemes by name, and their settings as text: for command lines, files and other languages.
+//! Schemes by name, and their settings as text, for command lines, files and other languages.
 
 use std::str::FromStr;
 
@@ -41,7 +41,7 @@ impl Scheme {
     /// ```
     ///
     /// # Errors
-    /// When the scheme has no such setting, or the setting no such value.
+    /// When the scheme does not have the setting, or the setting does not accept the value.
     pub fn with_setting(mut self, name: &str, value: &str) -> Result<Self> {
         let known = match &mut self {
             Self::FullPrecision => false,
@@ -56,15 +56,15 @@ impl Scheme {
             allowed.push("products");
         }
         let allowed = if allowed.is_empty() { "none".to_owned() } else { allowed.join(", ") };
-        Err(Error::new(format!("the scheme {} has no such setting", self.name()))
+        Err(Error::new(format!("scheme {} has no such setting", self.name()))
             .got(format!("`{name}`"))
             .allowed(allowed)
-            .hint("leave it out, or choose the scheme that has it"))
+            .hint("omit it, or choose a scheme that has it"))
     }
 }
 
 impl SageBwd {
-    /// Whether there is such a setting, which then has the value.
+    /// Sets the value if the setting exists, and returns whether it exists.
     fn set(&mut self, name: &str, value: &str) -> Result<bool> {
         match name {
             "smoothing" => self.smoothing = value.parse()?,
@@ -98,7 +98,7 @@ impl AttnQat {
 
 fn rows(text: &str) -> Result<usize> {
     text.parse().map_err(|_| {
-        Error::new("a tile's rows are not a number")
+        Error::new("the number of rows of a tile is not a number")
             .got(format!("`{text}`"))
             .allowed(format!("{} to {}", SageBwd::TILE_ROWS.start(), SageBwd::TILE_ROWS.end()))
             .hint("64 on a GPU")
@@ -109,10 +109,10 @@ fn switch(text: &str) -> Result<bool> {
     match text {
         "on" => Ok(true),
         "off" => Ok(false),
-        _ => Err(Error::new("a switch is neither on nor off")
+        _ => Err(Error::new("a switch must be on or off")
             .got(format!("`{text}`"))
             .allowed("on, off")
-            .hint("leave it out for the default")),
+            .hint("omit it for the default")),
     }
 }
 
@@ -125,7 +125,7 @@ impl FromStr for Smoothing {
             Error::new("unknown smoothing")
                 .got(format!("`{text}`"))
                 .allowed("none, k, qk, kv")
-                .hint("k subtracts the mean of the keys; kv that of the values too")
+                .hint("k subtracts the mean of the keys; kv also the mean of the values")
         })
     }
 }
@@ -150,7 +150,7 @@ mod tests {
     use super::*;
     use crate::scheme::{Granularity, Int8Products, KeyMean, ValueGroups};
 
-    /// A setting that can be printed can be set: none is left out on one side.
+    /// Every setting that can be printed can be set.
     #[test]
     fn every_setting_is_set_by_its_own_words() {
         let sagebwd = SageBwd::default()

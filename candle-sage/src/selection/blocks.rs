@@ -27,20 +27,20 @@ impl Blocks {
         if query == 0 || key == 0 {
             return Err(Error::new("blocks without tokens")
                 .got(format!("{query} queries x {key} keys"))
-                .allowed("at least 1 of each")
-                .hint("128 x 128 is what GPUs take"));
+                .allowed("at least 1 query and 1 key")
+                .hint("GPUs support 128 x 128"));
         }
         if shape.window().is_finite() {
-            return Err(Error::new("selected blocks of a window of tokens")
+            return Err(Error::new("a selection together with a window of tokens")
                 .got(shape.window())
                 .allowed("a causal mask, or none")
-                .hint("`Selection::window` lists the blocks of a window, and a selection may leave out any of them"));
+                .hint("`Selection::window` lists the blocks of a window; a selection may omit any of them"));
         }
         if let Some(odd) = segments.iter().find(|s| shape.causal() && s.query.len() != s.key.len()) {
-            return Err(Error::shape("selected blocks with a causal mask need as many keys as queries")
+            return Err(Error::shape("a selection with a causal mask needs as many keys as queries")
                 .got(format!("{} queries, {} keys", odd.query.len(), odd.key.len()))
                 .allowed("equal lengths in every batch entry or document")
-                .hint("without a selection, causal attention takes any lengths"));
+                .hint("without a selection, causal attention accepts any lengths"));
         }
         let (mut starts, mut key_starts) = (vec![0], vec![0]);
         for (n, segment) in segments.iter().enumerate() {
@@ -51,7 +51,7 @@ impl Blocks {
         Ok(Self { query, key, key_heads, causal, packed, segments, starts, key_starts })
     }
 
-    /// Checks that blocks are multiples of `unit` tokens (of queries, of keys).
+    /// Checks that blocks are multiples of `unit` (queries, keys).
     pub(crate) fn check_unit(&self, unit: (usize, usize)) -> Result<()> {
         if self.query.is_multiple_of(unit.0) && self.key.is_multiple_of(unit.1) {
             return Ok(());
@@ -85,9 +85,9 @@ impl Blocks {
         self.key_starts[segment + 1] - self.key_starts[segment]
     }
 
-    /// Number of candidates of a block of queries: the first so many blocks of keys of the segment may be
-    /// listed. With a causal mask these are the blocks that the block's first query sees as a whole, so that
-    /// a query's selection does not depend on later tokens.
+    /// Number of candidates of a block of queries: that many first blocks of keys of the segment may be listed. With a
+    /// causal mask the block's first query sees every key of a candidate, so that a query's selection does not depend
+    /// on later tokens.
     pub(crate) fn candidates(&self, segment: usize, block: usize) -> usize {
         if self.causal {
             self.segments[segment].visible_keys(block * self.query) / self.key
@@ -122,13 +122,13 @@ impl Blocks {
         self.segments.len()
     }
 
-    /// The largest number of always visited blocks that any list has in addition to the chosen candidates.
+    /// The largest number of always visited blocks of any list.
     pub(crate) fn most_always(&self) -> usize {
         self.each().map(|(segment, block)| self.always(segment, block).len()).max().unwrap_or(0)
     }
 
-    /// The first column of a segment's blocks of keys in its score matrix. Each batch entry has a score
-    /// separate matrix; packed documents share one.
+    /// The first column of a segment's blocks of keys in its score matrix. Each batch entry has a separate score
+    /// matrix; packed documents share one matrix.
     pub(crate) fn first_column(&self, segment: usize) -> usize {
         if self.packed { self.key_starts[segment] } else { 0 }
     }

@@ -1,4 +1,4 @@
-//! Selections that are made by hand: from lists, of every candidate, or as a sliding window.
+//! Selections without a router: from lists, of every candidate, or as a sliding window.
 
 use candle_core::{Device, Tensor};
 
@@ -6,7 +6,7 @@ use super::{Blocks, Selection};
 use crate::error::{Error, Result};
 use crate::shape::AttentionShape;
 
-/// One block of queries, for the query heads that share a key head and therefore a list.
+/// A block of queries, of all query heads that share a key head and therefore a list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueryBlock {
     /// Index of the segment: a batch entry, or a packed document.
@@ -20,9 +20,9 @@ pub struct QueryBlock {
 }
 
 impl Selection {
-    /// A selection from lists that the caller makes. `list` returns the candidates that a block of queries
-    /// sees, in any order. `blocks` is the number of tokens of a block of queries and of a block of keys;
-    /// `device` is the device on which attention will run.
+    /// A selection from the caller's lists. `list` returns the candidates that a block of queries sees, in any order.
+    /// `blocks` is the number of tokens of a block of queries and of a block of keys; `device` is the device on which
+    /// attention will run.
     ///
     /// # Errors
     /// When a list has a block twice, or a block that is not a candidate; when a block of queries sees nothing;
@@ -47,8 +47,8 @@ impl Selection {
                 if seen.is_empty() {
                     return Err(Error::new("a block of queries sees nothing")
                         .got(format!("an empty list for {at:?}"))
-                        .allowed("at least one block of keys without a causal mask")
-                        .hint("list the block at the same place")
+                        .allowed("without a causal mask, at least one block of keys")
+                        .hint("list the block of keys at the same position")
                         .into());
                 }
                 all.push(seen);
@@ -73,10 +73,9 @@ impl Selection {
         Self::from_lists(shape, blocks, device, |at| (0..at.candidates).collect())
     }
 
-    /// A sliding window in whole blocks; [`Attention::window`](crate::Attention::window) is exact to the token. It lists the `nearest`
-    /// candidates and the first `sinks` blocks of each segment. With a causal
-    /// mask the nearest candidates are the last ones, otherwise those around the position of the block of
-    /// queries.
+    /// A sliding window in whole blocks; [`Attention::window`](crate::Attention::window) is exact to the token. It
+    /// lists the `nearest` candidates and the first `sinks` blocks of each segment. With a causal mask the nearest
+    /// candidates are the last ones; otherwise they surround the position of the block of queries.
     ///
     /// # Errors
     /// As [`Selection::from_lists`].
@@ -113,5 +112,5 @@ fn check_list(seen: &[usize], at: QueryBlock) -> Result<()> {
     })
     .got(format!("block {wrong} in {at:?}"))
     .allowed(format!("each of the blocks below {} at most once", at.candidates))
-    .hint("with a causal mask candidates end before the first query of the block; the diagonal is seen in any case"))
+    .hint("with a causal mask candidates end before the block's first query; the diagonal is always seen"))
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::Blocks;
 use crate::shape::AttentionShape;
 
-/// A selection on the host, indexed by blocks of queries and by blocks of keys.
+/// A selection on the host, indexed by block of queries and by block of keys.
 #[derive(Debug)]
 pub(crate) struct Lists {
     shape: AttentionShape,
@@ -17,7 +17,7 @@ pub(crate) struct Lists {
 }
 
 impl Lists {
-    /// The lists of a selection's tensor, whose rows of `stride` values are a count and then so many blocks.
+    /// The lists of a selection's tensor. Each of its rows of `stride` values is a count, followed by that many blocks.
     pub(super) fn new(shape: &AttentionShape, blocks: &Blocks, values: &[u32], stride: usize) -> Self {
         let seen: Vec<Vec<u32>> =
             values.chunks_exact(stride).map(|row| row[1..1 + row[0] as usize].to_vec()).collect();
@@ -37,8 +37,8 @@ impl Lists {
         &self.seen[key_head * self.blocks.rows() + self.blocks.row(segment, block)]
     }
 
-    /// For each token of (key heads, batch, token): the number of keys that it sees exactly, and the number
-    /// of candidate keys that it leaves to the linear tail.
+    /// For each (key head, batch entry, token): the number of keys that exact attention covers, and the number of
+    /// candidate keys that are left to the linear tail.
     pub(crate) fn odds(&self) -> Vec<(u32, u32)> {
         let (batch, len) = (self.shape.batch(), self.shape.query_len());
         let mut odds = vec![(0, 0); self.blocks.key_heads * batch * len];

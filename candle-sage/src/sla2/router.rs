@@ -8,9 +8,9 @@ use crate::selection::Blocks;
 use crate::shape::AttentionShape;
 use crate::variables;
 
-/// Scores blocks of keys: `s_IJ = (Rq qbar_I) . (Rk kbar_J) / sqrt(head_dim)`, where `qbar_I` and `kbar_J`
-/// are the means of the blocks and each key head has its own matrices `Rq` and `Rk`. Identities, the start,
-/// make the score the scaled product of the means.
+/// Scores blocks of keys: `s_IJ = (Rq qbar_I) . (Rk kbar_J) / sqrt(head_dim)`, where `qbar_I` and `kbar_J` are the
+/// means of the blocks and each key head has its own matrices `Rq` and `Rk`. The matrices start as identities, with
+/// which the score is the scaled product of the means.
 ///
 /// ```
 /// use candle_core::Device;
@@ -30,7 +30,7 @@ pub struct Router {
 }
 
 impl Router {
-    /// A router whose matrices are variables that start as identities.
+    /// A router with new variables, identity matrices.
     ///
     /// # Errors
     /// When the device fails.
@@ -64,7 +64,7 @@ impl Router {
             || query.dtype() != DType::F32
             || key.dtype() != DType::F32
         {
-            return Err(Error::shape("a router's matrices do not fit together")
+            return Err(Error::shape("the router's two matrices do not match")
                 .got(format!("{:?} {:?}, {:?} {:?}", query.dims(), query.dtype(), key.dims(), key.dtype()))
                 .allowed("two of (key heads, head_dim, head_dim) in f32")
                 .hint("`Router::new` makes identities")
@@ -73,8 +73,9 @@ impl Router {
         Ok(Self { query, key })
     }
 
-    /// A router from a model's variables `q_router.weight` and `k_router.weight`, in f32. Matrices that a `VarMap` does not have start as
-    /// identities, as those of [`Router::new`]. (Matrices of zeros, which choose nothing, also become identities.)
+    /// A router from a model's variables `q_router.weight` and `k_router.weight`, in f32. If a `VarMap` does not have
+    /// the matrices, they start as identities, as in [`Router::new`]. (Matrices of zeros, which cannot rank blocks,
+    /// also become identities.)
     ///
     /// ```
     /// use candle_core::{DType, Device};
@@ -91,7 +92,7 @@ impl Router {
     /// ```
     ///
     /// # Errors
-    /// When they are missing or have another shape.
+    /// When the variables are missing or have another shape.
     pub fn load(key_heads: usize, head_dim: usize, vb: VarBuilder<'_>) -> Result<Self> {
         let get = |name: &str| {
             let dims = (key_heads, head_dim, head_dim);
@@ -101,7 +102,7 @@ impl Router {
         let router = Self::from_tensors(get("q_router")?, get("k_router")?)?;
         for (weight, identity) in router.weights().into_iter().zip(start.weights()) {
             if weight.abs()?.max_all()?.to_scalar::<f32>()? == 0.0 {
-                // In place, so that it is the variable that changes.
+                // In place, so that the variable itself changes.
                 weight.slice_set(identity, 0, 0)?;
             }
         }
@@ -117,12 +118,11 @@ impl Router {
         Self { query: self.query.detach(), key: self.key.detach() }
     }
 
-    /// Scores, (key heads, blocks of queries, columns), of means, (key heads, blocks of all segments,
-    /// head_dim).
+    /// The scores, (key heads, blocks of queries, columns), for means of (key heads, blocks of all segments, head_dim).
     pub(super) fn scores(&self, [q, k]: [Tensor; 2], shape: &AttentionShape) -> Result<Tensor> {
         let (key_heads, rows, d) = q.dims3()?;
         if self.query.dims() != [key_heads, d, d] {
-            return Err(Error::shape("the router was made for other heads")
+            return Err(Error::shape("the router was made for other numbers of heads or another head_dim")
                 .got(format!("{:?}", self.query.dims()))
                 .allowed(format!("{:?}", [key_heads, d, d]))
                 .hint("it has a pair of matrices for each key head")
@@ -146,16 +146,15 @@ pub(super) fn entropy_sums(scores: &Tensor, mass: &Tensor, blocks: &Blocks) -> R
     for (segment, block) in blocks.each() {
         let first = blocks.first_column(segment);
         let candidates = first..first + blocks.candidates(segment, block);
-        // Far below any score, but finite: minus infinity would turn a row without candidates into NaN. Such
-        // a row has no mass, and so no gradient.
+        // Far below any score, but finite: minus infinity would turn a row without candidates into NaN. A row without
+        // candidates has no mass, and therefore no gradient.
         hidden.extend((0..columns).map(|column| if candidates.contains(&column) { 0f32 } else { -1e30 }));
     }
     let hidden = Tensor::from_vec(hidden, (1, blocks.rows(), columns), scores.device())?;
     let scores = scores.broadcast_add(&hidden)?;
     let shifted = scores.broadcast_sub(&scores.max_keepdim(2)?.detach())?;
     let log_softmax = shifted.broadcast_sub(&shifted.exp()?.sum_keepdim(2)?.log()?)?;
-    // The smallest normal number makes the quotient 0 without mass, because no block has a
-    // candidate.
+    // The smallest normal number makes the quotient 0 if there is no mass because no block has a candidate.
     let all = (mass.sum_all()? + f64::from(f32::MIN_POSITIVE))?;
     Ok([(mass * log_softmax)?.sum_all()?.neg()?, all])
 }

@@ -1,4 +1,4 @@
-//! SLA2 with a soft choice of blocks, as the router's training was published.
+//! SLA2 with a soft selection of blocks, the published way to train the router.
 
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_nn::ops::{sigmoid, softmax};
@@ -10,24 +10,25 @@ use crate::scheme::Scheme;
 use crate::selection::Blocks;
 use crate::shape::AttentionShape;
 
-/// A number so small that adding it changes no sum here, and so large that its square, by which the gradient of a quotient is
-/// divided, is not 0 in f32.
+/// Added to sums: too small to change them, but its square, by which the gradient of a quotient is divided, is not 0 in
+/// f32.
 const TINY: f64 = 1e-15;
 
-/// Exponents above this are of keys without weight: their exponential must be a number.
+/// Limit of exponents: only keys without weight exceed it, and their exponentials must stay finite.
 const LARGEST_EXPONENT: f32 = 60.0;
 
 impl Sla2 {
-    /// Computes the output with a soft choice instead of the router's: each candidate block `J` has a weight `m_IJ` between
-    /// 0 and 1, [`soft_top_k`] of the scores with `tau`. Query, key, value, `theta` and the router's matrices receive gradients.
+    /// Computes the output with a soft selection instead of the router's: each candidate block `J` has a weight `m_IJ`
+    /// between 0 and 1, [`soft_top_k`] of the scores with `tau`. Query, key, value, `theta` and the router's matrices
+    /// receive gradients.
     ///
     /// ```text
     /// Os_i = sum_j w_ij exp(c q_i . k_j) v_j / sum_j w_ij exp(c q_i . k_j)
     /// ```
     ///
-    /// with `w_ij = m_IJ` in candidate blocks and 1 in those that are always seen. The tail weighs a block by `1 - m_IJ`
-    /// ([`Tail::Complement`]) or by 1 ([`Tail::Past`]), and `a` counts keys by their weights. As `tau` goes to 0 the result becomes
-    /// that of [`Sla2::apply`] with full precision.
+    /// with `w_ij = m_IJ` in candidate blocks and 1 in blocks that are always seen. The tail weighs a block by
+    /// `1 - m_IJ` ([`Tail::Complement`]) or by 1 ([`Tail::Past`]), and `a` counts keys by their weights. As `tau` goes
+    /// to 0 the result approaches [`Sla2::apply`] with unquantized attention.
     ///
     /// All pairs of tokens are computed, in f32 by candle's operators: memory grows with the product of the lengths. It runs on
     /// the CPU.
@@ -43,17 +44,17 @@ impl Sla2 {
     ) -> Result<Tensor> {
         let (shape, blocks) = self.shape(q, k)?;
         if shape.is_packed() {
-            return Err(Error::unsupported("a soft choice of blocks inside of packed documents")
+            return Err(Error::unsupported("a soft selection of blocks in packed documents")
                 .got(format!("{} documents", shape.segments().len()))
                 .allowed("batch entries of equal length")
-                .hint("Sla2::router_loss takes packed documents")
+                .hint("Sla2::router_loss supports packed documents")
                 .into());
         }
         if self.nearest > 0 {
-            return Err(Error::unsupported("a soft choice together with blocks that are listed in any case")
+            return Err(Error::unsupported("a soft selection together with nearest blocks")
                 .got(format!("{} nearest blocks", self.nearest))
                 .allowed("nearest 0")
-                .hint("Sla2::apply takes them")
+                .hint("Sla2::apply supports them")
                 .into());
         }
         let (batch, heads, key_heads) = (shape.batch(), shape.query_heads(), shape.key_heads());
@@ -98,7 +99,7 @@ impl Sla2 {
                         let unseen = (left.sum_keepdim(D::Minus1)?.relu()? + TINY)?.log()?;
                         sigmoid(&theta.broadcast_add(&(seen - unseen)?)?)?
                     }
-                    // 1 where nothing is left to the tail.
+                    // 1 if no key is left to the tail.
                     Alpha::Constant => {
                         let share = sigmoid(&theta)?.broadcast_mul(&masks.has_tail)?;
                         share.broadcast_sub(&(&masks.has_tail - 1.0)?)?
@@ -111,8 +112,8 @@ impl Sla2 {
     }
 
     /// The published loss of the first stage (arXiv 2602.12675, section 3.3): the mean squared difference between
-    /// [`Sla2::apply_soft`] and dense attention in full precision. It is a scalar in f32, differentiable with respect to the router and
-    /// `theta`; query, key and value are detached.
+    /// [`Sla2::apply_soft`] and unquantized dense attention. It is a scalar in f32, differentiable with respect to the
+    /// router and `theta`; query, key and value are detached.
     ///
     /// [`Sla2::router_loss`] trains the router as well or better, on every device, and without all pairs of tokens in memory.
     ///
@@ -139,17 +140,17 @@ fn weighted_mean(weights: &Tensor, value: &Tensor) -> Result<Tensor> {
     weights.matmul(value)?.broadcast_div(&(weights.sum_keepdim(D::Minus1)? + TINY)?)
 }
 
-/// What queries see, as numbers.
+/// The keys that queries see, as tensors of numbers.
 struct Masks {
     /// 0 for candidates, else minus infinity: (1, 1, blocks of queries, blocks of keys).
     hidden: Tensor,
     /// The block of each query, and of each key.
     query_blocks: Tensor,
     key_blocks: Tensor,
-    /// 1 for keys of candidate blocks, and for keys outside of them that a query sees in any case: (1, 1, queries, keys).
+    /// Two masks, (1, 1, queries, keys): 1 for keys of candidate blocks, and 1 for other keys that a query always sees.
     candidates: Tensor,
     always: Tensor,
-    /// 1 for queries that have more candidates than are chosen: (1, 1, queries, 1).
+    /// 1 for queries with more candidates than are selected: (1, 1, queries, 1).
     has_tail: Tensor,
 }
 

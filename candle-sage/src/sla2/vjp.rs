@@ -10,13 +10,13 @@ pub struct Sla2Vjp {
     pub(super) attention: AttentionVjp,
     /// Query, key, value, the output of exact attention, and `theta`.
     pub(super) inputs: [Tensor; 5],
-    /// The mixture with the tail, and the tail's output where it is kept.
+    /// The mixture with the tail, and the tail's output if it is kept.
     pub(super) mixture: Option<(Mixture, Option<Tensor>)>,
 }
 
 impl Sla2Vjp {
-    /// The gradient of `theta` alone for the output's gradient `dout`, which needs no backward of attention.
-    /// It is zero without a tail.
+    /// Only the gradient of `theta` for the output's gradient `dout`; it does not need attention's backward. It is zero
+    /// without a tail.
     ///
     /// # Errors
     /// When `dout` does not fit the output.
@@ -26,8 +26,8 @@ impl Sla2Vjp {
         mixture.theta_gradient(self.inputs.each_ref(), tail.as_ref(), dout)
     }
 
-    /// The gradients of query, key, value and `theta` for the output's gradient `dout`. That of `theta` is
-    /// zero without a tail.
+    /// The gradients of query, key, value and `theta` for the output's gradient `dout`. The gradient of `theta` is zero
+    /// without a tail.
     ///
     /// # Errors
     /// When `dout` does not fit the output.

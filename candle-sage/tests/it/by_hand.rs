@@ -303,7 +303,7 @@ fn messages() {
         (ops::add_into(&zeros(&[3, 2], DType::F32), &a), "the sum does not fit"),
         (ops::sum_in_order(&zeros(&[2], DType::F32), &a, 0), "the parts do not fit the sum"),
         (ops::sum_in_order(&zeros(&[3], DType::F32), &a, 2), "the parts do not fit"),
-        (ops::sum_of_squares(&zeros(&[3], DType::BF16)).map(drop), "takes f32"),
+        (ops::sum_of_squares(&zeros(&[3], DType::BF16)).map(drop), "needs f32"),
         (ops::embedding_backward(&zeros(&[3], DType::U32), &a, 5).map(drop), "does not match the ids"),
         (
             ops::residual_rms_norm(&a, &b, &zeros(&[3], DType::F32), 1e-6).map(drop),
@@ -311,7 +311,7 @@ fn messages() {
         ),
         (ops::swiglu_backward(&a, &a, &b, false).map(drop), "gate and up differ"),
         (ops::swiglu_backward(&point, &point, &point, false).map(drop), "have no width"),
-        (ops::rope_backward(&[], &a, &a, RopeStyle::Halves).map(drop), "do not lie side by side"),
+        (ops::rope_backward(&[], &a, &a, RopeStyle::Halves).map(drop), "cannot be concatenated"),
         (
             ops::rope_backward(
                 &[&zeros(&[1, 2, 3, 4], DType::F32), &zeros(&[2, 2, 3, 4], DType::F32)],
@@ -320,7 +320,7 @@ fn messages() {
                 RopeStyle::Halves,
             )
             .map(drop),
-            "do not lie side by side",
+            "cannot be concatenated",
         ),
     ] {
         let message = wrong.expect_err("a mistake").to_string();

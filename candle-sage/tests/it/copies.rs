@@ -79,12 +79,15 @@ fn messages() -> Result<()> {
         (copy_heads(&pair, &x), "do not fit together"),
         (copy_heads(&zeros([1, 2, 3, 4], DType::F16)?, &x), "do not fit together"),
         (copy_heads(&x.get(0)?, &x.get(0)?), "do not fit together"),
-        (copy_heads(&zeros([1, 2, 4, 3], DType::F32)?.transpose(2, 3)?, &x), "does not take these strides"),
+        (
+            copy_heads(&zeros([1, 2, 4, 3], DType::F32)?.transpose(2, 3)?, &x),
+            "does not support these strides",
+        ),
         (
             copy_heads(&zeros([1, 2, 1, 4], DType::F32)?.broadcast_as((1, 2, 3, 4))?, &x),
-            "does not take these strides",
+            "does not support these strides",
         ),
-        (copy_heads(&pair.narrow(0, 0, 1)?, &pair.narrow(0, 1, 1)?), "part of the input's tensor"),
+        (copy_heads(&pair.narrow(0, 0, 1)?, &pair.narrow(0, 1, 1)?), "share memory"),
         (copy_heads(&integers.copy()?, &integers), "u32"),
     ] {
         let message = wrong.expect_err("a mistake").to_string();

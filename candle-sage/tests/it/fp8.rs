@@ -156,7 +156,7 @@ fn what_does_not_fit_is_an_error() -> Result<()> {
     let errors = [
         (quantize(&zeros(17, 32)?, E4M3, Fp8Copies::Both).map(drop), "multiples of 16"),
         (quantize(&zeros(16, 32)?.flatten_all()?, E4M3, Fp8Copies::Both).map(drop), "multiples of 16"),
-        (a.product(&b, DType::F32, Fp8Sums::Fast).map(drop), "do not fit together"),
+        (a.product(&b, DType::F32, Fp8Sums::Fast).map(drop), "do not match"),
         (a.product(&a, DType::F32, Fp8Sums::Fast).map(drop), "at most one operand in E5M2"),
         (b.product(&b, DType::F32, Fp8Sums::Fast).map(drop), "without its rows"),
         (

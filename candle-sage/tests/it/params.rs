@@ -33,9 +33,9 @@ fn structs_become_rust_and_both_sides_assert_every_offset() {
 #[test]
 fn what_is_no_field_is_named() {
     for (field, why) in [
-        ("double a;", "a type that the host does not know"),
-        ("int32_t a", "no field"),
-        ("int32_t a[2];", "a list"),
+        ("double a;", "a type that the host does not support"),
+        ("int32_t a", "not a field"),
+        ("int32_t a[2];", "an array"),
     ] {
         let error = build::read("a.cuh", &format!("struct A {{\n  {field}\n}};\n"), &mut Vec::new())
             .expect_err(field);

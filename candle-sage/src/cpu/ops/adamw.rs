@@ -7,7 +7,8 @@ use crate::update::{AdamW, Factors, clipped};
 /// Elements of one parallel task, and of one partial sum: the order of additions does not depend on the threads.
 const SPAN: usize = 32 * 1024;
 
-/// One step. `state` has the weights, then both moments; nothing changes if the norm of the gradient is not finite.
+/// One step. `state` contains the weights, then both moments. Nothing changes if the norm of the gradient is not
+/// finite.
 pub(crate) fn step(settings: &AdamW, sum_of_squares: f64, state: &mut [f32], gradient: &[f32]) {
     let AdamW { beta1, beta2, eps, decayed, gradient_factor, clip, .. } = *settings;
     let Some(factor) = clipped(gradient_factor, clip, sum_of_squares) else { return };
@@ -30,7 +31,7 @@ pub(crate) fn step(settings: &AdamW, sum_of_squares: f64, state: &mut [f32], gra
 /// The sum of squares in f64.
 pub(crate) fn squares(values: &[f32]) -> f64 {
     let of_span = |span: &[f32]| {
-        // Independent partial sums, so that an addition does not wait for the one before it.
+        // Independent partial sums, so that an addition does not wait for the previous addition.
         let mut lanes = [0f64; 8];
         for chunk in span.chunks(8) {
             for (lane, &x) in lanes.iter_mut().zip(chunk) {

@@ -1,4 +1,4 @@
-//! Cross-entropy on slices of f32: rows of logits, and logits that are made and used chunk by chunk.
+//! Cross-entropy on slices of f32: from rows of logits, and from logits that are computed and used chunk by chunk.
 
 use multiversion::multiversion;
 use rayon::prelude::*;
@@ -41,22 +41,22 @@ pub(crate) fn mean_loss(losses: impl Iterator<Item = f32>, counted: usize) -> f3
     (losses.map(f64::from).sum::<f64>() / counted as f64) as f32
 }
 
-/// A cross-entropy over a product of hidden states and classes, in chunks of rows.
+/// A cross-entropy from hidden states and the output matrix, in chunks of rows.
 pub(crate) struct Linear<'a> {
-    /// The class of each row, `None` where the target does not count.
+    /// The class of each row, `None` if the target is ignored.
     pub(crate) targets: &'a [Option<usize>],
-    /// Targets that count.
+    /// Number of targets that count.
     pub(crate) counted: usize,
-    /// Rows of logits at a time.
+    /// Rows of logits that are computed at a time.
     pub(crate) chunk_rows: usize,
     /// See [`row_loss`].
     pub(crate) z_loss: f32,
-    /// Applied to each element of the logits' gradient.
+    /// A rounding function for each element of the logits' gradient.
     pub(crate) rounded: Option<&'a (dyn Fn(f32) -> f32 + Sync)>,
 }
 
-/// One pass over the chunks of logits. It returns the mean loss, and writes the gradients times `factor` to the
-/// slices that are not empty; the weight's gradient is added to what its slice holds.
+/// One pass over the chunks of logits. It returns the mean loss, and writes the gradients times `factor` to the slices
+/// that are not empty; the weight's gradient is added to its slice.
 pub(crate) fn linear_pass(
     hidden: &[f32],
     weight: Mat<'_>,

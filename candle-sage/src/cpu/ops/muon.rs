@@ -27,11 +27,11 @@ pub(crate) fn direction(
     });
 }
 
-/// The smallest mean square of a row that it is divided by.
+/// Lower limit of the mean square by which a row is divided.
 const SMALLEST: f64 = 1e-20;
 
-/// Updates the running mean squares of the rows of a matrix, and returns the factors of its rows: their inverse roots, times what keeps the
-/// sum of squares of the matrix as it is.
+/// Updates the running mean squares of the rows of a matrix, and returns the factors of its rows: the inverse roots of
+/// the mean squares, times a factor that preserves the sum of squares of the matrix.
 pub(crate) fn row_factors(mean_squares: &mut [f32], matrix: &[f32], beta: Option<f64>) -> Vec<f32> {
     let columns = matrix.len() / mean_squares.len();
     let square = |row: &[f32]| row.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>() / columns as f64;
@@ -46,7 +46,7 @@ pub(crate) fn row_factors(mean_squares: &mut [f32], matrix: &[f32], beta: Option
     mean_squares.iter().map(|&mean| (size / divisor(mean)).sqrt() as f32).collect()
 }
 
-/// Multiplies rows with their factors.
+/// Multiplies rows by their factors.
 pub(crate) fn scale_rows(rows: &mut [f32], factors: &[f32]) {
     rows.par_chunks_mut(rows.len() / factors.len())
         .zip(factors)
@@ -60,20 +60,20 @@ pub(crate) fn apply(weights: &mut [f32], direction: &[f32], [keep, rate]: [f32; 
     });
 }
 
-/// Divides matrices (size, size) by their traces, and returns the inverse roots of these; 0, and zeros, for a trace
-/// that is 0 or not finite.
+/// Divides matrices (size, size) by their traces, and returns the inverse square roots of the traces. If a trace is 0
+/// or not finite, its matrix becomes zero and its inverse root is 0.
 pub(crate) fn unit_traces(matrices: &mut [f32], size: usize) -> Vec<f32> {
     let of = |matrix: &mut [f32]| {
         let trace: f64 = matrix.iter().step_by(size + 1).map(|&x| f64::from(x)).sum();
         let inverse = if trace > 0.0 && trace.is_finite() { (1.0 / trace.sqrt()) as f32 } else { 0.0 };
-        // One factor after the other, because the square may overflow where the product does not.
+        // Two multiplications, because `inverse * inverse` may overflow if the result does not.
         matrix.iter_mut().for_each(|x| *x = if inverse == 0.0 { 0.0 } else { *x * inverse * inverse });
         inverse
     };
     matrices.par_chunks_mut(size * size).map(of).collect()
 }
 
-/// `y = f (a I + b x + c y)` for matrices (size, size), with a factor of each.
+/// `y = f (a I + b x + c y)` for matrices (size, size), with one factor `f` per matrix.
 pub(crate) fn combine(y: &mut [f32], x: &[f32], size: usize, [a, b, c]: [f32; 3], factors: &[f32]) {
     let square = size * size;
     y.par_chunks_mut(square).zip(x.par_chunks(square)).zip(factors).for_each(|((y, x), f)| {

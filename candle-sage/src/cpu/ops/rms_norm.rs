@@ -5,8 +5,8 @@ use rayon::prelude::*;
 
 use crate::cpu::lanes;
 
-/// Vectors of one parallel task. Each task makes one partial sum of the weight's gradient, which makes the
-/// order of additions independent of the number of threads.
+/// Vectors of one parallel task. Each task computes one partial sum of the weight's gradient, so that the order of
+/// additions does not depend on the number of threads.
 pub(super) const VECTORS: usize = 256;
 
 #[inline(always)]
@@ -15,7 +15,8 @@ pub(super) fn inverse_rms(x: &[f32], eps: f32) -> f32 {
     if mean.is_finite() { 1.0 / (mean + eps).sqrt() } else { inverse_rms_of_large(x, eps) }
 }
 
-/// The squares of elements above 1.8e19 overflow; those of elements relative to the largest one do not.
+/// The squares of elements above 1.8e19 overflow. Elements divided by the largest one have squares that do not
+/// overflow.
 #[cold]
 fn inverse_rms_of_large(x: &[f32], eps: f32) -> f32 {
     let max = f32::from_bits(lanes::max_abs_bits(x));

@@ -7,7 +7,7 @@ fn sigmoid(x: f64) -> f64 {
     if x < 0.0 { x.exp() / (1.0 + x.exp()) } else { 1.0 / (1.0 + (-x).exp()) }
 }
 
-/// `m_j = sigmoid(s_j / tau + shift)`, with the shift for which the weights of the row add up to `count`. Scores of minus
+/// `m_j = sigmoid(s_j / tau + shift)`, with the shift that makes the weights of the row sum to `count`. Scores of minus
 /// infinity are not candidates, and have weight 0; if there are at most `count` candidates, each has weight 1.
 pub(crate) fn weights(scores: &[f32], count: usize, tau: f64) -> Vec<f64> {
     let is_candidate = |score: &f32| *score != f32::NEG_INFINITY;
@@ -24,7 +24,7 @@ pub(crate) fn weights(scores: &[f32], count: usize, tau: f64) -> Vec<f64> {
     }
     let scaled = || scores.iter().filter(|score| is_candidate(score)).map(|&score| f64::from(score) / tau);
     let (least, most) = scaled().fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), x| (a.min(x), b.max(x)));
-    // At one end every weight is at most count / candidates, at the other at least.
+    // At the lower end every weight is at most count / candidates, at the upper end at least.
     let share = count as f64 / candidates as f64;
     let middle = (share / (1.0 - share)).ln();
     let (mut low, mut high) = (middle - most, middle - least);
@@ -37,8 +37,8 @@ pub(crate) fn weights(scores: &[f32], count: usize, tau: f64) -> Vec<f64> {
     all(&|x| sigmoid(x + shift))
 }
 
-/// The gradient of a row's scores: `ds_j = w_j (dm_j - sum(w dm) / sum(w)) / tau` with `w = m (1 - m)`. The second term is that
-/// of the shift, which depends on all scores.
+/// The gradient of a row's scores: `ds_j = w_j (dm_j - sum(w dm) / sum(w)) / tau` with `w = m (1 - m)`. The second term
+/// is due to the shift, which depends on all scores.
 pub(crate) fn gradient(weights: &[f64], dm: &[f32], tau: f64) -> Vec<f64> {
     let slope = |m: f64| m * (1.0 - m);
     let sum: f64 = weights.iter().map(|&m| slope(m)).sum();
@@ -67,7 +67,7 @@ mod tests {
         }
     }
 
-    /// As tau goes to 0 it is the choice of the largest.
+    /// As tau goes to 0 it selects the largest scores.
     #[test]
     fn a_small_tau_chooses() {
         let chosen = weights(&SCORES, 3, 1e-3);
@@ -75,7 +75,8 @@ mod tests {
         assert!(chosen.iter().zip(expected).all(|(m, e): (&f64, f64)| (m - e).abs() < 1e-12), "{chosen:?}");
     }
 
-    /// Against central differences. Scores are f32, so that steps are powers of two: their error is h^2 / tau^3 and 1e-8 / h.
+    /// Gradients are compared with central differences. Scores are f32, so steps are powers of two. The errors of the
+    /// differences are h^2 / tau^3 and 1e-8 / h.
     #[test]
     fn gradients_are_those_of_differences() {
         let (tau, h) = (0.5, 2f32.powi(-9));

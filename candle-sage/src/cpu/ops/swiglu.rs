@@ -7,7 +7,7 @@ use crate::cpu::lanes;
 #[inline(always)]
 fn sigmoid(x: f32) -> f32 {
     let e = -x * std::f32::consts::LOG2_E;
-    // Where 2^e would be infinite, the sigmoid and its product with x are 0.
+    // If 2^e would be infinite, the sigmoid and its product with x are 0.
     if e > 127.0 { 0.0 } else { 1.0 / (1.0 + lanes::exp2(e)) }
 }
 

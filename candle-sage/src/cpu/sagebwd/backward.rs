@@ -1,4 +1,5 @@
-//! The backward of SageBwd on the CPU: codes of P, dS and dO, with scales along each product's reduction.
+//! The backward of SageBwd on the CPU: quantizes P, dS and dO to INT8, with scales that are constant along each
+//! matmul's reduction.
 
 use std::ops::Range;
 
@@ -14,7 +15,7 @@ use crate::cpu::quantize::{Scale, code};
 use crate::cpu::tile::Tile;
 use crate::cpu::view::View;
 
-/// V in the backward: in 16-bit precision. Also the forward's log-sum-exp and output.
+/// The backward's values: V in 16-bit precision, and the forward's log-sum-exp and output.
 pub(super) struct Values16<'a> {
     pub(super) lse2: &'a [f32],
     pub(super) out: &'a View<'a>,
@@ -39,9 +40,9 @@ fn round16(problem: &Problem<'_>, mut values: Vec<f32>) -> Vec<f32> {
 
 /// The output gradient of one head.
 pub(in crate::cpu) struct Grads {
-    /// Operand of dV: dO's codes, or unquantized dO.
+    /// Operand of dV: INT8 values of dO, or unquantized dO.
     of_dv: Vec<f32>,
-    /// Scales of dO's codes, (tile, channel).
+    /// Scales of dO's INT8 values, (tile, channel).
     dequant: Vec<f32>,
     /// dO in 16-bit precision, for dP.
     dout16: Vec<f32>,
@@ -135,7 +136,7 @@ impl BackwardNumerics for Products<'_, Values16<'_>> {
     }
 }
 
-/// `into += sums * (row_dequant * dequant)`, with one `row_dequant` a row.
+/// `into += sums * (row_dequant * dequant)`, with one `row_dequant` per row.
 #[multiversion(targets = "simd")]
 fn add_rows(into: &mut [f32], sums: &[f32], row_dequant: &[f32], dequant: f32) {
     let d = into.len() / row_dequant.len();

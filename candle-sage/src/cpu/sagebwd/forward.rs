@@ -1,5 +1,5 @@
-//! The forward of SageBwd on the CPU: an online softmax whose probabilities become codes, and products with codes of V; or, where
-//! S alone runs on codes, full precision's.
+//! The forward of SageBwd on the CPU: an online softmax that quantizes probabilities to INT8, and matmuls with V in
+//! INT8. If only S runs in INT8, the softmax and O are those of unquantized attention.
 
 use std::ops::Range;
 
@@ -15,9 +15,9 @@ use crate::cpu::tile::Tile;
 
 /// V in the forward.
 pub(super) enum ForwardValues {
-    /// Codes, one entry per segment and key head.
+    /// V in INT8, one entry per segment and key head.
     Codes(Vec<HeadCodes>),
-    /// V itself.
+    /// Unquantized V.
     Rows,
 }
 
@@ -90,17 +90,17 @@ struct Step {
     p_dequant: f32,
 }
 
-/// Turns a tile of logits into codes of the probabilities, with one scale per row.
+/// Turns a tile of logits into INT8 probabilities, with one scale per row.
 ///
-/// A code has a single rounding, because it is relative to the row's maximum inside the tile:
-/// `round(127 * 2^(t - row_max))`, with the dequant_scale `2^(row_max - max) / 127`.
+/// A probability is rounded only once, because it is relative to the row's maximum inside the tile: the INT8 value is
+/// `round(127 * 2^(t - row_max))`, the dequant_scale `2^(row_max - max) / 127`.
 #[multiversion(targets = "simd")]
 fn online_softmax(cols: usize, logits: &mut [f32], softmax: &mut Softmax, steps: &mut [Step]) {
     let state = softmax.reference.iter_mut().zip(&mut softmax.sum).zip(steps);
     for (row, ((max, sum), step)) in logits.chunks_exact_mut(cols).zip(state) {
         let row_max = lanes::max(row);
         let new_max = if row_max > *max { row_max } else { *max };
-        // While no key is visible every term is 2^-inf, whatever finite number is subtracted.
+        // While no key is visible every term is 2^-inf for any finite shift.
         let shift = if new_max == f32::NEG_INFINITY { 0.0 } else { new_max };
         let row_shift = if row_max == f32::NEG_INFINITY { 0.0 } else { row_max } - lanes::LOG2_127;
         for x in row.iter_mut() {
@@ -108,7 +108,7 @@ fn online_softmax(cols: usize, logits: &mut [f32], softmax: &mut Softmax, steps:
         }
         step.p_dequant = lanes::exp2(row_max - shift - lanes::LOG2_127);
         step.decay = lanes::exp2(*max - shift);
-        // The sum is of unquantized probabilities.
+        // The sum is over unquantized probabilities.
         *sum = step.decay * *sum + step.p_dequant * lanes::sum(row);
         *max = new_max;
         for x in row.iter_mut() {

@@ -56,8 +56,8 @@ impl Launch<Tensors<'_>, ()> for AdamW {
         if [weights, gradient, copy].iter().any(|at| !at.is_multiple_of(16)) || !len.is_multiple_of(V) {
             return Err(Error::unsupported("adamw on CUDA moves 16 bytes at a time")
                 .got(format!("{len} parameters"))
-                .allowed("tensors that start on 16 bytes, a multiple of 4 parameters")
-                .hint("put zeros behind them")
+                .allowed("tensors aligned to 16 bytes, a multiple of 4 parameters")
+                .hint("pad them with zeros")
                 .into());
         }
         let factors = self.factors();

@@ -23,11 +23,11 @@ impl Launch<[Operand<'_>; 2], ()> for CopyHeads {
         let gpu = Gpu::new(out.0.device())?;
         let float = Float::of("copy-heads", out.0)?;
         let (batch, sequence, heads, channels) = out.1.shape().dims4()?;
-        // Heads that lie side by side in both are one head of more channels.
+        // If heads are adjacent in both tensors, they are copied as one wider head.
         let beside = [x, out].iter().all(|(_, layout)| heads == 1 || layout.stride()[2] == channels);
         let (heads, channels) = if beside { (1, heads * channels) } else { (heads, channels) };
         let (from, into) = (place(x, &gpu)?, place(out, &gpu)?);
-        // The strides of dimensions that have one place alone do not matter.
+        // The strides of dimensions of extent 1 have no effect.
         let extents = [batch, sequence, heads];
         let strides = [x, out].into_iter().flat_map(|(_, layout)| layout.stride().iter().zip(extents));
         let mut strides: Vec<usize> =

@@ -19,7 +19,7 @@ use crate::ops::cross_entropy::LogitsOp;
 
 const NAME: &str = "cross-entropy";
 
-/// What the backward from logits needs.
+/// The state for the backward from logits.
 #[derive(Debug)]
 struct Saved {
     targets: Ids,
@@ -67,7 +67,7 @@ pub(super) fn mean(gpu: &Gpu, losses: &Buffer<f32>, rows: usize, targets: &Ids) 
     Ok(out)
 }
 
-/// The loss of logits, the backward, and what the check of the targets found.
+/// The loss of logits, the backward, and the result of the check of the targets.
 type Forward = (CudaStorage, launch::Backward<2, CudaStorage>, Checked);
 
 impl Launch<[Operand<'_>; 2], Forward> for LogitsOp {

@@ -1,4 +1,4 @@
-//! Embedding on the GPU: the rows of a table that ids name.
+//! Embedding on the GPU.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
@@ -23,7 +23,7 @@ impl Launch<[Operand<'_>; 2], CudaStorage> for Rows {
     }
 }
 
-/// The rows, (ids, width), the backward, and what the check of the ids found.
+/// The rows, (ids, width), the backward, and the result of the check of the ids.
 type Forward = (CudaStorage, Backward<1, CudaStorage>, Checked);
 
 impl Launch<[Operand<'_>; 2], Forward> for Embedding {
@@ -36,7 +36,7 @@ impl Launch<[Operand<'_>; 2], Forward> for Embedding {
     }
 }
 
-/// Ids whose check was launched, as rows of a table of so many.
+/// Ids whose check was launched, and the number of rows of their table.
 #[derive(Debug)]
 struct Saved {
     ids: Ids,
@@ -52,7 +52,7 @@ impl Launch<[Operand<'_>; 2], CudaStorage> for Gradient {
     }
 }
 
-/// The rows; NaN for ids that are not in the table. The table is read in place.
+/// The rows of the table for the ids; NaN for ids that are not in the table. The table is not copied.
 fn gather(table: Operand<'_>, ids: Operand<'_>) -> Result<(CudaStorage, Ids)> {
     let gpu = Gpu::new(table.0.device())?;
     let float = Float::of(NAME, table.0)?;
@@ -83,7 +83,7 @@ fn gather(table: Operand<'_>, ids: Operand<'_>) -> Result<(CudaStorage, Ids)> {
     Ok((out, places))
 }
 
-/// The gradient of the table, (rows, width), summed in an order that the ids alone decide.
+/// The gradient of the table, (rows, width), summed in an order that depends only on the ids.
 impl Launch<[Operand<'_>; 1], CudaStorage> for Saved {
     fn launch(&self, [dout]: [Operand<'_>; 1]) -> Result<CudaStorage> {
         let gpu = Gpu::new(dout.0.device())?;

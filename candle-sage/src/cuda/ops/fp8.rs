@@ -1,4 +1,4 @@
-//! Quantization to FP8 on the GPU, alone and at the end of other ops.
+//! Quantization to FP8 on the GPU, as a separate op and at the end of other ops.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
@@ -23,11 +23,11 @@ use crate::ops::fp8_scales::{DECAY, MARGIN, Rescale};
 
 const NAME: &str = "fp8-quantize";
 
-/// The codes of a matrix that a kernel writes.
+/// The FP8 codes of a matrix, written by a kernel.
 pub(super) struct Codes {
     rows: Option<Buffer<u8>>,
     columns: Option<Buffer<u8>>,
-    /// The scale that the codes are made with.
+    /// The scale of the codes.
     scale: Buffer<f32>,
     dims: (usize, usize),
 }
@@ -51,19 +51,20 @@ impl Codes {
         })
     }
 
-    /// As [`Codes::params`], for a kernel that says which scale it uses.
+    /// [`Codes::params`] for a kernel that writes the scale it uses.
     pub(super) fn params_of_scale(&self, gpu: &Gpu, e5m2: bool) -> Result<params::Fp8Codes<'_>> {
         Ok(params::Fp8Codes { used: address(&self.scale, gpu), ..self.params(gpu, e5m2)? })
     }
 
-    /// As [`Codes::params`], with a matrix's place in the state of its scales. The scale is copied, because the one in the state changes.
+    /// [`Codes::params`] with a matrix's entry in the state of its scales. The scale is copied, because the state
+    /// changes.
     fn params_at<'a>(&'a self, gpu: &Gpu, site: Fp8Site, state: &Site<'a>) -> Result<params::Fp8Codes<'a>> {
         let Site { scale, largest, saturated, .. } = *state;
         let used = address(&self.scale, gpu);
         Ok(params::Fp8Codes { scale, used, largest, saturated, ..self.params(gpu, site.e5m2)? })
     }
 
-    /// As [`Codes::params_at`], for the state of all scales.
+    /// [`Codes::params_at`] for the state of all scales.
     pub(super) fn params_of_site<'a>(
         &'a self,
         gpu: &Gpu,
@@ -89,7 +90,7 @@ impl Codes {
     }
 }
 
-/// A matrix's place in the state of `Fp8Scales`: f32 (5, matrices).
+/// A matrix's entry in the state of `Fp8Scales`: f32 (5, matrices).
 struct Site<'a> {
     scale: Address<'a>,
     largest: Address<'a>,
@@ -131,15 +132,15 @@ pub(super) fn check_start(what: &str, starts: &[Address<'_>]) -> Result<()> {
         return Ok(());
     }
     Err(Error::unsupported(format!("{what} on CUDA moves 16 bytes at a time"))
-        .got("a tensor that starts between them")
-        .allowed("tensors that start on 16 bytes")
+        .got("a tensor that is not aligned to 16 bytes")
+        .allowed("tensors aligned to 16 bytes")
         .hint("`force_contiguous()` copies it")
         .into())
 }
 
 /// Finds the largest value of a matrix.
 fn measure(gpu: &Gpu, float: Float, params: &params::Fp8Quantize<'_>, dims: (usize, usize)) -> Result<()> {
-    // A thread takes eight values at once.
+    // A thread processes eight values at once.
     let blocks = (dims.0 * dims.1).div_ceil(THREADS * 8).min(2 * PARTS);
     launch(gpu, &named(kernel!("fp8_largest"), float), Grid::line(blocks, THREADS), params)
 }
@@ -235,7 +236,7 @@ impl Launch<Operand<'_>, ()> for Rescale {
     }
 }
 
-/// Launches a kernel of SwiGLU in FP8.
+/// Launches a SwiGLU kernel with FP8 output.
 fn swiglu(
     gpu: &Gpu,
     kernel: &str,
@@ -249,7 +250,7 @@ fn swiglu(
     if [of.gate_row, of.up_row].iter().any(|row| row * float.bytes() as i64 % 16 != 0) {
         return Err(Error::unsupported("swiglu in FP8 on CUDA moves 16 bytes at a time")
             .got(format!("rows {} and {} elements apart", of.gate_row, of.up_row))
-            .allowed("rows that start on 16 bytes")
+            .allowed("rows aligned to 16 bytes")
             .hint("`force_contiguous()` copies them")
             .into());
     }

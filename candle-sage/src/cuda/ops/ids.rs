@@ -37,7 +37,7 @@ impl Ids {
             DType::U32 => "u32",
             DType::I64 => "i64",
             other => {
-                return Err(Error::new(format!("{op} does not take ids of this type"))
+                return Err(Error::new(format!("{op} does not support ids of this type"))
                     .got(other.as_str())
                     .allowed("u8, u32, i64")
                     .hint("convert with `to_dtype(DType::U32)`")
@@ -60,7 +60,7 @@ impl Ids {
         Ok(made)
     }
 
-    /// The places from the one of id `first` on.
+    /// The address of the places, beginning with the place of id `first`.
     pub(super) fn places(&self, first: usize, gpu: &Gpu) -> Result<Address<'_>> {
         address_at(&self.places, first, gpu)
     }
@@ -69,8 +69,7 @@ impl Ids {
         address(&self.status, gpu)
     }
 
-    /// Reads the eight bytes of the result, and so waits for all work that was launched before: callers do it
-    /// last.
+    /// Reads the eight bytes of the result, and so waits for all work that was launched before; callers call it last.
     pub(super) fn checked(&self, gpu: &Gpu, ids: &Dense<'_>) -> Result<Checked> {
         let status = gpu.device().clone_dtoh(&self.status)?;
         let bad = match status[0] as usize {
@@ -98,7 +97,7 @@ fn one(gpu: &Gpu, ids: &Dense<'_>, at: usize) -> Result<i64> {
     }
 }
 
-/// Sorted ids, and the position from which each came.
+/// Sorted ids, and the original position of each id.
 #[derive(Debug)]
 pub(super) struct Sorted {
     pub(super) ids: Buffer<u32>,
@@ -111,8 +110,8 @@ pub(super) fn sort(gpu: &Gpu, ids: &Ids, limit: usize) -> Result<Sorted> {
     let tiles = ids.len.div_ceil(TILE);
     let counts = gpu.alloc::<u32>(tiles << DIGIT_BITS)?;
     let grid = Grid::line(tiles, THREADS);
-    // The bits of `limit`, which is above every id: NO_PLACE, truncated to them, has only ones and still
-    // comes last.
+    // The number of bits of `limit`, which is above every id: NO_PLACE truncated to these bits is all ones, and still
+    // sorts last.
     let bits = (usize::BITS - limit.leading_zeros()) as usize;
     let mut sorted: Option<Sorted> = None;
     for pass in 0..bits.div_ceil(DIGIT_BITS).max(1) {

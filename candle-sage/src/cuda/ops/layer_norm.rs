@@ -16,7 +16,7 @@ use crate::ops::layer_norm::{Gradients, LayerNorm};
 
 const NAME: &str = "layer-norm";
 
-/// Launches a kernel over the last dimension of `x`. Returns y; if there is a `dy`, dx instead.
+/// Launches a kernel over the last dimension of `x`. Returns y, or dx if there is a `dy`.
 fn run(
     gpu: &Gpu,
     what: &str,

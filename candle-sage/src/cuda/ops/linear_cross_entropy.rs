@@ -1,4 +1,5 @@
-//! Cross-entropy from hidden states on the GPU, chunk by chunk: cuBLAS computes the matrix products, this crate's kernels the rest.
+//! Cross-entropy from hidden states on the GPU, chunk by chunk: cuBLAS computes the matmuls, this crate's kernels the
+//! rest.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Layout, Result};
@@ -25,8 +26,8 @@ use crate::ops::linear_cross_entropy_fp8::LinearIntoFp8;
 
 const LINEAR: &str = "linear-cross-entropy";
 
-/// What the backward from hidden states needs: gradients of the sum of the losses. It multiplies them by the
-/// loss's gradient over the number of targets that count. Gradients of the mean could underflow in 16 bit.
+/// The state for the backward from hidden states: gradients of the sum of the losses. The backward multiplies them by
+/// the loss's gradient over the number of targets that count. (Gradients of the mean could underflow in 16 bit.)
 #[derive(Debug)]
 struct LinearSaved {
     targets: Ids,
@@ -46,7 +47,7 @@ struct Linear {
     z_loss: f32,
 }
 
-/// Bytes of logits that are held at once.
+/// Bytes of logits that are stored at once.
 const BYTES: usize = 256 << 20;
 
 impl Linear {
@@ -56,7 +57,7 @@ impl Linear {
         Ok(Self { ignored: settings.ignore_id, chunk_rows, z_loss: settings.z_loss })
     }
 
-    /// Rows of a chunk out of `rows`.
+    /// Number of rows of a chunk, at most `rows`.
     fn chunk(self, rows: usize) -> usize {
         self.chunk_rows.min(rows).max(1)
     }
@@ -66,32 +67,32 @@ impl Linear {
 #[derive(Default)]
 struct Into<'a> {
     hidden: Option<&'a CudaStorage>,
-    /// An address for f32, and whether to add to what it holds.
+    /// The address of f32 values, and whether to add to them.
     weight: Option<(Address<'a>, bool)>,
 }
 
 impl<'a> Into<'a> {
-    /// Where the gradient of the hidden states' rows from `first` on goes.
+    /// The address of the hidden states' gradient from row `first` on.
     fn hidden(&self, first: usize, width: usize, gpu: &Gpu) -> Result<Option<Address<'a>>> {
         self.hidden.map(|hidden| element(hidden, first * width, gpu)).transpose()
     }
 
-    /// Where the weight's gradient goes, and the factor of what is there when a pass comes to row `first`.
+    /// The address of the weight's gradient, and the factor of its previous contents for the chunk at row `first`.
     fn weight(&self, first: usize) -> Option<(Address<'a>, f32)> {
         self.weight.map(|(at, add)| (at, if add || first > 0 { 1.0 } else { 0.0 }))
     }
 }
 
-/// The products of a pass, in one precision.
+/// The matmuls of a pass, in one precision.
 trait Products {
-    /// Writes `hidden weight^T` of `n` rows from `first` on.
+    /// Writes `hidden weight^T` for `n` rows from `first` on.
     fn logits(&self, gpu: &Gpu, out: Out<'_>, first: usize, n: usize) -> Result<()>;
 
-    /// Computes the losses of a chunk of logits and the gradients for which `into` has a place.
+    /// Computes the losses of a chunk of logits, and the gradients that `into` requests.
     fn gradients(&self, rows: &Rows<'_>, params: params::CrossEntropy<'_>, into: &Into<'_>) -> Result<()>;
 }
 
-/// Products of the operands' own type.
+/// Matmuls in the operands' type.
 struct OwnType<'a> {
     hidden: Operand<'a>,
     weight: Operand<'a>,
@@ -126,7 +127,8 @@ impl Products for OwnType<'_> {
     }
 }
 
-/// Products in FP8: codes of the hidden states, their transpose, the weight, its transpose; and the scales of both.
+/// Matmuls in FP8. `codes` are the hidden states, their transpose, the weight and its transpose; `scales` are the
+/// scales of both.
 struct InFp8<'a> {
     op: &'a LinearIntoFp8,
     codes: [Operand<'a>; 4],
@@ -165,7 +167,7 @@ impl Products for InFp8<'_> {
         let params = params::CrossEntropy { lse: address(&lse, gpu), ..params };
         rows.launch(kernel!("cross_entropy_fwd"), params)?;
         let codes = Codes::new(gpu, (n, classes), Fp8Copies::Both)?;
-        // The largest value and the number of saturated values, which nobody reads.
+        // The largest value and the number of saturated values, which are not used.
         let seen = gpu.alloc_zeros::<u32>(2)?;
         let e5m2 = self.op.linear.gradient == Fp8Format::E5M2;
         let quantize = params::Fp8CrossEntropy {
@@ -200,8 +202,8 @@ impl Products for InFp8<'_> {
     }
 }
 
-/// Computes the loss of rows of `classes` logits, and the gradients for which `into` has a place. `logits` has room for a chunk. Returns
-/// the loss and the checked targets.
+/// Computes the loss of rows of `classes` logits, and the gradients that `into` requests. `logits` has room for a
+/// chunk. Returns the loss and the checked targets.
 fn pass(
     gpu: &Gpu,
     products: &impl Products,
@@ -235,7 +237,7 @@ fn pass(
     Ok((mean(gpu, &losses, rows, &targets)?, targets))
 }
 
-/// [`pass`] with products of the operands' own type.
+/// [`pass`] with matmuls in the operands' type.
 fn own_pass(
     gpu: &Gpu,
     [hidden, weight]: [&Dense<'_>; 2],
@@ -250,7 +252,7 @@ fn own_pass(
         return Err(Error::new("linear_cross_entropy: hidden and weight differ in element type")
             .got(format!("{}, {}", float.name(), weight.0.dtype().as_str()))
             .allowed("one type for both on CUDA")
-            .hint("convert with `to_dtype`; the CPU takes any two")
+            .hint("convert with `to_dtype`; the CPU supports different types")
             .into());
     }
     let dims = (hidden.1.shape().dims2()?.0, weight.1.shape().dims2()?.0);
@@ -259,8 +261,8 @@ fn own_pass(
     pass(gpu, &OwnType { hidden, weight, factor, logits: &logits }, out, dims, ids, settings, into)
 }
 
-/// The loss of `hidden weight^T`, the backward with the gradients that are wanted of hidden states and weight, and
-/// what the check of the targets found.
+/// The loss of `hidden weight^T`, the backward with the wanted gradients of hidden states and weight, and the result of
+/// the check of the targets.
 type LinearForward = (CudaStorage, launch::Backward<1, [Option<CudaStorage>; 2]>, Checked);
 
 impl Launch<[Operand<'_>; 3], LinearForward> for LinearOp {
@@ -285,9 +287,9 @@ impl Launch<[Operand<'_>; 3], LinearForward> for LinearOp {
     }
 }
 
-/// The loss of `hidden weight^T` and its gradient times `factor` for the hidden states; that of the weight is
-/// added to `dweight`. All targets count: the op has checked that `ignore_id` is `None`. The check of the targets is
-/// not waited for: a bad one makes the loss NaN.
+/// The loss of `hidden weight^T`, and the gradient of `factor` times the loss for the hidden states; the weight's
+/// gradient is added to `dweight`. All targets count: the op checked that `ignore_id` is `None`. It does not wait for
+/// the check of the targets: an invalid target makes the loss NaN.
 impl Launch<[Operand<'_>; 4], [CudaStorage; 2]> for LinearInto {
     fn launch(&self, [dweight, hidden, weight, targets]: [Operand<'_>; 4]) -> Result<[CudaStorage; 2]> {
         let settings = Linear::new(self.settings, hidden.0.dtype(), weight)?;
@@ -303,11 +305,11 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 2]> for LinearInto {
     }
 }
 
-/// The weight's gradient, which is added to; and codes of the hidden states, their transpose, the weight, its transpose, the scales of both,
-/// and the targets.
+/// The weight's gradient, which is added to in place; then the codes of the hidden states, their transpose, the weight,
+/// its transpose, the scales of both, and the targets.
 type Fp8Inputs<'a> = (Operand<'a>, [Operand<'a>; 7]);
 
-/// As [`LinearInto`]'s.
+/// The loss and the gradient of the hidden states, as for [`LinearInto`].
 impl Launch<Fp8Inputs<'_>, [CudaStorage; 2]> for LinearIntoFp8 {
     fn launch(&self, (dweight, inputs): Fp8Inputs<'_>) -> Result<[CudaStorage; 2]> {
         let [hidden, hidden_t, weight, weight_t, of_hidden, of_weight, targets] = inputs;
@@ -327,7 +329,7 @@ impl Launch<Fp8Inputs<'_>, [CudaStorage; 2]> for LinearIntoFp8 {
     }
 }
 
-/// The gradients of the hidden states and of the weight, where they were wanted.
+/// The gradients of the hidden states and of the weight, if they were wanted.
 impl Launch<[Operand<'_>; 1], [Option<CudaStorage>; 2]> for LinearSaved {
     fn launch(&self, [dloss]: [Operand<'_>; 1]) -> Result<[Option<CudaStorage>; 2]> {
         let gpu = &Gpu::new(dloss.0.device())?;

@@ -17,7 +17,7 @@ use crate::ops::muon::orthogonal::{Polynomial, UnitTrace};
 use crate::ops::muon::passes::{Apply, Directions, RowFactors, ScaleRows};
 use crate::update::DIRECTION_UNIT;
 
-/// Blocks over `len` elements, a pack of `each` a thread and turn.
+/// A grid for `len` elements, in which a thread processes packs of `each` elements.
 fn line(len: usize, each: usize) -> Grid {
     Grid::line(len.div_ceil(THREADS * each).clamp(1, PARTS), THREADS)
 }
@@ -26,10 +26,10 @@ fn check_starts(starts: &[Address<'_>], len: usize) -> Result<()> {
     if starts.iter().all(|start| start.is_multiple_of(16)) && len.is_multiple_of(V16) {
         return Ok(());
     }
-    Err(Error::unsupported("muon on CUDA moves 16 bytes at a time")
+    Err(Error::unsupported("Muon on CUDA moves 16 bytes at a time")
         .got(format!("a matrix of {len} elements"))
-        .allowed("matrices that start on 16 bytes, of a multiple of 8 elements")
-        .hint("leave gaps between matrices; AdamW takes any number of elements")
+        .allowed("matrices aligned to 16 bytes, with a multiple of 8 elements")
+        .hint("leave gaps between matrices; AdamW supports any number of elements")
         .into())
 }
 

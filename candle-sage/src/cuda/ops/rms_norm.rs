@@ -19,7 +19,7 @@ use crate::ops::rms_norm::{Gradients, RmsNorm};
 
 const NAME: &str = "rms-norm";
 
-/// Addresses that only some launches have.
+/// Addresses that only some launches use.
 #[derive(Default)]
 pub(super) struct Extras<'a> {
     pub(super) residual: Address<'a>,
@@ -28,7 +28,7 @@ pub(super) struct Extras<'a> {
     pub(super) partials: Address<'a>,
 }
 
-/// The parameters of a kernel over the last dimension of `x`, which writes to `out`; not yet how threads divide a row.
+/// The parameters of a kernel over the last dimension of `x`, which writes to `out`, except how threads divide a row.
 pub(super) fn params<'a>(
     gpu: &Gpu,
     x: &'a Dense<'_>,
@@ -77,7 +77,7 @@ fn run(
     Ok(out)
 }
 
-const _: () = assert!(NORM_WIDTH == 2 * FP8_STRIP_WIDTH, "kernels with one and with two warps a row");
+const _: () = assert!(NORM_WIDTH == 2 * FP8_STRIP_WIDTH, "kernels with one and with two warps per row");
 
 /// Launches a kernel that also writes codes.
 fn run_fp8(
@@ -162,7 +162,7 @@ impl Launch<[Operand<'_>; 2], CudaStorage> for RmsNorm {
     }
 }
 
-/// `x + residual`, and the norm of it.
+/// `x + residual`, and its norm.
 impl Launch<[Operand<'_>; 3], [CudaStorage; 2]> for RmsNorm {
     fn launch(&self, [x, residual, weight]: [Operand<'_>; 3]) -> Result<[CudaStorage; 2]> {
         let gpu = Gpu::new(x.0.device())?;

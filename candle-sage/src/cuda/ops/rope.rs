@@ -22,7 +22,7 @@ use crate::ops::rope::Rope;
 
 const NAME: &str = "rope";
 
-/// The angles of the positions, their sign, and which channels are rotated as a pair.
+/// The angles of the positions, their sign, and the channels that are rotated as a pair.
 #[derive(Clone, Copy)]
 struct Rotation<'a> {
     tables: [Operand<'a>; 2],
@@ -122,19 +122,19 @@ struct Norm<'a> {
     gradient: Option<(&'a Heads<'a>, &'a Buffer<f32>)>,
 }
 
-/// Where a result goes.
+/// Where a result is written.
 #[derive(Clone, Copy)]
 enum Written<'a> {
     Heads(params::Heads<'a>),
-    /// Codes, from this column on.
+    /// FP8 codes, from this column on.
     Fp8(params::Fp8Codes<'a>, usize),
 }
 
 fn run_fp8(gpu: &Gpu, what: &str, float: Float, packs: Packs, params: params::Fp8Rope<'_>) -> Result<()> {
     if packs.elements() == 1 {
         return Err(Error::unsupported("qk_norm_rope_backward in FP8 on CUDA moves 16 bytes at a time")
-            .got("heads that start between them")
-            .allowed("tensors, and heads in them, that start on 16 bytes")
+            .got("heads that are not aligned to 16 bytes")
+            .allowed("tensors and heads aligned to 16 bytes")
             .hint("`force_contiguous()` copies a tensor")
             .into());
     }
@@ -171,15 +171,15 @@ fn run(
         direction: rotation.direction,
         ..Default::default()
     };
-    // Rows start at multiples of 16 bytes if all strides and half a head are multiples; then the tables' rows
-    // do too.
+    // If all strides and half a head are multiples of 16 bytes, rows are aligned to 16 bytes, and so are the tables'
+    // rows.
     let mut strides = vec![half];
     strides.extend(x.strides());
     if let Written::Heads(out) = out {
         params.out = out;
         strides.extend([out.batch, out.token, out.head].map(|stride| stride as usize));
     }
-    // Heads of a token that a group of lanes takes with the same angles: HEADS of the kernels.
+    // Number of heads of a token that a group of lanes processes with the same angles: HEADS of the kernels.
     let mut heads_at_once = 4;
     let mut most = usize::MAX;
     if let Some(Norm { weight, eps, gradient }) = norm {
@@ -268,7 +268,8 @@ impl<'a> Launch<BackwardInputs<'a>, (CudaStorage, Vec<CudaStorage>)> for Gradien
 }
 
 impl Gradients {
-    /// Launches a kernel for each input, and returns the gradients of the weights. `written` says where the gradient of an input goes.
+    /// Launches a kernel for each input, and returns the gradients of the weights. `written` is where the gradient of
+    /// an input is written.
     fn run<'a>(
         &self,
         gpu: &Gpu,
@@ -291,7 +292,7 @@ impl Gradients {
     }
 }
 
-/// As [`Gradients`]', the gradient of what passes through, and the state of the scales.
+/// The inputs of [`Gradients`], the gradient of the heads that pass through, and the state of the scales.
 type Fp8Inputs<'a> = (BackwardInputs<'a>, Option<Operand<'a>>, Operand<'a>);
 
 impl<'a> Launch<Fp8Inputs<'a>, (Quantized<CudaStorage>, Vec<CudaStorage>)> for QkNormRopeFp8 {

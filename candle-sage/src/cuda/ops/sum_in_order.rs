@@ -29,13 +29,13 @@ impl Launch<[Operand<'_>; 2], ()> for InOrder {
         {
             return Err(Error::unsupported("sum_in_order on CUDA moves 16 bytes at a time")
                 .got(format!("{width} elements"))
-                .allowed("tensors that start on 16 bytes, a multiple of 4 elements")
-                .hint("put zeros behind them")
+                .allowed("tensors aligned to 16 bytes, a multiple of 4 elements")
+                .hint("pad them with zeros")
                 .into());
         }
         let most = ROWS * ((1 << SUM_LEVELS) - 1);
         if params.count as usize > most {
-            return Err(Error::unsupported("sum_in_order on CUDA adds fewer parts")
+            return Err(Error::unsupported("too many parts for sum_in_order on CUDA")
                 .got(params.count)
                 .allowed(format!("up to {most}"))
                 .hint("add them in several calls")

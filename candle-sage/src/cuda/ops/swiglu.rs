@@ -15,12 +15,12 @@ use crate::ops::swiglu::{Gradients, SwiGlu};
 
 const NAME: &str = "swiglu";
 
-/// A tensor as rows of its last dimension: in place if they are equally far apart, otherwise a copy.
+/// A tensor as rows of its last dimension: in place if the rows have a constant stride, otherwise a copy.
 pub(super) struct Rows<'a> {
     given: Operand<'a>,
     copy: Option<Dense<'a>>,
     columns: usize,
-    /// Distance in elements between consecutive rows.
+    /// Stride of rows, in elements.
     stride: usize,
 }
 
@@ -44,7 +44,7 @@ pub(super) fn rows_of_swiglu<'a>([gate, up]: [Operand<'a>; 2], gpu: &Gpu) -> Res
 }
 
 impl Rows<'_> {
-    /// The parameters for these rows as gate, and others as up.
+    /// The parameters, with these rows as gate, and the rows of `up`.
     pub(super) fn params<'a>(&'a self, up: &'a Rows<'_>, gpu: &Gpu) -> Result<params::SwiGlu<'a>> {
         Ok(params::SwiGlu {
             gate: start(self.operand(), gpu)?,
@@ -57,7 +57,7 @@ impl Rows<'_> {
     }
 }
 
-/// The parameters for the rows of `gate` and `up`, and the packs in which threads take them.
+/// The parameters for the rows of `gate` and `up`, and the packs in which threads read them.
 fn problem<'a>(
     float: Float,
     [gate, up]: [&'a Rows<'_>; 2],
@@ -68,7 +68,7 @@ fn problem<'a>(
     let (len, columns) = (gate.operand().1.shape().elem_count(), gate.columns);
     let of = gate.params(up, gpu)?;
     let starts = [&[of.gate, of.up], others].concat();
-    // Without gaps all rows are one long row: a row then need not be a whole number of packs.
+    // Without gaps all rows are processed as one long row, so that a row need not be a whole number of packs.
     let dense = [gate.stride, up.stride, out_row].iter().all(|&stride| stride == columns);
     let columns = if dense { len.max(1) } else { columns };
     let strides = if dense { vec![] } else { vec![columns, gate.stride, up.stride, out_row] };

@@ -1,4 +1,4 @@
-//! The operands of Attn-QAT's products: the values that the CPU rounds them to.
+//! Tests that the rounded operands of Attn-QAT's matmuls equal the CPU's.
 
 use candle_core::{DType, Result};
 
@@ -11,7 +11,7 @@ use crate::cuda::{Call, OnGpu, Problem, guard};
 use crate::nvfp4::{Axis, Packed};
 use crate::scheme::{AttnQat, Smoothing, ValueGroups};
 
-/// Q, K and V, as Attn-QAT's products read them, have the CPU's bits.
+/// Q, K and V, as Attn-QAT's matmuls read them, have the CPU's bits.
 #[test]
 #[ignore = "needs a GPU"]
 fn rounded_operands_are_the_cpus_to_the_bit() -> Result<()> {
@@ -38,7 +38,7 @@ fn compare_rounded(inputs: &Inputs, problem: &Problem<'_>, settings: &AttnQat) -
     let mut forward = inputs_of(&call)?;
     OnGpu::before_forward(settings, &call, &operands, &mut forward)?;
     guard::check(call.gpu)?;
-    let Rounded::Values(rounded) = &operands.rounded else { unreachable!("products in 16 bit") };
+    let Rounded::Values(rounded) = &operands.rounded else { unreachable!("16-bit matmuls") };
     let dims = [shape.query_dims(), shape.key_dims(), shape.key_dims()];
     for (n, (output, dims)) in rounded.iter().zip(dims).enumerate() {
         let bits = call.gpu.device().clone_dtoh(&output.buffer)?;

@@ -1,4 +1,4 @@
-//! Buffers of whole calls: every element is written, and nothing beyond the end.
+//! Tests that a call writes every element of its buffers, and nothing beyond their ends.
 
 use candle_core::{DType, Result, Storage, Tensor};
 use cudarc::driver::DeviceSlice;
@@ -29,7 +29,7 @@ fn schemes() -> [Scheme; 10] {
     all
 }
 
-/// Runs forward and backward, of which the guard checks the buffers' ends, and checks that all results are written.
+/// Runs forward and backward, in which the guard checks the buffers' ends, and checks that all results are written.
 fn run(inputs: &Inputs, scheme: &Scheme, deterministic: bool) -> Result<()> {
     fn both<S: OnGpu>(scheme: S, problem: &Problem<'_>, dout: Strided<'_>) -> Result<[Output; 4]> {
         let (out, completed) = run_forward(scheme, problem, true)?;
@@ -68,7 +68,8 @@ fn kernels_fill_their_buffers_and_no_more() -> Result<()> {
     Ok(())
 }
 
-/// The same over lists, of which the longest are cut (here into parts of one user), and with heads of 256 channels.
+/// The test above with lists, of which the longest are split (here into parts of one query block), and with heads of
+/// 256 channels.
 #[test]
 #[ignore = "needs a GPU"]
 fn kernels_over_lists_fill_their_buffers_and_no_more() -> Result<()> {

@@ -1,4 +1,4 @@
-//! Conversions between numbers and codes, and codes between registers and shared memory.
+//! Tests of conversions between numbers and quantized codes, and of moving codes between registers and shared memory.
 
 use candle_core::Result;
 
@@ -23,7 +23,7 @@ fn conversions_round_ties_to_even() -> Result<()> {
     let got: Vec<u8> = run("selftest_conversions", &x, &x, 256)?;
     for (i, x) in x.iter().enumerate() {
         assert_eq!(got[i], x.round_ties_even() as u8, "codes of {x}");
-        // This conversion goes through f16, whose spacing is at most 1/8: a value that close to a tie may go
+        // This conversion goes through f16, whose spacing is at most 1/8: a value that is this close to a tie may round
         // either way.
         let distance = (f32::from(got[128 + i]) - x).abs();
         assert!(distance <= 0.5 + 1.0 / 16.0, "{} for {x}", got[128 + i]);
@@ -46,8 +46,8 @@ fn codes_over_powers_of_two_are_rounded() -> Result<()> {
     Ok(())
 }
 
-/// Conversions and scales have the bits of `nvfp4.rs`, and E4M3 those of the hardware, where it has the
-/// conversion: for values, midpoints and numbers of all magnitudes.
+/// Conversions and scales have the bits of `nvfp4.rs`, and E4M3 also has the bits of the hardware conversion, if there
+/// is one: for values, midpoints and numbers of all magnitudes.
 #[test]
 #[ignore = "needs a GPU"]
 fn nvfp4_is_the_cpus_to_the_bit() -> Result<()> {
@@ -61,7 +61,7 @@ fn nvfp4_is_the_cpus_to_the_bit() -> Result<()> {
     let near = |x: &f32| [x.to_bits() + 1, x.to_bits().saturating_sub(1)].map(f32::from_bits);
     let neighbours: Vec<f32> = x.iter().flat_map(near).collect();
     x.extend(neighbours);
-    // Scales and E4M3 take magnitudes; only E2M1 takes negative numbers.
+    // Scales and E4M3 are tested with magnitudes; only E2M1 has negative inputs.
     x.extend(numbers(9, COUNT - x.len()).into_iter().map(|n| f32::from_bits(n as u32 % 0x7f80_0000)));
     for sign in [1.0, -1.0] {
         let x: Vec<f32> = x.iter().map(|x| sign * x).collect();

@@ -1,4 +1,5 @@
-//! Attention on lent memory gives the bits that it gives on candle's, and needs no more than it says.
+//! Tests that attention on foreign memory has the bits of attention on candle's memory, and needs no more memory than
+//! it reports.
 #![allow(unsafe_code)]
 
 use candle_core::{DType, Result, Tensor};
@@ -24,7 +25,7 @@ fn number<T>(buffer: &Buffer<T>, gpu: &Gpu) -> u64 {
     buffer.device_ptr(&gpu.stream).0
 }
 
-/// Output and gradients in 16-bit words, through lent memory.
+/// Output and gradients as 16-bit words, computed in foreign memory.
 fn lent(inputs: &Inputs, attention: &Attention, dtype: DType) -> Result<Vec<Vec<u16>>> {
     inputs.with(true, |problem, dout| {
         let gpu = problem.gpu;
@@ -47,7 +48,7 @@ fn lent(inputs: &Inputs, attention: &Attention, dtype: DType) -> Result<Vec<Vec<
         // SAFETY: all memory is alive until the guard has waited for the kernels.
         unsafe {
             call.forward(&stream, addresses, out, state, scratch)?;
-            // First, because it overwrites gradients: too little memory is an error.
+            // Too little memory is an error. This comes first, because it overwrites gradients.
             let short = Lent { bytes: needed - 1, ..second };
             assert!(call.backward(&stream, addresses, output, state, ([dq, dk, dv], 0), short).is_err());
             call.backward(&stream, addresses, output, state, ([dq, dk, dv], 0), second)?;
@@ -61,7 +62,7 @@ fn lent(inputs: &Inputs, attention: &Attention, dtype: DType) -> Result<Vec<Vec<
     })
 }
 
-/// The same through candle.
+/// Output and gradients computed through candle.
 fn candles(inputs: &Inputs, attention: &Attention) -> Result<Vec<Vec<u16>>> {
     let [q, k, v, dout] = &inputs.tensors[..] else { unreachable!("four tensors") };
     let (out, vjp) = attention.vjp(q, k, v)?;

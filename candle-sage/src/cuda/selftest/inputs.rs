@@ -62,7 +62,7 @@ impl Inputs {
         let seen = self.selection.as_ref().map(Seen::new).transpose()?;
         let problem = Problem {
             gpu: &gpu,
-            // It decides only how heads over 128 channels are padded, which does not occur here.
+            // The scheme decides only how heads over 128 channels are padded, which do not occur here.
             scheme: &Scheme::FullPrecision,
             shape: &self.shape,
             softmax_scale: 0.125,
@@ -109,7 +109,7 @@ pub(super) fn cases() -> Vec<Case> {
         ((200, 300), (4, 2), 40, None),
         ((129, 64), (3, 1), 97, None),
         ((200, 190), (2, 1), 64, Some(packing)),
-        // More tiles than the kernel of the mean reads sums of at once.
+        // More tiles than the kernel of the mean sums at once.
         ((70, 4200), (1, 1), 64, None),
     ]
 }

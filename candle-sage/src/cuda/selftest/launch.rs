@@ -1,4 +1,4 @@
-//! Launches of one primitive of `kernels/selftest.cu`.
+//! Launches of a primitive of `kernels/selftest.cu`.
 #![allow(unsafe_code)]
 
 use candle_core::Result;
@@ -16,7 +16,7 @@ struct Params<'a> {
     b: Address<'a>,
     out: Address<'a>,
 }
-// SAFETY: plain data, the same in kernels/selftest.cu.
+// SAFETY: plain data, with the same layout in kernels/selftest.cu.
 unsafe impl DeviceRepr for Params<'_> {}
 
 /// Runs one warp of a kernel on two buffers.
@@ -29,7 +29,7 @@ pub(super) fn run<A: DeviceRepr + Copy + 'static, X: DeviceRepr + Copy>(
     run_threads(32, kernel, a, b, len)
 }
 
-/// Runs so many threads of a kernel on two buffers.
+/// Runs `threads` threads of a kernel on two buffers.
 pub(super) fn run_threads<A: DeviceRepr + Copy + 'static, X: DeviceRepr + Copy>(
     threads: usize,
     kernel: &str,

@@ -1,4 +1,4 @@
-//! The forward in FP4 products, on GPUs that have or emulate them: packing, layouts, softmax, scales and
+//! Tests of the forward with FP4 matmuls, on GPUs that have or emulate them: packing, layouts, softmax, scales and
 //! sums.
 
 use candle_core::{D, DType, Device, Result, Tensor};
@@ -18,9 +18,9 @@ fn error(got: &Tensor, expected: &Tensor) -> Result<f64> {
     Ok(norm(&(got - &expected)?)? / norm(&expected)?.max(1e-30))
 }
 
-/// The output is that of 16-bit products, whose operands hold the same values. The two differ by two
-/// roundings to 16 bit, and where sums in another order put a probability on the other side of a midpoint.
-/// That is rare, and changes one key's code by one step.
+/// The output equals the output of 16-bit matmuls, whose operands have the same values. They differ by two roundings to
+/// 16 bit, and if sums in another order move a probability across a midpoint. This is rare, and changes one key's code
+/// by one step.
 #[test]
 #[ignore = "needs a GPU of compute capability 9.0, 10.x or 12.x"]
 fn fp4_products_give_what_sixteen_bit_products_give() -> Result<()> {
@@ -65,11 +65,11 @@ fn fp4_products_give_what_sixteen_bit_products_give() -> Result<()> {
             }
         }
     }
-    println!("largest differences to 16-bit products and to the CPU: {worst:?}");
+    println!("largest differences from 16-bit matmuls and from the CPU: {worst:?}");
     Ok(())
 }
 
-/// Selected blocks, compared with 16-bit products.
+/// Selected blocks, compared with 16-bit matmuls.
 #[test]
 #[ignore = "needs a GPU of compute capability 9.0, 10.x or 12.x"]
 fn fp4_products_take_lists() -> Result<()> {
@@ -87,7 +87,7 @@ fn fp4_products_take_lists() -> Result<()> {
     Ok(())
 }
 
-/// A NaN in a key reaches the queries that see the key, and no others; a query that sees no key gives zeros.
+/// A NaN in a key reaches only the queries that see the key; the output of a query that sees no key is zero.
 #[test]
 #[ignore = "needs a GPU of compute capability 9.0, 10.x or 12.x"]
 fn fp4_products_pass_on_what_is_not_a_number() -> Result<()> {

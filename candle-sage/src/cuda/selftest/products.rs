@@ -1,4 +1,4 @@
-//! Products of `mma` and `wgmma`, in every layout of their operands.
+//! Tests of `mma` and `wgmma` with every layout of their operands.
 
 use candle_core::Result;
 
@@ -31,7 +31,8 @@ fn products_of_codes_are_exact() -> Result<()> {
     Ok(())
 }
 
-/// `wgmma` on codes, with its descriptors of swizzled rows and its fragments, in every form that the kernels use.
+/// `wgmma` on INT8 values, with its descriptors of swizzled rows and its fragments, in every variant that the kernels
+/// use.
 #[test]
 #[ignore = "needs a Hopper GPU"]
 fn products_of_codes_by_a_warpgroup_are_exact() -> Result<()> {
@@ -46,7 +47,7 @@ fn products_of_codes_by_a_warpgroup_are_exact() -> Result<()> {
             ("unsigned", 128),
         ] {
             let (mut a, mut b) = (codes(5, 64 * width), codes(6, columns * width));
-            // As an unsigned code -1 is 255.
+            // As an unsigned value -1 is 255.
             let (most, value): (i8, fn(i8) -> i32) =
                 if form == "unsigned" { (-1, |x| i32::from(x as u8)) } else { (127, i32::from) };
             a[..width].fill(most);
@@ -65,7 +66,7 @@ fn products_of_codes_by_a_warpgroup_are_exact() -> Result<()> {
     Ok(())
 }
 
-/// `wgmma` on 16-bit operands, in every form that the kernels use.
+/// `wgmma` on 16-bit operands, in every variant that the kernels use.
 #[test]
 #[ignore = "needs a Hopper GPU"]
 fn products_in_16_bit_by_a_warpgroup_are_exact() -> Result<()> {
@@ -122,7 +123,7 @@ fn products_in_16_bit_from_both_layouts() -> Result<()> {
 #[ignore = "needs a GPU"]
 fn packed_accumulators_meet_permuted_tokens() -> Result<()> {
     let (s, v) = (codes(6, 16 * 32), codes(7, 32 * 16));
-    // V^T: (16 channels, 64 bytes), of which the first 32 bytes hold tokens.
+    // V^T: (16 channels, 64 bytes); the first 32 bytes of a row are tokens.
     let mut turned = vec![0i8; 16 * 64];
     for channel in 0..16 {
         for slot in 0..32 {

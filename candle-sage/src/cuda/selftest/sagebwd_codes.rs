@@ -1,4 +1,4 @@
-//! What SageBwd's kernels read: codes and scales of Q, K, V and dO, which are the CPU's.
+//! Tests that the INT8 values and scales of Q, K, V and dO that SageBwd's kernels read equal the CPU's.
 
 use candle_core::{DType, Result};
 
@@ -13,7 +13,7 @@ use crate::cuda::{Call, Problem, guard, params, sagebwd};
 use crate::scheme::{Granularity, KeyMean, SageBwd, Smoothing};
 use crate::shape::Segment;
 
-/// The quantizer gives the CPU's bits: codes, scales and means.
+/// The quantizer's INT8 values, scales and means have the CPU's bits.
 #[test]
 #[ignore = "needs a GPU"]
 fn codes_and_scales_are_the_cpus_to_the_bit() -> Result<()> {
@@ -38,7 +38,7 @@ fn codes_and_scales_are_the_cpus_to_the_bit() -> Result<()> {
     Ok(())
 }
 
-/// What the quantizer and the backward's preparation wrote, on the host.
+/// The results of the quantizer and of the backward's preparation, on the host.
 struct Written {
     q: Vec<i8>,
     k: Vec<i8>,
@@ -67,7 +67,7 @@ impl Written {
         let made = sagebwd::Transposed::new(call)?;
         sagebwd::prepare(call, settings, &operands.codes, &made, &mut backward)?;
         guard::check(gpu)?;
-        let (v_codes, v_scales) = operands.v.as_ref().expect("V in codes");
+        let (v_codes, v_scales) = operands.v.as_ref().expect("V in INT8");
         let bytes = |slice| gpu.device().clone_dtoh(slice);
         let floats = |slice| gpu.device().clone_dtoh(slice);
         Ok(Self {
@@ -84,7 +84,7 @@ impl Written {
     }
 }
 
-/// How the codes of a tile lie in memory.
+/// The memory layout of a tile's INT8 values.
 #[derive(Clone, Copy, PartialEq)]
 enum Lies {
     RowMajor,
@@ -92,8 +92,8 @@ enum Lies {
     Transposed,
 }
 
-/// A tile whose codes are rows of `d`, as it lies in memory: 16-byte chunks of a row are swizzled as in layout/swizzle.cuh, and
-/// the padding to `padded` channels is zero.
+/// The memory of a tile with rows of `d` INT8 values: 16-byte chunks of a row are swizzled as in layout/swizzle.cuh,
+/// and the padding to `padded` channels is zero.
 fn tile(codes: &[i8], (d, padded): (usize, usize), lies: Lies) -> Vec<i8> {
     let width = if lies == Lies::Transposed { TILE } else { padded };
     let mut out = vec![0; TILE * padded];
@@ -108,7 +108,7 @@ fn tile(codes: &[i8], (d, padded): (usize, usize), lies: Lies) -> Vec<i8> {
     out
 }
 
-/// The CPU's codes of a tile of dO, and the scale of each channel.
+/// The CPU's INT8 values of a tile of dO, and the scale of each channel.
 fn gradient_codes(grads: &[f32], d: usize, granularity: Granularity) -> (Vec<i8>, Vec<Scale>) {
     let group = granularity.vectors(d);
     let scales: Vec<Scale> = (0..d)
@@ -124,7 +124,7 @@ fn gradient_codes(grads: &[f32], d: usize, granularity: Granularity) -> (Vec<i8>
     (codes, scales)
 }
 
-/// Compares what was written with the CPU's codes.
+/// Compares the results with the CPU's.
 struct Comparison<'a> {
     inputs: &'a Inputs,
     call: &'a Call<'a>,

@@ -12,11 +12,13 @@ use crate::shape::AttentionShape;
 const NAME: &str = "attention-lse";
 
 impl Attention {
-    /// As [`Attention::apply`], and returns the log-sum-exps of the logits too, `ln(sum_j exp(softmax_scale q k_j))` over the keys that a query sees:
-    /// (batch, heads, sequence) in f32, minus infinity where a query sees none. Both have gradients.
+    /// [`Attention::apply`] that also returns the log-sum-exps of the logits, `ln(sum_j exp(softmax_scale q k_j))` over
+    /// the keys that a query sees: (batch, heads, sequence) in f32, minus infinity where a query sees no key. Both
+    /// results have gradients.
     ///
-    /// Attention to several sets of keys is the mean of the outputs, weighted by `exp(lse)`: ring attention, or a cache in parts. (Where a query sees no key of
-    /// either part, `lse - lse` is NaN.) Of attention with sinks one part alone has them, and distances of `ALiBi` are aligned at the end of each part.
+    /// Attention to several sets of keys is the mean of the sets' outputs, weighted by `exp(lse)`: ring attention, or a
+    /// KV cache in several chunks. (Where a query sees no key of two sets, the difference of their `lse` is NaN.) With
+    /// sinks, only one of the sets may have them. `ALiBi` aligns positions at the end of each set.
     ///
     /// ```
     /// use candle_core::{D, Device, Tensor, Var};
@@ -36,8 +38,8 @@ impl Attention {
     /// ```
     ///
     /// # Errors
-    /// As [`Attention::apply`]; when the scheme smooths keys ([`Smoothing`](crate::Smoothing)), because the logits are then computed from keys minus their
-    /// mean (`SageBwd::default()` does so); and for FP4 products.
+    /// As [`Attention::apply`]; when the scheme smooths keys ([`Smoothing`](crate::Smoothing)), because the logits are
+    /// then computed from keys minus their mean (`SageBwd::default()` does so); and for FP4 matmuls.
     pub fn apply_with_lse(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
         if let Some(widths) = self.widths([q, k, v]) {
             let [wide_q, wide_k, wide_v] = widths.widen([q, k, v])?;
@@ -53,20 +55,20 @@ impl Attention {
     }
 }
 
-/// Those of an op that has run, without a gradient.
+/// The log-sum-exps of an op that has run, without a gradient.
 pub(super) fn of(op: &AttentionOp, out: &Tensor) -> Result<Tensor> {
     check(&op.scheme)?;
     out.apply_op1_no_bwd(&LogSumExp { saved: op.saved.clone(), shape: op.shape.clone() })
 }
 
-/// A scheme that subtracts a mean from keys has other logits, whose log-sum-exps differ.
+/// An error for schemes that subtract a mean from the keys: their logits have other log-sum-exps.
 fn check(scheme: &Scheme) -> Result<()> {
     if !scheme.smooths_keys() {
         return Ok(());
     }
     Err(Error::unsupported("smoothing the keys changes the log-sum-exp")
         .got(scheme)
-        .allowed("full precision, or a scheme with Smoothing::None")
+        .allowed("unquantized attention, or a scheme with Smoothing::None")
         .hint("use `.smoothing(Smoothing::None)`; to smooth, subtract a mean m from the keys yourself and add softmax_scale * (q . m) to the log-sum-exp")
         .into())
 }
@@ -76,7 +78,7 @@ fn dims(shape: &AttentionShape) -> (usize, usize, usize) {
 }
 
 impl Saved {
-    /// Leaves the gradient of the log-sum-exps for attention's backward, or none.
+    /// Stores the gradient of the log-sum-exps, or `None`, for attention's backward.
     pub(super) fn set_gradient(&self, dlse: Option<&Tensor>, shape: &AttentionShape) -> Result<()> {
         let (batch, heads, sequence) = dims(shape);
         if let Some(dlse) =
@@ -94,7 +96,8 @@ impl Saved {
     }
 }
 
-/// The log-sum-exps as a function of the output, so that their gradient reaches attention: candle goes back through them first.
+/// The log-sum-exps as a function of the output: so candle runs their backward before attention's, which uses their
+/// gradient.
 struct LogSumExp {
     saved: Option<Arc<Saved>>,
     shape: AttentionShape,

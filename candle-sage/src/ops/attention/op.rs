@@ -1,4 +1,4 @@
-//! The op of one attention call, with its backward.
+//! The custom op of one attention call, with its backward.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -16,7 +16,7 @@ use crate::scheme::Scheme;
 use crate::selection::{Lists, Selection};
 use crate::shape::{AttentionShape, Dims};
 
-/// The op of one call. Every call makes a new value, since the state of the call is kept in it.
+/// The op of one call. Every call creates a new value, because the value stores the call's state.
 pub(crate) struct AttentionOp {
     pub(crate) scheme: Scheme,
     pub(crate) shape: AttentionShape,
@@ -26,31 +26,31 @@ pub(crate) struct AttentionOp {
     pub(crate) selection: Option<Selection>,
     /// A soft cap or `ALiBi`.
     pub(crate) score_mod: Option<ScoreMod>,
-    /// A logit of each query head without a value: (query heads), contiguous, f32, on the query's device.
+    /// The sinks' logits: (query heads), contiguous, f32, on the query's device.
     pub(crate) sinks: Option<Tensor>,
     /// `None` when no input is tracked.
     pub(in crate::ops) saved: Option<Arc<Saved>>,
 }
 
-/// What a call keeps for its backward.
+/// The state that a call keeps for its backward.
 #[derive(Default)]
 pub(in crate::ops) struct Saved {
     /// Set by the forward.
     pub(in crate::ops) completed: OnceLock<Completed>,
-    /// The gradient of the log-sum-exps, which a backward through them leaves here for attention's own, which comes after it.
+    /// The gradient of the log-sum-exps: stored by their backward, and used by attention's backward, which runs later.
     pub(in crate::ops) dlse: Mutex<Option<Tensor>>,
-    /// The gradient of the sinks, which the backward leaves here.
+    /// The gradient of the sinks, stored by the backward.
     pub(in crate::ops) dsinks: Mutex<Option<Tensor>>,
 }
 
-/// An op, its inputs, its output, that one's gradient, and the log-sum-exps'.
+/// An op; its query, key, value, output and the output's gradient; the gradient of the log-sum-exps.
 pub(crate) type BackwardInputs<'a> = (&'a AttentionOp, [Operand<'a>; 5], Option<Operand<'a>>);
 
-/// Those of query, key and value, and with sinks theirs.
+/// The gradients of query, key and value, and of the sinks if there are any.
 pub(crate) type GradientsOnGpu = ([CudaStorage; 3], Option<CudaStorage>);
 
-/// A forward on a GPU, with the state that its backward needs: it makes the gradients of query, key and value, and for the output
-/// the log-sum-exps.
+/// A forward on a GPU, with the state that its backward needs. The first `Launch` computes the gradients, the second
+/// the log-sum-exps of an output.
 pub(crate) trait CompletedOnGpu:
     for<'a> Launch<BackwardInputs<'a>, GradientsOnGpu>
     + for<'a> Launch<(&'a AttentionShape, Operand<'a>), CudaStorage>
@@ -59,7 +59,7 @@ pub(crate) trait CompletedOnGpu:
 {
 }
 
-/// A completed forward, by the device on which it completed.
+/// A completed forward, on the CPU or on a GPU.
 pub(in crate::ops) enum Completed {
     Cpu(Box<dyn cpu::CompletedForward>),
     Cuda(Box<dyn CompletedOnGpu>),
@@ -88,7 +88,7 @@ impl AttentionOp {
         self.selection.as_ref().map(Selection::host).transpose()
     }
 
-    /// The call on the CPU.
+    /// The call as the CPU code represents it.
     fn problem<'a>(&'a self, inputs: [View<'a>; 3]) -> Result<Problem<'a>> {
         let problem = Problem::new(&self.shape, self.softmax_scale, self.lists()?, inputs);
         let sinks = self.sinks.as_ref().map(Tensor::to_vec1).transpose()?.unwrap_or_default();
@@ -190,7 +190,8 @@ impl CustomOp3 for AttentionOp {
     }
 
     fn bwd(&self, q: &Tensor, k: &Tensor, v: &Tensor, out: &Tensor, dout: &Tensor) -> Result<Gradients> {
-        // Kernels read channels that are not adjacent one by one: the gradient of a narrowed output may have such.
+        // Kernels load non-adjacent channels element by element. The gradient of a narrowed output may have such
+        // channels.
         let copied =
             (dout.device().is_cuda() && dout.stride()[3] != 1).then(|| dout.contiguous()).transpose()?;
         let dout = copied.as_ref().unwrap_or(dout);
@@ -200,7 +201,7 @@ impl CustomOp3 for AttentionOp {
         match saved.and_then(|saved| saved.completed.get()) {
             Some(Completed::Cpu(completed)) => self.cpu_bwd(completed.as_ref(), tensors, dlse),
             Some(Completed::Cuda(completed)) => self.cuda_bwd(completed.as_ref(), tensors, dlse),
-            None => Err(Error::new("attention has no forward to go back from").into()),
+            None => Err(Error::new("the backward of attention needs a forward that kept its state").into()),
         }
     }
 }

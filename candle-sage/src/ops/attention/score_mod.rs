@@ -1,4 +1,4 @@
-//! What is done to logits before the softmax, in addition to their scale: a soft cap, and `ALiBi`.
+//! Changes of the logits before the softmax, in addition to their scale: a soft cap and `ALiBi`.
 
 use candle_core::{Device, Result, Tensor};
 
@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::ops::support::of_heads;
 use crate::shape::AttentionShape;
 
-/// What a caller asks for.
+/// The settings of the caller.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Requested {
     softcap: Option<f64>,
@@ -22,10 +22,10 @@ impl Requested {
     }
 }
 
-/// What one call does.
+/// The validated settings of one call.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ScoreMod {
-    /// 0: none.
+    /// 0 for no soft cap.
     pub(crate) softcap: f32,
     /// One number for each query head: contiguous, f32, on the device of the query.
     pub(crate) alibi_slopes: Option<Tensor>,
@@ -39,12 +39,13 @@ impl ScoreMod {
 }
 
 impl Attention {
-    /// A soft cap: a logit x becomes `cap tanh(x / cap)`, which lies between `-cap` and `cap`. Gemma 2 has it (`attn_logit_softcapping`: 50). 0
-    /// takes it back.
+    /// A soft cap: a logit x becomes `cap tanh(x / cap)`, which is between `-cap` and `cap`. Gemma 2 uses 50
+    /// (`attn_logit_softcapping`). 0 removes the cap.
     ///
-    /// It needs the logits themselves, so that a scheme that subtracts a mean from keys has none (`SageBwd::default()` does so). CUDA has it for
-    /// full precision, for Attn-QAT with products in 16 bit, and for SageBwd with the products [`SCORES`](crate::Int8Products::SCORES); there the
-    /// hyperbolic tangent has a relative error of up to 2^-15.
+    /// It needs the logits themselves, so schemes that subtract a mean from the keys, as `SageBwd::default()` does, do
+    /// not support it. On CUDA it is supported by unquantized attention, by Attn-QAT with 16-bit matmuls, and by
+    /// SageBwd with the products [`SCORES`](crate::Int8Products::SCORES). On CUDA the hyperbolic tangent has a relative
+    /// error of up to 2^-15.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -67,9 +68,11 @@ impl Attention {
         self
     }
 
-    /// `ALiBi`: the logit of a query and a key is lowered by the query head's slope times the distance between their positions, which are aligned at
-    /// the end, as with a causal mask. `slopes` is (query heads) in any float type, on the query's device; it has no gradient. A soft cap comes before it. On
-    /// CUDA in the same schemes as a soft cap, also with smoothed keys. [`alibi_slopes`](crate::ops::alibi_slopes) has the paper's slopes.
+    /// `ALiBi`: subtracts from the logit of a query and a key the query head's slope times the distance between their
+    /// positions. Positions are aligned at the end, as with a causal mask. `slopes` is (query heads) in any float type,
+    /// on the query's device; it has no gradient. A soft cap is applied before the slopes. On CUDA `ALiBi` is supported
+    /// by the same schemes as a soft cap, and also with smoothed keys. [`alibi_slopes`](crate::ops::alibi_slopes)
+    /// returns the paper's slopes.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -92,27 +95,27 @@ impl Attention {
         self
     }
 
-    /// The soft cap, or 0 for none.
+    /// The soft cap, or 0 for no cap.
     pub(crate) fn checked_softcap(&self) -> Result<f32> {
         let Some(cap) = self.modified.softcap else { return Ok(0.0) };
         if !(1e-6..=1e30).contains(&cap) {
             return Err(Error::new("the soft cap is out of range")
                 .got(cap)
-                .allowed("1e-6 to 1e30, or 0 for none")
+                .allowed("1e-6 to 1e30, or 0 for no cap")
                 .hint("Gemma 2 caps at 50")
                 .into());
         }
         if self.scheme.smooths_keys() {
-            return Err(Error::unsupported("a soft cap of logits that are computed from smoothed keys")
+            return Err(Error::unsupported("a soft cap with smoothed keys")
                 .got(self.scheme)
-                .allowed("full precision, or a scheme with Smoothing::None")
+                .allowed("unquantized attention, or a scheme with Smoothing::None")
                 .hint("`.smoothing(Smoothing::None)`; on CUDA SageBwd also needs `.products(Int8Products::SCORES)`")
                 .into());
         }
         Ok(cap as f32)
     }
 
-    /// Checks what was asked for, if anything was.
+    /// Checks the caller's settings. `None` if there is neither a soft cap nor `ALiBi`.
     pub(super) fn score_mod(&self, shape: &AttentionShape, q: &Tensor) -> Result<Option<ScoreMod>> {
         let softcap = self.checked_softcap()?;
         let alibi_slopes = &self.modified.alibi_slopes;
@@ -126,14 +129,15 @@ impl Attention {
                 .hint("`Attention::window` restricts attention too, and can be combined with them")
                 .into());
         }
-        let hints = ["`ops::alibi_slopes` gives the paper's", "`Tensor::detach`"];
+        let hints = ["`ops::alibi_slopes` returns the paper's slopes", "`Tensor::detach`"];
         let slopes = |x: &Tensor| of_heads("the ALiBi slopes", x, shape.query_heads(), q.device(), hints);
         Ok(Some(ScoreMod { softcap, alibi_slopes: alibi_slopes.as_ref().map(slopes).transpose()? }))
     }
 }
 
-/// `ALiBi`'s slopes, (heads) in f32: for a power of two `2^(-8 h / heads)` for the heads h from 1 on; else those of the next lower power of two, and then
-/// every second one of twice as many. BLOOM and MPT have these.
+/// `ALiBi`'s slopes, (heads) in f32. If the number of heads is a power of two, head h = 1, 2, .. has the slope
+/// `2^(-8 h / heads)`. Otherwise the slopes are those of the next lower power of two, followed by every second slope of
+/// twice that power. BLOOM and MPT use these slopes.
 ///
 /// ```
 /// use candle_core::Device;

@@ -7,8 +7,8 @@ use crate::error::Error;
 use crate::ops::support::supported;
 use crate::ops::widths::Widths;
 
-/// The backward of one forward: see [`Attention::vjp`](super::Attention::vjp). It holds the inputs, the output and the state that
-/// the forward kept.
+/// The backward of one forward: see [`Attention::vjp`](super::Attention::vjp). It keeps the inputs, the output and the
+/// forward's state.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -26,10 +26,10 @@ use crate::ops::widths::Widths;
 /// ```
 pub struct AttentionVjp {
     pub(in crate::ops) op: AttentionOp,
-    /// The inputs and the output; if there are `widths`, all as wide as the widest.
+    /// The inputs and the output, all padded to the larger head_dim if there are `widths`.
     pub(super) inputs: [Tensor; 3],
     pub(super) out: Tensor,
-    /// If values have another head_dim than queries and keys, and were widened for that.
+    /// Set if the values' head_dim differs from the queries' and keys', so that the smaller was padded.
     pub(super) widths: Option<Widths>,
 }
 
@@ -46,15 +46,16 @@ impl AttentionVjp {
     /// shape and element type.
     ///
     /// # Errors
-    /// When `dout` does not fit the output.
+    /// When `dout` has another shape or element type than the output.
     pub fn apply(&self, dout: &Tensor) -> Result<[Tensor; 3]> {
         self.apply_with_lse(dout, None)
     }
 
-    /// As [`AttentionVjp::apply`], with the gradient of the log-sum-exps too, which has the shape of [`AttentionVjp::lse`].
+    /// [`AttentionVjp::apply`] with the gradient `dlse` of the log-sum-exps in addition. `dlse` has the shape of
+    /// [`AttentionVjp::lse`].
     ///
     /// # Errors
-    /// As [`AttentionVjp::apply`], and when `dlse` does not fit.
+    /// As [`AttentionVjp::apply`], and when `dlse` has another shape or element type than the log-sum-exps.
     pub fn apply_with_lse<'a>(
         &self,
         dout: &Tensor,
@@ -73,7 +74,7 @@ impl AttentionVjp {
         }
         supported(NAME, &[&self.out, dout])?;
         let dout = self.widths.map_or(Ok(dout.clone()), |widths| widths.widen_output(dout))?;
-        // After all other checks, so that no later call finds it.
+        // After all other checks: if one of them failed, a later call would find this gradient.
         if let Some(saved) = &self.op.saved {
             saved.set_gradient(dlse.into(), &self.op.shape)?;
         }
@@ -117,7 +118,7 @@ pub struct AttentionState {
 }
 
 impl AttentionState {
-    /// The backward, for query, key and value as the forward had them. That their values are the same is not checked.
+    /// The backward, given the query, key and value of the forward. Their values are not checked.
     ///
     /// # Errors
     /// When a shape or an element type differs from the forward's.
@@ -128,10 +129,10 @@ impl AttentionState {
         let dims = [op.shape.query_dims(), op.shape.key_dims(), op.shape.value_dims()];
         for (x, dims) in inputs.iter().zip(dims) {
             if x.dims4()? != dims || x.dtype() != out.dtype() {
-                return Err(Error::shape("query, key and value are not those of the forward")
+                return Err(Error::shape("query, key or value differs from the forward's")
                     .got(format!("{:?} {:?}", x.dims(), x.dtype()))
                     .allowed(format!("{dims:?} {:?}", out.dtype()))
-                    .hint("compute them again as they were computed before")
+                    .hint("recompute them exactly as for the forward")
                     .into());
             }
         }

@@ -1,4 +1,4 @@
-//! Passes over the parts of matrices that a process updates: momentum, normalization of rows, and the step.
+//! Passes over the matrix parts that a process updates: momentum, normalization of rows, and the step.
 
 use std::sync::OnceLock;
 
@@ -9,7 +9,7 @@ use crate::cpu::ops::muon::{apply, direction, row_factors, scale_rows};
 use crate::launch::{Launch, Operand};
 use crate::ops::support::{cuda_tensor, f32_values, f32_values_mut, run_twice, with_cuda};
 
-/// Updates the momentum of parts, and makes their directions.
+/// Updates the momentum of parts, and computes their directions.
 pub(crate) struct Directions<'a> {
     pub(crate) settings: Muon,
     pub(crate) parts: &'a [MuonPart],
@@ -17,13 +17,13 @@ pub(crate) struct Directions<'a> {
     pub(super) made: OnceLock<Tensor>,
 }
 
-/// Updates the running mean squares of rows, and makes the factors of rows.
+/// Updates the running mean squares of rows, and computes the factors of rows.
 pub(crate) struct RowFactors {
     pub(crate) beta: f64,
     pub(super) made: OnceLock<Tensor>,
 }
 
-/// Multiplies the rows of matrices (count, rows, columns) with factors.
+/// Multiplies the rows of matrices (count, rows, columns) by factors.
 pub(crate) struct ScaleRows;
 
 /// Moves parts along their directions.

@@ -1,4 +1,4 @@
-//! The linear tails that no kernel computes, as products of matrices: candle's operators, in f32 and in its graph.
+//! The linear tails without a kernel, as matmuls by candle's operators, in f32 and in candle's graph.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_nn::ops::softmax;
@@ -8,9 +8,10 @@ use crate::selection::Blocks;
 
 /// The tail's output, with the query's type.
 ///
-/// In each segment and key head `S_J = phi(K_J)^T [V_J, 1]` is the state of a block of keys, of d rows and d + 1 columns. A block of
-/// queries takes `H_I = sum_J w_IJ S_J`, where `w` is 1 for the blocks of its tail, and `phi(Q_I) H_I` has the sums of values and, in
-/// the last column, the normalizers. The states take the memory of K in f32 times head_dim over the block's keys.
+/// In each segment and key head `S_J = phi(K_J)^T [V_J, 1]` is the state of a block of keys, with d rows and d + 1
+/// columns. A block of queries sums `H_I = sum_J w_IJ S_J`, where `w` is 1 for the blocks of its tail; `phi(Q_I) H_I`
+/// then contains the sums of values and, in the last column, the normalizers. The states need the memory of K in f32
+/// times head_dim / (keys of a block).
 pub(super) fn forward(op: &PastLinear, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
     let blocks = op.selection.blocks();
     let mut outputs = Vec::new();
@@ -25,7 +26,7 @@ pub(super) fn forward(op: &PastLinear, [q, k, v]: [&Tensor; 3]) -> Result<Tensor
         let (key, value) = (rows(k, keys.start, keys.len())?, rows(v, keys.start, keys.len())?);
         let key = match op.shape.causal() {
             true => key,
-            // A mean over later tokens would be seen by earlier ones.
+            // With a causal mask a mean would make earlier tokens depend on later ones.
             false => key.broadcast_sub(&key.mean_keepdim(0)?)?,
         };
         let with_ones = Tensor::cat(&[&value, &value.narrow(2, 0, 1)?.ones_like()?], 2)?;
@@ -36,7 +37,7 @@ pub(super) fn forward(op: &PastLinear, [q, k, v]: [&Tensor; 3]) -> Result<Tensor
         let (heads, columns, d, width) = states.dims4()?;
         let weights = weights(op, blocks, number)?;
         let sums = weights.matmul(&states.reshape((heads, columns, d * width))?)?;
-        // The blocks of a group's query heads lie one below the other, because they take the same sums.
+        // The blocks of a group's query heads are stacked along the rows, because they use the same sums.
         let phi = in_blocks(&softmax(&query, D::Minus1)?, blocks.query)?;
         let (query_heads, count, size, _) = phi.dims4()?;
         let group = query_heads / heads;
@@ -48,7 +49,7 @@ pub(super) fn forward(op: &PastLinear, [q, k, v]: [&Tensor; 3]) -> Result<Tensor
         let out = out.reshape((query_heads, count * size, d))?.narrow(1, 0, queries.len())?;
         outputs.push(out.transpose(0, 1)?);
     }
-    // Documents lie one after the other in a batch of one, and batch entries have equal lengths.
+    // Documents are concatenated in a batch of one, and batch entries have equal lengths.
     Tensor::cat(&outputs, 0)?.reshape(q.shape())?.to_dtype(q.dtype())
 }
 
@@ -63,7 +64,7 @@ pub(super) fn backward(op: &PastLinear, inputs: [&Tensor; 3], dout: &Tensor) -> 
     Ok([of(&q)?, of(&k)?, of(&v)?])
 }
 
-/// (tokens, heads, channels) -> (heads, blocks, tokens of a block, channels), with rows of zeros behind the last token.
+/// (tokens, heads, channels) -> (heads, blocks, tokens of a block, channels), with rows of zeros after the last token.
 fn in_blocks(x: &Tensor, size: usize) -> Result<Tensor> {
     let (len, heads, channels) = x.dims3()?;
     let count = len.div_ceil(size);
@@ -71,15 +72,16 @@ fn in_blocks(x: &Tensor, size: usize) -> Result<Tensor> {
     whole.reshape((count, size, heads, channels))?.permute((2, 0, 1, 3))?.contiguous()
 }
 
-/// One over the normalizers; 0 where that is too small for it, so that a query whose features meet no key has no output and no
-/// gradients. A NaN stays one.
+/// The inverse normalizers; 0 if a normalizer is too small to invert, so that a query with zero weight on every key has
+/// zero output and gradients. NaN stays NaN.
 fn inverse_norm(norms: &Tensor) -> Result<Tensor> {
     let small = norms.lt(f32::MIN_POSITIVE)?;
     let ones = norms.ones_like()?;
     small.where_cond(&ones.zeros_like()?, &small.where_cond(&ones, norms)?.recip()?)
 }
 
-/// 1 for the blocks of keys of each block of queries' tail, else 0: (key heads, blocks of queries, blocks of keys) of a segment.
+/// For each block of queries, 1 for the blocks of keys in its tail, else 0: (key heads, blocks of queries, blocks of
+/// keys) of a segment.
 fn weights(op: &PastLinear, blocks: &Blocks, segment: usize) -> Result<Tensor> {
     let lists = op.selection.lists();
     let (rows, columns) = (blocks.query_blocks(segment), blocks.key_blocks(segment));
@@ -89,13 +91,13 @@ fn weights(op: &PastLinear, blocks: &Blocks, segment: usize) -> Result<Tensor> {
     let all = all.broadcast_as((blocks.key_heads, rows, columns))?.contiguous()?;
     match op.tail {
         Tail::Past => Ok(all),
-        // The blocks that are always seen are listed too, and are not candidates.
+        // Lists also contain the blocks that are always seen, which are not candidates.
         Tail::Complement => (all - listed(lists, blocks.row(segment, 0), rows, columns)?)?.relu(),
     }
 }
 
-/// 1 for listed blocks, else 0, from lists (key heads, blocks of queries, 1 + width) that begin with their lengths. The device
-/// alone reads them.
+/// 1 for listed blocks, else 0, from lists (key heads, blocks of queries, 1 + width) that begin with their lengths. The
+/// lists stay on the device.
 fn listed(lists: &Tensor, first: usize, rows: usize, columns: usize) -> Result<Tensor> {
     let lists = lists.narrow(1, first, rows)?;
     let (heads, _, width) = lists.dims3()?;
@@ -109,7 +111,7 @@ fn listed(lists: &Tensor, first: usize, rows: usize, columns: usize) -> Result<T
         .broadcast_as(listed.shape())?
         .contiguous()?
         .lt(&counts.broadcast_as(listed.shape())?.contiguous()?)?;
-    // What lies behind the end of a list counts for a column that is cut off.
+    // Entries after the end of a list are mapped to an extra column, which is dropped.
     let behind = Tensor::full(columns as u32, listed.shape(), device)?;
     let places = there.where_cond(&listed, &behind)?;
     let ones = Tensor::ones(listed.shape(), DType::F32, device)?;
@@ -125,7 +127,7 @@ mod tests {
     use crate::selection::Selection;
     use crate::shape::{AttentionShape, Packing};
 
-    /// Against the CPU's walk over blocks: the same sums in f32 in another order.
+    /// Compared with the CPU's loop over blocks: the same f32 sums in another order.
     #[test]
     fn they_are_the_tails_of_the_cpu() -> Result<()> {
         let documents = |cu: &[usize]| Packing::self_attention(cu.to_vec());
@@ -145,7 +147,7 @@ mod tests {
                 let shape = AttentionShape::new(q_dims, k_dims, k_dims, causal, packing.clone())?;
                 let draw = |dims| Tensor::randn(0f32, 1., dims, &Device::Cpu);
                 let (q, k, v, dout) = (draw(q_dims)?, draw(k_dims)?, draw(k_dims)?, draw(q_dims)?);
-                // Lists of every length; the last block of queries leaves nothing.
+                // Lists of every length; the last block of queries leaves nothing to the tail.
                 let selection = Selection::from_lists(&shape, (16, 8), &Device::Cpu, |at| {
                     let first = usize::from(!causal).min(at.candidates);
                     (0..at.candidates).filter(|n| *n < first || (n + at.block) % 3 == 0).collect()
@@ -170,7 +172,8 @@ mod tests {
         Ok(())
     }
 
-    /// A query whose features meet no key has no output, a NaN reaches its own segment's queries, and the inputs' type is kept.
+    /// A query with zero weight on every key has zero output, a NaN reaches only queries of its segment, and the
+    /// inputs' type is kept.
     #[test]
     fn what_is_no_number() -> Result<()> {
         let dims = (1, 32, 1, 8);
@@ -186,7 +189,7 @@ mod tests {
         let half = x.to_dtype(DType::BF16)?;
         let op = PastLinear::new([&half, &half, &half], &selection, Tail::Complement)?;
         assert_eq!(forward(&op, [&half, &half, &half])?.dtype(), DType::BF16);
-        // All of the first feature meets nothing but zeros.
+        // The query's only feature is zero in every key.
         let one = |channel: usize| -> Result<Tensor> {
             let row: Vec<f32> = (0..8).map(|n| if n == channel { 500.0 } else { 0.0 }).collect();
             Tensor::from_vec(row, (1, 1, 1, 8), &Device::Cpu)?.broadcast_as(dims)?.contiguous()

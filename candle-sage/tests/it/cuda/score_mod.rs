@@ -208,6 +208,6 @@ fn schemes_without_such_kernels() -> Result<()> {
     let x = Tensor::zeros((1, 64, 2, 64), DType::BF16, &gpu())?;
     let scheme = SageBwd::default().smoothing(Smoothing::None);
     let message = Attention::new(scheme).softcap(50.0).apply(&x, &x, &x).unwrap_err().to_string();
-    assert!(message.contains("no soft cap") && message.contains("Int8Products::SCORES"), "{message}");
+    assert!(message.contains("neither a soft cap") && message.contains("Int8Products::SCORES"), "{message}");
     Ok(())
 }
