@@ -1,4 +1,4 @@
-// The optimizer's pass over all parameters at once, and the norm of the gradient, by which it is clipped.
+// The AdamW update of all parameters in one pass, and the gradient norm that clips it.
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
 
@@ -9,8 +9,8 @@ namespace {
 constexpr int THREADS = 256;
 constexpr int V = 4;
 
-// The sum of a block in f64: squares of f32 do not overflow there, so that the sum is finite where all elements are. Which
-// elements a block takes depends on the length alone, and so does the order of every sum.
+// The sum of a block, in f64: squares of f32 cannot overflow f64, so the sum is finite if all elements are. The
+// elements that a block sums and the order of every sum depend only on the length.
 __device__ double block_sum(double sum) {
   __shared__ double sums[THREADS];
   sums[threadIdx.x] = sum;
@@ -46,8 +46,8 @@ __device__ void sum_partials(const params::SumOfSquares& p) {
   if (threadIdx.x == 0) *p.out = sum;
 }
 
-// g = factor * gradient, clipped to norm `clip`; m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2;
-// w = (1 - lr decay) w - rate m / (sqrt(root v) + eps). A norm that is not finite leaves everything as it is.
+// g = factor * gradient, clipped to norm `clip`; m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2; w = (1 -
+// lr decay) w - rate m / (sqrt(root v) + eps). If the norm is not finite, nothing is updated.
 __device__ void update(const params::AdamW& p) {
   double norm = double(p.factor) * sqrt(*p.sum_of_squares);
   if (!isfinite(norm)) return;

@@ -1,7 +1,8 @@
-// Attention backward: for each (scheme, element type, head_dim) one kernel that visits all queries that see a block's keys, one
-// that visits those that select them (sparse), and one for windows; where products but S are in 16 bit also one for a soft cap and ALiBi. The table of plans says which mainloop a kernel runs
-// (params/plans.def). Attn-QAT without requantized P runs the kernel of 16-bit attention, on its own operands. finish_dq converts the
-// sums of dQ afterwards.
+// Attention backward. Each (scheme, element type, head_dim) has three kernels: one visits all queries that see a block
+// of keys, one (sparse) only the query blocks that select it, and one is for windows. If all matmuls, except perhaps S,
+// run in 16 bit, there is a fourth kernel for a soft cap and ALiBi. The table of plans (params/plans.def) says which
+// mainloop a kernel runs. Attn-QAT without requantized P runs the kernels of 16-bit attention on its fake-quantized
+// operands. finish_dq converts the sums of dQ afterwards.
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
 #include <sage/attention/numerics/dense16_backward_sm80.cuh>
 #include <sage/attention/numerics/dense16_backward_sm90.cuh>
@@ -20,7 +21,7 @@ constexpr int FINISH_THREADS = 256;
 
 namespace {
 
-// A mainloop, and the numerics for it. With products in 16 bit alone the best division of the work among Hopper's warpgroups
+// A mainloop and its numerics. If all matmuls run in 16 bit, the best division of work among Hopper's warpgroups
 // depends on head_dim: docs/kernels/log.md.
 template <params::Mainloop>
 struct Backward;
@@ -82,13 +83,14 @@ struct Backward<params::BACKWARD_SM90_CHANNEL_PARTS> {
     Mainloop::run<Mainloop::NUMERICS<T, D, V, PLAN, __VA_ARGS__>, attention::Queries>(p);                                \
   }
 
-// The entries of a kernel, each with its plan. NUMERICS is a member of `Backward`, and takes what follows.
+// The entry points of a kernel, each with its plan. NUMERICS is a member template of `Backward`, instantiated with the
+// arguments that follow.
 #define KERNEL_OF_WIDTHS(kernel, suffix, T, D, V, ...)                                                                      \
   ENTRY(kernel##_##suffix, params::plan(#kernel, {D, V}, params::EVERY), EveryQuery, T, D, V, __VA_ARGS__)               \
   ENTRY(kernel##_sparse_##suffix, params::plan(#kernel, {D, V}, params::LISTED), ListedQueries, T, D, V, __VA_ARGS__)     \
   ENTRY(kernel##_window_##suffix, params::plan(#kernel, {D, V}, params::LISTED), WindowQueries, T, D, V, __VA_ARGS__)
 #define KERNEL(kernel, type, T, D, ...) KERNEL_OF_WIDTHS(kernel, type##_##D, T, D, D, __VA_ARGS__)
-// The same, and the entry for a soft cap and ALiBi.
+// KERNEL_OF_WIDTHS, and the entry point for a soft cap and ALiBi.
 #define DENSE16_OF_WIDTHS(kernel, suffix, T, D, V, ...)                                                                     \
   KERNEL_OF_WIDTHS(kernel, suffix, T, D, V, Dense16, __VA_ARGS__)                                                           \
   ENTRY(kernel##_score_mod_##suffix, params::plan(#kernel, {D, V}, params::SCORE_MOD), WindowQueries, T, D, V, Dense16,     \
@@ -123,8 +125,8 @@ DENSE16(f16, __half, 256)
 
 namespace {
 
-// After the mainloop: converts the sums of dQ, in the order of the fragments, to dQ = softmax_scale * sums. A block has one tile
-// of one (head, segment).
+// Runs after the mainloop: converts the sums of dQ, stored in fragment order, to dQ = softmax_scale * sums. A block
+// converts one tile of one (head, segment).
 template <class T, int D>
 __device__ void finish(const params::Backward& p) {
   const params::Shape& shape = p.shape;
@@ -137,7 +139,7 @@ __device__ void finish(const params::Backward& p) {
   int64_t tile = int64_t(head) * shape.query_tiles + segment.query_tile + number;
   using Layout = attention::DqLayout<D>;
   const float4* sums = reinterpret_cast<const float4*>(p.dq_accum + tile * Layout::TILE_FLOATS);
-  // Shared memory reorders fragments to rows, so that whole sectors are written.
+  // Reorders fragments to rows in shared memory, so that whole sectors are written.
   constexpr int CHUNKS = D / 8, PITCH = D * 2 + 16;  // neighbouring rows are 16 bytes apart modulo all banks
   __shared__ __align__(16) unsigned char rows[attention::TILE * PITCH];
   float scale = shape.softmax_scale;

@@ -1,5 +1,6 @@
-// Attention forward: for each (scheme, element type, head_dim) one kernel that visits all visible keys, one that visits the
-// blocks of a selection (sparse), and one for windows; where operands are in 16 bit also one for a soft cap and ALiBi. The table of plans says which mainloop a kernel runs (params/plans.def).
+// Attention forward. Each (scheme, element type, head_dim) has three kernels: one visits all visible keys, one (sparse)
+// the key blocks of a selection, and one is for windows. If all matmuls, except perhaps S, run in 16 bit, there is a
+// fourth kernel for a soft cap and ALiBi. The table of plans (params/plans.def) says which mainloop a kernel runs.
 #include <sage/attention/numerics/dense16_forward_sm80.cuh>
 #include <sage/attention/numerics/dense16_forward_sm90.cuh>
 #include <sage/attention/numerics/sagebwd_forward_sm80.cuh>
@@ -11,7 +12,7 @@ using Operands = attention::Operands;
 
 namespace {
 
-// A mainloop, the numerics for it, and the blocks of a multiprocessor that its registers are for.
+// A mainloop, its numerics, and the blocks per multiprocessor that its registers are limited for.
 template <params::Mainloop>
 struct Forward;
 
@@ -57,13 +58,14 @@ struct Forward<params::FORWARD_SM90> {
     of_##name::Mainloop::run<of_##name::Numerics, attention::Block>(p);                                                \
   }
 
-// The entries of a kernel, each with its plan. NUMERICS is a member of `Forward`, and takes what follows.
+// The entry points of a kernel, each with its plan. NUMERICS is a member template of `Forward`, instantiated with the
+// arguments that follow.
 #define KERNEL_OF_WIDTHS(kernel, suffix, T, D, V, ...)                                                                    \
   ENTRY(kernel##_##suffix, params::plan(#kernel, {D, V}, params::EVERY), EveryKey, T, D, V, __VA_ARGS__)               \
   ENTRY(kernel##_sparse_##suffix, params::plan(#kernel, {D, V}, params::LISTED), ListedKeys, T, D, V, __VA_ARGS__)      \
   ENTRY(kernel##_window_##suffix, params::plan(#kernel, {D, V}, params::LISTED), WindowKeys, T, D, V, __VA_ARGS__)
 #define KERNEL(kernel, type, T, D, ...) KERNEL_OF_WIDTHS(kernel, type##_##D, T, D, D, __VA_ARGS__)
-// The same, and the entry for a soft cap and ALiBi.
+// KERNEL_OF_WIDTHS, and the entry point for a soft cap and ALiBi.
 #define DENSE16_OF_WIDTHS(kernel, suffix, T, D, V, ...)                                                                 \
   KERNEL_OF_WIDTHS(kernel, suffix, T, D, V, Dense16, __VA_ARGS__)                                                       \
   ENTRY(kernel##_score_mod_##suffix, params::plan(#kernel, {D, V}, params::SCORE_MOD), WindowKeys, T, D, V, Dense16,    \

@@ -1,6 +1,7 @@
-// Attention forward in NVFP4 products, for inference with a model that Attn-QAT trained: a kernel that packs Q, K and V, and for
-// each (element type, head_dim) one kernel that visits all visible keys, one that visits the blocks of a selection (sparse), and one for windows.
-// Family 10 has such products out of tensor memory, family 12 in mma.sync; elsewhere the latter are emulated, for tests.
+// Attention forward with NVFP4 matmuls, for inference with a model that Attn-QAT trained: a kernel that packs Q, K and
+// V, and for each (element type, head_dim) one kernel that visits all visible keys, one (sparse) that visits the key
+// blocks of a selection, and one for windows. Family 10 runs these matmuls with tcgen05, family 12 with mma.sync; other
+// GPUs emulate the mma.sync kernels, for tests.
 #include <sage/attention/numerics/nvfp4_forward_sm100.cuh>
 #include <sage/attention/numerics/nvfp4_forward_sm80.cuh>
 #include <sage/quant/pack_nvfp4.cuh>

@@ -1,5 +1,6 @@
-// The mixture of exact attention over the selected blocks and the linear tail by itself: out = a sparse + (1 - a) tail. Where the
-// tail is computed anyway, its own kernels mix (past_linear/); they leave to this one the gradient of the exact branch.
+// The mixture of exact attention over the selected blocks and the linear tail as a separate pass: out = a sparse + (1 -
+// a) tail. When the tail is computed too, its kernels (past_linear/) do the mixing, and this file only computes the
+// gradient of the exact branch.
 #include <sage/attention/mixture.cuh>
 #include <sage/attention/rows.cuh>
 
@@ -16,7 +17,7 @@ namespace {
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int SUM_THREADS = 32;
 
-// A thread block takes a block of queries of a head.
+// A thread block processes one block of queries of one head.
 struct Place {
   Segment segment;
   int head, first, end;
@@ -34,7 +35,7 @@ struct Place {
   }
 };
 
-// Sixteen lanes a row, eight channels each.
+// Sixteen lanes per row, eight channels per lane.
 constexpr int LANES = 16;
 
 template <class T>
@@ -58,8 +59,8 @@ __device__ __forceinline__ void blend_forward(const params::Blend& p) {
   }
 }
 
-// The gradients of both branches, and each block's part of dtheta = sum a (1 - a) dO . (sparse - tail). Without TAIL the
-// tail is zero: writes the exact branch's gradient and its part of dtheta.
+// The gradients of both branches, and each block's part of dtheta = sum a (1 - a) dO . (sparse - tail). Without TAIL,
+// tail is taken as zero, and only the exact branch's gradient and its part of dtheta are written.
 template <class T, bool TAIL>
 __device__ __forceinline__ void blend_backward(const params::Blend& p) {
   __shared__ float parts[WARPS];
@@ -105,8 +106,8 @@ __device__ __forceinline__ void blend_backward(const params::Blend& p) {
 TYPE(bf16, __nv_bfloat16)
 TYPE(f16, __half)
 
-// A warp sums the parts of a head in a fixed order: each lane sums every 32nd part, then a butterfly of shuffles adds the
-// lanes.
+// One warp sums the parts of a head in a fixed order: each lane sums every 32nd part, then a butterfly of shuffles adds
+// the lanes.
 extern "C" __global__ void __launch_bounds__(SUM_THREADS) blend_sum_theta(const __grid_constant__ params::Blend p) {
   float sum = 0.0f;
   int blocks = p.mixture.lists.query_blocks;

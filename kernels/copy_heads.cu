@@ -1,4 +1,5 @@
-// Copies heads between tensors of other strides, in packs of 16 bytes: the order in which ranks exchange heads.
+// Copies heads between tensors of different strides, in packs of 16 bytes. Ranks reorder heads with it before and after
+// they exchange them.
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
 
@@ -8,7 +9,7 @@ using elements::Pack;
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int AT_ONCE = 4;  // packs of a thread, all loaded before the first is stored
+constexpr int AT_ONCE = 4;  // packs per thread; all are loaded before the first is stored
 
 template <class T>
 __device__ __forceinline__ T* place(const params::CopyHeads& p, const params::Heads& x, int item, int elements) {

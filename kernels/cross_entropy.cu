@@ -1,5 +1,5 @@
-// Cross-entropy of rows of logits. The forward reads a row once. Where it also replaces the logits by their gradient, it reads
-// the row again from the cache.
+// Cross-entropy of rows of logits. The forward reads each row once. If it also replaces the logits by their gradient,
+// it reads the row a second time, from the cache.
 #include <math_constants.h>
 #include <sage/elements/group.cuh>
 #include <sage/elements/pack.cuh>
@@ -18,8 +18,8 @@ constexpr int SCALE_THREADS = 256;
 constexpr int BATCH = 4;  // loads in flight
 using ptx::LOG2_E;
 
-// Calls body(packs, at, valid) for a lane's packs of a row, BATCH at a time; at(b) is the first class of pack b, valid(b)
-// whether the row has it.
+// Calls body(packs, at, valid) for a lane's packs of a row, BATCH at a time. at(b) is the first class of pack b;
+// valid(b) says whether pack b is inside the row.
 template <class T, int V, class Body>
 __device__ __forceinline__ void each_pack(const T* row, int classes, const Group& group, Body body) {
   int step = group.lanes * V;
@@ -32,8 +32,8 @@ __device__ __forceinline__ void each_pack(const T* row, int classes, const Group
   }
 }
 
-// The largest logit so far, and the sum of exponentials relative to it. While the maximum is minus infinity, as with classes
-// that are masked out, the exponentials are relative to 0, because the difference of two infinities is NaN.
+// The largest logit so far, and the sum of exponentials relative to it. While the maximum is minus infinity, as for
+// masked classes, the exponentials are relative to 0, because the difference of two infinities is NaN.
 struct Sum {
   float max = -INFINITY, sum = 0.0f;
 
@@ -63,8 +63,8 @@ __device__ __forceinline__ float log_sum_exp(const T* row, int classes, const Gr
   return own.max + logf(group.sum(own.sum));
 }
 
-// to = factor (raise softmax(from) - onehot(target)), where the z-loss makes raise = 1 + 2 z_loss lse. Each lane writes only
-// what it alone reads, so that `to` may be `from`.
+// to = factor (raise softmax(from) - onehot(target)), where the z-loss makes raise = 1 + 2 z_loss lse. Each lane writes
+// only the elements that it reads itself, so that `to` may be `from`.
 template <class T, int V>
 __device__ __forceinline__ void to_gradient(const T* from, T* to, int classes, float lse, uint32_t target, float factor,
                                             float z_loss, const Group& group) {
@@ -90,8 +90,8 @@ __device__ __forceinline__ void fill_zeros(T* row, int classes, const Group& gro
   for (int at = group.lane * V; at < classes; at += group.lanes * V) Pack<T, V>::of(zeros).store(row + at);
 }
 
-// Computes the losses. With GRADIENT it also replaces the logits by the gradients of the sum of losses; else it stores the
-// log-sum-exp.
+// Computes the losses. With GRADIENT it also replaces the logits by the gradient of the sum of the losses; otherwise it
+// stores the log-sum-exp.
 template <class T, int V, bool GRADIENT>
 __device__ void forward(const params::CrossEntropy& p) {
   Group group(p.lanes);
@@ -132,7 +132,7 @@ __device__ void backward(const params::CrossEntropy& p) {
                     p.z_loss, group);
 }
 
-// As `backward`, in FP8, a tile a block.
+// Like `backward`, but writes FP8. Each block quantizes one tile.
 template <class T>
 __device__ void quantize_gradient(const params::Fp8CrossEntropy& p) {
   constexpr int V = quant::Fp8Tile::V;
@@ -148,7 +148,7 @@ __device__ void quantize_gradient(const params::Fp8CrossEntropy& p) {
   });
 }
 
-// One block: the mean of the losses of targets that count, summed in f64 and in a fixed order.
+// Runs as one block: the mean of the losses of targets that count, summed in f64 in a fixed order.
 __device__ void mean(const params::CrossEntropy& p) {
   __shared__ double sums[MAX_THREADS];
   double sum = 0.0;
@@ -159,7 +159,7 @@ __device__ void mean(const params::CrossEntropy& p) {
     __syncthreads();
     if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
   }
-  // A target that is not a class makes the loss NaN, for callers that do not wait for the check of the targets.
+  // An invalid target makes the loss NaN, for callers that do not wait for the check of the targets.
   double bad = p.status[0] ? CUDART_NAN : 0.0;
   if (threadIdx.x == 0) *static_cast<float*>(p.gradient) = float(sums[0] / double(p.status[1]) + bad);
 }

@@ -1,7 +1,7 @@
-// Embedding: rows of a table by id, and in the backward the sum of the output rows' gradients for each row of the table. The
-// backward works on ids that a stable sort has ordered, so that each row of the table owns a run of them and sums it. The whole
-// pieces of a run, PIECE sorted ids each, are summed by a kernel before, all in parallel, so that a frequent id makes no long
-// loop.
+// Embedding: looks up rows of a table by id. The backward sums, for each row of the table, the gradients of the output
+// rows with its id. It works on stably sorted ids, so that each table row owns a contiguous run of them. Every whole
+// piece of a run (PIECE sorted ids) is summed by an earlier kernel, all in parallel, so that a frequent id does not
+// cause a long loop.
 #include <math_constants.h>
 #include <sage/elements/group.cuh>
 #include <sage/elements/pack.cuh>
@@ -17,7 +17,7 @@ static_assert(THREADS >= elements::TEAM_THREADS);
 constexpr int PIECE = 32;  // sorted ids of a piece
 constexpr int BATCH = 4;  // loads in flight
 
-// The row and the first pack of a thread; `lanes`, the threads of a row, are a power of two up to the block.
+// The row and the first pack of a thread. `lanes` threads share a row: a power of two, at most the block size.
 struct Seat {
   int64_t row;
   int lane;
@@ -32,7 +32,7 @@ __device__ void gather(const params::Embedding& p) {
   uint32_t id = p.ids[seat.row];
   T* to = static_cast<T*>(p.out) + seat.row * p.width;
   if (id == params::NO_PLACE) {
-    // The id is not in the table. The host reports it where it waits for the check; elsewhere the loss becomes NaN.
+    // The id is not in the table. The host reports an error if it waits for the check; otherwise the loss becomes NaN.
     for (int at = seat.lane; at < p.width; at += p.lanes) to[at] = ptx::from_float<T>(CUDART_NAN_F);
     return;
   }
@@ -41,7 +41,7 @@ __device__ void gather(const params::Embedding& p) {
     Pack<T, V>::load(from + at * p.column_stride).store(to + at);
 }
 
-// Writes the start of each row's run: the index of the first sorted id that is not below the row's number.
+// Writes where each row's run starts: the index of the first sorted id that is at least the row's number.
 __device__ void find_starts(const params::Embedding& p) {
   int row = blockIdx.x * THREADS + threadIdx.x;
   if (row > p.rows) return;

@@ -1,4 +1,5 @@
-// Attn-QAT's operands (arXiv 2603.00040): Q, K and V rounded to NVFP4 values, in 16 bit, which holds such values exactly.
+// Attn-QAT's operands (arXiv 2603.00040): Q, K and V rounded to NVFP4 values and stored in 16 bit, which represents
+// these values exactly.
 #include <sage/attention/rows.cuh>
 #include <sage/attention/segment.cuh>
 #include <sage/quant/codes.cuh>
@@ -12,22 +13,23 @@ using attention::TILE;
 
 namespace {
 
-// Each thread has two rows of eight channels: enough bytes in flight for the bandwidth, in few registers.
+// Each thread processes two rows of eight channels: enough bytes in flight to saturate the memory bandwidth, in few
+// registers.
 constexpr int VALUES = 16;
 template <int D>
 constexpr int THREADS = TILE * D / VALUES;
 
-// Threads that share a multiprocessor, for __launch_bounds__: on Hopper all 2048; elsewhere so few registers a thread would
-// spill.
+// Threads per multiprocessor, for __launch_bounds__: all 2048 on Hopper. Other GPUs would spill with so few registers
+// per thread.
 #if __CUDA_ARCH__ == 900
 constexpr int AT_ONCE = 2048;
 #else
 constexpr int AT_ONCE = 1024;
 #endif
 
-// The rows and channels of a tile of 64 tokens that a thread holds in registers: ROWS rows of eight neighbouring channels. By
-// default neighbouring threads have neighbouring channels of a token. BY_GROUP, for groups along the tokens, a warp has 16
-// tokens of 32 channels, so that a group lies in one warp.
+// The rows and channels of a tile of 64 tokens that a thread processes: ROWS rows of eight neighbouring channels. By
+// default neighbouring threads have neighbouring channels of a token. With BY_GROUP, for groups along the tokens, a
+// warp has 16 tokens of 32 channels, so that no group crosses a warp.
 template <int D, bool BY_GROUP>
 struct Place {
   static constexpr int ROWS = 2, CHUNKS = BY_GROUP ? 4 : D / 8, STEP = (BY_GROUP ? 32 : THREADS<D>) / CHUNKS;
@@ -42,7 +44,7 @@ struct Place {
   __device__ __forceinline__ int row(int i) const { return first_row + i * STEP; }
 };
 
-// Groups of 16 channels: a thread has eight, the neighbouring lane the other eight.
+// Groups of 16 channels: a thread has eight of them, the neighbouring lane the other eight.
 template <int ROWS>
 __device__ __forceinline__ void quantize_along_channels(float (&x)[ROWS][8]) {
 #pragma unroll
@@ -57,7 +59,7 @@ __device__ __forceinline__ void quantize_along_channels(float (&x)[ROWS][8]) {
   }
 }
 
-// Groups of 16 tokens: they lie in the lanes that have the same channels, CHUNKS lanes apart.
+// Groups of 16 tokens: the lanes that share the same channels, CHUNKS lanes apart, have the tokens of a group.
 template <int CHUNKS, int ROWS>
 __device__ __forceinline__ void quantize_along_tokens(float (&x)[ROWS][8]) {
 #pragma unroll
@@ -73,7 +75,7 @@ __device__ __forceinline__ void quantize_along_tokens(float (&x)[ROWS][8]) {
   }
 }
 
-// Rounds the tokens of a tile from `first` on, less `mean` (one value a channel) where it is not null.
+// Rounds the tokens of a tile from `first` on. If `mean` (one value per channel) is not null, it is subtracted first.
 template <class T, int D, bool BY_GROUP>
 __device__ __forceinline__ void round_tile(const Rows<T>& from, const Rows<T>& to, int first, const float* mean, bool quantize) {
   using At = Place<D, BY_GROUP>;
@@ -98,8 +100,8 @@ __device__ __forceinline__ void round_tile(const Rows<T>& from, const Rows<T>& t
     to.store_8(first + at.row(i), at.column, attention::pack_8<T>(x[i]));
 }
 
-// Each block takes a tile of 64 tokens of one head: first the tiles of K, then those of Q, then those of V, with neighbouring
-// heads in neighbouring blocks.
+// Each block rounds a tile of 64 tokens of one head: first come the tiles of K, then Q, then V, with neighbouring heads
+// in neighbouring blocks.
 template <class T, int D>
 __device__ void fake_quantize(const params::FakeQuantize& p) {
   const params::Shape& shape = p.shape;

@@ -1,4 +1,4 @@
-// Quantization to FP8: of a matrix; its largest value; and scales for the next step.
+// FP8 quantization: quantizes a matrix, finds its largest value, and computes scales for the next step.
 #include <sage/elements/pack.cuh>
 #include <sage/quant/fp8_tile.cuh>
 
@@ -30,8 +30,8 @@ __device__ void quantize_matrix(const params::Fp8Quantize& p) {
   });
 }
 
-// Scales of `count` matrices. With running maxima: running = max(largest since the last call, decay running), and the scale fits
-// margin running. Without them the scale fits the largest value.
+// Computes the scales of `count` matrices. With running maxima: running = max(largest since the last call, decay *
+// running), and the scale fits margin * running. Without running maxima the scale fits the largest value.
 __device__ void rescale(const params::Fp8Rescale& p) {
   int n = blockIdx.x * THREADS + threadIdx.x;
   if (n >= p.count) return;
@@ -41,7 +41,7 @@ __device__ void rescale(const params::Fp8Rescale& p) {
     p.scale[n] = quant::fp8_scale(largest, e5m2);
     return;
   }
-  // What is not finite says nothing about the next step.
+  // A maximum that is not finite is ignored.
   float seen = largest < 0x7f800000u ? __uint_as_float(largest) : 0.0f;
   float running = fmaxf(seen, p.running[n] * p.decay);
   p.running[n] = running;

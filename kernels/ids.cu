@@ -1,4 +1,4 @@
-// Checks ids of tokens, and sorts them.
+// Checks token ids and sorts them.
 #include <sage/params/ops.cuh>
 
 using namespace sage;
@@ -7,8 +7,8 @@ namespace {
 
 constexpr int THREADS = 256;
 
-// Converts ids to row numbers below the limit. It counts the valid ids and records the position of the first bad one, which the
-// host turns into an error.
+// Converts ids to row numbers below the limit. Counts the valid ids and records the position of the first bad id, which
+// the host reports as an error.
 template <class I>
 __device__ void check(const params::CheckIds& p) {
   int n = blockIdx.x * THREADS + threadIdx.x;
@@ -28,7 +28,7 @@ constexpr int DIGIT_BITS = 8, DIGITS = 1 << DIGIT_BITS;
 constexpr int WARPS = THREADS / 32;
 constexpr int ROUNDS = 8;
 constexpr int TILE = THREADS * ROUNDS;  // ids that a block sorts
-static_assert(DIGITS == THREADS, "thread d looks after digit d");
+static_assert(DIGITS == THREADS, "thread d processes digit d");
 
 __device__ __forceinline__ int digit_of(uint32_t id, int shift) { return id >> shift & (DIGITS - 1); }
 
@@ -46,8 +46,8 @@ __device__ void count(const params::SortIds& p) {
   p.counts[int64_t(blockIdx.x) * DIGITS + threadIdx.x] = counts[threadIdx.x];
 }
 
-// Moves a tile's ids to their sorted places. The sort is stable: equal digits stay in the order of tile, warp (each warp has
-// neighbouring ids), round and lane.
+// Moves a tile's ids to their sorted positions. The sort is stable: equal digits stay in the order of tile, warp (each
+// warp has neighbouring ids), round and lane.
 __device__ void place(const params::SortIds& p) {
   __shared__ uint32_t starts[WARPS][DIGITS];  // first each warp's counts, then the place of each warp's first id of a digit
   __shared__ uint32_t totals[WARPS];
@@ -59,7 +59,7 @@ __device__ void place(const params::SortIds& p) {
   int64_t first = int64_t(blockIdx.x) * TILE + warp * 32 * ROUNDS + lane;
 #pragma unroll
   for (int i = 0; i < ROUNDS; ++i) {
-    // Positions past the end count as the last digit, and come after all ids that have it.
+    // Positions past the end count as the last digit, and are placed after all ids with this digit.
     bool valid = first + i * 32 < p.len;
     ids[i] = valid ? p.ids[first + i * 32] : 0;
     int own = valid ? digit_of(ids[i], p.shift) : DIGITS - 1;

@@ -1,4 +1,5 @@
-// Layer normalization: y = (x - mean) r w + b, r = 1 / sqrt(mean((x - mean)^2) + eps). Each row is read once and written once.
+// Layer normalization: y = (x - mean) r w + b, r = 1 / sqrt(mean((x - mean)^2) + eps). Each row is read once and
+// written once.
 #include <sage/elements/row.cuh>
 #include <sage/params/ops.cuh>
 
@@ -12,11 +13,11 @@ using elements::Row;
 
 namespace {
 
-// Threads of a block of the backward, which keeps two sums of columns in registers.
+// Threads of a block of the backward, which keeps the sums of two gradients in registers.
 constexpr int BACKWARD_THREADS = 256;
 static_assert(BACKWARD_THREADS >= elements::TEAM_THREADS);
 
-// The mean of a row, and the inverse root of the mean square around it.
+// The mean of a row, and 1 / sqrt(mean((x - mean)^2) + eps).
 struct Moments {
   float mean, r;
 
@@ -51,8 +52,8 @@ __device__ void forward(const params::LayerNorm& layer) {
   }
 }
 
-// dx = r (g - mean(g) - c r^2 mean(g o c)) with c = x - mean(x) and g = dy o w, and the sums of dw = dy o c r and db = dy over the block's
-// rows, in an order that depends on the shape alone.
+// dx = r (g - mean(g) - c r^2 mean(g o c)) with c = x - mean(x) and g = dy o w. Also sums dw = dy o c r and db = dy
+// over the block's rows, in an order that depends only on the shape.
 template <class T, int V>
 __device__ void backward(const params::LayerNorm& layer) {
   const params::RmsNorm& p = layer.of;

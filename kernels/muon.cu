@@ -1,5 +1,5 @@
-// Muon's passes over a matrix: its momentum, the normalization of its rows, and the update by the orthogonalized direction; and the
-// traces and sums inside the orthogonalization, whose products are cuBLAS's.
+// Muon's passes over a matrix: momentum, row normalization, and the update by the orthogonalized direction; and the
+// traces and sums inside the orthogonalization, whose matmuls run in cuBLAS.
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
 
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int THREADS = 256, V = 4, V16 = 8;
 
-// The sum over a block, in an order that depends on the number of threads alone.
+// The sum over a block, in an order that depends only on the number of threads.
 __device__ float block_sum(float sum) {
   __shared__ float sums[THREADS];
   sums[threadIdx.x] = sum;
@@ -23,7 +23,8 @@ __device__ float block_sum(float sum) {
   return total;
 }
 
-// Calls body(at, Count<N>) for the packs of a line of blocks, and for the elements after the last whole pack.
+// Calls body(at, Count<N>) for every pack in a grid-stride loop, and body(at, Count<1>) for the elements after the last
+// whole pack.
 template <int N, class Body>
 __device__ __forceinline__ void each(int64_t len, Body body) {
   for (int64_t at = (int64_t(blockIdx.x) * THREADS + threadIdx.x) * N; at < len; at += int64_t(gridDim.x) * THREADS * N) {
@@ -35,8 +36,8 @@ __device__ __forceinline__ void each(int64_t len, Body body) {
   }
 }
 
-// g = factor * gradient, clipped to norm `clip`; m = beta m + (1 - beta) g; the direction is m, or with Nesterov
-// beta m + (1 - beta) g, times `unit`. A norm that is not finite leaves m as it is.
+// g = factor * gradient, clipped to norm `clip`; m = beta m + (1 - beta) g; the direction is m, or with Nesterov beta m
+// + (1 - beta) g, times `unit`. If the norm is not finite, m is not changed.
 __device__ void momentum(const params::MuonMomentum& p) {
   double norm = double(p.factor) * sqrt(*p.sum_of_squares);
   bool finite = isfinite(norm);
@@ -58,7 +59,7 @@ __device__ void momentum(const params::MuonMomentum& p) {
   });
 }
 
-// One block a matrix.
+// One block per matrix.
 __device__ void trace(const params::MuonTrace& p) {
   int64_t size = p.size;
   auto* x = static_cast<const __nv_bfloat16*>(p.x) + blockIdx.x * size * size;
@@ -68,7 +69,7 @@ __device__ void trace(const params::MuonTrace& p) {
   if (threadIdx.x == 0) p.inverse[blockIdx.x] = sum > 0.0f && isfinite(sum) ? 1.0f / sqrtf(sum) : 0.0f;
 }
 
-// y = f (a I + b x + c y), of matrices side by side.
+// y = f (a I + b x + c y), for a batch of matrices.
 __device__ void combine(const params::MuonCombine& p) {
   uint32_t size = p.size, square = size * size;
   auto* x = static_cast<const __nv_bfloat16*>(p.x);
@@ -85,7 +86,8 @@ __device__ void combine(const params::MuonCombine& p) {
     for (int i = 0; i < N; ++i) {
       float sum = p.b * from[i] + p.c * to[i] + (after == 0 ? p.a : 0.0f);
       if (p.power > 0) {
-        // One factor after the other, because a power may overflow where the product does not. A factor of 0 is that of zeros.
+        // Multiplies by one factor at a time, because the power may overflow where the result does not. A factor of 0
+        // gives zeros.
         float inverse = p.inverse[matrix];
         sum = inverse == 0.0f ? 0.0f : sum * inverse;
         if (p.power > 1) sum *= inverse;
@@ -98,7 +100,7 @@ __device__ void combine(const params::MuonCombine& p) {
   });
 }
 
-// One block a row: its mean square, and the running one.
+// One block per row: its mean square, and the running mean square.
 __device__ void row_squares(const params::MuonRows& p) {
   auto* x = static_cast<const __nv_bfloat16*>(p.x) + int64_t(blockIdx.x) * p.columns;
   float sum = 0.0f;
@@ -113,7 +115,7 @@ __device__ void row_squares(const params::MuonRows& p) {
   if (isfinite(*p.sum_of_squares)) *mean = p.beta * *mean + (1.0f - p.beta) * sum;
 }
 
-// One block a matrix: the factors of its rows, which leave the sum of its squares as it is.
+// One block per matrix: the factors of its rows, which keep the sum of the matrix's squares unchanged.
 __device__ void row_factors(const params::MuonRows& p) {
   float* factors = p.factors + int64_t(blockIdx.x) * p.rows;
   const float* mean = p.mean_squares + int64_t(blockIdx.x) * p.rows;
@@ -129,7 +131,7 @@ __device__ void row_factors(const params::MuonRows& p) {
   for (int row = threadIdx.x; row < p.rows; row += THREADS) factors[row] = sqrtf(size / fmaxf(mean[row], SMALLEST));
 }
 
-// One block a row.
+// One block per row.
 __device__ void scale_rows(const params::MuonRows& p) {
   auto* x = static_cast<__nv_bfloat16*>(p.x) + int64_t(blockIdx.x) * p.columns;
   float factor = p.factors[blockIdx.x];
@@ -137,7 +139,7 @@ __device__ void scale_rows(const params::MuonRows& p) {
     x[column] = __float2bfloat16(__bfloat162float(x[column]) * factor);
 }
 
-// w = keep w - rate direction. A norm of the gradient that is not finite leaves w as it is.
+// w = keep w - rate direction. If the gradient's norm is not finite, w is not changed.
 __device__ void apply(const params::MuonApply& p) {
   if (!isfinite(*p.sum_of_squares)) return;
   auto* direction = static_cast<const __nv_bfloat16*>(p.direction);

@@ -1,4 +1,4 @@
-// Sums of columns in a fixed order: many short rows, the partial sums of blocks, which it completes; and few long rows, the
+// Column sums in a fixed order: of many short rows, to complete the partial sums of blocks; and of a few long rows, the
 // gradients that several GPUs sent.
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
@@ -8,10 +8,10 @@ using namespace sage;
 namespace {
 
 constexpr int SIDE = 32;
-constexpr int SUM_THREADS = 256, SUM_VALUES = 4;  // of a thread at once
+constexpr int SUM_THREADS = 256, SUM_VALUES = 4;  // per thread at once
 
-// A block takes SIDE columns. Thread row y adds parts y, y + SIDE, ..; then one thread a column adds the thread rows' sums in
-// order.
+// A block sums SIDE columns. Thread row y adds parts y, y + SIDE, ..; then one thread per column adds the thread rows'
+// sums in order.
 template <class T>
 __device__ void sum(const params::PartialSums& p) {
   __shared__ float sums[SIDE][SIDE + 1];
@@ -31,8 +31,8 @@ __device__ void sum(const params::PartialSums& p) {
   }
 }
 
-// Few rows, each as long as the model's parameters: a thread takes four columns and reads every row once. Rows are added in pairs,
-// then pairs of pairs, and so on. `sums[n]` is the sum of 2^n groups of ROWS rows that have no pair yet.
+// Few rows, each as long as the model's parameters: a thread sums four columns and reads every row once. Rows are added
+// in pairs, then pairs of pairs, and so on. `sums[n]` is the sum of 2^n groups of ROWS rows that has no partner yet.
 constexpr int ROWS = 8, SUM_LEVELS = 8;
 
 __device__ void sum_long_rows(const params::SumInOrder& p) {
@@ -49,7 +49,7 @@ __device__ void sum_long_rows(const params::SumInOrder& p) {
 #pragma unroll
       for (int row = 0; row < ROWS; ++row) {
         int term = first + row;
-        // `sum` holds the rank's own term.
+        // `sum` contains this rank's own term.
         const float* from = term == p.place ? p.sum : p.parts + int64_t(term) * p.width;
         if (term < p.count) elements::load_floats(from + at, x[row]);
       }
@@ -59,7 +59,7 @@ __device__ void sum_long_rows(const params::SumInOrder& p) {
         for (int row = 0; row + pair < ROWS; row += 2 * pair)
           if (first + row + pair < p.count) add(x[row], x[row + pair]);
       }
-      // As a binary counter: each group that completes a pair carries its sum to the next level.
+      // Works like a binary counter: each group that completes a pair carries its sum to the next level.
       bool carries = true;
 #pragma unroll
       for (int level = 0; level < SUM_LEVELS; ++level) {
@@ -72,7 +72,7 @@ __device__ void sum_long_rows(const params::SumInOrder& p) {
         carries = carries && full;
       }
     }
-    // What has no pair is added to the next larger sum. The smallest sum is alone.
+    // A sum without a partner is added to the next larger sum, starting with the smallest.
     int groups = (p.count + ROWS - 1) / ROWS;
     float total[N];
     bool none = true;

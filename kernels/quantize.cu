@@ -1,5 +1,5 @@
-// SageBwd's quantization kernels. Before the forward: means, codes and scales of Q, K and V (arXiv 2603.02170, section 3).
-// Before the backward: delta and the codes of dO.
+// SageBwd's quantization kernels. Before the forward: means, INT8 values and scales of Q, K and V (arXiv 2603.02170,
+// section 3). Before the backward: delta and the INT8 values of dO.
 #include <math_constants.h>
 #include <sage/quant/tile.cuh>
 
@@ -11,10 +11,10 @@ using attention::TILE;
 
 namespace {
 
-// Means are taken of K and, with smooth_values, of V: heads from key_heads on are those of V.
+// Heads that have means: those of K and, with smooth_values, of V. Heads from key_heads on are heads of V.
 __device__ __forceinline__ int mean_heads(const params::Forward& p) { return p.shape.key_heads * (1 + p.smooth_values); }
 
-// A segment's rows of such a head, from token `first` on.
+// The rows of such a head in a segment, from token `first` on.
 template <class T>
 __device__ __forceinline__ Rows<T> rows_of(const params::Forward& p, const Segment& segment, int head, int first) {
   const params::Shape& shape = p.shape;
@@ -23,9 +23,9 @@ __device__ __forceinline__ Rows<T> rows_of(const params::Forward& p, const Segme
                  segment.key_len - first, value ? shape.value_dim : shape.head_dim);
 }
 
-// Sums of K and V over each tile, in the order of the tokens: (head, tile, channel). A block loads a whole tile before it sums,
-// as `quantize` does: if each thread walked down its channel in global memory, all of them would ask the same memory channels
-// at the same time.
+// Sums K and V over each tile, in token order: (head, tile, channel). Like `quantize`, a block loads a whole tile
+// before it sums: if each thread walked down its channel in global memory, all threads would access the same memory
+// channels at the same time.
 template <class T, int D>
 __device__ void sum_tiles(const params::Forward& p) {
   constexpr int CHUNKS = D / 8;
@@ -49,8 +49,8 @@ __device__ void sum_tiles(const params::Forward& p) {
   p.codes.k_tile_sums[(int64_t(head) * shape.key_tiles + tile) * D + threadIdx.x] = sum;
 }
 
-// Means: the sums of the tiles, added in order, over the number of tokens: (head, segment, channel). All threads load,
-// but only one thread a channel adds, because the order of the sum is fixed.
+// Means: the sums of the tiles, added in order, divided by the number of tokens: (head, segment, channel). All threads
+// load, but only one thread per channel adds, because the order of the sum is fixed.
 constexpr int MEAN_THREADS = 256;
 template <int D>
 __device__ void mean_of_tiles(const params::Forward& p) {
@@ -80,8 +80,9 @@ __device__ void mean_of_tiles(const params::Forward& p) {
         __fdiv_rn(total, float(max(segment.key_len, 1)));
 }
 
-// Means over a sample: the middles of key_sample even parts, or all of a shorter segment, added in order: (head, segment,
-// channel). One thread block for each segment and head; the rows pass through its shared memory, 64 at a time.
+// Means over a sample: the middle token of each of key_sample equal intervals, or all tokens of a shorter segment,
+// added in order: (head, segment, channel). One thread block per segment and head loads the rows into shared memory, 64
+// at a time.
 template <class T, int D>
 __device__ void mean_of_sample(const params::Forward& p) {
   constexpr int AT_ONCE = 64, CHUNKS = D / 8;
@@ -118,7 +119,7 @@ __device__ void quantize_queries(const params::Forward& p, int tile, int head) {
   int64_t at = int64_t(head) * shape.query_tiles + tile;
   quant::Tile<D> values;
   values.load(q, first);
-  if (D <= 128 && p.codes.q_mean) {  // of larger heads Q is not smoothed
+  if (D <= 128 && p.codes.q_mean) {  // heads wider than 128: Q is not smoothed
     __shared__ float mean[D];
     if (threadIdx.x < D) {
       float sum = 0.0f;
@@ -135,7 +136,7 @@ __device__ void quantize_queries(const params::Forward& p, int tile, int head) {
   });
 }
 
-// A tile of K or, with VALUE, of V, less the mean that smoothing subtracts.
+// Loads a tile of K or, with VALUE, of V, minus its mean if smoothing is on.
 template <class T, int D, bool VALUE>
 __device__ __forceinline__ void load_smoothed(quant::Tile<D>& values, const params::Forward& p, int tile, int head) {
   const params::Shape& shape = p.shape;
@@ -169,9 +170,9 @@ __device__ void quantize_values(const params::Forward& p, int tile, int head) {
   quant::store_transposed<D, PITCH>(codes, p.codes.v_transposed + at * TILE * D);
 }
 
-// Blocks in the order of their index: the tiles of K, the last ones first, because sum_tiles has just read K and its end is in
-// the L2 cache; then the tiles of Q, then those of V. Neighbouring blocks have neighbouring heads of one tile, which often are
-// neighbours in memory.
+// Order of the blocks by index: first the tiles of K, starting with the last, because sum_tiles has just read K and its
+// end is in the L2 cache; then the tiles of Q, then of V. Neighbouring blocks process neighbouring heads of one tile,
+// which are often adjacent in memory.
 template <class T, int D>
 __device__ void quantize(const params::Forward& p) {
   const params::Shape& shape = p.shape;
@@ -184,13 +185,14 @@ __device__ void quantize(const params::Forward& p) {
     quantize_queries<T, D>(p, index / shape.query_heads, index % shape.query_heads);
   } else {
     index -= keys + queries;
-    // Of heads over 128 channels S alone is an INT8 matmul.
+    // At head_dim above 128 only S is an INT8 matmul.
     if constexpr (D <= 128) quantize_values<T, D>(p, index / shape.key_heads, index % shape.key_heads);
   }
 }
 
-// Before a backward, one block for each (query tile, head): delta = rowsum(dO o O). With QUANTIZE also dO and Q as the operands
-// of dV and dK: transposed codes; dO has one scale for each channel, or group of channels, of the tile.
+// Runs before a backward, one block per (query tile, head): delta = rowsum(dO o O). With QUANTIZE it also writes the
+// operands of dV and dK, dO and Q as transposed INT8 values. dO has one scale for each channel, or group of channels,
+// of the tile.
 template <class T, int D, bool QUANTIZE>
 __device__ void prepare(const params::Backward& p) {
   const params::Shape& shape = p.shape;
@@ -257,8 +259,9 @@ __device__ void prepare(const params::Backward& p) {
 
 constexpr float LN_2 = 0.69314718f;
 
-// One block for each (query tile, head): the log-sum-exps that a forward kept, to the caller's layout; or their gradient, from there, to delta, as a
-// change of the log-sum-exp is one of all logits in proportion to P.
+// One block per (query tile, head): copies the log-sum-exps of a forward to the caller's layout; or adds their
+// gradient, in that layout, to minus delta, because a change of the log-sum-exp changes each logit in proportion to its
+// P.
 __device__ void log_sum_exp(const params::LogSumExp& p) {
   const params::Shape& shape = p.shape;
   int tile = blockIdx.x / shape.query_heads, head = blockIdx.x % shape.query_heads;
@@ -271,21 +274,21 @@ __device__ void log_sum_exp(const params::LogSumExp& p) {
     // A query that sees no key has no log-sum-exp, and the gradient may be NaN there.
     if (sees_a_key(p.shape, segment, row)) padded += outside;
   } else {
-    // A query that sees no key has minus infinity in both.
+    // For a query that sees no key both are minus infinity.
     outside = padded == -CUDART_INF_F ? padded : -LN_2 * padded;
   }
 }
 
 constexpr int SINK_THREADS = 512;
 
-// One block for each query head: the gradient of its sink, minus the sum over queries of the sink's probability times delta, in an order that depends
-// on the shape alone.
+// One block per query head: the gradient of its sink, which is minus the sum over queries of the sink's probability
+// times delta, in an order that depends only on the shape.
 __device__ void sink_gradient(const params::SinkGradient& p) {
   __shared__ float partial[SINK_THREADS / 32];
   int64_t first = blockIdx.x * p.rows;
   float sink2 = p.sinks[blockIdx.x] * ptx::LOG2_E, sum = 0.0f;
   for (int64_t row = threadIdx.x; row < p.rows; row += SINK_THREADS) {
-    // 0 for padding and for queries that see no key, whose delta may be anything.
+    // 0 for padding and for queries that see no key, whose delta is undefined.
     float probability = fminf(ptx::exp2(sink2 + p.minus_lse2[first + row]), 1.0f);
     if (probability != 0.0f) sum = fmaf(probability, p.minus_delta[first + row], sum);
   }
@@ -327,7 +330,7 @@ BACKWARD(prepare_dense16_bf16_256, prepare<__nv_bfloat16, 256, false>)
 BACKWARD(prepare_dense16_f16_256, prepare<__half, 256, false>)
 FORWARD(mean_of_tiles_64, MEAN_THREADS, mean_of_tiles<64>)
 FORWARD(mean_of_tiles_128, MEAN_THREADS, mean_of_tiles<128>)
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // the only target that multiplies codes of larger heads
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // the only target with INT8 matmuls at head_dim above 128
 CODES(bf16, __nv_bfloat16, 256)
 CODES(f16, __half, 256)
 FORWARD(mean_of_tiles_256, MEAN_THREADS, mean_of_tiles<256>)

@@ -1,5 +1,5 @@
-// Root-mean-square normalization: y = x r w, r = 1 / sqrt(mean(x^2) + eps). Each row is read once and written once. A residual
-// stream is added in the same pass: to x before the norm in the forward, to dx in the backward.
+// Root-mean-square normalization: y = x r w, r = 1 / sqrt(mean(x^2) + eps). Each row is read once and written once. A
+// residual stream is added in the same pass: to x before the norm in the forward, to dx in the backward.
 #include <sage/elements/row.cuh>
 #include <sage/params/ops.cuh>
 #include <sage/quant/fp8_strip.cuh>
@@ -34,8 +34,8 @@ __device__ void forward(const params::RmsNorm& p) {
   }
 }
 
-// dx = r (g - x r^2 mean(g o x)) with g = dy o w, and the sum of dw = dy o x r over the block's rows. Which rows a block takes
-// depends on the shape alone, and so does the order of every sum.
+// dx = r (g - x r^2 mean(g o x)) with g = dy o w, and the sum of dw = dy o x r over the block's rows. The rows that a
+// block processes and the order of every sum depend only on the shape.
 template <class T, int V>
 __device__ void backward(const params::RmsNorm& p) {
   Group group(p.lanes);
@@ -73,7 +73,7 @@ __device__ void backward(const params::RmsNorm& p) {
   store_column_sums<V>(group, p.width, dw, partial);
 }
 
-// As `forward`, with y in FP8.
+// Like `forward`, but writes y in FP8.
 template <class T, int WARPS>
 __device__ void forward_fp8(const params::Fp8RmsNorm& fp8) {
   using Strip = quant::Fp8Strip<WARPS>;
@@ -122,7 +122,7 @@ __device__ void forward_fp8(const params::Fp8RmsNorm& fp8) {
   codes.report(fp8.codes);
 }
 
-// As `backward`, with dx also in FP8.
+// Like `backward`, but also writes dx in FP8.
 template <class T, int WARPS>
 __device__ void backward_fp8(const params::Fp8RmsNorm& fp8) {
   using Strip = quant::Fp8Strip<WARPS>;
@@ -203,7 +203,8 @@ __device__ void backward_fp8(const params::Fp8RmsNorm& fp8) {
 
 SAGE_FLOAT_KERNELS(KERNELS)
 
-// Blocks of the backward on a multiprocessor, which keeps a row in registers. Two fit without spills up to Hopper.
+// Blocks of the FP8 backward per multiprocessor. It keeps a row in registers; two blocks fit without spills up to
+// Hopper.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int STRIP_BLOCKS = 1;
 #else

@@ -1,5 +1,5 @@
-// Rotary position embedding, alone or after an RMSNorm over each head. A group of lanes takes a head, V pairs of channels a
-// lane, and rotates several heads of a token by the same angles, which it loads once.
+// Rotary position embedding, alone or after an RMSNorm over each head. A group of lanes processes a head, V pairs of
+// channels per lane. It rotates several heads of a token by the same angles, which it loads once.
 #include <sage/elements/group.cuh>
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
@@ -14,8 +14,9 @@ namespace {
 constexpr int MAX_THREADS = 512;
 static_assert(MAX_THREADS >= elements::TEAM_THREADS);
 
-// The channels of a lane: two packs, and V angles. In the layout in halves a pair is element i of the first pack and element i
-// of the second; interleaved, a pair is two neighbours in one pack, and the two packs are neighbours.
+// The channels of a lane: two packs, and V angles. In the half-split layout pair i is element i of the first pack and
+// element i of the second. In the interleaved layout a pair is two neighbours in one pack, and the two packs are
+// neighbours.
 template <int V>
 struct Place {
   int channels[2];
@@ -41,7 +42,7 @@ template <int V>
 struct Pairs {
   float x[2][V];
 
-  // Converts from the order of the channels in memory to pairs (`split`), and back (`join`).
+  // Converts from the channel order in memory to pairs (`split`), and back (`join`).
   __device__ __forceinline__ void split(bool interleaved) {
     if (!interleaved) return;
     float was[2 * V];
@@ -69,7 +70,7 @@ struct Pairs {
   }
 };
 
-// A lane's channels as they lie in memory.
+// A lane's channels in memory order.
 template <class T, int V>
 struct Packs {
   Pack<T, V> pack[2];
@@ -133,14 +134,14 @@ __device__ __forceinline__ T* head_of(const params::Heads& x, int batch, int pos
   return static_cast<T*>(x.data) + batch * x.batch + position * x.token + head * x.head;
 }
 
-// A head of the output, whose batch entries lie one after the other.
+// A head of the output, whose batch entries are contiguous.
 template <class T>
 __device__ __forceinline__ T* out_head(const params::Rope& p, int token, int head) {
   return static_cast<T*>(p.out.data) + token * p.out.token + head * p.out.head;
 }
 
-// Calls body(token, batch, position, first, step) for HEADS heads of a token, from `first` on, `step` apart. Neighbouring
-// groups take neighbouring heads. Which items a group takes depends on the shape alone.
+// Calls body(token, batch, position, first, step) for HEADS heads of a token, from `first` on, `step` apart.
+// Neighbouring groups process neighbouring heads. The items that a group processes depend only on the shape.
 template <int HEADS, class Body>
 __device__ __forceinline__ void each_item(const Group& group, const params::Rope& p, Body body) {
   int step = (p.heads + HEADS - 1) / HEADS;
@@ -151,7 +152,8 @@ __device__ __forceinline__ void each_item(const Group& group, const params::Rope
   }
 }
 
-// NORM: y = rope(x r w), else y = rope(x). The backward of rope alone is rope by the opposite angle.
+// With NORM: y = rope(x r w); otherwise y = rope(x). The backward of rope without norm is a rotation by the opposite
+// angle.
 template <class T, int V, bool NORM>
 __device__ void forward(const params::Rope& p) {
   constexpr int HEADS = 4;
@@ -183,8 +185,8 @@ __device__ void forward(const params::Rope& p) {
   });
 }
 
-// The backward of norm and rope: dn = rope^-1(dy), g = dn o w, dx = r (g - x r^2 mean(g o x)), and the sum of dw = dn o x r
-// over the block's heads.
+// The backward of norm and rope: dn = rope^-1(dy), g = dn o w, dx = r (g - x r^2 mean(g o x)), and the sum of dw = dn o
+// x r over the block's heads.
 template <class T, int V>
 __device__ void norm_backward(const params::Rope& p) {
   Group group(p.lanes);
@@ -214,7 +216,7 @@ __device__ void norm_backward(const params::Rope& p) {
     }
     x.store(out_head<T>(p, token, head), place);
   });
-  // Adds the sums of the block's groups, in order. Where a block has several groups, a head takes a warp or less.
+  // Adds the sums of the block's groups, in order. If a block has several groups, a head needs at most one warp.
   __shared__ float sums[elements::TEAM_THREADS * 2 * V];
   float* partial = p.partials + int64_t(blockIdx.x) * 2 * p.half;
   if (place.active) {
@@ -233,7 +235,8 @@ __device__ void norm_backward(const params::Rope& p) {
   }
 }
 
-// As `norm_backward`, in FP8, for channels in halves. A block takes tiles of rows of one head, and D / 8 lanes a row.
+// Like `norm_backward`, but in FP8 and for the half-split layout. A block processes tiles of rows of one head, with D /
+// 8 lanes per row.
 template <class T, int D>
 __device__ void norm_backward_fp8(const params::Fp8Rope& fp8) {
   using Tile = quant::Fp8TileOf<D>;
@@ -247,7 +250,7 @@ __device__ void norm_backward_fp8(const params::Fp8Rope& fp8) {
   bool upper = column >= HALF;
   float w[V], dw[V] = {};
   elements::load_weight(p.weight, p.weight_type, column, w);
-  // Tiles of the same rows one after the other: their angles stay in the cache.
+  // Consecutive tiles have the same rows, so that their angles stay in the cache.
   int tiles = (p.tokens + Tile::ROWS - 1) / Tile::ROWS * p.heads, each = (tiles + gridDim.x - 1) / gridDim.x;
   for (int item = blockIdx.x * each; item < min(tiles, int(blockIdx.x + 1) * each); ++item) {
     int head = item % p.heads, first_row = item / p.heads * Tile::ROWS, row = first_row + Tile::row();

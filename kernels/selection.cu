@@ -1,5 +1,5 @@
-// Kernels for selections (candle-sage/src/selection.rs) and their router: means of blocks, the lists of the largest scores, the
-// inverse of the lists, and the attention mass of each block of keys under dense attention.
+// Kernels for selections (candle-sage/src/selection.rs) and their router: block means, the lists of the largest scores,
+// the inverse of the lists, and the attention mass of each key block under dense attention.
 #include <sage/attention/numerics/dense16_forward_sm80.cuh>
 #include <sage/params/sla2.cuh>
 
@@ -16,13 +16,12 @@ namespace {
 constexpr int WARPS = 4;
 constexpr int POOL_THREADS = 128;
 
-// The number of blocks of keys, the first ones, that may be chosen for a block of queries: those that its first query sees
-// whole.
+// The number of candidates for a block of queries: the leading key blocks that its first query sees completely.
 __device__ __forceinline__ int candidates(const Segment& segment, int block) {
   return segment.causal ? segment.visible_keys(block * SELECTION_BLOCK) / SELECTION_BLOCK : selection_blocks(segment.key_len);
 }
 
-// The segment that a block of queries or of keys belongs to, by the block's number among the blocks of all segments.
+// The segment of a query or key block, given the block's number among the blocks of all segments.
 template <bool QUERY>
 __device__ inline int segment_of_block(const params::Shape& shape, int block) {
   if (!shape.segments) return block / selection_blocks(QUERY ? shape.query_len : shape.key_len);
@@ -35,13 +34,13 @@ __device__ inline int segment_of_block(const params::Shape& shape, int block) {
   return low;
 }
 
-// One row of a key head's lists: the blocks of keys that a block of queries sees, ascending.
+// One row of a key head's lists: the key blocks that a query block sees, ascending.
 struct List {
   const uint32_t* blocks;
   int count;
   __device__ __forceinline__ List(const params::Lists& lists, int key_head, int row)
       : blocks(lists.seen + (int64_t(key_head) * lists.query_blocks + row) * lists.stride + 1), count(blocks[-1]) {}
-  // The place of a block of keys in the list, or -1.
+  // The index of a key block in the list, or -1.
   __device__ __forceinline__ int find(uint32_t block) const {
     int low = 0, high = count;  // finds the first entry that is not below the block
     while (low < high) {
@@ -52,14 +51,15 @@ struct List {
   }
 };
 
-// A warp takes a block of keys of a (segment, key head). For each user it calls f(number of users before, block of queries,
-// place in that one's list), in ascending order, 32 blocks of queries at a time. Returns the number of users.
+// A warp processes one key block of a (segment, key head). For each query block that selects it, calls f(number of such
+// query blocks before, query block, index of the key block in its list), ascending, 32 query blocks at a time. Returns
+// the number of query blocks that select it.
 template <class F>
 __device__ __forceinline__ int each_user(const params::Users& p, const Segment& segment, int segment_index, int key_head,
                                          int block, F f) {
   int lane = threadIdx.x % 32, all = selection_blocks(segment.query_len), found = 0;
   int first_row = first_query_block(p.shape, segment_index);
-  // With a causal mask no query before the block sees it.
+  // With a causal mask no earlier query block sees the key block.
   for (int first = segment.causal ? block / 32 * 32 : 0; first < all; first += 32) {
     int query_block = first + lane, place = -1;
     if (query_block < all) place = List(p.lists, key_head, first_row + query_block).find(block);
@@ -70,8 +70,9 @@ __device__ __forceinline__ int each_user(const params::Users& p, const Segment& 
   return found;
 }
 
-// A warp cuts the `count` users of a block of keys into parts, if they are more than two parts and a slot is left, and sets the
-// slot's sums to zero. The number of parts is bounded by the number of all users, the number of slots is not.
+// If a key block is selected by more than two parts' worth of query blocks (`count`) and a slot is free, a warp splits
+// them into parts and zeroes the slot's sums. Parts cannot run out, because the number of selections bounds them; slots
+// can.
 __device__ __forceinline__ void cut(const params::Users& p, int segment, int key_head, int block, int column, uint32_t count) {
   int lane = threadIdx.x % 32;
   uint32_t all = p.used[2], most = max(p.least_users, (all + p.shares - 1) / p.shares);
@@ -112,7 +113,7 @@ __device__ __forceinline__ void users(const params::Users& p) {
   for (int i = lane; i < column; i += 32) before += counts[i];
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) before += __shfl_xor_sync(~0u, before, step);
-  // Each key head has its own part of `users`.
+  // Each key head has a separate range of `users`.
   uint32_t room = uint32_t(p.lists.query_blocks) * (p.lists.stride - 1), start = key_head * room + before;
   uint32_t* first_users = p.first_users + int64_t(key_head) * (columns + 1);
   if (lane == 0) {
@@ -125,15 +126,15 @@ __device__ __forceinline__ void users(const params::Users& p) {
   });
 }
 
-// Maps floats to integers of the same order; NaN is above all.
+// Maps floats to integers of the same order; NaN is the largest.
 __device__ __forceinline__ uint32_t ordered(float x) {
   uint32_t bits = __float_as_uint(x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return ~0u;
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// A warp writes the list of one row. It finds the smallest chosen score bit by bit, which needs neither sorting nor memory; a
-// second pass over the blocks in order then writes an ascending list.
+// A warp writes the list of one row. It finds the smallest chosen score bit by bit, without sorting or extra memory; a
+// second pass over the blocks then writes an ascending list.
 __device__ __forceinline__ void choose(const params::Choose& p) {
   int row = blockIdx.x * WARPS + threadIdx.x / 32, key_head = blockIdx.y, lane = threadIdx.x % 32;
   if (row >= p.lists.query_blocks) return;
@@ -145,7 +146,7 @@ __device__ __forceinline__ void choose(const params::Choose& p) {
   const float* scores = p.scores + line * p.columns + (shape.segments ? first_key_block(shape, index) : 0);
   uint32_t* list = const_cast<uint32_t*>(p.lists.seen) + line * p.lists.stride + 1;
 
-  // The nearest candidates are above all others, and a NaN above all numbers.
+  // The nearest candidates rank above all others, and NaN above all numbers.
   auto key_of = [&](int i) { return i >= count - p.nearest ? ~0u : min(ordered(scores[i]), ~0u - 1); };
   auto count_from = [&](uint32_t least) {
     int n = 0;
@@ -158,7 +159,7 @@ __device__ __forceinline__ void choose(const params::Choose& p) {
       if (int(count_from(least | 1u << bit)) >= most) least |= 1u << bit;
   }
   int above = least == ~0u || most == count ? 0 : count_from(least + 1);
-  int equal = most - above, written = 0;  // how many of the scores equal to the smallest chosen one are taken: the first ones
+  int equal = most - above, written = 0;  // selected scores that equal the smallest: the first ones
   for (int first = 0; first < count; first += 32) {
     int i = first + lane;
     uint32_t key = i < count ? key_of(i) : 0;
@@ -178,8 +179,8 @@ __device__ __forceinline__ void choose(const params::Choose& p) {
   if (lane == 0) list[-1] = written;
 }
 
-// A block computes one mean: each thread sums eight channels of every eighth token, and the threads' sums are added in shared
-// memory, in order.
+// A block computes one mean: each thread sums eight channels of every eighth token, then the threads' sums are added in
+// order in shared memory.
 template <class T>
 __device__ __forceinline__ void pool(const params::Pool& p) {
   constexpr int THREADS = 128, MOST_CHUNKS = 16;
@@ -214,7 +215,8 @@ __device__ __forceinline__ void pool(const params::Pool& p) {
   }
 }
 
-// Raises the reference of a lane's row number `r` to its largest logit so far, from the logits of a tile, and rescales its sum.
+// Raises the reference of a lane's row number `r` to the largest logit so far, given the logits of a tile, and rescales
+// the row's sum.
 template <int M>
 __device__ __forceinline__ void raise_reference(const float (&s)[M][8][4], int r, float scale, float& reference, float& sum) {
   float largest = -CUDART_INF_F;
@@ -225,7 +227,7 @@ __device__ __forceinline__ void raise_reference(const float (&s)[M][8][4], int r
   reference = next;
 }
 
-// The sum of 2^(logit - reference) over this lane's share of a row's logits of a tile.
+// The sum of 2^(logit - reference) over this lane's part of a row's logits in a tile.
 template <int M>
 __device__ __forceinline__ float sum_of_exponentials(const float (&s)[M][8][4], int r, float scale, float reference) {
   float shift = reference == -CUDART_INF_F ? 0.0f : reference, sum = 0.0f;
@@ -236,8 +238,8 @@ __device__ __forceinline__ float sum_of_exponentials(const float (&s)[M][8][4], 
   return sum;
 }
 
-// Adds the threads' probabilities over a block of keys, whose tiles are the one of number `tile` and perhaps the one before, to
-// the block's mass. The warps' sums are in `parts`, and are added in order.
+// Adds the threads' probabilities over a key block to the block's mass. `tile` is the block's last tile; it may also
+// include the tile before. The warps' sums are stored in `parts` and added in order.
 template <int PARTS>
 __device__ __forceinline__ void add_mass(float probabilities, float (&parts)[PARTS], float* mass, int tile) {
 #pragma unroll
@@ -251,8 +253,8 @@ __device__ __forceinline__ void add_mass(float probabilities, float (&parts)[PAR
   }
 }
 
-// A block takes a block of queries of a key head. For each query head of the group it passes over the keys twice: once for the
-// log-sum-exps, once for the sums of probabilities over each block of keys.
+// A block processes one query block of a key head. For each query head of the group it passes over the keys twice:
+// first for the log-sum-exps, then for the sum of probabilities over each key block.
 template <class T, int D>
 __device__ __forceinline__ void block_mass(const params::Mass& p) {
   using Numerics = attention::Dense16ForwardSm80<T, D, params::plan("block_mass", D, params::LISTED)>;

@@ -1,4 +1,4 @@
-// Tests of the primitives that the attention kernels are made of, each run by one warp or one warpgroup. The host compares the
+// Tests of the primitives that the attention kernels use, each run by one warp or one warpgroup. The host compares the
 // results with plain loops (candle-sage/src/cuda/selftest/).
 #include <sage/layout/fragments.cuh>
 #include <sage/layout/permutation.cuh>
@@ -36,7 +36,7 @@ __device__ void store(const X (&c)[2][4], X* out) {
     for (int e = 0; e < 4; ++e) out[(lane / 4 + 8 * (e >> 1)) * 16 + n * 8 + 2 * (lane & 3) + (e & 1)] = c[n][e];
 }
 
-// out (16, 16) = A (16, BYTES) B (16, BYTES)^T of codes, after MAGIC is subtracted.
+// out (16, 16) = A (16, BYTES) B (16, BYTES)^T of INT8 values, after MAGIC is subtracted.
 template <int BYTES>
 __device__ void product_codes(const Params& p) {
   __shared__ __align__(1024) unsigned char a[16 * BYTES], b[16 * BYTES];
@@ -55,8 +55,8 @@ __device__ void product_codes(const Params& p) {
   store(c, reinterpret_cast<int*>(p.out));
 }
 
-// out (16, 16) = A B^T in bf16 over a reduction of 64. A is stored as (16, 64) or, transposed, as (64, 64), of which columns 16
-// to 31 are taken; so is B.
+// out (16, 16) = A B^T in bf16 over a reduction of 64. A is stored as (16, 64) or, transposed, as (64, 64), of which
+// columns 16 to 31 are used. B likewise.
 template <bool A_TRANSPOSED, bool B_TRANSPOSED>
 __device__ void product_16(const Params& p) {
   __shared__ __align__(1024) unsigned char a[64 * 128], b[64 * 128];
@@ -88,8 +88,8 @@ __device__ void round_trip(const Params& p) {
     reinterpret_cast<uint4*>(p.out)[i] = *reinterpret_cast<uint4*>(b + layout::swizzled<128>(i / 8, i % 8));
 }
 
-// out (16, 16) = S V. S (16, 32) is an accumulator of codes, packed as an operand; V (16, 32) lies transposed with its tokens
-// permuted. O = P V and dK = dS^T Q are computed like this.
+// out (16, 16) = S V. S (16, 32) is an accumulator of INT8 values, packed as an operand; V (16, 32) is stored
+// transposed with its tokens permuted. O = P V and dK = dS^T Q are computed in the same way.
 __device__ void permuted_product(const Params& p) {
   __shared__ __align__(1024) unsigned char v[16 * 64];
   layout::ReaderB<64> reader(fill<16, 64>(v, p.b), threadIdx.x);
@@ -122,7 +122,8 @@ __device__ void store_group(const X (&d)[N][4], X* out) {
       out[(warp * 16 + lane / 4 + 8 * (e >> 1)) * 8 * N + n * 8 + 2 * (lane & 3) + (e & 1)] = d[n][e];
 }
 
-// out (64, 8 N) = A (64, BYTES) B (8 N, BYTES)^T of codes by wgmma; A by a descriptor, or in registers as s8 or u8.
+// out (64, 8 N) = A (64, BYTES) B (8 N, BYTES)^T of INT8 values by wgmma. A is read through a descriptor, or from
+// registers as s8 or u8.
 enum From { SHARED, REGISTERS, UNSIGNED_REGISTERS };
 template <int BYTES, int N, From FROM>
 __device__ void group_codes(const Params& p) {
@@ -149,8 +150,8 @@ __device__ void group_codes(const Params& p) {
   }
 }
 
-// out (64, 8 N) = A B^T of 16-bit operands by wgmma over a reduction of 64; TRANSPOSED matrices lie with the reduction along
-// their columns.
+// out (64, 8 N) = A B^T of 16-bit operands by wgmma over a reduction of 64. TRANSPOSED matrices are stored with the
+// reduction along their columns.
 template <class T, int N, bool A_TRANSPOSED, bool B_TRANSPOSED>
 __device__ void group_16(const Params& p) {
   if constexpr (ptx::HAS_WGMMA) {
@@ -194,7 +195,7 @@ __device__ void group_16_registers(const Params& p) {
   }
 }
 
-// Converts four numbers a lane to bytes: by `codes` with scale 1, then by `codes_of_positive`.
+// Converts four numbers per lane to bytes: by `codes` with scale 1, then by `codes_of_positive`.
 __device__ void conversions(const Params& p) {
   float4 x = reinterpret_cast<const float4*>(p.a)[threadIdx.x];
   uint32_t* out = reinterpret_cast<uint32_t*>(p.out);
@@ -202,15 +203,15 @@ __device__ void conversions(const Params& p) {
   out[32 + threadIdx.x] = quant::codes_of_positive(x.x, x.y, x.z, x.w);
 }
 
-// Divides four codes a lane by 2^0, 2^1, up to 2^9.
+// Divides four INT8 values per lane by 2^0, 2^1, up to 2^9.
 __device__ void smaller_codes(const Params& p) {
   for (int power = 0; power < 10; ++power)
     reinterpret_cast<uint32_t*>(p.out)[power * 32 + threadIdx.x] =
         quant::codes_over(reinterpret_cast<const uint32_t*>(p.a)[threadIdx.x], power);
 }
 
-// Converts numbers to NVFP4's formats: E2M1, E4M3 of the magnitude, both directions of the scale of a group with that maximum,
-// and E4M3 by the hardware's instruction.
+// Converts numbers to the formats of NVFP4: E2M1, E4M3 of the magnitude, both directions of the scale of a group with
+// that maximum, and E4M3 by the hardware's instruction.
 __device__ void nvfp4(const Params& p) {
   constexpr int COUNT = 1 << 16;
   float* out = reinterpret_cast<float*>(p.out);

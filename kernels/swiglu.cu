@@ -1,5 +1,5 @@
-// y = silu(gate) o up, element by element. Each thread takes one pack: the threads of a full GPU then have enough loads in
-// flight. Gate and up may lie side by side in one tensor, and so may their gradients.
+// y = silu(gate) o up, elementwise. Each thread processes one pack, so that a full GPU has enough loads in flight. Gate
+// and up may be adjacent in one tensor, and so may their gradients.
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
 #include <sage/quant/fp8_tile.cuh>
@@ -14,7 +14,7 @@ constexpr int THREADS = 256;
 // If the exponential overflows, the result is 0, and so is its product with a finite x.
 __device__ __forceinline__ float sigmoid(float x) { return ptx::reciprocal(1.0f + ptx::exp2(-x * ptx::LOG2_E)); }
 
-// The row and column of element `at`, counted as if rows had no gaps.
+// The row and column of element `at`, numbered as if rows had no gaps.
 template <class T>
 struct Place {
   int64_t row, column;
@@ -65,7 +65,7 @@ __device__ void backward(const params::SwiGlu& p) {
 
 using quant::Fp8Tile;
 
-// y in FP8, a tile a block.
+// y in FP8. Each block quantizes one tile.
 template <class T>
 __device__ void forward_fp8(const params::Fp8SwiGlu& p) {
   quant::quantize_tile(p.codes, [&](int row, int column, float (&y)[Fp8Tile::V]) {
@@ -77,7 +77,7 @@ __device__ void forward_fp8(const params::Fp8SwiGlu& p) {
   });
 }
 
-// dgate and dup in FP8, concatenated along the columns, and y if the caller has not kept it.
+// dgate and dup in FP8, concatenated along the columns, and y if the caller has not stored it.
 template <class T>
 __device__ void backward_fp8(const params::Fp8SwiGlu& p) {
   __shared__ Fp8Tile tile;

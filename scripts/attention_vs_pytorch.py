@@ -4,19 +4,19 @@
     cargo build --release -p sage-train --features cuda
     python3 scripts/attention_vs_pytorch.py [--binary target/release/sage-train] [D:N:CAUSAL[:WINDOW] ...]
 
-D is the head_dim, or 192/128 for values of 128 channels beside queries and keys of 192. WINDOW is the number of tokens
-that a query sees, its own and those before it, and without a causal mask as many after it.
+D is the head_dim, or 192/128 for queries and keys of 192 channels with values of 128. WINDOW is the number of tokens
+that a query sees, including its own: tokens before it and, without a causal mask, as many tokens after it.
 PyTorch's scaled_dot_product_attention runs with its FlashAttention-2 backend (mma.sync instructions) and with
-cuDNN's; FlashAttention-4 runs if `flash_attn.cute` can be imported (pip install flash-attn-4), and cuDNN's FP8
-attention, with casts from and to bf16, if `cudnn` can (pip install nvidia-cudnn-frontend; cudnn_fp8.py). Every time is the
-median between CUDA events, for bf16, 16384 tokens, heads = 2048 / D and inputs in rotation: of the forward alone
-(which keeps nothing for a backward), and of forward + backward. Ratios are the time of FlashAttention-2 over the
-row's: above 1 the row is faster. Memory is the peak beyond the inputs during forward + backward; its ratio is the
-row's over that of FlashAttention-2.
+its cuDNN backend. FlashAttention-4 runs if `flash_attn.cute` can be imported (pip install flash-attn-4). cuDNN's FP8
+attention, with casts from and to bf16, runs if `cudnn` can be imported (pip install nvidia-cudnn-frontend; cudnn_fp8.py).
+Every time is a median between CUDA events, for bf16, 16384 tokens, heads = 2048 / D and inputs in rotation: of the
+forward (which stores nothing for a backward), and of forward + backward. A speedup is the time of FlashAttention-2
+divided by the row's time: above 1 the row is faster. Memory is the peak in addition to the inputs during forward +
+backward; its ratio is the row's memory divided by that of FlashAttention-2.
 
-Under load a GPU has less power than it could use, and slows down by up to a fifth. Who is measured after a rest looks
-faster: so every series of calls, ours and theirs, begins after the same --rest, and a row's are measured one after
-the other. `--rest 1 --repeats 10` measures short bursts, `--rest 0 --repeats 200` what training sees.
+Under load a GPU is power-limited and slows down by up to a fifth, so that a measurement after a rest looks faster.
+Therefore every series of calls, ours and theirs, begins after the same --rest, and the series of a row are measured one
+after the other. `--rest 1 --repeats 10` measures short bursts, `--rest 0 --repeats 200` the speed during training.
 """
 import argparse
 import csv
@@ -33,7 +33,7 @@ USUAL = [f"{d}:{n}:1" for d in (64, 128) for n in (1024, 8192, 16384)]
 
 
 def ours(binary, row, repeats, rest):
-    """Measures sage-train on a row. Returns lines as those of `theirs`."""
+    """Measures sage-train on a row. Returns a list of (name, *result), with results as in `theirs`."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "bench.csv")
         command = [binary, "bench", "attention", row, "--device", "cuda", "--repeats", str(repeats), "--rest", str(rest), "--csv", path]
@@ -44,7 +44,7 @@ def ours(binary, row, repeats, rest):
 
 
 def provenance(args):
-    """How and where times were measured, as the docs' figures have it."""
+    """How and where times were measured, in the format of the docs' figures."""
     driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     about = {
@@ -76,7 +76,7 @@ def median_ms(call, repeats, rest):
 
 
 class WindowedFa2(torch.autograd.Function):
-    """PyTorch's FlashAttention-2 with a window, which scaled_dot_product_attention does not pass on."""
+    """PyTorch's FlashAttention-2 with a window, which scaled_dot_product_attention does not support."""
 
     @staticmethod
     def forward(ctx, q, k, v, causal, before):
@@ -95,7 +95,7 @@ class WindowedFa2(torch.autograd.Function):
 
 
 def sdpa(backend):
-    """PyTorch's attention of (batch, heads, sequence, head_dim) with a backend. Only FlashAttention-2 has windows."""
+    """PyTorch's attention with a backend, on (batch, sequence, heads, head_dim). Only FlashAttention-2 supports windows."""
 
     def attention(q, k, v, causal, before=None):
         if before is not None:
@@ -107,7 +107,7 @@ def sdpa(backend):
 
 
 def peers():
-    """The attentions to compare with, by name; all take (batch, sequence, heads, head_dim)."""
+    """The attention functions to compare with, by name. Inputs are (batch, sequence, heads, head_dim)."""
     found = {"FlashAttention-2": sdpa(SDPBackend.FLASH_ATTENTION), "cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION)}
     try:
         from flash_attn.cute import flash_attn_func
@@ -174,12 +174,12 @@ def main():
         lines = []
         for name, attention in peers().items():
             if window and name.startswith("cuDNN"):
-                continue  # neither PyTorch nor cudnn_fp8.py gives it one
+                continue  # neither PyTorch nor cudnn_fp8.py supports windows with cuDNN
             if name == "cuDNN, FP8" and (d, v) != (128, 128):
-                continue  # on Hopper it has no other head_dim
+                continue  # the only head_dim on Hopper
             try:
                 lines.append((name, *theirs(attention, d, v, n, causal, before, args.repeats, args.rest)))
-            except Exception as error:  # of whatever kind: the row says so, and the others go on
+            except Exception as error:  # any error: the row reports it, and the other rows are measured
                 print(f"{channels:>7} {n:>7} {causal:>6} {window[0] if window else '-':>6}  {name:<31} failed: {str(error)[:80]}")
             torch.cuda.empty_cache()
         lines += ours(args.binary, row, args.repeats, args.rest)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Loads an exported model with transformers and prints its mean loss over sequences of a shard, which must be
+"""Loads an exported model with transformers and prints its mean loss over sequences of a shard, which must equal
 the loss that `sage-train eval` prints for the same model and data.
 
 usage: check_export.py EXPORT SHARD.bin CONTEXT SEQUENCES [DTYPE]   (needs torch, transformers)

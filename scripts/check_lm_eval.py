@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints what lm-evaluation-harness scores for an export, on files that `sage-train eval --task` takes too.
+"""Prints the scores of lm-evaluation-harness for an exported model, on the same files as `sage-train eval --task`.
 
 usage: check_lm_eval.py EXPORT TASK=FILE [TASK=FILE ..]      (needs lm_eval[hf]; tasks: hellaswag, arc, piqa, lambada)
 """
@@ -11,7 +11,7 @@ import tempfile
 import lm_eval
 from lm_eval.tasks import TaskManager
 
-# Where the harness describes each task.
+# The harness's definition of each task.
 TASKS = {
     "hellaswag": "hellaswag/hellaswag.yaml",
     "arc": "arc/arc_easy.yaml",
@@ -28,7 +28,7 @@ def main():
     harness = pathlib.Path(lm_eval.__file__).parent / "tasks"
     with tempfile.TemporaryDirectory() as folder:
         for task, file in tasks:
-            # Each split is the file: a task without examples in front reads one of them. JSON is YAML.
+            # The file is used for every split: a zero-shot task reads only one of them. JSON is valid YAML.
             splits = {split: str(pathlib.Path(file).resolve()) for split in ("train", "validation", "test")}
             local = {"include": str(harness / TASKS[task]), "task": f"local_{task}", "dataset_path": "json"}
             local |= {"dataset_name": None, "dataset_kwargs": {"data_files": splits}}

@@ -29,10 +29,10 @@ def main():
         got = [(event.step, event.value) for event in events.Scalars(name)]
         assert [step for step, _ in got] == [step for step, _ in values], (name, got)
         for (_, a), (_, b) in zip(got, values):
-            # Event files hold scalars in f32.
+            # Event files store scalars in f32.
             assert abs(a - b) <= 1e-6 * abs(b) + 1e-30, (name, a, b)
             compared += 1
-    print(f"{compared} scalars of {len(wanted)} names are those of metrics.jsonl")
+    print(f"{compared} scalars of {len(wanted)} names equal those in metrics.jsonl")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """cuDNN's FP8 attention (E4M3, head_dim 128 on Hopper) as a PyTorch function, through its Python frontend: pip install nvidia-cudnn-frontend.
 Run as a script, it prints its errors.
 
-Query, key, value and the output's gradient are cast from 16 bit, output and gradients are cast back, as a model in 16 bit needs. Scales are
-constants that suit normal inputs, so that no maximum is taken: a training run would spend more.
+Query, key, value and the output's gradient are cast from 16 bit, and output and gradients are cast back, as a 16-bit model needs. Scales are
+constants that suit normal inputs, so that no maximum is computed: a training run would need more time.
 """
 import functools
 
@@ -84,7 +84,7 @@ def _backward(shape, causal):
 
 
 class Attention(torch.autograd.Function):
-    """Attention of (batch, sequence, heads, head_dim), for as many heads of keys as of queries."""
+    """Attention on (batch, sequence, heads, head_dim), for as many key heads as query heads."""
 
     @staticmethod
     def forward(ctx, query, key, value, causal):

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Measures the energy of matrix products in bf16, FP8 and INT8: what a training step could save at most by products of 8 bits.
+"""Measures the energy of matmuls in bf16, FP8 and INT8: an upper bound on what 8-bit matmuls can save in a training step.
 
     python3 scripts/energy_of_products.py [--size 8192] [--seconds 3]
 
-Each product of two random square matrices runs for some seconds through PyTorch (cuBLAS); energy is the GPU's own counter (NVML),
-idle power included. Needs torch, nvidia-ml-py and a GPU with FP8 (compute capability 8.9 or later).
+Each matmul of two random square matrices runs for some seconds through PyTorch (cuBLAS). Energy is read from the GPU's counter (NVML),
+and includes idle power. Needs torch, nvidia-ml-py and a GPU with FP8 (compute capability 8.9 or later).
 """
 import argparse
 import time
@@ -14,7 +14,7 @@ import torch
 
 
 def products(size):
-    """Names of types, and calls that multiply two matrices of them."""
+    """Names of types, and functions that multiply two matrices of the type."""
     a, b = (torch.randn(size, size, device="cuda") for _ in range(2))
     one = torch.ones((), device="cuda")
     bf16 = a.bfloat16(), b.bfloat16()
@@ -31,7 +31,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=3.0, help="how long each type runs")
     args = parser.parse_args()
     pynvml.nvmlInit()
-    # By its UUID: NVML counts GPUs without regard to CUDA_VISIBLE_DEVICES.
+    # By its UUID, because NVML numbers GPUs regardless of CUDA_VISIBLE_DEVICES.
     uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
     gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid)
     print(f"{torch.cuda.get_device_name()}, {args.size} x {args.size} x {args.size}, random values")

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Writes the golden models of sage-train/tests/golden: models of transformers with random weights (a Llama, a Qwen3, a Qwen2 with its biases,
-a Llama 3 with scaled angles and an output matrix apart from the embedding), each with the logits of random ids and a tokenizer. Then trains each in f64 with PyTorch's AdamW
-and writes what the training gives (training.safetensors), and its tokens (training/train.bin, val.bin). A
-model that is in the folder already is kept, and trained.
+"""Writes the golden models of sage-train/tests/golden: transformers models with random weights (a Llama, a Qwen3, a Qwen2 with biases,
+a Llama 3 with scaled RoPE frequencies and an untied output matrix), each with the logits of random ids and a tokenizer. Then trains each
+model in f64 with PyTorch's AdamW, and writes the results of the training (training.safetensors) and its tokens (training/train.bin,
+val.bin). A model that already exists in the folder is not overwritten, but trained.
 
 usage: hf_golden.py FOLDER        (needs torch, transformers, tokenizers, safetensors)
 """
@@ -16,16 +16,16 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-# The training of sage-train/tests/it/hf/training.rs, which has the same numbers.
+# The settings of the training, the same as in sage-train/tests/it/hf/training.rs.
 SEQUENCES, CONTEXT, STEPS = 8, 32, 6
 PEAK, FLOOR, WARMUP = 1e-2, 1e-3, 2
 BETAS, EPS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 1e-4, 0.5, 1.25
-# Of each tensor every so many elements are kept.
+# Every STRIDE-th element of each tensor is written.
 STRIDE = 11
 
 
 def tokenizer(folder):
-    """Trains and saves a byte-level BPE of 300 entries, as sage-train trains its tokenizers."""
+    """Trains and saves a byte-level BPE of 300 entries, in the way sage-train trains its tokenizers."""
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
@@ -41,7 +41,7 @@ def tokenizer(folder):
 
 
 def frequencies(config):
-    """Radians a token of each pair of channels, in f64."""
+    """Radians per token of each pair of channels, in f64."""
     rope, d = config.rope_parameters, config.head_dim
     plain = rope["rope_theta"] ** -(torch.arange(0, d, 2).double() / d)
     if rope["rope_type"] == "default":
@@ -74,7 +74,7 @@ def in_f64(model):
 
 
 def rate(step):
-    """The learning rate of a step, from 0: a linear warm-up, then half a cosine to the floor at the last step."""
+    """The learning rate of a step, counted from 0: a linear warm-up, then half a cosine to FLOOR at the last step."""
     if step < WARMUP:
         return PEAK * (step + 1) / WARMUP
     done = (step - WARMUP) / (STEPS - 1 - WARMUP)
@@ -82,7 +82,7 @@ def rate(step):
 
 
 def train(folder, kind, tokens):
-    """Trains on all sequences in every step, so that their order does not matter. Matrices decay, norms and biases do not."""
+    """Trains on all sequences in every step, so that their order does not matter. Weight decay applies to matrices, not to norms and biases."""
     model = in_f64(kind.from_pretrained(folder, attn_implementation="sdpa"))
     expected = load_file(str(folder / "logits.safetensors"))
     with torch.no_grad():
@@ -136,7 +136,7 @@ def main():
     val_tokens = torch.randint(0, 300, (2 * CONTEXT + 1,))
     (out / "training").mkdir(parents=True, exist_ok=True)
     for name, ids in [("train", train_tokens), ("val", val_tokens)]:
-        # nanoGPT's format: 16 bits a token, and no header.
+        # nanoGPT's format: 16 bits per token, without a header.
         (out / "training" / f"{name}.bin").write_bytes(ids.numpy().astype("<u2").tobytes())
     for name, (config, kind, own) in kinds.items():
         folder = out / name

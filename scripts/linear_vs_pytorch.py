@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Measures a training step with linear layers in 16 bit and in FP8: sage-train's and PyTorch's, on one GPU.
+"""Measures a training step with linear layers in 16 bit and in FP8, in sage-train and in PyTorch, on one GPU.
 
   linear_vs_pytorch.py SAGE_TRAIN [--rows 325m:4096,325m-128:4096,1.2b:4096] [--tokens 32k]
 
 A row is a model and a context; 325m-128 has 8 heads of 128 channels instead of 16 of 64. The columns are the
 milliseconds of a step: sage-train in bf16, with `--linear fp8`, and with the output matrix in FP8 too; PyTorch
-in bf16, and in FP8. Both programs train the same Llama as in several_gpus_vs_pytorch.py on random tokens.
-PyTorch's FP8 layers have E4M3 operands, E5M2 gradients, and scales of each matrix's largest value; their casts
-are compiled (`torch.compile`), and the output matrix stays in bf16. Times are medians over steps.
+in bf16, and in FP8. Both programs train the Llama of several_gpus_vs_pytorch.py on random tokens. PyTorch's FP8
+layers have E4M3 operands, E5M2 gradients, and a scale from each matrix's largest value; their casts are compiled
+(`torch.compile`), and the output matrix stays in bf16. Times are medians over steps.
 
 Needs torch, numpy and an NVIDIA GPU with FP8 units.
 """
@@ -32,14 +32,14 @@ STEPS = WARM_UP + 16
 
 
 def quantize(x, dtype):
-    """Codes, and the factor that takes them back."""
+    """The quantized values, and the factor that dequantizes them."""
     most = torch.finfo(dtype).max
     scale = most / x.abs().amax().float().clamp(min=1e-12)
     return (x.float() * scale).clamp(-most, most).to(dtype), scale.reciprocal()
 
 
 def product(a, b, sums_in_f32):
-    """a (rows, inner) times the transpose of b (columns, inner), both with their factors."""
+    """a (rows, inner) times the transpose of b (columns, inner), both as quantized values and factor."""
     return torch._scaled_mm(
         a[0], b[0].t(), scale_a=a[1], scale_b=b[1], out_dtype=torch.bfloat16, use_fast_accum=not sums_in_f32
     )
@@ -94,7 +94,7 @@ def pytorch(name, context, micro_batch, fp8):
 
 
 def of_pytorch(*values):
-    """`pytorch` in a process of its own, whose memory ends with it."""
+    """Runs `pytorch` in a separate process, which frees its memory at exit."""
     code = "import linear_vs_pytorch as l, sys; n, c, m, f = sys.argv[1:]; l.pytorch(n, int(c), int(m), f == 'True')"
     here = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).resolve().parent), "PYTHONWARNINGS": "ignore"}
     words = [sys.executable, "-c", code, *map(str, values)]
@@ -106,8 +106,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("program", type=os.path.abspath)
     parser.add_argument("--rows", default="325m:4096,325m-128:4096,1.2b:4096", help="[default: %(default)s]")
-    parser.add_argument("--tokens", default="32k", help="tokens per step; 1.2b takes half of them [default: %(default)s]")
-    parser.add_argument("--side", choices=["sage-train", "PyTorch"], help="measure one of the two [default: both]")
+    parser.add_argument("--tokens", default="32k", help="tokens per step; 1.2b uses half as many [default: %(default)s]")
+    parser.add_argument("--side", choices=["sage-train", "PyTorch"], help="measure only one of the two [default: both]")
     args = parser.parse_args()
     columns = {"bf16": "", "fp8": "--linear fp8", "and the head": "--linear fp8 --linear-head fp8"}
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}; ms a step")

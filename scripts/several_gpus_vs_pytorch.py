@@ -4,11 +4,11 @@
   several_gpus_vs_pytorch.py SAGE_TRAIN [--gpus 8,4] [--tokens 32k,8k,4k] [--model 325m] [--repeats 3]
 
 For each number of tokens per GPU and step, the script prints the milliseconds of a step on one GPU and on
-several, and the parallel efficiency: the throughput of N GPUs over N times the throughput of one. The time of
-one GPU is the median over all GPUs of the machine, each running by itself at the same time; the fastest and
-the slowest follow. Both programs train the same model on random tokens: a Llama with SwiGLU, QK-norm, context
-4096, bf16 on f32 weights, and clipped AdamW. PyTorch runs with torch.compile, cuDNN's attention and fused
-AdamW. Times are medians over steps, then over repeats.
+several, and the parallel efficiency: the throughput of N GPUs divided by N times the throughput of one GPU. The
+time of one GPU is the median over all GPUs of the machine, which run independently at the same time; the times of
+the fastest and the slowest GPU follow. Both programs train the same model on random tokens: a Llama with SwiGLU,
+QK-norm, context 4096, bf16 compute with f32 weights, and AdamW with gradient clipping. PyTorch runs with
+torch.compile, cuDNN's attention and fused AdamW. Times are medians over steps, then over repeats.
 
 Needs torch, numpy, at least two NVIDIA GPUs, and NCCL where sage-train finds it (SAGE_TRAIN_NCCL).
 """
@@ -158,7 +158,7 @@ def pytorch(gpus, micro_batch, args, scratch):
 
 
 def random_tokens(folder, tokens):
-    """Shards of random tokens in nanoGPT's layout, and the tokenizer that sage-train asks for."""
+    """Writes shards of random tokens in nanoGPT's format, and the tokenizer that sage-train needs."""
     folder.mkdir()
     for name, size in (("train", tokens), ("val", 100 * CONTEXT)):
         ids = numpy.random.default_rng(0).integers(0, TOKENIZER_VOCAB, size, dtype=numpy.uint16)
@@ -217,13 +217,13 @@ def main():
     parser.add_argument("--repeats", type=int, default=3, help="[default: %(default)s]")
     parser.add_argument("--steps", type=int, default=24, help="[default: %(default)s]")
     parser.add_argument(
-        "--flags", action="append", help="more flags for sage-train on several GPUs, in one string; a row for each use"
+        "--flags", action="append", help="additional flags for sage-train on several GPUs, in one string; each use adds a row"
     )
-    parser.add_argument("--common", default="", help="more flags for sage-train on any number of GPUs, in one string")
-    parser.add_argument("--side", choices=["sage-train", "PyTorch"], help="measure one of the two [default: both]")
+    parser.add_argument("--common", default="", help="additional flags for sage-train on any number of GPUs, in one string")
+    parser.add_argument("--side", choices=["sage-train", "PyTorch"], help="measure only one of the two [default: both]")
     args = parser.parse_args()
     present = torch.cuda.device_count()
-    assert present > 1, "one GPU"
+    assert present > 1, "at least two GPUs are needed"
     several = [int(count) for count in (args.gpus or str(present)).split(",")]
     sides = [args.side] if args.side else ["sage-train", "PyTorch"]
     print(f"{present} x {torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {args.model}; ms a step")

@@ -1,17 +1,15 @@
 #!/usr/bin/env python3
-"""Asks what block-sparse attention remembers: trains a small model until dense attention answers every question
-about what was said thousands of tokens before, then goes on with selected blocks, and counts right answers by
-distance.
+"""Measures the recall of block-sparse attention: trains a small model until dense attention answers every question
+about facts thousands of tokens before, then continues with selected blocks, and counts right answers by distance.
 
   sla2_recall.py SAGE_TRAIN --out FOLDER [--arms fpa,sla2:3,sla2-window:3,..] [--seeds 2,3,4] [--tokens 16m]
                  [--dense-steps 100] [--router-steps 60] [--jobs 5] [--csv FILE] [--plot FILE]
   sla2_recall.py --plot FILE --from CSV ..
 
-An arm is a form of attention, the number of past blocks of 128 tokens that it selects, and how many of them are
-the nearest (sla2:6:2). The dense model is
-trained on documents of 200, 800, 3000 and 6000 words in turn, at contexts of 256 to 8192: on long ones alone it
-does not come to look anything up. What is finished in FOLDER is not run again. An H100 takes two minutes for the
-dense model and half a minute for five arms at a time.
+An arm is a kind of attention, the number of past blocks of 128 tokens that it selects, and how many of these must be
+the nearest blocks (sla2:6:2). The dense model is trained on documents of 200, 800, 3000 and 6000 words in turn, at
+contexts of 256 to 8192: trained only on long documents, it does not learn to look anything up. Finished runs in FOLDER
+are not repeated. An H100 needs two minutes for the dense model and half a minute for five concurrent arms.
 """
 import argparse
 import concurrent.futures
@@ -22,7 +20,7 @@ import re
 import subprocess
 import sys
 
-# Words of a document, megabytes of text, context, tokens of training, micro-batch, learning rate.
+# Words per document, megabytes of text, context, training tokens, micro-batch, learning rate.
 STAGES = [
     (200, 200, 256, "70m", 64, "2e-3"),
     (800, 240, 1024, "60m", 16, "1.5e-3"),
@@ -48,7 +46,7 @@ class Lab:
         return done.stdout
 
     def data(self, number):
-        """Shards of a stage's documents. All stages have the tokenizer of the first."""
+        """Shards of a stage's documents. All stages use the first stage's tokenizer."""
         words, megabytes, *_ = STAGES[number]
         shards, text = self.out / f"shards-{words}", self.out / f"documents-{words}.jsonl"
         if not (shards / "dataset.json").exists():
@@ -60,7 +58,7 @@ class Lab:
         return shards
 
     def run(self, name, stage, *flags):
-        """Trains a run on a stage's documents, or goes on with it, if it is not finished, and returns its folder."""
+        """Trains a run on a stage's documents, or resumes it if it is not finished, and returns its folder."""
         folder = self.out / "runs" / name
         ending = folder / "ending.json"
         if not (ending.exists() and json.loads(ending.read_text())["status"] == "finished"):
@@ -69,7 +67,7 @@ class Lab:
         return folder
 
     def dense(self):
-        """The model that remembers, exported."""
+        """Trains the dense model and exports it."""
         before = []
         for stage, (words, _, _, tokens, micro_batch, rate) in enumerate(STAGES):
             exported = self.out / f"dense-{words}"
@@ -81,7 +79,7 @@ class Lab:
         return exported
 
     def arm(self, arm, seed, start):
-        """Rows of one arm: arm, seed, how it was asked, from, to (empty: no end), questions, right answers in percent."""
+        """Rows of one arm: arm, seed, kind of question, from, to (empty: no limit), number of questions, right answers in percent."""
         attention, blocks, nearest = (arm.split(":") + ["", ""])[:3]
         args = self.args
         select = ["--sla2-nearest", nearest] if nearest else []
@@ -98,7 +96,7 @@ class Lab:
 
 
 def report(rows):
-    """A line for each arm and way of asking: right answers by distance, in percent, means over seeds."""
+    """Prints a line per arm and kind of question: right answers by distance, in percent, means over seeds."""
     ranges = sorted({int(row[3]) for row in rows})
     print(f"{'':<22} {'asked':<12}" + "".join(f" {first:>6}+" for first in ranges))
     for arm in dict.fromkeys(row[0] for row in rows):
@@ -111,8 +109,8 @@ def report(rows):
 
 
 def plot(path, rows):
-    """Writes an SVG: right answers to sudden questions by distance, a line for each arm, a colour for each
-    number of blocks, dashed by form."""
+    """Writes an SVG: right answers to sudden questions by distance, with a line per arm, a colour per number of
+    blocks, and dashes by kind of attention."""
     width, height, left, right, top, bottom = 760, 360, 52, 190, 34, 52
     palette = ["#000000", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e"]
     rows = [row for row in rows if row[2] == "suddenly" and int(row[3]) in range(64, 4096)]
@@ -156,15 +154,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sage_train", nargs="?")
     parser.add_argument("--out")
-    parser.add_argument("--arms", help=f"default: {ARMS}; with --from all of the tables")
-    parser.add_argument("--seeds", default="2,3,4", help="of the arms' batches [%(default)s]")
-    parser.add_argument("--tokens", default="16m", help="that an arm trains on [%(default)s]")
-    parser.add_argument("--dense-steps", type=int, default=100, help="of an arm, of 32k tokens, before it selects [%(default)s]")
-    parser.add_argument("--router-steps", type=int, default=60, help="the last of them, in which the router learns [%(default)s]")
-    parser.add_argument("--jobs", type=int, default=5, help="arms at a time [%(default)s]")
-    parser.add_argument("--csv", help="table to write: right answers of each arm, seed and distance")
-    parser.add_argument("--plot", help="SVG to write")
-    parser.add_argument("--from", dest="tables", nargs="+", default=[], help="tables of earlier runs of one length, to print and to plot")
+    parser.add_argument("--arms", help=f"variants to compare [default: {ARMS}; with --from: all arms of the tables]")
+    parser.add_argument("--seeds", default="2,3,4", help="seeds of the arms' batches [%(default)s]")
+    parser.add_argument("--tokens", default="16m", help="training tokens of an arm [%(default)s]")
+    parser.add_argument("--dense-steps", type=int, default=100, help="steps of an arm, of 32k tokens each, with dense attention before it selects blocks [%(default)s]")
+    parser.add_argument("--router-steps", type=int, default=60, help="number of these steps, the last ones, that train the router [%(default)s]")
+    parser.add_argument("--jobs", type=int, default=5, help="concurrent arms [%(default)s]")
+    parser.add_argument("--csv", help="CSV file to write: right answers of each arm, seed and distance")
+    parser.add_argument("--plot", help="SVG file to write")
+    parser.add_argument("--from", dest="tables", nargs="+", default=[], help="CSV files of earlier runs of equal length, to print and to plot")
     args = parser.parse_args()
     if args.tables:
         rows = []
@@ -185,7 +183,7 @@ def main():
     arms = (args.arms or ARMS).split(",")
     for arm in arms:
         if not re.fullmatch(r"fpa|sagebwd|sla2(-identity|-sparse|-window)?:[0-9]+(:[0-9]+)?", arm):
-            parser.error(f"no arm: {arm} (allowed: fpa, sagebwd, or a form of SLA2 with its blocks, such as sla2:6 or sla2:6:2)")
+            parser.error(f"unknown arm: {arm} (allowed: fpa, sagebwd, or a kind of SLA2 with its number of blocks, such as sla2:6 or sla2:6:2)")
     lab = Lab(args)
     start = lab.dense()
     jobs = [(arm, int(seed), start) for seed in args.seeds.split(",") for arm in arms]

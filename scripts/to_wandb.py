@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes runs as offline runs of Weights & Biases: settings, every step, and how the run ended.
+"""Converts runs to offline runs of Weights & Biases: settings, every step, and how the run ended.
 
 usage: to_wandb.py PROJECT RUN [RUN ..]      (needs wandb; then: wandb sync wandb/offline-run-*)
 """
@@ -13,7 +13,7 @@ import wandb
 
 
 def settings(run):
-    """The settings of config.toml by the names of the flags' tables: optimizer.lr."""
+    """The settings of config.toml, with table and key as name: optimizer.lr."""
     tables = tomllib.loads((run / "config.toml").read_text())
     flat = {}
     for table, values in tables.items():
@@ -25,7 +25,7 @@ def settings(run):
 
 
 def points(run):
-    """The steps. A last line that is cut off is left out."""
+    """The steps. A truncated last line is skipped."""
     for line in (run / "metrics.jsonl").read_text().split("\n")[:-1]:
         point = json.loads(line)
         # The checksum of the line is not a metric.

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Measures Python's tokenizers, for comparison with `sage-train data prepare`: encodes JSON lines in batches
-into a file of 16-bit ids.
+"""Measures the speed of Python's tokenizers, for comparison with `sage-train data prepare`: encodes JSON lines in
+batches into a file of 16-bit ids.
 
 usage: tokenize_with_python.py TOKENIZER.json DATA.jsonl OUT.bin     (needs tokenizers, numpy)
 """

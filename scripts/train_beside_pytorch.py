@@ -3,9 +3,9 @@
 of the first step and the losses of all steps.
 
   train_beside_pytorch.py init FOLDER TOKENIZER.json [layers width heads head_dim ffn vocab]
-      writes a Qwen3 of transformers with random weights, for --init-from (default: the 325M preset's shape)
+      writes a Qwen3 model of transformers with random weights, for --init-from (default: the 325M preset's shape)
   train_beside_pytorch.py compare FOLDER BATCHES.bin CONTEXT ONE_STEP_RUN RUN [RUN ...]
-      BATCHES.bin      the file that --write-batches writes with the settings of the runs
+      BATCHES.bin      the file that --write-batches writes for the runs' settings
       ONE_STEP_RUN     a run with --steps 1 --clip 0, whose first moment is the gradient times 1 - beta1
       RUN ...          the runs to compare; the first one determines the steps and the learning rates
 
@@ -70,8 +70,8 @@ def relative(a, b):
 
 
 def compare_gradients(folder, batch, run, beta1):
-    """Compares the errors of both programs' gradients against f32. The relative error of sage-train may be at
-    most twice that of PyTorch plus 2^-9, one rounding to bf16."""
+    """Compares the errors of both programs' gradients, relative to f32. The error of sage-train may be at most twice
+    the error of PyTorch plus 2^-9, one rounding to bf16."""
     torch.backends.cuda.matmul.allow_tf32 = False
     model = model_of(folder)
     exact = gradients(model, batch, 1, False)
@@ -87,7 +87,7 @@ def compare_gradients(folder, batch, run, beta1):
     print(f"{'gradient of the first step, relative L2 error against f32':<60} {'ours':>9} {'PyTorch':>9}")
     for name, a, b in rows[:6] + rows[len(rows) // 2 : len(rows) // 2 + 2] + rows[-2:]:
         print(f"{name:<60} {a:9.2e} {b:9.2e}")
-    print(f"worst of {len(rows)}: {worst:.2f} of the allowance (2 x PyTorch's + 2^-9)", flush=True)
+    print(f"worst of {len(rows)}: {worst:.2f} of the bound (2 x PyTorch's + 2^-9)", flush=True)
     assert worst < 1.0
 
 
@@ -117,7 +117,7 @@ def train(folder, all_sequences, rates, per_step, micro, settings):
 
 def compare(folder, batches, context, one_step, *runs):
     context, one_step, runs = int(context), pathlib.Path(one_step), [pathlib.Path(run) for run in runs]
-    # Settings are in tables, which have no key in common; earlier versions wrote none.
+    # Settings are in tables with distinct keys; config files without tables work too.
     settings = tomllib.loads((runs[0] / "config.toml").read_text())
     for table in [value for value in settings.values() if isinstance(value, dict)]:
         settings = settings | table

@@ -1,12 +1,12 @@
-// Runs the sources of the portable forward and backward, and of the forward for family 10, on a CPU, thread by thread, and
-// compares them with definitions in doubles: mainloops, copies, layouts, masks, softmax and sums, with products of 16-bit
-// operands, of SageBwd's codes and, in the forward, of NVFP4 codes. NVFP4 products run as mma_nvfp4.cuh and host/sage/ptx/
-// tcgen05.cuh emulate them.
+// Runs the sources of the portable forward and backward, and of the forward for family 10, on a CPU, thread by thread,
+// and compares them with definitions in doubles: mainloops, copies, layouts, masks, softmax and sums, with 16-bit
+// operands, SageBwd's INT8 operands and, in the forward, NVFP4 operands. NVFP4 matmuls are emulated by mma_nvfp4.cuh
+// and host/sage/ptx/tcgen05.cuh.
 #include "problem.h"
 
 namespace {
 
-// Runs the kernels of a case on all blocks, and returns the errors. NVFP4 products have no backward.
+// Runs the kernels of a case on all blocks, and returns the errors. NVFP4 kernels have no backward.
 template <class T, int D, Numerics NUMERICS>
 Errors run(const Case& c) {
   Problem<T, D, NUMERICS> problem(c);
@@ -18,7 +18,7 @@ Errors run(const Case& c) {
   return errors;
 }
 
-// Whether blocks of keys that are not listed might as well not be there.
+// Whether the results are the same if key blocks that are not listed are removed.
 template <class T, int D, Numerics NUMERICS>
 bool lists_leave_out_blocks() {
   constexpr int KEYS = 600, BLOCK = attention::SELECTION_BLOCK, STRIDE = 5;
@@ -47,7 +47,7 @@ bool lists_leave_out_blocks() {
   return true;
 }
 
-// Whether a NaN in a key reaches the queries that see the key, and no others.
+// Whether a NaN in a key reaches only the queries that see the key.
 template <class T, int D, Numerics NUMERICS>
 bool nan_goes_where_the_key_is_seen() {
   constexpr int TOKENS = 200, KEY = 130;
@@ -60,7 +60,8 @@ bool nan_goes_where_the_key_is_seen() {
   return right;
 }
 
-// Whether quant::e2m1_pair rounds to the nearest value, and midpoints up: floats of all magnitudes, midpoints and their neighbours.
+// Whether quant::e2m1_pair rounds to the nearest value, and midpoints up: tests floats of all magnitudes, midpoints and
+// their neighbours.
 template <class T>
 bool pairs_round_to_the_nearest() {
   constexpr float VALUES[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
@@ -79,7 +80,7 @@ bool pairs_round_to_the_nearest() {
   return all;
 }
 
-// Whether one product of random codes and scales, as mma_nvfp4.cuh emulates it, is that of the PTX ISA's fragments.
+// Whether one matmul of random FP4 values and scales, as mma_nvfp4.cuh emulates it, has the fragments of the PTX ISA.
 bool product_is_the_manuals() {
   uint32_t a[4][32], b[2][32], a_scales[32], b_scales[32];
   float d[32][4];
@@ -112,13 +113,13 @@ bool product_is_the_manuals() {
                          ptx::value_of_e4m3(b_scales[column * 4] >> (k / 16 * 8));
         sum += product, size += fabs(product);
       }
-      // The emulation makes eight additions in f32.
+      // The emulation does eight additions in f32.
       if (!(fabs(d[lane][n] - sum) <= 8 * ldexp(size, -24))) return false;
     }
   return true;
 }
 
-// Whether a soft cap's tangent is within its bound of 2^-15, also where a neighbour takes the other branch.
+// Whether the tanh of the soft cap is within its bound of 2^-15, also if a neighbour uses the other branch.
 bool tangent_is_within_its_bound() {
   bool right = true;
   for (float x = 1e-6f; x < 40.0f; x *= 1.001f) {
@@ -140,19 +141,20 @@ const Case CASES[] = {
     {1, 70, 64, 3, 1, 97, true, false, {}, {}},
     {1, 200, 190, 2, 1, 64, true, true, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}},
     {1, 130, 650, 1, 1, 128, true, false, {}, {}},
-    // A block of queries that see no key; a document without keys; a reference that moves with every tile.
+    // A query block that sees no key; a document without keys; a reference that changes with every tile.
     {1, 300, 100, 1, 1, 64, true, false, {}, {}},
     {1, 200, 90, 2, 1, 64, false, false, {0, 130, 200}, {0, 0, 90}},
     {1, 130, 330, 1, 1, 64, false, false, {}, {}, true},
     {1, 130, 200, 2, 1, 256, true, false, {}, {}},
     {1, 200, 190, 1, 1, 150, true, false, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}},
-    // Windows: one whose rows see no key of a tile that others see; with queries that see no key; of packed documents; after a query.
+    // Windows: one whose rows see no key of a tile that other rows see; one with queries that see no key; one of packed
+    // documents; one after a query.
     {1, 330, 330, 2, 1, 64, true, false, {}, {}, false, 70, 0},
     {1, 300, 170, 1, 1, 128, true, false, {}, {}, false, 20, 0},
     {1, 200, 190, 2, 1, 64, false, true, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}, false, 10, 30},
     {1, 130, 450, 1, 1, 97, false, false, {}, {}, true, 100, 500},
     {1, 260, 260, 1, 1, 256, true, false, {}, {}, false, 64, 0},
-    // Soft caps that many logits reach, with logits in both branches of the hyperbolic tangent, and far away; slopes; both.
+    // Soft caps that many logits reach, with logits in both branches of tanh, and far away; slopes; both.
     {1, 200, 200, 4, 2, 64, true, false, {}, {}, false, -1, -1, 1.5f, false},
     {1, 130, 200, 2, 1, 128, false, false, {}, {}, false, -1, -1, 50.0f, true},
     {1, 200, 190, 2, 1, 97, true, false, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}, false, -1, -1, 0, true},
@@ -167,20 +169,20 @@ const Case CASES[] = {
 
 int main() {
   int failed = !product_is_the_manuals();
-  if (failed) printf("the emulated NVFP4 product is not that of the PTX manual\n");
+  if (failed) printf("the emulated NVFP4 matmul differs from the PTX manual\n");
   using B = __nv_bfloat16;
   bool pairs = pairs_round_to_the_nearest<B>() && pairs_round_to_the_nearest<__half>();
   if (!pairs) printf("two values at once are not rounded to the nearest E2M1 values\n");
   failed += !pairs;
   bool tangent = tangent_is_within_its_bound();
-  if (!tangent) printf("the tangent of a soft cap is not within its bound\n");
+  if (!tangent) printf("the tanh of a soft cap exceeds its error bound\n");
   failed += !tangent;
   bool lists = lists_leave_out_blocks<B, 64, FULL_PRECISION>() && lists_leave_out_blocks<B, 128, SAGEBWD_SCORES>() && lists_leave_out_blocks<B, 128, NVFP4_PRODUCTS>() &&
                lists_leave_out_blocks<B, 64, NVFP4_TCGEN05>() && lists_leave_out_blocks<B, 128, NVFP4_TCGEN05>();
   if (!lists) printf("a block of keys that is not listed changes the output\n");
   failed += !lists;
   bool nan = nan_goes_where_the_key_is_seen<B, 64, NVFP4_PRODUCTS>() && nan_goes_where_the_key_is_seen<B, 128, NVFP4_TCGEN05>();
-  if (!nan) printf("a NaN in a key is lost, or comes where the key is not seen\n");
+  if (!nan) printf("a NaN in a key is lost, or reaches a query that does not see the key\n");
   failed += !nan;
   struct Row {
     const char* name;
@@ -189,13 +191,14 @@ int main() {
     Errors (*of_256)(const Case&);  // null: not for such heads
     double out, grads;  // largest allowed errors
     bool has_score_mod = false;  // whether such kernels exist
-    bool smooths = false;        // whether logits are less a mean of keys, with which a sink cannot be compared
+    bool smooths = false;        // whether K is smoothed; sinks cannot be compared then
   };
-  // In full precision P, dS and the results are rounded to 16 bit (2^-9 each in bf16). With NVFP4 codes O alone is (2^-12 in
-  // f16); also, an exponential in f32 differs from that in doubles, and now and then a probability falls on the other side
-  // of a midpoint. SageBwd's codes make an error of .0144 to .0185 at standard deviation 1 (docs/findings.md).
+  // In unquantized attention P, dS and the results are rounded to 16 bit (2^-9 each in bf16). With NVFP4 only O is
+  // (2^-12 in f16); in addition, an exponential in f32 differs from one in doubles, and occasionally a probability is
+  // on the other side of a midpoint. SageBwd's quantization causes an error of .0144 to .0185 at standard deviation 1
+  // (docs/findings.md).
   const Row rows[] = {
-      {"full precision, bf16", run<B, 64, FULL_PRECISION>, run<B, 128, FULL_PRECISION>, run<B, 256, FULL_PRECISION>, 4e-3, 6e-3, true},
+      {"unquantized, bf16", run<B, 64, FULL_PRECISION>, run<B, 128, FULL_PRECISION>, run<B, 256, FULL_PRECISION>, 4e-3, 6e-3, true},
       {"SageBwd, bf16", run<B, 64, SAGEBWD>, run<B, 128, SAGEBWD>, nullptr, 2.5e-2, 3.5e-2},
       {"SageBwd with Q, bf16", run<B, 64, SAGEBWD_QK>, run<B, 128, SAGEBWD_QK>, nullptr, 2.5e-2, 3.5e-2, false, true},
       {"SageBwd with V, bf16", run<B, 64, SAGEBWD_KV>, run<B, 128, SAGEBWD_KV>, nullptr, 2.5e-2, 3.5e-2, false, true},
@@ -214,7 +217,7 @@ int main() {
       auto run_case = c.head_dim > 128 ? row.of_256 : c.head_dim > 64 ? row.of_128 : row.of_64;
       if (!run_case || (c.is_modified() && !row.has_score_mod) || (c.sinks && row.smooths)) continue;
       Errors e = run_case(c);
-      // With one key the exact dS is zero, and the computed one is rounding errors: there is nothing to compare.
+      // With one key the exact dS is zero, and the computed dS is only rounding errors: there is nothing to compare.
       bool one = c.keys == 1, good = e.lse_good && e.out < row.out && (one || (e.dq <= row.grads && e.dk <= row.grads)) && e.dv <= row.grads;
       printf("%-24s %7d %5d %9d   %.5f", row.name, c.queries, c.keys, c.head_dim, e.out);
       for (double error : {one ? NAN : e.dq, one ? NAN : e.dk, e.dv})

@@ -1,8 +1,9 @@
-// The part of CUDA that the portable kernels use, on a CPU, for tests without a GPU. Each thread of a block is a fiber that
-// runs until it reaches a barrier; lanes of a warp exchange values through memory. Arithmetic, addresses and the order of
-// barriers are the GPU's. Fibers run in a fixed order, and cp.async copies complete at once, so that a missing wait for one or a
-// missing barrier is not detected. Bulk copies and tcgen05 instructions run at once, or, with host::late, as late and in as many
-// orders as the kernel's own waits allow: then a missing wait gives wrong results. With host::skewed warps come to be far apart.
+// The part of CUDA that the portable kernels use, on a CPU, for tests without a GPU. Each thread of a block is a fiber
+// that runs until it reaches a barrier; lanes of a warp exchange values through memory. Arithmetic, addresses and the
+// order of barriers are the same as on a GPU. Fibers run in a fixed order, and cp.async copies complete at once, so
+// that a missing wait for such a copy or a missing barrier is not detected. Bulk copies and tcgen05 instructions run at
+// once, or, with host::late, as late and in as many orders as the kernel's waits allow: a missing wait then gives wrong
+// results. With host::skewed warps drift far apart.
 #pragma once
 
 #include <bit>
@@ -89,7 +90,7 @@ struct Block {
   bool started[MOST_THREADS], done[MOST_THREADS];
   jmp_buf fibers[MOST_THREADS], scheduler;
   Barrier all, warps[MOST_THREADS / 32];
-  long steps = 0;  // barriers completed and fibers ended; a round without any is a deadlock
+  long steps = 0;  // barriers completed and fibers ended; a round without progress is a deadlock
   uint32_t traded[MOST_THREADS];
 };
 inline Block block;
@@ -111,11 +112,11 @@ inline void meet(Barrier& barrier, int count) {
 // An asynchronous operation that has been issued.
 struct Operation {
   enum Kind { BULK_COPY, SCALES_COPY, PRODUCT, COMMIT } kind;
-  uint32_t accumulator;  // of a product
+  uint32_t accumulator;  // of an MMA
   std::function<void()> execute;
 
-  // Whether it comes after an operation that was issued before it (PTX ISA, "tcgen05 Memory Consistency Model", pipelined
-  // instructions). In particular no copy of scales waits for the products that still read the old ones.
+  // Whether it is ordered after an operation that was issued before it (PTX ISA, "tcgen05 Memory Consistency Model",
+  // pipelined instructions). In particular no copy of scales waits for MMAs that still read the old scales.
   bool follows(const Operation& earlier) const {
     bool tensor = earlier.kind == SCALES_COPY || earlier.kind == PRODUCT;
     if (kind == COMMIT) return tensor;
@@ -136,7 +137,7 @@ inline uint32_t random_below(uint32_t end) {
   return (choice >> 8) % end;
 }
 
-// Executes one of the pending operations, any that need not wait for another. Returns whether there was one.
+// Executes one of the pending operations that need not wait for another. Returns whether there was one.
 inline bool execute_one() {
   std::vector<size_t> ready;
   for (size_t i = 0; i < pending.size(); ++i) {
@@ -152,8 +153,8 @@ inline bool execute_one() {
   return true;
 }
 
-// The fences of tcgen05 that a thread still needs: before it synchronizes with others, because it has accessed tensor memory, and
-// before it accesses tensor memory, because it has synchronized.
+// The tcgen05 fences that a thread still needs: `before`, ahead of its next synchronization with others, because it has
+// accessed tensor memory; `after`, ahead of its next access to tensor memory, because it has synchronized.
 struct TensorFences {
   bool before = false, after = false;
 };
@@ -189,7 +190,8 @@ inline void run(dim3 at, int threads, std::function<void()> body) {
   block.threads = threads, block.body = std::move(body), block.all = Barrier(), place = at;
   for (Barrier& warp : block.warps) warp = Barrier();
   for (int i = 0; i < threads; ++i) block.started[i] = block.done[i] = false, tensor_fences[i] = {};
-  // In a round each thread runs until it waits. With `skewed`, warps miss rounds at random, so that they come to be far apart.
+  // In a round each thread runs until it waits. With `skewed`, warps skip rounds at random, so that they drift far
+  // apart.
   for (bool under_way = true; under_way;) {
     under_way = false;
     bool skipped = false, skips = false;
@@ -204,7 +206,7 @@ inline void run(dim3 at, int threads, std::function<void()> body) {
     if (skipped) {
       if (random_below(4) == 0) execute_one();
     } else if (under_way && block.steps == before && !execute_one()) {
-      fprintf(stderr, "block %d, %d, %d: threads wait at a barrier that the others do not come to\n", at.x, at.y, at.z);
+      fprintf(stderr, "block %d, %d, %d: threads wait at a barrier that other threads never reach\n", at.x, at.y, at.z);
       abort();
     }
   }

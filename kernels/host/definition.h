@@ -1,4 +1,5 @@
-// What attention gives by its definition, in doubles, and errors to it, for the program that runs its kernels on a CPU.
+// Attention by its definition, in doubles, and errors relative to it, for the program that runs attention kernels on a
+// CPU.
 #pragma once
 
 #include "tensor.h"
@@ -7,7 +8,7 @@
 
 namespace host {
 
-// Rounds sixteen values to NVFP4 by the formats' definitions: candle-sage/src/nvfp4.rs.
+// Rounds sixteen values to NVFP4 by the definition of the formats: candle-sage/src/nvfp4.rs.
 inline void fake_quantize(double* x, int count, int stride) {
   static const double E2M1[] = {0, .5, 1, 1.5, 2, 3, 4, 6};
   auto nearest = [](double x, double below, double above, bool below_is_even) {
@@ -25,8 +26,8 @@ inline void fake_quantize(double* x, int count, int stride) {
   }
 }
 
-// What is done to the logits of a query: a soft cap, 0 for none, and a slope for the distance from the query's position; and a sink, a further logit
-// without a value.
+// Changes to the logits of a query: a soft cap, 0 for none; a slope for the distance from the query's position; and a
+// sink, an additional logit without a value.
 struct ScoreMod {
   double cap = 0, slope = 0, sink = -INFINITY;
   int position = 0;
@@ -34,7 +35,7 @@ struct ScoreMod {
   double derivative(double x) const { return cap > 0 ? 1 - tanh(x / cap) * tanh(x / cap) : 1; }
 };
 
-// The definition of a head's output, row by row: one value a channel.
+// The definition of a head's output, row by row: one value per channel.
 struct Definition {
   int keys, d;
   std::vector<double> k, v;
@@ -52,9 +53,8 @@ struct Definition {
     for (int j = 0; j < keys; j += 16)
       for (int c = 0; c < d; ++c) fake_quantize(&v[j * d + c], std::min(16, keys - j), d);
   }
-  // With `literal` P is relative to the row's largest logit, and not to the next power of two. `lse2` becomes the log-sum-exp in
-  // base 2, -inf for a query that sees no key.
-  // The query sees the keys from `from` to `visible`.
+  // With `literal` P is relative to the row's largest logit, and not to the next power of two. `lse2` becomes the
+  // log-sum-exp in base 2, -inf for a query that sees no key. The query sees the keys from `from` to `visible`.
   std::vector<double> row(std::vector<double> q, int from, int visible, double scale, bool nvfp4, bool literal, double& lse2,
                           const ScoreMod& mod = {}) const {
     std::vector<double> out(d, 0.0);
@@ -87,7 +87,8 @@ struct Definition {
   }
 };
 
-// Gradients of one query in full precision: adds those of the keys to dk and dv, (key, channel), and returns the query's.
+// Unquantized gradients of one query: adds the gradients of the keys to dk and dv, (key, channel), and returns the
+// query's.
 inline std::vector<double> row_gradients(const Definition& x, const std::vector<double>& q, const std::vector<double>& dout, int from, int visible,
                                   double scale, const ScoreMod& mod, std::vector<double>& dk, std::vector<double>& dv) {
   std::vector<double> p(visible), dp(visible), derivative(visible), dq(x.d, 0.0);
@@ -117,7 +118,7 @@ struct Error {
   double wrong = 0, right = 0;
   void add(double got, double expected) {
     wrong += (got - expected) * (got - expected), right += expected * expected;
-    if (!(got == got) || fabs(got) > 50) wrong = INFINITY;  // outputs start with values of size 100: this one was not written
+    if (!(got == got) || fabs(got) > 50) wrong = INFINITY;  // outputs start with values of about 100: this one was not written
   }
   void into(double& worst) const { worst = fmax(worst, sqrt(wrong / fmax(right, 1e-30))); }
 };

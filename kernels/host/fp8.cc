@@ -1,5 +1,6 @@
-// Runs the sources of quantization to FP8 on a CPU, thread by thread: codes row by row and transposed, largest and saturated
-// values, scales, and what rms_norm, swiglu, rope and the cross-entropy write in FP8, against definitions.
+// Runs the sources of FP8 quantization on a CPU, thread by thread, and compares them with definitions: FP8 values row
+// by row and transposed, largest and saturated values, scales, and the FP8 outputs of rms_norm, swiglu, rope and the
+// cross-entropy.
 #include <math_constants.h>
 #include <sage/elements/group.cuh>
 #include <sage/elements/row.cuh>
@@ -34,7 +35,7 @@ namespace {
 
 using Bf16 = __nv_bfloat16;
 
-// The codes of a matrix, with values behind them that no kernel may change.
+// The FP8 values of a matrix, followed by guard values that no kernel may change.
 struct Codes {
   static constexpr int BEHIND = 64;
   int rows, columns;
@@ -66,7 +67,7 @@ void tiles(int rows, int columns, Body body) {
     for (int y = 0; y < (columns + Fp8Tile::COLUMNS - 1) / Fp8Tile::COLUMNS; ++y) host::run({x, y, 0}, Fp8Tile::THREADS, body);
 }
 
-// The codes are those of `value(row, column)`, transposed too, and nothing else was written.
+// Checks that the FP8 values are those of `value(row, column)`, transposed too, and that nothing else was written.
 template <class Value>
 void check(const char* what, const Codes& codes, Value value, int copies = 3) {
   bool own = true, turned = true, behind = true;
@@ -111,7 +112,7 @@ void matrices(int rows, int columns, bool e5m2) {
   float size = same_bits<float>(most), top = e5m2 ? 57344.0f : 448.0f;
   expect(size / codes.scale <= top && size / codes.scale * 2.0f > top, "scale", rows, columns, e5m2);
   for (int copies : {1, 2, 3}) {
-    // With the scale of the largest value nothing saturates; with an eighth of it, much does.
+    // With the scale of the largest value nothing saturates; with an eighth of the scale many values do.
     for (float part : {1.0f, 0.125f}) {
       Codes made(rows, columns, e5m2, codes.scale * part);
       params::Fp8Quantize q{x.data(), made.params(copies), columns, 0};
@@ -121,13 +122,13 @@ void matrices(int rows, int columns, bool e5m2) {
   }
 }
 
-// Values of the kernels are within a code of the definition's, and zeros within half the smallest value.
+// Whether a kernel's value is within one code of the definition, and a zero within half the smallest value.
 void near(const char* what, const Codes& codes, int row, int column, double expected, bool& holds) {
   double spacing = codes.e5m2 ? 0.25 : 0.125, least = codes.scale * host::fp8_value(1, codes.e5m2);
   holds &= fabs(codes.at(row, column) - expected) <= fmax(spacing * fabs(expected) * 0.51, least * 0.51);
 }
 
-// A norm of rows and its gradient, with a residual stream.
+// Tests a norm of rows and its gradient, with a residual stream.
 template <class T, int WARPS>
 void normed(int rows, int width) {
   using Strip = quant::Fp8Strip<WARPS>;
@@ -201,7 +202,7 @@ void gated(int rows, int columns, bool e5m2) {
   expect(gradients.own == before && gradients.largest == largest, "swiglu without y", rows, columns, e5m2);
 }
 
-// The gradient of a norm and a rotation of each head, behind other columns of the matrix.
+// Tests the gradient of a norm and a rotation of each head, written after other columns of the matrix.
 template <class T, int D>
 void rotated(int batch, int sequence, int heads) {
   constexpr int BEFORE = 32, HALF = D / 2;
@@ -256,7 +257,7 @@ void rotated(int batch, int sequence, int heads) {
   expect(sums, "the gradient of a norm's weight", rows, columns, D == 128);
 }
 
-// The gradient of a cross-entropy; the second row has no target.
+// Tests the gradient of a cross-entropy. The second row has no target.
 template <class T>
 void probabilities(int rows, int classes, bool e5m2) {
   auto logits = draw<T>(size_t(rows) * classes, 2.0f);
@@ -292,7 +293,7 @@ void running_scales() {
   for (int block = 0; block < 2; ++block) host::run(block, THREADS, [&] { rescale(p); });
   // 4 x .95 = 3.8 fits below 448 / 64 = 7, and 4 x 100 below 448.
   bool holds = scale[0] == 1.0f / 64 && running[0] == 0.95f && scale[1] == 1.0f && running[1] == 100.0f && scale[299] == scale[0];
-  // What is not finite is passed over, zero has no scale, and E5M2 has more room.
+  // A maximum that is not finite is ignored, a running maximum of zero gives scale 1, and E5M2 has a larger range.
   holds &= running[2] == 0.95f && running[3] == 0.95f && scale[4] == 1.0f && scale[5] == 1.0f / 8192;
   for (uint32_t x : largest) holds &= x == 0;
   expect(holds, "running scales", 300, 1, false);
@@ -321,6 +322,6 @@ int main() {
   rotated<float, 64>(1, 16, 1);
   rotated<__half, 128>(2, 80, 3);
   running_scales();
-  printf("FP8: %s\n", failures ? "wrong" : "codes, scales and what the ops write in FP8 are those of their definitions");
+  printf("FP8: %s\n", failures ? "wrong" : "quantized values, scales and the FP8 outputs of the ops match their definitions");
   return failures != 0;
 }

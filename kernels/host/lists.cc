@@ -1,11 +1,11 @@
-// Runs the kernels that invert selections on a CPU, and the portable backward over lists: users are the lists' inverse, the blocks of
-// threads together visit each user once however lists are cut into parts, and parts change gradients by rounding alone. The mass of
-// each block of keys is compared with its definition in doubles.
+// Runs the kernels that invert selections on a CPU, and the portable backward over lists: `users` is the inverse of the
+// lists, the thread blocks together visit each query block of a list once however lists are split into parts, and parts
+// change gradients only by rounding. The mass of each key block is compared with its definition in doubles.
 #include <map>
 #include <tuple>
 
 namespace {
-__align__(1024) __shared__ unsigned char shared[227 << 10];  // of block_mass, as attention::shared is of the others
+__align__(1024) __shared__ unsigned char shared[227 << 10];  // of block_mass, like attention::shared for the other kernels
 }
 #include "../selection.cu"
 #include "problem.h"
@@ -15,8 +15,8 @@ namespace {
 using B = __nv_bfloat16;
 constexpr int BLOCK = attention::SELECTION_BLOCK;
 
-// The lists of a case: each block of queries of a key head has the blocks on its diagonal, or the last one, and of the other
-// candidates all, or the first one and some at random.
+// The lists of a case: each query block of a key head has the key blocks on its diagonal, or the last one, and of the
+// other candidates either all, or the first one and some random ones.
 struct Lists {
   int stride, query_blocks, key_blocks;
   std::vector<uint32_t> seen;
@@ -37,7 +37,7 @@ struct Lists {
   }
 };
 
-// A backward over the lists of a case. A part has at most `users` of them; 0: no list is cut.
+// A backward over the lists of a case. A part has at most `users_of_part` query blocks; 0: no list is split.
 template <int D>
 struct Backward {
   const Case& c;
@@ -46,7 +46,7 @@ struct Backward {
   std::vector<params::User> users;
   std::vector<uint32_t> first_users, counts, used = {0, 0, 0};
   std::vector<params::CutList> cuts;
-  std::vector<params::Part> parts;  // and two behind the end that must stay as they are
+  std::vector<params::Part> parts;  // and two after the end that must not change
   int most_slots, most_parts = 0, most_users;
   std::vector<float> sums;
   std::vector<int> arrivals;
@@ -55,7 +55,7 @@ struct Backward {
 
   Backward(const Case& c, bool all, int users_of_part, int most_slots) : c(c), lists(c, Segments(c), all), problem(c), most_slots(most_slots), most_users(users_of_part) {
     int room = lists.query_blocks * (lists.stride - 1) * c.key_heads, columns = lists.key_blocks * c.key_heads;
-    // The bounds of candle-sage/src/cuda/selection.rs, with one share for all users: parts then have the least number of users.
+    // The bounds of candle-sage/src/cuda/selection.rs, with so many shares that parts are limited to `least_users`.
     int longest = attention::selection_blocks(problem.segments.longest_queries);
     if (users_of_part) most_parts = most_slots * ((longest + users_of_part - 1) / users_of_part - 1);
     users.resize(room), first_users.resize(columns + c.key_heads), counts.resize(columns), cuts.resize(columns, {7, 7});
@@ -77,7 +77,7 @@ struct Backward {
         for (int x = 0; x < blocks; ++x) host::run({x, y, z}, WARPS * 32, kernel);
   }
 
-  // Whether all lists of more than two parts are cut that there are slots for, and the table of parts is not overrun.
+  // Whether all lists longer than two parts are split while slots are free, and the table of parts is not overrun.
   bool cut_as_many_as_it_should() const {
     auto is_cut = [](const params::CutList& list) { return list.parts > 1; };
     long expected = std::count_if(counts.begin(), counts.end(), [&](uint32_t count) { return count > 2u * most_users; });
@@ -85,7 +85,8 @@ struct Backward {
     return whole && std::count_if(cuts.begin(), cuts.end(), is_cut) == std::min(expected, long(most_slots)) && expected > 0;
   }
 
-  // Whether blocks of `keys` keys visit each tile of each user of their keys once, with its place in that one's list.
+  // Whether blocks of `keys` keys visit each tile of each query block that selects their keys once, with the right
+  // index in its list.
   bool visits_are_right(int keys) const {
     std::map<std::tuple<int, int, int, int>, int> visits;  // of (segment, first key, query head, tile)
     int all = problem.segments.count() * c.key_heads * ((problem.segments.longest_keys + keys - 1) / keys);
@@ -143,21 +144,21 @@ bool check(const Case& c) {
     for (int most_slots : {100, 1}) {
       begin();
       Backward<D> cut(c, false, users, most_slots);
-      expect(users == 2 || cut.cut_as_many_as_it_should(), "other lists are cut than those that should be");
-      expect(cut.visits_are_right(64) && cut.visits_are_right(128), "not every user is visited once");
+      expect(users == 2 || cut.cut_as_many_as_it_should(), "the wrong lists are split");
+      expect(cut.visits_are_right(64) && cut.visits_are_right(128), "a query block is not visited exactly once");
       if (users == 2) continue;
       cut.problem.out.values = whole.problem.out.values, cut.problem.minus_lse2 = whole.problem.minus_lse2;
       cut.problem.out.view.data = cut.problem.out.values.data(), cut.problem.p.minus_lse2 = cut.problem.minus_lse2.data();
       cut.backward();
-      // An element of 16 bit whose sum lies at a midpoint may round the other way, by 2^-8 of itself; sums of f32 differ by 2^-24
-      // an addition.
-      expect(difference(cut.problem.dk.values, whole.problem.dk.values) < ldexp(1.0, -11), "dK of parts is not that of whole lists");
-      expect(difference(cut.problem.dv.values, whole.problem.dv.values) < ldexp(1.0, -11), "dV of parts is not that of whole lists");
-      expect(difference(cut.problem.dq_accum, whole.problem.dq_accum) < 1e-5, "dQ of parts is not that of whole lists");
+      // A 16-bit element whose sum is near a midpoint may round the other way, by 2^-8 of itself; sums in f32 differ by
+      // 2^-24 per addition.
+      expect(difference(cut.problem.dk.values, whole.problem.dk.values) < ldexp(1.0, -11), "dK of split lists differs from dK of whole lists");
+      expect(difference(cut.problem.dv.values, whole.problem.dv.values) < ldexp(1.0, -11), "dV of split lists differs from dV of whole lists");
+      expect(difference(cut.problem.dq_accum, whole.problem.dq_accum) < 1e-5, "dQ of split lists differs from dQ of whole lists");
     }
   begin();
   Backward<D> listed(c, true, 0, 0);
-  expect(listed.visits_are_right(64) && listed.visits_are_right(128), "not every user is visited once");
+  expect(listed.visits_are_right(64) && listed.visits_are_right(128), "a query block is not visited exactly once");
   listed.forward();
   listed.backward();
   begin();
@@ -171,7 +172,7 @@ bool check(const Case& c) {
   return good;
 }
 
-// Whether block_mass computes the sums of dense attention's probabilities over each candidate.
+// Whether block_mass sums the probabilities of dense attention over each candidate.
 template <int D>
 bool mass_is_right(const Case& c) {
   state = 7;
@@ -189,7 +190,7 @@ bool mass_is_right(const Case& c) {
         host::run_with_shared({x, y, z}, PLAN.threads, PLAN.shared_bytes, [&] { ::block_mass<B, D>(p); });
   host::memory = attention::shared;
 
-  // With values that say in which block their key is, an output's channels are the probabilities of the blocks.
+  // The values encode the block of their key, so that an output's channels are the probabilities of the blocks.
   std::vector<double> expected(mass.size());
   for (int head = 0; head < c.query_heads; ++head)
     for (int i = 0; i < segments.count(); ++i) {
@@ -207,9 +208,9 @@ bool mass_is_right(const Case& c) {
         for (int key_block = 0; key_block < candidates(segment, block); ++key_block) row[key_block] += of_blocks[key_block];
       }
     }
-  // Probabilities from sums of f32 and exponentials of 2 ulp: 2^-21 each.
+  // The sums of f32 and the exponentials (2 ulp) have errors of 2^-21 each.
   double error = difference(mass, expected);
-  if (!(error < 1e-5)) printf("mass of blocks: %.1e, %d queries, head_dim %d\n", error, c.queries, c.head_dim);
+  if (!(error < 1e-5)) printf("mass of key blocks: %.1e, %d queries, head_dim %d\n", error, c.queries, c.head_dim);
   return error < 1e-5;
 }
 
@@ -221,8 +222,8 @@ int main() {
   const Case packed = {1, 700, 700, 1, 1, 40, true, false, {0, 70, 70, 590, 700}, {0, 70, 70, 590, 700}};
   const Case heads = {1, 400, 400, 4, 2, 64, true, false, {}, {}};
   bool good = check<64>(grouped) & check<128>(whole) & check<64>(packed);
-  printf("lists of users, whole and in parts: %s\n", good ? "right" : "WRONG");
+  printf("inverse lists, whole and split: %s\n", good ? "right" : "WRONG");
   bool mass = mass_is_right<64>(heads) & mass_is_right<128>(whole) & mass_is_right<64>(packed);
-  printf("mass of blocks of keys: %s\n", mass ? "right" : "WRONG");
+  printf("mass of key blocks: %s\n", mass ? "right" : "WRONG");
   return !(good && mass);
 }

@@ -1,5 +1,5 @@
-// A case for the attention kernels: its tensors, buffers and parameters, what launches the portable kernels and the forward for
-// family 10 on them, and what compares their results with the definition.
+// A case for the attention kernels: its tensors, buffers and parameters; functions that launch the portable kernels and
+// the forward for family 10 on them; and functions that compare the results with the definition.
 #pragma once
 
 #include <sage/attention/numerics/dense16_backward_sm80.cuh>
@@ -27,15 +27,16 @@ struct Case {
   bool causal, smooth;
   std::vector<int> query_starts, key_starts;  // of packed documents, and the end of the last one
   bool literal = false;                       // P relative to the row's maximum (NVFP4)
-  int before = -1, after = -1;                // keys that a query of a window sees before and after its own position; -1: no window
+  int before = -1, after = -1;                // window: keys that a query sees before and after its own position; -1: no window
   float softcap = 0;                          // 0: none
   bool alibi = false;                         // the slopes 1/2, 1/4, .. of the query heads
-  bool sinks = false;                         // of the query heads: 1, 0, -1, ..
+  bool sinks = false;                         // one per query head: 1, 0, -1, ..
   bool is_window() const { return before >= 0; }
   bool is_modified() const { return softcap > 0 || alibi; }
 };
 
-// The backward of SAGEBWD_S has S alone in INT8, and with SAGEBWD_SCORES the forward too; that of SAGEBWD_FORWARD has nothing.
+// SAGEBWD_S has only S in INT8 in the backward, SAGEBWD_SCORES also in the forward; SAGEBWD_FORWARD has an unquantized
+// backward.
 enum Numerics { FULL_PRECISION, SAGEBWD, SAGEBWD_QK, SAGEBWD_KV, SAGEBWD_S, SAGEBWD_SCORES, SAGEBWD_FORWARD, NVFP4_PRODUCTS, NVFP4_TCGEN05 };
 
 constexpr int tiles_of(int tokens) { return (tokens + 63) / 64; }
@@ -63,14 +64,14 @@ struct Segments {
   int batch(int i) const { return packed ? 0 : i; }
 };
 
-// A case for the kernels: its tensors, their buffers and parameters.
+// A case for the kernels: its tensors, buffers and parameters.
 template <class T, int D, Numerics NUMERICS>
 struct Problem {
   static constexpr bool NVFP4 = NUMERICS == NVFP4_PRODUCTS || NUMERICS == NVFP4_TCGEN05;
-  static constexpr bool CODES = NUMERICS == SAGEBWD || NUMERICS == SAGEBWD_QK || NUMERICS == SAGEBWD_KV;  // whether the backward is one of codes
+  static constexpr bool CODES = NUMERICS == SAGEBWD || NUMERICS == SAGEBWD_QK || NUMERICS == SAGEBWD_KV;  // whether the backward has INT8 matmuls
   const Case& c;
   Segments segments;
-  int query_tiles, key_tiles;  // of all heads
+  int query_tiles, key_tiles;  // over all heads
   Tensor<T> q, k, v, out, dout, dk, dv;
   std::vector<float> means;  // of K, over a segment and head
   std::vector<float> minus_lse2, minus_delta, dq_accum;
@@ -125,7 +126,7 @@ struct Problem {
       });
   }
 
-  // Returns whether a kernel's output does not depend on when its asynchronous operations run.
+  // Returns whether a kernel's output is independent of when its asynchronous operations run.
   template <class Kernel, class Block>
   bool launch_forward_in_many_orders() {
     launch_forward<Kernel, Block>();
@@ -141,7 +142,7 @@ struct Problem {
     return same;
   }
 
-  // Packs Q, K and V as NVFP4. Returns whether the kernels left the tile beyond the end of each buffer as it was.
+  // Packs Q, K and V as NVFP4. Returns whether the kernels left the tile after the end of each buffer unchanged.
   bool pack() {
     constexpr int BYTES = layout::Nvfp4Tile<D>::BYTES;
     q_codes.assign(size_t(query_tiles + 1) * BYTES, 0x55);
@@ -172,7 +173,7 @@ struct Problem {
     for (int i = 0; i < query_tiles + 2 * key_tiles; ++i) host::run(i, quant::TILE_THREADS, [&] { quantize<T, D>(p); });
   }
 
-  // Returns whether the kernels wrote nothing beyond their buffers, and wait for what they need.
+  // Returns whether the kernels wrote only to their buffers, and wait for all copies that they read.
   bool forward() {
     if (c.is_modified()) return forward<attention::WindowKeys, attention::SoftcapAndAlibi>();
     return c.is_window() ? forward<attention::WindowKeys>() : forward<attention::EveryKey>();
@@ -203,7 +204,7 @@ struct Problem {
     if (c.is_modified()) backward<attention::WindowQueries, attention::SoftcapAndAlibi>();
     else c.is_window() ? backward<attention::WindowQueries>() : backward<attention::EveryQuery>();
   }
-  // With a selection, `b` has the lists and how they are cut, and `more_blocks` take 128 keys again each.
+  // With a selection, `b` has the lists and how they are split; `more_blocks` are additional parts, of 128 keys each.
   template <class Queries, class Mod = attention::NoScoreMod>
   void backward(params::Backward b = {}, int more_blocks = 0) {
     b.q = q.view, b.k = k.view, b.v = v.view, b.out = out.view, b.dout = dout.view, b.dk = dk.view, b.dv = dv.view;
@@ -212,7 +213,7 @@ struct Problem {
     b.codes = p.codes, b.shape = p.shape, b.lists.keys_before = p.lists.keys_before, b.score_mod = p.score_mod, b.group = b.dout_group = b.dq_parts = 1;
     for (int i = 0; i < query_tiles; ++i) host::run(i, quant::TILE_THREADS, [&] { prepare<T, D, CODES>(b); });
     constexpr bool S_OF_CODES = NUMERICS == SAGEBWD_S || NUMERICS == SAGEBWD_SCORES;
-    // The plans of SM86, whose small memory takes blocks of 64 keys for some kernels and of 128 for others.
+    // The plans of SM86, whose small memory fits blocks of 64 keys for some kernels and of 128 for others.
     constexpr const char* KERNEL = NUMERICS == SAGEBWD_QK ? "attn_bwd_sagebwd_general"
                                    : CODES                  ? "attn_bwd_sagebwd"
                                    : S_OF_CODES             ? "attn_bwd_sagebwd_s"
@@ -255,7 +256,7 @@ struct Problem {
         double lse2;
         std::vector<double> expected = definition.row(row, first, visible, scale, NVFP4, c.literal, lse2, mod);
         float got = -minus_lse2[(int64_t(head) * segments.query_tiles + s.query_tile) * 64 + query];
-        // That of SageBwd is one of smoothed logits, which the backward's checks are for.
+        // SageBwd's log-sum-exp is that of smoothed logits, and is checked by the backward.
         if (NVFP4 || NUMERICS == FULL_PRECISION) errors.lse_good &= visible == 0 ? got == INFINITY : fabs(got - lse2) < 1e-3;
         for (int channel = 0; channel < c.head_dim; ++channel)
           of_out.add(out.at(batch, s.query_start + query, head, channel), expected[channel]);

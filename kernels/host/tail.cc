@@ -1,5 +1,6 @@
-// Runs the sources of the linear tail and of the mixture on a CPU, thread by thread, and compares them with definitions in
-// doubles: states in chunks and in one, features, products with states, weights of the mixture, all gradients.
+// Runs the sources of the linear tail and of the mixture on a CPU, thread by thread, and compares them with definitions
+// in doubles: states with several chunks and with one, features, matmuls with states, weights of the mixture, all
+// gradients.
 #include <initializer_list>
 
 #include "../blend.cu"
@@ -36,7 +37,7 @@ std::vector<double> softmax(std::vector<double> x) {
 void add(std::vector<double>& sum, double factor, const std::vector<double>& x) {
   for (size_t i = 0; i < x.size(); ++i) sum[i] += factor * x[i];
 }
-// The gradient of a vector for that of its softmax.
+// The gradient of a vector, given the gradient of its softmax.
 std::vector<double> of_logits(const std::vector<double>& phi, const std::vector<double>& gradient) {
   double mean = dot(phi, gradient);
   std::vector<double> x(phi.size());
@@ -49,7 +50,7 @@ struct Error {
   void add(const std::vector<double>& got, const std::vector<double>& expected, double most = 50) {
     for (size_t i = 0; i < got.size(); ++i) {
       wrong += (got[i] - expected[i]) * (got[i] - expected[i]), right += expected[i] * expected[i];
-      if (!(fabs(got[i]) < most)) wrong = INFINITY;  // tensors start with values of size 100: this one was not written
+      if (!(fabs(got[i]) < most)) wrong = INFINITY;  // tensors start with values of about 100: this one was not written
     }
   }
   double relative() const { return right > 0 ? sqrt(wrong / right) : sqrt(wrong); }
@@ -67,8 +68,8 @@ void launch(int blocks, int segments, int heads, int threads, size_t shared_byte
       for (int x = 0; x < blocks; ++x) host::run_with_shared(dim3{x, y, z}, threads, shared_bytes, kernel);
 }
 
-// The segments of a case, the entries of its batch or its documents, and lists: some of the candidates, then the block on the
-// diagonal.
+// The segments of a case, which are the entries of its batch or its documents, and lists: some of the candidates, then
+// the block on the diagonal.
 struct Layout {
   std::vector<params::Segment> segments;
   bool packed;
@@ -96,7 +97,7 @@ struct Layout {
   }
 };
 
-// A case for the kernels, with a mixture or the tail alone: its tensors, their buffers and parameters.
+// A case for the kernels, with a mixture or only the tail: its tensors, buffers and parameters.
 template <class T, int D>
 struct Problem {
   const Case& c;
@@ -165,12 +166,13 @@ struct Problem {
     return !mixed ? 0 : past == chosen ? 1 : 1 / (1 + exp(-(double(theta[head]) + odds)));
   }
 
-  // Keys of a segment and head, and the sums of their gradients, by definition.
+  // Keys of a segment and head, and the sums of their gradients, computed by definition.
   struct Keys {
     std::vector<std::vector<double>> phi, values, dphi, dv;
   };
 
-  // Compares the results of a query with the definition, and adds its share of the keys' gradients and of theta's.
+  // Compares the results of a query with the definition, and adds its contributions to the gradients of the keys and of
+  // theta.
   void compare_query(int i, int head, int key_head, int query, Keys& keys, double& exact_dtheta, Errors& errors) const {
     const params::Segment& s = layout.segments[i];
     int batch = layout.batch(i), token = s.query_start + query, past = query / BLOCK * BLOCK;
@@ -215,7 +217,7 @@ struct Problem {
   }
 };
 
-// Runs a case, with a mixture or the tail alone, and returns the errors.
+// Runs a case, with a mixture or only the tail, and returns the errors.
 template <class T, int D>
 Errors run(const Case& c, bool mixed, bool by_count) {
   Problem<T, D> problem(c, mixed, by_count);
@@ -229,8 +231,8 @@ Errors run(const Case& c, bool mixed, bool by_count) {
   return errors;
 }
 
-// Queries of one channel and keys of another, whose features meet nowhere in f16: outputs and gradients are zero, not NaN; and what
-// is NaN stays so.
+// Queries on one channel and keys on another, whose features do not overlap in f16: outputs and gradients are zero, not
+// NaN; and a NaN stays a NaN.
 bool features_that_never_meet() {
   Case c{1, 300, 1, 1, 64, 1, {}};
   Problem<__half, 64> problem(c, false, false);
@@ -247,7 +249,7 @@ bool features_that_never_meet() {
         float value = x->at(0, token, 0, channel);
         good &= token == 200 ? value != value : value == 0.0f;
       }
-  for (int token = 128; token < c.tokens; ++token)  // keys that no query after them is NaN for
+  for (int token = 128; token < c.tokens; ++token)  // keys that the NaN query does not see
     for (const Tensor<__half>* x : {&problem.dk, &problem.dv}) good &= x->at(0, token, 0, 0) == 0.0f;
   return good;
 }
@@ -271,8 +273,8 @@ int main() {
     bool mixed, by_count;
     double limit;
   };
-  // Features, states and products round by 2^-9 (bf16) or 2^-12 (f16) at most, and a gradient has five of them behind it, or
-  // seven where a state is put together from chunks; being independent, they add up as squares.
+  // Features, states and matmuls round by at most 2^-9 (bf16) or 2^-12 (f16). A gradient includes five such roundings,
+  // or seven if a state is summed from chunks; they are independent, so their squares add up.
   const Row rows[] = {
       {"tail, bf16", run<B, 64>, run<B, 128>, false, false, 5 * ldexp(1, -9)},
       {"mixture by count, bf16", run<B, 64>, run<B, 128>, true, true, 5 * ldexp(1, -9)},
@@ -293,6 +295,6 @@ int main() {
       printf("%s\n", good ? "" : "   WRONG");
       failed += !good;
     }
-  if (!features_that_never_meet()) printf("features that never meet: not zero\n"), ++failed;
+  if (!features_that_never_meet()) printf("features that do not overlap: not zero\n"), ++failed;
   return failed != 0;
 }

@@ -8,7 +8,7 @@
 namespace host {
 
 inline uint32_t state = 1;
-// A sum of three even numbers in [-1, 1): about a standard normal one.
+// A sum of three uniform numbers in [-1, 1): roughly standard normal.
 inline float random_value() {
   float sum = 0.0f;
   for (int i = 0; i < 3; ++i) {
@@ -18,7 +18,8 @@ inline float random_value() {
   return sum;
 }
 
-// A contiguous (batch, token, head, channel) tensor of values of a size, whose mean is a fifth of it.
+// A contiguous (batch, token, head, channel) tensor of random values of a given size, whose mean is a fifth of the
+// size.
 template <class T>
 struct Tensor {
   std::vector<T> values;
@@ -28,7 +29,7 @@ struct Tensor {
       : values(size_t(batch) * tokens * heads * channels + 16), tokens(tokens), heads(heads), channels(channels) {
     for (T& x : values) x = sage::ptx::from_float<T>(size * random_value() + 0.2f * size);
     bool vector = channels % 8 == 0;
-    // Rows start on 16 bytes, because a vector's memory does.
+    // Rows are 16-byte aligned, because a vector's memory is.
     view = {values.data(), int64_t(tokens) * heads * channels, int64_t(heads) * channels, channels, 1, vector, 0};
   }
   float at(int batch, int token, int head, int channel) const {

@@ -1,10 +1,11 @@
-"""Speed of attention through PyTorch, beside scaled_dot_product_attention's backends, on one GPU.
+"""Speed of attention through PyTorch, compared with the backends of scaled_dot_product_attention, on one GPU.
 
     python benches/attention.py [--csv PREFIX] [head_dim:sequence ...]
 
-Device times are medians of calls between CUDA events, forward + backward, causal, bf16, 16384 tokens and 2048 channels in all. Implementations take
-turns, with a rest between them, and quantization is inside of the time. FlashAttention-4 is among them if `flash_attn.cute` can be imported. Host times are those of issuing a forward and a backward on 128 tokens,
-in the fastest tenth of batches of calls.
+Device times are medians of calls between CUDA events: forward + backward, causal, bf16, 16384 tokens and 2048 channels in
+total. Implementations take turns, with a rest between them, and times include quantization. FlashAttention-4 is included
+if `flash_attn.cute` can be imported. Host times are the times to issue a forward and a backward on 128 tokens, at the
+10th percentile of batches of calls.
 """
 
 import argparse
@@ -108,7 +109,7 @@ def host_time(call, calls=20, batches=200):
 
 
 def write(path, shapes, note, head, rows):
-    """The results as the docs' figures have them: how and where they were measured, and a table."""
+    """Writes results in the format of the docs' figures: how and where they were measured, and a table."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     about = {
         "command": "python benches/attention.py " + " ".join(f"{d}:{n}" for d, n in shapes),

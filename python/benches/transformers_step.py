@@ -1,4 +1,4 @@
-"""A training step of a transformers model with Qwen3 0.6B's shapes, by attention implementation, on one GPU.
+"""Times a training step of a transformers model with the shapes of Qwen3 0.6B, by attention implementation, on one GPU.
 
     python benches/transformers_step.py [--sequence 8192] [--compile]
 

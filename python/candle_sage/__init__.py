@@ -3,9 +3,9 @@
     import candle_sage
     out = candle_sage.attention(q, k, v, scheme="sagebwd", products="scores", causal=True)
 
-Tensors are (batch, sequence, heads, head_dim). `scaled_dot_product_attention` has PyTorch's order and arguments,
-`flash_attn_func` and `flash_attn_varlen_func` have FlashAttention's, and `register_transformers` adds the schemes to
-Hugging Face's models.
+Tensors are (batch, sequence, heads, head_dim). `scaled_dot_product_attention` has the order and arguments of PyTorch's
+function, `flash_attn_func` and `flash_attn_varlen_func` those of FlashAttention's functions, and
+`register_transformers` adds the schemes to Hugging Face models.
 """
 
 from ._api import attention, flash_attn_func, flash_attn_varlen_func, scaled_dot_product_attention

@@ -1,4 +1,4 @@
-"""The functions that models call."""
+"""The public attention functions."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -33,28 +33,29 @@ def attention(
 ) -> torch.Tensor:
     """Attention, `softmax(scale Q K^T) V`, with gradients of query, key and value.
 
-    Tensors are (batch, sequence, heads, head_dim) with any strides: on a GPU in float16 or bfloat16, on a CPU in float32
-    too. For (batch, heads, sequence, head_dim) use `scaled_dot_product_attention`: the other order is not detected. The
-    number of query heads may be a multiple of the number of key heads. A causal mask is aligned at the end: the last query
-    sees every key. Under autocast, all three become autocast's type.
+    Tensors are (batch, sequence, heads, head_dim) with any strides: float16 or bfloat16, and on a CPU also float32. For
+    (batch, heads, sequence, head_dim) use `scaled_dot_product_attention`: a wrong order is not detected. The number of
+    query heads may be a multiple of the number of key heads. A causal mask is aligned at the end: the last query sees
+    every key. Under autocast, query, key and value are cast to the autocast type.
 
     In INT8 and FP4, tokens share scales and means: even with a causal mask, later tokens change an output by rounding
-    errors. Where outputs must not depend on later tokens at all, use "fpa".
+    errors. If outputs must not depend on later tokens at all, use "fpa".
 
-    scheme: "fpa" (the type of the tensors), "sagebwd" (INT8) or "attn-qat" (FP4 values).
-    settings: those of the scheme, by name, such as `products="scores"`; docs/pytorch.md has a table.
+    scheme: "fpa" (unquantized, in the type of the tensors), "sagebwd" (INT8) or "attn-qat" (FP4).
+    settings: settings of the scheme, by name, such as `products="scores"`; docs/pytorch.md has a table.
     causal: whether a query sees only the keys up to its own position.
-    window: numbers of keys before and after the query's own position that it sees, as FlashAttention's; None or -1: all.
+    window: numbers of keys that a query sees before and after its own position, as in FlashAttention; None or -1: all.
     scale: the factor of the logits; None: 1 / sqrt(head_dim).
-    softcap: a logit x becomes `softcap * tanh(x / softcap)`; 0: none.
-    sinks: (query heads), for each head a further logit in the softmax's denominator, which has no value. It gets a gradient.
+    softcap: a logit x becomes `softcap * tanh(x / softcap)`; 0: no soft cap.
+    sinks: (query heads): an additional logit per head in the softmax's denominator, without a value. It gets a gradient.
     alibi_slopes: (query heads), without a gradient.
-    blocks: (batch, key heads, blocks of queries, blocks of keys), bool: which blocks of 128 keys a block of 128 queries sees. Only these are
-        computed. With a causal mask the blocks on the diagonal are seen in any case; without one each row must have a True: a row
-        without is an error, on a GPU a failed assertion of the device.
+    blocks: (batch, key heads, blocks of queries, blocks of keys), bool: the blocks of 128 keys that each block of 128
+        queries sees. Only these blocks are computed. With a causal mask the blocks on the diagonal are always seen;
+        without a causal mask each row needs a True: otherwise a CPU raises an error, and a GPU fails an assertion.
     deterministic: whether gradients have the same bits in every run.
-    cu_seqlens_q, cu_seqlens_k: cumulative lengths of packed documents, as FlashAttention's: [0, 20, 64] are two documents. The
-        batch is then 1. Lists or CPU tensors: tensors on a GPU are copied to the host, which waits.
+    cu_seqlens_q, cu_seqlens_k: cumulative lengths of packed documents, as in FlashAttention: [0, 20, 64] are two
+        documents. The batch size must be 1. Use lists or CPU tensors: tensors on a GPU are copied to the host, which
+        waits for the GPU.
 
     Returns (batch, sequence, heads, head_dim of the values). Errors are `ValueError`s with a hint.
     """
@@ -66,16 +67,16 @@ def attention(
     for name, x in (("scale", scale), ("softcap", softcap), ("alibi_slopes", alibi_slopes)):
         if isinstance(x, torch.Tensor) and x.requires_grad:
             raise _error(
-                f"{name} has no gradient", "a tensor that requires one", "a number, or a tensor without a gradient",
+                f"{name} has no gradient", "a tensor that requires a gradient", "a number, or a tensor without a gradient",
                 "multiply the query by a learned scale, and pass scale=1.0" if name == "scale" else f"`{name}.detach()`",
             )
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise _error("a window is a pair", window, "(left, right), of numbers or None", "(255, 0) sees 256 keys with its own")
     if cu_seqlens_k is not None and cu_seqlens_q is None:
-        raise _error("lengths of keys without lengths of queries", "cu_seqlens_k", "both, or cu_seqlens_q alone", "pass cu_seqlens_q")
+        raise _error("lengths of keys without lengths of queries", "cu_seqlens_k", "both, or only cu_seqlens_q", "pass cu_seqlens_q")
     narrow = value.shape[-1] if value.dim() == query.dim() and scheme != "fpa" else None
     if narrow is not None and narrow != query.shape[-1]:
-        # Only 16 bit has kernels for values of another width. Channels of zeros change nothing.
+        # Only "fpa" has kernels for values of a different width. Channels of zeros change nothing.
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         wide = max(narrow, query.shape[-1])
         query, key, value = (torch.nn.functional.pad(x, (0, wide - x.shape[-1])) for x in (query, key, value))
@@ -88,7 +89,7 @@ def attention(
         cu_seqlens_q = _integers(cu_seqlens_q)
         cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else _integers(cu_seqlens_k)
     if blocks is not None and cu_seqlens_q is not None:
-        raise _error("selected blocks of packed documents", "blocks and cu_seqlens_q", "one of them", "a batch of documents of one length")
+        raise _error("selected blocks of packed documents", "blocks and cu_seqlens_q", "one of them", "use a batch of documents of equal length")
     lists = None if blocks is None else _ops.lists_of(blocks, query, key, causal)
     tracked = any(x is not None and x.requires_grad for x in (query, key, value, sinks))
     keep = torch.is_grad_enabled() and tracked
@@ -96,7 +97,7 @@ def attention(
     return out if narrow is None or narrow == out.shape[-1] else out[..., :narrow]
 
 
-# Arguments of other attention functions, and what to do instead.
+# Arguments of other attention functions, with hints on what to use instead.
 _OTHER_NAMES = {
     "is_causal": "causal=True, whose mask is aligned at the last key",
     "softmax_scale": "scale=..",
@@ -129,11 +130,11 @@ def scaled_dot_product_attention(
     scheme: Scheme = "fpa",
     **settings: str | bool | int,
 ) -> torch.Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` in another scheme: tensors are (.., heads, sequence, head_dim).
+    """`torch.nn.functional.scaled_dot_product_attention` with a scheme. Tensors are (.., heads, sequence, head_dim).
 
-    `settings` are those of `attention`. Masks other than `is_causal` and dropout are errors. PyTorch aligns a causal mask at the
-    first key and `attention` at the last, so that `is_causal` needs as many queries as keys. The result is a view of (batch,
-    sequence, heads, head_dim): `reshape` works, `view` may not.
+    `settings` are the same as for `attention`. Dropout and masks other than `is_causal` are errors. PyTorch aligns a causal
+    mask at the first key and `attention` at the last, so that `is_causal` needs as many queries as keys. The result is a
+    view of (batch, sequence, heads, head_dim): `reshape` works, `view` may not.
     """
     if attn_mask is not None:
         raise _error(
@@ -143,7 +144,7 @@ def scaled_dot_product_attention(
     _no_dropout(dropout_p)
     if query.dim() < 3 or not query.dim() == key.dim() == value.dim():
         raise _error(
-            "query, key and value have other numbers of dimensions", [list(x.shape) for x in (query, key, value)],
+            "query, key and value have different numbers of dimensions", [list(x.shape) for x in (query, key, value)],
             "(.., heads, sequence, head_dim)", "add a dimension of 1 with `unsqueeze`",
         )
     if is_causal and query.shape[-2] != key.shape[-2]:
@@ -151,12 +152,12 @@ def scaled_dot_product_attention(
             "is_causal needs as many queries as keys",
             f"{query.shape[-2]} queries, {key.shape[-2]} keys",
             "equal lengths",
-            "one query with a cache: is_causal=False; else `attention(causal=True)`, whose mask is aligned at the last key",
+            "for one query with a cache: is_causal=False; otherwise `attention(causal=True)`, whose mask is aligned at the last key",
         )
     if not enable_gqa and query.shape[-3] != key.shape[-3]:
         raise _error(
             "query and key have different numbers of heads", f"{query.shape[-3]}, {key.shape[-3]}", "equal numbers",
-            "enable_gqa=True takes a multiple of the key heads",
+            "enable_gqa=True allows a multiple of the key heads",
         )
     outer = query.shape[:-3]
     heads_last = (x.reshape(-1, *x.shape[-3:]).transpose(1, 2) for x in (query, key, value))
@@ -180,7 +181,7 @@ def flash_attn_func(
     scheme: Scheme = "fpa",
     **settings: str | bool | int,
 ) -> torch.Tensor:
-    """FlashAttention's function of this name in another scheme: tensors are (batch, sequence, heads, head_dim)."""
+    """FlashAttention's `flash_attn_func` with a scheme. Tensors are (batch, sequence, heads, head_dim)."""
     _no_dropout(dropout_p)
     return attention(
         q, k, v, scheme, causal=causal, window=window_size, scale=softmax_scale, softcap=softcap,
@@ -207,9 +208,10 @@ def flash_attn_varlen_func(
     scheme: Scheme = "fpa",
     **settings: str | bool | int,
 ) -> torch.Tensor:
-    """FlashAttention's function of this name in another scheme: tensors are (tokens, heads, head_dim).
+    """FlashAttention's `flash_attn_varlen_func` with a scheme. Tensors are (tokens, heads, head_dim).
 
-    The host needs the lengths: `cu_seqlens` on a GPU are copied, which waits for the GPU. Lists or CPU tensors are not.
+    The host needs the lengths: `cu_seqlens` on a GPU are copied to the host, which waits for the GPU. Lists and CPU
+    tensors avoid this.
     """
     _no_dropout(dropout_p)
     out = attention(

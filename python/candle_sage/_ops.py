@@ -6,8 +6,9 @@ import torch
 
 from . import _core
 
-# `settings` is what `encode` makes. Lengths are the first tokens of packed documents, and the end. The second result is
-# what the forward keeps for its backward, as bytes: empty if `keep` is false, and on a CPU. `lists` is what `lists_of` makes.
+# `settings` is the result of `encode`, `lists` that of `lists_of`. `cu_seqlens` are the first tokens of packed documents,
+# and the end. The second result is the state that the forward stores for its backward, as bytes: empty if `keep` is
+# false, and on a CPU.
 _FORWARD = (
     "attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? alibi_slopes, Tensor? lists, str settings, "
     "int[]? cu_seqlens_q, int[]? cu_seqlens_k, bool keep) -> (Tensor, Tensor)"
@@ -23,8 +24,8 @@ _library.define(_BACKWARD)
 
 
 def encode(scheme, settings, causal, window, scale, softcap, deterministic):
-    """The settings of a call as text, which operators take. `torch.compile` traces this; `_settings` reads it."""
-    # Numbers, because a tensor's value may change between calls.
+    """The settings of a call as a string, an argument of the operators. `torch.compile` traces this; `_settings` parses it."""
+    # Converted to numbers, because a tensor's value may change between calls.
     scale, softcap = None if scale is None else float(scale), float(softcap)
     plain = lambda value: value if isinstance(value, (str, bool, int)) else str(value)
     words = [x for name in sorted(settings) for x in (name, plain(settings[name]))]
@@ -43,7 +44,7 @@ def _encode(scheme, causal, left, right, scale, softcap, deterministic, *words):
     return text
 
 
-# Typed, because 1 and True are equal, and other words.
+# Typed, because 1 and True are equal, but encoded differently.
 _encoded = functools.lru_cache(maxsize=4096, typed=True)(_encode)
 
 
@@ -80,7 +81,7 @@ def _packing(cu_seqlens_q, cu_seqlens_k):
 
 
 def _others(sinks, slopes, lists, query):
-    """The addresses of sinks, slopes and lists, and what must stay alive while they are read."""
+    """The addresses of sinks, slopes and lists, and the tensors that must stay alive while they are read."""
     if sinks is None and slopes is None and lists is None:
         return (0, 0, (0, 0)), None
     for name, x in (("sinks", sinks), ("ALiBi slopes", slopes)):
@@ -99,7 +100,7 @@ def _others(sinks, slopes, lists, query):
 
 
 def lists_of(blocks, query, key, causal):
-    """The lists of a selection: for each key head and block of queries, how many blocks of keys it sees, then which, in ascending order."""
+    """The lists of a selection: for each key head and block of queries, the number of key blocks it sees, then their indices, ascending."""
     side = _core.block[0]
     counts = [-(-x.shape[1] // side) for x in (query, key)]
     shape = (query.shape[0], key.shape[2], *counts)
@@ -111,10 +112,10 @@ def lists_of(blocks, query, key, causal):
             f"a block has {side} tokens",
         )
     if causal:
-        # The blocks on the diagonal are seen in any case, those above it never.
+        # Blocks on the diagonal are always seen, blocks above it never.
         blocks = blocks.tril(-1) | torch.eye(*counts, dtype=torch.bool, device=blocks.device)
     elif blocks.is_cuda:
-        # An error of the device, because to raise one here would wait for it. On a CPU the lists are checked where they are read.
+        # A device assertion, because raising an error here would wait for the device. On a CPU the lists are checked when they are read.
         torch._assert_async(blocks.any(-1).all(), "candle_sage: a block of queries sees no block of keys")
     order = torch.sort(blocks.to(torch.uint8), dim=-1, descending=True, stable=True).indices
     lists = torch.cat((blocks.sum(-1, keepdim=True), order), -1).to(torch.int32)
@@ -140,7 +141,7 @@ def _of(x):
 
 
 def _check(query, key, value):
-    """Of each tensor what `_of` says."""
+    """Checks the tensors, given as results of `_of`."""
     for name, x in (("key", key), ("value", value)):
         if x[2:] != query[2:]:
             raise _error(
@@ -175,12 +176,12 @@ def _make_plan(settings, packing, keep, others, query, key, value):
 
 
 _planned = functools.lru_cache(maxsize=4096)(_make_plan)
-# Lengths of packed documents rarely come twice, but in the layers and the backward of one step.
+# Lengths of packed documents rarely repeat, except in the layers and the backward of one step.
 _planned_packed = functools.lru_cache(maxsize=16)(_make_plan)
 
 
 def _plan(query, key, value, sinks, slopes, lists, settings, packing, keep):
-    """What a call on a GPU needs besides addresses: checked once for each combination of shapes and settings."""
+    """The plan of a call on a GPU, everything except addresses: checked once per combination of shapes and settings."""
     planned = _planned if packing is None else _planned_packed
     width = None if lists is None else int(lists.shape[-1]) - 1
     return planned(settings, packing, keep, (sinks is not None, slopes is not None, width), query, key, value)
@@ -200,7 +201,7 @@ def _on_device(call):
 
 
 def _lend(count, device):
-    """Memory of PyTorch's: the tensor, and its address and size."""
+    """Memory allocated by PyTorch: the tensor, and its address and size."""
     x = torch.empty(count, dtype=torch.uint8, device=device)
     return x, (x.data_ptr(), count)
 
@@ -229,7 +230,7 @@ def _backward_cuda(grad, query, key, value, out, state, sinks, slopes, lists, se
     out = out.contiguous()
     state = state if state.data_ptr() % 256 == 0 else state.clone()
     others, _alive = _others(sinks, slopes, lists, query)
-    # The kernels read channels that are not adjacent one by one.
+    # If channels are not adjacent, the kernels would read them one by one.
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     device = query.device
     _scratch, lent_scratch = _lend(plan.backward_scratch, device)
@@ -289,7 +290,7 @@ def _(query, key, value, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlen
     _check(_of(query), _of(key), _of(value))
     state = 0
     if query.device.type == "cuda":
-        # The shapes of a traced call are fixed, because the size of its state depends on them.
+        # A traced call has fixed shapes, because the size of its state depends on them.
         fixed = [(tuple(map(int, x.shape)), tuple(map(int, x.stride())), x.dtype, x.device) for x in (query, key, value)]
         state = _plan(*fixed, sinks, slopes, lists, settings, _packing(cu_seqlens_q, cu_seqlens_k), keep).state
     return query.new_empty(_output_shape(query, value)), query.new_empty(state, dtype=torch.uint8)
@@ -314,7 +315,7 @@ def _gradients(ctx, grad, _):
     if grad is None:
         return (None,) * 10
     *tensors, sinks, slopes, lists = ctx.saved_tensors
-    # A graph of gradients is refused by the operator.
+    # With create_graph=True the operator is called: it reports that it has no second derivative.
     backward = torch.ops.candle_sage.attention_backward
     if not torch.is_grad_enabled() and not _traced(grad, *tensors[:3]):
         backward = _backward_cuda if grad.is_cuda else _backward_cpu
@@ -334,7 +335,7 @@ torch.library.register_autograd(
 
 
 class _Attention(torch.autograd.Function):
-    """The operator without the dispatcher, whose autograd costs the host 100 microseconds a call."""
+    """The operator without the dispatcher, whose autograd needs 100 microseconds of host time per call."""
 
     @staticmethod
     def forward(ctx, *inputs):
@@ -346,7 +347,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _traced(*tensors):
-    """Whether a call must go through PyTorch's dispatcher: something records calls, or tensors are not plain memory."""
+    """Whether a call must go through PyTorch's dispatcher: calls are traced, or tensors are not plain memory."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -362,7 +363,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def attention(query, key, value, sinks, slopes, lists, *rest):
-    """The output; arguments are those of the operator `attention`."""
+    """The output of attention. The arguments are those of the operator `attention`."""
     if torch.autograd.forward_ad._current_level >= 0 or _differentiates_forward():
         raise RuntimeError("attention has no forward-mode derivative\n  hint:    use reverse mode: `backward` or `torch.autograd.grad`")
     heads = [x for x in (sinks, slopes, lists) if x is not None]

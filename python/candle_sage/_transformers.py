@@ -1,4 +1,4 @@
-"""Hugging Face transformers' interface of attention functions."""
+"""Attention implementations for Hugging Face transformers."""
 
 import functools
 
@@ -7,7 +7,7 @@ import torch
 from ._api import attention
 from ._ops import _error, _settings, encode
 
-# Names of `attn_implementation`, with the settings of `attention`.
+# Names for `attn_implementation`, with their settings of `attention`.
 IMPLEMENTATIONS = {
     "sagebwd": {"scheme": "sagebwd"},
     "sagebwd_scores": {"scheme": "sagebwd", "products": "scores", "key_mean": "sample-64"},
@@ -15,17 +15,18 @@ IMPLEMENTATIONS = {
     "candle_sage": {"scheme": "fpa"},
 }
 
-# What the mask function returns for any other mask: `_forward` then needs the lengths of packed documents.
+# The mask function returns this for an unsupported mask: `_forward` then needs the lengths of packed documents.
 _OTHER_MASK = torch.empty(0, dtype=torch.bool)
 
 
 def register_transformers(**implementations: dict) -> None:
     """Adds attention implementations to transformers: `AutoModelForCausalLM.from_config(config,
-    attn_implementation="sagebwd_scores")`, or `model.set_attn_implementation("candle_sage")` for a model that exists.
+    attn_implementation="sagebwd_scores")`, or `model.set_attn_implementation("candle_sage")` for an existing model.
 
-    Without arguments: "sagebwd" (the paper's INT8), "sagebwd_scores" (INT8 for Q K^T alone, `key_mean="sample-64"`),
-    "attn_qat" (FP4 values) and "candle_sage" (16 bit). Each argument adds one more: a name, and a dictionary with `scheme`
-    and its settings. Masks must be causal, bidirectional or sliding windows; batches can be padded, and documents packed with
+    Without arguments it adds "sagebwd" (INT8 as in the paper), "sagebwd_scores" (only Q K^T in INT8,
+    `key_mean="sample-64"`), "attn_qat" (FP4) and "candle_sage" (unquantized). Each argument adds one more: its name is the
+    implementation's name, its value a dictionary with `scheme` and its settings. Masks must be causal, bidirectional or
+    sliding windows. Batches may be padded, and documents packed with
     `DataCollatorWithFlattening(return_flash_attn_kwargs=True)`. Other masks and static caches are errors.
     """
     from transformers import AttentionInterface
@@ -39,7 +40,7 @@ def register_transformers(**implementations: dict) -> None:
 
 
 def _mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None, local_size=None, **_):
-    """None for a mask that `_forward` computes by itself; what padding leaves, as `_with_packing` has it; or `_OTHER_MASK`."""
+    """None for a mask that `_forward` computes itself; the result of `_with_packing` for padding; otherwise `_OTHER_MASK`."""
     if kv_offset + kv_length != q_offset + q_length:
         raise _error(
             "a static cache is not supported",
@@ -61,7 +62,8 @@ def _mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_functio
 
 
 def _with_packing(mask, queries):
-    """A padding mask with what `_forward` needs in every layer: the tokens that are left, and their cumulative lengths, of queries and of keys."""
+    """A padding mask with an attribute that `_forward` needs in every layer: the indices of tokens that are not padding,
+    and their cumulative lengths, for queries and for keys."""
     mask = mask.bool()
     mask.packing = [_tokens(mask[:, -queries:]), _tokens(mask)]
     return mask
@@ -72,14 +74,14 @@ def _tokens(mask):
 
 
 def _is_ours(mask_function, local_size, queries, first_key, keys):
-    """Whether a mask is causal or bidirectional, and within a window if there is one, at some positions."""
+    """Whether a mask is causal or bidirectional, and within the window if there is one; tested at some positions."""
     query = torch.unique(torch.linspace(max(0, queries - 512), queries - 1, 48).long())[:, None]
     key = torch.unique(torch.cat((torch.linspace(first_key, keys - 1, 64).long(), query[:, 0].clamp(first_key, keys - 1))))[None]
     zero = torch.zeros((), dtype=torch.long)
     try:
         seen = mask_function(zero, zero, query, key).expand(query.shape[0], key.shape[1])
     except (RuntimeError, IndexError):
-        # It reads a tensor of the model's device: documents, or images.
+        # The mask function reads a tensor on the model's device: documents, or images.
         return False
     causal = key <= query
     window = torch.ones_like(causal)
@@ -90,8 +92,8 @@ def _is_ours(mask_function, local_size, queries, first_key, keys):
 
 
 def _forward(settings, module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
-    """transformers' arguments: tensors are (batch, heads, sequence, head_dim), the result (batch, sequence, heads,
-    head_dim)."""
+    """Attention with the arguments of transformers: tensors are (batch, heads, sequence, head_dim), the result is (batch,
+    sequence, heads, head_dim)."""
     lengths = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     padding = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
     if attention_mask is not None and (padding is None) == (lengths[0] is None):
@@ -102,7 +104,7 @@ def _forward(settings, module, query, key, value, attention_mask, dropout=0.0, s
             "pack documents with DataCollatorWithFlattening(return_flash_attn_kwargs=True), or attn_implementation=\"sdpa\"",
         )
     if kwargs.get("position_bias") is not None:
-        raise _error("a bias of positions is not supported", "position_bias", "none", 'attn_implementation="sdpa"')
+        raise _error("a position bias is not supported", "position_bias", "none", 'attn_implementation="sdpa"')
     if dropout and module.training:
         raise _error(
             "dropout of probabilities is not supported", dropout, "0.0", "set the attention dropout of the model's config to 0"
@@ -110,7 +112,7 @@ def _forward(settings, module, query, key, value, attention_mask, dropout=0.0, s
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     window = kwargs.get("sliding_window")
-    # The window of a configuration counts the query's own token.
+    # The window in a model's configuration includes the query's own token.
     window = (None, None) if window is None else (window - 1, window - 1)
     causal = causal and query.shape[2] > 1
     tensors = [x.transpose(1, 2) for x in (query, key, value)]

@@ -1,8 +1,8 @@
-"""Trains a small model of transformers from a configuration, once with each attention, on the same batches.
+"""Trains a small transformers model from a configuration, once with each attention, on the same batches.
 
     python examples/train_transformers.py --model qwen3 --attn sdpa,sagebwd,sagebwd_scores --text book.txt
 
-Prints the losses side by side, and the mean difference to the first attention's.
+Prints the losses side by side, and their mean difference from the losses of the first attention.
 """
 
 import argparse
@@ -18,12 +18,12 @@ import candle_sage
 SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 
 
-# Names for sdpa with one of PyTorch's implementations, to see how far these differ from each other.
+# Names for sdpa with one of PyTorch's implementations, to see how much these differ from each other.
 BACKENDS = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-math": SDPBackend.MATH}
 
 
 def batches(text, sequence, batch, steps, device):
-    """Windows of bytes, drawn at random: the same for every run."""
+    """Random windows of bytes, the same for every run."""
     data = torch.tensor(list(text), dtype=torch.long)
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
@@ -51,7 +51,7 @@ def train(model_type, attn, text, args, device):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="qwen3", help="a model type of transformers: llama, qwen3, ..")
-    parser.add_argument("--attn", default="sdpa,sagebwd,sagebwd_scores,candle_sage", help="attention implementations, the first to compare with; sdpa-flash, sdpa-cudnn, sdpa-math: one of PyTorch's")
+    parser.add_argument("--attn", default="sdpa,sagebwd,sagebwd_scores,candle_sage", help="attention implementations; the first is the reference; sdpa-flash, sdpa-cudnn, sdpa-math: one of PyTorch's")
     parser.add_argument("--text", type=pathlib.Path, help="a file to train on; by default this script")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8)

@@ -1,4 +1,5 @@
-//! Attention on a CPU: copies PyTorch's tensors to candle's and back. The forward keeps nothing; the backward repeats it.
+//! Attention on a CPU: copies PyTorch tensors to candle tensors and back. The forward stores nothing; the backward
+//! recomputes it.
 
 use candle_core::{DType, Device, Result, Tensor as Candle, WithDType};
 use candle_sage::{Attention, AttentionShape, Selection};
@@ -10,7 +11,7 @@ use super::{BLOCK, Others, Settings, Tensor, dtype, error};
 /// A copy of contiguous memory.
 ///
 /// # Safety
-/// So many elements of the type are at the address.
+/// The memory at the address contains as many elements of the type.
 unsafe fn read(address: u64, dims: &[usize], dtype: DType) -> Result<Candle> {
     unsafe fn values<T: WithDType>(address: u64, dims: &[usize]) -> Result<Candle> {
         let len = dims.iter().product();
@@ -52,10 +53,10 @@ unsafe fn write(from: &Candle, address: u64) -> Result<()> {
     }
 }
 
-/// The selection of lists (key heads, blocks of queries, 1 + `width`): the number of blocks of keys, then which.
+/// The selection in lists (key heads, blocks of queries, 1 + `width`): the number of key blocks, then their indices.
 ///
 /// # Safety
-/// So many numbers are at the address.
+/// The memory at the address contains as many numbers.
 unsafe fn selection(shape: &AttentionShape, address: u64, width: usize) -> Result<Selection> {
     let rows: usize = shape.segments().iter().map(|segment| segment.query.len().div_ceil(BLOCK.0)).sum();
     let len = shape.key_heads() * rows * (1 + width);
@@ -103,7 +104,7 @@ unsafe fn call(
     Ok((attention, [q?, k?, v?]))
 }
 
-/// Computes the output of contiguous inputs into contiguous memory.
+/// Computes the output for contiguous inputs, and writes it to contiguous memory.
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 pub(super) fn forward_cpu(
@@ -116,7 +117,7 @@ pub(super) fn forward_cpu(
     out: u64,
 ) -> PyResult<()> {
     let (attention, dtype) = (settings.packed(packing), dtype(element)?);
-    // SAFETY: `_ops.py` passes the addresses and dimensions of tensors that it holds.
+    // SAFETY: `_ops.py` passes the addresses and dimensions of tensors that it keeps alive.
     let run = || unsafe {
         let (attention, [q, k, v]) = call(attention, dtype, inputs, others)?;
         write(&attention.apply(&q, &k, &v)?, out)
@@ -124,7 +125,7 @@ pub(super) fn forward_cpu(
     py.detach(run).map_err(error)
 }
 
-/// Computes the gradients of query, key and value, and with sinks theirs, into contiguous memory.
+/// Computes the gradients of query, key, value and any sinks, and writes them to contiguous memory.
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 pub(super) fn backward_cpu(

@@ -1,4 +1,4 @@
-//! Attention on a GPU: launches the kernels on PyTorch's stream, on memory that PyTorch has allocated.
+//! Attention on a GPU: launches the kernels on PyTorch's stream, with memory that PyTorch has allocated.
 
 use candle_core::DType;
 use candle_sage::foreign::{ForeignAttention, ForeignLayout, Inputs, Lent, Stream};
@@ -13,18 +13,18 @@ fn layout((dims, strides): Layout, dtype: DType) -> ForeignLayout {
     ForeignLayout { dtype, dims, strides }
 }
 
-/// Address and bytes.
+/// Memory from its address and size in bytes.
 fn lent((address, bytes): (u64, usize)) -> Lent {
     Lent { address, bytes }
 }
 
-/// Calls on tensors of one shape, on one device.
+/// An attention call that is prepared for tensors of one shape on one device.
 #[pyclass(frozen)]
 pub(super) struct Call {
     of: ForeignAttention,
     dtype: DType,
     device: usize,
-    /// Bytes of the state that a forward keeps.
+    /// Bytes of the state that a forward stores.
     #[pyo3(get)]
     state: usize,
     /// Bytes that a forward uses while it runs.
@@ -44,7 +44,8 @@ impl Call {
 
 #[pymethods]
 impl Call {
-    /// `keep`: a backward will follow. `others` says whether there are sinks, whether there are slopes, and of a selection the most blocks of a list.
+    /// `keep`: a backward will follow. `others`: whether there are sinks, whether there are slopes, and with a
+    /// selection the largest number of blocks in a list.
     #[new]
     fn new(
         settings: &Settings,
@@ -68,7 +69,7 @@ impl Call {
             of = of.with_selection(BLOCK, width).map_err(error)?;
         }
         let mut call = Self { of, dtype, device, state: 0, forward_scratch: 0, backward_scratch: 0 };
-        // Sizes are those on any stream.
+        // Sizes are the same on every stream.
         let stream = call.stream(0)?;
         let sizes = call.of.forward_sizes(&stream).map_err(error)?;
         (call.state, call.forward_scratch) = (sizes.state, sizes.scratch);
@@ -92,12 +93,13 @@ impl Call {
     ) -> PyResult<()> {
         let inputs = Inputs { tensors, sinks: others.0, alibi_slopes: others.1, lists: others.2.0 };
         let stream = self.stream(stream)?;
-        // SAFETY: `_ops.py` passes memory of PyTorch's, of the sizes of this call, which PyTorch reuses in the order of the stream.
+        // SAFETY: `_ops.py` passes memory that PyTorch has allocated, with the sizes of this call, and that PyTorch
+        // reuses in stream order.
         py.detach(|| unsafe { self.of.forward(&stream, inputs, out, lent(state), lent(scratch)) })
             .map_err(error)
     }
 
-    /// Launches a backward, which writes the gradients of query, key and value, and with sinks theirs.
+    /// Launches a backward, which writes the gradients of query, key, value and any sinks.
     #[allow(clippy::too_many_arguments)]
     fn backward(
         &self,
@@ -113,7 +115,7 @@ impl Call {
     ) -> PyResult<()> {
         let inputs = Inputs { tensors, sinks: others.0, alibi_slopes: others.1, lists: others.2.0 };
         let (stream, output) = (self.stream(stream)?, (out, (dout.0, layout(dout.1, self.dtype))));
-        // SAFETY: as in `forward`; `state` and `out` are those of the forward.
+        // SAFETY: as in `forward`; `state` and `out` come from the forward.
         py.detach(|| unsafe {
             self.of.backward(&stream, inputs, output, lent(state), gradients, lent(scratch))
         })

@@ -1,4 +1,5 @@
-//! The compiled half of the Python package: attention on addresses that PyTorch's tensors have. `candle_sage/_ops.py` is the other half.
+//! The compiled half of the Python package: attention on the addresses of PyTorch tensors. `candle_sage/_ops.py` is the
+//! other half.
 #![allow(unsafe_code)]
 
 mod cpu;
@@ -16,14 +17,14 @@ use pyo3::prelude::*;
 /// A tensor (batch, sequence, heads, head_dim): address, dimensions, strides in elements.
 type Tensor = (u64, [usize; 4], [usize; 4]);
 
-/// The addresses of what only some calls have, 0 without: sinks and slopes, (query heads) in f32; and a selection's lists, (key heads, blocks of
-/// queries, 1 + width) in u32, with their width.
+/// The addresses of optional inputs, 0 if absent: sinks and slopes, (query heads) in f32; and a selection's lists, (key
+/// heads, blocks of queries, 1 + width) in u32, with their width.
 type Others = (u64, u64, (u64, usize));
 
 /// Tokens of a selection's blocks, of queries and of keys.
 const BLOCK: (usize, usize) = (128, 128);
 
-/// What Rust calls a setting, and what it is called here.
+/// The names of settings in Rust's error messages, and in Python.
 const WORDS: [(&str, &str); 9] = [
     ("`.smoothing(Smoothing::None)`", "smoothing=\"none\""),
     ("`.products(Int8Products::SCORES)`", "products=\"scores\""),
@@ -36,7 +37,8 @@ const WORDS: [(&str, &str); 9] = [
     ("Packing::self_attention", "cu_seqlens_q"),
 ];
 
-/// A wrong argument, with what, got, allowed and a hint, in Python's words; or a failure of the GPU.
+/// The Python exception of an error: a wrong argument, with what, got, allowed and a hint, in Python's names; or a
+/// failure of the GPU.
 fn error(error: impl std::fmt::Display + Into<candle_core::Error>) -> PyErr {
     let text = WORDS.iter().fold(error.to_string(), |text, (rust, python)| text.replace(rust, python));
     match ErrorKind::of(&error.into()) {
@@ -46,7 +48,7 @@ fn error(error: impl std::fmt::Display + Into<candle_core::Error>) -> PyErr {
     }
 }
 
-/// As [`error`], about settings: their names are arguments here.
+/// Like [`error`], for errors about settings, whose names are Python arguments.
 fn setting_error(error: candle_sage::Error) -> PyErr {
     let names = Scheme::all().into_iter().flat_map(|scheme| scheme.settings()).map(|(name, _)| name);
     let text = names.fold(error.to_string(), |text, name| text.replace(name, &name.replace('-', "_")));
@@ -76,7 +78,7 @@ struct Settings {
 
 #[pymethods]
 impl Settings {
-    /// Names and values of `settings` are those of `Scheme::settings`; None in `window` sets no limit.
+    /// `settings` has the names and values of `Scheme::settings`; None in `window` sets no limit.
     #[new]
     #[pyo3(signature = (scheme, settings, causal, window, scale, softcap, deterministic))]
     fn new(

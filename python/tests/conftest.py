@@ -18,6 +18,6 @@ def device(request):
 
 @pytest.fixture
 def dtypes(device):
-    """The element types that attention takes there."""
+    """The element types that attention supports on the device."""
     on_gpu = [torch.bfloat16, torch.float16]
     return on_gpu if device.type == "cuda" else [torch.float32, *on_gpu]

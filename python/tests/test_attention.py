@@ -7,8 +7,8 @@ import candle_sage
 from reference import attention as exact
 from reference import inputs, relative
 
-# Settings, and bounds of the relative error of output and gradients for normal inputs. Rounding to INT8 costs 1 % to 3 % (arXiv 2603.02170,
-# Table 1), to FP4 13 % to 20 % (measured here). In the types' own precision there is only their rounding.
+# Settings, and bounds of the relative error of output and gradients for normal inputs. The error of INT8 is 1 % to 3 %
+# (arXiv 2603.02170, Table 1), of FP4 13 % to 20 % (measured here). Unquantized attention only has rounding errors.
 SCHEMES = {
     "fpa": ({"scheme": "fpa"}, 0.01),
     "sagebwd": ({"scheme": "sagebwd"}, 0.04),
@@ -45,11 +45,11 @@ def test_output_and_gradients_follow_float64(name, causal, device, dtypes):
 
 
 def test_attn_qat_computes_what_its_values_say(device, dtypes):
-    """Of inputs that FP4 represents, only the probabilities are rounded."""
+    """If FP4 represents the inputs exactly, only the probabilities are rounded."""
     q, k, v, _ = inputs(1, (64, 64), (2, 2), 64, dtypes[-1], device)
     grid = torch.tensor([0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=device)
     to_grid = lambda x: (grid[(x.detach().float().abs()[..., None] - grid).abs().argmin(-1)] * x.detach().sign()).to(x.dtype)
-    # Of each group of 16 the largest is 6, so that its scale is 1.
+    # The largest value of each group of 16 is 6, so that its scale is 1.
     q, k, v = (to_grid(x) for x in (q, k, v))
     for x in (q, k):
         x[..., ::16] = 6.0
@@ -72,7 +72,7 @@ def test_strides_packing_windows_and_logits(name, device, dtypes):
         want = both(lambda *x: exact(*x, **extra), (q, k, v), grad)
         for result, reference in zip(got, want, strict=True):
             assert relative(result, reference.double()) < bound, extra
-    # Heads first, as a view: the results are those of the contiguous tensors, to the bit.
+    # Heads first, as a view: the results are bit-identical to those of the contiguous tensors.
     dense = both(lambda *x: candle_sage.attention(*x, deterministic=True, **settings), (q, k, v), grad)
     views = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
     viewed = both(lambda *x: candle_sage.attention(*x, deterministic=True, **settings), views, grad)
@@ -123,7 +123,7 @@ def test_operators_pass_pytorchs_checks(device, dtypes):
         torch.ops.candle_sage.attention.default, (*x, None, None, None, text, None, None, keep), test_utils=tests
     )
     check(("test_schema", "test_autograd_registration", "test_faketensor"), True, q, k, v)
-    # Without the state, whose padding has any bytes; `test_compiled_without_graph_breaks` compares gradients.
+    # Does not compare the state, whose padding is undefined; `test_compiled_without_graph_breaks` compares gradients.
     check("test_aot_dispatch_static", False, q.detach(), k.detach(), v.detach())
 
 
@@ -193,7 +193,7 @@ def test_a_cuda_graph_replays(device, dtypes):
 
 
 def test_another_stream_and_thread(device, dtypes):
-    """Kernels run on the current stream of the thread that calls: after work of that stream that takes long."""
+    """Kernels run on the calling thread's current stream: after slow work on that stream."""
     import threading
 
     q, k, v, grad = inputs(1, (64, 64), (2, 1), 64, dtypes[0], device)
@@ -319,7 +319,7 @@ def test_selected_blocks(name, causal, device, dtypes):
     if not causal and device == "cpu":
         with pytest.raises(ValueError, match="sees nothing"):
             candle_sage.attention(q, k, v, blocks=torch.zeros_like(blocks), **settings)
-    # Every block is dense attention.
+    # Selecting every block equals dense attention.
     every = torch.ones_like(blocks)
     dense = candle_sage.attention(q, k, v, causal=causal, **settings)
     assert relative(candle_sage.attention(q, k, v, causal=causal, blocks=every, **settings), dense.double()) < bound

@@ -1,4 +1,4 @@
-"""Models of transformers: the same outputs as with PyTorch's attention, or an error."""
+"""Models of transformers have the same outputs as with PyTorch's attention, or raise an error."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-//! A data file of `docs/figures`: how the figures were measured, then the figures as CSV.
+//! Reads a data file of `docs/figures`: comment lines that say how the figures were measured, then the figures as CSV.
 
 use anyhow::{Context, Result, bail, ensure};
 
@@ -10,7 +10,7 @@ const REQUIRED: usize = 3;
 
 #[derive(Debug)]
 pub(crate) struct Data {
-    /// The text of each of `KEYS`.
+    /// The text for each of `KEYS`.
     provenance: [Option<String>; KEYS.len()],
     pub(crate) table: Table,
 }
@@ -55,7 +55,7 @@ impl Data {
         self.provenance[index].as_deref()
     }
 
-    /// The line under a table, with a link to the data. A short one has device and date alone.
+    /// The line under a table, with a link to the data. A short line has only device and date.
     pub(crate) fn line(&self, link: &str, is_short: bool) -> String {
         let mut facts = vec![capitalized(self.get("device").unwrap_or_default())];
         facts.extend(self.get("date").map(str::to_owned));

@@ -1,5 +1,5 @@
-//! `cargo run -p xtask -- figures` writes the tables of figures in README.md and docs/ from the data in docs/figures/;
-//! with `--check` it lists what differs, and each table of figures without data.
+//! `cargo run -p xtask -- figures` generates the tables of figures in README.md and docs/ from the data in
+//! docs/figures/. With `--check` it lists all lines that differ, and each table of figures without data.
 #![forbid(unsafe_code)]
 
 mod data;
@@ -41,7 +41,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Checks the pages below `root`, or writes them. Returns what is left to correct.
+/// Checks the pages below `root`, or writes them. Returns the problems that remain.
 fn figures(root: &Path, is_check: bool) -> Result<Vec<String>> {
     let (mut problems, mut used) = (Vec::new(), BTreeSet::new());
     let load = |name: &str| {
@@ -80,7 +80,7 @@ fn figures(root: &Path, is_check: bool) -> Result<Vec<String>> {
     Ok(problems)
 }
 
-/// The pages that other commands write and check: `sage-train report`, and a test of sage-train.
+/// The pages that other commands generate and check: `sage-train report`, and a test of sage-train.
 const OTHERS: [&str; 2] = ["docs/results", "docs/settings.md"];
 
 /// README.md and the pages of docs/.

@@ -1,4 +1,4 @@
-//! A page: its generated tables, and the tables that should be generated.
+//! Generates the tables of a page, and finds tables that should be generated.
 //!
 //! ```text
 //! <!-- figures: NAME; where=N:1024|4096; rows=D,N; columns=scheme; value=forward,both; digits=3
@@ -9,8 +9,8 @@
 //! <!-- end of figures -->
 //! ```
 //!
-//! Without options the table is the data file, without a template (the lines with bars) it has all columns. With `provenance=short` the
-//! line has device and date alone.
+//! Without options the table is the whole data file; without a template (the lines with bars) it has all columns. With
+//! `provenance=short` the line has only device and date.
 
 use anyhow::{Result, bail, ensure};
 
@@ -23,19 +23,19 @@ pub(crate) const EXEMPT: &str = "<!-- not measured -->";
 
 const SHORT: &str = "provenance=short";
 
-/// What a page should be, and why it is not accepted as it is.
+/// The generated text of a page, and its differences from the current text.
 #[derive(Debug, Default)]
 pub(crate) struct Page {
     pub(crate) text: String,
-    /// Lines, counted from 1, that have another text in `text`.
+    /// Line numbers, from 1, and a message for each line that differs from `text`.
     pub(crate) differences: Vec<(usize, String)>,
-    /// Lines, and errors that writing does not correct.
+    /// Line numbers, and errors that generating the page does not correct.
     pub(crate) errors: Vec<(usize, String)>,
     /// The names of the data files.
     pub(crate) used: Vec<String>,
 }
 
-/// Generates the tables of a page. `load` reads the data of a name, `link` is its address as seen from the page.
+/// Generates the tables of a page. `load` reads a data file by name, `link` returns its path relative to the page.
 pub(crate) fn generate(
     text: &str,
     load: impl Fn(&str) -> Result<Data>,
@@ -80,7 +80,7 @@ pub(crate) fn generate(
 
 struct Block {
     name: String,
-    /// Lines of the comment that begins it, and of all of it.
+    /// Number of lines of the comment that begins the table, and of the whole table.
     directive: usize,
     length: usize,
     body: Vec<String>,
@@ -177,7 +177,7 @@ fn table(data: Data, options: &str, template: &str) -> Result<Vec<String>> {
     Ok(table.markdown())
 }
 
-/// Whether at least half of the cells of some column, but for the first, begin with a number.
+/// Whether a column other than the first has numbers at the start of at least half of its cells.
 fn has_figures(lines: &[&str]) -> bool {
     let rows: Vec<Vec<String>> = lines.iter().skip(2).map(|line| split(line)).collect();
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);

@@ -1,4 +1,4 @@
-//! Tables of text: read from CSV, filtered, pivoted, and written as Markdown.
+//! Tables of text: reads CSV, filters and pivots rows, and writes Markdown.
 
 use anyhow::{Result, ensure};
 
@@ -29,7 +29,7 @@ impl Table {
         })
     }
 
-    /// Keeps the rows whose cell of a column is one of the values.
+    /// Keeps the rows whose cell in `column` is one of `values`.
     pub(crate) fn retain(&mut self, column: &str, values: &[String]) -> Result<()> {
         let index = self.column(column)?;
         self.rows.retain(|row| values.contains(&row[index]));
@@ -41,8 +41,8 @@ impl Table {
         Ok(())
     }
 
-    /// One row for each combination of the `keys`, and in it one column for each value of the column `spread`. With several
-    /// `values` the new columns are named `VALUE OF SPREAD.VALUE`. Both keep the order of the data.
+    /// One row for each combination of the `keys`, with one column for each value of the column `spread`. With several
+    /// `values` the new columns are named `VALUE OF SPREAD.VALUE`. Rows and columns keep the order of the data.
     pub(crate) fn pivot(&self, keys: &[String], spread: &str, values: &[String]) -> Result<Self> {
         let indices =
             |names: &[String]| names.iter().map(|name| self.column(name)).collect::<Result<Vec<_>>>();

@@ -1,13 +1,13 @@
-//! Cells that are made of several columns. In a template `{ms}` is the text of a column, `{ms:2}` rounds it to two digits after
-//! the point, and `{baseline / ms}` computes a ratio: `1.54x`, with `:1` `1.5x`, with `:%1` `154.0 %`, with `:+%1` `+54.0 %`. Ratios may
-//! have more than two terms, and terms that are numbers. A part in square brackets is omitted where one of its columns is empty, as
-//! is a cell.
+//! Computes cells from several columns. In a template `{ms}` is the text of a column, `{ms:2}` rounds it to two digits
+//! after the point, and `{baseline / ms}` computes a ratio: `1.54x`, with `:1` `1.5x`, with `:%1` `154.0 %`, with
+//! `:+%1` `+54.0 %`. Ratios may have more than two terms, and a term may be a number. A cell, or a part of it in square
+//! brackets, is omitted if one of its columns is empty.
 
 use anyhow::{Context, Result, bail};
 
 use crate::table::Table;
 
-/// A table with the cells of the template's header, and a row of filled cells for each row of the data.
+/// A table with the template's header, and a row of filled cells for each row of the data.
 pub(crate) fn fill(table: &Table, header: &str, cells: &str) -> Result<Table> {
     let (header, cells) = (split(header), split(cells));
     if header.len() != cells.len() {
@@ -76,7 +76,7 @@ fn digits(form: &str, default: usize) -> Result<usize> {
     }
 }
 
-/// The number of a column, or a number that the template states.
+/// The number in a column, or a literal number in the template.
 fn number(table: &Table, row: &[String], name: &str) -> Result<Option<f64>> {
     let cell = match table.column(name) {
         Ok(column) => row[column].as_str(),

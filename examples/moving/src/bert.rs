@@ -1,4 +1,5 @@
-//! BERT of candle-transformers with attention that trains, on a padded batch: packed documents instead of a mask, and layer norms with a gradient.
+//! candle-transformers' BERT with trainable attention, on a padded batch: packed documents instead of a mask, and layer
+//! norms with a gradient.
 
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{Embedding, Linear, VarBuilder, VarMap, embedding, linear};
@@ -68,7 +69,7 @@ impl Bert {
         })
     }
 
-    /// The last hidden states, zeros where the mask has padding.
+    /// The last hidden states; padding gets zeros.
     fn forward(&self, ids: &Tensor, types: &Tensor, mask: &Tensor) -> Result<Tensor> {
         let positions = Tensor::arange(0, ids.dim(1)? as u32, ids.device())?;
         let x = (self.words.forward(ids)? + self.types.forward(types)?)?;
@@ -83,7 +84,7 @@ impl Bert {
     }
 }
 
-/// Compares a batch of two texts, of which the second is padded.
+/// Compares both models on a batch of two texts. The second text is padded.
 pub(crate) fn compare() -> Result<()> {
     let config = Config {
         vocab_size: 96,
@@ -108,7 +109,7 @@ pub(crate) fn compare() -> Result<()> {
     let got = ours.forward(&ids, &types, &mask)?;
     let expected = theirs.forward(&ids, &types, Some(&mask))?.broadcast_mul(&seen)?;
     let distance = largest(&(&got - &expected)?)? / largest(&expected)?;
-    // The same f32 products, in sums of another order.
+    // The same f32 products, summed in a different order.
     assert!(distance < 5e-6, "BERT: hidden states are {distance:.1e} apart");
     let loss = |x: &Tensor| x.broadcast_mul(&seen)?.sqr()?.mean_all()?.backward();
     let here = untrained(&vars, &loss(&got)?);

@@ -1,5 +1,5 @@
-//! The moves of docs/moving.md on Llama, Mistral, Qwen2, Gemma, Gemma 2 and BERT: the logits of candle-transformers' models of the same weights, and
-//! gradients for all of them.
+//! The moves of docs/moving.md on Llama, Mistral, Qwen2, Gemma, Gemma 2 and BERT: compares logits with
+//! candle-transformers' models with the same weights, and counts the weights without a gradient.
 //!
 //! `cargo run --release -p moving`
 
@@ -13,11 +13,11 @@ use candle_transformers::models::{gemma, gemma2, llama, mistral, qwen2};
 
 use model::{Family, Model, Move, Sizes};
 
-/// Tokens of the prompt, and tokens that follow one at a time.
+/// Tokens of the prompt, and tokens that are decoded after it, one at a time.
 const PROMPT: usize = 24;
 const MORE: usize = 4;
 
-/// Logits of the token after ids, of which the first is at a position.
+/// Logits of the token after some ids, given the position of the first id.
 type Forward = Box<dyn FnMut(&Tensor, usize) -> Result<Tensor>>;
 
 fn llama_config(sizes: Sizes) -> llama::Config {
@@ -145,7 +145,7 @@ fn theirs(sizes: Sizes, vb: VarBuilder<'_>) -> Result<Forward> {
     Ok(forward)
 }
 
-/// Numbers from -1 to 1, the same in every run, so that the distances are too (SplitMix64).
+/// Numbers from -1 to 1, the same in every run, so that the distances are the same too (SplitMix64).
 struct Uniform(u64);
 
 impl Uniform {
@@ -158,7 +158,7 @@ impl Uniform {
     }
 }
 
-/// Sets every variable, norms around 1 and maps so that they keep the variance.
+/// Sets every variable: norm weights around 1, and matrices so that they preserve the variance.
 fn fill(vars: &VarMap) -> Result<()> {
     let data = vars.data().lock().expect("no panic elsewhere");
     let mut named: Vec<(&String, &Var)> = data.iter().collect();
@@ -180,10 +180,10 @@ fn largest(x: &Tensor) -> Result<f32> {
     x.abs()?.max_all()?.to_scalar::<f32>()
 }
 
-/// The largest distance of logits, over the largest logit: of a prompt, and of tokens one at a time.
+/// The largest distance between logits divided by the largest logit, over a prompt and tokens decoded one at a time.
 fn apart(ids: &Tensor, ours: &mut Model, mut theirs: Forward, sizes: Sizes) -> Result<f32> {
     let mut worst: f32 = 0.0;
-    // candle-transformers' Mistral forgets its window when it decodes.
+    // candle-transformers' Mistral ignores its window during decoding.
     let more = if sizes.window.is_none() { MORE } else { 0 };
     for position in [0].into_iter().chain(PROMPT..PROMPT + more) {
         let next = ids.narrow(1, position, if position == 0 { PROMPT } else { 1 })?.contiguous()?;
@@ -199,7 +199,7 @@ fn main() -> Result<()> {
     for family in [Family::Llama, Family::Mistral, Family::Qwen2, Family::Gemma, Family::Gemma2] {
         let (sizes, vars) = (Sizes::of(family), VarMap::new());
         let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
-        // The first model makes the variables.
+        // The first model creates the variables.
         drop(theirs(sizes, vb.clone())?);
         fill(&vars)?;
         let ids: Vec<u32> =
@@ -210,8 +210,8 @@ fn main() -> Result<()> {
         for made in [Move::HeadsFirst, Move::WholeLayer] {
             let mut ours = Model::new(sizes, made, vb.clone())?;
             let distance = apart(&ids, &mut ours, theirs(sizes, vb.clone())?, sizes)?;
-            // The same f32 products, in sums of another order, and angles of up to 27 that are rounded otherwise, by 27 x 2^-24
-            // = 1.6e-6 each.
+            // The same f32 products, summed in a different order, and angles of up to 27 that are rounded differently,
+            // by 27 x 2^-24 = 1.6e-6 each.
             assert!(distance < 5e-6, "{family:?}, {made:?}: logits are {distance:.1e} apart");
             line += &format!("{distance:>14.1e}");
             let loss = ours.forward(&ids, 0, false)?.sqr()?.mean_all()?;

@@ -1,5 +1,6 @@
-//! Llama, Mistral, Qwen2, Gemma and Gemma 2 under candle-transformers' names, with the two moves of docs/moving.md: a copy of their attention whose tensors stay
-//! (batch, heads, sequence, head_dim), and `nn::SelfAttention` instead of the whole layer.
+//! Llama, Mistral, Qwen2, Gemma and Gemma 2 under candle-transformers' names, with the two moves of docs/moving.md: a
+//! copy of their attention with tensors in (batch, heads, sequence, head_dim), and `nn::SelfAttention` instead of the
+//! whole layer.
 
 use candle_core::{D, Module, Result, Tensor};
 use candle_nn::{Activation, Embedding, Linear, VarBuilder, embedding, linear_b, linear_no_bias};
@@ -30,14 +31,14 @@ pub(crate) struct Sizes {
     pub(crate) positions: usize,
     pub(crate) base: f32,
     pub(crate) eps: f64,
-    /// Tokens before its own that a query sees, if not all.
+    /// Tokens that a query sees before its own; `None`: all.
     pub(crate) window: Option<usize>,
-    /// Soft caps of the attention's logits and of the model's: low ones, so that they change small models.
+    /// Soft caps of the attention logits and of the model's logits: low, so that they affect small models.
     pub(crate) softcaps: Option<(f64, f64)>,
 }
 
 impl Sizes {
-    /// More positions than heads: a rotary embedding that takes heads for tokens finds rows for them.
+    /// More positions than heads: a rotary embedding that mistakes heads for tokens finds rows for them.
     pub(crate) fn of(family: Family) -> Self {
         Self {
             family,
@@ -71,14 +72,14 @@ impl Sizes {
     }
 }
 
-/// What of a layer is replaced.
+/// The part of a layer that is replaced.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Move {
     HeadsFirst,
     WholeLayer,
 }
 
-/// An attention layer of candle-transformers: their code, but for three lines.
+/// An attention layer of candle-transformers, with three lines changed.
 struct HeadsFirst {
     q_proj: Linear,
     k_proj: Linear,
@@ -106,7 +107,7 @@ impl HeadsFirst {
         })
     }
 
-    /// Tokens from `position` on. With `decoding` they follow those of the calls before.
+    /// Processes tokens from `position` on. With `decoding` they follow the tokens of earlier calls.
     fn forward(&mut self, x: &Tensor, position: usize, decoding: bool) -> Result<Tensor> {
         let (batch, sequence, _) = x.dims3()?;
         let split = |map: &Linear, heads: usize| {
@@ -130,7 +131,7 @@ impl HeadsFirst {
     }
 }
 
-/// The attention of a block. (Boxes: the two differ in size.)
+/// The attention of a block. (Boxed, because the two differ in size.)
 enum Layer {
     HeadsFirst(Box<HeadsFirst>),
     WholeLayer(Box<(SelfAttention, Rotary, KvCache)>),
@@ -173,7 +174,7 @@ impl Layer {
     }
 }
 
-/// The tables of candle-transformers, in f32 as there: a copy of a model keeps its own.
+/// The rotary tables of candle-transformers, in f32 as there. (A copied model keeps its own tables.)
 fn tables(sizes: Sizes, vb: &VarBuilder<'_>) -> Result<(Tensor, Tensor)> {
     let Sizes { head_dim, positions, base, .. } = sizes;
     let frequencies: Vec<f32> =
@@ -203,7 +204,7 @@ impl Module for Norm {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Self::Plain(norm) => norm.forward(x),
-            // The sum is made in every forward: an optimizer changes the variable, and not a sum that was made from it.
+            // The sum is computed in every forward, because an optimizer changes only the variable.
             Self::PlusOne { weight, eps } => ops::rms_norm(x, &(weight + 1.0)?, *eps),
         }
     }
@@ -274,7 +275,7 @@ pub(crate) struct Model {
 }
 
 impl Model {
-    /// Takes the weights that candle-transformers takes.
+    /// Reads the same weights as candle-transformers.
     pub(crate) fn new(sizes: Sizes, made: Move, vb: VarBuilder<'_>) -> Result<Self> {
         let Sizes { vocabulary, width, family, .. } = sizes;
         let model = vb.pp("model");
@@ -294,8 +295,8 @@ impl Model {
         })
     }
 
-    /// Logits of the token after `ids`, (batch, sequence), of which the first is at `position`. Without `decoding` they are a whole sequence, and the
-    /// logits have a graph.
+    /// Logits of the token after `ids`, (batch, sequence), whose first id is at `position`. Without `decoding` the ids
+    /// are a whole sequence, and the logits have a graph.
     pub(crate) fn forward(&mut self, ids: &Tensor, position: usize, decoding: bool) -> Result<Tensor> {
         let mut x = (self.embedding.forward(ids)? * self.scale)?;
         for block in &mut self.blocks {

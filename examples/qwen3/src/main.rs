@@ -1,8 +1,9 @@
-//! candle-transformers' Qwen3 with attention that trains: the same configuration, the same weights, the same logits; then some
-//! steps of training with INT8 attention, and text token by token, with a cache.
+//! candle-transformers' Qwen3 with trainable attention: the same configuration, weights and logits; then some training
+//! steps with INT8 attention, and text generation with a cache.
 //!
-//! `cargo run --release -p qwen3` makes a small model of random weights, on bytes.
-//! `cargo run --release -p qwen3 -- FOLDER` takes Qwen3-0.6B, or any other: config.json, tokenizer.json, model.safetensors.
+//! `cargo run --release -p qwen3` creates a small byte-level model with random weights.
+//! `cargo run --release -p qwen3 -- FOLDER` loads Qwen3-0.6B, or any other size: config.json, tokenizer.json,
+//! model.safetensors.
 
 mod model;
 
@@ -19,7 +20,7 @@ use model::Qwen3;
 const TEXT: &str = "The keeper of the lighthouse wrote the weather into her book every evening: the wind, the clouds, \
                     the height of the waves, and which ships had passed. ";
 
-/// Text as the model reads it: in the tokens of its folder, or in bytes.
+/// Converts text to ids and back: with the tokenizer of the model's folder, or as bytes.
 struct Words(Option<Tokenizer>);
 
 impl Words {
@@ -71,7 +72,7 @@ fn open(folder: Option<&Path>) -> Result<(Config, Words)> {
     Ok((config, Words(Some(tokenizer))))
 }
 
-/// Puts the weights of a folder instead of those that a new model has.
+/// Replaces the weights of a new model by those in a folder.
 fn load(folder: &Path, vars: &VarMap) -> Result<()> {
     let file = folder.join("model.safetensors");
     let tensors = candle_core::safetensors::load(&file, &Device::Cpu)?;
@@ -82,7 +83,7 @@ fn load(folder: &Path, vars: &VarMap) -> Result<()> {
     Ok(())
 }
 
-/// The most likely tokens, one after the other.
+/// Greedy decoding: always chooses the most likely next token.
 fn greedy(
     prompt: &[u32],
     tokens: usize,
@@ -106,7 +107,7 @@ fn main() -> Result<()> {
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &device);
 
-    // The same weights under two numerics, and in candle-transformers' own model.
+    // The same weights with two numerics, and in candle-transformers' model.
     let int8 = Qwen3::new(&config, &Attention::new(SageBwd::default()).causal(true), vb.clone())?;
     let exact = Qwen3::new(&config, &Attention::new(Scheme::FullPrecision).causal(true), vb.clone())?;
     if let Some(folder) = folder {
@@ -122,7 +123,7 @@ fn main() -> Result<()> {
     println!("logits against candle-transformers: {apart:.1e} apart");
     assert!(apart < 1e-4, "the models are not the same");
 
-    // Which weights have a gradient.
+    // Counts the weights with a gradient.
     let all = vars.all_vars();
     let reached =
         |loss: &Tensor| -> Result<usize> { Ok(all.len() - untrained(&vars, &loss.backward()?).len()) };
@@ -133,7 +134,7 @@ fn main() -> Result<()> {
     theirs.clear_kv_cache();
     let their_logits = theirs.forward(&input, 0)?;
     let (here, there) = (reached(&int8.loss(&input, &targets)?)?, reached(&their_logits.sqr()?.mean_all()?)?);
-    println!("gradients reach {here} of {} weights here, {there} there", all.len());
+    println!("gradients reach {here} of {} weights, {there} in candle-transformers", all.len());
     assert_eq!(here, all.len());
 
     let rate = if folder.is_some() { 1e-5 } else { 3e-3 };
@@ -147,13 +148,13 @@ fn main() -> Result<()> {
         optimizer.backward_step(&loss)?;
     }
 
-    // Full precision after the prompt: the layers' default.
+    // Decoding after the prompt is unquantized, the layers' default.
     let mut caches = int8.caches(128);
     let start = std::time::Instant::now();
     let ours = greedy(&prompt, 60, |ids, _| int8.next(ids, &mut caches, &device))?;
     println!("{:.0} tokens/s: {}", 60.0 / start.elapsed().as_secs_f64(), words.text(&ours)?);
 
-    // The trained weights in candle-transformers' model again.
+    // Compares with candle-transformers' model again, with the trained weights.
     theirs.clear_kv_cache();
     let mut caches = exact.caches(128);
     let expected = greedy(&prompt, 60, |ids, seen| {
@@ -161,7 +162,7 @@ fn main() -> Result<()> {
     })?;
     let ours = greedy(&prompt, 60, |ids, _| exact.next(ids, &mut caches, &device))?;
     println!("the same text from candle-transformers: {}", ours == expected);
-    // A large model in 16 bit may choose otherwise where two tokens are as likely.
+    // A large model in 16 bit may choose differently if two tokens are almost equally likely.
     assert!(folder.is_some() || ours == expected, "decoding is not the same");
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Qwen3 under the names and the configuration of candle-transformers, of parts that have gradients.
+//! Qwen3 with the names and the configuration of candle-transformers, built from ops that have gradients.
 
 use candle_core::{Device, Module, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -23,7 +23,7 @@ pub(crate) struct Qwen3 {
 }
 
 impl Qwen3 {
-    /// Takes the weights that candle-transformers takes. Attention has the numerics of `attention`.
+    /// Reads the same weights as candle-transformers. Attention has the numerics of `attention`.
     pub(crate) fn new(config: &Config, attention: &Attention, vb: VarBuilder<'_>) -> Result<Self> {
         let (width, eps) = (config.hidden_size, config.rms_norm_eps);
         let shape = SelfAttentionConfig::new(width, config.num_attention_heads, config.head_dim)
@@ -61,7 +61,7 @@ impl Qwen3 {
         })
     }
 
-    /// The hidden states of ids, (batch, sequence), by way of what attends in each block.
+    /// The hidden states of ids, (batch, sequence). `attend` computes the attention of a block.
     fn hidden(
         &self,
         ids: &Tensor,
@@ -75,7 +75,7 @@ impl Qwen3 {
         self.norm.forward(&x)
     }
 
-    /// The mean loss of the ids that follow those of sequences.
+    /// The mean cross-entropy of `targets`, the ids that follow `ids`.
     pub(crate) fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Tensor> {
         let hidden = self.hidden(ids, |_, attention, x| attention.forward(x, &self.rotary))?;
         ops::linear_cross_entropy(
@@ -86,7 +86,7 @@ impl Qwen3 {
         )
     }
 
-    /// An empty cache a block.
+    /// An empty cache per block.
     pub(crate) fn caches(&self, tokens: usize) -> Vec<KvCache> {
         self.blocks.iter().map(|block| block.attention.cache(tokens)).collect()
     }

@@ -1,5 +1,5 @@
-// include/sage/ptx/memory.cuh on a CPU: shared memory is an array, and addresses are offsets in it. What kernels declare
-// statically lies outside of the array, at offsets beyond its ends.
+// include/sage/ptx/memory.cuh on a CPU: shared memory is an array, and addresses are offsets in it. Static shared
+// memory of kernels is outside of the array, at offsets beyond its ends.
 #pragma once
 
 #include <cuda_on_host.h>
@@ -16,7 +16,7 @@ inline thread_local __attribute__((aligned(1024))) unsigned char shared[sizeof a
 
 namespace host {
 
-// An mbarrier: the phases that are complete, and what the phase under way still waits for.
+// An mbarrier: the number of completed phases, and what the current phase still waits for.
 struct Mbarrier {
   int arrivals = 0, missing = 0, bytes = 0, completed = 0;
   void arrive(int count, int more_bytes) {
@@ -27,7 +27,7 @@ struct Mbarrier {
 };
 inline std::map<uint32_t, Mbarrier> mbarriers;
 
-// Shared memory as the async proxy sees it, and what each thread has stored since its last fence of that proxy.
+// Shared memory as the async proxy sees it, and the stores of each thread since its last fence of the async proxy.
 inline unsigned char async_memory[sizeof sage::attention::shared];
 inline std::vector<std::pair<uint32_t, int>> unfenced[MOST_THREADS];
 
@@ -69,7 +69,7 @@ inline void cp_async_16(uint32_t shared, const void* global, bool valid) {
   else memset(at_shared(shared, 16), 0, 16);
 }
 inline void cp_async_4(uint32_t shared, const void* global) { memcpy(at_shared(shared, 4), global, 4); }
-// A store by the calling thread, which the async proxy does not see before that thread's fence.
+// A store by the calling thread. The async proxy does not see it before the thread's fence.
 inline void store(uint32_t shared, const void* from, int bytes) {
   memcpy(at_shared(shared, bytes), from, bytes);
   host::unfenced[host::block.current].push_back({shared, bytes});
@@ -85,8 +85,8 @@ inline void cp_async_commit() {}
 template <int PENDING>
 inline void cp_async_wait() {}
 
-// PTX ISA, "Warp-level matrix load instruction: ldmatrix": lanes 8i to 8i + 7 give the addresses of the rows of matrix i; lane
-// (g, t) receives bytes 4t to 4t + 3 of row g.
+// PTX ISA, "Warp-level matrix load instruction: ldmatrix": lanes 8i to 8i + 7 provide the addresses of the rows of
+// matrix i; lane (g, t) receives bytes 4t to 4t + 3 of row g.
 inline void ldmatrix(uint32_t (&r)[4], uint32_t address) {
   int lane = threadIdx.x % 32;
   for (int i = 0; i < 4; ++i) {
@@ -94,7 +94,7 @@ inline void ldmatrix(uint32_t (&r)[4], uint32_t address) {
     memcpy(&r[i], at_shared(row, 16) + lane % 4 * 4, 4);
   }
 }
-// The same with .trans: lane (g, t) receives column g of rows 2t and 2t + 1, of 16-bit elements.
+// ldmatrix with .trans: lane (g, t) receives column g of rows 2t and 2t + 1, of 16-bit elements.
 inline void ldmatrix_transposed(uint32_t (&r)[4], uint32_t address) {
   int lane = threadIdx.x % 32;
   for (int i = 0; i < 4; ++i) {
@@ -145,8 +145,8 @@ inline void cp_async_wait_all() {}
 inline void red_add_4(float* at, float a, float b, float c, float d) { at[0] += a, at[1] += b, at[2] += c, at[3] += d; }
 inline int load_acquire(const int* at) { return *at; }
 inline void add_release(int* at, int value) { *at += value; }
-// Kernels that run here call no named barrier: they add to dQ in any order. Blocks that wait for each other would deadlock,
-// since they run one after the other.
-inline void named_barrier_sync(int, int) { fprintf(stderr, "named barriers are not there\n"), abort(); }
+// Kernels that run here use no named barriers: they add to dQ in any order. Blocks that wait for each other would
+// deadlock, because they run one after the other.
+inline void named_barrier_sync(int, int) { fprintf(stderr, "named barriers are not emulated\n"), abort(); }
 
 }  // namespace sage::ptx

@@ -1,4 +1,5 @@
-// include/sage/ptx/mma.cuh on a CPU: PTX ISA, "Matrix Fragments for mma.m16n8k16" and "Matrix Fragments for mma.m16n8k32".
+// include/sage/ptx/mma.cuh on a CPU: PTX ISA, "Matrix Fragments for mma.m16n8k16" and "Matrix Fragments for
+// mma.m16n8k32".
 #pragma once
 
 #include <sage/ptx/math.cuh>

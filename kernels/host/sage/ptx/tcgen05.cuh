@@ -1,5 +1,5 @@
-// include/sage/ptx/tcgen05.cuh on a CPU. Descriptors are decoded, and operands and scales found, as the PTX ISA's tables and
-// figures have them, by other code than what the kernels encode them with.
+// include/sage/ptx/tcgen05.cuh on a CPU. Descriptors are decoded, and operands and scales located, by the tables and
+// figures of the PTX ISA, with code that is independent of the kernels' encoding.
 #pragma once
 
 #include <sage/ptx/convert_nvfp4.cuh>
@@ -10,20 +10,20 @@
 
 namespace host {
 
-// Tensor memory. Columns that no block has allocated hold NaN.
+// Tensor memory. Columns that are not allocated contain NaN.
 struct TensorMemory {
   uint32_t words[128][512];
   int first = 0, columns = 0;  // of the block that runs
 
   void allocate(int count) {
     if (columns || count < 32 || count > 512 || count & (count - 1)) fprintf(stderr, "%d columns cannot be allocated\n", count), abort();
-    // The columns of one block begin at the first, those of another further on.
+    // The columns of even blocks start at 0, those of odd blocks end at 512.
     first = blockIdx.x % 2 ? 512 - count : 0, columns = count;
     for (auto& lane : words)
       for (uint32_t& word : lane) word = 0x7fffffff;
   }
   void release(uint32_t address, int count) {
-    if (int(address) != first || count != columns) fprintf(stderr, "columns that were not allocated\n"), abort();
+    if (int(address) != first || count != columns) fprintf(stderr, "released columns that were not allocated\n"), abort();
     columns = 0;
   }
   uint32_t& at(uint32_t address, int lane, int column) {
@@ -51,7 +51,7 @@ inline uint8_t byte_of(uint64_t descriptor, int row, int byte) {
   return async_memory[address];
 }
 
-// The operand of a product: rows of 64 codes, as twice their values, and of four scales.
+// The operand of an MMA: rows of 64 FP4 values, as twice their values, and of four scales.
 struct Operand {
   int8_t twice[256][64];
   float scales[256][4];
@@ -59,7 +59,7 @@ struct Operand {
     using namespace sage::ptx;
     for (int row = 0; row < rows; ++row) {
       for (int k = 0; k < 64; ++k) twice[row][k] = int8_t(2 * value_of_e2m1(byte_of(descriptor, row, k / 2) >> (4 * (k % 2))));
-      // Every quarter of the lanes has the scales; a row of the accumulator takes them from its own.
+      // Every quarter of the lanes has the scales; a row of the accumulator uses those of its own quarter.
       int lane = row % 32 + (accumulator_rows ? row / 32 * 32 : 64);
       uint32_t four = tensor_memory.at(scales_at, lane, row / 32);
       for (int group = 0; group < 4; ++group) scales[row][group] = value_of_e4m3(four >> (8 * group));
@@ -73,7 +73,7 @@ namespace sage::ptx {
 
 inline void tcgen05_fence_before() { host::tensor_fences[host::block.current].before = false; }
 inline void tcgen05_fence_after() { host::tensor_fences[host::block.current].after = false; }
-// The calling thread accesses tensor memory: `waited` says that it has waited for the access to end, and must fence that.
+// Called when a thread accesses tensor memory. `waited`: it has waited for the access to end, and must fence it.
 inline void touch_tensor_memory(bool waited) {
   host::TensorFences& fences = host::tensor_fences[host::block.current];
   if (fences.after) fprintf(stderr, "thread %d lacks tcgen05.fence::after_thread_sync\n", threadIdx.x), abort();
@@ -98,10 +98,10 @@ inline void tcgen05_commit(uint32_t mbarrier) {
   host::issue(host::Operation::COMMIT, [=] { mbarrier_at(mbarrier).arrive(1, 0); });
 }
 
-// A warp reaches the quarter of the lanes that its number has.
+// A warp can access only the quarter of the lanes with its index.
 inline void check_quarter(uint32_t address) {
   touch_tensor_memory(true);
-  if ((address >> 16) != threadIdx.x / 32 % 4 * 32u) fprintf(stderr, "lane %u is not of warp %d\n", address >> 16, threadIdx.x / 32), abort();
+  if ((address >> 16) != threadIdx.x / 32 % 4 * 32u) fprintf(stderr, "lane %u does not belong to warp %d\n", address >> 16, threadIdx.x / 32), abort();
 }
 inline void tcgen05_load(float (&x)[32], uint32_t address) {
   check_quarter(address);
@@ -130,10 +130,11 @@ inline void tcgen05_mma_nvfp4(uint32_t d, uint64_t a, uint64_t b, uint32_t instr
                               bool accumulate) {
   touch_tensor_memory(false);
   host::issue(host::Operation::PRODUCT, [=] {
-    // "Instruction descriptor", kind::mxf4nvf4: bits 7 to 9 and 10 to 11 the types (1: E2M1), 17 to 22 N / 8, 27 to 28 M / 128; the
-    // others are 0, for scales in E4M3, operands as they are, and a reduction of 64.
+    // "Instruction descriptor", kind::mxf4nvf4: bits 7 to 9 and 10 to 11 are the types (1: E2M1), 17 to 22 N / 8, 27 to
+    // 28 M / 128; all others are 0, for scales in E4M3, operands that are neither negated nor transposed, and a
+    // reduction of 64.
     int columns = int(instruction >> 17 & 63) * 8;
-    if ((instruction & ~(63u << 17)) != (1u << 7 | 1u << 10 | 1u << 27) || columns < 8) fprintf(stderr, "not this product\n"), abort();
+    if ((instruction & ~(63u << 17)) != (1u << 7 | 1u << 10 | 1u << 27) || columns < 8) fprintf(stderr, "unsupported instruction descriptor\n"), abort();
     host::Operand left(a, a_scales, 128, true), right(b, b_scales, columns, false);
     for (int row = 0; row < 128; ++row)
       for (int column = 0; column < columns; ++column) {

@@ -1,5 +1,6 @@
-// Where the sums of dQ lie in global memory: (padded tile, part of the channels, strip of 16 queries, fragment of 8 channels, lane, 4 values), so
-// that a warp adds 512 neighbouring bytes at once. Mainloops add in this order, and `finish` of attn_bwd.cu reads it.
+// Layout of the sums of dQ in global memory: (padded tile, part of the channels, strip of 16 queries, fragment of 8
+// channels, lane, 4 values), so that a warp adds 512 contiguous bytes at once. Mainloops add in this order, and
+// `finish` of attn_bwd.cu reads it.
 #pragma once
 
 #include <sage/attention/segment.cuh>
@@ -9,14 +10,14 @@ namespace sage::attention {
 template <int D>
 struct DqLayout {
   static constexpr int TILE_FLOATS = TILE * D, FRAGMENT_FLOATS = 128;
-  int part;  // fragments in a part
+  int part;  // fragments per part
 
   __device__ __forceinline__ constexpr explicit DqLayout(int parts) : part(D / 8 / parts) {}
 
   struct Fragment {
-    int strip, n;  // of 16 queries, and of 8 channels
+    int strip, n;  // a strip of 16 queries, and a fragment of 8 channels
   };
-  // The fragment with a number in memory, and its inverse.
+  // The position of fragment `number` in memory, and the inverse.
   __device__ __forceinline__ constexpr Fragment fragment(int number) const {
     return {number / part % 4, number % part + number / part / 4 * part};
   }

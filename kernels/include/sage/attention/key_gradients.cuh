@@ -1,4 +1,4 @@
-// The epilogue of a backward: the gradients of keys and values.
+// The epilogue of a backward: writes the gradients of keys and values.
 #pragma once
 
 #include <sage/attention/query_tiles.cuh>
@@ -8,9 +8,9 @@ namespace sage::attention {
 
 enum KeyGradient { DK, DV };
 
-// Atomically adds a warp's part of dK or dV of 16 keys to the sums of a list that is cut into parts. The order of the additions is not fixed;
-// the sums lie in the layout of fragments. Returns true in the warp that arrives last, which then has the full sums.
-// `piece`: which of the slot's pieces, of 16 keys and PIECE times eight channels each, of which the warp has N times eight.
+// Atomically adds a warp's part of dK or dV of 16 keys to the sums of a split list, in no fixed order. The sums are
+// stored in fragment layout. Returns true in the warp that arrives last, which then has the full sums in `x`. `piece`
+// is the index of the slot's piece: 16 keys and PIECE times eight channels, of which the warp has N times eight.
 template <int PIECE, int N>
 __device__ __forceinline__ bool add_part(const params::Cuts& cuts, params::CutList list, int pieces, int piece, float (&x)[N][4]) {
   int64_t number = int64_t(list.slot) * pieces + piece;
@@ -18,7 +18,7 @@ __device__ __forceinline__ bool add_part(const params::Cuts& cuts, params::CutLi
   float* sums = cuts.sums + (number * (PIECE * 32) + lane) * 4;
 #pragma unroll
   for (int n = 0; n < N; ++n) ptx::red_add_4(sums + n * 128, x[n][0], x[n][1], x[n][2], x[n][3]);
-  // Lane 0 releases what all lanes have added, and acquires for all what the other parts have.
+  // Lane 0 releases the additions of all lanes, and acquires the additions of the other parts for all lanes.
   __syncwarp();
   int arrived = 0;
   if (lane == 0) {
@@ -36,8 +36,9 @@ __device__ __forceinline__ bool add_part(const params::Cuts& cuts, params::CutLi
   return true;
 }
 
-// Writes the gradient of a warp's 16 keys, from `first_key` on. Of a list that is cut, only the warp that arrives last writes.
-// The block has one of CHANNEL_PARTS parts of the channels, in this gradient from `first_channel` on. STAGING is the size of the warp's own `staging`: see store_rows.
+// Writes the gradient of a warp's 16 keys, from `first_key` on. If the list is split, only the warp that arrives last
+// writes. The block has one of CHANNEL_PARTS parts of the channels, which starts at channel `first_channel` of this
+// gradient. STAGING is the size of the warp's `staging` memory: see store_rows.
 template <KeyGradient GRADIENT, class Queries, class T, int STAGING = 0, int CHANNEL_PARTS = 1, int N>
 __device__ __forceinline__ void store_gradient(const params::Backward& p, const BackwardBlock& block, int first_key, float (&x)[N][4],
                                                uint32_t staging = 0, int first_channel = 0) {
@@ -63,7 +64,7 @@ __device__ __forceinline__ void store_gradient(const params::Backward& p, const 
   for (int h = 0; h < 2; ++h) {
     int row = first_key + lane / 4 + 8 * h, column = 2 * (lane & 3);
     if (rows.vector) {
-      // One address a row, because there are few registers in addition to the accumulators.
+      // One address per row, because the accumulators leave few registers.
       uint32_t* at = reinterpret_cast<uint32_t*>(rows.at(row, column));
 #pragma unroll
       for (int n = 0; n < N; ++n)

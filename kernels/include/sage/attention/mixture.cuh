@@ -1,6 +1,6 @@
-// The weights of the mixture out = a sparse + (1 - a) tail of exact attention over the selected blocks and the linear tail:
-// a = sigmoid(theta), or with by_count a = sigmoid(theta + log(keys seen exactly / keys left to the tail)); a = 1 where no key is
-// left to the tail.
+// The weights of the mixture out = a sparse + (1 - a) tail of exact attention over the selected blocks and the linear
+// tail: a = sigmoid(theta), or with by_count a = sigmoid(theta + log(keys with exact attention / keys in the tail)). If
+// no key is in the tail, a = 1.
 #pragma once
 
 #include <sage/attention/segment.cuh>
@@ -8,12 +8,12 @@
 
 namespace sage::attention {
 
-// The queries of a block of a head.
+// The weights for the queries of one query block of one head.
 struct MixtureWeights {
   const Segment& segment;
   float theta;
   bool by_count;
-  int past, chosen;  // keys of the candidates, and of the selected ones among them
+  int past, chosen;  // number of keys in candidate blocks, and in selected candidates
 
   // Block `block` of queries of the segment.
   __device__ __forceinline__ MixtureWeights(const params::Mixture& mixture, const params::Shape& shape, const Segment& segment,
@@ -40,14 +40,14 @@ struct MixtureWeights {
   }
 };
 
-// Where a block of queries leaves its part of dtheta.
+// The address of a query block's part of dtheta.
 __device__ __forceinline__ float& theta_part(const params::Mixture& mixture, const params::Shape& shape, int segment_index, int head,
                                              int block) {
   return mixture.parts[int64_t(head) * mixture.lists.query_blocks + first_query_block(shape, segment_index) + block];
 }
 
-// The sum of a value of each thread of WARPS warps, for thread 0; all threads call it. `parts` is shared memory for a value a
-// warp, which nobody reads any more.
+// The sum of one value per thread over WARPS warps, for thread 0. All threads call it. `parts` is shared memory for one
+// value per warp; nothing may read its old contents any more.
 template <int WARPS>
 __device__ __forceinline__ float sum_of_block(float x, float* parts) {
 #pragma unroll

@@ -1,5 +1,5 @@
-// Shared by the warp-specialized mainloops for Hopper: copies of 16-bit operands into panels, which a warpgroup multiplies
-// (tile/products.cuh).
+// Copies of 16-bit operands into panels for wgmma (tile/products.cuh), shared by the warp-specialized mainloops for
+// Hopper.
 #pragma once
 
 #include <sage/attention/rows.cuh>
@@ -11,9 +11,9 @@ namespace sage::attention {
 
 using namespace tile;
 
-// Copies ROWS rows of D 16-bit channels, from row `first` on, into shared memory as wgmma reads them: in panels of 64 channels,
-// because a swizzled row has 128 bytes. Like copy_rows it is asynchronous where 16-byte copies work, and writes zeros beyond
-// the ends of the tensor.
+// Copies ROWS rows of D 16-bit channels, from row `first` on, into shared memory as wgmma reads them: in panels of 64
+// channels, because a swizzled row has 128 bytes. Like copy_rows it is asynchronous if 16-byte copies work, and writes
+// zeros beyond the ends of the tensor.
 template <int ROWS, int D, int THREADS, class T>
 __device__ __forceinline__ void copy_panels(uint32_t to, Rows<T> rows, int first, int thread) {
   constexpr int STEP = THREADS / 8;
@@ -26,7 +26,7 @@ __device__ __forceinline__ void copy_panels(uint32_t to, Rows<T> rows, int first
 #pragma unroll
     for (int i = 0; i < ROWS; i += STEP, from += STEP * rows.token)
 #pragma unroll
-      for (int panel = 0; panel < D / 64; ++panel)  // a copy that is not valid reads nothing: its address may be anything
+      for (int panel = 0; panel < D / 64; ++panel)  // an invalid copy reads nothing, so any address is fine
         ptx::cp_async_16(to + panel * ROWS * 128 + i * 128, from + panel * 64, i < left && column + panel * 64 < rows.head_dim);
   } else {
 #pragma unroll 1
@@ -37,7 +37,7 @@ __device__ __forceinline__ void copy_panels(uint32_t to, Rows<T> rows, int first
   }
 }
 
-// Copies a tile of 64 rows into panels of PANEL_ROWS rows. One warp does it, chunk by chunk, because the producer has few
+// Copies a tile of 64 rows into panels of PANEL_ROWS rows. One warp copies chunk by chunk, because the producer has few
 // registers.
 template <int D, int PANEL_ROWS = TILE, class T>
 __device__ __forceinline__ void copy_panels_by_warp(uint32_t to, Rows<T> rows, int first, int lane) {
@@ -51,13 +51,13 @@ __device__ __forceinline__ void copy_panels_by_warp(uint32_t to, Rows<T> rows, i
   }
 }
 
-// Copies D channels of a tile of 64 rows, from channel `channel` on, through a tensor map into panels of PANEL_ROWS rows: one thread
-// issues a copy for each panel. The caller announces the 64 x D x 2 bytes to the mbarrier by expect_tx.
+// Copies D channels of a tile of 64 rows, from channel `channel` on, through a tensor map into panels of PANEL_ROWS rows. One thread
+// issues a copy per panel. The caller announces the 64 x D x 2 bytes to the mbarrier by expect_tx.
 //
-// A map reads on beyond the end of a packed document. OVER_END says what the mainloop makes of that, as the table of plans must.
+// A map also reads rows beyond the end of a packed document. OVER_END says what they do in the mainloop, as the table of plans does.
 enum class OverEnd {
-  HARMLESS,  // the mainloop copies such a tile otherwise, or never uses the rows beyond the end
-  WRONG,     // packed documents must not have maps
+  HARMLESS,  // the mainloop never uses these rows, or copies the last tile of a document without the map
+  WRONG,     // the mainloop uses them: the host must not give it maps of packed documents
 };
 template <params::Mainloop MAINLOOP, OverEnd OVER_END, int D, int PANEL_ROWS = TILE>
 __device__ __forceinline__ void copy_tile_panels(uint32_t to, const params::TensorMap& map, int batch, int head, int first,

@@ -1,12 +1,12 @@
-// What a block of a backward works on: its keys, and the tiles of queries that it visits for them.
+// The work of a backward block: its keys, and the tiles of queries that it visits for them.
 #pragma once
 
 #include <sage/attention/segment.cuh>
 
 namespace sage::attention {
 
-// The segment, key head and keys of a block, and with a list that is cut into parts the number of its part. Over 128 channels a
-// block has some of the channels of dK, dV and dQ, those of its `channel_part`.
+// The segment, key head and keys of a block, and its part if the list of query blocks is split. Above 128 channels a
+// block computes only part of the channels of dK, dV and dQ: its `channel_part`.
 struct BackwardBlock {
   int segment_index, key_head, first_key, part, channel_part;
   Segment segment;
@@ -17,14 +17,15 @@ struct BackwardBlock {
     key_head = place.head, segment_index = place.segment, first_key = place.tile * keys, part = channel_part = 0;
     segment = Segment(shape, segment_index);
   }
-  // The number of the block of keys of a selection, among those of its segment, and of all segments and key heads.
+  // The index of the selection's key block: in its segment (`number`), and over all segments and key heads (`column`).
   __device__ __forceinline__ int number() const { return first_key / SELECTION_BLOCK; }
   __device__ __forceinline__ int column(const params::Backward& p) const {
     return key_head * p.lists.key_blocks + first_key_block(p.shape, segment_index) + number();
   }
 };
 
-// A tile whose dQ is to be added, and in deterministic mode after how many others: of blocks of keys that visit it too.
+// A tile whose dQ is to be added. `rank` counts the key blocks that add to the same tile before, for deterministic
+// mode.
 struct RankedTile {
   int padded;  // its number in the padded buffers
   int rank;
@@ -37,14 +38,14 @@ struct QueryTile {
   int padded;  // its number in the padded buffers
 };
 
-// A block visits, of each query head of the group, all tiles of queries from the first that sees one of its keys.
+// For each query head of the group, a block visits all query tiles from the first tile that sees one of its keys.
 struct EveryQuery {
   static constexpr bool LISTED = false;
-  static constexpr Hidden HIDDEN = LATER_KEYS;  // which keys its queries may not see
+  static constexpr Hidden HIDDEN = LATER_KEYS;  // keys that its queries may not see
   template <int KEYS>
-  static constexpr int RANK_BLOCKS = 1;  // blocks of KEYS keys that a rank counts: see RankedTile
+  static constexpr int RANK_BLOCKS = 1;  // key blocks of KEYS keys that one rank counts: see RankedTile
   using Tile = QueryTile;
-  using Added = int;  // what the mainloop keeps of a tile until its dQ is added: its number in the padded buffers
+  using Added = int;  // what the mainloop stores until a tile's dQ is added: the tile's number in the padded buffers
 
   const params::Shape& shape;
   const BackwardBlock& block;
@@ -78,7 +79,7 @@ struct EveryQuery {
   __device__ __forceinline__ Added added(const Tile& tile) const { return tile.padded; }
 };
 
-// With a window a block visits the tiles up to the last that sees one of its keys.
+// With a window, a block visits the query tiles up to the last tile that sees one of its keys.
 struct WindowQueries : EveryQuery {
   static constexpr Hidden HIDDEN = OUTER_KEYS;
   using Added = RankedTile;
@@ -92,17 +93,17 @@ struct WindowQueries : EveryQuery {
     first = sight.first_query(block.first_key) / TILE, end = (end_query + TILE - 1) / TILE;
     count = max(end - first, 0) * (shape.query_heads / shape.key_heads);
   }
-  // The blocks of keys that visit a tile begin with the one that has the first key that its first query sees.
+  // A tile is visited first by the key block with the first key that the tile's first query sees.
   __device__ __forceinline__ Added added(const Tile& tile) const {
     return {tile.padded, block.first_key / keys - sight.first_key(tile.tile * TILE) / keys};
   }
 };
 
-// How the users of a block of keys are divided among blocks. Where many list it they are cut into parts, each of which is the
-// work of a separate block: else the block with most users would work on when all others have ended. Parts add their shares
-// of dK and dV in global memory (key_gradients.cuh).
+// How the query blocks that select a key block are divided among thread blocks. A long list is split into parts, each
+// processed by a separate thread block; otherwise the thread block with the longest list would still run after all
+// others have finished. Parts sum dK and dV in global memory (key_gradients.cuh).
 struct Cut {
-  uint32_t from, to;  // all users, as indices into Lists::users
+  uint32_t from, to;  // the whole list, as indices into Lists::users
   params::CutList list = {0, 1};
 
   __device__ __forceinline__ Cut(const params::Backward& p, const BackwardBlock& block) {
@@ -111,17 +112,18 @@ struct Cut {
     from = first_users[0], to = first_users[1];
     if (p.cuts.lists) list = p.cuts.lists[column];
   }
-  // The users of a part; no part is empty.
+  // The number of query blocks in a part. No part is empty.
   __device__ __forceinline__ uint32_t of_part() const { return (to - from + list.parts - 1) / list.parts; }
 };
 
-// With a selection a block visits the blocks of queries that list its block of keys. With a causal mask the first of them is the
-// block at the same position, which always lists it, and the later ones see the keys whole. The tiles can therefore be counted
-// from that position without gaps, `first` to `end`: these numbers give the same masks as the tiles' own.
+// With a selection, a block visits the query blocks that list its key block. With a causal mask the first of them is
+// the query block at the same position, which always lists it, and all later ones see every key of the block. The tiles
+// can therefore be numbered from that position without gaps, `first` to `end`: these numbers give the same masks as the
+// tiles' own numbers.
 struct ListedQueries {
   struct Tile : QueryTile {
-    int position;  // in the list of users, in tiles
-    int rank;      // position of the block of keys in the list of the tile's block of queries
+    int position;  // in the list of query blocks, counted in tiles
+    int rank;      // index of the key block in the list of the tile's query block
   };
   using Added = RankedTile;
   static constexpr bool LISTED = true;
@@ -140,13 +142,14 @@ struct ListedQueries {
     int before = block.part * int(cut.of_part()), length = min(int(cut.of_part()), int(cut.to - cut.from) - before);
     users = p.lists.users + cut.from + before;
     int tiles = BLOCK_TILES * length;
-    // The segment's last block of queries may have one tile only.
+    // The segment's last query block may have only one tile.
     if (tiles > 0) tiles += min(block.segment.query_tiles() - BLOCK_TILES * int(users[length - 1].block + 1), 0);
     first = BLOCK_TILES * (block.number() + before), end = first + tiles;
     count = tiles * (shape.query_heads / shape.key_heads);
   }
-  // The first thread blocks take the keys, each with all users of its keys or the first part of them; the others take further
-  // parts, those of 128 keys after one another. Of a part that does not exist the keys lie beyond the segment's end.
+  // The first thread blocks process all keys, each with its whole list or the first part of it. The other thread blocks
+  // process the remaining parts; consecutive thread blocks share the 128 keys of a part. If a part does not exist, its
+  // keys are beyond the segment's end.
   static __device__ __forceinline__ BackwardBlock take(const params::Backward& p, int index, int keys) {
     int all = p.shape.segment_count * p.shape.key_heads * ((p.shape.key_len + keys - 1) / keys);
     if (index < all) return BackwardBlock(p.shape, index, keys);

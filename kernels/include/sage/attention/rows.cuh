@@ -36,7 +36,7 @@ struct Rows {
 
   __device__ __forceinline__ T* at(int row, int column) const { return data + row * token + column * channel; }
 
-  // Drops the first `channels` channels: column 0 is then the channel that had this number.
+  // Drops the first `channels` channels, so that column 0 is channel `channels`.
   __device__ __forceinline__ void skip_channels(int channels) { data += channels * channel, head_dim -= channels; }
 
   // Reads eight channels from `column` on, as 16 bytes; zeros beyond the ends.
@@ -75,8 +75,8 @@ struct Rows {
   }
 };
 
-// Writes a warp's 16 rows of an output, from row `first` on. With STAGING bytes of shared memory for the warp the rows go through
-// them, so that neighbouring lanes write neighbouring 16-byte chunks.
+// Writes a warp's 16 rows of an output, from row `first` on. With STAGING bytes of shared memory per warp the rows are
+// staged there, so that neighbouring lanes write neighbouring 16-byte chunks.
 template <int STAGING, class T, int N>
 __device__ __forceinline__ void store_rows(const Rows<T>& out, int first, const float (&acc)[N][4], const float (&factor)[2],
                                            uint32_t staging, int lane) {
@@ -114,8 +114,8 @@ __device__ __forceinline__ void store_rows(const Rows<T>& out, int first, const 
       out.store_2(first + lane / 4 + 8 * h, n * 8 + 2 * (lane & 3), acc[n][2 * h] * factor[h], acc[n][2 * h + 1] * factor[h]);
 }
 
-// Copies ROWS rows of D channels, from row `first` on, into swizzled shared memory. The copies are asynchronous where 16-byte
-// copies work; either way they are visible after cp_async_wait and a barrier.
+// Copies ROWS rows of D channels, from row `first` on, into swizzled shared memory. The copies are asynchronous if
+// 16-byte copies work; in either case they are visible after cp_async_wait and a barrier.
 template <int ROWS, int D, int THREADS, class T>
 __device__ __forceinline__ void copy_rows(uint32_t shared, const Rows<T>& rows, int first, int thread) {
   constexpr int CHUNKS = D / 8, STEP = THREADS / CHUNKS;
@@ -136,8 +136,8 @@ __device__ __forceinline__ void copy_rows(uint32_t shared, const Rows<T>& rows, 
   }
 }
 
-// Copies a tile of BYTES codes, which have the same layout in global and in shared memory; writes zeros if the tile does not
-// exist.
+// Copies a tile of BYTES INT8 values, which has the same layout in global and in shared memory. Writes zeros if the
+// tile does not exist.
 template <int BYTES, int THREADS>
 __device__ __forceinline__ void copy_tile(uint32_t shared, const int8_t* tile, int thread, bool exists = true) {
   shared += thread * 16, tile += thread * 16;

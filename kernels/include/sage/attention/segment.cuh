@@ -1,4 +1,4 @@
-// A segment is one independent attention problem: a batch entry or a packed document, as Segment is in
+// A segment is one independent attention problem: a batch entry or a packed document, like Segment in
 // candle-sage/src/shape.rs. This file also maps block indices to segments and heads.
 #pragma once
 
@@ -6,14 +6,15 @@
 
 namespace sage::attention {
 
-// Tokens of a tile: those of Q, K or V that share an INT8 scale, and the unit in which padded buffers are allocated.
+// Tokens of a tile: the tokens of Q, K or V that share an INT8 scale, and the unit in which padded buffers are
+// allocated.
 constexpr int TILE = 64;
 
 struct Segment {
   int batch;
   int query_start, query_len, key_start, key_len;
   int query_tile, key_tile;  // the segment's first tile in padded buffers
-  bool causal;  // or a window, in whose kernels only Sight is asked
+  bool causal;  // not used with a window, whose kernels use Sight
 
   Segment() = default;
   __device__ __forceinline__ Segment(const params::Shape& shape, int index) {
@@ -34,8 +35,8 @@ struct Segment {
   __device__ __forceinline__ int query_tiles() const { return (query_len + TILE - 1) / TILE; }
   __device__ __forceinline__ int key_tiles() const { return (key_len + TILE - 1) / TILE; }
 
-  // Without a window: the number of keys that query `i` attends to, which are the first keys of the segment. The causal mask is aligned
-  // at the end, as in FlashAttention: the last query sees all keys.
+  // Without a window: the number of keys that query `i` attends to, which are the first keys of the segment. The causal
+  // mask is aligned at the end, as in FlashAttention: the last query sees all keys.
   __device__ __forceinline__ int visible_keys(int i) const {
     return causal ? min(max(i + 1 + key_len - query_len, 0), key_len) : key_len;
   }
@@ -46,11 +47,13 @@ struct Segment {
   }
 };
 
-// Which keys of a tile a query may not see: none; keys after those that it sees, as with a causal mask or at the segment's end; or
-// with a window keys before them too. Kernels for windows are compiled apart, so that they cost the others nothing.
+// The keys of a tile that a query may not see: none; keys after the last visible one, as with a causal mask or at the
+// segment's end; or, with a window, also keys before the first visible one. Kernels for windows are compiled
+// separately, so that windows do not slow down the others.
 enum Hidden { NO_KEYS, LATER_KEYS, OUTER_KEYS };
 
-// What the queries of a segment see, for kernels that hide such keys. P: the parameters of a forward or a backward.
+// The keys that the queries of a segment see, for kernels that hide HIDDEN keys. P: the parameters of a forward or a
+// backward.
 template <Hidden HIDDEN>
 struct Sight {
   const Segment& segment;
@@ -60,7 +63,7 @@ struct Sight {
   __device__ __forceinline__ int visible_keys(int i) const { return segment.visible_keys(i); }
 };
 
-// With a window a query at a position sees the keys from `before` keys before it to `after` keys after it.
+// With a window, a query sees the keys from `before` positions before its own to `after` positions after it.
 template <>
 struct Sight<OUTER_KEYS> {
   const Segment& segment;
@@ -112,9 +115,9 @@ __device__ inline int segment_of_tile(const params::Shape& shape, int tile) {
   return low;
 }
 
-// The head, segment and tile (of `tiles`, counted from 0) that a block works on. Blocks start in the order of their index, so
-// the index runs over `heads_at_once` heads first, then over tiles, then over the next heads: blocks that run together then
-// read the same few heads, which stay in the second-level cache.
+// The head, segment and tile (of `tiles`, numbered from 0) that a block works on. Blocks start in the order of their
+// index, so the index runs over `heads_at_once` heads first, then over tiles, then over the next heads: blocks that run
+// concurrently read the same few heads, which stay in the L2 cache.
 struct Place {
   int head, segment, tile;
 

@@ -1,6 +1,6 @@
 // The online softmax of a warp's 16 M queries, and the mask.
 //
-// A lane holds a quarter of the columns of 2 M rows: row 16 m + 8 h + g (m < M; h = 0, 1; g = lane / 4) is its row number
+// A lane has a quarter of the columns of 2 M rows: row 16 m + 8 h + g (m < M; h = 0, 1; g = lane / 4) is its row number
 // r = 2 m + h.
 #pragma once
 
@@ -24,31 +24,33 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// The row, of the warp's 16 M, that is row number `r` of this lane.
+// The row, among the warp's 16 M rows, of this lane's row number `r`.
 __device__ __forceinline__ int row_of(int r, int lane) { return (r >> 1) * 16 + (r & 1) * 8 + lane / 4; }
 
-// The base-2 logarithm of what a sink, a further logit without a value, multiplies a row's sum of exponentials with, whose logarithm is `lse2`.
+// A sink is an additional logit without a value. Returns log2 of the factor by which it raises a row's sum of
+// exponentials, whose base-2 logarithm is `lse2`.
 __device__ __forceinline__ float log2_with_sink(float sink2, float lse2) {
   float above = sink2 - lse2;
   return fmaxf(above, 0.0f) + log2f(1.0f + ptx::exp2(-fabsf(above)));
 }
 
-// What INT8 matmuls are multiplied with to be logits, for the dequant_scale of a tile's keys. A tile of zeros has scale 0. Any
-// other factor gives logits of 0 too, and keeps minus infinity, which 0 would turn into NaN.
+// The factor that turns results of INT8 matmuls into logits, given the dequant_scale of a tile's keys. A tile of zeros
+// has scale 0. Any other factor gives logits of 0 as well, and keeps minus infinity, which a factor of 0 would turn
+// into NaN.
 __device__ __forceinline__ float logit_factor(float q_factor, float k_dequant) {
   float factor = q_factor * k_dequant;
   return factor == 0.0f ? 1e-30f : factor;
 }
 
-// Masks the logits of one tile: writes `hidden` where a query, counted from `first_query`, does not see a key, counted from
-// `first_key`.
+// Masks the logits of one tile: writes `hidden` where a query does not see a key. Queries are numbered from
+// `first_query`, keys from `first_key`.
 template <Hidden HIDDEN, int M, class X>
 __device__ __forceinline__ void mask(X (&x)[M][8][4], const Sight<HIDDEN>& sight, int first_query, int first_key,
                                      int lane, X hidden) {
 #pragma unroll
   for (int r = 0; r < 2 * M; ++r) {
-    // Opaque, so that ptxas compares row by row: otherwise it makes all comparisons first, and has no registers for their
-    // results.
+    // Opaque, so that ptxas compares row by row. Otherwise it makes all comparisons first, and runs out of registers
+    // for their results.
     int visible =
         ptx::opaque(sight.visible_keys(first_query + row_of(r, lane)) - first_key - 2 * (lane & 3));
     int first = 0;
@@ -62,15 +64,15 @@ __device__ __forceinline__ void mask(X (&x)[M][8][4], const Sight<HIDDEN>& sight
   }
 }
 
-// Two values for each of a lane's rows. They are read and written only once a tile, so they stay in shared memory (SHARED)
-// where registers are short.
+// Two values for each of a lane's rows. They are read and written only once per tile, so they are kept in shared memory
+// (SHARED) if registers are short.
 template <int ROWS, int THREADS, bool SHARED>
 struct RowState {
   float* memory;  // (value, row, thread)
   float registers[SHARED ? 1 : 2 * ROWS];
   static constexpr int BYTES = SHARED ? 2 * ROWS * THREADS * 4 : 0;
-  static constexpr int SUM = 0;    // this lane's share of the row's sum of 2^(logit - reference)
-  static constexpr int MAGIC = 1;  // what MAGIC has added to the row's accumulator, in units of MAGIC (SageBwd on mma.sync)
+  static constexpr int SUM = 0;    // this lane's part of the row's sum of 2^(logit - reference)
+  static constexpr int MAGIC = 1;  // the multiple of MAGIC that was added to the row's accumulator (SageBwd on mma.sync)
 
   __device__ __forceinline__ explicit RowState(unsigned char* at) : memory(reinterpret_cast<float*>(at) + threadIdx.x) {
 #pragma unroll
@@ -81,12 +83,12 @@ struct RowState {
   }
 };
 
-// The reference of a row, which its exponents are relative to, is raised to the row's maximum only when it lies more than SLACK
-// below it: with 8 the accumulator is rescaled rarely, and 2^8 is far from any overflow.
+// The reference of a row, to which its exponents are relative, is raised to the row's maximum only when it is more than
+// SLACK below it. With SLACK = 8 the accumulator is rescaled rarely, and 2^8 is far from overflow.
 template <int D, int M, int THREADS, bool SHARED, int OUTPUTS = 1, int SLACK = 8>
 struct Softmax {
   using State = RowState<2 * M, THREADS, SHARED>;
-  float reference[2 * M];  // of each row: at most SLACK below its largest logit so far
+  float reference[2 * M];  // per row: at most SLACK below its largest logit so far
   float acc[OUTPUTS * M][D / 8][4];  // (output, m): sum 2^(logit - reference) v
   State state;
 
@@ -107,8 +109,8 @@ struct Softmax {
     if (__builtin_expect(catch_up(row_max, decay), false)) rescale(decay);
   }
 
-  // `follow` in two steps, for an accumulator that a product in flight still adds to: catch_up returns whether the accumulator
-  // must be rescaled, and by which `decay`; rescale does it once the product has ended.
+  // `follow` in two steps, for an accumulator to which an MMA in flight still adds: catch_up returns whether the
+  // accumulator must be rescaled, and computes `decay`; rescale applies it once the MMA has finished.
   __device__ __forceinline__ bool catch_up(const float (&row_max)[2 * M], float (&decay)[2 * M]) {
     bool behind = false;
 #pragma unroll
@@ -133,7 +135,8 @@ struct Softmax {
         for (int i = 0; i < 2; ++i) acc[r >> 1][n][2 * (r & 1) + i] *= decay[r % (2 * M)];
   }
 
-  // The reference, or 0 while a row has seen no key: each of its terms is then 2^-inf = 0, and -inf - (-inf) would be NaN.
+  // The reference, or 0 while a row has seen no key. Each of its terms is then 2^-inf = 0, where -inf - (-inf) would be
+  // NaN.
   __device__ __forceinline__ float shift(int r) const { return reference[r] == -CUDART_INF_F ? 0.0f : reference[r]; }
 };
 

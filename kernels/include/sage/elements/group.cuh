@@ -8,7 +8,7 @@ namespace sage::elements {
 // Threads of a block with several groups.
 constexpr int TEAM_THREADS = 256;
 
-// A power of two of lanes: up to a warp, with several groups in a block of whole warps, or else the whole block.
+// A power of two of lanes: up to a warp, with several groups in a block of whole warps; or the whole block.
 struct Group {
   int lanes, lane, index, count;
   unsigned mask;
@@ -18,14 +18,14 @@ struct Group {
     mask = lanes >= 32 ? ~0u : ((1u << lanes) - 1) << (threadIdx.x % 32 / lanes * lanes);
   }
 
-  // Reduces x over the group; all its lanes must call it. All lanes get the same bits, because both lanes of a shuffle combine
-  // the same two numbers.
+  // Reduces x over the group; all its lanes must call it. All lanes get the same bits, because both lanes of a shuffle
+  // combine the same two numbers.
   template <class X, class Combine>
   __device__ __forceinline__ X reduce(X x, Combine combine) const {
     for (int step = min(lanes, 32) / 2; step > 0; step /= 2) x = combine(x, __shfl_xor_sync(mask, x, step));
     if (lanes > 32) {
       __shared__ X warps[32];
-      __syncthreads();  // all threads have read what the last call left in `warps`
+      __syncthreads();  // all threads have read the last call's `warps`
       if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
       __syncthreads();
       x = warps[0];
@@ -41,7 +41,7 @@ struct Group {
     return reduce(x, [](float a, float b) { return fmaxf(a, b); });
   }
 
-  // Whether any lane whose sums depend on this one's part in them says so: here all lanes of a group agree.
+  // Whether x is true in any lane of the same reductions. All lanes of a group have the same x.
   __device__ __forceinline__ bool any(bool x) const { return x; }
 
   // Waits for all lanes of the group, so that what they have read may be overwritten.
@@ -59,8 +59,8 @@ __device__ __forceinline__ float inverse_rms(Lanes& group, int width, float eps,
   bool is_finite = isfinite(mean);
   if (!group.any(!is_finite)) return 1.0f / sqrtf(mean + eps);
   float first = mean;
-  // Squares of elements above 1.8e19 overflow, so that the second pass scales the row by 2^-80, where no square does. A mean
-  // that is infinite even now becomes NaN: a row with infinite elements has no normalization.
+  // Squares of elements above 1.8e19 overflow, so the second pass scales the row by 2^-80, where no square overflows.
+  // If the mean is still infinite it becomes NaN: a row with infinite elements has no normalization.
   constexpr float SMALL = 1.0f / (1ull << 40) / (1ull << 40);
   sum = 0.0f;
   each([&](float x) { sum = fmaf(x * SMALL, x * SMALL, sum); });

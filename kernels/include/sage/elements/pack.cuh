@@ -24,7 +24,7 @@ struct Words<16> {
   using Type = uint4;
 };
 
-// V elements, aligned to their total size in memory. V is 16 / sizeof(T) where rows start on 16 bytes, else 1.
+// V elements, aligned to their total size in memory. V is 16 / sizeof(T) if rows are 16-byte aligned, otherwise 1.
 template <class T, int V>
 struct Pack {
   using Word = typename Words<V * sizeof(T)>::Type;
@@ -62,7 +62,7 @@ __device__ __forceinline__ void load_floats(const T* at, float (&x)[V]) {
   }
 }
 
-// V neighbours in registers as they are in memory.
+// V neighbouring elements in registers, in memory order.
 template <class T, int V>
 struct Packed {
   static constexpr int N = V * sizeof(T) < 16 ? V : 16 / sizeof(T);
@@ -87,10 +87,10 @@ __device__ __forceinline__ void store_floats(T* at, const float (&x)[V]) {
   }
 }
 
-// The element types' numbers, which the host shares: `Float` of candle-sage/src/cuda/ops/tensor.rs.
+// The element types' numbers, shared with the host: `Float` in candle-sage/src/cuda/ops/tensor.rs.
 enum Type : int { F32 = 0, F16 = 1, BF16 = 2 };
 
-// Loads elements of a weight, whose type need not be that of the rows. A weight is small and stays in the cache.
+// Loads elements of a weight, whose type may differ from that of the rows. A weight is small and stays in the cache.
 template <int V>
 __device__ __forceinline__ void load_weight(const void* weight, int type, int at, float (&x)[V]) {
   if (type == F32) {
@@ -102,14 +102,14 @@ __device__ __forceinline__ void load_weight(const void* weight, int type, int at
   }
 }
 
-// A number as a type, so that a lambda can take it as a constant.
+// A number as a type, so that a lambda can use it as a constant.
 template <int N>
 struct Count {
   static constexpr int V = N;
 };
 
-// Calls body(at, Count<V>) for the packs of `len` elements, one a thread, and body(at, Count<1>) for the elements after the
-// last whole pack.
+// Calls body(at, Count<V>) for the packs of `len` elements, one per thread, and body(at, Count<1>) for the elements
+// after the last whole pack.
 template <int V, class Body>
 __device__ __forceinline__ void each_pack(int64_t len, Body body) {
   int64_t at = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * V;

@@ -1,4 +1,4 @@
-// Rows of the norms: what a thread keeps of its row, and sums of columns over a block's rows.
+// Rows of the norms: the packs that a thread keeps in registers, and sums of columns over a block's rows.
 #pragma once
 
 #include <sage/elements/group.cuh>
@@ -11,8 +11,8 @@ constexpr int KEEP = 4;
 constexpr int MAX_THREADS = 512;
 static_assert(MAX_THREADS >= TEAM_THREADS);
 
-// Calls body(k, chunk) for the packs of a lane; k is below KEEP for packs in registers, and KEEP for those that a wider row has
-// beyond them.
+// Calls body(k, chunk) for the packs of a lane. k is below KEEP for packs in registers, and KEEP for the remaining
+// packs of a wider row.
 template <class Body>
 __device__ __forceinline__ void each_chunk(const Group& group, int chunks, Body body) {
 #pragma unroll
@@ -23,7 +23,7 @@ __device__ __forceinline__ void each_chunk(const Group& group, int chunks, Body 
   for (int chunk = KEEP * group.lanes + group.lane; chunk < chunks; chunk += group.lanes) body(KEEP, chunk);
 }
 
-// A row of which KEEP packs a thread are in registers. The packs of a wider row beyond them are read again from the cache.
+// A row with KEEP packs per thread in registers. The remaining packs of a wider row are read again from the cache.
 template <class T, int V>
 struct Row {
   const T* data;
@@ -55,7 +55,7 @@ struct Row {
       rounded.store(sum + chunk * V);
       if (k < KEEP) kept[k] = rounded;
     });
-    data = sum;  // for packs beyond the registers: each lane reads what it wrote itself
+    data = sum;  // for packs not in registers: each lane reads what it wrote itself
   }
 
   // Calls f(x) for all elements of a lane.
@@ -69,7 +69,7 @@ struct Row {
   }
 };
 
-// Stores what a block adds to the sums of columns: `sums` of each lane, over the group's rows, for the packs in registers.
+// Stores a block's column sums: `sums` of each lane, over the group's rows, for the packs in registers.
 template <int V>
 __device__ __forceinline__ void store_column_sums(const Group& group, int width, const float (&sums)[KEEP][V], float* to) {
   int chunks = width / V;
@@ -83,8 +83,8 @@ __device__ __forceinline__ void store_column_sums(const Group& group, int width,
     }
     return;
   }
-  // The block has several groups: a row takes a warp or less and fits the registers, and `all` has room for one row of each
-  // group.
+  // The block has several groups: a row needs at most one warp and fits the registers, and `all` has room for one row
+  // per group.
   __shared__ float all[TEAM_THREADS * KEEP * V];
 #pragma unroll
   for (int k = 0; k < KEEP; ++k) {

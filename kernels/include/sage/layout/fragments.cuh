@@ -1,8 +1,8 @@
-// Readers of fragments from swizzled shared memory. A matrix is given by the address of its rows in shared memory and
-// ROW_BYTES.
+// Readers of fragments from swizzled shared memory. A matrix is described by the address of its rows in shared memory
+// and ROW_BYTES.
 //
-// All readers have the same form: `address` holds the part of an address that depends on the lane, and the rest is constant
-// after unrolling: chunks are xor-ed, rows are added.
+// All readers have the same form: `address` is the part of an address that depends on the lane, and the rest is
+// constant after unrolling: chunks are xor-ed, rows are added.
 #pragma once
 
 #include <sage/layout/swizzle.cuh>
@@ -10,7 +10,7 @@
 
 namespace sage::layout {
 
-// Reads 16 rows x 32 bytes by one ldmatrix; its four matrices of 8 rows x 16 bytes come in the order of the operand's
+// Reads 16 rows x 32 bytes by one ldmatrix; its four matrices of 8 rows x 16 bytes are in the order of the operand's
 // registers:
 //   A operand (16 rows of A, 32 bytes of reduction): (rows 0-7, low), (rows 8-15, low), (rows 0-7, high), ...
 //   B operand (two column tiles of 8):               (tile 0, low), (tile 0, high), (tile 1, low), (tile 1, high)
@@ -23,8 +23,8 @@ struct Reader {
     int half = B ? matrix & 1 : matrix >> 1;
     address = base + swizzled<ROW_BYTES>(row, half);
   }
-  // `row` is a multiple of 16, so that it does not change the swizzle; `step` counts 32 bytes along the row. `base` must be a
-  // multiple of the row size rounded up to 128 bytes, so that the xor stays inside the row.
+  // `row` is a multiple of 16, so that it does not change the swizzle; `step` counts 32 bytes along the row. `base`
+  // must be a multiple of the row size rounded up to 128 bytes, so that the xor stays inside the row.
   __device__ __forceinline__ void load(uint32_t (&r)[4], int row, int step) const {
     ptx::ldmatrix(r, (address ^ (step << 5)) + row * ROW_BYTES);
   }
@@ -39,8 +39,8 @@ using ReaderA = Reader<ROW_BYTES, false>;
 template <int ROW_BYTES>
 using ReaderB = Reader<ROW_BYTES, true>;
 
-// Reads a 16-bit matrix whose rows are the steps of the reduction, by one transposing ldmatrix: 16 of the reduction x 16
-// columns (32 bytes).
+// Reads a 16-bit matrix whose rows are the steps of the reduction, by one transposing ldmatrix: 16 of the reduction x
+// 16 columns (32 bytes).
 //   A^T stored (rows = reduction, columns = rows of A): (k 0-7, m 0-7), (k 0-7, m 8-15), (k 8-15, m 0-7), ...
 //   B stored (rows = reduction, columns = columns of B): (k 0-7, n 0-7), (k 8-15, n 0-7), (k 0-7, n 8-15), ...
 template <int ROW_BYTES, bool B>

@@ -1,28 +1,28 @@
-// The layout of NVFP4 codes in global and in shared memory, in tiles of 64 tokens: the rows of codes, two a byte, swizzled, and
-// behind them the rows' scales, one byte for 16 codes.
+// The layout of NVFP4 in global and in shared memory, in tiles of 64 tokens: the rows of FP4 values, two per byte,
+// swizzled, followed by the rows' scales, one byte for 16 values.
 //
-// Scales lie as tensor memory has them (PTX ISA, tcgen05.mma, "Block Scaling"): 32 rows of 16 bytes. In a tile of R rows the scale
-// of row r, group g of codes is byte (r % 32) 16 + (g / 4) (R / 32) 4 + (r / 32) 4 + g % 4. At D = 64 half of each 16 bytes is
-// left over. The order is as good as any for mma.sync, whose lanes read single words.
+// Scales have the layout of tensor memory (PTX ISA, tcgen05.mma, "Block Scaling"): 32 rows of 16 bytes. In a tile of R
+// rows the scale of row r, group g of values is byte (r % 32) 16 + (g / 4) (R / 32) 4 + (r / 32) 4 + g % 4. At D = 64
+// half of each 16 bytes is unused. For mma.sync, whose lanes read single words, any order is equally good.
 //
-// A product may sum over keys in any order, as long as both operands use the same order. A lane of an accumulator of mma.sync
-// holds columns 8n + 2t and 8n + 2t + 1 (t = lane % 4), whereas an operand of P wants keys 8t to 8t + 7 and 32 + 8t to 32 + 8t +
-// 7. K's rows are therefore permuted, so that the accumulators of a lane belong to these keys, in order. V's keys are not
-// permuted, and its groups of 16 are neighbouring tokens. With tcgen05 a thread has all columns of a row, so that the order does
-// not matter, and K's is the same.
+// A matmul may sum over keys in any order, as long as both operands use the same order. A lane of an mma.sync
+// accumulator has columns 8n + 2t and 8n + 2t + 1 (t = lane % 4), whereas an operand of P needs keys 8t to 8t + 7 and
+// 32 + 8t to 32 + 8t + 7. K's rows are therefore permuted, so that the accumulators of a lane belong to these keys, in
+// order. V's keys are not permuted, and its groups of 16 are neighbouring tokens. With tcgen05 a thread has all columns
+// of a row, so that the order does not matter, and K has the same order.
 #pragma once
 
 #include <sage/layout/swizzle.cuh>
 
 namespace sage::layout {
 
-// The row of a tile that holds key `key` of its 64.
+// The row in a tile of key `key` of its 64 keys.
 __host__ __device__ constexpr int row_of_key(int key) {
   int t = key >> 3 & 3, slot = (key & 7) + 8 * (key >> 5);
   return 8 * (slot >> 1) + 2 * t + (slot & 1);
 }
 
-// The key that accumulator `slot`, 0 to 15, of lane t = lane % 4 belongs to.
+// The key of accumulator `slot`, 0 to 15, of lane t = lane % 4.
 __host__ __device__ constexpr int key_of_slot(int slot, int t) { return 8 * t + slot + (slot < 8 ? 0 : 24); }
 
 static_assert(row_of_key(key_of_slot(0, 3)) == 6 && row_of_key(key_of_slot(3, 1)) == 11 && row_of_key(63) == 63);
@@ -30,14 +30,14 @@ static_assert(row_of_key(key_of_slot(0, 3)) == 6 && row_of_key(key_of_slot(3, 1)
 // Sizes of a tile of D channels, in bytes. A row of Q and K is a token, a row of V is a channel.
 template <int D>
 struct Nvfp4Tile {
-  static constexpr int ROW = D / 2, V_ROW = 32;  // bytes of a row of codes
-  static constexpr int GROUPS = D / 16, V_GROUPS = 4;  // scales of a row
+  static constexpr int ROW = D / 2, V_ROW = 32;  // bytes of a row of FP4 values
+  static constexpr int GROUPS = D / 16, V_GROUPS = 4;  // scales per row
   static constexpr int CODES_BYTES = 64 * ROW;   // the same for V
   static constexpr int SCALES_BYTES = 512;
   static constexpr int BYTES = CODES_BYTES + SCALES_BYTES;
   static_assert(D * V_ROW == CODES_BYTES && 64 * GROUPS <= SCALES_BYTES && D * V_GROUPS <= SCALES_BYTES);
 
-  // Where the scales of codes 64 step to 64 step + 63 of a row are, among the scales of a tile of ROWS rows.
+  // The offset of the scales of FP4 values 64 step to 64 step + 63 of a row, among the scales of a tile of ROWS rows.
   template <int ROWS>
   static __host__ __device__ constexpr int scales_at(int row, int step) {
     return row % 32 * 16 + step * (ROWS / 32 * 4) + row / 32 * 4;

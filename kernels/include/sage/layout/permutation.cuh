@@ -1,9 +1,9 @@
-// The permuted order of tokens in transposed codes.
+// The permuted order of tokens in transposed INT8 tiles.
 //
-// A product may sum over the reduction in any order, as long as both operands use the same order. A lane of an accumulator
-// holds columns 8j + 2t and 8j + 2t + 1 (t = lane % 4), whereas an 8-bit operand wants four neighbours at 4t. Inside every 16
-// tokens slot 4t + i therefore holds token 8 (i / 2) + 2t + i % 2, so that four accumulator registers of a lane become one
-// operand register without a shuffle.
+// A matmul may sum over the reduction in any order, as long as both operands use the same order. A lane of an
+// accumulator has columns 8j + 2t and 8j + 2t + 1 (t = lane % 4), whereas an 8-bit operand needs four neighbours at 4t.
+// Inside every 16 tokens slot 4t + i therefore stores token 8 (i / 2) + 2t + i % 2, so that four accumulator registers
+// of a lane become one operand register without a shuffle.
 #pragma once
 
 #include <stdint.h>
@@ -15,7 +15,7 @@ __host__ __device__ constexpr int token_of_slot(int slot) {
   return 8 * ((slot >> 1) & 1) + 2 * (slot >> 2) + (slot & 1);
 }
 
-// The bytes of 16 tokens in the order of the slots; `byte_of(token)` reads the byte of token 0 to 15.
+// The bytes of 16 tokens in slot order. `byte_of(token)` reads the byte of token 0 to 15.
 template <class Read>
 __device__ __forceinline__ uint4 gather_tokens(Read byte_of) {
   uint32_t words[4];

@@ -1,15 +1,15 @@
-// The swizzle: the place of a 16-byte chunk of a row in shared memory. Eight rows of one column of chunks lie in different
-// banks, so that the eight rows that `ldmatrix` reads at once have no bank conflict. Codes have the same layout in global
-// memory, tile by tile.
+// The swizzle: the position of a 16-byte chunk of a row in shared memory. The same chunk of eight neighbouring rows is
+// in different banks, so that the eight rows that `ldmatrix` reads at once have no bank conflict. INT8 and FP4 tiles
+// have the same layout in global memory.
 #pragma once
 
 #include <stdint.h>
 
 namespace sage::layout {
 
-// What the chunk number is xor-ed with, for rows of ROW_BYTES = 32, 64 or a multiple of 128. 128 bytes are all banks: eight
-// neighbouring rows of 128 bytes and more must differ in the last three bits of the chunk number; two rows of 64 bytes, or four
-// of 32, share a line of 128.
+// The mask that is xor-ed with the chunk number, for rows of ROW_BYTES = 32, 64 or a multiple of 128. 128 bytes cover
+// all banks: eight neighbouring rows of 128 bytes or more must differ in the last three bits of the chunk number; two
+// rows of 64 bytes, or four of 32, share a line of 128.
 template <int ROW_BYTES>
 __device__ __forceinline__ int chunk_mask(int row) {
   static_assert(ROW_BYTES == 32 || ROW_BYTES == 64 || ROW_BYTES % 128 == 0, "rows of 32, 64 or n x 128 bytes");

@@ -1,5 +1,5 @@
-// Arguments of the kernels of all ops but attention, filled by the host. candle-sage/build/params.rs makes its structs from
-// these, a field a line, and asserts the offsets on both sides.
+// Arguments of the kernels of all ops except attention, filled by the host. candle-sage/build/params.rs generates its
+// structs from this file, one field per line, and asserts the offsets on both sides.
 #pragma once
 
 #include <stddef.h>
@@ -7,7 +7,7 @@
 
 namespace sage::params {
 
-// Rows have no gaps.
+// Rows are contiguous.
 struct RmsNorm {
   const void* x;
   const void* weight;
@@ -15,7 +15,7 @@ struct RmsNorm {
   const void* residual;  // null, or the residual stream: added to x before the norm in the forward, to dx in the backward
   void* sum;         // forward with a residual: x + residual
   void* out;         // y, or dx
-  float* partials;   // (blocks, width): the sum of each block's rows for the weight's gradient; backward only
+  float* partials;   // (blocks, width): each block's sum over its rows for the weight's gradient; backward only
   int32_t rows;
   int32_t width;
   int32_t lanes;     // threads that share a row
@@ -28,7 +28,7 @@ struct RmsNorm {
 struct LayerNorm {
   RmsNorm of;
   const void* bias;
-  float* bias_partials;  // backward only: as RmsNorm::partials, for the bias's gradient
+  float* bias_partials;  // backward only: like RmsNorm::partials, for the bias's gradient
   int32_t bias_type;
   int32_t padding;
 };
@@ -50,7 +50,7 @@ struct SumInOrder {
   int32_t place;
 };
 
-// A (batch, token, head, channel) tensor; strides are in elements, channels are neighbours.
+// A (batch, token, head, channel) tensor; strides are in elements, channels are contiguous.
 struct Heads {
   void* data;
   int64_t batch;
@@ -65,17 +65,17 @@ struct CopyHeads {
   int32_t tokens;    // of all batch entries
   int32_t sequence;
   int32_t heads;
-  int32_t packs;     // of a head
+  int32_t packs;     // per head
 };
 
 struct Rope {
-  Heads x;            // the input of the rotation, or of the norm before it
-  Heads dy;           // the output's gradient: with norm, backward only
-  Heads out;          // batch entries lie one after the other
+  Heads x;            // the input of the rotation; with norm, the input of the norm
+  Heads dy;           // the output's gradient; backward with norm only
+  Heads out;          // batch entries are contiguous
   const float* cos;   // (sequence, half)
   const float* sin;
-  const void* weight;  // (2 half): with norm only
-  float* partials;     // as in RmsNorm
+  const void* weight;  // (2 half); with norm only
+  float* partials;     // as in RmsNorm; with norm only
   int32_t tokens;      // of all batch entries
   int32_t sequence;
   int32_t heads;
@@ -84,18 +84,19 @@ struct Rope {
   int32_t interleaved;
   int32_t weight_type;
   float eps;
-  float direction;     // 1 or -1, times the angle: without norm only
+  float direction;     // 1 or -1, multiplies the angle; without norm only
   int32_t padding;
 };
 
-// Rows of `columns` elements, whose starts are gate_row, up_row or out_row elements apart; dy and y have no gaps.
+// Rows of `columns` elements. Their starts are gate_row, up_row or out_row elements apart; rows of dy and y are
+// contiguous.
 struct SwiGlu {
   const void* gate;
   const void* up;
   const void* dy;  // backward only
   void* out;       // y, or dgate
   void* dup;       // backward only
-  void* y;         // backward only: null, or where the forward's y is written again
+  void* y;         // backward only: null, or where y is computed again
   int64_t len;
   int64_t columns;
   int64_t gate_row;
@@ -107,10 +108,10 @@ struct SwiGlu {
 struct CheckIds {
   const void* ids;
   uint32_t* places;  // the row numbers; NO_PLACE for an id that is bad or ignored
-  uint32_t* status;  // two counters, zero before: len - (position of the first bad id), 0 if none is; number of valid ids
-  int64_t limit;     // valid ids are below it
+  uint32_t* status;  // zeroed before: len - (position of the first bad id), 0 if there is none; number of valid ids
+  int64_t limit;     // valid ids are below `limit`
   int64_t ignored;
-  int32_t ignores;   // 1: `ignored` is an id that is allowed and does not count
+  int32_t ignores;   // 1: `ignored` is an allowed id that does not count
   int32_t len;
 };
 
@@ -128,11 +129,11 @@ struct SortIds {
 };
 
 struct Embedding {
-  const void* from;         // the table, or the output's gradient without gaps
+  const void* from;         // the table, or the output's contiguous gradient
   const uint32_t* ids;      // forward: in the order of the output's rows; backward: sorted
   const uint32_t* order;    // backward: the original position of each sorted id
-  uint32_t* starts;         // backward: (rows + 1), the index of the first sorted id that is not below each row's number
-  float* pieces;            // backward: (len / PIECE, width), the sum of each piece of sorted ids that is of one id
+  uint32_t* starts;         // backward: (rows + 1), the index of the first sorted id that is at least each row's number
+  float* pieces;            // backward: (len / PIECE, width), the sum of each piece of sorted ids whose ids are all equal
   void* out;
   int64_t row_stride;       // forward: strides of the table
   int64_t column_stride;
@@ -144,7 +145,7 @@ struct Embedding {
 
 struct CrossEntropy {
   const void* logits;       // (rows, classes) without gaps
-  void* gradient;           // may be the memory of the logits; of mean_loss: the mean
+  void* gradient;           // may alias the logits; for mean_loss: the mean
   const uint32_t* targets;  // NO_PLACE for a target that does not count
   const uint32_t* status;   // CheckIds::status
   const float* dloss;       // backward only
@@ -156,8 +157,8 @@ struct CrossEntropy {
   float z_loss;  // weight of the z-loss: z_loss lse^2 is added to each row's loss
 };
 
-// out = from * factor, or out += from * factor to accumulate. The factor is dloss / (number of targets that count), or 1 where
-// dloss is null.
+// out = from * factor, or out += from * factor with `accumulate`. The factor is dloss / (number of targets that count),
+// or 1 if dloss is null.
 struct Scale {
   const void* from;
   void* out;
@@ -168,14 +169,14 @@ struct Scale {
   int32_t padding;
 };
 
-// `partials` holds the sum of each block, `out` the sum of these.
+// `partials` stores the sum of each block, `out` their sum.
 struct SumOfSquares {
   const float* x;
   double* partials;
   double* out;
   int64_t len;
   int32_t parts;
-  int32_t vector;  // 1: x starts on 16 bytes
+  int32_t vector;  // 1: x is 16-byte aligned
 };
 
 struct AdamW {
@@ -186,9 +187,9 @@ struct AdamW {
   const double* sum_of_squares;  // of the gradient: SumOfSquares::out
   void* copy;      // null, or a copy of the weights in 16 bit, of copy_type
   int64_t len;
-  int64_t decayed;  // number of weights, the first ones, that decay
+  int64_t decayed;  // the first `decayed` weights decay
   float factor;    // factor of the gradient
-  float clip;      // largest allowed norm of gradient times factor; infinity: no clipping
+  float clip;      // largest allowed norm of factor * gradient; infinity: no clipping
   float beta1;
   float beta2;
   float rate;      // lr / (1 - beta1^step)
@@ -199,7 +200,7 @@ struct AdamW {
   int32_t padding;
 };
 
-// A matrix of `len` elements; the direction is bf16.
+// A matrix of `len` elements. The direction is bf16.
 struct MuonMomentum {
   float* momentum;
   const float* gradient;
@@ -214,11 +215,11 @@ struct MuonMomentum {
   int32_t padding;
 };
 
-// Orthogonal directions, matrices of (rows, columns) one after the other, in bf16.
+// Orthogonalized directions: contiguous matrices of (rows, columns), in bf16.
 struct MuonRows {
   void* x;
-  float* mean_squares;           // by row: running; null to scale alone
-  float* factors;                // by row: muon_row_squares leaves the mean square of this step here for muon_row_factors
+  float* mean_squares;           // running mean squares, one per row; null: muon_scale_rows only
+  float* factors;                // one per row: muon_row_squares writes this step's mean square here for muon_row_factors
   const double* sum_of_squares;  // of the whole gradient: SumOfSquares::out
   int32_t rows;
   int32_t columns;
@@ -226,10 +227,10 @@ struct MuonRows {
   int32_t padding;
 };
 
-// Inverse roots of the traces of matrices (size, size) in bf16.
+// Inverse square roots of the traces of (size, size) matrices in bf16.
 struct MuonTrace {
   const void* x;
-  float* inverse;  // one a matrix; 0 for a trace that is 0 or not finite
+  float* inverse;  // one per matrix; 0 if the trace is 0 or not finite
   int32_t size;
   int32_t padding;
 };
@@ -238,10 +239,10 @@ struct MuonTrace {
 struct MuonCombine {
   const void* x;
   void* y;               // not read if c is 0
-  const float* inverse;  // null, or of each matrix: MuonTrace::inverse
+  const float* inverse;  // null, or one per matrix: MuonTrace::inverse
   int64_t len;
   int32_t size;
-  int32_t power;         // f is this power of it
+  int32_t power;         // f is this power of `inverse`
   float a;
   float b;
   float c;
@@ -260,21 +261,21 @@ struct MuonApply {
   int32_t padding;
 };
 
-// Codes of a matrix in FP8, whose dimensions are multiples of 16.
+// A matrix quantized to FP8, whose dimensions are multiples of 16.
 struct Fp8Codes {
   uint8_t* row_codes;     // null, or (rows, columns)
   uint8_t* column_codes;  // null, or (columns, rows)
-  const float* scale;     // a power of two: a code's value times it is the element
-  float* used;            // null, or where this scale is copied to: `scale` may change while the codes live
-  uint32_t* largest;      // the bits of the largest absolute value, which is raised
-  uint32_t* saturated;    // the number of values beyond the format, which is added to
+  const float* scale;     // a power of two: element = the code's value * scale
+  float* used;            // null, or where this scale is copied to: `scale` may change while the quantized matrix is in use
+  uint32_t* largest;      // the bits of the largest absolute value, updated by atomic max
+  uint32_t* saturated;    // counter of values beyond the format's range
   int32_t rows;
   int32_t columns;
   int32_t e5m2;           // 1: codes are E5M2; 0: E4M3
   int32_t padding;
 };
 
-// A matrix (rows, columns) without gaps, which becomes the columns of `codes` from `first_column` on.
+// A contiguous matrix (rows, columns). It becomes the columns of `codes` from `first_column` on.
 struct Fp8Quantize {
   const void* x;
   Fp8Codes codes;
@@ -282,13 +283,14 @@ struct Fp8Quantize {
   int32_t first_column;
 };
 
-// y of the forward in FP8 alone, or dx in FP8 too.
+// The forward writes y in FP8 only; the backward writes dx in FP8 as well.
 struct Fp8RmsNorm {
   RmsNorm of;
   Fp8Codes codes;
 };
 
-// The gradient of rope with norm of `of`, in FP8: columns of `codes` from `first_column` on, all heads of a token side by side.
+// The gradient of rope with norm in `of`, in FP8: columns of `codes` from `first_column` on, with all heads of a token
+// side by side.
 struct Fp8Rope {
   Rope of;
   Fp8Codes codes;
@@ -296,11 +298,11 @@ struct Fp8Rope {
   int32_t padding;
 };
 
-// Fp8Codes of (rows, columns) of y, or (rows, 2 columns) of dgate and dup, concatenated along the columns.
+// FP8 values of y (rows, columns), or of dgate and dup (rows, 2 columns), concatenated along the columns.
 struct Fp8SwiGlu {
   SwiGlu of;
   Fp8Codes codes;
-  Fp8Codes again;  // backward only: y, where it has codes
+  Fp8Codes again;  // backward only: y, if `again` has codes
 };
 
 // The gradient of `factor` times the sum of the losses, in FP8 with a fixed scale.
@@ -314,12 +316,12 @@ struct Fp8CrossEntropy {
 struct Fp8Rescale {
   float* scale;
   uint32_t* largest;     // bits
-  float* running;        // null: scales of `largest` alone
-  const float* formats;  // 1 for E5M2, 0 for E4M3; null: all have `e5m2`
+  float* running;        // null: scales fit `largest`
+  const float* formats;  // 1 for E5M2, 0 for E4M3; null: `e5m2` applies to all
   int32_t count;
   int32_t e5m2;
-  float decay;   // of running maxima
-  float margin;  // of their scales
+  float decay;   // of the running maxima
+  float margin;  // of the scales of running maxima
 };
 
 }  // namespace sage::params

@@ -1,4 +1,4 @@
-// The table of plans (plans.def) for the kernels: the numerics of a kernel take its plan as a template argument.
+// The table of plans (plans.def) for the kernels. The numerics of a kernel have its plan as a template argument.
 #pragma once
 
 namespace sage::params {
@@ -10,7 +10,7 @@ enum Mainloop : unsigned {
 #include <sage/params/plans.def>
 };
 
-// What the host relies on; plans.def explains the columns. The code that makes a fact true asserts it.
+// What the host knows of a mainloop; plans.def explains the columns. The code that a fact describes asserts it.
 struct MainloopFacts {
   Maps maps;
   bool documents;
@@ -24,7 +24,7 @@ consteval MainloopFacts facts(Mainloop mainloop) {
   throw "plans.def has no such mainloop";
 }
 
-// Blocks that divide the channels of the same keys among them.
+// Number of blocks that share the same keys, each with a part of the channels.
 consteval int channel_parts(Mainloop mainloop, int head_dim) {
   int of_a_block = facts(mainloop).channels;
   return of_a_block > 0 ? (head_dim + of_a_block - 1) / of_a_block : 1;
@@ -47,7 +47,7 @@ enum Target : unsigned {
 };
 enum Visits : unsigned { EVERY = 1, LISTED = 2, SCORE_MOD = 4 };
 
-// The target of an architecture: 90 for sm_90. One without a target is not a constant expression.
+// The target of an architecture: 90 for sm_90. For an unknown architecture the call is not a constant expression.
 consteval Target target_of(int architecture) {
 #define SAGE_TARGET(name, kib, ...)        \
   for (int own : {__VA_ARGS__})            \
@@ -56,7 +56,7 @@ consteval Target target_of(int architecture) {
   throw "plans.def has no target for this architecture";
 }
 
-// The target of this compilation. The pass for the host launches nothing, so that its target does not matter.
+// The target of this compilation. The host pass launches nothing, so its target does not matter.
 #ifdef __CUDA_ARCH__
 constexpr Target TARGET = target_of(__CUDA_ARCH__ / 10);
 #else
@@ -81,7 +81,7 @@ constexpr PlanRow PLANS[] = {
 #include <sage/params/plans.def>
 };
 
-// The bytes of shared memory that a plan may ask for.
+// The bytes of shared memory that a plan may use.
 consteval int shared_limit(Target target) {
 #define SAGE_TARGET(name, kib, ...) \
   if (target == name) return kib * 1024;
@@ -101,8 +101,8 @@ struct Widths {
   consteval Widths(int head_dim, int value_dim) : head_dim(head_dim), value_dim(value_dim) {}
 };
 
-// The plan of a kernel. If the table has no row for it, or two, or a plan that does not fit the target, the call is not a constant
-// expression, and the compiler's error names this function.
+// The plan of a kernel. If the table has no row for it, or two, or a plan that does not fit the target, the call is not
+// a constant expression, and the compiler's error names this function.
 consteval Plan plan(const char* kernel, Widths widths, Visits visits = EVERY, Target target = TARGET) {
   const PlanRow* found = nullptr;
   for (const PlanRow& row : PLANS) {

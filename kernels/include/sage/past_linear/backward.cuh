@@ -1,5 +1,5 @@
-// The backward of a block of queries, from the states that the forward read, and that of a block of keys, from the states summed
-// from the end.
+// The backward of a query block, from the states that the forward read, and the backward of a key block, from the
+// states summed from the end.
 #pragma once
 
 #include <sage/attention/mixture.cuh>
@@ -7,13 +7,13 @@
 
 namespace sage::past_linear {
 
-// With u = H dO, n = phi . z and t = dO . out = phi . u / n: dphi = (u - t z) / n, whose product with phi is zero, so that
-// dq = phi o (u - t z) / n. Also stores each query's factors of dO and of 1, 1 / n and -t / n, for the states that the keys read.
-// Since H and z are stored times inverse_blocks(block) / BLOCK, these factors must be multiplied by it too: here by the first part,
-// in backward_keys by the second.
+// With u = H dO, n = phi . z and t = dO . out = phi . u / n: dphi = (u - t z) / n, whose dot product with phi is zero,
+// so that dq = phi o (u - t z) / n. Also stores each query's factors of dO and of 1, 1 / n and -t / n, for the states
+// that the keys read. Since H and z are stored times inverse_blocks(block) / BLOCK, these factors must be multiplied by
+// it as well: here by inverse_blocks(block), in backward_keys by 1 / BLOCK.
 //
-// In a mixture dO is of the mixture: 1 - a of it is the tail's, and dtheta loses a (1 - a) t, which is added to the part that the
-// exact branch has left.
+// In a mixture dO is the gradient of the mixture: the tail's gradient is 1 - a times dO, and a (1 - a) t is subtracted
+// from the part of dtheta that the exact branch has stored.
 template <class T, int D>
 __device__ __forceinline__ void backward_queries(const params::Linear& p) {
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -60,7 +60,7 @@ __device__ __forceinline__ void backward_queries(const params::Linear& p) {
     t = row_sum<4>(t) * inverse;
     if (mixed && real) {
       float a = weight_of_exact[h];
-      // Where no key is left to the tail nothing of it reaches a gradient, whatever its normalizer is.
+      // If no key is in the tail, the tail contributes to no gradient, whatever its normalizer is.
       if (a >= 1.0f) t = 0.0f, inverse = 0.0f;
       if (lane % 4 == 0) dtheta -= a * (1.0f - a) * t;
       inverse *= 1.0f - a;
@@ -89,8 +89,8 @@ __device__ __forceinline__ void backward_queries(const params::Linear& p) {
   if (threadIdx.x == 0) attention::theta_part(p.mixture, p.shape, at.segment_index, at.head, at.block) += sum;
 }
 
-// With G and z the sums over all later blocks of queries: dphi = G v + z, dk = phi o (dphi - phi . dphi), dv = phi G. G and z
-// still have to be divided by the tokens of a block (see backward_queries): BY_TOKEN is applied to both results.
+// With G and z the sums over all later query blocks: dphi = G v + z, dk = phi o (dphi - phi . dphi), dv = phi G. G and
+// z still have to be divided by BLOCK (see backward_queries): BY_TOKEN is applied to both results.
 template <class T, int D>
 __device__ __forceinline__ void backward_keys(const params::Linear& p) {
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -111,7 +111,7 @@ __device__ __forceinline__ void backward_keys(const params::Linear& p) {
   __syncthreads();
   constexpr float BY_TOKEN = 1.0f / BLOCK;
   float acc[D / 8][4];
-  // dK comes first, because its operand V is not needed after it: its place in shared memory takes the results.
+  // dK comes first, because its operand V is not needed after it: the results are written to V's shared memory.
   multiply_state<T, D, true>(acc, memory + At::ROWS_BYTES + warp * 16 * D * 2, state, lane);
   __syncwarp();
 #pragma unroll

@@ -1,4 +1,4 @@
-// Blocks of rows of the linear tail in shared memory: how they come there, phi of them, factors, and how results leave.
+// Blocks of rows of the linear tail in shared memory: copies, features phi, scaling by factors, and storing results.
 #pragma once
 
 #include <math_constants.h>
@@ -18,15 +18,15 @@ using attention::unpack_8;
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int BLOCK = attention::SELECTION_BLOCK;
 
-// One over a number of blocks, which is rounded up to a power of two, so that multiplying by it is exact. Sums over the tokens
-// before a block are stored times this and 1 / BLOCK, about as means over those tokens: no sum then outgrows f16, and normalizing
-// cancels the factor.
+// 1 / blocks, with `blocks` rounded up to a power of two, so that multiplying by it is exact. Sums over the tokens
+// before a block are stored times this and 1 / BLOCK, roughly as means over these tokens: no sum then overflows f16,
+// and normalizing cancels the factor.
 __device__ __forceinline__ float inverse_blocks(int blocks) {
   int exponent = blocks > 1 ? 32 - __clz(blocks - 1) : 0;
   return __int_as_float((127 - exponent) << 23);
 }
 
-// Sum and maximum over the LANES lanes that share a row.
+// The sum and the maximum over the LANES lanes that share a row.
 template <int LANES>
 __device__ __forceinline__ float row_sum(float x) {
 #pragma unroll
@@ -40,8 +40,8 @@ __device__ __forceinline__ float row_max(float x) {
   return x;
 }
 
-// How COUNT threads share the rows of a block: D / 8 lanes a row, eight channels each, as copy_rows divides them. Each thread
-// therefore changes in shared memory only what it has copied itself, and only products need a barrier before them.
+// How COUNT threads divide the rows of a block: D / 8 lanes per row, eight channels each, as in copy_rows. A thread
+// therefore changes only the shared memory that it has copied itself, and only matmuls need a barrier before them.
 template <int D, int COUNT>
 struct Share {
   static constexpr int LANES = D / 8, STEP = COUNT / LANES;
@@ -54,7 +54,8 @@ __device__ __forceinline__ void copy_block(uint32_t shared, const Rows<T>& rows,
   attention::copy_rows<BLOCK, D, COUNT>(shared, rows, first, threadIdx.x);
 }
 
-// Replaces rows in shared memory, of which the first `count` exist, by phi of them, and calls f(row, chunk, phi as rounded).
+// Replaces rows in shared memory, of which the first `count` exist, by their features, and calls f(row, chunk, rounded
+// features).
 template <class T, int D, int COUNT = THREADS, class F>
 __device__ __forceinline__ void make_features(uint32_t shared, int count, int head_dim, F f) {
   using S = Share<D, COUNT>;
@@ -71,8 +72,8 @@ __device__ __forceinline__ void make_features(uint32_t shared, int count, int he
     }
 #pragma unroll
     for (int c = 0; c < 8; ++c) largest = fmaxf(largest, x[c]);
-    // What rounding does to the shift is a factor of the whole row, which the normalization cancels (up to |x| = 1e9, where the factor
-    // itself would overflow).
+    // Rounding the shift multiplies the whole row by a factor, which the normalization cancels (up to |x| = 1e9, where
+    // the factor itself would overflow).
     float shift = -ptx::LOG2_E * row_max<S::LANES>(largest);
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
@@ -112,14 +113,14 @@ __device__ __forceinline__ float element(const unsigned char* rows, int row, int
   return ptx::to_float(*reinterpret_cast<const T*>(rows + layout::swizzled<D * 2>(row, column / 8) + column % 8 * 2));
 }
 
-// Stores two neighbouring channels of a warp's 16 rows of results in shared memory, from where store_rows writes whole rows.
-// The rows overwrite an operand that this warp alone has read.
+// Stores two neighbouring channels of a warp's 16 rows of results in shared memory, from where store_rows writes whole
+// rows. The rows overwrite an operand that only this warp has read.
 template <class T, int D>
 __device__ __forceinline__ void leave_2(unsigned char* rows, int row, int column, float a, float b) {
   *reinterpret_cast<uint32_t*>(rows + layout::swizzled<D * 2>(row, column / 8) + column % 8 * 2) = ptx::pack_16<T>(a, b);
 }
-// Writes a warp's 16 rows, from `row` on in shared memory, to the rows from `first` on of `to`, after change(row, channel, eight
-// channels).
+// Writes a warp's 16 rows, from `row` on in shared memory, to the rows from `first` on of `to`, after calling
+// change(row, channel, eight channels).
 template <class T, int D, class F>
 __device__ __forceinline__ void change_and_store_rows(const Rows<T>& to, const unsigned char* rows, int row, int first, F change) {
   constexpr int LANES = D / 8;
@@ -135,7 +136,7 @@ __device__ __forceinline__ void change_and_store_rows(const Rows<T>& to, const u
   }
 }
 
-// The same, or with `add` adds them to the rows of `to`.
+// Writes the rows without a change, or with `add` adds them to the rows of `to`.
 template <class T, int D>
 __device__ __forceinline__ void store_rows(const Rows<T>& to, const unsigned char* rows, int row, int first, bool add) {
   change_and_store_rows<T, D>(to, rows, row, first, [&](int r, int column, float(&x)[8]) {

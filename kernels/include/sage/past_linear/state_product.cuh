@@ -1,4 +1,4 @@
-// Products of a block of rows with a state: what the forward and both parts of the backward share.
+// Matmuls of a block of rows with a state, shared by the forward and both parts of the backward.
 #pragma once
 
 #include <sage/layout/fragments.cuh>
@@ -13,18 +13,18 @@ using attention::first_query_block;
 using attention::Segment;
 using attention::TILE;
 
-// Whether the plan of a kernel that multiplies blocks of rows with a state is that of its shared memory: OPERANDS bytes of rows, and
-// the state.
+// Whether the shared memory in a kernel's plan, for a kernel that multiplies blocks of rows by a state, equals OPERANDS
+// bytes of rows plus the state.
 template <int D, params::Plan PLAN, int OPERANDS>
 constexpr bool PLAN_FITS = PLAN.rows == BLOCK && PLAN.threads == THREADS && PLAN.shared_bytes == OPERANDS + D * D * 2;
 
-// The rows that a thread block works on: a block of queries, or of keys, of a head.
+// The rows that a thread block works on: a query block, or a key block, of a head.
 template <class T, int D>
 struct Tile {
   static constexpr int ROWS_BYTES = BLOCK * D * 2;
   Segment segment;
   int segment_index, head, block, first;
-  int64_t padded;  // the first query's place in the padded buffers
+  int64_t padded;  // the first query's index in the padded buffers
 
   __device__ __forceinline__ Tile(const params::Linear& p)
       : segment(p.shape, blockIdx.y), segment_index(blockIdx.y), head(blockIdx.z), block(blockIdx.x), first(block * BLOCK),
@@ -46,9 +46,9 @@ struct Tile {
     for (int i = threadIdx.x; i < D * D / 8; i += THREADS) ptx::cp_async_16(place(shared, i), state + i * 8, true);
     ptx::cp_async_commit();
   }
-  // Completes a state that the calling thread's copies have loaded, by what comes before the block's chunk, or in the backward
-  // after it; and reads z, of which it does the same. What comes before is stored times the factor of the chunk's first block:
-  // `factor` converts it to the factor of this block.
+  // Completes a state that the calling thread's copies have loaded: adds the sum before the block's chunk, or in the
+  // backward after it. Reads z, and completes it likewise. The sum before a chunk is stored times the factor of the
+  // chunk's first block; `factor` converts it to the factor of this block.
   __device__ __forceinline__ void complete_state(uint32_t shared, float (&sums)[D], const params::Linear& p, int key_head) const {
     int chunk = block / p.chunk_blocks;
     bool none_before = p.backward ? chunk + 1 == p.chunks : chunk == 0;
@@ -68,13 +68,13 @@ struct Tile {
   }
 
  private:
-  // Where 16 bytes of a state lie in shared memory.
+  // The address of 16 bytes of a state in shared memory.
   static __device__ __forceinline__ uint32_t place(uint32_t shared, int i) {
     return shared + layout::swizzled<D * 2>(i / (D / 8), i % (D / 8));
   }
 };
 
-// acc = A S, or A S^T: a warp's 16 rows by the state.
+// acc = A S, or A S^T, with a warp's 16 rows A and the state S.
 template <class T, int D, bool TRANSPOSED>
 __device__ __forceinline__ void multiply_state(float (&acc)[D / 8][4], uint32_t rows, uint32_t state, int lane) {
 #pragma unroll
@@ -99,11 +99,13 @@ __device__ __forceinline__ void multiply_state(float (&acc)[D / 8][4], uint32_t 
   }
 }
 
-// One over a query's normalizer. In f16 features below 2^-24 are zero, so that a query may meet no key at all: its output is then
-// zero, and so are its gradients, as they are where the normalizer is too small for its inverse. A NaN stays one.
+// 1 / a query's normalizer. In f16 features below 2^-24 are zero, so that a query may match no key at all: its output
+// is then zero, and so are its gradients. The same applies if the normalizer is too small for its inverse. A NaN stays
+// a NaN.
 __device__ __forceinline__ float inverse_norm(float norm) { return norm < 0x1p-126f ? 0.0f : 1.0f / norm; }
 
-// Replaces queries in shared memory, from `first` on, by phi of them, and stores each one's normalizer phi . z in `norms`.
+// Replaces queries in shared memory, from `first` on, by their features, and stores the normalizer phi . z of each in
+// `norms`.
 template <class T, int D>
 __device__ __forceinline__ void make_query_features(uint32_t shared, const Rows<T>& q, int first, const float (&z)[D],
                                                     float (&norms)[BLOCK]) {

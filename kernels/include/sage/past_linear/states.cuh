@@ -1,6 +1,6 @@
-// Sums of states along the sequence, in chunks of blocks, so that all multiprocessors have work: each chunk's states are summed
-// from its own first block on. What comes before a chunk is added up afterwards, and whoever reads a state adds it
-// (state_product.cuh).
+// Sums of states along the sequence, in chunks of blocks, so that all multiprocessors have work. Each chunk's states
+// are summed from its first block on. The sum over earlier chunks is computed afterwards, and added whenever a state is
+// read (state_product.cuh).
 #pragma once
 
 #include <sage/layout/fragments.cuh>
@@ -19,10 +19,10 @@ using attention::TILE;
 // Threads of the kernels that sum states: one thread block fills a multiprocessor.
 constexpr int STATE_THREADS = 512;
 
-// Sums of a chunk of blocks of a key head, from the front or from the end. A thread block has VALUES columns of the state: all of
-// them where the multiprocessor's shared memory suffices, since the thread blocks of the other columns would make the same
-// features once more, and features are most of the work. A warp keeps a part of the state in its accumulators: 16 channels of the
-// features by COLUMNS of the values, and, for the first columns, its part of z.
+// Sums a chunk of blocks of a key head, from the front or from the end. A thread block has VALUES columns of the state:
+// all columns if shared memory suffices, because otherwise the thread blocks of the other columns would compute the
+// same features again, and features are most of the work. A warp keeps a part of the state in its accumulators: 16
+// channels of the features by COLUMNS of the values, and, for the first columns, its part of z.
 template <class T, int D>
 struct StateKernel {
   static constexpr params::Plan PLAN = params::plan("linear_scan_blocks", D, params::LISTED);
@@ -53,8 +53,8 @@ struct StateKernel {
     return reinterpret_cast<float*>(memory + STAGES * STAGE_BYTES) + stage % STAGES * BLOCK;
   }
 
-  // Item `i` of the loop over blocks, which starts at the first block, or in the backward at the last: a block and, in the
-  // backward, a query head of the group.
+  // Item `i` of the loop over blocks, which starts at the first block, or in the backward at the last. An item is a
+  // block and, in the backward, a query head of the group.
   struct Item {
     int block, head;
   };
@@ -74,11 +74,11 @@ struct StateKernel {
     copy_block<T, VALUES, THREADS>(features(stage) + FEATURE_BYTES, values, it.block * BLOCK);
   }
 
-  // Replaces what this thread copied: by features and, in the backward, by dO times the query's factor.
+  // Converts this thread's copies in place: to features and, in the backward, to dO times the query's factor.
   __device__ __forceinline__ void prepare(int stage, Item it) {
     using S = Share<VALUES, THREADS>;
     int first = it.block * BLOCK, count = segment.query_len - first;
-    // Factors are read before the features are made, which hides how long it takes.
+    // Factors are read before the features are computed, which hides the latency of the loads.
     const float* factors = p.rows + 2 * ((int64_t(it.head) * p.shape.query_tiles + segment.query_tile) * TILE + first);
     float factor_of_values[BLOCK / S::STEP], weight = 0.0f;
     if (p.backward) {
@@ -122,7 +122,7 @@ struct StateKernel {
     }
   }
 
-  // Adds blocks to the state one after the other; before(block) is called before the first head of each.
+  // Adds blocks to the state one after the other. before(block) is called before the first head of each block.
   template <class F>
   __device__ __forceinline__ void walk(int first, int end, int items, F before) {
     auto prefetch = [&](int i) {
@@ -136,22 +136,22 @@ struct StateKernel {
       if (i % group == 0) before(it.block);
       ptx::cp_async_wait<STAGES - 2>();
       prepare(i, it);
-      // After the barrier all threads see the features, and have finished with the stage of the previous item, which may be
-      // refilled.
+      // After the barrier all threads see the features, and have finished with the stage of the previous item, which
+      // may be refilled.
       __syncthreads();
       prefetch(i + STAGES - 1);
       multiply(i);
     }
   }
 
-  // The warp's first column of H, and whether it has a part of z.
+  // The warp's first column of H, and whether the warp has a part of z.
   __device__ __forceinline__ int column() const { return first_column + part * COLUMNS; }
   __device__ __forceinline__ bool has_z() const { return column() == 0; }
 
   // Calls f(index, two values) for pairs of neighbouring channels in the warp's part of H, and g(index, value) for z.
   template <class F, class G>
   __device__ __forceinline__ void each(F f, G g) {
-    // Computed again, so that places are not kept in registers in addition to the accumulators.
+    // Recomputed, so that addresses are not kept in registers in addition to the accumulators.
     int lane = ptx::opaque(threadIdx.x) % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -167,7 +167,7 @@ struct StateKernel {
     return p.chunk_sums + ((int64_t(key_head) * p.shape.segment_count + segment_index) * p.chunks + chunk) * WIDTH;
   }
 
-  // Writes the states inside a chunk, and the chunk's sums, unless no other chunk comes after it.
+  // Writes the states inside a chunk. Writes the chunk's sums too, unless no other chunk comes after it.
   __device__ __forceinline__ void scan() {
     int first = chunk * p.chunk_blocks, end = min(first + p.chunk_blocks, selection_blocks(segment.query_len));
     int blocks = max(end - first, 0);
@@ -179,7 +179,7 @@ struct StateKernel {
       each([&](int at, float x, float y) { *reinterpret_cast<uint32_t*>(states + at) = ptx::pack_16<T>(x * factor, y * factor); },
            [&](int at, float x) { sums[at] = x * factor; });
     };
-    // The last block comes before no other state of this chunk: it is added for the chunk's sums alone.
+    // No other state of this chunk includes the last block: it is added only for the chunk's sums.
     walk(first, end, max(blocks - (summed ? 0 : 1), 0) * group, leave);
     if (!summed && blocks > 0) leave(p.backward ? first : end - 1);
     if (!summed) return;
@@ -195,8 +195,8 @@ __device__ __forceinline__ void scan_blocks(const params::Linear& p) {
   StateKernel<T, D>(p, shared).scan();
 }
 
-// Adds up what comes before each chunk, or in the backward after it: H rounded to 16 bit, z in place of the chunk's own. Both are
-// stored as the state of the chunk's first block is.
+// Sums all chunks before each chunk, or in the backward after it: H is rounded to 16 bit, z replaces the chunk's own z.
+// Both are scaled like the state of the chunk's first block.
 template <class T, int D>
 __device__ __forceinline__ void scan_chunks(const params::Linear& p) {
   constexpr int WIDTH = (D + 1) * D;
@@ -207,7 +207,7 @@ __device__ __forceinline__ void scan_chunks(const params::Linear& p) {
   for (int i = 0; i < p.chunks; ++i) {
     int chunk = p.backward ? p.chunks - 1 - i : i;
     float& own = p.chunk_sums[(line + chunk) * WIDTH + at];
-    // No chunk comes after the last one, whose own sum was not made.
+    // No chunk comes after the last one, so its own sum was not computed.
     float added = i + 1 < p.chunks ? own : 0.0f, stored = sum * (p.backward ? 1.0f : inverse_blocks(chunk * p.chunk_blocks) / BLOCK);
     if (at < D * D) static_cast<T*>(p.chunk_states)[(line + chunk) * D * D + at] = ptx::from_float<T>(stored);
     else own = stored;

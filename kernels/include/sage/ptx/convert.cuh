@@ -1,13 +1,13 @@
-// Conversions through 8-bit floats that only some architectures have: PTX ISA, "Data Movement and Conversion Instructions:
-// cvt".
+// Conversions through 8-bit floats that only some architectures have: PTX ISA, "Data Movement and Conversion
+// Instructions: cvt".
 #pragma once
 
 #include <stdint.h>
 
 namespace sage::ptx {
 
-// cvt.rn.satfinite.e4m3x2.f32 and back by cvt.rn.f16x2.e4m3x2: the E4M3 value nearest to x, ties to even, saturating at 448.
-// Each thread converts its own x. sm_89 and later; elsewhere it traps.
+// cvt.rn.satfinite.e4m3x2.f32 and back by cvt.rn.f16x2.e4m3x2: the E4M3 value nearest to x, ties to even, saturating at
+// 448. Each thread converts its own x. Needs sm_89; on earlier architectures it traps.
 __device__ __forceinline__ float e4m3(float x) {
 #if __CUDA_ARCH__ >= 890
   uint16_t code;

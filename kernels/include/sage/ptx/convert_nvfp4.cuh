@@ -1,4 +1,4 @@
-// Conversions between floats and NVFP4's codes.
+// Conversions between floats and the codes of NVFP4.
 #pragma once
 
 #include <sage/quant/nvfp4.cuh>
@@ -22,8 +22,8 @@ __device__ __forceinline__ float value_of_e4m3(uint32_t code) {
   return code < 8 ? float(code) * (1.0f / 512.0f) : __uint_as_float((code << 20) + (120u << 23));
 }
 
-// The code of an E4M3 value that is not negative; 0x7f for a NaN. cvt.rn.satfinite.e4m3x2.f32 (PTX ISA, "Data Movement and
-// Conversion Instructions: cvt") where the architecture has it.
+// The code of a nonnegative E4M3 value; 0x7f for a NaN. Uses cvt.rn.satfinite.e4m3x2.f32 (PTX ISA, "Data Movement and
+// Conversion Instructions: cvt") if the architecture has it.
 __device__ __forceinline__ uint32_t code_of_e4m3(float value) {
 #if __CUDA_ARCH__ >= 890
   uint16_t codes;
@@ -48,8 +48,8 @@ __device__ __forceinline__ uint32_t code_of_e2m1(float x) {
   return magnitude | (__float_as_uint(x) >> 31) << 3;
 }
 
-// Eight values as codes, the first in the lowest bits: cvt.rn.satfinite.e2m1x2.f32 (PTX ISA, "Data Movement and Conversion
-// Instructions: cvt") where the architecture has it.
+// Converts eight values to E2M1 codes, the first in the lowest bits. Uses cvt.rn.satfinite.e2m1x2.f32 (PTX ISA, "Data
+// Movement and Conversion Instructions: cvt") if the architecture has it.
 __device__ __forceinline__ uint32_t codes_of_e2m1(const float (&x)[8]) {
   uint32_t codes = 0;
 #if SAGE_HAS_E2M1

@@ -1,5 +1,5 @@
-// Arithmetic instructions that C++ has no name for, one a function. All of them work on the calling thread's registers alone.
-// Quoted titles are sections of the PTX ISA manual.
+// Arithmetic instructions that C++ has no name for, one per function. All of them work only on the calling thread's
+// registers. Quoted titles are sections of the PTX ISA manual.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,15 +19,16 @@ __device__ __forceinline__ float exp2(float x) {
 
 constexpr float LOG2_E = 1.44269504088896341f;
 
-// Returns x through an empty asm statement, which the compiler cannot see into: addresses derived from the result are computed
-// again instead of being hoisted out of the loop and kept in registers.
+// Returns x through an empty asm statement, which the compiler cannot see into: addresses derived from the result are
+// recomputed instead of being hoisted out of the loop and kept in registers.
 __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// shfl.sync, "Data Movement and Conversion Instructions: shfl.sync": x from lane 0. All lanes of the warp call it with the same
-// x; the compiler then knows that the value is uniform and keeps it in one uniform register instead of one register a thread.
+// shfl.sync, "Data Movement and Conversion Instructions: shfl.sync": x from lane 0. All lanes of the warp call it with
+// the same x; the compiler then knows that the value is uniform and keeps it in one uniform register instead of one
+// register per thread.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 // rcp.approx.ftz.f32, "Floating Point Instructions: rcp": 1 / x within 1 ulp.
@@ -44,8 +45,8 @@ __device__ __forceinline__ float max_abs(float a, float b) {
   return y;
 }
 
-// cvt.rn.bf16x2.f32 or cvt.rn.f16x2.f32, "Data Movement and Conversion Instructions: cvt": two floats rounded to 16 bit, `low`
-// in the low half.
+// cvt.rn.bf16x2.f32 or cvt.rn.f16x2.f32, "Data Movement and Conversion Instructions: cvt": two floats rounded to 16
+// bit, `low` in the low half.
 template <class T>
 __device__ __forceinline__ uint32_t pack_16(float low, float high);
 
@@ -63,8 +64,8 @@ __device__ __forceinline__ uint32_t pack_16<__half>(float low, float high) {
   return packed;
 }
 
-// Two floats rounded to 16 bit towards zero, `low` in the low half: cvt.rz.f16x2.f32 (the same section), or the upper halves of
-// both, which are bf16.
+// Two floats rounded to 16 bit towards zero, `low` in the low half: cvt.rz.f16x2.f32 (the same section), or the upper
+// halves of both, which are bf16.
 template <class T>
 __device__ __forceinline__ uint32_t pack_16_towards_zero(float low, float high) {
   if constexpr (std::is_same_v<T, __half>) {
@@ -76,8 +77,8 @@ __device__ __forceinline__ uint32_t pack_16_towards_zero(float low, float high) 
   }
 }
 
-// fma.rn.f16x2 or fma.rn.bf16x2, "Half Precision Floating Point Instructions: fma": a * b + c of two values at once, each
-// rounded once.
+// fma.rn.f16x2 or fma.rn.bf16x2, "Half Precision Floating Point Instructions: fma": a * b + c of two values at once,
+// each rounded once.
 template <class T>
 __device__ __forceinline__ uint32_t fma_2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t d;
@@ -94,7 +95,8 @@ __device__ __forceinline__ uint32_t twice(float x) {
   return pack_16<T>(x, x);
 }
 
-// min.f16x2 or min.bf16x2, "Half Precision Floating Point Instructions: min": the smaller of each of two pairs of values.
+// min.f16x2 or min.bf16x2, "Half Precision Floating Point Instructions: min": the smaller of each of two pairs of
+// values.
 template <class T>
 __device__ __forceinline__ uint32_t min_2(uint32_t a, uint32_t b) {
   uint32_t d;
@@ -105,16 +107,16 @@ __device__ __forceinline__ uint32_t min_2(uint32_t a, uint32_t b) {
   return d;
 }
 
-// Products of two pairs of values, each rounded once. bf16 has no separate multiplication before sm_90; adding -0 changes no
-// product.
+// Products of two pairs of values, each rounded once. bf16 has no multiplication instruction before sm_90; adding -0
+// changes no product.
 template <class T>
 __device__ __forceinline__ uint32_t mul_2(uint32_t a, uint32_t b) {
   return fma_2<T>(a, b, 0x80008000u);
 }
 
-// max.NaN.xorsign.abs.f16x2, "Half Precision Floating Point Instructions: max": the larger of |a| and |b| for two pairs of f16;
-// a NaN wins. The sign is the exclusive or of the operands' signs, which the caller ignores. sm_86 and later; elsewhere it
-// traps, and no kernel calls it there.
+// max.NaN.xorsign.abs.f16x2, "Half Precision Floating Point Instructions: max": the larger of |a| and |b| for two pairs
+// of f16; a NaN wins. The sign is the exclusive or of the operands' signs, which the caller ignores. Needs sm_86; on
+// earlier architectures it traps, and no kernel calls it there.
 __device__ __forceinline__ uint32_t max_abs_2(uint32_t a, uint32_t b) {
   uint32_t d = 0;
 #if __CUDA_ARCH__ >= 860
@@ -130,7 +132,7 @@ __device__ __forceinline__ float to_float(T x) {
   return static_cast<float>(x);
 }
 
-// One of two values in 16 bit: the low one is number 0.
+// One of two values in 16 bit: n = 0 is the low half.
 template <class T>
 __device__ __forceinline__ float half_of(uint32_t pair, int n) {
   return to_float(reinterpret_cast<const T*>(&pair)[n]);

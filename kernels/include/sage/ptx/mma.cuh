@@ -1,5 +1,5 @@
-// Matrix instructions of a warp, sm_80 and later, one a function: PTX ISA, "Multiply-and-Accumulate Instruction: mma". All 32
-// lanes of the warp call them; operands and results are registers, so that no fence is needed.
+// Matrix instructions of a warp, sm_80 and later, one per function: PTX ISA, "Multiply-and-Accumulate Instruction:
+// mma". All 32 lanes of the warp call them; operands and results are registers, so that no fence is needed.
 //
 // A warp computes D = A B + C for a 16 x 8 tile of D. Lane l is (g, t) = (l / 4, l % 4), and its fragments are:
 //   D, C   d[0], d[1]: row g, columns 2t and 2t + 1;  d[2], d[3]: row g + 8, the same columns

@@ -1,25 +1,25 @@
-// Products of NVFP4 codes: mma.m16n8k64 with kind::mxf4nvf4, scale_vec::4X and ue4m3 scales (PTX ISA, "Multiply-and-Accumulate
-// Instruction: mma", and "Block Scaling for mma.sync"). sm_120 has the instruction. For every other architecture the same
-// product is emulated, slowly, from the same fragments, so that kernels that use it can be tested without such a device.
+// NVFP4 matmuls: mma.m16n8k64 with kind::mxf4nvf4, scale_vec::4X and ue4m3 scales (PTX ISA, "Multiply-and-Accumulate
+// Instruction: mma", and "Block Scaling for mma.sync"). sm_120 has the instruction. For every other architecture it is
+// emulated, slowly, from the same fragments, so that kernels that use it can be tested without such a device.
 //
-// Fragments: g = lane / 4, t = lane % 4, eight codes a register, the first in the lowest bits:
+// Fragments: g = lane / 4, t = lane % 4, eight FP4 values per register, the first in the lowest bits:
 //   A   a[0]: row g, reduction 8t..; a[1]: row g + 8; a[2], a[3]: the same, reduction 32 + 8t..
 //   B   b0: column g, reduction 8t..; b1: the same, reduction 32 + 8t..
 //   D   d[2h + e]: row g + 8h, column 2t + e
-// Byte by byte this is the layout of 8-bit operands. A register of scales has four, one byte for 16 of the reduction. The
-// scales of A come from lanes t = 0 (row g) and t = 1 (row g + 8), those of B from lane t = 0 (column g).
+// Byte by byte this is the layout of 8-bit operands. A register contains four scales, one byte for 16 of the reduction.
+// The scales of A come from lanes t = 0 (row g) and t = 1 (row g + 8), the scales of B from lane t = 0 (column g).
 #pragma once
 
 #include <sage/ptx/convert_nvfp4.cuh>
 
-// Set for family 12 alone: PTX promises the instruction to no other architecture.
+// Set only for family 12: PTX promises the instruction to no other architecture.
 #if defined(__CUDA_ARCH_FEAT_SM120_ALL) || (defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ == 1200)
 #define SAGE_HAS_NVFP4 1
 #else
 #define SAGE_HAS_NVFP4 0
 #endif
 #if __CUDA_ARCH__ >= 1200 && !SAGE_HAS_NVFP4
-#error "sm_120 has FP4 products in its own or its family's code alone: compute_120a or compute_120f"
+#error "FP4 matmuls on sm_120 need an architecture- or family-specific target: compute_120a or compute_120f"
 #endif
 
 namespace sage::ptx {
@@ -31,7 +31,7 @@ __device__ __forceinline__ void twice_the_values(uint32_t codes, int (&values)[2
   for (int i = 0; i < 2; ++i) {
     uint32_t four = codes >> (16 * i);
     uint32_t magnitudes = __byte_perm(0x03020100, 0x0c080604, four & 0x7777);
-    // The sign bits, one a nibble, become byte masks.
+    // The sign bits, one per nibble, become byte masks.
     uint32_t signs = four >> 3 & 0x1111;
     signs = (signs | signs << 8) & 0x00110011;
     uint32_t negative = ((signs | signs << 4) & 0x01010101) * 0xff;
@@ -40,9 +40,9 @@ __device__ __forceinline__ void twice_the_values(uint32_t codes, int (&values)[2
 }
 #endif
 
-// mma.sync.m16n8k64 with block scaling: D += A B, A of 16 x 64 and B of 64 x 8. All 32 lanes call it. Byte and thread selectors
-// of the scales are 0. The emulation reads the other lanes' operands by shuffles and sums twice the values in integers, so that
-// each group of eight products is exact before it is scaled.
+// mma.sync.m16n8k64 with block scaling: D += A B, A of 16 x 64 and B of 64 x 8. All 32 lanes call it. Byte and thread
+// selectors of the scales are 0. The emulation reads the other lanes' operands by shuffles and sums twice the values in
+// integers, so that each group of eight products is exact before it is scaled.
 __device__ __forceinline__ void mma_nvfp4(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, uint32_t a_scales,
                                           uint32_t b_scales) {
 #if SAGE_HAS_NVFP4

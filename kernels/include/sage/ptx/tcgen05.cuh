@@ -1,16 +1,17 @@
-// Products out of tensor memory, family 10 (sm_100, sm_103), one instruction a function: PTX ISA, "TensorCore 5th Generation
+// MMAs in tensor memory, family 10 (sm_100, sm_103), one instruction per function: PTX ISA, "TensorCore 5th Generation
 // Family Instructions" (tcgen05).
 //
-// Tensor memory has 128 lanes of 512 columns, 4 bytes each, for a multiprocessor. An address is lane << 16 | column. Warp w of a
-// block reads and writes lanes 32 (w % 4) to 32 (w % 4) + 31 alone. Products and copies into tensor memory are issued by one
-// thread, run asynchronously, and read shared memory as the async proxy; tcgen05_commit makes their end an arrival at an
-// mbarrier. Every other order between threads needs tcgen05_fence_before and tcgen05_fence_after around what synchronizes them.
+// Tensor memory has 128 lanes of 512 columns, 4 bytes each, per multiprocessor. An address is lane << 16 | column. Warp
+// w of a block can access only lanes 32 (w % 4) to 32 (w % 4) + 31. MMAs and copies into tensor memory are issued by
+// one thread, run asynchronously, and read shared memory through the async proxy; tcgen05_commit turns their completion
+// into an arrival at an mbarrier. Any other ordering between threads needs tcgen05_fence_before and tcgen05_fence_after
+// around the synchronization.
 #pragma once
 
 #include <sage/ptx/tcgen05_descriptors.cuh>
 #include <stdint.h>
 
-// Set for family 10 alone: PTX promises the instructions to no other architecture.
+// Set only for family 10: PTX promises the instructions to no other architecture.
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || (defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ == 1000)
 #define SAGE_HAS_TCGEN05 1
 #else
@@ -19,9 +20,9 @@
 
 namespace sage::ptx {
 
-// tcgen05.alloc ("Tensor Memory Allocation and Management Instructions"): one warp allocates COLUMNS, a power of two from 32 on,
-// and writes their address to shared memory; it waits while the multiprocessor has no such columns. The permit is given up at
-// once, so that other blocks can allocate.
+// tcgen05.alloc ("Tensor Memory Allocation and Management Instructions"): one warp allocates COLUMNS, a power of two
+// from 32 on, and writes their address to shared memory; it waits until the multiprocessor has enough free columns. The
+// permit is released at once, so that other blocks can allocate.
 template <int COLUMNS>
 __device__ __forceinline__ void tcgen05_alloc(uint32_t shared) {
 #if SAGE_HAS_TCGEN05
@@ -35,8 +36,8 @@ __device__ __forceinline__ void tcgen05_alloc(uint32_t shared) {
 #endif
 }
 
-// tcgen05.dealloc (the same section): the warp that allocated the columns releases them, when nothing uses them any more. A block
-// must do so before it ends.
+// tcgen05.dealloc (the same section): the warp that allocated the columns frees them after their last use. A block must
+// do so before it ends.
 template <int COLUMNS>
 __device__ __forceinline__ void tcgen05_dealloc(uint32_t address) {
 #if SAGE_HAS_TCGEN05
@@ -46,8 +47,9 @@ __device__ __forceinline__ void tcgen05_dealloc(uint32_t address) {
 #endif
 }
 
-// tcgen05.fence::before_thread_sync ("Tensorcore 5th Generation Specialized Synchronization Operations: tcgen05.fence"): the
-// calling thread's earlier tcgen05 instructions are ordered before its later synchronization with other threads.
+// tcgen05.fence::before_thread_sync ("Tensorcore 5th Generation Specialized Synchronization Operations:
+// tcgen05.fence"): the calling thread's earlier tcgen05 instructions are ordered before its later synchronization with
+// other threads.
 __device__ __forceinline__ void tcgen05_fence_before() {
 #if SAGE_HAS_TCGEN05
   asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
@@ -56,8 +58,8 @@ __device__ __forceinline__ void tcgen05_fence_before() {
 #endif
 }
 
-// tcgen05.fence::after_thread_sync (the same section): the calling thread's later tcgen05 instructions come after what
-// synchronized it with other threads.
+// tcgen05.fence::after_thread_sync (the same section): the calling thread's later tcgen05 instructions are ordered
+// after its earlier synchronization with other threads.
 __device__ __forceinline__ void tcgen05_fence_after() {
 #if SAGE_HAS_TCGEN05
   asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
@@ -66,8 +68,9 @@ __device__ __forceinline__ void tcgen05_fence_after() {
 #endif
 }
 
-// tcgen05.commit ("Tensorcore 5th Generation of async synchronization mechanism: tcgen05.commit"): one arrival at the mbarrier
-// when all asynchronous tcgen05 instructions that this thread has issued so far are complete. The fence before is implied.
+// tcgen05.commit ("Tensorcore 5th Generation of async synchronization mechanism: tcgen05.commit"): one arrival at the
+// mbarrier when all asynchronous tcgen05 instructions that this thread has issued so far are complete. The fence before
+// is implied.
 __device__ __forceinline__ void tcgen05_commit(uint32_t mbarrier) {
 #if SAGE_HAS_TCGEN05
   asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(mbarrier) : "memory");
@@ -77,11 +80,11 @@ __device__ __forceinline__ void tcgen05_commit(uint32_t mbarrier) {
 }
 
 // tcgen05.ld ("Tensorcore 5th Generation Data Movement Instructions: tcgen05.ld"), shape 32x32b, and the wait for it
-// (tcgen05.wait::ld): all lanes of a warp call it with the same address, whose lane is the warp's first. A thread receives 32
-// columns of the thread's lane of tensor memory.
+// (tcgen05.wait::ld): all lanes of a warp call it with the same address, whose lane is the warp's first. A thread
+// receives 32 columns of the thread's lane of tensor memory.
 __device__ __forceinline__ void tcgen05_load(float (&x)[32], uint32_t address) {
 #if SAGE_HAS_TCGEN05
-  __syncwarp();  // lanes may come from a wait one by one
+  __syncwarp();  // lanes may return from a wait one by one
   asm volatile(
       "tcgen05.ld.sync.aligned.32x32b.x32.b32 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,"
       "%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, [%32];\n"
@@ -115,9 +118,9 @@ __device__ __forceinline__ void tcgen05_store(uint32_t address, const float (&x)
 #endif
 }
 
-// tcgen05.cp ("Tensorcore 5th Generation Data Movement Instructions: tcgen05.cp"), shape 32x128b with .warpx4: one thread copies
-// 32 rows of 16 bytes from shared memory into four columns, into all four quarters of the lanes. Products that the thread issues
-// after it see the columns.
+// tcgen05.cp ("Tensorcore 5th Generation Data Movement Instructions: tcgen05.cp"), shape 32x128b with .warpx4: one
+// thread copies 32 rows of 16 bytes from shared memory into four columns, into all four quarters of the lanes. MMAs
+// that the thread issues after it see the columns.
 __device__ __forceinline__ void tcgen05_copy_scales(uint32_t address, uint64_t rows) {
 #if SAGE_HAS_TCGEN05
   asm volatile("tcgen05.cp.cta_group::1.32x128b.warpx4 [%0], %1;" ::"r"(address), "l"(rows) : "memory");
@@ -126,13 +129,14 @@ __device__ __forceinline__ void tcgen05_copy_scales(uint32_t address, uint64_t r
 #endif
 }
 
-// tcgen05.mma ("TensorCore 5th Generation Matrix Multiply and accumulate Operations: tcgen05.mma") with kind::mxf4nvf4 and block
-// scaling: one thread issues D = A B, or D += A B, for NVFP4 codes, with a reduction of 64. Row i of D is lane i of the columns
-// from `d` on. Descriptors name the rows of A and of B^T in shared memory. Scales are in tensor memory, four bytes for each row of
-// 64 codes, one for 16: those of row i of A are in lane i % 32 (of every quarter), column i / 32; those of B's columns likewise.
+// tcgen05.mma ("TensorCore 5th Generation Matrix Multiply and accumulate Operations: tcgen05.mma") with kind::mxf4nvf4
+// and block scaling: one thread issues D = A B, or D += A B, for NVFP4 operands, with a reduction of 64. Row i of D is
+// lane i of the columns from `d` on. Descriptors locate the rows of A and of B^T in shared memory. Scales are in tensor
+// memory, four bytes for each row of 64 FP4 values, one per 16 values: the scales of row i of A are in lane i % 32 (of
+// every quarter), column i / 32; the scales of B's columns likewise.
 __device__ __forceinline__ void tcgen05_mma_nvfp4(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t a_scales,
                                                   uint32_t b_scales, bool accumulate) {
-// A family's code has the new name alone, which compilers before 12.9 do not know.
+// For a family target only the new name is valid, which compilers before 12.9 do not know.
 #if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209
 #define SAGE_GROUPS_OF_16 "block16"
 #else

@@ -1,9 +1,10 @@
-// Matrix instructions of a warpgroup, sm_90a, one a function: PTX ISA, "Asynchronous Multiply-and-Accumulate Instruction:
-// wgmma.mma_async". All four warps of a warpgroup call them; a product has 64 rows of D and runs asynchronously.
+// Matrix instructions of a warpgroup, sm_90a, one per function: PTX ISA, "Asynchronous Multiply-and-Accumulate
+// Instruction: wgmma.mma_async". All four warps of a warpgroup call them; a wgmma has 64 rows of D and runs
+// asynchronously.
 //
-// Warp w of the warpgroup holds rows 16w to 16w + 15 of D, and of A where A is in registers, in the fragments that `mma.cuh`
-// gives for one warp. A descriptor names an operand in shared memory. Registers and shared memory of a product must not be
-// touched until wgmma_wait has waited for its group.
+// Warp w of the warpgroup has rows 16w to 16w + 15 of D, and of A if A is in registers, in the fragments that `mma.cuh`
+// describes for one warp. A descriptor locates an operand in shared memory. Registers and shared memory of a wgmma must
+// not be accessed until wgmma_wait has waited for its group.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,9 +21,10 @@ constexpr bool HAS_WGMMA = true;
 constexpr bool HAS_WGMMA = false;
 #endif
 
-// The descriptor (PTX ISA, "Matrix Descriptor Format") of an operand whose rows of ROW_BYTES = 64 or 128 lie along the
-// reduction, swizzled as in layout/swizzle.cuh. The first row's number is a multiple of 8. The matrix is aligned to 1024 bytes,
-// because the hardware's swizzle is a function of the address. A descriptor larger by 2 starts 32 bytes further along the rows.
+// The descriptor (PTX ISA, "Matrix Descriptor Format") of an operand whose rows of ROW_BYTES = 64 or 128 run along the
+// reduction, swizzled as in layout/swizzle.cuh. The first row's index is a multiple of 8. The matrix is aligned to 1024
+// bytes, because the hardware's swizzle is a function of the address. A descriptor larger by 2 starts 32 bytes further
+// along the rows.
 template <int ROW_BYTES>
 __device__ __forceinline__ uint64_t row_descriptor(uint32_t shared) {
   static_assert(ROW_BYTES == 64 || ROW_BYTES == 128, "one swizzled line");
@@ -31,10 +33,10 @@ __device__ __forceinline__ uint64_t row_descriptor(uint32_t shared) {
   return SWIZZLE << 62 | EIGHT_ROWS << 32 | (1 << 16 | shared >> 4);  // leading offset 1, unused; shared memory ends before 2^18
 }
 
-// The descriptor of a transposed operand of 16-bit elements: each row of 64 elements (128 bytes, swizzled) is one step of the
-// reduction. Adding COLUMN_STEP starts 16 steps of the reduction further.
+// The descriptor of a transposed operand of 16-bit elements: each row of 64 elements (128 bytes, swizzled) is one step
+// of the reduction. Adding COLUMN_STEP starts 16 steps of the reduction further.
 __device__ __forceinline__ uint64_t column_descriptor(uint32_t shared) { return row_descriptor<128>(shared); }
-// The same for more than 64 columns: panels of 64 columns lie PANEL_BYTES apart, which the leading offset says.
+// The descriptor for more than 64 columns: panels of 64 columns are PANEL_BYTES apart, which is the leading offset.
 template <int PANEL_BYTES>
 __device__ __forceinline__ uint64_t column_descriptor_of_panels(uint32_t shared) {
   constexpr uint64_t ONE = 1, APART = PANEL_BYTES / 16;
@@ -42,20 +44,20 @@ __device__ __forceinline__ uint64_t column_descriptor_of_panels(uint32_t shared)
 }
 constexpr uint64_t COLUMN_STEP = 16 * 128 / 16;
 
-// wgmma.fence (PTX ISA, "Asynchronous Multiply-and-Accumulate Instruction: wgmma.fence"): all warps of the warpgroup call it
-// before the first product of a group, and whenever they have accessed the registers of the next product's accumulator or A
-// operand. It orders those accesses before the product.
+// wgmma.fence (PTX ISA, "Asynchronous Multiply-and-Accumulate Instruction: wgmma.fence"): all warps of the warpgroup
+// call it before the first wgmma of a group, and whenever they have accessed the registers of the next wgmma's
+// accumulator or A operand. It orders these accesses before the wgmma.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// wgmma.commit_group (PTX ISA, "Asynchronous Multiply-and-Accumulate Instruction: wgmma.commit_group"): closes the group of
-// products that the warpgroup has issued so far.
+// wgmma.commit_group (PTX ISA, "Asynchronous Multiply-and-Accumulate Instruction: wgmma.commit_group"): closes the
+// group of wgmmas that the warpgroup has issued so far.
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// The registers that the compiler gives to each thread of a block that has a multiprocessor to itself.
+// The registers per thread that the compiler allocates if a block has a multiprocessor to itself.
 template <int THREADS>
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
 
 // setmaxnreg (PTX ISA, "Miscellaneous Instructions: setmaxnreg"): all warps of a warpgroup call it once to change their
-// registers a thread from LAUNCH_REGISTERS to REGISTERS, a multiple of 8. The warpgroups' registers must sum to at most the
-// block's allocation: setmaxnreg.inc waits until enough have been released, and would wait for ever for more.
+// registers per thread from LAUNCH_REGISTERS to REGISTERS, a multiple of 8. The warpgroups' registers must sum to at
+// most the block's allocation: setmaxnreg.inc waits until enough have been released, and would otherwise wait forever.
 template <int REGISTERS, int THREADS>
 __device__ __forceinline__ void setmaxnreg() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -67,8 +69,8 @@ __device__ __forceinline__ void setmaxnreg() {
 #endif
 }
 
-// Stops the compiler from moving accesses to these registers across this point: it does not know that products that are under
-// way read and write them.
+// Stops the compiler from moving accesses to these registers across this point: it does not know that wgmmas in flight
+// read and write them.
 template <int N>
 __device__ __forceinline__ void fence_operand(int (&d)[N][4]) {
 #pragma unroll
@@ -84,7 +86,7 @@ __device__ __forceinline__ void fence_operand(float (&d)[N][4]) {
     for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(d[n][e])::"memory");
 }
 
-// Marks the accumulator as undefined, so that a product with scale-d = 0 has no false dependency on it.
+// Marks the accumulator as undefined, so that a wgmma with scale-d = 0 has no false dependency on it.
 template <int N>
 __device__ __forceinline__ void discard_operand(int (&d)[N][4]) {
 #pragma unroll
@@ -100,23 +102,23 @@ __device__ __forceinline__ void discard_operand(float (&d)[N][4]) {
     for (int e = 0; e < 4; ++e) asm volatile("" : "=f"(d[n][e])::"memory");
 }
 
-// M tiles of eight columns of an accumulator of N, from tile `first` on: the accumulator of one product.
+// M tiles of eight columns, from tile `first` on, of an accumulator of N tiles: the accumulator of one wgmma.
 template <int M, int N>
 __device__ __forceinline__ float (&part(float (&d)[N][4], int first))[M][4] {
   return *reinterpret_cast<float(*)[M][4]>(&d[first]);
 }
 
-// wgmma.wait_group (PTX ISA, "Asynchronous Multiply-and-Accumulate Instruction: wgmma.wait_group"): the warpgroup waits until
-// at most PENDING of its groups are incomplete. `d` is the accumulator of a completed group; the fence keeps the compiler from
-// reading it earlier.
+// wgmma.wait_group (PTX ISA, "Asynchronous Multiply-and-Accumulate Instruction: wgmma.wait_group"): the warpgroup waits
+// until at most PENDING of its groups are incomplete. `d` is the accumulator of a completed group; the fence keeps the
+// compiler from reading it earlier.
 template <int PENDING, class D>
 __device__ __forceinline__ void wgmma_wait(D& d) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
   fence_operand(d);
 }
 
-// Operand lists of the asm statements: the accumulator's registers d[0][0], d[0][1], .. as operands %0, %1, .., each bound by
-// `BIND` (SAGE_16, .. SAGE_128), and the same operands' places in the instruction's text (SAGE_PLACES_*).
+// Operand lists of the asm statements: the accumulator's registers d[0][0], d[0][1], .. as operands %0, %1, .., each
+// bound by `BIND` (SAGE_16, .. SAGE_128), and the text of the same operands in the instruction (SAGE_PLACES_*).
 #define SAGE_INT(x) "+r"(x)
 #define SAGE_FLOAT(x) "+f"(x)
 #define SAGE_FOUR(BIND, n) BIND(d[n][0]), BIND(d[n][1]), BIND(d[n][2]), BIND(d[n][3])
@@ -147,8 +149,8 @@ __device__ __forceinline__ void wgmma_wait(D& d) {
 #define SAGE_A_REGISTERS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 #define SAGE_WGMMA(shape) "wgmma.mma_async.sync.aligned." shape " "
 
-// wgmma.mma_async m64nNk32 of codes: d += A B^T with `add`, which is a constant after unrolling, else d = A B^T. N, the columns
-// of D, is 8 times d's length. B is s8; A is s8 in shared memory, and s8 or u8 in registers.
+// wgmma.mma_async m64nNk32 of INT8 operands: d += A B^T with `add`, which is a constant after unrolling, otherwise d =
+// A B^T. N, the columns of D, is 8 times d's length. B is s8; A is s8 in shared memory, and s8 or u8 in registers.
 #define SAGE_WGMMA_CODES(columns, type, places, binds, a_text, b_at, add_at, ...)                                       \
   asm volatile("{.reg .pred p; setp.ne.b32 p, " add_at ", 0;" SAGE_WGMMA("m64n" columns "k32.s32." type ".s8") "{" places \
                "}, " a_text ", " b_at ", p;}"                                                                           \
@@ -161,8 +163,8 @@ __device__ __forceinline__ void wgmma_wait(D& d) {
 #define SAGE_ON_HOPPER(...) __trap();
 #endif
 
-// Defines wgmma_s8 and wgmma_u8 for each number of columns, with as many registers of D: A by its descriptor, or A in
-// registers. The bodies stand in SAGE_ON_HOPPER because a macro cannot contain a directive.
+// Defines wgmma_s8 and wgmma_u8 for each number of columns, with as many registers of D, and with A by its descriptor
+// or in registers. The bodies are in SAGE_ON_HOPPER because a macro cannot contain a directive.
 #define SAGE_CODES_BY_DESCRIPTOR(columns, registers, a_at, b_at, add_at)                                                  \
   __device__ __forceinline__ void wgmma_s8(int (&d)[columns / 8][4], uint64_t a, uint64_t b, bool add) {                  \
     SAGE_ON_HOPPER(                                                                                                       \
@@ -181,7 +183,7 @@ SAGE_CODES_IN_REGISTERS(s8, 64, 32, "{%32, %33, %34, %35}", "%36", "%37")
 SAGE_CODES_IN_REGISTERS(u8, 64, 32, "{%32, %33, %34, %35}", "%36", "%37")
 SAGE_CODES_IN_REGISTERS(u8, 128, 64, "{%64, %65, %66, %67}", "%68", "%69")
 
-// wgmma.mma_async m64nNk16 of 16-bit operands: d += A B^T, or d = A B^T without ADD. A TRANSPOSED operand lies with the
+// wgmma.mma_async m64nNk16 of 16-bit operands: d += A B^T, or d = A B^T without ADD. A TRANSPOSED operand has the
 // reduction along its columns: see column_descriptor.
 #define SAGE_WGMMA_16(columns, type, places, binds, a_at, b_at, add_at, a_transposed_at, b_transposed_at)                 \
   asm volatile(SAGE_WGMMA("m64n" columns "k16.f32." type "." type) "{" places "}, " a_at ", " b_at ", " add_at    \
@@ -203,7 +205,7 @@ SAGE_16_BY_DESCRIPTOR(128, 64, "%64", "%65", "%66", "%67", "%68")
 #undef SAGE_16_BY_DESCRIPTOR
 #undef SAGE_WGMMA_16
 
-// The same with A in registers; B is transposed unless stated.
+// The same instructions with A in registers; B is transposed unless stated.
 #define SAGE_WGMMA_16(columns, type, places, binds, a_text, b_at, add_at, b_transposed_at)                                     \
   asm volatile(SAGE_WGMMA("m64n" columns "k16.f32." type "." type) "{" places "}, " a_text ", " b_at ", " add_at            \
                                                                   ", 1, 1, " b_transposed_at ";"                               \

@@ -1,4 +1,4 @@
-// INT8 codes: code = round(x * quant_scale), x ~ code * dequant_scale, as in candle-sage/src/cpu/quantize.rs.
+// INT8 quantization: q = round(x * quant_scale), x ~ q * dequant_scale, as in candle-sage/src/cpu/quantize.rs.
 #pragma once
 
 #include <sage/ptx/math.cuh>
@@ -12,11 +12,11 @@ __device__ __forceinline__ uint32_t abs_bits(float x) { return __float_as_uint(x
 
 struct Scale {
   float dequant;  // max|x| / 127
-  float quant;    // 127 / max|x|, 0 for a group of zeros. No additive epsilon: real gradients are about 1e-7.
+  float quant;    // 127 / max|x|, 0 for a group of zeros. No additive epsilon: typical gradients are about 1e-7.
 };
 
-// The divisions are correctly rounded, so that the CPU computes the same bits. Where 127 / max overflows, `dequant` is
-// 1 / FLT_MAX.
+// The divisions are correctly rounded, so that the CPU computes the same bits. If 127 / max overflows, `dequant` is 1 /
+// FLT_MAX.
 __device__ __forceinline__ Scale scale_of(uint32_t max_abs_bits) {
   constexpr float LARGEST = 3.402823466e38f;
   float max = __uint_as_float(max_abs_bits);
@@ -26,10 +26,10 @@ __device__ __forceinline__ Scale scale_of(uint32_t max_abs_bits) {
   return {__fdiv_rn(max, 127.0f), quant};
 }
 
-// 1.5 * 2^23. A float in [2^23, 2^24) is a whole number whose low bits are that number: adding this constant rounds |x| < 2^22
-// to the nearest whole number, ties to even, and leaves it in the low bits in two's complement. Conversely, an s32 accumulator
-// that starts from the constant's bits reads as the float MAGIC + sum while |sum| < 2^22: the INT8 matmuls within +-127
-// stay under it up to a reduction of 256.
+// 1.5 * 2^23. A float in [2^23, 2^24) is a whole number whose low bits are that number: adding this constant rounds |x|
+// < 2^22 to the nearest whole number, ties to even, and puts it into the low bits in two's complement. Conversely, an
+// s32 accumulator that starts from the constant's bits reads as the float MAGIC + sum while |sum| < 2^22: INT8 matmuls
+// with values within +-127 stay below it up to a reduction of 256.
 constexpr float MAGIC = 12582912.0f;
 constexpr int MAGIC_BITS = 0x4b400000;
 
@@ -42,7 +42,7 @@ __device__ __forceinline__ void multiply(int (&sums)[4], const uint32_t (&a)[4],
     ptx::mma_s8(sums, a, b0, b1, sums);
 }
 
-// The code of a value, in the low byte; ties to even. The product is rounded before the addition, as on the CPU.
+// The INT8 value of x, in the low byte; ties to even. The product is rounded before the addition, as on the CPU.
 __device__ __forceinline__ int code(float x, float quant_scale) {
   return __float_as_int(__fadd_rn(__fmul_rn(x, quant_scale), MAGIC));
 }
@@ -52,25 +52,26 @@ __device__ __forceinline__ uint32_t pack_bytes(uint32_t a, uint32_t b, uint32_t 
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
-// Four codes at once, without the slow float-to-integer conversion. The product and the addition round once, unlike in `code`:
-// for codes that never leave the kernel.
+// Four INT8 values at once, without the slow float-to-integer conversion. The product and the addition round once,
+// unlike in `code`: for values that never leave the kernel.
 __device__ __forceinline__ uint32_t codes(float a, float b, float c, float d, float quant_scale) {
   return pack_bytes(__float_as_uint(fmaf(a, quant_scale, MAGIC)), __float_as_uint(fmaf(b, quant_scale, MAGIC)),
                     __float_as_uint(fmaf(c, quant_scale, MAGIC)), __float_as_uint(fmaf(d, quant_scale, MAGIC)));
 }
 
-// A kernel that accumulates (MAGIC + sum) * factor, and subtracts MAGIC * (sum of the factors) once in MAGIC_TILES tiles, saves
-// one instruction a value. The accumulator's last bit is then that of MAGIC * (sum of the factors): after n tiles of one factor
-// f the roundings add up to about 0.4 n^1.5 f, which is 10 f for 8 tiles. Rounding P and dS to codes costs about 100 f a tile:
-// sums of 64 products of an error of 0.3 with codes of 40.
+// A kernel that accumulates (MAGIC + sum) * factor, and subtracts MAGIC * (sum of the factors) once in MAGIC_TILES
+// tiles, saves one instruction per value. The accumulator's last bit is then that of MAGIC * (sum of the factors):
+// after n tiles with the same factor f the roundings add up to about 0.4 n^1.5 f, which is 10 f for 8 tiles. Quantizing
+// P and dS costs about 100 f per tile: sums of 64 products of an error of 0.3 with INT8 values of about 40.
 constexpr int MAGIC_TILES = 8;
 
-// Base-2 logarithms of the largest s8 and u8 codes of P.
+// Base-2 logarithms of the largest s8 and u8 values of P.
 constexpr float LOG2_127 = 6.98868468677217f;
 constexpr float LOG2_254 = 7.98868468677217f;
 
-// Codes of four values in [0, 255] that are already in units of the scale. They are rounded in f16, whose 11 significant bits
-// are more than the codes have: in [1024, 2048) the last bit is worth 1. Two values take one addition.
+// Quantizes four values in [0, 255] that are already in units of the scale. They are rounded in f16, whose 11
+// significant bits are more than the 8 of the result: in [1024, 2048) the last bit is worth 1. One addition rounds two
+// values.
 __device__ __forceinline__ uint32_t codes_of_positive(__half2 low, __half2 high) {
   const __half2 magic = __half2half2(__ushort_as_half(0x6400));  // 1024
   low = __hadd2(low, magic), high = __hadd2(high, magic);
@@ -80,24 +81,25 @@ __device__ __forceinline__ uint32_t codes_of_positive(float a, float b, float c,
   return codes_of_positive(__floats2half2_rn(a, b), __floats2half2_rn(c, d));
 }
 
-// Four such codes divided by 2^power, rounded; 0 for powers beyond 8.
+// Four such u8 values divided by 2^power, rounded; 0 for powers above 8.
 __device__ __forceinline__ uint32_t codes_over(uint32_t codes, int power) {
   if (power == 0) return codes;
   if (power > 8) return 0;
   return (codes >> power & (0xffu >> power) * 0x01010101u) + (codes >> (power - 1) & 0x01010101u);
 }
 
-// x with its last two bits cleared, so that MAGIC * factor (MAGIC = 3 * 2^22) is exact and fmaf(MAGIC + sum, factor, -MAGIC *
-// factor) is sum * factor with one rounding.
+// x with its last two bits cleared, so that MAGIC * factor (MAGIC = 3 * 2^22) is exact and fmaf(MAGIC + sum, factor,
+// -MAGIC * factor) is sum * factor with one rounding.
 __device__ __forceinline__ float short_factor(float x) { return __uint_as_float(__float_as_uint(x) & 0xfffffffcu); }
 
-// With factors up to this, MAGIC * factor stays under 2^18. A logit's addend of that size is rounded by at most 2^-7, which
-// is no more than 0.6 % of a probability. Where factors are larger, which means logits beyond a hundred, the backward subtracts
-// MAGIC first.
+// With factors up to this, MAGIC * factor stays below 2^18. A logit's addend of that size is rounded by at most 2^-7,
+// which is at most 0.6 % of a probability. If factors are larger, which means logits above a hundred, the backward
+// subtracts MAGIC first.
 constexpr float MAGIC_FACTOR = 1.0f / 64.0f;
 
-// The quant_scale of values with the given maximum, within 2 ulp: for codes that never leave the kernel. It is 0 for zeros, and
-// at most 1e38, so that it stays finite: maxima under 1.3e-36 get smaller codes than 127. An infinity or a NaN gives NaN.
+// The quant_scale of values with the given maximum, within 2 ulp: for INT8 values that never leave the kernel. It is 0
+// for zeros, and at most 1e38, so that it stays finite: maxima below 1.3e-36 get values smaller than 127. An infinity
+// or a NaN gives NaN.
 __device__ __forceinline__ float quick_quant_scale(float max) {
   return max == 0.0f ? 0.0f : fminf(127.0f * ptx::reciprocal(max), 1e38f) + (max - max);
 }

@@ -1,4 +1,4 @@
-// Quantization to FP8 by tiles of a matrix: codes row by row, and transposed through shared memory.
+// FP8 quantization of a matrix by tiles: FP8 values row by row, and transposed through shared memory.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -10,12 +10,12 @@ namespace sage::quant {
 
 constexpr int FP8_THREADS = 256, FP8_ROWS = 128, FP8_COLUMNS = 64, FP8_NEIGHBOURS = 8, FP8_LINES = 4;
 
-// A tile of ROWS x COLUMNS values of a block of THREADS threads. A thread has LINES rows of V neighbours, so that its LINES codes
-// of a column are a word.
+// A tile of ROWS x COLUMNS values of a block of THREADS threads. A thread has LINES rows of V neighbours, so that its
+// LINES FP8 values of a column are one word.
 template <int WIDTH>
 struct Fp8TileOf {
   static constexpr int THREADS = FP8_THREADS, COLUMNS = WIDTH, V = FP8_NEIGHBOURS, LINES = FP8_LINES, ROWS = THREADS / (COLUMNS / V) * LINES;
-  static constexpr int LANES = ROWS / LINES;  // that write a column, a word each
+  static constexpr int LANES = ROWS / LINES;  // lanes that write a column, one word each
   static_assert(32 % LANES == 0);
   static constexpr int PITCH = LANES + 1;  // words; odd, so that few columns share a bank
 
@@ -28,11 +28,11 @@ struct Fp8TileOf {
 using Fp8Tile = Fp8TileOf<FP8_COLUMNS>;
 static_assert(Fp8Tile::ROWS == FP8_ROWS);
 
-// The bits of |x|, whose order is that of the values, with NaN above infinity.
+// The bits of |x|, which have the same order as the values, with NaN above infinity.
 __device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
-// The least power of two such that a value of these bits, divided by it, does not saturate: `Fp8Format::scale` of
-// candle-sage/src/fp8.rs.
+// The smallest power of two such that the value with these bits, divided by it, does not saturate: `Fp8Format::scale`
+// in candle-sage/src/fp8.rs.
 __device__ __forceinline__ float fp8_scale(uint32_t largest, int e5m2) {
   if (largest == 0 || largest >= 0x7f800000u) return 1.0f;
   int exponent = int(largest >> 23) - 127 - (e5m2 ? 15 : 8);
@@ -40,7 +40,7 @@ __device__ __forceinline__ float fp8_scale(uint32_t largest, int e5m2) {
   return __uint_as_float(uint32_t(min(max(exponent, -126), 126) + 127) << 23);
 }
 
-// The transpose of 4 x 4 codes.
+// The transpose of 4 x 4 bytes.
 __device__ __forceinline__ void transpose(const uint32_t (&lines)[4], uint32_t (&columns)[4]) {
   uint32_t a = __byte_perm(lines[0], lines[1], 0x5140), b = __byte_perm(lines[2], lines[3], 0x5140);
   uint32_t c = __byte_perm(lines[0], lines[1], 0x7362), d = __byte_perm(lines[2], lines[3], 0x7362);
@@ -48,10 +48,10 @@ __device__ __forceinline__ void transpose(const uint32_t (&lines)[4], uint32_t (
   columns[2] = __byte_perm(c, d, 0x5410), columns[3] = __byte_perm(c, d, 0x7632);
 }
 
-// A thread's codes of one matrix.
+// A thread's FP8 values of one matrix.
 struct Fp8Codes {
   uint2 words[FP8_LINES] = {};
-  uint32_t largest = 0, saturated = 0;  // of the values before division, and how many were beyond the format
+  uint32_t largest = 0, saturated = 0;  // the largest magnitude before division; the number of values beyond the format
   float scale, inverse, top;            // inverse is 1 / scale, top the format's largest value
   int e5m2;
 
@@ -59,8 +59,8 @@ struct Fp8Codes {
   __device__ __forceinline__ Fp8Codes(const params::Fp8Codes& p, float scale)
       : scale(scale), inverse(1.0f / scale), top(p.e5m2 ? 57344.0f : 448.0f), e5m2(p.e5m2) {}
 
-  // Two codes, of `low` in the low byte. Values beyond the largest saturate. NaN becomes 0x7f where the hardware converts (sm_89 and
-  // later); the conversion before that keeps a NaN's sign.
+  // Two FP8 codes, `low` in the low byte. Values beyond the largest saturate. NaN becomes 0x7f if the hardware converts
+  // (sm_89 and later); the software conversion before sm_89 keeps a NaN's sign.
   __device__ __forceinline__ uint32_t pair(float low, float high) const {
     return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, e5m2 ? __NV_E5M2 : __NV_E4M3);
   }
@@ -79,8 +79,8 @@ struct Fp8Codes {
   // Quantizes a line of the thread.
   __device__ __forceinline__ void set(int line, const float (&x)[FP8_NEIGHBOURS]) { words[line] = quantize(x); }
 
-  // Writes the tile's codes, for columns of the matrix below `end_column`. All threads of the block call it, and synchronize before they
-  // use the tile's memory again.
+  // Writes the tile's FP8 values, for columns of the matrix below `end_column`. All threads of the block call it, and
+  // synchronize before they use the tile's memory again.
   template <class Tile>
   __device__ __forceinline__ void store(const params::Fp8Codes& p, Tile& tile, int first_row, int first_column, int end_column) const {
     int row = first_row + Tile::row(), column = first_column + Tile::column();
@@ -109,23 +109,23 @@ struct Fp8Codes {
     }
   }
 
-  // Adds what the block saw to the matrix's largest value and number of saturated values, and copies the scale. All lanes of each
-  // warp call it.
+  // Adds the block's largest value and number of saturated values to those of the matrix, and copies the scale. All
+  // lanes of each warp call it.
   __device__ __forceinline__ void report(const params::Fp8Codes& p) const {
     uint32_t most = __reduce_max_sync(~0u, largest), count = __reduce_add_sync(~0u, saturated);
     if (threadIdx.x % 32 != 0) return;
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0 && p.used) *p.used = scale;
-    if (most > *p.largest) atomicMax(p.largest, most);  // an old value costs an addition more, and changes nothing
+    if (most > *p.largest) atomicMax(p.largest, most);  // a stale value costs one more atomic, and changes nothing
     if (count) atomicAdd(p.saturated, count);
   }
 };
 
-// The columns of a matrix from `first` on that a kernel writes.
+// The columns of a matrix, from `first` on, that a kernel writes.
 struct Fp8Columns {
   int first, count;
 };
 
-// Quantizes a tile of the values that `line(row, column, x)` gives: V neighbours of a row, by their column in `columns`.
+// Quantizes a tile. `line(row, column, x)` computes V neighbours of a row; `column` counts from the first of `columns`.
 template <class Line>
 __device__ __forceinline__ void quantize_tile(const params::Fp8Codes& p, float scale, Fp8Columns columns, Line line) {
   __shared__ Fp8Tile tile;

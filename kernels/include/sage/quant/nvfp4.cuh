@@ -1,4 +1,4 @@
-// NVFP4: E2M1 codes in groups of 16 that share an E4M3 scale, x ~ code * scale. The arithmetic is, to the bit, that of
+// NVFP4: E2M1 values in groups of 16 that share an E4M3 scale, x ~ value * scale. The arithmetic is bit-identical to
 // candle-sage/src/nvfp4.rs, which documents the format.
 #pragma once
 
@@ -19,10 +19,10 @@ __device__ __forceinline__ float round_magnitude(float magnitude, float smallest
   return fmaf(-power, STEPS, fmaf(power, STEPS, magnitude));
 }
 
-// The same for E2M1 and numbers under 2^22, with one instruction less in the pipe that executes maxima and masks. The two
-// masked bits of the exponent read as (nearly) 0 for x < 2, 2 in [2, 4) and 4 in [4, 8); the addend is then 1.5 * 2^22, 1.5 *
-// 2^23 or 1.125 * 2^24, whose last bit is worth 0.5, 1 or 2: E2M1's step there. From 8 on the result is above 6, and the caller
-// saturates it.
+// Rounds to the steps of E2M1, for numbers below 2^22, with one instruction less in the pipe that executes maxima and
+// masks. The two masked bits of the exponent read as (nearly) 0 for x < 2, 2 in [2, 4) and 4 in [4, 8); the addend is
+// then 1.5 * 2^22, 1.5 * 2^23 or 1.125 * 2^24, whose last bit is worth 0.5, 1 or 2: E2M1's step there. From 8 on the
+// result is above 6, and the caller saturates it.
 __device__ __forceinline__ float e2m1_steps(float x) {
   float power = __uint_as_float(__float_as_uint(x) & 0x40800000u);
   float magic = fmaf(power, 3145728.0f, 6291456.0f);
@@ -33,10 +33,11 @@ __device__ __forceinline__ float e2m1_steps(float x) {
 __device__ __forceinline__ float e2m1_of_positive(float x) { return e2m1_steps(fminf(x, E2M1_MAX)); }
 __device__ __forceinline__ float e2m1(float x) { return copysignf(e2m1_of_positive(fabsf(x)), x); }
 
-// The same sums on two numbers in 16 bit at once, which are not negative, as E2M1 values. The numbers are cut off, and their last
-// bit is set: it stands for all that follows, so that no number comes to lie on a midpoint, and none on the other side of one.
-// Only what is a midpoint to begin with goes up, where `e2m1` takes the even code. (A probability times a reciprocal is one in
-// 2^20 times.) In 16 bit the addends are 1.5, 3 and 4.5 times that power of two whose steps are halves.
+// The same rounding for two nonnegative numbers in 16 bit at once, as E2M1 values. The numbers are truncated to 16 bit,
+// and their last bit is set as a sticky bit for all dropped bits, so that no number moves onto a midpoint, or across
+// one. Only exact midpoints are rounded up, where `e2m1` rounds to the even code. (A probability times a reciprocal is
+// an exact midpoint once in 2^20 times.) In 16 bit the addends are 1.5, 3 and 4.5 times the power of two whose steps
+// are halves.
 template <class T>
 __device__ __forceinline__ uint32_t e2m1_pair(float low, float high) {
   constexpr bool F16 = std::is_same_v<T, __half>;
@@ -49,7 +50,7 @@ __device__ __forceinline__ uint32_t e2m1_pair(float low, float high) {
   return ptx::min_2<T>(x, ptx::twice<T>(E2M1_MAX));
 }
 
-// The nearest E4M3 value of a number that is not negative; a NaN stays one.
+// The nearest E4M3 value of a nonnegative number; a NaN stays a NaN.
 __device__ __forceinline__ float e4m3_of_positive(float x) {
   return round_magnitude<3>(x > E4M3_MAX ? E4M3_MAX : x, 1.0f / 64.0f);
 }
@@ -57,11 +58,11 @@ __device__ __forceinline__ float e4m3_of_positive(float x) {
 // A group's scale in both directions.
 struct Nvfp4Scale {
   float dequant;  // an E4M3 value
-  float quant;    // 1 / dequant, 0 where that is 0
+  float quant;    // 1 / dequant, 0 if dequant is 0
 };
 
-// The scale of a group whose largest magnitude is `max`. One Newton step after each approximation makes the quotient and the
-// reciprocal the correctly rounded ones. An infinity gives NaN, as a NaN does.
+// The scale of a group whose largest magnitude is `max`. One Newton step after each approximation makes the quotient
+// and the reciprocal correctly rounded. An infinity gives NaN, and so does a NaN.
 __device__ __forceinline__ Nvfp4Scale nvfp4_scale_of(float max) {
   constexpr float SIXTH = 1.0f / E2M1_MAX;
   float sixth = max * SIXTH;

@@ -1,5 +1,5 @@
-// Packs Q, K and V as NVFP4 for the forward in FP4 products, in the layout of layout/nvfp4.cuh. Codes and scales are those of
-// `nvfp4::Packed` in candle-sage/src/nvfp4.rs.
+// Packs Q, K and V as NVFP4 for the forward with FP4 matmuls, in the layout of layout/nvfp4.cuh. Values and scales are
+// the same as in `nvfp4::Packed` of candle-sage/src/nvfp4.rs.
 #pragma once
 
 #include <sage/attention/rows.cuh>
@@ -12,7 +12,7 @@ namespace sage::quant {
 
 constexpr int PACK_THREADS = 256;
 
-// The codes of sixteen values, and their scale.
+// Sixteen FP4 values, and their scale.
 struct Nvfp4Group {
   uint2 codes;
   uint8_t scale;
@@ -29,8 +29,8 @@ struct Nvfp4Group {
   }
 };
 
-// Packs the 64 tokens from `first` on, less `mean` (one value a channel) where it is not null, in groups of 16 channels. With
-// KEYS the rows are permuted: layout::row_of_key.
+// Packs the 64 tokens from `first` on, in groups of 16 channels. If `mean` (one value per channel) is not null, it is
+// subtracted. With KEYS the rows are permuted: layout::row_of_key.
 template <class T, int D, bool KEYS>
 __device__ __forceinline__ void pack_tokens(const attention::Rows<T>& from, int first, const float* mean, uint8_t* to) {
   using Tile = layout::Nvfp4Tile<D>;
@@ -53,7 +53,7 @@ __device__ __forceinline__ void pack_tokens(const attention::Rows<T>& from, int 
   }
 }
 
-// Packs the 64 tokens from `first` on in groups of 16 tokens: a row for each channel.
+// Packs the 64 tokens from `first` on in groups of 16 tokens: one row per channel.
 template <class T, int D>
 __device__ __forceinline__ void pack_channels(const attention::Rows<T>& from, int first, uint8_t* to) {
   using Tile = layout::Nvfp4Tile<D>;
@@ -72,8 +72,8 @@ __device__ __forceinline__ void pack_channels(const attention::Rows<T>& from, in
   }
 }
 
-// Each block packs a tile of 64 tokens of one head: first the tiles of K, then those of Q, then those of V, with neighbouring
-// heads in neighbouring blocks.
+// Each block packs a tile of 64 tokens of one head: first come the tiles of K, then Q, then V, with neighbouring heads
+// in neighbouring blocks.
 template <class T, int D>
 __device__ __forceinline__ void pack_nvfp4(const params::Forward& p) {
   const params::Shape& shape = p.shape;
@@ -90,7 +90,7 @@ __device__ __forceinline__ void pack_nvfp4(const params::Forward& p) {
   int8_t* all = query ? p.codes.q : value ? p.codes.v_transposed : p.codes.k;
   using Tile = layout::Nvfp4Tile<D>;
   uint8_t* to = reinterpret_cast<uint8_t*>(all) + at * Tile::BYTES;
-  // What is left over of the rows of scales is copied with them.
+  // The unused bytes of the rows of scales are copied with them, so they are set to zero.
   if (64 * Tile::GROUPS < Tile::SCALES_BYTES && threadIdx.x < 32)
     *reinterpret_cast<uint2*>(to + Tile::CODES_BYTES + threadIdx.x * 16 + 8) = make_uint2(0, 0);
   if (query) {

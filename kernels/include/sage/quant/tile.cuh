@@ -1,4 +1,4 @@
-// Quantizes a tile of 64 tokens x D channels that 256 threads hold in registers.
+// Quantizes a tile of 64 tokens x D channels in the registers of 256 threads.
 #pragma once
 
 #include <sage/attention/rows.cuh>
@@ -24,7 +24,7 @@ __device__ __forceinline__ uint32_t block_max(uint32_t x) {
   return x;
 }
 
-// A tile in registers: each thread holds eight neighbouring channels of every TILE_THREADS / (D / 8)-th row.
+// A tile in registers: each thread has eight neighbouring channels of every TILE_THREADS / (D / 8)-th row.
 template <int D>
 struct Tile {
   static constexpr int CHUNKS = D / 8;
@@ -47,7 +47,7 @@ struct Tile {
       for (int c = 0; c < 8; ++c) x[i][c] = ptx::to_float(reinterpret_cast<const T*>(&words[i])[c]);
   }
 
-  // Subtracts `mean`, one value a channel, from the rows that exist; the padding stays zero.
+  // Subtracts `mean`, one value per channel, from the rows that exist; the padding stays zero.
   __device__ __forceinline__ void subtract(const float* mean, int rows_left) {
     mean += column();
     rows_left -= row(0);
@@ -69,7 +69,7 @@ struct Tile {
     return largest;
   }
 
-  // The codes of the thread's row `i`, eight bytes.
+  // The INT8 values of the thread's row `i`, eight bytes.
   __device__ __forceinline__ uint2 codes(int i, float quant_scale) const {
     int q[8];
 #pragma unroll
@@ -78,7 +78,8 @@ struct Tile {
   }
 };
 
-// Quantizes a tile with one scale, which goes to `dequant_scale`; the thread's eight codes go to `at(row, channel)`.
+// Quantizes a tile with one scale, which is written to `dequant_scale`. The thread's eight INT8 values are written to
+// `at(row, channel)`.
 template <int D, class At>
 __device__ __forceinline__ void quantize_tile(const Tile<D>& values, float* dequant_scale, At at) {
   Scale scale = scale_of(block_max(values.max_abs_bits()));
@@ -88,15 +89,16 @@ __device__ __forceinline__ void quantize_tile(const Tile<D>& values, float* dequ
     *reinterpret_cast<uint2*>(at(values.row(i), values.column())) = values.codes(i, scale.quant);
 }
 
-// The place of a code in its tile in global memory: [64][D], swizzled as in shared memory, so that one bulk copy takes a tile. More
-// than 128 channels are in panels of 128, one after the other, because a swizzled row of Hopper's products has 128 bytes.
+// The address of an INT8 value in its tile in global memory: [64][D], swizzled as in shared memory, so that one bulk
+// copy copies a tile. Above 128 channels a tile has consecutive panels of 128 channels, because a swizzled row of a
+// wgmma operand has 128 bytes.
 template <int D>
 __device__ __forceinline__ int8_t* at_swizzled(int8_t* tile, int row, int channel) {
   constexpr int ROW = D < 128 ? D : 128;
   return tile + channel / ROW * (TILE * ROW) + layout::swizzled<ROW>(row, channel % ROW / 16) + channel % 16;
 }
 
-// Writes a tile of codes from shared memory, row-major with rows of PITCH bytes, to global memory as [D][64]: transposed,
+// Writes an INT8 tile from shared memory, row-major with rows of PITCH bytes, to global memory as [D][64]: transposed,
 // tokens permuted (layout/permutation.cuh), swizzled.
 template <int D, int PITCH>
 __device__ __forceinline__ void store_transposed(const int8_t* tile, int8_t* out) {

@@ -1,6 +1,6 @@
-// A multi-stage producer/consumer pipeline in shared memory, from Hopper on. Tile (or work item) n = 0, 1, .. uses stage n % STAGES.
-// Each stage has two mbarriers: a phase of `full` completes when the tile's copies have arrived, a phase of `empty` when all
-// consumers have released the stage.
+// A multi-stage producer/consumer pipeline in shared memory, from Hopper on. Tile (or work item) n = 0, 1, .. uses
+// stage n % STAGES. Each stage has two mbarriers: a phase of `full` completes when the tile's copies have arrived, a
+// phase of `empty` when all consumers have released the stage.
 #pragma once
 
 #include <sage/ptx/memory.cuh>
@@ -15,8 +15,8 @@ struct Pipeline {
   uint32_t barriers;
 
   __device__ __forceinline__ explicit Pipeline(const Barriers& at) : barriers(ptx::shared_address(&at)) {}
-  // Initializes the mbarriers; one thread calls it. `fetching`: the producer's arrivals at `full` for each tile. `reading`: the
-  // consumers' arrivals at `empty` for each tile, which are one a warp where they call `release`.
+  // Initializes the mbarriers; one thread calls it. `fetching`: the producer's arrivals at `full` for each tile.
+  // `reading`: the consumers' arrivals at `empty` for each tile, one per warp if they call `release`.
   __device__ __forceinline__ void prepare(int fetching, int reading) const {
     for (int n = 0; n < STAGES; ++n) ptx::mbarrier_init(full(n), fetching), ptx::mbarrier_init(empty(n), reading);
   }
@@ -35,7 +35,8 @@ struct Pipeline {
   __device__ __forceinline__ void drain(int n) const {
     for (int i = 0; i < STAGES; ++i) wait_empty(n + i);
   }
-  // Makes tile n full on behalf of the calling warp, which is one of the producers: its lane 0 arrives once all lanes have written.
+  // Makes tile n full on behalf of the calling warp, which is one of the producers: its lane 0 arrives once all lanes
+  // have written.
   __device__ __forceinline__ void publish(int n) const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(full(n));

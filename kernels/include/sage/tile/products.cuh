@@ -1,5 +1,5 @@
-// The products (wgmma) of a warpgroup on Hopper. Operands of 16 bit lie in shared memory in panels of 64 channels, because a swizzled
-// row has 128 bytes; INT8 codes in rows of their channels, or in panels of 128.
+// The matmuls (wgmma) of a warpgroup on Hopper. 16-bit operands are stored in shared memory in panels of 64 channels,
+// because a swizzled row has 128 bytes; INT8 operands are stored in rows of all their channels, or in panels of 128.
 #pragma once
 
 #include <sage/layout/fragments.cuh>
@@ -9,8 +9,8 @@ namespace sage::tile {
 
 constexpr int WARPGROUP_THREADS = 128;
 
-// Issues out = A B^T, or out += A B^T with ADD, for 16-bit operands in shared memory: 64 rows of A, in panels of A_ROWS rows,
-// and 8 N rows of B, in panels of 8 N rows. The caller waits for the product (wgmma_wait).
+// Issues out = A B^T, or out += A B^T with ADD, for 16-bit operands in shared memory: 64 rows of A, in panels of A_ROWS
+// rows, and 8 N rows of B, in panels of 8 N rows. The caller waits for completion (wgmma_wait).
 template <class T, int D, int A_ROWS, bool ADD, int N>
 __device__ __forceinline__ void multiply_rows(float (&out)[N][4], uint32_t a, uint32_t b) {
   if constexpr (ADD) ptx::fence_operand(out);
@@ -29,7 +29,7 @@ __device__ __forceinline__ void multiply_rows(float (&out)[N][4], uint32_t a, ui
   ptx::wgmma_commit();
 }
 
-// Issues the same product with A in registers: fragments of rows of 64 channels, which read_rows loads.
+// Issues the same matmul with A in registers: fragments of rows of 64 channels, which read_rows loads.
 template <class T, bool ADD>
 __device__ __forceinline__ void multiply_rows(float (&out)[8][4], const uint32_t (&a)[4][4], uint32_t b) {
   if constexpr (ADD) ptx::fence_operand(out);
@@ -42,8 +42,8 @@ __device__ __forceinline__ void multiply_rows(float (&out)[8][4], const uint32_t
   ptx::wgmma_commit();
 }
 
-// Loads the A fragments of a warp's 16 rows, from row `first` on: rows of ROW_BYTES in shared memory, 32 bytes of the reduction
-// a step.
+// Loads the A fragments of a warp's 16 rows, from row `first` on. Rows have ROW_BYTES in shared memory; each step is 32
+// bytes of the reduction.
 template <int ROW_BYTES, int STEPS>
 __device__ __forceinline__ void read_rows(uint32_t (&a)[STEPS][4], uint32_t rows, int first) {
   static_assert(STEPS * 32 == ROW_BYTES);
@@ -52,8 +52,8 @@ __device__ __forceinline__ void read_rows(uint32_t (&a)[STEPS][4], uint32_t rows
   for (int step = 0; step < STEPS; ++step) reader.load(a[step], 0, step);
 }
 
-// Issues out += X B: 64 rows of X, in registers or, given a descriptor, in shared memory, and the first 16 STEPS rows of B, in
-// panels of PANEL_ROWS rows. The caller waits for the product (wgmma_wait).
+// Issues out += X B: 64 rows of X, in registers or, given a descriptor, in shared memory, and the first 16 STEPS rows
+// of B, in panels of PANEL_ROWS rows. The caller waits for completion (wgmma_wait).
 template <class T, int D, int STEPS = 4, int PANEL_ROWS = 16 * STEPS, class X>
 __device__ __forceinline__ void add_product(float (&out)[D / 8][4], const X& x, uint32_t b) {
   ptx::fence_operand(out);
@@ -67,12 +67,12 @@ __device__ __forceinline__ void add_product(float (&out)[D / 8][4], const X& x, 
   ptx::wgmma_commit();
 }
 
-// The descriptor of a tile of codes: rows of D bytes, or panels with rows of 128 bytes.
+// The descriptor of an INT8 tile: rows of D bytes, or panels with rows of 128 bytes.
 template <int D>
 __device__ __forceinline__ uint64_t code_descriptor(uint32_t shared) { return ptx::row_descriptor<(D < 128 ? D : 128)>(shared); }
 
-// Issues y = A B^T of INT8 codes over a reduction of 32 TIMES, with A in registers or, given a descriptor, in shared memory. Four times
-// are a panel of 128 channels; panels have 64 rows. The caller waits for the product (wgmma_wait).
+// Issues y = A B^T of INT8 operands over a reduction of 32 TIMES, with A in registers or, given a descriptor, in shared
+// memory. A panel of 128 channels is four TIMES; panels have 64 rows. The caller waits for completion (wgmma_wait).
 template <int TIMES, int N, class A>
 __device__ __forceinline__ void multiply_codes(int (&y)[N][4], const A& a, uint64_t b) {
   constexpr int PANEL = 64 * 128 / 16;  // in units of descriptors

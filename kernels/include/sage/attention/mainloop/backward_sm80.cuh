@@ -1,15 +1,16 @@
-// The backward mainloop for sm_80 and later (mma.sync, cp.async), and what the mainloops for Hopper share with it: the blocks,
-// the tiles that they visit, the accumulation of dQ, and the epilogue.
+// The backward mainloop for sm_80 and later (mma.sync, cp.async), and what the mainloops for Hopper share with it: the
+// blocks, the tiles that they visit, the accumulation of dQ, and the epilogue.
 //
-// A block computes dK and dV of KEYS keys of one key head; each warp has 16 of the keys, and keeps their dK and dV in registers.
-// The mainloop visits the tiles of 64 queries that see the keys, of all query heads of the group, and adds the block's share of
-// dQ to sums in global memory. All warps do the same: with two stages they copy the next tile asynchronously while they compute
-// on this one, and one __syncthreads a tile orders copies, reads, and dS^T; with one stage a second barrier precedes the next
-// copies. In deterministic mode a semaphore for each tile of queries orders the blocks that add to its dQ. The numerics say how
-// a tile is computed: numerics/*_backward_sm80.cuh.
+// A block computes dK and dV of KEYS keys of one key head; each warp has 16 of the keys, and keeps their dK and dV in
+// registers. The mainloop visits the tiles of 64 queries that see the keys, of all query heads of the group, and adds
+// the block's contribution to dQ to sums in global memory. All warps do the same: with two stages they copy the next
+// tile asynchronously while they compute on this one, and one __syncthreads per tile orders copies, reads, and dS^T;
+// with one stage a second barrier precedes the next copies. In deterministic mode a semaphore for each tile of queries
+// orders the blocks that add to its dQ. The numerics define how a tile is computed: numerics/*_backward_sm80.cuh.
 //
-// Scores are computed transposed, S^T = K Q^T: keys are the rows of accumulators, so that P^T and dS^T are the A operands of dV
-// and dK as they are. For dQ = dS K, dS^T goes through shared memory once, in 16 bit; each warp reads 16 queries of it.
+// Scores are computed transposed, S^T = K Q^T: keys are the rows of accumulators, so that P^T and dS^T are already the
+// A operands of dV and dK. For dQ = dS K, dS^T is written to shared memory once, in 16 bit; each warp reads 16 queries
+// of it.
 #pragma once
 
 #include <math_constants.h>
@@ -23,7 +24,7 @@
 
 namespace sage::attention {
 
-// A plan of the table (plans.def) as this mainloop divides it among warps.
+// A plan of the table (plans.def), as this mainloop divides it among warps.
 template <params::Plan PLAN>
 struct BackwardPlan {
   static constexpr int KEYS = PLAN.rows;      // of a block
@@ -36,7 +37,8 @@ struct BackwardPlan {
   static constexpr int PARTS = KEYS / TILE;  // warps that share a strip of 16 queries of dQ, each with 1 / PARTS of the channels
 };
 
-// out += A B^T of 16-bit operands in shared memory, both with the reduction along their rows: 16 rows of A, 64 rows of B.
+// out += A B^T of 16-bit operands in shared memory, both with the reduction along their rows: 16 rows of A, 64 rows of
+// B.
 template <class T, int D>
 __device__ __forceinline__ void multiply_scores(Scores& out, uint32_t a_rows, uint32_t b_rows, int lane) {
   layout::ReaderA<2 * D> a_reader(a_rows, lane);
@@ -55,8 +57,8 @@ __device__ __forceinline__ void multiply_scores(Scores& out, uint32_t a_rows, ui
   }
 }
 
-// A lane's share of a vector with one value for each query of a tile, which are the columns of its accumulators; `set` starts an
-// accumulator from it.
+// A lane's values of a vector with one value per query of a tile. Queries are the columns of the lane's accumulators;
+// `set` initializes an accumulator with them.
 struct ColumnValues {
   float2 values[8];
   __device__ __forceinline__ ColumnValues(const float* of_query, int lane) {
@@ -80,8 +82,8 @@ __device__ __forceinline__ void multiply_dp(Scores& dp, uint32_t v_rows, uint32_
   multiply_scores<T, D>(dp, v_rows, dout_rows, lane);
 }
 
-// Masks transposed scores: writes `hidden` where a query, counted from `first_query`, does not see a key, counted from
-// `first_key`. `hidden` is 0 for probabilities, and minus infinity for their logarithms.
+// Masks transposed scores: writes `hidden` where a query does not see a key. Queries are numbered from `first_query`,
+// keys from `first_key`. `hidden` is 0 for probabilities, and minus infinity for their logarithms.
 template <Hidden HIDDEN>
 __device__ __forceinline__ void mask_scores(Scores& p, const Sight<HIDDEN>& sight, int first_query, int first_key, int lane,
                                             float hidden = 0.0f) {
@@ -116,13 +118,14 @@ __device__ __forceinline__ void store_zeros(uint32_t rows, int lane) {
   store_scores<__nv_bfloat16>(rows, zeros, lane);
 }
 
-// Adds to the sums of dQ in global memory, which lie as DqLayout says with one part. Blocks add to a tile in any order, by atomic additions; or, in deterministic
-// mode, one after the other in the order of their keys: the tile's semaphore counts the blocks that have added.
+// Adds to the sums of dQ in global memory, in the layout of DqLayout with one part. Blocks add to a tile in any order,
+// by atomic additions; or, in deterministic mode, one after the other in the order of their keys: the tile's semaphore
+// counts the blocks that have added.
 struct DqAccumulator {
   float* sums;
-  int* semaphore;  // for each tile: the number of blocks that have added; null: any order
-  int order;       // the number of blocks that add to the tile before this one
-  // The threads that add: the first one, their number, and the named barrier where they meet.
+  int* semaphore;  // for each tile: number of blocks that have added; null: any order
+  int order;       // number of blocks that add to the tile before this block
+  // The threads that add: the first thread, their number, and their named barrier.
   int first, threads, barrier;
 
   // The address of the sums of a strip of 16 queries, from its fragment `first` of 8 channels on.
@@ -134,7 +137,7 @@ struct DqAccumulator {
   // Adds N fragments of 16 queries x 8 channels, from fragment `first` on.
   template <int D, int N>
   __device__ __forceinline__ void add(int padded_tile, int strip, int first, int lane, const float (&x)[N][4]) const {
-    // The address is not taken from `at`, because ptxas would then spill ten times as much for sm_86.
+    // Does not call `at`, because ptxas would then spill ten times as much for sm_86.
     float* to = sums + int64_t(padded_tile) * (TILE * D) + ((strip * (D / 8) + first) * 32 + lane) * 4;
     if (semaphore) {
 #pragma unroll
@@ -155,7 +158,7 @@ struct DqAccumulator {
     ptx::named_barrier_sync(barrier, threads);
   }
   // Sets this block's `order` for a tile, and returns the tile's number in the padded buffers. Without a selection or a
-  // window all blocks of keys before this one visit the tile too, so that the order is the block's number, which is set at the start.
+  // window, all key blocks before this one visit the tile too, so that `order` is the block's number, set at the start.
   __device__ __forceinline__ int set_order(int padded_tile, int) { return padded_tile; }
   __device__ __forceinline__ int set_order(const RankedTile& added, int parts) {
     order = added.rank * parts + order % parts;
@@ -168,12 +171,12 @@ struct DqAccumulator {
     if (threadIdx.x == first) ptx::add_release(semaphore + padded_tile, 1);
   }
 };
-// It has the channels of a tile in one part.
+// These mainloops have all channels of a tile in one part.
 static_assert(params::facts(params::BACKWARD_SM80).dq_parts == 1 && params::facts(params::BACKWARD_SM90_DQ_WARPGROUP).dq_parts == 1 &&
               params::facts(params::BACKWARD_SM90_CHANNEL_PARTS).dq_parts == 1);
 
-// The index of this block's work. In deterministic mode blocks take it from an atomic counter when they start, so that a block
-// only ever waits at a semaphore for blocks that have started before it.
+// The index of this block's work. In deterministic mode blocks get it from an atomic counter when they start, so that a
+// block waits at a semaphore only for blocks that have started before it.
 template <params::Mainloop MAINLOOP>
 __device__ __forceinline__ int backward_index(const params::Backward& p) {
   static_assert(!params::facts(MAINLOOP).persistent);
@@ -184,7 +187,7 @@ __device__ __forceinline__ int backward_index(const params::Backward& p) {
   return ticket;
 }
 
-// Which of `keys` keys, from `first_key` on, a tile of queries sees.
+// Which of `keys` keys, from `first_key` on, a query tile sees.
 template <Hidden HIDDEN>
 struct TileVisibility {
   bool masked;  // some query does not see all of the keys
@@ -203,7 +206,7 @@ struct TileVisibility {
   }
 };
 
-// What the mainloop asks of its numerics.
+// What the mainloop requires of its numerics.
 template <class N>
 concept BackwardSm80Numerics = requires(N numerics, const params::Backward& p, const BackwardBlock& block, unsigned char* shared,
                                         const QueryTile& tile, TileVisibility<OUTER_KEYS> visibility, const DqAccumulator& sums) {
@@ -211,7 +214,7 @@ concept BackwardSm80Numerics = requires(N numerics, const params::Backward& p, c
   requires N::D % 64 == 0;                  // the padded head_dim
   requires N::Plan::THREADS == N::Plan::WARPS * 32 && N::SHARED_BYTES > 0;  // a BackwardPlan
   N::COOPERATES || true;                    // whether warps meet at a barrier inside a tile, so that all must take the same path
-  requires N::LAG == 1 || N::LAG == 2;      // how many iterations after its scores the dQ of a tile is added
+  requires N::LAG == 1 || N::LAG == 2;      // how many iterations after its scores a tile's dQ is added
   N(p, block, shared);
   numerics.load_keys();     // issues the asynchronous copies of K and V
   numerics.keys_arrived();  // prepares them, when they have arrived
@@ -219,19 +222,20 @@ concept BackwardSm80Numerics = requires(N numerics, const params::Backward& p, c
   numerics.load(tile, 0);
   // scores(tile, stage, slot, visibility): computes S^T, P^T and dS^T, stores dS^T in a slot, and adds to dV and dK.
   numerics.scores(tile, 0, 0, visibility);
-  // With LAG = 2, what is done in the iteration between, with the slot of the scores.
+  // With LAG = 2: the work of the iteration between, with the slot of the scores.
   numerics.prepare_dq(0);
-  // add_dq(the tile's number in the padded buffers, this iteration's slot, sums): computes dQ of the tile, and adds it.
+  // add_dq(the tile's number in the padded buffers, this iteration's slot, sums): computes a tile's dQ, and adds it.
   numerics.add_dq(0, 0, sums);
   // Finishes the accumulators after the last tile.
   numerics.flush_magic();
   numerics.dk, numerics.dv;
-  requires N::CHANNEL_PARTS >= 1;  // parts that the channels of dK, dV and dQ are divided into, a block each
+  requires N::CHANNEL_PARTS >= 1;  // parts of the channels of dK, dV and dQ, one per block
 };
 
-// dS^T needs no separate barrier, because it is stored in one of two slots, and read for dQ an iteration later. Of 8 warps the
-// first 4 add dQ before the scores, and the others after them, so that the products of one half run concurrently with the arithmetic of the
-// other. (All add dQ first if there are only 4 warps, or if warps meet at a barrier inside a tile or at a semaphore.)
+// dS^T needs no separate barrier, because it is stored in one of two slots, and read for dQ one iteration later. Of 8
+// warps the first 4 add dQ before the scores, and the others after them, so that the MMAs of one half overlap with the
+// arithmetic of the other. (All warps add dQ first if there are only 4, or if warps meet at a barrier inside a tile or
+// at a semaphore.)
 template <BackwardSm80Numerics Numerics, class Queries = EveryQuery>
 __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
   using T = typename Numerics::Type;
@@ -254,7 +258,7 @@ __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
   Numerics numerics(p, block, shared);
   numerics.load_keys();
   typename Queries::Tile tile = queries.start();
-  typename Queries::Added past[LAG];  // the last tiles, whose dQ is not added yet; the latest first
+  typename Queries::Added past[LAG];  // the last tiles whose dQ has not been added yet; the latest first
   if (iterations > 0) numerics.load(tile, 0);
   ptx::cp_async_commit();
   bool late = !Numerics::COOPERATES && !p.dq_semaphore && threadIdx.x >= 128;

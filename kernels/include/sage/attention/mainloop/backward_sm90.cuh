@@ -1,16 +1,18 @@
-// The backward mainloop for Hopper at head_dims over 64 up to 128, for schemes whose dV, dK and dQ are 16-bit matmuls. A block
-// computes dK and dV of 128 keys of one key head, and its share of dQ for the tiles of 64 queries that see them. Its warpgroups
-// are specialized.
+// The backward mainloop for Hopper at head_dim above 64 up to 128, for schemes with 16-bit matmuls for dV, dK and dQ. A
+// block computes dK and dV of 128 keys of one key head, and its contribution to dQ for the tiles of 64 queries that see
+// them. Its warpgroups are specialized.
 //
-//   consumers     Two warpgroups have 64 keys each, whose dV and dK stay in registers. They compute S, dP, P, dS, dV and dK of
-//                 their own keys, and of dQ, which sums over all 128 keys, half of the channels each.
-//   producer      Warp 0 of the third warpgroup copies Q, dO and the row state of each tile into a pipeline of STAGES stages.
-//   storer        Warp 1 of it adds dQ from shared memory to its sums in global memory, by one bulk addition for each consumer.
+//   consumers     Two warpgroups have 64 keys each, whose dV and dK stay in registers. They compute S, dP, P, dS, dV
+//                 and dK of their own keys. dQ sums over all 128 keys; each consumer computes half of its channels.
+//   producer      Warp 0 of the third warpgroup copies Q, dO and the row state of each tile into a pipeline of STAGES
+//                 stages.
+//   storer        Warp 1 of the third warpgroup adds dQ from shared memory to its sums in global memory, by one bulk
+//                 addition per consumer.
 //   ALL_CONSUMERS Named barrier: dS^T of a tile is in shared memory. The consumers meet nowhere else in the loop.
 //   DQ_EMPTY, DQ_FULL  Named barriers between each consumer and the storer: they hand over the staging memory of dQ.
 //   dq_semaphore  In deterministic mode the storer waits for its block's order in each tile of queries.
 //
-// A tile i of queries with two stages; products are issued, and run while later instructions do:
+// A tile i of queries with two stages. wgmmas are asynchronous: they run while later instructions execute.
 //
 //   producer    |Q, dO of tile i + 1, once both consumers have released tile i - 1
 //   consumer 0  |S, dP issued|P, dS|dS stored|dV issued|barrier|dQ, dK issued|dQ staged|S, dP of tile i + 1 ..
@@ -34,7 +36,7 @@ constexpr int CONSUMER_KEYS = 64;    // of a consumer warpgroup
 constexpr int CONSUMERS = SM90_KEYS / CONSUMER_KEYS;
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP_THREADS;
 
-// Whether a tile's scores need a mask, and of which keys.
+// Whether a tile's scores need a mask, and for which keys.
 template <Hidden HIDDEN>
 struct Masked {
   bool some;
@@ -47,8 +49,8 @@ __device__ __forceinline__ int seen_whole_from(const Segment& segment, const Sig
   return (sight.first_query(first_key + CONSUMER_KEYS - 1) + TILE - 1) / TILE;
 }
 
-// Which tiles of queries need a mask for the keys of each consumer: those below the first that sees all of the keys, and with a window
-// those from the first on whose last query does not see the first key.
+// The query tiles that need a mask for the keys of each consumer: those below the first tile that sees all of the keys,
+// and with a window also those from the first tile whose last query does not see the first key.
 template <Hidden HIDDEN>
 struct MaskedTiles {
   int below[CONSUMERS];
@@ -74,8 +76,8 @@ struct MaskedTiles<OUTER_KEYS> {
   }
 };
 
-// One thread prepares what the block's warps share: the pipeline (`arrivals` of its producer, `warps` that release a stage), the
-// block, and the tiles of queries that need a mask.
+// One thread prepares what the block's warps share: the pipeline (`arrivals` of its producer, `warps` that release a
+// stage), the block, and the query tiles that need a mask.
 template <class Queries, int CHANNEL_PARTS = 1, class Tiles>
 __device__ __forceinline__ void prepare_keys(const params::Backward& p, int index, Tiles& pipeline, int arrivals, int warps,
                                              BackwardBlock& block, MaskedTiles<Queries::HIDDEN>& masked) {
@@ -88,8 +90,9 @@ __device__ __forceinline__ void prepare_keys(const params::Backward& p, int inde
   __syncthreads();
 }
 
-// Computes P from its logarithms, 0 where a query does not see a key. The mask comes first, so that no branch separates the
-// exponentials from the instructions that follow: ptxas can then interleave them, and several units work at once.
+// Computes P from its logarithms; P is 0 where a query does not see a key. The mask comes first, so that no branch
+// separates the exponentials from the instructions that follow: ptxas can then interleave them, and several units work
+// at once.
 template <Hidden HIDDEN>
 __device__ __forceinline__ void take_exponentials(Scores& s, Masked<HIDDEN> masked, const Sight<HIDDEN>& sight, int first_query, int first_key,
                                                   int lane) {
@@ -100,21 +103,21 @@ __device__ __forceinline__ void take_exponentials(Scores& s, Masked<HIDDEN> mask
     for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(s[n][e]);
 }
 
-// Registers of a thread: of the consumers, and of the warpgroup of producer and storer.
+// Registers per thread: of the consumers, and of the warpgroup of producer and storer.
 constexpr int KV_CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
 static_assert(CONSUMERS * KV_CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (CONSUMERS + 1) * ptx::LAUNCH_REGISTERS<SM90_THREADS>,
               "setmaxnreg.inc would wait for ever: the warpgroups ask for more registers than the block has at launch");
 
 // Named barriers; 0 is __syncthreads.
 enum ConsumerBarrier : int {
-  ALL_CONSUMERS = 1,  // of both consumers: K and V, and then dS^T of each tile, are in shared memory
-  DQ_EMPTY = 2,  // one for each consumer: the staging memory of its share of dQ may be written
-  DQ_FULL = 4,   // one for each consumer: its share of dQ is in staging memory
+  ALL_CONSUMERS = 1,  // both consumers: K and V, and then dS^T of each tile, are in shared memory
+  DQ_EMPTY = 2,  // one per consumer: the staging memory of its channels of dQ may be written
+  DQ_FULL = 4,   // one per consumer: its channels of dQ are in staging memory
 };
 constexpr int DQ_THREADS = WARPGROUP_THREADS + 32;  // a consumer and the storer
 
-// The storer's loop: adds each consumer's share of dQ, PART_BYTES in `staging`, to the sums of dQ. Both lie as DqLayout says, with a
-// part for each consumer.
+// The storer's loop: adds each consumer's channels of dQ, PART_BYTES in `staging`, to the sums of dQ. Both are in the
+// layout of DqLayout, with one part per consumer.
 template <int PART_BYTES, class Queries>
 __device__ __forceinline__ void store_dq(const params::Backward& p, const Queries& queries, int block_number, uint32_t staging) {
   int lane = threadIdx.x % 32;
@@ -154,11 +157,11 @@ __device__ __forceinline__ void store_dq(const params::Backward& p, const Querie
   if (lane == 0) ptx::cp_async_bulk_wait_read<0>();
 }
 
-// Bytes of shared memory for the gradients of 16 keys on their way out: 64 channels of one at a time. As many as the rows of these
-// keys in a panel of V.
+// Bytes of shared memory that stage the gradients of 16 keys: 64 channels of one gradient at a time, as many bytes as
+// the rows of these keys in a panel of V.
 constexpr int GRADIENT_STAGING = 16 * 128;
 
-// What the mainloops for Hopper ask of their numerics, which are the layout of a block's shared memory.
+// What the mainloops for Hopper require of their numerics, which define the layout of a block's shared memory.
 template <class N>
 concept BackwardTilesSm90 = requires(N numerics, const params::Backward& p, const BackwardBlock& block, unsigned char* shared) {
   typename N::Type;
@@ -166,28 +169,28 @@ concept BackwardTilesSm90 = requires(N numerics, const params::Backward& p, cons
   requires N::STAGES >= 1 && N::SHARED_BYTES > 0;    // of the pipeline
   N(p, block, shared);
   numerics.load_keys();     // issues the asynchronous copies of K and V, by the consumers
-  numerics.keys_arrived();  // prepares them, when they have arrived
-  // The address of GRADIENT_STAGING bytes for the epilogue of a consumer's warp, by its number: in V, whose copies have arrived and
-  // which no product reads any more.
+  numerics.keys_arrived();  // prepares K and V after they have arrived
+  // The address of GRADIENT_STAGING bytes for the epilogue of a consumer's warp, by the warp's number: in V, whose
+  // copies have arrived and which no wgmma reads any more.
   numerics.gradient_staging(0);
 };
 
-// What this mainloop asks in addition, and of their Consumer, which is what a consumer keeps in registers.
+// What this mainloop requires in addition, including their Consumer: the registers of a consumer.
 template <class N>
 concept BackwardSm90Numerics =
     BackwardTilesSm90<N> && requires(N numerics, const QueryTile& tile, uint32_t mbarrier, typename N::Consumer consumer) {
-      requires N::DQ_AT + CONSUMERS * N::DQ_PART_BYTES <= N::SHARED_BYTES;  // the staging memory of dQ, and a consumer's share
+      requires N::DQ_AT + CONSUMERS * N::DQ_PART_BYTES <= N::SHARED_BYTES;  // the staging memory of dQ
       requires N::ARRIVALS >= 1;  // the producer's arrivals at the mbarrier for each tile
       // Issues the copies of a tile of queries into a stage, by the producer.
       numerics.load(tile, 0, mbarrier);
       (typename N::Consumer(numerics, 0));
-      // visit(the tile's number, stage, slot, masked): computes all products of a tile, with dS^T in a slot.
+      // visit(the tile's number, stage, slot, masked): computes all matmuls of a tile, with dS^T in a slot.
       consumer.visit(0, 0, 0, Masked<OUTER_KEYS>{});
       consumer.dv, consumer.dk;
       consumer.score_mod.next_head();  // a policy of numerics/score_mod.cuh
     };
 
-// The consumers copy and prepare K and V, which their products may read then. BARRIER is a named barrier among them.
+// The consumers copy and prepare K and V; afterwards their wgmmas may read them. BARRIER is a named barrier among them.
 template <int BARRIER, BackwardTilesSm90 Numerics>
 __device__ __forceinline__ void fetch_keys(Numerics& numerics) {
   numerics.load_keys();
@@ -204,7 +207,7 @@ __device__ __forceinline__ void backward_sm90(const params::Backward& p) {
   using T = typename Numerics::Type;
   using Tiles = Pipeline<Numerics::STAGES>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  // In shared memory, because the products need the registers.
+  // In shared memory, because the wgmmas need the registers.
   __shared__ BackwardBlock block;
   int index = backward_index<params::BACKWARD_SM90>(p);
   __shared__ MaskedTiles<Queries::HIDDEN> masked;
@@ -235,7 +238,7 @@ __device__ __forceinline__ void backward_sm90(const params::Backward& p) {
     fetch_keys<ALL_CONSUMERS>(numerics);
     int iterations = queries.count;
     typename Numerics::Consumer consumer(numerics, warpgroup);
-    int number = queries.first;  // of the tile in the segment, or with a selection the one that gives the same mask
+    int number = queries.first;  // of the tile in the segment, or with a selection a number that gives the same mask
 #pragma unroll 1
     for (int i = 0; i < iterations; ++i) {
       pipeline.wait(i);
@@ -244,7 +247,7 @@ __device__ __forceinline__ void backward_sm90(const params::Backward& p) {
       if (++number == queries.end) number = queries.first, consumer.score_mod.next_head();
     }
     int warp = threadIdx.x / 32, warp_key = block.first_key + warp * 16;
-    // dK leaves from the last panel, so that it need not wait for dV.
+    // dK is staged in the last panel, so that it need not wait for dV.
     constexpr int LAST_PANEL = (Numerics::D / 64 - 1) * SM90_KEYS * 128;
     store_gradient<DV, Queries, T, GRADIENT_STAGING>(p, block, warp_key, consumer.dv, numerics.gradient_staging(warp));
     store_gradient<DK, Queries, T, GRADIENT_STAGING>(p, block, warp_key, consumer.dk, numerics.gradient_staging(warp) + LAST_PANEL);

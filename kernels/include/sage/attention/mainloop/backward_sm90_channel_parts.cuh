@@ -1,18 +1,21 @@
-// The backward mainloop for Hopper at head_dims over 128, for 16-bit matmuls. A block computes dK and dV of 128 keys of
-// one key head, and its share of dQ for the tiles of 64 queries that see them, all in one of two parts of the channels: registers
-// hold dK and dV of 64 keys and 128 channels each. S and dP are sums over all channels, so that both parts compute them, seven
-// products for five. Its warpgroups are specialized.
+// The backward mainloop for Hopper at head_dim above 128, for 16-bit matmuls. A block computes dK and dV of 128 keys of
+// one key head, and its contribution to dQ for the tiles of 64 queries that see them, all in one of two parts of the
+// channels: registers can store dK and dV of 64 keys and 128 channels each. S and dP are sums over all channels, so
+// that the blocks of both parts compute them: seven matmuls instead of five. A block's warpgroups are specialized.
 //
-//   consumers     Two warpgroups have 64 keys each, whose dV and dK stay in registers. They compute S, dP, P, dS, dV and dK of
-//                 their own keys, and of dQ, which sums over all 128 keys, half of the part each, which they add to its sums in
-//                 global memory.
-//   producer      Warp 0 of the third warpgroup copies Q and the row state of each tile into a stage of a pipeline, and dO into the
-//                 next: at head_dim 256 shared memory has no room for two tiles of queries in addition to K and V.
+//   consumers     Two warpgroups have 64 keys each, whose dV and dK stay in registers. They compute S, dP, P, dS, dV
+//                 and dK of their own keys. dQ sums over all 128 keys; each consumer computes half of the part's
+//                 channels, and adds them to the sums in global memory.
+//   producer      Warp 0 of the third warpgroup copies Q and the row state of each tile into a stage of a pipeline, and
+//                 dO into the next: at head_dim 256 shared memory has no room for two tiles of queries in addition to K
+//                 and V.
 //   ALL_CONSUMERS Named barrier: dS^T of a tile is in shared memory.
-//   DQ_ORDERED    Named barrier: in deterministic mode the consumers wait for their block's order in each tile of queries.
+//   DQ_ORDERED    Named barrier: in deterministic mode the consumers wait for their block's order in each tile of
+//                 queries.
 //
-// Products read Q for the last time in dK, and dO in dV, so that dK comes first: Q of the next tile is on its way while dV and dQ are
-// computed, and dO while dQ is, and S of the next tile. Products are issued, and run while later instructions do; with one tile:
+// dK is the last matmul that reads Q, dV the last that reads dO. dK comes first, so that Q of the next tile is copied
+// while dV and dQ are computed, and dO while dQ and the next S are. wgmmas are asynchronous: they run while later
+// instructions execute. With one tile in shared memory:
 //
 //   producer    |Q of tile i, dO of i ..                                                |Q of i + 1    |dO of i + 1
 //   consumer 0  |S issued|dP issued|P|dS|dS stored|dK issued|dV issued|barrier|dQ issued|dK ends       |dV ends    |dQ added|S of i + 1 ..
@@ -25,8 +28,9 @@ namespace sage::attention {
 
 constexpr int DQ_ORDERED = 2;  // named barrier of both consumers, in addition to ALL_CONSUMERS
 
-// How two parts divide the panels of 64 channels of D channels of Q and K, and V of values: the first has two of K, the second two of
-// V, and each has what the other leaves. So both have about as many products, and neither has more than two panels of dK and dV.
+// How two parts divide the panels of 64 channels, of D channels of Q and K and V channels of values: the first part has
+// two panels of K, the second two panels of V, and each has the other's remaining panels. Both parts then have about
+// the same number of matmuls, and at most two panels each of dK and dV.
 template <int D, int V>
 struct ChannelParts {
   static constexpr int COUNT = 2, LEFT_OF_K = D / 64 - 2, LEFT_OF_V = V / 64 - 2;
@@ -34,9 +38,9 @@ struct ChannelParts {
   static_assert(0 < LEFT_OF_K && LEFT_OF_K <= 2 && 0 <= LEFT_OF_V && LEFT_OF_V <= 2);
 };
 
-// What this mainloop asks of its numerics, which are the layout of a block's shared memory, and of their Consumer, which is what a
-// consumer keeps in registers: dK of some panels of 64 channels, from one on, and dV of others. A tile has two pieces, Q and dO; piece n
-// of the pipeline is of tile n / 2.
+// What this mainloop requires of its numerics, which define the layout of a block's shared memory, and of their
+// Consumer, the registers of a consumer: dK of some consecutive panels of 64 channels, and dV of others. A tile has two
+// pieces, Q and dO; piece n of the pipeline belongs to tile n / 2.
 template <class N, class Consumer = typename N::template Consumer<2, N::Parts::LEFT_OF_V>>
 concept BackwardSm90ChannelPartsNumerics =
     BackwardTilesSm90<N> &&
@@ -46,9 +50,9 @@ concept BackwardSm90ChannelPartsNumerics =
       // Issue the copies of a tile's Q and row state, and of its dO, into a stage, by the producer.
       numerics.load_queries(tile, 0, 0u);
       numerics.load_gradients(tile, 0, 0u);
-      (Consumer(numerics, 0, 0, 0));  // its number, its first panel of K, of V
-      // visit(the number of the visited tile, its number in the segment, its number in the padded buffers, masked): waits for the
-      // pieces of a tile, computes all products, and releases the pieces.
+      (Consumer(numerics, 0, 0, 0));  // its number, its first panel of K, its first panel of V
+      // visit(the number of the visited tile, its number in the segment, its number in the padded buffers, masked):
+      // waits for the pieces of a tile, computes all matmuls, and releases the pieces.
       consumer.visit(pieces, 0, 0, 0, Masked<OUTER_KEYS>{}, sums);
       consumer.score_mod.next_head();  // a policy of numerics/score_mod.cuh
       // store_gradients<Queries>(block, the warp's first key)
@@ -65,7 +69,7 @@ __device__ __forceinline__ void visit_tiles(const params::Backward& p, const Num
   DqAccumulator sums{p.dq_accum, p.dq_semaphore, block.first_key / SM90_KEYS * PARTS + block.channel_part, 0, CONSUMER_THREADS,
                      DQ_ORDERED};
   typename Queries::Tile tile = queries.start();
-  int number = queries.first;  // of the tile in the segment, or with a selection the one that gives the same mask
+  int number = queries.first;  // of the tile in the segment, or with a selection a number that gives the same mask
 #pragma unroll 1
   for (int i = 0; i < queries.count; ++i) {
     int padded = sums.set_order(queries.added(tile), PARTS);
@@ -81,7 +85,7 @@ __device__ __forceinline__ void backward_sm90_channel_parts(const params::Backwa
   using Parts = typename Numerics::Parts;
   using Pieces = typename Numerics::Pieces;
   extern __shared__ __align__(1024) unsigned char shared[];
-  // In shared memory, because the products need the registers.
+  // In shared memory, because the wgmmas need the registers.
   __shared__ BackwardBlock block;
   int index = backward_index<params::BACKWARD_SM90_CHANNEL_PARTS>(p);
   __shared__ MaskedTiles<Queries::HIDDEN> masked;
@@ -110,7 +114,7 @@ __device__ __forceinline__ void backward_sm90_channel_parts(const params::Backwa
   } else {
     ptx::setmaxnreg<KV_CONSUMER_REGISTERS, SM90_THREADS>();
     fetch_keys<ALL_CONSUMERS>(numerics);
-    // Parts that have as many panels share their code.
+    // Parts with the same numbers of panels share code.
     using First = typename Numerics::template Consumer<2, Parts::LEFT_OF_V>;
     using Second = typename Numerics::template Consumer<Parts::LEFT_OF_K, 2>;
     int part = block.channel_part;

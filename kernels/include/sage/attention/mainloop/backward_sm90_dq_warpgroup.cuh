@@ -1,6 +1,6 @@
-// The backward mainloop for Hopper where a separate warpgroup computes dQ: for 16-bit operands at head_dim 64, and for SageBwd.
-// A block computes dK and dV of 128 keys of one key head, and its share of dQ for the tiles of 64 queries that see them. Its
-// warpgroups are specialized.
+// The backward mainloop for Hopper where a separate warpgroup computes dQ: for 16-bit operands at head_dim 64, and for
+// SageBwd. A block computes dK and dV of 128 keys of one key head, and its contribution to dQ for the tiles of 64
+// queries that see them. Its warpgroups are specialized.
 //
 //   consumers     Two warpgroups have 64 keys each. They compute S, dP, P, dS and dV, and dK where they have registers for it
 //                 (CONSUMERS_KEEP_DK: head_dim 64). They never wait for dQ of the same tile.
@@ -16,8 +16,8 @@
 //   consumer 1    |dP issued|P, dS|dV issued|dS stored|dK, S of i + 1 issued|dP of i + 1 issued ..
 //   dQ warpgroup  |dQ of i - 1 added |Q, dO of i + 4 copied|dQ of i issued  |dQ of i added ..
 //
-//   consumer 0    |S, dP issued|P, dS|dK codes|dQ codes|dV added|S, dP of i + 1 issued ..
-//   consumer 1    |S, dP issued|P, dS|dK codes|dQ codes|dV added|S, dP of i + 1 issued ..
+//   consumer 0    |S, dP issued|P, dS|dK quant|dQ quant|dV added|S, dP of i + 1 issued ..
+//   consumer 1    |S, dP issued|P, dS|dK quant|dQ quant|dV added|S, dP of i + 1 issued ..
 //   dQ warpgroup  |dQ of i - 1 added          |dK of i added    |tile i + 2 copied|dQ of i added ..
 #pragma once
 
@@ -25,15 +25,15 @@
 
 namespace sage::attention {
 
-// Registers of a thread of the dQ warpgroup, if the consumers' threads have KEYS: what the block's allocation leaves.
+// Registers per thread of the dQ warpgroup if the consumers' threads have KEYS: the rest of the block's allocation.
 template <int KEYS>
 constexpr int DQ_REGISTERS = (CONSUMERS + 1) * ptx::LAUNCH_REGISTERS<SM90_THREADS> - CONSUMERS * KEYS;
 
-// Named barriers; 0 is __syncthreads. The first three exist for tiles of even and of odd number, because one warpgroup can be
+// Named barriers; 0 is __syncthreads. The first three exist twice, for even and odd tiles, because one warpgroup can be
 // ahead of another by a tile.
 enum NamedBarrier : int {
-  SLOT_EMPTY = 1,        // one for each consumer: its share of the slot may be overwritten
-  DK_OPERANDS_FULL = 5,  // one for each consumer: the operands of dK are in the slot, where the dQ warpgroup computes dK
+  SLOT_EMPTY = 1,        // one per consumer: its half of the slot may be overwritten
+  DK_OPERANDS_FULL = 5,  // one per consumer: the operands of dK are in the slot, if the dQ warpgroup computes dK
   DS_FULL = 9,           // the operands of dQ, from both consumers, are in the slot
   KEYS_LOADED = 11,      // among the consumers: K and V are in shared memory
   DQ_WARPGROUP = 12,     // inside the dQ warpgroup: before and after it adds to dQ with a semaphore
@@ -46,8 +46,9 @@ __device__ __forceinline__ int named_barrier(NamedBarrier kind, int tile) { retu
 template <int D>
 constexpr bool CONSUMERS_KEEP_DK = D == 64;
 
-// Adds 64 channels to dQ from shared memory: each warp of the dQ warpgroup stages its dQ there, and one bulk addition adds it
-// while the warp continues. (Several bulk additions a tile would wait for each other, so larger heads add from registers.)
+// Adds 64 channels to dQ from shared memory: each warp of the dQ warpgroup stages its dQ there, and one bulk addition
+// adds it while the warp continues. (Several bulk additions per tile would wait for each other, so larger heads add
+// from registers.)
 struct BulkDqAccumulator : DqAccumulator {
   static constexpr int WARP_BYTES = 64 / 8 * 512, BYTES = WARPGROUP_THREADS / 32 * WARP_BYTES;
   uint32_t staging;
@@ -80,8 +81,8 @@ struct BulkDqAccumulator : DqAccumulator {
   __device__ __forceinline__ void end() const { ptx::cp_async_bulk_wait_read(); }
 };
 
-// Adds to dQ from registers, by atomic additions. They are correct with a semaphore too, and a second path would cost registers,
-// which are short.
+// Adds to dQ from registers, by atomic additions. They are also correct with a semaphore; a second code path would cost
+// registers, which are short.
 struct AtomicDqAccumulator : DqAccumulator {
   template <int D, int N>
   __device__ __forceinline__ void add(int padded_tile, int strip, int first, int lane, const float (&x)[N][4]) const {
@@ -100,8 +101,8 @@ __device__ __forceinline__ auto choose_accumulator(const DqAccumulator& sums, ui
   else return AtomicDqAccumulator{sums};
 }
 
-// A consumer's side of a tile of queries, in the order of its calls: it hands the operands of dK and dQ to the dQ warpgroup in a slot,
-// and starts the next tile.
+// A consumer's side of a tile of queries, with functions in calling order: it hands the operands of dK and dQ to the dQ
+// warpgroup in a slot, and starts the next tile.
 template <bool KEEP_DK, class Tiles, class KeyConsumer>
 struct TileHandover {
   const params::Backward& p;
@@ -110,7 +111,7 @@ struct TileHandover {
   const int& warpgroup;
   int tile, tiles;  // the tile's number, from 0, and their count
 
-  // Waits until the consumer's share of the slot may be overwritten.
+  // Waits until the consumer's half of the slot may be overwritten.
   __device__ __forceinline__ void acquire_slot() const {
     ptx::named_barrier_sync(named_barrier(SLOT_EMPTY, tile, warpgroup), 2 * WARPGROUP_THREADS);
   }
@@ -122,8 +123,8 @@ struct TileHandover {
   __device__ __forceinline__ void publish_dq_operands() const {
     ptx::named_barrier_arrive(named_barrier(DS_FULL, tile), SM90_THREADS);
   }
-  // Starts the next tile. After the last one too, on stale data: if a product were in flight on some paths only, ptxas would
-  // serialize the kernel's products.
+  // Starts the next tile; after the last tile also, on stale data: if a wgmma were in flight on some paths only, ptxas
+  // would serialize all wgmmas of the kernel.
   __device__ __forceinline__ void start_next() const {
     if (tile + 1 < tiles) wait(tile + 1);
     consumer.start(pipeline.stage(tile + 1));
@@ -135,8 +136,8 @@ struct TileHandover {
   }
 };
 
-// What this mainloop asks in addition; of their KeyConsumer, which is what a consumer keeps in registers; and of their DqConsumer,
-// which is what the dQ warpgroup does.
+// What this mainloop requires in addition, including their KeyConsumer, the registers of a consumer, and their
+// DqConsumer, the work of the dQ warpgroup.
 template <class N>
 concept BackwardSm90DqWarpgroupNumerics =
     BackwardTilesSm90<N> && requires(N numerics, const params::Backward& p, const QueryTile& tile, uint32_t mbarrier,
@@ -145,42 +146,44 @@ concept BackwardSm90DqWarpgroupNumerics =
                                      const TileHandover<CONSUMERS_KEEP_DK<N::D>, Pipeline<N::STAGES>, typename N::KeyConsumer>& handover) {
       requires N::CONSUMER_REGISTERS % 8 == 0;  // registers of a consumer's thread
       requires N::STAGING_AT <= N::SHARED_BYTES;  // the staging memory of BulkDqAccumulator, at head_dim 64
-      // Issues the copies of a tile of queries: (tile, stage, thread, mbarrier). By the first thread of the dQ warpgroup if the
-      // tensors have maps (params: dout.mapped), else by all of its threads.
+      // Issues the copies of a tile of queries: (tile, stage, thread, mbarrier). Called by the first thread of the dQ
+      // warpgroup if the tensors have maps (params: dout.mapped), otherwise by all of its threads.
       numerics.load(tile, 0, 0, mbarrier);
       // The producer's arrivals at the mbarrier for each tile.
       N::fetching(p);
       (typename N::KeyConsumer(numerics, 0));
-      // Issues S^T of a tile that has arrived, if registers allow that early.
+      // Issues S^T of a tile that has arrived, if registers allow it that early.
       keys.start(0);
-      // scores(the tile's number, stage, slot, masked, handover): computes P, dS, dV and perhaps dK. It calls the handover's functions
-      // in their order: acquire_slot() before it writes to the slot, and start_next() as soon as registers allow it.
+      // scores(the tile's number, stage, slot, masked, handover): computes P, dS, dV and perhaps dK. It calls the
+      // handover's functions in their order: acquire_slot() before it writes to the slot, and start_next() as soon as
+      // registers allow it.
       keys.scores(0, 0, 0, Masked<OUTER_KEYS>{}, handover);
-      // Waits for the product that the last start_next() started.
+      // Waits for the wgmma that the last start_next() issued.
       keys.end();
       keys.dv;
       keys.score_mod.next_head();  // a policy of numerics/score_mod.cuh
       (typename N::DqConsumer(numerics));
-      // Issues the first product of dQ, if registers allow that early.
+      // Issues the first wgmma of dQ, if registers allow it that early.
       dq.start(0);
-      // add_dq(the tile's number in the padded buffers, slot, sums, read): computes dQ and adds it. It calls read() when the slot
-      // is no longer read.
+      // add_dq(the tile's number in the padded buffers, slot, sums, read): computes dQ and adds it. It calls read()
+      // once it no longer reads the slot.
       dq.add_dq(0, 0, sums, call);
     } && (CONSUMERS_KEEP_DK<N::D> ? requires(typename N::KeyConsumer keys) { keys.dk; } : requires(typename N::DqConsumer dq) {
       // Adds to dK of a consumer's keys: (consumer, stage, slot).
       dq.add_keys(0, 0, 0);
-      // Waits until these products no longer read the tile.
+      // Waits until these wgmmas no longer read the tile.
       dq.added();
       dq.dk;
       // The address of GRADIENT_STAGING bytes for the epilogue of the calling warp.
       dq.gradient_staging();
     });
 
-// The dQ warpgroup as the producer: it copies tiles of queries into the pipeline, AHEAD of the one whose dQ it computes.
+// The dQ warpgroup as the producer: it copies query tiles into the pipeline, AHEAD of the tile whose dQ it computes.
 template <class Numerics, class Queries, class Tiles>
 struct TileProducer {
-  // How many tiles ahead the producer copies. With more than two stages it fills the stage of the tile before the current one, so that it
-  // rarely waits for consumers; with two stages it fills that of the current tile, once all have released it.
+  // How many tiles ahead the producer copies. With more than two stages it fills the stage of the previous tile, so
+  // that it rarely waits for consumers; with two stages it fills the stage of the current tile, after all have released
+  // it.
   static constexpr int AHEAD = Numerics::STAGES == 2 ? 2 : Numerics::STAGES - 1;
 
   const params::Backward& p;
@@ -190,7 +193,7 @@ struct TileProducer {
   typename Queries::Tile next;  // the tile to copy
 
   __device__ __forceinline__ void fetch(int number) {
-    // Opaque, so that addresses are computed again for each tile: kept, they would cost registers that the products need.
+    // Opaque, so that addresses are recomputed for each tile: stored, they would use registers that the wgmmas need.
     int thread = ptx::opaque(threadIdx.x) - CONSUMER_THREADS;
     if (number < queries.count && (!p.dout.mapped || thread == 0)) {
       pipeline.wait_empty(number);
@@ -200,8 +203,8 @@ struct TileProducer {
   }
 };
 
-// The dQ warpgroup's loop, and its epilogue: copies tiles of queries, from `tile` on, computes dQ from the consumers' dS, and dK
-// where the consumers do not.
+// The dQ warpgroup's loop and epilogue: copies query tiles, from `tile` on, computes dQ from the consumers' dS, and
+// computes dK if the consumers do not.
 template <class Numerics, class Queries, class Tiles>
 __device__ __forceinline__ void add_dq_of_tiles(const params::Backward& p, Numerics& numerics, const Queries& queries,
                                                 const Tiles& pipeline, typename Queries::Tile tile, uint32_t shared, int warp_key) {
@@ -248,15 +251,15 @@ __device__ __forceinline__ void add_dq_of_tiles(const params::Backward& p, Numer
   }
 }
 
-// A consumer's loop: S, dP, P, dS and dV of its keys, and dK where registers allow it. `warpgroup` is a reference because ptxas
-// schedules the epilogue in another way if it is a value.
+// A consumer's loop: S, dP, P, dS and dV of its keys, and dK if registers allow it. `warpgroup` is a reference because
+// ptxas schedules the epilogue differently if it is a value.
 template <bool KEEP_DK, class Queries, class Tiles, class KeyConsumer>
 __device__ __forceinline__ void consume_tiles(const params::Backward& p, const Queries& queries, const Tiles& pipeline,
                                               KeyConsumer& part, const int& warpgroup, const MaskedTiles<Queries::HIDDEN>& masked) {
   TileHandover<KEEP_DK, Tiles, KeyConsumer> handover{p, pipeline, part, warpgroup, 0, queries.count};
   if (handover.tiles > 0) handover.wait(0);
   part.start(0);
-  int number = queries.first;  // of the tile in the segment, or with a selection the one that gives the same mask
+  int number = queries.first;  // of the tile in the segment, or with a selection a number that gives the same mask
   for (int& i = handover.tile; i < handover.tiles; ++i) {
     part.scores(number, pipeline.stage(i), i & 1, masked.of(number, warpgroup), handover);
     pipeline.release(i);
@@ -271,7 +274,7 @@ __device__ __forceinline__ void backward_sm90_dq_warpgroup(const params::Backwar
   using Tiles = Pipeline<Numerics::STAGES>;
   constexpr bool KEEP_DK = CONSUMERS_KEEP_DK<Numerics::D>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  // In shared memory, because the products need the registers.
+  // In shared memory, because the wgmmas need the registers.
   __shared__ BackwardBlock block;
   int index = backward_index<params::BACKWARD_SM90_DQ_WARPGROUP>(p);
   __shared__ MaskedTiles<Queries::HIDDEN> masked;

@@ -1,16 +1,17 @@
-// The forward mainloop for family 10 (sm_100, sm_103): warp-specialized, with products out of tensor memory (tcgen05). A block
-// computes the output and the log-sum-exp of 128 queries of one head, of which each thread of four warps has one; tiles have 64
-// keys. Two blocks share a multiprocessor and its tensor memory, so that the products of one run under the softmax of the other.
+// The forward mainloop for family 10 (sm_100, sm_103): warp-specialized, with matmuls in tensor memory (tcgen05). A
+// block computes the output and the log-sum-exp of 128 queries of one head, one query per thread of four warps; tiles
+// have 64 keys. Two blocks share a multiprocessor and its tensor memory, so that the MMAs of one block run during the
+// softmax of the other.
 //
-//   softmax        Warps 0 to 3. Thread i has query i: it reads row i of S out of tensor memory, makes P, rescales O, and writes
-//                  the epilogue.
+//   softmax        Warps 0 to 3. Thread i has query i: it reads row i of S from tensor memory, computes P, rescales O,
+//                  and writes the epilogue.
 //   producer       Warp 4: its elected lane copies Q, and tiles of K and V.
 //   products       Warp 5: its elected lane issues S = Q K^T and O += P V. The warp allocates the tensor memory.
-//   keys, values   Pipelines from the producer to the products.
-//   scores         Pipeline of one stage, for S in tensor memory, from the products to the softmax. A thread holds its row in
-//                  registers, so that the next S is computed during the softmax of this one.
-//   probabilities  Pipeline of two stages, for P in shared memory, from the softmax to the products. An empty stage says in addition
-//                  that O += P V of its step is complete.
+//   keys, values   Pipelines from the producer to the products warp.
+//   scores         Pipeline of one stage, for S in tensor memory, from the products warp to the softmax. A thread keeps
+//                  its row in registers, so that the next S is computed during the softmax of this one.
+//   probabilities  Pipeline of two stages, for P in shared memory, from the softmax to the products warp. An empty
+//                  stage also means that O += P V of its step is complete.
 //
 //   producer   Q K0 V0|K1 V1|K2 V2|..
 //   products          |S0|      S1|          |PV0|S2      |PV1 ..
@@ -32,8 +33,8 @@ struct ForwardSm100Warps {
   static constexpr int SOFTMAX = 4, PRODUCER = 4, PRODUCTS = 5, ALL = 6;
 };
 
-// The columns of tensor memory that a block allocates, half of all. A third block, if registers and shared memory had room for
-// it, would wait for columns until another ends.
+// The columns of tensor memory that a block allocates: half of all columns. A third block, even if registers and shared
+// memory had room for it, would wait until another block frees its columns.
 constexpr int FORWARD_SM100_COLUMNS = 256;
 
 template <int STAGES>
@@ -55,7 +56,7 @@ struct ForwardSm100Pipelines {
   __device__ __forceinline__ explicit ForwardSm100Pipelines(const ForwardSm100Barriers<STAGES>& at)
       : keys(at.keys), values(at.values), scores(at.scores), probabilities(at.probabilities), queries(ptx::shared_address(&at.queries)) {}
 
-  // Initializes all mbarriers; one thread calls it. Products arrive once for all, by tcgen05_commit.
+  // Initializes all mbarriers; one thread calls it. The products warp arrives once per stage, by tcgen05_commit.
   __device__ __forceinline__ void prepare(int query_arrivals) const {
     keys.prepare(1, 1), values.prepare(1, 1);
     scores.prepare(1, ForwardSm100Warps::SOFTMAX), probabilities.prepare(ForwardSm100Warps::SOFTMAX, 1);
@@ -63,7 +64,7 @@ struct ForwardSm100Pipelines {
   }
 };
 
-// What the mainloop asks of its numerics. Tensor memory is addressed from the block's first column, lane 0, on.
+// What the mainloop requires of its numerics. Tensor memory addresses start at the block's first column, lane 0.
 template <class N>
 concept ForwardSm100Numerics = requires(N numerics, const params::Forward& p, const ForwardBlock& block, unsigned char* shared,
                                         uint32_t mbarrier, uint32_t tensor, typename N::Row row) {
@@ -71,19 +72,21 @@ concept ForwardSm100Numerics = requires(N numerics, const params::Forward& p, co
   requires N::D % 64 == 0;  // the padded head_dim
   requires N::THREADS == ForwardSm100Warps::ALL * 32 && N::STAGES >= 2;
   requires N::OUTPUT_AT % 32 == 0 && N::OUTPUT_AT + N::D <= FORWARD_SM100_COLUMNS;  // the column of O's first channel
-  requires N::QUERY_ARRIVALS >= 1;  // arrivals at the mbarrier of the queries, by both calls that follow
+  requires N::QUERY_ARRIVALS >= 1;  // arrivals at the mbarrier of the queries, by both calls below
   N(p, block, shared);
-  // Copies Q: the producer's part, and that of each thread of the softmax.
+  // Copies Q: the producer's part, and the part of each softmax thread.
   numerics.load_queries(mbarrier);
   numerics.store_queries(mbarrier);
   // Issue the copies of a tile into a stage.
   numerics.load_keys(0, 0, mbarrier);
   numerics.load_values(0, 0, mbarrier);
-  // Issue products: what comes before the first; S of a stage's keys; O = P V, or O += P V, of a stage's values and of a step's P.
+  // Issue MMAs: preparations before the first; S of a stage's keys; O = P V, or O += P V, of a stage's values and of a
+  // step's P.
   numerics.start(tensor);
   numerics.multiply(tensor, 0);
   numerics.add(tensor, 0, 0);
-  // A thread's query: reads its row of S; finds its reference and returns whether O must be rescaled by row.decay; makes P; stores P.
+  // A thread's query: reads its row of S; finds its reference and returns whether O must be rescaled by row.decay;
+  // computes P; stores P.
   row.read(tensor);
   { row.template follow<OUTER_KEYS>(p, 0, 0) } -> std::same_as<bool>;
   row.make_probabilities();
@@ -103,13 +106,13 @@ __device__ __forceinline__ void produce_sm100(Numerics& numerics, const Block& b
     pipelines.values.wait_empty(step);
     if (ptx::elect()) numerics.load_values(tile, stage, pipelines.values.full(step));
   }
-  // Arrivals that come later would find the memory of another block.
+  // Arrivals after the block's end would write to the memory of another block.
   pipelines.keys.drain(steps);
   pipelines.values.drain(steps);
 }
 
-// The warp that issues products. S of a step may overwrite S of the last, and the columns of its keys' scales: an empty stage of
-// `scores` says that all threads have the last S in registers, hence that its product is complete.
+// The products warp. S of a step may overwrite S of the last step, and the columns of its keys' scales: an empty stage
+// of `scores` says that all threads have the last S in registers, hence that its MMA is complete.
 template <class Numerics, class Pipelines>
 __device__ __forceinline__ void issue_products(Numerics& numerics, const Pipelines& pipelines, uint32_t tensor, int steps) {
   auto add = [&](int step) {
@@ -153,13 +156,13 @@ __device__ __forceinline__ void rescale_output(uint32_t warp_tensor, float decay
   }
 }
 
-// The loop of a softmax thread. `query` is its query, and `warp_tensor` tensor memory from its warp's first lane on.
+// The loop of a softmax thread for its `query`. `warp_tensor` is tensor memory from its warp's first lane on.
 template <class Numerics, class Block, class Pipelines>
 __device__ __forceinline__ void online_softmax(Numerics& numerics, typename Numerics::Row& row, const params::Forward& p,
                                                const Block& block, const Pipelines& pipelines, uint32_t warp_tensor, int query, int steps) {
   numerics.store_queries(pipelines.queries);
-  int visible = block.visible(query), first = 0, whole = __shfl_sync(~0u, visible, 0) / TILE;  // tiles that the warp's first query sees whole
-  int hidden = 0;  // tiles of a window that its last query does not see whole
+  int visible = block.visible(query), first = 0, whole = __shfl_sync(~0u, visible, 0) / TILE;  // completely visible tiles
+  int hidden = 0;  // tiles of a window that the warp's last query does not see completely
   if constexpr (Block::HIDDEN == OUTER_KEYS)
     first = block.hidden(query), hidden = hidden_steps(block, query - int(threadIdx.x % 32), 32, TILE);
 #pragma unroll 1
@@ -193,7 +196,7 @@ __device__ __forceinline__ void store_sm100(const params::Forward& p, const Bloc
   const params::Shape& shape = p.shape;
   const Segment& segment = block.segment;
   bool sees = Sight<Block::HIDDEN>(segment, p).visible_keys(query) > 0;
-  // Only a query that sees no key gets an output of zeros. A sum that is 0 for another reason gives NaN.
+  // Only a query that sees no key gets an output of zeros. A sum that is 0 for any other reason gives NaN.
   float inverse = sees ? 1.0f / row.sum : 0.0f, with_sink = 0.0f;
   if (p.sinks && sees) {
     with_sink = log2_with_sink(__ldg(p.sinks + block.head) * ptx::LOG2_E, row.reference + log2f(row.sum));

@@ -1,11 +1,12 @@
-// The forward mainloop for sm_80 and later (mma.sync, cp.async), and what the mainloop for Hopper shares with it: the blocks
-// and the epilogue.
+// The forward mainloop for sm_80 and later (mma.sync, cp.async), and what the mainloops for Hopper and family 10 share
+// with it: the blocks and the epilogue.
 //
-// A block computes the output and the log-sum-exp of 128 queries of one head; each warp has 16 M of the queries, and keeps their
-// accumulators in registers. The mainloop visits the tiles of 64 keys that the queries see. All warps do the same: they copy the
-// next tile of K and V asynchronously into one of two buffers while they compute on the other, and one __syncthreads a tile
-// orders copies and reads. With one stage V is copied while S is computed, and the next K while P V is; that takes two barriers
-// a tile. The numerics say how a tile is computed (ForwardSm80Numerics below; numerics/*_forward_sm80.cuh).
+// A block computes the output and the log-sum-exp of 128 queries of one head; each warp has 16 M of the queries, and
+// keeps their accumulators in registers. The mainloop visits the tiles of 64 keys that the queries see. All warps do
+// the same: they copy the next tile of K and V asynchronously into one of two buffers while they compute on the other,
+// and one __syncthreads per tile orders copies and reads. With one stage, V is copied while S is computed, and the next
+// K while P V is; this needs two barriers per tile. The numerics define how a tile is computed (ForwardSm80Numerics
+// below; numerics/*_forward_sm80.cuh).
 #pragma once
 
 #include <sage/attention/rows.cuh>
@@ -18,9 +19,9 @@ namespace sage::attention {
 
 constexpr int FORWARD_QUERIES = 128;
 
-// The head, segment and queries of a block. Blocks with the last queries come first: under a causal mask they see the most keys,
-// so that the last blocks to start are short. Queries are counted off from the end of the segment, so that the block that is not
-// full is also the shortest. The struct is kept in shared memory, because the products need the registers.
+// The head, segment and queries of a block. Blocks with the last queries come first: under a causal mask they see the
+// most keys, so that the last blocks to start are short. Queries are divided from the end of the segment, so that the
+// partial block is also the shortest. The struct is kept in shared memory, because the MMAs need the registers.
 struct ForwardBlock {
   int head, key_head, segment_index;
   int first, end;  // queries first .. end of the segment, in whole tiles; the block is empty unless end > first
@@ -35,12 +36,12 @@ struct ForwardBlock {
     first = max(end - queries, 0);
   }
 
-  // The last of the `queries` queries from `from` on that belongs to the block; less than `from` if none does.
+  // The last query of this block among the `queries` queries from `from` on; less than `from` if there is none.
   __device__ __forceinline__ int last_of(int from, int queries) const {
     return min(min(from + queries, end), segment.query_len) - 1;
   }
 
-  // Sets the query head and the segment, and what follows from them.
+  // Sets the query head and the segment, and the members that depend on them.
   __device__ __forceinline__ void set_place(const params::Shape& shape, int of_head, int of_segment) {
     head = of_head, key_head = head / (shape.query_heads / shape.key_heads);
     segment_index = of_segment, segment = Segment(shape, segment_index);
@@ -49,21 +50,21 @@ struct ForwardBlock {
 
 // A block that visits all keys that its queries see.
 struct EveryKey : ForwardBlock {
-  static constexpr Hidden HIDDEN = LATER_KEYS;  // which keys its queries may not see, of those that it visits
+  static constexpr Hidden HIDDEN = LATER_KEYS;  // visited keys that its queries may not see
   static constexpr int skipped = 0;             // keys that are not visited: see ListedKeys
 
   EveryKey() = default;
   __device__ __forceinline__ EveryKey(const params::Forward& p, int index, int queries) : ForwardBlock(p.shape, index, queries) {}
 
-  // The number of keys that a query sees, of those that the block visits.
+  // The number of visited keys that a query sees.
   __device__ __forceinline__ int visible(int query) const { return segment.visible_keys(query); }
   // The position of a step's keys in the segment, in units of TILES tiles.
   template <int TILES>
   __device__ __forceinline__ int number(int step) const { return step; }
 };
 
-// A block that visits the keys of a window. It begins with the first key that one of its queries sees, or before it: the keys that it
-// skips fill whole steps of every mainloop. Further keys are hidden from later queries.
+// A block that visits the keys of a window. It begins with the first key that one of its queries sees, or before it:
+// the number of skipped keys is a multiple of every mainloop's step. Some visited keys are hidden from later queries.
 struct WindowKeys : ForwardBlock {
   static constexpr Hidden HIDDEN = OUTER_KEYS;
   static constexpr int STEP = 2 * TILE;
@@ -78,15 +79,16 @@ struct WindowKeys : ForwardBlock {
   __device__ __forceinline__ Sight<OUTER_KEYS> sight() const { return {segment, before, after}; }
 
   __device__ __forceinline__ int visible(int query) const { return sight().visible_keys(query) - skipped; }
-  // The number of visited keys before those that a query sees.
+  // The number of visited keys before the first key that a query sees.
   __device__ __forceinline__ int hidden(int query) const { return sight().first_key(query) - skipped; }
   template <int TILES>
   __device__ __forceinline__ int number(int step) const { return step + skipped / (TILES * TILE); }
 };
 
-// A block that is one block of queries of a selection, and visits the listed blocks of keys. All listed blocks but the last are
-// seen whole, and only the last can need a mask. Mainloops therefore treat the visited keys as one contiguous range; `skipped`
-// is the number of unlisted keys before its last block, which lies so much further on in the segment.
+// A block that is one query block of a selection, and visits the listed key blocks. Its queries see every listed block
+// except the last completely, so that only the last can need a mask. Mainloops therefore treat the visited keys as one
+// contiguous range; `skipped` is the number of unlisted keys before the last listed block, its offset between that
+// range and the segment.
 struct ListedKeys : ForwardBlock {
   static constexpr Hidden HIDDEN = LATER_KEYS;
   static constexpr int BLOCK_TILES = SELECTION_BLOCK / TILE;
@@ -123,8 +125,8 @@ struct ListedKeys : ForwardBlock {
   }
 };
 
-// The epilogue: writes the outputs and the log-sum-exp. SMOOTHS_VALUES: whether V may be less its mean, which is then added to the
-// first output. STAGING is the size of a warp's own `staging`: see store_rows.
+// The epilogue: writes the outputs and the log-sum-exp. SMOOTHS_VALUES: whether V may have its mean subtracted; the
+// mean is then added to the first output. STAGING is the size of a warp's `staging` memory: see store_rows.
 template <class T, Hidden HIDDEN, bool SMOOTHS_VALUES, int STAGING = 0, int D, int M, int THREADS, bool SHARED, int OUTPUTS, int SLACK>
 __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlock& block,
                                       Softmax<D, M, THREADS, SHARED, OUTPUTS, SLACK>& softmax, uint32_t staging = 0) {
@@ -138,7 +140,7 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
 #pragma unroll
   for (int r = 0; r < 2 * M; ++r) {
     sums[r] = quad_sum(softmax.state(softmax.state.SUM, r));
-    // Only a query that sees no key gets an output of zeros. A sum that is 0 for another reason gives NaN.
+    // Only a query that sees no key gets an output of zeros. A sum that is 0 for any other reason gives NaN.
     inverse[r] = sight.visible_keys(first + row_of(r, lane)) == 0 ? 0.0f : 1.0f / sums[r];
   }
   if (p.sinks) {
@@ -152,7 +154,7 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
   }
   if constexpr (SMOOTHS_VALUES) {
     if (p.smooth_values) {
-      // Before the division: the mean has the weight of all keys together.
+      // Before the division: the mean has the total weight of all keys.
       const float* mean = p.codes.k_mean + (int64_t(shape.key_heads + block.key_head) * shape.segment_count + block.segment_index) * D;
 #pragma unroll
       for (int n = 0; n < D / 8; ++n)
@@ -162,7 +164,7 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
 #pragma unroll
           for (int r = 0; r < 2 * M; ++r) {
             float& acc = softmax.acc[r >> 1][n][2 * (r & 1) + e];
-            // A mean that is not finite does not reach a query that sees no key.
+            // A mean that is not finite must not reach a query that sees no key.
             if (inverse[r] != 0.0f) acc = fmaf(sums[r], of_channel, acc);
           }
         }
@@ -187,42 +189,44 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
     if (lane % 4 == 0 && row < block.end) {
       bool real = row < segment.query_len && sight.visible_keys(row) > 0;
       if (p.minus_lse2) p.minus_lse2[padded + row] = real ? -(softmax.reference[r] + log2f(sum) + with_sink[r]) : -CUDART_INF_F;
-      // P is relative to all logits in the backward; where a sink leaves less than 2^-64 of it to the keys, it is zero there.
+      // In the backward P is normalized by all logits, including the sink. If a sink leaves less than 2^-64 of it to
+      // the keys, P is zero there.
       if (OUTPUTS == 2 && p.row_sums) p.row_sums[padded + row] = real ? (p.p_literal ? 1.0f : sum) * ptx::exp2(fminf(with_sink[r], 64.0f)) : 1.0f;
     }
   }
 }
 
-// What the mainloop asks of its numerics.
+// What the mainloop requires of its numerics.
 template <class N>
 concept ForwardSm80Numerics = requires(N numerics, const params::Forward& p, const ForwardBlock& block, unsigned char* shared,
                                        typename N::Logits& logits, typename N::RowSoftmax& softmax) {
   typename N::Type;
   requires N::D % 64 == 0;         // the padded head_dim
   requires N::M * 16 * N::THREADS / 32 == FORWARD_QUERIES;  // a warp has 16 M queries
-  requires N::BLOCKS >= 1;         // blocks a multiprocessor, for __launch_bounds__ of the entry
+  requires N::BLOCKS >= 1;         // blocks per multiprocessor, for __launch_bounds__ of the entry point
   requires N::STAGES == 2 || (N::STAGES == 1 && !N::COOPERATES);
   requires N::STATE_AT + N::RowSoftmax::State::BYTES <= N::SHARED_BYTES;  // where the row state is, if it is in shared memory
-  N::SMOOTHS_VALUES || true;       // whether V may be less its mean
+  N::SMOOTHS_VALUES || true;       // whether V may have its mean subtracted
   N::COOPERATES || true;           // whether warps meet at a barrier inside a tile, so that all must compute every tile
   N(p, block, shared);
-  // Issue asynchronous copies, of a tile into buffer tile % 2. (The tiles that a block visits have even and odd numbers in turn: a
-  // listed block of keys has two tiles.)
+  // Issue the asynchronous copies of a tile into buffer tile % 2. (The visited tiles have alternating even and odd
+  // numbers, because a listed key block has two tiles.)
   numerics.load_queries();
   numerics.load_keys(0);
   numerics.load_values(0);
   // Computes S of a tile: logits are a warp's accumulators.
   numerics.multiply(0, logits);
-  // attend<HIDDEN>(tile, step, logits, softmax, segment, the warp's first query): computes the online softmax, and adds P V. `step`
-  // counts the tiles that were visited.
+  // attend<HIDDEN>(tile, step, logits, softmax, segment, the warp's first query): computes the online softmax, and adds
+  // P V. `step` counts the visited tiles.
   numerics.template attend<OUTER_KEYS>(0, 0, logits, softmax, block.segment, 0);
   numerics.template attend<NO_KEYS>(0, 0, logits, softmax, block.segment, 0);
   // Finishes the accumulator after the last tile.
   numerics.flush_magic(softmax);
 };
 
-// The number of steps of `keys` keys in which the last of the `queries` queries from `first` on does not see the first keys, so that they
-// need a mask. Mainloops ask only for windows: ptxas orders the instructions in another way after any change of a loop.
+// The number of steps of `keys` keys that need a mask because the last of the `queries` queries from `first` on does
+// not see their first keys. Mainloops call it only for windows: ptxas reorders the instructions after any change of a
+// loop.
 __device__ __forceinline__ int hidden_steps(const WindowKeys& block, int first, int queries, int keys) {
   return (block.hidden(block.last_of(first, queries)) + keys - 1) / keys;
 }
@@ -237,15 +241,15 @@ __device__ __forceinline__ int whole_of(const Block& block, int step, int whole_
   return whole_tiles;
 }
 
-// The loop over tiles, whose first one, `next`, is on its way; the first `whole_tiles` need no mask, but for those of a window
-// that do. With two buffers for K and V:
+// The loop over tiles. The copy of the first tile, `next`, is in flight. The first `whole_tiles` tiles need no mask,
+// except for a window's hidden steps. This version has two buffers for K and V.
 template <class Numerics, class Block>
 __device__ __forceinline__ void visit_in_two_stages(Numerics& numerics, typename Numerics::RowSoftmax& softmax, const Block& block,
                                                     int key_tiles, int whole_tiles, int next) {
   for (int step = 0; step < key_tiles; ++step) {
     ptx::cp_async_wait<0>();
-    // After the barrier all threads' copies of this tile are visible, and all warps have read the previous tile, whose buffer
-    // may be overwritten.
+    // After the barrier all threads' copies of this tile are visible, and all warps have read the previous tile, whose
+    // buffer may be overwritten.
     __syncthreads();
     int tile = next;
     if (step + 1 < key_tiles) {
@@ -269,7 +273,7 @@ __device__ __forceinline__ void visit_in_two_stages(Numerics& numerics, typename
   }
 }
 
-// With one buffer for K and one for V, of which K of the first tile is on its way:
+// The loop over tiles with one buffer for K and one for V. The copy of K of the first tile is in flight.
 template <class Numerics, class Block>
 __device__ __forceinline__ void visit_in_one_stage(Numerics& numerics, typename Numerics::RowSoftmax& softmax, const Block& block,
                                                    int key_tiles, int whole_tiles) {
@@ -305,7 +309,7 @@ __device__ __forceinline__ void forward_sm80(const params::Forward& p) {
   __syncthreads();
   if (block.first >= block.end) return;
   int key_tiles = (block.visible(block.last_of(block.first, FORWARD_QUERIES)) + TILE - 1) / TILE;
-  // The tiles, of those that the block visits, that the warp's first query sees to the last key, and so do the others.
+  // The number of visited tiles that the warp's first query, and therefore all of its queries, see completely.
   int whole_tiles = block.visible(block.first + threadIdx.x / 32 * 16 * Numerics::M) / TILE;
 
   Numerics numerics(p, block, shared);

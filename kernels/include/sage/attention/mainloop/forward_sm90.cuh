@@ -1,25 +1,27 @@
-// The forward mainloop for Hopper: persistent and warp-specialized. One block runs on each multiprocessor and takes work items
-// (tiles of queries of one head) from the tile scheduler until none is left. For each item it computes the output and the
-// log-sum-exp of 64 queries for each consumer, of which there are two or three.
+// The forward mainloop for Hopper: persistent and warp-specialized. One block runs on each multiprocessor and gets work
+// items (tiles of queries of one head) from the tile scheduler until none is left. For each item it computes the output
+// and the log-sum-exp of 64 queries per consumer; there are two or three consumers.
 //
-//   producer      One warp of the last warpgroup; the other three exit. It takes the items, and copies their queries, keys and
-//                 values: TILES tiles of keys and of values a step.
-//   consumers     Every other warpgroup has 64 queries, and computes S = Q K^T, the online softmax, O += P V, and the epilogue.
-//   work          Pipeline of QUERY_SLOTS stages for items and their queries: with two those of the next item, and its first
-//                 keys, are copied during the epilogue of the last.
-//   kv            Pipeline for keys and values: those of a step share a stage (VALUES_FIRST), or have one each (else).
-//   MMA_ORDER     Named barriers (without VALUES_FIRST): consumers issue products in turn, so that the products of one run
-//                 under the softmax of another.
+//   producer      One warp of the last warpgroup; the other three exit. It gets the items, and copies their queries,
+//                 keys and values: TILES tiles of keys and of values per step.
+//   consumers     Every other warpgroup has 64 queries, and computes S = Q K^T, the online softmax, O += P V, and the
+//                 epilogue.
+//   work          Pipeline of QUERY_SLOTS stages for items and their queries. With two stages, the queries and first
+//                 keys of the next item are copied during the epilogue of the last.
+//   kv            Pipeline for keys and values. A step's keys and values share a stage with VALUES_FIRST; otherwise
+//                 each has its own.
+//   MMA_ORDER     Named barriers (without VALUES_FIRST): consumers issue wgmmas in turn, so that the wgmmas of one run
+//                 during the softmax of another.
 //   QUERIES_READ  Named barriers: a consumer's warps have read its queries, whose memory its epilogue may overwrite.
 //
-// An item of three steps without VALUES_FIRST, two consumers, four stages. S1 PV0: the consumer issues S of step 1 and P V of
-// step 0; S1 runs under the other consumer's softmax, PV0 under this one's softmax 1.
+// An item of three steps without VALUES_FIRST, two consumers, four stages. S1 PV0: the consumer issues S of step 1 and
+// P V of step 0; S1 runs during the other consumer's softmax, PV0 during this consumer's softmax 1.
 //
 //   producer    Q K0|K1|V0|K2      |V1               |V2   |Q of the next item|K0 ..
 //   consumer 0      |S0|softmax 0     |S1 PV0|softmax 1      |S2 PV1|softmax 2      |PV2|epilogue
 //   consumer 1         |S0|softmax 0         |S1 PV0|softmax 1      |S2 PV1|softmax 2      |PV2|epilogue
 //
-// With VALUES_FIRST consumers take no turns, and P V of a step is issued before S of the next:
+// With VALUES_FIRST consumers do not take turns, and P V of a step is issued before S of the next step:
 //
 //   producer    Q K0 V0|K1 V1|K2 V2|Q of the next item ..
 //   consumers          |S0|softmax 0|PV0 S1|O += PV0|softmax 1|PV1 S2|O += PV1|softmax 2|PV2|O += PV2|epilogue
@@ -36,29 +38,30 @@ namespace sage::attention {
 
 template <int TILES_, int PRODUCER_REGISTERS_, params::Plan PLAN>
 struct ForwardWarpgroups {
-  static constexpr int CONSUMERS = PLAN.rows / 64, TILES = TILES_;  // TILES: tiles of keys a step
+  static constexpr int CONSUMERS = PLAN.rows / 64, TILES = TILES_;  // TILES: tiles of keys per step
   static constexpr int QUERIES = 64 * CONSUMERS, KEYS = TILE * TILES;
   static constexpr int STAGES = PLAN.stages;
   static constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS;
   static_assert(PLAN.mainloop == params::FORWARD_SM90);
   static_assert(PLAN.rows == QUERIES && PLAN.threads == THREADS);
-  // The warpgroups' registers must sum to at most the block's allocation at launch: setmaxnreg.inc would wait for ever for more.
+  // The warpgroups' registers must sum to at most the block's allocation at launch; otherwise setmaxnreg.inc would wait
+  // forever.
   static constexpr int PRODUCER_REGISTERS = PRODUCER_REGISTERS_, ALL_REGISTERS = ptx::LAUNCH_REGISTERS<THREADS> * (CONSUMERS + 1);
   static constexpr int CONSUMER_REGISTERS = (ALL_REGISTERS - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
 };
 
-// The threads that produce: a whole warp, because elect.sync waits for all of its lanes.
+// The threads of the producer: a whole warp, because elect.sync waits for all of its lanes.
 constexpr int PRODUCER_THREADS = 32;
 
 // Named barriers; 0 is __syncthreads.
 enum ForwardBarrier : int {
-  PRODUCERS = 1,     // the producer's threads: all see the item that its first thread took
-  MMA_ORDER = 2,     // one for each consumer: it may issue its products
+  PRODUCERS = 1,     // the producer's threads: all see the item that the first thread got
+  MMA_ORDER = 2,     // one for each consumer: it may issue its wgmmas
   QUERIES_READ = 5,  // one for each consumer: all its warps have read its queries
 };
 
-// The tile scheduler: returns the next work item, with head -1 after the last. A block's first item has the block's index; each
-// later one is the next that no block has taken, by an atomic counter.
+// The tile scheduler: returns the next work item, with head -1 after the last. A block's first item has the block's
+// index; each later item is the next unassigned one, by an atomic counter.
 template <class Block, int QUERIES>
 __device__ __forceinline__ Block next_work(const params::Forward& p, bool first) {
   static_assert(params::facts(params::FORWARD_SM90).persistent);
@@ -74,18 +77,19 @@ __device__ __forceinline__ Block next_work(const params::Forward& p, bool first)
   return none;
 }
 
-// What the mainloop asks of its numerics, which are the layout of a block's shared memory, and of their Consumer, which is what
-// a consumer keeps in registers. Indices of stages are those of the kv pipeline.
+// What the mainloop requires of its numerics, which define the layout of a block's shared memory, and of their
+// Consumer, the registers of a consumer. Stage indices are those of the kv pipeline.
 //
-// VALUES_FIRST is the order in which the products of a step are issued.
-// - If true, P V of the previous step is issued before S, and is waited for while S is in flight: registers do not hold both S
-//   and P V while the softmax runs. The softmax of the other consumers hides the wait. Keys and values share a stage.
-// - If false, S is issued before P V of the previous step, which is in flight during the softmax of S. Keys and values have
-//   separate stages in the kv pipeline, in the order in which consumers need them: keys 0, keys 1, values 0, keys 2,
-//   values 1, .. A stage of keys is then released long before the values of its step are needed.
+// VALUES_FIRST is the order in which the matmuls of a step are issued.
+// - If true, P V of the previous step is issued before S, and the consumer waits for it while S is in flight: registers
+// cannot store both S and P V during the softmax. The softmax of the other consumers hides the wait. Keys and values
+// share a stage.
+// - If false, S is issued before P V of the previous step, which is in flight during the softmax of S. Keys and values
+// have separate stages in the kv pipeline, in the order in which consumers need them: keys 0, keys 1, values 0, keys 2,
+// values 1, .. A stage of keys is then released long before the values of its step are needed.
 //
-// MASKS_APART: whether the steps that need a mask have a separate loop. A step then is one basic block but for the rescaling,
-// in which ptxas can move the wait for P V, and what follows it, among the exponentials.
+// MASKS_APART: whether the steps that need a mask have a separate loop. A step without a mask is then one basic block
+// except for the rescaling, so that ptxas can move the wait for P V, and the code after it, between the exponentials.
 template <class N>
 concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, const ForwardBlock& block, unsigned char* shared,
                                        typename N::Consumer consumer, uint32_t mbarrier) {
@@ -93,25 +97,25 @@ concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, con
   requires N::D % 64 == 0;                      // the padded head_dim
   requires N::Warpgroups::CONSUMERS >= 2;       // a ForwardWarpgroups
   requires N::QUERY_SLOTS == 1 || N::QUERY_SLOTS == 2;  // items whose queries are in shared memory at a time
-  requires N::QUERY_ARRIVALS >= 1 && N::STEP_ARRIVALS >= 1;  // the producer's at the mbarrier for each item's queries, and stage
+  requires N::QUERY_ARRIVALS >= 1 && N::STEP_ARRIVALS >= 1;  // the producer's, per item's queries and per stage
   N::MASKS_APART;
-  N::SMOOTHS_VALUES;                            // whether V may be less its mean
-  requires N::STAGING >= 0 && N::SHARED_BYTES > 0;           // bytes of shared memory: of the epilogue for each warp, and in all
+  N::SMOOTHS_VALUES;                            // whether V may have its mean subtracted
+  requires N::STAGING >= 0 && N::SHARED_BYTES > 0;           // bytes of shared memory: per warp in the epilogue, and in total
   N(p, block, shared);
   // Issues the asynchronous copies of an item's queries into a slot: (slot, thread, mbarrier).
   numerics.load_queries(0, 0, mbarrier);
   (typename N::Consumer(numerics, 0, 0));  // the slot of its queries, and its number
   // Issues S of a step whose keys have arrived.
   consumer.start(0);
-  // online_softmax<HIDDEN, PENDING>(step, stage, segment, the consumer's first query): computes P from S. With VALUES_FIRST it
-  // waits for S.
+  // online_softmax<HIDDEN, PENDING>(step, stage, segment, the consumer's first query): computes P from S. With
+  // VALUES_FIRST it waits for S.
   consumer.template online_softmax<OUTER_KEYS, 0>(0, 0, block.segment, 0);
   consumer.template online_softmax<NO_KEYS, 0>(0, 0, block.segment, 0);
   // Issue P V of a step, and of an item's last step.
   consumer.add(0);
   consumer.add_last(0);
-  // added<PENDING>(): waits for P V, while PENDING later products may stay in flight; after it the values are no longer read. With
-  // VALUES_FIRST it then adds the product to O.
+  // added<PENDING>(): waits for P V, while PENDING later wgmmas may stay in flight; after it the values are no longer
+  // read. With VALUES_FIRST it then adds the result to O.
   consumer.template added<0>();
   consumer.softmax;    // the Softmax of its queries, with O
   consumer.staging();  // the address of the calling warp's STAGING bytes
@@ -119,23 +123,24 @@ concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, con
   // Issues the asynchronous copies of a step's keys and values: (step, stage, thread, mbarrier).
   numerics.load(0, 0, 0, mbarrier);
 } : requires(N numerics, typename N::Consumer consumer, uint32_t mbarrier) {
-  // Issues those of either the values or the keys of a step: (values, step, stage, thread, mbarrier).
+  // Issues the copies of either the values or the keys of a step: (values, step, stage, thread, mbarrier).
   numerics.load(true, 0, 0, 0, mbarrier);
-  // scored<PENDING>(stage): waits for S, while P V of PENDING steps may stay in flight; after it the keys are no longer read.
+  // scored<PENDING>(stage): waits for S, while P V of PENDING steps may stay in flight; after it the keys are no longer
+  // read.
   consumer.template scored<0>(0);
-  // Rescales O, and makes P the operand of the next add; no product may be in flight.
+  // Rescales O, and converts P to the operand of the next add; no wgmma may be in flight.
   consumer.take();
 });
 
-// The number of steps with keys that at least one of the block's queries `first` .. `first + queries - 1` sees.
+// The number of steps with keys that at least one of the queries `first` .. `first + queries - 1` of the block sees.
 template <class Warpgroups, class Block>
 __device__ __forceinline__ int steps_of(const Block& block, int first, int queries) {
   int last = block.last_of(first, queries);
   return first <= last ? (block.visible(last) + Warpgroups::KEYS - 1) / Warpgroups::KEYS : 0;
 }
 
-// The order of an item's keys and values in the kv pipeline. A piece is what has a separate stage: the keys and values of a
-// step (VALUES_FIRST), or either of them.
+// The order of an item's keys and values in the kv pipeline. With VALUES_FIRST a stage has the keys and values of a
+// step, otherwise only the keys or only the values.
 template <bool VALUES_FIRST>
 struct KvOrder {
   int before;  // stages that earlier items used
@@ -169,8 +174,8 @@ __device__ __forceinline__ void produce_keys_and_values(Numerics& numerics, cons
   }
 }
 
-// The producer's loop: takes items from the tile scheduler, and copies their queries, keys and values. An item without a head
-// ends the consumers' loops too.
+// The producer's loop: gets items from the tile scheduler, and copies their queries, keys and values. An item with head
+// -1 also ends the consumers' loops.
 template <class Numerics, class Block, class KvPipeline, class WorkPipeline>
 __device__ __forceinline__ void produce(const params::Forward& p, unsigned char* shared, Block* blocks, const KvPipeline& kv,
                                         const WorkPipeline& work) {
@@ -180,7 +185,7 @@ __device__ __forceinline__ void produce(const params::Forward& p, unsigned char*
   int before = 0;
   for (int item = 0;; ++item) {
     work.wait_empty(item);
-    // With one slot a lane must not overwrite an item that another still reads.
+    // With one slot a lane must not overwrite an item that another lane still reads.
     if constexpr (Numerics::QUERY_SLOTS == 1) __syncwarp();
     Block& block = blocks[WorkPipeline::stage(item)];
     if (thread == 0) {
@@ -204,7 +209,7 @@ __device__ __forceinline__ void produce(const params::Forward& p, unsigned char*
 // Whether the code of a step masks logits.
 enum Mask { NO_MASK, MASK_ALWAYS, MASK_IF_NEEDED };
 
-// A consumer's part of an item: for each step S, the online softmax, and O += P V.
+// A consumer's work on an item: for each step S, the online softmax, and O += P V.
 template <class Numerics, Hidden HIDDEN, class KvPipeline>
 struct ItemConsumer {
   using Warpgroups = typename Numerics::Warpgroups;
@@ -217,7 +222,7 @@ struct ItemConsumer {
   int warpgroup, first;            // the consumer's number, and its first query
   int whole_steps, skipped_steps;  // steps that need no mask; steps of keys that are not visited (ListedKeys, WindowKeys)
 
-  // Consumers take turns in issuing products, so that one consumer's products overlap with another consumer's softmax.
+  // Consumers take turns in issuing wgmmas, so that one consumer's wgmmas overlap with another consumer's softmax.
   __device__ __forceinline__ void acquire_order() const { ptx::named_barrier_sync(MMA_ORDER + warpgroup, 2 * WARPGROUP_THREADS); }
   __device__ __forceinline__ void release_order() const {
     ptx::named_barrier_arrive(MMA_ORDER + (warpgroup + 1) % Warpgroups::CONSUMERS, 2 * WARPGROUP_THREADS);
@@ -230,7 +235,7 @@ struct ItemConsumer {
     if constexpr (!VALUES_FIRST) kv.wait(order.values_of(step));
     consumer.add(kv.stage(order.values_of(step)));
   }
-  // Computes P of a step from S, while PENDING later products may stay in flight.
+  // Computes P of a step from S, while PENDING later wgmmas may stay in flight.
   template <Mask MASK, int PENDING>
   __device__ __forceinline__ void online_softmax(int step) const {
     if constexpr (!VALUES_FIRST) {
@@ -282,7 +287,7 @@ struct ItemConsumer {
     consumer.template added<0>();
     kv.release(order.values_of(steps - 1));
   }
-  // A step whose keys only the queries of other consumers see: this one releases its stages, and passes its turn on.
+  // For a step whose keys only the queries of other consumers see: releases its stages, and passes the turn on.
   __device__ __forceinline__ void skip(int step) const {
     wait_for_keys(step);
     kv.release(order.keys_of(step));
@@ -295,7 +300,7 @@ struct ItemConsumer {
   }
 };
 
-// A consumer's loop: its part of each item, and the epilogue.
+// A consumer's loop: its work on each item, and the epilogue.
 template <class Numerics, class Block, class KvPipeline, class WorkPipeline>
 __device__ __forceinline__ void consume(const params::Forward& p, unsigned char* shared, const Block* blocks,
                                         const KvPipeline& kv, const WorkPipeline& work, int warpgroup) {
@@ -316,7 +321,7 @@ __device__ __forceinline__ void consume(const params::Forward& p, unsigned char*
     KvOrder<Numerics::VALUES_FIRST> order{before, steps_of<Warpgroups>(block, block.first, Warpgroups::QUERIES)};
     ItemConsumer<Numerics, Block::HIDDEN, KvPipeline> part{consumer, kv, order, block.segment, warpgroup, first, whole_steps, skipped_steps};
     if (steps > 0) {
-      // Of a window the first steps need a mask too.
+      // The first steps of a window need a mask too.
       auto mask_hidden_keys = [&](int step) {
         if constexpr (Block::HIDDEN == OUTER_KEYS)
           part.whole_steps = step < hidden_steps(block, first, 64, Warpgroups::KEYS) ? 0 : whole_steps;
@@ -342,7 +347,7 @@ __device__ __forceinline__ void consume(const params::Forward& p, unsigned char*
     ptx::named_barrier_sync(QUERIES_READ + warpgroup, WARPGROUP_THREADS);
     store<T, Block::HIDDEN, Numerics::SMOOTHS_VALUES, Numerics::STAGING>(p, block, consumer.softmax, consumer.staging());
     ptx::fence_proxy_async();
-    ptx::mbarrier_arrive(work.empty(item));  // by each thread, because each has read the item
+    ptx::mbarrier_arrive(work.empty(item));  // by every thread, because every thread has read the item
   }
 }
 
@@ -352,7 +357,7 @@ __device__ __forceinline__ void forward_sm90(const params::Forward& p) {
   using KvPipeline = Pipeline<Warpgroups::STAGES>;
   using WorkPipeline = Pipeline<Numerics::QUERY_SLOTS>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  __shared__ Block blocks[Numerics::QUERY_SLOTS];  // the current item, and with two slots the next, whose queries are copied meanwhile
+  __shared__ Block blocks[Numerics::QUERY_SLOTS];  // the current item; with two slots also the next item
   __shared__ typename KvPipeline::Barriers kv_barriers;
   __shared__ typename WorkPipeline::Barriers work_barriers;
   KvPipeline kv(kv_barriers);

@@ -1,5 +1,6 @@
-// The backward of 16-bit operands with f32 accumulators (FlashAttention-2, arXiv 2307.08691, algorithm 2): for full precision;
-// for Attn-QAT, whose operands hold NVFP4 values; and for SageBwd where at most S is a product of INT8 codes.
+// The backward with 16-bit operands and f32 accumulators (FlashAttention-2, arXiv 2307.08691, algorithm 2): for
+// unquantized attention; for Attn-QAT, whose operands are NVFP4 values stored in 16 bit; and for SageBwd if at most S
+// is an INT8 matmul.
 #pragma once
 
 #include <sage/attention/numerics/score_mod.cuh>
@@ -13,14 +14,15 @@ struct Dense16BackwardSm80 {
   using Type = T;
   using Plan = BackwardPlan<PLAN>;
   static constexpr int D = HEAD_DIM;
-  // The registers of a warp hold dK and dV of 16 keys and 128 channels. With more a block has some of the channels, and computes S
-  // and dP over all of them.
+  // The registers of a warp can store dK and dV of 16 keys and 128 channels. Above 128 channels a block computes dK and
+  // dV of 128 of them, but S and dP over all of them.
   static constexpr int CHANNELS = D < 128 ? D : 128, CHANNEL_PARTS = D / CHANNELS;
   static constexpr int ROW = 2 * D;
   static constexpr int K_BYTES = Plan::KEYS * ROW;
   static constexpr int Q_BYTES = TILE * ROW;
-  // Shared memory: K, V, and the keys' codes if S needs them; stages of Q, dO, the queries' codes if S needs them, and the row
-  // state (log-sum-exp, delta, and the row sum if P needs it); two slots of dS^T; the memory that P needs for each warp.
+  // Shared memory: K, V, and the keys' INT8 values if S needs them; stages of Q, dO, the queries' INT8 values if S
+  // needs them, and the row state (log-sum-exp, delta, and the row sum if P needs it); two slots of dS^T; P's memory
+  // for each warp.
   static constexpr int K_CODES_AT = 2 * K_BYTES, STAGES_AT = K_CODES_AT + Plan::KEYS * S::KEY_BYTES;
   static constexpr int Q_CODES_AT = 2 * Q_BYTES, STATE_AT = Q_CODES_AT + S::TILE_BYTES;
   static constexpr int STAGE_BYTES = STATE_AT + P::QUERY_VALUES * TILE * 4;
@@ -111,7 +113,7 @@ struct Dense16BackwardSm80 {
 
   __device__ __forceinline__ void prepare_dq(int) {}
 
-  // Adds dQ of the previous tile, whose dS lies in the other slot.
+  // Adds dQ of the previous tile, whose dS is in the other slot.
   __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqAccumulator& sums) {
     constexpr int OWN = CHANNELS / Plan::PARTS;  // channels of the warp
     int lane = threadIdx.x % 32, strip = warp % 4, part = warp / 4;
@@ -139,7 +141,8 @@ struct Dense16BackwardSm80 {
   __device__ __forceinline__ void flush_magic() {}
 
  private:
-  // Moves a reader to the first channel of the block's part. A part is 256 bytes of a row, which the swizzle leaves in their place.
+  // Moves a reader to the first channel of the block's part. A part is 256 bytes of a row; the swizzle does not move
+  // bytes out of them.
   __device__ __forceinline__ void to_channels(layout::TransposedReaderB<ROW>& reader) const {
     static_assert(CHANNEL_PARTS == 1 || CHANNELS == 128);
     if constexpr (CHANNEL_PARTS > 1) reader.address ^= block.channel_part * 256;

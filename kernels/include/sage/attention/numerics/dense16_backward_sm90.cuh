@@ -1,6 +1,7 @@
-// The backward of 16-bit operands with f32 accumulators on Hopper, for head_dims over 64: for full precision; for Attn-QAT, whose
-// operands hold NVFP4 values; and for SageBwd where at most S is a product of INT8 codes. K, Q, dO and dS^T are in shared memory
-// once each: products with the reduction along their columns read them through transposed descriptors.
+// The backward with 16-bit operands and f32 accumulators on Hopper, for head_dim above 64: for unquantized attention;
+// for Attn-QAT, whose operands are NVFP4 values stored in 16 bit; and for SageBwd if at most S is an INT8 matmul. K, Q,
+// dO and dS^T are in shared memory once each: matmuls with the reduction along their columns read them through
+// transposed descriptors.
 #pragma once
 
 #include <sage/attention/numerics/dense16_tiles_sm90.cuh>
@@ -19,8 +20,8 @@ struct Dense16BackwardSm90 : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source> {
   static constexpr int DQ_PART_BYTES = Tiles::DQ_BYTES / CONSUMERS;
   static constexpr int ARRIVALS = S::ARRIVALS;
 
-  // Issues the copies of a tile, by the producer warp. One lane copies through the tensor maps, unless a document ends inside the
-  // tile (a map does not end there, and zeros must follow) or no maps exist; then all lanes copy Q and dO.
+  // Issues the copies of a tile, by the producer warp. One lane copies through the tensor maps, unless a document ends
+  // inside the tile (a map does not end there, but zeros must follow) or no maps exist; then all lanes copy Q and dO.
   __device__ __forceinline__ void load(const QueryTile& tile, int stage, uint32_t mbarrier) {
     const Segment& s = block.segment;
     int first = tile.tile * TILE, lane = threadIdx.x % 32;
@@ -56,9 +57,9 @@ struct Dense16BackwardSm90 : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source> {
       int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
       uint32_t at = of.shared + stage_at(stage);
       const float* state = of.state(stage);
-      // Log-sum-exps and deltas are read before any product is issued: while those read shared memory, a load from it takes hundreds
-      // of clocks.
-      // dP^T - D = V dO^T - D. The accumulator is set to -D before, too, because ptxas would wait for a product in flight.
+      // Log-sum-exps and deltas are read before any wgmma is issued: while wgmmas read shared memory, a load from it
+      // takes hundreds of clocks.
+      // dP^T - D = V dO^T - D. The accumulator is set to -D early, because ptxas would wait for a wgmma in flight.
       typename S::Sums sums;
       Scores s, dp;
       ColumnValues(state + TILE, lane).set(dp);
@@ -80,7 +81,7 @@ struct Dense16BackwardSm90 : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source> {
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[n][e] *= dp[n][e];
       pack_scores<T>(ds, s);
-      // dS^T is stored before dV is issued, whose reads of shared memory would delay it.
+      // dS^T is stored before dV is issued, because the shared memory reads of dV would delay it.
       store_packed(of.ds_rows(slot, warpgroup) + warp * 16 * TILE * 2, ds, lane);
       // dV += P^T dO
       add_product<T, D>(dv, probabilities, at + Q_BYTES);
@@ -97,7 +98,7 @@ struct Dense16BackwardSm90 : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source> {
       ptx::wgmma_wait<0>(dk);
     }
 
-    // Stages this consumer's share of dQ in shared memory for the storer.
+    // Stages this consumer's channels of dQ in shared memory for the storer.
     __device__ __forceinline__ void hand_over(const float (&dq)[D / 8 / CONSUMERS][4], int lane, int warp) {
       constexpr int N = D / 8 / CONSUMERS;
       ptx::named_barrier_sync(DQ_EMPTY + warpgroup, DQ_THREADS);

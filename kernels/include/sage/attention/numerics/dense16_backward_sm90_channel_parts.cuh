@@ -1,6 +1,7 @@
-// The backward of 16-bit operands with f32 accumulators on Hopper, for head_dims over 128, whose channels are divided into two parts,
-// and for values that are narrower; with S as a product of INT8 codes or not. V, Q, dO, K and dS^T are in shared memory once each, and
-// products in a part read its panels. With codes only the part's panels of K and Q are there, because S alone reads all channels.
+// The backward with 16-bit operands and f32 accumulators on Hopper, for head_dim above 128, with the channels divided
+// into two parts, and for values that are narrower. S may be an INT8 matmul. V, Q, dO, K and dS^T are in shared memory
+// once each, and the matmuls of a part read its panels. With INT8 scores only the part's panels of K and Q are loaded
+// in 16 bit, because only S reads all channels.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90_channel_parts.cuh>
@@ -22,7 +23,7 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
 
   static constexpr int ARRIVALS = S::ARRIVALS;
 
-  // Issue the copies of a tile's Q, codes and row state, and of its dO, by the producer warp: see load_rows.
+  // Issue the copies of a tile's Q, INT8 values and row state, and of its dO, by the producer warp: see load_rows.
   __device__ __forceinline__ void load_queries(const QueryTile& tile, int stage, uint32_t mbarrier) {
     constexpr int STATE_BYTES = TILE * 4;
     uint32_t at = shared + stage_at(stage), state = at + STATE_AT;
@@ -37,8 +38,9 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
     if (load_rows<V>(p.dout, p.dout_map, p.shape.value_dim, 0, tile, shared + stage_at(stage) + Q_BYTES, 0, mbarrier) && ARRIVALS > 1)
       ptx::mbarrier_arrive(mbarrier);  // dO has no scales
   }
-  // Copies COUNT channels of a tile, from `channel` on. Lane 0 announces their bytes and `more`, and gets true. It copies through the tensor map, unless
-  // a document ends inside the tile (a map does not end there, and zeros must follow) or no map exists; then all lanes copy.
+  // Copies COUNT channels of a tile, from `channel` on. Lane 0 announces their bytes plus `more`, and returns true. It
+  // copies through the tensor map, unless a document ends inside the tile (a map does not end there, but zeros must
+  // follow) or no map exists; then all lanes copy.
   template <int COUNT>
   __device__ __forceinline__ bool load_rows(const params::View& view, const params::TensorMap& map, int head_dim, int channel,
                                             const QueryTile& tile, uint32_t to, int more, uint32_t mbarrier) {
@@ -59,7 +61,7 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
     return true;
   }
 
-  // A consumer of a part with K_PANELS panels of dK and dQ, and V_PANELS of dV.
+  // A consumer of a part with K_PANELS panels of dK and dQ, and V_PANELS panels of dV.
   template <int K_PANELS, int V_PANELS>
   struct Consumer {
     static constexpr int K_CHANNELS = K_PANELS * 64, V_CHANNELS = V_PANELS * 64, DQ_CHANNELS = K_CHANNELS / CONSUMERS;
@@ -74,7 +76,7 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
           k_factor(S::k_factor(numerics.p, numerics.block, warpgroup)),
           score_mod(numerics.p, first_query_head(numerics.p, numerics.block)) {}
 
-    // The number of the part's first panel among those of K and Q in shared memory.
+    // The index of the part's first panel among the panels of K and Q in shared memory.
     __device__ __forceinline__ int loaded_panel() const { return CHANNELS < D ? 0 : k_panel; }
 
     template <Hidden HIDDEN>
@@ -85,8 +87,8 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
       uint32_t queries = of.shared + stage_at(stage), gradients = queries + Q_BYTES;
       const float* state = of.state(stage);
       pieces.wait(2 * i);
-      // Log-sum-exps and deltas are read before any product is issued: while those read shared memory, a load from it takes hundreds
-      // of clocks.
+      // Log-sum-exps and deltas are read before any wgmma is issued: while wgmmas read shared memory, a load from it
+      // takes hundreds of clocks.
       Scores s, dp;
       typename S::Sums sums;
       ColumnValues(state + TILE, lane).set(dp);
@@ -110,7 +112,7 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[n][e] *= dp[n][e];
       pack_scores<T>(ds, s);
-      // dS^T is stored before other products are issued, whose reads of shared memory would delay it.
+      // dS^T is stored before more wgmmas are issued, because their shared memory reads would delay it.
       store_packed(of.ds_rows(slot, warpgroup) + warp * 16 * TILE * 2, ds, lane);
       // dK += dS^T Q, dV += P^T dO
       add_product<T, K_CHANNELS>(dk, ds, queries + loaded_panel() * (TILE * 128));
@@ -131,13 +133,15 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
       dq_sums.release(padded);
     }
 
-    // Where K has the first channel of this consumer's half of the part: a panel, or half of one, in the middle of its rows.
+    // The address of K at the first channel of this consumer's half of the part: a panel, or half a panel, which starts
+    // in the middle of K's rows.
     __device__ __forceinline__ uint32_t k_rows() const {
       int channel = warpgroup * DQ_CHANNELS;
       return of.shared + (loaded_panel() + channel / 64) * SM90_KEYS * 128 + channel % 64 * 2;
     }
 
-    // The epilogue: writes dV and dK of the warp's keys. dK leaves from the last panel of V, so that it need not wait for dV.
+    // The epilogue: writes dV and dK of the warp's keys. dK is staged in the last panel of V, so that it need not wait
+    // for dV.
     template <class Queries>
     __device__ __forceinline__ void store_gradients(int first_key) {
       constexpr int LAST_PANEL = (V / 64 - 1) * SM90_KEYS * 128;

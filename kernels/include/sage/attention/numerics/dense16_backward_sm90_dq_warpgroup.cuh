@@ -1,7 +1,8 @@
-// The backward of 16-bit operands with f32 accumulators on Hopper, for head_dims up to 64: for full precision; for Attn-QAT,
-// whose operands hold NVFP4 values; and for SageBwd where at most S is a product of INT8 codes. Q, dO and dS^T are in shared
-// memory once each: products with the reduction along their columns read them through transposed descriptors. K and V are A
-// operands in registers: a product of 64 x 64 with both operands in shared memory takes as long as reading them.
+// The backward with 16-bit operands and f32 accumulators on Hopper, for head_dim up to 64: for unquantized attention;
+// for Attn-QAT, whose operands are NVFP4 values stored in 16 bit; and for SageBwd if at most S is an INT8 matmul. Q, dO
+// and dS^T are in shared memory once each: matmuls with the reduction along their columns read them through transposed
+// descriptors. K and V are A operands in registers: a 64 x 64 wgmma with both operands in shared memory takes as long
+// as reading them.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
@@ -21,8 +22,8 @@ struct Dense16BackwardSm90DqWarpgroup : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, S
   static constexpr int STAGING_AT = Tiles::DQ_AT, CONSUMER_REGISTERS = 208;
   static_assert(CONSUMERS_KEEP_DK<D> && STAGING_BYTES<D> == Tiles::DQ_BYTES);
 
-  // Arrivals at the mbarrier for each tile: those of the thread that issues bulk copies, and, without tensor maps, one of each
-  // thread that copies rows of Q and dO.
+  // Arrivals at the mbarrier for each tile: those of the thread that issues bulk copies, and, without tensor maps, one
+  // by each thread that copies rows of Q and dO.
   static __device__ __forceinline__ int fetching(const params::Backward& p) {
     return S::ARRIVALS + (p.dout.mapped ? 0 : WARPGROUP_THREADS);
   }
@@ -68,8 +69,8 @@ struct Dense16BackwardSm90DqWarpgroup : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, S
       int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16;
       uint32_t at = of.shared + stage_at(stage);
       const float* state = of.state(stage);
-      // dP^T - D = V dO^T - D. -D is read while S^T is in flight, but the accumulator is set to it after the wait, because ptxas
-      // would wait for the product in flight before it sets another accumulator.
+      // dP^T - D = V dO^T - D. -D is read while S^T is in flight, but the accumulator is set to it only after the wait:
+      // otherwise ptxas would insert a wait for the wgmma in flight.
       ColumnValues minus_delta(state + TILE, lane);
       ptx::wgmma_wait<0>(sums);
       Scores s, dp;
@@ -77,7 +78,7 @@ struct Dense16BackwardSm90DqWarpgroup : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, S
       multiply_rows<T, true>(dp, v, at + Q_BYTES);
       ColumnValues minus_lse2(state, lane);
       of.make_probabilities(s, sums, minus_lse2, S::factor_at(k_factor, state + Tiles::STATE_VALUES), tile, warpgroup, masked, score_mod);
-      // Quantizing P takes long, so it then comes after dS, for which the dQ warpgroup waits.
+      // Quantizing P takes long, so it comes after dS, for which the dQ warpgroup waits.
       constexpr bool QUANTIZES = P::WARP_BYTES > 0;
       uint32_t probabilities[4][4], ds[4][4];
       auto pack = [&] { P::template pack_transposed<T>(probabilities, s, of.scales(), lane); };

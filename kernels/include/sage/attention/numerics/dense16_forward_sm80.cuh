@@ -1,5 +1,6 @@
-// The forward of 16-bit operands with f32 accumulators (FlashAttention-2, arXiv 2307.08691): for full precision; for Attn-QAT,
-// whose operands hold NVFP4 values; and for SageBwd where S alone is a product of INT8 codes.
+// The forward with 16-bit operands and f32 accumulators (FlashAttention-2, arXiv 2307.08691): for unquantized
+// attention; for Attn-QAT, whose operands are NVFP4 values stored in 16 bit; and for SageBwd if only S is an INT8
+// matmul.
 #pragma once
 
 #include <sage/attention/mainloop/forward_sm80.cuh>
@@ -19,15 +20,15 @@ struct Dense16ForwardSm80 {
   static constexpr int D = HEAD_DIM, OUTPUTS = P::OUTPUTS;
   static constexpr bool CODES = SOURCE == Operands::CODES;
   static constexpr int THREADS = PLAN.threads, M = FORWARD_QUERIES * 2 / THREADS;
-  static constexpr int BLOCKS = OUTPUTS == 1 && D <= 128 ? 2 : 1;  // blocks a multiprocessor: as many as its registers hold
+  static constexpr int BLOCKS = OUTPUTS == 1 && D <= 128 ? 2 : 1;  // blocks per multiprocessor: as many as its registers allow
   static constexpr int STAGES = PLAN.stages;
-  static constexpr bool COOPERATES = false, SMOOTHS_VALUES = OUTPUTS == 2;  // Attn-QAT has two
+  static constexpr bool COOPERATES = false, SMOOTHS_VALUES = OUTPUTS == 2;  // Attn-QAT has two outputs
   using Logits = float[M][8][4];
-  static constexpr int ROW = D * 2, KEY_ROW = CODES ? D : ROW;  // bytes of a row of V; of a row of Q or K, or of its codes
+  static constexpr int ROW = D * 2, KEY_ROW = CODES ? D : ROW;  // bytes of a row of V; of a row of Q or K, in 16 bit or INT8
   static constexpr int Q_BYTES = FORWARD_QUERIES * KEY_ROW;
   static constexpr int K_BYTES = TILE * KEY_ROW, STAGE_BYTES = K_BYTES + TILE * ROW;
   static constexpr int STATE_AT = Q_BYTES + STAGES * STAGE_BYTES;
-  // The row state is kept in shared memory where the plan has room for it, because registers are short.
+  // The row state is kept in shared memory if the plan has room for it, because registers are short.
   using RowSoftmax = Softmax<D, M, THREADS, (PLAN.shared_bytes > STATE_AT), OUTPUTS, P::SLACK>;
   static constexpr int SHARED_BYTES = STATE_AT + RowSoftmax::State::BYTES;
   static_assert(PLAN.mainloop == params::FORWARD_SM80 || PLAN.mainloop == params::NONE);
@@ -36,9 +37,9 @@ struct Dense16ForwardSm80 {
   const params::Forward& p;
   uint32_t shared;
   int warp, first;
-  float scale;  // what logits are multiplied with; with codes, but for the scale of a tile of keys
+  float scale;  // multiplies logits; with INT8 scores without the scale of a tile of keys
   attention::Rows<T> q, k, v;
-  // With codes: numbers of tiles in the padded buffers, of this head's first keys and of the block's first queries.
+  // With INT8 scores: tile numbers in the padded buffers, of this head's first keys and of the block's first queries.
   int64_t first_key_tile, query_tile;
   int query_tiles_left;
   [[no_unique_address]] Mod score_mod;
@@ -62,7 +63,7 @@ struct Dense16ForwardSm80 {
 
   __device__ __forceinline__ void load_queries() {
     if constexpr (CODES) {
-      // If the second tile does not exist, the first is copied in its place: its outputs are never stored.
+      // If the second tile does not exist, the first is copied in its place: its outputs are not stored.
       const int8_t* codes = p.codes.q + query_tile * K_BYTES;
       copy_tile<K_BYTES, THREADS>(shared, codes, threadIdx.x);
       copy_tile<K_BYTES, THREADS>(shared + K_BYTES, codes + (query_tiles_left > 1 ? K_BYTES : 0), threadIdx.x);
@@ -71,8 +72,8 @@ struct Dense16ForwardSm80 {
     }
   }
 
-  // The thread index is opaque, so that addresses are computed again for each tile: kept, they would cost registers that the
-  // products need.
+  // The thread index is opaque, so that addresses are recomputed for each tile: stored, they would use registers that
+  // the MMAs need.
   __device__ __forceinline__ void load_keys(int tile) {
     if constexpr (CODES)
       copy_tile<K_BYTES, THREADS>(k_tile(tile), p.codes.k + (first_key_tile + tile) * K_BYTES, ptx::opaque(threadIdx.x));
@@ -114,7 +115,7 @@ struct Dense16ForwardSm80 {
     }
   }
 
-  // The same of codes, as their sums.
+  // Computes S from INT8 operands, as their integer sums.
   __device__ __forceinline__ void multiply_codes(int tile, Logits& s, int lane) {
     int x[M][8][4];
     multiply_query_codes<D>(x, shared + warp * 16 * M * D, k_tile(tile), lane);
@@ -125,8 +126,8 @@ struct Dense16ForwardSm80 {
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[m][n][e] = __int_as_float(x[m][n][e]) - quant::MAGIC;
   }
-  // What the logits of a tile are multiplied with. A tile of zeros has scale 0. Any other factor gives logits of 0 too, and keeps
-  // minus infinity, which 0 would turn into NaN.
+  // The factor of a tile's logits. A tile of zeros has scale 0. Any other factor gives logits of 0 as well, and keeps
+  // minus infinity, which a factor of 0 would turn into NaN.
   __device__ __forceinline__ float factor_of(int tile) const {
     if constexpr (!CODES) return scale;
     float factor = scale * __ldg(p.codes.k_dequant_scale + first_key_tile + tile);

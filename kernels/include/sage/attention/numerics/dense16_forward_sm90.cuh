@@ -1,5 +1,5 @@
-// The forward of 16-bit operands with f32 accumulators on Hopper: for full precision; for Attn-QAT, whose operands hold NVFP4
-// values; and for SageBwd where S alone is a product of INT8 codes.
+// The forward with 16-bit operands and f32 accumulators on Hopper: for unquantized attention; for Attn-QAT, whose
+// operands are NVFP4 values stored in 16 bit; and for SageBwd if only S is an INT8 matmul.
 #pragma once
 
 #include <sage/attention/mainloop/forward_sm90.cuh>
@@ -13,14 +13,14 @@ struct Dense16ForwardSm90 {
   using Type = T;
   static constexpr int D = HEAD_DIM, V = VALUE_DIM, OUTPUTS = P::OUTPUTS;
   static constexpr bool CODES = SOURCE == Operands::CODES;
-  // The accumulators of two outputs, or of heads over 128 channels, leave no registers for 128 keys a step.
+  // The accumulators of two outputs, or of head_dim above 128, leave no registers for 128 keys per step.
   static constexpr int TILES = OUTPUTS == 2 || D > 128 ? 1 : 2;
   using Warpgroups = ForwardWarpgroups<TILES, PLAN.rows == 192 ? 32 : 56, PLAN>;
-  // The queries of two items, but of heads over 192 channels only if they are codes.
+  // Slots for the queries of two items; above 192 channels only INT8 queries fit twice.
   static constexpr int QUERY_SLOTS = D > 192 && !CODES ? 1 : 2;
-  static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = CODES ? 2 : 1;  // with codes one for the scales of K
-  static constexpr bool VALUES_FIRST = false, MASKS_APART = true, SMOOTHS_VALUES = OUTPUTS == 2;  // Attn-QAT has two
-  // Shared memory: slots of Q; stages, each of K or of V; with codes the scales of each stage's tiles.
+  static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = CODES ? 2 : 1;  // with INT8 scores one more for the scales of K
+  static constexpr bool VALUES_FIRST = false, MASKS_APART = true, SMOOTHS_VALUES = OUTPUTS == 2;  // Attn-QAT has two outputs
+  // Shared memory: slots of Q; stages, each of K or of V; with INT8 scores the scales of each stage's tiles.
   static constexpr int TILE_BYTES = TILE * D * 2, VALUES_TILE_BYTES = TILE * V * 2, Q_TILE_BYTES = CODES ? TILE * D : TILE_BYTES;
   static_assert(V <= D, "a stage has the size of a step's keys");
   static constexpr int Q_BYTES = Warpgroups::CONSUMERS * Q_TILE_BYTES, STAGE_BYTES = TILES * TILE_BYTES;
@@ -28,13 +28,14 @@ struct Dense16ForwardSm90 {
   static constexpr int SCALES_AT = QUERY_SLOTS * Q_BYTES + Warpgroups::STAGES * STAGE_BYTES;
   static constexpr int SHARED_BYTES = SCALES_AT + Warpgroups::STAGES * SCALE_BYTES;
   static_assert(PLAN.row_bytes == D * 2 && PLAN.shared_bytes == SHARED_BYTES);
-  // Of a warp: its rows in the first panel of the queries, or of their codes, which no other warp reads.
+  // Staging memory per warp: its rows in the first panel of the 16-bit or INT8 queries, which no other warp reads.
   static constexpr int STAGING = 16 * (CODES && D < 128 ? D : 128);
 
   const params::Forward& p;
   const ForwardBlock& block;
   uint32_t shared;
-  // Where an item's keys and values are. In registers: reading it from shared memory for each stage would hold the producer up.
+  // Location of an item's keys and values. In registers, because reading it from shared memory for each stage would
+  // delay the producer.
   struct {
     int batch, head, first, count;
   } keys;
@@ -50,15 +51,15 @@ struct Dense16ForwardSm90 {
     return shared + slot * Q_BYTES + warpgroup * Q_TILE_BYTES;
   }
 
-  // The number of a consumer's tile of queries in the padded buffers. A consumer beyond the segment's end reads the last tile,
-  // and its output is never stored.
+  // The number of a consumer's query tile in the padded buffers. A consumer beyond the segment's end reads the last
+  // tile, and its output is not stored.
   __device__ __forceinline__ int64_t query_tile(int warpgroup) const {
     int tile = min(block.first / TILE + warpgroup, block.segment.query_tiles() - 1);
     return int64_t(block.head) * p.shape.query_tiles + block.segment.query_tile + tile;
   }
-  // Issues the copies of an item's queries, by the producer warp. A tensor map does not end where a document ends, so that a tile
-  // may hold tokens of the next document. As queries they do no harm, because their output is never stored; as keys neither,
-  // because they are masked.
+  // Issues the copies of an item's queries, by the producer warp. A tensor map does not end where a document ends, so
+  // that a tile may contain tokens of the next document. They do no harm: as queries, because their output is not
+  // stored; as keys, because they are masked.
   __device__ __forceinline__ void load_queries(int slot, int lane, uint32_t mbarrier) {
     const Segment& s = block.segment;
     if constexpr (CODES) {
@@ -84,14 +85,15 @@ struct Dense16ForwardSm90 {
         copy_tile_panels<PLAN.mainloop, OverEnd::HARMLESS, D>(q_rows(slot, warpgroup), p.q_map, s.batch, block.head, s.query_start + block.first + warpgroup * TILE, mbarrier);
   }
 
-  // Issues the copies of a step's keys or values, by the producer warp. Values beyond a document's end are multiplied by P = 0,
-  // so they must be finite: a tile of values in which a document ends is copied without the map, with zeros beyond the end.
+  // Issues the copies of a step's keys or values, by the producer warp. Values beyond a document's end are multiplied
+  // by P = 0, so they must be finite: the tile of values in which a document ends is copied without the map, with zeros
+  // beyond the end.
   __device__ __forceinline__ void load(bool values, int step, int stage, int lane, uint32_t mbarrier) {
     if constexpr (CODES) {
       if (!values) return load_codes(step, stage, mbarrier);
     }
     int first = step * Warpgroups::KEYS;
-    // The tiles that are copied through the map; the others follow them.
+    // The number of tiles that are copied through the map; the remaining tiles are copied without it.
     int mapped = !p.q.mapped ? 0 : values && p.shape.segments ? min(max(keys.count - first, 0) / TILE, TILES) : TILES;
     if (__builtin_expect(mapped < TILES, false)) {
       const params::View& view = values ? p.v : p.k;
@@ -109,7 +111,7 @@ struct Dense16ForwardSm90 {
     if (V < D && values) copy_through_map<V>(p.v_map, mapped, first, stage, mbarrier);
     else copy_through_map<D>(values ? p.v_map : p.k_map, mapped, first, stage, mbarrier);
   }
-  // The first `mapped` tiles of a step's keys or values, by one thread.
+  // Copies the first `mapped` tiles of a step's keys or values, by one thread.
   template <int CHANNELS>
   __device__ __forceinline__ void copy_through_map(const params::TensorMap& map, int mapped, int first, int stage, uint32_t mbarrier) {
 #pragma unroll
@@ -118,8 +120,8 @@ struct Dense16ForwardSm90 {
         copy_tile_panels<PLAN.mainloop, OverEnd::HARMLESS, CHANNELS, TILES * TILE>(rows_at(stage) + tile * TILE * 128, map, keys.batch, keys.head,
                                                  keys.first + first + tile * TILE, mbarrier);
   }
-  // Issues the copies of a step's codes of K and of their scales. A second tile beyond the segment's end has no codes: the stage
-  // keeps what was there before, whose logits the mask hides, and has the scale of the first.
+  // Issues the copies of a step's INT8 values of K and of their scales. A second tile beyond the segment's end is not
+  // copied: the stage keeps its old contents, whose logits the mask hides, with the scale of the first tile.
   __device__ __forceinline__ void load_codes(int step, int stage, uint32_t mbarrier) {
     if (!ptx::elect()) return;
     int tiles = min(block.segment.key_tiles() - TILES * step, TILES);
@@ -142,8 +144,8 @@ struct Dense16ForwardSm90 {
     uint32_t q_rows;
     Softmax<V, 1, WARPGROUP_THREADS, false, OUTPUTS, P::SLACK> softmax;
     float s[TILES][8][4];  // S, then P
-    int sums[CODES ? TILES * 8 : 1][4];  // S of codes
-    float q_factor, factor[TILES];  // what S of codes is multiplied with: of the queries, and of them and each tile of keys
+    int sums[CODES ? TILES * 8 : 1][4];  // S as INT8 sums
+    float q_factor, factor[TILES];  // factors of INT8 S: of the queries, and of the queries with each key tile
     uint32_t probabilities[OUTPUTS][TILES][4][4];
     typename P::template RowScales<T> scales[2 * TILES];
     [[no_unique_address]] Mod score_mod;
@@ -159,7 +161,7 @@ struct Dense16ForwardSm90 {
 
     __device__ __forceinline__ uint32_t staging() const { return q_rows + threadIdx.x / 32 % 4 * STAGING; }
 
-    // S of all tiles of a step, as the accumulator of one product.
+    // S of all tiles of a step, as the accumulator of one matmul.
     __device__ __forceinline__ float (&columns())[TILES * 8][4] { return reinterpret_cast<float(&)[TILES * 8][4]>(s); }
 
     __device__ __forceinline__ void start(int stage) {
@@ -201,7 +203,7 @@ struct Dense16ForwardSm90 {
           mask(reinterpret_cast<float(&)[1][8][4]>(s[t]), sight, first + threadIdx.x / 32 % 4 * 16, (step * TILES + t) * TILE, lane,
                -CUDART_INF_F);
       }
-      float row_max[2], largest[2];  // maxima of a row, and of a group of 16 of its keys where P is quantized
+      float row_max[2], largest[2];  // maxima of a row; and, if P is quantized, of a group of 16 of its keys
       if constexpr (CODES) find_maxima(row_max);
       else if constexpr (TILES == 1) P::maxima(row_max, largest, s);
       else P::maxima(row_max, largest, columns());
@@ -211,7 +213,7 @@ struct Dense16ForwardSm90 {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float shift = softmax.shift(r), sum = 0.0f;
-        // Before the other exponentials, so that the scale is computed while those are in flight.
+        // Before the other exponentials, so that the scale is computed while they are in flight.
         if constexpr (TILES == 1) scales[r] = typename P::template RowScales<T>(ptx::exp2(fmaf(largest[r], scale, -shift)));
 #pragma unroll
         for (int t = 0; t < TILES; ++t) {
@@ -234,7 +236,7 @@ struct Dense16ForwardSm90 {
       }
     }
 
-    // The largest logit of each row, of codes that have a factor for each tile.
+    // The largest logit of each row, for INT8 sums that have a factor per tile.
     __device__ __forceinline__ void find_maxima(float (&row_max)[2]) const {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -251,7 +253,7 @@ struct Dense16ForwardSm90 {
     }
 
     __device__ __forceinline__ void add(int stage) { add_tiles<TILES>(stage); }
-    // Skips a tile of values that no query of the warpgroup sees: zeros times a NaN there would give NaN.
+    // Skips a tile of values that no query of the warpgroup sees: if it contained a NaN, zero times NaN would give NaN.
     __device__ __forceinline__ void add_last(int stage) {
       if (TILES > 1 && unseen) add_tiles<1>(stage);
       else add_tiles<TILES>(stage);

@@ -1,5 +1,5 @@
-// Shared by the three backwards of 16-bit operands on Hopper: the layout of shared memory, the copies into it, and P from the
-// accumulators of S.
+// Shared by the three backwards with 16-bit operands on Hopper: the layout of shared memory, the copies into it, and P
+// from the accumulators of S.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90.cuh>
@@ -8,7 +8,8 @@
 
 namespace sage::attention {
 
-// Issues dQ = dS K over all keys of a block, for 8 N channels: dS^T and K in shared memory, K from the first of these channels on.
+// Issues dQ = dS K over all keys of a block, for 8 N channels. dS^T and K are in shared memory; k_rows is the address
+// of K at the first of these channels.
 template <class T, int N>
 __device__ __forceinline__ void multiply_keys(float (&dq)[N][4], uint32_t ds_rows, uint32_t k_rows) {
   ptx::discard_operand(dq);
@@ -21,15 +22,16 @@ __device__ __forceinline__ void multiply_keys(float (&dq)[N][4], uint32_t ds_row
   ptx::wgmma_commit();
 }
 
-// The layout of a block's shared memory: K, V, and the keys' codes if S needs them; stages of Q, dO, the queries' codes if S
-// needs them, and the row state (log-sum-exp, delta, the row sum if P needs it, the scale of the codes); two slots of dS^T;
-// staging memory of dQ, up to 128 channels; the memory that P needs for each warp.
+// The layout of a block's shared memory: K, V, and the keys' INT8 values if S needs them; stages of Q, dO, the queries'
+// INT8 values if S needs them, and the row state (log-sum-exp, delta, the row sum if P needs it, the scale of the INT8
+// values); two slots of dS^T; staging memory of dQ, up to 128 channels; P's memory for each warp.
 template <class T, int HEAD_DIM, params::Plan PLAN, class P, class Source, int VALUE_DIM = HEAD_DIM>
 struct Dense16TilesSm90 {
   using Type = T;
   using S = WarpgroupScores<Source>;
   static constexpr int D = HEAD_DIM, V = VALUE_DIM, STAGES = PLAN.stages;
-  // Of the rows of K and Q: above 128 channels, where S is an INT8 matmul, those of the block's part, which alone are read then.
+  // Channels of K and Q that are loaded in 16 bit. Above 128 channels with an INT8 S these are the block's own 128
+  // channels, because only dQ and dK read 16-bit rows.
   static constexpr int CHANNELS = D > 128 && S::KEY_BYTES > 0 ? 128 : D;
   static constexpr int K_BYTES = SM90_KEYS * CHANNELS * 2, V_BYTES = SM90_KEYS * V * 2;
   static constexpr int Q_BYTES = TILE * CHANNELS * 2, DOUT_BYTES = TILE * V * 2;
@@ -56,11 +58,12 @@ struct Dense16TilesSm90 {
   __device__ __forceinline__ uint32_t ds_rows(int slot, int warpgroup) const {
     return shared + DS_AT + slot * DS_BYTES + warpgroup * CONSUMER_KEYS * TILE * 2;
   }
-  // The row state of a stage: minus the log-sum-exps of the tile's queries, then minus their deltas, and what P and S need.
+  // The row state of a stage: minus the log-sum-exps of the tile's queries, then minus their deltas, then the values
+  // that P and S need.
   __device__ __forceinline__ const float* state(int stage) const {
     return reinterpret_cast<const float*>(memory + stage_at(stage) + STATE_AT);
   }
-  // The memory of this warp where P::make_scales leaves its scales.
+  // The memory of this warp where P::make_scales writes its scales.
   __device__ __forceinline__ void* scales() const { return memory + WARPS_AT + threadIdx.x / 32 * P::WARP_BYTES; }
 
   __device__ __forceinline__ void load_keys() {
@@ -82,7 +85,7 @@ struct Dense16TilesSm90 {
 
   __device__ __forceinline__ uint32_t gradient_staging(int warp) const { return shared + K_BYTES + warp * GRADIENT_STAGING; }
 
-  // Issues the bulk copies of a tile, by one thread: codes and row state, and Q and dO where `mapped`.
+  // Issues the bulk copies of a tile, by one thread: INT8 values and row state, and Q and dO if `mapped`.
   template <OverEnd OVER_END>
   __device__ __forceinline__ void load_by_bulk(const QueryTile& tile, int stage, bool mapped, uint32_t mbarrier) {
     uint32_t at = shared + stage_at(stage);

@@ -1,5 +1,5 @@
-// The forward of Attn-QAT for inference, in products of NVFP4 codes out of tensor memory: the values of nvfp4_forward_sm80.cuh.
-// Codes are in shared memory, scales are copied into tensor memory before each product.
+// The forward of Attn-QAT for inference, with NVFP4 matmuls in tensor memory. It computes the same values as
+// nvfp4_forward_sm80.cuh. FP4 values are in shared memory; scales are copied into tensor memory before each matmul.
 #pragma once
 
 #include <sage/attention/mainloop/forward_sm100.cuh>
@@ -16,19 +16,21 @@ struct Nvfp4ForwardSm100 {
   using Tile = layout::Nvfp4Tile<HEAD_DIM>;
   static constexpr int D = HEAD_DIM, THREADS = PLAN.threads, STAGES = PLAN.stages, BLOCKS = 2;
   static constexpr int STEPS = D / 64;  // of the reduction of S
-  // The producer's arrival, and one of each thread that stores a query's scales.
+  // Arrivals of the producer, and of each thread that stores a query's scales.
   static constexpr int QUERY_ARRIVALS = 1 + FORWARD_QUERIES;
-  // Shared memory: the codes of Q, two buffers of codes of P, stages of K and of V, the scales of Q, and those of P.
+  // Shared memory: the FP4 values of Q, two buffers of FP4 values of P, stages of K and of V, the scales of Q, and the
+  // scales of P.
   static constexpr int Q_BYTES = FORWARD_QUERIES / TILE * Tile::CODES_BYTES, P_BYTES = FORWARD_QUERIES * Tile::V_ROW;
   static constexpr int P_AT = Q_BYTES, KEYS_AT = P_AT + 2 * P_BYTES, VALUES_AT = KEYS_AT + STAGES * Tile::BYTES;
   static constexpr int Q_SCALES_AT = VALUES_AT + STAGES * Tile::BYTES, P_SCALES_AT = Q_SCALES_AT + STEPS * Tile::SCALES_BYTES;
   static constexpr int SHARED_BYTES = P_SCALES_AT + 2 * Tile::SCALES_BYTES;
   static_assert(PLAN.mainloop == params::FORWARD_SM100);
   static_assert(PLAN.rows == FORWARD_QUERIES && PLAN.row_bytes == Tile::BYTES / TILE && PLAN.shared_bytes == SHARED_BYTES);
-  // The hardware's swizzle begins again every eight rows.
+  // The hardware's swizzle repeats every eight rows.
   static_assert(KEYS_AT % (8 * Tile::ROW) == 0 && Tile::BYTES % (8 * Tile::ROW) == 0 && P_AT % (8 * Tile::V_ROW) == 0);
-  // Columns of tensor memory: S, O, and scales, four columns for 32 rows of 16 bytes. K's have two columns for each step, since a
-  // tile has 64 rows, so that the second step's begin two columns further on. Those of P and V have two buffers: a step's are copied while the products of the last may be under way.
+  // Columns of tensor memory: S, O, and scales, four columns for 32 rows of 16 bytes. The scales of K use two columns
+  // per step, because a tile has 64 rows. The scales of P and V have two buffers: those of a step are copied while MMAs
+  // of the last step may be in flight.
   static constexpr int SCORES_AT = 0, OUTPUT_AT = 64, SCALE_COLUMNS = 4;
   static constexpr int Q_COLUMNS_AT = OUTPUT_AT + D, K_COLUMNS_AT = Q_COLUMNS_AT + STEPS * SCALE_COLUMNS;
   static constexpr int P_COLUMNS_AT = K_COLUMNS_AT + SCALE_COLUMNS, V_COLUMNS_AT = P_COLUMNS_AT + 2 * SCALE_COLUMNS;
@@ -47,7 +49,7 @@ struct Nvfp4ForwardSm100 {
     keys = p.codes.k + key_tile * Tile::BYTES, values = p.codes.v_transposed + key_tile * Tile::BYTES;
   }
 
-  // A tile of queries. If the second does not exist, the first is copied in its place: its outputs are never stored.
+  // A tile of queries. If the second does not exist, the first is copied in its place: its outputs are not stored.
   __device__ __forceinline__ const int8_t* query_tile(int i) const { return queries + (i < query_tiles ? i : 0) * Tile::BYTES; }
 
   __device__ __forceinline__ void load_queries(uint32_t mbarrier) {
@@ -57,7 +59,7 @@ struct Nvfp4ForwardSm100 {
       ptx::cp_async_bulk(shared + i * Tile::CODES_BYTES, query_tile(i), Tile::CODES_BYTES, mbarrier);
   }
 
-  // Puts together the scales of two tiles, which are one operand.
+  // Joins the scales of two tiles into one operand.
   __device__ __forceinline__ void store_queries(uint32_t mbarrier) {
     int query = threadIdx.x;
     const int8_t* scales = query_tile(query / TILE) + Tile::CODES_BYTES;
@@ -111,8 +113,8 @@ struct Nvfp4ForwardSm100 {
 
   // A thread's query.
   struct Row {
-    float reference = -CUDART_INF_F, sum = 0.0f;  // what the exponents are relative to; the sum of the probabilities
-    float decay;         // what a growing reference multiplies O by
+    float reference = -CUDART_INF_F, sum = 0.0f;  // the reference of the exponents; the sum of the probabilities
+    float decay;         // factor of O when the reference grows
     float scale;         // of logits, in base 2
     float s[TILE];       // S, column by column: layout::row_of_key
     float largest[4];    // logits of the tile's groups of 16 keys
@@ -124,7 +126,7 @@ struct Nvfp4ForwardSm100 {
         ptx::tcgen05_load(reinterpret_cast<float(&)[32]>(s[32 * half]), tensor + SCORES_AT + 32 * half);
     }
 
-    // The query sees the tile's keys `first` to `visible`, if HIDDEN says that it may not see others.
+    // The query sees the tile's keys `first` to `visible`, if HIDDEN allows hidden keys.
     template <Hidden HIDDEN>
     __device__ __forceinline__ bool follow(const params::Forward& p, int first, int visible) {
       scale = p.shape.softmax_scale * ptx::LOG2_E;
@@ -148,7 +150,7 @@ struct Nvfp4ForwardSm100 {
     }
 
     __device__ __forceinline__ void make_probabilities() {
-      // While the query has seen no key, each term is 2^-inf = 0; -inf - (-inf) would be NaN.
+      // While the query has seen no key, each term is 2^-inf = 0, where -inf - (-inf) would be NaN.
       float shift = reference == -CUDART_INF_F ? 0.0f : reference;
       scales = 0;
 #pragma unroll

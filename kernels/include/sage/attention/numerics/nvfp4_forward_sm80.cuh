@@ -1,5 +1,6 @@
-// The forward of Attn-QAT for inference, in products of NVFP4 codes (arXiv 2603.00040, section 3): S = Q K^T and O = P V, with P
-// quantized in registers. Its outputs are those of the forward for training (probabilities.cuh), up to the order of sums.
+// The forward of Attn-QAT for inference, with NVFP4 matmuls (arXiv 2603.00040, section 3): S = Q K^T and O = P V, with
+// P quantized in registers. Its outputs equal those of the forward for training (probabilities.cuh), up to the order of
+// sums.
 #pragma once
 
 #include <sage/attention/mainloop/forward_sm80.cuh>
@@ -44,7 +45,7 @@ struct Nvfp4ForwardSm80 {
   static __device__ __forceinline__ int keys_at(int tile) { return Q_BYTES + (tile & 1) * 2 * Tile::BYTES; }
 
   __device__ __forceinline__ void load_queries() {
-    // If the second tile does not exist, the first is copied in its place: its outputs are never stored.
+    // If the second tile does not exist, the first is copied in its place: its outputs are not stored.
     const int8_t* codes = p.codes.q + first_query_tile * Tile::BYTES;
 #pragma unroll
     for (int i = 0; i < FORWARD_QUERIES / TILE; ++i)
@@ -60,7 +61,7 @@ struct Nvfp4ForwardSm80 {
                                     p.codes.v_transposed + (first_key_tile + tile) * Tile::BYTES, threadIdx.x);
   }
 
-  // The four scales of codes 64 step .. 64 step + 63 of a row, in a tile of ROWS rows.
+  // The four scales of the FP4 values 64 step .. 64 step + 63 of a row, in a tile of ROWS rows.
   template <int ROWS>
   __device__ __forceinline__ uint32_t scales(int tile_at, int row, int step) const {
     return *reinterpret_cast<const uint32_t*>(memory + tile_at + Tile::CODES_BYTES + Tile::template scales_at<ROWS>(row, step));
@@ -108,7 +109,8 @@ struct Nvfp4ForwardSm80 {
     int lane = threadIdx.x % 32, v_at = keys_at(tile) + Tile::BYTES;
     if constexpr (HIDDEN != NO_KEYS) hide(s, Sight<HIDDEN>(segment, p), warp_first, tile * TILE, lane);
 
-    // Lane t of a row's four has eight keys of each of two groups of 16, t / 2 and 2 + t / 2; the lane t ^ 1 has the other eight.
+    // Lane t of a row's four has eight keys of each of two groups of 16, groups t / 2 and 2 + t / 2; lane t ^ 1 has
+    // their other eight keys.
     float largest[2][2], row_max[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

@@ -1,16 +1,16 @@
-// Policies for the operand P of products in 16 bit: P itself, or P and its NVFP4 values. The numerics of 16-bit operands are the
-// same for both (dense16_{forward,backward}*.cuh).
+// Policies for the operand P of 16-bit matmuls: P itself, or P and its NVFP4 values. The numerics of 16-bit operands
+// are the same for both (dense16_{forward,backward}*.cuh).
 //
 // A policy has, for the forward:
 // - OUTPUTS: the number of outputs. SLACK: see Softmax.
 // - maxima(row maxima, group maxima, logits): computes both from the logits.
-// - reference(params, largest logit): what the exponents of a row are relative to.
+// - reference(params, largest logit): the reference that the exponents of a row are relative to.
 // - RowScales: a row's scales, from the largest probability of a group.
-// - pack(operands, probabilities, scales): makes the 16-bit A operands of each output.
+// - pack(operands, probabilities, scales): creates the 16-bit A operands of each output.
 // For the backward:
-// - QUERY_VALUES: values of row state for each query of a tile. WARP_BYTES: shared memory of a warp.
-// - make_scales(P^T, values of the tile's queries beyond log-sum-exp and delta, that memory, lane): computes scales of P^T.
-// - pack_transposed(operand, P^T, that memory, lane): called after it, makes the A operand of dV.
+// - QUERY_VALUES: values of row state for each query of a tile. WARP_BYTES: shared memory per warp.
+// - make_scales(P^T, values of the tile's queries after log-sum-exp and delta, the warp's memory, lane): computes scales of P^T.
+// - pack_transposed(operand, P^T, the warp's memory, lane): called after make_scales, creates the A operand of dV.
 #pragma once
 
 #include <math_constants.h>
@@ -20,11 +20,11 @@
 
 namespace sage::attention {
 
-// What S is computed from in the forwards of 16-bit values: rows of Q and K, or their codes.
+// The operands of S in the forwards with 16-bit values: 16-bit rows of Q and K, or their INT8 values.
 enum class Operands { ROWS, CODES };
 
-// Transposed scores of a warp in the backward: x[n][2h + e] of lane 4g + t is row 8h + g of the 16 keys, column 8n + 2t + e of
-// the 64 queries.
+// Transposed scores of a warp in the backward: x[n][2h + e] of lane 4g + t is row 8h + g of the 16 keys, column 8n + 2t
+// + e of the 64 queries.
 using Scores = float[8][4];
 
 // Packs scores in 16 bit, as A fragments of 16 keys x 16 queries.
@@ -89,22 +89,22 @@ struct PlainProbabilities {
   }
 };
 
-// Attn-QAT (arXiv 2603.00040): O is computed from NVFP4 values of P in groups of 16 keys, a second output from P itself, and dV
-// from NVFP4 values again. In the forward these values are exact in 16 bit, so that products of them equal those of FP4 units, up
-// to the order of sums; for dV they are divided by the row's sum, and rounded to 16 bit.
+// Attn-QAT (arXiv 2603.00040): O is computed from NVFP4 values of P in groups of 16 keys, a second output from P
+// itself, and dV again from NVFP4 values. In the forward these values are exact in 16 bit, so that their matmuls equal
+// those of FP4 hardware, up to the order of sums; for dV they are divided by the row's sum, and rounded to 16 bit.
 struct Nvfp4Probabilities {
   static constexpr int OUTPUTS = 2, SLACK = 0;
-  static constexpr int QUERY_VALUES = 3;         // the third is the row's sum of P, relative to the reference of the codes
+  static constexpr int QUERY_VALUES = 3;         // the third is the row's sum of P, relative to the reference of the FP4 values
   static constexpr int WARP_BYTES = 32 * 4 * 4;
 
-  // A power of two unless p_literal, so that a growing maximum moves scales by powers of two, and changes no code as long as
-  // scales keep all their bits.
+  // A power of two unless p_literal, so that a growing maximum moves scales by powers of two, and changes no FP4 value
+  // as long as scales keep all their bits.
   static __device__ __forceinline__ float reference(const params::Forward& p, float max) {
     return p.p_literal ? max : ceilf(max) - p.p_lift;
   }
 
-  // Computes maxima over the logits of each row: over the row, and over the group whose scale this lane makes, which is group t
-  // for lane t of the row's four. The largest probability of a group is that of its largest logit.
+  // Computes maxima over the logits of each row: over the row, and over the group whose scale this lane computes, group
+  // t for lane t of the row's four. A group's largest logit has its largest probability.
   template <int M>
   static __device__ __forceinline__ void maxima(float (&row)[2 * M], float (&group)[2 * M], const float (&x)[M][8][4]) {
     bool upper_half = threadIdx.x & 2, odd = threadIdx.x & 1;
@@ -124,7 +124,7 @@ struct Nvfp4Probabilities {
     }
   }
 
-  // The scales of a row's four groups, of which each of the row's lanes makes and holds one.
+  // The scales of a row's four groups. Each of the row's four lanes computes and stores one of them.
   template <class T>
   struct RowScales {
     float quant;
@@ -166,16 +166,17 @@ struct Nvfp4Probabilities {
     }
   }
 
-  // A warp's 16 keys are one group of each query. A lane holds two of the keys for 16 queries; lane 4g + t computes the scales of
-  // queries 8g + 2t and 8g + 2t + 1, and stores the factors that quantize x, and those that dequantize the codes, in shared
-  // memory. Both factors include the row's sum, because x is already divided by it.
+  // A warp's 16 keys are one group of each query. A lane has two of the keys for 16 queries; lane 4g + t computes the
+  // scales of queries 8g + 2t and 8g + 2t + 1, and stores in shared memory the factors that quantize x and the factors
+  // that dequantize it. Both factors include the row's sum, because x is already divided by it.
   static __device__ __forceinline__ void make_scales(const Scores& x, const float* sums, void* shared, int lane) {
     float max[8][2];
 #pragma unroll
     for (int n = 0; n < 8; ++n)
 #pragma unroll
       for (int e = 0; e < 2; ++e) max[n][e] = fmaxf(x[n][e], x[n][2 + e]);
-    // A butterfly: each step exchanges half of the queries with the lane that differs in one bit of g, and halves their number.
+    // A butterfly: each step exchanges half of the queries with the lane that differs in one bit of g, and halves the
+    // number of queries per lane.
 #pragma unroll
     for (int count = 4; count > 0; count /= 2) {
       bool upper = lane & (4 * count);
@@ -204,8 +205,8 @@ struct Nvfp4Probabilities {
       for (int h = 0; h < 2; ++h) {
         float low = x[n][2 * h] * f.x, high = x[n][2 * h + 1] * f.y;
         uint32_t& pair = p[n / 2][2 * (n & 1) + h];
-        // In bf16 the scale is rounded as a probability would be. In f16 a small scale would lose bits, so there the product is
-        // taken in f32, and then rounded.
+        // In bf16 the scale is rounded as a probability would be. In f16 a small scale would lose bits, so that the
+        // multiplication is done in f32, and its result rounded.
         if constexpr (std::is_same_v<T, __half>)
           pair = ptx::pack_16<T>(quant::e2m1_of_positive(low) * f.z, quant::e2m1_of_positive(high) * f.w);
         else

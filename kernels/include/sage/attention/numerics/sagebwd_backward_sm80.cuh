@@ -1,5 +1,5 @@
-// The backward of SageBwd on INT8 codes (arXiv 2603.02170, algorithm 2): S, dV, dQ and dK are products s8 x s8 -> s32, dP is one
-// of 16-bit operands.
+// The backward of SageBwd with INT8 matmuls (arXiv 2603.02170, algorithm 2): S, dV, dQ and dK are s8 x s8 -> s32, dP
+// has 16-bit operands.
 #pragma once
 
 #include <sage/attention/numerics/query_mean.cuh>
@@ -7,16 +7,17 @@
 
 namespace sage::attention {
 
-// GENERAL: supports the ablations too. Scales may be shared by groups of vectors, and Q may be smoothed, which adds a row to the
-// logits and a rank-one term to dK.
+// GENERAL: also supports the ablations. Scales may be shared by groups of vectors, and Q may be smoothed, which adds a
+// row to the logits and a rank-one term to dK.
 template <class T, int HEAD_DIM, params::Plan PLAN, bool GENERAL = false>
 struct SageBwdBackwardSm80 {
   using Type = T;
   using Plan = BackwardPlan<PLAN>;
   static constexpr int D = HEAD_DIM;
   static constexpr int KEYS = Plan::KEYS;
-  // Shared memory: codes of K and K^T, and V; stages of codes of Q, Q^T and dO^T, and dO, log-sum-exp, delta, scales of dO^T; two
-  // slots of dS^T; two slots of its codes; each warp's maximum; with Q smoothing logits of the mean of Q.
+  // Shared memory: INT8 values of K and K^T, and V; stages of INT8 values of Q, Q^T and dO^T, and dO, log-sum-exp,
+  // delta, scales of dO^T; two slots of dS^T; two slots of its INT8 values; each warp's maximum; with Q smoothing
+  // logits of the mean of Q.
   static constexpr int CODES = TILE * D;
   static constexpr int KT_AT = KEYS * D, V_AT = 2 * KEYS * D, STAGES_AT = 4 * KEYS * D;
   static constexpr int DOUT_AT = 3 * CODES, STATE_AT = 5 * CODES, DOUT_SCALE_AT = STATE_AT + 2 * TILE * 4;
@@ -24,14 +25,14 @@ struct SageBwdBackwardSm80 {
   static constexpr int DS_AT = STAGES_AT + Plan::STAGES * STAGE_BYTES;
   static constexpr int DS_BYTES = KEYS * TILE * 2;
   static constexpr int CODES_AT = DS_AT + 2 * DS_BYTES;
-  // For each warp its codes of dS, 16 queries x 64 keys, and two scales for each lane.
+  // For each warp its INT8 values of dS, 16 queries x 64 keys, and two scales per lane.
   static constexpr int CODES_BYTES = Plan::PARTS > 1 ? Plan::WARPS * (1024 + 256) : 0;
   static constexpr int MAXIMA_AT = CODES_AT + 2 * CODES_BYTES;
   static constexpr int MEAN_AT = MAXIMA_AT + Plan::WARPS * 4;
   static constexpr int SHARED_BYTES = MEAN_AT + (GENERAL ? KEYS * 4 : 0);
   static_assert(PLAN.row_bytes == D && PLAN.shared_bytes == SHARED_BYTES);
-  // With PARTS = 1 each warp makes its codes for dQ just before the product. With 2 the warps that share a strip of queries make
-  // them together, an iteration earlier.
+  // With PARTS = 1 each warp quantizes its dS for dQ just before the matmul. With PARTS = 2 the warps that share a
+  // strip of queries quantize it together, an iteration earlier.
   static constexpr int LAG = Plan::PARTS;
   static constexpr int CHANNEL_PARTS = 1;
   static constexpr bool COOPERATES = GENERAL;
@@ -43,8 +44,8 @@ struct SageBwdBackwardSm80 {
   int warp;
   float k_dequant;  // of the warp's keys
   float dk[D / 8][4] = {}, dv[D / 8][4] = {};
-  float magic_part[2] = {0.0f, 0.0f};  // what MAGIC has added to the two rows of dk, in units of MAGIC
-  int magic_tiles = 0;                 // tiles since it was subtracted
+  float magic_part[2] = {0.0f, 0.0f};  // the multiple of MAGIC that was added to the two rows of dk
+  int magic_tiles = 0;                 // tiles since it was last subtracted
 
   __device__ __forceinline__ SageBwdBackwardSm80(const params::Backward& p, const BackwardBlock& b, unsigned char* memory)
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)), warp(threadIdx.x / 32) {
@@ -120,7 +121,7 @@ struct SageBwdBackwardSm80 {
     for (int n = 0; n < 8; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[n][e] *= dp[n][e];
-    // In bf16 for f16 inputs too: real dS is about 1e-7, which f16 cannot hold.
+    // In bf16 for f16 inputs too: typical dS is about 1e-7, too small for f16.
     store_scores<__nv_bfloat16>(ds_rows, s, lane);
     if (smooth_q) add_mean_term(s, tile, lane);
     ScoreCodes ds_codes;
@@ -132,12 +133,12 @@ struct SageBwdBackwardSm80 {
       for (int e = 0; e < 4; ++e) dk[n][e] = fmaf(__int_as_float(y[e]), ds_dequant[e >> 1], dk[n][e]);
     };
     multiply_codes(ds_codes, at + CODES, lane, add_dk);
-    // The products are floats MAGIC + sum. What MAGIC adds to dk is counted, and subtracted before it grows large.
+    // The results are floats MAGIC + sum. The multiple of MAGIC in dk is counted, and subtracted before it grows large.
     magic_part[0] += ds_dequant[0], magic_part[1] += ds_dequant[1];
     if (++magic_tiles == quant::MAGIC_TILES) flush_magic();
   }
 
-  // Subtracts from dk what MAGIC has added since the last time.
+  // Subtracts from dk the MAGIC that was added since the last call.
   __device__ __forceinline__ void flush_magic() {
 #pragma unroll
     for (int n = 0; n < D / 8; ++n)
@@ -147,8 +148,8 @@ struct SageBwdBackwardSm80 {
     magic_tiles = 0;
   }
 
-  // Quantizes dS for dQ: 16 queries over one tile of keys, from a slot of dS^T into the same slot of codes. The warps that share
-  // a strip of queries divide the keys: each makes the codes over one tile.
+  // Quantizes dS for dQ: 16 queries over one tile of keys, from a slot of dS^T into the same slot of INT8 values. The
+  // warps that share a strip of queries divide the keys: each quantizes one tile.
   __device__ __forceinline__ void prepare_dq(int slot) {
     int lane = threadIdx.x % 32;
     ScoreCodes codes;
@@ -163,11 +164,11 @@ struct SageBwdBackwardSm80 {
     scales[warp * 32 + lane] = dequant;
   }
 
-  // Adds dQ = dS K of the warp's strip of 16 queries, and its part of the channels.
+  // Adds dQ = dS K for the warp's strip of 16 queries and its part of the channels.
   __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqAccumulator& sums) {
     constexpr int CHANNELS = D / Plan::PARTS;
     int lane = threadIdx.x % 32, strip = warp % 4, part = warp / 4;
-    ScoreCodes codes[Plan::PARTS];  // one for each tile of keys
+    ScoreCodes codes[Plan::PARTS];  // one per tile of keys
     float2 dequant[Plan::PARTS];    // scales of queries g and g + 8
     if constexpr (Plan::PARTS == 1) {
       quantize_queries(codes[0], dequant[0], k_dequant, ds_rows_of(slot ^ 1, part), strip, lane,
@@ -215,17 +216,17 @@ struct SageBwdBackwardSm80 {
   }
 
  private:
-  // Computes P^T = 2^(logit - LSE), without a mask, of the tile in the stage `at`, and dP^T - D where registers allow it this early.
-  // With Q smoothing (smooth_q) the logits include mean_logits.
+  // Computes P^T = 2^(logit - LSE), without a mask, of the tile in the stage `at`, and dP^T - D if registers allow it
+  // this early. With Q smoothing (smooth_q) the logits include mean_logits.
   __device__ __forceinline__ void compute_probabilities(Scores& s, Scores& dp, uint32_t at, const float* minus_lse2, float q_dequant,
                                                         const float* mean_logits, bool smooth_q, int lane) const {
     int x[8][4];
     multiply_score_codes<D>(x, shared + warp * 16 * D, at, lane);
-    // dP is computed this early where registers allow it, so that the tensor cores work on it while P is computed.
+    // dP is computed this early if registers allow it, so that the tensor cores work on it while P is computed.
     if constexpr (D == 64) multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
     float factor = q_dequant * k_dequant * (p.shape.softmax_scale * ptx::LOG2_E);
-    // MAGIC and the log-sum-exp are subtracted as one addend. Its rounding error is at most half a unit of the integer sums,
-    // whose own error, from the codes of Q and K, is about a hundred.
+    // MAGIC and the log-sum-exp are subtracted as one addend. Its rounding error is at most half a unit of the integer
+    // sums, whose own error from quantizing Q and K is about a hundred units.
     float magic = -quant::MAGIC * factor;
     if (__builtin_expect(factor > quant::MAGIC_FACTOR, false)) {
 #pragma unroll
@@ -268,12 +269,12 @@ struct SageBwdBackwardSm80 {
     return fmaf(__int_as_float(x), factor, -quant::MAGIC * factor);
   }
 
-  // dS^T of a slot, over the block's tile of keys number `part`.
+  // dS^T in a slot, over the block's key tile number `part`.
   __device__ __forceinline__ uint32_t ds_rows_of(int slot, int part) const {
     return shared + DS_AT + slot * DS_BYTES + part * TILE * TILE * 2;
   }
 
-  // Replaces the maxima of rows g and g + 8 by those of their groups.
+  // Replaces the maxima of rows g and g + 8 by the maxima of their groups.
   __device__ __forceinline__ void share_maxima(float (&largest)[2], int lane) const {
     if (!GENERAL || p.group == 1) return;
 #pragma unroll
@@ -292,8 +293,8 @@ struct SageBwdBackwardSm80 {
     largest[1] = largest[0];
   }
 
-  // Multiplies codes with 64 transposed queries, [D][64], and calls use(n, sums) for each eight channels n; sums are floats
-  // MAGIC + sum.
+  // Multiplies INT8 values with 64 transposed queries, [D][64], and calls use(n, sums) for each eight channels n. Sums
+  // are floats MAGIC + sum.
   template <class Use>
   __device__ __forceinline__ void multiply_codes(const ScoreCodes& codes, uint32_t rows, int lane, Use use) const {
     layout::ReaderB<TILE> reader(rows, lane);

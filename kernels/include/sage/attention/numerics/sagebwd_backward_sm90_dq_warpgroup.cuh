@@ -1,4 +1,4 @@
-// The backward of SageBwd on Hopper: it computes what sagebwd_backward_sm80.cuh does, with one scale for each vector, by
+// The backward of SageBwd on Hopper. It computes the same as sagebwd_backward_sm80.cuh, with one scale per vector, on
 // specialized warpgroups.
 #pragma once
 
@@ -11,11 +11,11 @@ template <class T, int HEAD_DIM, params::Plan PLAN>
 struct SageBwdBackwardSm90DqWarpgroup {
   using Type = T;
   static constexpr int D = HEAD_DIM, STAGES = PLAN.stages, CONSUMER_REGISTERS = CONSUMERS_KEEP_DK<D> ? 192 : 160;
-  // Products are computed for CHUNK channels at a time: as many as registers allow.
+  // Matmuls are computed CHUNK channels at a time: as many as registers allow.
   static constexpr int CHUNK = CONSUMERS_KEEP_DK<D> ? 64 : 32, CHUNKS = D / CHUNK;
-  // Shared memory: codes of K and K^T, and V; stages of codes of Q, Q^T and dO^T, and dO, log-sum-exp, delta, scales of dO^T and
-  // Q; dS^T; two slots of its codes for dQ and, where the dQ warpgroup computes dK, of those for dK, and of their scales; staging
-  // memory of dQ; the units of dS.
+  // Shared memory: INT8 values of K and K^T, and V; stages of INT8 values of Q, Q^T and dO^T, and dO, log-sum-exp,
+  // delta, scales of dO^T and Q; dS^T; two slots of its INT8 values for dQ and their scales, and, if the dQ warpgroup
+  // computes dK, of those for dK; staging memory of dQ; the units of dS.
   static constexpr int CODES = TILE * D;
   static constexpr int KT_AT = SM90_KEYS * D, V_AT = 2 * SM90_KEYS * D, STAGES_AT = 4 * SM90_KEYS * D;
   static constexpr int DOUT_AT = 3 * CODES, STATE_AT = 5 * CODES, DOUT_SCALE_AT = STATE_AT + 2 * TILE * 4;
@@ -42,23 +42,24 @@ struct SageBwdBackwardSm90DqWarpgroup {
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)) {}
 
   static __device__ __forceinline__ int stage_at(int stage) { return STAGES_AT + stage * STAGE_BYTES; }
-  // The dS^T of a consumer, which no other warpgroup reads. Its warps write it between SLOT_EMPTY and WITHIN_CONSUMER, and read
-  // it between WITHIN_CONSUMER and the next SLOT_EMPTY, where all of them meet. The same holds for `units`.
+  // The dS^T of a consumer, which no other warpgroup reads. Its warps write it between SLOT_EMPTY and WITHIN_CONSUMER,
+  // and read it between WITHIN_CONSUMER and the next SLOT_EMPTY, where all of them meet. The same applies to `units`.
   __device__ __forceinline__ uint32_t ds_rows(int warpgroup) const { return shared + DS_AT + warpgroup * CONSUMER_KEYS * TILE * 2; }
-  // The units of a consumer's dS^T (DsUnit), one for each warp.
+  // The units of a consumer's dS^T (DsUnit), one per warp.
   __device__ __forceinline__ float4* units(int warpgroup) const { return reinterpret_cast<float4*>(memory + UNITS_AT) + warpgroup; }
   static __device__ __forceinline__ int slot_at(int slot) { return SLOTS_AT + slot * SLOT_BYTES; }
   __device__ __forceinline__ uint32_t dq_codes(int slot, int warpgroup) const {
     return shared + slot_at(slot) + warpgroup * CONSUMER_KEYS * TILE;
   }
   __device__ __forceinline__ uint32_t dk_codes(int slot, int warpgroup) const { return dq_codes(slot, warpgroup) + DK_CODES_AT; }
-  // The dequant_scale of each query's codes of dS over a consumer's keys, times that of K.
+  // The dequant_scale of each query's INT8 dS over a consumer's keys, times the dequant_scale of K.
   __device__ __forceinline__ float* dq_dequant(int slot, int warpgroup) const {
     return reinterpret_cast<float*>(memory + slot_at(slot) + SCALES_AT) + warpgroup * TILE;
   }
-  // The dequant_scale of each key's codes of dS, times that of Q.
+  // The dequant_scale of each key's INT8 dS, times the dequant_scale of Q.
   __device__ __forceinline__ float* dk_dequant(int slot, int warpgroup) const { return dq_dequant(slot, warpgroup) + CONSUMERS * TILE; }
-  // Stores codes of 16 rows, from `row` on, over 64 of the reduction, and the scales `low` of row g and `high` of row g + 8.
+  // Stores INT8 values of 16 rows, from `row` on, over 64 of the reduction, and the scales `low` of row g and `high` of
+  // row g + 8.
   static __device__ __forceinline__ void store_codes(uint32_t rows, float* scales, int row, int lane, const ScoreCodes& codes,
                                                      float low, float high) {
     layout::ReaderA<TILE> writer(rows + row * TILE, lane);
@@ -77,8 +78,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
 
   __device__ __forceinline__ uint32_t gradient_staging(int warp) const { return shared + V_AT + warp * GRADIENT_STAGING; }
 
-  // Arrivals at the mbarrier for each tile: one for the bulk copies of codes and row state, and one of each thread that copies
-  // the rest: one thread if dO has a map, else all.
+  // Arrivals at the mbarrier for each tile: one for the bulk copies of INT8 values and row state, and one by each
+  // thread that copies dO: one thread if dO has a map, otherwise all.
   static __device__ __forceinline__ int fetching(const params::Backward& p) { return p.dout.mapped ? 2 : WARPGROUP_THREADS + 1; }
   __device__ __forceinline__ void load(const QueryTile& tile, int stage, int thread, uint32_t mbarrier) {
     const Segment& s = block.segment;
@@ -116,7 +117,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
     __device__ __forceinline__ KeyConsumer(const SageBwdBackwardSm90DqWarpgroup& numerics, int warpgroup)
         : of(numerics), warpgroup(warpgroup), k_dequant(k_dequant_of(numerics.p, numerics.block, warpgroup)) {}
 
-    // Whether S^T of the next tile is issued concurrently with the last products of this one: at head_dim 128 registers do not allow it.
+    // Whether S^T of the next tile is issued concurrently with the last wgmmas of this tile. At head_dim 128 registers
+    // do not allow it.
     static constexpr bool AHEAD = D == 64;
 
     __device__ __forceinline__ void start(int stage) {
@@ -132,8 +134,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
 
     template <Hidden HIDDEN, class Handover>
     __device__ __forceinline__ void scores(int tile, int stage, int slot, Masked<HIDDEN> masked, const Handover& handover) {
-      // Opaque at head_dim 128, so that values that depend on it are computed again: kept, they would cost registers that the
-      // products need.
+      // Opaque at head_dim 128, so that values that depend on it are recomputed: stored, they would use registers that
+      // the wgmmas need.
       int thread = CONSUMERS_KEEP_DK<D> ? int(threadIdx.x) : ptx::opaque(threadIdx.x);
       int lane = thread % 32, row = thread / 32 % 4 * 16;
       uint32_t at = of.shared + stage_at(stage), ds = of.ds_rows(warpgroup) + row * TILE * 2;
@@ -144,7 +146,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
       if constexpr (!AHEAD) multiply(stage);
       Scores s, dp;
       compute_probabilities(s, dp, tile, masked, q_dequant, at, minus_lse2, row, lane);
-      // dS = P o (dP - D), interleaved with the codes of P: while one waits for its maxima (shuffles), the other computes.
+      // dS = P o (dP - D), interleaved with the quantization of P: while one waits for its maxima (shuffles), the other
+      // computes.
       ptx::wgmma_wait<0>(dp);
       PackedScores p, w;
       pack<__nv_bfloat16>(p, s);
@@ -163,7 +166,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
       float dequant[2];
       quantize_probabilities(p, p_largest, codes, dequant);
       dequant[0] *= ds_unit.unit, dequant[1] *= ds_unit.unit;
-      int y[2][CHUNK / 8][4];  // accumulators of two products in flight, of a chunk each
+      int y[2][CHUNK / 8][4];  // accumulators of two wgmmas in flight, one chunk each
       start_values(y[0], codes, at, 0);
       float unit = ds_unit.keep(w, largest, s);
       handover.acquire_slot();
@@ -192,15 +195,16 @@ struct SageBwdBackwardSm90DqWarpgroup {
     template <Hidden HIDDEN>
     __device__ __forceinline__ void compute_probabilities(Scores& s, Scores& dp, int tile, Masked<HIDDEN> masked, float q_dequant,
                                                           uint32_t at, const float* minus_lse2, int row, int lane) {
-      // P = 2^(logit - LSE), divided by the unit of dS so that dS is in its unit: the unit's exponent is added to that of P.
+      // P = 2^(logit - LSE), divided by the unit of dS so that dS is in its unit: the unit's exponent is added to the
+      // exponent of P.
       float2 lse[8];
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         lse[n] = *reinterpret_cast<const float2*>(minus_lse2 + n * 8 + 2 * (lane & 3));
         lse[n].x += ds_unit.exponent, lse[n].y += ds_unit.exponent;
       }
-      // dP^T - D. -D is read while S^T is in flight, but the accumulator is set to it after the wait, because ptxas would wait
-      // for the product in flight before it sets another accumulator.
+      // dP^T - D. -D is read while S^T is in flight, but the accumulator is set to it only after the wait: otherwise
+      // ptxas would insert a wait for the wgmma in flight.
       ColumnValues minus_delta(minus_lse2 + TILE, lane);
       ptx::wgmma_wait<0>(x);
       minus_delta.set(dp);
@@ -213,7 +217,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
       take_exponentials(s, masked, Sight<HIDDEN>(of.block.segment, of.p), tile * TILE, of.block.first_key + warpgroup * CONSUMER_KEYS + row, lane);
     }
 
-    // Each warp makes the codes of 16 queries for dQ, from the dS of all warps of the consumer.
+    // Each warp quantizes 16 queries for dQ, from the dS of all warps of the consumer.
     __device__ __forceinline__ void make_dq_codes(int slot, int row, int lane) {
       ptx::named_barrier_sync(WITHIN_CONSUMER + warpgroup, WARPGROUP_THREADS);
       ScoreCodes dq_codes;
@@ -223,8 +227,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
                   dq_dequant.y * k_dequant);
     }
 
-    // Adds the chunks of dV, then those of dK, from the codes of P and dS: the next product is in flight while the last is added.
-    // That of the first chunk was issued already, into y[0].
+    // Adds the chunks of dV, then those of dK, from INT8 P and dS: the next chunk's wgmma is in flight while the last
+    // chunk is added. The first chunk's wgmma was already issued, into y[0].
     __device__ __forceinline__ void add_products(int (&y)[2][CHUNK / 8][4], const ScoreCodes& codes, const ScoreCodes& ds_codes,
                                                  const float (&dequant)[2], const float (&ds_dequant)[2], uint32_t at,
                                                  const float* dout_dequant, int lane) {
@@ -267,7 +271,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
 
     __device__ __forceinline__ explicit DqConsumer(const SageBwdBackwardSm90DqWarpgroup& numerics) : of(numerics) {}
 
-    // Adds dK += dS^T Q of a consumer's keys: the product of the next chunk is in flight while the last is added.
+    // Adds dK += dS^T Q of a consumer's keys: the next chunk's wgmma is in flight while the last chunk is added.
     __device__ __forceinline__ void add_keys(int warpgroup, int stage, int slot) {
       int thread = ptx::opaque(threadIdx.x), lane = thread % 32, strip = thread / 32 % 4;
       const float* scales = of.dk_dequant(slot, warpgroup) + strip * 16 + lane / 4;
@@ -296,14 +300,14 @@ struct SageBwdBackwardSm90DqWarpgroup {
       }
     }
     __device__ __forceinline__ void added() {}
-    // In the codes of the last add_keys, not in V: without tiles of queries this warpgroup meets no barrier after which the consumers'
-    // copies of V have arrived.
+    // In the INT8 values of the last add_keys, not in V: without query tiles this warpgroup passes no barrier after
+    // which the consumers' copies of V have arrived.
     __device__ __forceinline__ uint32_t gradient_staging() const {
       return of.shared + slot_at(0) + DK_CODES_AT + threadIdx.x / 32 % 4 * GRADIENT_STAGING;
     }
 
-    // dQ = dS K, with one product for the codes of each consumer's keys, which have different scales. None is issued early,
-    // because registers are short.
+    // dQ = dS K, with one matmul for each consumer's keys, because their INT8 values have different scales. None is
+    // issued early, because registers are short.
     __device__ __forceinline__ void start(int) {}
     template <class Sums, class Read>
     __device__ __forceinline__ void add_dq(int padded_tile, int slot, const Sums& sums, Read read) {
@@ -314,7 +318,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
         const float* scales = of.dq_dequant(slot, g) + strip * 16 + lane / 4;
         dequant[g] = make_float2(scales[0], scales[8]);
       }
-      // Not unrolled, because interleaved chunks would need more registers than there are.
+      // Not unrolled, because interleaved chunks would need too many registers.
 #pragma unroll 1
       for (int chunk = 0; chunk < CHUNKS; ++chunk) {
         int y[CONSUMERS][CHUNK / 8][4];

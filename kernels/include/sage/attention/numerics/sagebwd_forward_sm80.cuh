@@ -1,4 +1,4 @@
-// The forward of SageBwd on INT8 codes (arXiv 2603.02170, algorithm 1): S = Q K^T and O = P V are products s8 x s8 -> s32.
+// The forward of SageBwd with INT8 matmuls (arXiv 2603.02170, algorithm 1): S = Q K^T and O = P V are s8 x s8 -> s32.
 #pragma once
 
 #include <sage/attention/mainloop/forward_sm80.cuh>
@@ -10,14 +10,14 @@
 
 namespace sage::attention {
 
-// QK: whether Q is smoothed as well as K, which adds a row to the logits of each tile.
+// QK: whether Q is smoothed in addition to K, which adds a row to the logits of each tile.
 template <class T, int HEAD_DIM, params::Plan PLAN, bool QK = false>
 struct SageBwdForwardSm80 {
   using Type = T;
   static constexpr int D = HEAD_DIM;
   static constexpr int THREADS = PLAN.threads, M = FORWARD_QUERIES * 2 / THREADS;
   using Logits = int[M][8][4];  // the bits of floats MAGIC + sum
-  static constexpr int BLOCKS = HEAD_DIM == 64 && !QK ? 3 : 2;  // blocks a multiprocessor: as many as its registers hold
+  static constexpr int BLOCKS = HEAD_DIM == 64 && !QK ? 3 : 2;  // blocks per multiprocessor: as many as its registers allow
   static constexpr int STAGES = PLAN.stages;
   using RowSoftmax = Softmax<D, M, THREADS, HEAD_DIM == 64>;
   static constexpr bool COOPERATES = QK, SMOOTHS_VALUES = !QK;
@@ -53,15 +53,15 @@ struct SageBwdForwardSm80 {
   __device__ __forceinline__ uint32_t k_tile(int tile) const { return shared + Q_BYTES + (tile & 1) * 2 * TILE_BYTES; }
 
   __device__ __forceinline__ void load_queries() {
-    // If the second tile does not exist, the first is copied in its place: its outputs are never stored.
+    // If the second tile does not exist, the first is copied in its place: its outputs are not stored.
     const int8_t* codes = p.codes.q + query_tile * TILE_BYTES;
     copy_tile<TILE * D, THREADS>(shared, codes, threadIdx.x);
     copy_tile<TILE * D, THREADS>(shared + TILE_BYTES, codes + (query_tiles_left > 1 ? TILE_BYTES : 0),
                                         threadIdx.x);
   }
 
-  // The thread index is opaque, so that addresses are computed again for each tile: kept, they would cost registers that the
-  // products need.
+  // The thread index is opaque, so that addresses are recomputed for each tile: stored, they would use registers that
+  // the MMAs need.
   __device__ __forceinline__ void load_keys(int tile) {
     copy_tile<TILE * D, THREADS>(k_tile(tile), p.codes.k + int64_t(first_key_tile + tile) * TILE_BYTES,
                                 ptx::opaque(threadIdx.x));
@@ -90,7 +90,8 @@ struct SageBwdForwardSm80 {
       __syncthreads();
     }
 
-    // A tile of zeros has scale 0. Any other factor gives logits of 0 too, and keeps minus infinity, which 0 would turn into NaN.
+    // A tile of zeros has scale 0. Any other factor gives logits of 0 as well, and keeps minus infinity, which a factor
+    // of 0 would turn into NaN.
     float factor = quant::short_factor(q_factor * k_dequant);
     if (factor == 0.0f) factor = 1e-30f;
     if constexpr (QK) add_mean_logits(x, factor, lane);
@@ -101,9 +102,9 @@ struct SageBwdForwardSm80 {
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
       row_max[r] = row_maximum(x, r, factor, exact_offset);
-      // 2^(x factor + offset) is 127 at the row's largest logit or a little less: it is rounded down, because 128 is not a code.
-      // This rounding changes the offset by up to 2^-24 of MAGIC * factor, the same for the whole row, and p_dequant below takes
-      // it into account.
+      // 2^(x factor + offset) is 127 at the row's largest logit or a little less: it is rounded down, because 128 does
+      // not fit INT8. This rounding changes the offset by up to 2^-24 of MAGIC * factor, the same for the whole row,
+      // and p_dequant below takes it into account.
       offset[r] = __fadd_rd(exact_offset, quant::LOG2_127 - row_max[r]);
       if (HIDDEN != NO_KEYS && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
     }
@@ -117,20 +118,20 @@ struct SageBwdForwardSm80 {
       float sum = quantize_row(x, r, factor, offset[r], codes);
       float p_dequant = ptx::exp2(exact_offset - offset[r] - softmax.shift(r));
       if (HIDDEN != NO_KEYS && row_max[r] == -CUDART_INF_F) p_dequant = 0.0f;
-      // The row's sum is that of the unquantized probabilities.
+      // The row's sum uses the unquantized probabilities.
       softmax.state(RowSoftmax::State::SUM, r) += p_dequant * sum;
       dequant[r] = p_dequant * v_dequant;
     }
 
     add_values(tile, codes, dequant, softmax, lane);
-    // Counts what MAGIC has added to each row, in units of MAGIC, for flush_magic.
+    // Counts the MAGIC added to each row, for flush_magic.
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) softmax.state(RowSoftmax::State::MAGIC, r) += dequant[r];
     if (__builtin_expect(step % quant::MAGIC_TILES == quant::MAGIC_TILES - 1, false)) flush_magic(softmax);
   }
 
-  // The products are floats MAGIC + sum. Subtracts from the accumulator what MAGIC has added since the last time, before it
-  // grows large.
+  // The results are floats MAGIC + sum. Subtracts from the accumulator the MAGIC that was added since the last call,
+  // before it grows large.
   __device__ __forceinline__ void flush_magic(RowSoftmax& softmax) {
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
@@ -147,11 +148,11 @@ struct SageBwdForwardSm80 {
   }
 
  private:
-  // Codes of P with one scale a row: A fragments of 16 queries x 32 keys, for each (32 keys, m).
+  // INT8 values of P with one scale per row: A fragments of 16 queries x 32 keys, for each (32 keys, m).
   using ProbabilityCodes = uint32_t[2][M][4];
 
-  // Converts MAGIC + sum to the sum in f32, and adds the logits of Q's mean in the same unit, so that the row maximum is that of
-  // complete logits.
+  // Converts MAGIC + sum to the sum in f32, and adds the logits of Q's mean in the same unit, so that the row maximum
+  // includes them.
   __device__ __forceinline__ void add_mean_logits(Logits& x, float factor, int lane) const {
     float unit = 1.0f / factor;
     const float* row = mean_logits + warp * 16 * M / TILE * TILE;
@@ -180,7 +181,7 @@ struct SageBwdForwardSm80 {
         for (int e = 0; e < 2; ++e) largest = fmaxf(largest, __int_as_float(x[r >> 1][n][2 * (r & 1) + e]));
       return quad_max(largest) * factor;
     } else {
-      // All values are positive floats or minus infinity, whose order is that of their bits as integers.
+      // All values are positive floats or minus infinity, which have the same order as their bits as integers.
       int largest = x[r >> 1][0][2 * (r & 1)];
 #pragma unroll
       for (int n = 0; n < 8; ++n)
@@ -190,7 +191,8 @@ struct SageBwdForwardSm80 {
     }
   }
 
-  // Computes 2^(x factor + offset) of a row, and its codes. Returns this lane's share of their sum before they are rounded.
+  // Computes 2^(x factor + offset) of a row, and quantizes it. Returns this lane's part of their sum before
+  // quantization.
   static __device__ __forceinline__ float quantize_row(const Logits& x, int r, float factor, float offset, ProbabilityCodes& codes) {
     float sum = 0.0f;
 #pragma unroll

@@ -1,9 +1,9 @@
-// The forward of SageBwd on Hopper: it computes what sagebwd_forward_sm80.cuh does, without Q smoothing, in steps of two tiles of
-// keys.
+// The forward of SageBwd on Hopper. It computes the same as sagebwd_forward_sm80.cuh, without Q smoothing, in steps of
+// two tiles of keys.
 //
-// P has one scale for each query and the 128 keys of a step. The values of these keys have two scales, one a tile, so P is
-// multiplied with the ratio of the two before it is quantized, and P V is one sum of integers. The codes of P are u8, 0 to 254,
-// and so twice as fine as s8.
+// P has one scale for each query and the 128 keys of a step. The values of these keys have two scales, one per tile, so
+// P is multiplied by the ratio of the two before it is quantized, and P V is one integer sum. P is quantized to u8, 0
+// to 254, which is twice as fine as s8.
 #pragma once
 
 #include <sage/attention/mainloop/forward_sm90.cuh>
@@ -17,13 +17,13 @@ struct __align__(16) StepScales {
   float log2_v[2];     // log2 of the ratio of each dequant_scale of V to the larger one, at least LEAST and at most 0
   float inverse_v[2];  // 2^-log2_v
   float v;             // the larger dequant_scale of V
-  float first_v;       // that of the first tile, for queries that do not see the second, which must not change their output
-  int beyond;          // the power of two by which the ratio is below 2^log2_v, nearly always 0; a byte for each tile
+  float first_v;       // scale of V for queries that see only the first tile: the second must not change them
+  int beyond;          // the power of two by which the ratio is below 2^log2_v, nearly always 0; one byte per tile
 
-  // The sums of P are taken in f16, from exponentials that include log2_v. At this ratio a P below 2^-13 of the row's largest
-  // rounds to zero there, and all such P of a tile together are below 64 x 2^-13 of the row's sum. The part of a ratio below
-  // LEAST is applied to the codes alone, after the sums: a tile that has nearly all of a query's attention then loses low bits of
-  // its codes, which are worth up to 2^-28 of the other tile's values.
+  // The sums of P are computed in f16, from exponentials that include log2_v. At this ratio a P below 2^-13 of the
+  // row's largest rounds to zero, and all such P of a tile together are below 64 x 2^-13 of the row's sum. The part of
+  // a ratio below LEAST is applied only to the quantized P, after the sums: a tile with nearly all of a query's
+  // attention then loses low bits of its P, which are worth up to 2^-28 of the other tile's values.
   static constexpr float LEAST = -20.0f;
 
   __device__ __forceinline__ StepScales(float k0, float k1, float v0, float v1)
@@ -45,7 +45,7 @@ struct SageBwdForwardSm90 {
   using Type = T;
   static constexpr int D = HEAD_DIM;
   using Warpgroups = ForwardWarpgroups<2, PLAN.rows == 192 ? 32 : 40, PLAN>;
-  static constexpr int QUERY_SLOTS = 2, QUERY_ARRIVALS = 1, STEP_ARRIVALS = 2;  // of a step: one for the bulk copies, one for the scales
+  static constexpr int QUERY_SLOTS = 2, QUERY_ARRIVALS = 1, STEP_ARRIVALS = 2;  // per step: one for the bulk copies, one for the scales
   static constexpr bool VALUES_FIRST = true, SMOOTHS_VALUES = true;
   static constexpr bool MASKS_APART = D == 128;  // at D 64 ptxas would spill in the second loop
   // Shared memory: two slots of Q; stages of K and V^T, of two tiles each; the StepScales of each stage.
@@ -54,7 +54,7 @@ struct SageBwdForwardSm90 {
   static constexpr int SHARED_BYTES = SCALES_AT + Warpgroups::STAGES * int(sizeof(StepScales));
   static_assert(PLAN.row_bytes == D && PLAN.shared_bytes == SHARED_BYTES);
 
-  static constexpr int STAGING = TILE_BYTES / 4;  // of a warp: its rows of the queries' codes, which no other warp reads
+  static constexpr int STAGING = TILE_BYTES / 4;  // per warp: its rows of the INT8 queries, which no other warp reads
 
   const params::Forward& p;
   const ForwardBlock& block;
@@ -72,8 +72,8 @@ struct SageBwdForwardSm90 {
     return reinterpret_cast<StepScales*>(memory + SCALES_AT)[stage];
   }
 
-  // The number of a consumer's tile of queries in the padded buffers. A consumer beyond the segment's end reads the last tile,
-  // and its output is never stored.
+  // The number of a consumer's query tile in the padded buffers. A consumer beyond the segment's end reads the last
+  // tile, and its output is not stored.
   __device__ __forceinline__ int64_t query_tile(int warpgroup) const {
     int tile = min(block.first / TILE + warpgroup, block.segment.query_tiles() - 1);
     return int64_t(block.head) * p.shape.query_tiles + block.segment.query_tile + tile;
@@ -90,8 +90,8 @@ struct SageBwdForwardSm90 {
       ptx::cp_async_bulk(queries(slot, warpgroup), p.codes.q + query_tile(warpgroup) * TILE_BYTES, TILE_BYTES, mbarrier);
   }
 
-  // Issues the copies of a step, by one lane of the producer. A second tile beyond the segment's end has no codes: the stage keeps
-  // what was there before, and the mask hides its keys.
+  // Issues the copies of a step, by one lane of the producer. A second tile beyond the segment's end is not copied: the
+  // stage keeps its old contents, and the mask hides its keys.
   __device__ __forceinline__ void load(int step, int stage, int, uint32_t mbarrier) {
     if (!ptx::elect()) return;
     int both = min(block.segment.key_tiles() - 2 * step, 2), bytes = both * TILE_BYTES;
@@ -110,7 +110,7 @@ struct SageBwdForwardSm90 {
     float q_factor;  // q dequant_scale * softmax_scale * log2 e
     Softmax<D, 1, WARPGROUP_THREADS, false> softmax;
     int x[16][4];          // S of both tiles
-    uint32_t codes[4][4];  // codes of P, the A operand of P V: 32 keys each
+    uint32_t codes[4][4];  // P in u8, the A operand of P V: 32 keys each
     float dequant[2];      // the scale of P V for each row
     int y[D / 8][4];       // P V of the current step
 
@@ -124,15 +124,17 @@ struct SageBwdForwardSm90 {
       multiply_codes<D / 32>(x, ptx::row_descriptor<D>(queries), ptx::row_descriptor<D>(of.keys(stage)));
     }
 
-    // The tile whose exponentials come after the branch that raises the references. At head_dim 128 those of the first tile are
-    // computed concurrently with the maxima, and the forward takes 0.97x of the time; at head_dim 64 that would be 1.05x.
+    // The tile whose exponentials come after the branch that raises the references. At head_dim 128 the exponentials of
+    // the first tile are computed concurrently with the maxima, and the forward takes 0.97x of the time; at head_dim 64
+    // it would take 1.05x.
     static constexpr int BRANCH_BEFORE = D == 64 ? 0 : 1;
 
     template <Hidden HIDDEN, int PENDING>
     __device__ __forceinline__ void online_softmax(int step, int stage, const Segment& segment, int first) {
       int lane = threadIdx.x % 32;
-      // At head_dim 64 the scales are copied to registers, at 128 they are read from shared memory where they are used. Either
-      // choice makes the kernel 5 % faster than the other, because ptxas then orders the other instructions differently.
+      // At head_dim 64 the scales are copied to registers; at 128 they are read from shared memory where they are used.
+      // At its head_dim each choice is 5 % faster than the other, because ptxas orders the other instructions
+      // differently.
       const std::conditional_t<D == 64, StepScales, StepScales&> scales = of.scales(stage);
       const float factor[2] = {logit_factor(q_factor, scales.k[0]), logit_factor(q_factor, scales.k[1])};
       ptx::wgmma_wait<PENDING>(x);
@@ -151,14 +153,14 @@ struct SageBwdForwardSm90 {
           Sight<HIDDEN> sight(segment, of.p);
           unseen[1][r] = sight.visible_keys(row) <= second;
           if constexpr (HIDDEN == OUTER_KEYS) {
-            // A row beyond the segment's end has a window where there may be no tile.
+            // For a row beyond the segment's end the window may be where no tile exists.
             int first_key = row < segment.query_len ? sight.first_key(row) : 0;
             unseen[0][r] = first_key >= second, unseen[1][r] |= first_key >= second + TILE;
           }
         }
       }
-      // Codes of P, and the sum of P, are both computed from f16: its rounding, up to 2^-11 of a probability, is a quarter of
-      // that of the codes, and in the sum such errors average out.
+      // Quantized P and the sum of P are both computed from f16. Its rounding error, up to 2^-11 of a probability, is a
+      // quarter of the quantization error, and averages out in the sum.
       float sum[2][2];
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
@@ -172,7 +174,7 @@ struct SageBwdForwardSm90 {
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          // For rows that do not see a tile its scales may be anything, even NaN.
+          // For rows that do not see a tile, its scales are undefined and may be NaN.
           float start = offset[r] + scales.log2_v[t], by = unseen[t][r] ? 1.0f : factor[t];
           __half2 pairs[8];
 #pragma unroll
@@ -202,8 +204,8 @@ struct SageBwdForwardSm90 {
 #pragma unroll
         for (int t = 0; t < 2; ++t) softmax.state(softmax.state.SUM, r) += p_dequant * scales.inverse_v[t] * sum[t][r];
       }
-      // The codes are shifted last, where the branch separates no instructions that should be interleaved: a factor where P is
-      // computed costs 2 % at head_dim 64.
+      // Quantized P is shifted last, where the branch separates no instructions that should be interleaved. A factor
+      // where P is computed would cost 2 % at head_dim 64.
       if (__builtin_expect(scales.beyond != 0, false)) shift_codes<HIDDEN>(scales, unseen);
     }
 
@@ -226,7 +228,7 @@ struct SageBwdForwardSm90 {
     }
 
    private:
-    using Logits = float[1][8][4];  // S of a tile, as the sums of codes
+    using Logits = float[1][8][4];  // S of a tile, as integer sums
 
     // Converts S of both tiles to floats, and masks it.
     template <Hidden HIDDEN>
@@ -242,8 +244,8 @@ struct SageBwdForwardSm90 {
       }
     }
 
-    // Computes the maximum of each row over logits plus log2_v, because logits of the tile with the smaller values count for less;
-    // and the offset with which 2^(x factor + log2_v + offset) is in the range of the codes.
+    // Computes the maximum of each row over logits plus log2_v, because logits of the tile with the smaller values
+    // count for less; and the offset with which 2^(x factor + log2_v + offset) is in the range of u8.
     template <Hidden HIDDEN>
     __device__ __forceinline__ void find_maxima(const Logits (&s)[2], const float (&factor)[2], const StepScales& scales,
                                                 float (&row_max)[2], float (&offset)[2]) const {
@@ -265,23 +267,23 @@ struct SageBwdForwardSm90 {
           of_tile[t] = fmaf(of_tile[t], factor[t], scales.log2_v[t]);
         }
         row_max[r] = quad_max(fmaxf(of_tile[0], of_tile[1]));
-        // 2^(x factor + log2_v + offset) is 254 at that maximum, or a little less: the offset is lowered by 2^-21 of the maximum,
-        // which is more than all roundings on the way, so that no code exceeds 254.
+        // 2^(x factor + log2_v + offset) is 254 at that maximum, or a little less: the offset is lowered by 2^-21 of
+        // the maximum, which is more than all rounding errors, so that no value exceeds 254.
         offset[r] = fmaf(fabsf(row_max[r]), -0x1p-21f, quant::LOG2_254 - row_max[r]);
         if (HIDDEN != NO_KEYS && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
       }
     }
 
-    // Raises the references, which no exponential depends on. Then adds 0 to the offsets: the false dependency on the branch makes
-    // ptxas schedule ex2 and packing in one basic block, where several units work at once; without it ex2 is hoisted above the branch
-    // and serializes.
+    // Raises the references, which no exponential depends on. Then adds 0 to the offsets: the false dependency on the
+    // branch makes ptxas schedule ex2 and packing in one basic block, where several units work at once; without it ex2
+    // is hoisted above the branch and serializes.
     __device__ __forceinline__ void follow(const float (&row_max)[2], float (&offset)[2]) {
       softmax.follow(row_max);
 #pragma unroll
       for (int r = 0; r < 2; ++r) offset[r] = fmaf(softmax.shift(r), 0.0f, offset[r]);
     }
 
-    // Applies the powers of two of `beyond` to the codes, but not to those of rows that see one tile alone.
+    // Applies the powers of two of `beyond` to quantized P, except in rows that see only one tile.
     template <Hidden HIDDEN>
     __device__ __forceinline__ void shift_codes(const StepScales& scales, const bool (&unseen)[2][2]) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// INT8 codes of P and dS in the backward of SageBwd, and the products and copies of codes of K and Q.
+// Quantizes P and dS to INT8 in the backward of SageBwd, and copies and multiplies the INT8 values of K and Q.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm80.cuh>
@@ -8,21 +8,21 @@
 
 namespace sage::attention {
 
-// Codes of a warp's scores as A fragments: 16 rows x 32 of the reduction, twice.
+// INT8 values of a warp's scores as A fragments: 16 rows x 32 of the reduction, twice.
 using ScoreCodes = uint32_t[2][4];
 
-// The maximum over the four lanes of a row, for x that is not negative; a NaN wins.
+// The maximum over the four lanes of a row, for nonnegative x; a NaN wins.
 __device__ __forceinline__ float quad_max_abs(float x) { return __int_as_float(quad_max(__float_as_int(x))); }
 
-// Quantizes a warp's scores with one scale for each key or group of keys: `share` replaces the maxima of rows g and g + 8 by
-// those of their groups. POSITIVE: no score is negative.
+// Quantizes a warp's scores with one scale for each key or group of keys: `share` replaces the maxima of rows g and g +
+// 8 by the maxima of their groups. POSITIVE: no score is negative.
 template <bool POSITIVE, class Share>
 __device__ __forceinline__ void quantize_scores(const Scores& s, ScoreCodes& codes, float (&dequant)[2], Share share) {
   float largest[2], scale[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     if constexpr (POSITIVE) {
-      // Floats that are not negative are ordered as their bits are as integers, with NaN above all.
+      // Nonnegative floats have the same order as their bits as integers, with NaN above all.
       int bits = 0;
 #pragma unroll
       for (int n = 0; n < 8; ++n) bits = max(max(bits, __float_as_int(s[n][2 * h])), __float_as_int(s[n][2 * h + 1]));
@@ -50,8 +50,8 @@ __device__ __forceinline__ void quantize_scores(const Scores& s, ScoreCodes& cod
     }
 }
 
-// Quantizes dS of the 16 queries of a strip over one tile of keys, whose dS^T is in `rows` in bf16, with one scale for each query
-// or group of queries; `dequant` includes the dequant_scale of the keys.
+// Quantizes dS of the 16 queries of a strip over one tile of keys, with one scale for each query or group of queries.
+// dS^T is in `rows` in bf16. `dequant` includes the dequant_scale of the keys.
 template <class Share>
 __device__ __forceinline__ void quantize_queries(ScoreCodes& codes, float2& dequant, float k_dequant, uint32_t rows,
                                                  int strip, int lane, Share share) {
@@ -83,7 +83,7 @@ __device__ __forceinline__ void quantize_queries(ScoreCodes& codes, float2& dequ
   dequant = make_float2(largest[0] * (1.0f / 127.0f) * k_dequant, largest[1] * (1.0f / 127.0f) * k_dequant);
 }
 
-// Computes S^T = K Q^T of codes, for a warp's 16 keys and 64 queries. The results are floats MAGIC + sum.
+// Computes S^T = K Q^T of INT8 values, for a warp's 16 keys and 64 queries. The results are floats MAGIC + sum.
 template <int D>
 __device__ __forceinline__ void multiply_score_codes(int (&x)[8][4], uint32_t k_rows, uint32_t q_rows, int lane) {
   layout::ReaderA<D> k_reader(k_rows, lane);
@@ -102,7 +102,8 @@ __device__ __forceinline__ void multiply_score_codes(int (&x)[8][4], uint32_t k_
   }
 }
 
-// Transposes codes in shared memory, by THREADS threads: K, [KEYS][D], to K^T, [D][KEYS] with permuted keys; both swizzled.
+// Transposes INT8 values in shared memory, by THREADS threads: K, [KEYS][D], to K^T, [D][KEYS] with permuted keys; both
+// swizzled.
 template <int KEYS, int D, int THREADS>
 __device__ __forceinline__ void transpose_keys(unsigned char* k_transposed, const unsigned char* k) {
   for (int i = threadIdx.x; i < D * (KEYS / 16); i += THREADS) {
@@ -112,7 +113,8 @@ __device__ __forceinline__ void transpose_keys(unsigned char* k_transposed, cons
   }
 }
 
-// The number of the block's first tile of keys in the padded buffers; and whether the block has its tile number `part`.
+// The number of the block's first key tile in the padded buffers; and whether the block's key tile number `part`
+// exists.
 __device__ __forceinline__ int64_t first_key_tile(const params::Backward& p, const BackwardBlock& block) {
   return int64_t(block.key_head) * p.shape.key_tiles + block.segment.key_tile + block.first_key / TILE;
 }
@@ -120,7 +122,7 @@ __device__ __forceinline__ bool key_tile_exists(const BackwardBlock& block, int 
   return block.first_key + part * TILE < block.segment.key_len;
 }
 
-// Issues the asynchronous copies of the codes of a block's keys: PARTS tiles, with rows of D bytes.
+// Issues the asynchronous copies of the INT8 values of a block's keys: PARTS tiles, with rows of D bytes.
 template <int PARTS, int D, int THREADS>
 __device__ __forceinline__ void copy_key_tiles(uint32_t shared, const params::Backward& p, const BackwardBlock& block) {
 #pragma unroll

@@ -1,5 +1,5 @@
-// INT8 codes of P and dS on Hopper, computed two values an instruction: P in bf16, and dS in f16 in units of a power of two that
-// each warp chooses so that its largest dS stays well inside the range of f16.
+// Quantizes P and dS to INT8 on Hopper, two values per instruction: P in bf16, and dS in f16 in units of a power of two
+// that each warp chooses so that its largest dS stays well inside the range of f16.
 #pragma once
 
 #include <sage/attention/numerics/score_codes_sm80.cuh>
@@ -25,12 +25,13 @@ __device__ __forceinline__ void store(uint32_t rows, const PackedScores& w, int 
     writer.store({w[2 * step][0], w[2 * step][1], w[2 * step + 1][0], w[2 * step + 1][1]}, 0, step, lane);
 }
 
-// Takes the maximum of each row over the two halves of its word; returns those of two rows as the halves of one word.
+// Computes the maximum of each row over the two halves of its word. Returns the maxima of two rows as the halves of one
+// word.
 template <class Max>
 __device__ __forceinline__ uint32_t join_rows(const uint32_t (&rows)[2], Max max) {
   return max(__byte_perm(rows[0], rows[1], 0x5410), __byte_perm(rows[0], rows[1], 0x7632));
 }
-// Takes such maxima over the four lanes of a row.
+// Computes these maxima over the four lanes of a row.
 template <class Max>
 __device__ __forceinline__ uint32_t join_lanes(uint32_t x, Max max) {
   x = max(x, __shfl_xor_sync(~0u, x, 1));
@@ -40,12 +41,12 @@ __device__ __forceinline__ uint32_t join_lanes(uint32_t x, Max max) {
 struct MaxAbs {
   __device__ __forceinline__ uint32_t operator()(uint32_t a, uint32_t b) const { return ptx::max_abs_2(a, b); }
 };
-// The larger of bf16 values that are not negative: they are ordered as their bits are as integers, with NaN above all.
+// The larger of nonnegative bf16 values, which have the same order as their bits as integers, with NaN above all.
 struct MaxPositive {
   __device__ __forceinline__ uint32_t operator()(uint32_t a, uint32_t b) const { return __vmaxu2(a, b); }
 };
 
-// The maxima of this lane's share of rows g and g + 8, as two halves.
+// The maxima of this lane's values of rows g and g + 8, as two halves.
 template <class Max>
 __device__ __forceinline__ uint32_t largest_of(const PackedScores& w, Max max) {
   uint32_t largest[2] = {w[0][0], w[0][1]};
@@ -56,8 +57,8 @@ __device__ __forceinline__ uint32_t largest_of(const PackedScores& w, Max max) {
   return join_rows(largest, max);
 }
 
-// Quantizes P with one scale for each key, in bf16: its 8 significant bits are more than the 7 of a code, and in [128, 256) its
-// last bit is worth 1, so that adding 128 rounds to a code. `largest`: the maxima of rows g and g + 8.
+// Quantizes P with one scale per key, in bf16: its 8 significant bits are more than the 7 of INT8, and in [128, 256)
+// its last bit is worth 1, so that adding 128 rounds to an integer. `largest`: the maxima of rows g and g + 8.
 __device__ __forceinline__ void quantize_probabilities(const PackedScores& w, uint32_t largest, ScoreCodes& codes,
                                                        float (&dequant)[2]) {
   constexpr uint32_t MAGIC = 0x43004300;  // 128, twice
@@ -65,7 +66,7 @@ __device__ __forceinline__ void quantize_probabilities(const PackedScores& w, ui
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float x = __uint_as_float(h == 0 ? largest << 16 : largest & 0xffff0000u);
-    // Infinite for a row of zeros: its codes are then arbitrary, and its dequant_scale is zero.
+    // Infinite for a row of zeros: its INT8 values are then arbitrary, and its dequant_scale is zero.
     float quant = 127.0f * ptx::reciprocal(x);
     scale[h] = ptx::pack_16<__nv_bfloat16>(quant, quant);
     dequant[h] = ptx::reciprocal(__uint_as_float(scale[h] & 0xffff0000u));
@@ -80,14 +81,14 @@ __device__ __forceinline__ void quantize_probabilities(const PackedScores& w, ui
     }
 }
 
-// The scales of two rows in f16, from their maxima, the halves of `largest`. Where 127 / max overflows f16, the quant_scale is
-// the largest f16.
+// The scales of two rows in f16, from their maxima, the halves of `largest`. If 127 / max overflows f16, the
+// quant_scale is the largest f16.
 struct HalfScales {
   uint32_t quant[2];
   float dequant[2];
 
   __device__ __forceinline__ explicit HalfScales(uint32_t largest) {
-    largest &= 0x7fff7fffu;  // MaxAbs leaves any sign
+    largest &= 0x7fff7fffu;  // MaxAbs returns values of any sign
     constexpr float LARGEST = 65504.0f;
     float2 x = __half22float2(reinterpret_cast<const __half2&>(largest));
     float scale[2] = {fminf(127.0f * ptx::reciprocal(x.x), LARGEST), fminf(127.0f * ptx::reciprocal(x.y), LARGEST)};
@@ -102,10 +103,11 @@ struct HalfScales {
   }
 };
 
-// The unit of a warp's dS: a power of two that dS is divided by, so that its largest lies in [LOW, HIGH] in f16. Real dS is about
-// 1e-7, which f16 cannot hold. The unit changes when the largest dS leaves this window. A row whose largest is below 2^-9 in this
-// unit, at least 2^9 below the largest of the 16 keys, gets coarser codes, because HalfScales bounds its scale. dS beyond 2^75,
-// or beyond 2^38 right after tiles whose dS is next to zero, becomes infinite.
+// The unit of a warp's dS: a power of two that dS is divided by, so that its largest value is in [LOW, HIGH] in f16.
+// Typical dS is about 1e-7, too small for f16. The unit changes when the largest dS leaves this window. A row whose
+// largest value is below 2^-9 in this unit, at least 2^9 below the largest of the 16 keys, is quantized more coarsely,
+// because HalfScales bounds its scale. dS beyond 2^75, or beyond 2^38 right after tiles whose dS is nearly zero,
+// becomes infinite.
 struct DsUnit {
   static constexpr uint32_t LOW = 0x3c00, HIGH = 0x7800;  // 1, 2^15 in f16
   static constexpr int TARGET = 12, LEAST = -60, MOST = 90, STEP = 100;
@@ -116,8 +118,9 @@ struct DsUnit {
     if (other == 0.0f) return;
     unit = other, exponent = float(127 - int(__float_as_uint(other) >> 23));
   }
-  // `w` is dS in this unit, packed from `s`, and `largest` has the maxima of rows g and g + 8. If the warp's largest dS has left
-  // the window, changes the unit, and all three with it. Returns the unit of `w`, or 0 if all of dS is zero, in any unit.
+  // `w` is dS in this unit, packed from `s`, and `largest` contains the maxima of rows g and g + 8. If the warp's
+  // largest dS has left the window, changes the unit and rescales all three. Returns the unit of `w`, or 0 if all of dS
+  // is zero in any unit.
   __device__ __forceinline__ float keep(PackedScores& w, uint32_t& largest, Scores& s) {
     uint32_t top = max(largest & 0x7fffu, largest >> 16 & 0x7fffu);
     if (__builtin_expect(__all_sync(~0u, top - LOW <= HIGH - LOW), true)) return unit;
@@ -128,7 +131,7 @@ struct DsUnit {
 #pragma unroll
       for (int e = 0; e < 4; ++e) bits = max(bits, quant::abs_bits(s[n][e]));
     int power = int(__reduce_max_sync(~0u, bits) >> 23) - 127;
-    // Neither zeros nor values that are not finite tell the size of the next tiles.
+    // Zeros and nonfinite values do not predict the size of the next tiles.
     if (power <= -127) return 0.0f;
     if (power >= 128) return unit;
     int now = int(exponent), next = min(max(now + min(max(TARGET - power, -STEP), STEP), LEAST), MOST);
@@ -157,8 +160,8 @@ __device__ __forceinline__ void quantize_keys(const PackedScores& w, uint32_t la
     }
 }
 
-// Quantizes dS of the 16 queries of a strip over one tile of keys, with one scale for each query. dS^T is in `rows`, each 16 keys
-// in their warp's unit. Returns the largest unit, which is 0 if all of dS is zero.
+// Quantizes dS of the 16 queries of a strip over one tile of keys, with one scale per query. dS^T is in `rows`, every
+// 16 keys in their warp's unit. Returns the largest unit, or 0 if all of dS is zero.
 __device__ __forceinline__ float quantize_queries(ScoreCodes& codes, float2& dequant, uint32_t rows, const float4* units_at,
                                                   int strip, int lane) {
   float4 units = *units_at;
@@ -167,7 +170,7 @@ __device__ __forceinline__ float quantize_queries(ScoreCodes& codes, float2& deq
   uint32_t r[4][4];  // (16 keys, register): registers 0 and 2 are query g, 1 and 3 query g + 8; each has two keys
 #pragma unroll
   for (int step = 0; step < 4; ++step) reader.load(r[step], step * 16, strip);
-  // If the units differ, converts all dS to the largest.
+  // If the units differ, converts all dS to the largest unit.
   if (__builtin_expect(fminf(fminf(units.x, units.y), fminf(units.z, units.w)) != unit, false)) {
     float of_step[4] = {units.x, units.y, units.z, units.w};
 #pragma unroll

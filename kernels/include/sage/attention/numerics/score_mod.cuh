@@ -1,10 +1,11 @@
-// What is done to logits before the softmax, in addition to the softmax scale (FlexAttention's score_mod): nothing in most kernels; and in
-// kernels that are compiled apart a soft cap (Gemma 2, arXiv 2408.00118, section 2), ALiBi (arXiv 2108.12409), or both, as the call says.
+// Changes to the logits before the softmax, in addition to the softmax scale (FlexAttention's score_mod): none in most
+// kernels; in separately compiled kernels a soft cap (Gemma 2, arXiv 2408.00118, section 2), ALiBi (arXiv 2108.12409),
+// or both, as the call says.
 //
 // A policy has:
-// - apply(x, factor, ..): x times factor are base-2 logits; it changes both.
-// - chain(ds): multiplies the gradient of the logits after `apply` with the derivative of what the last `apply` of transposed scores did.
-// - next_head(): the next tiles of queries are of the next query head.
+// - apply(x, factor, ..): x times factor are base-2 logits; both are changed.
+// - chain(ds): multiplies the gradient of the logits after `apply` by the derivative of the last `apply` of transposed scores.
+// - next_head(): the next query tiles belong to the next query head.
 #pragma once
 
 #include <sage/attention/numerics/probabilities.cuh>
@@ -13,7 +14,7 @@
 
 namespace sage::attention {
 
-// The first of the query heads that a block of a backward visits.
+// The first query head that a block of a backward visits.
 __device__ __forceinline__ int first_query_head(const params::Backward& p, const BackwardBlock& block) {
   return block.key_head * (p.shape.query_heads / p.shape.key_heads);
 }
@@ -29,20 +30,21 @@ struct NoScoreMod {
   __device__ __forceinline__ void next_head() {}
 };
 
-// tanh(x / 4) of an x below 2, within a relative error of 2^-15: a minimax polynomial of degree 2 in x^2.
+// tanh(x / 4) for |x| < 2, within a relative error of 2^-15: a minimax polynomial of degree 2 in x^2.
 __device__ __forceinline__ float tanh_of_small(float x) {
   float square = x * x, y = fmaf(square, 0x1.d7e632p-14f, -0x1.53a6fp-8f);
   return x * fmaf(square, y, 0x1.fffd0ap-3f);
 }
 
-// x[i] = tanh(x[i] by / 4). The exponential, which others of the softmax would wait for, is computed only if some argument of the thread needs it;
-// which of the two an argument takes depends on it alone, so that keys which a mask hides change nothing.
+// x[i] = tanh(x[i] by / 4). The exponential, which would delay the exponentials of the softmax, is computed only if
+// some argument of the thread needs it. An argument uses the polynomial or the exponential depending only on its own
+// size, so that masked keys change nothing.
 template <int N>
 __device__ __forceinline__ void take_tanh(float (&x)[N], float by) {
   uint32_t bits = 0;
 #pragma unroll
   for (int i = 0; i < N; ++i) x[i] *= by, bits |= __float_as_uint(x[i]);
-  // The bit of the exponent that is set from 2 on.
+  // This bit of the exponent is set if |x| >= 2.
   if (__builtin_expect(bits & 0x40000000u, 0)) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -55,8 +57,8 @@ __device__ __forceinline__ void take_tanh(float (&x)[N], float by) {
   for (int i = 0; i < N; ++i) x[i] = tanh_of_small(x[i]);
 }
 
-// With a soft cap c logits become c tanh(x / c); with ALiBi they are lowered by the head's slope times the distance between the query's
-// position and the key, in this order.
+// With a soft cap c, logits become c tanh(x / c). Then, with ALiBi, they are lowered by the head's slope times the
+// distance between the query's position and the key.
 struct SoftcapAndAlibi {
   static constexpr bool MODIFIES = true;
   const params::ScoreMod& mod;
@@ -80,14 +82,14 @@ struct SoftcapAndAlibi {
   __device__ __forceinline__ void cap(float (&x)[N], float& factor) const {
     float cap2 = mod.softcap * ptx::LOG2_E;
     float by = 4.0f * factor / cap2;
-    // In parts, so that ptxas has registers for the exponentials.
+    // In chunks, so that ptxas has registers for the exponentials.
     constexpr int PART = 16;
 #pragma unroll
     for (int i = 0; i < N; i += PART) take_tanh(reinterpret_cast<float(&)[PART]>(x[i]), by);
     factor = cap2;
   }
 
-  // A forward's logits of 16 M queries from `first_query` on and the tile of keys from `first_key` on.
+  // Applies it to a forward's logits: 16 M queries from `first_query` on, and the tile of keys from `first_key` on.
   template <int M>
   __device__ __forceinline__ void apply(float (&x)[M][8][4], float& factor, const Segment& segment, int first_query, int first_key, int lane) const {
     if (has_softcap()) {
@@ -98,7 +100,7 @@ struct SoftcapAndAlibi {
     if (slope == 0.0f) return;
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
-      // Opaque, so that ptxas goes row by row: see `mask`.
+      // Opaque, so that ptxas processes row by row: see `mask`.
       float before = float(ptx::opaque(first_query + row_of(r, lane) + segment.key_len - segment.query_len - first_key - 2 * (lane & 3)));
 #pragma unroll
       for (int n = 0; n < 8; ++n)
@@ -111,7 +113,8 @@ struct SoftcapAndAlibi {
     factor = 1.0f;
   }
 
-  // A backward's: transposed scores of 16 keys from `first_key` on and the tile of queries from `first_query` on.
+  // Applies it to a backward's transposed scores: 16 keys from `first_key` on, and the tile of queries from
+  // `first_query` on.
   __device__ __forceinline__ void apply(Scores& s, float& factor, const Segment& segment, int first_query, int first_key, int lane) {
     if (has_softcap()) {
       cap(reinterpret_cast<float(&)[32]>(s), factor);

@@ -1,12 +1,12 @@
-// Policies for the operands of S^T = K Q^T in a backward whose other products are in 16 bit: the rows of K and Q, or INT8 codes
-// of both (SageBwd that recomputes only its scores in INT8).
+// Policies for the operands of S^T = K Q^T in a backward whose other matmuls run in 16 bit: 16-bit rows of K and Q, or
+// their INT8 values (SageBwd that recomputes only its scores in INT8).
 //
 // A policy has:
-// - KEY_BYTES, TILE_BYTES: shared memory of the codes of a key, and of a tile of queries; 0 if the rows are the operands.
-// - load_keys, load: issue the asynchronous copies of these codes.
+// - KEY_BYTES, TILE_BYTES: shared memory for INT8 values, per key, and per tile of queries; 0 if S uses the 16-bit rows.
+// - load_keys, load: issue the asynchronous copies of the INT8 values.
 // - multiply: computes the sums of S^T for a warp's 16 keys and 64 queries.
-// - factor: what a sum is multiplied with to give a base-2 logit. k_factor: the part of it that is the same for 64 keys of a
-//   block and all tiles of queries.
+// - factor: converts a sum to a base-2 logit. k_factor: the part of the factor that is constant for 64 keys of a block and all
+//   tiles of queries.
 #pragma once
 
 #include <sage/attention/numerics/score_codes_sm80.cuh>
@@ -57,7 +57,7 @@ struct ScoresOfCodes {
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[n][e] = __int_as_float(x[n][e]) - quant::MAGIC;
   }
-  // The part of the factor that a block keeps.
+  // The part of the factor that is constant in a block.
   static __device__ __forceinline__ float k_factor(const params::Backward& p, const BackwardBlock& block, int part) {
     return k_dequant_of(p, block, part) * (p.shape.softmax_scale * ptx::LOG2_E);
   }
@@ -67,10 +67,11 @@ struct ScoresOfCodes {
   }
 };
 
-// Subtracts the mean over tokens from a block's rows of K in shared memory, whose layout is `at(row, chunk of 8 channels)`. Rows
-// beyond the last key do not matter, because their dS is 0. Full precision has no mean, and does nothing here. (All products of
-// SageBwd's backward must use the same K: rows of dS do not sum to exactly zero when O and P are not exact, and the remainder
-// would be multiplied with the mean.) The rows are CHANNELS of D channels, from `first_channel` on.
+// Subtracts the mean over tokens from a block's rows of K in shared memory, whose layout is `at(row, chunk of 8
+// channels)`. Rows beyond the last key do not matter, because their dS is 0. Unquantized attention has no mean; then
+// nothing is done. (All matmuls of SageBwd's backward must use the same K: rows of dS do not sum to exactly zero if O
+// and P are not exact, and the remainder would be multiplied by the mean.) The rows have CHANNELS of D channels, from
+// `first_channel` on.
 template <class T, int KEYS, int D, int THREADS, int CHANNELS = D, class At>
 __device__ __forceinline__ void subtract_key_mean(unsigned char* memory, const params::Backward& p, const BackwardBlock& block, At at,
                                                   int first_channel = 0) {

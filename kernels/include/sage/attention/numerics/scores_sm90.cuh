@@ -1,12 +1,13 @@
-// The policies of scores_sm80.cuh for the operands of S^T, for a warpgroup on Hopper: 64 keys, and a tile of 64 queries.
+// The policies of scores_sm80.cuh for the operands of S^T, for a warpgroup on Hopper: 64 keys, and a tile of 64
+// queries.
 //
-// In addition to what S has, such a policy has:
+// In addition to the members in scores_sm80.cuh, a policy has:
 // - Sums: the accumulators of S^T.
 // - start: issues S^T, with K in shared memory or in registers as KeyFragments, which read_keys loads.
-// - load_by_bulk: issues a tile's bulk copies, BULK_BYTES in all, by one thread. With codes it also copies their scale, behind
-//   the row state.
-// - ARRIVALS: that thread's arrivals at the mbarrier: one for the bulk copies, and with codes one for the scale.
-// - factor_at: the factor of a tile, with that scale.
+// - load_by_bulk: issues a tile's bulk copies, BULK_BYTES in total, by one thread. With INT8 values it also copies their scale,
+//   after the row state.
+// - ARRIVALS: that thread's arrivals at the mbarrier: one for the bulk copies, and with INT8 values one for the scale.
+// - factor_at: the factor of a tile, including that scale.
 #pragma once
 
 #include <sage/attention/panels.cuh>
@@ -57,7 +58,7 @@ struct WarpgroupScores<ScoresOfCodes<T, D>> : ScoresOfCodes<T, D> {
   static __device__ __forceinline__ void start(Sums& sums, const KeyFragments& k, uint32_t, uint32_t q_codes) {
     multiply_codes<D / 32>(sums, k, code_descriptor<D>(q_codes));
   }
-  // Multiplies in the scale of the tile's codes.
+  // Multiplies by the scale of the tile's INT8 values.
   static __device__ __forceinline__ float factor_at(float k_factor, const float* q_dequant_scale) { return k_factor * *q_dequant_scale; }
 };
 
