@@ -1,13 +1,12 @@
-//! Checkpoints: everything that a run needs to continue with the same bits.
+//! Checkpoints: everything that a run needs to continue bit-identically.
 //!
-//! `RUN/checkpoints/step-00000250/` holds `state.safetensors` (weights and both moments, f32),
-//! `checkpoint.json` (what it belongs to, and the hash of the state) and the marker `COMPLETE`. All files are
-//! written and synced in a folder of another name, which is then renamed. A folder of this name is therefore
-//! always whole.
+//! `RUN/checkpoints/step-00000250/` holds `state.safetensors` (weights and both moments, f32), `checkpoint.json` (what
+//! it belongs to, and the hash of the state) and the marker `COMPLETE`. All files are written and synced in a folder
+//! with a temporary name, which is then renamed. A folder with a checkpoint's name is therefore always complete.
 //!
-//! With several ranks, each rank writes the shards that it owns to `state-00001-of-00004.safetensors` and so
-//! on; `checkpoint.json` lists the parameters of which a file holds only a part. Together they are one
-//! checkpoint, from which any number of ranks can continue.
+//! With several ranks, each rank writes the shards that it owns to `state-00001-of-00004.safetensors` and so on;
+//! `checkpoint.json` lists the parameters of which a file contains only a part. Together the files are one checkpoint,
+//! from which any number of ranks can continue.
 
 mod verified;
 
@@ -35,7 +34,7 @@ const FOLDER: &str = "checkpoints";
 const STATE: &str = "state.safetensors";
 const ABOUT: &str = "checkpoint.json";
 const MARKER: &str = "COMPLETE";
-/// Format versions: with one file of state, and with several.
+/// Format versions: with a single file of weights and moments, and with several.
 const VERSIONS: [u32; 2] = [1, 2];
 
 /// The contents of `checkpoint.json`.
@@ -54,7 +53,7 @@ pub struct About {
     /// The files of several ranks, instead of the two fields above.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     files: Vec<RankFile>,
-    /// Scales of operands in FP8 and their running maxima, in the order of the model.
+    /// Scales of FP8 operands and their running maxima, in the order of the model.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     scales: Vec<[f32; 2]>,
     /// The settings of the run, [`Config::identity`]. Earlier versions did not write them.
@@ -69,7 +68,7 @@ struct RankFile {
     name: String,
     bytes: u64,
     sha256: String,
-    /// The parameters of which the file holds only a part.
+    /// The parameters of which the file contains only a part.
     #[serde(default, skip_serializing_if = "Parts::is_empty")]
     parts: Parts,
 }
@@ -87,7 +86,7 @@ impl About {
         Self { version, step, data, state_bytes, state_sha256, files, scales, settings: Some(settings) }
     }
 
-    /// The files of state; `None` if the fields contradict each other.
+    /// The files of weights and moments; `None` if the fields contradict each other.
     fn files(&self) -> Option<Vec<RankFile>> {
         match (self.state_bytes, &self.state_sha256, self.version) {
             (Some(bytes), Some(sha256), 1) if self.files.is_empty() => Some(vec![RankFile {
@@ -105,16 +104,16 @@ impl About {
         }
     }
 
-    /// Checks that the settings of the run, which are `now` in its `config.toml`, are those that the checkpoint was written with.
+    /// Checks that `now`, the settings in the run's `config.toml`, are the settings that the checkpoint was written
+    /// with.
     ///
     /// # Errors
-    /// When a setting differs that may not change at a resume.
+    /// When a setting differs that must stay the same on resume.
     pub fn check_settings(&self, run: &Path, now: &Identity) -> Result<()> {
         let Some(then) = &self.settings else { return Ok(()) };
         // A key that only one of the two identities has is a setting of another version.
         let keys = then.keys().filter(|key| now.contains_key(*key));
-        // The checkpoint identifies data by its fingerprint, so that the settings that lead to it are not
-        // compared.
+        // The checkpoint identifies data by its fingerprint, so the settings that determine the data are not compared.
         let free = |key: &str| has_role(key, Role::Changes) || ["tokenizer", "text-field"].contains(&key);
         let Some(key) = keys.clone().find(|key| !free(key) && then.get(*key) != now.get(*key)) else {
             return Ok(());
@@ -123,7 +122,7 @@ impl About {
         Err(Error::new("the run's settings were changed since the checkpoint was written")
             .got(format!("{key} = {} in {}", show(now), run.join("config.toml").display()))
             .allowed(format!("{key} = {}", show(then)))
-            .hint("restore the setting; for another model begin a new run: --config takes the changed file"))
+            .hint("restore the setting, or begin a new run from the changed file with --config"))
     }
 }
 
@@ -206,7 +205,7 @@ fn write(
 ) -> Result<()> {
     let partial = folder.join(name(step) + PARTIAL);
     let scales = snapshot.as_ref().map_or(Vec::new(), |snapshot| snapshot.scales.clone());
-    // A panic becomes an error too, so that the other ranks always receive the outcome of this one.
+    // A panic becomes an error too, so that the other ranks always receive the outcome of this rank.
     let work = || snapshot.and_then(|snapshot| write_state(&partial, &snapshot, words.rank()));
     let own = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work))
         .unwrap_or_else(|_| Err(Error::failed("the thread that writes checkpoints died")));
@@ -217,7 +216,7 @@ fn write(
     let report = words.share("checkpoint", &serde_json::to_string(&report).expect("plain values"));
     let files = report.iter().enumerate().map(|(rank, report)| {
         let file: std::result::Result<RankFile, String> =
-            serde_json::from_str(report).map_err(during("another rank says nonsense"))?;
+            serde_json::from_str(report).map_err(during("another rank sent an invalid report"))?;
         file.map_err(|error| match words.rank().of {
             1 => Error::new(error),
             _ => Error::new(format!("rank {rank}: {error}")),
@@ -228,8 +227,7 @@ fn write(
         true => finish(folder, &partial, (step, scales), belongs, files),
         false => Ok(()),
     });
-    // No rank leaves before the checkpoint has its name, and no rank takes a checkpoint without its name as
-    // written.
+    // No rank exits before rank 0 has renamed the checkpoint, and no rank counts the checkpoint as written before that.
     let failed = written.as_ref().err().map_or(String::new(), Error::to_string);
     let of_first = words.from_first("checkpoint is named", &failed);
     let written = match of_first.is_empty() {
@@ -248,8 +246,8 @@ fn write(
 }
 
 fn write_state(partial: &Path, snapshot: &Snapshot, rank: Rank) -> Result<RankFile> {
-    // The ranks do not wait for each other here, so each of them makes the folder. Rank 0 makes no folder around it: a run's folder
-    // that was removed stays removed.
+    // The ranks do not wait for each other here, so each rank creates the folder. Rank 0 does not create its parents: a
+    // run's folder that was removed stays removed.
     let made = match rank.is_first() {
         true => std::fs::create_dir(partial),
         false => std::fs::create_dir_all(partial),
@@ -280,7 +278,7 @@ fn finish(
         std::fs::metadata(partial.join(&file.name)).is_ok_and(|about| about.len() == file.bytes)
     };
     if let Some(missing) = files.iter().find(|file| !there(file)) {
-        return Err(Error::failed("another rank's file did not come to rank 0's disk")
+        return Err(Error::failed("another rank's file is not on rank 0's disk")
             .got(format!("no {} of {} bytes in {}", missing.name, missing.bytes, partial.display()))
             .allowed("one folder that all machines share")
             .hint("--out names it"));
@@ -327,8 +325,8 @@ pub fn newest(run: &Path) -> Option<u64> {
     steps(&run.join(FOLDER)).pop()
 }
 
-/// Removes the checkpoints that need not be kept. Each is renamed first, so that a folder with a checkpoint's
-/// name is always whole.
+/// Removes the checkpoints that need not be kept. Each one is renamed first, so that a folder with a checkpoint's name
+/// is always complete.
 fn prune(folder: &Path, config: CheckpointConfig) -> Result<()> {
     let steps = steps(folder);
     let old = &steps[..steps.len().saturating_sub(config.keep_last)];
@@ -345,7 +343,7 @@ fn prune(folder: &Path, config: CheckpointConfig) -> Result<()> {
 pub struct FoundCheckpoint {
     /// The folder of the checkpoint's run.
     pub run: PathBuf,
-    /// The contents of its `checkpoint.json`.
+    /// The contents of the checkpoint's `checkpoint.json`.
     pub about: About,
     path: PathBuf,
     files: Vec<RankFile>,
@@ -355,8 +353,8 @@ pub struct FoundCheckpoint {
 }
 
 impl FoundCheckpoint {
-    /// Finds the newest checkpoint in a run's folder, or the checkpoint at `path`, and checks it; each rank
-    /// checks its share of the files. The value holds the lock on the run, on rank 0 for all ranks.
+    /// Finds the newest checkpoint in a run's folder, or the checkpoint at `path`, and checks it; each rank checks its
+    /// share of the files. On rank 0 the value holds the run's lock for all ranks.
     ///
     /// # Errors
     /// When no checkpoint exists, when it is damaged, incomplete or from a later version, and when another
@@ -382,8 +380,8 @@ impl FoundCheckpoint {
                 .got(path.display())
                 .allowed(format!("the folder of a run with {FOLDER} in it, or one of these"))
                 .hint(
-                    "a run writes them every --checkpoint-every steps, at its end, and when it is interrupted; one that \
-                     has none yet is begun again by its own command with --name NAME --resume auto",
+                    "a run writes checkpoints every --checkpoint-every steps, at its end, and when it is interrupted; a run \
+                     without any starts again by its own command with --name NAME --resume auto",
                 )
         })?;
         Self::checked(lock, path.to_owned(), folder.join(name(step)), rank)
@@ -394,7 +392,7 @@ impl FoundCheckpoint {
         Ok(Self { run, about, path, files, _lock: lock })
     }
 
-    /// Checks that the run has no newer checkpoints, which a continued run would have to overwrite.
+    /// Checks that the run has no newer checkpoints, which a resumed run would have to overwrite.
     ///
     /// # Errors
     /// When there are newer checkpoints.
@@ -402,7 +400,7 @@ impl FoundCheckpoint {
         let newer: Vec<u64> =
             steps(&self.run.join(FOLDER)).into_iter().filter(|&step| step > self.about.step).collect();
         let Some(first) = newer.first() else { return Ok(()) };
-        Err(Error::new("there are newer checkpoints than this")
+        Err(Error::new("the run has newer checkpoints than this one")
             .got(format!("{} of {} newer, from {}", newer.len(), self.run.display(), name(*first)))
             .allowed("the newest one: no checkpoint is ever overwritten")
             .hint("move the newer ones away, or begin another run from this one: --new-name NAME"))
@@ -411,7 +409,7 @@ impl FoundCheckpoint {
     /// The parameters and moments, for this rank.
     ///
     /// # Errors
-    /// When they belong to another model.
+    /// When the checkpoint belongs to another model.
     pub fn restore(&self, config: &Config, device: &Device, ranks: &Ranks) -> Result<Parameters> {
         let state = State::open(paths(&self.path, self.files.clone()))?;
         let parameters = Parameters::restore(
@@ -436,10 +434,11 @@ pub fn is_one(folder: &Path) -> bool {
     folder.join(ABOUT).is_file() || folder.join(STATE).is_file()
 }
 
-/// A checkpoint's description and state, for uses other than continuing its run. It is checked as a checkpoint to resume from is.
+/// A checkpoint's description and state, for uses other than continuing its run. The checks are the same as for
+/// resuming.
 ///
 /// # Errors
-/// When the folder is not a whole checkpoint.
+/// When the folder is not a complete checkpoint.
 pub fn open(checkpoint: &Path) -> Result<(About, State)> {
     let run = checkpoint.parent().and_then(Path::parent).unwrap_or(checkpoint);
     let (about, files) = verified(run, checkpoint, Rank::ALONE)?;

@@ -1,4 +1,4 @@
-//! Range checks of numbers that were typed.
+//! Range checks of numbers from the command line and settings files.
 
 use candle_sage::{Error, Result};
 
@@ -16,10 +16,10 @@ pub fn above_zero(name: &str, value: f64) -> Result<f64> {
         .hint(format!("--{name}")))
 }
 
-/// Checks that a number lies between two others, both included.
+/// Checks that a number is in a closed interval.
 ///
 /// # Errors
-/// When it does not.
+/// When it is not.
 pub fn in_range<T: PartialOrd + std::fmt::Display>(name: &str, value: T, low: T, high: T) -> Result<T> {
     if low <= value && value <= high {
         return Ok(value);
@@ -30,10 +30,10 @@ pub fn in_range<T: PartialOrd + std::fmt::Display>(name: &str, value: T, low: T,
         .hint(format!("--{name}")))
 }
 
-/// A setting that every preset fills in.
+/// The value of a setting that every preset fills in.
 ///
 /// # Panics
-/// When a preset lacks it, which a test of the presets detects.
+/// When a preset lacks the setting, which a test of the presets detects.
 pub fn need<T>(setting: Option<T>) -> T {
     setting.expect("presets fill in every setting that is not optional")
 }

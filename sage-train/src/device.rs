@@ -89,7 +89,7 @@ impl Place {
                     _ => local.index,
                 };
                 let device = Device::new_cuda(number).map_err(during(failed())).map_err(|error| {
-                    error.hint("is there one, and its driver? --device cpu needs neither")
+                    error.hint("is a GPU with its driver installed? --device cpu needs neither")
                 })?;
                 #[cfg(feature = "cuda")]
                 memory::prepare(&device).map_err(during(failed()))?;
@@ -145,7 +145,7 @@ impl Mailbox {
         Ok(())
     }
 
-    /// Takes an intermediate time at this point of the device's work.
+    /// Records an intermediate time at this point of the device's work.
     ///
     /// # Errors
     /// When the device reports an error.
@@ -158,8 +158,7 @@ impl Mailbox {
         Ok(())
     }
 
-    /// Starts the readback of an f64 tensor of one dimension with `len` elements, and stops the clock behind
-    /// it.
+    /// Starts the readback of an f64 tensor of one dimension with `len` elements, and stops the clock after it.
     ///
     /// # Errors
     /// When the tensor does not fit, or the device reports an error.
@@ -175,8 +174,8 @@ impl Mailbox {
         Ok(())
     }
 
-    /// Waits for the readback, and for nothing that was launched after it. Returns the numbers, the seconds
-    /// to the mark, and the seconds in all.
+    /// Waits for the readback, but not for work that was launched after it. Returns the numbers, the seconds up to the
+    /// mark, and the total seconds.
     ///
     /// # Errors
     /// When nothing was sent, or the device failed.
@@ -194,7 +193,7 @@ impl Mailbox {
 pub struct Memory {
     /// In use now.
     pub used: u64,
-    /// The peak of use since [`reset_peak`].
+    /// Peak use since [`reset_peak`].
     pub peak: u64,
 }
 
@@ -222,7 +221,7 @@ pub fn reset_peak(device: &Device) -> candle_core::Result<()> {
     }
 }
 
-/// Statistics of the device's memory pool, from which every allocation comes.
+/// Statistics of the device's memory pool, which serves every allocation.
 #[cfg(feature = "cuda")]
 #[allow(unsafe_code)]
 mod memory {
@@ -233,8 +232,8 @@ mod memory {
     use cudarc::driver::sys::{self, CUmemPool_attribute as Attribute};
     use cudarc::driver::{CudaEvent, CudaStream, PinnedHostSlice};
 
-    /// Numbers in page-locked memory, with events before and after the step that they come from. (cudarc
-    /// records no events while a context has one stream.)
+    /// The numbers of a step in page-locked memory, with events before and after the step. (cudarc records no events
+    /// while a context has one stream.)
     #[derive(Debug)]
     pub struct Letter {
         stream: Arc<CudaStream>,
@@ -319,10 +318,11 @@ mod memory {
     /// Makes allocations cheap.
     pub(super) fn prepare(device: &Device) -> Result<()> {
         let device = device.as_cuda_device()?;
-        // By default the pool returns its free memory to the driver at every synchronization, and then has to allocate it again.
+        // By default the pool returns its free memory to the driver at every synchronization, and then has to allocate
+        // it again.
         set(device, Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX)?;
-        // SAFETY: cudarc would create two events at each allocation, which order its streams. It has one stream here, candle's; the
-        // ranks' transfers are ordered in ranks/nccl.rs.
+        // SAFETY: cudarc would create two events at each allocation, which order its streams. It has one stream here,
+        // candle's; the ranks' transfers are ordered in ranks/nccl.rs.
         unsafe { device.disable_event_tracking() };
         Ok(())
     }

@@ -1,6 +1,6 @@
-//! Hugging Face's format, for import and export: a Llama or Mistral, a Qwen2 (biases), a Qwen3 (QK-norm). `config.json`
-//! holds the shape; `model.safetensors` (or several files with an index) the weights, under the same names as
-//! in a run.
+//! Import and export of models in Hugging Face's format: Llama, Mistral, Qwen2 (biases) and Qwen3 (QK-norm).
+//! `config.json` contains the shape; `model.safetensors` (or several files with an index) contains the weights, under
+//! the same names as in a run.
 
 mod config;
 mod model_type;
@@ -31,15 +31,15 @@ use crate::settings::{
 use crate::{during, notify, read_small, writing};
 
 const CONFIG: &str = "config.json";
-/// For a model trained with FP4 or with SLA2: the settings that an attention runtime needs.
+/// The settings that an attention runtime needs for a model trained with FP4 or with SLA2.
 const ATTENTION: &str = "attention.json";
 const WEIGHTS: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 const GENERATION: &str = "generation_config.json";
-/// The largest of these JSON files but the index, in bytes.
+/// Largest size of these JSON files, except the index, in bytes.
 const MOST: u64 = 1 << 20;
 
-/// The settings in a folder's `config.json`. The context is not set: any length up to the model's is
+/// The settings in a folder's `config.json`. The context is not set: any length up to the model's longest sequence is
 /// possible.
 ///
 /// # Errors
@@ -90,7 +90,7 @@ fn attention(folder: &Path) -> Result<(AttentionSettings, Sla2Settings)> {
         Error::new(format!("cannot use {}", path.display()))
             .got(got)
             .allowed("what `sage-train export` writes")
-            .hint("without the file the model is computed as any other; --attn says how")
+            .hint("without this file the model is loaded like any other, with the attention of --attn")
     };
     let text = std::fs::read_to_string(&path).map_err(|error| unusable(error.to_string()))?;
     let stated: Value = serde_json::from_str(&text).map_err(|error| unusable(error.to_string()))?;
@@ -127,9 +127,9 @@ pub fn longest(folder: &Path) -> Result<usize> {
     Ok(HfConfig::read(folder)?.max_position_embeddings)
 }
 
-/// The weights of a folder. A router or `theta` of SLA2 that the files lack keeps its initial values, unless the folder is an
-/// export of this form of SLA2, which has them. The
-/// embedding must have as many rows as the model: missing rows are not made up.
+/// The weights of a folder. A router or `theta` of SLA2 that the files lack keeps its initial values, unless the folder
+/// is an export of this form of SLA2: then it is an error. The embedding must have as many rows as the model's
+/// vocabulary.
 ///
 /// # Errors
 /// When a file is missing or damaged, or a tensor has another shape.
@@ -171,33 +171,34 @@ pub fn load(
     )
 }
 
-/// A model whose logits come from another matrix than the embedding is not computed without it.
+/// The error for weights with a separate output matrix and settings that tie it to the embedding.
 pub fn output_is_apart(folder: &Path) -> Error {
-    Error::new(format!("the weights in {} have an output matrix apart from the embedding", folder.display()))
+    Error::new(format!("the weights in {} have an output matrix that is not the embedding", folder.display()))
         .got("--untied off")
         .allowed("--untied on")
-        .hint("leave --untied out: --init-from sets it by the weights")
+        .hint("leave --untied out: --init-from sets it to match the weights")
 }
 
-/// Warns of weights that a model of this shape has not: it computes something else than it was trained to.
+/// Warns of weights that a model of this shape does not use: its outputs differ from those of the model that was
+/// trained.
 pub fn warn_of_others(folder: &Path, config: &LlamaConfig, names: &[&str]) {
     let specs = config.parameter_specs();
     let known: BTreeSet<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
-    // A tied model's output matrix is the embedding, and the angles are computed.
+    // A tied model's output matrix is the embedding, and the rotary frequencies are computed.
     let derived = |name: &str| name == OUTPUT || name.ends_with("rotary_emb.inv_freq");
     let left = names.iter().copied().filter(|name| !known.contains(name) && !derived(name));
     let left: BTreeSet<&str> = left.collect();
     if let Some(first) = left.first() {
         notify(&format!(
-            "warning: {} weights of {} have no place in this model, such as {first}: with other settings it is another model",
+            "warning: {} weights of {} are not used by this model, such as {first}: its outputs differ from those of the trained model",
             left.len(),
             folder.display()
         ));
     }
 }
 
-/// The tokens around a document, as `generation_config.json` or else `config.json` says: the first of `bos_token_id` and all of
-/// `eos_token_id`. What neither file says is the tokenizer's end-of-text token.
+/// The tokens around a document, as `generation_config.json` or else `config.json` says: the first of `bos_token_id`
+/// and all of `eos_token_id`. Without either key it is the tokenizer's end-of-text token.
 ///
 /// # Errors
 /// When a file cannot be read, or an id is not in the tokenizer.
@@ -239,7 +240,8 @@ pub fn boundaries(folder: &Path, tokenizer: &Tokenizer) -> Result<Boundaries> {
     })
 }
 
-/// Checks that an output matrix among the weights of a tied model is the embedding, which computes the logits.
+/// Checks that an output matrix among the weights of a tied model equals the embedding, from which the logits are
+/// computed.
 fn check_tied(folder: &Path, config: &LlamaConfig, files: &[StateFile]) -> Result<()> {
     if config.untied {
         return Ok(());
@@ -251,7 +253,7 @@ fn check_tied(folder: &Path, config: &LlamaConfig, files: &[StateFile]) -> Resul
         let holder = files.iter().find(|file| file.contains(&spec.name));
         holder.map(|file| file.values(spec, "")).transpose()
     };
-    // By their bits: a NaN in both is the same.
+    // Compares bits, so that a NaN equals the same NaN.
     let differ = |(a, b): (&f32, &f32)| a.to_bits() != b.to_bits();
     match (of(&head)?, of(table)?) {
         (Some(head), Some(embedding)) if head.iter().zip(&embedding).any(differ) => Err(unusable(
@@ -330,17 +332,18 @@ fn config_json(config: &LlamaConfig, end_of_text: u32, dtype: DType) -> Result<V
     });
     if let Some(windows) = &config.windows {
         all["sliding_window"] = windows.tokens.into();
-        // Of a Mistral all layers have it.
+        // In a Mistral all layers have the window.
         if kind != ModelType::Mistral {
             let kinds = (0..config.layers).map(|layer| LAYER_TYPES[usize::from(windows.of(layer).is_some())]);
             all["layer_types"] = kinds.collect::<Vec<_>>().into();
-            // As transformers had it before `layer_types`: the layers from this one on. A pattern that it cannot say is in the other alone.
+            // For versions of transformers without `layer_types`: the layers from this index on have the window. Other
+            // patterns are only in `layer_types`.
             let first = (0..config.layers).find(|&layer| windows.of(layer).is_some());
             all["max_window_layers"] = first.unwrap_or(config.layers).into();
         }
     }
     if config.rope_scaling.is_some() {
-        // As transformers had it before version 5.
+        // The name of this key before transformers 5.
         all["rope_scaling"] = all["rope_parameters"].clone();
     }
     Ok(all)
@@ -357,16 +360,16 @@ pub struct Model<'a> {
     pub tokenizer: &'a Tokenizer,
 }
 
-/// Exports a model to a new folder that `transformers` can load. It computes dense attention: of SLA2 it ignores router and
-/// `theta`, which are among the weights, as [`load`] does not.
+/// Exports a model to a new folder that `transformers` can load. `transformers` computes dense attention and ignores
+/// SLA2's router and `theta`, which are among the weights; [`load`] reads them.
 ///
 /// # Errors
 /// When the folder exists or cannot be written, or the model has no attention.
 pub fn export(model: Model<'_>, to: &Path, dtype: DType) -> Result<()> {
     if model.config.scheme.is_none() {
-        return Err(Error::new("a model without attention has no name in transformers")
+        return Err(Error::new("transformers has no model without attention")
             .got("--attn none")
-            .allowed("a run with attention: any --attn but none")
+            .allowed("a run with attention: any --attn except none")
             .hint("its weights are in model.safetensors, under the same names"));
     }
     let folder = Folder::begin(to)?;
@@ -399,7 +402,7 @@ fn export_into(model: Model<'_>, to: &Path, dtype: DType) -> Result<()> {
             }
         };
         if !words.is_empty() {
-            // The words of SLA2 are settings, of which some are numbers.
+            // For SLA2 these are settings, and some of them are numbers.
             let number = |text: &str| config.sla2.and_then(|_| text.parse::<u64>().ok());
             let typed = |text: String| number(&text).map_or_else(|| text.clone().into(), Value::from);
             let all = words.into_iter().map(|(key, text)| (key.to_string(), typed(text)));

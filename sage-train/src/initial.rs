@@ -1,5 +1,5 @@
-//! What a new run begins with (`--init-from`): the weights, the shape and the tokenizer of a run, of one of its checkpoints, or of a
-//! folder in Hugging Face's format.
+//! The model that a new run begins with (`--init-from`): weights, shape and tokenizer of a run, of one of its
+//! checkpoints, or of a folder in Hugging Face's format.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -15,18 +15,18 @@ use crate::settings::{Attn, ModelSettings, Settings, Sla2Settings};
 use crate::trained::{run_folder, tokenizer_of};
 use crate::{check_there, checkpoint, during, hex, hf};
 
-/// The `config.toml` of a run, if the folder is one or one of its checkpoints.
+/// The `config.toml` of a run, if the folder is a run or a checkpoint of a run.
 fn config_of(folder: &Path) -> Option<PathBuf> {
     let path = run_folder(folder).join("config.toml");
     path.exists().then_some(path)
 }
 
-/// The settings that the folder determines. `attn` is the attention that the new run asks for; settings of another one are left to
-/// [`Settings::over`].
+/// The settings that the folder determines. `attn` is the attention that the new run asks for; if the folder's
+/// attention differs, [`Settings::over`] decides about its settings.
 ///
 /// # Errors
-/// When the folder has none of these formats, its files cannot be read, or a run's tokenizer is missing or is not the one that the run
-/// was trained with.
+/// When the folder has none of these formats, its files cannot be read, or a run's tokenizer is missing or is not the
+/// one that the run was trained with.
 pub fn settings(folder: &Path, attn: Option<Attn>) -> Result<Settings> {
     check_there(folder)?;
     let config = config_of(folder);
@@ -51,7 +51,8 @@ pub fn settings(folder: &Path, attn: Option<Attn>) -> Result<Settings> {
             })
         }
     };
-    // The stages belong to the other run's steps, and the tail is a part of the form that it was trained in.
+    // The stages belong to the steps of the other run. The tail is kept only if the new run has the attention that the
+    // other run was trained with.
     let same_form = attn.is_none() || attn == told.attention.attn;
     told.sla2 = Sla2Settings {
         sla2_dense_steps: None,
@@ -62,10 +63,10 @@ pub fn settings(folder: &Path, attn: Option<Attn>) -> Result<Settings> {
     Ok(told)
 }
 
-/// SHA-256 of the files with the weights in the folder.
+/// SHA-256 of the folder's files of weights.
 ///
 /// # Errors
-/// When one cannot be read.
+/// When a file cannot be read.
 pub fn fingerprint(folder: &Path) -> Result<String> {
     let failed = || format!("cannot read {}", folder.display());
     let mut files: Vec<PathBuf> =
@@ -80,10 +81,10 @@ pub fn fingerprint(folder: &Path) -> Result<String> {
     Ok(hex(&hash.finalize()))
 }
 
-/// Checks that the folder has the moments that `--init-moments` begins with.
+/// Checks that the folder has moments for `--init-moments`.
 ///
 /// # Errors
-/// When it is not a checkpoint.
+/// When the folder is not a checkpoint.
 pub fn check_moments(folder: &Path) -> Result<()> {
     if checkpoint::is_one(folder) {
         return Ok(());
@@ -91,14 +92,15 @@ pub fn check_moments(folder: &Path) -> Result<()> {
     Err(Error::new("no moments of an optimizer in this folder")
         .got(format!("--init-moments on, --init-from {}", folder.display()))
         .allowed("--init-from RUN/checkpoints/step-N")
-        .hint("a run's own weights and a Hugging Face folder have none: --init-moments off, or name a checkpoint"))
+        .hint("a run's last weights and a Hugging Face folder have no moments: --init-moments off, or name a checkpoint"))
 }
 
-/// The weights in the folder, with moments of zero, or with those of the checkpoint where `config` asks for them, corrected for the bias that
-/// they had from zero. A router or `theta` of SLA2 that the model was trained without keeps its initial values.
+/// The weights in the folder. The moments are zeros, or the checkpoint's moments if `config` asks for them, corrected
+/// for the bias of their zero initialization. A router or `theta` of SLA2 that the model was trained without keeps its
+/// initial values.
 ///
 /// # Errors
-/// When they cannot be read, or are of another model; when moments are asked for and a parameter was not trained.
+/// When the weights cannot be read or belong to another model, or when moments are requested and a parameter has none.
 pub fn parameters(
     folder: &Path,
     config: &Config,
@@ -120,7 +122,8 @@ pub fn parameters(
         let missing =
             |spec: &ParameterSpec| spec.start_in_sla2().filter(|_| !names.contains(&spec.name.as_str()));
         if values.moments.is_some() {
-            // Without the correction, moments of zero would make its first steps several times too long.
+            // Its moments would be zeros without bias correction, which would make its first steps several times too
+            // long.
             if let Some(spec) = model.parameter_specs().iter().find(|spec| missing(spec).is_some()) {
                 return Err(Error::new("the checkpoint has no moments of a parameter")
                     .got(format!("{}, which it was trained without", spec.name))
@@ -145,7 +148,8 @@ pub fn parameters(
         let values = state.moments(moment, spec, range)?;
         Ok(values.into_iter().map(|value| (f64::from(value) * factor) as f32).collect())
     };
-    // A checkpoint of a run without such rows has none: they begin with zeros, because a factor common to all rows does not matter.
+    // A checkpoint of a run without such row statistics lacks them. They begin with zeros, because a factor common to
+    // all rows does not matter.
     let rows =
         |name: String, rows| if state.has(&name) { state.rows(name, rows) } else { Ok(vec![0.0; rows]) };
     let names = state.names();

@@ -10,7 +10,7 @@ use crate::{open_own, writing};
 
 const LOCK: &str = ".lock";
 
-/// How long taking a lock is retried. It is longer than [`Lock::is_held`] holds one.
+/// How long an attempt to take a lock is repeated: longer than [`Lock::is_held`] keeps its shared lock.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// A locked file. The system releases the lock when the process ends, however it ends.
@@ -26,7 +26,7 @@ impl Lock {
         Self::hold(open_own(path, File::options().write(true).create(true).truncate(false))?, path)
     }
 
-    /// Locks a file that was left behind. A file that does not exist any more counts as held: another process
+    /// Locks a file that an ended process left behind. If the file is missing, the lock counts as held: another process
     /// has just taken it over.
     ///
     /// # Errors
@@ -51,8 +51,8 @@ impl Lock {
         }
     }
 
-    /// Whether a process holds the lock of a run's folder. It creates no file, and takes a shared lock, so
-    /// that several callers do not take each other for a holder.
+    /// Whether a process holds the lock of a run's folder. It creates no file, and takes a shared lock, so that
+    /// concurrent callers do not mistake each other for the holder.
     pub fn is_held(folder: &Path) -> bool {
         let file = open_own(&folder.join(LOCK), File::options().write(true));
         file.is_ok_and(|file| matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock)))

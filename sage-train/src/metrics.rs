@@ -1,4 +1,4 @@
-//! What a run measures: a point for each step, an outcome for the run, and the probes of its attention.
+//! The measurements of a run: a point for each step, an outcome for the run, and the probes of its attention.
 
 mod gradients;
 mod probed;
@@ -56,30 +56,31 @@ pub struct Point {
     /// Validation loss with the same weights under the attention of `--eval-attn`, nats per token.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub eval_attn_loss: Option<f64>,
-    /// FP8, after a validation: values of operands that saturated since the last one.
+    /// FP8, after a validation: operand values that have saturated since the validation before.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub fp8_saturated: Option<u64>,
-    /// Share of the step's time that is not spent on gradients: the update, and with several ranks also
-    /// waiting for the slowest one and reducing gradients.
+    /// Share of the step's time that is not spent on gradients: the update, and with several ranks also the reduction
+    /// of gradients and the wait for the slowest rank.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub update_share: Option<f64>,
-    /// The rank whose gradients took longest, in the step before.
+    /// The rank whose gradients took longest in the step before.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub slowest_rank: Option<u64>,
     /// Time of the slowest rank's gradients over the median of all ranks.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub slowest_ratio: Option<f64>,
-    /// SLA2, after a validation: share of the (query, key) pairs that selected blocks leave out.
+    /// SLA2, after a validation: share of the (query, key) pairs outside the selected blocks.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub sla2_sparsity: Option<f64>,
     /// SLA2, after a validation: the mean weight of exact attention in its mixture with the tail.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub sla2_exact_weight: Option<f64>,
-    /// SLA2, after a validation: share of dense attention's mass on past blocks that the selected ones have.
+    /// SLA2, after a validation: share of dense attention's probability mass on past blocks that falls on the selected
+    /// blocks.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub sla2_mass_caught: Option<f64>,
-    /// SLA2, after a validation: blocks of queries that see the block of keys which most of them see, over those that see
-    /// the average one.
+    /// SLA2, after a validation: number of query blocks that select the most-selected key block, over the mean number
+    /// per key block.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub sla2_users_ratio: Option<f64>,
     /// Seconds since the start.
@@ -87,7 +88,7 @@ pub struct Point {
 }
 
 impl Point {
-    /// Every number with its name; `None` for one that was not measured.
+    /// Every number with its name; `None` for a number that was not measured.
     pub fn numbers(&self) -> [(&'static str, Option<f64>); 25] {
         [
             ("step", Some(self.step as f64)),
@@ -131,7 +132,7 @@ impl Point {
 }
 
 impl Point {
-    /// Parses a line that [`Point::csv`] wrote under this head; `None` if the line does not fit the head.
+    /// Parses a line that [`Point::csv`] wrote under the header `head`; `None` if the line does not match the header.
     pub fn from_csv(head: &str, line: &str) -> Option<Self> {
         let mut values = serde_json::Map::new();
         for (name, cell) in head.split(',').zip(line.split(',')).filter(|(_, cell)| !cell.is_empty()) {
@@ -160,8 +161,7 @@ pub struct Outcome {
     pub val_loss: f64,
     /// Validation loss at the end, bits per byte of text.
     pub val_bits_per_byte: f64,
-    /// Unigram entropy of the data, nats per token: the loss of a model that knows the frequencies of tokens
-    /// alone.
+    /// Unigram entropy of the data, nats per token: the loss of a model that knows only the token frequencies.
     pub unigram_entropy: f64,
     /// Training speed without validation, tokens per second.
     pub tokens_per_second: f64,

@@ -1,4 +1,4 @@
-//! The Llama: its shape, its parameters, its forward and its backward.
+//! The Llama model: shape, parameters, forward and backward.
 
 mod attention;
 mod block;

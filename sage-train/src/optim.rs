@@ -1,4 +1,5 @@
-//! Optimizers: what they keep and move for each parameter, and their updates; and learning-rate schedules.
+//! Optimizers and learning-rate schedules: the state that an optimizer keeps for each parameter, the memory traffic of
+//! an update, and the update itself.
 
 mod adamw;
 mod muon;
@@ -29,7 +30,7 @@ pub enum Optimizer {
 pub struct OptimizerStep {
     /// Number of the step, from 1.
     pub step: u64,
-    /// Learning rate of everything but Muon's matrices, whose schedule is [`MuonConfig::learning_rate`].
+    /// Learning rate of all parameters except Muon's matrices, which follow [`MuonConfig::learning_rate`].
     pub lr: f64,
     /// Number of mean gradients in the sum.
     pub gradients: usize,
@@ -47,7 +48,7 @@ impl Optimizer {
         }
     }
 
-    /// What is kept of each parameter in addition to its weights, in f32.
+    /// The state that the optimizer keeps for each parameter in addition to its weights, in f32.
     pub fn moments(&self) -> Moments {
         let others = AdamWConfig::MOMENTS;
         match self {
@@ -66,18 +67,18 @@ impl Optimizer {
         }
     }
 
-    /// Bytes of memory that the norm of the gradient and the update read and write for each parameter, if the model computes in elements of
-    /// `element` bytes.
+    /// Bytes of memory that the norm of the gradient and the update read and write for each parameter, if the model
+    /// computes in elements of `element` bytes.
     pub fn moved_bytes(&self, element: u64) -> u64 {
         let copy = if element == 4 { 0 } else { element };
         let state = 1 + self.moments().matrices.len() as u64;
-        // A direction in 16 bit is written, copied and read, and each of five iterations passes over it five times. Normalized rows are read
-        // twice and written.
+        // A 16-bit direction is written, copied and read, and each of five iterations passes over it five times. Row
+        // normalization reads it twice and writes it.
         let directions = match self {
             Self::AdamW(_) => 0,
             Self::Muon(muon) => 2 * (1 + 2 + 1 + 5 * 5 + if muon.beta2.is_some() { 3 } else { 0 }),
         };
-        // The gradient twice, weights and moments in both directions.
+        // The gradient is read twice; weights and moments are read and written.
         2 * 4 + 2 * 4 * state + copy + directions
     }
 
@@ -86,12 +87,12 @@ impl Optimizer {
         self.adamw().clip
     }
 
-    /// Whether a run begins with moments of a checkpoint.
+    /// Whether a run begins with the moments of a checkpoint.
     pub fn has_initial_moments(&self) -> bool {
         self.adamw().initial_moments
     }
 
-    /// The factor that takes the bias of zero initial values from a moment after `step` steps.
+    /// The factor that corrects a moment, after `step` steps, for its zero initialization.
     pub fn unbiased(&self, moment: &str, step: u64) -> f64 {
         match self {
             Self::AdamW(adamw) => adamw.unbiased(moment, step),
@@ -99,10 +100,10 @@ impl Optimizer {
         }
     }
 
-    /// Updates a shard. `squares` is the sum of squares of the whole gradient: where it is not finite nothing changes.
+    /// Updates a shard. `squares` is the sum of squares of the whole gradient: if it is not finite, nothing changes.
     ///
     /// # Errors
-    /// When the shard's state is another optimizer's.
+    /// When the shard's state belongs to another optimizer.
     pub fn update(
         &self,
         update: OptimizerStep,

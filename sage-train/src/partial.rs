@@ -8,18 +8,18 @@ use candle_sage::{Error, Result};
 use crate::lock::Lock;
 use crate::writing;
 
-/// Ending of the temporary name.
+/// Suffix of the temporary name.
 pub const PARTIAL: &str = ".partial";
 
-/// The file that marks a folder as unfinished by this program. Its lock says whether a process works on the
-/// folder.
+/// The file that marks a folder as unfinished by this program. The lock on this file tells whether a process works in
+/// the folder.
 const MARK: &str = "unfinished-by-sage-train";
 
-/// The journal of a work that can be continued. The process that works in the folder writes it, and a folder
-/// that has one is not removed.
+/// The journal of an operation that can be resumed. The process that works in the folder writes it, and a folder with a
+/// journal is not removed.
 pub const JOURNAL: &str = "progress.json";
 
-/// Where a file or folder is written before it has its name.
+/// The temporary path at which a file or folder is written.
 pub fn of(path: &Path) -> PathBuf {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(PARTIAL);
@@ -38,12 +38,12 @@ pub fn sync(path: &Path) -> Result<()> {
 /// process. When it fails, the temporary file is removed.
 ///
 /// # Errors
-/// Those of `write`, and when the file cannot be synced or renamed.
+/// The errors of `write`, and when the file cannot be synced or renamed.
 pub fn file(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let mut own = path.as_os_str().to_owned();
     own.push(format!(".{}", std::process::id()));
     let partial = of(Path::new(&own));
-    // A link at the temporary name is removed, and not written through.
+    // A link at the temporary name is removed instead of written through.
     let _ = std::fs::remove_file(&partial);
     let written = write(&partial)
         .and_then(|()| sync(&partial))
@@ -54,8 +54,8 @@ pub fn file(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> 
     written
 }
 
-/// Checks that nothing exists at `path`. The message names `what` it is to become and the `flag` that sets
-/// it.
+/// Checks that nothing exists at `path`. The message contains `what` is to be made there and the `flag` that sets the
+/// path.
 ///
 /// # Errors
 /// When something exists there.
@@ -66,7 +66,7 @@ pub fn check_free(path: &Path, what: &str, flag: &str) -> Result<()> {
     Err(Error::new(format!("the {what} exists already"))
         .got(path.display())
         .allowed(format!("a new {}", if what == "folder" { "folder" } else { "file" }))
-        .hint(format!("{flag} names another; nothing is ever overwritten")))
+        .hint(format!("{flag} sets another path; nothing is ever overwritten")))
 }
 
 /// Whether a folder is an unfinished [`Folder`].
@@ -84,12 +84,12 @@ pub struct Folder {
 }
 
 impl Folder {
-    /// Begins a folder that does not exist. The unfinished folder of an earlier attempt is removed; a folder
-    /// that this program did not make is not.
+    /// Begins a folder that does not exist. The unfinished folder of an earlier attempt is removed, but not a folder
+    /// that this program did not make.
     ///
     /// # Errors
-    /// When the folder exists, something else has its temporary name, another process is making it, or an
-    /// earlier attempt left a journal.
+    /// When the folder exists, its temporary name is taken, another process is making it, or an earlier attempt left a
+    /// journal.
     pub fn begin(target: &Path) -> Result<Self> {
         Self::open(target, false)
     }
@@ -97,7 +97,7 @@ impl Folder {
     /// As [`Folder::begin`], but continues an unfinished folder that has a journal.
     ///
     /// # Errors
-    /// When the folder exists, something else has its temporary name, or another process is making it.
+    /// When the folder exists, its temporary name is taken, or another process is making it.
     pub fn take_up(target: &Path) -> Result<Self> {
         Self::open(target, true)
     }
@@ -108,7 +108,7 @@ impl Folder {
         check_free(&target, "folder", "--to")?;
         let partial = of(&target);
         let (is_marked, has_journal) = (is_unfinished(&partial), partial.join(JOURNAL).exists());
-        // A start that ended between its mark's removal and the new name left the journal alone.
+        // A process that ended after removing its mark and before renaming the folder left only the journal.
         if is_marked || has_journal {
             let abandoned = match is_marked {
                 true => Lock::take_existing(&partial.join(MARK))?,
@@ -120,9 +120,9 @@ impl Folder {
                 }
                 return Err(Error::new("an interrupted `data prepare` is in the way")
                     .got(partial.display())
-                    .allowed("no such folder, or one of which nothing can continue")
+                    .allowed("no such folder, or one without a journal")
                     .hint(format!(
-                        "its own command continues with it; --to names another folder, or rm -r {}",
+                        "the same command resumes it; or name another folder with --to, or rm -r {}",
                         partial.display()
                     )));
             }
@@ -131,8 +131,8 @@ impl Folder {
         } else if partial.exists() {
             return Err(Error::new("something is in the way")
                 .got(partial.display())
-                .allowed("no such folder, or one that an unfinished work left")
-                .hint("it is whole, or somebody else's: rename or remove it"));
+                .allowed("no such folder, or one that an interrupted command left")
+                .hint("it was not left by an interrupted command: rename or remove it"));
         }
         if let Some(parent) = partial.parent() {
             std::fs::create_dir_all(parent).map_err(writing(parent))?;
@@ -152,7 +152,7 @@ impl Folder {
     /// # Errors
     /// When it cannot be synced or renamed.
     pub fn finish(mut self) -> Result<()> {
-        // The lock leaves `self`, so that a failure from here on does not remove the finished work on drop.
+        // The lock is moved out of `self`, so that a failure from here on does not remove the finished work on drop.
         let lock = self.lock.take();
         for entry in std::fs::read_dir(&self.partial).map_err(writing(&self.partial))? {
             sync(&entry.map_err(writing(&self.partial))?.path())?;
@@ -162,7 +162,8 @@ impl Folder {
         sync(&self.partial)?;
         std::fs::rename(&self.partial, &self.target).map_err(writing(&self.target))?;
         drop(lock);
-        // Last of all: until the folder has its name the work can continue from it. One that stays is in nobody's way.
+        // The journal is removed last, because the work can be resumed from it until the folder is renamed. A journal
+        // that remains is harmless.
         let _ = std::fs::remove_file(self.target.join(JOURNAL));
         match self.target.parent() {
             Some(parent) if parent != Path::new("") => sync(parent),
@@ -183,7 +184,7 @@ impl Drop for Folder {
 mod tests {
     use super::*;
 
-    /// A folder with a journal survives every failure, and another work does not take its place.
+    /// A folder with a journal survives every failure, and no other operation replaces it.
     #[test]
     fn a_folder_with_a_journal_is_kept_until_it_is_whole() {
         let scratch = tempfile::tempdir().expect("a folder");

@@ -1,5 +1,5 @@
-//! Several processes, the ranks, that train one model, each with a separate GPU: how a process learns its
-//! rank, how ranks connect, how they exchange tensors, and how they detect that one of them has died.
+//! Ranks: several processes, each with a separate GPU, that train one model. This module finds a process's rank,
+//! connects the ranks, exchanges tensors between them, and detects that a rank has died.
 //!
 //! A run with one process is a run with one rank, on the same code path.
 
@@ -56,7 +56,7 @@ pub fn end(code: u8) {
 /// The part that this process plays in a run.
 #[derive(Debug)]
 pub enum Role {
-    /// It started the ranks, which have ended. The number is the exit code of the run.
+    /// It started the ranks and has waited for their end. The number is the exit code of the run.
     Launcher(i32),
     /// It is one of the ranks, and is connected to the others.
     Rank {
@@ -82,22 +82,22 @@ impl Role {
     pub fn take(gpus: Option<usize>, restarts: u32, stall: Duration) -> Result<Self> {
         gpus.map_or(Ok(()), launch::check)?;
         match (gpus, World::from_environment()?) {
-            (Some(1), None) if restarts > 0 => Err(Error::new("one process has no rank to lose")
+            (Some(1), None) if restarts > 0 => Err(Error::new("one process has no ranks to restart")
                 .got(format!("--gpus 1 --restarts {restarts}"))
                 .allowed("--restarts with two GPUs and more")
-                .hint("a shell's loop around `--resume auto` begins a single process again")),
+                .hint("a shell loop around `--resume auto` restarts a single process")),
             (Some(_), Some(world)) if restarts > 0 && !world.is_launched() => {
-                Err(Error::new("another launcher begins processes again")
+                Err(Error::new("only --gpus restarts processes")
                     .got(format!("--restarts {restarts} under {}", world.launcher))
-                    .allowed("--restarts where --gpus starts the processes")
+                    .allowed("--restarts together with --gpus, without another launcher")
                     .hint("torchrun has --max-restarts, Slurm --requeue"))
             }
             (Some(ranks @ 2..), None) => launch::launch(Launch { ranks, restarts }).map(Self::Launcher),
             (Some(gpus), Some(world)) if gpus != world.rank.of => {
-                Err(Error::new("two launchers say how many processes there are")
+                Err(Error::new("--gpus and another launcher set different numbers of processes")
                     .got(format!("--gpus {gpus}, and {} of {}", world.rank.of, world.launcher))
                     .allowed("one of them")
-                    .hint("--gpus starts processes by itself: leave it out under torchrun or srun"))
+                    .hint("--gpus itself starts processes: leave it out under torchrun or srun"))
             }
             (_, Some(world)) => Ok(Self::Rank { words: Words::meet(&world, stall)?, local: world.local }),
             (_, None) => Ok(Self::alone()),
@@ -125,7 +125,7 @@ impl Ranks {
         Self { mesh: Mesh::ALONE, all, shards, replicas, context, words: Words::alone() }
     }
 
-    /// Connects the devices of ranks that have met, in the groups of `mesh`.
+    /// Connects the devices of ranks whose control channel is connected, in the groups of `mesh`.
     ///
     /// # Errors
     /// When the devices cannot reach each other.
@@ -144,7 +144,7 @@ impl Ranks {
                 words.doing("connecting the GPUs");
                 Rc::new(nccl::Nccl::connect(&words, mesh, engines, device)?)
             }
-            _ => return Err(Error::new("this device has no others to connect to")),
+            _ => return Err(Error::new("ranks cannot connect devices of this kind")),
         };
         let mesh = Mesh { engines: transport.has_engines(), ..mesh };
         let Mesh { shard, replica, .. } = mesh;
@@ -159,7 +159,7 @@ impl Ranks {
         })
     }
 
-    /// The same ranks with another plan of how they reduce gradients.
+    /// The same ranks with another plan for the reduction of gradients.
     pub fn planned(self, plan: impl FnOnce(Mesh) -> Mesh) -> Self {
         Self { mesh: plan(self.mesh), ..self }
     }
@@ -184,7 +184,7 @@ impl Ranks {
         &self.shards
     }
 
-    /// The ranks that hold the same shard as this one, one on each node.
+    /// The ranks that own the same shard as this rank, one on each node.
     pub fn replicas(&self) -> &Group {
         &self.replicas
     }
@@ -199,7 +199,8 @@ impl Ranks {
         &self.words
     }
 
-    /// Gathers numbers, equally many from each rank: the numbers of each rank, in the order of the ranks.
+    /// All-gathers the same count of numbers from each rank, and returns the numbers of each rank, in the order of the
+    /// ranks.
     ///
     /// # Errors
     /// When another rank cannot be reached.
@@ -246,7 +247,8 @@ impl Words {
         self.rank
     }
 
-    /// An all-gather of text: what each rank says, in the order of the ranks. The death of another rank ends this process.
+    /// An all-gather of text: the text of each rank, in the order of the ranks. The death of another rank ends this
+    /// process.
     pub fn share(&self, topic: &str, text: &str) -> Vec<String> {
         match &self.meeting {
             None => vec![text.to_owned()],
@@ -286,8 +288,7 @@ impl Words {
         }
     }
 
-    /// Reports the start of a step, from 1. In a stall the ranks at the earliest step are the ones that hold
-    /// up the others.
+    /// Reports the start of a step, from 1. In a stall the other ranks wait for the ranks at the earliest step.
     pub fn step(&self, step: u64, what: &str) {
         if let Some(meeting) = &self.meeting {
             meeting.step(step, what);

@@ -1,6 +1,5 @@
-//! SIGINT, SIGTERM, SIGUSR1 (Slurm's warning before a time limit) and, on Linux, SIGHUP: the first signal asks the program to
-//! stop, the second ends it. A
-//! run of a sweep is also asked to stop when the sweep's process has exited.
+//! SIGINT, SIGTERM, SIGUSR1 (Slurm's warning before a time limit) and, on Linux, SIGHUP: the first signal asks the
+//! program to stop, the second ends it. A run of a sweep is also asked to stop when the sweep's process has exited.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -23,15 +22,15 @@ pub enum Second {
     Ends,
     /// [`asked_again`] reports it: the program ends its child processes before it ends.
     IsNoted,
-    /// Nothing: the first signal ends the work under way, of which nothing is kept.
+    /// Nothing: the first signal ends the current work, and none of it is kept.
     IsNotNeeded,
 }
 
 /// The environment variable in which a sweep or a launcher passes its process id to its children.
 pub const PARENT: &str = "SAGE_TRAIN_SWEEP_PROCESS";
 
-/// Time within which several signals count as one. A stop reaches a process twice where the terminal signals
-/// the whole process group and the sweep passes the signal on.
+/// Time within which several signals count as one. A process receives a stop twice if the terminal signals the whole
+/// process group and the sweep passes the signal on.
 #[cfg(unix)]
 const TOGETHER: Duration = Duration::from_millis(250);
 
@@ -64,7 +63,8 @@ fn listen(seen: Arc<Seen>, second: Second) -> std::io::Result<()> {
         for signal in signals.forever() {
             let first = *began.get_or_insert_with(Instant::now);
             let again = seen.times.load(Ordering::Relaxed) > 0;
-            // Slurm's warning may arrive twice, from srun and from the node. It asks, and does not end a run at once.
+            // Slurm's warning may arrive twice, from srun and from the node. A repeated SIGUSR1 therefore does not end
+            // a run.
             if again && (signal == SIGUSR1 || first.elapsed() < TOGETHER) {
                 continue;
             }
@@ -73,7 +73,7 @@ fn listen(seen: Arc<Seen>, second: Second) -> std::io::Result<()> {
                 if second == Second::IsNotNeeded {
                     continue;
                 }
-                notify(&format!("stopping: {} first; once more ends it at once", doing_now()));
+                notify(&format!("stopping: {}; a second signal stops at once", doing_now()));
             } else if second == Second::Ends {
                 signal_hook::low_level::exit(128 + signal);
             }
@@ -82,7 +82,7 @@ fn listen(seen: Arc<Seen>, second: Second) -> std::io::Result<()> {
     std::thread::Builder::new().name("signals".into()).spawn(note).map(drop)
 }
 
-/// Without a thread that counts signals, a second signal of either kind ends the program, whatever `Second`
+/// This system has no thread that counts signals: a second signal of either kind ends the program, whatever `Second`
 /// says.
 #[cfg(not(unix))]
 fn listen(seen: Arc<Seen>, _: Second) -> std::io::Result<()> {
@@ -113,7 +113,7 @@ fn hang_up() -> Option<i32> {
 
 static DOING: Mutex<String> = Mutex::new(String::new());
 
-/// Records the work that a first signal will wait for, for its message: `step 3 of 300`.
+/// Records the work that is finished after a first signal, for the message about it: `step 3 of 300`.
 pub fn doing(what: &str) {
     let mut doing = DOING.lock().unwrap_or_else(PoisonError::into_inner);
     doing.clear();
@@ -124,13 +124,13 @@ pub fn doing(what: &str) {
 fn doing_now() -> String {
     let doing = DOING.lock().unwrap_or_else(PoisonError::into_inner);
     if doing.is_empty() {
-        "what is under way is finished".into()
+        "finishing the current work".into()
     } else {
-        format!("{doing} is finished, and the run saved")
+        format!("finishing {doing}, then saving the run")
     }
 }
 
-/// The signal that asked this process to stop. SIGTERM stands for a parent that has exited.
+/// The signal that asked this process to stop, or SIGTERM if the parent process has exited.
 pub fn received() -> Option<u8> {
     let signal = SEEN.get()?.first.load(Ordering::Relaxed);
     if signal == 0 && is_orphan() { Some(SIGTERM as u8) } else { (signal != 0).then_some(signal as u8) }

@@ -38,8 +38,8 @@ use steps::Run;
 pub use stop::Stop;
 use trainer::{Trainer, stop_hint};
 
-/// Checks before anything long starts that the data exists, and that the run's folder can be made. [`run`]
-/// finds the same mistakes, but later.
+/// Checks, before any long work starts, that the data exists and that the run's folder can be made. [`run`] reports the
+/// same errors, but later.
 ///
 /// # Errors
 /// When the data does not exist, or the folder cannot be made.
@@ -52,7 +52,7 @@ pub fn check(config: &Config, begin: &Begin) -> Result<()> {
         return Err(Error::new(format!("cannot make the folder {}", config.out.display()))
             .got(format!("{} is a file", parent.display()))
             .allowed("a folder, or a new name for one")
-            .hint("--out names the folder that runs go to"));
+            .hint("--out names the folder for runs"));
     }
     if matches!(begin, Begin::New | Begin::Branch(_)) { RunDir::check_free(config) } else { Ok(()) }
 }
@@ -79,7 +79,7 @@ impl Begin {
     }
 }
 
-/// Trains as the configuration says, in this process alone.
+/// Trains as the configuration says, in a single process.
 ///
 /// # Errors
 /// As [`run_as`].
@@ -91,9 +91,9 @@ pub fn run(config: &Config, begin: &Begin) -> std::result::Result<Outcome, Stop>
 /// ranks return the outcome.
 ///
 /// # Errors
-/// When data, folder or settings cannot be used. When a loss or gradient is not finite: then no later update
-/// happens, and the folder keeps the metrics, their plot, the reason, and the weights of the last validation.
-/// When a signal interrupts the run, which is saved first.
+/// When data, folder or settings cannot be used. When a loss or gradient is not finite: later updates are disabled, and
+/// the folder keeps the metrics, their plot, the reason, and the weights of the last validation. When a signal
+/// interrupts the run, after the run has been saved.
 pub fn run_as(
     config: &Config,
     begin: &Begin,
@@ -173,8 +173,8 @@ pub fn run_as(
     to_its_end(run, words)
 }
 
-/// Writes the settings of a new run, or of a new one that continues from another one's checkpoint. Those of a resumed run stay, and
-/// what this start changes is listed below them.
+/// Writes the settings of a new run or of a branch. A resumed run keeps its settings, and the settings that this start
+/// changes are listed below them.
 fn write_settings(folder: &RunDir, config: &Config, begin: &Begin) -> Result<()> {
     let Begin::From(found) = begin else { return folder.write(CONFIG, &config.to_toml()) };
     // A run that had finished trains nothing with these settings, unless --steps ends it here, before its planned end.
@@ -185,7 +185,7 @@ fn write_settings(folder: &RunDir, config: &Config, begin: &Begin) -> Result<()>
     folder.write(CONFIG, &Change::listed(&path, config, found.about.step)?)
 }
 
-/// Checks that a run can continue from a checkpoint: the data is that of the run so far, and there are steps left to do.
+/// Checks that a run can continue from a checkpoint: the data is what the run was trained on, and steps are left to do.
 fn check_goes_on(found: &FoundCheckpoint, begin: &Begin, config: &Config, fingerprint: &str) -> Result<()> {
     // A branch overwrites nothing.
     if !matches!(begin, Begin::Branch(_)) {
@@ -195,11 +195,11 @@ fn check_goes_on(found: &FoundCheckpoint, begin: &Begin, config: &Config, finger
         return Err(Error::new("the data is not what the run was trained on")
             .got(format!("data {fingerprint:.12}"))
             .allowed(format!("{:.12}, as in the checkpoint", found.about.data))
-            .hint("has a file been added or changed since? Hidden files and byte-order marks are not data any more. A new run on other data: --init-from"));
+            .hint("has a file been added or changed since? Earlier versions also read hidden files and byte-order marks. To continue on other data, begin a new run: --init-from"));
     }
     let first = found.about.step;
     if first > config.steps {
-        return Err(Error::new("the run is longer already")
+        return Err(Error::new("the run already has more steps")
             .got(format!("a checkpoint after step {first}, --steps {}", config.steps))
             .allowed(format!("at least {first} steps"))
             .hint(match planned_steps(found).filter(|planned| *planned > first) {
@@ -221,7 +221,7 @@ fn check_goes_on(found: &FoundCheckpoint, begin: &Begin, config: &Config, finger
     Ok(())
 }
 
-/// Reports from where the run continues, its settings and its data.
+/// Reports the step that the run continues from, its settings and its data.
 fn log_what_runs(config: &Config, resumed: Option<&FoundCheckpoint>, data: &Dataset, progress: &Progress) {
     if let Some(found) = resumed {
         log_changed_schedule(found, config, progress);
@@ -232,7 +232,7 @@ fn log_what_runs(config: &Config, resumed: Option<&FoundCheckpoint>, data: &Data
     let first = resumed.map_or(0, |found| found.about.step);
     if first > 0 {
         progress.say(&match first == config.steps {
-            true => format!("all {first} steps are done; --steps makes the run longer"),
+            true => format!("all {first} steps are done; a higher --steps continues the run"),
             false => format!("resumed after step {first}"),
         });
     }
@@ -247,7 +247,8 @@ fn log_what_runs(config: &Config, resumed: Option<&FoundCheckpoint>, data: &Data
     progress.say(&format!("{}, {epochs}unigram entropy {:.3} nats", data.summary, data.unigram_entropy));
 }
 
-/// Removes the ending of an earlier start. If another rank's failure ends this process, the failure is written as the ending.
+/// Removes the ending that an earlier start recorded. If another rank's failure ends this process, the failure is
+/// recorded as the ending.
 fn no_ending_yet(folder: &RunDir, words: &Words) -> Result<()> {
     folder.remove(ENDING)?;
     if words.rank().is_first() {
@@ -261,7 +262,7 @@ fn no_ending_yet(folder: &RunDir, words: &Words) -> Result<()> {
     Ok(())
 }
 
-/// Adds a start to those of the run, and reports if it sums in another order than the start before.
+/// Appends a start to the run's list of starts, and reports if it sums in another order than the start before it.
 fn add_start(folder: &RunDir, start: Start, progress: &Progress) -> Result<()> {
     let before: Vec<Start> = folder.read_json(STARTS)?;
     if let Some(change) = before.last().and_then(|before| start.sums_otherwise(before)) {
@@ -270,7 +271,7 @@ fn add_start(folder: &RunDir, start: Start, progress: &Progress) -> Result<()> {
     folder.add_json(STARTS, start)
 }
 
-/// Trains, and writes the results, or what remains after an error, and how the run ended.
+/// Trains, writes the results (after an error, the results so far), and records how the run ended.
 fn to_its_end(mut run: Run<'_>, words: &Words) -> std::result::Result<Outcome, Stop> {
     let (path, opened) = (run.folder.path().to_owned(), run.folder.opened());
     let (vocab, hint) = (run.config.model.vocab, stop_hint(run.config));
@@ -288,14 +289,14 @@ fn to_its_end(mut run: Run<'_>, words: &Words) -> std::result::Result<Outcome, S
             if let Err(unsaved) = words.while_others_wait("the last checkpoint", || run.checkpoints.wait()) {
                 run.progress.say(&format!("warning: {unsaved}"));
             }
-            // An error of the plot must not replace the reason of the stop, which the caller needs.
+            // An error of the plot must not replace the reason for the stop, which the caller needs.
             if !run.points.is_empty() {
                 let _ = run.plot();
             }
             Err(stop)
         }
     };
-    // A run whose folder was taken away after its last step has no results.
+    // A run whose folder was removed after its last step has no results.
     let there = opened.map_or(Ok(()), |folder| folder.check());
     let ended = ended.and_then(|outcome| there.clone().map(|()| outcome).map_err(Stop::Failed));
     let ending = match &ended {
@@ -311,7 +312,7 @@ fn to_its_end(mut run: Run<'_>, words: &Words) -> std::result::Result<Outcome, S
     ended
 }
 
-/// The text that all ranks must agree on before anything long starts.
+/// The text that all ranks must agree on before any long work starts.
 fn compared_settings(config: &Config, resumed: Option<&FoundCheckpoint>, parallel: Parallel) -> String {
     let step = resumed.map_or("a new run".into(), |found| format!("after step {}", found.about.step));
     // Paths differ between machines; the data behind them is compared once it is read.
@@ -322,7 +323,7 @@ fn compared_settings(config: &Config, resumed: Option<&FoundCheckpoint>, paralle
         let value = all.get(&key).map_or("not set".into(), in_words);
         settings.insert(key, value);
     }
-    // By default as often as validations.
+    // The default is the interval of validations.
     settings.insert("checkpoint-every".into(), config.checkpoints.every.to_string());
     let settings = settings.into_iter().map(|(key, value)| format!("{key} = {value}"));
     let rest = format!(
@@ -375,21 +376,21 @@ pub fn check_machine(config: &Config) -> Result<()> {
     let needed = corpus.saturating_add(model);
     match free_memory() {
         Some(free) if needed > free => {
-            Err(Error::new("this machine has not the memory for the run")
+            Err(Error::new("this machine does not have enough memory for the run")
                 .got(format!(
                     "about {:.1} GiB: text and tokens {:.1}, model {:.1}",
                     gib(needed),
                     gib(corpus),
                     gib(model)
                 ))
-                .allowed(format!("{:.1} GiB, which are free", gib(free)))
-                .hint("--corpus-mb, --micro-batch, --context and --recompute block make it smaller; shards (data prepare) are not held"))
+                .allowed(format!("up to {:.1} GiB, the free memory", gib(free)))
+                .hint("lower --corpus-mb, --micro-batch or --context, or add --recompute block; shards (data prepare) are not kept in memory"))
         }
         _ => Ok(()),
     }
 }
 
-/// Checks before anything long starts that the folder of runs can be made or written.
+/// Checks, before any long work starts, that the folder for runs can be made or written.
 fn try_out(config: &Config) -> Result<()> {
     let there =
         config.out.ancestors().find(|folder| folder.is_dir()).filter(|folder| !folder.as_os_str().is_empty());
@@ -403,11 +404,11 @@ fn planned_steps(found: &FoundCheckpoint) -> Option<u64> {
     found.about.settings.as_ref()?.get("steps")?.parse().ok()
 }
 
-/// Reports that the learning-rate schedule differs from that of the run so far.
+/// Reports that the learning-rate schedule differs from the schedule of the run so far.
 fn log_changed_schedule(found: &FoundCheckpoint, config: &Config, progress: &Progress) {
     if let Some(steps) = planned_steps(found).filter(|steps| *steps != config.steps) {
         progress.say(&format!(
-            "the run was planned for {steps} steps: from here on the learning rate takes the course of a run of {}",
+            "the run was planned for {steps} steps: from here on the learning rate follows the schedule of a run of {}",
             config.steps
         ));
     }

@@ -18,7 +18,7 @@ use crate::runs::{METRICS, Run, STARTS, tokenizer_hash};
 use crate::settings::{Attn, BatchSettings, Settings};
 use crate::{notify, on_device};
 
-/// The stage that the model of a run was in at its end, if it has SLA2.
+/// The stage of SLA2 that a run's model was in at the end of the run.
 fn last_stage(saved: &Settings) -> Stage {
     let of_tokens =
         saved.batch.tokens.zip(saved.batch.tokens_per_step).map(|(all, step)| all.0.div_ceil(step.0.max(1)));
@@ -29,7 +29,8 @@ fn last_stage(saved: &Settings) -> Stage {
     }
 }
 
-/// The step of the weights in a run's folder: that of its last validation. Weights can be used without the run's metrics.
+/// The step of the weights in a run's folder, which is the step of the last validation. Weights can be used without the
+/// run's metrics.
 fn last_step(run: &Path) -> Option<u64> {
     if !run.join(METRICS).exists() {
         return None;
@@ -78,14 +79,14 @@ pub fn tokenizer_of(folder: &Path) -> Result<Tokenizer> {
         Some(hash) => Err(Error::new("the tokenizer is not the one that the model was trained with")
             .got(format!("{} with SHA-256 {:.12}", path.display(), tokenizer.hash()))
             .allowed(format!("{hash:.12}, as in {STARTS}"))
-            .hint("has it been changed or damaged? The data's own has the same")),
+            .hint("has it been changed or damaged? The run's data has the same tokenizer")),
     }
 }
 
 /// A model with its settings and its tokenizer.
 #[derive(Debug)]
 pub struct Trained {
-    /// The run's settings. For a folder in Hugging Face's format, the settings that its files tell.
+    /// The run's settings. For a folder in Hugging Face's format, the settings in its files.
     pub config: Config,
     /// The weights.
     pub parameters: Parameters,
@@ -97,7 +98,8 @@ pub struct Trained {
     pub device: Device,
     /// Number of steps that the model was trained for, if that is known.
     pub step: Option<u64>,
-    /// Sequences of the training data that a run has read, if that is known and they are as long as the settings ask for.
+    /// Number of sequences of training data that the run has read, if it is known and if sequences have the length that
+    /// the settings ask for.
     pub sequences_seen: Option<u64>,
     /// What the model attends to, if it has SLA2.
     stage: Stage,
@@ -126,7 +128,7 @@ impl Trained {
             let context = settings.data.context.unwrap_or(Quantity(hf::longest(folder)?.min(4096) as u64));
             let mut settings = settings.over(hf::settings(folder)?);
             settings.data.context = Some(context);
-            // In full precision, as the model was published, unless a scheme is requested.
+            // Unquantized attention, as the model was published, unless a scheme is requested.
             settings.attention.attn = settings.attention.attn.or(Some(Attn::EXACT));
             let config = Config::resolve(one_micro_batch(settings))?;
             let parameters = hf::load(folder, &config.model, &device, place.dtype(), trained)?;
@@ -145,7 +147,7 @@ impl Trained {
         }
         let saved = Config::read_last_settings(&saved).map_err(|error| {
             error.hint(
-                "this takes the folder of a run, e.g. runs/tiny-sagebwd-001, or one in Hugging Face's format",
+                "give the folder of a run, e.g. runs/tiny-sagebwd-001, or a folder in Hugging Face's format",
             )
         })?;
         let step = if run == folder { last_step(run) } else { checkpoint::step_of(folder) };
@@ -195,7 +197,7 @@ impl Trained {
     /// Checks that data was read with the model's tokenizer, if its folder has one.
     ///
     /// # Errors
-    /// When the data gives another: text has been added or changed.
+    /// When the tokenizer of the data differs, because text was added or changed.
     pub fn check_data(&self, folder: &Path, data: &Dataset) -> Result<()> {
         let path = run_folder(folder).join("tokenizer.json");
         if path.exists() { data.tokenizer.check_same(&path) } else { Ok(()) }
@@ -211,7 +213,7 @@ impl Trained {
         }
         Err(Error::new(format!("the model has no attention to {what}"))
             .got(folder.display())
-            .allowed("a run with attention: any --attn but none")
+            .allowed("a run with attention: any --attn except none")
             .hint("train one: sage-train --attn sagebwd"))
     }
 }

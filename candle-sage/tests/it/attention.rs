@@ -1,4 +1,4 @@
-//! What holds for every scheme, and full precision against the oracle.
+//! Tests of every scheme, and of unquantized attention against the oracle.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::{
@@ -41,7 +41,7 @@ fn schemes() -> Vec<Scheme> {
     all
 }
 
-/// Lengths that divide nothing, all head layouts, both masks, and windows.
+/// Lengths that are not multiples of any tile, all head layouts, both masks, and windows.
 fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for (lens, heads, d) in [
@@ -108,9 +108,9 @@ fn full_precision_is_exact_up_to_f32_rounding() -> Result<()> {
     Ok(())
 }
 
-/// The inputs are exact in 16 bit and the products f32, so that the output and each gradient are
-/// rounded once, by at most 2^-9 (bf16) or 2^-12 (f16) of their size; D = rowsum(dO o O) sees the
-/// rounded output, which can add as much again. Gradients under f16's 6e-8 do not occur here.
+/// The inputs are exact in 16 bit and the matmuls are in f32, so that the output and each gradient are rounded once, by
+/// at most 2^-9 (bf16) or 2^-12 (f16) of their size; D = rowsum(dO o O) uses the rounded output, which can add as much
+/// again. Gradients below f16's smallest number, 6e-8, do not occur here.
 #[test]
 fn sixteen_bit_tensors_are_rounded_once() -> Result<()> {
     for (dtype, tolerance) in [(DType::BF16, 2f64.powi(-8)), (DType::F16, 2f64.powi(-11))] {
@@ -126,14 +126,14 @@ fn sixteen_bit_tensors_are_rounded_once() -> Result<()> {
     Ok(())
 }
 
-/// INT8 error at sigma 1: under 0.05 over a whole tensor by the published simulation of tile scales
-/// (.0487 without a mask), some more for short rows: 0.09. One wrong row in hundreds would hide in
-/// that, so every row is held against the larger of its norm and the average norm. There the worst row
-/// of all these cases measures 0.185; 0.25 leaves a third for other roundings, while a row of average norm with a
-/// wrong index, mask, head or scale is off by about 1.
+/// INT8 error at sigma 1: under 0.05 over a whole tensor by the published simulation of tile scales (.0487 without a
+/// mask), more for short rows: 0.09. One wrong row in hundreds would be hidden in that, so the error of every row is
+/// also taken relative to the larger of its norm and the average norm. By this measure the worst row of all cases has
+/// 0.185; 0.25 leaves a third for other roundings, while a row of average norm with a wrong index, mask, head or scale
+/// is off by about 1.
 #[test]
 fn sagebwd_follows_every_shape() -> Result<()> {
-    // Over a single key the exact dQ and dK are zero: there is nothing to be relative to.
+    // Over a single key the exact dQ and dK are zero, so relative errors are undefined.
     for case in cases().into_iter().filter(|case| case.lens.1 > 1) {
         let exact = case.exact();
         for scheme in schemes().into_iter().filter(|scheme| matches!(scheme, Scheme::SageBwd(_))) {
@@ -152,7 +152,7 @@ fn sagebwd_follows_every_shape() -> Result<()> {
     Ok(())
 }
 
-/// The row whose error is largest, relative to the larger of its norm and the average norm.
+/// The row with the largest error relative to the larger of its norm and the average norm.
 fn worst_row(got: &[f64], exact: &[f64], d: usize) -> (usize, f64) {
     let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
     let average = norm(&mut exact.iter().copied()) / (exact.len() as f64 / d as f64).sqrt();
@@ -167,8 +167,7 @@ fn strides_do_not_matter() -> Result<()> {
     let case = Case::new(2, (70, 70), (4, 2), 32, true);
     for scheme in schemes() {
         let plain = case.run(scheme, DType::F32)?;
-        // Query from a (batch, heads, head_dim, sequence) tensor, key from a wider one, value with
-        // an offset.
+        // Query from a (batch, heads, head_dim, sequence) tensor, key from a wider tensor, value with an offset.
         let tensor =
             |n: usize, query| Tensor::from_slice(&case.data[n], case.dims(query).as_slice(), &Device::Cpu);
         let q = Var::from_tensor(&tensor(0, true)?.permute((0, 2, 3, 1))?.contiguous()?)?;
@@ -192,7 +191,7 @@ fn strides_do_not_matter() -> Result<()> {
     Ok(())
 }
 
-/// The same attention under other signatures, to the bit, with its gradients; invalid lengths are refused.
+/// Other signatures give bit-identical outputs and gradients; invalid lengths are refused.
 #[test]
 fn other_signatures_are_the_same_attention() -> Result<()> {
     let var = |dims: &[usize]| Var::randn(0f32, 1., dims, &Device::Cpu);
@@ -264,7 +263,7 @@ fn packed_documents_are_separate_problems() -> Result<()> {
             let range = start * span..(start + len) * span;
             alone.data = packed.data.each_ref().map(|x| x[range.clone()].to_vec());
             for (all, part) in together.iter().zip(alone.run(scheme, DType::F32)?) {
-                // With one segment instead of two, keys may be split differently among threads.
+                // With one segment instead of two, threads may split keys differently.
                 let error = relative_l2(&all[range.clone()], &part);
                 assert!(error < 1e-6, "{scheme:?}: {error:e}");
             }
@@ -286,7 +285,7 @@ fn a_query_that_sees_nothing_gives_zeros_and_no_gradient() -> Result<()> {
 
 #[test]
 fn a_nan_is_not_hidden() -> Result<()> {
-    // A NaN with low payload bits too; and in a causal first row, which sees one key.
+    // Also a NaN with low payload bits, and in the first row of causal attention, which sees one key.
     let bad = [f32::NAN, f32::from_bits(0x7fc0_0001), f32::from_bits(0xffff_ffff), f32::INFINITY];
     for scheme in schemes() {
         for (input, name) in ["query", "key", "value", "output gradient"].iter().enumerate() {
@@ -295,9 +294,9 @@ fn a_nan_is_not_hidden() -> Result<()> {
                     let mut case = Case::new(1, (80, 80), (1, 1), 16, causal);
                     case.data[input][3] = bad;
                     let results = case.run(scheme, DType::F32)?;
-                    // The output gradient shows in gradients only; the row sees itself first.
+                    // The output gradient affects only gradients; the row sees itself first.
                     let seen = if input == 3 { &results[3] } else { &results[0] };
-                    // A logit of minus infinity hides its key, rightly; another query has plus infinity.
+                    // A logit of minus infinity correctly hides its key, but another query has plus infinity.
                     let rows = if input == 1 && bad == f32::INFINITY { seen.len() } else { 16 };
                     let row_is_bad = seen[..rows].iter().any(|x| !x.is_finite());
                     assert!(row_is_bad, "{scheme:?}, causal {causal}: {bad} in the {name} vanished");
@@ -312,7 +311,7 @@ fn a_nan_is_not_hidden() -> Result<()> {
 fn extreme_logits_stay_finite() -> Result<()> {
     let mut case = Case::new(1, (100, 100), (1, 1), 64, true);
     case.draw(300.0, 1);
-    // All but those whose backward has other logits than their forward: there is their defect.
+    // All schemes except those whose backward has other logits than the forward: this mismatch is their known defect.
     let matched = |scheme: &Scheme| match scheme {
         Scheme::SageBwd(settings) => settings.products.s,
         other => *other != AttnQat::drop_in().into(),

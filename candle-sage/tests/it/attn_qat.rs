@@ -1,4 +1,4 @@
-//! Attn-QAT against its own definition in f64, and the effects that it is there for.
+//! Attn-QAT against its definition in f64, and the effects that it is designed for.
 
 use candle_core::{DType, Result};
 use candle_sage::nvfp4::{Axis, Packed, Scale, e2m1};
@@ -12,7 +12,7 @@ fn qat() -> AttnQat {
     AttnQat::default()
 }
 
-/// Rounds a (token, heads, head_dim) tensor to NVFP4, each head of each segment by itself.
+/// Rounds a (token, heads, head_dim) tensor to NVFP4, each head of each segment separately.
 fn fake_quantize(
     values: &[f32],
     heads: usize,
@@ -34,8 +34,8 @@ fn fake_quantize(
     out
 }
 
-/// What Attn-QAT computes, in f64: gradients of Q, K and V are those of exact attention on the rounded tensors, with
-/// quantized probabilities where the forward had them.
+/// The definition of Attn-QAT in f64: gradients of Q, K and V are the gradients of exact attention on the rounded
+/// tensors, with quantized probabilities where the forward has them.
 fn definition(case: &Case, settings: &AttnQat) -> Results {
     assert!(settings.smoothing == Smoothing::None && settings.matched_recomputation);
     let (shape, d, (hq, hk)) = (case.shape(), case.head_dim, case.heads);
@@ -81,7 +81,7 @@ fn definition(case: &Case, settings: &AttnQat) -> Results {
     [out, exact.dq, exact.dk, dv]
 }
 
-/// Of a row: the quantized probabilities of the forward; P and the quantized probabilities of the backward.
+/// For a row of logits: the quantized probabilities of the forward; P and the quantized probabilities of the backward.
 fn quantized_probabilities(logits: &[f64], settings: &AttnQat) -> (Vec<f64>, Vec<(f64, f64)>) {
     let reference = |max: f64| match settings.p_reference {
         PReference::RowMax => max.ceil(),
@@ -115,7 +115,7 @@ fn quantized_probabilities(logits: &[f64], settings: &AttnQat) -> (Vec<f64>, Vec
     (forward, backward)
 }
 
-/// The relative L2 error without the tenth of the rows that have the largest errors.
+/// The relative L2 error without the tenth of the rows with the largest errors.
 fn without_worst_rows(got: &[f64], expected: &[f64], d: usize) -> f64 {
     let norm: f64 = expected.iter().map(|x| x * x).sum();
     if norm == 0.0 {
@@ -130,11 +130,12 @@ fn without_worst_rows(got: &[f64], expected: &[f64], d: usize) -> f64 {
     (errors.iter().sum::<f64>() / norm).sqrt()
 }
 
-/// The straight-through gradient. dQ and dK are exact up to f32 (4e-6 as in full precision, and the sums of D, which
-/// cancel: 2e-5). O and dV are exact to 4e-6 in all rows without a changed code. A probability has another code if f32 and f64 put
-/// it, or its scale, on different sides of a midpoint. That is one in 2^-20 x 8 of them, so that a row of 300 has one with a
-/// probability of 2e-3, and a scale changes 16 rows of dV: a tenth of the rows may be off. A changed code is a quarter of itself
-/// off, 7e-4 of a tensor; 5e-3 allows for rows of a few keys.
+/// The straight-through gradient. dQ and dK are exact up to f32 (4e-6 as in unquantized attention, and the sums of D,
+/// which cancel: 2e-5). O and dV are exact to 4e-6 in all rows without a changed FP4 value. A probability has another
+/// FP4 value if f32 and f64 put it, or its scale, on different sides of a midpoint. This happens to a fraction of 2^-20
+/// x 8 of the probabilities, so that a row of 300 has one with a probability of 2e-3, and a scale changes 16 rows of
+/// dV: a tenth of the rows may be off. A changed FP4 value is off by a quarter of itself, 7e-4 of a tensor; 5e-3 allows
+/// for rows of a few keys.
 #[test]
 fn results_are_those_of_the_definition() -> Result<()> {
     let mut packed = Case::new(1, (200, 210), (4, 2), 32, true);
@@ -169,13 +170,14 @@ fn results_are_those_of_the_definition() -> Result<()> {
     Ok(())
 }
 
-/// Results, and cosines of gradients to those of full precision, which is exact to 4e-6.
+/// Results of Attn-QAT and of unquantized attention, which is exact to 4e-6.
 fn against_full_precision(case: &Case, settings: AttnQat) -> Result<(Results, Results)> {
     Ok((case.run(settings.into(), DType::F32)?, case.run(Scheme::FullPrecision, DType::F32)?))
 }
 
-/// Probabilities relative to the row's sum are flushed to zero where attention is diffuse, and dV with them: the paper's
-/// text, simulated with .225 at N 4096 and d 128, and .986 when they are relative to the row's maximum.
+/// Probabilities relative to the row's sum, as in the paper's text, are flushed to zero where attention is diffuse, and
+/// dV with them: simulated at N 4096 and d 128 the result is .225, and .986 with probabilities relative to the row's
+/// maximum.
 #[test]
 fn diffuse_attention_keeps_the_gradient_of_values() -> Result<()> {
     let case = Case::new(1, (4096, 4096), (1, 1), 128, false);
@@ -191,8 +193,8 @@ fn diffuse_attention_keeps_the_gradient_of_values() -> Result<()> {
     Ok(())
 }
 
-/// With a mean in K, rows of dS that do not sum to zero carry it into dQ. Simulated for std 3 at N 1024, d 128: .42 with
-/// the high-precision output, .78 without. Without a mean there is no difference.
+/// If K has a mean and rows of dS do not sum to zero, the mean adds an error to dQ. Simulated for std 3 at N 1024, d
+/// 128: .42 with the high-precision output, .78 without. Without a mean in K there is no difference.
 #[test]
 fn the_high_precision_output_keeps_a_mean_of_keys_out_of_dq() -> Result<()> {
     let mut errors = Vec::new();
@@ -216,7 +218,7 @@ fn the_high_precision_output_keeps_a_mean_of_keys_out_of_dq() -> Result<()> {
     Ok(())
 }
 
-/// K smoothing takes the mean out before quantizing: errors are those without a mean.
+/// K smoothing subtracts the mean before quantization: errors are as without a mean.
 #[test]
 fn smoothing_takes_out_a_mean_of_keys() -> Result<()> {
     let mut case = Case::new(1, (500, 500), (2, 2), 64, true);
@@ -237,14 +239,15 @@ fn smoothing_takes_out_a_mean_of_keys() -> Result<()> {
     Ok(())
 }
 
-/// A stock backward's probabilities come from other logits than the log-sum-exp that they are divided by: they do not sum
-/// to one, the less so the larger the logits are.
+/// A stock backward computes probabilities from other logits than its log-sum-exp. They do not sum to one, and the
+/// deviation grows with the logits.
 #[test]
 fn a_backward_from_unquantized_scores_does_not_fit_the_forward() -> Result<()> {
     let mut case = Case::new(1, (512, 512), (1, 1), 64, true);
     for (sigma, most) in [(1.0, 0.25), (4.0, f64::INFINITY)] {
         case.draw(sigma, 3);
-        // dV of an output gradient of ones sums up each key's probabilities; all of them come to the number of queries.
+        // With an output gradient of ones, dV is the sum of each key's probabilities; their total is the number of
+        // queries.
         case.data[3].fill(1.0);
         let unfit = |settings: AttnQat| -> Result<f64> {
             let got = case.run(settings.requantized_p(false).into(), DType::F32)?;

@@ -1,4 +1,4 @@
-//! A bias of attention's logits, against attention that computes the same by other means.
+//! A bias of attention's logits, compared with other ways to compute the same attention.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::{Attention, Packing, SageBwd};
@@ -13,7 +13,7 @@ fn vars(case: &Case) -> Result<[Var; 3]> {
     Ok([var(0)?, var(1)?, var(2)?])
 }
 
-/// Output and gradients with a bias, and the bias's.
+/// Output and gradients with a bias, and the gradient of the bias.
 fn run(case: &Case, attention: &Attention, bias: &Var) -> Result<([Vec<f64>; 4], Vec<f64>)> {
     let [q, k, v] = vars(case)?;
     let out = attention.apply_with_bias(&q, &k, &v, bias)?;
@@ -24,7 +24,8 @@ fn run(case: &Case, attention: &Attention, bias: &Var) -> Result<([Vec<f64>; 4],
     Ok(([values(&out)?, gradient(&q)?, gradient(&k)?, gradient(&v)?], gradient(bias)?))
 }
 
-/// Slopes as a bias, with masks, windows, documents, grouped heads and a cap, are ALiBi: sums of f32 in another order.
+/// Slopes as a bias equal ALiBi, with masks, windows, documents, grouped heads and a cap, up to f32 sums in another
+/// order.
 #[test]
 fn slopes_as_a_bias_are_alibi() -> Result<()> {
     let mut cases = vec![
@@ -41,7 +42,7 @@ fn slopes_as_a_bias_are_alibi() -> Result<()> {
         case.alibi_slopes = slopes(case.heads.0);
         let exact = case.exact();
         let (queries, keys) = case.lens;
-        // A document has as many queries as keys here, so that distances inside it are those of the whole.
+        // A document has as many queries as keys here, so that distances inside it equal those in the whole sequence.
         let distance = |i: usize, j: usize| (i as f32 + keys as f32 - queries as f32 - j as f32).abs();
         let of_head = |slope: &f32| {
             let slope = *slope;
@@ -61,7 +62,7 @@ fn slopes_as_a_bias_are_alibi() -> Result<()> {
     Ok(())
 }
 
-/// The gradient of a bias is the change of the loss: against differences of losses in f64's place, over 2 x .01, of f32 sums.
+/// The gradient of a bias equals central differences of the loss over 2 x .01, from f32 sums.
 #[test]
 fn a_bias_has_a_gradient() -> Result<()> {
     let case = Case::new(1, (6, 7), (2, 1), 8, true);
@@ -92,7 +93,7 @@ fn a_query_that_sees_nothing_gives_zeros() -> Result<()> {
     bias[12..].fill(f32::NEG_INFINITY);
     let bias = Var::from_vec(bias, (1, 1, 5, 3), &Device::Cpu)?;
     let ([out, dq, dk, dv], dbias) = run(&case, &Attention::default().causal(true), &bias)?;
-    // The mask hides all keys from the first two queries, and the bias from the last.
+    // The mask hides all keys from the first two queries, and the bias hides all keys from the last query.
     assert!(out[..16].iter().chain(&out[32..]).all(|x| *x == 0.0) && out[16..32].iter().all(|x| *x != 0.0));
     assert!(out.iter().chain(&dq).chain(&dk).chain(&dv).chain(&dbias).all(|x| x.is_finite()));
     Ok(())

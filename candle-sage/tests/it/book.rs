@@ -1,4 +1,4 @@
-//! The pages of `docs/`: each is in the book's table of contents, and their links lead somewhere.
+//! The pages of `docs/`: each page is in the book's table of contents, and its links have targets.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -13,9 +13,9 @@ fn pages(folder: &Path) -> Vec<PathBuf> {
     all.filter(|path| path.extension().is_some_and(|ending| ending == "md")).collect()
 }
 
-/// The targets of the links of a page that are not on the web, without their anchors.
+/// The targets of a page's links to files, without anchors.
 fn links(text: &str) -> Vec<String> {
-    // Code has other brackets.
+    // Brackets in code are not links.
     let prose = text.split("```").step_by(2).flat_map(|part| part.split('`').step_by(2));
     let targets = prose.flat_map(|part| part.split("](").skip(1)).filter_map(|rest| rest.split(')').next());
     let local = targets.filter(|target| !target.contains("://") && !target.starts_with('#'));
@@ -31,7 +31,7 @@ fn every_page_is_in_the_book_once() {
     assert_eq!(once.len(), listed.len(), "a page is listed twice");
     let own =
         |path: &Path| path.strip_prefix(&docs).expect("in docs").display().to_string().replace('\\', "/");
-    // Of the results the book has the overview, which names their folders.
+    // The book contains only the overview of the results, which names their folders.
     let is_page = |name: &String| {
         name != "SUMMARY.md" && (!name.starts_with("results/") || name == "results/README.md")
     };

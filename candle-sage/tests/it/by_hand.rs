@@ -1,4 +1,5 @@
-//! What a training loop without candle's graph calls, against that graph; on the CPU, and on a GPU in 16 bits too.
+//! The functions for training loops without candle's autograd, compared with autograd, on the CPU and on a GPU, there
+//! also in 16 bit.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::ops::{self, CrossEntropy, QkNormRopeGrad, RopeStyle};
@@ -42,7 +43,7 @@ fn values(t: &Tensor) -> Result<Vec<f64>> {
     Ok(f64s(&t.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?))
 }
 
-/// The gradients that candle's graph finds for `vars`, and `dout` reaching `out`.
+/// The gradients of `vars` by candle's autograd, for the gradient `dout` of `out`.
 fn graph(out: &Tensor, dout: &Tensor, vars: &[&Var]) -> Result<Vec<Tensor>> {
     let grads = (out * dout)?.to_dtype(DType::F32)?.sum_all()?.backward()?;
     Ok(vars.iter().map(|var| grads.get(var).expect("a gradient").clone()).collect())
@@ -69,15 +70,14 @@ fn apart_of(x: &Tensor) -> Result<Tensor> {
     Tensor::stack(&[&rows, &rows], 0)
 }
 
-/// The functions call what the graph calls: to the bit.
+/// The functions are bit-identical to autograd.
 fn backwards(place: &Place) -> Result<()> {
     let mut normals = Normals::new(1);
     let mut draw = |dims: &[usize]| place.draw(&mut normals, dims);
     let (gate, up, dout) = (draw(&[30, 40])?, draw(&[30, 40])?, draw(&[30, 40])?);
     let out = ops::swiglu(&gate, &up)?;
     let expected = graph(&out, &dout, &[&gate, &up])?;
-    // As they are; side by side in one tensor; one of each; where channels are not neighbours; where rows are not equally far
-    // apart.
+    // Separate tensors; both in one tensor; one of each; channels that are not adjacent; rows at unequal distances.
     let joined = Tensor::cat(&[gate.as_tensor(), up.as_tensor()], 1)?;
     let halves = [joined.narrow(1, 0, 40)?, joined.narrow(1, 40, 40)?];
     let turned = [gate.t()?.contiguous()?.t()?, up.t()?.contiguous()?.t()?];
@@ -94,7 +94,7 @@ fn backwards(place: &Place) -> Result<()> {
     }
     let (got, _) = ops::swiglu_backward(&apart(&plain[0])?, &apart(&plain[1])?, &apart(&dout)?, false)?;
     same("rows that are not equally far apart", &got, &apart_of(&both)?)?;
-    // Rows that are not whole packs of a GPU.
+    // Rows that are not multiples of a GPU's vector width.
     let odd = |t: &Tensor| t.narrow(1, 0, 37);
     let (both, _) = ops::swiglu_backward(&odd(&gate)?, &odd(&up)?, &odd(&dout)?, false)?;
     same("odd rows", &both, &Tensor::cat(&[odd(&expected[0])?, odd(&expected[1])?], 1)?)?;
@@ -109,7 +109,7 @@ fn backwards(place: &Place) -> Result<()> {
         let (dx, dweights) = ops::qk_norm_rope_backward(&[grad], [&cos, &sin], 1e-6, style)?;
         same("qk_norm_rope", &dx, &expected[0])?;
         same("its weight", &dweights[0], &expected[1])?;
-        // Next to a tensor with fewer heads, both out of one tensor.
+        // Together with a tensor with fewer heads, both views of one tensor.
         let joined = Tensor::cat(&[x.as_tensor(), &x.narrow(2, 1, 1)?], 2)?;
         let (query, key) = (joined.narrow(2, 0, 3)?, joined.narrow(2, 3, 1)?);
         same("of a strided input", &ops::qk_norm_rope(&query, &weight, &cos, &sin, 1e-6, style)?, &out)?;
@@ -140,7 +140,7 @@ fn backwards(place: &Place) -> Result<()> {
     same("embedding", &ops::embedding_backward(&ids, &dout, 50)?, &graph(&out, &dout, &[&table])?[0])
 }
 
-/// With a residual stream: rows that fit the registers of a GPU, and rows that do not.
+/// Norms with a residual stream: rows that fit into the registers of a GPU, and rows that do not.
 fn norms(place: &Place) -> Result<()> {
     let mut normals = Normals::new(2);
     for dims in [[700, 64], [5, 7], [9, 1024], [3, 20_000]] {
@@ -156,7 +156,7 @@ fn norms(place: &Place) -> Result<()> {
         same("dx", &dx, &expected[0])?;
         same("dweight", &dweight, &expected[1])?;
         let [dx, dweight] = ops::rms_norm_backward(&x, &weight, &dout, Some(&other), 1e-6)?;
-        // The graph rounds once more.
+        // Autograd rounds once more.
         let sum = (&expected[0] + other.as_tensor())?;
         close("dx past the norm", &dx, &sum, 2.0 * place.rounding())?;
         same("dweight", &dweight, &expected[1])?;
@@ -164,8 +164,8 @@ fn norms(place: &Place) -> Result<()> {
     Ok(())
 }
 
-/// Products against f64: terms are rounded numbers already, and sums of 70 in f32 err by at most 70 2^-24 of their
-/// absolute terms, which are sqrt(70) times the result here; then the result is rounded to its type.
+/// Matmuls against f64: the inputs are already rounded, and f32 sums of 70 terms err by at most 70 2^-24 of the sum of
+/// absolute terms, which is sqrt(70) times the result here; then the result is rounded to its type.
 fn products(place: &Place) -> Result<()> {
     let mut normals = Normals::new(3);
     let (rows, inner, cols) = (33, 70, 24);
@@ -179,7 +179,7 @@ fn products(place: &Place) -> Result<()> {
     let turned = |t: &Tensor| t.t()?.contiguous()?.t();
     for a in [a.as_tensor().clone(), turned(&a)?] {
         for b in [b.as_tensor().clone(), turned(&b)?] {
-            // A place inside a longer tensor, as gradients have.
+            // A slice of a longer tensor, as for gradients.
             for dtype in [DType::F32, place.dtype] {
                 let all = Tensor::ones(rows * cols + 16, dtype, &place.device)?;
                 let out = all.narrow(0, 8, rows * cols)?.reshape((rows, cols))?;
@@ -199,7 +199,7 @@ fn products(place: &Place) -> Result<()> {
     let turned_out = Tensor::zeros((cols, rows), place.dtype, &place.device)?.t()?;
     let error = ops::product_into(&turned_out, &a, &b, 1.0, true).expect_err("gaps").to_string();
     assert!(error.contains("gaps"), "{error}");
-    // One element in: it does not start on 16 bytes.
+    // An offset of one element: not aligned to 16 bytes.
     let shifted = Tensor::ones(rows * inner + 1, DType::F32, &place.device)?.narrow(0, 1, rows * inner)?;
     ops::add_into(&shifted, &a.flatten_all()?)?;
     same("a sum", &shifted, &(a.flatten_all()?.to_dtype(DType::F32)? + 1.0)?.detach())?;
@@ -208,8 +208,8 @@ fn products(place: &Place) -> Result<()> {
     same("a sum", &sum, &(a.to_dtype(DType::F32)? + 1.0)?.detach())
 }
 
-/// One pass for the loss and both gradients, against the graph's. Between them lie the rounding of the weight's gradient
-/// and of the scaled one of the hidden states.
+/// One pass for the loss and both gradients, compared with autograd. They differ by the rounding of the weight's
+/// gradient and of the scaled gradient of the hidden states.
 fn loss(place: &Place) -> Result<()> {
     let mut normals = Normals::new(4);
     let (rows, width, classes) = (40, 32, 50);
@@ -222,7 +222,7 @@ fn loss(place: &Place) -> Result<()> {
         let expected = ops::linear_cross_entropy(&hidden, &weight, &targets, settings)?;
         let grads = expected.backward()?;
         let grad = |var: &Var| grads.get(var).expect("a gradient").to_dtype(DType::F32);
-        // Something small is there already: what adding to it rounds off is 2^-25 of it.
+        // The gradient already contains small values: adding to them rounds by 2^-25 of the sum.
         let dweight = (Tensor::ones((classes, width), DType::F32, &place.device)? * 0.01)?;
         let (loss, dhidden) =
             ops::linear_cross_entropy_into(&dweight, &hidden, &weight, &targets, settings, 0.5)?;
@@ -235,7 +235,7 @@ fn loss(place: &Place) -> Result<()> {
     Ok(())
 }
 
-/// The sum of halves, of which the first has 2^n parts.
+/// The pairwise sum of two halves, where the first half has 2^n parts.
 fn sum_of_halves(parts: &[&[f32]]) -> Vec<f32> {
     if let [part] = parts {
         return part.to_vec();
@@ -244,7 +244,7 @@ fn sum_of_halves(parts: &[&[f32]]) -> Vec<f32> {
     sum_of_halves(first).iter().zip(sum_of_halves(second)).map(|(a, b)| a + b).collect()
 }
 
-/// Parts whose sum depends on the order: only this one gives these bits.
+/// Parts whose sum depends on the order: only the right order gives these bits.
 fn in_order(at: &Place) -> Result<()> {
     let mut normals = Normals::new(21);
     for (parts, place, len) in [
@@ -260,10 +260,10 @@ fn in_order(at: &Place) -> Result<()> {
         let values: Vec<f32> =
             (0..parts).flat_map(|part| normals.vec(len, 10f32.powi(part % 3 * 4))).collect();
         let expected = sum_of_halves(&values.chunks(len).collect::<Vec<_>>());
-        // One of them lies in the middle of something, of which nothing else changes.
+        // One part is a slice of a larger tensor, which must not change outside of the slice.
         let around = [&[7.0; 4], &values[place * len..][..len], &[7.0; 4]].concat();
         let around = Tensor::from_vec(around, len + 8, &at.device)?;
-        // What is received has room for it too, which is not read.
+        // The received tensor also has a place for this part, which is not read.
         let mut received = values;
         received[place * len..][..len].fill(f32::NAN);
         let received = Tensor::from_vec(received, (parts as usize, len), &at.device)?;
@@ -381,7 +381,7 @@ mod cuda {
         Ok(())
     }
 
-    /// 256 rows: the sort's bits have no room for an id that is not in the table.
+    /// With 256 rows the bits of the sort cannot represent an id that is not in the table.
     #[test]
     #[ignore = "needs a GPU"]
     fn ids_that_are_not_in_the_table_get_no_gradient() -> Result<()> {
@@ -393,7 +393,8 @@ mod cuda {
         Ok(())
     }
 
-    /// The same recurrence on both sides; a step moves a weight by lr at most, and the two differ by roundings of that.
+    /// The same recurrence on both devices; a step moves a weight by at most lr, and the devices differ by roundings of
+    /// the step.
     #[test]
     #[ignore = "needs a GPU"]
     fn adamw_is_that_of_the_cpu() -> Result<()> {
@@ -429,7 +430,7 @@ mod cuda {
             if let Some(copy) = copy {
                 same("the copy", &copy.to_device(&Device::Cpu)?, &got.get(0)?.to_dtype(copy.dtype())?)?;
             }
-            // A norm that is not finite leaves everything as it was.
+            // A non-finite norm changes nothing.
             let state = start.to_device(&gpu())?.copy()?;
             let bad = Tensor::new(f64::INFINITY, &gpu())?;
             settings(clip).step(&state, &gradient.to_device(&gpu())?, &bad, None)?;

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor};
 use candle_sage::ops::copy_heads;
 
-/// Numbers that f16 and bf16 hold exactly, and that few elements share.
+/// Numbers that are exact in f16 and bf16, and repeat rarely.
 fn numbers(dims: (usize, usize, usize, usize), dtype: DType, device: &Device) -> Result<Tensor> {
     let (a, b, c, d) = dims;
     let all = (0..a * b * c * d).map(|n| ((n * 97) % 255) as f32).collect();
@@ -14,7 +14,7 @@ fn values(x: &Tensor) -> Result<Vec<f32>> {
     x.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
 }
 
-/// Some tokens and some heads of one tensor go to some of another, which is larger in every dimension.
+/// Copies some tokens and heads of one tensor to a part of another, which is larger in every dimension.
 fn copies(device: &Device, dtype: DType) -> Result<()> {
     for (batch, tokens, heads, channels) in [
         (1, 1, 1, 1),
@@ -34,7 +34,7 @@ fn copies(device: &Device, dtype: DType) -> Result<()> {
             let inside = out.narrow(1, 1, tokens)?.narrow(2, 1, heads)?;
             let what = format!("{batch} {tokens} {heads} {channels}, from {token} {head}, {dtype:?}");
             assert_eq!(values(&inside)?, values(&part)?, "{what}");
-            // What is copied is not negative, so that the others are those that still are.
+            // Copied values are not negative, so that elements that are still -1 were not written.
             let untouched = values(&out)?.iter().filter(|&&x| x == -1.0).count();
             assert_eq!(untouched, out.elem_count() - part.elem_count(), "{what}");
             // Heads before tokens, and a broadcast input.
@@ -46,12 +46,12 @@ fn copies(device: &Device, dtype: DType) -> Result<()> {
             assert_eq!(values(&turned.transpose(1, 2)?)?, values(&one)?, "{what}");
         }
     }
-    // Rows that start on 16 bytes in a tensor that does not.
+    // Rows that are aligned to 16 bytes in a tensor that is not.
     let x = numbers((1, 1, 1, 4 * 64 + 3), dtype, device)?.flatten_all()?.narrow(0, 3, 256)?;
     let out = Tensor::zeros((1, 4, 1, 64), dtype, device)?;
     copy_heads(&out, &x.reshape((1, 4, 1, 64))?)?;
     assert_eq!(values(&out)?, values(&x)?);
-    // Nothing is copied to nothing.
+    // Copies of empty tensors succeed.
     copy_heads(&Tensor::zeros((1, 4, 0, 8), dtype, device)?, &Tensor::zeros((1, 4, 0, 8), dtype, device)?)?;
     copy_heads(&out.narrow(1, 0, 0)?, &x.reshape((1, 4, 1, 64))?.narrow(1, 0, 0)?)
 }

@@ -1,4 +1,5 @@
-//! The op on a GPU against f64 and against the CPU. `cargo test --features cuda -- --ignored` on a machine with one.
+//! The op on a GPU, compared with f64 and with the CPU. Run `cargo test --features cuda -- --ignored` on a machine with
+//! a GPU.
 
 mod behaviour;
 mod score_mod;
@@ -18,16 +19,16 @@ fn sage() -> SageBwd {
     SageBwd::default()
 }
 
-/// The rule of FlashAttention-3's tests: the error against f64 is at most twice that of a plain run in low precision,
-/// and a floor for results that are tiny. The plain run is the CPU's: for SageBwd the same codes; in full precision the
-/// CPU computes in f32, so that what a 16-bit P and dS cost is added: each rounds by at most 2^-9 (bf16) or 2^-12 (f16),
-/// and both meet in dQ and dK.
+/// The rule of FlashAttention-3's tests: the error against f64 is at most twice the error of a reference run in low
+/// precision, plus a floor for tiny results. The reference is the CPU. For SageBwd it has the same quantized values.
+/// Unquantized attention on the CPU is in f32, so the rounding of P and dS to 16 bit is added: each rounds by at most
+/// 2^-9 (bf16) or 2^-12 (f16), and both affect dQ and dK.
 fn check(what: &str, case: &Case, scheme: Scheme, dtype: DType, got: &Results) -> Result<()> {
     check_against(what, scheme, dtype, got, [&case.exact(), &case.run(scheme, dtype)?], case.lens.1);
     Ok(())
 }
 
-/// The same against exact results and those of the CPU, over so many keys.
+/// As [`check`], with given exact results and CPU results, for attention over `keys` keys.
 pub(crate) fn check_against(
     what: &str,
     scheme: Scheme,
@@ -42,7 +43,7 @@ pub(crate) fn check_against(
         let limit = match scheme {
             Scheme::FullPrecision => 2.0 * (plain + rounding),
             Scheme::AttnQat(settings) => {
-                // Over a single key the exact dQ and dK are zero: there is nothing to be relative to.
+                // Over a single key the exact dQ and dK are zero, so relative errors are undefined.
                 if keys > 1 || n == 0 || n == 3 {
                     same_as_the_cpu(what, n, dtype, &settings, [&got[n], &cpu[n]]);
                 }
@@ -54,11 +55,12 @@ pub(crate) fn check_against(
     }
 }
 
-/// Attn-QAT is far from f64 everywhere, and close to the CPU, which has the same codes: what differs is P, O' and dS in 16
-/// bit, each rounded by 2^-9 (bf16) or 2^-12 (f16) at most, results rounded once more, and 5e-3 for probabilities that f32
-/// sums of another order put on the other side of a midpoint (`attn_qat::results_are_those_of_the_definition`). A smoothed K
-/// that is not quantized is rounded to 16 bit here and not on the CPU: logits are off by 2^-9 or so, and where dV quantizes
-/// such probabilities one in a hundred has another code, a quarter of itself off.
+/// Attn-QAT has large errors against f64, but is close to the CPU, which has the same FP4 values. The differences are
+/// P, O' and dS in 16 bit, each rounded by at most 2^-9 (bf16) or 2^-12 (f16), one more rounding of the results, and
+/// 5e-3 for probabilities that f32 sums in another order put on the other side of a midpoint
+/// (`attn_qat::results_are_those_of_the_definition`). A smoothed K that is not quantized is rounded to 16 bit here and
+/// not on the CPU: logits differ by about 2^-9, and where dV quantizes such probabilities one in a hundred has another
+/// FP4 value, off by a quarter of itself.
 fn same_as_the_cpu(what: &str, n: usize, dtype: DType, settings: &AttnQat, [got, cpu]: [&[f64]; 2]) {
     let error = relative_l2(got, cpu);
     let other_k = settings.smoothing != Smoothing::None && !settings.matched_recomputation;
@@ -82,7 +84,7 @@ fn run(what: &str, case: &mut Case, schemes: &[Scheme], seed: u64) -> Result<()>
     Ok(())
 }
 
-/// In a fixed order the results of a case are right, and have the same bits in the next run.
+/// In a fixed order the results of a case are correct, and bit-identical in the next run.
 fn repeats(what: &str, case: &mut Case, schemes: &[Scheme]) -> Result<()> {
     case.round_to(DType::BF16)?;
     let (device, exact) = (gpu(), case.exact());

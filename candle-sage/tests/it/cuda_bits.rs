@@ -1,7 +1,7 @@
-//! The bits of all results on a GPU, `deterministic`, as they were when `bits/` was written: a change of the kernels that is
-//! meant to change nothing changes none of them.
+//! Compares the bits of all `deterministic` results on a GPU with the recorded bits in `bits/`: a refactoring of the
+//! kernels must not change them.
 //!
-//! `CANDLE_SAGE_BITS=FILE` writes what this build computes. A change that is meant commits it as `bits/sm_90.txt`.
+//! `CANDLE_SAGE_BITS=FILE` writes the bits of this build. An intended change commits this file as `bits/sm_90.txt`.
 
 use std::fmt::Write as _;
 
@@ -10,7 +10,7 @@ use candle_sage::{Int8Products, Packing, SageBwd, Scheme, Selection};
 
 use crate::support::{Case, Results, gpu, schemes};
 
-/// Results of a H100 or a H200.
+/// Results of an H100 or an H200.
 const HOPPER: &str = include_str!("bits/sm_90.txt");
 
 fn cases() -> Vec<(String, Case)> {
@@ -34,7 +34,7 @@ fn cases() -> Vec<(String, Case)> {
     cases
 }
 
-/// Numbers in (-2, 2) that are the same on every machine: multiples of 2^-5, exact in both types.
+/// Numbers in (-2, 2) that are equal on every machine: multiples of 2^-5, exact in both types.
 fn fill(case: &mut Case) {
     let mut state = 1u64;
     for values in &mut case.data {
@@ -45,7 +45,7 @@ fn fill(case: &mut Case) {
     }
 }
 
-/// FNV-1a over the bits of the output, and of each gradient, so that a change says which kernel made it.
+/// FNV-1a hashes of the bits of the output and of each gradient, so that a change shows which kernel made it.
 fn hashes(results: &Results) -> String {
     let of = |values: &Vec<f64>| {
         let bytes = values.iter().flat_map(|x| x.to_bits().to_le_bytes());
@@ -56,7 +56,7 @@ fn hashes(results: &Results) -> String {
     results.iter().map(of).collect::<Vec<_>>().join(" ")
 }
 
-/// A line for each case, dense and on lists, scheme and type. Above 128 channels two schemes have kernels.
+/// A line for each case (dense and on lists), scheme and type. Above 128 channels two schemes have kernels.
 fn lines() -> Result<String> {
     let (device, mut lines) = (gpu(), String::new());
     for (name, mut case) in cases() {
@@ -81,7 +81,7 @@ fn lines() -> Result<String> {
     Ok(lines)
 }
 
-/// On a GPU of another kind, whose bits are not recorded, the same bits come twice.
+/// On other GPUs, whose bits are not recorded, two runs must be bit-identical.
 #[test]
 #[ignore = "needs a GPU"]
 fn results_have_the_bits_they_had() -> Result<()> {

@@ -1,4 +1,5 @@
-//! FP8 on a GPU against the CPU. `cargo test --features cuda -- --ignored` on a machine with one of compute capability 8.9.
+//! FP8 on a GPU, compared with the CPU. Run `cargo test --features cuda -- --ignored` on a machine with a GPU of
+//! compute capability 8.9 or later.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_sage::fp8::Fp8Format::{self, E4M3, E5M2};
@@ -9,7 +10,7 @@ use candle_sage::ops::{
 use crate::fp8::cross_entropy_fp8;
 use crate::support::{Normals, f64s, gpu, relative_l2};
 
-/// Values that meet every code, every midpoint of two codes and what is next to it, and what is not finite.
+/// Values for every code, and for every midpoint of two codes and its neighbours.
 fn special(format: Fp8Format) -> Vec<f32> {
     let codes: Vec<f32> = (0..=255u8).map(|code| format.value(code)).filter(|x| x.is_finite()).collect();
     let middles = codes.windows(2).map(|pair| (pair[0] + pair[1]) / 2.0);
@@ -64,9 +65,10 @@ fn codes_are_those_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// Products of the same codes. The tensor cores' accumulators keep about 14 bits, also between promotions to f32, which come every 128
-/// terms: each of their four steps errs by up to 2^-14 of the partial sum, or 2^-12 in all, and we allow twice that. Fast sums are never
-/// promoted, so that errors of the parts add up as if independent. One rounding to the result's type is added.
+/// Matmuls of the same codes. The tensor cores' accumulators have about 14 bits, also between promotions to f32, which
+/// happen every 128 terms: each of the four steps in between errs by up to 2^-14 of the partial sum, 2^-12 in total,
+/// and we allow twice that. Fast sums are never promoted, so that the errors of the steps add up as if independent. One
+/// rounding to the result's type is added.
 #[test]
 #[ignore = "needs a GPU"]
 fn products_are_those_of_the_cpu() -> Result<()> {
@@ -105,8 +107,9 @@ fn products_are_those_of_the_cpu() -> Result<()> {
                 let twice = a_gpu.product(&b_gpu, DType::F32, sums)?;
                 assert_eq!(again.to_vec2::<f32>()?, twice.to_vec2::<f32>()?, "the same bits");
             }
-            // The transposes, which the backward of a linear map multiplies by. On the diagonal all terms are positive, and what each
-            // of 128 terms loses, up to 2^-14 of the partial sum, adds up: to half of 2^-7 if what is lost is uniform.
+            // The transposes, which the backward of a linear map multiplies by. On the diagonal all terms are positive,
+            // and the losses of the 128 terms, each up to 2^-14 of the partial sum, add up: to half of 2^-7 if the
+            // losses are uniform.
             if b_format == E4M3 {
                 let expected = b8.t().product(&b8.t(), DType::F32, Fp8Sums::F32)?.flatten_all()?.to_vec1()?;
                 let got = b_gpu.t().product(&b_gpu.t(), DType::F32, Fp8Sums::F32)?;
@@ -119,7 +122,8 @@ fn products_are_those_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// The same matrices step after step on both devices: the same codes, scales, and numbers of saturated values.
+/// Quantizing the same matrices step after step gives the same codes, scales and numbers of saturated values on both
+/// devices.
 #[test]
 #[ignore = "needs a GPU"]
 fn scales_are_those_of_the_cpu() -> Result<()> {
@@ -128,7 +132,7 @@ fn scales_are_those_of_the_cpu() -> Result<()> {
     let (mut normals, mut seen) = (Normals::new(13), 0);
     for step in 0..6 {
         for index in 0..formats.len() {
-            // Matrices that grow and shrink by far, one that is zero, and one with an infinity.
+            // Matrices that grow and shrink by large factors, a zero matrix, and a matrix with an infinity.
             let size = [1.0, 300.0, 0.0, 7e4, 1e-3, 1.0][(step + index) % 6];
             let mut x = normals.vec(48 * 80, size);
             if step == 4 {
@@ -165,9 +169,9 @@ fn scales_are_those_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// A cross-entropy in FP8. Logits differ by errors of sums, up to 2^-11, or in 16 bits by their rounding. An error of e moves a share of
-/// 4 e of the values of E5M2 across a midpoint, and each by a fifth: relative to all of them sqrt(4 e) / 5, or .01 in f32 and .025 in
-/// bf16.
+/// A cross-entropy in FP8. Logits differ by errors of sums, up to 2^-11, or in 16 bit by their rounding. An error of e
+/// moves a fraction 4 e of the E5M2 values across a midpoint, each by a fifth: a relative error of sqrt(4 e) / 5, which
+/// is .01 in f32 and .025 in bf16.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_cross_entropy_is_that_of_the_cpu() -> Result<()> {
@@ -202,27 +206,27 @@ fn a_cross_entropy_is_that_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// What a fused kernel wrote, against the plain operator quantized.
+/// Compares the output of a fused kernel with the quantized output of the plain operator.
 fn check(name: &str, dtype: DType, got: &Fp8Matrix, plain: &Fp8Matrix) -> Result<()> {
     assert_eq!(got.scale().to_vec1::<f32>()?, plain.scale().to_vec1::<f32>()?);
     for (got, plain) in codes(got)?.iter().zip(&codes(plain)?) {
         let other = got.iter().zip(plain).filter(|(a, b)| a != b).count() as f64 / got.len() as f64;
-        // Rounding to bf16 moves a value across a midpoint of E4M3 in one case of 2^5, of f16 in one of 2^8.
+        // Rounding to bf16 moves one value in 2^5 across a midpoint of E4M3, rounding to f16 one in 2^8.
         let limit = match dtype {
             DType::F32 => 1e-4,
             DType::BF16 => 0.05,
             _ => 0.01,
         };
         println!("{name} {:?} {dtype:?}: {other:.1e} of the codes differ", plain.len());
-        // Of few values a few more by chance.
+        // With few values a few more by chance.
         assert!(other <= limit + 5.0 / plain.len() as f64, "{name} {dtype:?}: {other}");
     }
     Ok(())
 }
 
-/// What fused kernels write is what the plain operator gives in f32, quantized; their arithmetic is the same, and compilers may
-/// contract it differently, so that one value in ten thousand may cross a midpoint. In 16 bits the plain operator rounds in
-/// between: within two roundings.
+/// Fused kernels write the quantized f32 output of the plain operator. Their arithmetic is the same, but compilers may
+/// contract it differently, so that one value in ten thousand may cross a midpoint. In 16 bit the plain operator rounds
+/// in between: the limit is two roundings.
 #[test]
 #[ignore = "needs a GPU"]
 fn fused_operators_are_the_plain_ones_quantized() -> Result<()> {
@@ -280,7 +284,7 @@ fn fused_operators_are_the_plain_ones_quantized() -> Result<()> {
     Ok(())
 }
 
-/// The gradients of query and key, whose kernels write to neighbouring columns of one matrix.
+/// The gradients of query and key, whose kernels write to adjacent columns of one matrix.
 #[test]
 #[ignore = "needs a GPU"]
 fn gradients_of_query_and_key_are_the_plain_ones_quantized() -> Result<()> {

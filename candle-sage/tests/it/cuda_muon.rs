@@ -1,13 +1,14 @@
-//! Muon on a GPU against the CPU.
+//! Muon on a GPU, compared with the CPU.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_sage::ops::{Muon, MuonMatrix, Orthogonalization, sum_of_squares};
 
 use crate::support::{Normals, f64s, gpu, relative_l2};
 
-/// Directions are bf16 on a GPU. The polynomials one after the other rise and fall between .88 and 1.12 several times, so that a rounding
-/// of a singular value by 2^-9 moves the result anywhere in between: by the root mean square of the band, 8 %, where there are many
-/// singular values, and by up to a quarter of a single one. The momentum differs by f32 alone.
+/// Directions are bf16 on a GPU. The composed polynomials oscillate between .88 and 1.12 several times, so that a
+/// rounding of a singular value by 2^-9 moves the result anywhere within this band: by the root mean square of the
+/// band, 8 %, for many singular values, and by up to a quarter for a single one. The momentum differs only by f32
+/// roundings.
 #[test]
 #[ignore = "needs a GPU"]
 fn muon_is_that_of_the_cpu() -> Result<()> {
@@ -57,7 +58,7 @@ fn muon_is_that_of_the_cpu() -> Result<()> {
             assert!(relative_l2(&f64s(&got[1]), &f64s(&expected[1])) < 1e-6, "the momentum");
             assert_eq!(got[0][..16], expected[0][..16], "nothing else changes");
         }
-        // The same bits again, and none after a bad gradient.
+        // A second run is bit-identical, and a non-finite gradient changes nothing.
         let again = || -> Result<Vec<Vec<f32>>> {
             let state = state.to_device(&gpu())?;
             let gradient = Tensor::from_vec(Normals::new(37).vec(len, 1.0), len, &gpu())?;
@@ -70,7 +71,7 @@ fn muon_is_that_of_the_cpu() -> Result<()> {
         muon.step(&on_gpu, &bad, &sum_of_squares(&bad)?, &matrices, None, None)?;
         assert_eq!(on_gpu.to_vec2::<f32>()?, before);
     }
-    // Tiny and huge gradients are orthogonalized as all others, and beyond that nothing moves.
+    // Tiny and huge gradients are orthogonalized like others; beyond a limit nothing moves.
     let matrix = [MuonMatrix { at: 0, rows: 64, columns: 64 }];
     let gradient = Tensor::from_vec(Normals::new(41).vec(4096, 1.0), 4096, &gpu())?;
     let step = |norm: f64| -> Result<Vec<f64>> {
@@ -87,7 +88,7 @@ fn muon_is_that_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// Rows of bf16 against f32 of the same values: each is rounded twice, and the mean squares are f32.
+/// Rows in bf16 against f32 rows of the same values: each element is rounded twice, and the mean squares are f32.
 #[test]
 #[ignore = "needs a GPU"]
 fn rows_are_normalized_as_on_the_cpu() -> Result<()> {

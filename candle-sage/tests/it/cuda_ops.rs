@@ -1,4 +1,4 @@
-//! Each op on a GPU against itself on the CPU. `cargo test --features cuda -- --ignored` on a machine with one.
+//! Each op on a GPU, compared with the CPU. Run `cargo test --features cuda -- --ignored` on a machine with a GPU.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::ops::{self, CrossEntropy, RopeStyle};
@@ -7,7 +7,7 @@ use crate::support::{Normals, f64s, gpu, relative_l2};
 
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-/// Half a unit in the last place: what one rounding to the type can cost an element.
+/// Half a unit in the last place: the largest relative error of one rounding to the type.
 fn rounding(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => 2f64.powi(-11),
@@ -16,7 +16,8 @@ fn rounding(dtype: DType) -> f64 {
     }
 }
 
-/// Both sides sum in f32, in different orders: for the 4096 terms of the longest sums here sqrt(4096) 2^-24 each.
+/// Both devices sum in f32, in different orders: the longest sums here have 4096 terms, with an error of sqrt(4096)
+/// 2^-24 on each device.
 const SUMS: f64 = 8e-6;
 
 type Op<'a> = &'a dyn Fn(&[Tensor]) -> Result<Tensor>;
@@ -25,8 +26,8 @@ fn values(t: &Tensor) -> Result<Vec<f64>> {
     Ok(f64s(&t.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?))
 }
 
-/// The output, and the gradients of the inputs for an output gradient that `Normals` draws; everything starts from
-/// numbers that `exact` can hold.
+/// The output, and the gradients of the inputs for an output gradient from `Normals`; all numbers are rounded to type
+/// `exact` first.
 fn run(
     device: &Device,
     dtype: DType,
@@ -54,8 +55,8 @@ fn run(
     Ok(all)
 }
 
-/// On the GPU in each type, twice to the same bits, and on the CPU in f32 from the same numbers. `roundings` of the type
-/// lie between them: one, unless a product of candle's is on the way.
+/// Compares the GPU in each type, where two runs must be bit-identical, with the CPU in f32 on the same numbers. They
+/// may differ by `roundings` of the type: one, unless the op contains a matmul of candle's.
 fn check(name: &str, inputs: &[(Vec<f32>, Vec<usize>)], roundings: f64, op: Op<'_>) -> Result<()> {
     for dtype in DTYPES {
         let got = run(&gpu(), dtype, dtype, inputs, op)?;
@@ -77,8 +78,9 @@ fn draw(normals: &mut Normals, dims: &[usize]) -> (Vec<f32>, Vec<usize>) {
     (normals.vec(dims.iter().product(), 1.0), dims.to_vec())
 }
 
-/// Rows of a lane, a warp, a block; wider than the registers of a block (8192 f32, 16384 of 16 bit, 2048 single
-/// elements; half of that in layer_norm's backward); more rows than groups in the largest grid of the backward (528 blocks).
+/// Rows for a lane, a warp and a thread block; rows wider than the registers of a block (8192 f32, 16384 16-bit, 2048
+/// single elements; half of that in layer_norm's backward); more rows than groups in the largest grid of the backward
+/// (528 blocks).
 const NORM_SIZES: [(usize, usize); 12] = [
     (5, 1),
     (3, 7),
@@ -111,7 +113,7 @@ fn layer_norm() -> Result<()> {
     check("layer_norm turned", &inputs_of(&[64, 3, 5], 64), 1.0, &|x| {
         ops::layer_norm(&x[0].permute((2, 1, 0))?, &x[1], &x[2], 1e-6)
     })?;
-    // One element in: rows that do not start on 16 bytes.
+    // An offset of one element: rows that are not aligned to 16 bytes.
     check("layer_norm off by one", &inputs_of(&[1 + 64 * 5], 65), 1.0, &|x| {
         let [weight, bias] = [x[1].narrow(0, 1, 64)?, x[2].narrow(0, 1, 64)?];
         ops::layer_norm(&x[0].narrow(0, 1, 320)?.reshape((5, 64))?, &weight, &bias, 1e-6)
@@ -129,7 +131,7 @@ fn rms_norm() -> Result<()> {
     }
     let inputs = [draw(&mut normals, &[64, 3, 5]), draw(&mut normals, &[64])];
     check("rms_norm turned", &inputs, 1.0, &|x| ops::rms_norm(&x[0].permute((2, 1, 0))?, &x[1], 1e-6))?;
-    // One element in: rows that do not start on 16 bytes.
+    // An offset of one element: rows that are not aligned to 16 bytes.
     let inputs = [draw(&mut normals, &[1 + 64 * 5]), draw(&mut normals, &[65])];
     check("rms_norm off by one", &inputs, 1.0, &|x| {
         ops::rms_norm(&x[0].narrow(0, 1, 320)?.reshape((5, 64))?, &x[1].narrow(0, 1, 64)?, 1e-6)
@@ -152,7 +154,8 @@ fn rms_norm_takes_a_weight_of_another_type() -> Result<()> {
             Ok(vec![values(&out)?, grad(&x)?, grad(&weight)?])
         };
         for (got, expected) in results(&gpu())?.iter().zip(&results(&Device::Cpu)?) {
-            // Both round the output, which is the gradient too, and then the result: on a tie to different sides.
+            // Both devices round the output, which is also the gradient, and then the result: a tie may round to
+            // different sides.
             let limit = 4.0 * rounding(of_x).max(rounding(of_weight));
             let error = relative_l2(got, expected);
             assert!(error <= limit, "{of_x:?}, {of_weight:?}: {error:.1e}");
@@ -177,7 +180,7 @@ fn rms_norm_of_huge_elements_does_not_overflow() -> Result<()> {
     Ok(())
 }
 
-/// Shapes for the rotations: heads of a lane, of lanes whose number is not a power of two, of a warp and more.
+/// Shapes for the rotations: heads for one lane, for a number of lanes that is not a power of two, for a warp and more.
 const HEADS: [(usize, usize, usize, usize); 9] = [
     (1, 1, 1, 2),
     (2, 5, 3, 6),
@@ -206,7 +209,7 @@ fn rope() -> Result<()> {
                 let (cos, sin) = tables(&x[0], sequence, d)?;
                 ops::rope(&x[0], &cos, &sin, style)
             })?;
-            // Heads first, as other libraries have it: read where they lie. Channels first: copied.
+            // Heads first, as in other libraries, is read in place. Channels first is copied.
             for (dims, order) in
                 [([batch, heads, sequence, d], [0, 2, 1, 3]), ([batch, d, heads, sequence], [0, 3, 2, 1])]
             {
@@ -270,7 +273,8 @@ fn swiglu() -> Result<()> {
 #[ignore = "needs a GPU"]
 fn embedding() -> Result<()> {
     let mut normals = Normals::new(6);
-    // Ids that are all one, rare, and frequent in part: runs within a piece of 32, over many, and over tiles of 2048.
+    // Ids that are all equal, rare, and partly frequent: runs of equal ids within a chunk of 32, over many chunks, and
+    // over tiles of 2048.
     let one = |_: usize, _: usize| 0;
     let spread = |n: usize, rows: usize| n * 7919 % rows;
     let skewed = |n: usize, rows: usize| if n.is_multiple_of(3) { rows / 2 } else { n * n % rows };
@@ -336,7 +340,7 @@ fn cross_entropy() -> Result<()> {
         ops::cross_entropy(&x[0].t()?, &targets, CrossEntropy::default())
     })?;
 
-    // Classes that are masked out have no part in the loss.
+    // Masked classes do not contribute to the loss.
     let mut row = vec![f32::NEG_INFINITY; 4096];
     (row[5], row[4000]) = (0.5, 0.5);
     let logits = Tensor::from_vec(row, (1, 4096), &gpu())?;
@@ -346,8 +350,8 @@ fn cross_entropy() -> Result<()> {
     Ok(())
 }
 
-/// Logits are rounded to the type before the softmax, whose error is then `|logit|` roundings, here up to three; their
-/// gradients are rounded, and the product; and the product again after its scaling.
+/// Logits are rounded to the type before the softmax, whose error is then `|logit|` roundings, here up to three; the
+/// gradients of the logits are rounded, and the matmul, and the matmul again after scaling.
 const LINEAR_ROUNDINGS: f64 = 6.0;
 
 #[test]
@@ -409,7 +413,7 @@ fn linear_cross_entropy_leaves_a_frozen_side_alone() -> Result<()> {
     Ok(())
 }
 
-/// What a user reads is the same on both devices.
+/// Error messages are the same on both devices.
 #[test]
 #[ignore = "needs a GPU"]
 fn messages() -> Result<()> {

@@ -1,4 +1,4 @@
-//! Selected blocks, the linear tail, the mixture and the router on a GPU, against f64 and the CPU.
+//! Selected blocks, the linear tail, the mixture and the router on a GPU, compared with f64 and the CPU.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_sage::ops::{Alpha, Tail};
@@ -71,7 +71,7 @@ fn selected_blocks_of_every_scheme() -> Result<()> {
     Ok(())
 }
 
-/// Lists of every length, from none to all, and a block that everyone lists.
+/// Lists of every length, from empty to all blocks, and a block in every list.
 #[test]
 #[ignore = "needs a GPU"]
 fn lists_of_uneven_lengths() -> Result<()> {
@@ -94,7 +94,8 @@ fn lists_of_uneven_lengths() -> Result<()> {
     Ok(())
 }
 
-/// Blocks of keys that so many list that the backward cuts their users into parts, but not where gradients must repeat.
+/// Key blocks that so many query blocks select that the backward splits these query blocks among thread blocks, except
+/// where gradients must be reproducible.
 #[test]
 #[ignore = "needs a GPU"]
 fn lists_of_users_that_are_cut() -> Result<()> {
@@ -108,7 +109,7 @@ fn lists_of_users_that_are_cut() -> Result<()> {
     for (seed, mut case) in cases.into_iter().enumerate() {
         case.draw(1.0, seed as u64);
         case.round_to(DType::BF16)?;
-        // Of every three queries' blocks two list the first block, and all the fifth and the last ones.
+        // Two of every three query blocks select block 0, and all of them select block 5 and the last block.
         let selection = Selection::from_lists(&case.shape(), BLOCKS, &Device::Cpu, |at| {
             let wanted =
                 |block: usize| block + 1 == at.candidates || block == 5 || (block == 0 && at.block % 3 > 0);
@@ -127,10 +128,10 @@ fn lists_of_users_that_are_cut() -> Result<()> {
                 let got = case.run_on(&device, &attention, DType::BF16)?;
                 let what = format!("{scheme}, {:?}", case.shape());
                 check_against(&what, scheme, DType::BF16, &got, [&exact, &cpu], case.lens.1);
-                // Sums in f32 are rounded in another order: an element of dK or dV that lies at a midpoint of bf16 may fall on
-                // its other side, 2^-8 apart, which few do. Where SageBwd's backward of sm_80 runs, for smoothed Q, dK is summed
-                // on top of a large number that is subtracted every few tiles, and at the end of a part: its roundings are
-                // of the size of one to 16 bit.
+                // f32 sums are rounded in another order: a few elements of dK or dV near a midpoint of bf16 round to
+                // its other side, 2^-8 apart. SageBwd's sm_80 backward, which runs for smoothed Q, adds dK to a large
+                // number that it subtracts every few tiles and at the end of a part: its roundings are as large as one
+                // rounding to 16 bit.
                 for ((part, whole), name) in got.iter().zip(&whole).skip(2).zip(["dK", "dV"]) {
                     let error = relative_l2(part, whole);
                     assert!(error < 2f64.powi(-9), "{name} of {what}: {error:.2e}");
@@ -162,7 +163,7 @@ fn gradients_over_lists_repeat_to_the_bit_when_asked_to() -> Result<()> {
     Ok(())
 }
 
-/// Both ways to the output and the gradients, against f64; gives back the case.
+/// Compares the output and the gradients, with and without autograd, with f64; returns the case.
 fn check_sla2(mut problem: Problem, (dtype, limit): (DType, f64)) -> Result<Case> {
     problem.case.round_to(dtype)?;
     let (ways, exact) = (problem.run_on(&gpu(), dtype)?, problem.exact());
@@ -183,9 +184,9 @@ fn random_problem(mut case: Case, seed: u64, tail: Tail, alpha: Alpha) -> Result
     Ok(Problem { case, selection, theta, tail, alpha })
 }
 
-/// Features, states and products in 16 bit: each rounds by 2^-9 (bf16) or 2^-12 (f16) at most, and a gradient has five of
-/// them behind it, or seven where a state is put together from chunks; being independent, they add up as squares. dtheta is
-/// a sum of products of both branches' errors with dO.
+/// Features, states and matmuls are in 16 bit: each rounds by at most 2^-9 (bf16) or 2^-12 (f16). A gradient follows
+/// five of these roundings, or seven if a state is combined from chunks; they are independent, so their squares add up.
+/// dtheta is a sum of products of both branches' errors with dO.
 fn limits() -> [(DType, f64); 2] {
     [(DType::BF16, 5.0 * 2f64.powi(-9)), (DType::F16, 5.0 * 2f64.powi(-12))]
 }
@@ -193,7 +194,8 @@ fn limits() -> [(DType, f64); 2] {
 #[test]
 #[ignore = "needs a GPU"]
 fn sla2_follows_f64() -> Result<()> {
-    // So many heads that a chunk of the tail has several blocks. In f64 they take half a minute of a core: once is enough.
+    // Enough heads that a chunk of the tail has several blocks. In f64 this takes half a minute on a core, so it runs
+    // only once.
     let many = Case::new(8, (800, 800), (8, 8), 128, true);
     for (seed, mut case) in cases().into_iter().chain([many]).enumerate() {
         if !case.causal {
@@ -211,7 +213,7 @@ fn sla2_follows_f64() -> Result<()> {
     Ok(())
 }
 
-/// Tails that candle's operators compute, in f32, so that they round less.
+/// Tails that candle's operators compute in f32, with fewer roundings.
 #[test]
 #[ignore = "needs a GPU"]
 fn sla2_with_other_tails_follows_f64() -> Result<()> {
@@ -237,8 +239,8 @@ fn inputs(case: &Case, device: &Device) -> Result<[Tensor; 3]> {
     Ok([tensor(0, true)?, tensor(1, false)?, tensor(2, false)?])
 }
 
-/// The same lists as on the CPU, the same loss within f32's rounding of other sums, and where the mass is within that of bf16
-/// operands.
+/// The lists are the same as on the CPU, the loss is equal up to f32 sums in another order, and the mass up to the
+/// rounding of bf16 operands.
 #[test]
 #[ignore = "needs a GPU"]
 fn the_router_is_that_of_the_cpu() -> Result<()> {
@@ -290,13 +292,13 @@ fn scores_that_are_equal_or_no_numbers() -> Result<()> {
     let selection = sla2.select(&router, &zeros, &zeros)?;
     assert_eq!(selection.list(0, 0, 9)?, [0, 1, 2, 9]);
     assert_eq!(selection.list(0, 0, 2)?, [0, 1, 2]);
-    // Block 5 of the keys is not a number: it counts as largest.
+    // Key block 5 is NaN, which counts as the largest score.
     let ones = Tensor::ones((1, 128, 1, 64), DType::BF16, &device)?;
     let parts = [zeros.narrow(1, 0, 640)?, (ones * f64::NAN)?, zeros.narrow(1, 768, 512)?];
     let key = Tensor::cat(&parts, 1)?;
     let selection = sla2.select(&router, &zeros, &key)?;
     assert_eq!(selection.list(0, 0, 9)?, [0, 1, 5, 9]);
-    // The nearest blocks come before it.
+    // The nearest blocks take precedence over it.
     for (nearest, list) in [(1, [0, 5, 8, 9]), (2, [5, 7, 8, 9]), (3, [6, 7, 8, 9])] {
         let selection = sla2.clone().nearest(nearest).select(&router, &zeros, &key)?;
         assert_eq!(selection.list(0, 0, 9)?, list);

@@ -1,4 +1,4 @@
-//! A kernel is built again when anything that it depends on changes.
+//! A kernel is rebuilt when anything that it depends on changes.
 
 #[path = "../../build/fingerprint.rs"]
 mod build;

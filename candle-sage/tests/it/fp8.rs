@@ -1,4 +1,4 @@
-//! FP8 matrices, their products and the linear map, against f64.
+//! FP8 matrices, their matmuls and the linear map, compared with f64.
 
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_sage::fp8::Fp8Format::{self, E4M3, E5M2};
@@ -7,14 +7,14 @@ use candle_sage::ops::{self, CrossEntropy, Fp8Copies, Fp8Linear, Fp8Matrix, Fp8S
 
 use crate::support::{Normals, f64s, relative_l2};
 
-/// The root mean square of a rounding, relative to the value: a value's error is uniform within half a spacing, which is
-/// 2^-mantissa of the power of two below it.
+/// The root mean square of a rounding error, relative to the value: the error is uniform within half a spacing, and the
+/// spacing is 2^-mantissa of the power of two below the value.
 pub(crate) fn rounding(format: Fp8Format) -> f64 {
     let spacing = if format == E4M3 { 2f64.powi(-3) } else { 2f64.powi(-2) };
     spacing / 12f64.sqrt()
 }
 
-/// Errors of two operands are independent.
+/// The error of a matmul: the errors of its two operands are independent.
 fn of_product(a: Fp8Format, b: Fp8Format) -> f64 {
     rounding(a).hypot(rounding(b))
 }
@@ -27,7 +27,7 @@ fn draw(normals: &mut Normals, dims: (usize, usize), device: &Device) -> Result<
     Tensor::from_vec(normals.vec(dims.0 * dims.1, 1.0), dims, device)
 }
 
-/// A linear map's output and gradients have the error of two roundings: not more, and not much less.
+/// A linear map's output and gradients have the error of two roundings, and not much less.
 #[test]
 fn a_linear_map_has_the_error_of_its_roundings() -> Result<()> {
     let device = Device::Cpu;
@@ -53,7 +53,7 @@ fn a_linear_map_has_the_error_of_its_roundings() -> Result<()> {
     Ok(())
 }
 
-/// A product is that of the codes' values, with the error of sums in f32: sqrt(k) 2^-24 for k terms.
+/// A matmul equals the matmul of the codes' values, up to f32 sums: sqrt(k) 2^-24 for k terms.
 #[test]
 fn a_product_is_that_of_its_codes() -> Result<()> {
     let mut normals = Normals::new(2);
@@ -97,7 +97,8 @@ pub(crate) fn cross_entropy_fp8(
     Ok([values(&loss)?, values(&dhidden)?, values(&dweight)?.iter().map(|x| x - 1.0).collect()])
 }
 
-/// The cross-entropy of quantized operands has the loss of their values, and gradients with the error of one more rounding.
+/// The cross-entropy of quantized operands equals the loss of their values, and its gradients have the error of one
+/// more rounding.
 #[test]
 fn a_cross_entropy_has_the_error_of_its_roundings() -> Result<()> {
     let mut normals = Normals::new(5);
@@ -192,7 +193,7 @@ fn what_does_not_fit_is_an_error() -> Result<()> {
     Ok(())
 }
 
-/// A NaN reaches the output, and a matrix of zeros has zeros.
+/// A NaN reaches the output, and a zero matrix stays zero.
 #[test]
 fn a_nan_is_not_hidden() -> Result<()> {
     let mut x = vec![1.0; 16 * 16];
@@ -207,8 +208,8 @@ fn a_nan_is_not_hidden() -> Result<()> {
     Ok(())
 }
 
-/// Steps of delayed scaling: the scale is that of the running maximum with a margin of 4, values beyond it saturate and are counted, and
-/// a restored state continues with the same scales.
+/// Delayed scaling: the scale follows from the running maximum with a margin of 4, values beyond it saturate and are
+/// counted, and a restored state continues with the same scales.
 #[test]
 fn scales_follow_the_largest_values() -> Result<()> {
     let scales = Fp8Scales::new(&[E4M3, E5M2], &Device::Cpu)?;
@@ -228,7 +229,7 @@ fn scales_follow_the_largest_values() -> Result<()> {
     assert_eq!(scales.largest()?.to_vec1::<f32>()?, [15.0, 3000.0]);
     scales.rescale()?;
     assert_eq!(scales.state()?, [[0.25, 15.0], [0.25, 3000.0]]);
-    // Other processes saw more; what is not finite changes nothing.
+    // Other processes had larger values; non-finite values change nothing.
     of(&scales, 0, f32::NAN)?;
     scales.set_largest(&Tensor::new(&[100f32, f32::INFINITY], &Device::Cpu)?)?;
     scales.rescale()?;
@@ -243,7 +244,7 @@ fn scales_follow_the_largest_values() -> Result<()> {
     Ok(())
 }
 
-/// On the CPU a fused operator is the plain one and a quantization.
+/// On the CPU a fused operator is the plain operator followed by quantization.
 #[test]
 fn fused_operators_are_the_plain_ones_quantized() -> Result<()> {
     let mut normals = Normals::new(4);

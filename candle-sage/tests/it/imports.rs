@@ -1,4 +1,4 @@
-//! Who imports whom is what ARCHITECTURE.md says, without circles.
+//! The imports between modules match ARCHITECTURE.md and have no cycles.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -20,7 +20,7 @@ fn allowed(text: &str, crate_name: &str) -> Imports {
     all
 }
 
-/// The names that a source has after `crate::`, alone or in braces, without comments and its tests.
+/// The names after `crate::` in a source, single or in braces, except in comments and tests.
 fn imports(source: &str) -> BTreeSet<String> {
     let code = source.split("#[cfg(test)]\nmod tests").next().unwrap_or("");
     let lines: Vec<&str> = code.lines().map(str::trim_start).filter(|line| !line.starts_with("//")).collect();
@@ -38,8 +38,8 @@ fn imports(source: &str) -> BTreeSet<String> {
     names
 }
 
-/// Adds what the files of a module import, but for those that are tests as a whole. What is not a module of the crate is
-/// something of its root.
+/// Adds the imports of a module's files, except files that contain only tests. An imported name that is not a module
+/// belongs to the crate's root.
 fn read(folder: &Path, module: Option<&str>, all: &mut Imports) {
     for entry in std::fs::read_dir(folder).expect("sources").map(|entry| entry.expect("an entry").path()) {
         let name = entry.file_stem().and_then(|name| name.to_str()).expect("a name").to_string();
@@ -57,7 +57,7 @@ fn read(folder: &Path, module: Option<&str>, all: &mut Imports) {
     }
 }
 
-/// Whether a module can be reached from itself.
+/// A module that can be reached from itself.
 fn circle(all: &Imports) -> Option<String> {
     all.keys()
         .find(|start| {
@@ -96,7 +96,8 @@ fn modules_import_what_the_architecture_says() {
     }
 }
 
-/// What the files of a folder import from each other: `super::x` in `folder/a.rs` is a file of the folder, and in `folder/b/c.rs` of `b`.
+/// The imports between the files of a folder: `super::x` is a file of the folder in `folder/a.rs`, and of `b` in
+/// `folder/b/c.rs`.
 fn read_inside(folder: &Path, module: Option<&str>, all: &mut Imports) {
     for entry in std::fs::read_dir(folder).expect("sources").map(|entry| entry.expect("an entry").path()) {
         let name = entry.file_stem().and_then(|name| name.to_str()).expect("a name").to_string();
@@ -108,7 +109,7 @@ fn read_inside(folder: &Path, module: Option<&str>, all: &mut Imports) {
         } else {
             let source = std::fs::read_to_string(&entry).expect("a source");
             let within = if module.is_some() { "super::super::" } else { "super::" };
-            // Absolute paths do not occur inside of a folder but from deeper ones.
+            // Inside of a folder only deeper folders use absolute paths.
             let source =
                 source.replace("crate::cuda::", "super::super::").replace("crate::model::", "super::super::");
             let (module, plain) = (module.unwrap_or(&name), source.replace("crate::", "elsewhere::"));

@@ -1,21 +1,21 @@
-//! No file and no function is longer than a reader takes in at once, in both crates, the kernels, the examples and the scripts. (Functions
-//! of Rust: clippy's `too_many_lines`, with the number in `clippy.toml`.)
+//! Limits the length of files and functions in both crates, the kernels, the examples and the scripts. (Functions of
+//! Rust: clippy's `too_many_lines`, with the number in `clippy.toml`.)
 
 use std::path::{Path, PathBuf};
 
 const FOLDERS: [&str; 7] = ["candle-sage", "sage-train", "kernels", "python", "examples", "scripts", "xtask"];
 const EXTENSIONS: [&str; 6] = ["rs", "cu", "cuh", "cc", "h", "py"];
 
-/// The most lines of a file.
+/// Largest number of lines of a file.
 const FILE: usize = 450;
 
-/// The most lines of a function of CUDA C++ or Python.
+/// Largest number of lines of a function in CUDA C++ or Python.
 const FUNCTION: usize = 80;
 
-/// Adds the sources below a folder, but for what builds have made.
+/// Adds the sources below a folder, except build outputs.
 fn sources(folder: &Path, all: &mut Vec<PathBuf>) {
     for entry in std::fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("an entry")) {
-        // A link, as candle-sage/kernels is one, leads to a folder that is read in its own place.
+        // A link, such as candle-sage/kernels, is skipped: its target is read at its own path.
         let (path, kind) = (entry.path(), entry.file_type().expect("a type"));
         if kind.is_dir() && entry.file_name() != "target" {
             sources(&path, all);
@@ -43,7 +43,8 @@ fn indentation(line: &str) -> usize {
     line.len() - line.trim_start().len()
 }
 
-/// The first lines and the lengths of the functions of a formatted source: a function's last line has the indentation of its first.
+/// The first lines and the lengths of the functions of a formatted source: a function's last line has the indentation
+/// of its first.
 fn functions(text: &str, is_python: bool) -> Vec<(String, usize)> {
     let lines: Vec<&str> = text.lines().collect();
     let begins = |line: &str| {
@@ -64,7 +65,7 @@ fn functions(text: &str, is_python: bool) -> Vec<(String, usize)> {
         ];
         match is_python {
             true => code.starts_with("def "),
-            // Constructors end in a list of members, and lambdas belong to the function around them.
+            // Excludes constructors with a list of members, and lambdas, which belong to the function around them.
             false => {
                 code.ends_with('{')
                     && code.contains(')')

@@ -1,4 +1,4 @@
-//! The log-sum-exps of attention, and their gradient, against candle's operators in f64.
+//! The log-sum-exps of attention and their gradient, compared with candle's operators in f64.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_sage::{Attention, AttnQat, Packing, SageBwd, Scheme, Smoothing};
@@ -25,7 +25,7 @@ impl Case {
         }
     }
 
-    /// Minus infinity where a query does not see a key, (tokens, tokens).
+    /// A mask with minus infinity where a query does not see a key, (tokens, tokens).
     fn mask(&self) -> Result<Tensor> {
         let document = |token: usize| self.documents.iter().filter(|start| **start <= token).count();
         let sees = |i: usize, j: usize| document(i) == document(j) && (!self.causal || j <= i);
@@ -60,7 +60,8 @@ fn flat(x: &Tensor) -> Result<Vec<f64>> {
     x.to_dtype(DType::F64)?.to_device(&Device::Cpu)?.flatten_all()?.to_vec1()
 }
 
-/// Checks the log-sum-exps by their largest error, and the gradients of `sum(out o a) + sum(lse o b)` relative to their norm.
+/// Checks the largest error of the log-sum-exps, and the errors of the gradients of `sum(out o a) + sum(lse o b)`
+/// relative to their norm.
 fn check(case: &Case, scheme: Scheme, (device, dtype): (&Device, DType), limits: [f64; 2]) -> Result<()> {
     let mut normals = Normals::new(61);
     let mut draw = |dims: &[usize], dtype| {
@@ -68,7 +69,7 @@ fn check(case: &Case, scheme: Scheme, (device, dtype): (&Device, DType), limits:
     };
     let dims = |heads| [case.batch, case.tokens, heads, case.head_dim];
     let [queries, keys] = case.heads;
-    // Rounded to the element type once, for both sides.
+    // Rounded to the element type once, for both computations.
     let inputs = [draw(&dims(queries), dtype)?, draw(&dims(keys), dtype)?, draw(&dims(keys), dtype)?];
     let of_out = draw(&dims(queries), dtype)?;
     let of_lse = draw(&[case.batch, queries, case.tokens], DType::F32)?;
@@ -98,7 +99,8 @@ fn check(case: &Case, scheme: Scheme, (device, dtype): (&Device, DType), limits:
         let error = relative_l2(&of(&gradients, var)?, &of(&exact, wide)?);
         assert!(error < limits[1], "{name}: gradient {n} is off by {error:e}");
     }
-    // Outside candle's graph the same, to the bit, and without a gradient of the log-sum-exps as before.
+    // Without autograd the results are bit-identical, and equal to those of the plain call if the log-sum-exps have no
+    // gradient.
     let (again, vjp) = case.attention(scheme).deterministic(true).vjp(&q, &k, &v)?;
     assert_eq!((flat(&again)?, flat(&vjp.lse()?)?), (flat(&out)?, flat(&lse)?), "{name}");
     let (of_out, of_lse) = (of_out.to_device(device)?, of_lse.to_device(device)?);
@@ -124,7 +126,7 @@ fn cases(head_dim: usize) -> [Case; 4] {
     ]
 }
 
-/// f32 keeps 1e-5; INT8 scores are off by about 1 %, FP4 by more (as without a log-sum-exp).
+/// f32 is exact to 1e-5; INT8 scores are off by about 1 %, FP4 by more (as without a log-sum-exp).
 #[test]
 fn log_sum_exps_and_their_gradients() -> Result<()> {
     let cpu = (&Device::Cpu, DType::F32);
@@ -154,8 +156,8 @@ fn cuda_log_sum_exps_and_their_gradients() -> Result<()> {
     Ok(())
 }
 
-/// Two halves of the keys, weighted by their log-sum-exps, are the whole, and so are the gradients; a query that sees no key of a half has
-/// minus infinity there.
+/// The outputs for two halves of the keys, weighted by their log-sum-exps, combine to the output for all keys, and so
+/// do the gradients. A query that sees no key of a half has a log-sum-exp of minus infinity there.
 #[test]
 fn parts_make_the_whole() -> Result<()> {
     let mut normals = Normals::new(63);

@@ -1,4 +1,4 @@
-//! Everything that can be checked from outside, in one test binary.
+//! Tests of the public interface, in one test binary.
 
 mod attention;
 mod attn_qat;

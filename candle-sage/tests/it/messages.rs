@@ -1,4 +1,4 @@
-//! What a user reads when a call cannot be done.
+//! Error messages of calls that cannot be computed.
 
 use std::collections::HashMap;
 
@@ -19,10 +19,10 @@ fn attend(attention: Attention, q: &[usize], k: &[usize], v: &[usize]) -> Result
     attention.apply(&zeros(q), &zeros(k), &zeros(v))
 }
 
-/// What was asked for, and what came.
+/// A description of the call, and its result.
 type Case = (&'static str, Result<Tensor>);
 
-/// Dimensions that every scheme takes.
+/// Dimensions that every scheme supports.
 const GOOD: [usize; 4] = [1, 4, 2, 16];
 
 fn plain() -> Attention {
@@ -33,7 +33,7 @@ fn ids(ids: &[i64]) -> Tensor {
     Tensor::new(ids, &Device::Cpu).expect("ids")
 }
 
-/// Schemes, shapes and types that attention does not take.
+/// Schemes, shapes and types that attention does not support.
 fn attention() -> Vec<Case> {
     vec![
         ("a gradient of FP4 products", {
@@ -212,7 +212,7 @@ fn maps() -> [Linear; 4] {
     [linear(32, 32), linear(16, 32), linear(16, 32), linear(32, 32)]
 }
 
-/// Layers of parts that do not fit together.
+/// Layers whose parts do not fit together.
 fn layers() -> Vec<Case> {
     let layer = |config, maps, norms| {
         SelfAttention::new(config, plain().causal(true), maps, norms).map(|_| zeros(&[1]))

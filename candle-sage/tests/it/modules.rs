@@ -1,4 +1,4 @@
-//! The `nn` modules: every parameter gets a gradient, and attention sees the past only.
+//! The `nn` modules: every parameter gets a gradient, and attention sees only the past.
 
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
@@ -73,7 +73,7 @@ fn a_later_token_changes_nothing_before_it() -> Result<()> {
     Ok(())
 }
 
-/// A layer of random weights, biases too, rotary tables for 80 tokens, and an input of two sequences of 70.
+/// A layer with random weights and biases, rotary tables for 80 tokens, and an input of two sequences of 70 tokens.
 fn decoder(attention: Attention, biases: Biases) -> Result<(SelfAttention, Rotary, Tensor)> {
     let (device, vars) = (Device::Cpu, VarMap::new());
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &device);
@@ -98,7 +98,7 @@ fn decoding_with_a_cache_is_the_forward_of_the_whole() -> Result<()> {
         let causal = Attention::new(Scheme::FullPrecision).causal(true);
         let (layer, rotary, x) = decoder(causal, biases)?;
         let whole = layer.forward(&x, &rotary)?;
-        // Memory for fewer tokens than come: the cache grows. One step is of two tokens.
+        // The cache has memory for fewer tokens than it receives, and grows. One step has two tokens.
         let mut cache = layer.cache(24);
         let mut outs = vec![layer.forward_cached(&x.narrow(1, 0, prompt)?, &rotary, &mut cache)?];
         let mut at = prompt;
@@ -108,7 +108,7 @@ fn decoding_with_a_cache_is_the_forward_of_the_whole() -> Result<()> {
             at += count;
         }
         assert_eq!(cache.current_seq_len(), 70);
-        // Sums of at most 70 terms in another order: some units of 2^-24 each.
+        // Sums of at most 70 terms in another order differ by some units of 2^-24.
         let error = apart(&Tensor::cat(&outs, 1)?, &whole)?;
         assert!(error < 2e-6, "{biases:?}, prompt of {prompt}: {error}");
         assert!(!outs[0].track_op());
@@ -131,7 +131,7 @@ fn a_prompt_goes_through_the_layers_own_attention_and_what_follows_through_full_
     let (of_prompt, by_default) = last(&layer)?;
     assert_eq!(apart(&of_prompt, &layer.forward(&prompt, &rotary)?)?, 0.0);
     assert!(apart(&by_default, &exact)? < 2e-6);
-    // INT8 is asked for, and is what comes: its codes are off by more than that, and by no more than INT8 is.
+    // The call uses INT8 as requested: the error is larger than that of f32, and at most that of INT8.
     let error = apart(&last(&layer.decoding(int8))?.1, &exact)?;
     assert!((1e-5..0.1).contains(&error), "{error}");
     Ok(())
@@ -143,7 +143,7 @@ fn caches_that_cannot_be_right_are_refused() -> Result<()> {
     let refused = layer.forward_cached(&x, &rotary, &mut layer.cache(70));
     insta::assert_snapshot!(refused.expect_err("not causal"));
     let (layer, rotary, x) = decoder(Attention::default().causal(true), Biases::None)?;
-    // Along the dimension of models that have heads first.
+    // A cache along the dimension of models with heads first.
     let refused = layer.forward_cached(&x, &rotary, &mut KvCache::new(2, 70));
     insta::assert_snapshot!(refused.expect_err("another dimension"));
     let mut cache = layer.cache(70);
@@ -168,7 +168,7 @@ fn llama_3_stretches_slow_angles() -> Result<()> {
     let stretched = rope_tables_llama3(2, head_dim, base, scaling, &Device::Cpu)?;
     for i in 0..head_dim / 2 {
         let (before, after) = (angle(plain.clone(), i)?, angle(stretched.clone(), i)?);
-        // In wavelengths, as the model's authors say it.
+        // In wavelengths, as in the description by the model's authors.
         let wavelength = std::f64::consts::TAU / before;
         let expected = if wavelength < 8192.0 / 4.0 {
             before
@@ -185,7 +185,8 @@ fn llama_3_stretches_slow_angles() -> Result<()> {
     Ok(())
 }
 
-/// Without a rotary embedding the order of earlier tokens does not matter to the last one; with one it does. A cache gives the same outputs.
+/// Without a rotary embedding the order of earlier tokens does not affect the last token; with a rotary embedding it
+/// does. A cache gives the same outputs.
 #[test]
 fn positions_may_come_from_elsewhere() -> Result<()> {
     let device = Device::Cpu;

@@ -1,4 +1,5 @@
-//! The moves of docs/moving.md that need candle-nn alone: the numbers of the code that they replace. examples/moving has whole models.
+//! The migrations in docs/moving.md that need only candle-nn: they give the numbers of the code that they replace.
+//! examples/moving has complete models.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -12,7 +13,7 @@ use candle_sage::{flash_attn, flash_attn_varlen};
 
 use crate::support::Normals;
 
-/// Sums of at most 24 terms in another order: some units of 2^-24 each.
+/// Sums of at most 24 terms in another order differ by some units of 2^-24.
 const F32: f32 = 2e-6;
 
 /// Query, key and value, (batch, heads, sequence, head_dim), of 4 query and 2 key heads.
@@ -30,7 +31,7 @@ fn sequence_first(batch: usize, queries: usize, keys: usize) -> Result<[Tensor; 
     Ok([q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?])
 }
 
-/// Causal attention as candle-transformers has it: keys repeated, mask, softmax, (batch, heads, sequence, head_dim).
+/// Causal attention as in candle-transformers: repeated keys, mask, softmax, (batch, heads, sequence, head_dim).
 fn composed(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
     let (batch, heads, queries, head_dim) = q.dims4()?;
     let (_, key_heads, keys, _) = k.dims4()?;
@@ -80,9 +81,9 @@ fn tables_that_fit_the_other_order_are_an_error_that_names_it() -> Result<()> {
     assert!(refused.to_string().contains("Rotary::forward_heads_first"), "{refused}");
     assert_eq!(ErrorKind::of(&refused), ErrorKind::Shape);
     let rotary = Rotary::from_tables(cos, sin, RopeStyle::Halves)?;
-    // 4 heads from position 21 are past 24 rows; so are 24 tokens.
+    // 4 heads from position 21 exceed 24 rows; so do 24 tokens.
     assert!(!rotary.forward(&q, 21).expect_err("past the tables").to_string().contains("heads_first"));
-    // 24 tokens from position 1 are past the tables, 4 heads are not.
+    // 24 tokens from position 1 exceed the tables, 4 heads do not.
     let refused = rotary.forward_heads_first(&q, 1).expect_err("past the tables");
     assert!(
         refused.to_string().contains("`Rotary::forward` accepts (batch, sequence, heads, head_dim)"),
@@ -119,7 +120,7 @@ fn flash_attn_of_candle_nn_has_other_conventions() -> Result<()> {
     let two = sequence_first(2, 8, 24)?;
     let out = flash_attn(&two[0], &two[1], &two[2], 0.25, true)?;
     assert!(apart(&out, &theirs(&two, AttnMask::causal())?.transpose(1, 2)?)? < F32);
-    // No gradient goes through it.
+    // It propagates no gradient.
     let tracked = [Var::from_tensor(q)?.into_inner(), k.clone(), v.clone()];
     assert!(!theirs(&tracked, AttnMask::causal())?.track_op());
     Ok(())
@@ -131,7 +132,7 @@ fn varlen_takes_cumulative_lengths() -> Result<()> {
     let [q, k, v] = [q.squeeze(0)?, k.squeeze(0)?, v.squeeze(0)?];
     let lengths = Tensor::new(&[0u32, 5, 12], &Device::Cpu)?;
     let out = flash_attn_varlen(&q, &k, &v, &lengths, &lengths, 7, 7, 0.25, true)?;
-    // candle-nn's takes the lengths themselves, and the slopes of ALiBi fourth.
+    // candle-nn's function takes the lengths themselves, and the ALiBi slopes as the fourth argument.
     let each = Tensor::new(&[5u32, 7], &Device::Cpu)?;
     let theirs = candle_nn::attention::flash_attn_varlen_cpu(
         &q, &k, &v, None, &each, &each, 7, 7, 0.25, true, None, None,

@@ -1,4 +1,4 @@
-//! Muon against its definition in f64, and the singular values of its steps.
+//! Muon compared with its definition in f64, and the singular values of its steps.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_sage::ops::{Muon, MuonMatrix, MuonScale, Orthogonalization, sum_of_squares};
@@ -24,7 +24,8 @@ fn polynomials(which: Orthogonalization) -> Vec<[f64; 3]> {
     }
 }
 
-/// The direction of a matrix in f64: `x (a + b x^T x + c (x^T x)^2)`, five times, of the matrix over its norm.
+/// The direction of a matrix in f64: `x (a + b x^T x + c (x^T x)^2)`, five times, starting from the matrix over its
+/// norm.
 fn direction(x: &[f64], rows: usize, columns: usize, which: Orthogonalization) -> Result<Vec<f64>> {
     let norm = x.iter().map(|x| x * x).sum::<f64>().sqrt();
     let x: Vec<f64> = x.iter().map(|x| if norm > 0.0 { x / norm } else { 0.0 }).collect();
@@ -54,8 +55,9 @@ const MATRICES: [MuonMatrix; 5] = [
 ];
 const PARAMETERS: usize = 130;
 
-/// Three steps from the same gradients, in f32 and by the recurrence in f64. Roundings of 2^-24 grow by the slope of the polynomials
-/// at zero, 8.3 times 4.1 times 3.9 times 3.3 times 2.3, or 2^10: to less than 1e-4. Elements between matrices do not change.
+/// Three steps from the same gradients, in f32 and by the recurrence in f64. The slopes of the polynomials at zero
+/// amplify roundings of 2^-24 by 8.3 times 4.1 times 3.9 times 3.3 times 2.3, or 2^10, to less than 1e-4. Elements
+/// between matrices do not change.
 #[test]
 fn follows_the_definition() -> Result<()> {
     for nesterov in [true, false] {
@@ -104,7 +106,7 @@ fn follows_the_definition() -> Result<()> {
     Ok(())
 }
 
-/// With NorMuon, steps of rows follow the recurrence in f64, and a matrix moves as far as without.
+/// With NorMuon, the steps of rows follow the recurrence in f64, and a matrix moves as far as without NorMuon.
 #[test]
 fn rows_are_normalized() -> Result<()> {
     let mut muon = Muon::new(1.0);
@@ -141,7 +143,7 @@ fn rows_are_normalized() -> Result<()> {
                 * (rows as f64 / columns as f64).max(1.0).sqrt();
             let moved: Vec<f64> = before[here.clone()].iter().zip(&after[here]).map(|(a, b)| a - b).collect();
             let expected: Vec<f64> = divided.iter().map(|x| x * factor).collect();
-            // As in `follows_the_definition`; the difference of weights loses a few bits.
+            // The limit of `follows_the_definition`; the difference of weights loses a few bits.
             assert!(relative_l2(&moved, &expected) < 1e-4, "{rows} x {columns}");
             first += rows;
         }
@@ -154,7 +156,8 @@ fn rows_are_normalized() -> Result<()> {
     Ok(())
 }
 
-/// Singular values from .001 of the norm on come to .84 to 1.13, or .68 to 1.21 from .003 on, whatever the norm. A diagonal matrix shows them.
+/// Polar Express maps singular values from .001 of the norm on to .84 to 1.13, and the quintic polynomial maps values
+/// from .003 on to .68 to 1.21, whatever the norm. A diagonal matrix shows them.
 #[test]
 fn singular_values_come_close_to_one() -> Result<()> {
     let values: [f32; 6] = [1.0, -0.3, 0.1, 0.03, 0.01, 0.0035];
@@ -191,7 +194,7 @@ fn singular_values_come_close_to_one() -> Result<()> {
     Ok(())
 }
 
-/// Zeros only decay; a gradient that is not finite changes nothing; what does not fit is an error.
+/// Zero gradients only decay weights; a non-finite gradient changes nothing; arguments that do not fit are errors.
 #[test]
 fn zeros_and_bad_gradients() -> Result<()> {
     let muon = settings(true, MuonScale::AdamW, Orthogonalization::PolarExpress);
@@ -223,7 +226,7 @@ fn zeros_and_bad_gradients() -> Result<()> {
             "the mean squares of rows do not fit",
         ),
         (odd.step(&state()?, &zeros, &sum, &[at(0)], Some(&zeros), None), "beta2 is out of range"),
-        // A copy is on a GPU, and directions are f32 here.
+        // Copies exist only on a GPU, and directions are f32 here.
         (muon.step(&state()?, &zeros, &sum, &[at(0)], None, Some(&zeros)), "do not fit together"),
         (
             muon.apply(&state()?, &zeros.to_dtype(DType::BF16)?, &sum, &[], None),

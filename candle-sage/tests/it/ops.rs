@@ -1,4 +1,4 @@
-//! Each operator against plain f64 arithmetic, its gradients against central differences of that.
+//! Each operator compared with plain f64 arithmetic, and its gradients with central differences of the f64 result.
 
 mod norms;
 
@@ -140,7 +140,7 @@ fn qk_norm_rope() -> Result<()> {
         }
         .check(&format!("qk_norm_rope of {d} channels, {style:?}"))?;
 
-        // In f32 nothing is lost between the two ops: the same bits.
+        // In f32 nothing is rounded between the two ops, so results are bit-identical.
         let x = Tensor::from_vec(x, dims, &Device::Cpu)?;
         let weight = Tensor::from_vec(weight, d, &Device::Cpu)?;
         let fused = ops::qk_norm_rope(&x, &weight, &cos, &sin, 1e-6, style)?;
@@ -176,7 +176,7 @@ fn exact_cross_entropy(logits: &[f64], classes: usize, targets: &[Option<usize>]
 #[test]
 fn cross_entropy() -> Result<()> {
     let targets = Tensor::from_slice(&[4u32, 18, 7, 0, 7], 5, &Device::Cpu)?;
-    // 300 classes do not fit one block of the log-sum-exp.
+    // 300 classes do not fit into one block of the log-sum-exp.
     for (classes, ignore_id, z_loss) in
         [(19, None, 0.0), (19, Some(7), 0.0), (300, None, 0.0), (19, None, 0.1), (300, Some(7), 0.01)]
     {
@@ -233,8 +233,8 @@ fn linear_cross_entropy_in_any_chunks() -> Result<()> {
     Ok(())
 }
 
-/// Work is cut into spans for threads: a large input is as good as its parts, and the gradient of a
-/// shared weight is the sum of theirs.
+/// Work is divided among threads: a large input gives the results of its parts, and the gradient of a shared weight is
+/// the sum of the parts' gradients.
 #[test]
 fn large_inputs_are_the_sum_of_their_parts() -> Result<()> {
     const PARTS: usize = 4;
@@ -279,7 +279,7 @@ fn large_inputs_are_the_sum_of_their_parts() -> Result<()> {
     Ok(())
 }
 
-/// A frozen side gets no gradient, and the other side's does not change.
+/// A frozen operand gets no gradient, and the gradient of the other operand does not change.
 #[test]
 fn linear_cross_entropy_leaves_a_frozen_side_alone() -> Result<()> {
     let mut normals = Normals::new(13);
@@ -305,7 +305,7 @@ fn linear_cross_entropy_leaves_a_frozen_side_alone() -> Result<()> {
     Ok(())
 }
 
-/// A turned bf16 tensor gives what its straight f32 copy gives, rounded once: 2^-9 of each element.
+/// A transposed bf16 tensor gives the results of its contiguous f32 copy, rounded once: 2^-9 of each element.
 #[test]
 fn sixteen_bit_and_strided_inputs() -> Result<()> {
     let mut normals = Normals::new(14);
@@ -351,7 +351,7 @@ fn sixteen_bit_and_strided_inputs() -> Result<()> {
         let high = Var::from_tensor(&turned.to_dtype(DType::F32)?)?;
         let straight = high.permute((0, 3, 1, 2))?.contiguous()?;
         let (exact, exact_grad) = run(&high, straight, &weight.to_dtype(DType::F32)?)?;
-        // swiglu's second operand is itself a rounded product, and candle adds bf16 gradients.
+        // swiglu's second operand is itself a rounded matmul, and candle adds bf16 gradients.
         for (what, got, exact) in [("output", out, exact), ("gradient", grad, exact_grad)] {
             let error = relative_l2(&got, &exact);
             assert!(error < 3.0 * 2f64.powi(-9), "{name}: {what} off by {error:e}");

@@ -1,4 +1,4 @@
-//! candle's optimizers over our updates, against candle-nn's AdamW and against the ops.
+//! Our optimizers with candle's interface, compared with candle-nn's AdamW and with the ops.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW, VarMap};
@@ -16,7 +16,7 @@ fn values(variable: &Var) -> Result<Vec<f32>> {
     variable.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
 }
 
-/// The course of candle-nn's AdamW, which has no clipping and whose weight decay is of all tensors, in f32: roundings of some ten
+/// AdamW follows candle-nn's AdamW, which has no clipping and decays all tensors, up to f32 roundings of about ten
 /// operations a step, each of at most 2^-24.
 #[test]
 fn adamw_follows_candles() -> Result<()> {
@@ -46,8 +46,9 @@ fn adamw_follows_candles() -> Result<()> {
     Ok(())
 }
 
-/// Variables of 16 bit learn what they cannot represent in one step: their weights are kept in f32. A variable without a gradient, and
-/// vectors under weight decay alone, stay as they are; after a gradient that is not finite all do.
+/// 16-bit variables accumulate steps that are too small for 16 bit, because their weights are stored in f32. A variable
+/// without a gradient, and vectors under only weight decay, do not change; after a non-finite gradient no variable
+/// does.
 #[test]
 fn weights_are_kept_in_f32() -> Result<()> {
     let normals = &mut Normals::new(7);
@@ -62,7 +63,8 @@ fn weights_are_kept_in_f32() -> Result<()> {
             let loss = narrow.to_dtype(DType::F32)?.sum_all()?;
             optimizer.backward_step(&(loss + vector.affine(0.0, 0.0)?.sum_all()?)?)?;
         }
-        // A step of 1e-4 is less than half of the distance to the next number below 1, .002 and .0002; all hundred are 1e-2, and decay .005.
+        // A step of 1e-4 is less than half of the distance from 1 to the next smaller number, .002 and .0002; a hundred
+        // steps add up to 1e-2, and weight decay to .005.
         assert!(values(&narrow)?.iter().all(|w| (w - 0.985).abs() < 3e-3), "{:?}", values(&narrow)?);
         assert_eq!([values(&vector)?, values(&other)?], before);
         let bad = (narrow.to_dtype(DType::F32)?.sum_all()? * f64::INFINITY)?;
@@ -73,7 +75,8 @@ fn weights_are_kept_in_f32() -> Result<()> {
     Ok(())
 }
 
-/// Muon's matrices move as those of the op, together or alone; embeddings and vectors as under AdamW with the norm of all gradients.
+/// Muon's matrices move as with the op, together or separately; embeddings and vectors move as with AdamW and the norm
+/// of all gradients.
 #[test]
 fn muon_is_that_of_the_op() -> Result<()> {
     let normals = &mut Normals::new(9);

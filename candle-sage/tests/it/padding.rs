@@ -1,4 +1,4 @@
-//! Padded batches as packed documents: the shape of BERT, against attention with a mask, with gradients.
+//! Padded batches as packed documents, in a model like BERT: outputs and gradients compared with masked attention.
 
 use candle_core::{D, DType, Device, Module, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
@@ -12,7 +12,8 @@ const HEADS: usize = 2;
 const HEAD_DIM: usize = 16;
 const WIDTH: usize = HEADS * HEAD_DIM;
 
-/// A layer of BERT: attention to the whole text, and a feed-forward network, each with a layer norm behind the residual sum.
+/// A layer of BERT: attention to the whole text and a feed-forward network, each followed by a residual sum and a layer
+/// norm.
 struct Layer {
     query_key_value: Linear,
     output: Linear,
@@ -44,7 +45,7 @@ impl Layer {
     }
 }
 
-/// Attention with a mask, (batch, sequence), in candle's operators.
+/// Attention with a mask, (batch, sequence), from candle's operators.
 fn masked([q, k, v]: [&Tensor; 3], mask: &Tensor) -> Result<Tensor> {
     let first = |x: &Tensor| x.transpose(1, 2)?.contiguous();
     let (q, k, v) = (first(q)?, first(k)?, first(v)?);
@@ -57,8 +58,8 @@ fn draw(normals: &mut Normals, dims: &[usize]) -> Result<Tensor> {
     Tensor::from_vec(normals.vec(dims.iter().product(), 1.0), dims, &Device::Cpu)
 }
 
-/// Outputs of real tokens and all gradients are those of the padded batch with a mask; f32 keeps 1e-5 through two layers. Padding on the left, on the right, and a
-/// row of padding alone.
+/// Outputs of real tokens and all gradients equal those of the padded batch with a mask, up to 1e-5 in f32 through two
+/// layers. Padding is on the left, on the right, and over a whole row.
 #[test]
 fn a_packed_bert_is_the_padded_one() -> Result<()> {
     let masks: [&[u8]; 4] = [&[1, 1, 1, 0, 0, 0, 0], &[0, 0, 1, 1, 1, 1, 1], &[0; 7], &[1, 1, 1, 1, 1, 1, 1]];
@@ -94,14 +95,14 @@ fn a_packed_bert_is_the_padded_one() -> Result<()> {
         let of =
             |gradients: &candle_core::backprop::GradStore| flat(gradients.get(variable).expect("a gradient"));
         let error = relative_l2(&of(&got)?, &of(&expected)?);
-        // A bias of keys moves all logits of a query alike: its gradient is the rounding error of zero.
+        // A bias of keys shifts all logits of a query equally, so its gradient is only rounding error.
         let vanishes = variable.dims() == [3 * WIDTH];
         assert!(error < if vanishes { 1e-4 } else { 1e-5 }, "{:?}: {error:e}", variable.dims());
     }
     Ok(())
 }
 
-/// In every scheme a text has the output that it has alone.
+/// In every scheme a text in a batch has the same output as a single text.
 #[test]
 fn a_text_in_a_batch_is_as_good_as_alone() -> Result<()> {
     let lengths = [70usize, 0, 3, 100];

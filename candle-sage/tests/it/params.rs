@@ -1,4 +1,5 @@
-//! The kernels' arguments are read from their headers, and what the host could not read as the device does is an error.
+//! The kernels' arguments are parsed from their headers; declarations that the host could read differently than the
+//! device are errors.
 
 #[path = "../../build/params.rs"]
 mod build;

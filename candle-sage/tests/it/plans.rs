@@ -1,4 +1,4 @@
-//! The table of plans is read as the kernels include it, and what cannot be read is named.
+//! The table of plans is parsed as the kernels include it, and errors name what cannot be parsed.
 
 #[path = "../../build/plans.rs"]
 mod build;

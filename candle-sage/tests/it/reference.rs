@@ -1,4 +1,4 @@
-//! The oracle itself, by central differences.
+//! The oracle's own gradients, compared with central differences.
 
 use candle_sage::{AttentionShape, Packing, reference};
 

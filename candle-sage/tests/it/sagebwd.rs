@@ -1,4 +1,4 @@
-//! The accuracy that SageBwd promises.
+//! The accuracy of SageBwd.
 
 use candle_core::{DType, Result};
 use candle_sage::{Granularity, Int8Products, KeyMean, SageBwd, Scheme, Smoothing};
@@ -11,9 +11,9 @@ fn sage() -> SageBwd {
     SageBwd::default()
 }
 
-/// Table 1 of arXiv 2603.02170, sigma 1, 3, 5: no column more than 10 % above the published figure,
-/// and none so far below it that another quantity must have been measured. (dK at sigma 1 is about
-/// 15 % more accurate than published, the rest lies within 10 % on both sides.)
+/// Table 1 of arXiv 2603.02170, sigma 1, 3, 5: no column is more than 10 % above the published figure, nor so far below
+/// it that another quantity must have been measured. (dK at sigma 1 is about 15 % more accurate than published, the
+/// rest is within 10 % on both sides.)
 #[test]
 fn errors_reproduce_the_published_table() -> Result<()> {
     const SEEDS: u64 = 6;
@@ -37,9 +37,10 @@ fn errors_reproduce_the_published_table() -> Result<()> {
     Ok(())
 }
 
-/// What each set of INT8 matmuls costs at sigma 1, where codes of gradients show, and at sigma 5, where the logits' codes decide.
-/// Simulated at sigma 1, D 64 (dQ, dK, dV): .0146, .0119, .0108 with S alone, where dQ is made from K's codes; from K itself it
-/// is as exact as dK. Without S in the backward P is not what the forward had, and its rows do not sum to one.
+/// The error of each set of INT8 matmuls at sigma 1, where quantized gradients dominate, and at sigma 5, where
+/// quantized logits dominate. Simulated at sigma 1, D 64 (dQ, dK, dV): .0146, .0119, .0108 with only S, where dQ is
+/// computed from quantized K; from K itself dQ is as exact as dK. Without S in the backward P differs from the
+/// forward's P, and its rows do not sum to one.
 #[test]
 fn products_that_are_left_out_are_more_accurate() -> Result<()> {
     const SEEDS: u64 = 6;
@@ -63,7 +64,7 @@ fn products_that_are_left_out_are_more_accurate() -> Result<()> {
         Int8Products::FORWARD_AND_S.dv(true).dk(true),
         Int8Products::PAPER,
     ];
-    // Each step quantizes one more product, which changes that one's gradient and no other.
+    // Each step quantizes one more matmul, which changes only the gradient that this matmul computes.
     for (pair, changed) in steps.windows(2).zip([3, 2, 1]) {
         let (before, after) = (errors(pair[0], 1.0)?, errors(pair[1], 1.0)?);
         for n in 0..4 {
@@ -80,7 +81,8 @@ fn products_that_are_left_out_are_more_accurate() -> Result<()> {
         }
     }
     assert_eq!(paper[0].to_bits(), errors(Int8Products::FORWARD, 1.0)?[0].to_bits(), "one forward");
-    // With S alone what codes of P and V cost disappears, in O, and in dQ and dK by way of delta = rowsum(dO o O).
+    // With only S in INT8 the errors from quantized P and V disappear, in O, and in dQ and dK through delta = rowsum(dO
+    // o O).
     let scores = errors(Int8Products::SCORES, 1.0)?;
     assert!(scores[0] < 0.8 * with_s[0], "{scores:.4?} and {with_s:.4?}");
     for n in 1..4 {
@@ -94,8 +96,8 @@ fn products_that_are_left_out_are_more_accurate() -> Result<()> {
     Ok(())
 }
 
-/// One scale a tile costs a factor of two at sigma 1 (simulated: .0376, .0378, .0365 for d 128),
-/// and groups lie in between, in order of their size.
+/// One scale per tile doubles the error at sigma 1 (simulated: .0376, .0378, .0365 for d 128), and groups are in
+/// between, in order of their size.
 #[test]
 fn coarser_scales_are_less_accurate_at_sigma_one() -> Result<()> {
     let granularities =
@@ -118,8 +120,8 @@ fn coarser_scales_are_less_accurate_at_sigma_one() -> Result<()> {
     Ok(())
 }
 
-/// A vector added to every key leaves softmax and gradients as they are. With smoothing the errors
-/// stay; without it the codes are spent on the mean (simulated for std 10: dQ .189, O .0585).
+/// A vector added to every key does not change softmax and gradients. With smoothing the errors do not change; without
+/// it the mean uses up the INT8 range (simulated for std 10: dQ .189, O .0585).
 #[test]
 fn smoothing_takes_out_a_key_bias() -> Result<()> {
     let mut case = Case::new(1, (1024, 1024), (1, 1), 128, false);
@@ -136,9 +138,9 @@ fn smoothing_takes_out_a_key_bias() -> Result<()> {
     Ok(())
 }
 
-/// A mean of 64 of 1024 keys serves as well as the mean of all keys: with keys alike, with a bias of ten times their size, and with one that
-/// grows along the sequence. Errors are at most 3 % larger (where the bias grows some are smaller, since neither mean fits all keys);
-/// without smoothing the bias costs 5 times as much in dQ.
+/// A mean of 64 of 1024 keys works as well as the mean of all keys: for keys without a bias, with a bias of ten times
+/// their size, and with a bias that grows along the sequence. Errors are at most 3 % larger (where the bias grows some
+/// are smaller, because neither mean fits all keys); without smoothing the bias makes the error of dQ 5 times as large.
 #[test]
 fn a_sample_tells_the_mean_of_keys() -> Result<()> {
     let bias = crate::support::Normals::new(7).vec(128, 10.0);
@@ -158,10 +160,11 @@ fn a_sample_tells_the_mean_of_keys() -> Result<()> {
     Ok(())
 }
 
-/// A vector added to every value is added to the output and changes no gradient. With smoothing of V the errors of O and of dQ
-/// and dK, relative to those of the values without the vector, stay; without it the codes of V are spent on the vector, and what
-/// P loses in rounding is multiplied by it, in O and through delta = rowsum(dO o O) in dQ and dK. (Values are of bf16, which dP
-/// takes as they are. The vector coarsens their grid, so that a channel's rounding errors are more alike: errors may grow by 10 %.)
+/// A vector added to every value is added to the output and changes no gradient. With V smoothing the errors of O, dQ
+/// and dK are as without the vector; without it the vector uses up the INT8 range of V, and the rounding errors of P
+/// are multiplied by the vector, in O and through delta = rowsum(dO o O) in dQ and dK. (Values are bf16, which dP uses
+/// unchanged. The vector makes their bf16 grid coarser, so that a channel's rounding errors are more similar: errors
+/// may grow by 10 %.)
 #[test]
 fn smoothing_of_values_takes_out_their_mean() -> Result<()> {
     let mut case = Case::new(1, (1024, 1024), (1, 1), 128, false);
@@ -185,13 +188,14 @@ fn smoothing_of_values_takes_out_their_mean() -> Result<()> {
         assert!((smooth[n] / before[n] - 1.0).abs() < 0.1, "{}: {before:.4?} became {smooth:.4?}", NAMES[n]);
     }
     assert!(rough[0] > 2.0 * smooth[0] && rough[1] > smooth[1], "{rough:.4?} against {smooth:.4?}");
-    // dV depends on V by nothing.
+    // dV does not depend on V.
     assert_eq!(smooth[3], before[3]);
     Ok(())
 }
 
-/// A mean of other keys, which have a bias in common with these, serves as well as their own: subtracting it beforehand, without
-/// smoothing, changes no result but by the codes. Errors are within 5 % (3 % in the means of six seeds, `benches/accuracy.rs`).
+/// The mean of other keys with the same bias works as well as the keys' own mean: subtracting it beforehand, without
+/// smoothing, changes results only through quantization. Errors are within 5 % (3 % in the means of six seeds,
+/// `benches/accuracy.rs`).
 #[test]
 fn a_mean_known_beforehand_serves() -> Result<()> {
     let bias = crate::support::Normals::new(7).vec(128, 10.0);
@@ -210,8 +214,8 @@ fn a_mean_known_beforehand_serves() -> Result<()> {
     Ok(())
 }
 
-/// An additive epsilon in any scale would drown gradients of 1e-6. A power of two changes no
-/// mantissa, so that every result must scale to the bit; 1e-6 changes roundings, but not their size.
+/// An additive epsilon in any scale would swamp gradients of 1e-6. A power of two changes no mantissa, so that every
+/// result must scale bit-exactly; 1e-6 changes roundings, but not their size.
 #[test]
 fn tiny_output_gradients_keep_their_precision() -> Result<()> {
     let mut case = Case::new(1, (512, 512), (2, 1), 64, true);
@@ -232,9 +236,9 @@ fn tiny_output_gradients_keep_their_precision() -> Result<()> {
     Ok(())
 }
 
-/// Rows of dS sum to zero. A channel of K that is 1 everywhere makes dQ's channel the row sums. The sum
-/// of dK over the keys is (dS 1)^T Q, zero too: INT8 noise of 2 % a key, added up at random, leaves 2 % of
-/// dK's norm, where unrelated rows would leave all of it.
+/// Rows of dS sum to zero. If a channel of K is 1 everywhere, this channel of dQ is the row sums of dS. The sum of dK
+/// over the keys is (dS 1)^T Q, which is zero too: INT8 noise of 2 % per key, with random signs, leaves 2 % of dK's
+/// norm, while unrelated rows would leave all of it.
 #[test]
 fn rows_of_ds_sum_to_about_zero() -> Result<()> {
     let (n, d) = (512, 64);
@@ -257,8 +261,8 @@ fn rows_of_ds_sum_to_about_zero() -> Result<()> {
     Ok(())
 }
 
-/// With Q smoothed, dK needs the rank-one term (dS^T 1) mean(Q). Queries with a large mean make it
-/// as large as dK itself: leaving it out could not go unnoticed.
+/// With Q smoothed, dK needs the rank-one term (dS^T 1) mean(Q). Queries with a large mean make it as large as dK
+/// itself, so that the test would detect its omission.
 #[test]
 fn q_smoothing_keeps_its_rank_one_term() -> Result<()> {
     let (n, d, tile) = (512, 64, 64);
@@ -276,7 +280,7 @@ fn q_smoothing_keeps_its_rank_one_term() -> Result<()> {
         assert!(errors[n] < 1.1 * k_only[n], "{}: {errors:?}, K smoothing alone {k_only:?}", NAMES[n]);
     }
 
-    // What dK would be without the term: the exact gradient of the queries less their tile means.
+    // dK without the term: the exact gradient for the queries minus their tile means.
     let mut centred = case.data[0].clone();
     for rows in centred.chunks_mut(tile * d) {
         let count = (rows.len() / d) as f32;
@@ -315,7 +319,7 @@ fn dk_with_queries(case: &Case, x: &[f32]) -> Vec<f64> {
     dk
 }
 
-/// Nothing to quantize, nothing to divide by.
+/// With zero tensors all scales are zero, and nothing may be divided by them.
 #[test]
 fn zero_tensors_give_zero_gradients() -> Result<()> {
     for smoothing in [Smoothing::None, Smoothing::K, Smoothing::Qk] {
@@ -331,8 +335,9 @@ fn zero_tensors_give_zero_gradients() -> Result<()> {
     Ok(())
 }
 
-/// The backward whose scores alone are on codes, in f64: `P` from the codes of Q and K, `dP = dO V^T` of dO and V in bf16, and
-/// everything else unrounded: `D = rowsum(dO o O)` too. dQ, dK and dV of a causal case of one head, without smoothing.
+/// The backward with only the scores in INT8, in f64: `P` from quantized Q and K, `dP = dO V^T` from dO and V in bf16,
+/// and everything else unrounded, `D = rowsum(dO o O)` too. Returns dQ, dK and dV of a causal case of one head, without
+/// smoothing.
 fn scores_alone(case: &Case) -> [Vec<f64>; 3] {
     let (n, d) = (case.lens.0, case.head_dim);
     let scale = 1.0 / (d as f64).sqrt();
@@ -371,9 +376,9 @@ fn scores_alone(case: &Case) -> [Vec<f64>; 3] {
     [dq, dk, dv]
 }
 
-/// Which operands are rounded, and which are not: V and dO in dP to bf16, D not at all. The limit is that of full precision, 4e-6
-/// (f32 in NumPy: 3e-7). D in bf16 changes dQ and dK by 8e-4, and V or dO in f32 by 2e-3. Of `scores,dv` dO has codes too, for dV
-/// alone.
+/// Checks which operands are rounded: V and dO in dP to bf16, D not at all. The limit is that of unquantized attention,
+/// 4e-6 (f32 in NumPy: 3e-7). D in bf16 would change dQ and dK by 8e-4, and V or dO in f32 by 2e-3. With `scores,dv` dO
+/// is also quantized, but only for dV.
 #[test]
 fn the_backward_rounds_v_and_dout_and_nothing_else() -> Result<()> {
     for (n, d) in [(200, 32), (130, 64), (70, 16)] {

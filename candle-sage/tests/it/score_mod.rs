@@ -1,4 +1,5 @@
-//! A soft cap and ALiBi: every scheme against the oracle, what they cannot be combined with, and candle-flash-attn's functions for them.
+//! A soft cap and ALiBi: every scheme against the oracle, unsupported combinations, and candle-flash-attn's functions
+//! for them.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::{
@@ -11,12 +12,13 @@ use crate::support::{Case, relative_l2};
 
 const NAMES: [&str; 4] = ["O", "dQ", "dK", "dV"];
 
-/// Slopes of the paper's geometric sequence, from 2^-1 on.
+/// Slopes from the paper's geometric sequence, which starts at 2^-1.
 pub(crate) fn slopes(heads: usize) -> Vec<f32> {
     (1..=heads).map(|head| 0.5f32.powi(head as i32)).collect()
 }
 
-/// Layouts, each without a change, with a cap that most logits reach, with one that is far away, with slopes, and with both.
+/// Layouts, each without a change, with a cap that most logits reach, with a cap far above the logits, with slopes, and
+/// with both.
 fn cases() -> Vec<[Case; 5]> {
     let mut layouts = Vec::new();
     for (lens, heads, d, causal) in [
@@ -44,8 +46,8 @@ fn cases() -> Vec<[Case; 5]> {
         .collect()
 }
 
-/// As without them (`attention::full_precision_is_exact_up_to_f32_rounding`: 4e-6), and the hyperbolic tangent's relative error of 2^-20 in logits of
-/// up to 4.
+/// The limit is that of attention without them (`attention::full_precision_is_exact_up_to_f32_rounding`: 4e-6) plus the
+/// hyperbolic tangent's relative error of 2^-20 in logits of up to 4.
 #[test]
 fn full_precision_is_exact_up_to_f32_rounding() -> Result<()> {
     for case in cases().iter().flatten() {
@@ -56,8 +58,9 @@ fn full_precision_is_exact_up_to_f32_rounding() -> Result<()> {
     Ok(())
 }
 
-/// A cap and slopes leave a low-bit scheme as far from f64 as it was: a cap only makes logits smaller, with their errors, and slopes are exact. Slopes
-/// leave fewer keys to average over, which makes the error of a mean up to 1.5 times as large in these cases; .01 is for results that were nearly exact.
+/// A cap and slopes do not increase the error of a low-bit scheme: a cap only makes logits and their errors smaller,
+/// and slopes are exact. Slopes leave fewer keys to average over, which makes the error of a mean up to 1.5 times as
+/// large in these cases; .01 is for results that were nearly exact.
 #[test]
 fn low_bits_are_as_exact_as_without() -> Result<()> {
     let sage = SageBwd::default().smoothing(Smoothing::None);
@@ -87,7 +90,7 @@ fn low_bits_are_as_exact_as_without() -> Result<()> {
     Ok(())
 }
 
-/// Slopes add to the logits what no mean of keys changes: they go with smoothing.
+/// Slopes are added to the logits independently of the mean of the keys, so they work with smoothing.
 #[test]
 fn alibi_goes_with_smoothed_keys() -> Result<()> {
     let mut case = Case::new(1, (150, 150), (2, 1), 32, true);
@@ -108,14 +111,15 @@ fn no_cap_and_no_slope_change_nothing() -> Result<()> {
     assert!(case.run(Scheme::FullPrecision, DType::F32)? == plain);
     (case.softcap, case.alibi_slopes) = (None, vec![0.0; 2]);
     assert!(case.run(Scheme::FullPrecision, DType::F32)? == plain);
-    // x - x^3 / 3 cap^2 of logits up to 5.
+    // The cap changes a logit to x - x^3 / 3 cap^2, for logits up to 5.
     (case.softcap, case.alibi_slopes) = (Some(1e4), Vec::new());
     let far = case.run(Scheme::FullPrecision, DType::F32)?;
     assert!((0..4).all(|n| relative_l2(&far[n], &plain[n]) < 1e-5));
     Ok(())
 }
 
-/// Logits far beyond the cap, and infinite ones, keep it: the output is the mean of the values, and no gradient is left.
+/// Logits far beyond the cap, and infinite logits, all equal the cap: the output is the mean of the values, and the
+/// gradient is zero.
 #[test]
 fn logits_beyond_the_cap() -> Result<()> {
     let mut case = Case::new(1, (70, 70), (1, 1), 8, false);

@@ -1,4 +1,5 @@
-//! Attention sinks, against the oracle with one key more: its logit is the sink for every query, and its value is zero.
+//! Attention sinks, compared with the oracle with one additional key, whose logit is the sink for every query and whose
+//! value is zero.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::{Attention, AttentionShape, AttnQat, SageBwd, Scheme, Selection, Smoothing, reference};
@@ -17,7 +18,7 @@ fn case(tokens: (usize, usize), window: Option<usize>) -> Case {
     case
 }
 
-/// Output, and gradients of query, key, value and sinks, of a call.
+/// Output of a call, and gradients of query, key, value and sinks.
 fn run(case: &Case, attention: &Attention, dtype: DType) -> Result<[Vec<f64>; 5]> {
     let var = |n: usize| {
         let x = Tensor::from_slice(&case.data[n], &case.dims(n == 0)[..], &Device::Cpu)?.to_dtype(dtype)?;
@@ -33,7 +34,7 @@ fn run(case: &Case, attention: &Attention, dtype: DType) -> Result<[Vec<f64>; 5]
     Ok([values(&out)?, grad(&q)?, grad(&k)?, grad(&v)?, grad(&sinks)?])
 }
 
-/// The same by the oracle. A window that would hide the first key, which is the sink, lets it be seen.
+/// The same by the oracle. The first key is the sink, which a window does not hide.
 fn exact(case: &Case) -> [Vec<f64>; 5] {
     let scale = 0.25; // 1 / sqrt(16)
     let with_sink = |rows: &[f32], of_head: &dyn Fn(usize) -> f64| -> Vec<f64> {
@@ -58,12 +59,13 @@ fn exact(case: &Case) -> [Vec<f64>; 5] {
     [out, grads.dq, grads.dk[row..].to_vec(), grads.dv[row..].to_vec(), sinks]
 }
 
-/// In the first channel the oracle's dQ also has a term of the sink's key, which ours lacks.
+/// In the first channel the oracle's dQ also contains a term of the sink's key, which the op's dQ lacks.
 fn without_first_channel(x: &[f64]) -> Vec<f64> {
     x.chunks_exact(16).flat_map(|row| row[1..].iter().copied()).collect()
 }
 
-/// In f32 up to rounding; in bf16 the output and each gradient are rounded once, by 2^-9, and D and the sink's gradient are sums over rounded outputs.
+/// Exact in f32 up to rounding. In bf16 the output and each gradient are rounded once, by 2^-9, and D and the sink's
+/// gradient are sums over rounded outputs.
 #[test]
 fn sinks_are_a_key_without_a_value() -> Result<()> {
     for (tokens, window) in [((70, 70), None), ((60, 130), None), ((150, 150), Some(40))] {
@@ -83,7 +85,7 @@ fn sinks_are_a_key_without_a_value() -> Result<()> {
     Ok(())
 }
 
-/// Of low bits the errors are those without sinks.
+/// In low bits the errors are the same as without sinks.
 #[test]
 fn sinks_in_low_bits() -> Result<()> {
     let case = case((128, 128), None);
@@ -101,7 +103,7 @@ fn sinks_in_low_bits() -> Result<()> {
     Ok(())
 }
 
-/// A query that sees no key has no output, whatever the sink, and no gradient that is not a number.
+/// A query that sees no key has a zero output, whatever the sink, and its gradients are not NaN.
 #[test]
 fn queries_without_keys() -> Result<()> {
     let mut case = Case::new(1, (50, 20), (2, 2), 16, true);
@@ -112,7 +114,7 @@ fn queries_without_keys() -> Result<()> {
     Ok(())
 }
 
-/// A sink far above all logits leaves nothing to the keys, one far below nothing to itself.
+/// A sink far above all logits takes all probability, a sink far below takes none.
 #[test]
 fn sinks_far_from_the_logits() -> Result<()> {
     let case = Case::new(1, (50, 50), (2, 1), 16, true);
@@ -133,7 +135,7 @@ fn sinks_far_from_the_logits() -> Result<()> {
     Ok(())
 }
 
-/// A selection of all blocks gives the bits of none.
+/// A selection of all blocks is bit-identical to dense attention.
 #[test]
 fn sinks_of_selected_blocks() -> Result<()> {
     let case = case((128, 128), None);
@@ -144,7 +146,7 @@ fn sinks_of_selected_blocks() -> Result<()> {
     Ok(())
 }
 
-/// Constants, and gradients outside of candle's graph, give the same.
+/// Constant inputs, and gradients without autograd, give the same results.
 #[test]
 fn sinks_outside_of_the_graph() -> Result<()> {
     let case = case((40, 60), None);

@@ -1,4 +1,4 @@
-//! SLA2 against f64: the tail, the mixture, the router, and that nothing leaks.
+//! SLA2 compared with f64: the tail, the mixture, the router, and causality.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::ops::{self, Alpha, Tail};
@@ -8,7 +8,7 @@ use candle_sage::{Packing, Router, Scheme, Selection, Sla2};
 
 use crate::support::{Case, Normals, f64s, pattern, random_selection, relative_l2};
 
-/// One problem: a case, its selection, and what mixes.
+/// A case with its selection and the parameters of the mixture.
 pub(crate) struct Problem {
     pub(crate) case: Case,
     pub(crate) selection: Selection,
@@ -37,7 +37,7 @@ impl Problem {
         }
     }
 
-    /// The share of what is seen exactly, of each (batch, token, head), by counting pairs.
+    /// The fraction of keys seen exactly, for each (batch, token, head), by counting pairs.
     fn shares(&self, theta: &[f64]) -> Vec<f64> {
         let shape = self.case.shape();
         let seen = pattern(&self.selection);
@@ -73,7 +73,7 @@ impl Problem {
         shares
     }
 
-    /// Keys as the tail's features see them: less their mean without a causal mask.
+    /// Keys as the tail's features use them: minus their mean, if there is no causal mask.
     fn centred(&self, k: &[f64]) -> Vec<f64> {
         let shape = self.case.shape();
         let mut out = k.to_vec();
@@ -124,7 +124,7 @@ impl Problem {
         let centred = self.centred(&k);
         let linear = reference::linear_backward(&shape, &self.in_tail(), [&q, &centred, &v], &dlinear);
         let add = |a: Vec<f64>, b: Vec<f64>| -> Vec<f64> { a.iter().zip(&b).map(|(a, b)| a + b).collect() };
-        // The way back through a mean that was subtracted is to subtract the gradient's.
+        // The backward of subtracting a mean is subtracting the mean of the gradient.
         let dk = add(sparse.dk, self.centred(&linear.dk));
         [out, add(sparse.dq, linear.dq), dk, add(sparse.dv, linear.dv), dtheta]
     }
@@ -146,7 +146,7 @@ impl Problem {
         Ok(graph)
     }
 
-    /// Runs on a device, in candle's graph and outside.
+    /// Runs on a device, with and without autograd.
     pub(crate) fn run_on(&self, device: &Device, dtype: DType) -> Result<[Results; 2]> {
         let tensor = |n: usize, query| -> Result<Var> {
             let dims = self.case.dims(query);
@@ -157,7 +157,7 @@ impl Problem {
         let dout = tensor(3, true)?.as_tensor().detach();
         let theta = Var::from_slice(&self.theta, self.theta.len(), device)?;
         let selection = self.selection.to_device(device)?;
-        // Gradients that repeat to the bit, so that both ways can be compared.
+        // Bit-reproducible gradients, so that both ways can be compared.
         let sla2 = self.sla2(Scheme::FullPrecision).deterministic(true);
         let out = sla2.apply(&q, &k, &v, &selection, &theta)?;
         let grads = (&out * &dout)?.to_dtype(DType::F32)?.sum_all()?.backward()?;
@@ -171,7 +171,7 @@ impl Problem {
         if dtype == DType::F32 {
             assert_eq!(graph, books, "with and without a graph");
         } else {
-            // The graph adds the gradients of both branches in another order, and rounds in between.
+            // Autograd adds the gradients of both branches in another order, and rounds in between.
             for (a, b) in graph.iter().zip(&books) {
                 assert!(relative_l2(a, b) < 2f64.powi(-7), "with and without a graph");
             }
@@ -204,7 +204,7 @@ fn problems(block: (usize, usize), lens: [usize; 2], d: usize) -> Result<Vec<Pro
     Ok(problems)
 }
 
-/// Central differences of step 1e-5 err by 1e-10 of the third derivative, and by 1e-16 / 1e-5 in rounding.
+/// Central differences with step 1e-5 err by 1e-10 times the third derivative, and by 1e-16 / 1e-5 in rounding.
 #[test]
 fn the_formulas_are_the_gradients() -> Result<()> {
     for problem in problems((4, 4), [13, 17], 8)? {
@@ -260,8 +260,8 @@ fn some_router(key_heads: usize, d: usize) -> Result<Router> {
     Router::from_tensors(tensor()?, tensor()?)
 }
 
-/// What later tokens are must not change what earlier ones see: a run on the first tokens selects the same, and gives the
-/// same rows.
+/// Later tokens must not affect earlier tokens: a run on only the first tokens has the same selection and the same
+/// rows.
 #[test]
 fn nothing_leaks_from_later_tokens() -> Result<()> {
     let case = Case::new(1, (320, 320), (4, 2), 32, true);
@@ -305,8 +305,8 @@ fn nothing_leaks_from_later_tokens() -> Result<()> {
     Ok(())
 }
 
-/// Decoding gives what the whole sequence gives, whatever the lengths of prompt and steps. The tail's sums are f32 sums of up to
-/// 200 tokens in another order, from which [`Tail::Complement`] subtracts the selected blocks' sums.
+/// Decoding computes the same rows as the whole sequence, for any lengths of prompt and steps. The tail adds the same 200 tokens in
+/// another order, and [`Tail::Complement`] subtracts the selected blocks: 200 roundings of 6e-8 of values of about 1 are 1e-5.
 #[test]
 fn a_cache_gives_the_rows_of_the_whole_sequence() -> Result<()> {
     let case = Case::new(2, (200, 200), (4, 2), 32, true);
@@ -365,8 +365,8 @@ fn what_does_not_fit_a_cache_is_an_error() -> Result<()> {
     Ok(())
 }
 
-/// The nearest blocks of each document are listed, one after the other, whatever the scores; the others are those that
-/// the router would have picked of what is left.
+/// The nearest blocks of each document are listed, one after the other, whatever the scores; the other listed blocks
+/// are the router's choice among the remaining blocks.
 #[test]
 fn the_nearest_blocks_are_always_listed() -> Result<()> {
     let mut case = Case::new(1, (300, 300), (4, 2), 32, true);
@@ -387,7 +387,7 @@ fn the_nearest_blocks_are_always_listed() -> Result<()> {
                 let first = block - block.min(nearest);
                 assert!((first..=block).all(|near| list.contains(&near)), "{nearest}: {list:?}");
                 assert_eq!(list.len(), block.min(3) + 1, "{nearest}: {list:?}");
-                // The best candidates of all are among them, as long as they are not near.
+                // The best candidates overall are among them, unless they are near blocks.
                 let best = sla2.clone().blocks(3 - nearest.min(3)).select(&router, &q, &k)?;
                 let best = best.list(number, key_head, block)?;
                 assert!(best.iter().all(|at| list.contains(at)), "{nearest}: {list:?}, best {best:?}");
@@ -397,7 +397,7 @@ fn the_nearest_blocks_are_always_listed() -> Result<()> {
     Ok(())
 }
 
-/// The same test must notice a leak: selection by the mean of the whole block of queries has one.
+/// The same test must detect a leak: selection by the mean of the whole query block has one.
 #[test]
 fn a_mean_over_the_block_would_leak() -> Result<()> {
     let case = Case::new(1, (256, 256), (1, 1), 16, true);
@@ -427,19 +427,19 @@ fn first_blocks_are_dense_attention() -> Result<()> {
         let sla2 = Sla2::new(Scheme::FullPrecision).blocks(2).block((32, 32)).causal(true);
         let selection = sla2.select(&some_router(1, 32)?, &q, &k)?;
         let out = sla2.apply(&q, &k, &v, &selection, &theta)?.narrow(1, 0, 96)?;
-        // Smaller blocks make smaller tiles than dense attention has: the last bits of f32.
+        // Smaller blocks mean smaller tiles than in dense attention: the last bits of f32 differ.
         let difference = (out - &dense)?.abs()?.max_all()?.to_scalar::<f32>()?;
         assert!(difference < 1e-6, "{difference:e}");
     }
     Ok(())
 }
 
-/// A router that starts in a wrong basis learns where queries look.
+/// A router that starts in a wrong basis learns which blocks queries attend to.
 #[test]
 fn the_router_learns_where_the_mass_is() -> Result<()> {
     let (len, d) = (512, 16);
     let mut normals = Normals::new(11);
-    // Keys of a block share a direction; queries look for the direction of some block through another basis.
+    // The keys of a block share a direction; queries have the direction of some block, in another basis.
     let blocks = len / 32;
     let (directions, turned) = (normals.vec(blocks * d, 1.0), |c: usize| (c + d / 2) % d);
     let noise = normals.vec(2 * len * d, 0.3);

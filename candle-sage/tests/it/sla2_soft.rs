@@ -1,4 +1,5 @@
-//! The soft choice of blocks: it becomes the hard one, it has gradients, and it trains a router. And the scale of logits in both.
+//! The soft choice of blocks: it approaches the hard choice, has gradients, and trains a router. Also the scale of
+//! logits in both choices.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW};
@@ -11,7 +12,7 @@ fn values(x: &Tensor) -> Result<Vec<f64>> {
     Ok(f64s(&x.flatten_all()?.to_vec1::<f32>()?))
 }
 
-/// Query, key and value: a batch of two, two query heads on one key head.
+/// Query, key and value: a batch of two, two query heads for one key head.
 fn inputs(seed: u64, tokens: usize) -> Result<[Tensor; 3]> {
     let wave = |heads: usize, salt: u64| -> Result<Tensor> {
         let count = 2 * tokens * heads * 16;
@@ -37,7 +38,7 @@ fn forms() -> Vec<Sla2> {
     all
 }
 
-/// With a small tau the weights are 0 and 1, and the output is that of the selection, up to f32.
+/// With a small tau the weights are 0 and 1, and the output equals the output of the selection, up to f32.
 #[test]
 fn a_small_tau_is_the_hard_choice() -> Result<()> {
     let device = Device::Cpu;
@@ -58,7 +59,7 @@ fn a_small_tau_is_the_hard_choice() -> Result<()> {
     Ok(())
 }
 
-/// Where nothing is left out it is dense attention, whatever tau is.
+/// If all blocks are chosen it is dense attention, whatever tau is.
 #[test]
 fn with_enough_blocks_it_is_dense_attention() -> Result<()> {
     let device = Device::Cpu;
@@ -71,8 +72,9 @@ fn with_enough_blocks_it_is_dense_attention() -> Result<()> {
     Ok(())
 }
 
-/// Gradients of all that is learned, against central differences of the loss `sum(c o O)`: 4096 outputs of f32, whose roundings
-/// of 6e-8 add up to 4e-6, over a step of 2^-5 1e-4; and the third derivative, a few times 1e-4.
+/// Gradients of all parameters, compared with central differences of the loss `sum(c o O)`: the roundings of 4096 f32
+/// outputs, 6e-8 each, add up to 4e-6, which over a step of 2^-5 is 1e-4; the third-derivative term is a few times
+/// 1e-4.
 #[test]
 fn gradients_are_those_of_differences() -> Result<()> {
     let device = Device::Cpu;
@@ -115,7 +117,8 @@ fn the_published_loss_trains_a_router() -> Result<()> {
     let sla2 =
         Sla2::new(Scheme::FullPrecision).blocks(1).block((16, 16)).causal(true).tail(Some(Tail::Complement));
     let [q, k, v] = inputs(5, 128)?;
-    // Keys whose later channels alone matter: a router that starts as the identity sees noise in the others.
+    // Only the later channels of the keys matter: a router that starts as the identity sees noise in the other
+    // channels.
     let matters = Tensor::from_iter((0..16).map(|n| if n < 8 { 0.1f32 } else { 2.0 }), &device)?;
     let (q, noise) = (q.broadcast_mul(&matters)?, Tensor::randn(0f32, 1.0, (16, 16), &device)?);
     let vars: Vec<Var> =
@@ -151,7 +154,8 @@ fn what_it_cannot_do_is_an_error() -> Result<()> {
     Ok(())
 }
 
-/// Twice the scale is twice the queries, to the bit, in the output without a tail and in the mass that a selection catches.
+/// Doubling the scale is bit-identical to doubling the queries, in the output without a tail and in the probability
+/// mass of a selection.
 #[test]
 fn the_scale_of_logits_can_be_set() -> Result<()> {
     let [q, k, v] = inputs(3, 64)?;

@@ -44,7 +44,7 @@ fn full_precision_over_random_blocks_is_exact_up_to_f32_rounding() -> Result<()>
     Ok(())
 }
 
-/// The same tiles in the same order: not a bit may differ.
+/// The same tiles in the same order: results must be bit-identical.
 #[test]
 fn every_block_listed_is_dense_attention_to_the_bit() -> Result<()> {
     for scheme in crate::support::schemes() {
@@ -64,8 +64,8 @@ fn every_block_listed_is_dense_attention_to_the_bit() -> Result<()> {
     Ok(())
 }
 
-/// Relative errors of O, dQ, dK and dV against f64 over the same pairs, means of four seeds: on three random past tiles a row and the
-/// diagonal, N 1024, head_dim 64, standard normal inputs times `sigma`.
+/// Relative errors of O, dQ, dK and dV against f64 over the same pairs, as means of four seeds: three random past tiles
+/// per row and the diagonal, N 1024, head_dim 64, standard normal inputs times `sigma`.
 fn errors_on_lists(products: Int8Products, sigma: f32) -> Result<[f64; 4]> {
     let mut mean = [0.0; 4];
     const SEEDS: u64 = 4;
@@ -84,8 +84,8 @@ fn errors_on_lists(products: Int8Products, sigma: f32) -> Result<[f64; 4]> {
     Ok(mean)
 }
 
-/// Simulated for SageBwd's codes: at most a tenth more. (dO's codes have a scale a channel, which the simulation did not:
-/// measured 0.87 to 0.99 of it.)
+/// The error is at most a tenth above the simulation of SageBwd's quantization. (dO has a scale per channel, unlike in
+/// the simulation: we measured 0.87 to 0.99 of it.)
 #[test]
 fn sagebwd_on_lists_has_the_errors_of_its_codes() -> Result<()> {
     for (sigma, expected) in [
@@ -102,10 +102,10 @@ fn sagebwd_on_lists_has_the_errors_of_its_codes() -> Result<()> {
     Ok(())
 }
 
-/// SLA2's published mixture is a forward on codes, and a backward that makes P from unquantized Q and K with the forward's
-/// log-sum-exp: P's rows then do not add up to 1. Tame logits (sigma 1) suffer less from that than from codes in the backward, large
-/// ones more. Simulated dQ and dV of the mixture, and of codes for S alone (the forward's P): at most a tenth more, measured 0.79 to
-/// 0.99 of it.
+/// SLA2 as published has a quantized forward, and a backward that computes P from unquantized Q and K with the
+/// forward's log-sum-exp: P's rows then do not add up to 1. For small logits (sigma 1) this error is smaller than that
+/// of quantization in the backward, for large logits it is larger. The errors of dQ and dV, of this combination and
+/// with only S quantized (the forward's P), are at most a tenth above the simulation; we measured 0.79 to 0.99 of it.
 #[test]
 fn the_published_mixture_pays_for_its_mismatch() -> Result<()> {
     let mut ratios = Vec::new();

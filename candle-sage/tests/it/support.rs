@@ -23,14 +23,14 @@ pub(crate) fn schemes() -> Vec<Scheme> {
     Scheme::all().into_iter().chain(sets).collect()
 }
 
-/// The GPU, the same for all tests: candle holds two devices made apart for different.
+/// The GPU, the same device for all tests: candle treats two separately created devices as different.
 #[cfg(feature = "cuda")]
 pub(crate) fn gpu() -> Device {
     static GPU: std::sync::OnceLock<Device> = std::sync::OnceLock::new();
     GPU.get_or_init(|| Device::new_cuda(0).expect("a GPU")).clone()
 }
 
-/// A source of normal numbers, the same for the same seed.
+/// A source of normal random numbers, determined by its seed.
 pub(crate) struct Normals(ChaCha8Rng);
 
 impl Normals {
@@ -44,8 +44,8 @@ impl Normals {
     }
 }
 
-/// `||a - b|| / ||b||`; the root mean square of `a` when `b` is zero, as the gradients of attention
-/// over one key are: inputs have unit scale.
+/// `||a - b|| / ||b||`; the root mean square of `a` if `b` is zero, as for the gradients of attention over one key:
+/// inputs have unit scale.
 pub(crate) fn relative_l2(a: &[f64], b: &[f64]) -> f64 {
     assert_eq!(a.len(), b.len());
     let difference: f64 = a.iter().zip(b).map(|(x, y)| (x - y).powi(2)).sum();
@@ -110,14 +110,14 @@ impl Case {
         case
     }
 
-    /// Draws query and key with standard deviation `sigma`, the others with 1.
+    /// Draws query and key with standard deviation `sigma`, value and output gradient with 1.
     pub(crate) fn draw(&mut self, sigma: f32, seed: u64) {
         let mut normals = Normals::new(seed);
         let (q, k) = (self.dims(true).iter().product(), self.dims(false).iter().product());
         self.data = [normals.vec(q, sigma), normals.vec(k, sigma), normals.vec(k, 1.0), normals.vec(q, 1.0)];
     }
 
-    /// Adds a vector to every key, times what its token says.
+    /// Adds a vector to every key, times a factor for its token.
     pub(crate) fn add_to_keys(&mut self, vector: &[f32], times: impl Fn(usize) -> f32) {
         self.add_to(1, vector, times);
     }
@@ -169,7 +169,7 @@ impl Case {
         self.exact_over(reference::DENSE)
     }
 
-    /// The same over the pairs of a pattern alone.
+    /// The exact results over only the pairs of a pattern.
     pub(crate) fn exact_over(&self, pattern: reference::Pattern<'_>) -> Results {
         let shape = self.shape();
         let logits = reference::Logits {
@@ -241,7 +241,7 @@ pub(crate) fn sigma_errors(scheme: Scheme, head_dim: usize, sigma: f32, seed: u6
     case.errors(scheme, DType::F32)
 }
 
-/// A selection of `count` random candidates for each block of queries.
+/// A selection of `count` random candidates for each query block.
 pub(crate) fn random_selection(
     shape: &AttentionShape,
     blocks: (usize, usize),
@@ -255,7 +255,7 @@ pub(crate) fn random_selection(
     })
 }
 
-/// Which pairs a selection sees.
+/// The pattern of pairs that a selection sees.
 pub(crate) fn pattern(selection: &Selection) -> impl Fn(reference::Pair) -> bool {
     let (query, key) = selection.block();
     let group = selection.shape().group();

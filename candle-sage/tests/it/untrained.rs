@@ -7,7 +7,7 @@ use candle_sage::{Attention, untrained};
 
 type Norm = fn(&LayerNorm, &Tensor) -> Result<Tensor>;
 
-/// A GPT of two blocks of candle-nn's modules, without a last norm, and its loss.
+/// A GPT of two blocks from candle-nn's modules, without a final norm, and its loss.
 fn gpt(norm: Norm) -> Result<(VarMap, Tensor)> {
     let (vars, device) = (VarMap::new(), Device::Cpu);
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &device);
@@ -47,7 +47,7 @@ fn layer_norm_of_candle_nn_leaves_8_of_28_weights_without_a_gradient() -> Result
     ];
     assert_eq!(untrained(&vars, &loss.backward()?), expected);
 
-    // The same formula of candle's operators.
+    // The same formula in candle's operators.
     let (vars, loss) = gpt(|norm, x| {
         let bias = norm.bias().expect("a bias");
         candle_nn::ops::layer_norm_slow(x, norm.weight(), bias, norm.eps() as f32)

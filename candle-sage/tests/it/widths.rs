@@ -1,11 +1,11 @@
-//! Values whose heads are narrower or wider than those of queries and keys.
+//! Value heads that are narrower or wider than the heads of queries and keys.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_sage::{Attention, AttnQat, Router, SageBwd, Scheme, Selection, Sla2};
 
 use crate::support::{Normals, f64s, relative_l2};
 
-/// (1, tokens, heads, channels), the numbers that `dtype` holds.
+/// Random numbers, (1, tokens, heads, channels), rounded to `dtype`.
 fn normals(seed: u64, dims: [usize; 4], dtype: DType) -> Result<Tensor> {
     let values = Normals::new(seed).vec(dims.iter().product(), 1.0);
     Tensor::from_vec(values, &dims, &Device::Cpu)?.to_dtype(dtype)?.to_dtype(DType::F32)
@@ -15,7 +15,7 @@ fn values(x: &Tensor) -> Result<Vec<f64>> {
     Ok(f64s(&x.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?))
 }
 
-/// The output and the gradients of `softmax(Q K^T / sqrt(d)) V`, by products of matrices in f64 and candle's graph.
+/// The output and the gradients of `softmax(Q K^T / sqrt(d)) V`, by matmuls in f64 and autograd.
 fn exact(inputs: &[Tensor; 3], dout: &Tensor, group: usize) -> Result<[Vec<f64>; 4]> {
     let vars = inputs.each_ref().map(|x| Var::from_tensor(&x.to_dtype(DType::F64)?));
     let [q, k, v] =
@@ -42,7 +42,8 @@ fn exact(inputs: &[Tensor; 3], dout: &Tensor, group: usize) -> Result<[Vec<f64>;
     Ok([flat(&out)?, gradient(q)?, gradient(k)?, gradient(v)?])
 }
 
-/// Both ways to the gradients, against f64; their shapes, and the errors of O, dQ, dK and dV.
+/// Compares gradients with and without autograd, checks their shapes, and returns the errors of O, dQ, dK and dV
+/// against f64.
 fn errors(
     device: &Device,
     dtype: DType,
@@ -69,7 +70,7 @@ fn errors(
     let got = [out, dq, dk, dv];
     for ((got, by_graph), input) in got[1..].iter().zip(&by_graph).zip([q, k, v]) {
         assert_eq!((got.dims(), by_graph.dims()), (input.dims(), input.dims()));
-        // On the CPU both ways are one computation. dQ of a GPU is added up in an order that varies, and rounded.
+        // On the CPU both ways are the same computation. On a GPU dQ is summed in a varying order, and rounded.
         let off = relative_l2(&values(got)?, &values(by_graph)?);
         let most = if device.is_cpu() { 0.0 } else { 1e-3 };
         assert!(off <= most, "two ways to one gradient: {off:e}");
@@ -83,8 +84,8 @@ fn errors(
 
 const WIDTHS: [(usize, usize); 4] = [(64, 32), (48, 128), (72, 64), (8, 24)];
 
-/// In f32 as exact as heads of one width, 4e-6 (`full_precision_is_exact_up_to_f32_rounding`); in INT8 within 3 %, half as much again as the largest error of heads of
-/// one width (dK, Table 1 of the paper); in FP4 within 25 %.
+/// f32 is as exact as with heads of one width, 4e-6 (`full_precision_is_exact_up_to_f32_rounding`); INT8 within 3 %,
+/// 1.5 times the largest error with heads of one width (dK, Table 1 of the paper); FP4 within 25 %.
 #[test]
 fn values_have_heads_of_another_width() -> Result<()> {
     for widths in [&WIDTHS[..], &[(192, 128), (128, 256)]].concat() {
@@ -104,7 +105,7 @@ fn values_have_heads_of_another_width() -> Result<()> {
 #[cfg(feature = "cuda")]
 #[ignore = "needs a GPU"]
 fn values_have_heads_of_another_width_on_cuda() -> Result<()> {
-    // Over 128 channels Hopper has kernels for values of up to 128 with keys of up to 192.
+    // Above 128 channels Hopper has kernels for values of up to 128 channels with keys of up to 192.
     let large = [(192, 128), (192, 8), (136, 96), (131, 127), (129, 191), (192, 136), (128, 256), (256, 72)];
     for widths in [&WIDTHS[..], &large].concat() {
         for (scheme, most) in [
@@ -129,8 +130,8 @@ fn values_have_heads_of_another_width_on_cuda() -> Result<()> {
     Ok(())
 }
 
-/// Packed documents, lists that are cut, and gradients in order: what kernels make of narrow values is within rounding of what others
-/// make of values that zeros have widened, and repeats where it must.
+/// Packed documents, split lists, and gradients in a fixed order: kernels for narrow values agree, up to rounding, with
+/// other kernels on values padded with zeros, and deterministic gradients are reproducible.
 #[test]
 #[cfg(feature = "cuda")]
 #[ignore = "needs a GPU"]
@@ -179,7 +180,7 @@ fn narrow_values_are_as_widened_ones_on_cuda() -> Result<()> {
     Ok(())
 }
 
-/// Over selected blocks, in both signatures; and where they do not fit, messages that say so.
+/// Works over selected blocks and in both signatures; values that do not fit give an error message.
 #[test]
 fn everything_that_attends_takes_them() -> Result<()> {
     let (q, v) = (normals(1, [1, 64, 2, 32], DType::F32)?, normals(2, [1, 64, 2, 16], DType::F32)?);
@@ -189,7 +190,7 @@ fn everything_that_attends_takes_them() -> Result<()> {
     let attention = Attention::default().causal(true).select(&selection);
     let expected = attention.apply(&q, &q, &padded)?.narrow(3, 0, 16)?;
     assert_eq!(values(&attention.apply(&q, &q, &v)?)?, values(&expected)?);
-    // Values wider than the queries that the lists are of.
+    // Values wider than the queries of the selection.
     let narrow =
         candle_sage::AttentionShape::new((1, 64, 2, 16), (1, 64, 2, 16), (1, 64, 2, 16), true, None)?;
     let lists = Selection::window(&narrow, (16, 16), 2, 1, &Device::Cpu)?;

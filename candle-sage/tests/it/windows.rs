@@ -1,5 +1,5 @@
-//! Sliding windows: what they leave out, what they cannot be combined with, and candle-flash-attn's functions for them.
-//! `attention.rs` holds them against the oracle with all other shapes.
+//! Sliding windows: the keys that they exclude, unsupported combinations, and candle-flash-attn's functions for them.
+//! `attention.rs` compares them with the oracle, together with all other shapes.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_sage::{
@@ -18,7 +18,7 @@ fn values(x: &Tensor) -> Result<Vec<f32>> {
     x.flatten_all()?.to_vec1()
 }
 
-/// With scales that no other token shares, keys outside of the window change nothing, to the bit, in the output or in gradients.
+/// With a separate scale for each token, keys outside of the window do not change a bit of the output or of gradients.
 #[test]
 fn keys_outside_of_the_window_change_nothing() -> Result<()> {
     let unshared =
@@ -48,12 +48,12 @@ fn a_window_of_one_token_gives_its_value() -> Result<()> {
     let [out, dq, dk, dv] = case.run(Scheme::FullPrecision, DType::F32)?;
     let close = |a: &[f64], b: &[f32]| a.iter().zip(b).all(|(a, b)| (a - f64::from(*b)).abs() < 1e-6);
     assert!(close(&out, &case.data[2]) && close(&dv, &case.data[3]));
-    // The probability is 1 whatever the logit; dP - D are two sums of 16 products in another order.
+    // The probability is 1 whatever the logit; dP - D is the difference of two sums of 16 products in different order.
     assert!(dq.iter().chain(&dk).all(|x| x.abs() < 1e-5));
     Ok(())
 }
 
-/// A window as wide as the sequence is no window, in every scheme, to the bit.
+/// A window as wide as the sequence is bit-identical to no window, in every scheme.
 #[test]
 fn a_window_that_holds_everything_is_dense_attention() -> Result<()> {
     for scheme in crate::support::schemes() {
@@ -102,7 +102,7 @@ fn a_selection_has_no_window() -> Result<()> {
     Ok(())
 }
 
-/// The log-sum-exps are those over the window.
+/// The log-sum-exps are over the keys in the window.
 #[test]
 fn log_sum_exps_of_windows() -> Result<()> {
     for (lens, window) in

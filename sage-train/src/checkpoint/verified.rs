@@ -1,4 +1,4 @@
-//! The check of a checkpoint, for whatever reads it.
+//! The checks of a checkpoint before it is read.
 
 use std::path::Path;
 
@@ -9,11 +9,11 @@ use super::{ABOUT, About, FOLDER, MARKER, RankFile, VERSIONS, digest, name, step
 use crate::hex;
 use crate::ranks::Rank;
 
-/// Reads what a checkpoint says of itself, and checks its marker, its version, its name and the hashes of its files; each rank
+/// Reads a checkpoint's `checkpoint.json`, and checks marker, version, name and the hashes of the files; each rank
 /// checks its share of the files.
 ///
 /// # Errors
-/// When the checkpoint is damaged, incomplete, of another step than its folder's, or from a later version.
+/// When the checkpoint is damaged, incomplete, of another step than its folder's name, or from a later version.
 pub(super) fn verified(run: &Path, path: &Path, rank: Rank) -> Result<(About, Vec<RankFile>)> {
     let refuse = |file: &str, got: String, allowed: &str| {
         let others: Vec<String> =
@@ -52,10 +52,10 @@ pub(super) fn verified(run: &Path, path: &Path, rank: Rank) -> Result<(About, Ve
         return refuse(ABOUT, format!("version {}", about.version), &allowed);
     }
     if !path.ends_with(name(about.step)) {
-        return refuse(ABOUT, format!("of {}", name(about.step)), "the folder that it was written to");
+        return refuse(ABOUT, format!("of {}", name(about.step)), "the folder with the name of its step");
     }
     let Some(files) = about.files() else {
-        return refuse(ABOUT, "no list of files that fits".into(), "what this version writes");
+        return refuse(ABOUT, "an invalid list of files".into(), "what this version writes");
     };
     for file in files.iter().skip(rank.index).step_by(rank.of) {
         let (bytes, sha256) = match digest(&path.join(&file.name)) {

@@ -18,7 +18,7 @@ impl Hardware {
         })
     }
 
-    /// The version of a GPU's driver, on systems that tell it.
+    /// The version of a GPU's driver, on systems that report it.
     pub fn driver(device: &Device) -> Option<String> {
         let text =
             device.is_cuda().then(|| std::fs::read_to_string("/proc/driver/nvidia/version").ok())??;
@@ -41,8 +41,8 @@ fn cpu() -> String {
     format!("{cores} cores of {model}")
 }
 
-/// Free memory of the machine in bytes, including free swap, or what a container's limit leaves of it. `None`
-/// if the system does not report it.
+/// Free memory of the machine in bytes, including free swap, or the free memory within a container's limit. `None` if
+/// the system does not report it.
 pub fn free_memory() -> Option<u64> {
     let mut system = sysinfo::System::new();
     system.refresh_memory();
@@ -51,14 +51,14 @@ pub fn free_memory() -> Option<u64> {
         return None;
     }
     let free = system.available_memory() + system.free_swap();
-    // Of a container's memory only that of programs counts, since the page cache is released on demand. Swap
-    // is not counted, because the container's share of it is not known.
+    // In a container only the memory of programs counts as used, because the page cache is released on demand. Swap is
+    // not counted, because the container's share is unknown.
     let limits = system.cgroup_limits().filter(|limits| limits.total_memory < total);
     Some(limits.map_or(free, |limits| free.min(limits.total_memory.saturating_sub(limits.rss))))
 }
 
-/// The GPUs that a child process may be given, in the notation of `CUDA_VISIBLE_DEVICES`: those of this
-/// variable, or else all.
+/// The GPUs that a child process may be given, in the notation of `CUDA_VISIBLE_DEVICES`: the GPUs in this variable, or
+/// by default all.
 pub fn gpus() -> Vec<String> {
     if let Ok(visible) = std::env::var("CUDA_VISIBLE_DEVICES") {
         return visible

@@ -13,7 +13,7 @@ pub struct Upload {
 }
 
 impl Upload {
-    /// For micro-batches of (sequences, context) ids, of which up to `ahead` may be in flight.
+    /// Makes buffers for micro-batches of (sequences, context) ids, of which up to `ahead` may be in flight.
     ///
     /// # Errors
     /// When memory is short.
@@ -55,8 +55,8 @@ mod ring {
     use cudarc::driver::result::memcpy_htod_async;
     use cudarc::driver::{CudaEvent, CudaStream, DevicePtr, PinnedHostSlice};
 
-    /// A ring of page-locked buffers, and one tensor on the device. Each upload overwrites this tensor, in
-    /// stream order after the work that reads the upload before.
+    /// A ring of page-locked buffers, and one tensor on the device. Each upload overwrites this tensor, in stream order
+    /// after the work that reads the previous upload.
     #[derive(Debug)]
     pub(super) struct Ring {
         stream: Arc<CudaStream>,

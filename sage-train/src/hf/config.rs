@@ -1,4 +1,4 @@
-//! The `config.json` of a model: its shape, and whether it is a model of this shape at all.
+//! Reads the `config.json` of a model, and checks that this trainer supports the model.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use super::{CONFIG, MOST, ModelType};
 use crate::model::{RopeScaling, WindowPattern, Windows};
 use crate::{during, read_small};
 
-const HINT: &str = "models like SmolLM, Llama 3, Mistral 7B v0.3, Qwen2.5 and Qwen3 can be";
+const HINT: &str = "supported models are, for example, SmolLM, Llama 3, Mistral 7B v0.3, Qwen2.5 and Qwen3";
 
 /// The part of a `config.json` that is used. Fields that would change the computation are checked.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -33,9 +33,10 @@ pub(super) struct HfConfig {
     mlp_bias: bool,
     #[serde(default)]
     use_sliding_window: bool,
-    /// Of a Mistral: the others say by the field before whether it counts.
+    /// In a Mistral this alone turns the window on; in a Qwen2 or Qwen3 `use_sliding_window` does.
     sliding_window: Option<usize>,
-    /// Which layers have the window; of models that do not say, in a Qwen2 or Qwen3 those from `max_window_layers` on.
+    /// Which layers have the window. Without this field, in a Qwen2 or Qwen3 the layers from `max_window_layers` on
+    /// have it.
     layer_types: Option<Vec<String>>,
     max_window_layers: Option<usize>,
     hidden_act: Option<String>,
@@ -45,7 +46,8 @@ pub(super) struct HfConfig {
     rope_parameters: Option<Rope>,
 }
 
-/// The rotary embedding. Its kind has two names, and transformers writes both into files that had the older one.
+/// The rotary embedding. The key of its kind has two names; transformers writes both into files that had the older
+/// name.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 struct Rope {
     rope_type: Option<String>,
@@ -58,10 +60,10 @@ struct Rope {
     original_max_position_embeddings: Option<usize>,
 }
 
-/// The kinds of layers that this trainer has.
+/// The kinds of layers that this trainer supports.
 pub(super) const LAYER_TYPES: [&str; 2] = ["full_attention", "sliding_attention"];
 
-/// The kind of scaling that this trainer has.
+/// The kind of scaling that this trainer supports.
 const LLAMA3: &str = "llama3";
 
 impl Rope {
@@ -100,17 +102,18 @@ impl HfConfig {
             if folder.join("config.toml").exists() {
                 let run = folder.display();
                 error.hint(format!(
-                    "this is a run: `sage-train export {run} --to DIR` writes what is taken here"
+                    "this is a run: `sage-train export {run} --to DIR` writes the folder that is needed here"
                 ))
             } else {
-                error.hint("this takes a folder with config.json, model.safetensors, tokenizer.json")
+                error.hint("a model folder contains config.json, model.safetensors and tokenizer.json")
             }
             .with_kind(ErrorKind::Invalid)
         })?;
         let unreadable =
             |error: serde_json::Error| during(failed())(error).hint(HINT).with_kind(ErrorKind::Invalid);
         let value: Value = serde_json::from_str(&text).map_err(unreadable)?;
-        // The architecture is checked first: the files of others lack fields, which would hide the reason.
+        // The architecture is checked first: the files of other architectures lack fields, and that error would hide
+        // the reason.
         let kind = value["model_type"].as_str().unwrap_or("missing");
         let known = ModelType::ALL.map(ModelType::key);
         if !known.iter().any(|known| known == kind) {
@@ -171,13 +174,13 @@ impl HfConfig {
         all.find(|rope| rope.kind().is_some())
     }
 
-    /// Tokens of a sliding window that hides some of the longest sequence. A file that asks for one and does not say how long has
-    /// transformers' 4096.
+    /// Tokens of the sliding window, if it is shorter than the longest sequence. If a file asks for a window without a
+    /// length, it is 4096, as in transformers.
     fn window(&self) -> Option<usize> {
         let stated = match (self.model_type, self.use_sliding_window) {
             (ModelType::Mistral, _) => self.sliding_window,
             (ModelType::Qwen2 | ModelType::Qwen3, true) => Some(self.sliding_window.unwrap_or(4096)),
-            // transformers' Llama does not read it.
+            // transformers' Llama does not read `sliding_window`.
             (ModelType::Llama, _) | (ModelType::Qwen2 | ModelType::Qwen3, false) => None,
         };
         stated.filter(|window| *window < self.max_position_embeddings)
@@ -186,7 +189,7 @@ impl HfConfig {
     /// The sliding windows.
     pub(super) fn windows(&self) -> Option<Windows> {
         let tokens = self.window()?;
-        // Mistral's files do not say it of layers.
+        // Mistral's files do not list layers: all layers have the window.
         let first = match self.model_type {
             ModelType::Mistral => 0,
             ModelType::Llama | ModelType::Qwen2 | ModelType::Qwen3 => self.max_window_layers.unwrap_or(28),

@@ -1,4 +1,4 @@
-//! The models of transformers that compute what ours do.
+//! The model types of transformers that compute the same as this trainer's models.
 
 use candle_sage::{Error, Result};
 use serde::Deserialize;
@@ -22,13 +22,14 @@ pub enum ModelType {
 impl ModelType {
     pub(super) const ALL: [Self; 4] = [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3];
 
-    /// The model type that computes what a model of this shape computes with dense attention.
+    /// The model type that computes the same as a model of this shape with dense attention.
     ///
     /// # Errors
-    /// When transformers has none.
+    /// When transformers has no such model type.
     pub fn of(config: &LlamaConfig) -> Result<Self> {
-        // By name, so that a model with one part more is not written as one without it. Such a part also counts in `LlamaConfig::flops` and
-        // `activation_bytes`, and `Config::identity` states it if it is absent by default.
+        // Every field by name, so that a new component of the model cannot be ignored in an export. A new component
+        // also counts in `LlamaConfig::flops` and `activation_bytes`, and `Config::identity` states it if it is off by
+        // default.
         let LlamaConfig {
             qk_norm,
             qkv_bias,
@@ -49,21 +50,21 @@ impl ModelType {
             untied: _,
             norm_eps: _,
             init_std: _,
-            // In transformers the model computes in its own precision.
+            // transformers chooses the precision itself.
             linear: _,
             linear_compute_layers: _,
             linear_head: _,
             scheme: _,
             layer_schemes: _,
             sla2: _,
-            // Of training alone.
+            // Only for training.
             z_loss: _,
             recompute: _,
             deterministic: _,
         } = config;
         let cap = softcap.map(|cap| format!("a soft cap of attention's logits at {cap}"));
         if let Some(got) = cap.or(sinks.then(|| "sinks of attention".into())) {
-            return Err(Error::new("a model of this shape has no name in transformers")
+            return Err(Error::new("transformers has no model of this shape")
                 .got(got)
                 .allowed("a model without a soft cap and without sinks: Gemma 2 and GPT-OSS, which have them, differ in their feed-forward networks")
                 .hint("model.safetensors has its weights under the names of a Llama, and sinks as `self_attn.sinks`"));
@@ -73,21 +74,21 @@ impl ModelType {
             (false, false) => match windows {
                 None => Ok(Self::Llama),
                 Some(true) => Ok(Self::Mistral),
-                Some(false) => Err(Error::new("a model of this shape has no name in transformers")
+                Some(false) => Err(Error::new("transformers has no model of this shape")
                     .got("sliding windows in some layers, without QK-norm and without biases of query, key and value")
                     .allowed("windows in all layers, as Mistral has them, or QK-norm (Qwen3), or the biases (Qwen2)")
                     .hint("its weights are in model.safetensors, under the names of all three")),
             },
             (false, true) => Ok(Self::Qwen2),
             (true, false) => Ok(Self::Qwen3),
-            (true, true) => Err(Error::new("a model of this shape has no name in transformers")
+            (true, true) => Err(Error::new("transformers has no model of this shape")
                 .got("QK-norm and biases of query, key and value")
                 .allowed("either: Qwen3 has QK-norm, Qwen2 has the biases")
                 .hint("its weights are in model.safetensors, under the names of both")),
         }
     }
 
-    /// Whether its queries and keys are normalized.
+    /// Whether the type's queries and keys are normalized.
     pub(super) fn qk_norm(self) -> bool {
         match self {
             Self::Llama | Self::Mistral | Self::Qwen2 => false,
@@ -95,7 +96,7 @@ impl ModelType {
         }
     }
 
-    /// Whether its query, key and value have biases.
+    /// Whether the type's query, key and value have biases.
     pub(super) fn qkv_bias(self) -> bool {
         match self {
             Self::Llama | Self::Mistral | Self::Qwen3 => false,
@@ -108,7 +109,7 @@ impl ModelType {
         self.name().to_lowercase()
     }
 
-    /// Its name in `architectures`, without `ForCausalLM`.
+    /// The type's name in `architectures`, without `ForCausalLM`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Llama => "Llama",

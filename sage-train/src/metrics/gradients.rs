@@ -1,18 +1,19 @@
-//! The errors of a scheme's gradient, as `probe --gradient` measures them: squared norms, from which all else follows.
+//! The errors of a scheme's gradient, as `probe --gradient` measures them: squared norms, from which all other figures
+//! follow.
 
 use serde::{Deserialize, Serialize};
 
-/// Independent parts of the data, from which intervals are computed.
+/// Number of independent parts of the data, from which confidence intervals are computed.
 pub const BLOCKS: usize = 8;
 
-/// Squared norms of the same sum of gradients.
+/// Squared norms of one sum of gradients, computed with and without the scheme.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Squares {
-    /// In full precision.
+    /// With unquantized attention.
     pub exact: f64,
     /// Under the scheme.
     pub low: f64,
-    /// Of the difference of the two.
+    /// Of the difference between the two.
     pub error: f64,
 }
 
@@ -40,8 +41,8 @@ pub struct Sums {
 }
 
 impl Sums {
-    /// The squared norms of the means that the gradients of single micro-batches scatter around: `|G|^2`, `|G + B|^2` and `|B|^2`,
-    /// from all pairs of micro-batches, without bias. A small one can come out below zero.
+    /// The squared norms of the expected gradients of a micro-batch: `|G|^2`, `|G + B|^2` and `|B|^2`, estimated
+    /// without bias from all pairs of micro-batches. A small norm can be estimated below zero.
     pub fn stays(&self) -> Squares {
         let pairs = (self.count * (self.count - 1)) as f64;
         let Self { of_sum, of_each, .. } = self;
@@ -52,7 +53,8 @@ impl Sums {
         }
     }
 
-    /// The variances of a single micro-batch, summed over all elements: they fall as one over the number of micro-batches.
+    /// The variances of the gradients of a micro-batch, summed over all elements. The variance of a mean falls as one
+    /// over the number of micro-batches.
     pub fn falls(&self) -> Squares {
         let (each, stays) = (self.of_each.times(1.0 / self.count as f64), self.stays());
         Squares {
@@ -63,16 +65,16 @@ impl Sums {
     }
 }
 
-/// What was measured of a part of the model.
+/// The measurements of a part of the model.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Part {
     /// `all`, `embedding`, `layer N` or `norm`.
     pub name: String,
-    /// For 1, 2, 4, .. micro-batches: the mean squared norms of their mean gradients.
+    /// For 1, 2, 4, ... micro-batches: the mean squared norms of their mean gradients.
     pub curve: Vec<(usize, Squares)>,
     /// All micro-batches.
     pub whole: Sums,
-    /// The same of [`BLOCKS`] disjoint parts of them.
+    /// [`BLOCKS`] disjoint parts of the micro-batches.
     pub blocks: Vec<Sums>,
 }
 

@@ -1,4 +1,5 @@
-//! What a probe measures: errors of low-bit attention, and sizes of the tensors that cause them. A line of `probes.jsonl`.
+//! The measurements of a probe, a line of `probes.jsonl`: errors of low-bit attention, and magnitudes of the tensors
+//! that cause them.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +8,7 @@ use serde::{Deserialize, Serialize};
 /// The quantities whose errors are measured, in the order of the computation.
 pub const QUANTITIES: [&str; 8] = ["delta", "P", "dP", "dS", "O", "dQ", "dK", "dV"];
 
-/// Those quantities that are results of attention.
+/// The [`QUANTITIES`] that are results of attention.
 pub const RESULTS: [&str; 4] = ["O", "dQ", "dK", "dV"];
 
 /// The errors of a layer, or of one of its heads.
@@ -18,13 +19,13 @@ pub struct Row {
     /// The query head, from 0; `None` for the whole layer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub head: Option<usize>,
-    /// Errors by the names of [`QUANTITIES`]. dK and dV are sums over the query heads of a key head, and are
-    /// in the row of the first of them.
+    /// Errors by the names of [`QUANTITIES`]. dK and dV are sums over the query heads of a key head, and are in the row
+    /// of the first of these query heads.
     pub errors: BTreeMap<String, Distance>,
-    /// Sizes of the tensors.
+    /// Magnitudes of the tensors.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sizes: Option<Sizes>,
-    /// For each part of the arithmetic, relative L2 of the four [`RESULTS`] with that part alone in low bits;
+    /// For each part of the arithmetic, the relative L2 errors of the four [`RESULTS`] with only that part in low bits;
     /// `None` for a gradient that is in another head's row.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub products: Vec<(String, [Option<f64>; 4])>,
@@ -34,10 +35,10 @@ pub struct Row {
     pub vanished: Vec<(String, f64)>,
 }
 
-/// A probe: what was measured, and the errors.
+/// A probe: its settings, and the errors.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Probed {
-    /// The numerics whose errors these are.
+    /// The numerics whose errors were measured.
     pub scheme: String,
     /// Steps that the model was trained for, if known.
     pub step: Option<u64>,
@@ -50,20 +51,20 @@ pub struct Probed {
     /// Whether each token of Q and K had a separate scale.
     #[serde(default)]
     pub token_scales: bool,
-    /// A row for each layer, followed by the rows of its heads if they were asked for.
+    /// A row for each layer, followed by the rows of its heads if they were requested.
     pub rows: Vec<Row>,
 }
 
-/// The distance of a quantity to its full-precision value.
+/// The distance of a quantity from its value with unquantized attention.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Distance {
-    /// Cosine of the angle between the two.
+    /// Cosine of the angle between the two values.
     pub cosine: f64,
     /// L2 norm of the difference over the L2 norm of the exact value.
     pub relative_l2: f64,
 }
 
-/// Sizes of the tensors of a layer or a head.
+/// Magnitudes of the tensors of a layer or a head.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sizes {
     /// Root mean square of P, where a query sees the key.
@@ -72,8 +73,8 @@ pub struct Sizes {
     pub rms_dp: f64,
     /// Root mean square of dS, where a query sees the key.
     pub rms_ds: f64,
-    /// `max |dP - delta| sqrt(2 / (N + 1))`, an upper bound of `rms_ds`: the squares of each of the N rows of
-    /// P sum to at most 1, and N (N + 1) / 2 values are seen (SageBwd, section 4, for the causal half).
+    /// `max |dP - delta| sqrt(2 / (N + 1))`, an upper bound of `rms_ds`: the squares in each of the N rows of P sum to
+    /// at most 1, and N (N + 1) / 2 values are unmasked (SageBwd, section 4, for the causal half).
     pub bound_ds: f64,
     /// Largest absolute value of the queries.
     pub largest_q: f64,
@@ -89,7 +90,7 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    /// Each size with its name.
+    /// Each magnitude with its name.
     pub fn named(&self) -> [(&'static str, f64); 9] {
         [
             ("rms_p", self.rms_p),
@@ -104,8 +105,8 @@ impl Sizes {
         ]
     }
 
-    /// Merges other sizes: means of squares and of fractions are averaged with weight `weight` for `other`,
-    /// and the largest values are maxima.
+    /// Merges other magnitudes: mean squares and fractions are averaged with weight `weight` for `other`; for largest
+    /// values the larger one is kept.
     pub fn join(&mut self, other: &Self, weight: f64) {
         let square = |a: f64, b: f64| ((1.0 - weight) * a * a + weight * b * b).sqrt();
         let mean = |a: f64, b: f64| (1.0 - weight) * a + weight * b;

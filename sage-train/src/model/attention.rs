@@ -22,32 +22,33 @@ use crate::ranks::Group;
 /// order of the backward (last layer first).
 pub type Observe<'a> = dyn FnMut([&Tensor; 3], &Tensor) -> Result<()> + 'a;
 
-/// The layer between the norm and the residual stream, (rows, width) -> (rows, width). Rows are the tokens of
-/// all sequences, each as long as the rotary tables.
+/// The layer between the norm and the residual stream, (rows, width) -> (rows, width). Rows are the tokens of all
+/// sequences; a sequence is as long as the rotary tables.
 #[derive(Debug, Clone)]
 pub(super) struct SelfAttention {
-    /// The forward projects query, key and value in one product. The backward in FP8 does too. Otherwise it takes two: query and key leave
-    /// the rotary embedding's backward side by side, while value does not pass through it.
+    /// The forward projects query, key and value in one matmul, and so does the backward in FP8. The backward in the
+    /// compute type uses two: the rotary embedding's backward returns query and key concatenated, but value does not
+    /// pass through it.
     projection: Linear,
     query_key: Linear,
     value: Linear,
     output: Linear,
     biases: Option<Biases>,
-    /// Of training.
+    /// For training.
     operands: Operands,
     norms: Option<[Norm; 2]>,
     /// Numbers of query, key and value heads.
     heads: [usize; 3],
     head_dim: usize,
     attention: Attention,
-    /// A logit of each query head, of all ranks that share a sequence.
+    /// A logit for each query head of all ranks that share a sequence.
     sinks: Option<Weight>,
     pub(super) sla2: Option<Sla2Layer>,
     /// Present if several ranks share each sequence. `heads` are then the heads of this rank.
     ulysses: Option<Ulysses>,
 }
 
-/// The biases of query, key and value, for the same products as their matrices.
+/// The biases of query, key and value, combined like their matrices.
 #[derive(Debug, Clone)]
 struct Biases {
     projection: Bias,
@@ -76,7 +77,8 @@ pub(super) struct Kept {
 
 enum KeptCore {
     Whole(Core),
-    /// Without query and key after norm and rotation: output, its rows, and what attention keeps.
+    /// Without query and key after norm and rotation: the output, the output's rows, and the state that attention
+    /// keeps.
     Unrotated(Tensor, Operand, Box<AttentionState>),
 }
 
@@ -141,8 +143,8 @@ impl SelfAttention {
         })
     }
 
-    /// Turns this into the layer of a rank that holds one part of every sequence; the ranks of `group` hold
-    /// the whole sequence together.
+    /// Turns this into the layer of a rank with one part of every sequence; the ranks of `group` together have the
+    /// whole sequence.
     pub(super) fn across(&mut self, group: &Group) {
         let [queries, keys] = match &self.ulysses {
             None => [self.heads[0], self.heads[1]],
@@ -214,13 +216,13 @@ impl SelfAttention {
         Ok((attention.packing(documents.clone()), [joined(&query)?, joined(&key)?, value]))
     }
 
-    /// Those of this rank's heads.
+    /// The sinks of this rank's heads.
     fn own_sinks(&self, all: &Tensor) -> Result<Tensor> {
         let first = self.ulysses.as_ref().map_or(0, |ulysses| ulysses.first()[0]);
         all.narrow(0, first, self.heads[0])
     }
 
-    /// The forward without a backward, for whole sequences or for tokens that follow those in a cache.
+    /// The forward without a backward, for whole sequences or for tokens that follow the tokens in a cache.
     pub(super) fn forward(&self, x: &Operand, rotary: &Rotary, cached: Option<Cached<'_>>) -> Result<Tensor> {
         let (mut attention, mut inputs) = self.inputs(&self.project(x, rotary)?, rotary)?;
         if let Some(Cached { cache, following }) = cached {
@@ -290,7 +292,7 @@ impl SelfAttention {
         Ok((y, Kept { projected, core }))
     }
 
-    /// The gradients of the projected query, key and value, as an operand in FP8.
+    /// The gradients of the projected query, key and value, as an FP8 operand.
     fn rotate_back(
         &self,
         x: [&Tensor; 2],
@@ -298,7 +300,8 @@ impl SelfAttention {
         rotary: &Rotary,
         rows: usize,
     ) -> Result<Operand> {
-        // Ranks that share a sequence exchange heads before the rows are quantized, and a bias's gradient is a sum of rows.
+        // The fused FP8 path does not fit ranks that share a sequence, which exchange heads before the rows are
+        // quantized, nor biases, whose gradient is a sum of unquantized rows.
         let fused = self.ulysses.is_none() && self.biases.is_none();
         let delayed = self.operands.delayed(Place::Projected).filter(|_| fused);
         if let (Some(norms), Some((settings, scale))) = (&self.norms, delayed) {
@@ -347,7 +350,7 @@ impl SelfAttention {
                 gradients
             }
             (Vjp::Sparse(vjp), Some(sla2)) => sla2.backward(vjp, &dout)?,
-            (Vjp::Sparse(_), None) => unreachable!("SLA2 makes its own way back"),
+            (Vjp::Sparse(_), None) => unreachable!("only SLA2 has a sparse backward"),
         };
         if let (Stage::Router, Some(sla2)) = (rotary.stage, &self.sla2) {
             sla2.teach(core.inputs.each_ref(), &core.out, rotary.documents.as_ref())?;

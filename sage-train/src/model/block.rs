@@ -22,7 +22,7 @@ pub(super) struct Block {
     attention: Option<(Norm, SelfAttention)>,
     mlp_norm: Norm,
     mlp: FeedForward,
-    /// Of training. Everything else computes in the compute type.
+    /// For training. Everything else computes in the compute type.
     operands: Operands,
     recompute: Recompute,
 }
@@ -30,7 +30,7 @@ pub(super) struct Block {
 /// Llama's feed-forward network: `W_down swiglu(W_gate x, W_up x)`.
 #[derive(Debug, Clone)]
 struct FeedForward {
-    /// The gate and up projections in one product.
+    /// The gate and up projections in one matmul.
     gate_up: Linear,
     down: Linear,
 }
@@ -80,7 +80,7 @@ impl Block {
         }
     }
 
-    /// Has the operands of the block's linear layers observed during the backward.
+    /// Sets the observer of the operands of the block's linear layers in the backward.
     pub(super) fn observe(&mut self, observe: &Rc<ObserveProducts>, layer: usize) {
         let attention = self.attention.iter_mut().flat_map(|(_, attention)| attention.linears());
         let FeedForward { gate_up, down } = &mut self.mlp;
@@ -90,7 +90,7 @@ impl Block {
         }
     }
 
-    /// Whether the block's attention has SLA2.
+    /// Whether the block's attention is SLA2.
     pub(super) fn has_sla2(&self) -> bool {
         self.attention.as_ref().is_some_and(|(_, attention)| attention.sla2.is_some())
     }
@@ -101,7 +101,7 @@ impl Block {
         attention.selected(&Operand::Compute(norm.enter(stream)?.1), rotary)
     }
 
-    /// The forward without a backward, for whole sequences or for tokens that follow those in a cache.
+    /// The forward without a backward, for whole sequences or for tokens that follow the tokens in a cache.
     pub(super) fn forward(
         &self,
         mut stream: Stream,
@@ -151,8 +151,9 @@ impl Block {
         Ok((stream, Inner { attention: kept_attention, middle, gate_up, hidden }))
     }
 
-    /// Adds the gradients of the weights. Takes the gradient of the block's output stream and returns that of its input stream, each as a
-    /// tensor and as the operand of the down projection of the block that wrote the stream: the input's is of block `before`.
+    /// Adds the gradients of the weights. Takes the gradient of the block's output stream and returns the gradient of
+    /// its input stream. Each gradient is both a tensor and the operand of the down projection that wrote the stream:
+    /// the output's belongs to this block, the input's to block `before`.
     pub(super) fn backward(
         &self,
         kept: Kept,
@@ -188,7 +189,7 @@ impl Block {
         Self::leave(before, norm, &attention_sum, &dnormed, Some(&dstream))
     }
 
-    /// The gradient of the stream that block `before`, or the embedding, wrote, and that `norm` reads.
+    /// The gradient of the stream that `norm` reads and that block `before`, or the embedding, wrote.
     pub(super) fn leave(
         before: Option<&Self>,
         norm: &Norm,

@@ -1,4 +1,4 @@
-//! The shape of a Llama, and the numbers that follow from it: parameters, FLOPs, memory.
+//! The shape of a Llama, and the counts that follow from it: parameters, FLOPs, memory.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -46,33 +46,33 @@ pub struct LlamaConfig {
     pub qk_norm: bool,
     /// Standard deviation of the initial weights.
     pub init_std: f64,
-    /// Precision of the products of linear layers in training.
+    /// Precision of the matmuls of linear layers in training.
     pub linear: LinearPrecision,
-    /// Layers whose products are in the compute type all the same.
+    /// Layers whose matmuls stay in the compute type.
     pub linear_compute_layers: BTreeSet<usize>,
-    /// Precision of the products of the output matrix in training.
+    /// Precision of the matmuls of the output matrix in training.
     pub linear_head: LinearPrecision,
     /// Numerics of attention; `None` makes a model without attention.
     pub scheme: Option<Scheme>,
-    /// Layers whose attention has another scheme than `scheme`.
+    /// The layers whose attention scheme differs from `scheme`, with their schemes.
     pub layer_schemes: BTreeMap<usize, Scheme>,
-    /// Sliding windows; `None`: every layer attends to all tokens before.
+    /// Sliding windows; `None`: every layer attends to all earlier tokens.
     pub windows: Option<Windows>,
     /// Soft cap of attention's logits.
     pub softcap: Option<f64>,
-    /// Whether attention has sinks: a learned logit of each query head, without a value.
+    /// Whether attention has sinks: a learned logit for each query head, without a value.
     pub sinks: bool,
-    /// SLA2 settings if attention is to selected blocks alone; its numerics are those of `scheme`.
+    /// SLA2 settings, if attention is SLA2; its numerics are those of `scheme`.
     pub sla2: Option<Sla2Config>,
     /// Factor of the z-loss in the training loss.
     pub z_loss: f64,
-    /// What the backward recomputes instead of keeping it.
+    /// The activations that the backward recomputes.
     pub recompute: Recompute,
     /// Whether attention's gradients are bit-reproducible on a GPU.
     pub deterministic: bool,
 }
 
-/// What the backward recomputes in order to save memory.
+/// The activations that the backward recomputes in order to save memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Recompute {
@@ -139,8 +139,8 @@ impl LlamaConfig {
         Ok(())
     }
 
-    /// The format of each operand that has a scale of earlier steps: all places of a layer, one layer after the other, and the input of the
-    /// output matrix.
+    /// The format of each operand with delayed scaling: all places of each layer, layer by layer, and then the input of
+    /// the output matrix.
     pub(super) fn operand_formats(&self) -> Vec<Fp8Format> {
         let Some((settings, Scaling::Delayed)) = self.linear.fp8() else { return Vec::new() };
         let head = self.linear_head.fp8().map(|_| Fp8Format::E4M3);
@@ -219,7 +219,7 @@ impl LlamaConfig {
         specs
     }
 
-    /// Precision of the products of linear layers in training, in a layer.
+    /// Precision of the matmuls of a layer's linear layers in training.
     pub fn linear_of(&self, layer: usize) -> LinearPrecision {
         if self.linear_compute_layers.contains(&layer) { LinearPrecision::Compute } else { self.linear }
     }
@@ -229,17 +229,18 @@ impl LlamaConfig {
         self.layer_schemes.get(&layer).copied().or(self.scheme)
     }
 
-    /// Tokens that a query of a layer sees at most, its own and those before it. `None`: all.
+    /// The most tokens that a query of a layer sees, including its own token. `None`: all.
     pub fn window_of(&self, layer: usize) -> Option<usize> {
         self.windows.as_ref()?.of(layer)
     }
 
-    /// Whether attention needs the logits themselves, which schemes that smooth keys do not compute.
+    /// Whether attention needs the logits themselves. Schemes with key smoothing compute them only up to a constant for
+    /// each query.
     pub fn needs_logits(&self) -> bool {
         self.softcap.is_some() || self.sinks
     }
 
-    /// Numerics of attention as text, with the layers that have others.
+    /// Numerics of attention as text, with the layers whose numerics differ.
     pub fn numerics(&self) -> String {
         let Some(scheme) = self.scheme else { return "none".into() };
         let mut layers_of: BTreeMap<String, Vec<String>> = BTreeMap::new();
@@ -261,14 +262,14 @@ impl LlamaConfig {
         (self.vocab * self.width) as u64
     }
 
-    /// FLOPs of forward and backward for one token: 6 per parameter that is multiplied with, and `6 layers heads head_dim context`
-    /// for causal attention, less with windows. With SLA2 the attention term is the fraction of it that SLA2 computes, and its
-    /// linear tail adds twice `12 layers heads head_dim^2`.
+    /// FLOPs of forward and backward for one token: 6 per parameter of a matmul, and `6 layers heads head_dim context`
+    /// for causal attention, less with windows. With SLA2 the attention term is multiplied by the fraction of pairs
+    /// that SLA2 computes, and the linear tail adds twice `12 layers heads head_dim^2`.
     pub fn flops_per_token(&self) -> u64 {
         self.flops(self.sla2.as_ref())
     }
 
-    /// The number of parameters in linear layers, and in linear layers with products in FP8.
+    /// The number of parameters in linear layers, and in linear layers with FP8 matmuls.
     fn linear_parameters(&self) -> [u64; 2] {
         let all: u64 = self
             .parameter_specs()
@@ -280,14 +281,13 @@ impl LlamaConfig {
         [all, self.linear.fp8().map_or(0, |_| all / self.layers as u64 * layers)]
     }
 
-    /// Bytes of the copies of weights that products read instead of the model's own.
+    /// Bytes of the copies of weights that matmuls read instead of the model's own weights.
     pub fn linear_copies(&self) -> u64 {
         self.linear_parameters()[1] * self.linear.copied_bytes()
             + self.embedding_parameters() * self.linear_head.copied_bytes()
     }
 
-    /// As [`LlamaConfig::flops_per_token`], but of products that are faster than in 16 bit only as many as take the same time in
-    /// 16 bit.
+    /// As [`LlamaConfig::flops_per_token`], but the FLOPs of FP8 matmuls are divided by their speedup over 16 bit.
     pub fn dense16_flops_per_token(&self) -> f64 {
         let saved = |parameters: u64, precision: LinearPrecision| {
             6.0 * parameters as f64 * (1.0 - 1.0 / precision.speed())
@@ -338,7 +338,7 @@ impl LlamaConfig {
                 // SLA2 keeps the outputs of both branches.
                 let branches = if self.sla2.is_some() { 2 * queries * element } else { 0 };
                 let schemes = self.layer_schemes.values().chain([&scheme]);
-                // The output also exists as codes.
+                // The output also exists in FP8.
                 let codes = if is_fp8 { queries } else { 0 };
                 let kept = schemes.map(|scheme| scheme.kept_bytes(queries, keys, element)).max().unwrap_or(0)
                     + branches
@@ -360,17 +360,17 @@ impl LlamaConfig {
             Recompute::Attention => projected + mlp,
             Recompute::Block => element * width,
         };
-        // For the block in its backward: what it recomputes, and the gradients of its widest part.
+        // For the block whose backward runs: its recomputed activations, and the gradients of its widest layer.
         let again = match self.recompute {
             Recompute::None => 0,
             Recompute::Rotary => rotated,
             Recompute::Attention => core,
             Recompute::Block => projected + core + mlp,
         };
-        // Codes exist row by row and transposed.
+        // FP8 values are stored both row by row and transposed.
         let codes = if is_fp8 { 2 * (width + ffn) } else { 0 };
         let at_hand = again + element * (2 * width + 3 * ffn) + codes;
-        // Logits exist in chunks alone: see `CrossEntropy::chunk_rows`.
+        // Logits exist only in chunks: see `CrossEntropy::chunk_rows`.
         let logits = (self.vocab as u64).saturating_mul(tokens * element).min(if element == 4 {
             64 << 20
         } else {

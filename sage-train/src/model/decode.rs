@@ -26,16 +26,17 @@ impl TokenCache {
 }
 
 impl Llama {
-    /// Whether attention currently is to selected blocks alone.
+    /// Whether attention currently sees only selected blocks.
     pub fn selects_blocks(&self) -> bool {
         self.stage == Stage::Sparse && self.blocks.iter().any(Block::has_sla2)
     }
 
-    /// An empty cache for one sequence, with memory for `tokens` tokens; it grows up to the context. The
-    /// tokens of the prompt attend in the model's own numerics, later tokens in those of `following`, or in each layer's own.
+    /// An empty cache for one sequence, with memory for `tokens` tokens; it grows up to the context. The tokens of the
+    /// prompt attend in the model's own numerics; later tokens in the numerics of `following`, or by default in each
+    /// layer's own numerics.
     ///
-    /// `None` if attention is to selected blocks: a selection with a causal mask needs as many queries as
-    /// keys, so each new token has to run over its whole sequence.
+    /// `None` if attention sees only selected blocks: a selection with a causal mask needs as many queries as keys, so
+    /// each new token needs a forward over its whole sequence.
     pub fn past(&self, tokens: usize, following: impl Into<Option<Scheme>>) -> Option<TokenCache> {
         // The cache grows in steps of this size, which must not be 0.
         let layers = self.blocks.iter().map(|_| KvCache::new(1, tokens.max(1))).collect();
@@ -46,8 +47,8 @@ impl Llama {
     /// appended to it.
     ///
     /// # Errors
-    /// When an id is not in the vocabulary, when the sequence is longer than the context, or when an earlier
-    /// call with this `past` failed: some of its layers may then hold tokens that other layers lack.
+    /// When an id is not in the vocabulary, when the sequence is longer than the context, or when an earlier call with
+    /// this `past` failed: the caches of some layers may then contain tokens that other layers lack.
     pub fn next_logits_after(&self, past: &mut TokenCache, ids: &Tensor) -> Result<Tensor> {
         let TokenCache { layers, tokens, following } = past;
         let sequence = *tokens + ids.dim(1)?;
@@ -55,16 +56,16 @@ impl Llama {
             return Err(Error::new("the sequence is longer than the model's context")
                 .got(format!("{sequence} tokens"))
                 .allowed(format!("up to {}", self.rotary.positions()))
-                .hint("begin a new past with the last tokens")
+                .hint("begin a new cache with the last tokens")
                 .into());
         }
         // Layers without attention cache nothing.
         let kept: Vec<usize> = layers.iter().map(|layer| layer.k_cache().current_seq_len()).collect();
         if kept.iter().any(|&len| len != kept[0] || len != 0 && len != *tokens) {
-            return Err(Error::new("cannot continue from this past: an earlier call with it failed")
+            return Err(Error::new("cannot continue from this cache: an earlier call with it failed")
                 .got(format!("{kept:?} tokens in the layers, after {tokens}"))
-                .allowed("as many in all layers")
-                .hint("begin a new past")
+                .allowed("the same number in all layers")
+                .hint("begin a new cache")
                 .into());
         }
         let (mut stream, rotary) = self.enter_at(ids.into(), *tokens)?;

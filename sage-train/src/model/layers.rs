@@ -1,4 +1,4 @@
-//! Norms with their backward, and the residual stream between them. Gradients of weights are added in place, in f32.
+//! Norms with their backward, and the residual stream between them. Weight gradients are added in place, in f32.
 
 use candle_core::{Result, Tensor};
 use candle_sage::ops;
@@ -13,8 +13,8 @@ pub(super) struct Norm {
     pub(super) eps: f64,
 }
 
-/// The residual stream, (rows, width), as a sum and the output of the last layer, which is not yet added: the
-/// next norm adds the two in the same pass over memory.
+/// The residual stream, (rows, width), as a sum and the output of the last layer, which is not yet added: the next norm
+/// adds them in its own pass over memory.
 #[derive(Debug, Clone)]
 pub(super) struct Stream {
     pub(super) sum: Tensor,
@@ -35,8 +35,8 @@ impl Norm {
         }
     }
 
-    /// Returns the gradient of the residual stream at the norm's input. `dnormed` is the gradient of the
-    /// normalized rows, `dstream` that of the stream that continues past the norm, if it does.
+    /// Returns the gradient of the residual stream at the norm's input. `dnormed` is the gradient of the normalized
+    /// rows; `dstream`, if the stream continues past the norm, is the gradient of that stream.
     pub(super) fn backward(
         &self,
         sum: &Tensor,

@@ -1,4 +1,4 @@
-//! Linear layers. Gradients of weights are added in place, in f32.
+//! Linear layers. Weight gradients are added in place, in f32.
 
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,12 +10,12 @@ use candle_sage::ops::{self, CrossEntropy, Fp8Copies, Fp8Matrix};
 use super::operands::Operand;
 use super::parameters::{Parameters, Weight};
 
-/// The operands of a linear layer's products: `y = x W^T`, `dx = dy W`, `dW = dy^T x`.
+/// The operands of a linear layer's matmuls: `y = x W^T`, `dx = dy W`, `dW = dy^T x`.
 #[derive(Debug, Clone, Copy)]
 pub struct Products<'a> {
     /// The layer of the model.
     pub layer: usize,
-    /// Which of its matrices: query-key-value, output, gate-up, down.
+    /// Which matrix of the layer: query-key-value, output, gate-up, down.
     pub name: &'static str,
     /// The input, (rows, inputs).
     pub x: &'a Tensor,
@@ -25,10 +25,10 @@ pub struct Products<'a> {
     pub weight: &'a Tensor,
 }
 
-/// Receives the operands of products during the backward.
+/// Receives the operands of matmuls during the backward.
 pub type ObserveProducts = dyn Fn(Products<'_>) -> Result<()>;
 
-/// An observer, and what it calls a linear layer.
+/// An observer, with the layer and name that it receives for a linear layer.
 #[derive(Clone)]
 pub(super) struct Observer {
     pub(super) observe: Rc<ObserveProducts>,
@@ -42,18 +42,18 @@ impl std::fmt::Debug for Observer {
     }
 }
 
-/// `y = x W^T` on rows, without bias. The operand says in which precision the products are.
+/// `y = x W^T` on rows, without bias. The operand determines the precision of the matmuls.
 #[derive(Debug, Clone)]
 pub(super) struct Linear {
     weight: Weight,
-    /// The weight in FP8, and the update that it was made after.
+    /// The weight in FP8, and the number of the update after which it was quantized.
     quantized: Arc<Mutex<Option<(u64, Fp8Matrix)>>>,
-    /// Who sees the operands.
+    /// Receives the operands.
     observer: Option<Observer>,
 }
 
 impl Linear {
-    /// The matrix `{at}.{name}.weight`. Several names make one product over a common input, whose outputs are
+    /// The matrix `{at}.{name}.weight`. Several names share one matmul over a common input; the outputs are
     /// concatenated along the columns.
     pub(super) fn new(parameters: &Parameters, at: &str, names: &[&str]) -> Result<Self> {
         let names: Vec<String> = names.iter().map(|name| format!("{at}.{name}.weight")).collect();
@@ -65,12 +65,12 @@ impl Linear {
         Self { weight, quantized: Arc::default(), observer: None }
     }
 
-    /// From now on the backward shows its operands, where they are in the compute type.
+    /// Sets the observer, which receives the backward's operands if they are in the compute type.
     pub(super) fn observe(&mut self, observer: Observer) {
         self.observer = Some(observer);
     }
 
-    /// Shows the operands, where somebody observes: for products that other linear layers compute.
+    /// Passes the operands to the observer, if there is one: for matmuls that other linear layers compute.
     pub(super) fn show(&self, x: &Operand, dy: impl FnOnce() -> Result<Tensor>) -> Result<()> {
         match (&self.observer, x) {
             (Some(Observer { observe, layer, name }), Operand::Compute(x)) => {
@@ -105,8 +105,8 @@ impl Linear {
         }
     }
 
-    /// The mean cross-entropy of the outputs as logits, and the gradient of the input. Adds the gradient of the weight to what it
-    /// holds.
+    /// The mean cross-entropy of the outputs as logits, and the gradient of the input. Adds the gradient of the weight
+    /// to the accumulated gradient.
     pub(super) fn cross_entropy(
         &self,
         x: &Operand,
@@ -131,7 +131,7 @@ impl Linear {
         }
     }
 
-    /// Adds the gradient of the weight and returns that of the input.
+    /// Adds the gradient of the weight and returns the gradient of the input.
     pub(super) fn backward(&self, x: &Operand, dy: &Operand) -> Result<Tensor> {
         self.backward_weight(x, dy)?;
         self.backward_input(dy)
@@ -146,7 +146,7 @@ impl Linear {
         }
     }
 
-    /// Returns the gradient of the input alone.
+    /// Returns the gradient of the input, without the gradient of the weight.
     pub(super) fn backward_input(&self, dy: &Operand) -> Result<Tensor> {
         match dy {
             Operand::Compute(dy) => dy.matmul(self.weight.value()?),
@@ -156,7 +156,7 @@ impl Linear {
         }
     }
 
-    /// Adds the gradient of the weight alone.
+    /// Adds the gradient of the weight, without computing the gradient of the input.
     pub(super) fn backward_weight(&self, x: &Operand, dy: &Operand) -> Result<()> {
         let add = self.weight.take_turn();
         let gradient = self.weight.gradient()?;

@@ -1,6 +1,6 @@
-//! The whole model: embedding, blocks, final norm, and the loss through the output matrix, which may be the embedding. The backward is
-//! written by hand instead of by candle's graph: it frees activations as soon as they are used, and adds
-//! gradients in place.
+//! The whole model: embedding, blocks, final norm, and the loss through the output matrix, which may be the embedding.
+//! The backward is written by hand instead of by candle's graph: it frees activations as soon as they are used, and
+//! adds gradients in place.
 
 use std::rc::Rc;
 
@@ -22,8 +22,8 @@ use super::sla2_config::Stage;
 use super::spec::{EMBEDDING, OUTPUT};
 use crate::ranks::Group;
 
-/// The model's input: ids, (batch, sequence), and the packed documents if attention is confined to them. The
-/// documents count tokens through all sequences, one after the other.
+/// The model's input: ids, (batch, sequence), and the packed documents if attention is confined to documents. The
+/// documents cover the concatenation of all sequences.
 #[derive(Debug, Clone, Copy)]
 pub struct Input<'a> {
     /// Token ids, (batch, sequence).
@@ -63,19 +63,19 @@ pub struct Llama {
     pub(super) embedding: Weight,
     pub(super) blocks: Vec<Block>,
     pub(super) norm: Norm,
-    /// The output matrix: the embedding, unless it has one apart.
+    /// The output matrix: the embedding, unless the model has a separate output matrix.
     pub(super) output: Weight,
-    /// The output matrix in training, and what makes its input.
+    /// The output matrix in training, and the maker of its input operand.
     head: (Linear, Operands),
     pub(super) rotary: Rotary,
     z_loss: f32,
     pub(super) stage: Stage,
-    /// Number of parts that a sequence is cut into; this rank has one of them.
+    /// Number of parts that a sequence is split into; this rank has one part.
     parts: usize,
 }
 
 impl Llama {
-    /// Takes the parameters that [`LlamaConfig::parameter_specs`] names.
+    /// Makes the model from the parameters that [`LlamaConfig::parameter_specs`] lists.
     ///
     /// # Errors
     /// When a parameter is missing.
@@ -97,15 +97,16 @@ impl Llama {
         })
     }
 
-    /// The model of a rank that holds one part of every sequence: consecutive ids, as many as on every other
-    /// rank of the group. Its losses are the losses of its part.
+    /// The model of a rank with one part of every sequence: consecutive ids, as many as on every other rank of the
+    /// group. Its losses cover only its own part.
     pub fn across(mut self, group: &Group) -> Self {
         self.parts = group.rank().of;
         self.blocks.iter_mut().for_each(|block| block.across(group));
         self
     }
 
-    /// Has the operands of all linear layers but the output matrix observed during the backward, if they compute in the compute type.
+    /// Sets the observer of the operands of all linear layers, except the output matrix, in the backward. Only layers
+    /// that compute in the compute type are observed.
     pub fn observe_products(&mut self, observe: &Rc<ObserveProducts>) {
         self.blocks.iter_mut().enumerate().for_each(|(layer, block)| block.observe(observe, layer));
     }
@@ -158,7 +159,7 @@ impl Llama {
         Ok(Selected::mean(&layers))
     }
 
-    /// The matrix that makes logits of hidden states, (vocab, width).
+    /// The matrix that maps hidden states to logits, (vocab, width).
     ///
     /// # Errors
     /// When the device fails.
@@ -166,7 +167,7 @@ impl Llama {
         self.output.value()
     }
 
-    /// Mean cross-entropy of `targets`, the ids one position later: an f32 scalar.
+    /// Mean cross-entropy of `targets`, which are the ids one position later, as an f32 scalar.
     ///
     /// # Errors
     /// As [`Llama::hidden`].
@@ -175,7 +176,7 @@ impl Llama {
         ops::linear_cross_entropy(&hidden, self.output()?, &targets, CrossEntropy::default())
     }
 
-    /// Returns the loss, including the z-loss if there is one, and adds its gradients to those of the
+    /// Returns the loss, including the z-loss if there is one, and adds its gradients to the gradients of the
     /// parameters.
     ///
     /// # Errors

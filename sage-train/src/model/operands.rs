@@ -1,4 +1,4 @@
-//! The operands of linear layers in the form that their products read, and how each comes to its scale.
+//! The operands of linear layers in the precision that their matmuls read, and the scales of FP8 operands.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ impl Operand {
         }
     }
 
-    /// What the gradient of the weight reads of an input.
+    /// The part of an input that the gradient of the weight reads.
     pub(super) fn kept(self) -> Self {
         match self {
             Self::Compute(x) => Self::Compute(x),
@@ -40,18 +40,18 @@ impl Operand {
 #[derive(Debug, Clone)]
 pub(super) struct Operands {
     pub(super) precision: LinearPrecision,
-    /// By place, with delayed scaling.
+    /// By place; only with delayed scaling.
     scales: Arc<[Fp8Scale]>,
 }
 
 impl Operands {
-    /// Of a layer in training.
+    /// For a layer in training.
     pub(super) fn new(config: &LlamaConfig, parameters: &Parameters, layer: usize) -> Result<Self> {
         let first = layer * Place::COUNT;
         Self::with_scales(config.linear_of(layer), config, parameters, first..first + Place::COUNT)
     }
 
-    /// Of the output matrix in training: its input is `Place::Normed`.
+    /// For the output matrix in training: its input is `Place::Normed`.
     pub(super) fn of_head(config: &LlamaConfig, parameters: &Parameters) -> Result<Self> {
         let first = config.layers * Place::COUNT;
         Self::with_scales(config.linear_head, config, parameters, first..first + 1)
@@ -73,12 +73,12 @@ impl Operands {
         Ok(Self { precision, scales })
     }
 
-    /// Whether the products are in FP8.
+    /// Whether the matmuls are in FP8.
     pub(super) fn in_fp8(&self) -> bool {
         self.precision.fp8().is_some()
     }
 
-    /// The settings of FP8 and the scale of a matrix, where scales are of earlier steps.
+    /// The settings of FP8 and the scale of a matrix, with delayed scaling.
     pub(super) fn delayed(&self, place: Place) -> Option<(Fp8Linear, &Fp8Scale)> {
         Some((self.precision.fp8()?.0, self.scale(place)?))
     }
@@ -87,7 +87,7 @@ impl Operands {
         self.scales.get(place as usize)
     }
 
-    /// An operand of which products read `copies`.
+    /// Quantizes `x`; the matmuls read `copies` of it.
     fn quantized(&self, x: Tensor, place: Place, copies: Fp8Copies) -> Result<Operand> {
         let settings = match self.precision {
             LinearPrecision::Compute => return Ok(Operand::Compute(x)),
@@ -117,7 +117,8 @@ impl Operands {
         Ok((sum, Operand::Fp8(normed, settings)))
     }
 
-    /// The gradient of the residual stream at a norm's input, [`Norm::backward`], in the compute type and as an operand.
+    /// The gradient of the residual stream at a norm's input, [`Norm::backward`], in the compute type and as an
+    /// operand.
     pub(super) fn stream_gradient(
         &self,
         norm: &Norm,
@@ -147,8 +148,8 @@ impl Operands {
         }
     }
 
-    /// The gradient of gate and up, concatenated along the columns; and with `again` what the gradient of the down projection's weight reads
-    /// of `swiglu(gate, up)`.
+    /// The gradient of gate and up, concatenated along the columns. With `again`, also `swiglu(gate, up)` as the
+    /// gradient of the down projection's weight reads it.
     pub(super) fn gated(
         &self,
         gate: &Tensor,

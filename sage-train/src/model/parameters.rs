@@ -1,10 +1,9 @@
-//! All parameters of a model in a few pieces of memory, with their moments, their gradients and their copy in
-//! the compute type. An optimizer step is one pass over each piece, and each parameter is a view into one
-//! piece.
+//! All parameters of a model, with moments, gradients and a copy in the compute type, in a few pieces of memory. An
+//! optimizer step is one pass over each piece, and each parameter is a view into a piece.
 //!
-//! If several ranks train, each rank owns one shard of every piece: it alone holds the shard's weights in f32
-//! and its moments, and updates them (ZeRO-1, arXiv 1910.02054, section 5.1). Every rank holds all gradients
-//! and all weights in the compute type.
+//! If several ranks train, each rank owns one shard of every piece: only this rank stores the shard's f32 weights and
+//! moments, and updates them (ZeRO-1, arXiv 1910.02054, section 5.1). Every rank stores all gradients and all weights
+//! in the compute type.
 
 mod arrivals;
 mod draw;
@@ -37,7 +36,7 @@ pub use weight::Weight;
 /// Elements per slice in the comparison of weights.
 const SLICE: usize = 1 << 23;
 
-/// The trained tensors of a model. Models hold views of them, so that an update takes effect at once.
+/// The trained tensors of a model. Models contain views of these tensors, so that an update takes effect at once.
 #[derive(Debug)]
 pub struct Parameters {
     pub(super) specs: Vec<ParameterSpec>,
@@ -45,21 +44,22 @@ pub struct Parameters {
     mesh: Mesh,
     /// The names of the moments.
     moments: Moments,
-    /// Before what is held, so that it is dropped before: transfers write to what is held. (No model outlives its parameters.)
+    /// Declared before `held`, so that it is dropped first: transfers write to `held`. (No model outlives its
+    /// parameters.)
     arrivals: Rc<Arrivals>,
     /// By piece.
     held: Vec<Held>,
-    /// Gradients of all parameters, if the model is trained. After the reduction this rank's shards hold the
-    /// sum over ranks.
+    /// Gradients of all parameters, if the model is trained. After the reduction this rank's shards contain the sum
+    /// over ranks.
     gradients: Option<Tensor>,
-    /// Receive buffers, if there are other ranks. The first two, each for the data of the node's ranks for one
-    /// piece, alternate: one fills while the other is added up. The third is for the data of other nodes.
+    /// Receive buffers, if there are other ranks. The first two receive the data of the node's ranks, one piece at a
+    /// time, and alternate: one is filled while the other is summed. The third receives the data of other nodes.
     pub(super) received: Option<[Tensor; 3]>,
     /// By parameter: see [`Weight`].
     pub(super) filled: Vec<Arc<AtomicBool>>,
-    /// Number of updates.
+    /// Number of updates so far.
     updates: Arc<AtomicU64>,
-    /// Scales of operands in FP8 that follow from earlier steps.
+    /// Scales of FP8 operands that follow from earlier steps.
     scales: OnceLock<Arc<Fp8Scales>>,
 }
 
@@ -70,17 +70,18 @@ struct Held {
     values: Tensor,
     /// Weights and moments of this rank's shard, (1 + moments, shard).
     state: Tensor,
-    /// What an optimizer keeps of the rows of matrices, in the order of [`matrices_of`].
+    /// The optimizer's statistics of matrix rows, in the order of [`matrices_of`].
     rows: Option<Tensor>,
 }
 
 /// Sources of initial values.
 pub(crate) struct InitialValues<'a> {
-    /// The weights of a parameter, from any thread.
+    /// Returns the weights of a parameter; called from any thread.
     pub(crate) weights: &'a Weights<'a>,
-    /// A range of elements of a moment of a parameter, by its name in [`Training::moments`]. `None` if the moments are zero.
+    /// A range of elements of a moment of a parameter, by its name in [`Training::moments`]. `None` if the moments are
+    /// zero.
     pub(crate) moments: Option<&'a InitialMoments<'a>>,
-    /// The numbers of so many rows of a matrix, by the tensor's name. `None` if they are zero.
+    /// The statistics of a matrix's rows, by the tensor's name and the number of rows. `None` if they are zero.
     pub(crate) rows: Option<&'a InitialRows<'a>>,
 }
 
@@ -90,15 +91,15 @@ type InitialMoments<'a> =
 type InitialRows<'a> = dyn Fn(String, usize) -> candle_sage::Result<Vec<f32>> + 'a;
 
 impl<'a> InitialValues<'a> {
-    /// Weights, and moments of zero.
+    /// These weights, with zero moments.
     pub(crate) fn weights(weights: &'a Weights<'a>) -> Self {
         Self { weights, moments: None, rows: None }
     }
 }
 
 impl Parameters {
-    /// Draws every parameter, for training on this rank. Each parameter has its own random stream, so that
-    /// two models that differ in one part agree in the others. `dtype` is the model's compute type.
+    /// Draws every parameter, for training on this rank. Each parameter has its own random stream, so that two models
+    /// that differ in one parameter agree in all others. `dtype` is the model's compute type.
     ///
     /// # Errors
     /// When a tensor cannot be allocated.
@@ -148,7 +149,7 @@ impl Parameters {
                 slice.copy_from_slice(&(values.weights)(spec)?);
                 Ok(())
             });
-            // The first of several errors, so that the message does not depend on the threads.
+            // Returns the first of several errors, so that the message does not depend on thread timing.
             filled.find_first(candle_sage::Result::is_err).unwrap_or(Ok(()))?;
             for (here, spec) in here {
                 let (Some(values), Some(part)) = (values.moments, overlap(&here, &own)) else { continue };
@@ -208,7 +209,7 @@ impl Parameters {
         self.joined(&[name.to_owned()])
     }
 
-    /// Adjacent matrices as one matrix that has the rows of all of them.
+    /// Adjacent matrices as one matrix with all of their rows.
     ///
     /// # Errors
     /// When a name is unknown, or the matrices are not adjacent or have different widths.
@@ -274,8 +275,8 @@ impl Parameters {
         }
     }
 
-    /// Resets the gradients. Matrices are only marked as empty, because the first product of the next
-    /// backward overwrites them; this saves a pass over memory.
+    /// Resets the gradients. Matrices are only marked as empty, because the first matmul of the next backward
+    /// overwrites them; this saves a pass over memory.
     ///
     /// # Errors
     /// When nothing is trained.
@@ -309,8 +310,8 @@ impl Parameters {
         all.narrow(0, range.start + part.start, part.len())
     }
 
-    /// Has all parameters updated with the reduced gradients, shard by shard, and starts to gather the new weights from the ranks of the
-    /// node. Whoever reads a weight first waits for its piece.
+    /// Updates all parameters with the reduced gradients, shard by shard, and starts to all-gather the new weights
+    /// within the node. The first read of a weight waits for its piece.
     ///
     /// # Errors
     /// When nothing is trained, an update fails, or a rank cannot be reached.
@@ -340,15 +341,16 @@ impl Parameters {
             update(&Shard { state, gradient: &gradient, copy: copy.as_ref(), decays, matrices })?;
             if self.mesh.shard.of > 1 {
                 let updated = (n, copy.map_or_else(|| state.get(0), Ok)?, values);
-                // Ranks that share matrices wait for each other's directions, which would come behind the gathers.
+                // Ranks that share matrices wait for each other's directions, whose transfers would queue behind the
+                // all-gathers.
                 if piece.common.apart { later.push(updated) } else { gather(updated)? }
             }
         }
         later.into_iter().try_for_each(gather)
     }
 
-    /// Numbers that are equal to the bit on all ranks whose models read the same weights: for each piece the
-    /// sum of squares of w, and of w + 1, which also depends on the signs.
+    /// Numbers that are bit-identical on all ranks with the same weights: for each piece the sum of squares of w, and
+    /// of w + 1, which also depends on the signs.
     ///
     /// # Errors
     /// When memory is short for a slice in f32.
@@ -374,8 +376,8 @@ impl Parameters {
         self.layout.len()
     }
 
-    /// A copy of all weights in the memory of rank 0's host, which does not change while training continues.
-    /// Returns `None` on the other ranks. All ranks must call it together.
+    /// A copy of all weights in host memory on rank 0, which does not change while training continues. Returns `None`
+    /// on the other ranks. All ranks must call it together.
     ///
     /// # Errors
     /// When memory is short, or a rank cannot be reached.
@@ -384,8 +386,8 @@ impl Parameters {
         let of_piece = |held: &Held| -> Result<Option<Tensor>> {
             let own = held.state.get(0)?;
             if shards.rank().of == 1 {
-                // A copy of a view to the host would copy the whole storage behind the view; hence the
-                // contiguous copy first.
+                // Copying a view to the host would copy the whole storage behind the view, so the view is first copied
+                // to a contiguous tensor.
                 let own = || on_host(&own.force_contiguous()?.unsqueeze(0)?);
                 return ranks.rank().is_first().then(own).transpose();
             }
@@ -393,8 +395,7 @@ impl Parameters {
             shards.wait(shards.gather(&own, &all)?)?;
             ranks.rank().is_first().then(|| on_host(&all.unsqueeze(0)?)).transpose()
         };
-        // Every rank gathers every piece, because an all-gather needs all ranks, though only rank 0 keeps the
-        // result.
+        // Every rank gathers every piece, because an all-gather needs all ranks; only rank 0 keeps the result.
         let pieces = self.held.iter().map(of_piece).collect::<Result<Vec<_>>>()?;
         let pieces: Option<Vec<Tensor>> = pieces.into_iter().collect();
         let firsts = self.layout.pieces.iter().map(|piece| piece.range.start);

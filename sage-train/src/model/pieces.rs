@@ -1,5 +1,5 @@
-//! The layout of the parameters in memory: pieces, which are runs of adjacent parameters that are reduced,
-//! updated and gathered as one.
+//! The layout of the parameters in memory: pieces ("buckets" in PyTorch), which are runs of adjacent parameters that
+//! are reduced, updated and gathered together.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -8,36 +8,37 @@ use std::ops::Range;
 use super::spec::{EMBEDDING, Kind, ParameterSpec};
 use crate::ranks::Mesh;
 
-/// Parameters that follow no other start at multiples of this many elements, which is a multiple of 16 bytes
-/// in every element type.
+/// Parameters start at multiples of this many elements (a multiple of 16 bytes in every element type), except those
+/// that directly follow another parameter.
 pub(super) const ALIGNMENT: usize = 64;
 
 /// A run of adjacent parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Piece {
-    /// The elements of the piece in the layout of all parameters, padding included. Their number is a
-    /// multiple of the ranks, so that all shards are equal.
+    /// The elements of the piece in the layout of all parameters, padding included. Their number is a multiple of the
+    /// number of ranks, so that all shards have equal size.
     pub(super) range: Range<usize>,
-    /// What its parameters have in common.
+    /// The properties that all parameters of the piece share.
     pub(super) common: Common,
     /// The first layer with a parameter in the piece. `None` if its gradients are complete only at the end of
     /// the backward.
     pub(super) first_layer: Option<usize>,
 }
 
-/// What the parameters of a piece have in common, as of their [`Kind`].
+/// The properties that all parameters of a piece share, derived from their [`Kind`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Common {
-    /// Whether they decay.
+    /// Whether weight decay applies.
     pub(super) decays: bool,
-    /// Whether the model reads them in f32, whatever it computes in.
+    /// Whether the model reads them in f32, whatever its compute type.
     pub(super) wide: bool,
-    /// Whether they are hidden matrices that lie apart from all other parameters, because their optimizer is another.
+    /// Whether they are hidden matrices stored separately from all other parameters, because another optimizer updates
+    /// them.
     pub(super) apart: bool,
 }
 
 impl Common {
-    /// In the order of the pieces: what decays comes first.
+    /// In the order of the pieces: parameters with weight decay come first.
     const ALL: [Self; 5] = [
         Self { decays: true, wide: false, apart: false },
         Self { decays: true, wide: false, apart: true },
@@ -51,19 +52,20 @@ impl Common {
     }
 }
 
-/// Where each parameter of a model lies.
+/// The place of each parameter of a model in memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Layout {
-    /// By name: the index of the parameter's spec, and its first element.
+    /// By parameter name: the index of its spec, and its first element.
     pub(super) places: HashMap<String, (usize, usize)>,
     /// In the order of [`Common::ALL`].
     pub(super) pieces: Vec<Piece>,
-    /// The gradients that are zeroed before a backward: those that no product overwrites. A piece of such parameters is zeroed in one go.
+    /// The gradients that are zeroed before a backward because no matmul overwrites them. A piece of only such
+    /// parameters is one range.
     pub(super) cleared: Vec<Range<usize>>,
 }
 
 impl Layout {
-    /// The layout for the ranks of a mesh; hidden matrices have separate pieces or not.
+    /// The layout for the ranks of a mesh. With `matrices_apart` hidden matrices have separate pieces.
     pub(super) fn new(specs: &[ParameterSpec], mesh: Mesh, matrices_apart: bool) -> Self {
         Self::with_pieces_of(specs, mesh.rank().of, mesh.piece, matrices_apart)
     }
@@ -75,7 +77,7 @@ impl Layout {
         for common in Common::ALL {
             let mut start = len;
             for (n, spec) in specs.iter().enumerate().filter(|(_, spec)| of(spec) == common) {
-                // Matrices of one product lie without gaps, in one piece.
+                // Matrices of one matmul are stored without gaps, in one piece.
                 if !spec.follows {
                     len = len.next_multiple_of(ALIGNMENT);
                     if len - start >= enough {
@@ -119,7 +121,8 @@ impl Layout {
         order
     }
 
-    /// The indices of the pieces, in the order in which a forward reads them: the vectors of all layers, then matrices layer by layer.
+    /// The indices of the pieces, in the order in which a forward reads them: the vectors of all layers, then matrices
+    /// layer by layer.
     pub(super) fn forward_order(&self) -> Vec<usize> {
         let mut order: Vec<usize> = (0..self.pieces.len()).collect();
         order.sort_by_key(|piece| self.pieces[*piece].common.decays);
@@ -131,8 +134,8 @@ impl Layout {
         self.pieces.last().map_or(0, |piece| piece.range.end)
     }
 
-    /// The largest numbers of elements that a rank has room for in a reduction: its shard of one piece from each
-    /// rank of its node, and a part of that from each node.
+    /// The largest numbers of elements that a rank receives at once in a reduction: its shard of one piece from each
+    /// rank of its node, and a part of that shard from each node.
     pub(super) fn largest_received(&self, Mesh { shard, replica, .. }: Mesh) -> [usize; 2] {
         let largest = self.pieces.iter().map(|piece| piece.range.len()).max().unwrap_or(0);
         let room = |len: usize, of: usize| if of == 1 { 0 } else { len };
@@ -246,7 +249,7 @@ mod tests {
         assert_eq!(firsts, [None, Some(0), Some(1), Some(2), Some(0)]);
         assert_eq!(layout.backward_order(), [3, 2, 1, 4, 0]);
         assert_eq!(layout.forward_order(), [4, 0, 1, 2, 3]);
-        // An optimizer for matrices has them in pieces without the embedding.
+        // With an optimizer for matrices, these are in pieces without the embedding.
         let layout = Layout::with_pieces_of(&specs, 1, usize::MAX, true);
         let apart: Vec<_> =
             layout.pieces.iter().map(|piece| (piece.common.apart, piece.range.len())).collect();

@@ -1,10 +1,10 @@
-//! What linear layers compute in, and the places of their operands.
+//! The precision of linear layers, and the roles of their operands.
 
 use candle_sage::Error;
 use candle_sage::fp8::Fp8Format;
 use candle_sage::ops::{self, Fp8Linear};
 
-/// What the products of linear layers compute in.
+/// The precision of the matmuls of linear layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LinearPrecision {
     /// The compute type of the model.
@@ -13,17 +13,17 @@ pub enum LinearPrecision {
     Fp8(Fp8Linear, Scaling),
 }
 
-/// Where the scale of a matrix in FP8 comes from. The scale of a weight always comes from its own largest value.
+/// The source of the scale of an FP8 matrix. The scale of a weight always follows from its own largest value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scaling {
-    /// The matrix's own largest value, which takes a second pass over memory.
+    /// The matrix's own largest value, which needs a second pass over memory.
     Current,
     /// The largest values of earlier steps, with a margin.
     Delayed,
 }
 
 impl LinearPrecision {
-    /// The settings of FP8, if matmuls are in it.
+    /// The settings of FP8, if the matmuls are in FP8.
     pub fn fp8(self) -> Option<(Fp8Linear, Scaling)> {
         match self {
             Self::Compute => None,
@@ -31,7 +31,8 @@ impl LinearPrecision {
         }
     }
 
-    /// Bytes of an element of an operand that the backward needs again, if the model computes in elements of `element` bytes.
+    /// Bytes per element of an operand that is kept for the backward, if the model computes in elements of `element`
+    /// bytes.
     pub fn kept_bytes(self, element: u64) -> u64 {
         match self {
             Self::Compute => element,
@@ -39,8 +40,8 @@ impl LinearPrecision {
         }
     }
 
-    /// Whether the backward needs the input of the down projection. With delayed scaling it makes the transposed codes, which it alone reads,
-    /// where it reads gate and up: then nobody writes them twice.
+    /// Whether the forward keeps the input of the down projection for the backward. With delayed scaling the backward
+    /// makes the transposed FP8 values, which only the backward reads, in the pass that reads gate and up.
     pub(super) fn keeps_hidden(self) -> bool {
         match self {
             Self::Compute | Self::Fp8(_, Scaling::Current) => true,
@@ -48,7 +49,7 @@ impl LinearPrecision {
         }
     }
 
-    /// Bytes of the copies of a weight that the products read instead of the model's own.
+    /// Bytes per parameter of the copies of a weight that the matmuls read instead of the model's own weight.
     pub fn copied_bytes(self) -> u64 {
         match self {
             Self::Compute => 0,
@@ -56,33 +57,33 @@ impl LinearPrecision {
         }
     }
 
-    /// How many times as fast as in 16 bit a GPU multiplies.
+    /// Speedup of a GPU's matmuls over 16 bit.
     pub fn speed(self) -> f64 {
         match self {
             Self::Compute => 1.0,
-            // 96.3 and 57.3 ms for the products of the 325M model on an H100 (PyTorch, 2026-11-25).
+            // The matmuls of the 325M model take 96.3 ms in 16 bit and 57.3 ms in FP8 on an H100 (PyTorch, 2026-11-25).
             Self::Fp8(..) => 1.68,
         }
     }
 
-    /// Checks a number of rows, inputs or outputs, which `name` calls.
+    /// Checks a number of rows, inputs or outputs. `name` describes it in the message.
     ///
     /// # Errors
-    /// When the products do not take it.
+    /// When the matmuls do not support this number.
     pub fn check(self, name: &str, number: usize) -> candle_sage::Result<()> {
         match self {
             Self::Fp8(..) if !number.is_multiple_of(ops::FP8_MULTIPLE) => {
-                Err(Error::new(format!("{name} does not fit products in FP8"))
+                Err(Error::new(format!("{name} does not fit FP8 matmuls"))
                     .got(number)
                     .allowed(format!("a multiple of {}", ops::FP8_MULTIPLE))
-                    .hint("--linear bf16 takes any number"))
+                    .hint("--linear bf16 accepts any number"))
             }
             Self::Compute | Self::Fp8(..) => Ok(()),
         }
     }
 }
 
-/// What an operand is in its block.
+/// The role of an operand in its block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Place {
     /// Inputs.
@@ -90,7 +91,8 @@ pub(super) enum Place {
     Attended,
     MlpNormed,
     Hidden,
-    /// Gradients of outputs: of query, key and value, of attention's output projection, of gate and up, of the down projection.
+    /// Gradients of the outputs of these layers: query, key and value; attention's output projection; gate and up; the
+    /// down projection.
     Projected,
     Output,
     GateUp,

@@ -16,10 +16,9 @@ struct Coming {
     transfer: Transfer,
 }
 
-/// Sums the gradients of all ranks, in the order of the ranks. Each rank sums the shards that it owns, first
-/// over the ranks of its node, then over the nodes. All ranks send the pieces in the same order, which with
-/// overlap is the order in which a backward completes them. The transfer of a piece overlaps with the
-/// summation of the one before it.
+/// Sums the gradients of all ranks, in the order of the ranks. Each rank sums the shards that it owns, first over the
+/// ranks of its node, then over the nodes. All ranks send the pieces in the same order; with overlap it is the order in
+/// which the backward completes the pieces. The transfer of a piece overlaps with the summation of the piece before it.
 #[derive(Debug)]
 pub struct Reduction<'a> {
     parameters: &'a Parameters,
@@ -34,9 +33,9 @@ pub struct Reduction<'a> {
 }
 
 impl<'a> Reduction<'a> {
-    /// A reduction that has sent nothing yet. If the mesh's plan is `beside`, the caller reports the layers that the last
-    /// backward has finished. Otherwise [`Reduction::finish`] sends all pieces, those of vectors last: they
-    /// are small, and the final transfer overlaps with nothing.
+    /// A reduction that has sent nothing yet. If the mesh's plan is `beside`, the caller reports the layers that the
+    /// last backward has finished. Otherwise [`Reduction::finish`] sends all pieces. Pieces of vectors are sent last:
+    /// they are small, and the last transfer overlaps with nothing.
     pub fn new(parameters: &'a Parameters, ranks: &'a Ranks) -> Self {
         let beside = ranks.mesh().beside;
         let pieces = 0..parameters.layout.pieces.len();
@@ -96,7 +95,7 @@ impl<'a> Reduction<'a> {
             _ => (gradients.narrow(0, 0, 0)?, Transfer::NONE),
         };
         self.sent += 1;
-        // There are two receive buffers, so the piece before this one is added up now.
+        // There are only two receive buffers, so the piece before this one is summed at this point.
         let before = self.coming.replace(Coming { piece, parts, transfer });
         before.map_or(Ok(()), |before| self.add(before))
     }
@@ -113,8 +112,8 @@ impl<'a> Reduction<'a> {
         Ok(())
     }
 
-    /// Sums a shard over the nodes: each of the ranks that hold this shard sums one part of it, and an
-    /// all-gather distributes the parts.
+    /// Sums a shard over the nodes: each rank that owns this shard sums one part of it, and an all-gather distributes
+    /// the parts.
     fn add_nodes(&self, own: &Tensor) -> Result<()> {
         let replicas = self.ranks.replicas();
         let (node, Some([_, _, room])) = (replicas.rank(), &self.parameters.received) else { return Ok(()) };

@@ -1,4 +1,4 @@
-//! Llama 3's scaling of the rotary embedding, which makes a model of longer sequences out of one of shorter ones.
+//! Llama 3's scaling of the rotary embedding, which extends a model to longer sequences than it was trained on.
 
 use std::fmt;
 use std::str::FromStr;
@@ -13,19 +13,19 @@ use serde::{Deserialize, Serialize};
 pub struct RopeScaling {
     /// Divisor of low frequencies.
     pub factor: f64,
-    /// A frequency with fewer turns in the original context is low.
+    /// Frequencies with fewer turns than this in the original context are low.
     pub low_freq_factor: f64,
-    /// A frequency with more turns in the original context is not changed.
+    /// Frequencies with more turns than this in the original context are not changed.
     pub high_freq_factor: f64,
-    /// The context of the training before, in tokens.
+    /// The context of the original training, in tokens.
     pub original_context: usize,
 }
 
 impl RopeScaling {
-    /// Checks that the numbers are a scaling.
+    /// Checks the ranges of the numbers.
     ///
     /// # Errors
-    /// When one is out of range.
+    /// When a number is out of range.
     pub fn check(self) -> Result<()> {
         let Self { factor, low_freq_factor: low, high_freq_factor: high, original_context } = self;
         if factor.is_finite()
@@ -40,7 +40,7 @@ impl RopeScaling {
         Err(Error::new("rope-scaling is out of range")
             .got(self)
             .allowed("a factor of at least 1, 0 < low < high, a context of at least 1 token")
-            .hint("that of Llama 3.1 is 8,1,4,8192"))
+            .hint("Llama 3.1 has 8,1,4,8192"))
     }
 }
 
@@ -60,7 +60,7 @@ impl FromStr for RopeScaling {
             Error::new("not a scaling of the rotary embedding")
                 .got(format!("`{text}`"))
                 .allowed("four numbers with commas: factor, low and high frequency factor, original context")
-                .hint("that of Llama 3.1 is 8,1,4,8192")
+                .hint("Llama 3.1 has 8,1,4,8192")
         };
         let words: Vec<&str> = text.split(',').map(str::trim).collect();
         let &[factor, low, high, context] = words.as_slice() else { return Err(unusable()) };

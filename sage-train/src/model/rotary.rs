@@ -1,4 +1,4 @@
-//! Rotary positions and QK-norm, which one pass applies, with their backward.
+//! Rotary positions and QK-norm, applied in one pass, with their backward.
 
 use candle_core::{Device, Result, Tensor};
 use candle_sage::ops::{self, Fp8Matrix, Fp8Scale, QkNormRopeGrad, RopeStyle};
@@ -33,8 +33,8 @@ impl Rotary {
         self.cos.dims()[0]
     }
 
-    /// The tables for sequences of `len` tokens from `position` on. Angles do not restart at a document's
-    /// first token, because attention depends only on differences of positions.
+    /// The tables for sequences of `len` tokens from `position` on. Angles do not restart at a document's first token,
+    /// because attention depends only on position differences.
     pub(super) fn narrow(
         &self,
         position: usize,
@@ -54,7 +54,7 @@ impl Rotary {
         }
     }
 
-    /// Returns the gradients of query and key, concatenated along the heads, and adds those of the norms'
+    /// Returns the gradients of query and key, concatenated along the heads, and adds the gradients of the norms'
     /// weights.
     pub(super) fn backward(
         &self,
@@ -76,7 +76,7 @@ impl Rotary {
         Ok(dx)
     }
 
-    /// The same in FP8, with the gradient of value behind them.
+    /// As [`Rotary::backward`], but in FP8 and with the gradient of value appended.
     pub(super) fn backward_fp8(
         &self,
         x: [&Tensor; 2],

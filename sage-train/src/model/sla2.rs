@@ -1,5 +1,4 @@
-//! SLA2 in the model: the part of an attention layer that selects blocks, blends the two
-//! branches and trains the router.
+//! SLA2 in an attention layer: selects blocks, blends the two branches and trains the router.
 
 use candle_core::{DType, Result, Tensor, Var};
 use candle_sage::ops::{self};
@@ -12,21 +11,21 @@ use super::parameters::{Parameters, Weight};
 use super::sla2_config::{Choice, Sla2Config};
 use super::ulysses::Ulysses;
 
-/// What a selection is for the queries and keys of a layer, or the mean over layers.
+/// Statistics of a selection for the queries and keys of a layer, or their mean over layers.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Selected {
-    /// The fraction of the (query, key) pairs that are left out.
+    /// The fraction of the (query, key) pairs that are not selected.
     pub sparsity: f64,
     /// The mean weight of exact attention in its mixture with the tail; 1 without a tail.
     pub exact_weight: f64,
-    /// The fraction of dense attention's mass on past blocks that the selected ones have.
+    /// The fraction of dense attention's probability mass on past blocks that falls on the selected blocks.
     pub mass_caught: f64,
-    /// The number of blocks of queries that see the block of keys which most of them see, over the mean number.
+    /// The number of query blocks that select the most-selected key block, over the mean number per key block.
     pub users_ratio: f64,
 }
 
 impl Selected {
-    /// The mean over layers; `None` of none.
+    /// The mean over layers; `None` without layers.
     pub(super) fn mean(layers: &[Self]) -> Option<Self> {
         let mean = |of: fn(&Self) -> f64| layers.iter().map(of).sum::<f64>() / layers.len() as f64;
         (!layers.is_empty()).then(|| Self {
@@ -38,7 +37,7 @@ impl Selected {
     }
 }
 
-/// The largest number of blocks of queries that list one block of keys, over the mean number.
+/// The largest number of query blocks that select one key block, over the mean number.
 fn users_ratio(selection: &Selection) -> Result<f64> {
     let (shape, (rows, columns)) = (selection.shape(), selection.block());
     let mut users: Vec<usize> = Vec::new();
@@ -67,12 +66,13 @@ pub(super) struct Sla2Layer {
     head_dim: usize,
     router: Option<[Weight; 2]>,
     theta: Option<Weight>,
-    /// Present if several ranks share each sequence: each selects, mixes and teaches for its own heads, whose router and `theta`
-    /// are a part of the weights along their first dimension.
+    /// Present if several ranks share each sequence. Each rank then selects, blends and trains the router for its own
+    /// heads, whose router and `theta` are a slice of the weights along their first dimension.
     ulysses: Option<Ulysses>,
 }
 
-/// The part of a weight, or of its gradient, from `first` on with as many entries as there are heads.
+/// The slice of a weight, or of its gradient, that belongs to heads `own`, given as the first head and the number of
+/// heads.
 fn part(weight: &Tensor, own: Option<(usize, usize)>) -> Result<Tensor> {
     own.map_or(Ok(weight.clone()), |(first, len)| weight.narrow(0, first, len)?.contiguous())
 }
@@ -106,22 +106,22 @@ impl Sla2Layer {
         })
     }
 
-    /// Turns this into the layer of a rank that attends with some of the heads.
+    /// Turns this into the layer of a rank that computes some of the heads.
     pub(super) fn share(&mut self, ulysses: Option<&Ulysses>) {
         self.ulysses = ulysses.cloned();
     }
 
-    /// The first of this rank's query heads and their number, if it has not all of them.
+    /// This rank's first query head and its number of query heads; `None` if it has all of them.
     fn queries(&self) -> Option<(usize, usize)> {
         self.ulysses.as_ref().map(|ulysses| (ulysses.first()[0], ulysses.own()[0]))
     }
 
-    /// The same for its key heads.
+    /// This rank's first key head and its number of key heads; `None` if it has all of them.
     fn keys(&self) -> Option<(usize, usize)> {
         self.ulysses.as_ref().map(|ulysses| (ulysses.first()[1], ulysses.own()[1]))
     }
 
-    /// Adds to the gradient of a weight, or of this rank's part of it.
+    /// Adds to the gradient of a weight, or to this rank's slice of the gradient.
     fn add(weight: &Weight, own: Option<(usize, usize)>, gradient: &Tensor) -> Result<()> {
         match own {
             None => ops::add_into(weight.gradient()?, gradient),
@@ -129,8 +129,8 @@ impl Sla2Layer {
         }
     }
 
-    /// The factor of gradients that come from no loss of this rank's tokens: gradients are averaged over the ranks, of which each
-    /// has the routers of its heads.
+    /// The factor of the gradients in `teach`: gradients are averaged over the ranks, but only one rank computes the
+    /// gradients of a head.
     fn ranks(&self) -> f64 {
         self.ulysses.as_ref().map_or(1.0, |ulysses| ulysses.ranks() as f64)
     }
@@ -179,7 +179,7 @@ impl Sla2Layer {
         let selection = self.select(q, k, documents)?;
         let exact_weight = match self.config.tail {
             None => 1.0,
-            // The mixture of ones with zeros is the weight.
+            // Blending ones with zeros returns the weight.
             Some(_) => {
                 let (ones, zeros) = (q.ones_like()?, q.zeros_like()?);
                 let weights = ops::blend(&ones, &zeros, &self.theta(q)?, &selection, self.config.alpha)?;
@@ -206,7 +206,7 @@ impl Sla2Layer {
         self.op(documents).vjp(q, k, v, &selection, &self.theta(q)?)
     }
 
-    /// Returns the gradients of query, key and value, and adds that of `theta`.
+    /// Returns the gradients of query, key and value, and adds the gradient of `theta`.
     pub(super) fn backward(&self, vjp: &Sla2Vjp, dout: &Tensor) -> Result<[Tensor; 3]> {
         let [dq, dk, dv, dtheta] = vjp.apply(dout)?;
         if let Some(theta) = &self.theta {
@@ -215,8 +215,8 @@ impl Sla2Layer {
         Ok([dq, dk, dv])
     }
 
-    /// Adds the gradient of the router towards the probability mass of dense attention, and that of `theta`
-    /// towards dense attention's output `out`.
+    /// Adds the gradient that trains the router towards dense attention's probability mass, and the gradient that
+    /// trains `theta` towards dense attention's output `out`.
     pub(super) fn teach(
         &self,
         [q, k, v]: [&Tensor; 3],
@@ -229,7 +229,7 @@ impl Sla2Layer {
             let [q_var, k_var] = &vars;
             let router = Router::from_tensors(q_var.as_tensor().clone(), k_var.as_tensor().clone())?;
             let [entropy, mass] = self.op(documents).router_loss_sums(&router, q, k)?;
-            // The mass of all heads, so that the loss is that of one rank with all of them.
+            // The mass of all heads, so that the loss equals the loss on a single rank.
             let mass = self.ulysses.as_ref().map_or(Ok(mass.clone()), |ulysses| ulysses.sum(&mass))?;
             let gradients = ((entropy / mass)? * (TEACHING * self.ranks()))?.backward()?;
             for (weight, var) in [query, key].into_iter().zip(&vars) {

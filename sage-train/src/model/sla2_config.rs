@@ -7,9 +7,9 @@ use super::spec::{Kind, ParameterSpec, Start};
 /// How blocks of keys are selected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Choice {
-    /// By a router that learns where dense attention has its probability mass.
+    /// By a router that is trained to match dense attention's probability mass per block.
     Learned,
-    /// By an untrained router: the products of block means.
+    /// By an untrained router: dot products of block means.
     Identity,
     /// The nearest blocks, and the first block of the sequence.
     Window,
@@ -18,9 +18,9 @@ pub enum Choice {
 /// The SLA2 settings of a run. The numerics are the model's scheme.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sla2Config {
-    /// Past blocks of keys that a block of queries sees, at most.
+    /// Largest number of past key blocks that a query block selects.
     pub blocks: usize,
-    /// How many of them are the nearest ones, whatever the router picks.
+    /// How many of these are the nearest blocks, whatever the router selects.
     pub nearest: usize,
     /// Tokens per block, of queries and of keys.
     pub block: usize,
@@ -28,11 +28,11 @@ pub struct Sla2Config {
     pub choice: Choice,
     /// The blocks that the linear tail sums over; `None` leaves the tail out.
     pub tail: Option<Tail>,
-    /// How the weight of the exact branch depends on `theta`.
+    /// How `theta` determines the weight of the exact branch.
     pub alpha: Alpha,
     /// Steps with dense attention at the start, including the router's steps.
     pub dense_steps: u64,
-    /// The last of these steps, in which router and `theta` learn from dense attention.
+    /// How many of these dense steps, the last ones, train router and `theta` on dense attention.
     pub router_steps: u64,
 }
 
@@ -41,7 +41,7 @@ pub struct Sla2Config {
 pub enum Stage {
     /// All keys.
     Dense,
-    /// All keys, while router and `theta` learn from dense attention.
+    /// All keys, while router and `theta` are trained on dense attention.
     Router,
     /// The selected blocks and the linear tail.
     Sparse,
@@ -63,7 +63,7 @@ impl Sla2Config {
     pub fn sparsity(&self, context: usize) -> f64 {
         let pairs = |len: usize| len as f64 * (len as f64 + 1.0) / 2.0;
         let (whole, rest) = (context / self.block, context % self.block);
-        // The past blocks over all whole blocks of queries: 0, 1, 2, ... up to `blocks`, then always
+        // The number of past blocks that each whole query block sees: 0, 1, 2, ... up to `blocks`, then always
         // `blocks`.
         let growing = whole.min(self.blocks + 1);
         let past =
@@ -122,7 +122,7 @@ mod tests {
         assert_eq!(Sla2Config { dense_steps: 0, ..CONFIG }.stage(0), Sparse);
     }
 
-    /// Counted by hand: four blocks of 16 tokens, of which the third and fourth see two past blocks each.
+    /// Counted by hand: four blocks of 16 tokens; the third and the fourth select two past blocks each.
     #[test]
     fn sparsity_counts_pairs() {
         let seen = 4 * (16 * 17 / 2) + 16 * 16 + 2 * 2 * 16 * 16;

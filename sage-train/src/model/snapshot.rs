@@ -1,4 +1,4 @@
-//! Copies of weights and moments at one moment, and the files that they are written to.
+//! Copies of weights and moments at one point in time, and the files that they are written to.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -14,28 +14,28 @@ use super::spec::ParameterSpec;
 use super::training::Moments;
 use crate::hex;
 
-/// The parameters of which a file holds only a part, by name: the first element, and the number of elements.
+/// The parameters of which a file contains only a part, by name: the first element, and the number of elements.
 pub type Parts = BTreeMap<String, [u64; 2]>;
 
-/// A copy of the weights, and of the moments if they were requested: of all parameters, or of the shards that
-/// a rank writes.
+/// A copy of weights, and of moments if they were requested, either of all parameters or of the shards that a rank
+/// writes.
 #[derive(Debug)]
 pub struct Snapshot {
     pub(super) specs: Vec<ParameterSpec>,
     pub(super) layout: Layout,
-    /// The names of the rows after the weights: prefixes of the parameters' names in a checkpoint.
+    /// The kinds of the rows after the weights: prefixes of the parameters' names in a checkpoint.
     pub(super) moments: Moments,
     /// The first element in the layout, and the values, (rows, elements).
     pub(super) held: Vec<(usize, Tensor)>,
-    /// What is kept of the rows of matrices, by the tensor's name. All ranks have it, and the first writes it.
+    /// The optimizer's statistics of matrix rows, by tensor name. All ranks have them, and rank 0 writes them.
     pub(super) rows: Vec<(String, Tensor)>,
-    /// The state of scales in FP8.
+    /// The state of the FP8 scales.
     pub(crate) scales: Vec<[f32; 2]>,
 }
 
 impl Snapshot {
-    /// Writes the snapshot as safetensors in f32, with the weights under their own names. Returns the
-    /// parameters of which the file holds only a part.
+    /// Writes the snapshot as safetensors in f32, with the weights under their own names. Returns the parameters of
+    /// which the file contains only a part.
     ///
     /// # Errors
     /// When the file cannot be written.
@@ -72,11 +72,10 @@ impl Snapshot {
             }
         }
         tensors.extend(self.rows.iter().cloned());
-        // safetensors creates files with access for their owner alone; the file keeps the permissions of an
-        // ordinary new file instead.
+        // safetensors creates files that only their owner can access; this gives the file the permissions of an
+        // ordinary new file.
         let permissions = std::fs::File::create(path)?.metadata()?.permissions();
-        // A hash goes into files of weights alone: the state of a checkpoint has its hash in
-        // `checkpoint.json`.
+        // Only files of weights contain a hash: the hash of a checkpoint's state is in `checkpoint.json`.
         let weights = self.held.iter().all(|(_, held)| held.dims()[0] == 1);
         let about = weights.then(|| {
             let hash = hash(tensors.iter().map(|(name, tensor)| (name.as_str(), tensor.data())));
@@ -88,9 +87,9 @@ impl Snapshot {
     }
 }
 
-/// The metadata of a file as a map that iterates in the given order, so that equal weights make equal files.
-/// A `HashMap` draws its order when it is made, so this makes maps until one has the right order.
-/// (transformers requires the entry `format`.)
+/// The metadata of a file as a map that iterates in the given order, so that equal weights make equal files. A
+/// `HashMap` draws a random order when it is made, so this makes maps until one has the right order. (transformers
+/// requires the entry `format`.)
 fn in_order(about: [(String, String); 2]) -> HashMap<String, String> {
     loop {
         let map = HashMap::from(about.clone());

@@ -1,5 +1,5 @@
-//! What is known of a parameter before it has values: its name, shape and initialization, and what it is to those that hold and
-//! update it.
+//! The specification of a parameter: name, shape, initialization, and its kind, which determines how it is stored and
+//! updated.
 
 /// Name of the embedding, which may also be the output matrix.
 pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -18,12 +18,11 @@ pub struct ParameterSpec {
     pub dims: Vec<usize>,
     /// Its initialization.
     pub start: Start,
-    /// Whether the parameter lies directly behind the one before it in memory, so that one product multiplies
-    /// by both.
+    /// Whether the parameter directly follows the parameter before it in memory, so that one matmul multiplies by both.
     pub follows: bool,
 }
 
-/// What a parameter is, from which everything else about it follows.
+/// The kind of a parameter, which determines weight decay, precision and optimizer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// The embedding, which may also be the output matrix.
@@ -32,7 +31,7 @@ pub enum Kind {
     Output,
     /// The matrix of a linear layer.
     Matrix,
-    /// The matrix of a linear layer whose outputs are heads of so many channels.
+    /// The matrix of a linear layer whose outputs are heads with this many channels.
     Heads(usize),
     /// The bias of linear layers.
     Bias,
@@ -55,7 +54,7 @@ impl Kind {
         }
     }
 
-    /// Whether the model reads the parameter in f32, whatever it computes in.
+    /// Whether the model reads the parameter in f32, whatever its compute type.
     pub fn is_wide(self) -> bool {
         match self {
             Self::Embedding | Self::Output | Self::Matrix | Self::Heads(_) | Self::Bias => false,
@@ -63,8 +62,9 @@ impl Kind {
         }
     }
 
-    /// Whether the first product of a backward overwrites the gradient, so that it need not be cleared. The loss head adds to
-    /// the output matrix's, and so does the lookup where that is the embedding.
+    /// Whether the first matmul of a backward overwrites the gradient, so that it need not be cleared. The loss head
+    /// adds to the gradient of the output matrix, and if the embedding is the output matrix, so does the embedding
+    /// lookup.
     pub fn is_overwritten(self) -> bool {
         match self {
             Self::Matrix | Self::Heads(_) | Self::Bias => true,

@@ -1,4 +1,4 @@
-//! Reading weights: from whole safetensors files of any float type, and from the files of a checkpoint.
+//! Reads weights from complete safetensors files of any float type, and from the files of a checkpoint.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -34,7 +34,7 @@ impl StateFile {
         let damaged = unpanicked(|| is_damaged(&bytes)).map_err(during(what()))?;
         if damaged {
             return Err(Error::new("the weights are damaged")
-                .got(format!("{}: not the hash that it was written with", path.display()))
+                .got(format!("{}: its hash is not the hash in its metadata", path.display()))
                 .allowed("a file as it was written")
                 .hint("a run's checkpoints have its weights too: RUN/checkpoints/step-N"));
         }
@@ -50,11 +50,11 @@ impl StateFile {
     /// As [`StateFile::open`].
     pub fn of_run(path: &Path) -> Result<Self> {
         Self::open(path).map_err(|error| {
-            error.hint("a run has it from its first validation on; before that name a checkpoint: RUN/checkpoints/step-N")
+            error.hint("a run writes it at its first validation; before that use a checkpoint: RUN/checkpoints/step-N")
         })
     }
 
-    /// The names of its tensors.
+    /// The names of the file's tensors.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
@@ -72,7 +72,7 @@ impl StateFile {
         let name = format!("{prefix}{}", spec.name);
         let found = self.tensors.get(&name);
         let tensor = found.filter(|tensor| tensor.dims() == spec.dims).ok_or_else(|| {
-            Error::new(format!("{} is not of this model", self.path.display()))
+            Error::new(format!("{} does not belong to this model", self.path.display()))
                 .got(match found {
                     None => format!("no {name}"),
                     Some(tensor) => format!("{name} of shape {:?}", tensor.dims()),
@@ -84,9 +84,9 @@ impl StateFile {
                     }
                     name if found.is_none() && name.ends_with(".sinks") => "these weights have no sinks: leave --sinks out",
                     name if found.is_none() && name.contains(".self_attn.") => {
-                        "these weights are of another attention: leave --attn, --qk-norm and --qkv-bias out"
+                        "these weights belong to another attention: leave --attn, --qk-norm and --qkv-bias out"
                     }
-                    _ => "take weights and settings of the same run; --init-from also takes their sizes",
+                    _ => "use weights and settings of the same run; --init-from also sets the sizes",
                 })
         })?;
         let list = || tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
@@ -102,22 +102,23 @@ const HEADER: u64 = 100_000_000;
 struct Part {
     path: PathBuf,
     file: File,
-    /// Offset of the tensors' bytes in the file, and their number.
+    /// Offset of the tensors' bytes in the file, and the number of these bytes.
     data: u64,
     bytes: u64,
     about: Metadata,
     parts: Parts,
 }
 
-/// A checkpoint's weights and moments, in one file or several. Only the requested ranges are read, by any number of threads.
+/// A checkpoint's weights and moments, in one file or several. Any number of threads may read, and only the requested
+/// ranges are read.
 #[derive(Debug)]
 pub struct State(Vec<Part>);
 
 impl State {
-    /// Opens files, each with the parameters of which it holds only a part.
+    /// Opens files. Each comes with the parameters of which it contains only a part.
     ///
     /// # Errors
-    /// When a file cannot be opened, or its header is not that of safetensors.
+    /// When a file cannot be opened, or its header is not a safetensors header.
     pub fn open(files: Vec<(PathBuf, Parts)>) -> Result<Self> {
         files.into_iter().map(|(path, parts)| Part::open(path, parts)).collect::<Result<_>>().map(Self)
     }
@@ -125,14 +126,14 @@ impl State {
     /// The names of the parameters.
     pub fn names(&self) -> Vec<String> {
         let all = self.0.iter().flat_map(|part| part.about.tensors().into_keys());
-        // The name of a moment has that of its parameter behind a slash.
+        // The name of a moment ends with a slash and the name of its parameter.
         all.filter(|name| !name.contains('/')).collect()
     }
 
     /// The weights of a parameter.
     ///
     /// # Errors
-    /// When some of them are missing or occur twice, or a tensor has another shape or type.
+    /// When elements are missing or occur twice, or a tensor has another shape or type.
     pub fn weights(&self, spec: &ParameterSpec) -> Result<Vec<f32>> {
         self.values(spec, "", 0..spec.len() as usize)
     }
@@ -172,7 +173,7 @@ impl State {
         for part in &self.0 {
             filled.extend(part.fill(spec, prefix, &range, &mut values)?);
         }
-        // Each element must occur exactly once: two files with the same half do not make a whole.
+        // Each element must occur exactly once: two files with the same half are not a complete parameter.
         filled.sort_by_key(|here| here.start);
         let whole = filled.iter().try_fold(range.start, |at, here| (here.start == at).then_some(here.end));
         if whole == Some(range.end) {
@@ -180,7 +181,7 @@ impl State {
         }
         let filled: usize = filled.iter().map(Range::len).sum();
         let files: Vec<String> = self.0.iter().map(|part| part.path.display().to_string()).collect();
-        Err(Error::new("the checkpoint is not of this model")
+        Err(Error::new("the checkpoint does not belong to this model")
             .got(format!(
                 "{filled} of {} elements of {prefix}{} in {}",
                 range.len(),
@@ -188,7 +189,7 @@ impl State {
                 files.join(", ")
             ))
             .allowed(format!("{prefix}{} of shape {:?}", spec.name, spec.dims))
-            .hint("take weights and settings of the same run"))
+            .hint("use weights and settings of the same run"))
     }
 }
 
@@ -213,8 +214,7 @@ impl Part {
         Ok(Self { path, file, data, bytes, about, parts })
     }
 
-    /// Copies the elements of `range` that this file holds into `values`, and returns which elements they
-    /// are.
+    /// Copies the elements of `range` that are in this file into `values`, and returns which elements they are.
     fn fill(
         &self,
         spec: &ParameterSpec,
@@ -237,10 +237,10 @@ impl Part {
             && end <= self.bytes
             && end - start == 4 * len;
         if !fits {
-            return Err(Error::new(format!("{} is not of this model", self.path.display()))
+            return Err(Error::new(format!("{} does not belong to this model", self.path.display()))
                 .got(format!("{name} of shape {:?} in {:?}", info.shape, info.dtype))
                 .allowed(format!("{name} of shape {shape:?} in f32"))
-                .hint("take weights and settings of the same run"));
+                .hint("use weights and settings of the same run"));
         }
         let Some(here) = overlap(range, &(first as usize..(first + len) as usize)) else { return Ok(None) };
         let mut bytes = vec![0; 4 * here.len()];

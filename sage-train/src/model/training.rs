@@ -1,4 +1,4 @@
-//! For whom parameters are trained, and what an optimizer keeps and sees of them.
+//! The ranks that train parameters, and the state that an optimizer keeps and updates.
 
 use candle_core::Tensor;
 use candle_sage::ops::MuonMatrix;
@@ -6,30 +6,31 @@ use candle_sage::ops::MuonMatrix;
 use super::spec::Kind;
 use crate::ranks::{Group, Ranks};
 
-/// For whom parameters are trained.
+/// The ranks that train parameters, and the state of their optimizer.
 #[derive(Debug, Clone, Copy)]
 pub struct Training<'a> {
     /// The ranks that train the model.
     pub ranks: &'a Ranks,
-    /// What their optimizer keeps of each parameter.
+    /// The state that their optimizer keeps for each parameter.
     pub moments: Moments,
 }
 
-/// What an optimizer keeps of parameters in addition to their weights: prefixes of their names in a checkpoint, each with a `/`.
+/// The tensors that an optimizer keeps for parameters in addition to the weights, as prefixes of the parameters' names
+/// in a checkpoint, each with a `/`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Moments {
-    /// Of hidden matrices.
+    /// For hidden matrices.
     pub matrices: &'static [&'static str],
-    /// Of all other parameters.
+    /// For all other parameters.
     pub others: &'static [&'static str],
-    /// Of each row of a hidden matrix, if it keeps something: one number.
+    /// One number for each row of a hidden matrix, if the optimizer keeps row statistics.
     pub rows: Option<&'static str>,
-    /// Whether hidden matrices are updated as a whole, and so lie in pieces of their own.
+    /// Whether hidden matrices are updated as a whole, and are therefore stored in separate pieces.
     pub whole_matrices: bool,
 }
 
 impl Moments {
-    /// Of a kind of parameters.
+    /// The moments of a kind of parameters.
     pub fn of(self, kind: Kind) -> &'static [&'static str] {
         if kind.is_hidden_matrix() { self.matrices } else { self.others }
     }
@@ -42,30 +43,32 @@ impl<'a> Training<'a> {
     }
 }
 
-/// What one update of an optimizer is for: adjacent parameters, of which this rank owns a part.
+/// The input of one optimizer update: this rank's shard of adjacent parameters.
 #[derive(Debug)]
 pub struct Shard<'a> {
     /// (1 + moments, parameters) in f32: weights and moments.
     pub state: &'a Tensor,
     /// (parameters) in f32: the sum of gradients.
     pub gradient: &'a Tensor,
-    /// The weights as the model reads them, where that is another tensor.
+    /// The weights as the model reads them, if that is a separate tensor.
     pub copy: Option<&'a Tensor>,
     /// Whether weight decay applies.
     pub decays: bool,
-    /// The matrices of the whole piece, of which this rank owns a part, if their optimizer is another than that of everything else.
+    /// The matrices of the whole piece, of which this rank owns a part, if another optimizer updates them than all
+    /// other parameters.
     pub matrices: Option<Matrices<'a>>,
 }
 
-/// The matrices of a piece that has nothing else.
+/// The matrices of a piece that contains only hidden matrices.
 #[derive(Debug)]
 pub struct Matrices<'a> {
-    /// What the optimizer keeps of the rows of all matrices in f32, in the order of the matrices; the same on all ranks.
+    /// The optimizer's statistics of the rows of all matrices in f32, in the order of the matrices; equal on all ranks.
     pub rows: Option<&'a Tensor>,
-    /// Where they lie in the piece, and the rows of a head where the rows are heads. Those of one shape are adjacent.
+    /// The shape and place of each matrix in the piece, and the number of rows in a head if the rows are divided into
+    /// heads. Matrices of one shape are adjacent.
     pub all: Vec<(MuonMatrix, Option<usize>)>,
-    /// Elements of the piece, which the ranks divide evenly.
+    /// Number of elements of the piece, divided evenly among the ranks.
     pub elements: usize,
-    /// Those that own parts of it.
+    /// The ranks that own parts of the piece.
     pub ranks: &'a Group,
 }

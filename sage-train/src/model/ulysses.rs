@@ -1,6 +1,6 @@
-//! Sequence parallelism as in DeepSpeed-Ulysses (arXiv 2309.14509, section 3): each rank has consecutive
-//! tokens of all sequences and, for attention, some heads of all tokens. Attention therefore sees whole
-//! sequences, as it does on one rank.
+//! Sequence parallelism as in DeepSpeed-Ulysses (arXiv 2309.14509, section 3): each rank has consecutive tokens of all
+//! sequences and, for attention, some heads of all tokens. Attention therefore sees whole sequences, as on a single
+//! rank.
 
 use candle_core::{DType, Result, Tensor};
 use candle_sage::ops;
@@ -25,8 +25,8 @@ pub(super) enum Heads {
 }
 
 impl Ulysses {
-    /// For these numbers of query and key heads. Both are multiples of the ranks, except that several ranks
-    /// may share each key head.
+    /// `heads` are the numbers of query and key heads. Both are multiples of the number of ranks, except that several
+    /// ranks may share each key head.
     pub(super) fn new(group: &Group, heads: [usize; 2]) -> Self {
         Self { group: group.clone(), heads }
     }
@@ -46,12 +46,12 @@ impl Ulysses {
         [self.own_of(Heads::Queries), self.own_of(Heads::Keys)]
     }
 
-    /// The first of the query heads, and of the key heads, that this rank attends with.
+    /// The first query head and the first key head that this rank attends with.
     pub(super) fn first(&self) -> [usize; 2] {
         self.heads.map(|heads| self.group.rank().index * heads / self.ranks())
     }
 
-    /// The sum of a scalar over all ranks, the same on each.
+    /// The sum of a scalar over all ranks, equal on every rank.
     pub(super) fn sum(&self, x: &Tensor) -> Result<Tensor> {
         let all = Tensor::zeros(self.ranks(), x.dtype(), x.device())?;
         let transfer = self.group.gather(&x.reshape(1)?, &all)?;
@@ -67,8 +67,8 @@ impl Ulysses {
         (self.heads_of(kind) / self.ranks()).max(1)
     }
 
-    /// (batch, own tokens, heads of all kinds, head_dim) -> (batch, tokens, own heads of all kinds,
-    /// head_dim). What is sent is gathered in one pass, and what comes is where it belongs.
+    /// (batch, own tokens, heads of all kinds, head_dim) -> (batch, tokens, own heads of all kinds, head_dim). One pass
+    /// gathers the data to send, and received data arrives at its final place.
     pub(super) fn to_heads(&self, x: &Tensor, kinds: &[Heads]) -> Result<Tensor> {
         let (batch, tokens, _, head_dim) = x.dims4()?;
         let (of, me) = (self.ranks(), self.group.rank().index);
@@ -117,7 +117,8 @@ impl Ulysses {
                 false => came.narrow(0, rank * batch, batch)?.narrow(2, first, count),
             }
         };
-        // Puts heads in their places: those of this rank alone, or those that others take part in.
+        // Copies heads to their places: with `others` the heads that other ranks computed, else the heads that only
+        // this rank computed.
         let put = |others: bool| -> Result<()> {
             let (mut first, mut before) = (0, 0);
             for kind in kinds {
@@ -145,17 +146,17 @@ impl Ulysses {
     }
 }
 
-/// A tensor of which every element that is read will have been written, of the type and on the device of `like`.
+/// An uninitialized tensor with the type and device of `like`. Callers write every element before it is read.
 fn place(dims: (usize, usize, usize, usize), like: &Tensor) -> Result<Tensor> {
-    // SAFETY: [`Ulysses`] reads no element before a copy or a transfer has written it: `to_send` and `came` have a place for this
-    // rank's own part, which nobody reads.
+    // SAFETY: [`Ulysses`] reads no element before a copy or a transfer has written it: `to_send` and `came` have a
+    // place for this rank's own part, which is never read.
     #[allow(unsafe_code)]
     unsafe {
         Tensor::empty(dims, like.dtype(), like.device())
     }
 }
 
-/// The sum in f32, in the order of the parts, rounded once; one part alone is as it is.
+/// The sum in f32, in the order of the parts, rounded once; a single part is returned unchanged.
 fn sum_in_order(mut parts: impl ExactSizeIterator<Item = Result<Tensor>>) -> Result<Tensor> {
     let first = parts.next().expect("at least one rank")?;
     if parts.len() == 0 {

@@ -9,24 +9,24 @@ use serde::{Deserialize, Serialize};
 /// The sliding windows of a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Windows {
-    /// Tokens that a query sees at most: its own and those before it.
+    /// The most tokens that a query sees, including its own token.
     pub tokens: usize,
     /// The layers that have the window.
     pub pattern: WindowPattern,
 }
 
 impl Windows {
-    /// The tokens that a query of a layer sees at most. `None`: all.
+    /// The most tokens that a query of a layer sees. `None`: all.
     pub fn of(&self, layer: usize) -> Option<usize> {
         self.pattern.slides(layer).then_some(self.tokens)
     }
 }
 
-/// The pairs of a query and a key that causal attention over `tokens` tokens has, where a query sees at most `window` of them: half of all
-/// pairs without a window.
+/// The number of (query, key) pairs of causal attention over `tokens` tokens, where a query sees at most `window` keys.
+/// Without a window it is half of all pairs.
 pub fn causal_pairs(tokens: usize, window: Option<usize>) -> f64 {
     let n = tokens as f64;
-    // The window hides keys from all queries but the first: `hidden` from the last one, one fewer from the one before, and so on.
+    // The window hides `hidden` keys from the last query, one fewer from the query before it, and so on.
     let hidden = n - window.map_or(n, |window| n.min(window as f64));
     0.5 * (n * n - hidden * hidden)
 }
@@ -37,14 +37,14 @@ impl fmt::Display for Windows {
     }
 }
 
-/// Which layers attend to a window, in the letters that modded-nanogpt and nanochat use: `S` a window (short), `L` all tokens (long). The
-/// letters repeat over the layers: with `SSSL` every fourth layer sees all tokens.
+/// Which layers attend to a window, in the letters that modded-nanogpt and nanochat use: `S` a window (short), `L` all
+/// tokens (long). The letters repeat over the layers: with `SSSL` every fourth layer sees all tokens.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct WindowPattern(Vec<bool>);
 
 impl WindowPattern {
-    /// A letter for each layer: whether it has the window.
+    /// The pattern with one letter for each layer, from whether each layer has the window.
     pub fn by_layer(slides: impl IntoIterator<Item = bool>) -> Self {
         Self(slides.into_iter().collect())
     }
@@ -118,7 +118,7 @@ mod tests {
 
     #[test]
     fn pairs_are_those_within_the_window() {
-        // 1, 2, 3 and then 4 keys, each less half of a query's own.
+        // Queries see 1, 2, 3 and then 4 keys; the query's own key counts half.
         assert_eq!(causal_pairs(8, Some(4)), 0.5 + 1.5 + 2.5 + 3.5 + 4.0 * 4.0);
         assert_eq!((causal_pairs(8, None), causal_pairs(4, Some(4))), (4.0 * 8.0, 2.0 * 4.0));
     }

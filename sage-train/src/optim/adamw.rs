@@ -18,7 +18,7 @@ pub struct AdamWConfig {
     pub beta2: f64,
     /// Added to the square root of the second moment.
     pub eps: f64,
-    /// Whether the first step found moments without bias ([`super::Optimizer::unbiased`]) rather than zeros.
+    /// Whether the run began with bias-corrected moments ([`super::Optimizer::unbiased`]) instead of zeros.
     pub initial_moments: bool,
     /// Decoupled weight decay of matrices.
     pub weight_decay: f64,
@@ -27,7 +27,7 @@ pub struct AdamWConfig {
 }
 
 impl AdamWConfig {
-    /// The optimizer that settings describe: part of table `[optimizer]`.
+    /// The optimizer that the settings describe (part of table `[optimizer]`).
     ///
     /// # Errors
     /// When a setting is out of range.
@@ -45,13 +45,13 @@ impl AdamWConfig {
     /// The running means of the gradient and of its square.
     pub(super) const MOMENTS: &'static [&'static str] = &["adamw.mean/", "adamw.square/"];
 
-    /// The factor that takes the bias of zero initial values from a moment after `step` steps.
+    /// The factor that corrects a moment, after `step` steps, for its zero initialization.
     pub(super) fn unbiased(&self, moment: &str, step: u64) -> f64 {
         let beta = if moment == Self::MOMENTS[0] { self.beta1 } else { self.beta2 };
         1.0 / (1.0 - beta.powf(self.corrected_as(step) as f64))
     }
 
-    /// The step by which moments after `step` steps are corrected: those that began without bias are corrected as after infinitely many.
+    /// The step number in the bias correction after `step` steps. It is infinite for moments that began bias-corrected.
     fn corrected_as(&self, step: u64) -> u64 {
         if self.initial_moments { u64::MAX } else { step }
     }

@@ -1,4 +1,5 @@
-//! The settings of Muon for a run. The update itself is [`candle_sage::ops::Muon`]; parameters that are not hidden matrices have AdamW.
+//! The settings of Muon for a run. The update itself is [`candle_sage::ops::Muon`]; AdamW updates all parameters that
+//! are not hidden matrices.
 
 use candle_core::Tensor;
 use candle_sage::Result;
@@ -13,7 +14,7 @@ use crate::settings::{MuonHeadsSetting, OptimizerSettings};
 /// The settings of Muon, which do not change during a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MuonConfig {
-    /// Of all other parameters; its clipping is that of matrices too.
+    /// The settings of all other parameters; the clipping also applies to matrices.
     pub adamw: AdamWConfig,
     /// The learning rate of matrices.
     pub learning_rate: LearningRate,
@@ -21,18 +22,19 @@ pub struct MuonConfig {
     pub weight_decay: f64,
     /// Decay of the momentum.
     pub momentum: f64,
-    /// Decay of the running mean square of each row; `None` leaves rows as they are.
+    /// Decay of the running mean square of each row; `None` turns row normalization off.
     pub beta2: Option<f64>,
     /// The polynomials of the orthogonalization.
     pub orthogonalization: Orthogonalization,
-    /// The length of a step.
+    /// The scale of a step.
     pub scale: MuonScale,
-    /// Whether each head of query, key and value is a matrix.
+    /// Whether each head of query, key and value is orthogonalized as a separate matrix.
     pub heads_apart: bool,
 }
 
 impl MuonConfig {
-    /// The optimizer that settings describe: part of table `[optimizer]`. `lr` is the schedule of all other parameters.
+    /// The optimizer that the settings describe (part of table `[optimizer]`). `lr` is the schedule of all other
+    /// parameters.
     ///
     /// # Errors
     /// When a setting is out of range.
@@ -66,7 +68,7 @@ impl MuonConfig {
     /// The running mean of a matrix's gradient.
     pub(super) const MOMENTS: &'static [&'static str] = &["muon.momentum/"];
 
-    /// What is kept of each row of a matrix.
+    /// The prefix of the statistics of matrix rows, if the optimizer keeps them.
     pub(super) fn rows(&self) -> Option<&'static str> {
         self.beta2.map(|_| "muon.row_square/")
     }

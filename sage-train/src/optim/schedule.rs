@@ -24,8 +24,8 @@ pub struct LearningRate {
 }
 
 impl LearningRate {
-    /// The schedule that settings describe (part of table `[optimizer]`), for a run of `steps` steps. Without
-    /// `asked_warmup` the warm-up is that of the preset, at most a tenth of the steps.
+    /// The schedule that the settings describe (part of table `[optimizer]`), for a run of `steps` steps. Without
+    /// `asked_warmup` the preset's warm-up is used, but at most a tenth of the steps.
     ///
     /// # Errors
     /// When a setting is out of range.

@@ -1,6 +1,7 @@
-//! Which rank of a node orthogonalizes which matrix, and what ranks exchange for it. A rank updates a shard of a piece, and shards cut
-//! matrices anywhere; but a matrix is orthogonalized as a whole. So each rank sends its parts of a matrix to the matrix's owner, and receives
-//! their orthogonal directions. Of R ranks each sends and receives about 1/R of the piece's elements twice, in 16 bit.
+//! Assigns matrices to the ranks of a node for orthogonalization, and exchanges the data for it. A rank updates a shard
+//! of a piece, and shard boundaries can be inside a matrix; but a matrix is orthogonalized as a whole. So each rank
+//! sends its parts of a matrix to the matrix's owner, and receives the orthogonal directions of these parts. Each of R
+//! ranks sends and receives about 1/R of the piece's elements twice, in 16 bit.
 
 use std::ops::Range;
 
@@ -10,23 +11,25 @@ use candle_sage::ops::{MuonMatrix, MuonPart};
 use crate::model::{Matrices, overlap};
 use crate::ranks::{Group, Rank, Transfer};
 
-/// What one rank does for the matrices of a piece. Its directions lie in one tensor: first its own matrices, then its parts of others'.
+/// One rank's share of the work on the matrices of a piece. Its directions are in one tensor: first its own matrices,
+/// then its parts of the matrices of other ranks.
 #[derive(Debug, PartialEq)]
 pub(super) struct Sharing {
-    /// Rows and columns of its own matrices.
+    /// Rows and columns of the rank's own matrices.
     pub(super) own: Vec<(usize, usize)>,
-    /// The parts of matrices in its shard.
+    /// The parts of matrices in the rank's shard.
     pub(super) parts: Vec<MuonPart>,
-    /// Elements of the directions.
+    /// Number of elements of the directions.
     pub(super) len: usize,
-    /// By rank: the rows of its matrices among the rows of all.
+    /// By rank: the rows of the rank's matrices among the rows of all matrices.
     rows: Vec<Range<usize>>,
-    /// By rank: its parts of the other's matrices, and the other's parts of its own matrices, as ranges of the directions.
+    /// By other rank: this rank's parts of the other's matrices, and the other's parts of this rank's matrices, as
+    /// ranges of the directions.
     with: Vec<[Vec<Range<usize>>; 2]>,
 }
 
 impl Sharing {
-    /// With `heads_apart` each head of a query, key or value matrix is a matrix.
+    /// With `heads_apart` each head of a query, key or value matrix is a separate matrix.
     pub(super) fn new(matrices: &Matrices<'_>, heads_apart: bool) -> Self {
         let split = |&(matrix, head): &(MuonMatrix, Option<usize>)| {
             let rows = head.filter(|_| heads_apart).unwrap_or(matrix.rows);
@@ -90,7 +93,8 @@ impl Sharing {
         })
     }
 
-    /// The inverse of [`Sharing::collect`]: returns them. Of `rows`, numbers of the rows of all matrices, each rank sends those of its matrices.
+    /// The inverse of [`Sharing::collect`]: returns the directions. `rows` are statistics of the rows of all matrices;
+    /// each rank sends the statistics of its own matrices.
     pub(super) fn give_back(
         &self,
         directions: &Tensor,
@@ -110,7 +114,7 @@ impl Sharing {
         })
     }
 
-    /// Those of the numbers of all rows that are of this rank's matrices.
+    /// The slice of `rows` for this rank's matrices.
     pub(super) fn own_rows(&self, rows: &Tensor, ranks: &Group) -> Result<Tensor> {
         let own = &self.rows[ranks.rank().index];
         rows.narrow(0, own.start, own.len())
@@ -121,9 +125,9 @@ fn views(all: &Tensor, ranges: &[Range<usize>]) -> Result<Vec<Tensor>> {
     ranges.iter().map(|range| all.narrow(0, range.start, range.len())).collect()
 }
 
-/// The rank of each matrix: adjacent ones of about equal cost together.
+/// The owner of each matrix: each rank owns adjacent matrices, and all ranks have about equal cost.
 fn owners(matrices: &[MuonMatrix], ranks: usize) -> Vec<usize> {
-    // Multiplications of an iteration: the Gram matrix, its square, and the product with the matrix.
+    // Multiplications of an iteration: the Gram matrix, its square, and the matmul with the matrix.
     let cost = |matrix: &MuonMatrix| {
         let (small, large) = (matrix.rows.min(matrix.columns), matrix.rows.max(matrix.columns));
         (small * small) as u128 * (2 * large + small) as u128
@@ -131,7 +135,7 @@ fn owners(matrices: &[MuonMatrix], ranks: usize) -> Vec<usize> {
     let all: u128 = matrices.iter().map(cost).sum();
     let mut before = 0;
     let owner = |matrix| {
-        // By the middle of the matrix.
+        // The middle of the matrix, on the scale of summed costs, determines its owner.
         let middle = 2 * before + cost(matrix);
         before += cost(matrix);
         (middle * ranks as u128 / (2 * all)) as usize
@@ -143,7 +147,8 @@ fn owners(matrices: &[MuonMatrix], ranks: usize) -> Vec<usize> {
 mod tests {
     use super::*;
 
-    /// Ranks together update each element of each matrix once; what one sends is what the other expects; each matrix has one owner.
+    /// All ranks together update each element of each matrix once, a rank sends what its peer expects, and each matrix
+    /// has one owner.
     #[test]
     fn ranks_share_all_matrices() {
         let mut at = 0;
@@ -181,7 +186,7 @@ mod tests {
                 matrices.iter().map(|m| m.elements() as i32).sum::<i32>()
             );
             assert_eq!(all.iter().map(|sharing| sharing.own.len()).sum::<usize>(), matrices.len());
-            // The rows of the ranks follow each other.
+            // The rows of the ranks are adjacent, in rank order.
             let mut end = 0;
             for (rank, rows) in all[0].rows.iter().enumerate().filter(|(_, rows)| !rows.is_empty()) {
                 let own: usize = all[rank].own.iter().map(|(rows, _)| rows).sum();

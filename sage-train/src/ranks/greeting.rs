@@ -1,5 +1,5 @@
-//! How a connection between ranks begins. The side that listens sends a challenge; the side that connects answers with a greeting
-//! that proves that it knows the run's secret.
+//! The greeting that begins each connection between ranks. The listening side sends a challenge; the connecting side
+//! answers with a greeting that proves that it knows the run's secret.
 
 use std::io::{Error, ErrorKind, Read, Result};
 use std::net::{TcpListener, TcpStream};
@@ -8,14 +8,14 @@ use std::time::{Duration, Instant};
 use super::message::{Hello, MOST_HELLO, Message, length, receive_within, send};
 use super::secret::{Secret, random};
 
-/// How long a new connection may take for its greeting.
+/// Time limit for the greeting of a new connection.
 const HELLO_TIME: Duration = Duration::from_secs(5);
 
-/// The most new connections that are kept, so that strangers cannot use up all file descriptors. The oldest is dropped for a
-/// further one.
+/// Largest number of new connections that are kept, so that strangers cannot use up all file descriptors. A further
+/// connection replaces the oldest.
 const MOST_WAITING: usize = 256;
 
-/// A new connection is not dropped for another one before this time: a rank has to receive its challenge and to answer.
+/// A new connection is not replaced before this time, in which a rank receives its challenge and answers.
 const ANSWER_TIME: Duration = Duration::from_secs(1);
 
 /// A listener whose new connections are read concurrently: a silent connection does not delay the others.
@@ -45,7 +45,7 @@ struct Waiting {
 }
 
 impl Greetings {
-    /// Takes the connections of a listener.
+    /// Accepts the connections of a listener.
     pub(super) fn new(listener: TcpListener, secret: &Secret) -> Result<Self> {
         listener.set_nonblocking(true)?;
         Ok(Self { listener, secret: secret.clone(), waiting: Vec::new() })
@@ -68,7 +68,7 @@ impl Greetings {
                         return Ok(Some(Greeted { stream, hello, is_proven }));
                     }
                 }
-                // A connection that is silent, closed, or says something else is dropped.
+                // A connection that is silent, closed, or sends something else is dropped.
                 Ok(None) | Err(_) => drop(self.waiting.remove(at)),
             }
         }
@@ -77,7 +77,7 @@ impl Greetings {
 
     /// Accepts the connections that have arrived, and sends each its challenge.
     fn accept(&mut self) -> Result<()> {
-        // The number is bounded, so that a flood of connections does not keep those from being read that have greeted.
+        // The number is bounded, so that a flood of connections does not delay the reading of greetings.
         for _ in 0..MOST_WAITING {
             if self.waiting.len() == MOST_WAITING {
                 if self.waiting[0].since.elapsed() < ANSWER_TIME {
@@ -108,7 +108,7 @@ impl Greetings {
 }
 
 impl Waiting {
-    /// The greeting, once all of it has arrived. Bytes after it stay in the connection.
+    /// The greeting, once it has arrived completely. Bytes after it stay in the connection.
     fn read(&mut self) -> Result<Option<Hello>> {
         loop {
             let whole = match self.bytes.first_chunk() {
@@ -133,10 +133,10 @@ impl Waiting {
     }
 }
 
-/// Answers the challenge of the side that listens, which must come within `patience`.
+/// Answers the challenge of the listening side, which must arrive within `patience`.
 ///
 /// # Errors
-/// When the connection is closed, silent, or of another program (`InvalidData`).
+/// When the connection is closed, silent, or leads to another program (`InvalidData`).
 pub(super) fn introduce(
     stream: &mut TcpStream,
     secret: &Secret,

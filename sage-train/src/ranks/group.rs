@@ -1,6 +1,5 @@
-//! Collective operations on tensors: all-to-all and all-gather, which carry numbers and add nothing. The
-//! program adds all numbers itself, in the order of the ranks, so that sums have the same bits whatever
-//! transport carried the parts.
+//! Collective operations on tensors: all-to-all and all-gather, which only move data. The program itself adds all
+//! numbers, in the order of the ranks, so that sums are bit-identical for every transport.
 
 use std::rc::Rc;
 
@@ -9,7 +8,8 @@ use candle_core::{DType, Device, Result, Tensor};
 use super::mesh::Rank;
 use super::transport::{Swap, Transfer, Transport};
 
-/// A group of ranks that includes this one. Its members exchange contiguous tensors on their device. All members must make the same calls in the same order.
+/// A group of ranks that includes this one. Its members exchange contiguous tensors on their device. All members must
+/// make the same calls in the same order.
 #[derive(Debug, Clone)]
 pub struct Group {
     /// `None` in a group of one rank.
@@ -19,7 +19,7 @@ pub struct Group {
     /// The first member's index among all ranks, and the distance from one member to the next.
     first: usize,
     step: usize,
-    /// Whether the members are all ranks of a node, which have collectives of the copy engines.
+    /// Whether the members are all ranks of a node, which may use collectives on the copy engines.
     node: bool,
 }
 
@@ -45,9 +45,9 @@ impl Group {
         self.rank
     }
 
-    /// Zeros for what [`Group::exchange`] and [`Group::gather`] carry often: where copy engines can, they carry
-    /// tensors of these zeros alone. They may stay in memory until the process ends. All members must call this
-    /// with the same size.
+    /// Zeros in memory for data that [`Group::exchange`] and [`Group::gather`] transfer often: copy engines transfer
+    /// only tensors in such memory. It may stay allocated until the process ends. All members must call this with the
+    /// same size.
     ///
     /// # Errors
     /// When memory is short.
@@ -58,7 +58,7 @@ impl Group {
         }
     }
 
-    /// A vector in memory as that of [`Group::zeros`]; in a group of one `x` itself.
+    /// A copy of vector `x` in memory as of [`Group::zeros`]; in a group of one rank `x` itself.
     ///
     /// # Errors
     /// When memory is short.
@@ -71,12 +71,13 @@ impl Group {
         Ok(shared)
     }
 
-    /// The transport, where it may have collectives for the members.
+    /// The transport, if it may have collectives for the members.
     fn of_node(&self) -> Option<&dyn Transport> {
         self.transport.as_deref().filter(|_| self.node)
     }
 
-    /// Exchanges tensors with every other member. `with` returns, for a member, pairs of a tensor to send and one to receive into.
+    /// Exchanges tensors with every other member. `with` returns, for a member, pairs of a tensor to send and one to
+    /// receive into.
     ///
     /// # Errors
     /// When another rank cannot be reached.
@@ -87,7 +88,8 @@ impl Group {
         })
     }
 
-    /// As [`Group::swap`], with any number of tensors to send to a member, and any number to receive into, in the order in which it sends.
+    /// As [`Group::swap`], with any number of tensors to send to a member, and any number to receive into, in the order
+    /// in which the member sends.
     ///
     /// # Errors
     /// When another rank cannot be reached.
@@ -101,8 +103,8 @@ impl Group {
         transport.swap(&swaps.collect::<Result<Vec<_>>>()?)
     }
 
-    /// All-to-all. Part `j` of `from` goes to member `j`, and part `i` of `into` comes from member `i`; whether
-    /// this member's own part is copied is left open. Both have `rank.of` equal parts.
+    /// All-to-all. Part `j` of `from` is sent to member `j`, and part `i` of `into` is received from member `i`; this
+    /// member's own part may or may not be copied. Both tensors have `rank.of` equal parts.
     ///
     /// # Errors
     /// When the tensors do not fit the group, or another rank cannot be reached.
@@ -121,7 +123,7 @@ impl Group {
         self.swap(|member| Ok(vec![[part(from, member)?, part(into, member)?]]))
     }
 
-    /// All-gather: `part` goes to every member, and part `i` of `into` comes from member `i`. `part` may be a
+    /// All-gather: `part` is sent to every member, and part `i` of `into` is received from member `i`. `part` may be a
     /// view of this member's own part of `into`; otherwise it is copied there.
     ///
     /// # Errors

@@ -16,30 +16,28 @@ use super::world::LAUNCHED;
 use crate::signals::{self, Second};
 use crate::{during, notify};
 
-/// How long ranks may take to leave by themselves after one has failed: they may still be writing a
-/// checkpoint.
+/// How long ranks may take to exit by themselves after a rank has failed: they may still be writing a checkpoint.
 const LEAVING: Duration = Duration::from_secs(20);
 
-/// The same after a rank was lost: no rank has anything left to write but its last word about the failure, which may take 4 s
+/// How long ranks may take to exit after a rank was lost: they only write a report of the failure, which may take 4 s
 /// (`meeting::LAST_WORD`). Ranks that have not connected yet would not notice the loss.
 const LEAVING_LOST: Duration = Duration::from_secs(6);
 
-/// Number of hardware queues for the streams of a process. With one queue, a transfer that waits for
-/// gradients costs the kernels launched before it nothing; with more, about a microsecond each
-/// (docs/several-gpus.md).
+/// Number of hardware queues for the streams of a process. With one queue, a transfer that waits for gradients does not
+/// slow the kernels launched before it; with more queues it slows each by about a microsecond (docs/several-gpus.md).
 const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 
-/// The number of ranks, and of restarts.
+/// The numbers of ranks and of restarts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Launch {
     /// Number of ranks.
     pub ranks: usize,
-    /// How often the run is restarted after the loss of a rank.
+    /// Largest number of restarts after the loss of a rank.
     pub restarts: u32,
 }
 
-/// Starts the ranks with this process' command line and waits for them. Returns the exit code: 0, that of the
-/// first rank that failed because of an own error, which has printed it, or else [`LOST`].
+/// Starts the ranks with this process' command line and waits for them. Returns the exit code: 0; the code of the first
+/// rank that failed because of its own error, which that rank has printed; or [`LOST`].
 ///
 /// # Errors
 /// When no process can be started.
@@ -56,7 +54,7 @@ pub(super) fn launch(launch: Launch) -> Result<i32> {
             _ => {}
         }
         left -= 1;
-        notify(&format!("a rank was lost: begins again, and {left} times more after that"));
+        notify(&format!("a rank was lost: restarting all ranks, {left} further restarts left"));
     }
 }
 
@@ -73,16 +71,15 @@ fn round(ranks: usize) -> Result<i32> {
                     drop(children.remove(at));
                     let code = code(status);
                     if code != 0 {
-                        // An error of a rank's own takes precedence over the codes of ranks that lost another
-                        // rank.
+                        // A rank's own error takes precedence over the exit codes of ranks that lost another rank.
                         first = Some(first.filter(|&first| first != LOST).unwrap_or(code));
                         ended.get_or_insert_with(Instant::now);
                     }
                 }
             }
         }
-        // A terminal signals its whole process group, other senders signal this process alone. So the signal
-        // is always passed on, and a rank counts two in quick succession as one.
+        // A terminal signals its whole process group, other senders signal only this process. So the signal is always
+        // passed on, and a rank counts two signals in quick succession as one.
         let asked = if signals::asked_again() { 2 } else { usize::from(signals::received().is_some()) };
         if asked > told {
             told = asked;
@@ -105,7 +102,7 @@ fn code(status: ExitStatus) -> i32 {
     status.code().unwrap_or(LOST)
 }
 
-/// Passes the signal on that this process received; `times` counts the requests so far.
+/// Passes on the signal that this process received; `times` counts the requests so far.
 #[cfg(unix)]
 fn signal(child: &Child, times: usize) {
     use rustix::process::{Pid, Signal, kill_process};
@@ -128,7 +125,7 @@ fn start(ranks: usize) -> Result<(Vec<Child>, Vec<JoinHandle<()>>)> {
     let words: Vec<OsString> = std::env::args_os().skip(1).collect();
     let port = TcpListener::bind(("127.0.0.1", 0)).and_then(|free| free.local_addr());
     let port = port.map_err(during(failed))?.port();
-    // Each start has another secret: what is left of an earlier start does not fit.
+    // Each start has a new secret, so that leftover ranks of an earlier start are refused.
     let secret = random()?;
     let (mut children, mut readers): (Vec<Child>, Vec<_>) = (Vec::with_capacity(ranks), Vec::new());
     for rank in 0..ranks {
@@ -150,7 +147,7 @@ fn start(ranks: usize) -> Result<(Vec<Child>, Vec<JoinHandle<()>>)> {
             command.env(CONNECTIONS, "1");
         }
         if rank > 0 {
-            // Rank 0 speaks for all ranks; the lines of the others are printed with their rank.
+            // Rank 0 prints for all ranks; the lines of other ranks are printed with their rank.
             command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         }
         let started = command.spawn();

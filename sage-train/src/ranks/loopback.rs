@@ -1,5 +1,5 @@
-//! The transport for ranks on CPUs: TCP, with one connection for each pair of ranks. It runs a few ranks on
-//! any machine, with sums in the same order as on several GPUs, and is not made for speed.
+//! The transport for ranks on CPUs: TCP, with one connection for each pair of ranks. It runs a few ranks on any
+//! machine, with sums in the same order as on several GPUs, and is not optimized for speed.
 
 use std::cell::{Cell, RefCell};
 use std::io::{Read, Write};
@@ -15,8 +15,8 @@ use super::meeting::Meeting;
 use super::transport::{Swap, Transfer, Transport};
 use crate::during;
 
-/// How long a rank with a broken connection leaves it to the threads of [`Meeting`] to name the dead rank and
-/// end the process, before it reports its error.
+/// How long a rank with a broken connection waits for the threads of [`Meeting`] to report the dead rank and end the
+/// process, before it reports its own error.
 const WATCH: Duration = Duration::from_secs(8);
 
 /// Connections to all other ranks.
@@ -24,8 +24,8 @@ const WATCH: Duration = Duration::from_secs(8);
 pub(super) struct Loopback {
     /// By rank; `None` for this rank.
     peers: Vec<Option<TcpStream>>,
-    /// What came in transfers that nobody has waited for: the number of the transfer, the place and the values. As on a GPU nobody may
-    /// read the place before; here it holds NaN until then.
+    /// Received data of transfers that have not been waited for: the number of the transfer, the destination and the
+    /// values. As on a GPU, the destination must not be read before the wait; it contains NaN until then.
     coming: RefCell<Vec<(u64, Tensor, Tensor)>>,
     /// Number of transfers.
     transfers: Cell<u64>,
@@ -52,7 +52,7 @@ impl Loopback {
         let mut greetings = Greetings::new(listener, meeting.secret()).map_err(during(failed()))?;
         while peers.iter().filter(|peer| peer.is_some()).count() + 1 < rank.of {
             match greetings.next().map_err(during(failed()))? {
-                // A connection that is not one of the missing ranks is dropped.
+                // A connection from anything but a missing rank is dropped.
                 Some(Greeted { stream, hello, is_proven: true })
                     if (rank.index + 1..rank.of).contains(&hello.rank) && peers[hello.rank].is_none() =>
                 {
@@ -69,7 +69,7 @@ impl Loopback {
     }
 }
 
-/// The error of a broken connection, after the threads of [`Meeting`] had the time to name the rank that died.
+/// The error of a broken connection, returned after the threads of [`Meeting`] had time to report the rank that died.
 fn left_to_the_watch(error: std::io::Error, what: &str) -> Error {
     std::thread::sleep(WATCH);
     during(what)(error)

@@ -1,5 +1,5 @@
-//! The rendezvous of the ranks: every rank keeps one TCP connection to rank 0 as long as it lives. Over it
-//! ranks introduce themselves, exchange text, and detect that one of them has died.
+//! The rendezvous of the ranks: every rank keeps one TCP connection to rank 0 until it exits. Over it ranks identify
+//! themselves, exchange text, and detect that a rank has died.
 
 mod joining;
 mod life;
@@ -28,14 +28,14 @@ const BEAT: Duration = Duration::from_secs(1);
 /// A rank without a heartbeat for this long has lost its machine, or its process is stopped.
 const SILENCE: Duration = Duration::from_secs(30);
 
-/// The limit for progress before the first micro-batch: the model is made, GPUs are connected and kernels
+/// The limit for progress before the first micro-batch, when the model is made, GPUs are connected and kernels are
 /// loaded.
 const FIRST: Duration = Duration::from_secs(600);
 
-/// How long the last word about a failure may take.
+/// Time limit for [`LastWord`], the report of a failure.
 const LAST_WORD: Duration = Duration::from_secs(4);
 
-/// The most ranks that a message names.
+/// Largest number of ranks that a message lists.
 const NAMED: usize = 10;
 
 /// Exit code of a process that lost another rank: a restart may succeed (`EX_TEMPFAIL` of sysexits.h).
@@ -46,7 +46,7 @@ pub(super) const LOST: i32 = 75;
 struct Peer {
     rank: usize,
     host: String,
-    /// The mutex keeps each message in one piece.
+    /// The mutex keeps messages from interleaving.
     stream: Mutex<TcpStream>,
     life: Mutex<Life>,
 }
@@ -59,17 +59,18 @@ struct Shared {
     host: String,
     secret: Secret,
     stall: Duration,
-    /// On rank 0 the connections to all other ranks; on the others the connection to rank 0.
+    /// On rank 0 the connections to all other ranks; on other ranks the connection to rank 0.
     peers: Vec<Peer>,
     /// The state of this rank.
     life: Mutex<Life>,
     ticks: AtomicU64,
-    /// By topic: what each rank has said.
+    /// By topic: the text of each rank.
     board: Mutex<BTreeMap<String, Vec<Option<String>>>>,
     news: Condvar,
-    /// This rank has left the run, and no longer watches the others.
+    /// Whether this rank has left the run and has stopped watching the others.
     left: AtomicBool,
-    /// A failure is ending this process: the ranks that it makes rank 0 send away are not separate failures.
+    /// Whether a failure is ending this process. The exits of other ranks that follow from it are not separate
+    /// failures.
     ending: AtomicBool,
     last_word: Mutex<Option<LastWord>>,
 }
@@ -84,7 +85,7 @@ impl std::fmt::Debug for Shared {
 #[derive(Debug)]
 pub(super) struct Meeting {
     shared: Arc<Shared>,
-    /// By topic: how many calls there were.
+    /// By topic: the number of calls.
     topics: Mutex<BTreeMap<String, u64>>,
 }
 
@@ -139,7 +140,7 @@ impl Meeting {
         &self.shared.secret
     }
 
-    /// Introduces this rank at a connection to another rank.
+    /// Sends this rank's greeting over a connection to another rank.
     ///
     /// # Errors
     /// When the other side is not a rank, or has disconnected.
@@ -157,8 +158,8 @@ impl Meeting {
         Ok(address.map_err(during("the connection to another rank is closed"))?.ip())
     }
 
-    /// An all-gather of text: what each rank says about a topic, in the order of the ranks. All ranks must
-    /// make the same number of calls on each topic. The death of another rank ends this process.
+    /// An all-gather of text on a topic: the text of each rank, in the order of the ranks. All ranks must make the same
+    /// number of calls on each topic. The death of another rank ends this process.
     pub(super) fn share(&self, topic: &str, text: &str) -> Vec<String> {
         let topic = {
             let mut topics = lock(&self.topics);
@@ -180,16 +181,16 @@ impl Meeting {
         }
     }
 
-    /// Checks that all ranks say the same as rank 0.
+    /// Checks that all ranks pass the same text as rank 0.
     ///
     /// # Errors
-    /// When a rank says something else; the error names the rank and its machine.
+    /// When a rank passes another text; the error names the rank and its machine.
     pub(super) fn agree(&self, what: &str, text: &str) -> Result<()> {
         let texts = self.share(what, &format!("{}\n{text}", self.shared.host));
         let parts: Vec<(&str, &str)> =
             texts.iter().map(|texts| texts.split_once('\n').unwrap_or((texts, ""))).collect();
         let Some(other) = (1..parts.len()).find(|&rank| parts[rank].1 != parts[0].1) else { return Ok(()) };
-        // The first line that differs tells what the difference is about.
+        // The first line that differs shows the setting that differs.
         let (mut first, mut theirs) = (parts[0].1.lines(), parts[other].1.lines());
         let (expected, got) = loop {
             match (first.next(), theirs.next()) {
@@ -198,8 +199,8 @@ impl Meeting {
             }
         };
         Err(Error::failed(format!("rank {other} differs from rank 0 in its {what}"))
-            .got(format!("{got} at rank {other} on {}", parts[other].0))
-            .allowed(format!("{expected}, as rank 0 on {} has it", parts[0].0))
+            .got(format!("{got} on rank {other} on {}", parts[other].0))
+            .allowed(format!("{expected}, as on rank 0 on {}", parts[0].0))
             .hint("every rank needs the same command, the same data and the same version of this program"))
     }
 
@@ -208,7 +209,7 @@ impl Meeting {
         self.shared.ticks.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Sets what this rank is doing; with `while_others_wait` it may take long. Returns what was set before.
+    /// Sets this rank's activity; with `aside` it may take long. Returns the activity before.
     pub(super) fn doing(&self, what: &str, aside: bool) -> (String, bool) {
         let mut life = lock(&self.shared.life);
         let before = (life.doing.clone(), life.aside);
@@ -253,7 +254,7 @@ impl Shared {
         let _ = send(&mut *lock(&self.peers[peer].stream), message);
     }
 
-    /// Records what a rank said. When all ranks have spoken on a topic, rank 0 sends all texts to the others.
+    /// Records a rank's text. When all ranks have sent their text on a topic, rank 0 sends all texts to the others.
     fn note(&self, topic: &str, rank: usize, text: String) {
         let mut board = lock(&self.board);
         let texts = board.entry(topic.to_owned()).or_insert_with(|| vec![None; self.rank.of]);
@@ -266,7 +267,7 @@ impl Shared {
         self.news.notify_all();
     }
 
-    /// Receives from one peer until its connection closes.
+    /// Receives messages from one peer until its connection closes.
     fn listen(&self, peer: usize, mut stream: TcpStream) {
         let of = &self.peers[peer];
         loop {
@@ -285,9 +286,9 @@ impl Shared {
                     return self.end(&why, 1);
                 }
                 Ok(Message::Over { why, code }) => return self.end(&why, code),
-                Ok(_) => return self.lose(peer, "said something that makes no sense"),
+                Ok(_) => return self.lose(peer, "sent an invalid message"),
                 Err(_) if lock(&of.life).left || self.left.load(Ordering::Relaxed) => return,
-                Err(_) => return self.lose(peer, "is gone"),
+                Err(_) => return self.lose(peer, "has disconnected"),
             }
         }
     }
@@ -322,10 +323,10 @@ impl Shared {
             let silence = SILENCE.min(self.stall);
             if let Some(peer) = lives.iter().position(|life| !life.left && life.heard.elapsed() > silence) {
                 let seconds = lives[peer].heard.elapsed().as_secs();
-                return self.lose(peer, &format!("gave no sign of life for {seconds} s"));
+                return self.lose(peer, &format!("sent no heartbeat for {seconds} s"));
             }
-            // A rank that waits for another makes no progress either, so a stall is the fault of a rank at
-            // the earliest step.
+            // A rank that waits for another rank makes no progress either, so the cause of a stall is a rank at the
+            // earliest step.
             let limit = if own.ticks == 0 { FIRST.max(self.stall) } else { self.stall };
             let all = || lives.iter().chain([&own]).filter(|life| !life.left);
             if self.rank.is_first() && all().all(|life| life.stands_still(limit)) {
@@ -338,7 +339,7 @@ impl Shared {
                     None if some_are_ahead => {
                         self.end(&format!("rank 0 on {} {why}, it was at {}", self.host, own.place()), LOST)
                     }
-                    None => self.end(&format!("no rank {why}, rank 0 was at {}", own.place()), LOST),
+                    None => self.end(&format!("the ranks {why}, rank 0 was at {}", own.place()), LOST),
                 };
             }
         }
@@ -350,18 +351,18 @@ impl Shared {
         let (ago, place, here) = (life.heard.elapsed().as_secs(), life.place(), lock(&self.life).place());
         self.end(
             &format!(
-                "rank {} on {} {what}; last heard of {ago} s ago at {place}, this rank at {here}",
+                "rank {} on {} {what}; last heartbeat {ago} s ago at {place}, this rank was at {here}",
                 peer.rank, peer.host
             ),
             LOST,
         );
     }
 
-    /// Ends this process and, on rank 0, all others, so that no rank waits for one that will not come. The first failure is reported;
-    /// the connections that break because of it are not.
+    /// Ends this process and, on rank 0, all others, so that no rank waits for a dead rank. Only the first failure is
+    /// reported, not the connections that break because of it.
     fn end(&self, why: &str, code: i32) {
         if self.ending.swap(true, Ordering::Relaxed) {
-            // The first failure ends the process, unless a file system hangs on what it writes of it.
+            // The thread of the first failure ends the process, unless a file system hangs while it writes the report.
             std::thread::sleep(LAST_WORD);
             signal_hook::low_level::exit(code);
         }

@@ -1,4 +1,4 @@
-//! The arrangement of the ranks: nodes, and within a node groups that share each sequence.
+//! The arrangement of the ranks in nodes, and within a node in groups that share each sequence.
 
 use std::ops::Range;
 
@@ -19,12 +19,12 @@ impl Rank {
     /// The only member of its group.
     pub const ALONE: Self = Self { index: 0, of: 1 };
 
-    /// Whether this is member 0, which writes and speaks for all.
+    /// Whether this is member 0, which writes files and prints for all members.
     pub fn is_first(self) -> bool {
         self.index == 0
     }
 
-    /// The elements of this member, if `len` elements, a multiple of the members, are divided evenly.
+    /// The range of this member when `len` elements, a multiple of the number of members, are divided evenly.
     pub fn part_of(self, len: usize) -> Range<usize> {
         let part = len / self.of;
         self.index * part..(self.index + 1) * part
@@ -45,22 +45,21 @@ pub struct Mesh {
     pub engines: bool,
     /// Whether gradients are transferred during the backward.
     pub beside: bool,
-    /// Elements of gradient in one transfer, at least.
+    /// Smallest number of gradient elements in one transfer.
     pub piece: usize,
 }
 
-/// 680 MB of gradient: of several sizes this was the fastest on two GPUs for a model of 274M parameters
-/// (docs/several-gpus.md). Larger pieces have a higher bandwidth; smaller ones make the last transfer, which
-/// overlaps with nothing, shorter.
+/// 680 MB of gradient: the fastest of several sizes on two GPUs for a model of 274M parameters (docs/several-gpus.md).
+/// Larger pieces have a higher bandwidth; smaller pieces shorten the last transfer, which overlaps with nothing.
 pub const PIECE: usize = 170_000_000;
 
-/// The size for transfers during a backward: 200 MB, a few layers.
+/// [`PIECE`] for transfers during a backward: 200 MB, a few layers.
 pub const PIECE_BESIDE: usize = 50_000_000;
 
-/// Tokens of a rank and step below which transfers during the backward are faster than after it, where copy engines
-/// carry them. With more the step is limited by power, of which products and transfers take more together. On two
-/// H100 `beside` was faster by 2.2 % at 4k and 1.3 % at 8k, and slower by 1.1 % at 32k (docs/several-gpus.md);
-/// the limit lies between. The size of the model matters less: products and transfers grow with it alike.
+/// Tokens per rank and step below which transfers on copy engines are faster during the backward than after it. With
+/// more tokens the step is limited by power, and matmuls need more power while transfers run. On two H100 `beside` was
+/// faster than `after` by 2.2 % at 4k and 1.3 % at 8k tokens, and slower by 1.1 % at 32k (docs/several-gpus.md); the
+/// limit is between these. The size of the model matters less: matmuls and transfers both grow with it.
 pub const FEW_TOKENS: u64 = 16 << 10;
 
 impl Mesh {
@@ -97,11 +96,11 @@ impl Mesh {
         Rank { index: self.rank().index % self.context, of: self.context }
     }
 
-    /// Agrees on the mesh: every rank reports its index on its node, and the number of ranks there.
+    /// Agrees on the mesh: every rank reports its index on its node, and the number of ranks on the node.
     ///
     /// # Errors
-    /// When nodes have different numbers of ranks, when the ranks of a node are not adjacent, or when groups
-    /// that share a sequence would span nodes.
+    /// When nodes have different numbers of ranks, the ranks of a node are not adjacent, or a group that shares a
+    /// sequence would span nodes.
     pub fn agree(words: &Words, local: Rank, context: usize) -> Result<Self> {
         let rank = words.rank();
         let place = words.share("node", &format!("{} of {}", local.index, local.of));
@@ -110,8 +109,8 @@ impl Mesh {
             if *place != expected || !rank.of.is_multiple_of(local.of) {
                 return Err(Error::new("the ranks are not distributed evenly among the nodes")
                     .got(format!("rank {index} of {} is {place} on its node", rank.of))
-                    .allowed(format!("{expected}, as the number of rank {} has it", rank.index))
-                    .hint("every node needs as many ranks, and neighbours on one: srun --ntasks-per-node, --distribution=block"));
+                    .allowed(format!("{expected}, as the number of rank {} implies", rank.index))
+                    .hint("all nodes need the same number of ranks, numbered consecutively: srun --ntasks-per-node, --distribution=block"));
             }
         }
         if !local.of.is_multiple_of(context) {

@@ -15,7 +15,7 @@ const MOST: usize = 16 << 20;
 /// Version of the program, which all ranks must have.
 pub(super) const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-/// Longest message of a connection that has proven nothing yet, in bytes.
+/// Longest message of a connection that has not proven that it knows the secret, in bytes.
 pub(super) const MOST_HELLO: usize = 4 << 10;
 
 /// How a rank introduces itself.
@@ -30,14 +30,14 @@ pub(super) struct Hello {
     pub(super) of: usize,
     /// Name of the sender's machine.
     pub(super) host: String,
-    /// The sender's challenge to the receiver; empty where the receiver need not prove anything.
+    /// The sender's challenge to the receiver; empty if the receiver need not prove anything.
     pub(super) nonce: String,
     /// The sender's proof that it knows the run's secret: see [`super::secret::Secret::sign`].
     pub(super) proof: String,
 }
 
 impl Hello {
-    /// A greeting without a proof.
+    /// A greeting whose proof is still empty.
     pub(super) fn new(rank: Rank, host: &str, nonce: String) -> Self {
         let Rank { index, of } = rank;
         Self { version: VERSION.into(), rank: index, of, host: host.into(), nonce, proof: String::new() }
@@ -48,21 +48,21 @@ impl Hello {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 pub(super) enum Message {
-    /// The first message of whoever listens.
+    /// The first message from the listening side.
     Challenge {
-        /// Random digits, over which the greeting must prove that its sender knows the run's secret.
+        /// Random digits. The greeting must contain a proof over them that its sender knows the run's secret.
         nonce: String,
     },
-    /// The greeting: the first message of whoever connects, and rank 0's answer to it.
+    /// The greeting: the first message from the connecting side, and rank 0's answer to it.
     Hello(Hello),
-    /// To rank 0: what a rank says about a topic.
+    /// To rank 0: a rank's text on a topic.
     Said {
         /// The topic.
         topic: String,
         /// The text.
         text: String,
     },
-    /// From rank 0: what all ranks said about a topic.
+    /// From rank 0: the texts of all ranks on a topic.
     All {
         /// The topic.
         topic: String,
@@ -71,16 +71,16 @@ pub(super) enum Message {
     },
     /// A heartbeat.
     Beat {
-        /// The step that the sender is in, from 1; 0 before the first.
+        /// The sender's current step, from 1; 0 before the first step.
         step: u64,
         /// The sender's count of units of progress.
         ticks: u64,
         /// What the sender is doing, such as `step 3 of 300`.
         doing: String,
-        /// Whether that may take long.
+        /// Whether this activity may take long.
         aside: bool,
     },
-    /// The sender stops because of an own error.
+    /// The sender stops because of an error of its own.
     Failed {
         /// The error.
         why: String,
@@ -115,27 +115,28 @@ pub(super) fn receive(from: &mut impl Read) -> Result<Message> {
     receive_of(from, MOST)
 }
 
-/// What the first message among bytes of a control channel says, in JSON, and the bytes after it: for whoever listens to one.
+/// The JSON text of the first message in bytes from a control channel, and the bytes after the message. For programs
+/// that read a control channel.
 ///
 /// # Errors
-/// When the bytes are not a message, or not all of one.
+/// When the bytes are not a message, or the message is incomplete.
 pub fn first_message(mut bytes: &[u8]) -> Result<(String, &[u8])> {
     let message = receive(&mut bytes)?;
     Ok((serde_json::to_string(&message)?, bytes))
 }
 
-/// Receives a message from a connection that has proven nothing yet, with limits on length and time.
+/// Receives a message from a connection that has not proven that it knows the secret, with limits on length and time.
 ///
 /// # Errors
-/// As [`receive`], and when the message does not arrive in this time.
+/// As [`receive`], and when the message does not arrive in time.
 pub(super) fn receive_within(from: &mut TcpStream, time: Duration) -> Result<Message> {
     receive_of(&mut Until { stream: from, end: Instant::now() + time }, MOST_HELLO)
 }
 
-/// The length of a message, from the bytes in front of it.
+/// The length of a message, from the bytes that precede it.
 ///
 /// # Errors
-/// When it is more than `most` bytes.
+/// When the length is more than `most` bytes.
 pub(super) fn length(bytes: [u8; 4], most: usize) -> Result<usize> {
     let len = u32::from_le_bytes(bytes) as usize;
     match len > most {
@@ -165,7 +166,7 @@ fn receive_of(from: &mut impl Read, most: usize) -> Result<Message> {
     let mut len = [0; 4];
     from.read_exact(&mut len)?;
     let len = length(len, most)?;
-    // Memory grows with the bytes that arrive, and is not allocated by the announced length.
+    // Memory grows with the bytes that arrive, instead of being allocated from the announced length.
     let mut text = Vec::new();
     if from.take(len as u64).read_to_end(&mut text)? < len {
         return Err(ErrorKind::UnexpectedEof.into());

@@ -1,5 +1,5 @@
-//! The transport for ranks on GPUs: sends and receives of NCCL, and collectives on the GPUs' copy engines where
-//! it has them. They copy and add nothing.
+//! The transport for ranks on GPUs: NCCL's sends and receives, and its collectives on the GPUs' copy engines where
+//! available. They only copy.
 //!
 //! The library is loaded at run time and not linked, so that a program with GPU kernels starts on machines
 //! without NCCL. Transfers run on a separate stream, of high priority. A transfer starts when candle's
@@ -29,7 +29,7 @@ use super::mesh::{Mesh, Rank};
 use super::transport::{CopyEngines, Swap, Transfer, Transport};
 use crate::{during, hex};
 
-/// Number of events that mark the ends of transfers. They take turns: a wait for a transfer whose event was
+/// Number of events that mark the ends of transfers. They are reused in turn: a wait for a transfer whose event was
 /// reused waits for the later transfer.
 const TURNS: usize = 256;
 
@@ -46,8 +46,8 @@ pub(super) struct Nccl {
     /// Recorded at the ends of transfers, in turn.
     came: [CUevent; TURNS],
     transfers: AtomicU64,
-    /// Never destroyed: destruction is collective, and a rank that leaves because of an error would wait for
-    /// the others. The process ends soon after.
+    /// Never destroyed: destruction is collective, and a rank that exits because of an error would wait for the others.
+    /// The process ends soon after.
     communicator: Communicator,
     /// Collectives among the ranks of the node.
     engines: Option<Engines>,
@@ -71,7 +71,7 @@ impl Nccl {
         let (functions, collectives) = Functions::load()?;
         let mut version = 0;
         // SAFETY: the function writes one int to the given address.
-        functions.check("tell its version", unsafe { (functions.version)(&raw mut version) })?;
+        functions.check("report its version", unsafe { (functions.version)(&raw mut version) })?;
         words.agree("NCCL", &format!("version {version}"))?;
         check_gpus(words, device)?;
         device.cuda_stream().context().bind_to_thread().map_err(during("cannot use the GPU"))?;
@@ -148,8 +148,8 @@ impl Nccl {
         Ok(self.functions.check(what, code)?)
     }
 
-    /// Launches a collective of the copy engines on two tensors, if there are copy engines and both tensors lie
-    /// in registered memory. That is the same on every rank, since all register the same.
+    /// Launches a collective of the copy engines on two tensors, if there are copy engines and both tensors are in
+    /// registered memory. The result is the same on every rank, because all ranks register the same tensors.
     fn collective(
         &self,
         tensors: [&Tensor; 2],
@@ -179,20 +179,19 @@ impl Transport for Nccl {
 
     fn all_to_all(&self, from: &Tensor, into: &Tensor, of: usize) -> Result<Option<Transfer>> {
         self.collective([from, into], |engines, [(from, bytes), (into, _)], stream| {
-            // SAFETY: both are registered, and the caller has checked their sizes and keeps them.
+            // SAFETY: both tensors are registered, and the caller has checked their sizes and keeps them alive.
             unsafe { engines.all_to_all(from, into, bytes / of, stream) }
         })
     }
 
     fn all_gather(&self, part: &Tensor, into: &Tensor) -> Result<Option<Transfer>> {
         self.collective([part, into], |engines, [(part, bytes), (into, _)], stream| {
-            // SAFETY: both are registered, and the caller has checked their sizes and keeps them.
+            // SAFETY: both tensors are registered, and the caller has checked their sizes and keeps them alive.
             unsafe { engines.all_gather(part, into, bytes, stream) }
         })
     }
 
-    /// Pairs of sends and receives, also for all-gathers: on NVLink they are a fifth faster than NCCL's own
-    /// all-gather.
+    /// Pairs of sends and receives, also for all-gathers: on NVLink they are a fifth faster than NCCL's all-gather.
     fn swap(&self, swaps: &[Swap]) -> Result<Transfer> {
         let places = |tensors: &[Tensor]| tensors.iter().map(|x| self.place(x)).collect::<Result<Vec<_>>>();
         let swaps =
@@ -226,8 +225,8 @@ impl Transport for Nccl {
     }
 }
 
-/// Makes an id on every rank whose index is a multiple of `every`, or on rank 0 alone if that is 0. Returns that
-/// of the nearest such rank up to this one.
+/// Makes an id on every rank whose index is a multiple of `every`, or only on rank 0 if `every` is 0. Returns the id of
+/// the nearest such rank up to this one.
 fn share_id(words: &Words, functions: &Functions, every: usize) -> candle_sage::Result<Id> {
     let (mut id, mut answer) = (Id([0; 128]), String::new());
     let rank = words.rank().index;
@@ -245,7 +244,7 @@ fn share_id(words: &Words, functions: &Functions, every: usize) -> candle_sage::
     Ok(id)
 }
 
-/// Connects the copy engines of each node, if they are wanted and NCCL, `version` of it, has them.
+/// Connects the copy engines of each node, if they are wanted and NCCL's `version` supports them.
 fn connect_engines(
     words: &Words,
     functions: &Functions,
@@ -263,7 +262,7 @@ fn connect_engines(
             .hint(hint)),
         _ => Ok(None),
     };
-    // Ranks may differ in driver and environment. What one lacks, all do without.
+    // Ranks may differ in driver and environment: if one rank lacks support, no rank uses copy engines.
     let lacks = match (driver_version(), std::env::var("NCCL_CTA_POLICY")) {
         _ if collectives.is_none() => {
             format!("NCCL {}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
@@ -271,7 +270,7 @@ fn connect_engines(
         (driver, _) if driver < OLDEST_DRIVER => {
             format!("a driver for CUDA {}.{}", driver / 1000, driver % 1000 / 10)
         }
-        (_, Ok(policy)) => format!("NCCL_CTA_POLICY={policy}, which decides instead"),
+        (_, Ok(policy)) => format!("NCCL_CTA_POLICY={policy}, which overrides this setting"),
         _ => String::new(),
     };
     let lacking = words.share("copy engines", &lacks).into_iter().find(|lacks| !lacks.is_empty());
@@ -280,7 +279,7 @@ fn connect_engines(
         (lacking, _) => {
             return without(
                 lacking.unwrap_or_default(),
-                &format!("{} names a newer libnccl.so.2; else leave --copy-engines out", library::PATH),
+                &format!("set {} to a newer libnccl.so.2, or leave --copy-engines out", library::PATH),
             );
         }
     };
@@ -291,13 +290,13 @@ fn connect_engines(
     match all.iter().position(|answer| answer != "yes") {
         None => Ok(Some(engines)),
         Some(rank) => without(
-            format!("a GPU of rank {rank} that shares no memory with others"),
-            "NCCL_WIN_ENABLE=0 and NCCL_CUMEM_ENABLE=0 forbid it; else leave --copy-engines out",
+            format!("the GPU of rank {rank}, which shares no memory with other GPUs"),
+            "unset NCCL_WIN_ENABLE=0 and NCCL_CUMEM_ENABLE=0, or leave --copy-engines out",
         ),
     }
 }
 
-/// The first CUDA version with which NCCL has collectives on the copy engines.
+/// The oldest CUDA version with which NCCL has collectives on the copy engines.
 const OLDEST_DRIVER: c_int = 12_050;
 
 /// The CUDA version of the driver, or 0.
@@ -321,6 +320,6 @@ fn check_gpus(words: &Words, device: &CudaDevice) -> candle_sage::Result<()> {
         Some((a, b)) => Err(Error::new("two ranks have the same GPU")
             .got(format!("ranks {a} and {b}: GPU {:.8}, seen from {host}", all[a]))
             .allowed("a GPU for each rank")
-            .hint("--gpus no higher than this machine's GPUs (nvidia-smi -L); under srun --gpus-per-task 1")),
+            .hint("lower --gpus to this machine's number of GPUs (nvidia-smi -L); under srun use --gpus-per-task 1")),
     }
 }

@@ -1,4 +1,4 @@
-//! The secret that the ranks of a run share. A rank proves with it that it belongs to the run, and rank 0 proves the same. The
+//! The secret that the ranks of a run share. Ranks, rank 0 included, prove with it that they belong to the run. The
 //! secret itself is never sent.
 
 use std::fmt::{Debug, Formatter};
@@ -21,11 +21,11 @@ const BLOCK: usize = 64;
 #[derive(Clone, PartialEq, Eq)]
 pub(super) struct Secret {
     text: String,
-    /// Whether others may know it: the number of a job is not a secret.
+    /// Whether others may know it: the number of a job is not secret.
     pub(super) is_guessable: bool,
 }
 
-/// Without the secret, so that no message prints it.
+/// Omits the secret, so that no message prints it.
 impl Debug for Secret {
     fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Secret").field("is_guessable", &self.is_guessable).finish_non_exhaustive()
@@ -33,7 +33,7 @@ impl Debug for Secret {
 }
 
 impl Secret {
-    /// A secret that somebody chose.
+    /// A secret that the user chose.
     pub(super) fn given(text: String) -> Self {
         Self { text, is_guessable: false }
     }
@@ -43,8 +43,8 @@ impl Secret {
         Self { text: number, is_guessable: true }
     }
 
-    /// The greeting with the proof that its sender knows the secret. The receiver chose `challenge`, so that a recorded proof is
-    /// not valid for another connection.
+    /// The greeting with the proof that its sender knows the secret. The receiver chose `challenge`, so that a recorded
+    /// proof is not valid for another connection.
     pub(super) fn sign(&self, challenge: &str, hello: Hello) -> Hello {
         Hello { proof: self.proof(challenge, &hello), ..hello }
     }

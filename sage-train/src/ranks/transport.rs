@@ -17,18 +17,19 @@ pub enum CopyEngines {
     Off,
 }
 
-/// The number of a transfer. The device may compute during the transfer; the tensors that are sent and
-/// received into must stay alive until the transfer was waited for.
+/// The number of a transfer. The device may compute during the transfer; the tensors that are sent and received into
+/// must stay alive until the transfer has been waited for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[must_use = "what was sent has not come yet"]
+#[must_use = "the transfer is complete only after a wait"]
 pub struct Transfer(pub(super) u64);
 
 impl Transfer {
-    /// No transfer, among the members of a group of one.
+    /// No transfer, in a group of one rank.
     pub const NONE: Self = Self(0);
 }
 
-/// An exchange with one other rank, of contiguous tensors. Each rank sends as many as the other expects, of the same sizes.
+/// An exchange of contiguous tensors with one other rank. Each rank sends as many tensors, of the same sizes, as the
+/// other expects.
 #[derive(Debug)]
 pub(super) struct Swap {
     /// Index of the other rank among all ranks.
@@ -39,9 +40,9 @@ pub(super) struct Swap {
     pub(super) comes: Vec<Tensor>,
 }
 
-/// Carries tensors between ranks that make the same calls in the same order. It adds nothing.
+/// Transfers tensors between ranks that make the same calls in the same order. It only copies.
 pub(super) trait Transport: Debug {
-    /// Starts all exchanges together, after the work that the device was given so far.
+    /// Starts all exchanges together, after the work that the device has been given so far.
     ///
     /// # Errors
     /// When another rank cannot be reached.
@@ -52,8 +53,8 @@ pub(super) trait Transport: Debug {
         false
     }
 
-    /// Zeros in memory that the collectives below carry, which may never be freed. All ranks of the node must
-    /// call it with the same size.
+    /// Zeros in memory that the collectives below can transfer. It may never be freed. All ranks of the node must call
+    /// it with the same size.
     ///
     /// # Errors
     /// When memory is short.
@@ -61,7 +62,7 @@ pub(super) trait Transport: Debug {
         Tensor::zeros(len, dtype, device)
     }
 
-    /// All-to-all of the `of` ranks of this node, if there are copy engines for it and both tensors were made by
+    /// All-to-all of the `of` ranks of this node, if it has copy engines and both tensors were made by
     /// [`Transport::zeros`].
     ///
     /// # Errors
@@ -70,7 +71,7 @@ pub(super) trait Transport: Debug {
         Ok(None)
     }
 
-    /// All-gather of the ranks of this node, on the same conditions.
+    /// All-gather of the ranks of this node, on the conditions of [`Transport::all_to_all`].
     ///
     /// # Errors
     /// When another rank cannot be reached.

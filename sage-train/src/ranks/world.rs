@@ -1,5 +1,5 @@
-//! The rank of this process as the environment tells it: variables of torchrun, of Slurm, or of `--gpus`. The
-//! variables of two launchers are never mixed.
+//! Reads the rank of this process from environment variables of torchrun, Slurm or `--gpus`. The variables of two
+//! launchers are never mixed.
 
 use candle_sage::{Error, Result};
 
@@ -21,10 +21,10 @@ pub fn variables() -> impl Iterator<Item = &'static str> {
 /// The launcher's name if `--gpus` started the ranks.
 const GPUS: &str = "--gpus";
 
-/// The most ranks of a run.
+/// Largest number of ranks of a run.
 const MOST: usize = 1 << 16;
 
-/// The position of a process among the ranks, and where they meet.
+/// The position of a process among the ranks, and the address at which they connect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct World {
     /// This rank among all ranks.
@@ -42,7 +42,7 @@ pub struct World {
 }
 
 impl World {
-    /// The position that the environment tells; `None` for a single process.
+    /// The position from the environment; `None` for a single process.
     ///
     /// # Errors
     /// When the environment is incomplete, or its numbers contradict each other.
@@ -63,16 +63,16 @@ impl World {
         };
         let Some(world) = world else { return Ok(None) };
         if world.rank.of > MOST {
-            return Err(Error::new("there are too many ranks to be meant")
+            return Err(Error::new("the number of ranks is too large")
                 .got(format!("{} by {}", world.rank.of, world.launcher))
                 .allowed(format!("1 to {MOST}"))
                 .hint("is a variable of another launcher left in the environment?"));
         }
         for (rank, what) in [(world.rank, "rank"), (world.local, "local rank")] {
             if rank.index >= rank.of {
-                return Err(Error::new(format!("the {what} is not one of its ranks"))
+                return Err(Error::new(format!("the {what} is not below the number of ranks"))
                     .got(format!("{what} {} of {} by {}", rank.index, rank.of, world.launcher))
-                    .allowed("0 to one less than the ranks")
+                    .allowed("0 to one less than the number of ranks")
                     .hint("is a variable of another launcher left in the environment?"));
             }
         }
@@ -85,11 +85,11 @@ impl World {
             return Err(Error::new("the rank environment is incomplete")
                 .got(format!("{} not set", missing.join(", ")))
                 .allowed(NAMES.join(", "))
-                .hint("torchrun and --gpus set all of them; unset what another program left"));
+                .hint("torchrun and --gpus set all of them; unset the variables that another program left"));
         }
         let number = |name: &str| number(name, &variable(name).unwrap_or_default());
         let port = number("MASTER_PORT")?;
-        // torchrun's agent listens on the port that it names; the ranks use the next one.
+        // torchrun's agent listens on `MASTER_PORT`, so the ranks use the next port.
         let agent = variable("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value == "True");
         let port = u16::try_from(port + usize::from(agent)).ok().filter(|port| *port > 0);
         let port = port.ok_or_else(|| not_a_number("MASTER_PORT", number("MASTER_PORT").unwrap_or(0)))?;
@@ -103,16 +103,16 @@ impl World {
         })
     }
 
-    /// Reads the variables that `srun` sets for a task: in a batch script without `srun` there is one
-    /// process, and the number of tasks of a step is not set.
+    /// Reads the variables that `srun` sets for a task. A batch script without `srun` is one process, and the number of
+    /// tasks of a step is not set.
     fn of_slurm(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         let Some(of) = variable("SLURM_STEP_NUM_TASKS") else { return Ok(None) };
         let of = number("SLURM_STEP_NUM_TASKS", &of)?;
         let needed = |name: &str| {
             variable(name).ok_or_else(|| {
-                Error::new("Slurm does not say who this rank is")
-                    .got(format!("SLURM_STEP_NUM_TASKS, and no {name}"))
-                    .allowed("what srun sets")
+                Error::new("Slurm's rank environment is incomplete")
+                    .got(format!("SLURM_STEP_NUM_TASKS without {name}"))
+                    .allowed("the variables that srun sets")
                     .hint("start it with srun")
             })
         };
@@ -129,8 +129,8 @@ impl World {
             rank: Rank { index: number("SLURM_PROCID", &index)?, of },
             local: Rank { index: local_index, of: most_tasks(&tasks).max(local_index + 1) },
             host: first_host(&nodes),
-            // The port is the same for all ranks of a step, hardly ever that of another job, and below the
-            // ephemeral ports.
+            // The port is the same for all ranks of a step, rarely the port of another job, and below the ephemeral
+            // ports.
             port: 20_000 + (job.wrapping_mul(7).wrapping_add(step) % 12_000) as u16,
             launcher: "Slurm",
             secret: secret(variable, "SLURM_JOB_ID"),
@@ -138,15 +138,16 @@ impl World {
     }
 }
 
-/// The secret that was given, or else the name of the job: it keeps the ranks of two jobs apart, but other users may know it.
+/// The secret that was given, or by default the name of the job, which keeps the ranks of two jobs apart but may be
+/// known to other users.
 fn secret(variable: &dyn Fn(&str) -> Option<String>, job: &str) -> Secret {
     variable(SECRET).map_or_else(|| Secret::of_job(variable(job).unwrap_or_default()), Secret::given)
 }
 
 fn not_a_number(name: &str, got: impl std::fmt::Display) -> Error {
-    Error::new(format!("{name} is not what it should be"))
+    Error::new(format!("{name} is not a valid number"))
         .got(got)
-        .allowed("a number that fits")
+        .allowed("a number in range")
         .hint("torchrun, srun and --gpus set it")
 }
 
@@ -154,7 +155,7 @@ fn number(name: &str, value: &str) -> Result<usize> {
     value.trim().parse().ok().filter(|&n: &usize| n < 1 << 32).ok_or_else(|| not_a_number(name, value))
 }
 
-/// The first host of a list of Slurm: `node03` of `node[03-08,10],other`.
+/// The first host in Slurm's list of nodes: `node03` of `node[03-08,10],other`.
 fn first_host(list: &str) -> String {
     let Some((name, rest)) = list.split_once('[').filter(|(name, _)| !name.contains(',')) else {
         return list.split(',').next().unwrap_or_default().to_owned();

@@ -1,11 +1,11 @@
-//! Detection of spikes: the distance of a step's loss and gradient norm from those of recent steps.
+//! Detection of spikes: compares a step's loss and gradient norm with recent steps.
 
 use crate::metrics::Point;
 
 /// Largest number of recent steps that a step is compared with.
 const WINDOW: usize = 128;
 
-/// Smallest number; less history gives no score.
+/// Smallest number of recent steps for a score.
 const FEWEST: usize = 16;
 
 /// Mean and standard deviation of the losses and of the gradient norms of recent steps, without skipped
@@ -26,9 +26,8 @@ pub struct Limits {
 }
 
 impl Recent {
-    /// The statistics that are known when step `step` (from 0) is launched. On a GPU a step is launched
-    /// before the results of the step before it arrive. So that step is left out on every device, and also
-    /// after a resume.
+    /// The statistics that are known when step `step` (from 0) is launched. On a GPU a step is launched before the
+    /// results of the previous step arrive, so the previous step is excluded on every device, and also after a resume.
     pub fn before(step: u64, points: &[Point]) -> Option<Self> {
         let known = &points[..points.len().min((step as usize).saturating_sub(1))];
         let counted: Vec<&Point> = known.iter().rev().filter(|point| !point.skipped).take(WINDOW).collect();
@@ -40,8 +39,7 @@ impl Recent {
             let mean = counted.iter().map(|point| number(point)).sum::<f64>() / n;
             let variance =
                 counted.iter().map(|point| (number(point) - mean).powi(2)).sum::<f64>() / (n - 1.0);
-            // The floor of 1e-3 of the mean keeps small deviations among nearly equal numbers from being
-            // spikes.
+            // The floor of 1e-3 of the mean keeps small deviations of nearly constant values from counting as spikes.
             (mean, variance.sqrt().max(1e-3 * mean.abs()))
         };
         Some(Self { loss: spread(|point| point.loss), grad_norm: spread(|point| point.grad_norm) })

@@ -17,7 +17,7 @@ pub struct Parallel {
     pub context: usize,
     /// When gradients are reduced.
     pub overlap: Overlap,
-    /// Elements of gradient in one transfer, at least; `None` takes the default.
+    /// Smallest number of gradient elements in one transfer; `None` is the default.
     pub piece: Option<usize>,
     /// Whether copy engines carry gradients and updated weights among the ranks of a node.
     pub engines: CopyEngines,
@@ -34,7 +34,7 @@ impl Parallel {
         Ok(ranks.planned(|mesh| self.plan(mesh, tokens)))
     }
 
-    /// `mesh` with the plan of how its ranks reduce gradients in steps of `tokens` tokens.
+    /// `mesh` with its plan for reducing gradients in steps of `tokens` tokens.
     pub fn plan(&self, mesh: Mesh, tokens: u64) -> Mesh {
         let few = tokens / (mesh.rank().of as u64) < FEW_TOKENS;
         let beside = mesh.rank().of > 1
@@ -64,23 +64,23 @@ pub enum Overlap {
     After,
     /// Overlapped with the backward: a layer's gradients as soon as its backward is done
     Beside,
-    /// Whatever is faster: `beside` between nodes, and within a node if copy engines transfer the gradients and each GPU has fewer than 16k
-    /// tokens a step; otherwise `after`
+    /// Whatever is faster: `beside` between nodes, and within a node if copy engines transfer the gradients and each
+    /// GPU has fewer than 16k tokens a step; otherwise `after`
     Auto,
 }
 
 /// How the ranks of a mesh exchange gradients, as text.
 pub(super) fn summary(mesh: Mesh) -> String {
-    let when = if mesh.beside { "beside" } else { "after" };
+    let when = if mesh.beside { "during" } else { "after" };
     let engines = if mesh.engines { ", on copy engines" } else { "" };
     format!("{} ranks: gradients are exchanged {when} the backward{engines}", mesh.rank().of)
 }
 
-/// Checks that `ranks` ranks, in groups of `context` that share each sequence, can share a step, and that
-/// each has a micro-batch to compute.
+/// Checks that `ranks` ranks, in groups of `context` that share each sequence, can share a step, and that each group
+/// has a micro-batch to compute.
 ///
 /// # Errors
-/// When a sequence cannot be cut into `context` parts, or a group would have no micro-batch.
+/// When a sequence cannot be split into `context` parts, or a group would have no micro-batch.
 pub fn check_parallel(config: &Config, ranks: usize, context: usize) -> Result<()> {
     check_context(config, ranks, context)?;
     let groups = ranks / context;
@@ -88,7 +88,7 @@ pub fn check_parallel(config: &Config, ranks: usize, context: usize) -> Result<(
         return Ok(());
     }
     let tokens = config.tokens_per_step() / config.accumulation as u64;
-    let several = if context > 1 { format!(", {context} of them with one sequence") } else { String::new() };
+    let several = if context > 1 { format!(", {context} of them for each sequence") } else { String::new() };
     Err(Error::new("there are more ranks than micro-batches in a step")
         .got(format!("{ranks} ranks{several}, {} micro-batches of {tokens} tokens", config.accumulation))
         .allowed(match config.accumulation * context {
@@ -96,7 +96,7 @@ pub fn check_parallel(config: &Config, ranks: usize, context: usize) -> Result<(
             most => format!("up to {most} ranks"),
         })
         .hint(format!(
-            "--tokens-per-step {} gives each one; a smaller --micro-batch makes more of them",
+            "--tokens-per-step {} gives each rank one; a smaller --micro-batch also makes more micro-batches",
             Quantity(tokens * groups as u64)
         )))
 }
@@ -104,11 +104,11 @@ pub fn check_parallel(config: &Config, ranks: usize, context: usize) -> Result<(
 fn check_context(config: &Config, ranks: usize, context: usize) -> Result<()> {
     let model = &config.model;
     let wrong = |got: String, allowed: String| {
-        Err(Error::new("a sequence cannot be cut into so many parts")
+        Err(Error::new("a sequence cannot be split into this many parts")
             .got(format!("--context-parallel {context}, {got}"))
             .allowed(allowed)
             .hint(match ranks < context {
-                true => format!("one sequence over {context} GPUs needs as many: --gpus {context}"),
+                true => format!("one sequence over {context} GPUs needs {context} ranks: --gpus {context}"),
                 false => "2, 4 and 8 fit most models".into(),
             }))
     };
@@ -116,7 +116,7 @@ fn check_context(config: &Config, ranks: usize, context: usize) -> Result<()> {
         return Ok(());
     }
     if context == 0 || !ranks.is_multiple_of(context) {
-        return wrong(format!("{ranks} ranks"), "a divisor of the ranks: --gpus says how many".into());
+        return wrong(format!("{ranks} ranks"), "a divisor of the number of ranks (--gpus)".into());
     }
     if !model.context.is_multiple_of(context) {
         return wrong(format!("context {}", model.context), "a divisor of the context".into());
@@ -133,7 +133,7 @@ fn check_context(config: &Config, ranks: usize, context: usize) -> Result<()> {
             );
         }
     }
-    // A selection is one of a key head and of all query heads of its group.
+    // A selection belongs to a key head and all query heads of its group.
     if model.sla2.is_some() && !model.key_heads.is_multiple_of(context) {
         return wrong(
             format!("{} key heads", model.key_heads),
@@ -147,7 +147,7 @@ fn check_context(config: &Config, ranks: usize, context: usize) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// The faster one of docs/several-gpus.md.
+    /// The faster choice in docs/several-gpus.md.
     #[test]
     fn gradients_travel_when_it_is_faster() {
         let node = Mesh::node(Rank { index: 0, of: 2 });

@@ -1,5 +1,5 @@
-//! Progress for the person who started the run: a progress bar on a terminal, otherwise occasional lines. The
-//! log has all messages, and occasional steps; the metrics have every step.
+//! Progress output for the person who started the run: a progress bar on a terminal, otherwise occasional lines. The
+//! log contains all messages and occasional steps; the metrics contain every step.
 
 use std::cell::OnceCell;
 use std::fs::File;
@@ -13,8 +13,8 @@ use crate::metrics::Point;
 use crate::ranks::Rank;
 use crate::{bar, notify, open_own, printable};
 
-/// Intervals: between lines without a terminal, and between lines of steps in the log after the first
-/// `FIRST_STEPS` steps.
+/// Intervals between lines without a terminal, and between lines of steps in the log after the first `FIRST_STEPS`
+/// steps.
 const QUIET: Duration = Duration::from_secs(5);
 const QUIET_LOG: Duration = Duration::from_secs(10);
 const FIRST_STEPS: u64 = 10;
@@ -25,7 +25,7 @@ pub(super) struct Progress {
     bar: ProgressBar,
     steps: u64,
     log: Option<(PathBuf, OnceCell<Option<File>>)>,
-    /// True on rank 0. The other ranks print warnings alone.
+    /// True on rank 0. The other ranks print only warnings.
     speaks: bool,
     /// The step at which the clock started.
     first: u64,
@@ -91,7 +91,7 @@ impl Progress {
             (Some(watts), Some(mhz), Some(gib)) => format!(" {watts:.0} W {mhz:.0} MHz {gib:.1} GiB"),
             _ => String::new(),
         };
-        // A line shows what its step measured. The bar stays, so it also shows the last validation.
+        // A line shows only what its step measured. The bar remains on screen, so it also shows the last validation.
         let (step, steps, lr) = (point.step, self.steps, point.lr);
         let line = format!("step {step}/{steps}: {} lr {lr:.2e}{gpu}", text(point.val_loss));
         let (early, ends) = (step - self.first <= FIRST_STEPS, step == steps);
@@ -117,8 +117,8 @@ impl Progress {
         self.bar.finish();
     }
 
-    /// Writes to the log alone, with the time in UTC. A log that cannot be written does not stop a run;
-    /// metrics that cannot be written do.
+    /// Writes only to the log, with the time in UTC. Failing to write the log does not stop a run; failing to write the
+    /// metrics does.
     pub(super) fn note(&self, text: &str) {
         let Some((path, file)) = &self.log else { return };
         let open = || open_own(path, File::options().create(true).append(true)).ok();

@@ -27,15 +27,16 @@ pub(super) struct RunDir {
     /// On rank 0.
     opened: Option<OpenFolder>,
     writer: Option<Writer>,
-    /// The lock of a run that starts without a checkpoint. A resumed run has its lock in its checkpoint.
+    /// The lock of a run that starts without a checkpoint. The lock of a resumed run is in its
+    /// [`crate::checkpoint::FoundCheckpoint`].
     _lock: Option<Lock>,
 }
 
-/// The folder that a run began in. Its path may lead to nothing, or to another folder, while the run is under way.
+/// The folder that a run began in. While the run is under way, its path may stop existing or lead to another folder.
 #[derive(Debug, Clone)]
 pub(super) struct OpenFolder {
     path: PathBuf,
-    /// An open folder keeps its inode after it was removed, so that no other folder has the same number.
+    /// An open folder keeps its inode after its removal, so that no other folder gets the same inode number.
     #[cfg(unix)]
     handle: std::sync::Arc<File>,
 }
@@ -68,12 +69,12 @@ impl OpenFolder {
         match (self.handle.metadata(), std::fs::metadata(&self.path)) {
             (Ok(own), Ok(now)) => (own.dev(), own.ino()) == (now.dev(), now.ino()),
             (_, Err(error)) => !matches!(error.kind(), NotFound | NotADirectory),
-            // What a disk cannot tell for a moment, the next write tells.
+            // A temporary error of the disk is left to the next write.
             (Err(_), Ok(_)) => true,
         }
     }
 
-    /// Other systems do not rename a folder in which a file is open.
+    /// Other systems do not allow the renaming of a folder in which a file is open.
     #[cfg(not(unix))]
     fn is_there(&self) -> bool {
         self.path.is_dir()
@@ -112,11 +113,11 @@ impl RunDir {
         Err(taken(&config.out.join(config.name.as_deref().unwrap_or(""))))
     }
 
-    /// Opens the folder of an existing run, truncates its metrics to `step` steps and returns them. `lock` is
-    /// given if no checkpoint holds the lock.
+    /// Opens the folder of an existing run, truncates its metrics to `step` steps and returns them. `lock` is `Some` if
+    /// no checkpoint holds the lock.
     pub(super) fn reopen(path: &Path, step: u64, lock: Option<Lock>) -> Result<(Self, Vec<Point>)> {
-        // Removes the unfinished files of a killed process. No process is writing them, since this one holds
-        // the lock.
+        // Removes the unfinished files of a killed process. No process is writing them, because this process holds the
+        // lock.
         for entry in std::fs::read_dir(path).map_err(writing(path))?.flatten() {
             if entry.path().is_file() && entry.file_name().to_string_lossy().ends_with(partial::PARTIAL) {
                 std::fs::remove_file(entry.path()).map_err(writing(&entry.path()))?;
@@ -133,7 +134,7 @@ impl RunDir {
         Ok((Self::open(path.to_owned(), lock, &points)?, points))
     }
 
-    /// Makes a new folder, with what another run recorded of its first `step` steps.
+    /// Makes a new folder, with the records of another run's first `step` steps.
     pub(super) fn branch(config: &Config, from: &Path, step: u64) -> Result<(Self, Vec<Point>)> {
         let points = points_until(from, step)?;
         let mut folder = Self::create(config)?;
@@ -159,7 +160,7 @@ impl RunDir {
         Ok(Self { path, opened, writer: Some(Writer { metrics, csv, events }), _lock: lock })
     }
 
-    /// Rewrites the metrics, after a value of an earlier step became known.
+    /// Rewrites the metrics after a value of an earlier step became known.
     pub(super) fn rewrite_metrics(&mut self, points: &[Point]) -> Result<()> {
         self.check_there()?;
         if let Some(writer) = &mut self.writer {
@@ -168,7 +169,7 @@ impl RunDir {
         Ok(())
     }
 
-    /// Checks before anything long starts that a named folder does not exist.
+    /// Checks, before any long work starts, that a named folder does not exist.
     pub(super) fn check_free(config: &Config) -> Result<()> {
         match config.name.as_ref().map(|name| config.out.join(name)) {
             Some(path) if path.exists() => Err(taken(&path)),
@@ -180,7 +181,7 @@ impl RunDir {
         &self.path
     }
 
-    /// Checks that the folder is where the run began.
+    /// Checks that the run's path still leads to the folder that the run began in.
     pub(super) fn check_there(&self) -> Result<()> {
         self.opened.as_ref().map_or(Ok(()), OpenFolder::check)
     }
@@ -190,8 +191,7 @@ impl RunDir {
         self.opened.clone()
     }
 
-    /// The path of a rank's log. That of rank 0 is created here, those of the others with their first
-    /// message.
+    /// The path of a rank's log. Rank 0's log is created here, the logs of other ranks with their first message.
     pub(super) fn log(&self, rank: Rank) -> Result<PathBuf> {
         if !rank.is_first() {
             return Ok(self.path.join(format!("log.rank-{}.txt", rank.index)));
@@ -223,7 +223,7 @@ impl RunDir {
         }
     }
 
-    /// Appends an entry to a file that holds a list in JSON. A file that is not such a list is an error.
+    /// Appends an entry to a file that contains a JSON list. A file that is not such a list is an error.
     pub(super) fn add_json<T: Serialize>(&self, name: &str, entry: T) -> Result<()> {
         if self.writer.is_none() {
             return Ok(());
@@ -252,7 +252,7 @@ impl RunDir {
         self.check_there()?;
         let path = self.path.join(PROBES);
         let mut file = open_own(&path, File::options().create(true).append(true))?;
-        // In one write, so that a line is never without its end.
+        // In one write, so that no line is incomplete.
         file.write_all((to_line(probed) + "\n").as_bytes()).map_err(writing(&path))
     }
 
@@ -276,29 +276,29 @@ fn points_until(path: &Path, step: u64) -> Result<Vec<Point>> {
         return Ok(Vec::new());
     }
     let file = path.join(METRICS);
-    // Steps in their order, from the first on.
+    // The consecutive steps from 1 on.
     let first_of = |points: &mut dyn Iterator<Item = Point>| -> Vec<Point> {
         points.zip(1..=step).map_while(|(point, n)| (point.step == n).then_some(point)).collect()
     };
-    // What comes after the checkpoint is trained again, so that damage there does not matter.
+    // The steps after the checkpoint are trained again, so damage in their lines does not matter.
     let mut points = first_of(&mut Lines::read(&file)?.values.into_iter());
     if points.len() as u64 != step {
-        // A line is damaged; the CSV file holds the same numbers.
+        // A line is damaged; the CSV file contains the same numbers.
         let csv = std::fs::read_to_string(path.join(CSV)).unwrap_or_default();
         let mut lines = csv.lines();
         let head = lines.next().unwrap_or_default();
         let others = first_of(&mut lines.map_while(|line| Point::from_csv(head, line)));
         if others.len() as u64 == step {
-            notify(&format!("{} is damaged, and made again from {CSV}", file.display()));
+            notify(&format!("{} is damaged, and was restored from {CSV}", file.display()));
             points = others;
         }
     }
     if points.len() as u64 != step {
         return Err(Error::new("the run's metrics end before its checkpoint")
-            .got(format!("{}: {} whole steps from the first on", file.display(), points.len()))
+            .got(format!("{}: {} consecutive steps from step 1", file.display(), points.len()))
             .allowed(format!("at least {step}"))
             .hint(format!(
-                "is the file damaged? {CSV} does not help either; a copy of one of them is, or a new run"
+                "is the file damaged? {CSV} is incomplete too: restore one of the files from a copy, or begin a new run"
             )));
     }
     Ok(points)
@@ -328,7 +328,7 @@ fn begin(path: &Path, text: &str) -> Result<File> {
 }
 
 fn taken(path: &Path) -> Error {
-    // An ending that cannot be read counts as none, since the folder is refused anyway.
+    // An unreadable ending counts as missing, because the folder is refused anyway.
     let finished = ending(path).ok().flatten().is_some_and(|ending| ending.status == Status::Finished);
     Error::new("the run's folder exists already")
         .got(path.display())

@@ -3,13 +3,13 @@
 use crate::config::Config;
 use crate::ranks::{Mesh, Ranks};
 
-/// The requests that a rank sends with the results of a step. All ranks receive them with the same step, and
-/// so act alike.
+/// The requests that a rank sends with the results of a step. All ranks receive them in the same step, and so act in
+/// the same way.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Asked {
-    /// To stop, because of this signal.
+    /// Stop, because of this signal.
     pub(super) signal: Option<u8>,
-    /// To write a checkpoint.
+    /// Write a checkpoint.
     pub(super) save: bool,
 }
 
@@ -20,9 +20,9 @@ impl Asked {
     }
 }
 
-/// The layout of a rank's report on a step, in f64 numbers: the losses of its micro-batches (padded with a
-/// zero on ranks with one micro-batch fewer), the sum of squares of the gradient shards that it owns, its
-/// requests, and how long its gradients took in the step before.
+/// The layout of a rank's report on a step, in f64 numbers: the losses of its micro-batches (padded with a zero on
+/// ranks with one micro-batch fewer), the sum of squares of the gradient shards that it owns, its requests, and the
+/// time that its gradients took in the step before.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Report {
     /// Micro-batches in a step, over all ranks.
@@ -38,7 +38,7 @@ impl Report {
         Self { micro_batches: config.accumulation, mesh: ranks.mesh() }
     }
 
-    /// The most losses that a rank has.
+    /// The largest number of losses of a rank.
     pub(super) fn losses(self) -> usize {
         self.micro_batches.div_ceil(self.mesh.data().of)
     }

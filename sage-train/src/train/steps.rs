@@ -1,4 +1,4 @@
-//! The loop over the steps of a run, with validation, probes and checkpoints between steps.
+//! The loop over a run's steps, with validation, probes and checkpoints between steps.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -26,12 +26,12 @@ use crate::runs::usual_speed;
 use crate::sample::{Sampling, Writer};
 use crate::{during, partial, signals, writing};
 
-/// The most updates in a row that may be skipped: a longer deviation is not a spike, and with every update
-/// skipped nothing would be learned.
+/// Largest number of updates in a row that may be skipped: a longer deviation is not a spike, and the model does not
+/// learn while updates are skipped.
 const MOST_SKIPPED: usize = 64;
 
-/// A rank is reported as slow when it takes more than this factor of the median time, in this number of
-/// consecutive steps.
+/// A rank is reported as slow when it takes more than this multiple of the median time in this number of consecutive
+/// steps.
 const SLOW: (f64, usize) = (1.1, 20);
 
 /// A run in progress.
@@ -48,7 +48,7 @@ pub(super) struct Run<'a> {
     pub(super) points: Vec<Point>,
     /// The first step of this process, from 0.
     pub(super) first: u64,
-    /// The error of writing the weights of the last validation, if it failed.
+    /// The error, if writing the weights of the last validation failed.
     pub(super) unsaved: Option<Error>,
     /// The verification of the shards that the run reads.
     pub(super) verification: Option<Verification>,
@@ -72,17 +72,17 @@ impl Run<'_> {
         })?;
         self.progress.finish();
         if let Some(memory) = memory(self.trainer.device()).map_err(during(unknown))? {
-            self.progress.say(&format!("most GPU memory in use at once: {:.1} GiB", gib(memory.peak)));
+            self.progress.say(&format!("peak GPU memory: {:.1} GiB", gib(memory.peak)));
         }
         Ok(())
     }
 
     fn steps(&mut self, feed: &Feed) -> std::result::Result<(), Stop> {
         let config = self.config;
-        // A GPU is given its next step before the host looks at the results of the step before.
+        // A GPU gets its next step before the host reads the results of the step before.
         let ahead = self.trainer.runs_ahead();
         let alone = self.ranks.rank().of == 1;
-        // Ranks may have read the initial weights from separate files, which must have been equal.
+        // Ranks may have read the initial weights from separate files, which must be equal.
         self.trainer.check_weights(self.first)?;
         let mut under_way = None;
         let (mut saved, mut saved_at) = (self.first, Instant::now());
@@ -93,7 +93,7 @@ impl Run<'_> {
             let asks = Asked { signal: signals::received(), save: late && self.ranks.rank().is_first() };
             let launched = self.trainer.launch(step, limits, asks, feed);
             let mut asked = Asked::default();
-            // The results of the last step are recorded even if the launch of this one failed.
+            // The results of the step before are recorded even if the launch of this step failed.
             if let Some(last) = under_way.take() {
                 let (point, heard) = self.trainer.collect(last)?;
                 self.record(point)?;
@@ -108,8 +108,8 @@ impl Run<'_> {
                 self.checkpoints.wait()?;
                 return Err(Stop::Interrupted(self.interrupted(signal, step)));
             }
-            // A single process acts on its own requests at once. Several ranks all act on them when they
-            // arrive with the results of a step.
+            // A single process acts on its own requests at once. Several ranks act on requests when these arrive with
+            // the results of a step.
             if alone {
                 asked = Asked { signal: signals::received(), ..asks };
             }
@@ -151,7 +151,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Tells the handler of signals and the other ranks which step begins, and returns its name.
+    /// Reports the step that begins to the signal handler and the other ranks, and returns its name.
     fn announce(&self, step: u64) -> String {
         let doing = format!("step {} of {}", step + 1, self.config.steps);
         let leaves_between = self.ranks.rank().of == 1 && self.config.accumulation > 1;
@@ -163,14 +163,13 @@ impl Run<'_> {
         doing
     }
 
-    /// Starts to write a checkpoint. An error of the checkpoint before is reported and does not stop the run.
+    /// Starts to write a checkpoint. An error of the previous checkpoint is reported and does not stop the run.
     pub(super) fn checkpoint(&mut self, step: u64) {
-        // The other ranks wait for this one, however slow its disk is, so the limit for stalls does not
-        // apply.
+        // The other ranks wait for this rank even if its disk is slow, so the limit for stalls does not apply.
         if let Err(error) = self.ranks.words().while_others_wait("a checkpoint", || self.checkpoints.wait()) {
             self.progress.say(&format!("warning: {error}"));
         }
-        // A rank whose copy fails reports that with the others, because a checkpoint needs all ranks.
+        // A rank whose copy fails still takes part and reports the error, because a checkpoint needs all ranks.
         let copy = || self.trainer.state().map_err(during("cannot copy the weights"));
         let synced = self.ranks.words().while_others_wait("a checkpoint", || self.folder.sync());
         let state = synced.and_then(|()| copy());
@@ -179,11 +178,11 @@ impl Run<'_> {
 
     fn interrupted(&self, signal: u8, step: u64) -> Error {
         if step == 0 {
-            return Error::new("interrupted in the first step, of which nothing is kept")
+            return Error::new("interrupted in the first step: nothing was saved")
                 .got(format!("signal {signal}"))
                 .hint(match self.config.name.is_some() {
-                    true => "the same command with --resume auto begins again",
-                    false => "the same command begins again",
+                    true => "the same command with --resume auto starts it again",
+                    false => "the same command starts it again",
                 });
         }
         Error::new(format!("interrupted, and saved after step {step} of {}", self.config.steps))
@@ -202,7 +201,7 @@ impl Run<'_> {
         };
         let Evaluation { loss, bits_per_byte, .. } = measure(&self.trainer.model)?;
         if let Some(model) = &self.trainer.under_eval_attn {
-            // A loss that is not finite is a result and no reason to stop, since training does not use this
+            // A non-finite loss is a valid result here and does not stop the run, because training does not use this
             // scheme.
             point.eval_attn_loss = Some(measure(model)?.loss).filter(|loss| loss.is_finite());
         }
@@ -219,7 +218,7 @@ impl Run<'_> {
         point.fp8_saturated = self.count_saturated()?;
         if config.model.sla2.is_some() && self.ranks.rank().index == 0 {
             let cut = config.data.cut(&data.tokenizer);
-            // Alone: with shared sequences the other ranks do not take part.
+            // On this rank only: ranks that share sequences do not take part.
             let (model, device) = (self.trainer.model.clone().across(&Group::alone()), self.trainer.device());
             let look = || selected(&model, &data.validation, cut, device);
             let of =
@@ -232,8 +231,8 @@ impl Run<'_> {
             point.sla2_mass_caught = of.map(|selected| selected.mass_caught);
             point.sla2_users_ratio = of.map(|selected| selected.users_ratio);
         }
-        // A failure to write the weights is only a warning here, because disk space may be freed before the
-        // end of the run; by then they must be written.
+        // A failure to write the weights is only a warning here, because disk space may be freed later. At the end of
+        // the run it is an error.
         let weights = self.weights()?;
         self.unsaved = self.save_weights(weights).err();
         if let Some(error) = &self.unsaved {
@@ -242,13 +241,14 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// How many values of operands in FP8 have saturated since the last validation. The log says so when there are more than before it.
+    /// How many values of FP8 operands have saturated since the last validation. If there are more than in the interval
+    /// before it, the log reports it.
     fn count_saturated(&self) -> Result<Option<u64>> {
         let now = self.trainer.take_saturated().map_err(during("cannot count saturated values"))?;
         let before = self.points.iter().rev().find_map(|point| point.fp8_saturated).unwrap_or(0);
         if let Some(now) = now.filter(|now| *now > before) {
             self.progress.say(&format!(
-                "{now} values of operands in FP8 have saturated since the last validation, {before} before it"
+                "{now} values of FP8 operands have saturated since the last validation, {before} before it"
             ));
         }
         Ok(now)
@@ -267,7 +267,7 @@ impl Run<'_> {
         }
     }
 
-    /// Names the shards that the concurrent verification could not read.
+    /// Warns of the shards that the concurrent verification could not read.
     fn warn_of_unread(&self, results: impl FnOnce(&Verification) -> Result<Vec<Error>>) -> Result<()> {
         for unread in self.verification.as_ref().map_or(Ok(Vec::new()), results)? {
             self.progress.say(&format!("warning: {unread}"));
@@ -297,7 +297,7 @@ impl Run<'_> {
                 Error::new(format!("stopped: {} updates in a row were skipped as spikes", skipped + 1))
                     .got(format!("loss {:.3}, norm {:.2} at step {}", point.loss, point.grad_norm, point.step))
                     .allowed(format!("at most {MOST_SKIPPED} in a row"))
-                    .hint("what stays up is not a spike: --resume with a higher --skip-spikes; or, where one was kept, continue from an earlier checkpoint with a lower --lr"),
+                    .hint("a lasting rise is not a spike: --resume with a higher --skip-spikes, or continue from an earlier checkpoint, if one was kept, with a lower --lr"),
             ));
         }
         self.progress.step(&point);
@@ -306,15 +306,15 @@ impl Run<'_> {
             && sla2.stage(point.step) != sla2.stage(point.step - 1)
         {
             self.progress.say(match sla2.stage(point.step) {
-                Stage::Sparse => "from here on attention is over the selected blocks",
-                Stage::Router | Stage::Dense => "from here on dense attention teaches SLA2",
+                Stage::Sparse => "from here on attention sees only the selected blocks",
+                Stage::Router | Stage::Dense => "from here on SLA2 is trained to match dense attention",
             });
         }
         self.points.push(point);
         if let Some((rank, ratio)) = slow_rank(&self.points).filter(|(rank, _)| self.slow != Some(*rank)) {
             self.slow = Some(rank);
             self.progress.say(&format!(
-                "rank {rank} holds up the others: its gradients took {ratio:.2} times the median or more in {} steps in a row",
+                "rank {rank} is slow: its gradients took at least {ratio:.2} times the median in each of {} steps in a row",
                 SLOW.1
             ));
         }
@@ -336,15 +336,14 @@ impl Run<'_> {
         self.unsaved.take().map_or(saved, Err)?;
         let mut last = self.points.last().expect("at least one step").clone();
         if last.val_loss.is_none() {
-            // Only the validation was left to do: the run was resumed at its last step, which has no
-            // validation loss.
+            // The run was resumed at its last step, which has no validation loss: only the validation is left to do.
             self.validate(&mut last)?;
             self.unsaved.take().map_or(Ok(()), Err)?;
             self.points.pop();
             self.points.push(last.clone());
             self.folder.rewrite_metrics(&self.points)?;
         } else if self.first == config.steps {
-            // The folder may hold weights of another step.
+            // The folder may contain weights of another step.
             let weights = self.weights()?;
             self.save_weights(weights)?;
         }
@@ -354,7 +353,7 @@ impl Run<'_> {
             val_loss: last.val_loss.expect("the last step is validated"),
             val_bits_per_byte: last.val_bits_per_byte.expect("the last step is validated"),
             unigram_entropy: self.data.unigram_entropy,
-            // As reports have it.
+            // Measured as in reports.
             tokens_per_second: usual_speed(config, &self.points).unwrap_or(0.0),
             points: std::mem::take(&mut self.points),
         })
@@ -379,7 +378,7 @@ impl Run<'_> {
             let text = writer.write("", config.sample_tokens, &sampling)?.text;
             self.folder.write("sample.txt", &text)?;
             self.progress.say(&match text.trim() {
-                "" => "sample: nothing, the document ended at once".into(),
+                "" => "sample: empty, the first token ended the document".into(),
                 _ => format!("sample:\n{text}"),
             });
         }
@@ -396,8 +395,8 @@ impl Run<'_> {
         self.trainer.weights().map_err(during("cannot copy the weights"))
     }
 
-    /// Replaces the weights in the folder by ones with a finite validation loss. The file is replaced
-    /// atomically, so the folder has whole weights whenever the run is cut off.
+    /// Replaces the weights in the folder by weights with a finite validation loss. The file is replaced atomically, so
+    /// the folder has complete weights whenever the run is interrupted.
     fn save_weights(&self, weights: Option<Snapshot>) -> Result<()> {
         let Some(weights) = weights else { return Ok(()) };
         let save = |partial: &Path| weights.save(partial).map(drop).map_err(writing(partial));
@@ -407,8 +406,8 @@ impl Run<'_> {
     }
 }
 
-/// The rank that was the slowest in each of the last `SLOW.1` steps, and its smallest ratio to the median, if
-/// that is above `SLOW.0`.
+/// The rank that was the slowest in each of the last `SLOW.1` steps, and its smallest ratio to the median, if that
+/// ratio is above `SLOW.0`.
 fn slow_rank(points: &[Point]) -> Option<(u64, f64)> {
     let last = &points[points.len().checked_sub(SLOW.1)?..];
     let rank = last[0].slowest_rank?;

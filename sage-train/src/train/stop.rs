@@ -11,7 +11,7 @@ pub enum Stop {
     Diverged(Error),
     /// A signal asked the run to stop, and it was saved, unless it was still in its first step.
     Interrupted(Error),
-    /// A mistake in the settings that all ranks found alike, before anything began.
+    /// An invalid setting that all ranks found before the run began.
     Mistaken(Error),
     /// Any other error.
     Failed(Error),
@@ -45,7 +45,7 @@ impl From<Error> for Stop {
 impl From<Stop> for Error {
     fn from(stop: Stop) -> Self {
         match stop {
-            // Nothing that was asked for is wrong.
+            // The request itself was valid.
             Stop::Diverged(error) | Stop::Interrupted(error) => error.with_kind(ErrorKind::Failed),
             Stop::Mistaken(error) | Stop::Failed(error) => error,
         }

@@ -1,5 +1,5 @@
-//! Optimizer steps. A step is launched without waiting for the device; its results are collected later, on a
-//! GPU while the next step runs.
+//! Optimizer steps. A step is launched without waiting for the device, and its results are collected later; on a GPU
+//! the next step runs meanwhile.
 
 use std::collections::BTreeMap;
 
@@ -32,14 +32,14 @@ pub(super) struct Trainer<'a> {
     pub(super) model: Llama,
     /// The same weights with the attention of `--eval-attn`.
     pub(super) under_eval_attn: Option<Llama>,
-    /// 0, or NaN after any step whose loss or gradient was not finite. It is added to the norm, which
-    /// disables all later updates on the device.
+    /// 0, or NaN after a step whose loss or gradient was not finite. It is added to the norm, so that NaN disables all
+    /// later updates on the device.
     stop: Tensor,
-    /// Readback of the results of the steps in flight, at most two: the reports of all ranks, and a number
-    /// that is NaN if the update was skipped and otherwise 0.
+    /// Readback of the results of the steps in flight, at most two. The results are the reports of all ranks, and a
+    /// number that is NaN if the update was skipped and otherwise 0.
     mailboxes: [Mailbox; 2],
     upload: Upload,
-    /// Seconds that this rank's gradients took, in the last step that was collected.
+    /// Seconds that this rank's gradients took in the last step that was collected.
     busy: f64,
 }
 
@@ -60,7 +60,7 @@ impl<'a> Trainer<'a> {
     ) -> candle_core::Result<Self> {
         let mut model = Llama::new(&config.model, parameters, device)?.across(ranks.context());
         if let Some(sla2) = &config.model.sla2 {
-            // The stage of the last step, for a process that has no step left to do.
+            // The stage of the last step, for a process without steps left to do.
             model.set_stage(sla2.stage(config.steps - 1));
         }
         let under = |scheme| {
@@ -98,7 +98,7 @@ impl<'a> Trainer<'a> {
         self.device
     }
 
-    /// Whether a launched step runs without this thread.
+    /// Whether a launched step runs asynchronously.
     pub(super) fn runs_ahead(&self) -> bool {
         self.device.is_cuda()
     }
@@ -113,7 +113,7 @@ impl<'a> Trainer<'a> {
         self.parameters.state()
     }
 
-    /// How many values of this rank's operands in FP8 have saturated since the last call.
+    /// How many values of this rank's FP8 operands have saturated since the last call.
     pub(super) fn take_saturated(&self) -> candle_core::Result<Option<u64>> {
         self.parameters.take_saturated()
     }
@@ -129,9 +129,9 @@ impl<'a> Trainer<'a> {
         let own = self.parameters.checksums().map_err(during("cannot compare the weights of the ranks"))?;
         let Some(rank) = other_than_first(&self.ranks.gather(&own, self.device)?) else { return Ok(()) };
         Err(Error::failed(format!("rank {rank} has other weights than rank 0 after step {step}"))
-            .got("sums that are not the same to the bit")
+            .got("checksums that are not bit-identical")
             .allowed("the same weights on every rank")
-            .hint("its memory or its links may be broken: continue without that machine from the checkpoint before"))
+            .hint("memory or links of its machine may be broken: continue without that machine from the previous checkpoint"))
     }
 
     /// The indices of this rank's micro-batches in a step.
@@ -155,10 +155,10 @@ impl<'a> Trainer<'a> {
         Batches::new(&self.data.train, self.config.data.cut(&self.data.tokenizer))
     }
 
-    /// Launches an optimizer step. The device decides whether loss and gradients are finite; if not, neither
-    /// this update nor any later one changes the weights. Above `limits` only this step's update is skipped.
-    /// Returns `None`, with no weights changed, if a signal came between two micro-batches; with several
-    /// ranks a step always completes.
+    /// Launches an optimizer step. The device checks whether loss and gradients are finite; if not, neither this update
+    /// nor any later update changes the weights. Above `limits` only this step's update is skipped. Returns `None`,
+    /// with unchanged weights, if a signal arrived between two micro-batches; with several ranks a step always
+    /// completes.
     pub(super) fn launch(
         &mut self,
         step: u64,
@@ -167,8 +167,8 @@ impl<'a> Trainer<'a> {
         feed: &Feed,
     ) -> Result<Option<Launched>> {
         let lr = self.config.learning_rate.at(step);
-        // The batches are taken first, so that an error of the thread that reads them is not taken for one of
-        // the device.
+        // The batches are fetched first, so that an error of the thread that reads them is not reported as a device
+        // error.
         let part = self.ranks.mesh().part();
         let batches: Vec<Sequences> =
             self.own().map(|_| Ok(feed.next()?.part(part))).collect::<Result<_>>()?;
@@ -190,7 +190,7 @@ impl<'a> Trainer<'a> {
         }
         self.mailboxes[mailbox].begin()?;
         let mut reduction = Reduction::new(self.parameters, self.ranks);
-        // Several ranks agree on a stop with the results of a step, so that no rank leaves a step alone.
+        // Several ranks agree on a stop through the results of a step, so that no rank exits in the middle of a step.
         let alone = self.ranks.rank().of == 1;
         let until = || alone && signals::received().is_some();
         let losses =
@@ -212,8 +212,8 @@ impl<'a> Trainer<'a> {
         for place in report.places_of_squares() {
             squares = (squares + number(place)?)?;
         }
-        // A loss that is not finite also stops the run if its gradient is finite. The losses are added one by
-        // one, because candle's reductions copy their shape to the device, which waits for all earlier work.
+        // A non-finite loss also stops the run if its gradient is finite. The losses are added one by one, because
+        // candle's reductions copy their shape to the device, which waits for all earlier work.
         for loss in &losses {
             self.stop = (&self.stop + (loss * 0.0)?)?;
         }
@@ -235,8 +235,7 @@ impl<'a> Trainer<'a> {
         asked: Asked,
     ) -> candle_core::Result<Tensor> {
         let report = self.report();
-        // Numbers of the host become kernel arguments (of `affine`), because a copy to the device would wait
-        // for it.
+        // Host numbers become kernel arguments (of `affine`), because a copy to the device would wait for the device.
         let zero = Tensor::zeros((), DType::F64, self.device)?;
         let number = |n: f64| zero.affine(0.0, n);
         let mut own =
@@ -258,8 +257,8 @@ impl<'a> Trainer<'a> {
         Ok(all)
     }
 
-    /// 0, or NaN if loss or norm is above its limit: `relu(limit - x)` is then 0 and its inverse infinite,
-    /// and 0 times infinity is NaN. candle's comparisons would copy the limit to the device, and wait.
+    /// 0, or NaN if loss or norm is above its limit: `relu(limit - x)` is then 0, its inverse infinite, and 0 times
+    /// infinity NaN. candle's comparisons would copy the limit to the device, and wait.
     fn skip(
         &self,
         losses: &[Tensor],
@@ -283,8 +282,8 @@ impl<'a> Trainer<'a> {
         self.config.accumulation * self.ranks.mesh().context
     }
 
-    /// Computes the gradients of a step. Returns the losses of its micro-batches, or of those computed before
-    /// `until` became true. The last backward tells `beside` which layers it has finished.
+    /// Computes the gradients of a step. Returns the losses of its micro-batches, or only of those computed before
+    /// `until` became true. The last backward reports finished layers to `beside`.
     fn gradients(
         &mut self,
         batches: &[Sequences],
@@ -355,10 +354,10 @@ impl<'a> Trainer<'a> {
         Ok((point, report.asked(reports)))
     }
 
-    /// The first parameter with a gradient that is not finite, on the first rank that has one.
+    /// The first parameter with a non-finite gradient, on the first rank that has such a parameter.
     fn culprit(&mut self, step: u64) -> Result<String> {
-        // Recomputes this rank's gradients of the step, before any reduction. The weights are still the same,
-        // even if the next step is in flight, because its update is disabled.
+        // Recomputes this rank's gradients of the step, before any reduction. The weights are unchanged, even if the
+        // next step is in flight, because its update is disabled.
         let (mut batches, part) = (self.batches(), self.ranks.mesh().part());
         let firsts = self.firsts(step).take(self.own().count());
         let again: Vec<Sequences> = firsts
@@ -379,13 +378,13 @@ impl<'a> Trainer<'a> {
     }
 }
 
-/// The first index whose numbers differ from those of index 0, to the bit.
+/// The first index whose numbers are not bit-identical to the numbers at index 0.
 fn other_than_first(all: &[Vec<f64>]) -> Option<usize> {
     let bits = |numbers: &[f64]| numbers.iter().map(|number| number.to_bits()).collect::<Vec<_>>();
     all.iter().position(|numbers| bits(numbers) != bits(&all[0]))
 }
 
-/// What helps against divergence: the settings that the run does not have yet.
+/// A hint against divergence: settings that the run does not use yet.
 pub(super) fn stop_hint(config: &Config) -> String {
     let clip = config.optimizer.clip().is_none_or(|clip| clip > 1.0);
     let missing = [(clip, ", --clip 1"), (!config.model.qk_norm, ", --qk-norm on")];

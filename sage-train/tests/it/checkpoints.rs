@@ -1,4 +1,4 @@
-//! Checkpoints: a run that is cut off at any point continues with the same bits.
+//! Checkpoints: a run that is interrupted at any point continues bit-identically.
 
 mod changes;
 mod damage;
@@ -41,7 +41,7 @@ fn run_of(scratch: &Scratch, name: &str) -> PathBuf {
     scratch.path().join("runs").join(name)
 }
 
-/// The computed values: everything but times.
+/// The computed values: everything except times.
 fn numbers(points: &[Point]) -> Vec<Point> {
     let bare =
         |point: &Point| Point { seconds: 0.0, tokens_per_second: 0.0, update_share: None, ..point.clone() };
@@ -61,7 +61,7 @@ fn checkpoints(run: &Path) -> Vec<String> {
     names
 }
 
-/// Asserts that two runs have the same results, to the bit.
+/// Asserts that two runs have bit-identical results.
 fn assert_same_results(scratch: &Scratch, got: &str, wanted: &str, steps: u64) {
     let (a, b) = (numbers(&scratch.metrics(got)), numbers(&scratch.metrics(wanted)));
     assert_eq!(a.len(), b.len());
@@ -74,7 +74,7 @@ fn assert_same_results(scratch: &Scratch, got: &str, wanted: &str, steps: u64) {
     assert_eq!(csv.lines().count() as u64, 1 + steps);
 }
 
-/// The same, and the same settings.
+/// Asserts the same results and the same settings.
 fn assert_same(scratch: &Scratch, got: &str, wanted: &str, steps: u64) {
     assert_same_results(scratch, got, wanted, steps);
     let config = |run| std::fs::read(run_of(scratch, run).join("config.toml")).expect("settings");
@@ -108,7 +108,7 @@ fn a_hundred_kills_change_nothing() {
             resumed += 1;
             scratch.start(&["--resume", &path])
         } else {
-            // The run was cut off before its first checkpoint, so it starts again.
+            // The run was killed before its first checkpoint, so it starts again.
             let _ = std::fs::remove_dir_all(&folder);
             scratch.start(&flags(&[&run[..], &["--name", &name]].concat()))
         };
@@ -295,8 +295,7 @@ fn two_processes_do_not_work_on_one_run() {
     assert!(error.contains("is in use"), "{error}");
 }
 
-/// With the deterministic switch a run on a GPU continues with the same bits too: 40 steps are 23 and 17
-/// more.
+/// With `--deterministic` a run on a GPU continues bit-identically too: 40 steps equal 23 steps and 17 resumed steps.
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_runs_go_on_to_the_bit() {
@@ -343,8 +342,8 @@ fn cuda_runs_go_on_to_the_bit() {
     );
 }
 
-/// A checkpoint contains the settings of its run, so a run with edited settings is refused, as one with other
-/// flags is. The data may have moved if its contents are the same.
+/// A checkpoint contains the settings of its run, so a run with edited settings is refused, as with other flags. The
+/// data may have moved if its contents are the same.
 #[test]
 fn an_edited_run_does_not_go_on_as_another() {
     let scratch = Scratch::new();
@@ -379,7 +378,7 @@ fn damaged_metrics_are_made_again() {
     let text = std::fs::read_to_string(&file).expect("metrics");
     std::fs::write(&file, text.replacen("\"step\":3", "\"step\"?3", 1)).expect("metrics");
     let told = scratch.run(&["--resume", "runs/r", "--steps", "8"]);
-    assert!(String::from_utf8_lossy(&told.stderr).contains("made again from metrics.csv"));
+    assert!(String::from_utf8_lossy(&told.stderr).contains("was restored from metrics.csv"));
     let after = scratch.metrics("r");
     assert_eq!((after.len(), &after[..6]), (8, &before[..]));
 }

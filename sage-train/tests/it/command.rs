@@ -1,4 +1,4 @@
-//! Help, dry runs, the precedence of settings, and the verb `corpus`.
+//! Help, dry runs, the precedence of settings, and the command `corpus`.
 
 use crate::support::{Scratch, small};
 
@@ -38,7 +38,8 @@ fn the_reference_of_settings_is_what_is_declared() {
     );
 }
 
-/// An ending that is read but not named is not tried, and one that is named but not read is an error.
+/// Users would not try a file ending that is supported but not in the help, and an ending in the help that is not
+/// supported would be an error.
 #[test]
 fn the_help_names_every_ending_that_is_read() {
     let scratch = Scratch::new();
@@ -100,7 +101,7 @@ fn corpus_is_deterministic_and_may_be_cut_off() {
     assert!(child.wait().expect("an end").success());
 }
 
-/// Results go where no other file is, or an earlier one of their kind; what a link leads to counts. Devices take them as they are.
+/// Results replace only an earlier file of their kind, and links are followed. Devices are written to directly.
 #[test]
 fn results_replace_no_file_of_another_kind() {
     let scratch = Scratch::new();
@@ -115,13 +116,14 @@ fn results_replace_no_file_of_another_kind() {
     for _ in 0..2 {
         scratch.ok(&["report", "runs/r", "--csv", "r.csv", "--html", "r.html", "--markdown", "r.md"]);
     }
-    // What a run was given under way is reported.
+    // Settings that changed on resume are reported.
     scratch.ok(&["--resume", "runs/r", "--steps", "3", "--lr", "1e-3"]);
     let table = scratch.run(&["report", "runs/r"]);
     let said = [table.stdout, table.stderr].concat();
     let said = String::from_utf8_lossy(&said);
     assert!(said.contains("given again under way, lr, steps after step 2"), "{said}");
-    // The page of several folders goes into the current one, but not over a page of somebody else's.
+    // The report of several folders is written into the current folder, but does not replace a file that is not a
+    // report.
     scratch.ok(&["report", "runs/r", "runs/r"]);
     scratch.ok(&["report", "runs/r", "runs/r"]);
     scratch.file("report.html", "<p>mine</p>");
@@ -138,7 +140,7 @@ fn results_replace_no_file_of_another_kind() {
     }
 }
 
-/// A file that is named twice would count twice without a word.
+/// A file that is given twice would count twice without a message.
 #[test]
 fn text_that_is_given_twice_is_refused() {
     let scratch = Scratch::new();
@@ -148,7 +150,7 @@ fn text_that_is_given_twice_is_refused() {
     assert!(!scratch.path().join("shards").exists());
 }
 
-/// A name with an escape sequence is a name of a file, and neither a message nor the log passes the sequence on.
+/// A file name with an escape sequence is valid, but neither messages nor the log contain the sequence.
 #[cfg(unix)]
 #[test]
 fn escape_sequences_of_names_do_not_reach_terminals_and_logs() {

@@ -57,7 +57,7 @@ fn formats_and_sizes_of_shards_hold_the_same_tokens() {
             assert!(read("whole") == read(other), "{other}, {part}");
         }
     }
-    // The description agrees with the shards and the documents.
+    // The description matches the shards and the documents.
     let train = tokens(&scratch.path().join("whole"), "train");
     assert_eq!(whole.train.tokens, train.len() as u64);
     let ends = train.iter().filter(|&&token| token == whole.end_of_text).count() as u64;
@@ -68,8 +68,7 @@ fn formats_and_sizes_of_shards_hold_the_same_tokens() {
     assert_eq!(whole.train.text_bytes + whole.validation.text_bytes, bytes as u64);
     assert_eq!(small_shards.train.text_bytes, whole.train.text_bytes);
 
-    // Runs on each of the folders are the same, and so are runs on shards without sidecars, as other programs
-    // write them.
+    // Runs on all of these folders are equal, also on shards without sidecars, as other programs write them.
     for entry in std::fs::read_dir(scratch.path().join("nano")).expect("a folder").flatten() {
         if entry.file_name().to_string_lossy().ends_with(".bin.json") {
             std::fs::remove_file(entry.path()).expect("gone");
@@ -176,7 +175,7 @@ fn the_sequences_of_a_run_can_be_written_out() {
         tokens
     };
     let (two, three) = (of("2", "two.bin"), of("3", "three.bin"));
-    // 256 tokens per step are eight sequences of 32, and each is written with its next token.
+    // 256 tokens per step are eight sequences of 32, each written with its next token.
     assert_eq!((two.len(), three.len()), (2 * 8 * 33, 3 * 8 * 33));
     assert!(two == three[..two.len()]);
     let all = tokens(&scratch.path().join("shards"), "train");
@@ -295,8 +294,8 @@ fn lines_that_end_as_on_windows_are_read_as_on_unix() {
     assert!(of("windows") == of("unix"));
 }
 
-/// Other files in a folder of text and the byte order mark of a file are not read as text. A file that two
-/// sources contain is refused. A shard that is missing ends a run.
+/// Other files in a folder of text and a file's byte order mark are not read as text. A file in two sources is refused.
+/// A missing shard ends a run.
 #[test]
 fn what_is_no_text_is_not_read_as_such() {
     let scratch = Scratch::new();

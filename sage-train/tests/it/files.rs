@@ -1,4 +1,4 @@
-//! Data as it lies on disks: kinds of files, many shards, names, pipes, the cache of the hub.
+//! Data on disk: kinds of files, many shards, names, pipes, the cache of the hub.
 
 use std::io::Write;
 
@@ -29,7 +29,7 @@ fn published_kinds_of_files_are_read() {
     scratch.file("plain/a.jsonl", &lines);
     scratch.ok(&["data", "tokenizer", "plain", "--to", "t.json", "--vocab-size", "400"]);
     let half = lines.len() / 2 + lines[lines.len() / 2..].find('\n').expect("a line") + 1;
-    // C4 and Dolma; two members with padding behind the last one.
+    // As in C4 and Dolma: two members with padding after the last one.
     let members = [gzip(&lines.as_bytes()[..half]), gzip(&lines.as_bytes()[half..]), vec![0; 5000]].concat();
     scratch.file("gz/c4-train.00000.json.gz", members);
     scratch.file("nd/a.ndjson", &lines);
@@ -57,7 +57,7 @@ fn published_kinds_of_files_are_read() {
         let to = input.replace(['/', '*'], "-") + "-out";
         assert!(prepare(input, &to, more) == wanted, "{input}");
     }
-    // What is wrong is said in the words of the file.
+    // Messages use the field names of the file.
     scratch.file("chat.jsonl", "{\"id\": 1, \"messages\": [{\"role\": \"user\"}]}\n");
     scratch.file("array.json", "[\n{\"text\": \"a\"}]\n");
     scratch.file("other.csv", "id,body\n1,a\n");
@@ -77,7 +77,7 @@ fn published_kinds_of_files_are_read() {
     assert!(error.contains("--long=31"), "{error}");
 }
 
-/// A process may have fewer open files than data has shards.
+/// Data may have more shards than a process may open files.
 #[test]
 #[cfg(unix)]
 fn more_shards_than_open_files_are_trained_on() {
@@ -147,7 +147,7 @@ fn without_a_home_the_hub_says_what_to_set_and_its_cache_works_offline() {
     let output = command(&[], &prepare);
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.code() == Some(2) && said.contains("HF_HOME"), "{said}");
-    // A data set that was fetched before needs no connection.
+    // A data set in the cache needs no connection.
     let repo = "cache/datasets--some-one--stories";
     scratch.file(&format!("{repo}/refs/main"), "c0ffee");
     scratch.file(&format!("{repo}/snapshots/c0ffee/data/a.jsonl"), json_lines(60_000));

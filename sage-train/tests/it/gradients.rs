@@ -7,8 +7,8 @@ use sage_train::metrics::GradientErrors;
 
 use crate::support::{Scratch, small};
 
-/// The mean of the micro-batches' gradients is the gradient of the training step over the same sequences, whose norm training recorded:
-/// the same sums in f32 in another order, of 16 terms.
+/// The mean of the micro-batches' gradients is the gradient of a training step over the same sequences, whose norm was
+/// recorded in training. Both are f32 sums of 16 terms, in different order.
 #[test]
 fn the_mean_gradient_is_that_of_a_step() {
     let scratch = Scratch::new();
@@ -34,12 +34,12 @@ fn the_mean_gradient_is_that_of_a_step() {
     assert_eq!((*count, paper.tokens), (16, 64));
     let trained = scratch.metrics("r")[3].grad_norm;
     assert!((last.exact.sqrt() / trained - 1.0).abs() < 1e-5, "{} for {trained}", last.exact.sqrt());
-    // The same gradients in 16 bit, and smaller errors with fewer products in INT8.
+    // The 16-bit gradients are equal, and errors are smaller with fewer INT8 matmuls.
     assert_eq!(paper.parts[0].curve[0].1.exact, scores.parts[0].curve[0].1.exact);
     assert!(scores.parts[0].curve[0].1.error < paper.parts[0].curve[0].1.error);
     assert_eq!(read("g.csv").lines().count(), 1 + 2 * 5 * 5);
     assert!(read("g.svg").contains("noise of the data"));
-    // The report of the run draws what was measured of it, each scheme once.
+    // The report of the run plots its probes, each scheme once.
     scratch.ok(&[&probe[..], &["--schemes", "sagebwd"]].concat());
     scratch.ok(&["report", "runs/r", "--figures", "figures"]);
     let figure = read("figures/gradients.svg");
@@ -59,7 +59,7 @@ fn the_mean_gradient_is_that_of_a_step() {
     }
 }
 
-/// A run that begins with the weights of a run, of its checkpoint or of its export trains alike, to the bit.
+/// Runs that begin with the weights of a run, of its checkpoint or of its export are bit-identical.
 #[test]
 fn a_run_begins_with_the_weights_of_another() {
     let scratch = Scratch::new();
@@ -95,12 +95,12 @@ fn a_run_begins_with_the_weights_of_another() {
     let wanted = losses("hf", "of-export", &["--attn", "fpa"]);
     assert_eq!(losses("runs/r", "of-run", &["--attn", "fpa"]), wanted);
     assert_eq!(losses("runs/r/checkpoints/step-00000004", "of-checkpoint", &["--attn", "fpa"]), wanted);
-    // Without --attn it attends as the run did.
+    // Without --attn it has the attention of the run.
     losses("runs/r", "alike", &[]);
     let config = std::fs::read_to_string(scratch.path().join("runs/alike/config.toml")).expect("settings");
     assert!(config.contains("smoothing = \"kv\"") && config.contains("attn = \"sagebwd\""), "{config}");
-    // With SLA2 the router begins as in a new model, from each of the three alike; a run with it passes on its blocks, and its
-    // router, but not the steps that it took without.
+    // With SLA2 the router begins as in a new model, from each of the three alike; a run with it passes on its blocks,
+    // and its router, but not the steps that it took without.
     let sla2 = ["--attn", "sla2", "--sla2-blocks", "1", "--sla2-block", "16", "--sla2-dense-steps", "2"];
     let wanted = losses("hf", "sla2-of-export", &sla2);
     assert_eq!(losses("runs/r", "sla2-of-run", &sla2), wanted);
@@ -220,7 +220,8 @@ fn state(scratch: &Scratch, checkpoint: &str) -> HashMap<String, Vec<f64>> {
     read.into_iter().map(|(name, tensor)| (name, values(tensor).expect("f32"))).collect()
 }
 
-/// Runs of a step from a checkpoint, with its moments and with zeros, have the same gradient: their moments differ in what they began with.
+/// One-step runs from a checkpoint, with its moments and with zeros, have the same gradient; their moments differ only
+/// in the initial values.
 #[test]
 fn moments_of_a_checkpoint_are_begun_with_and_need_no_correction() {
     let scratch = Scratch::new();
@@ -245,12 +246,12 @@ fn moments_of_a_checkpoint_are_begun_with_and_need_no_correction() {
         run(&[&["--init-from", from, "--name", name][..], &flags].concat());
         state(&scratch, &format!("runs/{name}/checkpoints/step-00000001"))
     };
-    // The bias of moments is that of the betas that they were made with.
+    // The bias of moments follows from the betas of the run that made them.
     run(&["--steps", "3", "--beta1", "0.8", "--beta2", "0.9", "--name", "r"]);
     let (first, second) = (from("r", 3), from("warm", 1));
     let (lr, decay, eps, betas) = (3e-3, 0.1, 1e-8, [0.9f64, 0.95]);
     let biased = [0.8f64, 0.9].map(|beta| 1.0 - beta.powi(3));
-    // Moments that began without bias have none after a step either.
+    // Moments that began bias-corrected have no bias after a step either.
     for (from, bias, names) in [(first, biased, ["warm", "cold"]), (second, [1.0; 2], ["warmer", "colder"])] {
         let old = state(&scratch, &from);
         let [warm, cold] = [("on", names[0]), ("off", names[1])].map(|(on, name)| one_step(&from, on, name));
@@ -263,7 +264,7 @@ fn moments_of_a_checkpoint_are_begun_with_and_need_no_correction() {
                 let kept = betas[moment - 1] / bias[moment - 1];
                 let all = row(&old, moment).into_iter().zip(row(&warm, moment)).zip(row(&cold, moment));
                 for ((old, warm), new) in all {
-                    // Each moment is rounded twice in f32, the one that it began with three times.
+                    // Each moment is rounded twice in f32, its initial value three times.
                     let allowed = 3.0 * f64::from(f32::EPSILON) * ((kept * old).abs() + new.abs());
                     assert!(
                         (warm - (kept * old + new)).abs() <= allowed,
@@ -275,7 +276,7 @@ fn moments_of_a_checkpoint_are_begun_with_and_need_no_correction() {
             let keep = if name.ends_with("norm.weight") { 1.0 } else { 1.0 - lr * decay };
             for (i, (before, after)) in row(&old, 0).into_iter().zip(row(&warm, 0)).enumerate() {
                 let step = lr * mean[i] / (square[i].sqrt() + eps);
-                // f32 throughout: a handful of roundings of the step, two of the weight.
+                // All in f32: a few roundings of the step, two of the weight.
                 let allowed = f64::from(f32::EPSILON) * (8.0 * step.abs() + before.abs());
                 assert!((after - (keep * before - step)).abs() <= allowed, "{name}: {before} {after} {step}");
                 longest = longest.max(step.abs());
@@ -283,12 +284,12 @@ fn moments_of_a_checkpoint_are_begun_with_and_need_no_correction() {
         }
         assert!(longest > 0.1 * lr, "{longest}");
     }
-    // A resumed run has no correction either.
+    // A resumed run applies no bias correction either.
     let flags = ["--init-from", &from("r", 3), "--order-seed", "9", "--init-moments", "on"];
     run(&[&flags[..], &["--steps", "3", "--name", "whole"]].concat());
     scratch.ok(&["--resume", "runs/warm", "--steps", "3"]);
     assert!(state(&scratch, &from("whole", 3)) == state(&scratch, &from("warm", 3)));
-    // Other folders have no moments, nor of what the checkpoint lacks.
+    // Other folders have no moments, and a checkpoint has none for parameters that it lacks.
     let sparse = ["--attn", "sla2", "--sla2-block", "16", "--sla2-blocks", "1", "--init-moments", "on"];
     let error =
         scratch.fails(&small(&[&sparse[..], &["--init-from", &from("r", 3), "--steps", "2"]].concat()));

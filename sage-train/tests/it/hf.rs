@@ -1,4 +1,4 @@
-//! Hugging Face's format: golden models of transformers, made by scripts/hf_golden.py, and exports of them.
+//! Hugging Face's format: golden models of transformers, made by scripts/hf_golden.py, and their exports.
 
 mod foreign;
 mod sla2;
@@ -26,8 +26,7 @@ fn open(folder: &Path, place: Place) -> Trained {
     Trained::open(folder, place, Settings::default(), false).expect("a model")
 }
 
-/// The largest difference between the model's logits and those of transformers, relative to the largest
-/// logit.
+/// The largest difference between the model's logits and transformers' logits, relative to the largest logit.
 fn distance(folder: &Path, kind: &str) -> Result<f64> {
     let trained = open(folder, Place::Cpu);
     let golden = candle_core::safetensors::load(golden(kind).join("logits.safetensors"), &Device::Cpu)?;
@@ -73,7 +72,7 @@ fn a_model_comes_in_goes_on_and_out_again() -> Result<()> {
         let at = |name: &str| scratch.path().join(name);
         assert!(distance(&at("same"), kind)? < 5e-6);
         assert!(distance(&at("other"), kind)? > 1e-2);
-        // The exported weights have the bits of the imported ones, or of their rounding to bf16.
+        // The exported weights are bit-identical to the imported weights, or to these rounded to bf16.
         let load = |path: PathBuf| candle_core::safetensors::load(path, &Device::Cpu);
         let (before, after) =
             (load(golden(kind).join("model.safetensors"))?, load(at("same/model.safetensors"))?);
@@ -115,15 +114,15 @@ fn the_ending_with_the_lowest_mean_loss_is_chosen() -> Result<()> {
     let golden = candle_core::safetensors::load(golden("qwen3").join("logits.safetensors"), &Device::Cpu)?;
     let ids: Vec<Vec<u32>> = golden["ids"].to_dtype(DType::U32)?.to_vec2()?;
     let losses = candle_nn::ops::log_softmax(&golden["logits"], 2)?.to_vec3::<f32>()?;
-    // The long endings are the next six tokens of the golden sequences, so that the golden logits give their
-    // losses in one context each.
+    // The long endings are the next six tokens of the golden sequences, so that their losses follow from the golden
+    // logits.
     let known = |row: usize, at: usize, len: usize| -> f32 {
         (at..at + len).map(|n| -losses[row][n - 1][ids[row][n] as usize]).sum::<f32>() / len as f32
     };
     let (mut right, mut wrong) = (Vec::new(), Vec::new());
     for (at, likeliest) in [(5, true), (12, false), (30, true), (20, false)] {
-        // The other ending is one token, whose loss the same row gives: for the likeliest token it is below
-        // the mean of the six, for the least likely above.
+        // The other ending is one token, whose loss follows from the same row of logits: for the likeliest token it is
+        // below the mean of the six, for the least likely token above.
         let row = &losses[0][at - 1];
         let mut order: Vec<u32> = (0..300).collect();
         order.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]));
@@ -221,8 +220,8 @@ fn weights_may_be_in_several_files() -> Result<()> {
     Ok(())
 }
 
-/// The export of a model trained for FP4 has the settings of its attention in a separate file, and a
-/// continued run adopts them. Other exports have no such file.
+/// The export of a model trained for FP4 has its attention settings in a separate file, and a run that starts from it
+/// adopts them. Other exports have no such file.
 #[test]
 fn an_export_says_what_attention_it_was_trained_for() -> Result<()> {
     let scratch = Scratch::new();
@@ -250,7 +249,7 @@ fn an_export_says_what_attention_it_was_trained_for() -> Result<()> {
         .expect("a file");
     let error = scratch.fails(&small(&["--init-from", "attn-qat", "--steps", "2"]));
     assert!(error.contains("attn-x") && error.contains("hint:"), "{error}");
-    // Weights that another setting leaves out are named.
+    // A warning lists weights that a changed setting does not use.
     let without = scratch.run(&small(&["--init-from", "sagebwd", "--qk-norm", "off", "--steps", "2"]));
     let told = String::from_utf8_lossy(&without.stderr).into_owned();
     assert!(without.status.success() && told.contains("2 weights of sagebwd have no place"), "{told}");
@@ -259,7 +258,7 @@ fn an_export_says_what_attention_it_was_trained_for() -> Result<()> {
     Ok(())
 }
 
-/// transformers itself computes the loss of an exported model over the same tokens.
+/// transformers computes the same loss of an exported model over the same tokens.
 #[test]
 #[ignore = "needs python3 with torch and transformers"]
 fn transformers_computes_the_same_loss() {
@@ -360,7 +359,7 @@ fn settings_come_from_the_folder() {
     assert_eq!(hf::longest(&golden("qwen3")).expect("a model"), 64);
 }
 
-/// Parts that only other models have: settings of a run, said in its plan, and in an export that has the same loss.
+/// Components of other models are settings of a run, shown in its plan, and stored in an export that has the same loss.
 #[test]
 fn parts_of_other_models_are_settings() {
     let scratch = Scratch::new();
@@ -393,12 +392,12 @@ fn parts_of_other_models_are_settings() {
     let loss =
         |of: &str| scratch.loss(&["eval", of, "--data", "a.jsonl", "--tokens", "2k", "--context", "32"]);
     assert_eq!(loss("runs/r"), loss("out"));
-    // They are not left out by the way.
+    // They cannot be dropped unnoticed.
     for from in ["runs/r", "out"] {
         let tied =
             ["--init-from", from, "--data", "a.jsonl", "--untied", "off", "--steps", "1", "--name", "t"];
         let error = scratch.fails(&tied);
-        assert!(error.contains("apart from the embedding") && error.contains("--untied on"), "{error}");
+        assert!(error.contains("not the embedding") && error.contains("--untied on"), "{error}");
     }
     let path = scratch.path().join("runs/r/config.toml");
     let config = std::fs::read_to_string(&path).expect("a file");
@@ -427,10 +426,10 @@ fn parts_of_other_models_are_settings() {
     }
     let sparse = ["--window", "9", "--attn", "sla2", "--sla2-blocks", "1", "--sla2-block", "16", "--dry-run"];
     assert!(scratch.fails(&small(&sparse)).contains("SLA2 has no sliding windows"));
-    // A pattern without a window in any layer is no window.
+    // A pattern without a window in any layer turns windows off.
     let plan = scratch.ok(&small(&[&sparse[..], &["--window-pattern", "L"]].concat()));
     assert!(!plan.contains("windows of"), "{plan}");
-    // All layers have the window: a Mistral. Both QK-norm and biases: no model of transformers.
+    // With a window in all layers the export is a Mistral. transformers has no model with both QK-norm and biases.
     let mistral = ["--qk-norm", "off", "--window", "9", "--steps", "1", "--attn", "fpa", "--name", "mistral"];
     scratch.ok(&small(&[&["--data", "a.jsonl"][..], &mistral].concat()));
     scratch.ok(&["export", "runs/mistral", "--to", "mistral"]);
@@ -440,5 +439,5 @@ fn parts_of_other_models_are_settings() {
     let both = ["--qk-norm", "on", "--qkv-bias", "on", "--steps", "1", "--attn", "fpa", "--name", "both"];
     scratch.ok(&small(&[&["--data", "a.jsonl"][..], &both].concat()));
     let error = scratch.fails(&["export", "runs/both", "--to", "none"]);
-    assert!(error.contains("no name in transformers") && !scratch.path().join("none").exists(), "{error}");
+    assert!(error.contains("transformers has no model") && !scratch.path().join("none").exists(), "{error}");
 }

@@ -73,7 +73,7 @@ fn broken(whole: &[u8], rng: &mut ChaCha8Rng) -> Vec<u8> {
         if bytes.is_empty() {
             return bytes;
         }
-        // Half of the changes are in the first 256 bytes, because headers matter more than what follows.
+        // Half of the changes are in the first 256 bytes, because headers matter more than the rest.
         let end = if rng.random_bool(0.5) { bytes.len().min(256) } else { bytes.len() };
         let at = rng.random_range(0..end);
         match rng.random_range(0..6) {
@@ -147,7 +147,7 @@ fn shards_and_their_sidecars() {
     }
 }
 
-/// What ranks say to each other: every kind of message, one after the other.
+/// The control channel of ranks: one message of each kind.
 #[test]
 fn messages_of_ranks() {
     let scratch = Scratch::new();
@@ -201,8 +201,8 @@ fn text_json_lines_and_parquet() {
     ];
     for (name, bytes) in files {
         let path = scratch.file(name, bytes);
-        // Decoders allocate windows and pages of the size in the header: zstd up to 128 MiB, parquet up to
-        // 2 GiB for a page, whose size is a signed number of 32 bits.
+        // Decoders allocate windows and pages of the size in the header: zstd up to 128 MiB, parquet up to 2 GiB for a
+        // page (its size is a signed 32-bit number).
         let limit = match name {
             "a.jsonl.zst" => 130 << 20,
             "a.parquet" => (2 << 30) + 64,
@@ -243,7 +243,7 @@ fn checkpoints() {
     for file in ["checkpoint.json", "COMPLETE", "state.safetensors"] {
         try_all(file, &step.join(file), LIMIT, &found);
     }
-    // The reader of the tensors without the check of the hash.
+    // Reads the tensors without checking the hash.
     let config =
         Config::resolve(Config::read_settings(&run.join("config.toml")).expect("settings")).expect("a run");
     let restore = |path: &Path| {
@@ -304,7 +304,7 @@ fn models_and_examples() {
     try_all("hellaswag.bin", &examples, LIMIT, &|path| read_examples(path).is_ok());
 }
 
-/// Everything that a report reads of a run.
+/// All files of a run that a report reads.
 #[test]
 fn folders_of_runs() {
     let scratch = Scratch::new();
@@ -334,7 +334,7 @@ fn folders_of_runs() {
     }
 }
 
-/// A tokenizer that can be loaded may still be nonsense to encode with.
+/// A tokenizer that can be loaded may still be invalid for encoding.
 #[test]
 fn tokenizers() {
     let scratch = Scratch::new();

@@ -7,21 +7,21 @@ use std::sync::{Arc, Mutex};
 
 use crate::support::{Scratch, json_lines};
 
-/// What the server has, and what it was asked.
+/// The server's files, and the requests that it received.
 struct Hub {
     address: String,
     asked: Arc<Mutex<Vec<String>>>,
 }
 
-/// How a file is handed out.
+/// How the server sends a file.
 #[derive(Clone, Copy, PartialEq)]
 enum Manner {
     Whole,
-    /// The first time half of it, and the connection ends.
+    /// Half of the file the first time, then the connection ends.
     CutOnce,
-    /// Always half of it, and called whole.
+    /// Always half of the file, declared as complete.
     CutAlways,
-    /// Under a name that leads out of the cache.
+    /// With an etag that is a path outside of the cache.
     BadEtag,
 }
 
@@ -96,7 +96,7 @@ fn answer(
         return send("200 OK", "Content-Type: application/json\r\n", body.as_bytes(), body.len());
     }
     if let Some(name) = path.strip_prefix("/datasets/some-one/stories.v2/resolve/main/") {
-        // The hub sends readers on: first within itself, then to where large files are.
+        // The hub redirects: first to another of its own paths, then to the server of large files.
         let Some((_, manner)) = files.held.get(name) else { return send("404 Not Found", "", b"", 0) };
         let etag = if *manner == Manner::BadEtag {
             "../../../out".into()
@@ -160,7 +160,7 @@ fn a_data_set_is_fetched_once_also_over_a_line_that_breaks() {
         assert!(shard(&scratch_of_run, to) == shard(&scratch, "local"), "{to}");
         let asked = hub.asked();
         assert!(asked.iter().all(|line| !line.contains("readme")), "{asked:?}");
-        // What broke off continues where it broke off.
+        // An interrupted download is resumed where it stopped.
         let resumed = asked.iter().filter(|line| line.starts_with("/cdn/data/a.jsonl Some((")).any(|line| {
             let first: usize = line
                 .split("((")
@@ -172,7 +172,7 @@ fn a_data_set_is_fetched_once_also_over_a_line_that_breaks() {
             first > 0
         });
         assert_eq!(resumed, manner == Manner::CutOnce, "{asked:?}");
-        // From the cache the second time: only the list is asked for.
+        // The second time files are read from the cache: only the list is requested.
         let output = hub.prepare(&scratch_of_run, NAME, "again");
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         assert!(hub.asked().iter().all(|line| line.starts_with("/api/")));

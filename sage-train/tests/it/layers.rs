@@ -1,4 +1,4 @@
-//! Attention by layer, settings of evaluations, and runs that are branched off others.
+//! Attention by layer, settings of evaluations, and branches of runs.
 
 use crate::support::{Scratch, small};
 
@@ -17,7 +17,8 @@ fn layers_have_the_scheme_that_is_named() {
     };
     let exact = train("exact", &["--attn", "fpa"]);
     let low = train("low", &["--attn", "sagebwd"]);
-    // Every layer in full precision is full precision, to the bit; in some of them it is neither.
+    // If all layers are unquantized, the run is bit-identical to unquantized attention; if only some are, it differs
+    // from both schemes.
     assert_eq!(train("all", &["--attn", "sagebwd", "--attn-layers", "0-2=fpa"]), exact);
     let ends = train("ends", &["--attn", "sagebwd", "--attn-layers", "0,-1=fpa"]);
     assert_eq!(train("middle", &["--attn", "fpa", "--attn-layers", "1=sagebwd"]), ends);
@@ -76,7 +77,7 @@ fn a_branch_keeps_weights_and_moments_and_leaves_its_run() {
         scratch.ok(&[&["--resume", from, "--new-name", name], flags].concat());
         course(&scratch, name)
     };
-    // A model whose only layer is in full precision continues as the run did, to the bit: the moments are there.
+    // A branch whose only layer is unquantized is bit-identical to the continued run: it has the moments.
     let same = branch("same", &["--attn", "sagebwd", "--attn-layers", "0=fpa"]);
     assert_eq!(same, course(&scratch, "a"));
     let other = branch("other", &["--attn", "sagebwd"]);
@@ -85,10 +86,10 @@ fn a_branch_keeps_weights_and_moments_and_leaves_its_run() {
     assert_eq!(files(), before, "the run that it is branched off stays");
     let starts = std::fs::read_to_string(scratch.path().join("runs/other/starts.json")).expect("starts");
     assert!(starts.contains("\"branch\"") && starts.contains("\"attn\": \"fpa\""), "{starts}");
-    // It is compared with its origin.
+    // A report compares the branch with its origin.
     let table = scratch.ok(&["report", "runs/a", "runs/other"]);
     assert!(table.contains("attn fpa until step 4") && table.contains("baseline"), "{table}");
-    // It continues as any run does.
+    // A branch is resumed like any run.
     scratch.ok(&["--resume", "runs/other", "--steps", "9", "--lr", "0.001"]);
     assert_eq!(scratch.metrics("other").len(), 9);
     // A branch from before a change does not have it.

@@ -13,7 +13,7 @@ fn train(scratch: &Scratch, name: &str, flags: &[&str]) -> Vec<(f64, f64)> {
     course(scratch, name)
 }
 
-/// What is recomputed has the same codes, and so has a run that is resumed.
+/// Recomputed activations have the same FP8 values, and so has a resumed run.
 #[test]
 fn recomputation_and_a_resume_give_the_same_bits() {
     let scratch = Scratch::new();
@@ -22,7 +22,7 @@ fn recomputation_and_a_resume_give_the_same_bits() {
         let again = train(&scratch, recompute, &["--linear", "fp8", "--recompute", recompute]);
         assert_eq!(again, fp8, "{recompute}");
     }
-    // Biases, whose gradients are sums of rows, and an output matrix apart.
+    // Biases, whose gradients are sums of rows, and a separate output matrix.
     let flags = [
         "--linear",
         "fp8",
@@ -47,22 +47,22 @@ fn recomputation_and_a_resume_give_the_same_bits() {
         scratch.ok(&["--resume", &format!("runs/{cut}"), "--steps", "6"]);
         assert_eq!(course(&scratch, &cut), whole, "{scaling}");
     }
-    // Scales of earlier steps are in the checkpoint; with the operands' own there is nothing to keep.
+    // With delayed scaling the checkpoint contains the scales; with current scaling there are none to store.
     let about = |run: &str| {
         let path = scratch.path().join(format!("runs/{run}/checkpoints/step-00000006/checkpoint.json"));
         std::fs::read_to_string(path).expect("a checkpoint")
     };
     assert!(about("cut-delayed").contains("\"scales\"") && !about("cut-current").contains("\"scales\""));
     assert_eq!(scratch.metrics("fp8")[5].fp8_saturated, Some(0));
-    // Weights that grow by much in a step; the run diverges.
+    // Weights that grow by a large factor in a step: the run diverges.
     let flags = ["--attn", "fpa", "--linear", "fp8", "--steps", "6", "--eval-every", "2", "--name", "steep"];
     let steep = ["--lr", "2", "--warmup-steps", "0", "--schedule", "constant", "--clip", "0"];
     let said = scratch.fails(&small(&[&flags[..], &steep].concat()));
     assert!(said.contains("have saturated since the last validation, 0 before it"), "{said}");
 }
 
-/// The first gradient differs from that in f32 by the roundings of its products, about .04 each, and not by more than a few
-/// of them; with single layers in f32 by less, and with all of them not at all.
+/// The first gradient differs from the f32 gradient by the roundings of its matmuls, about .04 each, and by no more
+/// than a few of them; with some layers in f32 it differs by less, and with all layers in f32 not at all.
 #[test]
 fn layers_can_stay_in_the_compute_type() {
     let scratch = Scratch::new();
@@ -77,7 +77,7 @@ fn layers_can_stay_in_the_compute_type() {
         let (loss, norm) = (other[0].0 / exact[0].0, other[0].1 / exact[0].1);
         assert!((loss - 1.0).abs() < 2e-3 && (norm - 1.0).abs() < 0.1, "{loss} {norm}");
     }
-    // The output matrix makes the loss itself, from operands of .037 each, and is followed by no other error.
+    // The output matrix computes the loss itself, from operands with errors of .037 each, and no other error follows.
     let head = train(&scratch, "head", &["--linear", "fp8", "--linear-head", "fp8", "--vocab-size", "272"]);
     let plain = train(&scratch, "plain", &["--linear", "fp8", "--vocab-size", "272"]);
     assert!(head[0].0 != plain[0].0 && (head[0].0 / plain[0].0 - 1.0).abs() < 2e-3, "{head:?} {plain:?}");
@@ -90,8 +90,9 @@ fn layers_can_stay_in_the_compute_type() {
     assert!(plan.contains("FP8 in training") && plan.contains("layers 0, 2"), "{plan}");
 }
 
-/// Two ranks add the gradients of the same codes in another order. With delayed scaling each measures its own first micro-batch, and a
-/// power of two in a scale matters to subnormal values alone; from the second step on all have the same scales.
+/// Two ranks have the same FP8 values but add gradients in another order. With delayed scaling each rank measures its
+/// own first micro-batch, and a factor of a power of two in a scale affects only subnormal values; from the second step
+/// on all ranks have the same scales.
 #[test]
 fn ranks_have_the_same_codes() {
     let scratch = Scratch::new();
@@ -131,8 +132,8 @@ fn what_does_not_fit_is_refused() {
     assert!(plan.contains("gradients E5M2"), "{plan}");
 }
 
-/// Errors of products are those of the roundings: .026 for a matrix in E4M3 of many equal values, .037 for a product of two, .059 with gradients in
-/// E5M2; less where few values dominate.
+/// Errors of matmuls equal their rounding errors: .026 for a matrix in E4M3 of many values of equal size, .037 for a
+/// matmul of two, .059 with gradients in E5M2; less where few values dominate.
 #[test]
 fn probe_measures_linear_layers() {
     let scratch = Scratch::new();

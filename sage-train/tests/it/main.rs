@@ -1,4 +1,4 @@
-//! The command from outside, in one test binary.
+//! Tests of the command-line program, in one test binary.
 
 mod checkpoints;
 mod command;

@@ -2,7 +2,7 @@
 
 use crate::support::{Scratch, small};
 
-/// Files that the cases name.
+/// Writes the files that the cases refer to.
 fn write_files(scratch: &Scratch) {
     scratch.file("empty.txt", "");
     scratch.file("blank.jsonl", "\n\n");
@@ -120,7 +120,7 @@ fn messages() {
     insta::assert_snapshot!(text);
 }
 
-/// The messages of commands that find a run which is not what they need.
+/// The messages of commands that find an unsuitable run.
 fn messages_beside_runs(scratch: &Scratch) -> String {
     scratch.ok(&small(&["--steps", "1", "--name", "taken"]));
     let taken = scratch.fails(&small(&["--steps", "1", "--name", "taken"]));

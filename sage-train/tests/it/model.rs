@@ -1,4 +1,4 @@
-//! The model's hand-written backward against candle's graph over the modules of `candle_sage::nn`.
+//! Compares the model's hand-written backward with candle's autograd over the modules of `candle_sage::nn`.
 
 mod cuda;
 
@@ -40,7 +40,7 @@ fn config() -> LlamaConfig {
     }
 }
 
-/// For sizes that are not multiples of the alignment: without padding between matrices of one product.
+/// Matrices of one matmul have no padding between them, also if their sizes are not multiples of the alignment.
 #[test]
 fn matrices_of_one_input_are_one() -> Result<()> {
     let config = LlamaConfig { width: 36, heads: 3, key_heads: 1, head_dim: 10, ffn: 7, ..config() };
@@ -67,7 +67,7 @@ fn batch(config: &LlamaConfig, device: &Device) -> Result<(Tensor, Tensor)> {
     Ok((Tensor::from_vec(ids(0), (2, 40), device)?, Tensor::from_vec(ids(1), (2, 40), device)?))
 }
 
-/// Loss and gradients from candle's graph.
+/// Loss and gradients from candle's autograd.
 fn graph(config: &LlamaConfig, parameters: &Parameters) -> Result<(f32, HashMap<String, Tensor>)> {
     let device = &Device::Cpu;
     let vars = parameters
@@ -112,7 +112,7 @@ fn graph(config: &LlamaConfig, parameters: &Parameters) -> Result<(f32, HashMap<
     let loss = linear_cross_entropy(&hidden, output, &targets.flatten_all()?, CrossEntropy::default())?;
     let grads = loss.backward()?;
     let gradients =
-        // A router has no gradient, because the selection is not a differentiable function of it.
+        // A router has no gradient, because the selection is not differentiable.
         vars.iter().filter_map(|(name, var)| Some((name.clone(), grads.get(var)?.clone()))).collect();
     Ok((loss.to_scalar()?, gradients))
 }
@@ -123,14 +123,14 @@ fn relative(got: &Tensor, expected: &Tensor) -> Result<f64> {
     Ok((norm(&(got - &expected)?)? / norm(&expected)?).sqrt())
 }
 
-/// Sums in another order: f32 keeps 1e-5 through three blocks.
+/// f32 sums in another order differ by at most 1e-5 after three blocks.
 const LIMIT: f64 = 1e-5;
 
 #[test]
 fn gradients_are_those_of_the_graph() -> Result<()> {
     let sage = Some(SageBwd::default().into());
     let qat = Some(AttnQat::default().into());
-    // Scheme, QK-norm, an output matrix apart, biases.
+    // Scheme, QK-norm, a separate output matrix, biases.
     let settings = [
         (Some(Scheme::FullPrecision), true, false, false),
         (Some(Scheme::FullPrecision), false, true, true),
@@ -168,8 +168,7 @@ fn gradients_are_those_of_the_graph() -> Result<()> {
     Ok(())
 }
 
-/// SLA2 with blocks of 16 tokens in sequences of 40: the third block of queries selects one of two
-/// candidates.
+/// SLA2 with blocks of 16 tokens in sequences of 40: the third query block selects one of two candidates.
 fn with_sla2() -> LlamaConfig {
     let sla2 = Sla2Config {
         blocks: 1,
@@ -199,7 +198,7 @@ fn gradients_of_sla2_are_those_of_the_graph() -> Result<()> {
             let error = relative(&parameters.weight(name)?.gradient()?.clone(), expected)?;
             assert!(error < LIMIT, "{name}, {recompute:?}: {error:.1e}");
         }
-        // The router does not change, and dense attention gives another loss.
+        // The router gets no gradient and stays the identity, and dense attention gives another loss.
         let router = parameters.weight("model.layers.1.self_attn.q_router.weight")?;
         assert_eq!(router.gradient()?.abs()?.max_all()?.to_scalar::<f32>()?, 0.0);
         assert_eq!(
@@ -213,8 +212,8 @@ fn gradients_of_sla2_are_those_of_the_graph() -> Result<()> {
     Ok(())
 }
 
-/// In the router stage router and `theta` receive gradients and nothing else changes: the loss and the other
-/// gradients are those of dense attention.
+/// In the router stage router and `theta` receive gradients; the loss and all other gradients are those of dense
+/// attention.
 #[test]
 fn the_routers_stage_is_dense_attention_that_teaches() -> Result<()> {
     let config = with_sla2();
@@ -241,7 +240,7 @@ fn the_routers_stage_is_dense_attention_that_teaches() -> Result<()> {
     Ok(())
 }
 
-/// The logits of each next token, from a prompt and then token by token with a cache, against those of the
+/// Compares the logits of each next token, from a prompt and then token by token with a cache, with the logits of the
 /// whole sequence.
 #[test]
 fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
@@ -256,7 +255,7 @@ fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
             LlamaConfig { scheme, qk_norm, rope_scaling, untied, qkv_bias, windows, softcap, ..config() };
         let parameters = drawn(&config, device, DType::F32)?;
         let whole = Llama::new(&config, &parameters, device)?;
-        // The whole sequence in full precision, the scheme of the tokens after the prompt.
+        // The whole sequence in unquantized attention, the scheme of the tokens after the prompt.
         let exact = LlamaConfig { scheme: scheme.map(|_| Scheme::FullPrecision), ..config.clone() };
         let exact = Llama::new(&exact, &parameters, device)?;
         let ids = batch(&config, device)?.0.narrow(0, 0, 1)?.contiguous()?;
@@ -288,7 +287,7 @@ fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
     Ok(())
 }
 
-/// INT8 attention after a prompt differs from full precision after it, and is close to the whole sequence in
+/// INT8 attention after a prompt differs from unquantized attention after it, and is close to the whole sequence in
 /// INT8.
 fn following_numerics_are_those_that_were_asked_for(device: &Device) -> Result<()> {
     let int8 = Scheme::from(SageBwd::default());
@@ -304,14 +303,14 @@ fn following_numerics_are_those_that_were_asked_for(device: &Device) -> Result<(
     let (exact, low) = (logits(Scheme::FullPrecision)?, logits(int8)?);
     let whole = model.next_logits(&ids.narrow(1, 0, 18)?.contiguous()?)?;
     let (moved, error) = (relative(&low, &exact)?, relative(&low, &whole)?);
-    // Only the attention of the last token differs, in each layer by the error of INT8 codes (about 0.01).
+    // Only the attention of the last token differs, in each layer by the error of INT8 (about 0.01).
     assert!(moved > 1e-6 && error < 0.05, "{moved} {error}");
     Ok(())
 }
 
-/// The gradient of each layer's sinks is how the loss changes with them, with documents and without, and with recomputation. The
-/// difference is of fourth order, with steps of .1: its error is that of fifth derivatives, below a hundredth, and a few roundings of the loss, 2^-24 of 8
-/// over .1 each.
+/// The gradient of each layer's sinks equals finite differences of the loss, with documents and without, and with
+/// recomputation. The differences are of fourth order with steps of .1: their error is a fifth-derivative term, below a
+/// hundredth, and a few roundings of the loss, each 2^-24 of 8, over .1.
 #[test]
 fn sinks_have_the_gradient_of_the_loss() -> Result<()> {
     let device = &Device::Cpu;
@@ -359,12 +358,13 @@ fn sinks_have_the_gradient_of_the_loss() -> Result<()> {
     Ok(())
 }
 
-/// Packed documents in a sequence give the same loss and gradients as each document alone, with and without
+/// Packed documents in a sequence give the same loss and gradients as separate documents, with and without
 /// recomputation.
 fn documents_apart(device: &Device, dtype: DType, schemes: &[(Scheme, f64)]) -> Result<()> {
     for &(scheme, limit) in schemes {
         for recompute in [Recompute::None, Recompute::Block] {
-            // In the second layer 37 tokens hide the first of the last document's 62 from its last ones.
+            // In the second layer a window of 37 tokens hides the first tokens of the last document (62 tokens) from
+            // its last tokens.
             let windows = Some(Windows { tokens: 37, pattern: "LS".parse().expect("a pattern") });
             let softcap = (scheme == Scheme::FullPrecision).then_some(1.5);
             let config =
@@ -411,9 +411,9 @@ fn documents_apart(device: &Device, dtype: DType, schemes: &[(Scheme, f64)]) -> 
 
 #[test]
 fn documents_in_a_sequence_are_as_good_as_alone() -> Result<()> {
-    // Rotary angles count from the start of the sequence, so the codes round differently. The limit is the
-    // error of INT8 itself: a few per cent of a gradient, and more of that of q_norm, which is a small
-    // difference of large sums.
+    // Rotary angles count from the start of the sequence, so INT8 values round differently. The limit is the error of
+    // INT8 itself: a few per cent of a gradient, and more for the gradient of q_norm, which is a small difference of
+    // large sums.
     let sage = SageBwd::default().into();
     documents_apart(&Device::Cpu, DType::F32, &[(Scheme::FullPrecision, LIMIT), (sage, 0.1)])
 }
@@ -429,7 +429,7 @@ fn the_z_loss_is_in_training_and_not_in_validation() -> Result<()> {
     };
     let (plain, raised) = (losses(&plain)?, losses(&raised)?);
     assert_eq!((plain.0, plain.1), (plain.1, raised.1));
-    // At initialization the log-sum-exp is close to that of equal logits.
+    // At initialization the log-sum-exp is close to the log-sum-exp of equal logits.
     let lse = f64::from(config().vocab as u32).ln();
     let expected = 0.1 * lse * lse;
     assert!((f64::from(raised.0 - plain.0) / expected - 1.0).abs() < 0.1, "{raised:?} {plain:?} {expected}");

@@ -1,5 +1,5 @@
-//! The folder of a run that an earlier build wrote: `tests/golden/run`, four steps of one layer. Its settings, metrics, weights and checkpoint
-//! are read as before. A new version of a format gets another folder next to it.
+//! The folder of a run that an earlier build wrote: `tests/golden/run`, four steps of one layer. Its settings, metrics,
+//! weights and checkpoint are read as before. A new version of a format gets another folder next to it.
 
 use std::path::Path;
 
@@ -24,7 +24,8 @@ fn old_run() -> Scratch {
 #[test]
 fn a_run_of_an_earlier_build_is_read_and_goes_on() {
     let scratch = old_run();
-    // The loss that the build of that day printed: the built-in corpus, its tokens and the weights are as they were.
+    // The loss that the build that wrote the run printed: the built-in corpus, its tokens and the weights are
+    // unchanged.
     let eval = scratch.ok(&["eval", "runs/old"]);
     assert!(eval.contains("5.6880 nats a token"), "{eval}");
     let report = scratch.ok(&["report", "runs/old"]);

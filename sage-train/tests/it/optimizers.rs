@@ -8,8 +8,8 @@ fn train(scratch: &Scratch, name: &str, flags: &[&str]) -> Vec<(f64, f64)> {
     scratch.metrics(name).iter().map(|point| (point.loss, point.grad_norm)).collect()
 }
 
-/// Twice the same bits; a run that is resumed has those of one that was not interrupted; a run branched off its checkpoint can begin with
-/// its moments. A checkpoint has one moment of each matrix, and two of everything else.
+/// Two runs are bit-identical, and so is a resumed run; a run from a checkpoint's weights can begin with the
+/// checkpoint's moments. A checkpoint has one moment for each matrix, and two for every other parameter.
 #[test]
 fn muon_learns_and_resumes_with_the_same_bits() {
     let scratch = Scratch::new();
@@ -44,7 +44,7 @@ fn muon_learns_and_resumes_with_the_same_bits() {
     }
 }
 
-/// Each setting has an effect, and so has the learning rate of matrices alone.
+/// Each setting has an effect, also the separate learning rate of matrices.
 #[test]
 fn settings_of_muon_count() {
     let scratch = Scratch::new();
@@ -85,13 +85,14 @@ fn settings_of_muon_count() {
         let error = scratch.fails(&small(&[&["--dry-run"], flags].concat()));
         assert!(error.contains(part), "{flags:?}: {error}");
     }
-    // Another optimizer does not continue a run.
+    // A run cannot be resumed with another optimizer.
     let error = scratch.fails(&["--resume", "runs/muon", "--optimizer", "adamw"]);
     assert!(error.contains("optimizer"), "{error}");
 }
 
-/// Ranks share matrices and their rows: any number of them, also with sequences in common, trains as one does, but for the order of sums; twice
-/// the same bits; and another number of ranks resumes. Shards of three ranks cut matrices.
+/// Ranks share matrices and their rows. Any number of ranks, also with context parallelism, trains like one rank,
+/// except for the order of sums. Two runs are bit-identical, and another number of ranks can resume a run. With three
+/// ranks shard boundaries are inside matrices.
 #[test]
 fn ranks_share_matrices() {
     let scratch = Scratch::new();
@@ -107,7 +108,7 @@ fn ranks_share_matrices() {
     ] {
         let several = train(&scratch, name, &with(&[&["--steps", "6"], flags].concat()));
         for (step, ((loss, norm), (of_one, norm_of_one))) in several.iter().zip(&one).enumerate() {
-            // Roundings of sums of f32 in another order, which the polynomials multiply by 2^10 at most.
+            // Roundings of f32 sums in another order, which the polynomials amplify by at most 2^10.
             assert!((loss - of_one).abs() < 1e-3 * of_one, "{name}, {step}: {loss} {of_one}");
             assert!((norm - norm_of_one).abs() < 1e-2 * norm_of_one, "{name}, {step}: {norm} {norm_of_one}");
         }
@@ -116,7 +117,7 @@ fn ranks_share_matrices() {
         train(&scratch, "again", &with(&["--steps", "6", "--gpus", "3"])),
         train(&scratch, "three-again", &with(&["--steps", "6", "--gpus", "3"])),
     );
-    // Whoever owns a matrix, rank 0 has its rows, and writes them.
+    // Whichever rank owns a matrix, rank 0 has its row statistics, and writes them.
     let rows = |file: &str| -> Vec<(String, Vec<f32>)> {
         let path = scratch.path().join("runs").join(file);
         let all = candle_core::safetensors::load(path, &candle_core::Device::Cpu).expect("a checkpoint");

@@ -24,7 +24,7 @@ fn train(scratch: &Scratch, ranks: &str, name: &str, more: &[&str]) -> Vec<Point
     scratch.metrics(name)
 }
 
-/// The computed values: everything but times.
+/// The computed values: everything except times.
 fn numbers(points: &[Point]) -> Vec<Point> {
     let bare = |point: &Point| Point {
         seconds: 0.0,
@@ -58,7 +58,7 @@ fn any_number_of_ranks_trains_the_same() {
         let several = train(&scratch, ranks, ranks, &steps);
         assert_same_course(ranks, &one, &several, SUMS);
     }
-    // The folder has whole weights, as after a run with one process.
+    // The folder has complete weights, as after a run with one process.
     scratch.ok(&["eval", "runs/3", "--device", "cpu"]);
     scratch.ok(&["eval", "runs/3/checkpoints/step-00000030", "--device", "cpu"]);
 }
@@ -117,7 +117,7 @@ fn other_ranks_go_on() {
     }
     let loss = whole.iter().zip(&parts).map(|(a, b)| (a.loss - b.loss).abs()).fold(0.0, f64::max);
     assert!(loss < SUMS, "losses are off by {loss:e}");
-    // A changed file of a rank is named, whichever rank checks it.
+    // A changed file of a rank is reported, whichever rank checks it.
     let file = run_of(&scratch, "parts").join("checkpoints/step-00000030/state-00003-of-00004.safetensors");
     let mut bytes = std::fs::read(&file).expect("a checkpoint");
     *bytes.last_mut().expect("bytes") ^= 1;
@@ -128,7 +128,8 @@ fn other_ranks_go_on() {
     }
 }
 
-/// The exit code of a process and what it said. The end of its standard error means that none of its ranks, which share it, is left.
+/// The exit code of a process and its standard error. Its ranks share this stream, so the end of the stream means that
+/// all of them have exited.
 fn ended(mut child: Child) -> (Option<i32>, String) {
     let mut stderr = child.stderr.take().expect("a pipe");
     let reading = std::thread::spawn(move || {
@@ -164,13 +165,15 @@ fn a_plan_says_what_ranks_would_do() {
     assert!(expected.iter().all(|line| plan.contains(line)), "{plan}");
 }
 
-/// Losses of f32 sums in another order. An ulp of a loss of 5 is 4.8e-7; measured are 2.4e-7 over 30 steps.
+/// Limit for losses from f32 sums in another order. An ulp of a loss of 5 is 4.8e-7; we measured 2.4e-7 over 30 steps.
 const SUMS: f64 = 5e-6;
 
-/// The same with codes: a sum that rounds to the other side gives another code. Measured are 8.9e-5 with INT8 and 2e-5 with FP4.
+/// The limit with quantized values, where a sum that rounds to the other side gives another quantized value. We
+/// measured 8.9e-5 with INT8 and 2e-5 with FP4.
 const CODES: f64 = 2e-4;
 
-/// The first gradient's norm agrees within 1e-7 (measured: 1.2e-8, f32 sums of some 10,000 elements), and losses within `limit`.
+/// Asserts that the first gradient's norm agrees within 1e-7 (measured: 1.2e-8, f32 sums of some 10,000 elements), and
+/// losses within `limit`.
 fn assert_same_course(what: &str, one: &[Point], other: &[Point], limit: f64) {
     let norm = (other[0].grad_norm / one[0].grad_norm - 1.0).abs();
     assert!(norm < 1e-7, "{what}: the first gradient's norm is off by {norm:e}");
@@ -178,9 +181,9 @@ fn assert_same_course(what: &str, one: &[Point], other: &[Point], limit: f64) {
     assert!(loss < limit, "{what}: losses are off by {loss:e}");
 }
 
-/// Blocks that are selected after steps that teach the router and `theta`, the first step among them, of whose gradient the norm is
-/// compared: it shows whether what teaches has the right share. In full precision: with codes, which round as they
-/// please, two orders of sums part by 1e-4 within these steps on one rank too.
+/// SLA2 with router steps from the first step on: the norm of the first gradient, which is compared, shows whether the
+/// gradients of router and `theta` have the right factor. Attention is unquantized: with quantized values two orders of
+/// sums differ by 1e-4 within these steps even on one rank.
 const SLA2: [&str; 14] = [
     "--context",
     "128",
@@ -198,8 +201,8 @@ const SLA2: [&str; 14] = [
     "fpa",
 ];
 
-/// Each rank holds one part of every sequence, and attends with some of the heads of whole sequences. Cases
-/// with key heads for each rank, and with a key head that two ranks share.
+/// Each rank has one part of every sequence, and computes attention for some heads of whole sequences. The cases
+/// include separate key heads for each rank, and a key head that two ranks share.
 #[test]
 fn ranks_share_sequences() {
     let scratch = Scratch::new();
@@ -213,7 +216,7 @@ fn ranks_share_sequences() {
         ("fp4", &["--attn", "attn-qat", "--key-heads", "2", "--qk-norm", "off", "--recompute", "block"]),
         ("sla2", &[&SLA2[..], &["--attn", "sla2", "--document-mask", "on"]].concat()),
         ("window", &[&SLA2[..], &["--attn", "sla2-window"]].concat()),
-        // Selections are shared by two query heads each, so that no four ranks have some each.
+        // Two query heads share each selection, so that four ranks cannot have separate selections.
         ("grouped", &[&SLA2[..], &["--attn", "sla2", "--key-heads", "2"]].concat()),
     ] {
         let with = |name: &str, ranks: &str, context: &str| {
@@ -229,7 +232,7 @@ fn ranks_share_sequences() {
             assert_same_course(&format!("{name}, {context} of {ranks}"), &one, &several, limit);
         }
     }
-    // A run without context parallelism is resumed with it, and the other way round.
+    // A run without context parallelism is resumed with context parallelism, and the other way round.
     scratch.ok(&["--resume", "runs/fpa", "--steps", "34", "--gpus", "2", "--context-parallel", "2"]);
     scratch.ok(&["--resume", "runs/fpa-4-4", "--steps", "34"]);
     let [a, b] = ["fpa", "fpa-4-4"].map(|name| scratch.metrics(name));
@@ -243,7 +246,10 @@ fn mistakes_are_told() {
         (flags(&["--gpus", "7"]), "there are more ranks than micro-batches in a step"),
         (flags(&["--gpus", "0"]), "no such number of GPUs"),
         (flags(&["--gpus", "10000000000000000000", "--dry-run"]), "gpus is out of range"),
-        (flags(&["--gpus", "1", "--restarts", "2", "--resume", "auto", "--name", "r"]), "no rank to lose"),
+        (
+            flags(&["--gpus", "1", "--restarts", "2", "--resume", "auto", "--name", "r"]),
+            "no ranks to restart",
+        ),
         (flags(&["--gpus", "2", "--seed", "1,2"]), "a list of values is many runs"),
         (flags(&["--context-parallel", "2", "--seed", "1,2"]), "--context-parallel, and a list for seed"),
         (flags(&["--context-parallel", "0"]), "--context-parallel 0"),
@@ -252,7 +258,7 @@ fn mistakes_are_told() {
         (flags(&["--gpus", "2", "--restarts", "2"]), "--restarts needs --resume auto"),
         (flags(&["--resume", "auto"]), "does not know which run"),
         (flags(&["--dry-run", "--ranks", "12"]), "ranks do not divide into nodes"),
-        (flags(&["--context-parallel", "2"]), "cannot be cut into so many parts"),
+        (flags(&["--context-parallel", "2"]), "cannot be split into this many parts"),
         (flags(&["--gpus", "4", "--context-parallel", "4"]), "2 heads"),
         (
             flags(&["--gpus", "6", "--heads", "6", "--key-heads", "2", "--context-parallel", "3"]),

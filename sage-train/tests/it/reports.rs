@@ -1,4 +1,4 @@
-//! What reports say of runs: divergence, arms of a sweep, speeds, milestones.
+//! The contents of reports: divergence, arms of a sweep, speeds, milestones.
 
 use crate::support::{Scratch, small};
 
@@ -35,7 +35,7 @@ fn a_run_with_a_finite_loss_above_chance_has_diverged() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("the run has diverged") && said.contains("ln(vocabulary) = 5.704"), "{said}");
-    // Everything of it is written.
+    // All files of a diverged run are written.
     let last = scratch.metrics("bad").pop().expect("steps");
     assert!(last.step == 40 && last.val_loss.is_some_and(f64::is_finite), "{last:?}");
     let ending = |text: Option<&str>| {
@@ -44,7 +44,7 @@ fn a_run_with_a_finite_loss_above_chance_has_diverged() {
         std::fs::read_to_string(path).expect("an ending")
     };
     assert!(ending(None).contains("diverged"));
-    // A run of an earlier version recorded that it finished: the report judges it the same.
+    // A run of an earlier version recorded that it finished; the report judges it in the same way.
     for recorded in [None, Some("{\"status\": \"finished\"}")] {
         ending(recorded);
         let text = scratch.ok(&["report", "runs/good", "runs/bad", "--csv", "runs.csv"]);
@@ -67,7 +67,7 @@ fn the_points_of_a_sweep_are_its_arms_and_its_report_stays_its_own() {
     let again = scratch.ok(&["report", "runs/s"]);
     let rows = |text: &str| text.lines().map(String::from).collect::<std::collections::BTreeSet<_>>();
     assert_eq!(rows(&of_sweep), rows(&again));
-    // The arms of other rates are compared, in one panel, with the sweep's baseline.
+    // Arms with other learning rates are compared with the sweep's baseline in one panel.
     for arm in ["fpa, lr 0.001", "sagebwd, lr 0.002"] {
         let row = again.lines().find(|line| line.starts_with(arm)).unwrap_or_else(|| panic!("{again}"));
         assert!(row.contains("2 pairs"), "{row}");
@@ -114,7 +114,7 @@ fn a_run_and_its_report_agree_on_the_speed() {
     assert!(found.into_iter().any(|b| (a - b).abs() <= 1.0), "{of_run} {row}");
 }
 
-/// One flipped byte is an error, and no run that is a step shorter; `--resume` makes metrics again.
+/// One flipped byte is an error instead of a run with fewer steps; `--resume` restores the metrics.
 #[test]
 fn a_flipped_byte_in_the_measurements_is_seen() {
     let scratch = Scratch::new();
@@ -141,12 +141,12 @@ fn a_flipped_byte_in_the_measurements_is_seen() {
         }
         assert_eq!(scratch.ok(&["report", "runs/r"]), before);
     }
-    // The last newline: no cut-off end of a run that finished.
+    // A damaged last newline of a finished run is an error, unlike the incomplete last line of an interrupted run.
     let path = scratch.path().join("runs/r/metrics.jsonl");
     let whole = std::fs::read_to_string(&path).expect("a file");
     std::fs::write(&path, whole.trim_end().to_owned() + "*").expect("a file");
     assert!(scratch.fails(&["report", "runs/r"]).contains("5 of 6 steps"));
-    // A damaged list of starts is no reason to skip the check of the tokenizer, or to forget the starts.
+    // A damaged list of starts must not skip the check of the tokenizer, or lose the starts.
     std::fs::write(&path, whole).expect("a file");
     std::fs::write(scratch.path().join("runs/r/starts.json"), "[{").expect("a file");
     assert!(scratch.fails(&["sample", "runs/r", "Once"]).contains("starts.json"));

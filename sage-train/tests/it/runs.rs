@@ -119,7 +119,7 @@ fn training_learns_and_comparison_prints_both() {
         last("c/sagebwd"),
         last("c/fpa")
     );
-    // The benefit of attention shows only in longer runs; that the model differs shows at once.
+    // The benefit of attention is visible only in longer runs, but the difference between the models at once.
     assert_ne!(last("c/none"), last("c/fpa"));
     assert!(scratch.path().join("runs/c/report.html").exists());
 }
@@ -170,7 +170,7 @@ fn a_run_that_diverges_stops_before_the_update_and_says_where() {
         error.contains("stopped before the update") && error.contains("at step") && error.contains("hint:"),
         "{error}"
     );
-    // The metrics remain, with finite values in every line, and the log has the reason of the end.
+    // The metrics remain, with finite values in every line, and the log contains the reason for the end.
     let points = scratch.metrics("boom");
     assert!(!points.is_empty() && points.len() < 50);
     assert!(points.iter().all(|p| p.loss.is_finite() && p.grad_norm.is_finite()));
@@ -254,15 +254,15 @@ fn probe_measures_every_layer_of_a_finished_run() {
     }
 }
 
-/// TensorBoard itself reads the event files of a run, also of a resumed one, and finds the metrics in them.
+/// TensorBoard itself reads the event files of a run, also of a resumed run, and finds the metrics in them.
 #[test]
 #[ignore = "needs python3 with tensorboard"]
 fn tensorboard_reads_the_metrics() {
     let scratch = Scratch::new();
     scratch.ok(&small(&["--steps", "20", "--eval-every", "7", "--checkpoint-every", "6", "--name", "r"]));
     std::fs::remove_dir_all(scratch.path().join("runs/r/checkpoints/step-00000020")).expect("gone");
-    // The event file of the resumed run voids the repeated steps of the earlier one. Its name has the time in
-    // seconds, hence the pause.
+    // The event file of the resumed run invalidates the repeated steps in the earlier file. Its name contains the time
+    // in seconds, hence the pause.
     std::thread::sleep(std::time::Duration::from_millis(1100));
     scratch.ok(&["--resume", "runs/r"]);
     let script = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/check_tensorboard.py");
@@ -300,7 +300,7 @@ fn sla2_trains_in_stages_and_is_evaluated_as_it_ended() {
     let points = scratch.metrics("stages");
     assert_eq!(points.len(), 8);
     let last = points[7].val_loss.expect("validated");
-    // What is selected, in the dense stage too: each block of 16 of 128 tokens sees itself and one block before it.
+    // The selection, in the dense stage too: each block of 16 of 128 tokens sees itself and one block before it.
     let seen = 8 * (16 * 17 / 2) + 7 * 16 * 16;
     let sparsity = 1.0 - f64::from(seen) / f64::from(128 * 129 / 2);
     assert_eq!(points[2].sla2_sparsity, None);
@@ -315,7 +315,7 @@ fn sla2_trains_in_stages_and_is_evaluated_as_it_ended() {
     for line in ["[sla2]", "\nblock = 16", "\nblocks = 1", "\ndense-steps = 5", "\nrouter-steps = 2"] {
         assert!(saved.contains(line), "{line} in {saved}");
     }
-    // Evaluated as trained; dense attention gives another loss.
+    // An evaluation uses SLA2 as in training; dense attention gives another loss.
     let tokens = ["--tokens", "2k", "--device", "cpu"];
     let sparse = scratch.loss(&[&["eval", "runs/stages"], &tokens[..]].concat());
     let dense = scratch.loss(&[&["eval", "runs/stages", "--attn", "sagebwd"], &tokens[..]].concat());
@@ -329,8 +329,8 @@ fn sla2_trains_in_stages_and_is_evaluated_as_it_ended() {
     assert!(scratch.fails(&small(&dense_run)).contains("sla2-dense-steps"));
 }
 
-/// In full precision a token does not depend on later tokens; SageBwd's codes and means depend on them a
-/// little.
+/// In unquantized attention a token does not depend on later tokens; SageBwd's scales and means depend on them
+/// slightly.
 #[test]
 fn tokens_are_predicted_one_by_one() {
     let scratch = Scratch::new();
@@ -356,7 +356,7 @@ fn tokens_are_predicted_one_by_one() {
         let all = scratch.ok(&["eval", &folder, "--all"]);
         assert_eq!(tokens(&same), [224, tokens(&all)[0]], "{same}{all}");
         assert!(tokens(&all)[0] > 224 && !all.contains("--all"), "{all}");
-        // The losses of eight parts of the sequences have the loss of all as their mean.
+        // The mean of the losses of eight parts of the sequences is the loss of the whole sequences.
         let parted = scratch.ok(&["eval", &folder, "--tokens", "200", "--by-position", "--micro-batch", "3"]);
         let table = parted.lines().skip_while(|line| !line.starts_with("positions")).skip(1);
         let losses: Vec<f64> = table.map(|line| line.rsplit(' ').next().unwrap().parse().unwrap()).collect();
@@ -365,7 +365,7 @@ fn tokens_are_predicted_one_by_one() {
     }
 }
 
-/// A second validation of the same weights in another scheme. A report shows both as arms, with the plain one
+/// A second validation of the same weights in another scheme. A report shows both as arms, with the ordinary validation
 /// as baseline.
 #[test]
 fn a_second_validation_attends_otherwise() {

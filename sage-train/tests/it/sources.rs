@@ -1,4 +1,4 @@
-//! Which data is trained on and which is validated on: mixtures, `--val-data`, `eval --data`.
+//! The data of training and of validation: mixtures, `--val-data`, `eval --data`.
 
 use sage_train::data::prepare::Prepared;
 use sage_train::data::shard::Shard;
@@ -40,19 +40,19 @@ fn sources_without_weights_are_mixed_by_their_size() {
     assert!((big_share / share / (big_tokens / tokens) - 1.0).abs() < 0.05, "{big}");
     assert!((big_share + share - 100.0).abs() < 0.02 && (big_epochs - epochs).abs() < 0.02, "{big}");
     assert!(share < 5.0, "{share}");
-    // Weights are followed, and epochs follow from them.
+    // Shares follow the weights, and epochs follow from the shares.
     run(&["--data", "big.jsonl=1", "--data", "small.jsonl=1"], &["--name", "even"]);
     let [tokens, share, epochs] = shares(&log(&scratch, "even"), "small.jsonl");
     assert_eq!(share, 50.0);
     assert!((epochs - 3.0 * 256.0 * 0.5 / tokens).abs() < 0.006, "{epochs}");
-    // A plan shows the same before anything is read; of text it estimates.
+    // A plan shows the same before any data is read, and estimates the tokens of text.
     let planned = run(&both, &["--dry-run"]);
     assert!(shares(&planned, "small.jsonl")[1] < 5.0 && planned.contains('~'), "{planned}");
     scratch.ok(&["data", "prepare", "big.jsonl", "--tokenizer", "t.json", "--to", "shards"]);
     let planned = run(&["--data", "shards"], &["--dry-run"]);
     let train = Prepared::read(&scratch.path().join("shards")).expect("a list").train;
     assert_eq!(shares(&planned, "shards")[..2], [train.tokens as f64, 100.0]);
-    // A plan passes over what is kept for validation, and refuses what a run would refuse.
+    // A plan excludes the validation part, and refuses what a run would refuse.
     scratch.file("both/big.jsonl", json_lines(400_000));
     scratch.file("both/small.jsonl", json_lines(8_000));
     let planned = run(&["--data", "both", "--val-data", "both/big.jsonl"], &["--dry-run"]);
@@ -85,7 +85,7 @@ fn data_that_is_named_is_evaluated_as_a_whole() {
         assert_eq!(words[2], "loss", "all of it: {text}");
         words[1].replace(',', "").parse::<u64>().expect("a number")
     };
-    // Every sequence of 32 that has a token behind it.
+    // Every sequence of 32 that is followed by a token.
     assert_eq!(evaluated("other.jsonl"), (tokens - 1) / 32 * 32);
     assert_eq!(evaluated("all"), (tokens - 1) / 32 * 32);
     // Prepared data has validation shards, which are evaluated.
@@ -108,13 +108,13 @@ fn validation_data_may_be_named() {
     scratch.ok(&small(&[&apart[..], &["--name", "apart"]].concat()));
     let losses = |run: &str| scratch.metrics(run).iter().map(|p| (p.loss, p.val_loss)).collect::<Vec<_>>();
     assert_eq!(losses("folder"), losses("apart"));
-    // An evaluation of the run takes the same data.
+    // An evaluation of the run uses the same data.
     let of_run = scratch.loss(&["eval", "runs/apart", "--all"]);
     assert_eq!(of_run, scratch.loss(&["eval", "runs/apart", "--all", "--data", "text/validation.jsonl"]));
     scratch.ok(&["--resume", "runs/apart", "--steps", "3"]);
     scratch.fails(&small(&[&apart[..], &["--val-fraction", "0.1"]].concat()));
 
-    // Prepared, the two parts are the two files.
+    // After preparation the two parts are the two files.
     let tokenizer = ["--tokenizer", "runs/apart/tokenizer.json"];
     let prepare = |more: &[&str]| scratch.ok(&[&["data", "prepare"], more, &tokenizer].concat());
     prepare(&["text", "--val-data", "text/validation.jsonl", "--to", "both"]);

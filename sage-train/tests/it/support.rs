@@ -89,8 +89,8 @@ impl Scratch {
     }
 }
 
-/// Waits until `done` returns true, which a concurrent command causes. The bound is against hangs alone: a busy machine may take
-/// minutes.
+/// Waits until `done` returns true because of a concurrent command. The time limit only catches hangs: a busy machine
+/// may take minutes.
 pub(crate) fn wait_until(mut done: impl FnMut() -> bool) {
     let began = std::time::Instant::now();
     while !done() {
@@ -109,8 +109,8 @@ pub(crate) fn ends_before(child: &mut Child, mut done: impl FnMut() -> bool) -> 
     ended
 }
 
-/// Waits until a folder has been seen to change so many times, or until the process has ended, and returns whether it has ended.
-/// Changes measure the progress of the process, however fast the machine is.
+/// Waits until this many changes of a folder have been observed, or until the process has ended, and returns whether it
+/// has ended. Changes measure the progress of the process on fast and slow machines alike.
 pub(crate) fn ends_before_changes(child: &mut Child, folder: &Path, mut changes: u32) -> bool {
     let mut seen = sizes(folder);
     ends_before(child, || {
@@ -125,7 +125,7 @@ pub(crate) fn ends_before_changes(child: &mut Child, folder: &Path, mut changes:
 fn sizes(folder: &Path) -> Vec<(PathBuf, u64)> {
     let (mut all, mut folders) = (Vec::new(), vec![folder.to_owned()]);
     while let Some(folder) = folders.pop() {
-        // What is removed while this looks is left out.
+        // Entries that are removed during the listing are skipped.
         for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
             let Ok(about) = entry.metadata() else { continue };
             if about.is_dir() {

@@ -41,7 +41,7 @@ fn children(child: &Child) -> Vec<String> {
     String::from_utf8_lossy(&output.stdout).split_whitespace().map(Into::into).collect()
 }
 
-/// Whether a process has ended. One that no process waits for stays listed as a zombie.
+/// Whether a process has ended. Without a waiting parent it stays listed as a zombie.
 #[cfg(unix)]
 fn is_gone(pid: &str) -> bool {
     let output = Command::new("ps").args(["-o", "stat=", "-p", pid]).output().expect("ps");
@@ -71,7 +71,7 @@ fn finished_runs_are_passed_over_and_seeds_added_later() {
     scratch.ok(&alone);
     let weights = |run: &str| std::fs::read(scratch.path().join("runs").join(run).join("model.safetensors"));
     assert!(weights("s/fpa_seed-1").expect("weights") == weights("tiny-fpa-001").expect("weights"));
-    // More seeds on the command line: the existing runs stay, and are part of the report.
+    // With more seeds on the command line the existing runs stay and are part of the report.
     scratch.ok(&["sweep", "s.toml", "--seed", "1,2,3"]);
     assert_eq!(runs(&sweep).len(), 6);
     assert_eq!(written("fpa_seed-1"), before);
@@ -95,7 +95,7 @@ fn what_diverges_or_fails_is_a_result_and_ends_no_other() {
     assert!(out.contains("1 diverged"), "{out}{err}");
     let names = runs(&scratch.path().join("runs/s"));
     assert_eq!(names.len(), 2, "{names:?}");
-    // A failed or crashed run is started again with `--retry` alone.
+    // A failed or crashed run is started again only with `--retry`.
     let again = String::from_utf8_lossy(&scratch.run(&["sweep", "s.toml"]).stderr).into_owned();
     assert!(again.contains("3 of 3 runs are skipped") && !again.contains("crashed"), "{again}");
     let retried = String::from_utf8_lossy(&scratch.run(&["sweep", "s.toml", "--retry"]).stderr).into_owned();
@@ -149,7 +149,7 @@ fn a_sweep_that_is_stopped_or_killed_goes_on_to_the_same_bits() {
     assert_eq!(runs(&sweep).len(), 2);
 }
 
-/// Whatever is changed by hand between two starts of a sweep, no measurement is lost, and no run is taken for
+/// Whatever is changed by hand between two starts of a sweep, no measurement is lost, and no run is mistaken for
 /// another.
 #[cfg(unix)]
 #[test]
@@ -162,13 +162,13 @@ fn a_sweep_that_is_changed_by_hand_loses_nothing() {
     };
     file(&scratch, "s.toml", &tables(1));
     let sweep = scratch.path().join("runs/s");
-    // A folder of the user's has the name of a run.
+    // A folder of the user has the name of a run.
     scratch.ok(&["sweep", "s.toml", "--only", "0"]);
     scratch.file("runs/s/seed-2/notes.txt", "mine");
     scratch.ok(&["sweep", "s.toml"]);
     assert_eq!(runs(&sweep), ["seed-1", "seed-2-2"]);
     assert!(sweep.join("seed-2/notes.txt").exists());
-    // A run with another learning rate is another run, and has its own folder.
+    // A run with another learning rate is a separate run with a separate folder.
     file(&scratch, "s.toml", &tables(2));
     scratch.ok(&["sweep", "s.toml"]);
     assert_eq!(runs(&sweep), ["seed-1", "seed-1-2", "seed-2-2", "seed-2-3"]);
@@ -223,7 +223,7 @@ fn lists_on_the_command_line_are_a_sweep() {
     // Both runs have the same weights and corpus, and another order of the data.
     let first = |run: &str| scratch.metrics(&format!("both/{run}"))[0].loss;
     assert_ne!(first("fpa_order-seed-1"), first("fpa_order-seed-2"));
-    // Another plan of the same name compares its own runs, and says which it leaves out.
+    // Another plan of the same name compares only its own runs, and reports which runs it omits.
     let other = small(&["--attn", "fpa", "--order-seed", "1,3", "--steps", "4", "--name", "both"]);
     let left_out =
         "left out 3 runs of another plan: fpa_order-seed-2, sagebwd_order-seed-1, sagebwd_order-seed-2";
@@ -236,7 +236,7 @@ fn lists_on_the_command_line_are_a_sweep() {
     // The folder of several sweeps is not a folder of runs, and the message names folders that are.
     let several = scratch.fails(&["report", "runs"]);
     assert!(several.contains("no runs to report") && several.contains("runs/both"), "{several}");
-    // With a run in it, it is a folder of runs, and a warning names the sweep whose runs are left out.
+    // If it contains a run, it is a folder of runs, and a warning names the sweep whose runs are omitted.
     scratch.ok(&small(&["--steps", "2", "--name", "alone"]));
     let some = scratch.ok(&["report", "runs"]);
     let left_out = "warning: the runs in runs/both are left out; `report runs/both` compares them";
@@ -334,7 +334,7 @@ fn sweeps_that_are_built_in_are_plans() {
     }
 }
 
-/// Speeds are measured at rates that diverge too.
+/// Speeds are measured even with learning rates that diverge.
 #[test]
 fn a_rate_that_diverges_can_be_planned() {
     let scratch = Scratch::new();

@@ -52,7 +52,7 @@ fn tasks_are_scored_for_any_tokenizer() {
     assert!(scratch.fails(&["eval", "runs/r", "--task", "mmlu=x"]).contains("hellaswag, arc, piqa, lambada"));
 }
 
-/// The harness itself scores an export as `eval` does.
+/// The harness gives an export the same scores as `eval`.
 #[test]
 #[ignore = "needs python3 with lm_eval[hf]"]
 fn the_harness_scores_the_same() {

@@ -1,5 +1,4 @@
-//! Tokenizers of other makers: which token ends a document, spaces at the beginning, tokens that they add, text that they
-//! change.
+//! Tokenizers of other projects: which token ends a document, leading spaces, added tokens, text that they change.
 
 use sage_train::data::Tokenizer;
 use sage_train::data::prepare::Prepared;
@@ -8,7 +7,8 @@ use serde_json::{Value, json};
 
 use crate::support::{Scratch, json_lines, small};
 
-/// A tokenizer of SentencePiece's kind: special tokens, 256 bytes, printable characters with `▁` for the space, and merges.
+/// A tokenizer of SentencePiece's kind: special tokens, 256 bytes, printable characters with `▁` for the space, and
+/// merges.
 fn sentence_piece(normalizer: Value, added: &[(&str, bool)]) -> Value {
     let mut vocab = serde_json::Map::new();
     let mut add = |entry: String| {
@@ -52,7 +52,7 @@ fn spaces() -> Value {
     json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
 }
 
-/// As Llama 2's: a space in front of every text.
+/// As in Llama 2: a space before every text.
 fn prepended() -> Value {
     json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, spaces()]})
 }
@@ -89,7 +89,7 @@ fn the_token_that_ends_a_document_is_found_or_named() {
     assert_eq!(prepare("named", &["--end-of-text", "[SEP]"]), (5, 5));
     scratch.file("t/tokenizer_config.json", json!({"eos_token": {"content": "[SEP]"}}).to_string());
     assert_eq!(prepare("configured", &[]), (5, 5));
-    // The choice stays with the shards, and a run does not take another one.
+    // The choice is stored with the shards, and a run uses no other.
     assert_eq!(Tokenizer::load(&scratch.path().join("named/tokenizer.json")).expect("one").end_of_text(), 5);
     let train = ["--data", "named", "--vocab-size", "512", "--context", "8", "--val-fraction", "0.3"];
     let train = small(&[&train[..], &["--steps", "1", "--name", "run"]].concat());
@@ -160,7 +160,7 @@ fn long_texts_come_back_as_they_were() {
         let path = scratch.file(&format!("{name}.json"), tokenizer.to_string());
         let tokenizer = Tokenizer::load(&path).expect("a tokenizer");
         for text in &texts {
-            // Metaspace takes a space at the beginning of a text for the one that it would put there.
+            // Metaspace treats a space at the beginning of a text as the space that it would insert.
             if text.starts_with(' ') && ["first", "always"].contains(&name) {
                 continue;
             }
@@ -168,7 +168,7 @@ fn long_texts_come_back_as_they_were() {
             assert!(tokenizer.decode(&ids).expect("text") == *text, "{name}: {:.40}..", text);
         }
     }
-    // Prepared from a file, which is read in pieces, a text has the same tokens.
+    // A text from a file, which is read in parts, has the same tokens.
     scratch.file("a.txt", &texts[1]);
     scratch.ok(&["data", "prepare", "a.txt", "--tokenizer", "prepend.json", "--to", "out"]);
     let tokenizer = Tokenizer::load(&scratch.path().join("prepend.json")).expect("a tokenizer");
@@ -210,7 +210,7 @@ fn samples_keep_their_space_and_exports_add_no_tokens() {
     assert!(tokenizer["post_processor"].is_object(), "the run's own is what it was given");
 }
 
-/// Bits a byte are of the original text, whatever the tokenizer makes of it.
+/// Bits per byte refer to the original text, whatever the tokenizer changes.
 #[test]
 fn bits_a_byte_are_of_the_original_text() {
     let scratch = Scratch::new();
@@ -252,10 +252,10 @@ fn bits_a_byte_are_of_the_original_text() {
         word.replace(',', "").parse().expect("a number")
     };
     let bits = number("loss") * number("tokens") / std::f64::consts::LN_2;
-    // All of the text but what is behind the last whole sequence, less than 33 tokens.
+    // The whole text except the rest after the last complete sequence, fewer than 33 tokens.
     let (got, exact) = (number("bits a byte"), bits / bytes as f64);
     assert!((got / exact - 1.0).abs() < 2e-3, "{got} for {exact}");
-    // Shards tell the same as their text.
+    // Shards give the same figure as their text.
     let of_shards = scratch.ok(&["eval", "runs/run", "--data", "nfkc", "--all"]);
     assert_eq!(text.lines().last(), of_shards.lines().last());
 }

@@ -1,5 +1,5 @@
-//! What an op promises in addition to its results: what is hidden changes nothing, gradients repeat, memory is given back, errors
-//! explain themselves.
+//! Properties of an op besides its results: hidden keys change nothing, gradients are reproducible, memory is freed,
+//! errors have messages.
 
 use candle_core::{DType, Result, Tensor};
 use candle_sage::{Granularity, Scheme};
@@ -15,8 +15,7 @@ fn smooths_values(scheme: Scheme) -> bool {
     }
 }
 
-/// A value that is not a number reaches the queries that see its tile, and no others; where V's mean is subtracted it reaches
-/// all queries.
+/// A NaN in V affects only the queries that see its tile; if V's mean is subtracted, it affects all queries.
 #[test]
 #[ignore = "needs a GPU"]
 fn what_is_hidden_changes_nothing() -> Result<()> {
@@ -84,8 +83,8 @@ fn a_thousand_steps_leak_nothing() -> Result<()> {
         for _ in 0..20 {
             step()?;
         }
-        // Other tests run concurrently and take memory too, but not between any two readings. The smallest buffer of a
-        // step is 16 KiB: leaked, it would grow every reading by 4 MiB.
+        // Other tests run concurrently and allocate memory too, but not between all pairs of readings. The smallest
+        // buffer of a step is 16 KiB: a leak of it would add 4 MiB to every reading.
         let mut growths = Vec::new();
         while growths.len() < 40 && !growths.iter().any(|&grown| grown < 1 << 20) {
             let before = used()?;
@@ -99,7 +98,7 @@ fn a_thousand_steps_leak_nothing() -> Result<()> {
     Ok(())
 }
 
-/// What the kernels do not do is an error, not something else.
+/// Calls that the kernels do not support are errors.
 #[test]
 #[ignore = "needs a GPU"]
 fn messages() -> Result<()> {

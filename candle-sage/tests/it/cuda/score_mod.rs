@@ -1,4 +1,4 @@
-//! A soft cap and ALiBi, whose kernels are compiled apart.
+//! A soft cap and ALiBi, which have separately compiled kernels.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::{Attention, AttnQat, Int8Products, Packing, SageBwd, Scheme, Smoothing};
@@ -7,7 +7,7 @@ use super::{check_against, repeats, run, sage};
 use crate::score_mod::slopes;
 use crate::support::{Case, f64s, gpu, relative_l2};
 
-/// The schemes with such kernels that take a soft cap.
+/// The schemes with such kernels that support a soft cap.
 fn schemes() -> [Scheme; 4] {
     [
         Scheme::FullPrecision,
@@ -17,7 +17,7 @@ fn schemes() -> [Scheme; 4] {
     ]
 }
 
-/// Layouts with each of: a cap that many logits reach, one that is far away, slopes, and both.
+/// Layouts, each with a cap that many logits reach, a cap far above the logits, slopes, and both.
 fn cases(d: usize) -> Vec<Case> {
     let mut layouts = Vec::new();
     for (lens, heads, causal, window) in [
@@ -39,7 +39,7 @@ fn cases(d: usize) -> Vec<Case> {
         let alibi_slopes = if n % 3 == 0 { Vec::new() } else { slopes(case.heads.0) };
         Case { softcap: [Some(1.5), Some(50.0), None][(n + 2) % 3], alibi_slopes, ..case }
     };
-    // Twice, so that each layout has more than one of them.
+    // Twice, so that each layout has more than one of these changes.
     let again = layouts.clone().into_iter().enumerate().map(|(n, case)| (n + 1, case));
     layouts.into_iter().enumerate().chain(again).map(modified).collect()
 }
@@ -71,7 +71,7 @@ fn of_large_heads() -> Result<()> {
     Ok(())
 }
 
-/// Slopes go with smoothed keys too.
+/// Slopes also work with smoothed keys.
 #[test]
 #[ignore = "needs a GPU"]
 fn slopes_with_smoothed_keys() -> Result<()> {
@@ -124,7 +124,7 @@ fn narrow_values() -> Result<()> {
     Ok(())
 }
 
-/// Logits beyond the cap take the other branch of the hyperbolic tangent; infinite ones keep it too.
+/// Logits beyond the cap use the other branch of the hyperbolic tangent; infinite logits stay within the cap too.
 #[test]
 #[ignore = "needs a GPU"]
 fn logits_beyond_the_cap() -> Result<()> {
@@ -143,9 +143,10 @@ fn logits_beyond_the_cap() -> Result<()> {
     Ok(())
 }
 
-/// Sinks in every scheme that smooths no keys, with windows, documents and grouped heads: close to the CPU, which has the same codes of Q and K. Full
-/// precision: roundings of 2^-9 (bf16). SageBwd: codes of P and dS in tiles of another size or scales over other keys, .02 each. Attn-QAT: probabilities
-/// close to midpoints.
+/// Sinks in every scheme without key smoothing, with windows, documents and grouped heads: close to the CPU, which has
+/// the same quantized Q and K. Unquantized attention differs by roundings of 2^-9 (bf16). SageBwd differs by quantized
+/// P and dS in tiles of another size or with scales over other keys, .02 each. Attn-QAT differs in probabilities close
+/// to midpoints.
 #[test]
 #[ignore = "needs a GPU"]
 fn sinks() -> Result<()> {
@@ -192,7 +193,8 @@ fn sinks() -> Result<()> {
                 };
                 for (result, (got, cpu)) in on(&gpu())?.iter().zip(&on(&Device::Cpu)?).enumerate() {
                     let error = relative_l2(got, cpu);
-                    // A sink's gradient is a sum over queries of terms of both signs, whose errors do not cancel with them.
+                    // A sink's gradient is a sum over queries of terms of both signs: the terms cancel, but their
+                    // errors do not.
                     let limit = if result == 4 { 3.0 * limit } else { limit };
                     assert!(error < limit, "{scheme}, case {n}, d {d}, result {result}: {error:.1e}");
                 }

@@ -1,4 +1,4 @@
-//! The settings of the schemes, and the accuracy that papers have published.
+//! The settings of the schemes, and the accuracy published in papers.
 
 use candle_core::{DType, Result};
 use candle_sage::{AttnQat, Granularity, Int8Products, KeyMean, PReference, Scheme, Smoothing, ValueGroups};
@@ -77,9 +77,9 @@ fn attn_qat_keeps_the_gradient_of_values_in_diffuse_attention() -> Result<()> {
     }
     Ok(())
 }
-/// Table 1 of arXiv 2603.02170 on the GPU, as `sagebwd::errors_reproduce_the_published_table` has it for the CPU, for each
-/// set of INT8 matmuls. Inputs are bf16, and errors are against f64 on the same rounded inputs: outputs rounded to bf16 add 2^-9 at
-/// most.
+/// Table 1 of arXiv 2603.02170 on the GPU, as `sagebwd::errors_reproduce_the_published_table` on the CPU, for each set
+/// of INT8 matmuls. Inputs are bf16, and errors are relative to f64 on the same rounded inputs: rounding outputs to
+/// bf16 adds at most 2^-9.
 #[test]
 #[ignore = "needs a GPU"]
 fn errors_reproduce_the_published_table() -> Result<()> {
@@ -106,7 +106,8 @@ fn errors_reproduce_the_published_table() -> Result<()> {
                     }
                 }
                 println!("{d:4} {sigma:6}  {mean:.4?} ({published:.4?}) {products}");
-                // A backward that recomputes S without the forward's codes has another P, and from sigma 3 on larger errors.
+                // A backward that recomputes S without the forward's INT8 values has another P than the forward, and
+                // from sigma 3 on larger errors.
                 let mismatch = products == Int8Products::FORWARD && *sigma >= 3.0;
                 if mismatch {
                     assert!(
@@ -115,7 +116,7 @@ fn errors_reproduce_the_published_table() -> Result<()> {
                     );
                     continue;
                 }
-                // Above sigma 5 errors vary by a tenth with the seed, and bf16 inputs are other inputs.
+                // Above sigma 5 errors vary by a tenth with the seed, and with inputs rounded to bf16.
                 let most = if *sigma <= 5.0 { 1.10 } else { 1.25 };
                 for (n, (error, published)) in mean.iter().zip(published).enumerate() {
                     let what = format!("{} at sigma {sigma}, d {d}, {products}", NAMES[n]);

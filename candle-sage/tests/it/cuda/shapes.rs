@@ -64,14 +64,14 @@ fn head_dims_are_padded_inside() -> Result<()> {
     }
     Ok(())
 }
-/// Full precision above 128 channels, where a block of the backward has a part of them.
+/// Unquantized attention above 128 channels, where each thread block of the backward computes a part of the channels.
 #[test]
 #[ignore = "needs a GPU"]
 fn large_heads() -> Result<()> {
     check_large_heads(&[Scheme::FullPrecision])
 }
 
-/// SageBwd above 128 channels, where S alone is an INT8 matmul: on Hopper.
+/// SageBwd above 128 channels, where only S is an INT8 matmul, on Hopper.
 #[test]
 #[ignore = "needs a GPU"]
 fn large_heads_in_int8() -> Result<()> {
@@ -80,7 +80,8 @@ fn large_heads_in_int8() -> Result<()> {
     check_large_heads(&[scores.into(), scores.smoothing(Smoothing::None).into(), sampled.into()])
 }
 
-/// Lengths, groups, documents, strides without vectors, gradients that repeat, and lists of users that are cut.
+/// Lengths, groups, documents, strides that prevent vector loads, reproducible gradients, and split lists of the query
+/// blocks that select a key block.
 fn check_large_heads(schemes: &[Scheme]) -> Result<()> {
     for d in [129, 136, 160, 192, 255, 256] {
         let long = if d == 256 { 700 } else { 300 };
@@ -123,7 +124,7 @@ fn check_lists_of_large_heads(scheme: Scheme) -> Result<()> {
     );
     Ok(())
 }
-/// Blocks that do one piece of work after the other, on a GPU of up to 143 multiprocessors; some queries see no key.
+/// Thread blocks that process several work items, on a GPU of up to 143 multiprocessors; some queries see no key.
 #[test]
 #[ignore = "needs a GPU"]
 fn more_work_than_multiprocessors() -> Result<()> {
@@ -149,14 +150,15 @@ fn packed_documents() -> Result<()> {
     }
     Ok(())
 }
-/// Strides of any kind give the results of the same numbers without gaps.
+/// Inputs with any strides give the results of contiguous inputs.
 #[test]
 #[ignore = "needs a GPU"]
 fn strided_inputs() -> Result<()> {
     let device = gpu();
     let attention = |scheme| candle_sage::Attention::new(scheme).causal(true).deterministic(true);
     for scheme in all() {
-        // Heads before tokens; channels apart; a narrow view that starts off 16 bytes; one head for all.
+        // Heads before tokens; strided channels; a narrow view that is not aligned to 16 bytes; one head broadcast to
+        // all.
         let base = Tensor::randn(0f32, 1., (2, 3, 70, 64), &device)?.to_dtype(DType::BF16)?;
         let apart = Tensor::randn(0f32, 1., (2, 64, 3, 70), &device)?.to_dtype(DType::BF16)?;
         let wide = Tensor::randn(0f32, 1., (2, 70, 3, 71), &device)?.to_dtype(DType::BF16)?;

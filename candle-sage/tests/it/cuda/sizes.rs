@@ -6,26 +6,27 @@ use candle_sage::{Packing, Scheme};
 use super::{all, check, sage};
 use crate::support::{Case, gpu, relative_l2};
 
-/// The schemes whose error is small against what is tested. (A single probability in NVFP4 is 3 % off.)
+/// The schemes whose error is small compared with the tested effects. (A single probability in NVFP4 is off by 3 %.)
 fn both() -> [Scheme; 2] {
     [Scheme::FullPrecision, sage().into()]
 }
 
-/// The same for a part of a result in bf16, where small values are looked at alone.
+/// The check for a part of a result in bf16, so that small values are compared separately.
 fn check_part(what: &str, [got, exact, plain]: [&[f64]; 3]) {
     let error = relative_l2(got, exact);
     let limit = 1.25 * relative_l2(plain, exact) + 2f64.powi(-7);
     assert!(error <= limit, "{what}: {error:.2e}, limit {limit:.2e}");
 }
 
-/// Multiplies each token of rows of `width` values by its size.
+/// Multiplies each token's row of `width` values by the token's size.
 fn resize(data: &mut [f32], width: usize, size: impl Fn(usize) -> f32) {
     for (token, values) in data.chunks_mut(width).enumerate() {
         values.iter_mut().for_each(|x| *x *= size(token));
     }
 }
-/// Gradients of 1e-18 and of 1e12 are as good as those of 1, and so are those of queries 2^9 smaller than their neighbours:
-/// dS is kept in 16 bit in units that follow its size (`attention/numerics/score_codes_sm90.cuh`).
+/// Gradients of size 1e-18 and 1e12 are as accurate as gradients of size 1, and so are gradients of queries that are
+/// 2^9 smaller than their neighbours: dS is stored in 16 bit in units that follow its size
+/// (`attention/numerics/score_codes_sm90.cuh`).
 #[test]
 #[ignore = "needs a GPU"]
 fn gradients_of_any_size() -> Result<()> {
@@ -67,9 +68,9 @@ fn gradients_of_any_size() -> Result<()> {
     Ok(())
 }
 
-/// Values that are up to 2^20 smaller than those of the next tile, or all zero, come out as good as others for queries that
-/// see them alone; beyond that they lose bits, then vanish, but never grow. (Two tiles of values share a sum of integers on
-/// Hopper: `attention/numerics/sagebwd_forward_sm90.cuh`.)
+/// Values that are up to 2^20 smaller than the values of the next tile, or all zero, are as accurate as others for
+/// queries that see only them; beyond that they lose bits, then become zero, but never grow. (On Hopper two tiles of
+/// values share an integer sum: `attention/numerics/sagebwd_forward_sm90.cuh`.)
 #[test]
 #[ignore = "needs a GPU"]
 fn values_of_any_size() -> Result<()> {
@@ -90,7 +91,7 @@ fn values_of_any_size() -> Result<()> {
                 let size = |token: usize| 2f32.powi(powers[token / 64]);
                 let mut case = Case::new(1, (tokens, tokens), (heads, heads), d, causal);
                 case.draw(1.0, 9);
-                // Each query looks at the keys of the same tile: there logits are 35 larger, or more.
+                // Each query attends to the keys of its own tile: their logits are larger by at least 35.
                 for n in [0, 1] {
                     for (i, x) in case.data[n].chunks_mut(d).enumerate() {
                         x[i / heads / 64] += 20.0;
@@ -104,13 +105,13 @@ fn values_of_any_size() -> Result<()> {
                     let what = format!("O of V 2^{power} in {powers:?}, d {d}, causal {causal}, {scheme}");
                     let rows = tile * 64 * row..(tile + 1) * 64 * row;
                     let parts = [&got, &exact, &plain].map(|results| &results[0][rows.clone()]);
-                    // What a causal query does not see must not matter.
+                    // Keys that a causal query does not see must not matter.
                     let unseen = causal && tile % 2 == 0;
                     let neighbour = powers.get(tile ^ 1).filter(|_| !unseen).map_or(power, |&other| other);
                     let lost = neighbour - 20 - power;
                     if power != ZERO && (1..=5).contains(&lost) {
-                        // Codes are off by half a unit of 2^lost / 254 of the largest P, or twice that where V's drawn sizes
-                        // differ as much; 64 of them make 8 times a row of P, at most.
+                        // Quantized values are off by half a unit of 2^lost / 254 of the largest P, or twice that where
+                        // V's random sizes differ as much; 64 of them add up to at most 8 times a row of P.
                         let error = relative_l2(parts[0], parts[1]);
                         let limit = 0.05 + 8.0 * 2f64.powi(lost) / 254.0;
                         assert!(error <= limit, "{what}: {error:.2e}, limit {limit:.2e}");
@@ -128,7 +129,7 @@ fn values_of_any_size() -> Result<()> {
     }
     Ok(())
 }
-/// The largest probability has the largest code however large its logit is: with values of 1 all outputs are 1.
+/// The largest probability has the largest INT8 value, however large its logit is: with values of 1 all outputs are 1.
 #[test]
 #[ignore = "needs a GPU"]
 fn large_logits() -> Result<()> {
@@ -142,7 +143,8 @@ fn large_logits() -> Result<()> {
                 case.round_to(DType::BF16)?;
                 let got = case.run_on(&gpu(), &case.attention(scheme), DType::BF16)?;
                 let worst = got[0].iter().fold(0.0, |most: f64, x| most.max((x - 1.0).abs()));
-                // Probabilities under half a code are lost, of which there are few so far from one another.
+                // Probabilities under half a quantization step are lost; there are few of them if logits are this far
+                // apart.
                 assert!(worst <= 2f64.powi(-5), "queries times {size}, d {d}, {scheme}: {worst}");
             }
         }

@@ -1,4 +1,4 @@
-//! Sliding windows, whose kernels are compiled apart.
+//! Sliding windows, which have separately compiled kernels.
 
 use candle_core::{DType, Result};
 use candle_sage::{Int8Products, Packing, Scheme};
@@ -59,7 +59,7 @@ fn windows_of_large_heads() -> Result<()> {
     Ok(())
 }
 
-/// In a fixed order too, in which a block's place among those that add to a tile depends on the window.
+/// Also in a fixed order, where a thread block's turn among the blocks that add to a tile depends on the window.
 #[test]
 #[ignore = "needs a GPU"]
 fn gradients_of_windows_repeat() -> Result<()> {
@@ -72,7 +72,7 @@ fn gradients_of_windows_repeat() -> Result<()> {
     Ok(())
 }
 
-/// One work item after the other, on few and on many multiprocessors.
+/// Thread blocks that process several work items, on few and on many multiprocessors.
 #[test]
 #[ignore = "needs a GPU"]
 fn windows_of_many_heads() -> Result<()> {
@@ -84,7 +84,7 @@ fn windows_of_many_heads() -> Result<()> {
     Ok(())
 }
 
-/// A window as wide as the sequence is dense attention, to the bit.
+/// A window as wide as the sequence is bit-identical to dense attention.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_window_that_holds_everything() -> Result<()> {
@@ -96,7 +96,7 @@ fn a_window_that_holds_everything() -> Result<()> {
         let dense = results(&case)?;
         case.window = (Some(199), Some(usize::MAX));
         assert!(results(&case)? == dense, "{scheme}, causal {causal}");
-        // One key fewer, which the last query alone does not see: kernels for windows.
+        // One key fewer, which only the last query does not see: this uses the kernels for windows.
         case.window = (Some(198), Some(usize::MAX));
         let rows = (case.lens.0 - 1) * 2 * 64;
         let difference = relative_l2(&results(&case)?[0][..rows], &dense[0][..rows]);
@@ -105,7 +105,7 @@ fn a_window_that_holds_everything() -> Result<()> {
     Ok(())
 }
 
-/// What lies two tiles before a query's window does not reach it, even if it is not a number.
+/// Keys two tiles before a query's window do not affect the query, even if they are NaN.
 #[test]
 #[ignore = "needs a GPU"]
 fn what_lies_before_the_window_changes_nothing() -> Result<()> {

@@ -1,5 +1,5 @@
-//! Updated weights on their way from the ranks that own them. An all-gather overlaps with everything that does not read its
-//! piece: with the update of other pieces, and with the next forward up to the first layer in the piece.
+//! The all-gathers of updated weights that are in flight. An all-gather overlaps with all work that does not read its
+//! piece: the update of other pieces, and the next forward up to the first layer in the piece.
 
 use std::cell::RefCell;
 
@@ -7,7 +7,7 @@ use candle_core::Result;
 
 use crate::ranks::{Group, Transfer};
 
-/// The all-gathers that nobody has waited for yet.
+/// The all-gathers that have not been waited for yet.
 #[derive(Debug)]
 pub(super) struct Arrivals {
     group: Group,
@@ -20,7 +20,7 @@ impl Arrivals {
         Self { group: group.clone(), coming: RefCell::new(vec![None; pieces]) }
     }
 
-    /// Notes the all-gather of a piece. The transfers of a group end in the order in which they were started.
+    /// Records the all-gather of a piece. The transfers of a group end in the order in which they were started.
     pub(super) fn start(&self, piece: usize, transfer: Transfer) {
         self.coming.borrow_mut()[piece] = Some(transfer);
     }
@@ -31,7 +31,7 @@ impl Arrivals {
         coming.map_or(Ok(()), |transfer| self.group.wait(transfer))
     }
 
-    /// The same for all pieces.
+    /// Makes later work on the device wait for all pieces.
     pub(super) fn wait_for_all(&self) -> Result<()> {
         let pieces = self.coming.borrow().len();
         (0..pieces).try_for_each(|piece| self.wait_for(piece))
@@ -40,7 +40,8 @@ impl Arrivals {
 
 impl Drop for Arrivals {
     fn drop(&mut self) {
-        // The memory of weights is freed in the order of later work. A device that fails here has failed before.
+        // The memory of the weights is freed in stream order, after these waits. If the device fails here, an earlier
+        // call has reported it.
         let _ = self.wait_for_all();
     }
 }

@@ -1,4 +1,5 @@
-//! Random initial values. Each parameter has its own random stream, so that two models that differ in one part agree in the others.
+//! Random initial values. Each parameter has its own random stream, so that two models that differ in one parameter
+//! agree in all others.
 
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;

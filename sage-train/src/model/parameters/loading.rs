@@ -1,4 +1,4 @@
-//! Parameters from files: of a run, of a checkpoint, and values of any source.
+//! Parameters from the files of a run or a checkpoint.
 
 use std::path::Path;
 
@@ -9,8 +9,8 @@ use crate::model::spec::ParameterSpec;
 use crate::model::state::{State, StateFile};
 
 impl Parameters {
-    /// Reads every parameter from a safetensors file. `trained` is for whom they are trained, and
-    /// `None` if the model needs no gradients.
+    /// Reads every parameter from a safetensors file. `trained` names the ranks that train them and their optimizer's
+    /// state; `None` if the model needs no gradients.
     ///
     /// # Errors
     /// When the file cannot be read, or belongs to another model.

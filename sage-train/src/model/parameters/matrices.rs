@@ -1,4 +1,4 @@
-//! The hidden matrices of pieces that have nothing else, and what an optimizer keeps of their rows.
+//! The hidden matrices of pieces that contain only such matrices, and the state that an optimizer keeps for their rows.
 
 use candle_core::{Result, Tensor};
 use candle_sage::ops::MuonMatrix;
@@ -7,16 +7,17 @@ use super::{InitialRows, Parameters, on_host};
 use crate::model::pieces::{Layout, Piece};
 use crate::model::spec::{Kind, ParameterSpec};
 
-/// A matrix of a piece that has nothing else.
+/// A matrix of a piece that contains only hidden matrices.
 pub(super) struct MatrixOfPiece<'a> {
     pub(super) name: &'a str,
-    /// Where it lies in the piece.
+    /// Its shape and its place in the piece.
     pub(super) of: MuonMatrix,
-    /// The rows of a head, if rows are heads.
+    /// Number of rows in a head, if the rows are divided into heads.
     pub(super) head: Option<usize>,
 }
 
-/// The matrices of a piece that has nothing else, those of one shape one after the other.
+/// The matrices of a piece that contains only hidden matrices; `None` for other pieces. Matrices of one shape are
+/// adjacent.
 pub(super) fn matrices_of<'a>(
     specs: &'a [ParameterSpec],
     layout: &Layout,
@@ -40,7 +41,8 @@ pub(super) fn matrices_of<'a>(
     })
 }
 
-/// The first numbers of the rows of a piece's matrices, none if its optimizer keeps none. `prefix` goes before a matrix' name.
+/// The initial row statistics of a piece's matrices, one number for each row; empty if the optimizer keeps none.
+/// `prefix` precedes the name of a matrix.
 pub(super) fn initial_rows(
     specs: &[ParameterSpec],
     layout: &Layout,
@@ -62,7 +64,7 @@ pub(super) fn initial_rows(
 }
 
 impl Parameters {
-    /// Copies of what is kept of rows, by name.
+    /// Copies of the row statistics, by tensor name.
     pub(super) fn rows(&self) -> Result<Vec<(String, Tensor)>> {
         let mut all = Vec::new();
         for (piece, held) in self.layout.pieces.iter().zip(&self.held) {

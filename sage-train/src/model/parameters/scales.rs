@@ -1,4 +1,4 @@
-//! Scales of operands in FP8 that follow from earlier steps. They are part of the training state in a checkpoint.
+//! Scales of FP8 operands that follow from earlier steps. They are part of the training state in a checkpoint.
 
 use std::sync::Arc;
 
@@ -20,10 +20,10 @@ impl Parameters {
         Ok(self.scales.get_or_init(|| made).clone())
     }
 
-    /// Restores scales from a checkpoint; without any, each operand is measured at its first use.
+    /// Restores scales from a checkpoint; if it has none, each operand is measured at its first use.
     ///
     /// # Errors
-    /// When they are of another model.
+    /// When the scales belong to another model.
     pub fn restore_scales(&self, config: &LlamaConfig, state: &[[f32; 2]]) -> Result<()> {
         if state.is_empty() || config.operand_formats().is_empty() {
             return Ok(());
@@ -31,7 +31,7 @@ impl Parameters {
         self.scales(config)?.restore(state)
     }
 
-    /// How many values of operands have saturated since the last call; `None` without scales.
+    /// How many operand values have saturated since the last call; `None` without scales.
     ///
     /// # Errors
     /// When the device fails.
@@ -40,7 +40,7 @@ impl Parameters {
     }
 }
 
-/// Ends a step: the next one has scales of the largest values of all ranks.
+/// Ends a step: the scales of the next step follow from the largest values of all ranks.
 pub(super) fn rescale(scales: &Fp8Scales, ranks: &Ranks) -> Result<()> {
     let of = ranks.rank().of;
     if of > 1 {
@@ -48,7 +48,8 @@ pub(super) fn rescale(scales: &Fp8Scales, ranks: &Ranks) -> Result<()> {
         let matrices = own.elem_count();
         let all = Tensor::zeros(of * matrices, DType::F32, own.device())?;
         ranks.all().wait(ranks.all().gather(&own, &all)?)?;
-        // One after the other, because candle's reductions copy their shape to the device, which waits for all earlier work.
+        // A maximum over one rank after the other, because candle's reductions copy their shape to the device, which
+        // waits for all earlier work.
         let of_rank = |rank: usize| all.narrow(0, rank * matrices, matrices);
         let largest = (1..of).try_fold(of_rank(0)?, |largest, rank| largest.maximum(&of_rank(rank)?))?;
         scales.set_largest(&largest)?;

@@ -11,7 +11,7 @@ use super::arrivals::Arrivals;
 /// A parameter of a model, or several adjacent matrices as one: its value, and its gradient if it is trained.
 #[derive(Debug, Clone)]
 pub struct Weight {
-    /// The piece that contains the value, and when pieces are complete.
+    /// The index of the piece that contains the value.
     pub(super) piece: usize,
     pub(super) arrivals: Rc<Arrivals>,
     pub(super) value: Tensor,
@@ -23,7 +23,8 @@ pub struct Weight {
 }
 
 impl Weight {
-    /// The value, in the model's compute type; norms and routers in f32. The device waits for it if other ranks have updated it.
+    /// The value, in the model's compute type; norms and routers in f32. The device waits for it if other ranks have
+    /// updated it.
     ///
     /// # Errors
     /// When the device fails.
@@ -32,7 +33,7 @@ impl Weight {
         Ok(&self.value)
     }
 
-    /// The number of updates that made the value what it is.
+    /// The number of updates that the value has received.
     pub(in crate::model) fn update(&self) -> u64 {
         self.updates.load(Ordering::Relaxed)
     }
@@ -48,9 +49,8 @@ impl Weight {
         }
     }
 
-    /// For products that write the whole gradient: returns whether the product has to add to the present
-    /// contents, and marks the gradient as written. Returns false for the first product since
-    /// [`Parameters::clear_gradients`].
+    /// For matmuls that write the whole gradient: returns whether the matmul has to add to the existing contents, and
+    /// marks the gradient as written. Returns false for the first matmul after [`Parameters::clear_gradients`].
     pub(in crate::model) fn take_turn(&self) -> bool {
         let turns: Vec<bool> =
             self.filled.iter().map(|filled| filled.swap(true, Ordering::Relaxed)).collect();

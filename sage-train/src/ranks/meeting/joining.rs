@@ -1,4 +1,4 @@
-//! How ranks come to know each other: rank 0 waits, the others connect and say who they are.
+//! How ranks connect: rank 0 listens, and the other ranks connect and identify themselves.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -19,32 +19,33 @@ use crate::{during, notify, signals};
 const COMING: Duration = Duration::from_secs(300);
 
 /// The refusal that a connection without the run's secret receives.
-const OTHER_SECRET: &str = "rank 0 has another secret: SAGE_TRAIN_SECRET, or else the number of the job, must be the same at all ranks";
+const OTHER_SECRET: &str = "rank 0 has another secret: SAGE_TRAIN_SECRET, or by default the number of the job, must be the same on all ranks";
 
 fn cannot_listen(world: &World) -> impl Fn(std::io::Error) -> Error {
     let place = format!("{} at port {}", world.host, world.port);
     move |error| {
         Error::failed("cannot wait for the other ranks")
             .got(format!("{place}: {error}"))
-            .allowed("a port that nobody has, at an address of this machine")
-            .hint("does another run use it? MASTER_PORT names one for torchrun; a separate job has its own under srun")
+            .allowed("a free port at an address of this machine")
+            .hint("does another run use the port? Set MASTER_PORT for torchrun; under srun each job has a separate port")
     }
 }
 
-/// Listens at the address that the other ranks were given, and at no other. An address of other machines alone, and a name that
-/// means this machine alone, are of no use to them: then, and rank 0 says so, at all addresses.
+/// Listens only at the address that the other ranks were given. If that address does not belong to this machine, or is
+/// a name for its loopback address, other machines cannot use it: then rank 0 reports this and listens at all
+/// addresses.
 fn listen(world: &World) -> std::io::Result<TcpListener> {
     let everywhere = |why: &str| {
         notify(&format!("rank 0 listens at all addresses of this machine: {} {why}", world.host));
         TcpListener::bind(("0.0.0.0", world.port))
     };
-    // Debian's /etc/hosts gives 127.0.1.1 for the machine's own name. A loopback address that was given as such is meant.
+    // Debian's /etc/hosts gives 127.0.1.1 for the machine's own name. A numeric loopback address is taken as intended.
     let is_name = world.host != "localhost" && world.host.parse::<IpAddr>().is_err();
     let elsewhere = world.local.of < world.rank.of;
     match TcpListener::bind((world.host.as_str(), world.port)) {
         Ok(listener) if is_name && elsewhere && listener.local_addr()?.ip().is_loopback() => {
             drop(listener);
-            everywhere("is a loopback address here, which other machines do not reach")
+            everywhere("is a loopback address here, which other machines cannot reach")
         }
         Err(error) if error.kind() == ErrorKind::AddrNotAvailable => everywhere("is not one of them"),
         bound => bound,
@@ -57,12 +58,12 @@ pub(super) fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
     let listener = listen(world).map_err(&failed)?;
     if world.secret.is_guessable && !listener.local_addr().map_err(&failed)?.ip().is_loopback() {
         notify(
-            "the ranks recognize each other only by the number of the job: set SAGE_TRAIN_SECRET to keep out others who know it",
+            "the ranks are protected only by the number of the job: set SAGE_TRAIN_SECRET to keep out users who know that number",
         );
     }
     let mut greetings = Greetings::new(listener, &world.secret).map_err(&failed)?;
     let began = Instant::now();
-    // Each rank with its challenge to rank 0.
+    // By rank: the connection, and the rank's challenge to rank 0.
     let mut peers: BTreeMap<usize, (Peer, String)> = BTreeMap::new();
     let mut strangers = 0;
     while peers.len() + 1 < world.rank.of {
@@ -74,13 +75,13 @@ pub(super) fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
             std::thread::sleep(Duration::from_millis(5));
             continue;
         };
-        // A connection without the secret neither ends the run nor takes the place of a rank.
+        // A connection without the secret neither ends the run nor counts as a rank.
         if !is_proven {
             let _ = send(&mut stream, &Message::Over { why: OTHER_SECRET.into(), code: 1 });
             if strangers == 0 {
                 let from = stream.peer_addr().map_or("an unknown address".into(), |from| from.to_string());
                 notify(&format!(
-                    "warning: a connection from {from} does not have the run's secret, and is refused"
+                    "warning: a connection from {from} does not have the run's secret and is refused"
                 ));
             }
             strangers += 1;
@@ -90,7 +91,7 @@ pub(super) fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
             let over = Message::Over { why: why.clone(), code: 1 };
             let _ = send(&mut stream, &over);
             peers.values().for_each(|(peer, _)| drop(send(&mut *lock(&peer.stream), &over)));
-            return Err(Error::new("the ranks do not fit together")
+            return Err(Error::new("the ranks do not match")
                 .got(why)
                 .allowed("ranks of one run")
                 .hint("start all of them with one command"));
@@ -100,7 +101,7 @@ pub(super) fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
     }
     let host = gethostname::gethostname().to_string_lossy().into_owned();
     for (peer, nonce) in peers.values() {
-        // A rank's time of silence starts now, because ranks send no heartbeats before all have connected.
+        // The timeout for heartbeats starts here, because ranks send none before all have connected.
         *lock(&peer.life) = Life::new();
         let welcome = world.secret.sign(nonce, Hello::new(world.rank, &host, String::new()));
         let _ = send(&mut *lock(&peer.stream), &Message::Hello(welcome));
@@ -108,13 +109,13 @@ pub(super) fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
     Ok(peers.into_values().map(|(peer, _)| peer).collect())
 }
 
-/// Why a rank that knows the secret is not one that rank 0 waits for.
+/// Why rank 0 refuses a rank that knows the secret; `None` if it does not.
 fn misfit(world: &World, hello: &Hello, is_there: bool) -> Option<String> {
     let Hello { version, rank, of, host, .. } = hello;
     if version != VERSION {
         Some(format!("rank {rank} on {host} is version {version}, rank 0 is {VERSION}"))
     } else if *of != world.rank.of {
-        Some(format!("rank {rank} on {host} is one of {of}, rank 0 one of {}", world.rank.of))
+        Some(format!("rank {rank} on {host} expects {of} ranks, rank 0 expects {}", world.rank.of))
     } else if *rank == 0 || rank >= of || is_there {
         Some(format!("there are two ranks {rank}, the second on {host}"))
     } else {
@@ -122,7 +123,7 @@ fn misfit(world: &World, hello: &Hello, is_there: bool) -> Option<String> {
     }
 }
 
-/// Checks that the launcher lives, since without it no further ranks will be started.
+/// Checks that the launcher is running: without it no further ranks will be started.
 fn check_parent() -> Result<()> {
     match signals::is_orphan() {
         true => Err(Error::failed("the process that started the ranks has exited")),
@@ -149,22 +150,22 @@ fn missing<T>(world: &World, peers: &BTreeMap<usize, T>, strangers: usize) -> Er
         0 => String::new(),
         refused => format!("; {refused} connections without the run's secret"),
     };
-    Error::failed("ranks did not come")
+    Error::failed("ranks did not connect")
         .got(format!("no rank {}{more} after {} s{refused}", named.join(", "), COMING.as_secs()))
         .allowed(format!("{} ranks", world.rank.of))
-        .hint(format!("do they reach {} at port {}? Their own output may say more", world.host, world.port))
+        .hint(format!("can they reach {} at port {}? Their own output may say more", world.host, world.port))
 }
 
 fn unreachable_first(world: &World, got: impl std::fmt::Display) -> Error {
     Error::failed("cannot reach rank 0")
         .got(format!("{} at port {}: {got}", world.host, world.port))
         .allowed("rank 0 there, in the same run")
-        .hint("MASTER_ADDR and MASTER_PORT say where; does it run, and may it be reached?")
+        .hint("is rank 0 running and reachable? MASTER_ADDR and MASTER_PORT set its address")
 }
 
 const ANOTHER_PROGRAM: &str = "something that is not this program";
 
-/// On the other ranks: connects to rank 0, which may start later than they. A connection must say something within `patience`.
+/// On the other ranks: connects to rank 0, which may start later. Rank 0 must answer within `patience`.
 pub(super) fn go_to_first(world: &World, host: &str, patience: Duration) -> Result<Peer> {
     let began = Instant::now();
     loop {
@@ -176,15 +177,13 @@ pub(super) fn go_to_first(world: &World, host: &str, patience: Duration) -> Resu
                 Err(error) if error.kind() == ErrorKind::InvalidData => {
                     return Err(unreachable_first(world, ANOTHER_PROGRAM));
                 }
-                // Rank 0 answers at once: another program has the port, and rank 0 could not listen there.
+                // Rank 0 would answer at once, so another program has the port.
                 Err(error) if is_silence(&error) => {
-                    let got = format!(
-                        "no answer for {} s, so that another program may have the port",
-                        patience.as_secs()
-                    );
+                    let got =
+                        format!("no answer for {} s: another program may have the port", patience.as_secs());
                     return Err(unreachable_first(world, got));
                 }
-                // A connection that closes before a word is as good as none.
+                // A connection that closes before a message counts as a failed attempt.
                 Err(error) => error,
             },
             Err(error) => error,
@@ -234,7 +233,8 @@ mod tests {
     use crate::ranks::Rank;
     use crate::ranks::secret::Secret;
 
-    /// A rank that knows the secret, but is of another version, of another number of ranks, or rank 0, is refused and ends the run.
+    /// A rank that knows the secret, but has another version, another number of ranks, or index 0, is refused and ends
+    /// the run.
     #[test]
     fn ranks_of_another_version_or_number_are_refused() {
         let free = TcpListener::bind(("127.0.0.1", 0)).and_then(|free| free.local_addr()).expect("a port");
@@ -253,7 +253,7 @@ mod tests {
                 Hello { version: "0.0.1".into(), ..hello(rank(1, 2)) },
                 "rank 1 on node is version 0.0.1, rank 0 is",
             ),
-            (hello(rank(1, 3)), "rank 1 on node is one of 3, rank 0 one of 2"),
+            (hello(rank(1, 3)), "rank 1 on node expects 3 ranks, rank 0 expects 2"),
             (hello(rank(0, 2)), "there are two ranks 0"),
         ] {
             let first = world.clone();

@@ -1,4 +1,4 @@
-//! What a rank knows of the progress of another one.
+//! The progress of a rank, as its heartbeats report it.
 
 use std::time::{Duration, Instant};
 
@@ -6,20 +6,20 @@ use std::time::{Duration, Instant};
 /// file system that hangs is detected only after this time.
 const ASIDE: Duration = Duration::from_secs(6 * 3600);
 
-/// What is known of the progress of a rank.
+/// The known progress of a rank.
 #[derive(Debug, Clone)]
 pub(super) struct Life {
-    /// When its last heartbeat came.
+    /// When its last heartbeat arrived.
     pub(super) heard: Instant,
-    /// The step that it is in, from 1; 0 before the first.
+    /// Its current step, from 1; 0 before the first step.
     pub(super) step: u64,
     /// Its count of units of progress, and when anything in its state last changed.
     pub(super) ticks: u64,
     pub(super) since: Instant,
     pub(super) doing: String,
-    /// It is in work that may take long: [`ASIDE`] is its limit.
+    /// Whether its current work may take long: then the limit is [`ASIDE`].
     pub(super) aside: bool,
-    /// It has left the run, and sends nothing more.
+    /// Whether it has left the run and sends no further messages.
     pub(super) left: bool,
 }
 
@@ -50,7 +50,7 @@ impl Life {
         self.since.elapsed() > if self.aside { ASIDE } else { limit }
     }
 
-    /// Where the rank is, for messages: what it is doing, and in which step.
+    /// The rank's activity and step, for messages.
     pub(super) fn place(&self) -> String {
         match self.step {
             0 => self.doing.clone(),

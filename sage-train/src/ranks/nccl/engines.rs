@@ -1,6 +1,6 @@
-//! Collectives among the ranks of a node that the GPUs' copy engines carry (NCCL's zero-CTA policy), so that
-//! they take no multiprocessor from the kernels that run concurrently. They need memory that NCCL has allocated,
-//! and that every rank has registered.
+//! Collectives among the ranks of a node on the GPUs' copy engines (NCCL's zero-CTA policy), which occupy no
+//! multiprocessor while kernels run concurrently. They need memory that NCCL has allocated and every rank has
+//! registered.
 
 use std::cell::RefCell;
 use std::ffi::{c_int, c_void};
@@ -24,14 +24,14 @@ const ALIGNMENT: usize = 4096;
 /// The communicator of the ranks of a node, and the memory that is registered in it.
 pub(super) struct Engines {
     functions: Collectives,
-    /// Never destroyed, like that of [`super::Nccl`].
+    /// Never destroyed, like the communicator of [`super::Nccl`].
     communicator: Communicator,
     /// The addresses of registered memory.
     registered: RefCell<Vec<Range<u64>>>,
 }
 
 impl Engines {
-    /// Creates the communicator, of which `id` is made by one rank of the node. All of them must call it.
+    /// Creates the communicator. One rank of the node has made `id`, and all ranks of the node must call this.
     pub(super) fn connect(
         functions: Collectives,
         library: &Functions,
@@ -53,9 +53,9 @@ impl Engines {
         Ok(Self { functions, communicator, registered: RefCell::default() })
     }
 
-    /// Allocates and registers memory; all ranks of the node must call it with the same size. Returns `None`
-    /// where ranks cannot reach each other's memory, for which NCCL has no such windows: it then has no window, or
-    /// (2.28) one of this rank alone, which is not memory of the GPU.
+    /// Allocates and registers memory; all ranks of the node must call it with the same size. Returns `None` if ranks
+    /// cannot reach each other's memory: NCCL then makes no window, or (2.28) a window of only this rank, which is not
+    /// memory of the GPU.
     pub(super) fn allocate(&self, library: &Functions, bytes: usize) -> candle_sage::Result<Option<u64>> {
         let bytes = bytes.next_multiple_of(ALIGNMENT);
         let (mut at, mut window) = (std::ptr::null_mut(), std::ptr::null_mut());
@@ -71,7 +71,8 @@ impl Engines {
         Ok(is_on_gpu(window).then_some(at))
     }
 
-    /// Zeros, at least one, in registered memory, which is never freed. All ranks of the node must call it with the same size.
+    /// Zeros (at least one) in registered memory, which is never freed. All ranks of the node must call it with the
+    /// same size.
     pub(super) fn zeros(
         &self,
         library: &Functions,
@@ -81,10 +82,10 @@ impl Engines {
     ) -> Result<Tensor> {
         let Some(at) = self.allocate(library, len * dtype.size_in_bytes())? else {
             candle_core::bail!(
-                "NCCL no longer shares memory among the ranks of the node; hint: --copy-engines off does without"
+                "NCCL no longer shares memory among the ranks of the node; hint: --copy-engines off needs no shared memory"
             )
         };
-        let Device::Cuda(device) = device else { candle_core::bail!("NCCL's memory is that of a GPU") };
+        let Device::Cuda(device) = device else { candle_core::bail!("NCCL allocates only GPU memory") };
         let storage = match dtype {
             DType::F32 => wrap::<f32>(at, len, device),
             DType::BF16 => wrap::<bf16>(at, len, device),
@@ -104,7 +105,7 @@ impl Engines {
         self.registered.borrow().iter().any(|range| range.start <= at && end <= range.end)
     }
 
-    /// Part `j` of `from` goes to rank `j`, and part `i` of `into` comes from rank `i`.
+    /// Part `j` of `from` is sent to rank `j`, and part `i` of `into` is received from rank `i`.
     ///
     /// # Safety
     /// Both must be registered, and have a part of `bytes` for each rank.
@@ -114,10 +115,10 @@ impl Engines {
         unsafe { (self.functions.all_to_all)(from, into, bytes, BYTES, self.communicator, stream) }
     }
 
-    /// `part` goes to every rank, and part `i` of `into` comes from rank `i`.
+    /// `part` is sent to every rank, and part `i` of `into` is received from rank `i`.
     ///
     /// # Safety
-    /// Both must be registered; `part` has `bytes`, and `into` as many for each rank.
+    /// Both must be registered; `part` has `bytes` bytes, and `into` has `bytes` bytes for each rank.
     pub(super) unsafe fn all_gather(&self, part: u64, into: u64, bytes: usize, stream: Stream) -> c_int {
         let (part, into) = (part as *const c_void, into as *mut c_void);
         // SAFETY: the caller's.
@@ -127,7 +128,7 @@ impl Engines {
 
 /// Memory that candle has not allocated.
 fn wrap<T: CudaDType>(at: u64, len: usize, device: &CudaDevice) -> CudaStorage {
-    // SAFETY: the memory has room for so many elements, which any bits are valid for.
+    // SAFETY: the memory has room for `len` elements, and any bits are a valid element.
     let slice = unsafe { device.cuda_stream().upgrade_device_ptr::<T>(at, len) };
     CudaStorage::wrap_cuda_slice(slice, device.clone())
 }

@@ -15,7 +15,7 @@ const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 /// `ncclRemoteError`: another process exited, or the network failed.
 const REMOTE: c_int = 6;
 
-/// How long the loss of a rank takes at most to end this process, where no machine hangs.
+/// Longest time until the loss of a rank ends this process, unless a machine hangs.
 const LOSS: Duration = Duration::from_secs(3);
 
 /// `ncclUint8`: NCCL copies bytes, whatever the element type.
@@ -29,7 +29,7 @@ pub(super) struct Id(pub(super) [u8; 128]);
 pub(super) type Communicator = *mut c_void;
 pub(super) type Stream = CUstream;
 
-/// Declares the functions that are called, and looks up all of them.
+/// Declares the functions that are called, and the code that looks up all of them.
 macro_rules! functions {
     ($(#[$doc:meta])* $group:ident: $($name:ident = $symbol:literal: fn($($arg:ty),*) -> $out:ty;)*) => {
         $(#[$doc])*
@@ -52,7 +52,7 @@ macro_rules! functions {
 }
 
 functions! {
-    /// What `nccl.h` has since version 2.7.
+    /// Functions in `nccl.h` since version 2.7.
     Functions:
     version = b"ncclGetVersion": fn(*mut c_int) -> c_int;
     unique_id = b"ncclGetUniqueId": fn(*mut Id) -> c_int;
@@ -65,7 +65,7 @@ functions! {
 }
 
 functions! {
-    /// What collectives on the copy engines need. All of it exists since version 2.28.
+    /// Functions for collectives on the copy engines, all since version 2.28.
     Collectives:
     init_rank = b"ncclCommInitRankConfig": fn(*mut Communicator, c_int, Id, c_int, *mut Config) -> c_int;
     allocate = b"ncclMemAlloc": fn(*mut *mut c_void, usize) -> c_int;
@@ -126,7 +126,7 @@ impl Config {
 }
 
 impl Functions {
-    /// Loads the library. The second part is `None` for versions before 2.28.
+    /// Loads the library. The collectives are `None` for versions before 2.28.
     pub(super) fn load() -> candle_sage::Result<(Self, Option<Collectives>)> {
         let named = std::env::var(PATH).ok();
         let names = named.as_deref().map_or(NAMES.to_vec(), |path| vec![path]);
@@ -152,11 +152,13 @@ impl Functions {
         Err(Error::new("several GPUs need NCCL, and it is not found")
             .got(failed)
             .allowed("libnccl.so.2, version 2.7 or later")
-            .hint(format!("it comes with PyTorch (nvidia/nccl/lib) and as nvidia-nccl; {PATH} names a file")))
+            .hint(format!(
+                "PyTorch (nvidia/nccl/lib) and the package nvidia-nccl contain it; {PATH} can name the file"
+            )))
     }
 
-    /// Turns an error code into an error. If the reason is that another rank exited, the rendezvous of the ranks ends this process
-    /// first, with a message that names this rank.
+    /// Turns an error code into an error. If the reason is that another rank exited, the rendezvous of the ranks ends
+    /// this process first, with a message that names the other rank.
     pub(super) fn check(&self, what: &str, code: c_int) -> candle_sage::Result<()> {
         if code == 0 {
             return Ok(());
@@ -169,6 +171,6 @@ impl Functions {
         Err(Error::failed(format!("NCCL cannot {what}"))
             .got(text.to_string_lossy())
             .allowed("GPUs that reach each other")
-            .hint("NCCL_DEBUG=WARN with NCCL_DEBUG_FILE=nccl.%h.%p says more; --copy-engines off does without shared memory"))
+            .hint("NCCL_DEBUG=WARN with NCCL_DEBUG_FILE=nccl.%h.%p says more; --copy-engines off needs no shared memory"))
     }
 }

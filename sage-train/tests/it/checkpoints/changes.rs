@@ -12,7 +12,7 @@ fn the_settings_that_a_run_began_with_stay_and_make_it_again() {
     let eighth = "\n[[changes]]\nlr = 0.001\nstep = 8\nsteps = 12\n";
     scratch.ok(&["--resume", "runs/r", "--steps", "12", "--lr", "1e-3"]);
     assert_eq!(saved(), format!("{begun}{eighth}"));
-    // Without flags, and of a run that is done, nothing changes; later starts take the changes along.
+    // Without flags, and for a finished run, nothing changes; later starts keep the changes.
     scratch.ok(&["--resume", "runs/r"]);
     scratch.ok(&["--resume", "runs/r", "--lr", "2e-3"]);
     assert_eq!(saved(), format!("{begun}{eighth}"));
@@ -23,11 +23,11 @@ fn the_settings_that_a_run_began_with_stay_and_make_it_again() {
     let told = scratch.run(&["report", "runs/r"]);
     let told = String::from_utf8_lossy(&told.stdout).into_owned();
     assert!(told.contains("lr, steps after step 8; steps after step 12"), "{told}");
-    // The steps after a change are trained again: their change is replaced.
+    // The steps after a change are trained again, which replaces the change.
     std::fs::remove_dir_all(run_of(&scratch, "r").join("checkpoints/step-00000016")).expect("gone");
     scratch.ok(&["--resume", "runs/r", "--steps", "14"]);
     assert_eq!(saved(), format!("{begun}{eighth}\n[[changes]]\nstep = 12\nsteps = 14\n"));
-    // The same settings make the same first steps, and the changes are named.
+    // The same settings give the same first steps, and the changes are reported.
     let again = scratch.run(&["--config", "runs/r/config.toml", "--name", "again"]);
     let told = String::from_utf8_lossy(&again.stderr);
     assert!(again.status.success() && told.contains("lr 0.001, steps 12 after step 8"), "{told}");
@@ -36,13 +36,13 @@ fn the_settings_that_a_run_began_with_stay_and_make_it_again() {
         std::fs::read_to_string(run_of(&scratch, "again").join("config.toml")).expect("settings"),
         begun
     );
-    // The same commands make the same run.
+    // The same commands give the same run.
     scratch.ok(&["--resume", "runs/again", "--steps", "12", "--lr", "1e-3"]);
     assert_eq!(numbers(&scratch.metrics("again")), numbers(&scratch.metrics("r")[..12]));
     scratch.ok(&["eval", "runs/r", "--tokens", "256"]);
 }
 
-/// Neither a report or probe nor a resume without steps changes it.
+/// Neither a report or probe nor a resume without steps changes what a run has written.
 #[test]
 fn what_a_run_has_written_stays() {
     let scratch = Scratch::new();

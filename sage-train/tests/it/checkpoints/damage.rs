@@ -1,9 +1,9 @@
-//! Damage is seen: by what reads a checkpoint, and by a run whose folder is taken away.
+//! Damage is detected by every command that reads a checkpoint, and by a run whose folder is removed.
 
 use super::{checkpoints, flags, prepared, run_of};
 use crate::support::{Scratch, small, wait_until};
 
-/// Whatever reads a checkpoint checks it as `--resume` does.
+/// Every command that reads a checkpoint checks it as `--resume` does.
 #[test]
 fn a_damaged_checkpoint_is_not_evaluated_sampled_probed_or_exported() {
     let scratch = Scratch::new();
@@ -40,7 +40,7 @@ fn a_damaged_checkpoint_is_not_evaluated_sampled_probed_or_exported() {
     scratch.ok(verbs[0]);
 }
 
-/// The run ends with an error at its next step, makes no folder again, and continues from where its folder is.
+/// The run ends with an error at its next step, does not recreate the folder, and can be resumed from the moved folder.
 #[cfg(unix)]
 #[test]
 fn a_run_whose_folder_is_taken_away_ends_with_an_error() {

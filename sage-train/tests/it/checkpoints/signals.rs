@@ -1,4 +1,4 @@
-//! Signals: a run saves a checkpoint, leaves, and continues with the same bits.
+//! Signals: a run saves a checkpoint, exits, and can be resumed bit-identically.
 #![cfg(unix)]
 
 use std::io::{BufRead, BufReader, Read};
@@ -9,8 +9,8 @@ use sage_train::checkpoint::newest;
 use super::{assert_same_results, checkpoints, flags, prepared, run_of, signal};
 use crate::support::wait_until;
 
-/// A course that does not depend on the number of steps: a run without an end, which a signal always finds at work, is compared with
-/// a run of as many steps as it took.
+/// Settings whose results do not depend on the number of steps: a run that is long enough to be interrupted is compared
+/// with a run of as many steps as it took.
 const COURSE: [&str; 8] =
     ["--schedule", "constant", "--warmup-steps", "1", "--checkpoint-every", "0", "--eval-every", "0"];
 
@@ -44,7 +44,7 @@ fn a_signal_saves_and_leaves_and_the_run_goes_on() {
 #[test]
 fn a_second_signal_leaves_at_once() {
     let scratch = prepared();
-    // The only micro-batch of a step takes about a minute, and is not left in its middle.
+    // The only micro-batch of a step takes about a minute, and is not interrupted.
     let slow =
         ["--layers", "64", "--recompute", "block", "--micro-batch", "2048", "--tokens-per-step", "64k"];
     let mut child = scratch.start(&flags(&[&slow[..], &["--steps", "3", "--name", "slow"]].concat()));
@@ -53,7 +53,7 @@ fn a_second_signal_leaves_at_once() {
     signal(&child, "-INT");
     let mut lines =
         BufReader::new(child.stderr.take().expect("piped")).lines().map(|line| line.expect("text"));
-    assert!(lines.any(|line| line.contains("once more ends it at once")), "the first signal is noted");
+    assert!(lines.any(|line| line.contains("a second signal stops at once")), "the first signal is noted");
     // Signals within 250 ms count as one.
     std::thread::sleep(Duration::from_millis(300));
     assert!(child.try_wait().expect("a child").is_none(), "the first waits for the step");
@@ -66,7 +66,7 @@ fn a_second_signal_leaves_at_once() {
 }
 
 /// A signal interrupts a step between its micro-batches: the steps before are saved, and the run continues
-/// with the same bits.
+/// bit-identically.
 #[test]
 fn a_long_step_is_left_in_its_middle() {
     let scratch = prepared();
@@ -85,8 +85,8 @@ fn a_long_step_is_left_in_its_middle() {
     scratch.ok(&["--resume", "runs/left", "--steps", &count]);
     scratch.ok(&flags(&[&long[..], &["--steps", &count, "--name", "whole"]].concat()));
     assert_same_results(&scratch, "left", "whole", steps);
-    // In the first step there is nothing to save. Its 4096 micro-batches take half a minute: a run that waited for their end would
-    // have a checkpoint.
+    // In the first step there is nothing to save. It has 4096 micro-batches, which take half a minute: a run that
+    // waited for them would have a checkpoint.
     let mut child = with(&["--tokens-per-step", "2m", "--steps", "2", "--name", "first"]);
     let log = run_of(&scratch, "first").join("log.txt");
     wait_until(|| std::fs::read_to_string(&log).is_ok_and(|text| text.contains("epochs")));
@@ -95,7 +95,7 @@ fn a_long_step_is_left_in_its_middle() {
     assert!(checkpoints(&run_of(&scratch, "first")).is_empty());
 }
 
-/// Slurm's warning may come twice: the second one does not end the run before it is saved.
+/// Slurm's warning may arrive twice: the second one does not end the run before it is saved.
 #[test]
 fn a_repeated_warning_of_slurm_saves_too() {
     let scratch = prepared();
@@ -103,7 +103,7 @@ fn a_repeated_warning_of_slurm_saves_too() {
     let mut child = scratch.start(&flags(&run));
     let metrics = run_of(&scratch, "warned").join("metrics.jsonl");
     wait_until(|| metrics.metadata().map_or(0, |m| m.len()) > 0);
-    // The run leaves after the current step; a signal that arrives later finds no process.
+    // The run exits after the current step; a later signal finds no process.
     for _ in 0..50 {
         signal(&child, "-USR1");
         std::thread::sleep(Duration::from_millis(10));

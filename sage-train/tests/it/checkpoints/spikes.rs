@@ -1,4 +1,4 @@
-//! Updates that are skipped as spikes, and how checkpoints keep them.
+//! Updates that are skipped as spikes, also after a resume.
 
 use super::{assert_same, flags, numbers, prepared, run_of};
 
@@ -33,7 +33,7 @@ fn spikes_are_skipped_and_nothing_else_changes_them() {
     // Up to the first spike the two runs are equal.
     let first = points.iter().position(|point| point.skipped).expect("a spike");
     assert_eq!(numbers(&points[..first]), numbers(&plain[..first]));
-    // A resumed run skips the same updates as the uninterrupted one.
+    // A resumed run skips the same updates as the uninterrupted run.
     std::fs::remove_dir_all(run_of(&scratch, "whole").join("checkpoints/step-00000060")).expect("gone");
     std::fs::rename(run_of(&scratch, "whole"), run_of(&scratch, "again")).expect("moved");
     scratch.ok(&flags(&[&run[..], &["--name", "whole"]].concat()));

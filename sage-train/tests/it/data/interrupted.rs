@@ -1,4 +1,4 @@
-//! Preparations that are cut off, or fail: they continue where they were.
+//! Preparations that are interrupted or fail are resumed where they stopped.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -14,12 +14,12 @@ fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     entries.map(|entry| (entry.file_name().to_string_lossy().into_owned(), read(entry.path()))).collect()
 }
 
-/// A preparation that is killed at any moment continues where it was, and ends with the same bytes.
+/// A preparation that is killed at any moment is resumed where it stopped, and ends with the same bytes.
 #[test]
 #[cfg(unix)]
 fn a_killed_preparation_goes_on_where_it_was() {
     let scratch = Scratch::new();
-    // Small files, a large one in which the preparation is killed, and a document of many pieces.
+    // Small files, a large file in which the preparation is killed, and a document that is read in many parts.
     scratch.file("text/a.jsonl", json_lines(300_000));
     scratch.file("text/b.jsonl", json_lines(12_000_000));
     scratch.file("text/c.txt", "One long story, and nothing but this story. ".repeat(100_000));
@@ -35,7 +35,7 @@ fn a_killed_preparation_goes_on_where_it_was() {
         while killed < kills {
             let before = std::fs::read(&journal).unwrap_or_default();
             let mut child = scratch.start(&with("parts", "3"));
-            // At a note of progress, or some more changes of the folder after it.
+            // Killed at a journal entry, or some changes of the folder after it.
             let moved = || std::fs::read(&journal).is_ok_and(|now| !now.is_empty() && now != before);
             let _ = ends_before(&mut child, moved)
                 || ends_before_changes(&mut child, &scratch.path().join("parts.partial"), 2 * killed);
@@ -46,14 +46,14 @@ fn a_killed_preparation_goes_on_where_it_was() {
             went_on |= said.contains("continues where an earlier start was interrupted");
             assert!(starts < 20, "the preparation ends before it notes its progress: {said}");
             if output.status.success() {
-                // It was done before the kill, and begins again.
+                // It finished before the kill, and starts again.
                 std::fs::remove_dir_all(scratch.path().join("parts")).expect("removed");
             } else {
                 killed += 1;
             }
         }
         assert!(kills == 1 || went_on, "{said}");
-        // Work with another seed is refused, and leaves the interrupted work as it is.
+        // A preparation with another seed is refused, and does not change the interrupted one.
         let error = scratch.fails(&with("parts", "4"));
         assert!(error.contains("other --seed") && error.contains("rm -r"), "{error}");
         let end = [&with("parts", "3")[..], &["--tokenizer", "whole/tokenizer.json", "--end-of-text", "the"]]
@@ -77,7 +77,7 @@ fn what_an_interrupted_preparation_left_is_in_nobodys_way() {
     scratch.file("new.partial/unfinished-by-sage-train", "");
     scratch.file("new.partial/train_000001.bin", "half a shard");
     scratch.ok(&["data", "prepare", "a.jsonl", "--to", "new", "--vocab-size", "400"]);
-    // Work with a journal that cannot be read is not removed.
+    // An interrupted preparation with an unreadable journal is not removed.
     scratch.file("going.partial/unfinished-by-sage-train", "");
     scratch.file("going.partial/progress.json", "not for export");
     let error = scratch.fails(&["data", "prepare", "a.jsonl", "--to", "going", "--vocab-size", "400"]);
@@ -89,7 +89,7 @@ fn what_an_interrupted_preparation_left_is_in_nobodys_way() {
     assert!(scratch.path().join("other.partial/precious").exists());
 }
 
-/// A document that cannot be read, late in the text, does not lose the work before it.
+/// An unreadable document late in the text does not lose the work before it.
 #[test]
 fn a_preparation_that_fails_late_goes_on_without_what_it_failed_over() {
     let scratch = Scratch::new();

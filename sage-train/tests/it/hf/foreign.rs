@@ -1,4 +1,4 @@
-//! Folders of other makers: ids of special tokens, output matrices, rotary embeddings written twice.
+//! Folders that other programs wrote: ids of special tokens, output matrices, rotary embeddings written twice.
 
 use std::collections::HashMap;
 
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use super::golden;
 use crate::support::Scratch;
 
-/// A copy of the golden Llama in folder `m` whose `config.json` has other values.
+/// Copies the golden Llama to folder `m`, with changes of its `config.json`.
 fn folder(scratch: &Scratch, changes: &Value) {
     for file in ["model.safetensors", "tokenizer.json"] {
         scratch.file(&format!("m/{file}"), std::fs::read(golden("llama").join(file)).expect("a file"));
@@ -40,10 +40,10 @@ fn documents_begin_and_end_as_the_folder_says() {
         let error = found(json!({"eos_token_id": wrong})).expect_err("not an id").to_string();
         assert!(error.contains("eos_token_id") && error.contains("hint:"), "{error}");
     }
-    // generation_config.json has the last word, key by key.
+    // generation_config.json takes precedence, key by key.
     scratch.file("m/generation_config.json", json!({"eos_token_id": [9, 8]}).to_string());
     assert_eq!(found(json!({"bos_token_id": 3, "eos_token_id": 5})), of(3, &[9, 8]));
-    // Any of the ids ends a text: of a model whose every token does, nothing is left.
+    // Any of the ids ends a text: if every token does, the sample is empty.
     let all: Vec<u32> = (0..300).collect();
     scratch.file("m/generation_config.json", json!({"bos_token_id": 0, "eos_token_id": all}).to_string());
     let output = scratch.run(&["sample", "m", "the", "--tokens", "5"]);
@@ -58,7 +58,7 @@ fn documents_begin_and_end_as_the_folder_says() {
     assert!(scratch.fails(&["sample", "m", "--no-bos"]).contains("needs a first token"));
 }
 
-/// `config.json` names the end of a document where no `tokenizer_config.json` does and no token is known.
+/// `config.json` determines the end of a document if `tokenizer_config.json` does not and no token is known for it.
 #[test]
 fn a_tokenizer_takes_the_id_of_its_model() {
     let scratch = Scratch::new();
@@ -89,7 +89,8 @@ fn another_output_matrix_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// A Mistral whose window is as long as its longest sequence is a Llama; a Qwen2 says by another field whether it has one, and by layer.
+/// A Mistral whose window is as long as its longest sequence is a Llama. A Qwen2 has a separate field that turns the
+/// window on, and a list of layers.
 #[test]
 fn sliding_windows_are_settings() {
     let scratch = Scratch::new();
@@ -148,7 +149,7 @@ fn the_kind_of_rotary_embedding_may_be_written_twice() {
         let error = read(scaled).expect_err("scaled").to_string();
         assert!(error.contains("rotary scaling yarn") && error.contains("rope_type: default"), "{error}");
     }
-    // The architecture is the reason, whatever else its file lacks.
+    // The message is about the architecture, whatever else the file lacks.
     scratch.file("m/config.json", r#"{"model_type": "gpt2", "n_embd": 32}"#);
     let error = hf::settings(&scratch.path().join("m")).expect_err("another").to_string();
     assert!(error.contains("model_type gpt2") && error.contains("llama, mistral, qwen2, qwen3"), "{error}");

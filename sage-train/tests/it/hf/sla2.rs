@@ -2,8 +2,8 @@
 
 use crate::support::{Scratch, small};
 
-/// An export has router, `theta` and every setting: evaluated it has the run's own loss, and a run that starts from it is the
-/// same SLA2 again.
+/// An export contains router, `theta` and all settings: its evaluation gives the run's loss, and a run that starts from
+/// it has the same SLA2.
 #[test]
 fn an_export_of_sla2_is_sla2_again() {
     let scratch = Scratch::new();
@@ -66,7 +66,7 @@ fn an_export_of_sla2_is_sla2_again() {
     let log = std::fs::read_to_string(scratch.path().join("runs/further/log.txt")).expect("a log");
     assert!(log.contains("SLA2: 2 blocks of 16 (1 nearest)") && log.contains("values by head-dim"), "{log}");
 
-    // The nearest blocks reach the model: without them it learns something else.
+    // The setting of nearest blocks has an effect: without them the losses differ.
     let far = sla2.iter().map(|&word| if word == "1" { "0" } else { word }).collect::<Vec<_>>();
     scratch.ok(&small(&[&far[..], &others, &stages, &tokens, &["--name", "far"]].concat()));
     let last = |name: &str| scratch.metrics(name).pop().expect("steps").loss;
@@ -75,7 +75,7 @@ fn an_export_of_sla2_is_sla2_again() {
     refused_where_nobody_wrote_it(&scratch, &told);
 }
 
-/// A window without a tail is exported, and read, as one.
+/// A window without a tail is exported and read as a window without a tail.
 #[test]
 fn an_export_of_a_window_without_a_tail_has_none() {
     let scratch = Scratch::new();
@@ -109,7 +109,8 @@ fn an_export_of_a_window_without_a_tail_has_none() {
     assert!(run.contains("sla2-window: 2 blocks of 16 and the diagonal, no tail"), "{run}");
 }
 
-/// An `attention.json` with a key, a word or a gap that no export has; and a window with nearest blocks.
+/// Refuses an `attention.json` with an unknown key, an unknown value or a missing key, and a window with nearest
+/// blocks.
 fn refused_where_nobody_wrote_it(scratch: &Scratch, told: &serde_json::Value) {
     let path = scratch.path().join("hf/attention.json");
     let data = ["--data", "other.txt", "--context", "128", "--tokens", "2k", "--device", "cpu"];

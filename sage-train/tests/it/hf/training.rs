@@ -1,5 +1,5 @@
-//! A training against PyTorch's AdamW in f64, over the models of transformers. `scripts/hf_golden.py` makes the golden files, with
-//! the numbers of [`SETTINGS`].
+//! Compares training with PyTorch's AdamW in f64, on models of transformers. `scripts/hf_golden.py` makes the golden
+//! files, with the numbers of [`SETTINGS`].
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -11,8 +11,8 @@ use crate::support::Scratch;
 
 const STEPS: usize = 6;
 
-/// Each step trains on all eight sequences, so that their order does not matter, in two micro-batches. The first steps are
-/// clipped, the last ones are not.
+/// Each step trains on all eight sequences in two micro-batches, so that their order does not matter. The first steps
+/// are clipped, the last steps are not.
 const SETTINGS: [&str; 34] = [
     "--attn",
     "fpa",
@@ -50,7 +50,7 @@ const SETTINGS: [&str; 34] = [
     "cpu",
 ];
 
-/// Of each tensor the golden file has every so many elements.
+/// The golden file contains every `STRIDE`th element of each tensor.
 const STRIDE: usize = 11;
 
 fn load(path: &Path) -> Result<HashMap<String, Tensor>> {
@@ -69,9 +69,9 @@ fn error(got: &[f64], expected: &[f64], before: &[f64]) -> f64 {
     (square(got, expected) / square(expected, before)).sqrt()
 }
 
-/// The trainer computes in f32: measured are 1e-7 for losses, 2e-7 for norms, and 1.4e-5 for the elements of a tensor, in which a
-/// gradient close to 0 has a large relative error. A step number that is one too low changes the loss by 3e-2, weight decay on
-/// norms by 9e-3, and a clip by norm + 1e-3 by 1.5e-5.
+/// The trainer computes in f32: we measured errors of 1e-7 for losses, 2e-7 for norms, and 1.4e-5 for the elements of a
+/// tensor, where a gradient close to 0 has a large relative error. A step number that is one too low changes the loss
+/// by 3e-2, weight decay on norms changes it by 9e-3, and clipping by norm + 1e-3 by 1.5e-5.
 #[test]
 fn a_training_is_that_of_pytorch_in_f64() -> Result<()> {
     let data = golden("training").display().to_string();

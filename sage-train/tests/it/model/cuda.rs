@@ -1,4 +1,4 @@
-//! The model on a GPU: gradients and training follow those of the CPU.
+//! The model on a GPU: gradients and training agree with the CPU.
 #![cfg(feature = "cuda")]
 
 use candle_core::{DType, Device, Result};
@@ -17,16 +17,17 @@ use super::{batch, config, documents_apart, drawn, relative};
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_documents_in_a_sequence_are_as_good_as_alone() -> Result<()> {
-    // bf16 keeps 2^-9, through three blocks and as many sums.
+    // bf16 rounds by 2^-9, through three blocks and as many sums.
     let sage = SageBwd::default().into();
     documents_apart(&Device::new_cuda(0)?, DType::BF16, &[(Scheme::FullPrecision, 0.05), (sage, 0.15)])
 }
 
-/// One step in bf16 on a GPU against f32 on the CPU. Every activation is rounded to 2^-9, relative, some ten
+/// Compares one step in bf16 on a GPU with f32 on the CPU. Every activation is rounded by a relative 2^-9, about ten
 /// times per block. Forward and backward through three blocks make sixty roundings, whose errors add up as if
-/// independent: sqrt(60) 2^-9 = 1.5 %. The errors of SageBwd itself are the same on both sides, except for
-/// codes near a tie. Those of FP8 too: 2^-9 moves one value in 32 across a midpoint, by 2^-3, or 2 % of an operand, and 45
-/// operands add up to 14 %. The gradient of a norm's weight is a sum over rows in which much cancels: up to twice as much.
+/// independent: sqrt(60) 2^-9 = 1.5 %. The errors of SageBwd itself are the same on both devices, except for INT8
+/// values near a tie. So are the errors of FP8, except near a midpoint: 2^-9 moves one value in 32 across a midpoint,
+/// by 2^-3, or 2 % of an operand, and 45 operands add up to 14 %. The gradient of a norm's weight is a sum over rows
+/// with much cancellation: up to twice as much.
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_gradients_are_those_of_the_cpu() -> Result<()> {
@@ -43,13 +44,13 @@ fn cuda_gradients_are_those_of_the_cpu() -> Result<()> {
     ] {
         let mut first: Option<f32> = None;
         for recompute in [Recompute::None, Recompute::Rotary, Recompute::Attention, Recompute::Block] {
-            // Larger than the default, so that logits and gradients are not mere noise; a head_dim of the
-            // kernels.
+            // Initial weights larger than the default, so that logits and gradients are not mere noise, and a head_dim
+            // that the kernels support.
             let config = LlamaConfig {
                 scheme: Some(scheme),
                 linear,
                 linear_head: linear,
-                // An output matrix apart from the embedding, and biases.
+                // A separate output matrix, and biases.
                 untied: apart,
                 qkv_bias: apart,
                 vocab: 304,
@@ -64,7 +65,7 @@ fn cuda_gradients_are_those_of_the_cpu() -> Result<()> {
                 let (ids, targets) = batch(&config, device)?;
                 let loss = model.train(&ids, &targets)?.to_scalar::<f32>()?;
                 let forward = model.loss(&ids, &targets)?.to_scalar::<f32>()?;
-                // The forward alone is in the compute type.
+                // A forward without a backward is in the compute type.
                 assert!(
                     forward == loss || linear == fp8 && (forward / loss - 1.0).abs() < 0.01,
                     "{forward} {loss}"
@@ -91,11 +92,10 @@ fn cuda_gradients_are_those_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// Thirty steps of a small model on both devices. The losses start equal and drift apart as roundings differ,
-/// by well under 1 %. With Attn-QAT a rounding that crosses a midpoint changes an FP4 code, and thereby a
-/// probability by a quarter: losses in the steep first steps differed by 2.4 %, final losses of three seeds
-/// by 1.0, 0.1 and 0.0 %. FP8 has codes that change in the same way, by an eighth. With the deterministic switch the GPU repeats
-/// its results to the bit.
+/// Thirty steps of a small model on both devices. The losses start equal and drift apart as roundings differ, by well
+/// under 1 %. With Attn-QAT a rounding that crosses a midpoint changes an FP4 value, and thereby a probability by a
+/// quarter: losses in the steep first steps differed by 2.4 %, final losses of three seeds by 1.0, 0.1 and 0.0 %. FP8
+/// values change in the same way, by an eighth. With `deterministic` the GPU repeats its results bit-identically.
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_training_follows_the_cpu() -> sage_train::Result<()> {
@@ -143,8 +143,7 @@ fn cuda_training_follows_the_cpu() -> sage_train::Result<()> {
     Ok(())
 }
 
-/// The host of a GPU learns that a loss is not finite after it has launched the next step; still, no weight
-/// changes.
+/// The host receives a non-finite loss only after it has launched the next step on the GPU; still, no weight changes.
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_runs_that_diverge_stop() {

@@ -1,4 +1,5 @@
-//! Ranks that a launcher such as torchrun starts, on one node or several: how they meet, and who is refused.
+//! Ranks that a launcher such as torchrun starts, on one node or several: how they connect, and which connections are
+//! refused.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -15,7 +16,8 @@ fn free_port() -> String {
     port.to_string()
 }
 
-/// The command of rank `rank` of `of` as torchrun would start it, with `on_node` ranks per node and its own command line.
+/// The command of rank `rank` of `of` as torchrun would start it, with `on_node` ranks per node and its own command
+/// line.
 fn command(
     scratch: &Scratch,
     port: &str,
@@ -70,11 +72,11 @@ fn train_on_nodes(scratch: &Scratch, on_node: usize, name: &str, more: &[&str]) 
     scratch.metrics(name)
 }
 
-/// Settings with parameters in several pieces, which are reduced one after the other.
+/// Settings that store parameters in several pieces, which are reduced one after the other.
 const PIECES: [&str; 4] = ["--layers", "3", "--piece-mb", "0.02"];
 
-/// Every node holds all of the optimizer state. The files of all ranks are one checkpoint, which any number
-/// of ranks can resume.
+/// Every node has the whole optimizer state. The files of all ranks are one checkpoint, which any number of ranks can
+/// resume.
 #[test]
 fn nodes_of_any_size_train_the_same() {
     let scratch = Scratch::new();
@@ -100,7 +102,8 @@ fn nodes_of_any_size_train_the_same() {
     // Sums do not depend on when gradients are transferred.
     assert_eq!(numbers(&scratch.metrics("4-after")), numbers(&scratch.metrics("4-beside")));
     assert_eq!(numbers(&scratch.metrics("2-after")), numbers(&scratch.metrics("2-beside")));
-    // Nor do they depend on the nodes. (The gradients' norm, an f64 sum over shards, does in its last bits.)
+    // Sums do not depend on the number of nodes either. (The last bits of the gradient norm, an f64 sum over shards,
+    // do.)
     let losses = |name| scratch.metrics(name).iter().map(|p| [Some(p.loss), p.val_loss]).collect::<Vec<_>>();
     for nodes in ["2-after", "1-auto"] {
         assert_eq!(losses("4-after"), losses(nodes), "{nodes}");
@@ -148,7 +151,7 @@ fn ranks_of_another_run_are_refused() {
     }
 }
 
-/// A mistake that all ranks would report is reported by rank 0 alone.
+/// An error that all ranks would report is reported only by rank 0.
 #[test]
 fn a_mistake_of_all_ranks_is_told_once() {
     let scratch = Scratch::new();
@@ -165,7 +168,7 @@ fn a_mistake_of_all_ranks_is_told_once() {
     assert!(!scratch.path().join("runs").exists(), "nothing was begun");
 }
 
-/// A rank may connect later than the limits for stalls and heartbeats would allow a rank to be silent.
+/// A rank may connect later than the limits for stalls and heartbeats.
 #[test]
 fn ranks_that_come_late_are_waited_for() {
     let scratch = Scratch::new();
@@ -181,7 +184,7 @@ fn ranks_that_come_late_are_waited_for() {
     }
 }
 
-/// The error is not that of a lost rank, since a restart would not help.
+/// The exit code is not that of a lost rank, because a restart would not help.
 #[test]
 fn another_server_in_the_place_of_rank_0_is_named() {
     let scratch = Scratch::new();
@@ -205,8 +208,9 @@ fn a_sweep_under_a_launcher_has_runs_of_their_own() {
     assert_eq!(code, Some(0), "{said}");
 }
 
-/// Silent connections, a greeting as rank 1 without a proof and one of another version: the run is the run of its two ranks.
-/// If silent connections were read one after the other for 5 s each, 64 of them would take longer than rank 0 waits.
+/// Silent connections, a greeting as rank 1 without a proof, and a greeting of another version do not affect the run of
+/// two ranks. If silent connections were read one after the other for 5 s each, 64 of them would take longer than rank
+/// 0 waits.
 #[test]
 fn strangers_neither_end_a_run_nor_take_a_place() {
     let scratch = Scratch::new();
@@ -235,7 +239,7 @@ fn strangers_neither_end_a_run_nor_take_a_place() {
     drop(silent);
 }
 
-/// A rank with another secret ends with an error, and rank 0 waits on.
+/// A rank with another secret ends with an error, and rank 0 continues to wait.
 #[test]
 fn a_rank_with_another_secret_is_refused() {
     let scratch = Scratch::new();
@@ -249,7 +253,7 @@ fn a_rank_with_another_secret_is_refused() {
     assert_eq!((code, ended(first).0), (Some(0), Some(0)), "{said}");
 }
 
-/// Rank 0 ends because its port is taken, and rank 1 because whoever has the port says nothing.
+/// Rank 0 ends because its port is taken, and rank 1 because the program at the port does not answer.
 #[test]
 fn a_port_that_is_taken_ends_all_ranks() {
     let scratch = Scratch::new();
@@ -257,15 +261,13 @@ fn a_port_that_is_taken_ends_all_ranks() {
     let port = other.local_addr().expect("an address").port().to_string();
     let args = flags(&["--steps", "2", "--stall-timeout", "2"]);
     let ranks: Vec<Child> = (0..2).map(|rank| by_hand(&scratch, &port, rank, (2, 2), &args)).collect();
-    for ((code, said), expected) in
-        ranks.into_iter().map(ended).zip(["a port that nobody has", "no answer for 2 s"])
-    {
+    for ((code, said), expected) in ranks.into_iter().map(ended).zip(["a free port", "no answer for 2 s"]) {
         assert_eq!(code, Some(1), "{said}");
         assert!(said.contains(expected) && said.contains("MASTER_PORT"), "{said}");
     }
 }
 
-/// Linux has all of 127.0.0.0/8 as its own addresses.
+/// On Linux all addresses in 127.0.0.0/8 are local.
 #[cfg(target_os = "linux")]
 #[test]
 fn rank_0_listens_at_the_address_that_was_given() {
