@@ -91,8 +91,8 @@ impl Sample {
     fn say(&self, written: &Written, attn: Attn, writer: &Writer<'_>) -> String {
         let speed =
             written.tokens_per_second().map_or(String::new(), |speed| format!(", {speed:.1} tokens/s"));
-        let numerics = if writer.model.selects_blocks() {
-            "; attention to selected blocks computes the whole sequence for each token"
+        let numerics = if writer.model.past(1, writer.following).is_none() {
+            "; this attention computes the whole sequence for each token"
         } else if [Attn::EXACT, Attn::NONE].contains(&attn) || self.attn.is_some() {
             ""
         } else {

@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 use candle_sage::nn::KvCache;
 use candle_sage::ops::{self, AttentionState, AttentionVjp};
-use candle_sage::sla2::Sla2Vjp;
+use candle_sage::sla2::{Sla2Cache, Sla2Vjp};
 use candle_sage::{Attention, Scheme};
 
 use super::config::{LlamaConfig, Recompute};
@@ -59,8 +59,25 @@ struct Biases {
 /// The cached keys and values of earlier tokens, and the scheme in which new tokens attend to them.
 #[derive(Debug)]
 pub(super) struct Cached<'a> {
-    pub(super) cache: &'a mut KvCache,
+    pub(super) cache: &'a mut LayerCache,
     pub(super) following: Option<Scheme>,
+}
+
+/// What a layer keeps of earlier tokens.
+#[derive(Debug)]
+pub(super) enum LayerCache {
+    Dense(KvCache),
+    /// Of SLA2, once it selects blocks.
+    Sparse(Box<Sla2Cache>),
+}
+
+impl LayerCache {
+    pub(super) fn tokens(&self) -> usize {
+        match self {
+            Self::Dense(cache) => cache.current_seq_len(),
+            Self::Sparse(cache) => cache.tokens(),
+        }
+    }
 }
 
 /// The kinds of heads that the joint projection concatenates.
@@ -225,18 +242,24 @@ impl SelfAttention {
     /// The forward without a backward, for whole sequences or for tokens that follow the tokens in a cache.
     pub(super) fn forward(&self, x: &Operand, rotary: &Rotary, cached: Option<Cached<'_>>) -> Result<Tensor> {
         let (mut attention, mut inputs) = self.inputs(&self.project(x, rotary)?, rotary)?;
-        if let Some(Cached { cache, following }) = cached {
-            if let Some(following) = following.filter(|_| cache.current_seq_len() > 0) {
-                attention = attention.scheme(following);
+        let mut sparse_cache = None;
+        match cached {
+            None => (),
+            Some(Cached { cache: LayerCache::Sparse(cache), .. }) => sparse_cache = Some(cache),
+            Some(Cached { cache: LayerCache::Dense(cache), following }) => {
+                if let Some(following) = following.filter(|_| cache.current_seq_len() > 0) {
+                    attention = attention.scheme(following);
+                }
+                let [query, key, value] = inputs;
+                let (key, value) = cache.append(&key, &value.contiguous()?)?;
+                inputs = [query, key, value];
             }
-            let [query, key, value] = inputs;
-            let (key, value) = cache.append(&key, &value.contiguous()?)?;
-            inputs = [query, key, value];
         }
         let [query, key, value] = &inputs;
-        let out = match self.sparse(rotary) {
-            Some(sla2) => sla2.forward(inputs.each_ref(), rotary.documents.as_ref())?,
-            None => attention.apply(query, key, value)?,
+        let out = match (self.sparse(rotary), sparse_cache) {
+            (Some(sla2), None) => sla2.forward(inputs.each_ref(), rotary.documents.as_ref())?,
+            (Some(sla2), Some(cache)) => sla2.forward_cached(inputs.each_ref(), cache)?,
+            (None, _) => attention.apply(query, key, value)?,
         };
         let rows = self.to_rows(&out, rotary, x.rows()?, &[Heads::Queries])?;
         self.output.forward(&Operand::Compute(rows))

@@ -14,7 +14,7 @@ use super::operands::{Operand, Operands};
 use super::parameters::Parameters;
 use super::precision::Place;
 use super::rotary::Rotary;
-use super::sla2::Selected;
+use super::sla2::{Selected, Sla2Layer};
 use crate::ranks::Group;
 
 #[derive(Debug, Clone)]
@@ -90,9 +90,9 @@ impl Block {
         }
     }
 
-    /// Whether the block's attention is SLA2.
-    pub(super) fn has_sla2(&self) -> bool {
-        self.attention.as_ref().is_some_and(|(_, attention)| attention.sla2.is_some())
+    /// The block's SLA2.
+    pub(super) fn sla2(&self) -> Option<&Sla2Layer> {
+        self.attention.as_ref().and_then(|(_, attention)| attention.sla2.as_ref())
     }
 
     /// See [`SelfAttention::selected`].

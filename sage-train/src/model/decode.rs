@@ -3,9 +3,10 @@
 
 use candle_core::{Result, Tensor};
 use candle_sage::nn::KvCache;
+use candle_sage::sla2::Sla2Cache;
 use candle_sage::{Error, Scheme};
 
-use super::attention::Cached;
+use super::attention::{Cached, LayerCache};
 use super::block::Block;
 use super::llama::Llama;
 use super::sla2_config::Stage;
@@ -13,7 +14,7 @@ use super::sla2_config::Stage;
 /// The cached keys and values of the tokens that have passed through the model, one cache per layer.
 #[derive(Debug)]
 pub struct TokenCache {
-    layers: Vec<KvCache>,
+    layers: Vec<LayerCache>,
     tokens: usize,
     following: Option<Scheme>,
 }
@@ -28,19 +29,27 @@ impl TokenCache {
 impl Llama {
     /// Whether attention currently sees only selected blocks.
     pub fn selects_blocks(&self) -> bool {
-        self.stage == Stage::Sparse && self.blocks.iter().any(Block::has_sla2)
+        self.stage == Stage::Sparse && self.blocks.iter().any(|block| block.sla2().is_some())
     }
 
     /// An empty cache for one sequence, with memory for `tokens` tokens; it grows up to the context. The tokens of the
     /// prompt attend in the model's own numerics; later tokens in the numerics of `following`, or by default in each
     /// layer's own numerics.
     ///
-    /// `None` if attention sees only selected blocks: a selection with a causal mask needs as many queries as keys, so
-    /// each new token needs a forward over its whole sequence.
+    /// `None` if attention sees only selected blocks and a cache cannot continue it: windows select the blocks, or tokens
+    /// after the prompt shall attend in INT8 or FP4. Each new token then needs a forward over its whole sequence.
     pub fn past(&self, tokens: usize, following: impl Into<Option<Scheme>>) -> Option<TokenCache> {
+        let following = following.into();
         // The cache grows in steps of this size, which must not be 0.
-        let layers = self.blocks.iter().map(|_| KvCache::new(1, tokens.max(1))).collect();
-        (!self.selects_blocks()).then_some(TokenCache { layers, tokens: 0, following: following.into() })
+        let tokens = tokens.max(1);
+        let layer = |block: &Block| match block.sla2().filter(|_| self.stage == Stage::Sparse) {
+            None => Some(LayerCache::Dense(KvCache::new(1, tokens))),
+            Some(sla2) => {
+                sla2.can_follow(following).then(|| LayerCache::Sparse(Box::new(Sla2Cache::new(tokens))))
+            }
+        };
+        let layers = self.blocks.iter().map(layer).collect::<Option<_>>()?;
+        Some(TokenCache { layers, tokens: 0, following })
     }
 
     /// Logits of the token after `ids`, (1, tokens): (1, vocab). `ids` follow the tokens of `past`, and are
@@ -60,7 +69,7 @@ impl Llama {
                 .into());
         }
         // Layers without attention cache nothing.
-        let kept: Vec<usize> = layers.iter().map(|layer| layer.k_cache().current_seq_len()).collect();
+        let kept: Vec<usize> = layers.iter().map(|layer| layer.tokens()).collect();
         if kept.iter().any(|&len| len != kept[0] || len != 0 && len != *tokens) {
             return Err(Error::new("cannot continue from this cache: an earlier call with it failed")
                 .got(format!("{kept:?} tokens in the layers, after {tokens}"))

@@ -3,7 +3,7 @@
 use candle_core::{DType, Result, Tensor, Var};
 use candle_sage::ops::{self};
 use candle_sage::shape::{AttentionShape, Packing};
-use candle_sage::sla2::Sla2Vjp;
+use candle_sage::sla2::{Sla2Cache, Sla2Vjp};
 use candle_sage::{Router, Scheme, Selection, Sla2};
 
 use super::config::LlamaConfig;
@@ -63,6 +63,7 @@ const TEACHING: f64 = 0.01;
 pub(super) struct Sla2Layer {
     config: Sla2Config,
     op: Sla2,
+    scheme: Scheme,
     head_dim: usize,
     router: Option<[Weight; 2]>,
     theta: Option<Weight>,
@@ -99,6 +100,7 @@ impl Sla2Layer {
                 .tail(config.tail)
                 .alpha(config.alpha)
                 .deterministic(model.deterministic),
+            scheme,
             head_dim: model.head_dim,
             router: router.transpose()?,
             theta: config.tail.map(|_| weight("theta")).transpose()?,
@@ -143,22 +145,30 @@ impl Sla2Layer {
         }
     }
 
+    /// The router; `None` where windows select.
+    fn select_by(&self, k: &Tensor) -> Result<Option<Router>> {
+        match (self.config.choice, &self.router) {
+            (Choice::Window, _) => Ok(None),
+            (_, Some([query, key])) => {
+                Router::from_tensors(part(query.value()?, self.keys())?, part(key.value()?, self.keys())?)
+                    .map(Some)
+            }
+            (_, None) => Router::new(k.dim(2)?, self.head_dim, k.device()).map(Some),
+        }
+    }
+
     fn select(&self, q: &Tensor, k: &Tensor, documents: Option<&Packing>) -> Result<Selection> {
-        let router = match (self.config.choice, &self.router) {
-            (Choice::Window, _) => {
+        match self.select_by(k)? {
+            Some(router) => self.op(documents).select(&router, q, k),
+            None => {
                 let (q_dims, k_dims) = (q.dims4()?, k.dims4()?);
                 let shape = AttentionShape::new(q_dims, k_dims, k_dims, true, documents.cloned())?;
                 let block = (self.config.block, self.config.block);
                 // The first block of the sequence (the attention sink) counts as one of the selected blocks.
                 let nearest = self.config.blocks.saturating_sub(1);
-                return Selection::window(&shape, block, nearest, self.config.blocks.min(1), q.device());
+                Selection::window(&shape, block, nearest, self.config.blocks.min(1), q.device())
             }
-            (_, Some([query, key])) => {
-                Router::from_tensors(part(query.value()?, self.keys())?, part(key.value()?, self.keys())?)?
-            }
-            (_, None) => Router::new(k.dim(2)?, self.head_dim, q.device())?,
-        };
-        self.op(documents).select(&router, q, k)
+        }
     }
 
     fn theta(&self, q: &Tensor) -> Result<Tensor> {
@@ -172,6 +182,20 @@ impl Sla2Layer {
     pub(super) fn forward(&self, [q, k, v]: [&Tensor; 3], documents: Option<&Packing>) -> Result<Tensor> {
         let selection = self.select(q, k, documents)?;
         self.op(documents).apply(q, k, v, &selection, &self.theta(q)?)
+    }
+
+    /// The forward of tokens that follow those in a cache.
+    pub(super) fn forward_cached(&self, [q, k, v]: [&Tensor; 3], cache: &mut Sla2Cache) -> Result<Tensor> {
+        match self.select_by(k)? {
+            Some(router) => self.op.apply_cached(&router, [q, k, v], &self.theta(q)?, cache),
+            None => candle_core::bail!("windows of blocks have no cache"),
+        }
+    }
+
+    /// Whether a cache can continue a sequence in the numerics of `following`, or by default in those of the layer.
+    pub(super) fn can_follow(&self, following: Option<Scheme>) -> bool {
+        let scheme = following.unwrap_or(self.scheme);
+        self.config.choice != Choice::Window && scheme == Scheme::FullPrecision
     }
 
     /// Measures the selection for queries and keys. On a GPU this waits for the device.

@@ -281,9 +281,18 @@ fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
     let sparse = with_sla2();
     let parameters = drawn(&sparse, device, DType::F32)?;
     let mut model = Llama::new(&sparse, &parameters, device)?;
-    assert!(model.past(48, Scheme::FullPrecision).is_none());
+    // Block by block: a prompt that ends inside a block, then tokens into the third one.
+    let mut past = model.past(48, Scheme::FullPrecision).expect("a router's selection has a cache");
+    let ids = batch(&sparse, device)?.0.narrow(0, 0, 1)?.contiguous()?;
+    for (len, tokens) in [(17, 17), (18, 1), (33, 15), (40, 7)] {
+        let new = ids.narrow(1, len - tokens, tokens)?.contiguous()?;
+        let logits = model.next_logits_after(&mut past, &new)?;
+        let error = relative(&logits, &model.next_logits(&ids.narrow(1, 0, len)?.contiguous()?)?)?;
+        assert!(error < LIMIT, "{len} tokens: {error}");
+    }
+    assert!(model.past(48, Scheme::from(SageBwd::default())).is_none());
     model.set_stage(Stage::Dense);
-    assert!(model.past(48, Scheme::FullPrecision).is_some());
+    assert!(model.past(48, Scheme::from(SageBwd::default())).is_some());
     Ok(())
 }
 
