@@ -1,4 +1,4 @@
-//! Speed of attention over rows of shapes: forward, and forward with backward. Times include all
+//! Measures the speed of attention for a list of shapes: forward, and forward with backward. Times include all
 //! quantization.
 
 mod clock;
@@ -20,8 +20,8 @@ use crate::model::causal_pairs;
 /// Number of input sets that calls use in turn, so that no call finds its inputs in the cache.
 const ROTATING: usize = 3;
 
-/// A row of the benchmark: `D:N:causal`, or `D/V:N:causal` where values have another head_dim than queries and keys. A window of
-/// `W` tokens is `D:N:causal:W`.
+/// A row of the benchmark: `D:N:causal`, or `D/V:N:causal` if values have another head_dim than queries and keys. A
+/// window of `W` tokens is `D:N:causal:W`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Row {
     /// head_dim of queries and keys.
@@ -32,23 +32,24 @@ pub struct Row {
     pub tokens: usize,
     /// Whether the mask is causal.
     pub causal: bool,
-    /// The tokens that a query sees at most, its own and those before it (and without a causal mask as many after it). `None`: all.
+    /// Largest number of tokens that a query attends to, including its own and those before it (without a causal mask,
+    /// equally many after it). `None`: all tokens.
     pub window: Option<usize>,
 }
 
 impl Row {
-    /// The pairs of a query and a key that it sees, in one head: half of all with a causal mask.
+    /// The unmasked (query, key) pairs of one head: half of all pairs with a causal mask.
     fn pairs(self) -> f64 {
         let before = causal_pairs(self.tokens, self.window);
         if self.causal { before } else { 2.0 * before }
     }
 
-    /// Whether heads have more channels than most kernels take.
+    /// Whether heads have more channels than most kernels support.
     fn is_large(self) -> bool {
         self.head_dim.max(self.value_dim) > 128
     }
 
-    /// The head_dim: `D`, or `D/V` where that of values is another.
+    /// The head_dim: `D`, or `D/V` if values have another head_dim.
     fn heads(&self) -> String {
         match self.value_dim {
             v if v == self.head_dim => v.to_string(),
@@ -78,8 +79,9 @@ impl std::str::FromStr for Row {
             }
             _ => Err(Error::new("not a row of the benchmark")
                 .got(format!("`{text}`"))
-                .allowed("D:N:causal, such as 64:8192:1: head_dim 8 to 256, tokens, 0 or 1; 192/128:8192:1 for values of 128 with keys of 192; 64:8192:1:1024 for a window of 1024 tokens")
-                .hint("without rows the usual ones run")),
+                .allowed("D:N:causal, such as 64:8192:1: head_dim 8 to 256, tokens, 0 or 1; 192/128:8192:1 for keys \
+                          of 192 and values of 128; 64:8192:1:1024 for a window of 1024 tokens")
+                .hint("leave the rows out for the default rows")),
         }
     }
 }
@@ -91,17 +93,17 @@ pub struct Plan {
     pub device: Device,
     /// The shapes.
     pub rows: Vec<Row>,
-    /// The schemes; none: the usual ones.
+    /// The schemes; the default schemes if empty.
     pub schemes: Vec<Scheme>,
     /// Tokens of all sequences of a batch. A longer sequence is a separate batch.
     pub total_tokens: usize,
     /// Width of all heads together: heads = width / head_dim.
     pub width: usize,
-    /// Timed calls of each kind; the result is their median.
+    /// Number of timed calls of each kind; the result is their median.
     pub repeats: usize,
-    /// Pause before each series of timed calls, in which a GPU that power slows down recovers.
+    /// Pause before each series of timed calls, in which a power-limited GPU recovers.
     pub rest: Duration,
-    /// Soft cap of the logits; 0: none.
+    /// Soft cap of the logits; 0 for none.
     pub softcap: f64,
     /// Whether logits are lowered by the distance of query and key (ALiBi).
     pub alibi: bool,
@@ -147,7 +149,7 @@ pub struct Measured {
     pub heads: usize,
     /// The numerics.
     pub scheme: Scheme,
-    /// Milliseconds of a forward that keeps nothing for a backward.
+    /// Milliseconds of a forward that stores nothing for a backward.
     pub forward_ms: f64,
     /// Milliseconds of a forward and its backward.
     pub both_ms: f64,
@@ -156,9 +158,9 @@ pub struct Measured {
 }
 
 impl Measured {
-    /// Operations of the forward, and of forward and backward: 2 B H times the pairs of a query and a key times the channels that are
-    /// products' rows or reductions. The forward has D of S and V of P V, the backward those of S, dQ and dK, and of
-    /// dP and dV.
+    /// Operations of the forward, and of forward and backward: 2 B H times the (query, key) pairs times the channels of
+    /// all matmuls. The forward has D channels for S and V channels for P V. The backward has D for each of S, dQ and
+    /// dK, and V for each of dP and dV.
     fn operations(&self) -> (f64, f64) {
         let Row { head_dim: d, value_dim: v, .. } = self.row;
         let of = |channels| (2 * self.batch * self.heads * channels) as f64 * self.row.pairs();
@@ -172,7 +174,7 @@ impl Measured {
     }
 }
 
-/// The default rows: short and long sequences, both native head_dims, causal; on the CPU short ones alone.
+/// The default rows: short and long sequences, both native head_dims, causal; on the CPU only short ones.
 pub fn usual_rows(device: &Device) -> Vec<Row> {
     let lengths: &[usize] = if device.is_cpu() { &[1024] } else { &[1024, 8192, 16384] };
     let of = |head_dim| {
@@ -187,8 +189,9 @@ pub fn usual_rows(device: &Device) -> Vec<Row> {
     [64, 128].into_iter().flat_map(of).collect()
 }
 
-/// The schemes to measure, if none are named: every scheme, and SageBwd with fewer INT8 products, and with K's mean over a sample. Heads over 128
-/// channels have on a GPU full precision and SageBwd's scores; see [`measure`].
+/// The schemes to measure if none are named: every scheme, and SageBwd with fewer INT8 matmuls and with K's mean over a
+/// sample. On a GPU, heads with more than 128 channels are measured unquantized and with SageBwd's scores; see
+/// [`measure`].
 fn usual_schemes(row: Row, device: &Device) -> Vec<Scheme> {
     let few = SageBwd::default().products(Int8Products::FORWARD_AND_S);
     let sampled = few.key_mean(KeyMean::Sample(64));
@@ -207,7 +210,8 @@ fn usual_schemes(row: Row, device: &Device) -> Vec<Scheme> {
         .collect()
 }
 
-/// The name of a scheme in the table: with its INT8 products, the tokens of K's mean and smoothing unless they are the default.
+/// The name of a scheme in the table, with its INT8 matmuls, the tokens of K's mean and the smoothing if they are not
+/// the default.
 fn label(scheme: &Scheme) -> String {
     let mut label = scheme.name().to_owned();
     if let Scheme::AttnQat(settings) = scheme
@@ -230,8 +234,8 @@ fn label(scheme: &Scheme) -> String {
     label
 }
 
-/// Measures one row, one scheme after the other. Left out are INT8 of heads over 128 channels on GPUs that do not have it, and of the usual schemes
-/// those that do not take the soft cap, ALiBi or sinks.
+/// Measures one row, one scheme after the other. It skips INT8 for heads with more than 128 channels on GPUs without
+/// such kernels, and default schemes that do not support the soft cap, ALiBi or sinks.
 ///
 /// # Errors
 /// When the device has no kernels for the shape, or runs out of memory.
@@ -330,9 +334,9 @@ fn speed(tflops: f64) -> String {
     }
 }
 
-/// All results as comma-separated values, after lines `# key: value` that say how and where they were measured.
+/// All results as CSV, after lines `# key: value` that describe how and where they were measured.
 pub fn csv(plan: &Plan, all: &[Measured]) -> String {
-    // Schemes are separated by semicolons, which a shell would read.
+    // Schemes are separated by semicolons, which a shell would interpret.
     let quoted = |word: String| if word.contains([';', ' ']) { format!("\"{word}\"") } else { word };
     let words: Vec<_> =
         std::env::args_os().skip(1).map(|word| quoted(word.to_string_lossy().into_owned())).collect();
@@ -419,7 +423,7 @@ mod tests {
         assert_eq!(of(32), (1.5 * unit, 5.5 * unit));
         let pairs = |causal, window| Row { head_dim: 64, value_dim: 64, tokens: 8, causal, window }.pairs();
         assert_eq!([pairs(true, None), pairs(true, Some(9)), pairs(false, None)], [32.0, 32.0, 64.0]);
-        // 8 x 2 less what the first queries lack.
+        // 8 x 2, minus the keys that the first queries lack.
         assert_eq!([pairs(true, Some(2)), pairs(false, Some(2))], [14.0, 28.0]);
     }
 }

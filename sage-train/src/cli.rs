@@ -42,30 +42,30 @@ use train::Train;
 
 const EXAMPLES: &str = "Examples:
   sage-train                                         train on the built-in corpus, a few minutes
-  sage-train --compare fpa,sagebwd,none              what INT8 costs, what attention is worth
-  sage-train --attn fpa,sagebwd --seed 1,2,3         lists are a sweep: every combination, with intervals
-  sage-train sweep paper-mini --jobs 4               the paper's matrix, small; the same command goes on
-  sage-train report runs/paper-mini                  losses, differences, intervals: one HTML file
+  sage-train --compare fpa,sagebwd,none              compare INT8, unquantized and no attention
+  sage-train --attn fpa,sagebwd --seed 1,2,3         a sweep: every combination of the lists
+  sage-train sweep paper-mini --jobs 4               the paper's runs, small; repeat it to resume
+  sage-train report runs/paper-mini                  compare its runs in one HTML file
   sage-train --data book.txt --preset mini           train on your text
   sage-train --preset 325m --data web.jsonl.zst --dry-run
-                                                     what the paper's run would take
+                                                     estimate time and memory of the paper's run
   sage-train --preset 325m --data web.jsonl.zst --tokens-per-step 256k --steps 300000
                                                      the paper's run with small batches
   sage-train data prepare tinystories --tokenizer gpt2 --to stories
-  sage-train --preset 325m --data stories            text to shards, once; then train on them
-  sage-train --resume runs/tiny-sagebwd-001          go on where a run was interrupted
-  sage-train sample runs/tiny-sagebwd-001 'Once'     let the model write
-  sage-train export runs/tiny-sagebwd-001 --to hf    for transformers
-  sage-train probe runs/tiny-sagebwd-001             the error of INT8 on the tensors of a trained model
-  sage-train bench attention 64:4096:1               how fast attention is here
+  sage-train --preset 325m --data stories            tokenize into shards once, then train on them
+  sage-train --resume runs/tiny-sagebwd-001          resume an interrupted run
+  sage-train sample runs/tiny-sagebwd-001 'Once'     generate text
+  sage-train export runs/tiny-sagebwd-001 --to hf    export for Hugging Face transformers
+  sage-train probe runs/tiny-sagebwd-001             INT8 errors on the tensors of a trained model
+  sage-train bench attention 64:4096:1               speed of attention on this machine
   sage-train --config runs/tiny-sagebwd-001/config.toml --seed 1
-                                                     a run again, with another seed";
+                                                     repeat a run with another seed";
 
-/// Pre-train a small Llama with low-bit attention, and compare it with full precision.
+/// Pre-train a small Llama with low-bit attention, and compare it with unquantized attention.
 ///
 /// Without arguments: a 1M-parameter model with INT8 SageBwd attention on the built-in corpus. Every
-/// setting is also a key of a TOML file (--config); a flag wins over the file, the file over the
-/// preset. Each run gets a separate folder with its settings, metrics, loss plot, weights and log.
+/// setting is also a key of a TOML file (--config); a flag overrides the file, and the file overrides the preset. Each
+/// run gets a separate folder with its settings, metrics, loss plot, weights and log.
 #[derive(Debug, Parser)]
 #[command(
     name = "sage-train",
@@ -80,7 +80,7 @@ pub struct Cli {
     verb: Option<Verb>,
     #[command(flatten)]
     train: Train,
-    /// Lists of values that were typed for a setting.
+    /// Settings for which a list of values was typed.
     #[arg(skip)]
     lists: Table,
 }
@@ -95,8 +95,8 @@ enum Verb {
         /// Seed; run N trains on corpus N
         #[arg(long, default_value_t = 0)]
         seed: u64,
-        /// Write JSON lines for --data instead: documents of at least WORDS words that ask for facts from far before (`eval --recall`
-        /// measures the recall)
+        /// Write JSON lines for --data instead: documents of at least WORDS words, with questions about facts from far
+        /// back (`eval --recall` measures the recall)
         #[arg(long, value_name = "WORDS")]
         recall: Option<usize>,
     },
@@ -107,7 +107,7 @@ enum Verb {
         #[command(flatten)]
         threads: Threads,
     },
-    /// Prepare data: text to shards of tokens, tokenizers
+    /// Prepare data: tokenize text into shards, train tokenizers
     Data {
         #[command(subcommand)]
         what: Data,
@@ -117,28 +117,29 @@ enum Verb {
     /// Generate text with a trained model
     #[command(allow_negative_numbers = true)]
     Sample(OnThreads<Sample>),
-    /// Loss, perplexity and bits a byte of a trained model, or its score on HellaSwag
+    /// Evaluate a trained model: loss, perplexity and bits per byte, or its score on a task such as HellaSwag
     Eval(OnThreads<Eval>),
-    /// Export a trained model for transformers
+    /// Export a trained model for Hugging Face transformers
     Export(OnThreads<Export>),
     /// Measure the error of low-bit attention: on the tensors of a trained model, layer by layer, or on random ones
     Probe(Box<OnThreads<Probe>>),
     /// Run many runs that differ in some settings; finished runs are skipped and interrupted runs resumed
     Sweep(Box<Sweeping>),
-    /// Compare runs: losses, differences with their intervals, speed, in one HTML file
+    /// Compare runs in one HTML file: losses, differences with confidence intervals, speed
     #[command(allow_negative_numbers = true)]
     Report(Reporting),
 }
 
-/// The second of two paths that stand behind `--data`, as the shell leaves them of a pattern.
+/// The second of two paths after `--data`, as they appear when the shell expands a pattern.
 fn second_path(words: &[OsString]) -> Option<&Path> {
     let exists = |word: &OsString| Path::new(word).exists();
     let three = words.windows(3).find(|three| three[0] == "--data" && three[1..].iter().all(exists))?;
     Some(Path::new(&three[2]))
 }
 
-/// The exit code of a command that ended with an error: 2 if a flag, a setting or a file cannot be used, as for a flag that does not
-/// exist, and 1 if something failed under way. Shells report 128 and its number for a program that a signal ended.
+/// The exit code of a command that ended with an error: 2 if a flag, a setting or a file cannot be used (as for an
+/// unknown flag), and 1 for a failure during the work. For a program that a signal ended, shells report 128 plus the
+/// signal's number.
 pub fn exit_code(error: &Error) -> u8 {
     match (crate::signals::received(), error.kind()) {
         (Some(signal), _) => 128 + signal,
@@ -148,7 +149,7 @@ pub fn exit_code(error: &Error) -> u8 {
 }
 
 impl Cli {
-    /// Parses the command line. A list of values for a setting makes a sweep of it.
+    /// Parses the command line. A list of values for a setting turns the command into a sweep.
     pub fn typed() -> Self {
         let typed = Typed::new(std::env::args_os().collect());
         let parse = |words: &[OsString]| Self::parse_words(words);
@@ -162,13 +163,15 @@ impl Cli {
             let known = if error.kind() == ErrorKind::InvalidSubcommand && verb == Some("train") {
                 Error::new("there is no command `train`: training is the default")
                     .got("sage-train train")
-                    .allowed("sage-train, and settings")
-                    .hint("leave it out: sage-train --data book.txt; sage-train --help has all settings")
+                    .allowed("sage-train with settings")
+                    .hint(
+                        "leave `train` out: sage-train --data book.txt; sage-train --help lists all settings",
+                    )
             } else if let Some(path) = second_path(&typed.words).filter(|_| error.use_stderr()) {
-                Error::new("one --data has one path")
+                Error::new("--data takes one path")
                     .got(format!("{} after it", path.display()))
-                    .allowed("--data PATH, as often as there are sources")
-                    .hint("quote a pattern, so that the shell leaves it alone: --data 'texts/*.txt'")
+                    .allowed("one --data PATH for each source")
+                    .hint("quote a pattern, so that the shell does not expand it: --data 'texts/*.txt'")
             } else {
                 error.exit()
             };
@@ -211,8 +214,8 @@ impl Cli {
     }
 }
 
-/// Prints to standard output; a closed pipe is not an error. On a terminal characters that would act on it are escaped; a file or a
-/// pipe gets the text as it is.
+/// Prints to standard output; a closed pipe is not an error. On a terminal, characters that would act on it are
+/// escaped; a file or a pipe gets the text unchanged.
 fn print(text: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
     let text = if out.is_terminal() { printable(text) } else { text.into() };

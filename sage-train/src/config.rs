@@ -1,4 +1,4 @@
-//! What will run: every setting resolved and checked, printable, saved with the results.
+//! The resolved and checked configuration of a run, which is printed and saved with the results.
 
 mod attention;
 mod batch;
@@ -35,7 +35,7 @@ pub use checkpoints::CheckpointConfig;
 pub use identity::{BRANCHED_FROM, Identity, differing, in_words, is_meaningless, is_seed, of_attention};
 pub use reference::reference;
 
-/// The folder in a sweep's that holds what was asked for.
+/// The folder inside a sweep's folder with the requested settings of each run.
 pub const PLAN: &str = "plan";
 
 /// A resolved run.
@@ -43,13 +43,13 @@ pub const PLAN: &str = "plan";
 pub struct Config {
     /// The complete settings.
     pub settings: Settings,
-    /// How to attend.
+    /// The kind of attention.
     pub attn: Attn,
     /// The model.
     pub model: LlamaConfig,
-    /// Where the text comes from.
+    /// The training and validation data.
     pub data: DataConfig,
-    /// A Hugging Face folder to begin with.
+    /// The folder of the initial weights, if it was given.
     pub init_from: Option<PathBuf>,
     /// Sequences in a micro-batch.
     pub micro_batch: usize,
@@ -57,27 +57,27 @@ pub struct Config {
     pub accumulation: usize,
     /// Optimizer steps.
     pub steps: u64,
-    /// Course of the learning rate.
+    /// Schedule of the learning rate.
     pub learning_rate: LearningRate,
-    /// How parameters are updated.
+    /// The optimizer.
     pub optimizer: Optimizer,
-    /// Standard deviations above the mean from which on an update is skipped.
+    /// Standard deviations above the mean at which an update is skipped.
     pub skip_spikes: Option<f64>,
-    /// Where it trains.
+    /// The device to train on.
     pub device: Place,
     /// Seed of the initial weights.
     pub weights_seed: u64,
-    /// Seed of what is random except weights and data.
+    /// Seed of everything random except weights and data.
     pub seed: u64,
     /// Folder of runs.
     pub out: PathBuf,
     /// Name of the run's folder, if one was given.
     pub name: Option<String>,
-    /// Steps between validations; 0 for the end only.
+    /// Steps between validations; 0 validates only at the end.
     pub eval_every: u64,
     /// Tokens of a validation.
     pub eval_tokens: u64,
-    /// What a second validation attends with, where it is not what training does.
+    /// The scheme of a second validation, if it differs from training.
     pub eval_scheme: Option<Scheme>,
     /// Steps between probes of attention's errors; 0 for none.
     pub probe_every: u64,
@@ -85,28 +85,28 @@ pub struct Config {
     pub checkpoints: CheckpointConfig,
     /// Tokens of sample text.
     pub sample_tokens: usize,
-    /// Threads, if not all.
+    /// Number of threads; all cores if `None`.
     pub threads: Option<usize>,
     /// FLOP/s of the machine, if known.
     pub peak_flops: Option<f64>,
-    /// The run that this one was branched off, if it was.
+    /// The run that this run was branched off, if any.
     pub branch: Option<Branch>,
 }
 
-/// More than any machine's cores: a mistake.
+/// More threads than this are an error: no machine has as many cores.
 pub(crate) const MOST_THREADS: usize = 4096;
 
 impl Config {
-    /// Resolves settings over a preset's.
+    /// Resolves settings, with missing values from the preset.
     ///
     /// # Errors
-    /// When a setting is out of range or two do not fit together.
+    /// When a setting is out of range, or two settings contradict each other.
     pub fn resolve(settings: Settings) -> Result<Self> {
         let preset = settings.run.preset.unwrap_or(Preset::Tiny);
         let asked_warmup = settings.optimizer.warmup_steps;
         if settings.batch.steps.is_some() && settings.batch.tokens.is_some() {
             return Err(Error::new("both steps and tokens are given")
-                .got("steps and tokens in one place")
+                .got("steps and tokens")
                 .allowed("one of them")
                 .hint("tokens = steps x tokens-per-step"));
         }
@@ -116,7 +116,7 @@ impl Config {
         let sla2 =
             attn.sla2(&s.sla2, need(s.data.context).0 as usize, steps, need(s.run.device) == Place::Cuda)?;
         if let Some(sla2) = &sla2 {
-            // As it came out: on another device, over another context or for more steps it would come out otherwise.
+            // The resolved values are saved, because they would differ with another device, context or number of steps.
             s.sla2 = Sla2Settings {
                 sla2_block: Some(sla2.block),
                 sla2_blocks: Some(sla2.blocks),
@@ -129,16 +129,16 @@ impl Config {
         }
         let model = model::resolve(preset, &s, sla2)?;
         if s.optimizer.init_moments == Some(Switch::On) && s.model.init_from.is_none() {
-            return Err(Error::new("no moments to begin with")
+            return Err(Error::new("no initial moments")
                 .got("--init-moments on without --init-from")
                 .allowed("--init-from RUN/checkpoints/step-N --init-moments on")
-                .hint("a run that begins with random weights begins with moments of zero"));
+                .hint("a run that starts from random weights starts with moments of zero"));
         }
         let eval_scheme = eval_scheme(&s, &model)?;
         let (micro_batch, accumulation) = batch::resolve(&s.batch, model.context, steps)?;
         model.linear.check("micro-batch x context", micro_batch * model.context)?;
         let learning_rate = LearningRate::resolve(&s.optimizer, steps, asked_warmup)?;
-        // Left open where it was: a longer run from the saved settings warms up longer.
+        // It stays unset if it was not given, so that a longer run from the saved settings has a longer warm-up.
         s.optimizer.warmup_steps = asked_warmup;
         let out = need(s.run.out.clone());
         let seed = checks::seed("seed", need(s.run.seed))?;
@@ -182,7 +182,7 @@ impl Config {
         Ok(config)
     }
 
-    /// Checks the names of the run's folder and of what it reads.
+    /// Checks the names of the run's folder and of the files that it reads.
     fn check_names(&self) -> Result<()> {
         self.name.as_deref().map_or(Ok(()), check_name)?;
         let sources = self.data.all_sources().map(|source| &source.path);
@@ -197,12 +197,13 @@ impl Config {
         Ok(())
     }
 
-    /// For whom the run's parameters are: these ranks, which keep what the optimizer needs.
+    /// How the run's parameters are stored for training: sharded over these ranks, with the state that the optimizer
+    /// needs.
     pub fn training<'a>(&self, ranks: &'a Ranks) -> Training<'a> {
         Training { ranks, moments: self.optimizer.moments() }
     }
 
-    /// What a preset says, with every setting that is not optional.
+    /// The settings of a preset, with every setting that is not optional.
     pub fn defaults(preset: Preset) -> Settings {
         preset::defaults(preset)
     }
@@ -216,13 +217,14 @@ impl Config {
             .map_err(during::<std::io::Error>(format!("cannot read the settings in {}", path.display())))
             .map_err(|error| {
                 error
-                    .hint("--config takes a TOML file; every run leaves one, config.toml")
+                    .hint("--config needs a TOML file, such as the config.toml of a run")
                     .with_kind(ErrorKind::Invalid)
             })?;
         let unusable = |error: toml::de::Error| {
             let hint = match error.message().starts_with("invalid type: string") {
                 true => {
-                    "numbers are written without quotes, layers = 4; a count may have a unit, in quotes: tokens-per-step = \"256k\""
+                    "numbers have no quotes, as in layers = 4; a count with a unit has quotes, as in tokens-per-step \
+                     = \"256k\""
                 }
                 false => {
                     "keys are the long flags that --help lists as settings, without the dashes; text is in quotes: \
@@ -233,9 +235,9 @@ impl Config {
                 .got(in_short(&error))
                 .hint(hint)
         };
-        // A file without tables says in which line it is wrong.
+        // Errors in a file without tables name the line.
         let mut table: Table = toml::from_str(&text).map_err(unusable)?;
-        // A run's file lists below its settings what later starts changed: see `Change`.
+        // Below its settings, a run's file lists the changes of later starts: see `Change`.
         let listed = table.remove(changes::LIST).is_some();
         match listed || table.values().any(|value| value.is_table() || value.is_bool()) {
             true => {
@@ -245,7 +247,7 @@ impl Config {
         }
     }
 
-    /// The settings of the last start of a run: those that it began with, under the changes that its `config.toml` lists.
+    /// The settings of the last start of a run: its initial settings with the changes that its `config.toml` lists.
     ///
     /// # Errors
     /// As [`Config::read_settings`] and [`Change::read`].
@@ -253,7 +255,7 @@ impl Config {
         Self::read_settings_at(path, u64::MAX)
     }
 
-    /// The settings with which a run took step `step`, without what later starts changed.
+    /// The settings of a run at step `step`, without the changes of later starts.
     ///
     /// # Errors
     /// As [`Config::read_settings`] and [`Change::read`].
@@ -263,7 +265,7 @@ impl Config {
         changes::applied(Self::read_settings(path)?, &changes, path)
     }
 
-    /// The settings as TOML, without the run's name: run again, they make a separate folder.
+    /// The settings as TOML, without the run's name, so that running them again creates a separate folder.
     pub fn to_toml(&self) -> String {
         toml::to_string(&tables::in_tables(self.saved())).expect("settings are plain values")
     }
@@ -273,7 +275,7 @@ impl Config {
         let mut settings = self.settings.clone();
         settings.run.name = None;
         let mut table = Table::try_from(&settings).expect("settings are plain values");
-        // What a scheme leaves to its own defaults is said too: those of a later version may be others.
+        // A scheme's default settings are saved too, because defaults of a later version may differ.
         for (key, value) in self.attn.own_settings(self.model.scheme, self.model.sla2.as_ref()) {
             let with = |value: &str| {
                 let mut with = table.clone();
@@ -296,18 +298,18 @@ impl Config {
     }
 }
 
-/// What a second validation attends with: the same as training twice would say nothing.
+/// The scheme of a second validation; `None` if it is the scheme of training.
 fn eval_scheme(s: &Settings, model: &LlamaConfig) -> Result<Option<Scheme>> {
     let Some(asked) = s.run.eval_attn else { return Ok(None) };
     let attn = need(s.attention.attn);
     if !attn.is_dense() {
-        return Err(Error::new("a model cannot be validated so")
+        return Err(Error::new("a second validation needs dense attention")
             .got(format!("--eval-attn {asked} with --attn {attn}"))
             .allowed(format!(
                 "--attn {}",
                 Scheme::all().iter().map(Scheme::name).collect::<Vec<_>>().join(", ")
             ))
-            .hint("without attention, or with selected blocks, a model is another: its weights do not fit"));
+            .hint("models without attention or with SLA2 have other weights than dense models"));
     }
     let SchemeSetting(scheme) = asked;
     model::check_logits(model, Some(scheme), s)?;
@@ -318,11 +320,11 @@ fn eval_scheme(s: &Settings, model: &LlamaConfig) -> Result<Option<Scheme>> {
 /// The largest file of settings, in bytes.
 pub(crate) const MOST_SETTINGS: u64 = 1 << 20;
 
-/// Checks that a run or a sweep can be called so. The name is printed, stands in scripts, CSV and HTML, and is part of commands
-/// that hints show.
+/// Checks the name of a run or a sweep. The name is printed, written to scripts, CSV and HTML, and is part of commands
+/// in hints.
 ///
 /// # Errors
-/// When it would not be a separate folder, or has such characters.
+/// When it is not the name of a separate folder, or contains special characters.
 pub fn check_name(name: &str) -> Result<()> {
     let refused =
         |c: char| ['/', '\\', '"', '\'', '`'].contains(&c) || c.is_control() || acts_on_terminals(c);
@@ -331,11 +333,14 @@ pub fn check_name(name: &str) -> Result<()> {
     }
     Err(Error::new("not a name for a folder")
         .got(format!("`{}`", name.escape_debug()))
-        .allowed("a name without slashes, quotes and control characters; `cache` is taken by the tokenizers")
-        .hint("--out says where runs go, --name how this one is called"))
+        .allowed(
+            "a name without slashes, quotes and control characters, except `cache`, which is the folder of \
+             tokenizers",
+        )
+        .hint("--out is the folder of all runs, --name the name of this run"))
 }
 
-/// Where runs go, their own or their sweep's: a sweep's folder lies in it.
+/// The folder of all runs: `out`, or its parent if `out` is the folder of a sweep.
 pub fn folder_of_runs(out: &Path) -> PathBuf {
     match out.parent().filter(|_| out.join(PLAN).is_dir()) {
         Some(parent) if parent.as_os_str().is_empty() => ".".into(),
@@ -344,7 +349,7 @@ pub fn folder_of_runs(out: &Path) -> PathBuf {
     }
 }
 
-/// What other programs call settings.
+/// Names of settings in other programs.
 const ELSEWHERE: [(&str, &str); 9] = [
     ("learning-rate", "lr"),
     ("batch-size", "tokens-per-step"),
@@ -357,7 +362,8 @@ const ELSEWHERE: [(&str, &str); 9] = [
     ("grad-clip", "clip"),
 ];
 
-/// What is wrong with a TOML file. For an unknown key the closest valid key is named, and not all keys.
+/// A short error message for a TOML file. For an unknown key it suggests the closest valid key, instead of listing all
+/// keys.
 pub fn in_short(error: &toml::de::Error) -> String {
     let text = error.to_string();
     let unknown =

@@ -1,11 +1,11 @@
-//! Text to batches. `source` finds files, `reader` makes documents of them, `tokenizer` ids, `shard` keeps ids in
-//! files, `opened` are the sources of a run, `tokens` are a list of them, `mixture` several lists, `batches` the order, `feed` has them ready. `prepare`
-//! is the way from text to shards (`inputs` the files of text, `split` the shards of a part, `progress` how far it came),
-//! `hub` from a name to files; `check` and `verify` compare shards with what is written of them, before a run and
-//! during it.
+//! From text to batches. `source` finds files, `reader` reads documents from files, `tokenizer` turns text into ids,
+//! `shard` stores ids in files, `opened` opens the sources of a run, `tokens` is a list of ids, `mixture` combines
+//! lists, `batches` defines the order of sequences, and `feed` prefetches batches. `prepare` turns text into shards
+//! (`inputs`: the files of text; `split`: the shards of the training or validation data; `progress`: the saved state),
+//! and `hub` downloads files. `check` and `verify` compare shards with their sidecars, before and during a run.
 
-/// The text of a file of the folder `data/`, which is in the package, or at the top of the repository.
-/// The build script knows which.
+/// The text of a file of the folder `data/`. The build script finds the folder, in the package or at the top of the
+/// repository.
 macro_rules! built_in {
     ($path:literal) => {
         include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/", env!("SAGE_TRAIN_DATA"), "/", $path))
@@ -61,20 +61,20 @@ pub struct Dataset {
     pub train: Mixture,
     /// Tokens to validate on.
     pub validation: Mixture,
-    /// Entropy of single tokens over the data, in nats: what a model that knows frequencies only reaches. Of long data
-    /// the first [`COUNTED`] tokens of each source count.
+    /// Unigram entropy of the data, in nats: the loss of a model that only knows token frequencies. It is computed from
+    /// the first [`COUNTED`] tokens of each source.
     pub unigram_entropy: f64,
-    /// What it was made of, for people.
+    /// A description of the data.
     pub summary: String,
     /// The tokenizer.
     pub tokenizer: Tokenizer,
 }
 
-/// Tokens of a source that are counted.
+/// Number of tokens of a source that are counted for the entropy.
 pub const COUNTED: u64 = 1 << 24;
 
 impl Dataset {
-    /// Finds, reads, splits and tokenizes the data; shards are opened and checked.
+    /// Finds, reads, splits and tokenizes the data. Shards are opened and checked.
     ///
     /// # Errors
     /// When the data cannot be read, or is too short for the context.
@@ -85,7 +85,7 @@ impl Dataset {
         data.for_validation(config)
     }
 
-    /// As [`Dataset::load`], without the data to train on where `--val-data` names other data.
+    /// Like [`Dataset::load`], but without the training data if `--val-data` is given.
     ///
     /// # Errors
     /// As [`Dataset::load`].
@@ -123,13 +123,15 @@ impl Dataset {
             let (of_train, of_validation) = tokenizing.tokens(source, fraction)?;
             train.push(of_train);
             if apart && !of_validation.is_empty() {
-                say("validation shards next to the training shards are not used: --val-data names others");
+                say(
+                    "validation shards next to the training shards are not used, because --val-data is given",
+                );
             } else if !apart {
                 validation.push(of_validation);
             }
         }
         for source in &sources.validation {
-            // Of prepared data the validation shards, of everything else all of it.
+            // For prepared data the validation shards, for other data all of it.
             let (all, shards) = tokenizing.tokens(source, 0.0)?;
             validation.push(if shards.is_empty() { all } else { shards });
         }
@@ -156,8 +158,8 @@ impl Dataset {
         })
     }
 
-    /// A hash that distinguishes other data from this: of the tokenizer, of all tokens in memory, and of each shard what
-    /// [`Shard::fingerprint`] gives.
+    /// A hash that identifies the data, from the tokenizer, all tokens in memory, and [`Shard::fingerprint`] of each
+    /// shard.
     ///
     /// # Errors
     /// When a shard cannot be read.
@@ -172,11 +174,11 @@ impl Dataset {
     }
 }
 
-/// The tokenizer that settings name, or that lies next to their shards, before anything is read; `None` where one would
-/// be trained.
+/// The tokenizer that the settings name, or that is next to their shards, before any data is read; `None` if a
+/// tokenizer would be trained.
 ///
 /// # Errors
-/// When it is named and cannot be used.
+/// When a named tokenizer cannot be used.
 pub fn known_tokenizer(settings: &Settings) -> Result<Option<Tokenizer>> {
     let end = settings.data.end_of_text.as_deref();
     if let Some(name) = &settings.data.tokenizer {
@@ -184,7 +186,7 @@ pub fn known_tokenizer(settings: &Settings) -> Result<Option<Tokenizer>> {
     }
     let out = settings.run.out.as_deref().unwrap_or(std::path::Path::new("runs"));
     for source in settings.data.sources.iter().chain(&settings.data.val_data).flatten() {
-        // A path that leads nowhere is reported when the data is opened.
+        // A path that does not exist is reported when the data is opened.
         if let Ok(Source::Shards(ShardFiles { tokenizer: Some(path), .. })) = source::find(&source.path, out)
         {
             return Tokenizer::load_with(&path, end).map(Some);
@@ -193,13 +195,13 @@ pub fn known_tokenizer(settings: &Settings) -> Result<Option<Tokenizer>> {
     Ok(None)
 }
 
-/// The weights of sources; `None` mixes them by their size.
+/// The weights of sources; `None` mixes sources by their sizes.
 fn weights(sources: &[SourceSetting]) -> Option<Vec<f64>> {
     // Without sources there is one list, the built-in corpus.
     sources.iter().map(|source| source.weight).collect::<Option<Vec<f64>>>().filter(|all| !all.is_empty())
 }
 
-/// Turns opened sources into tokens, and counts what they hold.
+/// Turns opened sources into tokens, and counts documents and bytes.
 struct Tokenizing<'a> {
     tokenizer: &'a Tokenizer,
     bytes: u64,
@@ -208,7 +210,8 @@ struct Tokenizing<'a> {
 }
 
 impl Tokenizing<'_> {
-    /// The tokens of a source, and the tokens for validation: its validation shards, or else a part of it.
+    /// The training and validation tokens of a source. Validation tokens are its validation shards, or else a fraction
+    /// of it.
     fn tokens(&mut self, source: &Opened, fraction: f64) -> Result<(Tokens, Tokens)> {
         match source {
             Opened::Documents(text) => {
@@ -233,7 +236,7 @@ impl Tokenizing<'_> {
                     let ended = sidecar.document_tokens.len() as u64 - u64::from(sidecar.continues);
                     self.bytes = self.bytes.saturating_add(sidecar.text_bytes);
                     self.documents = self.documents.saturating_add(ended);
-                    // It was checked and counted, and may be long.
+                    // The list was checked and counted, and may be long.
                     sidecar.document_tokens = Vec::new();
                 }
                 files.check_end_of_text(self.tokenizer)?;
@@ -243,7 +246,7 @@ impl Tokenizing<'_> {
     }
 }
 
-/// Opens shards that a tokenizer made.
+/// Opens shards, and checks that they were made with this tokenizer.
 fn shards(files: &[std::path::PathBuf], tokenizer: &Tokenizer) -> Result<Vec<Shard>> {
     let open = |path: &std::path::PathBuf| {
         let shard = Shard::open(path)?;
@@ -253,7 +256,7 @@ fn shards(files: &[std::path::PathBuf], tokenizer: &Tokenizer) -> Result<Vec<Sha
     files.iter().map(open).collect()
 }
 
-/// Where no shard is for validation, the end of the others is.
+/// Splits the end of the training shards off for validation if there are no validation shards.
 fn split_tokens(train: Tokens, validation: Tokens, fraction: f64) -> (Tokens, Tokens) {
     if !validation.is_empty() {
         return (train, validation);
@@ -262,8 +265,8 @@ fn split_tokens(train: Tokens, validation: Tokens, fraction: f64) -> (Tokens, To
     (train.slice(0..cut), train.slice(cut..train.len()))
 }
 
-/// Cuts the last part of the text off for validation: whole documents where they fit, and where one
-/// is too long, its end.
+/// Splits the end of the text off for validation: whole documents if they fit, or the end of a document that is too
+/// long.
 fn split(documents: &[String], fraction: f64) -> (Vec<&str>, Vec<&str>) {
     if fraction == 0.0 {
         return (documents.iter().map(String::as_str).collect(), Vec::new());
@@ -279,7 +282,7 @@ fn split(documents: &[String], fraction: f64) -> (Vec<&str>, Vec<&str>) {
             train.push(document);
             break;
         }
-        // A tenth too much is better than half a document.
+        // Exceeding the size by a tenth is better than splitting a document.
         if train.is_empty() || document.len() > room + wanted / 10 {
             let (before, after) = document.split_at(cut(document, room));
             train.push(before);
@@ -293,7 +296,7 @@ fn split(documents: &[String], fraction: f64) -> (Vec<&str>, Vec<&str>) {
     (train, validation)
 }
 
-/// Where to cut the last `room` bytes off: behind a line end close by, or else at a character.
+/// Where to split the last `room` bytes off: after a nearby line end, or else at a character boundary.
 fn cut(document: &str, room: usize) -> usize {
     let mut at = document.len().saturating_sub(room);
     while !document.is_char_boundary(at) {
@@ -308,10 +311,10 @@ fn cut(document: &str, room: usize) -> usize {
 /// The file next to a `tokenizer.json` that names its end-of-text token, as transformers writes it.
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
-/// Bytes of text that are compared with what the tokenizer gives back.
+/// Bytes of text for which the tokenizer's round trip is checked.
 const SAMPLE: usize = 1 << 20;
 
-/// The beginning of the first document, `bytes` long at most.
+/// The first `bytes` bytes or less of the first document.
 fn head<'a>(documents: &[&'a str], bytes: usize) -> &'a str {
     let first = documents.first().copied().unwrap_or_default();
     let end = (0..=bytes.min(first.len())).rev().find(|&end| first.is_char_boundary(end));
@@ -329,7 +332,7 @@ fn encode(tokenizer: &Tokenizer, documents: &[&str]) -> Result<Vec<u32>> {
     Ok(tokens)
 }
 
-/// Of the first tokens of each list; and the check that every one of them is in the vocabulary.
+/// Unigram entropy of the first tokens of each list. Checks that these tokens are in the vocabulary.
 fn entropy<'a>(lists: impl Iterator<Item = &'a Tokens>, tokenizer: &Tokenizer) -> Result<f64> {
     let vocab = tokenizer.vocab_size();
     let mut counts = vec![0u64; vocab];

@@ -1,4 +1,4 @@
-//! Validation loss on text outside the training data, by position too; recall over distances; and tasks of choices.
+//! Evaluation: validation loss, also by position; recall by distance; and multiple-choice tasks.
 
 mod choices;
 mod position;
@@ -37,8 +37,7 @@ pub struct Evaluation {
 /// How much to evaluate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
-    /// Lower bound of the number of tokens, which is rounded up to whole sequences, as far as the data has
-    /// them.
+    /// Number of tokens, rounded up to whole sequences and limited by the data.
     pub tokens: u64,
     /// Sequences per batch.
     pub batch: usize,
@@ -50,15 +49,15 @@ impl Extent {
         self.tokens.div_ceil(cut.context as u64).min(batches.sequences())
     }
 
-    /// The batches of so many sequences: the first sequence of each, and how many it has.
+    /// The batches of `sequences` sequences: the first sequence of each batch, and its number of sequences.
     fn batches(self, sequences: u64) -> impl Iterator<Item = (u64, u64)> {
         let batch = self.batch as u64;
         (0..sequences).step_by(self.batch).map(move |first| (first, batch.min(sequences - first)))
     }
 }
 
-/// Mean loss over the first sequences of the data, which are the same in every validation. The ranks divide
-/// the batches among themselves. `seen` receives the number of tokens done, and of all tokens.
+/// Mean loss over the first sequences of the data, which are the same in every validation. The batches are divided
+/// among the ranks. `seen` receives the number of processed tokens and of all tokens.
 ///
 /// # Errors
 /// When the data cannot be read, or the device fails.
@@ -82,7 +81,7 @@ pub fn evaluate(
             continue;
         }
         let sequences = batches.in_order(first, count as usize)?.part(mesh.part());
-        // The bytes of exactly the tokens that are predicted, as the original text had them.
+        // The bytes of the original text for exactly the predicted tokens.
         for (n, targets) in
             (first..).zip(sequences.targets().chunks(sequences.targets().len() / count as usize))
         {
@@ -100,7 +99,7 @@ pub fn evaluate(
     let batches_done = sums.len();
     sums.push(bytes);
     let all = ranks.gather(&sums, device)?;
-    // The sum runs in the order of the text, whichever rank computed a batch.
+    // Batches are summed in the order of the text, independently of the rank that computed them.
     let parts = |n: usize| n % data_rank.of * mesh.context..(n % data_rank.of + 1) * mesh.context;
     let mean = |n: usize| all[parts(n)].iter().map(|of_rank| of_rank[n]).sum::<f64>() / mesh.context as f64;
     let sum: f64 = (0..batches_done).map(mean).sum();
@@ -112,24 +111,24 @@ pub fn evaluate(
     Ok(Evaluation { loss, bits_per_byte: bits / bytes, tokens, of })
 }
 
-/// The loss of the same tokens in two computations: in whole sequences, as in training, and each token from
-/// the tokens before it alone, as decoding in the same numerics computes it (`sample --attn`). The two differ
-/// in numerics that use later tokens, through a mean over all keys or a scale of a tile.
+/// The loss of the same tokens in two computations: in whole sequences, as in training, and each token from only its
+/// prefix, as in decoding with the same scheme (`sample --attn`). They differ for schemes that use later tokens,
+/// through a mean over all keys or a scale of a tile.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TokenByToken {
     /// Nats per token in whole sequences.
     pub whole: f64,
-    /// Nats per token from the tokens before it alone.
+    /// Nats per token from only the prefix of each token.
     pub alone: f64,
-    /// Number of tokens that were predicted in each way.
+    /// Number of predicted tokens in each computation.
     pub tokens: u64,
 }
 
-/// Measures [`TokenByToken`]. A sequence costs half the square of the context in tokens. `seen` receives the
-/// number of tokens done, and of all tokens.
+/// Measures [`TokenByToken`]. A sequence takes the computation of half the square of the context in tokens. `seen`
+/// receives the number of processed tokens and of all tokens.
 ///
 /// # Errors
-/// When attention is confined to documents, when the data cannot be read, or when the device fails.
+/// When attention is restricted to documents, the data cannot be read, or the device fails.
 pub fn token_by_token(
     model: &Llama,
     data: &Mixture,
@@ -176,7 +175,7 @@ mod tests {
     use crate::during;
     use crate::model::{Parameters, Training};
 
-    /// Bits a byte are over the bytes of the tokens that are predicted, and of the original text where the tokenizer changed it.
+    /// Bits per byte are over the bytes of the predicted tokens, in the original text if the tokenizer changes text.
     #[test]
     fn bits_a_byte_are_over_the_bytes_of_the_targets() -> Result<()> {
         let documents = crate::data::corpus::Corpus::new(0).documents(50_000);
@@ -185,7 +184,7 @@ mod tests {
         let long = ids.clone().max_by_key(|&id| tokenizer.bytes(id)).expect("an entry");
         let short = ids.clone().find(|&id| tokenizer.bytes(id) == 1).expect("a byte");
         assert!(tokenizer.bytes(long) > 1);
-        // The only long token is the first one, which is not predicted: 16 targets of one byte each.
+        // The only long token is the first token, which is not predicted: there are 16 targets of one byte each.
         let tokens = [&[long][..], &[short; 16]].concat();
         let model = crate::config::Config::resolve(crate::settings::Settings::default())?.model;
         let config = crate::model::LlamaConfig {
@@ -218,7 +217,7 @@ mod tests {
             assert_eq!((got.tokens, got.of), (16, 16));
             let bits = got.loss * 16.0 / std::f64::consts::LN_2;
             assert!((got.bits_per_byte * bytes / bits - 1.0).abs() < 1e-12, "{got:?}");
-            // The loss is the mean over the sequences, however many a batch has.
+            // The loss is the mean over the sequences, for every batch size.
             let batches = Batches::new(&data, cut);
             let of_sequence = |n| -> Result<f64> {
                 let batch = batches.in_order(n, 1)?.to_device(&device).map_err(during("a batch"))?;

@@ -1,17 +1,16 @@
-//! Pre-training of small Llamas with low-bit attention, and fair comparison with full precision.
+//! Pre-training of small Llamas with low-bit attention, and fair comparison with unquantized attention.
 //!
-//! - `cli`: the command line; `settings`: every option of it; `config`: the resolved, checked configuration
-//!   of a run.
-//! - `data`: from text to batches; `model`: the Llama; `optim`: AdamW's settings and learning-rate schedules.
+//! - `cli`: the command line; `settings`: every setting of a run; `config`: the resolved, checked configuration of a
+//!   run.
+//! - `data`: from text to batches; `model`: the Llama; `optim`: optimizers and learning-rate schedules.
 //! - `train`: the training loop; `checkpoint`: the state that a run resumes from; `ranks`: several processes
-//!   that train one model; `device`: where a process computes; `signals`: how a run is asked to stop.
+//!   that train one model; `device`: the GPU or CPU of a process; `signals`: signals that stop a run.
 //! - `evaluate` and `sample`: validation and generated text; `probe`: errors of attention in a trained model;
 //!   `bench`: speed of attention.
 //! - `trained`: a trained model, from a run or, through `hf`, in Hugging Face's format.
-//! - `metrics` and `runs`: what runs measured and how they ended; `report`: tables and plots of them;
-//!   `sweep`: many runs.
-//! - `partial` and `lock`: files that are whole, folders with one writer; `checks` and `quantity`: ranges and
-//!   notation of numbers.
+//! - `metrics` and `runs`: measurements and endings of runs; `report`: tables and plots of runs; `sweep`: many runs.
+//! - `partial`: files that are complete or absent; `lock`: folders with one writer; `checks`: ranges of numbers;
+//!   `quantity`: notation of numbers.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -51,21 +50,22 @@ pub use candle_sage::{Error, ErrorKind, Result};
 /// An error of any library.
 pub(crate) type AnyError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Turns an error of a library into an [`Error`] that tells what was attempted.
+/// Turns an error of a library into an [`Error`] that names the attempted operation.
 pub(crate) fn during<E: Into<AnyError>>(what: impl Into<String>) -> impl FnOnce(E) -> Error {
     let what = what.into();
     move |error| Error::failed(what).caused_by(error)
 }
 
-/// Turns an error of candle's into one of ours, saying what was being done: of a GPU without memory with what helps.
+/// Turns a candle error into an [`Error`] that names the attempted operation. If the GPU ran out of memory, it has a
+/// hint.
 pub(crate) fn on_device(what: &str) -> impl FnOnce(candle_core::Error) -> Error {
     move |error| {
         let kind = ErrorKind::of(&error);
         let error = Error::new(what).caused_by(error).with_kind(kind);
         match kind {
             ErrorKind::OutOfMemory => error.hint(
-                "the GPU's memory is full: halve --micro-batch, or --recompute attention, or --recompute block; --dry-run \
-                 estimates",
+                "the GPU's memory is full: halve --micro-batch, or try --recompute attention or block; --dry-run \
+                 estimates the memory",
             ),
             _ => error,
         }
@@ -80,7 +80,7 @@ pub(crate) fn check_there(folder: &Path) -> Result<()> {
     Err(Error::new("there is no such folder")
         .got(folder.display())
         .allowed("the folder of a run, of runs, of a checkpoint, or of a model")
-        .hint("a run says where its folder is when it begins: runs/NAME, or what --out says"))
+        .hint("a run prints its folder when it begins: runs/NAME, or OUT/NAME with --out OUT"))
 }
 
 /// Turns an error of writing a file into an [`Error`].
@@ -89,7 +89,7 @@ pub(crate) fn writing<E: Into<AnyError>>(path: &Path) -> impl FnOnce(E) -> Error
     move |error| {
         Error::failed(what)
             .caused_by(error)
-            .hint("is there room, and may the folder be written? if not, name another")
+            .hint("check the free space and the permissions of the folder, or name another folder")
     }
 }
 
@@ -98,22 +98,22 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// A progress bar on standard error, hidden if that is not a terminal.
+/// A progress bar on standard error, hidden if standard error is not a terminal.
 pub(crate) fn bar(len: u64, template: &str) -> indicatif::ProgressBar {
     let style = indicatif::ProgressStyle::with_template(template);
     indicatif::ProgressBar::new(len)
         .with_style(style.unwrap_or_else(|_| indicatif::ProgressStyle::default_bar()))
 }
 
-/// Whether a character acts on a terminal instead of being shown: control characters but line ends and tabs, and marks that change
-/// the order of a line.
+/// Whether a character acts on a terminal instead of being shown: control characters except line ends and tabs, and
+/// marks that change the text direction.
 pub(crate) fn acts_on_terminals(c: char) -> bool {
     (c.is_control() && c != '\n' && c != '\t')
         || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
-/// Text for a terminal or a log: characters that act on a terminal are escaped, such as `\u{1b}`. Names of files, samples, and
-/// messages of other ranks may contain them.
+/// Text for a terminal or a log: characters that act on a terminal are escaped, such as `\u{1b}`. File names, samples,
+/// and messages of other ranks may contain such characters.
 pub(crate) fn printable(text: &str) -> Cow<'_, str> {
     if !text.contains(acts_on_terminals) {
         return text.into();
@@ -135,27 +135,28 @@ pub fn notify(text: &str) {
     let _ = writeln!(std::io::stderr(), "{}", printable(text.trim_end()));
 }
 
-/// Opens a file of this program's own for writing, and does not follow a symbolic link: whoever may write in the folder could have
-/// any file of this user truncated or written.
+/// Opens a file that this program owns for writing, without following a symbolic link: with a link, anybody who may
+/// write in the folder could make this program overwrite any file of its user.
 pub(crate) fn open_own(path: &Path, options: &mut OpenOptions) -> Result<File> {
     #[cfg(unix)]
     {
         use rustix::fs::OFlags;
         use std::os::unix::fs::OpenOptionsExt;
-        // NONBLOCK: a named pipe without a reader is an error, and does not block for ever.
+        // NONBLOCK: opening a named pipe without a reader fails instead of blocking forever.
         options.custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32);
     }
     options.open(path).map_err(|error| match path.is_symlink() {
         true => Error::new("a file of a run is a symbolic link")
             .got(path.display())
             .allowed("a regular file")
-            .hint("remove the link; --out names another folder for runs")
+            .hint("remove the link, or choose another folder for runs with --out")
             .with_kind(ErrorKind::Failed),
         false => writing(path)(error),
     })
 }
 
-/// Reads a text file that is small where it is what it should be. A larger one is an error before it fills the memory.
+/// Reads a text file that is expected to be small. A file of more than `most` bytes is an error, so that it cannot fill
+/// the memory.
 pub(crate) fn read_small(path: &Path, most: u64) -> std::io::Result<String> {
     use std::io::{Error, ErrorKind, Read};
     let mut bytes = Vec::new();
@@ -166,14 +167,14 @@ pub(crate) fn read_small(path: &Path, most: u64) -> std::io::Result<String> {
     String::from_utf8(bytes).map_err(|error| Error::new(ErrorKind::InvalidData, error.utf8_error()))
 }
 
-/// Reads bytes at a position of a file, of which several threads may read at once: unlike `seek`, it does not move a position that
-/// they share.
+/// Reads bytes at a position of a file. Several threads may read the file at once, because no shared file position is
+/// moved.
 #[cfg(unix)]
 pub(crate) fn read_exact_at(file: &File, bytes: &mut [u8], at: u64) -> std::io::Result<()> {
     std::os::unix::fs::FileExt::read_exact_at(file, bytes, at)
 }
 
-/// As on Unix.
+/// Reads bytes at a position of a file, as on Unix.
 #[cfg(windows)]
 pub(crate) fn read_exact_at(file: &File, mut bytes: &mut [u8], mut at: u64) -> std::io::Result<()> {
     while !bytes.is_empty() {
@@ -187,7 +188,7 @@ pub(crate) fn read_exact_at(file: &File, mut bytes: &mut [u8], mut at: u64) -> s
 }
 
 thread_local! {
-    /// Whether a panic of this thread becomes an error, and is not printed.
+    /// Whether a panic of this thread is turned into an error instead of being printed.
     static CAUGHT: Cell<bool> = const { Cell::new(false) };
 }
 

@@ -1,6 +1,6 @@
-//! Errors of low-bit attention (and of linear layers in FP8) against full precision: on the tensors of a trained model, layer by layer and
-//! head by head (Table 2 of arXiv 2603.02170), with the error of each part of the arithmetic alone and the
-//! sizes of the quantized tensors; and on random tensors (Table 1).
+//! Measures the errors of low-bit attention (and of linear layers in FP8) against unquantized computation: on the
+//! tensors of a trained model, layer by layer and head by head (Table 2 of arXiv 2603.02170), with the error of
+//! quantizing only one matmul or operand and the sizes of the quantized tensors; and on random tensors (Table 1).
 
 pub mod anatomy;
 mod attn_qat;
@@ -40,11 +40,11 @@ pub use sigma::{Shape, SigmaRow, sigma_table};
 pub struct ProbeOptions {
     /// Number of validation sequences.
     pub sequences: usize,
-    /// Whether each head has a row too.
+    /// Whether to also report each head.
     pub heads: bool,
-    /// Whether each part of the arithmetic is measured alone.
+    /// Whether to also measure the error of quantizing only one matmul or operand.
     pub products: bool,
-    /// Factor of queries and keys.
+    /// Factor by which queries and keys are multiplied.
     pub qk_scale: f64,
     /// Whether each token of Q and K has a separate scale instead of the scale of its tile.
     pub token_scales: bool,
@@ -56,15 +56,15 @@ impl Default for ProbeOptions {
     }
 }
 
-/// Probes a run, one of its checkpoints, or a model in Hugging Face's format. Validation sequences run
-/// through the model with full-precision attention; on the tensors of each layer, attention is then computed
-/// again with the run's low-bit scheme (SageBwd, if it has none). `settings` win over the run's; those that were `typed` must be the
-/// scheme's own.
+/// Probes a run, one of its checkpoints, or a model in Hugging Face's format. Validation sequences run through the
+/// model with unquantized attention. Attention on the tensors of each layer is then computed again with the run's
+/// low-bit scheme (SageBwd, if it has none). `settings` override the run's; the `typed` settings must belong to the
+/// scheme.
 ///
 /// # Errors
 /// When the folder has no weights, the run's data is missing or has changed, or the model has no attention.
 pub fn probe(folder: &Path, look: ProbeOptions, settings: Settings, typed: &Settings) -> Result<Probed> {
-    // On the CPU, and therefore in f32, wherever the model was trained.
+    // On the CPU, and therefore in f32, even if the model was trained on a GPU.
     let trained = Trained::open(folder, Place::Cpu, settings, true)?;
     trained.check_attention(folder, "probe")?;
     let Trained { config, parameters, .. } = &trained;
@@ -84,8 +84,8 @@ pub fn probe(folder: &Path, look: ProbeOptions, settings: Settings, typed: &Sett
     Ok(probed)
 }
 
-/// The scheme to probe: the model's, or SageBwd for a model that was trained in full precision, without smoothed keys where a soft cap or
-/// sinks need the logits.
+/// The scheme to probe: the model's, or SageBwd for a model that was trained with unquantized attention. With a soft
+/// cap or sinks, which need the logits, SageBwd does not smooth keys.
 pub fn low_bit(model: &LlamaConfig, settings: &Settings) -> Scheme {
     if let Some(scheme) = model.scheme.filter(|scheme| *scheme != Scheme::FullPrecision) {
         return scheme;
@@ -100,19 +100,19 @@ pub fn low_bit(model: &LlamaConfig, settings: &Settings) -> Scheme {
 fn anatomy_of(scheme: Scheme, token_scales: bool) -> Result<Box<dyn Anatomy>> {
     match scheme {
         Scheme::SageBwd(settings) => Ok(Box::new(SageBwdAnatomy { settings, token_scales })),
-        Scheme::AttnQat(_) if token_scales => Err(Error::new("no scales of tiles to replace")
+        Scheme::AttnQat(_) if token_scales => Err(Error::new("this scheme has no tile scales")
             .got(format!("--token-scales with {scheme}"))
             .allowed("sagebwd")
-            .hint("leave --token-scales out, or --attn sagebwd")),
+            .hint("leave --token-scales out, or use --attn sagebwd")),
         Scheme::AttnQat(settings) => Ok(Box::new(AttnQatAnatomy { settings })),
-        _ => Err(Error::new("the insides of this scheme are not known here")
+        _ => Err(Error::new("this scheme cannot be probed")
             .got(scheme)
             .allowed("sagebwd, attn-qat")
-            .hint("--attn names the numerics to probe")),
+            .hint("name the scheme to probe with --attn")),
     }
 }
 
-/// As [`probe`], for a model on the CPU whose parameters are in memory.
+/// Like [`probe`], for a model on the CPU with its parameters in memory.
 ///
 /// # Errors
 /// When memory is short, or the scheme has no dense implementation here.
@@ -134,11 +134,11 @@ pub fn probe_model(
                 gib(needed),
                 gib(available())
             ))
-            .allowed("shorter sequences: P, dP and dS are held whole")
-            .hint("--context says how long they are"));
+            .allowed("shorter sequences: the probe stores all of P, dP and dS")
+            .hint("use a shorter --context"));
     }
-    // Attention spans whole sequences. With attention inside documents, each document would be a sequence of
-    // its own length.
+    // Attention spans whole sequences. With attention inside documents, each document would be a sequence of another
+    // length.
     let cut = Cut { end_of_document: None, ..cut };
     let batches = Batches::new(text, cut);
     let sequences = look.sequences.min(batches.sequences() as usize);
@@ -167,7 +167,7 @@ pub fn probe_model(
     })
 }
 
-/// The model with full-precision attention in all layers that have attention.
+/// The model with unquantized attention in all layers that have attention.
 fn in_full_precision(model: &LlamaConfig) -> LlamaConfig {
     LlamaConfig {
         scheme: model.scheme.map(|_| Scheme::FullPrecision),
@@ -177,8 +177,8 @@ fn in_full_precision(model: &LlamaConfig) -> LlamaConfig {
     }
 }
 
-/// Query, key, value and output gradient of every layer, under full-precision attention, with the windows, the soft cap and the sinks that the
-/// model has. What is measured of these tensors is attention to whole sequences, without them.
+/// Query, key, value and output gradient of every layer, under unquantized attention with the model's windows, soft cap
+/// and sinks. The errors are then measured for attention to whole sequences without windows, soft cap and sinks.
 fn trace(
     model: &LlamaConfig,
     parameters: &Parameters,
@@ -189,7 +189,7 @@ fn trace(
     let cap = model.softcap.map(|cap| format!("a soft cap of {cap}"));
     for part in [windows, cap, model.sinks.then(|| "sinks".into())].into_iter().flatten() {
         notify(&format!(
-            "the model has {part}; its tensors are probed with attention to whole sequences, without"
+            "the model has {part}, which the probe ignores: it computes attention to whole sequences"
         ));
     }
     let llama = Llama::new(&in_full_precision(model), parameters, &Device::Cpu).map_err(during("probing"))?;
@@ -215,10 +215,10 @@ struct LayerErrors {
 struct HeadErrors {
     errors: BTreeMap<&'static str, Sums>,
     sizes: Option<Sizes>,
-    /// Sums for each part of the arithmetic, in the order of [`Anatomy::parts`].
+    /// Sums for each matmul or operand, in the order of [`Anatomy::parts`].
     products: Vec<(&'static str, [Option<Sums>; 4])>,
     vanished: Vec<(&'static str, f64)>,
-    /// Number of sequences that are summed.
+    /// Number of summed sequences.
     count: usize,
 }
 
@@ -281,8 +281,8 @@ fn head_of(x: &Tensor, sequence: usize, head: usize) -> candle_core::Result<Vec<
     x.get(sequence)?.narrow(1, head, 1)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1()
 }
 
-/// Measures a layer: computes attention of every sequence and head in f64, exactly and in low bits, and
-/// compares the quantities.
+/// Measures a layer: computes attention of every sequence and head in f64, exactly and in low bits, and compares all
+/// intermediate quantities.
 fn insides(
     tensors: &[Tensor; 4],
     [heads, key_heads]: [usize; 2],
@@ -294,7 +294,7 @@ fn insides(
     let pieces: Vec<(usize, usize)> =
         (0..key_heads).flat_map(|key| (0..sequences).map(move |sequence| (key, sequence))).collect();
     let piece = |&(key, sequence): &(usize, usize)| -> candle_core::Result<Vec<(usize, HeadErrors)>> {
-        // The query heads of one key head go together, because its gradients are sums over them.
+        // The query heads of one key head are computed together, because the key head's gradients are sums over them.
         let inputs = (0..group)
             .map(|n| {
                 let head = key * group + n;
@@ -335,7 +335,7 @@ fn insides(
         Ok(found)
     };
     let mut all = vec![HeadErrors::default(); heads];
-    // As many pieces at the same time as fit the free memory.
+    // As many key heads at the same time as fit the free memory.
     let at_once = (available() / bytes(tokens, group)).clamp(1, 1 << 16) as usize;
     for pieces in pieces.chunks(at_once) {
         let found = pieces.par_iter().map(piece).collect::<candle_core::Result<Vec<_>>>()?;
@@ -349,8 +349,7 @@ fn available() -> u64 {
     free_memory().unwrap_or(8 << 30)
 }
 
-/// Adds the gradients of the key head, dK and dV, that the other query heads contribute to those of the first
-/// one.
+/// Adds the contributions of the other query heads to the key head's gradients, dK and dV, to the first query head's.
 fn share(heads: &mut [Quantities]) {
     let (first, others) = heads.split_at_mut(1);
     for other in others {
@@ -361,8 +360,8 @@ fn share(heads: &mut [Quantities]) {
     }
 }
 
-/// The errors of a query head. `first` says whether it is the first one of its key head, whose dK and dV it
-/// holds.
+/// The errors of a query head. `first` tells whether it is the first of its key head, which has the key head's dK and
+/// dV.
 fn errors(got: &Quantities, exact: &Quantities, first: bool) -> BTreeMap<&'static str, Sums> {
     let pairs: [(&[f64], &[f64]); 8] = [
         (&got.delta, &exact.delta),
@@ -377,7 +376,8 @@ fn errors(got: &Quantities, exact: &Quantities, first: bool) -> BTreeMap<&'stati
     let all = QUANTITIES.into_iter().zip(pairs);
     all.filter(|(name, _)| first || !["dK", "dV"].contains(name))
         .map(|(name, (got, exact))| match name {
-            // Above the diagonal P is 0, since no query sees later keys: no result depends on dP there.
+            // Above the diagonal P is 0, because queries do not attend to later keys, so that no result depends on dP
+            // there.
             "dP" => (name, Sums::of(&seen(got, exact.len()), &seen(exact, exact.len()))),
             _ => (name, Sums::of(got, exact)),
         })
@@ -413,10 +413,10 @@ fn sizes(inputs: &Inputs, exact: &Quantities, anatomy: &dyn Anatomy) -> Sizes {
     }
 }
 
-/// As [`probe`], during training: probes the weights that the run has just written.
+/// Like [`probe`], during training: probes the weights that the run has just written.
 ///
 /// # Errors
-/// When they cannot be read, or memory is short.
+/// When the weights cannot be read, or memory is short.
 pub fn probe_weights(
     config: &crate::config::Config,
     weights: &Path,

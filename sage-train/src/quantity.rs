@@ -1,4 +1,4 @@
-//! Whole numbers with units, as people type them: `256k` is 262,144.
+//! Whole numbers with units, such as `256k` for 262,144.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,9 +6,8 @@ use std::str::FromStr;
 use candle_sage::{Error, Result};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// A count. `k`, `m` and `g` stand for 1024, 1024^2 and 1024^3 (64 sequences of 4096 are 256k), and `b` for
-/// 10^9, as tokens are counted. A plain number stands for itself, and may have `_` between its digits or an
-/// exponent (`1e6`).
+/// A count. `k`, `m` and `g` stand for 1024, 1024^2 and 1024^3 (64 sequences of 4096 are 256k), and `b` for 10^9, as in
+/// numbers of tokens. A plain number stands for itself, and may have `_` between its digits or an exponent (`1e6`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Quantity(pub u64);
 
@@ -43,7 +42,8 @@ impl FromStr for Quantity {
         value.map(Quantity).ok_or_else(|| {
             Error::new("not a count")
                 .got(format!("`{text}`"))
-                .allowed("a whole number, also as 1e6, or one with k (1024), m (1024k), g (1024m) or b (a billion)")
+                .allowed("a whole number, such as 300 or 1e6, or a number with k (1024), m (1024k), g (1024m) or b (a \
+                          billion)")
                 .hint("256k is 262,144: 64 sequences of 4096")
         })
     }
@@ -62,7 +62,7 @@ impl fmt::Display for Quantity {
 }
 
 impl Serialize for Quantity {
-    /// A number, or text where it has a unit: `300`, `"64k"`.
+    /// A number, or text if it has a unit: `300`, `"64k"`.
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
         let text = self.to_string();
         // TOML's integers are signed.

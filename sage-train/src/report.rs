@@ -1,5 +1,5 @@
-//! Reports for people: runs side by side with their statistics, as text, Markdown, CSV and one HTML file;
-//! charts; event files for TensorBoard.
+//! Reports: comparisons of runs with statistics, as text, Markdown, CSV and one HTML file; charts; event files for
+//! TensorBoard.
 
 mod arm;
 pub mod chart;

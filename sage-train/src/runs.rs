@@ -1,4 +1,4 @@
-//! Reads the folders that runs leave: the settings of a run, where it ran, what it measured and how it ended.
+//! Reads the folders of runs: the settings of a run, where it ran, its measurements and how it ended.
 
 mod divergence;
 mod gradients;
@@ -24,13 +24,13 @@ pub use output::{check_beside, write_beside};
 use provenance::branch_of;
 pub use provenance::{Start, branch, initial_weights};
 
-/// File with one [`Point`] a line, one for each step.
+/// File with one [`Point`] per line and step.
 pub const METRICS: &str = "metrics.jsonl";
-/// File with one [`Probed`] a line, one for each probe of attention's errors that `--probe-every` asked for.
+/// File with one [`Probed`] per line, for each probe of attention's errors (`--probe-every`).
 pub const PROBES: &str = "probes.jsonl";
 /// File with the settings.
 pub const CONFIG: &str = "config.toml";
-/// File with an [`Ending`]. It does not exist while a run is under way.
+/// File with an [`Ending`]. It does not exist while the run is running.
 pub const ENDING: &str = "ending.json";
 /// File with a [`Start`] for each time that the run was started.
 pub const STARTS: &str = "starts.json";
@@ -41,12 +41,12 @@ pub const STARTS: &str = "starts.json";
 pub enum Status {
     /// All steps are done.
     Finished,
-    /// A loss or a gradient was not finite, too many updates were skipped as spikes, or [`divergence`] tells so. This is
-    /// a result, not a failure.
+    /// A loss or a gradient was not finite, too many updates were skipped as spikes, or [`divergence`] found a
+    /// divergence. This is a result, not a failure.
     Diverged,
     /// A signal asked the run to stop, and it saved a checkpoint.
     Interrupted,
-    /// Any other error: a full disk, too little memory, a bug.
+    /// Any other error, such as a full disk, too little memory, or a bug.
     Failed,
 }
 
@@ -78,20 +78,20 @@ pub struct Run {
     pub folder: PathBuf,
     /// The resolved settings.
     pub config: Config,
-    /// Every step that was measured.
+    /// Every measured step.
     pub points: Vec<Point>,
     /// Every probe of attention's errors.
     pub probes: Vec<Probed>,
-    /// The errors of its gradient, where they were measured.
+    /// The errors of the run's gradient, if they were measured.
     pub gradients: Vec<GradientErrors>,
     /// Every start of the run.
     pub starts: Vec<Start>,
-    /// How the run ended; `None` for a run that is under way or whose process was killed.
+    /// How the run ended; `None` if it is still running or its process was killed.
     pub ending: Option<Ending>,
 }
 
 impl Run {
-    /// Whether a folder is that of a run.
+    /// Whether a folder is the folder of a run.
     pub fn is(folder: &Path) -> bool {
         folder.join(CONFIG).is_file() && folder.join(METRICS).is_file()
     }
@@ -112,9 +112,9 @@ impl Run {
             ending: ending(folder)?,
             folder: folder.to_owned(),
         };
-        // A cut-off end is that of a run that was cut off, and no end of one that finished.
+        // Truncated metrics are normal for an interrupted run, but not for a finished run.
         if run.status() == Some(Status::Finished) && run.steps() != run.config.steps {
-            return Err(Error::new("the metrics of a finished run are not whole")
+            return Err(Error::new("the metrics of a finished run are incomplete")
                 .got(format!(
                     "{} of {} steps in {}",
                     run.steps(),
@@ -127,7 +127,7 @@ impl Run {
         Ok(run.judged())
     }
 
-    /// The run with an ending that says that it has diverged, if it has: runs of earlier versions recorded that they finished.
+    /// Marks the run as diverged if it has diverged: earlier versions recorded such runs as finished.
     fn judged(self) -> Self {
         let done = self.status() == Some(Status::Finished);
         match divergence(&self.points, self.config.model.vocab).filter(|_| done) {
@@ -136,8 +136,9 @@ impl Run {
         }
     }
 
-    /// Finds the runs in `folders`. Each is the folder of a run, or contains such folders, as the folder of a
-    /// sweep does. Runs are in the order of `folders` and, inside a folder, of their names; each occurs once.
+    /// Finds the runs in `folders`. Each is the folder of a run, or contains folders of runs, like the folder of a
+    /// sweep. Runs are in the order of `folders` and, inside a folder, in the order of their names; each run occurs
+    /// once.
     ///
     /// # Errors
     /// When a folder contains no run.
@@ -163,7 +164,7 @@ impl Run {
             if found.len() == before {
                 return Err(Error::new("no runs to report")
                     .got(folder.display())
-                    .allowed("the folder of a run, or one with such folders in it")
+                    .allowed("the folder of a run, or a folder with folders of runs in it")
                     .hint(Self::hint_where_runs_are(folder)));
             }
         }
@@ -188,11 +189,12 @@ impl Run {
         }
     }
 
-    /// The settings that later starts of the run changed, as text: its last settings do not hold for all of its steps.
+    /// A warning with the settings that later starts of the run changed, because its last settings do not apply to all
+    /// of its steps.
     fn changed_under_way(&self) -> Option<String> {
         let identity = self.config.identity();
         let of_results = |change: &Change| {
-            // A budget in tokens is one in steps.
+            // A setting of tokens changes the number of steps.
             let keys = change.settings.keys().filter(|key| identity.contains_key(*key) || *key == "tokens");
             let keys: Vec<&str> = keys.map(String::as_str).collect();
             (!keys.is_empty()).then(|| format!("{} after step {}", keys.join(", "), change.step))
@@ -200,15 +202,20 @@ impl Run {
         let changes = Change::read(&self.folder.join(CONFIG)).ok()?;
         let changes: Vec<String> = changes.iter().filter_map(of_results).collect();
         (!changes.is_empty()).then(|| {
-            format!("{}: settings were given again under way, {}", self.folder.display(), changes.join("; "))
+            format!(
+                "{}: settings changed when the run was resumed: {}",
+                self.folder.display(),
+                changes.join("; ")
+            )
         })
     }
 
-    /// Where runs are, for a folder without any.
+    /// A hint where runs are, for a folder without runs.
     fn hint_where_runs_are(folder: &Path) -> String {
         let named: Vec<String> = Self::deeper(folder).iter().map(|path| path.display().to_string()).collect();
         match named.is_empty() {
-            true => "a run leaves config.toml and metrics.jsonl, e.g. in runs/tiny-sagebwd-001".into(),
+            true => "the folder of a run contains config.toml and metrics.jsonl, e.g. runs/tiny-sagebwd-001"
+                .into(),
             false => format!("folders in it have runs: {}", named.join(" ")),
         }
     }
@@ -222,8 +229,8 @@ impl Run {
         entries_of(folder).unwrap_or_default().into_iter().filter(has_runs).collect()
     }
 
-    /// The run with the validation losses of its attention and, where `--eval-attn` validated it a second
-    /// time, once more with the losses of that attention.
+    /// The run with the validation losses of its attention and, if `--eval-attn` validated it a second time, once more
+    /// with the losses of that attention.
     pub fn seen(self) -> Vec<Self> {
         if self.config.eval_scheme.is_none() {
             return vec![self];
@@ -246,8 +253,8 @@ impl Run {
         name.to_string_lossy().into_owned()
     }
 
-    /// How the run ended, if the folder says so. A folder of an earlier version has no ending; its run is
-    /// finished if it has all steps and a validation loss.
+    /// How the run ended, if it is known. A folder of an earlier version has no recorded ending; its run is finished if
+    /// it has all steps and a validation loss.
     pub fn status(&self) -> Option<Status> {
         match &self.ending {
             Some(ending) => Some(ending.status),
@@ -255,7 +262,7 @@ impl Run {
         }
     }
 
-    /// Steps that were measured.
+    /// Number of measured steps.
     pub fn steps(&self) -> u64 {
         self.points.last().map_or(0, |point| point.step)
     }
@@ -265,7 +272,7 @@ impl Run {
         self.points.iter().rev().find_map(|point| point.val_loss)
     }
 
-    /// The validation loss after the last step, for a run that is finished.
+    /// The validation loss after the last step of a finished run.
     pub fn final_loss(&self) -> Option<f64> {
         let last = self.points.last().filter(|point| point.step == self.config.steps)?;
         last.val_loss.filter(|_| self.status() == Some(Status::Finished))
@@ -282,19 +289,19 @@ impl Run {
     }
 }
 
-/// The steps among `points` that the run took itself, without those of the run that it was branched off.
+/// The steps among `points` of the run itself, without the steps of the run that it was branched off.
 pub fn own_steps<'a>(config: &Config, points: &'a [Point]) -> impl Iterator<Item = &'a Point> {
     let before = config.branch.as_ref().map_or(0, |branch| branch.step);
     points.iter().filter(move |point| point.step > before)
 }
 
-/// Median tokens per second over a run's own steps: a slow first step, a validation or another process on the device does not
-/// move it.
+/// Median tokens per second over a run's own steps: a slow first step, a validation or another process on the device
+/// does not affect it.
 pub fn usual_speed(config: &Config, points: &[Point]) -> Option<f64> {
     median(own_steps(config, points).map(|point| point.tokens_per_second))
 }
 
-/// The steps that a run has measured.
+/// The measured steps of a run.
 fn points(folder: &Path) -> Result<Vec<Point>> {
     let path = folder.join(METRICS);
     let points: Vec<Point> = Lines::read(&path)?.whole(&path, &again(folder))?;
@@ -302,29 +309,29 @@ fn points(folder: &Path) -> Result<Vec<Point>> {
         None => Ok(points),
         Some((line, point)) => Err(Error::new(format!("{} is damaged", path.display()))
             .got(format!("step {} in line {line}", point.step))
-            .allowed("a line for each step, in their order")
+            .allowed("a line for each step, in order")
             .hint(again(folder))),
     }
 }
 
-/// What to do about damaged metrics.
+/// The hint for damaged metrics.
 fn again(folder: &Path) -> String {
     format!(
-        "`sage-train --resume {}` makes the file again from metrics.csv, which has the same numbers",
+        "`sage-train --resume {}` restores the file from metrics.csv, which has the same numbers",
         folder.display()
     )
 }
 
-/// The probes of a run; none if it was not probed under way.
+/// The probes of a run; empty if it was not probed during training.
 pub(crate) fn probes(folder: &Path) -> Result<Vec<Probed>> {
     let path = folder.join(PROBES);
     match path.exists() {
-        true => Lines::read(&path)?.whole(&path, "remove that line: the run continues without it"),
+        true => Lines::read(&path)?.whole(&path, "remove this line: the run continues without it"),
         false => Ok(Vec::new()),
     }
 }
 
-/// The recorded end of the run in a folder; `None` if it has none.
+/// The recorded end of the run in a folder; `None` if there is no record.
 ///
 /// # Errors
 /// When the file cannot be read.
@@ -332,7 +339,7 @@ pub fn ending(folder: &Path) -> Result<Option<Ending>> {
     optional(&folder.join(ENDING))
 }
 
-/// The hash of a run's tokenizer, from its last start; `None` if the folder does not say.
+/// The hash of a run's tokenizer, from its last start; `None` if it is not recorded.
 ///
 /// # Errors
 /// When the file of its starts is damaged.
@@ -346,18 +353,18 @@ pub fn tokenizer_hash(run: &Path) -> Result<Option<String>> {
 pub struct FoundRuns {
     /// Runs that can be read.
     pub runs: Vec<Run>,
-    /// Messages about runs that cannot be read, that crashed, or that lie a folder deeper.
+    /// Messages about runs that cannot be read, that crashed, or that are one folder deeper.
     pub warnings: Vec<String>,
 }
 
-/// What is in a folder, in the order of names.
+/// The entries of a folder, sorted by name.
 fn entries_of(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
     let mut inside: Vec<PathBuf> = std::fs::read_dir(folder)?.flatten().map(|entry| entry.path()).collect();
     inside.sort();
     Ok(inside)
 }
 
-/// A message for each run of a sweep whose process crashed and that has not ended properly since.
+/// A message for each run of a sweep that crashed and has not ended properly since.
 pub fn crashed(sweep: &Path) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(sweep.join(PLAN)) else { return Vec::new() };
     let mut warnings: Vec<String> = entries
@@ -374,7 +381,7 @@ pub fn crashed(sweep: &Path) -> Vec<String> {
     warnings
 }
 
-/// Whether a run of a sweep recorded an ending after its crash record was written.
+/// Whether a run of a sweep recorded an ending after its crash record.
 pub fn ended_since(sweep: &Path, name: &str) -> bool {
     let changed = |path: PathBuf| std::fs::metadata(path).and_then(|about| about.modified()).ok();
     let crash = changed(sweep.join(PLAN).join(format!("{name}.crash.json")));
@@ -399,7 +406,7 @@ pub(crate) fn optional<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Op
     serde_json::from_slice(&text).map(Some).map_err(|error| {
         Error::new(format!("cannot read {}", path.display()))
             .got(error)
-            .allowed("what this version writes")
-            .hint("remove the file: it is about the run, not of it")
+            .allowed("a file written by this version")
+            .hint("remove the file: the run does not need it")
     })
 }

@@ -1,4 +1,4 @@
-//! Generation of text, token by token.
+//! Generates text, token by token.
 
 use std::time::Instant;
 
@@ -14,11 +14,11 @@ use crate::model::{Llama, TokenCache};
 /// How the next token is sampled.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampling {
-    /// Temperature, by which logits are divided; 0 always takes the likeliest token.
+    /// Temperature, by which logits are divided; 0 always chooses the most likely token.
     pub temperature: f64,
-    /// Samples among this many of the likeliest tokens; 0 means all.
+    /// Samples from this many of the most likely tokens; 0 means all tokens.
     pub top_k: usize,
-    /// Samples among the likeliest tokens with this cumulative probability; 1 means all.
+    /// Samples from the most likely tokens with this cumulative probability; 1 means all tokens.
     pub top_p: f64,
     /// Seed of the random numbers.
     pub seed: u64,
@@ -54,11 +54,11 @@ impl Written {
 pub struct Writer<'a> {
     /// The model.
     pub model: &'a Llama,
-    /// The scheme in which tokens after the prompt attend to the tokens before them; `None` for each layer's own.
+    /// The attention scheme of tokens after the prompt; `None` for each layer's scheme.
     pub following: Option<Scheme>,
     /// The tokenizer.
     pub tokenizer: &'a Tokenizer,
-    /// The token in front of the prompt, if there is to be one.
+    /// The token to put in front of the prompt, if any.
     pub begin: Option<u32>,
     /// The tokens that end a document.
     pub ends: &'a [u32],
@@ -102,7 +102,7 @@ impl Writer<'_> {
             ids.push(next);
         }
         let seconds = start.elapsed().as_secs_f64();
-        // Some decoders remove the space in front of a text: what follows the prompt keeps its own.
+        // Some decoders remove the space in front of a text. The text after the prompt must keep its space.
         let (prompt, all) =
             (self.tokenizer.decode(&ids[before..begun])?, self.tokenizer.decode(&ids[before..])?);
         let text = match all.strip_prefix(&prompt) {
@@ -112,7 +112,7 @@ impl Writer<'_> {
         Ok(Written { text, tokens: ids.len() - begun, seconds })
     }
 
-    /// Logits of the token after `ids`. `past` holds all of them but the last, or nothing.
+    /// Logits of the token after `ids`. `past` contains all of them except the last, or nothing.
     fn logits(&self, ids: &[u32], past: &mut Option<TokenCache>) -> candle_core::Result<Vec<f32>> {
         let tensor = |ids: &[u32]| Tensor::new(ids, self.device)?.unsqueeze(0);
         let full = past.as_ref().is_none_or(|past| past.tokens() == self.context);
@@ -137,7 +137,7 @@ impl Writer<'_> {
 
 impl Sampling {
     fn draw(&self, logits: &[f32], rng: &mut ChaCha8Rng) -> u32 {
-        // Likeliest first. The sort is stable, so the order is deterministic for equal logits too.
+        // Most likely tokens first. The sort is stable, so that the order is also deterministic for equal logits.
         let mut order: Vec<u32> = (0..logits.len() as u32).collect();
         order.sort_by(|&a, &b| logits[b as usize].total_cmp(&logits[a as usize]));
         if self.temperature == 0.0 {

@@ -1,5 +1,5 @@
-//! Every setting of a run, as typed on the command line or written in a TOML file. All optional:
-//! `config` fills in the rest from the preset.
+//! Every setting of a run, as typed on the command line or written in a TOML file. All settings are optional: `config`
+//! takes missing values from the preset.
 
 mod attention;
 mod batch;
@@ -45,11 +45,11 @@ pub enum Switch {
     Off,
 }
 
-/// The settings of a run, by the tables of a settings file. The doc comment of a field is its help text, and its name its
-/// flag and its key.
+/// The settings of a run, grouped by the tables of a settings file. A field's doc comment is its help text, and a
+/// field's name is its flag and its key.
 ///
-/// Serialized they are one map without tables, because a setting is known by its key alone: to `--config`, to sweeps, and
-/// where runs are compared.
+/// They are serialized as one map without tables, because `--config`, sweeps and comparisons of runs identify a setting
+/// by its key.
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize)]
 pub struct Settings {
     /// Table `[run]`.
@@ -117,24 +117,26 @@ pub fn has_role(key: &str, role: Role) -> bool {
 }
 
 impl Settings {
-    /// The settings that `set` sets, and no others.
+    /// Settings where only those that `set` assigns have a value.
     pub fn with(set: impl FnOnce(&mut Self)) -> Self {
         let mut settings = Self::default();
         set(&mut settings);
         settings
     }
 
-    /// These settings, with what they leave open taken from `under`.
+    /// These settings, with missing values taken from `under`.
     #[must_use]
     pub fn over(self, mut under: Settings) -> Settings {
-        // Sparsity and blocks say the same thing, and so do steps and tokens: the upper layer's word replaces either.
+        // Sparsity and blocks are alternatives, and so are steps and tokens: either in the upper layer replaces both in
+        // the lower layer.
         if self.sla2.sla2_sparsity.is_some() || self.sla2.sla2_blocks.is_some() {
             (under.sla2.sla2_sparsity, under.sla2.sla2_blocks) = (None, None);
         }
         if self.batch.steps.is_some() || self.batch.tokens.is_some() {
             (under.batch.steps, under.batch.tokens) = (None, None);
         }
-        // An upper layer's attention comes with its own settings: a scheme's do not carry over to another.
+        // If the upper layer selects another attention, the lower layer's attention settings are dropped: one scheme's
+        // settings do not apply to another scheme.
         let AttentionSettings { attn, qk_norm, .. } = under.attention;
         if self.attention.attn.is_some_and(|upper| attn.is_some_and(|attn| !attn.shares_settings(upper))) {
             under.attention = AttentionSettings { attn, qk_norm, ..AttentionSettings::default() };
@@ -156,7 +158,7 @@ impl Settings {
 mod tests {
     use super::*;
 
-    /// A setting that is declared under another name than its flag would have no role.
+    /// A setting whose declared name differs from its flag would have no role.
     #[test]
     fn every_flag_is_declared() {
         let mut declared: Vec<String> = declared().map(|(field, _)| key_of(field)).collect();
@@ -192,7 +194,7 @@ mod tests {
         assert!(unread.is_empty(), "{unread:?}");
     }
 
-    /// What is in the identity is compared between ranks anyway.
+    /// Settings of the identity are compared between ranks anyway.
     #[test]
     fn ranks_compare_what_the_identity_leaves_out() {
         let together = keys_with(Role::Together);

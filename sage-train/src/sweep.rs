@@ -1,13 +1,11 @@
 //! A sweep: many runs that differ in a few settings. A sweep is planned from a file or from lists on the
-//! command line; child processes run it. Runs that are finished are skipped, and interrupted ones are
-//! resumed.
+//! command line; child processes run it. Finished runs are skipped, and interrupted runs are resumed.
 //!
-//! The folder of a sweep is its whole state. `SWEEP/NAME/` is the folder of a run like any other, and is
-//! identified by the settings in it. In `SWEEP/plan/`, `NAME.toml` holds the settings that the run in
-//! `SWEEP/NAME/` was started with, `NAME.stderr` the standard error of its process, `NAME.crash.json` the
-//! record of a process that ended without writing an `ending.json`, and `NAME.attempt-N` the folder of an
-//! attempt that could not be resumed. Because nothing else is kept, several processes, machines and job
-//! arrays can work on one sweep.
+//! The folder of a sweep is its whole state. `SWEEP/NAME/` is an ordinary run folder, identified by the settings in it.
+//! In `SWEEP/plan/`, `NAME.toml` contains the settings that the run in `SWEEP/NAME/` was started with, `NAME.stderr`
+//! the standard error of its process, `NAME.crash.json` the record of a process that ended without writing an
+//! `ending.json`, and `NAME.attempt-N` is the folder of an attempt that could not be resumed. Because there is no other
+//! state, several processes, machines and job arrays can work on one sweep.
 
 mod estimate;
 mod file;
@@ -37,7 +35,7 @@ pub use worker::{Limits, Tally, run};
 /// One run of a sweep.
 #[derive(Debug, Clone)]
 pub struct Planned {
-    /// The name of the run's folder: the settings that tell the run from the others.
+    /// The name of the run's folder: the settings that distinguish the run from the others.
     pub name: String,
     /// The resolved settings of the run.
     pub config: Config,
@@ -49,23 +47,22 @@ pub struct Planned {
 pub struct Sweep {
     /// The folder of the sweep.
     pub folder: PathBuf,
-    /// Every distinct run, in the order in which the runs start: all runs of one seed before those of the
-    /// next.
+    /// Every distinct run, in the order in which they start: all runs of one seed before the runs of the next seed.
     pub runs: Vec<Planned>,
 }
 
 impl Sweep {
     /// Plans a sweep of these runs in `folder`, which does not have to exist. Runs with the same [`Identity`]
-    /// compute the same and are planned once.
+    /// compute the same results, and are planned once.
     ///
     /// # Errors
-    /// When the folder exists and is not that of a sweep.
+    /// When the folder exists and is not the folder of a sweep.
     pub fn plan(folder: PathBuf, configs: Vec<Config>) -> Result<Self> {
         if folder.exists() && !folder.join(PLAN).is_dir() {
-            return Err(Error::new("the folder is not that of a sweep")
+            return Err(Error::new("the folder does not contain a sweep")
                 .got(folder.display())
-                .allowed("a new folder, or that of an earlier start of this sweep")
-                .hint("--name gives the sweep another folder"));
+                .allowed("a new folder, or the folder of an earlier start of this sweep")
+                .hint("choose another folder for the sweep with --name"));
         }
         let mut seen = BTreeSet::new();
         let mut kept: Vec<(Config, Identity)> = configs
@@ -92,7 +89,7 @@ impl Sweep {
         self.folder.join(PLAN)
     }
 
-    /// Whether the runs differ in a setting, and none has this value of it.
+    /// Whether the runs differ in a setting, but no run has this value.
     pub fn has_no(&self, key: &str, value: &toml::Value) -> bool {
         let value = crate::config::in_words(value);
         self.axes().iter().any(|(axis, values)| axis == key && !values.contains(&value))
@@ -114,7 +111,7 @@ impl Sweep {
     }
 }
 
-/// Longest name of a run in bytes. Longer names are cut, so that a name with its endings (`.attempt-2`,
+/// Longest name of a run in bytes. Longer names are truncated, so that a name with its suffixes (`.attempt-2`,
 /// `.crash.json`) stays within the 255 bytes that file systems allow.
 const LONGEST_NAME: usize = 180;
 
@@ -167,7 +164,7 @@ mod tests {
         ];
         let sweep = Sweep::plan("nowhere".into(), texts.map(config).to_vec()).expect("a plan");
         let names: Vec<&str> = sweep.runs.iter().map(|run| run.name.as_str()).collect();
-        // Full precision has neither smoothing nor granularity, so that the two fpa runs are one.
+        // Unquantized attention has neither smoothing nor granularity, so that both fpa runs are the same run.
         assert_eq!(
             names,
             [

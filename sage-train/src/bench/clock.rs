@@ -1,4 +1,4 @@
-//! Time and memory of calls on a device: CUDA events on a GPU, otherwise the wall clock.
+//! Measures time and memory of calls on a device, with CUDA events on a GPU and the wall clock on a CPU.
 
 #[cfg(feature = "cuda")]
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use candle_core::{Device, Result};
 
 use crate::device::{memory, reset_peak};
 
-/// Number of calls before the timed ones, which load modules and grow memory pools.
+/// Number of calls before the timed calls, which load modules and grow memory pools.
 const WARM_UP: usize = 3;
 
 pub(super) struct Clock {
@@ -67,8 +67,7 @@ pub(super) fn peak_bytes(device: &Device, call: impl FnOnce() -> Result<()>) -> 
     Ok(memory(device)?.zip(before).map(|(after, before)| after.peak.saturating_sub(before.used)))
 }
 
-/// Launches the calls without waiting between them, as in training; the time between two events is device
-/// time.
+/// Launches the calls without waiting between them, as in training. The time between two events is device time.
 #[cfg(feature = "cuda")]
 fn on_events(
     stream: &Arc<cudarc::driver::CudaStream>,

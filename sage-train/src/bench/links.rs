@@ -1,4 +1,4 @@
-//! Bandwidth of the links between GPUs, and the time of a model's update over them.
+//! Measures the bandwidth of the links between GPUs, and the time of a model's update over them.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -13,8 +13,8 @@ use crate::model::{Llama, LlamaConfig, Parameters, Reduction};
 use crate::optim::OptimizerStep;
 use crate::ranks::Ranks;
 
-/// Megabytes of f32 in an exchange; the gather has half of that, in 16 bits. The sizes are 4 MB, a layer of
-/// the paper's model, its embedding, and all of its parameters.
+/// Megabytes of f32 in an exchange; a gather transfers half as much, in 16 bit. The sizes are 4 MB, and a layer, the
+/// embedding and all parameters of the paper's model.
 const SIZES: [f64; 4] = [4.0, 54.5, 206.0, 1297.0];
 
 /// The times of one size.
@@ -33,7 +33,7 @@ pub struct Link {
 pub struct Update {
     /// Number of parameters.
     pub parameters: u64,
-    /// Milliseconds if each rank updates the whole model alone.
+    /// Milliseconds if each rank updates the whole model.
     pub alone: f64,
     /// Milliseconds if the ranks share the update.
     pub together: f64,
@@ -43,7 +43,7 @@ pub struct Update {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Links {
     ranks: usize,
-    /// Whether copy engines carried what was exchanged.
+    /// Whether copy engines transferred the data.
     engines: bool,
     /// The times, by size.
     pub links: Vec<Link>,
@@ -53,8 +53,8 @@ pub struct Links {
     pub update: Update,
 }
 
-/// Measures exchanges of up to `most` megabytes; all ranks must call this. `say` receives what is measured next, because all
-/// of it takes minutes on a CPU.
+/// Measures exchanges of up to `most` megabytes; all ranks must call this. `say` receives the name of the next
+/// measurement, because all measurements take minutes on a CPU.
 ///
 /// # Errors
 /// When another rank cannot be reached, or memory is short.
@@ -72,7 +72,8 @@ pub fn measure(
         let on_node = ranks.mesh().replica.of == 1;
         let group = if on_node { ranks.shards() } else { ranks.all() };
         let mut links = Vec::new();
-        // One buffer each for the largest size, since those that copy engines read stay until the process ends.
+        // One buffer for each kind, of the largest size, because buffers that copy engines read are kept until the
+        // process ends.
         let len = |megabytes: f64| ((megabytes * 1e6 / 4.0) as usize).next_multiple_of(64 * of);
         let sizes: Vec<f64> = SIZES.into_iter().filter(|size| *size <= most).collect();
         let largest = sizes.last().map_or(0, |size| len(*size));
@@ -98,7 +99,7 @@ pub fn measure(
         let update = |ranks: &Ranks| update(config, ranks, device, &clock, repeats);
         let (parameters, engines) = (config.model.parameters(), on_node && ranks.mesh().engines);
         let what = format!("update of {:.1}M parameters", parameters as f64 / 1e6);
-        say(&format!("{what}, each rank alone"));
+        say(&format!("{what} by each rank"));
         let alone = update(&Ranks::alone())?;
         say(&format!("{what}, together"));
         let together = update(ranks)?;
@@ -118,7 +119,7 @@ fn update(
     let model = LlamaConfig { context: 64, ..config.model.clone() };
     let parameters =
         Parameters::init(model.parameter_specs(), 0, config.training(ranks), device, config.device.dtype())?;
-    // One backward makes the gradients that the update needs.
+    // One backward computes the gradients that the update needs.
     parameters.clear_gradients()?;
     let ids = Tensor::zeros((1, model.context), DType::U32, device)?;
     Llama::new(&model, &parameters, device)?.train(&ids, &ids)?;
@@ -141,7 +142,7 @@ fn update(
 /// The measurements as a table.
 pub fn table(measured: &Links) -> String {
     let mut out = format!(
-        "{} ranks, {}; a rank and direction\n{:>10} {:>22} {:>26}\n",
+        "{} ranks, {}; per rank and direction\n{:>10} {:>22} {:>26}\n",
         measured.ranks,
         if measured.engines { "copy engines" } else { "no copy engines" },
         "MB",

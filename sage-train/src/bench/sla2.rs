@@ -1,4 +1,5 @@
-//! Speed of SLA2 and of dense attention in the same numerics. Times include router, lists and tail.
+//! Measures the speed of SLA2 and of dense attention in the same scheme. Times include the router, the block lists and
+//! the tail.
 
 use candle_core::Tensor;
 use candle_sage::{Attention, AttentionShape, Error, Result, Router, Scheme, Selection, Sla2};
@@ -16,7 +17,7 @@ pub struct Row {
     pub head_dim: usize,
     /// Tokens of a sequence.
     pub tokens: usize,
-    /// The fraction of the (query, key) pairs that is not computed.
+    /// The fraction of the (query, key) pairs that is skipped.
     pub sparsity: Share,
 }
 
@@ -34,8 +35,8 @@ impl std::str::FromStr for Row {
             }
             _ => Err(Error::new("not a row of the benchmark")
                 .got(format!("`{text}`"))
-                .allowed("D:N:SPARSITY, such as 128:16384:90%: head_dim 8 to 256, tokens, a share")
-                .hint("without rows the usual ones run")),
+                .allowed("D:N:SPARSITY, such as 128:16384:90%: head_dim 8 to 256, tokens, a fraction")
+                .hint("leave the rows out for the default rows")),
         }
     }
 }
@@ -46,12 +47,12 @@ pub fn usual_rows() -> Vec<Row> {
     vec![row(4096, 0.85), row(16384, 0.9), row(32768, 0.95), row(131_072, 0.95)]
 }
 
-/// The result of one scheme on one row. Times are in milliseconds; a forward keeps nothing for a backward.
+/// The result of one scheme on one row. Times are in milliseconds; a forward stores nothing for a backward.
 #[derive(Debug, Clone)]
 pub struct Measured {
     /// The shape.
     pub row: Row,
-    /// Past blocks that a block of queries selects.
+    /// Number of past blocks that a query block selects.
     pub blocks: usize,
     /// The resulting sparsity, a fraction of the (query, key) pairs.
     pub sparsity: f64,
@@ -63,20 +64,19 @@ pub struct Measured {
     pub scheme: Scheme,
     /// Dense attention: forward, and forward with backward.
     pub dense: [f64; 2],
-    /// The selected blocks alone, with lists made beforehand: forward, and forward with backward.
+    /// Only the selected blocks, with precomputed lists: forward, and forward with backward.
     pub sparse: [f64; 2],
     /// All of SLA2, with router, lists, tail and mixture: forward, and forward with backward.
     pub sla2: [f64; 2],
-    /// Forward and backward of the selected blocks alone, if every block of queries selects the first and the
-    /// nearest blocks.
+    /// Forward and backward of only the selected blocks, if every query block selects the first and the nearest blocks.
     pub sink: f64,
-    /// The router and the lists that it makes.
+    /// The router and the block lists.
     pub select: f64,
     /// Peak memory of a forward and backward beyond the inputs, in bytes: dense, SLA2. Not known on the CPU.
     pub extra_bytes: Option<[u64; 2]>,
 }
 
-/// Measures one row, first full precision, then SageBwd.
+/// Measures one row, first unquantized, then with SageBwd.
 ///
 /// # Errors
 /// When no number of blocks has the sparsity, when the device has no kernels for the shape, or when it runs
@@ -158,8 +158,8 @@ fn measure_scheme(
 pub fn table_head(plan: &Plan) -> String {
     let place = if plan.device.is_cpu() { "CPU, f32" } else { "GPU, bf16" };
     format!(
-        "{place}; causal; milliseconds of forward and backward, in brackets of a forward alone; x: how many times as fast as \
-         dense attention\n\n{:>4} {:>7} {:>8} {:>6} {:>5} {:>5}  {:<8} {:>16} {:>16} {:>16} {:>6} {:>7} {:>7} {:>8}\n",
+        "{place}; causal; milliseconds of forward and backward, in brackets of only a forward; x: speedup over dense \
+         attention\n\n{:>4} {:>7} {:>8} {:>6} {:>5} {:>5}  {:<8} {:>16} {:>16} {:>16} {:>6} {:>7} {:>7} {:>8}\n",
         "D",
         "N",
         "sparsity",

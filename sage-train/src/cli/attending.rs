@@ -5,23 +5,24 @@ use candle_sage::{Granularity, Int8Products, KeyMean, PReference, Result, ValueG
 use crate::config::{Config, check_own};
 use crate::settings::{AttentionSettings, Attn, LayerSettings, Settings, SmoothingSetting, Text};
 
-/// Numerics of attention, in place of the run's.
+/// Settings of attention that override the run's.
 #[derive(Debug, Clone, clap::Args)]
 pub(super) struct Attending {
     /// Attention scheme of the evaluation, for example low-bit inference of a model that was trained in 16 bit [default: the run's]
     #[arg(long, value_enum)]
     attn: Option<Attn>,
-    /// Schemes of single layers, in place of --attn: 0,-1=fpa; "" for none [default: the run's, unless
-    /// --attn names another scheme]
+    /// Schemes of single layers that override --attn: 0,-1=fpa; "" for none [default: the run's, unless --attn names
+    /// another scheme]
     #[arg(long, value_name = "LAYERS=SCHEME", allow_hyphen_values = true)]
     attn_layers: Option<LayerSettings>,
     /// Token means subtracted before quantizing [default: the run's]
     #[arg(long, value_enum)]
     smoothing: Option<SmoothingSetting>,
-    /// SageBwd: tokens that K's mean is taken over: all, or sample-N [default: the run's]
+    /// SageBwd: tokens over which the means of K and V are taken: all, or sample-N [default: the run's]
     #[arg(long)]
     key_mean: Option<Text<KeyMean>>,
-    /// SageBwd: products in INT8: paper, forward-and-s, scores, forward, or a list such as forward,s,dv [default: the run's]
+    /// SageBwd: matmuls in INT8: paper, forward-and-s, scores, forward, or a list such as forward,s,dv [default: the
+    /// run's]
     #[arg(long)]
     products: Option<Text<Int8Products>>,
     /// SageBwd: granularity of the scales of P and dS: vector, group-N, tile [default: the run's]
@@ -30,13 +31,13 @@ pub(super) struct Attending {
     /// Attn-QAT: axis along which 16 values of V share a scale: tokens, head-dim [default: the run's]
     #[arg(long)]
     value_groups: Option<Text<ValueGroups>>,
-    /// Attn-QAT: what probabilities are relative to when quantized: row-max, two-level, literal [default: the run's]
+    /// Attn-QAT: reference that P is divided by before quantizing: row-max, two-level, literal [default: the run's]
     #[arg(long)]
     p_reference: Option<Text<PReference>>,
 }
 
 impl Attending {
-    /// The same as settings.
+    /// The typed values as settings.
     pub(super) fn settings(&self) -> AttentionSettings {
         AttentionSettings {
             attn: self.attn,
@@ -51,10 +52,10 @@ impl Attending {
         }
     }
 
-    /// Checks that what was typed is of the attention that is computed.
+    /// Checks that the typed settings belong to the attention that is computed.
     ///
     /// # Errors
-    /// When a setting is one of another attention.
+    /// When a setting belongs to another attention.
     pub(super) fn check(&self, config: &Config) -> Result<()> {
         let typed = Settings::with(|s| s.attention = self.settings());
         check_own(&typed, config.attn, config.model.scheme, config.model.sla2.as_ref())

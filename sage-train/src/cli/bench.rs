@@ -38,11 +38,11 @@ impl Bench {
     }
 }
 
-/// How long a GPU rests.
+/// Pauses of the GPU between measurements.
 #[derive(Debug, clap::Args)]
 struct Rest {
-    /// Pause before each series of timed calls. A GPU under load is up to 20 % slower, so compare only figures with the same rest and
-    /// repeats: 1 second for short bursts, 0 and many repeats for the speed during training
+    /// Pause before each series of timed calls. A GPU under load is up to 20 % slower, so compare only times with the
+    /// same --rest and --repeats: 1 second for short bursts, 0 and many repeats for the speed during training
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
     rest: f64,
 }
@@ -53,15 +53,17 @@ impl Rest {
     }
 }
 
-/// What to measure. Every time is the median of calls that take inputs in turn; on a GPU between CUDA events. All
-/// quantization and smoothing is inside.
+/// What to measure. Every time is the median of calls that cycle through several inputs, measured with CUDA events on a
+/// GPU. Times include quantization and smoothing.
 #[derive(Debug, clap::Args)]
 pub(super) struct BenchAttention {
-    /// Shapes: head_dim (192/128: values of 128 beside keys of 192), tokens, 1 if causal, tokens of a sliding window; head_dims above 128 run with fpa on compute capability 8.0, 9.0 and 10.x, and with sagebwd:products=scores on 9.0 [default: D 64 and 128, N 1024 and on a GPU 8192, 16384, causal]
+    /// Shapes: head_dim (192/128: keys of 192 and values of 128), tokens, 1 if causal, tokens of a sliding window. A
+    /// head_dim above 128 runs with fpa on compute capability 8.0, 9.0 and 10.x, and with sagebwd:products=scores on
+    /// 9.0 [default: D 64 and 128, N 1024 and on a GPU 8192, 16384, causal]
     #[arg(value_name = "D:N:CAUSAL[:WINDOW]")]
     rows: Vec<Row>,
-    /// Schemes with their settings, separated by semicolons: "fpa;sagebwd:smoothing=kv" [default: every scheme, and sets of SageBwd's
-    /// products]
+    /// Schemes with their settings, separated by semicolons: "fpa;sagebwd:smoothing=kv" [default: every scheme, and
+    /// several sets of SageBwd's INT8 matmuls]
     #[arg(long, value_name = "SCHEME;..", value_delimiter = ';')]
     schemes: Vec<SchemeSetting>,
     /// Where to measure [default: cuda if this build has it]
@@ -76,14 +78,14 @@ pub(super) struct BenchAttention {
     /// Number of timed calls of each kind [default: 30; on the CPU 3]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     repeats: Option<u16>,
-    /// Soft cap of the logits, cap tanh(logit / cap): 50 in Gemma 2. Not every scheme has it: --schemes
-    /// "fpa;sagebwd:smoothing=none:products=scores;attn-qat" have [default: none]
+    /// Soft cap of the logits, cap tanh(logit / cap): 50 in Gemma 2. Not every scheme supports it; these do: --schemes
+    /// "fpa;sagebwd:smoothing=none:products=scores;attn-qat" [default: none]
     #[arg(long, value_name = "CAP", default_value_t = 0.0, hide_default_value = true)]
     softcap: f64,
-    /// Lower logits by the distance of query and key (ALiBi)
+    /// Subtract a multiple of the distance of query and key from each logit (ALiBi)
     #[arg(long)]
     alibi: bool,
-    /// A sink for each head
+    /// Add an attention sink to each head
     #[arg(long)]
     sinks: bool,
     #[command(flatten)]
@@ -127,8 +129,8 @@ impl BenchAttention {
     }
 }
 
-/// What to measure. Every time is the median of calls that take inputs in turn; on a GPU between CUDA events. Router, lists
-/// and quantization are inside.
+/// What to measure. Every time is the median of calls that cycle through several inputs, measured with CUDA events on a
+/// GPU. Times include the router, the block lists and quantization.
 #[derive(Debug, clap::Args)]
 pub(super) struct BenchSla2 {
     /// Shapes: head_dim, tokens, sparsity [default: D 128, N 4096 at 85%, 16384 at 90%, 32768 and 131072 at 95%]
@@ -166,7 +168,7 @@ impl BenchSla2 {
             sinks: false,
         };
         let rows = if self.rows.is_empty() { sla2::usual_rows() } else { self.rows.clone() };
-        // Comes with the first line, so that an error is not told under the head of a table.
+        // Printed with the first line, so that an error is not printed below an empty table.
         let mut head = Some(sla2::table_head(&plan));
         for row in rows {
             for measured in sla2::measure(&plan, row)? {
@@ -178,10 +180,10 @@ impl BenchSla2 {
     }
 }
 
-/// What to measure. Every time is the median of calls; on a GPU between CUDA events.
+/// What to measure. Every time is the median of calls, measured with CUDA events on a GPU.
 #[derive(Debug, clap::Args)]
 pub(super) struct BenchLinks {
-    /// GPUs of this machine, where neither torchrun nor srun says it [default: 2]
+    /// Number of GPUs of this machine, unless torchrun or srun set it [default: 2]
     #[arg(long, value_name = "N")]
     gpus: Option<usize>,
     /// Where to measure [default: cuda if this build has it]
@@ -193,7 +195,7 @@ pub(super) struct BenchLinks {
     /// Whether copy engines transfer gradients and weights within a node
     #[arg(long, value_enum, value_name = "WHEN", default_value = "auto")]
     copy_engines: CopyEngines,
-    /// Largest exchange, in megabytes
+    /// Size of the largest exchange, in megabytes
     #[arg(long, value_name = "MB", default_value_t = 1300.0)]
     most: f64,
     /// Number of timed calls of each kind

@@ -21,10 +21,10 @@ use crate::quantity::{Quantity, counted, grouped};
 const INPUTS: &str = "Files, folders, 'patterns*', names on the Hugging Face Hub (hf:OWNER/NAME, hf:OWNER/NAME:PATTERN), \
                       or recipes (tinystories, openwebtext, fineweb-edu)";
 
-/// What can be done with data.
+/// The subcommands of `data`.
 #[derive(Debug, Subcommand)]
 pub(super) enum Data {
-    /// Tokenize text into shards, which runs read without tokenizing again and with little memory
+    /// Tokenize text into shards, which runs read with little memory and without tokenizing again
     Prepare(Prepare),
     /// Train a byte-level BPE on text
     Tokenizer(TrainTokenizer),
@@ -55,23 +55,23 @@ pub(super) struct Prepare {
     /// Vocabulary size of a tokenizer that is trained
     #[arg(long, value_name = "N", default_value = "32k")]
     vocab_size: Quantity,
-    /// Format of the shards [default: llmc-u16, or llmc-u32 for more than 65,536 entries]
+    /// Format of the shards [default: llmc-u16, or llmc-u32 for a vocabulary of more than 65,536 entries]
     #[arg(long, value_enum)]
     format: Option<Format>,
-    /// Largest number of tokens of a shard
+    /// Largest number of tokens in a shard
     #[arg(long, value_name = "N", default_value = "100_000_000")]
     shard_tokens: Quantity,
-    /// Part of the documents kept for validation
-    #[arg(long, value_name = "PART", default_value_t = 0.005, conflicts_with = "val_data")]
+    /// Fraction of the documents kept for validation
+    #[arg(long, value_name = "FRACTION", default_value_t = 0.005, conflicts_with = "val_data")]
     val_fraction: f64,
-    /// Validation data, in the forms of DATA. With it, no part of DATA is kept for validation
+    /// Validation data, given like DATA. With it, no documents of DATA are kept for validation
     #[arg(long, value_name = "DATA")]
     val_data: Vec<String>,
     /// Seed for the choice of validation documents
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Where the text is: a key of the JSON lines (`a.b` for key b inside the object a), or a column of CSV or parquet [default: text, or the
-    /// recipe's]
+    /// Key of the JSON lines (`a.b` for key b inside the object a), or column of CSV or parquet, with the text
+    /// [default: text, or the recipe's]
     #[arg(long, value_name = "NAME")]
     text_field: Option<String>,
     /// Skip and count documents that cannot be read (invalid UTF-8 or JSON, no text)
@@ -90,8 +90,8 @@ pub(super) struct TrainTokenizer {
     /// Vocabulary size
     #[arg(long, value_name = "N", default_value = "32k")]
     vocab_size: Quantity,
-    /// Where the text is: a key of the JSON lines (`a.b` for key b inside the object a), or a column of CSV or parquet [default: text, or the
-    /// recipe's]
+    /// Key of the JSON lines (`a.b` for key b inside the object a), or column of CSV or parquet, with the text
+    /// [default: text, or the recipe's]
     #[arg(long, value_name = "NAME")]
     text_field: Option<String>,
     /// Skip and count documents that cannot be read (invalid UTF-8 or JSON, no text)
@@ -107,9 +107,9 @@ impl Data {
             Self::Check { folder } => {
                 let Checked { shards, without_sidecar } = check(&folder)?;
                 let bare = match without_sidecar {
-                    0 => "each whole and as its sidecar says".into(),
+                    0 => "each complete and matching its sidecar".into(),
                     n => {
-                        format!("each as long as it should be, {n} of them without a sidecar to compare with")
+                        format!("each of the right length, {n} without a sidecar to compare with")
                     }
                 };
                 print(&format!("{}: {}, {bare}\n", folder.display(), counted(shards as u64, "shard")))
@@ -173,7 +173,7 @@ impl Prepare {
         };
         let unknown = match prepared.unknown_tokens {
             0 => String::new(),
-            n => format!("{} stand for text that the vocabulary does not have\n", counted(n, "token")),
+            n => format!("{} stand for text that is not in the vocabulary\n", counted(n, "token")),
         };
         print(&format!(
             "{:<12} {:>15} {:>12} {:>9} {:>7}\n{}{}{left_out}{unknown}\n{} in {}, {} entries, {seconds:.1} s, {:.1} MB/s\n\
@@ -204,10 +204,10 @@ impl TrainTokenizer {
     }
 }
 
-/// Fewest words of a document of recall: it then has a few paragraphs.
+/// Fewest words of a recall document, which then has a few paragraphs.
 const FEWEST_WORDS: usize = 50;
 
-/// Checks the number of words of documents of recall.
+/// Checks the number of words of recall documents.
 pub(super) fn recall_words(words: usize) -> Result<usize> {
     in_range("recall", words, FEWEST_WORDS, 1 << 20)
 }

@@ -1,4 +1,4 @@
-//! The presets' defaults in the help of settings.
+//! Adds the presets' defaults to the help of settings.
 
 use clap::{Arg, Command, ValueEnum};
 use toml::Table;

@@ -1,4 +1,4 @@
-//! Lists of values for a flag: `--seed 1,2,3` is a sweep.
+//! Lists of values for a flag, such as `--seed 1,2,3`, which make a sweep.
 
 use std::ffi::OsString;
 
@@ -8,7 +8,7 @@ use toml::{Table, Value};
 
 use crate::settings::{Role, Settings, has_role};
 
-/// The command line with the first value of each list in the list's place, and the lists.
+/// The command line with each list replaced by its first value, and the lists.
 #[derive(Debug)]
 pub(super) struct Typed {
     pub(super) words: Vec<OsString>,
@@ -18,14 +18,14 @@ pub(super) struct Typed {
 #[derive(Debug)]
 struct List {
     key: String,
-    /// Index of the word that holds the value, and the part of that word before the value (`--seed=`).
+    /// Index of the command-line word with the value, and the prefix of that word before the value (`--seed=`).
     at: usize,
     before: String,
     values: Vec<String>,
 }
 
 impl Typed {
-    /// Finds the lists in a command line that trains or sweeps; the other verbs have none.
+    /// Finds the lists in a command line that trains or sweeps. Other verbs do not accept lists.
     pub(super) fn new(mut words: Vec<OsString>) -> Self {
         let verb = words.get(1).and_then(|word| word.to_str()).filter(|word| !word.starts_with('-'));
         if verb.is_some_and(|verb| verb != "sweep") {
@@ -62,8 +62,8 @@ impl Typed {
         Self { words, lists }
     }
 
-    /// The lists by their keys. Each value is parsed by `settings`, from the command line with the value in
-    /// the list's place.
+    /// The lists by their keys. `settings` parses each value, from the command line with the list replaced by the
+    /// value.
     pub(super) fn tables<E>(
         &self,
         settings: impl Fn(&[OsString]) -> std::result::Result<Settings, E>,
@@ -75,7 +75,7 @@ impl Typed {
                 let mut words = self.words.clone();
                 words[*at] = format!("{before}{value}").into();
                 let read = Table::try_from(settings(&words)?).unwrap_or_default();
-                // A value that TOML cannot represent is kept as it was typed, and the sweep refuses it.
+                // A value that TOML cannot represent is kept as typed text, which the sweep rejects.
                 list.push(read.get(key).cloned().unwrap_or_else(|| value.clone().into()));
             }
             table.insert(key.clone(), Value::Array(list));
@@ -84,17 +84,18 @@ impl Typed {
     }
 }
 
-/// More seeds than this in a range are taken for a mistake.
+/// A range of more seeds than this is not parsed as a range: it is probably a mistake.
 const MOST_SEEDS: u64 = 1000;
 
-/// The seeds from the first to the last: `1-3`.
+/// The seeds of a range such as `1-3`.
 fn range(word: &str) -> Option<impl Iterator<Item = String> + use<>> {
     let (first, last) = word.split_once('-')?;
     let (first, last): (u64, u64) = (first.parse().ok()?, last.parse().ok()?);
     (first < last && last - first < MOST_SEEDS).then(|| (first..=last).map(|seed| seed.to_string()))
 }
 
-/// Whether commas separate the thousands of one number, as in `4,096`: no value of a list begins with a 0.
+/// Whether commas group the thousands of one number, as in `4,096`. A group that begins with 0 shows it, because no
+/// value of a list begins with 0.
 fn is_grouped(value: &str) -> bool {
     let mut words = value.split(',');
     let of = |word: &str, digits: std::ops::RangeInclusive<usize>| {
@@ -105,8 +106,8 @@ fn is_grouped(value: &str) -> bool {
         && words.any(|word| word.starts_with('0'))
 }
 
-/// The values of a list. A number that commas group is one value, which its own setting refuses. A set of INT8 matmuls contains commas
-/// itself: `paper,forward,s,dv` are two. Of seeds `1-3` are three.
+/// The values of a list. A number with grouped thousands is one value, which its setting then rejects. A set of INT8
+/// matmuls may contain commas: `paper,forward,s,dv` is two sets. The seeds `1-3` are three values.
 fn split(key: &str, value: &str) -> Vec<String> {
     if is_grouped(value) {
         return vec![value.to_owned()];
@@ -128,10 +129,10 @@ fn split(key: &str, value: &str) -> Vec<String> {
     values
 }
 
-/// Checks that no list contains a value twice: both would be the same run.
+/// Checks that no list contains a value twice, which would be two identical runs.
 ///
 /// # Errors
-/// When one does.
+/// When a list contains a value twice.
 pub(super) fn check(lists: &Table) -> Result<()> {
     for (key, values) in lists {
         let values = values.as_array().map_or(&[][..], Vec::as_slice);
@@ -140,7 +141,7 @@ pub(super) fn check(lists: &Table) -> Result<()> {
             return Err(Error::new("a value is given twice")
                 .got(format!("--{key}: {value} twice"))
                 .allowed("each value once")
-                .hint("runs with another --seed say how much is chance"));
+                .hint("to measure the spread by chance, repeat runs with several seeds: --seed 1-3"));
         }
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! The verbs `sample`, `eval` and `export`, which take a trained model.
+//! The verbs `sample`, `eval` and `export` for a trained model.
 
 use std::path::{Path, PathBuf};
 
@@ -24,34 +24,34 @@ use crate::settings::{Attn, Settings, SourceSetting};
 use crate::trained::{Trained, run_folder};
 use crate::{hf, notify};
 
-/// What to write.
+/// Arguments of `sample`.
 #[derive(Debug, clap::Args)]
 pub(super) struct Sample {
-    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format (computed in full precision or in the scheme of its
-    /// attention.json, with a context of at most 4096)
+    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format (computed in the scheme of
+    /// its attention.json if there is one, else unquantized, with a context of at most 4096)
     run: PathBuf,
-    /// Text to continue; without it a new document
+    /// Text to continue; without it a new document begins
     #[arg(default_value = "")]
     prompt: String,
     /// Largest number of tokens
     #[arg(long, value_name = "N", default_value_t = Quantity(160))]
     tokens: Quantity,
-    /// Divisor of the logits; with 0 the likeliest token is taken
+    /// Divisor of the logits; 0 always chooses the most likely token
     #[arg(long, value_name = "T", default_value_t = Sampling::default().temperature)]
     temperature: f64,
-    /// Draw among the K likeliest tokens; 0 for all
+    /// Sample from the K most likely tokens; 0 for all tokens
     #[arg(long, value_name = "K", default_value_t = 0)]
     top_k: usize,
-    /// Draw among the likeliest tokens that together have this probability
+    /// Sample from the most likely tokens that together have this probability
     #[arg(long, value_name = "P", default_value_t = 1.0)]
     top_p: f64,
-    /// Seed of the draws
+    /// Seed of the sampling
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
     /// Do not put the beginning-of-document token before the prompt
     #[arg(long)]
     no_bos: bool,
-    /// Attention for the prompt and the new tokens [default: the run's for the prompt, full precision for new tokens]
+    /// Attention for the prompt and the new tokens [default: the run's for the prompt, unquantized for new tokens]
     #[arg(long, value_enum)]
     attn: Option<Attn>,
     /// Where to compute [default: cuda if this build has it]
@@ -87,46 +87,46 @@ impl Sample {
         Ok(())
     }
 
-    /// A line about the number of tokens, the speed and the numerics of attention.
+    /// A message with the number of tokens, the speed and the numerics of attention.
     fn say(&self, written: &Written, attn: Attn, writer: &Writer<'_>) -> String {
         let speed =
             written.tokens_per_second().map_or(String::new(), |speed| format!(", {speed:.1} tokens/s"));
         let numerics = if writer.model.past(1, writer.following).is_none() {
-            "; this attention computes the whole sequence for each token"
+            "; this attention recomputes the whole sequence for each token"
         } else if [Attn::EXACT, Attn::NONE].contains(&attn) || self.attn.is_some() {
             ""
         } else {
-            "; after the prompt attention is in full precision: --attn says otherwise"
+            "; attention of new tokens is unquantized, unless --attn names a scheme"
         };
         let ended = if (written.tokens as u64) < self.tokens.0 { ", then the document ends" } else { "" };
         let begin = match writer.begin.map(|id| writer.tokenizer.entry(id)) {
-            Some(Ok(token)) => format!("; `{token}` is in front of the text: --no-bos leaves it out"),
+            Some(Ok(token)) => format!("; the model saw `{token}` before the text, unless --no-bos is given"),
             _ => String::new(),
         };
         format!("{}{ended}{speed}{begin}{numerics}", counted(written.tokens as u64, "token"))
     }
 }
 
-/// Checks that the data is known: a run knows its own, and for any other model `--data` must name it.
+/// Checks that the data is known: a run records its data, and any other model needs `--data`.
 pub(super) fn needs_data(run: &Path, data: &[SourceSetting], what: &str, allowed: &str) -> Result<()> {
     let of_run = run_folder(run).join("config.toml").exists() || !run.join("config.json").exists();
     if of_run || !data.is_empty() {
         return Ok(());
     }
     Err(Error::new(format!("there is nothing to {what}"))
-        .got(format!("{} is not a run, which would know its data", run.display()))
+        .got(format!("{} is not a run, and only a run records its data", run.display()))
         .allowed(allowed)
-        .hint("--data takes text or shards of tokens"))
+        .hint("name text or shards of tokens with --data"))
 }
 
-/// What to evaluate on.
+/// Arguments of `eval`.
 #[derive(Debug, clap::Args)]
 pub(super) struct Eval {
-    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format (computed in full precision or as its
-    /// attention.json says, with a context of at most 4096 unless --context is given)
+    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format (computed in the scheme of
+    /// its attention.json if there is one, else unquantized, with a context of at most 4096 unless --context is given)
     run: PathBuf,
-    /// Text or shards to evaluate on, all of it; for prepared data only its validation shards. May be repeated for a mixture [default: the
-    /// run's validation data]
+    /// Text or shards to evaluate on. All of it is used, except that of prepared data only the validation shards are
+    /// used. May be repeated for a mixture [default: the run's validation data]
     #[arg(long, value_name = "PATH")]
     data: Vec<SourceSetting>,
     /// Largest number of tokens [default: 1m; 2k with --token-by-token]
@@ -135,18 +135,18 @@ pub(super) struct Eval {
     /// Evaluate all tokens of the data
     #[arg(long, conflicts_with_all = ["tokens", "hellaswag"])]
     all: bool,
-    /// Also predict every token from its prefix alone, to measure how much the whole-sequence loss profits from scales shared with later
-    /// tokens
+    /// Also predict every token from only its prefix, to measure how much the whole-sequence loss profits from scales
+    /// shared with later tokens
     #[arg(long, conflicts_with = "hellaswag")]
     token_by_token: bool,
-    /// Also print the loss by position, for eight parts of the sequences
+    /// Also print the loss by position, for eighths of the sequences
     #[arg(long, conflicts_with_all = ["hellaswag", "token_by_token"])]
     by_position: bool,
-    /// Measure how often numbers are recalled, by distance, in documents of at least WORDS words from `sage-train corpus --recall`. The
-    /// model should have been trained on such documents
+    /// Measure how often numbers are recalled, by distance, in documents of at least WORDS words as from `sage-train
+    /// corpus --recall`. The model should have been trained on such documents
     #[arg(long, value_name = "WORDS", conflicts_with_all = ["hellaswag", "token_by_token", "by_position", "all", "data"])]
     recall: Option<usize>,
-    /// Sequences that go through the model at once
+    /// Sequences of one forward
     #[arg(long, value_name = "N")]
     micro_batch: Option<usize>,
     /// Tokens in a sequence [default: the run's]
@@ -165,7 +165,7 @@ pub(super) struct Eval {
     device: Option<Place>,
 }
 
-/// What a model attends to, and in which numerics.
+/// The selection and the numerics of a model's attention, as printed.
 fn attention_of(trained: &Trained) -> String {
     let config = &trained.config;
     let scheme = config.model.numerics();
@@ -185,7 +185,7 @@ fn attention_of(trained: &Trained) -> String {
 
 impl Eval {
     pub(super) fn run(&self) -> Result<()> {
-        // Other data is tokenized with the model's tokenizer.
+        // Data other than the run's is tokenized with the model's tokenizer.
         let tokenizer = run_folder(&self.run).join("tokenizer.json").display().to_string();
         let usual = if self.all {
             1 << 40
@@ -258,10 +258,10 @@ impl Eval {
     }
 }
 
-/// An evaluation, as it is printed.
+/// An evaluation, as printed.
 fn evaluated(scheme: &str, result: &Evaluation) -> String {
     let rest = if result.tokens < result.of {
-        format!(" of {} (--all takes them all)", crate::quantity::grouped(result.of))
+        format!(" of {} (--all evaluates all)", crate::quantity::grouped(result.of))
     } else {
         String::new()
     };
@@ -309,7 +309,7 @@ enum Exported {
     F32,
 }
 
-/// What to export.
+/// Arguments of `export`.
 #[derive(Debug, clap::Args)]
 pub(super) struct Export {
     /// Folder of a run with at least one validation, or of a checkpoint, RUN/checkpoints/step-N
@@ -325,7 +325,7 @@ pub(super) struct Export {
 impl Export {
     pub(super) fn run(&self) -> Result<()> {
         if !run_folder(&self.run).join("config.toml").exists() {
-            return Err(Error::new("no run to export")
+            return Err(Error::new("not a run that can be exported")
                 .got(self.run.display())
                 .allowed("the folder of a run")
                 .hint("e.g. runs/tiny-sagebwd-001"));
@@ -343,7 +343,8 @@ impl Export {
             hf::ModelType::of(&model)?.name(),
             match model.sla2 {
                 Some(_) =>
-                    ", which computes dense attention: it has no SLA2. --init-from, eval and sample do",
+                    ", which computes dense attention because it does not support SLA2; --init-from, eval and sample \
+                     do",
                 None => "",
             }
         ))

@@ -24,15 +24,16 @@ use crate::runs::{Run, add_gradients, check_beside, write_beside};
 use crate::settings::{Attn, SchemeSetting, Settings, SmoothingSetting, SourceSetting, Switch, Text};
 use crate::trained::run_folder;
 
-/// What to probe.
+/// Arguments of `probe`.
 #[derive(Debug, clap::Args)]
 pub(super) struct Probe {
     /// Folder of a run with at least one validation, of a checkpoint, RUN/checkpoints/step-N, or of a model in Hugging Face's format (with
     /// --data)
     #[arg(required_unless_present = "sigma")]
     run: Option<PathBuf>,
-    /// Text or shards to take the sequences from; for prepared data only its validation shards. May be repeated for a mixture
-    /// [default: the run's validation data; for --gradient its training data, from the model's last step on]
+    /// Text or shards to take the sequences from; of prepared data only the validation shards are used. May be repeated
+    /// for a mixture [default: the run's validation data; for --gradient its training data, starting at the model's
+    /// last step]
     #[arg(long, value_name = "PATH", conflicts_with = "sigma")]
     data: Vec<SourceSetting>,
     /// Number of validation sequences
@@ -47,7 +48,7 @@ pub(super) struct Probe {
     /// Vectors that share a scale in the backward (sagebwd) [default: the run's]
     #[arg(long)]
     granularity: Option<Text<Granularity>>,
-    /// Attention to probe [default: the run's; sagebwd for a full-precision run]
+    /// Attention to probe [default: the run's; sagebwd for a run with unquantized attention]
     #[arg(long, value_enum)]
     attn: Option<Attn>,
     /// Tokens in a sequence [default: the run's; 1024 with --sigma]
@@ -56,51 +57,53 @@ pub(super) struct Probe {
     /// Also print a row for each head
     #[arg(long)]
     heads: bool,
-    /// Also measure one matmul (sagebwd) or operand (attn-qat) at a time in low bits, with the others exact
+    /// Also quantize only one matmul (sagebwd) or operand (attn-qat) at a time, and measure its error
     #[arg(long)]
     products: bool,
-    /// Use a scale for each token of Q and K instead of each tile, to see what outlier tokens cost (sagebwd)
+    /// Use a scale for each token of Q and K instead of each tile, to show the error that outlier tokens cause
+    /// (sagebwd)
     #[arg(long)]
     token_scales: bool,
     /// Multiply queries and keys by each of these factors, and print a table for each
     #[arg(long, value_name = "FACTOR,..", value_delimiter = ',', default_value = "1")]
     qk_scale: Vec<f64>,
-    /// Measure what selected blocks and a linear tail keep of attention, by kind of selection and of tail: SLA2 before any training with
-    /// it. Half of the sequences fit the parameters, the other half are measured
+    /// Measure the error of SLA2 on a model that was trained without it, for each kind of block selection and linear
+    /// tail. Its parameters are fitted on half of the sequences, and the error is measured on the other half
     #[arg(long, conflicts_with_all = ["sigma", "heads", "products", "token_scales", "qk_scale", "attn", "smoothing", "key_mean", "granularity"])]
     selections: bool,
-    /// Key blocks that a query block selects
+    /// Number of key blocks that each query block selects
     #[arg(long, value_name = "N", default_value_t = 4, requires = "selections")]
     blocks: usize,
     /// Tokens of a block [default: a sixteenth of the context, 16 to 128]
     #[arg(long, value_name = "N", requires = "selections")]
     block: Option<usize>,
-    /// Compare the gradient of the whole model under low-bit schemes with full precision on the same training data. Prints the part of
-    /// the error that averages out over tokens, the bias that does not, and the tokens per step at which the bias equals the noise
-    /// of the data
+    /// Compare the gradient of the whole model under low-bit schemes with the gradient under unquantized attention, on
+    /// the same training data. Prints the error that averages out over tokens, the bias that does not, and the tokens
+    /// per step at which the bias equals the noise of the data
     #[arg(long, conflicts_with_all = ["sigma", "selections", "heads", "products", "token_scales", "qk_scale", "sequences", "attn", "smoothing", "key_mean", "granularity"])]
     gradient: bool,
-    /// Compare each product of linear layers in FP8 with the exact one: output, gradient of the input, gradient of the weight. Formats are the
-    /// run's, E4M3 for a run without FP8; the output matrix is left out
+    /// Compare each FP8 matmul of linear layers with the exact matmul: output, gradient of the input, gradient of the
+    /// weight. Formats are the run's, or E4M3 for a run without FP8. The output matrix is excluded
     #[arg(long, conflicts_with_all = ["gradient", "sigma", "selections", "heads", "products", "token_scales", "qk_scale", "attn", "smoothing", "key_mean", "granularity"])]
     linear: bool,
     /// Schemes for --gradient, separated by semicolons, with their settings: "sagebwd;sagebwd:products=scores;attn-qat" [default:
-    /// the run's, with its --attn-layers; sagebwd for a full-precision run]
+    /// the run's, with its --attn-layers; sagebwd for a run with unquantized attention]
     #[arg(long, value_name = "SCHEME;..", value_delimiter = ';', requires = "gradient")]
     schemes: Vec<SchemeSetting>,
-    /// Micro-batches for --gradient, each the run's --micro-batch: a power of two from 16 on
+    /// Number of micro-batches for --gradient: a power of two, at least 16
     #[arg(long, value_name = "N", default_value_t = 32, requires = "gradient")]
     micro_batches: usize,
     /// Sequences of a micro-batch [default: the run's]
     #[arg(long, value_name = "N", requires = "gradient")]
     micro_batch: Option<usize>,
-    /// Add in a fixed order on a GPU; otherwise the order of sums is noise in the error
+    /// Sum in a fixed order on a GPU; otherwise the varying order adds noise to the error
     #[arg(long, value_enum, requires = "gradient")]
     deterministic: Option<Switch>,
     /// Also plot the error over the number of tokens as SVG; `report RUN` has the plot too
     #[arg(long, value_name = "FILE", requires = "gradient")]
     svg: Option<PathBuf>,
-    /// Random tensors instead of a model's: queries and keys of these standard deviations, as 1,3,5,8,10
+    /// Probe random tensors instead of a model's, with queries and keys of these standard deviations, such as
+    /// 1,3,5,8,10
     #[arg(long, value_name = "SIGMA,..", value_delimiter = ',', conflicts_with_all = ["run", "heads", "products", "token_scales", "qk_scale", "sequences"])]
     sigma: Vec<f64>,
     /// Number of heads of random tensors
@@ -126,16 +129,20 @@ impl Probe {
             path.as_deref().map_or(Ok(()), |path| check_beside(path, ending))?;
         }
         if self.attn == Some(Attn::EXACT) {
-            return Err(Error::new("full precision is what errors are measured against")
+            return Err(Error::new("errors are measured against unquantized attention itself")
                 .got("--attn fpa")
                 .allowed("a low-bit scheme")
-                .hint("leave --attn out for the run's own, or sagebwd where it has none"));
+                .hint(
+                    "leave --attn out for the run's scheme, or for sagebwd if the run has no low-bit scheme",
+                ));
         }
         if self.attn.is_some_and(|attn| attn.to_string() == "none") {
             return Err(Error::new("a model without attention has no errors to measure")
                 .got("--attn none")
                 .allowed("a low-bit scheme")
-                .hint("leave --attn out for the run's own, or sagebwd where it has none"));
+                .hint(
+                    "leave --attn out for the run's scheme, or for sagebwd if the run has no low-bit scheme",
+                ));
         }
         if self.device.is_some() && self.run.is_some() && !self.gradient && !self.linear {
             return Err(Error::new("models are probed on the CPU")
@@ -153,7 +160,7 @@ impl Probe {
         });
         let mut settings = typed.clone();
         if self.smoothing == Some(SmoothingSetting::None) && self.key_mean.is_none() {
-            // Of a run whose mean is of a sample nothing is left to take it of.
+            // Without a mean the run's sample of tokens for the mean has no effect.
             settings.attention.key_mean = Some(Text(KeyMean::All));
         }
         match &self.run {
@@ -164,9 +171,8 @@ impl Probe {
 
     fn of_run(&self, run: &std::path::Path, settings: &Settings, typed: &Settings) -> Result<()> {
         needs_data(run, &self.data, "probe on", "--data PATH")?;
-        // Data of `--data` is tokenized with the model's tokenizer. Without `--data` the tokenizer is made
-        // again from the run's own data, and [`probe`] compares it with the saved one, which detects data
-        // that has changed.
+        // Data of `--data` is tokenized with the model's tokenizer. Without `--data` the tokenizer is trained again on
+        // the run's data, and [`probe`] compares it with the saved tokenizer, which detects changed data.
         let tokenizer = run_folder(run).join("tokenizer.json").display().to_string();
         let tokenizer = (!self.data.is_empty()).then_some(tokenizer);
         let mut settings = settings.clone();
@@ -192,7 +198,7 @@ impl Probe {
             };
             let probed = probe(run, look, settings.clone(), typed)?;
             let mut title = format!(
-                "{} against full precision, {} sequences of {}, {}",
+                "{} against unquantized attention, {} sequences of {}, {}",
                 run.display(),
                 probed.sequences,
                 probed.context,
@@ -232,17 +238,17 @@ impl Probe {
         settings.run.deterministic = self.deterministic;
         let schemes: Vec<Scheme> = self.schemes.iter().map(|SchemeSetting(scheme)| *scheme).collect();
         if schemes.contains(&Scheme::FullPrecision) {
-            return Err(Error::new("full precision is what errors are measured against")
+            return Err(Error::new("errors are measured against unquantized attention itself")
                 .got("fpa among --schemes")
                 .allowed("low-bit schemes")
-                .hint("leave it out: it is computed in any case"));
+                .hint("leave fpa out: it is always computed as the reference"));
         }
         let extent = Extent { schemes, micro_batches: self.micro_batches };
         let all = gradient_errors(run, self.device.unwrap_or(Place::Cpu), settings, &extent)?;
         for errors in &all {
             let step = errors.step.map_or(String::new(), |step| format!(" after step {step}"));
             let title = format!(
-                "{}{step}, {} against full precision: {} micro-batches of {} tokens",
+                "{}{step}, {} against unquantized attention: {} micro-batches of {} tokens",
                 run.display(),
                 errors.scheme,
                 self.micro_batches,
@@ -262,7 +268,7 @@ impl Probe {
         let errors = linear_errors(run, place, settings, usize::from(self.sequences))?;
         let step = errors.step.map_or(String::new(), |step| format!(" after step {step}"));
         let title = format!(
-            "{}{step}: linear layers in FP8 (gradients in {}) against exact products, {} sequences of {}",
+            "{}{step}: linear layers in FP8 (gradients in {}) against exact matmuls, {} sequences of {}",
             run.display(),
             errors.gradient.to_uppercase(),
             errors.sequences,
@@ -311,7 +317,7 @@ impl Probe {
         })
     }
 
-    /// Writes what was measured to the files that were asked for.
+    /// Writes the results to the requested files.
     fn write(&self, all: &impl serde::Serialize, csv: impl FnOnce() -> String) -> Result<()> {
         if let Some(path) = &self.json {
             write_beside(path, "json", &serde_json::to_string_pretty(all).expect("plain numbers"))?;

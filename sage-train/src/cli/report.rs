@@ -12,38 +12,39 @@ use crate::report::{GENERATOR, REPORT, ReportOptions, Study};
 use crate::runs::{Run, check_beside, write_beside};
 use crate::{notify, writing};
 
-/// What to compare.
+/// Arguments of `report`.
 #[derive(Debug, Args)]
 pub(super) struct Reporting {
-    /// Folders of runs, or folders that contain runs, such as a sweep's; finished or not, from any machine
+    /// Folders of runs, or folders that contain runs, such as a sweep's. Runs may be unfinished and from any machine
     #[arg(value_name = "RUN|SWEEP", required = true)]
     folders: Vec<PathBuf>,
-    /// Page to write [default: report.html in the folder; for several folders in the current one]
+    /// HTML file to write [default: report.html in the given folder, or in the current folder if several are given]
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
     /// Also write the tables as Markdown
     #[arg(long, value_name = "FILE")]
     markdown: Option<PathBuf>,
-    /// Also write a line for each run as CSV
+    /// Also write a CSV file with a line for each run
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
-    /// Arm that the others are compared with, by its settings [default: the sweep's, or attn=fpa, or the first]
+    /// Settings of the arm that is the baseline [default: the sweep's baseline, or attn=fpa, or the first arm]
     #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',')]
     baseline: Vec<String>,
-    /// Settings by which runs are grouped into arms [default: those of attention and of a sweep's [[points]]; if runs do not differ in
-    /// these, the first setting in which they differ]
+    /// Settings that group runs into the arms that are compared [default: the settings of attention and of a sweep's
+    /// [[points]]; if runs do not differ in these, the first setting in which they differ]
     #[arg(long, value_name = "KEY", value_delimiter = ',')]
     by: Vec<String>,
-    /// Margin in percent of the loss: an arm matches if the 90 % interval of its difference lies within
+    /// Margin in percent of the loss: an arm matches the baseline if the 90 % interval of its difference is within the
+    /// margin
     #[arg(long, value_name = "PERCENT", default_value_t = ReportOptions::default().margin)]
     margin: f64,
-    /// Also compare the tokens until the validation loss is at this value
+    /// Also compare the tokens until the validation loss reaches this value
     #[arg(long, value_name = "LOSS")]
     milestone: Option<f64>,
     /// Also write every chart as an SVG file into this folder
     #[arg(long, value_name = "DIR")]
     figures: Option<PathBuf>,
-    /// Title of the page [default: the sweep's]
+    /// Title of the report [default: the sweep's]
     #[arg(long, value_name = "TEXT")]
     about: Option<String>,
 }
@@ -53,7 +54,7 @@ impl Reporting {
         let mut baseline = Table::new();
         for pair in &self.baseline {
             let (key, value) = pair.split_once('=').ok_or_else(|| {
-                Error::new("not a setting and its value")
+                Error::new("not a setting with its value")
                     .got(format!("--baseline {pair}"))
                     .allowed("KEY=VALUE,KEY=VALUE")
                     .hint("e.g. --baseline attn=fpa")
@@ -64,7 +65,7 @@ impl Reporting {
             return Err(Error::new("margin is out of range")
                 .got(self.margin)
                 .allowed("percent, above 0")
-                .hint("0.5 says that half a percent of the loss does not matter"));
+                .hint("with 0.5, differences below half a percent of the loss do not matter"));
         }
         let milestone = self.milestone.map(|loss| above_zero("milestone", loss)).transpose()?;
         for (path, ending) in [(&self.html, "html"), (&self.markdown, "md"), (&self.csv, "csv")] {
@@ -72,7 +73,7 @@ impl Reporting {
         }
         let page = self.page()?;
         let found = Run::find(&self.folders)?;
-        // A sweep has a title, a baseline and arms, which flags replace.
+        // A sweep defines a title, a baseline and arms, which flags override.
         let of_sweep = match &self.folders[..] {
             [folder] => ReportOptions::of(folder)?,
             _ => ReportOptions::default(),
@@ -106,8 +107,7 @@ impl Reporting {
         Ok(())
     }
 
-    /// Where the page goes. That of several folders belongs to none of them, and lies in the current one, where it replaces no page
-    /// of somebody else's.
+    /// The path of the page. For several folders it is in the current folder, where it only replaces an earlier report.
     fn page(&self) -> Result<PathBuf> {
         match (&self.html, &self.folders[..]) {
             (Some(path), _) => Ok(path.clone()),
@@ -118,7 +118,7 @@ impl Reporting {
                     return Err(Error::new("the page would replace a file that is not a report")
                         .got(format!("{REPORT} in the current folder"))
                         .allowed("a new file, or an earlier report")
-                        .hint("--html FILE names another"));
+                        .hint("name another file with --html FILE"));
                 }
                 Ok(REPORT.into())
             }

@@ -20,8 +20,8 @@ pub(super) struct Resumed {
 }
 
 impl Resumed {
-    /// Finds the checkpoint, and merges the settings that were typed over those of its run. `branch` names a new run that continues
-    /// from it, which may attend otherwise.
+    /// Finds the checkpoint, and lays the typed settings over the settings of its run. `branch` is the name of a new
+    /// run that continues from the checkpoint, possibly with another attention.
     pub(super) fn open(path: &Path, mut typed: Settings, branch: Option<&str>, rank: Rank) -> Result<Self> {
         let found = FoundCheckpoint::at(path, rank)?;
         let path = found.run.join("config.toml");
@@ -34,23 +34,24 @@ impl Resumed {
         moved.val_data = with_weights(moved.val_data.take(), data.val_data.as_ref())?;
         let mut merged = typed.over(saved.clone());
         let (before, after) = (table(&saved)?, table(&merged)?);
-        // A new run may attend otherwise with the same weights.
+        // A new run may use another attention with the same weights.
         let may = |key: &str| {
             has_role(key, Role::Changes) || branch.is_some() && of_attention(key) && !key.starts_with("sla2-")
         };
         if let Some(key) = changed(&before, &after).find(|key| !may(key)) {
             let show = |table: &Table| table.get(key).map_or("not set".into(), Value::to_string);
-            return Err(Error::new(format!("--{key} cannot change under way"))
+            return Err(Error::new(format!("--{key} cannot change when a run is resumed"))
                 .got(format!("{} now, {} in the run", show(&after), show(&before)))
                 .allowed(keys_with(Role::Changes).join(", "))
                 .hint(match key {
                     "out" | "name" => {
-                        "a run continues in its own folder, which --resume names; --new-name begins another one from its checkpoint"
+                        "a run continues in its folder; --new-name NAME begins another run from its checkpoint"
                     }
                     key if branch.is_none() && of_attention(key) => {
-                        "--new-name NAME begins a new run from this checkpoint, which may attend otherwise"
+                        "--new-name NAME begins a new run from this checkpoint, with another attention if you like"
                     }
-                    _ => "for another model or other data begin a new run: --init-from takes an exported one",
+                    _ => "for another model or other data begin a new run, with --init-from for the weights of this \
+                          run",
                 }));
         }
         merged.run.name = branch.map(str::to_owned);
@@ -60,20 +61,23 @@ impl Resumed {
         config.branch = runs::branch(&found.run)?;
         if branch.is_some() {
             if before.attn != config.attn && !(before.attn.is_dense() && config.attn.is_dense()) {
-                return Err(Error::new("the run has other weights than this attention needs")
+                return Err(Error::new("this attention needs other weights than the run has")
                     .got(format!("--attn {}, {} in the run", config.attn, before.attn))
-                    .allowed("one dense scheme for another: fpa, sagebwd, attn-qat")
-                    .hint("SLA2 begins from a dense model's weights alone: export RUN --to DIR, then --init-from DIR --attn sla2"));
+                    .allowed("a change between dense schemes: fpa, sagebwd, attn-qat")
+                    .hint(
+                        "SLA2 can only start from the weights of a dense model: export RUN --to DIR, then \
+                         --init-from DIR --attn sla2",
+                    ));
             }
             let run = found.run.display().to_string();
             config.branch = Some(Branch::new(run, found.about.step, &before.identity(), &config.identity()));
         }
-        // The run lies where it was found, which need not be where it was made.
+        // The run may have been moved since it was created.
         if let Some(parent) = found.run.parent() {
             (config.out, config.data.out) = (parent.to_owned(), folder_of_runs(parent));
         }
         if config.data.tokenizer.is_some() {
-            // The run has a copy of its tokenizer, and the original may be gone. `settings` keep the original
+            // The run has a copy of its tokenizer, because the original may be deleted. `settings` keep the original
             // path, which is part of the run's identity.
             config.data.tokenizer = Some(found.run.join("tokenizer.json").display().to_string());
         }
@@ -81,7 +85,7 @@ impl Resumed {
     }
 }
 
-/// Gives data that moved the weights that it had in the run.
+/// Copies the run's mixture weights to data whose paths changed.
 fn with_weights(
     typed: Option<Vec<SourceSetting>>,
     saved: Option<&Vec<SourceSetting>>,
@@ -91,10 +95,10 @@ fn with_weights(
     let (new, old) = (weights(&typed), weights(saved));
     if new.len() != old.len() || (new.iter().any(Option::is_some) && new != old) {
         let show = |all: &[SourceSetting]| all.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-        return Err(Error::new("the data of a run cannot change under way, only its place")
+        return Err(Error::new("the data of a run cannot change when it is resumed, only its paths")
             .got(format!("{} sources: {}", new.len(), show(&typed)))
             .allowed(format!("{} sources, with the weights of {}", old.len(), show(saved)))
-            .hint("name each --data where it is now, in the same order; the weights are known"));
+            .hint("give each --data with its present path, in the same order; weights may be omitted"));
     }
     typed.iter_mut().zip(old).for_each(|(source, weight)| source.weight = weight);
     Ok(Some(typed))

@@ -1,4 +1,4 @@
-//! The settings that files determine, before a configuration is resolved.
+//! Fills in settings that files determine, before a configuration is resolved.
 
 use std::path::{Component, PathBuf};
 
@@ -9,7 +9,8 @@ use crate::initial;
 use crate::quantity::Quantity;
 use crate::settings::{Settings, Switch};
 
-/// Checks that a tokenizer that was named is that of the weights to begin with: ids would mean something else.
+/// Checks that a named tokenizer equals the tokenizer of the initial weights. With another tokenizer, ids would stand
+/// for other text.
 fn check_tokenizers(named: &Settings, of_weights: &Settings) -> Result<()> {
     let (Some(named), Some(own)) = (&named.data.tokenizer, &of_weights.data.tokenizer) else { return Ok(()) };
     let [named_as, own_as] = [named, own].map(|name| Tokenizer::named(name, None));
@@ -22,11 +23,11 @@ fn check_tokenizers(named: &Settings, of_weights: &Settings) -> Result<()> {
         .hint("leave --tokenizer out: --init-from uses its own tokenizer"))
 }
 
-/// Fills in the settings that files determine: the model's shape from `--init-from`, and the vocabulary's
-/// size from a tokenizer that exists.
+/// Fills in the settings that files determine: the model's shape from `--init-from`, and the vocabulary size from an
+/// existing tokenizer.
 pub(super) fn settle(mut settings: Settings) -> Result<Settings> {
     if let Some(folder) = settings.model.init_from.take() {
-        // `./runs/a` is `runs/a`, in reports too.
+        // `./runs/a` and `runs/a` are the same folder, in reports too.
         let folder: PathBuf = folder.components().filter(|part| *part != Component::CurDir).collect();
         settings.model.init_from = Some(folder.clone());
         let told = initial::settings(&folder, settings.attention.attn)?;
@@ -39,8 +40,8 @@ pub(super) fn settle(mut settings: Settings) -> Result<Settings> {
     if settings.data.vocab_size.is_none()
         && let Some(tokenizer) = known_tokenizer(&settings)?
     {
-        // The vocabulary is padded to a multiple of 64: GPUs take several times as long over rows of the
-        // embedding that do not fill whole 16-byte packs.
+        // The vocabulary is padded to a multiple of 64: GPUs are several times slower on embedding matrices whose rows
+        // are not a multiple of 16 bytes.
         settings.data.vocab_size = Some(Quantity(tokenizer.vocab_size().next_multiple_of(64) as u64));
     }
     Ok(settings)

@@ -1,4 +1,4 @@
-//! The flags of training on several GPUs.
+//! The flags for training on several GPUs.
 
 use candle_sage::{Error, Result};
 
@@ -9,7 +9,7 @@ use crate::quantity::Quantity;
 use crate::ranks::{CopyEngines, Mesh, Rank, Role, Words};
 use crate::train::{Overlap, Parallel};
 
-/// How a run is divided among several GPUs, which does not change its results but for the order of sums.
+/// How a run is divided among several GPUs. This changes results only by the order of sums.
 #[derive(Debug, clap::Args)]
 pub(super) struct Several {
     /// Number of GPUs of this machine to train on, with one process each (with --device cpu: number of processes). The batches of a
@@ -22,7 +22,7 @@ pub(super) struct Several {
     /// When gradients are exchanged between GPUs
     #[arg(long, value_enum, value_name = "WHEN", help_heading = "Several GPUs", default_value = "auto")]
     pub(super) overlap: Overlap,
-    /// Whether copy engines transfer gradients and weights within a node, which leaves all multiprocessors to kernels
+    /// Whether copy engines transfer gradients and weights within a node, so that kernels can use all multiprocessors
     #[arg(long, value_enum, value_name = "WHEN", help_heading = "Several GPUs", default_value = "auto")]
     pub(super) copy_engines: CopyEngines,
     /// Smallest size of a transfer of gradients, in megabytes [default: 680, or 200 when it overlaps with the backward]
@@ -49,16 +49,16 @@ pub(super) struct Several {
     /// With --dry-run: tokens a second of one GPU between updates [default: at 40 % of an H100's peak]
     #[arg(long, value_name = "TOKENS/S", help_heading = "Several GPUs", requires = "dry_run")]
     gpu_rate: Option<Quantity>,
-    /// Number of times that the run is restarted after a process was lost; needs --gpus and --resume auto
+    /// How often to restart the run after losing a process; needs --gpus and --resume auto
     #[arg(long, value_name = "K", help_heading = "Several GPUs", requires = "gpus", default_value_t = 0)]
     pub(super) restarts: u32,
-    /// Seconds without progress after which a process counts as lost, and the run ends
+    /// Seconds without progress after which a process counts as lost and the run ends
     #[arg(long, value_name = "SECONDS", help_heading = "Several GPUs", default_value_t = 120)]
     pub(super) stall_timeout: u64,
 }
 
 impl Several {
-    /// How the ranks share a step. `local` is this rank among those of its machine.
+    /// How the ranks share a step. `local` is this rank among the ranks of its machine.
     pub(super) fn parallel(&self, local: Rank) -> Result<Parallel> {
         let piece = self.piece_mb.map(|mb| in_range("piece-mb", mb, 0.001, 1e6)).transpose()?;
         let piece = piece.map(|mb| (mb * 1e6 / 4.0) as usize);
@@ -66,7 +66,8 @@ impl Several {
         Ok(Parallel { local, context, overlap, piece, engines })
     }
 
-    /// Warns of flags that one process has no use for. It is not an error, so that one command line serves any number of GPUs.
+    /// Warns of flags without an effect in one process. They are not an error, so that one command line works for any
+    /// number of GPUs.
     pub(super) fn warn_of_idle(&self) {
         let given = [
             ("overlap", self.overlap != Overlap::Auto),
@@ -75,18 +76,18 @@ impl Several {
         ];
         for (flag, _) in given.into_iter().filter(|(_, given)| *given) {
             notify(&format!(
-                "warning: --{flag} does nothing with one process: no other process exchanges gradients"
+                "warning: --{flag} has no effect with one process: there are no gradients to exchange"
             ));
         }
     }
 
-    /// Whether a dry run plans for other machines than this one.
+    /// Whether a dry run plans for machines other than this one.
     pub(super) fn elsewhere(&self) -> bool {
         self.ranks.is_some()
     }
 
-    /// The ranks and their links that a dry run plans for, GPUs or processes on a CPU, in steps of `tokens` tokens. Copy engines
-    /// are taken for granted on GPUs, unless the flag says otherwise.
+    /// The ranks and their links that a dry run plans for, GPUs or processes on a CPU, in steps of `tokens` tokens.
+    /// Copy engines are assumed on GPUs, unless the flag disables them.
     pub(super) fn world(&self, on_gpus: bool, tokens: u64) -> Result<World> {
         let shape = || Error::new("ranks do not divide into nodes");
         let (of, on_node) = match self.ranks {
@@ -111,7 +112,7 @@ impl Several {
                     "--ranks {of}, --ranks-per-node {on_node}, --context-parallel {}",
                     self.context_parallel
                 ))
-                .allowed("nodes of equally many ranks, which groups of --context-parallel divide")
+                .allowed("nodes with equal numbers of ranks, divisible into groups of --context-parallel")
                 .hint("--ranks 64 --ranks-per-node 8"));
         }
         let rate = |name: &str, rate: f64| Ok::<_, Error>(1e9 * in_range(name, rate, 0.001, 1e6)?);
@@ -135,8 +136,8 @@ impl Several {
     }
 }
 
-/// The connection to the other ranks, and this rank among those of its machine. A launcher has waited for its
-/// ranks here: it exits with their code, without a message, because they have printed theirs.
+/// The connection to the other ranks, and this rank among the ranks of its machine. A launcher, whose ranks have
+/// exited, exits here with their code and without a message, because the ranks have printed theirs.
 pub(super) fn as_rank(role: Role) -> (Words, Rank) {
     match role {
         Role::Launcher(code) => std::process::exit(code),

@@ -1,4 +1,4 @@
-//! The verb `sweep`, and the sweeps that lists on the command line make.
+//! The verb `sweep`, and sweeps from lists on the command line.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -19,25 +19,30 @@ use crate::settings::Settings;
 use crate::sweep::{Limits, SHIPPED, Sharing, Spec, Sweep, estimate, script};
 use crate::{notify, partial, train, writing};
 
-/// A sweep. Every flag of a run is taken too: it wins over the file, for all runs, and a list of values replaces the file's.
+/// A sweep. It accepts every flag of a run, which overrides the file for all runs; a list of values replaces the file's
+/// list.
 #[derive(Debug, Args)]
 pub(super) struct Sweeping {
-    /// A TOML file, or a built-in sweep: tiny (an hour of two cores), sla2-tiny (20 minutes of two cores), paper-mini, products-mini, attn-qat-mini, layers-mini, linear-mini, window-mini, optimizer-mini, muon-mini and continuation-mini (minutes of one H100), sla2-prose (ten minutes of one H100, from a dense model), paper (a cluster)
+    /// A TOML file, or a built-in sweep: tiny (an hour on two cores), sla2-tiny (20 minutes on two cores), paper-mini,
+    /// products-mini, attn-qat-mini, layers-mini, linear-mini, window-mini, optimizer-mini, muon-mini and
+    /// continuation-mini (minutes on one H100), sla2-prose (ten minutes on one H100, from a dense model), paper (a
+    /// cluster)
     #[arg(value_name = "FILE")]
     file: String,
-    /// Print the runs, their state and the estimated time that is left, then exit; a few steps of each shape are measured for it
+    /// Print the runs, their state and the estimated remaining time, and exit. Measures a few steps of each shape for
+    /// the estimate
     #[arg(long, help_heading = "Sweep")]
     dry_run: bool,
-    /// Plan without measuring
+    /// Do not measure steps for the estimate
     #[arg(long, help_heading = "Sweep", requires = "dry_run")]
     no_measure: bool,
-    /// Price of a device for an hour, for the plan
+    /// Price of a device per hour, to estimate the cost
     #[arg(long, value_name = "PRICE", help_heading = "Sweep", requires = "dry_run")]
     hour_price: Option<f64>,
-    /// Print the sweep's file, as a template for your own, and exit
+    /// Print the sweep's file, as a template for other sweeps, and exit
     #[arg(long, help_heading = "Sweep", conflicts_with_all = ["dry_run", "slurm"])]
     print: bool,
-    /// Runs at once on each device
+    /// Number of concurrent runs on each device
     #[arg(long, value_name = "N", help_heading = "Sweep", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     jobs: u16,
     /// How concurrent runs share a GPU: auto uses NVIDIA's MPS if it is installed, off makes runs take turns
@@ -46,7 +51,7 @@ pub(super) struct Sweeping {
     /// Save the running runs after this many minutes and exit; the same command resumes them
     #[arg(long, value_name = "MINUTES", help_heading = "Sweep")]
     minutes: Option<f64>,
-    /// Run the Nth run of the plan alone, from 0
+    /// Run only the Nth run of the plan, counted from 0
     #[arg(long, value_name = "N", help_heading = "Sweep")]
     only: Option<usize>,
     /// Also repeat failed and crashed runs (a diverged run is a result)
@@ -112,7 +117,7 @@ impl Sweeping {
             return Err(Error::new("there is no such sweep")
                 .got(path.display())
                 .allowed(format!("a TOML file, or {}", names.join(", ")))
-                .hint("sage-train sweep tiny --print shows what such a file says"));
+                .hint("sage-train sweep tiny --print shows such a file"));
         }
         let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         Ok((Spec::read(path)?, stem))
@@ -135,7 +140,7 @@ impl Sweeping {
     }
 }
 
-/// Plans the sweep. `name` returns the name of its folder from the configuration of the first run.
+/// Plans the sweep. `name` derives the name of its folder from the configuration of the first run.
 pub(super) fn plan(
     spec: &Spec,
     over: Settings,
@@ -151,14 +156,14 @@ pub(super) fn plan(
     if configs.iter().any(|config| config.name.is_some()) {
         return Err(Error::new("runs of a sweep cannot be named")
             .got("name, in the file")
-            .allowed("names that say what differs")
-            .hint("--name on the command line is the sweep's"));
+            .allowed("names derived from the settings that differ")
+            .hint("--name on the command line names the sweep"));
     }
     if let Some(other) = configs.iter().find(|config| config.out != first.out) {
-        return Err(Error::new("runs of a sweep go to one folder")
+        return Err(Error::new("all runs of a sweep need the same folder")
             .got(format!("out = {} and {}", first.out.display(), other.out.display()))
             .allowed("one --out for all of them")
-            .hint("put out into [settings]"));
+            .hint("put `out` into [settings]"));
     }
     let name = name(first)?;
     check_name(&name)?;
@@ -170,12 +175,13 @@ pub(super) fn plan(
     if sweep.runs.len() < count {
         let same = count - sweep.runs.len();
         notify(&format!(
-            "{same} of {count} combinations are skipped: they are the same run as another, because the setting that differs has no effect on it"
+            "{same} of {count} combinations are skipped: each is the same run as another one, because the setting \
+             that differs has no effect"
         ));
     }
     if let Some((key, value)) = spec.baseline.iter().find(|(key, value)| sweep.has_no(key, value)) {
         notify(&format!(
-            "warning: no run is of the baseline, {key} = {value}: another arm will be what the others are compared with"
+            "warning: no run has the setting of the baseline, {key} = {value}: another arm will be the baseline"
         ));
     }
     Ok(sweep)
@@ -188,14 +194,15 @@ fn without(settings: Settings, lists: &Table) -> Settings {
     table.try_into().unwrap_or(settings)
 }
 
-/// The commands that continue a sweep, for its messages.
+/// The commands that continue a sweep, as printed in messages.
 pub(super) struct Again {
     pub(super) goes_on: String,
     /// The command that also starts failed runs again.
     pub(super) retries: String,
 }
 
-/// Runs what is open, and reports the results. Failed runs, and runs that a signal left undone, are an error.
+/// Executes the unfinished runs, and reports the results. Failed runs, and runs that a signal interrupted, are an
+/// error.
 pub(super) fn carry_out(spec: &Spec, sweep: &Sweep, limits: &Limits, again: &Again) -> Result<()> {
     notify(&format!("{}: {}", sweep.folder.display(), counted(sweep.runs.len() as u64, "run")));
     std::fs::create_dir_all(&sweep.folder).map_err(writing(&sweep.folder))?;
@@ -205,29 +212,29 @@ pub(super) fn carry_out(spec: &Spec, sweep: &Sweep, limits: &Limits, again: &Aga
     if limits.only.is_none()
         && let Err(error) = report(options, sweep)
     {
-        // The runs are done: a report that fails can be made again with `report`.
+        // The runs are finished: if the report fails, `report` can write it later.
         notify(&format!("warning: {error}"));
     }
     tally.check(&again.goes_on)?;
     if tally.open > 0 {
-        notify(&format!("{} to go: {} goes on", counted(tally.open as u64, "run"), again.goes_on));
+        notify(&format!("{} left: continue with {}", counted(tally.open as u64, "run"), again.goes_on));
     }
     if tally.elsewhere > 0 {
-        notify(&format!("another process works on {}", counted(tally.elsewhere as u64, "run")));
+        notify(&format!("another process is working on {}", counted(tally.elsewhere as u64, "run")));
     }
     if tally.failed > 0 {
         return Err(Error::failed(format!("{} of {} runs failed", tally.failed, sweep.runs.len()))
             .got(format!(
-                "see ending.json of each in {0}, and {0}/plan where a process died",
+                "see ending.json of each run in {0}, and {0}/plan if a process died",
                 sweep.folder.display()
             ))
             .allowed("runs that finish, or diverge")
-            .hint(format!("{} runs them again, from their checkpoints where they have one", again.retries)));
+            .hint(format!("{} runs them again, from their checkpoints if they have one", again.retries)));
     }
     Ok(())
 }
 
-/// What the sweep's reports begin with. Each of its points is an arm.
+/// The report options from the sweep. Each of its points is an arm.
 fn options(spec: &Spec) -> ReportOptions {
     let points: BTreeSet<&String> = spec.points.iter().flat_map(Table::keys).collect();
     ReportOptions {
@@ -238,7 +245,7 @@ fn options(spec: &Spec) -> ReportOptions {
     }
 }
 
-/// Reports those runs of the sweep that exist.
+/// Reports the runs of the sweep that exist.
 fn report(options: ReportOptions, sweep: &Sweep) -> Result<()> {
     let folders = sweep.run_folders();
     if folders.is_empty() {
@@ -252,7 +259,7 @@ fn report(options: ReportOptions, sweep: &Sweep) -> Result<()> {
         let (count, names) = (counted(others.len() as u64, "run"), others.join(", "));
         found
             .warnings
-            .push(format!("left out {count} of another plan: {names}; `report {folder}` compares all"));
+            .push(format!("left out {count} of another plan: {names}; `report {folder}` compares all runs"));
     }
     let study = Study::new(found.runs.clone(), &options).or_else(|error| {
         notify(&format!("warning: {error}"));
@@ -266,7 +273,7 @@ fn report(options: ReportOptions, sweep: &Sweep) -> Result<()> {
     Ok(())
 }
 
-/// The plan as a table: each run, its state, and the time that the rest of it takes.
+/// The plan as a table: each run, its state, and its remaining time.
 pub(super) fn table(
     spec: &Spec,
     sweep: &Sweep,
@@ -310,10 +317,14 @@ pub(super) fn table(
         };
         let wall = (seconds / devices as f64).max(longest);
         out += &format!(
-            "{} of one device, {} on the {devices} here, one after the other, without start-up and validation{}\n",
+            "{} on one device, {} on the {devices} here with one run at a time, without start-up and validation{}\n",
             duration(seconds),
             duration(wall),
-            if jobs > 1 { "; several side by side take less where one leaves the device idle" } else { "" },
+            if jobs > 1 {
+                "; concurrent runs take less where one run does not keep the device busy"
+            } else {
+                ""
+            },
         );
         if let Some(price) = hour_price {
             out += &format!("{:.2} at {price} an hour\n", seconds / 3600.0 * price);

@@ -1,4 +1,4 @@
-//! Tasks of choices: reading them, and printing what a model gets right.
+//! Multiple-choice tasks: parses the flags, and prints the scores of a model.
 
 use std::path::{Path, PathBuf};
 
@@ -12,14 +12,14 @@ use crate::notify;
 use crate::quantity::counted;
 use crate::trained::Trained;
 
-/// A task and its file, as they are typed.
+/// Parses a task and its file: `TASK=FILE`.
 pub(super) fn task(text: &str) -> Result<(Task, PathBuf)> {
     let known =
         text.split_once('=').and_then(|(task, path)| Some((Task::from_str(task, false).ok()?, path.into())));
     known.ok_or_else(|| {
         let names = Task::value_variants().iter().filter_map(ValueEnum::to_possible_value);
         let names: Vec<String> = names.map(|value| value.get_name().to_owned()).collect();
-        Error::new("not a task and its file")
+        Error::new("not a task with its file")
             .got(format!("`{text}`"))
             .allowed(format!("TASK=FILE, with {}", names.join(", ")))
             .hint("--task piqa=piqa.jsonl")
@@ -35,7 +35,7 @@ pub(super) fn run(tasks: &[(Task, PathBuf)], trained: &Trained, model: &Llama) -
     })
 }
 
-/// Lets a model choose, under a progress bar, and warns of examples that were cut.
+/// The choices of a model, with a progress bar and a warning of truncated examples.
 fn choices_of(examples: &[Example], file: &Path, trained: &Trained, model: &Llama) -> Result<Choices> {
     let bar = crate::bar(examples.len() as u64, "{bar:30.cyan/blue} {pos}/{len} examples, ETA {eta}");
     let context = trained.config.model.context;
@@ -45,7 +45,7 @@ fn choices_of(examples: &[Example], file: &Path, trained: &Trained, model: &Llam
     bar.finish_and_clear();
     if choices.cut > 0 {
         notify(&format!(
-            "warning: {} of {}: the beginning lost its first tokens, because it did not fit the context of {context}",
+            "warning: {} of {}: the prompt lost its first tokens, because it did not fit the context of {context}",
             counted(choices.cut as u64, "example"),
             file.display(),
         ));
@@ -53,14 +53,14 @@ fn choices_of(examples: &[Example], file: &Path, trained: &Trained, model: &Llam
     Ok(choices)
 }
 
-/// A number of right choices, and its share with one standard error.
+/// The number of correct choices, and its percentage with one standard error.
 fn share(right: usize, of: usize) -> String {
     let part = right as f64 / of as f64;
     let deviation = (part * (1.0 - part) / of as f64).sqrt();
     format!("{right} of {of} = {:.2} % +- {:.2}", 100.0 * part, 100.0 * deviation)
 }
 
-/// Prints what a model gets right in a task.
+/// Prints the scores of a model in a task.
 fn scores(task: Task, choices: &Choices, examples: &[Example]) -> Result<()> {
     let share = |right: usize| share(right, choices.examples);
     let name = task.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned());
@@ -81,15 +81,15 @@ fn scores(task: Task, choices: &Choices, examples: &[Example]) -> Result<()> {
     ))
 }
 
-/// Prints how many of the endings of llm.c's file of HellaSwag a model chooses right.
+/// Prints how many endings of llm.c's HellaSwag file a model chooses correctly.
 pub(super) fn hellaswag(file: &Path, trained: &Trained, model: &Llama) -> Result<()> {
     let tokenizer = &trained.tokenizer;
-    // The file holds GPT-2's ids, and does not name its tokenizer.
+    // The file contains GPT-2's token ids, and does not name its tokenizer.
     if (tokenizer.vocab_size(), tokenizer.end_of_text()) != (50_257, 50_256) {
-        return Err(Error::new("HellaSwag's file is in GPT-2's tokens, and the model is not")
+        return Err(Error::new("the HellaSwag file has GPT-2's tokens, but the model has another tokenizer")
             .got(format!("{} entries, end of text {}", tokenizer.vocab_size(), tokenizer.end_of_text()))
             .allowed("GPT-2's tokenizer: 50257 entries, end of text 50256")
-            .hint("--task hellaswag=FILE takes JSON lines for any tokenizer"));
+            .hint("--task hellaswag=FILE reads JSON lines, for any tokenizer"));
     }
     let choices = choices_of(&read_examples(file)?, file, trained, model)?;
     print(&format!(

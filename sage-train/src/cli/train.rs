@@ -1,4 +1,4 @@
-//! `sage-train` without a verb: trains, or prints what would be trained.
+//! `sage-train` without a verb: trains, or prints the resolved run.
 
 use std::path::{Path, PathBuf};
 use std::thread::available_parallelism;
@@ -28,20 +28,21 @@ use crate::sweep::{Limits, Spec};
 use crate::train::{Begin, Stop};
 use crate::{during, notify, partial, ranks, train};
 
-/// The value of `--resume` that stands for the newest checkpoint of the run that `--name` names.
+/// The value of `--resume` for the newest checkpoint of the run `--name`.
 const AUTO: &str = "auto";
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Train {
-    /// TOML file with settings; flags override it. Of a run's config.toml the [[changes]] are ignored
+    /// TOML file with settings; flags override it. The [[changes]] in a run's config.toml are ignored
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     config: Option<PathBuf>,
-    /// Resume a run from its newest checkpoint, or from a checkpoint folder. Flags may change its length, learning rates, evaluation and
-    /// logging, but not its model, data and batch size. `auto`, with --name, resumes that run or starts it: the same command for every start of a job
+    /// Resume a run from its newest checkpoint, or from a checkpoint folder. Flags may change its length, learning
+    /// rates, evaluation and logging, but not its model, data and batch size. `auto` with --name resumes that run or
+    /// starts it, so that every start of a job can use the same command
     #[arg(long, value_name = "RUN", help_heading = "Run", conflicts_with = "compare")]
     resume: Option<PathBuf>,
-    /// With --resume RUN: continue in a new folder of this name, and leave RUN unchanged. Attention may change:
-    /// `--resume runs/a --attn sagebwd --new-name b` keeps weights, moments and the order of the data
+    /// With --resume RUN: continue in a new folder of this name, and do not change RUN. Attention may change: `--resume
+    /// runs/a --attn sagebwd --new-name b` keeps the weights, moments and data order
     #[arg(long, value_name = "NAME", help_heading = "Run", requires = "resume")]
     new_name: Option<String>,
     /// Print the resolved run with its size, time and memory, and exit
@@ -49,10 +50,12 @@ pub(super) struct Train {
     dry_run: bool,
     #[command(flatten)]
     several: Several,
-    /// Write the run's training sequences in their order as a shard of documents, and exit, so that another program can train on them
+    /// Write the run's training sequences, in their order, as a shard of documents that another program can train on,
+    /// and exit
     #[arg(long, value_name = "FILE", help_heading = "Run", conflicts_with_all = ["resume", "compare", "dry_run"])]
     write_batches: Option<PathBuf>,
     /// A list for --attn: one run for each attention (and seed). The baseline is fpa if it is listed, else the first
+    /// attention
     #[arg(
         long,
         value_enum,
@@ -69,13 +72,13 @@ pub(super) struct Train {
 impl Train {
     pub(super) fn run(self, mut lists: Table) -> Result<()> {
         if self.config.is_some() && self.resume.as_deref().is_some_and(|run| run != Path::new(AUTO)) {
-            return Err(Error::new("a run that continues has its own settings")
+            return Err(Error::new("a resumed run already has settings")
                 .got("--config with --resume")
                 .allowed("one of them; --config with --resume auto")
-                .hint("flags may change how long the run goes and how it is watched"));
+                .hint("flags may change the length, evaluation and logging of the run"));
         }
         if self.new_name.is_some() && self.resume.as_deref() == Some(Path::new(AUTO)) {
-            return Err(Error::new("a new run needs a run to continue from")
+            return Err(Error::new("--new-name needs a run to continue from")
                 .got("--new-name with --resume auto")
                 .allowed("--resume RUN --new-name NAME")
                 .hint("RUN may be a checkpoint: runs/a/checkpoints/step-00000250"));
@@ -94,7 +97,7 @@ impl Train {
                 .got(format!("{flag:?} as a flag, {in_file:?} in the file"))
                 .allowed("one preset")
                 .hint(
-                    "a saved config.toml holds every setting of its preset: leave --preset or --config out",
+                    "a saved config.toml contains every setting of its preset: leave --preset or --config out",
                 ));
         }
         if !self.compare.is_empty() {
@@ -110,7 +113,7 @@ impl Train {
             && self.resume.is_none()
             && !looks
         {
-            // Said once, before every rank says it.
+            // Reported once, before every rank would report it.
             let config = Config::resolve(settle(self.settings.clone().over(file.clone()))?)?;
             train::check_parallel(&config, ranks, self.several.context_parallel)?;
         }
@@ -118,7 +121,8 @@ impl Train {
             if looks { Role::alone() } else { Role::take(self.several.gpus, self.several.restarts, stall)? };
         let (words, local) = as_rank(role);
         let ended = self.train(file, &words, local);
-        // All ranks end a run together that diverged, was interrupted or cannot be; an error of one rank is sent to the others.
+        // All ranks end together if the run diverged, was interrupted or cannot start. An error of one rank is sent to
+        // the other ranks.
         match ended {
             Ok(()) => {
                 words.leave(None);
@@ -143,7 +147,7 @@ impl Train {
     /// Trains, as one of the ranks that have connected.
     fn train(self, file: Settings, words: &Words, local: Rank) -> std::result::Result<(), Stop> {
         let rank = words.rank();
-        // A rank that resumes exchanges other messages than one that begins, so that all must do the same.
+        // A resuming rank and a starting rank exchange different messages, so that all ranks must do the same.
         let begins = match self.resume.as_deref() {
             None => "a new run",
             Some(path) if path == Path::new(AUTO) => "--resume auto",
@@ -205,25 +209,23 @@ impl Train {
         Ok(())
     }
 
-    /// Names what the run of a `--config` file changed after it began, and the run that it was branched off: the file is taken
-    /// for a run that begins with new weights.
+    /// Prints what the run of a `--config` file changed after its start, and the run that it branched off: a new run
+    /// with this file starts without these changes, and with new weights.
     fn report_changes(&self) -> Result<()> {
         let folder = self.config.as_deref().and_then(Path::parent);
         let branch = folder.map(runs::branch).transpose();
-        // Only a hint depends on it.
+        // The branch is only needed for a hint.
         if let Some(branch) =
             branch.inspect_err(|error| notify(&format!("warning: {error}"))).ok().flatten().flatten()
         {
             notify(&format!(
-                "--config begins with new weights; the file's run was branched off {} after step {}: --resume {0} --new-name \
-                 NAME does that",
+                "--config starts from new weights, but the file's run was branched off {} after step {}; --resume {0} \
+                 --new-name NAME branches off too",
                 branch.run, branch.step
             ));
         }
         for change in self.config.as_deref().map(Change::read).transpose()?.unwrap_or_default() {
-            notify(&format!(
-                "--config takes the settings that the run began with; it continued with {change}, by --resume"
-            ));
+            notify(&format!("--config ignores what the file's run changed when it was resumed: {change}"));
         }
         Ok(())
     }
@@ -231,8 +233,9 @@ impl Train {
     /// Runs a sweep over every combination of the lists' values.
     fn sweep(self, file: Settings, lists: &Table) -> Result<()> {
         self.report_changes()?;
-        let goes_on = "a sweep continues when its command is given again with its --name";
-        let alone = "each run of a sweep is one process: leave it out, or give one value";
+        let goes_on = "to continue a sweep, repeat its command with its --name";
+        let alone =
+            "each run of a sweep is one process: leave the flag out, or give one value for each setting";
         for (flag, given, hint) in [
             ("--resume", self.resume.is_some(), goes_on),
             ("--write-batches", self.write_batches.is_some(), "give one value"),
@@ -240,7 +243,7 @@ impl Train {
             ("--context-parallel", self.several.context_parallel != 1, alone),
         ] {
             if given {
-                return Err(Error::new("a list of values is many runs")
+                return Err(Error::new("a list of values makes several runs")
                     .got(format!(
                         "{flag}, and a list for {}",
                         lists.keys().cloned().collect::<Vec<_>>().join(", ")
@@ -259,7 +262,7 @@ impl Train {
         };
         let sweep = sweep::plan(&spec, typed, lists, free)?;
         if self.dry_run {
-            // What the runs have in common is in the plan of the first one.
+            // The plan of the first run shows the settings that all runs share.
             let first =
                 sweep.runs.first().map_or(String::new(), |run| format!("\n{}:\n{}", run.name, run.config));
             let table = sweep::table(&spec, &sweep, None, 1, None);
@@ -277,7 +280,8 @@ fn asked(typed: Settings, file: Settings, words: &Words) -> std::result::Result<
     agreed(settle(typed.over(file)).and_then(Config::resolve), words)
 }
 
-/// What every rank finds in the same settings: a mistake is the same on all ranks, and rank 0 alone reports it.
+/// A result that every rank computes from the same settings. All ranks find the same mistake, and only rank 0 reports
+/// it.
 fn agreed<T>(found: Result<T>, words: &Words) -> std::result::Result<T, Stop> {
     let outcome =
         found.as_ref().err().map_or_else(|| "settings that can run".to_owned(), ToString::to_string);
@@ -285,22 +289,22 @@ fn agreed<T>(found: Result<T>, words: &Words) -> std::result::Result<T, Stop> {
     found.map_err(Stop::Mistaken)
 }
 
-/// `--resume auto`: resumes the named run from its newest checkpoint, or begins it.
+/// `--resume auto`: resumes the named run from its newest checkpoint, or starts it.
 fn again(typed: Settings, file: Settings, words: &Words) -> std::result::Result<(Config, Begin), Stop> {
     let asked = asked(typed, file, words)?;
     let Some(name) = &asked.name else {
-        return Err(Error::new("--resume auto does not know which run")
+        return Err(Error::new("--resume auto needs the name of the run")
             .got("no --name")
             .allowed("--resume auto --name NAME")
-            .hint("an existing run continues, a new one begins: the same command for both")
+            .hint("the same command starts the run and resumes it")
             .into());
     };
     let run = asked.out.join(name);
-    // Rank 0 looks for all ranks, before any of them creates or removes a file.
+    // Rank 0 checks for all ranks, before any rank creates or removes a file.
     let found = || -> Result<String> {
         Ok(match checkpoint::newest(&run) {
             Some(step) => format!("step {step}"),
-            // The run was begun by this program, and ended before its first checkpoint.
+            // This program started the run, which ended before its first checkpoint.
             None if Lock::marks(&run) && !finished(&run)? => "again".into(),
             None => "new".into(),
         })
@@ -317,7 +321,7 @@ fn again(typed: Settings, file: Settings, words: &Words) -> std::result::Result<
     }
 }
 
-/// Whether a run recorded that it ended by itself, as finished or as diverged.
+/// Whether a run recorded that it finished or diverged.
 fn finished(run: &Path) -> Result<bool> {
     let status = ending(run)?.map(|ending| ending.status);
     Ok(matches!(status, Some(Status::Finished | Status::Diverged)))
@@ -329,10 +333,10 @@ fn free_name(out: &Path, preset: Preset) -> Result<String> {
     let preset = preset.as_ref().map_or("", |value| value.get_name());
     let mut numbered = (1..10_000).map(|n| format!("{preset}-sweep-{n:03}"));
     numbered.find(|name| !out.join(name).exists()).ok_or_else(|| {
-        Error::new("no number is left for the sweep's folder")
+        Error::new("no free number is left for the sweep's folder")
             .got(out.display())
             .allowed("fewer than 10,000 sweeps")
-            .hint("--out or --name names another folder")
+            .hint("choose another folder with --out or --name")
     })
 }
 

@@ -1,4 +1,4 @@
-//! What was typed, against the run that it makes: a setting without an effect is a mistake.
+//! Checks that typed settings have an effect on the run; a setting without an effect is an error.
 
 use candle_sage::{Error, Result};
 
@@ -10,9 +10,9 @@ use crate::model::{Choice, LinearPrecision};
 use crate::optim::Optimizer;
 use crate::settings::{DataSettings, Schedule, Settings, TailSetting};
 
-/// The error of a setting that was typed together with settings with which it has no effect.
+/// The error of a typed setting that has no effect together with the other settings.
 fn idle(key: &str, with: String, allowed: &str, hint: &str) -> Result<()> {
-    Err(Error::new(format!("--{key} has no part in this run"))
+    Err(Error::new(format!("--{key} has no effect on this run"))
         .got(format!("--{key} with {with}"))
         .allowed(allowed)
         .hint(hint))
@@ -25,10 +25,10 @@ pub(super) fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
     let attn = format!("--attn {}", config.attn);
     let window = sla2.is_some_and(|sla2| sla2.choice == Choice::Window);
     if window && typed.sla2.sla2_nearest.is_some_and(|nearest| nearest > 0) {
-        let hint = "a window is the nearest blocks and the first one: --sla2-blocks says how many";
+        let hint = "a window is the first block and the nearest blocks; --sla2-blocks is their number";
         return idle("sla2-nearest", attn, "sla2, sla2-identity, sla2-sparse", hint);
     }
-    // Of the forms `sla2-sparse` alone has no tail whatever is asked for.
+    // Only the form `sla2-sparse` has no tail regardless of the setting.
     let asked = typed.sla2.sla2_tail.is_some_and(|tail| tail != TailSetting::None);
     if asked && sla2.is_some_and(|sla2| sla2.tail.is_none()) {
         return idle(
@@ -39,7 +39,7 @@ pub(super) fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
         );
     }
     if sla2.is_some_and(|sla2| sla2.tail.is_none()) && typed.sla2.sla2_alpha.is_some() {
-        let hint = "without a tail there is nothing to share with: leave it out";
+        let hint = "the weight is split between the selected blocks and a tail: leave --sla2-alpha out";
         return idle("sla2-alpha", format!("{attn}, without a tail"), "a form with a tail", hint);
     }
     match (typed.linear.first_of_fp8(), config.model.linear) {
@@ -70,24 +70,24 @@ pub(super) fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
                 key,
                 named(schedule),
                 &others.join(", "),
-                "leave it out, or name a schedule that has it",
+                "leave it out, or name a schedule that uses it",
             );
         }
     }
     check_data(&typed.data, &config.data)
 }
 
-/// The same of the data's settings, which depend on shards or text.
+/// The same check for the data's settings, which depend on shards or text.
 fn check_data(typed: &DataSettings, data: &DataConfig) -> Result<()> {
     if typed.sources.is_some() && typed.corpus_mb.is_some() {
-        let hint = "it is the size of the corpus that a run without --data reads";
+        let hint = "it is the size of the built-in corpus, which a run without --data reads";
         return idle("corpus-mb", "--data".into(), "one of them", hint);
     }
     if typed.text_field.is_none() && typed.val_fraction.is_none() {
         return Ok(());
     }
     if typed.val_fraction.is_some() && !data.val_sources.is_empty() {
-        let hint = "--val-data is validated on as a whole; leave one of them out";
+        let hint = "all of --val-data is used for validation; leave one of them out";
         return idle("val-fraction", "--val-data".into(), "one of them", hint);
     }
     if data.all_sources().next().is_none() && typed.text_field.is_some() {
@@ -97,7 +97,8 @@ fn check_data(typed: &DataSettings, data: &DataConfig) -> Result<()> {
     let found = data.all_sources().map(|s| source::find(&s.path, &data.out)).collect::<Result<Vec<_>>>()?;
     let all = |of: fn(&Source) -> bool| !found.is_empty() && found.iter().all(of);
     if typed.text_field.is_some() && all(|source| matches!(source, Source::Shards(_))) {
-        let hint = "shards are tokens already: `sage-train data prepare --text-field` names the text they are made of";
+        let hint =
+            "shards are already tokenized; use `sage-train data prepare --text-field` when you make them";
         return idle("text-field", "shards".into(), "text in --data", hint);
     }
     let plain = |source: &Source| source.files().all(|file| !reader::has_fields(file));
@@ -107,8 +108,7 @@ fn check_data(typed: &DataSettings, data: &DataConfig) -> Result<()> {
     }
     let own = |source: &Source| matches!(source, Source::Shards(files) if !files.validation.is_empty());
     if typed.val_fraction.is_some() && all(own) {
-        let hint =
-            "they are validated on their own; leave it out, or give --data the shards to train on alone";
+        let hint = "these are used for validation; leave it out, or give --data only the training shards";
         return idle("val-fraction", "shards of which some are for validation".into(), "other data", hint);
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! Which settings are those of an attention.
+//! Checks that typed settings belong to the run's attention.
 
 use candle_sage::{Error, Result, Scheme};
 use toml::Table;
@@ -7,10 +7,10 @@ use super::of_attention;
 use crate::model::Sla2Config;
 use crate::settings::{Attn, Settings};
 
-/// Checks that every setting of attention that was typed is one of this attention.
+/// Checks that every typed setting of attention belongs to this attention.
 ///
 /// # Errors
-/// When one is a setting of another.
+/// When a setting belongs to another attention.
 pub fn check_own(
     typed: &Settings,
     attn: Attn,
@@ -19,7 +19,7 @@ pub fn check_own(
 ) -> Result<()> {
     let table = Table::try_from(typed).unwrap_or_default();
     let own = attn.own_settings(scheme, sla2);
-    // Layers have separate schemes in dense attention alone.
+    // Only dense attention has separate schemes for layers.
     let dense = scheme.is_some() && sla2.is_none();
     let idle = |key: &&String| {
         let means_something = matches!(key.as_str(), "attn" | "eval-attn")
@@ -33,6 +33,6 @@ pub fn check_own(
     settings.retain(|name| !name.starts_with("tile"));
     Err(Error::new(format!("--{key} is not a setting of this attention"))
         .got(format!("--{key} with --attn {attn}"))
-        .allowed(if settings.is_empty() { "none: it has no settings".into() } else { settings.join(", ") })
-        .hint("leave it out, or name the attention that has it: --attn"))
+        .allowed(if settings.is_empty() { "nothing: it has no settings".into() } else { settings.join(", ") })
+        .hint("leave it out, or name an attention with this setting: --attn"))
 }

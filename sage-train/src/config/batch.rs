@@ -1,4 +1,4 @@
-//! The settings of a step and of how many there are, resolved: table `[batch]`.
+//! Resolves the settings of table `[batch]`: batch size and number of steps.
 
 use candle_sage::{Error, Result};
 
@@ -6,10 +6,10 @@ use crate::checks::{in_range, need};
 use crate::quantity::{Quantity, grouped};
 use crate::settings::BatchSettings;
 
-/// Micro-batches of a step, at most.
+/// Largest number of micro-batches of a step.
 const MOST_MICRO_BATCHES: u64 = 1 << 16;
 
-/// The number of steps that settings ask for.
+/// The number of steps from the settings.
 ///
 /// # Errors
 /// When a setting is out of range.
@@ -26,7 +26,8 @@ fn tokens_per_step(s: &BatchSettings) -> Result<u64> {
     in_range("tokens-per-step", need(s.tokens_per_step).0, 1, 1 << 40)
 }
 
-/// The sequences of a micro-batch, and the micro-batches of a step: so many `steps` over sequences of `context` tokens.
+/// The sequences of a micro-batch and the micro-batches of a step, for a run of `steps` steps over sequences of
+/// `context` tokens.
 ///
 /// # Errors
 /// When a setting is out of range, or a step is not a whole number of micro-batches.
@@ -38,12 +39,12 @@ pub(super) fn resolve(s: &BatchSettings, context: usize, steps: u64) -> Result<(
         return Err(Error::new("the run is too long to count its tokens")
             .got(format!("{steps} steps of {tokens_per_step} tokens"))
             .allowed("fewer than 2^64 tokens")
-            .hint("--steps or --tokens-per-step"));
+            .hint("lower --steps or --tokens-per-step"));
     }
     Ok((micro_batch, accumulation))
 }
 
-/// How many micro-batches make a step. Both factors are in range, and so is their product.
+/// The number of micro-batches of a step. Both factors are in range, and so is their product.
 fn accumulation(tokens_per_step: u64, micro_batch: usize, context: usize) -> Result<usize> {
     let micro = (micro_batch * context) as u64;
     if tokens_per_step.is_multiple_of(micro) {
@@ -53,7 +54,7 @@ fn accumulation(tokens_per_step: u64, micro_batch: usize, context: usize) -> Res
             false => Err(Error::new("a step has too many micro-batches")
                 .got(format!("{} of {} tokens", grouped(count), grouped(micro)))
                 .allowed(format!("at most {}", grouped(MOST_MICRO_BATCHES)))
-                .hint("--micro-batch makes them larger, --tokens-per-step the step smaller")),
+                .hint("raise --micro-batch, or lower --tokens-per-step")),
         };
     }
     let below = tokens_per_step / micro * micro;

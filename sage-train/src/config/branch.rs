@@ -6,26 +6,26 @@ use serde::{Deserialize, Serialize};
 
 use super::Identity;
 
-/// Where a run was branched off another one.
+/// The point at which a run was branched off another run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Branch {
     /// Folder of the other run.
     pub run: String,
-    /// Steps that the other run had taken.
+    /// Steps of the other run before the branch.
     pub step: u64,
-    /// The settings that changed, as the other run had them. A setting that it did not have is not in it.
+    /// The changed settings with their values in the other run; a setting that the other run did not have is missing.
     pub before: BTreeMap<String, String>,
 }
 
 impl Branch {
-    /// The branch of a run with settings `before`, to settings `after`.
+    /// A branch from a run with identity `before` to identity `after`.
     pub fn new(run: String, step: u64, before: &Identity, after: &Identity) -> Self {
         let changed = before.iter().filter(|(key, value)| after.get(*key) != Some(*value));
         Self { run, step, before: changed.map(|(key, value)| (key.clone(), value.clone())).collect() }
     }
 }
 
-/// Without the folder: runs of several seeds are branched in the same way.
+/// The text omits the folder, so that runs of several seeds have the same text.
 impl std::fmt::Display for Branch {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let before: Vec<String> = self.before.iter().map(|(key, value)| format!("{key} {value}")).collect();

@@ -1,5 +1,5 @@
-//! Settings that a later start of a run changed. A run's `config.toml` keeps the settings that the run began with. Below them it
-//! lists what each start changed, and after which step: `[[changes]]`.
+//! Settings that were changed when a run was resumed. A run's `config.toml` keeps the initial settings. Below them,
+//! `[[changes]]` lists the settings that each start changed, and the step.
 
 use std::path::Path;
 
@@ -17,17 +17,17 @@ pub(super) const LIST: &str = "changes";
 /// The key of the number of steps in an entry.
 const STEP: &str = "step";
 
-/// What a start of a run changed.
+/// The settings that a start of a run changed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Change {
-    /// Steps that were done before.
+    /// Steps that were done before this start.
     pub step: u64,
-    /// The settings that changed, with their new values, by their keys.
+    /// The changed settings with their new values, by their keys.
     pub settings: Table,
 }
 
 impl Change {
-    /// The changes that a `config.toml` lists, in the order of their steps; none in a file of settings alone.
+    /// The changes that a `config.toml` lists, in the order of their steps; empty for a file with only settings.
     ///
     /// # Errors
     /// When the file cannot be read, or an entry is not a change.
@@ -55,15 +55,15 @@ impl Change {
         change.over(Settings::default(), path).map(|_| change)
     }
 
-    /// The changed settings over those before.
+    /// The settings `before` with these changes.
     fn over(&self, before: Settings, path: &Path) -> Result<Settings> {
         let flat = tables::flat(self.settings.clone(), &path.display().to_string())?;
         let settings = Settings::deserialize(flat).map_err(|error| unusable(path, in_short(&error)))?;
         Ok(settings.over(before))
     }
 
-    /// The text of a run's `config.toml` for a start after `step` steps with the settings of `config`. What an earlier start changed
-    /// from this step on is undone, and what is changed from there on is this start's.
+    /// The text of a run's `config.toml` for a start after `step` steps with the settings of `config`. Changes of
+    /// earlier starts at or after this step are removed, and the changes of this start are added.
     ///
     /// # Errors
     /// As [`Change::read`].
@@ -96,7 +96,7 @@ impl std::fmt::Display for Change {
     }
 }
 
-/// Settings under changes, the later ones over the earlier ones.
+/// The settings `begun` with all changes applied in order.
 pub(super) fn applied(begun: Settings, changes: &[Change], path: &Path) -> Result<Settings> {
     changes.iter().try_fold(begun, |before, change| change.over(before, path))
 }
@@ -108,8 +108,8 @@ fn text(path: &Path) -> Result<String> {
 fn unusable(path: &Path, got: String) -> Error {
     Error::new(format!("cannot use the changes in {}", path.display()))
         .got(got)
-        .allowed("[[changes]] with `step` and settings, as --resume writes them")
-        .hint("a copy of the file has them; without a change its steps are not told apart")
+        .allowed("[[changes]] entries with `step` and settings, as --resume writes them")
+        .hint("restore the entries from a copy of the file; they record with which settings the steps were trained")
 }
 
 #[cfg(test)]
@@ -142,7 +142,7 @@ mod tests {
         assert_eq!(start(8, 12, 0.001), "|lr = 0.001 step = 8 steps = 12 ");
         assert_eq!(start(8, 12, 0.001), "|lr = 0.001 step = 8 steps = 12 ");
         assert_eq!(start(12, 16, 0.001), "|lr = 0.001 step = 8 steps = 12 |step = 12 steps = 16 ");
-        // Again from step 12, and then from before any change.
+        // Started again from step 12, and then from before any change.
         assert_eq!(start(12, 14, 0.001), "|lr = 0.001 step = 8 steps = 12 |step = 12 steps = 14 ");
         assert_eq!(start(4, 8, 0.004), "");
         let error = |text: &str| {

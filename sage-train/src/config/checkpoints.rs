@@ -1,4 +1,4 @@
-//! The settings of checkpoints, resolved: part of table `[run]`.
+//! Resolves the settings of checkpoints, which are in table `[run]`.
 
 use std::time::Duration;
 
@@ -10,18 +10,18 @@ use crate::settings::RunSettings;
 /// Which checkpoints are written and kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CheckpointConfig {
-    /// Steps between them; 0 for the end only.
+    /// Steps between checkpoints; 0 saves only at the end.
     pub every: u64,
-    /// The longest time between them.
+    /// The longest time between checkpoints.
     pub within: Option<Duration>,
-    /// How many are kept.
+    /// Number of newest checkpoints to keep.
     pub keep_last: usize,
-    /// Those of every so many steps are kept as well; 0 for none.
+    /// Checkpoints at multiples of this number of steps are kept too; 0 for none.
     pub keep_every: u64,
 }
 
 impl CheckpointConfig {
-    /// The checkpoints that settings ask for.
+    /// The checkpoints that the settings describe.
     ///
     /// # Errors
     /// When a setting is out of range.

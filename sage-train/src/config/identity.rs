@@ -1,4 +1,4 @@
-//! What makes a run this run: every setting that its results depend on, as it came out.
+//! The identity of a run: the resolved values of every setting that its results depend on.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,13 +10,13 @@ use crate::optim::Optimizer;
 use crate::quantity::Quantity;
 use crate::settings::{Role, SchemeSetting, has_role, in_words_by_layer};
 
-/// Settings by their keys, in the words of a TOML file.
+/// Settings by their keys, with values as in a TOML file.
 pub type Identity = BTreeMap<String, String>;
 
 /// The key of the run that a run was branched off.
 pub const BRANCHED_FROM: &str = "branched-from";
 
-/// Whether a key is a setting of attention: a scheme's own are settings of no other.
+/// Whether a key is a setting of attention.
 pub fn of_attention(key: &str) -> bool {
     let schemes = Scheme::all();
     let own = |scheme: &Scheme| scheme.settings().iter().any(|(name, _)| *name == key);
@@ -24,8 +24,8 @@ pub fn of_attention(key: &str) -> bool {
 }
 
 impl Config {
-    /// Two runs with the same identity compute the same. Settings that mean nothing to a run's attention are not in it;
-    /// the three seeds are one where they are the same.
+    /// The identity: two runs with the same identity compute the same results. Settings that do not apply to a run's
+    /// attention are not included. If the three seeds are equal, there is only one key.
     pub fn identity(&self) -> Identity {
         let table = Table::try_from(&self.settings).expect("settings are plain values");
         let kept = table
@@ -43,8 +43,8 @@ impl Config {
             });
             set("data-weights", parts.unwrap_or_else(|| "by size".into()));
         }
-        // Settings that are absent by default are stated with their resolved values, so that a resume notices when one was added or
-        // removed.
+        // Settings that are absent by default are included with their resolved values, so that a resume notices if one
+        // was added or removed.
         let switch = |on: bool| if on { "on" } else { "off" }.to_owned();
         set("untied", switch(self.model.untied));
         set("qkv-bias", switch(self.model.qkv_bias));
@@ -78,7 +78,7 @@ impl Config {
         set("steps", self.steps.to_string());
         let rate = &self.learning_rate;
         set("warmup-steps", rate.warmup.to_string());
-        // Each schedule has its own parameters.
+        // Each schedule has different parameters.
         for key in rate.schedule.own_settings() {
             if let Some(value) = table.get(*key) {
                 set(key, in_words(value));
@@ -100,7 +100,7 @@ impl Config {
 
 const QK_NORM: &str = "qk-norm";
 
-/// Settings that an identity has as they came out, and not as they were typed.
+/// Settings that an identity contains as resolved, not as typed.
 const RESOLVED: [&str; 9] = [
     "seed",
     "weights-seed",
@@ -118,29 +118,30 @@ pub(super) fn tells_runs_apart(key: &str) -> bool {
     of_attention(key) || RESOLVED.contains(&key) || !has_role(key, Role::Beside)
 }
 
-/// Whether a setting means nothing to a run, which is the same with any value of it.
+/// Whether a setting has no effect on a run.
 pub fn is_meaningless(key: &str, config: &Config) -> bool {
     // A model without attention has no queries and keys.
     key == QK_NORM && config.model.scheme.is_none()
 }
 
-/// Whether a key is that of a seed: runs that differ in seeds alone are repetitions.
+/// Whether a key is a seed: runs that differ only in seeds are repetitions.
 pub fn is_seed(key: &str) -> bool {
     key == "seed" || key.ends_with("-seed")
 }
 
-/// The keys in which runs differ. Where a sweep has equal budgets, steps follow from the tokens of a step, and the warm-up
-/// from the steps: they differ in consequence, and are left out.
+/// The keys in which runs differ. If all runs have equal token budgets, the number of steps follows from the tokens per
+/// step, and the warm-up from the steps: such dependent keys are left out.
 pub fn differing(identities: &[&Identity]) -> Vec<String> {
     let keys: BTreeSet<&String> = identities.iter().flat_map(|identity| identity.keys()).collect();
     let differs = |key: &&&String| {
-        // A run to which a setting means nothing does not differ from others in it.
+        // A run without a setting does not differ from other runs in it.
         let counts = |value: &Option<&String>| value.is_some() || **key != QK_NORM;
         let mut values = identities.iter().map(|identity| identity.get(**key)).filter(counts);
         let first = values.next().flatten();
         !values.all(|value| value == first)
     };
-    // A scheme's settings tell runs of that scheme apart; from runs of another scheme its name does.
+    // A scheme's settings distinguish runs of that scheme; runs of different schemes are distinguished by the schemes'
+    // names.
     let within_one = |key: &str| {
         let mut of_attn: BTreeMap<Option<&String>, BTreeSet<Option<&String>>> = BTreeMap::new();
         for identity in identities {
@@ -167,7 +168,7 @@ pub fn differing(identities: &[&Identity]) -> Vec<String> {
             }
         }
     }
-    // Attention first, seeds last.
+    // Order: attention first, seeds last.
     let rank = |key: &String| match key.as_str() {
         "attn" => 0,
         key if is_seed(key) => 2,
@@ -177,7 +178,7 @@ pub fn differing(identities: &[&Identity]) -> Vec<String> {
     keys
 }
 
-/// Whether all see as many tokens, to a step.
+/// Whether all runs train on the same number of tokens, up to one step.
 fn equal_budgets(identities: &[&Identity]) -> bool {
     let number = |identity: &Identity, key: &str| identity.get(key)?.parse::<Quantity>().ok().map(|n| n.0);
     let budget = |identity: &&Identity| {
@@ -190,7 +191,7 @@ fn equal_budgets(identities: &[&Identity]) -> bool {
     tokens().max().unwrap_or(0) - tokens().min().unwrap_or(0) < step.max(1)
 }
 
-/// A setting's value as an identity has it.
+/// A setting's value as the text in an identity.
 pub fn in_words(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
@@ -268,7 +269,7 @@ mod tests {
         let keys: BTreeSet<&str> = identities.iter().flat_map(|i| i.keys().map(String::as_str)).collect();
         let apart: BTreeSet<&str> = keys.iter().copied().filter(|key| tells_runs_apart(key)).collect();
         assert_eq!(apart, keys);
-        // Tokens are in identities as the steps that they come to.
+        // Identities contain the number of steps instead of the number of tokens.
         let unused: Vec<_> =
             RESOLVED.iter().filter(|key| **key != "tokens" && !keys.contains(*key)).collect();
         assert!(unused.is_empty(), "{unused:?}");

@@ -1,4 +1,4 @@
-//! The settings of the model and of its attention, resolved: tables `[model]`, `[attention]` and `[sla2]`.
+//! Resolves the settings of the model and of its attention: tables `[model]`, `[attention]` and `[sla2]`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,10 +9,10 @@ use crate::device::Place;
 use crate::model::{LlamaConfig, Recompute, Sla2Config, Windows};
 use crate::settings::{Preset, Settings, Switch};
 
-/// The model that settings describe, checked.
+/// The checked configuration of the model that the settings describe.
 ///
 /// # Errors
-/// When a setting is out of range, or two do not fit together.
+/// When a setting is out of range, or two settings contradict each other.
 pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) -> Result<LlamaConfig> {
     let heads = need(s.model.heads);
     let layers = in_range("layers", need(s.model.layers), 1, 1000)?;
@@ -44,7 +44,7 @@ pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) ->
         linear_head: s.linear.head_precision(),
         scheme,
         windows: windows(s, scheme, sla2.as_ref(), layers)?,
-        // Like windows they mean nothing to a model without attention.
+        // Like windows, they have no effect on a model without attention.
         softcap: s
             .model
             .softcap
@@ -61,7 +61,7 @@ pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) ->
     model.validate()?;
     check_logits(&model, None, s)?;
     if model.recompute == Recompute::Rotary && model.sla2.is_some() {
-        return Err(Error::new("SLA2 does not recompute the rotary embedding alone")
+        return Err(Error::new("SLA2 cannot recompute only the rotary embedding")
             .got("--recompute rotary")
             .allowed("none, attention, block")
             .hint("--recompute attention saves more"));
@@ -69,8 +69,7 @@ pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) ->
     Ok(model)
 }
 
-/// The layers that attend with another scheme than the model's. Like a scheme's own settings it means nothing to another kind of
-/// attention.
+/// The layers with another scheme than the model's. Only dense attention has such layers.
 fn layer_schemes(
     s: &Settings,
     scheme: Option<Scheme>,
@@ -83,7 +82,7 @@ fn layer_schemes(
     Ok(schemes)
 }
 
-/// The sliding windows. They mean nothing to a model without attention.
+/// The sliding windows. They have no effect on a model without attention.
 fn windows(
     s: &Settings,
     scheme: Option<Scheme>,
@@ -110,15 +109,15 @@ fn windows(
         return Ok(None);
     }
     if sla2.is_some() {
-        return Err(Error::new("SLA2 has no sliding windows")
+        return Err(Error::new("SLA2 does not support sliding windows")
             .got(format!("--window {tokens}"))
             .allowed("dense attention")
-            .hint("--window-pattern L leaves them out; --attn sla2-window attends to the nearest blocks"));
+            .hint("--window-pattern L disables windows; --attn sla2-window attends to the nearest blocks"));
     }
     Ok(Some(windows))
 }
 
-/// Checks that a soft cap and sinks go with the model's attention, and with the scheme of a second validation.
+/// Checks that the model's attention and the scheme of a second validation support a soft cap and sinks.
 pub(super) fn check_logits(model: &LlamaConfig, second: Option<Scheme>, s: &Settings) -> Result<()> {
     if !model.needs_logits() {
         return Ok(());
@@ -127,10 +126,10 @@ pub(super) fn check_logits(model: &LlamaConfig, second: Option<Scheme>, s: &Sett
     let got: Vec<String> = cap.into_iter().chain(model.sinks.then(|| "--sinks on".into())).collect();
     let got = got.join(" ");
     if model.sla2.is_some() {
-        return Err(Error::new("SLA2 has no soft cap and no sinks")
+        return Err(Error::new("SLA2 does not support a soft cap or sinks")
             .got(got)
             .allowed("dense attention")
-            .hint("--attn fpa, or leave them out"));
+            .hint("use --attn fpa, or leave them out"));
     }
     let on_gpu = need(s.run.device) == Place::Cuda && model.softcap.is_some();
     let fits = |scheme: &Scheme| match scheme {
@@ -141,14 +140,15 @@ pub(super) fn check_logits(model: &LlamaConfig, second: Option<Scheme>, s: &Sett
     let mut schemes = model.layer_schemes.values().copied().chain(model.scheme).chain(second);
     match schemes.find(|scheme| scheme.smooths_keys() || !fits(scheme)) {
         None => Ok(()),
-        Some(other) => Err(Error::new("a soft cap and sinks do not go with this scheme")
+        Some(other) => Err(Error::new("this scheme does not support this soft cap or sinks")
             .got(format!("{got}, {other}"))
-            .allowed("fpa; without smoothed keys sagebwd and attn-qat; for a soft cap on a GPU sagebwd with --products scores")
+            .allowed("fpa; sagebwd and attn-qat without smoothing; for a soft cap on a GPU sagebwd only with \
+                      --products scores")
             .hint("--smoothing none, --products scores; in --attn-layers and --eval-attn sagebwd:smoothing=none:products=scores")),
     }
 }
 
-/// On small blocks SageBwd has smaller tiles.
+/// The scheme for the blocks of SLA2: with small blocks SageBwd uses smaller tiles.
 fn scheme_of_blocks(scheme: Scheme, sla2: Option<&Sla2Config>) -> Scheme {
     match (scheme, sla2) {
         (Scheme::SageBwd(sage), Some(sla2)) => {
@@ -158,7 +158,8 @@ fn scheme_of_blocks(scheme: Scheme, sla2: Option<&Sla2Config>) -> Scheme {
     }
 }
 
-/// Rows of the embedding: large ones are padded to a multiple of 128 for the sake of GPUs, as the paper's.
+/// Number of rows of the embedding. As in the paper, large vocabularies are padded to a multiple of 128, which is
+/// faster on GPUs.
 fn model_vocab(preset: Preset, vocab_size: usize) -> usize {
     match preset {
         Preset::Tiny | Preset::Mini => vocab_size,

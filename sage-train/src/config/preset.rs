@@ -12,7 +12,7 @@ use crate::settings::{
     RunSettings, Schedule, Settings, Sla2Settings, Switch,
 };
 
-/// What differs between presets.
+/// The settings that differ between presets.
 struct Size {
     layers: usize,
     width: usize,
@@ -25,7 +25,7 @@ struct Size {
     micro_batch: usize,
     tokens_per_step: u64,
     steps: u64,
-    /// At most a tenth of the steps, unless it is set.
+    /// Warm-up steps; the default is limited to a tenth of the steps.
     warmup: u64,
     lr: f64,
     eval_every: u64,
@@ -68,7 +68,8 @@ const MINI: Size = Size {
     eval_tokens: 32 << 10,
 };
 
-/// Of three learning rates 7.5e-4 was the best at 32k tokens a step (docs/muon.md); a step has four times as many here.
+/// 7.5e-4 was the best of three learning rates at 32k tokens per step (docs/muon.md); here a step has four times as
+/// many tokens.
 const SMALL_40M: Size = Size {
     layers: 12,
     width: 512,
@@ -105,7 +106,7 @@ const SMALL_124M: Size = Size {
     eval_tokens: 1 << 20,
 };
 
-/// SageBwd, sections 5.1 to 5.3: 2.1M tokens a step, 37.5k steps, 1k of warm-up, 3e-5.
+/// SageBwd, sections 5.1 to 5.3: 2.1M tokens per step, 37.5k steps, 1k warm-up steps, learning rate 3e-5.
 const PAPER_325M: Size = Size {
     layers: 20,
     width: 1024,
@@ -153,16 +154,16 @@ fn size(preset: Preset) -> Size {
     }
 }
 
-/// Every setting that is not optional. A table with defaults names all of its settings, so that a new one does not compile
-/// before its default is decided.
+/// Every setting that is not optional. A table with defaults lists all of its settings, so that a new setting does not
+/// compile without a default.
 pub(super) fn defaults(preset: Preset) -> Settings {
     let size = size(preset);
     Settings {
         run: run(preset, &size),
         attention: attention(),
-        // What is left open follows from the run: its context, its steps, its device.
+        // Missing settings follow from the run's context, steps and device.
         sla2: Sla2Settings::default(),
-        // bf16, which has no settings.
+        // The default is bf16, which has no settings.
         linear: LinearSettings::default(),
         data: data(&size),
         batch: BatchSettings {

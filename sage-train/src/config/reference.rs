@@ -1,4 +1,4 @@
-//! All settings as a page of Markdown, `docs/settings.md`, from where they are declared.
+//! Generates the Markdown page of all settings, `docs/settings.md`, from their declarations.
 
 use std::fmt::Write as _;
 
@@ -13,9 +13,9 @@ pub fn reference() -> String {
     let mut page = String::from(
         "# Settings\n\n\
          Each setting is a flag of `sage-train` and a key of a TOML file (`--config FILE`), where it may be in its table or at the top. \
-         `sage-train --help` says the same. *Default* is that of `--preset tiny`; an empty field is explained in the text or follows from other \
-         settings. *Run*: two runs that differ in the setting are different runs, which sweeps and reports keep apart. *Resume*: `--resume RUN` \
-         accepts another value.\n\n\
+         `sage-train --help` has the same descriptions. *Default* is the default of `--preset tiny`; if it is empty, the description \
+         explains it or it follows from other settings. *Run*: two runs that differ in the setting are different runs, which sweeps and \
+         reports distinguish. *Resume*: `--resume RUN` accepts another value.\n\n\
          `tests/it/command.rs` writes this page (`INSTA_UPDATE=always`), and fails when it is old.\n",
     );
     let defaults = Table::try_from(preset::defaults(Preset::Tiny)).expect("settings are plain values");
@@ -26,7 +26,7 @@ pub fn reference() -> String {
             write!(page, "\n## `[{last}]`\n\n| key | flag | what it does | default | run | resume |\n|---|---|---|---|---|---|\n")
                 .expect("a string takes everything");
         }
-        // That of the device depends on the build, as its text says.
+        // The default of the device depends on the build, as its description says.
         let default = defaults.get(&setting.flag).filter(|_| setting.flag != "device");
         let default = default.map_or(String::new(), |value| format!("`{}`", in_words(value)));
         let yes = |yes: bool| if yes { "yes" } else { "" };

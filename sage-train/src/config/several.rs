@@ -1,4 +1,4 @@
-//! What each of several ranks would do, hold and send, and how long a step would take: reckoned from bytes.
+//! Estimates for several ranks: the work, memory and traffic of each rank and the time of a step, computed from bytes.
 
 use super::Config;
 use super::summary::{H100, Memory};
@@ -14,44 +14,44 @@ pub struct World {
     pub mesh: Mesh,
     /// Bytes a second between the GPUs of a node, each way.
     pub link: f64,
-    /// The same between nodes, of each GPU.
+    /// Bytes a second between nodes, per GPU, each way.
     pub network: f64,
-    /// Tokens a second of one GPU while it computes gradients; else 40 % of an H100's peak.
+    /// Tokens a second of one GPU while it computes gradients; 40 % of an H100's peak if `None`.
     pub gpu: Option<f64>,
 }
 
-/// Bytes a second of NVLink between H100 or H200, each way, as pieces of gradients reach them.
+/// Bytes a second of NVLink between H100 or H200, each way, as measured in the exchange of gradients.
 pub const LINK: f64 = 300e9;
 
-/// 400 Gb/s a GPU, of which 90 % are reached.
+/// Bytes a second between nodes: 90 % of 400 Gb/s per GPU.
 pub const NETWORK: f64 = 45e9;
 
-/// Bytes a second of a GPU's memory, as updates reach them.
+/// Bytes a second of a GPU's memory, as measured in updates.
 const MEMORY: f64 = 3e12;
 
-/// Bytes a second at which sequences are shared among ranks, the copies into the order of heads included: two H100, 64k tokens,
-/// 2 ms a layer, from the steps in docs/several-gpus.md.
+/// Bytes a second at which sequences are shared among ranks, including the copies that reorder heads: two H100, 64k
+/// tokens, 2 ms a layer, from the steps in docs/several-gpus.md.
 const SHARED: f64 = 130e9;
 
-/// Bytes of GPU memory that NCCL takes. Five steps of four H100 needed 1.9 to 2.4 GiB more than the estimate without it, after subtracting
-/// what the estimate lacks on a single GPU (docs/several-gpus.md).
+/// Bytes of GPU memory that NCCL uses. Five runs on four H100 needed 1.9 to 2.4 GiB more than the estimate without
+/// NCCL, after subtracting the error of the estimate on a single GPU (docs/several-gpus.md).
 const NCCL: u64 = 2 << 30;
 
-/// Fraction of the gradient exchange that overlaps with the backward when copy engines transfer it and a GPU has few tokens a step: two
-/// H100 (docs/several-gpus.md).
+/// Fraction of the gradient exchange that overlaps with the backward when copy engines transfer it and a GPU has few
+/// tokens per step: measured on two H100 (docs/several-gpus.md).
 const BESIDE: f64 = 0.6;
 
-/// What part of the gradients' time may hide transfers between nodes.
+/// Fraction of the backward's time that can hide transfers between nodes.
 const HIDES: f64 = 0.6;
 
-/// Seconds of a step, by what they go to.
+/// Seconds of the phases of a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Seconds {
     gradients: f64,
-    /// Of the gradients', what it takes to share sequences.
+    /// Time to share sequences while gradients are computed.
     shared: f64,
     update: f64,
-    /// Between nodes: all of it, and what no backward hides.
+    /// Transfers between nodes: the total, and the part that no backward hides (`exposed`).
     network: f64,
     exposed: f64,
 }
@@ -62,9 +62,9 @@ impl Seconds {
     }
 }
 
-/// An update over the links of a node: gradients are exchanged and added up, norm and optimizer move `moved` bytes a parameter, and
-/// weights are gathered. Parts overlap, and slow each other down by as much as measured steps show. A backward hides a part of the
-/// exchange, at most `hides` seconds of it.
+/// Seconds of an update over the links of a node: gradients are exchanged and summed, the norm and the optimizer move
+/// `moved` bytes per parameter, and weights are gathered. A backward hides a fraction of the exchange, at most `hides`
+/// seconds.
 fn update_seconds((parameters, moved): (u64, u64), mesh: Mesh, link: f64, hides: f64) -> f64 {
     let (bytes, ranks) = (4.0 * parameters as f64, mesh.shard.of as f64);
     let others = (ranks - 1.0) / ranks;
@@ -75,7 +75,7 @@ fn update_seconds((parameters, moved): (u64, u64), mesh: Mesh, link: f64, hides:
 }
 
 impl Config {
-    /// What each of several ranks would do, hold and send, and how long a step would take.
+    /// The estimates for several ranks as a table: work, memory and traffic of each rank, and the time of a step.
     pub fn of_ranks(&self, world: World) -> String {
         let mesh = world.mesh;
         let memory = self.memory_of_ranks(mesh);
@@ -95,7 +95,7 @@ impl Config {
         rows.iter().map(|(label, text)| format!("{label:<14} {text}\n")).collect()
     }
 
-    /// How the micro-batches of a step are dealt to the ranks.
+    /// How the micro-batches of a step are distributed among the ranks.
     fn dealt(&self, mesh: Mesh) -> String {
         let (all, groups) = (self.accumulation, mesh.data().of);
         let (most, fewest) = (all.div_ceil(groups), all / groups);
@@ -141,7 +141,7 @@ impl Config {
         )
     }
 
-    /// How long a step takes, by what it goes to, and how that compares with single GPUs.
+    /// The time of a step by its phases, and the efficiency compared with single GPUs.
     fn step(&self, world: World, seconds: &Seconds) -> String {
         let of_step = |part: f64| 100.0 * part / seconds.all();
         let shared = match world.mesh.context {
@@ -168,7 +168,7 @@ impl Config {
         )
     }
 
-    /// The number of parameters, and the bytes that an update of one moves.
+    /// The number of parameters, and the bytes that an update moves per parameter.
     fn updated(&self) -> (u64, u64) {
         let element = self.device.dtype().size_in_bytes() as u64;
         (self.model.parameters(), self.optimizer.moved_bytes(element))
@@ -195,7 +195,7 @@ impl Config {
         let part = 4.0 * parameters as f64 / mesh.shard.of as f64;
         let last = PIECE_BESIDE as f64 / parameters as f64;
         let network = 2.0 * (nodes - 1.0) / nodes * part / network;
-        // With many tokens a step is limited by power, and what is hidden costs as much.
+        // With many tokens a step is limited by power, so that overlapping saves no time.
         let hides = match mesh.engines && mesh.beside && (tokens as u64) < FEW_TOKENS {
             true => (HIDES * gradients - network).max(0.0),
             false => 0.0,
@@ -205,12 +205,12 @@ impl Config {
             shared,
             update: update_seconds(self.updated(), mesh, link, hides),
             network,
-            // The last piece has no concurrent backward.
+            // The last transfer has no concurrent backward.
             exposed: (network - HIDES * gradients).max(network * last.min(1.0)),
         }
     }
 
-    /// Tokens a second over those of as many GPUs that each take a separate step.
+    /// Tokens a second relative to as many GPUs that each train independently.
     fn efficiency(&self, world: World, seconds: &Seconds) -> f64 {
         let ranks = world.mesh.rank().of as f64;
         let tokens = self.tokens_per_step() as f64 / ranks;
@@ -219,7 +219,8 @@ impl Config {
         alone / seconds.all()
     }
 
-    /// Peak memory of each of several ranks: it has its part of the weights in f32 and of the moments, and what the others send.
+    /// Peak memory of each rank: it stores its shard of the f32 weights and of the moments, and buffers for data from
+    /// other ranks.
     pub fn memory_of_ranks(&self, mesh: Mesh) -> Memory {
         let (memory, parameters) = (self.memory(), self.model.parameters());
         if mesh.rank().of == 1 {
@@ -262,15 +263,16 @@ mod tests {
         .expect("settings")
     }
 
-    /// Steps of two and four GPUs from the time of one GPU's gradients, against docs/several-gpus.md. `LINK` and `MEMORY` are the rates of transfers
-    /// and updates that were measured by themselves; `BESIDE` was set by the step of 4k tokens with copy engines, so that this step is left out, and
-    /// `SHARED` by the only step that shares sequences, so that nothing is predicted of those.
+    /// Steps of two and four GPUs from the time of one GPU's gradients, against docs/several-gpus.md. `LINK` and
+    /// `MEMORY` are from separate measurements of transfers and updates. `BESIDE` was fitted to the step of 4k tokens
+    /// with copy engines, which is therefore not tested, and `SHARED` to the only step that shares sequences, so that
+    /// such steps are not tested either.
     #[test]
     fn steps_of_several_gpus_are_predicted() {
         let after = Mesh::node(Rank { index: 0, of: 2 });
         let beside = Mesh { engines: true, beside: true, ..after };
         let four = Rank { index: 0, of: 4 };
-        // Three of two H200, four of two H100, one of four H100 and two of four H200.
+        // Three steps on two H200, four on two H100, one on four H100 and two on four H200.
         for (mesh, vocabulary, heads, micro_batch, context, gradients, measured) in [
             (after, 1078, 16, 1, 4096, 21.94, 26.26),
             (after, 1078, 16, 2, 4096, 39.77, 44.77),

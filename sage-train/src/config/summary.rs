@@ -86,12 +86,12 @@ pub struct Memory {
     pub(super) optimizer: u64,
     pub(super) gradients: u64,
     pub(super) activations: u64,
-    /// What NCCL holds, and the peers' contexts.
+    /// Memory of NCCL and of the peers' contexts.
     pub(super) links: u64,
 }
 
 impl Memory {
-    /// All of it.
+    /// The sum of all parts.
     pub fn total(&self) -> u64 {
         self.weights + self.optimizer + self.gradients + self.activations + self.links
     }
@@ -112,7 +112,7 @@ impl fmt::Display for Memory {
     }
 }
 
-/// Dense 16-bit FLOP/s of an H100 SXM, and what part of it a good step reaches.
+/// Dense 16-bit FLOP/s of an H100 SXM, and the fraction of it that a good training step reaches.
 pub(super) const H100: (f64, f64) = (989e12, 0.4);
 
 impl Config {
@@ -127,18 +127,18 @@ impl Config {
             _ => format!("{:.1} h", seconds / 3600.0),
         };
         format!(
-            "{} a token, forward + backward; {all:.2e} in all, {time} of one H100 at {:.0} % of its peak",
+            "{} per token, forward + backward; {all:.2e} in total, {time} on one H100 at {:.0} % of its peak",
             grouped(a_token),
             100.0 * H100.1
         )
     }
 
-    /// What there is to say about it: nothing where it attends as training does.
+    /// The second validation as text; empty if there is none.
     fn validation(&self) -> String {
-        self.eval_scheme.map_or(String::new(), |scheme| format!("a second time under {scheme}"))
+        self.eval_scheme.map_or(String::new(), |scheme| format!("a second time with {scheme}"))
     }
 
-    /// Nothing where they compute as everything else does.
+    /// The precision of linear layers as text; empty if they compute in the compute type.
     fn linear(&self) -> String {
         let m = &self.model;
         let Some((settings, scaling)) = m.linear.fp8() else { return String::new() };
@@ -165,11 +165,11 @@ impl Config {
                 let norm = if m.qk_norm { "on" } else { "off" };
                 let sla2 = m.sla2.as_ref().map_or(String::new(), |sla2| {
                     let chosen = match sla2.choice {
-                        Choice::Learned => "picked by a router that learns",
-                        Choice::Identity => "picked by a router as it starts",
+                        Choice::Learned => "selected by a learned router",
+                        Choice::Identity => "selected by an untrained router",
                         Choice::Window => "the nearest and the first",
                     };
-                    // Without router and tail nothing learns before the selected blocks.
+                    // Without a learned router and a tail, there are no parameters to train in the router steps.
                     let learns = sla2.choice == Choice::Learned || sla2.tail.is_some();
                     let router = if learns { format!(" (in the last {} ", sla2.router_steps) } else { String::new() };
                     let router = match (sla2.choice, sla2.tail) {
@@ -279,7 +279,7 @@ impl Config {
     pub fn memory(&self) -> Memory {
         let (parameters, element) = (self.model.parameters(), self.device.dtype().size_in_bytes() as u64);
         Memory {
-            // In f32, and a copy where the model computes in 16 bits.
+            // Weights are in f32, with a 16-bit copy if the model computes in 16 bit.
             weights: parameters * if element == 4 { 4 } else { 4 + element } + self.model.linear_copies(),
             optimizer: self.moment_bytes(),
             gradients: 4 * parameters,

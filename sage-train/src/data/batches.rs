@@ -51,8 +51,8 @@ impl Sequences {
         })
     }
 
-    /// This rank's part of every sequence: consecutive tokens, as many as in every other part. `documents`
-    /// stay those of the whole sequences.
+    /// The shard of every sequence for one rank: consecutive tokens, equally many for each rank. `documents` still
+    /// describe the whole sequences.
     pub fn part(self, part: Rank) -> Self {
         if part.of == 1 {
             return self;
@@ -84,31 +84,31 @@ impl Sequences {
     }
 }
 
-/// How tokens are cut into sequences.
+/// How tokens are split into sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cut {
     /// Tokens in a sequence.
     pub context: usize,
     /// Seed of the order.
     pub seed: u64,
-    /// Size of the vocabulary: every id is below.
+    /// Size of the vocabulary, an upper limit of ids.
     pub vocab: usize,
     /// The token that ends a document, if attention stays inside documents.
     pub end_of_document: Option<u32>,
 }
 
-/// Batches of a mixture. Each source is cut into consecutive sequences of `context` tokens, and each epoch of
-/// a source visits every sequence once, in its own order.
+/// Batches of a mixture. Each source is split into consecutive sequences of `context` tokens, and each epoch of a
+/// source visits every sequence once, in a different order.
 #[derive(Debug)]
 pub struct Batches<'a> {
     mixture: &'a Mixture,
     cut: Cut,
-    /// For each source the current epoch and its order.
+    /// The current epoch of each source, and its order.
     orders: Vec<Option<(u64, Vec<u32>)>>,
 }
 
 impl<'a> Batches<'a> {
-    /// Sequences of a mixture, each source of which must be longer than the context.
+    /// Sequences of a mixture. Each source must be longer than the context.
     pub fn new(mixture: &'a Mixture, cut: Cut) -> Self {
         Self { mixture, cut, orders: mixture.sources().map(|_| None).collect() }
     }
@@ -122,7 +122,7 @@ impl<'a> Batches<'a> {
         self.mixture.source(source).len().saturating_sub(1) / self.cut.context as u64
     }
 
-    /// Sequences `first..first + count` in the order of training, which has no end.
+    /// Sequences `first..first + count` in the infinite order of training.
     ///
     /// # Errors
     /// When a shard cannot be read, or an id is not in the vocabulary.
@@ -131,13 +131,13 @@ impl<'a> Batches<'a> {
         self.sequences_at(&places)
     }
 
-    /// How many of the sequences `first..first + count` in the order of training are different ones: across the end of an epoch some
-    /// come twice.
+    /// The number of distinct sequences among `first..first + count` in the order of training: across the end of an
+    /// epoch, sequences may repeat.
     pub fn different(&mut self, first: u64, count: usize) -> usize {
         (first..first + count as u64).map(|n| self.place(n)).collect::<BTreeSet<_>>().len()
     }
 
-    /// Sequences `first..first + count`, those of each source in the order of its text.
+    /// Sequences `first..first + count`, with the sequences of each source in the order of its text.
     ///
     /// # Errors
     /// When a shard cannot be read, or an id is not in the vocabulary.
@@ -154,8 +154,8 @@ impl<'a> Batches<'a> {
         self.mixture.source(self.mixture.draw(n).0).text_ratio()
     }
 
-    /// Writes the first `count` sequences in the order of training to a shard, each with its next token, as a
-    /// separate document. With this shard another program can be trained on the same sequences.
+    /// Writes the first `count` sequences in the order of training to a shard. Each sequence, with the token after it,
+    /// is a document. Another program can train on the same sequences with this shard.
     ///
     /// # Errors
     /// When there are too many sequences for a shard, a shard cannot be read, or the file cannot be written.
@@ -212,33 +212,35 @@ impl<'a> Batches<'a> {
     }
 }
 
-/// The bounds of documents: a document starts at the beginning of a sequence, and after a token that ends
-/// one.
+/// The bounds of documents: a document starts at the beginning of a sequence, and after an end-of-document token.
 fn documents(ids: &[u32], context: usize, end: u32) -> Packing {
     let begins = |&at: &usize| at.is_multiple_of(context) || ids[at - 1] == end;
     let bounds = (0..ids.len()).filter(begins).chain([ids.len()]);
     Packing::self_attention(bounds.collect())
 }
 
-/// The most sequences of a source: an epoch's order holds 32-bit indices.
+/// The most sequences of a source: an epoch's order has 32-bit indices.
 const MOST_SEQUENCES: u64 = u32::MAX as u64;
 
-/// Checks that a list of tokens can be cut into sequences.
+/// Checks that a list of tokens can be split into sequences.
 ///
 /// # Errors
-/// When it is shorter than one sequence, or has too many.
+/// When the list is shorter than one sequence, or has too many sequences.
 pub(super) fn check(what: &str, tokens: u64, context: usize) -> Result<()> {
     if tokens <= context as u64 {
         return Err(Error::new(format!("the {what} text is shorter than one sequence"))
             .got(format!("{tokens} tokens of {what} text"))
             .allowed(format!("at least {} (context {context} and the token after it)", context + 1))
-            .hint("give more text (of the built-in corpus --corpus-mb), or a shorter --context; of what is not split yet --val-fraction says how much"));
+            .hint(
+                "give more text (--corpus-mb for the built-in corpus), a shorter --context, or another \
+                 --val-fraction if the data has no validation split",
+            ));
     }
     if tokens / context as u64 > MOST_SEQUENCES {
         return Err(Error::new(format!("the {what} text has too many sequences"))
             .got(tokens / context as u64)
             .allowed(format!("up to {MOST_SEQUENCES} in each source"))
-            .hint("give it as several --data, or a longer --context"));
+            .hint("split it into several --data, or use a longer --context"));
     }
     Ok(())
 }
@@ -277,7 +279,7 @@ mod tests {
         Ok(())
     }
 
-    /// A sequence is written with the token behind it: 11 tokens here.
+    /// A sequence is written with the token after it: 11 tokens here.
     #[test]
     fn a_shard_has_room_for_every_sequence() -> Result<()> {
         let tokens = Mixture::new(vec![(Tokens::from((0..103).collect::<Vec<u32>>()), 1.0)]);
@@ -302,9 +304,10 @@ mod tests {
         assert_eq!(seen, first.chain((0..10).map(|n| 1000 + n * 10)).collect::<Vec<_>>());
     }
 
-    /// The order written out. Sources of equal weights take turns. Draw `k` of a source of `s` sequences is sequence `k mod s` of
-    /// epoch `k / s`, whose order is a shuffle by ChaCha8 with the run's seed and stream `epoch + 2^48 source`. The lists are of
-    /// another implementation of ChaCha8 and the shuffle: a run must continue in the same order after an update of crates.
+    /// The definition of the order. Sources of equal weights alternate. Draw `k` of a source of `s` sequences is
+    /// sequence `k mod s` of epoch `k / s`, whose order is a shuffle by ChaCha8 with the run's seed and stream `epoch +
+    /// 2^48 source`. The expected lists are from another implementation of ChaCha8 and the shuffle, because a run must
+    /// continue in the same order after an update of crates.
     #[test]
     fn the_order_is_that_of_its_definition() {
         const ORDERS: [[&[u32]; 3]; 2] = [
@@ -316,7 +319,7 @@ mod tests {
             [&[6, 3, 0, 1, 4, 5, 2], &[5, 4, 0, 3, 2, 6, 1], &[0, 4, 3, 1, 2, 6, 5]],
         ];
         let source = |from: u32, len: u32| Tokens::from((from..from + len).collect::<Vec<u32>>());
-        // 10 sequences of 10 tokens, and 7.
+        // 10 and 7 sequences of 10 tokens.
         let mixture = Mixture::new(vec![(source(0, 103), 1.0), (source(1000, 73), 1.0)]);
         let expected = (0..42usize).map(|n| {
             let (source, k) = ((n + 1) % 2, n / 2);
@@ -326,7 +329,7 @@ mod tests {
         assert_eq!(firsts(&mut Batches::new(&mixture, cut(4)), 0..42), expected.collect::<Vec<_>>());
     }
 
-    /// Every sequence of a batch begins a document, whichever its place in the batch.
+    /// Every sequence of a batch starts a new document, regardless of its index in the batch.
     #[test]
     fn documents_never_join_two_sequences() -> Result<()> {
         let tokens = Mixture::new(vec![(Tokens::from((0..61).collect::<Vec<u32>>()), 1.0)]);

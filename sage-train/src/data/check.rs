@@ -25,13 +25,13 @@ pub struct Checked {
 /// `dataset.json`.
 ///
 /// # Errors
-/// When a shard is missing, does not match its sidecar, or holds an id that is not in the vocabulary.
+/// When a shard is missing, does not match its sidecar, or contains an id that is not in the vocabulary.
 pub fn check(folder: &Path) -> Result<Checked> {
     let Source::Shards(files) = source::find(folder, Path::new(""))? else {
         return Err(Error::new("no shards of tokens")
             .got(folder.display())
             .allowed("a folder of .bin files")
-            .hint("`sage-train data prepare TEXT --to FOLDER` makes one"));
+            .hint("`sage-train data prepare TEXT --to FOLDER` creates shards"));
     };
     check_listed(folder)?;
     let tokenizer = files.tokenizer.as_deref().map(Tokenizer::load).transpose()?;
@@ -53,7 +53,7 @@ pub fn check(folder: &Path) -> Result<Checked> {
         Tokens::from(vec![shard])
             .each_chunk(len, &mut |start, tokens| check_ids(tokens, vocab, path.display(), start))
     });
-    // The first of several errors, so that the message does not depend on the threads.
+    // Reports the first of several errors, so that the message does not depend on the threads.
     each.find_first(Result::is_err).unwrap_or(Ok(()))?;
     Ok(Checked { shards: all.len(), without_sidecar: bare.into_inner() })
 }
@@ -61,7 +61,7 @@ pub fn check(folder: &Path) -> Result<Checked> {
 /// Checks that every shard that the folder's `dataset.json` lists exists. A folder without that file passes.
 ///
 /// # Errors
-/// When one does not exist.
+/// When a listed shard does not exist.
 pub fn check_listed(folder: &Path) -> Result<()> {
     if !folder.join(LIST).exists() {
         return Ok(());
@@ -73,6 +73,6 @@ pub fn check_listed(folder: &Path) -> Result<()> {
         Some(name) => Err(Error::new("a shard is missing")
             .got(format!("no {name} in {}", folder.display()))
             .allowed(format!("every shard that {LIST} lists"))
-            .hint("copy or prepare it again; without that list the folder is what lies in it")),
+            .hint("copy or prepare it again; without that list, every shard in the folder is used")),
     }
 }

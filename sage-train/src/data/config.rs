@@ -9,26 +9,27 @@ use super::{Cut, Tokenizer};
 use crate::checks::{self, in_range, need};
 use crate::settings::{Settings, SourceSetting, Switch};
 
-/// Where the text comes from and how it is cut.
+/// The resolved settings of table `[data]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DataConfig {
     /// Files, folders and patterns, with weights; none for the built-in corpus.
     pub sources: Vec<SourceSetting>,
-    /// Files, folders and patterns that are for validation as a whole; none keeps a part of `sources`.
+    /// Files, folders and patterns that are only for validation; if empty, a fraction of `sources` is kept for
+    /// validation.
     pub val_sources: Vec<SourceSetting>,
     /// The key or column of text.
     pub text_field: String,
-    /// A file or a name, where it is not found by itself.
+    /// A tokenizer's file or name; found automatically if `None`.
     pub tokenizer: Option<String>,
-    /// The token that ends a document, where it is not found by itself.
+    /// The token that ends a document; found automatically if `None`.
     pub end_of_text: Option<String>,
     /// Whether attention stays inside documents.
     pub document_mask: bool,
-    /// Bytes of built-in corpus.
+    /// Bytes of the built-in corpus.
     pub corpus_bytes: u64,
-    /// Part kept for validation.
+    /// Fraction kept for validation.
     pub val_fraction: f64,
-    /// Entries of the vocabulary, at most.
+    /// Largest number of entries of the vocabulary.
     pub vocab_size: usize,
     /// Tokens in a sequence.
     pub context: usize,
@@ -41,7 +42,7 @@ pub struct DataConfig {
 }
 
 impl DataConfig {
-    /// The data that settings describe: table `[data]`. `out` is the folder of runs.
+    /// Resolves the settings of table `[data]`. `out` is the folder of runs.
     ///
     /// # Errors
     /// When a setting is out of range.
@@ -64,18 +65,18 @@ impl DataConfig {
         })
     }
 
-    /// All sources, of both parts.
+    /// All sources, for training and validation.
     pub fn all_sources(&self) -> impl Iterator<Item = &SourceSetting> {
         self.sources.iter().chain(&self.val_sources)
     }
 
-    /// Warns if data to validate on is also named as data to train on.
+    /// Warns if the validation data is also training data.
     pub fn warn_of_trained_on(&self, say: &dyn Fn(&str)) {
         for source in &self.val_sources {
             let path = canonical(&source.path);
             if self.sources.iter().any(|trained| canonical(&trained.path) == path) {
                 say(&format!(
-                    "warning: the run was trained on {}; without --data its validation data is taken",
+                    "warning: the run was trained on {}; without --data its validation data is used",
                     source.path.display()
                 ));
             }
@@ -92,13 +93,13 @@ impl DataConfig {
         }
     }
 
-    /// Where trained tokenizers are kept.
+    /// The folder of trained tokenizers.
     pub fn cache(&self) -> PathBuf {
         self.out.join("cache")
     }
 }
 
-/// Sources, all of which have a weight, or none.
+/// The sources of a flag; either all or none of them must have a weight.
 fn sources(flag: &str, sources: Option<&Vec<SourceSetting>>) -> Result<Vec<SourceSetting>> {
     let sources = sources.cloned().unwrap_or_default();
     let weighted = sources.iter().filter(|source| source.weight.is_some()).count();
@@ -107,7 +108,7 @@ fn sources(flag: &str, sources: Option<&Vec<SourceSetting>>) -> Result<Vec<Sourc
             .got(sources.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "))
             .allowed("a weight for every source, or for none")
             .hint(format!(
-                "--{flag} web.bin=0.7 --{flag} books.txt=0.3; sources without weights are mixed by their size"
+                "--{flag} web.bin=0.7 --{flag} books.txt=0.3; sources without weights are mixed by their sizes"
             )));
     }
     Ok(sources)

@@ -1,8 +1,7 @@
-//! The built-in corpus: documents generated from a grammar. Each document is a pure function of (seed,
-//! number).
+//! The built-in corpus: documents generated from a grammar. Each document is a pure function of (seed, number).
 //!
 //! The documents have structure that attention is needed for: names, things and places that recur, quoted
-//! speech, ledgers whose entries are asked for later, sums, and brackets that must close in order.
+//! speech, ledgers with later questions about their entries, sums, and brackets that must close in order.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -29,7 +28,7 @@ struct Grammar {
     sentences: BTreeMap<String, Vec<String>>,
 }
 
-/// The words that a document uses for `{hero}` and other names throughout.
+/// The words that a document uses for `{hero}` and other placeholders.
 type Bound = BTreeMap<String, String>;
 
 impl Corpus {
@@ -39,7 +38,7 @@ impl Corpus {
         Self { grammar, seed }
     }
 
-    /// Documents 0, 1, 2, ... until they hold at least `bytes`.
+    /// Documents 0, 1, 2, ... with at least `bytes` bytes in total.
     pub fn documents(&self, bytes: u64) -> Vec<String> {
         let mut held = 0;
         (0..)
@@ -78,7 +77,7 @@ impl Corpus {
     fn bind(&self, rng: &mut ChaCha8Rng) -> Bound {
         let mut bound = Bound::new();
         for (name, list) in &self.grammar.bind {
-            // Each name is bound to another word: hero and friend are never the same.
+            // Each placeholder gets a different word: hero and friend are never the same.
             let free: Vec<&String> = self.grammar.words[list]
                 .iter()
                 .filter(|word| bound.values().all(|taken| taken != *word))
@@ -96,7 +95,7 @@ impl Corpus {
         self.grammar.words[list].choose(rng).expect("no list is empty")
     }
 
-    /// A sentence of a kind, with its `{..}` filled in.
+    /// A sentence of a kind, with its placeholders replaced.
     fn sentence(&self, kind: &str, bound: &Bound, rng: &mut ChaCha8Rng) -> String {
         let mut rest = self.grammar.sentences[kind].choose(rng).expect("no kind is empty").as_str();
         let mut out = String::new();

@@ -1,4 +1,4 @@
-//! Prefetches batches on a thread, so that no step waits for them.
+//! Prefetches batches on a thread, so that steps do not wait for them.
 
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::Scope;
@@ -15,8 +15,8 @@ const AHEAD: usize = 4;
 pub struct Feed(Receiver<Result<Sequences>>);
 
 impl Feed {
-    /// Starts the thread. It makes a micro-batch of `micro_batch` sequences from each number in `firsts` on,
-    /// and ends when the feed is dropped.
+    /// Starts the thread. For each number in `firsts`, it makes a micro-batch of the `micro_batch` sequences that start
+    /// at this number. It ends when the feed is dropped.
     pub fn start<'scope>(
         scope: &'scope Scope<'scope, '_>,
         mut batches: Batches<'scope>,
@@ -39,7 +39,7 @@ impl Feed {
     /// # Errors
     /// When a shard cannot be read.
     pub fn next(&self) -> Result<Sequences> {
-        self.0.recv().unwrap_or_else(|_| Err(Error::new("no more batches come")))
+        self.0.recv().unwrap_or_else(|_| Err(Error::new("there are no more batches")))
     }
 }
 

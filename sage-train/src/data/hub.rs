@@ -1,6 +1,5 @@
-//! Files of the Hugging Face Hub. They are kept in the hub's own cache (`HF_HOME`), so that no file is
-//! downloaded twice. `HF_ENDPOINT` names another server; `HF_TOKEN` or a stored login gives access to gated
-//! data.
+//! Files of the Hugging Face Hub. They are kept in the cache of the hub's official library (`HF_HOME`), so that no file
+//! is downloaded twice. `HF_ENDPOINT` names another server; `HF_TOKEN` or a stored login gives access to gated data.
 
 #[cfg(feature = "hub")]
 mod client;
@@ -62,7 +61,7 @@ impl Named {
     /// Parses a name; `None` if it is a path.
     ///
     /// # Errors
-    /// When it begins with `hf:` and is not a valid name.
+    /// When the text begins with `hf:` but is not a valid name.
     pub fn parse(text: &str) -> Result<Option<Self>> {
         if let Some((_, recipe)) = recipes().find(|(name, _)| *name == text) {
             let Recipe { dataset, files, text_field, .. } = recipe;
@@ -75,7 +74,7 @@ impl Named {
     }
 }
 
-/// Checks a name. Names become parts of paths, and must not contain anything else.
+/// Checks a name. Names become parts of paths, so that only these characters are allowed.
 fn check_name(name: &str) -> Result<()> {
     let part = |part: &str| {
         !part.is_empty()

@@ -1,5 +1,5 @@
-//! The files of text that a preparation reads: which they are, what came out of them, and a tokenizer trained on their first
-//! text.
+//! The text files that `data prepare` reads: finding and reading them, and training a tokenizer on the beginning of
+//! their text.
 
 use std::collections::BTreeSet;
 use std::ops::ControlFlow;
@@ -49,18 +49,18 @@ impl TextFile {
         self.bytes
     }
 
-    /// Whether the file had another size or time when `other` was made of it.
+    /// Whether the file's size or time differs from `other`, an earlier record of the file.
     pub(super) fn has_changed_since(&self, other: &Self) -> bool {
         (self.bytes, self.modified) != (other.bytes, other.modified)
     }
 }
 
-/// Finds every file of text that was named; those of the hub are fetched.
+/// Finds every named text file. Files on the hub are downloaded.
 pub(super) fn text_files(names: &[String], field: Option<&str>) -> Result<Vec<TextFile>> {
     let mut found = Vec::new();
     for name in names {
         let (files, recipes_field) = match Named::parse(name)? {
-            // A file of that name is meant where there is one.
+            // An existing path is preferred to a name on the hub.
             Some(named) if !Path::new(name).exists() => {
                 let hub = Hub::open()?;
                 let files = hub.files(&named)?;
@@ -79,7 +79,7 @@ pub(super) fn text_files(names: &[String], field: Option<&str>) -> Result<Vec<Te
             _ => match find_text(Path::new(name))? {
                 Source::Text(files) => (files, None),
                 Source::Shards(files) => {
-                    return Err(Error::new("the data is tokenized already")
+                    return Err(Error::new("the data is already tokenized")
                         .got(files.first().display())
                         .allowed(reader::KINDS)
                         .hint("train on it: sage-train --data PATH"));
@@ -93,7 +93,7 @@ pub(super) fn text_files(names: &[String], field: Option<&str>) -> Result<Vec<Te
     Ok(found)
 }
 
-/// What a path stands for; says what else lies there.
+/// The source at a path. Prints a message about files there that are not data.
 fn find_text(path: &Path) -> Result<Source> {
     let mut passed_over = PassedOver::default();
     let found = source::find_and_pass_over(path, Path::new(""), &mut passed_over)?;
@@ -103,7 +103,8 @@ fn find_text(path: &Path) -> Result<Source> {
     Ok(found)
 }
 
-/// Reads the pieces of a file, in order, until `each` has enough, and says what was read.
+/// Passes the pieces of a file to `each`, in order, until `each` ends the reading, and returns a record of what was
+/// read.
 pub(super) fn read_file(
     file: &TextFile,
     skip_bad: bool,
@@ -124,15 +125,15 @@ pub(super) fn read_file(
     Ok(FileRead { skipped: skipped.into_inner(), ..read })
 }
 
-/// A document of spaces is left out.
+/// Whether a document has only spaces; such documents are left out.
 pub(super) fn is_blank(piece: &Piece) -> bool {
     piece.text.trim().is_empty()
 }
 
-/// A tokenizer trained on the first text of files.
+/// A tokenizer trained on the beginning of the text in files.
 ///
 /// # Errors
-/// When they cannot be read, or hold no text.
+/// When the files cannot be read, or contain no text.
 pub fn train_tokenizer(
     names: &[String],
     field: Option<&str>,
@@ -163,7 +164,7 @@ pub(super) fn trained(files: &[TextFile], vocab_size: usize, skip_bad: bool) -> 
 
 pub(super) fn no_text() -> Error {
     Error::new("there is no text")
-        .got("no document that is not empty")
+        .got("only empty documents")
         .allowed(reader::KINDS)
-        .hint("--text-field names the key or column of the text")
+        .hint("name the key or column of the text with --text-field")
 }

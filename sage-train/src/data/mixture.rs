@@ -16,14 +16,14 @@ impl Mixture {
         Self { sources, counted: false }
     }
 
-    /// A mixture in which every sequence of `context` tokens of every source comes equally often.
+    /// A mixture in which every sequence of `context` tokens of every source appears equally often.
     pub fn by_size(sources: Vec<Tokens>, context: usize) -> Self {
         let sequences = |tokens: &Tokens| (tokens.len().saturating_sub(1) / context as u64) as f64;
         let sources = sources.into_iter().map(|tokens| (sequences(&tokens), tokens)).map(|(n, t)| (t, n));
         Self { sources: sources.collect(), counted: true }
     }
 
-    /// The part of all draws that each source gets.
+    /// The fraction of all draws from each source.
     pub fn shares(&self) -> Vec<f64> {
         let all: f64 = self.sources.iter().map(|(_, weight)| weight).sum();
         self.sources.iter().map(|(_, weight)| weight / all).collect()
@@ -49,16 +49,16 @@ impl Mixture {
         self.len() == 0
     }
 
-    /// The source that draw `n` takes from, and the number of earlier draws from that source. It is a pure
-    /// function of `n`: each source takes its share of the draws that the sources before it left, so that the
-    /// counts are exact after any number of draws.
+    /// The source of draw `n`, and the number of earlier draws from that source. It is a pure function of `n`: each
+    /// source takes its share of the draws that the sources before it did not take, so that the counts are exact after
+    /// any number of draws.
     pub fn draw(&self, mut n: u64) -> (usize, u64) {
         let mut left: f64 = self.sources.iter().map(|(_, weight)| weight).sum();
         let last = self.sources.len() - 1;
         for (source, (_, weight)) in self.sources[..last].iter().enumerate() {
             let share = (weight / left).min(1.0);
             let taken = |draws: u64| match self.counted {
-                // In whole numbers: a product with a rounded share may fall below the next one.
+                // Integer arithmetic, because a product with a rounded share may fall below the next integer.
                 true => (u128::from(draws) * *weight as u128 / (left as u128).max(1)) as u64,
                 false => (draws as f64 * share).floor() as u64,
             };
@@ -79,7 +79,7 @@ mod tests {
     #[test]
     fn by_size_every_sequence_of_every_source_comes_once_an_epoch() {
         let of = |len: u32| Tokens::from((0..len).collect::<Vec<u32>>());
-        // 600, 3 and 1 sequences of 4.
+        // 600, 3 and 1 sequences of 4 tokens.
         let mixture = Mixture::by_size(vec![of(2403), of(13), of(7)], 4);
         let mut counts = [0; 3];
         (0..2 * 604).for_each(|n| counts[mixture.draw(n).0] += 1);

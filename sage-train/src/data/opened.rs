@@ -1,4 +1,4 @@
-//! Opens the sources of a run: reads what is text, finds what are shards, and chooses the tokenizer.
+//! Opens the sources of a run: reads text, finds shards, and chooses the tokenizer.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -19,14 +19,14 @@ pub(super) enum Opened {
 /// The sources of a run.
 #[derive(Default)]
 pub(super) struct Sources {
-    /// Sources to train on; without [`Sources::validation`] their ends are for validation.
+    /// Sources to train on; if [`Sources::validation`] is empty, their ends are for validation.
     pub(super) train: Vec<Opened>,
-    /// Sources that are for validation as a whole (`--val-data`).
+    /// Sources that are only for validation (`--val-data`).
     pub(super) validation: Vec<Opened>,
 }
 
 impl Sources {
-    /// Opens every source. With `validate_only`, sources to train on are not opened where `--val-data` names others.
+    /// Opens every source. With `validate_only`, sources to train on are not opened if `--val-data` is given.
     pub(super) fn open(config: &DataConfig, validate_only: bool, say: &dyn Fn(&str)) -> Result<Self> {
         let mut opening = Opening { config, say, seen: BTreeSet::new(), held_out: BTreeSet::new() };
         let validation = opening.open_all(&config.val_sources)?;
@@ -41,7 +41,7 @@ impl Sources {
         Ok(Self { train, validation })
     }
 
-    /// The tokenizer that was named, or the one next to the shards, or one trained on the documents.
+    /// The named tokenizer, or the tokenizer next to the shards, or a tokenizer trained on the documents.
     pub(super) fn tokenizer(&self, config: &DataConfig, say: &dyn Fn(&str)) -> Result<Tokenizer> {
         let end = config.end_of_text.as_deref();
         if let Some(name) = &config.tokenizer {
@@ -57,12 +57,12 @@ impl Sources {
                 Error::new("shards of tokens without their tokenizer")
                     .got(files.first().display())
                     .allowed("a tokenizer.json next to them")
-                    .hint("--tokenizer FILE; llm.c's and nanoGPT's are GPT-2's: --tokenizer gpt2")
+                    .hint("--tokenizer FILE; shards of llm.c and nanoGPT use --tokenizer gpt2")
             })?;
             return Tokenizer::load_with(path, end);
         }
         if let Some(end) = end {
-            return Err(Error::new("a tokenizer that is trained has its own end-of-text token")
+            return Err(Error::new("a trained tokenizer already has an end-of-text token")
                 .got(format!("--end-of-text {end} without a tokenizer"))
                 .allowed("--end-of-text with --tokenizer, or with shards")
                 .hint("leave it out, or name the tokenizer"));
@@ -83,19 +83,19 @@ fn built_in(config: &DataConfig) -> Result<Vec<String>> {
     if config.corpus_bytes == 0 {
         return Err(Error::new("an empty corpus")
             .got("--corpus-mb 0")
-            .allowed("1 and up")
+            .allowed("at least 1")
             .hint("--corpus-mb 8"));
     }
     Ok(Corpus::new(config.corpus_seed).documents(config.corpus_bytes))
 }
 
-/// What opening one source depends on.
+/// The state while the sources are opened.
 struct Opening<'a> {
     config: &'a DataConfig,
     say: &'a dyn Fn(&str),
-    /// Files of the sources so far: a file may come once.
+    /// Files of the sources so far: each file may be given once.
     seen: BTreeSet<PathBuf>,
-    /// Files of `--val-data`, which are not trained on, even if they lie in a folder that is.
+    /// Files of `--val-data`, which are not trained on, even if they are in a folder of training data.
     held_out: BTreeSet<PathBuf>,
 }
 
@@ -124,7 +124,7 @@ impl Opening<'_> {
             && let Some(file) = files.iter().find(|file| is_called_validation(file))
         {
             say(&format!(
-                "warning: {} is trained on, whatever its name says; --val-data {0} keeps it for validation",
+                "warning: {} is trained on despite its name; --val-data {0} keeps it for validation",
                 file.display()
             ));
         }
@@ -141,7 +141,7 @@ impl Opening<'_> {
         documents.retain(|document| !document.trim().is_empty());
         if documents.is_empty() {
             return Err(Error::new("there is no text to read")
-                .got(format!("{} holds no text", path.display()))
+                .got(format!("{} contains no text", path.display()))
                 .allowed(format!("text in {}", reader::KINDS))
                 .hint("without --data a run trains on the built-in corpus"));
         }
@@ -149,7 +149,7 @@ impl Opening<'_> {
     }
 }
 
-/// Whether a text file's name says that it is for validation, as a shard's may.
+/// Whether a text file is named like validation data, as shards may be.
 fn is_called_validation(file: &Path) -> bool {
     let stem = file.file_stem().map(|stem| stem.to_string_lossy().to_ascii_lowercase());
     stem.is_some_and(|stem| ["val", "valid", "validation", "dev", "test"].contains(&stem.as_str()))

@@ -1,4 +1,4 @@
-//! From text to shards: one thread reads, all tokenize, and what is written counts when all of it is.
+//! Prepares shards from text: one thread reads, all threads tokenize, and the folder gets its name when it is complete.
 
 use std::collections::BTreeSet;
 use std::ops::ControlFlow;
@@ -25,35 +25,36 @@ use crate::partial::Folder;
 use crate::quantity::counted;
 use crate::{bar, notify, writing};
 
-/// Bytes of text that are tokenized at once, and how many such chunks wait.
+/// Bytes of text that are tokenized together, and the number of chunks in the queue.
 const CHUNK: usize = 4 << 20;
 const WAITING: usize = 2;
 
-/// Between lines without a terminal.
+/// Time between two lines of progress if there is no terminal.
 const QUIET: Duration = Duration::from_secs(10);
 
-/// What to prepare, and how.
+/// Arguments of a preparation.
 #[derive(Debug, Clone)]
 pub struct Plan {
     /// Files, folders, patterns, `hf:OWNER/NAME[:PATTERN]`, recipes.
     pub inputs: Vec<String>,
-    /// The same, of what is for validation as a whole; where there is any, no document of `inputs` is.
+    /// Data that is only for validation, given like `inputs`. If there is any, no document of `inputs` is used for
+    /// validation.
     pub val_inputs: Vec<String>,
-    /// The folder to make.
+    /// The folder to create.
     pub out: PathBuf,
     /// A `tokenizer.json` or a model's name; `None` trains one.
     pub tokenizer: Option<String>,
-    /// The token that ends a document; `None` finds it.
+    /// The token that ends a document; found automatically if `None`.
     pub end_of_text: Option<String>,
-    /// Entries of a tokenizer that is trained.
+    /// Vocabulary size of a trained tokenizer.
     pub vocab_size: usize,
-    /// `None` takes the smallest that fits.
+    /// Format of the shards; the smallest that fits if `None`.
     pub format: Option<Format>,
-    /// Tokens of a shard, at most.
+    /// Largest number of tokens in a shard.
     pub shard_tokens: u64,
-    /// Part of the documents for validation.
+    /// Fraction of the documents for validation.
     pub val_fraction: f64,
-    /// Which ones these are.
+    /// Seed for the choice of these documents.
     pub seed: u64,
     /// Key or column of the text; `None` is the recipe's, or `text`.
     pub text_field: Option<String>,
@@ -61,11 +62,11 @@ pub struct Plan {
     pub skip_bad: bool,
 }
 
-/// Prepares a folder of shards that did not exist. What an earlier start of the same work has done is done.
+/// Creates a folder of shards. It continues the work of an interrupted earlier call with the same plan.
 ///
 /// # Errors
-/// When something cannot be read or written, or holds no text. In that case there is no such folder; where much was done, the
-/// same call continues from there.
+/// When something cannot be read or written, or contains no text. The folder does not exist then, but the same call
+/// continues from saved progress.
 pub fn prepare(plan: &Plan) -> Result<Prepared> {
     let folder = Folder::take_up(&plan.out)?;
     let prepared = prepare_in(plan, folder.path())?;
@@ -80,7 +81,7 @@ fn prepare_in(plan: &Plan, folder: &Path) -> Result<Prepared> {
     if let Some(file) = files.iter().find(|file| file.path.to_str().is_none()) {
         return Err(Error::new("the name of a file is not UTF-8")
             .got(file.path.display())
-            .allowed("names in UTF-8, of folders too: they are written down")
+            .allowed("UTF-8 names of files and folders: they are saved in dataset.json")
             .hint("rename it, or name the files one by one from inside their folder"));
     }
     let work = Work {
@@ -109,7 +110,7 @@ fn prepare_in(plan: &Plan, folder: &Path) -> Result<Prepared> {
         return Err(Error::new("the tokenizer of an interrupted preparation has changed")
             .got(format!("{} with SHA-256 {:.12}", saved.display(), tokenizer.hash()))
             .allowed(format!("{:.12}", done.tokenizer))
-            .hint(format!("rm -r {} begins anew", folder.display())));
+            .hint(format!("to start again: rm -r {}", folder.display())));
     }
     let format = plan.format.unwrap_or(Format::for_vocab(tokenizer.vocab_size()));
     format.check_vocab(tokenizer.vocab_size())?;
@@ -119,13 +120,13 @@ fn prepare_in(plan: &Plan, folder: &Path) -> Result<Prepared> {
     let written = write(plan, &work.files, &tokenizer, format, (folder, journal, done));
     written.inspect_err(|_| {
         if Journal::is_there(folder) {
-            notify("what was done is kept: the same command continues from there");
+            notify("completed work is kept: the same command continues from there");
         }
     })
 }
 
-/// The files of both parts, those for validation last. A file of `--val-data` is not trained on, even if it lies in a folder
-/// that is.
+/// All files, with files for validation last. A file of `--val-data` is not trained on, even if it is in a folder of
+/// training data.
 fn all_files(plan: &Plan) -> Result<Vec<TextFile>> {
     let field = plan.text_field.as_deref();
     let mut validation = text_files(&plan.val_inputs, field)?;
@@ -150,7 +151,7 @@ fn write(
     );
     if before != Done::new(tokenizer) {
         notify(&format!(
-            "continues where an earlier start was interrupted: after {}, {}",
+            "continues an interrupted preparation: after {}, {}",
             counted(before.documents, "document"),
             counted(before.files.len() as u64, "file")
         ));
@@ -183,15 +184,16 @@ fn write(
         let mut shown = Instant::now();
         let tokenized = writing_down.tokenize(plan, receiver, &mut |held| {
             bar.set_position(done.load(Ordering::Relaxed));
-            // Without a bar, a line now and then.
+            // Without a bar, print a line from time to time.
             if bar.is_hidden() && shown.elapsed() > QUIET {
                 shown = Instant::now();
                 notify(&held);
             }
             bar.set_message(held);
         });
-        // The reader's error is the cause of a stream that ends early, and a writer's of a reader without listeners.
-        let read = reading.join().unwrap_or_else(|_| Err(Error::new("the reading thread died")));
+        // A reader's error makes the stream end early, and a writer's error makes the reader's send fail: report the
+        // cause.
+        let read = reading.join().unwrap_or_else(|_| Err(Error::new("the reading thread panicked")));
         tokenized.and(read)
     });
     bar.finish_and_clear();
@@ -218,28 +220,28 @@ fn write(
     Ok(prepared)
 }
 
-/// Neighbouring pieces, and where the last of them ends.
+/// Consecutive pieces, and the position in the files after the last piece.
 #[derive(Default)]
 struct Chunk {
-    /// Each with whether its file is for validation.
+    /// The pieces, each with whether its file is for validation.
     pieces: Vec<(Piece, bool)>,
-    /// Files that have ended by then, since the chunk before.
+    /// Files that were completely read since the previous chunk.
     files: Vec<FileRead>,
-    /// Pieces of the file that comes after those.
+    /// Number of pieces read from the next file.
     pieces_of_next: u64,
 }
 
-/// Pieces on their way to be tokenized.
+/// Collects pieces into chunks, and sends the chunks to be tokenized.
 struct Chunks {
     sender: SyncSender<Chunk>,
     chunk: Chunk,
     held: usize,
-    /// Of the next piece in its file.
+    /// Number of pieces of the current file so far.
     number: u64,
 }
 
 impl Chunks {
-    /// Takes a piece, unless it is one of the first `past` of its file, which are written already.
+    /// Adds a piece, unless it is one of the first `past` pieces of its file, which are already written.
     fn push(&mut self, piece: (Piece, bool), past: u64) -> Result<()> {
         self.number += 1;
         self.chunk.pieces_of_next = self.number;
@@ -255,11 +257,11 @@ impl Chunks {
         self.held = 0;
         let next = Chunk { pieces_of_next: self.chunk.pieces_of_next, ..Chunk::default() };
         let chunk = std::mem::replace(&mut self.chunk, next);
-        self.sender.send(chunk).map_err(|_| Error::new("nobody takes the text"))
+        self.sender.send(chunk).map_err(|_| Error::new("the tokenizing thread has ended"))
     }
 }
 
-/// Writes tokens, and how far they have come.
+/// Writes tokens and progress.
 struct Writing<'a> {
     tokenizer: &'a Tokenizer,
     parts: [SplitWriter<'a>; 2],
@@ -268,7 +270,7 @@ struct Writing<'a> {
 }
 
 impl Writing<'_> {
-    /// Takes chunks until they end, and writes their tokens.
+    /// Tokenizes all chunks, and writes their tokens.
     fn tokenize(&mut self, plan: &Plan, chunks: Receiver<Chunk>, show: &mut dyn FnMut(String)) -> Result<()> {
         let Self { tokenizer, parts: [train, validation], journal, done } = self;
         for Chunk { pieces, files, pieces_of_next } in chunks {
@@ -313,8 +315,8 @@ fn sample(pieces: &[(Piece, bool)]) -> Option<&str> {
     pieces.first().map(|(piece, _)| head(&[&piece.text], SAMPLE))
 }
 
-/// Whether a document is kept for validation: a pure function, that knows nothing of how many there are. The first
-/// never is.
+/// Whether a document is kept for validation: a pure function that does not depend on the number of documents. The
+/// first document is never kept.
 fn for_validation(seed: u64, document: u64, fraction: f64) -> bool {
     // SplitMix64.
     let mut bits = seed ^ document.wrapping_mul(0x9e37_79b9_7f4a_7c15);

@@ -1,4 +1,4 @@
-//! What a folder of prepared shards says of itself.
+//! The description of a folder of prepared shards, `dataset.json`.
 
 use std::path::{Path, PathBuf};
 
@@ -9,27 +9,27 @@ use super::shard::Format;
 use super::split::Part;
 use crate::during;
 
-/// What was prepared, next to the shards: a [`Prepared`].
+/// The file next to the shards with a [`Prepared`].
 pub(super) const LIST: &str = "dataset.json";
 
-/// What was prepared: also `dataset.json` next to the shards.
+/// The description of prepared data, as in `dataset.json` next to the shards.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Prepared {
-    /// What was typed.
+    /// The inputs as typed.
     pub inputs: Vec<String>,
     /// [`Tokenizer::hash`](crate::data::Tokenizer::hash).
     pub tokenizer: String,
-    /// Its entries.
+    /// Entries of the tokenizer.
     pub vocab_size: usize,
-    /// The token behind each document.
+    /// The token after each document.
     pub end_of_text: u32,
-    /// Of the shards.
+    /// The format of the shards.
     pub format: Format,
-    /// To train on.
+    /// The training data.
     pub train: Part,
-    /// To validate on.
+    /// The validation data.
     pub validation: Part,
-    /// Tokens that stand for text that the vocabulary does not have.
+    /// Tokens that stand for text that is not in the vocabulary.
     #[serde(default)]
     pub unknown_tokens: u64,
     /// Every file that was read, in order. Empty in folders of older versions.
@@ -40,13 +40,13 @@ pub struct Prepared {
 /// A file that was read.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileRead {
-    /// Where it was.
+    /// The path of the file.
     pub path: PathBuf,
-    /// Its size.
+    /// The size of the file.
     pub bytes: u64,
     /// Documents with text.
     pub documents: u64,
-    /// Bytes of their text.
+    /// Bytes of text of these documents.
     pub text_bytes: u64,
     /// Documents that could not be read and were left out.
     #[serde(default, skip_serializing_if = "is_zero")]
@@ -61,7 +61,7 @@ impl Prepared {
     /// Reads `dataset.json`.
     ///
     /// # Errors
-    /// When it is something else.
+    /// When the file has other contents.
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(LIST);
         let what = || format!("cannot read {}", path.display());

@@ -1,4 +1,4 @@
-//! How far a preparation has come, on the disk: one that was interrupted continues from there.
+//! The saved progress of a preparation, from which an interrupted preparation continues.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -16,20 +16,20 @@ use super::tokenizer::Tokenizer;
 use crate::partial::{JOURNAL, PARTIAL};
 use crate::{during, partial, writing};
 
-/// Between two states on the disk, where no shard was completed.
+/// Shortest time between two saved states, unless a shard was completed.
 const BETWEEN: Duration = Duration::from_secs(1);
 
-/// What decides which tokens come out. (Whether broken documents are left out may change under way: of the files that were read
-/// they stay left out, and counted.)
+/// The inputs and settings that determine the resulting tokens. (`--skip-bad` is not among them and may change when a
+/// preparation continues: documents that were skipped before stay skipped, and counted.)
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Work {
     pub(super) files: Vec<TextFile>,
-    /// The tokenizer that was named; none where one is trained.
+    /// Hash of the named tokenizer; `None` if a tokenizer is trained.
     pub(super) tokenizer: Option<String>,
-    /// The end-of-text token that was named (`--end-of-text`).
+    /// The named end-of-text token (`--end-of-text`).
     #[serde(default)]
     pub(super) end_of_text: Option<String>,
-    /// Entries of one that is trained.
+    /// Vocabulary size of the tokenizer.
     pub(super) vocab_size: usize,
     pub(super) format: Option<Format>,
     pub(super) shard_tokens: u64,
@@ -38,14 +38,14 @@ pub(super) struct Work {
 }
 
 impl Work {
-    /// What of it is another, as text.
+    /// The differences to other work, as text.
     fn difference(&self, other: &Self) -> String {
         let others = self.files.iter().map(|file| &file.path).ne(other.files.iter().map(|file| &file.path));
         let fields = self.files.iter().map(|file| &file.field).ne(other.files.iter().map(|file| &file.field));
         let validation = self.files.iter().map(|f| f.validation).ne(other.files.iter().map(|f| f.validation));
         let pairs = || self.files.iter().zip(&other.files);
         if let Some((file, _)) = pairs().find(|(a, b)| a.has_changed_since(b) && !others) {
-            return format!("{} has another size or time", file.path.display());
+            return format!("{} has another size or modification time", file.path.display());
         }
         let numbers = [
             ("files of text", others),
@@ -65,28 +65,28 @@ impl Work {
     }
 }
 
-/// Everything up to a place in the text.
+/// The state of the work up to a position in the text.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Done {
-    /// Files that were read to their end.
+    /// Files that were completely read.
     pub(super) files: Vec<FileRead>,
-    /// Pieces of the next one that were taken.
+    /// Pieces that were read from the next file.
     pub(super) pieces: u64,
-    /// Documents that have ended.
+    /// Number of complete documents.
     pub(super) documents: u64,
-    /// Whether one is in the middle.
+    /// Whether the position is inside a document.
     pub(super) continued: bool,
-    /// Tokens of text that the vocabulary does not have.
+    /// Tokens that stand for text that is not in the vocabulary.
     #[serde(default)]
     pub(super) unknown: u64,
-    /// Of the tokenizer that all of it is in.
+    /// Hash of the tokenizer.
     pub(super) tokenizer: String,
     pub(super) train: Split,
     pub(super) validation: Split,
 }
 
 impl Done {
-    /// Nothing yet, in this tokenizer's tokens.
+    /// The state before any text, with this tokenizer.
     pub(super) fn new(tokenizer: &Tokenizer) -> Self {
         Self { tokenizer: tokenizer.hash().into(), ..Self::default() }
     }
@@ -98,15 +98,15 @@ struct Progress {
     done: Done,
 }
 
-/// Writes down how far a preparation has come.
+/// Saves the progress of a preparation.
 #[derive(Debug)]
 pub(super) struct Journal<'a> {
     folder: &'a Path,
     work: Work,
     written: Instant,
-    /// How long that took.
+    /// How long the last save took.
     took: Duration,
-    /// Complete shards when that was.
+    /// Number of complete shards at the last save.
     shards: usize,
 }
 
@@ -115,14 +115,14 @@ impl<'a> Journal<'a> {
         Self { folder, work, written: Instant::now(), took: Duration::ZERO, shards: 0 }
     }
 
-    /// What an earlier start of the same work did. Whatever else it left is removed.
+    /// The state of an interrupted earlier start of the same work. Files that are not part of the state are removed.
     ///
     /// # Errors
-    /// When it was other work, or what it left cannot be read.
+    /// When the interrupted work was different, or its state cannot be read.
     pub(super) fn before(&mut self) -> Result<Option<Done>> {
         let path = self.folder.join(JOURNAL);
-        let what = || format!("cannot go on with {}", self.folder.display());
-        let hint = || format!("rm -r {} begins anew", self.folder.display());
+        let what = || format!("cannot continue {}", self.folder.display());
+        let hint = || format!("to start again: rm -r {}", self.folder.display());
         let progress: Option<Progress> = match path.exists() {
             false => None,
             true => {
@@ -134,7 +134,7 @@ impl<'a> Journal<'a> {
         if let Some(progress) = progress.as_ref().filter(|progress| progress.work != self.work) {
             return Err(Error::new("another preparation was interrupted here")
                 .got(format!("{}: {}", self.folder.display(), self.work.difference(&progress.work)))
-                .allowed("the command that began it, over the same text")
+                .allowed("the same command as before, with the same text")
                 .hint(hint()));
         }
         let done = progress.map(|progress| progress.done);
@@ -147,12 +147,12 @@ impl<'a> Journal<'a> {
                 std::fs::remove_file(&path).map_err(writing(&path))?;
             }
         }
-        // What is complete was written by an earlier start: it is opened once more before anything is added to it.
+        // Complete shards are from an earlier start: they are opened as a check before more shards are added.
         for shard in kept.iter().filter(|path| kept.contains(&Sidecar::path(path))) {
             if Shard::open(shard).map_err(|error| error.hint(hint()))?.hashed().is_none() {
                 return Err(Error::new("a complete shard has lost its sidecar")
                     .got(shard.display())
-                    .allowed("a shard with the file that describes it")
+                    .allowed("a shard with its sidecar")
                     .hint(hint()));
             }
         }
@@ -162,7 +162,7 @@ impl<'a> Journal<'a> {
         Ok(done)
     }
 
-    /// The files of a state: its shards, and sidecars of those that are complete.
+    /// The files of a state: its shards, and the sidecars of complete shards.
     fn kept(&self, done: &Done) -> Vec<PathBuf> {
         let mut kept: Vec<_> =
             [JOURNAL, "tokenizer.json", TOKENIZER_CONFIG].iter().map(|name| self.folder.join(name)).collect();
@@ -177,26 +177,26 @@ impl<'a> Journal<'a> {
         kept
     }
 
-    /// Writes a state down, if it is time: so many shards are complete.
+    /// Saves the state if it is time, or if the number of complete shards, `shards`, has changed.
     ///
     /// # Errors
     /// When it cannot be written.
     pub(super) fn keep(&mut self, shards: usize, done: impl FnOnce() -> Result<Done>) -> Result<()> {
         let since = self.written.elapsed();
-        // A twentieth of the time at most: what is known of a shard grows with it.
+        // Saving takes at most a twentieth of the time, because the state grows with the size of a shard.
         if shards == self.shards && since < BETWEEN || since < 20 * self.took {
             return Ok(());
         }
         let began = Instant::now();
         let progress = Progress { work: self.work.clone(), done: done()? };
         let path = self.folder.join(JOURNAL);
-        let text = serde_json::to_vec(&progress).map_err(during("cannot write down how far the work is"))?;
+        let text = serde_json::to_vec(&progress).map_err(during("cannot save the progress"))?;
         partial::file(&path, |to| std::fs::write(to, &text).map_err(writing(to)))?;
         (self.shards, self.written, self.took) = (shards, Instant::now(), began.elapsed());
         Ok(())
     }
 
-    /// Whether there is something to continue from.
+    /// Whether there is a saved state.
     pub(super) fn is_there(folder: &Path) -> bool {
         folder.join(JOURNAL).exists()
     }

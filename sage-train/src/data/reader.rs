@@ -1,4 +1,4 @@
-//! Reads the documents of a file in pieces: text, JSON lines, CSV and parquet, also compressed.
+//! Reads the documents of a file in pieces, from text, JSON lines, CSV and Parquet, also compressed.
 
 #[cfg(feature = "parquet")]
 mod columns;
@@ -34,7 +34,7 @@ pub const KINDS: &str = ".txt, .md, .jsonl, .ndjson, .json, .csv (each also .gz,
 /// The longest JSON line, in bytes.
 const LONGEST: u64 = 256 << 20;
 
-/// A document, or a part of a long one.
+/// A document, or a part of a long document.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Piece {
     /// The text.
@@ -43,10 +43,10 @@ pub struct Piece {
     pub ends: bool,
 }
 
-/// A function that takes the pieces one by one.
+/// A function that is called with each piece.
 pub type Each<'a> = dyn FnMut(Piece) -> Result<()> + 'a;
 
-/// A function that takes the pieces one by one until it has enough, which ends the reading.
+/// A function that is called with each piece until it ends the reading.
 pub(super) type EachUntil<'a> = dyn FnMut(Piece) -> Result<ControlFlow<()>> + 'a;
 
 /// What happens to a document that cannot be read.
@@ -54,8 +54,7 @@ pub(super) type EachUntil<'a> = dyn FnMut(Piece) -> Result<ControlFlow<()>> + 'a
 pub(super) enum Bad<'a> {
     /// Reading ends with an error.
     Refused,
-    /// The document is skipped and counted. A text file, which is one document, is skipped from the bad byte
-    /// on.
+    /// The document is skipped and counted. A text file, which is one document, is skipped after the bad byte.
     Skipped(&'a AtomicU64),
 }
 
@@ -87,7 +86,7 @@ enum Packed {
 }
 
 fn kind(path: &Path) -> Option<(Kind, Packed)> {
-    // The ending is ASCII, whatever else the name is.
+    // The extension is ASCII, even if the rest of the name is not.
     let name = path.file_name()?.to_string_lossy().to_ascii_lowercase();
     let (name, packed) = match name.rsplit_once('.') {
         Some((name, "gz")) => (name, Packed::Gzip),
@@ -103,32 +102,33 @@ fn kind(path: &Path) -> Option<(Kind, Packed)> {
     }
 }
 
-/// Whether a file's name has an ending of [`KINDS`].
+/// Whether a file's name has an extension of [`KINDS`].
 pub fn is_known(path: &Path) -> bool {
     kind(path).is_some()
 }
 
-/// Whether the text of a file is in fields or columns, of which `--text-field` names one.
+/// Whether a file has fields or columns, one of which `--text-field` names.
 pub fn has_fields(path: &Path) -> bool {
     kind(path).is_some_and(|(kind, _)| kind != Kind::Text)
 }
 
-/// Whether a file is text wherever it lies. In a folder of data, files that end in .md, .csv or .json may be notes, tables
-/// and settings.
+/// Whether a file counts as text in any folder. In a folder of data, .md, .csv and .json files may be notes, tables and
+/// settings.
 pub(super) fn is_always_text(path: &Path) -> bool {
     let name = path.file_name().map(|name| name.to_string_lossy().to_ascii_lowercase()).unwrap_or_default();
     is_known(path) && ![".md", ".csv", ".json"].iter().any(|end| name.ends_with(end))
 }
 
-/// The error for a name without a known ending.
+/// The error for a name without a known extension.
 pub(super) fn unknown_kind(path: &Path) -> Error {
     Error::new("the data is of an unknown kind")
         .got(path.display())
         .allowed(KINDS)
-        .hint("the name's ending says what a file is; parquet is compressed inside")
+        .hint("the extension of the name defines the kind of a file; parquet has internal compression")
 }
 
-/// Bytes of text in a file, roughly, from its size: text compresses to about a third, and parquet to half of it.
+/// A rough estimate of the bytes of text in a file, from its size: compressed text is about a third of the text, and
+/// Parquet half.
 pub(super) fn estimated_bytes(path: &Path) -> u64 {
     let held = path.metadata().map_or(0, |about| about.len());
     match kind(path) {
@@ -138,8 +138,8 @@ pub(super) fn estimated_bytes(path: &Path) -> u64 {
     }
 }
 
-/// Reads the documents of a file. `field` is the JSON key or the column that holds the text. A long text file
-/// comes in the pieces that [`super::Tokenizer::encode`] would cut it into; every other document comes whole.
+/// Reads the documents of a file. `field` is the JSON key or the column of the text. A long text file is passed on in
+/// the pieces into which [`super::Tokenizer::encode`] would split it; every other document is passed on whole.
 ///
 /// # Errors
 /// When the file cannot be read or does not have the format of its name, and the errors of `each`.
@@ -149,8 +149,8 @@ pub fn read(path: &Path, field: &str, each: &mut Each<'_>) -> Result<()> {
     })
 }
 
-/// As [`read`], until `each` has enough; adds the bytes of the file that have been read to `done`. For parquet they are
-/// estimated.
+/// Like [`read`], until `each` ends the reading. Adds the bytes that were read from the file to `done`; for Parquet
+/// they are estimated.
 pub(super) fn read_counted(
     path: &Path,
     field: &str,
@@ -197,9 +197,10 @@ fn unreadable<E: Into<AnyError>>(path: &Path) -> impl FnOnce(E) -> Error {
         let cause = cause.into();
         let hint = match cause.to_string().contains("too much memory") {
             true => {
-                "it is compressed with a window of more than 128 MiB: zstd -d --long=31 FILE, then compress it with --long=27 or less"
+                "it is compressed with a window of more than 128 MiB: decompress it with zstd -d --long=31 FILE, and \
+                 compress it with --long=27 or less"
             }
-            false => "is the file whole, readable, and what its name says?",
+            false => "check that the file is complete, readable, and of the kind that its name says",
         };
         error(cause).hint(hint)
     }
@@ -209,9 +210,9 @@ fn unreadable<E: Into<AnyError>>(path: &Path) -> impl FnOnce(E) -> Error {
 fn not_utf8(path: &Path, at: String, bytes: &[u8]) -> Error {
     let hint = match bytes {
         [0xff, 0xfe, ..] | [0xfe, 0xff, ..] => {
-            "it begins as UTF-16: convert it with `iconv -f utf-16 -t utf-8`"
+            "it begins like UTF-16: convert it with `iconv -f utf-16 -t utf-8`"
         }
-        bytes if bytes.contains(&0) => "it looks like no text at all: is the file what its name says?",
+        bytes if bytes.contains(&0) => "it does not look like text: is it the file that its name says?",
         _ => "convert it, e.g. with `iconv -f latin1 -t utf-8`",
     };
     Error::new("the data is not UTF-8 text")
@@ -220,27 +221,27 @@ fn not_utf8(path: &Path, at: String, bytes: &[u8]) -> Error {
         .hint(hint)
 }
 
-/// The error for a zero byte, which is valid UTF-8 and does not occur in text.
+/// The error for a zero byte, which is valid UTF-8 but does not occur in text.
 fn not_text(path: &Path, at: usize) -> Error {
     Error::new("the data is not text")
         .got(format!("{}, a zero byte (U+0000) at byte {at}", path.display()))
         .allowed("UTF-8 text without zero bytes")
-        .hint("is the file what its name says? `tr -d '\\0'` removes zero bytes")
+        .hint("check that the file is of the kind that its name says; `tr -d '\\0'` removes zero bytes")
 }
 
-/// What a file of zstd holds.
+/// A reader of the decompressed contents of a zstd file.
 #[cfg(feature = "zstd")]
 fn zstd<'a>(path: &Path, file: impl BufRead + 'a) -> Result<Box<dyn Read + 'a>> {
     Ok(Box::new(zstd::Decoder::with_buffer(file).map_err(unreadable(path))?))
 }
 
-/// Says what the build lacks.
+/// Returns an error: this build lacks zstd.
 #[cfg(not(feature = "zstd"))]
 fn zstd<'a>(path: &Path, _: impl BufRead + 'a) -> Result<Box<dyn Read + 'a>> {
     Err(Error::new("this build does not read .zst")
         .got(path.display())
         .allowed("plain text, .gz")
-        .hint("leave --no-default-features out of the build, or add --features zstd"))
+        .hint("build without --no-default-features, or with --features zstd"))
 }
 
 #[cfg(all(test, feature = "parquet", feature = "zstd"))]

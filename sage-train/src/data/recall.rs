@@ -1,16 +1,18 @@
-//! Documents in which what was said far before is asked for. Each document is a pure function of (seed, number).
+//! Documents with questions about facts from far back. Each document is a pure function of (seed, number).
 //!
-//! Every name of a document has a number, said in notes such as `Note: Bara 42, Kelo 17.` The number follows the name itself, so
-//! that a model need not learn first which words of a sentence belong together. A document is a row of paragraphs:
+//! Every name of a document has a number, stated in notes such as `Note: Bara 42, Kelo 17.` The number follows the name
+//! directly, so that a model need not first learn which words of a sentence belong together. A document is a sequence
+//! of paragraphs:
 //!
-//! - a *beginning* says a name's number, and continues with a story that has the name in each of its sentences;
-//! - a *return* is a story about a name that began before, and ends with its number ([`Asked::AfterStory`]);
-//! - *questions* are a note of several names, where nothing led up to them ([`Asked::Suddenly`]);
-//! - a *roll* notes other names with numbers and then the same in another order.
+//! - a *beginning* states a name's number, and continues with a story that has the name in each of its sentences;
+//! - a *return* is a story about an earlier name, and ends with its number ([`Asked::AfterStory`]);
+//! - *questions* are a note with several names, without a story before it ([`Asked::Suddenly`]);
+//! - a *roll* notes other names with numbers, and then the same names in another order.
 //!
-//! A name is asked for at distances from where its number was last said of which half are even and half have even logarithms. Half
-//! of the names are asked for often, in questions, so that looking up is learnt at short distances first; the others seldom, in
-//! returns and at the end of questions, so that there is something to ask for from far.
+//! The distance from a name's last number to its next question is drawn uniformly in half of the cases, and
+//! log-uniformly in the other half. Half of the names are asked for often, in questions, so that the model learns to
+//! look up numbers at short distances first. The other names are asked for seldom, in returns and at the end of
+//! questions, so that there are questions at long distances.
 
 use rand::seq::{IndexedRandom, SliceRandom};
 use rand::{Rng, SeedableRng};
@@ -19,16 +21,18 @@ use rand_chacha::ChaCha8Rng;
 const SYLLABLES: [&str; 16] =
     ["ba", "ce", "do", "fi", "gu", "ha", "ke", "lo", "mi", "nu", "ra", "se", "to", "vi", "wu", "ze"];
 
-/// Names there are, of two syllables: few and short, so that a tokenizer that is trained on them has them whole.
+/// Number of names of two syllables: few and short, so that each name is one token of a tokenizer that is trained on
+/// them.
 const NAMES: usize = 256;
 
-/// Names of rolls, which are listed again and again with other numbers. The others have one number each in a document.
+/// Number of names for rolls, which are listed repeatedly with new numbers. Each other name has only one number in a
+/// document.
 const ROLL_NAMES: usize = 64;
 
-/// Names of a roll.
+/// Number of names in a roll.
 const ROLL: usize = 8;
 
-/// Names that a paragraph of questions asks for.
+/// Number of names that a paragraph of questions asks for.
 const QUESTIONS: usize = 8;
 
 /// Numbers that a name may have.
@@ -49,25 +53,25 @@ const STORIES: [&str; 12] = [
     "In the evening {} counted the boats again.",
 ];
 
-/// Where a number is asked for.
+/// The context in which a number is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Asked {
-    /// At the end of a story about its name: what precedes tells what will be needed.
+    /// At the end of a story about its name, which announces the question.
     AfterStory,
-    /// Where nothing led up to it.
+    /// Without any announcement.
     Suddenly,
 }
 
 /// A number that is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Question {
-    /// Where.
+    /// The context of the question.
     pub asked: Asked,
-    /// Index of the piece that said it.
+    /// Index of the piece that stated the number.
     pub said: usize,
 }
 
-/// A piece of a document, which begins and ends where tokenizers cut: at spaces, ends of lines and punctuation.
+/// A piece of a document, which begins and ends where tokenizers split: at spaces, line ends and punctuation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Piece {
     /// The text.
@@ -79,9 +83,9 @@ pub struct Piece {
 /// A generator of documents.
 #[derive(Debug, Clone, Copy)]
 pub struct Recall {
-    /// Words of a document, at least.
+    /// Smallest number of words of a document.
     pub words: usize,
-    /// Which documents these are.
+    /// Seed of the documents.
     pub seed: u64,
 }
 
@@ -92,17 +96,17 @@ fn name(index: usize) -> String {
     first.to_uppercase() + rest
 }
 
-/// A name that began, and where its number was last said.
+/// A name with its number, and the place where the number was last stated.
 struct Known {
     name: String,
     number: u32,
-    /// Index of the piece that is the number.
+    /// Index of the piece with the number.
     said: usize,
     paragraph: usize,
     often: bool,
 }
 
-/// A document in the making.
+/// A document that is being generated.
 struct Draft {
     pieces: Vec<Piece>,
     words: usize,
@@ -116,12 +120,12 @@ struct Draft {
 
 impl Draft {
     fn push(&mut self, text: String) {
-        // A comma belongs to the word before it.
+        // A comma counts as part of the word before it.
         self.words += text.split_whitespace().filter(|word| *word != ",").count();
         self.pieces.push(Piece { text, question: None });
     }
 
-    /// `BEFORE NAME N`; returns the index of the piece that is the number.
+    /// Adds `BEFORE NAME N`, and returns the index of the piece with the number.
     fn say(&mut self, before: &str, name: &str, number: u32, question: Option<Question>) -> usize {
         self.push(format!("{before} {name}"));
         let index = self.pieces.len();
@@ -132,7 +136,7 @@ impl Draft {
 
     /// Ends a note.
     fn stop(&mut self) {
-        // Not a word.
+        // The period does not count as a word.
         self.pieces.push(Piece { text: ".".into(), question: None });
     }
 
@@ -144,8 +148,8 @@ impl Draft {
         }
     }
 
-    /// Draws a name, of those that are asked for often or of the others, whose number was last said at a distance of 1 to all
-    /// paragraphs, even, or of even logarithm.
+    /// Draws a name that is asked for often, or another name, by the distance to its last number: from 1 to all
+    /// paragraphs, uniformly or log-uniformly.
     fn draw(&self, often: bool, rng: &mut ChaCha8Rng) -> Option<usize> {
         let (most, part) = (self.paragraphs.max(2) as f64, rng.random::<f64>());
         let wanted = if rng.random_bool(0.5) { most * part } else { most.powf(part) } as usize;
@@ -155,7 +159,7 @@ impl Draft {
             .min_by_key(|n| distance(n).abs_diff(wanted))
     }
 
-    /// Says the number of a name that is known, after `before`.
+    /// Adds a question, which is the text `before`, a known name and its number.
     fn ask(&mut self, n: usize, before: &str, asked: Asked) {
         let Known { name, number, said, .. } = &self.known[n];
         let (name, number, said) = (name.clone(), *number, *said);
@@ -165,7 +169,8 @@ impl Draft {
 }
 
 impl Recall {
-    /// Words of a paragraph's story: a fortieth of the document, so that it has some twenty names to return to.
+    /// Words of a paragraph's story: a fortieth of the document, so that a document has about twenty names to return
+    /// to.
     fn story_words(self) -> usize {
         (self.words / 40).max(8)
     }

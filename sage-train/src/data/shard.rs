@@ -1,5 +1,5 @@
-//! Shards, files of tokens: the `.bin` format with a header of llm.c and modded-nanogpt, and nanoGPT's
-//! without one. Each shard that is written here has a sidecar, `NAME.bin.json`, with its origin, its hash and
+//! Shards, which are files of tokens: the `.bin` format of llm.c and modded-nanogpt with a header, and nanoGPT's format
+//! without a header. Each shard that this program writes has a sidecar, `NAME.bin.json`, with its origin, its hash and
 //! the bounds of its documents.
 
 mod format;
@@ -22,8 +22,8 @@ pub use writer::{Begun, ShardWriter};
 use super::Tokenizer;
 use crate::{during, hex, read_exact_at};
 
-/// A shard. Its size is checked, and its tokens stay in the file, which is opened for each read: data may have more shards
-/// than a process may have open files.
+/// A shard. Its size is checked, and its tokens stay in the file. The file is opened for each read, because data may
+/// have more shards than a process may have open files.
 #[derive(Debug)]
 pub struct Shard {
     path: PathBuf,
@@ -39,7 +39,7 @@ impl Shard {
     /// Opens a shard, and checks its header, its length and its sidecar against each other.
     ///
     /// # Errors
-    /// When it cannot be read, is shorter or longer than its header says, or contradicts its sidecar.
+    /// When it cannot be read, its length does not match its header, or it contradicts its sidecar.
     pub fn open(path: &Path) -> Result<Self> {
         let failed = || during::<std::io::Error>(format!("cannot read the shard {}", path.display()));
         let file = File::open(path).map_err(failed())?;
@@ -49,7 +49,7 @@ impl Shard {
         (&file).take(HEADER).read_to_end(&mut start).map_err(failed())?;
         let format = Format::of(&start);
         let refuse = |got: String, allowed: String| {
-            Err(Error::new(format!("{} is not a whole shard", path.display()))
+            Err(Error::new(format!("{} is not a complete shard", path.display()))
                 .got(got)
                 .allowed(allowed)
                 .hint(
@@ -100,7 +100,7 @@ impl Shard {
         self.tokens
     }
 
-    /// Whether the shard holds no tokens.
+    /// Whether the shard has no tokens.
     pub fn is_empty(&self) -> bool {
         self.tokens == 0
     }
@@ -108,14 +108,14 @@ impl Shard {
     /// Checks that the sidecar, if there is one, names this tokenizer.
     ///
     /// # Errors
-    /// When it names another.
+    /// When it names another tokenizer.
     pub fn check_tokenizer(&self, tokenizer: &Tokenizer) -> Result<()> {
         match &self.sidecar {
             Some(sidecar) if sidecar.tokenizer != tokenizer.hash() => {
                 Err(Error::new("a shard was made with another tokenizer")
                     .got(format!("{}: tokenizer {:.12}", self.path.display(), sidecar.tokenizer))
                     .allowed(format!("{:.12}", tokenizer.hash()))
-                    .hint("train: --tokenizer names the one to use, the same for sources that are mixed; eval: text, or shards of the run's own"))
+                    .hint("train: all sources need the same tokenizer, see --tokenizer; eval: give text, or shards with the run's tokenizer"))
             }
             _ => Ok(()),
         }
@@ -134,7 +134,7 @@ impl Shard {
         let at = self.format.header() + start * self.format.width();
         let failed = || {
             let error = during::<std::io::Error>(format!("cannot read the shard {}", self.path.display()));
-            move |cause| error(cause).hint("has it been changed or removed since the run began?")
+            move |cause| error(cause).hint("check whether it was changed or removed after the run began")
         };
         let file = File::open(&self.path).map_err(failed())?;
         self.check_unchanged(&FileIdentity::of(&file.metadata().map_err(failed())?))?;
@@ -150,10 +150,10 @@ impl Shard {
             return Ok(());
         }
         let changed = |got: &str| {
-            Error::new("a shard was replaced since it was opened")
+            Error::new("a shard was replaced after it was opened")
                 .got(format!("{}: {got}", self.path.display()))
-                .allowed("the same file, or one with the same contents")
-                .hint("put the file back; a run continues from its newest checkpoint with --resume")
+                .allowed("the same file, or a file with the same contents")
+                .hint("restore the file; --resume then continues the run from its newest checkpoint")
         };
         match self.hashed() {
             Some((path, hash)) if now.len == checked.len => match Self::compare(&path, &hash) {
@@ -213,7 +213,7 @@ impl Shard {
             return Compared::Same;
         }
         Compared::Another(
-            Error::new(format!("{} is not what its sidecar describes", path.display()))
+            Error::new(format!("{} does not match its sidecar", path.display()))
                 .got(format!("SHA-256 {got}"))
                 .allowed(expected)
                 .hint("copy or prepare it again"),
@@ -221,7 +221,7 @@ impl Shard {
     }
 }
 
-/// What tells a file from another one at the same path.
+/// The identity of a file, to notice another file at the same path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct FileIdentity {
     len: u64,
@@ -278,7 +278,7 @@ mod tests {
         path
     }
 
-    /// The error of the first read after a change names the shard; the same contents in another file are read on.
+    /// The error of the first read after a change names the shard; another file with the same contents is accepted.
     #[test]
     fn a_shard_that_is_replaced_is_noticed() -> Result<()> {
         let folder = tempfile::tempdir().expect("a folder");
@@ -323,7 +323,7 @@ mod tests {
         Ok(())
     }
 
-    /// The layout that llm.c's `dataloader.h` and modded-nanogpt read, byte for byte.
+    /// The byte layout that llm.c's `dataloader.h` and modded-nanogpt read.
     #[test]
     fn the_headered_format_is_llm_cs() -> Result<()> {
         let folder = tempfile::tempdir().expect("a folder");

@@ -1,4 +1,4 @@
-//! How much of a run's batches comes from each source.
+//! The share of each source in a run's batches.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -10,7 +10,7 @@ use super::source::{self, Source};
 use super::{DataConfig, Mixture, reader, weights};
 use crate::quantity::grouped;
 
-/// How much of a run's batches comes from each source, and how often each source is read. As text: a table for people.
+/// The share of each source in a run's batches, and how often each source is read. `Display` prints it as a table.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Shares {
     rows: Vec<Row>,
@@ -26,7 +26,7 @@ struct Row {
     epochs: f64,
 }
 
-/// Bytes of English text in a token of a vocabulary of 32,000 to 128,000 entries, roughly.
+/// Approximate bytes of English text in a token, for vocabularies of 32,000 to 128,000 entries.
 const BYTES_PER_TOKEN: u64 = 4;
 
 impl Shares {
@@ -36,8 +36,8 @@ impl Shares {
         Self::new(config, tokens, train.shares(), run_tokens, false)
     }
 
-    /// The shares before any text is read. The tokens of shards are known; those of text are estimated from the sizes of
-    /// its files. `None` for the built-in corpus.
+    /// The shares before any text is read. The tokens of shards are known; the tokens of text are estimated from the
+    /// sizes of its files. `None` for the built-in corpus.
     ///
     /// # Errors
     /// When a source cannot be found, or a shard cannot be read.

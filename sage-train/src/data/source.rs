@@ -27,14 +27,14 @@ pub enum Source {
 pub struct ShardFiles {
     /// Shards to train on.
     pub train: Vec<PathBuf>,
-    /// Shards to validate on: those with `val` or `validation` as a part of their name.
+    /// Shards to validate on: shards with `val` or `validation` as a part of their name.
     pub validation: Vec<PathBuf>,
     /// The `tokenizer.json` in the folder of the shards.
     pub tokenizer: Option<PathBuf>,
 }
 
 impl Source {
-    /// All files, of both parts.
+    /// All files, for training and validation.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
         let (text, shards) = match self {
             Self::Text(files) => (files.as_slice(), [].as_slice()),
@@ -60,17 +60,17 @@ impl Source {
             Some(_) => Ok(()),
             None => Err(Error::new("every file of the data is kept for validation")
                 .got(format!("--data {} and --val-data", path.display()))
-                .allowed("--data with a file that --val-data does not have")
-                .hint("without --val-data the end of each source is for validation")),
+                .allowed("--data with at least one file that is not in --val-data")
+                .hint("without --val-data the end of each source is used for validation")),
         }
     }
 }
 
 impl ShardFiles {
-    /// Checks that documents end with the tokenizer's end-of-text token, where `dataset.json` says with which.
+    /// Checks that documents end with the tokenizer's end-of-text token, if `dataset.json` names their token.
     ///
     /// # Errors
-    /// When they end with another.
+    /// When they end with another token.
     pub(super) fn check_end_of_text(&self, tokenizer: &Tokenizer) -> Result<()> {
         let Some(folder) = self.first().parent().filter(|folder| folder.join(LIST).exists()) else {
             return Ok(());
@@ -83,7 +83,7 @@ impl ShardFiles {
         Err(Error::new("documents of the shards end with another token")
             .got(format!("{} in {}", entry(prepared.end_of_text), folder.display()))
             .allowed(format!("{}, the tokenizer's end-of-text token", entry(tokenizer.end_of_text())))
-            .hint("--end-of-text names the token that ends a document; or prepare the data again"))
+            .hint("name the token that ends a document with --end-of-text, or prepare the data again"))
     }
 
     /// One of the shards, for messages.
@@ -98,8 +98,8 @@ fn allowed() -> String {
 }
 
 /// Finds the files of a path: the file itself, the files below a folder, or the files that match a pattern.
-/// The folder of runs, `out`, is left out because its logs and samples are not data, and so are hidden files
-/// in folders.
+/// Files in the folder of runs, `out`, are ignored because logs and samples are not data. Hidden files in folders are
+/// ignored too.
 ///
 /// # Errors
 /// When no file exists, text and shards are mixed, or a folder cannot be listed.
@@ -107,7 +107,7 @@ pub fn find(path: &Path, out: &Path) -> Result<Source> {
     find_and_pass_over(path, out, &mut PassedOver::default())
 }
 
-/// Files in a folder that are not data: their number by the ending of their names.
+/// Files in a folder that are not data, counted by file extension.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct PassedOver {
     kinds: BTreeMap<String, usize>,
@@ -118,7 +118,7 @@ pub(super) struct PassedOver {
 impl PassedOver {
     fn add(&mut self, path: &Path) {
         let kind = path.extension().map_or_else(
-            || "without an ending".into(),
+            || "without an extension".into(),
             |extension| format!(".{}", extension.to_string_lossy().to_ascii_lowercase()),
         );
         *self.kinds.entry(kind).or_default() += 1;
@@ -135,17 +135,17 @@ impl PassedOver {
         let mut words = Vec::new();
         if all > 0 {
             let files = counted(all as u64, "file");
-            words.push(format!("{files} of other kinds passed over: {}{more}", named.join(", ")));
+            words.push(format!("{files} of other kinds ignored: {}{more}", named.join(", ")));
         }
         if let Some(first) = self.special.first() {
             let n = counted(self.special.len() as u64, "pipe, socket or device");
-            words.push(format!("{n} passed over, such as {}", first.display()));
+            words.push(format!("{n} ignored, such as {}", first.display()));
         }
         (!words.is_empty()).then(|| words.join("; "))
     }
 }
 
-/// As [`find`]; adds the files in folders that are not data to `passed_over`.
+/// Like [`find`]; adds the files in folders that are not data to `passed_over`.
 pub(super) fn find_and_pass_over(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Source> {
     let files = files(path, out, passed_over)?;
     let (shards, text): (Vec<PathBuf>, Vec<PathBuf>) = files.into_iter().partition(|file| is_shard(file));
@@ -154,12 +154,12 @@ pub(super) fn find_and_pass_over(path: &Path, out: &Path, passed_over: &mut Pass
         (true, false) => Ok(Source::Shards(shard_files(shards))),
         (false, false) => Err(Error::new("the data is both text and shards of tokens")
             .got(format!("{} and {}", text[0].display(), shards[0].display()))
-            .allowed("one kind in a source")
+            .allowed("one kind per source")
             .hint("give them as two --data, each with its weight: --data A=1 --data B=2")),
         (true, true) => Err(Error::new("the folder has no file to train on")
             .got(path.display())
             .allowed(allowed())
-            .hint("of a folder .md, .csv and .json are read where a pattern names them: --data 'FOLDER/**/*.md'")),
+            .hint("to read .md, .csv or .json files of a folder, use a pattern: --data 'FOLDER/**/*.md'")),
     }
 }
 
@@ -167,18 +167,18 @@ fn is_shard(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("bin"))
 }
 
-/// Whether a file that was named can be data.
+/// Whether a named file can be data.
 fn is_data(path: &Path) -> bool {
     reader::is_known(path) || is_shard(path)
 }
 
-/// Whether a file in a folder that was named is data.
+/// Whether a file in a named folder is data.
 fn is_data_in_folder(path: &Path) -> bool {
     reader::is_always_text(path) || is_shard(path)
 }
 
-/// Whether a path leads to a file, and not to a pipe, a socket or a device, whose reading may never end. A path that leads
-/// nowhere counts as a file, so that reading it is an error.
+/// Whether a path is a file, and not a pipe, socket or device, which may never end. A path that does not exist counts
+/// as a file, so that reading it is an error.
 fn is_regular(path: &Path) -> bool {
     path.metadata().is_ok_and(|about| about.is_file()) || !path.exists()
 }
@@ -205,8 +205,8 @@ fn files(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<Pa
         if partial::is_unfinished(path) {
             return Err(Error::new("the data is not finished")
                 .got(path.display())
-                .allowed("a folder that `data prepare` has given its name")
-                .hint("wait for it, or prepare it again"));
+                .allowed("a folder that `data prepare` has completed")
+                .hint("wait until it is complete, or prepare it again"));
         }
         return below(path, out, passed_over);
     }
@@ -226,7 +226,7 @@ fn files(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<Pa
     let matches = glob::glob(pattern).map_err(during(format!("not a pattern: {pattern}")))?;
     let matches =
         matches.collect::<std::result::Result<Vec<_>, _>>().map_err(during("cannot list the data"))?;
-    // A folder that the pattern names literally was asked for, and is not left out.
+    // A folder that the pattern names literally is not ignored.
     let literal = pattern.split(['*', '?', '[']).next().and_then(|text| text.rsplit_once('/'));
     let depth = literal.map_or(0, |(folder, _)| Path::new(folder).components().count());
     let inside = |path: &PathBuf| {
@@ -236,13 +236,13 @@ fn files(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<Pa
     let (regular, special): (Vec<_>, Vec<_>) =
         matches.into_iter().filter(|path| is_data(path) && !inside(path)).partition(|path| is_regular(path));
     passed_over.special.extend(special);
-    // A pattern that matches shards matches their sidecars too.
+    // A pattern that matches shards may also match their sidecars.
     let mut found: Vec<PathBuf> = regular.into_iter().filter(|path| !is_description(path)).collect();
     found.sort();
     if found.is_empty() { Err(missing()) } else { Ok(found) }
 }
 
-/// What makes data of this name, if anything does.
+/// A hint how to create data of this name.
 fn how_to_get(path: &Path) -> String {
     let name = path.to_string_lossy();
     let prepare = |from: &str, to: &str| {
@@ -255,20 +255,24 @@ fn how_to_get(path: &Path) -> String {
         return prepare(&name, to);
     }
     if partial::is_unfinished(&partial::of(path)) {
-        return format!("{} is not finished: the same `data prepare` continues", partial::of(path).display());
+        return format!(
+            "{} is not finished: repeat the same `data prepare` to continue \
+             it",
+            partial::of(path).display()
+        );
     }
     match hub::nearest(&name) {
         Some(recipe) => prepare(recipe, recipe),
-        None => "paths are relative to the folder that the command is started in; without --data a run trains on the built-in corpus".into(),
+        None => "paths are relative to the current folder; the built-in corpus needs no --data".into(),
     }
 }
 
 fn below(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<PathBuf>> {
     if same(path, out) {
-        return Err(Error::new("the data is the folder that runs go to")
+        return Err(Error::new("the data is the folder of runs")
             .got(path.display())
             .allowed("another folder for one of them")
-            .hint("--out names the folder of runs; their logs and samples are not data"));
+            .hint("choose another folder of runs with --out; logs and samples of runs are not data"));
     }
     let mut found = Vec::new();
     let mut folders = vec![path.to_owned()];
@@ -279,7 +283,7 @@ fn below(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<Pa
         };
         for entry in std::fs::read_dir(&folder).map_err(failed())? {
             let entry = entry.map_err(failed())?;
-            // Hidden files are not data: editors and version control make them.
+            // Hidden files are not data: editors and version control create them.
             if entry.file_name().to_string_lossy().starts_with('.') {
                 continue;
             }
@@ -301,20 +305,20 @@ fn below(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<Pa
     Ok(found)
 }
 
-/// The one path of a file that has several.
+/// The canonical path of a file.
 pub(super) fn canonical(file: &Path) -> PathBuf {
     file.canonicalize().unwrap_or_else(|_| file.to_owned())
 }
 
-/// Whether two paths are the same folder.
+/// Whether two paths refer to the same folder.
 fn same(a: &Path, b: &Path) -> bool {
     matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
 }
 
-/// Checks that no file comes twice, by whatever name; `seen` are those that came before.
+/// Checks that no file is given twice, even by different names. `seen` are the files before.
 ///
 /// # Errors
-/// When one does.
+/// When a file is given twice.
 pub(super) fn check_once<'f>(
     files: impl IntoIterator<Item = &'f Path>,
     seen: &mut BTreeSet<PathBuf>,
@@ -323,8 +327,8 @@ pub(super) fn check_once<'f>(
         if !seen.insert(canonical(file)) {
             return Err(Error::new("a file is given twice")
                 .got(file.display())
-                .allowed("each file once, also by another name")
-                .hint("a weight makes the data of a run count more: --data FILE=2"));
+                .allowed("each file once, even by different names")
+                .hint("to train more often on a source, give it a weight: --data FILE=2"));
         }
     }
     Ok(())
@@ -350,14 +354,14 @@ mod tests {
             find_and_pass_over(folder.path(), Path::new("runs"), &mut passed_over).expect("a source");
             let words = passed_over.in_words().expect("some");
             assert!(
-                words.contains("1 pipe, socket or device passed over, such as") && words.contains("s.txt"),
+                words.contains("1 pipe, socket or device ignored, such as") && words.contains("s.txt"),
                 "{words}"
             );
             assert!(find(&folder.path().join("s.txt"), Path::new("runs")).is_err());
             std::fs::remove_file(folder.path().join("s.txt")).expect("removed");
         }
         let words = passed_over.in_words().expect("some");
-        assert_eq!(words, "4 files of other kinds passed over: 2 .md, 1 .csv, 1 without an ending");
+        assert_eq!(words, "4 files of other kinds ignored: 2 .md, 1 .csv, 1 without an extension");
         assert_eq!(PassedOver::default().in_words(), None);
     }
 
@@ -381,7 +385,7 @@ mod tests {
         assert!(
             matches!(find(&at("fw_train_*.bin"), out), Ok(Source::Shards(files)) if files.validation.is_empty())
         );
-        // The folder of runs is left out where a pattern matches it, but not where it is named.
+        // The folder of runs is ignored if a pattern matches it, but not if it is named.
         std::fs::create_dir(at("runs")).expect("a folder");
         std::fs::write(at("runs/log.txt"), "").expect("a file");
         assert!(find(&at("*/*.txt"), &at("runs")).is_err());
@@ -391,7 +395,7 @@ mod tests {
         std::fs::write(at("a.txt"), "").expect("a file");
         assert!(find(folder.path(), out).is_err());
         assert!(find(&at("*.doc"), out).is_err());
-        // Of a folder these kinds are read where a pattern names them.
+        // These kinds of files are only read from a folder if a pattern names them.
         std::fs::write(at("b.md"), "").expect("a file");
         assert_eq!(find(&at("*.md"), out), Ok(Source::Text(vec![at("b.md"), at("x.md")])));
         std::fs::write(at("train.bin.json"), "").expect("a file");

@@ -1,4 +1,4 @@
-//! Writes the shards of one part of the data: training or validation.
+//! Writes the shards of the training or the validation data.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::shard::{Begun, Format, ShardWriter};
 use super::tokenizer::Tokenizer;
 
-/// The contents of one part of the data.
+/// The contents of the training or the validation data.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Part {
     /// Names of the shards.
@@ -21,7 +21,7 @@ pub struct Part {
     pub text_bytes: u64,
 }
 
-/// The state of a part that is being written, from which writing can be resumed.
+/// The state of the training or validation data while it is written, from which writing can be resumed.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Split {
     pub(super) part: Part,
@@ -29,7 +29,7 @@ pub(super) struct Split {
     pub(super) open: Option<Begun>,
 }
 
-/// Writes the shards of one part, one after the other.
+/// Writes the shards of the training or validation data, one after the other.
 pub(super) struct SplitWriter<'a> {
     folder: &'a Path,
     name: &'a str,
@@ -41,7 +41,7 @@ pub(super) struct SplitWriter<'a> {
 }
 
 impl<'a> SplitWriter<'a> {
-    /// Continues after the state of an earlier start; the default state begins the part.
+    /// Continues from the state of an earlier start; the default state starts with the first shard.
     pub(super) fn new(
         folder: &'a Path,
         name: &'a str,
@@ -49,7 +49,7 @@ impl<'a> SplitWriter<'a> {
         tokenizer: &'a Tokenizer,
         Split { part, open }: Split,
     ) -> Result<Self> {
-        // nanoGPT reads one file for each part.
+        // nanoGPT reads one file for training and one file for validation.
         let shard_tokens = if format == Format::NanoGpt { u64::MAX } else { shard_tokens };
         let at = part.shards.last().map(|name| folder.join(name));
         let open = at.zip(open).map(|(path, begun)| ShardWriter::reopen(&path, begun)).transpose()?;
@@ -72,8 +72,8 @@ impl<'a> SplitWriter<'a> {
         self.part.tokens
     }
 
-    /// Adds tokens of a document, of `text_bytes` bytes of text; `ends` says whether they are its last. A full shard ends
-    /// anywhere in a document.
+    /// Adds tokens of a document, for `text_bytes` bytes of text; `ends` tells whether they are its last tokens. A
+    /// shard may end inside a document.
     pub(super) fn write(&mut self, mut tokens: &[u32], mut text_bytes: u64, ends: bool) -> Result<()> {
         let mut left = self.tokenizer.bytes_of(tokens);
         while !tokens.is_empty() {
@@ -94,7 +94,7 @@ impl<'a> SplitWriter<'a> {
             let room = (self.shard_tokens - shard.tokens()).min(tokens.len() as u64) as usize;
             let (now, later) = tokens.split_at(room);
             let token_bytes = self.tokenizer.bytes_of(now);
-            // Each shard gets the part of the text that its part of the tokens stands for.
+            // The bytes of text are split between shards in proportion to the bytes that their tokens stand for.
             let share = match left > token_bytes {
                 true => (u128::from(text_bytes) * u128::from(token_bytes) / u128::from(left)) as u64,
                 false => text_bytes,

@@ -1,5 +1,5 @@
-//! Tokenizers: any `tokenizer.json`, or a byte-level BPE that is trained on the data and cached. `pieces` cuts long texts,
-//! `parts` changes parts of a tokenizer, `end_of_text` finds the token that ends a document.
+//! Tokenizers: any `tokenizer.json`, or a byte-level BPE that is trained on the data and cached. `pieces` splits long
+//! texts, `parts` changes components of a tokenizer, `end_of_text` finds the token that ends a document.
 
 mod end_of_text;
 mod parts;
@@ -24,31 +24,31 @@ use super::{DataConfig, TOKENIZER_CONFIG};
 use crate::{AnyError, during, hex, partial, unpanicked, writing};
 pub(super) use pieces::{PIECE, piece_end, pieces};
 
-/// The end-of-text token of tokenizers that are trained here.
+/// The end-of-text token of tokenizers that this program trains.
 const END_OF_TEXT: &str = "<|endoftext|>";
 
-/// Bytes of text that merges are learned from; more of the same text changes little.
+/// Bytes of text from which merges are learned; more text changes little.
 pub(super) const TRAINING_BYTES: usize = 16 << 20;
 
 /// Text to ids and back. Byte-level tokenizers have an id for every byte, so that they encode any text.
 #[derive(Debug)]
 pub struct Tokenizer {
     inner: Inner,
-    /// The tokenizer of text that continues in the middle of a document, where it is another: without a space in front.
+    /// The tokenizer for text that continues inside a document, if it differs: it adds no space in front.
     continuing: Option<Inner>,
     end_of_text: u32,
-    /// The token of text that the vocabulary does not have, such as `<unk>`.
+    /// The token for text that is not in the vocabulary, such as `<unk>`.
     unknown: Option<u32>,
     /// SHA-256 of the tokenizer's JSON.
     hash: String,
     /// Bytes of text that each id stands for.
     bytes: Vec<u64>,
-    /// Path in the cache, for a tokenizer that was trained and is not in the cache yet.
+    /// Path in the cache, for a trained tokenizer that is not in the cache yet.
     uncached: Option<PathBuf>,
 }
 
 impl Tokenizer {
-    /// A tokenizer that is trained on the documents, or loaded from the cache if the same text was seen
+    /// A tokenizer that is trained on the documents, or loaded from the cache if it was trained on the same text
     /// before.
     ///
     /// # Errors
@@ -58,7 +58,7 @@ impl Tokenizer {
         if path.exists() {
             match Self::load(&path) {
                 Ok(tokenizer) if tokenizer.vocab_size() <= config.vocab_size => return Ok(tokenizer),
-                Ok(_) => say("the cached tokenizer is not the one wanted and is trained again"),
+                Ok(_) => say("the cached tokenizer has too many entries and is trained again"),
                 Err(error) => say(&format!("the cached tokenizer is damaged and is trained again: {error}")),
             }
         }
@@ -69,14 +69,14 @@ impl Tokenizer {
         };
         if tokenizer.vocab_size() < config.vocab_size {
             say(&format!(
-                "the text has only {} entries to give; the rest stay unused",
+                "the text is too short for more than {} entries; the remaining entries are unused",
                 tokenizer.vocab_size()
             ));
         }
         Ok(tokenizer)
     }
 
-    /// Writes a tokenizer that was trained to the cache.
+    /// Writes a trained tokenizer to the cache.
     ///
     /// # Errors
     /// When the cache cannot be written.
@@ -114,7 +114,7 @@ impl Tokenizer {
         Self::new(inner, Some(END_OF_TEXT)).map_err(during("cannot train a tokenizer"))
     }
 
-    /// Loads a `tokenizer.json`. `tokenizer_config.json` next to it says which token ends a document, if there is one.
+    /// Loads a `tokenizer.json`. A `tokenizer_config.json` next to it names the token that ends a document.
     ///
     /// # Errors
     /// When it cannot be read, or no end-of-text token is found.
@@ -122,7 +122,7 @@ impl Tokenizer {
         Self::load_with(path, None)
     }
 
-    /// As [`Tokenizer::load`], with the token that ends a document (`--end-of-text`).
+    /// Like [`Tokenizer::load`], with the name of the token that ends a document (`--end-of-text`).
     ///
     /// # Errors
     /// When it cannot be read, or has no such token.
@@ -131,7 +131,8 @@ impl Tokenizer {
             let failed = during::<AnyError>(format!("cannot use the tokenizer {}", path.display()));
             move |error| failed(error).with_kind(ErrorKind::Invalid)
         };
-        let hint = "a tokenizer is a tokenizer.json, as `tokenizers` writes them; --end-of-text names the token that ends a document";
+        let hint = "a tokenizer is a tokenizer.json as written by `tokenizers`; name the token that ends a document \
+                    with --end-of-text";
         let bytes = std::fs::read(path).map_err(|error| what()(error.into()).hint(hint))?;
         let load = || {
             let inner = Inner::from_bytes(&bytes).map_err(|error| error.to_string())?;
@@ -158,7 +159,7 @@ impl Tokenizer {
             return Err(Error::new("the tokenizer does not exist")
                 .got(name)
                 .allowed("a tokenizer.json, its folder, or the name of a model on the Hugging Face Hub")
-                .hint("--tokenizer gpt2 fetches GPT-2's; without it one is trained on the data"));
+                .hint("--tokenizer gpt2 downloads GPT-2's tokenizer; without --tokenizer one is trained on the data"));
         }
         Self::load_with(&Hub::open()?.tokenizer(name)?, end_of_text)
     }
@@ -166,7 +167,7 @@ impl Tokenizer {
     fn new(mut inner: Inner, end_of_text: Option<&str>) -> std::result::Result<Self, String> {
         // Text that contains the spelling of the end-of-text token is encoded as text.
         inner.set_encode_special_tokens(true);
-        // Some files truncate or pad texts to a fixed length; both are switched off.
+        // Some files truncate or pad texts to a fixed length. Both are disabled.
         inner.with_truncation(None).map_err(|error| error.to_string())?;
         inner.with_padding(None);
         let entries = inner.get_vocab_size(true);
@@ -204,7 +205,7 @@ impl Tokenizer {
         self.inner.save(path, false).map_err(writing(path))
     }
 
-    /// Writes `tokenizer.json` to a folder, and next to it which token ends a document.
+    /// Writes `tokenizer.json` to a folder, and next to it a file that names the token that ends a document.
     ///
     /// # Errors
     /// When a file cannot be written.
@@ -223,18 +224,18 @@ impl Tokenizer {
         parts::without_added_tokens(&self.inner)?.save(path, false).map_err(writing(path))
     }
 
-    /// Checks that a file holds this tokenizer.
+    /// Checks that a file contains this tokenizer.
     ///
     /// # Errors
-    /// When it holds another, or cannot be read.
+    /// When the file contains another tokenizer, or cannot be read.
     pub fn check_same(&self, path: &Path) -> Result<()> {
         if Self::load(path)?.hash == self.hash {
             return Ok(());
         }
-        Err(Error::new("the data gives another tokenizer than the run's")
+        Err(Error::new("a tokenizer trained on the data differs from the run's tokenizer")
             .got(path.display())
             .allowed("the text that the run was trained on")
-            .hint("has a file been added or changed since?"))
+            .hint("check whether files were added or changed"))
     }
 
     /// The ids of a text, without an end-of-text token.
@@ -245,8 +246,8 @@ impl Tokenizer {
         Ok(self.encode_all(&[(text, false)])?.swap_remove(0))
     }
 
-    /// The ids of several texts, encoded in pieces on all threads, so that a long text is shared by several
-    /// threads. Each comes with whether it continues in the middle of a document.
+    /// The ids of several texts, encoded in pieces on all threads, so that several threads share a long text. The flag
+    /// of each text tells whether the text continues inside a document.
     ///
     /// # Errors
     /// When the library fails.
@@ -277,7 +278,7 @@ impl Tokenizer {
     /// When an id is not in the vocabulary.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         let decode = || self.inner.decode(ids, true);
-        unpanicked(decode).map_err(during("cannot turn tokens into text"))
+        unpanicked(decode).map_err(during("cannot decode tokens"))
     }
 
     /// Bytes of text that an id stands for; 0 for special tokens, such as the end-of-text token.
@@ -290,12 +291,12 @@ impl Tokenizer {
         ids.iter().map(|&id| self.bytes(id)).sum()
     }
 
-    /// How many ids stand for text that the vocabulary does not have.
+    /// How many ids stand for text that is not in the vocabulary.
     pub fn unknown_in(&self, ids: &[u32]) -> u64 {
         ids.iter().filter(|&&id| Some(id) == self.unknown).count() as u64
     }
 
-    /// What the tokenizer changes in a text, as text; `None` if the text comes back as it was.
+    /// A message about changes of a text by encoding and decoding; `None` if the text is unchanged.
     ///
     /// # Errors
     /// When the library fails.
@@ -308,8 +309,8 @@ impl Tokenizer {
         let held = text.len() as f64 / 1e6;
         Ok((self.decode(&ids)? != text).then(|| {
             format!(
-                "the tokenizer changes text (the first {held:.1} MB do not come back as they were{unknown}): bits a byte are of the \
-                 original text"
+                "the tokenizer changes text (decoding does not reproduce the first {held:.1} MB{unknown}): bits per \
+                 byte refer to the original text"
             )
         }))
     }
@@ -345,12 +346,12 @@ fn text_bytes(entry: &str, byte_level: bool) -> u64 {
     }
 }
 
-/// Part of the name of a cached tokenizer: to be increased whenever training would give another result.
+/// Part of the name of a cached tokenizer. It must be increased whenever training would produce another result.
 const VERSION: u32 = 2;
 
 /// Path of the documents' tokenizer in the cache: its name contains a hash of the documents.
 fn cached(documents: &[&String], config: &DataConfig) -> PathBuf {
-    // SipHash with fixed keys, whose values have not changed since Rust 1.13.
+    // SipHash with fixed keys: its values have not changed since Rust 1.13.
     #[allow(deprecated)]
     let mut hasher = std::hash::SipHasher::new();
     for document in documents {

@@ -1,4 +1,4 @@
-//! A list of tokens in memory or in shards.
+//! A list of tokens, in memory or in shards.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -52,7 +52,7 @@ impl std::convert::From<Vec<Shard>> for Tokens {
     /// Concatenates the shards.
     fn from(shards: Vec<Shard>) -> Self {
         let mut all = Self::default();
-        // Shards without a sidecar, or with one of an earlier version, tell nothing of their text.
+        // Shards without a sidecar, or with a sidecar of an earlier version, have no information about their text.
         let sidecars = shards.iter().filter_map(|shard| shard.sidecar.as_ref());
         let counted = sidecars.filter_map(|sidecar| Some((sidecar.text_bytes, sidecar.token_bytes?)));
         let (text, tokens) = counted.fold((0, 0), |(text, tokens), (t, n)| (text + t, tokens + n));
@@ -66,7 +66,8 @@ impl std::convert::From<Vec<Shard>> for Tokens {
 }
 
 impl Tokens {
-    /// Notes how many bytes of text were encoded, and how many bytes the tokens stand for: a tokenizer may change text.
+    /// Records how many bytes of text were encoded, and how many bytes the tokens stand for: they differ if the
+    /// tokenizer changes text.
     #[must_use]
     pub fn with_text(self, text_bytes: u64, token_bytes: u64) -> Self {
         let known = text_bytes > 0 && token_bytes > 0;
@@ -83,7 +84,7 @@ impl Tokens {
         self.len
     }
 
-    /// The shards that the list has parts of.
+    /// The shards of the list.
     pub(super) fn shards(&self) -> impl Iterator<Item = &Shard> {
         self.parts.iter().filter_map(|part| match &part.from {
             From::Memory(_) => None,
@@ -111,7 +112,7 @@ impl Tokens {
         all
     }
 
-    /// Appends tokens `start..start + count` to `out`. The range must lie inside the list.
+    /// Appends tokens `start..start + count` to `out`. The range must be inside the list.
     ///
     /// # Errors
     /// When a shard cannot be read.
@@ -158,7 +159,7 @@ impl Tokens {
     /// Passes the first `count` tokens to `each` in chunks of 2^20, each with the index of its first token.
     ///
     /// # Errors
-    /// As [`Tokens::read`], and those of `each`.
+    /// As [`Tokens::read`], and the errors of `each`.
     pub fn each_chunk(&self, count: u64, each: &mut dyn FnMut(u64, &[u32]) -> Result<()>) -> Result<()> {
         let mut tokens = Vec::new();
         for start in (0..count).step_by(CHUNK) {
@@ -173,17 +174,16 @@ impl Tokens {
 /// Tokens of a chunk.
 const CHUNK: usize = 1 << 20;
 
-/// Checks that ids are in the vocabulary. `place` and `start`, the index of the first id there, are for the
-/// message.
+/// Checks that ids are in the vocabulary. `place` and `start`, the index of the first id in it, are for the message.
 ///
 /// # Errors
-/// When one is not.
+/// When an id is not in the vocabulary.
 pub(super) fn check_ids(ids: &[u32], vocab: usize, place: impl std::fmt::Display, start: u64) -> Result<()> {
     let Some(at) = ids.iter().position(|&id| id as usize >= vocab) else { return Ok(()) };
     Err(Error::new("a token is not in the vocabulary")
         .got(format!("id {} at {} of {place}", ids[at], start + at as u64))
         .allowed(format!("ids below {vocab}"))
-        .hint("--tokenizer names the tokenizer that made the shards"))
+        .hint("name the tokenizer that made the shards with --tokenizer"))
 }
 
 fn span(range: &Range<u64>) -> u64 {

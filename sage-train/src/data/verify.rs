@@ -1,4 +1,4 @@
-//! Verifies the hashes of shards on a thread concurrently with training: some shards at each start of a run.
+//! Verifies the hashes of shards on a thread during training: some shards at each start of a run.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ use super::shard::{Compared, Shard};
 use super::{Dataset, Tokens};
 use crate::during;
 
-/// Bytes that are read at each start, and at least one shard: one or two seconds of reading.
+/// Bytes to read at each start, one or two seconds of reading; at least one shard is read.
 const MOST: u64 = 2 << 30;
 
 /// How long the end of a run waits for the verification.
@@ -29,7 +29,7 @@ impl Verification {
     /// When the thread cannot be started.
     pub fn start(data: &Dataset) -> Result<Self> {
         let sources = data.train.sources().chain(data.validation.sources());
-        // A set, because a shard may be both trained and validated on.
+        // A set, because a shard may be used for both training and validation.
         let shards: BTreeSet<(PathBuf, String)> =
             sources.flat_map(Tokens::shards).filter_map(Shard::hashed).collect();
         let mut shards = Vec::from_iter(shards);
@@ -55,15 +55,16 @@ impl Verification {
         Ok(Self(Some(receiver)))
     }
 
-    /// The shards so far that could not be read. They are warnings only: training reads what it needs itself.
+    /// The errors so far of shards that could not be read. They are only warnings, because training itself reads the
+    /// tokens that it needs.
     ///
     /// # Errors
-    /// When a shard's hash is not that of its sidecar.
+    /// When a shard's hash differs from its sidecar's.
     pub fn look(&self) -> Result<Vec<Error>> {
         sorted(self.0.iter().flat_map(Receiver::try_iter))
     }
 
-    /// The remaining shards that could not be read. Waits for the thread for at most 10 s.
+    /// The errors of remaining shards that could not be read. Waits at most 10 s for the thread.
     ///
     /// # Errors
     /// As [`Verification::look`].

@@ -1,4 +1,4 @@
-//! Examples with endings to choose from: how many a model gets right.
+//! Multiple-choice examples, and the number that a model answers correctly.
 
 use std::path::Path;
 
@@ -9,16 +9,16 @@ use candle_sage::{Error, Result};
 use crate::during;
 use crate::model::Llama;
 
-/// A beginning, and endings to choose from.
+/// A context, and endings to choose from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Example {
-    /// Tokens of the beginning.
+    /// Tokens of the context.
     pub context: Vec<u32>,
     /// Tokens of each ending.
     pub endings: Vec<Vec<u32>>,
-    /// The length of each ending, by which its loss is divided: characters, or tokens where the text is not known.
+    /// The length of each ending, by which its loss is divided: in characters, or in tokens if the text is not known.
     pub lengths: Vec<usize>,
-    /// Index of the right ending.
+    /// Index of the correct ending.
     pub label: usize,
 }
 
@@ -27,9 +27,9 @@ const MAGIC: [i32; 2] = [20_240_522, 1];
 const HEADER: usize = 1024;
 const BEGIN: u16 = u16::MAX;
 
-/// Reads HellaSwag in the format of llm.c's `hellaswag_val.bin`: a header of 256 numbers of 32 bits; then for
-/// each example, in numbers of 16 bits, 65535, the example's length in bytes, its index, the label, the
-/// number of endings, and the length and tokens of the context and of each ending.
+/// Reads HellaSwag in the format of llm.c's `hellaswag_val.bin`: a header of 256 numbers of 32 bits; then for each
+/// example, in numbers of 16 bits: 65535, the example's length in bytes, its index, the label, the number of endings,
+/// and the length and tokens of the context and of each ending.
 ///
 /// # Errors
 /// When the file cannot be read, or has another format.
@@ -97,30 +97,30 @@ impl Words<'_> {
     }
 }
 
-/// How many examples a model gets right.
+/// The number of examples that a model answers correctly.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Choices {
-    /// Examples whose right ending has the lowest loss (`acc` of lm-evaluation-harness).
+    /// Examples whose correct ending has the lowest loss (`acc` of lm-evaluation-harness).
     pub right: usize,
-    /// Examples whose right ending has the lowest loss by its length (`acc_norm`).
+    /// Examples whose correct ending has the lowest loss divided by its length (`acc_norm`).
     pub by_length: usize,
-    /// Examples whose right ending is what the model would write: each token is the likeliest one.
+    /// Examples whose correct ending the model would generate: each token is the most likely token.
     pub written: usize,
-    /// Sum of the losses of the right endings, in nats.
+    /// Sum of the losses of the correct endings, in nats.
     pub loss: f64,
-    /// Examples whose beginning lost tokens, because it did not fit the model's context with an ending.
+    /// Examples whose context was truncated, because it did not fit the model's context together with an ending.
     pub cut: usize,
     /// Number of examples.
     pub examples: usize,
 }
 
-/// The loss of an ending, in nats, and whether each of its tokens is the likeliest one.
+/// The loss of an ending, in nats, and whether each of its tokens is the most likely token.
 struct Judged {
     loss: f32,
     written: bool,
 }
 
-/// Lets a model choose endings. A beginning that does not fit the context loses its first tokens.
+/// Lets a model choose endings. An example's context that does not fit the model's context loses its first tokens.
 ///
 /// # Errors
 /// When an ending is longer than the context, an id is not in the vocabulary, or the device fails.
@@ -138,7 +138,7 @@ pub fn choose(
             return Err(Error::new("an ending is longer than the model's context")
                 .got(format!("{longest} tokens in example {}", choices.examples + 1))
                 .allowed(format!("at most {context} tokens"))
-                .hint("--context N reads more tokens at once"));
+                .hint("use a larger --context"));
         }
         let judge = |ending: &Vec<u32>| judge(model, &example.context, ending, context, device);
         let judged = example.endings.iter().map(judge).collect::<candle_core::Result<Vec<_>>>();
@@ -157,7 +157,8 @@ pub fn choose(
     Ok(choices)
 }
 
-/// The most tokens of a beginning that fit the context with an ending. The last token is predicted and not read.
+/// The most tokens of an example's context that fit the model's context together with an ending. The last token is
+/// predicted and is not an input.
 fn kept(context: usize, ending: usize) -> usize {
     context + 1 - ending
 }
@@ -184,7 +185,7 @@ fn judge(
 mod tests {
     use super::*;
 
-    /// A file as `write_evalfile` lays it out.
+    /// A file in the layout of `write_evalfile`.
     fn file(examples: &[Example]) -> Vec<u8> {
         let mut out = Vec::new();
         let header = [20_240_522, 1, examples.len() as i32, 0];

@@ -1,4 +1,5 @@
-//! Validation loss by the position of the predicted token in its sequence: what far tokens are worth to a model.
+//! Validation loss by the position of the predicted token in its sequence, which shows how much a model profits from
+//! distant tokens.
 
 use std::ops::Range;
 
@@ -11,10 +12,10 @@ use crate::data::{Batches, Cut, Mixture};
 use crate::model::{Input, Llama};
 use crate::on_device;
 
-/// Parts of a sequence, as far as it has so many tokens.
+/// Number of ranges that a sequence is divided into, if it has enough tokens.
 const PARTS: usize = 8;
 
-/// The loss of the tokens of some positions.
+/// The loss of the tokens in a range of positions.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OfPositions {
     /// Positions of the inputs, from 0.
@@ -23,8 +24,9 @@ pub struct OfPositions {
     pub loss: f64,
 }
 
-/// Mean losses of up to eight parts of the sequences, as equal as can be, in order; their mean, weighted by
-/// their lengths, is that of [`super::evaluate`] over the same tokens. `seen` receives the number of tokens done, and of all tokens.
+/// Mean losses of up to eight ranges of positions, of lengths as equal as possible, in order. Their mean, weighted by
+/// their lengths, equals [`super::evaluate`] over the same tokens. `seen` receives the number of processed tokens and
+/// of all tokens.
 ///
 /// # Errors
 /// When the data cannot be read, or the device fails.

@@ -1,4 +1,4 @@
-//! How often a model recalls what was said before, by distance: the documents of [`crate::data::recall`].
+//! Measures how often a model recalls earlier facts, by distance, in the documents of [`crate::data::recall`].
 
 use std::ops::Range;
 
@@ -10,22 +10,22 @@ use crate::data::recall::{Asked, Recall};
 use crate::model::Llama;
 use crate::on_device;
 
-/// The first document, a number that no text to train on reaches.
+/// The number of the first document, which is larger than the number of any training document.
 const FIRST: u64 = 1 << 40;
 
-/// Distances between what was said and its answer, in tokens: the ends of the ranges.
+/// Ends of the ranges of distances between a fact and the answer, in tokens.
 const ENDS: [usize; 9] = [32, 64, 128, 256, 512, 1024, 2048, 4096, usize::MAX];
 
-/// Answers at some distances.
+/// Answers in a range of distances.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Recalled {
-    /// Where the question stands.
+    /// The context of the question.
     pub asked: Asked,
-    /// Tokens from what was said to the answer.
+    /// Tokens from the fact to the answer.
     pub distances: Range<usize>,
     /// Number of questions.
     pub questions: usize,
-    /// Answers all of whose tokens are the model's likeliest.
+    /// Answers whose tokens are all the model's most likely tokens.
     pub right: usize,
 }
 
@@ -36,7 +36,7 @@ struct Answer {
     tokens: Range<usize>,
 }
 
-/// A document's first tokens, `context` at most, and the answers among them.
+/// A document's first tokens, at most `context`, and the answers among them.
 fn tokenize(
     recall: Recall,
     number: u64,
@@ -57,8 +57,8 @@ fn tokenize(
     Ok((ids, answers))
 }
 
-/// Lets a model answer the questions of so many documents of at least `words` words, of which it reads the first `context`
-/// tokens. An answer is right if each of its tokens is the likeliest one after those before it.
+/// Lets a model answer the questions of `documents` documents of at least `words` words. The model reads the first
+/// `context` tokens of each. An answer is correct if each of its tokens is the most likely token after its prefix.
 ///
 /// # Errors
 /// When an id is not in the vocabulary, or the device fails.
@@ -109,7 +109,7 @@ fn likeliest(
     if answers.is_empty() {
         return Ok(Vec::new());
     }
-    // A token is predicted from the place before it.
+    // A token is predicted at the position before it.
     let places: Vec<u32> =
         answers.iter().flat_map(|answer| answer.tokens.clone()).map(|at| at as u32 - 1).collect();
     let hidden = model.hidden(&Tensor::new(ids, device)?.unsqueeze(0)?)?;
@@ -130,7 +130,7 @@ mod tests {
     use super::*;
     use crate::data::recall::text;
 
-    /// Pieces tokenized one by one are the tokens of the text, and an answer is what was said.
+    /// Pieces that are tokenized one by one give the tokens of the text, and an answer equals the stated number.
     #[test]
     fn answers_are_found_among_the_tokens() -> Result<()> {
         let task = Recall { words: 600, seed: 0 };

@@ -1,4 +1,4 @@
-//! What SLA2 selects in text outside the training data.
+//! The block selections of SLA2 on validation text.
 
 use candle_core::Device;
 use candle_sage::Result;
@@ -7,8 +7,8 @@ use crate::data::{Batches, Cut, Mixture};
 use crate::model::{Input, Llama, Selected};
 use crate::on_device;
 
-/// What a model with SLA2 selects in the first sequence of the data, which is the same in every validation, in whatever stage the
-/// model is; `None` of another model.
+/// The blocks that a model with SLA2 selects in the first sequence of the data, which is the same in every validation,
+/// in any stage of the training; `None` for other models.
 ///
 /// # Errors
 /// When the data cannot be read, or the device fails.

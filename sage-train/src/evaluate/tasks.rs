@@ -1,5 +1,5 @@
-//! Tasks of lm-evaluation-harness: the questions of its data sets as JSON lines, in the harness's words, without
-//! examples before them (0-shot).
+//! Tasks of lm-evaluation-harness: the questions of its data sets as JSON lines, with the harness's prompts, without
+//! examples (0-shot).
 
 use std::path::Path;
 
@@ -27,7 +27,7 @@ pub enum Task {
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Question {
     context: String,
-    /// Each with the space in front of it.
+    /// The endings, each with the space in front of it.
     endings: Vec<String>,
     label: usize,
 }
@@ -89,9 +89,7 @@ impl Task {
         };
         let Some(question) = self.question(&value) else { return Ok(Err("a field is missing".into())) };
         if question.label >= question.endings.len() {
-            return Ok(Err(
-                "no ending is labelled as the right one, as in a test split without answers".into()
-            ));
+            return Ok(Err("no ending is labelled as correct, as in a test split without answers".into()));
         }
         if question.endings.iter().any(|ending| ending.trim().is_empty()) {
             return Ok(Err("an ending is empty".into()));
@@ -104,10 +102,10 @@ impl Task {
         })
     }
 
-    /// Reads the examples of a file, in the tokens of any tokenizer.
+    /// Reads the examples of a file, in tokens of `tokenizer`.
     ///
     /// # Errors
-    /// When the file cannot be read, or a line is not one of this task.
+    /// When the file cannot be read, or a line does not belong to this task.
     pub fn read(self, path: &Path, tokenizer: &Tokenizer) -> Result<Vec<Example>> {
         let failed = |got: String| {
             Error::new(format!("{} is not a file of this task", path.display()))
@@ -125,8 +123,8 @@ impl Task {
     }
 }
 
-/// A question in tokens. The tokens of an ending are what the whole text has beyond
-/// those of the context, because a word and the space before it are one token.
+/// A question in tokens. The tokens of an ending are the tokens of the whole text after the context's tokens, because a
+/// word and the space before it are one token.
 fn tokens_of(question: &Question, tokenizer: &Tokenizer) -> Result<Example> {
     // Spaces at the context's end belong to the ending, as in the harness.
     let context = question.context.trim_end();
@@ -142,7 +140,7 @@ fn tokens_of(question: &Question, tokenizer: &Tokenizer) -> Result<Example> {
     Ok(Example { context: before, endings, lengths, label: question.label })
 }
 
-/// A text with a capital first letter and small others, as Python's `capitalize` makes it.
+/// A text with an upper-case first letter and lower-case others, as from Python's `capitalize`.
 fn capital(text: &str) -> String {
     let mut letters = text.chars();
     letters.next().map_or_else(String::new, |first| {
@@ -150,7 +148,7 @@ fn capital(text: &str) -> String {
     })
 }
 
-/// A text of HellaSwag without what its sources have in square brackets.
+/// A text of HellaSwag without the tags in square brackets.
 fn without_brackets(text: &str) -> String {
     let text = text.trim().replace(" [title]", ". ");
     let (mut out, mut rest) = (String::new(), text.as_str());

@@ -1,26 +1,26 @@
-//! Attention with all of its intermediate quantities as dense f64 matrices: the trait of a scheme, and what
-//! the schemes' implementations share.
+//! Attention with all of its intermediate quantities as dense f64 matrices: the trait of a scheme, and code that the
+//! schemes' implementations share.
 //!
-//! The tiled implementations of candle-sage never hold P, dP or dS. Here these matrices are whole, so that
-//! each has a separate error, and so that one part of a scheme's arithmetic can be in low bits while the
-//! others are exact. With all parts in low bits the results are those of `candle_sage::Attention` up to its
-//! f32 arithmetic, which each scheme has a test for.
+//! The tiled implementations of candle-sage never store all of P, dP or dS. Here these matrices are complete, so that
+//! each has a separate error, and so that one part of a scheme (a matmul or an operand) can be quantized while the
+//! others are exact. With all parts quantized the results equal those of `candle_sage::Attention` up to its f32
+//! arithmetic, which each scheme has a test for.
 
 use candle_core::{Device, Tensor};
 
-/// The parts of a scheme's arithmetic that are in low bits, by their indices in [`Anatomy::parts`].
+/// The parts of a scheme that are quantized, by their indices in [`Anatomy::parts`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Low {
     /// No part: exact attention.
     None,
     /// All parts: the scheme itself.
     All,
-    /// One part alone.
+    /// Only one part.
     One(usize),
 }
 
 impl Low {
-    /// Whether this part is in low bits.
+    /// Whether this part is quantized.
     pub fn has(self, part: usize) -> bool {
         match self {
             Self::None => false,
@@ -30,12 +30,12 @@ impl Low {
     }
 }
 
-/// A scheme as dense f64 matrices, whose parts can be in low bits one by one.
+/// A scheme as dense f64 matrices, whose parts can be quantized one by one.
 pub trait Anatomy: Sync {
-    /// The parts that can be in low bits alone, in the order of the computation.
+    /// The parts that can be quantized separately, in the order of the computation.
     fn parts(&self) -> &'static [&'static str];
 
-    /// Computes all quantities, with the parts of `low` in low bits.
+    /// Computes all quantities, with the parts of `low` quantized.
     ///
     /// # Errors
     /// When memory is short.
@@ -44,7 +44,7 @@ pub trait Anatomy: Sync {
     /// Queries and keys after smoothing, as they are quantized.
     fn smoothed(&self, inputs: &Inputs) -> [Vec<f64>; 2];
 
-    /// Tokens of Q and of K in a tile; outliers are tokens that are large in their tile.
+    /// Tokens of Q and of K in a tile; outliers are tokens with large values in their tile.
     fn tiles(&self) -> [usize; 2];
 
     /// For each operand, the fraction of its NVFP4 groups that become zeros; empty for a scheme without such
@@ -66,7 +66,7 @@ pub struct Inputs {
 /// The quantities that attention computes, forward and backward.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Quantities {
-    /// Scaled logits S; minus infinity where a query does not see a key.
+    /// Scaled logits S; minus infinity for masked keys.
     pub s: Vec<f64>,
     /// Probabilities P.
     pub p: Vec<f64>,
@@ -82,13 +82,13 @@ pub struct Quantities {
     pub gradients: [Vec<f64>; 3],
 }
 
-/// Bytes that a probe holds at once for the `heads` query heads of one key head: for each head S, P, dP and
-/// dS of three computations (exact, all parts in low bits, one part alone), and 8 temporary matrices.
+/// Bytes that a probe needs at the same time for the `heads` query heads of one key head: for each head S, P, dP and dS
+/// of three computations (exact, all parts quantized, one part quantized), and 8 temporary matrices.
 pub(super) fn bytes(tokens: usize, heads: usize) -> u64 {
     8 * (tokens as u64).pow(2) * (12 * heads as u64 + 8)
 }
 
-/// `Q K^T / sqrt(head_dim)` of (tokens, head_dim) matrices; minus infinity where a query does not see a key.
+/// `Q K^T / sqrt(head_dim)` of (tokens, head_dim) matrices; minus infinity for masked keys.
 pub(super) fn logits(q: &[f64], k: &[f64], tokens: usize, head_dim: usize) -> candle_core::Result<Vec<f64>> {
     let scale = 1.0 / (head_dim as f64).sqrt();
     let mut s = product(q, k, (tokens, head_dim, tokens), Order::Nt)?;
@@ -130,7 +130,7 @@ pub(super) fn softmax(s: &[f64], n: usize) -> Vec<f64> {
         .collect()
 }
 
-/// Which operand of a product is transposed.
+/// Which operand of a matmul is transposed.
 #[derive(Clone, Copy)]
 pub(super) enum Order {
     Nn,
@@ -138,8 +138,7 @@ pub(super) enum Order {
     Tn,
 }
 
-/// A product of f64 matrices: (m, k) times (k, n), where `order` says which operand is given as its
-/// transpose.
+/// A matmul of f64 matrices: (m, k) times (k, n), where `order` tells which operand is given as its transpose.
 pub(super) fn product(
     a: &[f64],
     b: &[f64],
@@ -167,7 +166,7 @@ pub(super) mod tests {
     pub(in crate::probe) fn inputs(tokens: usize, head_dim: usize, sigma: f64) -> Inputs {
         let mut rng = ChaCha8Rng::seed_from_u64(5);
         let mut rows = |sigma: f64| -> Vec<f64> {
-            // Values that f32 represents exactly, so that the op gets the same ones.
+            // Values that f32 represents exactly, so that the op gets the same values.
             let mut sample = || -> f64 { StandardNormal.sample(&mut rng) };
             (0..tokens * head_dim).map(|_| f64::from((sigma * sample()) as f32)).collect()
         };

@@ -55,7 +55,7 @@ impl Anatomy for AttnQatAnatomy {
         let (q_low, k_low) = (of(&q, Axis::Channels, Operand::Query), of(&k, Axis::Channels, Operand::Key));
         let v_low = of(v, self.value_axis(), Operand::Value);
 
-        // Forward: unnormalized probabilities relative to each row's reference. Their sums are taken before
+        // Forward: unnormalized probabilities relative to each row's reference. Their sums are computed before
         // quantization.
         let s = logits(&q_low, &k_low, n, d)?;
         let rows = SoftmaxRows::new(&s, n, settings.p_reference);
@@ -85,7 +85,8 @@ impl Anatomy for AttnQatAnatomy {
         let dv = product(&again, dout, (n, n, d), Order::Tn)?;
         let mut dp = product(dout, &v, (n, d, n), Order::Nt)?;
         let ds = logit_gradient(&p, &dp, &delta);
-        // The products of dO and V's mean, which dS does not depend on: with them the quantities are those of V.
+        // The dot products of dO and V's mean. dS does not depend on them; with them dP and delta are those of the
+        // original V.
         let of_mean = row_dots(dout, &v_mean.repeat(n), d);
         dp.chunks_mut(n).zip(&of_mean).for_each(|(row, m)| row.iter_mut().for_each(|x| *x += m));
         let delta = delta.iter().zip(&of_mean).map(|(x, m)| x + m).collect();
@@ -101,8 +102,7 @@ impl Anatomy for AttnQatAnatomy {
         [q.clone(), less(k, &mean_if(self.settings.smoothing.of_keys(), k, *d))]
     }
 
-    /// 16 tokens, the length of a group. The groups of Q and K lie within a token; only those of V may span
-    /// tokens.
+    /// 16 tokens, the length of a group. The groups of Q and K are within a token; only groups of V may span tokens.
     fn tiles(&self) -> [usize; 2] {
         [GROUP; 2]
     }
@@ -130,12 +130,12 @@ fn mean_if(smooth: bool, rows: &[f64], d: usize) -> Vec<f64> {
     if smooth { mean(rows, d) } else { vec![0.0; d] }
 }
 
-/// Rows less a mean.
+/// Rows minus a mean.
 fn less(rows: &[f64], mean: &[f64]) -> Vec<f64> {
     rows.chunks(mean.len()).flat_map(|row| row.iter().zip(mean).map(|(x, m)| x - m)).collect()
 }
 
-/// Packs values into NVFP4, which takes f32.
+/// Packs values into NVFP4, from f32.
 fn packed(x: &[f64], columns: usize, axis: Axis) -> Packed {
     let x: Vec<f32> = x.iter().map(|x| *x as f32).collect();
     Packed::new(&x, columns, axis)
@@ -169,8 +169,7 @@ impl SoftmaxRows {
         Self { n, relative, references, sums }
     }
 
-    /// The probabilities of other logits under this softmax's references and sums; their rows need not sum to
-    /// 1.
+    /// The probabilities of other logits with this softmax's references and sums; their rows need not sum to 1.
     fn probabilities(&self, s: &[f64]) -> Vec<f64> {
         let row = |(row, (reference, sum)): (&[f64], (&f64, &f64))| -> Vec<f64> {
             row.iter().map(|x| (x * std::f64::consts::LOG2_E - reference).exp2() / sum).collect()
@@ -205,7 +204,7 @@ impl SoftmaxRows {
         p.chunks(self.n).flat_map(|row| row.chunks(GROUP).flat_map(group)).collect()
     }
 
-    /// Fraction of the groups with a non-zero value that become zeros.
+    /// Fraction of the groups with a non-zero value that are quantized to zeros.
     fn vanished(&self, p: &[f64]) -> f64 {
         let (mut all, mut gone) = (0usize, 0usize);
         for group in p.chunks(self.n).flat_map(|row| row.chunks(GROUP)) {
@@ -232,8 +231,8 @@ mod tests {
         AttnQatAnatomy { settings }.compute(inputs, low).expect("memory")
     }
 
-    /// f32 and f64 may round a value near a midpoint to neighbouring E2M1 values. The two implementations
-    /// therefore differ by a small part of their error: less than a tenth.
+    /// f32 and f64 may round a value near a midpoint to neighbouring E2M1 values. The two implementations therefore
+    /// differ by less than a tenth of their error.
     #[test]
     fn with_every_operand_in_nvfp4_it_is_the_op() {
         for settings in [
@@ -273,7 +272,7 @@ mod tests {
         assert_eq!(errors(Operand::Query), [true; 4]);
         assert_eq!(errors(Operand::Key), [true; 4]);
         assert_eq!(errors(Operand::Value), [true, true, true, false]);
-        // delta is computed from O', which does not depend on the codes of P.
+        // delta is computed from O', which does not depend on the FP4 values of P.
         assert_eq!(errors(Operand::Probability), [true, false, false, false]);
         assert_eq!(errors(Operand::ProbabilityAgain), [false, false, false, true]);
     }

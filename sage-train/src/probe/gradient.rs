@@ -1,11 +1,12 @@
-//! The gradient under a low-bit scheme against that in full precision, over the same data: which part of its error averages out,
-//! as noise does, and which part stays, a bias.
+//! Compares the gradient under a low-bit scheme with the gradient under unquantized attention on the same data: how
+//! much of the error is noise, which averages out, and how much is a bias, which does not.
 //!
-//! Micro-batch `i` has the gradient `g_i` in full precision and `h_i` under the scheme; `e_i = h_i - g_i` is the error. Gradients of
-//! disjoint data are independent samples with means `G` and `G + B`, so that for `i != j` the expectation of `g_i . g_j` is `|G|^2`
-//! and that of `e_i . e_j` is `|B|^2`, the bias. What is left of `|g_i|^2` and `|e_i|^2` is noise, which falls with the number of
-//! tokens (the gradient's noise: arXiv 1812.06162, appendix A). Sums over more and more micro-batches are kept in a binary tree, and of
-//! each node the squared norms, from which all products of disjoint data follow: `2 a . b = |a + b|^2 - |a|^2 - |b|^2`.
+//! Micro-batch `i` has the gradient `g_i` under unquantized attention and `h_i` under the scheme; `e_i = h_i - g_i` is
+//! the error. Gradients of disjoint data are independent samples with means `G` and `G + B`, so that for `i != j` the
+//! expectation of `g_i . g_j` is `|G|^2` and the expectation of `e_i . e_j` is `|B|^2`, the squared bias. The rest of
+//! `|g_i|^2` and `|e_i|^2` is noise, which falls with the number of tokens (the gradient's noise: arXiv 1812.06162,
+//! appendix A). A binary tree sums the gradients of more and more micro-batches and keeps the squared norms of each
+//! node, from which all dot products of disjoint data follow: `2 a . b = |a + b|^2 - |a|^2 - |b|^2`.
 
 use std::ops::Range;
 use std::path::Path;
@@ -26,14 +27,15 @@ use super::low_bit;
 /// What to measure.
 #[derive(Debug, Clone)]
 pub struct Extent {
-    /// Schemes to compare with full precision; none: what the model attends with, or SageBwd for a model in full precision.
+    /// Schemes to compare with unquantized attention; if empty, the model's schemes, or SageBwd for a model with
+    /// unquantized attention.
     pub schemes: Vec<Scheme>,
     /// Number of micro-batches, a power of two, at least twice [`BLOCKS`].
     pub micro_batches: usize,
 }
 
-/// Measures the gradients of a run, one of its checkpoints, or a model in Hugging Face's format, over the training data that comes
-/// after the model's last step, or over all of the validation data that `settings` name.
+/// Measures the gradients of a run, one of its checkpoints, or a model in Hugging Face's format, on the training data
+/// after the model's last step, or on all validation data that `settings` name.
 ///
 /// # Errors
 /// When the folder has no weights, its data is missing, has changed or is too short, the model has no dense attention, the number of
@@ -46,10 +48,10 @@ pub fn gradient_errors(
 ) -> Result<Vec<GradientErrors>> {
     let count = extent.micro_batches;
     if !count.is_power_of_two() || count < 2 * BLOCKS {
-        return Err(Error::new("the number of micro-batches is not a power of two from 16 on")
+        return Err(Error::new("the number of micro-batches is not a power of two of at least 16")
             .got(count)
             .allowed("16, 32, 64, ..")
-            .hint("intervals are over eight parts of two micro-batches or more"));
+            .hint("intervals are over eight blocks of at least two micro-batches"));
     }
     let own_data = settings.data.val_data.is_none();
     let trained = Trained::open(folder, place, settings, true)?;
@@ -59,7 +61,7 @@ pub fn gradient_errors(
         return Err(Error::unsupported("gradients of selected blocks are not probed")
             .got(format!("--attn {}", config.attn))
             .allowed("a model with dense attention")
-            .hint("--selections measures what SLA2 leaves out"));
+            .hint("--selections measures the error of block selections"));
     }
     let load = if own_data { Dataset::load } else { Dataset::load_to_validate };
     let data = load(&config.data, &|line| notify(line))?;
@@ -68,7 +70,8 @@ pub fn gradient_errors(
     let mut batches = Batches::new(mixture, config.data.cut(&data.tokenizer));
     if own_data && trained.sequences_seen.is_none() {
         notify(
-            "it is not known which sequences the model was trained on: the probe begins with the first, which it may have seen in training",
+            "the sequences that the model was trained on are unknown: the probe starts with the first sequence, which \
+             the model may have seen in training",
         );
     }
     let first = trained.sequences_seen.filter(|_| own_data).unwrap_or(0);
@@ -109,8 +112,8 @@ pub fn gradient_errors(
     Ok(arms.into_iter().enumerate().map(of).collect())
 }
 
-/// Checks that the sequences `first..first + count` of training are different ones: what the same sequence adds twice would count as
-/// bias.
+/// Checks that the training sequences `first..first + count` are distinct: the error of a repeated sequence would count
+/// as bias.
 fn check_disjoint(batches: &mut Batches, first: u64, count: usize) -> Result<()> {
     let all = batches.sequences();
     let different = if count as u64 > all { all } else { batches.different(first, count) as u64 };
@@ -118,8 +121,8 @@ fn check_disjoint(batches: &mut Batches, first: u64, count: usize) -> Result<()>
         return Ok(());
     }
     Err(Error::new("the data is too short for so many micro-batches")
-        .got(format!("{different} different sequences"))
-        .allowed(format!("{count}, each once: the error of a sequence that comes twice does not average out"))
+        .got(format!("{different} distinct sequences"))
+        .allowed(format!("{count} distinct sequences: the error of a repeated sequence does not average out"))
         .hint("fewer --micro-batches, a smaller --micro-batch, or more text with --data"))
 }
 
@@ -141,17 +144,17 @@ fn arms(model: &LlamaConfig, settings: &Settings, schemes: &[Scheme]) -> Vec<(St
     vec![(format!("{base}, {}", in_words_by_layer(&model.layer_schemes)), model.clone())]
 }
 
-/// The gradient of a micro-batch: the parameters' own tensor, which the next call overwrites.
+/// The gradient of a micro-batch, in a tensor of the parameters that the next call overwrites.
 fn gradient<'a>(model: &Llama, parameters: &'a Parameters, batch: &Batch) -> candle_core::Result<&'a Tensor> {
     parameters.clear_gradients()?;
     model.train(Input { ids: &batch.ids, documents: batch.documents.as_ref() }, &batch.targets)?;
     parameters.gradients()
 }
 
-/// A part's name, and where its parameters lie in the gradient.
+/// The name of a parameter group, and the ranges of its parameters in the gradient.
 type Ranges = (String, Vec<Range<usize>>);
 
-/// The parts of a model, in the order of its parameters.
+/// The parameter groups of a model, in the order of its parameters.
 fn parts(parameters: &Parameters) -> candle_core::Result<Vec<Ranges>> {
     let mut parts: Vec<Ranges> = Vec::new();
     for spec in parameters.specs() {
@@ -170,30 +173,30 @@ fn parts(parameters: &Parameters) -> candle_core::Result<Vec<Ranges>> {
     Ok(parts)
 }
 
-/// Sums over `count` neighbouring micro-batches.
+/// Sums over `count` consecutive micro-batches.
 struct Node {
     count: usize,
     exact: Tensor,
-    /// One for each scheme.
+    /// The errors of each scheme.
     errors: Vec<Tensor>,
 }
 
-/// Squared norms of a sum of gradients and its errors, by scheme and part.
+/// Squared norms of a sum of gradients and its errors, by scheme and parameter group.
 type Norms = Vec<Vec<Squares>>;
 
-/// The binary tree. Nodes that wait for their neighbours are in memory: one of each size at most.
+/// The binary tree. Nodes that wait for their siblings are in memory: at most one of each size.
 struct Tree {
     parts: Vec<Ranges>,
     schemes: usize,
-    /// Micro-batches of a block, and of all.
+    /// Number of micro-batches of a block, and so far.
     block: usize,
     all: usize,
     waiting: Vec<Node>,
-    /// For sums over 1, 2, 4, .. micro-batches: how many there were, and the sum of their squared norms.
+    /// For nodes of 1, 2, 4, .. micro-batches: their number, and the sum of their squared norms.
     levels: Vec<(usize, Norms)>,
-    /// For each block the squared norms of its sum, and those of its micro-batches added up.
+    /// For each block the squared norms of its sum, and the sum of its micro-batches' squared norms.
     blocks: Vec<(Norms, Norms)>,
-    /// The sum over the micro-batches of the block that is not complete yet.
+    /// The sum of the squared norms of the micro-batches in the incomplete block.
     each: Norms,
 }
 
@@ -253,7 +256,7 @@ impl Tree {
         node.errors.iter().map(of_error).collect()
     }
 
-    /// What was measured of a scheme; the first part is the whole model.
+    /// The measurements of a scheme; the first parameter group is the whole model.
     fn of_arm(&self, arm: usize) -> Vec<Part> {
         let whole = |norms: &Norms| {
             let mut sum = Squares::default();
@@ -298,9 +301,9 @@ mod tests {
 
     use super::*;
 
-    /// Gradients of a known mean, bias and noise: what is estimated is within 3 standard errors of it. In `d` elements the product of
-    /// two noises of variance `s2` an element has the standard deviation `s2 sqrt(d)`; of the mean over `n (n - 1) / 2` pairs that
-    /// is `s2 sqrt(2 d) / n`. Noise times a mean adds `2 |mean| sqrt(s2 / n)`.
+    /// Gradients of a known mean, bias and noise: estimates are within 3 standard errors of them. The dot product of
+    /// two noise vectors of `d` elements with variance `s2` has the standard deviation `s2 sqrt(d)`; the mean over `n
+    /// (n - 1) / 2` pairs has `s2 sqrt(2 d) / n`. Noise times a mean adds `2 |mean| sqrt(s2 / n)`.
     #[test]
     fn a_known_bias_is_found() -> candle_core::Result<()> {
         const D: usize = 20_000;
@@ -342,7 +345,7 @@ mod tests {
             // The relative standard error of a variance over `d n` values.
             assert!(apart.abs() < 3.0 * (2.0 / (D * sums.count) as f64).sqrt(), "{apart}");
         }
-        // The curve is that of noise that falls and a bias that stays, and the parts add up to the whole.
+        // The curve shows falling noise and a constant bias, and the parameter groups add up to the whole model.
         for (count, squares) in &parts[0].curve {
             let expected = of_bias + D as f64 * error_noise.powi(2) / *count as f64;
             assert!(

@@ -1,4 +1,5 @@
-//! The errors of linear layers in FP8: each of their products on the operands of a trained model, which computes without FP8.
+//! Measures the errors of linear layers in FP8: each matmul on the operands of a trained model that is computed without
+//! FP8.
 
 use std::cell::RefCell;
 use std::path::Path;
@@ -19,14 +20,14 @@ use crate::{notify, on_device};
 
 use super::in_full_precision;
 
-/// The errors of a linear layer, relative to the exact product (L2).
+/// The errors of a linear layer, relative to the exact matmul (L2).
 #[derive(Debug, Clone, Serialize)]
 pub struct OfLinear {
     /// The layer, from 0.
     pub layer: usize,
-    /// Which of its matrices.
+    /// The name of the matrix.
     pub name: &'static str,
-    /// Of the output, the gradient of the input, and the gradient of the weight.
+    /// Errors of the output, of the gradient of the input, and of the gradient of the weight.
     pub errors: [f64; 3],
 }
 
@@ -39,18 +40,19 @@ pub struct LinearErrors {
     pub sequences: usize,
     /// Tokens of a sequence.
     pub context: usize,
-    /// The format of gradients; all else is E4M3.
+    /// The format of gradients; everything else is E4M3.
     pub gradient: &'static str,
-    /// First layer first.
+    /// The errors, first layer first.
     pub linears: Vec<OfLinear>,
 }
 
-/// Probes a run, one of its checkpoints, or a model in Hugging Face's format: `sequences` validation sequences run through the model with
-/// attention in full precision and linear layers in the compute type. Each product of a linear layer is then computed again in FP8, with the
-/// scale of each matrix's largest value and the formats of the run.
+/// Probes a run, one of its checkpoints, or a model in Hugging Face's format: `sequences` validation sequences run
+/// through the model with unquantized attention and linear layers in the compute type. Each matmul of a linear layer is
+/// then computed again in FP8, with scales from each matrix's largest value and the formats of the run.
 ///
 /// # Errors
-/// When the folder has no weights, its data is missing or has changed, or a product has sizes that are not multiples of 16.
+/// When the folder has no weights, its data is missing or has changed, or a matmul has sizes that are not multiples of
+/// 16.
 pub fn linear_errors(
     folder: &Path,
     place: Place,
@@ -101,7 +103,7 @@ pub fn linear_errors(
     };
     run().map_err(on_device("probing"))?;
     let mut linears = linears.take();
-    // A backward begins with the last layer, and in it with the last matrix.
+    // The backward starts with the last matrix of the last layer.
     linears.reverse();
     let gradient = if fp8.gradient == Fp8Format::E4M3 { "e4m3" } else { "e5m2" };
     Ok(LinearErrors { step: trained.step, sequences, context, gradient, linears })

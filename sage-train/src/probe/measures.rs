@@ -1,4 +1,4 @@
-//! Distances to the exact results, accumulated over heads and sequences; and outliers.
+//! Distances to the exact results, accumulated over heads and sequences, and outliers.
 
 use crate::metrics::Distance;
 
@@ -24,7 +24,7 @@ impl Sums {
         sums
     }
 
-    /// Adds the sums over other values.
+    /// Adds sums over other values.
     pub(super) fn add(&mut self, other: Self) {
         self.products += other.products;
         self.got += other.got;

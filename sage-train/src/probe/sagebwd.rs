@@ -1,4 +1,4 @@
-//! SageBwd as dense f64 matrices, with any of its products in low bits.
+//! SageBwd as dense f64 matrices, with any of its matmuls in low bits.
 
 use candle_sage::{Int8Products, SageBwd, Smoothing};
 use half::bf16;
@@ -7,13 +7,13 @@ use super::anatomy::{
     Anatomy, Inputs, Low, Order, Quantities, logit_gradient, mean, product, row_dots, softmax,
 };
 
-/// A product of attention that SageBwd computes in low bits, by its index in [`PARTS`].
+/// A matmul of attention that SageBwd computes in low bits, by its index in [`PARTS`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Product {
     Scores,
     Output,
     ValueGradient,
-    /// In bf16, where the others are in INT8.
+    /// In bf16, while the other matmuls are in INT8.
     ProbabilityGradient,
     QueryGradient,
     KeyGradient,
@@ -24,29 +24,30 @@ const PARTS: [&str; 6] = ["S = Q K^T", "O = P V", "dV = P^T dO", "dP = dO V^T", 
 /// SageBwd with its settings.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SageBwdAnatomy {
-    /// Tiles, smoothing, granularity, and the products that are in INT8.
+    /// Tiles, smoothing, granularity, and the matmuls that are in INT8.
     pub(super) settings: SageBwd,
-    /// Whether each token of Q and K has a separate scale, instead of one for each tile. In dQ and dK these
-    /// scales are folded into dS.
+    /// Whether each token of Q and K has a separate scale, instead of a scale for each tile. In dQ and dK these scales
+    /// are folded into dS.
     pub(super) token_scales: bool,
 }
 
 /// Queries, keys and values as they are quantized.
 struct Smoothed {
-    /// Queries less the means of their tiles, if those are subtracted.
+    /// Queries minus the means of their tiles, if these are subtracted.
     q: Vec<f64>,
     /// The means that were subtracted, a row for each query.
     q_means: Vec<f64>,
-    /// Keys less their mean, if it is subtracted.
+    /// Keys minus their mean, if it is subtracted.
     k: Vec<f64>,
-    /// Values less their mean, if it is subtracted.
+    /// Values minus their mean, if it is subtracted.
     v: Vec<f64>,
     /// The mean that was subtracted from the values, or zeros.
     v_mean: Vec<f64>,
 }
 
-/// Subtracts the mean of K, which adds a constant to each row of S and does not change the softmax, the mean of each tile of Q,
-/// whose product with K is added to S again, and the mean of V, which is added to O again.
+/// Subtracts means, depending on the settings: the mean of K, which only changes S by a constant for each row and does
+/// not change the softmax; the mean of each tile of Q, whose product with K is added back to S; and the mean of V,
+/// which is added back to O.
 fn smoothed(inputs: &Inputs, settings: &SageBwd) -> Smoothed {
     let Inputs { rows: [q, k, v, _], tokens: n, head_dim: d } = inputs;
     let (d, tile, smoothing) = (*d, settings.tile_q, settings.smoothing);
@@ -75,7 +76,7 @@ fn smoothed(inputs: &Inputs, settings: &SageBwd) -> Smoothed {
     }
 }
 
-/// Which products are computed in low bits.
+/// Which matmuls are computed in low bits.
 #[derive(Clone, Copy)]
 struct Coding {
     low: Low,
@@ -94,7 +95,7 @@ impl Coding {
             }
     }
 
-    /// An operand of a product: quantized with a scale for each block if the product is in INT8, otherwise as it is.
+    /// An operand of a matmul: quantized with a scale for each block if the matmul is in INT8, otherwise unchanged.
     fn operand(self, x: &[f64], columns: usize, block: (usize, usize), product: Product) -> Vec<f64> {
         if self.has(product) { quantized(x, columns, block) } else { x.to_vec() }
     }
@@ -108,7 +109,7 @@ impl Coding {
     }
 }
 
-/// Queries and keys, exact and quantized. Each is quantized once, for all products that it is an operand of.
+/// Queries and keys, exact and quantized. Each is quantized once, for all matmuls with this operand.
 struct Operands {
     smoothed: Smoothed,
     q_codes: Vec<f64>,
@@ -116,7 +117,7 @@ struct Operands {
 }
 
 impl Operands {
-    /// Queries and keys as a product takes them.
+    /// Queries and keys as the operands of a matmul.
     fn queries_and_keys(&self, coding: Coding, product: Product) -> [&[f64]; 2] {
         match coding.has(product) {
             true => [&self.q_codes, &self.k_codes],
@@ -124,13 +125,13 @@ impl Operands {
         }
     }
 
-    /// The part of `Q K^T` that comes from the subtracted means of Q; it is never quantized.
+    /// The term of `Q K^T` from the subtracted means of Q, which is never quantized.
     fn of_means(&self, n: usize, d: usize) -> candle_core::Result<Vec<f64>> {
         product(&self.smoothed.q_means, &self.smoothed.k, (n, d, n), Order::Nt)
     }
 }
 
-/// `(Q K^T + the part of the means) / sqrt(d)`; minus infinity where a query does not see a key.
+/// `(Q K^T + the term of the means) / sqrt(d)`; minus infinity for masked keys.
 fn logits(q: &[f64], k: &[f64], of_means: &[f64], d: usize) -> candle_core::Result<Vec<f64>> {
     let (n, scale) = (q.len() / d, 1.0 / (d as f64).sqrt());
     let of_codes = product(q, k, (n, d, n), Order::Nt)?;
@@ -152,8 +153,8 @@ impl SageBwdAnatomy {
         }
     }
 
-    /// dQ and dK from dS. A token's scale varies along the reduction of these products. It is therefore multiplied into
-    /// dS, and K and Q are bare codes.
+    /// dQ and dK from dS. A token's scale varies along the reduction of these matmuls. It is therefore multiplied into
+    /// dS, and K and Q are INT8 values without scales.
     fn query_and_key_gradients(
         &self,
         operands: &Operands,
@@ -204,7 +205,7 @@ impl Anatomy for SageBwdAnatomy {
         let s = logits(q, k, &of_means, d)?;
         let mut p = softmax(&s, n);
 
-        // P has one scale for each row of a tile, V one for each tile.
+        // P has a scale for each row of a tile, V a scale for each tile.
         let Smoothed { v: values, v_mean, .. } = &operands.smoothed;
         let mut o = product(
             &coding.operand(&p, n, (1, tile_k), Product::Output),
@@ -215,7 +216,7 @@ impl Anatomy for SageBwdAnatomy {
         o.chunks_mut(d).for_each(|row| row.iter_mut().zip(v_mean).for_each(|(x, m)| *x += m));
         let delta = row_dots(dout, &o, d);
         if !coding.products.s && coding.has(Product::Scores) {
-            // The backward's S is not in INT8: P is recomputed without codes, over the forward's row sums.
+            // The backward's S is not in INT8: P is recomputed from unquantized logits, with the forward's row sums.
             let exact = logits(&operands.smoothed.q, &operands.smoothed.k, &of_means, d)?;
             let finite = p.iter_mut().zip(exact.iter().zip(&s)).filter(|(p, _)| **p > 0.0);
             finite.for_each(|(p, (exact, s))| *p *= (exact - s).exp());
@@ -274,7 +275,7 @@ fn quantized(values: &[f64], columns: usize, (block_rows, block_columns): (usize
             let most = largest(band.chunks(columns).flat_map(|row| &row[first..first + width]));
             let scale = most / 127.0;
             if scale < f64::MIN_POSITIVE {
-                // The scale is zero or subnormal: probabilities this small are zeros in every format.
+                // The scale is zero or subnormal: such small probabilities are zero in every format.
                 band.chunks_mut(columns).for_each(|row| row[first..first + width].fill(0.0));
                 continue;
             }
@@ -298,9 +299,9 @@ mod tests {
         SageBwdAnatomy { settings, token_scales }.compute(inputs, low).expect("memory")
     }
 
-    /// f32 and f64 may round a value to neighbouring codes, which differ by 1/127 of the block's largest
-    /// value; that happens to a few codes in ten thousand. The two implementations therefore differ by a
-    /// small part of their error.
+    /// f32 and f64 may round a value to neighbouring INT8 values, which differ by 1/127 of the block's largest value.
+    /// This happens to a few values in ten thousand, so that the two implementations differ by a small fraction of
+    /// their error.
     #[test]
     fn with_every_product_in_codes_it_is_the_op() {
         for (smoothing, granularity) in [
@@ -329,7 +330,7 @@ mod tests {
         let settings = SageBwd::default();
         let of = |low, token_scales| compute(&inputs, settings, token_scales, low);
         let exact = of(Low::None, false);
-        // Rows of dS sum to zero, and folding scales into dS changes nothing where nothing is quantized.
+        // Rows of dS sum to zero, and folding scales into dS changes nothing if nothing is quantized.
         for row in exact.ds.chunks(96) {
             assert!(row.iter().sum::<f64>().abs() < 1e-12);
         }
@@ -364,8 +365,8 @@ mod tests {
         }
     }
 
-    /// Token 70 of K and V is a hundred times the others, and takes the range of its tile's scale; a scale
-    /// for each token restores the precision of the others.
+    /// Token 70 of K and V is a hundred times larger than the others and determines its tile's scale; a scale for each
+    /// token restores the precision of the other tokens.
     #[test]
     fn a_scale_a_token_mends_an_outlier() {
         let mut inputs = inputs(128, 32, 1.0);

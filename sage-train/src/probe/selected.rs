@@ -1,5 +1,5 @@
-//! What selected blocks and a tail leave of attention on the heads of a trained model, by how the blocks are chosen and by
-//! what stands for the rest (SLA2, arXiv 2602.12675): errors of the output, before any training with them.
+//! Measures the errors of attention to selected blocks with a tail (SLA2, arXiv 2602.12675) on the heads of a model
+//! that was trained without it, for each kind of selection and tail.
 
 use std::path::Path;
 
@@ -18,7 +18,7 @@ use crate::notify;
 use crate::settings::Settings;
 use crate::trained::Trained;
 
-/// Steps in which the router learns, and the rate, which falls to zero.
+/// Number of steps that train the router, and the learning rate, which decays to zero.
 const ROUTER_STEPS: usize = 100;
 const ROUTER_LR: f64 = 3e-3;
 
@@ -26,23 +26,23 @@ const ROUTER_LR: f64 = 3e-3;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Chosen {
-    /// Those with most of dense attention's mass, which no router knows beforehand.
+    /// The blocks with most of dense attention's mass, which a router cannot know in advance.
     Best,
-    /// By a router that has learnt, on other sequences, where the mass is.
+    /// By a router that was trained on other sequences.
     Learned,
-    /// By the router as it starts: products of block means.
+    /// By the untrained router: dot products of block means.
     Identity,
     /// The nearest blocks and the first one.
     Window,
 }
 
-/// What stands for the blocks that are not selected.
+/// The approximation of the blocks that are not selected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Rest {
     /// Linear attention over all past blocks.
     Linear,
-    /// The same with a constant weight of .85 for the selected blocks.
+    /// Linear attention with a constant weight of .85 for the selected blocks.
     Constant,
     /// The mean of all past values.
     Mean,
@@ -52,7 +52,7 @@ pub enum Rest {
     Nothing,
 }
 
-/// The ways that are measured.
+/// The measured combinations of selection and approximation.
 pub const WAYS: [(Chosen, Rest); 10] = [
     (Chosen::Best, Rest::Linear),
     (Chosen::Learned, Rest::Linear),
@@ -69,9 +69,10 @@ pub const WAYS: [(Chosen, Rest); 10] = [
 /// What to measure.
 #[derive(Debug, Clone, Copy)]
 pub struct Selecting {
-    /// Validation sequences: the first half fits routers and `theta`, the second half is measured.
+    /// Number of validation sequences: routers and `theta` are fitted on the first half, and errors are measured on the
+    /// second half.
     pub sequences: usize,
-    /// Blocks that a block of queries picks.
+    /// Number of key blocks that a query block selects.
     pub blocks: usize,
     /// Tokens of a block; `None` is a sixteenth of the context, 16 to 128.
     pub block: Option<usize>,
@@ -80,11 +81,12 @@ pub struct Selecting {
 /// A layer's results, over its heads and the measured sequences.
 #[derive(Debug, Clone, Serialize)]
 pub struct OfLayer {
-    /// From 0.
+    /// Index of the layer, from 0.
     pub layer: usize,
     /// Relative L2 of the output against dense attention, in the order of [`WAYS`].
     pub errors: Vec<f64>,
-    /// Share of dense attention's mass on past blocks that the selected ones have: best, learned, identity, window.
+    /// Fraction of dense attention's mass on past blocks that the selected blocks have: best, learned, identity,
+    /// window.
     pub mass: [f64; 4],
 }
 
@@ -95,11 +97,11 @@ pub struct Selections {
     pub context: usize,
     /// Tokens of a block.
     pub block: usize,
-    /// Sequences that are measured.
+    /// Number of measured sequences.
     pub measured: usize,
-    /// Fraction of the pairs that are not computed.
+    /// Fraction of the (query, key) pairs that is skipped.
     pub sparsity: f64,
-    /// Each layer.
+    /// The results of each layer.
     pub layers: Vec<OfLayer>,
 }
 
@@ -151,8 +153,8 @@ impl Part {
         Ok(Self { inputs, out, shape })
     }
 
-    /// The probability mass of each query on each block of keys, (batch, token, query head, block): attention whose
-    /// values say which block a key is in, as many blocks at once as a head has channels.
+    /// The probability mass of each query on each key block, (batch, token, query head, block). It is computed by
+    /// attention with one-hot values of a key's block, for as many blocks at once as a head has channels.
     fn mass(&self, block: usize) -> candle_core::Result<Tensor> {
         let [q, k, _] = &self.inputs;
         let (batch, tokens, key_heads, d) = k.dims4()?;
@@ -189,11 +191,11 @@ impl Part {
         })
     }
 
-    /// All that can stand for the rest. Of the selection its blocks count alone.
+    /// All approximations of the blocks that are not selected. They use only the block size of the selection.
     fn tails(&self, selection: &Selection, block: usize) -> candle_core::Result<[(Rest, Tensor); 5]> {
         let [q, k, v] = &self.inputs;
         let linear = past_linear(q, k, v, selection, Tail::Past)?;
-        // All features are the same where queries and keys are.
+        // With equal queries and keys all features are equal.
         let mean = past_linear(&q.zeros_like()?, &k.zeros_like()?, v, selection, Tail::Past)?;
         Ok([
             (Rest::Linear, linear.clone()),
@@ -212,7 +214,7 @@ impl Part {
         let means = |x: &Tensor| -> candle_core::Result<Tensor> {
             let (_, _, key_heads, _) = x.dims4()?;
             let x = x.narrow(1, 0, whole * block)?.reshape((batch, whole, block, key_heads, d))?.mean(2)?;
-            // (batch, key heads, blocks, d), once for each query head of a group.
+            // (batch, key heads, blocks, d), repeated for each query head of a group.
             let x = x.transpose(1, 2)?.unsqueeze(2)?;
             x.broadcast_as((batch, key_heads, group, whole, d))?.reshape((batch, heads, whole, d))
         };
@@ -223,7 +225,7 @@ impl Part {
                 (0..whole).map(move |at| if at < token / block { 0.0 } else { f32::NEG_INFINITY })
             })
             .collect();
-        // The first block has no block before it: any finite logits will do, its weight is zero.
+        // The first block has no block before it: its weight is zero, so that any finite logits are correct.
         let hidden: Vec<f32> =
             hidden.into_iter().enumerate().map(|(n, x)| if n < block * whole { 0.0 } else { x }).collect();
         let logits = logits.broadcast_add(&Tensor::from_vec(hidden, (tokens, whole), &Device::Cpu)?)?;
@@ -245,7 +247,7 @@ impl Part {
     }
 }
 
-/// Blocks that were picked for some sequences, and attention over them.
+/// The selected blocks of some sequences, and attention to them.
 struct Picked {
     selection: Selection,
     out: Tensor,
@@ -259,7 +261,7 @@ impl Picked {
     }
 }
 
-/// `theta` that some sequences would have, a value for each query head: the best of a grid.
+/// The `theta` of each query head that fits some sequences best, from a grid.
 fn fit(part: &Part, picked: &Picked, rest: Rest, tail: &Tensor) -> candle_core::Result<Vec<f32>> {
     let heads = part.shape.query_heads();
     match rest {
@@ -281,7 +283,7 @@ fn fit(part: &Part, picked: &Picked, rest: Rest, tail: &Tensor) -> candle_core::
     Ok(best.into_iter().map(|(_, theta)| theta).collect())
 }
 
-/// A router that has learnt where dense attention looks.
+/// A router that is trained to select the blocks with dense attention's mass.
 fn learn(op: &Sla2, part: &Part) -> candle_core::Result<Router> {
     let [q, k, _] = &part.inputs;
     let start = Router::new(part.shape.key_heads(), part.shape.head_dim(), &Device::Cpu)?;
@@ -298,7 +300,7 @@ fn learn(op: &Sla2, part: &Part) -> candle_core::Result<Router> {
     Router::from_tensors(query.as_detached_tensor(), key.as_detached_tensor())
 }
 
-/// Errors in the order of [`WAYS`], the mass caught by each choice, and the sparsity.
+/// Errors in the order of [`WAYS`], the mass of each selection, and the sparsity.
 fn of_layer(
     inputs: [&Tensor; 3],
     (blocks, block): (usize, usize),
@@ -332,7 +334,7 @@ fn of_layer(
     for (mass, (_, [_, held])) in mass.iter_mut().zip(&all) {
         *mass = op.mass_caught(&held.selection, q, k)?;
     }
-    // Any of the selections serves the tails, which take its blocks alone.
+    // Any of the selections works for the tails, which use only its block size.
     let (_, [of_seen, of_held]) = &all[0];
     let fitted_tails = seen.tails(&of_seen.selection, block)?;
     let tails = held.tails(&of_held.selection, block)?;
@@ -368,8 +370,8 @@ mod tests {
         Tensor::from_vec(values, dims, &Device::Cpu)
     }
 
-    /// Where all past blocks are selected nothing is left of the error; with fewer, the best choice knows most mass, and a fitted
-    /// tail does better than none.
+    /// If all past blocks are selected, the error is zero. With fewer blocks, the best selection has most mass, and a
+    /// fitted tail is better than no tail.
     #[test]
     fn errors_are_those_of_what_is_left_out() -> candle_core::Result<()> {
         let dims = (4, 96, 2, 16);
@@ -389,7 +391,7 @@ mod tests {
         Ok(())
     }
 
-    /// One block before, whose mean is its only key: attention over means is that block's mean value.
+    /// With only one past block, attention over block means returns that block's mean value.
     #[test]
     fn pooled_tail_is_attention_over_means() -> candle_core::Result<()> {
         let dims = (1, 8, 1, 8);

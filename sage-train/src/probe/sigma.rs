@@ -1,4 +1,4 @@
-//! Errors on random tensors: Table 1 of arXiv 2603.02170.
+//! Measures errors on random tensors: Table 1 of arXiv 2603.02170.
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_sage::{Attention, Result, SageBwd, Scheme};
@@ -13,7 +13,7 @@ use super::sagebwd::SageBwdAnatomy;
 use crate::during;
 use crate::metrics::Distance;
 
-/// The random tensors; attention is causal.
+/// The shape of the random tensors; attention is causal.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape {
     /// Tokens.
@@ -29,14 +29,13 @@ pub struct Shape {
 /// The errors at one sigma.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct SigmaRow {
-    /// Standard deviation of Q and K; V and dO have 1.
+    /// Standard deviation of Q and K; it is 1 for V and dO.
     pub sigma: f64,
     /// Errors of O, dQ, dK, dV.
     pub errors: [Distance; 4],
 }
 
-/// The errors against f64 of the op with a scheme on a device: with inputs in f32 on the CPU, in bf16 on a
-/// GPU.
+/// The errors of the op with a scheme on a device, against f64. Inputs are in f32 on the CPU and in bf16 on a GPU.
 ///
 /// # Errors
 /// When the device does not support the shape, or memory is short.
@@ -52,7 +51,7 @@ fn at(scheme: Scheme, sigma: f64, shape: Shape, device: &Device) -> candle_core:
     let mut draw = |sigma: f64| {
         let mut sample = || -> f64 { StandardNormal.sample(&mut rng) };
         let values: Vec<f64> = (0..tokens * heads * head_dim).map(|_| sigma * sample()).collect();
-        // Rounded to the type of the op's inputs: the exact result is computed from the same values.
+        // Rounded to the type of the op's inputs, so that the exact result is computed from the same values.
         Tensor::from_vec(values, (1, tokens, heads, head_dim), &Device::Cpu)?.to_dtype(dtype)
     };
     let tensors = [draw(sigma)?, draw(sigma)?, draw(1.0)?, draw(1.0)?];

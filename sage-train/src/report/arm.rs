@@ -1,5 +1,4 @@
-//! An arm of a comparison: runs that differ in their seeds alone, their mean, and its difference to the
-//! baseline's.
+//! An arm of a comparison: runs that differ only in their seeds, their mean loss, and its difference to the baseline.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,10 +6,10 @@ use super::statistics::{Mean, Verdict};
 use crate::metrics::Point;
 use crate::runs::{Run, Status};
 
-/// Runs that differ in their seeds alone.
+/// Runs that differ only in their seeds.
 #[derive(Debug, Clone)]
 pub struct Arm {
-    /// The settings that tell the arm from other arms, as text.
+    /// The settings that distinguish the arm from other arms, as text.
     pub label: String,
     /// Index of the arm among the arms of all panels: it selects colour and marker, which are the same in
     /// every panel.
@@ -23,15 +22,16 @@ pub struct Arm {
     pub loss: Option<Mean>,
     /// Difference of the final losses to the baseline's, percent of the baseline's mean.
     pub difference: Option<Difference>,
-    /// Difference of the training losses over the last quarter of the steps, where runs continue from the same weights over the same
-    /// batches: the noise of the data is the same in both.
+    /// Difference of the training losses over the last quarter of the steps, for runs that continue from the same
+    /// weights on the same batches, so that both have the same noise of the data.
     pub training: Option<Difference>,
-    /// How this difference changes: the slope of its least-squares line over all steps, percent of the baseline's loss for each
-    /// million tokens.
+    /// The change of this difference: the slope of its least-squares line over all steps, in percent of the baseline's
+    /// loss per million tokens.
     pub growth: Option<Mean>,
-    /// Mean number of tokens after which runs reach the milestone, over those that reach it.
+    /// Mean number of tokens after which runs reach the milestone, over the runs that reach it.
     pub reached: Option<Mean>,
-    /// The first validation of a run that had reached the milestone by then, in tokens: when it did is not known.
+    /// Tokens of the first validation, if a run had reached the milestone by then; the exact number of tokens is then
+    /// not known.
     pub reached_before: Option<f64>,
     /// Difference of these tokens to the baseline's, percent of the baseline's mean.
     pub later: Option<Difference>,
@@ -42,11 +42,11 @@ pub struct Arm {
 /// A mean difference to the baseline.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Difference {
-    /// Percent of the baseline's mean. Over pairs of runs with the same seeds, where there are several.
+    /// Percent of the baseline's mean. It is over pairs of runs with the same seeds, if there are several pairs.
     pub mean: Mean,
     /// Whether the mean is over pairs of runs with the same seeds.
     pub paired: bool,
-    /// Whether runs of either arm diverged or failed, and are missing from the mean.
+    /// Whether runs of either arm diverged or failed, and are not part of the mean.
     pub of_survivors: bool,
     /// The conclusion that the interval allows.
     pub verdict: Verdict,
@@ -120,7 +120,7 @@ impl Arm {
         Some(self.paired(baseline, &training_slope)?.scaled(100.0 / loss.value))
     }
 
-    /// The mean difference of `number` to the baseline's over pairs of runs with the same seeds and data.
+    /// The mean difference of `number` to the baseline, over pairs of runs with the same seeds and data.
     fn paired(&self, baseline: &Arm, number: &dyn Fn(&Run) -> Option<f64>) -> Option<Mean> {
         let twins = by_seed(baseline.runs.iter(), number);
         let own = by_seed(self.runs.iter().filter(|run| !baseline.has_other_data(run)), number);
@@ -128,9 +128,9 @@ impl Arm {
         Mean::of(&pairs.collect::<Vec<_>>())
     }
 
-    /// The difference of `number` to the baseline's, over pairs of runs with the same seeds and data. Where
-    /// no pair exists, or one pair of two arms that each have at least two seeds, it is the difference of
-    /// the two means instead, with Welch's interval.
+    /// The difference of `number` to the baseline, over pairs of runs with the same seeds and data. If there is no
+    /// pair, or only one pair although both arms have at least two seeds, it is the difference of the two means, with
+    /// Welch's interval.
     pub(super) fn against(
         &self,
         baseline: &Arm,
@@ -149,7 +149,7 @@ impl Arm {
     }
 }
 
-/// The slope of the training loss, nats for each million tokens.
+/// The slope of the training loss, in nats per million tokens.
 fn training_slope(run: &Run) -> Option<f64> {
     let n = run.points.len() as f64;
     let mean = |of: &dyn Fn(&Point) -> f64| run.points.iter().map(of).sum::<f64>() / n;
@@ -167,8 +167,8 @@ pub(super) fn late_training_loss(run: &Run) -> Option<f64> {
     (run.status() == Some(Status::Finished) && mean.is_finite()).then_some(mean)
 }
 
-/// Tokens after which the validation loss falls to `loss`, interpolated linearly between validations. `None` if it does not, or
-/// has by the first validation. A run that has diverged reaches nothing: it does not keep the loss.
+/// Tokens after which the validation loss falls to `loss`, interpolated linearly between validations. `None` if it does
+/// not, or if it has done so by the first validation. A diverged run never reaches a loss, because it does not keep it.
 pub(super) fn reached(run: &Run, loss: f64) -> Option<f64> {
     let curve: Vec<(u64, f64)> = kept_validations(run)?.into_iter().collect();
     let at = curve.iter().position(|(_, value)| *value <= loss)?;
@@ -183,7 +183,7 @@ fn reached_before(run: &Run, loss: f64) -> Option<f64> {
     (value <= loss).then_some(tokens as f64)
 }
 
-/// The validation losses of a run that counts in means: one that has not diverged.
+/// The validation losses of a run that counts in means, which excludes diverged runs.
 fn kept_validations(run: &Run) -> Option<BTreeMap<u64, f64>> {
     (run.status() != Some(Status::Diverged)).then(|| validations(run))
 }

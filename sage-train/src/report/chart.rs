@@ -1,8 +1,8 @@
 //! Line charts as SVG, in one style for all plots.
 //!
-//! The colours are those of Okabe and Ito, which people with any colour vision can tell apart, with the two
-//! light ones made darker. Each series has a marker too: the pair of colour and marker repeats after 28
-//! series. A page may restyle the colours for dark mode: see [`STYLE`].
+//! The colours are from Okabe and Ito, which people with any colour vision can distinguish; the two light colours are
+//! made darker. Each series also has a marker: the pair of colour and marker repeats after 28 series. A page may
+//! restyle the colours for dark mode: see [`STYLE`].
 
 use candle_sage::{Error, Result};
 use plotters::coord::Shift;
@@ -26,8 +26,8 @@ const COLORS: [RGBColor; 7] = [
 const INK: RGBColor = RGBColor(34, 34, 34);
 const GRID: RGBColor = RGBColor(226, 226, 226);
 
-/// CSS for a page: charts follow the width of the page, and in dark mode their background, text, blue and
-/// grey change.
+/// CSS for a page: charts scale with the width of the page, and dark mode changes their background, text, blue and
+/// grey.
 pub const STYLE: &str = r##"
 svg { width: 100%; height: auto; }
 @media (prefers-color-scheme: dark) { @media screen {
@@ -56,11 +56,11 @@ pub struct Series {
     pub faint: Vec<(f64, f64)>,
     /// A filled band: x, low, high.
     pub band: Vec<(f64, f64, f64)>,
-    /// Crosses, which mark trouble. One outside the visible range is drawn at its edge.
+    /// Crosses, which mark spikes and failures. A cross outside the visible range is drawn at its edge.
     pub crosses: Vec<(f64, f64)>,
 }
 
-/// The axes of a chart in the process of being drawn.
+/// The axes of a chart while it is drawn.
 type Axes<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 
 /// What drawing returns.
@@ -77,13 +77,13 @@ pub struct Chart {
     pub level: Option<(f64, String)>,
     /// Whether the vertical axis always includes 0.
     pub from_zero: bool,
-    /// The visible range of the vertical axis, if it is not that of the data.
+    /// The visible range of the vertical axis, if it is not the range of the data.
     pub limits: Option<(f64, f64)>,
-    /// Whether points are decimal logarithms: the axes show the numbers.
+    /// Whether points are decimal logarithms; the axes then show the numbers themselves.
     pub logarithmic: bool,
 }
 
-/// Values beyond this are not drawn: the axis would show nothing else.
+/// Values beyond this are not drawn, because they would flatten everything else.
 const BEYOND: f64 = 1e9;
 
 impl Chart {
@@ -212,7 +212,7 @@ impl Series {
         chart.draw_series(LineSeries::new(finite(faint).filter(shown), color.mix(0.3)))?;
         let line = LineSeries::new(finite(points).filter(shown), color.stroke_width(2));
         chart.draw_series(line)?;
-        // Only some points have a marker, because markers of many points would overlap.
+        // Only some points have a marker, because too many markers would overlap.
         let every = points.len().div_ceil(24).max(1);
         let marked = finite(points).filter(shown).skip((every - 1) / 2).step_by(every);
         chart.draw_series(marked.map(|at| EmptyElement::at(at) + marker(style, (0, 0))))?;
@@ -237,7 +237,7 @@ impl<'a> Name<'a> {
         }
     }
 
-    /// Draws the entry into the area below the chart, with its middle at this height.
+    /// Draws the entry into the area below the chart, vertically centred at `middle`.
     fn draw(self, area: &DrawingArea<SVGBackend<'_>, Shift>, middle: i32) -> Drawn {
         let from = 78;
         let color = if let Name::Of(series) = self { color(series.style) } else { INK };
@@ -288,7 +288,7 @@ pub fn short(x: f64) -> String {
     format!("{}{unit}", text.trim_end_matches('0').trim_end_matches('.'))
 }
 
-/// A number with one significant digit after the decimal point's zeros: `0.0316` as `0.03`.
+/// A number below 1 rounded to one significant digit: `0.0316` as `0.03`.
 fn one_digit(x: f64) -> String {
     format!("{x:.0$}", (-x.log10().floor()).clamp(0.0, 12.0) as usize)
 }
@@ -331,7 +331,7 @@ mod tests {
         Ok(())
     }
 
-    /// The CSS for dark mode names colours that the charts use.
+    /// The CSS for dark mode replaces colours that the charts use.
     #[test]
     fn the_dark_knows_the_colours_of_the_light() {
         let hex = |RGBColor(r, g, b): RGBColor| format!("#{r:02X}{g:02X}{b:02X}");

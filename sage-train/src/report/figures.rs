@@ -20,17 +20,17 @@ pub const SPIKE: f64 = 8.0;
 /// losses fall fast there.
 const SETTLING: f64 = 0.25;
 
-/// Most points of a curve of training losses.
+/// Largest number of points of a curve of training losses.
 const GROUPS: usize = 40;
 
-/// A chart, and what a page says about it.
+/// A chart with its title and caption.
 #[derive(Debug)]
 pub struct Figure {
-    /// Begins the name of its file.
+    /// The beginning of its file's name.
     pub name: &'static str,
-    /// What is drawn.
+    /// The title above the chart.
     pub title: &'static str,
-    /// How to read it.
+    /// The explanation below the chart.
     pub caption: String,
     /// The chart.
     pub svg: String,
@@ -40,7 +40,7 @@ impl Study {
     /// Every chart as SVG, with a name for its file.
     ///
     /// # Errors
-    /// When one cannot be drawn.
+    /// When a chart cannot be drawn.
     pub fn figures(&self) -> Result<Vec<(String, String)>> {
         let mut all = Vec::new();
         let plain = |c: char| if c.is_alphanumeric() || "-.".contains(c) { c } else { '-' };
@@ -66,7 +66,7 @@ impl Panel {
     /// The charts.
     ///
     /// # Errors
-    /// When one cannot be drawn.
+    /// When a chart cannot be drawn.
     pub fn figures(&self) -> Result<Vec<Figure>> {
         let figure = |name, title, caption: String, svg: Option<String>| {
             Some(Figure { name, title, caption, svg: svg? })
@@ -76,9 +76,10 @@ impl Panel {
                 "losses",
                 "Validation loss over tokens",
                 format!(
-                    "Mean over seeds and their range, of the runs that are finished; of an arm without one, of its unfinished runs, or of \
-                     those that diverged. Crosses: losses more than {SPIKE} standard deviations above those of the steps before, and where \
-                     a run diverged or failed; at the edge where they lie outside."
+                    "Mean and range over seeds of the finished runs; for an arm without a finished run, of its \
+                     unfinished runs, or else of its diverged runs. Crosses mark losses more than {SPIKE} standard \
+                     deviations above the previous steps, and steps at which a run diverged or failed; a cross \
+                     outside the range is drawn at the edge."
                 ),
                 losses(self)?,
             ),
@@ -92,24 +93,26 @@ impl Panel {
                 "training-differences",
                 "Difference of the training loss to the baseline over tokens",
                 format!(
-                    "Differences between runs that go on from the same weights over the same batches, in at most {GROUPS} groups of steps: \
-                     their mean over seeds and its 95 % interval."
+                    "Differences between runs that continue from the same weights on the same batches, in at most \
+                     {GROUPS} groups of steps: their mean over seeds and its 95 % interval."
                 ),
                 training_differences(self)?,
             ),
             figure(
                 "gradients",
                 "Error of the whole gradient over tokens",
-                "The error of the model's gradient under low-bit schemes, over the gradient without noise, as `probe --gradient` measured it \
-                 last. What does not fall is a bias. For comparison the noise of the data, of the first model."
+                "The error of the model's gradient under low-bit schemes, relative to the gradient without noise, \
+                 from the last `probe --gradient`. An error that does not fall is a bias. For comparison: the noise \
+                 of the data with the first model."
                     .into(),
                 gradients(self)?,
             ),
             figure(
                 "errors",
                 "Error of attention's gradients over tokens",
-                "Relative L2 of dQ against full precision on the model's own tensors, in the layer where it is largest; a model trained \
-                 in full precision is probed with SageBwd. Mean over seeds and its 95 % interval, cut off at 0."
+                "Relative L2 of dQ against unquantized attention on the model's tensors, in the layer with the \
+                 largest error; a model trained with unquantized attention is probed with SageBwd. Mean over seeds \
+                 and its 95 % interval, truncated at 0."
                     .into(),
                 errors(self)?,
             ),
@@ -117,7 +120,7 @@ impl Panel {
         Ok(all.into_iter().flatten().collect())
     }
 
-    /// The unigram entropy, nats per token, if all runs have the same.
+    /// The unigram entropy in nats per token, if it is the same for all runs.
     pub fn unigram_entropy(&self) -> Option<f64> {
         let runs = self.arms.iter().flat_map(|arm| &arm.runs);
         let mut entropies = runs.filter_map(|run| run.starts.last()).map(|start| start.unigram_entropy);
@@ -157,8 +160,8 @@ fn losses(panel: &Panel) -> Result<Option<String>> {
     chart.to_svg().map(Some)
 }
 
-/// Difference of the validation loss to that of the baseline's run with the same seeds and data, percent of
-/// the baseline's. `None` without a baseline, or without such a run.
+/// Difference of the validation loss to the baseline's run with the same seeds and data, in percent of the baseline's
+/// loss. `None` without a baseline, or without such a run.
 fn differences(panel: &Panel) -> Result<Option<String>> {
     let (true, Some((baseline, others))) = (panel.has_baseline, panel.arms.split_first()) else {
         return Ok(None);
@@ -166,7 +169,7 @@ fn differences(panel: &Panel) -> Result<Option<String>> {
     differences_of("difference to", baseline, others.iter(), &validations)
 }
 
-/// The same of the training losses of the arms that train on the baseline's batches.
+/// Difference of the training loss, for the arms that train on the baseline's batches.
 fn training_differences(panel: &Panel) -> Result<Option<String>> {
     let Some((baseline, others)) = panel.arms.split_first() else { return Ok(None) };
     let alike = others.iter().filter(|arm| arm.training.is_some());
@@ -211,8 +214,8 @@ fn differences_of<'a>(
     chart.to_svg().map(Some)
 }
 
-/// The errors of whole gradients of all runs that were probed, after the last step of each at which they were. `None` also where noise
-/// hides every gradient, over which they are drawn.
+/// The errors of the whole gradient at the last probe of each probed run. `None` also if noise hides every gradient,
+/// because errors are drawn relative to the gradient.
 fn gradients(panel: &Panel) -> Result<Option<String>> {
     let mut found: Vec<GradientErrors> = Vec::new();
     for (arm, run) in panel.arms.iter().flat_map(|arm| arm.runs.iter().map(move |run| (arm, run))) {
@@ -230,15 +233,15 @@ fn gradients(panel: &Panel) -> Result<Option<String>> {
     if found.is_empty() { Ok(None) } else { gradient_plot(&found).map(Some) }
 }
 
-/// Relative L2 error of dQ over tokens, in the layer where it is largest, as `--probe-every` measured it.
-/// `None` if no run was probed more than once.
+/// Relative L2 error of dQ over tokens, in the layer with the largest error, from `--probe-every`. `None` if no run was
+/// probed more than once.
 fn errors(panel: &Panel) -> Result<Option<String>> {
     let series: Vec<Series> = panel
         .arms
         .iter()
         .map(|arm| {
             let mut series = curve(arm, &by_seed(arm, |run| Some(worst_errors(run))));
-            // An error is not negative, though the interval of a mean over few seeds may reach below 0.
+            // Errors are not negative, but the interval of a mean over few seeds may reach below 0.
             series.band.iter_mut().for_each(|(_, low, _)| *low = low.max(0.0));
             series
         })
@@ -262,8 +265,8 @@ fn worst_errors(run: &Run) -> BTreeMap<u64, f64> {
     run.probes.iter().filter_map(worst).collect()
 }
 
-/// The finished runs of an arm. If none is finished: those that have not diverged or failed, or else all. A mean over runs of
-/// different lengths would jump where one ends.
+/// The finished runs of an arm. If no run is finished: the runs that have not diverged or failed, or else all runs. A
+/// mean over runs of different lengths would jump where one of them ends.
 fn whole(arm: &Arm) -> impl Iterator<Item = &Run> {
     let rank = |run: &Run| match run.status() {
         Some(Status::Finished) => 0,
@@ -305,7 +308,7 @@ fn against(curve: &BTreeMap<u64, f64>, base: &BTreeMap<u64, f64>) -> BTreeMap<u6
 fn curve(arm: &Arm, curves: &[BTreeMap<u64, f64>]) -> Series {
     let mut values: BTreeMap<u64, Vec<f64>> = BTreeMap::new();
     curves.iter().flatten().for_each(|(&tokens, &value)| values.entry(tokens).or_default().push(value));
-    // A mean over fewer curves would jump where one ends.
+    // A mean over fewer curves would jump where one of them ends.
     let most = values.values().map(Vec::len).max().unwrap_or(0);
     let means: Vec<(f64, Mean)> = values
         .iter()

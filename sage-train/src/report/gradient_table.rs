@@ -1,4 +1,4 @@
-//! Errors of gradients as tables and as a plot.
+//! Tables and a plot of gradient errors.
 
 use candle_sage::Result;
 
@@ -7,26 +7,27 @@ use super::statistics::Mean;
 use super::table::csv_cell;
 use crate::metrics::{GradientErrors, Part, Squares};
 
-/// What follows from the sums of a part.
+/// The figures of a parameter group, computed from its sums.
 struct Figures {
     /// `|G|`, the norm of the gradient without its noise.
     gradient: f64,
     /// Tokens at which the gradient's noise is as large as the gradient.
     noise_tokens: f64,
-    /// The error's noise of a micro-batch over the gradient: `sqrt(V) / |G|`.
+    /// The noise of a micro-batch's error relative to the gradient: `sqrt(V) / |G|`.
     error_noise: f64,
     /// `|B|^2 / |G|^2`, from all pairs.
     bias: f64,
-    /// Half of its 95 % interval, over blocks.
+    /// The half-width of its 95 % interval, over blocks.
     half: Option<f64>,
-    /// `B . G / |G|^2`: the part of the bias along the gradient, a change of the length of the step.
+    /// `B . G / |G|^2`: the component of the bias along the gradient, which changes only the length of a step.
     along: f64,
-    /// Tokens at which the bias is as large as the gradient's noise: from all, and the limits of the interval. None: there is
-    /// no bias above zero. Unlike the shares, it does not need `|G|^2`, which noise can hide.
+    /// Tokens at which the bias equals the gradient's noise: the estimate from all blocks, and the limits of its
+    /// interval. `None` if the bias is not above zero. Unlike the ratios to the gradient, it does not need `|G|^2`,
+    /// which noise can hide.
     crossing: [Option<f64>; 3],
 }
 
-/// A share that may come out below zero.
+/// The square root of an estimate, which may be below zero.
 fn root(x: f64) -> f64 {
     x.max(0.0).sqrt()
 }
@@ -38,7 +39,7 @@ impl Figures {
         let half = Mean::of(&blocks).and_then(|mean| mean.half);
         let noise = falls.exact * tokens as f64;
         let crossing = |bias: f64| (bias > 0.0).then(|| noise / bias);
-        // Where noise hides the gradient nothing can be said as a share of it.
+        // If noise hides the gradient, there are no ratios to it.
         let gradient = if stays.exact > 0.0 { stays.exact } else { f64::NAN };
         Self {
             gradient: gradient.sqrt(),
@@ -52,13 +53,14 @@ impl Figures {
     }
 }
 
-/// The products of the means over two disjoint halves, over their squared norms: the mean cosine, of errors and of gradients.
+/// The dot product of the means over two disjoint halves, divided by their mean squared norm: the mean cosine of
+/// errors, and of gradients.
 fn cosines(one: &Squares, two: &Squares) -> [f64; 2] {
     // |(a + b) / 2|^2 = (|a|^2 + |b|^2 + 2 a . b) / 4.
     [2.0 * two.error / one.error - 1.0, 2.0 * two.exact / one.exact - 1.0]
 }
 
-/// The error against the number of tokens, and its split by part of the model.
+/// Tables of the error over the number of tokens, and of the error of each parameter group.
 pub fn gradient_table(title: &str, errors: &GradientErrors) -> String {
     let heads = ["tokens", "|gradient|", "|error|", "error/gradient", "cos of errors", "cos of gradients"];
     let mut out = format!("{title}\n\n");
@@ -77,7 +79,7 @@ pub fn gradient_table(title: &str, errors: &GradientErrors) -> String {
             cosine(1)
         );
     }
-    out += "\ncos: of the means over two disjoint parts of so many tokens\n\n";
+    out += "\ncos: between the means over two disjoint sets of this many tokens\n\n";
     let heads =
         ["|gradient|", "noise = gradient", "error's noise", "bias", "95 % interval", "along", "bias = noise"];
     out += &format!("{:<10}", "part");
@@ -106,15 +108,16 @@ pub fn gradient_table(title: &str, errors: &GradientErrors) -> String {
         out += &format!("{crossing:>18}{:>20}\n", format!("{low} to {high}"));
     }
     out += &format!(
-        "\nnoise = gradient, bias = noise: tokens a step at which the two are equal; error's noise: of {} tokens, over the gradient, and\n\
-         falling as the square root of the tokens; bias: what stays, over the gradient, and its part along the gradient; -: noise\n\
-         hides the gradient; the interval is over eight parts of the data, and up to three times too wide where noise is larger than bias\n",
+        "\nnoise = gradient, bias = noise: tokens per step at which both are equal; error's noise: noise of the error in {} \
+         tokens,\nrelative to the gradient, which falls as the square root of the tokens; bias: the error that does not average \
+         out, relative\nto the gradient, and its component along the gradient; -: noise hides the gradient; the interval is over \
+         eight shards of the\ndata, and up to three times too wide where noise is larger than bias\n",
         short(errors.tokens as f64)
     );
     out
 }
 
-/// The same as comma-separated values, a row for each part and number of tokens.
+/// CSV with a row for each parameter group and number of tokens.
 pub fn gradient_csv(all: &[GradientErrors]) -> String {
     let mut out = String::from(
         "scheme,part,tokens,gradient,error,error_over_measured_gradient,error_noise,bias_squared,bias_squared_half,bias_along,noise_equals_gradient_tokens,bias_equals_noise_tokens,bias_equals_noise_low,bias_equals_noise_high\n",
@@ -143,10 +146,10 @@ pub fn gradient_csv(all: &[GradientErrors]) -> String {
     out
 }
 
-/// The error over the gradient against tokens, with the noise of the data.
+/// A plot of the error relative to the gradient over tokens, with the noise of the data.
 ///
 /// # Errors
-/// When nothing is finite.
+/// When no value is finite.
 pub fn gradient_plot(all: &[GradientErrors]) -> Result<String> {
     let logarithm = |tokens: u64, y: f64| ((tokens as f64).log10(), y.log10());
     let curve = |errors: &GradientErrors, y: &dyn Fn(&Figures, usize, &Squares) -> f64| {
@@ -174,7 +177,7 @@ pub fn gradient_plot(all: &[GradientErrors]) -> Result<String> {
             ..Series::default()
         });
     }
-    let y = "size over the gradient's".into();
+    let y = "size relative to the gradient".into();
     Chart { y, series, logarithmic: true, ..Chart::default() }.to_svg()
 }
 
@@ -183,7 +186,8 @@ mod tests {
     use super::*;
     use crate::metrics::Sums;
 
-    /// A gradient of norm 3 with noise 4 in a micro-batch of 100 tokens, and a bias of .3 of which .2 is along the gradient.
+    /// A gradient of norm 3 with noise 4 in a micro-batch of 100 tokens, and a bias of .3, with a component of .2 along
+    /// the gradient.
     #[test]
     fn figures_follow_from_the_sums() {
         let sums = |count: usize| {
@@ -213,8 +217,9 @@ mod tests {
         near(figures.along, 0.6 / 9.0);
         // 16 * 100 / tokens = .09.
         near(figures.crossing[0].expect("a bias"), 1600.0 / 0.09);
-        // Biases that scatter around .09: four of .05 and four of .13 have the standard deviation .04 sqrt(8 / 7), and of the mean of eight
-        // Student's t at seven degrees of freedom allows 2.3646 standard errors.
+        // Biases that scatter around .09: four of .05 and four of .13 have the standard deviation .04 sqrt(8 / 7), and
+        // the interval of a mean of eight has a half-width of 2.3646 standard errors (Student's t with seven degrees of
+        // freedom).
         let scattered = |by: f64| {
             let block = |n: usize| {
                 let mut sums = sums(8);
@@ -241,7 +246,8 @@ mod tests {
         near(gradients, 9.0 / 25.0);
     }
 
-    /// Where the estimate of `|G|^2` comes out below zero, nothing is a share of it; the bias still has its number of tokens.
+    /// If the estimate of `|G|^2` is below zero, there are no ratios to it, but the bias still has its number of
+    /// tokens.
     #[test]
     fn a_gradient_that_noise_hides_has_no_shares() {
         let squares = |exact, error| Squares { exact, low: exact, error };

@@ -1,4 +1,4 @@
-//! Errors of attention by layer, as a table with shaded cells.
+//! A table of attention's errors by layer, with shaded cells.
 
 use maud::{Markup, html};
 
@@ -6,11 +6,11 @@ use super::study::Study;
 use crate::metrics::{Probed, QUANTITIES};
 use crate::runs::Run;
 
-/// Relative L2 from which on a cell has the darkest shade.
+/// Relative L2 at and above which a cell has the darkest shade.
 const DARKEST: f64 = 0.5;
 
 impl Study {
-    /// A table for each arm: the last probe of its first run that has one.
+    /// A table for each arm, from the last probe of its first run with a probe.
     pub(super) fn errors(&self) -> Markup {
         let arms = self.panels.iter().flat_map(|panel| panel.arms.iter().map(move |arm| (panel, arm)));
         let probed: Vec<(String, &Run, &Probed)> = arms
@@ -29,8 +29,9 @@ impl Study {
                 section aria-labelledby="errors" {
                     h2 id="errors" { "Errors of attention" }
                     p.note {
-                        "Relative L2 against full precision on the tensors of each model, layer by layer, at its last probe: delta, P, dP \
-                         and dS inside of attention, then its results. A model trained in full precision is probed with SageBwd."
+                        "Relative L2 against unquantized attention on the tensors of each model, layer by layer, at \
+                         its last probe: delta, P, dP and dS inside of attention, then its results. A model trained \
+                         with unquantized attention is probed with SageBwd."
                     }
                     @for (name, run, probed) in probed {
                         div.scroll tabindex="0" { table {
@@ -59,7 +60,7 @@ fn names(probed: &Probed) -> Vec<&'static str> {
     QUANTITIES.into_iter().filter(has).collect()
 }
 
-/// A cell with its number on a shade of the charts' orange, on which both black and white text can be read.
+/// A cell with its number on a shade of the charts' orange, on which black and white text are readable.
 fn cell(error: Option<f64>) -> Markup {
     let shade = error.map_or(0.0, |error| (error / DARKEST).sqrt().min(1.0) * 70.0);
     html! {

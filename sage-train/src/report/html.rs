@@ -44,10 +44,10 @@ details { margin: .4rem 0; } summary { cursor: pointer; }
 @media print { body { max-width: none; padding: 0; } figure, tr { break-inside: avoid; } nav { display: none; } details > * { display: block; } }
 ";
 
-/// The page's usual name.
+/// The default file name of the page.
 pub const REPORT: &str = "report.html";
 
-/// What the page says it was made by.
+/// The generator in the page's metadata.
 pub const GENERATOR: &str = "sage-train report";
 
 impl Study {
@@ -65,7 +65,7 @@ impl Study {
     /// # Errors
     /// When a chart cannot be drawn.
     pub fn to_html(&self) -> Result<String> {
-        let title = self.about.as_deref().unwrap_or("Runs side by side");
+        let title = self.about.as_deref().unwrap_or("Comparison of runs");
         let panels: Vec<Markup> =
             self.panels.iter().enumerate().map(|(n, panel)| self.panel(n, panel)).collect::<Result<_>>()?;
         let page = html! {
@@ -101,7 +101,7 @@ impl Study {
         Ok(page.into_string())
     }
 
-    /// Sentences about the arms that lost runs, and then the verdicts.
+    /// Sentences about the arms with diverged or failed runs, and then the verdicts.
     fn summary(&self) -> Markup {
         let sentence = |panel: &Panel, arm: &Arm| -> Option<String> {
             let (difference, baseline) = (arm.difference?, &panel.arms.first()?.label);
@@ -117,10 +117,7 @@ impl Study {
                     format!("{} against {baseline} is undecided: {numbers}{place}.", arm.label)
                 }
                 Verdict::OneSeed => {
-                    format!(
-                        "{} against {baseline}: {numbers}, one seed, which says little{place}.",
-                        arm.label
-                    )
+                    format!("{} against {baseline}: {numbers}, from only one seed{place}.", arm.label)
                 }
             })
         };
@@ -179,11 +176,12 @@ impl Study {
         html! {
             @if !rows.is_empty() {
                 section aria-labelledby="paper" {
-                    h2 id="paper" { "Beside the paper" }
+                    h2 id="paper" { "Comparison with the paper" }
                     div.scroll tabindex="0" { table {
                         caption {
-                            "SageBwd (arXiv 2603.02170, section 5): 325M parameters, 78 billion tokens, one run each. Final loss, and \
-                             its difference to full precision at the same tokens a step; here with QK-norm on against on, off against off."
+                            "SageBwd (arXiv 2603.02170, section 5): 325M parameters, 78 billion tokens, one run each. \
+                             Final loss, and its difference to unquantized attention at the same tokens per step; \
+                             here both runs have QK-norm, or neither has it."
                         }
                         thead { tr { th scope="col" { "arm" } th scope="col" { "paper" } th scope="col" { "here" } } }
                         tbody { @for row in rows { tr { @for cell in row { td.wrap { (cell) } } } } }
@@ -200,7 +198,7 @@ impl Study {
             || self.panels.iter().flat_map(|panel| panel.arms.iter().map(move |arm| (&panel.arms[0], arm)));
         let sizes = || arms().map(|(_, arm)| tokens(arm));
         let (least, most) = (sizes().min()?, sizes().max()?);
-        // The paper compares with full precision at the same tokens per step and with the same QK-norm.
+        // The paper compares with unquantized attention at the same tokens per step and with the same QK-norm.
         let of_row = |(first, arm): &(&Arm, &Arm)| {
             let (Some(own), Some(base)) = (arm.runs.first(), first.runs.first()) else { return false };
             let (own, base) = (&own.config, &base.config);
@@ -240,7 +238,8 @@ impl Study {
             section aria-labelledby="speed" {
                 h2 id="speed" { "Speed" }
                 div.scroll tabindex="0" { table {
-                    caption { "Medians over the steps of finished runs: a first step or a validation does not move them. Runs side by side on one device share its speed and power." }
+                    caption { "Medians over the steps of finished runs, which a slow first step or a validation does \
+                               not affect. Concurrent runs on one device share its speed and power." }
                     thead { tr {
                         th scope="col" { "arm" }
                         @for head in ["tokens/s", "ms a step", "GPU GiB", "watts", "MHz", "MFU %"] { th.n scope="col" { (head) } }
@@ -316,7 +315,7 @@ fn start_of(start: &Start) -> Markup {
 struct Published {
     arm: &'static str,
     qk_norm: bool,
-    /// Whether the result is at the larger of the two sizes of a step.
+    /// Whether the result is for the larger of the two numbers of tokens per step.
     many: bool,
     claim: &'static str,
 }

@@ -1,4 +1,4 @@
-//! The errors of linear layers in FP8, as tables.
+//! Tables of the errors of linear layers in FP8.
 
 use std::fmt::Write;
 
@@ -7,7 +7,7 @@ use crate::probe::linear::{LinearErrors, OfLinear};
 /// The matrices of a layer, in the order of their columns.
 const NAMES: [&str; 4] = ["query-key-value", "output", "gate-up", "down"];
 
-/// A row for each layer, with Y, dX and dW of each matrix; and one for their mean.
+/// A row for each layer with Y, dX and dW of each matrix, and a row for the mean.
 pub fn linear_table(title: &str, errors: &LinearErrors) -> String {
     let mut out = format!("{title}\n\nrelative L2\n{:<5}", "");
     NAMES.iter().for_each(|name| out += &format!("  {name:<20}"));
@@ -38,7 +38,7 @@ pub fn linear_table(title: &str, errors: &LinearErrors) -> String {
     out
 }
 
-/// The same as comma-separated values.
+/// The errors as CSV.
 pub fn linear_csv(errors: &LinearErrors) -> String {
     let mut out = String::from("layer,matrix,y,dx,dw\n");
     for OfLinear { layer, name, errors: [y, dx, dw] } in &errors.linears {

@@ -1,4 +1,4 @@
-//! The losses of one run.
+//! The plot of the losses of one run.
 
 use candle_sage::Result;
 

@@ -6,8 +6,8 @@ use super::table::csv_cell;
 use crate::metrics::{Probed, QUANTITIES, RESULTS, Row, Sizes};
 use crate::probe::SigmaRow;
 
-/// SageBwd (arXiv 2603.02170), Table 2: layer 11, the worst of 20, QK-norm, 2.1M tokens a step; cosine and
-/// relative L2 of each of [`QUANTITIES`].
+/// SageBwd (arXiv 2603.02170), Table 2: layer 11, the worst of 20, QK-norm, 2.1M tokens per step; cosine and relative
+/// L2 of each of [`QUANTITIES`].
 const PAPER: [(f64, f64); 8] = [
     (0.9973, 0.0736),
     (0.9917, 0.1293),
@@ -19,8 +19,8 @@ const PAPER: [(f64, f64); 8] = [
     (0.9985, 0.0540),
 ];
 
-/// Cosine and relative L2 of every layer, as in the paper's Table 2; then the sizes of the tensors, the NVFP4
-/// groups that vanish, and the error of each part alone, as far as they were measured.
+/// Cosine and relative L2 of every layer, as in the paper's Table 2; then, as far as they were measured, the sizes of
+/// the tensors, the NVFP4 groups whose scale is zero, and the error when only one matmul or operand is quantized.
 pub fn layer_errors(title: &str, probed: &Probed) -> String {
     let rows = &probed.rows;
     let names: Vec<&str> =
@@ -40,7 +40,7 @@ pub fn layer_errors(title: &str, probed: &Probed) -> String {
         }
         out.push('\n');
     }
-    // The paper's table is of SageBwd.
+    // The paper's table is about SageBwd.
     if probed.scheme.starts_with("SageBwd") {
         let _ = write!(out, "{:<7}", "paper");
         for name in &names {
@@ -88,8 +88,8 @@ fn sizes(rows: &[Row]) -> String {
         }
         out.push('\n');
     }
-    out + "\nbound: max |dP - delta| sqrt(2 / (N + 1)), which RMS dS cannot pass; outliers: tokens above ten times the median of their \
-           tile\n"
+    out + "\nbound: max |dP - delta| sqrt(2 / (N + 1)), an upper bound of RMS dS; outliers: tokens above ten times \
+           the median of their tile\n"
 }
 
 /// The share of NVFP4 groups whose scale is zero.
@@ -128,7 +128,7 @@ fn products(rows: &[Row]) -> String {
             out.push('\n');
         }
     }
-    out + "\none part in low bits, the others exact; share: of the sum of the squares\n"
+    out + "\nonly one matmul or operand is quantized; share: of the sum of the squared errors\n"
 }
 
 /// Errors on random tensors, next to the paper's Table 1.
@@ -150,7 +150,7 @@ pub fn sigma_errors(title: &str, rows: &[SigmaRow]) -> String {
             out.push('\n');
         }
     }
-    out + "\npaper: SageBwd (arXiv 2603.02170, Table 1), whose shape and mask are not said\n"
+    out + "\npaper: SageBwd (arXiv 2603.02170, Table 1), which does not state shape and mask\n"
 }
 
 /// SageBwd (arXiv 2603.02170), Table 1: cosine and relative L2 of O, dQ, dK, dV at each sigma.
@@ -162,7 +162,7 @@ const TABLE_1: [(f64, [(f64, f64); 4]); 5] = [
     (10.0, [(0.9933, 0.1161), (0.7823, 0.6648), (0.7820, 0.6684), (0.9933, 0.1157)]),
 ];
 
-/// A line for each row and quantity: an error has a cosine and a relative L2, a size has a value.
+/// CSV with a line for each row and quantity: an error has a cosine and a relative L2, a size has a value.
 pub fn probe_csv(probes: &[Probed]) -> String {
     let mut out = String::from(
         "scheme,step,context,sequences,qk_scale,token_scales,layer,head,codes_in,quantity,cosine,relative_l2,value\n",
@@ -170,7 +170,7 @@ pub fn probe_csv(probes: &[Probed]) -> String {
     for probed in probes {
         let Probed { scheme, context, sequences, qk_scale, token_scales, .. } = probed;
         let step = probed.step.map_or(String::new(), |step| step.to_string());
-        // In quotes, where readers of earlier files split the line.
+        // The scheme is always in quotes, because existing readers split a line at the closing quote.
         let scheme = csv_cell(scheme);
         let scheme = if scheme.starts_with('"') { scheme } else { format!("\"{scheme}\"") };
         for row in &probed.rows {

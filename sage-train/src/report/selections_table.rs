@@ -1,4 +1,4 @@
-//! What selected blocks and a tail leave of attention, as tables.
+//! Tables of the errors of block selections and linear tails.
 
 use std::fmt::Write;
 
@@ -31,7 +31,7 @@ pub fn selections_table(title: &str, found: &Selections) -> String {
     WAYS.iter().for_each(|way| out += &format!(" {:>9}", rest(way.1)));
     out.push('\n');
     out += &rows(found.layers.iter().map(|layer| layer.errors.clone()).collect());
-    out += "\nshare of dense attention's mass on past blocks that the selected ones have\n";
+    out += "\nfraction of dense attention's mass on past blocks that the selected blocks have\n";
     out += &format!("{:<7}", "layer");
     let all = [Chosen::Best, Chosen::Learned, Chosen::Identity, Chosen::Window];
     all.iter().for_each(|&of| out += &format!(" {:>9}", chosen(of)));
@@ -39,7 +39,7 @@ pub fn selections_table(title: &str, found: &Selections) -> String {
     out + &rows(found.layers.iter().map(|layer| layer.mass.to_vec()).collect())
 }
 
-/// A row for each layer, and one for their mean.
+/// A row for each layer, and a row for the mean.
 fn rows(layers: Vec<Vec<f64>>) -> String {
     let width = layers.first().map_or(0, Vec::len);
     let mean =
@@ -54,7 +54,7 @@ fn rows(layers: Vec<Vec<f64>>) -> String {
     out
 }
 
-/// The same as comma-separated values.
+/// The errors as CSV.
 pub fn selections_csv(found: &Selections) -> String {
     let mut out = String::from("layer,blocks,rest,relative_l2\n");
     for layer in &found.layers {

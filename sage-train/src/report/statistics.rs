@@ -66,8 +66,7 @@ impl Mean {
     /// The verdict on a mean difference, where a difference below `margin` does not matter.
     pub fn verdict(&self, margin: f64) -> Verdict {
         let Some((low, high)) = self.interval() else { return Verdict::OneSeed };
-        // Two one-sided tests (TOST) at 5 % each: they reject a difference of at least the margin on both
-        // sides.
+        // Two one-sided tests (TOST) at 5 % each: both must reject a difference of at least the margin.
         let within = self.value.abs() + quantile(0.95, self.freedom) * self.error;
         match () {
             () if within < margin => Verdict::Matches,
@@ -86,13 +85,13 @@ fn quantile(p: f64, freedom: f64) -> f64 {
 /// The conclusion that a difference and its interval allow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// Equivalent: the 90 % interval lies within the margin.
+    /// Equivalent: the 90 % interval is within the margin.
     Matches,
-    /// The 95 % interval lies above 0.
+    /// The 95 % interval is above 0.
     Higher,
-    /// The 95 % interval lies below 0.
+    /// The 95 % interval is below 0.
     Lower,
-    /// None of these: more seeds would decide.
+    /// None of the above: more seeds would decide.
     Undecided,
     /// A single seed: no interval exists.
     OneSeed,
@@ -179,7 +178,7 @@ mod tests {
         assert_eq!(verdict(&[0.01, 0.02, -0.01], 0.02), Verdict::Undecided);
         assert_eq!(verdict(&[0.5, 0.52, 0.51], 0.2), Verdict::Higher);
         assert_eq!(verdict(&[-0.5, -0.52, -0.51], 0.2), Verdict::Lower);
-        // The difference is significant, but lies within the margin.
+        // The difference is significant, but within the margin.
         assert_eq!(verdict(&[0.05, 0.052, 0.051], 0.2), Verdict::Matches);
         assert_eq!(verdict(&[0.5], 0.2), Verdict::OneSeed);
     }

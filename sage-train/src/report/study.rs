@@ -1,5 +1,5 @@
-//! A comparison of runs: groups runs into arms and panels, finds the baseline, and computes the differences
-//! to it.
+//! A comparison of runs: groups runs into arms and panels, finds the baseline, and computes differences to the
+//! baseline.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -16,7 +16,7 @@ use crate::runs::{Run, initial_weights};
 use crate::settings::Attn;
 use crate::{during, partial, writing};
 
-/// The file in a sweep's folder with the options that its reports begin with.
+/// The file in a sweep's folder with the default options of its reports.
 const STUDY: &str = "study.toml";
 
 /// Options of the comparison.
@@ -25,15 +25,16 @@ const STUDY: &str = "study.toml";
 pub struct ReportOptions {
     /// The question that the comparison answers, as a title.
     pub about: Option<String>,
-    /// Settings that identify the baseline arm; if empty, full precision or else the first arm.
+    /// Settings that identify the baseline arm; if empty, it is the arm with unquantized attention, or else the first
+    /// arm.
     pub baseline: Table,
-    /// The settings that tell arms apart; if empty, those of attention and [`ReportOptions::points`].
+    /// The settings that distinguish arms; if empty, the settings of attention and [`ReportOptions::points`].
     pub by: Vec<String>,
-    /// The settings of a sweep's `[[points]]`, each of which is an arm: they distinguish arms as settings of attention do.
+    /// The settings of a sweep's `[[points]]`, which distinguish arms like the settings of attention.
     pub points: Vec<String>,
     /// Equivalence margin: smaller differences do not matter. Percent of the baseline's loss.
     pub margin: f64,
-    /// A loss; the number of tokens after which runs reach it is compared too.
+    /// A loss. The number of tokens after which runs reach this loss is also compared.
     pub milestone: Option<f64>,
 }
 
@@ -51,7 +52,7 @@ impl ReportOptions {
     /// The options of the sweep in this folder; the defaults for a folder without a sweep.
     ///
     /// # Errors
-    /// When its file cannot be read.
+    /// When the file cannot be read.
     pub fn of(folder: &Path) -> Result<Self> {
         let path = folder.join(STUDY);
         let failed = || format!("cannot read {}", path.display());
@@ -76,10 +77,10 @@ impl Default for ReportOptions {
     }
 }
 
-/// Arms that differ only in the settings that are compared.
+/// Arms that differ only in the compared settings.
 #[derive(Debug, Clone)]
 pub struct Panel {
-    /// The settings that tell this panel from the others; empty if there is one panel.
+    /// The settings that distinguish this panel from the others; empty if there is one panel.
     pub label: String,
     /// The arms, the baseline first.
     pub arms: Vec<Arm>,
@@ -112,7 +113,7 @@ impl Study {
     /// Compares runs, which may be in any order.
     ///
     /// # Errors
-    /// Without runs, `by` names a setting in which they do not differ, or no arm is the baseline.
+    /// When there are no runs, `by` names a setting in which the runs do not differ, or no arm is the baseline.
     pub fn new(runs: Vec<Run>, options: &ReportOptions) -> Result<Self> {
         let runs: Vec<Run> = runs.into_iter().flat_map(Run::seen).collect();
         let identities: Vec<Identity> = runs.iter().map(|run| run.config.identity()).collect();
@@ -167,10 +168,10 @@ impl Study {
                     let training = arm.against(&first[0], options.margin, &late_training_loss);
                     arm.training = training.filter(|difference| pairs && difference.paired);
                     arm.growth = arm.training.and_then(|_| arm.growth_against(&first[0]));
-                    // A mean over the runs whose number is known would leave the earliest out.
+                    // A mean over the runs with a known number would exclude the earliest runs.
                     let known = arm.reached_before.is_none() && first[0].reached_before.is_none();
                     if let Some(milestone) = options.milestone.filter(|_| known) {
-                        // The margin is one of losses; a number of tokens is never called equivalent.
+                        // The margin is for losses; numbers of tokens are never called equivalent.
                         arm.later = arm.against(&first[0], 0.0, &|run| reached(run, milestone));
                     }
                 }
@@ -191,7 +192,7 @@ impl Study {
         }
     }
 
-    /// The study with more warnings before its own.
+    /// The study with additional warnings before its warnings.
     #[must_use]
     pub fn with_warnings(mut self, warnings: Vec<String>) -> Self {
         self.warnings.splice(0..0, warnings);
@@ -216,7 +217,7 @@ impl Panel {
         if self.label.is_empty() { String::new() } else { format!(" ({})", self.label) }
     }
 
-    /// Warnings about runs of other lengths or on other data.
+    /// Warnings about runs of different lengths or on different data.
     fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
         let runs = || self.arms.iter().flat_map(|arm| &arm.runs);
@@ -227,7 +228,10 @@ impl Panel {
             && most - least >= step.max(1)
         {
             let (least, most) = (short(least as f64), short(most as f64));
-            warnings.push(format!("runs of {least} to {most} tokens are compared{}", self.place()));
+            warnings.push(format!(
+                "runs of different lengths are compared: {least} to {most} tokens{}",
+                self.place()
+            ));
         }
         let mut weights: BTreeMap<&Path, BTreeSet<&String>> = BTreeMap::new();
         for run in runs() {
@@ -237,7 +241,7 @@ impl Panel {
         for (from, _) in weights.iter().filter(|(_, hashes)| hashes.len() > 1) {
             let place = self.place();
             warnings.push(format!(
-                "runs began with {}, which was trained further between them{place}",
+                "runs started from different weights of {}, which was trained further between them{place}",
                 from.display()
             ));
         }
@@ -245,7 +249,7 @@ impl Panel {
             let count = runs().filter(|run| baseline.has_other_data(run)).count();
             if count > 0 {
                 let runs = counted(count as u64, "run");
-                let pairs = "of a seed of the baseline had other data, and form no pairs";
+                let pairs = "with a seed of the baseline had other data, and form no pairs";
                 warnings.push(format!("{runs} {pairs}{}", self.place()));
             }
         }
@@ -253,13 +257,14 @@ impl Panel {
     }
 }
 
-/// Runs without a setting that divides others into panels, such as QK-norm without attention, are in each of these panels.
+/// Adds runs without a setting that divides the others into panels, such as QK-norm without attention, to each of these
+/// panels.
 fn spread(panels: Grouped<Grouped<Vec<Run>>>) -> Grouped<Grouped<Vec<Run>>> {
     let within = |part: &Values, whole: &Values| {
         part.len() < whole.len() && part.iter().all(|value| whole.contains(value))
     };
     let all: Vec<Values> = panels.iter().map(|(panel, _)| panel.clone()).collect();
-    // Only runs of which every setting of the panel is one of the others' are the same run in each of them.
+    // Runs belong to all other panels only if every setting of their panel is a setting of the others.
     let (parts, mut wholes): (Grouped<_>, Grouped<_>) = panels.into_iter().partition(|(panel, arms)| {
         let meaningless = |key: &str| {
             arms.iter().all(|(_, runs): &(Values, Vec<Run>)| {
@@ -281,13 +286,17 @@ fn spread(panels: Grouped<Grouped<Vec<Run>>>) -> Grouped<Grouped<Vec<Run>>> {
     wholes
 }
 
-/// The keys that tell arms apart: those of `by`, else those of attention, of branches and of a sweep's points, else the first key in which
-/// the runs differ.
+/// The keys that distinguish arms: `by`, else the keys of attention, branches and a sweep's points, else the first key
+/// in which the runs differ.
 fn arm_keys(keys: &[String], by: &[String], points: &[String]) -> Result<Vec<String>> {
     if let Some(missing) = by.iter().find(|key| !keys.contains(key)) {
-        return Err(Error::new("the runs do not differ in that")
+        return Err(Error::new("the runs do not differ in this setting")
             .got(format!("--by {missing}"))
-            .allowed(if keys.is_empty() { "nothing: they are seeds of one".into() } else { keys.join(", ") })
+            .allowed(if keys.is_empty() {
+                "nothing: they differ only in seeds".into()
+            } else {
+                keys.join(", ")
+            })
             .hint("leave --by out for the settings of attention"));
     }
     if !by.is_empty() {
@@ -298,8 +307,9 @@ fn arm_keys(keys: &[String], by: &[String], points: &[String]) -> Result<Vec<Str
     Ok(if attention.is_empty() { keys.iter().take(1).cloned().collect() } else { attention })
 }
 
-/// Whether all runs begin with the same weights of another model and continue alike: with equal seeds of data they train on the same
-/// batches. The folder that they name may have been trained further between them.
+/// Whether all runs start from the same weights of another model, with the same length and shape, so that runs with
+/// equal data seeds train on the same batches. The weights are compared, because the model in the folder may have been
+/// trained further between two runs.
 fn continue_alike<'a>(runs: impl Iterator<Item = &'a Run>) -> bool {
     let course = |run: &'a Run| {
         let (model, of) = (&run.config, initial_weights(&run.starts)?);
@@ -313,7 +323,7 @@ fn continue_alike<'a>(runs: impl Iterator<Item = &'a Run>) -> bool {
 /// Index of the baseline arm.
 fn baseline(arms: &[Values], asked: &Table) -> Result<Option<usize>> {
     let has = |arm: &Values, key: &str, value: &str| arm.iter().any(|(k, v)| k == key && v == value);
-    // A run that was validated twice is two arms; the arm of its attention is preferred.
+    // A run that was validated twice makes two arms; the arm of its training attention is preferred.
     let plain = |is: &dyn Fn(&Values) -> bool| {
         let those = || arms.iter().enumerate().filter(|(_, arm)| is(arm)).map(|(at, _)| at);
         let second = |at: &usize| arms[*at].iter().any(|(key, _)| key == "eval-attn");
@@ -324,7 +334,7 @@ fn baseline(arms: &[Values], asked: &Table) -> Result<Option<usize>> {
         return Ok(exact.or_else(|| if arms.len() > 1 { plain(&|_| true) } else { None }));
     }
     if arms.len() < 2 {
-        // A part of a sweep may have one arm only, and nothing to compare it with.
+        // A subset of a sweep may have only one arm, without anything to compare.
         return Ok(None);
     }
     match plain(&|arm| asked.iter().all(|(key, value)| has(arm, key, &in_words(value)))) {
@@ -332,11 +342,11 @@ fn baseline(arms: &[Values], asked: &Table) -> Result<Option<usize>> {
         None => Err(Error::new("no arm is the baseline")
             .got(asked.to_string().trim().replace('\n', ", "))
             .allowed(labels(arms).join("; "))
-            .hint("--baseline KEY=VALUE names one of these")),
+            .hint("name one of these with --baseline KEY=VALUE")),
     }
 }
 
-/// A label for each arm, with only the settings that tell arms apart: `sagebwd, smoothing k`.
+/// A label for each arm, with only the settings that distinguish arms: `sagebwd, smoothing k`.
 fn labels(arms: &[Values]) -> Vec<String> {
     fn value<'a>(arm: &'a Values, key: &str) -> Option<&'a str> {
         arm.iter().find(|(k, _)| k == key).map(|(_, value)| value.as_str())
@@ -356,7 +366,7 @@ fn labels(arms: &[Values]) -> Vec<String> {
     };
     let label = |arm: &Values| {
         let mut kept: Values = arm.iter().filter(|(key, _)| tells(arm, key)).cloned().collect();
-        // Where a label has several settings of a scheme, those at their defaults are left out.
+        // If a label has several settings of a scheme, default values are left out.
         if kept.iter().filter(|(key, _)| of_attention(key)).count() > 2 {
             kept.retain(|(key, value)| !by_default(arm, key, value));
         }
@@ -366,7 +376,7 @@ fn labels(arms: &[Values]) -> Vec<String> {
     arms.iter().map(|arm| or(or(label(arm), &|| unset(arm, arms)), &|| "all runs".into())).collect()
 }
 
-/// The label of a combination without settings: the keys that only others have.
+/// The label of a combination without settings: the keys that only other combinations have.
 fn unset(of: &Values, all: &[Values]) -> String {
     let keys: BTreeSet<&String> = all.iter().flatten().map(|(key, _)| key).collect();
     let unset = keys.into_iter().filter(|key| of.iter().all(|(own, _)| own != *key));

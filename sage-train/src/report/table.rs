@@ -31,7 +31,7 @@ pub fn result_table(run: &Outcome) -> String {
 }
 
 impl Arm {
-    /// Number of finished runs, and of seeds where they are fewer than runs, and of runs in every other state.
+    /// Number of finished runs, number of seeds if it is smaller, and number of runs in every other state.
     pub fn outcomes(&self) -> String {
         let finished = self.count(Status::Finished);
         let mut text = finished.to_string();
@@ -62,23 +62,23 @@ fn percent(difference: &Difference, margin: f64) -> String {
     let Difference { mean, paired, of_survivors, verdict } = difference;
     let over = match (paired, mean.count) {
         (true, 1) => String::new(),
-        // Verdicts of so few pairs often change with the next seed.
+        // Verdicts from fewer than four pairs often change with the next seed.
         (true, pairs @ ..4) => format!(", only {pairs} pairs"),
         (true, pairs) => format!(", {pairs} pairs"),
         (false, _) => ", no pairs".into(),
     };
-    let survivors = if *of_survivors { ", of those that survived" } else { "" };
+    let survivors = if *of_survivors { ", without diverged or failed runs" } else { "" };
     format!("{} ({}{over}{survivors})", difference.numbers(), verdict.words(margin))
 }
 
-/// Tokens a second with their interval.
+/// Tokens per second with the confidence interval.
 pub(super) fn speed(mean: Mean) -> String {
     let half = mean.half.map_or(String::new(), |half| format!(" ± {}", grouped(half.round() as u64)));
     format!("{}{half}", grouped(mean.value as u64))
 }
 
-/// Text as a cell of CSV. A spreadsheet computes text that begins as a formula does: it gets an apostrophe in front. A number is
-/// a number with its sign.
+/// Text as a cell of CSV. Text that a spreadsheet would evaluate as a formula gets an apostrophe in front, except
+/// numbers with a sign.
 pub(super) fn csv_cell(text: &str) -> String {
     let is_formula = text.starts_with(['=', '+', '-', '@', '\t', '\r']) && text.parse::<f64>().is_err();
     let text = if is_formula { format!("'{text}") } else { text.to_owned() };
@@ -94,7 +94,7 @@ fn cell(text: &str) -> String {
 }
 
 impl Study {
-    /// The column heads, each with whether the column holds text (aligned left) or numbers (aligned right).
+    /// The column heads, and whether the column contains text (aligned left) or numbers (aligned right).
     pub(super) fn heads(&self) -> Vec<(String, bool)> {
         let mut heads = vec![("arm", true), ("seeds", false), ("val loss", false), ("difference", true)];
         if self.has_training() {
@@ -200,11 +200,13 @@ impl Study {
         let entropy = entropies.next().flatten().filter(|first| entropies.all(|other| other == Some(*first)));
         let entropy = entropy.map_or(String::new(), |nats| format!("; unigram entropy {nats:.4}"));
         format!(
-            "loss in nats a token{entropy}; ± is half of a 95 % interval (Student's t) over seeds of finished runs; diverged runs are excluded; differences are \
-             over seeds in common, percent of the baseline's mean; an arm matches if its 90 % interval lies within the margin{}",
+            "losses are in nats per token{entropy}; ± is the half-width of a 95 % interval (Student's t) over seeds \
+             of finished runs; diverged runs are excluded; differences are over shared seeds, in percent of the \
+             baseline's mean; an arm matches if its 90 % interval is within the margin{}",
             match self.has_training() {
                 true =>
-                    "; training loss: over the last quarter of the steps, on the same batches as the baseline; growth: slope of its difference over all steps",
+                    "; training loss: mean over the last quarter of the steps, on the same batches as the baseline; \
+                     growth: slope of its difference over all steps",
                 false => "",
             }
         )
@@ -228,7 +230,7 @@ impl Study {
         out + &self.footnote() + "\n" + &self.warned("\nWarning: ")
     }
 
-    /// The name of a run: that of its folder, with the parent folder's name if two runs have the same.
+    /// The name of a run's folder, with the parent folder's name if two runs have the same name.
     pub fn name_of(&self, run: &Run) -> String {
         let name = run.name();
         if self.trained().filter(|other| other.name() == name).count() < 2 {
@@ -261,7 +263,7 @@ impl Study {
             "order_seed",
             "corpus_seed",
         ];
-        // A run may end before the steps that its settings ask for.
+        // A run may end before the last step of its settings.
         let column = |key: &&String| match heads.contains(&key.as_str()) {
             true => format!("asked_{key}"),
             false => csv_cell(key),

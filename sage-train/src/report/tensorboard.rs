@@ -1,5 +1,5 @@
-//! Event files for TensorBoard: the scalars of each step, as TFRecords of `Event` messages. The protobuf
-//! encoding is written out here, because the messages have only four kinds of fields.
+//! Event files for TensorBoard: the scalars of each step, as TFRecords of `Event` messages. The protobuf encoding is
+//! implemented here, because the messages have only four kinds of fields.
 
 use std::fs::File;
 use std::io::Write;
@@ -81,8 +81,8 @@ fn record(content: &[u8]) -> Vec<u8> {
 }
 
 impl EventFile {
-    /// Creates an event file in a folder. `first_step` is the first step to come: TensorBoard then discards
-    /// what earlier files have from that step on.
+    /// Creates an event file in a folder. `first_step` is the first step that will be written: TensorBoard discards
+    /// earlier files' events from that step on.
     ///
     /// # Errors
     /// When the file cannot be created.
@@ -125,8 +125,8 @@ mod tests {
         // the tag "loss" and the simple_value 2.5.
         let wanted = b"\x09\x00\x00\x00\x00\x00\x00\xf8\x3f\x10\xac\x02\x2a\x0d\x0a\x0b\x0a\x04loss\x15\x00\x00\x20\x40";
         assert_eq!(event(1.5, 300, 5, &summary(&[("loss", 2.5)])), wanted);
-        // The same event as TensorBoard's own RecordWriter frames it: length, CRC of the length, content, CRC
-        // of the content.
+        // The same event as framed by TensorBoard's RecordWriter: length, CRC of the length, content, CRC of the
+        // content.
         let mut wrapped = b"\x1b\0\0\0\0\0\0\0\x1a\x0d\x9e\x13".to_vec();
         wrapped.extend(wanted);
         wrapped.extend(b"\x68\x99\x7c\x51");

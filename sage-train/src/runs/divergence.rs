@@ -1,19 +1,19 @@
-//! When a run has diverged although all of its numbers are finite. The definition is the same for the end of a run and for a
-//! report, and `docs/runs.md` states it.
+//! Decides whether a run has diverged although all of its numbers are finite. The definition is the same at the end of
+//! a run and in a report, and `docs/runs.md` describes it.
 
 use crate::metrics::Point;
 use crate::runs::median;
 
-/// Steps whose median training loss is compared: single spikes do not decide.
+/// Number of steps whose median training loss is compared, so that single spikes have no effect.
 const WINDOW: usize = 16;
 
-/// A training loss that ends so many nats above the lowest one is neither a spike nor noise of the data.
+/// If the training loss ends this many nats above its lowest value, this is neither a spike nor noise of the data.
 const RISE: f64 = 1.0;
 
 /// The loss of the uniform distribution is ln(vocabulary). New models begin a few hundredths above it.
 const ABOVE_CHANCE: f64 = 0.1;
 
-/// Why a run that did all of its steps has diverged; `None` if it has not. It has where, at the end,
+/// The reason why a run with all of its steps has diverged; `None` if it has not. A run has diverged if, at the end,
 ///
 /// - the validation loss is more than 0.1 nats above both ln(vocabulary), the loss of the uniform distribution, and the loss of
 ///   the first step;
@@ -44,7 +44,7 @@ pub fn divergence(points: &[Point], vocab: usize) -> Option<String> {
 mod tests {
     use super::*;
 
-    /// Points of these training losses; the last one has a validation loss.
+    /// Points with these training losses; the last point has a validation loss.
     fn points(losses: impl Iterator<Item = f64>, val_loss: f64) -> Vec<Point> {
         let point = |(n, loss)| Point { step: n as u64 + 1, loss, ..Point::default() };
         let mut points: Vec<Point> = losses.enumerate().map(point).collect();
@@ -61,13 +61,13 @@ mod tests {
         assert_eq!(of(&falling, 2.8), None);
         // A validation loss that rises while the training loss falls is overfitting.
         assert_eq!(of(&falling, 5.0), None);
-        // A spike of a few steps, the last ones too.
+        // A spike of a few steps, even at the end.
         assert_eq!(of(&|n| falling(n) + if n % 50 > 46 { 9.0 } else { 0.0 }, 2.9), None);
         // ln(300) is 5.70.
         assert!(of(&falling, 5.9).expect("above").contains("ln(vocabulary) = 5.704"));
         assert!(of(&|_| 92.0, 92.0).is_none(), "it began there");
         assert!(of(&|n| 5.7 + n as f64, 205.0).is_some());
-        // It learned, and then lost what it had learned, without reaching ln(vocabulary).
+        // The loss fell and then rose again, without reaching ln(vocabulary).
         let lost = of(&|n| if n < 150 { falling(n) } else { 5.0 }, 5.0).expect("lost");
         assert!(lost.contains("ends at 5.000"), "{lost}");
         // One step of a new model is not a divergence.

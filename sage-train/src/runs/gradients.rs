@@ -1,4 +1,4 @@
-//! What `probe --gradient` measured of a run, in the run's folder.
+//! The results of `probe --gradient` in a run's folder.
 
 use std::path::Path;
 
@@ -11,12 +11,12 @@ use crate::{partial, writing};
 /// File with a list of [`GradientErrors`].
 pub(super) const GRADIENTS: &str = "gradients.json";
 
-/// What was measured of the run in a folder.
+/// The recorded results for the run in a folder.
 pub(super) fn of(folder: &Path) -> Result<Vec<GradientErrors>> {
     Ok(optional(&folder.join(GRADIENTS))?.unwrap_or_default())
 }
 
-/// Adds what was measured of a run's gradient to its folder; a scheme that is measured again after the same step replaces the one before.
+/// Adds results to a run's folder. A new result for the same scheme and step replaces the old result.
 ///
 /// # Errors
 /// When the file cannot be read or written.

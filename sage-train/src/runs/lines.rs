@@ -1,4 +1,4 @@
-//! Files of JSON lines that grow while a run is under way. Each line has a checksum. Everything that reads such a file reads it here.
+//! Files of JSON lines that grow during a run. Each line has a checksum. All reading of such files is implemented here.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -10,10 +10,10 @@ use serde::de::DeserializeOwned;
 
 use crate::during;
 
-/// The longest line, in bytes: a probe of every head takes some MB.
+/// The longest line, in bytes: a probe of every head has a few MB.
 pub(crate) const LONGEST_LINE: u64 = 64 << 20;
 
-/// What is before and behind the checksum, which is the last field of a line.
+/// The text before and after the checksum, which is the last field of a line.
 const FIELD: (&str, &str) = (",\"crc32c\":\"", "\"}");
 
 /// A value as a line of JSON. Its last field is the CRC-32C of the line without that field.
@@ -24,7 +24,7 @@ pub(crate) fn to_line<T: Serialize>(value: &T) -> String {
     format!("{open}{}{checksum:08x}{}", FIELD.0, FIELD.1)
 }
 
-/// The value of a line; `None` if the line is not as it was written. Lines of earlier versions have no checksum.
+/// The value of a line; `None` if the line does not match its checksum. Lines of earlier versions have no checksum.
 fn parse<T: DeserializeOwned>(line: &[u8]) -> Option<T> {
     const LEN: usize = FIELD.0.len() + 8 + FIELD.1.len();
     let (open, field) = line.split_at(line.len().saturating_sub(LEN));
@@ -46,7 +46,7 @@ pub(crate) struct Lines<T> {
 }
 
 impl<T: DeserializeOwned> Lines<T> {
-    /// Reads a file. A last line that is cut off is not damage: a process that was killed leaves it.
+    /// Reads a file. A truncated last line is not damage: a killed process may leave it.
     ///
     /// # Errors
     /// When the file cannot be read.
@@ -66,7 +66,7 @@ impl<T: DeserializeOwned> Lines<T> {
         Ok(Self { values, damaged: None })
     }
 
-    /// All values of the file at `path`. `hint` says what to do about a damaged line.
+    /// All values of the file at `path`. `hint` is the hint of the error about a damaged line.
     ///
     /// # Errors
     /// When a line is damaged.
@@ -74,7 +74,7 @@ impl<T: DeserializeOwned> Lines<T> {
         match self.damaged {
             None => Ok(self.values),
             Some(line) => Err(Error::new(format!("{} is damaged", path.display()))
-                .got(format!("line {line} is not as it was written"))
+                .got(format!("line {line} does not match its checksum"))
                 .allowed("lines that match their checksum (crc32c)")
                 .hint(hint)),
         }
@@ -102,7 +102,8 @@ mod tests {
             flipped[at] ^= 1 << bit;
             std::fs::write(&path, flipped).expect("a file");
             let read: Lines<Point> = Lines::read(&path).expect("a file");
-            // A flip in the name of the checksum's field changes no value. A last line without its newline is one that was cut off.
+            // A flipped bit in the name of the checksum's field does not change a value. A last line without its
+            // newline counts as truncated.
             let last = at + 1 == whole.len() && read.values.len() == 2;
             assert!(read.damaged.is_some() || read.values == points() || last, "byte {at}, bit {bit}");
         }

@@ -1,4 +1,4 @@
-//! Files that a command writes its results to.
+//! Checks and writes the result files of commands.
 
 use std::path::Path;
 
@@ -7,11 +7,12 @@ use candle_sage::{Error, Result};
 use super::{CONFIG, ENDING, GRADIENTS, METRICS, PROBES, Run, STARTS};
 use crate::writing;
 
-/// Checks, before a command computes its results, that they may be written to a file: that its folder exists, and that it replaces no file
-/// that a run or a checkpoint has written, and none of another kind than its own, by its `ending`. Devices take what they get.
+/// Checks that a command may write its results to a file, before it computes them: the folder must exist, and the file
+/// must not replace a file of a run or a checkpoint, or a file with another extension than `ending`. Devices are always
+/// accepted.
 ///
 /// # Errors
-/// When it does.
+/// When the file may not be written.
 pub fn check_beside(path: &Path, ending: &str) -> Result<()> {
     const OWN: [&str; 12] = [
         METRICS,
@@ -31,22 +32,22 @@ pub fn check_beside(path: &Path, ending: &str) -> Result<()> {
     if let Some(folder) = parent.filter(|folder| !folder.is_dir()) {
         return Err(Error::new("the folder of a file to write does not exist")
             .got(path.display())
-            .allowed("a file in a folder that exists")
+            .allowed("a file in an existing folder")
             .hint(format!("mkdir -p {}", folder.display())));
     }
-    // A link is what it leads to.
+    // A link counts as its target.
     let file = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     if ["/dev", "/proc"].iter().any(|devices| path.starts_with(devices)) || !file.is_file() {
         return Ok(());
     }
     let folder = file.parent().unwrap_or(Path::new(""));
     let name = file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-    // Logs have the number of their rank, and weights that of their part.
+    // Names of logs contain the number of the rank, and names of weights the number of the file.
     let own = OWN.contains(&name.as_str())
         || name.ends_with(".safetensors")
         || ["log.", "events."].iter().any(|start| name.starts_with(start));
     if own && (Run::is(folder) || folder.join("checkpoint.json").exists()) {
-        return Err(Error::new("this file is a run's own, and is not overwritten")
+        return Err(Error::new("a file of a run is not overwritten")
             .got(path.display())
             .allowed("another name, or a folder without a run")
             .hint(format!("e.g. results.{ending}")));
@@ -54,16 +55,16 @@ pub fn check_beside(path: &Path, ending: &str) -> Result<()> {
     if file.extension().is_some_and(|found| found.eq_ignore_ascii_case(ending)) {
         return Ok(());
     }
-    Err(Error::new("a file of another kind is not overwritten")
+    Err(Error::new("a file with another extension is not overwritten")
         .got(path.display())
         .allowed(format!("a new file, or one that ends in .{ending}"))
-        .hint("remove it first if nothing in it is needed"))
+        .hint("remove it first if it is not needed"))
 }
 
-/// Writes the results of a command, to a device or pipe too, but never over a file of a run, or of another kind.
+/// Writes the results of a command, also to a device or pipe, but never over a file of a run or with another extension.
 ///
 /// # Errors
-/// When it would be one, or cannot be written.
+/// When the file may not be written, or cannot be written.
 pub fn write_beside(path: &Path, ending: &str, text: &str) -> Result<()> {
     check_beside(path, ending)?;
     std::fs::write(path, text).map_err(writing(path))

@@ -1,4 +1,4 @@
-//! Where, when and on what a run ran.
+//! The provenance of a run: command, machine, time and data of each start.
 
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -40,24 +40,24 @@ pub struct Start {
     pub unigram_entropy: f64,
     /// Parameters of the model.
     pub parameters: u64,
-    /// Ranks that train the model together.
+    /// Number of ranks that train the model.
     #[serde(default = "one")]
     pub ranks: usize,
-    /// Ranks that share each sequence.
+    /// Number of ranks that share each sequence.
     #[serde(default = "one")]
     pub context_parallel: usize,
-    /// Sequences of a micro-batch; `None` where an earlier version did not record it.
+    /// Sequences of a micro-batch; `None` if an earlier version did not record it.
     #[serde(default)]
     pub micro_batch: Option<usize>,
-    /// The hash of the weights that the run began with, where they are another model's.
+    /// The hash of the run's initial weights, if they are from another model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub initial_weights: Option<String>,
-    /// The run that this one was branched off, at its first start.
+    /// The run that this run was branched off, at its first start.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub branch: Option<Branch>,
 }
 
-/// The run that the run in `folder` was branched off, if it was.
+/// The run that the run in `folder` was branched off, if any.
 ///
 /// # Errors
 /// When the file of its starts is damaged.
@@ -65,12 +65,12 @@ pub fn branch(folder: &Path) -> Result<Option<Branch>> {
     Ok(branch_of(&optional::<Vec<Start>>(&folder.join(STARTS))?.unwrap_or_default()))
 }
 
-/// The starts of the run that it was branched off come first.
+/// Finds the branch. The starts of the run that it was branched off come first.
 pub(super) fn branch_of(starts: &[Start]) -> Option<Branch> {
     starts.iter().rev().find_map(|start| start.branch.clone())
 }
 
-/// The hash of the weights that a run with these starts began with, where they are another model's.
+/// The hash of the initial weights of a run with these starts, if they are from another model.
 pub fn initial_weights(starts: &[Start]) -> Option<&String> {
     starts.first()?.initial_weights.as_ref()
 }
@@ -80,7 +80,7 @@ fn one() -> usize {
 }
 
 impl Start {
-    /// The start of this process, which trains from `step` on.
+    /// The start of this process, which trains from step `step`.
     pub(crate) fn now(
         config: &Config,
         data: &Dataset,
@@ -110,8 +110,8 @@ impl Start {
         }
     }
 
-    /// A message if this start sums in another order than the start before it: the run continues with the
-    /// same sequences, but its losses are not bit-identical to those of an uninterrupted run.
+    /// A message if this start sums in another order than the previous start: the run continues with the same
+    /// sequences, but its losses are not bit-identical to an uninterrupted run.
     pub(crate) fn sums_otherwise(&self, before: &Self) -> Option<String> {
         let numbers = |start: &Self| [start.ranks, start.context_parallel, start.micro_batch.unwrap_or(0)];
         let names = ["ranks", "--context-parallel", "--micro-batch"];
@@ -122,6 +122,6 @@ impl Start {
             .collect();
         let differences = changed.join("; ");
         (!differences.is_empty())
-            .then(|| format!("{differences}: the same sequences, and sums in another order from here on"))
+            .then(|| format!("{differences}: the same sequences, but sums in another order from here on"))
     }
 }

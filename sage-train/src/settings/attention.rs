@@ -1,4 +1,4 @@
-//! The settings of attention: which scheme, by its name, and the scheme's own.
+//! The settings of table `[attention]`: the scheme and the scheme's settings.
 
 use std::sync::LazyLock;
 
@@ -16,15 +16,15 @@ use super::text::Text;
 use super::{LayerSettings, Settings, Switch};
 use crate::model::Sla2Config;
 
-/// Table `[attention]`: how to attend, and the settings of each scheme.
+/// Table `[attention]`: the attention scheme, and the settings of each scheme.
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct AttentionSettings {
     /// Attention scheme [default: sagebwd]
     #[arg(long, value_enum)]
     pub attn: Option<Attn>,
-    /// Schemes of single layers that override --attn: 0,-1=fpa sets the first and the last layer to full precision. Semicolons separate
-    /// entries: 0=fpa;2-4=sagebwd:products=scores
+    /// Schemes of single layers that override --attn: 0,-1=fpa leaves the first and the last layer unquantized.
+    /// Semicolons separate entries: 0=fpa;2-4=sagebwd:products=scores
     #[arg(long, value_name = "LAYERS=SCHEME", allow_hyphen_values = true)]
     pub attn_layers: Option<LayerSettings>,
     /// RMSNorm of each head's queries and keys before the rotary embedding [default: on]
@@ -66,7 +66,7 @@ layer! {
     high_precision_output, matched_recomputation, requantized_p
 }
 
-/// How to attend: a scheme, by its name and with its default settings, SLA2 over one, or not at all.
+/// The kind of attention: a dense scheme with its default settings, a form of SLA2, or none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Attn(Kind);
 
@@ -80,18 +80,19 @@ enum Kind {
 impl Attn {
     /// No attention at all: the baseline that shows what attention is worth.
     pub const NONE: Self = Self(Kind::None);
-    /// Full precision.
+    /// Unquantized attention.
     pub const EXACT: Self = Self(Kind::Dense(Scheme::FullPrecision));
 
-    /// Whether settings of one are settings of the other: of one scheme, or forms of SLA2.
+    /// Whether both have the same settings: they are one scheme, or both are forms of SLA2.
     pub(super) fn shares_settings(self, other: Self) -> bool {
         self == other || matches!((self.0, other.0), (Kind::Sla2(_), Kind::Sla2(_)))
     }
 
-    /// SLA2, with what `settings` say about it, for a run of so many steps over sequences of `context` tokens.
+    /// The configuration of SLA2 from `settings`, for a run of `steps` steps over sequences of `context` tokens; `None`
+    /// for other attention.
     ///
     /// # Errors
-    /// When its settings are out of range.
+    /// When the settings of SLA2 are out of range.
     pub fn sla2(
         self,
         settings: &Sla2Settings,
@@ -105,12 +106,12 @@ impl Attn {
         }
     }
 
-    /// Whether it is dense attention: a model of one dense scheme has the weights of every other.
+    /// Whether it is dense attention. Models of all dense schemes have the same weights.
     pub fn is_dense(self) -> bool {
         matches!(self.0, Kind::Dense(_))
     }
 
-    /// The scheme, with what `settings` say about it; of SLA2 that of the blocks.
+    /// The scheme with its values from `settings`; for SLA2 the scheme of the selected blocks.
     pub fn scheme(self, settings: &Settings) -> Option<Scheme> {
         let scheme = match self.0 {
             Kind::None => return None,
@@ -129,8 +130,8 @@ impl Attn {
 }
 
 impl Attn {
-    /// The settings that are its own, as they came out: keys and values in the words of a settings file. `scheme` and
-    /// `sla2` are those of a resolved model.
+    /// The resolved settings of this attention: keys and values as in a settings file. `scheme` and `sla2` belong to a
+    /// resolved model.
     pub fn own_settings(
         self,
         scheme: Option<Scheme>,
@@ -202,7 +203,7 @@ impl std::str::FromStr for Attn {
             Error::new("unknown attention")
                 .got(format!("`{text}`"))
                 .allowed(names.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "))
-                .hint("--help says what each is")
+                .hint("--help describes each")
         })
     }
 }
@@ -225,11 +226,11 @@ impl<'de> Deserialize<'de> for Attn {
 pub enum SmoothingSetting {
     /// None
     None,
-    /// K's mean (--key-mean says over which tokens)
+    /// K's mean over the tokens that --key-mean selects
     K,
     /// K's mean, and the mean of each tile of Q
     Qk,
-    /// The means of K and V: V's is added to the output
+    /// The means of K and V; V's mean is added to the output
     Kv,
 }
 

@@ -6,14 +6,14 @@ use serde::{Deserialize, Serialize};
 use super::layer::layer;
 use crate::quantity::Quantity;
 
-/// Table `[batch]`: how much is trained on, in a step and in all.
+/// Table `[batch]`: tokens of a step and of the whole run.
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct BatchSettings {
-    /// Tokens in an optimizer step, e.g. 256k = 262,144
+    /// Tokens of an optimizer step, e.g. 256k = 262,144
     #[arg(long, value_name = "N")]
     pub tokens_per_step: Option<Quantity>,
-    /// Sequences in a forward and backward
+    /// Sequences of one forward and backward
     #[arg(long, value_name = "N")]
     pub micro_batch: Option<usize>,
     /// Optimizer steps
@@ -29,6 +29,6 @@ layer! {
     tokens_per_step,
     micro_batch [Changes],
     steps [Changes],
-    // Stands in `steps`, where it came to a whole number of them.
+    // `steps` stands for it, rounded up to whole steps.
     tokens [Beside Changes],
 }

@@ -8,20 +8,22 @@ use super::layer::layer;
 use super::source::{SourceSetting, one_or_more};
 use crate::quantity::Quantity;
 
-/// Table `[data]`: what to train on, and how it is cut.
+/// Table `[data]`: training and validation data, tokenizer, and sequence length.
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct DataSettings {
     /// Training data: .txt, .md, .jsonl, .ndjson, .json, .csv (each also .gz, .zst), .parquet, or .bin shards of tokens; a folder or a
-    /// 'pattern*' of them. May be repeated for a mixture, by size or by weights [default: the built-in corpus]
+    /// 'pattern*' of them. May be repeated: sources are mixed by their sizes, or by weights [default: the built-in
+    /// corpus]
     #[arg(long = "data", value_name = "PATH[=WEIGHT]")]
     #[serde(rename = "data", deserialize_with = "one_or_more")]
     pub sources: Option<Vec<SourceSetting>>,
-    /// Validation data, of the same kinds of file; all of it is used [default: a part of the training data]
+    /// Validation data, in the formats of --data; all of it is used [default: a fraction of the training data]
     #[arg(long, value_name = "PATH[=WEIGHT]")]
     #[serde(deserialize_with = "one_or_more")]
     pub val_data: Option<Vec<SourceSetting>>,
-    /// Key of JSON lines (`a.b` of an object in it), or column of CSV or parquet, that holds the text [default: text]
+    /// Key of the JSON lines (`a.b` for key b inside the object a), or column of CSV or parquet, with the text
+    /// [default: text]
     #[arg(long, value_name = "NAME")]
     pub text_field: Option<String>,
     /// A tokenizer.json, its folder, or a model on the Hugging Face Hub that has one, e.g. gpt2
@@ -38,8 +40,8 @@ pub struct DataSettings {
     /// Size of the built-in corpus in megabytes [default: 8]
     #[arg(long, value_name = "MB")]
     pub corpus_mb: Option<u64>,
-    /// Part of the data kept for validation, without --val-data, if the data is not shards [default: 0.05]
-    #[arg(long, value_name = "PART")]
+    /// Fraction of the data kept for validation; not for shards, and not with --val-data [default: 0.05]
+    #[arg(long, value_name = "FRACTION")]
     pub val_fraction: Option<f64>,
     /// Vocabulary size of the model, and of the byte-level BPE trained on the data; with --tokenizer or shards it is the tokenizer's size, rounded
     /// up to a multiple of 64

@@ -1,6 +1,6 @@
-//! Reads settings from keys without tables, `lr = 1e-3`: each key goes to the struct of its table.
+//! Reads settings from keys without tables, such as `lr = 1e-3`: each key is read into the struct of its table.
 //!
-//! A derived `#[serde(flatten)]` would buffer the values, and errors would no longer say in which line of a file they are.
+//! A derived `#[serde(flatten)]` would buffer the values, and errors would not name the line of the file.
 
 use std::marker::PhantomData;
 use std::sync::LazyLock;
@@ -49,7 +49,7 @@ impl<'de> Visitor<'de> for Flat {
     }
 }
 
-/// Reads a key that is one of the settings', and says in which table it is.
+/// Reads the key of a setting, and returns it with its table.
 struct Key;
 
 impl<'de> DeserializeSeed<'de> for Key {
@@ -96,7 +96,7 @@ impl<'de, T: Deserialize<'de>> DeserializeSeed<'de> for OneKey<T> {
     }
 }
 
-/// A value that is a deserializer already.
+/// A deserializer as a value.
 struct Value<D>(D);
 
 impl<'de, D: Deserializer<'de>> IntoDeserializer<'de, D::Error> for Value<D> {
@@ -111,7 +111,7 @@ impl<'de, D: Deserializer<'de>> IntoDeserializer<'de, D::Error> for Value<D> {
 mod tests {
     use super::*;
 
-    /// A key whose struct lacked it would be an unknown field there; here only the value is wrong.
+    /// If the struct of a key's table lacked the key, the error would be an unknown field instead of a wrong value.
     #[test]
     fn every_key_goes_to_the_table_that_has_it() {
         let (keys, _) = &*KEYS;

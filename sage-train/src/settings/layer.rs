@@ -1,19 +1,19 @@
-//! Settings over settings: what one layer leaves open is taken from the next. And what each setting is to a run, which is declared where
-//! the tables list their settings.
+//! Layers of settings, where a missing value is taken from the layer below, and the roles of settings, which are
+//! declared where the tables list their settings.
 
-/// What a setting is to a run, in addition to its value.
+/// How resuming, comparing and the ranks treat a setting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// Not in the identity of a run as it was typed: it says where the run is, how long its parts take or how closely it is watched, and not what it
-    /// computes; or another key stands for it.
+    /// Not in the identity of a run as it was typed: it determines the place, the speed or the logging of the run but
+    /// not what it computes, or another key stands for it.
     Beside,
     /// May change when a run is resumed.
     Changes,
-    /// Not in the identity, but all ranks must agree on it: it says when they do something together.
+    /// Not in the identity, but all ranks must agree on it, because it determines when they do something together.
     Together,
-    /// A path, which differs between machines: ranks compare what is behind it.
+    /// A path, which may differ between machines: ranks compare the contents of the file or folder.
     Path,
-    /// Its value may contain a comma, and is never a list of values.
+    /// A value that may contain commas, and is never a list of values.
     Whole,
 }
 
@@ -25,16 +25,16 @@ pub(super) trait Layer {
     /// The fields that are set.
     fn given(&self) -> Vec<&'static str>;
 
-    /// The first setting that is set and whose field begins with `prefix`, as flags write it.
+    /// The first field that is set and begins with `prefix`, as its flag is written.
     fn first_of(&self, prefix: &str) -> Option<String> {
         self.given().into_iter().find(|field| field.starts_with(prefix)).map(|field| field.replace('_', "-"))
     }
 
-    /// Field by field, what is set here, or else there.
+    /// These settings, with fields that are not set taken from `under`.
     fn or(self, under: Self) -> Self;
 }
 
-/// Implements [`Layer`] for a table. A table of which a field is not listed does not compile.
+/// Implements [`Layer`] for a table. It does not compile if a field of the table is not listed.
 macro_rules! layer {
     ($table:ident: $($field:ident $([$($role:ident)+])?),+ $(,)?) => {
         impl $crate::settings::layer::Layer for $table {

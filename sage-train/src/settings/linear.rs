@@ -9,13 +9,13 @@ use super::LayerList;
 use super::layer::{Layer, layer};
 use crate::model::{LinearPrecision, Scaling};
 
-/// What the products of linear layers compute in.
+/// Precision of the matmuls of linear layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LinearSetting {
     /// bf16 on a GPU, f32 on a CPU
     Bf16,
-    /// FP8 with sums in more bits: NVIDIA GPUs of compute capability 8.9 and later, and CPUs
+    /// FP8 operands with wider accumulators: NVIDIA GPUs of compute capability 8.9 and later, and CPUs
     Fp8,
 }
 
@@ -29,17 +29,17 @@ pub enum FormatSetting {
     E5m2,
 }
 
-/// Where the scale of an operand in FP8 comes from.
+/// How the scale of an FP8 operand is set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ScalingSetting {
-    /// The largest values of earlier steps, with a margin of 4: one pass over memory
+    /// From the largest values of earlier steps, with a margin of 4: one pass over memory
     Delayed,
-    /// The operand's own largest value: two passes
+    /// From the operand's own largest value: two passes
     Current,
 }
 
-/// What FP8 products on a GPU sum in.
+/// Precision of the accumulators of FP8 matmuls on a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SumsSetting {
@@ -49,7 +49,8 @@ pub enum SumsSetting {
     F32,
 }
 
-/// Table `[linear]`: the products of linear layers in training. Validation, evaluation and sampling compute in bf16 (f32 on a CPU).
+/// Table `[linear]`: the matmuls of linear layers in training. Validation, evaluation and sampling compute in bf16 (f32
+/// on a CPU).
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct LinearSettings {
@@ -59,13 +60,16 @@ pub struct LinearSettings {
     /// FP8: format of the gradients of the layers' outputs [default: e4m3]
     #[arg(long, value_enum)]
     pub linear_gradient: Option<FormatSetting>,
-    /// FP8: how an operand's scale is set: from its own largest value, or from those of earlier steps [default: delayed]
+    /// FP8: how an operand's scale is set: from its own largest value, or from the largest values of earlier steps
+    /// [default: delayed]
     #[arg(long, value_enum)]
     pub linear_scaling: Option<ScalingSetting>,
-    /// FP8: precision of the accumulators of matmuls on a GPU; gradients of the output matrix always have f32 [default: fast]
+    /// FP8: precision of the accumulators of matmuls on a GPU; gradients of the output matrix always use f32 [default:
+    /// fast]
     #[arg(long, value_enum)]
     pub linear_sums: Option<SumsSetting>,
-    /// FP8: precision of the matmuls of the output matrix. In fp8 the gradient of the logits is in e5m2 [default: bf16]
+    /// FP8: precision of the matmuls of the output matrix. With fp8 the gradient of the logits is in e5m2 [default:
+    /// bf16]
     #[arg(long, value_enum)]
     pub linear_head: Option<LinearSetting>,
     /// FP8: transformer blocks whose linear layers stay in bf16: 0,-1 are the first and the last [default: none]
@@ -78,7 +82,7 @@ layer! {
 }
 
 impl LinearSettings {
-    /// The precision that the settings describe.
+    /// The precision of the linear layers.
     pub fn precision(&self) -> LinearPrecision {
         match self.linear.unwrap_or(LinearSetting::Bf16) {
             LinearSetting::Bf16 => return LinearPrecision::Compute,
@@ -99,8 +103,8 @@ impl LinearSettings {
         LinearPrecision::Fp8(Fp8Linear::default().gradient(gradient).sums([sums; 3]), scaling)
     }
 
-    /// The precision of the output matrix. Most elements of the logits' gradient are small probabilities: they need the wider range, and
-    /// accumulators of 14 bits would cut them off next to the one large element of a target.
+    /// The precision of the output matrix. Most elements of the logits' gradient are small probabilities: they need the
+    /// wider range of E5M2, and accumulators of 14 bits would lose them next to the one large element of a target.
     pub fn head_precision(&self) -> LinearPrecision {
         match (self.precision(), self.linear_head.unwrap_or(LinearSetting::Bf16)) {
             (LinearPrecision::Fp8(settings, scaling), LinearSetting::Fp8) => {
@@ -111,7 +115,7 @@ impl LinearSettings {
         }
     }
 
-    /// The first setting that has an effect with FP8 alone: all but `linear`.
+    /// The first setting that has an effect only with FP8, which are all except `linear`.
     pub fn first_of_fp8(&self) -> Option<String> {
         self.first_of("linear_")
     }

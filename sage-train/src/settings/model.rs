@@ -14,8 +14,8 @@ use crate::quantity::Quantity;
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct ModelSettings {
-    /// Begin with the weights, the shape and the tokenizer of a run, of one of its checkpoints (RUN/checkpoints/step-N), or of a
-    /// Hugging Face folder: a Llama, Mistral, Qwen2 or Qwen3
+    /// Start from the weights, shape and tokenizer of a run, of one of its checkpoints (RUN/checkpoints/step-N), or of
+    /// a Hugging Face folder with a Llama, Mistral, Qwen2 or Qwen3
     #[arg(long, value_name = "DIR")]
     pub init_from: Option<PathBuf>,
     /// Transformer blocks
@@ -27,7 +27,7 @@ pub struct ModelSettings {
     /// Query heads
     #[arg(long, value_name = "N")]
     pub heads: Option<usize>,
-    /// Key and value heads, a divisor of the query heads [default: as many]
+    /// Key and value heads, a divisor of the query heads [default: --heads]
     #[arg(long, value_name = "N")]
     pub key_heads: Option<usize>,
     /// Width of a head
@@ -46,24 +46,25 @@ pub struct ModelSettings {
     /// as in 8,1,4,8192 [default: none]
     #[arg(long, value_name = "FACTOR,LOW,HIGH,N")]
     pub rope_scaling: Option<RopeScaling>,
-    /// An output matrix apart from the embedding [default: off]
+    /// Use an output matrix separate from the embedding [default: off]
     #[arg(long, value_enum)]
     pub untied: Option<Switch>,
-    /// Biases in the projections of query, key and value, as Qwen2 has them [default: off]
+    /// Biases in the query, key and value projections, as in Qwen2 [default: off]
     #[arg(long, value_enum)]
     pub qkv_bias: Option<Switch>,
-    /// Sliding windows: tokens that a query sees at most, its own and those before it [default: all]
+    /// Sliding window: largest number of tokens that a query attends to, including its own [default: all]
     #[arg(long, value_name = "TOKENS")]
     pub window: Option<Quantity>,
-    /// Layers with the window, a letter each, repeated: S has it, L sees all tokens; SSSL: every fourth layer sees all [default: S]
+    /// Layers with the window, as a repeated pattern with one letter per layer: S has the window, L attends to all
+    /// tokens. With SSSL every fourth layer attends to all tokens [default: S]
     #[arg(long, value_name = "LETTERS")]
     pub window_pattern: Option<WindowPattern>,
-    /// Soft cap of attention's logits, which become cap tanh(logit / cap): 50 in Gemma 2, 0 for none; sagebwd needs --smoothing none, and on a
-    /// GPU --products scores [default: none]
+    /// Soft cap of attention's logits, which become cap tanh(logit / cap): 50 in Gemma 2, 0 for none. sagebwd then
+    /// needs --smoothing none, and on a GPU --products scores [default: none]
     #[arg(long, value_name = "CAP")]
     pub softcap: Option<f64>,
-    /// Attention sinks, as in GPT-OSS: a learned logit per query head in the denominator of the softmax, so that a query can attend to nothing;
-    /// sagebwd needs --smoothing none [default: off]
+    /// Attention sinks, as in GPT-OSS: a learned logit per query head in the denominator of the softmax, so that a
+    /// query can attend to nothing. sagebwd then needs --smoothing none [default: off]
     #[arg(long, value_enum)]
     pub sinks: Option<Switch>,
     /// Epsilon of every RMSNorm [default: 1e-6]

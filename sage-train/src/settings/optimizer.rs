@@ -8,13 +8,13 @@ use super::Switch;
 use super::layer::{Layer, layer};
 use crate::quantity::Quantity;
 
-/// How the learning rate moves after the warm-up.
+/// The shape of the learning rate after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Schedule {
-    /// Half a cosine down to `min-lr`
+    /// Half a cosine, down to `min-lr`
     Cosine,
-    /// Warm-up, stable, decay: constant, then straight down to `min-lr` over `decay-fraction`
+    /// Warm-up, stable, decay: constant, then a linear decay to `min-lr` over `decay-fraction`
     Wsd,
     /// Constant
     Constant,
@@ -30,7 +30,7 @@ impl Schedule {
         }
     }
 
-    /// The keys of the settings that are its own.
+    /// The keys of this schedule's settings.
     pub fn own_settings(self) -> &'static [&'static str] {
         match self {
             Self::Cosine => &["min-lr"],
@@ -55,10 +55,10 @@ pub enum OptimizerSetting {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OrthogonalizationSetting {
-    /// Polar Express: the best five polynomials
+    /// Polar Express: five optimal polynomials
     #[default]
     PolarExpress,
-    /// The quintic of the first Muon, five times
+    /// The quintic of the original Muon, five times
     Quintic,
 }
 
@@ -71,15 +71,15 @@ impl From<OrthogonalizationSetting> for Orthogonalization {
     }
 }
 
-/// The length of Muon's steps.
+/// The scale of Muon's steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MuonScaleSetting {
-    /// 0.2 sqrt(max(rows, columns)): the size of AdamW's steps, so that its learning rates carry over
+    /// 0.2 sqrt(max(rows, columns)): steps as large as AdamW's, so that AdamW's learning rates carry over
     #[default]
     #[value(name = "adamw")]
     AdamW,
-    /// sqrt(max(1, rows / columns)), as in the first Muon
+    /// sqrt(max(1, rows / columns)), as in the original Muon
     Original,
 }
 
@@ -92,14 +92,14 @@ impl From<MuonScaleSetting> for MuonScale {
     }
 }
 
-/// What Muon takes for the matrices of query, key and value.
+/// How Muon splits the query, key and value projections into matrices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MuonHeadsSetting {
     /// Each head is a matrix
     #[default]
     Apart,
-    /// All heads of a layer's queries are one matrix, and so for keys and values
+    /// All query heads of a layer are one matrix, likewise all key heads and all value heads
     Together,
 }
 
@@ -113,74 +113,74 @@ pub struct OptimizerSettings {
     /// Peak learning rate
     #[arg(long, value_name = "LR")]
     pub lr: Option<f64>,
-    /// Learning rate at the end, as a fraction of the peak [default: 0.1, ours: the paper does not say]
-    #[arg(long, value_name = "PART")]
+    /// Learning rate at the end, as a fraction of the peak [default: 0.1, not from the paper]
+    #[arg(long, value_name = "FRACTION")]
     pub min_lr: Option<f64>,
-    /// Steps of linear warm-up, at most a tenth of the steps unless it is set
+    /// Steps of linear warm-up; the default is limited to a tenth of the steps
     #[arg(long, value_name = "N")]
     pub warmup_steps: Option<Quantity>,
     /// Schedule of the learning rate after the warm-up [default: cosine]
     #[arg(long, value_enum)]
     pub schedule: Option<Schedule>,
     /// Fraction of the run in which `wsd` decays [default: 0.2]
-    #[arg(long, value_name = "PART")]
+    #[arg(long, value_name = "FRACTION")]
     pub decay_fraction: Option<f64>,
-    /// AdamW beta1 [default: 0.9, ours]
+    /// AdamW beta1 [default: 0.9, not from the paper]
     #[arg(long, value_name = "BETA")]
     pub beta1: Option<f64>,
-    /// AdamW beta2 [default: 0.95, ours]
+    /// AdamW beta2 [default: 0.95, not from the paper]
     #[arg(long, value_name = "BETA")]
     pub beta2: Option<f64>,
-    /// AdamW epsilon [default: 1e-8, ours]
+    /// AdamW epsilon [default: 1e-8, not from the paper]
     #[arg(long, value_name = "EPS")]
     pub adam_eps: Option<f64>,
-    /// Muon: peak learning rate of the matrices of hidden layers [default: that of --lr]
+    /// Muon: peak learning rate of the matrices of hidden layers [default: --lr]
     #[arg(long, value_name = "LR")]
     pub muon_lr: Option<f64>,
-    /// Muon: steps of linear warm-up of the matrices of hidden layers [default: those of --warmup-steps]
+    /// Muon: steps of linear warm-up of the matrices of hidden layers [default: --warmup-steps]
     #[arg(long, value_name = "N")]
     pub muon_warmup_steps: Option<Quantity>,
-    /// Muon: weight decay of the matrices of hidden layers [default: that of --weight-decay]
+    /// Muon: weight decay of the matrices of hidden layers [default: --weight-decay]
     #[arg(long, value_name = "DECAY")]
     pub muon_weight_decay: Option<f64>,
-    /// Muon: decay of the momentum, with Nesterov [default: 0.95]
+    /// Muon: decay of the Nesterov momentum [default: 0.95]
     #[arg(long, value_name = "BETA")]
     pub muon_momentum: Option<f64>,
-    /// Muon: divide each row of the orthogonalized step by the root of the row's running mean square. BETA is the decay of this mean (NorMuon has 0.95)
-    /// [default: rows stay as they are]
+    /// Muon: divide each row of the orthogonalized step by the root of the row's running mean square. BETA is the decay
+    /// of this mean (0.95 in NorMuon) [default: rows are not divided]
     #[arg(long, value_name = "BETA")]
     pub muon_beta2: Option<f64>,
     /// Muon: polynomials of the orthogonalization [default: polar-express]
     #[arg(long, value_enum)]
     pub muon_orthogonalization: Option<OrthogonalizationSetting>,
-    /// Muon: length of a matrix's step [default: adamw]
+    /// Muon: scale of a matrix's step [default: adamw]
     #[arg(long, value_enum)]
     pub muon_scale: Option<MuonScaleSetting>,
-    /// Muon: the matrices of query, key and value [default: apart]
+    /// Muon: how the query, key and value projections are split into matrices [default: apart]
     #[arg(long, value_enum)]
     pub muon_heads: Option<MuonHeadsSetting>,
-    /// Begin with the optimizer's moments of the checkpoint that --init-from names, corrected for the bias that they had from zero
-    /// [default: off]
+    /// Start with the optimizer's moments from the checkpoint of --init-from instead of zeros. They are bias-corrected
+    /// when they are loaded, so that the new run needs no bias correction [default: off]
     #[arg(long, value_enum)]
     pub init_moments: Option<Switch>,
-    /// Weight decay, of matrices only [default: 0.1, ours]
+    /// Weight decay, applied only to matrices [default: 0.1, not from the paper]
     #[arg(long, value_name = "DECAY")]
     pub weight_decay: Option<f64>,
-    /// Largest norm of the gradient; 0 does not clip [default: 1, ours]
+    /// Norm to which larger gradients are clipped; 0 for no clipping [default: 1, not from the paper]
     #[arg(long, value_name = "NORM")]
     pub clip: Option<f64>,
-    /// Factor of the z-loss, which keeps logits from drifting (PaLM: 1e-4); part of the training loss, not of the
-    /// validation's [default: 0]
+    /// Factor of the z-loss, which keeps logits from drifting (1e-4 in PaLM). It is part of the training loss, but not
+    /// of the validation loss [default: 0]
     #[arg(long, value_name = "Z")]
     pub z_loss: Option<f64>,
-    /// Skip updates whose loss or gradient norm is more than Z standard deviations above the mean of the last 128 steps; 0 skips none
-    /// [default: 0]
+    /// Skip updates whose loss or gradient norm is more than Z standard deviations above the mean of the last 128
+    /// steps; 0 for no skipping [default: 0]
     #[arg(long, value_name = "Z")]
     pub skip_spikes: Option<f64>,
 }
 
 impl OptimizerSettings {
-    /// The first setting that has an effect with Muon alone.
+    /// The first setting that has an effect only with Muon.
     pub fn first_of_muon(&self) -> Option<String> {
         self.first_of("muon_")
     }
@@ -192,7 +192,7 @@ layer! {
     muon_lr [Changes],
     muon_weight_decay [Changes],
     lr [Changes],
-    // Each schedule has its own settings: `Config::identity` adds those that count.
+    // Each schedule has different settings: `Config::identity` adds those of the run's schedule.
     min_lr [Beside Changes],
     warmup_steps [Beside Changes],
     schedule [Beside Changes],

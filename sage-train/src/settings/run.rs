@@ -38,7 +38,7 @@ pub enum Preset {
     Large1300m,
 }
 
-/// Table `[run]`: the preset, the machine, seeds, folders, and what is measured and saved on the way.
+/// Table `[run]`: the preset, the machine, seeds, folders, and what a run measures and saves.
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct RunSettings {
@@ -51,48 +51,49 @@ pub struct RunSettings {
     /// Activations that the backward recomputes instead of storing [default: none]
     #[arg(long, value_enum)]
     pub recompute: Option<Recompute>,
-    /// Give the same bits in every run on a GPU too; attention's backward takes longer [default: off]
+    /// Give bitwise identical results in every run on a GPU too; attention's backward takes longer [default: off]
     #[arg(long, value_enum)]
     pub deterministic: Option<Switch>,
-    /// Seed of weights, order of the data, built-in corpus and sample; 1,2,3 or 1-3 is a sweep [default: 0]
+    /// Seed of the weights, the data order, the built-in corpus and the sample; 1,2,3 or 1-3 starts a sweep [default:
+    /// 0]
     #[arg(long, value_name = "N", value_parser = seed)]
     pub seed: Option<u64>,
-    /// Seed of the initial weights alone [default: --seed]
+    /// Seed of only the initial weights [default: --seed]
     #[arg(long, value_name = "N", value_parser = seed)]
     pub weights_seed: Option<u64>,
-    /// Seed of the order of the data alone [default: --seed]
+    /// Seed of only the data order [default: --seed]
     #[arg(long, value_name = "N", value_parser = seed)]
     pub order_seed: Option<u64>,
-    /// Seed of the built-in corpus alone [default: --seed]
+    /// Seed of only the built-in corpus [default: --seed]
     #[arg(long, value_name = "N", value_parser = seed)]
     pub corpus_seed: Option<u64>,
     /// Folder in which the run's folder is created [default: runs]
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
-    /// Name of the run's folder, or the sweep's [default: preset, attention and a number; for a sweep, the name of its file]
+    /// Name of the run's or sweep's folder [default: preset, attention and a number; for a sweep, the name of its file]
     #[arg(long)]
     pub name: Option<String>,
-    /// Steps between validations; 0 validates at the end only
+    /// Steps between validations; 0 validates only at the end
     #[arg(long, value_name = "N")]
     pub eval_every: Option<Quantity>,
     /// Tokens of each validation
     #[arg(long, value_name = "N")]
     pub eval_tokens: Option<Quantity>,
-    /// Validate a second time with this scheme: `--attn fpa --eval-attn attn-qat` shows the loss in FP4 of a model that is not trained for
-    /// FP4. Settings follow the name: sagebwd:products=scores:granularity=tile
+    /// Validate a second time with this scheme: `--attn fpa --eval-attn attn-qat` shows the FP4 loss of a model that
+    /// was not trained for FP4. Settings follow the name, as in sagebwd:products=scores:granularity=tile
     #[arg(long, value_name = "SCHEME")]
     pub eval_attn: Option<SchemeSetting>,
     /// Steps between probes of attention's errors, which take some time on the CPU; 0 for none
     /// [default: 0]
     #[arg(long, value_name = "N")]
     pub probe_every: Option<Quantity>,
-    /// Steps between checkpoints; 0 saves at the end only [default: as eval-every]
+    /// Steps between checkpoints; 0 saves only at the end [default: --eval-every]
     #[arg(long, value_name = "N")]
     pub checkpoint_every: Option<Quantity>,
-    /// Minutes after which a checkpoint is written; 0 for none [default: 10]
+    /// Minutes between checkpoints; 0 for none [default: 10]
     #[arg(long, value_name = "MINUTES")]
     pub checkpoint_minutes: Option<f64>,
-    /// Number of newest checkpoints that are kept [default: 2]
+    /// Number of newest checkpoints to keep [default: 2]
     #[arg(long, value_name = "N")]
     pub keep_last: Option<usize>,
     /// Also keep one checkpoint of every N steps; 0 for none [default: 0]
@@ -101,7 +102,7 @@ pub struct RunSettings {
     /// Tokens of sample text at the end of the run; 0 for none [default: 160]
     #[arg(long, value_name = "N")]
     pub sample_tokens: Option<usize>,
-    /// Number of threads, on which results do not depend [default: all cores]
+    /// Number of threads; results do not depend on it [default: all cores]
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
     /// Peak speed of the device in TFLOP/s, for the MFU
@@ -134,12 +135,14 @@ layer! {
     peak_tflops [Beside Changes],
 }
 
-/// Parses a seed. Lists and ranges are taken apart before.
+/// Parses a seed. Lists and ranges were split before.
 fn seed(text: &str) -> Result<u64> {
     text.parse().map_err(|_| {
         Error::new("not a seed")
             .got(format!("`{text}`"))
-            .allowed("a whole number below 2^64; several, as 1,2,3; or a range of up to 1000, as 1-3")
-            .hint("a range goes from the smaller to the larger")
+            .allowed(
+                "a whole number below 2^64, a list such as 1,2,3, or a range of up to 1000 seeds such as 1-3",
+            )
+            .hint("a range starts with its smaller number")
     })
 }

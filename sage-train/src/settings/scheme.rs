@@ -1,5 +1,5 @@
-//! Schemes with their settings in one word, `sagebwd:products=scores:granularity=tile`, and the schemes of single layers,
-//! `0,-1=fpa;2-4=sagebwd:products=scores`.
+//! Schemes with their settings as text, such as `sagebwd:products=scores:granularity=tile`, and schemes of single
+//! layers, such as `0,-1=fpa;2-4=sagebwd:products=scores`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -15,7 +15,7 @@ use super::{AttentionSettings, Attn, Settings};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SchemeSetting(pub Scheme);
 
-/// A scheme's settings that may be set; tiles follow from the blocks of a selection.
+/// The settings of a scheme that a user may set, which excludes tiles: these follow from the blocks of a selection.
 fn own_settings(scheme: &Scheme) -> Vec<(&'static str, String)> {
     scheme.settings().into_iter().filter(|(key, _)| !key.starts_with("tile-")).collect()
 }
@@ -39,7 +39,7 @@ impl FromStr for SchemeSetting {
             Error::new(format!("not a setting of {name}"))
                 .got(got)
                 .allowed(match known.as_slice() {
-                    [] => "no setting: it has none".into(),
+                    [] => "nothing: it has no settings".into(),
                     keys => keys.join(", "),
                 })
                 .hint(HINT)
@@ -84,10 +84,10 @@ struct Span {
     last: i64,
 }
 
-const EXAMPLE: &str = "--attn-layers \"0,-1=fpa\" gives the first and the last layer full precision";
+const EXAMPLE: &str = "--attn-layers \"0,-1=fpa\" leaves the first and the last layer unquantized";
 
 impl LayerSettings {
-    /// The scheme of each layer that is named, for a model of so many layers.
+    /// The scheme of each layer that is named, in a model of `layers` layers.
     ///
     /// # Errors
     /// When the model has no such layer, or a layer has two schemes.
@@ -107,7 +107,7 @@ impl LayerSettings {
     }
 }
 
-/// The layers of spans, in a model of so many.
+/// The layers of `spans`, in a model of `layers` layers.
 fn numbered(spans: &[Span], layers: usize, text: &str) -> Result<Vec<usize>> {
     let numbers = spans.iter().flat_map(|span| span.first..=span.last);
     let layer = |number: i64| {
@@ -116,7 +116,7 @@ fn numbered(spans: &[Span], layers: usize, text: &str) -> Result<Vec<usize>> {
             Error::new("the model has no such layer")
                 .got(format!("layer {number} in `{text}`"))
                 .allowed(format!("0 to {}, or -{layers} to -1 from the end", layers - 1))
-                .hint("0 is the first layer, -1 the last one")
+                .hint("0 is the first layer, -1 is the last layer")
         })
     };
     numbers.map(layer).collect()
@@ -127,7 +127,7 @@ fn numbered(spans: &[Span], layers: usize, text: &str) -> Result<Vec<usize>> {
 pub struct LayerList(Vec<Span>);
 
 impl LayerList {
-    /// The layers, in a model of so many.
+    /// The listed layers, in a model of `layers` layers.
     ///
     /// # Errors
     /// When the model has no such layer.
@@ -145,7 +145,7 @@ impl FromStr for LayerList {
             Error::new("not a list of layers")
                 .got(format!("`{text}`"))
                 .allowed("numbers and spans, separated by commas")
-                .hint("0,-1 is the first and the last layer, 2-4 three layers")
+                .hint("0,-1 is the first and the last layer, 2-4 is three layers")
         })
     }
 }
@@ -183,9 +183,12 @@ impl FromStr for LayerSettings {
     fn from_str(text: &str) -> Result<Self> {
         let entry = |entry: &str| {
             let unusable = || {
-                Error::new("not schemes of layers")
+                Error::new("not a list of layers and schemes")
                     .got(format!("`{entry}`"))
-                    .allowed("LAYERS=SCHEME, with layers as 0, -1 or 2-4, separated by commas; several entries by semicolons")
+                    .allowed(
+                        "LAYERS=SCHEME entries separated by semicolons, with LAYERS such as 0, -1 or 2-4, \
+                         separated by commas",
+                    )
                     .hint(EXAMPLE)
             };
             let (layers, scheme) = entry.split_once('=').ok_or_else(unusable)?;
@@ -206,7 +209,7 @@ impl fmt::Display for LayerSettings {
     }
 }
 
-/// Schemes of layers as text, the same for every way to write them.
+/// Schemes of layers in one canonical text form.
 pub fn in_words_by_layer(schemes: &BTreeMap<usize, Scheme>) -> String {
     let mut layers_of: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for (layer, scheme) in schemes {
@@ -217,7 +220,7 @@ pub fn in_words_by_layer(schemes: &BTreeMap<usize, Scheme>) -> String {
     entries.join(";")
 }
 
-/// All are text in files.
+/// Serializes types as their text.
 macro_rules! as_text {
     ($($type:ty),+) => {$(
         impl Serialize for $type {
@@ -260,7 +263,7 @@ mod tests {
                 (Ok(SchemeSetting(scheme)), text.to_owned())
             );
         }
-        // What is the default is not written.
+        // Default values are not written.
         assert_eq!("sagebwd:smoothing=k".parse(), Ok(SchemeSetting(sage.into())));
         for wrong in [
             "",

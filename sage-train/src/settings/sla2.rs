@@ -1,4 +1,4 @@
-//! The settings of SLA2: which form of it, by its name, and its own words.
+//! The settings of table `[sla2]`, and the forms of SLA2.
 
 use std::str::FromStr;
 
@@ -13,23 +13,23 @@ use crate::checks::in_range;
 use crate::model::{Choice, Sla2Config};
 use crate::quantity::Quantity;
 
-/// Table `[sla2]`: the settings of SLA2, whose keys lack the `sla2-` of the flags there.
+/// Table `[sla2]`: the settings of SLA2. In this table the keys lack the prefix `sla2-` of the flags.
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Sla2Settings {
     /// Scheme of the selected blocks, and of the dense steps at the start: fpa, sagebwd, attn-qat [default: sagebwd]
     #[arg(long, value_name = "SCHEME")]
     pub sla2_numerics: Option<Text<Numerics>>,
-    /// Fraction of the (query, key) pairs that is not computed, such as 90% [default: 90%, with at least one block]
+    /// Fraction of the (query, key) pairs that is skipped, such as 90% [default: 90%, with at least one block]
     #[arg(long, value_name = "SHARE")]
     pub sla2_sparsity: Option<Share>,
-    /// Key blocks that a query block selects, instead of a sparsity
+    /// Number of key blocks that each query block selects, instead of --sla2-sparsity
     #[arg(long, value_name = "N")]
     pub sla2_blocks: Option<usize>,
-    /// Number of the selected blocks of keys that are always the nearest past ones [default: 0]
+    /// Number of selected key blocks that are always the nearest past blocks [default: 0]
     #[arg(long, value_name = "N")]
     pub sla2_nearest: Option<usize>,
-    /// Tokens of a block; 128 on a GPU [default on the CPU: a sixteenth of the context, 16 to 128]
+    /// Tokens of a block; always 128 on a GPU [default on the CPU: a sixteenth of the context, 16 to 128]
     #[arg(long, value_name = "N")]
     pub sla2_block: Option<usize>,
     /// Key blocks that the linear tail sums over [default: past]
@@ -52,7 +52,7 @@ layer! {
     sla2_router_steps
 }
 
-/// A form of SLA2: the whole, or a part of it left out, to see what that is worth.
+/// A form of SLA2: the full method, or an ablation of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Form {
     Learned,
@@ -75,17 +75,17 @@ impl Form {
 
     pub(super) fn summary(self) -> &'static str {
         match self {
-            Self::Learned => "Blocks that a learned router picks, a linear tail for the rest (SLA2)",
+            Self::Learned => "Blocks selected by a learned router, a linear tail for the others (SLA2)",
             Self::Identity => {
-                "SLA2 with an untrained router, which ranks blocks by the products of their means"
+                "SLA2 with an untrained router, which ranks key blocks by the dot product of the block means of Q and K"
             }
-            Self::Window => "SLA2 with the nearest blocks and the first one",
+            Self::Window => "SLA2 with the nearest blocks and the first block instead of a router",
             Self::Sparse => "SLA2 without the tail: block-sparse attention with a learned router",
         }
     }
 }
 
-/// A share, as `90%` or `0.9`.
+/// A fraction, written as `90%` or `0.9`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Share(pub f64);
 
@@ -99,10 +99,10 @@ impl FromStr for Share {
         };
         match number.trim().parse::<f64>() {
             Ok(value) if (0.0..1.0).contains(&(value / unit)) => Ok(Self(value / unit)),
-            _ => Err(Error::new("not a share")
+            _ => Err(Error::new("not a fraction")
                 .got(format!("`{text}`"))
                 .allowed("0% to less than 100%, or a number from 0 to less than 1")
-                .hint("90% and 0.9 are the same")),
+                .hint("90% and 0.9 mean the same")),
         }
     }
 }
@@ -121,9 +121,9 @@ impl Serialize for Share {
 
 impl<'de> Deserialize<'de> for Share {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        /// A file may say 0.9 as the flag does, and "90%".
+        /// A file may contain the number 0.9 or the text "90%".
         #[derive(Deserialize)]
-        #[serde(untagged, expecting = "a share: \"90%\", or a number from 0 to less than 1")]
+        #[serde(untagged, expecting = "a fraction: \"90%\", or a number from 0 to less than 1")]
         enum Said {
             Text(String),
             Number(f64),
@@ -136,19 +136,19 @@ impl<'de> Deserialize<'de> for Share {
     }
 }
 
-/// What the linear tail sums over.
+/// The key blocks that the linear tail sums over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TailSetting {
-    /// All earlier blocks, also the selected ones
+    /// All earlier blocks, including the selected ones
     Past,
     /// The blocks that are not selected, as published (without a kernel: slow on a GPU)
     Complement,
-    /// No tail: attention to the selected blocks alone
+    /// No tail: attention only to the selected blocks
     None,
 }
 
-/// How the share of the selected blocks comes from what is learned.
+/// How the weight of the selected blocks is computed from the learned theta.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum AlphaSetting {
@@ -158,7 +158,7 @@ pub enum AlphaSetting {
     Constant,
 }
 
-/// What was resolved, by the keys of its settings.
+/// The resolved settings, by their keys.
 pub(super) fn own_settings(sla2: &Sla2Config) -> Vec<(&'static str, String)> {
     vec![
         ("sla2-block", sla2.block.to_string()),
@@ -171,7 +171,7 @@ pub(super) fn own_settings(sla2: &Sla2Config) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// The form that was resolved, by its name in `--attn`.
+/// The name of the resolved form in `--attn`.
 pub(crate) fn form_name(sla2: &Sla2Config) -> &'static str {
     let form = match (sla2.choice, sla2.tail) {
         (Choice::Window, _) => Form::Window,
@@ -182,10 +182,11 @@ pub(crate) fn form_name(sla2: &Sla2Config) -> &'static str {
     form.name()
 }
 
-/// What must be known of a model in addition to its weights to compute it so, by the keys of settings: all but the stages of its training.
+/// The settings that a model needs to be computed, in addition to its weights, by their keys: all except the training
+/// stages.
 pub(crate) fn exported_settings(sla2: &Sla2Config, scheme: &Scheme) -> Vec<(&'static str, String)> {
     let told = [("attn", form_name(sla2).to_owned()), ("sla2-numerics", scheme.name().to_owned())];
-    // `sla2-sparse` already says that it has no tail.
+    // The name `sla2-sparse` already implies that there is no tail.
     let sparse = form_name(sla2) == Form::Sparse.name();
     let without_tail = |key: &str| key == "sla2-tail" && sparse;
     let own =
@@ -196,10 +197,11 @@ pub(crate) fn exported_settings(sla2: &Sla2Config, scheme: &Scheme) -> Vec<(&'st
         .collect()
 }
 
-/// SLA2 as the settings say, for a run of so many steps over sequences of `context` tokens. Blocks are 128 tokens on a GPU.
+/// Resolves the settings of SLA2 for a run of `steps` steps over sequences of `context` tokens. Blocks are 128 tokens
+/// on a GPU.
 ///
 /// # Errors
-/// When a setting is out of range, or the sparsity cannot be had.
+/// When a setting is out of range, or the sparsity cannot be reached.
 pub(super) fn resolve(
     form: Form,
     settings: &Sla2Settings,
@@ -207,7 +209,7 @@ pub(super) fn resolve(
     steps: u64,
     gpu: bool,
 ) -> Result<Sla2Config, Error> {
-    // Sixteen blocks of a context, in powers of two, where nothing else is said.
+    // By default a context has about sixteen blocks, of a power of two of tokens.
     let usual = (context / 16).checked_ilog2().map_or(16, |power| 1 << power).clamp(16, 128);
     let block = settings.sla2_block.unwrap_or(if gpu { 128 } else { usual });
     if !block.is_power_of_two() || !(16..=1024).contains(&block) {
@@ -220,7 +222,7 @@ pub(super) fn resolve(
         return Err(Error::new("this form of SLA2 does not run on a GPU")
             .got(format!("blocks of {block}"))
             .allowed("blocks of 128")
-            .hint("--device cpu takes the others"));
+            .hint("--device cpu accepts other block sizes"));
     }
     let usual_steps = steps * 6 / 10;
     let asked = settings.sla2_dense_steps.map_or(usual_steps, |steps| steps.0);
@@ -229,7 +231,8 @@ pub(super) fn resolve(
         settings.sla2_router_steps.map_or((steps / 10).min(100).min(dense_steps), |steps| steps.0);
     let mut config = Sla2Config {
         blocks: 0,
-        // A window is nothing else; what it took over from a router's run says nothing to it.
+        // A window consists of the nearest blocks, so that a setting taken over from a run with a router has no
+        // meaning.
         nearest: if form == Form::Window { 0 } else { settings.sla2_nearest.unwrap_or(0) },
         block,
         choice: match form {
@@ -248,34 +251,38 @@ pub(super) fn resolve(
     let most = context.div_ceil(block).saturating_sub(1);
     config.blocks = match (settings.sla2_blocks, settings.sla2_sparsity) {
         (Some(_), Some(_)) => {
-            return Err(Error::new("both blocks and sparsity of SLA2 are given")
+            return Err(Error::new("both the number of blocks and the sparsity of SLA2 are given")
                 .got("--sla2-blocks and --sla2-sparsity")
                 .allowed("one of them")
-                .hint("--dry-run says what sparsity a number of blocks comes to"));
+                .hint("--dry-run prints the sparsity of a number of blocks"));
         }
         (Some(blocks), None) => in_range("sla2-blocks", blocks, 0, most.max(1))?,
         (None, Some(Share(sparsity))) => {
-            // A router picks at least one block.
+            // A router selects at least one block.
             let least = Sla2Config { blocks: most.min(1), ..config }.sparsity(context);
             let all = Sla2Config { blocks: most, ..config };
             if sparsity > least || all.sparsity(context) > sparsity {
-                return Err(Error::new("this sparsity cannot be had")
+                return Err(Error::new("this sparsity cannot be reached")
                     .got(Share(sparsity))
                     .allowed(format!(
-                        "at most {:.1} %: context {context} with blocks of {block}, of which the diagonal and one other are seen",
+                        "at most {:.1} %: context {context} with blocks of {block}, where a query block attends to \
+                         the diagonal and one other block",
                         least * 100.0
                     ))
-                    .hint("a longer --context, or on the CPU a smaller --sla2-block; --sla2-blocks 0 sees the diagonal alone"));
+                    .hint("a longer --context, or on the CPU a smaller --sla2-block; --sla2-blocks 0 attends only to \
+                           the diagonal"));
             }
             nearest(&config, context, most, sparsity)
         }
         (None, None) => nearest(&config, context, most, 0.9).clamp(1, most.max(1)),
     };
     if settings.sla2_blocks.is_none() && config.sparsity(context) <= 0.0 {
-        return Err(Error::new("the context is too short for SLA2 to leave anything out")
-            .got(format!("context {context} with blocks of {block}: one past block and the diagonal are all there is"))
+        return Err(Error::new("the context is too short for SLA2 to skip any block")
+            .got(format!("context {context} with blocks of {block}: one past block and the diagonal are the whole \
+                          context"))
             .allowed(format!("a context of more than {} tokens", 2 * block))
-            .hint("a longer --context, or on the CPU a smaller --sla2-block; --sla2-blocks 1 trains all the same, with nothing left out"));
+            .hint("a longer --context, or on the CPU a smaller --sla2-block; --sla2-blocks 1 trains without skipping \
+                   any block"));
     }
     check_nearest(&config)?;
     Ok(config)
@@ -297,10 +304,10 @@ fn check_nearest(config: &Sla2Config) -> Result<(), Error> {
     Err(Error::new("sla2-nearest is out of range")
         .got(format!("{} nearest of {} blocks", config.nearest, config.blocks))
         .allowed("at most the number of blocks")
-        .hint("--sla2-blocks N; the router picks those that are not the nearest"))
+        .hint("raise --sla2-blocks N; the router selects the blocks that are not the nearest"))
 }
 
-/// How many blocks come nearest to a sparsity.
+/// The number of blocks whose sparsity is nearest to `sparsity`.
 fn nearest(config: &Sla2Config, context: usize, most: usize, sparsity: f64) -> usize {
     let distance = |blocks| (Sla2Config { blocks, ..*config }.sparsity(context) - sparsity).abs();
     (0..=most).min_by(|&a, &b| distance(a).total_cmp(&distance(b))).unwrap_or(0)

@@ -4,13 +4,13 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// A path of data, and its part of the batches: `PATH` or `PATH=WEIGHT`.
+/// A path of data and its weight in the mixture: `PATH` or `PATH=WEIGHT`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SourceSetting {
     /// A file, a folder or a pattern.
     pub path: PathBuf,
-    /// The part of the batches that comes from it, relative to the weights of the other sources. Sources without weights
-    /// are mixed by their size.
+    /// The fraction of the batches that comes from this source, relative to the other weights. Sources without weights
+    /// are mixed by their sizes.
     pub weight: Option<f64>,
 }
 
@@ -18,7 +18,7 @@ impl std::str::FromStr for SourceSetting {
     type Err = candle_sage::Error;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        // An existing path may have anything in its name.
+        // The name of an existing path may contain `=`.
         if std::path::Path::new(text).exists() {
             return Ok(Self { path: text.into(), weight: None });
         }

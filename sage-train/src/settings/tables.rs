@@ -1,6 +1,6 @@
 //! Settings in the tables of a TOML file: `[optimizer] lr = 1e-3` and `lr = 1e-3` at the top of a file are the same.
 //!
-//! The tables are the headings of `--help`, so that a setting is in the table under whose heading its flag stands.
+//! The tables are the headings of `--help`: a setting is in the table of its flag's heading.
 
 use candle_sage::{Error, Result};
 use clap::{Args as _, Command};
@@ -8,7 +8,7 @@ use toml::{Table, Value};
 
 use super::Settings;
 
-/// A table, the heading of its flags, and what its keys lack of the flags' names.
+/// A table, the heading of its flags, and the prefix of the flags that its keys omit.
 const TABLES: [(&str, &str, &str); 8] = [
     ("attention", "Attention", ""),
     ("batch", "Batch and length", ""),
@@ -20,16 +20,16 @@ const TABLES: [(&str, &str, &str); 8] = [
     ("sla2", "SLA2", "sla2-"),
 ];
 
-/// What `data` is called inside of `[data]`.
+/// The key of `--data` in table `[data]`.
 pub(super) const SOURCES: &str = "sources";
 
-/// What `linear` is called inside of `[linear]`.
+/// The key of `--linear` in table `[linear]`.
 const PRECISION: &str = "precision";
 
-/// What `optimizer` is called inside of `[optimizer]`.
+/// The key of `--optimizer` in table `[optimizer]`.
 const NAME: &str = "name";
 
-/// What is declared of a setting.
+/// The declaration of a setting.
 #[derive(Debug)]
 pub struct Described {
     /// Its table.
@@ -38,9 +38,9 @@ pub struct Described {
     pub key: String,
     /// Its flag, without dashes.
     pub flag: String,
-    /// The values that it takes, or a name for them.
+    /// The allowed values, or a placeholder for the value.
     pub values: String,
-    /// What it does.
+    /// Its help text.
     pub help: String,
 }
 
@@ -79,7 +79,7 @@ fn flag_of(table: &str, key: &str) -> String {
     }
 }
 
-/// What a table's keys lack of the flags' names.
+/// The prefix of a table's flags that its keys omit.
 fn prefix_of(table: &str) -> &'static str {
     TABLES.iter().find(|(name, ..)| *name == table).map_or("", |(_, _, prefix)| prefix)
 }
@@ -94,10 +94,10 @@ fn key_of(table: &str, flag: &str) -> String {
     }
 }
 
-/// The same settings by the names of the flags, without tables. Switches may be booleans, in lists too.
+/// The settings by the names of their flags, without tables. Switches may be booleans, in lists too.
 ///
 /// # Errors
-/// When a key is in a table that it does not belong to, or is given twice; `place` says where.
+/// When a key is in a wrong table, or is given twice. `place` names the file in the error.
 pub fn flat(settings: Table, place: &str) -> Result<Table> {
     let flags = flags();
     let mut flat = Table::new();
@@ -109,7 +109,7 @@ pub fn flat(settings: Table, place: &str) -> Result<Table> {
             Some(_) => Err(Error::new("a setting is given twice in one file")
                 .got(format!("`{flag}` in a table and outside of it, in {place}"))
                 .allowed("one of them")
-                .hint("tables are for people: [optimizer] lr = 1e-3 is lr = 1e-3")),
+                .hint("[optimizer] lr = 1e-3 and lr = 1e-3 outside of any table are the same setting")),
         }
     };
     for (key, value) in settings {
@@ -136,7 +136,7 @@ pub fn flat(settings: Table, place: &str) -> Result<Table> {
     Ok(flat)
 }
 
-/// A boolean as a switch says it.
+/// Turns a boolean into the value of a switch, `on` or `off`.
 fn spoken(value: Value) -> Value {
     match value {
         Value::Boolean(true) => "on".into(),
@@ -146,7 +146,7 @@ fn spoken(value: Value) -> Value {
     }
 }
 
-/// The same settings in their tables, switches as booleans.
+/// The settings in their tables, with switches as booleans.
 pub fn in_tables(settings: Table) -> Table {
     let flags = flags();
     let mut tables = Table::new();
@@ -180,7 +180,7 @@ mod tests {
         let all = Settings::augment_args(Command::new(""));
         let named: Vec<_> = all.get_arguments().filter_map(clap::Arg::get_long).collect();
         assert_eq!(flags.iter().map(|(name, ..)| name.as_str()).collect::<Vec<_>>(), named);
-        // Flags that are called as a table have another name in it.
+        // A flag with the name of a table has another key in that table.
         let tables = TABLES.map(|(name, ..)| name);
         let twice: Vec<_> = named.into_iter().filter(|name| tables.contains(name)).collect();
         assert_eq!(twice, ["linear", "data", "optimizer"]);

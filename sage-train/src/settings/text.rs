@@ -1,9 +1,9 @@
-//! Values of candle-sage in their own words: each is written as its `Display`, and read as its `FromStr`.
+//! Values of candle-sage as text: they are written with `Display` and read with `FromStr`.
 
 use candle_sage::{Error, Scheme};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// A value of candle-sage in the words of its `Display`.
+/// A value of candle-sage that is serialized as its `Display`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Text<T>(pub T);
 
@@ -46,7 +46,7 @@ impl std::str::FromStr for Numerics {
             Error::new("unknown numerics")
                 .got(format!("`{text}`"))
                 .allowed(all.iter().map(Scheme::name).collect::<Vec<_>>().join(", "))
-                .hint("the form of SLA2 is what --attn says")
+                .hint("the form of SLA2 is set by --attn")
         })
     }
 }

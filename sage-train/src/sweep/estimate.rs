@@ -1,5 +1,5 @@
-//! Estimates how long a sweep takes: measures a few steps of each distinct shape and scales them to the
-//! tokens that are left.
+//! Estimates how long a sweep takes: measures a few steps of each distinct shape and scales the time to the remaining
+//! tokens.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,10 +16,9 @@ use crate::runs::{Run, Status, median};
 use crate::signals::{self, Second};
 use crate::{during, notify, writing};
 
-/// Steps to measure for each shape, and the most micro-batches of a measured step. The first step of a
-/// process is slower than the others, and is not counted. Time is proportional to the number of
-/// micro-batches, so that a longer step need not be measured whole. On a CPU steps are slow and vary little,
-/// so that fewer of them are enough.
+/// The number of steps to measure for each shape, and the most micro-batches of a measured step. The first step of a
+/// process is slower than the others, and is not counted. Time is proportional to the number of micro-batches, so that
+/// a prefix of a longer step is enough. On a CPU steps are slow and vary little, so that fewer steps are enough.
 fn sample(place: Place) -> (u64, u64) {
     match place {
         Place::Cpu => (2, 1),
@@ -27,26 +26,26 @@ fn sample(place: Place) -> (u64, u64) {
     }
 }
 
-/// A run, and how long the rest of it would take.
+/// The remaining work of a run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Estimate {
-    /// How far the run is.
+    /// The state of the run.
     pub state: State,
-    /// Tokens that are left to train on.
+    /// Tokens that remain to be trained on.
     pub tokens: u64,
-    /// Tokens per second when the run has its device to itself; `None` for a run with nothing left to do.
+    /// Tokens per second when no other run shares the device; `None` for a run without remaining work.
     pub speed: Option<f64>,
 }
 
 impl Estimate {
-    /// Seconds that the rest of the run takes on one device.
+    /// Seconds that the remaining tokens take on one device.
     pub fn seconds(&self) -> f64 {
         self.speed.map_or(0.0, |speed| self.tokens as f64 / speed)
     }
 }
 
-/// Measures a few steps of each shape among the runs that are still to do. The measured runs are written to a
-/// scratch folder, which is removed.
+/// Measures a few steps of each shape among the remaining runs. The measured runs are written to a scratch folder,
+/// which is removed.
 ///
 /// # Errors
 /// When a shape cannot be trained on this machine.
@@ -77,7 +76,7 @@ pub fn estimate(sweep: &Sweep, retry: bool) -> Result<Vec<Estimate>> {
     Ok(estimates)
 }
 
-/// A key for the settings that the time of a step depends on: the identity without those that change only the
+/// A key for the settings that the time of a step depends on: the identity without settings that change only the
 /// numbers.
 fn shape(config: &Config) -> String {
     let mut identity = config.identity();
@@ -119,7 +118,7 @@ fn measure_in(config: &Config, scratch: &Path) -> Result<f64> {
     few.batch.tokens_per_step = Some(Quantity(tokens));
     few.optimizer.warmup_steps = None;
     few.optimizer.muon_warmup_steps = None;
-    // Without the dense and the router stage: the sparse stage is most of a run.
+    // The dense and router stages are skipped, because the sparse stage is most of a run.
     few.sla2.sla2_dense_steps = few.sla2.sla2_dense_steps.map(|_| Quantity(0));
     few.sla2.sla2_router_steps = few.sla2.sla2_router_steps.map(|_| Quantity(0));
     few.run.eval_every = Some(Quantity(0));
@@ -132,7 +131,7 @@ fn measure_in(config: &Config, scratch: &Path) -> Result<f64> {
     let (settings, name) = (scratch.join("settings.toml"), "measured");
     let text = Config::resolve(few)?.to_toml();
     std::fs::write(&settings, text).map_err(writing(&settings))?;
-    let program = std::env::current_exe().map_err(during("cannot find the program that runs"))?;
+    let program = std::env::current_exe().map_err(during("cannot find the path of this program"))?;
     let mut command = Command::new(program);
     command.arg("--config").arg(&settings).args(["--name", name]);
     command.env(signals::PARENT, std::process::id().to_string());
@@ -166,8 +165,7 @@ fn measure_in(config: &Config, scratch: &Path) -> Result<f64> {
     }
 }
 
-/// Waits for a measuring child. A signal kills the child at once, because a measurement leaves nothing worth
-/// saving.
+/// Waits for a measuring child. A signal kills the child at once, because a measurement has nothing to save.
 fn wait(mut child: Child) -> Result<ExitStatus> {
     loop {
         let ended = child.try_wait().map_err(during("cannot wait for a run"))?;

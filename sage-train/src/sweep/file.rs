@@ -32,9 +32,9 @@ use crate::{during, read_small};
 pub struct Spec {
     /// The question that the sweep answers, as a title.
     pub about: Option<String>,
-    /// Settings without which the sweep makes no sense, and which its file cannot know: `["data", "init-from"]`.
+    /// Settings that the command line must set, because the file cannot: `["data", "init-from"]`.
     pub needs: Vec<String>,
-    /// What makes them, for the message about a missing one.
+    /// How to make them: the hint of the error about a missing setting.
     pub needs_hint: Option<String>,
     /// Settings that identify the baseline arm: `{ attn = "fpa" }`.
     pub baseline: Table,
@@ -42,7 +42,7 @@ pub struct Spec {
     pub settings: Table,
     /// Lists of values; all combinations of them are run.
     pub grid: Table,
-    /// Settings that are each run with the whole grid.
+    /// Sets of settings, each of which is run with the whole grid.
     pub points: Vec<Table>,
 }
 
@@ -50,15 +50,15 @@ impl Spec {
     /// Reads a file.
     ///
     /// # Errors
-    /// When it cannot be read, or is not the description of a sweep.
+    /// When the file cannot be read, or is not the description of a sweep.
     pub fn read(path: &Path) -> Result<Self> {
         let text = read_small(path, MOST_SETTINGS)
             .map_err(during(format!("cannot read the sweep in {}", path.display())))
-            .map_err(|error| error.hint("a TOML file, or a sweep that is built in: see --help"))?;
+            .map_err(|error| error.hint("name a TOML file, or a built-in sweep: see --help"))?;
         Self::parse(&text, &path.display().to_string())
     }
 
-    /// Parses the text of a file. `name` is for messages.
+    /// Parses the text of a file. Messages refer to the file as `name`.
     ///
     /// # Errors
     /// When it is not the description of a sweep.
@@ -82,15 +82,15 @@ impl Spec {
         })
     }
 
-    /// The settings of every run. `over` are the settings of the command line, which win over the file's, and
-    /// `lists` its lists, which replace the file's values for their keys.
+    /// The settings of every run. `over` are settings from the command line, which override the file's, and `lists` are
+    /// lists from the command line, which replace the file's values for their keys.
     ///
     /// # Errors
-    /// When a key is not a setting, a value is not one of its setting, a list is empty, or there are more
-    /// than 10,000 runs.
+    /// When a key is not a setting, a value is invalid for its setting, a list is empty, or there are more than 10,000
+    /// runs.
     pub fn runs(&self, over: &Settings, lists: &Table) -> Result<Vec<Settings>> {
-        // A single `attn` stays although a list replaces it: it tells which scheme the settings next to it
-        // are meant for.
+        // A single `attn` is kept although a list replaces it, because it shows to which scheme the settings next to it
+        // apply.
         let plain = |table: &Table| -> Table {
             let whose = |key: &str, value: &Value| key == "attn" && !value.is_array();
             let free = table.iter().filter(|(key, value)| !lists.contains_key(*key) || whose(key, value));
@@ -108,7 +108,7 @@ impl Spec {
             return Err(Error::new("the sweep has too many runs")
                 .got(all)
                 .allowed(format!("at most {MOST_RUNS}"))
-                .hint("every list multiplies them: [[points]] name combinations one by one"));
+                .hint("every list multiplies the number of runs; [[points]] list single combinations"));
         }
         let (grid, typed) = (combinations(&grid, "[grid]")?, combinations(lists, "the command line")?);
         let mut runs = Vec::with_capacity(all);
@@ -137,18 +137,18 @@ impl Spec {
             runs.iter().any(|run| Table::try_from(run).is_ok_and(|run| !run.contains_key(key.as_str())))
         };
         let Some(key) = self.needs.iter().find(lacks) else { return Ok(()) };
-        Err(Error::new("the sweep lacks a setting that its file cannot know")
+        Err(Error::new("the sweep needs a setting that its file cannot contain")
             .got(format!("no --{key}"))
             .allowed(self.needs.iter().map(|key| format!("--{key}")).collect::<Vec<_>>().join(", "))
-            .hint(self.needs_hint.as_deref().unwrap_or("--print shows the file, and what it is for")))
+            .hint(self.needs_hint.as_deref().unwrap_or("--print shows the file and its purpose")))
     }
 }
 
-/// More runs than this are taken for a mistake.
+/// More runs than this are probably a mistake, and are rejected.
 const MOST_RUNS: usize = 10_000;
 
-/// Merges layers of settings, the topmost first. A layer's settings of attention are meant for the attention
-/// that the layer names or, if it names none, for the run's; they are dropped if the run has another.
+/// Merges layers of settings, the topmost first. A layer's settings of attention belong to the attention that the layer
+/// names, or else to the run's attention; they are dropped if the run has another attention.
 fn merged(layers: [Settings; 5]) -> Settings {
     let attn = layers.iter().find_map(|layer| layer.attention.attn);
     let only = Settings::with(|s| s.attention.attn = attn);
@@ -166,7 +166,7 @@ fn settings(table: &Table, place: &str) -> Result<Settings> {
     Settings::deserialize(table.clone()).map_err(|error| {
         Error::new(format!("not settings, in {place} of a sweep"))
             .got(in_short(&error))
-            .allowed("keys that are the long flags of sage-train without the dashes, and their values")
+            .allowed("keys and values, where a key is a long flag of sage-train without the dashes")
             .hint("lists of values belong in [grid] or [[points]]")
     })
 }
@@ -200,12 +200,12 @@ fn combinations(table: &Table, place: &str) -> Result<Vec<Table>> {
     Ok(all)
 }
 
-/// Validations of a run whose settings do not say how often to validate: enough for a curve.
+/// Validations of a run without a setting of their frequency: enough for a curve.
 const VALIDATIONS: u64 = 20;
 
-/// Runs without a length train on the number of tokens of their preset's run, so that runs with more tokens
-/// per step have fewer steps, as in the paper. Where validations are not set either, there are
-/// [`VALIDATIONS`] of them, and checkpoints are as frequent as the preset's validations.
+/// Runs without a set length train on as many tokens as their preset's run, so that runs with more tokens per step have
+/// fewer steps, as in the paper. If validations are not set either, there are [`VALIDATIONS`] of them, and checkpoints
+/// are as frequent as the preset's validations.
 fn with_equal_budget(mut run: Settings) -> Settings {
     let preset = Config::defaults(run.run.preset.unwrap_or(Preset::Tiny));
     let value = |quantity: Option<Quantity>| quantity.map_or(1, |quantity| quantity.0.max(1));
@@ -219,7 +219,7 @@ fn with_equal_budget(mut run: Settings) -> Settings {
         run.run.eval_every = Some(Quantity((steps / VALIDATIONS).max(1)));
         run.run.checkpoint_every = run.run.checkpoint_every.or(preset.run.eval_every);
     }
-    // A sample of text is of use for one run, and not for each run of a sweep.
+    // A sample of text is not needed for each run of a sweep.
     run.run.sample_tokens = run.run.sample_tokens.or(Some(0));
     run
 }
@@ -295,8 +295,7 @@ mod tests {
         );
         let smoothing: Vec<_> = runs.iter().map(|run| run.attention.smoothing).collect();
         assert_eq!(smoothing, [Some(SmoothingSetting::None), Some(SmoothingSetting::Qk)]);
-        // A run's own file, compared with another scheme: the file's smoothing applies to its own scheme
-        // alone.
+        // A run's own file, compared with another scheme: the file's smoothing applies only to the file's scheme.
         let file = spec("[settings]\nattn = \"sagebwd\"\nsmoothing = \"k\"\nlr = 1e-3");
         let lists: Table = toml::from_str("attn = [\"sagebwd\", \"attn-qat\"]").expect("a table");
         let runs = file.runs(&Settings::default(), &lists).expect("runs");

@@ -2,22 +2,22 @@
 //! time slices.
 //!
 //! A small model leaves a GPU idle between launches. Four processes that share a GPU in time slices reach
-//! 1.7M tokens/s together, and four under MPS 2.2M, where one alone reaches 2.1M after its start (mini
-//! preset, one H100; `docs/sweeps.md`). The price is isolation: a GPU fault of one process, such as an access
-//! out of bounds, ends all processes that share the server.
+//! 1.7M tokens/s together, and four under MPS reach 2.2M; a single process reaches 2.1M after its start (mini preset,
+//! one H100; `docs/sweeps.md`). MPS reduces isolation: a GPU fault of one process, such as an out-of-bounds access,
+//! ends all processes that share the server.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use clap::ValueEnum;
 
-/// Whether runs side by side share a GPU through MPS.
+/// Whether concurrent runs share a GPU through MPS.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub enum Sharing {
-    /// Where several runs are side by side on a GPU and MPS is installed
+    /// If several runs share a GPU and MPS is installed
     #[default]
     Auto,
-    /// Never: runs take turns
+    /// Never: runs share a GPU in time slices
     Off,
 }
 
@@ -26,26 +26,26 @@ const CONTROL: &str = "nvidia-cuda-mps-control";
 /// The pipe directory in which CUDA looks for a server when `CUDA_MPS_PIPE_DIRECTORY` is not set.
 const USUAL: &str = "/tmp/nvidia-mps";
 
-/// An MPS server of this sweep's own, which is stopped on drop. It changes no setting of the GPU.
+/// An MPS server for this sweep, which is stopped on drop. It does not change settings of the GPU.
 #[derive(Debug)]
 pub(super) struct Mps {
     folder: PathBuf,
 }
 
 impl Mps {
-    /// Starts a server. Returns `None` where MPS is not installed, or where a server runs already, which the
-    /// runs then use by default.
+    /// Starts a server. Returns `None` if MPS is not installed, or if a server is already running, which the runs then
+    /// use by default.
     pub(super) fn start() -> Option<Self> {
         if std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").is_some() || Path::new(USUAL).join("control").exists()
         {
             return None;
         }
-        // The server's pipes and sockets lie here. The system limits the length of a socket's path (108 bytes
-        // on Linux), and a path in the temporary folder is short, whatever the sweep's folder is called.
+        // The folder of the server's pipes and sockets. The system limits the length of a socket's path (108 bytes on
+        // Linux), and a path in the temporary folder is short regardless of the sweep's folder.
         let folder = std::env::temp_dir().join(format!("sage-train-mps-{}", std::process::id()));
         std::fs::create_dir_all(&folder).ok()?;
         let mps = Self { folder };
-        // A client numbers GPUs as if there were no server, so that the server must see all of them.
+        // A client numbers GPUs as if there were no server, so that the server must see all GPUs.
         let mut server = Command::new(CONTROL);
         let server = mps.set(&mut server).env_remove("CUDA_VISIBLE_DEVICES").arg("-d");
         let started = server.stdin(Stdio::null()).output();

@@ -1,5 +1,5 @@
-//! Progress of a sweep on standard error: a bar for the sweep and one for each running run, or lines
-//! without a terminal.
+//! Progress of a sweep on standard error: a bar for the sweep and a bar for each running run, or lines if there is no
+//! terminal.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
@@ -16,7 +16,7 @@ use crate::quantity::grouped;
 use crate::runs::{LONGEST_LINE, METRICS, Status};
 use crate::{bar, notify};
 
-/// Time between two lines without a terminal.
+/// Time between two lines if there is no terminal.
 const QUIET: Duration = Duration::from_secs(15);
 
 /// Progress of a sweep. It is read from the metrics files of the runs.
@@ -27,12 +27,10 @@ pub struct Progress {
     /// Tokens per step, steps and name of each run, in the order of the plan.
     runs: Vec<(u64, u64, String)>,
     under_way: BTreeMap<usize, Watched>,
-    /// Tokens of the runs that have ended or were passed over; of an interrupted run, those of its steps so
-    /// far.
+    /// Tokens of the runs that have ended or were skipped; for an interrupted run, tokens of its completed steps.
     done: u64,
     began: Instant,
-    /// Tokens that were trained before the sweep started, or by other processes. The speed does not count
-    /// them.
+    /// Tokens that were trained before the sweep started, or by other processes. They are not part of the speed.
     before: u64,
     last_line: Instant,
     ended: usize,
@@ -63,7 +61,7 @@ impl Progress {
         let passed = places.len() - waiting.len();
         if passed > 0 {
             notify(&format!(
-                "{passed} of {} runs are skipped: finished, or left to other processes",
+                "{passed} of {} runs are skipped: they are finished, or other processes work on them",
                 places.len()
             ));
         }
@@ -93,12 +91,12 @@ impl Progress {
         self.under_way.insert(index, Watched { bar, metrics, read: 0, step: 0 });
     }
 
-    /// Notes that a run that this sweep was to start is taken by another process, or was ended by it.
+    /// Notes that another process runs, or has finished, a run that this sweep was about to start.
     pub(super) fn passed(&mut self, index: usize, place: &Place) {
         let (tokens, steps, name) = &self.runs[index];
         self.done += tokens * steps;
         self.before += tokens * (steps - place.steps.min(*steps));
-        self.say(&format!("{name}: {}, in other hands", place.state));
+        self.say(&format!("{name}: {}, by another process", place.state));
         self.ended += 1;
     }
 
@@ -126,7 +124,7 @@ impl Progress {
             }
             State::CutOff => format!("saved after step {} of {steps}", watched.step),
             State::Waiting => "stopped before its first checkpoint".into(),
-            State::Elsewhere => "another process has it".into(),
+            State::Elsewhere => "another process works on it".into(),
         };
         self.say(&format!("[{}/{}] {name}: {outcome}", self.ended, self.count));
     }
@@ -174,7 +172,7 @@ impl Progress {
 }
 
 impl Watched {
-    /// The point of the last complete line that was added since the last call.
+    /// The point of the last complete line that the run added since the last call.
     fn last_point(&mut self) -> Option<Point> {
         let mut file = File::open(&self.metrics).ok()?;
         file.seek(SeekFrom::Start(self.read)).ok()?;
@@ -188,7 +186,7 @@ impl Watched {
     }
 }
 
-/// What happened, and what was found there.
+/// The first line of an error, and its `got` line.
 fn in_a_line(reason: &str) -> String {
     let mut lines = reason.lines().map(str::trim);
     let what = lines.next().filter(|what| !what.is_empty()).unwrap_or("?");

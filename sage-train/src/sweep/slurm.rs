@@ -1,8 +1,8 @@
-//! A sweep as a Slurm job array: each task runs one run, and all tasks share the sweep's folder.
+//! A sweep as a Slurm job array: each task does one run, and all tasks share the sweep's folder.
 
 use std::path::Path;
 
-/// Quotes a word, so that a shell reads it as this one word.
+/// Quotes a word for a shell.
 fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,%+".contains(c);
     match !word.is_empty() && word.chars().all(plain) {
@@ -28,9 +28,9 @@ pub fn script(name: &str, runs: usize, folder: &Path, gpus: bool, command: &[Str
          #SBATCH --signal=B:TERM@120\n\
          #SBATCH --requeue\n\
          #SBATCH --output={folder}/slurm-%a.txt\n\
-         # Runs that are finished are passed over: submit the script again for what time has cut off.\n\
+         # Finished runs are skipped: submit the script again to resume runs that reached the time limit.\n\
          {words} --only \"$SLURM_ARRAY_TASK_ID\" &\n\
-         # Two minutes before the end the shell is told, and tells the run, which saves a checkpoint.\n\
+         # Two minutes before the time limit the shell gets SIGTERM and forwards it to the run, which saves a checkpoint.\n\
          trap 'kill -TERM $!' TERM\n\
          wait $!\n\
          wait $!\n",

@@ -1,4 +1,4 @@
-//! How far each run of a sweep is, read from the sweep's folder.
+//! The state of each run of a sweep, read from the sweep's folder.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -13,18 +13,18 @@ use crate::runs::{
 };
 use crate::{checkpoint, initial, writing};
 
-/// How far a run is.
+/// The state of a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum State {
-    /// It has not started, or left nothing that could be resumed.
+    /// It has not started, or has no checkpoint to resume from.
     Waiting,
-    /// It has not ended, and its folder has a checkpoint to resume from.
+    /// It was interrupted, and its folder has a checkpoint to resume from.
     CutOff,
     /// Another process holds the lock of its folder.
     Elsewhere,
-    /// It ended and said how, with any status but interrupted.
+    /// It recorded its end, with any status except interrupted.
     Ended(Status),
-    /// Its process ended without recording how.
+    /// Its process ended without a record.
     Crashed,
 }
 
@@ -43,7 +43,7 @@ impl std::fmt::Display for State {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Waiting => f.write_str("waiting"),
-            Self::CutOff => f.write_str("cut off"),
+            Self::CutOff => f.write_str("interrupted"),
             Self::Elsewhere => f.write_str("running"),
             Self::Ended(status) => status.fmt(f),
             Self::Crashed => f.write_str("crashed"),
@@ -56,7 +56,7 @@ impl std::fmt::Display for State {
 pub(super) struct Place {
     pub(super) folder: PathBuf,
     pub(super) state: State,
-    /// Steps that are measured.
+    /// Number of steps in the metrics.
     pub(super) steps: u64,
 }
 
@@ -75,16 +75,16 @@ impl Place {
 type Taken = (PathBuf, Option<Identity>);
 
 impl Sweep {
-    /// How far each run is, in the order of the plan.
+    /// The state of each run, in the order of the plan.
     pub fn states(&self) -> Vec<State> {
         self.places().into_iter().map(|place| place.state).collect()
     }
 
-    /// Checks that the runs that exist began with the weights that the others would begin with: the folder of `--init-from` may have
-    /// been trained further.
+    /// Checks that existing runs started from the same weights as the remaining runs would: the model in the folder of
+    /// `--init-from` may have been trained further.
     ///
     /// # Errors
-    /// When they did not.
+    /// When the weights differ.
     pub fn check_weights(&self) -> Result<()> {
         let mut now: BTreeMap<PathBuf, String> = BTreeMap::new();
         for (run, folder) in self.runs.iter().zip(self.folders()) {
@@ -92,26 +92,31 @@ impl Sweep {
             let Ok(Some(starts)) = optional::<Vec<Start>>(&folder.join(STARTS)) else { continue };
             let Some(began) = initial_weights(&starts) else { continue };
             if !now.contains_key(from) {
-                // Without the folder nothing can begin with it, and a sweep that is done needs it no more.
+                // Without the folder no run can start from it, and a finished sweep does not need it.
                 let Ok(hash) = initial::fingerprint(from) else { continue };
                 now.insert(from.clone(), hash);
             }
             if began != &now[from] {
-                return Err(Error::new("runs of this sweep began with other weights than the rest would")
-                    .got(format!("{}: {} has other weights now", folder.display(), from.display()))
-                    .allowed("the weights that the sweep began with")
-                    .hint("--init-from RUN/checkpoints/step-N does not change; a new sweep: --name"));
+                return Err(Error::new(
+                    "runs of this sweep started from other weights than the remaining runs would",
+                )
+                .got(format!("{}: {} has changed", folder.display(), from.display()))
+                .allowed("the weights that the sweep started from")
+                .hint(
+                    "a checkpoint does not change: --init-from RUN/checkpoints/step-N; or start a new sweep \
+                     with --name",
+                ));
             }
         }
         Ok(())
     }
 
-    /// The folders of those runs that exist, in the order of the plan.
+    /// The folders of the runs that exist, in the order of the plan.
     pub fn run_folders(&self) -> Vec<PathBuf> {
         self.folders().into_iter().filter(|folder| Run::is(folder)).collect()
     }
 
-    /// The names of the runs in the sweep's folder that its plan does not list, such as those of an earlier plan.
+    /// The names of the runs in the sweep's folder that its plan does not list, such as runs of an earlier plan.
     pub fn runs_of_other_plans(&self) -> Vec<String> {
         let planned = self.folders();
         let others = self.taken().into_iter().map(|(folder, _)| folder);
@@ -124,7 +129,7 @@ impl Sweep {
         self.runs.iter().zip(folders).map(|(run, folder)| self.place(run, folder)).collect()
     }
 
-    /// Reads how far a run in `folder` is.
+    /// Reads the state of a run in `folder`.
     pub(super) fn place(&self, run: &Planned, folder: PathBuf) -> Place {
         let read = Run::read(&folder).ok();
         let steps = read.as_ref().map_or(0, Run::steps);
@@ -132,9 +137,9 @@ impl Sweep {
         Place { steps: if state == State::Waiting { 0 } else { steps }, folder, state }
     }
 
-    /// The folder of each run: the existing folder whose run has the same identity, else a free name. Names
-    /// are not compared, because a name holds the settings that differed in the plan that started the run,
-    /// and a later plan may differ in others.
+    /// The folder of each run: the existing folder whose run has the same identity, else a free name. Names are not
+    /// compared, because a name contains the settings that differed in the plan that started the run, and the runs of a
+    /// later plan may differ in other settings.
     fn folders(&self) -> Vec<PathBuf> {
         let there = self.taken();
         let of = |run: &Planned| there.iter().find(|(_, identity)| identity.as_ref() == Some(&run.identity));
@@ -151,8 +156,8 @@ impl Sweep {
         folders.into_iter().flatten().collect()
     }
 
-    /// Every folder inside the sweep's. A folder without settings and without metrics belongs to the run
-    /// whose settings the plan folder holds under its name: its process ended before it wrote its own.
+    /// Every folder inside the sweep's. A folder without settings and metrics belongs to the run whose settings the
+    /// plan folder contains under the folder's name: the process ended before it wrote its settings.
     fn taken(&self) -> Vec<Taken> {
         let Ok(entries) = std::fs::read_dir(&self.folder) else { return Vec::new() };
         let mut found: Vec<Taken> = entries
@@ -179,7 +184,7 @@ impl Sweep {
     fn state(&self, run: &Planned, folder: &Path, read: Option<Run>) -> State {
         let name = folder.file_name().unwrap_or_default().to_string_lossy();
         let ended = |status: Option<Status>| status.filter(|status| *status != Status::Interrupted);
-        // As it is judged where the run can be read, and as it was recorded where it cannot.
+        // The status is computed if the run can be read, else it is the recorded status.
         let ending_of_run =
             read.as_ref().map_or_else(|| ending(folder).ok().flatten(), |run| run.ending.clone());
         if let Some(status) = ended(ending_of_run.map(|ending| ending.status)) {
@@ -188,7 +193,7 @@ impl Sweep {
         if Lock::is_held(folder) {
             return State::Elsewhere;
         }
-        // A crash record without a run's folder may be of an earlier plan that gave other settings this name.
+        // A crash record without a run's folder may belong to an earlier plan, in which this name meant other settings.
         let asked = || identity_in(&self.asked_file(&name)).as_ref() == Some(&run.identity);
         if self.crash_file(&name).exists() && !ended_since(&self.folder, &name) && asked() {
             return State::Crashed;
@@ -214,9 +219,8 @@ impl Sweep {
         serde_json::from_slice(&std::fs::read(self.crash_file(name)).ok()?).ok()
     }
 
-    /// Makes room for a run that starts from its beginning: moves what an earlier attempt left, and what
-    /// cannot be resumed, into the plan folder. Returns false, and moves nothing, where another process holds
-    /// the folder's lock.
+    /// Moves the files of an earlier attempt that cannot be resumed into the plan folder, before a run starts again.
+    /// Returns false, and moves nothing, if another process holds the folder's lock.
     pub(super) fn set_aside(&self, place: &Place) -> Result<bool> {
         let folder = &place.folder;
         if !folder.exists() {
@@ -225,7 +229,7 @@ impl Sweep {
         let Ok(lock) = Lock::run(folder) else { return Ok(false) };
         let numbered = (1..).map(|n| self.folder.join(PLAN).join(format!("{}.attempt-{n}", place.name())));
         let aside = numbered.into_iter().find(|path| !path.exists()).expect("a number that is free");
-        // Windows does not rename a folder in which a file is open, so that the lock is released first there.
+        // Windows does not rename a folder with an open file, so that the lock is released first on Windows.
         let lock = (!cfg!(windows)).then_some(lock);
         std::fs::rename(folder, &aside).map_err(writing(folder))?;
         drop(lock);

@@ -1,4 +1,4 @@
-//! Runs a sweep: each run in a separate child process, so that a run that crashes ends no other.
+//! Runs a sweep: each run in a separate child process, so that a crashing run does not end other runs.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -28,11 +28,11 @@ const ASKED_TO_STOP: [i32; 3] = [129, 130, 143];
 /// Options of a sweep's execution.
 #[derive(Debug, Clone, Default)]
 pub struct Limits {
-    /// Runs at the same time on each device.
+    /// Concurrent runs on each device.
     pub jobs: usize,
-    /// Time after which no more runs are started, and the running ones save a checkpoint and stop.
+    /// Time after which no more runs are started, and the running runs save a checkpoint and stop.
     pub time: Option<Duration>,
-    /// Index of the one run to do, from 0; all runs if `None`.
+    /// Index of the only run to execute, from 0; all runs if `None`.
     pub only: Option<usize>,
     /// Whether runs that failed or crashed are started again.
     pub retry: bool,
@@ -49,9 +49,9 @@ pub struct Tally {
     pub diverged: usize,
     /// Runs that failed or crashed.
     pub failed: usize,
-    /// Runs that are still to do.
+    /// Runs that remain to be done.
     pub open: usize,
-    /// Runs whose folder another process holds.
+    /// Runs whose folder another process has locked.
     pub elsewhere: usize,
     /// The signal that ended the sweep early.
     pub signal: Option<u8>,
@@ -68,7 +68,7 @@ struct Job {
     stopping: bool,
 }
 
-/// Runs all runs that are open. A run that fails is counted in the tally, and is not an error of the sweep.
+/// Executes all open runs. A failing run is counted in the tally, and is not an error of the sweep.
 ///
 /// # Errors
 /// When the folder cannot be written, or a child cannot be started.
@@ -86,7 +86,7 @@ pub fn run(sweep: &Sweep, limits: &Limits) -> Result<Tally> {
     match (shares, mps.is_some()) {
         (true, true) => notify("runs share GPUs through MPS"),
         (true, false) => {
-            notify("no MPS server was started for this sweep: runs use an existing one, or take turns")
+            notify("no MPS server was started for this sweep: runs use an existing server or time slices")
         }
         _ => {}
     }
@@ -203,8 +203,8 @@ fn tally(states: impl Iterator<Item = State>) -> Tally {
     tally
 }
 
-/// Free slots, one for each run that can be under way at once. Those of device `n` are
-/// `n * jobs..(n + 1) * jobs`. The last one is taken first: every device has a run before one has two.
+/// Free slots, one for each run that can run concurrently. The slots of device `n` are `n * jobs..(n + 1) * jobs`. The
+/// last slot is used first: every device gets a run before any device gets a second run.
 fn slots(sweep: &Sweep, jobs: usize) -> Vec<usize> {
     in_turn(if on_gpu(sweep) { gpus().len().max(1) } else { 1 }, jobs.max(1))
 }
@@ -233,7 +233,7 @@ fn take_ended(jobs: &mut Vec<Job>) -> Result<Vec<(Job, ExitStatus)>> {
     Ok(ended)
 }
 
-/// Whether the request to stop itself ended the process, which happens before the process has installed its handler.
+/// Whether the stop signal itself ended the process, which happens before the process has installed its handler.
 fn terminated(status: ExitStatus) -> bool {
     #[cfg(unix)]
     return std::os::unix::process::ExitStatusExt::signal(&status).is_some_and(|signal| {
@@ -243,7 +243,7 @@ fn terminated(status: ExitStatus) -> bool {
     false
 }
 
-/// Sends SIGTERM, on which a run saves a checkpoint and ends.
+/// Sends SIGTERM, which makes a run save a checkpoint and end.
 fn ask_to_stop(child: &Child) {
     #[cfg(unix)]
     if let Some(pid) = rustix::process::Pid::from_raw(child.id() as i32) {
@@ -254,7 +254,7 @@ fn ask_to_stop(child: &Child) {
 }
 
 impl Sweep {
-    /// Starts a child for a run. Returns `None` where another process has taken the run's folder.
+    /// Starts a child for a run. Returns `None` if another process has locked the run's folder.
     fn start(
         &self,
         index: usize,
@@ -264,7 +264,7 @@ impl Sweep {
         mps: Option<&Mps>,
     ) -> Result<Option<Child>> {
         let config = &self.runs[index].config;
-        let program = std::env::current_exe().map_err(during("cannot find the program that runs"))?;
+        let program = std::env::current_exe().map_err(during("cannot find the path of this program"))?;
         let mut command = Command::new(program);
         let name = place.name();
         let asked = self.asked_file(&name);
@@ -291,13 +291,13 @@ impl Sweep {
                 }
             }
         }
-        // A separate process group: a signal from the terminal reaches the sweep alone, which passes it on.
-        // A run whose sweep has exited stops by itself ([`signals::is_orphan`]).
+        // A separate process group: a signal from the terminal reaches only the sweep, which forwards it. A run whose
+        // sweep has exited stops by itself ([`signals::is_orphan`]).
         #[cfg(unix)]
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
         command.env(signals::PARENT, std::process::id().to_string());
-        // A launcher (torchrun, srun) may have started this sweep as one of several ranks; its runs are
-        // single processes all the same.
+        // A launcher (torchrun, srun) may have started this sweep as one of several ranks; its runs are single
+        // processes nevertheless.
         for name in ranks::variables() {
             command.env_remove(name);
         }
@@ -313,8 +313,7 @@ impl Sweep {
         self.plan_folder().join(format!("{name}.stderr"))
     }
 
-    /// The state of a run whose child has ended. Writes a crash record where the child recorded no ending
-    /// itself.
+    /// The state of a run whose child has ended. Writes a crash record if the child did not record its end.
     fn after(&self, job: &Job, status: ExitStatus) -> Result<State> {
         let (folder, name) = (&job.place.folder, job.place.name());
         let now = || self.place(&self.runs[job.index], folder.clone()).state;
@@ -322,11 +321,11 @@ impl Sweep {
         if ending.is_some_and(|ending| ending.status != Status::Interrupted) {
             return Ok(now());
         }
-        // Two sweeps may have started the same run; the other one holds its folder.
+        // Two sweeps may have started the same run; the other sweep has locked its folder.
         if Lock::is_held(folder) {
             return Ok(State::Elsewhere);
         }
-        // The run was saved, or asked to stop before there was anything to save: the next start of the sweep
+        // The run saved a checkpoint, or was stopped before there was anything to save: the next start of the sweep
         // continues it.
         let asked = status.code().is_some_and(|code| ASKED_TO_STOP.contains(&code)) || terminated(status);
         if asked || job.stopping {
@@ -344,15 +343,15 @@ impl Sweep {
 }
 
 impl Tally {
-    /// Reports what is left as an error, so that a script that waits for the sweep sees a non-zero exit code.
+    /// Returns an error if runs remain, so that a script that waits for the sweep gets a non-zero exit code.
     ///
     /// # Errors
-    /// When a signal ended the sweep, and another start would continue runs that are left.
+    /// When a signal ended the sweep, and another start would continue the remaining runs.
     pub fn check(&self, again: &str) -> Result<()> {
         match self.signal.filter(|_| self.open > 0) {
-            Some(signal) => Err(Error::failed(format!("interrupted with {} runs to go", self.open))
+            Some(signal) => Err(Error::failed(format!("interrupted with {} runs left", self.open))
                 .got(format!("signal {signal}"))
-                .hint(format!("what ran is saved; continue: {again}"))),
+                .hint(format!("completed work is saved; to continue: {again}"))),
             None => Ok(()),
         }
     }

@@ -110,7 +110,7 @@ fn results_replace_no_file_of_another_kind() {
     let flags = [["--csv", "tokens.bin"], ["--markdown", "words.jsonl"], ["--html", "page.txt"]];
     for [flag, file] in flags {
         let error = scratch.fails(&["report", "runs/r", flag, file]);
-        assert!(error.contains("another kind") && error.contains("hint:"), "{error}");
+        assert!(error.contains("another extension") && error.contains("hint:"), "{error}");
     }
     assert!(kept.iter().all(|file| std::fs::read(file).expect("a file") == b"precious"));
     for _ in 0..2 {
@@ -121,7 +121,7 @@ fn results_replace_no_file_of_another_kind() {
     let table = scratch.run(&["report", "runs/r"]);
     let said = [table.stdout, table.stderr].concat();
     let said = String::from_utf8_lossy(&said);
-    assert!(said.contains("given again under way, lr, steps after step 2"), "{said}");
+    assert!(said.contains("settings changed when the run was resumed: lr, steps after step 2"), "{said}");
     // The report of several folders is written into the current folder, but does not replace a file that is not a
     // report.
     scratch.ok(&["report", "runs/r", "runs/r"]);

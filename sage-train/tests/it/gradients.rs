@@ -48,9 +48,9 @@ fn the_mean_gradient_is_that_of_a_step() {
     assert_eq!(kept.len(), 2);
     for (flags, why) in [
         (&["--gradient", "--micro-batches", "24"][..], "16, 32, 64"),
-        (&["--gradient", "--schemes", "fpa"], "full precision is what errors are measured against"),
+        (&["--gradient", "--schemes", "fpa"], "errors are measured against unquantized attention itself"),
         (&["--gradient", "--heads"], "cannot be used with"),
-        (&["--gradient", "--micro-batch", "64", "--micro-batches", "1024"], "different sequences"),
+        (&["--gradient", "--micro-batch", "64", "--micro-batches", "1024"], "distinct sequences"),
         (&["--device", "cpu"], "--linear or --sigma"),
         (&["--schemes", "sagebwd"], "--gradient"),
     ] {
@@ -206,10 +206,13 @@ fn continuations_are_compared_by_their_training_losses() {
     scratch.ok(&["--resume", "runs/r", "--steps", "6"]);
     assert!(!compared("later", "runs/r", "8"));
     let table = scratch.ok(&["report", "runs/same", "runs/later"]);
-    assert!(table.contains("runs began with runs/r, which was trained further"), "{table}");
+    assert!(
+        table.contains("runs started from different weights of runs/r, which was trained further"),
+        "{table}"
+    );
     // A sweep does not continue from other weights than it began with.
     let more: Vec<&str> = lists.iter().map(|word| if *word == "1,2" { "1,2,3" } else { word }).collect();
-    assert!(scratch.fails(&small(&more)).contains("began with other weights"));
+    assert!(scratch.fails(&small(&more)).contains("started from other weights"));
 }
 
 /// The tensors of a checkpoint.

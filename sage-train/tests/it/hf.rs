@@ -425,7 +425,7 @@ fn parts_of_other_models_are_settings() {
         assert!(error.contains(word) && error.contains("hint:"), "{error}");
     }
     let sparse = ["--window", "9", "--attn", "sla2", "--sla2-blocks", "1", "--sla2-block", "16", "--dry-run"];
-    assert!(scratch.fails(&small(&sparse)).contains("SLA2 has no sliding windows"));
+    assert!(scratch.fails(&small(&sparse)).contains("SLA2 does not support sliding windows"));
     // A pattern without a window in any layer turns windows off.
     let plan = scratch.ok(&small(&[&sparse[..], &["--window-pattern", "L"]].concat()));
     assert!(!plan.contains("windows of"), "{plan}");

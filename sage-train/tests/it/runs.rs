@@ -196,7 +196,7 @@ fn a_run_that_is_cut_off_has_whole_weights() {
     child.kill().expect("it runs");
     child.wait().expect("an end");
     let table = scratch.ok(&["probe", "runs/cut"]);
-    assert!(table.contains("full precision"), "{table}");
+    assert!(table.contains("unquantized attention"), "{table}");
 }
 
 #[test]

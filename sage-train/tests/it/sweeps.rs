@@ -244,7 +244,7 @@ fn lists_on_the_command_line_are_a_sweep() {
     // A folder that is not a sweep's is not taken over.
     scratch.file("runs/mine/notes.txt", "mine");
     let taken = scratch.fails(&small(&["--seed", "1,2", "--steps", "2", "--name", "mine"]));
-    assert!(taken.contains("not that of a sweep"), "{taken}");
+    assert!(taken.contains("does not contain a sweep"), "{taken}");
     assert!(scratch.fails(&small(&["--seed", "1,2", "--name", "cache"])).contains("not a name"));
 }
 

@@ -1,4 +1,4 @@
-//! The client of the hub.
+//! The client of the Hugging Face Hub.
 
 use std::ffi::OsString;
 use std::path::{Component, Path, PathBuf};
@@ -12,7 +12,7 @@ use crate::data::TOKENIZER_CONFIG;
 use crate::quantity::counted;
 use crate::{AnyError, bar, notify, unpanicked};
 
-/// Attempts to continue an interrupted download.
+/// Number of attempts to continue an interrupted download.
 const RETRIES: usize = 3;
 
 /// A client of the hub, with its cache.
@@ -22,7 +22,7 @@ pub struct Hub {
     cache: Cache,
 }
 
-/// Whether nothing is to be asked of the hub.
+/// Whether requests to the hub are disabled.
 fn offline() -> bool {
     std::env::var("HF_HUB_OFFLINE").is_ok_and(|value| !["", "0"].contains(&value.as_str()))
 }
@@ -33,7 +33,7 @@ impl Hub {
     /// # Errors
     /// When the library cannot start.
     pub fn open() -> Result<Self> {
-        // An empty variable counts as one that is not set.
+        // An empty variable counts as not set.
         let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
         let text = |name: &str| variable(name).and_then(|value| value.into_string().ok());
         let cache = Cache::new(cache_folder(variable)?);
@@ -41,7 +41,7 @@ impl Hub {
         if let Some(endpoint) = text("HF_ENDPOINT") {
             builder = builder.with_endpoint(endpoint);
         }
-        // `hf auth login` writes the token to the home folder, wherever the cache is.
+        // `hf auth login` writes the token to the home folder, regardless of the cache's folder.
         let login = || std::fs::read_to_string(home_folder(variable)?.join("token")).ok();
         let token = text("HF_TOKEN").or_else(login).map(|token| token.trim().to_owned());
         if let Some(token) = token.filter(|token| !token.is_empty()) {
@@ -66,11 +66,11 @@ impl Hub {
             return Ok(path);
         }
         let path = self.get(&repo, "tokenizer.json")?;
-        // It names the end-of-text token. Not every model has it.
+        // This file names the end-of-text token. Not every model has it.
         if let Err(error) = self.get(&repo, TOKENIZER_CONFIG).map_err(|error| error.to_string())
             && !error.contains("404")
         {
-            notify(&format!("warning: the end-of-text token is taken from tokenizer.json alone: {error}"));
+            notify(&format!("warning: the end-of-text token is taken only from tokenizer.json: {error}"));
         }
         Ok(path)
     }
@@ -99,7 +99,7 @@ impl Hub {
         Ok(found)
     }
 
-    /// The names of all files of a data set; without a connection those that are in the cache.
+    /// The names of all files of a data set; without a connection, of the files in the cache.
     fn listed(&self, dataset: &str) -> Result<Vec<String>> {
         let repo = self.api.repo(Repo::dataset(dataset.into()));
         let info = match offline() {
@@ -115,7 +115,7 @@ impl Hub {
             return Err(failed(dataset)(error));
         }
         notify(&format!(
-            "warning: the hub does not list {dataset} ({error}): the {} in the cache are taken for all of it",
+            "warning: the hub does not list {dataset} ({error}): only the {} in the cache are used",
             counted(cached.len() as u64, "file")
         ));
         Ok(cached)
@@ -150,25 +150,25 @@ impl Hub {
         let what = format!("{} of {}", file, repo.url());
         let metadata = unpanicked(|| self.api.metadata(&remote.url(file)));
         let metadata = metadata.map_err(failed(&what))?;
-        // Both come from the server and become parts of paths.
+        // The server sends both, and they become parts of paths.
         for part in [metadata.etag(), metadata.commit_hash()] {
             if part.is_empty() || !part.chars().all(|c| c.is_ascii_alphanumeric() || "-_\":".contains(c)) {
-                return Err(failed(&what)(format!("the server calls it `{part}`")));
+                return Err(failed(&what)(format!("the server sent the name `{part}`")));
             }
         }
-        // A partial download that is not shorter than the file cannot be its beginning, and is removed.
+        // A partial download that is not shorter than the file is not its beginning, and is removed.
         let partial = cached.blob_path(metadata.etag()).with_extension("part");
         if partial.metadata().is_ok_and(|held| held.len() >= metadata.size() as u64) {
             let _ = std::fs::remove_file(&partial);
         }
         let path = unpanicked(|| download(&remote, file)).map_err(failed(&what))?;
-        // The library has asked the server for the names again: the file must lie inside the cache.
+        // The library has requested the names from the server again: the file must be inside the cache.
         let inside = match (path.canonicalize(), self.cache.path().canonicalize()) {
             (Ok(path), Ok(cache)) => path.starts_with(cache),
             _ => false,
         };
         if !inside {
-            return Err(failed(&what)(format!("the server put it at {}", path.display())));
+            return Err(failed(&what)(format!("the server's names lead to {}", path.display())));
         }
         let held = path.metadata().map(|held| held.len()).map_err(failed(&what))?;
         if held != metadata.size() as u64 {
@@ -181,19 +181,19 @@ impl Hub {
     }
 }
 
-/// The folder of the cache, by the variables that the hub's own library reads.
+/// The folder of the cache, from the environment variables of the hub's official library.
 fn cache_folder(variable: impl Fn(&str) -> Option<OsString>) -> Result<PathBuf> {
     let folder = variable("HF_HUB_CACHE").map(PathBuf::from);
     let folder = folder.or_else(|| home_folder(&variable).map(|home| home.join("hub")));
     folder.ok_or_else(|| {
         Error::new("no folder for files of the Hugging Face Hub")
             .got("none of HF_HUB_CACHE, HF_HOME and HOME is set")
-            .allowed("a folder that may be written")
+            .allowed("a writable folder")
             .hint("HF_HOME=/path/to/a/folder sage-train ..")
     })
 }
 
-/// The folder of the hub's own settings: its cache, if no other is set, and the token of a login.
+/// The home folder of the hub, with the default cache and the token of a login.
 fn home_folder(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     let user = || variable("HOME").or_else(|| variable("USERPROFILE"));
     let folder = variable("HF_HOME").map(PathBuf::from);
@@ -210,20 +210,21 @@ fn failed<E: Into<AnyError>>(what: &str) -> impl FnOnce(E) -> Error {
     move |error| {
         Error::failed(what)
             .caused_by(error)
-            .hint("is the name right, and the network there? Run again: what was fetched is kept. HF_TOKEN opens gated data")
+            .hint("check the name and the network, and run the command again: downloaded data is kept. HF_TOKEN gives \
+                   access to gated data")
     }
 }
 
-/// Checks that the path of a file stays inside its folder.
+/// Checks that the path of a file is inside its folder.
 fn check_file(file: &str) -> Result<()> {
     let normal = |path: &Path| path.components().all(|part| matches!(part, Component::Normal(_)));
     if !file.is_empty() && !file.contains(['\\', '\0', '?', '#']) && normal(Path::new(file)) {
         return Ok(());
     }
-    Err(Error::new("the hub names a file that leaves its folder")
+    Err(Error::new("the hub names a file outside of its folder")
         .got(format!("`{file}`"))
         .allowed("paths below the data set's folder")
-        .hint("do not use this data set, and tell the hub"))
+        .hint("do not use this data set, and report it to the hub"))
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! A build without the feature `hub`, from which nothing can be fetched.
+//! The client of a build without the feature `hub`, which cannot download anything.
 
 use std::convert::Infallible;
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use super::Named;
 pub struct Hub(Infallible);
 
 impl Hub {
-    /// Says what the build lacks.
+    /// Returns an error: this build lacks the feature `hub`.
     ///
     /// # Errors
     /// Always.
@@ -20,10 +20,10 @@ impl Hub {
         Err(Error::new("this build cannot fetch anything from the Hugging Face Hub")
             .got("a build without the feature `hub`")
             .allowed("files on this machine")
-            .hint("leave --no-default-features out of the build, or add --features hub"))
+            .hint("build without --no-default-features, or with --features hub"))
     }
 
-    /// As of a client that exists.
+    /// Like the method of the real client.
     ///
     /// # Errors
     /// None: this build has no client.
@@ -31,7 +31,7 @@ impl Hub {
         match self.0 {}
     }
 
-    /// As of a client that exists.
+    /// Like the method of the real client.
     ///
     /// # Errors
     /// None: this build has no client.
@@ -39,7 +39,7 @@ impl Hub {
         match self.0 {}
     }
 
-    /// As of a client that exists.
+    /// Like the method of the real client.
     ///
     /// # Errors
     /// None: this build has no client.

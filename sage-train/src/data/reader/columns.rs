@@ -1,4 +1,4 @@
-//! Documents from Parquet files.
+//! Reads documents from Parquet files.
 
 use std::fs::File;
 use std::path::Path;
@@ -11,7 +11,7 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use super::{Bad, EachUntil, Piece, not_utf8, unreadable};
 use crate::unpanicked;
 
-/// Rows of a parquet file that are decoded at the same time.
+/// Number of rows of a Parquet file that are decoded together.
 const ROWS: usize = 64;
 
 /// Reads a column of a parquet file: each row is a document.
@@ -43,7 +43,7 @@ pub(super) fn parquet(
         return Err(Error::new("the parquet file has no such column of text")
             .got(format!("{}: columns {}", path.display(), names.join(", ")))
             .allowed(format!("a column `{field}` of strings"))
-            .hint("--text-field names the column"));
+            .hint("name the column with --text-field"));
     };
     for group in 0..reader.num_row_groups() {
         let mut rows = None;

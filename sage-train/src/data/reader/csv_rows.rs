@@ -27,7 +27,7 @@ pub(super) fn csv_rows(
         Error::new("the CSV file has no such column")
             .got(format!("{}: columns {}", path.display(), names.join(", ")))
             .allowed(format!("a column `{field}`, named in the first row"))
-            .hint("--text-field names the column")
+            .hint("name the column with --text-field")
     })?;
     let mut row = csv::ByteRecord::new();
     loop {
@@ -48,7 +48,7 @@ pub(super) fn csv_rows(
                     Error::new("a row has fewer columns than the first row")
                         .got(format!("{}, line {line}: {} columns", path.display(), row.len()))
                         .allowed(format!("at least {}", column + 1))
-                        .hint("fields with commas or line ends stand in quotes; `data prepare --skip-bad` leaves bad rows out"),
+                        .hint("fields with commas or line ends need quotes; `data prepare --skip-bad` skips bad rows"),
                 )?;
                 continue;
             }
@@ -59,7 +59,7 @@ pub(super) fn csv_rows(
     }
 }
 
-/// Fails where one row takes more than [`LONGEST`] bytes, as behind a quote that is never closed.
+/// A reader that fails if a row has more than [`LONGEST`] bytes, for example after an unclosed quote.
 struct Bounded<R> {
     inner: R,
     left: Rc<Cell<u64>>,

@@ -1,10 +1,11 @@
-//! Gzip files of any number of members.
+//! Reads gzip files with any number of members.
 
 use std::io::{BufRead, Read, Result};
 
 use flate2::bufread::GzDecoder;
 
-/// Reads the members of a gzip file one after the other. Zeros behind the last one are padding, as tapes and `gzip` have it.
+/// Reads the members of a gzip file one after the other. Zeros after the last member are padding, which `gzip` accepts
+/// too.
 pub(super) struct Gzip<R>(Option<GzDecoder<R>>);
 
 impl<R: BufRead> Gzip<R> {
@@ -18,7 +19,8 @@ impl<R: BufRead> Read for Gzip<R> {
         if bytes.is_empty() {
             return Ok(0);
         }
-        // The member stays in place while it is read: a caller may read again after an error, such as an interrupted read.
+        // The member is kept while it is read, because a caller may read again after an error, such as an interrupted
+        // read.
         while let Some(member) = &mut self.0 {
             let read = member.read(bytes)?;
             if read > 0 {
@@ -54,7 +56,7 @@ mod tests {
 
     use super::*;
 
-    /// Every second read is interrupted, and the others give one byte.
+    /// Every second read is interrupted, and every other read returns one byte.
     struct Interrupted<'a>(&'a [u8], bool);
 
     impl Read for Interrupted<'_> {

@@ -63,16 +63,19 @@ pub(super) fn json_lines(
             Ok(_) => {}
             Err(error) => {
                 let hint = if error.contains("messages") || error.contains("conversations") {
-                    "chat data: make one text of each conversation first, e.g. with transformers' apply_chat_template"
+                    "this is chat data: turn each conversation into one text first, e.g. with transformers' \
+                     apply_chat_template"
                 } else if text.starts_with('[') || error.contains("EOF while parsing an object") {
-                    "a file of one JSON array or of objects over several lines: `jq -c '.[]' FILE > FILE.jsonl` makes lines"
+                    "for a file with one JSON array, or with objects over several lines, `jq -c '.[]' FILE > \
+                     FILE.jsonl` makes JSON lines"
                 } else {
-                    "every line is one document; --text-field names the field, and `data prepare --skip-bad` leaves bad lines out"
+                    "every line is one document; name the field with --text-field, or skip bad lines with `data \
+                     prepare --skip-bad`"
                 };
                 bad.take(
                     Error::new("a line is not a JSON object with text")
                         .got(format!("{}, line {number}: {error}", path.display()))
-                        .allowed(format!("{{\"{field}\": \"...\"}}; other fields are passed over"))
+                        .allowed(format!("{{\"{field}\": \"...\"}}; other fields are ignored"))
                         .hint(hint),
                 )?
             }
@@ -87,11 +90,11 @@ const MISSING: &str = "no key";
 /// The keys that an error lists.
 const LISTED: usize = 8;
 
-/// What an object has under the name of a field.
+/// The value of a field of an object.
 enum FieldValue {
     Text(String),
     Null,
-    /// Nothing. Some of the keys that the object has instead.
+    /// The field is missing. Contains some of the keys that the object has instead.
     Missing(Vec<String>),
 }
 
@@ -104,16 +107,16 @@ impl FieldValue {
     }
 }
 
-/// Deserializes one field of a JSON object, and ignores the others. `a.b` is the field `b` of the object `a`, as in parquet,
-/// unless there is a field of that name.
+/// Deserializes one field of a JSON object, and ignores the others. `a.b` is the field `b` of the object `a`, as in
+/// Parquet, unless there is a field with the name `a.b`.
 struct Field<'a> {
     name: &'a str,
-    /// Whether this is an object inside the line's. A line is an object; what is inside may be anything.
+    /// Whether this value is inside the line's object. A line must be an object, but its values may be anything.
     nested: bool,
 }
 
 impl Field<'_> {
-    /// For what is not an object.
+    /// The result for a value that is not an object.
     fn other<E: serde::de::Error>(self, found: Unexpected<'_>) -> std::result::Result<FieldValue, E> {
         if self.nested { Ok(FieldValue::Missing(Vec::new())) } else { Err(E::invalid_type(found, &self)) }
     }
@@ -137,7 +140,7 @@ impl<'de> Visitor<'de> for Field<'_> {
         f.write_str("a JSON object")
     }
 
-    /// A null instead of the object that should have the field.
+    /// A null in place of the object with the field.
     fn visit_unit<E: serde::de::Error>(self) -> std::result::Result<Self::Value, E> {
         if self.nested { Ok(FieldValue::Null) } else { self.other(Unexpected::Unit) }
     }
@@ -211,7 +214,7 @@ mod tests {
             };
             json_lines(Path::new("a"), lines.as_bytes(), field, Bad::Refused, &mut each).map(|()| found)
         };
-        // A field of the whole name is preferred to a nested one.
+        // A field with the whole name is preferred to a nested field.
         for line in [
             r#"{"a.b": "x", "a": {"b": "y"}}"#,
             r#"{"a": {"b": "y"}, "a.b": "x"}"#,
@@ -224,7 +227,7 @@ mod tests {
             assert_eq!(texts(line, "a.b")?, ["x"], "{line}");
         }
         assert_eq!(texts(r#"{"a": {"b": "y"}}"#, "a.b")?, ["y"]);
-        // A null is passed over, at every depth.
+        // A null is skipped at every depth.
         for line in [r#"{"a": null}"#, r#"{"a": {"b": null}}"#, r#"{"a.b": null}"#] {
             assert!(texts(line, "a.b")?.is_empty(), "{line}");
         }

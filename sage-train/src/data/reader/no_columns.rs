@@ -1,4 +1,4 @@
-//! A build without the feature `parquet`, which cannot read such files.
+//! The Parquet reader of a build without the feature `parquet`, which always fails.
 
 use std::fs::File;
 use std::path::Path;
@@ -8,7 +8,7 @@ use candle_sage::{Error, Result};
 
 use super::{Bad, EachUntil};
 
-/// Says what the build lacks.
+/// Returns an error: this build lacks the feature `parquet`.
 pub(super) fn parquet(
     path: &Path,
     _: File,
@@ -20,5 +20,5 @@ pub(super) fn parquet(
     Err(Error::new("this build does not read parquet")
         .got(path.display())
         .allowed(".txt, .jsonl")
-        .hint("leave --no-default-features out of the build, or add --features parquet"))
+        .hint("build without --no-default-features, or with --features parquet"))
 }

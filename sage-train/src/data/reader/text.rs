@@ -1,4 +1,4 @@
-//! A text file, which is one document.
+//! Reads a text file, which is one document.
 
 use std::io::Read;
 use std::path::Path;
@@ -8,7 +8,7 @@ use candle_sage::Result;
 use super::{Bad, EachUntil, Piece, not_text, not_utf8, unreadable};
 use crate::data::tokenizer::{PIECE, piece_end};
 
-/// Reads a text file as one document, however long.
+/// Reads a text file of any length as one document.
 pub(super) fn text(
     path: &Path,
     mut reader: Box<dyn Read + '_>,
@@ -24,14 +24,14 @@ pub(super) fn text(
         before = mark.len();
     }
     loop {
-        // Reads up to two pieces, so that [`piece_end`] has a whole piece and more, and cuts do not depend on
-        // the sizes of reads.
+        // Reads up to two pieces, so that [`piece_end`] gets more than a whole piece, and splits do not depend on the
+        // sizes of reads.
         let wanted = (2 * PIECE).saturating_sub(held.len()) as u64;
         let read = reader.by_ref().take(wanted).read_to_end(&mut held).map_err(unreadable(path))?;
         let last = (read as u64) < wanted;
         let valid = match std::str::from_utf8(&held) {
             Ok(valid) => valid,
-            // The bytes may end inside a character, unless they are the last ones of the file.
+            // The bytes may end inside a character, except at the end of the file.
             Err(error) if !last && error.error_len().is_none() => {
                 std::str::from_utf8(&held[..error.valid_up_to()]).expect("checked so far")
             }
@@ -58,7 +58,7 @@ pub(super) fn text(
     }
 }
 
-/// Ends a document some of whose pieces have been passed on.
+/// Ends a document if some of its pieces were already passed on.
 fn end_early(begun: bool, each: &mut EachUntil<'_>) -> Result<()> {
     if begun { each(Piece { text: String::new(), ends: true }).map(drop) } else { Ok(()) }
 }

@@ -1,8 +1,8 @@
-//! Text with the line ends of Windows, read as text with those of Unix.
+//! Converts line ends of Windows to line ends of Unix.
 
 use std::io::{BufRead, BufReader, Read};
 
-/// A reader that replaces `\r\n` by `\n`. A `\r` that no `\n` follows stays.
+/// A reader that replaces `\r\n` by `\n`. A `\r` without a following `\n` is kept.
 pub(super) struct UnixLines<R> {
     inner: BufReader<R>,
     /// Whether the last byte of `inner` was a `\r` that has not been returned yet.
@@ -30,7 +30,7 @@ impl<R: Read> Read for UnixLines<R> {
                 (bytes[read], read) = (b'\r', read + 1);
                 continue;
             }
-            // Copies all bytes up to the next `\r` together.
+            // Copies all bytes up to the next `\r` at once.
             let there = self.inner.fill_buf()?;
             let len =
                 there.iter().position(|&byte| byte == b'\r').unwrap_or(there.len()).min(bytes.len() - read);

@@ -1,4 +1,4 @@
-//! The formats of shards: headers, and how tokens become bytes.
+//! The formats of shards: headers, and the encoding of tokens as bytes.
 
 use candle_sage::{Error, Result};
 use clap::ValueEnum;
@@ -11,15 +11,15 @@ pub(super) const HEADER: u64 = 1024;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Format {
-    /// llm.c and modded-nanogpt: header (magic 20240520, version 1), then 16 bits a token
+    /// llm.c and modded-nanogpt: header (magic 20240520, version 1), then 16 bits per token
     #[value(name = "llmc-u16")]
     #[serde(rename = "llmc-u16")]
     LlmcU16,
-    /// llm.c for large vocabularies: header (magic 20240801, version 7), then 32 bits a token
+    /// llm.c for large vocabularies: header (magic 20240801, version 7), then 32 bits per token
     #[value(name = "llmc-u32")]
     #[serde(rename = "llmc-u32")]
     LlmcU32,
-    /// nanoGPT: no header, 16 bits a token
+    /// nanoGPT: no header, 16 bits per token
     #[value(name = "nanogpt")]
     NanoGpt,
 }
@@ -31,21 +31,21 @@ impl std::fmt::Display for Format {
 }
 
 impl Format {
-    /// The smallest format with a header that holds every id of a vocabulary.
+    /// The smallest format with a header that can store every id of a vocabulary.
     pub fn for_vocab(vocab: usize) -> Self {
         if vocab <= 1 << 16 { Self::LlmcU16 } else { Self::LlmcU32 }
     }
 
-    /// Checks that the format holds every id of a vocabulary.
+    /// Checks that the format can store every id of a vocabulary.
     ///
     /// # Errors
-    /// When it does not.
+    /// When the vocabulary is too large.
     pub fn check_vocab(self, vocab: usize) -> Result<()> {
         if self.width() == 4 || vocab <= 1 << 16 {
             return Ok(());
         }
         Err(Error::new("the vocabulary does not fit the format")
-            .got(format!("{vocab} entries, 16 bits a token in {self}"))
+            .got(format!("{vocab} entries, 16 bits per token in {self}"))
             .allowed("up to 65536 entries")
             .hint("--format llmc-u32"))
     }
@@ -68,8 +68,8 @@ impl Format {
         if self.magic().is_some() { HEADER } else { 0 }
     }
 
-    /// The format that the first bytes of a file indicate. A file without a known magic number is taken for
-    /// nanoGPT's.
+    /// The format that the first bytes of a file indicate. A file without a known magic number is assumed to be in
+    /// nanoGPT's format.
     pub(super) fn of(start: &[u8]) -> Self {
         let magic = start.first_chunk().map(|&bytes| i32::from_le_bytes(bytes));
         [Self::LlmcU16, Self::LlmcU32]

@@ -51,7 +51,8 @@ impl Sidecar {
             return Ok(None);
         }
         let failed = || format!("cannot use the sidecar {}", path.display());
-        let hint = "`sage-train data prepare` writes shard and sidecar together; without a sidecar a shard is read as it is";
+        let hint = "`sage-train data prepare` writes shard and sidecar together; a shard without a sidecar is read \
+                    without this check";
         let text = std::fs::read(&path).map_err(during(failed())).map_err(|error| error.hint(hint))?;
         let sidecar: Self =
             serde_json::from_slice(&text).map_err(during(failed())).map_err(|error| error.hint(hint))?;

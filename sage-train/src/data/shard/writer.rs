@@ -1,4 +1,4 @@
-//! Shards in the making: tokens are appended, and a sidecar is written when the shard is complete.
+//! Writes shards: tokens are appended, and the sidecar is written when the shard is complete.
 
 use std::fs::File;
 use std::io::{BufWriter, Seek, SeekFrom, Write};
@@ -19,7 +19,7 @@ pub struct Begun {
     document: u64,
 }
 
-/// Writes one shard, which is not complete before [`ShardWriter::finish`].
+/// Writes one shard, which is incomplete until [`ShardWriter::finish`].
 #[derive(Debug)]
 pub struct ShardWriter {
     path: PathBuf,
@@ -31,7 +31,7 @@ pub struct ShardWriter {
 }
 
 impl ShardWriter {
-    /// Begins a shard that does not exist.
+    /// Creates a new shard.
     ///
     /// # Errors
     /// When the file cannot be created.
@@ -39,8 +39,8 @@ impl ShardWriter {
         let mut file = BufWriter::with_capacity(1 << 20, File::create_new(path).map_err(writing(path))?);
         let mut header = vec![0; format.header() as usize];
         if let Some((magic, version)) = format.magic() {
-            // The count is 2^32 - 1 until the shard is complete: [`Shard::open`] refuses it, because the
-            // length does not match.
+            // The count is 2^32 - 1 until the shard is complete, so that [`Shard::open`] rejects it because the length
+            // does not match.
             let numbers = [magic.to_le_bytes(), version.to_le_bytes(), [0xff; 4]];
             header[..12].copy_from_slice(numbers.as_flattened());
         }
@@ -69,10 +69,10 @@ impl ShardWriter {
         Ok(Begun { sidecar: self.sidecar.clone(), document: self.document })
     }
 
-    /// Continues a shard from a saved state. Tokens that were written after that state are cut off.
+    /// Continues a shard from a saved state. Tokens that were written after that state are removed.
     ///
     /// # Errors
-    /// When the file does not exist, or is shorter than the state says.
+    /// When the file does not exist, or is shorter than in the saved state.
     pub fn reopen(path: &Path, Begun { sidecar, document }: Begun) -> Result<Self> {
         let failed = || writing(path);
         let mut file = File::options().write(true).open(path).map_err(failed())?;
@@ -80,15 +80,15 @@ impl ShardWriter {
         let (len, there) =
             (format.header() + sidecar.tokens * format.width(), file.metadata().map_err(failed())?.len());
         if there < len {
-            return Err(Error::new("a shard in the making is shorter than it was")
+            return Err(Error::new("an incomplete shard is shorter than its saved state")
                 .got(format!("{}: {there} bytes", path.display()))
                 .allowed(format!("at least {len}"))
-                .hint("begin again: remove the folder"));
+                .hint("remove the folder and start again"));
         }
         let _ = std::fs::remove_file(Sidecar::path(path));
         file.set_len(len).map_err(failed())?;
         if format.magic().is_some() {
-            // As in `create`: the shard may have been completed after the state was saved.
+            // Set the count as in `create`, because the shard may have been completed after the state was saved.
             file.seek(SeekFrom::Start(8)).and_then(|_| file.write_all(&[0xff; 4])).map_err(failed())?;
         }
         file.seek(SeekFrom::Start(len)).map_err(failed())?;
@@ -117,7 +117,7 @@ impl ShardWriter {
         self.file.write_all(&self.buffer).map_err(writing(&self.path))?;
         self.sidecar.tokens += tokens.len() as u64;
         self.document += tokens.len() as u64;
-        // A shard that an earlier version began counted the bytes of tokens alone.
+        // A shard that an earlier version began has only the bytes of its tokens.
         self.sidecar.token_bytes =
             Some(self.sidecar.token_bytes.unwrap_or(self.sidecar.text_bytes) + token_bytes);
         self.sidecar.text_bytes += text_bytes;

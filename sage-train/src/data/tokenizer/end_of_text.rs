@@ -1,4 +1,4 @@
-//! The token that ends a document.
+//! Finds the token that ends a document.
 
 use std::path::Path;
 
@@ -12,11 +12,11 @@ use crate::read_small;
 /// End-of-text tokens of known tokenizers: GPT-2's and Qwen's, Llama 3's, Llama 2's, Gemma's, ChatML's.
 const KNOWN: [&str; 5] = [END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>"];
 
-/// The largest file next to a tokenizer, in bytes: chat templates and added tokens stand in it.
+/// The largest file next to a tokenizer, in bytes. Such a file may contain chat templates and added tokens.
 const MOST: u64 = 16 << 20;
 
-/// The id of the token that was named, or of a known one: special tokens first, because some vocabularies have an entry of
-/// such a name for another purpose (Gemma's `</s>` is a tag of HTML).
+/// The id of the named token, or of a known end-of-text token. Special tokens are preferred, because some vocabularies
+/// have an entry with such a name for another purpose (Gemma's `</s>` is an HTML tag).
 pub(super) fn find(inner: &Inner, named: Option<&str>) -> Result<u32, String> {
     let special = || {
         let added = inner.get_added_tokens_decoder();
@@ -31,17 +31,14 @@ pub(super) fn find(inner: &Inner, named: Option<&str>) -> Result<u32, String> {
     if let Some(name) = named {
         return inner.token_to_id(name).ok_or_else(|| {
             let names: Vec<String> = special().into_iter().take(8).map(|(_, name)| name).collect();
-            format!(
-                "it has no token `{name}` to end a document with; its special tokens: {}",
-                names.join(", ")
-            )
+            format!("it has no token `{name}`; its special tokens: {}", names.join(", "))
         });
     }
     let special = special();
     let of_special = |end: &&str| special.iter().find(|(_, name)| name == end).map(|(id, _)| *id);
     let found =
         KNOWN.iter().find_map(of_special).or_else(|| KNOWN.iter().find_map(|end| inner.token_to_id(end)));
-    found.ok_or_else(|| format!("no token that ends a text: {}", KNOWN.join(", ")))
+    found.ok_or_else(|| format!("it has none of the known end-of-text tokens: {}", KNOWN.join(", ")))
 }
 
 /// The tokens around a document.
@@ -49,12 +46,12 @@ pub(super) fn find(inner: &Inner, named: Option<&str>) -> Result<u32, String> {
 pub struct Boundaries {
     /// The token in front of a document.
     pub begin: u32,
-    /// The tokens that end a document: one or several.
+    /// The tokens that end a document, one or more.
     pub ends: Vec<u32>,
 }
 
 impl Tokenizer {
-    /// The tokens around a document as training here has them: the end-of-text token, before and after.
+    /// The tokens around a document in training: the end-of-text token, before and after.
     pub fn boundaries(&self) -> Boundaries {
         Boundaries { begin: self.end_of_text(), ends: vec![self.end_of_text()] }
     }
@@ -77,7 +74,7 @@ pub(crate) fn token_ids(config: &Value, key: &str) -> Result<Vec<u32>, String> {
 /// The end-of-text token that the files next to a `tokenizer.json` name: `eos_token` of `tokenizer_config.json`, or else
 /// `eos_token_id` of a model's `config.json`.
 pub(super) fn beside(tokenizer: &Path, inner: &Inner) -> Result<Option<String>, String> {
-    // The files belong to a tokenizer of the usual name only.
+    // These files only belong to a tokenizer with the usual file name.
     if tokenizer.file_name().is_none_or(|name| name != "tokenizer.json") {
         return Ok(None);
     }
@@ -98,7 +95,7 @@ pub(super) fn beside(tokenizer: &Path, inner: &Inner) -> Result<Option<String>, 
         return Ok(Some(name.to_owned()));
     }
     let ids = token_ids(&read("config.json")?, "eos_token_id")?;
-    // transformers writes id 2 for a Llama whose author set none: an id counts if it is a special token.
+    // transformers writes id 2 for a Llama without a configured id, so that an id only counts if it is a special token.
     let added = inner.get_added_tokens_decoder();
     let special = ids.iter().filter_map(|id| added.get(id)).find(|token| token.special);
     Ok(special.map(|token| token.content.clone()))

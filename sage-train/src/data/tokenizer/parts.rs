@@ -1,4 +1,4 @@
-//! Changes parts of a tokenizer: what it puts in front of a text, and the tokens that it adds to one.
+//! Changes components of a tokenizer: the space that it puts in front of a text, and the tokens that it adds.
 
 use candle_sage::Result;
 use serde::Deserialize;
@@ -7,7 +7,7 @@ use tokenizers::{NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, T
 
 use crate::during;
 
-/// How a model spells text that its vocabulary does not have.
+/// How a model encodes text that is not in its vocabulary.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(super) struct Unknown {
@@ -21,7 +21,7 @@ impl Unknown {
     }
 }
 
-/// What a `tokenizer.json` says of unknown text.
+/// The encoding of unknown text in a `tokenizer.json`.
 pub(super) fn unknown(json: &str) -> Option<Unknown> {
     #[derive(Deserialize)]
     struct Whole {
@@ -30,8 +30,8 @@ pub(super) fn unknown(json: &str) -> Option<Unknown> {
     serde_json::from_str(json).ok().map(|whole: Whole| whole.model)
 }
 
-/// The tokenizer without the space that it puts in front of every text; `None` if it puts none there. Text that continues in
-/// the middle of a document has no such space.
+/// The tokenizer without the space that it puts in front of every text; `None` if it does not add a space. Text that
+/// continues inside a document must not get such a space.
 pub(super) fn without_prefix_space(inner: &Inner) -> std::result::Result<Option<Inner>, String> {
     let failed = |error: serde_json::Error| error.to_string();
     let normalizer = inner.get_normalizer().map(serde_json::to_value).transpose().map_err(failed)?;
@@ -54,7 +54,7 @@ pub(super) fn without_prefix_space(inner: &Inner) -> std::result::Result<Option<
     Ok(Some(inner))
 }
 
-/// Switches a prefix space off in a part of a tokenizer. Returns whether anything of the part is left.
+/// Disables the prefix space in a component of a tokenizer. Returns whether the component still does anything.
 fn keep_without_prefix(part: &mut Value) -> bool {
     match part["type"].as_str() {
         Some("Prepend") => return false,
@@ -77,7 +77,7 @@ fn keep_without_prefix(part: &mut Value) -> bool {
 
 /// The tokenizer without a post-processor that adds tokens, such as one at the beginning of every text.
 pub(super) fn without_added_tokens(inner: &Inner) -> Result<Inner> {
-    let failed = || during::<serde_json::Error>("cannot write the tokenizer as it was used in training");
+    let failed = || during::<serde_json::Error>("cannot write the tokenizer without its added tokens");
     let mut inner = inner.clone();
     if let Some(processor) = inner.get_post_processor() {
         let mut processor = serde_json::to_value(processor).map_err(failed())?;
@@ -89,7 +89,7 @@ pub(super) fn without_added_tokens(inner: &Inner) -> Result<Inner> {
     Ok(inner)
 }
 
-/// Removes what adds tokens from a post-processor. Returns whether anything is left.
+/// Removes the steps of a post-processor that add tokens. Returns whether any step is left.
 fn keep_without_tokens(processor: &mut Value) -> bool {
     match processor["type"].as_str() {
         Some("ByteLevel") => true,

@@ -1,9 +1,9 @@
-//! Cuts a long text into pieces, which are encoded each on its own.
+//! Splits a long text into pieces, which are encoded independently.
 
-/// The size of a piece at most, in bytes.
+/// The largest size of a piece, in bytes.
 pub(in crate::data) const PIECE: usize = 64 << 10;
 
-/// Cuts a text into pieces that end at line ends, or else between words, or else at characters.
+/// Splits a text into pieces that end at line ends, or else between words, or else at character boundaries.
 pub(in crate::data) fn pieces(text: &str) -> impl Iterator<Item = &str> {
     let mut rest = text;
     std::iter::from_fn(move || {
@@ -21,7 +21,7 @@ pub(in crate::data) fn piece_end(text: &str) -> usize {
     let end = (0..=PIECE).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(text.len());
     let piece = &text[..end];
     let line = piece.rfind('\n').map(|line| line + 1);
-    // Tokens of words begin with the space before the word.
+    // Tokens of words begin with the space before the word, so that pieces end before a space.
     line.or_else(|| between_words(piece)).unwrap_or(end)
 }
 

@@ -1,4 +1,4 @@
-//! Studies of made-up runs.
+//! Tests of studies of made-up runs.
 
 use super::*;
 use crate::config::Config;
@@ -138,11 +138,11 @@ fn a_milestone_is_reached_between_validations() {
     let arm = &study.panels[0].arms[0];
     assert_eq!(arm.reached.expect("both").value, (2500.0 + 1750.0) / 2.0);
     assert!(study.to_text().contains("tokens to 2.5"));
-    // By the first validation: neither a number nor an interval.
+    // The milestone was reached by the first validation: neither a number nor an interval is known.
     let early = [run("seed = 1", &[2.4, 2.0]), run("seed = 2", &[2.3, 2.0])];
     let text = self::study(early.to_vec()).to_text();
     assert!(text.contains("before 1K"), "{text}");
-    // A run that has diverged is not in the mean, whatever it reached before.
+    // A diverged run is not in the mean, even if it reached the milestone before.
     let mut lost = run("seed = 3", &[4.0, 2.0, 9.0]);
     lost.ending = Some(Ending { status: Status::Diverged, reason: None });
     assert_eq!(reached(&lost, 2.5), None);
@@ -150,7 +150,7 @@ fn a_milestone_is_reached_between_validations() {
     assert_eq!((arm.reached.expect("one").count, arm.outcomes().as_str()), (1, "1 finished, 1 diverged"));
 }
 
-/// A gradient that noise hides is no reason to lose the report.
+/// A gradient that noise hides does not prevent the report.
 #[test]
 fn a_hidden_gradient_is_not_drawn() {
     let squares = |exact| Squares { exact, low: exact, error: 1.0 };

@@ -43,7 +43,7 @@ fn a_killed_preparation_goes_on_where_it_was() {
             let output = child.wait_with_output().expect("an end");
             said = String::from_utf8_lossy(&output.stderr).into_owned();
             starts += 1;
-            went_on |= said.contains("continues where an earlier start was interrupted");
+            went_on |= said.contains("continues an interrupted preparation");
             assert!(starts < 20, "the preparation ends before it notes its progress: {said}");
             if output.status.success() {
                 // It finished before the kill, and starts again.
@@ -61,7 +61,7 @@ fn a_killed_preparation_goes_on_where_it_was() {
         assert!(scratch.fails(&end).contains("--end-of-text"));
         let output = scratch.run(&with("parts", "3"));
         let said = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success() && said.contains("continues where"), "{said}");
+        assert!(output.status.success() && said.contains("continues an interrupted preparation"), "{said}");
         assert!(contents(&scratch.path().join("whole")) == contents(&scratch.path().join("parts")));
         scratch.ok(&["data", "check", "parts"]);
         for folder in ["whole", "parts"] {
@@ -81,7 +81,7 @@ fn what_an_interrupted_preparation_left_is_in_nobodys_way() {
     scratch.file("going.partial/unfinished-by-sage-train", "");
     scratch.file("going.partial/progress.json", "not for export");
     let error = scratch.fails(&["data", "prepare", "a.jsonl", "--to", "going", "--vocab-size", "400"]);
-    assert!(error.contains("cannot go on with") && error.contains("rm -r"), "{error}");
+    assert!(error.contains("cannot continue") && error.contains("rm -r"), "{error}");
     assert!(scratch.path().join("going.partial/progress.json").exists());
     // A folder that this program did not make is not touched.
     scratch.file("other.partial/precious", "mine");
@@ -102,7 +102,7 @@ fn a_preparation_that_fails_late_goes_on_without_what_it_failed_over() {
     assert!(!scratch.path().join("new").exists());
     let output = scratch.run(&[&args[..], &["--skip-bad"]].concat());
     let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && said.contains("continues where"), "{said}");
+    assert!(output.status.success() && said.contains("continues an interrupted preparation"), "{said}");
     let prepared = Prepared::read(&scratch.path().join("new")).expect("a list");
     assert_eq!(prepared.files.len(), 2);
     assert_eq!((prepared.files[1].documents, prepared.files[1].skipped), (2, 1));

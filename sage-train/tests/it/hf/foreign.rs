@@ -50,11 +50,12 @@ fn documents_begin_and_end_as_the_folder_says() {
     let told = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(String::from_utf8_lossy(&output.stdout), "the\n", "{told}");
     assert!(
-        told.contains("0 tokens, then the document ends") && told.contains("`<|endoftext|>` is in front"),
+        told.contains("0 tokens, then the document ends")
+            && told.contains("saw `<|endoftext|>` before the text"),
         "{told}"
     );
     let output = scratch.run(&["sample", "m", "the", "--tokens", "5", "--no-bos"]);
-    assert!(output.status.success() && !String::from_utf8_lossy(&output.stderr).contains("in front"));
+    assert!(output.status.success() && !String::from_utf8_lossy(&output.stderr).contains("before the text"));
     assert!(scratch.fails(&["sample", "m", "--no-bos"]).contains("needs a first token"));
 }
 

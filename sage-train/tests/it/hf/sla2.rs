@@ -24,7 +24,7 @@ fn an_export_of_sla2_is_sla2_again() {
     let tokens = ["--tokens-per-step", "512"];
     scratch.ok(&small(&[&sla2[..], &others, &stages, &tokens, &["--name", "stages"]].concat()));
     let said = scratch.ok(&["export", "runs/stages", "--to", "hf"]);
-    assert!(said.contains("it has no SLA2"), "{said}");
+    assert!(said.contains("does not support SLA2"), "{said}");
     let path = scratch.path().join("hf/attention.json");
     let told: serde_json::Value =
         serde_json::from_str(&std::fs::read_to_string(&path).expect("a file")).expect("JSON");
@@ -133,5 +133,5 @@ fn refused_where_nobody_wrote_it(scratch: &Scratch, told: &serde_json::Value) {
         "--tokens-per-step",
         "512",
     ]));
-    assert!(error.contains("--sla2-nearest has no part in this run"), "{error}");
+    assert!(error.contains("--sla2-nearest has no effect on this run"), "{error}");
 }
