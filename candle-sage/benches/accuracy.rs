@@ -41,7 +41,7 @@ fn table_1() -> Result<()> {
         ("tile", sage.granularity(Granularity::Tile).into()),
         ("forward-and-s", sage.products(Int8Products::FORWARD_AND_S).into()),
         ("scores", sage.products(Int8Products::SCORES).into()),
-        ("full precision", Scheme::FullPrecision),
+        ("unquantized", Scheme::Unquantized),
     ];
     for head_dim in [64, 128] {
         for (sigma, published) in PUBLISHED {

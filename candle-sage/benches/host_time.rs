@@ -36,7 +36,7 @@ fn main() -> Result<()> {
     let constants = [&q, &k, &v].map(Var::as_detached_tensor);
     println!("{:34} {:>8} {:>8}", "microseconds a call", "forward", "with backward");
     let schemes: [(&str, Scheme); 4] = [
-        ("attention, 16 bit", Scheme::FullPrecision),
+        ("attention, 16 bit", Scheme::Unquantized),
         ("attention, SageBwd", SageBwd::default().into()),
         ("attention, SageBwd `scores`", SageBwd::default().products(Int8Products::SCORES).into()),
         ("attention, Attn-QAT", AttnQat::default().into()),

@@ -42,13 +42,13 @@ fn peak(run: impl FnOnce() -> Result<()>) -> Result<usize> {
 fn main() -> Result<()> {
     let (heads, d) = (2, 64);
     println!("f32, batch 1, {heads} heads of {d}, peak MiB of forward + backward (ours causal)\n");
-    println!("{:>6} {:>14} {:>14} {:>24}", "N", "full precision", "sagebwd", "candle matmul + softmax");
+    println!("{:>6} {:>14} {:>14} {:>24}", "N", "unquantized", "sagebwd", "candle matmul + softmax");
     for len in [1024, 2048, 4096, 8192] {
         let dims = (1, len, heads, d);
         let var = || Var::randn(0f32, 1., dims, &Device::Cpu);
         let (q, k, v) = (var()?, var()?, var()?);
         let mut row = format!("{len:>6}");
-        for (scheme, width) in [(Scheme::FullPrecision, 14), (SageBwd::default().into(), 14)] {
+        for (scheme, width) in [(Scheme::Unquantized, 14), (SageBwd::default().into(), 14)] {
             let bytes = peak(|| {
                 let out = Attention::new(scheme).causal(true).apply(&q, &k, &v)?;
                 out.sqr()?.sum_all()?.backward().map(drop)

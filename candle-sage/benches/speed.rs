@@ -98,7 +98,7 @@ fn run(case: &Case) -> Result<()> {
     let (q, k, v) = (var(dims)?, var(dims)?, var(dims)?);
     let sage = SageBwd::default();
     let schemes = [
-        ("full precision", Scheme::FullPrecision),
+        ("unquantized", Scheme::Unquantized),
         ("sagebwd", sage.into()),
         ("sagebwd, tile scales", sage.granularity(Granularity::Tile).into()),
         ("sagebwd, qk smoothing", sage.smoothing(Smoothing::Qk).into()),

@@ -18,7 +18,7 @@ fn main() -> Result<()> {
         let out = Attention::new(scheme).causal(true).apply(&query, &key, &value)?;
         Ok((out * &direction)?.sum_all()?.backward()?.get(&query).expect("a gradient").clone())
     };
-    let exact = gradient(Scheme::FullPrecision)?;
+    let exact = gradient(Scheme::Unquantized)?;
     let norm = |t: &Tensor| -> Result<f32> { t.sqr()?.sum_all()?.sqrt()?.to_scalar() };
 
     println!("{:<10} {:<12} {:>8}  error of dQ", "smoothing", "granularity", "tile");

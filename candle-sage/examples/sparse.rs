@@ -20,7 +20,7 @@ fn main() -> Result<()> {
     let shape = AttentionShape::new(dims, dims, dims, true, None)?;
     let block = (64, 64);
 
-    let attention = Attention::new(Scheme::FullPrecision).causal(true);
+    let attention = Attention::new(Scheme::Unquantized).causal(true);
     let exact = attention.apply(&q, &k, &v)?;
     let norm = |t: &Tensor| t.sqr()?.sum_all()?.sqrt()?.to_scalar::<f32>();
     let show = |name: &str, sparsity: f64, run: &dyn Fn() -> Result<Tensor>| -> Result<()> {
@@ -45,7 +45,7 @@ fn main() -> Result<()> {
     show("every third block", comb.sparsity()?, &|| attention.clone().select(&comb).apply(&q, &k, &v))?;
 
     // The router's blocks: eight for each block of queries.
-    let sla2 = Sla2::new(Scheme::FullPrecision).blocks(8).block(block).causal(true);
+    let sla2 = Sla2::new(Scheme::Unquantized).blocks(8).block(block).causal(true);
     let router = Router::new(4, 64, &device)?;
     let picked = sla2.select(&router, &q, &k)?;
     show("router's blocks", picked.sparsity()?, &|| attention.clone().select(&picked).apply(&q, &k, &v))?;

@@ -8,7 +8,6 @@ mod attn_qat;
 mod backward;
 pub(crate) mod blend;
 mod forward;
-mod full_precision;
 pub(crate) mod lanes;
 mod numerics;
 pub(crate) mod ops;
@@ -20,14 +19,15 @@ mod rows;
 mod sagebwd;
 mod score_mod;
 mod tile;
+mod unquantized;
 pub(crate) mod view;
 mod visits;
 
 use std::fmt::Debug;
 
-use full_precision::FullPrecision;
 pub(crate) use numerics::Problem;
 pub(crate) use score_mod::ScoreMod;
+use unquantized::Unquantized;
 use view::View;
 
 use crate::scheme::Scheme;
@@ -96,7 +96,7 @@ pub(crate) fn forward(scheme: &Scheme, problem: &Problem<'_>) -> (Vec<f32>, Box<
         (out, Box::new(Completed(scheme, kept)))
     }
     match *scheme {
-        Scheme::FullPrecision => run(FullPrecision, problem),
+        Scheme::Unquantized => run(Unquantized, problem),
         Scheme::SageBwd(settings) => run(settings, problem),
         Scheme::AttnQat(settings) => run(settings, problem),
     }

@@ -13,7 +13,6 @@ mod call;
 mod compiled;
 mod driver;
 pub mod foreign;
-mod full_precision;
 #[cfg(test)]
 mod guard;
 mod kernels;
@@ -24,6 +23,7 @@ mod sagebwd;
 mod selection;
 mod sinks;
 mod tensor;
+mod unquantized;
 
 // Modules that use candle's tensors.
 #[cfg(feature = "cuda")]
@@ -57,13 +57,13 @@ use call::{Call, Problem};
 use candle_core::Result;
 use compiled::constants::attn_bwd::FINISH_THREADS;
 use compiled::kernel;
-use full_precision::FullPrecision;
 use kernels::{Gpu, Grid};
 use memory::Purpose;
 use plan::{Plan, SELECTION_BLOCK, TILE};
 use selection::Users;
 use sinks::sink_gradient;
 use tensor::{Output, Strided};
+use unquantized::Unquantized;
 
 use crate::shape::AttentionShape;
 
@@ -154,7 +154,7 @@ fn log_sum_exp(
 macro_rules! with_scheme {
     ($scheme:expr, $run:expr) => {
         match *$scheme {
-            $crate::scheme::Scheme::FullPrecision => $run($crate::cuda::FullPrecision),
+            $crate::scheme::Scheme::Unquantized => $run($crate::cuda::Unquantized),
             $crate::scheme::Scheme::SageBwd(settings) => $run(settings),
             $crate::scheme::Scheme::AttnQat(settings) => $run(settings),
         }

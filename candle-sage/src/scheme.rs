@@ -31,7 +31,7 @@ pub enum Scheme {
     /// Unquantized attention, as in FlashAttention-2: the baseline. On the CPU all matmuls run in f32, also for 16-bit
     /// inputs; on CUDA operands are 16-bit and accumulators f32.
     #[default]
-    FullPrecision,
+    Unquantized,
     /// INT8 attention with an INT8 backward (SageBwd, arXiv 2603.02170).
     SageBwd(SageBwd),
     /// FP4 attention with a backward that trains through the quantization (Attn-QAT, arXiv 2603.00040).
@@ -39,6 +39,11 @@ pub enum Scheme {
 }
 
 impl Scheme {
+    /// The former name of [`Scheme::Unquantized`].
+    #[deprecated(note = "use `Scheme::Unquantized`")]
+    #[expect(non_upper_case_globals)]
+    pub const FullPrecision: Self = Self::Unquantized;
+
     /// Every scheme, with its default settings.
     ///
     /// ```
@@ -50,11 +55,11 @@ impl Scheme {
     pub fn all() -> Vec<Self> {
         // A match, so that the compiler reports a new scheme that is missing here.
         let next = |scheme: &Self| match scheme {
-            Self::FullPrecision => Some(SageBwd::default().into()),
+            Self::Unquantized => Some(SageBwd::default().into()),
             Self::SageBwd(_) => Some(AttnQat::default().into()),
             Self::AttnQat(_) => None,
         };
-        std::iter::successors(Some(Self::FullPrecision), next).collect()
+        std::iter::successors(Some(Self::Unquantized), next).collect()
     }
 
     /// Whether a list contains every scheme, with any settings.
@@ -66,7 +71,7 @@ impl Scheme {
     /// Short name of the scheme for tables and command lines. It does not depend on the settings.
     pub fn name(&self) -> &'static str {
         match self {
-            Self::FullPrecision => "fpa",
+            Self::Unquantized => "fpa",
             Self::SageBwd(_) => "sagebwd",
             Self::AttnQat(_) => "attn-qat",
         }
@@ -75,7 +80,7 @@ impl Scheme {
     /// A description of the scheme in one line.
     pub fn summary(&self) -> &'static str {
         match self {
-            Self::FullPrecision => "Unquantized attention",
+            Self::Unquantized => "Unquantized attention",
             Self::SageBwd(_) => "INT8 attention with an INT8 backward (SageBwd)",
             Self::AttnQat(_) => "FP4 attention, trained for FP4 inference (Attn-QAT)",
         }
@@ -93,7 +98,7 @@ impl Scheme {
     /// ```
     pub fn smooths_keys(&self) -> bool {
         match self {
-            Self::FullPrecision => false,
+            Self::Unquantized => false,
             Self::SageBwd(settings) => settings.smoothing != Smoothing::None,
             Self::AttnQat(settings) => settings.smoothing != Smoothing::None,
         }
@@ -107,11 +112,11 @@ impl Scheme {
     ///
     /// let settings = Scheme::from(SageBwd::default().tile_q(32)).settings();
     /// assert!(settings.contains(&("tile-q", "32".to_string())));
-    /// assert!(Scheme::FullPrecision.settings().is_empty());
+    /// assert!(Scheme::Unquantized.settings().is_empty());
     /// ```
     pub fn settings(&self) -> Vec<(&'static str, String)> {
         match self {
-            Self::FullPrecision => Vec::new(),
+            Self::Unquantized => Vec::new(),
             Self::SageBwd(settings) => settings.in_words(),
             Self::AttnQat(settings) => settings.in_words(),
         }
@@ -130,7 +135,7 @@ impl Scheme {
     /// ```
     pub fn kept_bytes(&self, queries: u64, keys: u64, element: u64) -> u64 {
         match self {
-            Self::FullPrecision => 0,
+            Self::Unquantized => 0,
             Self::SageBwd(settings) if settings.products == Int8Products::FORWARD => 0,
             Self::SageBwd(_) => queries + keys,
             Self::AttnQat(settings) if settings.high_precision_output => queries * element,
@@ -146,11 +151,11 @@ impl Scheme {
     ///
     /// let settings = Scheme::from(AttnQat::default()).runtime_settings();
     /// assert!(settings.contains(&("format", "nvfp4".to_string())));
-    /// assert!(Scheme::FullPrecision.runtime_settings().is_empty());
+    /// assert!(Scheme::Unquantized.runtime_settings().is_empty());
     /// ```
     pub fn runtime_settings(&self) -> Vec<(&'static str, String)> {
         match self {
-            Self::FullPrecision | Self::SageBwd(_) => Vec::new(),
+            Self::Unquantized | Self::SageBwd(_) => Vec::new(),
             Self::AttnQat(settings) => settings.runtime_settings(),
         }
     }
@@ -161,12 +166,12 @@ impl Scheme {
     /// ```
     /// use candle_sage::{SageBwd, Scheme};
     ///
-    /// assert_eq!(Scheme::FullPrecision.block_unit(), (16, 16));
+    /// assert_eq!(Scheme::Unquantized.block_unit(), (16, 16));
     /// assert_eq!(Scheme::from(SageBwd::default()).block_unit(), (64, 64));
     /// ```
     pub fn block_unit(&self) -> (usize, usize) {
         match self {
-            Self::FullPrecision | Self::AttnQat(_) => (16, 16),
+            Self::Unquantized | Self::AttnQat(_) => (16, 16),
             Self::SageBwd(settings) => (settings.tile_q, settings.tile_k),
         }
     }
@@ -189,7 +194,7 @@ impl Scheme {
     /// When a setting is out of range, or when settings do not fit together.
     pub fn validate(&self) -> Result<()> {
         match self {
-            Scheme::FullPrecision => Ok(()),
+            Scheme::Unquantized => Ok(()),
             Scheme::SageBwd(settings) => settings.validate(),
             Scheme::AttnQat(settings) => settings.validate(),
         }
@@ -211,7 +216,7 @@ impl From<AttnQat> for Scheme {
 impl std::fmt::Display for Scheme {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Scheme::FullPrecision => f.write_str("full precision"),
+            Scheme::Unquantized => f.write_str("unquantized"),
             Scheme::SageBwd(settings) => settings.fmt(f),
             Scheme::AttnQat(settings) => settings.fmt(f),
         }

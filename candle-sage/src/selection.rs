@@ -37,7 +37,7 @@ use crate::shape::AttentionShape;
 /// let shape = AttentionShape::new(dims, dims, dims, true, None)?;
 /// // The two blocks of 64 keys before the diagonal, and the first one.
 /// let window = Selection::window(&shape, (64, 64), 2, 1, &Device::Cpu)?;
-/// let out = Attention::new(Scheme::FullPrecision).causal(true).select(&window).apply(&x, &x, &x)?;
+/// let out = Attention::new(Scheme::Unquantized).causal(true).select(&window).apply(&x, &x, &x)?;
 /// assert_eq!(window.list(0, 0, 7)?, [0, 5, 6, 7]);
 /// # Ok::<(), candle_core::Error>(())
 /// ```

@@ -30,7 +30,7 @@ pub const HEAD_DIM: std::ops::RangeInclusive<usize> = 8..=256;
 /// use candle_sage::{Attention, Packing, Scheme};
 ///
 /// let x = Tensor::randn(0f32, 1., (1, 5, 1, 8), &Device::Cpu)?;
-/// let alone = Attention::new(Scheme::FullPrecision);
+/// let alone = Attention::new(Scheme::Unquantized);
 /// let packed = alone.clone().packing(Packing::self_attention(vec![0, 2, 5]));
 /// // The second document is attended to as if it were alone.
 /// let second = x.narrow(1, 2, 3)?;
@@ -158,8 +158,7 @@ impl Segment {
         }
     }
 
-    /// The first key that query `i` attends to; 0 without a window. It is below [`Segment::visible_keys`], unless the
-    /// query sees no key.
+    /// The first key that query `i` attends to, if it sees any; 0 without a window.
     pub fn first_key(&self, i: usize) -> usize {
         self.window
             .before
@@ -177,8 +176,7 @@ impl Segment {
         }
     }
 
-    /// The end of the queries that attend to key `j`, which begin with [`Segment::first_query`]. If it is not above
-    /// that, no query attends to the key.
+    /// The end of the queries that attend to key `j`, which begin with [`Segment::first_query`] if there are any.
     pub fn end_query(&self, j: usize) -> usize {
         let queries = self.query.len();
         match self.window.before {

@@ -66,9 +66,9 @@ use crate::shape::{AttentionShape, Packing};
 /// let x = Tensor::randn(0f32, 1., (1, 64, 2, 8), &Device::Cpu)?;
 /// let (router, theta) = (Router::new(2, 8, &Device::Cpu)?, Tensor::zeros(2, DType::F32, &Device::Cpu)?);
 /// // With as many blocks as there are, nothing is left to the tail: the result is dense attention.
-/// let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16)).blocks(4).causal(true);
+/// let sla2 = Sla2::new(Scheme::Unquantized).block((16, 16)).blocks(4).causal(true);
 /// let out = sla2.apply(&x, &x, &x, &sla2.select(&router, &x, &x)?, &theta)?;
-/// let dense = Attention::new(Scheme::FullPrecision).causal(true).apply(&x, &x, &x)?;
+/// let dense = Attention::new(Scheme::Unquantized).causal(true).apply(&x, &x, &x)?;
 /// assert!((out - dense)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-5);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
@@ -126,7 +126,7 @@ impl Sla2 {
     ///
     /// let x = Tensor::randn(0f32, 1., (1, 128, 2, 8), &Device::Cpu)?;
     /// let router = Router::new(2, 8, &Device::Cpu)?;
-    /// let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16)).blocks(3).nearest(2).causal(true);
+    /// let sla2 = Sla2::new(Scheme::Unquantized).block((16, 16)).blocks(3).nearest(2).causal(true);
     /// let list = sla2.select(&router, &x, &x)?.list(0, 0, 7)?;
     /// // The router's block, the two nearest ones, and the diagonal.
     /// assert!(list[0] < 5 && list[1..] == [5, 6, 7]);
@@ -242,7 +242,7 @@ impl Sla2 {
     ///
     /// let x = Tensor::randn(0f32, 1., (1, 64, 2, 8), &Device::Cpu)?;
     /// let router = Router::new(2, 8, &Device::Cpu)?;
-    /// let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16)).blocks(1).causal(true);
+    /// let sla2 = Sla2::new(Scheme::Unquantized).block((16, 16)).blocks(1).causal(true);
     /// let selection = sla2.select(&router, &x, &x)?;
     /// // The first block of queries has the diagonal alone; the last one has a block before it and the diagonal.
     /// assert_eq!(selection.list(0, 0, 0)?, [0]);
@@ -290,7 +290,7 @@ impl Sla2 {
     ///
     /// let x = Tensor::randn(0f32, 1., (1, 64, 2, 8), &Device::Cpu)?;
     /// let router = Router::new(2, 8, &Device::Cpu)?;
-    /// let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16)).blocks(1).causal(true);
+    /// let sla2 = Sla2::new(Scheme::Unquantized).block((16, 16)).blocks(1).causal(true);
     /// let theta = Tensor::full(2f32, 2, &Device::Cpu)?;
     /// let (out, vjp) = sla2.vjp(&x, &x, &x, &sla2.select(&router, &x, &x)?, &theta)?;
     /// let [dq, dk, dv, dtheta] = vjp.apply(&out)?;
@@ -335,7 +335,7 @@ impl Sla2 {
     ///
     /// let x = Tensor::randn(0f32, 1., (1, 64, 2, 8), &Device::Cpu)?;
     /// let router = Router::new(2, 8, &Device::Cpu)?;
-    /// let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16)).blocks(1).causal(true);
+    /// let sla2 = Sla2::new(Scheme::Unquantized).block((16, 16)).blocks(1).causal(true);
     /// let gradients = sla2.router_loss(&router, &x, &x)?.backward()?;
     /// assert!(router.weights().iter().all(|weight| gradients.get(weight).is_some()));
     /// # Ok::<(), candle_core::Error>(())
@@ -357,7 +357,7 @@ impl Sla2 {
     ///
     /// let x = Tensor::randn(0f32, 1., (1, 64, 2, 8), &Device::Cpu)?;
     /// let router = Router::new(2, 8, &Device::Cpu)?;
-    /// let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16)).blocks(1).causal(true);
+    /// let sla2 = Sla2::new(Scheme::Unquantized).block((16, 16)).blocks(1).causal(true);
     /// let [entropy, mass] = sla2.router_loss_sums(&router, &x, &x)?;
     /// let quotient = (entropy / mass)?.to_scalar::<f32>()?;
     /// assert_eq!(quotient, sla2.router_loss(&router, &x, &x)?.to_scalar::<f32>()?);
@@ -384,7 +384,7 @@ impl Sla2 {
     ///
     /// let x = Tensor::randn(0f32, 1., (1, 64, 2, 8), &Device::Cpu)?;
     /// let router = Router::new(2, 8, &Device::Cpu)?;
-    /// let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16)).blocks(1).causal(true);
+    /// let sla2 = Sla2::new(Scheme::Unquantized).block((16, 16)).blocks(1).causal(true);
     /// let some = sla2.select(&router, &x, &x)?;
     /// let all = sla2.clone().blocks(4).select(&router, &x, &x)?;
     /// let (some, all) = (sla2.mass_caught(&some, &x, &x)?, sla2.mass_caught(&all, &x, &x)?);

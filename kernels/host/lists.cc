@@ -42,7 +42,7 @@ template <int D>
 struct Backward {
   const Case& c;
   Lists lists;
-  Problem<B, D, FULL_PRECISION> problem;
+  Problem<B, D, UNQUANTIZED> problem;
   std::vector<params::User> users;
   std::vector<uint32_t> first_users, counts, used = {0, 0, 0};
   std::vector<params::CutList> cuts;
@@ -163,7 +163,7 @@ bool check(const Case& c) {
   listed.backward();
   begin();
   Lists(c, Segments(c), true);
-  Problem<B, D, FULL_PRECISION> dense(c);
+  Problem<B, D, UNQUANTIZED> dense(c);
   dense.forward();
   dense.backward();
   auto same = [](const auto& a, const auto& b) { return memcmp(a.data(), b.data(), a.size() * sizeof(a[0])) == 0; };
@@ -176,7 +176,7 @@ bool check(const Case& c) {
 template <int D>
 bool mass_is_right(const Case& c) {
   state = 7;
-  Problem<B, D, FULL_PRECISION> problem(c);
+  Problem<B, D, UNQUANTIZED> problem(c);
   const Segments& segments = problem.segments;
   int columns = segments.packed ? segments.key_blocks : attention::selection_blocks(segments.longest_keys);
   std::vector<float> mass(size_t(c.key_heads) * segments.query_blocks * columns);

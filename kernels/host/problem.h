@@ -37,7 +37,7 @@ struct Case {
 
 // SAGEBWD_S has only S in INT8 in the backward, SAGEBWD_SCORES also in the forward; SAGEBWD_FORWARD has an unquantized
 // backward.
-enum Numerics { FULL_PRECISION, SAGEBWD, SAGEBWD_QK, SAGEBWD_KV, SAGEBWD_S, SAGEBWD_SCORES, SAGEBWD_FORWARD, NVFP4_PRODUCTS, NVFP4_TCGEN05 };
+enum Numerics { UNQUANTIZED, SAGEBWD, SAGEBWD_QK, SAGEBWD_KV, SAGEBWD_S, SAGEBWD_SCORES, SAGEBWD_FORWARD, NVFP4_PRODUCTS, NVFP4_TCGEN05 };
 
 constexpr int tiles_of(int tokens) { return (tokens + 63) / 64; }
 
@@ -186,7 +186,7 @@ struct Problem {
         return launch_forward_in_many_orders<
             attention::Nvfp4ForwardSm100<T, D, params::plan("attn_fwd_nvfp4", D, params::EVERY, params::SM100)>, Block>();
       else launch_forward<attention::Nvfp4ForwardSm80<T, D, params::plan("attn_fwd_nvfp4", D)>, Block>();
-    } else if constexpr (NUMERICS == FULL_PRECISION) {
+    } else if constexpr (NUMERICS == UNQUANTIZED) {
       launch_forward<attention::Dense16ForwardSm80<T, D, params::plan("attn_fwd_dense16", D), attention::PlainProbabilities, attention::Operands::ROWS, Mod>, Block>();
     } else if constexpr (NUMERICS == SAGEBWD_SCORES) {
       quantize_to_codes();
@@ -257,7 +257,7 @@ struct Problem {
         std::vector<double> expected = definition.row(row, first, visible, scale, NVFP4, c.literal, lse2, mod);
         float got = -minus_lse2[(int64_t(head) * segments.query_tiles + s.query_tile) * 64 + query];
         // SageBwd's log-sum-exp is that of smoothed logits, and is checked by the backward.
-        if (NVFP4 || NUMERICS == FULL_PRECISION) errors.lse_good &= visible == 0 ? got == INFINITY : fabs(got - lse2) < 1e-3;
+        if (NVFP4 || NUMERICS == UNQUANTIZED) errors.lse_good &= visible == 0 ? got == INFINITY : fabs(got - lse2) < 1e-3;
         for (int channel = 0; channel < c.head_dim; ++channel)
           of_out.add(out.at(batch, s.query_start + query, head, channel), expected[channel]);
         if (NVFP4) continue;

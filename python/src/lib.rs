@@ -30,7 +30,7 @@ const WORDS: [(&str, &str); 9] = [
     ("`.products(Int8Products::SCORES)`", "products=\"scores\""),
     ("AttnQat::products(Products::SixteenBit)", "products=\"16-bit\""),
     ("SageBwd::default().products(Int8Products::SCORES)", "scheme=\"sagebwd\", products=\"scores\""),
-    ("Scheme::FullPrecision", "scheme=\"fpa\""),
+    ("Scheme::Unquantized", "scheme=\"fpa\""),
     ("`to_dtype(DType::BF16)`", "`.to(torch.bfloat16)`"),
     ("`Tensor::detach`", "`.detach()`"),
     ("Smoothing::None", "smoothing=\"none\""),

@@ -197,7 +197,7 @@ fn usual_schemes(row: Row, device: &Device) -> Vec<Scheme> {
     let sampled = few.key_mean(KeyMean::Sample(64));
     let scores = sampled.products(Int8Products::SCORES);
     if row.is_large() && !device.is_cpu() {
-        return vec![Scheme::FullPrecision, scores.into()];
+        return vec![Scheme::Unquantized, scores.into()];
     }
     let sets = [few, sampled, few.products(Int8Products::FORWARD), scores];
     let sets = sets.map(Scheme::from);
@@ -274,7 +274,7 @@ pub fn measure(plan: &Plan, row: Row, seen: &mut dyn FnMut(Measured) -> Result<(
         };
         match measured() {
             Err(e)
-                if scheme != Scheme::FullPrecision
+                if scheme != Scheme::Unquantized
                     && (row.is_large() || plan.schemes.is_empty())
                     && ErrorKind::of(&e) == ErrorKind::Unsupported => {}
             measured => seen(measured.map_err(failed)?)?,
@@ -414,7 +414,7 @@ mod tests {
     fn operations_are_those_of_two_products() {
         let of = |value_dim| {
             let row = Row { head_dim: 64, value_dim, tokens: 1024, causal: true, window: None };
-            let scheme = Scheme::FullPrecision;
+            let scheme = Scheme::Unquantized;
             Measured { row, batch: 2, heads: 3, scheme, forward_ms: 1.0, both_ms: 1.0, extra_bytes: None }
                 .operations()
         };

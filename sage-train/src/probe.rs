@@ -87,7 +87,7 @@ pub fn probe(folder: &Path, look: ProbeOptions, settings: Settings, typed: &Sett
 /// The scheme to probe: the model's, or SageBwd for a model that was trained with unquantized attention. With a soft
 /// cap or sinks, which need the logits, SageBwd does not smooth keys.
 pub fn low_bit(model: &LlamaConfig, settings: &Settings) -> Scheme {
-    if let Some(scheme) = model.scheme.filter(|scheme| *scheme != Scheme::FullPrecision) {
+    if let Some(scheme) = model.scheme.filter(|scheme| *scheme != Scheme::Unquantized) {
         return scheme;
     }
     match Attn::from(SageBwd::default()).scheme(settings).unwrap_or_default() {
@@ -168,9 +168,9 @@ pub fn probe_model(
 }
 
 /// The model with unquantized attention in all layers that have attention.
-fn in_full_precision(model: &LlamaConfig) -> LlamaConfig {
+fn unquantized(model: &LlamaConfig) -> LlamaConfig {
     LlamaConfig {
-        scheme: model.scheme.map(|_| Scheme::FullPrecision),
+        scheme: model.scheme.map(|_| Scheme::Unquantized),
         layer_schemes: BTreeMap::new(),
         sla2: None,
         ..model.clone()
@@ -192,7 +192,7 @@ fn trace(
             "the model has {part}, which the probe ignores: it computes attention to whole sequences"
         ));
     }
-    let llama = Llama::new(&in_full_precision(model), parameters, &Device::Cpu).map_err(during("probing"))?;
+    let llama = Llama::new(&unquantized(model), parameters, &Device::Cpu).map_err(during("probing"))?;
     let batch = batches.in_order(0, sequences)?.to_device(&Device::Cpu).map_err(during("probing"))?;
     let mut layers = Vec::new();
     let mut observe = |[q, k, v]: [&Tensor; 3], dout: &Tensor| {

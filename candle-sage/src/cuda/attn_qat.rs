@@ -14,12 +14,12 @@ use super::call::Call;
 use super::compiled::constants::fake_quantize::VALUES;
 use super::compiled::constants::quant_pack_nvfp4::PACK_THREADS;
 use super::compiled::kernel;
-use super::full_precision::{self, launch_delta};
 use super::kernels::Grid;
 use super::memory::Purpose;
 use super::plan::{Plan, TILE, Visits};
 use super::sagebwd::launch_means;
 use super::tensor::Output;
+use super::unquantized::{self, launch_delta};
 use super::{OnGpu, OutputGradient, params};
 use crate::error::Error;
 use crate::scheme::{AttnQat, PReference, Products, ValueGroups};
@@ -70,7 +70,7 @@ impl OnGpu for AttnQat {
         match self.requantized_p {
             true => "attn_bwd_attn_qat",
             // P is not quantized again: the kernel of unquantized attention runs on other operands.
-            false => full_precision::BACKWARD,
+            false => unquantized::BACKWARD,
         }
     }
 

@@ -139,7 +139,7 @@ impl<'a> Call<'a> {
             _ => Error::unsupported("head_dim is out of range on CUDA")
                 .got(format!("{} for `{kernel}` on {}", self.problem.shape.widest(), self.gpu.architecture))
                 .allowed("8 to 128; up to 256 for unquantized attention on compute capability 8.0, 9.0 and 10.x, and for SageBwd's products `scores` on 9.0")
-                .hint("Scheme::FullPrecision, or SageBwd::default().products(Int8Products::SCORES); the CPU supports up to 256 in every scheme")
+                .hint("Scheme::Unquantized, or SageBwd::default().products(Int8Products::SCORES); the CPU supports up to 256 in every scheme")
                 .into(),
         })
     }

@@ -167,7 +167,7 @@ impl ForeignAttention {
                 .hint("use `with_sinks`, `with_alibi` and `with_selection`, and pass addresses")
                 .into());
         }
-        if shape.value_dim() != shape.head_dim() && attention.scheme != Scheme::FullPrecision {
+        if shape.value_dim() != shape.head_dim() && attention.scheme != Scheme::Unquantized {
             return Err(Error::unsupported("values of another head_dim than keys in this scheme")
                 .got(format!("{} and {}, {}", shape.value_dim(), shape.head_dim(), attention.scheme))
                 .allowed("equal head_dims, or unquantized attention")

@@ -11,7 +11,7 @@ pub(super) use super::compiled::constants::attention_segment::{SELECTION_BLOCK, 
 /// The larger head_dim as padded inside the kernels: 64, 128, 192 (only unquantized attention on Hopper), or 256.
 pub(super) fn padded_head_dim(scheme: &Scheme, shape: &AttentionShape, architecture: Architecture) -> usize {
     match shape.widest() {
-        129..=192 if *scheme == Scheme::FullPrecision && architecture.target() == Target::Sm90 => 192,
+        129..=192 if *scheme == Scheme::Unquantized && architecture.target() == Target::Sm90 => 192,
         d => d.next_power_of_two().max(64),
     }
 }
@@ -216,7 +216,7 @@ mod tests {
         let with = |products| SageBwd { products, ..SageBwd::default() }.into();
         let qat = AttnQat::default();
         let all = [
-            Scheme::FullPrecision,
+            Scheme::Unquantized,
             sage(Smoothing::K),
             sage(Smoothing::Qk),
             qat.into(),
@@ -235,8 +235,7 @@ mod tests {
     fn every_width_of_the_plans_is_used() {
         let used = |architecture| {
             let shape = |d| AttentionShape::new((1, 1, 1, d), (1, 1, 1, d), (1, 1, 1, d), false, None);
-            let padded =
-                |d| padded_head_dim(&Scheme::FullPrecision, &shape(d).expect("a shape"), architecture);
+            let padded = |d| padded_head_dim(&Scheme::Unquantized, &shape(d).expect("a shape"), architecture);
             (8..=256).map(padded).collect::<BTreeSet<_>>()
         };
         for architecture in ARCHITECTURES.iter().map(|number| Architecture::from_number(*number)) {

@@ -8,10 +8,10 @@ use super::call::Call;
 use super::compiled::constants::quant_tile::TILE_THREADS;
 use super::compiled::constants::quantize::MEAN_THREADS;
 use super::compiled::kernel;
-use super::full_precision::{self, FullPrecision};
 use super::kernels::Grid;
 use super::memory::Purpose;
 use super::plan::{Plan, TILE};
+use super::unquantized::{self, Unquantized};
 use super::{OnGpu, OutputGradient, params};
 use crate::error::Error;
 use crate::scheme::{Granularity, Int8Products, KeyMean, SageBwd, Smoothing};
@@ -31,7 +31,7 @@ impl OnGpu for SageBwd {
 
     fn backward_kernel(&self) -> &'static str {
         match self.products {
-            Int8Products::FORWARD => full_precision::BACKWARD,
+            Int8Products::FORWARD => unquantized::BACKWARD,
             Int8Products::FORWARD_AND_S | Int8Products::SCORES => "attn_bwd_sagebwd_s",
             // A variant of the kernel with the ablations, which would slow down the default.
             _ if self.smoothing.of_queries() || self.granularity != Granularity::Vector => {
@@ -83,7 +83,7 @@ impl OnGpu for SageBwd {
             (Kept::Codes(codes), None) => params.codes = codes.params(call),
             (Kept::KeyMean(mean), _) => params.codes.k_mean = address_if_any(mean.as_ref(), call.gpu),
         }
-        FullPrecision.before_backward(call, plan, &(), &(), output, params)
+        Unquantized.before_backward(call, plan, &(), &(), output, params)
     }
 }
 

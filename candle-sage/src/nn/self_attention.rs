@@ -187,7 +187,7 @@ impl SelfAttention {
                     .into());
             }
         }
-        let decoding = attention.clone().scheme(Scheme::FullPrecision);
+        let decoding = attention.clone().scheme(Scheme::Unquantized);
         Ok(Self { q, k, v, o, qk_norm, config, attention, decoding })
     }
 

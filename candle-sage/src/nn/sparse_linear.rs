@@ -24,7 +24,7 @@ use crate::variables;
 ///     SelfAttentionConfig::new(16, 2, 8).key_heads(1);
 /// let map = VarMap::new();
 /// let vb = VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu);
-/// let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16)).blocks(1).causal(true);
+/// let sla2 = Sla2::new(Scheme::Unquantized).block((16, 16)).blocks(1).causal(true);
 /// let layer = SparseLinearAttention::load(config, sla2, vb)?;
 /// let rotary = Rotary::new(64, 8, 10_000.0, RopeStyle::Halves, &Device::Cpu)?;
 /// let x = Tensor::randn(0f32, 1., (1, 64, 16), &Device::Cpu)?;
@@ -61,7 +61,7 @@ impl SparseLinearAttention {
         let SelfAttentionConfig { heads, key_heads, head_dim, .. } = config;
         let router = Router::load(key_heads, head_dim, vb.clone())?;
         let theta = variables::load(&vb, heads, "theta", Init::Const(2.0), DType::F32)?;
-        let unused = Attention::new(Scheme::FullPrecision);
+        let unused = Attention::new(Scheme::Unquantized);
         Ok(Self::new(SelfAttention::load(config, unused, vb)?, sla2, router, theta))
     }
 

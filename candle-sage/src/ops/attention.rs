@@ -233,7 +233,7 @@ impl Attention {
     /// The head_dims of values and of queries and keys, if they differ and must be made equal. The kernels of
     /// unquantized attention accept different head_dims.
     pub(super) fn widths(&self, inputs: [&Tensor; 3]) -> Option<Widths> {
-        let takes_both = self.scheme == Scheme::FullPrecision && inputs[0].device().is_cuda();
+        let takes_both = self.scheme == Scheme::Unquantized && inputs[0].device().is_cuda();
         let [q, k, v] = inputs.map(|x| x.dims4().ok());
         Widths::of([q?, k?, v?]).filter(|_| !takes_both)
     }

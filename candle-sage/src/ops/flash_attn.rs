@@ -26,7 +26,7 @@ use crate::shape::Packing;
 /// # Errors
 /// As [`Attention::apply`].
 pub fn flash_attn(q: &Tensor, k: &Tensor, v: &Tensor, softmax_scale: f32, causal: bool) -> Result<Tensor> {
-    full_precision(softmax_scale, None, causal.then_some(0)).apply(q, k, v)
+    unquantized(softmax_scale, None, causal.then_some(0)).apply(q, k, v)
 }
 
 /// [`flash_attn`] with a sliding window: a query sees `window_size_left` keys before its own position and `window_size_right` after
@@ -55,7 +55,7 @@ pub fn flash_attn_windowed(
     window_size_left: Option<usize>,
     window_size_right: Option<usize>,
 ) -> Result<Tensor> {
-    full_precision(softmax_scale, window_size_left, window_size_right).apply(q, k, v)
+    unquantized(softmax_scale, window_size_left, window_size_right).apply(q, k, v)
 }
 
 /// [`flash_attn`] with `ALiBi`: see [`Attention::alibi`]. `alibi_slopes` is (query heads).
@@ -70,7 +70,7 @@ pub fn flash_attn_alibi(
     softmax_scale: f32,
     causal: bool,
 ) -> Result<Tensor> {
-    full_precision(softmax_scale, None, causal.then_some(0)).alibi(alibi_slopes).apply(q, k, v)
+    unquantized(softmax_scale, None, causal.then_some(0)).alibi(alibi_slopes).apply(q, k, v)
 }
 
 /// [`flash_attn_windowed`] with `ALiBi`: see [`flash_attn_alibi`].
@@ -86,7 +86,7 @@ pub fn flash_attn_alibi_windowed(
     window_size_left: Option<usize>,
     window_size_right: Option<usize>,
 ) -> Result<Tensor> {
-    full_precision(softmax_scale, window_size_left, window_size_right).alibi(alibi_slopes).apply(q, k, v)
+    unquantized(softmax_scale, window_size_left, window_size_right).alibi(alibi_slopes).apply(q, k, v)
 }
 
 /// [`flash_attn_windowed`] with a soft cap (0 for no cap) and optional `ALiBi` slopes: see [`Attention::softcap`] and
@@ -115,7 +115,7 @@ pub fn flash_attn_alibi_windowed_softcap(
     window_size_right: Option<usize>,
     softcap: f32,
 ) -> Result<Tensor> {
-    let attention = full_precision(softmax_scale, window_size_left, window_size_right);
+    let attention = unquantized(softmax_scale, window_size_left, window_size_right);
     with_alibi(attention.softcap(f64::from(softcap)), alibi_slopes).apply(q, k, v)
 }
 
@@ -155,7 +155,7 @@ pub fn flash_attn_varlen(
     softmax_scale: f32,
     causal: bool,
 ) -> Result<Tensor> {
-    let attention = full_precision(softmax_scale, None, causal.then_some(0));
+    let attention = unquantized(softmax_scale, None, causal.then_some(0));
     varlen(attention, [q, k, v], [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])
 }
 
@@ -176,7 +176,7 @@ pub fn flash_attn_varlen_windowed(
     window_size_left: Option<usize>,
     window_size_right: Option<usize>,
 ) -> Result<Tensor> {
-    let attention = full_precision(softmax_scale, window_size_left, window_size_right);
+    let attention = unquantized(softmax_scale, window_size_left, window_size_right);
     varlen(attention, [q, k, v], [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])
 }
 
@@ -197,7 +197,7 @@ pub fn flash_attn_varlen_alibi(
     softmax_scale: f32,
     causal: bool,
 ) -> Result<Tensor> {
-    let attention = full_precision(softmax_scale, None, causal.then_some(0)).alibi(alibi_slopes);
+    let attention = unquantized(softmax_scale, None, causal.then_some(0)).alibi(alibi_slopes);
     varlen(attention, [q, k, v], [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])
 }
 
@@ -219,7 +219,7 @@ pub fn flash_attn_varlen_alibi_windowed(
     window_size_left: Option<usize>,
     window_size_right: Option<usize>,
 ) -> Result<Tensor> {
-    let attention = full_precision(softmax_scale, window_size_left, window_size_right).alibi(alibi_slopes);
+    let attention = unquantized(softmax_scale, window_size_left, window_size_right).alibi(alibi_slopes);
     varlen(attention, [q, k, v], [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])
 }
 
@@ -243,7 +243,7 @@ pub fn flash_attn_varlen_alibi_windowed_softcap(
     window_size_right: Option<usize>,
     softcap: f32,
 ) -> Result<Tensor> {
-    let attention = full_precision(softmax_scale, window_size_left, window_size_right);
+    let attention = unquantized(softmax_scale, window_size_left, window_size_right);
     let attention = with_alibi(attention.softcap(f64::from(softcap)), alibi_slopes);
     varlen(attention, [q, k, v], [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])
 }
@@ -279,7 +279,7 @@ fn with_alibi(attention: Attention, slopes: Option<&Tensor>) -> Attention {
     }
 }
 
-fn full_precision(softmax_scale: f32, left: Option<usize>, right: Option<usize>) -> Attention {
+fn unquantized(softmax_scale: f32, left: Option<usize>, right: Option<usize>) -> Attention {
     Attention::default().softmax_scale(f64::from(softmax_scale)).window(left, right)
 }
 

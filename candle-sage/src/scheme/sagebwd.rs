@@ -29,7 +29,7 @@ use crate::error::{Error, Result};
 ///
 /// let x = || Tensor::randn(0f32, 1., (1, 64, 2, 32), &Device::Cpu);
 /// let (q, k, v) = (x()?, x()?, x()?);
-/// let exact = Attention::new(Scheme::FullPrecision).apply(&q, &k, &v)?;
+/// let exact = Attention::new(Scheme::Unquantized).apply(&q, &k, &v)?;
 /// let coded = Attention::new(SageBwd::default().tile_q(32)).apply(&q, &k, &v)?;
 /// let error = ((coded - &exact)?.sqr()?.sum_all()? / exact.sqr()?.sum_all()?)?.to_scalar::<f32>()?;
 /// assert!(0.0 < error.sqrt() && error.sqrt() < 0.05);

@@ -44,7 +44,7 @@ impl Scheme {
     /// When the scheme does not have the setting, or the setting does not accept the value.
     pub fn with_setting(mut self, name: &str, value: &str) -> Result<Self> {
         let known = match &mut self {
-            Self::FullPrecision => false,
+            Self::Unquantized => false,
             Self::SageBwd(settings) => settings.set(name, value)?,
             Self::AttnQat(settings) => settings.set(name, value)?,
         };
@@ -162,7 +162,7 @@ mod tests {
             .tile_k(128);
         let qat = AttnQat::default().smoothing(Smoothing::Kv).value_groups(ValueGroups::HeadDim);
         let qat = qat.matched_recomputation(false).requantized_p(false).high_precision_output(false);
-        let all = [Scheme::FullPrecision, sagebwd.into(), qat.into()];
+        let all = [Scheme::Unquantized, sagebwd.into(), qat.into()];
         assert!(Scheme::are_all_in(&all));
         for scheme in all {
             let mut again = Scheme::from_name(scheme.name()).expect("its name");

@@ -129,7 +129,7 @@ impl Sla2 {
     ///
     /// let x = Tensor::randn(0f32, 1., (1, 64, 2, 8), &Device::Cpu)?;
     /// let (router, theta) = (Router::new(2, 8, &Device::Cpu)?, Tensor::full(2f32, 2, &Device::Cpu)?);
-    /// let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16)).blocks(1).causal(true);
+    /// let sla2 = Sla2::new(Scheme::Unquantized).block((16, 16)).blocks(1).causal(true);
     /// let whole = sla2.apply(&x, &x, &x, &sla2.select(&router, &x, &x)?, &theta)?;
     ///
     /// let mut cache = Sla2Cache::new(64);
@@ -281,7 +281,7 @@ impl Sla2 {
             }
         };
         let (keys, values) = (seen(keys, 0)?, seen(values, 1)?);
-        let sparse = self.attention.clone().scheme(Scheme::FullPrecision).apply(q, &keys, &values)?;
+        let sparse = self.attention.clone().scheme(Scheme::Unquantized).apply(q, &keys, &values)?;
         let Some(Sums { h, z }) = tail else { return Ok(sparse) };
         let key_heads = keys.dim(2)?;
         // The heads of a group are queries of the same key head.

@@ -129,7 +129,7 @@ impl Sla2 {
         let inputs = inputs.map(Tensor::detach);
         let [q, k, v] = &inputs;
         let causal = self.shape(q, k)?.0.causal();
-        let dense = Attention::new(Scheme::FullPrecision).causal(causal).apply(q, k, v)?;
+        let dense = Attention::new(Scheme::Unquantized).causal(causal).apply(q, k, v)?;
         let soft = self.apply_soft(router, [q, k, v], theta, tau)?;
         (soft - dense)?.to_dtype(DType::F32)?.sqr()?.mean_all()
     }

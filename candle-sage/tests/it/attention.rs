@@ -11,7 +11,7 @@ use crate::support::{Case, relative_l2};
 fn schemes() -> Vec<Scheme> {
     let sage = SageBwd::default();
     let all = vec![
-        Scheme::FullPrecision,
+        Scheme::Unquantized,
         sage.into(),
         sage.smoothing(Smoothing::None).granularity(Granularity::Tile).into(),
         sage.smoothing(Smoothing::Qk).granularity(Granularity::Group(8)).tile_q(16).tile_k(48).into(),
@@ -97,10 +97,9 @@ fn describe(case: &Case) -> String {
 /// f32 rounding: sums of up to N = 600 and d = 256 terms, each rounded to 2^-24, err by about
 /// sqrt(600) 2^-24 = 1.5e-6; the exponential adds 2 ulp. 4e-6 leaves a factor of two.
 #[test]
-fn full_precision_is_exact_up_to_f32_rounding() -> Result<()> {
+fn unquantized_is_exact_up_to_f32_rounding() -> Result<()> {
     for case in cases() {
-        for (name, error) in
-            ["O", "dQ", "dK", "dV"].iter().zip(case.errors(Scheme::FullPrecision, DType::F32)?)
+        for (name, error) in ["O", "dQ", "dK", "dV"].iter().zip(case.errors(Scheme::Unquantized, DType::F32)?)
         {
             assert!(error < 4e-6, "{name} of {}: {error:e}", describe(&case));
         }
@@ -116,8 +115,7 @@ fn sixteen_bit_tensors_are_rounded_once() -> Result<()> {
     for (dtype, tolerance) in [(DType::BF16, 2f64.powi(-8)), (DType::F16, 2f64.powi(-11))] {
         for mut case in cases() {
             case.round_to(dtype)?;
-            for (name, error) in
-                ["O", "dQ", "dK", "dV"].iter().zip(case.errors(Scheme::FullPrecision, dtype)?)
+            for (name, error) in ["O", "dQ", "dK", "dV"].iter().zip(case.errors(Scheme::Unquantized, dtype)?)
             {
                 assert!(error < tolerance, "{name} {dtype:?} of {}: {error:e}", describe(&case));
             }

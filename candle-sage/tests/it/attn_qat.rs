@@ -171,8 +171,8 @@ fn results_are_those_of_the_definition() -> Result<()> {
 }
 
 /// Results of Attn-QAT and of unquantized attention, which is exact to 4e-6.
-fn against_full_precision(case: &Case, settings: AttnQat) -> Result<(Results, Results)> {
-    Ok((case.run(settings.into(), DType::F32)?, case.run(Scheme::FullPrecision, DType::F32)?))
+fn against_unquantized(case: &Case, settings: AttnQat) -> Result<(Results, Results)> {
+    Ok((case.run(settings.into(), DType::F32)?, case.run(Scheme::Unquantized, DType::F32)?))
 }
 
 /// Probabilities relative to the row's sum, as in the paper's text, are flushed to zero where attention is diffuse, and
@@ -186,7 +186,7 @@ fn diffuse_attention_keeps_the_gradient_of_values() -> Result<()> {
         (PReference::TwoLevel, 0.98..1.0),
         (PReference::Literal, 0.15..0.30),
     ] {
-        let (got, exact) = against_full_precision(&case, qat().p_reference(reference))?;
+        let (got, exact) = against_unquantized(&case, qat().p_reference(reference))?;
         let cosine = cosine(&got[3], &exact[3]);
         assert!(band.contains(&cosine), "{reference}: {cosine:.4}");
     }
@@ -208,7 +208,7 @@ fn the_high_precision_output_keeps_a_mean_of_keys_out_of_dq() -> Result<()> {
             *x += means[128 + i % 128];
         }
         for on in [true, false] {
-            let (got, exact) = against_full_precision(&case, qat().high_precision_output(on))?;
+            let (got, exact) = against_unquantized(&case, qat().high_precision_output(on))?;
             errors.push(relative_l2(&got[1], &exact[1]));
         }
     }
@@ -224,7 +224,7 @@ fn smoothing_takes_out_a_mean_of_keys() -> Result<()> {
     let mut case = Case::new(1, (500, 500), (2, 2), 64, true);
     let smooth = qat().smoothing(Smoothing::K);
     let error = |case: &Case, settings| -> Result<[f64; 4]> {
-        let (got, exact) = against_full_precision(case, settings)?;
+        let (got, exact) = against_unquantized(case, settings)?;
         Ok(std::array::from_fn(|n| relative_l2(&got[n], &exact[n])))
     };
     let plain = error(&case, smooth)?;

@@ -52,7 +52,7 @@ fn slopes_as_a_bias_are_alibi() -> Result<()> {
         };
         let bias: Vec<f32> = case.alibi_slopes.iter().flat_map(of_head).collect();
         let bias = Var::from_vec(bias, (1, case.heads.0, queries, keys), &Device::Cpu)?;
-        let attention = case.attention(candle_sage::Scheme::FullPrecision);
+        let attention = case.attention(candle_sage::Scheme::Unquantized);
         let (got, _) = run(&case, &attention, &bias)?;
         for (n, (got, exact)) in got.iter().zip(&exact).enumerate() {
             let error = relative_l2(got, exact);
@@ -66,7 +66,7 @@ fn slopes_as_a_bias_are_alibi() -> Result<()> {
 #[test]
 fn a_bias_has_a_gradient() -> Result<()> {
     let case = Case::new(1, (6, 7), (2, 1), 8, true);
-    let attention = case.attention(candle_sage::Scheme::FullPrecision);
+    let attention = case.attention(candle_sage::Scheme::Unquantized);
     let bias = Var::from_vec(crate::support::Normals::new(3).vec(42, 1.0), (1, 1, 6, 7), &Device::Cpu)?;
     let (_, gradient) = run(&case, &attention, &bias)?;
     let [q, k, v] = vars(&case)?;

@@ -41,7 +41,7 @@ pub(crate) fn check_against(
     for n in 0..4 {
         let (error, plain) = (relative_l2(&got[n], &exact[n]), relative_l2(&cpu[n], &exact[n]));
         let limit = match scheme {
-            Scheme::FullPrecision => 2.0 * (plain + rounding),
+            Scheme::Unquantized => 2.0 * (plain + rounding),
             Scheme::AttnQat(settings) => {
                 // Over a single key the exact dQ and dK are zero, so relative errors are undefined.
                 if keys > 1 || n == 0 || n == 3 {

@@ -65,7 +65,7 @@ fn lines() -> Result<String> {
         let window =
             square.then(|| Selection::window(&case.shape(), (128, 128), 2, 1, &device)).transpose()?;
         let wide = |scheme: &Scheme| {
-            [Scheme::FullPrecision, SageBwd::default().products(Int8Products::SCORES).into()].contains(scheme)
+            [Scheme::Unquantized, SageBwd::default().products(Int8Products::SCORES).into()].contains(scheme)
         };
         for scheme in schemes().into_iter().filter(|scheme| case.head_dim <= 128 || wide(scheme)) {
             for dtype in [DType::BF16, DType::F16] {

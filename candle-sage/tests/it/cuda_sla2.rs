@@ -86,7 +86,7 @@ fn lists_of_uneven_lengths() -> Result<()> {
         })?;
         let host = selection.to_device(&Device::Cpu)?;
         let exact = case.exact_over(&pattern(&host));
-        let scheme = Scheme::FullPrecision;
+        let scheme = Scheme::Unquantized;
         let cpu = case.run_on(&Device::Cpu, &case.attention(scheme).select(&host), DType::BF16)?;
         let got = case.run_on(&device, &case.attention(scheme).select(&selection), DType::BF16)?;
         check_against("uneven lists", scheme, DType::BF16, &got, [&exact, &cpu], 1500);
@@ -252,7 +252,7 @@ fn the_router_is_that_of_the_cpu() -> Result<()> {
             || Tensor::from_vec(normals.vec(key_heads * d * d, 0.3), (key_heads, d, d), &Device::Cpu);
         let weights = [weight()?, weight()?];
         let nearest = if case.causal { number % 3 } else { 0 };
-        let mut sla2 = Sla2::new(Scheme::FullPrecision).blocks(2).nearest(nearest).causal(case.causal);
+        let mut sla2 = Sla2::new(Scheme::Unquantized).blocks(2).nearest(nearest).causal(case.causal);
         if let Some(packing) = &case.packing {
             sla2 = sla2.packing(packing.clone());
         }
@@ -287,7 +287,7 @@ fn scores_that_are_equal_or_no_numbers() -> Result<()> {
     let device = gpu();
     let shape = Case::new(1, (1280, 1280), (1, 1), 64, true).shape();
     let zeros = Tensor::zeros(shape.query_dims(), DType::BF16, &device)?;
-    let sla2 = Sla2::new(Scheme::FullPrecision).blocks(3).causal(true);
+    let sla2 = Sla2::new(Scheme::Unquantized).blocks(3).causal(true);
     let router = Router::new(1, 64, &device)?;
     let selection = sla2.select(&router, &zeros, &zeros)?;
     assert_eq!(selection.list(0, 0, 9)?, [0, 1, 2, 9]);
@@ -315,7 +315,7 @@ fn what_does_not_run_on_a_gpu_is_an_error() -> Result<()> {
     let [q, k, v] = inputs(&case, &device)?;
     let message = |result: Result<Tensor>| result.expect_err("an error").to_string();
     let small = Selection::all(&case.shape(), (64, 64), &device)?;
-    let attention = case.attention(Scheme::FullPrecision);
+    let attention = case.attention(Scheme::Unquantized);
     assert!(message(attention.clone().select(&small).apply(&q, &k, &v)).contains("128 x 128"));
     let host = Selection::all(&case.shape(), BLOCKS, &Device::Cpu)?;
     assert!(message(attention.select(&host).apply(&q, &k, &v)).contains("another device"));

@@ -37,6 +37,7 @@ mod sagebwd;
 mod score_mod;
 mod sinks;
 mod sla2;
+mod sla2_cached;
 mod sla2_soft;
 mod sparse;
 mod support;

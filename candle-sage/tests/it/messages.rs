@@ -26,7 +26,7 @@ type Case = (&'static str, Result<Tensor>);
 const GOOD: [usize; 4] = [1, 4, 2, 16];
 
 fn plain() -> Attention {
-    Attention::new(Scheme::FullPrecision)
+    Attention::new(Scheme::Unquantized)
 }
 
 fn ids(ids: &[i64]) -> Tensor {
@@ -108,7 +108,7 @@ fn packings_and_settings() -> Vec<Case> {
 
 fn nearest(causal: bool, blocks: usize, count: usize) -> Result<Tensor> {
     let x = zeros(&[1, 64, 2, 16]);
-    let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16)).causal(causal).blocks(blocks).nearest(count);
+    let sla2 = Sla2::new(Scheme::Unquantized).block((16, 16)).causal(causal).blocks(blocks).nearest(count);
     sla2.select(&Router::new(2, 16, &Device::Cpu)?, &x, &x).map(|_| x)
 }
 

@@ -31,10 +31,10 @@ fn every_parameter_gets_a_finite_gradient() -> Result<()> {
     // Llama, Qwen2, Qwen3, and Qwen3 with `attention_bias`.
     let int8 = Scheme::from(SageBwd::default());
     for (scheme, qk_norm, biases, count) in [
-        (Scheme::FullPrecision, false, Biases::None, 9),
+        (Scheme::Unquantized, false, Biases::None, 9),
         (int8, false, Biases::QueryKeyValue, 12),
         (int8, true, Biases::None, 11),
-        (Scheme::FullPrecision, true, Biases::All, 15),
+        (Scheme::Unquantized, true, Biases::All, 15),
     ] {
         let (vars, out) = block(scheme, qk_norm, biases)?;
         assert_eq!(out.dims(), [2, 20, 10]);
@@ -63,7 +63,7 @@ fn a_later_token_changes_nothing_before_it() -> Result<()> {
     let x = Tensor::randn(0f32, 1., (1, 24, 32), &device)?;
     let other = Tensor::cat(&[&x.narrow(1, 0, 23)?, &Tensor::randn(0f32, 1., (1, 1, 32), &device)?], 1)?;
     for causal in [true, false] {
-        let attention = Attention::new(Scheme::FullPrecision).causal(causal);
+        let attention = Attention::new(Scheme::Unquantized).causal(causal);
         let layer = SelfAttention::load(config, attention, vb.pp(causal))?;
         let head = |x: &Tensor| -> Result<Vec<f32>> {
             layer.forward(x, &rotary)?.narrow(1, 0, 23)?.flatten_all()?.to_vec1()
@@ -95,7 +95,7 @@ fn apart(a: &Tensor, b: &Tensor) -> Result<f32> {
 #[test]
 fn decoding_with_a_cache_is_the_forward_of_the_whole() -> Result<()> {
     for (biases, prompt) in [(Biases::None, 1), (Biases::QueryKeyValue, 33), (Biases::All, 66)] {
-        let causal = Attention::new(Scheme::FullPrecision).causal(true);
+        let causal = Attention::new(Scheme::Unquantized).causal(true);
         let (layer, rotary, x) = decoder(causal, biases)?;
         let whole = layer.forward(&x, &rotary)?;
         // The cache has memory for fewer tokens than it receives, and grows. One step has two tokens.
@@ -117,7 +117,7 @@ fn decoding_with_a_cache_is_the_forward_of_the_whole() -> Result<()> {
 }
 
 #[test]
-fn a_prompt_goes_through_the_layers_own_attention_and_what_follows_through_full_precision() -> Result<()> {
+fn a_prompt_goes_through_the_layers_own_attention_and_what_follows_through_unquantized() -> Result<()> {
     let int8 = Attention::new(SageBwd::default()).causal(true);
     let (layer, rotary, x) = decoder(int8.clone(), Biases::None)?;
     let exact = |q: &Tensor, k: &Tensor, v: &Tensor| Attention::default().causal(true).apply(q, k, v);

@@ -246,8 +246,7 @@ fn rows_of_ds_sum_to_about_zero() -> Result<()> {
     for key in case.data[1].chunks_exact_mut(d) {
         key[0] = 1.0;
     }
-    for (scheme, tolerance) in
-        [(Scheme::FullPrecision, 1e-5), (sage().smoothing(Smoothing::None).into(), 0.05)]
+    for (scheme, tolerance) in [(Scheme::Unquantized, 1e-5), (sage().smoothing(Smoothing::None).into(), 0.05)]
     {
         let [_, dq, dk, _] = case.run(scheme, DType::F32)?;
         let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();

@@ -46,12 +46,12 @@ fn cases() -> Vec<[Case; 5]> {
         .collect()
 }
 
-/// The limit is that of attention without them (`attention::full_precision_is_exact_up_to_f32_rounding`: 4e-6) plus the
+/// The limit is that of attention without them (`attention::unquantized_is_exact_up_to_f32_rounding`: 4e-6) plus the
 /// hyperbolic tangent's relative error of 2^-20 in logits of up to 4.
 #[test]
-fn full_precision_is_exact_up_to_f32_rounding() -> Result<()> {
+fn unquantized_is_exact_up_to_f32_rounding() -> Result<()> {
     for case in cases().iter().flatten() {
-        for (name, error) in NAMES.iter().zip(case.errors(Scheme::FullPrecision, DType::F32)?) {
+        for (name, error) in NAMES.iter().zip(case.errors(Scheme::Unquantized, DType::F32)?) {
             assert!(error < 8e-6, "{name} of {:?}, cap {:?}: {error:e}", case.shape(), case.softcap);
         }
     }
@@ -106,14 +106,14 @@ fn alibi_goes_with_smoothed_keys() -> Result<()> {
 #[test]
 fn no_cap_and_no_slope_change_nothing() -> Result<()> {
     let mut case = Case::new(1, (100, 100), (2, 1), 16, true);
-    let plain = case.run(Scheme::FullPrecision, DType::F32)?;
+    let plain = case.run(Scheme::Unquantized, DType::F32)?;
     case.softcap = Some(0.0);
-    assert!(case.run(Scheme::FullPrecision, DType::F32)? == plain);
+    assert!(case.run(Scheme::Unquantized, DType::F32)? == plain);
     (case.softcap, case.alibi_slopes) = (None, vec![0.0; 2]);
-    assert!(case.run(Scheme::FullPrecision, DType::F32)? == plain);
+    assert!(case.run(Scheme::Unquantized, DType::F32)? == plain);
     // The cap changes a logit to x - x^3 / 3 cap^2, for logits up to 5.
     (case.softcap, case.alibi_slopes) = (Some(1e4), Vec::new());
-    let far = case.run(Scheme::FullPrecision, DType::F32)?;
+    let far = case.run(Scheme::Unquantized, DType::F32)?;
     assert!((0..4).all(|n| relative_l2(&far[n], &plain[n]) < 1e-5));
     Ok(())
 }
@@ -128,11 +128,11 @@ fn logits_beyond_the_cap() -> Result<()> {
         case.data[tensor].iter_mut().for_each(|x| *x = x.abs());
     }
     case.softcap = Some(0.5);
-    let (got, exact) = (case.run(Scheme::FullPrecision, DType::F32)?, case.exact());
+    let (got, exact) = (case.run(Scheme::Unquantized, DType::F32)?, case.exact());
     assert!(relative_l2(&got[0], &exact[0]) < 1e-5);
     assert!(got[1].iter().chain(&got[2]).all(|x| *x == 0.0));
     case.data[1][5] = f32::INFINITY;
-    let [out, ..] = case.run(Scheme::FullPrecision, DType::F32)?;
+    let [out, ..] = case.run(Scheme::Unquantized, DType::F32)?;
     assert!(relative_l2(&out, &exact[0]) < 1e-5);
     Ok(())
 }

@@ -72,7 +72,7 @@ fn sinks_are_a_key_without_a_value() -> Result<()> {
         for (dtype, limit) in [(DType::F32, 1e-5), (DType::BF16, 3.0 * 2f64.powi(-8))] {
             let mut case = case(tokens, window);
             case.round_to(dtype)?;
-            let (got, exact) = (run(&case, &case.attention(Scheme::FullPrecision), dtype)?, exact(&case));
+            let (got, exact) = (run(&case, &case.attention(Scheme::Unquantized), dtype)?, exact(&case));
             for (n, name) in ["O", "dQ", "dK", "dV", "dsinks"].into_iter().enumerate() {
                 let error = match n {
                     1 => relative_l2(&without_first_channel(&got[n]), &without_first_channel(&exact[n])),
@@ -108,7 +108,7 @@ fn sinks_in_low_bits() -> Result<()> {
 fn queries_without_keys() -> Result<()> {
     let mut case = Case::new(1, (50, 20), (2, 2), 16, true);
     case.draw(1.0, 3);
-    let [out, dq, dk, dv, dsinks] = run(&case, &case.attention(Scheme::FullPrecision), DType::F32)?;
+    let [out, dq, dk, dv, dsinks] = run(&case, &case.attention(Scheme::Unquantized), DType::F32)?;
     assert!(out[..30 * 32].iter().chain(&dq[..30 * 32]).all(|x| *x == 0.0));
     assert!(out.iter().chain(&dq).chain(&dk).chain(&dv).chain(&dsinks).all(|x| x.is_finite()));
     Ok(())
@@ -120,7 +120,7 @@ fn sinks_far_from_the_logits() -> Result<()> {
     let case = Case::new(1, (50, 50), (2, 1), 16, true);
     let tensor = |n: usize| Tensor::from_slice(&case.data[n], &case.dims(n == 0)[..], &Device::Cpu);
     let (q, k, v) = (tensor(0)?, tensor(1)?, tensor(2)?);
-    for scheme in [Scheme::FullPrecision, AttnQat::default().into()] {
+    for scheme in [Scheme::Unquantized, AttnQat::default().into()] {
         let attention = case.attention(scheme);
         let plain: Vec<f32> = attention.apply(&q, &k, &v)?.flatten_all()?.to_vec1()?;
         let sinks = Var::new(&[1e4f32, -1e4], &Device::Cpu)?;
@@ -139,7 +139,7 @@ fn sinks_far_from_the_logits() -> Result<()> {
 #[test]
 fn sinks_of_selected_blocks() -> Result<()> {
     let case = case((128, 128), None);
-    let attention = case.attention(Scheme::FullPrecision);
+    let attention = case.attention(Scheme::Unquantized);
     let all =
         Selection::from_lists(&case.shape(), (64, 64), &Device::Cpu, |at| (0..at.candidates).collect())?;
     assert!(run(&case, &attention.clone().select(&all), DType::F32)? == run(&case, &attention, DType::F32)?);
@@ -150,7 +150,7 @@ fn sinks_of_selected_blocks() -> Result<()> {
 #[test]
 fn sinks_outside_of_the_graph() -> Result<()> {
     let case = case((40, 60), None);
-    let attention = case.attention(Scheme::FullPrecision);
+    let attention = case.attention(Scheme::Unquantized);
     let [out, dq, dk, dv, dsinks] = run(&case, &attention, DType::F32)?;
     let tensor = |n: usize| Tensor::from_slice(&case.data[n], &case.dims(n == 0 || n == 3)[..], &Device::Cpu);
     let (q, k, v) = (tensor(0)?, tensor(1)?, tensor(2)?);

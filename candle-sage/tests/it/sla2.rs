@@ -3,7 +3,6 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::ops::{self, Alpha, Tail};
 use candle_sage::reference::{self, Pair};
-use candle_sage::sla2::Sla2Cache;
 use candle_sage::{Packing, Router, Scheme, Selection, Sla2};
 
 use crate::support::{Case, Normals, f64s, pattern, random_selection, relative_l2};
@@ -158,7 +157,7 @@ impl Problem {
         let theta = Var::from_slice(&self.theta, self.theta.len(), device)?;
         let selection = self.selection.to_device(device)?;
         // Bit-reproducible gradients, so that both ways can be compared.
-        let sla2 = self.sla2(Scheme::FullPrecision).deterministic(true);
+        let sla2 = self.sla2(Scheme::Unquantized).deterministic(true);
         let out = sla2.apply(&q, &k, &v, &selection, &theta)?;
         let grads = (&out * &dout)?.to_dtype(DType::F32)?.sum_all()?.backward()?;
         let values =
@@ -246,14 +245,14 @@ fn the_cpu_follows_the_formulas() -> Result<()> {
     Ok(())
 }
 
-fn tensors(case: &Case) -> Result<[Tensor; 3]> {
+pub(crate) fn tensors(case: &Case) -> Result<[Tensor; 3]> {
     let tensor =
         |n: usize, query| Tensor::from_slice(&case.data[n], case.dims(query).as_slice(), &Device::Cpu);
     Ok([tensor(0, true)?, tensor(1, false)?, tensor(2, false)?])
 }
 
 /// A router that is not an identity.
-fn some_router(key_heads: usize, d: usize) -> Result<Router> {
+pub(crate) fn some_router(key_heads: usize, d: usize) -> Result<Router> {
     let mut normals = Normals::new(3);
     let mut tensor =
         || Tensor::from_vec(normals.vec(key_heads * d * d, 0.3), (key_heads, d, d), &Device::Cpu);
@@ -272,7 +271,7 @@ fn nothing_leaks_from_later_tokens() -> Result<()> {
         for (block, pool, count, nearest) in
             [((32, 32), None, 2, 0), ((32, 16), Some(1), 3, 2), ((16, 64), Some(50), 1, 1)]
         {
-            let mut sla2 = Sla2::new(Scheme::FullPrecision)
+            let mut sla2 = Sla2::new(Scheme::Unquantized)
                 .blocks(count)
                 .nearest(nearest)
                 .block(block)
@@ -305,66 +304,6 @@ fn nothing_leaks_from_later_tokens() -> Result<()> {
     Ok(())
 }
 
-/// Decoding computes the same rows as the whole sequence, for any lengths of prompt and steps. The tail adds the same 200 tokens in
-/// another order, and [`Tail::Complement`] subtracts the selected blocks: 200 roundings of 6e-8 of values of about 1 are 1e-5.
-#[test]
-fn a_cache_gives_the_rows_of_the_whole_sequence() -> Result<()> {
-    let case = Case::new(2, (200, 200), (4, 2), 32, true);
-    let [q, k, v] = tensors(&case)?;
-    let router = some_router(2, 32)?;
-    let theta = Tensor::new(&[2f32, 1.0, 0.0, -1.0], &Device::Cpu)?;
-    let forms = [
-        (Some(Tail::Past), Alpha::Count),
-        (Some(Tail::Complement), Alpha::Constant),
-        (Some(Tail::Complement), Alpha::Count),
-        (None, Alpha::Count),
-    ];
-    for (tail, alpha) in forms {
-        for (block, pool, count, nearest) in
-            [((32, 32), 8, 2, 0), ((32, 16), 1, 3, 2), ((16, 64), 50, 1, 1), ((16, 16), 4, 0, 0)]
-        {
-            let sla2 = Sla2::new(Scheme::FullPrecision).causal(true).softmax_scale(0.3);
-            let sla2 = sla2.blocks(count).nearest(nearest).block(block).pool(pool).tail(tail).alpha(alpha);
-            let whole = sla2.apply(&q, &k, &v, &sla2.select(&router, &q, &k)?, &theta)?;
-            for steps in
-                [&[1usize; 200][..], &[96, 1, 1, 40, 62], &[97, 103], &[31, 1, 32, 136], &[5, 190, 5]]
-            {
-                let mut cache = Sla2Cache::new(64);
-                for &len in steps {
-                    let at = cache.tokens();
-                    let [q, k, v] = [&q, &k, &v].map(|x| x.narrow(1, at, len));
-                    let out = sla2.apply_cached(&router, [&q?, &k?, &v?], &theta, &mut cache)?;
-                    let difference =
-                        (out - whole.narrow(1, at, len)?)?.abs()?.max_all()?.to_scalar::<f32>()?;
-                    assert!(difference < 1e-5, "{len} after {at}, {block:?}, {tail:?}: {difference:e}");
-                }
-            }
-        }
-    }
-    Ok(())
-}
-
-#[test]
-fn what_does_not_fit_a_cache_is_an_error() -> Result<()> {
-    let x = Tensor::ones((1, 4, 2, 8), DType::F32, &Device::Cpu)?;
-    let (router, theta) = (Router::new(2, 8, &Device::Cpu)?, Tensor::zeros(2, DType::F32, &Device::Cpu)?);
-    let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16)).blocks(1);
-    let message = |sla2: &Sla2, x: &Tensor, cache: &mut Sla2Cache| {
-        let result = sla2.apply_cached(&router, [x, x, x], &theta, cache);
-        result.expect_err("what does not fit").to_string()
-    };
-    let mut cache = Sla2Cache::new(4);
-    assert!(message(&sla2, &x, &mut cache).contains("no causal mask"));
-    let causal = sla2.causal(true);
-    let packed = causal.clone().packing(Packing::self_attention(vec![0, 1, 4]));
-    assert!(message(&packed, &x, &mut cache).contains("packed documents"));
-    causal.apply_cached(&router, [&x, &x, &x], &theta, &mut cache)?;
-    assert!(message(&causal, &x.repeat((2, 1, 1, 1))?, &mut cache).contains("batch 2"));
-    assert!(message(&causal, &x.to_dtype(DType::F16)?, &mut cache).contains("F16"));
-    assert_eq!(cache.tokens(), 4);
-    Ok(())
-}
-
 /// The nearest blocks of each document are listed, one after the other, whatever the scores; the other listed blocks
 /// are the router's choice among the remaining blocks.
 #[test]
@@ -376,7 +315,7 @@ fn the_nearest_blocks_are_always_listed() -> Result<()> {
         Tensor::cat(&[k.narrow(1, 0, 40)?, (k.narrow(1, 40, 10)? * f64::NAN)?, k.narrow(1, 50, 250)?], 1)?;
     let router = some_router(2, 32)?;
     let packing = case.packing.clone().expect("documents");
-    let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16)).causal(true).packing(packing);
+    let sla2 = Sla2::new(Scheme::Unquantized).block((16, 16)).causal(true).packing(packing);
     for nearest in 0..=3 {
         let with = sla2.clone().blocks(3).nearest(nearest).select(&router, &q, &k)?;
         for (number, segment) in case.shape().segments().iter().enumerate() {
@@ -421,10 +360,10 @@ fn a_mean_over_the_block_would_leak() -> Result<()> {
 fn first_blocks_are_dense_attention() -> Result<()> {
     let case = Case::new(1, (300, 300), (2, 1), 32, true);
     let [q, k, v] = tensors(&case)?;
-    let dense = case.attention(Scheme::FullPrecision).apply(&q, &k, &v)?.narrow(1, 0, 96)?;
+    let dense = case.attention(Scheme::Unquantized).apply(&q, &k, &v)?.narrow(1, 0, 96)?;
     for theta in [-5f32, 0.0, 5.0] {
         let theta = Tensor::new(&[theta, -theta], &Device::Cpu)?;
-        let sla2 = Sla2::new(Scheme::FullPrecision).blocks(2).block((32, 32)).causal(true);
+        let sla2 = Sla2::new(Scheme::Unquantized).blocks(2).block((32, 32)).causal(true);
         let selection = sla2.select(&some_router(1, 32)?, &q, &k)?;
         let out = sla2.apply(&q, &k, &v, &selection, &theta)?.narrow(1, 0, 96)?;
         // Smaller blocks mean smaller tiles than in dense attention: the last bits of f32 differ.
@@ -453,7 +392,7 @@ fn the_router_learns_where_the_mass_is() -> Result<()> {
     }
     let tensor = |x: Vec<f32>| Tensor::from_vec(x, (1, len, 1, d), &Device::Cpu);
     let (q, k) = (tensor(q)?, tensor(k)?);
-    let sla2 = Sla2::new(Scheme::FullPrecision).blocks(2).block((32, 32)).causal(true);
+    let sla2 = Sla2::new(Scheme::Unquantized).blocks(2).block((32, 32)).causal(true);
     let identity = Router::new(1, d, &Device::Cpu)?;
     let caught = |router: &Router| sla2.mass_caught(&sla2.select(router, &q, &k)?, &q, &k);
     // A router that starts with the wrong basis for queries.
@@ -483,7 +422,7 @@ fn what_does_not_fit_is_an_error() -> Result<()> {
     let [q, k, v] = tensors(&case)?;
     let theta = Tensor::zeros(2, DType::F32, &Device::Cpu)?;
     let router = Router::new(1, 16, &Device::Cpu)?;
-    let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16));
+    let sla2 = Sla2::new(Scheme::Unquantized).block((16, 16));
     let message = |error: candle_core::Error| error.to_string();
     let none = sla2.clone().blocks(0).select(&router, &q, &k);
     assert!(message(none.expect_err("nothing")).contains("nothing would be selected"));

@@ -28,7 +28,7 @@ fn inputs(seed: u64, tokens: usize) -> Result<[Tensor; 3]> {
 fn forms() -> Vec<Sla2> {
     let mut all = Vec::new();
     for causal in [true, false] {
-        let sla2 = Sla2::new(Scheme::FullPrecision).blocks(2).block((16, 16)).causal(causal);
+        let sla2 = Sla2::new(Scheme::Unquantized).blocks(2).block((16, 16)).causal(causal);
         for tail in [None, Some(Tail::Past), Some(Tail::Complement)] {
             for alpha in [Alpha::Count, Alpha::Constant] {
                 all.push(sla2.clone().tail(tail).alpha(alpha));
@@ -79,7 +79,7 @@ fn with_enough_blocks_it_is_dense_attention() -> Result<()> {
 fn gradients_are_those_of_differences() -> Result<()> {
     let device = Device::Cpu;
     let sla2 =
-        Sla2::new(Scheme::FullPrecision).blocks(1).block((16, 16)).causal(true).tail(Some(Tail::Complement));
+        Sla2::new(Scheme::Unquantized).blocks(1).block((16, 16)).causal(true).tail(Some(Tail::Complement));
     let [q, k, v] = inputs(3, 64)?;
     let c = inputs(4, 64)?[0].clone();
     let eye = (Tensor::eye(16, DType::F32, &device)?.unsqueeze(0)? * 0.8)?;
@@ -115,7 +115,7 @@ fn gradients_are_those_of_differences() -> Result<()> {
 fn the_published_loss_trains_a_router() -> Result<()> {
     let device = Device::Cpu;
     let sla2 =
-        Sla2::new(Scheme::FullPrecision).blocks(1).block((16, 16)).causal(true).tail(Some(Tail::Complement));
+        Sla2::new(Scheme::Unquantized).blocks(1).block((16, 16)).causal(true).tail(Some(Tail::Complement));
     let [q, k, v] = inputs(5, 128)?;
     // Only the later channels of the keys matter: a router that starts as the identity sees noise in the other
     // channels.
@@ -143,7 +143,7 @@ fn what_it_cannot_do_is_an_error() -> Result<()> {
     let router = Router::new(1, 16, &device)?;
     let theta = Tensor::new(&[0f32, 0.0], &device)?;
     let [q, k, v] = inputs(6, 64)?;
-    let sla2 = Sla2::new(Scheme::FullPrecision).blocks(1).block((16, 16)).causal(true);
+    let sla2 = Sla2::new(Scheme::Unquantized).blocks(1).block((16, 16)).causal(true);
     let failed = |sla2: &Sla2, q: &Tensor, k: &Tensor, v: &Tensor, tau| {
         sla2.apply_soft(&router, [q, k, v], &theta, tau).expect_err("refused").to_string()
     };
@@ -161,7 +161,7 @@ fn the_scale_of_logits_can_be_set() -> Result<()> {
     let [q, k, v] = inputs(3, 64)?;
     let theta = Tensor::zeros(2, DType::F32, &Device::Cpu)?;
     let router = Router::new(1, 16, &Device::Cpu)?;
-    let usual = Sla2::new(Scheme::FullPrecision).block((16, 16)).blocks(1).causal(true).tail(None);
+    let usual = Sla2::new(Scheme::Unquantized).block((16, 16)).blocks(1).causal(true).tail(None);
     let twice = usual.clone().softmax_scale(0.5);
     let selection = usual.select(&router, &q, &k)?;
     let double = (&q * 2.0)?;

@@ -26,13 +26,13 @@ fn cases() -> Vec<Case> {
 
 const BLOCKS: [(usize, usize); 4] = [(128, 128), (128, 64), (64, 128), (16, 16)];
 
-/// f32 rounding as in the dense call: see `full_precision_is_exact_up_to_f32_rounding`.
+/// f32 rounding as in the dense call: see `unquantized_is_exact_up_to_f32_rounding`.
 #[test]
-fn full_precision_over_random_blocks_is_exact_up_to_f32_rounding() -> Result<()> {
+fn unquantized_over_random_blocks_is_exact_up_to_f32_rounding() -> Result<()> {
     for (seed, case) in cases().iter().enumerate() {
         for blocks in BLOCKS {
             let selection = random_selection(&case.shape(), blocks, 2, seed as u64, &Device::Cpu)?;
-            let attention = case.attention(Scheme::FullPrecision).select(&selection);
+            let attention = case.attention(Scheme::Unquantized).select(&selection);
             let got = case.run_on(&Device::Cpu, &attention, DType::F32)?;
             let exact = case.exact_over(&pattern(&selection));
             for (n, name) in ["O", "dQ", "dK", "dV"].iter().enumerate() {
@@ -169,8 +169,8 @@ fn what_cannot_be_selected_is_an_error() -> Result<()> {
     let k = x.narrow(2, 0, 1)?;
     let fits = Selection::all(&open.shape(), (128, 128), &Device::Cpu)?;
     let apply = |attention: Attention, k: &Tensor| attention.apply(&x, k, k);
-    assert!(apply(Attention::new(Scheme::FullPrecision).select(&fits), &k).is_ok());
-    let other = apply(Attention::new(Scheme::FullPrecision).causal(true).select(&fits), &k);
+    assert!(apply(Attention::new(Scheme::Unquantized).select(&fits), &k).is_ok());
+    let other = apply(Attention::new(Scheme::Unquantized).causal(true).select(&fits), &k);
     assert!(other.expect_err("another mask").to_string().contains("another shape"));
     let odd = Selection::all(&open.shape(), (96, 100), &Device::Cpu)?;
     let odd = apply(Attention::new(SageBwd::default()).select(&odd), &k);

@@ -84,13 +84,13 @@ fn errors(
 
 const WIDTHS: [(usize, usize); 4] = [(64, 32), (48, 128), (72, 64), (8, 24)];
 
-/// f32 is as exact as with heads of one width, 4e-6 (`full_precision_is_exact_up_to_f32_rounding`); INT8 within 3 %,
+/// f32 is as exact as with heads of one width, 4e-6 (`unquantized_is_exact_up_to_f32_rounding`); INT8 within 3 %,
 /// 1.5 times the largest error with heads of one width (dK, Table 1 of the paper); FP4 within 25 %.
 #[test]
 fn values_have_heads_of_another_width() -> Result<()> {
     for widths in [&WIDTHS[..], &[(192, 128), (128, 256)]].concat() {
         for (scheme, most) in [
-            (Scheme::FullPrecision, 4e-6),
+            (Scheme::Unquantized, 4e-6),
             (SageBwd::default().into(), 0.03),
             (AttnQat::default().into(), 0.25),
         ] {
@@ -109,11 +109,11 @@ fn values_have_heads_of_another_width_on_cuda() -> Result<()> {
     let large = [(192, 128), (192, 8), (136, 96), (131, 127), (129, 191), (192, 136), (128, 256), (256, 72)];
     for widths in [&WIDTHS[..], &large].concat() {
         for (scheme, most) in [
-            (Scheme::FullPrecision, 2f64.powi(-7)),
+            (Scheme::Unquantized, 2f64.powi(-7)),
             (SageBwd::default().into(), 0.03),
             (AttnQat::default().into(), 0.25),
         ] {
-            if widths.0.max(widths.1) > 128 && scheme != Scheme::FullPrecision {
+            if widths.0.max(widths.1) > 128 && scheme != Scheme::Unquantized {
                 continue;
             }
             for dtype in [DType::BF16, DType::F16] {
@@ -125,7 +125,7 @@ fn values_have_heads_of_another_width_on_cuda() -> Result<()> {
             }
         }
     }
-    let errors = errors(&crate::support::gpu(), DType::BF16, Scheme::FullPrecision, (192, 128), 900)?;
+    let errors = errors(&crate::support::gpu(), DType::BF16, Scheme::Unquantized, (192, 128), 900)?;
     assert!(errors.iter().all(|error| *error < 2f64.powi(-7)), "many tiles: {errors:?}");
     Ok(())
 }
@@ -203,7 +203,7 @@ fn everything_that_attends_takes_them() -> Result<()> {
     let flash = candle_sage::flash_attn(&q, &q, &v, 0.3, true)?;
     assert_eq!(flash.dims(), v.dims());
 
-    let sla2 = Sla2::new(Scheme::FullPrecision).block((16, 16)).blocks(1).causal(true);
+    let sla2 = Sla2::new(Scheme::Unquantized).block((16, 16)).blocks(1).causal(true);
     let selection = sla2.select(&Router::new(2, 32, &Device::Cpu)?, &q, &q)?;
     let theta = Tensor::zeros(2, DType::F32, &Device::Cpu)?;
     for (wrong, expected) in [

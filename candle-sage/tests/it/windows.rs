@@ -23,7 +23,7 @@ fn values(x: &Tensor) -> Result<Vec<f32>> {
 fn keys_outside_of_the_window_change_nothing() -> Result<()> {
     let unshared =
         AttnQat::drop_in().smoothing(Smoothing::None).value_groups(candle_sage::ValueGroups::HeadDim);
-    for scheme in [Scheme::FullPrecision, unshared.into()] {
+    for scheme in [Scheme::Unquantized, unshared.into()] {
         let mut case = Case::new(1, (300, 300), (2, 1), 32, false);
         case.window = (Some(90), Some(20));
         let before = case.run(scheme, DType::F32)?;
@@ -45,7 +45,7 @@ fn keys_outside_of_the_window_change_nothing() -> Result<()> {
 fn a_window_of_one_token_gives_its_value() -> Result<()> {
     let mut case = Case::new(1, (130, 130), (1, 1), 16, false);
     case.window = (Some(0), Some(0));
-    let [out, dq, dk, dv] = case.run(Scheme::FullPrecision, DType::F32)?;
+    let [out, dq, dk, dv] = case.run(Scheme::Unquantized, DType::F32)?;
     let close = |a: &[f64], b: &[f32]| a.iter().zip(b).all(|(a, b)| (a - f64::from(*b)).abs() < 1e-6);
     assert!(close(&out, &case.data[2]) && close(&dv, &case.data[3]));
     // The probability is 1 whatever the logit; dP - D is the difference of two sums of 16 products in different order.
@@ -76,9 +76,9 @@ fn the_functions_of_candle_flash_attn() -> Result<()> {
     let [q, k, v] = tensors(&case)?;
     let op = |attention: Attention| attention.softmax_scale(0.3).apply(&q, &k, &v);
     let got = flash_attn_windowed(&q, &k, &v, 0.3, Some(20), Some(5))?;
-    assert_eq!(values(&got)?, values(&op(case.attention(Scheme::FullPrecision))?)?);
+    assert_eq!(values(&got)?, values(&op(case.attention(Scheme::Unquantized))?)?);
 
-    let packed = case.attention(Scheme::FullPrecision).packing(Packing::self_attention(vec![0, 40, 100]));
+    let packed = case.attention(Scheme::Unquantized).packing(Packing::self_attention(vec![0, 40, 100]));
     let lengths = Tensor::new(&[0u32, 40, 100], &Device::Cpu)?;
     let [q3, k3, v3] = [q.squeeze(0)?, k.squeeze(0)?, v.squeeze(0)?];
     let got = flash_attn_varlen_windowed(&q3, &k3, &v3, &lengths, &lengths, 60, 60, 0.3, Some(20), Some(5))?;
@@ -111,7 +111,7 @@ fn log_sum_exps_of_windows() -> Result<()> {
         let mut case = Case::new(1, lens, (2, 1), 16, false);
         case.window = window;
         let [q, k, v] = tensors(&case)?;
-        let (_, lse) = case.attention(Scheme::FullPrecision).apply_with_lse(&q, &k, &v)?;
+        let (_, lse) = case.attention(Scheme::Unquantized).apply_with_lse(&q, &k, &v)?;
         let [q, k, v, _] = case.data.each_ref().map(|x| crate::support::f64s(x));
         let exact = candle_sage::reference::forward(&case.shape(), 0.25, &q, &k, &v).lse;
         let close = |(a, b): (&f32, &f64)| f64::from(*a) == *b || (f64::from(*a) - b).abs() < 1e-5;

@@ -67,7 +67,7 @@ impl Sizes {
     }
 
     fn attention(&self) -> Attention {
-        let attention = Attention::new(Scheme::FullPrecision).causal(true).window(self.window, Some(0));
+        let attention = Attention::new(Scheme::Unquantized).causal(true).window(self.window, Some(0));
         self.softcaps.map_or(attention.clone(), |(cap, _)| attention.softcap(cap))
     }
 }

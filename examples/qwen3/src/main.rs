@@ -109,7 +109,7 @@ fn main() -> Result<()> {
 
     // The same weights with two numerics, and in candle-transformers' model.
     let int8 = Qwen3::new(&config, &Attention::new(SageBwd::default()).causal(true), vb.clone())?;
-    let exact = Qwen3::new(&config, &Attention::new(Scheme::FullPrecision).causal(true), vb.clone())?;
+    let exact = Qwen3::new(&config, &Attention::new(Scheme::Unquantized).causal(true), vb.clone())?;
     if let Some(folder) = folder {
         load(folder, &vars)?;
     }

@@ -87,7 +87,7 @@ pub fn measure(plan: &Plan, row: Row) -> Result<Vec<Measured>> {
     let on_gpu = !plan.device.is_cpu();
     let Some(config) = attn.sla2(&settings.sla2, row.tokens, 1, on_gpu)? else { return Ok(Vec::new()) };
     let failed = |e| during(format!("cannot measure {}:{}:{}", row.head_dim, row.tokens, row.sparsity))(e);
-    [Scheme::FullPrecision, candle_sage::SageBwd::default().into()]
+    [Scheme::Unquantized, candle_sage::SageBwd::default().into()]
         .into_iter()
         .map(|scheme| measure_scheme(plan, row, &config, scheme))
         .collect::<candle_core::Result<_>>()

@@ -74,7 +74,7 @@ impl Sample {
         let Trained { config, tokenizer, device, .. } = &trained;
         let writer = Writer {
             model: &trained.model()?,
-            following: self.attn.is_none().then_some(Scheme::FullPrecision),
+            following: self.attn.is_none().then_some(Scheme::Unquantized),
             tokenizer,
             begin: (!self.no_bos).then_some(trained.boundaries.begin),
             ends: &trained.boundaries.ends,

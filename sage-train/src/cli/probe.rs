@@ -237,7 +237,7 @@ impl Probe {
         settings.batch.micro_batch = self.micro_batch;
         settings.run.deterministic = self.deterministic;
         let schemes: Vec<Scheme> = self.schemes.iter().map(|SchemeSetting(scheme)| *scheme).collect();
-        if schemes.contains(&Scheme::FullPrecision) {
+        if schemes.contains(&Scheme::Unquantized) {
             return Err(Error::new("errors are measured against unquantized attention itself")
                 .got("fpa among --schemes")
                 .allowed("low-bit schemes")

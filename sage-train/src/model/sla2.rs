@@ -195,7 +195,7 @@ impl Sla2Layer {
     /// Whether a cache can continue a sequence in the numerics of `following`, or by default in those of the layer.
     pub(super) fn can_follow(&self, following: Option<Scheme>) -> bool {
         let scheme = following.unwrap_or(self.scheme);
-        self.config.choice != Choice::Window && scheme == Scheme::FullPrecision
+        self.config.choice != Choice::Window && scheme == Scheme::Unquantized
     }
 
     /// Measures the selection for queries and keys. On a GPU this waits for the device.

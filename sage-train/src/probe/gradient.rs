@@ -80,7 +80,7 @@ pub fn gradient_errors(
     let make = |model: &LlamaConfig| {
         Llama::new(model, parameters, device).map_err(on_device("cannot make the model"))
     };
-    let exact = make(&with_scheme(&config.model, Scheme::FullPrecision))?;
+    let exact = make(&with_scheme(&config.model, Scheme::Unquantized))?;
     let models = arms.iter().map(|(_, model)| make(model)).collect::<Result<Vec<_>>>()?;
     let parts = parts(parameters).map_err(on_device("probing"))?;
     let mut tree = Tree::new(parts, arms.len(), count);

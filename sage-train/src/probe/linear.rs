@@ -18,7 +18,7 @@ use crate::settings::Settings;
 use crate::trained::Trained;
 use crate::{notify, on_device};
 
-use super::in_full_precision;
+use super::unquantized;
 
 /// The errors of a linear layer, relative to the exact matmul (L2).
 #[derive(Debug, Clone, Serialize)]
@@ -85,7 +85,7 @@ pub fn linear_errors(
     let exact = LlamaConfig {
         linear: LinearPrecision::Compute,
         linear_head: LinearPrecision::Compute,
-        ..in_full_precision(model)
+        ..unquantized(model)
     };
     let linears = Rc::new(RefCell::new(Vec::new()));
     let found = linears.clone();

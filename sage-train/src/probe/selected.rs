@@ -148,7 +148,7 @@ impl Part {
         let [q, k, v] = inputs.map(|x| x.narrow(0, first, count)?.contiguous());
         let inputs = [q?, k?, v?];
         let [q, k, v] = &inputs;
-        let out = Attention::new(Scheme::FullPrecision).causal(true).apply(q, k, v)?;
+        let out = Attention::new(Scheme::Unquantized).causal(true).apply(q, k, v)?;
         let shape = AttentionShape::new(q.dims4()?, k.dims4()?, v.dims4()?, true, None)?;
         Ok(Self { inputs, out, shape })
     }
@@ -167,7 +167,7 @@ impl Part {
                 .collect();
             let values = Tensor::from_vec(ones, (1, tokens, 1, d), &Device::Cpu)?;
             let values = values.broadcast_as((batch, tokens, key_heads, d))?.contiguous()?;
-            Attention::new(Scheme::FullPrecision).causal(true).apply(q, k, &values)
+            Attention::new(Scheme::Unquantized).causal(true).apply(q, k, &values)
         });
         Tensor::cat(&parts.collect::<candle_core::Result<Vec<_>>>()?, D::Minus1)
     }
@@ -256,7 +256,7 @@ struct Picked {
 impl Picked {
     fn new(part: &Part, selection: Selection) -> candle_core::Result<Self> {
         let [q, k, v] = &part.inputs;
-        let out = Attention::new(Scheme::FullPrecision).causal(true).select(&selection).apply(q, k, v)?;
+        let out = Attention::new(Scheme::Unquantized).causal(true).select(&selection).apply(q, k, v)?;
         Ok(Self { selection, out })
     }
 }
@@ -308,7 +308,7 @@ fn of_layer(
     let sequences = inputs[0].dim(0)?;
     let half = sequences / 2;
     let (seen, held) = (Part::new(inputs, 0, half)?, Part::new(inputs, half, sequences - half)?);
-    let op = Sla2::new(Scheme::FullPrecision).blocks(blocks).block((block, block)).causal(true);
+    let op = Sla2::new(Scheme::Unquantized).blocks(blocks).block((block, block)).causal(true);
     let learned = learn(&op, &seen)?;
     let identity = Router::new(seen.shape.key_heads(), seen.shape.head_dim(), &Device::Cpu)?;
     let select = |part: &Part, chosen: Chosen| -> candle_core::Result<Selection> {

@@ -249,7 +249,7 @@ impl Panel {
             let count = runs().filter(|run| baseline.has_other_data(run)).count();
             if count > 0 {
                 let runs = counted(count as u64, "run");
-                let pairs = "with a seed of the baseline had other data, and form no pairs";
+                let pairs = "with a seed of the baseline had other data, so that no pairs are formed";
                 warnings.push(format!("{runs} {pairs}{}", self.place()));
             }
         }

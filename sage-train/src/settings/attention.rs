@@ -81,7 +81,7 @@ impl Attn {
     /// No attention at all: the baseline that shows what attention is worth.
     pub const NONE: Self = Self(Kind::None);
     /// Unquantized attention.
-    pub const EXACT: Self = Self(Kind::Dense(Scheme::FullPrecision));
+    pub const EXACT: Self = Self(Kind::Dense(Scheme::Unquantized));
 
     /// Whether both have the same settings: they are one scheme, or both are forms of SLA2.
     pub(super) fn shares_settings(self, other: Self) -> bool {
@@ -268,7 +268,7 @@ mod tests {
         let expected = qat.smoothing(Smoothing::K).requantized_p(false);
         assert_eq!(Attn::from(qat).scheme(&settings), Some(expected.into()));
         assert_eq!(Attn::from(qat).scheme(&Settings::default()), Some(qat.into()));
-        assert_eq!(Attn::EXACT.scheme(&settings), Some(Scheme::FullPrecision));
+        assert_eq!(Attn::EXACT.scheme(&settings), Some(Scheme::Unquantized));
         assert_eq!(Attn::NONE.scheme(&settings), None);
     }
 }

@@ -249,7 +249,7 @@ mod tests {
     fn a_scheme_is_read_as_it_is_written() {
         let sage = SageBwd::default();
         for (text, scheme) in [
-            ("fpa", Scheme::FullPrecision),
+            ("fpa", Scheme::Unquantized),
             ("sagebwd", sage.into()),
             ("sagebwd:granularity=tile", sage.granularity(Granularity::Tile).into()),
             (
@@ -283,7 +283,7 @@ mod tests {
     #[test]
     fn layers_count_from_both_ends() {
         let layers = |text: &str| text.parse::<LayerSettings>().and_then(|layers| layers.resolve(6));
-        let exact = Scheme::FullPrecision;
+        let exact = Scheme::Unquantized;
         assert_eq!(layers(""), Ok(BTreeMap::new()));
         assert_eq!(layers("0,-1=fpa"), Ok([(0, exact), (5, exact)].into()));
         assert_eq!(

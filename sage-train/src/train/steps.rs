@@ -368,7 +368,7 @@ impl Run<'_> {
             let around = self.data.tokenizer.boundaries();
             let writer = Writer {
                 model: &self.trainer.model.clone().across(&Group::alone()),
-                following: Some(Scheme::FullPrecision),
+                following: Some(Scheme::Unquantized),
                 tokenizer: &self.data.tokenizer,
                 begin: Some(around.begin),
                 ends: &around.ends,

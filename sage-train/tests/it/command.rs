@@ -132,7 +132,7 @@ fn results_replace_no_file_of_another_kind() {
     {
         let metrics = scratch.path().join("runs/r/metrics.jsonl");
         std::os::unix::fs::symlink(&metrics, scratch.path().join("link.csv")).expect("a link");
-        assert!(scratch.fails(&["report", "runs/r", "--csv", "link.csv"]).contains("a run's own"));
+        assert!(scratch.fails(&["report", "runs/r", "--csv", "link.csv"]).contains("a file of a run"));
         scratch.ok(&["report", "runs/r", "--html", "/dev/null", "--csv", "/dev/null"]);
         use std::os::unix::fs::FileTypeExt;
         let null = std::fs::metadata("/dev/null").expect("the device").file_type();

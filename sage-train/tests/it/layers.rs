@@ -25,7 +25,7 @@ fn layers_have_the_scheme_that_is_named() {
     assert!(ends != exact && ends != low);
     // The settings stay with the run, and are reported.
     let plan = scratch.ok(&["--dry-run", "--config", "runs/ends/config.toml"]);
-    assert!(plan.contains("; in layers 0, 2: full precision"), "{plan}");
+    assert!(plan.contains("; in layers 0, 2: unquantized"), "{plan}");
     let eval = |run: &str, flags: &[&str]| scratch.loss(&[&["eval", run, "--tokens", "2k"], flags].concat());
     assert_eq!(eval("runs/ends", &["--attn-layers", "0-2=fpa"]), eval("runs/ends", &["--attn", "fpa"]));
     for (flags, part) in [

@@ -1,6 +1,7 @@
 //! Compares the model's hand-written backward with candle's autograd over the modules of `candle_sage::nn`.
 
 mod cuda;
+mod decoding;
 
 use std::collections::HashMap;
 
@@ -132,8 +133,8 @@ fn gradients_are_those_of_the_graph() -> Result<()> {
     let qat = Some(AttnQat::default().into());
     // Scheme, QK-norm, a separate output matrix, biases.
     let settings = [
-        (Some(Scheme::FullPrecision), true, false, false),
-        (Some(Scheme::FullPrecision), false, true, true),
+        (Some(Scheme::Unquantized), true, false, false),
+        (Some(Scheme::Unquantized), false, true, true),
         (sage, true, false, true),
         (qat, true, true, false),
         (None, true, false, false),
@@ -180,7 +181,7 @@ fn with_sla2() -> LlamaConfig {
         dense_steps: 0,
         router_steps: 0,
     };
-    LlamaConfig { scheme: Some(Scheme::FullPrecision), sla2: Some(sla2), ..config() }
+    LlamaConfig { scheme: Some(Scheme::Unquantized), sla2: Some(sla2), ..config() }
 }
 
 #[test]
@@ -240,83 +241,6 @@ fn the_routers_stage_is_dense_attention_that_teaches() -> Result<()> {
     Ok(())
 }
 
-/// Compares the logits of each next token, from a prompt and then token by token with a cache, with the logits of the
-/// whole sequence.
-#[test]
-fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
-    let device = &Device::Cpu;
-    let int8 = Scheme::from(SageBwd::default());
-    for (scheme, qk_norm) in [(None, false), (Some(Scheme::FullPrecision), true), (Some(int8), false)] {
-        let rope_scaling = Some("4,1,4,16".parse().expect("a scaling"));
-        let (untied, qkv_bias) = (qk_norm, !qk_norm);
-        let windows = Some(Windows { tokens: 7, pattern: "SSL".parse().expect("a pattern") });
-        let softcap = (scheme == Some(Scheme::FullPrecision)).then_some(1.5);
-        let config =
-            LlamaConfig { scheme, qk_norm, rope_scaling, untied, qkv_bias, windows, softcap, ..config() };
-        let parameters = drawn(&config, device, DType::F32)?;
-        let whole = Llama::new(&config, &parameters, device)?;
-        // The whole sequence in unquantized attention, the scheme of the tokens after the prompt.
-        let exact = LlamaConfig { scheme: scheme.map(|_| Scheme::FullPrecision), ..config.clone() };
-        let exact = Llama::new(&exact, &parameters, device)?;
-        let ids = batch(&config, device)?.0.narrow(0, 0, 1)?.contiguous()?;
-        let first = |len| ids.narrow(1, 0, len)?.contiguous();
-        let mut past = whole.past(config.context, Scheme::FullPrecision).expect("dense attention");
-        let prompt = whole.next_logits_after(&mut past, &first(17)?)?;
-        assert_eq!(relative(&prompt, &whole.next_logits(&first(17)?)?)?, 0.0);
-        // From the second layer on, the cached values of the prompt depend on the model's own scheme.
-        let limit = if scheme == Some(int8) { 0.05 } else { LIMIT };
-        for len in 18..=40 {
-            let next = ids.narrow(1, len - 1, 1)?.contiguous()?;
-            let logits = whole.next_logits_after(&mut past, &next)?;
-            let error = relative(&logits, &exact.next_logits(&first(len)?)?)?;
-            assert!(error < limit, "{scheme:?}, {len} tokens: {error}");
-        }
-        assert_eq!(past.tokens(), 40);
-        // A sequence longer than the context is refused.
-        let more = Tensor::zeros((1, config.context), DType::U32, device)?;
-        let error = whole.next_logits_after(&mut past, &more).expect_err("no angles").to_string();
-        assert!(error.contains("longer than the model's context"), "{error}");
-    }
-    following_numerics_are_those_that_were_asked_for(device)?;
-    let sparse = with_sla2();
-    let parameters = drawn(&sparse, device, DType::F32)?;
-    let mut model = Llama::new(&sparse, &parameters, device)?;
-    // Block by block: a prompt that ends inside a block, then tokens into the third one.
-    let mut past = model.past(48, Scheme::FullPrecision).expect("a router's selection has a cache");
-    let ids = batch(&sparse, device)?.0.narrow(0, 0, 1)?.contiguous()?;
-    for (len, tokens) in [(17, 17), (18, 1), (33, 15), (40, 7)] {
-        let new = ids.narrow(1, len - tokens, tokens)?.contiguous()?;
-        let logits = model.next_logits_after(&mut past, &new)?;
-        let error = relative(&logits, &model.next_logits(&ids.narrow(1, 0, len)?.contiguous()?)?)?;
-        assert!(error < LIMIT, "{len} tokens: {error}");
-    }
-    assert!(model.past(48, Scheme::from(SageBwd::default())).is_none());
-    model.set_stage(Stage::Dense);
-    assert!(model.past(48, Scheme::from(SageBwd::default())).is_some());
-    Ok(())
-}
-
-/// INT8 attention after a prompt differs from unquantized attention after it, and is close to the whole sequence in
-/// INT8.
-fn following_numerics_are_those_that_were_asked_for(device: &Device) -> Result<()> {
-    let int8 = Scheme::from(SageBwd::default());
-    let config = LlamaConfig { scheme: Some(int8), ..config() };
-    let parameters = drawn(&config, device, DType::F32)?;
-    let model = Llama::new(&config, &parameters, device)?;
-    let ids = batch(&config, device)?.0.narrow(0, 0, 1)?.contiguous()?;
-    let logits = |following| -> Result<Tensor> {
-        let mut past = model.past(1, following).expect("dense attention");
-        model.next_logits_after(&mut past, &ids.narrow(1, 0, 17)?.contiguous()?)?;
-        model.next_logits_after(&mut past, &ids.narrow(1, 17, 1)?.contiguous()?)
-    };
-    let (exact, low) = (logits(Scheme::FullPrecision)?, logits(int8)?);
-    let whole = model.next_logits(&ids.narrow(1, 0, 18)?.contiguous()?)?;
-    let (moved, error) = (relative(&low, &exact)?, relative(&low, &whole)?);
-    // Only the attention of the last token differs, in each layer by the error of INT8 (about 0.01).
-    assert!(moved > 1e-6 && error < 0.05, "{moved} {error}");
-    Ok(())
-}
-
 /// The gradient of each layer's sinks equals finite differences of the loss, with documents and without, and with
 /// recomputation. The differences are of fourth order with steps of .1: their error is a fifth-derivative term, below a
 /// hundredth, and a few roundings of the loss, each 2^-24 of 8, over .1.
@@ -324,7 +248,7 @@ fn following_numerics_are_those_that_were_asked_for(device: &Device) -> Result<(
 fn sinks_have_the_gradient_of_the_loss() -> Result<()> {
     let device = &Device::Cpu;
     for (packed, recompute) in [(false, Recompute::None), (true, Recompute::Rotary)] {
-        let (scheme, softcap) = (Some(Scheme::FullPrecision), Some(5.0));
+        let (scheme, softcap) = (Some(Scheme::Unquantized), Some(5.0));
         let config = LlamaConfig {
             scheme,
             softcap,
@@ -375,7 +299,7 @@ fn documents_apart(device: &Device, dtype: DType, schemes: &[(Scheme, f64)]) -> 
             // In the second layer a window of 37 tokens hides the first tokens of the last document (62 tokens) from
             // its last tokens.
             let windows = Some(Windows { tokens: 37, pattern: "LS".parse().expect("a pattern") });
-            let softcap = (scheme == Scheme::FullPrecision).then_some(1.5);
+            let softcap = (scheme == Scheme::Unquantized).then_some(1.5);
             let config =
                 LlamaConfig { scheme: Some(scheme), recompute, context: 100, windows, softcap, ..config() };
             let parameters = drawn(&config, device, dtype)?;
@@ -424,7 +348,7 @@ fn documents_in_a_sequence_are_as_good_as_alone() -> Result<()> {
     // INT8 itself: a few per cent of a gradient, and more for the gradient of q_norm, which is a small difference of
     // large sums.
     let sage = SageBwd::default().into();
-    documents_apart(&Device::Cpu, DType::F32, &[(Scheme::FullPrecision, LIMIT), (sage, 0.1)])
+    documents_apart(&Device::Cpu, DType::F32, &[(Scheme::Unquantized, LIMIT), (sage, 0.1)])
 }
 
 #[test]

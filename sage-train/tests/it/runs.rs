@@ -384,7 +384,7 @@ fn a_second_validation_attends_otherwise() {
     }
     assert!(scratch.ok(&["eval", "runs/r", "--attn", "none", "--tokens", "4k"]).contains("none"));
     let log = std::fs::read_to_string(scratch.path().join("runs/r/log.txt")).expect("a log");
-    assert!(log.contains("a second time under Attn-QAT"), "{log}");
+    assert!(log.contains("a second time with Attn-QAT"), "{log}");
     let report = scratch.ok(&["report", "runs/r"]);
     let is_baseline = |arm: &str| {
         let line = report.lines().find(|line| line.starts_with(arm));

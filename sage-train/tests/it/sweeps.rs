@@ -230,7 +230,7 @@ fn lists_on_the_command_line_are_a_sweep() {
     let other = scratch.ok(&other);
     assert!(other.contains(left_out) && other.contains("`report runs/both` compares all"), "{other}");
     let refused = scratch.fails(&["--seed", "1,2", "--resume", "runs/both/fpa_order-seed-1"]);
-    assert!(refused.contains("many runs") && refused.contains("hint:"), "{refused}");
+    assert!(refused.contains("several runs") && refused.contains("hint:"), "{refused}");
     let wrong = scratch.fails(&["--attn", "fpa,sage"]);
     assert!(wrong.contains("invalid value 'sage'"), "{wrong}");
     // The folder of several sweeps is not a folder of runs, and the message names folders that are.

@@ -6,12 +6,12 @@ use std::ops::Range;
 use multiversion::multiversion;
 
 use super::{HeadCodes, Keys, Products, Settings, Values};
-use crate::cpu::full_precision;
 use crate::cpu::lanes;
 use crate::cpu::numerics::{Finished, ForwardNumerics, Head, Problem, Softmax, cut, per_head};
 use crate::cpu::product::{Mat, product};
 use crate::cpu::quantize::{TileCodes, subtract_mean, token_mean};
 use crate::cpu::tile::Tile;
+use crate::cpu::unquantized;
 
 /// V in the forward.
 pub(super) enum ForwardValues {
@@ -61,7 +61,7 @@ impl ForwardNumerics for Products<'_, ForwardValues> {
         let d = self.d();
         let v = Mat::new(cut(&keys.v, keys.start, tile.col, tile.cols, d), tile.cols, d);
         let ForwardValues::Codes(heads) = &self.values else {
-            full_precision::online_softmax(tile.cols, logits, rows);
+            unquantized::online_softmax(tile.cols, logits, rows);
             return product(&mut rows.acc[0], Mat::new(logits, tile.rows, tile.cols), v, 1.0, true);
         };
         let v_dequant = heads[keys.index].codes.dequant_scale[tile.col / self.settings.tile_k];

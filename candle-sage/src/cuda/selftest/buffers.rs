@@ -14,7 +14,7 @@ use crate::shape::Packing;
 
 fn schemes() -> [Scheme; 10] {
     let all = [
-        Scheme::FullPrecision,
+        Scheme::Unquantized,
         SageBwd::default().into(),
         SageBwd::default().products(Int8Products::FORWARD_AND_S).into(),
         SageBwd::default().products(Int8Products::SCORES).into(),
@@ -91,7 +91,7 @@ fn kernels_over_lists_fill_their_buffers_and_no_more() -> Result<()> {
         }
     }
     let large = Inputs::new((300, 290), (2, 1), 200, None, DType::F16)?;
-    run(&large, &Scheme::FullPrecision, false)
+    run(&large, &Scheme::Unquantized, false)
 }
 
 #[test]

@@ -81,7 +81,7 @@ fn candles(inputs: &Inputs, attention: &Attention) -> Result<Vec<Vec<u16>>> {
 #[ignore = "needs a GPU"]
 fn lent_memory_gives_the_same_bits() -> Result<()> {
     let schemes: [Scheme; 7] = [
-        Scheme::FullPrecision,
+        Scheme::Unquantized,
         SageBwd::default().into(),
         SageBwd::default().smoothing(Smoothing::Kv).into(),
         SageBwd::default().products(Int8Products::SCORES).into(),

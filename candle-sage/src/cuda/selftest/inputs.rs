@@ -63,7 +63,7 @@ impl Inputs {
         let problem = Problem {
             gpu: &gpu,
             // The scheme decides only how heads over 128 channels are padded, which do not occur here.
-            scheme: &Scheme::FullPrecision,
+            scheme: &Scheme::Unquantized,
             shape: &self.shape,
             softmax_scale: 0.125,
             deterministic,

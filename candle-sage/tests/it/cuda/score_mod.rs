@@ -10,7 +10,7 @@ use crate::support::{Case, f64s, gpu, relative_l2};
 /// The schemes with such kernels that support a soft cap.
 fn schemes() -> [Scheme; 4] {
     [
-        Scheme::FullPrecision,
+        Scheme::Unquantized,
         sage().products(Int8Products::SCORES).smoothing(Smoothing::None).into(),
         AttnQat::default().into(),
         AttnQat::default().requantized_p(false).into(),
@@ -133,11 +133,11 @@ fn logits_beyond_the_cap() -> Result<()> {
         case.draw(4.0, 1);
         case.softcap = Some(3.0);
         case.round_to(DType::BF16)?;
-        let got = case.run_on(&gpu(), &case.attention(Scheme::FullPrecision), DType::BF16)?;
-        let cpu = case.run(Scheme::FullPrecision, DType::BF16)?;
-        check_against(&name(&case), Scheme::FullPrecision, DType::BF16, &got, [&case.exact(), &cpu], 300);
+        let got = case.run_on(&gpu(), &case.attention(Scheme::Unquantized), DType::BF16)?;
+        let cpu = case.run(Scheme::Unquantized, DType::BF16)?;
+        check_against(&name(&case), Scheme::Unquantized, DType::BF16, &got, [&case.exact(), &cpu], 300);
         case.data[1][0] = f32::INFINITY;
-        let [out, ..] = case.run_on(&gpu(), &case.attention(Scheme::FullPrecision), DType::BF16)?;
+        let [out, ..] = case.run_on(&gpu(), &case.attention(Scheme::Unquantized), DType::BF16)?;
         assert!(out.iter().all(|x| x.is_finite()), "d {d}");
     }
     Ok(())
@@ -152,7 +152,7 @@ fn logits_beyond_the_cap() -> Result<()> {
 fn sinks() -> Result<()> {
     let none = sage().smoothing(Smoothing::None);
     let schemes: [Scheme; 5] = [
-        Scheme::FullPrecision,
+        Scheme::Unquantized,
         none.into(),
         none.products(Int8Products::SCORES).into(),
         none.products(Int8Products::FORWARD_AND_S).into(),
@@ -187,7 +187,7 @@ fn sinks() -> Result<()> {
                     Ok(vec![values(&out)?, gradient(&q)?, gradient(&k)?, gradient(&v)?, gradient(&sinks)?])
                 };
                 let limit = match scheme {
-                    Scheme::FullPrecision => 2f64.powi(-7),
+                    Scheme::Unquantized => 2f64.powi(-7),
                     Scheme::AttnQat(_) => 0.03,
                     _ => 0.05,
                 };

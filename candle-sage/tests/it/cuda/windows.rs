@@ -53,7 +53,7 @@ fn windows_of_large_heads() -> Result<()> {
     let scores: Scheme = sage().products(Int8Products::SCORES).into();
     for d in [192, 256] {
         for (seed, case) in cases(d).iter_mut().enumerate() {
-            run(&name(case), case, &[Scheme::FullPrecision, scores], seed as u64)?;
+            run(&name(case), case, &[Scheme::Unquantized, scores], seed as u64)?;
         }
     }
     Ok(())
@@ -64,7 +64,7 @@ fn windows_of_large_heads() -> Result<()> {
 #[ignore = "needs a GPU"]
 fn gradients_of_windows_repeat() -> Result<()> {
     for d in [64, 128, 256] {
-        let schemes = if d > 128 { vec![Scheme::FullPrecision] } else { all() };
+        let schemes = if d > 128 { vec![Scheme::Unquantized] } else { all() };
         for mut case in cases(d).into_iter().step_by(2) {
             repeats(&name(&case), &mut case, &schemes)?;
         }

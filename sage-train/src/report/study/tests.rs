@@ -100,7 +100,7 @@ fn repetitions_of_a_seed_are_one_and_other_data_is_no_pair() {
     let study = self::study(runs);
     assert_eq!(study.panels[0].arms[1].difference.expect("pairs").mean.count, 2);
     assert!(
-        study.to_text().contains("warning: 1 run of a seed of the baseline had other data"),
+        study.to_text().contains("warning: 1 run with a seed of the baseline had other data"),
         "{}",
         study.to_text()
     );

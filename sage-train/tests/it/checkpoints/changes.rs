@@ -52,7 +52,7 @@ fn what_a_run_has_written_stays() {
     let before = files();
     for flags in [["--html", "config.toml"], ["--markdown", "model.safetensors"], ["--csv", "metrics.csv"]] {
         let error = scratch.fails(&["report", "runs/r", flags[0], &format!("runs/r/{}", flags[1])]);
-        assert!(error.contains("a run's own") && error.contains("hint:"), "{error}");
+        assert!(error.contains("a file of a run") && error.contains("hint:"), "{error}");
     }
     scratch.fails(&["probe", "runs/r", "--json", "runs/r/starts.json"]);
     scratch.ok(&["--resume", "runs/r", "--lr", "1e-3"]);

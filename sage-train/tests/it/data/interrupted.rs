@@ -112,5 +112,8 @@ fn a_preparation_that_fails_late_goes_on_without_what_it_failed_over() {
     scratch.fails(&other);
     scratch.file("text/a.jsonl", json_lines(8_000_000));
     let error = scratch.fails(&other);
-    assert!(error.contains("a.jsonl has another size or time") && error.contains("rm -r"), "{error}");
+    assert!(
+        error.contains("a.jsonl has another size or modification time") && error.contains("rm -r"),
+        "{error}"
+    );
 }

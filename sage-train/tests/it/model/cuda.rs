@@ -19,7 +19,7 @@ use super::{batch, config, documents_apart, drawn, relative};
 fn cuda_documents_in_a_sequence_are_as_good_as_alone() -> Result<()> {
     // bf16 rounds by 2^-9, through three blocks and as many sums.
     let sage = SageBwd::default().into();
-    documents_apart(&Device::new_cuda(0)?, DType::BF16, &[(Scheme::FullPrecision, 0.05), (sage, 0.15)])
+    documents_apart(&Device::new_cuda(0)?, DType::BF16, &[(Scheme::Unquantized, 0.05), (sage, 0.15)])
 }
 
 /// Compares one step in bf16 on a GPU with f32 on the CPU. Every activation is rounded by a relative 2^-9, about ten
@@ -36,11 +36,11 @@ fn cuda_gradients_are_those_of_the_cpu() -> Result<()> {
         (LinearPrecision::Compute, LinearPrecision::Fp8(Fp8Linear::default(), Scaling::Delayed));
     let sage = SageBwd::default().into();
     for (scheme, linear, apart, limit) in [
-        (Scheme::FullPrecision, compute, false, 0.03),
-        (Scheme::FullPrecision, compute, true, 0.03),
+        (Scheme::Unquantized, compute, false, 0.03),
+        (Scheme::Unquantized, compute, true, 0.03),
         (sage, compute, false, 0.08),
-        (Scheme::FullPrecision, fp8, false, 0.28),
-        (Scheme::FullPrecision, fp8, true, 0.28),
+        (Scheme::Unquantized, fp8, false, 0.28),
+        (Scheme::Unquantized, fp8, true, 0.28),
     ] {
         let mut first: Option<f32> = None;
         for recompute in [Recompute::None, Recompute::Rotary, Recompute::Attention, Recompute::Block] {

@@ -129,11 +129,11 @@ fn ranks_of_another_run_are_refused() {
     scratch.file("b.txt", "one text and another. ".repeat(4000));
     let with = |more: &[&'static str]| flags(&[&["--steps", "2"], more].concat());
     for (other, expected) in [
-        (with(&["--data", "a.txt", "--lr", "0.5"]), "lr = 0.5 at rank 1"),
+        (with(&["--data", "a.txt", "--lr", "0.5"]), "lr = 0.5 on rank 1"),
         (with(&["--data", "b.txt"]), "differs from rank 0 in its data"),
         // The recompute setting determines which transfers happen.
-        (with(&["--data", "a.txt", "--recompute", "block"]), "recompute = block at rank 1"),
-        (with(&["--data", "a.txt", "--resume", "auto", "--name", "r"]), "--resume auto at rank 1"),
+        (with(&["--data", "a.txt", "--recompute", "block"]), "recompute = block on rank 1"),
+        (with(&["--data", "a.txt", "--resume", "auto", "--name", "r"]), "--resume auto on rank 1"),
     ] {
         let port = free_port();
         let second = by_hand(&scratch, &port, 1, (2, 2), &other);

@@ -10,11 +10,11 @@ use super::tile::Tile;
 use super::view::View;
 use super::{Gradients, OnCpu, OutputGradient, backward, forward, lanes};
 
-/// See [`crate::scheme::Scheme::FullPrecision`].
+/// See [`crate::scheme::Scheme::Unquantized`].
 #[derive(Debug)]
-pub(super) struct FullPrecision;
+pub(super) struct Unquantized;
 
-impl OnCpu for FullPrecision {
+impl OnCpu for Unquantized {
     /// The base-2 log-sum-exps, (batch, query heads, query).
     type Kept = Vec<f32>;
 

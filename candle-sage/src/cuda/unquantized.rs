@@ -12,11 +12,11 @@ use super::{OnGpu, OutputGradient, params};
 /// Name of the backward's kernel, which other schemes also run, on their own operands.
 pub(super) const BACKWARD: &str = "attn_bwd_dense16";
 
-/// See [`crate::scheme::Scheme::FullPrecision`].
+/// See [`crate::scheme::Scheme::Unquantized`].
 #[derive(Debug, Clone, Copy)]
-pub(super) struct FullPrecision;
+pub(super) struct Unquantized;
 
-impl OnGpu for FullPrecision {
+impl OnGpu for Unquantized {
     type Operands = ();
     type Kept = ();
     type Scratch = ();

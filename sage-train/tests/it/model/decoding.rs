@@ -1,0 +1,84 @@
+//! Decoding with a cache against the forward over whole sequences.
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_sage::{SageBwd, Scheme};
+use sage_train::model::{Llama, LlamaConfig, Stage, Windows};
+
+use super::{LIMIT, batch, config, drawn, relative, with_sla2};
+
+/// Compares the logits of each next token, from a prompt and then token by token with a cache, with the logits of the
+/// whole sequence.
+#[test]
+fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
+    let device = &Device::Cpu;
+    let int8 = Scheme::from(SageBwd::default());
+    for (scheme, qk_norm) in [(None, false), (Some(Scheme::Unquantized), true), (Some(int8), false)] {
+        let rope_scaling = Some("4,1,4,16".parse().expect("a scaling"));
+        let (untied, qkv_bias) = (qk_norm, !qk_norm);
+        let windows = Some(Windows { tokens: 7, pattern: "SSL".parse().expect("a pattern") });
+        let softcap = (scheme == Some(Scheme::Unquantized)).then_some(1.5);
+        let config =
+            LlamaConfig { scheme, qk_norm, rope_scaling, untied, qkv_bias, windows, softcap, ..config() };
+        let parameters = drawn(&config, device, DType::F32)?;
+        let whole = Llama::new(&config, &parameters, device)?;
+        // The whole sequence in unquantized attention, the scheme of the tokens after the prompt.
+        let exact = LlamaConfig { scheme: scheme.map(|_| Scheme::Unquantized), ..config.clone() };
+        let exact = Llama::new(&exact, &parameters, device)?;
+        let ids = batch(&config, device)?.0.narrow(0, 0, 1)?.contiguous()?;
+        let first = |len| ids.narrow(1, 0, len)?.contiguous();
+        let mut past = whole.past(config.context, Scheme::Unquantized).expect("dense attention");
+        let prompt = whole.next_logits_after(&mut past, &first(17)?)?;
+        assert_eq!(relative(&prompt, &whole.next_logits(&first(17)?)?)?, 0.0);
+        // From the second layer on, the cached values of the prompt depend on the model's own scheme.
+        let limit = if scheme == Some(int8) { 0.05 } else { LIMIT };
+        for len in 18..=40 {
+            let next = ids.narrow(1, len - 1, 1)?.contiguous()?;
+            let logits = whole.next_logits_after(&mut past, &next)?;
+            let error = relative(&logits, &exact.next_logits(&first(len)?)?)?;
+            assert!(error < limit, "{scheme:?}, {len} tokens: {error}");
+        }
+        assert_eq!(past.tokens(), 40);
+        // A sequence longer than the context is refused.
+        let more = Tensor::zeros((1, config.context), DType::U32, device)?;
+        let error = whole.next_logits_after(&mut past, &more).expect_err("no angles").to_string();
+        assert!(error.contains("longer than the model's context"), "{error}");
+    }
+    following_numerics_are_those_that_were_asked_for(device)?;
+    let sparse = with_sla2();
+    let parameters = drawn(&sparse, device, DType::F32)?;
+    let mut model = Llama::new(&sparse, &parameters, device)?;
+    // Block by block: a prompt that ends inside a block, then tokens into the third one.
+    let mut past = model.past(48, Scheme::Unquantized).expect("a router's selection has a cache");
+    let ids = batch(&sparse, device)?.0.narrow(0, 0, 1)?.contiguous()?;
+    for (len, tokens) in [(17, 17), (18, 1), (33, 15), (40, 7)] {
+        let new = ids.narrow(1, len - tokens, tokens)?.contiguous()?;
+        let logits = model.next_logits_after(&mut past, &new)?;
+        let error = relative(&logits, &model.next_logits(&ids.narrow(1, 0, len)?.contiguous()?)?)?;
+        assert!(error < LIMIT, "{len} tokens: {error}");
+    }
+    assert!(model.past(48, Scheme::from(SageBwd::default())).is_none());
+    model.set_stage(Stage::Dense);
+    assert!(model.past(48, Scheme::from(SageBwd::default())).is_some());
+    Ok(())
+}
+
+/// INT8 attention after a prompt differs from unquantized attention after it, and is close to the whole sequence in
+/// INT8.
+fn following_numerics_are_those_that_were_asked_for(device: &Device) -> Result<()> {
+    let int8 = Scheme::from(SageBwd::default());
+    let config = LlamaConfig { scheme: Some(int8), ..config() };
+    let parameters = drawn(&config, device, DType::F32)?;
+    let model = Llama::new(&config, &parameters, device)?;
+    let ids = batch(&config, device)?.0.narrow(0, 0, 1)?.contiguous()?;
+    let logits = |following| -> Result<Tensor> {
+        let mut past = model.past(1, following).expect("dense attention");
+        model.next_logits_after(&mut past, &ids.narrow(1, 0, 17)?.contiguous()?)?;
+        model.next_logits_after(&mut past, &ids.narrow(1, 17, 1)?.contiguous()?)
+    };
+    let (exact, low) = (logits(Scheme::Unquantized)?, logits(int8)?);
+    let whole = model.next_logits(&ids.narrow(1, 0, 18)?.contiguous()?)?;
+    let (moved, error) = (relative(&low, &exact)?, relative(&low, &whole)?);
+    // Only the attention of the last token differs, in each layer by the error of INT8 (about 0.01).
+    assert!(moved > 1e-6 && error < 0.05, "{moved} {error}");
+    Ok(())
+}
