@@ -1,6 +1,6 @@
 //! Rotary position embedding as a module.
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 
 use super::RmsNorm;
 use crate::error::Error;
@@ -26,6 +26,8 @@ pub struct Rotary {
     cos: Tensor,
     sin: Tensor,
     style: RopeStyle,
+    /// Batch and sequence of the tokens whose rows the tables have: see [`Rotary::at`].
+    tokens: Option<(usize, usize)>,
 }
 
 impl Rotary {
@@ -41,7 +43,7 @@ impl Rotary {
         device: &Device,
     ) -> Result<Self> {
         let (cos, sin) = ops::rope_tables(max_len, head_dim, base, device)?;
-        Ok(Self { cos, sin, style })
+        Ok(Self { cos, sin, style, tokens: None })
     }
 
     /// A module with given tables, (positions, head_dim / 2) each, such as those of
@@ -70,7 +72,52 @@ impl Rotary {
                 .hint("ops::rope_tables and ops::rope_tables_llama3 return such a pair")
                 .into());
         }
-        Ok(Self { cos, sin, style })
+        Ok(Self { cos, sin, style, tokens: None })
+    }
+
+    /// The module for tokens at given positions, (batch, sequence) in u32 or i64: for batches that are padded at the left, or whose
+    /// sequences begin at different positions. The module rotates tensors of this batch and sequence, and ignores the argument
+    /// `position` of its functions. The positions are read once, here; on a GPU this waits for the device.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use candle_sage::{nn::Rotary, ops::RopeStyle};
+    ///
+    /// let rotary = Rotary::new(16, 8, 10_000.0, RopeStyle::Halves, &Device::Cpu)?;
+    /// let x = Tensor::randn(0f32, 1., (2, 3, 1, 8), &Device::Cpu)?;
+    /// // The second sequence begins after two tokens of padding.
+    /// let positions = Tensor::new(&[[0u32, 1, 2], [0, 0, 0]], &Device::Cpu)?;
+    /// let out = rotary.at(&positions)?.forward(&x, 0)?;
+    /// let alone = rotary.forward(&x.narrow(0, 1, 1)?.narrow(1, 2, 1)?, 0)?;
+    /// let last = out.narrow(0, 1, 1)?.narrow(1, 2, 1)?;
+    /// assert_eq!((last - alone)?.abs()?.max_all()?.to_scalar::<f32>()?, 0.0);
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// When a position is past the tables, or `positions` is not such a matrix.
+    pub fn at(&self, positions: &Tensor) -> Result<Self> {
+        let rows = self.cos.dim(0)?;
+        let is_matrix = positions.rank() == 2 && matches!(positions.dtype(), DType::U32 | DType::I64);
+        if !is_matrix || self.tokens.is_some() {
+            return Err(Error::shape("rotary positions do not fit")
+                .got(format!("{:?} {:?}", positions.dims(), positions.dtype()))
+                .allowed("(batch, sequence) in u32 or i64, for the tables of all positions")
+                .hint("call `at` on the module that `Rotary::new` returned")
+                .into());
+        }
+        let tokens = positions.dims2()?;
+        let flat = positions.flatten_all()?.to_dtype(DType::I64)?;
+        let bounds = (flat.min_all()?.to_scalar::<i64>()?, flat.max_all()?.to_scalar::<i64>()?);
+        if bounds.0 < 0 || bounds.1 as usize >= rows {
+            return Err(Error::shape("a position is past the rotary tables")
+                .got(format!("positions {} to {}", bounds.0, bounds.1))
+                .allowed(format!("0 to {}", rows - 1))
+                .hint("make the tables longer: the first argument of Rotary::new")
+                .into());
+        }
+        let of = |table: &Tensor| table.index_select(&flat, 0);
+        Ok(Self { cos: of(&self.cos)?, sin: of(&self.sin)?, tokens: Some(tokens), ..*self })
     }
 
     /// Rotates `x`, (batch, sequence, heads, head_dim), whose first token is at `position`. For (batch, heads,
@@ -80,8 +127,7 @@ impl Rotary {
     /// # Errors
     /// When the sequence runs past the tables.
     pub fn forward(&self, x: &Tensor, position: usize) -> Result<Tensor> {
-        let (cos, sin) = self.tables(x, position, "forward_heads_first")?;
-        ops::rope(x, &cos, &sin, self.style)
+        self.turn(x, position, "forward_heads_first", |x, cos, sin| ops::rope(x, cos, sin, self.style))
     }
 
     /// [`Rotary::forward`] for tensors that are (batch, heads, sequence, head_dim), as in PyTorch and
@@ -105,8 +151,7 @@ impl Rotary {
     /// As [`Rotary::forward`].
     pub fn forward_heads_first(&self, x: &Tensor, position: usize) -> Result<Tensor> {
         let x = swap_heads("the input of the rotary embedding", x)?;
-        let (cos, sin) = self.tables(&x, position, "forward")?;
-        ops::rope(&x, &cos, &sin, self.style)?.transpose(1, 2)
+        self.turn(&x, position, "forward", |x, cos, sin| ops::rope(x, cos, sin, self.style))?.transpose(1, 2)
     }
 
     /// Normalizes each head of `x`, then rotates it, in one op: see [`ops::qk_norm_rope`].
@@ -128,8 +173,9 @@ impl Rotary {
     /// # Errors
     /// As [`Rotary::forward`], and when the norm's weight is not as wide as a head.
     pub fn forward_normalized(&self, x: &Tensor, norm: &RmsNorm, position: usize) -> Result<Tensor> {
-        let (cos, sin) = self.tables(x, position, "forward_normalized_heads_first")?;
-        ops::qk_norm_rope(x, &norm.weight, &cos, &sin, norm.eps, self.style)
+        self.turn(x, position, "forward_normalized_heads_first", |x, cos, sin| {
+            ops::qk_norm_rope(x, &norm.weight, cos, sin, norm.eps, self.style)
+        })
     }
 
     /// [`Rotary::forward_normalized`] for tensors that are (batch, heads, sequence, head_dim); the output is too.
@@ -143,8 +189,34 @@ impl Rotary {
         position: usize,
     ) -> Result<Tensor> {
         let x = swap_heads("the input of the rotary embedding", x)?;
-        let (cos, sin) = self.tables(&x, position, "forward_normalized")?;
-        ops::qk_norm_rope(&x, &norm.weight, &cos, &sin, norm.eps, self.style)?.transpose(1, 2)
+        let turned = self.turn(&x, position, "forward_normalized", |x, cos, sin| {
+            ops::qk_norm_rope(x, &norm.weight, cos, sin, norm.eps, self.style)
+        });
+        turned?.transpose(1, 2)
+    }
+
+    /// `rotate` of `x`, (batch, sequence, heads, head_dim), and the rows of the tables for its tokens.
+    fn turn(
+        &self,
+        x: &Tensor,
+        position: usize,
+        other: &str,
+        rotate: impl FnOnce(&Tensor, &Tensor, &Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let Some(tokens) = self.tokens else {
+            let (cos, sin) = self.tables(x, position, other)?;
+            return rotate(x, &cos, &sin);
+        };
+        let (batch, len, heads, head_dim) = dims4("the input of the rotary embedding", x)?;
+        if (batch, len) != tokens {
+            return Err(Error::shape("the rotary positions are those of other tokens")
+                .got(format!("batch {batch}, sequence {len}"))
+                .allowed(format!("batch {}, sequence {}", tokens.0, tokens.1))
+                .hint("`Rotary::at` takes the positions of the same batch")
+                .into());
+        }
+        // To the op they are one long sequence with a row of the tables for each token.
+        rotate(&x.reshape((1, batch * len, heads, head_dim))?, &self.cos, &self.sin)?.reshape(x.shape())
     }
 
     /// The rows of the tables for `x`, (batch, sequence, heads, head_dim), whose first token is at `position`. `other`

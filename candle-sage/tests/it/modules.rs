@@ -1,6 +1,6 @@
 //! The `nn` modules: every parameter gets a gradient, and attention sees only the past.
 
-use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use candle_sage::nn::{
     Biases, FeedForward, KvCache, Linear, RmsNorm, Rotary, SelfAttention, SelfAttentionConfig,
@@ -206,5 +206,50 @@ fn positions_may_come_from_elsewhere() -> Result<()> {
         let next = layer.forward_cached(&x.narrow(1, 4, 1)?, None, &mut cache)?;
         assert!(apart(next, last(&x, None)?)? < 1e-5);
     }
+    Ok(())
+}
+
+/// Sequences of a batch at different positions are rotated, and have gradients, as if each were alone.
+#[test]
+fn rotary_positions_by_batch() -> Result<()> {
+    let device = Device::Cpu;
+    let rotary = Rotary::new(24, 16, 10000.0, RopeStyle::Halves, &device)?;
+    let norm = RmsNorm::new(Tensor::randn(1f32, 0.1, 16, &device)?, 1e-6);
+    let x = Var::randn(0f32, 1., (2, 5, 3, 16), &device)?;
+    let heads_first = x.transpose(1, 2)?;
+    let starts = [7u32, 0];
+    let rows: Vec<Vec<u32>> = starts.iter().map(|start| (*start..start + 5).collect()).collect();
+    let positions = Tensor::new(rows, &device)?;
+    let at = rotary.at(&positions)?;
+    let every = |rotary: &Rotary, x: &Tensor, heads_first: &Tensor, position: usize| -> Result<Vec<Tensor>> {
+        Ok(vec![
+            rotary.forward(x, position)?,
+            rotary.forward_normalized(x, &norm, position)?,
+            rotary.forward_heads_first(heads_first, position)?.transpose(1, 2)?,
+            rotary.forward_normalized_heads_first(heads_first, &norm, position)?.transpose(1, 2)?,
+        ])
+    };
+    // The position of a call is not used.
+    let batch = every(&at, &x, &heads_first, 100)?;
+    for (n, start) in starts.iter().enumerate() {
+        let one = |x: &Tensor| x.narrow(0, n, 1);
+        let alone = every(&rotary, &one(&x)?, &one(&heads_first)?, *start as usize)?;
+        for (batch, alone) in batch.iter().zip(&alone) {
+            let gradient = |out: &Tensor| -> Result<Tensor> {
+                let gradients = out.sqr()?.sum_all()?.backward()?;
+                one(gradients.get(&x).expect("a gradient"))
+            };
+            for (got, expected) in [(one(batch)?, alone.clone()), (gradient(batch)?, gradient(alone)?)] {
+                assert_eq!((got - expected)?.abs()?.max_all()?.to_scalar::<f32>()?, 0.0);
+            }
+        }
+    }
+    let message = |result: Result<Rotary>| result.expect_err("positions that do not fit").to_string();
+    assert!(message(rotary.at(&Tensor::new(&[[23i64, 24]], &device)?)).contains("0 to 23"));
+    assert!(message(rotary.at(&Tensor::new(&[[-1i64, 0]], &device)?)).contains("-1 to 0"));
+    assert!(message(rotary.at(&Tensor::new(&[1u32, 2], &device)?)).contains("(batch, sequence)"));
+    assert!(message(at.at(&positions)).contains("Rotary::new"));
+    let other = at.forward(&x.narrow(1, 0, 4)?, 0).expect_err("other tokens").to_string();
+    assert!(other.contains("batch 2, sequence 4"), "{other}");
     Ok(())
 }
