@@ -190,8 +190,13 @@ fn architectures(nvcc: &Path, all: &[u32]) -> Result<Vec<u32>, String> {
     let list = output(Command::new(nvcc).arg("--list-gpu-arch"))?;
     let known: Vec<u32> =
         list.lines().filter_map(|l| l.trim().strip_prefix("compute_")?.parse().ok()).collect();
-    let available: Vec<u32> = all.iter().copied().filter(|arch| known.contains(arch)).collect();
-    let Ok(selection) = env::var(SELECTION) else { return Ok(available) };
+    let (available, missing): (Vec<u32>, Vec<u32>) = all.iter().partition(|arch| known.contains(arch));
+    let Ok(selection) = env::var(SELECTION) else {
+        for arch in missing {
+            println!("cargo:warning=nvcc does not support sm_{arch}: this build has no machine code for it");
+        }
+        return Ok(available);
+    };
     selection
         .split(',')
         .map(|arch| arch.trim().parse().ok().filter(|arch| available.contains(arch)))

@@ -86,6 +86,16 @@ mod tests {
         assert!(all.contains(&PTX));
     }
 
+    /// A compiler that has family targets supports every architecture of the table.
+    #[test]
+    fn every_architecture_of_the_table_is_built() {
+        if option_env!("CANDLE_SAGE_CUDA_ARCHS").is_none() && NVFP4_FAMILIES {
+            let mut all: Vec<u32> = TARGETS.iter().flat_map(|(_, _, all)| *all).copied().collect();
+            all.sort_unstable();
+            assert_eq!(ARCHITECTURES, all);
+        }
+    }
+
     #[test]
     fn fp4_products_are_those_of_the_families_that_code_was_made_for() {
         let has = |code, device| Architecture { code, device }.has_nvfp4();
