@@ -62,5 +62,5 @@ pub use scheme::{
 };
 pub use selection::Selection;
 pub use shape::{AttentionShape, Packing};
-pub use sla2::{Router, Sla2};
+pub use sla2::{Router, Sla2, Sla2Cache};
 pub use variables::untrained;

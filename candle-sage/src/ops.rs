@@ -59,6 +59,7 @@ pub use linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_into};
 pub use linear_cross_entropy_fp8::linear_cross_entropy_into_fp8;
 pub use muon::{Muon, MuonMatrix, MuonPart, MuonScale, Orthogonalization};
 pub use padding::{Padding, pack_padded, unpack_padded};
+pub(crate) use past_linear::inverse_norm;
 pub use past_linear::{Tail, past_linear, past_linear_backward, past_linear_backward_onto};
 pub use qk_norm_rope::{QkNormRopeGrad, qk_norm_rope, qk_norm_rope_backward};
 pub use rms_norm::{residual_rms_norm, rms_norm, rms_norm_backward};

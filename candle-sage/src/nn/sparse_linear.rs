@@ -29,7 +29,7 @@ use crate::variables;
 /// let rotary = Rotary::new(64, 8, 10_000.0, RopeStyle::Halves, &Device::Cpu)?;
 /// let x = Tensor::randn(0f32, 1., (1, 64, 16), &Device::Cpu)?;
 /// assert_eq!(layer.forward(&x, &rotary)?.dims(), x.dims());
-/// // A prompt, then a token: as in the whole sequence.
+/// // A prompt, then a token.
 /// let mut cache = layer.cache(64);
 /// layer.forward_cached(&x.narrow(1, 0, 63)?, &rotary, &mut cache)?;
 /// assert_eq!(layer.forward_cached(&x.narrow(1, 63, 1)?, &rotary, &mut cache)?.dims(), [1, 1, 16]);
@@ -77,21 +77,23 @@ impl SparseLinearAttention {
         })
     }
 
-    /// An empty cache for [`Self::forward_cached`]. It allocates memory for `len` tokens at its first use, and for `len` more whenever it
-    /// is full.
+    /// An empty cache for [`Self::forward_cached`]. It allocates memory for `len` tokens at its first use, and for `len`
+    /// more whenever it is full.
     pub fn cache(&self, len: usize) -> Sla2Cache {
         Sla2Cache::new(len)
     }
 
-    /// As [`Self::forward`] for tokens that follow those in `cache`, to which they are added: see [`Sla2::apply_cached`]. `x` is (batch, tokens,
-    /// width), and the output has its shape.
+    /// As [`Self::forward`] for tokens that follow the tokens in `cache`, to which they are added: see
+    /// [`Sla2::apply_cached`]. `x` is (batch, tokens, width), and the output has its shape. It is detached: no gradient
+    /// goes through a cache.
     ///
     /// # Errors
     /// As [`Self::forward`] and [`Sla2::apply_cached`].
     pub fn forward_cached(&self, x: &Tensor, rotary: &Rotary, cache: &mut Sla2Cache) -> Result<Tensor> {
-        self.layer.forward_at(x, rotary, cache.tokens(), |q, k, v| {
+        let out = self.layer.forward_at(x, rotary, cache.current_seq_len(), |q, k, v| {
             self.sla2.apply_cached(&self.router, [q, k, v], &self.theta, cache)
-        })
+        });
+        Ok(out?.detach())
     }
 
     /// The loss that trains the router on the layer's queries and keys: see [`Sla2::router_loss`]. Its gradient reaches

@@ -2,6 +2,8 @@
 
 mod products;
 
+pub(crate) use products::inverse_norm;
+
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, Result, Shape, Tensor};
 

@@ -1,4 +1,4 @@
-//! SLA2 for tokens that follow others: keys, values and the tail's running sums are kept from call to call.
+//! SLA2 for tokens that follow others: keys, values and the tail's sums are kept from call to call.
 
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_nn::kv_cache::KvCache;
@@ -6,91 +6,111 @@ use candle_nn::ops::{sigmoid, softmax};
 
 use super::{Router, Sla2, Tail};
 use crate::error::Error;
-use crate::ops::{Alpha, chosen, dims4};
+use crate::ops::{Alpha, chosen, dims4, inverse_norm};
 use crate::scheme::Scheme;
 
 /// The dimension of tokens: tensors are (batch, sequence, heads, head_dim).
 const SEQUENCE: usize = 1;
 
-/// What [`Sla2::apply_cached`] keeps of the tokens before.
-#[derive(Debug, Clone)]
+/// The tokens that [`Sla2::apply_cached`] has seen. A cache belongs to one layer and one batch.
+#[derive(Debug)]
 pub struct Sla2Cache {
     keys_values: KvCache,
-    /// The last queries, of which a block's selection needs the mean.
+    /// The settings and query heads of the first call.
+    made: Option<Made>,
+    /// Whether a call began and did not end.
+    failed: bool,
+    /// The last queries. The mean of some of them represents the next block of queries in the router.
     recent: Option<Tensor>,
-    /// The blocks of keys that are candidates of the current block of queries: their number, the router's projections of their
-    /// means, (batch, key heads, blocks, head_dim), and the sums of the tail over all of them.
+    /// Number of candidates of the current block of queries.
     candidates: usize,
+    /// The router's projections of the candidates' means, (batch, key heads, candidates, head_dim).
     means: Option<Tensor>,
-    sums: Option<Sums>,
-    block: Option<QueryBlock>,
+    /// What the tail sums over: the state of each candidate ([`Tail::Complement`]) or the sum of their states
+    /// ([`Tail::Past`]). See [`states`].
+    states: Option<Tensor>,
+    block: Option<Block>,
 }
 
-/// The sums of linear attention over some keys: `h = sum phi(k)^T v`, (batch, key heads, head_dim, head_dim), and `z = sum phi(k)`,
-/// (batch, key heads, head_dim, 1), in f32.
-#[derive(Debug, Clone)]
-struct Sums {
-    h: Tensor,
-    z: Tensor,
+/// Settings that all calls with a cache share.
+#[derive(Debug, Clone, PartialEq)]
+struct Made {
+    block: (usize, usize),
+    pool: usize,
+    count: usize,
+    nearest: usize,
+    tail: Option<Tail>,
+    heads: usize,
 }
 
-impl Sums {
-    /// The sums over the keys of a part of a sequence.
-    fn of(k: &Tensor, v: &Tensor) -> Result<Self> {
-        let phi = features(k)?.transpose(2, 3)?.contiguous()?;
-        let v = by_head(v)?;
-        Ok(Self { h: phi.matmul(&v)?, z: phi.sum_keepdim(D::Minus1)? })
-    }
-
-    fn plus(&self, other: &Self, sign: f64) -> Result<Self> {
-        Ok(Self { h: (&self.h + (&other.h * sign)?)?, z: (&self.z + (&other.z * sign)?)? })
-    }
-}
-
-/// What the queries of the current block attend to besides the diagonal.
-#[derive(Debug, Clone)]
-struct QueryBlock {
+/// What the queries of the current block attend to in addition to the diagonal.
+#[derive(Debug)]
+struct Block {
     /// Keys and values of the selected blocks, (batch, keys, key heads, head_dim).
     selected: Option<[Tensor; 2]>,
-    /// Candidate keys that are not selected.
+    /// Number of candidate keys that are not selected.
     left: usize,
-    /// The tail's sums, unless nothing is left to it.
-    tail: Option<Sums>,
+    /// The tail's state, unless no key is left to the tail.
+    tail: Option<Tensor>,
 }
 
-/// (batch, sequence, heads, head_dim) as (batch, heads, sequence, head_dim) in f32.
+/// `phi`, the softmax over channels: (batch, sequence, heads, head_dim) -> (batch, heads, sequence, head_dim) in f32.
+fn features(x: &Tensor) -> Result<Tensor> {
+    softmax(&by_head(x)?, D::Minus1)
+}
+
 fn by_head(x: &Tensor) -> Result<Tensor> {
     x.to_dtype(DType::F32)?.transpose(1, 2)?.contiguous()
 }
 
-/// `phi`: the softmax over channels, (batch, heads, sequence, head_dim).
-fn features(x: &Tensor) -> Result<Tensor> {
-    softmax(&by_head(x)?, D::Minus1)
+/// The states of linear attention over blocks of `block` keys, (batch, key heads, blocks, head_dim, head_dim + 1):
+/// `sum phi(k)^T v`, and `sum phi(k)` as the last column.
+fn states(k: &Tensor, v: &Tensor, block: usize) -> Result<Tensor> {
+    let (batch, len, heads, d) = dims4("key", k)?;
+    let phi = features(k)?.reshape(((), block, d))?;
+    let v = by_head(v)?;
+    let v = Tensor::cat(&[&v, &v.narrow(3, 0, 1)?.ones_like()?], 3)?.reshape(((), block, d + 1))?;
+    phi.t()?.matmul(&v)?.reshape((batch, heads, len / block, d, d + 1))
 }
 
 impl Sla2Cache {
     /// An empty cache. It allocates memory for `len` tokens at its first use, and for `len` more whenever it is full.
     pub fn new(len: usize) -> Self {
-        let keys_values = KvCache::new(SEQUENCE, len.max(1));
-        Self { keys_values, recent: None, candidates: 0, means: None, sums: None, block: None }
+        Self {
+            keys_values: KvCache::new(SEQUENCE, len.max(1)),
+            made: None,
+            failed: false,
+            recent: None,
+            candidates: 0,
+            means: None,
+            states: None,
+            block: None,
+        }
     }
 
     /// The number of tokens in the cache.
-    pub fn tokens(&self) -> usize {
+    pub fn current_seq_len(&self) -> usize {
         self.keys_values.current_seq_len()
     }
 
-    /// The last `count` of the recent queries and those of `q`.
+    /// Empties the cache, for another sequence.
+    pub fn reset(&mut self) {
+        let mut keys_values = self.keys_values.clone();
+        keys_values.reset();
+        *self = Self { keys_values, ..Self::new(1) };
+    }
+
+    /// The last `count` of the recent queries and `q`. A copy, so that it does not keep all of `q` alive.
     fn last_queries(&self, q: &Tensor, count: usize) -> Result<Tensor> {
         let all = match &self.recent {
             Some(recent) => Tensor::cat(&[recent, q], SEQUENCE)?,
             None => q.clone(),
         };
         let len = all.dim(SEQUENCE)?;
-        all.narrow(SEQUENCE, len.saturating_sub(count), len.min(count))
+        all.narrow(SEQUENCE, len.saturating_sub(count), len.min(count))?.force_contiguous()
     }
 
-    /// Keys and values of blocks of `block` keys, which `lists` names for each batch entry and key head.
+    /// Keys and values of the blocks in `lists`, which are the lists of each batch entry and key head.
     fn gather(&self, lists: &[Vec<u32>], block: usize) -> Result<[Tensor; 2]> {
         let cached =
             [self.keys_values.k_cache(), self.keys_values.v_cache()].map(|cache| cache.all_data().as_ref());
@@ -115,17 +135,18 @@ impl Sla2Cache {
 }
 
 impl Sla2 {
-    /// As [`Sla2::apply`] for tokens that follow those in `cache`, to which they are added: first a prompt, then one token at a time, or
-    /// several. Query, key and value are those of the new tokens alone; all calls have the same router and `theta`.
+    /// As [`Sla2::apply`] for tokens that follow the tokens in `cache`, to which they are added: first a prompt, then
+    /// one token at a time, or several. Query, key and value are those of the new tokens. All calls with a cache have
+    /// the same router, `theta` and settings.
     ///
-    /// The prompt is computed as [`Sla2::select`] and [`Sla2::apply`] compute it. Later tokens attend to the selected blocks and the diagonal in full
-    /// precision, because a scheme would quantize all of these keys again for each token. A token costs the keys that it sees exactly and
-    /// head_dim^2 for the tail, however long the sequence is; the first token of a block of queries also selects the block's keys. The
-    /// output is detached. After an error the cache is not to be used again.
+    /// The prompt is computed as by [`Sla2::select`] and [`Sla2::apply`]. Later tokens attend to the selected blocks
+    /// and the diagonal unquantized, because a scheme would quantize all these keys again for each token. The time for
+    /// a token does not grow with the sequence, except for the first token of a block of queries, whose candidates the
+    /// router compares, and when the cache grows. The output is detached. A cache cannot be used after an error.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
-    /// use candle_sage::{Router, Scheme, Sla2, sla2::Sla2Cache};
+    /// use candle_sage::{Router, Scheme, Sla2, Sla2Cache};
     ///
     /// let x = Tensor::randn(0f32, 1., (1, 64, 2, 8), &Device::Cpu)?;
     /// let (router, theta) = (Router::new(2, 8, &Device::Cpu)?, Tensor::full(2f32, 2, &Device::Cpu)?);
@@ -143,7 +164,8 @@ impl Sla2 {
     /// ```
     ///
     /// # Errors
-    /// As [`Sla2::apply`]; without a causal mask or with packed documents; and when the new tokens do not fit those in the cache.
+    /// As [`Sla2::apply`]; without a causal mask or with packed documents; when values have another head_dim than keys;
+    /// when the new tokens or the settings do not fit the cache.
     pub fn apply_cached(
         &self,
         router: &Router,
@@ -151,6 +173,42 @@ impl Sla2 {
         theta: &Tensor,
         cache: &mut Sla2Cache,
     ) -> Result<Tensor> {
+        let made = self.check_cached([q, k, v], theta, cache)?;
+        let [q, k, v, theta] = [q, k, v, theta].map(Tensor::detach);
+        let (past, tokens) = (cache.current_seq_len(), q.dim(SEQUENCE)?);
+        let (pool, size) = (made.pool, made.block.0);
+        cache.failed = true;
+        cache.made = Some(made);
+        let (keys, values) = cache.keys_values.append(&k.contiguous()?, &v.contiguous()?)?;
+        let mut outputs = Vec::new();
+        if past == 0 {
+            outputs.push(self.apply(&q, &k, &v, &self.select(router, &q, &k)?, &theta)?);
+            let first = tokens / size * size;
+            if first < tokens {
+                let begin = (first + 1).saturating_sub(pool);
+                let window = q.narrow(SEQUENCE, begin, first + 1 - begin)?;
+                self.begin_block(router, &window, first, [&keys, &values], cache)?;
+            }
+            cache.recent = Some(cache.last_queries(&q, pool)?);
+        }
+        let mut at = past.max(outputs.len() * tokens);
+        while at < past + tokens {
+            let len = (size - at % size).min(past + tokens - at);
+            let q = q.narrow(SEQUENCE, at - past, len)?;
+            if at.is_multiple_of(size) {
+                let window = cache.last_queries(&q.narrow(SEQUENCE, 0, 1)?, pool)?;
+                self.begin_block(router, &window, at, [&keys, &values], cache)?;
+            }
+            outputs.push(self.follow(&q, at, [&keys, &values], &theta, cache)?);
+            cache.recent = Some(cache.last_queries(&q, pool)?);
+            at += len;
+        }
+        cache.failed = false;
+        Ok(Tensor::cat(&outputs, SEQUENCE)?.detach())
+    }
+
+    /// Checks everything before the cache changes.
+    fn check_cached(&self, [q, k, v]: [&Tensor; 3], theta: &Tensor, cache: &Sla2Cache) -> Result<Made> {
         let (shape, _) = self.shape(q, k)?;
         if !shape.causal() || shape.is_packed() {
             return Err(Error::new("SLA2 with a cache needs one causal sequence for each batch entry")
@@ -159,51 +217,57 @@ impl Sla2 {
                 .hint("`Sla2::apply` computes whole sequences")
                 .into());
         }
-        let (batch, tokens, key_heads, d) = shape.key_dims();
+        let heads = shape.query_heads();
+        let types = [q, k, v].map(Tensor::dtype);
+        if dims4("value", v)? != shape.key_dims() || types != [types[0]; 3] {
+            return Err(Error::shape("the new tokens do not fit together")
+                .got(format!("key {:?}, value {:?}, {types:?}", k.dims(), v.dims()))
+                .allowed("keys and values of one shape, and one element type for all three")
+                .hint("values of another head_dim have no cache")
+                .into());
+        }
+        if theta.dims() != [heads] || theta.dtype() != DType::F32 {
+            return Err(Error::shape("theta does not fit the query")
+                .got(format!("{:?} {:?}", theta.dims(), theta.dtype()))
+                .allowed(format!("[{heads}] in f32"))
+                .hint("it has a value for each query head")
+                .into());
+        }
+        let Self { block, count, nearest, tail, .. } = *self;
+        let made = Made { block, pool: self.pool_of_block(), count, nearest, tail, heads };
+        let known = cache.made.as_ref().is_none_or(|first| *first == made);
+        if cache.failed || !known {
+            return Err(Error::new("the cache cannot be used for this call")
+                .got(if cache.failed { "a cache whose last call failed".into() } else { format!("{made:?}") })
+                .allowed(
+                    cache
+                        .made
+                        .as_ref()
+                        .filter(|_| !cache.failed)
+                        .map_or("another cache".into(), |made| format!("{made:?}")),
+                )
+                .hint("`Sla2Cache::reset` empties it")
+                .into());
+        }
         if let Some(keys) = cache.keys_values.k_cache().all_data() {
-            let (cached, _, heads, width) = dims4("the cache", keys)?;
-            if (cached, heads, width) != (batch, key_heads, d) || keys.dtype() != k.dtype() {
+            let (batch, _, heads, d) = shape.key_dims();
+            let (cached, _, cached_heads, width) = dims4("the cache", keys)?;
+            if (cached, cached_heads, width) != (batch, heads, d) || keys.dtype() != k.dtype() {
                 return Err(Error::shape("the cache has keys of another shape")
-                    .got(format!("batch {batch}, {key_heads} key heads of {d}, {:?}", k.dtype()))
-                    .allowed(format!("batch {cached}, {heads} key heads of {width}, {:?}", keys.dtype()))
-                    .hint("a cache belongs to one layer and one batch")
+                    .got(format!("batch {batch}, {heads} key heads of {d}, {:?}", k.dtype()))
+                    .allowed(format!(
+                        "batch {cached}, {cached_heads} key heads of {width}, {:?}",
+                        keys.dtype()
+                    ))
+                    .hint("a cache belongs to one layer and one batch; `Sla2Cache::reset` empties it")
                     .into());
             }
         }
-        let [q, k, v, theta] = [q, k, v, theta].map(Tensor::detach);
-        let past = cache.tokens();
-        let (keys, values) = cache.keys_values.append(&k.contiguous()?, &v.contiguous()?)?;
-        let pool = self.pool_of_block();
-        if past == 0 {
-            let out = self.apply(&q, &k, &v, &self.select(router, &q, &k)?, &theta)?;
-            let first = tokens / self.block.0 * self.block.0;
-            if first < tokens {
-                let begin = (first + 1).saturating_sub(pool);
-                let window = q.narrow(SEQUENCE, begin, first + 1 - begin)?;
-                self.begin_block(router, &window, first, [&keys, &values], cache)?;
-            }
-            cache.recent = Some(cache.last_queries(&q, pool)?);
-            return Ok(out.detach());
-        }
-        let mut outputs = Vec::new();
-        let mut done = 0;
-        while done < tokens {
-            let at = past + done;
-            let len = (self.block.0 - at % self.block.0).min(tokens - done);
-            let q = q.narrow(SEQUENCE, done, len)?;
-            if at.is_multiple_of(self.block.0) {
-                let window = cache.last_queries(&q.narrow(SEQUENCE, 0, 1)?, pool)?;
-                self.begin_block(router, &window, at, [&keys, &values], cache)?;
-            }
-            outputs.push(self.follow(&q, at, [&keys, &values], &theta, cache)?);
-            cache.recent = Some(cache.last_queries(&q, pool)?);
-            done += len;
-        }
-        Ok(Tensor::cat(&outputs, SEQUENCE)?.detach())
+        Ok(made)
     }
 
-    /// Selects what the block of queries whose first token is at `first` attends to. `window` has the queries up to that token whose
-    /// mean the router takes.
+    /// Selects what the block of queries whose first token is at `first` attends to. The mean of `window`, the queries up
+    /// to that token, represents the block.
     fn begin_block(
         &self,
         router: &Router,
@@ -223,19 +287,23 @@ impl Sla2 {
             let means =
                 by_head(&keys)?.reshape((batch, key_heads, candidates - before, block, d))?.mean(3)?;
             let means = means.broadcast_matmul(&of_key.t()?.contiguous()?)?;
-            let sums = Sums::of(&keys, &values)?;
-            cache.means = Some(match &cache.means {
-                Some(earlier) => Tensor::cat(&[earlier, &means], 2)?,
-                None => means,
-            });
-            cache.sums = Some(match &cache.sums {
-                Some(earlier) => earlier.plus(&sums, 1.0)?,
-                None => sums,
-            });
+            let joined = |earlier: &Option<Tensor>, new: Tensor| match earlier {
+                Some(earlier) => Tensor::cat(&[earlier, &new], 2),
+                None => Ok(new),
+            };
+            cache.means = Some(joined(&cache.means, means)?);
+            cache.states = match self.tail {
+                None => None,
+                Some(Tail::Complement) => Some(joined(&cache.states, states(&keys, &values, block)?)?),
+                Some(Tail::Past) => {
+                    let all = joined(&cache.states, states(&keys, &values, keys.dim(SEQUENCE)?)?)?;
+                    Some(all.sum_keepdim(2)?)
+                }
+            };
             cache.candidates = candidates;
         }
-        let (Some(means), Some(sums)) = (&cache.means, &cache.sums) else {
-            cache.block = Some(QueryBlock { selected: None, left: 0, tail: None });
+        let Some(means) = &cache.means else {
+            cache.block = Some(Block { selected: None, left: 0, tail: None });
             return Ok(());
         };
         let mean = window.to_dtype(DType::F32)?.reshape((batch, len, key_heads, heads / key_heads, d))?;
@@ -243,19 +311,25 @@ impl Sla2 {
         let scores = (mean.contiguous()?.matmul(&means.t()?.contiguous()?)? / (d as f64).sqrt())?;
         let scores = scores.reshape((batch * key_heads, candidates))?.to_vec2::<f32>()?;
         let lists: Vec<_> = scores.iter().map(|scores| chosen(scores, self.count, self.nearest)).collect();
-        // Each list has as many blocks.
+        // All lists have the same number of blocks.
         let count = lists.first().map_or(0, Vec::len);
-        let selected = (count > 0).then(|| cache.gather(&lists, block)).transpose()?;
         let left = (candidates - count) * block;
-        let tail = match self.tail.filter(|_| left > 0) {
-            None => None,
-            Some(Tail::Past) => Some(sums.clone()),
-            Some(Tail::Complement) => Some(match &selected {
-                Some([keys, values]) => sums.plus(&Sums::of(keys, values)?, -1.0)?,
-                None => sums.clone(),
-            }),
+        let tail = match (&cache.states, self.tail) {
+            (Some(sum), Some(Tail::Past)) if left > 0 => Some(sum.squeeze(2)?),
+            // Only states of blocks that are not selected are added: a difference of sums would lose small features.
+            (Some(all), Some(Tail::Complement)) if left > 0 => {
+                let in_tail =
+                    |list: &Vec<u32>, at: usize| if list.contains(&(at as u32)) { 0f32 } else { 1.0 };
+                let weights = lists.iter().flat_map(|list| (0..candidates).map(move |at| in_tail(list, at)));
+                let weights = Tensor::from_iter(weights, &Device::Cpu)?.to_device(all.device())?;
+                let weights = weights.reshape((batch * key_heads, 1, candidates))?;
+                let sum = weights.matmul(&all.reshape((batch * key_heads, candidates, ()))?)?;
+                Some(sum.reshape((batch, key_heads, d, d + 1))?)
+            }
+            _ => None,
         };
-        cache.block = Some(QueryBlock { selected, left, tail });
+        let selected = (count > 0).then(|| cache.gather(&lists, block)).transpose()?;
+        cache.block = Some(Block { selected, left, tail });
         Ok(())
     }
 
@@ -268,7 +342,7 @@ impl Sla2 {
         theta: &Tensor,
         cache: &Sla2Cache,
     ) -> Result<Tensor> {
-        let Some(QueryBlock { selected, left, tail }) = &cache.block else {
+        let Some(Block { selected, left, tail }) = &cache.block else {
             candle_core::bail!("the cache has no block for its tokens")
         };
         let (batch, len, heads, d) = dims4("query", q)?;
@@ -282,11 +356,11 @@ impl Sla2 {
         };
         let (keys, values) = (seen(keys, 0)?, seen(values, 1)?);
         let sparse = self.attention.clone().scheme(Scheme::Unquantized).apply(q, &keys, &values)?;
-        let Some(Sums { h, z }) = tail else { return Ok(sparse) };
+        let Some(state) = tail else { return Ok(sparse) };
         let key_heads = keys.dim(2)?;
-        // The heads of a group are queries of the same key head.
-        let phi = features(q)?.reshape((batch, key_heads, heads / key_heads * len, d))?;
-        let linear = phi.matmul(h)?.broadcast_div(&phi.matmul(z)?)?;
+        // The heads of a group are queries of one key head.
+        let sums = features(q)?.reshape((batch, key_heads, heads / key_heads * len, d))?.matmul(state)?;
+        let linear = sums.narrow(3, 0, d)?.broadcast_mul(&inverse_norm(&sums.narrow(3, d, 1)?)?)?;
         let linear = linear.reshape((batch, heads, len, d))?.transpose(1, 2)?;
         let exact = keys.dim(SEQUENCE)? + 1 - len;
         let odds = |n: usize| match self.alpha {

@@ -75,7 +75,7 @@ impl LayerCache {
     pub(super) fn tokens(&self) -> usize {
         match self {
             Self::Dense(cache) => cache.current_seq_len(),
-            Self::Sparse(cache) => cache.tokens(),
+            Self::Sparse(cache) => cache.current_seq_len(),
         }
     }
 }
@@ -259,7 +259,8 @@ impl SelfAttention {
         let out = match (self.sparse(rotary), sparse_cache) {
             (Some(sla2), None) => sla2.forward(inputs.each_ref(), rotary.documents.as_ref())?,
             (Some(sla2), Some(cache)) => sla2.forward_cached(inputs.each_ref(), cache)?,
-            (None, _) => attention.apply(query, key, value)?,
+            (None, None) => attention.apply(query, key, value)?,
+            (None, Some(_)) => candle_core::bail!("the cache is that of another stage of SLA2"),
         };
         let rows = self.to_rows(&out, rotary, x.rows()?, &[Heads::Queries])?;
         self.output.forward(&Operand::Compute(rows))

@@ -27,11 +27,6 @@ impl TokenCache {
 }
 
 impl Llama {
-    /// Whether attention currently sees only selected blocks.
-    pub fn selects_blocks(&self) -> bool {
-        self.stage == Stage::Sparse && self.blocks.iter().any(|block| block.sla2().is_some())
-    }
-
     /// An empty cache for one sequence, with memory for `tokens` tokens; it grows up to the context. The tokens of the
     /// prompt attend in the model's own numerics; later tokens in the numerics of `following`, or by default in each
     /// layer's own numerics.

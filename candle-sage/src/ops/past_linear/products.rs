@@ -74,7 +74,7 @@ fn in_blocks(x: &Tensor, size: usize) -> Result<Tensor> {
 
 /// The inverse normalizers; 0 if a normalizer is too small to invert, so that a query with zero weight on every key has
 /// zero output and gradients. NaN stays NaN.
-fn inverse_norm(norms: &Tensor) -> Result<Tensor> {
+pub(crate) fn inverse_norm(norms: &Tensor) -> Result<Tensor> {
     let small = norms.lt(f32::MIN_POSITIVE)?;
     let ones = norms.ones_like()?;
     small.where_cond(&ones.zeros_like()?, &small.where_cond(&ones, norms)?.recip()?)
