@@ -75,9 +75,10 @@ impl Rotary {
         Ok(Self { cos, sin, style, tokens: None })
     }
 
-    /// The module for tokens at given positions, (batch, sequence) in u32 or i64: for batches that are padded at the left, or whose
-    /// sequences begin at different positions. The module rotates tensors of this batch and sequence, and ignores the argument
-    /// `position` of its functions. The positions are read once, here; on a GPU this waits for the device.
+    /// The module for tokens at given positions, (batch, sequence) in u32 or i64: for batches that are padded on the left,
+    /// or whose sequences start at different positions. The module rotates tensors of this batch and sequence, and
+    /// ignores the argument `position` of its methods, so decoding needs a new one for each step. Positions on a GPU are
+    /// copied to the host to check them; positions on the CPU are not waited for.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -98,7 +99,9 @@ impl Rotary {
     /// When a position is past the tables, or `positions` is not such a matrix.
     pub fn at(&self, positions: &Tensor) -> Result<Self> {
         let rows = self.cos.dim(0)?;
-        let is_matrix = positions.rank() == 2 && matches!(positions.dtype(), DType::U32 | DType::I64);
+        let is_matrix = positions.rank() == 2
+            && positions.elem_count() > 0
+            && matches!(positions.dtype(), DType::U32 | DType::I64);
         if !is_matrix || self.tokens.is_some() {
             return Err(Error::shape("rotary positions do not fit")
                 .got(format!("{:?} {:?}", positions.dims(), positions.dtype()))
@@ -110,13 +113,19 @@ impl Rotary {
         let flat = positions.flatten_all()?.to_dtype(DType::I64)?;
         let bounds = (flat.min_all()?.to_scalar::<i64>()?, flat.max_all()?.to_scalar::<i64>()?);
         if bounds.0 < 0 || bounds.1 as usize >= rows {
-            return Err(Error::shape("a position is past the rotary tables")
+            let negative = "padding may have any valid position, such as 0";
+            return Err(Error::shape("a position is not in the rotary tables")
                 .got(format!("positions {} to {}", bounds.0, bounds.1))
-                .allowed(format!("0 to {}", rows - 1))
-                .hint("make the tables longer: the first argument of Rotary::new")
+                .allowed(format!("below {rows}, from 0 on"))
+                .hint(if bounds.0 < 0 {
+                    negative
+                } else {
+                    "make the tables longer: the first argument of Rotary::new"
+                })
                 .into());
         }
-        let of = |table: &Tensor| table.index_select(&flat, 0);
+        let flat = flat.to_device(self.cos.device())?;
+        let of = |table: &Tensor| table.contiguous()?.index_select(&flat, 0);
         Ok(Self { cos: of(&self.cos)?, sin: of(&self.sin)?, tokens: Some(tokens), ..*self })
     }
 
@@ -131,7 +140,7 @@ impl Rotary {
     }
 
     /// [`Rotary::forward`] for tensors that are (batch, heads, sequence, head_dim), as in PyTorch and
-    /// candle-transformers; the output is too. The input is not copied.
+    /// candle-transformers; the output is too. The input is not copied, except by a module of [`Rotary::at`].
     /// [`Attention::apply_heads_first`](crate::Attention::apply_heads_first) accepts the output.
     ///
     /// ```
@@ -220,8 +229,7 @@ impl Rotary {
     }
 
     /// The rows of the tables for `x`, (batch, sequence, heads, head_dim), whose first token is at `position`. `other`
-    /// is the call for the other order of dimensions: the hint names it if the tables have enough rows only for that
-    /// order.
+    /// is the method for the other order of dimensions. The error's hint names it if `x` fits the tables in that order.
     fn tables(&self, x: &Tensor, position: usize, other: &str) -> Result<(Tensor, Tensor)> {
         let (_, len, heads, _) = dims4("the input of the rotary embedding", x)?;
         let positions = self.cos.dim(0)?;
@@ -231,10 +239,14 @@ impl Rotary {
             let hint = match (past(heads), other.ends_with("heads_first")) {
                 (true, _) => longer.to_string(),
                 (false, true) => {
-                    format!("{longer}; `Rotary::{other}` accepts (batch, heads, sequence, head_dim)")
+                    format!(
+                        "if the tensor is (batch, heads, sequence, head_dim), call `Rotary::{other}`; else {longer}"
+                    )
                 }
                 (false, false) => {
-                    format!("{longer}; `Rotary::{other}` accepts (batch, sequence, heads, head_dim)")
+                    format!(
+                        "if the tensor is (batch, sequence, heads, head_dim), call `Rotary::{other}`; else {longer}"
+                    )
                 }
             };
             return Err(Error::shape("the sequence runs past the rotary tables")

@@ -86,7 +86,9 @@ fn tables_that_fit_the_other_order_are_an_error_that_names_it() -> Result<()> {
     // 24 tokens from position 1 exceed the tables, 4 heads do not.
     let refused = rotary.forward_heads_first(&q, 1).expect_err("past the tables");
     assert!(
-        refused.to_string().contains("`Rotary::forward` accepts (batch, sequence, heads, head_dim)"),
+        refused
+            .to_string()
+            .contains("if the tensor is (batch, sequence, heads, head_dim), call `Rotary::forward`"),
         "{refused}"
     );
     Ok(())
