@@ -53,7 +53,7 @@ __device__ void find_starts(const params::Embedding& p) {
   p.starts[row] = low;
 }
 
-// Adds the gradients of the sorted ids begin to end - 1 to `sum`.
+// Adds to `sum` the gradients of the ids at the sorted positions `begin` to `end` - 1.
 template <class T, int V>
 __device__ __forceinline__ void add_rows(const params::Embedding& p, int begin, int end, int column, float (&sum)[V]) {
   const T* from = static_cast<const T*>(p.from) + column;

@@ -404,7 +404,7 @@ fn head_dim_hint(head_dim: usize) -> &'static str {
         // A head cannot be split, because its logits are sums over all its channels.
         "candle's `matmul` and `candle_nn::ops::softmax` support wider heads, with gradients"
     } else {
-        "tensors are (batch, sequence, heads, head_dim); `pad_with_zeros` widens heads, with `softmax_scale` as before"
+        "tensors are (batch, sequence, heads, head_dim); widen heads with `pad_with_zeros`, and keep the old `softmax_scale`"
     }
 }
 

@@ -50,7 +50,7 @@ pub(crate) fn load(
         let error = innermost(&error);
         let (what, kind, hint) = match error {
             Candle::CannotFindTensor { .. } => {
-                ("is missing", ErrorKind::Invalid, "`VarBuilder::pp` sets the part of the name before it")
+                ("is missing", ErrorKind::Invalid, "`VarBuilder::pp` sets the prefix of the name")
             }
             Candle::UnexpectedShape { .. } => OTHER_SHAPE,
             // A `VarMap` reports a wrong shape only as text.

@@ -227,7 +227,7 @@ impl Config {
                      = \"256k\""
                 }
                 false => {
-                    "keys are the long flags that --help lists as settings, without the dashes; text is in quotes: \
+                    "keys are the long flags of --help without `--`; text is in quotes: \
                      tokens-per-step = \"256k\"; a file with lists is for `sage-train sweep FILE`"
                 }
             };

@@ -124,8 +124,8 @@ pub struct TokenByToken {
     pub tokens: u64,
 }
 
-/// Measures [`TokenByToken`]. A sequence takes the computation of half the square of the context in tokens. `seen`
-/// receives the number of processed tokens and of all tokens.
+/// Measures [`TokenByToken`]. A sequence of N tokens takes as long as N^2 / 2 tokens of one forward, because every
+/// prefix is computed. `seen` receives the number of processed tokens and of all tokens.
 ///
 /// # Errors
 /// When attention is restricted to documents, the data cannot be read, or the device fails.

@@ -54,8 +54,8 @@ pub fn file(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> 
     written
 }
 
-/// Checks that nothing exists at `path`. The message contains `what` is to be made there and the `flag` that sets the
-/// path.
+/// Checks that nothing exists at `path`. The message says `what` is not created because of it, and which
+/// `flag` sets the path.
 ///
 /// # Errors
 /// When something exists there.

@@ -300,8 +300,8 @@ fn online_softmax(reference: PReference, cols: usize, logits: &mut [f32], softma
     }
 }
 
-/// Fake-quantizes a row of probabilities `p` in groups of 16 keys; `p * sum` is relative to the row's
-/// reference.
+/// Fake-quantizes a row of probabilities `p` in groups of 16 keys. `p * sum` is the exponential of the logit
+/// minus the row's reference.
 #[multiversion(targets = "simd")]
 fn quantize_probabilities(p: &[f32], sum: f32, quantized: &mut [f32]) {
     // A query that sees no key has no probabilities, and a sum of 0.

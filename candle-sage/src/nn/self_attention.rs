@@ -171,10 +171,10 @@ impl SelfAttention {
         for (name, map, expected) in maps {
             let given = map.dims()?;
             if given != expected {
-                return Err(Error::shape(format!("the map {name} does not fit the layer"))
+                return Err(Error::shape(format!("the projection {name} does not fit the layer"))
                     .got(format!("a weight {given:?}"))
                     .allowed(format!("{expected:?}"))
-                    .hint("weights are (outputs, inputs); the maps are [q, k, v, o]")
+                    .hint("weights are (outputs, inputs); the projections are [q, k, v, o]")
                     .into());
             }
         }
@@ -362,7 +362,7 @@ impl SelfAttention {
             _ => Err(Error::shape("the input does not fit the layer")
                 .got(format!("{:?}", x.dims()))
                 .allowed(format!("(batch, sequence, {})", self.config.width))
-                .hint("`unsqueeze(0)` makes a batch of one sequence")
+                .hint("the last dimension is the `width` of the layer's config; `unsqueeze(0)` makes a batch of one sequence")
                 .into()),
         }
     }

@@ -40,9 +40,9 @@ impl Fp8Linear {
 /// `y = x W^T` with all three matmuls in FP8:
 ///
 /// ```text
-/// y  = x^ W^T^          x (rows, inputs), W (outputs, inputs)
-/// dx = dy^ W^           ^: quantized, with the scale of the matrix's largest value
-/// dW = dy^T^ x^
+/// y  = f(x) f(W)^T      x (rows, inputs), W (outputs, inputs)
+/// dx = f(dy) f(W)       f: rounded to FP8, with the scale of the matrix's largest value
+/// dW = f(dy)^T f(x)
 /// ```
 ///
 /// `x` and W have one type (f32, f16, bf16) and receive gradients of this type; rows, inputs and outputs are multiples

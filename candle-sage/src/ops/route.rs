@@ -119,9 +119,8 @@ pub(crate) fn chosen(scores: &[f32], most: usize, nearest: usize) -> Vec<u32> {
     all
 }
 
-/// The attention mass of each candidate, (key heads, blocks of queries, columns) in f32: the sum of the
-/// probabilities that the block's queries, in all heads of the group, give to the candidate's keys in dense
-/// attention.
+/// The attention mass that each block of queries gives to each candidate, (key heads, blocks of queries, columns) in f32:
+/// the sum of the probabilities in dense attention, over all heads of the group.
 pub(crate) fn block_mass(
     [q, k]: [&Tensor; 2],
     shape: &AttentionShape,

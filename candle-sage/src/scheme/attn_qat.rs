@@ -300,7 +300,7 @@ impl AttnQat {
                 .hint("SageBwd smooths query and key"));
         }
         if self.products == Products::Nvfp4 && self.value_groups != ValueGroups::Tokens {
-            return Err(Error::new("FP4 matmuls need V's scales along the tokens, their reduction")
+            return Err(Error::new("FP4 matmuls need V's scales along the tokens, which P V sums over")
                 .got(format!("values by {}", self.value_groups))
                 .allowed("tokens")
                 .hint("16-bit matmuls support both: AttnQat::products"));

@@ -17,7 +17,8 @@ pub enum Smoothing {
     /// Subtracts nothing. A channel with a large mean then takes up most of the quantized range.
     None,
     /// Subtracts from K its mean over the tokens of the sequence, or over some of them ([`KeyMean`]).
-    /// Neither the softmax nor the gradients change, because every row of the exact dS sums to zero.
+    /// The softmax does not change, because all logits of a row shift by one number; nor do the gradients, because
+    /// every row of the exact dS sums to zero.
     #[default]
     K,
     /// As `K`, and subtracts from each tile of Q its mean. The mean's product with K is added to the logits as a row,

@@ -21,8 +21,8 @@ pub(super) struct Attending {
     /// SageBwd: tokens over which the means of K and V are taken: all, or sample-N [default: the run's]
     #[arg(long)]
     key_mean: Option<Text<KeyMean>>,
-    /// SageBwd: matmuls in INT8: paper, forward-and-s, scores, forward, or a list such as forward,s,dv [default: the
-    /// run's]
+    /// SageBwd: matmuls in INT8: paper (six), forward-and-s, scores (only S), forward (S and O, only in the forward), or a
+    /// list such as forward,s,dv [default: the run's]
     #[arg(long)]
     products: Option<Text<Int8Products>>,
     /// SageBwd: granularity of the scales of P and dS: vector, group-N, tile [default: the run's]
@@ -31,7 +31,8 @@ pub(super) struct Attending {
     /// Attn-QAT: axis along which 16 values of V share a scale: tokens, head-dim [default: the run's]
     #[arg(long)]
     value_groups: Option<Text<ValueGroups>>,
-    /// Attn-QAT: reference that P is divided by before quantizing: row-max, two-level, literal [default: the run's]
+    /// Attn-QAT: reference that P is divided by before quantizing: row-max, two-level, literal (see `sage-train --help`)
+    /// [default: the run's]
     #[arg(long)]
     p_reference: Option<Text<PReference>>,
 }

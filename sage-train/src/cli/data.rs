@@ -33,7 +33,7 @@ pub(super) enum Data {
         /// Folder of shards
         folder: PathBuf,
     },
-    /// List the data sets with a short name
+    /// List the public data sets that have a short name, such as tinystories
     Recipes,
 }
 

@@ -125,8 +125,7 @@ pub(super) struct Eval {
     /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format (computed in the scheme of
     /// its attention.json if there is one, else unquantized, with a context of at most 4096 unless --context is given)
     run: PathBuf,
-    /// Text or shards to evaluate on. All of it is used, except that of prepared data only the validation shards are
-    /// used. May be repeated for a mixture [default: the run's validation data]
+    /// Text or shards to evaluate on: all of a text, and the validation shards of prepared data, up to --tokens. May be repeated for a mixture [default: the run's validation data]
     #[arg(long, value_name = "PATH")]
     data: Vec<SourceSetting>,
     /// Largest number of tokens [default: 1m; 2k with --token-by-token]
@@ -142,8 +141,8 @@ pub(super) struct Eval {
     /// Also print the loss by position, for eighths of the sequences
     #[arg(long, conflicts_with_all = ["hellaswag", "token_by_token"])]
     by_position: bool,
-    /// Measure how often numbers are recalled, by distance, in documents of at least WORDS words as from `sage-train
-    /// corpus --recall`. The model should have been trained on such documents
+    /// Measure how often numbers are recalled, by distance, in generated documents of at least WORDS words, like those of
+    /// `sage-train corpus --recall`. The model should have been trained on such documents
     #[arg(long, value_name = "WORDS", conflicts_with_all = ["hellaswag", "token_by_token", "by_position", "all", "data"])]
     recall: Option<usize>,
     /// Sequences of one forward
@@ -312,7 +311,7 @@ enum Exported {
 /// Arguments of `export`.
 #[derive(Debug, clap::Args)]
 pub(super) struct Export {
-    /// Folder of a run with at least one validation, or of a checkpoint, RUN/checkpoints/step-N
+    /// Folder of a run with at least one validation, or of a checkpoint (RUN/checkpoints/step-N)
     run: PathBuf,
     /// Folder to create
     #[arg(long, value_name = "DIR")]

@@ -27,7 +27,7 @@ use crate::trained::run_folder;
 /// Arguments of `probe`.
 #[derive(Debug, clap::Args)]
 pub(super) struct Probe {
-    /// Folder of a run with at least one validation, of a checkpoint, RUN/checkpoints/step-N, or of a model in Hugging Face's format (with
+    /// Folder of a run with at least one validation, of a checkpoint (RUN/checkpoints/step-N), or of a model in Hugging Face's format (with
     /// --data)
     #[arg(required_unless_present = "sigma")]
     run: Option<PathBuf>,
@@ -45,7 +45,7 @@ pub(super) struct Probe {
     /// Tokens over which the means of K and V are taken: all, or sample-64 (sagebwd) [default: the run's]
     #[arg(long)]
     key_mean: Option<Text<KeyMean>>,
-    /// Vectors that share a scale in the backward (sagebwd) [default: the run's]
+    /// Granularity of the scales of P and dS (sagebwd): vector, group-N for N vectors, tile [default: the run's]
     #[arg(long)]
     granularity: Option<Text<Granularity>>,
     /// Attention to probe [default: the run's; sagebwd for a run with unquantized attention]
@@ -68,7 +68,7 @@ pub(super) struct Probe {
     #[arg(long, value_name = "FACTOR,..", value_delimiter = ',', default_value = "1")]
     qk_scale: Vec<f64>,
     /// Measure the error of SLA2 on a model that was trained without it, for each kind of block selection and linear
-    /// tail. Its parameters are fitted on half of the sequences, and the error is measured on the other half
+    /// tail. SLA2's parameters are fitted on half of the sequences, and the error is measured on the other half
     #[arg(long, conflicts_with_all = ["sigma", "heads", "products", "token_scales", "qk_scale", "attn", "smoothing", "key_mean", "granularity"])]
     selections: bool,
     /// Number of key blocks that each query block selects

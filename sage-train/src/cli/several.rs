@@ -46,7 +46,7 @@ pub(super) struct Several {
     /// With --dry-run: GB/s between nodes, each way, of each GPU
     #[arg(long, value_name = "GB/S", help_heading = "Several GPUs", requires = "dry_run", default_value_t = NETWORK / 1e9)]
     network_rate: f64,
-    /// With --dry-run: tokens a second of one GPU between updates [default: at 40 % of an H100's peak]
+    /// With --dry-run: tokens a second of one GPU in forward and backward, without the update [default: at 40 % of an H100's peak]
     #[arg(long, value_name = "TOKENS/S", help_heading = "Several GPUs", requires = "dry_run")]
     gpu_rate: Option<Quantity>,
     /// How often to restart the run after losing a process; needs --gpus and --resume auto

@@ -156,10 +156,11 @@ pub(super) fn find_and_pass_over(path: &Path, out: &Path, passed_over: &mut Pass
             .got(format!("{} and {}", text[0].display(), shards[0].display()))
             .allowed("one kind per source")
             .hint("give them as two --data, each with its weight: --data A=1 --data B=2")),
-        (true, true) => Err(Error::new("the folder has no file to train on")
-            .got(path.display())
-            .allowed(allowed())
-            .hint("to read .md, .csv or .json files of a folder, use a pattern: --data 'FOLDER/**/*.md'")),
+        (true, true) => {
+            Err(Error::new("the folder has no file to train on").got(path.display()).allowed(allowed()).hint(
+                "a folder's .md, .csv and .json files are read only by a pattern: --data 'FOLDER/**/*.md'",
+            ))
+        }
     }
 }
 

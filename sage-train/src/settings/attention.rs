@@ -36,7 +36,8 @@ pub struct AttentionSettings {
     /// SageBwd: tokens over which the means of K and V are taken: all, or sample-N, N evenly spaced tokens [default: all]
     #[arg(long)]
     pub key_mean: Option<Text<KeyMean>>,
-    /// SageBwd: matmuls in INT8: paper, forward-and-s, scores, forward, or a list such as forward,s,dv [default: paper]
+    /// SageBwd: matmuls in INT8: paper (six), forward-and-s, scores (only S), forward (S and O, only in the forward), or a
+    /// list such as forward,s,dv [default: paper]
     #[arg(long)]
     pub products: Option<Text<Int8Products>>,
     /// SageBwd: granularity of the scales of P and dS: a scale for each vector, for N vectors (group-N), or for a tile [default: vector]
@@ -46,7 +47,7 @@ pub struct AttentionSettings {
     #[arg(long)]
     pub value_groups: Option<Text<ValueGroups>>,
     /// Attn-QAT: reference that P is divided by before quantizing: row-max (the row's largest probability), two-level (a 2048th of it, so that
-    /// small probabilities keep their bits), literal (the paper's text) [default: row-max]
+    /// small probabilities keep their bits), literal (the running maximum or the row's sum, as in the paper's text) [default: row-max]
     #[arg(long)]
     pub p_reference: Option<Text<PReference>>,
     /// Attn-QAT: compute dS with the output of unquantized probabilities [default: on]

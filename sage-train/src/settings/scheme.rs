@@ -29,7 +29,7 @@ impl FromStr for SchemeSetting {
         let mut words = text.split(':');
         let name = words.next().unwrap_or_default();
         let Some(scheme) = all.iter().find(|scheme| scheme.name() == name) else {
-            return Err(Error::new("unknown scheme")
+            return Err(Error::new("not a scheme for this setting")
                 .got(format!("`{name}`"))
                 .allowed(all.iter().map(Scheme::name).collect::<Vec<_>>().join(", "))
                 .hint(HINT));

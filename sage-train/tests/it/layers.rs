@@ -31,7 +31,7 @@ fn layers_have_the_scheme_that_is_named() {
     for (flags, part) in [
         (&["--attn-layers", "3=fpa"][..], "0 to 2, or -3 to -1"),
         (&["--attn", "none", "--attn-layers", "0=fpa"], "not a setting of this attention"),
-        (&["--attn-layers", "0=sla2"], "unknown scheme"),
+        (&["--attn-layers", "0=sla2"], "not a scheme for this setting"),
     ] {
         let error = scratch.fails(&small(&[&["--layers", "3", "--dry-run"], flags].concat()));
         assert!(error.contains(part), "{error}");

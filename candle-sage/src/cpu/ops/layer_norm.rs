@@ -32,7 +32,7 @@ pub(crate) fn backward(x: &[f32], weight: &[f32], dy: &[f32], eps: f32) -> [Vec<
     [dx, dw, db]
 }
 
-/// Writes `x` minus its mean, and returns the inverse root of its mean square.
+/// Writes `x` minus its mean to `centered`, and returns the inverse root of the mean square of `centered`.
 #[inline(always)]
 fn center(centered: &mut [f32], x: &[f32], eps: f32) -> f32 {
     let mean = lanes::sum(x) / x.len() as f32;

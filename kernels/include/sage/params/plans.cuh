@@ -10,7 +10,7 @@ enum Mainloop : unsigned {
 #include <sage/params/plans.def>
 };
 
-// What the host knows of a mainloop; plans.def explains the columns. The code that a fact describes asserts it.
+// What the host knows of a mainloop; plans.def explains the columns. The code that persists, copies through maps or divides dQ asserts its fact.
 struct MainloopFacts {
   Maps maps;
   bool documents;

@@ -165,11 +165,11 @@ concept BackwardSm90DqWarpgroupNumerics =
       (typename N::DqConsumer(numerics));
       // Issues the first wgmma of dQ, if registers allow it that early.
       dq.start(0);
-      // add_dq(the tile's number in the padded buffers, slot, sums, read): computes dQ and adds it. It calls read()
-      // once it no longer reads the slot.
+      // add_dq(the tile's number in the padded buffers, slot, sums, read): computes dQ and adds it to `sums`. It
+      // calls read() after its last read of the slot.
       dq.add_dq(0, 0, sums, call);
     } && (CONSUMERS_KEEP_DK<N::D> ? requires(typename N::KeyConsumer keys) { keys.dk; } : requires(typename N::DqConsumer dq) {
-      // Adds to dK of a consumer's keys: (consumer, stage, slot).
+      // Adds dS^T Q, of the slot's dS and the stage's Q, to dK of a consumer's keys: (consumer, stage, slot).
       dq.add_keys(0, 0, 0);
       // Waits until these wgmmas no longer read the tile.
       dq.added();

@@ -58,8 +58,8 @@ struct Dense16TilesSm90 {
   __device__ __forceinline__ uint32_t ds_rows(int slot, int warpgroup) const {
     return shared + DS_AT + slot * DS_BYTES + warpgroup * CONSUMER_KEYS * TILE * 2;
   }
-  // The row state of a stage: minus the log-sum-exps of the tile's queries, then minus their deltas, then the values
-  // that P and S need.
+  // The row state of a stage: the negated log-sum-exps of the tile's queries, then their negated deltas, then the
+  // values that P and S need.
   __device__ __forceinline__ const float* state(int stage) const {
     return reinterpret_cast<const float*>(memory + stage_at(stage) + STATE_AT);
   }

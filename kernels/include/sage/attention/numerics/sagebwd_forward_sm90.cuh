@@ -204,8 +204,8 @@ struct SageBwdForwardSm90 {
 #pragma unroll
         for (int t = 0; t < 2; ++t) softmax.state(softmax.state.SUM, r) += p_dequant * scales.inverse_v[t] * sum[t][r];
       }
-      // Quantized P is shifted last, where the branch separates no instructions that should be interleaved. A factor
-      // where P is computed would cost 2 % at head_dim 64.
+      // Quantized P is shifted last, where the branch separates no instructions that should be interleaved. Multiplying by
+      // a factor where P is computed would cost 2 % at head_dim 64.
       if (__builtin_expect(scales.beyond != 0, false)) shift_codes<HIDDEN>(scales, unseen);
     }
 
