@@ -8,6 +8,10 @@
 
 using namespace sage;
 
+#if (SAGE_HAS_TCGEN05 || SAGE_HAS_NVFP4) && !SAGE_HAS_E2M1
+#error "a family with NVFP4 matmuls also converts to E2M1: ptx/convert_nvfp4.cuh does not name it"
+#endif
+
 #if SAGE_HAS_TCGEN05
 #define MAINLOOP forward_sm100
 #define NUMERICS Nvfp4ForwardSm100

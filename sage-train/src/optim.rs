@@ -48,6 +48,14 @@ impl Optimizer {
         }
     }
 
+    /// The setting that selects it.
+    pub fn setting(&self) -> OptimizerSetting {
+        match self {
+            Self::AdamW(_) => OptimizerSetting::AdamW,
+            Self::Muon(_) => OptimizerSetting::Muon,
+        }
+    }
+
     /// The state that the optimizer keeps for each parameter in addition to its weights, in f32.
     pub fn moments(&self) -> Moments {
         let others = AdamWConfig::MOMENTS;

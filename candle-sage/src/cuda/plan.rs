@@ -283,6 +283,9 @@ mod tests {
                     for element in ["bf16", "f16"] {
                         let entry = format!("'{}' for 'sm_{number}", plan.entry(visits, element));
                         assert!(RESOURCES.contains(&entry), "{entry}");
+                        // What a backward adds up in parts, a kernel of this width finishes.
+                        let finish = format!("'finish_dq_{element}_{}' for 'sm_{number}", plan.head_dim);
+                        assert!(plan.family != "attn_bwd" || RESOURCES.contains(&finish), "{finish}");
                     }
                 }
             }

@@ -7,8 +7,7 @@ use crate::data::DataConfig;
 use crate::data::reader;
 use crate::data::source::{self, Source};
 use crate::model::{Choice, LinearPrecision};
-use crate::optim::Optimizer;
-use crate::settings::{DataSettings, Schedule, Settings, TailSetting};
+use crate::settings::{DataSettings, OptimizerSetting, Schedule, Settings, TailSetting};
 
 /// The error of a typed setting that has no effect together with the other settings.
 fn idle(key: &str, with: String, allowed: &str, hint: &str) -> Result<()> {
@@ -49,12 +48,15 @@ pub(super) fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
         }
         (None, LinearPrecision::Compute) | (_, LinearPrecision::Fp8(..)) => {}
     }
-    match (typed.optimizer.first_of_muon(), &config.optimizer) {
-        (Some(key), Optimizer::AdamW(_)) => {
-            let hint = "leave it out, or train matrices with Muon";
-            return idle(&key, "--optimizer adamw".into(), "--optimizer muon", hint);
-        }
-        (None, Optimizer::AdamW(_)) | (_, Optimizer::Muon(_)) => {}
+    let own = config.optimizer.setting();
+    if let Some((key, other)) = typed.optimizer.first_of_another(own) {
+        let flag = |optimizer: OptimizerSetting| format!("--optimizer {}", optimizer.name());
+        return idle(
+            &key,
+            flag(own),
+            &flag(other),
+            "leave it out, or train with the optimizer that it belongs to",
+        );
     }
     let schedule = config.learning_rate.schedule;
     let named = |schedule: Schedule| format!("--schedule {}", schedule.name());

@@ -6,7 +6,7 @@ use candle_sage::Scheme;
 use toml::{Table, Value};
 
 use super::Config;
-use crate::optim::Optimizer;
+use crate::optim::{MuonConfig, Optimizer};
 use crate::quantity::Quantity;
 use crate::settings::{Role, SchemeSetting, has_role, in_words_by_layer};
 
@@ -57,9 +57,20 @@ impl Config {
         match &self.optimizer {
             Optimizer::AdamW(_) => {}
             Optimizer::Muon(muon) => {
-                set("muon-heads", if muon.heads_apart { "apart" } else { "together" }.to_owned());
-                set("muon-beta2", muon.beta2.map_or_else(|| "off".into(), |beta| beta.to_string()));
-                set("muon-warmup-steps", muon.learning_rate.warmup.to_string());
+                let MuonConfig {
+                    learning_rate,
+                    beta2,
+                    heads_apart,
+                    // Included as they were typed.
+                    adamw: _,
+                    weight_decay: _,
+                    momentum: _,
+                    orthogonalization: _,
+                    scale: _,
+                } = muon;
+                set("muon-heads", if *heads_apart { "apart" } else { "together" }.to_owned());
+                set("muon-beta2", beta2.map_or_else(|| "off".into(), |beta| beta.to_string()));
+                set("muon-warmup-steps", learning_rate.warmup.to_string());
             }
         }
         set("attn", self.attn.to_string());

@@ -19,7 +19,7 @@ pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) ->
     let scheme = need(s.attention.attn).scheme(s).map(|scheme| scheme_of_blocks(scheme, sla2.as_ref()));
     let layer_schemes = layer_schemes(s, scheme, sla2.as_ref(), layers)?;
     let linear_compute_layers = match &s.linear.linear_bf16_layers {
-        Some(list) if s.linear.precision().fp8().is_some() => list.resolve(layers)?,
+        Some(list) if s.linear.precision().is_low() => list.resolve(layers)?,
         _ => BTreeSet::new(),
     };
     let model = LlamaConfig {

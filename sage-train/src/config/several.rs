@@ -228,10 +228,11 @@ impl Config {
         }
         let element = self.device.dtype().size_in_bytes() as u64;
         let of = mesh.shard.of as u64;
+        let (specs, whole) = (self.model.parameter_specs(), self.optimizer.moments().whole_matrices);
         Memory {
             weights: parameters * 4 / of + parameters * element + self.model.linear_copies(),
             optimizer: memory.optimizer / of,
-            gradients: memory.gradients + received_bytes(&self.model.parameter_specs(), mesh),
+            gradients: memory.gradients + received_bytes(&specs, mesh, whole),
             activations: memory.activations / mesh.context as u64,
             links: if self.device == Place::Cpu { 0 } else { NCCL },
         }

@@ -5,7 +5,7 @@ use std::fmt;
 use candle_sage::ops::{MuonScale, Orthogonalization};
 
 use super::Config;
-use crate::model::{Choice, Recompute};
+use crate::model::{Choice, LinearPrecision, Recompute};
 use crate::optim::Optimizer;
 use crate::quantity::{Quantity, grouped};
 use crate::settings::SourceSetting;
@@ -141,7 +141,10 @@ impl Config {
     /// The precision of linear layers as text; empty if they compute in the compute type.
     fn linear(&self) -> String {
         let m = &self.model;
-        let Some((settings, scaling)) = m.linear.fp8() else { return String::new() };
+        let (settings, scaling) = match m.linear {
+            LinearPrecision::Compute => return String::new(),
+            LinearPrecision::Fp8(settings, scaling) => (settings, scaling),
+        };
         let others = match m.linear_compute_layers.len() {
             0 => String::new(),
             _ => {

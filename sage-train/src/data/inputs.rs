@@ -81,7 +81,7 @@ pub(super) fn text_files(names: &[String], field: Option<&str>) -> Result<Vec<Te
                 Source::Shards(files) => {
                     return Err(Error::new("the data is already tokenized")
                         .got(files.first().display())
-                        .allowed(reader::KINDS)
+                        .allowed(reader::extensions())
                         .hint("train on it: sage-train --data PATH"));
                 }
             },
@@ -165,6 +165,6 @@ pub(super) fn trained(files: &[TextFile], vocab_size: usize, skip_bad: bool) -> 
 pub(super) fn no_text() -> Error {
     Error::new("there is no text")
         .got("only empty documents")
-        .allowed(reader::KINDS)
+        .allowed(reader::extensions())
         .hint("name the key or column of the text with --text-field")
 }

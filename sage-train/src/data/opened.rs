@@ -142,7 +142,7 @@ impl Opening<'_> {
         if documents.is_empty() {
             return Err(Error::new("there is no text to read")
                 .got(format!("{} contains no text", path.display()))
-                .allowed(format!("text in {}", reader::KINDS))
+                .allowed(format!("text in {}", reader::extensions()))
                 .hint("without --data a run trains on the built-in corpus"));
         }
         Ok(Opened::Documents(documents))

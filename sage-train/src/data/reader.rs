@@ -28,8 +28,25 @@ use unix_lines::UnixLines;
 
 use crate::{AnyError, during};
 
-/// The kinds of files that can be read, by the endings of their names.
-pub const KINDS: &str = ".txt, .md, .jsonl, .ndjson, .json, .csv (each also .gz, .zst), .parquet";
+/// The extensions of the files that can be read, and what the files contain.
+const EXTENSIONS: [(&str, Kind); 7] = [
+    ("txt", Kind::Text),
+    ("md", Kind::Text),
+    ("jsonl", Kind::Jsonl),
+    ("ndjson", Kind::Jsonl),
+    ("json", Kind::Jsonl),
+    ("csv", Kind::Csv),
+    ("parquet", Kind::Parquet),
+];
+
+/// The extensions of the files that can be read, as text.
+pub fn extensions() -> String {
+    let names = |packed: bool| {
+        let all = EXTENSIONS.iter().filter(|(_, kind)| kind.can_be_packed() == packed);
+        all.map(|(name, _)| format!(".{name}")).collect::<Vec<_>>().join(", ")
+    };
+    format!("{} (each also .gz, .zst), {}", names(true), names(false))
+}
 
 /// The longest JSON line, in bytes.
 const LONGEST: u64 = 256 << 20;
@@ -78,6 +95,16 @@ enum Kind {
     Parquet,
 }
 
+impl Kind {
+    /// Whether such files are also read with gzip or zstd.
+    fn can_be_packed(self) -> bool {
+        match self {
+            Self::Text | Self::Jsonl | Self::Csv => true,
+            Self::Parquet => false,
+        }
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Packed {
     Plain,
@@ -93,16 +120,12 @@ fn kind(path: &Path) -> Option<(Kind, Packed)> {
         Some((name, "zst")) => (name, Packed::Zstd),
         _ => (name.as_str(), Packed::Plain),
     };
-    match (name.rsplit_once('.')?.1, packed) {
-        ("txt" | "md", _) => Some((Kind::Text, packed)),
-        ("jsonl" | "ndjson" | "json", _) => Some((Kind::Jsonl, packed)),
-        ("csv", _) => Some((Kind::Csv, packed)),
-        ("parquet", Packed::Plain) => Some((Kind::Parquet, packed)),
-        _ => None,
-    }
+    let extension = name.rsplit_once('.')?.1;
+    let (_, kind) = EXTENSIONS.iter().find(|(known, _)| *known == extension)?;
+    (packed == Packed::Plain || kind.can_be_packed()).then_some((*kind, packed))
 }
 
-/// Whether a file's name has an extension of [`KINDS`].
+/// Whether a file's name has a known extension.
 pub fn is_known(path: &Path) -> bool {
     kind(path).is_some()
 }
@@ -123,7 +146,7 @@ pub(super) fn is_always_text(path: &Path) -> bool {
 pub(super) fn unknown_kind(path: &Path) -> Error {
     Error::new("the data is of an unknown kind")
         .got(path.display())
-        .allowed(KINDS)
+        .allowed(extensions())
         .hint("the extension of the name defines the kind of a file; parquet has internal compression")
 }
 

@@ -8,7 +8,7 @@ use candle_sage::{Error, Result};
 use super::TOKENIZER_CONFIG;
 use super::hub;
 use super::prepared::{LIST, Prepared};
-use super::reader::{self, KINDS};
+use super::reader;
 use super::tokenizer::Tokenizer;
 use crate::quantity::counted;
 use crate::{during, partial};
@@ -94,7 +94,7 @@ impl ShardFiles {
 
 /// The kinds of files, for messages.
 fn allowed() -> String {
-    format!("{KINDS}; .bin for shards of tokens; folders and patterns (*) of them")
+    format!("{}; .bin for shards of tokens; folders and patterns (*) of them", reader::extensions())
 }
 
 /// Finds the files of a path: the file itself, the files below a folder, or the files that match a pattern.

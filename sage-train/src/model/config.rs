@@ -269,7 +269,7 @@ impl LlamaConfig {
         self.flops(self.sla2.as_ref())
     }
 
-    /// The number of parameters in linear layers, and in linear layers with FP8 matmuls.
+    /// The number of parameters in linear layers, and in linear layers with low-bit matmuls.
     fn linear_parameters(&self) -> [u64; 2] {
         let all: u64 = self
             .parameter_specs()
@@ -278,7 +278,7 @@ impl LlamaConfig {
             .map(ParameterSpec::len)
             .sum();
         let layers = (self.layers - self.linear_compute_layers.len()) as u64;
-        [all, self.linear.fp8().map_or(0, |_| all / self.layers as u64 * layers)]
+        [all, if self.linear.is_low() { all / self.layers as u64 * layers } else { 0 }]
     }
 
     /// Bytes of the copies of weights that matmuls read instead of the model's own weights.
@@ -328,7 +328,7 @@ impl LlamaConfig {
         let (width, ffn) = (self.width as u64, self.ffn as u64);
         let (queries, keys) = ((self.heads * self.head_dim) as u64, (self.key_heads * self.head_dim) as u64);
         let operand = self.linear.kept_bytes(element);
-        let is_fp8 = self.linear.fp8().is_some();
+        let is_low = self.linear.is_low();
         let rotated = element * (queries + keys);
         // `projected`: the residual stream, the normalized stream, and the projected query, key and value.
         // `core`: query and key after norm and rotation, the output, and what the scheme keeps.
@@ -339,7 +339,7 @@ impl LlamaConfig {
                 let branches = if self.sla2.is_some() { 2 * queries * element } else { 0 };
                 let schemes = self.layer_schemes.values().chain([&scheme]);
                 // The output also exists in FP8.
-                let codes = if is_fp8 { queries } else { 0 };
+                let codes = if is_low { queries } else { 0 };
                 let kept = schemes.map(|scheme| scheme.kept_bytes(queries, keys, element)).max().unwrap_or(0)
                     + branches
                     + codes;
@@ -368,7 +368,7 @@ impl LlamaConfig {
             Recompute::Block => projected + core + mlp,
         };
         // FP8 values are stored both row by row and transposed.
-        let codes = if is_fp8 { 2 * (width + ffn) } else { 0 };
+        let codes = if is_low { 2 * (width + ffn) } else { 0 };
         let at_hand = again + element * (2 * width + 3 * ffn) + codes;
         // Logits exist only in chunks: see `CrossEntropy::chunk_rows`.
         let logits = (self.vocab as u64).saturating_mul(tokens * element).min(if element == 4 {

@@ -157,9 +157,9 @@ fn first_layer(name: &str) -> Option<usize> {
     }
 }
 
-/// Bytes of the receive buffers of a rank.
-pub fn received_bytes(specs: &[ParameterSpec], mesh: Mesh) -> u64 {
-    let layout = Layout::new(specs, mesh, false);
+/// Bytes of the receive buffers of a rank; `whole_matrices`: the optimizer needs them.
+pub fn received_bytes(specs: &[ParameterSpec], mesh: Mesh, whole_matrices: bool) -> u64 {
+    let layout = Layout::new(specs, mesh, whole_matrices);
     let [node, nodes] = layout.largest_received(mesh);
     4 * (2 * node + nodes) as u64
 }

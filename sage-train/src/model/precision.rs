@@ -31,6 +31,14 @@ impl LinearPrecision {
         }
     }
 
+    /// Whether the matmuls have fewer bits than the compute type.
+    pub fn is_low(self) -> bool {
+        match self {
+            Self::Compute => false,
+            Self::Fp8(..) => true,
+        }
+    }
+
     /// Bytes per element of an operand that is kept for the backward, if the model computes in elements of `element`
     /// bytes.
     pub fn kept_bytes(self, element: u64) -> u64 {

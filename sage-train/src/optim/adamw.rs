@@ -62,13 +62,13 @@ impl AdamWConfig {
         shard: &Shard<'_>,
         squares: &Tensor,
     ) -> candle_core::Result<()> {
+        let Self { beta1, beta2, eps, weight_decay, clip, initial_moments: _ } = *self;
         let mut adamw = AdamW::new(update.lr);
-        (adamw.beta1, adamw.beta2, adamw.eps) = (self.beta1, self.beta2, self.eps);
-        adamw.weight_decay = self.weight_decay;
+        (adamw.beta1, adamw.beta2, adamw.eps, adamw.weight_decay) = (beta1, beta2, eps, weight_decay);
         adamw.decayed = if shard.decays { shard.gradient.elem_count() } else { 0 };
         adamw.step = self.corrected_as(update.step);
         adamw.gradient_factor = 1.0 / update.gradients as f64;
-        adamw.clip = self.clip;
+        adamw.clip = clip;
         adamw.step(shard.state, shard.gradient, squares, shard.copy)
     }
 }

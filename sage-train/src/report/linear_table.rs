@@ -4,22 +4,28 @@ use std::fmt::Write;
 
 use crate::probe::linear::{LinearErrors, OfLinear};
 
-/// The matrices of a layer, in the order of their columns.
+/// The matrices of a Llama's layer, in the order of their columns. Others follow.
 const NAMES: [&str; 4] = ["query-key-value", "output", "gate-up", "down"];
 
 /// A row for each layer with Y, dX and dW of each matrix, and a row for the mean.
 pub fn linear_table(title: &str, errors: &LinearErrors) -> String {
+    let mut names = NAMES.to_vec();
+    for linear in &errors.linears {
+        if !names.contains(&linear.name) {
+            names.push(linear.name);
+        }
+    }
     let mut out = format!("{title}\n\nrelative L2\n{:<5}", "");
-    NAMES.iter().for_each(|name| out += &format!("  {name:<20}"));
+    names.iter().for_each(|name| out += &format!("  {name:<20}"));
     out = format!("{}\n{:<5}", out.trim_end(), "layer");
-    NAMES.iter().for_each(|_| ["Y", "dX", "dW"].iter().for_each(|of| out += &format!(" {of:>6}")));
+    names.iter().for_each(|_| ["Y", "dX", "dW"].iter().for_each(|of| out += &format!(" {of:>6}")));
     out.push('\n');
     let layers = errors.linears.iter().map(|linear| linear.layer + 1).max().unwrap_or(0);
     let mut row = |name: String, of: &dyn Fn(&OfLinear) -> bool| {
         let _ = write!(out, "{name:<5}");
-        for matrix in NAMES {
+        for matrix in &names {
             let all: Vec<_> =
-                errors.linears.iter().filter(|linear| linear.name == matrix && of(linear)).collect();
+                errors.linears.iter().filter(|linear| linear.name == *matrix && of(linear)).collect();
             for n in 0..3 {
                 match all.len() {
                     // A layer without attention.

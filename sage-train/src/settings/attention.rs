@@ -249,6 +249,7 @@ impl From<SmoothingSetting> for Smoothing {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::settings::layer::Layer as _;
 
     #[test]
     fn every_scheme_has_a_name_that_reads_back() {
@@ -257,6 +258,16 @@ mod tests {
         }
         assert_eq!(Attn::value_variants().len(), Scheme::all().len() + Form::ALL.len() + 1);
         assert!("sage".parse::<Attn>().is_err());
+    }
+
+    /// A setting without a flag would be lost when a run is saved. (The trainer does not set the tiles of the CPU.)
+    #[test]
+    fn every_setting_of_a_scheme_is_a_flag() {
+        let flags = AttentionSettings::DECLARED.iter().map(|(field, _)| field.replace('_', "-"));
+        let flags: Vec<_> = flags.collect();
+        for (key, _) in Scheme::all().iter().flat_map(Scheme::settings) {
+            assert!(key.starts_with("tile-") || flags.iter().any(|flag| flag == key), "{key}");
+        }
     }
 
     #[test]

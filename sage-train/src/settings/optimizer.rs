@@ -179,10 +179,29 @@ pub struct OptimizerSettings {
     pub skip_spikes: Option<f64>,
 }
 
+impl OptimizerSetting {
+    /// The name that flags and files write.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::AdamW => "adamw",
+            Self::Muon => "muon",
+        }
+    }
+
+    /// The prefix of the settings that have an effect only with this optimizer.
+    fn own_prefix(self) -> Option<&'static str> {
+        match self {
+            Self::AdamW => None,
+            Self::Muon => Some("muon_"),
+        }
+    }
+}
+
 impl OptimizerSettings {
-    /// The first setting that has an effect only with Muon.
-    pub fn first_of_muon(&self) -> Option<String> {
-        self.first_of("muon_")
+    /// The first setting that is given and has an effect only with another optimizer than `own`, and that optimizer.
+    pub fn first_of_another(&self, own: OptimizerSetting) -> Option<(String, OptimizerSetting)> {
+        let others = OptimizerSetting::value_variants().iter().filter(|other| **other != own);
+        others.copied().find_map(|other| Some((self.first_of(other.own_prefix()?)?, other)))
     }
 }
 

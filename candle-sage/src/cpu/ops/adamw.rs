@@ -10,7 +10,9 @@ const SPAN: usize = 32 * 1024;
 /// One step. `state` contains the weights, then both moments. Nothing changes if the norm of the gradient is not
 /// finite.
 pub(crate) fn step(settings: &AdamW, sum_of_squares: f64, state: &mut [f32], gradient: &[f32]) {
-    let AdamW { beta1, beta2, eps, decayed, gradient_factor, clip, .. } = *settings;
+    // `factors` has the others.
+    let AdamW { beta1, beta2, eps, decayed, gradient_factor, clip, lr: _, weight_decay: _, step: _ } =
+        *settings;
     let Some(factor) = clipped(gradient_factor, clip, sum_of_squares) else { return };
     let (beta1, beta2, eps) = (beta1 as f32, beta2 as f32, eps as f32);
     let Factors { rate, root, keep } = settings.factors();

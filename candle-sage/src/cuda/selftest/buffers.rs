@@ -84,7 +84,7 @@ fn kernels_over_lists_fill_their_buffers_and_no_more() -> Result<()> {
         inputs.selection = Some(Selection::from_lists(&inputs.shape, (128, 128), &device(), |at| {
             vec![0; at.candidates.min(1)]
         })?);
-        for scheme in schemes().iter().take(if d > 128 { 1 } else { 10 }) {
+        for scheme in schemes().iter().take(if d > 128 { 1 } else { usize::MAX }) {
             for deterministic in [false, true] {
                 run(&inputs, scheme, deterministic)?;
             }
