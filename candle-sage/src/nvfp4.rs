@@ -31,8 +31,8 @@ pub const E2M1_MAX: f32 = 6.0;
 /// The largest E4M3 value.
 pub const E4M3_MAX: f32 = 448.0;
 
-/// Rounds `|x|` to a floating-point format whose values are spaced by `step` times the power of two at or below `|x|`,
-/// or at or below `smallest`, the format's smallest normal power of two, if `|x|` is less. Ties round to the even code,
+/// Rounds `|x|` to a floating-point format. Its values near `|x|` are spaced by `step` times the largest power of two that
+/// is at most `|x|`, or by `step * smallest` below `smallest`, the format's smallest normal power of two. Ties round to the even code,
 /// because the sum with `1.5 * 2^23 * step * power` has no bits below the spacing.
 #[inline(always)]
 pub(crate) fn round_magnitude(x: f32, step: f32, smallest: f32) -> f32 {

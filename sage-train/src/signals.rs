@@ -82,8 +82,7 @@ fn listen(seen: Arc<Seen>, second: Second) -> std::io::Result<()> {
     std::thread::Builder::new().name("signals".into()).spawn(note).map(drop)
 }
 
-/// This system has no thread that counts signals: a second signal of either kind ends the program, whatever `Second`
-/// says.
+/// Outside of Unix no thread counts signals, so a second SIGINT or SIGTERM ends the program, whatever `Second` says.
 #[cfg(not(unix))]
 fn listen(seen: Arc<Seen>, _: Second) -> std::io::Result<()> {
     use signal_hook::flag;

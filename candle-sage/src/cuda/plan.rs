@@ -267,7 +267,7 @@ mod tests {
         }
     }
 
-    /// Every plan has a compiled kernel: ptxas's report lists the entries of each architecture.
+    /// The report of ptxas, CUDA's assembler, lists the compiled kernels of each architecture. It has every plan's kernel.
     #[test]
     fn every_plan_is_one_of_a_kernel_that_was_compiled() {
         for plan in PLANS {

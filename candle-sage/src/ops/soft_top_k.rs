@@ -34,7 +34,7 @@ const NAME: &str = "soft-top-k";
 /// ```
 ///
 /// # Errors
-/// When the scores are not f32 or on a GPU, or `tau` is not above 0.
+/// When the scores are not f32, when they are on a GPU, or when `tau` is not above 0.
 pub fn soft_top_k(scores: &Tensor, count: usize, tau: f64) -> Result<Tensor> {
     if scores.dtype() != DType::F32 || scores.rank() == 0 {
         return Err(shape_error(

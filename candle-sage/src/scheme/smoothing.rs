@@ -81,8 +81,8 @@ pub enum KeyMean {
     /// All tokens of the sequence, or of each packed one, as in the paper.
     #[default]
     All,
-    /// At most this many tokens of the sequence, or of each packed one, 1 to 4096, at even distances: sample `i` of `m`
-    /// is token `floor((2 i + 1) n / 2 m)` of `n`, the middle of an interval. A small sample thus excludes the first
+    /// At most this many tokens (1 to 4096), evenly spaced, of the sequence or of each packed document: sample `i` of `m`
+    /// is token `floor((2 i + 1) n / (2 m))` of `n`, the middle of an interval. A small sample thus excludes the first
     /// token, whose key differs from the others if it is an attention sink.
     Sample(usize),
 }

@@ -1,4 +1,4 @@
-//! Measures the bandwidth of the links between GPUs, and the time of a model's update over them.
+//! Measures the bandwidth of the links between GPUs, and the time of an optimizer step that reduces gradients over them.
 
 use std::fmt::Write as _;
 use std::time::Duration;

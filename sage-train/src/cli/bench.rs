@@ -24,7 +24,7 @@ pub(super) enum Bench {
     Attention(BenchAttention),
     /// Time of SLA2 and of dense attention in the same scheme
     Sla2(BenchSla2),
-    /// Bandwidth of the links between GPUs, and time of a model's update over them
+    /// Bandwidth of the links between GPUs, and time of an optimizer step that reduces gradients over them
     Links(BenchLinks),
 }
 

@@ -141,7 +141,9 @@ pub(super) fn check(lists: &Table) -> Result<()> {
             return Err(Error::new("a value is given twice")
                 .got(format!("--{key}: {value} twice"))
                 .allowed("each value once")
-                .hint("to measure the spread by chance, repeat runs with several seeds: --seed 1-3"));
+                .hint(
+                    "to measure how much results vary by chance, repeat runs with several seeds: --seed 1-3",
+                ));
         }
     }
     Ok(())

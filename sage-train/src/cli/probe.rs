@@ -45,7 +45,7 @@ pub(super) struct Probe {
     /// Tokens over which the means of K and V are taken: all, or sample-64 (sagebwd) [default: the run's]
     #[arg(long)]
     key_mean: Option<Text<KeyMean>>,
-    /// Granularity of the scales of P and dS (sagebwd): vector, group-N for N vectors, tile [default: the run's]
+    /// Granularity of the scales of P and dS (sagebwd): vector, group-N, tile [default: the run's]
     #[arg(long)]
     granularity: Option<Text<Granularity>>,
     /// Attention to probe [default: the run's; sagebwd for a run with unquantized attention]

@@ -33,7 +33,7 @@ const AUTO: &str = "auto";
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Train {
-    /// TOML file with settings; flags override it. [[changes]] in a run's config.toml, which --resume wrote, are ignored
+    /// TOML file with settings; flags override it. [[changes]] in a run's config.toml (settings that --resume changed later) are ignored
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     config: Option<PathBuf>,
     /// Resume a run from its newest checkpoint, or from a checkpoint folder. Flags may change its length, learning

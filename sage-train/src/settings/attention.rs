@@ -40,14 +40,16 @@ pub struct AttentionSettings {
     /// list such as forward,s,dv [default: paper]
     #[arg(long)]
     pub products: Option<Text<Int8Products>>,
-    /// SageBwd: granularity of the scales of P and dS: a scale for each vector, for N vectors (group-N), or for a tile [default: vector]
+    /// SageBwd: granularity of the scales of P and dS: a scale for each row or column that a matmul sums over
+    /// (vector), for N of them (group-N), or for a tile [default: vector]
     #[arg(long)]
     pub granularity: Option<Text<Granularity>>,
     /// Attn-QAT: axis along which 16 values of V share a scale: tokens, head-dim [default: tokens]
     #[arg(long)]
     pub value_groups: Option<Text<ValueGroups>>,
-    /// Attn-QAT: reference that P is divided by before quantizing: row-max (the row's largest probability), two-level (a 2048th of it, so that
-    /// small probabilities keep their bits), literal (the running maximum or the row's sum, as in the paper's text) [default: row-max]
+    /// Attn-QAT: reference that P is divided by before quantizing: row-max (the row's largest probability), two-level
+    /// (a 2048th of it, so that small probabilities keep their bits), literal (as the Attn-QAT paper's text says: the running
+    /// maximum in the forward, the row's sum in the backward) [default: row-max]
     #[arg(long)]
     pub p_reference: Option<Text<PReference>>,
     /// Attn-QAT: compute dS with the output of unquantized probabilities [default: on]
