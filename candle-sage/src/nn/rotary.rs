@@ -221,7 +221,7 @@ impl Rotary {
             return Err(Error::shape("the rotary positions are those of other tokens")
                 .got(format!("batch {batch}, sequence {len}"))
                 .allowed(format!("batch {}, sequence {}", tokens.0, tokens.1))
-                .hint("`Rotary::at` takes the positions of the same batch")
+                .hint("`Rotary::at` needs the positions of this batch")
                 .into());
         }
         // To the op they are one long sequence with a row of the tables for each token.

@@ -17,7 +17,7 @@ const SEQUENCE: usize = 1;
 pub struct Sla2Cache {
     keys_values: KvCache,
     /// The settings and query heads of the first call.
-    made: Option<Made>,
+    settings: Option<Settings>,
     /// Whether a call began and did not end.
     failed: bool,
     /// The last queries. The mean of some of them represents the next block of queries in the router.
@@ -34,7 +34,7 @@ pub struct Sla2Cache {
 
 /// Settings that all calls with a cache share.
 #[derive(Debug, Clone, PartialEq)]
-struct Made {
+struct Settings {
     block: (usize, usize),
     pool: usize,
     count: usize,
@@ -78,7 +78,7 @@ impl Sla2Cache {
     pub fn new(len: usize) -> Self {
         Self {
             keys_values: KvCache::new(SEQUENCE, len.max(1)),
-            made: None,
+            settings: None,
             failed: false,
             recent: None,
             candidates: 0,
@@ -173,25 +173,24 @@ impl Sla2 {
         theta: &Tensor,
         cache: &mut Sla2Cache,
     ) -> Result<Tensor> {
-        let made = self.check_cached([q, k, v], theta, cache)?;
+        let settings = self.check_cached([q, k, v], theta, cache)?;
         let [q, k, v, theta] = [q, k, v, theta].map(Tensor::detach);
         let (past, tokens) = (cache.current_seq_len(), q.dim(SEQUENCE)?);
-        let (pool, size) = (made.pool, made.block.0);
+        let (pool, size) = (settings.pool, settings.block.0);
         cache.failed = true;
-        cache.made = Some(made);
+        cache.settings = Some(settings);
         let (keys, values) = cache.keys_values.append(&k.contiguous()?, &v.contiguous()?)?;
         let mut outputs = Vec::new();
         if past == 0 {
             outputs.push(self.apply(&q, &k, &v, &self.select(router, &q, &k)?, &theta)?);
             let first = tokens / size * size;
             if first < tokens {
-                let begin = (first + 1).saturating_sub(pool);
-                let window = q.narrow(SEQUENCE, begin, first + 1 - begin)?;
+                let window = cache.last_queries(&q.narrow(SEQUENCE, 0, first + 1)?, pool)?;
                 self.begin_block(router, &window, first, [&keys, &values], cache)?;
             }
             cache.recent = Some(cache.last_queries(&q, pool)?);
         }
-        let mut at = past.max(outputs.len() * tokens);
+        let mut at = if past == 0 { tokens } else { past };
         while at < past + tokens {
             let len = (size - at % size).min(past + tokens - at);
             let q = q.narrow(SEQUENCE, at - past, len)?;
@@ -208,7 +207,7 @@ impl Sla2 {
     }
 
     /// Checks everything before the cache changes.
-    fn check_cached(&self, [q, k, v]: [&Tensor; 3], theta: &Tensor, cache: &Sla2Cache) -> Result<Made> {
+    fn check_cached(&self, [q, k, v]: [&Tensor; 3], theta: &Tensor, cache: &Sla2Cache) -> Result<Settings> {
         let (shape, _) = self.shape(q, k)?;
         if !shape.causal() || shape.is_packed() {
             return Err(Error::new("SLA2 with a cache needs one causal sequence for each batch entry")
@@ -234,18 +233,13 @@ impl Sla2 {
                 .into());
         }
         let Self { block, count, nearest, tail, .. } = *self;
-        let made = Made { block, pool: self.pool_of_block(), count, nearest, tail, heads };
-        let known = cache.made.as_ref().is_none_or(|first| *first == made);
-        if cache.failed || !known {
+        let settings = Settings { block, pool: self.pool_of_block(), count, nearest, tail, heads };
+        let first = cache.settings.as_ref().filter(|_| !cache.failed);
+        if cache.failed || first.is_some_and(|first| *first != settings) {
+            let failed = "a cache whose last call failed".to_string();
             return Err(Error::new("the cache cannot be used for this call")
-                .got(if cache.failed { "a cache whose last call failed".into() } else { format!("{made:?}") })
-                .allowed(
-                    cache
-                        .made
-                        .as_ref()
-                        .filter(|_| !cache.failed)
-                        .map_or("another cache".into(), |made| format!("{made:?}")),
-                )
+                .got(if cache.failed { failed } else { format!("{settings:?}") })
+                .allowed(first.map_or("another cache".into(), |first| format!("{first:?}")))
                 .hint("`Sla2Cache::reset` empties it")
                 .into());
         }
@@ -263,7 +257,7 @@ impl Sla2 {
                     .into());
             }
         }
-        Ok(made)
+        Ok(settings)
     }
 
     /// Selects what the block of queries whose first token is at `first` attends to. The mean of `window`, the queries up
