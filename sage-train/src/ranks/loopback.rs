@@ -7,17 +7,12 @@ use std::net::{TcpListener, TcpStream};
 use std::time::Duration;
 
 use candle_core::{Device, Result, Tensor};
-use candle_sage::Error;
 use safetensors::View;
 
 use super::greeting::{Greeted, Greetings};
 use super::meeting::Meeting;
-use super::transport::{Swap, Transfer, Transport};
+use super::transport::{Swap, Transfer, Transport, left_to_the_watch};
 use crate::during;
-
-/// How long a rank with a broken connection waits for the threads of [`Meeting`] to report the dead rank and end the
-/// process, before it reports its own error.
-const WATCH: Duration = Duration::from_secs(8);
 
 /// Connections to all other ranks.
 #[derive(Debug)]
@@ -46,7 +41,7 @@ impl Loopback {
         for (index, address) in addresses.iter().enumerate().take(rank.index) {
             let connected = TcpStream::connect(address)
                 .and_then(|mut stream| meeting.introduce(&mut stream).map(|()| stream))
-                .map_err(|error| left_to_the_watch(error, failed()))?;
+                .map_err(|error| left_to_the_watch(during(failed())(error)))?;
             peers[index] = Some(connected);
         }
         let mut greetings = Greetings::new(listener, meeting.secret()).map_err(during(failed()))?;
@@ -67,12 +62,6 @@ impl Loopback {
         }
         Ok(Self { peers, coming: RefCell::default(), transfers: Cell::default() })
     }
-}
-
-/// The error of a broken connection, returned after the threads of [`Meeting`] had time to report the rank that died.
-fn left_to_the_watch(error: std::io::Error, what: &str) -> Error {
-    std::thread::sleep(WATCH);
-    during(what)(error)
 }
 
 impl Transport for Loopback {
@@ -102,7 +91,7 @@ impl Transport for Loopback {
             received
         });
         let received =
-            received.map_err(|error| left_to_the_watch(error, "another rank cannot be reached"))?;
+            received.map_err(|error| left_to_the_watch(during("another rank cannot be reached")(error)))?;
         for (comes, bytes) in swaps.iter().flat_map(|swap| &swap.comes).zip(received.into_iter().flatten()) {
             let came = Tensor::from_raw_buffer(&bytes, comes.dtype(), comes.dims(), &Device::Cpu)?;
             let unread = Tensor::full(f32::NAN, comes.dims(), &Device::Cpu)?.to_dtype(comes.dtype())?;

@@ -1,8 +1,10 @@
 //! The interface of the transports, which carry tensors between ranks.
 
 use std::fmt::Debug;
+use std::time::Duration;
 
 use candle_core::{DType, Device, Result, Tensor};
+use candle_sage::Error;
 use clap::ValueEnum;
 
 /// Whether copy engines carry gradients and updated weights among the ranks of a node.
@@ -38,6 +40,17 @@ pub(super) struct Swap {
     pub(super) sent: Vec<Tensor>,
     /// The tensors to receive into, in the order in which the other rank sends.
     pub(super) comes: Vec<Tensor>,
+}
+
+/// How long a rank with a failed transfer waits for the threads of [`Meeting`](super::meeting::Meeting) to report the
+/// dead rank and end the process, before it reports its own error.
+const WATCH: Duration = Duration::from_secs(8);
+
+/// The error of a failed transfer, returned after the control channel had time to report the rank that died. Without
+/// the wait a rank that a transfer tells first would exit with its own error, not with the code of a lost rank.
+pub(super) fn left_to_the_watch(error: Error) -> Error {
+    std::thread::sleep(WATCH);
+    error
 }
 
 /// Transfers tensors between ranks that make the same calls in the same order. It only copies.

@@ -1,22 +1,17 @@
 //! NCCL's shared library: its functions, which are looked up at run time, and its types.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
-use std::time::Duration;
 
 use candle_sage::Error;
 use cudarc::driver::sys::CUstream;
 use libloading::Library;
 
+use super::super::transport::left_to_the_watch;
+
 /// Environment variable with the path of the library, for systems that do not find it by name.
 pub(super) const PATH: &str = "SAGE_TRAIN_NCCL";
 
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
-
-/// `ncclRemoteError`: another process exited, or the network failed.
-const REMOTE: c_int = 6;
-
-/// Longest time until the loss of a rank ends this process, unless a machine hangs.
-const LOSS: Duration = Duration::from_secs(3);
 
 /// `ncclUint8`: NCCL copies bytes, whatever the element type.
 pub(super) const BYTES: c_int = 1;
@@ -157,20 +152,19 @@ impl Functions {
             )))
     }
 
-    /// Turns an error code into an error. If the reason is that another rank exited, the rendezvous of the ranks ends
-    /// this process first, with a message that names the other rank.
+    /// Turns an error code into an error. If the reason is that another rank exited, which NCCL reports as an error of
+    /// another process or of the system, the rendezvous of the ranks ends this process first, with a message that names
+    /// the other rank.
     pub(super) fn check(&self, what: &str, code: c_int) -> candle_sage::Result<()> {
         if code == 0 {
             return Ok(());
         }
-        if code == REMOTE {
-            std::thread::sleep(LOSS);
-        }
         // SAFETY: the library returns a static string for any number.
         let text = unsafe { CStr::from_ptr((self.error_string)(code)) };
-        Err(Error::failed(format!("NCCL cannot {what}"))
+        let error = Error::failed(format!("NCCL cannot {what}"))
             .got(text.to_string_lossy())
             .allowed("GPUs that reach each other")
-            .hint("NCCL_DEBUG=WARN with NCCL_DEBUG_FILE=nccl.%h.%p says more; --copy-engines off needs no shared memory"))
+            .hint("NCCL_DEBUG=WARN with NCCL_DEBUG_FILE=nccl.%h.%p says more; --copy-engines off needs no shared memory");
+        Err(left_to_the_watch(error))
     }
 }
