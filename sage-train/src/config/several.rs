@@ -233,8 +233,19 @@ impl Config {
             weights: parameters * 4 / of + parameters * element + self.model.linear_copies(),
             optimizer: memory.optimizer / of,
             gradients: memory.gradients + received_bytes(&specs, mesh, whole),
-            activations: memory.activations / mesh.context as u64,
+            activations: memory.activations / mesh.context as u64 + self.exchanged_bytes(mesh, element),
             links: if self.device == Place::Cpu { 0 } else { NCCL },
+        }
+    }
+
+    /// Peak bytes of the exchange of heads between ranks that share a sequence: the gradients of query, key and value as
+    /// they are sent, as they are received, and in their final order.
+    fn exchanged_bytes(&self, mesh: Mesh, element: u64) -> u64 {
+        let heads = (self.model.heads + 2 * self.model.key_heads) as u64;
+        let tokens = (self.micro_batch * self.model.context) as u64;
+        match mesh.context {
+            1 => 0,
+            ranks => 3 * element * tokens * heads * self.model.head_dim as u64 / ranks as u64,
         }
     }
 }
@@ -246,6 +257,7 @@ fn nodes(count: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::Recompute;
     use crate::quantity::Quantity;
     use crate::ranks::Rank;
     use crate::settings::{Preset, Settings};
@@ -292,6 +304,21 @@ mod tests {
             let seconds = config.seconds(World { mesh, link: LINK, network: NETWORK, gpu }, 1);
             let reckoned = 1e3 * seconds.all();
             assert!((reckoned / measured - 1.0).abs() < 0.03, "{mesh:?}: {reckoned} for {measured}");
+        }
+    }
+
+    /// Peak memory of a GPU against docs/several-gpus.md, in GiB: one sequence over several H200, with recomputation.
+    #[test]
+    fn memory_of_a_shared_sequence_is_predicted() {
+        for (ranks, context, recompute, measured) in
+            [(4, 1 << 20, Recompute::Block, 35.2), (8, 1 << 18, Recompute::Attention, 25.3)]
+        {
+            let mut config = config(1, context, 1, 50_257, 8);
+            config.model.recompute = recompute;
+            let rank = Rank { index: 0, of: ranks };
+            let mesh = Mesh { engines: true, context: ranks, ..Mesh::node(rank) };
+            let predicted = config.memory_of_ranks(mesh).total() as f64 / f64::from(1 << 30);
+            assert!((predicted / measured - 1.0).abs() < 0.1, "{ranks} GPUs: {predicted} for {measured}");
         }
     }
 }
