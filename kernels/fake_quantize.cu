@@ -44,16 +44,18 @@ struct Place {
   __device__ __forceinline__ int row(int i) const { return first_row + i * STEP; }
 };
 
+// Both functions quantize the values times `factor`, a power of two, and divide by it afterwards.
+//
 // Groups of 16 channels: a thread has eight of them, the neighbouring lane the other eight.
 template <int ROWS>
-__device__ __forceinline__ void quantize_along_channels(float (&x)[ROWS][8]) {
+__device__ __forceinline__ void quantize_along_channels(float (&x)[ROWS][8], float factor) {
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     uint32_t largest = 0;
 #pragma unroll
     for (int c = 0; c < 8; ++c) largest = max(largest, quant::abs_bits(x[i][c]));
     largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
-    quant::Nvfp4Scale scale = quant::nvfp4_scale_of(__uint_as_float(largest));
+    quant::Nvfp4Scale scale = quant::nvfp4_scale_of(__uint_as_float(largest), factor);
 #pragma unroll
     for (int c = 0; c < 8; ++c) x[i][c] = quant::e2m1(x[i][c] * scale.quant) * scale.dequant;
   }
@@ -61,7 +63,7 @@ __device__ __forceinline__ void quantize_along_channels(float (&x)[ROWS][8]) {
 
 // Groups of 16 tokens: the lanes that share the same channels, CHUNKS lanes apart, have the tokens of a group.
 template <int CHUNKS, int ROWS>
-__device__ __forceinline__ void quantize_along_tokens(float (&x)[ROWS][8]) {
+__device__ __forceinline__ void quantize_along_tokens(float (&x)[ROWS][8], float factor) {
 #pragma unroll
   for (int c = 0; c < 8; ++c) {
     uint32_t largest = 0;
@@ -69,7 +71,7 @@ __device__ __forceinline__ void quantize_along_tokens(float (&x)[ROWS][8]) {
     for (int i = 0; i < ROWS; ++i) largest = max(largest, quant::abs_bits(x[i][c]));
 #pragma unroll
     for (int lanes = CHUNKS; lanes < 32; lanes *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, lanes));
-    quant::Nvfp4Scale scale = quant::nvfp4_scale_of(__uint_as_float(largest));
+    quant::Nvfp4Scale scale = quant::nvfp4_scale_of(__uint_as_float(largest), factor);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) x[i][c] = quant::e2m1(x[i][c] * scale.quant) * scale.dequant;
   }
@@ -77,7 +79,8 @@ __device__ __forceinline__ void quantize_along_tokens(float (&x)[ROWS][8]) {
 
 // Rounds the tokens of a tile from `first` on. If `mean` (one value per channel) is not null, it is subtracted first.
 template <class T, int D, bool BY_GROUP>
-__device__ __forceinline__ void round_tile(const Rows<T>& from, const Rows<T>& to, int first, const float* mean, bool quantize) {
+__device__ __forceinline__ void round_tile(const Rows<T>& from, const Rows<T>& to, int first, const float* mean, float factor,
+                                           bool quantize) {
   using At = Place<D, BY_GROUP>;
   At at;
   uint4 words[At::ROWS];
@@ -92,8 +95,8 @@ __device__ __forceinline__ void round_tile(const Rows<T>& from, const Rows<T>& t
       if (mean && first + at.row(i) < from.count) x[i][c] = __fsub_rn(x[i][c], mean[at.column + c]);
     }
   if (quantize) {
-    if constexpr (BY_GROUP) quantize_along_tokens<At::CHUNKS>(x);
-    else quantize_along_channels(x);
+    if constexpr (BY_GROUP) quantize_along_tokens<At::CHUNKS>(x, factor);
+    else quantize_along_channels(x, factor);
   }
 #pragma unroll
   for (int i = 0; i < At::ROWS; ++i)
@@ -120,8 +123,35 @@ __device__ void fake_quantize(const params::FakeQuantize& p) {
   Rows<T> target(to, segment.batch, start, head, count, shape.head_dim);
   bool smooth = value ? p.smooth_values : !query && p.k_mean;
   const float* mean = smooth ? p.k_mean + (int64_t(value ? shape.key_heads + head : head) * shape.segment_count + number) * D : nullptr;
-  if (value && p.value_tokens) round_tile<T, D, true>(source, target, first, mean, p.quantize);
-  else round_tile<T, D, false>(source, target, first, mean, p.quantize);
+  float factor = value && p.value_max ? quant::nvfp4_head_factor(p.value_max[head * shape.segment_count + number]) : 1.0f;
+  if (value && p.value_tokens) round_tile<T, D, true>(source, target, first, mean, factor, p.quantize);
+  else round_tile<T, D, false>(source, target, first, mean, factor, p.quantize);
+}
+
+// Each block takes the largest |V| of a tile of 64 tokens of one head. `value_max` is zeros before the launch.
+template <class T, int D>
+__device__ void value_maxima(const params::FakeQuantize& p) {
+  using At = Place<D, false>;
+  const params::Shape& shape = p.shape;
+  int head = blockIdx.x % shape.key_heads, tile = blockIdx.x / shape.key_heads;
+  int number = segment_of_tile<false>(shape, tile);
+  Segment segment(shape, number);
+  Rows<T> rows(p.v, segment.batch, segment.key_start, head, segment.key_len, shape.head_dim);
+  __shared__ uint32_t of_block;
+  if (threadIdx.x == 0) of_block = 0;
+  __syncthreads();
+  At at;
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < At::ROWS; ++i) {
+    uint4 words = rows.load_8((tile - segment.key_tile) * TILE + at.row(i), at.column);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) largest = max(largest, quant::abs_bits(ptx::to_float(reinterpret_cast<const T*>(&words)[c])));
+  }
+  largest = __reduce_max_sync(~0u, largest);
+  if (threadIdx.x % 32 == 0) atomicMax(&of_block, largest);
+  __syncthreads();
+  if (threadIdx.x == 0) atomicMax(&p.value_max[head * shape.segment_count + number], of_block);
 }
 
 }  // namespace
@@ -130,6 +160,10 @@ __device__ void fake_quantize(const params::FakeQuantize& p) {
   extern "C" __global__ void __launch_bounds__(THREADS<D>, AT_ONCE / THREADS<D>)   \
       fake_quantize_##type##_##D(const __grid_constant__ params::FakeQuantize p) { \
     fake_quantize<T, D>(p);                                                        \
+  }                                                                                \
+  extern "C" __global__ void __launch_bounds__(THREADS<D>)                         \
+      value_maxima_##type##_##D(const __grid_constant__ params::FakeQuantize p) {  \
+    value_maxima<T, D>(p);                                                         \
   }
 KERNEL(bf16, __nv_bfloat16, 64)
 KERNEL(bf16, __nv_bfloat16, 128)

@@ -58,7 +58,7 @@ pub use ops::{
 };
 pub use scheme::{
     AttnQat, Granularity, Int8Products, KeyMean, PReference, Products, SageBwd, Scheme, Smoothing,
-    ValueGroups,
+    ValueGroups, ValueScale,
 };
 pub use selection::Selection;
 pub use shape::{AttentionShape, Packing};

@@ -179,6 +179,25 @@ impl Scale {
     }
 }
 
+/// The power of two that moves `max`, the largest magnitude of a head of V, into 512 to 1024. So the largest values
+/// minus their mean, which have at most twice the magnitude, do not saturate. The factor is at most 2^100, so that its
+/// product with a group's `quant` is finite, and 1 if `max` is 0 or not finite. See
+/// [`ValueScale::Head`](crate::ValueScale::Head).
+///
+/// ```
+/// use candle_sage::nvfp4::head_factor;
+///
+/// assert_eq!([1.0, 3e-3, 1e4].map(|max| max * head_factor(max)), [512.0, 786.432, 625.0]);
+/// ```
+pub fn head_factor(max: f32) -> f32 {
+    const MOST: u32 = 100 + 127;
+    match max.to_bits() >> 23 {
+        _ if max == 0.0 => 1.0,
+        255.. => 1.0,
+        exponent => f32::from_bits((9 + 2 * 127 - exponent).min(MOST) << 23),
+    }
+}
+
 /// The axis of a matrix along which 16 adjacent values share a scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Axis {

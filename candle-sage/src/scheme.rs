@@ -8,7 +8,7 @@ mod sagebwd;
 mod smoothing;
 mod words;
 
-pub use attn_qat::{AttnQat, PReference, Products, ValueGroups};
+pub use attn_qat::{AttnQat, PReference, Products, ValueGroups, ValueScale};
 pub use sagebwd::{Granularity, Int8Products, SageBwd};
 pub use smoothing::{KeyMean, Smoothing};
 

@@ -110,6 +110,7 @@ fn attention(folder: &Path) -> Result<(AttentionSettings, Sla2Settings)> {
             attn: word("scheme").map(str::parse).transpose()?,
             attn_layers: word("attn_layers").map(str::parse).transpose()?,
             value_groups: word("value_groups").map(str::parse).transpose()?,
+            value_scale: word("value_scale").map(str::parse).transpose()?,
             p_reference: word("probability_reference").map(str::parse).transpose()?,
             smoothing: smoothing.transpose().map_err(|error| Error::new("unknown smoothing").got(error))?,
             ..AttentionSettings::default()

@@ -29,7 +29,7 @@ use crate::settings::{Attn, Settings};
 use crate::trained::Trained;
 use crate::{bar, during, notify};
 
-use anatomy::{Anatomy, Inputs, Low, Quantities, bytes};
+use anatomy::{Anatomy, Inputs, Low, OutOfRange, Quantities, bytes};
 use attn_qat::AttnQatAnatomy;
 use measures::{Sums, outlying};
 use sagebwd::SageBwdAnatomy;
@@ -217,7 +217,7 @@ struct HeadErrors {
     sizes: Option<Sizes>,
     /// Sums for each matmul or operand, in the order of [`Anatomy::parts`].
     products: Vec<(&'static str, [Option<Sums>; 4])>,
-    vanished: Vec<(&'static str, f64)>,
+    out_of_range: Vec<(&'static str, OutOfRange)>,
     /// Number of summed sequences.
     count: usize,
 }
@@ -238,17 +238,21 @@ impl HeadErrors {
             let weight = other.count as f64 / self.count as f64;
             self.sizes.get_or_insert(*sizes).join(sizes, weight);
         }
-        if self.vanished.is_empty() {
-            self.vanished.clone_from(&other.vanished);
+        if self.out_of_range.is_empty() {
+            self.out_of_range.clone_from(&other.out_of_range);
         }
         let weight = other.count as f64 / self.count as f64;
-        for ((_, into), (_, share)) in self.vanished.iter_mut().zip(&other.vanished) {
-            *into += weight * (share - *into);
+        for ((_, into), (_, groups)) in self.out_of_range.iter_mut().zip(&other.out_of_range) {
+            into.vanished += weight * (groups.vanished - into.vanished);
+            into.saturated += weight * (groups.saturated - into.saturated);
         }
     }
 
     fn row(&self, layer: usize, head: Option<usize>) -> Row {
         let of = |sums: &Sums| sums.distance();
+        let shares = |of: fn(&OutOfRange) -> f64| {
+            self.out_of_range.iter().map(|(name, groups)| ((*name).to_owned(), of(groups))).collect()
+        };
         Row {
             layer,
             head,
@@ -259,7 +263,8 @@ impl HeadErrors {
                 .iter()
                 .map(|(part, sums)| ((*part).to_owned(), sums.map(|sums| Some(of(&sums?).relative_l2))))
                 .collect(),
-            vanished: self.vanished.iter().map(|(name, share)| ((*name).to_owned(), *share)).collect(),
+            vanished: shares(|groups| groups.vanished),
+            saturated: shares(|groups| groups.saturated),
         }
     }
 }
@@ -318,8 +323,11 @@ fn insides(
             .map(|n| {
                 let errors = errors(&codes[n], &exact[n], n == 0);
                 let sizes = Some(sizes(&inputs[n], &exact[n], anatomy));
-                let vanished = anatomy.vanished(&inputs[n], &exact[n]);
-                (key * group + n, HeadErrors { errors, sizes, vanished, count: 1, ..HeadErrors::default() })
+                let out_of_range = anatomy.out_of_range(&inputs[n], &exact[n]);
+                (
+                    key * group + n,
+                    HeadErrors { errors, sizes, out_of_range, count: 1, ..HeadErrors::default() },
+                )
             })
             .collect();
         if look.products {

@@ -12,8 +12,8 @@ use super::rows::{Keys, RowSource, Rows};
 use super::tile::Tile;
 use super::view::View;
 use super::{Gradients, OnCpu, OutputGradient, backward, forward, lanes};
-use crate::nvfp4::{Axis, GROUP, Packed, Scale, e2m1};
-use crate::scheme::{AttnQat as Settings, PReference, ValueGroups};
+use crate::nvfp4::{Axis, GROUP, Packed, Scale, e2m1, head_factor};
+use crate::scheme::{AttnQat as Settings, PReference, ValueGroups, ValueScale};
 
 /// K's mean is computed from partial sums over this many rows, as in SageBwd.
 const MEAN_ROWS: usize = 64;
@@ -37,6 +37,8 @@ struct Codes {
     q: Vec<Packed>,
     k: Vec<Packed>,
     v: Vec<Packed>,
+    /// The factor by which V was multiplied before it was quantized.
+    v_factor: Vec<f32>,
     /// The token mean that was subtracted from K, if there is one.
     k_mean: Vec<Option<Vec<f32>>>,
     /// The token mean that was subtracted from V, if there is one.
@@ -55,21 +57,32 @@ impl Codes {
             ValueGroups::Tokens => Axis::Rows,
             ValueGroups::HeadDim => Axis::Channels,
         };
-        let packed = |mut rows: Vec<f32>, smooth: bool, axis: Axis| {
+        let smoothed = |mut rows: Vec<f32>, smooth: bool| {
             let mean = smooth.then(|| channel_mean(&rows, d, MEAN_ROWS));
             if let Some(mean) = &mean {
                 subtract_mean(&mut rows, mean);
             }
-            (Packed::new(&rows, d, axis), mean)
+            (rows, mean)
         };
         let (smoothing, heads) = (settings.smoothing, shape.key_heads());
         let k = per_head(problem, heads, |at| {
-            packed(problem.k_rows(at, keys(at)), smoothing.of_keys(), Axis::Channels)
+            let (rows, mean) = smoothed(problem.k_rows(at, keys(at)), smoothing.of_keys());
+            (Packed::new(&rows, d, Axis::Channels), mean)
         });
-        let v =
-            per_head(problem, heads, |at| packed(problem.v_rows(at, keys(at)), smoothing.of_values(), axis));
-        let ((k, k_mean), (v, v_mean)) = (k.into_iter().unzip(), v.into_iter().unzip());
-        Self { q, k, v, k_mean, v_mean }
+        let v = per_head(problem, heads, |at| {
+            let rows = problem.v_rows(at, keys(at));
+            let factor = match settings.value_scale {
+                ValueScale::None => 1.0,
+                ValueScale::Head => head_factor(f32::from_bits(lanes::max_abs_bits(&rows))),
+            };
+            let (mut rows, mean) = smoothed(rows, smoothing.of_values());
+            rows.iter_mut().for_each(|x| *x *= factor);
+            ((Packed::new(&rows, d, axis), factor), mean)
+        });
+        let ((k, k_mean), (v, v_mean)): ((_, _), (Vec<_>, _)) =
+            (k.into_iter().unzip(), v.into_iter().unzip());
+        let (v, v_factor) = v.into_iter().unzip();
+        Self { q, k, v, v_factor, k_mean, v_mean }
     }
 }
 
@@ -123,7 +136,10 @@ impl RowSource for Forward<'_> {
         self.codes.k[key_index(self.problem, at)].rows(tokens)
     }
     fn v_rows(&self, at: Head, tokens: Range<usize>) -> Vec<f32> {
-        self.codes.v[key_index(self.problem, at)].rows(tokens)
+        let head = key_index(self.problem, at);
+        let (mut rows, inverse) = (self.codes.v[head].rows(tokens), 1.0 / self.codes.v_factor[head]);
+        rows.iter_mut().for_each(|x| *x *= inverse);
+        rows
     }
 }
 

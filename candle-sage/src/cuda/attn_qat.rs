@@ -3,8 +3,8 @@
 //!
 //! The backward rounds Q, K and V again, instead of keeping three rounded tensors per layer for a whole training step.
 //! It rounds K and V into the memory of dK and dV: no block reads another block's keys, and each block writes its
-//! gradients after its last matmul. (If no query sees a block's keys, it writes zeros while its own copies may be in
-//! flight; nothing reads these copies.)
+//! gradients after its last matmul. (A block whose keys no query sees writes zeros, perhaps before its asynchronous
+//! copies of K and V have finished. Nothing reads what they copy.)
 
 use candle_core::Result;
 
@@ -22,7 +22,7 @@ use super::tensor::Output;
 use super::unquantized::{self, launch_delta};
 use super::{OnGpu, OutputGradient, params};
 use crate::error::Error;
-use crate::scheme::{AttnQat, PReference, Products, ValueGroups};
+use crate::scheme::{AttnQat, PReference, Products, ValueGroups, ValueScale};
 
 /// Name of the forward's kernel with FP4 matmuls, and of the `.cu` file with this kernel and the kernel that packs its
 /// operands.
@@ -33,6 +33,17 @@ pub(super) struct Operands {
     kept: Kept,
     pub(super) rounded: Rounded,
     k_tile_sums: Option<Buffer<f32>>,
+    value_max: ValueMax,
+}
+
+/// For each key head of each segment the bits of the largest |V|, if V is scaled.
+type ValueMax = Option<Buffer<u32>>;
+
+/// Buffers that the backward's kernels read and write in addition to the forward's state.
+pub(super) struct Scratch {
+    /// Q as the backward's kernel reads it.
+    q: Option<Output>,
+    value_max: ValueMax,
 }
 
 /// Q, K and V as operands of the forward's matmuls.
@@ -56,8 +67,7 @@ pub(super) struct Kept {
 impl OnGpu for AttnQat {
     type Operands = Operands;
     type Kept = Kept;
-    /// Q as the backward's kernel reads it.
-    type Scratch = Option<Output>;
+    type Scratch = Scratch;
 
     fn forward_kernel(&self) -> &'static str {
         match self.products {
@@ -84,7 +94,12 @@ impl OnGpu for AttnQat {
         let k_tile_sums = smooth.then(|| gpu.alloc(smoothed * call.key_tiles() * call.d)).transpose()?;
         if self.products == Products::Nvfp4 {
             let kept = Kept { high_precision_out: None, row_sums: None, k_mean };
-            return Ok(Operands { kept, rounded: Rounded::Codes(codes(call)?), k_tile_sums });
+            return Ok(Operands {
+                kept,
+                rounded: Rounded::Codes(codes(call)?),
+                k_tile_sums,
+                value_max: None,
+            });
         }
         let rounded = |dims| call.tensor(Purpose::Scratch, dims);
         let (q, k) = (rounded(shape.query_dims())?, rounded(shape.key_dims())?);
@@ -94,7 +109,8 @@ impl OnGpu for AttnQat {
             second.then(|| call.tensor(Purpose::Kept, shape.query_dims())).transpose()?;
         let rows = call.query_tiles() * TILE;
         let row_sums = keep.then(|| gpu.alloc_for(Purpose::Kept, rows)).transpose()?;
-        Ok(Operands { kept: Kept { high_precision_out, row_sums, k_mean }, rounded, k_tile_sums })
+        let kept = Kept { high_precision_out, row_sums, k_mean };
+        Ok(Operands { kept, rounded, k_tile_sums, value_max: self.value_max(call)? })
     }
 
     fn before_forward<'p>(
@@ -119,7 +135,7 @@ impl OnGpu for AttnQat {
         };
         let to = [q.view(gpu), k.view(gpu), v.view(gpu)];
         let from = [params.q, params.k, params.v];
-        launch_fake_quantize(self, call, from, to, params.codes.k_mean, true)?;
+        launch_fake_quantize(self, call, from, to, params.codes.k_mean, operands.value_max.as_ref(), true)?;
         [params.q, params.k, params.v] = to;
         if let Some(out) = high_precision_out {
             params.high_precision_out = out.view(gpu);
@@ -132,9 +148,11 @@ impl OnGpu for AttnQat {
         operands.kept
     }
 
-    fn scratch(&self, call: &Call<'_>, kept: &Kept) -> Result<Option<Output>> {
+    fn scratch(&self, call: &Call<'_>, kept: &Kept) -> Result<Scratch> {
         let again = self.matched_recomputation || kept.k_mean.is_some();
-        again.then(|| call.tensor(Purpose::Scratch, call.problem.shape.query_dims())).transpose()
+        let q = again.then(|| call.tensor(Purpose::Scratch, call.problem.shape.query_dims())).transpose()?;
+        let value_max = if self.matched_recomputation { self.value_max(call)? } else { None };
+        Ok(Scratch { q, value_max })
     }
 
     fn before_backward<'p>(
@@ -142,7 +160,7 @@ impl OnGpu for AttnQat {
         call: &Call<'_>,
         plan: &Plan,
         kept: &'p Kept,
-        scratch: &'p Option<Output>,
+        scratch: &'p Scratch,
         output: &OutputGradient<'_>,
         params: &mut params::Backward<'p>,
     ) -> Result<()> {
@@ -152,14 +170,23 @@ impl OnGpu for AttnQat {
         }
         params.row_sums = address_if_any(kept.row_sums.as_ref(), gpu);
         let k_mean = address_if_any(kept.k_mean.as_ref(), gpu);
-        if let Some(q) = scratch {
+        if let Some(q) = &scratch.q {
             let to = [q.view(gpu), params.dk, params.dv];
             let from = [params.q, params.k, params.v];
-            launch_fake_quantize(self, call, from, to, k_mean, self.matched_recomputation)?;
+            let (value_max, quantize) = (scratch.value_max.as_ref(), self.matched_recomputation);
+            launch_fake_quantize(self, call, from, to, k_mean, value_max, quantize)?;
             [params.q, params.k, params.v] = to;
         }
         call.set_backward_maps(plan, true, output.dout, params)?;
         launch_delta(call, params)
+    }
+}
+
+impl AttnQat {
+    /// Zeros for the maxima of V, if V is scaled.
+    fn value_max(&self, call: &Call<'_>) -> Result<ValueMax> {
+        let heads = call.segment_count() * call.problem.shape.key_heads();
+        (self.value_scale == ValueScale::Head).then(|| call.gpu.alloc_zeros(heads)).transpose()
     }
 }
 
@@ -193,15 +220,18 @@ fn pack<'p>(call: &Call<'_>, codes: &'p [Buffer<i8>; 3], params: &mut params::Fo
 }
 
 /// Launches the rounding of Q, K and V into other tensors: to NVFP4 if `quantize`, otherwise only to 16 bit. With
-/// smoothing, the means of K and V are subtracted first.
+/// smoothing, the means of K and V are subtracted first. With `value_max`, which must be zeros, a launch before it takes
+/// the maxima of V.
 fn launch_fake_quantize(
     settings: &AttnQat,
     call: &Call<'_>,
     [q, k, v]: [params::View<'_>; 3],
     [q_to, k_to, v_to]: [params::View<'_>; 3],
     k_mean: Address<'_>,
+    value_max: Option<&Buffer<u32>>,
     quantize: bool,
 ) -> Result<()> {
+    let gpu = call.gpu;
     let params = params::FakeQuantize {
         q,
         k,
@@ -210,13 +240,18 @@ fn launch_fake_quantize(
         k_to,
         v_to,
         k_mean,
+        value_max: address_if_any(value_max, gpu),
         shape: call.shape(),
         quantize: quantize.into(),
         value_tokens: (settings.value_groups == ValueGroups::Tokens).into(),
         smooth_values: settings.smoothing.of_values().into(),
         padding: 0,
     };
-    let blocks = call.query_tiles() + 2 * call.key_tiles();
     let threads = TILE * call.d / VALUES;
-    params::launch(call.gpu, &call.kernel(kernel!("fake_quantize")), Grid::line(blocks, threads), &params)
+    if value_max.is_some() {
+        let tiles = Grid::line(call.key_tiles(), threads);
+        params::launch(gpu, &call.kernel(kernel!("value_maxima")), tiles, &params)?;
+    }
+    let blocks = call.query_tiles() + 2 * call.key_tiles();
+    params::launch(gpu, &call.kernel(kernel!("fake_quantize")), Grid::line(blocks, threads), &params)
 }

@@ -1,7 +1,11 @@
 //! Settings of Attn-QAT, quantization-aware training of FP4 attention (arXiv 2603.00040).
 
+mod values;
+
 use super::Smoothing;
 use crate::error::{Error, Result};
+
+pub use values::{ValueGroups, ValueScale};
 
 /// Attn-QAT: attention in 4-bit floating point ([NVFP4](crate::nvfp4)), with a backward that trains through the
 /// quantization.
@@ -48,6 +52,8 @@ pub struct AttnQat {
     pub smoothing: Smoothing,
     /// Axis along which 16 values of V share a scale.
     pub value_groups: ValueGroups,
+    /// Whether V is scaled to NVFP4's range before it is quantized.
+    pub value_scale: ValueScale,
     /// The number by which a row's probabilities are divided before they are quantized.
     pub p_reference: PReference,
     /// Whether dS uses the high-precision output O' (the paper's principle 2). Otherwise
@@ -68,6 +74,7 @@ impl Default for AttnQat {
         Self {
             smoothing: Smoothing::None,
             value_groups: ValueGroups::default(),
+            value_scale: ValueScale::default(),
             p_reference: PReference::default(),
             high_precision_output: true,
             matched_recomputation: true,
@@ -105,31 +112,6 @@ pub enum Products {
     /// thread by thread, with the instructions emulated as the PTX manual describes them (`kernels/host/run`). The
     /// results are within rounding of a definition in f64.
     Nvfp4,
-}
-
-/// The axis along which 16 values of V share a scale.
-///
-/// ```
-/// use candle_sage::{AttnQat, ValueGroups};
-///
-/// let groups: ValueGroups = "head-dim".parse()?;
-/// assert_eq!(AttnQat::default().value_groups(groups).value_groups, ValueGroups::HeadDim);
-/// assert_eq!(ValueGroups::default().to_string(), "tokens");
-/// # Ok::<(), candle_sage::Error>(())
-/// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub enum ValueGroups {
-    /// Tokens, the reduction of P V: block-scaled FP4 instructions need this axis, and models are deployed
-    /// with it.
-    ///
-    /// A scale then depends on up to 15 later tokens: also with a causal mask a token's value is rounded by the scale
-    /// of its group's largest value, and a NaN reaches the earlier tokens of its group. (Token-by-token decoding rounds
-    /// a group again until it is full.)
-    #[default]
-    Tokens,
-    /// Channels, as in the paper's published training kernel.
-    HeadDim,
 }
 
 /// The reference by which a row's probabilities are divided before they are quantized. E4M3 scales have four
@@ -191,6 +173,13 @@ impl AttnQat {
         self
     }
 
+    /// Sets [`AttnQat::value_scale`].
+    #[must_use]
+    pub fn value_scale(mut self, value_scale: ValueScale) -> Self {
+        self.value_scale = value_scale;
+        self
+    }
+
     /// Sets [`AttnQat::p_reference`].
     #[must_use]
     pub fn p_reference(mut self, p_reference: PReference) -> Self {
@@ -232,6 +221,7 @@ impl AttnQat {
         let Self {
             smoothing,
             value_groups,
+            value_scale,
             p_reference,
             high_precision_output,
             matched_recomputation,
@@ -242,6 +232,7 @@ impl AttnQat {
         vec![
             ("smoothing", smoothing.to_string()),
             ("value-groups", value_groups.to_string()),
+            ("value-scale", value_scale.to_string()),
             ("p-reference", p_reference.to_string()),
             ("high-precision-output", switch(high_precision_output)),
             ("matched-recomputation", switch(matched_recomputation)),
@@ -261,6 +252,7 @@ impl AttnQat {
             ("query_groups", text("head-dim")),
             ("key_groups", text("head-dim")),
             ("value_groups", self.value_groups.to_string()),
+            ("value_scale", self.value_scale.to_string()),
             ("probability_groups", text("keys")),
             ("probability_reference", self.p_reference.to_string()),
             ("smoothing", self.smoothing.to_string()),
@@ -279,7 +271,7 @@ impl AttnQat {
     ///
     /// # Errors
     /// When Q is smoothed; when V is smoothed with FP4 matmuls or without the high-precision output; when FP4 matmuls
-    /// have groups of V along head_dim, which is not their reduction.
+    /// have a scale of each head of V, or groups of V along head_dim, which is not their reduction.
     pub fn validate(&self) -> Result<()> {
         if self.smoothing.of_values() && !self.high_precision_output {
             return Err(Error::new("smoothing of V needs the high-precision output")
@@ -298,6 +290,12 @@ impl AttnQat {
                 .got("smoothing qk")
                 .allowed("none, k, kv")
                 .hint("SageBwd smooths query and key"));
+        }
+        if self.products == Products::Nvfp4 && self.value_scale != ValueScale::None {
+            return Err(Error::unsupported("FP4 matmuls do not support a scale for each head of V")
+                .got(format!("value scale {}, products nvfp4", self.value_scale))
+                .allowed("value scale none")
+                .hint("multiply V by a power of two before the call, and divide the output by it"));
         }
         if self.products == Products::Nvfp4 && self.value_groups != ValueGroups::Tokens {
             return Err(Error::new("FP4 matmuls need V's scales along the tokens, which P V sums over")
@@ -329,20 +327,6 @@ impl PReference {
     }
 }
 
-impl std::str::FromStr for ValueGroups {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        let found = [Self::Tokens, Self::HeadDim].into_iter().find(|groups| groups.to_string() == text);
-        found.ok_or_else(|| {
-            Error::new("unknown groups of values")
-                .got(format!("`{text}`"))
-                .allowed("tokens, head-dim")
-                .hint("tokens is what FP4 instructions need; head-dim is the published training kernel's")
-        })
-    }
-}
-
 impl std::str::FromStr for PReference {
     type Err = Error;
 
@@ -359,8 +343,11 @@ impl std::str::FromStr for PReference {
 
 impl std::fmt::Display for AttnQat {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { smoothing, value_groups, p_reference, .. } = self;
+        let Self { smoothing, value_groups, value_scale, p_reference, .. } = self;
         write!(f, "Attn-QAT, smoothing {smoothing}, values by {value_groups}, P by {p_reference}")?;
+        if *value_scale != ValueScale::None {
+            write!(f, ", scale of V by {value_scale}")?;
+        }
         for (on, missing) in [
             (self.high_precision_output, "high-precision output"),
             (self.matched_recomputation, "matched recomputation"),
@@ -371,15 +358,6 @@ impl std::fmt::Display for AttnQat {
             }
         }
         Ok(())
-    }
-}
-
-impl std::fmt::Display for ValueGroups {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Tokens => "tokens",
-            Self::HeadDim => "head-dim",
-        })
     }
 }
 
@@ -402,10 +380,14 @@ mod tests {
         for groups in [ValueGroups::Tokens, ValueGroups::HeadDim] {
             assert_eq!(groups.to_string().parse(), Ok(groups));
         }
+        for scale in [ValueScale::None, ValueScale::Head] {
+            assert_eq!(scale.to_string().parse(), Ok(scale));
+        }
         for reference in [PReference::RowMax, PReference::TwoLevel, PReference::Literal] {
             assert_eq!(reference.to_string().parse(), Ok(reference));
         }
         assert!("".parse::<ValueGroups>().is_err() && "max".parse::<PReference>().is_err());
+        assert!("tensor".parse::<ValueScale>().is_err());
         assert!(AttnQat::default().smoothing(Smoothing::Qk).validate().is_err());
     }
 }

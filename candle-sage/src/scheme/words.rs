@@ -85,6 +85,7 @@ impl AttnQat {
         match name {
             "smoothing" => self.smoothing = value.parse()?,
             "value-groups" => self.value_groups = value.parse()?,
+            "value-scale" => self.value_scale = value.parse()?,
             "p-reference" => self.p_reference = value.parse()?,
             "high-precision-output" => self.high_precision_output = switch(value)?,
             "matched-recomputation" => self.matched_recomputation = switch(value)?,
@@ -148,7 +149,7 @@ impl FromStr for Products {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::scheme::{Granularity, Int8Products, KeyMean, ValueGroups};
+    use crate::scheme::{Granularity, Int8Products, KeyMean, ValueGroups, ValueScale};
 
     /// Every setting that can be printed can be set.
     #[test]
@@ -160,7 +161,10 @@ mod tests {
             .granularity(Granularity::Group(4))
             .tile_q(32)
             .tile_k(128);
-        let qat = AttnQat::default().smoothing(Smoothing::Kv).value_groups(ValueGroups::HeadDim);
+        let qat = AttnQat::default()
+            .smoothing(Smoothing::Kv)
+            .value_groups(ValueGroups::HeadDim)
+            .value_scale(ValueScale::Head);
         let qat = qat.matched_recomputation(false).requantized_p(false).high_precision_output(false);
         let all = [Scheme::Unquantized, sagebwd.into(), qat.into()];
         assert!(Scheme::are_all_in(&all));

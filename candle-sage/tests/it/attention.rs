@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::{
     Attention, AttnQat, Granularity, Int8Products, KeyMean, PReference, Packing, SageBwd, Scheme, Smoothing,
-    ValueGroups,
+    ValueGroups, ValueScale,
 };
 
 use crate::support::{Case, relative_l2};
@@ -30,6 +30,7 @@ fn schemes() -> Vec<Scheme> {
         AttnQat::default()
             .smoothing(Smoothing::K)
             .value_groups(ValueGroups::HeadDim)
+            .value_scale(ValueScale::Head)
             .p_reference(PReference::Literal)
             .high_precision_output(false)
             .into(),

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result};
 use candle_sage::nvfp4::{Axis, Packed, Scale, e2m1};
-use candle_sage::{AttnQat, PReference, Packing, Scheme, Smoothing, ValueGroups, reference};
+use candle_sage::{AttnQat, PReference, Packing, Scheme, Smoothing, ValueGroups, ValueScale, reference};
 
 use crate::support::{Case, Results, cosine, f64s, relative_l2};
 
@@ -46,6 +46,7 @@ fn definition(case: &Case, settings: &AttnQat) -> Results {
         shape.segments().iter().map(|s| of(s).start + s.batch * len..of(s).end + s.batch * len).collect()
     };
     let v_axis = if settings.value_groups == ValueGroups::Tokens { Axis::Rows } else { Axis::Channels };
+    assert_eq!(settings.value_scale, ValueScale::None);
     let [q, k, v] = [
         fake_quantize(&case.data[0], hq, d, &spans(true), Axis::Channels),
         fake_quantize(&case.data[1], hk, d, &spans(false), Axis::Channels),
@@ -189,6 +190,37 @@ fn diffuse_attention_keeps_the_gradient_of_values() -> Result<()> {
         let (got, exact) = against_unquantized(&case, qat().p_reference(reference))?;
         let cosine = cosine(&got[3], &exact[3]);
         assert!(band.contains(&cosine), "{reference}: {cosine:.4}");
+    }
+    Ok(())
+}
+
+/// Without a scale of each head, NVFP4 keeps V of magnitudes around 1 alone. With it, V times a power of two gives the
+/// output times this power, exactly: only powers of two are multiplied, and none is out of f32's range.
+#[test]
+fn a_scale_of_each_head_keeps_values_of_any_size() -> Result<()> {
+    let case = Case::new(1, (100, 100), (4, 2), 32, true);
+    let out = |factor: f32, settings: AttnQat| -> Result<Vec<f64>> {
+        let mut case = case.clone();
+        case.data[2].iter_mut().for_each(|x| *x *= factor);
+        let [out, ..] = case.run(settings.into(), DType::F32)?;
+        Ok(out.iter().map(|x| x / f64::from(factor)).collect())
+    };
+    let exact = case.run(Scheme::Unquantized, DType::F32)?[0].clone();
+    let small = 2f32.powi(-10);
+    let large = 2f32.powi(13);
+    for smoothing in [Smoothing::None, Smoothing::Kv] {
+        let settings = qat().smoothing(smoothing);
+        for (factor, range) in [(1.0, 0.05..0.2), (small, 0.9..1.1), (large, 0.5..1.0)] {
+            let error = relative_l2(&out(factor, settings)?, &exact);
+            assert!(range.contains(&error), "V times {factor}, {settings}: {error}");
+        }
+        let scaled = settings.value_scale(ValueScale::Head);
+        let plain = out(1.0, scaled)?;
+        let error = relative_l2(&plain, &exact);
+        assert!((0.05..0.2).contains(&error), "{scaled}: {error}");
+        for factor in [small, large, 2f32.powi(-60), 2f32.powi(60)] {
+            assert_eq!(out(factor, scaled)?, plain, "V times {factor}, {scaled}");
+        }
     }
     Ok(())
 }

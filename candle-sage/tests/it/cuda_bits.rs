@@ -6,7 +6,9 @@
 use std::fmt::Write as _;
 
 use candle_core::{DType, Result};
-use candle_sage::{Int8Products, Packing, SageBwd, Scheme, Selection};
+use candle_sage::{
+    AttnQat, Int8Products, Packing, SageBwd, Scheme, Selection, Smoothing, ValueGroups, ValueScale,
+};
 
 use crate::support::{Case, Results, gpu, schemes};
 
@@ -67,7 +69,10 @@ fn lines() -> Result<String> {
         let wide = |scheme: &Scheme| {
             [Scheme::Unquantized, SageBwd::default().products(Int8Products::SCORES).into()].contains(scheme)
         };
-        for scheme in schemes().into_iter().filter(|scheme| case.head_dim <= 128 || wide(scheme)) {
+        // Attn-QAT's settings that change how operands are rounded.
+        let rounded = AttnQat::default().smoothing(Smoothing::Kv).value_groups(ValueGroups::HeadDim);
+        let all = schemes().into_iter().chain([rounded.value_scale(ValueScale::Head).into()]);
+        for scheme in all.filter(|scheme| case.head_dim <= 128 || wide(scheme)) {
             for dtype in [DType::BF16, DType::F16] {
                 let dense = case.attention(scheme).deterministic(true);
                 let lists = window.as_ref().map(|window| ("lists", dense.clone().select(window)));

@@ -8,7 +8,7 @@ use candle_sage::nn::{Linear, RmsNorm, Rotary, SelfAttention, SelfAttentionConfi
 use candle_sage::ops::{self, CrossEntropy};
 use candle_sage::{
     Attention, AttnQat, ErrorKind, Granularity, KeyMean, Packing, Products, Router, SageBwd, Scheme, Sla2,
-    Smoothing, ValueGroups,
+    Smoothing, ValueGroups, ValueScale,
 };
 
 fn zeros(dims: &[usize]) -> Tensor {
@@ -42,6 +42,10 @@ fn attention() -> Vec<Case> {
         }),
         ("FP4 products of V by channels", {
             let settings = AttnQat::default().products(Products::Nvfp4).value_groups(ValueGroups::HeadDim);
+            attend(Attention::new(settings), &GOOD, &GOOD, &GOOD)
+        }),
+        ("FP4 products of scaled V", {
+            let settings = AttnQat::default().products(Products::Nvfp4).value_scale(ValueScale::Head);
             attend(Attention::new(settings), &GOOD, &GOOD, &GOOD)
         }),
         ("three dimensions", attend(plain(), &[4, 2, 16], &GOOD, &GOOD)),

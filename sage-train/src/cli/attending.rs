@@ -1,6 +1,6 @@
 //! The numerics of attention that a trained model is evaluated with.
 
-use candle_sage::{Granularity, Int8Products, KeyMean, PReference, Result, ValueGroups};
+use candle_sage::{Granularity, Int8Products, KeyMean, PReference, Result, ValueGroups, ValueScale};
 
 use crate::config::{Config, check_own};
 use crate::settings::{AttentionSettings, Attn, LayerSettings, Settings, SmoothingSetting, Text};
@@ -21,8 +21,8 @@ pub(super) struct Attending {
     /// SageBwd: tokens over which the means of K and V are taken: all, or sample-N [default: the run's]
     #[arg(long)]
     key_mean: Option<Text<KeyMean>>,
-    /// SageBwd: matmuls in INT8: paper (six), forward-and-s, scores (only S), forward (S and O, only in the forward), or a
-    /// list such as forward,s,dv [default: the run's]
+    /// SageBwd: matmuls in INT8: paper (six), forward-and-s (O, and S in forward and backward), scores (only S, in forward
+    /// and backward), forward (S and O in the forward), or a list such as forward,s,dv [default: the run's]
     #[arg(long)]
     products: Option<Text<Int8Products>>,
     /// SageBwd: granularity of the scales of P and dS: vector, group-N, tile [default: the run's]
@@ -31,6 +31,9 @@ pub(super) struct Attending {
     /// Attn-QAT: axis along which 16 values of V share a scale: tokens, head-dim [default: the run's]
     #[arg(long)]
     value_groups: Option<Text<ValueGroups>>,
+    /// Attn-QAT: scale V before quantizing: none, head (see `sage-train --help`) [default: the run's]
+    #[arg(long)]
+    value_scale: Option<Text<ValueScale>>,
     /// Attn-QAT: reference that P is divided by before quantizing: row-max, two-level, literal (see `sage-train --help`)
     /// [default: the run's]
     #[arg(long)]
@@ -48,6 +51,7 @@ impl Attending {
             products: self.products,
             granularity: self.granularity,
             value_groups: self.value_groups,
+            value_scale: self.value_scale,
             p_reference: self.p_reference,
             ..AttentionSettings::default()
         }

@@ -213,6 +213,7 @@ fn attention() -> AttentionSettings {
         products: None,
         granularity: None,
         value_groups: None,
+        value_scale: None,
         p_reference: None,
         high_precision_output: None,
         matched_recomputation: None,

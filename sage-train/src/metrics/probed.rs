@@ -33,6 +33,10 @@ pub struct Row {
     /// groups.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub vanished: Vec<(String, f64)>,
+    /// For each operand, the fraction of its NVFP4 groups with a larger value than the format's largest, 2688; empty
+    /// for a scheme without such groups, and in files of earlier builds.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub saturated: Vec<(String, f64)>,
 }
 
 /// A probe: its settings, and the errors.

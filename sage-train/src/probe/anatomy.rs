@@ -47,9 +47,17 @@ pub trait Anatomy: Sync {
     /// Tokens of Q and of K in a tile; outliers are tokens with large values in their tile.
     fn tiles(&self) -> [usize; 2];
 
-    /// For each operand, the fraction of its NVFP4 groups that become zeros; empty for a scheme without such
-    /// groups.
-    fn vanished(&self, inputs: &Inputs, exact: &Quantities) -> Vec<(&'static str, f64)>;
+    /// For each operand, the NVFP4 groups that its format cannot hold; empty for a scheme without such groups.
+    fn out_of_range(&self, inputs: &Inputs, exact: &Quantities) -> Vec<(&'static str, OutOfRange)>;
+}
+
+/// Fractions of an operand's NVFP4 groups.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct OutOfRange {
+    /// Groups that become zeros.
+    pub vanished: f64,
+    /// Groups with a larger value than the format's largest.
+    pub saturated: f64,
 }
 
 /// One query head and its key head, for causal attention over one sequence; row-major (tokens, head_dim).

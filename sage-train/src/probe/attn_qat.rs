@@ -1,10 +1,10 @@
 //! Attn-QAT as dense f64 matrices, with any of its operands in NVFP4.
 
-use candle_sage::nvfp4::{Axis, GROUP, Packed, Scale, e4m3_value};
-use candle_sage::{AttnQat, PReference, ValueGroups};
+use candle_sage::nvfp4::{Axis, E2M1_MAX, E4M3_MAX, GROUP, Packed, Scale, head_factor};
+use candle_sage::{AttnQat, PReference, ValueGroups, ValueScale};
 
 use super::anatomy::{
-    Anatomy, Inputs, Low, Order, Quantities, logit_gradient, logits, mean, product, row_dots,
+    Anatomy, Inputs, Low, Order, OutOfRange, Quantities, logit_gradient, logits, mean, product, row_dots,
 };
 
 /// An operand that Attn-QAT quantizes, by its index in [`PARTS`].
@@ -29,6 +29,16 @@ pub(super) struct AttnQatAnatomy {
 }
 
 impl AttnQatAnatomy {
+    /// The factor by which V is multiplied before it is quantized.
+    fn value_factor(&self, v: &[f64]) -> f64 {
+        match self.settings.value_scale {
+            ValueScale::Head => {
+                head_factor(v.iter().fold(0f32, |most, x| most.max((*x as f32).abs()))).into()
+            }
+            _ => 1.0,
+        }
+    }
+
     fn value_axis(&self) -> Axis {
         match self.settings.value_groups {
             ValueGroups::HeadDim => Axis::Channels,
@@ -53,7 +63,8 @@ impl Anatomy for AttnQatAnatomy {
         let v_mean = mean_if(self.settings.smoothing.of_values(), v, d);
         let v = &less(v, &v_mean);
         let (q_low, k_low) = (of(&q, Axis::Channels, Operand::Query), of(&k, Axis::Channels, Operand::Key));
-        let v_low = of(v, self.value_axis(), Operand::Value);
+        let factor = self.value_factor(&inputs.rows[2]);
+        let v_low = times(&of(&times(v, factor), self.value_axis(), Operand::Value), 1.0 / factor);
 
         // Forward: unnormalized probabilities relative to each row's reference. Their sums are computed before
         // quantization.
@@ -107,22 +118,54 @@ impl Anatomy for AttnQatAnatomy {
         [GROUP; 2]
     }
 
-    fn vanished(&self, inputs: &Inputs, exact: &Quantities) -> Vec<(&'static str, f64)> {
+    fn out_of_range(&self, inputs: &Inputs, exact: &Quantities) -> Vec<(&'static str, OutOfRange)> {
         let (n, d, v) = (inputs.tokens, inputs.head_dim, &inputs.rows[2]);
         let [q, k] = self.smoothed(inputs);
+        let v_smooth = less(v, &mean_if(self.settings.smoothing.of_values(), v, d));
+        let v_scaled = times(&v_smooth, self.value_factor(v));
         let of = |x: &[f64], axis| {
-            let scales = packed(x, d, axis).scales().to_vec();
-            scales.iter().filter(|code| e4m3_value(**code) == 0.0).count() as f64 / scales.len() as f64
+            let maxima = match axis {
+                Axis::Channels => maxima(x, d),
+                Axis::Rows => maxima(&transposed(x, d), n),
+            };
+            shares(maxima.into_iter())
         };
         let rows = SoftmaxRows::new(&exact.s, n, self.settings.p_reference);
+        let of_p = |p: &[f64]| shares(maxima(p, n).into_iter().filter(|max| *max > 0.0));
         vec![
             ("Q", of(&q, Axis::Channels)),
             ("K", of(&k, Axis::Channels)),
-            ("V", of(&less(v, &mean_if(self.settings.smoothing.of_values(), v, d)), self.value_axis())),
-            ("P of O = P V", rows.vanished(&rows.relative)),
-            ("P of dV = P^T dO", rows.vanished(&rows.again(&exact.p, self.settings.p_reference))),
+            ("V", of(&v_scaled, self.value_axis())),
+            ("P of O = P V", of_p(&rows.relative)),
+            ("P of dV = P^T dO", of_p(&rows.again(&exact.p, self.settings.p_reference))),
         ]
     }
+}
+
+/// The largest magnitude of each group of 16 neighbouring values of rows.
+fn maxima(x: &[f64], columns: usize) -> Vec<f32> {
+    let of = |group: &[f64]| group.iter().fold(0f32, |most, x| most.max((*x as f32).abs()));
+    x.chunks(columns).flat_map(|row| row.chunks(GROUP)).map(of).collect()
+}
+
+/// The fractions of groups, given by their largest magnitudes, that NVFP4 cannot hold.
+fn shares(maxima: impl Iterator<Item = f32>) -> OutOfRange {
+    let (mut all, mut vanished, mut saturated) = (0usize, 0usize, 0usize);
+    for max in maxima {
+        all += 1;
+        vanished += usize::from(Scale::of(max).dequant == 0.0);
+        saturated += usize::from(max > E2M1_MAX * E4M3_MAX);
+    }
+    let of_all = |count: usize| count as f64 / all.max(1) as f64;
+    OutOfRange { vanished: of_all(vanished), saturated: of_all(saturated) }
+}
+
+fn transposed(x: &[f64], columns: usize) -> Vec<f64> {
+    (0..columns).flat_map(|c| x.iter().skip(c).step_by(columns).copied()).collect()
+}
+
+fn times(x: &[f64], factor: f64) -> Vec<f64> {
+    x.iter().map(|x| x * factor).collect()
 }
 
 /// The token mean of rows, or zeros.
@@ -203,18 +246,6 @@ impl SoftmaxRows {
         };
         p.chunks(self.n).flat_map(|row| row.chunks(GROUP).flat_map(group)).collect()
     }
-
-    /// Fraction of the groups with a non-zero value that are quantized to zeros.
-    fn vanished(&self, p: &[f64]) -> f64 {
-        let (mut all, mut gone) = (0usize, 0usize);
-        for group in p.chunks(self.n).flat_map(|row| row.chunks(GROUP)) {
-            if group.iter().any(|x| *x > 0.0) {
-                all += 1;
-                gone += usize::from(scale_of(group).dequant == 0.0);
-            }
-        }
-        gone as f64 / all.max(1) as f64
-    }
 }
 
 fn scale_of(group: &[f64]) -> Scale {
@@ -241,6 +272,7 @@ mod tests {
             AttnQat::default().p_reference(PReference::TwoLevel).high_precision_output(false),
             AttnQat::default().matched_recomputation(false),
             AttnQat::default().smoothing(Smoothing::Kv),
+            AttnQat::default().smoothing(Smoothing::Kv).value_scale(ValueScale::Head),
             AttnQat::drop_in(),
         ] {
             let inputs = inputs(200, 32, 1.5);
@@ -285,10 +317,30 @@ mod tests {
         let of = |reference| {
             let anatomy = AttnQatAnatomy { settings: AttnQat::default().p_reference(reference) };
             let exact = anatomy.compute(&inputs, Low::None).expect("memory");
-            let vanished = anatomy.vanished(&inputs, &exact);
-            assert!(vanished[..3].iter().all(|(_, share)| *share < 0.2), "{vanished:?}");
-            vanished[4].1
+            let found = anatomy.out_of_range(&inputs, &exact);
+            assert!(found[..3].iter().all(|(_, groups)| groups.vanished < 0.2), "{found:?}");
+            assert!(found.iter().all(|(_, groups)| groups.saturated == 0.0), "{found:?}");
+            found[4].1.vanished
         };
         assert!(of(PReference::Literal) > 0.6 && of(PReference::RowMax) == 0.0);
+    }
+
+    /// V times 1e-4 vanishes and V times 1e4 saturates, unless each head has a scale.
+    #[test]
+    fn groups_of_values_out_of_range_are_counted() {
+        for (factor, vanished, saturated) in [(1.0, 0.0, 0.0), (1e-4, 1.0, 0.0), (1e4, 0.0, 1.0)] {
+            let mut inputs = inputs(64, 16, 1.0);
+            inputs.rows[2].iter_mut().for_each(|x| *x *= factor);
+            for scale in [ValueScale::None, ValueScale::Head] {
+                let anatomy = AttnQatAnatomy { settings: AttnQat::default().value_scale(scale) };
+                let exact = anatomy.compute(&inputs, Low::None).expect("memory");
+                let (_, groups) = anatomy.out_of_range(&inputs, &exact)[2];
+                let expected = match scale {
+                    ValueScale::Head => OutOfRange::default(),
+                    _ => OutOfRange { vanished, saturated },
+                };
+                assert_eq!(groups, expected, "V times {factor}, scale {scale}");
+            }
+        }
     }
 }

@@ -4,7 +4,7 @@ use candle_sage::{Int8Products, SageBwd, Smoothing};
 use half::bf16;
 
 use super::anatomy::{
-    Anatomy, Inputs, Low, Order, Quantities, logit_gradient, mean, product, row_dots, softmax,
+    Anatomy, Inputs, Low, Order, OutOfRange, Quantities, logit_gradient, mean, product, row_dots, softmax,
 };
 
 /// A matmul of attention that SageBwd computes in low bits, by its index in [`PARTS`].
@@ -242,7 +242,7 @@ impl Anatomy for SageBwdAnatomy {
         [self.settings.tile_q, self.settings.tile_k]
     }
 
-    fn vanished(&self, _: &Inputs, _: &Quantities) -> Vec<(&'static str, f64)> {
+    fn out_of_range(&self, _: &Inputs, _: &Quantities) -> Vec<(&'static str, OutOfRange)> {
         Vec::new()
     }
 }

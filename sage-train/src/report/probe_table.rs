@@ -49,7 +49,17 @@ pub fn layer_errors(title: &str, probed: &Probed) -> String {
         }
         out += "\n\npaper: the worst layer of a 325M model (arXiv 2603.02170, Table 2)\n";
     }
-    out + &sizes(rows) + &vanished(rows) + &products(rows)
+    // Saturation is rare: the table appears only if there is some.
+    let saturates = rows.iter().any(|row| row.saturated.iter().any(|(_, share)| *share > 0.0));
+    let saturated = if saturates { rows.as_slice() } else { &[] };
+    out + &sizes(rows)
+        + &out_of_range(rows, |row| &row.vanished, "groups of 16 whose scale is zero")
+        + &out_of_range(
+            saturated,
+            |row| &row.saturated,
+            "groups of 16 with a value above 2688, which saturates",
+        )
+        + &products(rows)
 }
 
 fn place(row: &Row) -> String {
@@ -92,20 +102,18 @@ fn sizes(rows: &[Row]) -> String {
            the median of their tile\n"
 }
 
-/// The share of NVFP4 groups whose scale is zero.
-fn vanished(rows: &[Row]) -> String {
-    let Some(first) = rows.iter().find(|row| !row.vanished.is_empty()) else { return String::new() };
+/// The shares of NVFP4 groups that are out of the format's range, a column for each operand.
+fn out_of_range(rows: &[Row], of: fn(&Row) -> &Vec<(String, f64)>, caption: &str) -> String {
+    let Some(first) = rows.iter().find(|row| !of(row).is_empty()) else { return String::new() };
     let mut out = format!("\n{:<7}", "layer");
-    first.vanished.iter().for_each(|(name, _)| out += &format!(" {name:>16}"));
+    of(first).iter().for_each(|(name, _)| out += &format!(" {name:>16}"));
     out.push('\n');
-    for row in rows.iter().filter(|row| !row.vanished.is_empty()) {
+    for row in rows.iter().filter(|row| !of(row).is_empty()) {
         out += &format!("{:<7}", place(row));
-        row.vanished
-            .iter()
-            .for_each(|(_, share)| out += &format!(" {:>16}", format!("{:.2} %", 100.0 * share)));
+        of(row).iter().for_each(|(_, share)| out += &format!(" {:>16}", format!("{:.2} %", 100.0 * share)));
         out.push('\n');
     }
-    out + "\ngroups of 16 whose scale is zero\n"
+    out + &format!("\n{caption}\n")
 }
 
 fn products(rows: &[Row]) -> String {
@@ -193,6 +201,9 @@ pub fn probe_csv(probes: &[Probed]) -> String {
             }
             for (name, share) in &row.vanished {
                 out += &format!("{start},{},vanished_groups,,,{share}\n", csv_cell(name));
+            }
+            for (name, share) in &row.saturated {
+                out += &format!("{start},{},saturated_groups,,,{share}\n", csv_cell(name));
             }
         }
     }

@@ -4,6 +4,7 @@ use std::sync::LazyLock;
 
 use candle_sage::{
     AttnQat, Error, Granularity, Int8Products, KeyMean, PReference, SageBwd, Scheme, Smoothing, ValueGroups,
+    ValueScale,
 };
 use clap::builder::PossibleValue;
 use clap::{Args, ValueEnum};
@@ -36,8 +37,8 @@ pub struct AttentionSettings {
     /// SageBwd: tokens over which the means of K and V are taken: all, or sample-N, N evenly spaced tokens [default: all]
     #[arg(long)]
     pub key_mean: Option<Text<KeyMean>>,
-    /// SageBwd: matmuls in INT8: paper (six), forward-and-s, scores (only S), forward (S and O, only in the forward), or a
-    /// list such as forward,s,dv [default: paper]
+    /// SageBwd: matmuls in INT8: paper (six), forward-and-s (O, and S in forward and backward), scores (only S, in forward
+    /// and backward), forward (S and O in the forward), or a list such as forward,s,dv [default: paper]
     #[arg(long)]
     pub products: Option<Text<Int8Products>>,
     /// SageBwd: granularity of the scales of P and dS: a scale for each row or column that a matmul sums over
@@ -47,6 +48,10 @@ pub struct AttentionSettings {
     /// Attn-QAT: axis along which 16 values of V share a scale: tokens, head-dim [default: tokens]
     #[arg(long)]
     pub value_groups: Option<Text<ValueGroups>>,
+    /// Attn-QAT: scale V before quantizing, so that values outside of .006 to 2688 keep their bits: none, or head (a power
+    /// of two for each key head of a sequence) [default: none]
+    #[arg(long)]
+    pub value_scale: Option<Text<ValueScale>>,
     /// Attn-QAT: reference that P is divided by before quantizing: row-max (the row's largest probability), two-level
     /// (a 2048th of it, so that small probabilities keep their bits), literal (as the Attn-QAT paper's text says: the running
     /// maximum in the forward, the row's sum in the backward) [default: row-max]
@@ -65,8 +70,8 @@ pub struct AttentionSettings {
 
 layer! {
     AttentionSettings:
-    attn, attn_layers [Whole], qk_norm, smoothing, key_mean, products, granularity, value_groups, p_reference,
-    high_precision_output, matched_recomputation, requantized_p
+    attn, attn_layers [Whole], qk_norm, smoothing, key_mean, products, granularity, value_groups, value_scale,
+    p_reference, high_precision_output, matched_recomputation, requantized_p
 }
 
 /// The kind of attention: a dense scheme with its default settings, a form of SLA2, or none.

@@ -232,7 +232,9 @@ fn an_export_says_what_attention_it_was_trained_for() -> Result<()> {
         ["attn-qat"],
         "this test, and `hf::attention`, which reads what an export says, need the new scheme"
     );
-    for (attn, flags) in [("attn-qat", &["--value-groups", "head-dim"][..]), ("sagebwd", &[])] {
+    for (attn, flags) in
+        [("attn-qat", &["--value-groups", "head-dim", "--value-scale", "head"][..]), ("sagebwd", &[])]
+    {
         scratch.ok(&small(&[&["--attn", attn, "--steps", "2", "--name", attn], flags].concat()));
         scratch.ok(&["export", &format!("runs/{attn}"), "--to", attn]);
     }
@@ -241,10 +243,14 @@ fn an_export_says_what_attention_it_was_trained_for() -> Result<()> {
     assert_eq!(said["scheme"], "attn-qat");
     assert_eq!(said["format"], "nvfp4");
     assert_eq!(said["value_groups"], "head-dim");
+    assert_eq!(said["value_scale"], "head");
     assert!(!scratch.path().join("sagebwd/attention.json").exists());
     scratch.ok(&small(&["--init-from", "attn-qat", "--steps", "2", "--name", "tuned"]));
     let tuned = std::fs::read_to_string(scratch.path().join("runs/tuned/log.txt")).expect("a log");
-    assert!(tuned.contains("Attn-QAT, smoothing none, values by head-dim"), "{tuned}");
+    assert!(
+        tuned.contains("Attn-QAT, smoothing none, values by head-dim, P by row-max, scale of V by head"),
+        "{tuned}"
+    );
     std::fs::write(scratch.path().join("attn-qat/attention.json"), r#"{"scheme": "attn-x"}"#)
         .expect("a file");
     let error = scratch.fails(&small(&["--init-from", "attn-qat", "--steps", "2"]));

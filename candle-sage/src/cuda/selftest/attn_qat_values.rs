@@ -8,8 +8,8 @@ use crate::cuda::attn_qat::Rounded;
 use crate::cuda::plan::TILE;
 use crate::cuda::tensor::Element;
 use crate::cuda::{Call, OnGpu, Problem, guard};
-use crate::nvfp4::{Axis, Packed};
-use crate::scheme::{AttnQat, Smoothing, ValueGroups};
+use crate::nvfp4::{Axis, Packed, head_factor};
+use crate::scheme::{AttnQat, Smoothing, ValueGroups, ValueScale};
 
 /// Q, K and V, as Attn-QAT's matmuls read them, have the CPU's bits.
 #[test]
@@ -22,6 +22,8 @@ fn rounded_operands_are_the_cpus_to_the_bit() -> Result<()> {
                 AttnQat::default().smoothing(Smoothing::K).value_groups(ValueGroups::HeadDim),
                 AttnQat::default().smoothing(Smoothing::Kv),
                 AttnQat::default().smoothing(Smoothing::Kv).value_groups(ValueGroups::HeadDim),
+                AttnQat::default().value_scale(ValueScale::Head),
+                AttnQat::default().smoothing(Smoothing::Kv).value_scale(ValueScale::Head),
             ] {
                 let inputs = Inputs::new(lens, heads, d, packing.clone(), dtype)?;
                 inputs.with(false, |problem, _| compare_rounded(&inputs, problem, &settings))?;
@@ -53,11 +55,16 @@ fn compare_rounded(inputs: &Inputs, problem: &Problem<'_>, settings: &AttnQat) -
             let tokens = if n == 0 { segment.query.clone() } else { segment.key.clone() };
             for head in 0..dims.2 {
                 let mut rows = inputs.rows(n, dims.2, head, tokens.clone());
+                let largest = rows.iter().fold(0f32, |most, x| most.max(x.abs()));
+                let scaled = n == 2 && settings.value_scale == ValueScale::Head;
+                let factor = if scaled { head_factor(largest) } else { 1.0 };
                 if n == 1 && settings.smoothing.of_keys() || n == 2 && settings.smoothing.of_values() {
                     let mean = channel_mean(&rows, d, TILE);
                     subtract_mean(&mut rows, &mean);
                 }
+                rows.iter_mut().for_each(|x| *x *= factor);
                 let expected = Packed::new(&rows, d, axis).rows(0..tokens.len());
+                let expected: Vec<f32> = expected.into_iter().map(|x| x / factor).collect();
                 for (i, token) in tokens.clone().enumerate() {
                     let got = &got[(token * dims.2 + head) * d..][..d];
                     assert_eq!(

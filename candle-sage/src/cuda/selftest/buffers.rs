@@ -8,11 +8,13 @@ use super::inputs::{Inputs, cases};
 use crate::cuda::address::{Address, address_at};
 use crate::cuda::tensor::{Output, Strided};
 use crate::cuda::{OnGpu, OutputGradient, Problem, guard, run_backward, run_forward, with_scheme};
-use crate::scheme::{AttnQat, Granularity, Int8Products, SageBwd, Scheme, Smoothing, ValueGroups};
+use crate::scheme::{
+    AttnQat, Granularity, Int8Products, SageBwd, Scheme, Smoothing, ValueGroups, ValueScale,
+};
 use crate::selection::Selection;
 use crate::shape::Packing;
 
-fn schemes() -> [Scheme; 10] {
+fn schemes() -> [Scheme; 11] {
     let all = [
         Scheme::Unquantized,
         SageBwd::default().into(),
@@ -20,6 +22,7 @@ fn schemes() -> [Scheme; 10] {
         SageBwd::default().products(Int8Products::SCORES).into(),
         AttnQat::default().into(),
         AttnQat::default().smoothing(Smoothing::K).value_groups(ValueGroups::HeadDim).into(),
+        AttnQat::default().value_scale(ValueScale::Head).into(),
         AttnQat::default().matched_recomputation(false).high_precision_output(false).into(),
         SageBwd { smoothing: Smoothing::Qk, granularity: Granularity::Tile, ..SageBwd::default() }.into(),
         SageBwd::default().smoothing(Smoothing::Kv).into(),

@@ -1,7 +1,9 @@
 //! The settings of the schemes, and the accuracy published in papers.
 
 use candle_core::{DType, Result};
-use candle_sage::{AttnQat, Granularity, Int8Products, KeyMean, PReference, Scheme, Smoothing, ValueGroups};
+use candle_sage::{
+    AttnQat, Granularity, Int8Products, KeyMean, PReference, Scheme, Smoothing, ValueGroups, ValueScale,
+};
 
 use super::{NAMES, run, sage};
 use crate::support::{Case, PUBLISHED, gpu, relative_l2};
@@ -48,6 +50,8 @@ fn settings_of_attn_qat() -> Result<()> {
     let schemes: Vec<Scheme> = [
         qat.smoothing(Smoothing::K),
         qat.value_groups(ValueGroups::HeadDim),
+        qat.value_scale(ValueScale::Head),
+        qat.value_scale(ValueScale::Head).smoothing(Smoothing::Kv),
         qat.p_reference(PReference::TwoLevel),
         qat.p_reference(PReference::Literal),
         qat.high_precision_output(false),
@@ -59,6 +63,28 @@ fn settings_of_attn_qat() -> Result<()> {
     .map(Scheme::from)
     .into();
     run_settings(&schemes, &[40, 64, 128])
+}
+
+/// `attn_qat::a_scale_of_each_head_keeps_values_of_any_size`, on the GPU: the same bits for V times a power of two.
+#[test]
+#[ignore = "needs a GPU"]
+fn attn_qat_keeps_values_of_any_size_with_a_scale_of_each_head() -> Result<()> {
+    for smoothing in [Smoothing::None, Smoothing::Kv] {
+        let scheme = Scheme::from(AttnQat::default().smoothing(smoothing).value_scale(ValueScale::Head));
+        let out = |factor: f32| -> Result<Vec<f64>> {
+            let mut case = Case::new(2, (200, 200), (4, 2), 64, true);
+            case.round_to(DType::BF16)?;
+            case.data[2].iter_mut().for_each(|x| *x *= factor);
+            let [out, ..] = case.run_on(&gpu(), &case.attention(scheme), DType::BF16)?;
+            Ok(out.iter().map(|x| x / f64::from(factor)).collect())
+        };
+        let plain = out(1.0)?;
+        assert!(plain.iter().any(|x| *x != 0.0));
+        for factor in [2f32.powi(-60), 2f32.powi(-10), 2f32.powi(13), 2f32.powi(60)] {
+            assert_eq!(out(factor)?, plain, "V times {factor}, {scheme}");
+        }
+    }
+    Ok(())
 }
 
 /// `attn_qat::diffuse_attention_keeps_the_gradient_of_values`, on the GPU.

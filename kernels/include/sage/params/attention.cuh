@@ -203,6 +203,7 @@ struct FakeQuantize {
   View k_to;
   View v_to;
   const float* k_mean;  // like Codes::k_mean
+  uint32_t* value_max;  // (key head, segment): the bits of the largest |V|, if each head of V is scaled; null otherwise
   Shape shape;
   int32_t quantize;       // 0: only rounds to 16 bit
   int32_t value_tokens;   // 1: groups of V run along the tokens; 0: along the channels

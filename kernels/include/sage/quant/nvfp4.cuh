@@ -19,8 +19,8 @@ __device__ __forceinline__ float round_magnitude(float magnitude, float smallest
   return fmaf(-power, STEPS, fmaf(power, STEPS, magnitude));
 }
 
-// Rounds to the steps of E2M1, for numbers below 2^22, with one instruction less in the pipe that executes maxima and
-// masks. The two masked bits of the exponent read as (nearly) 0 for x < 2, 2 in [2, 4) and 4 in [4, 8); the addend is
+// Rounds to the steps of E2M1, for numbers below 2^22, with one instruction less than `round_magnitude` in the unit that executes
+// maxima and masks. The two masked bits of the exponent read as (nearly) 0 for x < 2, 2 in [2, 4) and 4 in [4, 8); the addend is
 // then 1.5 * 2^22, 1.5 * 2^23 or 1.125 * 2^24, whose last bit is worth 0.5, 1 or 2: E2M1's step there. From 8 on the
 // result is above 6, and the caller saturates it.
 __device__ __forceinline__ float e2m1_steps(float x) {
@@ -71,6 +71,23 @@ __device__ __forceinline__ Nvfp4Scale nvfp4_scale_of(float max) {
   float quant = ptx::reciprocal(dequant);
   quant = fmaf(quant, fmaf(-dequant, quant, 1.0f), quant);
   return {dequant, dequant == 0.0f ? 0.0f : quant};
+}
+
+// The power of two that moves the largest magnitude of a head of V, given by its bits, into 512 to 1024: `head_factor`
+// of candle-sage/src/nvfp4.rs.
+__device__ __forceinline__ float nvfp4_head_factor(uint32_t max) {
+  constexpr uint32_t MOST = 100 + 127;
+  uint32_t exponent = max >> 23;
+  if (max == 0 || exponent >= 255) return 1.0f;
+  return __uint_as_float(min(9 + 2 * 127 - exponent, MOST) << 23);
+}
+
+// A group's scale if its values are multiplied by a power of two before they are quantized, and divided by it
+// afterwards. `max` is the largest magnitude before the multiplication.
+__device__ __forceinline__ Nvfp4Scale nvfp4_scale_of(float max, float factor) {
+  Nvfp4Scale scale = nvfp4_scale_of(max * factor);
+  float inverse = __uint_as_float(0x7f000000u - __float_as_uint(factor));
+  return {scale.dequant * inverse, scale.quant * factor};
 }
 
 }  // namespace sage::quant

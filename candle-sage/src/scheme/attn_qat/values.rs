@@ -1,0 +1,105 @@
+//! How Attn-QAT quantizes V.
+
+use crate::error::{Error, Result};
+
+/// The axis along which 16 values of V share a scale.
+///
+/// ```
+/// use candle_sage::{AttnQat, ValueGroups};
+///
+/// let groups: ValueGroups = "head-dim".parse()?;
+/// assert_eq!(AttnQat::default().value_groups(groups).value_groups, ValueGroups::HeadDim);
+/// assert_eq!(ValueGroups::default().to_string(), "tokens");
+/// # Ok::<(), candle_sage::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum ValueGroups {
+    /// Tokens, the reduction of P V: block-scaled FP4 instructions need this axis, and models are deployed
+    /// with it.
+    ///
+    /// A scale then depends on up to 15 later tokens: also with a causal mask a token's value is rounded by the scale
+    /// of its group's largest value, and a NaN reaches the earlier tokens of its group. (Token-by-token decoding rounds
+    /// a group again until it is full.)
+    #[default]
+    Tokens,
+    /// Channels, as in the paper's published training kernel.
+    HeadDim,
+}
+
+/// Whether V is multiplied by a power of two before it is quantized, and divided by it afterwards.
+///
+/// NVFP4 without such a scale turns a group whose largest value is under 0.00586 into zeros and saturates at 2688, and
+/// scales of groups under 0.09 lose bits. With QK-norm Q and K are in the middle of this range; nothing keeps V there.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_sage::{Attention, AttnQat, ValueScale};
+///
+/// let x = Tensor::randn(0f32, 1., (1, 32, 2, 16), &Device::Cpu)?;
+/// let small = (&x * 1e-4)?;
+/// let largest = |scheme: AttnQat| -> candle_core::Result<f32> {
+///     Attention::new(scheme).apply(&x, &x, &small)?.abs()?.max_all()?.to_scalar()
+/// };
+/// assert_eq!(largest(AttnQat::default())?, 0.0);
+/// assert!(largest(AttnQat::default().value_scale(ValueScale::Head))? > 0.0);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum ValueScale {
+    /// No, as in the paper.
+    #[default]
+    None,
+    /// By a power of two for each key head of each sequence (or packed document), which moves the head's largest
+    /// magnitude into 512 to 1024. If the head contains a NaN or an infinity, the factor is 1.
+    ///
+    /// The result equals that of [`ValueScale::None`] wherever a group's scale is between 2^-6 and 448 with and without
+    /// the factor. An FP4 runtime divides each head's output by the factor.
+    Head,
+}
+
+impl std::str::FromStr for ValueGroups {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let found = [Self::Tokens, Self::HeadDim].into_iter().find(|groups| groups.to_string() == text);
+        found.ok_or_else(|| {
+            Error::new("unknown groups of values")
+                .got(format!("`{text}`"))
+                .allowed("tokens, head-dim")
+                .hint("tokens is what FP4 instructions need; head-dim is the published training kernel's")
+        })
+    }
+}
+
+impl std::str::FromStr for ValueScale {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        [Self::None, Self::Head].into_iter().find(|scale| scale.to_string() == text).ok_or_else(|| {
+            Error::new("unknown scale of values")
+                .got(format!("`{text}`"))
+                .allowed("none, head")
+                .hint("head keeps values outside of .006 to 2688; none is the paper's")
+        })
+    }
+}
+
+impl std::fmt::Display for ValueGroups {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Tokens => "tokens",
+            Self::HeadDim => "head-dim",
+        })
+    }
+}
+
+impl std::fmt::Display for ValueScale {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::None => "none",
+            Self::Head => "head",
+        })
+    }
+}
