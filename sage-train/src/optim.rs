@@ -13,7 +13,8 @@ pub use schedule::LearningRate;
 use candle_core::Tensor;
 use candle_sage::Result;
 
-use crate::model::{Moments, Shard};
+use crate::model::{Moments, ParameterSpec, Shard};
+use crate::ranks::PIECE;
 use crate::settings::{OptimizerSetting, OptimizerSettings};
 
 /// How parameters are updated. The settings do not change during a run.
@@ -88,6 +89,18 @@ impl Optimizer {
         };
         // The gradient is read twice; weights and moments are read and written.
         2 * 4 + 2 * 4 * state + copy + directions
+    }
+
+    /// Peak bytes of temporary tensors of an update, without those of the orthogonalization, which has a fixed limit.
+    pub fn scratch_bytes(&self, specs: &[ParameterSpec], element: u64) -> u64 {
+        match self {
+            Self::AdamW(_) => 0,
+            // The directions of the matrices of one piece.
+            Self::Muon(_) => {
+                let matrices = specs.iter().filter(|spec| spec.kind.is_hidden_matrix());
+                matrices.map(ParameterSpec::len).sum::<u64>().min(PIECE as u64) * element
+            }
+        }
     }
 
     /// Largest gradient norm; `None` turns clipping off.

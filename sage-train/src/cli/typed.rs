@@ -7,7 +7,7 @@ use crate::data::DataConfig;
 use crate::data::reader;
 use crate::data::source::{self, Source};
 use crate::model::{Choice, LinearPrecision};
-use crate::settings::{DataSettings, OptimizerSetting, Schedule, Settings, TailSetting};
+use crate::settings::{DataSettings, ModelSettings, OptimizerSetting, Schedule, Settings, TailSetting};
 
 /// The error of a typed setting that has no effect together with the other settings.
 fn idle(key: &str, with: String, allowed: &str, hint: &str) -> Result<()> {
@@ -20,6 +20,7 @@ fn idle(key: &str, with: String, allowed: &str, hint: &str) -> Result<()> {
 /// Checks that the settings that were typed have an effect on the run.
 pub(super) fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
     check_own(typed, config.attn, config.model.scheme, config.model.sla2.as_ref())?;
+    check_model(typed, config)?;
     let sla2 = config.model.sla2.as_ref();
     let attn = format!("--attn {}", config.attn);
     let window = sla2.is_some_and(|sla2| sla2.choice == Choice::Window);
@@ -77,6 +78,50 @@ pub(super) fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
         }
     }
     check_data(&typed.data, &config.data)
+}
+
+/// The same check for the model's settings: some belong to attention.
+fn check_model(typed: &Settings, config: &Config) -> Result<()> {
+    if config.model.scheme.is_some() {
+        return Ok(());
+    }
+    let ModelSettings {
+        window,
+        window_pattern,
+        softcap,
+        sinks,
+        // They describe projections and heads. A model without attention accepts them, so that it can be compared with
+        // another under the same flags.
+        heads: _,
+        key_heads: _,
+        head_dim: _,
+        rope_base: _,
+        rope_scaling: _,
+        qkv_bias: _,
+        // Every model has these.
+        init_from: _,
+        layers: _,
+        width: _,
+        ffn: _,
+        init_std: _,
+        untied: _,
+        norm_eps: _,
+    } = &typed.model;
+    let of_attention = [
+        ("window", window.is_some()),
+        ("window-pattern", window_pattern.is_some()),
+        ("softcap", softcap.is_some()),
+        ("sinks", sinks.is_some()),
+    ];
+    match of_attention.iter().find(|(_, given)| *given) {
+        None => Ok(()),
+        Some((key, _)) => idle(
+            key,
+            "--attn none".into(),
+            "a model with attention",
+            "leave it out, or choose another --attn",
+        ),
+    }
 }
 
 /// The same check for the data's settings, which depend on shards or text.

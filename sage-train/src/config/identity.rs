@@ -6,6 +6,7 @@ use candle_sage::Scheme;
 use toml::{Table, Value};
 
 use super::Config;
+use crate::model::{LlamaConfig, Windows};
 use crate::optim::{MuonConfig, Optimizer};
 use crate::quantity::Quantity;
 use crate::settings::{Role, SchemeSetting, has_role, in_words_by_layer};
@@ -34,6 +35,7 @@ impl Config {
             .filter(|(key, _)| !is_meaningless(key, self))
             .map(|(key, value)| (key.clone(), in_words(value)));
         let mut identity: Identity = kept.collect();
+        identity.extend(absent_by_default(&self.model).map(|(key, value)| (key.to_owned(), value)));
         let mut set = |key: &str, value: String| identity.insert(key.to_owned(), value);
         if let sources @ [_, _, ..] = self.data.sources.as_slice() {
             let weights: Option<Vec<f64>> = sources.iter().map(|source| source.weight).collect();
@@ -43,17 +45,6 @@ impl Config {
             });
             set("data-weights", parts.unwrap_or_else(|| "by size".into()));
         }
-        // Settings that are absent by default are included with their resolved values, so that a resume notices if one
-        // was added or removed.
-        let switch = |on: bool| if on { "on" } else { "off" }.to_owned();
-        set("untied", switch(self.model.untied));
-        set("qkv-bias", switch(self.model.qkv_bias));
-        set("rope-scaling", self.model.rope_scaling.map_or("none".into(), |scaling| scaling.to_string()));
-        let windows = self.model.windows.as_ref();
-        set("window", windows.map_or("none".into(), |windows| Quantity(windows.tokens as u64).to_string()));
-        set("window-pattern", windows.map_or("none".into(), |windows| windows.pattern.to_string()));
-        set("sinks", switch(self.model.sinks));
-        set("softcap", self.model.softcap.map_or("none".into(), |cap| cap.to_string()));
         match &self.optimizer {
             Optimizer::AdamW(_) => {}
             Optimizer::Muon(muon) => {
@@ -107,6 +98,55 @@ impl Config {
         }
         identity
     }
+}
+
+/// Settings of the model that are absent by default, with their resolved values, so that a resume notices if one was
+/// added or removed.
+fn absent_by_default(model: &LlamaConfig) -> [(&'static str, String); 7] {
+    let LlamaConfig {
+        untied,
+        qkv_bias,
+        rope_scaling,
+        windows,
+        sinks,
+        softcap,
+        // `Config::identity` includes them.
+        scheme: _,
+        layer_schemes: _,
+        sla2: _,
+        // Included as they were typed.
+        vocab: _,
+        layers: _,
+        width: _,
+        heads: _,
+        key_heads: _,
+        head_dim: _,
+        ffn: _,
+        context: _,
+        rope_base: _,
+        norm_eps: _,
+        qk_norm: _,
+        init_std: _,
+        linear: _,
+        linear_compute_layers: _,
+        linear_head: _,
+        z_loss: _,
+        deterministic: _,
+        // Does not change results.
+        recompute: _,
+    } = model;
+    let switch = |on: bool| if on { "on" } else { "off" }.to_owned();
+    let window = |windows: &Windows| Quantity(windows.tokens as u64).to_string();
+    let none = || "none".to_owned();
+    [
+        ("untied", switch(*untied)),
+        ("qkv-bias", switch(*qkv_bias)),
+        ("rope-scaling", rope_scaling.map_or_else(none, |scaling| scaling.to_string())),
+        ("window", windows.as_ref().map_or_else(none, window)),
+        ("window-pattern", windows.as_ref().map_or_else(none, |windows| windows.pattern.to_string())),
+        ("sinks", switch(*sinks)),
+        ("softcap", softcap.map_or_else(none, |cap| cap.to_string())),
+    ]
 }
 
 const QK_NORM: &str = "qk-norm";

@@ -286,7 +286,11 @@ impl Config {
             weights: parameters * if element == 4 { 4 } else { 4 + element } + self.model.linear_copies(),
             optimizer: self.moment_bytes(),
             gradients: 4 * parameters,
-            activations: self.model.activation_bytes(self.micro_batch, element),
+            // Activations are freed before the update.
+            activations: self
+                .model
+                .activation_bytes(self.micro_batch, element)
+                .max(self.optimizer.scratch_bytes(&self.model.parameter_specs(), element)),
             links: 0,
         }
     }

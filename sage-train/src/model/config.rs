@@ -324,20 +324,51 @@ impl LlamaConfig {
     /// Estimated peak bytes of activations in a backward, for a batch of sequences and elements of `element`
     /// bytes.
     pub fn activation_bytes(&self, batch: usize, element: u64) -> u64 {
-        let tokens = (batch * self.context) as u64;
-        let (width, ffn) = (self.width as u64, self.ffn as u64);
-        let (queries, keys) = ((self.heads * self.head_dim) as u64, (self.key_heads * self.head_dim) as u64);
-        let operand = self.linear.kept_bytes(element);
-        let is_low = self.linear.is_low();
+        // A new part of the model needs its bytes here and its FLOPs in `flops`.
+        let Self {
+            vocab,
+            layers,
+            width,
+            heads,
+            key_heads,
+            head_dim,
+            ffn,
+            context,
+            linear,
+            scheme,
+            layer_schemes,
+            sla2,
+            recompute,
+            // They add no activations that count.
+            rope_base: _,
+            rope_scaling: _,
+            untied: _,
+            qkv_bias: _,
+            norm_eps: _,
+            qk_norm: _,
+            init_std: _,
+            linear_compute_layers: _,
+            linear_head: _,
+            windows: _,
+            softcap: _,
+            sinks: _,
+            z_loss: _,
+            deterministic: _,
+        } = self;
+        let tokens = (batch * context) as u64;
+        let (width, ffn) = (*width as u64, *ffn as u64);
+        let (queries, keys) = ((heads * head_dim) as u64, (key_heads * head_dim) as u64);
+        let operand = linear.kept_bytes(element);
+        let is_low = linear.is_low();
         let rotated = element * (queries + keys);
         // `projected`: the residual stream, the normalized stream, and the projected query, key and value.
         // `core`: query and key after norm and rotation, the output, and what the scheme keeps.
-        let (projected, core) = match self.scheme {
+        let (projected, core) = match scheme {
             None => (0, 0),
             Some(scheme) => {
                 // SLA2 keeps the outputs of both branches.
-                let branches = if self.sla2.is_some() { 2 * queries * element } else { 0 };
-                let schemes = self.layer_schemes.values().chain([&scheme]);
+                let branches = if sla2.is_some() { 2 * queries * element } else { 0 };
+                let schemes = layer_schemes.values().chain([scheme]);
                 // The output also exists in FP8.
                 let codes = if is_low { queries } else { 0 };
                 let kept = schemes.map(|scheme| scheme.kept_bytes(queries, keys, element)).max().unwrap_or(0)
@@ -350,18 +381,17 @@ impl LlamaConfig {
             }
         };
         let mlp = operand * width + element * (width + 2 * ffn);
-        let kept = match self.recompute {
+        let kept = match recompute {
             Recompute::None | Recompute::Rotary => {
-                let core =
-                    if self.recompute == Recompute::Rotary { core.saturating_sub(rotated) } else { core };
-                let hidden = if self.linear.keeps_hidden() { operand * ffn } else { 0 };
+                let core = if *recompute == Recompute::Rotary { core.saturating_sub(rotated) } else { core };
+                let hidden = if linear.keeps_hidden() { operand * ffn } else { 0 };
                 projected + core + mlp + hidden
             }
             Recompute::Attention => projected + mlp,
             Recompute::Block => element * width,
         };
         // For the block whose backward runs: its recomputed activations, and the gradients of its widest layer.
-        let again = match self.recompute {
+        let again = match recompute {
             Recompute::None => 0,
             Recompute::Rotary => rotated,
             Recompute::Attention => core,
@@ -371,12 +401,12 @@ impl LlamaConfig {
         let codes = if is_low { 2 * (width + ffn) } else { 0 };
         let at_hand = again + element * (2 * width + 3 * ffn) + codes;
         // Logits exist only in chunks: see `CrossEntropy::chunk_rows`.
-        let logits = (self.vocab as u64).saturating_mul(tokens * element).min(if element == 4 {
+        let logits = (*vocab as u64).saturating_mul(tokens * element).min(if element == 4 {
             64 << 20
         } else {
             256 << 20
         });
-        tokens * (self.layers as u64 * kept + at_hand) + logits
+        tokens * (*layers as u64 * kept + at_hand) + logits
     }
 }
 

@@ -44,6 +44,7 @@ const CASES: &[(&str, &[&str])] = &[
     ("a share of a file", &["--config", "share.toml"]),
     ("smoothing of another scheme", &["--attn", "attn-qat", "--smoothing", "qk"]),
     ("a decay that never comes", &["--decay-fraction", "0.5"]),
+    ("a soft cap without logits", &["--attn", "none", "--softcap", "30"]),
     ("a rate that never falls", &["--schedule", "constant", "--min-lr", "0.5"]),
     ("a verb for training", &["train"]),
     ("data of the hub", &["--data", "hf:owner/name"]),
