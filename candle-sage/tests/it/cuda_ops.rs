@@ -440,3 +440,9 @@ fn messages() -> Result<()> {
     assert!(mixed.expect_err("two devices").to_string().contains("different devices"));
     Ok(())
 }
+
+#[test]
+#[ignore = "needs a GPU"]
+fn rotary_positions_by_batch() -> Result<()> {
+    crate::modules::check_positions_by_batch(&gpu())
+}
