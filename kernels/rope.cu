@@ -14,7 +14,7 @@ namespace {
 constexpr int MAX_THREADS = 512;
 static_assert(MAX_THREADS >= elements::TEAM_THREADS);
 
-// The channels of a lane: two packs, and V angles. In the half-split layout pair i is element i of the first pack and
+// The channels of a lane, two packs of V neighbours, and the first of its V angles. In the half-split layout pair i is element i of the first pack and
 // element i of the second. In the interleaved layout a pair is two neighbours in one pack, and the two packs are
 // neighbours.
 template <int V>

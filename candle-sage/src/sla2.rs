@@ -213,7 +213,7 @@ impl Sla2 {
             return Err(Error::new("the router's mean needs at least one query")
                 .got("pool 0")
                 .allowed("at least 1 query")
-                .hint("omit it for a quarter of the block")
+                .hint("omit `pool` for the default, a quarter of the block's queries")
                 .into());
         }
         Ok((shape, blocks))

@@ -95,7 +95,7 @@ fn listen(seen: Arc<Seen>, _: Second) -> std::io::Result<()> {
     Ok(())
 }
 
-/// SIGHUP, which a closing terminal sends, unless the process ignores it, as `nohup` arranges.
+/// SIGHUP, which a closing terminal sends; `None` if the process ignores it, as under `nohup`.
 #[cfg(target_os = "linux")]
 fn hang_up() -> Option<i32> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;

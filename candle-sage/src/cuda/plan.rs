@@ -280,7 +280,8 @@ mod tests {
                 }
                 let all = OF_ALL_SCHEMES.into_iter().chain([Visits::ScoreMod]);
                 for visits in all.filter(|visits| plan.visits.contains(&visits.planned())) {
-                    // The kernels of the router and of the tail exist only for lists, and have no suffix.
+                    // The kernels of the router and of the tail exist only for lists of blocks. Their names lack the
+                    // suffix for lists, as the names of `Every` do.
                     let visits = if plan.mainloop == Mainloop::None { Visits::Every } else { visits };
                     for element in ["bf16", "f16"] {
                         let entry = format!("'{}' for 'sm_{number}", plan.entry(visits, element));

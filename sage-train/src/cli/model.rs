@@ -141,8 +141,9 @@ pub(super) struct Eval {
     /// Also print the loss by position, for eighths of the sequences
     #[arg(long, conflicts_with_all = ["hellaswag", "token_by_token"])]
     by_position: bool,
-    /// Measure how often numbers are recalled, by distance, in generated documents of at least WORDS words, like those of
-    /// `sage-train corpus --recall`. The model should have been trained on such documents
+    /// Generate test documents of at least WORDS words that state numbers and ask for them later, as `sage-train corpus
+    /// --recall` does. Measure how often the model recalls a number, by the distance between the two places. The model
+    /// should have been trained on such documents
     #[arg(long, value_name = "WORDS", conflicts_with_all = ["hellaswag", "token_by_token", "by_position", "all", "data"])]
     recall: Option<usize>,
     /// Sequences of one forward

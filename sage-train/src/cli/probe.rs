@@ -42,7 +42,7 @@ pub(super) struct Probe {
     /// Token means subtracted before quantizing [default: the run's]
     #[arg(long, value_enum)]
     smoothing: Option<SmoothingSetting>,
-    /// Tokens over which the means of K and V are taken: all, or sample-64 (sagebwd) [default: the run's]
+    /// Tokens over which the means of K and V are taken: all, or sample-N (sagebwd) [default: the run's]
     #[arg(long)]
     key_mean: Option<Text<KeyMean>>,
     /// Granularity of the scales of P and dS (sagebwd): vector, group-N, tile [default: the run's]
@@ -83,7 +83,7 @@ pub(super) struct Probe {
     #[arg(long, conflicts_with_all = ["sigma", "selections", "heads", "products", "token_scales", "qk_scale", "sequences", "attn", "smoothing", "key_mean", "granularity"])]
     gradient: bool,
     /// Compare each FP8 matmul of linear layers with the exact matmul: output, gradient of the input, gradient of the
-    /// weight. Formats are the run's, or E4M3 for a run without FP8. The output matrix is excluded
+    /// weight. Formats are the run's, or E4M3 for a run without FP8. The model's output matrix (of the logits) is excluded
     #[arg(long, conflicts_with_all = ["gradient", "sigma", "selections", "heads", "products", "token_scales", "qk_scale", "attn", "smoothing", "key_mean", "granularity"])]
     linear: bool,
     /// Schemes for --gradient, separated by semicolons, with their settings: "sagebwd;sagebwd:products=scores;attn-qat" [default:

@@ -73,7 +73,7 @@ pub struct RunSettings {
     /// Name of the run's or sweep's folder [default: preset, attention and a number; for a sweep, the name of its file]
     #[arg(long)]
     pub name: Option<String>,
-    /// Steps between validations; 0 validates only at the end
+    /// Steps between validations; 0 validates only at the end. A sweep validates each run 20 times unless this is given
     #[arg(long, value_name = "N")]
     pub eval_every: Option<Quantity>,
     /// Tokens of each validation

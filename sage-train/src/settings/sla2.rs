@@ -75,7 +75,7 @@ impl Form {
 
     pub(super) fn summary(self) -> &'static str {
         match self {
-            Self::Learned => "Blocks selected by a learned router, a linear tail for the others (SLA2)",
+            Self::Learned => "Blocks selected by a learned router, and a linear tail (SLA2)",
             Self::Identity => {
                 "SLA2 with an untrained router, which ranks key blocks by the dot product of the block means of Q and K"
             }
@@ -182,8 +182,8 @@ pub(crate) fn form_name(sla2: &Sla2Config) -> &'static str {
     form.name()
 }
 
-/// The settings that a model needs to be computed, in addition to its weights, by their keys: all except the training
-/// stages.
+/// Keys and values of the settings without which a model's output cannot be computed from its weights: all except the
+/// training stages.
 pub(crate) fn exported_settings(sla2: &Sla2Config, scheme: &Scheme) -> Vec<(&'static str, String)> {
     let told = [("attn", form_name(sla2).to_owned()), ("sla2-numerics", scheme.name().to_owned())];
     // The name `sla2-sparse` already implies that there is no tail.

@@ -96,8 +96,8 @@ impl Saved {
     }
 }
 
-/// The log-sum-exps as a function of the output: so candle runs their backward before attention's, which uses their
-/// gradient.
+/// An op that takes attention's output and returns the log-sum-exps. Because of its input, candle runs its backward
+/// before attention's backward, which uses the gradient of the log-sum-exps.
 struct LogSumExp {
     saved: Option<Arc<Saved>>,
     shape: AttentionShape,

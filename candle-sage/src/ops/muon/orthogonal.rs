@@ -12,8 +12,8 @@ use crate::launch::{Launch, Operand};
 use crate::ops::support::{cuda_tensor, f32_values, f32_values_mut, run_twice};
 
 /// Makes the singular values of matrices (count, rows, columns) about 1. (For flat matrices one could iterate the Gram
-/// matrix, even recomputing it after two polynomials. That saves matmuls but loses small singular values in bf16: three
-/// of twelve runs ended with a loss up to .2 nats higher.)
+/// matrix instead of x. This saves matmuls but loses small singular values in bf16, even if the Gram matrix is recomputed
+/// after two polynomials: three of twelve runs ended with a loss up to .2 nats higher.)
 pub(super) fn orthogonal(mut x: Tensor, polynomials: Orthogonalization) -> Result<Tensor> {
     let (_, rows, columns) = x.dims3()?;
     for (n, abc) in polynomials.polynomials().into_iter().enumerate() {

@@ -82,7 +82,7 @@ struct Linear {
   float* chunk_sums;  // (key head, segment, chunk, D + 1, D): H and z of each chunk of blocks; then z of all chunks before
   void* chunk_states; // (key head, segment, chunk, D, D) in 16 bit: H of all tokens before a chunk, or with `backward` after it,
                       // times the factor of the chunk's first block; z in chunk_sums has the same factor
-  float* rows;        // (query head, padded query, 2): backward only, the query's factors of dO in H and of 1 in z
+  float* rows;        // (query head, padded query, 2): backward only: a query adds dO times the first factor to H, and the second factor to z
   Mixture mixture;
   Shape shape;
   int32_t blocks;        // of all segments

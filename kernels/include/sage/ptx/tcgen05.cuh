@@ -119,8 +119,8 @@ __device__ __forceinline__ void tcgen05_store(uint32_t address, const float (&x)
 }
 
 // tcgen05.cp ("Tensorcore 5th Generation Data Movement Instructions: tcgen05.cp"), shape 32x128b with .warpx4: one
-// thread copies 32 rows of 16 bytes from shared memory into four columns, into all four quarters of the lanes. MMAs
-// that the thread issues after it see the columns.
+// thread copies 32 rows of 16 bytes from shared memory into four columns of tensor memory, once into each quarter of
+// its 128 lanes. MMAs that the thread issues after it see the columns.
 __device__ __forceinline__ void tcgen05_copy_scales(uint32_t address, uint64_t rows) {
 #if SAGE_HAS_TCGEN05
   asm volatile("tcgen05.cp.cta_group::1.32x128b.warpx4 [%0], %1;" ::"r"(address), "l"(rows) : "memory");
@@ -132,11 +132,12 @@ __device__ __forceinline__ void tcgen05_copy_scales(uint32_t address, uint64_t r
 // tcgen05.mma ("TensorCore 5th Generation Matrix Multiply and accumulate Operations: tcgen05.mma") with kind::mxf4nvf4
 // and block scaling: one thread issues D = A B, or D += A B, for NVFP4 operands, with a reduction of 64. Row i of D is
 // lane i of the columns from `d` on. Descriptors locate the rows of A and of B^T in shared memory. Scales are in tensor
-// memory, four bytes for each row of 64 FP4 values, one per 16 values: the scales of row i of A are in lane i % 32 (of
-// every quarter), column i / 32; the scales of B's columns likewise.
+// memory: four bytes for each row of 64 FP4 values, a byte for each 16. The scales of row i of A are in column i / 32, in
+// lane i % 32 of each quarter of the 128 lanes. The scales of B's columns are stored in the same way.
 __device__ __forceinline__ void tcgen05_mma_nvfp4(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t a_scales,
                                                   uint32_t b_scales, bool accumulate) {
-// For a family target only the new name is valid, which compilers before 12.9 do not know.
+// PTX has two names for groups of 16. Targets of a family, such as sm_100f, accept only the newer one, which compilers
+// before 12.9 do not know.
 #if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209
 #define SAGE_GROUPS_OF_16 "block16"
 #else

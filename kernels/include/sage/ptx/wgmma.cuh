@@ -36,7 +36,8 @@ __device__ __forceinline__ uint64_t row_descriptor(uint32_t shared) {
 // The descriptor of a transposed operand of 16-bit elements: each row of 64 elements (128 bytes, swizzled) is one step
 // of the reduction. Adding COLUMN_STEP starts 16 steps of the reduction further.
 __device__ __forceinline__ uint64_t column_descriptor(uint32_t shared) { return row_descriptor<128>(shared); }
-// The descriptor for more than 64 columns: panels of 64 columns are PANEL_BYTES apart, which is the leading offset.
+// The descriptor for more than 64 columns: panels of 64 columns are PANEL_BYTES apart, which is the
+// descriptor's field "leading dimension byte offset".
 template <int PANEL_BYTES>
 __device__ __forceinline__ uint64_t column_descriptor_of_panels(uint32_t shared) {
   constexpr uint64_t ONE = 1, APART = PANEL_BYTES / 16;
@@ -45,8 +46,8 @@ __device__ __forceinline__ uint64_t column_descriptor_of_panels(uint32_t shared)
 constexpr uint64_t COLUMN_STEP = 16 * 128 / 16;
 
 // wgmma.fence (PTX ISA, "Asynchronous Multiply-and-Accumulate Instruction: wgmma.fence"): all warps of the warpgroup
-// call it before the first wgmma of a group, and whenever they have accessed the registers of the next wgmma's
-// accumulator or A operand. It orders these accesses before the wgmma.
+// call it before their first wgmma, and whenever they have accessed the registers of the next wgmma's accumulator or A
+// operand. It orders these accesses before the wgmma.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 // wgmma.commit_group (PTX ISA, "Asynchronous Multiply-and-Accumulate Instruction: wgmma.commit_group"): closes the
 // group of wgmmas that the warpgroup has issued so far.

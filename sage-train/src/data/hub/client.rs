@@ -162,7 +162,8 @@ impl Hub {
             let _ = std::fs::remove_file(&partial);
         }
         let path = unpanicked(|| download(&remote, file)).map_err(failed(&what))?;
-        // The library has requested the names from the server again: the file must be inside the cache.
+        // The download requested the file's name from the server a second time. The answer may differ from the one that was
+        // checked, so the file must be inside the cache.
         let inside = match (path.canonicalize(), self.cache.path().canonicalize()) {
             (Ok(path), Ok(cache)) => path.starts_with(cache),
             _ => false,

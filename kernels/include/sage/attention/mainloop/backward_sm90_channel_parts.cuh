@@ -1,7 +1,8 @@
-// The backward mainloop for Hopper at head_dim above 128, for 16-bit matmuls. A block computes dK and dV of 128 keys of
-// one key head, and its contribution to dQ for the tiles of 64 queries that see them, all in one of two parts of the
-// channels: registers can store dK and dV of 64 keys and 128 channels each. S and dP are sums over all channels, so
-// that the blocks of both parts compute them: seven matmuls instead of five. A block's warpgroups are specialized.
+// The backward mainloop for Hopper at head_dim above 128, for 16-bit matmuls. A block has 128 keys of one
+// key head, and one of two parts of the channels, because the registers of a warpgroup can store dK and dV of only 64
+// keys and 128 channels. It computes dK and dV of these keys, and what they add to dQ of each tile of 64 queries that
+// sees them. S and dP are sums over all channels. The blocks of both parts compute them whole, so there are seven
+// matmuls instead of five. A block's warpgroups have different tasks.
 //
 //   consumers     Two warpgroups have 64 keys each, whose dV and dK stay in registers. They compute S, dP, P, dS, dV
 //                 and dK of their own keys. dQ sums over all 128 keys; each consumer computes half of the part's
@@ -10,11 +11,11 @@
 //                 dO into the next: at head_dim 256 shared memory has no room for two tiles of queries in addition to K
 //                 and V.
 //   ALL_CONSUMERS Named barrier: dS^T of a tile is in shared memory.
-//   DQ_ORDERED    Named barrier: in deterministic mode the consumers wait for their block's order in each tile of
-//                 queries.
+//   DQ_ORDERED    Named barrier: in deterministic mode the consumers wait for their block's turn to add to dQ of each tile
+//                 of queries.
 //
-// dK is the last matmul that reads Q, dV the last that reads dO. dK comes first, so that Q of the next tile is copied
-// while dV and dQ are computed, and dO while dQ and the next S are. wgmmas are asynchronous: they run while later
+// dK is the last matmul that reads Q, dV the last that reads dO. dK comes first: Q of the next tile is copied
+// while dV and dQ are computed, dO of the next tile while dQ and the next S are computed. wgmmas are asynchronous: they run while later
 // instructions execute. With one tile in shared memory:
 //
 //   producer    |Q of tile i, dO of i ..                                                |Q of i + 1    |dO of i + 1

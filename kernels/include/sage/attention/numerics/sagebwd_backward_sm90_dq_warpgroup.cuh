@@ -1,5 +1,5 @@
-// The backward of SageBwd on Hopper. It computes the same as sagebwd_backward_sm80.cuh, with one scale per vector, on
-// specialized warpgroups.
+// The backward of SageBwd on Hopper. It computes the same as sagebwd_backward_sm80.cuh with one scale per vector, but
+// its warpgroups have different tasks.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
