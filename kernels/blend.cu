@@ -1,6 +1,5 @@
-// The mixture of exact attention over the selected blocks and the linear tail as a separate pass: out = a sparse + (1 -
-// a) tail. When the tail is computed too, its kernels (past_linear/) do the mixing, and this file only computes the
-// gradient of the exact branch.
+// The mixture as a separate pass: out = a sparse + (1 - a) tail (attention/mixture.cuh). When the tail is computed too,
+// the tail's kernels (past_linear/) compute the mixture, and this file only computes the gradient of the exact branch.
 #include <sage/attention/mixture.cuh>
 #include <sage/attention/rows.cuh>
 

@@ -1,5 +1,5 @@
-// Copies heads between tensors of different strides, in packs of 16 bytes. Ranks reorder heads with it before and after
-// they exchange them.
+// Copies heads between tensors of different strides, in packs of 16 bytes. Ranks use this kernel to reorder heads
+// before and after an exchange of heads.
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
 

@@ -44,7 +44,7 @@ struct Place {
   __device__ __forceinline__ int row(int i) const { return first_row + i * STEP; }
 };
 
-// Both functions quantize the values times `factor`, a power of two, and divide by it afterwards.
+// The next two functions quantize the values times `factor`, a power of two, and divide the results by `factor`.
 //
 // Groups of 16 channels: a thread has eight of them, the neighbouring lane the other eight.
 template <int ROWS>

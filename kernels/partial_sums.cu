@@ -32,7 +32,8 @@ __device__ void sum(const params::PartialSums& p) {
 }
 
 // Few rows, each as long as the model's parameters: a thread sums four columns and reads every row once. Rows are added
-// in pairs, then pairs of pairs, and so on. `sums[n]` is the sum of 2^n groups of ROWS rows that has no partner yet.
+// in pairs, then pairs of pairs, and so on. `sums[n]` is the sum of 2^n groups of ROWS rows that waits for a second
+// such sum.
 constexpr int ROWS = 8, SUM_LEVELS = 8;
 
 __device__ void sum_long_rows(const params::SumInOrder& p) {

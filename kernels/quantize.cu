@@ -260,8 +260,7 @@ __device__ void prepare(const params::Backward& p) {
 constexpr float LN_2 = 0.69314718f;
 
 // One block per (query tile, head): copies the log-sum-exps of a forward to the caller's layout; or adds their
-// gradient, in that layout, to minus delta, because a change of the log-sum-exp changes each logit in proportion to its
-// P.
+// gradient, in that layout, to minus delta, because the derivative of a log-sum-exp by a logit is the logit's P.
 __device__ void log_sum_exp(const params::LogSumExp& p) {
   const params::Shape& shape = p.shape;
   int tile = blockIdx.x / shape.query_heads, head = blockIdx.x % shape.query_heads;

@@ -203,8 +203,8 @@ __device__ void backward_fp8(const params::Fp8RmsNorm& fp8) {
 
 SAGE_FLOAT_KERNELS(KERNELS)
 
-// Blocks of the FP8 backward per multiprocessor. It keeps a row in registers; two blocks fit without spills up to
-// Hopper.
+// Blocks of the FP8 backward per multiprocessor. That kernel keeps a row in registers; two blocks fit without spills up
+// to Hopper.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int STRIP_BLOCKS = 1;
 #else

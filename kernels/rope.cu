@@ -152,8 +152,8 @@ __device__ __forceinline__ void each_item(const Group& group, const params::Rope
   }
 }
 
-// With NORM: y = rope(x r w); otherwise y = rope(x). The backward of rope without norm is a rotation by the opposite
-// angle.
+// With NORM: y = rope(x r w), with r as in rms_norm.cu; otherwise y = rope(x). The backward of rope without norm is a
+// rotation by the opposite angle.
 template <class T, int V, bool NORM>
 __device__ void forward(const params::Rope& p) {
   constexpr int HEADS = 4;

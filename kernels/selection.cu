@@ -51,9 +51,9 @@ struct List {
   }
 };
 
-// A warp processes one key block of a (segment, key head). For each query block that selects it, calls f(number of such
-// query blocks before, query block, index of the key block in its list), ascending, 32 query blocks at a time. Returns
-// the number of query blocks that select it.
+// A warp processes one key block of a (segment, key head). For each query block that selects it, calls f(number of
+// earlier query blocks that select it, query block, index of the key block in the query block's list), ascending, 32
+// query blocks at a time. Returns the number of query blocks that select it.
 template <class F>
 __device__ __forceinline__ int each_user(const params::Users& p, const Segment& segment, int segment_index, int key_head,
                                          int block, F f) {
@@ -70,9 +70,9 @@ __device__ __forceinline__ int each_user(const params::Users& p, const Segment& 
   return found;
 }
 
-// If a key block is selected by more than two parts' worth of query blocks (`count`) and a slot is free, a warp splits
-// them into parts and zeroes the slot's sums. Parts cannot run out, because the number of selections bounds them; slots
-// can.
+// A part has at most `most` query blocks. If more than two parts' worth of query blocks (`count`) select a key block,
+// and a slot is free, a warp splits them into parts and zeroes the slot's sums. Slots can run out. Parts cannot,
+// because the number of selections bounds them.
 __device__ __forceinline__ void cut(const params::Users& p, int segment, int key_head, int block, int column, uint32_t count) {
   int lane = threadIdx.x % 32;
   uint32_t all = p.used[2], most = max(p.least_users, (all + p.shares - 1) / p.shares);
@@ -159,7 +159,7 @@ __device__ __forceinline__ void choose(const params::Choose& p) {
       if (int(count_from(least | 1u << bit)) >= most) least |= 1u << bit;
   }
   int above = least == ~0u || most == count ? 0 : count_from(least + 1);
-  int equal = most - above, written = 0;  // selected scores that equal the smallest: the first ones
+  int equal = most - above, written = 0;  // how many scores that equal the smallest are selected: the first ones
   for (int first = 0; first < count; first += 32) {
     int i = first + lane;
     uint32_t key = i < count ? key_of(i) : 0;
@@ -238,8 +238,8 @@ __device__ __forceinline__ float sum_of_exponentials(const float (&s)[M][8][4], 
   return sum;
 }
 
-// Adds the threads' probabilities over a key block to the block's mass. `tile` is the block's last tile; it may also
-// include the tile before. The warps' sums are stored in `parts` and added in order.
+// Adds the threads' probabilities over a key block to the block's mass. `tile` is the block's last tile; the block may
+// also include the tile before it. The warps' sums are stored in `parts` and added in order.
 template <int PARTS>
 __device__ __forceinline__ void add_mass(float probabilities, float (&parts)[PARTS], float* mass, int tile) {
 #pragma unroll

@@ -54,7 +54,7 @@ struct Definition {
       for (int c = 0; c < d; ++c) fake_quantize(&v[j * d + c], std::min(16, keys - j), d);
   }
   // With `literal` P is relative to the row's largest logit, and not to the next power of two. `lse2` becomes the
-  // log-sum-exp in base 2, -inf for a query that sees no key. The query sees the keys from `from` to `visible`.
+  // log-sum-exp in base 2, -inf for a query that sees no key. The query sees keys `from` to `visible - 1`.
   std::vector<double> row(std::vector<double> q, int from, int visible, double scale, bool nvfp4, bool literal, double& lse2,
                           const ScoreMod& mod = {}) const {
     std::vector<double> out(d, 0.0);

@@ -35,8 +35,8 @@ struct Case {
   bool is_modified() const { return softcap > 0 || alibi; }
 };
 
-// SAGEBWD_S has only S in INT8 in the backward, SAGEBWD_SCORES also in the forward; SAGEBWD_FORWARD has an unquantized
-// backward.
+// In the backward of SAGEBWD_S and SAGEBWD_SCORES only S is in INT8; in the forward of SAGEBWD_SCORES too.
+// SAGEBWD_FORWARD has an unquantized backward.
 enum Numerics { UNQUANTIZED, SAGEBWD, SAGEBWD_QK, SAGEBWD_KV, SAGEBWD_S, SAGEBWD_SCORES, SAGEBWD_FORWARD, NVFP4_PRODUCTS, NVFP4_TCGEN05 };
 
 constexpr int tiles_of(int tokens) { return (tokens + 63) / 64; }

@@ -51,7 +51,7 @@ inline uint8_t byte_of(uint64_t descriptor, int row, int byte) {
   return async_memory[address];
 }
 
-// The operand of an MMA: rows of 64 FP4 values, as twice their values, and of four scales.
+// The operand of an MMA. Each row has 64 FP4 values, stored as twice their values, and four scales.
 struct Operand {
   int8_t twice[256][64];
   float scales[256][4];

@@ -17,7 +17,7 @@ struct DqLayout {
   struct Fragment {
     int strip, n;  // a strip of 16 queries, and a fragment of 8 channels
   };
-  // The position of fragment `number` in memory, and the inverse.
+  // The fragment that is stored at position `number` in memory, and the inverse.
   __device__ __forceinline__ constexpr Fragment fragment(int number) const {
     return {number / part % 4, number % part + number / part / 4 * part};
   }

@@ -1,6 +1,6 @@
-// The weights of the mixture out = a sparse + (1 - a) tail of exact attention over the selected blocks and the linear
-// tail: a = sigmoid(theta), or with by_count a = sigmoid(theta + log(keys with exact attention / keys in the tail)). If
-// no key is in the tail, a = 1.
+// The weights of the mixture out = a sparse + (1 - a) tail. Here `sparse` is the output of exact attention over the
+// selected blocks, and `tail` that of the linear tail. The weight is a = sigmoid(theta), or with by_count a =
+// sigmoid(theta + log(keys with exact attention / keys in the tail)). If no key is in the tail, a = 1.
 #pragma once
 
 #include <sage/attention/segment.cuh>
@@ -13,7 +13,7 @@ struct MixtureWeights {
   const Segment& segment;
   float theta;
   bool by_count;
-  int past, chosen;  // number of keys in candidate blocks, and in selected candidates
+  int past, chosen;  // number of keys in the blocks that may be selected, and in the selected ones
 
   // Block `block` of queries of the segment.
   __device__ __forceinline__ MixtureWeights(const params::Mixture& mixture, const params::Shape& shape, const Segment& segment,

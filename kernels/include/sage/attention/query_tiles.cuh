@@ -24,8 +24,8 @@ struct BackwardBlock {
   }
 };
 
-// A tile whose dQ is to be added. `rank` counts the key blocks that add to the same tile before, for deterministic
-// mode.
+// A tile whose dQ is to be added. `rank` is for deterministic mode: the number of key blocks that add to the same tile
+// before this block.
 struct RankedTile {
   int padded;  // its number in the padded buffers
   int rank;
@@ -43,7 +43,7 @@ struct EveryQuery {
   static constexpr bool LISTED = false;
   static constexpr Hidden HIDDEN = LATER_KEYS;  // keys that its queries may not see
   template <int KEYS>
-  static constexpr int RANK_BLOCKS = 1;  // key blocks of KEYS keys that one rank counts: see RankedTile
+  static constexpr int RANK_BLOCKS = 1;  // thread blocks, of KEYS keys each, per key block that RankedTile::rank counts
   using Tile = QueryTile;
   using Added = int;  // what the mainloop stores until a tile's dQ is added: the tile's number in the padded buffers
 
@@ -116,10 +116,10 @@ struct Cut {
   __device__ __forceinline__ uint32_t of_part() const { return (to - from + list.parts - 1) / list.parts; }
 };
 
-// With a selection, a block visits the query blocks that list its key block. With a causal mask the first of them is
-// the query block at the same position, which always lists it, and all later ones see every key of the block. The tiles
-// can therefore be numbered from that position without gaps, `first` to `end`: these numbers give the same masks as the
-// tiles' own numbers.
+// With a selection, a block visits the query blocks that list its key block. With a causal mask the first of these
+// query blocks has the same position as the key block, which it always lists. All later query blocks see every key of
+// the key block. The tiles can therefore be numbered from that position without gaps, `first` to `end`: these numbers
+// give the same masks as the tiles' own numbers.
 struct ListedQueries {
   struct Tile : QueryTile {
     int position;  // in the list of query blocks, counted in tiles
@@ -147,9 +147,9 @@ struct ListedQueries {
     first = BLOCK_TILES * (block.number() + before), end = first + tiles;
     count = tiles * (shape.query_heads / shape.key_heads);
   }
-  // The first thread blocks process all keys, each with its whole list or the first part of it. The other thread blocks
-  // process the remaining parts; consecutive thread blocks share the 128 keys of a part. If a part does not exist, its
-  // keys are beyond the segment's end.
+  // The first thread blocks process all keys: each visits the whole list of its key block, or the first part of a split
+  // list. The other thread blocks process the remaining parts; consecutive thread blocks share the 128 keys of a part.
+  // For a part that does not exist, `first_key` is the segment's end, and the thread block exits.
   static __device__ __forceinline__ BackwardBlock take(const params::Backward& p, int index, int keys) {
     int all = p.shape.segment_count * p.shape.key_heads * ((p.shape.key_len + keys - 1) / keys);
     if (index < all) return BackwardBlock(p.shape, index, keys);

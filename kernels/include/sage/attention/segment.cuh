@@ -49,7 +49,7 @@ struct Segment {
 
 // The keys of a tile that a query may not see: none; keys after the last visible one, as with a causal mask or at the
 // segment's end; or, with a window, also keys before the first visible one. Kernels for windows are compiled
-// separately, so that windows do not slow down the others.
+// separately, so that windows do not slow down other kernels.
 enum Hidden { NO_KEYS, LATER_KEYS, OUTER_KEYS };
 
 // The keys that the queries of a segment see, for kernels that hide HIDDEN keys. P: the parameters of a forward or a

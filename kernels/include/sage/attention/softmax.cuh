@@ -35,8 +35,8 @@ __device__ __forceinline__ float log2_with_sink(float sink2, float lse2) {
 }
 
 // The factor that turns results of INT8 matmuls into logits, given the dequant_scale of a tile's keys. A tile of zeros
-// has scale 0. Any other factor gives logits of 0 as well, and keeps minus infinity, which a factor of 0 would turn
-// into NaN.
+// has scale 0. Its sums are 0, so any positive factor gives the correct logits. A factor of 0 would turn the minus
+// infinity of masked keys into NaN.
 __device__ __forceinline__ float logit_factor(float q_factor, float k_dequant) {
   float factor = q_factor * k_dequant;
   return factor == 0.0f ? 1e-30f : factor;
@@ -72,7 +72,7 @@ struct RowState {
   float registers[SHARED ? 1 : 2 * ROWS];
   static constexpr int BYTES = SHARED ? 2 * ROWS * THREADS * 4 : 0;
   static constexpr int SUM = 0;    // this lane's part of the row's sum of 2^(logit - reference)
-  static constexpr int MAGIC = 1;  // the multiple of MAGIC that was added to the row's accumulator (SageBwd on mma.sync)
+  static constexpr int MAGIC = 1;  // the multiple of quant::MAGIC in the row's accumulator (SageBwd on mma.sync)
 
   __device__ __forceinline__ explicit RowState(unsigned char* at) : memory(reinterpret_cast<float*>(at) + threadIdx.x) {
 #pragma unroll
@@ -83,8 +83,8 @@ struct RowState {
   }
 };
 
-// The reference of a row, to which its exponents are relative, is raised to the row's maximum only when it is more than
-// SLACK below it. With SLACK = 8 the accumulator is rescaled rarely, and 2^8 is far from overflow.
+// The reference of a row, to which its exponents are relative, is raised to the row's maximum only when the maximum
+// exceeds it by more than SLACK. With SLACK = 8 the accumulator is rescaled rarely, and 2^8 is far from overflow.
 template <int D, int M, int THREADS, bool SHARED, int OUTPUTS = 1, int SLACK = 8>
 struct Softmax {
   using State = RowState<2 * M, THREADS, SHARED>;
@@ -103,7 +103,7 @@ struct Softmax {
         for (int e = 0; e < 4; ++e) acc[m][n][e] = 0.0f;
   }
 
-  // Raises the references for the maxima of the next columns, and rescales the accumulator if any of them changed.
+  // Raises the references for the maxima of the next columns, and rescales the accumulator if any reference changed.
   __device__ __forceinline__ void follow(const float (&row_max)[2 * M]) {
     float decay[2 * M];
     if (__builtin_expect(catch_up(row_max, decay), false)) rescale(decay);
@@ -135,8 +135,8 @@ struct Softmax {
         for (int i = 0; i < 2; ++i) acc[r >> 1][n][2 * (r & 1) + i] *= decay[r % (2 * M)];
   }
 
-  // The reference, or 0 while a row has seen no key. Each of its terms is then 2^-inf = 0, where -inf - (-inf) would be
-  // NaN.
+  // The reference, or 0 while a row has seen no key. Each term of such a row is then 2^(-inf - 0) = 0; with a reference
+  // of -inf it would be NaN.
   __device__ __forceinline__ float shift(int r) const { return reference[r] == -CUDART_INF_F ? 0.0f : reference[r]; }
 };
 

@@ -41,7 +41,8 @@ struct Group {
     return reduce(x, [](float a, float b) { return fmaxf(a, b); });
   }
 
-  // Whether x is true in any lane of the same reductions. All lanes of a group have the same x.
+  // Whether x is true in any lane that calls the same reductions. Here these are the lanes of one group, which all have
+  // the same x.
   __device__ __forceinline__ bool any(bool x) const { return x; }
 
   // Waits for all lanes of the group, so that what they have read may be overwritten.

@@ -39,8 +39,8 @@ using ReaderA = Reader<ROW_BYTES, false>;
 template <int ROW_BYTES>
 using ReaderB = Reader<ROW_BYTES, true>;
 
-// Reads a 16-bit matrix whose rows are the steps of the reduction, by one transposing ldmatrix: 16 of the reduction x
-// 16 columns (32 bytes).
+// Reads a 16-bit matrix whose rows are the steps of the reduction, by one transposing ldmatrix: 16 steps of the
+// reduction x 16 columns (32 bytes).
 //   A^T stored (rows = reduction, columns = rows of A): (k 0-7, m 0-7), (k 0-7, m 8-15), (k 8-15, m 0-7), ...
 //   B stored (rows = reduction, columns = columns of B): (k 0-7, n 0-7), (k 8-15, n 0-7), (k 0-7, n 8-15), ...
 template <int ROW_BYTES, bool B>

@@ -127,7 +127,7 @@ struct Forward {
   View out;
   float* minus_lse2;           // (head, padded token): minus the base-2 log-sum-exp; -inf for padding and for queries that see no
                                // key, so that their P is 0 in the backward. Null: not written.
-  int32_t* scheduler_counter;  // persistent kernels: work items handed out in addition to each block's first; else null
+  int32_t* scheduler_counter;  // persistent kernels: items handed out after each block's first item; else null
   Codes codes;
   Shape shape;
   View high_precision_out;     // Attn-QAT: O of unquantized P; data null: not written
@@ -183,7 +183,7 @@ struct Backward {
                               // hands out block indices. Null otherwise.
   Codes codes;
   Shape shape;
-  int32_t group;              // keys that share a scale of P and dS (for dK), queries that share a scale of dS (for dQ): 1, 2, .. 64
+  int32_t group;              // keys per scale of P and dS (for dK), queries per scale of dS (for dQ): 1, 2, 4, .. 64
   int32_t dout_group;         // channels that share a scale of dO
   int32_t dq_parts;           // number of parts of the channels in a tile of dq_accum
   const float* row_sums;

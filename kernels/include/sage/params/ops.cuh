@@ -108,7 +108,7 @@ struct SwiGlu {
 struct CheckIds {
   const void* ids;
   uint32_t* places;  // the row numbers; NO_PLACE for an id that is bad or ignored
-  uint32_t* status;  // zeroed before: len - (position of the first bad id), 0 if there is none; number of valid ids
+  uint32_t* status;  // zeroed before; len - (first bad position), 0 if no id is bad; then the number of valid ids
   int64_t limit;     // valid ids are below `limit`
   int64_t ignored;
   int32_t ignores;   // 1: `ignored` is an allowed id that does not count
@@ -302,7 +302,7 @@ struct Fp8Rope {
 struct Fp8SwiGlu {
   SwiGlu of;
   Fp8Codes codes;
-  Fp8Codes again;  // backward only: y, if `again` has codes
+  Fp8Codes again;  // backward only: y, computed again; column_codes null: not written
 };
 
 // The gradient of `factor` times the sum of the losses, in FP8 with a fixed scale.

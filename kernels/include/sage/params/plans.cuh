@@ -10,7 +10,8 @@ enum Mainloop : unsigned {
 #include <sage/params/plans.def>
 };
 
-// What the host knows of a mainloop; plans.def explains the columns. The code that persists, copies through maps or divides dQ asserts its fact.
+// What the host knows of a mainloop; plans.def explains the columns. Code that is persistent, copies through maps or
+// divides dQ asserts the corresponding fact.
 struct MainloopFacts {
   Maps maps;
   bool documents;

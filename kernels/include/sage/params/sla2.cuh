@@ -14,7 +14,7 @@ struct Users {
   User* users;            // (key head, query_blocks x (stride - 1))
   uint32_t* first_users;  // (key head, key_blocks + 1)
   uint32_t* counts;       // (key head, key_blocks): number of query blocks that select the key block
-  uint32_t* used;         // number of slots and parts in use, and of all selections; zeroed before the launch
+  uint32_t* used;         // counts, zeroed before the launch: slots in use, parts in use, all selections
   Shape shape;
   Cuts cuts;              // `parts` is zeroed before the launch; lists null: no list is split
   uint32_t least_users;   // smallest limit of a part's size
@@ -55,7 +55,7 @@ struct Mass {
   int32_t columns;
 };
 
-// The mixture a sparse + (1 - a) tail of exact attention over the selected blocks and the linear tail.
+// The mixture a sparse + (1 - a) tail: see attention/mixture.cuh.
 struct Mixture {
   const float* theta;  // (query head); null: no mixture
   float* parts;        // (query head, query block): sums for dtheta

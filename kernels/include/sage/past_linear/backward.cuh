@@ -1,5 +1,5 @@
 // The backward of a query block, from the states that the forward read, and the backward of a key block, from the
-// states summed from the end.
+// states summed from the end. past_linear.cu defines phi, H and z.
 #pragma once
 
 #include <sage/attention/mixture.cuh>
@@ -10,7 +10,7 @@ namespace sage::past_linear {
 // With u = H dO, n = phi . z and t = dO . out = phi . u / n: dphi = (u - t z) / n, whose dot product with phi is zero,
 // so that dq = phi o (u - t z) / n. Also stores each query's factors of dO and of 1, 1 / n and -t / n, for the states
 // that the keys read. Since H and z are stored times inverse_blocks(block) / BLOCK, these factors must be multiplied by
-// it as well: here by inverse_blocks(block), in backward_keys by 1 / BLOCK.
+// inverse_blocks(block) / BLOCK as well: here by inverse_blocks(block), in backward_keys by 1 / BLOCK.
 //
 // In a mixture dO is the gradient of the mixture: the tail's gradient is 1 - a times dO, and a (1 - a) t is subtracted
 // from the part of dtheta that the exact branch has stored.

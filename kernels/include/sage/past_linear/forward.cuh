@@ -1,4 +1,5 @@
 // The output of a block of queries: phi(q) H / (phi(q) . z), or its mixture with the output of exact attention.
+// past_linear.cu defines phi, H and z.
 #pragma once
 
 #include <sage/attention/mixture.cuh>

@@ -13,8 +13,8 @@ using attention::first_query_block;
 using attention::Segment;
 using attention::TILE;
 
-// Whether the shared memory in a kernel's plan, for a kernel that multiplies blocks of rows by a state, equals OPERANDS
-// bytes of rows plus the state.
+// For a kernel that multiplies blocks of rows by a state: whether its plan has the right threads, and shared memory for
+// OPERANDS bytes of rows plus the state.
 template <int D, params::Plan PLAN, int OPERANDS>
 constexpr bool PLAN_FITS = PLAN.rows == BLOCK && PLAN.threads == THREADS && PLAN.shared_bytes == OPERANDS + D * D * 2;
 

@@ -38,7 +38,7 @@ __device__ __forceinline__ float reciprocal(float x) {
   return y;
 }
 
-// max.NaN.f32, "Floating Point Instructions: max": the larger of |a| and |b|; a NaN wins.
+// max.NaN.f32, "Floating Point Instructions: max": the larger of |a| and |b|; NaN if a or b is NaN.
 __device__ __forceinline__ float max_abs(float a, float b) {
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(fabsf(a)), "f"(fabsf(b)));
@@ -115,8 +115,8 @@ __device__ __forceinline__ uint32_t mul_2(uint32_t a, uint32_t b) {
 }
 
 // max.NaN.xorsign.abs.f16x2, "Half Precision Floating Point Instructions: max": the larger of |a| and |b| for two pairs
-// of f16; a NaN wins. The sign is the exclusive or of the operands' signs, which the caller ignores. Needs sm_86; on
-// earlier architectures it traps, and no kernel calls it there.
+// of f16; NaN if either operand is NaN. The sign is the exclusive or of the operands' signs, which the caller ignores.
+// Needs sm_86; on earlier architectures it traps, and no kernel calls it there.
 __device__ __forceinline__ uint32_t max_abs_2(uint32_t a, uint32_t b) {
   uint32_t d = 0;
 #if __CUDA_ARCH__ >= 860

@@ -134,8 +134,8 @@ __device__ __forceinline__ void cp_async_bulk_tensor(uint32_t shared, const void
 }
 // "Data Movement and Conversion Instructions: cp.reduce.async.bulk": one thread adds floats, a multiple of 16 bytes,
 // from shared to global memory, asynchronously and in no defined order among blocks, and commits the addition as a bulk
-// group. Threads that wrote the shared memory must call fence_proxy_async and meet the calling thread at a barrier
-// before.
+// group. Before the call, threads that wrote the shared memory must call fence_proxy_async and meet the calling thread
+// at a barrier.
 __device__ __forceinline__ void cp_reduce_async_bulk(float* global, uint32_t shared, int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -262,8 +262,8 @@ __device__ __forceinline__ void stmatrix(const uint32_t (&r)[4], uint32_t addres
 }
 
 // "Parallel Synchronization and Communication Instructions: red": the calling thread adds four neighbouring floats to
-// global memory, atomically, in no defined order among threads. `at` is 16-byte aligned; before sm_90 it needs four
-// instructions.
+// global memory, atomically, in no defined order among threads. `at` is 16-byte aligned; before sm_90 the addition
+// needs four instructions.
 __device__ __forceinline__ void red_add_4(float* at, float a, float b, float c, float d) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
@@ -275,8 +275,9 @@ __device__ __forceinline__ void red_add_4(float* at, float a, float b, float c, 
 #endif
 }
 
-// ld.acquire.gpu, "Data Movement and Conversion Instructions: ld": one thread reads a semaphore that orders blocks. The
-// writes of a block before its add_release are visible after a load that reads the sum.
+// ld.acquire.gpu, "Data Movement and Conversion Instructions: ld": one thread reads a semaphore that orders blocks. If
+// the load reads a sum that includes a block's add_release, the block's writes before that add_release are visible
+// afterwards.
 __device__ __forceinline__ int load_acquire(const int* at) {
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");

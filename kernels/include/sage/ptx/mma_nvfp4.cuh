@@ -6,8 +6,9 @@
 //   A   a[0]: row g, reduction 8t..; a[1]: row g + 8; a[2], a[3]: the same, reduction 32 + 8t..
 //   B   b0: column g, reduction 8t..; b1: the same, reduction 32 + 8t..
 //   D   d[2h + e]: row g + 8h, column 2t + e
-// Byte by byte this is the layout of 8-bit operands. A register contains four scales, one byte for 16 of the reduction.
-// The scales of A come from lanes t = 0 (row g) and t = 1 (row g + 8), the scales of B from lane t = 0 (column g).
+// Byte by byte this is the layout of 8-bit operands. A register contains four scales: one byte for each 16 elements of
+// the reduction. The scales of A come from lanes t = 0 (row g) and t = 1 (row g + 8), the scales of B from lane t = 0
+// (column g).
 #pragma once
 
 #include <sage/ptx/convert_nvfp4.cuh>

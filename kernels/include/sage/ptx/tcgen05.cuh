@@ -22,7 +22,7 @@ namespace sage::ptx {
 
 // tcgen05.alloc ("Tensor Memory Allocation and Management Instructions"): one warp allocates COLUMNS, a power of two
 // from 32 on, and writes their address to shared memory; it waits until the multiprocessor has enough free columns. The
-// permit is released at once, so that other blocks can allocate.
+// permit to allocate is released at once, so that other blocks can allocate.
 template <int COLUMNS>
 __device__ __forceinline__ void tcgen05_alloc(uint32_t shared) {
 #if SAGE_HAS_TCGEN05

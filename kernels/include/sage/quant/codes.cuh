@@ -7,7 +7,7 @@
 
 namespace sage::quant {
 
-// The magnitude of x as an integer: a maximum over these integers is the largest magnitude, and a NaN wins.
+// The magnitude of x as an integer: a maximum over these integers is the largest magnitude, or NaN if any x is NaN.
 __device__ __forceinline__ uint32_t abs_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
 struct Scale {
@@ -29,7 +29,7 @@ __device__ __forceinline__ Scale scale_of(uint32_t max_abs_bits) {
 // 1.5 * 2^23. A float in [2^23, 2^24) is a whole number whose low bits are that number: adding this constant rounds |x|
 // < 2^22 to the nearest whole number, ties to even, and puts it into the low bits in two's complement. Conversely, an
 // s32 accumulator that starts from the constant's bits reads as the float MAGIC + sum while |sum| < 2^22: INT8 matmuls
-// with values within +-127 stay below it up to a reduction of 256.
+// with values within +-127 stay below 2^22 up to a reduction of 256.
 constexpr float MAGIC = 12582912.0f;
 constexpr int MAGIC_BITS = 0x4b400000;
 
@@ -61,8 +61,9 @@ __device__ __forceinline__ uint32_t codes(float a, float b, float c, float d, fl
 
 // A kernel that accumulates (MAGIC + sum) * factor, and subtracts MAGIC * (sum of the factors) once in MAGIC_TILES
 // tiles, saves one instruction per value. The accumulator's last bit is then that of MAGIC * (sum of the factors):
-// after n tiles with the same factor f the roundings add up to about 0.4 n^1.5 f, which is 10 f for 8 tiles. Quantizing
-// P and dS costs about 100 f per tile: sums of 64 products of an error of 0.3 with INT8 values of about 40.
+// after n tiles with the same factor f the roundings add up to about 0.4 n^1.5 f, which is 10 f for 8 tiles. The error
+// from quantizing P and dS is larger, about 100 f per tile: the error of a sum of 64 products, each of a rounding error
+// of 0.3 with an INT8 value of about 40.
 constexpr int MAGIC_TILES = 8;
 
 // Base-2 logarithms of the largest s8 and u8 values of P.

@@ -71,8 +71,9 @@ __device__ __forceinline__ void add_product(float (&out)[D / 8][4], const X& x, 
 template <int D>
 __device__ __forceinline__ uint64_t code_descriptor(uint32_t shared) { return ptx::row_descriptor<(D < 128 ? D : 128)>(shared); }
 
-// Issues y = A B^T of INT8 operands over a reduction of 32 TIMES, with A in registers or, given a descriptor, in shared
-// memory. A panel of 128 channels is four TIMES; panels have 64 rows. The caller waits for completion (wgmma_wait).
+// Issues y = A B^T of INT8 operands over a reduction of 32 TIMES values, with A in registers or, given a descriptor, in
+// shared memory. A panel of 128 channels covers four steps of 32 values; panels have 64 rows. The caller waits for
+// completion (wgmma_wait).
 template <int TIMES, int N, class A>
 __device__ __forceinline__ void multiply_codes(int (&y)[N][4], const A& a, uint64_t b) {
   constexpr int PANEL = 64 * 128 / 16;  // in units of descriptors

@@ -222,7 +222,7 @@ concept BackwardSm80Numerics = requires(N numerics, const params::Backward& p, c
   numerics.load(tile, 0);
   // scores(tile, stage, slot, visibility): computes S^T, P^T and dS^T, stores dS^T in a slot, and adds to dV and dK.
   numerics.scores(tile, 0, 0, visibility);
-  // With LAG = 2: the work of the iteration between, with the slot of the scores.
+  // With LAG = 2: the work of the iteration between scores and add_dq. Its argument is the slot of the scores.
   numerics.prepare_dq(0);
   // add_dq(the tile's number in the padded buffers, this iteration's slot, sums): computes a tile's dQ, and adds it.
   numerics.add_dq(0, 0, sums);

@@ -36,7 +36,7 @@ constexpr int CONSUMER_KEYS = 64;    // of a consumer warpgroup
 constexpr int CONSUMERS = SM90_KEYS / CONSUMER_KEYS;
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP_THREADS;
 
-// Whether a tile's scores need a mask, and for which keys.
+// Whether a tile's scores need a mask (`some`), and which keys the mask hides (HIDDEN).
 template <Hidden HIDDEN>
 struct Masked {
   bool some;
@@ -49,8 +49,9 @@ __device__ __forceinline__ int seen_whole_from(const Segment& segment, const Sig
   return (sight.first_query(first_key + CONSUMER_KEYS - 1) + TILE - 1) / TILE;
 }
 
-// The query tiles that need a mask for the keys of each consumer: those below the first tile that sees all of the keys,
-// and with a window also those from the first tile whose last query does not see the first key.
+// The query tiles that need a mask for the keys of each consumer: the tiles before the first tile in which every query
+// sees all of these keys; with a window also all tiles from the first tile on whose last query does not see the first
+// key.
 template <Hidden HIDDEN>
 struct MaskedTiles {
   int below[CONSUMERS];
@@ -116,8 +117,8 @@ enum ConsumerBarrier : int {
 };
 constexpr int DQ_THREADS = WARPGROUP_THREADS + 32;  // a consumer and the storer
 
-// The storer's loop: adds each consumer's channels of dQ, PART_BYTES in `staging`, to the sums of dQ. Both are in the
-// layout of DqLayout, with one part per consumer.
+// The storer's loop: adds each consumer's channels of dQ (PART_BYTES bytes of `staging`) to the sums of dQ. The staging
+// memory and the sums are in the layout of DqLayout, with one part per consumer.
 template <int PART_BYTES, class Queries>
 __device__ __forceinline__ void store_dq(const params::Backward& p, const Queries& queries, int block_number, uint32_t staging) {
   int lane = threadIdx.x % 32;
@@ -175,7 +176,8 @@ concept BackwardTilesSm90 = requires(N numerics, const params::Backward& p, cons
   numerics.gradient_staging(0);
 };
 
-// What this mainloop requires in addition, including their Consumer: the registers of a consumer.
+// What this mainloop requires in addition to BackwardTilesSm90. The numerics' Consumer is the state that a consumer
+// keeps in registers.
 template <class N>
 concept BackwardSm90Numerics =
     BackwardTilesSm90<N> && requires(N numerics, const QueryTile& tile, uint32_t mbarrier, typename N::Consumer consumer) {

@@ -1,6 +1,6 @@
-// The backward mainloop for Hopper at head_dim above 128, for 16-bit matmuls. A block has 128 keys of one
-// key head, and one of two parts of the channels, because the registers of a warpgroup can store dK and dV of only 64
-// keys and 128 channels. It computes dK and dV of these keys, and what they add to dQ of each tile of 64 queries that
+// The backward mainloop for Hopper at head_dim above 128, for 16-bit matmuls. A block has 128 keys of one key head, and
+// one of two parts of the channels, because the registers of a warpgroup can store dK and dV of only 64 keys and 128
+// channels. The block computes dK and dV of these keys, and their contribution to dQ for each tile of 64 queries that
 // sees them. S and dP are sums over all channels. The blocks of both parts compute them whole, so there are seven
 // matmuls instead of five. A block's warpgroups have different tasks.
 //
@@ -29,9 +29,9 @@ namespace sage::attention {
 
 constexpr int DQ_ORDERED = 2;  // named barrier of both consumers, in addition to ALL_CONSUMERS
 
-// How two parts divide the panels of 64 channels, of D channels of Q and K and V channels of values: the first part has
-// two panels of K, the second two panels of V, and each has the other's remaining panels. Both parts then have about
-// the same number of matmuls, and at most two panels each of dK and dV.
+// How two parts divide the panels of 64 channels. Q and K have D channels, and values have V. The first part has two
+// panels of K, and the second part has the rest of K. The second part has two panels of V, and the first part has the
+// rest of V. Both parts then have about the same number of matmuls, and at most two panels each of dK and dV.
 template <int D, int V>
 struct ChannelParts {
   static constexpr int COUNT = 2, LEFT_OF_K = D / 64 - 2, LEFT_OF_V = V / 64 - 2;
@@ -40,8 +40,9 @@ struct ChannelParts {
 };
 
 // What this mainloop requires of its numerics, which define the layout of a block's shared memory, and of their
-// Consumer, the registers of a consumer: dK of some consecutive panels of 64 channels, and dV of others. A tile has two
-// pieces, Q and dO; piece n of the pipeline belongs to tile n / 2.
+// Consumer<K_PANELS, V_PANELS>. A Consumer is the state that a consumer keeps in registers: dK of K_PANELS consecutive
+// panels of 64 channels, and dV of V_PANELS panels. A tile has two pieces, Q and dO; piece n of the pipeline belongs to
+// tile n / 2.
 template <class N, class Consumer = typename N::template Consumer<2, N::Parts::LEFT_OF_V>>
 concept BackwardSm90ChannelPartsNumerics =
     BackwardTilesSm90<N> &&

@@ -25,7 +25,8 @@
 
 namespace sage::attention {
 
-// Registers per thread of the dQ warpgroup if the consumers' threads have KEYS: the rest of the block's allocation.
+// Registers per thread of the dQ warpgroup, if a consumer's thread has KEYS registers: the rest of the block's
+// allocation.
 template <int KEYS>
 constexpr int DQ_REGISTERS = (CONSUMERS + 1) * ptx::LAUNCH_REGISTERS<SM90_THREADS> - CONSUMERS * KEYS;
 
@@ -123,8 +124,8 @@ struct TileHandover {
   __device__ __forceinline__ void publish_dq_operands() const {
     ptx::named_barrier_arrive(named_barrier(DS_FULL, tile), SM90_THREADS);
   }
-  // Starts the next tile; after the last tile also, on stale data: if a wgmma were in flight on some paths only, ptxas
-  // would serialize all wgmmas of the kernel.
+  // Starts the next tile. After the last tile it starts one more, on stale data: if a wgmma were in flight on some
+  // paths only, ptxas would serialize all wgmmas of the kernel.
   __device__ __forceinline__ void start_next() const {
     if (tile + 1 < tiles) wait(tile + 1);
     consumer.start(pipeline.stage(tile + 1));
@@ -136,8 +137,8 @@ struct TileHandover {
   }
 };
 
-// What this mainloop requires in addition, including their KeyConsumer, the registers of a consumer, and their
-// DqConsumer, the work of the dQ warpgroup.
+// What this mainloop requires in addition to BackwardTilesSm90. The numerics' KeyConsumer is the state that a consumer
+// keeps in registers, and their DqConsumer that of the dQ warpgroup.
 template <class N>
 concept BackwardSm90DqWarpgroupNumerics =
     BackwardTilesSm90<N> && requires(N numerics, const params::Backward& p, const QueryTile& tile, uint32_t mbarrier,
@@ -178,12 +179,12 @@ concept BackwardSm90DqWarpgroupNumerics =
       dq.gradient_staging();
     });
 
-// The dQ warpgroup as the producer: it copies query tiles into the pipeline, AHEAD of the tile whose dQ it computes.
+// The dQ warpgroup as the producer: it copies query tiles into the pipeline, AHEAD tiles before it computes their dQ.
 template <class Numerics, class Queries, class Tiles>
 struct TileProducer {
   // How many tiles ahead the producer copies. With more than two stages it fills the stage of the previous tile, so
-  // that it rarely waits for consumers; with two stages it fills the stage of the current tile, after all have released
-  // it.
+  // that it rarely waits for consumers; with two stages it fills the stage of the current tile, after all of its
+  // readers have released it.
   static constexpr int AHEAD = Numerics::STAGES == 2 ? 2 : Numerics::STAGES - 1;
 
   const params::Backward& p;

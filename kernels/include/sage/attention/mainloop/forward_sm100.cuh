@@ -33,8 +33,8 @@ struct ForwardSm100Warps {
   static constexpr int SOFTMAX = 4, PRODUCER = 4, PRODUCTS = 5, ALL = 6;
 };
 
-// The columns of tensor memory that a block allocates: half of all columns. A third block, even if registers and shared
-// memory had room for it, would wait until another block frees its columns.
+// The columns of tensor memory that a block allocates: half of the multiprocessor's columns. A third block, even if
+// registers and shared memory had room for it, would wait until another block frees its columns.
 constexpr int FORWARD_SM100_COLUMNS = 256;
 
 template <int STAGES>
@@ -111,8 +111,9 @@ __device__ __forceinline__ void produce_sm100(Numerics& numerics, const Block& b
   pipelines.values.drain(steps);
 }
 
-// The products warp. S of a step may overwrite S of the last step, and the columns of its keys' scales: an empty stage
-// of `scores` says that all threads have the last S in registers, hence that its MMA is complete.
+// The products warp. S of a step may overwrite S of the previous step, and the scales of the previous step's keys in
+// tensor memory: an empty stage of `scores` says that all threads have the previous S in registers, hence that its MMA
+// is complete.
 template <class Numerics, class Pipelines>
 __device__ __forceinline__ void issue_products(Numerics& numerics, const Pipelines& pipelines, uint32_t tensor, int steps) {
   auto add = [&](int step) {
@@ -156,7 +157,7 @@ __device__ __forceinline__ void rescale_output(uint32_t warp_tensor, float decay
   }
 }
 
-// The loop of a softmax thread for its `query`. `warp_tensor` is tensor memory from its warp's first lane on.
+// The loop of a softmax thread for its `query`. `warp_tensor` is the tensor memory address of its warp's first lane.
 template <class Numerics, class Block, class Pipelines>
 __device__ __forceinline__ void online_softmax(Numerics& numerics, typename Numerics::Row& row, const params::Forward& p,
                                                const Block& block, const Pipelines& pipelines, uint32_t warp_tensor, int query, int steps) {
@@ -175,7 +176,7 @@ __device__ __forceinline__ void online_softmax(Numerics& numerics, typename Nume
     bool behind = hidden <= step && step < whole ? row.template follow<NO_KEYS>(p, 0, 0)
                                                   : row.template follow<Block::HIDDEN>(p, first - step * TILE, visible - step * TILE);
     if (__any_sync(~0u, behind) && step > 0) {
-      pipelines.probabilities.wait_empty(step + 1);  // O += P V of the last step is complete
+      pipelines.probabilities.wait_empty(step + 1);  // O += P V of the previous step is complete
       ptx::tcgen05_fence_after();
       rescale_output<Numerics>(warp_tensor, row.decay);
     }

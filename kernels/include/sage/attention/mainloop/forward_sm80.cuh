@@ -5,8 +5,8 @@
 // keeps their accumulators in registers. The mainloop visits the tiles of 64 keys that the queries see. All warps do
 // the same: they copy the next tile of K and V asynchronously into one of two buffers while they compute on the other,
 // and one __syncthreads per tile orders copies and reads. With one stage, V is copied while S is computed, and the next
-// K while P V is; this needs two barriers per tile. The numerics define how a tile is computed (ForwardSm80Numerics
-// below; numerics/*_forward_sm80.cuh).
+// K while P V is computed; this needs two barriers per tile. The numerics define how a tile is computed
+// (ForwardSm80Numerics below; numerics/*_forward_sm80.cuh).
 #pragma once
 
 #include <sage/attention/rows.cuh>
@@ -63,8 +63,9 @@ struct EveryKey : ForwardBlock {
   __device__ __forceinline__ int number(int step) const { return step; }
 };
 
-// A block that visits the keys of a window. It begins with the first key that one of its queries sees, or before it:
-// the number of skipped keys is a multiple of every mainloop's step. Some visited keys are hidden from later queries.
+// A block that visits the keys of a window. The visited keys begin at or before the first key that one of its queries
+// sees: the number of skipped keys is a multiple of every mainloop's step. Some visited keys are hidden from later
+// queries.
 struct WindowKeys : ForwardBlock {
   static constexpr Hidden HIDDEN = OUTER_KEYS;
   static constexpr int STEP = 2 * TILE;
@@ -87,8 +88,8 @@ struct WindowKeys : ForwardBlock {
 
 // A block that is one query block of a selection, and visits the listed key blocks. Its queries see every listed block
 // except the last completely, so that only the last can need a mask. Mainloops therefore treat the visited keys as one
-// contiguous range; `skipped` is the number of unlisted keys before the last listed block, its offset between that
-// range and the segment.
+// contiguous range; `skipped` is the number of unlisted keys before the last listed block. It is also the difference
+// between that block's positions in the segment and in this range.
 struct ListedKeys : ForwardBlock {
   static constexpr Hidden HIDDEN = LATER_KEYS;
   static constexpr int BLOCK_TILES = SELECTION_BLOCK / TILE;
@@ -189,8 +190,8 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
     if (lane % 4 == 0 && row < block.end) {
       bool real = row < segment.query_len && sight.visible_keys(row) > 0;
       if (p.minus_lse2) p.minus_lse2[padded + row] = real ? -(softmax.reference[r] + log2f(sum) + with_sink[r]) : -CUDART_INF_F;
-      // In the backward P is normalized by all logits, including the sink. If a sink leaves less than 2^-64 of it to
-      // the keys, P is zero there.
+      // In the backward P is normalized by all logits, including the sink. The factor is limited to 2^64: if
+      // a sink leaves less than 2^-64 of the total probability to the keys, their P is smaller than it should be.
       if (OUTPUTS == 2 && p.row_sums) p.row_sums[padded + row] = real ? (p.p_literal ? 1.0f : sum) * ptx::exp2(fminf(with_sink[r], 64.0f)) : 1.0f;
     }
   }
@@ -225,8 +226,8 @@ concept ForwardSm80Numerics = requires(N numerics, const params::Forward& p, con
 };
 
 // The number of steps of `keys` keys that need a mask because the last of the `queries` queries from `first` on does
-// not see their first keys. Mainloops call it only for windows: ptxas reorders the instructions after any change of a
-// loop.
+// not see their first keys. Mainloops call this function only for windows, because ptxas reorders a loop's instructions
+// after any change of the loop.
 __device__ __forceinline__ int hidden_steps(const WindowKeys& block, int first, int queries, int keys) {
   return (block.hidden(block.last_of(first, queries)) + keys - 1) / keys;
 }

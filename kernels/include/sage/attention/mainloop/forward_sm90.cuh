@@ -7,9 +7,9 @@
 //   consumers     Every other warpgroup has 64 queries, and computes S = Q K^T, the online softmax, O += P V, and the
 //                 epilogue.
 //   work          Pipeline of QUERY_SLOTS stages for items and their queries. With two stages, the queries and first
-//                 keys of the next item are copied during the epilogue of the last.
-//   kv            Pipeline for keys and values. A step's keys and values share a stage with VALUES_FIRST; otherwise
-//                 each has its own.
+//                 keys of the next item are copied during the epilogue of the current item.
+//   kv            Pipeline for keys and values. With VALUES_FIRST (see ForwardSm90Numerics) a step's keys and values
+//                 share a stage; otherwise they have separate stages.
 //   MMA_ORDER     Named barriers (without VALUES_FIRST): consumers issue wgmmas in turn, so that the wgmmas of one run
 //                 during the softmax of another.
 //   QUERIES_READ  Named barriers: a consumer's warps have read its queries, whose memory its epilogue may overwrite.
@@ -77,8 +77,8 @@ __device__ __forceinline__ Block next_work(const params::Forward& p, bool first)
   return none;
 }
 
-// What the mainloop requires of its numerics, which define the layout of a block's shared memory, and of their
-// Consumer, the registers of a consumer. Stage indices are those of the kv pipeline.
+// What the mainloop requires of its numerics, which define the layout of a block's shared memory, and of the numerics'
+// Consumer, the state that a consumer keeps in registers. Stage indices are those of the kv pipeline.
 //
 // VALUES_FIRST is the order in which the matmuls of a step are issued.
 // - If true, P V of the previous step is issued before S, and the consumer waits for it while S is in flight: registers
@@ -97,7 +97,7 @@ concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, con
   requires N::D % 64 == 0;                      // the padded head_dim
   requires N::Warpgroups::CONSUMERS >= 2;       // a ForwardWarpgroups
   requires N::QUERY_SLOTS == 1 || N::QUERY_SLOTS == 2;  // items whose queries are in shared memory at a time
-  requires N::QUERY_ARRIVALS >= 1 && N::STEP_ARRIVALS >= 1;  // the producer's, per item's queries and per stage
+  requires N::QUERY_ARRIVALS >= 1 && N::STEP_ARRIVALS >= 1;  // by the producer: for an item's queries; for a stage
   N::MASKS_APART;
   N::SMOOTHS_VALUES;                            // whether V may have its mean subtracted
   requires N::STAGING >= 0 && N::SHARED_BYTES > 0;           // bytes of shared memory: per warp in the epilogue, and in total

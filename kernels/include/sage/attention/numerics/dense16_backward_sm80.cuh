@@ -15,7 +15,7 @@ struct Dense16BackwardSm80 {
   using Plan = BackwardPlan<PLAN>;
   static constexpr int D = HEAD_DIM;
   // The registers of a warp can store dK and dV of 16 keys and 128 channels. Above 128 channels a block computes dK and
-  // dV of 128 of them, but S and dP over all of them.
+  // dV of 128 channels, but S and dP over all channels.
   static constexpr int CHANNELS = D < 128 ? D : 128, CHANNEL_PARTS = D / CHANNELS;
   static constexpr int ROW = 2 * D;
   static constexpr int K_BYTES = Plan::KEYS * ROW;
@@ -142,7 +142,7 @@ struct Dense16BackwardSm80 {
 
  private:
   // Moves a reader to the first channel of the block's part. A part is 256 bytes of a row; the swizzle does not move
-  // bytes out of them.
+  // bytes out of a part.
   __device__ __forceinline__ void to_channels(layout::TransposedReaderB<ROW>& reader) const {
     static_assert(CHANNEL_PARTS == 1 || CHANNELS == 128);
     if constexpr (CHANNEL_PARTS > 1) reader.address ^= block.channel_part * 256;

@@ -81,7 +81,7 @@ struct Dense16BackwardSm90 : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source> {
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[n][e] *= dp[n][e];
       pack_scores<T>(ds, s);
-      // dS^T is stored before dV is issued, because the shared memory reads of dV would delay it.
+      // dS^T is stored before dV is issued, because the shared memory reads of dV would delay the store.
       store_packed(of.ds_rows(slot, warpgroup) + warp * 16 * TILE * 2, ds, lane);
       // dV += P^T dO
       add_product<T, D>(dv, probabilities, at + Q_BYTES);

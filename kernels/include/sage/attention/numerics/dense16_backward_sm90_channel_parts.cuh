@@ -1,7 +1,7 @@
 // The backward with 16-bit operands and f32 accumulators on Hopper, for head_dim above 128, with the channels divided
-// into two parts, and for values that are narrower. S may be an INT8 matmul. V, Q, dO, K and dS^T are in shared memory
-// once each, and the matmuls of a part read its panels. With INT8 scores only the part's panels of K and Q are loaded
-// in 16 bit, because only S reads all channels.
+// into two parts. Values may have fewer channels than keys. S may be an INT8 matmul. V, Q, dO, K and dS^T are in shared
+// memory once each, and the matmuls of a part read its panels. With INT8 scores only the part's panels of K and Q are
+// loaded in 16 bit, because only S reads all channels.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90_channel_parts.cuh>
@@ -112,7 +112,7 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[n][e] *= dp[n][e];
       pack_scores<T>(ds, s);
-      // dS^T is stored before more wgmmas are issued, because their shared memory reads would delay it.
+      // dS^T is stored before more wgmmas are issued, because their shared memory reads would delay the store.
       store_packed(of.ds_rows(slot, warpgroup) + warp * 16 * TILE * 2, ds, lane);
       // dK += dS^T Q, dV += P^T dO
       add_product<T, K_CHANNELS>(dk, ds, queries + loaded_panel() * (TILE * 128));

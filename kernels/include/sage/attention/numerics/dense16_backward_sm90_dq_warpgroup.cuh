@@ -2,7 +2,7 @@
 // for Attn-QAT, whose operands are NVFP4 values stored in 16 bit; and for SageBwd if at most S is an INT8 matmul. Q, dO
 // and dS^T are in shared memory once each: matmuls with the reduction along their columns read them through transposed
 // descriptors. K and V are A operands in registers: a 64 x 64 wgmma with both operands in shared memory takes as long
-// as reading them.
+// as reading the operands.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>

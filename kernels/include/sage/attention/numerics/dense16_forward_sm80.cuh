@@ -37,7 +37,7 @@ struct Dense16ForwardSm80 {
   const params::Forward& p;
   uint32_t shared;
   int warp, first;
-  float scale;  // multiplies logits; with INT8 scores without the scale of a tile of keys
+  float scale;  // factor of the logits; with INT8 scores it excludes the scale of the tile of keys
   attention::Rows<T> q, k, v;
   // With INT8 scores: tile numbers in the padded buffers, of this head's first keys and of the block's first queries.
   int64_t first_key_tile, query_tile;
@@ -126,8 +126,7 @@ struct Dense16ForwardSm80 {
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[m][n][e] = __int_as_float(x[m][n][e]) - quant::MAGIC;
   }
-  // The factor of a tile's logits. A tile of zeros has scale 0. Any other factor gives logits of 0 as well, and keeps
-  // minus infinity, which a factor of 0 would turn into NaN.
+  // The factor of a tile's logits. A tile of zeros has scale 0: see logit_factor.
   __device__ __forceinline__ float factor_of(int tile) const {
     if constexpr (!CODES) return scale;
     float factor = scale * __ldg(p.codes.k_dequant_scale + first_key_tile + tile);

@@ -145,7 +145,7 @@ struct Dense16ForwardSm90 {
     Softmax<V, 1, WARPGROUP_THREADS, false, OUTPUTS, P::SLACK> softmax;
     float s[TILES][8][4];  // S, then P
     int sums[CODES ? TILES * 8 : 1][4];  // S as INT8 sums
-    float q_factor, factor[TILES];  // factors of INT8 S: of the queries, and of the queries with each key tile
+    float q_factor, factor[TILES];  // factors of INT8 S: without the scale of a key tile, and with it
     uint32_t probabilities[OUTPUTS][TILES][4][4];
     typename P::template RowScales<T> scales[2 * TILES];
     [[no_unique_address]] Mod score_mod;

@@ -1,5 +1,5 @@
-// Shared by the three backwards with 16-bit operands on Hopper: the layout of shared memory, the copies into it, and P
-// from the accumulators of S.
+// Shared by the three backwards with 16-bit operands on Hopper: the layout of shared memory, the copies into it, and
+// the computation of P from the accumulators of S.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90.cuh>

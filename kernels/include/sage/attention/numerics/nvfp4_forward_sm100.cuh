@@ -29,8 +29,8 @@ struct Nvfp4ForwardSm100 {
   // The hardware's swizzle repeats every eight rows.
   static_assert(KEYS_AT % (8 * Tile::ROW) == 0 && Tile::BYTES % (8 * Tile::ROW) == 0 && P_AT % (8 * Tile::V_ROW) == 0);
   // Columns of tensor memory: S, O, and scales, four columns for 32 rows of 16 bytes. The scales of K use two columns
-  // per step, because a tile has 64 rows. The scales of P and V have two buffers: those of a step are copied while MMAs
-  // of the last step may be in flight.
+  // per step, because a tile has 64 rows. The scales of P and V have two buffers: the scales of a step are copied while
+  // MMAs of the previous step may be in flight.
   static constexpr int SCORES_AT = 0, OUTPUT_AT = 64, SCALE_COLUMNS = 4;
   static constexpr int Q_COLUMNS_AT = OUTPUT_AT + D, K_COLUMNS_AT = Q_COLUMNS_AT + STEPS * SCALE_COLUMNS;
   static constexpr int P_COLUMNS_AT = K_COLUMNS_AT + SCALE_COLUMNS, V_COLUMNS_AT = P_COLUMNS_AT + 2 * SCALE_COLUMNS;
@@ -117,7 +117,7 @@ struct Nvfp4ForwardSm100 {
     float decay;         // factor of O when the reference grows
     float scale;         // of logits, in base 2
     float s[TILE];       // S, column by column: layout::row_of_key
-    float largest[4];    // logits of the tile's groups of 16 keys
+    float largest[4];    // largest logit of each of the tile's groups of 16 keys
     uint32_t codes[8], scales;  // of P, key by key, and group by group
 
     __device__ __forceinline__ void read(uint32_t tensor) {
@@ -126,7 +126,7 @@ struct Nvfp4ForwardSm100 {
         ptx::tcgen05_load(reinterpret_cast<float(&)[32]>(s[32 * half]), tensor + SCORES_AT + 32 * half);
     }
 
-    // The query sees the tile's keys `first` to `visible`, if HIDDEN allows hidden keys.
+    // If HIDDEN allows hidden keys, the query sees only the tile's keys `first` to `visible - 1`.
     template <Hidden HIDDEN>
     __device__ __forceinline__ bool follow(const params::Forward& p, int first, int visible) {
       scale = p.shape.softmax_scale * ptx::LOG2_E;
@@ -150,7 +150,7 @@ struct Nvfp4ForwardSm100 {
     }
 
     __device__ __forceinline__ void make_probabilities() {
-      // While the query has seen no key, each term is 2^-inf = 0, where -inf - (-inf) would be NaN.
+      // While the query has seen no key, each term is 2^(-inf - 0) = 0; with a reference of -inf it would be NaN.
       float shift = reference == -CUDART_INF_F ? 0.0f : reference;
       scales = 0;
 #pragma unroll

@@ -109,8 +109,8 @@ struct Nvfp4ForwardSm80 {
     int lane = threadIdx.x % 32, v_at = keys_at(tile) + Tile::BYTES;
     if constexpr (HIDDEN != NO_KEYS) hide(s, Sight<HIDDEN>(segment, p), warp_first, tile * TILE, lane);
 
-    // Lane t of a row's four has eight keys of each of two groups of 16, groups t / 2 and 2 + t / 2; lane t ^ 1 has
-    // their other eight keys.
+    // Lane t of the row's four lanes has eight keys of group t / 2 and eight keys of group 2 + t / 2. Lane t ^ 1 has
+    // the other eight keys of both groups.
     float largest[2][2], row_max[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

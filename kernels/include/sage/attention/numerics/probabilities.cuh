@@ -97,8 +97,8 @@ struct Nvfp4Probabilities {
   static constexpr int QUERY_VALUES = 3;         // the third is the row's sum of P, relative to the reference of the FP4 values
   static constexpr int WARP_BYTES = 32 * 4 * 4;
 
-  // A power of two unless p_literal, so that a growing maximum moves scales by powers of two, and changes no FP4 value
-  // as long as scales keep all their bits.
+  // A whole number unless p_literal: a growing maximum then multiplies the scales by powers of two, and changes no FP4
+  // value as long as scales keep all their bits.
   static __device__ __forceinline__ float reference(const params::Forward& p, float max) {
     return p.p_literal ? max : ceilf(max) - p.p_lift;
   }

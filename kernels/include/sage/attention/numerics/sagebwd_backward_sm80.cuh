@@ -44,8 +44,8 @@ struct SageBwdBackwardSm80 {
   int warp;
   float k_dequant;  // of the warp's keys
   float dk[D / 8][4] = {}, dv[D / 8][4] = {};
-  float magic_part[2] = {0.0f, 0.0f};  // the multiple of MAGIC that was added to the two rows of dk
-  int magic_tiles = 0;                 // tiles since it was last subtracted
+  float magic_part[2] = {0.0f, 0.0f};  // the multiple of MAGIC in each of the two rows of dk
+  int magic_tiles = 0;                 // tiles since MAGIC was last subtracted
 
   __device__ __forceinline__ SageBwdBackwardSm80(const params::Backward& p, const BackwardBlock& b, unsigned char* memory)
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)), warp(threadIdx.x / 32) {
@@ -293,7 +293,7 @@ struct SageBwdBackwardSm80 {
     largest[1] = largest[0];
   }
 
-  // Multiplies INT8 values with 64 transposed queries, [D][64], and calls use(n, sums) for each eight channels n. Sums
+  // Multiplies INT8 values with 64 transposed queries, [D][64], and calls use(n, sums) for channels 8n to 8n + 7. Sums
   // are floats MAGIC + sum.
   template <class Use>
   __device__ __forceinline__ void multiply_codes(const ScoreCodes& codes, uint32_t rows, int lane, Use use) const {

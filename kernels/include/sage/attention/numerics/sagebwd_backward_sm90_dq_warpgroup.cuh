@@ -14,8 +14,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
   // Matmuls are computed CHUNK channels at a time: as many as registers allow.
   static constexpr int CHUNK = CONSUMERS_KEEP_DK<D> ? 64 : 32, CHUNKS = D / CHUNK;
   // Shared memory: INT8 values of K and K^T, and V; stages of INT8 values of Q, Q^T and dO^T, and dO, log-sum-exp,
-  // delta, scales of dO^T and Q; dS^T; two slots of its INT8 values for dQ and their scales, and, if the dQ warpgroup
-  // computes dK, of those for dK; staging memory of dQ; the units of dS.
+  // delta, scales of dO^T and Q; dS^T; two slots, each with the INT8 values of dS for dQ, those for dK if the dQ
+  // warpgroup computes dK, and the scales of both; staging memory of dQ; the units of dS.
   static constexpr int CODES = TILE * D;
   static constexpr int KT_AT = SM90_KEYS * D, V_AT = 2 * SM90_KEYS * D, STAGES_AT = 4 * SM90_KEYS * D;
   static constexpr int DOUT_AT = 3 * CODES, STATE_AT = 5 * CODES, DOUT_SCALE_AT = STATE_AT + 2 * TILE * 4;
@@ -43,7 +43,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
 
   static __device__ __forceinline__ int stage_at(int stage) { return STAGES_AT + stage * STAGE_BYTES; }
   // The dS^T of a consumer, which no other warpgroup reads. Its warps write it between SLOT_EMPTY and WITHIN_CONSUMER,
-  // and read it between WITHIN_CONSUMER and the next SLOT_EMPTY, where all of them meet. The same applies to `units`.
+  // and read it between WITHIN_CONSUMER and the next SLOT_EMPTY. All warps of the consumer meet at both barriers. The
+  // same applies to `units`.
   __device__ __forceinline__ uint32_t ds_rows(int warpgroup) const { return shared + DS_AT + warpgroup * CONSUMER_KEYS * TILE * 2; }
   // The units of a consumer's dS^T (DsUnit), one per warp.
   __device__ __forceinline__ float4* units(int warpgroup) const { return reinterpret_cast<float4*>(memory + UNITS_AT) + warpgroup; }
@@ -58,8 +59,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
   }
   // The dequant_scale of each key's INT8 dS, times the dequant_scale of Q.
   __device__ __forceinline__ float* dk_dequant(int slot, int warpgroup) const { return dq_dequant(slot, warpgroup) + CONSUMERS * TILE; }
-  // Stores INT8 values of 16 rows, from `row` on, over 64 of the reduction, and the scales `low` of row g and `high` of
-  // row g + 8.
+  // Stores INT8 values of 16 rows, from `row` on, over 64 elements of the reduction, and the scales `low` of row g and
+  // `high` of row g + 8.
   static __device__ __forceinline__ void store_codes(uint32_t rows, float* scales, int row, int lane, const ScoreCodes& codes,
                                                      float low, float high) {
     layout::ReaderA<TILE> writer(rows + row * TILE, lane);
@@ -195,8 +196,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
     template <Hidden HIDDEN>
     __device__ __forceinline__ void compute_probabilities(Scores& s, Scores& dp, int tile, Masked<HIDDEN> masked, float q_dequant,
                                                           uint32_t at, const float* minus_lse2, int row, int lane) {
-      // P = 2^(logit - LSE), divided by the unit of dS so that dS is in its unit: the unit's exponent is added to the
-      // exponent of P.
+      // P = 2^(logit - LSE) is divided by the unit of dS, so that P o (dP - D) is dS in this unit: DsUnit::exponent is
+      // added to the exponent of P.
       float2 lse[8];
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
@@ -227,8 +228,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
                   dq_dequant.y * k_dequant);
     }
 
-    // Adds the chunks of dV, then those of dK, from INT8 P and dS: the next chunk's wgmma is in flight while the last
-    // chunk is added. The first chunk's wgmma was already issued, into y[0].
+    // Adds the chunks of dV, then those of dK, from INT8 P and dS: the next chunk's wgmma is in flight while the
+    // current chunk is added. The first chunk's wgmma was already issued, into y[0].
     __device__ __forceinline__ void add_products(int (&y)[2][CHUNK / 8][4], const ScoreCodes& codes, const ScoreCodes& ds_codes,
                                                  const float (&dequant)[2], const float (&ds_dequant)[2], uint32_t at,
                                                  const float* dout_dequant, int lane) {
@@ -271,7 +272,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
 
     __device__ __forceinline__ explicit DqConsumer(const SageBwdBackwardSm90DqWarpgroup& numerics) : of(numerics) {}
 
-    // Adds dK += dS^T Q of a consumer's keys: the next chunk's wgmma is in flight while the last chunk is added.
+    // Adds dK += dS^T Q of a consumer's keys: the next chunk's wgmma is in flight while the current chunk is added.
     __device__ __forceinline__ void add_keys(int warpgroup, int stage, int slot) {
       int thread = ptx::opaque(threadIdx.x), lane = thread % 32, strip = thread / 32 % 4;
       const float* scales = of.dk_dequant(slot, warpgroup) + strip * 16 + lane / 4;
@@ -300,14 +301,14 @@ struct SageBwdBackwardSm90DqWarpgroup {
       }
     }
     __device__ __forceinline__ void added() {}
-    // In the INT8 values of the last add_keys, not in V: without query tiles this warpgroup passes no barrier after
-    // which the consumers' copies of V have arrived.
+    // The staging memory is in the INT8 values for dK, not in V: if there are no query tiles, this warpgroup passes no
+    // barrier after which the consumers' copies of V have arrived.
     __device__ __forceinline__ uint32_t gradient_staging() const {
       return of.shared + slot_at(0) + DK_CODES_AT + threadIdx.x / 32 % 4 * GRADIENT_STAGING;
     }
 
-    // dQ = dS K, with one matmul for each consumer's keys, because their INT8 values have different scales. None is
-    // issued early, because registers are short.
+    // dQ = dS K, with one matmul for each consumer's keys, because the two consumers' INT8 values have different
+    // scales. No matmul is issued early, because registers are short.
     __device__ __forceinline__ void start(int) {}
     template <class Sums, class Read>
     __device__ __forceinline__ void add_dq(int padded_tile, int slot, const Sums& sums, Read read) {

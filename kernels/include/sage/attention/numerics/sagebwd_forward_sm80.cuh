@@ -90,8 +90,7 @@ struct SageBwdForwardSm80 {
       __syncthreads();
     }
 
-    // A tile of zeros has scale 0. Any other factor gives logits of 0 as well, and keeps minus infinity, which a factor
-    // of 0 would turn into NaN.
+    // A tile of zeros has scale 0: see logit_factor.
     float factor = quant::short_factor(q_factor * k_dequant);
     if (factor == 0.0f) factor = 1e-30f;
     if constexpr (QK) add_mean_logits(x, factor, lane);
@@ -102,9 +101,9 @@ struct SageBwdForwardSm80 {
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
       row_max[r] = row_maximum(x, r, factor, exact_offset);
-      // 2^(x factor + offset) is 127 at the row's largest logit or a little less: it is rounded down, because 128 does
-      // not fit INT8. This rounding changes the offset by up to 2^-24 of MAGIC * factor, the same for the whole row,
-      // and p_dequant below takes it into account.
+      // At the row's largest logit 2^(x factor + offset) is 127 or a little less: the offset is rounded down, because
+      // 128 does not fit INT8. This rounding changes the offset by up to 2^-24 of MAGIC * factor, the same for the
+      // whole row, and p_dequant below takes it into account.
       offset[r] = __fadd_rd(exact_offset, quant::LOG2_127 - row_max[r]);
       if (HIDDEN != NO_KEYS && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
     }
@@ -191,7 +190,7 @@ struct SageBwdForwardSm80 {
     }
   }
 
-  // Computes 2^(x factor + offset) of a row, and quantizes it. Returns this lane's part of their sum before
+  // Computes 2^(x factor + offset) of a row, and quantizes it. Returns this lane's part of the row's sum before
   // quantization.
   static __device__ __forceinline__ float quantize_row(const Logits& x, int r, float factor, float offset, ProbabilityCodes& codes) {
     float sum = 0.0f;

@@ -1,9 +1,9 @@
 // The forward of SageBwd on Hopper. It computes the same as sagebwd_forward_sm80.cuh, without Q smoothing, in steps of
 // two tiles of keys.
 //
-// P has one scale for each query and the 128 keys of a step. The values of these keys have two scales, one per tile, so
-// P is multiplied by the ratio of the two before it is quantized, and P V is one integer sum. P is quantized to u8, 0
-// to 254, which is twice as fine as s8.
+// P has one scale for each query and the 128 keys of a step. V of these keys has two scales, one per tile. Before P of
+// a tile is quantized, it is multiplied by the ratio of the tile's scale to the larger scale, so that P V is one
+// integer sum. P is quantized to u8, 0 to 254, which is twice as fine as s8.
 #pragma once
 
 #include <sage/attention/mainloop/forward_sm90.cuh>
@@ -17,12 +17,12 @@ struct __align__(16) StepScales {
   float log2_v[2];     // log2 of the ratio of each dequant_scale of V to the larger one, at least LEAST and at most 0
   float inverse_v[2];  // 2^-log2_v
   float v;             // the larger dequant_scale of V
-  float first_v;       // scale of V for queries that see only the first tile: the second must not change them
-  int beyond;          // the power of two by which the ratio is below 2^log2_v, nearly always 0; one byte per tile
+  float first_v;       // scale of V for queries that see only the first tile, whose outputs the second must not change
+  int beyond;          // powers of two by which the ratio is below 2^log2_v, nearly always 0; one byte per tile
 
-  // The sums of P are computed in f16, from exponentials that include log2_v. At this ratio a P below 2^-13 of the
-  // row's largest rounds to zero, and all such P of a tile together are below 64 x 2^-13 of the row's sum. The part of
-  // a ratio below LEAST is applied only to the quantized P, after the sums: a tile with nearly all of a query's
+  // The sums of P are computed in f16, from exponentials that include log2_v. At a ratio of 2^LEAST a P below 2^-13 of
+  // the row's largest rounds to zero, and all such P of a tile together are below 64 x 2^-13 of the row's sum. The part
+  // of a ratio below LEAST is applied only to the quantized P, after the sums: a tile with nearly all of a query's
   // attention then loses low bits of its P, which are worth up to 2^-28 of the other tile's values.
   static constexpr float LEAST = -20.0f;
 
@@ -124,16 +124,16 @@ struct SageBwdForwardSm90 {
       multiply_codes<D / 32>(x, ptx::row_descriptor<D>(queries), ptx::row_descriptor<D>(of.keys(stage)));
     }
 
-    // The tile whose exponentials come after the branch that raises the references. At head_dim 128 the exponentials of
-    // the first tile are computed concurrently with the maxima, and the forward takes 0.97x of the time; at head_dim 64
-    // it would take 1.05x.
+    // The first tile whose exponentials come after the branch that raises the references. With 1 the exponentials of
+    // tile 0 are computed concurrently with the maxima. At head_dim 128 the forward then takes 0.97x of the time that
+    // it takes with 0; at head_dim 64 it would take 1.05x.
     static constexpr int BRANCH_BEFORE = D == 64 ? 0 : 1;
 
     template <Hidden HIDDEN, int PENDING>
     __device__ __forceinline__ void online_softmax(int step, int stage, const Segment& segment, int first) {
       int lane = threadIdx.x % 32;
       // At head_dim 64 the scales are copied to registers; at 128 they are read from shared memory where they are used.
-      // At its head_dim each choice is 5 % faster than the other, because ptxas orders the other instructions
+      // At each head_dim this choice is 5 % faster than the other choice, because ptxas orders the other instructions
       // differently.
       const std::conditional_t<D == 64, StepScales, StepScales&> scales = of.scales(stage);
       const float factor[2] = {logit_factor(q_factor, scales.k[0]), logit_factor(q_factor, scales.k[1])};
@@ -143,7 +143,7 @@ struct SageBwdForwardSm90 {
       float row_max[2], offset[2];
       find_maxima<HIDDEN>(s, factor, scales, row_max, offset);
       if constexpr (BRANCH_BEFORE == 0) follow(row_max, offset);
-      // Whether a row sees no key of a tile: of the second, or with a window of the first.
+      // unseen[t][r]: whether row r sees no key of tile t. Only with a window a row may see no key of the first tile.
       const int second = (2 * step + 1) * TILE;
       bool unseen[2][2] = {};
       if constexpr (HIDDEN != NO_KEYS) {
@@ -204,8 +204,8 @@ struct SageBwdForwardSm90 {
 #pragma unroll
         for (int t = 0; t < 2; ++t) softmax.state(softmax.state.SUM, r) += p_dequant * scales.inverse_v[t] * sum[t][r];
       }
-      // Quantized P is shifted last, where the branch separates no instructions that should be interleaved. Multiplying by
-      // a factor where P is computed would cost 2 % at head_dim 64.
+      // Quantized P is shifted last, where the branch separates no instructions that should be interleaved. If P were
+      // multiplied by a factor where it is computed, the forward would take 2 % longer at head_dim 64.
       if (__builtin_expect(scales.beyond != 0, false)) shift_codes<HIDDEN>(scales, unseen);
     }
 
@@ -244,7 +244,7 @@ struct SageBwdForwardSm90 {
       }
     }
 
-    // Computes the maximum of each row over logits plus log2_v, because logits of the tile with the smaller values
+    // Computes the maximum of each row over logits plus log2_v, because logits of the tile with the smaller scale of V
     // count for less; and the offset with which 2^(x factor + log2_v + offset) is in the range of u8.
     template <Hidden HIDDEN>
     __device__ __forceinline__ void find_maxima(const Logits (&s)[2], const float (&factor)[2], const StepScales& scales,

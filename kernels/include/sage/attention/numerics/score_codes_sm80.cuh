@@ -8,10 +8,10 @@
 
 namespace sage::attention {
 
-// INT8 values of a warp's scores as A fragments: 16 rows x 32 of the reduction, twice.
+// INT8 values of a warp's scores as A fragments: two of 16 rows x 32 elements of the reduction.
 using ScoreCodes = uint32_t[2][4];
 
-// The maximum over the four lanes of a row, for nonnegative x; a NaN wins.
+// The maximum over the four lanes of a row, for nonnegative x; NaN if any x is NaN.
 __device__ __forceinline__ float quad_max_abs(float x) { return __int_as_float(quad_max(__float_as_int(x))); }
 
 // Quantizes a warp's scores with one scale for each key or group of keys: `share` replaces the maxima of rows g and g +

@@ -4,7 +4,8 @@
 //
 // A policy has:
 // - apply(x, factor, ..): x times factor are base-2 logits; both are changed.
-// - chain(ds): multiplies the gradient of the logits after `apply` by the derivative of the last `apply` of transposed scores.
+// - chain(ds): on entry `ds` is the gradient of the logits that `apply` returned; multiplies it by the derivative of
+//   the last `apply` to transposed scores.
 // - next_head(): the next query tiles belong to the next query head.
 #pragma once
 
@@ -77,7 +78,7 @@ struct SoftcapAndAlibi {
   }
   __device__ __forceinline__ bool has_softcap() const { return mod.softcap > 0.0f; }
 
-  // x = tanh(x / cap), whose factor is the cap.
+  // Replaces x by tanh(x factor / cap), and the factor by the cap, both in base 2.
   template <int N>
   __device__ __forceinline__ void cap(float (&x)[N], float& factor) const {
     float cap2 = mod.softcap * ptx::LOG2_E;
@@ -89,7 +90,8 @@ struct SoftcapAndAlibi {
     factor = cap2;
   }
 
-  // Applies it to a forward's logits: 16 M queries from `first_query` on, and the tile of keys from `first_key` on.
+  // Applies the soft cap and ALiBi to a forward's logits: 16 M queries from `first_query` on, and the tile of keys from
+  // `first_key` on.
   template <int M>
   __device__ __forceinline__ void apply(float (&x)[M][8][4], float& factor, const Segment& segment, int first_query, int first_key, int lane) const {
     if (has_softcap()) {
@@ -100,7 +102,7 @@ struct SoftcapAndAlibi {
     if (slope == 0.0f) return;
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
-      // Opaque, so that ptxas processes row by row: see `mask`.
+      // Opaque, so that ptxas processes row by row: see `mask` in softmax.cuh.
       float before = float(ptx::opaque(first_query + row_of(r, lane) + segment.key_len - segment.query_len - first_key - 2 * (lane & 3)));
 #pragma unroll
       for (int n = 0; n < 8; ++n)
@@ -113,8 +115,8 @@ struct SoftcapAndAlibi {
     factor = 1.0f;
   }
 
-  // Applies it to a backward's transposed scores: 16 keys from `first_key` on, and the tile of queries from
-  // `first_query` on.
+  // Applies the soft cap and ALiBi to a backward's transposed scores: 16 keys from `first_key` on, and the tile of
+  // queries from `first_query` on.
   __device__ __forceinline__ void apply(Scores& s, float& factor, const Segment& segment, int first_query, int first_key, int lane) {
     if (has_softcap()) {
       cap(reinterpret_cast<float(&)[32]>(s), factor);

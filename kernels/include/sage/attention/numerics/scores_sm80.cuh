@@ -1,5 +1,5 @@
 // Policies for the operands of S^T = K Q^T in a backward whose other matmuls run in 16 bit: 16-bit rows of K and Q, or
-// their INT8 values (SageBwd that recomputes only its scores in INT8).
+// their INT8 values (SageBwd whose backward computes only S in INT8).
 //
 // A policy has:
 // - KEY_BYTES, TILE_BYTES: shared memory for INT8 values, per key, and per tile of queries; 0 if S uses the 16-bit rows.
@@ -70,8 +70,8 @@ struct ScoresOfCodes {
 // Subtracts the mean over tokens from a block's rows of K in shared memory, whose layout is `at(row, chunk of 8
 // channels)`. Rows beyond the last key do not matter, because their dS is 0. Unquantized attention has no mean; then
 // nothing is done. (All matmuls of SageBwd's backward must use the same K: rows of dS do not sum to exactly zero if O
-// and P are not exact, and the remainder would be multiplied by the mean.) The rows have CHANNELS of D channels, from
-// `first_channel` on.
+// and P are not exact, and the remainder would be multiplied by the mean.) The rows have CHANNELS of the D channels,
+// from `first_channel` on.
 template <class T, int KEYS, int D, int THREADS, int CHANNELS = D, class At>
 __device__ __forceinline__ void subtract_key_mean(unsigned char* memory, const params::Backward& p, const BackwardBlock& block, At at,
                                                   int first_channel = 0) {
