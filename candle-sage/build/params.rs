@@ -1,5 +1,5 @@
-//! Turns the structs of `kernels/include/sage/params/*.cuh`, the kernels' arguments, into Rust, with every offset
-//! asserted on both sides, and integer constants of a kernel's source, such as its number of threads, into Rust
+//! Turns the structs of `kernels/include/sage/params/*.cuh`, the kernels' arguments, into Rust structs. Both sides
+//! assert every offset. Also turns integer constants of the kernels' sources, such as numbers of threads, into Rust
 //! constants.
 
 use std::collections::BTreeMap;
@@ -158,7 +158,7 @@ pub(crate) fn integers(text: &str) -> BTreeMap<String, u64> {
     found.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
 }
 
-/// A number or a name, a shift of one by another, or products and quotients from left to right.
+/// The value of a number or a name, of a shift of one by another, or of products and quotients from left to right.
 fn value_of(text: &str, known: &BTreeMap<String, Option<u64>>) -> Option<u64> {
     let mut words = text.split_whitespace();
     // 010 is 8 in C++.

@@ -247,8 +247,8 @@ fn run_backward<S: OnGpu>(
         problem.deterministic.then(|| gpu.alloc_zeros::<i32>(call.query_tiles() + 1)).transpose()?;
     let gradient = |dims| call.tensor(Purpose::Output, dims);
     let (dk, dv) = (gradient(problem.shape.key_dims())?, gradient(problem.shape.value_dims())?);
-    // Bytes that the blocks of a key head share, 9 per element of its queries: 4 for dQ's f32 sums, and for Q and dO 4
-    // in 16 bit, or 5 with SageBwd (INT8 values of Q, Q^T and dO^T, and dO in 16 bit).
+    // Bytes that the blocks of a key head share: at most 9 for each element of its queries. dQ's f32 sums need 4. Q and
+    // dO need 4 in 16 bit, and 5 with SageBwd: INT8 values of Q, Q^T and dO^T, and dO in 16 bit.
     let shared = call.geometry.sizes.query_len as usize * problem.shape.group() * call.d * 9;
     let given = params::Backward {
         q: problem.q.view,
@@ -292,7 +292,7 @@ fn run_backward<S: OnGpu>(
     #[cfg(test)]
     guard::check(gpu)?;
     // The scratch memory and the lists are freed before dQ is allocated, since memory use peaks here. The parameters of
-    // the last kernel do not contain their addresses, because they are made from `given`.
+    // the last kernel are made from `given`, which does not contain the addresses of this memory.
     drop(scratch);
     drop(users);
     let dq = call.tensor(Purpose::Output, problem.shape.query_dims())?;

@@ -91,7 +91,7 @@ impl Fp8Format {
         let (mantissa, least) = (self.mantissa_bits(), self.least_exponent());
         let exponent = (bits >> 23 & 0xff) as i32 - 127;
         let magnitude = if exponent < least {
-            // A multiple of the smallest subnormal value.
+            // Subnormal: the code counts multiples of the smallest subnormal value.
             (f32::from_bits(bits & 0x7fff_ffff) * power_of_two(mantissa as i32 - least)) as u32
         } else {
             ((exponent - least + 1) as u32) << mantissa | bits >> (23 - mantissa) & ((1 << mantissa) - 1)

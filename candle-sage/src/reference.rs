@@ -206,7 +206,7 @@ pub fn sparse_forward(
 /// The gradients of a loss whose gradient with respect to the output is `dout`.
 ///
 /// `dV = P^T dO`, `dP = dO V^T`, `dS = P o (dP - rowsum(P o dP))`, `dQ = scale dS K`, `dK = scale dS^T Q`. With a soft
-/// cap the elements of dS in the last two are multiplied by `1 - tanh(x / softcap)^2`.
+/// cap the elements of dS in the formulas of dQ and dK are multiplied by `1 - tanh(x / softcap)^2`.
 ///
 /// ```
 /// use candle_sage::{AttentionShape, reference};

@@ -122,9 +122,9 @@ impl Scheme {
         }
     }
 
-    /// Bytes per token that a forward on a GPU keeps for its backward, in addition to inputs, output and one number per
-    /// row. `queries` and `keys` are the numbers of channels of all query heads and of all key heads; `element` is the
-    /// size of an input's element in bytes.
+    /// Bytes per token that a forward on a GPU keeps for its backward, in addition to inputs, output and a few numbers
+    /// for each query of each head. `queries` and `keys` are the numbers of channels of all query heads and of all key
+    /// heads; `element` is the size of an input's element in bytes.
     ///
     /// ```
     /// use candle_sage::{SageBwd, Scheme};
@@ -160,8 +160,8 @@ impl Scheme {
         }
     }
 
-    /// The block sizes of a [`Selection`](crate::Selection), in queries and in keys, must be multiples of these
-    /// numbers.
+    /// The unit of block sizes, in queries and in keys: the block sizes of a [`Selection`](crate::Selection) must be
+    /// multiples of it.
     ///
     /// ```
     /// use candle_sage::{SageBwd, Scheme};

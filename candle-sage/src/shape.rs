@@ -277,7 +277,7 @@ impl AttentionShape {
         self.value_dim
     }
 
-    /// The larger head_dim.
+    /// The larger of the keys' and the values' head_dim.
     #[cfg(feature = "kernels")]
     pub(crate) fn widest(&self) -> usize {
         self.head_dim.max(self.value_dim)

@@ -111,7 +111,8 @@ impl Orthogonalization {
                     [3.318_419_657_370_601_5, -2.488_488_024_314_874, 0.510_048_940_123_72],
                     [2.300_652_019_954_817, -1.668_903_984_574_749_3, 0.418_807_311_952_567_3],
                 ];
-                // The first argument is divided by the margin twice, because rounding may make a norm too small.
+                // The first polynomial's argument is divided by the margin twice, because rounding may make the norm
+                // too small.
                 let margins = [1.01 * 1.01, 1.01, 1.01, 1.01, 1.0];
                 std::array::from_fn(|n| {
                     let (polynomial, margin): ([f64; 3], f64) = (best[n], margins[n]);

@@ -24,8 +24,8 @@ pub(super) struct Kept {
     codes: Codes,
     /// Base-2 log-sum-exp of each query, (batch, query heads, query).
     lse2: Vec<f32>,
-    /// For each query, in the order of `lse2`: the sum of its probabilities relative to its reference (1 with a literal
-    /// reference), times the factor by which a sink increases the sum.
+    /// For each query, in the order of `lse2`: the sum of its probabilities relative to its reference (1 with
+    /// `PReference::Literal`), times the factor by which a sink increases the sum.
     sum: Vec<f32>,
     /// O', (batch, query, query heads, head_dim).
     high_precision_out: Vec<f32>,
@@ -170,8 +170,8 @@ impl ForwardNumerics for Forward<'_> {
         let mut finished = rows.finish(sink, sees);
         let literal = self.settings.p_reference == PReference::Literal;
         for (r, sum) in sum.iter_mut().enumerate().filter(|(r, _)| sees(*r)) {
-            // In the backward P is relative to all logits including the sink; if the sink leaves less than 2^-64 of the
-            // probability to the keys, P is zero.
+            // In the backward P is relative to all logits including the sink. If the sink leaves less than 2^-64 of the
+            // probability to the keys, P loses bits or becomes zero.
             let with_sink = sink.map_or(1.0, |_| {
                 let keys = references[r] + sum.log2();
                 (finished.states[0][r] - keys).clamp(0.0, 64.0).exp2()

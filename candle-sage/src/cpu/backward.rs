@@ -110,7 +110,7 @@ fn deltas<N: BackwardNumerics>(
     let rows = problem.lse_start(at)..problem.lse_start(at) + delta.len();
     if let Some(dlse) = output.dlse.get(rows.clone()) {
         // The derivative of the log-sum-exp with respect to a logit is P. A query that sees no key has a log-sum-exp of
-        // minus infinity, and the gradient of that may be NaN.
+        // minus infinity, whose gradient may be NaN.
         let seen = delta.iter_mut().zip(dlse).zip(&numerics.lse2()[rows]);
         let seen = seen.filter(|(_, lse2)| **lse2 != f32::NEG_INFINITY);
         seen.for_each(|((delta, dlse), _)| *delta -= dlse);

@@ -21,7 +21,7 @@ pub(crate) struct Problem<'a> {
     pub(crate) segments: Vec<Segment>,
     pub(crate) softmax_scale: f32,
     pub(super) score_mod: ScoreMod,
-    /// The base-2 sink of each query head. Empty without sinks.
+    /// The sinks as base-2 logits, one for each query head. Empty without sinks.
     sinks: Vec<f32>,
     /// The lists of the selection. `None`: queries attend to all keys that the mask allows.
     pub(super) lists: Option<&'a Lists>,
@@ -144,8 +144,8 @@ impl<const OUTPUTS: usize> Softmax<OUTPUTS> {
         }
     }
 
-    /// Divides the accumulators by the sums, to which a base-2 `sink` adds. `sees` tells whether a row of the tile sees
-    /// any key.
+    /// Adds a base-2 `sink`, if there is one, to the sums, and divides the accumulators by the sums. `sees` tells
+    /// whether a row of the tile sees any key.
     pub(crate) fn finish(self, sink: Option<f32>, sees: &dyn Fn(usize) -> bool) -> Finished {
         let Self { reference, sum, mut acc } = self;
         let d = acc[0].len() / sum.len();

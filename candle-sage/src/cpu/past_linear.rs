@@ -223,8 +223,8 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Subtracts the rows' mean. Without a causal mask it is applied to keys, and to their gradients, because the operation
-/// is its own backward.
+/// Subtracts the rows' mean. Without a causal mask this function is applied to keys and, because it is its own
+/// backward, to their gradients.
 fn centre(rows: &mut [f32], d: usize) {
     let mut mean = vec![0f64; d];
     for row in rows.chunks_exact(d) {

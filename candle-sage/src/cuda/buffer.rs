@@ -28,8 +28,8 @@ impl Drop for Allocation {
             return;
         }
         let context = self.stream.context();
-        // SAFETY: allocated in `Gpu::unguarded`, and freed once. All work of the stream that uses it was issued before.
-        // cudarc reports an error at its next call.
+        // SAFETY: allocated in `Gpu::unguarded`, and freed once. All work that uses the memory was issued on this
+        // stream before. `record_err` stores an error, which cudarc reports at its next call.
         let freed = unsafe {
             if context.has_async_alloc() {
                 result::free_async(self.at, self.stream.cu_stream())
@@ -41,9 +41,9 @@ impl Drop for Allocation {
     }
 }
 
-/// Memory for elements of one type. Not cudarc's `CudaSlice`, which creates two events per allocation so that other
-/// streams can wait: a buffer is used on only one stream. Results for candle are converted to a `CudaSlice`
-/// (`Gpu::storage`).
+/// Memory for elements of one type. This is not cudarc's `CudaSlice`, because that type creates two events per
+/// allocation, so that other streams can wait. A buffer is used on only one stream. Results for candle are converted to
+/// a `CudaSlice` (`Gpu::storage`).
 #[derive(Debug)]
 pub(super) struct Buffer<T> {
     allocation: Allocation,

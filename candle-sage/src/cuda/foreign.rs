@@ -335,8 +335,8 @@ impl ForeignAttention {
         })
     }
 
-    /// Launches the backward of a forward that kept `state`. The output's gradient may have any strides. It writes the
-    /// gradients of query, key and value, contiguous, and with sinks their gradient, (query heads) in f32.
+    /// Launches the backward of a forward that kept `state`. The output's gradient may have any strides. The backward
+    /// writes the gradients of query, key and value, contiguous, and the gradient of any sinks, (query heads) in f32.
     ///
     /// # Errors
     /// When the gradient's layout does not match the output, the provided memory is too small, or a launch fails.

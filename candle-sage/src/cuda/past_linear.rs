@@ -43,7 +43,7 @@ pub(super) struct Call<'a> {
     blocks: usize,
     chunks: usize,
     chunk_blocks: usize,
-    /// Thread blocks that share a state's columns.
+    /// Number of thread blocks that share a state's columns.
     split: usize,
     states: Buffer<bf16>,
     sums: Buffer<f32>,

@@ -33,7 +33,7 @@ impl OnGpu for SageBwd {
         match self.products {
             Int8Products::FORWARD => unquantized::BACKWARD,
             Int8Products::FORWARD_AND_S | Int8Products::SCORES => "attn_bwd_sagebwd_s",
-            // A variant of the kernel with the ablations, which would slow down the default.
+            // A variant of the kernel for the settings of ablations, whose code would slow down the default.
             _ if self.smoothing.of_queries() || self.granularity != Granularity::Vector => {
                 "attn_bwd_sagebwd_general"
             }

@@ -93,7 +93,8 @@ impl Linear {
 }
 
 impl Linear {
-    /// Calls `product` with the rows of `x`, all leading dimensions flattened, and the weight, and adds the bias.
+    /// Calls `product` with `x` as a matrix, whose rows are all leading dimensions, and with the weight; then adds the
+    /// bias.
     pub(super) fn map_rows(
         &self,
         x: &Tensor,

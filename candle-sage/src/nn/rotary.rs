@@ -75,10 +75,10 @@ impl Rotary {
         Ok(Self { cos, sin, style, tokens: None })
     }
 
-    /// The module for tokens at given positions, (batch, sequence) in u32 or i64: for batches that are padded on the left,
-    /// or whose sequences start at different positions. The module rotates tensors of this batch and sequence, and
-    /// ignores the argument `position` of its methods, so decoding needs a new one for each step. Positions on a GPU are
-    /// copied to the host to check them; positions on the CPU are not waited for.
+    /// The module for tokens at given positions, (batch, sequence) in u32 or i64: for batches that are padded on the
+    /// left, or whose sequences start at different positions. The module rotates tensors of this batch and sequence,
+    /// and ignores the argument `position` of its methods, so decoding needs a new module for each step. The check of
+    /// positions on a GPU waits for the GPU; positions on the CPU avoid this.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -204,7 +204,7 @@ impl Rotary {
         turned?.transpose(1, 2)
     }
 
-    /// `rotate` of `x`, (batch, sequence, heads, head_dim), and the rows of the tables for its tokens.
+    /// Calls `rotate` with `x`, (batch, sequence, heads, head_dim), and with the rows of the tables for its tokens.
     fn turn(
         &self,
         x: &Tensor,
@@ -224,7 +224,7 @@ impl Rotary {
                 .hint("`Rotary::at` needs the positions of this batch")
                 .into());
         }
-        // To the op they are one long sequence with a row of the tables for each token.
+        // The op receives the batch as one long sequence, with a row of the tables for each token.
         rotate(&x.reshape((1, batch * len, heads, head_dim))?, &self.cos, &self.sin)?.reshape(x.shape())
     }
 

@@ -74,7 +74,7 @@ impl InplaceOp2 for AddInto {
 /// without a pair is added last.
 ///
 /// The result has the same bits on every GPU. If the number of GPUs and the number per node are powers of two, one sum
-/// over all GPUs also has the same bits as the sum of each node's sum.
+/// over all GPUs also has the same bits as the sum of the nodes' sums.
 ///
 /// `parts` is (n, ..), one gradient per GPU; `parts[place]` is not read. `sum` has the shape of one of these gradients.
 /// Both are contiguous and f32. `place` is 0 to n - 1.

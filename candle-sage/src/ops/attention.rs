@@ -89,11 +89,11 @@ impl Attention {
     /// keys shares a scale. A later token can therefore change an earlier output, within the error of quantizing:
     /// multiplying the keys from position 192 on by 50 changes outputs before position 128 by up to .016. A NaN in the
     /// last key reaches the first output. [`Smoothing::None`](crate::Smoothing::None) removes the dependence on the
-    /// mean, and a fixed mean can be subtracted from the keys before. The scale of a tile of 64 keys still depends on
-    /// the tile's later tokens. For Attn-QAT see [`ValueGroups`](crate::ValueGroups). Unquantized attention is strictly
-    /// causal for finite values. Earlier queries of a tile multiply a later value by the probability 0: an infinite
-    /// value or a NaN turns outputs up to 127 tokens before it into NaN. It does not reach other documents or batch
-    /// entries.
+    /// mean; the caller can subtract a fixed mean from the keys instead. The scale of a tile of 64 keys still depends
+    /// on the tile's later tokens. For Attn-QAT see [`ValueGroups`](crate::ValueGroups). Unquantized attention is
+    /// strictly causal for finite values. Earlier queries of a tile multiply a later value by the probability 0: an
+    /// infinite value or a NaN turns outputs up to 127 tokens before it into NaN. It does not reach other documents or
+    /// batch entries.
     #[must_use]
     pub fn causal(mut self, causal: bool) -> Self {
         self.causal = causal;
@@ -101,10 +101,10 @@ impl Attention {
     }
 
     /// A sliding window: a query sees its own position, `left` keys before it and `right` keys after it; `None` sets no
-    /// limit. With [`Attention::causal`] a query sees no later key for any `right`. Positions are aligned at the end,
-    /// as with a causal mask. `left` and `right` are FlashAttention's `window_size`. The window is exact to the token
-    /// in every scheme, forward and backward. Blocks of 128 keys outside the window are skipped, so time falls with the
-    /// window. SageBwd takes its means over all keys.
+    /// limit. With [`Attention::causal`] a query sees no later key, whatever `right` is. Positions are aligned at the
+    /// end, as with a causal mask. `left` and `right` are FlashAttention's `window_size`. The window is exact to the
+    /// token in every scheme, forward and backward. Blocks of 128 keys outside the window are skipped, so time falls
+    /// with the window. SageBwd takes its means over all keys.
     ///
     /// A configuration may count the query's own token: `sliding_window: 4096` of Mistral's and Gemma's models is `window(4095, None)`.
     ///
@@ -201,7 +201,7 @@ impl Attention {
 
     /// [`Attention::apply`] for tensors that are (batch, heads, sequence, head_dim), as in PyTorch's
     /// `scaled_dot_product_attention` and many candle models; the output is too. The inputs are not copied. (`apply`
-    /// would mistake its heads for tokens.)
+    /// would mistake the heads of such a tensor for tokens.)
     ///
     /// # Errors
     /// As [`Attention::apply`].

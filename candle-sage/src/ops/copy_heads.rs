@@ -11,9 +11,9 @@ const NAME: &str = "copy-heads";
 
 /// `out = x`, both (batch, sequence, heads, head_dim) of one type: f32, f16 or bf16.
 ///
-/// Both may be views with any strides, as long as channels are adjacent: some heads of a tensor of more heads, or some
-/// tokens of a longer sequence. This gathers or concatenates heads in one pass. On a GPU it moves 16 bytes at a time if
-/// all heads are aligned to 16 bytes.
+/// Both may be views with any strides, as long as channels are adjacent: for example some heads of a tensor with more
+/// heads, or some tokens of a longer sequence. This gathers or concatenates heads in one pass. On a GPU it moves 16
+/// bytes at a time if all heads are aligned to 16 bytes.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -63,7 +63,7 @@ pub fn copy_heads(out: &Tensor, x: &Tensor) -> Result<()> {
     out.inplace_op2(&x.detach(), &CopyHeads)
 }
 
-/// Whether both are views of one storage, which cannot be locked for both.
+/// Whether both are views of one storage. An op cannot lock one storage for writing and for reading.
 fn share_storage(a: &Tensor, b: &Tensor) -> bool {
     let ((a, _), (b, _)) = (a.storage_and_layout(), b.storage_and_layout());
     std::ptr::eq(&raw const *a, &raw const *b)

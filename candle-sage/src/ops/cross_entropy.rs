@@ -64,7 +64,7 @@ impl CrossEntropy {
     }
 }
 
-/// Mean over the targets of `logsumexp(logits[n]) - logits[n][target[n]]`, in nats, and of the z-loss.
+/// The mean over the targets of `logsumexp(logits[n]) - logits[n][target[n]]`, in nats, plus the z-loss.
 ///
 /// `logits` is (rows, classes) in f32, f16 or bf16, `targets` is (rows) in u8, u32 or i64; the result is an f32 scalar.
 /// The logits receive the gradient `((1 + 2 z_loss logsumexp) softmax - onehot) / targets that count`. The forward

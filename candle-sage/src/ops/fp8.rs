@@ -22,7 +22,7 @@ pub enum Fp8Sums {
     /// 3.3.2).
     #[default]
     Fast,
-    /// f32, into which partial sums are promoted.
+    /// f32 accumulators, to which partial sums of the tensor cores are added.
     F32,
 }
 

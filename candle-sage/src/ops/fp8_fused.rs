@@ -54,7 +54,8 @@ pub fn swiglu_fp8(gate: &Tensor, up: &Tensor, copies: Fp8Copies, scale: &Fp8Scal
 }
 
 /// [`swiglu_backward`] of matrices (rows, columns): the gradients of gate and up, concatenated along the columns,
-/// (rows, 2 columns), quantized in both copies. With `again` also the output, quantized, with only the transposed copy.
+/// (rows, 2 columns), quantized in both copies. With `again` it also returns the output, quantized, with only the
+/// transposed copy.
 ///
 /// # Errors
 /// As [`swiglu_backward`] and [`Fp8Matrix::quantize_with`].
@@ -86,7 +87,8 @@ pub fn swiglu_backward_fp8(
     Ok((Fp8Matrix::of_codes(codes, (rows, 2 * columns), scale.format()), y))
 }
 
-/// [`residual_rms_norm`] of a matrix (rows, width), or [`rms_norm`] without a residual, quantized. Returns the sum and the norm.
+/// [`residual_rms_norm`] of a matrix (rows, width), or [`rms_norm`] without a residual. Returns the sum, and the
+/// normalized rows quantized.
 ///
 /// # Errors
 /// As [`residual_rms_norm`] and [`Fp8Matrix::quantize_with`].

@@ -318,5 +318,5 @@ impl Fp8Scale {
     }
 }
 
-/// Scales for the next step, of all matrices.
+/// Computes the scales of all matrices for the next step.
 pub(crate) struct Rescale;

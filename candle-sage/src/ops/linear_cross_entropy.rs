@@ -102,7 +102,7 @@ pub fn linear_cross_entropy_into(
     op.made.into_inner().ok_or_else(|| no_forward().into())
 }
 
-/// Checks the gradient of a weight that is added to in place.
+/// Checks a weight's gradient, to which the op adds in place.
 pub(super) fn check_into(dweight: &Tensor, weight: &[usize], settings: CrossEntropy) -> Result<()> {
     check_sum("linear_cross_entropy_into", dweight, weight)?;
     if settings.ignore_id.is_some() {

@@ -25,10 +25,10 @@ const NAME: &str = "linear-cross-entropy-fp8";
 /// ```
 ///
 /// `hidden` is (rows, width), `weight` (classes, width), each with both copies; logits and the returned gradient of
-/// `hidden` are of type `dtype` on a GPU, and everything else is f32. An element of the logits' gradient is
-/// `factor / rows` times a number between -1 and 1 (with a z-loss it saturates above 1.75); therefore its scale is
-/// fixed. Its format is `linear.gradient`. Prefer E5M2: probabilities are small, and E4M3 flushes probabilities below
-/// `2^-18` to zero.
+/// `hidden` are of type `dtype` on a GPU, and everything else is f32. An element of the logits' gradient is a number
+/// between -1 and 1, times `factor / rows`. (With a z-loss the number can be larger; beyond 1.75 the gradient
+/// saturates.) Therefore the gradient's scale is fixed. Its format is `linear.gradient`. Prefer E5M2: probabilities are
+/// small, and E4M3 flushes probabilities below `2^-18` to zero.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

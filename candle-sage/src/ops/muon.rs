@@ -15,8 +15,8 @@ pub use crate::update::{Muon, MuonScale, Orthogonalization};
 
 const NAME: &str = "muon";
 
-/// The most elements that are orthogonalized at once: of adjacent matrices of one shape. A larger matrix is processed
-/// by itself.
+/// The largest number of elements that are orthogonalized at once, in adjacent matrices of one shape. A larger matrix
+/// is processed by itself.
 const AT_ONCE: usize = 1 << 26;
 
 /// A matrix among the parameters.

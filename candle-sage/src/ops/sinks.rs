@@ -60,7 +60,7 @@ impl Attention {
             return attention.apply(q, k, v);
         }
         let op = attention.op(q, k, v, true)?;
-        // In f32 before the op, so that the gradient returns to the sinks' own type.
+        // Converted to f32 in candle's graph, so that the gradient is converted back to the sinks' type.
         let sinks = sinks.to_dtype(DType::F32)?;
         let saved = op.saved.clone().ok_or_else(|| Error::new("the forward kept no state"))?;
         let k = k.apply_op2(&sinks, WithSinks(saved))?;

@@ -3,9 +3,9 @@
 use super::{KeyMean, Smoothing};
 use crate::error::{Error, Result};
 
-/// SageBwd: six of attention's seven matmuls (`S = Q K^T` counts in the forward and in the backward) in INT8 with exact
-/// accumulation (INT32, or f32 below 2^24 on the CPU), `dP = dO V^T` in 16 bit. [`Int8Products`] can keep more of them
-/// in floating point.
+/// SageBwd runs six of attention's seven matmuls in INT8 with exact accumulation (INT32, or f32 below 2^24 on the CPU),
+/// and `dP = dO V^T` in 16 bit. (`S = Q K^T` counts twice, in the forward and in the backward.) [`Int8Products`] can
+/// keep more matmuls in floating point.
 ///
 /// | matmul | left operand, its scale | right operand, its scale |
 /// |---|---|---|
@@ -19,9 +19,9 @@ use crate::error::{Error, Result};
 /// An INT8 value is `round(x * 127 / max|x|)`, with the maximum over the values that share a scale and without an
 /// additive epsilon; a group of zeros has scale 0. Scales and the log-sum-exp are f32.
 ///
-/// On Hopper GPUs the forward quantizes P to unsigned values, 0 to 254, with one scale per row of two key tiles,
-/// weighted with V's scales. For inputs of standard deviation sigma, this reduces the error of O by a tenth at sigma 1,
-/// and does not increase it at sigma 3 to 10.
+/// On Hopper GPUs the forward quantizes P to unsigned values, 0 to 254, with one scale per row of two key tiles. Before
+/// quantizing, P is multiplied by the ratio of the two tiles' scales of V. For inputs of standard deviation sigma, the
+/// error of O is a tenth smaller than with signed values at sigma 1, and not larger at sigma 3 to 10.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -80,8 +80,9 @@ impl Default for SageBwd {
 ///
 /// `FORWARD_AND_S` adds no error to the error of the paper's forward, and `SCORES` has only the error of quantizing Q
 /// and K. Each further INT8 matmul adds error, but not always speed: quantizing P and dS can take longer than their
-/// INT8 matmuls save. S should be recomputed from the forward's INT8 values: otherwise the gradients of large logits
-/// (sigma 3 and more) have at least 1.6 times the error. `docs/sagebwd_products.md` has measured errors and speeds.
+/// INT8 matmuls save. S should be recomputed from the forward's INT8 values: with an unquantized S, the error of the
+/// gradients of large logits (sigma 3 and more) is at least 1.6 times as large. `docs/sagebwd_products.md` has measured
+/// errors and speeds.
 ///
 /// A set is written as `paper`, `forward-and-s`, `scores`, `forward`, or a list that begins with `forward` (`S` and `O`
 /// of the forward) or with `scores`: `forward,s,dv,dk`, `scores,dv`. CUDA supports the named sets, the CPU all sets.

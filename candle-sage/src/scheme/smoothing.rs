@@ -21,8 +21,8 @@ pub enum Smoothing {
     /// every row of the exact dS sums to zero.
     #[default]
     K,
-    /// As `K`, and subtracts from each tile of Q its mean. The mean's product with K is added to the logits as a row,
-    /// and its contribution to dK as a rank-one term.
+    /// As `K`, and subtracts from each tile of Q its mean. The mean's product with K, a row, is added to every row of
+    /// the tile's logits. dK gets the mean's contribution as a rank-one term.
     Qk,
     /// As `K`, and subtracts from V its mean `m` over the same tokens, which is added to the output:
     /// `O = P (V - m) + m`, because every row of the exact P sums to one. The rounding error of P is then multiplied by

@@ -85,9 +85,9 @@ impl Blocks {
         self.key_starts[segment + 1] - self.key_starts[segment]
     }
 
-    /// Number of candidates of a block of queries: that many first blocks of keys of the segment may be listed. With a
-    /// causal mask the block's first query sees every key of a candidate, so that a query's selection does not depend
-    /// on later tokens.
+    /// Number of candidates of a block of queries. The candidates, which may be listed, are the segment's first blocks
+    /// of keys. With a causal mask the block's first query sees every key of a candidate, so that a query's selection
+    /// does not depend on later tokens.
     pub(crate) fn candidates(&self, segment: usize, block: usize) -> usize {
         if self.causal {
             self.segments[segment].visible_keys(block * self.query) / self.key
@@ -96,7 +96,7 @@ impl Blocks {
         }
     }
 
-    /// The blocks of keys after the candidates that some query of the block sees. They are always visited and
+    /// The blocks of keys that follow the candidates and that some query of the block sees. They are always visited and
     /// masked by token; with a causal mask they are the blocks on the diagonal.
     pub(crate) fn always(&self, segment: usize, block: usize) -> Range<usize> {
         let candidates = self.candidates(segment, block);

@@ -1,4 +1,4 @@
-//! SLA2 for tokens that follow others: keys, values and the tail's sums are kept from call to call.
+//! SLA2 for tokens that follow earlier tokens: keys, values and the tail's sums are kept from call to call.
 
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_nn::kv_cache::KvCache;
@@ -141,8 +141,9 @@ impl Sla2 {
     ///
     /// The prompt is computed as by [`Sla2::select`] and [`Sla2::apply`]. Later tokens attend to the selected blocks
     /// and the diagonal unquantized, because a scheme would quantize all these keys again for each token. The time for
-    /// a token does not grow with the sequence, except for the first token of a block of queries, whose candidates the
-    /// router compares, and when the cache grows. The output is detached. A cache cannot be used after an error.
+    /// a token does not grow with the sequence, with two exceptions: at the first token of a block of queries the
+    /// router compares all candidates, and at some tokens the cache grows. The output is detached. A cache cannot be
+    /// used after an error.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -352,7 +353,7 @@ impl Sla2 {
         let sparse = self.attention.clone().scheme(Scheme::Unquantized).apply(q, &keys, &values)?;
         let Some(state) = tail else { return Ok(sparse) };
         let key_heads = keys.dim(2)?;
-        // The heads of a group are queries of one key head.
+        // The query heads of a group read the state of one key head, so that one matmul computes them.
         let sums = features(q)?.reshape((batch, key_heads, heads / key_heads * len, d))?.matmul(state)?;
         let linear = sums.narrow(3, 0, d)?.broadcast_mul(&inverse_norm(&sums.narrow(3, d, 1)?)?)?;
         let linear = linear.reshape((batch, heads, len, d))?.transpose(1, 2)?;

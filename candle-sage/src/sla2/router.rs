@@ -154,7 +154,8 @@ pub(super) fn entropy_sums(scores: &Tensor, mass: &Tensor, blocks: &Blocks) -> R
     let scores = scores.broadcast_add(&hidden)?;
     let shifted = scores.broadcast_sub(&scores.max_keepdim(2)?.detach())?;
     let log_softmax = shifted.broadcast_sub(&shifted.exp()?.sum_keepdim(2)?.log()?)?;
-    // The smallest normal number makes the quotient 0 if there is no mass because no block has a candidate.
+    // If no block has a candidate, there is no mass: the smallest normal number then makes the quotient 0 instead of
+    // NaN.
     let all = (mass.sum_all()? + f64::from(f32::MIN_POSITIVE))?;
     Ok([(mass * log_softmax)?.sum_all()?.neg()?, all])
 }

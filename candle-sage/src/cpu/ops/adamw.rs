@@ -10,7 +10,7 @@ const SPAN: usize = 32 * 1024;
 /// One step. `state` contains the weights, then both moments. Nothing changes if the norm of the gradient is not
 /// finite.
 pub(crate) fn step(settings: &AdamW, sum_of_squares: f64, state: &mut [f32], gradient: &[f32]) {
-    // `factors` has the others.
+    // `settings.factors()` uses the other settings.
     let AdamW { beta1, beta2, eps, decayed, gradient_factor, clip, lr: _, weight_decay: _, step: _ } =
         *settings;
     let Some(factor) = clipped(gradient_factor, clip, sum_of_squares) else { return };

@@ -66,7 +66,7 @@ pub(crate) fn unit_traces(matrices: &mut [f32], size: usize) -> Vec<f32> {
     let of = |matrix: &mut [f32]| {
         let trace: f64 = matrix.iter().step_by(size + 1).map(|&x| f64::from(x)).sum();
         let inverse = if trace > 0.0 && trace.is_finite() { (1.0 / trace.sqrt()) as f32 } else { 0.0 };
-        // Two multiplications, because `inverse * inverse` may overflow if the result does not.
+        // Two multiplications, because `inverse * inverse` may overflow even if the result does not.
         matrix.iter_mut().for_each(|x| *x = if inverse == 0.0 { 0.0 } else { *x * inverse * inverse });
         inverse
     };

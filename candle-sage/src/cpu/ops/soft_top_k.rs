@@ -24,7 +24,7 @@ pub(crate) fn weights(scores: &[f32], count: usize, tau: f64) -> Vec<f64> {
     }
     let scaled = || scores.iter().filter(|score| is_candidate(score)).map(|&score| f64::from(score) / tau);
     let (least, most) = scaled().fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), x| (a.min(x), b.max(x)));
-    // At the lower end every weight is at most count / candidates, at the upper end at least.
+    // At the lower end every weight is at most count / candidates, at the upper end at least count / candidates.
     let share = count as f64 / candidates as f64;
     let middle = (share / (1.0 - share)).ln();
     let (mut low, mut high) = (middle - most, middle - least);

@@ -16,7 +16,7 @@ use crate::ops::embedding::{Embedding, Gradient, Rows};
 
 const NAME: &str = "embedding";
 
-/// It does not wait for the check of the ids.
+/// Launches the lookup, and does not wait for the check of the ids.
 impl Launch<[Operand<'_>; 2], CudaStorage> for Rows {
     fn launch(&self, [table, ids]: [Operand<'_>; 2]) -> Result<CudaStorage> {
         Ok(gather(table, ids)?.0)
@@ -43,7 +43,7 @@ struct Saved {
     rows: usize,
 }
 
-/// It does not wait for the check of the ids.
+/// Launches the gradient's kernels, and does not wait for the check of the ids.
 impl Launch<[Operand<'_>; 2], CudaStorage> for Gradient {
     fn launch(&self, [ids, dout]: [Operand<'_>; 2]) -> Result<CudaStorage> {
         let gpu = Gpu::new(ids.0.device())?;

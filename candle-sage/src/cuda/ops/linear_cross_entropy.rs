@@ -288,8 +288,8 @@ impl Launch<[Operand<'_>; 3], LinearForward> for LinearOp {
 }
 
 /// The loss of `hidden weight^T`, and the gradient of `factor` times the loss for the hidden states; the weight's
-/// gradient is added to `dweight`. All targets count: the op checked that `ignore_id` is `None`. It does not wait for
-/// the check of the targets: an invalid target makes the loss NaN.
+/// gradient is added to `dweight`. All targets count: the op checked that `ignore_id` is `None`. The launch does not
+/// wait for the check of the targets: an invalid target makes the loss NaN.
 impl Launch<[Operand<'_>; 4], [CudaStorage; 2]> for LinearInto {
     fn launch(&self, [dweight, hidden, weight, targets]: [Operand<'_>; 4]) -> Result<[CudaStorage; 2]> {
         let settings = Linear::new(self.settings, hidden.0.dtype(), weight)?;

@@ -28,7 +28,8 @@ pub(super) struct Extras<'a> {
     pub(super) partials: Address<'a>,
 }
 
-/// The parameters of a kernel over the last dimension of `x`, which writes to `out`, except how threads divide a row.
+/// The parameters of a kernel that reads `x` along its last dimension and writes to `out`, except the parameters for
+/// how threads divide a row.
 pub(super) fn params<'a>(
     gpu: &Gpu,
     x: &'a Dense<'_>,
