@@ -32,13 +32,13 @@ pub struct Row {
     pub tokens: usize,
     /// Whether the mask is causal.
     pub causal: bool,
-    /// Largest number of tokens that a query attends to, including its own and those before it (without a causal mask,
-    /// equally many after it). `None`: all tokens.
+    /// Largest number of tokens that a query attends to: its own token and the tokens before it. Without a causal mask
+    /// the query also attends to as many tokens after it. `None`: all tokens.
     pub window: Option<usize>,
 }
 
 impl Row {
-    /// The unmasked (query, key) pairs of one head: half of all pairs with a causal mask.
+    /// The number of unmasked (query, key) pairs of one head. With a causal mask it is half of all pairs.
     fn pairs(self) -> f64 {
         let before = causal_pairs(self.tokens, self.window);
         if self.causal { before } else { 2.0 * before }
@@ -95,7 +95,7 @@ pub struct Plan {
     pub rows: Vec<Row>,
     /// The schemes; the default schemes if empty.
     pub schemes: Vec<Scheme>,
-    /// Tokens of all sequences of a batch. A longer sequence is a separate batch.
+    /// Tokens of all sequences of a batch. A longer sequence makes a batch of one sequence.
     pub total_tokens: usize,
     /// Width of all heads together: heads = width / head_dim.
     pub width: usize,
@@ -158,9 +158,9 @@ pub struct Measured {
 }
 
 impl Measured {
-    /// Operations of the forward, and of forward and backward: 2 B H times the (query, key) pairs times the channels of
-    /// all matmuls. The forward has D channels for S and V channels for P V. The backward has D for each of S, dQ and
-    /// dK, and V for each of dP and dV.
+    /// Operations of the forward, and of forward and backward: 2 x batch x heads x (query, key) pairs of a head x the
+    /// channels of all matmuls. With head_dim D of queries and keys, and V of values, the forward has D channels for S
+    /// and V for P V. The backward has D for each of S, dQ and dK, and V for each of dP and dV.
     fn operations(&self) -> (f64, f64) {
         let Row { head_dim: d, value_dim: v, .. } = self.row;
         let of = |channels| (2 * self.batch * self.heads * channels) as f64 * self.row.pairs();
@@ -174,7 +174,7 @@ impl Measured {
     }
 }
 
-/// The default rows: short and long sequences, both native head_dims, causal; on the CPU only short ones.
+/// The default rows: head_dim 64 and 128, causal, with short and long sequences (on the CPU only short ones).
 pub fn usual_rows(device: &Device) -> Vec<Row> {
     let lengths: &[usize] = if device.is_cpu() { &[1024] } else { &[1024, 8192, 16384] };
     let of = |head_dim| {
@@ -189,9 +189,9 @@ pub fn usual_rows(device: &Device) -> Vec<Row> {
     [64, 128].into_iter().flat_map(of).collect()
 }
 
-/// The schemes to measure if none are named: every scheme, and SageBwd with fewer INT8 matmuls and with K's mean over a
-/// sample. On a GPU, heads with more than 128 channels are measured unquantized and with SageBwd's scores; see
-/// [`measure`].
+/// The schemes to measure if none are named: every scheme, SageBwd with fewer INT8 matmuls, and SageBwd with K's mean
+/// over a sample of tokens. On a GPU, heads with more than 128 channels are measured unquantized and with SageBwd's
+/// `scores`; see [`measure`].
 fn usual_schemes(row: Row, device: &Device) -> Vec<Scheme> {
     let few = SageBwd::default().products(Int8Products::FORWARD_AND_S);
     let sampled = few.key_mean(KeyMean::Sample(64));
@@ -235,7 +235,7 @@ fn label(scheme: &Scheme) -> String {
 }
 
 /// Measures one row, one scheme after the other. It skips INT8 for heads with more than 128 channels on GPUs without
-/// such kernels, and default schemes that do not support the soft cap, ALiBi or sinks.
+/// kernels for such heads, and default schemes that do not support the soft cap, ALiBi or sinks.
 ///
 /// # Errors
 /// When the device has no kernels for the shape, or runs out of memory.

@@ -1,8 +1,9 @@
 //! Checkpoints: everything that a run needs to continue bit-identically.
 //!
-//! `RUN/checkpoints/step-00000250/` holds `state.safetensors` (weights and both moments, f32), `checkpoint.json` (what
-//! it belongs to, and the hash of the state) and the marker `COMPLETE`. All files are written and synced in a folder
-//! with a temporary name, which is then renamed. A folder with a checkpoint's name is therefore always complete.
+//! `RUN/checkpoints/step-00000250/` holds `state.safetensors` (weights and the optimizer's state, f32),
+//! `checkpoint.json` (step, data and settings of the run, and the hash of the state) and the marker `COMPLETE`. All
+//! files are written and synced in a folder with a temporary name, which is then renamed. A folder with a checkpoint's
+//! name is therefore always complete.
 //!
 //! With several ranks, each rank writes the shards that it owns to `state-00001-of-00004.safetensors` and so on;
 //! `checkpoint.json` lists the parameters of which a file contains only a part. Together the files are one checkpoint,
@@ -50,7 +51,7 @@ pub struct About {
     state_bytes: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     state_sha256: Option<String>,
-    /// The files of several ranks, instead of the two fields above.
+    /// The files of several ranks; `state_bytes` and `state_sha256` are then `None`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     files: Vec<RankFile>,
     /// Scales of FP8 operands and their running maxima, in the order of the model.
@@ -111,7 +112,7 @@ impl About {
     /// When a setting differs that must stay the same on resume.
     pub fn check_settings(&self, run: &Path, now: &Identity) -> Result<()> {
         let Some(then) = &self.settings else { return Ok(()) };
-        // A key that only one of the two identities has is a setting of another version.
+        // Only keys of both identities are compared, because another version of this program may lack a key.
         let keys = then.keys().filter(|key| now.contains_key(*key));
         // The checkpoint identifies data by its fingerprint, so the settings that determine the data are not compared.
         let free = |key: &str| has_role(key, Role::Changes) || ["tokenizer", "text-field"].contains(&key);
@@ -167,7 +168,7 @@ impl Checkpoints {
         Ok(Self { folder, belongs, config, words, writing: None })
     }
 
-    /// Starts to write a checkpoint. The caller must have waited for the one before.
+    /// Starts to write a checkpoint. The caller must have waited for the previous checkpoint.
     pub(crate) fn save(&mut self, step: u64, snapshot: Result<Snapshot>) {
         let (folder, belongs, config) = (self.folder.clone(), self.belongs.clone(), self.config);
         let words = self.words.clone();
@@ -246,8 +247,8 @@ fn write(
 }
 
 fn write_state(partial: &Path, snapshot: &Snapshot, rank: Rank) -> Result<RankFile> {
-    // The ranks do not wait for each other here, so each rank creates the folder. Rank 0 does not create its parents: a
-    // run's folder that was removed stays removed.
+    // The ranks do not wait for each other here, so each rank creates the folder. Rank 0 does not create the folder's
+    // parents: a run's folder that was removed stays removed.
     let made = match rank.is_first() {
         true => std::fs::create_dir(partial),
         false => std::fs::create_dir_all(partial),

@@ -61,7 +61,8 @@ pub struct Config {
     pub learning_rate: LearningRate,
     /// The optimizer.
     pub optimizer: Optimizer,
-    /// Standard deviations above the mean at which an update is skipped.
+    /// An update is skipped if the loss or the gradient norm is more than this many standard deviations above its mean
+    /// over recent steps.
     pub skip_spikes: Option<f64>,
     /// The device to train on.
     pub device: Place,
@@ -138,7 +139,7 @@ impl Config {
         let (micro_batch, accumulation) = batch::resolve(&s.batch, model.context, steps)?;
         model.linear.check("micro-batch x context", micro_batch * model.context)?;
         let learning_rate = LearningRate::resolve(&s.optimizer, steps, asked_warmup)?;
-        // It stays unset if it was not given, so that a longer run from the saved settings has a longer warm-up.
+        // A warm-up that was not given stays unset, so that a longer run from the saved settings has a longer warm-up.
         s.optimizer.warmup_steps = asked_warmup;
         let out = need(s.run.out.clone());
         let seed = checks::seed("seed", need(s.run.seed))?;

@@ -131,7 +131,7 @@ impl Dataset {
             }
         }
         for source in &sources.validation {
-            // For prepared data the validation shards, for other data all of it.
+            // Prepared data is validated on its validation shards, other data on all of its tokens.
             let (all, shards) = tokenizing.tokens(source, 0.0)?;
             validation.push(if shards.is_empty() { all } else { shards });
         }
@@ -210,8 +210,8 @@ struct Tokenizing<'a> {
 }
 
 impl Tokenizing<'_> {
-    /// The training and validation tokens of a source. Validation tokens are its validation shards, or else a fraction
-    /// of it.
+    /// The training and validation tokens of a source. Validation tokens are the source's validation shards, or else a
+    /// fraction of the source.
     fn tokens(&mut self, source: &Opened, fraction: f64) -> Result<(Tokens, Tokens)> {
         match source {
             Opened::Documents(text) => {
@@ -236,7 +236,7 @@ impl Tokenizing<'_> {
                     let ended = sidecar.document_tokens.len() as u64 - u64::from(sidecar.continues);
                     self.bytes = self.bytes.saturating_add(sidecar.text_bytes);
                     self.documents = self.documents.saturating_add(ended);
-                    // The list was checked and counted, and may be long.
+                    // The list of documents is dropped: it has been checked and counted, and may be long.
                     sidecar.document_tokens = Vec::new();
                 }
                 files.check_end_of_text(self.tokenizer)?;

@@ -321,8 +321,8 @@ mod memory {
         // By default the pool returns its free memory to the driver at every synchronization, and then has to allocate
         // it again.
         set(device, Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX)?;
-        // SAFETY: cudarc would create two events at each allocation, which order its streams. It has one stream here,
-        // candle's; the ranks' transfers are ordered in ranks/nccl.rs.
+        // SAFETY: with tracking, cudarc creates two events at each allocation, which order its streams. Here cudarc has
+        // only candle's stream; the ranks' transfers are ordered in ranks/nccl.rs.
         unsafe { device.disable_event_tracking() };
         Ok(())
     }

@@ -112,8 +112,8 @@ pub fn evaluate(
 }
 
 /// The loss of the same tokens in two computations: in whole sequences, as in training, and each token from only its
-/// prefix, as in decoding with the same scheme (`sample --attn`). They differ for schemes that use later tokens,
-/// through a mean over all keys or a scale of a tile.
+/// prefix, as in decoding with the same scheme (`sample --attn`). The losses differ for schemes in which a token's
+/// result depends on later tokens, through a mean over all keys or the scale of a tile.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TokenByToken {
     /// Nats per token in whole sequences.
@@ -124,8 +124,8 @@ pub struct TokenByToken {
     pub tokens: u64,
 }
 
-/// Measures [`TokenByToken`]. A sequence of N tokens takes as long as N^2 / 2 tokens of one forward, because every
-/// prefix is computed. `seen` receives the number of processed tokens and of all tokens.
+/// Measures [`TokenByToken`]. Every prefix is computed, so a sequence of N tokens takes as long as a forward of N^2 / 2
+/// tokens. `seen` receives the number of processed tokens and of all tokens.
 ///
 /// # Errors
 /// When attention is restricted to documents, the data cannot be read, or the device fails.
@@ -175,7 +175,8 @@ mod tests {
     use crate::during;
     use crate::model::{Parameters, Training};
 
-    /// Bits per byte are over the bytes of the predicted tokens, in the original text if the tokenizer changes text.
+    /// The loss in bits is divided by the bytes of the predicted tokens or, if the tokenizer changes text, by the bytes
+    /// of the original text.
     #[test]
     fn bits_a_byte_are_over_the_bytes_of_the_targets() -> Result<()> {
         let documents = crate::data::corpus::Corpus::new(0).documents(50_000);

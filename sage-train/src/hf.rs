@@ -56,7 +56,7 @@ pub fn settings(folder: &Path) -> Result<Settings> {
         s.attention.qk_norm = Some(if config.model_type.qk_norm() { Switch::On } else { Switch::Off });
         s.data.vocab_size = Some(Quantity(config.vocab_size as u64));
         s.data.tokenizer = tokenizer.exists().then(|| tokenizer.display().to_string());
-        // Without `..`, so that each setting of a model is decided here.
+        // The struct is written without `..`, so that each setting of a model is decided here.
         s.model = ModelSettings {
             layers: Some(config.num_hidden_layers),
             width: Some(config.hidden_size),
@@ -71,7 +71,7 @@ pub fn settings(folder: &Path) -> Result<Settings> {
             window_pattern: windows.map(|windows| windows.pattern),
             untied: on(!config.tie_word_embeddings),
             qkv_bias: on(config.model_type.qkv_bias()),
-            // No model type that is read has these.
+            // No supported model type has these settings.
             softcap: None,
             sinks: None,
             init_from: None,
@@ -180,8 +180,8 @@ pub fn output_is_apart(folder: &Path) -> Error {
         .hint("leave --untied out: --init-from sets it to match the weights")
 }
 
-/// Warns of weights that a model of this shape does not use: its outputs differ from those of the model that was
-/// trained.
+/// Warns of weights that a model of this shape does not use. Without these weights the outputs of this model differ
+/// from the outputs of the model that was trained.
 pub fn warn_of_others(folder: &Path, config: &LlamaConfig, names: &[&str]) {
     let specs = config.parameter_specs();
     let known: BTreeSet<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
@@ -403,7 +403,7 @@ fn export_into(model: Model<'_>, to: &Path, dtype: DType) -> Result<()> {
             }
         };
         if !words.is_empty() {
-            // For SLA2 these are settings, and some of them are numbers.
+            // For SLA2 the words are settings, and some of their values are numbers.
             let number = |text: &str| config.sla2.and_then(|_| text.parse::<u64>().ok());
             let typed = |text: String| number(&text).map_or_else(|| text.clone().into(), Value::from);
             let all = words.into_iter().map(|(key, text)| (key.to_string(), typed(text)));

@@ -51,7 +51,7 @@ pub fn settings(folder: &Path, attn: Option<Attn>) -> Result<Settings> {
             })
         }
     };
-    // The stages belong to the steps of the other run. The tail is kept only if the new run has the attention that the
+    // The steps of the stages belong to the other run. The tail is kept only if the new run has the attention that the
     // other run was trained with.
     let same_form = attn.is_none() || attn == told.attention.attn;
     told.sla2 = Sla2Settings {
@@ -122,8 +122,8 @@ pub fn parameters(
         let missing =
             |spec: &ParameterSpec| spec.start_in_sla2().filter(|_| !names.contains(&spec.name.as_str()));
         if values.moments.is_some() {
-            // Its moments would be zeros without bias correction, which would make its first steps several times too
-            // long.
+            // The moments of such a parameter would be zeros without bias correction, which would make its first steps
+            // several times too long.
             if let Some(spec) = model.parameter_specs().iter().find(|spec| missing(spec).is_some()) {
                 return Err(Error::new("the checkpoint has no moments of a parameter")
                     .got(format!("{}, which it was trained without", spec.name))
@@ -148,7 +148,7 @@ pub fn parameters(
         let values = state.moments(moment, spec, range)?;
         Ok(values.into_iter().map(|value| (f64::from(value) * factor) as f32).collect())
     };
-    // A checkpoint of a run without such row statistics lacks them. They begin with zeros, because a factor common to
+    // A checkpoint of a run without row statistics lacks them. They then begin with zeros, because a factor common to
     // all rows does not matter.
     let rows =
         |name: String, rows| if state.has(&name) { state.rows(name, rows) } else { Ok(vec![0.0; rows]) };

@@ -56,8 +56,8 @@ pub(crate) fn during<E: Into<AnyError>>(what: impl Into<String>) -> impl FnOnce(
     move |error| Error::failed(what).caused_by(error)
 }
 
-/// Turns a candle error into an [`Error`] that names the attempted operation. If the GPU ran out of memory, it has a
-/// hint.
+/// Turns a candle error into an [`Error`] that names the attempted operation. If the GPU ran out of memory, the error
+/// has a hint.
 pub(crate) fn on_device(what: &str) -> impl FnOnce(candle_core::Error) -> Error {
     move |error| {
         let kind = ErrorKind::of(&error);

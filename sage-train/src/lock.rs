@@ -27,7 +27,7 @@ impl Lock {
     }
 
     /// Locks a file that an ended process left behind. If the file is missing, the lock counts as held: another process
-    /// has just taken it over.
+    /// has just taken over the folder.
     ///
     /// # Errors
     /// When another process holds the lock.
@@ -51,8 +51,8 @@ impl Lock {
         }
     }
 
-    /// Whether a process holds the lock of a run's folder. It creates no file, and takes a shared lock, so that
-    /// concurrent callers do not mistake each other for the holder.
+    /// Whether a process holds the lock of a run's folder. The check creates no file, and takes a shared lock, so that
+    /// concurrent checks do not mistake each other for the holder.
     pub fn is_held(folder: &Path) -> bool {
         let file = open_own(&folder.join(LOCK), File::options().write(true));
         file.is_ok_and(|file| matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock)))

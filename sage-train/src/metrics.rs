@@ -56,7 +56,8 @@ pub struct Point {
     /// Validation loss with the same weights under the attention of `--eval-attn`, nats per token.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub eval_attn_loss: Option<f64>,
-    /// With FP8 layers, recorded at each validation: the number of operand values that saturated since the previous one.
+    /// With FP8 layers, recorded at each validation: the number of operand values that saturated since the validation
+    /// before.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub fp8_saturated: Option<u64>,
     /// Share of the step's time that is not spent on gradients: the update, and with several ranks also the reduction

@@ -49,7 +49,7 @@ impl Optimizer {
         }
     }
 
-    /// The setting that selects it.
+    /// The value of the setting `optimizer` that selects this optimizer.
     pub fn setting(&self) -> OptimizerSetting {
         match self {
             Self::AdamW(_) => OptimizerSetting::AdamW,
@@ -91,7 +91,8 @@ impl Optimizer {
         2 * 4 + 2 * 4 * state + copy + directions
     }
 
-    /// Peak bytes of temporary tensors of an update, without those of the orthogonalization, which has a fixed limit.
+    /// Peak bytes of the temporary tensors of an update, without the tensors of the orthogonalization, which have a
+    /// fixed limit.
     pub fn scratch_bytes(&self, specs: &[ParameterSpec], element: u64) -> u64 {
         match self {
             Self::AdamW(_) => 0,

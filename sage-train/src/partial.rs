@@ -54,8 +54,8 @@ pub fn file(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> 
     written
 }
 
-/// Checks that nothing exists at `path`. The message says `what` is not created because of it, and which
-/// `flag` sets the path.
+/// Checks that nothing exists at `path`. The error says that `what` is therefore not created, and names the `flag` that
+/// sets the path.
 ///
 /// # Errors
 /// When something exists there.

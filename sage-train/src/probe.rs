@@ -343,7 +343,7 @@ fn insides(
         Ok(found)
     };
     let mut all = vec![HeadErrors::default(); heads];
-    // As many key heads at the same time as fit the free memory.
+    // Computes as many key heads at the same time as fit in the free memory.
     let at_once = (available() / bytes(tokens, group)).clamp(1, 1 << 16) as usize;
     for pieces in pieces.chunks(at_once) {
         let found = pieces.par_iter().map(piece).collect::<candle_core::Result<Vec<_>>>()?;
@@ -357,7 +357,7 @@ fn available() -> u64 {
     free_memory().unwrap_or(8 << 30)
 }
 
-/// Adds the contributions of the other query heads to the key head's gradients, dK and dV, to the first query head's.
+/// Sums the gradients dK and dV of a key head over its query heads, into the first query head's dK and dV.
 fn share(heads: &mut [Quantities]) {
     let (first, others) = heads.split_at_mut(1);
     for other in others {
@@ -368,8 +368,8 @@ fn share(heads: &mut [Quantities]) {
     }
 }
 
-/// The errors of a query head. `first` tells whether it is the first of its key head, which has the key head's dK and
-/// dV.
+/// The errors of a query head. `first`: whether it is the first query head of its key head. The first query head has
+/// the key head's dK and dV.
 fn errors(got: &Quantities, exact: &Quantities, first: bool) -> BTreeMap<&'static str, Sums> {
     let pairs: [(&[f64], &[f64]); 8] = [
         (&got.delta, &exact.delta),

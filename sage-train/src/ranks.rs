@@ -274,7 +274,7 @@ impl Words {
         self.meeting.as_ref().map_or(Ok(()), |meeting| meeting.agree(what, text))
     }
 
-    /// Reports progress: resets the time after which the other ranks consider this one as stalled.
+    /// Reports progress: resets the time after which the other ranks consider this rank as stalled.
     pub fn tick(&self) {
         if let Some(meeting) = &self.meeting {
             meeting.tick();
@@ -295,8 +295,8 @@ impl Words {
         }
     }
 
-    /// Runs `work`, which may take long while the other ranks wait for it: a limit of 6 hours replaces that
-    /// for stalls.
+    /// Runs `work`, which may take long while the other ranks wait for it: a limit of 6 hours replaces the limit for
+    /// stalls.
     pub fn while_others_wait<T>(&self, what: &str, work: impl FnOnce() -> T) -> T {
         let Some(meeting) = &self.meeting else { return work() };
         let (before, was_waited_for) = meeting.doing(what, true);

@@ -189,12 +189,12 @@ impl Run {
         }
     }
 
-    /// A warning with the settings that later starts of the run changed, because its last settings do not apply to all
-    /// of its steps.
+    /// A warning that lists the settings that later starts of the run changed, because the run's last settings do not
+    /// apply to all of its steps.
     fn changed_under_way(&self) -> Option<String> {
         let identity = self.config.identity();
         let of_results = |change: &Change| {
-            // A setting of tokens changes the number of steps.
+            // The setting `tokens` changes the number of steps.
             let keys = change.settings.keys().filter(|key| identity.contains_key(*key) || *key == "tokens");
             let keys: Vec<&str> = keys.map(String::as_str).collect();
             (!keys.is_empty()).then(|| format!("{} after step {}", keys.join(", "), change.step))
@@ -229,8 +229,8 @@ impl Run {
         entries_of(folder).unwrap_or_default().into_iter().filter(has_runs).collect()
     }
 
-    /// The run with the validation losses of its attention and, if `--eval-attn` validated it a second time, once more
-    /// with the losses of that attention.
+    /// The run with the validation losses of the attention that it trained with. If `--eval-attn` validated it a second
+    /// time, also a copy of the run with the losses of that attention.
     pub fn seen(self) -> Vec<Self> {
         if self.config.eval_scheme.is_none() {
             return vec![self];
@@ -289,7 +289,7 @@ impl Run {
     }
 }
 
-/// The steps among `points` of the run itself, without the steps of the run that it was branched off.
+/// The steps among `points` that this run trained, without the steps of the run that it was branched off.
 pub fn own_steps<'a>(config: &Config, points: &'a [Point]) -> impl Iterator<Item = &'a Point> {
     let before = config.branch.as_ref().map_or(0, |branch| branch.step);
     points.iter().filter(move |point| point.step > before)

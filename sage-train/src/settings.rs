@@ -48,8 +48,8 @@ pub enum Switch {
 /// The settings of a run, grouped by the tables of a settings file. A field's doc comment is its help text, and a
 /// field's name is its flag and its key.
 ///
-/// They are serialized as one map without tables, because `--config`, sweeps and comparisons of runs identify a setting
-/// by its key.
+/// The settings are serialized as one map without tables, because `--config`, sweeps and comparisons of runs identify a
+/// setting by its key.
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize)]
 pub struct Settings {
     /// Table `[run]`.
@@ -117,7 +117,7 @@ pub fn has_role(key: &str, role: Role) -> bool {
 }
 
 impl Settings {
-    /// Settings where only those that `set` assigns have a value.
+    /// Settings of which only those that `set` assigns have a value.
     pub fn with(set: impl FnOnce(&mut Self)) -> Self {
         let mut settings = Self::default();
         set(&mut settings);
@@ -168,8 +168,8 @@ mod tests {
         assert_eq!(declared, flags);
     }
 
-    /// A setting that is parsed and never read would be accepted silently. (A field of another struct with the same
-    /// name hides it.)
+    /// A setting that is parsed and never read would be accepted silently. (This test does not notice it if another
+    /// struct has a field of the same name that is read.)
     #[test]
     fn every_setting_is_read() {
         fn sources(folder: &std::path::Path, all: &mut String) {
@@ -200,7 +200,7 @@ mod tests {
         assert!(unread.is_empty(), "{unread:?}");
     }
 
-    /// Settings of the identity are compared between ranks anyway.
+    /// Only settings outside the identity need the role `Together`, because ranks compare the identity anyway.
     #[test]
     fn ranks_compare_what_the_identity_leaves_out() {
         let together = keys_with(Role::Together);

@@ -177,7 +177,8 @@ pub fn run_as(
 /// changes are listed below them.
 fn write_settings(folder: &RunDir, config: &Config, begin: &Begin) -> Result<()> {
     let Begin::From(found) = begin else { return folder.write(CONFIG, &config.to_toml()) };
-    // A run that had finished trains nothing with these settings, unless --steps ends it here, before its planned end.
+    // With these settings a finished run trains nothing, so they are not listed, unless --steps ends the run here,
+    // before its planned end.
     if found.about.step == config.steps && planned_steps(found) == Some(config.steps) {
         return Ok(());
     }
@@ -323,7 +324,7 @@ fn compared_settings(config: &Config, resumed: Option<&FoundCheckpoint>, paralle
         let value = all.get(&key).map_or("not set".into(), in_words);
         settings.insert(key, value);
     }
-    // The default is the interval of validations.
+    // Compared as resolved, because its default is the interval of validations.
     settings.insert("checkpoint-every".into(), config.checkpoints.every.to_string());
     let settings = settings.into_iter().map(|(key, value)| format!("{key} = {value}"));
     let rest = format!(

@@ -29,8 +29,8 @@ fn last_stage(saved: &Settings) -> Stage {
     }
 }
 
-/// The step of the weights in a run's folder, which is the step of the last validation. Weights can be used without the
-/// run's metrics.
+/// The step of the weights in a run's folder, which is the step of the last validation. `None` if the run has no
+/// readable metrics, because weights can be used without them.
 fn last_step(run: &Path) -> Option<u64> {
     if !run.join(METRICS).exists() {
         return None;
@@ -98,8 +98,8 @@ pub struct Trained {
     pub device: Device,
     /// Number of steps that the model was trained for, if that is known.
     pub step: Option<u64>,
-    /// Number of sequences of training data that the run has read, if it is known and if sequences have the length that
-    /// the settings ask for.
+    /// Number of sequences of training data that the run has read. `None` if it is not known, or if sequences have
+    /// another length than the settings ask for.
     pub sequences_seen: Option<u64>,
     /// What the model attends to, if it has SLA2.
     stage: Stage,
@@ -111,8 +111,7 @@ impl Trained {
         self.stage
     }
 
-    /// Opens a folder. `settings` override those of the run. `trained`: whether the parameters have
-    /// gradients.
+    /// Opens a folder. `settings` override the settings of the run. `trained`: whether the parameters have gradients.
     ///
     /// # Errors
     /// When the folder is not a run, checkpoint or model, or a file is missing or damaged.
@@ -194,7 +193,7 @@ impl Trained {
         Ok(llama)
     }
 
-    /// Checks that data was read with the model's tokenizer, if its folder has one.
+    /// Checks that data was read with the model's tokenizer, if the model's folder has one.
     ///
     /// # Errors
     /// When the tokenizer of the data differs, because text was added or changed.

@@ -1,4 +1,5 @@
-//! Measures the bandwidth of the links between GPUs, and the time of an optimizer step that reduces gradients over them.
+//! Measures the bandwidth of the links between GPUs, and the time of an optimizer step that reduces gradients over
+//! them.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -13,8 +14,8 @@ use crate::model::{Llama, LlamaConfig, Parameters, Reduction};
 use crate::optim::OptimizerStep;
 use crate::ranks::Ranks;
 
-/// Megabytes of f32 in an exchange; a gather transfers half as much, in 16 bit. The sizes are 4 MB, and a layer, the
-/// embedding and all parameters of the paper's model.
+/// Megabytes of f32 in an exchange; a gather transfers half as much, in 16 bit. The sizes are 4 MB, one layer of the
+/// paper's model, its embedding, and all of its parameters.
 const SIZES: [f64; 4] = [4.0, 54.5, 206.0, 1297.0];
 
 /// The times of one size.

@@ -94,8 +94,8 @@ fn range(word: &str) -> Option<impl Iterator<Item = String> + use<>> {
     (first < last && last - first < MOST_SEEDS).then(|| (first..=last).map(|seed| seed.to_string()))
 }
 
-/// Whether commas group the thousands of one number, as in `4,096`. A group that begins with 0 shows it, because no
-/// value of a list begins with 0.
+/// Whether commas group the thousands of one number, as in `4,096`. Only a group that begins with 0 is a certain sign,
+/// because no value of a list begins with 0.
 fn is_grouped(value: &str) -> bool {
     let mut words = value.split(',');
     let of = |word: &str, digits: std::ops::RangeInclusive<usize>| {

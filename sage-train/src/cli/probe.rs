@@ -160,7 +160,7 @@ impl Probe {
         });
         let mut settings = typed.clone();
         if self.smoothing == Some(SmoothingSetting::None) && self.key_mean.is_none() {
-            // Without a mean the run's sample of tokens for the mean has no effect.
+            // Without smoothing there is no mean, so the run's sample of tokens for the mean is not used.
             settings.attention.key_mean = Some(Text(KeyMean::All));
         }
         match &self.run {

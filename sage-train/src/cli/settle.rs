@@ -40,8 +40,8 @@ pub(super) fn settle(mut settings: Settings) -> Result<Settings> {
     if settings.data.vocab_size.is_none()
         && let Some(tokenizer) = known_tokenizer(&settings)?
     {
-        // The vocabulary is padded to a multiple of 64: GPUs are several times slower on embedding matrices whose rows
-        // are not a multiple of 16 bytes.
+        // The vocabulary is padded to a multiple of 64: GPUs compute logits several times more slowly if a row of
+        // logits is not a multiple of 16 bytes.
         settings.data.vocab_size = Some(Quantity(tokenizer.vocab_size().next_multiple_of(64) as u64));
     }
     Ok(settings)

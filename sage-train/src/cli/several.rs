@@ -86,7 +86,7 @@ impl Several {
         self.ranks.is_some()
     }
 
-    /// The ranks and their links that a dry run plans for, GPUs or processes on a CPU, in steps of `tokens` tokens.
+    /// The cluster that a dry run plans for, in steps of `tokens` tokens. Its ranks are GPUs, or processes on a CPU.
     /// Copy engines are assumed on GPUs, unless the flag disables them.
     pub(super) fn world(&self, on_gpus: bool, tokens: u64) -> Result<World> {
         let shape = || Error::new("ranks do not divide into nodes");

@@ -113,7 +113,7 @@ impl Train {
             && self.resume.is_none()
             && !looks
         {
-            // Reported once, before every rank would report it.
+            // An error is reported once here, because later every rank would report it.
             let config = Config::resolve(settle(self.settings.clone().over(file.clone()))?)?;
             train::check_parallel(&config, ranks, self.several.context_parallel)?;
         }

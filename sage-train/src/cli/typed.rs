@@ -90,15 +90,15 @@ fn check_model(typed: &Settings, config: &Config) -> Result<()> {
         window_pattern,
         softcap,
         sinks,
-        // They describe projections and heads. A model without attention accepts them, so that it can be compared with
-        // another under the same flags.
+        // These settings describe projections and heads. A model without attention accepts them, so that it can be
+        // compared with a model with attention under the same flags.
         heads: _,
         key_heads: _,
         head_dim: _,
         rope_base: _,
         rope_scaling: _,
         qkv_bias: _,
-        // Every model has these.
+        // These settings apply to every model.
         init_from: _,
         layers: _,
         width: _,

@@ -44,7 +44,7 @@ pub(super) fn resolve(s: &BatchSettings, context: usize, steps: u64) -> Result<(
     Ok((micro_batch, accumulation))
 }
 
-/// The number of micro-batches of a step. Both factors are in range, and so is their product.
+/// The number of micro-batches of a step. `micro_batch * context` cannot overflow, because both factors are in range.
 fn accumulation(tokens_per_step: u64, micro_batch: usize, context: usize) -> Result<usize> {
     let micro = (micro_batch * context) as u64;
     if tokens_per_step.is_multiple_of(micro) {

@@ -26,7 +26,7 @@ pub fn of_attention(key: &str) -> bool {
 
 impl Config {
     /// The identity: two runs with the same identity compute the same results. Settings that do not apply to a run's
-    /// attention are not included. If the three seeds are equal, there is only one key.
+    /// attention are not included. If the three seeds are equal, the identity has one key for them.
     pub fn identity(&self) -> Identity {
         let table = Table::try_from(&self.settings).expect("settings are plain values");
         let kept = table
@@ -52,7 +52,7 @@ impl Config {
                     learning_rate,
                     beta2,
                     heads_apart,
-                    // Included as they were typed.
+                    // The identity includes these settings as they were typed.
                     adamw: _,
                     weight_decay: _,
                     momentum: _,
@@ -114,7 +114,7 @@ fn absent_by_default(model: &LlamaConfig) -> [(&'static str, String); 7] {
         scheme: _,
         layer_schemes: _,
         sla2: _,
-        // Included as they were typed.
+        // The identity includes these settings as they were typed.
         vocab: _,
         layers: _,
         width: _,
@@ -132,7 +132,7 @@ fn absent_by_default(model: &LlamaConfig) -> [(&'static str, String); 7] {
         linear_head: _,
         z_loss: _,
         deterministic: _,
-        // Does not change results.
+        // Recomputation does not change results.
         recompute: _,
     } = model;
     let switch = |on: bool| if on { "on" } else { "off" }.to_owned();

@@ -44,7 +44,7 @@ pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) ->
         linear_head: s.linear.head_precision(),
         scheme,
         windows: windows(s, scheme, sla2.as_ref(), layers)?,
-        // Like windows, they have no effect on a model without attention.
+        // A soft cap and sinks, like windows, have no effect on a model without attention.
         softcap: s
             .model
             .softcap

@@ -182,7 +182,7 @@ impl Config {
         let World { mesh, link, network, .. } = world;
         let tokens = self.micro_batch * self.model.context * micro_batches / mesh.context;
         let gradients = tokens as f64 / self.tokens_a_second(world);
-        // Query, key, value and output, forward and backward.
+        // The exchanged heads: query, key, value and output, in the forward and in the backward.
         let element = self.device.dtype().size_in_bytes();
         let (queries, keys) = (self.model.heads, self.model.key_heads.max(mesh.context));
         let heads = 4 * queries + 4 * keys;
@@ -238,8 +238,8 @@ impl Config {
         }
     }
 
-    /// Peak bytes of the exchange of heads between ranks that share a sequence: the gradients of query, key and value as
-    /// they are sent, as they are received, and in their final order.
+    /// Peak bytes of the exchange of heads between ranks that share a sequence: the gradients of query, key and value
+    /// as they are sent, as they are received, and in their final order.
     fn exchanged_bytes(&self, mesh: Mesh, element: u64) -> u64 {
         let heads = (self.model.heads + 2 * self.model.key_heads) as u64;
         let tokens = (self.micro_batch * self.model.context) as u64;
@@ -276,10 +276,10 @@ mod tests {
         .expect("settings")
     }
 
-    /// Steps of two and four GPUs from the time of one GPU's gradients, against docs/several-gpus.md. `LINK` and
-    /// `MEMORY` are from separate measurements of transfers and updates. `BESIDE` was fitted to the step of 4k tokens
-    /// with copy engines, which is therefore not tested, and `SHARED` to the only step that shares sequences, so that
-    /// such steps are not tested either.
+    /// Compares predicted steps of two and four GPUs with docs/several-gpus.md. Each prediction starts from the time of
+    /// one GPU's gradients. `LINK` and `MEMORY` are from separate measurements of transfers and updates. Two kinds of
+    /// steps are not tested: the step of 4k tokens with copy engines, to which `BESIDE` was fitted, and the only step
+    /// that shares sequences, to which `SHARED` was fitted.
     #[test]
     fn steps_of_several_gpus_are_predicted() {
         let after = Mesh::node(Rank { index: 0, of: 2 });

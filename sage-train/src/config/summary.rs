@@ -138,7 +138,7 @@ impl Config {
         self.eval_scheme.map_or(String::new(), |scheme| format!("a second time with {scheme}"))
     }
 
-    /// The precision of linear layers as text; empty if they compute in the compute type.
+    /// The precision of linear layers as text; empty if they compute in the model's compute type.
     fn linear(&self) -> String {
         let m = &self.model;
         let (settings, scaling) = match m.linear {

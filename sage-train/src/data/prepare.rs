@@ -54,7 +54,7 @@ pub struct Plan {
     pub shard_tokens: u64,
     /// Fraction of the documents for validation.
     pub val_fraction: f64,
-    /// Seed for the choice of these documents.
+    /// Seed for the choice of the validation documents.
     pub seed: u64,
     /// Key or column of the text; `None` is the recipe's, or `text`.
     pub text_field: Option<String>,

@@ -38,7 +38,7 @@ pub(super) struct Work {
 }
 
 impl Work {
-    /// The differences to other work, as text.
+    /// The differences from other work, as text.
     fn difference(&self, other: &Self) -> String {
         let others = self.files.iter().map(|file| &file.path).ne(other.files.iter().map(|file| &file.path));
         let fields = self.files.iter().map(|file| &file.field).ne(other.files.iter().map(|file| &file.field));
@@ -183,7 +183,8 @@ impl<'a> Journal<'a> {
     /// When it cannot be written.
     pub(super) fn keep(&mut self, shards: usize, done: impl FnOnce() -> Result<Done>) -> Result<()> {
         let since = self.written.elapsed();
-        // Saving takes at most a twentieth of the time, because the state grows with the size of a shard.
+        // A save takes longer if the shards are larger. The pauses between saves limit saving to a twentieth of the
+        // time.
         if shards == self.shards && since < BETWEEN || since < 20 * self.took {
             return Ok(());
         }

@@ -96,7 +96,7 @@ enum Kind {
 }
 
 impl Kind {
-    /// Whether such files are also read with gzip or zstd.
+    /// Whether files of this kind can also be compressed with gzip or zstd.
     fn can_be_packed(self) -> bool {
         match self {
             Self::Text | Self::Jsonl | Self::Csv => true,

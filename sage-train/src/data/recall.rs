@@ -56,7 +56,7 @@ const STORIES: [&str; 12] = [
 /// The context in which a number is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Asked {
-    /// At the end of a story about its name, which announces the question.
+    /// At the end of a story about the number's name; the story announces the question.
     AfterStory,
     /// Without any announcement.
     Suddenly,

@@ -316,7 +316,7 @@ fn same(a: &Path, b: &Path) -> bool {
     matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
 }
 
-/// Checks that no file is given twice, even by different names. `seen` are the files before.
+/// Checks that no file is given twice, even by different names. `seen` contains the files of earlier calls.
 ///
 /// # Errors
 /// When a file is given twice.

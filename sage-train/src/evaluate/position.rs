@@ -20,7 +20,7 @@ const PARTS: usize = 8;
 pub struct OfPositions {
     /// Positions of the inputs, from 0.
     pub positions: Range<usize>,
-    /// Mean loss of the tokens that follow them, nats per token.
+    /// Mean loss of the tokens that follow these inputs, nats per token.
     pub loss: f64,
 }
 

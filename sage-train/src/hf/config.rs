@@ -42,7 +42,7 @@ pub(super) struct HfConfig {
     hidden_act: Option<String>,
     rope_theta: Option<f64>,
     rope_scaling: Option<Rope>,
-    /// Replaces the two fields before in transformers 5.
+    /// In transformers 5 this field replaces `rope_theta` and `rope_scaling`.
     rope_parameters: Option<Rope>,
 }
 
@@ -112,8 +112,8 @@ impl HfConfig {
         let unreadable =
             |error: serde_json::Error| during(failed())(error).hint(HINT).with_kind(ErrorKind::Invalid);
         let value: Value = serde_json::from_str(&text).map_err(unreadable)?;
-        // The architecture is checked first: the files of other architectures lack fields, and that error would hide
-        // the reason.
+        // The architecture is checked first: files of other architectures lack fields, and the error for a missing
+        // field would hide the reason.
         let kind = value["model_type"].as_str().unwrap_or("missing");
         let known = ModelType::ALL.map(ModelType::key);
         if !known.iter().any(|known| known == kind) {

@@ -44,7 +44,7 @@ impl ModelType {
             head_dim: _,
             ffn: _,
             context: _,
-            // Every type has these in its `config.json`.
+            // Every model type has these fields in its `config.json`.
             rope_base: _,
             rope_scaling: _,
             untied: _,

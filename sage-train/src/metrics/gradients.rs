@@ -41,8 +41,9 @@ pub struct Sums {
 }
 
 impl Sums {
-    /// The squared norms of the expected gradients of a micro-batch: `|G|^2`, `|G + B|^2` and `|B|^2`, estimated
-    /// without bias from all pairs of micro-batches. A small norm can be estimated below zero.
+    /// The squared norms of the expected gradients of a micro-batch, `|G|^2`, `|G + B|^2` and `|B|^2`, estimated
+    /// without bias from all pairs of micro-batches. `G` is the gradient with unquantized attention, and `B` is the
+    /// bias of the scheme. A small norm can be estimated below zero.
     pub fn stays(&self) -> Squares {
         let pairs = (self.count * (self.count - 1)) as f64;
         let Self { of_sum, of_each, .. } = self;

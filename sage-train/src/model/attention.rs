@@ -27,14 +27,14 @@ pub type Observe<'a> = dyn FnMut([&Tensor; 3], &Tensor) -> Result<()> + 'a;
 #[derive(Debug, Clone)]
 pub(super) struct SelfAttention {
     /// The forward projects query, key and value in one matmul, and so does the backward in FP8. The backward in the
-    /// compute type uses two: the rotary embedding's backward returns query and key concatenated, but value does not
-    /// pass through it.
+    /// compute type uses two matmuls: the rotary embedding's backward returns query and key concatenated, but value
+    /// does not pass through the rotary embedding.
     projection: Linear,
     query_key: Linear,
     value: Linear,
     output: Linear,
     biases: Option<Biases>,
-    /// For training.
+    /// Makes the operands of the projections in training.
     operands: Operands,
     norms: Option<[Norm; 2]>,
     /// Numbers of query, key and value heads.
@@ -67,7 +67,7 @@ pub(super) struct Cached<'a> {
 #[derive(Debug)]
 pub(super) enum LayerCache {
     Dense(KvCache),
-    /// Of SLA2, once it selects blocks.
+    /// The cache of SLA2 in its sparse stage.
     Sparse(Box<Sla2Cache>),
 }
 
@@ -324,8 +324,8 @@ impl SelfAttention {
         rotary: &Rotary,
         rows: usize,
     ) -> Result<Operand> {
-        // The fused FP8 path does not fit ranks that share a sequence, which exchange heads before the rows are
-        // quantized, nor biases, whose gradient is a sum of unquantized rows.
+        // The fused FP8 path is not used with ranks that share a sequence, because they exchange heads before rows are
+        // quantized, or with biases, because their gradient is a sum of unquantized rows.
         let fused = self.ulysses.is_none() && self.biases.is_none();
         let delayed = self.operands.delayed(Place::Projected).filter(|_| fused);
         if let (Some(norms), Some((settings, scale))) = (&self.norms, delayed) {

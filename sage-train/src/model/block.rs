@@ -22,7 +22,7 @@ pub(super) struct Block {
     attention: Option<(Norm, SelfAttention)>,
     mlp_norm: Norm,
     mlp: FeedForward,
-    /// For training. Everything else computes in the compute type.
+    /// Makes the operands of linear layers in training. Forwards outside of training use the compute type.
     operands: Operands,
     recompute: Recompute,
 }
@@ -152,8 +152,9 @@ impl Block {
     }
 
     /// Adds the gradients of the weights. Takes the gradient of the block's output stream and returns the gradient of
-    /// its input stream. Each gradient is both a tensor and the operand of the down projection that wrote the stream:
-    /// the output's belongs to this block, the input's to block `before`.
+    /// its input stream. Each gradient is passed twice: as a tensor, and as an operand of the down projection that
+    /// wrote the stream. This block's down projection wrote the output stream, and that of block `before` wrote the
+    /// input stream.
     pub(super) fn backward(
         &self,
         kept: Kept,

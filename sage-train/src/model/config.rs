@@ -339,7 +339,7 @@ impl LlamaConfig {
             layer_schemes,
             sla2,
             recompute,
-            // They add no activations that count.
+            // These settings add no significant activations.
             rope_base: _,
             rope_scaling: _,
             untied: _,
@@ -369,7 +369,7 @@ impl LlamaConfig {
                 // SLA2 keeps the outputs of both branches.
                 let branches = if sla2.is_some() { 2 * queries * element } else { 0 };
                 let schemes = layer_schemes.values().chain([scheme]);
-                // The output also exists in FP8.
+                // The attention output also exists in FP8.
                 let codes = if is_low { queries } else { 0 };
                 let kept = schemes.map(|scheme| scheme.kept_bytes(queries, keys, element)).max().unwrap_or(0)
                     + branches

@@ -31,8 +31,9 @@ impl Llama {
     /// prompt attend in the model's own numerics; later tokens in the numerics of `following`, or by default in each
     /// layer's own numerics.
     ///
-    /// `None` if attention sees only selected blocks and a cache cannot continue it: windows select the blocks, or tokens
-    /// after the prompt shall attend in INT8 or FP4. Each new token then needs a forward over its whole sequence.
+    /// `None` if attention sees only selected blocks and a cache cannot continue it. This is so if windows select the
+    /// blocks, or if tokens after the prompt shall attend in INT8 or FP4. Each new token then needs a forward over its
+    /// whole sequence.
     pub fn past(&self, tokens: usize, following: impl Into<Option<Scheme>>) -> Option<TokenCache> {
         let following = following.into();
         // The cache grows in steps of this size, which must not be 0.

@@ -13,8 +13,8 @@ pub(super) struct Norm {
     pub(super) eps: f64,
 }
 
-/// The residual stream, (rows, width), as a sum and the output of the last layer, which is not yet added: the next norm
-/// adds them in its own pass over memory.
+/// The residual stream, (rows, width), as two tensors: a sum, and the output of the last layer, which is not yet added
+/// to the sum. The next norm adds the two in its own pass over memory.
 #[derive(Debug, Clone)]
 pub(super) struct Stream {
     pub(super) sum: Tensor,

@@ -70,7 +70,8 @@ impl Linear {
         self.observer = Some(observer);
     }
 
-    /// Passes the operands to the observer, if there is one: for matmuls that other linear layers compute.
+    /// Passes the operands of a matmul to the observer, if there is one, even if other linear layers compute the
+    /// matmul.
     pub(super) fn show(&self, x: &Operand, dy: impl FnOnce() -> Result<Tensor>) -> Result<()> {
         match (&self.observer, x) {
             (Some(Observer { observe, layer, name }), Operand::Compute(x)) => {

@@ -40,7 +40,7 @@ impl Operand {
 #[derive(Debug, Clone)]
 pub(super) struct Operands {
     pub(super) precision: LinearPrecision,
-    /// By place; only with delayed scaling.
+    /// The scale of each place; only with delayed scaling.
     scales: Arc<[Fp8Scale]>,
 }
 
@@ -148,8 +148,8 @@ impl Operands {
         }
     }
 
-    /// The gradient of gate and up, concatenated along the columns. With `again`, also `swiglu(gate, up)` as the
-    /// gradient of the down projection's weight reads it.
+    /// The gradient of gate and up, concatenated along the columns. With `again`, also `swiglu(gate, up)` in the form
+    /// that the gradient of the down projection's weight reads.
     pub(super) fn gated(
         &self,
         gate: &Tensor,

@@ -59,8 +59,8 @@ pub(super) struct Layout {
     pub(super) places: HashMap<String, (usize, usize)>,
     /// In the order of [`Common::ALL`].
     pub(super) pieces: Vec<Piece>,
-    /// The gradients that are zeroed before a backward because no matmul overwrites them. A piece of only such
-    /// parameters is one range.
+    /// The gradients that are zeroed before a backward because no matmul overwrites them. If a piece contains only such
+    /// gradients, it is one range.
     pub(super) cleared: Vec<Range<usize>>,
 }
 

@@ -48,8 +48,8 @@ impl LinearPrecision {
         }
     }
 
-    /// Whether the forward keeps the input of the down projection for the backward. With delayed scaling the backward
-    /// makes the transposed FP8 values, which only the backward reads, in the pass that reads gate and up.
+    /// Whether the forward keeps the input of the down projection for the backward. With delayed scaling it does not:
+    /// only the backward reads the transposed FP8 values, and makes them in the pass that reads gate and up.
     pub(super) fn keeps_hidden(self) -> bool {
         match self {
             Self::Compute | Self::Fp8(_, Scaling::Current) => true,

@@ -54,7 +54,7 @@ fn users_ratio(selection: &Selection) -> Result<f64> {
     Ok(users.into_iter().max().unwrap_or(0) as f64 / mean.max(1.0))
 }
 
-/// Factor of the gradients of router and `theta` in the router stage. AdamW does not depend on the scale of a
+/// Factor of the gradients of router and `theta` in the router stage. AdamW's updates do not depend on the scale of a
 /// gradient, and with this factor these gradients hardly affect the clipping by the global norm.
 const TEACHING: f64 = 0.01;
 
@@ -145,7 +145,7 @@ impl Sla2Layer {
         }
     }
 
-    /// The router; `None` where windows select.
+    /// The router; `None` if windows select the blocks.
     fn select_by(&self, k: &Tensor) -> Result<Option<Router>> {
         match (self.config.choice, &self.router) {
             (Choice::Window, _) => Ok(None),
@@ -184,7 +184,7 @@ impl Sla2Layer {
         self.op(documents).apply(q, k, v, &selection, &self.theta(q)?)
     }
 
-    /// The forward of tokens that follow those in a cache.
+    /// The forward of tokens that follow the tokens in a cache.
     pub(super) fn forward_cached(&self, [q, k, v]: [&Tensor; 3], cache: &mut Sla2Cache) -> Result<Tensor> {
         match self.select_by(k)? {
             Some(router) => self.op.apply_cached(&router, [q, k, v], &self.theta(q)?, cache),
@@ -203,7 +203,7 @@ impl Sla2Layer {
         let selection = self.select(q, k, documents)?;
         let exact_weight = match self.config.tail {
             None => 1.0,
-            // Blending ones with zeros returns the weight.
+            // A blend of ones (the exact branch) and zeros (the tail) is the weight of the exact branch.
             Some(_) => {
                 let (ones, zeros) = (q.ones_like()?, q.zeros_like()?);
                 let weights = ops::blend(&ones, &zeros, &self.theta(q)?, &selection, self.config.alpha)?;

@@ -20,7 +20,7 @@ pub enum Choice {
 pub struct Sla2Config {
     /// Largest number of past key blocks that a query block selects.
     pub blocks: usize,
-    /// How many of these are the nearest blocks, whatever the router selects.
+    /// Number of selected blocks that are always the nearest blocks, whatever the router selects.
     pub nearest: usize,
     /// Tokens per block, of queries and of keys.
     pub block: usize,
@@ -32,7 +32,7 @@ pub struct Sla2Config {
     pub alpha: Alpha,
     /// Steps with dense attention at the start, including the router's steps.
     pub dense_steps: u64,
-    /// How many of these dense steps, the last ones, train router and `theta` on dense attention.
+    /// Number of the last dense steps, which train router and `theta` on dense attention.
     pub router_steps: u64,
 }
 

@@ -54,8 +54,8 @@ pub struct Shard<'a> {
     pub copy: Option<&'a Tensor>,
     /// Whether weight decay applies.
     pub decays: bool,
-    /// The matrices of the whole piece, of which this rank owns a part, if another optimizer updates them than all
-    /// other parameters.
+    /// The matrices of the whole piece, of which this rank owns a part. `None` unless another optimizer updates these
+    /// matrices than all other parameters.
     pub matrices: Option<Matrices<'a>>,
 }
 

@@ -47,7 +47,8 @@ pub trait Anatomy: Sync {
     /// Tokens of Q and of K in a tile; outliers are tokens with large values in their tile.
     fn tiles(&self) -> [usize; 2];
 
-    /// For each operand, the NVFP4 groups that its format cannot hold; empty for a scheme without such groups.
+    /// For each operand, the fractions of its NVFP4 groups that NVFP4 cannot hold; empty for a scheme without such
+    /// groups.
     fn out_of_range(&self, inputs: &Inputs, exact: &Quantities) -> Vec<(&'static str, OutOfRange)>;
 }
 

@@ -212,7 +212,8 @@ impl SoftmaxRows {
         Self { n, relative, references, sums }
     }
 
-    /// The probabilities of other logits with this softmax's references and sums; their rows need not sum to 1.
+    /// The probabilities of other logits with this softmax's references and sums; the rows of the result need not sum
+    /// to 1.
     fn probabilities(&self, s: &[f64]) -> Vec<f64> {
         let row = |(row, (reference, sum)): (&[f64], (&f64, &f64))| -> Vec<f64> {
             row.iter().map(|x| (x * std::f64::consts::LOG2_E - reference).exp2() / sum).collect()
@@ -262,8 +263,8 @@ mod tests {
         AttnQatAnatomy { settings }.compute(inputs, low).expect("memory")
     }
 
-    /// f32 and f64 may round a value near a midpoint to neighbouring E2M1 values. The two implementations therefore
-    /// differ by less than a tenth of their error.
+    /// f32 and f64 may round a value near a midpoint to different E2M1 values. The two implementations therefore
+    /// differ, but by less than a tenth of the quantization error.
     #[test]
     fn with_every_operand_in_nvfp4_it_is_the_op() {
         for settings in [

@@ -34,12 +34,12 @@ pub struct Extent {
     pub micro_batches: usize,
 }
 
-/// Measures the gradients of a run, one of its checkpoints, or a model in Hugging Face's format, on the training data
-/// after the model's last step, or on all validation data that `settings` name.
+/// Measures the gradients of a run, one of its checkpoints, or a model in Hugging Face's format. The data is the
+/// training data after the model's last step or, if `settings` name validation data, all of that data.
 ///
 /// # Errors
-/// When the folder has no weights, its data is missing, has changed or is too short, the model has no dense attention, the number of
-/// micro-batches is not a power of two of at least 16, or memory is short.
+/// When the folder has no weights, its data is missing, has changed or is too short, the model has no dense attention,
+/// the number of micro-batches is not a power of two of at least 16, or memory is short.
 pub fn gradient_errors(
     folder: &Path,
     place: Place,
@@ -188,7 +188,7 @@ type Norms = Vec<Vec<Squares>>;
 struct Tree {
     parts: Vec<Ranges>,
     schemes: usize,
-    /// Number of micro-batches of a block, and so far.
+    /// Number of micro-batches in a block, and in all blocks.
     block: usize,
     all: usize,
     waiting: Vec<Node>,

@@ -1,5 +1,5 @@
-//! Measures the errors of linear layers in FP8: each matmul on the operands of a trained model that is computed without
-//! FP8.
+//! Measures the errors of linear layers in FP8. The operands of each matmul are from a trained model that computes
+//! without FP8.
 
 use std::cell::RefCell;
 use std::path::Path;

@@ -153,8 +153,8 @@ impl SageBwdAnatomy {
         }
     }
 
-    /// dQ and dK from dS. A token's scale varies along the reduction of these matmuls. It is therefore multiplied into
-    /// dS, and K and Q are INT8 values without scales.
+    /// dQ and dK from dS. A token's scale varies along the reduction of these matmuls. The scale is therefore
+    /// multiplied into dS, and K and Q are INT8 values without scales.
     fn query_and_key_gradients(
         &self,
         operands: &Operands,
@@ -300,8 +300,8 @@ mod tests {
     }
 
     /// f32 and f64 may round a value to neighbouring INT8 values, which differ by 1/127 of the block's largest value.
-    /// This happens to a few values in ten thousand, so that the two implementations differ by a small fraction of
-    /// their error.
+    /// This happens to a few values in ten thousand, so the two implementations differ by a small fraction of the
+    /// quantization error.
     #[test]
     fn with_every_product_in_codes_it_is_the_op() {
         for (smoothing, granularity) in [

@@ -195,7 +195,7 @@ impl Part {
     fn tails(&self, selection: &Selection, block: usize) -> candle_core::Result<[(Rest, Tensor); 5]> {
         let [q, k, v] = &self.inputs;
         let linear = past_linear(q, k, v, selection, Tail::Past)?;
-        // With equal queries and keys all features are equal.
+        // With equal queries and keys all features are equal, so that the result is the mean of all past values.
         let mean = past_linear(&q.zeros_like()?, &k.zeros_like()?, v, selection, Tail::Past)?;
         Ok([
             (Rest::Linear, linear.clone()),

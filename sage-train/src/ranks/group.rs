@@ -58,7 +58,7 @@ impl Group {
         }
     }
 
-    /// A copy of vector `x` in memory as of [`Group::zeros`]; in a group of one rank `x` itself.
+    /// A copy of vector `x` in the same kind of memory as [`Group::zeros`]; in a group of one rank `x` itself.
     ///
     /// # Errors
     /// When memory is short.

@@ -50,7 +50,8 @@ impl Hello {
 pub(super) enum Message {
     /// The first message from the listening side.
     Challenge {
-        /// Random digits. The greeting must contain a proof over them that its sender knows the run's secret.
+        /// Random digits. From these digits and the run's secret, the sender of the greeting computes its proof that it
+        /// knows the secret.
         nonce: String,
     },
     /// The greeting: the first message from the connecting side, and rank 0's answer to it.
@@ -80,7 +81,7 @@ pub(super) enum Message {
         /// Whether this activity may take long.
         aside: bool,
     },
-    /// The sender stops because of an error of its own.
+    /// The sender stops because of its own error.
     Failed {
         /// The error.
         why: String,

@@ -1,5 +1,5 @@
 //! The transport for ranks on GPUs: NCCL's sends and receives, and its collectives on the GPUs' copy engines where
-//! available. They only copy.
+//! available. The transport only copies.
 //!
 //! The library is loaded at run time and not linked, so that a program with GPU kernels starts on machines
 //! without NCCL. Transfers run on a separate stream, of high priority. A transfer starts when candle's
@@ -225,8 +225,8 @@ impl Transport for Nccl {
     }
 }
 
-/// Makes an id on every rank whose index is a multiple of `every`, or only on rank 0 if `every` is 0. Returns the id of
-/// the nearest such rank up to this one.
+/// Makes an id on every rank whose index is a multiple of `every`, or only on rank 0 if `every` is 0. Returns the id
+/// that this rank made, or else the id of the nearest lower rank that made one.
 fn share_id(words: &Words, functions: &Functions, every: usize) -> candle_sage::Result<Id> {
     let (mut id, mut answer) = (Id([0; 128]), String::new());
     let rank = words.rank().index;

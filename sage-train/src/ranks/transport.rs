@@ -47,7 +47,7 @@ pub(super) struct Swap {
 const WATCH: Duration = Duration::from_secs(8);
 
 /// The error of a failed transfer, returned after the control channel had time to report the rank that died. Without
-/// the wait a rank that a transfer tells first would exit with its own error, not with the code of a lost rank.
+/// the wait, a rank whose transfer fails first would exit with its own error instead of the code of a lost rank.
 pub(super) fn left_to_the_watch(error: Error) -> Error {
     std::thread::sleep(WATCH);
     error

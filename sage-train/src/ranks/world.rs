@@ -103,8 +103,8 @@ impl World {
         })
     }
 
-    /// Reads the variables that `srun` sets for a task. A batch script without `srun` is one process, and the number of
-    /// tasks of a step is not set.
+    /// Reads the variables that `srun` sets for a task. `None` for a batch script without `srun`, which is a single
+    /// process: Slurm then does not set the number of tasks of a step.
     fn of_slurm(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         let Some(of) = variable("SLURM_STEP_NUM_TASKS") else { return Ok(None) };
         let of = number("SLURM_STEP_NUM_TASKS", &of)?;

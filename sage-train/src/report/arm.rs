@@ -22,20 +22,20 @@ pub struct Arm {
     pub loss: Option<Mean>,
     /// Difference of the final losses to the baseline's, percent of the baseline's mean.
     pub difference: Option<Difference>,
-    /// Difference of the training losses over the last quarter of the steps, for runs that continue from the same
-    /// weights on the same batches, so that both have the same noise of the data.
+    /// Difference of the training losses to the baseline's over the last quarter of the steps, for runs that continue
+    /// from the same weights on the same batches: both arms then have the same noise of the data.
     pub training: Option<Difference>,
-    /// The change of this difference: the slope of its least-squares line over all steps, in percent of the baseline's
-    /// loss per million tokens.
+    /// The change of `training`: the slope of its least-squares line over all steps, in percent of the baseline's loss
+    /// per million tokens.
     pub growth: Option<Mean>,
     /// Mean number of tokens after which runs reach the milestone, over the runs that reach it.
     pub reached: Option<Mean>,
     /// Tokens of the first validation, if a run had reached the milestone by then; the exact number of tokens is then
     /// not known.
     pub reached_before: Option<f64>,
-    /// Difference of these tokens to the baseline's, percent of the baseline's mean.
+    /// Difference of `reached` to the baseline's, percent of the baseline's mean.
     pub later: Option<Difference>,
-    /// Tokens per second, mean over seeds of the medians of the steps of finished runs.
+    /// Tokens per second: the median over the steps of each finished run, and the mean of the medians over seeds.
     pub speed: Option<Mean>,
 }
 
@@ -167,8 +167,9 @@ pub(super) fn late_training_loss(run: &Run) -> Option<f64> {
     (run.status() == Some(Status::Finished) && mean.is_finite()).then_some(mean)
 }
 
-/// Tokens after which the validation loss falls to `loss`, interpolated linearly between validations. `None` if it does
-/// not, or if it has done so by the first validation. A diverged run never reaches a loss, because it does not keep it.
+/// Tokens after which the validation loss falls to `loss`, interpolated linearly between validations. `None` if the
+/// loss never falls so far, or has done so by the first validation. A diverged run never reaches a loss, because it
+/// does not keep the loss.
 pub(super) fn reached(run: &Run, loss: f64) -> Option<f64> {
     let curve: Vec<(u64, f64)> = kept_validations(run)?.into_iter().collect();
     let at = curve.iter().position(|(_, value)| *value <= loss)?;

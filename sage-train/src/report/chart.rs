@@ -52,7 +52,7 @@ pub struct Series {
     pub style: usize,
     /// Points of the curve, with markers.
     pub points: Vec<(f64, f64)>,
-    /// A thin curve behind the first.
+    /// A thin curve behind the curve of `points`.
     pub faint: Vec<(f64, f64)>,
     /// A filled band: x, low, high.
     pub band: Vec<(f64, f64, f64)>,

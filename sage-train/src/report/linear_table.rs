@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use crate::probe::linear::{LinearErrors, OfLinear};
 
-/// The matrices of a Llama's layer, in the order of their columns. Others follow.
+/// The matrices of a Llama's layer, in the order of their columns. Columns of other matrices follow.
 const NAMES: [&str; 4] = ["query-key-value", "output", "gate-up", "down"];
 
 /// A row for each layer with Y, dX and dW of each matrix, and a row for the mean.

@@ -257,14 +257,14 @@ impl Panel {
     }
 }
 
-/// Adds runs without a setting that divides the others into panels, such as QK-norm without attention, to each of these
-/// panels.
+/// Some runs lack a setting that divides the other runs into panels: QK-norm, for example, means nothing without
+/// attention. Adds such runs to each panel of the other runs.
 fn spread(panels: Grouped<Grouped<Vec<Run>>>) -> Grouped<Grouped<Vec<Run>>> {
     let within = |part: &Values, whole: &Values| {
         part.len() < whole.len() && part.iter().all(|value| whole.contains(value))
     };
     let all: Vec<Values> = panels.iter().map(|(panel, _)| panel.clone()).collect();
-    // Runs belong to all other panels only if every setting of their panel is a setting of the others.
+    // The runs of a panel belong to other panels only if every setting of their panel is a setting of the other panels.
     let (parts, mut wholes): (Grouped<_>, Grouped<_>) = panels.into_iter().partition(|(panel, arms)| {
         let meaningless = |key: &str| {
             arms.iter().all(|(_, runs): &(Values, Vec<Run>)| {

@@ -61,7 +61,8 @@ pub fn check_beside(path: &Path, ending: &str) -> Result<()> {
         .hint("remove it first if it is not needed"))
 }
 
-/// Writes the results of a command, also to a device or pipe, but never over a file of a run or with another extension.
+/// Writes the results of a command, also to a device or pipe, but never over a file of a run or a file with another
+/// extension.
 ///
 /// # Errors
 /// When the file may not be written, or cannot be written.

@@ -65,7 +65,7 @@ pub fn branch(folder: &Path) -> Result<Option<Branch>> {
     Ok(branch_of(&optional::<Vec<Start>>(&folder.join(STARTS))?.unwrap_or_default()))
 }
 
-/// Finds the branch. The starts of the run that it was branched off come first.
+/// Finds the branch. The list begins with the starts of the run that this run was branched off.
 pub(super) fn branch_of(starts: &[Start]) -> Option<Branch> {
     starts.iter().rev().find_map(|start| start.branch.clone())
 }

@@ -29,6 +29,6 @@ layer! {
     tokens_per_step,
     micro_batch [Changes],
     steps [Changes],
-    // `steps` stands for it, rounded up to whole steps.
+    // In the identity `steps` stands for `tokens`, rounded up to whole steps.
     tokens [Beside Changes],
 }

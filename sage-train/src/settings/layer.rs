@@ -4,8 +4,8 @@
 /// How resuming, comparing and the ranks treat a setting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// Not in the identity of a run as it was typed: it determines the place, the speed or the logging of the run but
-    /// not what it computes, or another key stands for it.
+    /// The identity of a run does not contain the setting as it was typed: the setting determines the place, the speed
+    /// or the logging of the run but not what the run computes, or another key stands for the setting.
     Beside,
     /// May change when a run is resumed.
     Changes,

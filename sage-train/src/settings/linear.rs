@@ -115,7 +115,7 @@ impl LinearSettings {
         }
     }
 
-    /// The first setting that has an effect only with FP8, which are all except `linear`.
+    /// The first setting that is given and has an effect only with FP8: any setting except `linear`.
     pub fn first_of_fp8(&self) -> Option<String> {
         self.first_of("linear_")
     }

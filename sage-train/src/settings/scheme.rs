@@ -11,7 +11,8 @@ use toml::Table;
 
 use super::{AttentionSettings, Attn, Settings};
 
-/// A scheme with its settings. As text it is the scheme's name, and `:KEY=VALUE` for each setting that is not the default.
+/// A scheme with its settings. As text it is the scheme's name, and `:KEY=VALUE` for each setting that is not the
+/// default.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SchemeSetting(pub Scheme);
 

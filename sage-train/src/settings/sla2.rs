@@ -231,8 +231,8 @@ pub(super) fn resolve(
         settings.sla2_router_steps.map_or((steps / 10).min(100).min(dense_steps), |steps| steps.0);
     let mut config = Sla2Config {
         blocks: 0,
-        // A window consists of the nearest blocks, so that a setting taken over from a run with a router has no
-        // meaning.
+        // A window consists of the nearest blocks, so `sla2-nearest`, which a run may take over from a run with a
+        // router, has no meaning.
         nearest: if form == Form::Window { 0 } else { settings.sla2_nearest.unwrap_or(0) },
         block,
         choice: match form {

@@ -147,8 +147,9 @@ impl Spec {
 /// More runs than this are probably a mistake, and are rejected.
 const MOST_RUNS: usize = 10_000;
 
-/// Merges layers of settings, the topmost first. A layer may name an attention (`attn`): its settings of attention belong
-/// to that one, and otherwise to the run's attention. Settings of another attention than the run's are dropped.
+/// Merges layers of settings, the topmost first. If a layer names an attention (`attn`), its settings of attention
+/// belong to that attention, and otherwise to the run's attention. Settings of another attention than the run's are
+/// dropped.
 fn merged(layers: [Settings; 5]) -> Settings {
     let attn = layers.iter().find_map(|layer| layer.attention.attn);
     let only = Settings::with(|s| s.attention.attn = attn);

@@ -241,8 +241,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// How many values of FP8 operands have saturated since the last validation. If there are more than in the interval
-    /// before it, the log reports it.
+    /// How many values of FP8 operands have saturated since the last validation. If more values saturated than in the
+    /// interval before the last validation, the log reports both numbers.
     fn count_saturated(&self) -> Result<Option<u64>> {
         let now = self.trainer.take_saturated().map_err(during("cannot count saturated values"))?;
         let before = self.points.iter().rev().find_map(|point| point.fp8_saturated).unwrap_or(0);

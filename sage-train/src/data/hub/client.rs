@@ -150,20 +150,20 @@ impl Hub {
         let what = format!("{} of {}", file, repo.url());
         let metadata = unpanicked(|| self.api.metadata(&remote.url(file)));
         let metadata = metadata.map_err(failed(&what))?;
-        // The server sends both, and they become parts of paths.
+        // The server sends the file's etag and the commit's hash, which become parts of paths.
         for part in [metadata.etag(), metadata.commit_hash()] {
             if part.is_empty() || !part.chars().all(|c| c.is_ascii_alphanumeric() || "-_\":".contains(c)) {
                 return Err(failed(&what)(format!("the server sent the name `{part}`")));
             }
         }
-        // A partial download that is not shorter than the file is not its beginning, and is removed.
+        // A partial download that is not shorter than the file is not the beginning of the file, and is removed.
         let partial = cached.blob_path(metadata.etag()).with_extension("part");
         if partial.metadata().is_ok_and(|held| held.len() >= metadata.size() as u64) {
             let _ = std::fs::remove_file(&partial);
         }
         let path = unpanicked(|| download(&remote, file)).map_err(failed(&what))?;
-        // The download requested the file's name from the server a second time. The answer may differ from the one that was
-        // checked, so the file must be inside the cache.
+        // The download requested the file's name from the server a second time. The answer may differ from the one that
+        // was checked, so the file must be inside the cache.
         let inside = match (path.canonicalize(), self.cache.path().canonicalize()) {
             (Ok(path), Ok(cache)) => path.starts_with(cache),
             _ => false,

@@ -71,8 +71,8 @@ pub(crate) fn token_ids(config: &Value, key: &str) -> Result<Vec<u32>, String> {
     }
 }
 
-/// The end-of-text token that the files next to a `tokenizer.json` name: `eos_token` of `tokenizer_config.json`, or else
-/// `eos_token_id` of a model's `config.json`.
+/// The end-of-text token that the files next to a `tokenizer.json` name: `eos_token` of `tokenizer_config.json`, or
+/// else `eos_token_id` of a model's `config.json`.
 pub(super) fn beside(tokenizer: &Path, inner: &Inner) -> Result<Option<String>, String> {
     // These files only belong to a tokenizer with the usual file name.
     if tokenizer.file_name().is_none_or(|name| name != "tokenizer.json") {
@@ -95,7 +95,7 @@ pub(super) fn beside(tokenizer: &Path, inner: &Inner) -> Result<Option<String>, 
         return Ok(Some(name.to_owned()));
     }
     let ids = token_ids(&read("config.json")?, "eos_token_id")?;
-    // transformers writes id 2 for a Llama without a configured id, so that an id only counts if it is a special token.
+    // transformers writes id 2 for a Llama without a configured id, so an id counts only if it is a special token.
     let added = inner.get_added_tokens_decoder();
     let special = ids.iter().filter_map(|id| added.get(id)).find(|token| token.special);
     Ok(special.map(|token| token.content.clone()))

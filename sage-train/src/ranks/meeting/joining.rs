@@ -202,7 +202,7 @@ fn is_silence(error: &std::io::Error) -> bool {
 
 /// Waits for the welcome, which rank 0 sends when all ranks have connected.
 fn welcomed(world: &World, mut stream: TcpStream, nonce: &str) -> Result<Peer> {
-    // Twice the time, because rank 0 may have started to wait when this rank connected.
+    // Twice the time, because rank 0 may have begun to wait only when this rank connected.
     let ready = stream.set_read_timeout(Some(2 * COMING));
     match ready.and_then(|()| receive(&mut stream)) {
         Ok(Message::Hello(hello)) if hello.rank == 0 && hello.of == world.rank.of => {
