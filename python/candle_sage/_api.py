@@ -51,7 +51,8 @@ def attention(
     alibi_slopes: (query heads), without a gradient.
     blocks: (batch, key heads, blocks of queries, blocks of keys), bool: the blocks of 128 keys that each block of 128
         queries sees. Only these blocks are computed. With a causal mask the blocks on the diagonal are always seen;
-        without a causal mask each row needs a True: otherwise a CPU raises an error, and a GPU fails an assertion.
+        without a causal mask each row needs a True: a row without one is an error on a CPU, and a failed device
+        assertion on a GPU.
     deterministic: whether gradients have the same bits in every run.
     cu_seqlens_q, cu_seqlens_k: cumulative lengths of packed documents, as in FlashAttention: [0, 20, 64] are two
         documents. The batch size must be 1. Use lists or CPU tensors: tensors on a GPU are copied to the host, which
@@ -133,7 +134,7 @@ def scaled_dot_product_attention(
     """`torch.nn.functional.scaled_dot_product_attention` with a scheme. Tensors are (.., heads, sequence, head_dim).
 
     `settings` are the same as for `attention`. Dropout and masks other than `is_causal` are errors. PyTorch aligns a causal
-    mask at the first key and `attention` at the last, so that `is_causal` needs as many queries as keys. The result is a
+    mask at the first key, but `attention` at the last: therefore `is_causal` needs as many queries as keys. The result is a
     view of (batch, sequence, heads, head_dim): `reshape` works, `view` may not.
     """
     if attn_mask is not None:

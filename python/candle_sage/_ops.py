@@ -6,9 +6,9 @@ import torch
 
 from . import _core
 
-# `settings` is the result of `encode`, `lists` that of `lists_of`. `cu_seqlens` are the first tokens of packed documents,
-# and the end. The second result is the state that the forward stores for its backward, as bytes: empty if `keep` is
-# false, and on a CPU.
+# `settings` is a result of `encode`, and `lists` a result of `lists_of`. `cu_seqlens` contain the first token of each
+# packed document, then the number of all tokens. The second result is the state that the forward stores for its backward,
+# as bytes: empty if `keep` is false, and on a CPU.
 _FORWARD = (
     "attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? alibi_slopes, Tensor? lists, str settings, "
     "int[]? cu_seqlens_q, int[]? cu_seqlens_k, bool keep) -> (Tensor, Tensor)"
@@ -188,7 +188,7 @@ def _plan(query, key, value, sinks, slopes, lists, settings, packing, keep):
 
 
 def _on_device(call):
-    """Calls a function with the device of its first tensor as the current one, and restores it."""
+    """A decorator: makes the device of the first tensor current during the call, then restores the previous device."""
 
     @functools.wraps(call)
     def on_device(tensor, *rest):
@@ -226,7 +226,7 @@ def _backward_cuda(grad, query, key, value, out, state, sinks, slopes, lists, se
     _check_gradient(grad, query)
     packing = _packing(cu_seqlens_q, cu_seqlens_k)
     plan = _plan(_of(query), _of(key), _of(value), sinks, slopes, lists, settings, packing, True)
-    # Hooks on saved tensors may have moved them.
+    # Hooks on saved tensors may have moved `out` and `state`.
     out = out.contiguous()
     state = state if state.data_ptr() % 256 == 0 else state.clone()
     others, _alive = _others(sinks, slopes, lists, query)

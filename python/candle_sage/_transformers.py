@@ -7,7 +7,7 @@ import torch
 from ._api import attention
 from ._ops import _error, _settings, encode
 
-# Names for `attn_implementation`, with their settings of `attention`.
+# Names for `attn_implementation`, with the arguments of `attention` that each name stands for.
 IMPLEMENTATIONS = {
     "sagebwd": {"scheme": "sagebwd"},
     "sagebwd_scores": {"scheme": "sagebwd", "products": "scores", "key_mean": "sample-64"},

@@ -37,8 +37,8 @@ const WORDS: [(&str, &str); 9] = [
     ("Packing::self_attention", "cu_seqlens_q"),
 ];
 
-/// The Python exception of an error: a wrong argument, with what, got, allowed and a hint, in Python's names; or a
-/// failure of the GPU.
+/// The Python exception for an error, whose text uses Python's names: a `RuntimeError` for a failure, a `MemoryError`
+/// for full memory, otherwise a `ValueError`.
 fn error(error: impl std::fmt::Display + Into<candle_core::Error>) -> PyErr {
     let text = WORDS.iter().fold(error.to_string(), |text, (rust, python)| text.replace(rust, python));
     match ErrorKind::of(&error.into()) {
