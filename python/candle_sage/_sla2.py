@@ -185,22 +185,30 @@ class SLA2(nn.Module):
         return (theta + exactly.log() - left.log()).sigmoid()
 
     def _linear(self, query, key, value, selected):
-        """Linear attention over the tail; zeros for queries without one."""
-        query, key, value = query.float(), key.float(), value.float()
+        """Linear attention over the tail, in float32; zeros for queries without a tail. Matmuls have operands of the
+        inputs' type. States are divided by the number of tokens, which keeps them in float16's range and cancels."""
+        dtype, group = query.dtype, query.shape[2] // key.shape[2]
+        key = key.float()
         if not self.causal:
             key = key - key.mean(1, keepdim=True)
-        of_key, value = _blocks(key.softmax(-1)), _blocks(value)
-        states = torch.einsum("bnthd,bnthe->bhnde", of_key, functional.pad(value, (0, 1), value=1.0))
+        of_key = _blocks(key.softmax(-1))
+        states = torch.einsum("bnthd,bnthe->bhnde", of_key.to(dtype), _blocks(value)).float() / _SIDE
+        norms = of_key.sum(2).transpose(1, 2) / _SIDE
+        rows = selected.shape[2]
         if self.tail == "complement":
-            states = torch.einsum("bhij,bhjde->bhide", (self._candidates(query, key) & ~selected).float(), states)
+            weights = (self._candidates(query, key) & ~selected).float() / states.shape[2]
+            over = lambda x: (weights @ x.flatten(3)).unflatten(-1, x.shape[3:])
         elif self.causal:
-            states = functional.pad(states.cumsum(2)[:, :, :-1], (0, 0, 0, 0, 1, 0))
+            count = torch.arange(1, rows + 1, device=key.device)
+            # Row I + 1 has the mean of blocks 0 to I. The last mean belongs to no row.
+            means = lambda x: x.cumsum(2) / count.view(-1, *(1 for _ in x.shape[3:]))
+            over = lambda x: functional.pad(means(x)[:, :, :-1], (0, 0) * (x.dim() - 3) + (1, 0))
         else:
-            states = states.sum(2, keepdim=True).expand(-1, -1, selected.shape[2], -1, -1)
-        of_query = _blocks(query.softmax(-1)).unflatten(3, (key.shape[2], -1))
-        out = torch.einsum("bithgd,bhide->bithge", of_query, states)
-        norm = out[..., -1:]
-        out = out[..., :-1] / torch.where(norm > 0, norm, 1.0)
+            over = lambda x: x.mean(2, keepdim=True).expand(-1, -1, rows, *x.shape[3:])
+        of_query = _blocks(query.float().softmax(-1)).unflatten(3, (-1, group))
+        out = torch.einsum("bithgd,bhide->bithge", of_query.to(dtype), over(states).to(dtype))
+        norm = torch.einsum("bithgd,bhid->bithg", of_query, over(norms))[..., None]
+        out = out.float() / torch.where(norm > 0, norm, 1.0)
         return out.flatten(3, 4).flatten(1, 2)[:, : query.shape[1]]
 
 

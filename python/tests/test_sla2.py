@@ -141,8 +141,8 @@ def test_selected_blocks_run_in_a_scheme(scheme, device, dtypes):
 def test_it_compiles_and_runs_under_autocast(device, dtypes):
     q, k, v, _ = inputs(1, (300, 300), (2, 1), 64, dtypes[0], device)
     module = module_of((2, 1), 64, device, causal=True, blocks=1)
-    whole = torch.compile(module, fullgraph=True, backend="aot_eager")
-    assert relative(whole(q, k, v), module(q, k, v).double()) < 1e-5
+    compiled = torch.compile(module, fullgraph=True)
+    assert relative(compiled(q, k, v), module(q, k, v).double()) < (1e-5 if device.type == "cpu" else 1e-2)
     with torch.autocast(device.type, torch.bfloat16):
         assert module(q, k, v).dtype == torch.bfloat16
 
