@@ -349,7 +349,7 @@ fn a_cache_gives_the_rows_of_the_whole_sequence() -> Result<()> {
                 let apart = (out - whole.narrow(1, at, len)?)?.to_dtype(DType::F32)?.abs()?;
                 rows.extend(apart.max(3)?.flatten_all()?.to_vec1::<f32>()?);
             }
-            let far = rows.iter().filter(|apart| !(**apart < 4e-3)).count();
+            let far = rows.iter().filter(|apart| apart.is_nan() || **apart >= 4e-3).count();
             println!("{tail:?} {steps:?}: {far} of {} rows", rows.len());
             assert!(10 * far < rows.len(), "{tail:?} {steps:?}: {far} of {} rows differ", rows.len());
         }
