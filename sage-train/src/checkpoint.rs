@@ -22,7 +22,7 @@ use sha2::{Digest, Sha256};
 
 use verified::verified;
 
-use crate::config::{CheckpointConfig, Config, Identity};
+use crate::config::{BRANCHED_FROM, CheckpointConfig, Config, Identity};
 use crate::lock::Lock;
 use crate::model::{Parameters, Parts, Snapshot, State};
 use crate::partial::{PARTIAL, sync};
@@ -110,10 +110,13 @@ impl About {
     ///
     /// # Errors
     /// When a setting differs that must stay the same on resume.
-    pub fn check_settings(&self, run: &Path, now: &Identity) -> Result<()> {
+    pub fn check_settings(&self, run: &Path, now: &Config) -> Result<()> {
         let Some(then) = &self.settings else { return Ok(()) };
-        // Only keys of both identities are compared, because another version of this program may lack a key.
-        let keys = then.keys().filter(|key| now.contains_key(*key));
+        // A version of this program that wrote the checkpoint may lack a key that all runs have in this version. A key
+        // that only some runs have was added to the file. The file does not say what the run was branched off.
+        let (now, added) = (&now.identity(), now.keys_of_some_runs());
+        let added = added.iter().filter(|key| now.contains_key(*key));
+        let keys = then.keys().filter(|key| *key != BRANCHED_FROM).chain(added);
         // The checkpoint identifies data by its fingerprint, so the settings that determine the data are not compared.
         let free = |key: &str| has_role(key, Role::Changes) || ["tokenizer", "text-field"].contains(&key);
         let Some(key) = keys.clone().find(|key| !free(key) && then.get(*key) != now.get(*key)) else {

@@ -142,7 +142,7 @@ pub fn parameters(
     }
     let (about, state) = checkpoint::open(folder)?;
     let before = Config::resolve(Config::read_last_settings(&path)?)?;
-    about.check_settings(run, &before.identity())?;
+    about.check_settings(run, &before)?;
     let moments = |moment: &'static str, spec: &ParameterSpec, range| {
         let factor = before.optimizer.unbiased(moment, about.step);
         let values = state.moments(moment, spec, range)?;

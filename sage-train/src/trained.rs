@@ -160,7 +160,7 @@ impl Trained {
             true => None,
             false => {
                 let (about, state) = checkpoint::open(folder)?;
-                about.check_settings(run, &Config::resolve(saved.clone())?.identity())?;
+                about.check_settings(run, &Config::resolve(saved.clone())?)?;
                 Some(state)
             }
         };

@@ -56,7 +56,7 @@ impl Resumed {
         }
         merged.run.name = branch.map(str::to_owned);
         let before = Config::resolve(saved)?;
-        found.about.check_settings(&found.run, &before.identity())?;
+        found.about.check_settings(&found.run, &before)?;
         let mut config = Config::resolve(merged)?;
         config.branch = runs::branch(&found.run)?;
         if branch.is_some() {

@@ -9,7 +9,7 @@ use super::Config;
 use crate::model::{LlamaConfig, Windows};
 use crate::optim::{MuonConfig, Optimizer};
 use crate::quantity::Quantity;
-use crate::settings::{Role, SchemeSetting, has_role, in_words_by_layer};
+use crate::settings::{Preset, Role, SchemeSetting, Settings, has_role, in_words_by_layer};
 
 /// Settings by their keys, with values as in a TOML file.
 pub type Identity = BTreeMap<String, String>;
@@ -25,6 +25,15 @@ pub fn of_attention(key: &str) -> bool {
 }
 
 impl Config {
+    /// The keys of settings that this run has, and a run with only the preset's settings does not have.
+    pub fn keys_of_some_runs(&self) -> BTreeSet<String> {
+        let keys =
+            |settings: &Settings| Table::try_from(settings).expect("settings are plain values").into_iter();
+        let preset = self.settings.run.preset.unwrap_or(Preset::Tiny);
+        let usual: BTreeSet<String> = keys(&Self::defaults(preset)).map(|(key, _)| key).collect();
+        keys(&self.settings).map(|(key, _)| key).filter(|key| !usual.contains(key)).collect()
+    }
+
     /// The identity: two runs with the same identity compute the same results. Settings that do not apply to a run's
     /// attention are not included. If the three seeds are equal, the identity has one key for them.
     pub fn identity(&self) -> Identity {

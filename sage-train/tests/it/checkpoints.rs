@@ -356,6 +356,16 @@ fn an_edited_run_does_not_go_on_as_another() {
     std::fs::write(&config, text.replace("attn = \"sagebwd\"", "attn = \"fpa\"")).expect("settings");
     let refused = scratch.fails(&["--resume", "runs/r", "--steps", "6"]);
     assert!(refused.contains("attn = fpa in") && refused.contains("allowed: attn = sagebwd"), "{refused}");
+    // Settings that a run does not have by default are compared too.
+    for (added, told) in [
+        ("linear = \"fp8\"", "linear = fp8"),
+        ("attn-layers = \"0=fpa\"", "attn-layers = 0=fpa"),
+        ("order-seed = 3", "not set"),
+    ] {
+        std::fs::write(&config, format!("{added}\n{text}")).expect("settings");
+        let refused = scratch.fails(&["--resume", "runs/r", "--steps", "6"]);
+        assert!(refused.contains("settings were changed") && refused.contains(told), "{added}: {refused}");
+    }
     std::fs::write(&config, text).expect("settings");
     std::fs::create_dir(scratch.path().join("moved")).expect("a folder");
     std::fs::rename(scratch.path().join("text.txt"), scratch.path().join("moved/text.txt")).expect("moved");
