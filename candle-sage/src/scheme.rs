@@ -8,6 +8,7 @@ mod sagebwd;
 mod smoothing;
 mod words;
 
+pub(crate) use attn_qat::MEAN_ROWS;
 pub use attn_qat::{AttnQat, PReference, Products, ValueGroups, ValueScale};
 pub use sagebwd::{Granularity, Int8Products, SageBwd};
 pub use smoothing::{KeyMean, Smoothing};

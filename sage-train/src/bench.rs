@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use candle_sage::ops::alibi_slopes;
-use candle_sage::{Attention, AttnQat, Error, ErrorKind, Int8Products, KeyMean, Result, SageBwd, Scheme};
+use candle_sage::{Attention, Error, ErrorKind, Int8Products, KeyMean, Result, SageBwd, Scheme};
 use clock::{Clock, peak_bytes};
 
 use crate::device::Hardware;
@@ -210,27 +210,17 @@ fn usual_schemes(row: Row, device: &Device) -> Vec<Scheme> {
         .collect()
 }
 
-/// The name of a scheme in the table, with its INT8 matmuls, the tokens of K's mean and the smoothing if they are not
-/// the default.
+/// The name of a scheme in the table, and the settings that are not the default: the values of the commonest settings,
+/// then the others as `name=value`.
 fn label(scheme: &Scheme) -> String {
+    const COMMON: [&str; 3] = ["products", "key-mean", "smoothing"];
+    let default = Scheme::from_name(scheme.name()).map_or_else(|_| Vec::new(), |default| default.settings());
+    let own = scheme.settings().into_iter().filter(|setting| !default.contains(setting));
+    let (mut common, others): (Vec<_>, Vec<_>) = own.partition(|(name, _)| COMMON.contains(name));
+    common.sort_by_key(|(name, _)| COMMON.iter().position(|common| common == name));
     let mut label = scheme.name().to_owned();
-    if let Scheme::AttnQat(settings) = scheme
-        && settings.smoothing != AttnQat::default().smoothing
-    {
-        label += &format!("/{}", settings.smoothing);
-    }
-    if let Scheme::SageBwd(settings) = scheme {
-        let default = SageBwd::default();
-        if settings.products != default.products {
-            label += &format!("/{}", settings.products);
-        }
-        if settings.key_mean != default.key_mean {
-            label += &format!("/{}", settings.key_mean);
-        }
-        if settings.smoothing != default.smoothing {
-            label += &format!("/{}", settings.smoothing);
-        }
-    }
+    common.iter().for_each(|(_, value)| label += &format!("/{value}"));
+    others.iter().for_each(|(name, value)| label += &format!("/{name}={value}"));
     label
 }
 

@@ -53,8 +53,7 @@ fn one_micro_batch(mut settings: Settings) -> Settings {
     };
     settings.sla2.sla2_dense_steps = Some(Quantity(0));
     settings.sla2.sla2_router_steps = Some(Quantity(0));
-    settings.optimizer.warmup_steps = None;
-    settings.optimizer.muon_warmup_steps = None;
+    settings.optimizer.forget_warmups();
     settings.run.eval_attn = None;
     settings
 }

@@ -13,10 +13,7 @@ use super::tile::Tile;
 use super::view::View;
 use super::{Gradients, OnCpu, OutputGradient, backward, forward, lanes};
 use crate::nvfp4::{Axis, GROUP, Packed, Scale, e2m1, head_factor};
-use crate::scheme::{AttnQat as Settings, PReference, ValueGroups, ValueScale};
-
-/// K's mean is computed from partial sums over this many rows, as in SageBwd.
-const MEAN_ROWS: usize = 64;
+use crate::scheme::{AttnQat as Settings, MEAN_ROWS, PReference, ValueGroups, ValueScale};
 
 /// The state that the forward keeps for the backward.
 #[derive(Debug)]

@@ -22,7 +22,10 @@ use super::tensor::Output;
 use super::unquantized::{self, launch_delta};
 use super::{OnGpu, OutputGradient, params};
 use crate::error::Error;
-use crate::scheme::{AttnQat, PReference, Products, ValueGroups, ValueScale};
+use crate::scheme::{AttnQat, MEAN_ROWS, PReference, Products, ValueGroups, ValueScale};
+
+// The kernels sum a tile.
+const _: () = assert!(MEAN_ROWS == TILE);
 
 /// Name of the forward's kernel with FP4 matmuls, and of the `.cu` file with this kernel and the kernel that packs its
 /// operands.

@@ -115,8 +115,11 @@ impl Described {
         )
         .map_err(failed("describe a matmul"))?;
         let described = Self { product, layouts };
-        let (transposed, fast) =
-            (cudarc::cublas::sys::cublasOperation_t::CUBLAS_OP_T, i8::from(op.sums == Fp8Sums::Fast));
+        let transposed = cudarc::cublas::sys::cublasOperation_t::CUBLAS_OP_T;
+        let fast = match op.sums {
+            Fp8Sums::Fast => 1i8,
+            Fp8Sums::F32 => 0,
+        };
         let [of_a, of_b] = scales.map(Address::number);
         let set = |attribute, value: *const c_void, bytes| {
             // SAFETY: the description is alive, and `value` points to `bytes` of the attribute's type.

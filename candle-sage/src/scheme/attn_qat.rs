@@ -7,6 +7,10 @@ use crate::error::{Error, Result};
 
 pub use values::{ValueGroups, ValueScale};
 
+/// The means of K and V are sums of partial sums over this many rows, on the CPU and on a GPU, so that both have the same
+/// bits.
+pub(crate) const MEAN_ROWS: usize = 64;
+
 /// Attn-QAT: attention in 4-bit floating point ([NVFP4](crate::nvfp4)), with a backward that trains through the
 /// quantization.
 ///

@@ -53,7 +53,11 @@ impl Attending {
             value_groups: self.value_groups,
             value_scale: self.value_scale,
             p_reference: self.p_reference,
-            ..AttentionSettings::default()
+            // They belong to the model, or only to the backward.
+            qk_norm: None,
+            high_precision_output: None,
+            matched_recomputation: None,
+            requantized_p: None,
         }
     }
 

@@ -115,7 +115,7 @@ impl HfConfig {
         // The architecture is checked first: files of other architectures lack fields, and the error for a missing
         // field would hide the reason.
         let kind = value["model_type"].as_str().unwrap_or("missing");
-        let known = ModelType::ALL.map(ModelType::key);
+        let known: Vec<_> = ModelType::all().map(ModelType::key).collect();
         if !known.iter().any(|known| known == kind) {
             return Err(unusable(folder, format!("model_type {kind}"), &known.join(", ")));
         }

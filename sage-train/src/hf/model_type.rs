@@ -20,7 +20,17 @@ pub enum ModelType {
 }
 
 impl ModelType {
-    pub(super) const ALL: [Self; 4] = [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3];
+    /// Every model type.
+    pub(super) fn all() -> impl Iterator<Item = Self> {
+        // A match, so that the compiler reports a new model type that is missing here.
+        let next = |of: &Self| match of {
+            Self::Llama => Some(Self::Mistral),
+            Self::Mistral => Some(Self::Qwen2),
+            Self::Qwen2 => Some(Self::Qwen3),
+            Self::Qwen3 => None,
+        };
+        std::iter::successors(Some(Self::Llama), next)
+    }
 
     /// The model type that computes the same as a model of this shape with dense attention.
     ///

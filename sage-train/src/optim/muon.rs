@@ -88,13 +88,23 @@ impl MuonConfig {
         squares: &Tensor,
     ) -> candle_core::Result<()> {
         let Some(matrices) = &shard.matrices else { return self.adamw.update(update, shard, squares) };
-        let mut muon = Muon::new(self.learning_rate.at(update.step - 1));
-        (muon.momentum, muon.beta2) = (self.momentum, self.beta2);
-        muon.weight_decay = self.weight_decay;
-        (muon.orthogonalization, muon.scale) = (self.orthogonalization, self.scale);
+        let Self {
+            adamw,
+            learning_rate,
+            weight_decay,
+            momentum,
+            beta2,
+            orthogonalization,
+            scale,
+            heads_apart,
+        } = self;
+        let mut muon = Muon::new(learning_rate.at(update.step - 1));
+        (muon.momentum, muon.beta2) = (*momentum, *beta2);
+        muon.weight_decay = *weight_decay;
+        (muon.orthogonalization, muon.scale) = (*orthogonalization, *scale);
         muon.gradient_factor = 1.0 / update.gradients as f64;
-        muon.clip = self.adamw.clip;
-        let (sharing, ranks) = (Sharing::new(matrices, self.heads_apart), matrices.ranks);
+        muon.clip = adamw.clip;
+        let (sharing, ranks) = (Sharing::new(matrices, *heads_apart), matrices.ranks);
         let directions =
             muon.directions(shard.state, shard.gradient, squares, &sharing.parts, sharing.len)?;
         ranks.wait(sharing.collect(&directions, ranks)?)?;

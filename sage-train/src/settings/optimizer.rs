@@ -198,6 +198,36 @@ impl OptimizerSetting {
 }
 
 impl OptimizerSettings {
+    /// Removes the warm-ups, whose steps a run of fewer steps may not have.
+    pub fn forget_warmups(&mut self) {
+        // Every field by name, so that the warm-up of another optimizer is not forgotten.
+        let Self {
+            warmup_steps,
+            muon_warmup_steps,
+            optimizer: _,
+            lr: _,
+            min_lr: _,
+            schedule: _,
+            decay_fraction: _,
+            beta1: _,
+            beta2: _,
+            adam_eps: _,
+            muon_lr: _,
+            muon_weight_decay: _,
+            muon_momentum: _,
+            muon_beta2: _,
+            muon_orthogonalization: _,
+            muon_scale: _,
+            muon_heads: _,
+            init_moments: _,
+            weight_decay: _,
+            clip: _,
+            z_loss: _,
+            skip_spikes: _,
+        } = self;
+        (*warmup_steps, *muon_warmup_steps) = (None, None);
+    }
+
     /// The first setting that is given and has an effect only with another optimizer than `own`, and that optimizer.
     pub fn first_of_another(&self, own: OptimizerSetting) -> Option<(String, OptimizerSetting)> {
         let others = OptimizerSetting::value_variants().iter().filter(|other| **other != own);

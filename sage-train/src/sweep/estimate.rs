@@ -116,8 +116,7 @@ fn measure_in(config: &Config, scratch: &Path) -> Result<f64> {
     few.batch.steps = Some(Quantity(steps));
     few.batch.tokens = None;
     few.batch.tokens_per_step = Some(Quantity(tokens));
-    few.optimizer.warmup_steps = None;
-    few.optimizer.muon_warmup_steps = None;
+    few.optimizer.forget_warmups();
     // The dense and router stages are skipped, because the sparse stage is most of a run.
     few.sla2.sla2_dense_steps = few.sla2.sla2_dense_steps.map(|_| Quantity(0));
     few.sla2.sla2_router_steps = few.sla2.sla2_router_steps.map(|_| Quantity(0));

@@ -60,6 +60,9 @@ impl Launch<Tensors<'_>, ()> for AdamW {
                 .hint("pad them with zeros")
                 .into());
         }
+        // `AdamW::factors` uses the other settings.
+        let Self { beta1, beta2, eps, decayed, gradient_factor, clip, lr: _, weight_decay: _, step: _ } =
+            *self;
         let factors = self.factors();
         let params = params::AdamW {
             weights,
@@ -69,14 +72,14 @@ impl Launch<Tensors<'_>, ()> for AdamW {
             sum_of_squares: sum,
             copy,
             len: len as i64,
-            decayed: self.decayed as i64,
-            factor: self.gradient_factor as f32,
-            clip: self.clip.map_or(f32::INFINITY, |clip| clip as f32),
-            beta1: self.beta1 as f32,
-            beta2: self.beta2 as f32,
+            decayed: decayed as i64,
+            factor: gradient_factor as f32,
+            clip: clip.map_or(f32::INFINITY, |clip| clip as f32),
+            beta1: beta1 as f32,
+            beta2: beta2 as f32,
             rate: factors.rate,
             root: factors.root,
-            eps: self.eps as f32,
+            eps: eps as f32,
             keep: factors.keep,
             copy_type: copy_type as i32,
             padding: 0,
