@@ -2,6 +2,7 @@
 
 mod cuda;
 mod decoding;
+mod parts;
 
 use std::collections::HashMap;
 
