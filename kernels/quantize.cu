@@ -259,8 +259,9 @@ __device__ void prepare(const params::Backward& p) {
 
 constexpr float LN_2 = 0.69314718f;
 
-// One block per (query tile, head): copies the log-sum-exps of a forward to the caller's layout; or adds their
-// gradient, in that layout, to minus delta, because the derivative of a log-sum-exp by a logit is the logit's P.
+// One block per (query tile, head). For a forward it copies the log-sum-exps to the caller's layout. For a backward it
+// adds the caller's gradient of the log-sum-exps to the stored -delta: the derivative of a log-sum-exp by a logit is the
+// logit's P, so dS = P o (dP - delta + dlse).
 __device__ void log_sum_exp(const params::LogSumExp& p) {
   const params::Shape& shape = p.shape;
   int tile = blockIdx.x / shape.query_heads, head = blockIdx.x % shape.query_heads;

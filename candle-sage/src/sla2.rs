@@ -400,7 +400,7 @@ impl Sla2 {
             return Err(Error::shape("the selection was made for other queries and keys")
                 .got(format!("blocks {:?} of {:?}", selection.block(), selection.shape()))
                 .allowed(format!("blocks {:?} of {shape:?}", self.block))
-                .hint("`Sla2::select` makes a selection for them")
+                .hint("call `Sla2::select` with the queries and keys of this call")
                 .into());
         }
         let scale = self.attention.scale_of(&shape) as f32;

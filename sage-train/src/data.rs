@@ -131,7 +131,7 @@ impl Dataset {
             }
         }
         for source in &sources.validation {
-            // Prepared data is validated on its validation shards, other data on all of its tokens.
+            // Of prepared data, validation uses the validation shards; of other data, all tokens.
             let (all, shards) = tokenizing.tokens(source, 0.0)?;
             validation.push(if shards.is_empty() { all } else { shards });
         }

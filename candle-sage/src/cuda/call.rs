@@ -161,8 +161,8 @@ impl<'a> Call<'a> {
         match self.problem.selected {
             Some(_) => Visits::Listed,
             None if self.problem.score_mod.is_some() => Visits::ScoreMod,
-            // Only the kernels for windows can hide keys before a query, or use a limit after it that is not a causal
-            // mask.
+            // Only the kernels for windows can hide keys far before a query, or show a query some, but not all, of the
+            // keys after it.
             None if self.keys_before() + 1 < self.geometry.sizes.key_len => Visits::Window,
             None if self.geometry.sizes.limit_after > 1 => Visits::Window,
             None => Visits::Every,

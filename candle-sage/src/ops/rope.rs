@@ -200,7 +200,7 @@ pub fn rope_backward(douts: &[&Tensor], cos: &Tensor, sin: &Tensor, style: RopeS
     Tensor::cat(&douts.iter().map(dx).collect::<Result<Vec<_>>>()?, 2)?.reshape(dims)
 }
 
-/// The shape of tensors (batch, sequence, heads, head_dim) that are concatenated along the heads.
+/// The shape of the concatenation, along the heads, of tensors (batch, sequence, heads, head_dim).
 pub(super) fn beside(op: &str, all: &[&Tensor]) -> Result<(usize, usize, usize, usize)> {
     let but_heads = |x: &Tensor| match *x.dims() {
         [batch, sequence, heads, d] => Some((batch, sequence, d, x.dtype(), heads)),

@@ -116,7 +116,7 @@ pub(crate) fn compare() -> Result<()> {
     assert!(here.is_empty(), "BERT: no gradient reaches {here:?}");
     let there = untrained(&vars, &loss(&expected)?);
     println!(
-        "{:<8}{:>14}{distance:>14.1e}   0 of {}, there {}",
+        "{:<8}{distance:>14.1e}{:>14}   0 of {}, there {}",
         "bert",
         "",
         vars.all_vars().len(),

@@ -28,7 +28,7 @@ pub(super) enum Data {
     Prepare(Prepare),
     /// Train a byte-level BPE on text
     Tokenizer(TrainTokenizer),
-    /// Compare every shard of a folder with its sidecar and tokenizer
+    /// Check every shard of a folder: its hash against the shard's .bin.json file, its token ids against the tokenizer
     Check {
         /// Folder of shards
         folder: PathBuf,

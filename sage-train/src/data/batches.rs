@@ -149,7 +149,8 @@ impl<'a> Batches<'a> {
         self.sequences_at(&(first..first + count as u64).map(place).collect::<Vec<_>>())
     }
 
-    /// Bytes of the original text for each byte that the tokens of sequence `n` of [`Batches::in_order`] stand for.
+    /// For sequence `n` of [`Batches::in_order`]: the bytes of the original text, divided by the bytes of the text that the
+    /// tokens decode to.
     pub fn text_ratio(&self, n: u64) -> f64 {
         self.mixture.source(self.mixture.draw(n).0).text_ratio()
     }

@@ -183,7 +183,7 @@ pub(super) fn check_ids(ids: &[u32], vocab: usize, place: impl std::fmt::Display
     Err(Error::new("a token is not in the vocabulary")
         .got(format!("id {} at {} of {place}", ids[at], start + at as u64))
         .allowed(format!("ids below {vocab}"))
-        .hint("name the tokenizer that made the shards with --tokenizer"))
+        .hint("pass the tokenizer that made the shards: --tokenizer"))
 }
 
 fn span(range: &Range<u64>) -> u64 {

@@ -139,8 +139,8 @@ impl LlamaConfig {
         Ok(())
     }
 
-    /// The format of each operand with delayed scaling: all places of each layer, layer by layer, and then the input of
-    /// the output matrix.
+    /// The FP8 format of each operand with delayed scaling: for each layer in turn one format for each [`Place`] (inputs
+    /// and output gradients of its linear layers), and then the format of the output matrix's input.
     pub(super) fn operand_formats(&self) -> Vec<Fp8Format> {
         let Some((settings, Scaling::Delayed)) = self.linear.fp8() else { return Vec::new() };
         let head = self.linear_head.fp8().map(|_| Fp8Format::E4M3);

@@ -8,8 +8,8 @@ use std::ops::Range;
 use super::spec::{EMBEDDING, Kind, ParameterSpec};
 use crate::ranks::Mesh;
 
-/// Parameters start at multiples of this many elements (a multiple of 16 bytes in every element type), except those
-/// that directly follow another parameter.
+/// A parameter starts at a multiple of this many elements (a multiple of 16 bytes in every element type), unless it must
+/// follow another parameter without padding, as the key's matrix follows the query's.
 pub(super) const ALIGNMENT: usize = 64;
 
 /// A run of adjacent parameters.

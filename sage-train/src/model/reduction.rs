@@ -44,8 +44,8 @@ impl<'a> Reduction<'a> {
         Self { parameters, ranks, order, sent: 0, coming: None, squares }
     }
 
-    /// Called when the last backward, which runs from the last layer to the first, has finished `layer`:
-    /// sends the pieces that no earlier layer contributes to.
+    /// Called when the backward of a step's last micro-batch has finished `layer`. (A backward runs from the last layer to
+    /// the first.) Sends the pieces that no earlier layer contributes to.
     ///
     /// # Errors
     /// When a rank cannot be reached.

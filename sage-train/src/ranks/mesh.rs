@@ -109,7 +109,7 @@ impl Mesh {
             if *place != expected || !rank.of.is_multiple_of(local.of) {
                 return Err(Error::new("the ranks are not distributed evenly among the nodes")
                     .got(format!("rank {index} of {} is {place} on its node", rank.of))
-                    .allowed(format!("{expected}, as the number of rank {} implies", rank.index))
+                    .allowed(format!("{expected}, because the node of rank {} has {} ranks", rank.index, local.of))
                     .hint("all nodes need the same number of ranks, numbered consecutively: srun --ntasks-per-node, --distribution=block"));
             }
         }

@@ -44,8 +44,8 @@ impl Estimate {
     }
 }
 
-/// Measures a few steps of each shape among the remaining runs. The measured runs are written to a scratch folder,
-/// which is removed.
+/// Groups the remaining runs by the settings that the time of a step depends on, and measures a few steps of one run of
+/// each group. The measured runs are written to a scratch folder, which is removed.
 ///
 /// # Errors
 /// When a shape cannot be trained on this machine.
@@ -145,7 +145,7 @@ fn measure_in(config: &Config, scratch: &Path) -> Result<f64> {
     let status = wait(child.map_err(during("cannot start a run"))?)?;
     let folder = scratch.join(name);
     let run = Run::read(&folder).ok();
-    // A few steps at this rate may diverge, which does not change their speed.
+    // Without a warm-up the few steps may diverge, which does not change their speed.
     let ended =
         |run: &Run| matches!(run.status(), Some(Status::Finished | Status::Diverged)) && run.steps() > 1;
     let done = run.as_ref().is_some_and(ended);

@@ -156,7 +156,7 @@ impl Hub {
                 return Err(failed(&what)(format!("the server sent the name `{part}`")));
             }
         }
-        // A partial download that is not shorter than the file is not the beginning of the file, and is removed.
+        // A partial download that is as long as the file or longer cannot be resumed, and is removed.
         let partial = cached.blob_path(metadata.etag()).with_extension("part");
         if partial.metadata().is_ok_and(|held| held.len() >= metadata.size() as u64) {
             let _ = std::fs::remove_file(&partial);

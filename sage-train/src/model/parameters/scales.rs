@@ -48,8 +48,8 @@ pub(super) fn rescale(scales: &Fp8Scales, ranks: &Ranks) -> Result<()> {
         let matrices = own.elem_count();
         let all = Tensor::zeros(of * matrices, DType::F32, own.device())?;
         ranks.all().wait(ranks.all().gather(&own, &all)?)?;
-        // The maximum is taken over one rank after the other, because candle's reductions copy their shape to the
-        // device, which waits for all earlier work.
+        // The maximum over the ranks is taken rank by rank, not by one reduction: candle's reductions copy the tensor's
+        // shape to the device, and this copy waits for all earlier work.
         let of_rank = |rank: usize| all.narrow(0, rank * matrices, matrices);
         let largest = (1..of).try_fold(of_rank(0)?, |largest, rank| largest.maximum(&of_rank(rank)?))?;
         scales.set_largest(&largest)?;
