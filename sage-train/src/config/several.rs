@@ -33,9 +33,10 @@ const MEMORY: f64 = 3e12;
 /// tokens, 2 ms a layer, from the steps in docs/several-gpus.md.
 const SHARED: f64 = 130e9;
 
-/// Bytes of GPU memory that NCCL uses. Five runs on four H100 needed 1.9 to 2.4 GiB more than the estimate without
-/// NCCL, after subtracting the error of the estimate on a single GPU (docs/several-gpus.md).
-const NCCL: u64 = 2 << 30;
+/// Bytes of GPU memory that NCCL uses for each rank of a node, of at least four. After subtracting the error of the
+/// estimate on a single GPU, five runs on four H100 needed 1.9 to 2.4 GiB more than the estimate without NCCL, and
+/// eight runs on eight H200 4.0 to 5.5 GiB (docs/several-gpus.md).
+const NCCL: u64 = 1 << 29;
 
 /// Fraction of the gradient exchange that overlaps with the backward when copy engines transfer it and a GPU has few
 /// tokens per step: measured on two H100 (docs/several-gpus.md).
@@ -234,7 +235,7 @@ impl Config {
             optimizer: memory.optimizer / of,
             gradients: memory.gradients + received_bytes(&specs, mesh, whole),
             activations: memory.activations / mesh.context as u64 + self.exchanged_bytes(mesh, element),
-            links: if self.device == Place::Cpu { 0 } else { NCCL },
+            links: if self.device == Place::Cpu { 0 } else { NCCL * mesh.shard.of.max(4) as u64 },
         }
     }
 

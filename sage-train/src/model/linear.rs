@@ -169,7 +169,9 @@ impl Linear {
             (Operand::Fp8(x, settings), Operand::Fp8(dy, _)) => {
                 dy.t().product_into(gradient, &x.t(), add, settings.sums[2])
             }
-            _ => candle_core::bail!("the input and the gradient of a linear layer have different precisions"),
+            (Operand::Compute(_), Operand::Fp8(..)) | (Operand::Fp8(..), Operand::Compute(_)) => {
+                candle_core::bail!("the input and the gradient of a linear layer have different precisions")
+            }
         }
     }
 }
