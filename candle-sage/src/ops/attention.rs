@@ -86,11 +86,11 @@ impl Attention {
     ///
     /// In low bits the matmuls are causal, but not every scale is. SageBwd's smoothing subtracts the mean of all keys
     /// of the sequence (with [`Smoothing::Kv`](crate::Smoothing::Kv) also the mean of all values), and a tile of 64
-    /// keys shares a scale. A later token can therefore change an earlier output, within the error of quantizing:
-    /// multiplying the keys from position 192 on by 50 changes outputs before position 128 by up to .016. A NaN in the
-    /// last key reaches the first output. [`Smoothing::None`](crate::Smoothing::None) removes the dependence on the
-    /// mean; the caller can subtract a fixed mean from the keys instead. The scale of a tile of 64 keys still depends
-    /// on the tile's later tokens. For Attn-QAT see [`ValueGroups`](crate::ValueGroups). Unquantized attention is
+    /// keys shares a scale. A later token can therefore change an earlier output: multiplying the keys from position 200
+    /// on by 50 changes outputs before position 128 by up to .16 of the outputs' root mean square (`docs/support.md`
+    /// has every setting). A NaN in the last key reaches the first output.
+    /// [`Smoothing::None`](crate::Smoothing::None) removes the dependence on the mean; the caller can subtract a fixed
+    /// mean from the keys instead. The scale of a tile of 64 keys still depends on the tile's later tokens. For Attn-QAT see [`ValueGroups`](crate::ValueGroups). Unquantized attention is
     /// strictly causal for finite values. Earlier queries of a tile multiply a later value by the probability 0: an
     /// infinite value or a NaN turns outputs up to 127 tokens before it into NaN. It does not reach other documents or
     /// batch entries.

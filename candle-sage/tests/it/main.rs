@@ -21,6 +21,7 @@ mod cuda_sla2;
 mod fingerprint;
 mod fp8;
 mod imports;
+mod later_tokens;
 mod lengths;
 mod log_sum_exp;
 mod messages;
