@@ -33,9 +33,8 @@ pub(super) struct Kept {
 struct Codes {
     q: Vec<Packed>,
     k: Vec<Packed>,
-    v: Vec<Packed>,
-    /// The factor by which V was multiplied before it was quantized.
-    v_factor: Vec<f32>,
+    /// V times a factor, and the factor.
+    v: Vec<(Packed, f32)>,
     /// The token mean that was subtracted from K, if there is one.
     k_mean: Vec<Option<Vec<f32>>>,
     /// The token mean that was subtracted from V, if there is one.
@@ -76,10 +75,8 @@ impl Codes {
             rows.iter_mut().for_each(|x| *x *= factor);
             ((Packed::new(&rows, d, axis), factor), mean)
         });
-        let ((k, k_mean), (v, v_mean)): ((_, _), (Vec<_>, _)) =
-            (k.into_iter().unzip(), v.into_iter().unzip());
-        let (v, v_factor) = v.into_iter().unzip();
-        Self { q, k, v, v_factor, k_mean, v_mean }
+        let ((k, k_mean), (v, v_mean)) = (k.into_iter().unzip(), v.into_iter().unzip());
+        Self { q, k, v, k_mean, v_mean }
     }
 }
 
@@ -133,9 +130,9 @@ impl RowSource for Forward<'_> {
         self.codes.k[key_index(self.problem, at)].rows(tokens)
     }
     fn v_rows(&self, at: Head, tokens: Range<usize>) -> Vec<f32> {
-        let head = key_index(self.problem, at);
-        let (mut rows, inverse) = (self.codes.v[head].rows(tokens), 1.0 / self.codes.v_factor[head]);
-        rows.iter_mut().for_each(|x| *x *= inverse);
+        let (v, factor) = &self.codes.v[key_index(self.problem, at)];
+        let mut rows = v.rows(tokens);
+        rows.iter_mut().for_each(|x| *x /= factor);
         rows
     }
 }

@@ -32,9 +32,7 @@ impl AttnQatAnatomy {
     /// The factor by which V is multiplied before it is quantized.
     fn value_factor(&self, v: &[f64]) -> f64 {
         match self.settings.value_scale {
-            ValueScale::Head => {
-                head_factor(v.iter().fold(0f32, |most, x| most.max((*x as f32).abs()))).into()
-            }
+            ValueScale::Head => head_factor(largest(v)).into(),
             _ => 1.0,
         }
     }
@@ -144,8 +142,7 @@ impl Anatomy for AttnQatAnatomy {
 
 /// The largest magnitude of each group of 16 neighbouring values of rows.
 fn maxima(x: &[f64], columns: usize) -> Vec<f32> {
-    let of = |group: &[f64]| group.iter().fold(0f32, |most, x| most.max((*x as f32).abs()));
-    x.chunks(columns).flat_map(|row| row.chunks(GROUP)).map(of).collect()
+    x.chunks(columns).flat_map(|row| row.chunks(GROUP)).map(largest).collect()
 }
 
 /// The fractions of groups, given by their largest magnitudes, that NVFP4 cannot hold.
@@ -249,8 +246,13 @@ impl SoftmaxRows {
     }
 }
 
+/// The largest magnitude.
+fn largest(x: &[f64]) -> f32 {
+    x.iter().fold(0f32, |most, x| most.max((*x as f32).abs()))
+}
+
 fn scale_of(group: &[f64]) -> Scale {
-    Scale::of(group.iter().fold(0f32, |most, x| most.max((*x as f32).abs())))
+    Scale::of(largest(group))
 }
 
 #[cfg(test)]
