@@ -26,7 +26,7 @@ class SLA2(nn.Module):
     from means of queries and of keys, and selects the largest scores. With a causal mask `qbar` is the mean of the last
     queries up to the block's first one, so that no query depends on later tokens. The selection has no gradient: train
     the router by adding `router_loss` to the model's loss. The selected blocks run in this package's kernels; router,
-    tail and mixture are PyTorch operators in float32.
+    tail and mixture are PyTorch operators.
 
     query_heads, key_heads, head_dim: the shape of the tensors.
     scheme, settings: as for `attention`.
@@ -154,9 +154,9 @@ class SLA2(nn.Module):
     def _mass(self, query, key):
         """Dense attention's mass on each candidate, summed over the queries of a block and the heads of a key head."""
         with torch.autocast(query.device.type, enabled=False):
+            scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+            candidates, rows = self._candidates(query, key), []
             query, key = query.float(), key.float().transpose(1, 2)
-            scale, candidates = self.scale or query.shape[-1] ** -0.5, self._candidates(query, key.transpose(1, 2))
-            rows = []
             for first in range(0, query.shape[1], _SIDE):
                 some = query[:, first : first + _SIDE].unflatten(2, (key.shape[1], -1)).permute(0, 2, 3, 1, 4)
                 logits = some.flatten(2, 3) @ key.mT * scale
