@@ -10,7 +10,8 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::fp8::Fp8Format;
 use candle_sage::ops::{
-    self, CrossEntropy, Fp8Copies, Fp8Linear, Fp8Matrix, Fp8Scales, Fp8Sums, QkNormRopeGrad, RopeStyle,
+    self, AdamW, CrossEntropy, Fp8Copies, Fp8Linear, Fp8Matrix, Fp8Scales, Fp8Sums, Muon, MuonMatrix,
+    MuonPart, QkNormRopeGrad, RopeStyle,
 };
 
 const TOKENS: usize = 32 * 1024;
@@ -182,6 +183,56 @@ fn fp8(bench: &Bench, random: &dyn Fn(&[usize]) -> Result<Var>) -> Result<()> {
     Ok(())
 }
 
+/// Muon's step on the matrices of 20 layers, with a matrix per head of query, key and value. The bytes of the
+/// orthogonalization are not counted: matmuls take most of its time.
+fn muon(bench: &Bench) -> Result<()> {
+    const LAYERS: usize = 20;
+    let mut at = 0;
+    let mut matrix = |rows, columns| {
+        at += rows * columns;
+        MuonMatrix { at: at - rows * columns, rows, columns }
+    };
+    // The matrices of a layer are neighbours in memory. Those of one shape are orthogonalized together.
+    let mut matrices = Vec::new();
+    for _ in 0..LAYERS {
+        matrices.extend((0..3 * HEADS).map(|_| matrix(WIDTH / HEADS, WIDTH)));
+        matrices.extend(
+            [(WIDTH, WIDTH), (HIDDEN, WIDTH), (HIDDEN, WIDTH), (WIDTH, HIDDEN)].map(|(r, c)| matrix(r, c)),
+        );
+    }
+    matrices.sort_by_key(|matrix| (matrix.rows > WIDTH / HEADS, matrix.shape(), matrix.at));
+    let mut to = 0;
+    let parts = matrices.iter().map(|matrix| {
+        to += matrix.elements();
+        MuonPart { at: matrix.at, to: to - matrix.elements(), len: matrix.elements(), shape: matrix.shape() }
+    });
+    let parts: Vec<MuonPart> = parts.collect();
+    let state = (Tensor::randn(0f32, 1.0, (2, at), &bench.device)? * 0.02)?;
+    let gradient = Tensor::randn(0f32, 1.0, at, &bench.device)?;
+    let squares = ops::sum_of_squares(&gradient)?;
+    let copy = Tensor::zeros(at, DType::BF16, &bench.device)?;
+    let muon = Muon::new(0.01);
+    let ms = bench.time(|| muon.directions(&state, &gradient, &squares, &parts, at).map(drop))?;
+    bench.line("muon momentum", "", ms, 14 * at);
+    let directions = muon.directions(&state, &gradient, &squares, &parts, at)?;
+    let mut first = 0;
+    for same in matrices.chunk_by(|a, b| a.shape() == b.shape()) {
+        let shapes: Vec<_> = same.iter().map(MuonMatrix::shape).collect();
+        let len = same.len() * same[0].elements();
+        let x = directions.narrow(0, first, len)?;
+        first += len;
+        let ms = bench.time(|| muon.orthogonalize(&x, &shapes))?;
+        bench.line(&format!("muon {} of {:?}", same.len(), shapes[0]), "", ms, 0);
+    }
+    let ms = bench.time(|| muon.apply(&state, &directions, &squares, &parts, Some(&copy)))?;
+    bench.line("muon apply", "", ms, 12 * at);
+    let state = Tensor::zeros((3, at), DType::F32, &bench.device)?;
+    let adamw = AdamW::new(0.01);
+    let ms = bench.time(|| adamw.step(&state, &gradient, &squares, Some(&copy)))?;
+    bench.line("adamw of these", "", ms, 30 * at);
+    Ok(())
+}
+
 fn main() -> Result<()> {
     let wanted: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
     let wants = |name: &str| wanted.is_empty() || wanted.iter().any(|w| w == name);
@@ -208,6 +259,9 @@ fn main() -> Result<()> {
     if wants("fp8") {
         fp8(&bench, &random)?;
         fp8_ops(&bench, &random)?;
+    }
+    if wants("muon") {
+        muon(&bench)?;
     }
     let heads = [TOKENS / SEQUENCE, SEQUENCE, HEADS, WIDTH / HEADS];
     let (cos, sin) = ops::rope_tables(SEQUENCE, WIDTH / HEADS, 1e4, &device)?;

@@ -15,11 +15,28 @@ use crate::launch::{Launch, Operand};
 use crate::ops::muon::MuonPart;
 use crate::ops::muon::orthogonal::{Polynomial, UnitTrace};
 use crate::ops::muon::passes::{Apply, Directions, RowFactors, ScaleRows};
-use crate::update::DIRECTION_UNIT;
+use crate::update::{DIRECTION_UNIT, Muon};
 
 /// A grid for `len` elements, in which a thread processes packs of `each` elements.
 fn line(len: usize, each: usize) -> Grid {
     Grid::line(len.div_ceil(THREADS * each).clamp(1, PARTS), THREADS)
+}
+
+/// Joins parts that follow one another in the parameters and in the directions and that an update treats alike: a launch
+/// takes as long as the update of a small matrix.
+fn joined(parts: &[MuonPart], alike: impl Fn(&MuonPart, &MuonPart) -> bool) -> Vec<MuonPart> {
+    let mut all: Vec<MuonPart> = Vec::new();
+    for part in parts {
+        match all.last_mut() {
+            Some(last)
+                if last.at + last.len == part.at && last.to + last.len == part.to && alike(last, part) =>
+            {
+                last.len += part.len;
+            }
+            _ => all.push(*part),
+        }
+    }
+    all
 }
 
 fn check_starts(starts: &[Address<'_>], len: usize) -> Result<()> {
@@ -38,19 +55,31 @@ impl Launch<[Operand<'_>; 3], CudaStorage> for Directions<'_> {
         let gpu = Gpu::new(state.0.device())?;
         let (_, parameters) = state.1.shape().dims2()?;
         let directions = gpu.alloc::<bf16>(self.len)?;
+        // `Muon::orthogonalize`, `Muon::normalize_rows` and `Muon::factors` use the other settings.
+        let Muon {
+            momentum,
+            nesterov,
+            gradient_factor,
+            clip,
+            lr: _,
+            weight_decay: _,
+            beta2: _,
+            orthogonalization: _,
+            scale: _,
+        } = self.settings;
         let first = first_index(state.1) + parameters;
-        for &MuonPart { at, to, len, .. } in self.parts {
+        for MuonPart { at, to, len, .. } in joined(self.parts, |_, _| true) {
             let params = params::MuonMomentum {
                 momentum: element(state.0, first + at, &gpu)?,
                 gradient: element(gradient.0, first_index(gradient.1) + at, &gpu)?,
                 sum_of_squares: start(sum_of_squares, &gpu)?,
                 direction: address_at(&directions, to, &gpu)?,
                 len: len as i64,
-                factor: self.settings.gradient_factor as f32,
-                clip: self.settings.clip.map_or(f32::INFINITY, |clip| clip as f32),
-                beta: self.settings.momentum as f32,
+                factor: gradient_factor as f32,
+                clip: clip.map_or(f32::INFINITY, |clip| clip as f32),
+                beta: momentum as f32,
                 unit: DIRECTION_UNIT,
-                nesterov: self.settings.nesterov.into(),
+                nesterov: nesterov.into(),
                 padding: 0,
             };
             check_starts(&[params.momentum, params.gradient, params.direction], len)?;
@@ -105,7 +134,8 @@ type Tensors<'a> = ([Operand<'a>; 3], Option<Operand<'a>>);
 impl Launch<Tensors<'_>, ()> for Apply<'_> {
     fn launch(&self, ([state, directions, sum_of_squares], copy): Tensors<'_>) -> Result<()> {
         let gpu = Gpu::new(state.0.device())?;
-        for &MuonPart { at, to, len, shape } in self.parts {
+        let factors = |part: &MuonPart| self.settings.factors(part.shape);
+        for MuonPart { at, to, len, shape } in joined(self.parts, |a, b| factors(a) == factors(b)) {
             let [keep, rate] = self.settings.factors(shape);
             let (copy, copy_type) = match copy {
                 None => (Address::NULL, Float::F32),
