@@ -150,6 +150,17 @@ fn log_sum_exp(
     params::launch(gpu, kernel!("attention_log_sum_exp"), grid, &params)
 }
 
+/// Writes the log-sum-exps of a completed forward to `outside`, (batch, query heads, query) in f32, contiguous.
+fn write_log_sum_exps<S: OnGpu>(
+    completed: &Completed<S>,
+    gpu: &Gpu,
+    shape: &AttentionShape,
+    outside: Address<'_>,
+) -> Result<()> {
+    let geometry = Geometry::new(gpu, shape)?;
+    log_sum_exp(gpu, geometry.shape(gpu), shape, address(&completed.minus_lse2, gpu), outside, false)
+}
+
 /// Calls a generic function with the implementation of a scheme.
 macro_rules! with_scheme {
     ($scheme:expr, $run:expr) => {

@@ -29,8 +29,9 @@ def attention(
     deterministic: bool = False,
     cu_seqlens_q: Lengths | None = None,
     cu_seqlens_k: Lengths | None = None,
+    return_lse: bool = False,
     **settings: str | bool | int,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention, `softmax(scale Q K^T) V`, with gradients of query, key and value.
 
     Tensors are (batch, sequence, heads, head_dim) with any strides: float16 or bfloat16, and on a CPU also float32. For
@@ -56,7 +57,10 @@ def attention(
     deterministic: whether gradients have the same bits in every run.
     cu_seqlens_q, cu_seqlens_k: cumulative lengths of packed documents, as in FlashAttention: [0, 20, 64] are two
         documents. The batch size must be 1. Use lists or CPU tensors: tensors on a GPU are copied to the host, which
-        waits for the GPU.
+        waits for the GPU. Under `torch.compile` use tensors: for each new list PyTorch compiles again.
+    return_lse: whether to return also the log-sum-exps of the logits, `log(sum_j exp(scale q k_j))` over the keys that a
+        query sees: (batch, heads, sequence) in float32, with a gradient. Attention to several sets of keys is the mean of
+        the sets' outputs, weighted by exp(lse). Not with smoothed keys: "sagebwd" needs smoothing="none".
 
     Returns (batch, sequence, heads, head_dim of the values). Errors are `ValueError`s with a hint.
     """
@@ -86,16 +90,16 @@ def attention(
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         to = torch.get_autocast_dtype(device)
         query, key, value = (x if x.dtype == torch.float64 else x.to(to) for x in (query, key, value))
-    if cu_seqlens_q is not None:
-        cu_seqlens_q = _integers(cu_seqlens_q)
-        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else _integers(cu_seqlens_k)
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     if blocks is not None and cu_seqlens_q is not None:
         raise _error("selected blocks of packed documents", "blocks and cu_seqlens_q", "one of them", "use a batch of documents of equal length")
     lists = None if blocks is None else _ops.lists_of(blocks, query, key, causal)
     tracked = any(x is not None and x.requires_grad for x in (query, key, value, sinks))
-    keep = torch.is_grad_enabled() and tracked
-    out = _ops.attention(query, key, value, sinks, alibi_slopes, lists, text, cu_seqlens_q, cu_seqlens_k, keep)
-    return out if narrow is None or narrow == out.shape[-1] else out[..., :narrow]
+    # Log-sum-exps are a part of the state for a backward.
+    keep = return_lse or (torch.is_grad_enabled() and tracked)
+    out, lse = _ops.attention(query, key, value, sinks, alibi_slopes, lists, text, cu_seqlens_q, cu_seqlens_k, return_lse, keep)
+    out = out if narrow is None or narrow == out.shape[-1] else out[..., :narrow]
+    return (out, lse) if return_lse else out
 
 
 # Arguments of other attention functions, with hints on what to use instead.
@@ -109,13 +113,6 @@ _OTHER_NAMES = {
     "return_attn_probs": "leave it out: probabilities are not stored",
     "block_table": "leave it out: paged caches are not supported",
 }
-
-
-def _integers(lengths):
-    lengths = lengths.tolist() if isinstance(lengths, torch.Tensor) else list(lengths)
-    if any(isinstance(n, (float, list)) or n < 0 for n in lengths):
-        raise _error("lengths of documents are not cumulative lengths", lengths, "integers from 0 on", "[0, 20, 64] are two documents")
-    return [int(n) for n in lengths]
 
 
 def scaled_dot_product_attention(
@@ -143,6 +140,8 @@ def scaled_dot_product_attention(
             "`is_causal`, a `window` of `attention`, or packed documents (`cu_seqlens_q`) instead of padding",
         )
     _no_dropout(dropout_p)
+    if settings.get("return_lse"):
+        raise _error("`scaled_dot_product_attention` returns no log-sum-exps", "return_lse", "no return_lse", "use `attention`")
     if query.dim() < 3 or not query.dim() == key.dim() == value.dim():
         raise _error(
             "query, key and value have different numbers of dimensions", [list(x.shape) for x in (query, key, value)],
@@ -212,7 +211,7 @@ def flash_attn_varlen_func(
     """FlashAttention's `flash_attn_varlen_func` with a scheme. Tensors are (tokens, heads, head_dim).
 
     The host needs the lengths: `cu_seqlens` on a GPU are copied to the host, which waits for the GPU. Lists and CPU
-    tensors avoid this.
+    tensors avoid this. With `return_lse=True` also the log-sum-exps, (heads, tokens).
     """
     _no_dropout(dropout_p)
     out = attention(
@@ -220,7 +219,7 @@ def flash_attn_varlen_func(
         softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k, **settings,
     )
-    return out.squeeze(0)
+    return tuple(x.squeeze(0) for x in out) if isinstance(out, tuple) else out.squeeze(0)
 
 
 def _no_dropout(dropout_p):

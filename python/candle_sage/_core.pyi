@@ -23,7 +23,7 @@ class Settings:
 
 def schemes() -> list[str]: ...
 def forward_cpu(
-    settings: Settings, packing: _Documents, element: str, inputs: Sequence[_Tensor], others: _Others, out: int
+    settings: Settings, packing: _Documents, element: str, inputs: Sequence[_Tensor], others: _Others, out: int, lse: int
 ) -> None: ...
 def backward_cpu(
     settings: Settings,
@@ -32,6 +32,7 @@ def backward_cpu(
     inputs: Sequence[_Tensor],
     others: _Others,
     dout: _Tensor,
+    dlse: int,
     gradients: Sequence[int],
     dsinks: int,
 ) -> None: ...
@@ -47,6 +48,7 @@ class Call:
         inputs: Sequence[_Layout],
         others: tuple[bool, bool, int | None],
         keep: bool,
+        lse: bool,
         device: int,
     ) -> Call: ...
     def forward(
@@ -54,7 +56,7 @@ class Call:
         stream: int,
         tensors: Sequence[int],
         others: _Others,
-        out: int,
+        results: tuple[int, int],
         state: _Memory,
         scratch: _Memory,
     ) -> None: ...
@@ -65,6 +67,7 @@ class Call:
         others: _Others,
         out: int,
         dout: tuple[int, _Layout],
+        dlse: int,
         state: _Memory,
         gradients: tuple[Sequence[int], int],
         scratch: _Memory,

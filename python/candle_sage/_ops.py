@@ -7,15 +7,17 @@ import torch
 from . import _core
 
 # `settings` is a result of `encode`, and `lists` a result of `lists_of`. `cu_seqlens` contain the first token of each
-# packed document, then the number of all tokens. The second result is the state that the forward stores for its backward,
-# as bytes: empty if `keep` is false, and on a CPU.
+# packed document, then the number of all tokens; as tensors, not lists, so that a traced call takes any lengths. The
+# results are the output, the log-sum-exps (empty if `with_lse` is false), and the state that the forward stores for its
+# backward, as bytes (empty if `keep` is false, and on a CPU).
 _FORWARD = (
     "attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? alibi_slopes, Tensor? lists, str settings, "
-    "int[]? cu_seqlens_q, int[]? cu_seqlens_k, bool keep) -> (Tensor, Tensor)"
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool with_lse, bool keep) -> (Tensor, Tensor, Tensor)"
 )
 _BACKWARD = (
-    "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor state, Tensor? sinks, "
-    "Tensor? alibi_slopes, Tensor? lists, str settings, int[]? cu_seqlens_q, int[]? cu_seqlens_k) -> (Tensor, Tensor, Tensor, Tensor)"
+    "attention_backward(Tensor grad, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor state, "
+    "Tensor? sinks, Tensor? alibi_slopes, Tensor? lists, str settings, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "bool with_lse) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 _library = torch.library.Library("candle_sage", "DEF")
@@ -76,8 +78,24 @@ def _tensor(x):
     return x.data_ptr(), tuple(x.shape), x.stride()
 
 
+def lengths_of(cu_seqlens):
+    """Cumulative lengths as a tuple of integers. Reading a tensor on a GPU waits for the GPU."""
+    lengths = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else list(cu_seqlens)
+    if any(isinstance(n, (float, list)) or n < 0 for n in lengths):
+        raise _error("lengths of documents are not cumulative lengths", lengths, "integers from 0 on", "[0, 20, 64] are two documents")
+    return tuple(int(n) for n in lengths)
+
+
 def _packing(cu_seqlens_q, cu_seqlens_k):
-    return None if cu_seqlens_q is None else (tuple(cu_seqlens_q), tuple(cu_seqlens_k))
+    return None if cu_seqlens_q is None else (lengths_of(cu_seqlens_q), lengths_of(cu_seqlens_k))
+
+
+def _most_tiles(cu_seqlens, tokens):
+    """Cumulative lengths of as many documents and tokens, whose state needs the most memory of all such lengths: every
+    document but the last has one token, so that the documents have as many tiles as possible."""
+    documents = cu_seqlens.shape[0] - 1
+    single = min(max(documents - 1, 0), tokens)
+    return (*range(single + 1), *[tokens] * (documents - single))
 
 
 def _others(sinks, slopes, lists, query):
@@ -126,6 +144,10 @@ def _output_shape(query, value):
     return (*query.shape[:3], value.shape[3])
 
 
+def _lse_shape(query):
+    return (query.shape[0], query.shape[2], query.shape[1])
+
+
 def _check_gradient(grad, query):
     if grad.dtype != query.dtype or grad.device != query.device:
         raise _error(
@@ -160,7 +182,7 @@ def _check(query, key, value):
             )
 
 
-def _make_plan(settings, packing, keep, others, query, key, value):
+def _make_plan(settings, packing, with_lse, keep, others, query, key, value):
     if not _core.has_kernels:
         raise _error(
             "this build has no kernels for GPUs",
@@ -172,7 +194,7 @@ def _make_plan(settings, packing, keep, others, query, key, value):
     layouts = [(tuple(map(int, x[0])), tuple(map(int, x[1]))) for x in (query, key, value)]
     device = torch.cuda.current_device() if query[3].index is None else query[3].index
     with torch.cuda.device(device):
-        return _core.Call(_settings(settings), packing, _element(query[2]), layouts, others, keep, device)
+        return _core.Call(_settings(settings), packing, _element(query[2]), layouts, others, keep, with_lse, device)
 
 
 _planned = functools.lru_cache(maxsize=4096)(_make_plan)
@@ -180,11 +202,20 @@ _planned = functools.lru_cache(maxsize=4096)(_make_plan)
 _planned_packed = functools.lru_cache(maxsize=16)(_make_plan)
 
 
-def _plan(query, key, value, sinks, slopes, lists, settings, packing, keep):
+def _plan(query, key, value, sinks, slopes, lists, settings, packing, with_lse, keep):
     """The plan of a call on a GPU, everything except addresses: checked once per combination of shapes and settings."""
     planned = _planned if packing is None else _planned_packed
     width = None if lists is None else int(lists.shape[-1]) - 1
-    return planned(settings, packing, keep, (sinks is not None, slopes is not None, width), query, key, value)
+    return planned(settings, packing, with_lse, keep, (sinks is not None, slopes is not None, width), query, key, value)
+
+
+def _traced_state(query, key, value, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k, with_lse, keep):
+    """The size of the state of a traced call on a GPU, whose shapes are fixed, but not its documents' lengths."""
+    of = [(tuple(map(int, x.shape)), tuple(map(int, x.stride())), x.dtype, x.device) for x in (query, key, value)]
+    packing = None
+    if cu_seqlens_q is not None:
+        packing = (_most_tiles(cu_seqlens_q, of[0][0][1]), _most_tiles(cu_seqlens_k, of[1][0][1]))
+    return _plan(*of, sinks, slopes, lists, settings, packing, with_lse, keep).state
 
 
 def _on_device(call):
@@ -207,31 +238,36 @@ def _lend(count, device):
 
 
 @_on_device
-def _forward_cuda(query, key, value, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k, keep):
+def _forward_cuda(query, key, value, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k, with_lse, keep, state=None):
+    """`state`: the size of the state, if it is more than the call needs."""
     packing = _packing(cu_seqlens_q, cu_seqlens_k)
-    plan = _plan(_of(query), _of(key), _of(value), sinks, slopes, lists, settings, packing, keep)
+    plan = _plan(_of(query), _of(key), _of(value), sinks, slopes, lists, settings, packing, with_lse, keep)
     others, _alive = _others(sinks, slopes, lists, query)
     device = query.device
     out = torch.empty(_output_shape(query, value), dtype=query.dtype, device=device)
-    state, lent_state = _lend(plan.state, device)
+    lse = torch.empty(_lse_shape(query), dtype=torch.float32, device=device) if with_lse else None
+    state, lent_state = _lend(plan.state if state is None else state, device)
     _scratch, lent_scratch = _lend(plan.forward_scratch, device) if plan.forward_scratch else (None, (0, 0))
     addresses = query.data_ptr(), key.data_ptr(), value.data_ptr()
     stream = torch._C._cuda_getCurrentRawStream(device.index)
-    plan.forward(stream, addresses, others, out.data_ptr(), lent_state, lent_scratch)
-    return out, state
+    results = out.data_ptr(), lse.data_ptr() if with_lse else 0
+    plan.forward(stream, addresses, others, results, lent_state, lent_scratch)
+    return out, lse, state
 
 
 @_on_device
-def _backward_cuda(grad, query, key, value, out, state, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k):
+def _backward_cuda(grad, grad_lse, query, key, value, out, state, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k, with_lse):
     _check_gradient(grad, query)
     packing = _packing(cu_seqlens_q, cu_seqlens_k)
-    plan = _plan(_of(query), _of(key), _of(value), sinks, slopes, lists, settings, packing, True)
+    plan = _plan(_of(query), _of(key), _of(value), sinks, slopes, lists, settings, packing, with_lse, True)
     # Hooks on saved tensors may have moved `out` and `state`.
     out = out.contiguous()
     state = state if state.data_ptr() % 256 == 0 else state.clone()
     others, _alive = _others(sinks, slopes, lists, query)
     # If channels are not adjacent, the kernels would read them one by one.
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    dlse = 0 if grad_lse is None else grad_lse.data_ptr()
     device = query.device
     _scratch, lent_scratch = _lend(plan.backward_scratch, device)
     gradients = [_without_gaps(x) for x in (query, key, value)]
@@ -241,7 +277,7 @@ def _backward_cuda(grad, query, key, value, out, state, sinks, slopes, lists, se
     written = [x.data_ptr() for x in gradients], dsinks.data_ptr()
     lent_state = state.data_ptr(), state.numel()
     stream = torch._C._cuda_getCurrentRawStream(device.index)
-    plan.backward(stream, addresses, others, out.data_ptr(), dout, lent_state, written, lent_scratch)
+    plan.backward(stream, addresses, others, out.data_ptr(), dout, dlse, lent_state, written, lent_scratch)
     return *gradients, dsinks
 
 
@@ -253,75 +289,90 @@ def _no_sinks(query):
     return torch.empty(0, dtype=torch.float32, device=query.device)
 
 
-def _forward_cpu(query, key, value, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k, keep):
+def _forward_cpu(query, key, value, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k, with_lse, keep):
     _check(_of(query), _of(key), _of(value))
     others, _alive = _others(sinks, slopes, lists, query)
     tensors = [x.contiguous() for x in (query, key, value)]
     out = query.new_empty(_output_shape(query, value))
     packing = _packing(cu_seqlens_q, cu_seqlens_k)
     inputs = [_tensor(x) for x in tensors]
-    _core.forward_cpu(_settings(settings), packing, _element(query.dtype), inputs, others, out.data_ptr())
-    return out, query.new_empty(0, dtype=torch.uint8)
+    lse = query.new_empty(_lse_shape(query), dtype=torch.float32) if with_lse else None
+    results = out.data_ptr(), lse.data_ptr() if with_lse else 0
+    _core.forward_cpu(_settings(settings), packing, _element(query.dtype), inputs, others, *results)
+    return out, lse, query.new_empty(0, dtype=torch.uint8)
 
 
-def _backward_cpu(grad, query, key, value, out, state, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k):
+def _backward_cpu(grad, grad_lse, query, key, value, out, state, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k, with_lse):
     _check_gradient(grad, query)
     others, _alive = _others(sinks, slopes, lists, query)
     tensors = [x.contiguous() for x in (query, key, value)]
     grad = grad.contiguous()
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    dlse = 0 if grad_lse is None else grad_lse.data_ptr()
     gradients = [x.new_empty(x.shape) for x in tensors]
     dsinks = _no_sinks(query) if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
     packing = _packing(cu_seqlens_q, cu_seqlens_k)
     inputs = [_tensor(x) for x in tensors]
     addresses = [x.data_ptr() for x in gradients]
     _core.backward_cpu(
-        _settings(settings), packing, _element(query.dtype), inputs, others, _tensor(grad), addresses, dsinks.data_ptr()
+        _settings(settings), packing, _element(query.dtype), inputs, others, _tensor(grad), dlse, addresses, dsinks.data_ptr()
     )
     return *gradients, dsinks
 
 
-for _device, _forward, _backward in (("CUDA", _forward_cuda, _backward_cuda), ("CPU", _forward_cpu, _backward_cpu)):
-    _library.impl("attention", _forward, _device)
+def _no_lse(query):
+    return torch.empty(0, dtype=torch.float32, device=query.device)
+
+
+def _forward_of_operator(query, *inputs):
+    # A traced call allocates the state before it knows the lengths of documents.
+    more = {"state": _traced_state(query, *inputs)} if query.is_cuda else {}
+    out, lse, state = (_forward_cuda if query.is_cuda else _forward_cpu)(query, *inputs, **more)
+    return out, _no_lse(query) if lse is None else lse, state
+
+
+for _device, _backward in (("CUDA", _backward_cuda), ("CPU", _backward_cpu)):
+    _library.impl("attention", _forward_of_operator, _device)
     _library.impl("attention_backward", _backward, _device)
 
 
 @torch.library.register_fake("candle_sage::attention", lib=_library)
-def _(query, key, value, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k, keep):
+def _(query, key, value, *rest):
+    *_, with_lse, _ = rest
     _check(_of(query), _of(key), _of(value))
-    state = 0
-    if query.device.type == "cuda":
-        # A traced call has fixed shapes, because the size of its state depends on them.
-        fixed = [(tuple(map(int, x.shape)), tuple(map(int, x.stride())), x.dtype, x.device) for x in (query, key, value)]
-        state = _plan(*fixed, sinks, slopes, lists, settings, _packing(cu_seqlens_q, cu_seqlens_k), keep).state
-    return query.new_empty(_output_shape(query, value)), query.new_empty(state, dtype=torch.uint8)
+    state = _traced_state(query, key, value, *rest) if query.device.type == "cuda" else 0
+    lse = query.new_empty(_lse_shape(query), dtype=torch.float32) if with_lse else _no_lse(query)
+    return query.new_empty(_output_shape(query, value)), lse, query.new_empty(state, dtype=torch.uint8)
 
 
 @torch.library.register_fake("candle_sage::attention_backward", lib=_library)
-def _(grad, query, key, value, out, state, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k):
+def _(grad, grad_lse, query, key, value, out, state, sinks, *_):
     dsinks = _no_sinks(query) if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
     return *(x.new_empty(x.shape) for x in (query, key, value)), dsinks
 
 
 def _keep_inputs(ctx, inputs, output):
-    query, key, value, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k, _ = inputs
-    out, state = output
+    query, key, value, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k, with_lse, _ = inputs
+    out, lse, state = output
     ctx.save_for_backward(query, key, value, out, state, sinks, slopes, lists)
-    ctx.settings = (settings, cu_seqlens_q, cu_seqlens_k)
-    ctx.mark_non_differentiable(state)
+    ctx.settings = (settings, cu_seqlens_q, cu_seqlens_k, with_lse)
+    without_gradient = (state,) if lse is None or with_lse else (lse, state)
+    ctx.mark_non_differentiable(*without_gradient)
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, grad, _):
-    if grad is None:
-        return (None,) * 10
+def _gradients(ctx, grad, grad_lse, _):
+    if grad is None and grad_lse is None:
+        return (None,) * 11
     *tensors, sinks, slopes, lists = ctx.saved_tensors
+    grad = torch.zeros_like(tensors[3]) if grad is None else grad
     # With create_graph=True the operator is called: it reports that it has no second derivative.
     backward = torch.ops.candle_sage.attention_backward
     if not torch.is_grad_enabled() and not _traced(grad, *tensors[:3]):
         backward = _backward_cuda if grad.is_cuda else _backward_cpu
-    dq, dk, dv, dsinks = backward(grad, *tensors, sinks, slopes, lists, *ctx.settings)
+    dq, dk, dv, dsinks = backward(grad, grad_lse, *tensors, sinks, slopes, lists, *ctx.settings)
     dsinks = None if sinks is None else dsinks.to(sinks.dtype)
-    return dq, dk, dv, dsinks, None, None, None, None, None, None
+    return dq, dk, dv, dsinks, *(None,) * 7
 
 
 def _no_second_gradient(*_):
@@ -362,16 +413,23 @@ def _traced(*tensors):
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def attention(query, key, value, sinks, slopes, lists, *rest):
-    """The output of attention. The arguments are those of the operator `attention`."""
+def attention(query, key, value, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k, *rest):
+    """The output and the log-sum-exps of attention. The arguments are those of the operator `attention`, but cumulative
+    lengths may also be sequences of integers."""
     if torch.autograd.forward_ad._current_level >= 0 or _differentiates_forward():
         raise RuntimeError("attention has no forward-mode derivative\n  hint:    use reverse mode: `backward` or `torch.autograd.grad`")
     heads = [x for x in (sinks, slopes, lists) if x is not None]
     if _traced(query, key, value, *heads):
-        return torch.ops.candle_sage.attention(query, key, value, sinks, slopes, lists, *rest)[0]
+        as_tensor = lambda lengths: lengths if lengths is None or isinstance(lengths, torch.Tensor) else torch.tensor(lengths)
+        lengths = as_tensor(cu_seqlens_q), as_tensor(cu_seqlens_k)
+        return torch.ops.candle_sage.attention(query, key, value, sinks, slopes, lists, settings, *lengths, *rest)[:2]
+    if cu_seqlens_q is not None:
+        cu_seqlens_q = lengths_of(cu_seqlens_q)
+        cu_seqlens_k = lengths_of(cu_seqlens_k)
+    inputs = query, key, value, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k, *rest
     if rest[-1]:
-        return _Attention.apply(query, key, value, sinks, slopes, lists, *rest)[0]
-    return (_forward_cuda if query.is_cuda else _forward_cpu)(query, key, value, sinks, slopes, lists, *rest)[0]
+        return _Attention.apply(*inputs)[:2]
+    return (_forward_cuda if query.is_cuda else _forward_cpu)(*inputs)[:2]
 
 
 def _differentiates_forward():

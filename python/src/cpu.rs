@@ -104,7 +104,8 @@ unsafe fn call(
     Ok((attention, [q?, k?, v?]))
 }
 
-/// Computes the output for contiguous inputs, and writes it to contiguous memory.
+/// Computes the output for contiguous inputs, and writes it to contiguous memory. With an address `lse` also the
+/// log-sum-exps, (batch, heads, sequence) in f32; 0: without them.
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 pub(super) fn forward_cpu(
@@ -115,17 +116,24 @@ pub(super) fn forward_cpu(
     inputs: [Tensor; 3],
     others: Others,
     out: u64,
+    lse: u64,
 ) -> PyResult<()> {
     let (attention, dtype) = (settings.packed(packing), dtype(element)?);
     // SAFETY: `_ops.py` passes the addresses and dimensions of tensors that it keeps alive.
     let run = || unsafe {
         let (attention, [q, k, v]) = call(attention, dtype, inputs, others)?;
-        write(&attention.apply(&q, &k, &v)?, out)
+        if lse == 0 {
+            return write(&attention.apply(&q, &k, &v)?, out);
+        }
+        let (of_out, of_lse) = attention.apply_with_lse(&q, &k, &v)?;
+        write(&of_out, out)?;
+        write(&of_lse, lse)
     };
     py.detach(run).map_err(error)
 }
 
-/// Computes the gradients of query, key, value and any sinks, and writes them to contiguous memory.
+/// Computes the gradients of query, key, value and any sinks, and writes them to contiguous memory. `dlse` is the
+/// address of the log-sum-exps' gradient; 0: it is zero.
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 pub(super) fn backward_cpu(
@@ -136,6 +144,7 @@ pub(super) fn backward_cpu(
     inputs: [Tensor; 3],
     others: Others,
     dout: Tensor,
+    dlse: u64,
     gradients: [u64; 3],
     dsinks: u64,
 ) -> PyResult<()> {
@@ -144,7 +153,9 @@ pub(super) fn backward_cpu(
     let run = || unsafe {
         let (attention, [q, k, v]) = call(attention, dtype, inputs, others)?;
         let (_, vjp) = attention.vjp(&q, &k, &v)?;
-        let results = vjp.apply(&read(dout.0, &dout.1, dtype)?)?;
+        let [batch, sequence, heads, _] = dout.1;
+        let dlse = (dlse != 0).then(|| read(dlse, &[batch, heads, sequence], DType::F32)).transpose()?;
+        let results = vjp.apply_with_lse(&read(dout.0, &dout.1, dtype)?, dlse.as_ref())?;
         for (result, address) in results.iter().zip(gradients) {
             write(result, address)?;
         }

@@ -1,7 +1,7 @@
 //! Attention on a GPU: launches the kernels on PyTorch's stream, with memory that PyTorch has allocated.
 
 use candle_core::DType;
-use candle_sage::foreign::{ForeignAttention, ForeignLayout, Inputs, Lent, Stream};
+use candle_sage::foreign::{ForeignAttention, ForeignLayout, Inputs, Lent, ResultGradients, Results, Stream};
 use pyo3::prelude::*;
 
 use super::{BLOCK, Others, Settings, dtype, error};
@@ -45,7 +45,7 @@ impl Call {
 #[pymethods]
 impl Call {
     /// `keep`: a backward will follow. `others`: whether there are sinks, whether there are slopes, and with a
-    /// selection the largest number of blocks in a list.
+    /// selection the largest number of blocks in a list. `lse`: whether log-sum-exps are a result.
     #[new]
     fn new(
         settings: &Settings,
@@ -54,6 +54,7 @@ impl Call {
         inputs: [Layout; 3],
         others: (bool, bool, Option<usize>),
         keep: bool,
+        lse: bool,
         device: usize,
     ) -> PyResult<Self> {
         let dtype = dtype(element)?;
@@ -68,6 +69,9 @@ impl Call {
         if let Some(width) = others.2 {
             of = of.with_selection(BLOCK, width).map_err(error)?;
         }
+        if lse {
+            of = of.with_lse().map_err(error)?;
+        }
         let mut call = Self { of, dtype, device, state: 0, forward_scratch: 0, backward_scratch: 0 };
         // Sizes are the same on every stream.
         let stream = call.stream(0)?;
@@ -79,7 +83,8 @@ impl Call {
         Ok(call)
     }
 
-    /// Launches a forward, which writes `out` and `state`. `others` are the addresses of sinks, slopes and lists.
+    /// Launches a forward, which writes the results and `state`. `results` are the addresses of the output and of
+    /// any log-sum-exps, `others` the addresses of sinks, slopes and lists.
     #[allow(clippy::too_many_arguments)]
     fn forward(
         &self,
@@ -87,19 +92,21 @@ impl Call {
         stream: u64,
         tensors: [u64; 3],
         others: Others,
-        out: u64,
+        results: (u64, u64),
         state: (u64, usize),
         scratch: (u64, usize),
     ) -> PyResult<()> {
         let inputs = Inputs { tensors, sinks: others.0, alibi_slopes: others.1, lists: others.2.0 };
+        let results = Results { out: results.0, lse: results.1 };
         let stream = self.stream(stream)?;
         // SAFETY: `_ops.py` passes memory that PyTorch has allocated, with the sizes of this call, and that PyTorch
         // reuses in stream order.
-        py.detach(|| unsafe { self.of.forward(&stream, inputs, out, lent(state), lent(scratch)) })
+        py.detach(|| unsafe { self.of.forward(&stream, inputs, results, lent(state), lent(scratch)) })
             .map_err(error)
     }
 
-    /// Launches a backward, which writes the gradients of query, key, value and any sinks.
+    /// Launches a backward, which writes the gradients of query, key, value and any sinks. `dlse` is the address of the
+    /// log-sum-exps' gradient; 0: it is zero.
     #[allow(clippy::too_many_arguments)]
     fn backward(
         &self,
@@ -109,12 +116,14 @@ impl Call {
         others: Others,
         out: u64,
         dout: (u64, Layout),
+        dlse: u64,
         state: (u64, usize),
         gradients: ([u64; 3], u64),
         scratch: (u64, usize),
     ) -> PyResult<()> {
         let inputs = Inputs { tensors, sinks: others.0, alibi_slopes: others.1, lists: others.2.0 };
-        let (stream, output) = (self.stream(stream)?, (out, (dout.0, layout(dout.1, self.dtype))));
+        let given = ResultGradients { out: (dout.0, layout(dout.1, self.dtype)), lse: dlse };
+        let (stream, output) = (self.stream(stream)?, (out, given));
         // SAFETY: as in `forward`; `state` and `out` come from the forward.
         py.detach(|| unsafe {
             self.of.backward(&stream, inputs, output, lent(state), gradients, lent(scratch))

@@ -31,7 +31,7 @@ def visible(queries, keys, causal, window, device):
     return seen
 
 
-def attention(q, k, v, causal=False, window=(None, None), scale=None, softcap=0.0, sinks=None, alibi_slopes=None, blocks=None):
+def attention(q, k, v, causal=False, window=(None, None), scale=None, softcap=0.0, sinks=None, alibi_slopes=None, blocks=None, return_lse=False):
     """The definition, in float64."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
@@ -56,7 +56,8 @@ def attention(q, k, v, causal=False, window=(None, None), scale=None, softcap=0.
     probabilities = torch.softmax(logits, dim=3).nan_to_num(0.0)
     if sinks is not None:
         probabilities = probabilities[..., :-1]
-    return (probabilities @ v).transpose(1, 2)
+    out = (probabilities @ v).transpose(1, 2)
+    return (out, logits.logsumexp(dim=3)) if return_lse else out
 
 
 def relative(got, exact):

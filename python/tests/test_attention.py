@@ -114,17 +114,75 @@ def test_the_functions_of_other_libraries(device, dtypes):
     assert torch.equal(varlen, ours[0])
 
 
-def test_operators_pass_pytorchs_checks(device, dtypes):
+@pytest.mark.parametrize("lengths", [None, [0, 5, 64]])
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_operators_pass_pytorchs_checks(with_lse, lengths, device, dtypes):
     from candle_sage._ops import encode
 
-    text = encode("sagebwd", {}, True, (None, None), None, 0.0, True)
+    text = encode("sagebwd", {"smoothing": "none"}, True, (None, None), None, 0.0, True)
     q, k, v, _ = inputs(1, (64, 64), (2, 1), 64, dtypes[-1], device)
+    lengths = None if lengths is None else torch.tensor(lengths)
     check = lambda tests, keep, *x: torch.library.opcheck(
-        torch.ops.candle_sage.attention.default, (*x, None, None, None, text, None, None, keep), test_utils=tests
+        torch.ops.candle_sage.attention.default, (*x, None, None, None, text, lengths, lengths, with_lse, keep), test_utils=tests
     )
     check(("test_schema", "test_autograd_registration", "test_faketensor"), True, q, k, v)
     # Does not compare the state, whose padding is undefined; `test_compiled_without_graph_breaks` compares gradients.
-    check("test_aot_dispatch_static", False, q.detach(), k.detach(), v.detach())
+    if not with_lse:
+        check("test_aot_dispatch_static", False, q.detach(), k.detach(), v.detach())
+
+
+@pytest.mark.parametrize("name", ["fpa", "sagebwd", "attn-qat"])
+def test_log_sum_exps(name, device, dtypes):
+    settings, bound = {"scheme": name, **({"smoothing": "none"} if name == "sagebwd" else {})}, SCHEMES[name][1]
+    q, k, v, grad = inputs(2, (130, 200), (4, 2), 64, dtypes[-1], device)
+    grad_lse = torch.randn(2, 4, 130, generator=torch.Generator().manual_seed(7)).to(device)
+    call = lambda *x: candle_sage.attention(*x, causal=True, return_lse=True, **settings)
+
+    def gradients(f, *grads):
+        out, lse = f(q, k, v)
+        kept = [(x, grad) for x, grad in zip((out, lse), grads, strict=True) if grad is not None]
+        loss = sum((x * grad.to(x.dtype)).sum() for x, grad in kept)
+        return [out, lse, *torch.autograd.grad(loss, (q, k, v), allow_unused=True)]
+
+    for grads in ((grad, grad_lse), (grad, None), (None, grad_lse)):
+        got = gradients(call, *grads)
+        want = gradients(lambda *x: exact(*x, causal=True, return_lse=True), *grads)
+        assert got[1].dtype == torch.float32 and got[1].shape == (2, 4, 130)
+        # The log-sum-exp alone does not depend on the values.
+        for result, reference in zip(got, want, strict=True):
+            reference = torch.zeros_like(v) if reference is None else reference
+            assert relative(result, reference.double()) < bound or (grads[0] is None and not result.any())
+    # Two sets of keys, merged.
+    with torch.no_grad():
+        halves = [candle_sage.attention(q, k[:, part], v[:, part], return_lse=True, **settings) for part in (slice(64), slice(64, None))]
+        weights = torch.stack([lse for _, lse in halves]).softmax(0).transpose(2, 3)[..., None]
+        merged = sum(weight * out for weight, (out, _) in zip(weights, halves, strict=True))
+        assert relative(merged, exact(q, k, v)) < bound
+    for wrong in (
+        lambda: candle_sage.attention(q, k, v, "sagebwd", return_lse=True),
+        lambda: candle_sage.scaled_dot_product_attention(q, k, v, return_lse=True),
+    ):
+        with pytest.raises(ValueError, match="hint:"):
+            wrong()
+
+
+def test_compiled_once_for_documents_of_any_length(device, dtypes):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    q, k, v, grad = inputs(1, (200, 200), (2, 1), 64, dtypes[-1], device)
+    call = lambda cu, *x: candle_sage.attention(*x, "sagebwd", causal=True, cu_seqlens_q=cu, deterministic=True)
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, fullgraph=True, backend=counter, dynamic=False)
+    for cu in ([0, 64, 128, 200], [0, 1, 2, 200], [0, 65, 130, 200], [0, 0, 0, 200]):
+        eager = both(lambda *x: call(cu, *x), (q, k, v), grad)
+        traced = both(lambda *x: compiled(torch.tensor(cu), *x), (q, k, v), grad)
+        assert all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True)), cu
+    assert counter.frame_count == 1
+    # A list is a constant of the compiled code.
+    traced = both(lambda *x: torch.compile(call, fullgraph=True, backend="aot_eager")([0, 65, 130, 200], *x), (q, k, v), grad)
+    eager = both(lambda *x: call([0, 65, 130, 200], *x), (q, k, v), grad)
+    assert all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))
 
 
 def test_compiled_without_graph_breaks(device, dtypes):
@@ -316,7 +374,7 @@ def test_selected_blocks(name, causal, device, dtypes):
         assert torch.equal(torch.compile(call, fullgraph=True)(q, k, v), call(q, k, v))
     with pytest.raises(ValueError, match="blocks of queries"):
         candle_sage.attention(q, k, v, causal=causal, blocks=blocks[:, :, :3], **settings)
-    if not causal and device == "cpu":
+    if not causal and device.type == "cpu":
         with pytest.raises(ValueError, match="sees nothing"):
             candle_sage.attention(q, k, v, blocks=torch.zeros_like(blocks), **settings)
     # Selecting every block equals dense attention.

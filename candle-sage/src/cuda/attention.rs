@@ -10,7 +10,9 @@ use super::floats::start;
 use super::kernels::Gpu;
 use super::memory::Purpose;
 use super::selection::{check_blocks, lists_at};
-use super::{Completed, OnGpu, OutputGradient, log_sum_exp, params, run_backward, run_forward, with_scheme};
+use super::{
+    Completed, OnGpu, OutputGradient, params, run_backward, run_forward, with_scheme, write_log_sum_exps,
+};
 use crate::error::Error;
 use crate::launch::{Launch, Operand};
 use crate::ops::attention::{AttentionOp, BackwardInputs, CompletedOnGpu, GradientsOnGpu, ScoreMod};
@@ -161,9 +163,7 @@ impl<'a, S: OnGpu> Launch<(&'a AttentionShape, Operand<'a>), CudaStorage> for Co
         let gpu = Gpu::new(out.0.device())?;
         let count = shape.batch() * shape.query_heads() * shape.query_len();
         let lse = gpu.alloc_for::<f32>(Purpose::Output, count)?;
-        let geometry = Geometry::new(&gpu, shape)?;
-        let outside = address(&lse, &gpu);
-        log_sum_exp(&gpu, geometry.shape(&gpu), shape, address(&self.minus_lse2, &gpu), outside, false)?;
+        write_log_sum_exps(self, &gpu, shape, address(&lse, &gpu))?;
         Ok(gpu.storage(lse))
     }
 }

@@ -6,7 +6,7 @@
 //!
 //! ```no_run
 //! use candle_core::DType;
-//! use candle_sage::foreign::{ForeignAttention, ForeignLayout, Inputs, Lent, Stream};
+//! use candle_sage::foreign::{ForeignAttention, ForeignLayout, Inputs, Lent, Results, Stream};
 //! use candle_sage::{Attention, SageBwd};
 //!
 //! # fn allocate(_: usize) -> u64 { 0 }
@@ -19,7 +19,7 @@
 //! let scratch = Lent { address: allocate(sizes.scratch), bytes: sizes.scratch };
 //! let out = allocate(2 * layout.dims.iter().product::<usize>());
 //! let inputs = Inputs { tensors: [q, k, v], ..Inputs::default() };
-//! unsafe { call.forward(&stream, inputs, out, state, scratch) }?;
+//! unsafe { call.forward(&stream, inputs, Results { out, lse: 0 }, state, scratch) }?;
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 #![allow(unsafe_code)]
@@ -39,6 +39,7 @@ use super::selection::{check_blocks, lists_at};
 use super::tensor::{Element, Strided};
 use super::{
     Completed, OnGpu, OutputGradient, minus_lse2_of, params, run_backward, run_forward, with_scheme,
+    write_log_sum_exps,
 };
 use crate::error::Error;
 use crate::ops::Attention;
@@ -82,6 +83,25 @@ pub struct Inputs {
     pub alibi_slopes: u64,
     /// The lists of a selection in u32, if the call has one: see [`ForeignAttention::with_selection`].
     pub lists: u64,
+}
+
+/// The device addresses of a forward's results.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Results {
+    /// The output, in the layout of [`ForeignAttention::output`].
+    pub out: u64,
+    /// The log-sum-exps of the logits, (batch, query heads, query) in f32, contiguous, if the call returns them
+    /// ([`ForeignAttention::with_lse`]).
+    pub lse: u64,
+}
+
+/// The gradients of a forward's results.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ResultGradients {
+    /// The address and the layout of the output's gradient, which may have any strides.
+    pub out: (u64, ForeignLayout),
+    /// The address of the log-sum-exps' gradient, (batch, query heads, query) in f32, contiguous. 0: it is zero.
+    pub lse: u64,
 }
 
 /// Memory that the caller provides for a call. Its address is a multiple of 256.
@@ -145,6 +165,8 @@ pub struct ForeignAttention {
     keep: bool,
     sinks: bool,
     alibi: bool,
+    /// Whether the log-sum-exps are a result.
+    lse: bool,
     /// The blocks of a selection, and the width of its lists.
     selection: Option<(Blocks, usize)>,
 }
@@ -182,6 +204,7 @@ impl ForeignAttention {
             keep,
             sinks: false,
             alibi: false,
+            lse: false,
             selection: None,
         })
     }
@@ -199,6 +222,28 @@ impl ForeignAttention {
     #[must_use]
     pub fn with_alibi(self) -> Self {
         Self { alibi: true, ..self }
+    }
+
+    /// Makes the log-sum-exps of the logits a result: see [`Attention::apply_with_lse`].
+    ///
+    /// # Errors
+    /// When the scheme smooths keys, or no backward follows (`keep`): log-sum-exps are a part of the state that a forward
+    /// keeps.
+    pub fn with_lse(self) -> Result<Self> {
+        self.attention.check_lse()?;
+        self.check_keep("log-sum-exps are a part of the state for a backward")?;
+        Ok(Self { lse: true, ..self })
+    }
+
+    fn check_keep(&self, what: &str) -> Result<()> {
+        if self.keep {
+            return Ok(());
+        }
+        Err(Error::new(what)
+            .got("keep = false")
+            .allowed("keep = true")
+            .hint("`ForeignAttention::new(.., true)`")
+            .into())
     }
 
     /// Adds a selection with blocks of `block` queries and keys: see [`Selection`](crate::Selection). Its lists are
@@ -268,35 +313,47 @@ impl ForeignAttention {
     /// When this device has no kernel for this call.
     pub fn forward_sizes(&self, stream: &Stream) -> Result<ForwardSizes> {
         let gpu = self.gpu(stream, Arenas::counting(), true)?;
-        self.forward_on(&gpu, self.counted())?;
+        self.forward_on(&gpu, self.counted(), Address::NULL)?;
         let Memory::Lent(counted) = &gpu.memory else { unreachable!("lent above") };
         Ok(ForwardSizes { state: counted.kept.used(), scratch: counted.scratch.used() })
     }
 
-    /// Launches the forward. It writes the output in the layout of [`ForeignAttention::output`] and, if a backward
-    /// follows, `state`.
+    /// Launches the forward. It writes the results and, if a backward follows, `state`.
     ///
     /// # Errors
     /// When the provided memory is too small, or a launch fails.
     ///
     /// # Safety
-    /// Inputs, output, state and scratch are memory of the stream's device, with the sizes of the layouts and of
+    /// Inputs, results, state and scratch are memory of the stream's device, with the sizes of the layouts and of
     /// [`ForeignAttention::forward_sizes`], and stay alive until the kernels have run.
     pub unsafe fn forward(
         &self,
         stream: &Stream,
         inputs: Inputs,
-        out: u64,
+        results: Results,
         state: Lent,
         scratch: Lent,
     ) -> Result<()> {
-        let memory = Arenas::new(vec![out], arena(state), arena(scratch));
-        self.forward_on(&self.gpu(stream, memory, false)?, inputs)
+        let memory = Arenas::new(vec![results.out], arena(state), arena(scratch));
+        // SAFETY: the caller vouches for the address.
+        let lse = unsafe { Address::lent(results.lse) };
+        self.forward_on(&self.gpu(stream, memory, false)?, inputs, lse)
     }
 
-    fn forward_on(&self, gpu: &Gpu, inputs: Inputs) -> Result<()> {
+    fn forward_on(&self, gpu: &Gpu, inputs: Inputs, lse: Address<'_>) -> Result<()> {
+        fn run<S: OnGpu>(
+            scheme: S,
+            of: &ForeignAttention,
+            problem: &Problem<'_>,
+            lse: Address<'_>,
+        ) -> Result<()> {
+            match run_forward(scheme, problem, of.keep)?.1 {
+                Some(completed) if of.lse => write_log_sum_exps(&completed, problem.gpu, problem.shape, lse),
+                _ => Ok(()),
+            }
+        }
         let problem = self.problem(gpu, inputs)?;
-        with_scheme!(&self.attention.scheme, |scheme| run_forward(scheme, &problem, self.keep).map(drop))
+        with_scheme!(&self.attention.scheme, |scheme| run(scheme, self, &problem, lse))
     }
 
     /// The size in bytes of the backward's scratch memory.
@@ -335,8 +392,7 @@ impl ForeignAttention {
         })
     }
 
-    /// Launches the backward of a forward that kept `state`. The output's gradient may have any strides. The backward
-    /// writes the gradients of query, key and value, contiguous, and the gradient of any sinks, (query heads) in f32.
+    /// Launches the backward of a forward that kept `state` and wrote the output `out`. The backward writes the gradients of query, key and value, contiguous, and the gradient of any sinks, (query heads) in f32.
     ///
     /// # Errors
     /// When the gradient's layout does not match the output, the provided memory is too small, or a launch fails.
@@ -347,28 +403,23 @@ impl ForeignAttention {
         &self,
         stream: &Stream,
         inputs: Inputs,
-        (out, dout): (u64, (u64, ForeignLayout)),
+        (out, given): (u64, ResultGradients),
         state: Lent,
         ([dq, dk, dv], dsinks): ([u64; 3], u64),
         scratch: Lent,
     ) -> Result<()> {
-        if !self.keep {
-            return Err(Error::new("the forward of this call keeps no state for a backward")
-                .got("keep = false")
-                .allowed("keep = true")
-                .hint("`ForeignAttention::new(.., true)`")
-                .into());
-        }
-        let of_output = self.output();
-        if (dout.1.dims, dout.1.dtype) != (of_output.dims, of_output.dtype) {
+        self.check_keep("the forward of this call keeps no state for a backward")?;
+        let (of_output, (dout, layout)) = (self.output(), given.out);
+        if (layout.dims, layout.dtype) != (of_output.dims, of_output.dtype) {
             return Err(Error::shape("the output's gradient does not fit the output")
-                .got(format!("{:?} {:?}", dout.1.dims, dout.1.dtype))
+                .got(format!("{:?} {:?}", layout.dims, layout.dtype))
                 .allowed(format!("{:?} {:?}", of_output.dims, of_output.dtype))
                 .hint("it has the output's shape and element type")
                 .into());
         }
-        let output =
-            OutputGradient { out: of_output.at(out)?, dout: dout.1.at(dout.0)?, dlse: Address::NULL };
+        // SAFETY: the caller vouches for the address.
+        let dlse = unsafe { Address::lent(given.lse) };
+        let output = OutputGradient { out: of_output.at(out)?, dout: layout.at(dout)?, dlse };
         // In the order in which `cuda::run_backward` allocates them.
         let outputs = if self.sinks { vec![dk, dv, dsinks, dq] } else { vec![dk, dv, dq] };
         let memory = Arenas::new(outputs, Arena::new(0, 0), arena(scratch));

@@ -8,7 +8,9 @@ use cudarc::driver::DevicePtr;
 use super::inputs::{Inputs, cases};
 use super::{device, gpu};
 use crate::cuda::buffer::Buffer;
-use crate::cuda::foreign::{ForeignAttention, ForeignLayout, Inputs as Addresses, Lent, Stream};
+use crate::cuda::foreign::{
+    ForeignAttention, ForeignLayout, Inputs as Addresses, Lent, ResultGradients, Results, Stream,
+};
 use crate::cuda::guard;
 use crate::cuda::kernels::Gpu;
 use crate::cuda::tensor::Strided;
@@ -25,7 +27,18 @@ fn number<T>(buffer: &Buffer<T>, gpu: &Gpu) -> u64 {
     buffer.device_ptr(&gpu.stream).0
 }
 
-/// Output and gradients as 16-bit words, computed in foreign memory.
+/// Each number of (query heads, query) as two words.
+fn halves(numbers: &[f32]) -> Vec<u16> {
+    let halves = |x: &f32| [x.to_bits() as u16, (x.to_bits() >> 16) as u16];
+    numbers.iter().flat_map(halves).collect()
+}
+
+/// The gradient of the log-sum-exps.
+fn dlse(len: usize) -> Vec<f32> {
+    (0..len).map(|i| (i % 13) as f32 / 8.0 - 0.5).collect()
+}
+
+/// Output, gradients and, unless keys are smoothed, log-sum-exps as 16-bit words, computed in foreign memory.
 fn lent(inputs: &Inputs, attention: &Attention, dtype: DType) -> Result<Vec<Vec<u16>>> {
     inputs.with(true, |problem, dout| {
         let gpu = problem.gpu;
@@ -33,10 +46,15 @@ fn lent(inputs: &Inputs, attention: &Attention, dtype: DType) -> Result<Vec<Vec<
         let stream = unsafe { Stream::new(0, gpu.stream.cu_stream() as u64) }?;
         let qkv = [problem.q, problem.k, problem.v];
         let call = ForeignAttention::new(attention.clone(), qkv.map(|x| layout(x, dtype)), true)?;
+        let with_lse = attention.check_lse().is_ok();
+        let call = if with_lse { call.with_lse()? } else { call };
         let addresses = Addresses { tensors: qkv.map(|x| x.view.data.number()), ..Addresses::default() };
         let words = |x: Strided<'_>| gpu.alloc::<u16>(x.dims.iter().product());
         let results = [words(problem.q)?, words(problem.q)?, words(problem.k)?, words(problem.v)?];
         let [out, dq, dk, dv] = results.each_ref().map(|buffer| number(buffer, gpu));
+        let [_, queries, heads, _] = problem.q.dims;
+        let (lse, given) = (gpu.alloc::<f32>(queries * heads)?, gpu.upload(&dlse(queries * heads))?);
+        let results_at = Results { out, lse: number(&lse, gpu) };
         let sizes = call.forward_sizes(&stream)?;
         let needed = call.backward_scratch(&stream)?;
         let memory = [sizes.state, sizes.scratch, needed];
@@ -44,10 +62,12 @@ fn lent(inputs: &Inputs, attention: &Attention, dtype: DType) -> Result<Vec<Vec<
         let (state, scratch, second) = (state?, scratch?, second?);
         let [state, scratch, second] = [(&state, sizes.state), (&scratch, sizes.scratch), (&second, needed)]
             .map(|(buffer, bytes)| Lent { address: number(buffer, gpu), bytes });
-        let output = (out, (dout.view.data.number(), layout(dout, dtype)));
+        let dlse = if with_lse { number(&given, gpu) } else { 0 };
+        let of_output = (dout.view.data.number(), layout(dout, dtype));
+        let output = (out, ResultGradients { out: of_output, lse: dlse });
         // SAFETY: all memory is alive until the guard has waited for the kernels.
         unsafe {
-            call.forward(&stream, addresses, out, state, scratch)?;
+            call.forward(&stream, addresses, results_at, state, scratch)?;
             // Too little memory is an error. This comes first, because it overwrites gradients.
             let short = Lent { bytes: needed - 1, ..second };
             assert!(call.backward(&stream, addresses, output, state, ([dq, dk, dv], 0), short).is_err());
@@ -58,15 +78,22 @@ fn lent(inputs: &Inputs, attention: &Attention, dtype: DType) -> Result<Vec<Vec<
         let counts = [problem.q, problem.q, problem.k, problem.v].map(count);
         let read =
             |(buffer, count): (&Buffer<u16>, usize)| Ok(gpu.device().clone_dtoh(buffer)?[..count].to_vec());
-        results.iter().zip(counts).map(read).collect()
+        let mut all: Vec<_> = results.iter().zip(counts).map(read).collect::<Result<_>>()?;
+        if with_lse {
+            all.push(halves(&gpu.device().clone_dtoh(&lse)?[..queries * heads]));
+        }
+        Ok(all)
     })
 }
 
-/// Output and gradients computed through candle.
+/// The same, computed through candle.
 fn candles(inputs: &Inputs, attention: &Attention) -> Result<Vec<Vec<u16>>> {
     let [q, k, v, dout] = &inputs.tensors[..] else { unreachable!("four tensors") };
     let (out, vjp) = attention.vjp(q, k, v)?;
-    let [dq, dk, dv] = vjp.apply(dout)?;
+    let (_, queries, heads, _) = q.dims4()?;
+    let with_lse = attention.check_lse().is_ok();
+    let dlse = Tensor::from_vec(dlse(queries * heads), (1, heads, queries), q.device())?;
+    let [dq, dk, dv] = vjp.apply_with_lse(dout, with_lse.then_some(&dlse))?;
     let words = |x: Tensor| -> Result<Vec<u16>> {
         let x = x.flatten_all()?;
         Ok(match x.dtype() {
@@ -74,7 +101,11 @@ fn candles(inputs: &Inputs, attention: &Attention) -> Result<Vec<Vec<u16>>> {
             _ => x.to_vec1::<half::f16>()?.into_iter().map(half::f16::to_bits).collect(),
         })
     };
-    [out, dq, dk, dv].into_iter().map(words).collect()
+    let mut all: Vec<_> = [out, dq, dk, dv].into_iter().map(words).collect::<Result<_>>()?;
+    if with_lse {
+        all.push(halves(&vjp.lse()?.flatten_all()?.to_vec1()?));
+    }
+    Ok(all)
 }
 
 #[test]

@@ -46,12 +46,17 @@ impl Attention {
             let (out, lse) = self.scaled_for(q)?.apply_with_lse(&wide_q, &wide_k, &wide_v)?;
             return Ok((widths.narrow_output(&out)?, lse));
         }
+        self.check_lse()?;
         let op = self.op(q, k, v, true)?;
-        check(&op.scheme)?;
         let of = LogSumExp { saved: op.saved.clone(), shape: op.shape.clone() };
         let out = q.apply_op3(k, v, op)?;
         let lse = out.apply_op1(of)?;
         Ok((out, lse))
+    }
+
+    /// An error for schemes that subtract a mean from the keys.
+    pub(crate) fn check_lse(&self) -> Result<()> {
+        check(&self.scheme)
     }
 }
 
