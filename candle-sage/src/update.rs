@@ -203,11 +203,23 @@ impl Muon {
 
     /// `1 - lr weight_decay`, and the factor of the orthogonal direction of a matrix.
     pub(crate) fn factors(&self, (rows, columns): (usize, usize)) -> [f32; 2] {
+        // The passes before the weights move use the other settings.
+        let Self {
+            lr,
+            weight_decay,
+            scale,
+            momentum: _,
+            nesterov: _,
+            beta2: _,
+            orthogonalization: _,
+            gradient_factor: _,
+            clip: _,
+        } = *self;
         let (rows, columns) = (rows as f64, columns as f64);
-        let scale = match self.scale {
+        let scale = match scale {
             MuonScale::AdamW => 0.2 * rows.max(columns).sqrt(),
             MuonScale::Original => (rows / columns).max(1.0).sqrt(),
         };
-        [(1.0 - self.lr * self.weight_decay) as f32, (self.lr * scale) as f32]
+        [(1.0 - lr * weight_decay) as f32, (lr * scale) as f32]
     }
 }

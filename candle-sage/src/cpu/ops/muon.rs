@@ -15,14 +15,26 @@ pub(crate) fn direction(
     gradient: &[f32],
     direction: &mut [f32],
 ) {
-    let Some(factor) = clipped(settings.gradient_factor, settings.clip, sum_of_squares) else { return };
-    let beta = settings.momentum as f32;
+    // `Muon::orthogonalize`, `Muon::normalize_rows` and `Muon::factors` use the other settings.
+    let Muon {
+        momentum: beta,
+        nesterov,
+        gradient_factor,
+        clip,
+        lr: _,
+        weight_decay: _,
+        beta2: _,
+        orthogonalization: _,
+        scale: _,
+    } = *settings;
+    let Some(factor) = clipped(gradient_factor, clip, sum_of_squares) else { return };
+    let beta = beta as f32;
     let spans = momentum.par_chunks_mut(SPAN).zip(gradient.par_chunks(SPAN));
     spans.zip(direction.par_chunks_mut(SPAN)).for_each(|((m, g), d)| {
         for ((m, g), d) in m.iter_mut().zip(g).zip(d) {
             let g = (1.0 - beta) * (factor * g);
             *m = beta * *m + g;
-            *d = DIRECTION_UNIT * if settings.nesterov { beta * *m + g } else { *m };
+            *d = DIRECTION_UNIT * if nesterov { beta * *m + g } else { *m };
         }
     });
 }
