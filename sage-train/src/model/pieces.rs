@@ -5,7 +5,7 @@ use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::ops::Range;
 
-use super::spec::{EMBEDDING, Kind, ParameterSpec};
+use super::spec::{Kind, ParameterSpec};
 use crate::ranks::Mesh;
 
 /// A parameter starts at a multiple of this many elements (a multiple of 16 bytes in every element type), unless it must
@@ -98,7 +98,7 @@ impl Layout {
         for spec in specs {
             let piece = layout.piece_of(layout.places[&spec.name].1);
             let piece = &mut layout.pieces[piece];
-            piece.first_layer = piece.first_layer.min(first_layer(&spec.name));
+            piece.first_layer = piece.first_layer.min(first_layer(spec));
         }
         for piece in &layout.pieces {
             let of = |spec: &&ParameterSpec| piece.range.contains(&layout.places[&spec.name].1);
@@ -148,12 +148,16 @@ impl Layout {
     }
 }
 
-/// The layer of a parameter. A backward completes the final norm before all layers (`usize::MAX`), and the
-/// embedding after them (`None`).
-fn first_layer(name: &str) -> Option<usize> {
-    match name.strip_prefix("model.layers.") {
-        Some(layer) => layer.split('.').next()?.parse().ok(),
-        None => (name != EMBEDDING).then_some(usize::MAX),
+/// The layer of a parameter. A backward completes the output matrix and the final norm before all layers
+/// (`usize::MAX`), and the embedding after them (`None`).
+fn first_layer(spec: &ParameterSpec) -> Option<usize> {
+    let number = spec.name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next());
+    let layer = number.and_then(|number| number.parse().ok());
+    match spec.kind {
+        Kind::Embedding => None,
+        Kind::Output => Some(usize::MAX),
+        Kind::Norm => layer.or(Some(usize::MAX)),
+        Kind::Matrix | Kind::Heads(_) | Kind::Bias | Kind::Sinks | Kind::Router | Kind::Theta => layer,
     }
 }
 
@@ -172,7 +176,7 @@ pub(crate) fn overlap(a: &Range<usize>, b: &Range<usize>) -> Option<Range<usize>
 
 #[cfg(test)]
 mod tests {
-    use super::super::spec::Start;
+    use super::super::spec::{EMBEDDING, Start};
     use super::*;
     use crate::ranks::Rank;
 
