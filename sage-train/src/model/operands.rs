@@ -73,9 +73,12 @@ impl Operands {
         Ok(Self { precision, scales })
     }
 
-    /// Whether the matmuls are in FP8.
+    /// Whether the matmuls are in FP8, so that the backward of query, key and value is one matmul.
     pub(super) fn in_fp8(&self) -> bool {
-        self.precision.fp8().is_some()
+        match self.precision {
+            LinearPrecision::Compute => false,
+            LinearPrecision::Fp8(..) => true,
+        }
     }
 
     /// The settings of FP8 and the scale of a matrix, with delayed scaling.
