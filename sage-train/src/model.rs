@@ -4,6 +4,7 @@ mod attention;
 mod block;
 mod config;
 mod decode;
+mod flops;
 mod layers;
 mod linear;
 mod llama;

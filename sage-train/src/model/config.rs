@@ -1,4 +1,4 @@
-//! The shape of a Llama, and the counts that follow from it: parameters, FLOPs, memory.
+//! The shape of a Llama, and the numbers of its parameters and bytes. `flops.rs` has its FLOPs.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize};
 
 use super::precision::{LinearPrecision, Place, Scaling};
 use super::rope_scaling::RopeScaling;
-use super::sla2_config::{Sla2Config, Stage};
+use super::sla2_config::Sla2Config;
 use super::spec::{EMBEDDING, Kind, OUTPUT, ParameterSpec, Start};
-use super::windows::{Windows, causal_pairs};
+use super::windows::Windows;
 
 /// The shape of a decoder-only transformer in Llama's style.
 #[derive(Debug, Clone, PartialEq)]
@@ -262,13 +262,6 @@ impl LlamaConfig {
         (self.vocab * self.width) as u64
     }
 
-    /// FLOPs of forward and backward for one token: 6 per parameter of a matmul, and `6 layers heads head_dim context`
-    /// for causal attention, less with windows. With SLA2 the attention term is multiplied by the fraction of pairs
-    /// that SLA2 computes, and the linear tail adds twice `12 layers heads head_dim^2`.
-    pub fn flops_per_token(&self) -> u64 {
-        self.flops(self.sla2.as_ref())
-    }
-
     /// The number of parameters in linear layers, and in linear layers with low-bit matmuls.
     fn linear_parameters(&self) -> [u64; 2] {
         let all: u64 = self
@@ -297,34 +290,10 @@ impl LlamaConfig {
             - saved(self.embedding_parameters(), self.linear_head)
     }
 
-    /// As [`LlamaConfig::flops_per_token`], at a training step (from 0): attention is dense before SLA2's
-    /// sparse stage.
-    pub fn flops_per_token_at(&self, step: u64) -> u64 {
-        self.flops(self.sla2.as_ref().filter(|sla2| sla2.stage(step) == Stage::Sparse))
-    }
-
-    fn flops(&self, sla2: Option<&Sla2Config>) -> u64 {
-        let channels = (self.layers * self.heads * self.head_dim) as f64;
-        let attention = match (&self.scheme, sla2) {
-            (None, _) => 0.0,
-            (_, None) => {
-                let pairs = |layer| causal_pairs(self.context, self.window_of(layer));
-                let all: f64 = (0..self.layers).map(pairs).sum();
-                2.0 * all / self.context as f64 * (self.heads * self.head_dim) as f64
-            }
-            (_, Some(sla2)) => {
-                let tail = if sla2.tail.is_some() { 4.0 * self.head_dim as f64 } else { 0.0 };
-                channels * (self.context as f64 * (1.0 - sla2.sparsity(self.context)) + tail)
-            }
-        };
-        let looked_up = if self.untied { self.embedding_parameters() } else { 0 };
-        6 * (self.parameters() - looked_up + attention as u64)
-    }
-
     /// Estimated peak bytes of activations in a backward, for a batch of sequences and elements of `element`
     /// bytes.
     pub fn activation_bytes(&self, batch: usize, element: u64) -> u64 {
-        // A new part of the model needs its bytes here and its FLOPs in `flops`.
+        // A new part of the model needs its bytes here.
         let Self {
             vocab,
             layers,
