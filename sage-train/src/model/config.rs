@@ -131,6 +131,10 @@ impl LlamaConfig {
         self.linear.check("heads x head-dim", self.heads * self.head_dim)?;
         self.linear.check("key-heads x head-dim", self.key_heads * self.head_dim)?;
         self.linear_head.check("the number of tokens in the vocabulary", self.vocab)?;
+        // A matrix may have other sizes than the sizes above, which have names.
+        for spec in self.parameter_specs().iter().filter(|spec| spec.kind.is_hidden_matrix()) {
+            spec.dims.iter().try_for_each(|&len| self.linear.check(&spec.name, len))?;
+        }
         self.scheme.as_ref().map_or(Ok(()), candle_sage::Scheme::validate)?;
         self.layer_schemes.values().try_for_each(candle_sage::Scheme::validate)?;
         crate::checks::above_zero("init-std", self.init_std)?;
