@@ -36,6 +36,8 @@ const ATTENTION: &str = "attention.json";
 const WEIGHTS: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 const GENERATION: &str = "generation_config.json";
+/// transformers' name of the activation in `candle_sage::ops::swiglu`, the only activation of the models.
+const ACTIVATION: &str = "silu";
 /// Largest size of these JSON files, except the index, in bytes.
 const MOST: u64 = 1 << 20;
 
@@ -315,7 +317,7 @@ fn config_json(config: &LlamaConfig, end_of_text: u32, dtype: DType) -> Result<V
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.key_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": ACTIVATION,
         "max_position_embeddings": config.context,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_base,

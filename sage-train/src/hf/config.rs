@@ -6,7 +6,7 @@ use candle_sage::{Error, ErrorKind, Result};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{CONFIG, MOST, ModelType};
+use super::{ACTIVATION, CONFIG, MOST, ModelType};
 use crate::model::{RopeScaling, WindowPattern, Windows};
 use crate::{during, read_small};
 
@@ -128,6 +128,7 @@ impl HfConfig {
         let scaled = self.scaled().map(|rope| (rope.kind().unwrap_or_default(), rope.llama3()));
         let kinds = self.layer_types.as_deref().unwrap_or_default();
         let other = kinds.iter().find(|kind| !LAYER_TYPES.contains(&kind.as_str()));
+        let activation = format!("hidden_act: {ACTIVATION}");
         let refused = [
             (
                 self.attention_bias || self.mlp_bias,
@@ -146,9 +147,9 @@ impl HfConfig {
                 "a window of at least 1, a type for each layer",
             ),
             (
-                self.hidden_act.as_deref().is_some_and(|act| act != "silu"),
+                self.hidden_act.as_deref().is_some_and(|act| act != ACTIVATION),
                 format!("{:?}", self.hidden_act),
-                "hidden_act: silu",
+                activation.as_str(),
             ),
             (
                 scaled.is_some_and(|(kind, _)| kind != LLAMA3),
