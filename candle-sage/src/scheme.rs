@@ -105,6 +105,39 @@ impl Scheme {
         }
     }
 
+    /// The scheme with unsmoothed operands.
+    ///
+    /// ```
+    /// use candle_sage::{SageBwd, Scheme};
+    ///
+    /// assert!(!Scheme::from(SageBwd::default()).without_smoothing().smooths_keys());
+    /// ```
+    #[must_use]
+    pub fn without_smoothing(self) -> Self {
+        match self {
+            Self::Unquantized => self,
+            Self::SageBwd(settings) => settings.smoothing(Smoothing::None).into(),
+            Self::AttnQat(settings) => settings.smoothing(Smoothing::None).into(),
+        }
+    }
+
+    /// Whether the kernels for GPUs support a [soft cap](crate::Attention::softcap) and [`ALiBi`](crate::Attention::alibi).
+    /// The CPU supports them in every scheme.
+    ///
+    /// ```
+    /// use candle_sage::{Int8Products, SageBwd, Scheme};
+    ///
+    /// assert!(!Scheme::from(SageBwd::default()).supports_softcap_on_gpu());
+    /// assert!(Scheme::from(SageBwd::default().products(Int8Products::SCORES)).supports_softcap_on_gpu());
+    /// ```
+    pub fn supports_softcap_on_gpu(&self) -> bool {
+        match self {
+            Self::Unquantized => true,
+            Self::SageBwd(settings) => settings.products == Int8Products::SCORES,
+            Self::AttnQat(settings) => settings.products == Products::SixteenBit,
+        }
+    }
+
     /// Every setting of the scheme, as its name and its value as text. Schemes with the same name and
     /// settings compute the same results.
     ///
@@ -174,6 +207,24 @@ impl Scheme {
         match self {
             Self::Unquantized | Self::AttnQat(_) => (16, 16),
             Self::SageBwd(settings) => (settings.tile_q, settings.tile_k),
+        }
+    }
+
+    /// The scheme with a [`block_unit`](Scheme::block_unit) of at most `tokens`, for selections with small blocks.
+    ///
+    /// ```
+    /// use candle_sage::{SageBwd, Scheme};
+    ///
+    /// assert_eq!(Scheme::from(SageBwd::default()).for_blocks(32).block_unit(), (32, 32));
+    /// ```
+    #[must_use]
+    pub fn for_blocks(self, tokens: usize) -> Self {
+        match self {
+            Self::Unquantized | Self::AttnQat(_) => self,
+            Self::SageBwd(settings) => {
+                let (tile_q, tile_k) = (settings.tile_q.min(tokens), settings.tile_k.min(tokens));
+                settings.tile_q(tile_q).tile_k(tile_k).into()
+            }
         }
     }
 

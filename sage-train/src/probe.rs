@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
-use candle_sage::{Error, Result, SageBwd, Scheme, Smoothing};
+use candle_sage::{Error, Result, SageBwd, Scheme};
 use rayon::prelude::*;
 
 use crate::config::check_own;
@@ -90,10 +90,8 @@ pub fn low_bit(model: &LlamaConfig, settings: &Settings) -> Scheme {
     if let Some(scheme) = model.scheme.filter(|scheme| *scheme != Scheme::Unquantized) {
         return scheme;
     }
-    match Attn::from(SageBwd::default()).scheme(settings).unwrap_or_default() {
-        Scheme::SageBwd(sage) if model.needs_logits() => sage.smoothing(Smoothing::None).into(),
-        scheme => scheme,
-    }
+    let scheme = Attn::from(SageBwd::default()).scheme(settings).unwrap_or_default();
+    if model.needs_logits() { scheme.without_smoothing() } else { scheme }
 }
 
 /// The dense f64 implementation of a scheme.

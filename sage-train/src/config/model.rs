@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use candle_sage::{Error, Int8Products, Products, Result, Scheme};
+use candle_sage::{Error, Result, Scheme};
 
 use crate::checks::{above_zero, in_range, need};
 use crate::device::Place;
@@ -16,7 +16,8 @@ use crate::settings::{Preset, Settings, Switch};
 pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) -> Result<LlamaConfig> {
     let heads = need(s.model.heads);
     let layers = in_range("layers", need(s.model.layers), 1, 1000)?;
-    let scheme = need(s.attention.attn).scheme(s).map(|scheme| scheme_of_blocks(scheme, sla2.as_ref()));
+    let for_blocks = |scheme: Scheme| sla2.as_ref().map_or(scheme, |sla2| scheme.for_blocks(sla2.block));
+    let scheme = need(s.attention.attn).scheme(s).map(for_blocks);
     let layer_schemes = layer_schemes(s, scheme, sla2.as_ref(), layers)?;
     let linear_compute_layers = match &s.linear.linear_bf16_layers {
         Some(list) if s.linear.precision().is_low() => list.resolve(layers)?,
@@ -132,11 +133,7 @@ pub(super) fn check_logits(model: &LlamaConfig, second: Option<Scheme>, s: &Sett
             .hint("use --attn fpa, or leave them out"));
     }
     let on_gpu = need(s.run.device) == Place::Cuda && model.softcap.is_some();
-    let fits = |scheme: &Scheme| match scheme {
-        Scheme::SageBwd(sage) if on_gpu => sage.products == Int8Products::SCORES,
-        Scheme::AttnQat(qat) if on_gpu => qat.products == Products::SixteenBit,
-        _ => true,
-    };
+    let fits = |scheme: &Scheme| !on_gpu || scheme.supports_softcap_on_gpu();
     let mut schemes = model.layer_schemes.values().copied().chain(model.scheme).chain(second);
     match schemes.find(|scheme| scheme.smooths_keys() || !fits(scheme)) {
         None => Ok(()),
@@ -145,16 +142,6 @@ pub(super) fn check_logits(model: &LlamaConfig, second: Option<Scheme>, s: &Sett
             .allowed("fpa; sagebwd and attn-qat without smoothing; for a soft cap on a GPU sagebwd only with \
                       --products scores")
             .hint("--smoothing none, --products scores; in --attn-layers and --eval-attn sagebwd:smoothing=none:products=scores")),
-    }
-}
-
-/// The scheme for the blocks of SLA2: with small blocks SageBwd uses smaller tiles.
-fn scheme_of_blocks(scheme: Scheme, sla2: Option<&Sla2Config>) -> Scheme {
-    match (scheme, sla2) {
-        (Scheme::SageBwd(sage), Some(sla2)) => {
-            sage.tile_q(sage.tile_q.min(sla2.block)).tile_k(sage.tile_k.min(sla2.block)).into()
-        }
-        (scheme, _) => scheme,
     }
 }
 
