@@ -208,4 +208,13 @@ pub(super) mod tests {
         let grad = |var: &Var| values(grads.get(var).expect("a gradient"));
         [values(&out), grad(&q), grad(&k), grad(&v)]
     }
+
+    /// Every low-bit scheme has a dense implementation.
+    #[test]
+    fn every_low_bit_scheme_can_be_probed() {
+        for scheme in Scheme::all() {
+            let dense = crate::probe::anatomy_of(scheme, false);
+            assert_eq!(dense.is_ok(), scheme != Scheme::Unquantized, "{scheme}");
+        }
+    }
 }
