@@ -207,6 +207,7 @@ mod tests {
     use crate::cuda::compiled::{ARCHITECTURES, NVFP4, RESOURCES};
     use crate::cuda::kernels_of;
     use crate::scheme::{AttnQat, Int8Products, Products, SageBwd, Smoothing};
+    use crate::shape::HEAD_DIM;
 
     /// The variants of [`Visits`] that every scheme has.
     const OF_ALL_SCHEMES: [Visits; 3] = [Visits::Every, Visits::Window, Visits::Listed];
@@ -230,15 +231,20 @@ mod tests {
         all
     }
 
+    /// The widths to which heads of up to `most` channels are padded.
+    fn widths(scheme: &Scheme, most: usize, architecture: Architecture) -> BTreeSet<usize> {
+        let shape = |d| AttentionShape::new((1, 1, 1, d), (1, 1, 1, d), (1, 1, 1, d), false, None);
+        let padded = |d| padded_head_dim(scheme, &shape(d).expect("a shape"), architecture);
+        (*HEAD_DIM.start()..=most).map(padded).collect()
+    }
+
     /// Plans exist for exactly the widths to which shapes are padded.
     #[test]
     fn every_width_of_the_plans_is_used() {
-        let used = |architecture| {
-            let shape = |d| AttentionShape::new((1, 1, 1, d), (1, 1, 1, d), (1, 1, 1, d), false, None);
-            let padded = |d| padded_head_dim(&Scheme::Unquantized, &shape(d).expect("a shape"), architecture);
+        let used = |architecture: Architecture| {
             // 256 channels do not fit the shared memory of small GPUs.
-            let most = if architecture.target().shared_bytes() < 128 * 1024 { 128 } else { 256 };
-            (8..=most).map(padded).collect::<BTreeSet<_>>()
+            let is_small = architecture.target().shared_bytes() < 128 * 1024;
+            widths(&Scheme::Unquantized, if is_small { 128 } else { *HEAD_DIM.end() }, architecture)
         };
         for architecture in ARCHITECTURES.iter().map(|number| Architecture::from_number(*number)) {
             let of_target = PLANS.iter().filter(|plan| plan.targets.contains(&architecture.target()));
@@ -300,12 +306,18 @@ mod tests {
         let all = || TARGETS.iter().flat_map(|(_, _, architectures)| *architectures);
         for (scheme, &number) in schemes().iter().flat_map(|scheme| all().map(move |number| (scheme, number)))
         {
-            for (d, visits) in [64, 128].into_iter().flat_map(|d| OF_ALL_SCHEMES.map(|visits| (d, visits))) {
-                let [forward, backward] = plans(scheme, d, number, visits);
-                if visits == Visits::Listed {
-                    assert_eq!(forward.rows, SELECTION_BLOCK, "{number}: {forward:?}");
-                    assert!(SELECTION_BLOCK.is_multiple_of(backward.rows), "{number}: {backward:?}");
+            let architecture = Architecture::from_number(number);
+            for d in widths(scheme, 128, architecture) {
+                for visits in OF_ALL_SCHEMES {
+                    let [forward, backward] = plans(scheme, d, number, visits);
+                    if visits == Visits::Listed {
+                        assert_eq!(forward.rows, SELECTION_BLOCK, "{number}: {forward:?}");
+                        assert!(SELECTION_BLOCK.is_multiple_of(backward.rows), "{number}: {backward:?}");
+                    }
                 }
+                let has = |kernel| Plan::of(kernel, (d, d), architecture, Visits::ScoreMod).is_ok();
+                let both = kernels_of(scheme).into_iter().all(has);
+                assert_eq!(both, scheme.supports_softcap_on_gpu(), "{number}: {scheme} {d}");
             }
         }
     }
