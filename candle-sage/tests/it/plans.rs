@@ -51,3 +51,16 @@ fn architectures_are_those_of_the_targets() {
     );
     assert!(build::architectures("SAGE_TARGET(A, 98, sm_86)").is_err());
 }
+
+/// The bits of each width that the kernels pad heads to are recorded.
+#[test]
+fn the_bits_of_every_width_are_recorded() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../kernels/include/sage/params/plans.def");
+    let table = std::fs::read_to_string(path).expect("the table of plans");
+    let rows: Vec<_> = table.lines().filter_map(|line| line.strip_prefix("SAGE_PLAN(")).collect();
+    assert!(rows.len() > 50, "{} plans", rows.len());
+    for row in rows {
+        let width = row.split(',').nth(1).expect("a width").trim();
+        assert!(include_str!("bits/sm_90.txt").contains(&format!(" d{width} ")), "{row}");
+    }
+}
