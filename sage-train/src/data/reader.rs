@@ -39,13 +39,17 @@ const EXTENSIONS: [(&str, Kind); 7] = [
     ("parquet", Kind::Parquet),
 ];
 
+/// The extensions of compressed files, which follow another extension.
+const PACKED: [(&str, Packed); 2] = [("gz", Packed::Gzip), ("zst", Packed::Zstd)];
+
 /// The extensions of the files that can be read, as text.
 pub fn extensions() -> String {
     let names = |packed: bool| {
         let all = EXTENSIONS.iter().filter(|(_, kind)| kind.can_be_packed() == packed);
         all.map(|(name, _)| format!(".{name}")).collect::<Vec<_>>().join(", ")
     };
-    format!("{} (each also .gz, .zst), {}", names(true), names(false))
+    let packed = PACKED.map(|(name, _)| format!(".{name}")).join(", ");
+    format!("{} (each also {packed}), {}", names(true), names(false))
 }
 
 /// The longest JSON line, in bytes.
@@ -115,11 +119,11 @@ enum Packed {
 fn kind(path: &Path) -> Option<(Kind, Packed)> {
     // The extension is ASCII, even if the rest of the name is not.
     let name = path.file_name()?.to_string_lossy().to_ascii_lowercase();
-    let (name, packed) = match name.rsplit_once('.') {
-        Some((name, "gz")) => (name, Packed::Gzip),
-        Some((name, "zst")) => (name, Packed::Zstd),
-        _ => (name.as_str(), Packed::Plain),
-    };
+    let packed = PACKED.into_iter().find_map(|(end, packed)| {
+        let name = name.strip_suffix(end)?.strip_suffix('.')?;
+        Some((name, packed))
+    });
+    let (name, packed) = packed.unwrap_or((name.as_str(), Packed::Plain));
     let extension = name.rsplit_once('.')?.1;
     let (_, kind) = EXTENSIONS.iter().find(|(known, _)| *known == extension)?;
     (packed == Packed::Plain || kind.can_be_packed()).then_some((*kind, packed))

@@ -183,9 +183,10 @@ fn messages_of_ranks() {
 }
 
 #[test]
-fn text_json_lines_and_parquet() {
+fn every_extension_of_data() {
     let scratch = Scratch::new();
     let lines = json_lines(20_000);
+    let rows: String = (0..200).map(|n| format!("{n},\"one, \"\"two\"\"\nand {n}\"\n")).collect();
     let gzip = |bytes: &[u8]| {
         let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
         std::io::Write::write_all(&mut encoder, bytes).expect("gzip");
@@ -194,11 +195,20 @@ fn text_json_lines_and_parquet() {
     let files = [
         ("a.txt", lines.clone().into_bytes()),
         ("a.txt.gz", gzip(lines.as_bytes())),
+        ("a.md", lines.clone().into_bytes()),
         ("a.jsonl", lines.clone().into_bytes()),
+        ("a.ndjson", lines.clone().into_bytes()),
+        ("a.json", lines.clone().into_bytes()),
         ("a.jsonl.gz", gzip(lines.as_bytes())),
         ("a.jsonl.zst", zstd::encode_all(lines.as_bytes(), 3).expect("zstd")),
+        ("a.csv", format!("id,text\n{rows}").into_bytes()),
         ("a.parquet", parquet(&lines)),
     ];
+    let tried: Vec<_> = files.iter().flat_map(|(name, _)| name.split('.')).collect();
+    for extension in reader::extensions().split(|c: char| !c.is_alphanumeric() && c != '.') {
+        let Some(extension) = extension.strip_prefix('.') else { continue };
+        assert!(tried.contains(&extension), "no damaged .{extension} is read");
+    }
     for (name, bytes) in files {
         let path = scratch.file(name, bytes);
         // Decoders allocate windows and pages of the size in the header: zstd up to 128 MiB, parquet up to 2 GiB for a
@@ -348,13 +358,10 @@ fn tokenizers() {
     try_all("t.json", &scratch.path().join("t.json"), LIMIT, &use_it);
 }
 
-/// A column of CSV, and the settings of a sweep.
+/// The settings of a sweep.
 #[test]
-fn rows_and_sweeps() {
+fn sweeps() {
     let scratch = Scratch::new();
-    let rows: String = (0..200).map(|n| format!("{n},\"one, \"\"two\"\"\nand {n}\"\n")).collect();
-    let csv = scratch.file("a.csv", format!("id,text\n{rows}"));
-    try_all("a.csv", &csv, LIMIT, &|path| reader::read(path, "text", &mut |_| Ok(())).is_ok());
     let sweep = scratch.file(
         "s.toml",
         "about = \"a\"\n[settings]\nsteps = 3\n[grid]\nattn = [\"fpa\", \"sagebwd\"]\nseed = [1, 2]\n",
