@@ -257,9 +257,9 @@ pub(super) enum Compared {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use clap::ValueEnum;
 
-    const FORMATS: [Format; 3] = [Format::LlmcU16, Format::LlmcU32, Format::NanoGpt];
+    use super::*;
 
     fn shard(folder: &Path, format: Format) -> PathBuf {
         let path = folder.join(format!("{format}.bin"));
@@ -308,7 +308,7 @@ mod tests {
     #[test]
     fn every_format_reads_what_it_wrote() -> Result<()> {
         let folder = tempfile::tempdir().expect("a folder");
-        for format in FORMATS {
+        for &format in Format::value_variants() {
             let path = shard(folder.path(), format);
             let shard = Shard::open(&path)?;
             assert_eq!(shard.len(), 510);
@@ -360,7 +360,7 @@ mod tests {
         std::fs::write(Sidecar::path(&path), serde_json::to_vec(&sidecar).expect("json")).expect("a file");
         assert!(Sidecar::read(&path).is_err(), "a document of nothing continues");
         std::fs::remove_file(&path).expect("gone");
-        for format in FORMATS {
+        for &format in Format::value_variants() {
             let path = shard(folder.path(), format);
             let whole = std::fs::read(&path).expect("a file");
             for bytes in [&whole[..whole.len() - 1], &whole[..whole.len() - 4], &whole[..10], &[]] {

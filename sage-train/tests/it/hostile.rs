@@ -7,6 +7,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
 
+use clap::ValueEnum;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use sage_train::checkpoint::{self, FoundCheckpoint};
@@ -128,7 +129,7 @@ const LIMIT: usize = 16 << 20;
 #[test]
 fn shards_and_their_sidecars() {
     let scratch = Scratch::new();
-    for format in [Format::LlmcU16, Format::LlmcU32, Format::NanoGpt] {
+    for &format in Format::value_variants() {
         let path = scratch.path().join(format!("{format}.bin"));
         let mut writer = ShardWriter::create(&path, format, "t", 300).expect("a shard");
         for _ in 0..20 {

@@ -52,7 +52,10 @@ impl Format {
 
     /// Bytes of a token.
     pub(super) fn width(self) -> u64 {
-        if self == Self::LlmcU32 { 4 } else { 2 }
+        match self {
+            Self::LlmcU16 | Self::NanoGpt => 2,
+            Self::LlmcU32 => 4,
+        }
     }
 
     /// Magic number and version; `None` for the format without a header.
@@ -72,10 +75,8 @@ impl Format {
     /// nanoGPT's format.
     pub(super) fn of(start: &[u8]) -> Self {
         let magic = start.first_chunk().map(|&bytes| i32::from_le_bytes(bytes));
-        [Self::LlmcU16, Self::LlmcU32]
-            .into_iter()
-            .find(|format| format.magic().map(|(number, _)| number) == magic)
-            .unwrap_or(Self::NanoGpt)
+        let mut all = Self::value_variants().iter().copied();
+        all.find(|format| format.magic().map(|(number, _)| number) == magic).unwrap_or(Self::NanoGpt)
     }
 
     /// Appends the bytes of tokens, which must fit the format.
