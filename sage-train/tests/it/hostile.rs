@@ -164,10 +164,15 @@ fn messages_of_ranks() {
         r#"{"over":{"why":"no room","code":75}}"#.to_owned(),
         r#""bye""#.to_owned(),
     ];
-    let bytes: Vec<u8> = messages
-        .iter()
-        .flat_map(|text| (text.len() as u32).to_le_bytes().into_iter().chain(text.bytes()))
-        .collect();
+    let framed = |text: &str| [&(text.len() as u32).to_le_bytes()[..], text.as_bytes()].concat();
+    // The error for an unknown kind lists every kind.
+    let error = first_message(&framed("\"x\"")).expect_err("an unknown kind").to_string();
+    let kinds: Vec<_> = error.split('`').skip(3).step_by(2).collect();
+    assert!(kinds.len() == messages.len(), "{error}");
+    for kind in kinds {
+        assert!(messages.iter().any(|text| text.contains(&format!("\"{kind}\""))), "no message is `{kind}`");
+    }
+    let bytes: Vec<u8> = messages.iter().flat_map(|text| framed(text)).collect();
     let path = scratch.path().join("messages");
     std::fs::write(&path, bytes).expect("a file");
     let read = |path: &Path| {
