@@ -18,6 +18,7 @@ mod cuda_muon;
 mod cuda_ops;
 #[cfg(feature = "cuda")]
 mod cuda_sla2;
+mod emulated;
 mod fingerprint;
 mod fp8;
 mod imports;
