@@ -218,7 +218,7 @@ int main() {
       if (!run_case || (c.is_modified() && !row.has_score_mod) || (c.sinks && row.smooths)) continue;
       Errors e = run_case(c);
       // With one key the exact dS is zero, and the computed dS is only rounding errors: there is nothing to compare.
-      bool one = c.keys == 1, good = e.lse_good && e.out < row.out && (one || (e.dq <= row.grads && e.dk <= row.grads)) && e.dv <= row.grads;
+      bool one = c.keys == 1, good = e.lse_good && e.means_good && e.out < row.out && (one || (e.dq <= row.grads && e.dk <= row.grads)) && e.dv <= row.grads;
       printf("%-24s %7d %5d %9d   %.5f", row.name, c.queries, c.keys, c.head_dim, e.out);
       for (double error : {one ? NAN : e.dq, one ? NAN : e.dk, e.dv})
         if (row.grads > 0 && error == error) printf("   %.5f", error);

@@ -112,7 +112,7 @@ inline std::vector<double> row_gradients(const Definition& x, const std::vector<
 // Relative L2 errors, each the largest of all heads.
 struct Errors {
   double out = 0, dq = 0, dk = 0, dv = 0;
-  bool lse_good = true;
+  bool lse_good = true, means_good = true;
 };
 struct Error {
   double wrong = 0, right = 0;

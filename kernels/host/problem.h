@@ -64,6 +64,24 @@ struct Segments {
   int batch(int i) const { return packed ? 0 : i; }
 };
 
+// The kernels' parameters, field by field: these functions do not compile with a new field, so that `Problem::compare`
+// compares a new output, or a comment here says why it does not.
+inline void fields(const params::Codes& p) {
+  // k_mean is compared. The other outputs are compared through the results of the attention kernels.
+  [[maybe_unused]] const auto& [q, k, v_transposed, q_dequant_scale, k_dequant_scale, v_dequant_scale, q_mean, k_mean, k_tile_sums] = p;
+}
+inline void fields(const params::Forward& p) {
+  // out and minus_lse2 are compared. Kernels that do not run here write scheduler_counter, high_precision_out and row_sums.
+  [[maybe_unused]] const auto& [q, k, v, out, minus_lse2, scheduler_counter, codes, shape, high_precision_out, row_sums, sinks, p_lift, p_literal,
+                                lists, score_mod, key_sample, smooth_values, q_map, k_map, v_map] = p;
+}
+inline void fields(const params::Backward& p) {
+  // dk, dv and dq_accum are compared, and through them minus_delta and the operands of dO. A kernel that does not run here
+  // writes dq; dq_semaphore is only for deterministic results.
+  [[maybe_unused]] const auto& [q, k, v, out, dout, dq, dk, dv, minus_lse2, minus_delta, dq_accum, q_transposed, dout_transposed, dout_dequant_scale,
+                                dq_semaphore, codes, shape, group, dout_group, dq_parts, row_sums, lists, score_mod, cuts, q_map, dout_map] = p;
+}
+
 // A case for the kernels: its tensors, buffers and parameters.
 template <class T, int D, Numerics NUMERICS>
 struct Problem {
@@ -234,8 +252,24 @@ struct Problem {
     return dq_accum[tile * 64 * D + attention::DqLayout<D>(1).number(strip, n) * 128 + lane * 4 + row % 16 / 8 * 2 + channel % 2] * p.shape.softmax_scale;
   }
 
+  // Compares the kernels' means of K and V with means in doubles. A mean is a sum of up to 75 numbers in f32 (64 of a tile,
+  // and 11 tiles), so its error is at most 75 x 2^-24 times the mean |x|: 7e-6 for V, whose mean |x| is 1.6.
+  bool means_are_right(int i, int key_head) const {
+    const params::Segment& s = segments.all[i];
+    bool right = true;
+    for (int of_v = 0; of_v <= p.smooth_values; ++of_v)
+      for (int channel = 0; channel < c.head_dim; ++channel) {
+        double sum = 0;
+        for (int j = 0; j < s.key_len; ++j) sum += (of_v ? v : k).at(segments.batch(i), s.key_start + j, key_head, channel);
+        size_t at = size_t(of_v * c.key_heads + key_head) * segments.count() + i;
+        right &= fabs(p.codes.k_mean[at * D + channel] - sum / max(s.key_len, 1)) < 1e-5;
+      }
+    return right;
+  }
+
   // Compares the results of a segment and key head with the definition.
   void compare(int i, int key_head, Errors& errors) const {
+    if (p.codes.k_mean && !NVFP4) errors.means_good &= means_are_right(i, key_head);
     const params::Segment& s = segments.all[i];
     int batch = segments.batch(i), group = c.query_heads / c.key_heads;
     double scale = p.shape.softmax_scale;
