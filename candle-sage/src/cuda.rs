@@ -53,7 +53,7 @@ use std::fmt::Debug;
 
 use address::{Address, address, address_if_any};
 use buffer::Buffer;
-use call::{Call, Problem};
+use call::{Call, Geometry, Problem};
 use candle_core::Result;
 use compiled::constants::attn_bwd::FINISH_THREADS;
 use compiled::kernel;

@@ -71,10 +71,10 @@ impl Selection {
             return Err(Error::new("the block of queries does not exist")
                 .got(format!("segment {segment}, key head {key_head}, block {block}"))
                 .allowed(format!(
-                    "{} segments, {} key heads, {} blocks in all",
+                    "{} segments, {} key heads, and in a segment as many blocks as its queries need: {:?}",
                     self.blocks.segments.len(),
                     self.blocks.key_heads,
-                    self.blocks.rows()
+                    (0..self.blocks.segments.len()).map(|n| self.blocks.query_blocks(n)).collect::<Vec<_>>()
                 ))
                 .hint("blocks are numbered within their segment")
                 .into());

@@ -12,7 +12,7 @@ from ._ops import _error
 
 
 class SLA2(nn.Module):
-    """Attention to selected blocks of keys, mixed with linear attention (the tail) over the other blocks.
+    """Attention to selected blocks of keys, mixed with linear attention (the tail).
 
     For a query `i` of a block of 128 queries `I`, where `S(I)` are the selected blocks of 128 keys:
 

@@ -288,7 +288,8 @@ impl Words {
         }
     }
 
-    /// Reports the start of a step, from 1. In a stall the other ranks wait for the ranks at the earliest step.
+    /// Reports the start of a step; the first is 1. If training stalls, the ranks at the earliest step are those for
+    /// which the other ranks wait.
     pub fn step(&self, step: u64, what: &str) {
         if let Some(meeting) = &self.meeting {
             meeting.step(step, what);

@@ -4,7 +4,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Layout, Result, Storage, StorageRef, Tensor};
 
 use super::address::{Address, address, address_at, first_index};
-use super::call::{Geometry, Problem, Selected};
+use super::call::{Problem, Selected};
 use super::candle::strided;
 use super::floats::start;
 use super::kernels::Gpu;

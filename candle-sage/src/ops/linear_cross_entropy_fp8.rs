@@ -20,8 +20,8 @@ const NAME: &str = "linear-cross-entropy-fp8";
 /// [`linear_cross_entropy_into`](super::linear_cross_entropy_into) with all three matmuls in FP8:
 ///
 /// ```text
-/// logits  = hidden^ weight^T^                               ^: in FP8
-/// dhidden = dlogits^ weight^,  dweight += dlogits^T^ hidden^
+/// logits  = q(hidden) q(weight)^T                                  q: rounded to FP8
+/// dhidden = q(dlogits) q(weight),  dweight += q(dlogits)^T q(hidden)
 /// ```
 ///
 /// `hidden` is (rows, width), `weight` (classes, width), each with both copies; logits and the returned gradient of

@@ -100,7 +100,7 @@ impl Sla2Cache {
         *self = Self { keys_values, ..Self::new(1) };
     }
 
-    /// The last `count` of the recent queries and `q`. A copy, so that it does not keep all of `q` alive.
+    /// The last `count` queries of `recent` followed by `q`. A copy, because a view would keep all of `q` alive.
     fn last_queries(&self, q: &Tensor, count: usize) -> Result<Tensor> {
         let all = match &self.recent {
             Some(recent) => Tensor::cat(&[recent, q], SEQUENCE)?,

@@ -99,7 +99,7 @@ pub(super) struct Probe {
     /// Sum in a fixed order on a GPU; otherwise the varying order adds noise to the error
     #[arg(long, value_enum, requires = "gradient")]
     deterministic: Option<Switch>,
-    /// Also plot the error over the number of tokens as SVG; `report RUN` has the plot too
+    /// With --gradient: also plot the error against the number of tokens that a gradient averages over, as SVG; `report RUN` has the plot too
     #[arg(long, value_name = "FILE", requires = "gradient")]
     svg: Option<PathBuf>,
     /// Probe random tensors instead of a model's, with queries and keys of these standard deviations, such as

@@ -38,7 +38,7 @@ pub(super) struct Reporting {
     /// margin
     #[arg(long, value_name = "PERCENT", default_value_t = ReportOptions::default().margin)]
     margin: f64,
-    /// Also compare the tokens until the validation loss reaches this value
+    /// Also compare how many tokens each run needs to reach this validation loss
     #[arg(long, value_name = "LOSS")]
     milestone: Option<f64>,
     /// Also write every chart as an SVG file into this folder

@@ -62,8 +62,8 @@ impl Sources {
             return Tokenizer::load_with(path, end);
         }
         if let Some(end) = end {
-            return Err(Error::new("a trained tokenizer already has an end-of-text token")
-                .got(format!("--end-of-text {end} without a tokenizer"))
+            return Err(Error::new("the tokenizer that this run trains already has an end-of-text token")
+                .got(format!("--end-of-text {end} without --tokenizer"))
                 .allowed("--end-of-text with --tokenizer, or with shards")
                 .hint("leave it out, or name the tokenizer"));
         }

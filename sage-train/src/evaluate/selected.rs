@@ -7,8 +7,8 @@ use crate::data::{Batches, Cut, Mixture};
 use crate::model::{Input, Llama, Selected};
 use crate::on_device;
 
-/// Measures the blocks that a model with SLA2 selects in the first sequence of the data. The sequence is the same in
-/// every validation, and the training stage has no effect. `None` for other models.
+/// Measures the blocks that a model with SLA2 selects in the first sequence of the data, which is the same in every
+/// validation. Blocks are selected also while the model still trains with dense attention. `None` for other models.
 ///
 /// # Errors
 /// When the data cannot be read, or the device fails.

@@ -164,8 +164,8 @@ impl Parameters {
             let make = || -> Result<Held> {
                 let rows = state.len() / own.len();
                 let state = Tensor::from_vec(state, (rows, own.len()), device)?;
-                // If one rank holds the whole piece in the model's compute type, the model reads those
-                // weights, without a copy.
+                // If this rank owns the whole piece and the model computes in f32, the model reads the
+                // optimizer's weights, without a copy.
                 let values = match own.len() == len && dtype == DType::F32 {
                     true => state.get(0)?,
                     false => Tensor::from_vec(whole, len, device)?.to_dtype(dtype)?,

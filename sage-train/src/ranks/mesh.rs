@@ -106,11 +106,24 @@ impl Mesh {
         let place = words.share("node", &format!("{} of {}", local.index, local.of));
         for (index, place) in place.iter().enumerate() {
             let expected = format!("{} of {}", index % local.of, local.of);
-            if *place != expected || !rank.of.is_multiple_of(local.of) {
-                return Err(Error::new("the ranks are not distributed evenly among the nodes")
-                    .got(format!("rank {index} of {} is {place} on its node", rank.of))
-                    .allowed(format!("{expected}, because the node of rank {} has {} ranks", rank.index, local.of))
-                    .hint("all nodes need the same number of ranks, numbered consecutively: srun --ntasks-per-node, --distribution=block"));
+            let uneven = |got, allowed| {
+                Err(Error::new("the ranks are not distributed evenly among the nodes")
+                    .got(got)
+                    .allowed(allowed)
+                    .hint("all nodes need the same number of ranks, numbered consecutively: srun --ntasks-per-node, --distribution=block"))
+            };
+            if *place != expected {
+                let because = format!("the node of rank {} has {} ranks", rank.index, local.of);
+                return uneven(
+                    format!("rank {index} of {} is {place} on its node", rank.of),
+                    format!("{expected}, because {because}"),
+                );
+            }
+            if !rank.of.is_multiple_of(local.of) {
+                return uneven(
+                    format!("{} ranks, {} on this node", rank.of, local.of),
+                    format!("a multiple of {} ranks", local.of),
+                );
             }
         }
         if !local.of.is_multiple_of(context) {

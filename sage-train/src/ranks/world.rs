@@ -68,11 +68,13 @@ impl World {
                 .allowed(format!("1 to {MOST}"))
                 .hint("is a variable of another launcher left in the environment?"));
         }
-        for (rank, what) in [(world.rank, "rank"), (world.local, "local rank")] {
+        for (rank, what, of) in
+            [(world.rank, "rank", "ranks"), (world.local, "local rank", "ranks on the node")]
+        {
             if rank.index >= rank.of {
-                return Err(Error::new(format!("the {what} is not below the number of ranks"))
+                return Err(Error::new(format!("the {what} is not below the number of {of}"))
                     .got(format!("{what} {} of {} by {}", rank.index, rank.of, world.launcher))
-                    .allowed("0 to one less than the number of ranks")
+                    .allowed(format!("0 to one less than the number of {of}"))
                     .hint("is a variable of another launcher left in the environment?"));
             }
         }

@@ -41,8 +41,8 @@ pub struct AttentionSettings {
     /// and backward), forward (S and O in the forward), or a list such as forward,s,dv [default: paper]
     #[arg(long)]
     pub products: Option<Text<Int8Products>>,
-    /// SageBwd: granularity of the scales of P and dS: a scale for each row or column that a matmul sums over
-    /// (vector), for N of them (group-N), or for a tile [default: vector]
+    /// SageBwd: granularity of the scales of P and dS. vector: one scale for each row or column along which a matmul
+    /// sums; group-N: one for N such vectors; tile: one for a whole tile [default: vector]
     #[arg(long)]
     pub granularity: Option<Text<Granularity>>,
     /// Attn-QAT: axis along which 16 values of V share a scale: tokens, head-dim [default: tokens]

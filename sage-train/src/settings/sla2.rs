@@ -281,8 +281,8 @@ pub(super) fn resolve(
             .got(format!("context {context} with blocks of {block}: one past block and the diagonal are the whole \
                           context"))
             .allowed(format!("a context of more than {} tokens", 2 * block))
-            .hint("a longer --context, or on the CPU a smaller --sla2-block; --sla2-blocks 1 trains without skipping \
-                   any block"));
+            .hint("a longer --context, or on the CPU smaller blocks (--sla2-block); to train without skipping blocks: \
+                   --sla2-blocks 1, which selects one past block for each block of queries"));
     }
     check_nearest(&config)?;
     Ok(config)

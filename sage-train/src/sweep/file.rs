@@ -137,7 +137,7 @@ impl Spec {
             runs.iter().any(|run| Table::try_from(run).is_ok_and(|run| !run.contains_key(key.as_str())))
         };
         let Some(key) = self.needs.iter().find(lacks) else { return Ok(()) };
-        Err(Error::new("the sweep needs a setting that its file cannot contain")
+        Err(Error::new("the sweep needs settings from the command line")
             .got(format!("no --{key}"))
             .allowed(self.needs.iter().map(|key| format!("--{key}")).collect::<Vec<_>>().join(", "))
             .hint(self.needs_hint.as_deref().unwrap_or("--print shows the file and its purpose")))

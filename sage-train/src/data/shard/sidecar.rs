@@ -57,11 +57,17 @@ impl Sidecar {
         let sidecar: Self =
             serde_json::from_slice(&text).map_err(during(failed())).map_err(|error| error.hint(hint))?;
         let sum = sidecar.document_tokens.iter().try_fold(0u64, |sum, &n| sum.checked_add(n));
-        if sum != Some(sidecar.tokens) || sidecar.continues && sidecar.document_tokens.is_empty() {
-            return Err(Error::new(failed())
-                .got(format!("documents of {sum:?} tokens, {} tokens in all", sidecar.tokens))
-                .allowed("documents that add up")
-                .hint(hint));
+        let wrong = |got: String, allowed| Err(Error::new(failed()).got(got).allowed(allowed).hint(hint));
+        if sum != Some(sidecar.tokens) {
+            let sum = sum.map_or_else(|| "too many".into(), |sum| sum.to_string());
+            let got = format!("{} tokens, and documents with {sum} tokens together", sidecar.tokens);
+            return wrong(got, "document lengths whose sum is the number of tokens");
+        }
+        if sidecar.continues && sidecar.document_tokens.is_empty() {
+            return wrong(
+                "a document that continues, and no documents".into(),
+                "a document that continues the previous shard's last",
+            );
         }
         Ok(Some(sidecar))
     }
