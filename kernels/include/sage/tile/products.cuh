@@ -52,8 +52,8 @@ __device__ __forceinline__ void read_rows(uint32_t (&a)[STEPS][4], uint32_t rows
   for (int step = 0; step < STEPS; ++step) reader.load(a[step], 0, step);
 }
 
-// Issues out += X B: 64 rows of X, in registers or, given a descriptor, in shared memory, and the first 16 STEPS rows
-// of B, in panels of PANEL_ROWS rows. The caller waits for completion (wgmma_wait).
+// Issues out += X B. X has 64 rows, in registers, or in shared memory if a descriptor is passed. B is the first
+// 16 * STEPS rows of a matrix in panels of PANEL_ROWS rows. The caller waits for completion (wgmma_wait).
 template <class T, int D, int STEPS = 4, int PANEL_ROWS = 16 * STEPS, class X>
 __device__ __forceinline__ void add_product(float (&out)[D / 8][4], const X& x, uint32_t b) {
   ptx::fence_operand(out);

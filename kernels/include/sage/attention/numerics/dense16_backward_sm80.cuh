@@ -85,12 +85,13 @@ struct Dense16BackwardSm80 {
     S::multiply(s, shared + warp * 16 * ROW, q_rows, shared + K_CODES_AT, q_rows + Q_CODES_AT, warp, lane);
     Scores dp;
     multiply_dp<T, D>(dp, shared + K_BYTES + warp * 16 * ROW, dout_rows, minus_lse2 + TILE, lane);
-    float scale = S::factor(p, block, tile, warp / 4);
+    float scale = S::factor(p, block, tile, warp / 4), offset = 0.0f;
     Mod score_mod(p, tile.head);
-    score_mod.apply(s, scale, block.segment, tile.tile * TILE, block.first_key + warp * 16, lane);
+    score_mod.apply(s, scale, offset, block.segment, tile.tile * TILE, block.first_key + warp * 16, lane);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       float2 l = *reinterpret_cast<const float2*>(minus_lse2 + n * 8 + 2 * (lane & 3));
+      if constexpr (Mod::MODIFIES) l.x += offset, l.y += offset;
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[n][e] = ptx::exp2(fmaf(s[n][e], scale, e & 1 ? l.y : l.x));
     }

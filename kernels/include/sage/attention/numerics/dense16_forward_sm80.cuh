@@ -137,25 +137,25 @@ struct Dense16ForwardSm80 {
   __device__ __forceinline__ void attend(int tile, int, Logits& s, RowSoftmax& softmax, const Segment& segment,
                                          int warp_first) {
     int lane = ptx::opaque(threadIdx.x) % 32;
-    float scale = factor_of(tile);
-    score_mod.apply(s, scale, segment, first + warp * 16 * M, tile * TILE, lane);
+    float scale = factor_of(tile), offset[2 * M] = {};
+    score_mod.apply(s, scale, offset, segment, first + warp * 16 * M, tile * TILE, 0, lane);
     if constexpr (HIDDEN != NO_KEYS) mask(s, Sight<HIDDEN>(segment, p), warp_first, tile * TILE, lane, -CUDART_INF_F);
 
     float row_max[2 * M], group_max[2 * M];
-    P::maxima(row_max, group_max, s);
+    P::maxima(row_max, group_max, s, [&](float x) { return score_mod.add_of_lane(x, scale); });
 #pragma unroll
-    for (int r = 0; r < 2 * M; ++r) row_max[r] = P::reference(p, row_max[r] * scale);
+    for (int r = 0; r < 2 * M; ++r) row_max[r] = P::reference(p, Mod::MODIFIES ? fmaf(row_max[r], scale, offset[r]) : row_max[r] * scale);
     softmax.follow(row_max);
     typename P::template RowScales<T> scales[2 * M];
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
-      float shift = softmax.shift(r);
-      float sum = 0.0f;
+      float shift = softmax.shift(r), of_lane = shift, sum = 0.0f;
+      if constexpr (Mod::MODIFIES) shift -= offset[r], of_lane = shift - score_mod.of_lane;
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         float* x = &s[r >> 1][n][2 * (r & 1)];
-        x[0] = ptx::exp2(fmaf(x[0], scale, -shift));
-        x[1] = ptx::exp2(fmaf(x[1], scale, -shift));
+        x[0] = ptx::exp2(fmaf(x[0], scale, -of_lane));
+        x[1] = ptx::exp2(fmaf(x[1], scale, -of_lane));
         sum += x[0] + x[1];
       }
       softmax.state(RowSoftmax::State::SUM, r) += sum;

@@ -19,7 +19,9 @@ struct Dense16ForwardSm90 {
   // Slots for the queries of two items; above 192 channels only INT8 queries fit twice.
   static constexpr int QUERY_SLOTS = D > 192 && !CODES ? 1 : 2;
   static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = CODES ? 2 : 1;  // with INT8 scores one more for the scales of K
-  static constexpr bool VALUES_FIRST = false, MASKS_APART = true, SMOOTHS_VALUES = OUTPUTS == 2;  // Attn-QAT has two outputs
+  static constexpr bool VALUES_FIRST = false, SMOOTHS_VALUES = OUTPUTS == 2;  // Attn-QAT has two outputs
+  // In kernels for windows that change logits too, because most of their calls have no window.
+  static constexpr bool masks_apart(Hidden hidden) { return hidden != OUTER_KEYS || Mod::MODIFIES; }
   // Shared memory: slots of Q; stages, each of K or of V; with INT8 scores the scales of each stage's tiles.
   static constexpr int TILE_BYTES = TILE * D * 2, VALUES_TILE_BYTES = TILE * V * 2, Q_TILE_BYTES = CODES ? TILE * D : TILE_BYTES;
   static_assert(V <= D, "a stage has the size of a step's keys");
@@ -185,13 +187,13 @@ struct Dense16ForwardSm90 {
     template <Hidden HIDDEN, int PENDING>
     __device__ __forceinline__ void online_softmax(int step, int, const Segment& segment, int first) {
       int lane = threadIdx.x % 32;
-      float scale = of.p.shape.softmax_scale * ptx::LOG2_E;
+      float scale = of.p.shape.softmax_scale * ptx::LOG2_E, offset[2] = {};
       if constexpr (Mod::MODIFIES) {
         float changed = scale;
 #pragma unroll
         for (int t = 0; t < TILES; ++t) {
           float& by = CODES ? factor[t] : changed = scale;
-          score_mod.apply(reinterpret_cast<float(&)[1][8][4]>(s[t]), by, segment, first + threadIdx.x / 32 % 4 * 16, (step * TILES + t) * TILE, lane);
+          score_mod.apply(reinterpret_cast<float(&)[1][8][4]>(s[t]), by, offset, segment, first + threadIdx.x / 32 % 4 * 16, step * TILES * TILE, t * TILE, lane);
         }
         scale = changed;
       }
@@ -204,17 +206,24 @@ struct Dense16ForwardSm90 {
                -CUDART_INF_F);
       }
       float row_max[2], largest[2];  // maxima of a row; and, if P is quantized, of a group of 16 of its keys
+      auto of_lane = [&](float x) { return score_mod.add_of_lane(x, scale); };
       if constexpr (CODES) find_maxima(row_max);
-      else if constexpr (TILES == 1) P::maxima(row_max, largest, s);
-      else P::maxima(row_max, largest, columns());
+      else if constexpr (TILES == 1) P::maxima(row_max, largest, s, of_lane);
+      else P::maxima(row_max, largest, columns(), of_lane);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) row_max[r] = P::reference(of.p, CODES ? row_max[r] : row_max[r] * scale);
+      for (int r = 0; r < 2; ++r) {
+        if constexpr (!CODES) row_max[r] *= scale;
+        if constexpr (Mod::MODIFIES) row_max[r] += offset[r];
+        row_max[r] = P::reference(of.p, row_max[r]);
+      }
       behind = softmax.catch_up(row_max, decay);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float shift = softmax.shift(r), sum = 0.0f;
+        if constexpr (Mod::MODIFIES) shift -= offset[r];
         // Before the other exponentials, so that the scale is computed while they are in flight.
         if constexpr (TILES == 1) scales[r] = typename P::template RowScales<T>(ptx::exp2(fmaf(largest[r], scale, -shift)));
+        if constexpr (Mod::MODIFIES) shift -= score_mod.of_lane;
 #pragma unroll
         for (int t = 0; t < TILES; ++t) {
           // A tile that no query sees needs no exponentials.
@@ -248,7 +257,7 @@ struct Dense16ForwardSm90 {
           for (int n = 0; n < 8; ++n) of_tile = fmaxf(of_tile, fmaxf(s[t][n][2 * r], s[t][n][2 * r + 1]));
           row_max[r] = fmaxf(row_max[r], of_tile * factor[t]);
         }
-        row_max[r] = quad_max(row_max[r]);
+        row_max[r] = quad_max(score_mod.add_of_lane(row_max[r], 1.0f));
       }
     }
 

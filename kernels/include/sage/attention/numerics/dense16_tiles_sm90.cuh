@@ -112,10 +112,12 @@ struct Dense16TilesSm90 {
     for (int n = 0; n < 8; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[n][e] = float(sums[n][e]);
-    score_mod.apply(s, factor, block.segment, tile * TILE, block.first_key + warpgroup * CONSUMER_KEYS + row, lane);
+    float offset = 0.0f;
+    score_mod.apply(s, factor, offset, block.segment, tile * TILE, block.first_key + warpgroup * CONSUMER_KEYS + row, lane);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       float2 l = minus_lse2.values[n];
+      if constexpr (Mod::MODIFIES) l.x += offset, l.y += offset;
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[n][e] = fmaf(s[n][e], factor, e & 1 ? l.y : l.x);
     }

@@ -3,7 +3,7 @@
 //
 // A policy has, for the forward:
 // - OUTPUTS: the number of outputs. SLACK: see Softmax.
-// - maxima(row maxima, group maxima, logits): computes both from the logits.
+// - maxima(row maxima, group maxima, logits, of_lane): computes both from of_lane(logit), an increasing function.
 // - reference(params, largest logit): the reference that the exponents of a row are relative to.
 // - RowScales: a row's scales, from the largest probability of a group.
 // - pack(operands, probabilities, scales): creates the 16-bit A operands of each output.
@@ -44,27 +44,27 @@ struct PlainProbabilities {
 
   static __device__ __forceinline__ float reference(const params::Forward&, float max) { return max; }
 
-  template <int M>
-  static __device__ __forceinline__ void maxima(float (&row)[2 * M], float (&)[2 * M], const float (&x)[M][8][4]) {
+  template <int M, class OfLane>
+  static __device__ __forceinline__ void maxima(float (&row)[2 * M], float (&)[2 * M], const float (&x)[M][8][4], OfLane of_lane) {
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
       row[r] = -CUDART_INF_F;
 #pragma unroll
       for (int n = 0; n < 8; ++n)
         row[r] = fmaxf(row[r], fmaxf(x[r >> 1][n][2 * (r & 1)], x[r >> 1][n][2 * (r & 1) + 1]));
-      row[r] = quad_max(row[r]);
+      row[r] = quad_max(of_lane(row[r]));
     }
   }
 
   // The maxima of one strip of 16 queries over 8 N keys.
-  template <int N>
-  static __device__ __forceinline__ void maxima(float (&row)[2], float (&)[2], const float (&x)[N][4]) {
+  template <int N, class OfLane>
+  static __device__ __forceinline__ void maxima(float (&row)[2], float (&)[2], const float (&x)[N][4], OfLane of_lane) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       row[r] = -CUDART_INF_F;
 #pragma unroll
       for (int n = 0; n < N; ++n) row[r] = fmaxf(row[r], fmaxf(x[n][2 * r], x[n][2 * r + 1]));
-      row[r] = quad_max(row[r]);
+      row[r] = quad_max(of_lane(row[r]));
     }
   }
 
@@ -105,8 +105,8 @@ struct Nvfp4Probabilities {
 
   // Computes maxima over the logits of each row: over the row, and over the group whose scale this lane computes, group
   // t for lane t of the row's four. A group's largest logit has its largest probability.
-  template <int M>
-  static __device__ __forceinline__ void maxima(float (&row)[2 * M], float (&group)[2 * M], const float (&x)[M][8][4]) {
+  template <int M, class OfLane>
+  static __device__ __forceinline__ void maxima(float (&row)[2 * M], float (&group)[2 * M], const float (&x)[M][8][4], OfLane of_lane) {
     bool upper_half = threadIdx.x & 2, odd = threadIdx.x & 1;
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
@@ -114,7 +114,7 @@ struct Nvfp4Probabilities {
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         const float *a = &x[r >> 1][2 * n][2 * (r & 1)], *b = &x[r >> 1][2 * n + 1][2 * (r & 1)];
-        max[n] = fmaxf(fmaxf(a[0], a[1]), fmaxf(b[0], b[1]));
+        max[n] = of_lane(fmaxf(fmaxf(a[0], a[1]), fmaxf(b[0], b[1])));
       }
 #pragma unroll
       for (int n = 0; n < 2; ++n)

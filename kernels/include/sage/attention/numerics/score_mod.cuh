@@ -3,7 +3,10 @@
 // or both, as the call says.
 //
 // A policy has:
-// - apply(x, factor, ..): x times factor are base-2 logits; both are changed.
+// - apply(x, factor, offset, ..): x times factor are base-2 logits. It changes both, so that the new base-2 logits are
+//   x times factor plus offset: in a forward an offset for each row, in a backward one for all scores; 0 on entry.
+// - of_lane: in a forward, what the logits of this lane need in addition; 0 unless an apply sets it.
+// - add_of_lane(x, factor): adds of_lane to x times factor.
 // - chain(ds): on entry `ds` is the gradient of the logits that `apply` returned; multiplies it by the derivative of
 //   the last `apply` to transposed scores.
 // - next_head(): the next query tiles belong to the next query head.
@@ -25,8 +28,9 @@ struct NoScoreMod {
   NoScoreMod() = default;
   template <class Params>
   __device__ __forceinline__ NoScoreMod(const Params&, int) {}
-  template <class X>
-  __device__ __forceinline__ void apply(X&, float&, const Segment&, int, int, int) {}
+  template <class X, class Offset, class... At>
+  __device__ __forceinline__ void apply(X&, float&, Offset&, const Segment&, At...) {}
+  __device__ __forceinline__ float add_of_lane(float x, float) const { return x; }
   __device__ __forceinline__ void chain(Scores&) const {}
   __device__ __forceinline__ void next_head() {}
 };
@@ -65,20 +69,23 @@ struct SoftcapAndAlibi {
   const params::ScoreMod& mod;
   int head;
   float slope;  // for base-2 logits; 0: no ALiBi
+  bool only_earlier;  // whether no query sees a key after its own position
+  float of_lane = 0.0f;
   // 1 - tanh^2 of each of a tile's logits, in pairs of f16.
   uint32_t derivative[8][2];
 
   template <class Params>
-  __device__ __forceinline__ SoftcapAndAlibi(const Params& p, int head) : mod(p.score_mod), head(head), slope(slope_of(head)) {}
+  __device__ __forceinline__ SoftcapAndAlibi(const Params& p, int head) : mod(p.score_mod), head(head), slope(slope_of(head)), only_earlier(p.shape.limit_after == 1) {}
   __device__ __forceinline__ float slope_of(int of_head) const {
     return mod.alibi_slopes ? __ldg(mod.alibi_slopes + of_head) * ptx::LOG2_E : 0.0f;
   }
   __device__ __forceinline__ void next_head() {
     if (++head < mod.heads) slope = slope_of(head);
   }
+  __device__ __forceinline__ float add_of_lane(float x, float factor) const { return x + of_lane * ptx::reciprocal(factor); }
   __device__ __forceinline__ bool has_softcap() const { return mod.softcap > 0.0f; }
 
-  // Replaces x by tanh(x factor / cap), and the factor by the cap, both in base 2.
+  // Replaces x by tanh(x factor / c), and the factor by c, the cap of base-2 logits.
   template <int N>
   __device__ __forceinline__ void cap(float (&x)[N], float& factor) const {
     float cap2 = mod.softcap * ptx::LOG2_E;
@@ -91,33 +98,44 @@ struct SoftcapAndAlibi {
   }
 
   // Applies the soft cap and ALiBi to a forward's logits: 16 M queries from `first_query` on, and the tile of keys from
-  // `first_key` on.
+  // `first_key + column` on. Calls with the same first query and key have the same offsets.
+  //
+  // If no query sees a later key, a distance needs no absolute value. It is then the row's distance from the first key,
+  // which is the offset, minus the first column of the lane, which is `of_lane`, minus a constant of the code: one
+  // instruction per logit.
   template <int M>
-  __device__ __forceinline__ void apply(float (&x)[M][8][4], float& factor, const Segment& segment, int first_query, int first_key, int lane) const {
+  __device__ __forceinline__ void apply(float (&x)[M][8][4], float& factor, float (&offset)[2 * M], const Segment& segment, int first_query, int first_key, int column, int lane) {
     if (has_softcap()) {
       const float before = factor;
 #pragma unroll
       for (int m = 0; m < M; ++m) cap(reinterpret_cast<float(&)[32]>(x[m]), factor = before);
     }
     if (slope == 0.0f) return;
+    const float unscaled = slope * ptx::reciprocal(factor);
+    auto lower = [&](auto earlier) {
+      if constexpr (earlier) of_lane = slope * float(2 * (lane & 3));
 #pragma unroll
-    for (int r = 0; r < 2 * M; ++r) {
-      // Opaque, so that ptxas processes row by row: see `mask` in softmax.cuh.
-      float before = float(ptx::opaque(first_query + row_of(r, lane) + segment.key_len - segment.query_len - first_key - 2 * (lane & 3)));
+      for (int r = 0; r < 2 * M; ++r) {
+        // Opaque, so that ptxas processes row by row: see `mask` in softmax.cuh.
+        float before = float(ptx::opaque(first_query + row_of(r, lane) + segment.key_len - segment.query_len - first_key - (earlier ? 0 : 2 * (lane & 3))));
+        if constexpr (earlier) offset[r] = -slope * before;
 #pragma unroll
-      for (int n = 0; n < 8; ++n)
+        for (int n = 0; n < 8; ++n)
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& logit = x[r >> 1][n][2 * (r & 1) + e];
-          logit = fmaf(-slope, fabsf(before - float(n * 8 + e)), logit * factor);
-        }
-    }
-    factor = 1.0f;
+          for (int e = 0; e < 2; ++e) {
+            float& logit = x[r >> 1][n][2 * (r & 1) + e];
+            float key = float(column + n * 8 + e);
+            logit = earlier ? fmaf(unscaled, key, logit) : fmaf(-unscaled, fabsf(before - key), logit);
+          }
+      }
+    };
+    if (only_earlier) lower(std::true_type());
+    else lower(std::false_type());
   }
 
   // Applies the soft cap and ALiBi to a backward's transposed scores: 16 keys from `first_key` on, and the tile of
   // queries from `first_query` on.
-  __device__ __forceinline__ void apply(Scores& s, float& factor, const Segment& segment, int first_query, int first_key, int lane) {
+  __device__ __forceinline__ void apply(Scores& s, float& factor, float& offset, const Segment& segment, int first_query, int first_key, int lane) {
     if (has_softcap()) {
       cap(reinterpret_cast<float(&)[32]>(s), factor);
 #pragma unroll
@@ -127,12 +145,19 @@ struct SoftcapAndAlibi {
           derivative[n][h] = ptx::pack_16<__half>(fmaf(-s[n][2 * h], s[n][2 * h], 1.0f), fmaf(-s[n][2 * h + 1], s[n][2 * h + 1], 1.0f));
     }
     if (slope == 0.0f) return;
+    const float unscaled = slope * ptx::reciprocal(factor);
     float before = float(ptx::opaque(first_query + 2 * (lane & 3) + segment.key_len - segment.query_len - first_key - lane / 4));
+    auto lower = [&](auto earlier) {
 #pragma unroll
-    for (int n = 0; n < 8; ++n)
+      for (int n = 0; n < 8; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[n][e] = fmaf(-slope, fabsf(before + float(n * 8 + (e & 1) - 8 * (e >> 1))), s[n][e] * factor);
-    factor = 1.0f;
+        for (int e = 0; e < 4; ++e) {
+          float further = float(n * 8 + (e & 1) - 8 * (e >> 1));
+          s[n][e] = fmaf(-unscaled, earlier ? further : fabsf(before + further), s[n][e]);
+        }
+    };
+    if (only_earlier) offset = -slope * before, lower(std::true_type());
+    else lower(std::false_type());
   }
 
   __device__ __forceinline__ void chain(Scores& ds) const {
