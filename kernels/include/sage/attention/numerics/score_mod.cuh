@@ -113,19 +113,20 @@ struct SoftcapAndAlibi {
     if (slope == 0.0f) return;
     const float unscaled = slope * ptx::reciprocal(factor);
     auto lower = [&](auto earlier) {
-      if constexpr (earlier) of_lane = slope * float(2 * (lane & 3));
+      constexpr bool EARLIER = decltype(earlier)::value;
+      if constexpr (EARLIER) of_lane = slope * float(2 * (lane & 3));
 #pragma unroll
       for (int r = 0; r < 2 * M; ++r) {
         // Opaque, so that ptxas processes row by row: see `mask` in softmax.cuh.
-        float before = float(ptx::opaque(first_query + row_of(r, lane) + segment.key_len - segment.query_len - first_key - (earlier ? 0 : 2 * (lane & 3))));
-        if constexpr (earlier) offset[r] = -slope * before;
+        float before = float(ptx::opaque(first_query + row_of(r, lane) + segment.key_len - segment.query_len - first_key - (EARLIER ? 0 : 2 * (lane & 3))));
+        if constexpr (EARLIER) offset[r] = -slope * before;
 #pragma unroll
         for (int n = 0; n < 8; ++n)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             float& logit = x[r >> 1][n][2 * (r & 1) + e];
             float key = float(column + n * 8 + e);
-            logit = earlier ? fmaf(unscaled, key, logit) : fmaf(-unscaled, fabsf(before - key), logit);
+            logit = EARLIER ? fmaf(unscaled, key, logit) : fmaf(-unscaled, fabsf(before - key), logit);
           }
       }
     };
@@ -148,12 +149,13 @@ struct SoftcapAndAlibi {
     const float unscaled = slope * ptx::reciprocal(factor);
     float before = float(ptx::opaque(first_query + 2 * (lane & 3) + segment.key_len - segment.query_len - first_key - lane / 4));
     auto lower = [&](auto earlier) {
+      constexpr bool EARLIER = decltype(earlier)::value;
 #pragma unroll
       for (int n = 0; n < 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float further = float(n * 8 + (e & 1) - 8 * (e >> 1));
-          s[n][e] = fmaf(-unscaled, earlier ? further : fabsf(before + further), s[n][e]);
+          s[n][e] = fmaf(-unscaled, EARLIER ? further : fabsf(before + further), s[n][e]);
         }
     };
     if (only_earlier) offset = -slope * before, lower(std::true_type());
