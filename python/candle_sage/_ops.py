@@ -20,9 +20,14 @@ _BACKWARD = (
     "bool with_lse) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
-_library = torch.library.Library("candle_sage", "DEF")
+# The namespace of the operators. `kernel_repository.py` gives each copy of the package another, because a process may load
+# several.
+_NAMESPACE = "candle_sage"
+
+_library = torch.library.Library(_NAMESPACE, "DEF")
 _library.define(_FORWARD)
 _library.define(_BACKWARD)
+_operators = getattr(torch.ops, _NAMESPACE)
 
 
 def encode(scheme, settings, causal, window, scale, softcap, deterministic):
@@ -336,7 +341,7 @@ for _device, _backward in (("CUDA", _backward_cuda), ("CPU", _backward_cpu)):
     _library.impl("attention_backward", _backward, _device)
 
 
-@torch.library.register_fake("candle_sage::attention", lib=_library)
+@torch.library.register_fake(f"{_NAMESPACE}::attention", lib=_library)
 def _(query, key, value, *rest):
     *_, with_lse, _ = rest
     _check(_of(query), _of(key), _of(value))
@@ -345,7 +350,7 @@ def _(query, key, value, *rest):
     return query.new_empty(_output_shape(query, value)), lse, query.new_empty(state, dtype=torch.uint8)
 
 
-@torch.library.register_fake("candle_sage::attention_backward", lib=_library)
+@torch.library.register_fake(f"{_NAMESPACE}::attention_backward", lib=_library)
 def _(grad, grad_lse, query, key, value, out, state, sinks, *_):
     dsinks = _no_sinks(query) if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
     return *(x.new_empty(x.shape) for x in (query, key, value)), dsinks
@@ -367,7 +372,7 @@ def _gradients(ctx, grad, grad_lse, _):
     *tensors, sinks, slopes, lists = ctx.saved_tensors
     grad = torch.zeros_like(tensors[3]) if grad is None else grad
     # With create_graph=True the operator is called: it reports that it has no second derivative.
-    backward = torch.ops.candle_sage.attention_backward
+    backward = _operators.attention_backward
     if not torch.is_grad_enabled() and not _traced(grad, *tensors[:3]):
         backward = _backward_cuda if grad.is_cuda else _backward_cpu
     dq, dk, dv, dsinks = backward(grad, grad_lse, *tensors, sinks, slopes, lists, *ctx.settings)
@@ -379,9 +384,9 @@ def _no_second_gradient(*_):
     raise RuntimeError("attention has no second derivative\n  hint:    call `backward` without `create_graph=True`")
 
 
-torch.library.register_autograd("candle_sage::attention", _gradients, setup_context=_keep_inputs, lib=_library)
+torch.library.register_autograd(f"{_NAMESPACE}::attention", _gradients, setup_context=_keep_inputs, lib=_library)
 torch.library.register_autograd(
-    "candle_sage::attention_backward", _no_second_gradient, setup_context=lambda *_, **__: None, lib=_library
+    f"{_NAMESPACE}::attention_backward", _no_second_gradient, setup_context=lambda *_, **__: None, lib=_library
 )
 
 
@@ -422,7 +427,7 @@ def attention(query, key, value, sinks, slopes, lists, settings, cu_seqlens_q, c
     if _traced(query, key, value, *heads):
         as_tensor = lambda lengths: lengths if lengths is None or isinstance(lengths, torch.Tensor) else torch.tensor(lengths)
         lengths = as_tensor(cu_seqlens_q), as_tensor(cu_seqlens_k)
-        return torch.ops.candle_sage.attention(query, key, value, sinks, slopes, lists, settings, *lengths, *rest)[:2]
+        return _operators.attention(query, key, value, sinks, slopes, lists, settings, *lengths, *rest)[:2]
     if cu_seqlens_q is not None:
         cu_seqlens_q = lengths_of(cu_seqlens_q)
         cu_seqlens_k = lengths_of(cu_seqlens_k)

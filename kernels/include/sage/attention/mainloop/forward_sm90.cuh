@@ -88,7 +88,7 @@ __device__ __forceinline__ Block next_work(const params::Forward& p, bool first)
 // have separate stages in the kv pipeline, in the order in which consumers need them: keys 0, keys 1, values 0, keys 2,
 // values 1, .. A stage of keys is then released long before the values of its step are needed.
 //
-// masks_apart: whether the steps that need a mask have a separate loop. A step without a mask is then one basic block
+// MASKS_APART: whether the steps that need a mask have a separate loop. A step without a mask is then one basic block
 // except for the rescaling, so that ptxas can move the wait for P V, and the code after it, between the exponentials.
 template <class N>
 concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, const ForwardBlock& block, unsigned char* shared,
@@ -98,7 +98,7 @@ concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, con
   requires N::Warpgroups::CONSUMERS >= 2;       // a ForwardWarpgroups
   requires N::QUERY_SLOTS == 1 || N::QUERY_SLOTS == 2;  // items whose queries are in shared memory at a time
   requires N::QUERY_ARRIVALS >= 1 && N::STEP_ARRIVALS >= 1;  // by the producer: for an item's queries; for a stage
-  { N::masks_apart(OUTER_KEYS) } -> std::same_as<bool>;  // by the keys that the kernel hides
+  N::template MASKS_APART<OUTER_KEYS>;          // by the keys that a kernel hides
   N::SMOOTHS_VALUES;                            // whether V may have its mean subtracted
   requires N::STAGING >= 0 && N::SHARED_BYTES > 0;           // bytes of shared memory: per warp in the epilogue, and in total
   N(p, block, shared);
@@ -329,7 +329,7 @@ __device__ __forceinline__ void consume(const params::Forward& p, unsigned char*
       mask_hidden_keys(0);
       part.begin();
       int step = 1;
-      constexpr bool MASKS_APART = Numerics::masks_apart(Block::HIDDEN);
+      constexpr bool MASKS_APART = Numerics::template MASKS_APART<Block::HIDDEN>;
       if constexpr (MASKS_APART) {
         int unmasked = whole_steps;
         // If the first steps need a mask too, all steps run in the second loop.

@@ -21,7 +21,8 @@ struct Dense16ForwardSm90 {
   static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = CODES ? 2 : 1;  // with INT8 scores one more for the scales of K
   static constexpr bool VALUES_FIRST = false, SMOOTHS_VALUES = OUTPUTS == 2;  // Attn-QAT has two outputs
   // In kernels for windows that change logits too, because most of their calls have no window.
-  static constexpr bool masks_apart(Hidden hidden) { return hidden != OUTER_KEYS || Mod::MODIFIES; }
+  template <Hidden HIDDEN>
+  static constexpr bool MASKS_APART = HIDDEN != OUTER_KEYS || Mod::MODIFIES;
   // Shared memory: slots of Q; stages, each of K or of V; with INT8 scores the scales of each stage's tiles.
   static constexpr int TILE_BYTES = TILE * D * 2, VALUES_TILE_BYTES = TILE * V * 2, Q_TILE_BYTES = CODES ? TILE * D : TILE_BYTES;
   static_assert(V <= D, "a stage has the size of a step's keys");

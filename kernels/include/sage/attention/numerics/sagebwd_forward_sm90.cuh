@@ -48,7 +48,8 @@ struct SageBwdForwardSm90 {
   static constexpr int QUERY_SLOTS = 2, QUERY_ARRIVALS = 1, STEP_ARRIVALS = 2;  // per step: one for the bulk copies, one for the scales
   static constexpr bool VALUES_FIRST = true, SMOOTHS_VALUES = true;
   // At D 64 ptxas would spill in the second loop.
-  static constexpr bool masks_apart(Hidden hidden) { return D == 128 && hidden != OUTER_KEYS; }
+  template <Hidden HIDDEN>
+  static constexpr bool MASKS_APART = D == 128 && HIDDEN != OUTER_KEYS;
   // Shared memory: two slots of Q; stages of K and V^T, of two tiles each; the StepScales of each stage.
   static constexpr int TILE_BYTES = TILE * D, Q_BYTES = Warpgroups::CONSUMERS * TILE_BYTES;
   static constexpr int SCALES_AT = 2 * Q_BYTES + Warpgroups::STAGES * 4 * TILE_BYTES;
