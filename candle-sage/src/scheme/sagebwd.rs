@@ -400,12 +400,10 @@ impl SageBwd {
                 .hint("if V is not quantized, Smoothing::K gives the same result"));
         }
         if !self.products.o && !self.products.s {
-            return Err(Error::new(
-                "these products have neither s nor o: only the forward's S would be in INT8",
-            )
-            .got(format!("products {}", self.products))
-            .allowed("products with s or o, such as Int8Products::SCORES")
-            .hint("add s: the backward then recomputes S from the forward's INT8 values"));
+            return Err(Error::new("these products have only the forward's S in INT8")
+                .got(format!("products {}", self.products))
+                .allowed("products with s or o, such as Int8Products::SCORES")
+                .hint("add s: the backward then recomputes S from the forward's INT8 values"));
         }
         if self.granularity != Granularity::Vector && !self.products.quantizes_gradients() {
             return Err(Error::new("this granularity has no effect with these products")

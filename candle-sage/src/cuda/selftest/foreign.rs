@@ -103,7 +103,10 @@ fn candles(inputs: &Inputs, attention: &Attention) -> Result<Vec<Vec<u16>>> {
     };
     let mut all: Vec<_> = [out, dq, dk, dv].into_iter().map(words).collect::<Result<_>>()?;
     if with_lse {
-        all.push(halves(&vjp.lse()?.flatten_all()?.to_vec1()?));
+        let lse = vjp.lse()?;
+        // While this memory is alive.
+        guard::check(&gpu())?;
+        all.push(halves(&lse.flatten_all()?.to_vec1()?));
     }
     Ok(all)
 }
