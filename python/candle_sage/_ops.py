@@ -227,11 +227,11 @@ def _on_device(call):
     """A decorator: makes the device of the first tensor current during the call, then restores the previous device."""
 
     @functools.wraps(call)
-    def on_device(tensor, *rest):
+    def on_device(tensor, *rest, **named):
         if torch._C._cuda_getDevice() == tensor.device.index:
-            return call(tensor, *rest)
+            return call(tensor, *rest, **named)
         with torch.cuda.device(tensor.device):
-            return call(tensor, *rest)
+            return call(tensor, *rest, **named)
 
     return on_device
 
