@@ -3,7 +3,6 @@
 use std::path::Path;
 
 use candle_core::{D, Device, Tensor};
-use candle_sage::ops::{self, CrossEntropy};
 use candle_sage::{Error, Result};
 
 use crate::during;
@@ -176,8 +175,8 @@ fn judge(
     let hidden = model.hidden(&ids)?;
     let last = hidden.narrow(0, hidden.dim(0)? - count, count)?;
     let targets = Tensor::new(ending, device)?;
-    let mean = ops::linear_cross_entropy(&last, model.output()?, &targets, CrossEntropy::default())?;
-    let likeliest = last.matmul(&model.output()?.t()?)?.argmax(D::Minus1)?.to_vec1::<u32>()?;
+    let mean = model.loss_of(&last, &targets)?;
+    let likeliest = model.logits(&last)?.argmax(D::Minus1)?.to_vec1::<u32>()?;
     Ok(Judged { loss: mean.to_scalar::<f32>()? * count as f32, written: likeliest == ending })
 }
 

@@ -5,7 +5,6 @@ use std::ops::Range;
 
 use candle_core::Device;
 use candle_sage::Result;
-use candle_sage::ops::{self, CrossEntropy};
 
 use super::Extent;
 use crate::data::{Batches, Cut, Mixture};
@@ -54,8 +53,7 @@ pub fn by_position(
                 let (start, len) = (bounds[0], bounds[1] - bounds[0]);
                 let hidden = hidden.narrow(1, start, len)?.flatten(0, 1)?.contiguous()?;
                 let targets = batch.targets.narrow(1, start, len)?.flatten_all()?.contiguous()?;
-                let loss =
-                    ops::linear_cross_entropy(&hidden, model.output()?, &targets, CrossEntropy::default())?;
+                let loss = model.loss_of(&hidden, &targets)?;
                 *sum += f64::from(loss.to_scalar::<f32>()?) * count as f64;
             }
             Ok(())

@@ -114,7 +114,7 @@ fn likeliest(
         answers.iter().flat_map(|answer| answer.tokens.clone()).map(|at| at as u32 - 1).collect();
     let hidden = model.hidden(&Tensor::new(ids, device)?.unsqueeze(0)?)?;
     let hidden = hidden.index_select(&Tensor::new(places, device)?, 0)?;
-    let logits = hidden.matmul(&model.output()?.t()?)?.to_dtype(DType::F32)?;
+    let logits = model.logits(&hidden)?.to_dtype(DType::F32)?;
     let mut predicted = logits.argmax(D::Minus1)?.to_vec1::<u32>()?.into_iter();
     Ok(answers
         .iter()

@@ -79,6 +79,6 @@ impl Llama {
         }
         *tokens = sequence;
         let (_, hidden) = self.norm.enter(&stream)?;
-        hidden.narrow(0, hidden.dim(0)? - 1, 1)?.matmul(&self.output()?.t()?)
+        self.logits(&hidden.narrow(0, hidden.dim(0)? - 1, 1)?)
     }
 }

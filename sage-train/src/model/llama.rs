@@ -159,12 +159,20 @@ impl Llama {
         Ok(Selected::mean(&layers))
     }
 
-    /// The matrix that maps hidden states to logits, (vocab, width).
+    /// The logits of hidden states: (rows, width) -> (rows, vocab).
     ///
     /// # Errors
     /// When the device fails.
-    pub fn output(&self) -> Result<&Tensor> {
-        self.output.value()
+    pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
+        hidden.matmul(&self.output.value()?.t()?)
+    }
+
+    /// Mean cross-entropy of `targets` under the logits of hidden states (rows, width), as an f32 scalar.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn loss_of(&self, hidden: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        ops::linear_cross_entropy(hidden, self.output.value()?, targets, CrossEntropy::default())
     }
 
     /// Mean cross-entropy of `targets`, which are the ids one position later, as an f32 scalar.
@@ -172,8 +180,7 @@ impl Llama {
     /// # Errors
     /// As [`Llama::hidden`].
     pub fn loss<'a>(&self, input: impl Into<Input<'a>>, targets: &Tensor) -> Result<Tensor> {
-        let (hidden, targets) = (self.hidden(input)?, targets.flatten_all()?);
-        ops::linear_cross_entropy(&hidden, self.output()?, &targets, CrossEntropy::default())
+        self.loss_of(&self.hidden(input)?, &targets.flatten_all()?)
     }
 
     /// Returns the loss, including the z-loss if there is one, and adds its gradients to the gradients of the
@@ -232,6 +239,6 @@ impl Llama {
     pub fn next_logits(&self, ids: &Tensor) -> Result<Tensor> {
         let (batch, sequence) = ids.dims2()?;
         let hidden = self.hidden(ids)?.reshape((batch, sequence, ()))?.narrow(1, sequence - 1, 1)?;
-        hidden.squeeze(1)?.contiguous()?.matmul(&self.output()?.t()?)
+        self.logits(&hidden.squeeze(1)?.contiguous()?)
     }
 }

@@ -32,7 +32,7 @@ fn distance(folder: &Path, kind: &str) -> Result<f64> {
     let golden = candle_core::safetensors::load(golden(kind).join("logits.safetensors"), &Device::Cpu)?;
     let model = trained.model().expect("a model");
     let hidden = model.hidden(&golden["ids"].to_dtype(DType::U32)?)?;
-    let logits = hidden.matmul(&model.output()?.t()?)?.reshape(golden["logits"].dims())?;
+    let logits = model.logits(&hidden)?.reshape(golden["logits"].dims())?;
     let largest = |x: &Tensor| x.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>();
     let difference = largest(&(&logits - &golden["logits"])?)?;
     // The rounding error of f32 in sums of at most 64 terms through two blocks: some tens of 2^-24.
