@@ -304,7 +304,7 @@ fn nothing_leaks_from_later_tokens() -> Result<()> {
     Ok(())
 }
 
-/// The nearest blocks of each document are listed, one after the other, whatever the scores; the other listed blocks
+/// The blocks nearest to a block of queries, inside its document, are listed whatever the scores; the other listed blocks
 /// are the router's choice among the remaining blocks.
 #[test]
 fn the_nearest_blocks_are_always_listed() -> Result<()> {

@@ -8,7 +8,7 @@ use candle_core::{Device, Result};
 
 use crate::device::{memory, reset_peak};
 
-/// Number of calls before the timed calls, which load modules and grow memory pools.
+/// Number of untimed calls at the start: they load modules and grow memory pools.
 const WARM_UP: usize = 3;
 
 pub(super) struct Clock {

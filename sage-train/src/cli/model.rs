@@ -27,8 +27,8 @@ use crate::{hf, notify};
 /// Arguments of `sample`.
 #[derive(Debug, clap::Args)]
 pub(super) struct Sample {
-    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format (computed in the scheme of
-    /// its attention.json if there is one, else unquantized, with a context of at most 4096)
+    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format. Such a model is computed in
+    /// the scheme of its attention.json, or unquantized without this file; its context is at most 4096
     run: PathBuf,
     /// Text to continue; without it a new document begins
     #[arg(default_value = "")]
@@ -122,8 +122,8 @@ pub(super) fn needs_data(run: &Path, data: &[SourceSetting], what: &str, allowed
 /// Arguments of `eval`.
 #[derive(Debug, clap::Args)]
 pub(super) struct Eval {
-    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format (computed in the scheme of
-    /// its attention.json if there is one, else unquantized, with a context of at most 4096 unless --context is given)
+    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format. Such a model is computed in
+    /// the scheme of its attention.json, or unquantized without this file; its context is at most 4096 without --context
     run: PathBuf,
     /// Text or shards to evaluate on: all of a text, and the validation shards of prepared data, up to --tokens. May be repeated for a mixture [default: the run's validation data]
     #[arg(long, value_name = "PATH")]

@@ -30,8 +30,8 @@ pub struct Arm {
     pub growth: Option<Mean>,
     /// Mean number of tokens after which runs reach the milestone, over the runs that reach it.
     pub reached: Option<Mean>,
-    /// Tokens of the first validation, if a run had reached the milestone by then; the exact number of tokens is then
-    /// not known.
+    /// Set if a run had already reached the milestone at its first validation: the tokens of its training up to this
+    /// validation, at most so many were needed.
     pub reached_before: Option<f64>,
     /// Difference of `reached` to the baseline's, percent of the baseline's mean.
     pub later: Option<Difference>,

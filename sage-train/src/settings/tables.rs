@@ -125,7 +125,7 @@ pub fn flat(settings: Table, place: &str) -> Result<Table> {
             let flag = flag_of(&key, &name);
             let table = flags.iter().find(|(other, ..)| *other == flag).map(|(_, table, _)| *table);
             if let Some(table) = table.filter(|table| *table != key) {
-                return Err(Error::new("a setting is in another table")
+                return Err(Error::new("a setting is in the wrong table")
                     .got(format!("`{name}` in [{key}], in {place}"))
                     .allowed(format!("[{table}], or the top of the file"))
                     .hint("tables are the headings of `sage-train --help`"));

@@ -220,7 +220,7 @@ fn lists_on_the_command_line_are_a_sweep() {
         ["fpa_order-seed-1", "fpa_order-seed-2", "sagebwd_order-seed-1", "sagebwd_order-seed-2"]
     );
     assert!(table.contains("fpa") && table.contains("±"), "{table}");
-    // Both runs have the same weights and corpus, and another order of the data.
+    // The two fpa runs have the same weights and corpus, but different orders of the data.
     let first = |run: &str| scratch.metrics(&format!("both/{run}"))[0].loss;
     assert_ne!(first("fpa_order-seed-1"), first("fpa_order-seed-2"));
     // Another plan of the same name compares only its own runs, and reports which runs it omits.

@@ -62,8 +62,8 @@ fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
     Ok(())
 }
 
-/// INT8 attention after a prompt differs from unquantized attention after it, and is close to the whole sequence in
-/// INT8.
+/// After a prompt in INT8, the logits of a further token in INT8 differ from those of the same token in unquantized
+/// attention, and are close to those of the whole sequence in INT8.
 fn following_numerics_are_those_that_were_asked_for(device: &Device) -> Result<()> {
     let int8 = Scheme::from(SageBwd::default());
     let config = LlamaConfig { scheme: Some(int8), ..config() };
