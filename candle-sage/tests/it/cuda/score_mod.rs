@@ -83,6 +83,30 @@ fn slopes_with_smoothed_keys() -> Result<()> {
             let sage = if smoothing == Smoothing::K { sage.smoothing(smoothing) } else { sage };
             let schemes = [sage.into(), AttnQat::default().smoothing(smoothing).into()];
             run(&name(&case), &mut case, &schemes, 3)?;
+            // The key of a document of one token is its own mean: its INT8 values, and their scale, are zero.
+            let mut packed = Case::new(1, (300, 300), (2, 1), d, true);
+            packed.packing = Some(Packing::self_attention(vec![0, 1, 64, 64, 193, 300]));
+            packed.alibi_slopes = slopes(2);
+            run(&name(&packed), &mut packed, &schemes, 4)?;
+        }
+    }
+    Ok(())
+}
+
+/// Queries of zeros have INT8 values with a scale of zero.
+#[test]
+#[ignore = "needs a GPU"]
+fn slopes_of_queries_of_zeros() -> Result<()> {
+    for d in [64, 128] {
+        let mut case = Case::new(1, (300, 300), (2, 1), d, true);
+        case.draw(1.0, 1);
+        case.alibi_slopes = slopes(2);
+        case.data[0][64 * 2 * d..192 * 2 * d].fill(0.0);
+        case.round_to(DType::BF16)?;
+        for scheme in schemes() {
+            let got = case.run_on(&gpu(), &case.attention(scheme), DType::BF16)?;
+            let cpu = case.run(scheme, DType::BF16)?;
+            check_against(&name(&case), scheme, DType::BF16, &got, [&case.exact(), &cpu], 300);
         }
     }
     Ok(())

@@ -83,6 +83,11 @@ struct SoftcapAndAlibi {
     if (++head < mod.heads) slope = slope_of(head);
   }
   __device__ __forceinline__ float add_of_lane(float x, float factor) const { return x + of_lane * ptx::reciprocal(factor); }
+  // The slope for x before the factor. The factor of INT8 scores of zeros is 0, and gets a size whose inverse is finite.
+  __device__ __forceinline__ float unscaled_slope(float& factor) const {
+    if (factor < 1e-30f) factor = 1e-30f;
+    return slope * ptx::reciprocal(factor);
+  }
   __device__ __forceinline__ bool has_softcap() const { return mod.softcap > 0.0f; }
 
   // Replaces x by tanh(x factor / c), and the factor by c, the cap of base-2 logits.
@@ -111,7 +116,7 @@ struct SoftcapAndAlibi {
       for (int m = 0; m < M; ++m) cap(reinterpret_cast<float(&)[32]>(x[m]), factor = before);
     }
     if (slope == 0.0f) return;
-    const float unscaled = slope * ptx::reciprocal(factor);
+    const float unscaled = unscaled_slope(factor);
     auto lower = [&](auto earlier) {
       constexpr bool EARLIER = decltype(earlier)::value;
       if constexpr (EARLIER) of_lane = slope * float(2 * (lane & 3));
@@ -146,7 +151,7 @@ struct SoftcapAndAlibi {
           derivative[n][h] = ptx::pack_16<__half>(fmaf(-s[n][2 * h], s[n][2 * h], 1.0f), fmaf(-s[n][2 * h + 1], s[n][2 * h + 1], 1.0f));
     }
     if (slope == 0.0f) return;
-    const float unscaled = slope * ptx::reciprocal(factor);
+    const float unscaled = unscaled_slope(factor);
     float before = float(ptx::opaque(first_query + 2 * (lane & 3) + segment.key_len - segment.query_len - first_key - lane / 4));
     auto lower = [&](auto earlier) {
       constexpr bool EARLIER = decltype(earlier)::value;
