@@ -1,7 +1,7 @@
 """Converts a wheel to the layout of a kernel repository for Hugging Face's `kernels` library.
 
     maturin build --release --features cuda
-    python kernel_repository.py ../target/wheels/candle_sage-*.whl --out candle-sage
+    python kernel_repository.py ../target/wheels/candle_sage-*.whl --out candle-sage --archs 8.0,8.6,8.9,9.0a,10.0a,12.0a
 
     kernel = kernels.get_local_kernel(pathlib.Path("candle-sage/build"))
     out = kernel.attention(q, k, v, scheme="sagebwd", causal=True)
@@ -67,10 +67,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=pathlib.Path, help="a wheel of this package for Linux on x86-64")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="the folder of the repository, which must not exist yet")
-    parser.add_argument(
-        "--archs", default="8.0,8.6,8.9,9.0a,10.0a,12.0a", help="CUDA architectures of the wheel's kernels; empty: a wheel for the CPU [default: %(default)s]"
-    )
+    parser.add_argument("--archs", required=True, help="CUDA architectures of the wheel's kernels; empty for a wheel without kernels")
     arguments = parser.parse_args()
+    if not arguments.wheel.name.endswith("x86_64.whl"):
+        parser.error(f"{arguments.wheel.name} is not a wheel for x86-64: its name does not end in x86_64.whl")
     archs = [arch for arch in arguments.archs.split(",") if arch]
     files, version = contents(arguments.wheel)
     namespace, files = with_own_namespace(files)

@@ -57,10 +57,12 @@ def attention(
     deterministic: whether gradients have the same bits in every run.
     cu_seqlens_q, cu_seqlens_k: cumulative lengths of packed documents, as in FlashAttention: [0, 20, 64] are two
         documents. The batch size must be 1. Use lists or CPU tensors: tensors on a GPU are copied to the host, which
-        waits for the GPU. Under `torch.compile` use tensors: for each new list PyTorch compiles again.
-    return_lse: whether to return also the log-sum-exps of the logits, `log(sum_j exp(scale q k_j))` over the keys that a
-        query sees: (batch, heads, sequence) in float32, with a gradient. Attention to several sets of keys is the mean of
-        the sets' outputs, weighted by exp(lse). Not with smoothed keys: "sagebwd" needs smoothing="none".
+        waits for the GPU. Under `torch.compile` use tensors, because a list is a constant of the compiled code. Compiled
+        code has a fixed number of documents: append empty ones, as in [0, 20, 64, 64, 64].
+    return_lse: whether to return also the log-sum-exps of the logits (with soft cap, ALiBi and sinks), over the keys that a
+        query sees: (batch, heads, sequence) in float32, with a gradient; -inf where a query sees no key. Attention to
+        several sets of keys is the mean of the sets' outputs, weighted by exp(lse); only one of the sets may have sinks.
+        Not with smoothed keys ("sagebwd" needs smoothing="none") or FP4 matmuls.
 
     Returns (batch, sequence, heads, head_dim of the values). Errors are `ValueError`s with a hint.
     """
@@ -110,7 +112,8 @@ _OTHER_NAMES = {
     "attn_mask": "causal=True, a window, or packed documents (cu_seqlens_q)",
     "dropout_p": "dropout of probabilities is not supported: leave it out, and train with dropout 0",
     "enable_gqa": "leave it out: the number of query heads may be a multiple of the number of key heads",
-    "return_attn_probs": "leave it out: probabilities are not stored",
+    "return_attn_probs": "return_lse=True for the log-sum-exps; probabilities are not stored",
+    "return_softmax_lse": "return_lse=True",
     "block_table": "leave it out: paged caches are not supported",
 }
 
@@ -180,7 +183,7 @@ def flash_attn_func(
     *,
     scheme: Scheme = "fpa",
     **settings: str | bool | int,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """FlashAttention's `flash_attn_func` with a scheme. Tensors are (batch, sequence, heads, head_dim)."""
     _no_dropout(dropout_p)
     return attention(
@@ -207,7 +210,7 @@ def flash_attn_varlen_func(
     *,
     scheme: Scheme = "fpa",
     **settings: str | bool | int,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """FlashAttention's `flash_attn_varlen_func` with a scheme. Tensors are (tokens, heads, head_dim).
 
     The host needs the lengths: `cu_seqlens` on a GPU are copied to the host, which waits for the GPU. Lists and CPU

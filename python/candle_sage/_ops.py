@@ -91,8 +91,17 @@ def lengths_of(cu_seqlens):
     return tuple(int(n) for n in lengths)
 
 
+def _as_tensor(cu_seqlens):
+    """Cumulative lengths, or None, as the operators take them."""
+    return cu_seqlens if cu_seqlens is None or isinstance(cu_seqlens, torch.Tensor) else torch.tensor(cu_seqlens, device="cpu")
+
+
 def _packing(cu_seqlens_q, cu_seqlens_k):
-    return None if cu_seqlens_q is None else (lengths_of(cu_seqlens_q), lengths_of(cu_seqlens_k))
+    """The lengths of packed documents as tuples. Lengths that are tuples already are results of `lengths_of`."""
+    if cu_seqlens_q is None or isinstance(cu_seqlens_q, tuple):
+        return None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
+    queries = lengths_of(cu_seqlens_q)
+    return queries, queries if cu_seqlens_k is cu_seqlens_q else lengths_of(cu_seqlens_k)
 
 
 def _most_tiles(cu_seqlens, tokens):
@@ -359,8 +368,10 @@ def _(grad, grad_lse, query, key, value, out, state, sinks, *_):
 def _keep_inputs(ctx, inputs, output):
     query, key, value, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k, with_lse, _ = inputs
     out, lse, state = output
-    ctx.save_for_backward(query, key, value, out, state, sinks, slopes, lists)
-    ctx.settings = (settings, cu_seqlens_q, cu_seqlens_k, with_lse)
+    # PyTorch notices if saved tensors change before the backward.
+    tensors = [x if isinstance(x, torch.Tensor) else None for x in (cu_seqlens_q, cu_seqlens_k)]
+    ctx.save_for_backward(query, key, value, out, state, sinks, slopes, lists, *tensors)
+    ctx.settings, ctx.lengths, ctx.with_lse = settings, (cu_seqlens_q, cu_seqlens_k) if tensors[0] is None else None, with_lse
     without_gradient = (state,) if lse is None or with_lse else (lse, state)
     ctx.mark_non_differentiable(*without_gradient)
     ctx.set_materialize_grads(False)
@@ -369,13 +380,16 @@ def _keep_inputs(ctx, inputs, output):
 def _gradients(ctx, grad, grad_lse, _):
     if grad is None and grad_lse is None:
         return (None,) * 11
-    *tensors, sinks, slopes, lists = ctx.saved_tensors
+    *tensors, sinks, slopes, lists, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+    lengths = (cu_seqlens_q, cu_seqlens_k) if ctx.lengths is None else ctx.lengths
     grad = torch.zeros_like(tensors[3]) if grad is None else grad
+    given = [x for x in (grad, grad_lse) if x is not None]
     # With create_graph=True the operator is called: it reports that it has no second derivative.
-    backward = _operators.attention_backward
-    if not torch.is_grad_enabled() and not _traced(grad, *tensors[:3]):
+    if torch.is_grad_enabled() or _traced(*given, *tensors[:3]):
+        backward, lengths = _operators.attention_backward, [_as_tensor(x) for x in lengths]
+    else:
         backward = _backward_cuda if grad.is_cuda else _backward_cpu
-    dq, dk, dv, dsinks = backward(grad, grad_lse, *tensors, sinks, slopes, lists, *ctx.settings)
+    dq, dk, dv, dsinks = backward(grad, grad_lse, *tensors, sinks, slopes, lists, ctx.settings, *lengths, ctx.with_lse)
     dsinks = None if sinks is None else dsinks.to(sinks.dtype)
     return dq, dk, dv, dsinks, *(None,) * 7
 
@@ -425,12 +439,11 @@ def attention(query, key, value, sinks, slopes, lists, settings, cu_seqlens_q, c
         raise RuntimeError("attention has no forward-mode derivative\n  hint:    use reverse mode: `backward` or `torch.autograd.grad`")
     heads = [x for x in (sinks, slopes, lists) if x is not None]
     if _traced(query, key, value, *heads):
-        as_tensor = lambda lengths: lengths if lengths is None or isinstance(lengths, torch.Tensor) else torch.tensor(lengths)
-        lengths = as_tensor(cu_seqlens_q), as_tensor(cu_seqlens_k)
+        lengths = _as_tensor(cu_seqlens_q), _as_tensor(cu_seqlens_k)
         return _operators.attention(query, key, value, sinks, slopes, lists, settings, *lengths, *rest)[:2]
     if cu_seqlens_q is not None:
-        cu_seqlens_q = lengths_of(cu_seqlens_q)
-        cu_seqlens_k = lengths_of(cu_seqlens_k)
+        queries = lengths_of(cu_seqlens_q)
+        cu_seqlens_q, cu_seqlens_k = queries, queries if cu_seqlens_k is cu_seqlens_q else lengths_of(cu_seqlens_k)
     inputs = query, key, value, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k, *rest
     if rest[-1]:
         return _Attention.apply(*inputs)[:2]

@@ -148,10 +148,20 @@ def test_log_sum_exps(name, device, dtypes):
         got = gradients(call, *grads)
         want = gradients(lambda *x: exact(*x, causal=True, return_lse=True), *grads)
         assert got[1].dtype == torch.float32 and got[1].shape == (2, 4, 130)
-        # The log-sum-exp alone does not depend on the values.
         for result, reference in zip(got, want, strict=True):
-            reference = torch.zeros_like(v) if reference is None else reference
-            assert relative(result, reference.double()) < bound or (grads[0] is None and not result.any())
+            if reference is None:  # the log-sum-exp alone does not depend on the values
+                assert not result.any()
+            else:
+                assert relative(result, reference.double()) < bound
+    # A gradient that is a negative view, and lengths of packed documents.
+    one = [x.detach()[:1, :130].clone().requires_grad_() for x in (q, k, v)]
+    lengths = [0, 1, 64, 130]
+    _, lse = candle_sage.attention(*one, causal=True, return_lse=True, cu_seqlens_q=lengths, **settings)
+    negative, plain = (torch.autograd.grad(lse, one[0], x, retain_graph=True)[0] for x in (torch._neg_view(grad_lse[:1]), -grad_lse[:1]))
+    assert torch.equal(negative, plain) or device.type == "cuda" and relative(negative, plain.double()) < 1e-2
+    for first, end in zip(lengths, lengths[1:], strict=False):
+        _, of_document = exact(*(x.detach()[:, first:end] for x in one), causal=True, return_lse=True)
+        assert relative(lse[:, :, first:end], of_document) < bound or end - first == 1
     # Two sets of keys, merged.
     with torch.no_grad():
         halves = [candle_sage.attention(q, k[:, part], v[:, part], return_lse=True, **settings) for part in (slice(64), slice(64, None))]
@@ -164,6 +174,21 @@ def test_log_sum_exps(name, device, dtypes):
     ):
         with pytest.raises(ValueError, match="hint:"):
             wrong()
+
+
+def test_lengths_with_the_most_tiles():
+    from candle_sage._ops import _most_tiles
+
+    generator = torch.Generator().manual_seed(3)
+    for documents in (1, 2, 5, 70):
+        for tokens in (0, 1, 3, 64, 65, 130, 1000):
+            most = _most_tiles(torch.zeros(documents + 1), tokens)
+            assert len(most) == documents + 1 and most[0] == 0 and most[-1] == tokens
+            for _ in range(20):
+                cuts = sorted(torch.randint(tokens + 1, (documents - 1,), generator=generator).tolist())
+                for tile in (2, 16, 64, 128):
+                    tiles = lambda cu: sum(-(-(b - a) // tile) for a, b in zip(cu, cu[1:], strict=False))
+                    assert tiles([0, *cuts, tokens]) <= tiles(most)
 
 
 def test_compiled_once_for_documents_of_any_length(device, dtypes):
@@ -179,6 +204,12 @@ def test_compiled_once_for_documents_of_any_length(device, dtypes):
         traced = both(lambda *x: compiled(torch.tensor(cu), *x), (q, k, v), grad)
         assert all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True)), cu
     assert counter.frame_count == 1
+    # Lengths that change between forward and backward.
+    cu = torch.tensor([0, 64, 128, 200])
+    out = compiled(cu, q, k, v)
+    cu.copy_(torch.tensor([0, 1, 2, 200]))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(grad)
     # A list is a constant of the compiled code.
     traced = both(lambda *x: torch.compile(call, fullgraph=True, backend="aot_eager")([0, 65, 130, 200], *x), (q, k, v), grad)
     eager = both(lambda *x: call([0, 65, 130, 200], *x), (q, k, v), grad)

@@ -334,6 +334,13 @@ impl ForeignAttention {
         state: Lent,
         scratch: Lent,
     ) -> Result<()> {
+        if self.lse && results.lse == 0 {
+            return Err(Error::new("a call with log-sum-exps needs an address for them")
+                .got("lse: 0")
+                .allowed("memory for (batch, query heads, query) in f32")
+                .hint("leave out `with_lse`, or set `Results::lse`")
+                .into());
+        }
         let memory = Arenas::new(vec![results.out], arena(state), arena(scratch));
         // SAFETY: the caller vouches for the address.
         let lse = unsafe { Address::lent(results.lse) };

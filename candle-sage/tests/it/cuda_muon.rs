@@ -12,11 +12,15 @@ use crate::support::{Normals, f64s, gpu, relative_l2};
 #[test]
 #[ignore = "needs a GPU"]
 fn muon_is_that_of_the_cpu() -> Result<()> {
-    let matrices: Vec<MuonMatrix> = [(64, 192), (192, 64), (64, 64), (64, 64), (8, 1), (1, 8), (256, 1024)]
+    let shapes = [(64, 192), (192, 64), (64, 64), (64, 64), (64, 64), (8, 1), (1, 8), (256, 1024)];
+    // Some are adjacent, of equal and of different shapes.
+    let gaps = [16, 0, 0, 0, 16, 0, 16, 16];
+    let matrices: Vec<MuonMatrix> = shapes
         .into_iter()
-        .scan(16, |at, (rows, columns)| {
+        .zip(gaps)
+        .scan(16, |at, ((rows, columns), gap)| {
             let matrix = MuonMatrix { at: *at, rows, columns };
-            *at += rows * columns + 16;
+            *at += rows * columns + gap;
             Some(matrix)
         })
         .collect();

@@ -24,9 +24,10 @@ fn line(len: usize, each: usize) -> Grid {
 
 /// Joins parts that follow one another in the parameters and in the directions and that an update treats alike: a launch
 /// takes as long as the update of a small matrix.
-fn joined(parts: &[MuonPart], alike: impl Fn(&MuonPart, &MuonPart) -> bool) -> Vec<MuonPart> {
+fn joined(parts: &[MuonPart], alike: impl Fn(&MuonPart, &MuonPart) -> bool) -> Result<Vec<MuonPart>> {
     let mut all: Vec<MuonPart> = Vec::new();
     for part in parts {
+        check_starts(&[], part.len)?;
         match all.last_mut() {
             Some(last)
                 if last.at + last.len == part.at && last.to + last.len == part.to && alike(last, part) =>
@@ -36,7 +37,7 @@ fn joined(parts: &[MuonPart], alike: impl Fn(&MuonPart, &MuonPart) -> bool) -> V
             _ => all.push(*part),
         }
     }
-    all
+    Ok(all)
 }
 
 fn check_starts(starts: &[Address<'_>], len: usize) -> Result<()> {
@@ -68,7 +69,7 @@ impl Launch<[Operand<'_>; 3], CudaStorage> for Directions<'_> {
             scale: _,
         } = self.settings;
         let first = first_index(state.1) + parameters;
-        for MuonPart { at, to, len, .. } in joined(self.parts, |_, _| true) {
+        for MuonPart { at, to, len, .. } in joined(self.parts, |_, _| true)? {
             let params = params::MuonMomentum {
                 momentum: element(state.0, first + at, &gpu)?,
                 gradient: element(gradient.0, first_index(gradient.1) + at, &gpu)?,
@@ -135,7 +136,7 @@ impl Launch<Tensors<'_>, ()> for Apply<'_> {
     fn launch(&self, ([state, directions, sum_of_squares], copy): Tensors<'_>) -> Result<()> {
         let gpu = Gpu::new(state.0.device())?;
         let factors = |part: &MuonPart| self.settings.factors(part.shape);
-        for MuonPart { at, to, len, shape } in joined(self.parts, |a, b| factors(a) == factors(b)) {
+        for MuonPart { at, to, len, shape } in joined(self.parts, |a, b| factors(a) == factors(b))? {
             let [keep, rate] = self.settings.factors(shape);
             let (copy, copy_type) = match copy {
                 None => (Address::NULL, Float::F32),
@@ -202,5 +203,29 @@ impl Sum<'_> {
         let params = params::MuonCombine { x, y, inverse, len, size, power, a, b, c, padding: 0 };
         let grid = Grid::line((len as usize).div_ceil(THREADS * V16).max(1), THREADS);
         launch(gpu, kernel!("muon_combine"), grid, &params)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn adjacent_parts_are_joined_if_alike() {
+        let part = |at, to, shape: (usize, usize)| MuonPart { at, to, len: shape.0 * shape.1, shape };
+        let parts = [
+            part(0, 64, (8, 8)),
+            part(64, 128, (8, 8)),
+            part(128, 192, (4, 16)),
+            part(200, 256, (8, 8)),
+            part(264, 400, (8, 8)),
+        ];
+        let lens = |alike: fn(&MuonPart, &MuonPart) -> bool| -> Vec<usize> {
+            joined(&parts, alike).expect("multiples of 8").iter().map(|part| part.len).collect()
+        };
+        assert_eq!(lens(|_, _| true), [192, 64, 64]);
+        assert_eq!(lens(|a, b| a.shape == b.shape), [128, 64, 64, 64]);
+        // Together they have a multiple of 8 elements, but each alone has not.
+        assert!(joined(&[part(0, 0, (2, 2)), part(4, 4, (2, 2))], |_, _| true).is_err());
     }
 }

@@ -6,7 +6,7 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Sha
 
 use super::{Attention, AttentionOp, Completed, Saved};
 use crate::error::Error;
-use crate::scheme::Scheme;
+use crate::scheme::{Products, Scheme};
 use crate::shape::AttentionShape;
 
 const NAME: &str = "attention-lse";
@@ -66,8 +66,17 @@ pub(super) fn of(op: &AttentionOp, out: &Tensor) -> Result<Tensor> {
     out.apply_op1_no_bwd(&LogSumExp { saved: op.saved.clone(), shape: op.shape.clone() })
 }
 
-/// An error for schemes that subtract a mean from the keys: their logits have other log-sum-exps.
+/// An error for FP4 matmuls, and for schemes that subtract a mean from the keys: their logits have other log-sum-exps.
 fn check(scheme: &Scheme) -> Result<()> {
+    if let Scheme::AttnQat(settings) = scheme
+        && settings.products != Products::SixteenBit
+    {
+        return Err(Error::unsupported("log-sum-exps with FP4 matmuls")
+            .got(scheme)
+            .allowed("AttnQat::products(Products::SixteenBit)")
+            .hint("log-sum-exps are a part of the state for a backward, which FP4 matmuls do not have")
+            .into());
+    }
     if !scheme.smooths_keys() {
         return Ok(());
     }
