@@ -6,7 +6,8 @@ from typing import Literal
 import torch
 
 from . import _ops
-from ._ops import _error, encode
+from ._errors import _error
+from ._ops import encode
 
 Scheme = Literal["fpa", "sagebwd", "attn-qat"]
 Window = tuple[int | None, int | None]

@@ -5,6 +5,8 @@ import functools
 import torch
 
 from . import _core
+from ._errors import _error
+from ._lengths import _as_tensor, _most_tiles, _packing, lengths_of
 
 # `settings` is a result of `encode`, and `lists` a result of `lists_of`. `cu_seqlens` contain the first token of each
 # packed document, then the number of all tokens; as tensors, not lists, so that a traced call takes any lengths. The
@@ -68,10 +70,6 @@ def _settings(text):
     return _core.Settings(scheme, settings, causal == "True", window, scale, float(softcap), deterministic == "True")
 
 
-def _error(what, got, allowed, hint):
-    return ValueError(f"{what}\n  got:     {got}\n  allowed: {allowed}\n  hint:    {hint}")
-
-
 _ELEMENTS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -81,35 +79,6 @@ def _element(dtype):
 
 def _tensor(x):
     return x.data_ptr(), tuple(x.shape), x.stride()
-
-
-def lengths_of(cu_seqlens):
-    """Cumulative lengths as a tuple of integers. Reading a tensor on a GPU waits for the GPU."""
-    lengths = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else list(cu_seqlens)
-    if any(isinstance(n, (float, list)) or n < 0 for n in lengths):
-        raise _error("lengths of documents are not cumulative lengths", lengths, "integers from 0 on", "[0, 20, 64] are two documents")
-    return tuple(int(n) for n in lengths)
-
-
-def _as_tensor(cu_seqlens):
-    """Cumulative lengths, or None, as the operators take them."""
-    return cu_seqlens if cu_seqlens is None or isinstance(cu_seqlens, torch.Tensor) else torch.tensor(cu_seqlens, device="cpu")
-
-
-def _packing(cu_seqlens_q, cu_seqlens_k):
-    """The lengths of packed documents as tuples. Lengths that are tuples already are results of `lengths_of`."""
-    if cu_seqlens_q is None or isinstance(cu_seqlens_q, tuple):
-        return None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
-    queries = lengths_of(cu_seqlens_q)
-    return queries, queries if cu_seqlens_k is cu_seqlens_q else lengths_of(cu_seqlens_k)
-
-
-def _most_tiles(cu_seqlens, tokens):
-    """Cumulative lengths of as many documents and tokens, whose state needs the most memory of all such lengths: every
-    document but the last has one token, so that the documents have as many tiles as possible."""
-    documents = cu_seqlens.shape[0] - 1
-    single = min(max(documents - 1, 0), tokens)
-    return (*range(single + 1), *[tokens] * (documents - single))
 
 
 def _others(sinks, slopes, lists, query):

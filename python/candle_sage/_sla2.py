@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from . import _core
 from ._api import Scheme, attention
-from ._ops import _error
+from ._errors import _error
 
 
 class SLA2(nn.Module):

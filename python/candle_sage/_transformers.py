@@ -5,7 +5,8 @@ import functools
 import torch
 
 from ._api import attention
-from ._ops import _error, _settings, encode
+from ._errors import _error
+from ._ops import _settings, encode
 
 # Names for `attn_implementation`, with the arguments of `attention` that each name stands for.
 IMPLEMENTATIONS = {

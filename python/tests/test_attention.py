@@ -177,7 +177,7 @@ def test_log_sum_exps(name, device, dtypes):
 
 
 def test_lengths_with_the_most_tiles():
-    from candle_sage._ops import _most_tiles
+    from candle_sage._lengths import _most_tiles
 
     generator = torch.Generator().manual_seed(3)
     for documents in (1, 2, 5, 70):

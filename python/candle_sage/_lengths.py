@@ -1,0 +1,34 @@
+"""The cumulative lengths of packed documents."""
+
+import torch
+
+from ._errors import _error
+
+
+def lengths_of(cu_seqlens):
+    """Cumulative lengths as a tuple of integers. Reading a tensor on a GPU waits for the GPU."""
+    lengths = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else list(cu_seqlens)
+    if any(isinstance(n, (float, list)) or n < 0 for n in lengths):
+        raise _error("lengths of documents are not cumulative lengths", lengths, "integers from 0 on", "[0, 20, 64] are two documents")
+    return tuple(int(n) for n in lengths)
+
+
+def _as_tensor(cu_seqlens):
+    """Cumulative lengths, or None, as the operators take them."""
+    return cu_seqlens if cu_seqlens is None or isinstance(cu_seqlens, torch.Tensor) else torch.tensor(cu_seqlens, device="cpu")
+
+
+def _packing(cu_seqlens_q, cu_seqlens_k):
+    """The lengths of packed documents as tuples. Lengths that are tuples already are results of `lengths_of`."""
+    if cu_seqlens_q is None or isinstance(cu_seqlens_q, tuple):
+        return None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
+    queries = lengths_of(cu_seqlens_q)
+    return queries, queries if cu_seqlens_k is cu_seqlens_q else lengths_of(cu_seqlens_k)
+
+
+def _most_tiles(cu_seqlens, tokens):
+    """Cumulative lengths of as many documents and tokens, whose state needs the most memory of all such lengths: every
+    document but the last has one token, so that the documents have as many tiles as possible."""
+    documents = cu_seqlens.shape[0] - 1
+    single = min(max(documents - 1, 0), tokens)
+    return (*range(single + 1), *[tokens] * (documents - single))
