@@ -47,6 +47,7 @@ impl Call {
     /// `keep`: a backward will follow. `others`: whether there are sinks, whether there are slopes, and with a
     /// selection the largest number of blocks in a list. `lse`: whether log-sum-exps are a result.
     #[new]
+    #[allow(clippy::too_many_arguments)]
     fn new(
         settings: &Settings,
         packing: Option<(Vec<usize>, Vec<usize>)>,
