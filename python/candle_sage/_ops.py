@@ -254,7 +254,7 @@ def _backward_cuda(grad, grad_lse, query, key, value, out, state, sinks, slopes,
     device = query.device
     _scratch, lent_scratch = _lend(plan.backward_scratch, device)
     gradients = [_without_gaps(x) for x in (query, key, value)]
-    dsinks = _no_sinks(query) if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
+    dsinks = _no_floats(query) if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
     addresses = query.data_ptr(), key.data_ptr(), value.data_ptr()
     dout = grad.data_ptr(), (grad.shape, grad.stride())
     written = [x.data_ptr() for x in gradients], dsinks.data_ptr()
@@ -268,7 +268,7 @@ def _without_gaps(like):
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
-def _no_sinks(query):
+def _no_floats(query):
     return torch.empty(0, dtype=torch.float32, device=query.device)
 
 
@@ -293,7 +293,7 @@ def _backward_cpu(grad, grad_lse, query, key, value, out, state, sinks, slopes, 
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     dlse = 0 if grad_lse is None else grad_lse.data_ptr()
     gradients = [x.new_empty(x.shape) for x in tensors]
-    dsinks = _no_sinks(query) if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
+    dsinks = _no_floats(query) if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
     packing = _packing(cu_seqlens_q, cu_seqlens_k)
     inputs = [_tensor(x) for x in tensors]
     addresses = [x.data_ptr() for x in gradients]
@@ -303,15 +303,11 @@ def _backward_cpu(grad, grad_lse, query, key, value, out, state, sinks, slopes, 
     return *gradients, dsinks
 
 
-def _no_lse(query):
-    return torch.empty(0, dtype=torch.float32, device=query.device)
-
-
 def _forward_of_operator(query, *inputs):
     # A traced call allocates the state before it knows the lengths of documents.
     more = {"state": _traced_state(query, *inputs)} if query.is_cuda else {}
     out, lse, state = (_forward_cuda if query.is_cuda else _forward_cpu)(query, *inputs, **more)
-    return out, _no_lse(query) if lse is None else lse, state
+    return out, _no_floats(query) if lse is None else lse, state
 
 
 for _device, _backward in (("CUDA", _backward_cuda), ("CPU", _backward_cpu)):
@@ -324,13 +320,13 @@ def _(query, key, value, *rest):
     *_, with_lse, _ = rest
     _check(_of(query), _of(key), _of(value))
     state = _traced_state(query, key, value, *rest) if query.device.type == "cuda" else 0
-    lse = query.new_empty(_lse_shape(query), dtype=torch.float32) if with_lse else _no_lse(query)
+    lse = query.new_empty(_lse_shape(query), dtype=torch.float32) if with_lse else _no_floats(query)
     return query.new_empty(_output_shape(query, value)), lse, query.new_empty(state, dtype=torch.uint8)
 
 
 @torch.library.register_fake(f"{_NAMESPACE}::attention_backward", lib=_library)
 def _(grad, grad_lse, query, key, value, out, state, sinks, *_):
-    dsinks = _no_sinks(query) if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
+    dsinks = _no_floats(query) if sinks is None else torch.empty_like(sinks, dtype=torch.float32)
     return *(x.new_empty(x.shape) for x in (query, key, value)), dsinks
 
 
