@@ -184,6 +184,14 @@ pub struct Muon {
 /// matrices with elements of 1e-26 to 1e11 neither vanish nor overflow. Other matrices are not updated.
 pub(crate) const DIRECTION_UNIT: f32 = (1 << 24) as f32;
 
+/// The settings of Muon's pass over the momentum: see the fields of [`Muon`].
+pub(crate) struct MomentumPass {
+    pub(crate) beta: f32,
+    pub(crate) nesterov: bool,
+    pub(crate) gradient_factor: f64,
+    pub(crate) clip: Option<f64>,
+}
+
 impl Muon {
     /// A step with this learning rate: momentum .95 with Nesterov, no normalization of rows, no weight decay and no
     /// clipping.
@@ -199,6 +207,23 @@ impl Muon {
             gradient_factor: 1.0,
             clip: None,
         }
+    }
+
+    /// The settings of the pass over the momentum.
+    pub(crate) fn momentum_pass(&self) -> MomentumPass {
+        // `Muon::orthogonalize`, `Muon::normalize_rows` and `Muon::factors` use the other settings.
+        let Self {
+            momentum,
+            nesterov,
+            gradient_factor,
+            clip,
+            lr: _,
+            weight_decay: _,
+            beta2: _,
+            orthogonalization: _,
+            scale: _,
+        } = *self;
+        MomentumPass { beta: momentum as f32, nesterov, gradient_factor, clip }
     }
 
     /// `1 - lr weight_decay`, and the factor of the orthogonal direction of a matrix.

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use crate::update::{DIRECTION_UNIT, Muon, clipped};
+use crate::update::{DIRECTION_UNIT, MomentumPass, Muon, clipped};
 
 /// Elements of one parallel task.
 const SPAN: usize = 32 * 1024;
@@ -15,20 +15,8 @@ pub(crate) fn direction(
     gradient: &[f32],
     direction: &mut [f32],
 ) {
-    // `Muon::orthogonalize`, `Muon::normalize_rows` and `Muon::factors` use the other settings.
-    let Muon {
-        momentum: beta,
-        nesterov,
-        gradient_factor,
-        clip,
-        lr: _,
-        weight_decay: _,
-        beta2: _,
-        orthogonalization: _,
-        scale: _,
-    } = *settings;
+    let MomentumPass { beta, nesterov, gradient_factor, clip } = settings.momentum_pass();
     let Some(factor) = clipped(gradient_factor, clip, sum_of_squares) else { return };
-    let beta = beta as f32;
     let spans = momentum.par_chunks_mut(SPAN).zip(gradient.par_chunks(SPAN));
     spans.zip(direction.par_chunks_mut(SPAN)).for_each(|((m, g), d)| {
         for ((m, g), d) in m.iter_mut().zip(g).zip(d) {

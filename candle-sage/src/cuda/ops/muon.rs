@@ -15,7 +15,7 @@ use crate::launch::{Launch, Operand};
 use crate::ops::muon::MuonPart;
 use crate::ops::muon::orthogonal::{Polynomial, UnitTrace};
 use crate::ops::muon::passes::{Apply, Directions, RowFactors, ScaleRows};
-use crate::update::{DIRECTION_UNIT, Muon};
+use crate::update::{DIRECTION_UNIT, MomentumPass};
 
 /// A grid for `len` elements, in which a thread processes packs of `each` elements.
 fn line(len: usize, each: usize) -> Grid {
@@ -56,18 +56,7 @@ impl Launch<[Operand<'_>; 3], CudaStorage> for Directions<'_> {
         let gpu = Gpu::new(state.0.device())?;
         let (_, parameters) = state.1.shape().dims2()?;
         let directions = gpu.alloc::<bf16>(self.len)?;
-        // `Muon::orthogonalize`, `Muon::normalize_rows` and `Muon::factors` use the other settings.
-        let Muon {
-            momentum,
-            nesterov,
-            gradient_factor,
-            clip,
-            lr: _,
-            weight_decay: _,
-            beta2: _,
-            orthogonalization: _,
-            scale: _,
-        } = self.settings;
+        let MomentumPass { beta, nesterov, gradient_factor, clip } = self.settings.momentum_pass();
         let first = first_index(state.1) + parameters;
         for MuonPart { at, to, len, .. } in joined(self.parts, |_, _| true)? {
             let params = params::MuonMomentum {
@@ -78,7 +67,7 @@ impl Launch<[Operand<'_>; 3], CudaStorage> for Directions<'_> {
                 len: len as i64,
                 factor: gradient_factor as f32,
                 clip: clip.map_or(f32::INFINITY, |clip| clip as f32),
-                beta: momentum as f32,
+                beta,
                 unit: DIRECTION_UNIT,
                 nesterov: nesterov.into(),
                 padding: 0,
