@@ -13,17 +13,13 @@ The wheel does not link PyTorch or CUDA's libraries, so one copy serves every Py
 
 import argparse
 import base64
-import hashlib
 import json
 import pathlib
 import zipfile
+from hashlib import sha256
 
 PYTORCH = "torch-stable-abi24"
 BACKENDS = {"cpu": {"type": "cpu"}, "cu120": {"type": "cuda"}, "cu130": {"type": "cuda"}}
-
-
-def sha256(data):
-    return hashlib.sha256(data)
 
 
 def contents(wheel):

@@ -5,7 +5,7 @@ import torch
 from ._errors import _error
 
 
-def lengths_of(cu_seqlens):
+def _lengths_of(cu_seqlens):
     """Cumulative lengths as a tuple of integers. Reading a tensor on a GPU waits for the GPU."""
     lengths = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else list(cu_seqlens)
     if any(isinstance(n, (float, list)) or n < 0 for n in lengths):
@@ -18,12 +18,17 @@ def _as_tensor(cu_seqlens):
     return cu_seqlens if cu_seqlens is None or isinstance(cu_seqlens, torch.Tensor) else torch.tensor(cu_seqlens, device="cpu")
 
 
+def _both(cu_seqlens_q, cu_seqlens_k):
+    """The lengths of queries and keys as tuples. Lengths that are the same object are read once."""
+    queries = _lengths_of(cu_seqlens_q)
+    return queries, queries if cu_seqlens_k is cu_seqlens_q else _lengths_of(cu_seqlens_k)
+
+
 def _packing(cu_seqlens_q, cu_seqlens_k):
-    """The lengths of packed documents as tuples. Lengths that are tuples already are results of `lengths_of`."""
-    if cu_seqlens_q is None or isinstance(cu_seqlens_q, tuple):
-        return None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
-    queries = lengths_of(cu_seqlens_q)
-    return queries, queries if cu_seqlens_k is cu_seqlens_q else lengths_of(cu_seqlens_k)
+    """An operator's lengths, or None. Tuples are results of `_both`, and need no other check."""
+    if cu_seqlens_q is None:
+        return None
+    return (cu_seqlens_q, cu_seqlens_k) if isinstance(cu_seqlens_q, tuple) else _both(cu_seqlens_q, cu_seqlens_k)
 
 
 def _most_tiles(cu_seqlens, tokens):

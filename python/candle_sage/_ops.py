@@ -6,7 +6,7 @@ import torch
 
 from . import _core
 from ._errors import _error
-from ._lengths import _as_tensor, _most_tiles, _packing, lengths_of
+from ._lengths import _as_tensor, _both, _most_tiles, _packing
 
 # `settings` is a result of `encode`, and `lists` a result of `lists_of`. `cu_seqlens` contain the first token of each
 # packed document, then the number of all tokens; as tensors, not lists, so that a traced call takes any lengths. The
@@ -336,7 +336,8 @@ def _keep_inputs(ctx, inputs, output):
     # PyTorch notices if saved tensors change before the backward.
     tensors = [x if isinstance(x, torch.Tensor) else None for x in (cu_seqlens_q, cu_seqlens_k)]
     ctx.save_for_backward(query, key, value, out, state, sinks, slopes, lists, *tensors)
-    ctx.settings, ctx.lengths, ctx.with_lse = settings, (cu_seqlens_q, cu_seqlens_k) if tensors[0] is None else None, with_lse
+    ctx.lengths = (cu_seqlens_q, cu_seqlens_k) if tensors[0] is None else None
+    ctx.settings, ctx.with_lse = settings, with_lse
     without_gradient = (state,) if lse is None or with_lse else (lse, state)
     ctx.mark_non_differentiable(*without_gradient)
     ctx.set_materialize_grads(False)
@@ -407,8 +408,7 @@ def attention(query, key, value, sinks, slopes, lists, settings, cu_seqlens_q, c
         lengths = _as_tensor(cu_seqlens_q), _as_tensor(cu_seqlens_k)
         return _operators.attention(query, key, value, sinks, slopes, lists, settings, *lengths, *rest)[:2]
     if cu_seqlens_q is not None:
-        queries = lengths_of(cu_seqlens_q)
-        cu_seqlens_q, cu_seqlens_k = queries, queries if cu_seqlens_k is cu_seqlens_q else lengths_of(cu_seqlens_k)
+        cu_seqlens_q, cu_seqlens_k = _both(cu_seqlens_q, cu_seqlens_k)
     inputs = query, key, value, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k, *rest
     if rest[-1]:
         return _Attention.apply(*inputs)[:2]
