@@ -54,7 +54,7 @@ impl Attention {
         Ok((out, lse))
     }
 
-    /// An error for schemes that subtract a mean from the keys.
+    /// An error if the scheme has no log-sum-exps.
     pub(crate) fn check_lse(&self) -> Result<()> {
         check(&self.scheme)
     }
