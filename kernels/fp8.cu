@@ -1,4 +1,5 @@
-// FP8 quantization: quantizes a matrix, finds its largest value, and computes scales for the next step.
+// FP8 quantization: quantizes a matrix, finds its largest value, transposes FP8 values, and computes scales for the
+// next step.
 #include <sage/elements/pack.cuh>
 #include <sage/quant/fp8_tile.cuh>
 
@@ -28,6 +29,21 @@ __device__ void quantize_matrix(const params::Fp8Quantize& p) {
   quant::quantize_tile(p.codes, *p.codes.scale, {p.first_column, p.columns}, [&](int row, int column, float (&x)[V]) {
     elements::load_floats(static_cast<const T*>(p.x) + int64_t(row) * p.columns + column, x);
   });
+}
+
+// Writes the transpose of the FP8 values `x`, and copies their scale.
+__device__ void transpose_codes(const params::Fp8Quantize& p) {
+  __shared__ Fp8Tile tile;
+  int first_row = blockIdx.x * Fp8Tile::ROWS, first_column = blockIdx.y * Fp8Tile::COLUMNS;
+  int row = first_row + Fp8Tile::row(), column = first_column + Fp8Tile::column();
+  quant::Fp8Codes codes(p.codes);
+  if (row < p.codes.rows && column < p.columns) {
+    const uint8_t* x = static_cast<const uint8_t*>(p.x) + int64_t(row) * p.columns + column;
+#pragma unroll
+    for (int i = 0; i < Fp8Tile::LINES; ++i) codes.words[i] = *reinterpret_cast<const uint2*>(x + int64_t(i) * p.columns);
+  }
+  codes.store(p.codes, tile, first_row, first_column, p.columns);
+  if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) *p.codes.used = codes.scale;
 }
 
 // Computes the scales of `count` matrices. With running maxima: running = max(largest since the last call, decay *
@@ -61,4 +77,5 @@ KERNELS(f32, float)
 KERNELS(f16, __half)
 KERNELS(bf16, __nv_bfloat16)
 
+extern "C" __global__ void __launch_bounds__(THREADS) fp8_transpose(const __grid_constant__ params::Fp8Quantize p) { transpose_codes(p); }
 extern "C" __global__ void __launch_bounds__(THREADS) fp8_rescale(const __grid_constant__ params::Fp8Rescale p) { rescale(p); }

@@ -18,6 +18,7 @@ mod flash_attn;
 pub(crate) mod fp8;
 pub(crate) mod fp8_fused;
 mod fp8_linear;
+pub(crate) mod fp8_parts;
 pub(crate) mod fp8_scales;
 pub(crate) mod layer_norm;
 pub(crate) mod linear_cross_entropy;
@@ -53,6 +54,7 @@ pub use fp8_fused::{
     qk_norm_rope_backward_fp8, residual_rms_norm_fp8, rms_norm_backward_fp8, swiglu_backward_fp8, swiglu_fp8,
 };
 pub use fp8_linear::{Fp8Linear, fp8_linear};
+pub use fp8_parts::{FP8_PART, fp8_largest, fp8_quantize_parts, fp8_scales};
 pub use fp8_scales::{Fp8Scale, Fp8Scales};
 pub use layer_norm::layer_norm;
 pub use linear_cross_entropy::{linear_cross_entropy, linear_cross_entropy_into};

@@ -120,6 +120,13 @@ void matrices(int rows, int columns, bool e5m2) {
       check("codes", made, [&](int row, int column) { return float(x[row * columns + column]); }, copies);
     }
   }
+  Codes rows_only(rows, columns, e5m2, codes.scale), turned = rows_only;
+  params::Fp8Quantize q{x.data(), rows_only.params(1), columns, 0};
+  tiles(rows, columns, [&] { quantize_matrix<T>(q); });
+  params::Fp8Quantize t{rows_only.own.data(), turned.params(2), columns, 0};
+  tiles(rows, columns, [&] { transpose_codes(t); });
+  turned.largest = rows_only.largest;
+  check("transpose", turned, [&](int row, int column) { return float(x[row * columns + column]); }, 2);
 }
 
 // Whether a kernel's value is within one code of the definition, and a zero within half the smallest value.

@@ -5,6 +5,7 @@ mod copy_heads;
 mod cross_entropy;
 mod embedding;
 mod fp8;
+mod fp8_parts;
 mod ids;
 mod layer_norm;
 mod linear_cross_entropy;

@@ -13,6 +13,7 @@ use crate::fp8::{Fp8Format, largest_of};
 use crate::launch::Launch;
 
 const QUANTIZE: &str = "fp8-quantize";
+const FROM_CODES: &str = "fp8-from-codes";
 const PRODUCT: &str = "fp8-product";
 
 /// The accumulators of an FP8 matmul on a GPU. The CPU always sums in f32.
@@ -122,6 +123,39 @@ impl Fp8Matrix {
             values.par_iter().with_min_len(SPAN).filter(|x| x.abs() / scale > top).count() as u64
         })?;
         Ok(op.with_scale(&values, x.dims2()?, scale).into_matrix(op.format, x.dims2()?, from_cpu))
+    }
+
+    /// The matrix of row-major codes, u8 (rows, columns), and their scale, f32 (1): both copies. The row copy shares
+    /// memory with `codes`; the scale is copied.
+    ///
+    /// # Errors
+    /// When the codes are not a contiguous u8 matrix with dimensions that are multiples of 16, or the scale is not one
+    /// f32.
+    pub fn from_codes(codes: &Tensor, scale: &Tensor, format: Fp8Format) -> Result<Self> {
+        check_dims(FROM_CODES, codes.dims())?;
+        supported(FROM_CODES, &[codes, scale])?;
+        let is_dense = codes.is_contiguous();
+        if codes.dtype() != DType::U8 || !is_dense || scale.dtype() != DType::F32 || scale.dims() != [1] {
+            let gaps = if is_dense { "" } else { " with gaps" };
+            return Err(shape_error(
+                "fp8-from-codes: these are not FP8 values and their scale",
+                format!("{:?}{gaps}, and {:?} {:?}", codes.dtype(), scale.dtype(), scale.dims()),
+                "U8 without gaps, and F32 [1]",
+                "as `codes` and `scale` of another matrix",
+            ));
+        }
+        let dims = codes.dims2()?;
+        let mut matrix = if codes.device().is_cuda() {
+            let made = with_cuda(FROM_CODES, [codes, scale], |operands| Transpose.launch(operands))?;
+            Self::of_codes(made, dims, format)
+        } else {
+            let turned = transposed(&codes.flatten_all()?.to_vec1()?, dims);
+            let scale = CpuStorage::F32(scale.to_vec1()?);
+            Quantized { rows: None, columns: Some(CpuStorage::U8(turned)), scale }
+                .into_matrix(format, dims, from_cpu)
+        };
+        matrix.copies[0] = Some(codes.clone());
+        Ok(matrix)
     }
 
     /// A matrix from codes that kernels wrote.
@@ -301,7 +335,20 @@ pub(crate) struct QuantizeWith {
     pub(crate) measure: bool,
 }
 
-fn largest_in(values: &[f32]) -> f32 {
+/// The transpose of a matrix of codes. Operands: the codes, and their scale, which is copied.
+pub(crate) struct Transpose;
+
+fn transposed(codes: &[u8], (rows, columns): (usize, usize)) -> Vec<u8> {
+    let mut turned = vec![0; codes.len()];
+    turned.par_chunks_mut(rows.max(1)).enumerate().for_each(|(column, turned)| {
+        for (row, code) in turned.iter_mut().enumerate() {
+            *code = codes[row * columns + column];
+        }
+    });
+    turned
+}
+
+pub(super) fn largest_in(values: &[f32]) -> f32 {
     values.par_chunks(SPAN).map(largest_of).reduce(|| 0.0, |a, b| largest_of(&[a, b]))
 }
 
@@ -331,24 +378,11 @@ impl Quantize {
         self.with_scale(values, dims, self.format.scale(largest_in(values)))
     }
 
-    fn with_scale(
-        self,
-        values: &[f32],
-        (rows, columns): (usize, usize),
-        scale: f32,
-    ) -> Quantized<CpuStorage> {
+    fn with_scale(self, values: &[f32], dims: (usize, usize), scale: f32) -> Quantized<CpuStorage> {
         let inverse = 1.0 / scale;
         let codes: Vec<u8> =
             values.par_iter().with_min_len(SPAN).map(|x| self.format.code(x * inverse)).collect();
-        let turned = self.copies.has_columns().then(|| {
-            let mut turned = vec![0; codes.len()];
-            turned.par_chunks_mut(rows.max(1)).enumerate().for_each(|(column, turned)| {
-                for (row, code) in turned.iter_mut().enumerate() {
-                    *code = codes[row * columns + column];
-                }
-            });
-            CpuStorage::U8(turned)
-        });
+        let turned = self.copies.has_columns().then(|| CpuStorage::U8(transposed(&codes, dims)));
         let rows = self.copies.has_rows().then_some(CpuStorage::U8(codes));
         Quantized { rows, columns: turned, scale: CpuStorage::F32(vec![scale]) }
     }

@@ -7,7 +7,7 @@ use candle_sage::ops::{
     self, CrossEntropy, Fp8Copies, Fp8Matrix, Fp8Scales, Fp8Sums, QkNormRopeGrad, RopeStyle,
 };
 
-use crate::fp8::cross_entropy_fp8;
+use crate::fp8::{cross_entropy_fp8, quantize_in_parts};
 use crate::support::{Normals, f64s, gpu, relative_l2};
 
 /// Values for every code, and for every midpoint of two codes and its neighbours.
@@ -34,6 +34,24 @@ fn same_codes(x: &Tensor, format: Fp8Format, copies: Fp8Copies) -> Result<()> {
     let on_gpu = Fp8Matrix::quantize(&x.to_device(&gpu())?, format, copies)?;
     assert_eq!(on_gpu.scale().to_vec1::<f32>()?, on_cpu.scale().to_vec1::<f32>()?);
     assert!(codes(&on_gpu)? == codes(&on_cpu)?, "{:?} {:?} {format:?} {copies:?}", x.dims(), x.dtype());
+    Ok(())
+}
+
+/// FP8 values of parts, their transposes, and matmuls with scales that share memory with other scales.
+#[test]
+#[ignore = "needs a GPU"]
+fn parts_have_the_codes_of_the_cpu() -> Result<()> {
+    let dims = [(432, 1040), (128, 1008)];
+    let len = dims[0].0 * dims[0].1 + dims[1].0 * dims[1].1;
+    let x = Tensor::from_vec(Normals::new(4).vec(len, 3.0), len, &Device::Cpu)?;
+    for format in [E4M3, E5M2] {
+        let on_cpu = quantize_in_parts(&x, dims, format)?;
+        let on_gpu = quantize_in_parts(&x.to_device(&gpu())?, dims, format)?;
+        for (on_cpu, on_gpu) in on_cpu.iter().zip(&on_gpu) {
+            assert_eq!(on_gpu.scale().to_vec1::<f32>()?, on_cpu.scale().to_vec1::<f32>()?);
+            assert!(codes(on_gpu)? == codes(on_cpu)?, "{format:?}");
+        }
+    }
     Ok(())
 }
 

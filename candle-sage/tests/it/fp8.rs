@@ -1,5 +1,7 @@
 //! FP8 matrices, their matmuls and the linear map, compared with f64.
 
+use std::ops::Range;
+
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_sage::fp8::Fp8Format::{self, E4M3, E5M2};
 use candle_sage::nn;
@@ -146,6 +148,61 @@ fn the_module_maps_the_last_dimension() -> Result<()> {
     Ok(())
 }
 
+/// Quantizes two matrices in one vector as three processes would that each own a third of it, and makes the matrices of
+/// the FP8 values.
+pub(crate) fn quantize_in_parts(
+    x: &Tensor,
+    dims: [(usize, usize); 2],
+    format: Fp8Format,
+) -> Result<Vec<Fp8Matrix>> {
+    let (len, third) = (x.elem_count(), x.elem_count() / 3);
+    let first = dims[0].0 * dims[0].1;
+    let (matrices, codes) = ([0..first, first..len], Tensor::zeros(len, DType::U8, x.device())?);
+    let shard = |n: usize| n * third..(n + 1) * third;
+    let parts = |n: usize| {
+        let own = shard(n);
+        let part = |all: &Range<usize>| {
+            let (start, end) = (all.start.max(own.start), all.end.min(own.end));
+            if start < end { start - own.start..end - own.start } else { 0..0 }
+        };
+        matrices.each_ref().map(part)
+    };
+    let of = |n: usize| x.narrow(0, shard(n).start, third);
+    let largest = ops::fp8_largest(&of(0)?, &parts(0))?;
+    let largest = (1..3).try_fold(largest, |all, n| all.maximum(&ops::fp8_largest(&of(n)?, &parts(n))?))?;
+    let scales = ops::fp8_scales(&largest, format)?;
+    for n in 0..3 {
+        let codes = codes.narrow(0, shard(n).start, third)?;
+        ops::fp8_quantize_parts(&codes, &of(n)?, &parts(n), &scales, format)?;
+    }
+    let matrix = |(n, range): (usize, &Range<usize>)| {
+        let codes = codes.narrow(0, range.start, range.len())?.reshape(dims[n])?;
+        Fp8Matrix::from_codes(&codes, &scales.narrow(0, n, 1)?, format)
+    };
+    matrices.iter().enumerate().map(matrix).collect()
+}
+
+/// Parts of matrices have the FP8 values and scales of the whole matrices, bit for bit.
+#[test]
+fn parts_have_the_codes_of_the_whole() -> Result<()> {
+    let dims = [(32, 112), (16, 160)];
+    let x = Tensor::from_vec(Normals::new(4).vec(6144, 3.0), 6144, &Device::Cpu)?;
+    for format in [E4M3, E5M2] {
+        let made = quantize_in_parts(&x, dims, format)?;
+        for (n, (start, made)) in [0, 32 * 112].into_iter().zip(made).enumerate() {
+            let whole = x.narrow(0, start, dims[n].0 * dims[n].1)?.reshape(dims[n])?;
+            let whole = Fp8Matrix::quantize(&whole, format, Fp8Copies::Both)?;
+            let bits = |matrix: &Fp8Matrix| matrix.codes().expect("a copy").flatten_all()?.to_vec1::<u8>();
+            assert_eq!(made.scale().to_vec1::<f32>()?, whole.scale().to_vec1::<f32>()?);
+            assert_eq!(bits(&made)?, bits(&whole)?);
+            assert_eq!(bits(&made.t())?, bits(&whole.t())?);
+        }
+    }
+    let scales = ops::fp8_scales(&Tensor::new(&[0f32, f32::NAN, 448.0], &Device::Cpu)?, E4M3)?;
+    assert_eq!(scales.to_vec1::<f32>()?, [1.0; 3]);
+    Ok(())
+}
+
 #[test]
 fn what_does_not_fit_is_an_error() -> Result<()> {
     let zeros = |rows, columns| Tensor::zeros((rows, columns), DType::F32, &Device::Cpu);
@@ -186,7 +243,18 @@ fn what_does_not_fit_is_an_error() -> Result<()> {
         (head(16, CrossEntropy::default().ignore_id(0)), "all targets count"),
         (head(16, CrossEntropy::default().chunk_rows(0)), "chunk_rows is out of range"),
     ];
-    for (result, expected) in errors.into_iter().chain(of_head) {
+    let (vector, codes) = (zeros(2, 256)?.flatten_all()?, Tensor::zeros(512, DType::U8, &Device::Cpu)?);
+    let one = Tensor::ones(1, DType::F32, &Device::Cpu)?;
+    let of_parts = [
+        (ops::fp8_largest(&zeros(2, 256)?, &[]).map(drop), "does not support this tensor"),
+        (ops::fp8_largest(&vector, std::slice::from_ref(&(0..100))).map(drop), "a part does not fit"),
+        (ops::fp8_largest(&vector, std::slice::from_ref(&(256..768))).map(drop), "a part does not fit"),
+        (ops::fp8_quantize_parts(&codes, &vector, &[0..256, 256..512], &one, E4M3), "do not match"),
+        (ops::fp8_quantize_parts(&vector, &vector, &[], &one, E4M3), "does not support this tensor"),
+        (Fp8Matrix::from_codes(&codes, &one, E4M3).map(drop), "multiples of 16"),
+        (Fp8Matrix::from_codes(&zeros(16, 16)?, &one, E4M3).map(drop), "not FP8 values"),
+    ];
+    for (result, expected) in errors.into_iter().chain(of_head).chain(of_parts) {
         let error = result.expect_err(expected).to_string();
         assert!(error.contains(expected) && error.contains("hint:"), "{error}");
     }

@@ -10,13 +10,13 @@ use crate::cuda::compiled::constants::quant_fp8_tile::{
     FP8_COLUMNS as COLUMNS, FP8_ROWS as ROWS, FP8_THREADS as THREADS,
 };
 use crate::cuda::compiled::kernel;
-use crate::cuda::floats::{Dense, Float, PARTS, count, element};
+use crate::cuda::floats::{Dense, Float, PARTS, count, element, start};
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
 use crate::error::Error;
 use crate::fp8::Fp8Format;
 use crate::launch::{Launch, Operand};
-use crate::ops::fp8::{Fp8Copies, Quantize, QuantizeWith, Quantized};
+use crate::ops::fp8::{Fp8Copies, Quantize, QuantizeWith, Quantized, Transpose};
 use crate::ops::fp8_fused::{SwiGluBackwardFp8, SwiGluFp8};
 use crate::ops::fp8_scales::Fp8Site;
 use crate::ops::fp8_scales::{DECAY, MARGIN, Rescale};
@@ -139,10 +139,42 @@ pub(super) fn check_start(what: &str, starts: &[Address<'_>]) -> Result<()> {
 }
 
 /// Finds the largest value of a matrix.
-fn measure(gpu: &Gpu, float: Float, params: &params::Fp8Quantize<'_>, dims: (usize, usize)) -> Result<()> {
+pub(super) fn measure(
+    gpu: &Gpu,
+    float: Float,
+    params: &params::Fp8Quantize<'_>,
+    dims: (usize, usize),
+) -> Result<()> {
     // A thread processes eight values at once.
     let blocks = (dims.0 * dims.1).div_ceil(THREADS * 8).min(2 * PARTS);
     launch(gpu, &named(kernel!("fp8_largest"), float), Grid::line(blocks, THREADS), params)
+}
+
+/// Quantizes a matrix.
+pub(super) fn quantize_matrix(
+    gpu: &Gpu,
+    float: Float,
+    params: &params::Fp8Quantize<'_>,
+    grid: Grid,
+) -> Result<()> {
+    launch(gpu, &named(kernel!("fp8_quantize"), float), grid, params)
+}
+
+impl Launch<[Operand<'_>; 2], Quantized<CudaStorage>> for Transpose {
+    fn launch(&self, [x, scale]: [Operand<'_>; 2]) -> Result<Quantized<CudaStorage>> {
+        let (gpu, dims) = (Gpu::new(x.0.device())?, x.1.shape().dims2()?);
+        let codes = Codes::new(&gpu, dims, Fp8Copies::Columns)?;
+        let params = params::Fp8Quantize {
+            x: start(x, &gpu)?,
+            // The format is not read.
+            codes: params::Fp8Codes { scale: start(scale, &gpu)?, ..codes.params_of_scale(&gpu, false)? },
+            columns: count("columns", dims.1)?,
+            first_column: 0,
+        };
+        check_start("fp8-from-codes", &[params.x])?;
+        launch(&gpu, kernel!("fp8_transpose"), Codes::grid(dims), &params)?;
+        Ok(codes.into_storages(&gpu))
+    }
 }
 
 impl Launch<Operand<'_>, Quantized<CudaStorage>> for Quantize {
@@ -176,7 +208,7 @@ impl Launch<Operand<'_>, Quantized<CudaStorage>> for Quantize {
             ..Default::default()
         };
         launch(&gpu, kernel!("fp8_rescale"), Grid::line(1, THREADS), &rescale)?;
-        launch(&gpu, &named(kernel!("fp8_quantize"), float), Codes::grid(dims), &params)?;
+        quantize_matrix(&gpu, float, &params, Codes::grid(dims))?;
         Ok(codes.into_storages(&gpu))
     }
 }
@@ -199,7 +231,7 @@ impl Launch<[Operand<'_>; 2], Quantized<CudaStorage>> for QuantizeWith {
             measure(&gpu, float, &params, dims)?;
             site.rescale(&gpu, 1)?;
         }
-        launch(&gpu, &named(kernel!("fp8_quantize"), float), Codes::grid(dims), &params)?;
+        quantize_matrix(&gpu, float, &params, Codes::grid(dims))?;
         Ok(codes.into_storages(&gpu))
     }
 }
@@ -222,7 +254,7 @@ pub(super) fn quantize_columns(
     };
     check_start(NAME, &[params.x])?;
     let grid = Codes::grid((codes.rows as usize, columns));
-    launch(gpu, &named(kernel!("fp8_quantize"), float), grid, &params)
+    quantize_matrix(gpu, float, &params, grid)
 }
 
 impl Launch<Operand<'_>, ()> for Rescale {

@@ -1,0 +1,90 @@
+//! FP8 quantization of parts of vectors on the GPU.
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CudaStorage, Result};
+
+use super::fp8::{Codes, check_start, measure, quantize_matrix};
+use crate::cuda::address::{address, address_at, first_index};
+use crate::cuda::compiled::constants::quant_fp8_tile::{FP8_COLUMNS as COLUMNS, FP8_THREADS as THREADS};
+use crate::cuda::compiled::kernel;
+use crate::cuda::floats::{Float, count, element, start};
+use crate::cuda::kernels::{Gpu, Grid};
+use crate::cuda::params::{self, launch};
+use crate::fp8::Fp8Format;
+use crate::launch::{Launch, Operand};
+use crate::ops::fp8_parts::{FP8_PART, Largest, QuantizeParts, ScalesOf};
+
+// A part is a matrix of COLUMNS columns; a thread writes whole groups of rows.
+const _: () = assert!(FP8_PART.is_multiple_of(COLUMNS * 4));
+
+impl Launch<Operand<'_>, CudaStorage> for Largest<'_> {
+    fn launch(&self, x: Operand<'_>) -> Result<CudaStorage> {
+        let gpu = Gpu::new(x.0.device())?;
+        // The bits of an f32 that is not negative, as a u32, have the order of the values.
+        let largest = gpu.alloc_zeros::<f32>(self.parts.len())?;
+        for (n, part) in self.parts.iter().enumerate().filter(|(_, part)| !part.is_empty()) {
+            let dims = (part.len() / COLUMNS, COLUMNS);
+            let params = params::Fp8Quantize {
+                x: element(x.0, first_index(x.1) + part.start, &gpu)?,
+                codes: params::Fp8Codes {
+                    largest: address_at(&largest, n, &gpu)?,
+                    rows: count("rows", dims.0)?,
+                    ..Default::default()
+                },
+                columns: COLUMNS as i32,
+                first_column: 0,
+            };
+            check_start("fp8-largest", &[params.x])?;
+            measure(&gpu, Float::F32, &params, dims)?;
+        }
+        Ok(gpu.storage(largest))
+    }
+}
+
+impl Launch<Operand<'_>, CudaStorage> for ScalesOf {
+    fn launch(&self, largest: Operand<'_>) -> Result<CudaStorage> {
+        let gpu = Gpu::new(largest.0.device())?;
+        let matrices = largest.1.shape().elem_count();
+        let scales = gpu.alloc::<f32>(matrices)?;
+        if matrices > 0 {
+            let params = params::Fp8Rescale {
+                scale: address(&scales, &gpu),
+                largest: start(largest, &gpu)?,
+                count: count("matrices", matrices)?,
+                e5m2: i32::from(self.format == Fp8Format::E5M2),
+                ..Default::default()
+            };
+            launch(&gpu, kernel!("fp8_rescale"), Grid::line(matrices.div_ceil(THREADS), THREADS), &params)?;
+        }
+        Ok(gpu.storage(scales))
+    }
+}
+
+impl Launch<[Operand<'_>; 3], ()> for QuantizeParts<'_> {
+    fn launch(&self, [codes, x, scales]: [Operand<'_>; 3]) -> Result<()> {
+        let gpu = Gpu::new(codes.0.device())?;
+        // The largest value and the number of saturated values, which the kernel reports.
+        let seen = gpu.alloc_zeros::<u32>(2)?;
+        for (n, part) in self.parts.iter().enumerate().filter(|(_, part)| !part.is_empty()) {
+            let dims = (part.len() / COLUMNS, COLUMNS);
+            let params = params::Fp8Quantize {
+                x: element(x.0, first_index(x.1) + part.start, &gpu)?,
+                codes: params::Fp8Codes {
+                    row_codes: element(codes.0, first_index(codes.1) + part.start, &gpu)?,
+                    scale: element(scales.0, first_index(scales.1) + n, &gpu)?,
+                    largest: address(&seen, &gpu),
+                    saturated: address_at(&seen, 1, &gpu)?,
+                    rows: count("rows", dims.0)?,
+                    columns: COLUMNS as i32,
+                    e5m2: i32::from(self.format == Fp8Format::E5M2),
+                    ..Default::default()
+                },
+                columns: COLUMNS as i32,
+                first_column: 0,
+            };
+            check_start("fp8-quantize-parts", &[params.x, params.codes.row_codes])?;
+            quantize_matrix(&gpu, Float::F32, &params, Codes::grid(dims))?;
+        }
+        Ok(())
+    }
+}
