@@ -30,7 +30,7 @@ pub use decode::TokenCache;
 pub use linear::{ObserveProducts, Products};
 pub use llama::{Input, LayerDone, Llama, Watch};
 pub(crate) use parameters::InitialValues;
-pub use parameters::{Parameters, Weight};
+pub use parameters::{Expanded, Parameters, Weight};
 pub(crate) use pieces::overlap;
 pub use pieces::received_bytes;
 pub use precision::{LinearPrecision, Scaling};

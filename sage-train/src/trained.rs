@@ -55,6 +55,7 @@ fn one_micro_batch(mut settings: Settings) -> Settings {
     settings.sla2.sla2_router_steps = Some(Quantity(0));
     settings.optimizer.forget_warmups();
     settings.run.eval_attn = None;
+    settings.linear.linear_eval = None;
     settings
 }
 
@@ -175,6 +176,8 @@ impl Trained {
             )?,
             Some(state) => Parameters::restore(model.parameter_specs(), state, &device, dtype, trained)?,
         };
+        // Probes train models in FP8 and in the compute type.
+        parameters.expand(&alone).map_err(on_device("cannot copy the weights in the compute type"))?.keep();
         let tokenizer = tokenizer_of(run)?;
         let boundaries = tokenizer.boundaries();
         Ok(Self { config, parameters, tokenizer, boundaries, device, step, sequences_seen, stage })

@@ -139,6 +139,7 @@ fn absent_by_default(model: &LlamaConfig) -> [(&'static str, String); 7] {
         linear: _,
         linear_compute_layers: _,
         linear_head: _,
+        linear_in_evaluation: _,
         z_loss: _,
         deterministic: _,
         // Recomputation does not change results.

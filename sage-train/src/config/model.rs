@@ -43,6 +43,7 @@ pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) ->
         linear: s.linear.precision(),
         linear_compute_layers,
         linear_head: s.linear.head_precision(),
+        linear_in_evaluation: s.linear.precision_in_evaluation(),
         scheme,
         windows: windows(s, scheme, sla2.as_ref(), layers)?,
         // A soft cap and sinks, like windows, have no effect on a model without attention.

@@ -231,7 +231,7 @@ impl Config {
         let of = mesh.shard.of as u64;
         let (specs, whole) = (self.model.parameter_specs(), self.optimizer.moments().whole_matrices);
         Memory {
-            weights: parameters * 4 / of + parameters * element + self.model.linear_copies(),
+            weights: parameters * 4 / of + self.model.copies_of_weights(element),
             optimizer: memory.optimizer / of,
             gradients: memory.gradients + received_bytes(&specs, mesh, whole),
             activations: memory.activations / mesh.context as u64 + self.exchanged_bytes(mesh, element),

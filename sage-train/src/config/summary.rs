@@ -154,8 +154,9 @@ impl Config {
         };
         let sums = settings.sums[0];
         let head = m.linear_head.fp8().map_or("", |_| ", the output matrix too");
+        let validation = m.linear_in_evaluation.fp8().map_or("", |_| " and validation");
         format!(
-            "FP8 in training, gradients {:?}, scaling {scaling:?}, sums {sums:?}{head}{others}",
+            "FP8 in training{validation}, gradients {:?}, scaling {scaling:?}, sums {sums:?}{head}{others}",
             settings.gradient
         )
     }
@@ -283,7 +284,7 @@ impl Config {
         let (parameters, element) = (self.model.parameters(), self.device.dtype().size_in_bytes() as u64);
         Memory {
             // Weights are in f32, with a 16-bit copy if the model computes in 16 bit.
-            weights: parameters * if element == 4 { 4 } else { 4 + element } + self.model.linear_copies(),
+            weights: 4 * parameters + self.model.copies_of_weights(if element == 4 { 0 } else { element }),
             optimizer: self.moment_bytes(),
             gradients: 4 * parameters,
             // Activations are freed before the update.

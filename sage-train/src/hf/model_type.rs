@@ -64,6 +64,7 @@ impl ModelType {
             linear: _,
             linear_compute_layers: _,
             linear_head: _,
+            linear_in_evaluation: _,
             scheme: _,
             layer_schemes: _,
             sla2: _,

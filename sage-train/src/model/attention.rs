@@ -221,7 +221,7 @@ impl SelfAttention {
         };
         let (query, key) = (rotary.forward(&query, query_norm)?, rotary.forward(&key, key_norm)?);
         let attention = match &self.sinks {
-            Some(sinks) => self.attention.clone().sinks(&self.own_sinks(sinks.value()?)?),
+            Some(sinks) => self.attention.clone().sinks(&self.own_sinks(&sinks.value()?)?),
             None => self.attention.clone(),
         };
         let Some(documents) = &rotary.documents else {
@@ -240,7 +240,14 @@ impl SelfAttention {
     }
 
     /// The forward without a backward, for whole sequences or for tokens that follow the tokens in a cache.
-    pub(super) fn forward(&self, x: &Operand, rotary: &Rotary, cached: Option<Cached<'_>>) -> Result<Tensor> {
+    /// `operands` makes the operand of the output projection.
+    pub(super) fn forward(
+        &self,
+        x: &Operand,
+        rotary: &Rotary,
+        operands: &Operands,
+        cached: Option<Cached<'_>>,
+    ) -> Result<Tensor> {
         let (mut attention, mut inputs) = self.inputs(&self.project(x, rotary)?, rotary)?;
         let mut sparse_cache = None;
         match cached {
@@ -263,7 +270,7 @@ impl SelfAttention {
             (None, Some(_)) => candle_core::bail!("the cache is that of another stage of SLA2"),
         };
         let rows = self.to_rows(&out, rotary, x.rows()?, &[Heads::Queries])?;
-        self.output.forward(&Operand::Compute(rows))
+        self.output.forward(&operands.without_backward(rows, Place::Attended)?)
     }
 
     /// Measures the selection of SLA2 for this input; `None` without SLA2.

@@ -22,8 +22,10 @@ pub(super) struct Block {
     attention: Option<(Norm, SelfAttention)>,
     mlp_norm: Norm,
     mlp: FeedForward,
-    /// Makes the operands of linear layers in training. Forwards outside of training use the compute type.
+    /// Makes the operands of linear layers in training.
     operands: Operands,
+    /// Makes them in forwards outside of training that have no cache.
+    in_evaluation: Operands,
     recompute: Recompute,
 }
 
@@ -69,6 +71,7 @@ impl Block {
             mlp_norm: norm("post_attention_layernorm")?,
             mlp: FeedForward { gate_up: linear(&["gate_proj", "up_proj"])?, down: linear(&["down_proj"])? },
             operands: Operands::new(config, parameters, layer)?,
+            in_evaluation: Operands::in_evaluation(config, layer),
             recompute: config.recompute,
         })
     }
@@ -108,14 +111,18 @@ impl Block {
         rotary: &Rotary,
         cached: Option<Cached<'_>>,
     ) -> Result<Stream> {
+        // Tokens that follow a cache may be fewer than FP8 matmuls need.
+        let in_compute_type = Operands::in_compute_type();
+        let operands = if cached.is_some() { &in_compute_type } else { &self.in_evaluation };
         if let Some((norm, attention)) = &self.attention {
             let (sum, normed) = norm.enter(&stream)?;
-            let normed = Operand::Compute(normed);
-            stream = Stream { sum, last: Some(attention.forward(&normed, rotary, cached)?) };
+            let normed = operands.without_backward(normed, Place::Normed)?;
+            stream = Stream { sum, last: Some(attention.forward(&normed, rotary, operands, cached)?) };
         }
         let (sum, normed) = self.mlp_norm.enter(&stream)?;
-        let [gate, up] = halves(&self.mlp.gate_up.forward(&Operand::Compute(normed))?)?;
-        let hidden = Operand::Compute(ops::swiglu(&gate, &up)?);
+        let normed = operands.without_backward(normed, Place::MlpNormed)?;
+        let [gate, up] = halves(&self.mlp.gate_up.forward(&normed)?)?;
+        let hidden = operands.without_backward(ops::swiglu(&gate, &up)?, Place::Hidden)?;
         Ok(Stream { sum, last: Some(self.mlp.down.forward(&hidden)?) })
     }
 

@@ -52,6 +52,9 @@ pub struct LlamaConfig {
     pub linear_compute_layers: BTreeSet<usize>,
     /// Precision of the matmuls of the output matrix in training.
     pub linear_head: LinearPrecision,
+    /// Precision of the matmuls of linear layers in validation, for layers that train in FP8. Its scaling is not delayed:
+    /// validation does not change the scales of training.
+    pub linear_in_evaluation: LinearPrecision,
     /// Numerics of attention; `None` makes a model without attention.
     pub scheme: Option<Scheme>,
     /// The layers whose attention scheme differs from `scheme`, with their schemes.
@@ -164,6 +167,7 @@ impl LlamaConfig {
             dims: vec![rows, columns],
             start: Start::Normal(std),
             follows: false,
+            fp8: false,
         };
         let after = |spec| ParameterSpec { follows: true, ..spec };
         let heads = |spec| ParameterSpec { kind: Kind::Heads(self.head_dim), ..spec };
@@ -173,6 +177,7 @@ impl LlamaConfig {
             dims: vec![width],
             start: Start::Value(1.0),
             follows: false,
+            fp8: false,
         };
         let (width, ffn) = (self.width, self.ffn);
         let (queries, keys) = (self.heads * self.head_dim, self.key_heads * self.head_dim);
@@ -185,6 +190,8 @@ impl LlamaConfig {
         let mut specs = vec![ParameterSpec { kind: Kind::Embedding, ..embedding }];
         for layer in 0..self.layers {
             let at = |name: &str| format!("model.layers.{layer}.{name}.weight");
+            let fp8 = self.linear_of(layer).is_low();
+            let matrix = |name, rows, columns, std| ParameterSpec { fp8, ..matrix(name, rows, columns, std) };
             if self.scheme.is_some() {
                 specs.push(norm(at("input_layernorm"), width));
                 specs.push(heads(matrix(at("self_attn.q_proj"), queries, width, std)));
@@ -218,7 +225,8 @@ impl LlamaConfig {
         }
         specs.push(norm("model.norm.weight".into(), width));
         if self.untied {
-            specs.push(ParameterSpec { kind: Kind::Output, ..matrix(OUTPUT.into(), self.vocab, width, std) });
+            let (kind, fp8) = (Kind::Output, self.linear_head.is_low());
+            specs.push(ParameterSpec { kind, fp8, ..matrix(OUTPUT.into(), self.vocab, width, std) });
         }
         specs
     }
@@ -278,10 +286,21 @@ impl LlamaConfig {
         [all, if self.linear.is_low() { all / self.layers as u64 * layers } else { 0 }]
     }
 
-    /// Bytes of the copies of weights that matmuls read instead of the model's own weights.
-    pub fn linear_copies(&self) -> u64 {
-        self.linear_parameters()[1] * self.linear.copied_bytes()
-            + self.embedding_parameters() * self.linear_head.copied_bytes()
+    /// Bytes of the copies of the f32 weights that training reads. `element`: bytes per element of a copy in the compute
+    /// type, 0 if the model reads the f32 weights.
+    pub fn copies_of_weights(&self, element: u64) -> u64 {
+        let specs = self.parameter_specs();
+        let of_spec = |spec: &ParameterSpec| {
+            let is_output = matches!(spec.kind, Kind::Embedding | Kind::Output);
+            let low = if is_output { self.linear_head } else { self.linear }.copied_bytes();
+            match spec.kind {
+                _ if spec.fp8 => low,
+                // An embedding that is also the output matrix exists in both forms.
+                Kind::Embedding if !self.untied => element + low,
+                _ => element,
+            }
+        };
+        specs.iter().map(|spec| spec.len() * of_spec(spec)).sum()
     }
 
     /// As [`LlamaConfig::flops_per_token`], but the FLOPs of FP8 matmuls are divided by their speedup over 16 bit.
@@ -322,6 +341,7 @@ impl LlamaConfig {
             init_std: _,
             linear_compute_layers: _,
             linear_head: _,
+            linear_in_evaluation: _,
             windows: _,
             softcap: _,
             sinks: _,

@@ -46,6 +46,7 @@ impl LlamaConfig {
             linear: _,
             linear_compute_layers: _,
             linear_head: _,
+            linear_in_evaluation: _,
             layer_schemes: _,
             softcap: _,
             z_loss: _,

@@ -28,7 +28,7 @@ impl Norm {
 
     /// Returns the residual stream with the last layer's output added, and its normalization.
     pub(super) fn enter(&self, stream: &Stream) -> Result<(Tensor, Tensor)> {
-        let weight = self.weight.value()?;
+        let weight = &self.weight.value()?;
         match &stream.last {
             Some(last) => ops::residual_rms_norm(&stream.sum, last, weight, self.eps),
             None => Ok((stream.sum.clone(), ops::rms_norm(&stream.sum, weight, self.eps)?)),
@@ -43,7 +43,7 @@ impl Norm {
         dnormed: &Tensor,
         dstream: Option<&Tensor>,
     ) -> Result<Tensor> {
-        let [dx, dweight] = ops::rms_norm_backward(sum, self.weight.value()?, dnormed, dstream, self.eps)?;
+        let [dx, dweight] = ops::rms_norm_backward(sum, &self.weight.value()?, dnormed, dstream, self.eps)?;
         ops::add_into(self.weight.gradient()?, &dweight)?;
         Ok(dx)
     }

@@ -1,11 +1,9 @@
 //! Linear layers. Weight gradients are added in place, in f32.
 
 use std::rc::Rc;
-use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{Result, Tensor};
-use candle_sage::fp8::Fp8Format;
-use candle_sage::ops::{self, CrossEntropy, Fp8Copies, Fp8Matrix};
+use candle_sage::ops::{self, CrossEntropy};
 
 use super::operands::Operand;
 use super::parameters::{Parameters, Weight};
@@ -46,8 +44,6 @@ impl std::fmt::Debug for Observer {
 #[derive(Debug, Clone)]
 pub(super) struct Linear {
     weight: Weight,
-    /// The weight in FP8, and the number of the update after which it was quantized.
-    quantized: Arc<Mutex<Option<(u64, Fp8Matrix)>>>,
     /// Receives the operands.
     observer: Option<Observer>,
 }
@@ -62,7 +58,7 @@ impl Linear {
 
     /// The matrix `weight`.
     pub(super) fn of(weight: Weight) -> Self {
-        Self { weight, quantized: Arc::default(), observer: None }
+        Self { weight, observer: None }
     }
 
     /// Sets the observer, which receives the backward's operands if they are in the compute type.
@@ -76,24 +72,10 @@ impl Linear {
         match (&self.observer, x) {
             (Some(Observer { observe, layer, name }), Operand::Compute(x)) => {
                 let (dy, weight) = (dy()?, self.weight.value()?);
-                observe(Products { layer: *layer, name, x, dy: &dy, weight })
+                observe(Products { layer: *layer, name, x, dy: &dy, weight: &weight })
             }
             _ => Ok(()),
         }
-    }
-
-    /// The weight in FP8, quantized once after each update.
-    fn quantized(&self) -> Result<Fp8Matrix> {
-        let update = self.weight.update();
-        let mut quantized = self.quantized.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((of, matrix)) = &*quantized
-            && *of == update
-        {
-            return Ok(matrix.clone());
-        }
-        let matrix = Fp8Matrix::quantize(self.weight.value()?, Fp8Format::E4M3, Fp8Copies::Both)?;
-        *quantized = Some((update, matrix.clone()));
-        Ok(matrix)
     }
 
     /// (rows, inputs) -> (rows, outputs).
@@ -101,7 +83,7 @@ impl Linear {
         match x {
             Operand::Compute(x) => x.matmul(&self.weight.value()?.t()?),
             Operand::Fp8(x, settings) => {
-                x.product(&self.quantized()?, self.weight.value()?.dtype(), settings.sums[0])
+                x.product(&self.weight.quantized()?, self.weight.dtype(), settings.sums[0])
             }
         }
     }
@@ -114,20 +96,20 @@ impl Linear {
         targets: &Tensor,
         settings: CrossEntropy,
     ) -> Result<(Tensor, Tensor)> {
-        let (weight, gradient) = (self.weight.value()?, self.weight.gradient()?);
+        let gradient = self.weight.gradient()?;
         match x {
             Operand::Compute(x) => {
-                ops::linear_cross_entropy_into(gradient, x, weight, targets, settings, 1.0)
+                ops::linear_cross_entropy_into(gradient, x, &self.weight.value()?, targets, settings, 1.0)
             }
             Operand::Fp8(x, linear) => ops::linear_cross_entropy_into_fp8(
                 gradient,
                 x,
-                &self.quantized()?,
+                &self.weight.quantized()?,
                 targets,
                 settings,
                 1.0,
                 *linear,
-                weight.dtype(),
+                self.weight.dtype(),
             ),
         }
     }
@@ -142,17 +124,19 @@ impl Linear {
     pub(super) fn backward_into(&self, dx: &Tensor, x: &Operand, dy: &Operand) -> Result<()> {
         self.backward_weight(x, dy)?;
         match dy {
-            Operand::Compute(dy) => ops::product_into(dx, dy, self.weight.value()?, 1.0, true),
-            Operand::Fp8(dy, settings) => dy.product_into(dx, &self.quantized()?.t(), true, settings.sums[1]),
+            Operand::Compute(dy) => ops::product_into(dx, dy, &self.weight.value()?, 1.0, true),
+            Operand::Fp8(dy, settings) => {
+                dy.product_into(dx, &self.weight.quantized()?.t(), true, settings.sums[1])
+            }
         }
     }
 
     /// Returns the gradient of the input, without the gradient of the weight.
     pub(super) fn backward_input(&self, dy: &Operand) -> Result<Tensor> {
         match dy {
-            Operand::Compute(dy) => dy.matmul(self.weight.value()?),
+            Operand::Compute(dy) => dy.matmul(&self.weight.value()?),
             Operand::Fp8(dy, settings) => {
-                dy.product(&self.quantized()?.t(), self.weight.value()?.dtype(), settings.sums[1])
+                dy.product(&self.weight.quantized()?.t(), self.weight.dtype(), settings.sums[1])
             }
         }
     }
@@ -189,7 +173,7 @@ impl Bias {
 
     /// (rows, outputs) -> (rows, outputs).
     pub(super) fn forward(&self, y: &Tensor) -> Result<Tensor> {
-        y.broadcast_add(self.0.value()?)
+        y.broadcast_add(&self.0.value()?)
     }
 
     /// Adds the gradient of the bias: the sum of the rows of `dy`.

@@ -128,7 +128,7 @@ impl Llama {
         position: usize,
     ) -> Result<(Stream, Rotary)> {
         let (_, sequence) = ids.dims2()?;
-        let sum = ops::embedding_forward(self.embedding.value()?, ids)?.flatten(0, 1)?;
+        let sum = ops::embedding_forward(&self.embedding.value()?, ids)?.flatten(0, 1)?;
         let rotary = self.rotary.narrow(position, sequence * self.parts, documents, self.stage)?;
         Ok((Stream { sum, last: None }, rotary))
     }
@@ -172,7 +172,7 @@ impl Llama {
     /// # Errors
     /// When the device fails.
     pub fn loss_of(&self, hidden: &Tensor, targets: &Tensor) -> Result<Tensor> {
-        ops::linear_cross_entropy(hidden, self.output.value()?, targets, CrossEntropy::default())
+        ops::linear_cross_entropy(hidden, &self.output.value()?, targets, CrossEntropy::default())
     }
 
     /// Mean cross-entropy of `targets`, which are the ids one position later, as an f32 scalar.

@@ -57,6 +57,18 @@ impl Operands {
         Self::with_scales(config.linear_head, config, parameters, first..first + 1)
     }
 
+    /// For a layer's forwards outside of training.
+    pub(super) fn in_evaluation(config: &LlamaConfig, layer: usize) -> Self {
+        let is_low = config.linear_of(layer).is_low();
+        let precision = if is_low { config.linear_in_evaluation } else { LinearPrecision::Compute };
+        Self { precision, scales: Arc::default() }
+    }
+
+    /// For forwards in the compute type.
+    pub(super) fn in_compute_type() -> Self {
+        Self { precision: LinearPrecision::Compute, scales: Arc::default() }
+    }
+
     fn with_scales(
         precision: LinearPrecision,
         config: &LlamaConfig,
@@ -108,13 +120,18 @@ impl Operands {
         self.quantized(x, place, Fp8Copies::Both)
     }
 
+    /// As [`Operands::of`], for a forward without a backward.
+    pub(super) fn without_backward(&self, x: Tensor, place: Place) -> Result<Operand> {
+        self.quantized(x, place, Fp8Copies::Rows)
+    }
+
     /// The residual stream with the last layer's output added, and its normalization.
     pub(super) fn normed(&self, norm: &Norm, stream: &Stream, place: Place) -> Result<(Tensor, Operand)> {
         let Some((settings, scale)) = self.delayed(place) else {
             let (sum, normed) = norm.enter(stream)?;
             return Ok((sum, self.of(normed, place)?));
         };
-        let (weight, last) = (norm.weight.value()?, stream.last.as_ref());
+        let (weight, last) = (&norm.weight.value()?, stream.last.as_ref());
         let (sum, normed) =
             ops::residual_rms_norm_fp8(&stream.sum, last, weight, norm.eps, Fp8Copies::Both, scale)?;
         Ok((sum, Operand::Fp8(normed, settings)))
@@ -134,7 +151,7 @@ impl Operands {
             let dx = norm.backward(sum, dnormed, dstream)?;
             return Ok((dx.clone(), self.of(dx, place)?));
         };
-        let weight = norm.weight.value()?;
+        let weight = &norm.weight.value()?;
         let ([dx, dweight], codes) =
             ops::rms_norm_backward_fp8(sum, weight, dnormed, dstream, norm.eps, scale)?;
         ops::add_into(norm.weight.gradient()?, &dweight)?;

@@ -10,6 +10,8 @@ mod draw;
 mod loading;
 mod matrices;
 mod scales;
+mod snapshots;
+mod values;
 mod weight;
 
 use std::ops::Range;
@@ -21,8 +23,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_sage::ops::{self, Fp8Scales};
 use rayon::prelude::*;
 
-use super::pieces::{Layout, Piece, overlap};
-use super::snapshot::Snapshot;
+use super::pieces::{Layout, overlap};
 use super::spec::ParameterSpec;
 use super::training::{Matrices, Moments, Shard, Training};
 use crate::during;
@@ -31,10 +32,10 @@ use crate::ranks::{Group, Mesh, Ranks};
 use arrivals::Arrivals;
 use matrices::matrices_of;
 use scales::rescale;
+pub use values::Expanded;
+use values::{Values, gather_fp8};
 pub use weight::Weight;
-
-/// Elements per slice in the comparison of weights.
-const SLICE: usize = 1 << 23;
+use weight::{Quantized, Source};
 
 /// The trained tensors of a model. Models contain views of these tensors, so that an update takes effect at once.
 #[derive(Debug)]
@@ -59,6 +60,8 @@ pub struct Parameters {
     pub(super) filled: Vec<Arc<AtomicBool>>,
     /// Number of updates so far.
     updates: Arc<AtomicU64>,
+    /// Weights in FP8, shared by all models of these parameters.
+    quantized: Rc<Quantized>,
     /// Scales of FP8 operands that follow from earlier steps.
     scales: OnceLock<Arc<Fp8Scales>>,
 }
@@ -67,7 +70,7 @@ pub struct Parameters {
 #[derive(Debug)]
 struct Held {
     /// The whole piece's weights as the model reads them.
-    values: Tensor,
+    values: Values,
     /// Weights and moments of this rank's shard, (1 + moments, shard).
     state: Tensor,
     /// The optimizer's statistics of matrix rows, in the order of [`matrices_of`].
@@ -119,12 +122,15 @@ impl Parameters {
     /// # Errors
     /// When a source fails, or memory is short.
     pub(crate) fn from_values(
-        specs: Vec<ParameterSpec>,
+        mut specs: Vec<ParameterSpec>,
         values: &InitialValues<'_>,
         device: &Device,
         dtype: DType,
         trained: Option<Training<'_>>,
     ) -> candle_sage::Result<Self> {
+        if trained.is_none() {
+            specs.iter_mut().for_each(|spec| spec.fp8 = false);
+        }
         let failed = || "cannot make the model";
         let group = trained.map_or_else(Group::alone, |trained| trained.ranks.shards().clone());
         let mesh = trained.map_or(Mesh::ALONE, |trained| trained.ranks.mesh());
@@ -164,14 +170,10 @@ impl Parameters {
             let make = || -> Result<Held> {
                 let rows = state.len() / own.len();
                 let state = Tensor::from_vec(state, (rows, own.len()), device)?;
-                // If this rank owns the whole piece and the model computes in f32, the model reads the
-                // optimizer's weights, without a copy.
-                let values = match own.len() == len && dtype == DType::F32 {
-                    true => state.get(0)?,
-                    false => Tensor::from_vec(whole, len, device)?.to_dtype(dtype)?,
-                };
                 let rows = (!of_rows.is_empty()).then(|| Tensor::new(of_rows, device)).transpose()?;
-                Ok(Held { values: group.shared(values)?, state, rows })
+                let matmuls = piece.common.fp8.then(|| layout.matmuls(&specs, piece));
+                let values = Values::new(whole, (own, state.get(0)?), dtype, matmuls, &group)?;
+                Ok(Held { values, state, rows })
             };
             held.push(make().map_err(during(failed()))?);
         }
@@ -186,7 +188,7 @@ impl Parameters {
         let filled = specs.iter().map(|_| Arc::default()).collect();
         let (updates, scales) = (Arc::default(), OnceLock::new());
         let arrivals = Rc::new(Arrivals::new(&group, layout.pieces.len()));
-        Ok(Self {
+        let parameters = Self {
             specs,
             layout,
             mesh,
@@ -197,8 +199,18 @@ impl Parameters {
             received,
             filled,
             updates,
+            quantized: Rc::default(),
             scales,
-        })
+        };
+        parameters.gather_fp8(&group).map_err(during(failed()))?;
+        Ok(parameters)
+    }
+
+    fn gather_fp8(&self, group: &Group) -> Result<()> {
+        let order = self.layout.forward_order();
+        let mut pieces: Vec<_> = self.fp8_pieces().collect();
+        pieces.sort_by_key(|(n, _)| order.iter().position(|other| other == n));
+        gather_fp8(&pieces, group, &self.arrivals)
     }
 
     /// A parameter as the model uses it.
@@ -231,10 +243,16 @@ impl Parameters {
         let view = |all: &Tensor, start| all.narrow(0, start, end - at)?.reshape(dims.as_slice());
         let piece = self.layout.piece_of(at);
         let first = self.layout.pieces[piece].range.start;
-        let value = view(&self.held[piece].values, at - first)?;
+        let source = match &self.held[piece].values {
+            Values::Stored(values) => Source::Stored(view(values, at - first)?),
+            Values::Fp8(piece) => {
+                Source::Fp8 { piece: piece.clone(), range: at - first..end - first, dims: dims.clone() }
+            }
+        };
         let gradient = self.gradients.as_ref().map(|all| view(all, at)).transpose()?;
-        let (arrivals, updates) = (self.arrivals.clone(), self.updates.clone());
-        Ok(Weight { value, piece, arrivals, gradient, filled, updates })
+        let (arrivals, updates, quantized) =
+            (self.arrivals.clone(), self.updates.clone(), self.quantized.clone());
+        Ok(Weight { source, at, piece, arrivals, gradient, filled, updates, quantized })
     }
 
     fn place(&self, name: &str) -> Result<(usize, usize)> {
@@ -328,8 +346,12 @@ impl Parameters {
             let (piece, Held { values, state, rows }) = (&self.layout.pieces[n], &self.held[n]);
             let gradient = self.own(self.gradients()?, n)?;
             let part = self.mesh.shard.part_of(piece.range.len());
-            let copy = (values.dtype() != DType::F32).then(|| values.narrow(0, part.start, part.len()));
-            let copy = copy.transpose()?;
+            let copy = match values {
+                Values::Stored(values) if values.dtype() != DType::F32 => {
+                    Some(values.narrow(0, part.start, part.len())?)
+                }
+                Values::Stored(_) | Values::Fp8(_) => None,
+            };
             let decays = piece.common.decays;
             let elements = piece.range.len();
             let matrices = matrices_of(&self.specs, &self.layout, piece).map(|all| Matrices {
@@ -339,100 +361,23 @@ impl Parameters {
                 ranks: shards,
             });
             update(&Shard { state, gradient: &gradient, copy: copy.as_ref(), decays, matrices })?;
-            if self.mesh.shard.of > 1 {
+            if let Values::Stored(values) = values
+                && self.mesh.shard.of > 1
+            {
                 let updated = (n, copy.map_or_else(|| state.get(0), Ok)?, values);
                 // Ranks that share matrices wait for each other's directions, whose transfers would queue behind the
                 // all-gathers.
                 if piece.common.apart { later.push(updated) } else { gather(updated)? }
             }
         }
-        later.into_iter().try_for_each(gather)
-    }
-
-    /// Numbers that are bit-identical on all ranks with the same weights: for each piece the sum of squares of w, and
-    /// of w + 1, which also depends on the signs.
-    ///
-    /// # Errors
-    /// When memory is short for a slice in f32.
-    pub fn checksums(&self) -> Result<Vec<f64>> {
-        self.arrivals.wait_for_all()?;
-        let mut sums = Vec::with_capacity(2 * self.held.len());
-        for Held { values, .. } in &self.held {
-            let len = values.elem_count();
-            // In slices, because memory may not hold a second copy of all weights.
-            let (mut squares, mut shifted) = (0.0, 0.0);
-            for first in (0..len).step_by(SLICE) {
-                let slice = values.narrow(0, first, SLICE.min(len - first))?.to_dtype(DType::F32)?;
-                squares += ops::sum_of_squares(&slice)?.to_scalar::<f64>()?;
-                shifted += ops::sum_of_squares(&slice.affine(1.0, 1.0)?)?.to_scalar::<f64>()?;
-            }
-            sums.extend([squares, shifted]);
-        }
-        Ok(sums)
+        later.into_iter().try_for_each(gather)?;
+        self.gather_fp8(shards)
     }
 
     /// Number of elements of all parameters, including the padding between them.
     pub fn elements(&self) -> usize {
         self.layout.len()
     }
-
-    /// A copy of all weights in host memory on rank 0, which does not change while training continues. Returns `None`
-    /// on the other ranks. All ranks must call it together.
-    ///
-    /// # Errors
-    /// When memory is short, or a rank cannot be reached.
-    pub fn weights(&self, ranks: &Ranks) -> Result<Option<Snapshot>> {
-        let shards = ranks.shards();
-        let of_piece = |held: &Held| -> Result<Option<Tensor>> {
-            let own = held.state.get(0)?;
-            if shards.rank().of == 1 {
-                // Copying a view to the host would copy the whole storage behind the view, so the view is first copied
-                // to a contiguous tensor.
-                let own = || on_host(&own.force_contiguous()?.unsqueeze(0)?);
-                return ranks.rank().is_first().then(own).transpose();
-            }
-            let all = Tensor::zeros(held.values.elem_count(), DType::F32, own.device())?;
-            shards.wait(shards.gather(&own, &all)?)?;
-            ranks.rank().is_first().then(|| on_host(&all.unsqueeze(0)?)).transpose()
-        };
-        // Every rank gathers every piece, because an all-gather needs all ranks; only rank 0 keeps the result.
-        let pieces = self.held.iter().map(of_piece).collect::<Result<Vec<_>>>()?;
-        let pieces: Option<Vec<Tensor>> = pieces.into_iter().collect();
-        let firsts = self.layout.pieces.iter().map(|piece| piece.range.start);
-        pieces.map(|pieces| self.snapshot(firsts.zip(pieces).collect())).transpose()
-    }
-
-    /// A copy, on the host, of the weights and moments that this rank writes to a checkpoint: its shard of
-    /// each piece, divided evenly among the nodes, since all nodes hold the same shards.
-    ///
-    /// # Errors
-    /// When memory is short.
-    pub fn state(&self) -> Result<Snapshot> {
-        let Mesh { shard, replica, .. } = self.mesh;
-        let of_piece = |(piece, held): (&Piece, &Held)| -> Result<(usize, Tensor)> {
-            let own = shard.part_of(piece.range.len());
-            let part = replica.part_of(own.len());
-            let state = match replica.of {
-                1 => held.state.clone(),
-                _ => held.state.narrow(1, part.start, part.len())?.force_contiguous()?,
-            };
-            Ok((piece.range.start + own.start + part.start, on_host(&state)?))
-        };
-        let held = self.layout.pieces.iter().zip(&self.held).map(of_piece).collect::<Result<_>>()?;
-        let rows = if self.mesh.rank().is_first() { self.rows()? } else { Vec::new() };
-        Ok(Snapshot { rows, ..self.snapshot(held)? })
-    }
-
-    fn snapshot(&self, held: Vec<(usize, Tensor)>) -> Result<Snapshot> {
-        let (specs, layout) = (self.specs.clone(), self.layout.clone());
-        let scales = self.scales.get().map_or_else(|| Ok(Vec::new()), |scales| scales.state())?;
-        Ok(Snapshot { specs, layout, moments: self.moments, held, rows: Vec::new(), scales })
-    }
-}
-
-/// Copies in every case, also from a CPU tensor.
-fn on_host(tensor: &Tensor) -> Result<Tensor> {
-    if tensor.device().is_cpu() { tensor.force_contiguous() } else { tensor.to_device(&Device::Cpu) }
 }
 
 /// The slices at ranges that do not overlap, in ascending order.

@@ -5,6 +5,8 @@ use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::ops::Range;
 
+use candle_sage::ops::FP8_PART;
+
 use super::spec::{Kind, ParameterSpec};
 use crate::ranks::Mesh;
 
@@ -35,20 +37,35 @@ pub(super) struct Common {
     /// Whether they are hidden matrices stored separately from all other parameters, because another optimizer updates
     /// them.
     pub(super) apart: bool,
+    /// Whether training reads them only in FP8.
+    pub(super) fp8: bool,
 }
 
 impl Common {
     /// In the order of the pieces: parameters with weight decay come first.
-    const ALL: [Self; 5] = [
-        Self { decays: true, wide: false, apart: false },
-        Self { decays: true, wide: false, apart: true },
-        Self { decays: true, wide: true, apart: false },
-        Self { decays: false, wide: false, apart: false },
-        Self { decays: false, wide: true, apart: false },
+    const ALL: [Self; 7] = [
+        Self { decays: true, wide: false, apart: false, fp8: false },
+        Self { decays: true, wide: false, apart: false, fp8: true },
+        Self { decays: true, wide: false, apart: true, fp8: false },
+        Self { decays: true, wide: false, apart: true, fp8: true },
+        Self { decays: true, wide: true, apart: false, fp8: false },
+        Self { decays: false, wide: false, apart: false, fp8: false },
+        Self { decays: false, wide: true, apart: false, fp8: false },
     ];
 
-    fn of(kind: Kind, matrices_apart: bool) -> Self {
-        Self { decays: kind.decays(), wide: kind.is_wide(), apart: matrices_apart && kind.is_hidden_matrix() }
+    fn of(spec: &ParameterSpec, matrices_apart: bool) -> Self {
+        let kind = spec.kind;
+        Self {
+            decays: kind.decays(),
+            wide: kind.is_wide(),
+            apart: matrices_apart && kind.is_hidden_matrix(),
+            fp8: spec.fp8,
+        }
+    }
+
+    /// The length of a shard is a multiple of this.
+    fn multiple_of_shards(self) -> usize {
+        if self.fp8 { FP8_PART } else { ALIGNMENT }
     }
 }
 
@@ -72,16 +89,17 @@ impl Layout {
 
     /// A piece ends before the next parameter once it has at least `enough` elements.
     fn with_pieces_of(specs: &[ParameterSpec], ranks: usize, enough: usize, matrices_apart: bool) -> Self {
-        let of = |spec: &ParameterSpec| Common::of(spec.kind, matrices_apart);
+        let of = |spec: &ParameterSpec| Common::of(spec, matrices_apart);
         let (mut places, mut pieces, mut len) = (HashMap::new(), Vec::new(), 0usize);
         for common in Common::ALL {
             let mut start = len;
+            let multiple = common.multiple_of_shards() * ranks;
             for (n, spec) in specs.iter().enumerate().filter(|(_, spec)| of(spec) == common) {
                 // Matrices of one matmul are stored without gaps, in one piece.
                 if !spec.follows {
                     len = len.next_multiple_of(ALIGNMENT);
                     if len - start >= enough {
-                        len = start + (len - start).next_multiple_of(ALIGNMENT * ranks);
+                        len = start + (len - start).next_multiple_of(multiple);
                         pieces.push(Piece { range: start..len, common, first_layer: Some(usize::MAX) });
                         start = len;
                     }
@@ -89,7 +107,7 @@ impl Layout {
                 places.insert(spec.name.clone(), (n, len));
                 len += spec.len() as usize;
             }
-            len = start + (len - start).next_multiple_of(ALIGNMENT * ranks);
+            len = start + (len - start).next_multiple_of(multiple);
             if len > start {
                 pieces.push(Piece { range: start..len, common, first_layer: Some(usize::MAX) });
             }
@@ -127,6 +145,24 @@ impl Layout {
         let mut order: Vec<usize> = (0..self.pieces.len()).collect();
         order.sort_by_key(|piece| self.pieces[*piece].common.decays);
         order
+    }
+
+    /// The elements in a piece of each of its matrices, ascending. Matrices of one matmul are one matrix.
+    pub(super) fn matmuls(&self, specs: &[ParameterSpec], piece: &Piece) -> Vec<Range<usize>> {
+        let mut all: Vec<Range<usize>> = Vec::new();
+        // Parameters that follow one another are adjacent in the list too.
+        for spec in specs {
+            let at = self.places[&spec.name].1;
+            if !piece.range.contains(&at) {
+                continue;
+            }
+            let (start, len) = (at - piece.range.start, spec.len() as usize);
+            match all.last_mut() {
+                Some(last) if spec.follows => last.end += len,
+                _ => all.push(start..start + len),
+            }
+        }
+        all
     }
 
     /// Number of elements, padding included.
@@ -188,6 +224,7 @@ mod tests {
             dims: dims.into(),
             start: Start::Value(0.0),
             follows,
+            fp8: false,
         };
         let specs = [
             spec("a", &[10, 33], false),
@@ -215,12 +252,35 @@ mod tests {
                 for (name, (n, at)) in &layout.places {
                     let piece = &layout.pieces[layout.piece_of(*at)];
                     assert!(at + specs[*n].len() as usize <= piece.range.end, "{name}");
-                    assert_eq!(piece.common, Common::of(specs[*n].kind, false));
+                    assert_eq!(piece.common, Common::of(&specs[*n], false));
                     assert!(specs[*n].follows || at.is_multiple_of(ALIGNMENT));
                 }
             }
         }
         assert_eq!(Layout::with_pieces_of(&specs, 2, 300, false).pieces.len(), 4);
+    }
+
+    #[test]
+    fn pieces_in_fp8_have_whole_matmuls() {
+        let spec = |name: &str, rows: usize, follows: bool, fp8: bool| ParameterSpec {
+            name: name.into(),
+            kind: Kind::Matrix,
+            dims: vec![rows, 48],
+            start: Start::Value(0.0),
+            follows,
+            fp8,
+        };
+        let specs = [
+            spec("a", 48, false, true),
+            spec("first", 16, false, false),
+            spec("b", 16, false, true),
+            spec("c", 32, true, true),
+        ];
+        let layout = Layout::with_pieces_of(&specs, 3, usize::MAX, false);
+        let [plain, fp8] = &layout.pieces[..] else { panic!("{:?}", layout.pieces) };
+        assert_eq!((plain.common.fp8, fp8.common.fp8), (false, true));
+        assert_eq!(layout.matmuls(&specs, fp8), [0..2304, 2304..4608]);
+        assert!(fp8.range.len().is_multiple_of(3 * FP8_PART));
     }
 
     #[test]
@@ -235,6 +295,7 @@ mod tests {
             dims: dims.into(),
             start: Start::Value(0.0),
             follows: false,
+            fp8: false,
         };
         let layer = |n: usize| {
             let at = |name: &str| format!("model.layers.{n}.{name}.weight");
@@ -268,6 +329,7 @@ mod tests {
             dims: vec![64, 96],
             start: Start::Value(0.0),
             follows: false,
+            fp8: false,
         };
         let layout = Layout::with_pieces_of(&[spec("a"), spec("b")], 6, 1, false);
         let largest = 64 * 96;

@@ -49,7 +49,7 @@ impl Rotary {
     pub(super) fn forward(&self, x: &Tensor, norm: Option<&Norm>) -> Result<Tensor> {
         let (cos, sin) = (&self.cos, &self.sin);
         match norm {
-            Some(norm) => ops::qk_norm_rope(x, norm.weight.value()?, cos, sin, norm.eps, RopeStyle::Halves),
+            Some(norm) => ops::qk_norm_rope(x, &norm.weight.value()?, cos, sin, norm.eps, RopeStyle::Halves),
             None => ops::rope(x, cos, sin, RopeStyle::Halves),
         }
     }
@@ -66,12 +66,9 @@ impl Rotary {
         let Some(norms) = norms else {
             return ops::rope_backward(&dy, cos, sin, RopeStyle::Halves);
         };
-        let (dx, dweights) = ops::qk_norm_rope_backward(
-            &gradients(x, norms, dy)?,
-            [cos, sin],
-            norms[0].eps,
-            RopeStyle::Halves,
-        )?;
+        let weights = weights(norms)?;
+        let all = gradients(x, &weights, dy);
+        let (dx, dweights) = ops::qk_norm_rope_backward(&all, [cos, sin], norms[0].eps, RopeStyle::Halves)?;
         add_gradients(norms, &dweights)?;
         Ok(dx)
     }
@@ -85,7 +82,8 @@ impl Rotary {
         dvalue: &Tensor,
         scale: &Fp8Scale,
     ) -> Result<Fp8Matrix> {
-        let (all, tables, eps) = (gradients(x, norms, dy)?, [&self.cos, &self.sin], norms[0].eps);
+        let weights = weights(norms)?;
+        let (all, tables, eps) = (gradients(x, &weights, dy), [&self.cos, &self.sin], norms[0].eps);
         let (dx, dweights) =
             ops::qk_norm_rope_backward_fp8(&all, Some(dvalue), tables, eps, RopeStyle::Halves, scale)?;
         add_gradients(norms, &dweights)?;
@@ -93,13 +91,16 @@ impl Rotary {
     }
 }
 
+fn weights([query, key]: &[Norm; 2]) -> Result<[Tensor; 2]> {
+    Ok([query.weight.value()?, key.weight.value()?])
+}
+
 fn gradients<'a>(
     x: [&'a Tensor; 2],
-    norms: &'a [Norm; 2],
+    weights: &'a [Tensor; 2],
     dy: [&'a Tensor; 2],
-) -> Result<[QkNormRopeGrad<'a>; 2]> {
-    let weights = [norms[0].weight.value()?, norms[1].weight.value()?];
-    Ok([0, 1].map(|n| QkNormRopeGrad { x: x[n], weight: weights[n], dout: dy[n] }))
+) -> [QkNormRopeGrad<'a>; 2] {
+    [0, 1].map(|n| QkNormRopeGrad { x: x[n], weight: &weights[n], dout: dy[n] })
 }
 
 fn add_gradients(norms: &[Norm; 2], dweights: &[Tensor]) -> Result<()> {

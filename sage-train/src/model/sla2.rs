@@ -150,7 +150,7 @@ impl Sla2Layer {
         match (self.config.choice, &self.router) {
             (Choice::Window, _) => Ok(None),
             (_, Some([query, key])) => {
-                Router::from_tensors(part(query.value()?, self.keys())?, part(key.value()?, self.keys())?)
+                Router::from_tensors(part(&query.value()?, self.keys())?, part(&key.value()?, self.keys())?)
                     .map(Some)
             }
             (_, None) => Router::new(k.dim(2)?, self.head_dim, k.device()).map(Some),
@@ -173,7 +173,7 @@ impl Sla2Layer {
 
     fn theta(&self, q: &Tensor) -> Result<Tensor> {
         match &self.theta {
-            Some(theta) => part(theta.value()?, self.queries()),
+            Some(theta) => part(&theta.value()?, self.queries()),
             None => Tensor::zeros(q.dim(2)?, DType::F32, q.device()),
         }
     }
@@ -248,7 +248,7 @@ impl Sla2Layer {
         documents: Option<&Packing>,
     ) -> Result<()> {
         if let Some([query, key]) = &self.router {
-            let var = |weight: &Weight| Var::from_tensor(&part(weight.value()?, self.keys())?);
+            let var = |weight: &Weight| Var::from_tensor(&part(&weight.value()?, self.keys())?);
             let vars = [var(query)?, var(key)?];
             let [q_var, k_var] = &vars;
             let router = Router::from_tensors(q_var.as_tensor().clone(), k_var.as_tensor().clone())?;

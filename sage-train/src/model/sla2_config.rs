@@ -85,6 +85,7 @@ impl Sla2Config {
             dims,
             start,
             follows: false,
+            fp8: false,
         };
         let mut specs = Vec::new();
         if self.choice == Choice::Learned {

@@ -20,6 +20,8 @@ pub struct ParameterSpec {
     pub start: Start,
     /// Whether the parameter directly follows the parameter before it in memory, so that one matmul multiplies by both.
     pub follows: bool,
+    /// Whether training reads the parameter only in FP8.
+    pub fp8: bool,
 }
 
 /// The kind of a parameter, which determines weight decay, precision and optimizer.

@@ -162,6 +162,7 @@ impl State {
             dims: vec![rows],
             start: Start::Value(0.0),
             follows: false,
+            fp8: false,
         };
         self.values(&spec, "", 0..rows)
     }
@@ -272,6 +273,7 @@ mod tests {
             dims: vec![len],
             start: Start::Value(0.0),
             follows: false,
+            fp8: false,
         };
         let tensor = |n: u16| Tensor::full(f32::from(n), len, &Device::Cpu);
         let tensors = (0..count).map(|n| Ok((n.to_string(), tensor(n)?)));

@@ -134,6 +134,7 @@ impl Nccl {
             DType::F32 => self.address::<f32>(storage)?,
             DType::BF16 => self.address::<bf16>(storage)?,
             DType::F16 => self.address::<f16>(storage)?,
+            DType::U8 => self.address::<u8>(storage)?,
             other => candle_core::bail!("ranks do not exchange {other:?}"),
         };
         Ok((base + (layout.start_offset() * size) as u64, tensor.elem_count() * size))

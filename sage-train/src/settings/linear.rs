@@ -49,8 +49,8 @@ pub enum SumsSetting {
     F32,
 }
 
-/// Table `[linear]`: the matmuls of linear layers in training. Validation, evaluation and sampling compute in bf16 (f32
-/// on a CPU).
+/// Table `[linear]`: the matmuls of linear layers in training. Sampling and the command `eval` compute in bf16 (f32 on a
+/// CPU), and so does validation by default.
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct LinearSettings {
@@ -75,10 +75,15 @@ pub struct LinearSettings {
     /// FP8: transformer blocks whose linear layers stay in bf16: 0,-1 are the first and the last [default: none]
     #[arg(long, value_name = "LAYERS", allow_hyphen_values = true)]
     pub linear_bf16_layers: Option<LayerList>,
+    /// FP8: precision of the matmuls in validation, except those of the output matrix. With fp8, each operand's scale is
+    /// set from its own largest value [default: bf16]
+    #[arg(long, value_enum)]
+    pub linear_eval: Option<LinearSetting>,
 }
 
 layer! {
-    LinearSettings: linear, linear_gradient, linear_scaling, linear_sums, linear_head, linear_bf16_layers [Whole]
+    LinearSettings: linear, linear_gradient, linear_scaling, linear_sums, linear_head, linear_bf16_layers [Whole],
+    linear_eval [Changes]
 }
 
 impl LinearSettings {
@@ -110,6 +115,16 @@ impl LinearSettings {
             (LinearPrecision::Fp8(settings, scaling), LinearSetting::Fp8) => {
                 let sums = [settings.sums[0], Fp8Sums::F32, Fp8Sums::F32];
                 LinearPrecision::Fp8(settings.gradient(Fp8Format::E5M2).sums(sums), scaling)
+            }
+            (LinearPrecision::Compute, _) | (_, LinearSetting::Bf16) => LinearPrecision::Compute,
+        }
+    }
+
+    /// The precision of linear layers in validation, if they train in FP8.
+    pub fn precision_in_evaluation(&self) -> LinearPrecision {
+        match (self.precision(), self.linear_eval.unwrap_or(LinearSetting::Bf16)) {
+            (LinearPrecision::Fp8(settings, _), LinearSetting::Fp8) => {
+                LinearPrecision::Fp8(settings, Scaling::Current)
             }
             (LinearPrecision::Compute, _) | (_, LinearSetting::Bf16) => LinearPrecision::Compute,
         }

@@ -193,6 +193,7 @@ impl Run<'_> {
     /// Validates, and writes the weights.
     fn validate(&mut self, point: &mut Point) -> std::result::Result<(), Stop> {
         let (config, data) = (self.config, self.data);
+        let expanded = self.trainer.expand()?;
         let measure = |model: &Llama| {
             let cut = config.data.cut(&data.tokenizer);
             let extent = Extent { tokens: config.eval_tokens, batch: config.micro_batch };
@@ -231,6 +232,7 @@ impl Run<'_> {
             point.sla2_mass_caught = of.map(|selected| selected.mass_caught);
             point.sla2_users_ratio = of.map(|selected| selected.users_ratio);
         }
+        drop(expanded);
         // A failure to write the weights is only a warning here, because disk space may be freed later. At the end of
         // the run it is an error.
         let weights = self.weights()?;
@@ -328,9 +330,11 @@ impl Run<'_> {
             self.progress.say("training has finished; the last checkpoint is being saved");
         }
         self.warn_of_unread(Verification::end)?;
+        let expanded = self.trainer.expand()?;
         if self.ranks.rank().is_first() {
             self.ranks.words().while_others_wait("the sample", || self.show())?;
         }
+        drop(expanded);
         let words = self.ranks.words();
         let saved = words.while_others_wait("the last checkpoint", || self.checkpoints.wait());
         self.unsaved.take().map_or(saved, Err)?;

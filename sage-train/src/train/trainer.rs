@@ -10,7 +10,7 @@ use crate::config::Config;
 use crate::data::{Batches, Dataset, Feed, Sequences};
 use crate::device::{Mailbox, Monitor, Upload};
 use crate::metrics::Point;
-use crate::model::{Input, LayerDone, Llama, LlamaConfig, Parameters, Reduction, Snapshot, Watch};
+use crate::model::{Expanded, Input, LayerDone, Llama, LlamaConfig, Parameters, Reduction, Snapshot, Watch};
 use crate::optim::OptimizerStep;
 use crate::ranks::Ranks;
 use crate::train::guard::Limits;
@@ -106,6 +106,11 @@ impl<'a> Trainer<'a> {
     /// A copy of all weights after the steps launched so far, on rank 0. All ranks must call this.
     pub(super) fn weights(&self) -> candle_core::Result<Option<Snapshot>> {
         self.parameters.weights(self.ranks)
+    }
+
+    /// Copies of all weights in the compute type, for forwards outside of training. All ranks must call this.
+    pub(super) fn expand(&self) -> Result<Expanded<'a>> {
+        self.parameters.expand(self.ranks).map_err(on_device("cannot copy the weights in the compute type"))
     }
 
     /// The weights and moments that this rank writes to a checkpoint.

@@ -87,6 +87,12 @@ fn layers_can_stay_in_the_compute_type() {
     let eval = |run: &str| scratch.loss(&["eval", run, "--tokens", "2k"]);
     let last = scratch.metrics("fp8").last().and_then(|point| point.val_loss).expect("a validation");
     assert!((eval("runs/fp8") - last).abs() < 2e-2);
+    // Validation in FP8 has another loss and does not change the training.
+    let validated = train(&scratch, "validated", &["--linear", "fp8", "--linear-eval", "fp8"]);
+    assert_eq!(validated, fp8);
+    let in_fp8 = scratch.metrics("validated").last().and_then(|point| point.val_loss).expect("a validation");
+    assert!(in_fp8 != last && (in_fp8 / last - 1.0).abs() < 2e-3, "{in_fp8} {last}");
+    assert_eq!(eval("runs/validated"), eval("runs/fp8"));
     let plan = scratch.ok(&["--dry-run", "--config", "runs/ends/config.toml"]);
     assert!(plan.contains("FP8 in training") && plan.contains("layers 0, 2"), "{plan}");
 }
@@ -105,6 +111,8 @@ fn ranks_have_the_same_codes() {
         let one = train(&scratch, &named("one"), &flags);
         let two = train(&scratch, &named("two"), &on_two);
         assert!((one[0].1 / two[0].1 - 1.0).abs() < limit, "{scaling}: {:?} {:?}", one[0], two[0]);
+        // The scale of a weight follows from its parts on both ranks. A loss does not depend on the other ranks.
+        assert!(scaling != "current" || one[0].0 == two[0].0, "{:?} {:?}", one[0], two[0]);
         assert_eq!(train(&scratch, &named("again"), &on_two), two);
         // Any number of ranks can resume it.
         scratch.ok(&["--resume", &format!("runs/{}", named("two")), "--steps", "8"]);
@@ -118,6 +126,7 @@ fn what_does_not_fit_is_refused() {
         (&["--linear-gradient", "e5m2"][..], "--linear fp8"),
         (&["--linear", "bf16", "--linear-bf16-layers", "0"], "--linear fp8"),
         (&["--linear-scaling", "current"], "--linear fp8"),
+        (&["--linear-eval", "fp8"], "--linear fp8"),
         (&["--linear", "fp8", "--linear-bf16-layers", "9"], "no such layer"),
         (&["--linear", "fp8", "--linear-bf16-layers", "first"], "not a list of layers"),
         (&["--linear", "fp8", "--ffn", "72"], "a multiple of 16"),

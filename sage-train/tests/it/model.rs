@@ -50,8 +50,7 @@ fn matrices_of_one_input_are_one() -> Result<()> {
     let at = |name: &str| format!("model.layers.1.{name}.weight");
     let together = |names: &[&str]| -> Result<()> {
         let names: Vec<String> = names.iter().map(|name| at(name)).collect();
-        let each =
-            names.iter().map(|name| parameters.weight(name)?.value().cloned()).collect::<Result<Vec<_>>>()?;
+        let each = names.iter().map(|name| parameters.weight(name)?.value()).collect::<Result<Vec<_>>>()?;
         let (got, expected) = (parameters.joined(&names)?.value()?.clone(), Tensor::cat(&each, 0)?);
         assert_eq!(got.to_vec2::<f32>()?, expected.to_vec2::<f32>()?);
         Ok(())
@@ -75,7 +74,7 @@ fn graph(config: &LlamaConfig, parameters: &Parameters) -> Result<(f32, HashMap<
     let vars = parameters
         .specs()
         .iter()
-        .map(|spec| Ok((spec.name.clone(), Var::from_tensor(parameters.weight(&spec.name)?.value()?)?)))
+        .map(|spec| Ok((spec.name.clone(), Var::from_tensor(&parameters.weight(&spec.name)?.value()?)?)))
         .collect::<Result<HashMap<_, _>>>()?;
     let tensors = vars.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect();
     let vb = VarBuilder::from_tensors(tensors, DType::F32, device).pp("model");

@@ -3,7 +3,8 @@
 use candle_core::{Result, Tensor};
 use candle_sage::ops::MuonMatrix;
 
-use super::{InitialRows, Parameters, on_host};
+use super::snapshots::on_host;
+use super::{InitialRows, Parameters};
 use crate::model::pieces::{Layout, Piece};
 use crate::model::spec::{Kind, ParameterSpec};
 

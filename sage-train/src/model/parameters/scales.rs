@@ -7,7 +7,7 @@ use candle_sage::ops::Fp8Scales;
 
 use super::Parameters;
 use crate::model::LlamaConfig;
-use crate::ranks::Ranks;
+use crate::ranks::{Group, Ranks};
 
 impl Parameters {
     /// The scales of the operands of a model, made at the first call.
@@ -15,7 +15,7 @@ impl Parameters {
         if let Some(scales) = self.scales.get() {
             return Ok(scales.clone());
         }
-        let device = self.held.first().map_or(&Device::Cpu, |held| held.values.device());
+        let device = self.held.first().map_or(&Device::Cpu, |held| held.state.device());
         let made = Fp8Scales::new(&config.operand_formats(), device)?;
         Ok(self.scales.get_or_init(|| made).clone())
     }
@@ -42,17 +42,19 @@ impl Parameters {
 
 /// Ends a step: the scales of the next step follow from the largest values of all ranks.
 pub(super) fn rescale(scales: &Fp8Scales, ranks: &Ranks) -> Result<()> {
-    let of = ranks.rank().of;
-    if of > 1 {
-        let own = scales.largest()?.force_contiguous()?;
-        let matrices = own.elem_count();
-        let all = Tensor::zeros(of * matrices, DType::F32, own.device())?;
-        ranks.all().wait(ranks.all().gather(&own, &all)?)?;
-        // The maximum over the ranks is taken rank by rank, not by one reduction: candle's reductions copy the tensor's
-        // shape to the device, and this copy waits for all earlier work.
-        let of_rank = |rank: usize| all.narrow(0, rank * matrices, matrices);
-        let largest = (1..of).try_fold(of_rank(0)?, |largest, rank| largest.maximum(&of_rank(rank)?))?;
-        scales.set_largest(&largest)?;
+    if ranks.rank().of > 1 {
+        scales.set_largest(&largest_of(&scales.largest()?.force_contiguous()?, ranks.all())?)?;
     }
     scales.rescale()
+}
+
+/// The elementwise maximum over the members of a group.
+pub(super) fn largest_of(own: &Tensor, group: &Group) -> Result<Tensor> {
+    let (of, len) = (group.rank().of, own.elem_count());
+    let all = Tensor::zeros(of * len, DType::F32, own.device())?;
+    group.wait(group.gather(own, &all)?)?;
+    // Rank by rank, not by one reduction: candle's reductions copy the tensor's shape to the device, and this copy waits
+    // for all earlier work.
+    let of_rank = |rank: usize| all.narrow(0, rank * len, len);
+    (1..of).try_fold(of_rank(0)?, |largest, rank| largest.maximum(&of_rank(rank)?))
 }

@@ -1,25 +1,46 @@
 //! A parameter as a model uses it.
 
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
+use candle_sage::fp8::Fp8Format;
+use candle_sage::ops::{Fp8Copies, Fp8Matrix};
 
 use super::arrivals::Arrivals;
+use super::values::Fp8Piece;
+
+/// Weights in FP8, by their first element in the layout, with the number of the update after which they were quantized.
+pub(super) type Quantized = RefCell<HashMap<usize, (u64, Fp8Matrix)>>;
 
 /// A parameter of a model, or several adjacent matrices as one: its value, and its gradient if it is trained.
 #[derive(Debug, Clone)]
 pub struct Weight {
+    pub(super) source: Source,
+    /// The first element in the layout of all parameters.
+    pub(super) at: usize,
     /// The index of the piece that contains the value.
     pub(super) piece: usize,
     pub(super) arrivals: Rc<Arrivals>,
-    pub(super) value: Tensor,
     /// In f32.
     pub gradient: Option<Tensor>,
     /// Whether the gradient has been written since it was cleared, for each parameter in this weight.
     pub(super) filled: Vec<Arc<AtomicBool>>,
     pub(super) updates: Arc<AtomicU64>,
+    pub(super) quantized: Rc<Quantized>,
+}
+
+/// Where a value is read.
+#[derive(Debug, Clone)]
+pub(super) enum Source {
+    /// In the compute type, or in f32.
+    Stored(Tensor),
+    /// The elements of a piece in FP8, and the shape.
+    Fp8 { piece: Rc<Fp8Piece>, range: Range<usize>, dims: Vec<usize> },
 }
 
 impl Weight {
@@ -27,15 +48,44 @@ impl Weight {
     /// updated it.
     ///
     /// # Errors
-    /// When the device fails.
-    pub fn value(&self) -> Result<&Tensor> {
+    /// When the device fails, or the value exists only in FP8 ([`Parameters::expand`](super::Parameters::expand)).
+    pub fn value(&self) -> Result<Tensor> {
         self.arrivals.wait_for(self.piece)?;
-        Ok(&self.value)
+        match &self.source {
+            Source::Stored(value) => Ok(value.clone()),
+            Source::Fp8 { piece, range, dims } => piece.expanded(range, dims),
+        }
     }
 
-    /// The number of updates that the value has received.
-    pub(in crate::model) fn update(&self) -> u64 {
-        self.updates.load(Ordering::Relaxed)
+    /// The type of the value.
+    pub(in crate::model) fn dtype(&self) -> DType {
+        match &self.source {
+            Source::Stored(value) => value.dtype(),
+            Source::Fp8 { piece, .. } => piece.dtype(),
+        }
+    }
+
+    /// The value in FP8, quantized once after each update.
+    ///
+    /// # Errors
+    /// When the value is not a matrix, or the device fails.
+    pub(in crate::model) fn quantized(&self) -> Result<Fp8Matrix> {
+        let update = self.updates.load(Ordering::Relaxed);
+        if let Some((of, matrix)) = self.quantized.borrow().get(&self.at)
+            && *of == update
+        {
+            return Ok(matrix.clone());
+        }
+        self.arrivals.wait_for(self.piece)?;
+        let matrix = match &self.source {
+            Source::Stored(value) => Fp8Matrix::quantize(value, Fp8Format::E4M3, Fp8Copies::Both)?,
+            Source::Fp8 { piece, range, dims } => {
+                let [rows, columns] = dims[..] else { candle_core::bail!("not a matrix: {dims:?}") };
+                piece.quantized(range, (rows, columns))?
+            }
+        };
+        self.quantized.borrow_mut().insert(self.at, (update, matrix.clone()));
+        Ok(matrix)
     }
 
     /// The tensor that the gradient is added to.
@@ -51,6 +101,8 @@ impl Weight {
 
     /// For matmuls that write the whole gradient: returns whether the matmul has to add to the existing contents, and
     /// marks the gradient as written. Returns false for the first matmul after [`Parameters::clear_gradients`].
+    ///
+    /// [`Parameters::clear_gradients`]: super::Parameters::clear_gradients
     pub(in crate::model) fn take_turn(&self) -> bool {
         let turns: Vec<bool> =
             self.filled.iter().map(|filled| filled.swap(true, Ordering::Relaxed)).collect();

@@ -90,6 +90,7 @@ impl Engines {
             DType::F32 => wrap::<f32>(at, len, device),
             DType::BF16 => wrap::<bf16>(at, len, device),
             DType::F16 => wrap::<f16>(at, len, device),
+            DType::U8 => wrap::<u8>(at, len, device),
             other => candle_core::bail!("ranks do not exchange {other:?}"),
         };
         let tensor = Tensor::from_storage(Storage::Cuda(storage), len, BackpropOp::none(), false);

@@ -27,6 +27,7 @@ fn all_parts() -> LlamaConfig {
         linear: LinearPrecision::Compute,
         linear_compute_layers: [].into(),
         linear_head: LinearPrecision::Compute,
+        linear_in_evaluation: LinearPrecision::Compute,
         scheme: Some(Scheme::Unquantized),
         layer_schemes: [].into(),
         windows: Some(Windows { tokens: 9, pattern: "SSL".parse().expect("a pattern") }),

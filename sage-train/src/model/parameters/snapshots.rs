@@ -1,0 +1,99 @@
+//! Copies of weights and moments in host memory, and the numbers that compare the weights of two ranks.
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_sage::ops;
+
+use super::values::Values;
+use super::{Held, Parameters};
+use crate::model::pieces::Piece;
+use crate::model::snapshot::Snapshot;
+use crate::ranks::{Mesh, Ranks};
+
+/// Elements per slice in the comparison of weights.
+const SLICE: usize = 1 << 23;
+
+impl Parameters {
+    /// Numbers that are bit-identical on all ranks with the same weights: for each tensor of weights that the ranks
+    /// gathered, the sum of squares of w, and of w + 1, which also depends on the signs.
+    ///
+    /// # Errors
+    /// When memory is short for a slice in f32.
+    pub fn checksums(&self) -> Result<Vec<f64>> {
+        self.arrivals.wait_for_all()?;
+        let mut sums = Vec::with_capacity(2 * self.held.len());
+        let all = self.held.iter().flat_map(|held| match &held.values {
+            Values::Stored(values) => vec![values.clone()],
+            Values::Fp8(piece) => piece.tensors(),
+        });
+        for values in all {
+            let len = values.elem_count();
+            // In slices, because memory may not hold a second copy of all weights.
+            let (mut squares, mut shifted) = (0.0, 0.0);
+            for first in (0..len).step_by(SLICE) {
+                let slice = values.narrow(0, first, SLICE.min(len - first))?.to_dtype(DType::F32)?;
+                squares += ops::sum_of_squares(&slice)?.to_scalar::<f64>()?;
+                shifted += ops::sum_of_squares(&slice.affine(1.0, 1.0)?)?.to_scalar::<f64>()?;
+            }
+            sums.extend([squares, shifted]);
+        }
+        Ok(sums)
+    }
+
+    /// A copy of all weights in host memory on rank 0, which does not change while training continues. Returns `None`
+    /// on the other ranks. All ranks must call it together.
+    ///
+    /// # Errors
+    /// When memory is short, or a rank cannot be reached.
+    pub fn weights(&self, ranks: &Ranks) -> Result<Option<Snapshot>> {
+        let shards = ranks.shards();
+        let of_piece = |(piece, held): (&Piece, &Held)| -> Result<Option<Tensor>> {
+            let own = held.state.get(0)?;
+            if shards.rank().of == 1 {
+                // Copying a view to the host would copy the whole storage behind the view, so the view is first copied
+                // to a contiguous tensor.
+                let own = || on_host(&own.force_contiguous()?.unsqueeze(0)?);
+                return ranks.rank().is_first().then(own).transpose();
+            }
+            let all = Tensor::zeros(piece.range.len(), DType::F32, own.device())?;
+            shards.wait(shards.gather(&own, &all)?)?;
+            ranks.rank().is_first().then(|| on_host(&all.unsqueeze(0)?)).transpose()
+        };
+        // Every rank gathers every piece, because an all-gather needs all ranks; only rank 0 keeps the result.
+        let pieces = self.layout.pieces.iter().zip(&self.held).map(of_piece).collect::<Result<Vec<_>>>()?;
+        let pieces: Option<Vec<Tensor>> = pieces.into_iter().collect();
+        let firsts = self.layout.pieces.iter().map(|piece| piece.range.start);
+        pieces.map(|pieces| self.snapshot(firsts.zip(pieces).collect())).transpose()
+    }
+
+    /// A copy, on the host, of the weights and moments that this rank writes to a checkpoint: its shard of
+    /// each piece, divided evenly among the nodes, since all nodes hold the same shards.
+    ///
+    /// # Errors
+    /// When memory is short.
+    pub fn state(&self) -> Result<Snapshot> {
+        let Mesh { shard, replica, .. } = self.mesh;
+        let of_piece = |(piece, held): (&Piece, &Held)| -> Result<(usize, Tensor)> {
+            let own = shard.part_of(piece.range.len());
+            let part = replica.part_of(own.len());
+            let state = match replica.of {
+                1 => held.state.clone(),
+                _ => held.state.narrow(1, part.start, part.len())?.force_contiguous()?,
+            };
+            Ok((piece.range.start + own.start + part.start, on_host(&state)?))
+        };
+        let held = self.layout.pieces.iter().zip(&self.held).map(of_piece).collect::<Result<_>>()?;
+        let rows = if self.mesh.rank().is_first() { self.rows()? } else { Vec::new() };
+        Ok(Snapshot { rows, ..self.snapshot(held)? })
+    }
+
+    fn snapshot(&self, held: Vec<(usize, Tensor)>) -> Result<Snapshot> {
+        let (specs, layout) = (self.specs.clone(), self.layout.clone());
+        let scales = self.scales.get().map_or_else(|| Ok(Vec::new()), |scales| scales.state())?;
+        Ok(Snapshot { specs, layout, moments: self.moments, held, rows: Vec::new(), scales })
+    }
+}
+
+/// Copies in every case, also from a CPU tensor.
+pub(super) fn on_host(tensor: &Tensor) -> Result<Tensor> {
+    if tensor.device().is_cpu() { tensor.force_contiguous() } else { tensor.to_device(&Device::Cpu) }
+}

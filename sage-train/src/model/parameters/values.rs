@@ -1,0 +1,202 @@
+//! The weights of a piece in the form that the model reads.
+
+use std::cell::RefCell;
+use std::ops::Range;
+use std::rc::Rc;
+
+use candle_core::{DType, Result, Tensor};
+use candle_sage::fp8::Fp8Format;
+use candle_sage::ops::{self, Fp8Copies, Fp8Matrix};
+
+use super::Parameters;
+use super::arrivals::Arrivals;
+use super::scales::largest_of;
+use crate::model::pieces::overlap;
+use crate::ranks::{Group, Ranks};
+
+/// The format of weights.
+const FORMAT: Fp8Format = Fp8Format::E4M3;
+
+/// The weights of a piece.
+#[derive(Debug)]
+pub(super) enum Values {
+    /// In the compute type, or in f32.
+    Stored(Tensor),
+    /// In FP8.
+    Fp8(Rc<Fp8Piece>),
+}
+
+impl Values {
+    /// `whole`: the weights of the piece. `own`: the elements that this rank owns, and their f32 weights. `matrices`: for
+    /// a piece in FP8, the elements of each matrix.
+    pub(super) fn new(
+        whole: Vec<f32>,
+        own: (Range<usize>, Tensor),
+        dtype: DType,
+        matrices: Option<Vec<Range<usize>>>,
+        group: &Group,
+    ) -> Result<Self> {
+        let (len, device) = (whole.len(), own.1.device());
+        if let Some(matrices) = matrices {
+            return Ok(Self::Fp8(Rc::new(Fp8Piece::new((dtype, len), matrices, own, group)?)));
+        }
+        // If this rank owns the whole piece and the model computes in f32, the model reads the optimizer's weights,
+        // without a copy.
+        let values = match own.0.len() == len && dtype == DType::F32 {
+            true => own.1.clone(),
+            false => Tensor::from_vec(whole, len, device)?.to_dtype(dtype)?,
+        };
+        Ok(Self::Stored(group.shared(values)?))
+    }
+}
+
+/// A piece of matrices that training reads only in FP8. The matmuls read FP8 values of the optimizer's f32 weights; a
+/// copy in the compute type exists only while an [`Expanded`] does.
+#[derive(Debug)]
+pub(super) struct Fp8Piece {
+    /// The compute type.
+    dtype: DType,
+    /// Number of elements.
+    len: usize,
+    /// The elements of each matrix in the piece, ascending. Matrices of one matmul are one matrix.
+    matrices: Vec<Range<usize>>,
+    /// The elements that this rank owns, and their f32 weights.
+    own: (Range<usize>, Tensor),
+    /// FP8 values of the whole piece, u8, and the scale of each matrix, if other ranks own parts of the piece.
+    gathered: Option<(Tensor, RefCell<Tensor>)>,
+    /// The whole piece in the compute type.
+    expanded: RefCell<Option<Tensor>>,
+}
+
+impl Fp8Piece {
+    /// `own`: the elements that this rank owns, and their f32 weights.
+    fn new(
+        (dtype, len): (DType, usize),
+        matrices: Vec<Range<usize>>,
+        own: (Range<usize>, Tensor),
+        group: &Group,
+    ) -> Result<Self> {
+        let device = own.1.device();
+        let gathered = (group.rank().of > 1).then(|| -> Result<_> {
+            let scales = Tensor::ones(matrices.len(), DType::F32, device)?;
+            Ok((group.zeros(len, DType::U8, device)?, RefCell::new(scales)))
+        });
+        Ok(Self { dtype, len, matrices, own, gathered: gathered.transpose()?, expanded: RefCell::default() })
+    }
+
+    pub(super) fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The matrix at `range` in FP8, row by row and transposed.
+    pub(super) fn quantized(&self, range: &Range<usize>, dims: (usize, usize)) -> Result<Fp8Matrix> {
+        let Some(n) = self.matrices.iter().position(|matrix| matrix == range) else {
+            candle_core::bail!("{range:?} is not a matrix of {:?}", self.matrices)
+        };
+        let view = |all: &Tensor| all.narrow(0, range.start, range.len())?.reshape(dims);
+        match &self.gathered {
+            None => Fp8Matrix::quantize(&view(&self.own.1)?, FORMAT, Fp8Copies::Both),
+            Some((codes, scales)) => {
+                Fp8Matrix::from_codes(&view(codes)?, &scales.borrow().narrow(0, n, 1)?, FORMAT)
+            }
+        }
+    }
+
+    /// The weights at `range` in the compute type.
+    pub(super) fn expanded(&self, range: &Range<usize>, dims: &[usize]) -> Result<Tensor> {
+        match &*self.expanded.borrow() {
+            Some(all) => all.narrow(0, range.start, range.len())?.reshape(dims),
+            None => candle_core::bail!(
+                "these weights exist only in FP8; hint: `Parameters::expand` copies them in the compute type"
+            ),
+        }
+    }
+
+    /// The tensors that are equal on all ranks.
+    pub(super) fn tensors(&self) -> Vec<Tensor> {
+        self.gathered.iter().flat_map(|(codes, scales)| [codes.clone(), scales.borrow().clone()]).collect()
+    }
+
+    /// The part of each matrix that this rank owns, in its shard; an empty range if it owns none.
+    fn parts(&self) -> Vec<Range<usize>> {
+        let own = &self.own.0;
+        let part = |matrix: &Range<usize>| {
+            overlap(matrix, own).map_or(0..0, |part| part.start - own.start..part.end - own.start)
+        };
+        self.matrices.iter().map(part).collect()
+    }
+
+    fn expand(&self, group: &Group) -> Result<()> {
+        let own = self.own.1.to_dtype(self.dtype)?;
+        let all = match group.rank().of {
+            1 => own,
+            _ => {
+                let all = Tensor::zeros(self.len, self.dtype, own.device())?;
+                group.wait(group.gather(&own, &all)?)?;
+                all
+            }
+        };
+        self.expanded.replace(Some(all));
+        Ok(())
+    }
+}
+
+/// Quantizes this rank's parts of the pieces and starts the all-gathers of their FP8 values. The scales follow from the
+/// largest values of all ranks, so the FP8 values are those of [`Fp8Matrix::quantize`] for the whole matrix.
+pub(super) fn gather_fp8(pieces: &[(usize, &Fp8Piece)], group: &Group, arrivals: &Arrivals) -> Result<()> {
+    if group.rank().of == 1 || pieces.is_empty() {
+        return Ok(());
+    }
+    let largest = pieces.iter().map(|(_, piece)| ops::fp8_largest(&piece.own.1, &piece.parts()));
+    let largest = Tensor::cat(&largest.collect::<Result<Vec<_>>>()?, 0)?;
+    let all_scales = ops::fp8_scales(&largest_of(&largest, group)?, FORMAT)?;
+    let mut first = 0;
+    for (n, piece) in pieces {
+        let Some((codes, scales)) = &piece.gathered else { candle_core::bail!("made for one rank") };
+        scales.replace(all_scales.narrow(0, first, piece.matrices.len())?);
+        first += piece.matrices.len();
+        let (range, weights) = &piece.own;
+        let own = codes.narrow(0, range.start, range.len())?;
+        ops::fp8_quantize_parts(&own, weights, &piece.parts(), &scales.borrow(), FORMAT)?;
+        arrivals.start(*n, group.gather(&own, codes)?);
+    }
+    Ok(())
+}
+
+/// Copies of all weights in the compute type, which forwards outside of training read; freed with this value.
+#[derive(Debug)]
+#[must_use = "the copies are freed with this value"]
+pub struct Expanded<'a>(&'a Parameters);
+
+impl Parameters {
+    /// Copies the weights that training reads only in FP8 in the compute type. All ranks must call it together.
+    ///
+    /// # Errors
+    /// When memory is short, or a rank cannot be reached.
+    pub fn expand(&self, ranks: &Ranks) -> Result<Expanded<'_>> {
+        let expanded = Expanded(self);
+        self.fp8_pieces().try_for_each(|(_, piece)| piece.expand(ranks.shards()))?;
+        Ok(expanded)
+    }
+
+    /// The pieces in FP8, with their indices.
+    pub(super) fn fp8_pieces(&self) -> impl Iterator<Item = (usize, &Fp8Piece)> {
+        self.held.iter().enumerate().filter_map(|(n, held)| match &held.values {
+            Values::Stored(_) => None,
+            Values::Fp8(piece) => Some((n, &**piece)),
+        })
+    }
+}
+
+impl Expanded<'_> {
+    /// Keeps the copies as long as the parameters.
+    pub fn keep(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Expanded<'_> {
+    fn drop(&mut self) {
+        self.0.fp8_pieces().for_each(|(_, piece)| drop(piece.expanded.take()));
+    }
+}
