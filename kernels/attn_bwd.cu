@@ -1,8 +1,8 @@
 // Attention backward. Each (scheme, element type, head_dim) has three kernels: one visits all queries that see a block
 // of keys, one (sparse) only the query blocks that select it, and one is for windows. If all matmuls, except perhaps S,
 // run in 16 bit, there is a fourth kernel for a soft cap and ALiBi. The table of plans (params/plans.def) says which
-// mainloop a kernel runs. Attn-QAT without requantized P runs the kernels of 16-bit attention on its fake-quantized
-// operands. finish_dq converts the sums of dQ afterwards.
+// mainloop a kernel runs. Attn-QAT runs the kernels of 16-bit attention on its fake-quantized operands, if its backward
+// does not quantize P again. finish_dq converts the sums of dQ afterwards.
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
 #include <sage/attention/numerics/dense16_backward_sm80.cuh>
 #include <sage/attention/numerics/dense16_backward_sm90.cuh>

@@ -202,7 +202,8 @@ FP8_KERNEL(f32, float)
 FP8_KERNEL(f16, __half)
 FP8_KERNEL(bf16, __nv_bfloat16)
 
-// From each 16-bit type to itself, to f32 (in which gradients are accumulated), and from f32 to it.
+// Scale kernels: from each 16-bit type to the same type and to f32 (in which gradients are accumulated), and from f32
+// to the 16-bit type.
 #define SCALE(name, From, To, V)                          \
   extern "C" __global__ void __launch_bounds__(SCALE_THREADS) \
       scale_##name(const __grid_constant__ params::Scale p) { scale<From, To, V>(p); }

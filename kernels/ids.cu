@@ -59,7 +59,7 @@ __device__ void place(const params::SortIds& p) {
   int64_t first = int64_t(blockIdx.x) * TILE + warp * 32 * ROUNDS + lane;
 #pragma unroll
   for (int i = 0; i < ROUNDS; ++i) {
-    // Positions past the end count as the last digit, and are placed after all ids with this digit.
+    // Positions past the end count as the last digit. They come after all ids, and are not written.
     bool valid = first + i * 32 < p.len;
     ids[i] = valid ? p.ids[first + i * 32] : 0;
     int own = valid ? digit_of(ids[i], p.shift) : DIGITS - 1;

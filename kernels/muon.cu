@@ -100,7 +100,7 @@ __device__ void combine(const params::MuonCombine& p) {
   });
 }
 
-// One block per row: its mean square, and the running mean square.
+// One block per row: computes the row's mean square, and updates its running mean square.
 __device__ void row_squares(const params::MuonRows& p) {
   auto* x = static_cast<const __nv_bfloat16*>(p.x) + int64_t(blockIdx.x) * p.columns;
   float sum = 0.0f;
@@ -115,7 +115,7 @@ __device__ void row_squares(const params::MuonRows& p) {
   if (isfinite(*p.sum_of_squares)) *mean = p.beta * *mean + (1.0f - p.beta) * sum;
 }
 
-// One block per matrix: the factors of its rows, which keep the sum of the matrix's squares unchanged.
+// One block per matrix: computes the factors of its rows, which keep the sum of the matrix's squares unchanged.
 __device__ void row_factors(const params::MuonRows& p) {
   float* factors = p.factors + int64_t(blockIdx.x) * p.rows;
   const float* mean = p.mean_squares + int64_t(blockIdx.x) * p.rows;

@@ -24,7 +24,7 @@ __device__ __forceinline__ Rows<T> rows_of(const params::Forward& p, const Segme
 }
 
 // Sums K and V over each tile, in token order: (head, tile, channel). Like `quantize`, a block loads a whole tile
-// before it sums: if each thread walked down its channel in global memory, all threads would access the same memory
+// before it sums: if each thread walked down its channel in global memory, all threads would access the same DRAM
 // channels at the same time.
 template <class T, int D>
 __device__ void sum_tiles(const params::Forward& p) {
@@ -50,7 +50,7 @@ __device__ void sum_tiles(const params::Forward& p) {
 }
 
 // Means: the sums of the tiles, added in order, divided by the number of tokens: (head, segment, channel). All threads
-// load, but only one thread per channel adds, because the order of the sum is fixed.
+// load. A thread then adds a whole channel, because the order of the sum is fixed.
 constexpr int MEAN_THREADS = 256;
 template <int D>
 __device__ void mean_of_tiles(const params::Forward& p) {
@@ -274,7 +274,7 @@ __device__ void log_sum_exp(const params::LogSumExp& p) {
     // A query that sees no key has no log-sum-exp, and the gradient may be NaN there.
     if (sees_a_key(p.shape, segment, row)) padded += outside;
   } else {
-    // For a query that sees no key both are minus infinity.
+    // For a query that sees no key, both `padded` and the log-sum-exp are minus infinity.
     outside = padded == -CUDART_INF_F ? padded : -LN_2 * padded;
   }
 }

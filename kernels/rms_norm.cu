@@ -211,7 +211,7 @@ constexpr int STRIP_BLOCKS = 1;
 constexpr int STRIP_BLOCKS = 2;
 #endif
 
-// Rows of up to `warps` FP8_STRIP_WIDTH elements.
+// For rows of up to warps * FP8_STRIP_WIDTH elements.
 #define FP8_KERNELS(name, T, warps)                                                            \
   extern "C" __global__ void __launch_bounds__(quant::FP8_THREADS)                                 \
       rms_norm_fp8_fwd_##warps##_##name(const __grid_constant__ params::Fp8RmsNorm p) { forward_fp8<T, warps>(p); } \

@@ -145,7 +145,7 @@ __device__ __forceinline__ T* out_head(const params::Rope& p, int token, int hea
 template <int HEADS, class Body>
 __device__ __forceinline__ void each_item(const Group& group, const params::Rope& p, Body body) {
   int step = (p.heads + HEADS - 1) / HEADS;
-  int items = p.tokens * step;  // the host checks that they fit 32 bits
+  int items = p.tokens * step;  // the host checks that they fit an int
   for (int item = blockIdx.x * group.count + group.index; item < items; item += gridDim.x * group.count) {
     int token = item / step;
     body(token, token / p.sequence, token % p.sequence, item % step, step);

@@ -159,7 +159,7 @@ __device__ __forceinline__ void choose(const params::Choose& p) {
       if (int(count_from(least | 1u << bit)) >= most) least |= 1u << bit;
   }
   int above = least == ~0u || most == count ? 0 : count_from(least + 1);
-  int equal = most - above, written = 0;  // how many scores that equal the smallest are selected: the first ones
+  int equal = most - above, written = 0;  // blocks that have the smallest chosen score and are selected: the first such blocks
   for (int first = 0; first < count; first += 32) {
     int i = first + lane;
     uint32_t key = i < count ? key_of(i) : 0;

@@ -210,8 +210,8 @@ __device__ void smaller_codes(const Params& p) {
         quant::codes_over(reinterpret_cast<const uint32_t*>(p.a)[threadIdx.x], power);
 }
 
-// Converts numbers to the formats of NVFP4: E2M1, E4M3 of the magnitude, both directions of the scale of a group with
-// that maximum, and E4M3 by the hardware's instruction.
+// Converts numbers to the formats of NVFP4: E2M1, E4M3 of the magnitude, the dequant and quant scales of a group whose
+// largest magnitude is this number, and E4M3 by the hardware's instruction.
 __device__ void nvfp4(const Params& p) {
   constexpr int COUNT = 1 << 16;
   float* out = reinterpret_cast<float*>(p.out);

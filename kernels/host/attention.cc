@@ -47,7 +47,7 @@ bool lists_leave_out_blocks() {
   return true;
 }
 
-// Whether a NaN in a key reaches only the queries that see the key.
+// Whether a NaN in a key reaches exactly the queries that see the key.
 template <class T, int D, Numerics NUMERICS>
 bool nan_goes_where_the_key_is_seen() {
   constexpr int TOKENS = 200, KEY = 130;
@@ -119,7 +119,8 @@ bool product_is_the_manuals() {
   return true;
 }
 
-// Whether the tanh of the soft cap is within its bound of 2^-15, also if a neighbour uses the other branch.
+// Whether the tanh of the soft cap has a relative error below 2^-15, also if another argument of the call needs the
+// exponential.
 bool tangent_is_within_its_bound() {
   bool right = true;
   for (float x = 1e-6f; x < 40.0f; x *= 1.001f) {
@@ -148,13 +149,13 @@ const Case CASES[] = {
     {1, 130, 200, 2, 1, 256, true, false, {}, {}},
     {1, 200, 190, 1, 1, 150, true, false, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}},
     // Windows: one whose rows see no key of a tile that other rows see; one with queries that see no key; one of packed
-    // documents; one after a query.
+    // documents; one that includes all later keys.
     {1, 330, 330, 2, 1, 64, true, false, {}, {}, false, 70, 0},
     {1, 300, 170, 1, 1, 128, true, false, {}, {}, false, 20, 0},
     {1, 200, 190, 2, 1, 64, false, true, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}, false, 10, 30},
     {1, 130, 450, 1, 1, 97, false, false, {}, {}, true, 100, 500},
     {1, 260, 260, 1, 1, 256, true, false, {}, {}, false, 64, 0},
-    // Soft caps that many logits reach, with logits in both branches of tanh, and far away; slopes; both.
+    // Soft caps that many logits reach, so that both branches of tanh run, and one far above all logits; ALiBi; both.
     {1, 200, 200, 4, 2, 64, true, false, {}, {}, false, -1, -1, 1.5f, false},
     {1, 130, 200, 2, 1, 128, false, false, {}, {}, false, -1, -1, 50.0f, true},
     {1, 200, 190, 2, 1, 97, true, false, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}, false, -1, -1, 0, true},
@@ -190,13 +191,13 @@ int main() {
     Errors (*of_128)(const Case&);
     Errors (*of_256)(const Case&);  // null: not for such heads
     double out, grads;  // largest allowed errors
-    bool has_score_mod = false;  // whether such kernels exist
+    bool has_score_mod = false;  // whether kernels with a soft cap and ALiBi exist
     bool smooths = false;        // whether K is smoothed; sinks cannot be compared then
   };
   // In unquantized attention P, dS and the results are rounded to 16 bit (2^-9 each in bf16). With NVFP4 only O is
-  // (2^-12 in f16); in addition, an exponential in f32 differs from one in doubles, and occasionally a probability is
-  // on the other side of a midpoint. SageBwd's quantization causes an error of .0144 to .0185 at standard deviation 1
-  // (docs/findings.md).
+  // rounded (2^-12 in f16); in addition, an exponential in f32 differs from one in doubles, and occasionally a
+  // probability is on the other side of a midpoint. SageBwd's quantization causes an error of .0144 to .0185 at
+  // standard deviation 1 (docs/findings.md).
   const Row rows[] = {
       {"unquantized, bf16", run<B, 64, UNQUANTIZED>, run<B, 128, UNQUANTIZED>, run<B, 256, UNQUANTIZED>, 4e-3, 6e-3, true},
       {"SageBwd, bf16", run<B, 64, SAGEBWD>, run<B, 128, SAGEBWD>, nullptr, 2.5e-2, 3.5e-2},

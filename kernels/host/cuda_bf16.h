@@ -6,7 +6,6 @@ struct __nv_bfloat16 {
   uint16_t bits;
   operator float() const { return __uint_as_float(uint32_t(bits) << 16); }
 };
-// Rounds to the nearest, ties to even.
 inline __nv_bfloat16 __float2bfloat16_rn(float x) {
   uint32_t bits = __float_as_uint(x);
   if (x != x) return {0x7fff};

@@ -54,7 +54,6 @@ inline float __int_as_float(int x) { return same_bits<float>(x); }
 inline int __clz(int x) { return std::countl_zero(uint32_t(x)); }
 inline int __float_as_int(float x) { return same_bits<int>(x); }
 inline float __fadd_rn(float a, float b) { return a + b; }
-// Rounds towards minus infinity.
 inline float __fadd_rd(float a, float b) {
   double sum = double(a) + double(b);
   float rounded = float(sum);
@@ -115,8 +114,8 @@ struct Operation {
   uint32_t accumulator;  // of an MMA
   std::function<void()> execute;
 
-  // Whether it is ordered after an operation that was issued before it (PTX ISA, "tcgen05 Memory Consistency Model",
-  // pipelined instructions). In particular no copy of scales waits for MMAs that still read the old scales.
+  // Whether this operation is ordered after `earlier`, which was issued before it (PTX ISA, "tcgen05 Memory Consistency
+  // Model", pipelined instructions). In particular no copy of scales waits for MMAs that still read the old scales.
   bool follows(const Operation& earlier) const {
     bool tensor = earlier.kind == SCALES_COPY || earlier.kind == PRODUCT;
     if (kind == COMMIT) return tensor;

@@ -27,7 +27,7 @@ inline void fake_quantize(double* x, int count, int stride) {
 }
 
 // Changes to the logits of a query: a soft cap, 0 for none; a slope for the distance from the query's position; and a
-// sink, an additional logit without a value.
+// sink, an additional logit without a row of V.
 struct ScoreMod {
   double cap = 0, slope = 0, sink = -INFINITY;
   int position = 0;
@@ -88,7 +88,7 @@ struct Definition {
 };
 
 // Unquantized gradients of one query: adds the gradients of the keys to dk and dv, (key, channel), and returns the
-// query's.
+// query's gradient.
 inline std::vector<double> row_gradients(const Definition& x, const std::vector<double>& q, const std::vector<double>& dout, int from, int visible,
                                   double scale, const ScoreMod& mod, std::vector<double>& dk, std::vector<double>& dv) {
   std::vector<double> p(visible), dp(visible), derivative(visible), dq(x.d, 0.0);

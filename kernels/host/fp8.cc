@@ -129,7 +129,8 @@ void matrices(int rows, int columns, bool e5m2) {
   check("transpose", turned, [&](int row, int column) { return float(x[row * columns + column]); }, 2);
 }
 
-// Whether a kernel's value is within one code of the definition, and a zero within half the smallest value.
+// Whether a kernel's value differs from the definition by at most about one step of the format, and near zero by about
+// half of the smallest value.
 void near(const char* what, const Codes& codes, int row, int column, double expected, bool& holds) {
   double spacing = codes.e5m2 ? 0.25 : 0.125, least = codes.scale * host::fp8_value(1, codes.e5m2);
   holds &= fabs(codes.at(row, column) - expected) <= fmax(spacing * fabs(expected) * 0.51, least * 0.51);

@@ -1,6 +1,7 @@
-// Runs the kernels that invert selections on a CPU, and the portable backward over lists: `users` is the inverse of the
-// lists, the thread blocks together visit each query block of a list once however lists are split into parts, and parts
-// change gradients only by rounding. The mass of each key block is compared with its definition in doubles.
+// Runs on a CPU the kernels that invert selections, and the portable backward over lists. Checks that `users` is the
+// inverse of the lists; that the thread blocks together visit each query block of a list once, however lists are split
+// into parts; and that splitting changes gradients only by rounding. Compares the mass of each key block with its
+// definition in doubles.
 #include <map>
 #include <tuple>
 
@@ -46,7 +47,7 @@ struct Backward {
   std::vector<params::User> users;
   std::vector<uint32_t> first_users, counts, used = {0, 0, 0};
   std::vector<params::CutList> cuts;
-  std::vector<params::Part> parts;  // and two after the end that must not change
+  std::vector<params::Part> parts;  // followed by two guard entries that must not change
   int most_slots, most_parts = 0, most_users;
   std::vector<float> sums;
   std::vector<int> arrivals;

@@ -35,7 +35,7 @@ struct Case {
   bool is_modified() const { return softcap > 0 || alibi; }
 };
 
-// In the backward of SAGEBWD_S and SAGEBWD_SCORES only S is in INT8; in the forward of SAGEBWD_SCORES too.
+// SAGEBWD_SCORES computes only S in INT8, in the forward and in the backward. SAGEBWD_S does so only in the backward.
 // SAGEBWD_FORWARD has an unquantized backward.
 enum Numerics { UNQUANTIZED, SAGEBWD, SAGEBWD_QK, SAGEBWD_KV, SAGEBWD_S, SAGEBWD_SCORES, SAGEBWD_FORWARD, NVFP4_PRODUCTS, NVFP4_TCGEN05 };
 
@@ -64,8 +64,8 @@ struct Segments {
   int batch(int i) const { return packed ? 0 : i; }
 };
 
-// The kernels' parameters, field by field: these functions do not compile with a new field, so that `Problem::compare`
-// compares a new output, or a comment here says why it does not.
+// The kernels' parameters, field by field. A new field breaks the compilation here, as a reminder: if it is an output,
+// `Problem::compare` must compare it, or a comment here must say why it does not.
 inline void fields(const params::Codes& p) {
   // k_mean is compared. The other outputs are compared through the results of the attention kernels.
   [[maybe_unused]] const auto& [q, k, v_transposed, q_dequant_scale, k_dequant_scale, v_dequant_scale, q_mean, k_mean, k_tile_sums] = p;
@@ -191,7 +191,7 @@ struct Problem {
     for (int i = 0; i < query_tiles + 2 * key_tiles; ++i) host::run(i, quant::TILE_THREADS, [&] { quantize<T, D>(p); });
   }
 
-  // Returns whether the kernels wrote only to their buffers, and wait for all copies that they read.
+  // Returns whether the kernels wrote only to their buffers, and waited for all copies before they read them.
   bool forward() {
     if (c.is_modified()) return forward<attention::WindowKeys, attention::SoftcapAndAlibi>();
     return c.is_window() ? forward<attention::WindowKeys>() : forward<attention::EveryKey>();

@@ -73,7 +73,8 @@ namespace sage::ptx {
 
 inline void tcgen05_fence_before() { host::tensor_fences[host::block.current].before = false; }
 inline void tcgen05_fence_after() { host::tensor_fences[host::block.current].after = false; }
-// Called when a thread accesses tensor memory. `waited`: it has waited for the access to end, and must fence it.
+// Called when a thread accesses tensor memory. `waited`: the thread has waited for the access to end, and needs a fence
+// before its next synchronization.
 inline void touch_tensor_memory(bool waited) {
   host::TensorFences& fences = host::tensor_fences[host::block.current];
   if (fences.after) fprintf(stderr, "thread %d lacks tcgen05.fence::after_thread_sync\n", threadIdx.x), abort();

@@ -15,7 +15,7 @@ struct MixtureWeights {
   bool by_count;
   int past, chosen;  // number of keys in the blocks that may be selected, and in the selected ones
 
-  // Block `block` of queries of the segment.
+  // The weights for query block `block` of the segment.
   __device__ __forceinline__ MixtureWeights(const params::Mixture& mixture, const params::Shape& shape, const Segment& segment,
                                             int segment_index, int head, int block)
       : segment(segment), theta(mixture.theta[head]), by_count(mixture.by_count) {

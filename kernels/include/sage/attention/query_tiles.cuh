@@ -41,7 +41,7 @@ struct QueryTile {
 // For each query head of the group, a block visits all query tiles from the first tile that sees one of its keys.
 struct EveryQuery {
   static constexpr bool LISTED = false;
-  static constexpr Hidden HIDDEN = LATER_KEYS;  // keys that its queries may not see
+  static constexpr Hidden HIDDEN = LATER_KEYS;  // which of the block's keys a visited query may not see
   template <int KEYS>
   static constexpr int RANK_BLOCKS = 1;  // thread blocks, of KEYS keys each, per key block that RankedTile::rank counts
   using Tile = QueryTile;
@@ -116,10 +116,10 @@ struct Cut {
   __device__ __forceinline__ uint32_t of_part() const { return (to - from + list.parts - 1) / list.parts; }
 };
 
-// With a selection, a block visits the query blocks that list its key block. With a causal mask the first of these
-// query blocks has the same position as the key block, which it always lists. All later query blocks see every key of
-// the key block. The tiles can therefore be numbered from that position without gaps, `first` to `end`: these numbers
-// give the same masks as the tiles' own numbers.
+// With a selection, a block visits the query blocks that list its key block. With a causal mask a query block always
+// lists the key block at its own position, so the first of the visited query blocks has the position of the key block.
+// All later query blocks see every key of the key block. The tiles can therefore be numbered from that position without
+// gaps, `first` to `end`: these numbers give the same masks as the tiles' own numbers.
 struct ListedQueries {
   struct Tile : QueryTile {
     int position;  // in the list of query blocks, counted in tiles

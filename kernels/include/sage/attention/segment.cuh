@@ -83,7 +83,7 @@ struct Sight<OUTER_KEYS> {
   __device__ __forceinline__ int end_query(int j) const { return min(max(j - ahead() + before + 1, 0), segment.query_len); }
 };
 
-// Whether a query sees a key, with any mask or window.
+// Whether a query sees at least one key, with any mask or window.
 __device__ __forceinline__ bool sees_a_key(const params::Shape& shape, const Segment& segment, int query) {
   int position = query + segment.key_len - segment.query_len;
   return segment.key_len > 0 && (shape.limit_after == 0 || position + shape.limit_after > 0);

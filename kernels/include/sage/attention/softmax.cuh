@@ -27,7 +27,7 @@ __device__ __forceinline__ float quad_sum(float x) {
 // The row, among the warp's 16 M rows, of this lane's row number `r`.
 __device__ __forceinline__ int row_of(int r, int lane) { return (r >> 1) * 16 + (r & 1) * 8 + lane / 4; }
 
-// A sink is an additional logit without a value. Returns log2 of the factor by which it raises a row's sum of
+// A sink is an additional logit without a row of V. Returns log2 of the factor by which it raises a row's sum of
 // exponentials, whose base-2 logarithm is `lse2`.
 __device__ __forceinline__ float log2_with_sink(float sink2, float lse2) {
   float above = sink2 - lse2;

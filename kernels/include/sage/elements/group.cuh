@@ -8,7 +8,7 @@ namespace sage::elements {
 // Threads of a block with several groups.
 constexpr int TEAM_THREADS = 256;
 
-// A power of two of lanes: up to a warp, with several groups in a block of whole warps; or the whole block.
+// A group has a power of two of lanes: at most a warp, with several groups per block; or the whole block.
 struct Group {
   int lanes, lane, index, count;
   unsigned mask;

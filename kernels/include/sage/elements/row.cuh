@@ -69,7 +69,7 @@ struct Row {
   }
 };
 
-// Stores a block's column sums: `sums` of each lane, over the group's rows, for the packs in registers.
+// Stores a block's column sums. `sums` are a lane's sums over the rows of its group, for the packs in registers.
 template <int V>
 __device__ __forceinline__ void store_column_sums(const Group& group, int width, const float (&sums)[KEEP][V], float* to) {
   int chunks = width / V;

@@ -2,7 +2,7 @@
 // and ROW_BYTES.
 //
 // All readers have the same form: `address` is the part of an address that depends on the lane, and the rest is
-// constant after unrolling: chunks are xor-ed, rows are added.
+// constant after unrolling. Chunks are xor-ed into `address`, rows are added.
 #pragma once
 
 #include <sage/layout/swizzle.cuh>

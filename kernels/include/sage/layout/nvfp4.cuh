@@ -9,7 +9,7 @@
 // accumulator has columns 8n + 2t and 8n + 2t + 1 (t = lane % 4), whereas an operand of P needs keys 8t to 8t + 7 and
 // 32 + 8t to 32 + 8t + 7. K's rows are therefore permuted, so that the accumulators of a lane belong to these keys, in
 // order. V's keys are not permuted, and its groups of 16 are neighbouring tokens. With tcgen05 a thread has all columns
-// of a row, so that the order does not matter, and K has the same order.
+// of a row, so that any order works, and K keeps the permuted order.
 #pragma once
 
 #include <sage/layout/swizzle.cuh>

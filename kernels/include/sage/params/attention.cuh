@@ -14,7 +14,7 @@ struct View {
   int64_t token;
   int64_t head;
   int64_t channel;
-  int32_t vector;  // 1: 16-byte loads work: rows are 16-byte aligned, with contiguous channels, a multiple of 8
+  int32_t vector;  // 1: 16-byte loads work: rows are 16-byte aligned, channels are contiguous and a multiple of 8
   int32_t mapped;  // 1 in Forward::q: q_map, k_map and v_map are valid; 1 in Backward::dout: dout_map is valid, and so is q_map if Q
                    // is read in 16 bit
 };
@@ -51,7 +51,7 @@ struct Shape {
   float softmax_scale;
   int32_t query_tiles;  // tiles of 64 tokens, of all segments
   int32_t key_tiles;
-  int32_t heads_at_once;  // (head, segment) pairs whose blocks run concurrently: what they share should fit the L2 cache
+  int32_t heads_at_once;  // (head, segment) pairs whose blocks run concurrently; the data that they share should fit the L2 cache
   int32_t value_dim;      // head_dim of V, O and their gradients; head_dim is the width of Q and K
 };
 
@@ -72,15 +72,15 @@ struct Codes {
                        // null: the means are computed from a sample
 };
 
-// A query block that selects a key block, and the index of the key block in its list.
+// A query block that selects a key block, and the index of the key block in the query block's list.
 struct User {
   uint32_t block;
   uint32_t rank;
 };
 
-// Further limits on the keys that queries see, in addition to Shape::limit_after. With a selection: the blocks of 128
-// keys that each block of 128 queries sees (candle-sage/src/selection.rs). Blocks index these arrays by their number
-// among the blocks of all segments; the stored values are block numbers inside a segment.
+// Limits on the keys that queries see, in addition to Shape::limit_after. With a selection: the blocks of 128 keys that
+// each block of 128 queries sees (candle-sage/src/selection.rs). Blocks index these arrays by their number among the
+// blocks of all segments; the stored values are block numbers inside a segment.
 struct Lists {
   const uint32_t* seen;         // (key head, query block, stride): count, then key blocks, ascending; null: no selection
   const User* users;            // the inverse: the query blocks that select each key block, ascending
@@ -114,10 +114,10 @@ struct CutList {
 
 // How the backward splits long lists of query blocks: attention/query_tiles.cuh.
 struct Cuts {
-  Part* parts;      // one block of 128 keys each; unused entries are zeros
+  Part* parts;      // each for one block of 128 keys; unused entries are zeros
   CutList* lists;   // (key head, key_blocks); null: no list is split
-  float* sums;      // (slot, 128 channels, dK or dV, 16 keys, ..): sums over the parts, in fragment order
-  int* arrivals;    // (slot, 128 channels, dK or dV, 16 keys): number of parts that have added
+  float* sums;      // (slot, panel of 128 channels, dK or dV, strip of 16 keys, ..): sums over the parts, in fragment order
+  int* arrivals;    // (slot, panel of 128 channels, dK or dV, strip of 16 keys): number of parts that have added to the sums
 };
 
 struct Forward {
@@ -127,15 +127,15 @@ struct Forward {
   View out;
   float* minus_lse2;           // (head, padded token): minus the base-2 log-sum-exp; -inf for padding and for queries that see no
                                // key, so that their P is 0 in the backward. Null: not written.
-  int32_t* scheduler_counter;  // persistent kernels: items handed out after each block's first item; else null
+  int32_t* scheduler_counter;  // persistent kernels: number of work items handed out, without each block's first item; else null
   Codes codes;
   Shape shape;
   View high_precision_out;     // Attn-QAT: O of unquantized P; data null: not written
-  float* row_sums;             // Attn-QAT, (head, padded token): row sum of P relative to its reference; 1 with p_literal, for
-                               // padding and for queries that see no key. Null: not written.
-  const float* sinks;          // one per query head: a logit of the softmax that has no value; null: no sinks
-  float p_lift;                // Attn-QAT: P is quantized relative to 2^(ceil(largest logit) - p_lift),
-  int32_t p_literal;           // or, with p_literal, 2^(largest logit), and in the backward relative to its row sum
+  float* row_sums;             // Attn-QAT, (head, padded token): row sums of 2^(logit - reference of the row); 1 with p_literal,
+                               // for padding and for queries that see no key. Null: not written.
+  const float* sinks;          // one logit per query head, which is only added to the softmax's denominator; null: no sinks
+  float p_lift;                // Attn-QAT: P is quantized relative to 2^(ceil(largest logit) - p_lift)
+  int32_t p_literal;           // 1: instead relative to 2^(largest logit), and in the backward relative to P's row sum
   Lists lists;
   ScoreMod score_mod;
   int32_t key_sample;          // tokens of a segment that k_mean is computed from if k_tile_sums is null
@@ -148,10 +148,10 @@ struct Forward {
 // Log-sum-exps in the caller's layout: (batch, query heads, sequence).
 struct LogSumExp {
   Shape shape;
-  float* padded;        // Forward::minus_lse2, from which `outside` is computed; or Backward::minus_delta, to which it is added
+  float* padded;        // Forward::minus_lse2, from which `outside` is computed; or Backward::minus_delta, to which `outside` is added
   float* outside;
   int64_t sequence;
-  int32_t is_gradient;  // 1: `outside` is the gradient, and is added to `padded`
+  int32_t is_gradient;  // 1: `outside` is the gradient of the log-sum-exps, and is added to `padded`
   int32_t padding;
 };
 
@@ -179,8 +179,8 @@ struct Backward {
   int8_t* q_transposed;       // (head, tile): [D][64], tokens permuted
   int8_t* dout_transposed;    // (head, tile): [D][64], tokens permuted
   float* dout_dequant_scale;  // (head, tile, D): one per channel
-  int32_t* dq_semaphore;      // deterministic: (head, tile), number of key blocks that have added to dQ; then the counter that
-                              // hands out block indices. Null otherwise.
+  int32_t* dq_semaphore;      // deterministic mode: (head, tile), number of key blocks that have added to dQ; after these a
+                              // counter that hands out block indices. Null otherwise.
   Codes codes;
   Shape shape;
   int32_t group;              // keys per scale of P and dS (for dK), queries per scale of dS (for dQ): 1, 2, 4, .. 64

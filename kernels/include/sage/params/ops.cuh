@@ -41,7 +41,8 @@ struct PartialSums {
   int32_t width;
 };
 
-// sum[c] = parts[0][c] + .. + parts[place - 1][c] + sum[c] + parts[place + 1][c] + .., in this order.
+// sum[c] = parts[0][c] + .. + parts[place - 1][c] + sum[c] + parts[place + 1][c] + ..: neighbouring terms are added in
+// pairs, then these sums in pairs, and so on.
 struct SumInOrder {
   const float* parts;  // (count, width)
   float* sum;
@@ -108,7 +109,7 @@ struct SwiGlu {
 struct CheckIds {
   const void* ids;
   uint32_t* places;  // the row numbers; NO_PLACE for an id that is bad or ignored
-  uint32_t* status;  // zeroed before; len - (first bad position), 0 if no id is bad; then the number of valid ids
+  uint32_t* status;  // zeroed before the launch. [0]: len - (first bad position), 0 if no id is bad; [1]: number of valid ids
   int64_t limit;     // valid ids are below `limit`
   int64_t ignored;
   int32_t ignores;   // 1: `ignored` is an allowed id that does not count
@@ -132,8 +133,8 @@ struct Embedding {
   const void* from;         // the table, or the output's contiguous gradient
   const uint32_t* ids;      // forward: in the order of the output's rows; backward: sorted
   const uint32_t* order;    // backward: the original position of each sorted id
-  uint32_t* starts;         // backward: (rows + 1), the index of the first sorted id that is at least each row's number
-  float* pieces;            // backward: (len / PIECE, width), the sum of each piece of sorted ids whose ids are all equal
+  uint32_t* starts;         // backward: (rows + 1), for each row r the index of the first sorted id that is at least r
+  float* pieces;            // backward: (len / PIECE, width), sums of gradients over PIECE consecutive sorted ids that are equal
   void* out;
   int64_t row_stride;       // forward: strides of the table
   int64_t column_stride;
@@ -188,7 +189,7 @@ struct AdamW {
   void* copy;      // null, or a copy of the weights in 16 bit, of copy_type
   int64_t len;
   int64_t decayed;  // the first `decayed` weights decay
-  float factor;    // factor of the gradient
+  float factor;    // multiplies the gradient
   float clip;      // largest allowed norm of factor * gradient; infinity: no clipping
   float beta1;
   float beta2;
@@ -210,7 +211,7 @@ struct MuonMomentum {
   float factor;                  // as in AdamW
   float clip;
   float beta;
-  float unit;                    // factor of the direction
+  float unit;                    // multiplies the direction
   int32_t nesterov;
   int32_t padding;
 };
@@ -283,7 +284,7 @@ struct Fp8Quantize {
   int32_t first_column;
 };
 
-// The forward writes y in FP8 only; the backward writes dx in FP8 as well.
+// The forward writes y only in FP8. The backward writes dx both to `out` and in FP8.
 struct Fp8RmsNorm {
   RmsNorm of;
   Fp8Codes codes;
@@ -316,12 +317,12 @@ struct Fp8CrossEntropy {
 struct Fp8Rescale {
   float* scale;
   uint32_t* largest;     // bits
-  float* running;        // null: scales fit `largest`
+  float* running;        // running maxima; null: scales are computed from `largest`
   const float* formats;  // 1 for E5M2, 0 for E4M3; null: `e5m2` applies to all
   int32_t count;
   int32_t e5m2;
   float decay;   // of the running maxima
-  float margin;  // of the scales of running maxima
+  float margin;  // with running maxima: scales fit margin * running maximum
 };
 
 }  // namespace sage::params

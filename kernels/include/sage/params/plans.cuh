@@ -10,8 +10,8 @@ enum Mainloop : unsigned {
 #include <sage/params/plans.def>
 };
 
-// What the host knows of a mainloop; plans.def explains the columns. Code that is persistent, copies through maps or
-// divides dQ asserts the corresponding fact.
+// What the host knows of a mainloop; plans.def explains the columns. Code that depends on one of these facts asserts
+// it.
 struct MainloopFacts {
   Maps maps;
   bool documents;

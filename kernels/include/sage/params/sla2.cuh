@@ -14,15 +14,15 @@ struct Users {
   User* users;            // (key head, query_blocks x (stride - 1))
   uint32_t* first_users;  // (key head, key_blocks + 1)
   uint32_t* counts;       // (key head, key_blocks): number of query blocks that select the key block
-  uint32_t* used;         // counts, zeroed before the launch: slots in use, parts in use, all selections
+  uint32_t* used;         // counters, zeroed before the launch: slots in use, parts in use, selected (query block, key block) pairs
   Shape shape;
   Cuts cuts;              // `parts` is zeroed before the launch; lists null: no list is split
-  uint32_t least_users;   // smallest limit of a part's size
-  int32_t shares;         // the limit is 1 / shares of all selections, but at least least_users
+  uint32_t least_users;   // a part has at most max(least_users, selected pairs / shares) query blocks
+  int32_t shares;
   int32_t most_slots;
   int32_t most_parts;
   int32_t slot_floats;    // floats of a slot's sums
-  int32_t slot_pieces;    // pieces of a slot's sums; one warp of each part adds to a piece
+  int32_t slot_pieces;    // pieces of a slot's sums; in each part one warp adds to a piece
 };
 
 // Writes the lists of a selection: the blocks with the largest scores of each row.
@@ -58,7 +58,7 @@ struct Mass {
 // The mixture a sparse + (1 - a) tail: see attention/mixture.cuh.
 struct Mixture {
   const float* theta;  // (query head); null: no mixture
-  float* parts;        // (query head, query block): sums for dtheta
+  float* parts;        // (query head, query block): each query block's part of dtheta
   Lists lists;
   int32_t by_count;
   int32_t padding;
@@ -75,14 +75,14 @@ struct Linear {
   View dk;
   View dv;
   View sparse;        // with a mixture: the output of exact attention
-  void* states;       // (key head, block, D, D) in 16 bit: H of the tokens before a query block in its chunk, times
-                      // inverse_blocks(block) / BLOCK; with `backward`, of the queries after a key block in its chunk,
-                      // times 1.
-  float* sums;        // (key head, block, D): z, the same sums of the features without the values
-  float* chunk_sums;  // (key head, segment, chunk, D + 1, D): H and z of each chunk of blocks; then z of all chunks before
+  void* states;       // (key head, block, D, D) in 16 bit: H (past_linear.cu) of the tokens before a query block in this block's
+                      // chunk, times inverse_blocks(block) / BLOCK; with `backward`, H of the queries after a key block
+                      // in this block's chunk
+  float* sums;        // (key head, block, D): z of the same tokens, times the same factor
+  float* chunk_sums;  // (key head, segment, chunk, D + 1, D): H and z of a chunk; linear_scan_chunks replaces z by z of all earlier chunks
   void* chunk_states; // (key head, segment, chunk, D, D) in 16 bit: H of all tokens before a chunk, or with `backward` after it,
                       // times the factor of the chunk's first block; z in chunk_sums has the same factor
-  float* rows;        // (query head, padded query, 2): backward only: a query adds dO times the first factor to H, and the second factor to z
+  float* rows;        // (query head, padded query, 2): backward only: the factor of a query's dO in H, and the query's weight in z
   Mixture mixture;
   Shape shape;
   int32_t blocks;        // of all segments

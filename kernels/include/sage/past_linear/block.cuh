@@ -41,7 +41,7 @@ __device__ __forceinline__ float row_max(float x) {
 }
 
 // How COUNT threads divide the rows of a block: D / 8 lanes per row, eight channels each, as in copy_rows. A thread
-// therefore changes only the shared memory that it has copied itself, and only matmuls need a barrier before them.
+// therefore changes only the shared memory that it has copied itself, and a barrier is needed only before matmuls.
 template <int D, int COUNT>
 struct Share {
   static constexpr int LANES = D / 8, STEP = COUNT / LANES;

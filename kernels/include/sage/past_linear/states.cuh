@@ -1,6 +1,6 @@
 // Sums of states along the sequence, in chunks of blocks, so that all multiprocessors have work. Each chunk's states
-// are summed from its first block on. The sum over earlier chunks is computed afterwards, and added whenever a state is
-// read (state_product.cuh).
+// are summed from its first block on, or in the backward from its last. The sum over all chunks before (in the
+// backward: after) is computed afterwards, and added whenever a state is read (state_product.cuh).
 #pragma once
 
 #include <sage/layout/fragments.cuh>

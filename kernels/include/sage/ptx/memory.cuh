@@ -1,14 +1,14 @@
 // Data movement and synchronization, one instruction per function: asynchronous copies from global to shared memory,
 // mbarriers, loads of fragments from shared memory, additions to global memory. Quoted titles are sections of the PTX
-// ISA manual. The functions that need sm_90 are empty for earlier architectures, whose kernels never call them.
+// ISA manual. The functions that need sm_90 trap on earlier architectures, whose kernels never call them.
 #pragma once
 
 #include <stdint.h>
 
 namespace sage::ptx {
 
-// cvta, "Data Movement and Conversion Instructions: cvta": the address in the shared window, which all functions below
-// need.
+// cvta, "Data Movement and Conversion Instructions: cvta": the address in the shared window, as the functions below
+// take it.
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
@@ -192,8 +192,8 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
 #endif
 }
 // "Parallel Synchronization and Communication Instructions: mbarrier.test_wait, mbarrier.try_wait": the calling thread
-// waits until phase `phase` is complete. Only the parity is passed, so that a waiter may be at most one phase behind.
-// Acquires what the arriving threads wrote and what bulk copies wrote.
+// waits until phase `phase` is complete. Only the parity is passed, so a waiting thread must not be more than one phase
+// behind. Acquires what the arriving threads wrote and what bulk copies wrote.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int phase) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(

@@ -120,7 +120,7 @@ __device__ __forceinline__ void tcgen05_store(uint32_t address, const float (&x)
 
 // tcgen05.cp ("Tensorcore 5th Generation Data Movement Instructions: tcgen05.cp"), shape 32x128b with .warpx4: one
 // thread copies 32 rows of 16 bytes from shared memory into four columns of tensor memory, once into each quarter of
-// its 128 lanes. MMAs that the thread issues after it see the columns.
+// its 128 lanes. MMAs that the thread issues after the copy see the columns.
 __device__ __forceinline__ void tcgen05_copy_scales(uint32_t address, uint64_t rows) {
 #if SAGE_HAS_TCGEN05
   asm volatile("tcgen05.cp.cta_group::1.32x128b.warpx4 [%0], %1;" ::"r"(address), "l"(rows) : "memory");

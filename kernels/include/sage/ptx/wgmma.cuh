@@ -164,8 +164,8 @@ __device__ __forceinline__ void wgmma_wait(D& d) {
 #define SAGE_ON_HOPPER(...) __trap();
 #endif
 
-// Defines wgmma_s8 and wgmma_u8 for each number of columns, with as many registers of D, and with A by its descriptor
-// or in registers. The bodies are in SAGE_ON_HOPPER because a macro cannot contain a directive.
+// Defines wgmma_s8 and wgmma_u8 for each number of columns, with A by its descriptor or in registers. `registers` is
+// the number of D's registers per thread. The bodies are in SAGE_ON_HOPPER because a macro cannot contain a directive.
 #define SAGE_CODES_BY_DESCRIPTOR(columns, registers, a_at, b_at, add_at)                                                  \
   __device__ __forceinline__ void wgmma_s8(int (&d)[columns / 8][4], uint64_t a, uint64_t b, bool add) {                  \
     SAGE_ON_HOPPER(                                                                                                       \

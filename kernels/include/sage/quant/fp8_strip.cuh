@@ -8,7 +8,7 @@ namespace sage::quant {
 
 constexpr int FP8_STRIP_WIDTH = 1024;  // columns per warp
 
-// A block has FP8_THREADS threads. A team of WARPS of its warps processes LINES rows of up to COLUMNS columns, one
+// A block has FP8_THREADS threads. A team of WARPS of its warps processes LINES rows of up to COLUMNS columns, one row
 // after the other. A lane has KEEP groups of V neighbours of a row.
 template <int WARPS>
 struct Fp8Strip {

@@ -76,7 +76,6 @@ struct Fp8Codes {
     return make_uint2(pair(y[0], y[1]) | pair(y[2], y[3]) << 16, pair(y[4], y[5]) | pair(y[6], y[7]) << 16);
   }
 
-  // Quantizes a line of the thread.
   __device__ __forceinline__ void set(int line, const float (&x)[FP8_NEIGHBOURS]) { words[line] = quantize(x); }
 
   // Writes the tile's FP8 values, for columns of the matrix below `end_column`. All threads of the block call it, and

@@ -90,7 +90,7 @@ __device__ __forceinline__ void pack_nvfp4(const params::Forward& p) {
   int8_t* all = query ? p.codes.q : value ? p.codes.v_transposed : p.codes.k;
   using Tile = layout::Nvfp4Tile<D>;
   uint8_t* to = reinterpret_cast<uint8_t*>(all) + at * Tile::BYTES;
-  // The unused bytes of the rows of scales are copied with them, so they are set to zero.
+  // The forward copies whole rows of scales, so their unused bytes are set to zero.
   if (64 * Tile::GROUPS < Tile::SCALES_BYTES && threadIdx.x < 32)
     *reinterpret_cast<uint2*>(to + Tile::CODES_BYTES + threadIdx.x * 16 + 8) = make_uint2(0, 0);
   if (query) {

@@ -3,10 +3,11 @@
 //
 // A block computes dK and dV of KEYS keys of one key head; each warp has 16 of the keys, and keeps their dK and dV in
 // registers. The mainloop visits the tiles of 64 queries that see the keys, of all query heads of the group, and adds
-// the block's contribution to dQ to sums in global memory. All warps do the same: with two stages they copy the next
-// tile asynchronously while they compute on this one, and one __syncthreads per tile orders copies, reads, and dS^T;
-// with one stage a second barrier precedes the next copies. In deterministic mode a semaphore for each tile of queries
-// orders the blocks that add to its dQ. The numerics define how a tile is computed: numerics/*_backward_sm80.cuh.
+// the block's contribution to dQ to sums in global memory. All warps do the same. With two stages they copy the next
+// tile asynchronously while they compute on this one; one __syncthreads per tile orders the copies, the reads, and the
+// exchange of dS^T. With one stage a second barrier precedes the next copies. In deterministic mode a semaphore for
+// each tile of queries orders the blocks that add to its dQ. The numerics define how a tile is computed:
+// numerics/*_backward_sm80.cuh.
 //
 // Scores are computed transposed, S^T = K Q^T: keys are the rows of accumulators, so that P^T and dS^T are already the
 // A operands of dV and dK. For dQ = dS K, dS^T is written to shared memory once, in 16 bit; each warp reads 16 queries
@@ -74,7 +75,7 @@ struct ColumnValues {
   }
 };
 
-// dP^T - D = V dO^T - D.
+// dP^T - delta = V dO^T - delta.
 template <class T, int D>
 __device__ __forceinline__ void multiply_dp(Scores& dp, uint32_t v_rows, uint32_t dout_rows, const float* minus_delta,
                                             int lane) {
@@ -217,7 +218,7 @@ concept BackwardSm80Numerics = requires(N numerics, const params::Backward& p, c
   requires N::LAG == 1 || N::LAG == 2;      // how many iterations after its scores a tile's dQ is added
   N(p, block, shared);
   numerics.load_keys();     // issues the asynchronous copies of K and V
-  numerics.keys_arrived();  // prepares them, when they have arrived
+  numerics.keys_arrived();  // prepares K and V after they have arrived
   // Issues the asynchronous copies of a tile of queries into a stage.
   numerics.load(tile, 0);
   // scores(tile, stage, slot, visibility): computes S^T, P^T and dS^T, stores dS^T in a slot, and adds to dV and dK.

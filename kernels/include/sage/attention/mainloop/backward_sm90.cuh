@@ -3,14 +3,14 @@
 // them. Its warpgroups are specialized.
 //
 //   consumers     Two warpgroups have 64 keys each, whose dV and dK stay in registers. They compute S, dP, P, dS, dV
-//                 and dK of their own keys. dQ sums over all 128 keys; each consumer computes half of its channels.
-//   producer      Warp 0 of the third warpgroup copies Q, dO and the row state of each tile into a pipeline of STAGES
-//                 stages.
-//   storer        Warp 1 of the third warpgroup adds dQ from shared memory to its sums in global memory, by one bulk
+//                 and dK of their own keys. dQ sums over all 128 keys; each consumer computes half of dQ's channels.
+//   producer      Warp 0 of the third warpgroup copies Q, dO and the row state (log-sum-exp, delta) of each tile into a
+//                 pipeline of STAGES stages.
+//   storer        Warp 1 of the third warpgroup adds dQ from shared memory to the sums in global memory, by one bulk
 //                 addition per consumer.
 //   ALL_CONSUMERS Named barrier: dS^T of a tile is in shared memory. The consumers meet nowhere else in the loop.
 //   DQ_EMPTY, DQ_FULL  Named barriers between each consumer and the storer: they hand over the staging memory of dQ.
-//   dq_semaphore  In deterministic mode the storer waits for its block's order in each tile of queries.
+//   dq_semaphore  In deterministic mode the storer waits for its block's turn to add to each tile of queries.
 //
 // A tile i of queries with two stages. wgmmas are asynchronous: they run while later instructions execute.
 //
@@ -249,7 +249,7 @@ __device__ __forceinline__ void backward_sm90(const params::Backward& p) {
       if (++number == queries.end) number = queries.first, consumer.score_mod.next_head();
     }
     int warp = threadIdx.x / 32, warp_key = block.first_key + warp * 16;
-    // dK is staged in the last panel, so that it need not wait for dV.
+    // dK is staged in the last panel of V, so that it need not wait for dV.
     constexpr int LAST_PANEL = (Numerics::D / 64 - 1) * SM90_KEYS * 128;
     store_gradient<DV, Queries, T, GRADIENT_STAGING>(p, block, warp_key, consumer.dv, numerics.gradient_staging(warp));
     store_gradient<DK, Queries, T, GRADIENT_STAGING>(p, block, warp_key, consumer.dk, numerics.gradient_staging(warp) + LAST_PANEL);

@@ -6,10 +6,10 @@
 //
 //   consumers     Two warpgroups have 64 keys each, whose dV and dK stay in registers. They compute S, dP, P, dS, dV
 //                 and dK of their own keys. dQ sums over all 128 keys; each consumer computes half of the part's
-//                 channels, and adds them to the sums in global memory.
-//   producer      Warp 0 of the third warpgroup copies Q and the row state of each tile into a stage of a pipeline, and
-//                 dO into the next: at head_dim 256 shared memory has no room for two tiles of queries in addition to K
-//                 and V.
+//                 channels of dQ, and adds them to the sums in global memory.
+//   producer      Warp 0 of the third warpgroup copies Q and the row state (log-sum-exp, delta) of each tile into a stage of
+//                 a pipeline, and dO into the next stage, so that Q and dO are released separately: at head_dim 256
+//                 shared memory has no room for two tiles of queries in addition to K and V.
 //   ALL_CONSUMERS Named barrier: dS^T of a tile is in shared memory.
 //   DQ_ORDERED    Named barrier: in deterministic mode the consumers wait for their block's turn to add to dQ of each tile
 //                 of queries.

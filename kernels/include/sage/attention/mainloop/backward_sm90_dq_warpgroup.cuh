@@ -5,10 +5,10 @@
 //   consumers     Two warpgroups have 64 keys each. They compute S, dP, P, dS and dV, and dK where they have registers for it
 //                 (CONSUMERS_KEEP_DK: head_dim 64). They never wait for dQ of the same tile.
 //   dQ warpgroup  The third warpgroup is the producer, which copies tiles of queries into a pipeline of STAGES stages. It also
-//                 computes dQ from the consumers' dS, and adds it to its sums in global memory; at head_dim 128 it computes dK.
+//                 computes dQ from the consumers' dS, and adds dQ to the sums in global memory; at head_dim 128 it computes dK.
 //   SLOT_EMPTY, DK_OPERANDS_FULL, DS_FULL  Named barriers between each consumer and the dQ warpgroup: they hand over the two
 //                 slots of dS. No barrier joins all warps after the start, so that warpgroups may be a tile or more apart.
-//   dq_semaphore  In deterministic mode the dQ warpgroup waits for its block's order in each tile of queries.
+//   dq_semaphore  In deterministic mode the dQ warpgroup waits for its block's turn to add to each tile of queries.
 //
 // A tile i of 16-bit operands at head_dim 64 (five stages), and one of SageBwd at head_dim 128 (two stages):
 //
@@ -82,8 +82,8 @@ struct BulkDqAccumulator : DqAccumulator {
   __device__ __forceinline__ void end() const { ptx::cp_async_bulk_wait_read(); }
 };
 
-// Adds to dQ from registers, by atomic additions. They are also correct with a semaphore; a second code path would cost
-// registers, which are short.
+// Adds to dQ from registers, by atomic additions. These are also correct with a semaphore; a second code path without
+// atomics would cost registers, which are short.
 struct AtomicDqAccumulator : DqAccumulator {
   template <int D, int N>
   __device__ __forceinline__ void add(int padded_tile, int strip, int first, int lane, const float (&x)[N][4]) const {
@@ -116,11 +116,9 @@ struct TileHandover {
   __device__ __forceinline__ void acquire_slot() const {
     ptx::named_barrier_sync(named_barrier(SLOT_EMPTY, tile, warpgroup), 2 * WARPGROUP_THREADS);
   }
-  // The operands of dK are in the slot.
   __device__ __forceinline__ void publish_dk_operands() const {
     if (!KEEP_DK) ptx::named_barrier_arrive(named_barrier(DK_OPERANDS_FULL, tile, warpgroup), 2 * WARPGROUP_THREADS);
   }
-  // The operands of dQ are in the slot.
   __device__ __forceinline__ void publish_dq_operands() const {
     ptx::named_barrier_arrive(named_barrier(DS_FULL, tile), SM90_THREADS);
   }
@@ -130,7 +128,6 @@ struct TileHandover {
     if (tile + 1 < tiles) wait(tile + 1);
     consumer.start(pipeline.stage(tile + 1));
   }
-  // Waits until a tile has arrived.
   __device__ __forceinline__ void wait(int number) const {
     pipeline.wait(number);
     if (!p.dout.mapped) ptx::fence_proxy_async();
@@ -288,7 +285,7 @@ __device__ __forceinline__ void backward_sm90_dq_warpgroup(const params::Backwar
   typename Queries::Tile tile = queries.start();
   Numerics numerics(p, block, shared);
   int warpgroup = ptx::uniform(threadIdx.x / WARPGROUP_THREADS);
-  int warp_key = block.first_key + threadIdx.x / 32 % 4 * 16;  // here, because ptxas spills twice as much if it is in the epilogues
+  int warp_key = block.first_key + threadIdx.x / 32 % 4 * 16;  // computed here, because in the epilogues ptxas would spill twice as much
   if (warpgroup == CONSUMERS) {
     ptx::setmaxnreg<DQ_REGISTERS<Numerics::CONSUMER_REGISTERS>, SM90_THREADS>();
     add_dq_of_tiles(p, numerics, queries, pipeline, tile, ptx::shared_address(shared), warp_key);

@@ -9,7 +9,7 @@
 //   products       Warp 5: its elected lane issues S = Q K^T and O += P V. The warp allocates the tensor memory.
 //   keys, values   Pipelines from the producer to the products warp.
 //   scores         Pipeline of one stage, for S in tensor memory, from the products warp to the softmax. A thread keeps
-//                  its row in registers, so that the next S is computed during the softmax of this one.
+//                  its row in registers, so that the next S is computed during the softmax of the current S.
 //   probabilities  Pipeline of two stages, for P in shared memory, from the softmax to the products warp. An empty
 //                  stage also means that O += P V of its step is complete.
 //

@@ -155,7 +155,7 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
   }
   if constexpr (SMOOTHS_VALUES) {
     if (p.smooth_values) {
-      // Before the division: the mean has the total weight of all keys.
+      // Before the division by the row's sum, which is the weight of the mean.
       const float* mean = p.codes.k_mean + (int64_t(shape.key_heads + block.key_head) * shape.segment_count + block.segment_index) * D;
 #pragma unroll
       for (int n = 0; n < D / 8; ++n)

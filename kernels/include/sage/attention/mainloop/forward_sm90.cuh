@@ -97,8 +97,8 @@ concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, con
   requires N::D % 64 == 0;                      // the padded head_dim
   requires N::Warpgroups::CONSUMERS >= 2;       // a ForwardWarpgroups
   requires N::QUERY_SLOTS == 1 || N::QUERY_SLOTS == 2;  // items whose queries are in shared memory at a time
-  requires N::QUERY_ARRIVALS >= 1 && N::STEP_ARRIVALS >= 1;  // by the producer: for an item's queries; for a stage
-  N::template MASKS_APART<OUTER_KEYS>;          // by the keys that a kernel hides
+  requires N::QUERY_ARRIVALS >= 1 && N::STEP_ARRIVALS >= 1;  // the producer's arrivals for an item's queries, and for a stage
+  N::template MASKS_APART<OUTER_KEYS>;          // for each kind of hidden keys
   N::SMOOTHS_VALUES;                            // whether V may have its mean subtracted
   requires N::STAGING >= 0 && N::SHARED_BYTES > 0;           // bytes of shared memory: per warp in the epilogue, and in total
   N(p, block, shared);
@@ -114,8 +114,8 @@ concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, con
   // Issue P V of a step, and of an item's last step.
   consumer.add(0);
   consumer.add_last(0);
-  // added<PENDING>(): waits for P V, while PENDING later wgmmas may stay in flight; after it the values are no longer
-  // read. With VALUES_FIRST it then adds the result to O.
+  // added<PENDING>(): waits for P V, while PENDING later wgmmas may stay in flight. Afterwards no wgmma reads the
+  // values. With VALUES_FIRST it then adds the result to O.
   consumer.template added<0>();
   consumer.softmax;    // the Softmax of its queries, with O
   consumer.staging();  // the address of the calling warp's STAGING bytes
@@ -125,8 +125,8 @@ concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, con
 } : requires(N numerics, typename N::Consumer consumer, uint32_t mbarrier) {
   // Issues the copies of either the values or the keys of a step: (values, step, stage, thread, mbarrier).
   numerics.load(true, 0, 0, 0, mbarrier);
-  // scored<PENDING>(stage): waits for S, while P V of PENDING steps may stay in flight; after it the keys are no longer
-  // read.
+  // scored<PENDING>(stage): waits for S, while P V of PENDING steps may stay in flight. Afterwards no wgmma reads the
+  // keys.
   consumer.template scored<0>(0);
   // Rescales O, and converts P to the operand of the next add; no wgmma may be in flight.
   consumer.take();
@@ -222,7 +222,6 @@ struct ItemConsumer {
   int warpgroup, first;            // the consumer's number, and its first query
   int whole_steps, skipped_steps;  // steps that need no mask; steps of keys that are not visited (ListedKeys, WindowKeys)
 
-  // Consumers take turns in issuing wgmmas, so that one consumer's wgmmas overlap with another consumer's softmax.
   __device__ __forceinline__ void acquire_order() const { ptx::named_barrier_sync(MMA_ORDER + warpgroup, 2 * WARPGROUP_THREADS); }
   __device__ __forceinline__ void release_order() const {
     ptx::named_barrier_arrive(MMA_ORDER + (warpgroup + 1) % Warpgroups::CONSUMERS, 2 * WARPGROUP_THREADS);

@@ -58,8 +58,8 @@ struct Dense16BackwardSm90 : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source> {
       uint32_t at = of.shared + stage_at(stage);
       const float* state = of.state(stage);
       // Log-sum-exps and deltas are read before any wgmma is issued: while wgmmas read shared memory, a load from it
-      // takes hundreds of clocks.
-      // dP^T - D = V dO^T - D. The accumulator is set to -D early, because ptxas would wait for a wgmma in flight.
+      // takes hundreds of clocks. For dP^T - delta = V dO^T - delta the accumulator is set to -delta before S^T is
+      // issued: otherwise ptxas would insert a wait for the wgmma in flight.
       typename S::Sums sums;
       Scores s, dp;
       ColumnValues(state + TILE, lane).set(dp);
@@ -74,7 +74,7 @@ struct Dense16BackwardSm90 : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source> {
       P::make_scales(s, state + 2 * TILE, of.scales(), lane);
       P::template pack_transposed<T>(probabilities, s, of.scales(), lane);
       score_mod.chain(s);
-      // dS = P o (dP - D)
+      // dS = P o (dP - delta)
       ptx::wgmma_wait<0>(dp);
 #pragma unroll
       for (int n = 0; n < 8; ++n)

@@ -36,7 +36,7 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
   }
   __device__ __forceinline__ void load_gradients(const QueryTile& tile, int stage, uint32_t mbarrier) {
     if (load_rows<V>(p.dout, p.dout_map, p.shape.value_dim, 0, tile, shared + stage_at(stage) + Q_BYTES, 0, mbarrier) && ARRIVALS > 1)
-      ptx::mbarrier_arrive(mbarrier);  // dO has no scales
+      ptx::mbarrier_arrive(mbarrier);  // in place of the arrival for scales, which dO does not have
   }
   // Copies COUNT channels of a tile, from `channel` on. Lane 0 announces their bytes plus `more`, and returns true. It
   // copies through the tensor map, unless a document ends inside the tile (a map does not end there, but zeros must
@@ -97,14 +97,14 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
       ptx::fence_operand(dp);
       S::template start<SM90_KEYS>(sums, of.shared, queries, of.shared + K_CODES_AT, queries + Q_CODES_AT, warpgroup);
       pieces.wait(2 * i + 1);
-      // dP^T - D = V dO^T - D
+      // dP^T - delta = V dO^T - delta
       multiply_rows<T, V, SM90_KEYS, true>(dp, of.shared + K_BYTES + warpgroup * CONSUMER_KEYS * 128, gradients);
       ptx::wgmma_wait<1>(sums);
       of.make_probabilities(s, sums, minus_lse2, factor, tile, warpgroup, masked, score_mod);
       uint32_t probabilities[4][4], ds[4][4];
       pack_scores<T>(probabilities, s);
       score_mod.chain(s);
-      // dS = P o (dP - D)
+      // dS = P o (dP - delta)
       ptx::wgmma_wait<0>(dp);
       if (V_PANELS == 0) pieces.release(2 * i + 1);
 #pragma unroll
@@ -133,8 +133,8 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
       dq_sums.release(padded);
     }
 
-    // The address of K at the first channel of this consumer's half of the part: a panel, or half a panel, which starts
-    // in the middle of K's rows.
+    // The address of K at the first channel of this consumer's half of the part: a panel, or half a panel; the second
+    // half starts in the middle of a panel's rows.
     __device__ __forceinline__ uint32_t k_rows() const {
       int channel = warpgroup * DQ_CHANNELS;
       return of.shared + (loaded_panel() + channel / 64) * SM90_KEYS * 128 + channel % 64 * 2;

@@ -1,8 +1,8 @@
 // The backward with 16-bit operands and f32 accumulators on Hopper, for head_dim up to 64: for unquantized attention;
 // for Attn-QAT, whose operands are NVFP4 values stored in 16 bit; and for SageBwd if at most S is an INT8 matmul. Q, dO
 // and dS^T are in shared memory once each: matmuls with the reduction along their columns read them through transposed
-// descriptors. K and V are A operands in registers: a 64 x 64 wgmma with both operands in shared memory takes as long
-// as reading the operands.
+// descriptors. K and V are A operands in registers: a 64 x 64 wgmma with both operands in shared memory would be
+// limited by reading them.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
@@ -69,8 +69,8 @@ struct Dense16BackwardSm90DqWarpgroup : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, S
       int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16;
       uint32_t at = of.shared + stage_at(stage);
       const float* state = of.state(stage);
-      // dP^T - D = V dO^T - D. -D is read while S^T is in flight, but the accumulator is set to it only after the wait:
-      // otherwise ptxas would insert a wait for the wgmma in flight.
+      // dP^T - delta = V dO^T - delta. -delta is read while S^T is in flight, but the accumulator is set to -delta only
+      // after the wait: otherwise ptxas would insert a wait for the wgmma in flight.
       ColumnValues minus_delta(state + TILE, lane);
       ptx::wgmma_wait<0>(sums);
       Scores s, dp;
@@ -87,7 +87,7 @@ struct Dense16BackwardSm90DqWarpgroup : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, S
       P::make_scales(s, state + 2 * TILE, of.scales(), lane);
       ptx::wgmma_wait<0>(dp);
       if constexpr (!QUANTIZES) pack();
-      // dS = P o (dP - D)
+      // dS = P o (dP - delta)
 #pragma unroll
       for (int n = 0; n < 8; ++n)
 #pragma unroll

@@ -63,7 +63,7 @@ struct Dense16ForwardSm80 {
 
   __device__ __forceinline__ void load_queries() {
     if constexpr (CODES) {
-      // If the second tile does not exist, the first is copied in its place: its outputs are not stored.
+      // If the second tile does not exist, the first is copied in its place; the copy's outputs are not stored.
       const int8_t* codes = p.codes.q + query_tile * K_BYTES;
       copy_tile<K_BYTES, THREADS>(shared, codes, threadIdx.x);
       copy_tile<K_BYTES, THREADS>(shared + K_BYTES, codes + (query_tiles_left > 1 ? K_BYTES : 0), threadIdx.x);
@@ -85,7 +85,6 @@ struct Dense16ForwardSm80 {
     copy_rows<TILE, D, THREADS>(k_tile(tile) + K_BYTES, v, tile * TILE, ptx::opaque(threadIdx.x));
   }
 
-  // Computes S = Q K^T of a tile.
   __device__ __forceinline__ void multiply(int tile, Logits& s) {
     int lane = ptx::opaque(threadIdx.x) % 32;
     if constexpr (CODES) return multiply_codes(tile, s, lane);

@@ -20,7 +20,7 @@ struct Dense16ForwardSm90 {
   static constexpr int QUERY_SLOTS = D > 192 && !CODES ? 1 : 2;
   static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = CODES ? 2 : 1;  // with INT8 scores one more for the scales of K
   static constexpr bool VALUES_FIRST = false, SMOOTHS_VALUES = OUTPUTS == 2;  // Attn-QAT has two outputs
-  // In kernels for windows that change logits too, because most of their calls have no window.
+  // Also for the window kernels that change logits, because most of their calls have no window.
   template <Hidden HIDDEN>
   static constexpr bool MASKS_APART = HIDDEN != OUTER_KEYS || Mod::MODIFIES;
   // Shared memory: slots of Q; stages, each of K or of V; with INT8 scores the scales of each stage's tiles.
@@ -109,7 +109,7 @@ struct Dense16ForwardSm90 {
       publish_copies();
     }
     if (!ptx::elect()) return;
-    if (CODES) ptx::mbarrier_arrive(mbarrier);  // values have no scales
+    if (CODES) ptx::mbarrier_arrive(mbarrier);  // in place of the arrival for scales, which values do not have
     ptx::mbarrier_arrive_expect_tx(mbarrier, mapped * (values ? VALUES_TILE_BYTES : TILE_BYTES));
     if (V < D && values) copy_through_map<V>(p.v_map, mapped, first, stage, mbarrier);
     else copy_through_map<D>(values ? p.v_map : p.k_map, mapped, first, stage, mbarrier);
@@ -124,7 +124,8 @@ struct Dense16ForwardSm90 {
                                                  keys.first + first + tile * TILE, mbarrier);
   }
   // Issues the copies of a step's INT8 values of K and of their scales. A second tile beyond the segment's end is not
-  // copied: the stage keeps its old contents, whose logits the mask hides, with the scale of the first tile.
+  // copied: the stage keeps its old contents, whose logits the mask hides, and the second scale is that of the first
+  // tile.
   __device__ __forceinline__ void load_codes(int step, int stage, uint32_t mbarrier) {
     if (!ptx::elect()) return;
     int tiles = min(block.segment.key_tiles() - TILES * step, TILES);

@@ -80,7 +80,6 @@ struct Dense16TilesSm90 {
         memory, p, block,
         [](int row, int chunk) { return chunk / 8 * SM90_KEYS * 128 + layout::swizzled<128>(row, chunk % 8); }, first_channel());
   }
-  // The first of the CHANNELS channels.
   __device__ __forceinline__ int first_channel() const { return CHANNELS < D ? block.channel_part * CHANNELS : 0; }
 
   __device__ __forceinline__ uint32_t gradient_staging(int warp) const { return shared + K_BYTES + warp * GRADIENT_STAGING; }

@@ -49,7 +49,8 @@ struct Nvfp4ForwardSm100 {
     keys = p.codes.k + key_tile * Tile::BYTES, values = p.codes.v_transposed + key_tile * Tile::BYTES;
   }
 
-  // A tile of queries. If the second does not exist, the first is copied in its place: its outputs are not stored.
+  // A tile of queries. If the second does not exist, the first is copied in its place; the copy's outputs are not
+  // stored.
   __device__ __forceinline__ const int8_t* query_tile(int i) const { return queries + (i < query_tiles ? i : 0) * Tile::BYTES; }
 
   __device__ __forceinline__ void load_queries(uint32_t mbarrier) {
@@ -116,9 +117,9 @@ struct Nvfp4ForwardSm100 {
     float reference = -CUDART_INF_F, sum = 0.0f;  // the reference of the exponents; the sum of the probabilities
     float decay;         // factor of O when the reference grows
     float scale;         // of logits, in base 2
-    float s[TILE];       // S, column by column: layout::row_of_key
+    float s[TILE];       // S; the logit of key k is s[layout::row_of_key(k)]
     float largest[4];    // largest logit of each of the tile's groups of 16 keys
-    uint32_t codes[8], scales;  // of P, key by key, and group by group
+    uint32_t codes[8], scales;  // of P: FP4 values in key order, and scales in group order
 
     __device__ __forceinline__ void read(uint32_t tensor) {
 #pragma unroll

@@ -45,7 +45,7 @@ struct Nvfp4ForwardSm80 {
   static __device__ __forceinline__ int keys_at(int tile) { return Q_BYTES + (tile & 1) * 2 * Tile::BYTES; }
 
   __device__ __forceinline__ void load_queries() {
-    // If the second tile does not exist, the first is copied in its place: its outputs are not stored.
+    // If the second tile does not exist, the first is copied in its place; the copy's outputs are not stored.
     const int8_t* codes = p.codes.q + first_query_tile * Tile::BYTES;
 #pragma unroll
     for (int i = 0; i < FORWARD_QUERIES / TILE; ++i)
@@ -67,7 +67,7 @@ struct Nvfp4ForwardSm80 {
     return *reinterpret_cast<const uint32_t*>(memory + tile_at + Tile::CODES_BYTES + Tile::template scales_at<ROWS>(row, step));
   }
 
-  // Computes S = Q K^T of a tile. A warp's 16 queries are in one tile of queries.
+  // A warp's 16 queries are in one tile of queries.
   __device__ __forceinline__ void multiply(int tile, Logits& s) {
     int lane = threadIdx.x % 32, g = lane / 4;
     int q_at = warp * 16 / TILE * Tile::BYTES, q_row = warp * 16 % TILE, k_at = keys_at(tile);

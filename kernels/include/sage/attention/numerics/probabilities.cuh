@@ -9,7 +9,7 @@
 // - pack(operands, probabilities, scales): creates the 16-bit A operands of each output.
 // For the backward:
 // - QUERY_VALUES: values of row state for each query of a tile. WARP_BYTES: shared memory per warp.
-// - make_scales(P^T, values of the tile's queries after log-sum-exp and delta, the warp's memory, lane): computes scales of P^T.
+// - make_scales(P^T, the queries' row state after log-sum-exp and delta, the warp's memory, lane): computes scales of P^T.
 // - pack_transposed(operand, P^T, the warp's memory, lane): called after make_scales, creates the A operand of dV.
 #pragma once
 
@@ -90,7 +90,7 @@ struct PlainProbabilities {
 };
 
 // Attn-QAT (arXiv 2603.00040): O is computed from NVFP4 values of P in groups of 16 keys, a second output from P
-// itself, and dV again from NVFP4 values. In the forward these values are exact in 16 bit, so that their matmuls equal
+// itself, and dV from NVFP4 values of P. In the forward these values are exact in 16 bit, so that their matmuls equal
 // those of FP4 hardware, up to the order of sums; for dV they are divided by the row's sum, and rounded to 16 bit.
 struct Nvfp4Probabilities {
   static constexpr int OUTPUTS = 2, SLACK = 0;
@@ -104,7 +104,7 @@ struct Nvfp4Probabilities {
   }
 
   // Computes maxima over the logits of each row: over the row, and over the group whose scale this lane computes, group
-  // t for lane t of the row's four. A group's largest logit has its largest probability.
+  // t for lane t of the row's four lanes. A group's largest logit has the group's largest probability.
   template <int M, class OfLane>
   static __device__ __forceinline__ void maxima(float (&row)[2 * M], float (&group)[2 * M], const float (&x)[M][8][4], OfLane of_lane) {
     bool upper_half = threadIdx.x & 2, odd = threadIdx.x & 1;

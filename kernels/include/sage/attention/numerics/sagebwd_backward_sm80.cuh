@@ -15,9 +15,9 @@ struct SageBwdBackwardSm80 {
   using Plan = BackwardPlan<PLAN>;
   static constexpr int D = HEAD_DIM;
   static constexpr int KEYS = Plan::KEYS;
-  // Shared memory: INT8 values of K and K^T, and V; stages of INT8 values of Q, Q^T and dO^T, and dO, log-sum-exp,
-  // delta, scales of dO^T; two slots of dS^T; two slots of its INT8 values; each warp's maximum; with Q smoothing
-  // logits of the mean of Q.
+  // Shared memory: INT8 values of K and K^T, and V in 16 bit; stages, each with the INT8 values of Q, Q^T and dO^T, dO
+  // in 16 bit, log-sum-exp, delta, and the scales of dO^T; two slots of dS^T; two slots of the INT8 values of dS; each
+  // warp's maximum; with Q smoothing the logits of the mean of Q.
   static constexpr int CODES = TILE * D;
   static constexpr int KT_AT = KEYS * D, V_AT = 2 * KEYS * D, STAGES_AT = 4 * KEYS * D;
   static constexpr int DOUT_AT = 3 * CODES, STATE_AT = 5 * CODES, DOUT_SCALE_AT = STATE_AT + 2 * TILE * 4;
@@ -25,7 +25,7 @@ struct SageBwdBackwardSm80 {
   static constexpr int DS_AT = STAGES_AT + Plan::STAGES * STAGE_BYTES;
   static constexpr int DS_BYTES = KEYS * TILE * 2;
   static constexpr int CODES_AT = DS_AT + 2 * DS_BYTES;
-  // For each warp its INT8 values of dS, 16 queries x 64 keys, and two scales per lane.
+  // For each warp: INT8 values of dS, 16 queries x 64 keys, and two scales per lane.
   static constexpr int CODES_BYTES = Plan::PARTS > 1 ? Plan::WARPS * (1024 + 256) : 0;
   static constexpr int MAXIMA_AT = CODES_AT + 2 * CODES_BYTES;
   static constexpr int MEAN_AT = MAXIMA_AT + Plan::WARPS * 4;
@@ -115,7 +115,7 @@ struct SageBwdBackwardSm80 {
     };
     multiply_codes(codes, at + 2 * CODES, lane, add_dv);
 
-    // dS = P o (dP - D)
+    // dS = P o (dP - delta)
     if constexpr (D > 64) multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
 #pragma unroll
     for (int n = 0; n < 8; ++n)
@@ -216,8 +216,8 @@ struct SageBwdBackwardSm80 {
   }
 
  private:
-  // Computes P^T = 2^(logit - LSE), without a mask, of the tile in the stage `at`, and dP^T - D if registers allow it
-  // this early. With Q smoothing (smooth_q) the logits include mean_logits.
+  // Computes P^T = 2^(logit - LSE), without a mask, of the tile in the stage `at`, and dP^T - delta if registers allow
+  // it this early. With Q smoothing (smooth_q) the logits include mean_logits.
   __device__ __forceinline__ void compute_probabilities(Scores& s, Scores& dp, uint32_t at, const float* minus_lse2, float q_dequant,
                                                         const float* mean_logits, bool smooth_q, int lane) const {
     int x[8][4];
@@ -225,7 +225,7 @@ struct SageBwdBackwardSm80 {
     // dP is computed this early if registers allow it, so that the tensor cores work on it while P is computed.
     if constexpr (D == 64) multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
     float factor = q_dequant * k_dequant * (p.shape.softmax_scale * ptx::LOG2_E);
-    // MAGIC and the log-sum-exp are subtracted as one addend. Its rounding error is at most half a unit of the integer
+    // MAGIC and the log-sum-exp are subtracted as one addend. Its rounding error is less than one unit of the integer
     // sums, whose own error from quantizing Q and K is about a hundred units.
     float magic = -quant::MAGIC * factor;
     if (__builtin_expect(factor > quant::MAGIC_FACTOR, false)) {

@@ -13,9 +13,9 @@ struct SageBwdBackwardSm90DqWarpgroup {
   static constexpr int D = HEAD_DIM, STAGES = PLAN.stages, CONSUMER_REGISTERS = CONSUMERS_KEEP_DK<D> ? 192 : 160;
   // Matmuls are computed CHUNK channels at a time: as many as registers allow.
   static constexpr int CHUNK = CONSUMERS_KEEP_DK<D> ? 64 : 32, CHUNKS = D / CHUNK;
-  // Shared memory: INT8 values of K and K^T, and V; stages of INT8 values of Q, Q^T and dO^T, and dO, log-sum-exp,
-  // delta, scales of dO^T and Q; dS^T; two slots, each with the INT8 values of dS for dQ, those for dK if the dQ
-  // warpgroup computes dK, and the scales of both; staging memory of dQ; the units of dS.
+  // Shared memory: INT8 values of K and K^T, and V in 16 bit; stages, each with the INT8 values of Q, Q^T and dO^T, dO
+  // in 16 bit, log-sum-exp, delta, and the scales of dO^T and Q; dS^T; two slots, each with the INT8 values of dS for
+  // dQ, and for dK if the dQ warpgroup computes dK, and their scales; staging memory of dQ; the units of dS.
   static constexpr int CODES = TILE * D;
   static constexpr int KT_AT = SM90_KEYS * D, V_AT = 2 * SM90_KEYS * D, STAGES_AT = 4 * SM90_KEYS * D;
   static constexpr int DOUT_AT = 3 * CODES, STATE_AT = 5 * CODES, DOUT_SCALE_AT = STATE_AT + 2 * TILE * 4;
@@ -147,8 +147,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
       if constexpr (!AHEAD) multiply(stage);
       Scores s, dp;
       compute_probabilities(s, dp, tile, masked, q_dequant, at, minus_lse2, row, lane);
-      // dS = P o (dP - D), interleaved with the quantization of P: while one waits for its maxima (shuffles), the other
-      // computes.
+      // dS = P o (dP - delta), interleaved with the quantization of P: while one waits for its maxima (shuffles), the
+      // other computes.
       ptx::wgmma_wait<0>(dp);
       PackedScores p, w;
       pack<__nv_bfloat16>(p, s);
@@ -192,20 +192,20 @@ struct SageBwdBackwardSm90DqWarpgroup {
     }
 
    private:
-    // Waits for S^T, issues dP^T - D, and computes P, divided by the unit of dS.
+    // Waits for S^T, issues dP^T - delta, and computes P, divided by the unit of dS.
     template <Hidden HIDDEN>
     __device__ __forceinline__ void compute_probabilities(Scores& s, Scores& dp, int tile, Masked<HIDDEN> masked, float q_dequant,
                                                           uint32_t at, const float* minus_lse2, int row, int lane) {
-      // P = 2^(logit - LSE) is divided by the unit of dS, so that P o (dP - D) is dS in this unit: DsUnit::exponent is
-      // added to the exponent of P.
+      // P = 2^(logit - LSE) is divided by the unit of dS, so that P o (dP - delta) is dS in this unit: DsUnit::exponent
+      // is added to the exponent of P.
       float2 lse[8];
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         lse[n] = *reinterpret_cast<const float2*>(minus_lse2 + n * 8 + 2 * (lane & 3));
         lse[n].x += ds_unit.exponent, lse[n].y += ds_unit.exponent;
       }
-      // dP^T - D. -D is read while S^T is in flight, but the accumulator is set to it only after the wait: otherwise
-      // ptxas would insert a wait for the wgmma in flight.
+      // dP^T - delta. -delta is read while S^T is in flight, but the accumulator is set to -delta only after the wait:
+      // otherwise ptxas would insert a wait for the wgmma in flight.
       ColumnValues minus_delta(minus_lse2 + TILE, lane);
       ptx::wgmma_wait<0>(x);
       minus_delta.set(dp);
@@ -241,7 +241,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
           else
             multiply_codes<2>(y[i + 1 & 1], ds_codes,
                               ptx::row_descriptor<TILE>(at + CODES + (i + 1 - CHUNKS) * CHUNK * TILE));
-          if (AHEAD && i == 0) ptx::wgmma_wait<2>(y[0]);  // S^T of the next tile was issued between the two
+          if (AHEAD && i == 0) ptx::wgmma_wait<2>(y[0]);  // S^T of the next tile was issued between y[0] and y[1]
           else ptx::wgmma_wait<1>(y[i & 1]);
         } else {
           ptx::wgmma_wait<0>(y[i & 1]);
@@ -301,8 +301,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
       }
     }
     __device__ __forceinline__ void added() {}
-    // The staging memory is in the INT8 values for dK, not in V: if there are no query tiles, this warpgroup passes no
-    // barrier after which the consumers' copies of V have arrived.
+    // The staging memory is in the INT8 values for dK, not in V: without query tiles this warpgroup waits at no barrier
+    // after which the consumers' copies of V have arrived.
     __device__ __forceinline__ uint32_t gradient_staging() const {
       return of.shared + slot_at(0) + DK_CODES_AT + threadIdx.x / 32 % 4 * GRADIENT_STAGING;
     }

@@ -53,7 +53,7 @@ struct SageBwdForwardSm80 {
   __device__ __forceinline__ uint32_t k_tile(int tile) const { return shared + Q_BYTES + (tile & 1) * 2 * TILE_BYTES; }
 
   __device__ __forceinline__ void load_queries() {
-    // If the second tile does not exist, the first is copied in its place: its outputs are not stored.
+    // If the second tile does not exist, the first is copied in its place; the copy's outputs are not stored.
     const int8_t* codes = p.codes.q + query_tile * TILE_BYTES;
     copy_tile<TILE * D, THREADS>(shared, codes, threadIdx.x);
     copy_tile<TILE * D, THREADS>(shared + TILE_BYTES, codes + (query_tiles_left > 1 ? TILE_BYTES : 0),
@@ -73,7 +73,6 @@ struct SageBwdForwardSm80 {
                                 ptx::opaque(threadIdx.x));
   }
 
-  // Computes S = Q K^T of a tile.
   __device__ __forceinline__ void multiply(int tile, Logits& x) {
     int lane = ptx::opaque(threadIdx.x) % 32;
     multiply_query_codes<D>(x, shared + warp * 16 * M * D, k_tile(tile), lane);
@@ -102,7 +101,7 @@ struct SageBwdForwardSm80 {
     for (int r = 0; r < 2 * M; ++r) {
       row_max[r] = row_maximum(x, r, factor, exact_offset);
       // At the row's largest logit 2^(x factor + offset) is 127 or a little less: the offset is rounded down, because
-      // 128 does not fit INT8. This rounding changes the offset by up to 2^-24 of MAGIC * factor, the same for the
+      // 128 does not fit INT8. This rounding changes the offset by up to 2^-23 of MAGIC * factor, the same for the
       // whole row, and p_dequant below takes it into account.
       offset[r] = __fadd_rd(exact_offset, quant::LOG2_127 - row_max[r]);
       if (HIDDEN != NO_KEYS && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;

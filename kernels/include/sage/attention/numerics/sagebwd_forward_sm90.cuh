@@ -2,8 +2,8 @@
 // two tiles of keys.
 //
 // P has one scale for each query and the 128 keys of a step. V of these keys has two scales, one per tile. Before P of
-// a tile is quantized, it is multiplied by the ratio of the tile's scale to the larger scale, so that P V is one
-// integer sum. P is quantized to u8, 0 to 254, which is twice as fine as s8.
+// a tile is quantized, it is multiplied by the ratio of the tile's scale of V to the larger of the two scales, so that
+// P V is one integer sum. P is quantized to u8, 0 to 254, which is twice as fine as s8.
 #pragma once
 
 #include <sage/attention/mainloop/forward_sm90.cuh>
@@ -17,7 +17,7 @@ struct __align__(16) StepScales {
   float log2_v[2];     // log2 of the ratio of each dequant_scale of V to the larger one, at least LEAST and at most 0
   float inverse_v[2];  // 2^-log2_v
   float v;             // the larger dequant_scale of V
-  float first_v;       // scale of V for queries that see only the first tile, whose outputs the second must not change
+  float first_v;       // scale of V for queries that see only the first tile: the second tile must not change their outputs
   int beyond;          // powers of two by which the ratio is below 2^log2_v, nearly always 0; one byte per tile
 
   // The sums of P are computed in f16, from exponentials that include log2_v. At a ratio of 2^LEAST a P below 2^-13 of

@@ -75,7 +75,7 @@ __device__ __forceinline__ void quantize_queries(ScoreCodes& codes, float2& dequ
   for (int i = 0; i < 2; ++i)
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      // Four slots hold two keys of the low eight and two of the high eight: layout/permutation.cuh.
+      // Four consecutive slots have two of the low eight keys and two of the high eight: layout/permutation.cuh.
       uint32_t low = r[2 * i + j / 2][j & 1], high = r[2 * i + j / 2][(j & 1) + 2];
       codes[i][j] = quant::codes(__uint_as_float(low << 16), __uint_as_float(low & 0xffff0000u),
                                  __uint_as_float(high << 16), __uint_as_float(high & 0xffff0000u), scale[j & 1]);

@@ -37,7 +37,7 @@ __device__ __forceinline__ uint32_t join_lanes(uint32_t x, Max max) {
   x = max(x, __shfl_xor_sync(~0u, x, 1));
   return max(x, __shfl_xor_sync(~0u, x, 2));
 }
-// The larger |x| of f16 values, with any sign.
+// The larger magnitudes of two pairs of f16 values. The signs of the result are arbitrary.
 struct MaxAbs {
   __device__ __forceinline__ uint32_t operator()(uint32_t a, uint32_t b) const { return ptx::max_abs_2(a, b); }
 };
@@ -105,9 +105,9 @@ struct HalfScales {
 
 // The unit of a warp's dS: a power of two that dS is divided by, so that its largest value is in [LOW, HIGH] in f16.
 // Typical dS is about 1e-7, too small for f16. The unit changes when the largest dS leaves this window. A row whose
-// largest value is below 2^-9 in this unit, at least 2^9 below the largest of the 16 keys, is quantized more coarsely,
-// because HalfScales bounds its scale. dS beyond 2^75, or beyond 2^38 right after tiles whose dS is nearly zero,
-// becomes infinite.
+// largest value is below 2^-9 in this unit is quantized more coarsely, because HalfScales bounds its scale; that value
+// is then at least 2^9 times smaller than the largest dS of the warp's 16 keys. dS beyond 2^75, or beyond 2^38 right
+// after tiles whose dS is nearly zero, becomes infinite.
 struct DsUnit {
   static constexpr uint32_t LOW = 0x3c00, HIGH = 0x7800;  // 1, 2^15 in f16
   static constexpr int TARGET = 12, LEAST = -60, MOST = 90, STEP = 100;
@@ -191,7 +191,7 @@ __device__ __forceinline__ float quantize_queries(ScoreCodes& codes, float2& deq
   for (int i = 0; i < 2; ++i)
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      // Four slots hold two keys of the low eight and two of the high eight: layout/permutation.cuh.
+      // Four consecutive slots have two of the low eight keys and two of the high eight: layout/permutation.cuh.
       codes[i][j] = scales.codes(j & 1, r[2 * i + j / 2][j & 1], r[2 * i + j / 2][(j & 1) + 2]);
   dequant = make_float2(scales.dequant[0] * unit, scales.dequant[1] * unit);
   return unit;

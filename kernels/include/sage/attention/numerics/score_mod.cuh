@@ -1,14 +1,14 @@
 // Changes to the logits before the softmax, in addition to the softmax scale (FlexAttention's score_mod): none in most
 // kernels; in separately compiled kernels a soft cap (Gemma 2, arXiv 2408.00118, section 2), ALiBi (arXiv 2108.12409),
-// or both, as the call says.
+// or both, according to the parameters.
 //
 // A policy has:
-// - apply(x, factor, offset, ..): x times factor are base-2 logits. It changes both, so that the new base-2 logits are
-//   x times factor plus offset: in a forward an offset for each row, in a backward one for all scores; 0 on entry.
-// - of_lane: in a forward, what the logits of this lane need in addition; 0 unless an apply sets it.
-// - add_of_lane(x, factor): adds of_lane to x times factor.
-// - chain(ds): on entry `ds` is the gradient of the logits that `apply` returned; multiplies it by the derivative of
-//   the last `apply` to transposed scores.
+// - apply(x, factor, offset, ..): on entry x times factor are base-2 logits, and offset is 0. Changes all three, so that
+//   the new base-2 logits are x times factor plus offset. A forward has an offset for each row, a backward one offset.
+// - of_lane: in a forward, a further addend of all logits of this lane; 0 unless `apply` sets it.
+// - add_of_lane(x, factor): returns x + of_lane / factor.
+// - chain(ds): multiplies `ds`, the gradient of the new logits, by the derivative of the last `apply` to transposed
+//   scores.
 // - next_head(): the next query tiles belong to the next query head.
 #pragma once
 
@@ -83,7 +83,8 @@ struct SoftcapAndAlibi {
     if (++head < mod.heads) slope = slope_of(head);
   }
   __device__ __forceinline__ float add_of_lane(float x, float factor) const { return x + of_lane * ptx::reciprocal(factor); }
-  // The slope for x before the factor. The factor of INT8 scores of zeros is 0, and gets a size whose inverse is finite.
+  // The slope in units of x, which is not yet multiplied by `factor`. INT8 scores of zeros have factor 0, which is
+  // raised here so that its inverse is finite.
   __device__ __forceinline__ float unscaled_slope(float& factor) const {
     if (factor < 1e-30f) factor = 1e-30f;
     return slope * ptx::reciprocal(factor);
@@ -105,9 +106,8 @@ struct SoftcapAndAlibi {
   // Applies the soft cap and ALiBi to a forward's logits: 16 M queries from `first_query` on, and the tile of keys from
   // `first_key + column` on. Calls with the same first query and key have the same offsets.
   //
-  // If no query sees a later key, a distance needs no absolute value. It is then the row's distance from the first key,
-  // which is the offset, minus the first column of the lane, which is `of_lane`, minus a constant of the code: one
-  // instruction per logit.
+  // If no query sees a later key, a distance needs no absolute value. It is then the row's distance from the first key
+  // (`offset`), minus the lane's first column (`of_lane`), minus a compile-time constant: one instruction per logit.
   template <int M>
   __device__ __forceinline__ void apply(float (&x)[M][8][4], float& factor, float (&offset)[2 * M], const Segment& segment, int first_query, int first_key, int column, int lane) {
     if (has_softcap()) {

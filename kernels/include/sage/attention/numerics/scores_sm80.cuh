@@ -57,7 +57,6 @@ struct ScoresOfCodes {
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[n][e] = __int_as_float(x[n][e]) - quant::MAGIC;
   }
-  // The part of the factor that is constant in a block.
   static __device__ __forceinline__ float k_factor(const params::Backward& p, const BackwardBlock& block, int part) {
     return k_dequant_of(p, block, part) * (p.shape.softmax_scale * ptx::LOG2_E);
   }
@@ -68,8 +67,8 @@ struct ScoresOfCodes {
 };
 
 // Subtracts the mean over tokens from a block's rows of K in shared memory, whose layout is `at(row, chunk of 8
-// channels)`. Rows beyond the last key do not matter, because their dS is 0. Unquantized attention has no mean; then
-// nothing is done. (All matmuls of SageBwd's backward must use the same K: rows of dS do not sum to exactly zero if O
+// channels)`. Rows beyond the last key do not matter, because their dS is 0. Does nothing for unquantized attention,
+// which has no mean. (All matmuls of SageBwd's backward must use the same K: rows of dS do not sum to exactly zero if O
 // and P are not exact, and the remainder would be multiplied by the mean.) The rows have CHANNELS of the D channels,
 // from `first_channel` on.
 template <class T, int KEYS, int D, int THREADS, int CHANNELS = D, class At>

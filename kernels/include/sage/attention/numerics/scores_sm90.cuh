@@ -58,7 +58,6 @@ struct WarpgroupScores<ScoresOfCodes<T, D>> : ScoresOfCodes<T, D> {
   static __device__ __forceinline__ void start(Sums& sums, const KeyFragments& k, uint32_t, uint32_t q_codes) {
     multiply_codes<D / 32>(sums, k, code_descriptor<D>(q_codes));
   }
-  // Multiplies by the scale of the tile's INT8 values.
   static __device__ __forceinline__ float factor_at(float k_factor, const float* q_dequant_scale) { return k_factor * *q_dequant_scale; }
 };
 
