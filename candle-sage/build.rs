@@ -14,8 +14,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
 
-/// The architecture to build PTX for. All later GPUs can run it, and its plans fit the smallest shared
-/// memory.
+/// The architecture to build PTX for. All later GPUs can run this PTX, and the plans of this architecture fit the
+/// smallest shared memory.
 const PTX: u32 = 89;
 
 /// The `.cu` file with FP4 matmuls, and its architectures: 100 and 120, which have the instructions, and Hopper, on

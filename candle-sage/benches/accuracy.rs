@@ -1,5 +1,5 @@
-//! Error of SageBwd against exact attention: as the logits spread, which is Table 1 of arXiv 2603.02170, and by the mean that is
-//! subtracted from the keys.
+//! Error of SageBwd relative to exact attention: for several standard deviations of query and key (Table 1 of arXiv
+//! 2603.02170), and for several means that are subtracted from the keys.
 //!
 //! `cargo bench -p candle-sage --bench accuracy`
 
@@ -55,11 +55,13 @@ fn table_1() -> Result<()> {
     Ok(())
 }
 
-/// What keys have in common, in multiples of their standard deviation, at the first and the last token.
+/// Factors of the vector that is added to all keys (see [`case_with`]): a name, and the factors at the first and the
+/// last token. The factor changes linearly in between.
 const COMMON: [(&str, f32, f32); 3] =
     [("nothing", 0.0, 0.0), ("10 sigma", 10.0, 10.0), ("0 to 20 sigma", 0.0, 20.0)];
 
-/// Keys with something in common, which another seed draws: other keys of the same layer have the same.
+/// Keys to which one vector of standard deviation `sigma` is added, times a factor. The vector does not depend on
+/// `seed`: other keys of the same layer would have the same vector.
 fn case_with(common: (f32, f32), head_dim: usize, sigma: f32, seed: u64) -> Case {
     let mut case = Case::new(1, (TOKENS, TOKENS), (1, 1), head_dim, true);
     case.draw(sigma, seed);
@@ -86,7 +88,8 @@ fn means_of_keys() -> Result<()> {
                     over_seeds(|seed| {
                         let mut case = case_with((first, last), head_dim, sigma, seed);
                         if earlier {
-                            // It changes neither the output nor any gradient.
+                            // Subtracting one vector from all keys changes neither the exact output nor any exact
+                            // gradient.
                             let other = case_with((first, last), head_dim, sigma, seed + SEEDS);
                             case.add_to_keys(&other.mean_of_keys(), |_| -1.0);
                         }

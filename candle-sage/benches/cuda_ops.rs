@@ -2,10 +2,10 @@
 //!
 //! `cargo bench --features cuda --bench cuda_ops -- [op ...]`; the shapes are those of a Llama of 325 M
 //! parameters at 32768 tokens: width 1024, 16 heads of 64, 3072 hidden channels, 50304 classes, bf16. Bytes
-//! are a lower bound: each input is read once, each output written once. The percentage is of a
-//! device-to-device copy, which is measured first. Times are the median of calls between CUDA events, and
-//! include the host where it is slower. candle's own part of a backward (a first gradient of ones, and for
-//! each input zeros to which the gradient is added) is measured apart and subtracted.
+//! are a lower bound: each input is read once, each output written once. The percentage is relative to the
+//! bandwidth of a device-to-device copy, which is measured first. Times are the median of calls between CUDA
+//! events, and include the host where it is slower. candle's own part of a backward (a first gradient of ones,
+//! and for each input zeros to which the gradient is added) is measured separately and subtracted.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::fp8::Fp8Format;
@@ -78,7 +78,7 @@ impl Bench {
     }
 }
 
-/// What writes FP8 in a training step: each op, with scales of earlier steps and both copies.
+/// The ops that write FP8 in a training step, with delayed scaling. They write the matrix and its transpose.
 fn fp8_ops(bench: &Bench, random: &dyn Fn(&[usize]) -> Result<Var>) -> Result<()> {
     let draw = |dims: &[usize]| Ok::<_, candle_core::Error>(random(dims)?.as_detached_tensor());
     let scales = Fp8Scales::new(&[Fp8Format::E4M3; 2], &bench.device)?;
@@ -139,13 +139,13 @@ fn fp8_ops(bench: &Bench, random: &dyn Fn(&[usize]) -> Result<Var>) -> Result<()
     Ok(())
 }
 
-/// Quantization to FP8 with its transposed copy, and the three products of the model's linear layers in bf16 and in FP8.
+/// Quantization to FP8 with a transposed copy, and the three matmuls of the model's linear layers in bf16 and in FP8.
 fn fp8(bench: &Bench, random: &dyn Fn(&[usize]) -> Result<Var>) -> Result<()> {
     let quantize = |x: &Tensor| Fp8Matrix::quantize(x, Fp8Format::E4M3, Fp8Copies::Both);
     for columns in [WIDTH, HIDDEN, 2 * HIDDEN] {
         let x = random(&[TOKENS, columns])?;
         let ms = bench.time(|| quantize(&x).map(drop))?;
-        // Read twice, and two copies written.
+        // The input is read twice, and two copies are written.
         bench.line(&format!("fp8 quantize {columns}"), "", ms, 6 * TOKENS * columns);
     }
     println!("product, m x n x k           bf16 ms, TFLOP/s    fp8, sums fast    fp8, sums in f32");
@@ -192,7 +192,7 @@ fn muon(bench: &Bench) -> Result<()> {
         at += rows * columns;
         MuonMatrix { at: at - rows * columns, rows, columns }
     };
-    // The matrices of a layer are neighbours in memory. Those of one shape are orthogonalized together.
+    // The matrices of a layer are adjacent in memory. Matrices of one shape are orthogonalized together.
     let mut matrices = Vec::new();
     for _ in 0..LAYERS {
         matrices.extend((0..3 * HEADS).map(|_| matrix(WIDTH / HEADS, WIDTH)));
@@ -280,7 +280,7 @@ fn main() -> Result<()> {
         let one = 2 * TOKENS * HIDDEN;
         bench.op("swiglu", &[&gate, &up], [3 * one, 5 * one], |x| ops::swiglu(&x[0], &x[1]))?;
     }
-    // Frequencies that fall as those of words do: id n occurs about as often as 1 / (n + 1).
+    // Frequencies of ids like those of words (Zipf's law): the frequency of id n is about proportional to 1 / (n + 1).
     let ids: Vec<u32> = (0..TOKENS as u32)
         .map(|n| {
             let uniform = f64::from(n.wrapping_mul(2_654_435_761)) / 2f64.powi(32);
@@ -310,7 +310,7 @@ fn main() -> Result<()> {
             |hidden: &Tensor, weight: &Tensor| ops::linear_cross_entropy(hidden, weight, &ids, settings);
         let bytes = activations + outputs;
         bench.op("linear_cross_entropy", &[&hidden, &weight], [bytes, 2 * bytes], |x| run(&x[0], &x[1]))?;
-        // Without gradients a forward is one product; with them it is three, and the backward only scales.
+        // Without gradients a forward is one matmul. With gradients it is three matmuls, and the backward only scales.
         let forward = bench.time(|| run(&hidden, &weight).map(drop))?;
         bench.line("  with gradients", "fwd", forward, 2 * bytes);
         println!("  three products: {:.0} TFLOP/s", 3.0 * flops / forward / 1e9);

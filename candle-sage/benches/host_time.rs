@@ -1,8 +1,8 @@
 //! Time that the host needs to issue calls on a GPU: small models are bound by it.
 //!
-//! `cargo bench --features cuda --bench host_time`. Each row is the time of a call in microseconds in the fastest tenth of batches of
-//! calls, which other work of the host disturbed least. The calls of a batch are issued without waiting for the GPU, and are so small and few that
-//! no queue fills.
+//! `cargo bench --features cuda --bench host_time`. Each row is the mean time of a call in a batch of calls, in
+//! microseconds: the 10th percentile over the batches, which other work of the host disturbs less than the median. The
+//! calls of a batch are issued without waiting for the GPU, and are so small and few that no queue fills.
 
 use std::time::Instant;
 

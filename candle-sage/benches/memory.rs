@@ -1,5 +1,6 @@
 //! Peak heap use of forward + backward as the sequence grows: linear for both schemes, quadratic for
-//! attention written with matmul and softmax. Then that of the cross-entropy, in chunks and with all logits.
+//! attention written with matmul and softmax. Then the peak heap use of the cross-entropy, in chunks and with all
+//! logits.
 //!
 //! `cargo bench -p candle-sage --bench memory`
 
@@ -31,7 +32,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// The largest number of bytes held during `run`, less those held before.
+/// The largest number of bytes allocated during `run`, minus the bytes allocated before.
 fn peak(run: impl FnOnce() -> Result<()>) -> Result<usize> {
     let before = HELD.load(Relaxed);
     PEAK.store(before, Relaxed);

@@ -39,7 +39,7 @@ fn time(forward: impl Fn() -> Result<Tensor>) -> Result<(Duration, Duration)> {
         let start = Instant::now();
         let out = forward()?;
         let middle = start.elapsed();
-        // The gradient of a random direction: that of a plain sum would be all ones.
+        // A random output gradient: the output gradient of a plain sum would be all ones.
         let loss =
             (out.flatten_all()? * Tensor::randn(0f32, 1., out.elem_count(), &Device::Cpu)?)?.sum_all()?;
         let back = Instant::now();

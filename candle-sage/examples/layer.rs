@@ -13,7 +13,6 @@ const VOCAB: usize = 16;
 const LEN: usize = 17;
 const WIDTH: usize = 64;
 
-/// A candle model with this crate's attention in place of candle's matmul and softmax.
 struct Model {
     embedding: Embedding,
     norms: [RmsNorm; 2],

@@ -67,8 +67,8 @@ use unquantized::Unquantized;
 
 use crate::shape::AttentionShape;
 
-/// A scheme on a GPU. Each scheme implements it in the file of its name. It names the scheme's kernels; `plan` defines
-/// how they run.
+/// A scheme on a GPU. Each scheme implements this trait in the file of its name. The trait names the scheme's kernels;
+/// the module `plan` defines how they run.
 trait OnGpu: Debug + Send + Sync + 'static {
     /// Buffers that the forward's kernels read and write in addition to inputs and output.
     type Operands;
@@ -134,7 +134,8 @@ struct Completed<S: OnGpu> {
     kept: S::Kept,
 }
 
-/// Copies the log-sum-exps of a forward out of the padded layout, or adds their gradient to the negated delta of a backward.
+/// Copies the log-sum-exps of a forward out of the padded layout, or adds their gradient to the negated delta of a
+/// backward.
 fn log_sum_exp(
     gpu: &Gpu,
     shape: params::Shape<'_>,
@@ -246,7 +247,8 @@ fn run_backward<S: OnGpu>(
 ) -> Result<Gradients> {
     let call = Call::new(problem)?;
     let gpu = call.gpu;
-    // The parts of a split list are added in any order, so lists are not split if the result must be deterministic.
+    // The sums of a split list's parts are added in any order, so lists are not split if the result must be
+    // deterministic.
     let cut = (!problem.deterministic).then_some(call.d);
     let users = problem.selected.map(|selected| Users::new(&call, selected, cut)).transpose()?;
     let visits = call.visits();

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 /// A request that the crate cannot carry out.
 ///
-/// It displays as up to four short lines: the problem, what was given, what is allowed, and a hint. A candle
-/// error made from it, `candle_core::Error::Wrapped`, displays the same text, and [`ErrorKind::of`] finds its kind. The
+/// It displays as up to four short lines: the problem, what was given, what is allowed, and a hint. Converted to a
+/// candle error, `candle_core::Error::Wrapped`, it displays the same text, and [`ErrorKind::of`] returns its kind. The
 /// alternate form, `{:#}`, names the kind first.
 ///
 /// ```
@@ -22,7 +22,7 @@ use std::sync::Arc;
 #[derive(Debug, Clone)]
 pub struct Error(Box<Parts>);
 
-/// The fields, behind one pointer, so that an [`Error`] does not make a `Result` larger than its value.
+/// The fields. They are behind one pointer, so that a `Result` with an [`Error`] is small.
 #[derive(Debug, Clone)]
 struct Parts {
     kind: ErrorKind,
@@ -147,7 +147,7 @@ fn device_memory_is_full(error: &(dyn std::error::Error + 'static)) -> bool {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// An error about `what`; the other methods add the details.
+    /// Creates an error about an invalid argument, setting or file: [`ErrorKind::Invalid`]. Other methods add details.
     pub fn new(what: impl Into<String>) -> Self {
         Self(Box::new(Parts {
             kind: ErrorKind::Invalid,
@@ -174,14 +174,14 @@ impl Error {
         Self::new(what).with_kind(ErrorKind::Failed)
     }
 
-    /// Sets what kind of error it is.
+    /// Sets the kind of the error.
     #[must_use]
     pub fn with_kind(mut self, kind: ErrorKind) -> Self {
         self.0.kind = kind;
         self
     }
 
-    /// The kind of error, for programs: the text is for people and may change.
+    /// The kind of the error. Programs should check the kind, because the text may change.
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
     }
@@ -246,7 +246,7 @@ impl fmt::Display for Error {
 
 impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
-        // Not `Error::wrap`, which would add a backtrace: these are a caller's mistakes, not bugs.
+        // Not `Error::wrap`, which would add a backtrace: these errors are mistakes of the caller, not bugs.
         candle_core::Error::Wrapped(Box::new(error))
     }
 }

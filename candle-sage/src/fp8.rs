@@ -1,7 +1,7 @@
 //! FP8: 8-bit floating-point values with one scale per matrix.
 //!
 //! ```text
-//! scale = the least power of two with max|x| <= largest * scale
+//! scale = the least power of two with max|x| <= largest * scale      (largest: the format's largest finite value)
 //! code  = FP8(x / scale)                  x ~ value(code) * scale
 //! ```
 //!
@@ -17,10 +17,10 @@ use crate::nvfp4::round_magnitude;
 /// An 8-bit floating-point format: sign, exponent and mantissa.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Fp8Format {
-    /// 4 bits of exponent, 3 of mantissa: up to 448, relative precision 2^-4, normal from 2^-6.
+    /// 4 bits of exponent, 3 of mantissa. Largest value 448, relative precision 2^-4, smallest normal value 2^-6.
     #[default]
     E4M3,
-    /// 5 bits of exponent, 2 of mantissa: up to 57344, relative precision 2^-3, normal from 2^-14.
+    /// 5 bits of exponent, 2 of mantissa. Largest value 57344, relative precision 2^-3, smallest normal value 2^-14.
     E5M2,
 }
 
@@ -28,7 +28,7 @@ pub enum Fp8Format {
 const NAN: u8 = 0x7f;
 
 impl Fp8Format {
-    /// The largest finite value, `1.75 * 2^top_exponent`.
+    /// The largest finite value: `1.75 * 2^8` for E4M3, `1.75 * 2^15` for E5M2.
     pub const fn largest(self) -> f32 {
         match self {
             Self::E4M3 => 448.0,
@@ -59,7 +59,8 @@ impl Fp8Format {
         }
     }
 
-    /// The nearest value of the format, ties to the even code, at most [`largest`](Self::largest). A NaN stays a NaN.
+    /// The nearest value of the format; ties go to the even code. Magnitudes above [`largest`](Self::largest) become
+    /// `largest`. A NaN stays a NaN.
     ///
     /// ```
     /// use candle_sage::fp8::Fp8Format::{E4M3, E5M2};
@@ -127,8 +128,8 @@ impl Fp8Format {
         if code & 0x80 == 0 { value } else { -value }
     }
 
-    /// The scale of a matrix with this largest absolute value: the least power of two, from 2^-126 to 2^126, such that
-    /// the value divided by it does not saturate. 1 if the value is zero, infinite or NaN.
+    /// The scale of a matrix whose largest absolute value is `largest`: the least power of two, from 2^-126 to 2^126,
+    /// such that `largest / scale` does not saturate. The scale is 1 if `largest` is zero, infinite or NaN.
     ///
     /// ```
     /// use candle_sage::fp8::Fp8Format::E4M3;
@@ -152,7 +153,7 @@ fn power_of_two(exponent: i32) -> f32 {
     f32::from_bits(((exponent + 127) as u32) << 23)
 }
 
-/// The largest absolute value, or NaN if there is one.
+/// The largest absolute value, or NaN if a value is NaN.
 pub(crate) fn largest_of(values: &[f32]) -> f32 {
     // The bits of positive floats sort like the floats, with NaN above infinity.
     f32::from_bits(values.iter().map(|x| x.to_bits() & 0x7fff_ffff).max().unwrap_or(0))
@@ -163,7 +164,7 @@ mod tests {
     use super::Fp8Format::{self, E4M3, E5M2};
     use super::*;
 
-    /// The finite codes of positive values, in ascending order.
+    /// The codes of the finite non-negative values, in ascending order.
     fn finite(format: Fp8Format) -> impl Iterator<Item = u8> {
         (0..=if format == E4M3 { 0x7eu8 } else { 0x7b }).filter(move |&code| format.value(code).is_finite())
     }
@@ -184,7 +185,7 @@ mod tests {
         }
     }
 
-    /// candle converts with the crate `float8`.
+    /// candle's conversion is independent of this file: it uses the crate `float8`.
     #[test]
     fn values_are_those_of_candle() {
         use candle_core::{DType, Device, Tensor};
@@ -194,8 +195,8 @@ mod tests {
         assert_eq!(back.to_vec1::<f32>().expect("values"), codes);
     }
 
-    /// The midpoint of two adjacent values rounds to the even code, and the f32 values next to it round to the nearer
-    /// code.
+    /// The midpoint of two adjacent values rounds to the even code, and the f32 values next to the midpoint round to
+    /// the nearer code.
     #[test]
     fn every_midpoint_goes_to_the_even_code() {
         for format in [E4M3, E5M2] {
@@ -225,7 +226,7 @@ mod tests {
                 let scale = format.scale(largest);
                 assert_eq!(scale.to_bits() & 0x7f_ffff, 0, "a power of two");
                 assert!(largest / scale <= format.largest(), "{format:?} {largest:e}");
-                // Half of it would saturate, unless it is the least.
+                // Half the scale would saturate, unless the scale is 2^-126.
                 assert!(largest / scale * 2.0 > format.largest() || scale == 2f32.powi(-126), "{largest:e}");
                 largest *= 1.37;
             }

@@ -13,18 +13,18 @@ pub(crate) const HOW_TO_GET_KERNELS: &str = "build candle-sage with feature `cud
 
 /// A computation on a GPU: `In` is its operands, `Out` its results.
 ///
-/// Each operator launches its own type, for which `cuda` implements this trait. So the operators' source is the same in
+/// Each operator has a type for which the module `cuda` implements this trait. So the operators' source is the same in
 /// builds with and without kernels.
 pub(crate) trait Launch<In, Out> {
     /// Launches the kernels, on candle's own stream.
     fn launch(&self, inputs: In) -> Result<Out>;
 }
 
-/// The backward that a forward on a GPU returns, together with the state that it needs.
+/// The backward that a forward on a GPU returns, with the state that the backward needs.
 pub(crate) type Backward<const N: usize, Out> = Box<dyn for<'a> Launch<[Operand<'a>; N], Out> + Send + Sync>;
 
-/// In a build without kernels every launch fails. Operators check their inputs' device first, so that they never reach
-/// a launch.
+/// In a build without kernels every launch fails. Operators check the device of their inputs first, and therefore never
+/// reach a launch.
 #[cfg(not(feature = "cuda"))]
 impl<T, In, Out> Launch<In, Out> for T {
     fn launch(&self, _: In) -> Result<Out> {

@@ -7,18 +7,19 @@
 //! ```
 //!
 //! with a code of 0 if the scale is 0. There is no scale per tensor: a group with a maximum of at most `6 * 2^-10` =
-//! 0.00586 becomes zeros, and values beyond `6 * 448` = 2688 saturate. A NaN or an infinity makes its whole group NaN,
-//! so that it is not hidden.
+//! 0.00586 becomes zeros, and values beyond `6 * 448` = 2688 saturate. A NaN or an infinity does not saturate: it makes
+//! its whole group NaN.
 //!
 //! Both conversions round to nearest, ties to the even code, and saturate, as `cvt.rn.satfinite` does on GPUs that have
-//! it. Values are stored in f32; a code times its scale has at most six significant bits and is exact in f16 and bf16.
+//! this instruction. Dequantized values are f32. A code times its scale has at most six significant bits, and is
+//! therefore also exact in f16 and bf16.
 //!
 //! # Packed format
 //!
-//! [`Packed`] contains the rows of one matrix. `codes` is row-major, two codes per byte, the even channel in the low
-//! four bits, each row padded to a whole byte; a code is sign (bit 3), exponent (bits 2, 1) and mantissa (bit 0).
-//! `scales` has one byte per group: (row, group) for groups along the channels, (group, channel) for groups along the
-//! rows. The last group of a row or column may be shorter than 16.
+//! [`Packed`] contains the rows of one matrix. `codes` is row-major, with two codes per byte: the even channel is in
+//! the low four bits. Each row is padded to a whole byte. A code is sign (bit 3), exponent (bits 2, 1) and mantissa
+//! (bit 0). `scales` has one byte per group: (row, group) for groups along the channels, (group, channel) for groups
+//! along the rows. The last group of a row or column may be shorter than 16.
 
 use std::ops::Range;
 
@@ -31,9 +32,9 @@ pub const E2M1_MAX: f32 = 6.0;
 /// The largest E4M3 value.
 pub const E4M3_MAX: f32 = 448.0;
 
-/// Rounds `|x|` to a floating-point format. Its values near `|x|` are spaced by `step` times the largest power of two that
-/// is at most `|x|`, or by `step * smallest` below `smallest`, the format's smallest normal power of two. Ties round to the even code,
-/// because the sum with `1.5 * 2^23 * step * power` has no bits below the spacing.
+/// Rounds `|x|` to a floating-point format whose values near `|x|` are `step * power` apart. `power` is the largest
+/// power of two that is at most `|x|`, but at least `smallest`, the format's smallest normal value. Ties round to the
+/// even code, because the sum with `1.5 * 2^23 * step * power` has no bits below this spacing.
 #[inline(always)]
 pub(crate) fn round_magnitude(x: f32, step: f32, smallest: f32) -> f32 {
     let magnitude = x.abs();
@@ -46,7 +47,7 @@ pub(crate) fn round_magnitude(x: f32, step: f32, smallest: f32) -> f32 {
 /// The nearest E2M1 value: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; ties to the even code, saturating
 /// at 6.
 ///
-/// NaN becomes 6: the scale of its group is NaN, which makes the product NaN.
+/// A NaN becomes 6, but the scale of its group is NaN, and so is the product of the two.
 ///
 /// ```
 /// use candle_sage::nvfp4::e2m1;
@@ -179,9 +180,9 @@ impl Scale {
     }
 }
 
-/// The power of two that moves `max`, the largest magnitude of a head of V, into 512 to 1024. So the largest values
-/// minus their mean, which have at most twice the magnitude, do not saturate. The factor is at most 2^100, so that its
-/// product with a group's `quant` is finite, and 1 if `max` is 0 or not finite. See
+/// The power of two that scales `max`, the largest magnitude of a head of V, to 512 to 1024. Values minus their mean
+/// have at most twice this magnitude, so they do not saturate either. The factor is at most 2^100, so that its product
+/// with a group's `quant` is finite. It is 1 if `max` is 0 or not finite. See
 /// [`ValueScale::Head`](crate::ValueScale::Head).
 ///
 /// ```
@@ -215,7 +216,7 @@ pub enum Axis {
 /// let values: Vec<f32> = (0..32).map(|i| i as f32 / 8.0).collect();
 /// let packed = Packed::new(&values, 16, Axis::Channels);
 /// assert_eq!((packed.codes().len(), packed.scales().len()), (16, 2));
-/// // 3.875 / 6 is rounded to a scale of 0.625, of which the largest code is 6 times as much.
+/// // 3.875 / 6 is rounded to the scale 0.625, so 3.875 saturates at 6 * 0.625.
 /// assert_eq!(packed.rows(1..2)[15], 3.75);
 /// assert_eq!(Packed::new(&values, 16, Axis::Rows).scales().len(), 16);
 /// ```

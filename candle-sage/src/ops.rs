@@ -1,5 +1,5 @@
-//! Differentiable operators for transformers, one file each. Candle has no gradient for them, or only one that is slow
-//! or needs much memory.
+//! Differentiable operators for transformers, one file each. Candle's versions have no gradient, or a gradient that is
+//! slow or needs much memory.
 //!
 //! Each operator is a candle custom op: it joins candle's autograd graph, and `backward()` computes the gradients of
 //! its inputs. For training loops that do not use candle's graph, each backward is also a plain function

@@ -125,7 +125,8 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(x, y)| x * y).sum()
 }
 
-/// The probabilities of one row, the derivatives of its logits with respect to the dot products, and its natural log-sum-exp.
+/// The probabilities of one row, the derivatives of its logits with respect to the dot products, and its natural
+/// log-sum-exp.
 fn softmax(row: &Row, d: usize, logits: &Logits, q: &[f64], k: &[f64]) -> (Vec<f64>, Vec<f64>, f64) {
     let query = &q[row.query..row.query + d];
     let of_key = |(&at, &distance): (&usize, &f64)| logits.of(dot(query, &k[at..at + d]), row.head, distance);
@@ -170,7 +171,7 @@ pub fn forward(
 ///
 /// let dims = (1, 2, 1, 8);
 /// let shape = AttentionShape::new(dims, dims, dims, true, None)?;
-/// // Each query sees the key at its own place alone.
+/// // Each query sees only the key at its own position.
 /// let (zeros, v) = ([0.0; 16], [[1.0; 8], [3.0; 8]].concat());
 /// let own = |pair: reference::Pair| pair.key == pair.query;
 /// assert_eq!(reference::sparse_forward(&shape, &own, 1.0, [&zeros, &zeros, &v]).out, v);
@@ -213,11 +214,11 @@ pub fn sparse_forward(
 ///
 /// let dims = (1, 2, 1, 8);
 /// let shape = AttentionShape::new(dims, dims, dims, true, None)?;
-/// // The first key is seen by both queries, the second one by the second query, which gives half of its weight to each.
+/// // Both queries see the first key. Only the second query sees the second key: it gives each key half of its weight.
 /// let (zeros, ones) = ([0.0; 16], [1.0; 16]);
 /// let got = reference::backward(&shape, 1.0, &zeros, &zeros, &ones, &ones);
 /// assert!((got.dv[0] - 1.5).abs() < 1e-12 && (got.dv[8] - 0.5).abs() < 1e-12);
-/// // All values are the same, so that the probabilities do not matter.
+/// // All values are the same, so the probabilities do not matter.
 /// assert!(got.dq.iter().chain(&got.dk).all(|x| x.abs() < 1e-12));
 /// # Ok::<(), candle_sage::Error>(())
 /// ```

@@ -121,8 +121,8 @@ impl Scheme {
         }
     }
 
-    /// Whether the kernels for GPUs support a [soft cap](crate::Attention::softcap) and [`ALiBi`](crate::Attention::alibi).
-    /// The CPU supports them in every scheme.
+    /// Whether the kernels for GPUs support a [soft cap](crate::Attention::softcap) and
+    /// [`ALiBi`](crate::Attention::alibi). The CPU supports them in every scheme.
     ///
     /// ```
     /// use candle_sage::{Int8Products, SageBwd, Scheme};
@@ -163,7 +163,7 @@ impl Scheme {
     /// ```
     /// use candle_sage::{SageBwd, Scheme};
     ///
-    /// // Eight query heads and two key heads of 64 channels in bf16: codes of one byte each of Q and K.
+    /// // Eight query heads and two key heads of 64 channels in bf16. Kept: Q and K in INT8, one byte per element.
     /// let scheme = Scheme::from(SageBwd::default());
     /// assert_eq!(scheme.kept_bytes(8 * 64, 2 * 64, 2), 640);
     /// ```

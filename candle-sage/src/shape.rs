@@ -22,8 +22,8 @@ pub const HEAD_DIM: std::ops::RangeInclusive<usize> = 8..=256;
 /// Several documents, concatenated along the sequence into a batch of one.
 ///
 /// Document `n` contains the query tokens `cu_seqlens_q[n]..cu_seqlens_q[n + 1]` and the key tokens
-/// `cu_seqlens_k[n]..cu_seqlens_k[n + 1]`; a token attends only to its own document. This is the "varlen" form of
-/// FlashAttention. A document may be empty.
+/// `cu_seqlens_k[n]..cu_seqlens_k[n + 1]`; a token attends only to its own document. FlashAttention calls this form
+/// "varlen". A document may be empty.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -32,7 +32,7 @@ pub const HEAD_DIM: std::ops::RangeInclusive<usize> = 8..=256;
 /// let x = Tensor::randn(0f32, 1., (1, 5, 1, 8), &Device::Cpu)?;
 /// let alone = Attention::new(Scheme::Unquantized);
 /// let packed = alone.clone().packing(Packing::self_attention(vec![0, 2, 5]));
-/// // The second document is attended to as if it were alone.
+/// // The result for the second document is the same as if it were alone.
 /// let second = x.narrow(1, 2, 3)?;
 /// let (packed, alone) = (packed.apply(&x, &x, &x)?.narrow(1, 2, 3)?, alone.apply(&second, &second, &second)?);
 /// assert!((packed - alone)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-6);
@@ -128,7 +128,7 @@ impl Window {
 /// let shape = AttentionShape::new(dims, dims, dims, true, Some(packing))?;
 /// let second = &shape.segments()[1];
 /// assert_eq!((second.batch, second.query.clone()), (0, 2..5));
-/// // The first query of the second document sees one key; its last key is seen by the last query alone.
+/// // In the second document the first query sees one key, and only the last query sees the last key.
 /// assert_eq!((second.visible_keys(0), second.first_query(2)), (1, 2));
 /// # Ok::<(), candle_sage::Error>(())
 /// ```
@@ -144,11 +144,10 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// The end of the keys that query `i` (an index inside the segment) attends to, which begin with
-    /// [`Segment::first_key`].
-    ///
-    /// Positions are aligned at the bottom right, as in FlashAttention: the last query has the position of the last key. With a causal
-    /// mask query `i` sees key `j` when `j <= i + keys - queries`, and with a window when
+    /// The end (exclusive) of the range of keys that query `i` attends to. The range begins at [`Segment::first_key`].
+    /// `i` and keys are indices inside the segment, which has `queries` queries and `keys` keys. Positions are aligned
+    /// at the bottom right, as in FlashAttention: the last query has the position of the last key. With a causal mask
+    /// query `i` sees key `j` when `j <= i + keys - queries`, and with a window when
     /// `i + keys - queries - left <= j <= i + keys - queries + right`.
     pub fn visible_keys(&self, i: usize) -> usize {
         let keys = self.key.len();
@@ -158,7 +157,7 @@ impl Segment {
         }
     }
 
-    /// The first key that query `i` attends to, if it sees any; 0 without a window.
+    /// The first key that query `i` attends to, if the query sees any key; 0 without a limit to the left.
     pub fn first_key(&self, i: usize) -> usize {
         self.window
             .before
@@ -176,7 +175,7 @@ impl Segment {
         }
     }
 
-    /// The end of the queries that attend to key `j`, which begin with [`Segment::first_query`] if there are any.
+    /// The end (exclusive) of the range of queries that attend to key `j`. It begins at [`Segment::first_query`].
     pub fn end_query(&self, j: usize) -> usize {
         let queries = self.query.len();
         match self.window.before {
@@ -192,7 +191,8 @@ impl AttentionShape {
     /// Checks the dimensions of query, key and value against each other.
     ///
     /// # Errors
-    /// When batch sizes, heads, lengths or head_dims do not match, or when the packing does not cover the tokens.
+    /// When batch sizes, heads, lengths or head_dims do not match or are out of range, or when the packing does not
+    /// cover the tokens.
     pub fn new(q: Dims, k: Dims, v: Dims, causal: bool, packing: Option<Packing>) -> Result<Self> {
         let (batch, query_len, query_heads, head_dim) = q;
         let (_, key_len, key_heads, _) = k;
@@ -256,7 +256,6 @@ impl AttentionShape {
         Self { window: Window { before, after }, ..self }
     }
 
-    /// The window of the queries.
     pub(crate) fn window(&self) -> Window {
         self.window
     }
@@ -277,7 +276,6 @@ impl AttentionShape {
         self.value_dim
     }
 
-    /// The larger of the keys' and the values' head_dim.
     #[cfg(feature = "kernels")]
     pub(crate) fn widest(&self) -> usize {
         self.head_dim.max(self.value_dim)

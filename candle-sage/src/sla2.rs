@@ -117,8 +117,8 @@ impl Sla2 {
 
     /// With a causal mask: the number of nearest blocks before the diagonal that are always selected; the router
     /// selects the others. A router may drop near blocks in favour of far ones, and then loses mass that a window would
-    /// cover. The default is 0, the maximum is [`Sla2::blocks`], with which the router selects nothing. A block of
-    /// queries with fewer blocks before it lists all of them. The router still learns from all candidates.
+    /// cover. The default is 0, the maximum is [`Sla2::blocks`], with which the router selects nothing. If fewer than
+    /// `count` blocks are before the diagonal, all of them are selected. The router still learns from all candidates.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -327,7 +327,7 @@ impl Sla2 {
     /// block `I`, in all query heads of the group, give to block `J`. The loss is a scalar in f32, differentiable only
     /// with respect to the router.
     ///
-    /// It replaces the published training of the router through a soft selection.
+    /// This loss replaces the published training of the router through a soft selection ([`Sla2::apply_soft`]).
     ///
     /// ```
     /// use candle_core::{Device, Tensor};

@@ -39,8 +39,8 @@ pub struct AdamW {
     pub step: u64,
     /// Factor of the gradient: 1 / (number of micro-batches whose gradients were summed).
     pub gradient_factor: f64,
-    /// Largest allowed norm of `gradient * gradient_factor`; a gradient with a larger norm is scaled down to
-    /// it. `None` does not clip.
+    /// Largest allowed norm of `gradient * gradient_factor`; a gradient with a larger norm is scaled down to this norm.
+    /// `None` does not clip.
     pub clip: Option<f64>,
 }
 
@@ -61,7 +61,8 @@ pub(crate) struct Factors {
 }
 
 impl AdamW {
-    /// The first step with this learning rate: betas .9 and .95, epsilon 1e-8, no weight decay and no clipping.
+    /// Settings of the first step, with learning rate `lr`, betas .9 and .95, epsilon 1e-8, no weight decay and no
+    /// clipping.
     pub const fn new(lr: f64) -> Self {
         Self {
             lr,
@@ -90,11 +91,11 @@ impl AdamW {
 /// after the other to the matrix divided by its Frobenius norm (Newton-Schulz iterations).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Orthogonalization {
-    /// The best five polynomials for singular values of at least .001 of the norm, which become .85 to 1.12 (Polar
+    /// The optimal five polynomials for singular values from .001 to 1 times the norm: these become .85 to 1.12 (Polar
     /// Express, arXiv 2505.16932, with its margin of 1 % for rounding errors).
     #[default]
     PolarExpress,
-    /// The same polynomial five times: singular values of at least .003 of the norm become .68 to 1.2 (Muon as first
+    /// The same polynomial five times: singular values from .003 to 1 times the norm become .68 to 1.2 (Muon as first
     /// published, by K. Jordan).
     Quintic,
 }
@@ -124,8 +125,8 @@ impl Orthogonalization {
     }
 }
 
-/// The length of a matrix's step: the step is the orthogonal direction, with singular values of about 1, times this
-/// factor and the learning rate.
+/// The scale of a matrix's step: the step is the learning rate times this scale times the orthogonal direction, whose
+/// singular values are about 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum MuonScale {
     /// `0.2 sqrt(max(rows, columns))`: the step has the root mean square of an AdamW step, so that AdamW's learning
@@ -136,8 +137,8 @@ pub enum MuonScale {
     Original,
 }
 
-/// One step of Muon: each matrix moves along its momentum after the momentum's singular values are made about 1 (K.
-/// Jordan, 2024; arXiv 2502.16982); if `beta2` is set, rows are divided by their running root mean square (NorMuon).
+/// One step of Muon: each matrix moves along its momentum, after the momentum's singular values are made about 1 (K.
+/// Jordan, 2024; arXiv 2502.16982). If `beta2` is set, rows are divided by their running root mean square (NorMuon).
 /// Muon is for the matrices of hidden layers; embeddings, output matrices and vectors need another optimizer, such as
 /// [`AdamW`].
 ///
@@ -151,7 +152,7 @@ pub enum MuonScale {
 /// let matrices = [MuonMatrix { at: 0, rows: 2, columns: 3 }];
 /// Muon::new(0.1).step(&state, &gradient, &sum_of_squares(&gradient)?, &matrices, None, None)?;
 /// let step = state.get(0)?.to_vec1::<f32>()?;
-/// // Both directions move by about 0.1 * 0.2 * sqrt(3), though one gradient is 300 times as large.
+/// // Elements 0 and 4 both move by about 0.1 * 0.2 * sqrt(3), though one gradient is 300 times the other.
 /// assert!((step[0] / -0.0346 - 1.0).abs() < 0.16 && (step[4] / -0.0346 - 1.0).abs() < 0.16);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
@@ -166,13 +167,13 @@ pub struct Muon {
     pub nesterov: bool,
     /// Decoupled weight decay: each step multiplies a weight by `1 - lr weight_decay`.
     pub weight_decay: f64,
-    /// NorMuon (arXiv 2510.05491): the decay rate of the running mean square of each row of orthogonal directions. Rows
-    /// are divided by its root, so that all neurons move about equally far; the norm of the whole step does not change.
-    /// `None` does not normalize rows.
+    /// NorMuon (arXiv 2510.05491): the decay rate of the running mean square of each row of orthogonal directions. A
+    /// row is divided by the root of its mean square, so that all neurons move about equally far; the norm of a
+    /// matrix's step does not change. `None` does not normalize rows.
     pub beta2: Option<f64>,
-    /// The polynomials of the orthogonalization.
+    /// See [`Orthogonalization`].
     pub orthogonalization: Orthogonalization,
-    /// The length of a step.
+    /// See [`MuonScale`].
     pub scale: MuonScale,
     /// Factor of the gradient: 1 / (number of micro-batches whose gradients were summed).
     pub gradient_factor: f64,
@@ -180,8 +181,9 @@ pub struct Muon {
     pub clip: Option<f64>,
 }
 
-/// The factor of directions before they are orthogonalized. Their squares are summed in bf16 or f32: with this factor,
-/// matrices with elements of 1e-26 to 1e11 neither vanish nor overflow. Other matrices are not updated.
+/// Directions are multiplied by this factor before they are orthogonalized. Their squares are summed in bf16 or f32:
+/// with this factor, the sums of matrices with elements of 1e-26 to 1e11 neither vanish nor overflow. Directions with
+/// smaller or larger elements become zero.
 pub(crate) const DIRECTION_UNIT: f32 = (1 << 24) as f32;
 
 /// The settings of Muon's pass over the momentum: see the fields of [`Muon`].
@@ -209,7 +211,6 @@ impl Muon {
         }
     }
 
-    /// The settings of the pass over the momentum.
     pub(crate) fn momentum_pass(&self) -> MomentumPass {
         // `Muon::orthogonalize`, `Muon::normalize_rows` and `Muon::factors` use the other settings.
         let Self {

@@ -329,8 +329,8 @@ fn quantize_probabilities(p: &[f32], sum: f32, quantized: &mut [f32]) {
 mod tests {
     use super::*;
 
-    /// References are powers of two. So probabilities relative to the row's final reference in the backward have the
-    /// same FP4 values as in the forward relative to a lower reference, as long as scales have all their bits.
+    /// References are powers of two. Therefore probabilities have the same FP4 values in the backward, relative to the
+    /// row's final reference, as in the forward, relative to a lower reference, as long as scales have all their bits.
     #[test]
     fn the_backward_meets_the_forwards_codes() {
         let logits: Vec<f32> = (0..64).map(|i| ((i * 29 % 64) as f32) * 0.08 - 3.0).collect();

@@ -76,13 +76,11 @@ pub(crate) fn max(row: &[f32]) -> f32 {
     fold(row, f32::NEG_INFINITY, larger, larger)
 }
 
-/// The sum of a row.
 #[inline(always)]
 pub(crate) fn sum(row: &[f32]) -> f32 {
     fold(row, 0.0, |a, x| a + x, |a, b| a + b)
 }
 
-/// The dot product of two rows.
 #[inline(always)]
 pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut lanes = [0.0f32; LANES];

@@ -1,5 +1,5 @@
 //! Linear attention over blocks of keys, from sums of outer products per block. The results are those of attention with
-//! weights `phi(q) . phi(k)`, in time linear in the sequence.
+//! weights `phi(q) . phi(k)`, in time linear in the sequence length.
 
 use rayon::prelude::*;
 

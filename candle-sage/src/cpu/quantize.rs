@@ -44,7 +44,6 @@ pub(crate) fn code(x: f32, quant_scale: f32) -> f32 {
 #[derive(Debug)]
 pub(crate) struct TileCodes {
     pub(crate) codes: Vec<i8>,
-    /// One scale per tile.
     pub(crate) dequant_scale: Vec<f32>,
 }
 
@@ -102,7 +101,6 @@ pub(crate) fn token_mean(rows: &[f32], d: usize, settings: &SageBwd) -> Vec<f32>
     channel_mean(&sample, d, count)
 }
 
-/// Subtracts `mean` from every row.
 pub(crate) fn subtract_mean(rows: &mut [f32], mean: &[f32]) {
     for row in rows.chunks_exact_mut(mean.len()) {
         for (x, mean) in row.iter_mut().zip(mean) {

@@ -20,12 +20,10 @@ impl Rows {
         Self { start, d, values }
     }
 
-    /// The rows of a tile's queries.
     pub(super) fn of_queries(&self, tile: Tile) -> Mat<'_> {
         Mat::new(cut(&self.values, self.start, tile.row, tile.rows, self.d), tile.rows, self.d)
     }
 
-    /// The rows of a tile's keys.
     pub(super) fn of_keys(&self, tile: Tile) -> Mat<'_> {
         Mat::new(cut(&self.values, self.start, tile.col, tile.cols, self.d), tile.cols, self.d)
     }

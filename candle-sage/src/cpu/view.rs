@@ -54,12 +54,10 @@ impl<'a> View<'a> {
         Self { elements: Elements::F32(values), offset: 0, strides: [s * h * d, h * d, d, 1], dims }
     }
 
-    /// Width of a head.
     pub(crate) fn head_dim(&self) -> usize {
         self.dims.3
     }
 
-    /// Whether the elements are f16.
     pub(crate) fn is_f16(&self) -> bool {
         matches!(self.elements, Elements::F16(_))
     }

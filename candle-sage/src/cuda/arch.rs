@@ -31,8 +31,9 @@ impl Architecture {
         }
     }
 
-    /// Whether there are FP4 matmuls: data-center Blackwell, family 10, and consumer Blackwell, family 12. A compiler
-    /// without family targets compiles only for the first member of each family.
+    /// Whether the device has FP4 matmuls and this build has kernels for them: data-center Blackwell, family 10, and
+    /// consumer Blackwell, family 12. A compiler without family targets compiles only for the first member of each
+    /// family.
     pub(super) fn has_nvfp4(self) -> bool {
         match self.code {
             100 => self.device == 100 || NVFP4_FAMILIES && self.device == 103,
@@ -87,8 +88,8 @@ mod tests {
         assert!(all.contains(&PTX));
     }
 
-    /// The compilers with family targets support every architecture of the table. A later one that drops an architecture
-    /// fails here.
+    /// The compilers with family targets support every architecture of the table. A later compiler that drops an
+    /// architecture fails here.
     #[test]
     fn every_architecture_of_the_table_is_built() {
         if option_env!("CANDLE_SAGE_CUDA_ARCHS").is_none() && NVFP4_FAMILIES {
@@ -102,7 +103,7 @@ mod tests {
     fn fp4_products_are_those_of_the_families_that_code_was_made_for() {
         let has = |code, device| Architecture { code, device }.has_nvfp4();
         for number in TARGETS.iter().flat_map(|(_, _, architectures)| *architectures) {
-            // Hopper only emulates them, for tests.
+            // Hopper only emulates FP4 matmuls, for tests.
             assert_eq!(has(*number, *number), NVFP4.1.contains(number) && *number != 90, "{number}");
         }
         assert!(has(100, 100) && has(120, 120) && !has(90, 90) && !has(100, 101) && !has(PTX, 110));

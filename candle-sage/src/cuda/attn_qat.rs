@@ -24,7 +24,7 @@ use super::{OnGpu, OutputGradient, params};
 use crate::error::Error;
 use crate::scheme::{AttnQat, MEAN_ROWS, PReference, Products, ValueGroups, ValueScale};
 
-// The kernels sum a tile.
+// A partial sum of the kernels is over one tile.
 const _: () = assert!(MEAN_ROWS == TILE);
 
 /// Name of the forward's kernel with FP4 matmuls, and of the `.cu` file with this kernel and the kernel that packs its
@@ -223,8 +223,8 @@ fn pack<'p>(call: &Call<'_>, codes: &'p [Buffer<i8>; 3], params: &mut params::Fo
 }
 
 /// Launches the rounding of Q, K and V into other tensors: to NVFP4 if `quantize`, otherwise only to 16 bit. With
-/// smoothing, the means of K and V are subtracted first. With `value_max`, which must be zeros, a launch before it takes
-/// the maxima of V.
+/// smoothing, the means of K and V are subtracted first. With `value_max`, which must be zeros, an earlier launch
+/// computes the maxima of V.
 fn launch_fake_quantize(
     settings: &AttnQat,
     call: &Call<'_>,

@@ -17,7 +17,7 @@ use crate::launch::{Launch, Operand};
 use crate::ops::Alpha;
 use crate::ops::blend::{Blend, Gradients};
 
-/// One call of the mixture's separate kernels.
+/// One call of the kernels that only mix. (The tail's kernels can also mix: `mixture.rs`.)
 pub(super) struct Call<'a> {
     pub(super) gpu: Gpu,
     pub(super) element: Element,

@@ -150,7 +150,7 @@ impl Gpu {
         Ok(buffer)
     }
 
-    /// A copy of `from`, which the host may change when this returns.
+    /// A copy of `from`. The host may change `from` when this function returns.
     pub(super) fn upload<T: DeviceRepr + 'static>(&self, from: &[T]) -> Result<Buffer<T>> {
         #[allow(unused_mut)]
         let mut buffer = self.unguarded::<T>(Purpose::Scratch, from.len())?;
@@ -172,7 +172,8 @@ impl Gpu {
                 .hint("capture fixed lengths as batch entries, or exclude attention from the graph")
                 .into());
         }
-        // SAFETY: the allocation has at least as many elements. The driver copies memory that is not pinned before it returns.
+        // SAFETY: the allocation has at least as many elements. `from` is not pinned, so the driver has read it when
+        // the call returns.
         unsafe { result::memcpy_htod_async(buffer.allocation.at, from, self.stream.cu_stream()) }.w()?;
         Ok(buffer)
     }

@@ -27,7 +27,6 @@ impl Gpu {
         CudaStorage::wrap_cuda_slice(slice, self.device().clone())
     }
 
-    /// candle's device.
     pub(super) fn device(&self) -> &CudaDevice {
         self.device.as_ref().expect("candle's operators have candle's device")
     }
@@ -39,7 +38,6 @@ impl Output {
         Self::new(gpu, Purpose::Output, element, dims)
     }
 
-    /// The tensor as candle's storage.
     pub(super) fn storage(self, gpu: &Gpu) -> CudaStorage {
         match self.element {
             Element::F16 => gpu.storage(self.buffer.cast::<f16>()),

@@ -91,8 +91,8 @@ impl Packs {
     }
 }
 
-/// The threads of a row (lanes) and the rows of a block. The number of lanes is a power of two: up to a warp with
-/// several rows per block, or more with one row per block.
+/// The threads of a row (lanes) and the rows of a block. The number of lanes is a power of two: up to 32 lanes with
+/// several rows per block, or more lanes with one row per block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Team {
     pub(super) lanes: usize,

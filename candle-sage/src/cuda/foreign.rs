@@ -1,4 +1,5 @@
-//! Attention on memory of other libraries, such as PyTorch's: device addresses, strides and a stream, without candle's tensors.
+//! Attention on memory of other libraries, such as PyTorch's: device addresses, strides and a stream, without candle's
+//! tensors.
 //!
 //! A [`ForeignAttention`] describes calls on tensors of fixed shapes, and can be used any number of times. It does not
 //! allocate: the caller queries the sizes of the state that a forward keeps for its backward and of the scratch memory
@@ -100,7 +101,8 @@ pub struct Results {
 pub struct ResultGradients {
     /// The address and the layout of the output's gradient, which may have any strides.
     pub out: (u64, ForeignLayout),
-    /// The address of the log-sum-exps' gradient, (batch, query heads, query) in f32, contiguous. 0: it is zero.
+    /// The address of the log-sum-exps' gradient, (batch, query heads, query) in f32, contiguous. 0: that gradient is
+    /// zero.
     pub lse: u64,
 }
 
@@ -399,7 +401,8 @@ impl ForeignAttention {
         })
     }
 
-    /// Launches the backward of a forward that kept `state` and wrote the output `out`. The backward writes the gradients of query, key and value, contiguous, and the gradient of any sinks, (query heads) in f32.
+    /// Launches the backward of a forward that kept `state` and wrote the output `out`. The backward writes the
+    /// gradients of query, key and value, contiguous, and the gradient of any sinks, (query heads) in f32.
     ///
     /// # Errors
     /// When the gradient's layout does not match the output, the provided memory is too small, or a launch fails.

@@ -225,7 +225,7 @@ pub(super) fn product(
     let workspace = gpu.alloc::<u8>(WORKSPACE)?;
     let [a, b] = [at_a, at_b].map(|at| at.number() as *const c_void);
     let out = out.number() as *mut c_void;
-    // SAFETY: all addresses are inside allocations that are borrowed, and large enough: the codes by their layouts,
+    // SAFETY: all addresses are inside allocations that are borrowed, and large enough: `a` and `b` by their layouts,
     // `out` by its checked shape, the workspace by its allocation. Work on one stream is in order.
     let done = unsafe {
         result::matmul(

@@ -198,10 +198,11 @@ mod tests {
         found
     }
 
-    /// The attention kernels use all registers, and ptxas spills a few values of some of them around a tile: up to 140
-    /// bytes per thread, depending on its version and the architecture, which stay in the L1 cache. Spilling an
-    /// accumulator (512 bytes) would be too slow, and no other kernel has a reason to spill. SageBwd's backward for
-    /// head_dim 128 on Hopper spills the most, because dK and matmuls in flight occupy most registers.
+    /// The attention kernels use all registers. In some of these kernels ptxas spills a few values around a tile: up to
+    /// 140 bytes per thread, depending on the version of ptxas and the architecture. Spilled values stay in the L1
+    /// cache. Spilling an accumulator (512 bytes) would be too slow, and no other kernel has a reason to spill.
+    /// SageBwd's backward for head_dim 128 on Hopper spills the most, because dK and matmuls in flight occupy most
+    /// registers.
     #[test]
     fn no_kernel_keeps_its_accumulators_in_memory() {
         const SOME_VALUES: u32 = 128;

@@ -16,7 +16,7 @@ pub(super) trait Params: DeviceRepr {
     const FAMILY: &'static str;
 }
 
-/// Launches a kernel on candle's stream.
+/// Launches a kernel on the stream of `gpu`.
 pub(super) fn launch<P: Params>(gpu: &Gpu, kernel: &str, grid: Grid, params: &P) -> Result<()> {
     // SAFETY: by its type every address in `params`, and in its tensor maps, is null or inside an allocation that is
     // borrowed, and therefore alive, at the launch. Work on one stream is in order, so memory that is freed after the
@@ -34,7 +34,7 @@ impl AttentionParams for Forward<'_> {}
 impl AttentionParams for Backward<'_> {}
 
 impl Gpu {
-    /// Launches a kernel of attention on candle's stream.
+    /// Launches a kernel of attention on this stream.
     pub(super) fn launch_attention<P: AttentionParams>(
         &self,
         family: &str,

@@ -21,9 +21,10 @@ use crate::ops::past_linear::{Gradients, PastLinear};
 use crate::shape::AttentionShape;
 
 /// The number of chunks into which sequences of at most `longest` blocks are split: the number that needs the fewest
-/// steps. One chunk of all sequences is `parts` thread blocks, and a multiprocessor runs one thread block at a time.
+/// steps. One chunk of every sequence takes `parts` thread blocks in all, and a multiprocessor runs one at a time.
 fn chunks(longest: usize, parts: usize, multiprocessors: usize) -> usize {
-    // An additional launch takes about as long as a block, and so does writing, adding and reading the sums of a wave.
+    // A step is the time of one block of a sequence. An additional launch takes about one step, and so does writing,
+    // adding and reading the sums of a wave.
     let steps = |chunks: usize| {
         let waves = (parts * chunks).div_ceil(multiprocessors);
         let adding = if chunks > 1 { 1 + waves } else { 0 };
@@ -43,7 +44,7 @@ pub(super) struct Call<'a> {
     blocks: usize,
     chunks: usize,
     chunk_blocks: usize,
-    /// Number of thread blocks that share a state's columns.
+    /// Number of thread blocks among which the columns of a state are divided.
     split: usize,
     states: Buffer<bf16>,
     sums: Buffer<f32>,

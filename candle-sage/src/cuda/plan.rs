@@ -8,7 +8,8 @@ use crate::shape::AttentionShape;
 /// TILE: tokens that share a scale, and the unit of all padded buffers. SELECTION_BLOCK: tokens of a selection's block.
 pub(super) use super::compiled::constants::attention_segment::{SELECTION_BLOCK, TILE};
 
-/// The larger head_dim as padded inside the kernels: 64, 128, 192 (only unquantized attention on Hopper), or 256.
+/// The larger of the head_dims of keys and values, as padded inside the kernels: 64, 128, 192 (only unquantized
+/// attention on Hopper), or 256.
 pub(super) fn padded_head_dim(scheme: &Scheme, shape: &AttentionShape, architecture: Architecture) -> usize {
     match shape.widest() {
         129..=192 if *scheme == Scheme::Unquantized && architecture.target() == Target::Sm90 => 192,
@@ -123,10 +124,10 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// The plan of a kernel for heads that are padded to `head_dim` channels and values of up to `value_dim`: the plan
-    /// with the narrowest values. Up to a `head_dim` of 128 every kernel that a scheme names has a plan for every
-    /// target, as a test checks. Above 128 there are plans for unquantized attention, if thread blocks have enough
-    /// shared memory, and for SageBwd's scores on Hopper.
+    /// The plan of a kernel for heads that are padded to `head_dim` channels: of the plans for at least `value_dim`
+    /// channels of values, the plan with the narrowest values. Up to a `head_dim` of 128 every kernel that a scheme
+    /// names has a plan for every target, as a test checks. Above 128 there are plans for unquantized attention, if
+    /// thread blocks have enough shared memory, and for SageBwd with only S in INT8 on Hopper.
     ///
     /// # Errors
     /// When the table does not have such a plan.
@@ -275,7 +276,8 @@ mod tests {
         }
     }
 
-    /// The report of ptxas, CUDA's assembler, lists the compiled kernels of each architecture. It has every plan's kernel.
+    /// The report of ptxas, CUDA's assembler, lists the compiled kernels of each architecture. It contains the kernel
+    /// of every plan.
     #[test]
     fn every_plan_is_one_of_a_kernel_that_was_compiled() {
         for plan in PLANS {
@@ -292,7 +294,7 @@ mod tests {
                     for element in ["bf16", "f16"] {
                         let entry = format!("'{}' for 'sm_{number}", plan.entry(visits, element));
                         assert!(RESOURCES.contains(&entry), "{entry}");
-                        // What a backward adds up in parts, a kernel of this width finishes.
+                        // `finish_dq` of this width converts the f32 sums of dQ after the backward.
                         let finish = format!("'finish_dq_{element}_{}' for 'sm_{number}", plan.head_dim);
                         assert!(plan.family != "attn_bwd" || RESOURCES.contains(&finish), "{finish}");
                     }
@@ -387,8 +389,8 @@ mod tests {
         assert_eq!(heads_at_once(50 << 20, 1 << 30, 64), 1);
         assert_eq!(heads_at_once(50 << 20, 1, 64), 64);
         assert_eq!(heads_at_once(50 << 20, 1, 0), 1);
-        // 25 fit, and 16 divides 64. 3 fit, and 2 divides 16. 3 fit; of 17 heads, groups of 3 and groups of 2 both lack
-        // one head in the last group.
+        // Half of the cache has room for 25 heads, and 16 divides 64; for 3 heads, and 2 divides 16; for 3 heads, and
+        // of 17 heads the last group lacks one head, in groups of 3 and in groups of 2.
         assert_eq!(heads_at_once(50 << 20, 1 << 20, 64), 16);
         assert_eq!(heads_at_once(50 << 20, 8 << 20, 16), 2);
         assert_eq!(heads_at_once(50 << 20, 8 << 20, 17), 3);

@@ -7,7 +7,7 @@ use crate::ops;
 use crate::variables;
 
 /// Layer normalization over the last dimension, (.., width): see [`ops::layer_norm`]. Input, weight and bias receive
-/// gradients; with candle-nn's `LayerNorm` with a bias they do not.
+/// gradients. (In candle-nn's `LayerNorm` with a bias they receive none if the input is contiguous.)
 ///
 /// ```
 /// use candle_core::{DType, Device, Module, Tensor};

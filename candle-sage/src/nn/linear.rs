@@ -93,8 +93,8 @@ impl Linear {
 }
 
 impl Linear {
-    /// Calls `product` with `x` as a matrix, whose rows are all leading dimensions, and with the weight; then adds the
-    /// bias.
+    /// Flattens the leading dimensions of `x` into the rows of a matrix, calls `product` with this matrix and the
+    /// weight, and adds the bias.
     pub(super) fn map_rows(
         &self,
         x: &Tensor,

@@ -16,8 +16,8 @@ const MULTIPLE: usize = 8;
 /// gradients are clipped by their global norm, and a step does not wait for the device. A step does not change a
 /// variable without a gradient.
 ///
-/// Weight decay applies to tensors with two or more dimensions, so not to biases and norms. The optimizer sets `step`
-/// and `decayed` of the configuration itself.
+/// Weight decay applies to tensors with two or more dimensions, so not to biases and norms. The optimizer overwrites
+/// `step` and `decayed` of the configuration.
 ///
 /// **Load weights before making the optimizer**: it keeps an f32 copy of the weights, and each step overwrites the
 /// variables with this copy. The optimizer's state cannot be saved.
@@ -43,10 +43,10 @@ pub struct AdamW {
     held: Vec<Held>,
 }
 
-/// Muon with [`ops::Muon`] for matrices, and AdamW for all other variables: tensors that do not have two dimensions,
-/// and the `embeddings` of the configuration; list an output matrix there too. As with [`AdamW`], load weights first;
-/// the state cannot be saved. On CUDA a matrix's number of elements must be a multiple of 8: list other matrices in
-/// `embeddings`.
+/// Muon that runs [`ops::Muon`] for matrices, and [`AdamW`] for all other variables: tensors that do not have two
+/// dimensions, and the variables that [`MuonConfig::embeddings`] lists. List embeddings and output matrices there, and
+/// on CUDA also matrices whose number of elements is not a multiple of 8. As with [`AdamW`], load weights before making
+/// the optimizer; the optimizer's state cannot be saved.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -60,7 +60,7 @@ pub struct AdamW {
 /// let mut config = MuonConfig::new(8e-3);
 /// config.others.lr = 2e-3;
 /// config.matrices.clip = Some(1.0);
-/// // The embedding has two dimensions too, but its rows are tokens: AdamW updates it, as the layer's bias.
+/// // The embedding has two dimensions too, but its rows are tokens, so AdamW updates it, as it does the layer's bias.
 /// let mut optimizer = nn::Muon::of_map(&variables, &["embedding.weight"], config)?;
 /// let tokens = Tensor::arange(0u32, 16, &Device::Cpu)?;
 /// let loss = || layer.forward(&embedding.forward(&tokens)?)?.sqr()?.mean_all();
@@ -106,7 +106,7 @@ struct Held {
     variable: Var,
     /// (1 + moments, elements) in f32: weights and moments. Elements are padded.
     state: Tensor,
-    /// The running mean squares of the directions of rows, for Muon with `beta2`.
+    /// The running mean squares of the rows of orthogonal directions, for Muon with `beta2`.
     rows: Option<Tensor>,
 }
 
@@ -225,7 +225,7 @@ impl Muon {
     pub fn of_map(variables: &VarMap, embeddings: &[&str], config: MuonConfig) -> Result<Self> {
         let variables = variables.data().lock().unwrap_or_else(PoisonError::into_inner);
         let mut names: Vec<&String> = variables.keys().collect();
-        // Sorted, because a map's order varies, and the order of sums changes the last bits.
+        // Sorted, because the order of a map varies between runs, and the order of sums changes the last bits.
         names.sort_unstable();
         let named = |name: &&str| match variables.get(*name) {
             Some(variable) => Ok(variable.clone()),

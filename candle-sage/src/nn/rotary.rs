@@ -14,7 +14,7 @@ use crate::ops::{self, RopeStyle, dims4, swap_heads};
 ///
 /// let rotary = Rotary::new(16, 8, 10_000.0, RopeStyle::Halves, &Device::Cpu)?;
 /// let x = Tensor::randn(0f32, 1., (1, 4, 2, 8), &Device::Cpu)?;
-/// // Tokens three and four of a sequence rotate as they do in the whole sequence.
+/// // Tokens three and four, passed alone with their position, rotate as in the whole sequence.
 /// let whole = rotary.forward(&x, 0)?.narrow(1, 2, 2)?;
 /// let part = rotary.forward(&x.narrow(1, 2, 2)?, 2)?;
 /// assert_eq!(part.flatten_all()?.to_vec1::<f32>()?, whole.flatten_all()?.to_vec1::<f32>()?);
@@ -26,7 +26,8 @@ pub struct Rotary {
     cos: Tensor,
     sin: Tensor,
     style: RopeStyle,
-    /// Batch and sequence of the tokens whose rows the tables have: see [`Rotary::at`].
+    /// For a module of [`Rotary::at`]: batch size and sequence length of its positions. The tables then have one row
+    /// for each of these tokens.
     tokens: Option<(usize, usize)>,
 }
 
@@ -75,10 +76,10 @@ impl Rotary {
         Ok(Self { cos, sin, style, tokens: None })
     }
 
-    /// The module for tokens at given positions, (batch, sequence) in u32 or i64: for batches that are padded on the
-    /// left, or whose sequences start at different positions. The module rotates tensors of this batch and sequence,
-    /// and ignores the argument `position` of its methods, so decoding needs a new module for each step. The check of
-    /// positions on a GPU waits for the GPU; positions on the CPU avoid this.
+    /// A module for tokens at given positions, (batch, sequence) in u32 or i64: for batches that are padded on the
+    /// left, or whose sequences start at different positions. The returned module rotates tensors of this batch size
+    /// and sequence length, and ignores the argument `position` of its methods, so decoding needs a new module for each
+    /// step. The check of positions on a GPU waits for the GPU; positions on the CPU avoid this.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -96,7 +97,7 @@ impl Rotary {
     /// ```
     ///
     /// # Errors
-    /// When a position is past the tables, or `positions` is not such a matrix.
+    /// When a position is not in the tables, `positions` is not such a matrix, or this module was made by `at`.
     pub fn at(&self, positions: &Tensor) -> Result<Self> {
         let rows = self.cos.dim(0)?;
         let is_matrix = positions.rank() == 2
@@ -129,9 +130,9 @@ impl Rotary {
         Ok(Self { cos: of(&self.cos)?, sin: of(&self.sin)?, tokens: Some(tokens), ..*self })
     }
 
-    /// Rotates `x`, (batch, sequence, heads, head_dim), whose first token is at `position`. For (batch, heads,
-    /// sequence, head_dim), the order of PyTorch and candle-transformers, see [`Rotary::forward_heads_first`]: this
-    /// function would mistake its heads for tokens.
+    /// Rotates `x`, (batch, sequence, heads, head_dim), whose first token is at `position`. For tensors (batch, heads,
+    /// sequence, head_dim), the order of PyTorch and candle-transformers, use [`Rotary::forward_heads_first`]:
+    /// `forward` would mistake their heads for tokens.
     ///
     /// # Errors
     /// When the sequence runs past the tables.
@@ -140,8 +141,8 @@ impl Rotary {
     }
 
     /// [`Rotary::forward`] for tensors that are (batch, heads, sequence, head_dim), as in PyTorch and
-    /// candle-transformers; the output is too. The input is not copied, except by a module of [`Rotary::at`].
-    /// [`Attention::apply_heads_first`](crate::Attention::apply_heads_first) accepts the output.
+    /// candle-transformers. The output has the same order. The input is not copied, except by a module of
+    /// [`Rotary::at`]. [`Attention::apply_heads_first`](crate::Attention::apply_heads_first) accepts the output.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -187,7 +188,7 @@ impl Rotary {
         })
     }
 
-    /// [`Rotary::forward_normalized`] for tensors that are (batch, heads, sequence, head_dim); the output is too.
+    /// [`Rotary::forward_normalized`] for tensors that are (batch, heads, sequence, head_dim), like the output.
     ///
     /// # Errors
     /// As [`Rotary::forward_normalized`].
@@ -229,7 +230,8 @@ impl Rotary {
     }
 
     /// The rows of the tables for `x`, (batch, sequence, heads, head_dim), whose first token is at `position`. `other`
-    /// is the method for the other order of dimensions. The error's hint names it if `x` fits the tables in that order.
+    /// is the method for the other order of dimensions. The error's hint names this method if `x` fits the tables in
+    /// that order.
     fn tables(&self, x: &Tensor, position: usize, other: &str) -> Result<(Tensor, Tensor)> {
         let (_, len, heads, _) = dims4("the input of the rotary embedding", x)?;
         let positions = self.cos.dim(0)?;

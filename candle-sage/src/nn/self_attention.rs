@@ -301,15 +301,16 @@ impl SelfAttention {
         KvCache::new(SEQUENCE, len.max(1))
     }
 
-    /// [`SelfAttention::forward`] for tokens that follow the tokens in `cache`, to which it adds their keys and values:
-    /// first a prompt, then one or several tokens at a time. `x` and the output are (batch, tokens, width).
+    /// [`SelfAttention::forward`] for tokens that follow the tokens in `cache`: first a prompt, then one or several
+    /// tokens at a time. The keys and values of these tokens are added to the cache. `x` and the output are (batch,
+    /// tokens, width).
     ///
     /// The prompt uses the layer's attention, later tokens use [`SelfAttention::decoding`]. The output is detached: a
     /// cache does not propagate gradients.
     ///
     /// # Errors
-    /// As [`SelfAttention::forward`]; when the layer is not causal, since its first tokens would have to see later
-    /// tokens; and when the cache was made for another layout.
+    /// As [`SelfAttention::forward`]; when the layer is not causal, since earlier tokens would have to see later
+    /// tokens; and when the cache belongs to another batch or layer shape, or grows along another dimension.
     pub fn forward_cached<'a>(
         &self,
         x: &Tensor,
@@ -331,7 +332,6 @@ impl SelfAttention {
         Ok(self.output(&attention.apply(&q, &k, &v)?)?.detach())
     }
 
-    /// Checks that the tokens of `x` can follow those in the cache.
     fn check_cache(&self, x: &Tensor, cache: &KvCache) -> Result<()> {
         if cache.k_cache().dim() != SEQUENCE {
             return Err(Error::shape("the cache grows along another dimension")
@@ -355,7 +355,7 @@ impl SelfAttention {
         Ok(())
     }
 
-    /// Batch and sequence of the input, (batch, sequence, width).
+    /// Batch and sequence of the input.
     fn input_dims(&self, x: &Tensor) -> Result<(usize, usize)> {
         match *x.dims() {
             [batch, sequence, width] if width == self.config.width => Ok((batch, sequence)),

@@ -77,15 +77,15 @@ impl SparseLinearAttention {
         })
     }
 
-    /// An empty cache for [`Self::forward_cached`]. It allocates memory for `len` tokens at its first use, and for `len`
-    /// more whenever it is full.
+    /// An empty cache for [`Self::forward_cached`]. It allocates memory for `len` tokens at its first use, and for
+    /// `len` more whenever it is full.
     pub fn cache(&self, len: usize) -> Sla2Cache {
         Sla2Cache::new(len)
     }
 
-    /// As [`Self::forward`] for tokens that follow the tokens in `cache`, to which they are added: see
-    /// [`Sla2::apply_cached`]. `x` is (batch, tokens, width), and the output has its shape. It is detached: no gradient
-    /// goes through a cache.
+    /// [`Self::forward`] for tokens that follow the tokens in `cache`, and that are added to the cache: see
+    /// [`Sla2::apply_cached`]. `x` and the output are (batch, tokens, width). The output is detached: a cache does not
+    /// propagate gradients.
     ///
     /// # Errors
     /// As [`Self::forward`] and [`Sla2::apply_cached`].

@@ -70,20 +70,20 @@ impl InplaceOp2 for AddInto {
 }
 
 /// Adds the gradients of several GPUs in a fixed order: `sum = (parts[0] + parts[1]) + (parts[2] + parts[3]) + ..`,
-/// with `sum` instead of `parts[place]`. Gradients are added in pairs, then the sums in pairs, and so on; a term
-/// without a pair is added last.
+/// where the old value of `sum` replaces `parts[place]`. Gradients are added in pairs, then the sums in pairs, and so
+/// on; a term without a partner is added last.
 ///
 /// The result has the same bits on every GPU. If the number of GPUs and the number per node are powers of two, one sum
 /// over all GPUs also has the same bits as the sum of the nodes' sums.
 ///
 /// `parts` is (n, ..), one gradient per GPU; `parts[place]` is not read. `sum` has the shape of one of these gradients.
-/// Both are contiguous and f32. `place` is 0 to n - 1.
+/// `parts` and `sum` are contiguous and f32. `place` is 0 to n - 1.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
 /// use candle_sage::ops::sum_in_order;
 ///
-/// // The second of three processes holds its own gradient, and receives those of the first and the third.
+/// // The second of three processes has its own gradient, and receives the gradients of the first and the third.
 /// let gradient = Tensor::new(&[2f32, 20.], &Device::Cpu)?;
 /// let received = Tensor::new(&[[1f32, 10.], [0., 0.], [4., 40.]], &Device::Cpu)?;
 /// sum_in_order(&gradient, &received, 1)?;
@@ -109,8 +109,8 @@ pub fn sum_in_order(sum: &Tensor, parts: &Tensor, place: usize) -> Result<()> {
     sum.inplace_op2(&parts.detach(), &InOrder { place })
 }
 
-/// The sum of terms: the sum of the first 2^n terms plus the sum of the others, with the largest n that leaves at least
-/// one other term.
+/// The sum of terms: the sum of the first 2^n terms plus the sum of the remaining terms. n is the largest number that
+/// leaves at least one remaining term.
 fn in_pairs<'a>(terms: Range<usize>, term: &impl Fn(usize) -> &'a [f32]) -> Vec<f32> {
     if terms.len() == 1 {
         return term(terms.start).to_vec();
@@ -171,7 +171,7 @@ impl InplaceOp2 for InOrder {
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_sage::ops::product_into;
 ///
-/// // The gradient of W in y = x W^T, added to what is there.
+/// // The gradient of W in y = x W^T, added to the ones in dw.
 /// let x = Tensor::new(&[[1f32, 2.], [3., 4.]], &Device::Cpu)?;
 /// let dy = Tensor::new(&[[1f32, 0., 1.], [0., 1., 1.]], &Device::Cpu)?;
 /// let dw = Tensor::ones((3, 2), DType::F32, &Device::Cpu)?;

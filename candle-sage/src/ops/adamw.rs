@@ -1,4 +1,4 @@
-//! AdamW over all parameters at once, and the sum of squares of their gradient, for its norm.
+//! AdamW over all parameters at once, and the sum of squares of a gradient, from which AdamW computes the norm.
 
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, InplaceOp3, Layout, Result, Shape, Tensor};
 
@@ -10,8 +10,8 @@ pub use crate::update::AdamW;
 const NAME: &str = "adamw";
 const SQUARES: &str = "sum-of-squares";
 
-/// The sum of squares of all elements of an f32 tensor: an f64 scalar. It is summed in f64, so it is finite if all
-/// elements are finite, and in an order that does not depend on the number of threads.
+/// The sum of squares of all elements of an f32 tensor: an f64 scalar. The sum runs in f64, so it is finite if all
+/// elements are finite. Its order does not depend on the number of threads.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -56,8 +56,8 @@ impl AdamW {
     /// / (1 - beta1^step)` and `v' = v / (1 - beta2^step)`.
     ///
     /// `state` is contiguous (3, parameters) in f32: weights, m, v. `gradient` is (parameters) in f32, and
-    /// `sum_of_squares` is its [`sum_of_squares`]. On a GPU `copy` receives the new weights in f16 or bf16, for the
-    /// model's forward and backward. When the norm is not finite nothing changes.
+    /// `sum_of_squares` is the [`sum_of_squares`] of the gradient. On a GPU `copy` receives the new weights in f16 or
+    /// bf16, for the model's forward and backward. When the gradient's norm is not finite nothing changes.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -159,9 +159,9 @@ mod tests {
         clip: None,
     };
 
-    /// Five steps against the published recurrence in f64; f32 is within 1e-6, and within 2e-6 of each moment. (An
-    /// update hardly depends on the gradient's size, so the weights do not reveal a wrong clip.) The first three
-    /// parameters have weight decay.
+    /// Five steps, compared with the published recurrence in f64: weights differ by less than 1e-6, moments by a
+    /// relative 2e-6. (Moments are compared because weights do not reveal a wrong clip: an update hardly depends on the
+    /// gradient's size.) The first three parameters have weight decay.
     #[test]
     fn follows_the_recurrence() -> Result<()> {
         let start = [0.5f32, -1.0, 2.0, 0.5, -1.0, 2.0];

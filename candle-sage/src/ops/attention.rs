@@ -33,12 +33,14 @@ const NAME: &str = "attention";
 /// Query, key and value are (batch, sequence, heads, head_dim) in f32, f16 or bf16, with any strides; the output has
 /// the query's shape and type. The number of query heads may be a multiple of the number of key heads. Values may have
 /// another head_dim than queries and keys (values 128, queries and keys 192, as in multi-head latent attention); the
-/// output then has the head_dim of the values. If the two head_dims differ, the smaller is padded to the larger, at the
-/// time and memory of the larger; unquantized attention on CUDA does not pad. All three inputs receive gradients
-/// through candle's `backward()`. A gradient cannot be differentiated again. (candle-nn's fused `softmax_last_dim`,
-/// `rms_norm`, `layer_norm` and `rope` have no gradient and report no error: a model that trains needs other operators,
-/// such as those of [`crate::ops`]; [`crate::untrained`] lists the variables that received no gradient.)
+/// output then has the head_dim of the values. If the two head_dims differ, the smaller is padded to the larger, which
+/// takes the time and memory of the larger; unquantized attention on CUDA does not pad. All three inputs receive
+/// gradients through candle's `backward()`. A gradient cannot be differentiated again.
 /// [`Attention::apply_heads_first`] accepts tensors that are (batch, heads, sequence, head_dim).
+///
+/// candle-nn's fused `softmax_last_dim`, `rms_norm`, `layer_norm` and `rope` have no gradient and report no error. To
+/// train a model, use other operators, such as those of [`crate::ops`]. [`crate::untrained`] lists the variables that
+/// received no gradient.
 ///
 /// ```
 /// use candle_core::{Device, Var};
@@ -81,19 +83,21 @@ impl Attention {
         self
     }
 
-    /// Whether a query sees only the keys up to its own position. Positions are aligned at the end: when lengths differ,
-    /// the last query sees every key (as in FlashAttention).
+    /// Whether a query sees only the keys up to its own position. Positions are aligned at the end: when lengths
+    /// differ, the last query sees every key (as in FlashAttention).
     ///
     /// In low bits the matmuls are causal, but not every scale is. SageBwd's smoothing subtracts the mean of all keys
     /// of the sequence (with [`Smoothing::Kv`](crate::Smoothing::Kv) also the mean of all values), and a tile of 64
-    /// keys shares a scale. A later token can therefore change an earlier output: multiplying the keys from position 200
-    /// on by 50 changes outputs before position 128 by up to .16 of the outputs' root mean square (`docs/support.md`
-    /// has every setting). A NaN in the last key reaches the first output.
+    /// keys shares a scale. A later token can therefore change an earlier output: in a test with 256 tokens,
+    /// multiplying the keys from position 200 on by 50 changes outputs before position 128 by up to .16 of the outputs'
+    /// root mean square. (`docs/support.md` lists all settings.) A NaN in the last key reaches the first output.
     /// [`Smoothing::None`](crate::Smoothing::None) removes the dependence on the mean; the caller can subtract a fixed
-    /// mean from the keys instead. The scale of a tile of 64 keys still depends on the tile's later tokens. For Attn-QAT see [`ValueGroups`](crate::ValueGroups). Unquantized attention is
-    /// strictly causal for finite values. Earlier queries of a tile multiply a later value by the probability 0: an
-    /// infinite value or a NaN turns outputs up to 127 tokens before it into NaN. It does not reach other documents or
-    /// batch entries.
+    /// mean from the keys instead. The scale of a tile of 64 keys still depends on the tile's later tokens. For
+    /// Attn-QAT see [`ValueGroups`](crate::ValueGroups).
+    ///
+    /// Unquantized attention is strictly causal for finite values. An infinite value or a NaN is multiplied by the
+    /// probability 0 for earlier queries of its tile, so it turns outputs of up to 127 tokens before it into NaN. It
+    /// does not reach other documents or batch entries.
     #[must_use]
     pub fn causal(mut self, causal: bool) -> Self {
         self.causal = causal;
@@ -103,10 +107,11 @@ impl Attention {
     /// A sliding window: a query sees its own position, `left` keys before it and `right` keys after it; `None` sets no
     /// limit. With [`Attention::causal`] a query sees no later key, whatever `right` is. Positions are aligned at the
     /// end, as with a causal mask. `left` and `right` are FlashAttention's `window_size`. The window is exact to the
-    /// token in every scheme, forward and backward. Blocks of 128 keys outside the window are skipped, so time falls
-    /// with the window. SageBwd takes its means over all keys.
+    /// token in every scheme, forward and backward. Blocks of 128 keys outside the window are skipped, so a smaller
+    /// window takes less time. The means of SageBwd's smoothing are over all keys, also those outside the window.
     ///
-    /// A configuration may count the query's own token: `sliding_window: 4096` of Mistral's and Gemma's models is `window(4095, None)`.
+    /// A configuration may count the query's own token: `sliding_window: 4096` of Mistral's and Gemma's models is
+    /// `window(4095, None)`.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -114,7 +119,7 @@ impl Attention {
     ///
     /// let (zeros, v) = (Tensor::zeros((1, 4, 1, 8), candle_core::DType::F32, &Device::Cpu)?, [0f32, 2., 4., 6.]);
     /// let v = Tensor::new(&v, &Device::Cpu)?.reshape((1, 4, 1, 1))?.broadcast_as((1, 4, 1, 8))?;
-    /// // Logits of 0: each query takes the mean of its own value and the one before.
+    /// // All logits are 0: each output is the mean of the query's own value and the value before it.
     /// let out = Attention::default().causal(true).window(1, None).apply(&zeros, &zeros, &v)?;
     /// assert_eq!(out.narrow(3, 0, 1)?.flatten_all()?.to_vec1::<f32>()?, [0., 1., 3., 5.]);
     /// # Ok::<(), candle_core::Error>(())
@@ -200,8 +205,8 @@ impl Attention {
     }
 
     /// [`Attention::apply`] for tensors that are (batch, heads, sequence, head_dim), as in PyTorch's
-    /// `scaled_dot_product_attention` and many candle models; the output is too. The inputs are not copied. (`apply`
-    /// would mistake the heads of such a tensor for tokens.)
+    /// `scaled_dot_product_attention` and many candle models. The output has the same order. The inputs are not copied.
+    /// (`apply` would mistake the heads of such a tensor for tokens.)
     ///
     /// # Errors
     /// As [`Attention::apply`].
@@ -210,9 +215,9 @@ impl Attention {
         self.apply(&q?, &k?, &v?)?.transpose(1, 2)
     }
 
-    /// Runs the forward outside candle's graph, and returns the output with its vector-Jacobian product, which computes
-    /// the inputs' gradients from the output's gradient: for training loops that do not use candle's graph, and for
-    /// timing only the backward.
+    /// Runs the forward outside candle's graph. Returns the output and its vector-Jacobian product, which computes the
+    /// inputs' gradients from the output's gradient. For training loops that do not use candle's graph, and for timing
+    /// only the backward.
     ///
     /// # Errors
     /// As [`Attention::apply`].

@@ -15,12 +15,12 @@ impl Attention {
     /// are T5's relative positions, and masks of zeros and minus infinities.
     ///
     /// `bias` is (batch or 1, query heads or 1, queries, keys) in any float type, and receives a gradient, like query,
-    /// key and value. It can be combined with a causal mask, windows, packed documents, grouped heads and a soft cap,
-    /// which is applied before the bias; it requires unquantized attention.
+    /// key and value. It requires unquantized attention, and can be combined with a causal mask, windows, packed
+    /// documents, grouped-query heads and a soft cap. The soft cap is applied before the bias.
     ///
-    /// **It needs memory for all pairs of queries and keys**, a few times the memory of the bias, on every device:
-    /// candle's operators compute it, with the softmax in f32. If the bias is linear in the distance,
-    /// [`Attention::alibi`] is cheaper; for a padding mask, [`Padding`](crate::ops::Padding).
+    /// **This function needs memory for all pairs of queries and keys**: several f32 tensors (batch, query heads,
+    /// queries, keys), on every device, because candle's operators compute it. If the bias is linear in the distance,
+    /// [`Attention::alibi`] is cheaper. For a padding mask, [`Padding`](crate::ops::Padding) is cheaper.
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
@@ -28,7 +28,8 @@ impl Attention {
     ///
     /// let x = Tensor::zeros((1, 2, 1, 8), candle_core::DType::F32, &Device::Cpu)?;
     /// let v = Tensor::new(&[0f32, 3.], &Device::Cpu)?.reshape((1, 2, 1, 1))?.broadcast_as((1, 2, 1, 8))?;
-    /// // The first query gives the second key twice the weight of the first one, and the second query does not see the first key.
+    /// // The first query gives the second key twice the weight of the first key. The second query does not see the
+    /// // first key.
     /// let bias = Var::new(&[[[[0f32, 2f32.ln()], [f32::NEG_INFINITY, 0.]]]], &Device::Cpu)?;
     /// let out = Attention::default().apply_with_bias(&x, &x, &v, &bias)?;
     /// let first: Vec<f32> = out.narrow(3, 0, 1)?.flatten_all()?.to_vec1()?;

@@ -31,7 +31,7 @@ const NAME: &str = "blend";
 ///     out.narrow(3, 0, 1)?.flatten_all()?.to_vec1::<f32>()
 /// };
 /// assert_eq!(a(Alpha::Constant)?, [1., 1., 0.5, 0.5]);
-/// // The third query sees one key exactly, the fourth two.
+/// // The third query has one key in exact attention, the fourth has two; both leave two keys to the tail.
 /// let by_count = a(Alpha::Count)?;
 /// assert!((by_count[2] - 1. / 3.).abs() < 1e-6 && (by_count[3] - 1. / 2.).abs() < 1e-6);
 /// # Ok::<(), candle_core::Error>(())
@@ -39,8 +39,8 @@ const NAME: &str = "blend";
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Alpha {
-    /// `a_i = sigmoid(theta + log(keys that i sees exactly / keys left to its tail))`: a learned `theta` applies to any
-    /// length and any number of blocks.
+    /// `a_i = sigmoid(theta + log(number of keys in i's exact attention / number of keys left to i's tail))`: a learned
+    /// `theta` also applies to other sequence lengths and other numbers of selected blocks.
     #[default]
     Count,
     /// `a = sigmoid(theta)`, as published (arXiv 2602.12675).
@@ -60,7 +60,7 @@ impl std::fmt::Display for Alpha {
 /// that the selection leaves to the tail: see [`Alpha`].
 ///
 /// `sparse` and `tail` are (batch, sequence, query heads, head_dim) of one type, `theta` is (query heads) in
-/// f32. All receive gradients: `dsparse = a dout`, `dtail = (1 - a) dout`, `dtheta = sum a (1 - a) dout .
+/// f32. All three receive gradients: `dsparse = a dout`, `dtail = (1 - a) dout`, `dtheta = sum a (1 - a) dout .
 /// (sparse - tail)`.
 ///
 /// ```
@@ -75,7 +75,7 @@ impl std::fmt::Display for Alpha {
 /// let tail = sparse.zeros_like()?;
 /// let theta = Var::zeros(1, DType::F32, &Device::Cpu)?;
 /// let out = blend(&sparse, &tail, &theta, &selection, Alpha::Constant)?;
-/// // Two queries have a tail: dtheta is a (1 - a), summed over their eight channels.
+/// // Two queries have a tail: dtheta is a (1 - a), summed over the eight channels of each.
 /// let gradients = out.sum_all()?.backward()?;
 /// assert_eq!(gradients.get(&theta).unwrap().to_vec1::<f32>()?, [16. * 0.25]);
 /// # Ok::<(), candle_core::Error>(())

@@ -26,7 +26,7 @@ const NAME: &str = "cross-entropy";
 /// let targets = Tensor::new(&[1i64, -100], &Device::Cpu)?;
 /// let settings = CrossEntropy::default().ignore_id(-100).z_loss(1e-4);
 /// let loss = cross_entropy(&logits, &targets, settings)?.to_scalar::<f32>()?;
-/// // Of four classes with equal logits, and one target that counts.
+/// // Four classes have equal logits, and one target counts.
 /// let expected = 4f32.ln() + 1e-4 * 4f32.ln().powi(2);
 /// assert!((loss - expected).abs() < 1e-6);
 /// # Ok::<(), candle_core::Error>(())

@@ -41,8 +41,8 @@ pub fn embedding(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     table.apply_op2(ids, Embedding::default())?.reshape(shape)
 }
 
-/// [`embedding`] outside candle's graph. On a GPU it does not wait for the device; if an id is not in the table, its
-/// row of the output is NaN. For training loops that do not use candle's graph.
+/// [`embedding`] for training loops that do not use candle's graph. On a GPU it does not wait for the device: if an id
+/// is not in the table, the id's row of the output is NaN.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -67,7 +67,7 @@ pub fn embedding_forward(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     table.apply_op2_no_bwd(ids, &Embedding::default())?.reshape(shape)
 }
 
-/// Checks the arguments, and returns the output's shape.
+/// Returns the output's shape.
 fn check(table: &Tensor, ids: &Tensor) -> Result<Vec<usize>> {
     let &[rows, width] = table.dims() else {
         return Err(shape_error(
@@ -175,8 +175,8 @@ impl CustomOp2 for Embedding {
     }
 }
 
-/// The gradient of a table of `rows`, for the gradient `dout` of its [`embedding`]: (rows, width), in the type of
-/// `dout`. Ids that are not in the table are ignored. For training loops that do not use candle's graph.
+/// The gradient of a table of `rows` rows for the gradient `dout` of [`embedding`]'s output: (rows, width), in the type
+/// of `dout`. Ids that are not in the table are ignored. For training loops that do not use candle's graph.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

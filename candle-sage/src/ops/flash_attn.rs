@@ -9,9 +9,9 @@ use crate::shape::Packing;
 /// Unquantized `softmax(softmax_scale Q K^T) V` with a gradient: [`Attention`] with the signature of
 /// candle-flash-attn's function of this name, which has no gradient.
 ///
-/// Query, key and value are (batch, sequence, heads, head_dim) in f32 (CPU), f16 or bf16; the number of query
-/// heads may be a multiple of the number of key heads; with `causal` the last query sees every key. INT8
-/// attention is `Attention::new(SageBwd::default())`.
+/// Query, key and value are (batch, sequence, heads, head_dim) in f32 (CPU), f16 or bf16. The number of query heads may
+/// be a multiple of the number of key heads. With `causal` the last query sees every key, also if there are more keys
+/// than queries. INT8 attention is `Attention::new(SageBwd::default())`.
 ///
 /// ```
 /// use candle_core::{Device, Var};
@@ -29,8 +29,8 @@ pub fn flash_attn(q: &Tensor, k: &Tensor, v: &Tensor, softmax_scale: f32, causal
     unquantized(softmax_scale, None, causal.then_some(0)).apply(q, k, v)
 }
 
-/// [`flash_attn`] with a sliding window: a query sees `window_size_left` keys before its own position and `window_size_right` after
-/// it; `None` sets no limit: see [`Attention::window`].
+/// [`flash_attn`] with a sliding window: a query sees `window_size_left` keys before its own position and
+/// `window_size_right` keys after it. `None` sets no limit. See [`Attention::window`].
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -39,7 +39,7 @@ pub fn flash_attn(q: &Tensor, k: &Tensor, v: &Tensor, softmax_scale: f32, causal
 /// let q = Tensor::randn(0f32, 1., (1, 64, 4, 32), &Device::Cpu)?;
 /// let causal = flash_attn(&q, &q, &q, 0.2, true)?;
 /// let window = flash_attn_windowed(&q, &q, &q, 0.2, Some(7), Some(0))?;
-/// // The first eight queries see all keys before them in both.
+/// // The first eight queries see all keys before them in both cases.
 /// let same = |tokens| causal.narrow(1, 0, tokens)?.sub(&window.narrow(1, 0, tokens)?)?.abs()?.max_all()?.to_scalar::<f32>();
 /// assert!(same(8)? < 1e-6 && same(9)? > 1e-3);
 /// # Ok::<(), candle_core::Error>(())
@@ -122,9 +122,9 @@ pub fn flash_attn_alibi_windowed_softcap(
 /// [`flash_attn`] over concatenated documents: query, key and value are (tokens, heads, head_dim).
 ///
 /// Document `n` contains the query tokens `seqlens_q[n]..seqlens_q[n + 1]` and the key tokens
-/// `seqlens_k[n]..seqlens_k[n + 1]`: cumulative lengths that start at 0, integers, on any device. The host reads them,
-/// and so waits for the device that computes them. [`Attention::packing`] accepts lengths on the host, and does not
-/// wait.
+/// `seqlens_k[n]..seqlens_k[n + 1]`. `seqlens_q` and `seqlens_k` are cumulative lengths that start at 0, of an integer
+/// type, on any device. The host reads them, and so waits for that device. [`Attention::packing`] accepts lengths on
+/// the host, and does not wait.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

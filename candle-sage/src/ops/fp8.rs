@@ -27,8 +27,8 @@ pub enum Fp8Sums {
     F32,
 }
 
-/// Which copies of a matrix exist. Hopper's FP8 matmuls need both operands contiguous along the reduction. A matrix
-/// that is multiplied from both sides therefore needs a transposed copy.
+/// Which copies of a matrix exist. Hopper's FP8 matmuls need both operands contiguous along the dimension that they sum
+/// over. A matrix that is multiplied from both sides therefore needs a transposed copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fp8Copies {
     /// The matrix itself.
@@ -61,14 +61,14 @@ impl Fp8Copies {
 /// let [x8, w8] = [Fp8Matrix::quantize(&x, E4M3, Fp8Copies::Rows)?, Fp8Matrix::quantize(&w, E4M3, Fp8Copies::Both)?];
 /// let y = x8.product(&w8, DType::F32, Fp8Sums::Fast)?;
 /// let error = (y - x.matmul(&w.t()?)?)?.sqr()?.mean_all()?.to_scalar::<f32>()?.sqrt();
-/// assert!(error < 0.05 * 8., "{error}"); // of the size of y, sqrt(64)
+/// assert!(error < 0.05 * 8., "{error}"); // the standard deviation of y is sqrt(64)
 /// // The transpose of w in another product: the gradient of x.
 /// assert_eq!(w8.t().dims(), (64, 16));
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 #[derive(Debug, Clone)]
 pub struct Fp8Matrix {
-    /// The codes, (rows, columns), and transposed, (columns, rows).
+    /// The codes, (rows, columns), and their transpose, (columns, rows).
     copies: [Option<Tensor>; 2],
     dims: (usize, usize),
     /// One f32: a code's value times the scale is the element.
@@ -76,12 +76,12 @@ pub struct Fp8Matrix {
     format: Fp8Format,
 }
 
-/// Rows and columns are multiples of this, as cuBLASLt requires.
+/// The numbers of rows and columns must be multiples of this number, as cuBLASLt requires.
 pub const FP8_MULTIPLE: usize = 16;
 
 impl Fp8Matrix {
-    /// Quantizes a matrix (rows, columns) in f32, f16 or bf16 with the scale of its largest absolute value. Both dimensions
-    /// must be multiples of 16.
+    /// Quantizes a matrix (rows, columns) in f32, f16 or bf16 with the scale of its largest absolute value. Both
+    /// dimensions must be multiples of 16.
     ///
     /// # Errors
     /// When `x` is not a matrix, or a dimension is not a multiple of 16.
@@ -101,8 +101,8 @@ impl Fp8Matrix {
         Ok(quantized.into_matrix(format, x.dims2()?, from_cpu))
     }
 
-    /// Quantizes a matrix as [`quantize`](Self::quantize) does, but with a scale from earlier steps, in the scale's
-    /// format.
+    /// Quantizes a matrix as [`quantize`](Self::quantize) does, but with a scale from earlier steps, and in the format
+    /// of this scale.
     ///
     /// # Errors
     /// As [`quantize`](Self::quantize), and when the scale is on another device.
@@ -190,8 +190,8 @@ impl Fp8Matrix {
         Self { copies: [columns, rows], dims: (self.dims.1, self.dims.0), ..self.clone() }
     }
 
-    /// The matrix without its row copy, which [`product`](Self::product) reads: frees memory when only the transpose is
-    /// still needed.
+    /// The matrix without its row copy, which [`product`](Self::product) reads. This frees memory when only the
+    /// transpose is still needed.
     #[must_use]
     pub fn without_rows(self) -> Self {
         let [_, columns] = self.copies;
@@ -216,12 +216,12 @@ impl Fp8Matrix {
         if is_turned { values.t()?.contiguous() } else { Ok(values) }?.to_device(self.scale.device())
     }
 
-    /// `a b^T` of a (m, k) and b (n, k): an (m, n) tensor of type `dtype`, f32, f16 or bf16. Both need their row copy
-    /// ([`Fp8Copies::Rows`]).
+    /// `a b^T`, where `a` is `self`, (m, k), and `b` is (n, k): an (m, n) tensor of type `dtype` (f32, f16 or bf16).
+    /// `a` and `b` need their row copies ([`Fp8Copies::Rows`]).
     ///
     /// # Errors
-    /// When the columns differ in number, a copy is missing, both are E5M2, or the GPU has no FP8 units
-    /// (compute capability below 8.9).
+    /// When `a` and `b` have different numbers of columns, lack a row copy, or are both E5M2, and when the GPU has no
+    /// FP8 units (compute capability below 8.9).
     pub fn product(&self, b: &Self, dtype: DType, sums: Fp8Sums) -> Result<Tensor> {
         let (m, n) = self.check_product(b)?;
         let op = Fp8Product { formats: [self.format, b.format], sums, dtype };
@@ -236,8 +236,8 @@ impl Fp8Matrix {
         f32_tensor(out, (m, n), dtype)
     }
 
-    /// `out += a b^T` if `add`, otherwise `out = a b^T`; `out` is contiguous (m, n), in f32 or, on a GPU, in f16 or bf16. See
-    /// [`product`](Self::product).
+    /// `out += a b^T` if `add`, otherwise `out = a b^T`, with `a` and `b` as in [`product`](Self::product). `out` is
+    /// contiguous (m, n), in f32 or, on a GPU, in f16 or bf16.
     ///
     /// # Errors
     /// As [`product`](Self::product), and when `out` does not fit.
@@ -313,7 +313,7 @@ pub(super) fn check_dims(op: &str, dims: &[usize]) -> Result<()> {
     ))
 }
 
-/// A contiguous tensor from a CPU storage.
+/// A contiguous tensor.
 pub(super) fn from_cpu(storage: CpuStorage, dims: Vec<usize>) -> Tensor {
     Tensor::from_storage(candle_core::Storage::Cpu(storage), dims, candle_core::op::BackpropOp::none(), false)
 }
@@ -352,7 +352,7 @@ pub(super) fn largest_in(values: &[f32]) -> f32 {
     values.par_chunks(SPAN).map(largest_of).reduce(|| 0.0, |a, b| largest_of(&[a, b]))
 }
 
-/// Codes of the rows, of the columns, and the scale.
+/// The codes of a matrix (`rows`), the codes of its transpose (`columns`), and its scale.
 pub(crate) struct Quantized<S> {
     pub(crate) rows: Option<S>,
     pub(crate) columns: Option<S>,

@@ -53,9 +53,9 @@ pub fn swiglu_fp8(gate: &Tensor, up: &Tensor, copies: Fp8Copies, scale: &Fp8Scal
     Ok(Fp8Matrix::of_codes(codes, gate.dims2()?, scale.format()))
 }
 
-/// [`swiglu_backward`] of matrices (rows, columns): the gradients of gate and up, concatenated along the columns,
-/// (rows, 2 columns), quantized in both copies. With `again` it also returns the output, quantized, with only the
-/// transposed copy.
+/// [`swiglu_backward`] of matrices (rows, columns), quantized. Returns the gradients of gate and up, concatenated to
+/// one matrix (rows, 2 columns) with both copies ([`Fp8Copies::Both`]). With `again`, the output's scale, it also
+/// returns the output, with only the transposed copy.
 ///
 /// # Errors
 /// As [`swiglu_backward`] and [`Fp8Matrix::quantize_with`].
@@ -87,8 +87,8 @@ pub fn swiglu_backward_fp8(
     Ok((Fp8Matrix::of_codes(codes, (rows, 2 * columns), scale.format()), y))
 }
 
-/// [`residual_rms_norm`] of a matrix (rows, width), or [`rms_norm`] without a residual. Returns the sum, and the
-/// normalized rows quantized.
+/// [`residual_rms_norm`] of a matrix (rows, width), or [`rms_norm`] if there is no residual. Returns the sum (`x` if
+/// there is no residual), and the normalized rows, quantized.
 ///
 /// # Errors
 /// As [`residual_rms_norm`] and [`Fp8Matrix::quantize_with`].
@@ -130,8 +130,8 @@ pub fn residual_rms_norm_fp8(
     Ok((sum, Fp8Matrix::of_codes(codes, x.dims2()?, scale.format())))
 }
 
-/// [`rms_norm_backward`] of a matrix (rows, width): the gradients of `x` and of the weight, and the gradient of `x`
-/// quantized in both copies.
+/// [`rms_norm_backward`] of a matrix (rows, width). Returns the gradients of `x` and of the weight, and the gradient of
+/// `x` quantized, with both copies.
 ///
 /// # Errors
 /// As [`rms_norm_backward`] and [`Fp8Matrix::quantize_with`].
@@ -167,10 +167,10 @@ fn has_norm_kernel(x: &Tensor) -> bool {
     x.device().is_cuda() && x.dtype() != DType::F32 && x.dims()[1] <= NORM_WIDTH
 }
 
-/// [`qk_norm_rope_backward`]: the gradients of the inputs as a matrix (batch sequence, channels of all heads),
-/// quantized in both copies, and the gradients of the weights. `through` is the gradient of heads that are neither
-/// normalized nor rotated, such as the values; it is appended to the matrix. If one matmul computed query, key and
-/// value, the matrix is the operand of one backward matmul.
+/// [`qk_norm_rope_backward`], quantized. Returns the gradients of the inputs as a matrix (batch * sequence, channels of
+/// all heads) with both copies ([`Fp8Copies::Both`]), and the gradients of the weights. `through` is the gradient of
+/// heads that are neither normalized nor rotated, such as the values; it is appended to the matrix. If one matmul
+/// computed query, key and value, the matrix is the operand of one backward matmul.
 ///
 /// # Errors
 /// As [`qk_norm_rope_backward`] and [`Fp8Matrix::quantize_with`].

@@ -19,7 +19,7 @@ const LINEAR: &str = "fp8-linear";
 pub struct Fp8Linear {
     /// The format of the output's gradient; input and weight are E4M3.
     pub gradient: Fp8Format,
-    /// The accumulators on a GPU of y, dx and dW.
+    /// The accumulators of the matmuls that compute y, dx and dW on a GPU.
     pub sums: [Fp8Sums; 3],
 }
 
@@ -30,7 +30,7 @@ impl Fp8Linear {
         Self { gradient, ..self }
     }
 
-    /// Sets the accumulators on a GPU of y, dx and dW.
+    /// Sets the accumulators of the matmuls that compute y, dx and dW on a GPU.
     #[must_use]
     pub fn sums(self, sums: [Fp8Sums; 3]) -> Self {
         Self { sums, ..self }

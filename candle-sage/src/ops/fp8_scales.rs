@@ -25,8 +25,8 @@ pub(crate) const MARGIN: f32 = 4.0;
 /// scale   = the least power of two with 4 running <= largest value of the format * scale
 /// ```
 ///
-/// A matrix that is quantized for the first time is measured first. Values beyond the format saturate, and are counted.
-/// (Micikevicius et al., arXiv 2209.05433, section 4, use a history of maxima.)
+/// A matrix that is quantized for the first time is measured first. Values beyond the largest value of the format
+/// saturate, and are counted. (Micikevicius et al., arXiv 2209.05433, section 4, use a history of maxima.)
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -57,7 +57,8 @@ pub struct Fp8Scales {
 #[derive(Debug)]
 enum State {
     Host(Mutex<Vec<Site>>),
-    /// f32 (5, matrices): scale, largest value, running maximum, saturated values (the bits of a u32), and 1 for E5M2.
+    /// f32 (5, matrices): scale, largest value, running maximum, number of saturated values (the bits of a u32), and 1
+    /// for E5M2, 0 for E4M3.
     Device(Tensor),
 }
 
@@ -88,7 +89,7 @@ fn larger(a: f32, b: f32) -> f32 {
 
 impl Site {
     fn rescale(&mut self, format: Fp8Format) {
-        // A value that is not finite does not predict the next step.
+        // An infinity or a NaN says nothing about the values of the next step.
         let seen = if self.largest.is_finite() { self.largest } else { 0.0 };
         self.running = seen.max(self.running * DECAY);
         self.scale = format.scale(self.running.min(1e37) * MARGIN);
@@ -127,7 +128,7 @@ impl Fp8Scales {
         Fp8Scale { all: self.clone(), index }
     }
 
-    /// Ends a step. The next step uses scales of the largest values recorded so far.
+    /// Ends a step: computes the scales of the next step from the largest values recorded so far.
     ///
     /// # Errors
     /// When the device fails.
@@ -144,8 +145,9 @@ impl Fp8Scales {
         }
     }
 
-    /// The largest values since the last step, f32 (matrices). Several processes take the maximum of them before
-    /// [`rescale`](Self::rescale). On a GPU the tensor shares memory with the state.
+    /// The largest values since the last step, f32 (matrices). If several processes train one model, replace these
+    /// values by the maximum over the processes before [`rescale`](Self::rescale). On a GPU the tensor shares memory
+    /// with the state.
     ///
     /// # Errors
     /// When there is not enough memory.
@@ -199,8 +201,8 @@ impl Fp8Scales {
         }
     }
 
-    /// The scale and the running maximum of each matrix between two steps, for a checkpoint; a scale of 0 for a matrix that was never
-    /// quantized.
+    /// For a checkpoint between two steps: the scale and the running maximum of each matrix. The scale is 0 if the
+    /// matrix was never quantized.
     ///
     /// # Errors
     /// When the device fails.
@@ -267,7 +269,7 @@ impl Fp8Scale {
         self.all.formats[self.index]
     }
 
-    /// Marks the matrix as quantized, and returns whether it was before.
+    /// Marks the matrix as quantized, and returns whether it was marked before.
     pub(super) fn swap_measured(&self) -> bool {
         self.all.measured[self.index].swap(true, Ordering::Relaxed)
     }
@@ -294,8 +296,8 @@ impl Fp8Scale {
         }
     }
 
-    /// Records the largest absolute value of a matrix, and returns the matrix's scale. `saturated` counts the values
-    /// that saturate with a scale.
+    /// Records the largest absolute value of a matrix, and returns the matrix's scale. `saturated` returns how many
+    /// values saturate with a given scale.
     pub(super) fn on_host(&self, largest: f32, saturated: impl Fn(f32) -> u64) -> Result<f32> {
         let is_measured = self.swap_measured();
         let State::Host(sites) = &self.all.state else {

@@ -11,12 +11,12 @@ use crate::launch::Launch;
 
 const NAME: &str = "layer-norm";
 
-/// `y = (x - mean(x)) * r * weight + bias` with `r = 1 / sqrt(mean((x - mean(x))^2) + eps)` and means over the last dimension (layer
-/// normalization, arXiv 1607.06450).
+/// `y = (x - mean(x)) * r * weight + bias` with `r = 1 / sqrt(mean((x - mean(x))^2) + eps)` and means over the last
+/// dimension (layer normalization, arXiv 1607.06450).
 ///
 /// `x` is (.., width) in f32, f16 or bf16 with any strides, `weight` and `bias` are (width); the output has the shape
-/// and type of `x`. Sums run in f32. All three receive gradients (candle-nn's `LayerNorm` with a bias, and its
-/// `layer_norm`, return no gradient for a contiguous input): with `c = x - mean(x)` and `g = dy o weight`
+/// and type of `x`. Sums run in f32. `x`, weight and bias receive gradients. (With candle-nn's `layer_norm`, and its
+/// `LayerNorm` with a bias, they receive none if `x` is contiguous.) With `c = x - mean(x)` and `g = dy o weight`:
 ///
 /// ```text
 /// dx = r (g - mean(g) - c r^2 mean(g o c))        dweight = sum(dy o c r)        dbias = sum(dy)

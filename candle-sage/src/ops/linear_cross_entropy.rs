@@ -19,10 +19,10 @@ const LINEAR: &str = "linear-cross-entropy";
 /// [`cross_entropy`](crate::ops::cross_entropy) of `hidden weight^T`, without storing all logits.
 ///
 /// `hidden` is (rows, width), `weight` (classes, width) in f32, f16 or bf16, `targets` (rows); the result is an f32
-/// scalar. Logits are computed and used [`CrossEntropy::chunk_rows`] at a time. When an input is tracked the forward
-/// also computes its gradient, chunk by chunk, so that logits are computed only once; the backward multiplies it by the
-/// loss's gradient. On the CPU everything is f32. On a GPU both inputs have one element type, in which logits and
-/// matmuls are computed; everything else is f32.
+/// scalar. Logits are computed and used in chunks of [`CrossEntropy::chunk_rows`] rows. For a tracked input the forward
+/// also computes the gradient, chunk by chunk, so that logits are computed only once; the backward multiplies this
+/// gradient by the loss's gradient. On the CPU everything is f32. On a GPU both inputs have one element type, in which
+/// logits and matmuls are computed; everything else is f32.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -63,7 +63,8 @@ pub fn linear_cross_entropy(
 /// Returns the loss, an f32 scalar, and the gradient of `factor * loss` for the hidden states, in their type; the
 /// weight's gradient is added to `dweight`, contiguous (classes, width) in f32.
 ///
-/// All targets count. On a GPU it does not wait for the device: a target that is not a class makes the loss NaN.
+/// All targets count. On a GPU the function does not wait for the device: a target that is not a class makes the loss
+/// NaN.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -146,7 +147,7 @@ enum LinearSaved {
     Cuda(Backward<1, [Option<CudaStorage>; 2]>),
 }
 
-/// Gradients for a loss's gradient of 1; empty if not wanted.
+/// Gradients of the inputs if the loss's gradient is 1; empty for an untracked input.
 struct UnitGradients {
     hidden: Vec<f32>,
     weight: Vec<f32>,
@@ -159,7 +160,7 @@ pub(crate) struct LinearOp {
     saved: OnceLock<LinearSaved>,
 }
 
-/// Bytes of logits that are stored at once.
+/// Bytes of logits that the CPU stores at once.
 const CPU_BYTES: usize = 64 << 20;
 
 impl CrossEntropy {

@@ -24,11 +24,12 @@ const NAME: &str = "linear-cross-entropy-fp8";
 /// dhidden = q(dlogits) q(weight),  dweight += q(dlogits)^T q(hidden)
 /// ```
 ///
-/// `hidden` is (rows, width), `weight` (classes, width), each with both copies; logits and the returned gradient of
-/// `hidden` are of type `dtype` on a GPU, and everything else is f32. An element of the logits' gradient is a number
-/// between -1 and 1, times `factor / rows`. (With a z-loss the number can be larger; beyond 1.75 the gradient
-/// saturates.) Therefore the gradient's scale is fixed. Its format is `linear.gradient`. Prefer E5M2: probabilities are
-/// small, and E4M3 flushes probabilities below `2^-18` to zero.
+/// `hidden` is (rows, width), `weight` (classes, width), each with both copies
+/// ([`Fp8Copies::Both`](super::Fp8Copies::Both)). The returned gradient of `hidden` has the type `dtype`, and on a GPU
+/// the logits have this type too; everything else is f32. The gradient of the logits has a fixed scale, because its
+/// elements are numbers between -1 and 1, times `factor / rows`. (With a z-loss the number can be larger; beyond 1.75
+/// it saturates.) The format of this gradient is `linear.gradient`. Prefer E5M2: probabilities are small, and E4M3
+/// flushes probabilities below `2^-18` to zero.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -99,7 +100,7 @@ pub(crate) struct LinearIntoFp8 {
     pub(crate) settings: CrossEntropy,
     pub(crate) linear: Fp8Linear,
     pub(crate) dtype: DType,
-    /// Factor of the gradients of the sum of losses.
+    /// The factor by which the gradients of the sum of all rows' losses are multiplied.
     pub(crate) factor: f32,
     made: OnceLock<(Tensor, Tensor)>,
 }

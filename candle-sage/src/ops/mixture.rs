@@ -1,4 +1,5 @@
-//! The linear tail mixed with attention over selected keys in one step, for vector-Jacobian products outside candle's graph.
+//! The linear tail and its mixture with attention over selected keys, in one step. For vector-Jacobian products outside
+//! candle's graph.
 //!
 //! On a GPU the tail's kernels mix before they write: neither the tail's output nor its gradient is stored in memory.
 //! On the CPU, and for tails without kernels, the two ops run one after the other.
@@ -39,7 +40,6 @@ impl Mixture {
         Ok(Self { tail, blend })
     }
 
-    /// The tail's output by itself.
     fn tail_of(&self, [q, k, v, ..]: Inputs<'_>) -> Result<Tensor> {
         past_linear(q, k, v, &self.tail.selection, self.tail.tail)
     }
@@ -102,8 +102,8 @@ impl Mixture {
 
     /// [`Self::backward`] on a GPU, in two launches, with the backward of exact attention between them. The first
     /// computes the gradient of exact attention's output, and partial sums of `theta`'s gradient. The second adds the
-    /// tail's gradients to the gradients of query, key and value in place, adds its terms to the partial sums, and
-    /// computes the gradient of `theta`.
+    /// tail's gradients to the gradients of query, key and value in place, adds the tail's terms to the partial sums,
+    /// and computes the gradient of `theta`.
     fn backward_on_cuda(
         &self,
         [q, k, v, sparse, theta]: Inputs<'_>,

@@ -45,9 +45,9 @@ impl MuonMatrix {
 /// Adjacent elements of a matrix: all elements, or the shard that one of several processes updates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MuonPart {
-    /// The first element among the parameters.
+    /// Index of the first element among the parameters.
     pub at: usize,
-    /// The first element among the directions.
+    /// Index of the first element in the tensor of directions.
     pub to: usize,
     /// Number of elements.
     pub len: usize,
@@ -67,12 +67,13 @@ impl Muon {
     /// is the [`sum_of_squares`](crate::ops::sum_of_squares) of the gradient of all parameters, including parameters
     /// that this call does not update. Parameters outside the matrices do not change. On a GPU `copy` receives the new
     /// weights in f16 or bf16. Matmuls are in f32 on the CPU; on a GPU the direction is bf16, and sums are f32. When
-    /// the norm is not finite nothing changes. With `beta2` the rows of d are normalized ([`Muon::normalize_rows`]):
-    /// `mean_squares` then has a number for each row of the matrices, one matrix after the other. Adjacent matrices of
-    /// one shape are orthogonalized together, which is faster.
+    /// the gradient's norm is not finite nothing changes. With `beta2` the rows of d are normalized
+    /// ([`Muon::normalize_rows`]): `mean_squares` then has a number for each row of the matrices, one matrix after the
+    /// other. Adjacent matrices of one shape are orthogonalized together, which is faster.
     ///
     /// A step is [`Muon::directions`], [`Muon::orthogonalize`], [`Muon::normalize_rows`] and [`Muon::apply`]. Processes
-    /// that share matrices call these four functions, and exchange directions after the first and before the last call.
+    /// that update shards of the same matrices call these four functions, and exchange directions after the first and
+    /// before the last call.
     ///
     /// # Errors
     /// When the tensors do not match, matrices overlap or are out of bounds, or the momentum is not in [0, 1); on CUDA,
@@ -86,7 +87,7 @@ impl Muon {
         mean_squares: Option<&Tensor>,
         copy: Option<&Tensor>,
     ) -> Result<()> {
-        // Before the momentum changes.
+        // All checks come before the first change.
         self.check(state, gradient, sum_of_squares, copy)?;
         let shapes: Vec<_> = matrices.iter().map(MuonMatrix::shape).collect();
         self.check_rows(mean_squares, &shapes)?;
@@ -149,7 +150,7 @@ impl Muon {
 
     /// With `beta2`, divides each row d of orthogonal directions by the root of its running mean square v, in place,
     /// and scales each matrix so that its Frobenius norm does not change. (NorMuon, arXiv 2510.05491, sets the norm to
-    /// sqrt(rows columns) instead, so that all matrices need the scale `AdamW`.)
+    /// sqrt(rows columns) instead, so that the length of a step is always that of [`MuonScale::AdamW`].)
     ///
     /// ```text
     /// v = beta2 v + (1 - beta2) mean(d^2)          d = d / sqrt(v) * norm(matrix) / norm(matrix of d / sqrt(v))

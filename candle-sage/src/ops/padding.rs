@@ -43,8 +43,9 @@ pub struct Padding {
 }
 
 impl Padding {
-    /// From a mask (batch, sequence) of any type: real tokens are not 0. They may be anywhere in a row (left or right
-    /// padding), and keep their order. A row may have no real token. The host reads the mask, and so waits for a GPU.
+    /// From a mask (batch, sequence) of any type, which is 0 for padding and not 0 for real tokens. Real tokens may be
+    /// anywhere in a row (left or right padding), and keep their order. A row may have no real token. The host reads
+    /// the mask, and therefore waits if the mask is on a GPU.
     ///
     /// # Errors
     /// When the mask is not a matrix, or has no real token.
@@ -66,7 +67,7 @@ impl Padding {
         Self::new((batch, sequence), lengths, real, mask.device())
     }
 
-    /// From the number of real tokens of each row of (batch, sequence). In a row the real tokens come first.
+    /// From the number of real tokens in each row of a batch (batch, sequence). Real tokens precede the padding.
     ///
     /// # Errors
     /// When a row is longer than the sequence, or no row has a token.
@@ -127,7 +128,8 @@ impl Padding {
     }
 }
 
-/// The real tokens of a padded batch, one row after the other: (batch, sequence, ..) -> (1, tokens, ..), with a gradient.
+/// The real tokens of a padded batch, one row after the other: (batch, sequence, ..) -> (1, tokens, ..), with a
+/// gradient.
 ///
 /// # Errors
 /// When `x` does not begin with (batch, sequence), or is on another device than the padding.

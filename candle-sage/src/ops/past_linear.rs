@@ -1,4 +1,4 @@
-//! Linear attention over the keys that block-sparse attention skips: the tail of SLA2.
+//! The linear attention that SLA2 adds to block-sparse attention: its tail.
 
 mod products;
 
@@ -16,7 +16,8 @@ use crate::shape::AttentionShape;
 
 const NAME: &str = "past-linear";
 
-/// The blocks of keys that the linear tail of a selection sums over.
+/// The blocks of keys that the linear tail of a selection sums over. *Candidates* are the blocks that a block of
+/// queries may select: see [`Selection`].
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -36,7 +37,7 @@ const NAME: &str = "past-linear";
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Tail {
-    /// All candidates, also the selected ones: one running sum serves all queries.
+    /// All candidates, including selected blocks: one running sum serves all queries.
     #[default]
     Past,
     /// The candidates that are not selected, as published (arXiv 2602.12675).
@@ -52,17 +53,17 @@ impl std::fmt::Display for Tail {
     }
 }
 
-/// Linear attention of each block of queries over its candidate blocks of keys:
+/// Linear attention of each block of queries I over the keys j in the blocks of its tail ([`Tail`]):
 /// `out_i = phi(q_i) H_I / (phi(q_i) . z_I)` with `H_I = sum_j phi(k_j)^T v_j`, `z_I = sum_j phi(k_j)` and `phi` the
-/// softmax over channels (SLA, arXiv 2509.24006; SLA2, arXiv 2602.12675). The output is zero for queries without
-/// candidates.
+/// softmax over channels (SLA, arXiv 2509.24006; SLA2, arXiv 2602.12675). The output is zero for queries without a
+/// tail.
 ///
 /// Query, key and value are (batch, sequence, heads, head_dim) in f32, f16 or bf16 with any strides, as in
 /// [`Attention`](crate::Attention), and all receive gradients; the output has the query's shape and type. Without a
-/// causal mask `phi` is applied to K minus its mean over the segment; with a causal mask this mean would depend on
-/// later tokens. Sums run in f32. On CUDA there are kernels for [`Tail::Past`] with a causal mask; they round the
-/// states `H` to the inputs' type. The other tails are matmuls by candle's operators. They are slower and need more
-/// memory: states and copies of all inputs are f32.
+/// causal mask `phi` is applied to K minus its mean over the segment (batch entry or document). With a causal mask no
+/// mean is subtracted, because it would depend on later tokens. Sums run in f32. On CUDA there are kernels for
+/// [`Tail::Past`] with a causal mask; they round the states `H` to the inputs' type. In all other cases on CUDA,
+/// candle's matmuls compute the tail, which is slower and needs more memory: states and copies of all inputs are f32.
 ///
 /// ```
 /// use candle_core::{DType, Device, Var};
@@ -75,7 +76,7 @@ impl std::fmt::Display for Tail {
 /// let (q, k) = (Var::randn(0f32, 1., dims, &Device::Cpu)?, Var::randn(0f32, 1., dims, &Device::Cpu)?);
 /// let v = Var::ones(dims, DType::F32, &Device::Cpu)?;
 /// let out = past_linear(&q, &k, &v, &selection, Tail::Past)?;
-/// // The first block of queries has no block of keys before it; the weights of the second sum to 1.
+/// // The first block of queries has no candidates; the weights of each query in the second block sum to 1.
 /// let sums = out.sum(3)?.flatten_all()?.to_vec1::<f32>()?;
 /// assert_eq!(sums[..2], [0., 0.]);
 /// assert!(sums[2..].iter().all(|sum| (sum - 8.0).abs() < 1e-5));
@@ -107,7 +108,7 @@ pub fn past_linear(q: &Tensor, k: &Tensor, v: &Tensor, selection: &Selection, ta
 /// let x = || Tensor::randn(0f32, 1., dims, &Device::Cpu);
 /// let (q, k, v, dout) = (x()?, x()?, x()?, x()?.ones_like()?);
 /// let [_, _, dv] = past_linear_backward([&q, &k, &v], &selection, Tail::Past, &dout)?;
-/// // The weights of the two queries with a tail sum to 1, and only the first block of keys has any.
+/// // The weights of each of the two queries with a tail sum to 1. Only keys of the first block have weights.
 /// let sums = dv.sum(3)?.flatten_all()?.to_vec1::<f32>()?;
 /// assert!((sums[0] + sums[1] - 16.0).abs() < 1e-4);
 /// assert_eq!(sums[2..], [0., 0.]);
@@ -125,8 +126,8 @@ pub fn past_linear_backward(
     Gradients(&PastLinear::new([q, k, v], selection, tail)?).of([q, k, v], dout)
 }
 
-/// [`past_linear_backward`] added to given gradients. On a GPU the sums overwrite these gradients in place, so nothing
-/// else may use their memory.
+/// Adds the result of [`past_linear_backward`] to `gradients`, and returns the sums. On a GPU the sums overwrite
+/// `gradients` in place, so nothing else may use their memory.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -220,8 +221,8 @@ impl PastLinear {
     }
 }
 
-/// The op that computes the gradients of query, key and value from these and the output's gradient. On a GPU three more
-/// tensors may follow, to which the gradients are added in place.
+/// The op that computes the gradients of query, key and value from these three and the output's gradient. On a GPU
+/// three more inputs may follow, to which the gradients are added in place.
 pub(crate) struct Gradients<'a>(pub(crate) &'a PastLinear);
 
 impl Gradients<'_> {

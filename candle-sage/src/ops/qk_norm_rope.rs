@@ -18,9 +18,9 @@ const NAME: &str = "qk-norm-rope";
 ///
 /// `x` is (batch, sequence, heads, head_dim) in f32, f16 or bf16 with any strides, `weight` (head_dim); `cos` and `sin`
 /// are (sequence, head_dim / 2), see [`rope_tables`](super::rope_tables). The output has the shape and type of `x`.
-/// Nothing is rounded between the two steps. `x` and `weight` receive the gradients of [`rms_norm`](super::rms_norm())
-/// for the output's gradient rotated by the opposite angle. (QK-norm: arXiv 2302.05442, section 3; Qwen3 also
-/// normalizes before it rotates.)
+/// Nothing is rounded between the two steps. `x` and `weight` receive gradients: the output's gradient is rotated by
+/// the opposite angle, then passed to the backward of [`rms_norm`](super::rms_norm()). (QK-norm: arXiv 2302.05442,
+/// section 3. Qwen3 uses this order of norm and rotation.)
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -65,9 +65,9 @@ pub struct QkNormRopeGrad<'a> {
 /// The gradients of inputs and weights of [`qk_norm_rope`], for query and key in one call. For training loops that do
 /// not use candle's graph.
 ///
-/// The gradients of the inputs are concatenated along the heads, (batch, sequence, heads of all, head_dim): if one
-/// matmul computed query and key, this is the operand of one backward matmul. `narrow` in dimension 2 returns a single
-/// input's gradient. The gradients of the weights are in the order of `all`.
+/// The gradients of the inputs are concatenated along the heads, (batch, sequence, heads of all inputs, head_dim): if
+/// one matmul computed query and key, the concatenation is the operand of one backward matmul. `narrow` in dimension 2
+/// returns a single input's gradient. The gradients of the weights are in the order of `all`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -83,15 +83,15 @@ pub struct QkNormRopeGrad<'a> {
 /// ];
 /// let (dx, dweights) = qk_norm_rope_backward(&both, [&cos, &sin], 1e-6, RopeStyle::Halves)?;
 /// assert_eq!((dx.dims4()?, dweights.len()), ((1, 4, 2 + 1, 8), 2));
-/// // A norm does not see its input's length: no gradient points along the input.
+/// // The output does not depend on the length of a head's vector, so the gradient is orthogonal to this vector.
 /// let along = (dx.narrow(2, 0, 2)? * &q)?.sum(3)?.abs()?.max_all()?.to_scalar::<f32>()?;
 /// assert!(along < 1e-4);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 ///
 /// # Errors
-/// As [`qk_norm_rope`]; when a `dout` does not have the shape and type of its `x`; when `all` is empty, or
-/// its inputs differ in more than heads.
+/// As [`qk_norm_rope`]; when a `dout` does not have the shape and type of its `x`; when `all` is empty, or its inputs
+/// differ in more than the number of heads.
 pub fn qk_norm_rope_backward(
     all: &[QkNormRopeGrad<'_>],
     [cos, sin]: [&Tensor; 2],
@@ -145,7 +145,7 @@ pub(super) fn checked_backward(
     beside("qk_norm_rope", &all.iter().map(|grad| grad.x).collect::<Vec<_>>())
 }
 
-/// The tables are fields, since they have no gradients and candle's ops have at most three inputs.
+/// The tables are fields instead of inputs, since they have no gradients and candle's ops have at most three inputs.
 pub(crate) struct QkNormRope {
     cos: Tensor,
     sin: Tensor,

@@ -44,8 +44,8 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 /// `sum = x + residual` and `y = rms_norm(sum, weight)` in one pass, outside candle's graph; returns
 /// `(sum, y)`.
 ///
-/// Inputs and outputs have the same shape and type; the norm is of the rounded sum. For training loops that
-/// do not use candle's graph; [`rms_norm_backward`] is the backward.
+/// `x`, `residual` and the outputs have the same shape and type. `y` is computed from the rounded sum. For training
+/// loops that do not use candle's graph; [`rms_norm_backward`] is the backward.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -80,9 +80,9 @@ pub fn residual_rms_norm(
     Ok((sum, y))
 }
 
-/// The gradients of `x` and the weight of [`rms_norm`] for the output's gradient `dout`. `residual`, the gradient of
-/// `x` through the residual connection past the norm, is added to the gradient of `x` in the same pass, before
-/// rounding.
+/// The gradients of `x` and the weight of [`rms_norm`] for the output's gradient `dout`. `residual`, if given, is the
+/// gradient that `x` receives through the residual connection past the norm. It is added to the gradient of `x` in the
+/// same pass, before rounding.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};

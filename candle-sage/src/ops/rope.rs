@@ -53,16 +53,17 @@ pub fn rope_tables(len: usize, head_dim: usize, base: f64, device: &Device) -> R
 pub struct Llama3Scaling {
     /// Divisor of low frequencies.
     pub factor: f64,
-    /// A frequency with fewer turns than this in `original_len` tokens is low.
+    /// A frequency with fewer turns than this in `original_len` tokens counts as low.
     pub low_freq_factor: f64,
     /// A frequency with more turns than this in `original_len` tokens is not changed.
     pub high_freq_factor: f64,
-    /// Tokens of the shorter sequences: `original_max_position_embeddings`.
+    /// Length of the shorter sequences in tokens: `original_max_position_embeddings`.
     pub original_len: usize,
 }
 
 /// [`rope_tables`] with frequencies scaled as in Llama 3.1: a frequency with `t` turns in `original_len` tokens is
-/// multiplied by `s + (1 - s) / factor`, where `s = (t - low) / (high - low)` is clamped to 0 to 1.
+/// multiplied by `s + (1 - s) / factor`. Here `s = (t - low_freq_factor) / (high_freq_factor - low_freq_factor)`,
+/// clamped to the range from 0 to 1.
 ///
 /// ```
 /// use candle_core::Device;
@@ -154,11 +155,12 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<
     x.apply_op3(cos, sin, Rope { style, direction: 1.0 })
 }
 
-/// The gradients of inputs of [`rope`] for the outputs' gradients `douts`, which are rotated by the opposite
-/// angles. For training loops that do not use candle's graph.
+/// The gradients of one or more inputs of [`rope`], such as query and key: the outputs' gradients `douts`, rotated by
+/// the opposite angles. For training loops that do not use candle's graph.
 ///
-/// The gradients are concatenated along the heads, (batch, sequence, heads of all, head_dim): if one matmul computed
-/// query and key, this is the operand of one backward matmul. `narrow` in dimension 2 returns a single gradient.
+/// The gradients are concatenated along the heads, (batch, sequence, heads of all inputs, head_dim): if one matmul
+/// computed query and key, the concatenation is the operand of one backward matmul. `narrow` in dimension 2 returns a
+/// single gradient.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -169,14 +171,14 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<
 /// let (cos, sin) = rope_tables(4, 8, 10000.0, &Device::Cpu)?;
 /// let both = rope_backward(&[&dq, &dk], &cos, &sin, RopeStyle::Halves)?;
 /// assert_eq!(both.dims(), [1, 4, 2 + 1, 8]);
-/// // It is the inverse rotation.
+/// // The backward is the inverse rotation.
 /// let again = rope(&both.narrow(2, 0, 2)?, &cos, &sin, RopeStyle::Halves)?;
 /// assert!((again - dq)?.abs()?.max_all()?.to_scalar::<f32>()? < 1e-5);
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 ///
 /// # Errors
-/// As [`rope`], and when `douts` is empty, or its tensors differ in more than heads.
+/// As [`rope`], and when `douts` is empty, or its tensors differ in more than the number of heads.
 pub fn rope_backward(douts: &[&Tensor], cos: &Tensor, sin: &Tensor, style: RopeStyle) -> Result<Tensor> {
     for dout in douts {
         check("rope", dout, cos, sin)?;
@@ -236,8 +238,7 @@ pub(super) fn check(op: &str, x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<
             &format!("{op}: the tables do not match the input"),
             (x.dims(), cos.dims(), sin.dims()),
             "x (batch, sequence, heads, head_dim), tables (sequence, head_dim / 2)",
-            // If the tables have as many rows as the third dimension, the input is probably (batch, heads, sequence,
-            // head_dim).
+            // If the tables fit the third dimension, the input is probably (batch, heads, sequence, head_dim).
             match heads_first {
                 true => {
                     "`transpose(1, 2)` an x that is (batch, heads, sequence, head_dim), or call `Rotary::forward_heads_first`"

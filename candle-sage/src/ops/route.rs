@@ -14,8 +14,8 @@ use crate::shape::AttentionShape;
 const NAME: &str = "route";
 
 /// The means of the blocks of queries, (key heads, blocks of all segments, head_dim) in f32. A mean is over the heads
-/// of a group, and with a causal mask over the last `pool` queries up to the block's first query, otherwise over the
-/// whole block.
+/// of a group. With a causal mask it is also over the last `pool` queries up to and including the block's first query,
+/// without a mask over the whole block.
 pub(crate) fn pool_queries(
     q: &Tensor,
     shape: &AttentionShape,
@@ -58,8 +58,9 @@ impl Means<'_> {
     }
 }
 
-/// The selection of at most `most` candidates: the last `nearest` candidates, and the candidates with the largest
-/// scores. `scores` are (key heads, blocks of queries, columns) in f32; for columns see [`Blocks::first_column`].
+/// Selects at most `most` candidates for each block of queries: the last `nearest` candidates, and the candidates with
+/// the largest scores. `scores` are (key heads, blocks of queries, columns) in f32; for columns see
+/// [`Blocks::first_column`].
 pub(crate) fn choose(
     scores: &Tensor,
     shape: &AttentionShape,
@@ -79,8 +80,7 @@ pub(crate) fn choose(
     Ok(Selection::from_tensor(choice.shape, blocks.clone(), lists))
 }
 
-/// The op that computes the lists of at most `most` candidates: the last `nearest` candidates, and the candidates with
-/// the largest scores. Each list has room for `width` blocks.
+/// The op of [`choose`]. Each list has room for `width` blocks.
 pub(crate) struct Choice<'a> {
     pub(crate) shape: &'a AttentionShape,
     pub(crate) blocks: &'a Blocks,
@@ -119,8 +119,8 @@ pub(crate) fn chosen(scores: &[f32], most: usize, nearest: usize) -> Vec<u32> {
     all
 }
 
-/// The attention mass that each block of queries gives to each candidate, (key heads, blocks of queries, columns) in f32:
-/// the sum of the probabilities in dense attention, over all heads of the group.
+/// The attention mass that each block of queries gives to each candidate, (key heads, blocks of queries, columns) in
+/// f32: the sum of the probabilities in dense attention, over all heads of the group.
 pub(crate) fn block_mass(
     [q, k]: [&Tensor; 2],
     shape: &AttentionShape,
@@ -137,7 +137,6 @@ pub(crate) fn block_mass(
     Tensor::from_vec(mass.on_cpu([q, k])?, dims, &Device::Cpu)
 }
 
-/// The op of [`block_mass`].
 pub(crate) struct Mass<'a> {
     pub(crate) shape: &'a AttentionShape,
     pub(crate) blocks: &'a Blocks,

@@ -17,16 +17,16 @@ impl Attention {
     /// heads) in any float type, on the query's device. [`Attention::apply`] uses them as constants; with
     /// [`Attention::apply_with_sinks`] they receive a gradient.
     ///
-    /// Probabilities are quantized as without sinks, relative to the largest logit of a key. The log-sum-exps of
-    /// [`Attention::apply_with_lse`] include the sink.
+    /// Sinks do not change the quantization of probabilities, which is relative to the largest logit of a key. The
+    /// log-sum-exps of [`Attention::apply_with_lse`] include the sink.
     #[must_use]
     pub fn sinks(mut self, sinks: &Tensor) -> Self {
         self.sinks = Some(sinks.clone());
         self
     }
 
-    /// [`Attention::apply`] with [`Attention::sinks`] that receive a gradient, like query, key and value. GPT-OSS uses
-    /// them: its parameter "sinks" is `(heads)`.
+    /// [`Attention::apply`] with [`Attention::sinks`] that receive a gradient, as query, key and value do. GPT-OSS uses
+    /// sinks: its parameter "sinks" is `(heads)`.
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
@@ -34,7 +34,8 @@ impl Attention {
     ///
     /// let x = Tensor::zeros((1, 3, 2, 8), candle_core::DType::F32, &Device::Cpu)?;
     /// let v = x.ones_like()?;
-    /// // All logits are 0. The sink of the first head is as much as all three keys, that of the second is nothing.
+    /// // All logits are 0. In the first head the sink has the same weight as the three keys together, in the second
+    /// // head it has the weight 0.
     /// let sinks = Var::new(&[3f32.ln(), f32::NEG_INFINITY], &Device::Cpu)?;
     /// let out = Attention::default().apply_with_sinks(&x, &x, &v, &sinks)?;
     /// let heads = out.narrow(3, 0, 1)?.narrow(1, 0, 1)?.flatten_all()?.to_vec1::<f32>()?;
@@ -67,7 +68,6 @@ impl Attention {
         q.apply_op3(&k, v, op)
     }
 
-    /// Checks that the scheme supports sinks.
     pub(crate) fn check_sinks(&self) -> Result<()> {
         if self.scheme.smooths_keys() {
             return Err(Error::unsupported("sinks with smoothed keys")
@@ -99,8 +99,8 @@ impl AttentionVjp {
     }
 }
 
-/// Returns the key unchanged, with the sinks as second input: candle then runs this backward after attention's, which
-/// stored the sinks' gradient in `Saved`.
+/// Returns the key unchanged. The sinks are its second input: candle therefore runs this backward after attention's
+/// backward, which stores the sinks' gradient in `Saved`.
 struct WithSinks(Arc<Saved>);
 
 impl CustomOp2 for WithSinks {
@@ -140,7 +140,6 @@ impl CustomOp2 for WithSinks {
     }
 }
 
-/// A contiguous copy.
 fn copied<S: BackendStorage>(from: &S, layout: &Layout) -> Result<(S, Shape)>
 where
     S::Device: BackendDevice<Storage = S>,

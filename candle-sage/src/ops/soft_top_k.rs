@@ -12,12 +12,13 @@ use crate::error::Error;
 const NAME: &str = "soft-top-k";
 
 /// SoftTop-k over the last dimension: `m_j = sigmoid(s_j / tau + shift)`, with a shift per row that makes the row's
-/// weights sum to `count` (SLA2, arXiv 2602.12675, equation 16). As `tau` goes to 0 the `count` largest scores get
-/// weight 1.
+/// weights sum to `count` (SLA2, arXiv 2602.12675, equation 16). As `tau` goes to 0, the weights of the `count` largest
+/// scores go to 1, and all other weights go to 0.
 ///
 /// `scores` is (.., columns) in f32, and so is the output. Scores of minus infinity have weight 0 and are not
-/// candidates. In a row with at most `count` candidates each candidate has weight 1. Scores receive gradients, through
-/// the shift too: with `w = m (1 - m)` the gradients are `w (dm - sum(w dm) / sum(w)) / tau`. It runs on the CPU, in f64.
+/// candidates. In a row with at most `count` candidates each candidate has weight 1. Scores receive gradients, which
+/// include the dependence of the shift on all scores: with `w = m (1 - m)` they are
+/// `w (dm - sum(w dm) / sum(w)) / tau`. The op runs on the CPU, in f64.
 ///
 /// ```
 /// use candle_core::{Device, Var};
@@ -26,7 +27,7 @@ const NAME: &str = "soft-top-k";
 /// let scores = Var::new(&[[0.3f32, 0.1, 0.9, 0.7]], &Device::Cpu)?;
 /// let soft = soft_top_k(&scores, 2, 0.1)?;
 /// assert!((soft.sum_all()?.to_scalar::<f32>()? - 2.0).abs() < 1e-5);
-/// // A small tau leaves the two largest.
+/// // With a small tau, only the two largest scores have a weight of about 1.
 /// let hard = soft_top_k(&scores, 2, 0.001)?.round()?;
 /// assert_eq!(hard.to_vec2::<f32>()?, [[0., 0., 1., 1.]]);
 /// assert!(soft.sqr()?.sum_all()?.backward()?.get(&scores).is_some());
@@ -83,7 +84,7 @@ impl CustomOp1 for SoftTopK {
         Ok((to_storage(out, scores.dtype())?, layout.shape().clone()))
     }
 
-    /// The weights are recomputed in f64, where small weights keep the digits that `m (1 - m)` needs.
+    /// The weights are recomputed in f64: in f32 a weight close to 1 has too few digits for `1 - m`.
     fn bwd(&self, scores: &Tensor, _out: &Tensor, dout: &Tensor) -> Result<Option<Tensor>> {
         let columns = scores.dim(candle_core::D::Minus1)?;
         let grad = with_f32(NAME, [scores, dout], |[scores, dout]| {

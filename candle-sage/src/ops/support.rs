@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::launch::{HAS_KERNELS, HOW_TO_GET_KERNELS, Operand};
 use crate::shape::Dims;
 
-/// Elements of one parallel task.
+/// Number of elements of one parallel task.
 pub(super) const SPAN: usize = 16 * 1024;
 
 /// Checks that all inputs are on one device: the CPU, or an NVIDIA GPU if this build has kernels for GPUs.
@@ -43,7 +43,6 @@ fn other_device(op: &str, device: &'static str) -> candle_core::Error {
         .into()
 }
 
-/// The CUDA storage behind a tensor.
 fn cuda_storage<'a>(storage: &'a Storage, op: &str) -> Result<&'a CudaStorage> {
     match storage {
         Storage::Cuda(storage) => Ok(storage),
@@ -51,12 +50,11 @@ fn cuda_storage<'a>(storage: &'a Storage, op: &str) -> Result<&'a CudaStorage> {
     }
 }
 
-/// A contiguous tensor from the storage that a kernel wrote.
+/// A contiguous tensor.
 pub(super) fn cuda_tensor(storage: CudaStorage, shape: impl Into<Shape>) -> Tensor {
     Tensor::from_storage(Storage::Cuda(storage), shape, candle_core::op::BackpropOp::none(), false)
 }
 
-/// The CPU storage behind a tensor.
 pub(super) fn cpu_storage<'a>(storage: &'a Storage, op: &str) -> Result<&'a CpuStorage> {
     match storage {
         Storage::Cpu(storage) => Ok(storage),
@@ -210,7 +208,6 @@ pub(super) fn with_f32<const N: usize, T>(
     f(std::array::from_fn(|n| &*values[n]))
 }
 
-/// A CPU tensor of the given type from f32 values.
 pub(super) fn f32_tensor(values: Vec<f32>, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
     Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)
 }
@@ -266,7 +263,6 @@ pub(super) fn check_update(
     supported(op, &[state, gradient, sum_of_squares, copy.unwrap_or(state)])
 }
 
-/// An error about shapes of tensors.
 pub(super) fn shape_error(
     what: &str,
     got: impl std::fmt::Debug,
@@ -286,22 +282,20 @@ pub(super) fn argument_error(
     Error::new(what).got(format!("{got:?}")).allowed(allowed).hint(hint).into()
 }
 
-/// An error: the value of an op was used for a second forward.
 pub(super) fn run_twice<T>(_: T) -> Error {
     Error::new("the value of an op was run twice")
 }
 
-/// An error: a backward without a forward.
 pub(super) fn no_forward() -> Error {
     Error::new("the backward of an op ran before its forward")
 }
 
-/// The dimensions of a tensor (batch, sequence, heads, head_dim).
 pub(crate) fn dims4(name: &str, tensor: &Tensor) -> Result<Dims> {
     four(name, tensor, "(batch, sequence, heads, head_dim)")
 }
 
-/// A tensor (batch, heads, sequence, head_dim) as (batch, sequence, heads, head_dim), or back. Its elements are not copied.
+/// A tensor (batch, heads, sequence, head_dim) as (batch, sequence, heads, head_dim), or back. Its elements are not
+/// copied.
 pub(crate) fn swap_heads(name: &str, tensor: &Tensor) -> Result<Tensor> {
     four(name, tensor, "(batch, heads, sequence, head_dim)")?;
     tensor.transpose(1, 2)

@@ -56,12 +56,12 @@ fn check(gate: &Tensor, other: &Tensor) -> Result<()> {
 
 pub(crate) struct SwiGlu;
 
-/// The gradients of gate and up for the output's gradient `dout`, and with `again` also the output, for callers that
-/// did not keep it. For training loops that do not use candle's graph. See [`swiglu`].
+/// The gradients of gate and up in [`swiglu`] for the output's gradient `dout`, and with `again` also the output. For
+/// training loops that do not use candle's graph.
 ///
-/// The gradients are concatenated along the last dimension, (.., 2 width): if one matmul computed gate and up, this is
-/// the operand of one backward matmul. The gradient of gate is `narrow(D::Minus1, 0, width)`, that of up
-/// `narrow(D::Minus1, width, width)`.
+/// The gradients are concatenated along the last dimension, (.., 2 width): if one matmul computed gate and up, the
+/// concatenation is the operand of one backward matmul. The gradient of gate is `narrow(D::Minus1, 0, width)`, and the
+/// gradient of up is `narrow(D::Minus1, width, width)`.
 ///
 /// ```
 /// use candle_core::{D, Device, Tensor, Var};
@@ -93,7 +93,6 @@ pub fn swiglu_backward(
     Gradients { again, beside: true }.of([gate, up, dout])
 }
 
-/// The op that computes the gradients of gate and up, and with `again` also the output.
 pub(crate) struct Gradients {
     pub(crate) again: bool,
     /// Whether the gradients are concatenated along the last dimension; otherwise they are stacked along a new first

@@ -35,7 +35,7 @@ fn features_backward(phi: &[f64], dphi: &[f64], d: usize) -> Vec<f64> {
 ///
 /// let dims = (1, 2, 1, 8);
 /// let shape = AttentionShape::new(dims, dims, dims, true, None)?;
-/// // Each query sees the keys before its own place: the first one sees none.
+/// // Each query sees the keys before its own position: the first query sees none.
 /// let (zeros, v) = ([0.0; 16], [[1.0; 8], [3.0; 8]].concat());
 /// let past = |pair: reference::Pair| pair.key < pair.query;
 /// let out = reference::linear_forward(&shape, &past, [&zeros, &zeros, &v]);
@@ -72,7 +72,7 @@ pub fn linear_forward(shape: &AttentionShape, pattern: Pattern<'_>, [q, k, v]: [
 /// let (zeros, dout) = ([0.0; 16], [[1.0; 8], [3.0; 8]].concat());
 /// let past = |pair: reference::Pair| pair.key < pair.query;
 /// let got = reference::linear_backward(&shape, &past, [&zeros, &zeros, &zeros], &dout);
-/// // The second query alone sees the first key.
+/// // Only the second query sees the first key.
 /// assert_eq!(got.dv, [[3.0; 8], [0.0; 8]].concat());
 /// # Ok::<(), candle_sage::Error>(())
 /// ```

@@ -7,8 +7,8 @@ use crate::error::{Error, Result};
 
 pub use values::{ValueGroups, ValueScale};
 
-/// The means of K and V are sums of partial sums over this many rows, on the CPU and on a GPU, so that both have the same
-/// bits.
+/// The means of K and V are computed from partial sums over this many rows, on the CPU and on a GPU, so that both have
+/// the same bits.
 pub(crate) const MEAN_ROWS: usize = 64;
 
 /// Attn-QAT: attention in 4-bit floating point ([NVFP4](crate::nvfp4)), with a backward that trains through the
@@ -30,8 +30,8 @@ pub(crate) const MEAN_ROWS: usize = 64;
 ///
 /// Attn-QAT prepares a model for FP4 inference; it does not make training faster. On every GPU training multiplies
 /// 16-bit operands that represent NVFP4 values exactly, so the forward has the results of FP4 tensor cores up to the
-/// order of sums. (In dV a probability is an FP4 value times a scale over the row's sum, rounded to 16 bit: within 2^-8
-/// in bf16, 2^-12 in f16.)
+/// order of sums. (For dV, an FP4 value of P is multiplied by its scale, divided by the row's sum, and rounded to 16
+/// bit: within 2^-8 in bf16, 2^-12 in f16.)
 ///
 /// Each ablation of the paper is one setting; [`AttnQat::drop_in`] is the paper's baseline that replaces only the
 /// forward.
@@ -51,8 +51,9 @@ pub(crate) const MEAN_ROWS: usize = 64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AttnQat {
-    /// Whether K's token mean is subtracted before quantizing. By default it is not, since the paper measured no gain.
-    /// The mean includes later tokens: it does not change the softmax, but it changes how K is rounded.
+    /// Operands whose token means are subtracted before quantizing: none (the default, since the paper measured no
+    /// gain), K, or K and V. A mean includes later tokens. K's mean does not change the softmax, but it changes how K
+    /// is rounded.
     pub smoothing: Smoothing,
     /// Axis along which 16 values of V share a scale.
     pub value_groups: ValueGroups,
@@ -109,17 +110,17 @@ pub enum Products {
     #[default]
     SixteenBit,
     /// Block-scaled FP4 matmuls, kind `mxf4nvf4`, for inference: only a forward, on GPUs of compute capability 10.0,
-    /// 10.3 (`tcgen05.mma`) and 12.x (`mma`). (The CPU computes as with [`Products::SixteenBit`].) O' is not computed;
-    /// a tracked input is an error.
+    /// 10.3 (`tcgen05.mma`) and 12.x (`mma`). (The CPU computes as with [`Products::SixteenBit`].) O' is not computed.
+    /// An input that candle tracks for gradients is an error.
     ///
     /// **The kernels have not run on such GPUs.** They are compiled for these GPUs, and their sources run on a CPU,
     /// thread by thread, with the instructions emulated as the PTX manual describes them (`kernels/host/run`). The
-    /// results are within rounding of a definition in f64.
+    /// emulated results equal a definition in f64 up to rounding.
     Nvfp4,
 }
 
-/// The reference by which a row's probabilities are divided before they are quantized. E4M3 scales have four
-/// significant bits only from 2^-6 on, so the reference decides which probabilities are kept.
+/// The reference by which a row's probabilities are divided before they are quantized. E4M3 scales below 2^-6 have
+/// fewer than four significant bits, so the reference decides which probabilities keep their bits.
 ///
 /// ```
 /// use candle_sage::PReference;
@@ -137,11 +138,13 @@ pub enum PReference {
     /// forward's FP4 values.
     #[default]
     RowMax,
-    /// `2^(ceil(m) - 11)`: as `RowMax`, but the largest probability is at the top of E4M3's range, so that 2048 times
-    /// smaller probabilities keep their bits. It replaces the paper's two-level scale of 2688 over the row's maximum.
+    /// `2^(ceil(m) - 11)`: as `RowMax`, but the largest probability is at the top of E4M3's range, so that
+    /// probabilities 2048 times smaller than with `RowMax` keep their bits. This replaces the paper's two-level scale,
+    /// 2688 divided by the row's maximum.
     TwoLevel,
-    /// The paper's text: the running maximum itself in the forward, the row's sum in the backward, so that
-    /// probabilities under 0.006 vanish. For reproduction: diffuse attention loses most of dV.
+    /// As in the paper's text: the running maximum itself in the forward, and the row's sum in the backward, so that
+    /// probabilities under 0.006 become zero in the backward. Only for reproduction: diffuse attention loses most of
+    /// dV.
     Literal,
 }
 
@@ -275,7 +278,7 @@ impl AttnQat {
     ///
     /// # Errors
     /// When Q is smoothed; when V is smoothed with FP4 matmuls or without the high-precision output; when FP4 matmuls
-    /// have a scale of each head of V, or groups of V along head_dim, which is not their reduction.
+    /// are combined with a scale for each head of V, or with groups of V along head_dim, over which P V does not sum.
     pub fn validate(&self) -> Result<()> {
         if self.smoothing.of_values() && !self.high_precision_output {
             return Err(Error::new("smoothing of V needs the high-precision output")

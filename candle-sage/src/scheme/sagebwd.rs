@@ -74,15 +74,15 @@ impl Default for SageBwd {
 /// | set | `O` | `S` of the backward | `dV` | `dQ` | `dK` | |
 /// |---|---|---|---|---|---|---|
 /// | [`PAPER`](Self::PAPER) | INT8 | INT8 | INT8 | INT8 | INT8 | the paper's algorithms 1 and 2 |
-/// | [`FORWARD_AND_S`](Self::FORWARD_AND_S) | INT8 | INT8 | | | | the paper's forward, and a backward that recomputes its P |
+/// | [`FORWARD_AND_S`](Self::FORWARD_AND_S) | INT8 | INT8 | | | | the paper's forward, and a backward with the same P |
 /// | [`SCORES`](Self::SCORES) | | INT8 | | | | only S, in the forward and in the backward |
 /// | [`FORWARD`](Self::FORWARD) | INT8 | | | | | the paper's forward, with an unquantized backward |
 ///
 /// `FORWARD_AND_S` adds no error to the error of the paper's forward, and `SCORES` has only the error of quantizing Q
 /// and K. Each further INT8 matmul adds error, but not always speed: quantizing P and dS can take longer than their
-/// INT8 matmuls save. S should be recomputed from the forward's INT8 values: with an unquantized S, the error of the
-/// gradients of large logits (sigma 3 and more) is at least 1.6 times as large. `docs/sagebwd_products.md` has measured
-/// errors and speeds.
+/// INT8 matmuls save. The backward should recompute S from the forward's INT8 values: with an unquantized S, the errors
+/// of the gradients are at least 1.6 times as large if logits are large (sigma 3 and more). `docs/sagebwd_products.md`
+/// has measured errors and speeds.
 ///
 /// A set is written as `paper`, `forward-and-s`, `scores`, `forward`, or a list that begins with `forward` (`S` and `O`
 /// of the forward) or with `scores`: `forward,s,dv,dk`, `scores,dv`. CUDA supports the named sets, the CPU all sets.
@@ -112,13 +112,13 @@ pub struct Int8Products {
 }
 
 impl Int8Products {
-    /// All five.
+    /// All five optional matmuls.
     pub const PAPER: Self = Self { o: true, s: true, dv: true, dq: true, dk: true };
-    /// The forward's, and the recomputed scores.
+    /// `O`, and `S` of the backward.
     pub const FORWARD_AND_S: Self = Self { s: true, ..Self::FORWARD };
-    /// Only the scores, in the forward and recomputed.
+    /// Only `S`, in the forward and in the backward.
     pub const SCORES: Self = Self { o: false, ..Self::FORWARD_AND_S };
-    /// Only the forward's.
+    /// Only `S` and `O` of the forward.
     pub const FORWARD: Self = Self { o: true, s: false, dv: false, dq: false, dk: false };
 
     /// The sets with names.

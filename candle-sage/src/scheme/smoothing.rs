@@ -21,8 +21,8 @@ pub enum Smoothing {
     /// every row of the exact dS sums to zero.
     #[default]
     K,
-    /// As `K`, and subtracts from each tile of Q its mean. The mean's product with K, a row, is added to every row of
-    /// the tile's logits. dK gets the mean's contribution as a rank-one term.
+    /// As `K`, and subtracts from each tile of Q its mean. The product of this mean and K, one row of logits, is added
+    /// to every row of the tile's logits. dK gets the mean's contribution as a rank-one term.
     Qk,
     /// As `K`, and subtracts from V its mean `m` over the same tokens, which is added to the output:
     /// `O = P (V - m) + m`, because every row of the exact P sums to one. The rounding error of P is then multiplied by
@@ -78,12 +78,12 @@ impl Smoothing {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum KeyMean {
-    /// All tokens of the sequence, or of each packed one, as in the paper.
+    /// All tokens of the sequence, or of each packed document, as in the paper.
     #[default]
     All,
-    /// At most this many tokens (1 to 4096), evenly spaced, of the sequence or of each packed document: sample `i` of `m`
-    /// is token `floor((2 i + 1) n / (2 m))` of `n`, the middle of an interval. A small sample thus excludes the first
-    /// token, whose key differs from the others if it is an attention sink.
+    /// At most this many tokens (1 to 4096), evenly spaced, of the sequence or of each packed document: sample `i` of
+    /// `m` is token `floor((2 i + 1) n / (2 m))` of `n`, the middle of an interval. A small sample thus excludes the
+    /// first token, whose key differs from the others if it is an attention sink.
     Sample(usize),
 }
 

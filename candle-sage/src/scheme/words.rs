@@ -29,7 +29,8 @@ impl Scheme {
         })
     }
 
-    /// Replaces one setting. Names and values are those of [`Scheme::settings`]; Attn-QAT also has `products`: `16-bit` or `nvfp4`.
+    /// Replaces one setting. Names and values are those of [`Scheme::settings`]; Attn-QAT also has `products`: `16-bit`
+    /// or `nvfp4`.
     ///
     /// ```
     /// use candle_sage::{Int8Products, SageBwd, Scheme};

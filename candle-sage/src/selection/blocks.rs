@@ -116,7 +116,6 @@ impl Blocks {
         self.each().map(|(segment, block)| self.candidates(segment, block)).max().unwrap_or(0)
     }
 
-    /// Number of segments.
     #[cfg(feature = "kernels")]
     pub(crate) fn segments(&self) -> usize {
         self.segments.len()

@@ -26,7 +26,7 @@ pub struct Sla2Cache {
     candidates: usize,
     /// The router's projections of the candidates' means, (batch, key heads, candidates, head_dim).
     means: Option<Tensor>,
-    /// What the tail sums over: the state of each candidate ([`Tail::Complement`]) or the sum of their states
+    /// The tail's states of all candidates: one state per candidate ([`Tail::Complement`]), or their sum
     /// ([`Tail::Past`]). See [`states`].
     states: Option<Tensor>,
     block: Option<Block>,
@@ -110,7 +110,7 @@ impl Sla2Cache {
         all.narrow(SEQUENCE, len.saturating_sub(count), len.min(count))?.force_contiguous()
     }
 
-    /// Keys and values of the blocks in `lists`, which are the lists of each batch entry and key head.
+    /// Keys and values of the blocks in `lists`, which has a list for each batch entry and key head.
     fn gather(&self, lists: &[Vec<u32>], block: usize) -> Result<[Tensor; 2]> {
         let cached =
             [self.keys_values.k_cache(), self.keys_values.v_cache()].map(|cache| cache.all_data().as_ref());
@@ -135,15 +135,15 @@ impl Sla2Cache {
 }
 
 impl Sla2 {
-    /// As [`Sla2::apply`] for tokens that follow the tokens in `cache`, to which they are added: first a prompt, then
-    /// one token at a time, or several. Query, key and value are those of the new tokens. All calls with a cache have
-    /// the same router, `theta` and settings.
+    /// Computes [`Sla2::apply`] for tokens that follow the tokens in `cache`, and adds the new tokens to the cache. The
+    /// first call has the prompt, each later call one or more tokens. Query, key and value are those of the new tokens.
+    /// All calls with a cache have the same router, `theta` and settings.
     ///
-    /// The prompt is computed as by [`Sla2::select`] and [`Sla2::apply`]. Later tokens attend to the selected blocks
-    /// and the diagonal unquantized, because a scheme would quantize all these keys again for each token. The time for
-    /// a token does not grow with the sequence, with two exceptions: at the first token of a block of queries the
-    /// router compares all candidates, and at some tokens the cache grows. The output is detached. A cache cannot be
-    /// used after an error.
+    /// The prompt is computed as by [`Sla2::select`] and [`Sla2::apply`]. For later tokens, attention to the selected
+    /// blocks and the diagonal is unquantized, because a scheme would quantize all these keys again for each token. The
+    /// time for a token does not grow with the sequence, with two exceptions: at the first token of a block of queries
+    /// the router compares all candidates, and at some tokens the cache grows. The output is detached. A cache cannot
+    /// be used after an error.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -261,8 +261,8 @@ impl Sla2 {
         Ok(settings)
     }
 
-    /// Selects what the block of queries whose first token is at `first` attends to. The mean of `window`, the queries up
-    /// to that token, represents the block.
+    /// Selects the blocks of keys for the block of queries that begins at token `first`. The mean of `window`, the
+    /// queries up to and including that token, represents the block of queries.
     fn begin_block(
         &self,
         router: &Router,

@@ -9,8 +9,8 @@ use crate::shape::AttentionShape;
 use crate::variables;
 
 /// Scores blocks of keys: `s_IJ = (Rq qbar_I) . (Rk kbar_J) / sqrt(head_dim)`, where `qbar_I` and `kbar_J` are the
-/// means of the blocks and each key head has its own matrices `Rq` and `Rk`. The matrices start as identities, with
-/// which the score is the scaled product of the means.
+/// means of the blocks and each key head has its own matrices `Rq` and `Rk`. The matrices start as identities; the
+/// score is then the scaled dot product of the means.
 ///
 /// ```
 /// use candle_core::Device;
@@ -139,7 +139,8 @@ impl Router {
     }
 }
 
-/// The sums `-sum T log softmax(s)` and `sum T`, with the softmax over the candidates of each row. Their quotient is a cross-entropy.
+/// The sums `-sum T log softmax(s)` and `sum T`, with the softmax over the candidates of each row. Their quotient is a
+/// cross-entropy.
 pub(super) fn entropy_sums(scores: &Tensor, mass: &Tensor, blocks: &Blocks) -> Result<[Tensor; 2]> {
     let columns = blocks.columns();
     let mut hidden = Vec::with_capacity(blocks.rows() * columns);

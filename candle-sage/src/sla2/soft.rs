@@ -10,8 +10,8 @@ use crate::scheme::Scheme;
 use crate::selection::Blocks;
 use crate::shape::AttentionShape;
 
-/// Added to sums: too small to change them, but its square, by which the gradient of a quotient is divided, is not 0 in
-/// f32.
+/// Added to divisors. It is too small to change them, but its square, by which the gradient of a quotient is divided,
+/// is not 0 in f32.
 const TINY: f64 = 1e-15;
 
 /// Limit of exponents: only keys without weight exceed it, and their exponentials must stay finite.
@@ -30,11 +30,11 @@ impl Sla2 {
     /// `1 - m_IJ` ([`Tail::Complement`]) or by 1 ([`Tail::Past`]), and `a` counts keys by their weights. As `tau` goes
     /// to 0 the result approaches [`Sla2::apply`] with unquantized attention.
     ///
-    /// All pairs of tokens are computed, in f32 by candle's operators: memory grows with the product of the lengths. It runs on
-    /// the CPU.
+    /// All pairs of tokens are computed, in f32 by candle's operators: memory grows with the product of the lengths.
+    /// This function runs only on the CPU.
     ///
     /// # Errors
-    /// As [`Sla2::apply`]; on a GPU; with packed documents or [nearest](Sla2::nearest) blocks; when `tau` is not above 0.
+    /// As [`Sla2::apply`]; on a GPU; with packed documents or [nearest](Sla2::nearest) blocks; if `tau` is not above 0.
     pub fn apply_soft(
         &self,
         router: &Router,
@@ -115,7 +115,8 @@ impl Sla2 {
     /// [`Sla2::apply_soft`] and unquantized dense attention. It is a scalar in f32, differentiable with respect to the
     /// router and `theta`; query, key and value are detached.
     ///
-    /// [`Sla2::router_loss`] trains the router as well or better, on every device, and without all pairs of tokens in memory.
+    /// [`Sla2::router_loss`] trains the router as well or better, on every device, and without all pairs of tokens in
+    /// memory.
     ///
     /// # Errors
     /// As [`Sla2::apply_soft`].

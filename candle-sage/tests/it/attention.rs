@@ -125,11 +125,11 @@ fn sixteen_bit_tensors_are_rounded_once() -> Result<()> {
     Ok(())
 }
 
-/// INT8 error at sigma 1: under 0.05 over a whole tensor by the published simulation of tile scales (.0487 without a
-/// mask), more for short rows: 0.09. One wrong row in hundreds would be hidden in that, so the error of every row is
-/// also taken relative to the larger of its norm and the average norm. By this measure the worst row of all cases has
-/// 0.185; 0.25 leaves a third for other roundings, while a row of average norm with a wrong index, mask, head or scale
-/// is off by about 1.
+/// At sigma 1 the INT8 error of a whole tensor is under 0.05 in the published simulation of tile scales (.0487 without
+/// a mask). Short rows have larger errors, so the limit is 0.09. This limit would not detect one wrong row in hundreds.
+/// Therefore the error of every row is also checked, relative to the larger of its norm and the average norm. The worst
+/// row of all cases has 0.185; the limit of 0.25 leaves a third for other roundings, while a row of average norm with a
+/// wrong index, mask, head or scale is off by about 1.
 #[test]
 fn sagebwd_follows_every_shape() -> Result<()> {
     // Over a single key the exact dQ and dK are zero, so relative errors are undefined.
@@ -190,7 +190,8 @@ fn strides_do_not_matter() -> Result<()> {
     Ok(())
 }
 
-/// Other signatures give bit-identical outputs and gradients; invalid lengths are refused.
+/// `flash_attn`, `flash_attn_varlen` and heads first give the bits of `apply`, in outputs and gradients; invalid
+/// lengths are errors.
 #[test]
 fn other_signatures_are_the_same_attention() -> Result<()> {
     let var = |dims: &[usize]| Var::randn(0f32, 1., dims, &Device::Cpu);
@@ -293,9 +294,10 @@ fn a_nan_is_not_hidden() -> Result<()> {
                     let mut case = Case::new(1, (80, 80), (1, 1), 16, causal);
                     case.data[input][3] = bad;
                     let results = case.run(scheme, DType::F32)?;
-                    // The output gradient affects only gradients; the row sees itself first.
+                    // An output gradient affects only gradients, such as dV of key 0, which query 0 sees.
                     let seen = if input == 3 { &results[3] } else { &results[0] };
-                    // A logit of minus infinity correctly hides its key, but another query has plus infinity.
+                    // Query 0 may have a logit of minus infinity, which correctly hides the key. Another query has a
+                    // logit of plus infinity.
                     let rows = if input == 1 && bad == f32::INFINITY { seen.len() } else { 16 };
                     let row_is_bad = seen[..rows].iter().any(|x| !x.is_finite());
                     assert!(row_is_bad, "{scheme:?}, causal {causal}: {bad} in the {name} vanished");

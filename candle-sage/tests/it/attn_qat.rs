@@ -134,9 +134,9 @@ fn without_worst_rows(got: &[f64], expected: &[f64], d: usize) -> f64 {
 /// The straight-through gradient. dQ and dK are exact up to f32 (4e-6 as in unquantized attention, and the sums of D,
 /// which cancel: 2e-5). O and dV are exact to 4e-6 in all rows without a changed FP4 value. A probability has another
 /// FP4 value if f32 and f64 put it, or its scale, on different sides of a midpoint. This happens to a fraction of 2^-20
-/// x 8 of the probabilities, so that a row of 300 has one with a probability of 2e-3, and a scale changes 16 rows of
-/// dV: a tenth of the rows may be off. A changed FP4 value is off by a quarter of itself, 7e-4 of a tensor; 5e-3 allows
-/// for rows of a few keys.
+/// x 8 of the probabilities, so a row of 300 probabilities contains one with a chance of 2e-3. A changed scale affects
+/// 16 rows of dV: a tenth of the rows may be off. A changed FP4 value is off by a quarter of itself, 7e-4 of a tensor;
+/// 5e-3 allows for rows of a few keys.
 #[test]
 fn results_are_those_of_the_definition() -> Result<()> {
     let mut packed = Case::new(1, (200, 210), (4, 2), 32, true);
@@ -194,8 +194,9 @@ fn diffuse_attention_keeps_the_gradient_of_values() -> Result<()> {
     Ok(())
 }
 
-/// Without a scale of each head, NVFP4 keeps V of magnitudes around 1 alone. With it, V times a power of two gives the
-/// output times this power, exactly: only powers of two are multiplied, and none is out of f32's range.
+/// Without a scale for each head, NVFP4 keeps only values of V of magnitudes around 1. With such scales, V times a
+/// power of two gives exactly the output times this power: all factors are powers of two, and none is out of f32's
+/// range.
 #[test]
 fn a_scale_of_each_head_keeps_values_of_any_size() -> Result<()> {
     let case = Case::new(1, (100, 100), (4, 2), 32, true);
@@ -251,7 +252,7 @@ fn the_high_precision_output_keeps_a_mean_of_keys_out_of_dq() -> Result<()> {
     Ok(())
 }
 
-/// K smoothing subtracts the mean before quantization: errors are as without a mean.
+/// K smoothing subtracts the mean before quantization: errors are as small as for keys without a mean.
 #[test]
 fn smoothing_takes_out_a_mean_of_keys() -> Result<()> {
     let mut case = Case::new(1, (500, 500), (2, 2), 64, true);
@@ -272,8 +273,8 @@ fn smoothing_takes_out_a_mean_of_keys() -> Result<()> {
     Ok(())
 }
 
-/// A stock backward computes probabilities from other logits than its log-sum-exp. They do not sum to one, and the
-/// deviation grows with the logits.
+/// A stock backward computes probabilities from unquantized logits, but with the log-sum-exp of the forward's quantized
+/// logits. The probabilities do not sum to one, and the deviation grows with the logits.
 #[test]
 fn a_backward_from_unquantized_scores_does_not_fit_the_forward() -> Result<()> {
     let mut case = Case::new(1, (512, 512), (1, 1), 64, true);

@@ -62,7 +62,7 @@ fn slopes_as_a_bias_are_alibi() -> Result<()> {
     Ok(())
 }
 
-/// The gradient of a bias equals central differences of the loss over 2 x .01, from f32 sums.
+/// The gradient of a bias equals central differences of the loss with a step of .01, up to roundings of f32 sums.
 #[test]
 fn a_bias_has_a_gradient() -> Result<()> {
     let case = Case::new(1, (6, 7), (2, 1), 8, true);

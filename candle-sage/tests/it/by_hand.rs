@@ -1,4 +1,4 @@
-//! The functions for training loops without candle's autograd, compared with autograd, on the CPU and on a GPU, there
+//! The functions for training loops without candle's autograd, compared with autograd, on the CPU in f32, and on a GPU
 //! also in 16 bit.
 
 use candle_core::{DType, Device, Result, Tensor, Var};

@@ -125,9 +125,9 @@ fn products_are_those_of_the_cpu() -> Result<()> {
                 let twice = a_gpu.product(&b_gpu, DType::F32, sums)?;
                 assert_eq!(again.to_vec2::<f32>()?, twice.to_vec2::<f32>()?, "the same bits");
             }
-            // The transposes, which the backward of a linear map multiplies by. On the diagonal all terms are positive,
-            // and the losses of the 128 terms, each up to 2^-14 of the partial sum, add up: to half of 2^-7 if the
-            // losses are uniform.
+            // The transposes, by which the backward of a linear map multiplies. On the diagonal all terms are positive,
+            // and the rounding errors of the 128 terms, each up to 2^-14 of the partial sum, add up: to half of 2^-7 if
+            // the errors are uniform.
             if b_format == E4M3 {
                 let expected = b8.t().product(&b8.t(), DType::F32, Fp8Sums::F32)?.flatten_all()?.to_vec1()?;
                 let got = b_gpu.t().product(&b_gpu.t(), DType::F32, Fp8Sums::F32)?;
@@ -236,7 +236,7 @@ fn check(name: &str, dtype: DType, got: &Fp8Matrix, plain: &Fp8Matrix) -> Result
             _ => 0.01,
         };
         println!("{name} {:?} {dtype:?}: {other:.1e} of the codes differ", plain.len());
-        // With few values a few more by chance.
+        // If there are few values, a few more may differ by chance.
         assert!(other <= limit + 5.0 / plain.len() as f64, "{name} {dtype:?}: {other}");
     }
     Ok(())
@@ -259,7 +259,7 @@ fn fused_operators_are_the_plain_ones_quantized() -> Result<()> {
             let (gate, up) = (both.narrow(1, 0, columns)?, both.narrow(1, columns, columns)?);
             let scales = Fp8Scales::new(&[E4M3, E5M2, E4M3, E5M2], &gpu())?;
             let quantize = |x: &Tensor, copies, index| Fp8Matrix::quantize_with(x, copies, &scales.at(index));
-            // The first round measures.
+            // The first round measures the largest values.
             for _ in 0..2 {
                 let y = ops::swiglu_fp8(&gate, &up, Fp8Copies::Both, &scales.at(0))?;
                 check("swiglu", dtype, &y, &quantize(&ops::swiglu(&gate, &up)?, Fp8Copies::Both, 0)?)?;

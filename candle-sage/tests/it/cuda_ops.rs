@@ -350,8 +350,8 @@ fn cross_entropy() -> Result<()> {
     Ok(())
 }
 
-/// Logits are rounded to the type before the softmax, whose error is then `|logit|` roundings, here up to three; the
-/// gradients of the logits are rounded, and the matmul, and the matmul again after scaling.
+/// Logits are rounded to the type before the softmax, whose error is then `|logit|` roundings, here up to three. Then
+/// the gradients of the logits are rounded, the result of their matmul, and this result again after scaling.
 const LINEAR_ROUNDINGS: f64 = 6.0;
 
 #[test]

@@ -298,7 +298,7 @@ fn scores_that_are_equal_or_no_numbers() -> Result<()> {
     let key = Tensor::cat(&parts, 1)?;
     let selection = sla2.select(&router, &zeros, &key)?;
     assert_eq!(selection.list(0, 0, 9)?, [0, 1, 5, 9]);
-    // The nearest blocks take precedence over it.
+    // The nearest blocks take precedence over the NaN.
     for (nearest, list) in [(1, [0, 5, 8, 9]), (2, [5, 7, 8, 9]), (3, [6, 7, 8, 9])] {
         let selection = sla2.clone().nearest(nearest).select(&router, &zeros, &key)?;
         assert_eq!(selection.list(0, 0, 9)?, list);
@@ -322,10 +322,10 @@ fn what_does_not_run_on_a_gpu_is_an_error() -> Result<()> {
     Ok(())
 }
 
-/// Decoding with a cache against the whole sequence, both on a GPU. f16 rounds P and the states of the tail differently
-/// in the kernels and in candle's operators, and may order two blocks with nearly equal scores differently: then the rows
-/// of a block of queries differ. So a tenth of the rows may differ by more than the roundings of f16 (5e-4 of values of
-/// about 1, in sums of a few).
+/// Decoding with a cache compared with the whole sequence, both on a GPU in f16. The kernels and candle's operators
+/// round P and the states of the tail differently, and may order two blocks with nearly equal scores differently. Then
+/// the rows of a block of queries differ, so a tenth of the rows may differ by more than the roundings of f16 (5e-4 of
+/// values of about 1, in sums of a few).
 #[test]
 #[ignore = "needs a GPU"]
 fn a_cache_gives_the_rows_of_the_whole_sequence() -> Result<()> {

@@ -227,7 +227,7 @@ pub(crate) fn check_positions_by_batch(device: &Device) -> Result<()> {
             rotary.forward_normalized_heads_first(heads_first, &norm, position)?.transpose(1, 2)?,
         ])
     };
-    // The position of a call is not used.
+    // The call's position, 100, is ignored.
     let batch = every(&at, &x, &heads_first, 100)?;
     for (n, start) in starts.iter().enumerate() {
         let one = |x: &Tensor| x.narrow(0, n, 1);

@@ -122,7 +122,7 @@ fn flash_attn_of_candle_nn_has_other_conventions() -> Result<()> {
     let two = sequence_first(2, 8, 24)?;
     let out = flash_attn(&two[0], &two[1], &two[2], 0.25, true)?;
     assert!(apart(&out, &theirs(&two, AttnMask::causal())?.transpose(1, 2)?)? < F32);
-    // It propagates no gradient.
+    // candle-nn's function propagates no gradient.
     let tracked = [Var::from_tensor(q)?.into_inner(), k.clone(), v.clone()];
     assert!(!theirs(&tracked, AttnMask::causal())?.track_op());
     Ok(())

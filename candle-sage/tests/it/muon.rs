@@ -156,8 +156,9 @@ fn rows_are_normalized() -> Result<()> {
     Ok(())
 }
 
-/// Polar Express maps singular values from .001 of the norm on to .84 to 1.13, and the quintic polynomial maps values
-/// from .003 on to .68 to 1.21, whatever the norm. A diagonal matrix shows them.
+/// Polar Express maps singular values of at least .001 of the norm into .84 to 1.13, and the quintic polynomial maps
+/// values of at least .003 of the norm into .68 to 1.21, whatever the norm. A diagonal matrix shows its singular
+/// values.
 #[test]
 fn singular_values_come_close_to_one() -> Result<()> {
     let values: [f32; 6] = [1.0, -0.3, 0.1, 0.03, 0.01, 0.0035];

@@ -47,8 +47,8 @@ fn adamw_follows_candles() -> Result<()> {
 }
 
 /// 16-bit variables accumulate steps that are too small for 16 bit, because their weights are stored in f32. A variable
-/// without a gradient, and vectors under only weight decay, do not change; after a non-finite gradient no variable
-/// does.
+/// without a gradient and a vector with zero gradients (vectors have no weight decay) do not change; after a non-finite
+/// gradient no variable changes.
 #[test]
 fn weights_are_kept_in_f32() -> Result<()> {
     let normals = &mut Normals::new(7);
@@ -63,8 +63,8 @@ fn weights_are_kept_in_f32() -> Result<()> {
             let loss = narrow.to_dtype(DType::F32)?.sum_all()?;
             optimizer.backward_step(&(loss + vector.affine(0.0, 0.0)?.sum_all()?)?)?;
         }
-        // Half of the distance from 1 to the next smaller number is .002 in bf16 and .0002 in f16, and a step of 1e-4 is
-        // less. A hundred steps add up to 1e-2, and their weight decay to .005.
+        // Half of the distance from 1 to the next smaller number is .002 in bf16 and .0002 in f16, and a step of 1e-4
+        // is less. A hundred steps add up to 1e-2, and their weight decay to .005.
         assert!(values(&narrow)?.iter().all(|w| (w - 0.985).abs() < 3e-3), "{:?}", values(&narrow)?);
         assert_eq!([values(&vector)?, values(&other)?], before);
         let bad = (narrow.to_dtype(DType::F32)?.sum_all()? * f64::INFINITY)?;

@@ -34,7 +34,7 @@ fn run(case: &Case, attention: &Attention, dtype: DType) -> Result<[Vec<f64>; 5]
     Ok([values(&out)?, grad(&q)?, grad(&k)?, grad(&v)?, grad(&sinks)?])
 }
 
-/// The same by the oracle. The first key is the sink, which a window does not hide.
+/// The results of the oracle, in the same order. The first key is the sink, which a window does not hide.
 fn exact(case: &Case) -> [Vec<f64>; 5] {
     let scale = 0.25; // 1 / sqrt(16)
     let with_sink = |rows: &[f32], of_head: &dyn Fn(usize) -> f64| -> Vec<f64> {
@@ -64,8 +64,8 @@ fn without_first_channel(x: &[f64]) -> Vec<f64> {
     x.chunks_exact(16).flat_map(|row| row[1..].iter().copied()).collect()
 }
 
-/// Exact in f32 up to rounding. In bf16 the output and each gradient are rounded once, by 2^-9, and D and the sink's
-/// gradient are sums over rounded outputs.
+/// In f32 the results are exact up to rounding. In bf16 the output and each gradient are rounded once, by 2^-9, and D
+/// and the sink's gradient are sums over rounded outputs.
 #[test]
 fn sinks_are_a_key_without_a_value() -> Result<()> {
     for (tokens, window) in [((70, 70), None), ((60, 130), None), ((150, 150), Some(40))] {

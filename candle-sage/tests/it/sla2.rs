@@ -230,7 +230,8 @@ fn the_formulas_are_the_gradients() -> Result<()> {
     Ok(())
 }
 
-/// f32 sums over up to 600 tokens, twice: 4e-6 each, and states that sum over tokens before a quotient.
+/// The errors are those of f32 sums over up to 600 tokens, twice 4e-6, and of states that sum over tokens before a
+/// quotient.
 #[test]
 fn the_cpu_follows_the_formulas() -> Result<()> {
     let small = problems((16, 16), [150, 203], 16)?;
@@ -304,8 +305,8 @@ fn nothing_leaks_from_later_tokens() -> Result<()> {
     Ok(())
 }
 
-/// The blocks nearest to a block of queries, inside its document, are listed whatever the scores; the other listed blocks
-/// are the router's choice among the remaining blocks.
+/// The blocks nearest to a block of queries, inside its document, are listed whatever the scores. The router chooses
+/// the other listed blocks among the remaining blocks.
 #[test]
 fn the_nearest_blocks_are_always_listed() -> Result<()> {
     let mut case = Case::new(1, (300, 300), (4, 2), 32, true);
@@ -326,7 +327,7 @@ fn the_nearest_blocks_are_always_listed() -> Result<()> {
                 let first = block - block.min(nearest);
                 assert!((first..=block).all(|near| list.contains(&near)), "{nearest}: {list:?}");
                 assert_eq!(list.len(), block.min(3) + 1, "{nearest}: {list:?}");
-                // The best candidates overall are among them, unless they are near blocks.
+                // The best candidates overall are listed, as near blocks or as the router's choice.
                 let best = sla2.clone().blocks(3 - nearest.min(3)).select(&router, &q, &k)?;
                 let best = best.list(number, key_head, block)?;
                 assert!(best.iter().all(|at| list.contains(at)), "{nearest}: {list:?}, best {best:?}");
@@ -336,7 +337,7 @@ fn the_nearest_blocks_are_always_listed() -> Result<()> {
     Ok(())
 }
 
-/// The same test must detect a leak: selection by the mean of the whole query block has one.
+/// The inputs must be able to show a leak: selection by the mean of the whole query block has one.
 #[test]
 fn a_mean_over_the_block_would_leak() -> Result<()> {
     let case = Case::new(1, (256, 256), (1, 1), 16, true);

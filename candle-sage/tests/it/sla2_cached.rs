@@ -9,8 +9,8 @@ use candle_sage::{Packing, Router, SageBwd, Scheme, Sla2, Sla2Cache};
 use crate::sla2::{some_router, tensors};
 use crate::support::Case;
 
-/// Decoding computes the same rows as the whole sequence, for any lengths of prompt and steps. The tail adds the same 200 tokens in
-/// another order, and [`Tail::Complement`] subtracts the selected blocks: 200 roundings of 6e-8 of values of about 1 are 1e-5.
+/// Decoding computes the same rows as the whole sequence, for any lengths of prompt and steps. The tail adds the same
+/// 200 tokens in another order: 200 roundings of 6e-8 of values of about 1 are 1e-5.
 #[test]
 fn a_cache_gives_the_rows_of_the_whole_sequence() -> Result<()> {
     let case = Case::new(2, (200, 200), (4, 2), 32, true);
@@ -49,7 +49,7 @@ fn a_cache_gives_the_rows_of_the_whole_sequence() -> Result<()> {
 }
 
 /// Queries and keys of ten times the usual size: the features of a token are then nearly all in one channel, and a tail
-/// as a difference of sums would lose the others. The errors are 1e-6 of the largest value, about 4.
+/// as a difference of sums would lose the other channels. The errors are 1e-6 of the largest value, which is about 4.
 #[test]
 fn large_keys_do_not_cancel_in_the_tail() -> Result<()> {
     let case = Case::new(1, (300, 300), (2, 1), 32, true);
@@ -73,8 +73,8 @@ fn large_keys_do_not_cancel_in_the_tail() -> Result<()> {
     Ok(())
 }
 
-/// The prompt is in the numerics of its scheme, later tokens are unquantized, in the inputs' type. Differences from the
-/// whole sequence are those of INT8, whose scales and means also depend on later tokens, or a rounding of f16.
+/// The prompt is computed in the numerics of its scheme, later tokens unquantized, in the inputs' type. Differences
+/// from the whole sequence are those of INT8, whose scales and means also depend on later tokens, or a rounding of f16.
 #[test]
 fn a_cache_has_the_types_and_schemes_of_the_op() -> Result<()> {
     let case = Case::new(1, (128, 128), (2, 1), 32, true);
@@ -100,7 +100,7 @@ fn a_cache_has_the_types_and_schemes_of_the_op() -> Result<()> {
     Ok(())
 }
 
-/// The layer rotates tokens by their place in the sequence, and its output has no gradient.
+/// The layer rotates tokens by their position in the sequence, and its output has no gradient.
 #[test]
 fn a_layer_decodes_what_it_computes_at_once() -> Result<()> {
     let vars = VarMap::new();

@@ -1,5 +1,5 @@
-//! The soft choice of blocks: it approaches the hard choice, has gradients, and trains a router. Also the scale of
-//! logits in both choices.
+//! The soft selection of blocks: it approaches the router's selection, has gradients, and trains a router. Also the
+//! scale of logits with both selections.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW};
@@ -59,7 +59,7 @@ fn a_small_tau_is_the_hard_choice() -> Result<()> {
     Ok(())
 }
 
-/// If all blocks are chosen it is dense attention, whatever tau is.
+/// If all blocks are selected, the result is dense attention, whatever tau is.
 #[test]
 fn with_enough_blocks_it_is_dense_attention() -> Result<()> {
     let device = Device::Cpu;
@@ -110,7 +110,7 @@ fn gradients_are_those_of_differences() -> Result<()> {
     Ok(())
 }
 
-/// The published training: the error of the hard output falls too.
+/// The published training: the error of the output with the router's selection falls too.
 #[test]
 fn the_published_loss_trains_a_router() -> Result<()> {
     let device = Device::Cpu;

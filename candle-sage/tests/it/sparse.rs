@@ -85,7 +85,7 @@ fn errors_on_lists(products: Int8Products, sigma: f32) -> Result<[f64; 4]> {
 }
 
 /// The error is at most a tenth above the simulation of SageBwd's quantization. (dO has a scale per channel, unlike in
-/// the simulation: we measured 0.87 to 0.99 of it.)
+/// the simulation: we measured 0.87 to 0.99 of the simulated error.)
 #[test]
 fn sagebwd_on_lists_has_the_errors_of_its_codes() -> Result<()> {
     for (sigma, expected) in [
@@ -105,7 +105,8 @@ fn sagebwd_on_lists_has_the_errors_of_its_codes() -> Result<()> {
 /// SLA2 as published has a quantized forward, and a backward that computes P from unquantized Q and K with the
 /// forward's log-sum-exp: P's rows then do not add up to 1. For small logits (sigma 1) this error is smaller than that
 /// of quantization in the backward, for large logits it is larger. The errors of dQ and dV, of this combination and
-/// with only S quantized (the forward's P), are at most a tenth above the simulation; we measured 0.79 to 0.99 of it.
+/// with only S quantized (the forward's P), are at most a tenth above the simulated errors; we measured 0.79 to 0.99 of
+/// them.
 #[test]
 fn the_published_mixture_pays_for_its_mismatch() -> Result<()> {
     let mut ratios = Vec::new();

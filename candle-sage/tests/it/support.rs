@@ -53,7 +53,6 @@ pub(crate) fn relative_l2(a: &[f64], b: &[f64]) -> f64 {
     (difference / if norm == 0.0 { a.len() as f64 } else { norm }).sqrt()
 }
 
-/// The cosine of the angle between two tensors.
 pub(crate) fn cosine(a: &[f64], b: &[f64]) -> f64 {
     let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(x, y)| x * y).sum::<f64>();
     dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
@@ -122,7 +121,6 @@ impl Case {
         self.add_to(1, vector, times);
     }
 
-    /// Adds a vector to every value.
     pub(crate) fn add_to_values(&mut self, vector: &[f32]) {
         self.add_to(2, vector, |_| 1.0);
     }
@@ -133,7 +131,6 @@ impl Case {
         }
     }
 
-    /// The mean of all keys.
     pub(crate) fn mean_of_keys(&self) -> Vec<f32> {
         let keys = self.data[1].chunks_exact(self.head_dim);
         let (count, mut mean) = (keys.len() as f32, vec![0.0; self.head_dim]);
@@ -203,7 +200,6 @@ impl Case {
         self.run_on(&Device::Cpu, &self.attention(scheme), dtype)
     }
 
-    /// Runs an op on a device.
     pub(crate) fn run_on(&self, device: &Device, attention: &Attention, dtype: DType) -> Result<Results> {
         let tensor = |n: usize, query| -> Result<Tensor> {
             Tensor::from_slice(&self.data[n], self.dims(query).as_slice(), &Device::Cpu)?

@@ -180,7 +180,7 @@ fn narrow_values_are_as_widened_ones_on_cuda() -> Result<()> {
     Ok(())
 }
 
-/// Works over selected blocks and in both signatures; values that do not fit give an error message.
+/// Selected blocks, heads first and `flash_attn` accept values of another width; values that do not fit are errors.
 #[test]
 fn everything_that_attends_takes_them() -> Result<()> {
     let (q, v) = (normals(1, [1, 64, 2, 32], DType::F32)?, normals(2, [1, 64, 2, 16], DType::F32)?);

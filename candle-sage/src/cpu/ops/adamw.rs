@@ -30,7 +30,6 @@ pub(crate) fn step(settings: &AdamW, sum_of_squares: f64, state: &mut [f32], gra
     });
 }
 
-/// The sum of squares in f64.
 pub(crate) fn squares(values: &[f32]) -> f64 {
     let of_span = |span: &[f32]| {
         // Independent partial sums, so that an addition does not wait for the previous addition.

@@ -40,7 +40,6 @@ fn center(centered: &mut [f32], x: &[f32], eps: f32) -> f32 {
     inverse_rms(centered, eps)
 }
 
-/// Normalizes each vector of `x`.
 #[multiversion(targets = "simd")]
 fn normalize(out: &mut [f32], x: &[f32], weight: &[f32], bias: &[f32], eps: f32) {
     let width = weight.len();

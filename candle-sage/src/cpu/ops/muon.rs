@@ -7,7 +7,8 @@ use crate::update::{DIRECTION_UNIT, MomentumPass, Muon, clipped};
 /// Elements of one parallel task.
 const SPAN: usize = 32 * 1024;
 
-/// Updates the momentum, and writes the direction times [`DIRECTION_UNIT`]. Nothing changes if the norm of the gradient is not finite.
+/// Updates the momentum, and writes the direction times [`DIRECTION_UNIT`]. Nothing changes if the norm of the gradient
+/// is not finite.
 pub(crate) fn direction(
     settings: &Muon,
     sum_of_squares: f64,
@@ -46,7 +47,6 @@ pub(crate) fn row_factors(mean_squares: &mut [f32], matrix: &[f32], beta: Option
     mean_squares.iter().map(|&mean| (size / divisor(mean)).sqrt() as f32).collect()
 }
 
-/// Multiplies rows by their factors.
 pub(crate) fn scale_rows(rows: &mut [f32], factors: &[f32]) {
     rows.par_chunks_mut(rows.len() / factors.len())
         .zip(factors)

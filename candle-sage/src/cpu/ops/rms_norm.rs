@@ -48,7 +48,6 @@ pub(crate) fn backward(x: &[f32], weight: &[f32], dy: &[f32], eps: f32) -> (Vec<
     (dx, dw)
 }
 
-/// Normalizes each vector of `x`.
 #[multiversion(targets = "simd")]
 fn normalize(out: &mut [f32], x: &[f32], weight: &[f32], eps: f32) {
     let width = weight.len();

@@ -67,7 +67,7 @@ mod tests {
         }
     }
 
-    /// As tau goes to 0 it selects the largest scores.
+    /// As tau goes to 0, SoftTop-k selects the largest scores.
     #[test]
     fn a_small_tau_chooses() {
         let chosen = weights(&SCORES, 3, 1e-3);

@@ -53,7 +53,7 @@ impl Rows<'_> {
     }
 }
 
-/// The mean of the losses that count: an f32 scalar.
+/// The mean loss over the targets that are not ignored: an f32 scalar.
 pub(super) fn mean(gpu: &Gpu, losses: &Buffer<f32>, rows: usize, targets: &Ids) -> Result<CudaStorage> {
     let out = Float::F32.alloc(gpu, 1)?;
     let params = params::CrossEntropy {

@@ -56,7 +56,7 @@ impl Codes {
         Ok(params::Fp8Codes { used: address(&self.scale, gpu), ..self.params(gpu, e5m2)? })
     }
 
-    /// [`Codes::params`] with a matrix's entry in the state of its scales. The scale is copied, because the state
+    /// [`Codes::params`] with the matrix's entry in the state of `Fp8Scales`. The scale is copied, because the state
     /// changes.
     fn params_at<'a>(&'a self, gpu: &Gpu, site: Fp8Site, state: &Site<'a>) -> Result<params::Fp8Codes<'a>> {
         let Site { scale, largest, saturated, .. } = *state;
@@ -64,7 +64,7 @@ impl Codes {
         Ok(params::Fp8Codes { scale, used, largest, saturated, ..self.params(gpu, site.e5m2)? })
     }
 
-    /// [`Codes::params_at`] for the state of all scales.
+    /// [`Codes::params_at`] with the entry of `site` in `state`.
     pub(super) fn params_of_site<'a>(
         &'a self,
         gpu: &Gpu,
@@ -106,7 +106,7 @@ impl<'a> Site<'a> {
         Ok(Self { scale: row(0)?, largest: row(1)?, running: row(2)?, saturated: row(3)?, format: row(4)? })
     }
 
-    /// The rescaling of `count` matrices from this one on.
+    /// Launches the rescaling of `count` matrices, beginning with this matrix.
     fn rescale(&self, gpu: &Gpu, count: usize) -> Result<()> {
         let params = params::Fp8Rescale {
             scale: self.scale,

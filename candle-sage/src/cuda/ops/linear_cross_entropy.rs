@@ -128,7 +128,7 @@ impl Products for OwnType<'_> {
 }
 
 /// Matmuls in FP8. `codes` are the hidden states, their transpose, the weight and its transpose; `scales` are the
-/// scales of both.
+/// scales of the hidden states and of the weight.
 struct InFp8<'a> {
     op: &'a LinearIntoFp8,
     codes: [Operand<'a>; 4],
@@ -305,8 +305,8 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 2]> for LinearInto {
     }
 }
 
-/// The weight's gradient, which is added to in place; then the codes of the hidden states, their transpose, the weight,
-/// its transpose, the scales of both, and the targets.
+/// The weight's gradient, which is added to in place; then the FP8 codes of the hidden states, of their transpose, of
+/// the weight and of its transpose, the scales of the hidden states and of the weight, and the targets.
 type Fp8Inputs<'a> = (Operand<'a>, [Operand<'a>; 7]);
 
 /// The loss and the gradient of the hidden states, as for [`LinearInto`].

@@ -22,8 +22,8 @@ fn line(len: usize, each: usize) -> Grid {
     Grid::line(len.div_ceil(THREADS * each).clamp(1, PARTS), THREADS)
 }
 
-/// Joins parts that follow one another in the parameters and in the directions and that an update treats alike: a launch
-/// takes as long as the update of a small matrix.
+/// Joins parts that are adjacent both in the parameters and in the directions, and that an update treats in the same
+/// way (`alike`). This saves launches: a launch takes as long as the update of a small matrix.
 fn joined(parts: &[MuonPart], alike: impl Fn(&MuonPart, &MuonPart) -> bool) -> Result<Vec<MuonPart>> {
     let mut all: Vec<MuonPart> = Vec::new();
     for part in parts {

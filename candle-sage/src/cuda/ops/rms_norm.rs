@@ -80,7 +80,7 @@ fn run(
 
 const _: () = assert!(NORM_WIDTH == 2 * FP8_STRIP_WIDTH, "kernels with one and with two warps per row");
 
-/// Launches a kernel that also writes codes.
+/// Launches a kernel that also writes FP8 codes.
 fn run_fp8(
     gpu: &Gpu,
     what: &str,
@@ -182,7 +182,7 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 2]> for Gradients {
     fn launch(&self, [x, weight, dy, other]: [Operand<'_>; 4]) -> Result<[CudaStorage; 2]> {
         let gpu = Gpu::new(x.0.device())?;
         let width = weight.1.shape().elem_count();
-        // Zeros: blocks without rows write nothing, and channels beyond the registers are summed here.
+        // Zeroed, because blocks without rows write nothing, and channels that do not fit in registers are summed here.
         let partials = gpu.alloc_zeros::<f32>(PARTS * width)?;
         let [x, dy] = [Dense::new(x, &gpu)?, Dense::new(dy, &gpu)?];
         let residual = self.residual.then(|| Dense::new(other, &gpu)).transpose()?;

@@ -268,8 +268,8 @@ impl<'a> Launch<BackwardInputs<'a>, (CudaStorage, Vec<CudaStorage>)> for Gradien
 }
 
 impl Gradients {
-    /// Launches a kernel for each input, and returns the gradients of the weights. `written` is where the gradient of
-    /// an input is written.
+    /// Launches a kernel for each input, and returns the gradients of the weights. `written` returns where the gradient
+    /// of an input is written.
     fn run<'a>(
         &self,
         gpu: &Gpu,
@@ -281,7 +281,7 @@ impl Gradients {
         let mut weights = Vec::with_capacity(all.len());
         for (n, &[x, weight, dy]) in all.iter().enumerate() {
             let width = weight.1.shape().elem_count();
-            // Zeros: with few heads some blocks are not launched.
+            // Zeroed, because with few heads some blocks are not launched.
             let partials = gpu.alloc_zeros::<f32>(PARTS * width)?;
             let (dense, dy) = (Dense::new(weight, gpu)?, Heads::new(dy, gpu)?);
             let norm = Norm { weight: &dense, eps: self.eps, gradient: Some((&dy, &partials)) };
@@ -292,7 +292,8 @@ impl Gradients {
     }
 }
 
-/// The inputs of [`Gradients`], the gradient of the heads that pass through, and the state of the scales.
+/// The inputs of [`Gradients`], the gradient of the heads that are neither normalized nor rotated (the values), and the
+/// state of the scales.
 type Fp8Inputs<'a> = (BackwardInputs<'a>, Option<Operand<'a>>, Operand<'a>);
 
 impl<'a> Launch<Fp8Inputs<'a>, (Quantized<CudaStorage>, Vec<CudaStorage>)> for QkNormRopeFp8 {

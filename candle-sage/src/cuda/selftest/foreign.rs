@@ -68,7 +68,7 @@ fn lent(inputs: &Inputs, attention: &Attention, dtype: DType) -> Result<Vec<Vec<
         // SAFETY: all memory is alive until the guard has waited for the kernels.
         unsafe {
             call.forward(&stream, addresses, results_at, state, scratch)?;
-            // Too little memory is an error. This comes first, because it overwrites gradients.
+            // Too little memory is an error. This call comes first, because it overwrites gradients.
             let short = Lent { bytes: needed - 1, ..second };
             assert!(call.backward(&stream, addresses, output, state, ([dq, dk, dv], 0), short).is_err());
             call.backward(&stream, addresses, output, state, ([dq, dk, dv], 0), second)?;
@@ -86,7 +86,7 @@ fn lent(inputs: &Inputs, attention: &Attention, dtype: DType) -> Result<Vec<Vec<
     })
 }
 
-/// The same, computed through candle.
+/// The results of [`lent`], computed through candle.
 fn candles(inputs: &Inputs, attention: &Attention) -> Result<Vec<Vec<u16>>> {
     let [q, k, v, dout] = &inputs.tensors[..] else { unreachable!("four tensors") };
     let (out, vjp) = attention.vjp(q, k, v)?;
@@ -104,7 +104,7 @@ fn candles(inputs: &Inputs, attention: &Attention) -> Result<Vec<Vec<u16>>> {
     let mut all: Vec<_> = [out, dq, dk, dv].into_iter().map(words).collect::<Result<_>>()?;
     if with_lse {
         let lse = vjp.lse()?;
-        // While this memory is alive.
+        // Checks the guards while this memory is alive.
         guard::check(&gpu())?;
         all.push(halves(&lse.flatten_all()?.to_vec1()?));
     }

@@ -34,7 +34,7 @@ impl Inputs {
         let mut tensors = Vec::new();
         for (n, dims) in [dims[0], dims[1], dims[1], dims[0]].into_iter().enumerate() {
             let len = dims.0 * dims.1 * dims.2 * dims.3;
-            // Channels and heads of different sizes, and a mean.
+            // Channels and heads of different magnitudes, with a mean that is not zero.
             let data: Vec<f32> = numbers(10 + n as u64, len)
                 .into_iter()
                 .enumerate()
@@ -62,7 +62,7 @@ impl Inputs {
         let seen = self.selection.as_ref().map(Seen::new).transpose()?;
         let problem = Problem {
             gpu: &gpu,
-            // The scheme decides only how heads over 128 channels are padded, which do not occur here.
+            // The scheme only decides how heads of more than 128 channels are padded. Such heads do not occur here.
             scheme: &Scheme::Unquantized,
             shape: &self.shape,
             softmax_scale: 0.125,

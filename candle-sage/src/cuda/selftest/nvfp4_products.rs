@@ -18,9 +18,9 @@ fn error(got: &Tensor, expected: &Tensor) -> Result<f64> {
     Ok(norm(&(got - &expected)?)? / norm(&expected)?.max(1e-30))
 }
 
-/// The output equals the output of 16-bit matmuls, whose operands have the same values. They differ by two roundings to
-/// 16 bit, and if sums in another order move a probability across a midpoint. This is rare, and changes one key's code
-/// by one step.
+/// The output equals the output of 16-bit matmuls, whose operands have the same values, up to two roundings to 16 bit.
+/// In rare cases sums in another order also move a probability across a midpoint, which changes one key's code by one
+/// step.
 #[test]
 #[ignore = "needs a GPU of compute capability 9.0, 10.x or 12.x"]
 fn fp4_products_give_what_sixteen_bit_products_give() -> Result<()> {

@@ -16,9 +16,10 @@ impl Attention {
     /// the keys that a query sees: (batch, heads, sequence) in f32, minus infinity where a query sees no key. Both
     /// results have gradients.
     ///
-    /// Attention to several sets of keys is the mean of the sets' outputs, weighted by `exp(lse)`: ring attention, or a
-    /// KV cache in several chunks. (Where a query sees no key of two sets, the difference of their `lse` is NaN.) With
-    /// sinks, only one of the sets may have them. `ALiBi` aligns positions at the end of each set.
+    /// Attention to several sets of keys is the mean of the sets' outputs, weighted by `exp(lse)`. Ring attention, and
+    /// a KV cache in several chunks, use this. (If a query sees no key of two sets, the difference of the two `lse` is
+    /// NaN.) Only one of the sets may have sinks. `ALiBi` measures distances from the end of each set, not of the whole
+    /// sequence.
     ///
     /// ```
     /// use candle_core::{D, Device, Tensor, Var};
@@ -60,13 +61,13 @@ impl Attention {
     }
 }
 
-/// The log-sum-exps of an op that has run, without a gradient.
+/// The log-sum-exps, without a gradient.
 pub(super) fn of(op: &AttentionOp, out: &Tensor) -> Result<Tensor> {
     check(&op.scheme)?;
     out.apply_op1_no_bwd(&LogSumExp { saved: op.saved.clone(), shape: op.shape.clone() })
 }
 
-/// An error for FP4 matmuls, and for schemes that subtract a mean from the keys: their logits have other log-sum-exps.
+/// An error for FP4 matmuls, and for schemes that subtract a mean from the keys, which changes the log-sum-exps.
 fn check(scheme: &Scheme) -> Result<()> {
     if let Scheme::AttnQat(settings) = scheme
         && settings.products != Products::SixteenBit
@@ -110,8 +111,8 @@ impl Saved {
     }
 }
 
-/// An op that takes attention's output and returns the log-sum-exps. Because of its input, candle runs its backward
-/// before attention's backward, which uses the gradient of the log-sum-exps.
+/// An op that returns the log-sum-exps. Its input is attention's output: candle therefore runs its backward before
+/// attention's backward, which uses the gradient of the log-sum-exps.
 struct LogSumExp {
     saved: Option<Arc<Saved>>,
     shape: AttentionShape,

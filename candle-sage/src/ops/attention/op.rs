@@ -37,7 +37,7 @@ pub(crate) struct AttentionOp {
 pub(in crate::ops) struct Saved {
     /// Set by the forward.
     pub(in crate::ops) completed: OnceLock<Completed>,
-    /// The gradient of the log-sum-exps: stored by their backward, and used by attention's backward, which runs later.
+    /// The gradient of the log-sum-exps. `LogSumExp`'s backward stores it for attention's backward, which runs later.
     pub(in crate::ops) dlse: Mutex<Option<Tensor>>,
     /// The gradient of the sinks, stored by the backward.
     pub(in crate::ops) dsinks: Mutex<Option<Tensor>>,

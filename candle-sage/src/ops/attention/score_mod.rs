@@ -42,10 +42,10 @@ impl Attention {
     /// A soft cap: a logit x becomes `cap tanh(x / cap)`, which is between `-cap` and `cap`. Gemma 2 uses 50
     /// (`attn_logit_softcapping`). 0 removes the cap.
     ///
-    /// It needs the logits themselves, so schemes that subtract a mean from the keys, as `SageBwd::default()` does, do
-    /// not support it. On CUDA it is supported by unquantized attention, by Attn-QAT with 16-bit matmuls, and by
-    /// SageBwd with the products [`SCORES`](crate::Int8Products::SCORES). On CUDA the hyperbolic tangent has a relative
-    /// error of up to 2^-15.
+    /// Schemes that subtract a mean from the keys, as `SageBwd::default()` does, do not support a soft cap, because
+    /// smoothing shifts the logits. On CUDA three schemes support it: unquantized attention, Attn-QAT with 16-bit
+    /// matmuls, and SageBwd with the INT8 matmuls [`SCORES`](crate::Int8Products::SCORES). On CUDA the hyperbolic
+    /// tangent has a relative error of up to 2^-15.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -68,11 +68,11 @@ impl Attention {
         self
     }
 
-    /// `ALiBi`: subtracts from the logit of a query and a key the query head's slope times the distance between their
-    /// positions. Positions are aligned at the end, as with a causal mask. `slopes` is (query heads) in any float type,
-    /// on the query's device; it has no gradient. A soft cap is applied before the slopes. On CUDA `ALiBi` is supported
-    /// by the same schemes as a soft cap, and also with smoothed keys. [`alibi_slopes`](crate::ops::alibi_slopes)
-    /// returns the paper's slopes.
+    /// `ALiBi`: subtracts a distance penalty from each logit, the query head's slope times the distance between query
+    /// and key. Positions are aligned at the end, as with a causal mask. `slopes` is (query heads) in any float type,
+    /// on the query's device; it has no gradient. A soft cap is applied before the slopes. On CUDA the schemes that
+    /// support a soft cap also support `ALiBi`, and with `ALiBi` keys may be smoothed.
+    /// [`alibi_slopes`](crate::ops::alibi_slopes) returns the paper's slopes.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -80,7 +80,7 @@ impl Attention {
     ///
     /// let (zeros, v) = (Tensor::zeros((1, 2, 1, 8), candle_core::DType::F32, &Device::Cpu)?, [0f32, 3.]);
     /// let v = Tensor::new(&v, &Device::Cpu)?.reshape((1, 2, 1, 1))?.broadcast_as((1, 2, 1, 8))?;
-    /// // A key one token away has half of the weight of one at the query's own position.
+    /// // A key one token away has half the weight of the key at the query's own position.
     /// let slopes = Tensor::new(&[2f32.ln()], &Device::Cpu)?;
     /// let out = Attention::default().alibi(&slopes).apply(&zeros, &zeros, &v)?;
     /// let out: Vec<f32> = out.narrow(3, 0, 1)?.flatten_all()?.to_vec1()?;
@@ -136,8 +136,8 @@ impl Attention {
 }
 
 /// `ALiBi`'s slopes, (heads) in f32. If the number of heads is a power of two, head h = 1, 2, .. has the slope
-/// `2^(-8 h / heads)`. Otherwise the slopes are those of the next lower power of two, followed by every second slope of
-/// twice that power. BLOOM and MPT use these slopes.
+/// `2^(-8 h / heads)`. Otherwise the slopes are those of the next lower power of two, followed by the first, third,
+/// fifth, .. slope of twice that power. BLOOM and MPT use these slopes.
 ///
 /// ```
 /// use candle_core::Device;

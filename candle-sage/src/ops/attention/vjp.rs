@@ -42,8 +42,7 @@ impl AttentionVjp {
         super::log_sum_exp::of(&self.op, &self.out)
     }
 
-    /// The gradients of query, key and value for the output's gradient `dout`, which has the output's
-    /// shape and element type.
+    /// The gradients of query, key and value for the output's gradient `dout`.
     ///
     /// # Errors
     /// When `dout` has another shape or element type than the output.
@@ -51,8 +50,8 @@ impl AttentionVjp {
         self.apply_with_lse(dout, None)
     }
 
-    /// [`AttentionVjp::apply`] with the gradient `dlse` of the log-sum-exps in addition. `dlse` has the shape of
-    /// [`AttentionVjp::lse`].
+    /// [`AttentionVjp::apply`] if the loss also depends on the log-sum-exps. `dlse` is the gradient of
+    /// [`AttentionVjp::lse`], and has its shape.
     ///
     /// # Errors
     /// As [`AttentionVjp::apply`], and when `dlse` has another shape or element type than the log-sum-exps.
@@ -74,7 +73,7 @@ impl AttentionVjp {
         }
         supported(NAME, &[&self.out, dout])?;
         let dout = self.widths.map_or(Ok(dout.clone()), |widths| widths.widen_output(dout))?;
-        // After all other checks: if one of them failed, a later call would find this gradient.
+        // Stored after all other checks: if a check failed later, the next call would use this gradient.
         if let Some(saved) = &self.op.saved {
             saved.set_gradient(dlse.into(), &self.op.shape)?;
         }
@@ -90,7 +89,7 @@ impl AttentionVjp {
 }
 
 impl AttentionVjp {
-    /// Drops query, key and value, for a caller that recomputes them before the backward: less memory for more time.
+    /// Drops query, key and value, to save memory in a caller that recomputes them before the backward.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};

@@ -1,4 +1,4 @@
-//! The linear tails without a kernel, as matmuls by candle's operators, in f32 and in candle's graph.
+//! The linear tails that have no kernel, computed with candle's matmuls, in f32 and in candle's graph.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_nn::ops::softmax;
@@ -147,7 +147,7 @@ mod tests {
                 let shape = AttentionShape::new(q_dims, k_dims, k_dims, causal, packing.clone())?;
                 let draw = |dims| Tensor::randn(0f32, 1., dims, &Device::Cpu);
                 let (q, k, v, dout) = (draw(q_dims)?, draw(k_dims)?, draw(k_dims)?, draw(q_dims)?);
-                // Lists of every length; the last block of queries leaves nothing to the tail.
+                // Every third candidate; without a causal mask also the first, because lists must not be empty.
                 let selection = Selection::from_lists(&shape, (16, 8), &Device::Cpu, |at| {
                     let first = usize::from(!causal).min(at.candidates);
                     (0..at.candidates).filter(|n| *n < first || (n + at.block) % 3 == 0).collect()
@@ -189,7 +189,7 @@ mod tests {
         let half = x.to_dtype(DType::BF16)?;
         let op = PastLinear::new([&half, &half, &half], &selection, Tail::Complement)?;
         assert_eq!(forward(&op, [&half, &half, &half])?.dtype(), DType::BF16);
-        // The query's only feature is zero in every key.
+        // The only non-zero feature of the query is zero in every key.
         let one = |channel: usize| -> Result<Tensor> {
             let row: Vec<f32> = (0..8).map(|n| if n == channel { 500.0 } else { 0.0 }).collect();
             Tensor::from_vec(row, (1, 1, 1, 8), &Device::Cpu)?.broadcast_as(dims)?.contiguous()

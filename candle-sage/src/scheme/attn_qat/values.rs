@@ -15,8 +15,7 @@ use crate::error::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum ValueGroups {
-    /// Tokens, the reduction of P V: block-scaled FP4 instructions need this axis, and models are deployed
-    /// with it.
+    /// Tokens, the reduction of P V. Block-scaled FP4 instructions need this axis, so deployed models use it.
     ///
     /// A scale then depends on up to 15 later tokens: also with a causal mask a token's value is rounded by the scale
     /// of its group's largest value, and a NaN reaches the earlier tokens of its group. (Token-by-token decoding rounds
@@ -48,10 +47,10 @@ pub enum ValueGroups {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum ValueScale {
-    /// No, as in the paper.
+    /// V is not multiplied, as in the paper.
     #[default]
     None,
-    /// By a power of two for each key head of each sequence (or packed document), which moves the head's largest
+    /// A power of two for each key head of each sequence (or packed document), which moves the head's largest
     /// magnitude into 512 to 1024. If the head contains a NaN or an infinity, the factor is 1.
     ///
     /// The result equals that of [`ValueScale::None`] wherever a group's scale is between 2^-6 and 448 with and without

@@ -71,7 +71,7 @@ fn large_heads() -> Result<()> {
     check_large_heads(&[Scheme::Unquantized])
 }
 
-/// SageBwd above 128 channels, where only S is an INT8 matmul, on Hopper.
+/// SageBwd above 128 channels, with S as the only INT8 matmul. Only Hopper has these kernels.
 #[test]
 #[ignore = "needs a GPU"]
 fn large_heads_in_int8() -> Result<()> {

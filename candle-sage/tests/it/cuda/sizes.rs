@@ -25,7 +25,7 @@ fn resize(data: &mut [f32], width: usize, size: impl Fn(usize) -> f32) {
     }
 }
 /// Gradients of size 1e-18 and 1e12 are as accurate as gradients of size 1, and so are gradients of queries that are
-/// 2^9 smaller than their neighbours: dS is stored in 16 bit in units that follow its size
+/// 2^9 times smaller than their neighbours: dS is stored in 16 bit in units that follow its size
 /// (`attention/numerics/score_codes_sm90.cuh`).
 #[test]
 #[ignore = "needs a GPU"]
@@ -68,9 +68,9 @@ fn gradients_of_any_size() -> Result<()> {
     Ok(())
 }
 
-/// Values that are up to 2^20 smaller than the values of the next tile, or all zero, are as accurate as others for
-/// queries that see only them; beyond that they lose bits, then become zero, but never grow. (On Hopper two tiles of
-/// values share an integer sum: `attention/numerics/sagebwd_forward_sm90.cuh`.)
+/// Values that are up to 2^20 times smaller than the values of the next tile, or all zero, are as accurate as other
+/// values, for queries that see only them. Still smaller values lose bits, then become zero, but never grow. (On Hopper
+/// two tiles of values share an integer sum: `attention/numerics/sagebwd_forward_sm90.cuh`.)
 #[test]
 #[ignore = "needs a GPU"]
 fn values_of_any_size() -> Result<()> {

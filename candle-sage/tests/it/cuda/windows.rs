@@ -59,7 +59,8 @@ fn windows_of_large_heads() -> Result<()> {
     Ok(())
 }
 
-/// Also in a fixed order, where a thread block's turn among the blocks that add to a tile depends on the window.
+/// Gradients of windows repeat in a fixed order. A thread block's turn among the blocks that add to a tile depends on
+/// the window.
 #[test]
 #[ignore = "needs a GPU"]
 fn gradients_of_windows_repeat() -> Result<()> {
@@ -96,7 +97,7 @@ fn a_window_that_holds_everything() -> Result<()> {
         let dense = results(&case)?;
         case.window = (Some(199), Some(usize::MAX));
         assert!(results(&case)? == dense, "{scheme}, causal {causal}");
-        // One key fewer, which only the last query does not see: this uses the kernels for windows.
+        // A window of one key fewer, which hides a key only from the last query, uses the kernels for windows.
         case.window = (Some(198), Some(usize::MAX));
         let rows = (case.lens.0 - 1) * 2 * 64;
         let difference = relative_l2(&results(&case)?[0][..rows], &dense[0][..rows]);
