@@ -20,8 +20,8 @@ use crate::model::causal_pairs;
 /// Number of input sets that calls use in turn, so that no call finds its inputs in the cache.
 const ROTATING: usize = 3;
 
-/// A row of the benchmark: `D:N:causal`, or `D/V:N:causal` if values have another head_dim than queries and keys. A
-/// window of `W` tokens is `D:N:causal:W`.
+/// A row of the benchmark: `D:N:causal`, or `D/V:N:causal` if values have another head_dim than queries and keys.
+/// `D:N:causal:W` has a sliding window of `W` tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Row {
     /// head_dim of queries and keys.
@@ -38,7 +38,7 @@ pub struct Row {
 }
 
 impl Row {
-    /// The number of unmasked (query, key) pairs of one head. With a causal mask it is half of all pairs.
+    /// The number of unmasked (query, key) pairs of one head. With a causal mask and no window it is half of all pairs.
     fn pairs(self) -> f64 {
         let before = causal_pairs(self.tokens, self.window);
         if self.causal { before } else { 2.0 * before }
@@ -95,7 +95,7 @@ pub struct Plan {
     pub rows: Vec<Row>,
     /// The schemes; the default schemes if empty.
     pub schemes: Vec<Scheme>,
-    /// Tokens of all sequences of a batch. A longer sequence makes a batch of one sequence.
+    /// Number of tokens in a batch. A sequence with more tokens is a batch by itself.
     pub total_tokens: usize,
     /// Width of all heads together: heads = width / head_dim.
     pub width: usize,
@@ -105,7 +105,7 @@ pub struct Plan {
     pub rest: Duration,
     /// Soft cap of the logits; 0 for none.
     pub softcap: f64,
-    /// Whether logits are lowered by the distance of query and key (ALiBi).
+    /// Whether a multiple of the distance between query and key is subtracted from each logit (ALiBi).
     pub alibi: bool,
     /// Whether heads have sinks.
     pub sinks: bool,
@@ -117,7 +117,7 @@ impl Plan {
         ((self.total_tokens / tokens).max(1), tokens, (self.width / head_dim).max(1), head_dim)
     }
 
-    /// Attention in a scheme on a row.
+    /// The attention of a scheme, with the row's mask and this plan's options.
     fn attention(&self, row: Row, scheme: Scheme) -> candle_core::Result<Attention> {
         let beside = row.window.map(|window| window - 1);
         let mut attention =
@@ -132,7 +132,7 @@ impl Plan {
         Ok(attention.alibi(&alibi_slopes(heads, &self.device)?))
     }
 
-    /// The element type of the inputs: bf16, and f32 on the CPU.
+    /// The element type of the inputs: bf16 on a GPU, f32 on the CPU.
     fn dtype(&self) -> DType {
         if self.device.is_cpu() { DType::F32 } else { DType::BF16 }
     }
@@ -210,8 +210,8 @@ fn usual_schemes(row: Row, device: &Device) -> Vec<Scheme> {
         .collect()
 }
 
-/// The name of a scheme in the table, and the settings that are not the default: the values of the commonest settings,
-/// then the others as `name=value`.
+/// The label of a scheme in the table: its name, then its settings that differ from the default. The commonest settings
+/// are written as values only, the others as `name=value`.
 fn label(scheme: &Scheme) -> String {
     const COMMON: [&str; 3] = ["products", "key-mean", "smoothing"];
     let default = Scheme::from_name(scheme.name()).map_or_else(|_| Vec::new(), |default| default.settings());
@@ -224,8 +224,9 @@ fn label(scheme: &Scheme) -> String {
     label
 }
 
-/// Measures one row, one scheme after the other. It skips INT8 for heads with more than 128 channels on GPUs without
-/// kernels for such heads, and default schemes that do not support the soft cap, ALiBi or sinks.
+/// Measures one row with one scheme after another, and passes each result to `seen`. A quantized scheme that the device
+/// or the attention options do not support is skipped if it is a default scheme or if heads have more than 128
+/// channels.
 ///
 /// # Errors
 /// When the device has no kernels for the shape, or runs out of memory.
@@ -315,7 +316,7 @@ pub fn table_line(m: &Measured) -> String {
     )
 }
 
-/// TFLOP/s with more decimals for smaller values, so that slow devices show digits too.
+/// TFLOP/s as text. Smaller values get more decimals, so that the speed of a slow device is not rounded to 0.0.
 fn speed(tflops: f64) -> String {
     match tflops {
         ..0.01 => format!("{tflops:.5}"),

@@ -112,8 +112,8 @@ impl About {
     /// When a setting differs that must stay the same on resume.
     pub fn check_settings(&self, run: &Path, now: &Config) -> Result<()> {
         let Some(then) = &self.settings else { return Ok(()) };
-        // A version of this program that wrote the checkpoint may lack a key that all runs have in this version. A key
-        // that only some runs have was added to the file. The file does not say what the run was branched off.
+        // A key that only `now` has is ignored if every run has it today: an older version did not write it. If only
+        // some runs have it, it was added to `config.toml`. `config.toml` does not contain `BRANCHED_FROM`.
         let (now, added) = (&now.identity(), now.keys_of_some_runs());
         let added = added.iter().filter(|key| now.contains_key(*key));
         let keys = then.keys().filter(|key| *key != BRANCHED_FROM).chain(added);
@@ -189,7 +189,7 @@ impl Checkpoints {
 }
 
 impl Drop for Checkpoints {
-    /// A run that ends early still finishes the checkpoint that it is writing.
+    /// A run that ends early still completes the checkpoint that it has started to write.
     fn drop(&mut self) {
         let _ = self.wait();
     }

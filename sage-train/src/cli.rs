@@ -92,7 +92,7 @@ enum Verb {
         /// Smallest size in megabytes
         #[arg(long, value_name = "MB", default_value_t = 8)]
         megabytes: u64,
-        /// Seed; run N trains on corpus N
+        /// Seed of the corpus. By default, a run with `--seed N` trains on the corpus with seed N
         #[arg(long, default_value_t = 0)]
         seed: u64,
         /// Write JSON lines for --data instead: documents of at least WORDS words, with questions about facts from far
@@ -130,7 +130,7 @@ enum Verb {
     Report(Reporting),
 }
 
-/// The second of two paths after `--data`, as they appear when the shell expands a pattern.
+/// The second of two paths after `--data`: the shell expanded a pattern to several paths.
 fn second_path(words: &[OsString]) -> Option<&Path> {
     let exists = |word: &OsString| Path::new(word).exists();
     let three = words.windows(3).find(|three| three[0] == "--data" && three[1..].iter().all(exists))?;

@@ -236,9 +236,9 @@ impl Config {
                 .got(in_short(&error))
                 .hint(hint)
         };
-        // Errors in a file without tables name the line.
+        // A file without tables is deserialized from its text at the end, because errors then name the line.
         let mut table: Table = toml::from_str(&text).map_err(unusable)?;
-        // Below its settings, a run's file lists the changes of later starts: see `Change`.
+        // A run's `config.toml` also lists the changes of later starts: see `Change`.
         let listed = table.remove(changes::LIST).is_some();
         match listed || table.values().any(|value| value.is_table() || value.is_bool()) {
             true => {
@@ -350,7 +350,7 @@ pub fn folder_of_runs(out: &Path) -> PathBuf {
     }
 }
 
-/// Names of settings in other programs.
+/// Names of settings in other programs, and their names here.
 const ELSEWHERE: [(&str, &str); 9] = [
     ("learning-rate", "lr"),
     ("batch-size", "tokens-per-step"),

@@ -131,7 +131,7 @@ impl Dataset {
             }
         }
         for source in &sources.validation {
-            // Of prepared data, validation uses the validation shards; of other data, all tokens.
+            // Validation uses the validation shards of prepared data, and all tokens of other data.
             let (all, shards) = tokenizing.tokens(source, 0.0)?;
             validation.push(if shards.is_empty() { all } else { shards });
         }
@@ -174,8 +174,8 @@ impl Dataset {
     }
 }
 
-/// The tokenizer that the settings name, or that is next to their shards, before any data is read; `None` if a
-/// tokenizer would be trained.
+/// The tokenizer that the settings name, or the tokenizer next to the shards that they name. No data is read. `None` if
+/// a tokenizer would be trained.
 ///
 /// # Errors
 /// When a named tokenizer cannot be used.

@@ -124,8 +124,8 @@ pub struct TokenByToken {
     pub tokens: u64,
 }
 
-/// Measures [`TokenByToken`]. Every prefix is computed, so a sequence of N tokens takes as long as a forward of N^2 / 2
-/// tokens. `seen` receives the number of processed tokens and of all tokens.
+/// Measures [`TokenByToken`]. The forward runs on every prefix, so a sequence of N tokens takes as long as a forward of
+/// N^2 / 2 tokens. `seen` receives the number of processed tokens and of all tokens.
 ///
 /// # Errors
 /// When attention is restricted to documents, the data cannot be read, or the device fails.

@@ -131,8 +131,8 @@ pub fn longest(folder: &Path) -> Result<usize> {
 }
 
 /// The weights of a folder. A router or `theta` of SLA2 that the files lack keeps its initial values, unless the folder
-/// is an export of this form of SLA2: then it is an error. The embedding must have as many rows as the model's
-/// vocabulary.
+/// is an export of this form of SLA2: then a missing parameter is an error. The embedding must have as many rows as the
+/// model's vocabulary.
 ///
 /// # Errors
 /// When a file is missing or damaged, or a tensor has another shape.
@@ -201,7 +201,7 @@ pub fn warn_of_others(folder: &Path, config: &LlamaConfig, names: &[&str]) {
 }
 
 /// The tokens around a document, as `generation_config.json` or else `config.json` says: the first of `bos_token_id`
-/// and all of `eos_token_id`. Without either key it is the tokenizer's end-of-text token.
+/// and all of `eos_token_id`. If a key is missing, the tokenizer's end-of-text token is used for it.
 ///
 /// # Errors
 /// When a file cannot be read, or an id is not in the tokenizer.
@@ -293,7 +293,6 @@ fn weight_files(folder: &Path) -> Result<BTreeSet<String>> {
     }
 }
 
-/// The `config.json` of a model.
 fn config_json(config: &LlamaConfig, end_of_text: u32, dtype: DType) -> Result<Value> {
     let kind = ModelType::of(config)?;
     let rope = match config.rope_scaling {
@@ -405,7 +404,7 @@ fn export_into(model: Model<'_>, to: &Path, dtype: DType) -> Result<()> {
             }
         };
         if !words.is_empty() {
-            // For SLA2 the words are settings, and some of their values are numbers.
+            // For SLA2, `words` contains settings of this trainer, and some of their values are numbers.
             let number = |text: &str| config.sla2.and_then(|_| text.parse::<u64>().ok());
             let typed = |text: String| number(&text).map_or_else(|| text.clone().into(), Value::from);
             let all = words.into_iter().map(|(key, text)| (key.to_string(), typed(text)));

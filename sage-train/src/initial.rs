@@ -22,11 +22,11 @@ fn config_of(folder: &Path) -> Option<PathBuf> {
 }
 
 /// The settings that the folder determines. `attn` is the attention that the new run asks for; if the folder's
-/// attention differs, [`Settings::over`] decides about its settings.
+/// attention differs, [`Settings::over`] drops the folder's attention settings.
 ///
 /// # Errors
-/// When the folder has none of these formats, its files cannot be read, or a run's tokenizer is missing or is not the
-/// one that the run was trained with.
+/// When the folder is not a run, a checkpoint or a model, its files cannot be read, or a run's tokenizer is missing or
+/// is not the one that the run was trained with.
 pub fn settings(folder: &Path, attn: Option<Attn>) -> Result<Settings> {
     check_there(folder)?;
     let config = config_of(folder);
@@ -51,8 +51,8 @@ pub fn settings(folder: &Path, attn: Option<Attn>) -> Result<Settings> {
             })
         }
     };
-    // The steps of the stages belong to the other run. The tail is kept only if the new run has the attention that the
-    // other run was trained with.
+    // The steps of SLA2's stages belong to the other run. The tail is kept only if the new run has the attention that
+    // the other run was trained with.
     let same_form = attn.is_none() || attn == told.attention.attn;
     told.sla2 = Sla2Settings {
         sla2_dense_steps: None,
@@ -148,8 +148,8 @@ pub fn parameters(
         let values = state.moments(moment, spec, range)?;
         Ok(values.into_iter().map(|value| (f64::from(value) * factor) as f32).collect())
     };
-    // A checkpoint of a run without row statistics lacks them. They then begin with zeros, because a factor common to
-    // all rows does not matter.
+    // A checkpoint of a run without row statistics lacks them. Row statistics then begin with zeros, without bias
+    // correction: this changes all rows by a common factor, which does not matter.
     let rows =
         |name: String, rows| if state.has(&name) { state.rows(name, rows) } else { Ok(vec![0.0; rows]) };
     let names = state.names();

@@ -135,7 +135,7 @@ pub fn notify(text: &str) {
     let _ = writeln!(std::io::stderr(), "{}", printable(text.trim_end()));
 }
 
-/// Opens a file that this program owns for writing, without following a symbolic link: with a link, anybody who may
+/// Opens a file that this program owns for writing, without following a symbolic link: through a link, anybody who may
 /// write in the folder could make this program overwrite any file of its user.
 pub(crate) fn open_own(path: &Path, options: &mut OpenOptions) -> Result<File> {
     #[cfg(unix)]

@@ -26,10 +26,10 @@ pub struct Point {
     pub lr: f64,
     /// Tokens per second of this step.
     pub tokens_per_second: f64,
-    /// Standard deviations of the loss above its mean over the recent steps: see [`crate::train::guard`].
+    /// How many standard deviations the loss is above its mean over recent steps: see [`crate::train::guard`].
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub loss_z: Option<f64>,
-    /// Standard deviations of the gradient norm above its mean over the recent steps.
+    /// How many standard deviations the gradient norm is above its mean over recent steps.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub grad_norm_z: Option<f64>,
     /// Whether the update was skipped because of a spike.
@@ -84,7 +84,7 @@ pub struct Point {
     /// per key block.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub sla2_users_ratio: Option<f64>,
-    /// Seconds since the start.
+    /// Seconds that the run has taken so far, summed over its processes.
     pub seconds: f64,
 }
 

@@ -81,8 +81,8 @@ impl Optimizer {
     pub fn moved_bytes(&self, element: u64) -> u64 {
         let copy = if element == 4 { 0 } else { element };
         let state = 1 + self.moments().matrices.len() as u64;
-        // A 16-bit direction is written, copied and read, and each of five iterations passes over it five times. Row
-        // normalization reads it twice and writes it.
+        // Muon's update direction, in 16 bit, is written, copied and read, and each of five iterations passes over the
+        // direction five times. Row normalization reads the direction twice and writes it.
         let directions = match self {
             Self::AdamW(_) => 0,
             Self::Muon(muon) => 2 * (1 + 2 + 1 + 5 * 5 + if muon.beta2.is_some() { 3 } else { 0 }),

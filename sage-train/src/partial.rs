@@ -108,7 +108,7 @@ impl Folder {
         check_free(&target, "folder", "--to")?;
         let partial = of(&target);
         let (is_marked, has_journal) = (is_unfinished(&partial), partial.join(JOURNAL).exists());
-        // A process that ended after removing its mark and before renaming the folder left only the journal.
+        // If a process ended after it removed the mark and before it renamed the folder, only the journal is left.
         if is_marked || has_journal {
             let abandoned = match is_marked {
                 true => Lock::take_existing(&partial.join(MARK))?,

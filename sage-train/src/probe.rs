@@ -1,6 +1,7 @@
-//! Measures the errors of low-bit attention (and of linear layers in FP8) against unquantized computation: on the
-//! tensors of a trained model, layer by layer and head by head (Table 2 of arXiv 2603.02170), with the error of
-//! quantizing only one matmul or operand and the sizes of the quantized tensors; and on random tensors (Table 1).
+//! Measures the errors of low-bit attention, and of linear layers in FP8, against unquantized computation. On the
+//! tensors of a trained model, errors are measured layer by layer and head by head (Table 2 of arXiv 2603.02170), also
+//! with only one matmul or operand quantized, next to the magnitudes of the tensors. On random tensors, errors are
+//! measured for several standard deviations (Table 1).
 
 pub mod anatomy;
 mod attn_qat;
@@ -58,13 +59,13 @@ impl Default for ProbeOptions {
 
 /// Probes a run, one of its checkpoints, or a model in Hugging Face's format. Validation sequences run through the
 /// model with unquantized attention. Attention on the tensors of each layer is then computed again with the run's
-/// low-bit scheme (SageBwd, if it has none). `settings` override the run's; the `typed` settings must belong to the
-/// scheme.
+/// low-bit scheme (SageBwd, if the run has none). `settings` override the run's settings; the `typed` settings, from
+/// the command line, must belong to the scheme.
 ///
 /// # Errors
 /// When the folder has no weights, the run's data is missing or has changed, or the model has no attention.
 pub fn probe(folder: &Path, look: ProbeOptions, settings: Settings, typed: &Settings) -> Result<Probed> {
-    // On the CPU, and therefore in f32, even if the model was trained on a GPU.
+    // The probe runs on the CPU, and therefore in f32, even if the model was trained on a GPU.
     let trained = Trained::open(folder, Place::Cpu, settings, true)?;
     trained.check_attention(folder, "probe")?;
     let Trained { config, parameters, .. } = &trained;
@@ -85,7 +86,7 @@ pub fn probe(folder: &Path, look: ProbeOptions, settings: Settings, typed: &Sett
 }
 
 /// The scheme to probe: the model's, or SageBwd for a model that was trained with unquantized attention. With a soft
-/// cap or sinks, which need the logits, SageBwd does not smooth keys.
+/// cap or sinks, which need the logits themselves, SageBwd does not smooth keys.
 pub fn low_bit(model: &LlamaConfig, settings: &Settings) -> Scheme {
     if let Some(scheme) = model.scheme.filter(|scheme| *scheme != Scheme::Unquantized) {
         return scheme;
@@ -341,7 +342,7 @@ fn insides(
         Ok(found)
     };
     let mut all = vec![HeadErrors::default(); heads];
-    // Computes as many key heads at the same time as fit in the free memory.
+    // Computes as many key heads and sequences at the same time as fit in the free memory.
     let at_once = (available() / bytes(tokens, group)).clamp(1, 1 << 16) as usize;
     for pieces in pieces.chunks(at_once) {
         let found = pieces.par_iter().map(piece).collect::<candle_core::Result<Vec<_>>>()?;
@@ -366,8 +367,8 @@ fn share(heads: &mut [Quantities]) {
     }
 }
 
-/// The errors of a query head. `first`: whether it is the first query head of its key head. The first query head has
-/// the key head's dK and dV.
+/// The errors of a query head. `first` says whether it is the first query head of its key head, which has the key
+/// head's dK and dV.
 fn errors(got: &Quantities, exact: &Quantities, first: bool) -> BTreeMap<&'static str, Sums> {
     let pairs: [(&[f64], &[f64]); 8] = [
         (&got.delta, &exact.delta),
@@ -382,8 +383,7 @@ fn errors(got: &Quantities, exact: &Quantities, first: bool) -> BTreeMap<&'stati
     let all = QUANTITIES.into_iter().zip(pairs);
     all.filter(|(name, _)| first || !["dK", "dV"].contains(name))
         .map(|(name, (got, exact))| match name {
-            // Above the diagonal P is 0, because queries do not attend to later keys, so that no result depends on dP
-            // there.
+            // Above the diagonal P is 0, because queries do not attend to later keys. So no result depends on dP there.
             "dP" => (name, Sums::of(&seen(got, exact.len()), &seen(exact, exact.len()))),
             _ => (name, Sums::of(got, exact)),
         })

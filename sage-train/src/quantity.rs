@@ -50,7 +50,7 @@ impl FromStr for Quantity {
 }
 
 impl fmt::Display for Quantity {
-    /// The shortest form that parses to the same number.
+    /// The number in the largest unit of `g`, `m` and `k` that divides it. The text parses to the same number.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (shift, unit) in [(30, "g"), (20, "m"), (10, "k")] {
             if self.0 > 0 && self.0.trailing_zeros() >= shift {

@@ -38,14 +38,14 @@ use transport::Transport;
 
 use crate::during;
 
-/// The default of how long a rank may go without progress.
+/// How long a rank may go without progress, by default.
 pub const STALL: Duration = Duration::from_secs(120);
 
 /// Whether this process has joined other ranks.
 static MET: AtomicBool = AtomicBool::new(false);
 
-/// Exits the process at once if it was one of several ranks; otherwise returns, and the process ends
-/// normally. The exit handlers of the GPU's libraries may wait for ranks that have died.
+/// Exits the process at once if it was one of several ranks; otherwise returns, and the process ends normally. A normal
+/// end runs the exit handlers of the GPU's libraries, which may wait for ranks that have died.
 pub fn end(code: u8) {
     if MET.load(Ordering::Relaxed) {
         let _ = std::io::stdout().flush();
@@ -56,9 +56,9 @@ pub fn end(code: u8) {
 /// The part that this process plays in a run.
 #[derive(Debug)]
 pub enum Role {
-    /// It started the ranks and has waited for their end. The number is the exit code of the run.
+    /// This process started the ranks and has waited for their end. The number is the exit code of the run.
     Launcher(i32),
-    /// It is one of the ranks, and is connected to the others.
+    /// This process is one of the ranks, and is connected to the others.
     Rank {
         /// The control channel to the other ranks.
         words: Words,
@@ -189,7 +189,7 @@ impl Ranks {
         &self.replicas
     }
 
-    /// The ranks that share each sequence with this one.
+    /// The ranks that share each sequence with this rank.
     pub fn context(&self) -> &Group {
         &self.context
     }

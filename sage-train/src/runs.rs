@@ -229,8 +229,8 @@ impl Run {
         entries_of(folder).unwrap_or_default().into_iter().filter(has_runs).collect()
     }
 
-    /// The run with the validation losses of the attention that it trained with. If `--eval-attn` validated it a second
-    /// time, also a copy of the run with the losses of that attention.
+    /// The run with the validation losses of the attention that it trained with. With `--eval-attn` also a copy of the
+    /// run with the validation losses of that attention.
     pub fn seen(self) -> Vec<Self> {
         if self.config.eval_scheme.is_none() {
             return vec![self];
@@ -301,7 +301,6 @@ pub fn usual_speed(config: &Config, points: &[Point]) -> Option<f64> {
     median(own_steps(config, points).map(|point| point.tokens_per_second))
 }
 
-/// The measured steps of a run.
 fn points(folder: &Path) -> Result<Vec<Point>> {
     let path = folder.join(METRICS);
     let points: Vec<Point> = Lines::read(&path)?.whole(&path, &again(folder))?;
@@ -314,7 +313,6 @@ fn points(folder: &Path) -> Result<Vec<Point>> {
     }
 }
 
-/// The hint for damaged metrics.
 fn again(folder: &Path) -> String {
     format!(
         "`sage-train --resume {}` restores the file from metrics.csv, which has the same numbers",

@@ -112,7 +112,7 @@ impl Writer<'_> {
         Ok(Written { text, tokens: ids.len() - begun, seconds })
     }
 
-    /// Logits of the token after `ids`. `past` contains all of them except the last, or nothing.
+    /// Logits of the token after `ids`. `past` is the cache of the tokens before the last, or `None`.
     fn logits(&self, ids: &[u32], past: &mut Option<TokenCache>) -> candle_core::Result<Vec<f32>> {
         let tensor = |ids: &[u32]| Tensor::new(ids, self.device)?.unsqueeze(0);
         let full = past.as_ref().is_none_or(|past| past.tokens() == self.context);

@@ -117,7 +117,7 @@ pub fn has_role(key: &str, role: Role) -> bool {
 }
 
 impl Settings {
-    /// Settings of which only those that `set` assigns have a value.
+    /// Settings in which only the fields that `set` assigns have a value.
     pub fn with(set: impl FnOnce(&mut Self)) -> Self {
         let mut settings = Self::default();
         set(&mut settings);
@@ -127,16 +127,16 @@ impl Settings {
     /// These settings, with missing values taken from `under`.
     #[must_use]
     pub fn over(self, mut under: Settings) -> Settings {
-        // Sparsity and blocks are alternatives, and so are steps and tokens: either in the upper layer replaces both in
-        // the lower layer.
+        // Sparsity and blocks are alternatives, and so are steps and tokens. If `self` sets one of a pair, `under` must
+        // not contribute the other.
         if self.sla2.sla2_sparsity.is_some() || self.sla2.sla2_blocks.is_some() {
             (under.sla2.sla2_sparsity, under.sla2.sla2_blocks) = (None, None);
         }
         if self.batch.steps.is_some() || self.batch.tokens.is_some() {
             (under.batch.steps, under.batch.tokens) = (None, None);
         }
-        // If the upper layer selects another attention, the lower layer's attention settings are dropped: one scheme's
-        // settings do not apply to another scheme.
+        // If `self` selects another attention, the attention settings of `under` are dropped: one scheme's settings do
+        // not apply to another scheme.
         let AttentionSettings { attn, qk_norm, .. } = under.attention;
         if self.attention.attn.is_some_and(|upper| attn.is_some_and(|attn| !attn.shares_settings(upper))) {
             under.attention = AttentionSettings { attn, qk_norm, ..AttentionSettings::default() };

@@ -29,8 +29,8 @@ pub enum Second {
 /// The environment variable in which a sweep or a launcher passes its process id to its children.
 pub const PARENT: &str = "SAGE_TRAIN_SWEEP_PROCESS";
 
-/// Time within which several signals count as one. A process receives a stop twice if the terminal signals the whole
-/// process group and the sweep passes the signal on.
+/// Time within which several signals count as one. A process receives a stop signal twice if the terminal signals the
+/// whole process group and the sweep passes the signal on.
 #[cfg(unix)]
 const TOGETHER: Duration = Duration::from_millis(250);
 
@@ -112,7 +112,7 @@ fn hang_up() -> Option<i32> {
 
 static DOING: Mutex<String> = Mutex::new(String::new());
 
-/// Records the work that is finished after a first signal, for the message about it: `step 3 of 300`.
+/// Records the work that will be finished after a first signal. The message about the signal names it: `step 3 of 300`.
 pub fn doing(what: &str) {
     let mut doing = DOING.lock().unwrap_or_else(PoisonError::into_inner);
     doing.clear();

@@ -2,10 +2,10 @@
 //! command line; child processes run it. Finished runs are skipped, and interrupted runs are resumed.
 //!
 //! The folder of a sweep is its whole state. `SWEEP/NAME/` is an ordinary run folder, identified by the settings in it.
-//! In `SWEEP/plan/`, `NAME.toml` contains the settings that the run in `SWEEP/NAME/` was started with, `NAME.stderr`
-//! the standard error of its process, `NAME.crash.json` the record of a process that ended without writing an
-//! `ending.json`, and `NAME.attempt-N` is the folder of an attempt that could not be resumed. Because there is no other
-//! state, several processes, machines and job arrays can work on one sweep.
+//! The folder `SWEEP/plan/` has four kinds of entries for a run. `NAME.toml` contains the settings that the run was
+//! started with, and `NAME.stderr` the standard error of its process. `NAME.crash.json` is written if the process ended
+//! without writing an `ending.json`. `NAME.attempt-N` is the folder of an attempt that could not be resumed. Because
+//! there is no other state, several processes, machines and job arrays can work on one sweep.
 
 mod estimate;
 mod file;
@@ -89,7 +89,7 @@ impl Sweep {
         self.folder.join(PLAN)
     }
 
-    /// Whether the runs differ in a setting, but no run has this value.
+    /// Whether the runs differ in setting `key`, but no run has this value.
     pub fn has_no(&self, key: &str, value: &toml::Value) -> bool {
         let value = crate::config::in_words(value);
         self.axes().iter().any(|(axis, values)| axis == key && !values.contains(&value))
@@ -122,7 +122,7 @@ fn names(identities: &[&Identity]) -> Vec<String> {
     for identity in identities {
         let parts: Vec<String> = keys.iter().filter_map(|key| Some(part(key, identity.get(key)?))).collect();
         let mut name = if parts.is_empty() { identity["attn"].clone() } else { parts.join("_") };
-        // The name is ASCII, so that any byte is a character boundary.
+        // The name is ASCII, so any byte is a character boundary.
         name.truncate(LONGEST_NAME);
         let mut unique = name.clone();
         let mut n = 2;
@@ -164,7 +164,7 @@ mod tests {
         ];
         let sweep = Sweep::plan("nowhere".into(), texts.map(config).to_vec()).expect("a plan");
         let names: Vec<&str> = sweep.runs.iter().map(|run| run.name.as_str()).collect();
-        // Unquantized attention has neither smoothing nor granularity, so that both fpa runs are the same run.
+        // Unquantized attention has neither smoothing nor granularity, so both fpa runs are the same run.
         assert_eq!(
             names,
             [

@@ -177,8 +177,8 @@ pub fn run_as(
 /// changes are listed below them.
 fn write_settings(folder: &RunDir, config: &Config, begin: &Begin) -> Result<()> {
     let Begin::From(found) = begin else { return folder.write(CONFIG, &config.to_toml()) };
-    // With these settings a finished run trains nothing, so they are not listed, unless --steps ends the run here,
-    // before its planned end.
+    // If no step is left, changed settings have no effect and are not listed, unless --steps ends the run here, before
+    // its planned end.
     if found.about.step == config.steps && planned_steps(found) == Some(config.steps) {
         return Ok(());
     }
@@ -186,9 +186,10 @@ fn write_settings(folder: &RunDir, config: &Config, begin: &Begin) -> Result<()>
     folder.write(CONFIG, &Change::listed(&path, config, found.about.step)?)
 }
 
-/// Checks that a run can continue from a checkpoint: the data is what the run was trained on, and steps are left to do.
+/// Checks that a run can continue from a checkpoint: the data is what the run was trained on, and the checkpoint is not
+/// after the last step.
 fn check_goes_on(found: &FoundCheckpoint, begin: &Begin, config: &Config, fingerprint: &str) -> Result<()> {
-    // A branch overwrites nothing.
+    // A branch overwrites nothing, so it may start from an older checkpoint.
     if !matches!(begin, Begin::Branch(_)) {
         found.check_newest()?;
     }
@@ -263,7 +264,8 @@ fn no_ending_yet(folder: &RunDir, words: &Words) -> Result<()> {
     Ok(())
 }
 
-/// Appends a start to the run's list of starts, and reports if it sums in another order than the start before it.
+/// Appends a start to the run's list of starts, and reports if this start adds numbers in another order than the start
+/// before it.
 fn add_start(folder: &RunDir, start: Start, progress: &Progress) -> Result<()> {
     let before: Vec<Start> = folder.read_json(STARTS)?;
     if let Some(change) = before.last().and_then(|before| start.sums_otherwise(before)) {
@@ -324,7 +326,7 @@ fn compared_settings(config: &Config, resumed: Option<&FoundCheckpoint>, paralle
         let value = all.get(&key).map_or("not set".into(), in_words);
         settings.insert(key, value);
     }
-    // Compared as resolved, because its default is the interval of validations.
+    // The resolved value is compared, because its default is the interval of validations.
     settings.insert("checkpoint-every".into(), config.checkpoints.every.to_string());
     let settings = settings.into_iter().map(|(key, value)| format!("{key} = {value}"));
     let rest = format!(
@@ -365,8 +367,8 @@ fn open_folder(config: &Config, begin: &Begin, words: &Words) -> Result<(RunDir,
     RunDir::look_on(path, first)
 }
 
-/// Checks what a run needs and a plan (`--dry-run`) does not: the device, and enough memory for what can be
-/// estimated beforehand, which is the built-in corpus with its tokens and, on a CPU, the model.
+/// Checks what a run needs and a plan (`--dry-run`) does not: the device, and enough memory. Only the memory of the
+/// built-in corpus with its tokens and, on a CPU, of the model can be estimated beforehand.
 ///
 /// # Errors
 /// When this build or this machine lacks one of these.

@@ -14,8 +14,8 @@ use crate::model::{Llama, LlamaConfig, Parameters, Reduction};
 use crate::optim::OptimizerStep;
 use crate::ranks::Ranks;
 
-/// Megabytes of f32 in an exchange; a gather transfers half as much, in 16 bit. The sizes are 4 MB, one layer of the
-/// paper's model, its embedding, and all of its parameters.
+/// Megabytes of f32 in an exchange (all-to-all). A gather (all-gather) transfers half as many bytes, in 16 bit. The
+/// sizes are 4 MB, and one layer, the embedding and all parameters of preset `325m`.
 const SIZES: [f64; 4] = [4.0, 54.5, 206.0, 1297.0];
 
 /// The times of one size.
@@ -54,8 +54,8 @@ pub struct Links {
     pub update: Update,
 }
 
-/// Measures exchanges of up to `most` megabytes; all ranks must call this. `say` receives the name of the next
-/// measurement, because all measurements take minutes on a CPU.
+/// Measures exchanges of up to `most` megabytes; all ranks must call this. `say` reports progress, because the
+/// measurements together take minutes on a CPU: it receives the name of the next measurement.
 ///
 /// # Errors
 /// When another rank cannot be reached, or memory is short.
@@ -73,8 +73,8 @@ pub fn measure(
         let on_node = ranks.mesh().replica.of == 1;
         let group = if on_node { ranks.shards() } else { ranks.all() };
         let mut links = Vec::new();
-        // One buffer for each kind, of the largest size, because buffers that copy engines read are kept until the
-        // process ends.
+        // One buffer of each kind serves all sizes, because buffers that copy engines read are kept until the process
+        // ends.
         let len = |megabytes: f64| ((megabytes * 1e6 / 4.0) as usize).next_multiple_of(64 * of);
         let sizes: Vec<f64> = SIZES.into_iter().filter(|size| *size <= most).collect();
         let largest = sizes.last().map_or(0, |size| len(*size));
@@ -109,7 +109,7 @@ pub fn measure(
     measured().map_err(during("cannot measure the links"))
 }
 
-/// Milliseconds of an update.
+/// The median time of the model's update, in milliseconds.
 fn update(
     config: &Config,
     ranks: &Ranks,

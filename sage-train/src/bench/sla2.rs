@@ -79,8 +79,8 @@ pub struct Measured {
 /// Measures one row, first unquantized, then with SageBwd.
 ///
 /// # Errors
-/// When no number of blocks has the sparsity, when the device has no kernels for the shape, or when it runs
-/// out of memory.
+/// When no number of blocks gives the sparsity, when the device has no kernels for the shape, or when it runs out of
+/// memory.
 pub fn measure(plan: &Plan, row: Row) -> Result<Vec<Measured>> {
     let settings = Settings::with(|s| s.sla2.sla2_sparsity = Some(row.sparsity));
     let attn: Attn = "sla2".parse()?;

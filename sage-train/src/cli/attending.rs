@@ -53,7 +53,7 @@ impl Attending {
             value_groups: self.value_groups,
             value_scale: self.value_scale,
             p_reference: self.p_reference,
-            // They belong to the model, or only to the backward.
+            // These settings belong to the model, or only to the backward.
             qk_norm: None,
             high_precision_output: None,
             matched_recomputation: None,
@@ -61,10 +61,7 @@ impl Attending {
         }
     }
 
-    /// Checks that the typed settings belong to the attention that is computed.
-    ///
-    /// # Errors
-    /// When a setting belongs to another attention.
+    /// Checks that the typed settings apply to the attention that is computed.
     pub(super) fn check(&self, config: &Config) -> Result<()> {
         let typed = Settings::with(|s| s.attention = self.settings());
         check_own(&typed, config.attn, config.model.scheme, config.model.sla2.as_ref())

@@ -42,7 +42,7 @@ pub(super) enum Data {
 pub(super) struct Prepare {
     #[arg(value_name = "DATA", required = true, help = INPUTS)]
     inputs: Vec<String>,
-    /// Folder to create: train_*.bin, val_*.bin, their sidecars, tokenizer.json and dataset.json
+    /// Folder to create: train_*.bin, val_*.bin, a .bin.json file for each, tokenizer.json and dataset.json
     #[arg(long, value_name = "DIR")]
     to: PathBuf,
     /// A tokenizer.json, its folder, or a model on the hub that has one, e.g. gpt2 [default: one trained on the text]
@@ -204,7 +204,7 @@ impl TrainTokenizer {
     }
 }
 
-/// Fewest words of a recall document, which then has a few paragraphs.
+/// Smallest number of words of a recall document. A document of this size has a few paragraphs.
 const FEWEST_WORDS: usize = 50;
 
 /// Checks the number of words of recall documents.

@@ -94,8 +94,8 @@ fn range(word: &str) -> Option<impl Iterator<Item = String> + use<>> {
     (first < last && last - first < MOST_SEEDS).then(|| (first..=last).map(|seed| seed.to_string()))
 }
 
-/// Whether commas group the thousands of one number, as in `4,096`. Only a group that begins with 0 is a certain sign,
-/// because no value of a list begins with 0.
+/// Whether commas group the thousands of one number, as in `4,096`. Only a group of three digits that begins with 0 is
+/// a certain sign, because a value in a list is not written so.
 fn is_grouped(value: &str) -> bool {
     let mut words = value.split(',');
     let of = |word: &str, digits: std::ops::RangeInclusive<usize>| {
@@ -130,9 +130,6 @@ fn split(key: &str, value: &str) -> Vec<String> {
 }
 
 /// Checks that no list contains a value twice, which would be two identical runs.
-///
-/// # Errors
-/// When a list contains a value twice.
 pub(super) fn check(lists: &Table) -> Result<()> {
     for (key, values) in lists {
         let values = values.as_array().map_or(&[][..], Vec::as_slice);

@@ -87,7 +87,7 @@ impl Sample {
         Ok(())
     }
 
-    /// A message with the number of tokens, the speed and the numerics of attention.
+    /// The message after the text: number of tokens, speed, and numerics of attention.
     fn say(&self, written: &Written, attn: Attn, writer: &Writer<'_>) -> String {
         let speed =
             written.tokens_per_second().map_or(String::new(), |speed| format!(", {speed:.1} tokens/s"));

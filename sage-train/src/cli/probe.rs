@@ -317,7 +317,6 @@ impl Probe {
         })
     }
 
-    /// Writes the results to the requested files.
     fn write(&self, all: &impl serde::Serialize, csv: impl FnOnce() -> String) -> Result<()> {
         if let Some(path) = &self.json {
             write_beside(path, "json", &serde_json::to_string_pretty(all).expect("plain numbers"))?;

@@ -107,8 +107,8 @@ impl Reporting {
         Ok(())
     }
 
-    /// The path of the page. For several folders it is in the current folder, where it may replace an earlier report
-    /// but no other file.
+    /// The path of the HTML page. For several folders the page is in the current folder, where it may replace an
+    /// earlier report but no other file.
     fn page(&self) -> Result<PathBuf> {
         match (&self.html, &self.folders[..]) {
             (Some(path), _) => Ok(path.clone()),

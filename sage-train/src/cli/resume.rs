@@ -12,7 +12,6 @@ use crate::ranks::Rank;
 use crate::runs;
 use crate::settings::{Role, Settings, SourceSetting, has_role, keys_with};
 
-/// A run to resume.
 #[derive(Debug)]
 pub(super) struct Resumed {
     pub(super) config: Config,
@@ -20,8 +19,8 @@ pub(super) struct Resumed {
 }
 
 impl Resumed {
-    /// Finds the checkpoint, and lays the typed settings over the settings of its run. `branch` is the name of a new
-    /// run that continues from the checkpoint, possibly with another attention.
+    /// Finds the checkpoint, and overrides the settings of its run with the typed settings. `branch` is the name of a
+    /// new run that continues from the checkpoint, possibly with another attention.
     pub(super) fn open(path: &Path, mut typed: Settings, branch: Option<&str>, rank: Rank) -> Result<Self> {
         let found = FoundCheckpoint::at(path, rank)?;
         let path = found.run.join("config.toml");
@@ -77,8 +76,8 @@ impl Resumed {
             (config.out, config.data.out) = (parent.to_owned(), folder_of_runs(parent));
         }
         if config.data.tokenizer.is_some() {
-            // The run has a copy of its tokenizer, because the original may be deleted. `settings` keep the original
-            // path, which is part of the run's identity.
+            // The run uses its own copy of the tokenizer, because the original may be deleted. `config.settings` keeps
+            // the original path, which is part of the run's identity.
             config.data.tokenizer = Some(found.run.join("tokenizer.json").display().to_string());
         }
         Ok(Self { config, found })

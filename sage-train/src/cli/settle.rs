@@ -9,8 +9,8 @@ use crate::initial;
 use crate::quantity::Quantity;
 use crate::settings::{Settings, Switch};
 
-/// Checks that a named tokenizer equals the tokenizer of the initial weights. With another tokenizer, ids would stand
-/// for other text.
+/// Checks that a named tokenizer equals the tokenizer of the initial weights. With another tokenizer, the token ids
+/// would mean different text.
 fn check_tokenizers(named: &Settings, of_weights: &Settings) -> Result<()> {
     let (Some(named), Some(own)) = (&named.data.tokenizer, &of_weights.data.tokenizer) else { return Ok(()) };
     let [named_as, own_as] = [named, own].map(|name| Tokenizer::named(name, None));
@@ -27,7 +27,7 @@ fn check_tokenizers(named: &Settings, of_weights: &Settings) -> Result<()> {
 /// existing tokenizer.
 pub(super) fn settle(mut settings: Settings) -> Result<Settings> {
     if let Some(folder) = settings.model.init_from.take() {
-        // `./runs/a` and `runs/a` are the same folder, in reports too.
+        // Reports compare the text of the path, so `./runs/a` is saved as `runs/a`.
         let folder: PathBuf = folder.components().filter(|part| *part != Component::CurDir).collect();
         settings.model.init_from = Some(folder.clone());
         let told = initial::settings(&folder, settings.attention.attn)?;

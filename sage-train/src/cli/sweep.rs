@@ -19,8 +19,8 @@ use crate::settings::Settings;
 use crate::sweep::{Limits, SHIPPED, Sharing, Spec, Sweep, estimate, script};
 use crate::{notify, partial, train, writing};
 
-/// A sweep. It accepts every flag of a run, which overrides the file for all runs; a list of values replaces the file's
-/// list.
+/// The flags of a sweep. Every flag of a run is accepted, and overrides the file for all runs of the sweep. A list of
+/// values replaces the file's list.
 #[derive(Debug, Args)]
 pub(super) struct Sweeping {
     /// A TOML file, or a built-in sweep: tiny (an hour on two cores), sla2-tiny (20 minutes on two cores), paper-mini,
@@ -212,7 +212,7 @@ pub(super) fn carry_out(spec: &Spec, sweep: &Sweep, limits: &Limits, again: &Aga
     if limits.only.is_none()
         && let Err(error) = report(options, sweep)
     {
-        // The runs are finished: if the report fails, `report` can write it later.
+        // A failed report is only a warning: the runs are finished, and `sage-train report` can write the report later.
         notify(&format!("warning: {error}"));
     }
     tally.check(&again.goes_on)?;
@@ -234,7 +234,7 @@ pub(super) fn carry_out(spec: &Spec, sweep: &Sweep, limits: &Limits, again: &Aga
     Ok(())
 }
 
-/// The report options from the sweep. Each of its points is an arm.
+/// The report options of a sweep. Each of the sweep's `[[points]]` is an arm.
 fn options(spec: &Spec) -> ReportOptions {
     let points: BTreeSet<&String> = spec.points.iter().flat_map(Table::keys).collect();
     ReportOptions {

@@ -35,7 +35,7 @@ pub(super) fn run(tasks: &[(Task, PathBuf)], trained: &Trained, model: &Llama) -
     })
 }
 
-/// The choices of a model, with a progress bar and a warning of truncated examples.
+/// Lets a model choose, with a progress bar. Warns of prompts that were truncated.
 fn choices_of(examples: &[Example], file: &Path, trained: &Trained, model: &Llama) -> Result<Choices> {
     let bar = crate::bar(examples.len() as u64, "{bar:30.cyan/blue} {pos}/{len} examples, ETA {eta}");
     let context = trained.config.model.context;
@@ -60,7 +60,6 @@ fn share(right: usize, of: usize) -> String {
     format!("{right} of {of} = {:.2} % +- {:.2}", 100.0 * part, 100.0 * deviation)
 }
 
-/// Prints the scores of a model in a task.
 fn scores(task: Task, choices: &Choices, examples: &[Example]) -> Result<()> {
     let share = |right: usize| share(right, choices.examples);
     let name = task.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned());

@@ -34,14 +34,12 @@ pub(super) struct OnThreads<A: clap::Args> {
 }
 
 impl<A: clap::Args> OnThreads<A> {
-    /// Starts the threads, and returns the arguments.
     pub(super) fn start(self) -> Result<A> {
         self.threads.start()?;
         Ok(self.arguments)
     }
 }
 
-/// Starts the global thread pool of this process.
 pub(super) fn start(threads: usize) -> Result<()> {
     rayon::ThreadPoolBuilder::new()
         .num_threads(threads)

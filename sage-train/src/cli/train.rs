@@ -113,7 +113,7 @@ impl Train {
             && self.resume.is_none()
             && !looks
         {
-            // An error is reported once here, because later every rank would report it.
+            // Settings are checked before the ranks start, because each rank would report an error.
             let config = Config::resolve(settle(self.settings.clone().over(file.clone()))?)?;
             train::check_parallel(&config, ranks, self.several.context_parallel)?;
         }
@@ -147,7 +147,7 @@ impl Train {
     /// Trains, as one of the ranks that have connected.
     fn train(self, file: Settings, words: &Words, local: Rank) -> std::result::Result<(), Stop> {
         let rank = words.rank();
-        // A resuming rank and a starting rank exchange different messages, so that all ranks must do the same.
+        // A resuming rank and a starting rank exchange different messages, so all ranks must resume or all must start.
         let begins = match self.resume.as_deref() {
             None => "a new run",
             Some(path) if path == Path::new(AUTO) => "--resume auto",
@@ -209,12 +209,12 @@ impl Train {
         Ok(())
     }
 
-    /// Prints what the run of a `--config` file changed after its start, and the run that it branched off: a new run
-    /// with this file starts without these changes, and with new weights.
+    /// Prints which settings the run of a `--config` file changed after its start, and the run that it was branched
+    /// off. A new run with this file starts without these changes and with new weights.
     fn report_changes(&self) -> Result<()> {
         let folder = self.config.as_deref().and_then(Path::parent);
         let branch = folder.map(runs::branch).transpose();
-        // The branch is only needed for a hint.
+        // The branch is only needed for a message, so an unreadable branch is only a warning.
         if let Some(branch) =
             branch.inspect_err(|error| notify(&format!("warning: {error}"))).ok().flatten().flatten()
         {
@@ -304,7 +304,7 @@ fn again(typed: Settings, file: Settings, words: &Words) -> std::result::Result<
     let found = || -> Result<String> {
         Ok(match checkpoint::newest(&run) {
             Some(step) => format!("step {step}"),
-            // This program started the run, which ended before its first checkpoint.
+            // The run was started by this program, and ended before its first checkpoint.
             None if Lock::marks(&run) && !finished(&run)? => "again".into(),
             None => "new".into(),
         })

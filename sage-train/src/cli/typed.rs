@@ -17,7 +17,6 @@ fn idle(key: &str, with: String, allowed: &str, hint: &str) -> Result<()> {
         .hint(hint))
 }
 
-/// Checks that the settings that were typed have an effect on the run.
 pub(super) fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
     check_own(typed, config.attn, config.model.scheme, config.model.sla2.as_ref())?;
     check_model(typed, config)?;
@@ -80,7 +79,7 @@ pub(super) fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
     check_data(&typed.data, &config.data)
 }
 
-/// The same check for the model's settings: some belong to attention.
+/// Checks the typed settings of the model: some have an effect only with attention.
 fn check_model(typed: &Settings, config: &Config) -> Result<()> {
     if config.model.scheme.is_some() {
         return Ok(());
@@ -124,7 +123,7 @@ fn check_model(typed: &Settings, config: &Config) -> Result<()> {
     }
 }
 
-/// The same check for the data's settings, which depend on shards or text.
+/// Checks the typed settings of the data: some have an effect only on some kinds of data.
 fn check_data(typed: &DataSettings, data: &DataConfig) -> Result<()> {
     if typed.sources.is_some() && typed.corpus_mb.is_some() {
         let hint = "it is the size of the built-in corpus, which a run without --data reads";

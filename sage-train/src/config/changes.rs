@@ -142,7 +142,7 @@ mod tests {
         assert_eq!(start(8, 12, 0.001), "|lr = 0.001 step = 8 steps = 12 ");
         assert_eq!(start(8, 12, 0.001), "|lr = 0.001 step = 8 steps = 12 ");
         assert_eq!(start(12, 16, 0.001), "|lr = 0.001 step = 8 steps = 12 |step = 12 steps = 16 ");
-        // Started again from step 12, and then from before any change.
+        // The run starts again from step 12, and then from a step before any change.
         assert_eq!(start(12, 14, 0.001), "|lr = 0.001 step = 8 steps = 12 |step = 12 steps = 14 ");
         assert_eq!(start(4, 8, 0.004), "");
         let error = |text: &str| {

@@ -25,7 +25,7 @@ pub fn of_attention(key: &str) -> bool {
 }
 
 impl Config {
-    /// The keys of settings that this run has, and a run with only the preset's settings does not have.
+    /// The keys of settings that this run has but a run with only the preset's settings does not have.
     pub fn keys_of_some_runs(&self) -> BTreeSet<String> {
         let keys =
             |settings: &Settings| Table::try_from(settings).expect("settings are plain values").into_iter();
@@ -35,7 +35,8 @@ impl Config {
     }
 
     /// The identity: two runs with the same identity compute the same results. Settings that do not apply to a run's
-    /// attention are not included. If the three seeds are equal, the identity has one key for them.
+    /// attention are not included. If the seeds of weights, data order and corpus equal the run's seed, the identity
+    /// has one key for all of them.
     pub fn identity(&self) -> Identity {
         let table = Table::try_from(&self.settings).expect("settings are plain values");
         let kept = table
@@ -119,7 +120,7 @@ fn absent_by_default(model: &LlamaConfig) -> [(&'static str, String); 7] {
         windows,
         sinks,
         softcap,
-        // `Config::identity` includes them.
+        // `Config::identity` adds these settings.
         scheme: _,
         layer_schemes: _,
         sla2: _,
@@ -195,7 +196,7 @@ pub fn is_seed(key: &str) -> bool {
 pub fn differing(identities: &[&Identity]) -> Vec<String> {
     let keys: BTreeSet<&String> = identities.iter().flat_map(|identity| identity.keys()).collect();
     let differs = |key: &&&String| {
-        // A run without a setting does not differ from other runs in it.
+        // A run without attention has no QK-norm setting, and does not differ from other runs in this setting.
         let counts = |value: &Option<&String>| value.is_some() || **key != QK_NORM;
         let mut values = identities.iter().map(|identity| identity.get(**key)).filter(counts);
         let first = values.next().flatten();

@@ -146,8 +146,8 @@ pub(super) fn check_logits(model: &LlamaConfig, second: Option<Scheme>, s: &Sett
     }
 }
 
-/// Number of rows of the embedding. As in the paper, large vocabularies are padded to a multiple of 128, which is
-/// faster on GPUs.
+/// Number of rows of the embedding. As in the SageBwd paper, large vocabularies are padded to a multiple of 128, which
+/// is faster on GPUs.
 fn model_vocab(preset: Preset, vocab_size: usize) -> usize {
     match preset {
         Preset::Tiny | Preset::Mini => vocab_size,

@@ -68,8 +68,8 @@ const MINI: Size = Size {
     eval_tokens: 32 << 10,
 };
 
-/// 7.5e-4 was the best of three learning rates at 32k tokens per step (docs/muon.md); here a step has four times as
-/// many tokens.
+/// The learning rate is higher than 7.5e-4, the best of three rates at 32k tokens per step (docs/muon.md), because a
+/// step of this preset has four times as many tokens.
 const SMALL_40M: Size = Size {
     layers: 12,
     width: 512,
@@ -154,8 +154,8 @@ fn size(preset: Preset) -> Size {
     }
 }
 
-/// Every setting that is not optional. A table with defaults lists all of its settings, so that a new setting does not
-/// compile without a default.
+/// The default of every setting that is not optional. The functions below name every field of a table, so that a new
+/// setting does not compile without a default.
 pub(super) fn defaults(preset: Preset) -> Settings {
     let size = size(preset);
     Settings {

@@ -29,13 +29,14 @@ pub const NETWORK: f64 = 45e9;
 /// Bytes a second of a GPU's memory, as measured in updates.
 const MEMORY: f64 = 3e12;
 
-/// Bytes a second at which sequences are shared among ranks, including the copies that reorder heads: two H100, 64k
-/// tokens, 2 ms a layer, from the steps in docs/several-gpus.md.
+/// Bytes a second of the exchange of heads between ranks that share sequences, including the copies that reorder heads.
+/// Measured on two H100 with 64k tokens, 2 ms per layer (from the steps in docs/several-gpus.md).
 const SHARED: f64 = 130e9;
 
-/// Bytes of GPU memory that NCCL uses for each rank of a node, of at least four. After subtracting the error of the
-/// estimate on a single GPU, five runs on four H100 needed 1.9 to 2.4 GiB more than the estimate without NCCL, and
-/// eight runs on eight H200 4.0 to 5.5 GiB (docs/several-gpus.md).
+/// Bytes of memory that NCCL uses on each GPU, per rank of its node; a node with fewer than four ranks counts as four.
+/// Runs needed more memory than the estimate without NCCL (docs/several-gpus.md): 1.9 to 2.4 GiB more in five runs on
+/// four H100, and 4.0 to 5.5 GiB more in eight runs on eight H200. The error of the estimate on a single GPU is
+/// subtracted from these differences.
 const NCCL: u64 = 1 << 29;
 
 /// Fraction of the gradient exchange that overlaps with the backward when copy engines transfer it and a GPU has few
@@ -49,7 +50,7 @@ const HIDES: f64 = 0.6;
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Seconds {
     gradients: f64,
-    /// Time to share sequences while gradients are computed.
+    /// Time of the exchange of heads between ranks that share sequences.
     shared: f64,
     update: f64,
     /// Transfers between nodes: the total, and the part that no backward hides (`exposed`).
@@ -277,10 +278,10 @@ mod tests {
         .expect("settings")
     }
 
-    /// Compares predicted steps of two and four GPUs with docs/several-gpus.md. Each prediction starts from the time of
-    /// one GPU's gradients. `LINK` and `MEMORY` are from separate measurements of transfers and updates. Two kinds of
-    /// steps are not tested: the step of 4k tokens with copy engines, to which `BESIDE` was fitted, and the only step
-    /// that shares sequences, to which `SHARED` was fitted.
+    /// Compares predicted step times of two and four GPUs with docs/several-gpus.md. Each prediction starts from the
+    /// time of one GPU's gradients. `LINK` and `MEMORY` are from separate measurements of transfers and updates. Two
+    /// measured steps are left out because constants were fitted to them: the step of 4k tokens with copy engines
+    /// (`BESIDE`), and the only step that shares sequences (`SHARED`).
     #[test]
     fn steps_of_several_gpus_are_predicted() {
         let after = Mesh::node(Rank { index: 0, of: 2 });
@@ -308,7 +309,8 @@ mod tests {
         }
     }
 
-    /// Peak memory of a GPU against docs/several-gpus.md, in GiB: one sequence over several H200, with recomputation.
+    /// Compares the predicted peak memory of a GPU, in GiB, with docs/several-gpus.md. Several H200 share one sequence,
+    /// with recomputation.
     #[test]
     fn memory_of_a_shared_sequence_is_predicted() {
         for (ranks, context, recompute, measured) in

@@ -173,7 +173,7 @@ impl Config {
                         Choice::Identity => "selected by an untrained router",
                         Choice::Window => "the nearest and the first",
                     };
-                    // Without a learned router and a tail, there are no parameters to train in the router steps.
+                    // With neither a learned router nor a tail, the router steps have no parameters to train.
                     let learns = sla2.choice == Choice::Learned || sla2.tail.is_some();
                     let router = if learns { format!(" (in the last {} ", sla2.router_steps) } else { String::new() };
                     let router = match (sla2.choice, sla2.tail) {

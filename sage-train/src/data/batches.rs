@@ -51,8 +51,8 @@ impl Sequences {
         })
     }
 
-    /// The shard of every sequence for one rank: consecutive tokens, equally many for each rank. `documents` still
-    /// describe the whole sequences.
+    /// The part of every sequence that one rank computes: consecutive tokens, equally many for each rank. `documents`
+    /// still describe the whole sequences.
     pub fn part(self, part: Rank) -> Self {
         if part.of == 1 {
             return self;
@@ -91,7 +91,7 @@ pub struct Cut {
     pub context: usize,
     /// Seed of the order.
     pub seed: u64,
-    /// Size of the vocabulary, an upper limit of ids.
+    /// Size of the vocabulary: every id is smaller.
     pub vocab: usize,
     /// The token that ends a document, if attention stays inside documents.
     pub end_of_document: Option<u32>,

@@ -17,7 +17,7 @@ use super::tokens::{Tokens, check_ids};
 pub struct Checked {
     /// Number of shards.
     pub shards: usize,
-    /// Number of shards without a sidecar, whose hash is not known.
+    /// Number of shards without a sidecar, so without a hash to compare with.
     pub without_sidecar: usize,
 }
 

@@ -74,7 +74,7 @@ impl Named {
     }
 }
 
-/// Checks a name. Names become parts of paths, so that only these characters are allowed.
+/// Checks a name. Names become parts of paths, so only letters, digits, `-`, `_` and `.` are allowed.
 fn check_name(name: &str) -> Result<()> {
     let part = |part: &str| {
         !part.is_empty()

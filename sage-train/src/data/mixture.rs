@@ -49,16 +49,16 @@ impl Mixture {
         self.len() == 0
     }
 
-    /// The source of draw `n`, and the number of earlier draws from that source. It is a pure function of `n`: each
-    /// source takes its share of the draws that the sources before it did not take, so that the counts are exact after
-    /// any number of draws.
+    /// The source of draw `n`, and the number of earlier draws from that source. The result is a pure function of `n`:
+    /// each source takes its share of the draws that the sources before it did not take. After any number of draws, the
+    /// counts match the weights up to rounding.
     pub fn draw(&self, mut n: u64) -> (usize, u64) {
         let mut left: f64 = self.sources.iter().map(|(_, weight)| weight).sum();
         let last = self.sources.len() - 1;
         for (source, (_, weight)) in self.sources[..last].iter().enumerate() {
             let share = (weight / left).min(1.0);
             let taken = |draws: u64| match self.counted {
-                // Integer arithmetic, because a product with a rounded share may fall below the next integer.
+                // Integer arithmetic, because the product with a rounded share may be just below the exact integer.
                 true => (u128::from(draws) * *weight as u128 / (left as u128).max(1)) as u64,
                 false => (draws as f64 * share).floor() as u64,
             };

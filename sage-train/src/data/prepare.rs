@@ -191,8 +191,8 @@ fn write(
             }
             bar.set_message(held);
         });
-        // A reader's error makes the stream end early, and a writer's error makes the reader's send fail: report the
-        // cause.
+        // Report the error that came first. A reader's error only ends the stream early, and a writer's error makes the
+        // reader's send fail.
         let read = reading.join().unwrap_or_else(|_| Err(Error::new("the reading thread panicked")));
         tokenized.and(read)
     });

@@ -61,7 +61,7 @@ impl Prepared {
     /// Reads `dataset.json`.
     ///
     /// # Errors
-    /// When the file has other contents.
+    /// When the file cannot be read, or is not a valid description.
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(LIST);
         let what = || format!("cannot read {}", path.display());

@@ -52,7 +52,7 @@ pub fn extensions() -> String {
     format!("{} (each also {packed}), {}", names(true), names(false))
 }
 
-/// The longest JSON line, in bytes.
+/// The longest JSON line or CSV row, in bytes.
 const LONGEST: u64 = 256 << 20;
 
 /// A document, or a part of a long document.
@@ -75,7 +75,8 @@ pub(super) type EachUntil<'a> = dyn FnMut(Piece) -> Result<ControlFlow<()>> + 'a
 pub(super) enum Bad<'a> {
     /// Reading ends with an error.
     Refused,
-    /// The document is skipped and counted. A text file, which is one document, is skipped after the bad byte.
+    /// The document is skipped and counted. A text file is one document: reading stops at the bad byte, and only the
+    /// pieces that were passed on before are kept.
     Skipped(&'a AtomicU64),
 }
 
@@ -424,7 +425,7 @@ pub(crate) mod tests {
         Ok(())
     }
 
-    /// Every text of up to seven characters among three, read with every size of buffer from 1 to 3.
+    /// Reads every text of up to seven characters out of `a`, `\r` and `\n`, with buffers of 1 to 3 bytes.
     #[test]
     fn lines_end_as_on_unix() {
         for n in 0..3usize.pow(7) {

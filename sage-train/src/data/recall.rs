@@ -1,4 +1,5 @@
-//! Documents with questions about facts from far back. Each document is a pure function of (seed, number).
+//! Documents with questions about facts that were stated much earlier. Each document is a pure function of (seed,
+//! number).
 //!
 //! Every name of a document has a number, stated in notes such as `Note: Bara 42, Kelo 17.` The number follows the name
 //! directly, so that a model need not first learn which words of a sentence belong together. A document is a sequence
@@ -6,8 +7,9 @@
 //!
 //! - a *beginning* states a name's number, and continues with a story that has the name in each of its sentences;
 //! - a *return* is a story about an earlier name, and ends with its number ([`Asked::AfterStory`]);
-//! - *questions* are a note with several names, without a story before it ([`Asked::Suddenly`]);
-//! - a *roll* notes other names with numbers, and then the same names in another order.
+//! - *questions* are a note with several earlier names and their numbers, without a story before it
+//!   ([`Asked::Suddenly`]);
+//! - a *roll* is a note that lists other names with numbers, and then lists them again in another order.
 //!
 //! The distance from a name's last number to its next question is drawn uniformly in half of the cases, and
 //! log-uniformly in the other half. Half of the names are asked for often, in questions, so that the model learns to
@@ -148,8 +150,8 @@ impl Draft {
         }
     }
 
-    /// Draws a name that is asked for often, or another name, by the distance to its last number: from 1 to all
-    /// paragraphs, uniformly or log-uniformly.
+    /// Draws a name from the names that are asked for often, or from the other names. Draws a distance in paragraphs,
+    /// uniformly or log-uniformly, and takes the name whose last number is at the nearest distance.
     fn draw(&self, often: bool, rng: &mut ChaCha8Rng) -> Option<usize> {
         let (most, part) = (self.paragraphs.max(2) as f64, rng.random::<f64>());
         let wanted = if rng.random_bool(0.5) { most * part } else { most.powf(part) } as usize;

@@ -68,9 +68,6 @@ impl Source {
 
 impl ShardFiles {
     /// Checks that documents end with the tokenizer's end-of-text token, if `dataset.json` names their token.
-    ///
-    /// # Errors
-    /// When they end with another token.
     pub(super) fn check_end_of_text(&self, tokenizer: &Tokenizer) -> Result<()> {
         let Some(folder) = self.first().parent().filter(|folder| folder.join(LIST).exists()) else {
             return Ok(());
@@ -243,7 +240,7 @@ fn files(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<Pa
     if found.is_empty() { Err(missing()) } else { Ok(found) }
 }
 
-/// A hint how to create data of this name.
+/// A hint that tells how to create data of this name.
 fn how_to_get(path: &Path) -> String {
     let name = path.to_string_lossy();
     let prepare = |from: &str, to: &str| {
@@ -306,7 +303,6 @@ fn below(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<Pa
     Ok(found)
 }
 
-/// The canonical path of a file.
 pub(super) fn canonical(file: &Path) -> PathBuf {
     file.canonicalize().unwrap_or_else(|_| file.to_owned())
 }
@@ -317,9 +313,6 @@ fn same(a: &Path, b: &Path) -> bool {
 }
 
 /// Checks that no file is given twice, even by different names. `seen` contains the files of earlier calls.
-///
-/// # Errors
-/// When a file is given twice.
 pub(super) fn check_once<'f>(
     files: impl IntoIterator<Item = &'f Path>,
     seen: &mut BTreeSet<PathBuf>,
@@ -396,7 +389,7 @@ mod tests {
         std::fs::write(at("a.txt"), "").expect("a file");
         assert!(find(folder.path(), out).is_err());
         assert!(find(&at("*.doc"), out).is_err());
-        // These kinds of files are only read from a folder if a pattern names them.
+        // Files such as .md are read from a folder only if a pattern names them.
         std::fs::write(at("b.md"), "").expect("a file");
         assert_eq!(find(&at("*.md"), out), Ok(Source::Text(vec![at("b.md"), at("x.md")])));
         std::fs::write(at("train.bin.json"), "").expect("a file");

@@ -56,7 +56,7 @@ impl<'a> SplitWriter<'a> {
         Ok(Self { folder, name, format, shard_tokens, tokenizer, open, part })
     }
 
-    /// The state so far, once its tokens are on disk.
+    /// Syncs the tokens to disk, and returns the state so far.
     pub(super) fn state(&mut self) -> Result<Split> {
         let open = self.open.as_mut().map(ShardWriter::begun).transpose()?;
         Ok(Split { part: self.part.clone(), open })
@@ -67,7 +67,6 @@ impl<'a> SplitWriter<'a> {
         self.part.shards.len() - usize::from(self.open.is_some())
     }
 
-    /// Tokens so far.
     pub(super) fn tokens(&self) -> u64 {
         self.part.tokens
     }

@@ -174,10 +174,8 @@ impl Tokens {
 /// Tokens of a chunk.
 const CHUNK: usize = 1 << 20;
 
-/// Checks that ids are in the vocabulary. `place` and `start`, the index of the first id in it, are for the message.
-///
-/// # Errors
-/// When an id is not in the vocabulary.
+/// Checks that ids are in the vocabulary. `place` names the list, and `start` is the index of the first id in this
+/// list; both are for the message.
 pub(super) fn check_ids(ids: &[u32], vocab: usize, place: impl std::fmt::Display, start: u64) -> Result<()> {
     let Some(at) = ids.iter().position(|&id| id as usize >= vocab) else { return Ok(()) };
     Err(Error::new("a token is not in the vocabulary")

@@ -55,8 +55,8 @@ impl Verification {
         Ok(Self(Some(receiver)))
     }
 
-    /// The errors so far of shards that could not be read. They are only warnings, because training itself reads the
-    /// tokens that it needs.
+    /// The errors, since the last call, of shards that could not be read. They are only warnings, because training
+    /// itself reads the tokens that it needs.
     ///
     /// # Errors
     /// When a shard's hash differs from its sidecar's.

@@ -23,9 +23,9 @@ pub struct OfPositions {
     pub loss: f64,
 }
 
-/// Mean losses of up to eight ranges of positions, of lengths as equal as possible, in order. Their mean, weighted by
-/// their lengths, equals [`super::evaluate`] over the same tokens. `seen` receives the number of processed tokens and
-/// of all tokens.
+/// Mean losses of up to eight ranges of positions, of lengths as equal as possible, in order. The mean of these losses,
+/// weighted by the lengths of the ranges, equals [`super::evaluate`] over the same tokens. `seen` receives the number
+/// of processed tokens and of all tokens.
 ///
 /// # Errors
 /// When the data cannot be read, or the device fails.

@@ -58,7 +58,8 @@ fn tokenize(
 }
 
 /// Lets a model answer the questions of `documents` documents of at least `words` words. The model reads the first
-/// `context` tokens of each. An answer is correct if each of its tokens is the most likely token after its prefix.
+/// `context` tokens of each document. An answer is correct if each of its tokens is the most likely token after its
+/// prefix.
 ///
 /// # Errors
 /// When an id is not in the vocabulary, or the device fails.

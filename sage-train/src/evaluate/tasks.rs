@@ -47,7 +47,8 @@ impl Task {
     fn question(self, line: &Value) -> Option<Question> {
         let text = |key: &str| line[key].as_str();
         let asked = |question: &str| format!("Question: {question}\nAnswer:");
-        // A label is a number, or a number in quotes. In test splits the label is -1 or "": the index of no ending.
+        // A label is a number, or a number in quotes. In test splits the label is -1 or "", which is not the index of
+        // an ending.
         let label = || {
             let label = &line["label"];
             let number = label.as_i64().or_else(|| label.as_str().map(|text| text.parse().unwrap_or(-1)));

@@ -67,7 +67,7 @@ pub(super) const LAYER_TYPES: [&str; 2] = ["full_attention", "sliding_attention"
 const LLAMA3: &str = "llama3";
 
 impl Rope {
-    /// The kind, if it is not the plain one.
+    /// The kind of scaling; `None` without scaling.
     fn kind(&self) -> Option<&str> {
         [&self.rope_type, &self.older_type]
             .into_iter()
@@ -187,7 +187,6 @@ impl HfConfig {
         stated.filter(|window| *window < self.max_position_embeddings)
     }
 
-    /// The sliding windows.
     pub(super) fn windows(&self) -> Option<Windows> {
         let tokens = self.window()?;
         // Mistral's files do not list layers: all layers have the window.
@@ -207,7 +206,6 @@ impl HfConfig {
         layers.contains(&true).then_some(Windows { tokens, pattern })
     }
 
-    /// Llama 3's scaling of the rotary embedding.
     pub(super) fn rope_scaling(&self) -> Option<RopeScaling> {
         self.scaled().and_then(Rope::llama3)
     }

@@ -20,7 +20,6 @@ pub enum ModelType {
 }
 
 impl ModelType {
-    /// Every model type.
     pub(super) fn all() -> impl Iterator<Item = Self> {
         // A match, so that the compiler reports a new model type that is missing here.
         let next = |of: &Self| match of {
@@ -37,9 +36,9 @@ impl ModelType {
     /// # Errors
     /// When transformers has no such model type.
     pub fn of(config: &LlamaConfig) -> Result<Self> {
-        // Every field by name, so that a new component of the model cannot be ignored in an export. A new component
-        // also counts in `LlamaConfig::flops` and `activation_bytes`, and `Config::identity` states it if it is off by
-        // default.
+        // Every field is named, so that an export cannot ignore a new component of the model. A new component must also
+        // be counted in `LlamaConfig::flops` and `activation_bytes`, and `Config::identity` must contain it if it is
+        // off by default.
         let LlamaConfig {
             qk_norm,
             qkv_bias,

@@ -1,5 +1,5 @@
 //! The errors of a scheme's gradient, as `probe --gradient` measures them: squared norms, from which all other figures
-//! follow.
+//! are computed.
 
 use serde::{Deserialize, Serialize};
 
@@ -34,9 +34,9 @@ impl Squares {
 pub struct Sums {
     /// Number of micro-batches.
     pub count: usize,
-    /// Squared norms of the sum.
+    /// Squared norms of the sum of the micro-batches' gradients.
     pub of_sum: Squares,
-    /// Sum of the squared norms of each micro-batch.
+    /// Sum of the squared norms of the micro-batches' gradients.
     pub of_each: Squares,
 }
 
@@ -71,7 +71,8 @@ impl Sums {
 pub struct Part {
     /// `all`, `embedding`, `layer N` or `norm`.
     pub name: String,
-    /// For 1, 2, 4, ... micro-batches: the mean squared norms of their mean gradients.
+    /// For groups of 1, 2, 4, ... micro-batches: the squared norms of a group's mean gradient, averaged over the
+    /// groups.
     pub curve: Vec<(usize, Squares)>,
     /// All micro-batches.
     pub whole: Sums,

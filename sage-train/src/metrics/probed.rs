@@ -86,8 +86,8 @@ pub struct Sizes {
     pub largest_k: f64,
     /// Largest absolute scaled logit, where a query sees the key.
     pub largest_logit: f64,
-    /// Fraction of outlying keys: tokens whose smoothed key has a largest absolute value above ten times the
-    /// median of its tile. They determine the tile's scale.
+    /// Fraction of outlying keys. A key is outlying if its largest absolute value, after smoothing, is above ten times
+    /// the median of these values in its tile. It determines the tile's scale.
     pub outlying_keys: f64,
     /// Fraction of outlying queries.
     pub outlying_queries: f64,

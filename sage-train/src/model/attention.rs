@@ -23,12 +23,12 @@ use crate::ranks::Group;
 pub type Observe<'a> = dyn FnMut([&Tensor; 3], &Tensor) -> Result<()> + 'a;
 
 /// The layer between the norm and the residual stream, (rows, width) -> (rows, width). Rows are the tokens of all
-/// sequences; a sequence is as long as the rotary tables.
+/// sequences; each sequence has as many tokens as the rotary tables that the layer is given.
 #[derive(Debug, Clone)]
 pub(super) struct SelfAttention {
-    /// The forward projects query, key and value in one matmul, and so does the backward in FP8. The backward in the
-    /// compute type uses two matmuls: the rotary embedding's backward returns query and key concatenated, but value
-    /// does not pass through the rotary embedding.
+    /// One matmul for query, key and value, which the forward uses, and the backward in FP8. The backward in the
+    /// compute type uses `query_key` and `value` instead: the rotary embedding's backward returns the gradients of
+    /// query and key concatenated, and value does not pass through the rotary embedding.
     projection: Linear,
     query_key: Linear,
     value: Linear,
@@ -94,8 +94,8 @@ pub(super) struct Kept {
 
 enum KeptCore {
     Whole(Core),
-    /// Without query and key after norm and rotation: the output, the output's rows, and the state that attention
-    /// keeps.
+    /// Query and key after norm and rotation are recomputed. Kept are attention's output, the output as the operand of
+    /// the output projection, and attention's state.
     Unrotated(Tensor, Operand, Box<AttentionState>),
 }
 
@@ -212,7 +212,7 @@ impl SelfAttention {
         ])
     }
 
-    /// The inputs of attention: one batch entry per sequence, or all packed documents as one batch entry.
+    /// Attention and its inputs: one batch entry per sequence, or all packed documents as one batch entry.
     fn inputs(&self, projected: &Tensor, rotary: &Rotary) -> Result<(Attention, [Tensor; 3])> {
         let [query, key, value] = self.parts(projected)?;
         let [query_norm, key_norm] = match &self.norms {
@@ -331,8 +331,8 @@ impl SelfAttention {
         rotary: &Rotary,
         rows: usize,
     ) -> Result<Operand> {
-        // The fused FP8 path is not used with ranks that share a sequence, because they exchange heads before rows are
-        // quantized, or with biases, because their gradient is a sum of unquantized rows.
+        // Ranks that share a sequence do not use the fused FP8 path, because they exchange heads before rows are
+        // quantized. With biases it is not used, because the gradient of a bias is a sum of unquantized rows.
         let fused = self.ulysses.is_none() && self.biases.is_none();
         let delayed = self.operands.delayed(Place::Projected).filter(|_| fused);
         if let (Some(norms), Some((settings, scale))) = (&self.norms, delayed) {

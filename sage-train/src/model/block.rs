@@ -93,7 +93,6 @@ impl Block {
         }
     }
 
-    /// The block's SLA2.
     pub(super) fn sla2(&self) -> Option<&Sla2Layer> {
         self.attention.as_ref().and_then(|(_, attention)| attention.sla2.as_ref())
     }
@@ -159,9 +158,9 @@ impl Block {
     }
 
     /// Adds the gradients of the weights. Takes the gradient of the block's output stream and returns the gradient of
-    /// its input stream. Each gradient is passed twice: as a tensor, and as an operand of the down projection that
-    /// wrote the stream. This block's down projection wrote the output stream, and that of block `before` wrote the
-    /// input stream.
+    /// its input stream. Both stream gradients are given as a tensor and as an operand for the backward of the down
+    /// projection that wrote the stream. This block's down projection wrote the output stream, and the down projection
+    /// of block `before` wrote the input stream.
     pub(super) fn backward(
         &self,
         kept: Kept,
@@ -197,7 +196,8 @@ impl Block {
         Self::leave(before, norm, &attention_sum, &dnormed, Some(&dstream))
     }
 
-    /// The gradient of the stream that `norm` reads and that block `before`, or the embedding, wrote.
+    /// The gradient of the stream that `norm` reads. Block `before` wrote this stream, or the embedding if `before` is
+    /// `None`.
     pub(super) fn leave(
         before: Option<&Self>,
         norm: &Norm,

@@ -36,7 +36,7 @@ pub struct LlamaConfig {
     pub rope_base: f64,
     /// Llama 3's scaling of the rotary embedding's frequencies.
     pub rope_scaling: Option<RopeScaling>,
-    /// Whether the output matrix is not the embedding.
+    /// Whether the output matrix is separate from the embedding.
     pub untied: bool,
     /// Whether the projections of query, key and value have biases.
     pub qkv_bias: bool,
@@ -63,7 +63,8 @@ pub struct LlamaConfig {
     pub windows: Option<Windows>,
     /// Soft cap of attention's logits.
     pub softcap: Option<f64>,
-    /// Whether attention has sinks: a learned logit for each query head, without a value.
+    /// Whether attention has sinks: for each query head, a learned logit that is only added to the denominator of the
+    /// softmax.
     pub sinks: bool,
     /// SLA2 settings, if attention is SLA2; its numerics are those of `scheme`.
     pub sla2: Option<Sla2Config>,
@@ -134,7 +135,7 @@ impl LlamaConfig {
         self.linear.check("heads x head-dim", self.heads * self.head_dim)?;
         self.linear.check("key-heads x head-dim", self.key_heads * self.head_dim)?;
         self.linear_head.check("the number of tokens in the vocabulary", self.vocab)?;
-        // A matrix may have other sizes than the sizes above, which have names.
+        // The checks above name a setting. This loop also catches matrices of other sizes, and names the matrix.
         for spec in self.parameter_specs().iter().filter(|spec| spec.kind.is_hidden_matrix()) {
             spec.dims.iter().try_for_each(|&len| self.linear.check(&spec.name, len))?;
         }
@@ -146,8 +147,8 @@ impl LlamaConfig {
         Ok(())
     }
 
-    /// The FP8 format of each operand with delayed scaling: for each layer in turn one format for each [`Place`] (inputs
-    /// and output gradients of its linear layers), and then the format of the output matrix's input.
+    /// The FP8 formats of all operands with delayed scaling. Layer by layer, there is a format for each [`Place`]
+    /// (inputs and output gradients of the linear layers). The last format is for the output matrix's input.
     pub(super) fn operand_formats(&self) -> Vec<Fp8Format> {
         let Some((settings, Scaling::Delayed)) = self.linear.fp8() else { return Vec::new() };
         let head = self.linear_head.fp8().map(|_| Fp8Format::E4M3);
@@ -269,7 +270,7 @@ impl LlamaConfig {
         self.parameter_specs().iter().map(ParameterSpec::len).sum()
     }
 
-    /// Number of parameters of the embedding, and of the output matrix.
+    /// Number of parameters of the embedding. The output matrix has as many.
     pub fn embedding_parameters(&self) -> u64 {
         (self.vocab * self.width) as u64
     }
@@ -316,7 +317,7 @@ impl LlamaConfig {
     /// Estimated peak bytes of activations in a backward, for a batch of sequences and elements of `element`
     /// bytes.
     pub fn activation_bytes(&self, batch: usize, element: u64) -> u64 {
-        // A new part of the model needs its bytes here.
+        // Every field is named, so that the bytes of a new part of the model cannot be forgotten.
         let Self {
             vocab,
             layers,
@@ -354,8 +355,8 @@ impl LlamaConfig {
         let operand = linear.kept_bytes(element);
         let is_low = linear.is_low();
         let rotated = element * (queries + keys);
-        // `projected`: the residual stream, the normalized stream, and the projected query, key and value.
-        // `core`: query and key after norm and rotation, the output, and what the scheme keeps.
+        // Bytes per token. `projected`: the residual stream, the normalized stream, and the projected query, key and
+        // value. `core`: query and key after norm and rotation, the output, and what the scheme keeps.
         let (projected, core) = match scheme {
             None => (0, 0),
             Some(scheme) => {
@@ -426,7 +427,7 @@ mod tests {
     fn the_paper_preset_has_the_papers_size() {
         let config =
             Config::resolve(Settings::with(|s| s.run.preset = Some(Preset::Paper325m))).expect("a preset");
-        // 324.1M in the paper's arithmetic; norms and the padded vocabulary add 0.1M.
+        // 324.1M by the SageBwd paper's count; norms and the padded vocabulary add 0.1M.
         assert_eq!(config.model.parameters() / 100_000, 3241);
         assert_eq!(config.tokens_per_step(), 2_097_152);
         assert_eq!(config.steps, 37_500);

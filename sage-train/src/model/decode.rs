@@ -27,13 +27,13 @@ impl TokenCache {
 }
 
 impl Llama {
-    /// An empty cache for one sequence, with memory for `tokens` tokens; it grows up to the context. The tokens of the
-    /// prompt attend in the model's own numerics; later tokens in the numerics of `following`, or by default in each
-    /// layer's own numerics.
+    /// An empty cache for one sequence, with memory for `tokens` tokens; the memory grows up to the context. The tokens
+    /// of the prompt attend in the model's own numerics; later tokens in the numerics of `following`, or by default in
+    /// each layer's own numerics.
     ///
-    /// `None` if attention sees only selected blocks and a cache cannot continue it. This is so if windows select the
-    /// blocks, or if tokens after the prompt shall attend in INT8 or FP4. Each new token then needs a forward over its
-    /// whole sequence.
+    /// `None` if SLA2 attends to selected blocks and a cache cannot continue the sequence: if windows select the
+    /// blocks, or if tokens after the prompt attend in INT8 or FP4. Each new token then needs a forward over the whole
+    /// sequence.
     pub fn past(&self, tokens: usize, following: impl Into<Option<Scheme>>) -> Option<TokenCache> {
         let following = following.into();
         // The cache grows in steps of this size, which must not be 0.
@@ -48,8 +48,8 @@ impl Llama {
         Some(TokenCache { layers, tokens: 0, following })
     }
 
-    /// Logits of the token after `ids`, (1, tokens): (1, vocab). `ids` follow the tokens of `past`, and are
-    /// appended to it.
+    /// The logits, (1, vocab), of the token after `ids`, (1, tokens). `ids` follow the tokens of `past`; this call
+    /// appends them to `past`.
     ///
     /// # Errors
     /// When an id is not in the vocabulary, when the sequence is longer than the context, or when an earlier call with

@@ -7,7 +7,7 @@ use super::windows::causal_pairs;
 impl LlamaConfig {
     /// FLOPs of forward and backward for one token: 6 per parameter of a matmul, and `6 layers heads head_dim context`
     /// for causal attention, less with windows. With SLA2 the attention term is multiplied by the fraction of pairs
-    /// that SLA2 computes, and the linear tail adds twice `12 layers heads head_dim^2`.
+    /// that SLA2 computes, and the linear tail adds `24 layers heads head_dim^2`.
     pub fn flops_per_token(&self) -> u64 {
         self.flops(self.sla2.as_ref())
     }
@@ -19,7 +19,7 @@ impl LlamaConfig {
     }
 
     fn flops(&self, sla2: Option<&Sla2Config>) -> u64 {
-        // Every field by name, so that the FLOPs of a new part of the model cannot be forgotten.
+        // Every field is named, so that the FLOPs of a new part of the model cannot be forgotten.
         let Self {
             layers,
             heads,
@@ -27,7 +27,8 @@ impl LlamaConfig {
             context,
             untied,
             scheme,
-            // `parameters`, `embedding_parameters` and `window_of` read these fields; the argument replaces `sla2`.
+            // `parameters`, `embedding_parameters` and `window_of` read these fields; the argument `sla2` replaces the
+            // field.
             vocab: _,
             width: _,
             key_heads: _,
@@ -37,8 +38,8 @@ impl LlamaConfig {
             sinks: _,
             windows: _,
             sla2: _,
-            // These settings add no significant FLOPs, or change how they are computed. FLOPs do not count what a
-            // backward recomputes.
+            // These settings add no significant FLOPs, or only change how FLOPs are computed. Recomputation in the
+            // backward does not count.
             rope_base: _,
             rope_scaling: _,
             norm_eps: _,

@@ -26,7 +26,7 @@ pub struct Products<'a> {
 /// Receives the operands of matmuls during the backward.
 pub type ObserveProducts = dyn Fn(Products<'_>) -> Result<()>;
 
-/// An observer, with the layer and name that it receives for a linear layer.
+/// An observer, with the layer and the name of the matrix that are passed to it.
 #[derive(Clone)]
 pub(super) struct Observer {
     pub(super) observe: Rc<ObserveProducts>,
@@ -44,19 +44,17 @@ impl std::fmt::Debug for Observer {
 #[derive(Debug, Clone)]
 pub(super) struct Linear {
     weight: Weight,
-    /// Receives the operands.
     observer: Option<Observer>,
 }
 
 impl Linear {
-    /// The matrix `{at}.{name}.weight`. Several names share one matmul over a common input; the outputs are
-    /// concatenated along the columns.
+    /// The matrix `{at}.{name}.weight`. The matrices of several names share one matmul over a common input; their
+    /// outputs are concatenated along the columns.
     pub(super) fn new(parameters: &Parameters, at: &str, names: &[&str]) -> Result<Self> {
         let names: Vec<String> = names.iter().map(|name| format!("{at}.{name}.weight")).collect();
         Ok(Self::of(parameters.joined(&names)?))
     }
 
-    /// The matrix `weight`.
     pub(super) fn of(weight: Weight) -> Self {
         Self { weight, observer: None }
     }
@@ -66,8 +64,8 @@ impl Linear {
         self.observer = Some(observer);
     }
 
-    /// Passes the operands of a matmul to the observer, if there is one, even if other linear layers compute the
-    /// matmul.
+    /// Passes the operands of this layer's matmuls to the observer, if there is one. The backward of attention calls it
+    /// for the joint projection, although other linear layers compute parts of its matmuls.
     pub(super) fn show(&self, x: &Operand, dy: impl FnOnce() -> Result<Tensor>) -> Result<()> {
         match (&self.observer, x) {
             (Some(Observer { observe, layer, name }), Operand::Compute(x)) => {
@@ -88,8 +86,8 @@ impl Linear {
         }
     }
 
-    /// The mean cross-entropy of the outputs as logits, and the gradient of the input. Adds the gradient of the weight
-    /// to the accumulated gradient.
+    /// Takes the outputs as logits, and returns their mean cross-entropy and the gradient of the input. Adds the
+    /// gradient of the weight to the accumulated gradient.
     pub(super) fn cross_entropy(
         &self,
         x: &Operand,

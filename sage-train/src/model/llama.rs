@@ -97,8 +97,8 @@ impl Llama {
         })
     }
 
-    /// The model of a rank with one part of every sequence: consecutive ids, as many as on every other rank of the
-    /// group. Its losses cover only its own part.
+    /// Turns this into the model of a rank with one part of every sequence. A part consists of consecutive ids, equally
+    /// many on every rank of the group. The model's losses cover only this rank's part.
     pub fn across(mut self, group: &Group) -> Self {
         self.parts = group.rank().of;
         self.blocks.iter_mut().for_each(|block| block.across(group));
@@ -232,7 +232,7 @@ impl Llama {
         Ok(loss)
     }
 
-    /// Logits of the token after the last one, (batch, vocab).
+    /// Logits of the token after the last token of `ids`, (batch, vocab).
     ///
     /// # Errors
     /// As [`Llama::hidden`].

@@ -19,7 +19,6 @@ pub(super) enum Operand {
 }
 
 impl Operand {
-    /// The number of rows.
     pub(super) fn rows(&self) -> Result<usize> {
         match self {
             Self::Compute(x) => x.dim(0),
@@ -93,7 +92,7 @@ impl Operands {
         }
     }
 
-    /// The settings of FP8 and the scale of a matrix, with delayed scaling.
+    /// The settings of FP8 and the scale of an operand; `None` without delayed scaling.
     pub(super) fn delayed(&self, place: Place) -> Option<(Fp8Linear, &Fp8Scale)> {
         Some((self.precision.fp8()?.0, self.scale(place)?))
     }
@@ -102,7 +101,7 @@ impl Operands {
         self.scales.get(place as usize)
     }
 
-    /// Quantizes `x`; the matmuls read `copies` of it.
+    /// Makes an operand from `x`. If it is in FP8, `copies` tells whether it is stored by rows, transposed, or both.
     fn quantized(&self, x: Tensor, place: Place, copies: Fp8Copies) -> Result<Operand> {
         let settings = match self.precision {
             LinearPrecision::Compute => return Ok(Operand::Compute(x)),
@@ -115,7 +114,7 @@ impl Operands {
         Ok(Operand::Fp8(matrix, settings))
     }
 
-    /// An operand that exists in the compute type.
+    /// Makes an operand from `x`, which is in the compute type.
     pub(super) fn of(&self, x: Tensor, place: Place) -> Result<Operand> {
         self.quantized(x, place, Fp8Copies::Both)
     }

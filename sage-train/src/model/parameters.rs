@@ -43,7 +43,6 @@ pub struct Parameters {
     pub(super) specs: Vec<ParameterSpec>,
     pub(super) layout: Layout,
     mesh: Mesh,
-    /// The names of the moments.
     moments: Moments,
     /// Declared before `held`, so that it is dropped first: transfers write to `held`. (No model outlives its
     /// parameters.)
@@ -62,7 +61,7 @@ pub struct Parameters {
     updates: Arc<AtomicU64>,
     /// Weights in FP8, shared by all models of these parameters.
     quantized: Rc<Quantized>,
-    /// Scales of FP8 operands that follow from earlier steps.
+    /// Scales of FP8 operands with delayed scaling, which are computed from earlier steps.
     scales: OnceLock<Arc<Fp8Scales>>,
 }
 
@@ -81,10 +80,11 @@ struct Held {
 pub(crate) struct InitialValues<'a> {
     /// Returns the weights of a parameter; called from any thread.
     pub(crate) weights: &'a Weights<'a>,
-    /// A range of elements of a moment of a parameter, by its name in [`Training::moments`]. `None` if the moments are
-    /// zero.
+    /// Returns a range of elements of a parameter's moment. The first argument is the moment's name in
+    /// [`Training::moments`]. `None` if the moments are zero.
     pub(crate) moments: Option<&'a InitialMoments<'a>>,
-    /// The statistics of a matrix's rows, by the tensor's name and the number of rows. `None` if they are zero.
+    /// Returns the statistics of a matrix's rows. The arguments are the tensor's name and the number of rows. `None` if
+    /// the statistics are zero.
     pub(crate) rows: Option<&'a InitialRows<'a>>,
 }
 
@@ -365,8 +365,8 @@ impl Parameters {
                 && self.mesh.shard.of > 1
             {
                 let updated = (n, copy.map_or_else(|| state.get(0), Ok)?, values);
-                // Ranks that share matrices wait for each other's directions, whose transfers would queue behind the
-                // all-gathers.
+                // While hidden matrices (`apart`) are updated, the ranks exchange Muon's directions. This exchange
+                // would queue behind all-gathers, so the all-gathers of hidden matrices start last.
                 if piece.common.apart { later.push(updated) } else { gather(updated)? }
             }
         }

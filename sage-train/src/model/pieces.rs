@@ -184,8 +184,8 @@ impl Layout {
     }
 }
 
-/// The layer of a parameter. A backward completes the output matrix and the final norm before all layers
-/// (`usize::MAX`), and the embedding after them (`None`).
+/// The layer of a parameter. A backward completes the gradients of the output matrix and the final norm before all
+/// layers (`usize::MAX`), and the gradient of the embedding after them (`None`).
 fn first_layer(spec: &ParameterSpec) -> Option<usize> {
     let number = spec.name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next());
     let layer = number.and_then(|number| number.parse().ok());
@@ -197,7 +197,8 @@ fn first_layer(spec: &ParameterSpec) -> Option<usize> {
     }
 }
 
-/// Bytes of the receive buffers of a rank; `whole_matrices`: the optimizer needs them.
+/// Bytes of the receive buffers of a rank. `whole_matrices` says whether the optimizer updates hidden matrices as a
+/// whole.
 pub fn received_bytes(specs: &[ParameterSpec], mesh: Mesh, whole_matrices: bool) -> u64 {
     let layout = Layout::new(specs, mesh, whole_matrices);
     let [node, nodes] = layout.largest_received(mesh);
@@ -314,7 +315,7 @@ mod tests {
         assert_eq!(firsts, [None, Some(0), Some(1), Some(2), Some(0)]);
         assert_eq!(layout.backward_order(), [3, 2, 1, 4, 0]);
         assert_eq!(layout.forward_order(), [4, 0, 1, 2, 3]);
-        // With an optimizer for matrices, these are in pieces without the embedding.
+        // If a separate optimizer updates the hidden matrices, they have pieces without the embedding.
         let layout = Layout::with_pieces_of(&specs, 1, usize::MAX, true);
         let apart: Vec<_> =
             layout.pieces.iter().map(|piece| (piece.common.apart, piece.range.len())).collect();

@@ -13,7 +13,8 @@ pub enum LinearPrecision {
     Fp8(Fp8Linear, Scaling),
 }
 
-/// The source of the scale of an FP8 matrix. The scale of a weight always follows from its own largest value.
+/// The source of the scale of an FP8 matrix. The scale of a weight is always computed from the weight's own largest
+/// value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scaling {
     /// The matrix's own largest value, which needs a second pass over memory.
@@ -49,7 +50,7 @@ impl LinearPrecision {
     }
 
     /// Whether the forward keeps the input of the down projection for the backward. With delayed scaling it does not:
-    /// only the backward reads the transposed FP8 values, and makes them in the pass that reads gate and up.
+    /// only the backward reads the transposed FP8 values, and it computes them in the pass that reads gate and up.
     pub(super) fn keeps_hidden(self) -> bool {
         match self {
             Self::Compute | Self::Fp8(_, Scaling::Current) => true,
@@ -94,13 +95,13 @@ impl LinearPrecision {
 /// The role of an operand in its block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Place {
-    /// Inputs.
+    /// Inputs of the linear layers: query, key and value; attention's output projection; gate and up; the down
+    /// projection.
     Normed,
     Attended,
     MlpNormed,
     Hidden,
-    /// Gradients of the outputs of these layers: query, key and value; attention's output projection; gate and up; the
-    /// down projection.
+    /// Gradients of the outputs of these four linear layers, in the order of their inputs above.
     Projected,
     Output,
     GateUp,

@@ -23,9 +23,7 @@ struct Coming {
 pub struct Reduction<'a> {
     parameters: &'a Parameters,
     ranks: &'a Ranks,
-    /// The order in which pieces are sent.
     order: Vec<usize>,
-    /// Number of pieces that were sent.
     sent: usize,
     coming: Option<Coming>,
     /// By piece: the sum of squares of this rank's shard.
@@ -33,9 +31,9 @@ pub struct Reduction<'a> {
 }
 
 impl<'a> Reduction<'a> {
-    /// A reduction that has sent nothing yet. If the mesh's plan is `beside`, the caller reports the layers that the
-    /// last backward has finished. Otherwise [`Reduction::finish`] sends all pieces. Pieces of vectors are sent last:
-    /// they are small, and the last transfer overlaps with nothing.
+    /// A reduction that has sent nothing yet. If `Mesh::beside` is set, the caller reports the layers that the last
+    /// backward has finished. Otherwise [`Reduction::finish`] sends all pieces, and the pieces of vectors last: they
+    /// are small, and the last transfer overlaps with nothing.
     pub fn new(parameters: &'a Parameters, ranks: &'a Ranks) -> Self {
         let beside = ranks.mesh().beside;
         let pieces = 0..parameters.layout.pieces.len();
@@ -95,7 +93,7 @@ impl<'a> Reduction<'a> {
             _ => (gradients.narrow(0, 0, 0)?, Transfer::NONE),
         };
         self.sent += 1;
-        // There are only two receive buffers, so the piece before this one is summed at this point.
+        // There are only two receive buffers, so the piece before this one is summed now.
         let before = self.coming.replace(Coming { piece, parts, transfer });
         before.map_or(Ok(()), |before| self.add(before))
     }

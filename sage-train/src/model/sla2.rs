@@ -1,4 +1,4 @@
-//! SLA2 in an attention layer: selects blocks, blends the two branches and trains the router.
+//! SLA2 in an attention layer: selects blocks, blends exact attention with the linear tail, and trains the router.
 
 use candle_core::{DType, Result, Tensor, Var};
 use candle_sage::ops::{self};

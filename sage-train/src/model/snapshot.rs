@@ -23,9 +23,10 @@ pub type Parts = BTreeMap<String, [u64; 2]>;
 pub struct Snapshot {
     pub(super) specs: Vec<ParameterSpec>,
     pub(super) layout: Layout,
-    /// The kinds of the rows after the weights: prefixes of the parameters' names in a checkpoint.
+    /// The moments in the rows of `held` after the weights, as prefixes of the parameters' names in a checkpoint.
     pub(super) moments: Moments,
-    /// The first element in the layout, and the values, (rows, elements).
+    /// Runs of elements: the first element in the layout, and the values, (rows, elements). The first row contains the
+    /// weights.
     pub(super) held: Vec<(usize, Tensor)>,
     /// The optimizer's statistics of matrix rows, by tensor name. All ranks have them, and rank 0 writes them.
     pub(super) rows: Vec<(String, Tensor)>,
@@ -88,8 +89,8 @@ impl Snapshot {
 }
 
 /// The metadata of a file as a map that iterates in the given order, so that equal weights make equal files. A
-/// `HashMap` draws a random order when it is made, so this makes maps until one has the right order. (transformers
-/// requires the entry `format`.)
+/// `HashMap` draws a random order when it is made, so this function makes maps until one has the right order.
+/// (transformers requires the entry `format`.)
 fn in_order(about: [(String, String); 2]) -> HashMap<String, String> {
     loop {
         let map = HashMap::from(about.clone());

@@ -43,7 +43,8 @@ pub enum Kind {
     Sinks,
     /// A router of SLA2: a matrix for each head.
     Router,
-    /// The weights of SLA2's mixture.
+    /// `theta` of SLA2: for each query head, a number that determines the weight of exact attention in its mixture with
+    /// the tail.
     Theta,
 }
 

@@ -151,7 +151,7 @@ impl State {
         self.0.iter().any(|part| part.about.info(name).is_some())
     }
 
-    /// The numbers of `rows` rows of a matrix, stored as a tensor `name`.
+    /// The optimizer's statistics of a matrix with `rows` rows, one number for each row, stored as tensor `name`.
     ///
     /// # Errors
     /// As [`State::weights`].

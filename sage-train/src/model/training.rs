@@ -54,8 +54,8 @@ pub struct Shard<'a> {
     pub copy: Option<&'a Tensor>,
     /// Whether weight decay applies.
     pub decays: bool,
-    /// The matrices of the whole piece, of which this rank owns a part. `None` unless another optimizer updates these
-    /// matrices than all other parameters.
+    /// The matrices of the whole piece, of which this rank owns a part. `None` unless a separate optimizer updates
+    /// hidden matrices.
     pub matrices: Option<Matrices<'a>>,
 }
 

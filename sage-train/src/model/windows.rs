@@ -23,7 +23,7 @@ impl Windows {
 }
 
 /// The number of (query, key) pairs of causal attention over `tokens` tokens, where a query sees at most `window` keys.
-/// Without a window it is half of all pairs.
+/// This is a continuous approximation: without a window, half of all pairs.
 pub fn causal_pairs(tokens: usize, window: Option<usize>) -> f64 {
     let n = tokens as f64;
     // The window hides `hidden` keys from the last query, one fewer from the query before it, and so on.
@@ -118,7 +118,7 @@ mod tests {
 
     #[test]
     fn pairs_are_those_within_the_window() {
-        // Queries see 1, 2, 3 and then 4 keys; the query's own key counts half.
+        // The first four queries see 1 to 4 keys, and their own key counts half. Each later query counts 4 keys.
         assert_eq!(causal_pairs(8, Some(4)), 0.5 + 1.5 + 2.5 + 3.5 + 4.0 * 4.0);
         assert_eq!((causal_pairs(8, None), causal_pairs(4, Some(4))), (4.0 * 8.0, 2.0 * 4.0));
     }

@@ -11,15 +11,14 @@ use candle_sage::ops::{MuonMatrix, MuonPart};
 use crate::model::{Matrices, overlap};
 use crate::ranks::{Group, Rank, Transfer};
 
-/// One rank's share of the work on the matrices of a piece. Its directions are in one tensor: first its own matrices,
-/// then its parts of the matrices of other ranks.
+/// One rank's share of the work on the matrices of a piece. The rank's directions are in one tensor: first those of its
+/// own matrices, then those of its parts of other ranks' matrices.
 #[derive(Debug, PartialEq)]
 pub(super) struct Sharing {
     /// Rows and columns of the rank's own matrices.
     pub(super) own: Vec<(usize, usize)>,
     /// The parts of matrices in the rank's shard.
     pub(super) parts: Vec<MuonPart>,
-    /// Number of elements of the directions.
     pub(super) len: usize,
     /// By rank: the rows of the rank's matrices among the rows of all matrices.
     rows: Vec<Range<usize>>,

@@ -4,7 +4,7 @@
 //! The tiled implementations of candle-sage never store all of P, dP or dS. Here these matrices are complete, so that
 //! each has a separate error, and so that one part of a scheme (a matmul or an operand) can be quantized while the
 //! others are exact. With all parts quantized the results equal those of `candle_sage::Attention` up to its f32
-//! arithmetic, which each scheme has a test for.
+//! arithmetic; a test of each scheme checks this.
 
 use candle_core::{Device, Tensor};
 
@@ -44,7 +44,7 @@ pub trait Anatomy: Sync {
     /// Queries and keys after smoothing, as they are quantized.
     fn smoothed(&self, inputs: &Inputs) -> [Vec<f64>; 2];
 
-    /// Tokens of Q and of K in a tile; outliers are tokens with large values in their tile.
+    /// Tokens of Q and of K in a tile; an outlier is a token whose values are large compared with its tile.
     fn tiles(&self) -> [usize; 2];
 
     /// For each operand, the fractions of its NVFP4 groups that NVFP4 cannot hold; empty for a scheme without such
@@ -120,7 +120,6 @@ pub(super) fn logit_gradient(p: &[f64], dp: &[f64], delta: &[f64]) -> Vec<f64> {
     p.iter().zip(dp).enumerate().map(at).collect()
 }
 
-/// The mean of each channel.
 pub(super) fn mean(rows: &[f64], d: usize) -> Vec<f64> {
     let mut sums = vec![0.0; d];
     rows.chunks(d).for_each(|row| sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += x));
@@ -209,7 +208,6 @@ pub(super) mod tests {
         [values(&out), grad(&q), grad(&k), grad(&v)]
     }
 
-    /// Every low-bit scheme has a dense implementation.
     #[test]
     fn every_low_bit_scheme_can_be_probed() {
         for scheme in Scheme::all() {

@@ -94,8 +94,8 @@ impl Anatomy for AttnQatAnatomy {
         let dv = product(&again, dout, (n, n, d), Order::Tn)?;
         let mut dp = product(dout, &v, (n, d, n), Order::Nt)?;
         let ds = logit_gradient(&p, &dp, &delta);
-        // The dot products of dO and V's mean. dS does not depend on them; with them dP and delta are those of the
-        // original V.
+        // The dot products of dO and V's mean. dS does not depend on these products. Adding them gives dP and delta of
+        // the original V.
         let of_mean = row_dots(dout, &v_mean.repeat(n), d);
         dp.chunks_mut(n).zip(&of_mean).for_each(|(row, m)| row.iter_mut().for_each(|x| *x += m));
         let delta = delta.iter().zip(&of_mean).map(|(x, m)| x + m).collect();
@@ -170,7 +170,6 @@ fn mean_if(smooth: bool, rows: &[f64], d: usize) -> Vec<f64> {
     if smooth { mean(rows, d) } else { vec![0.0; d] }
 }
 
-/// Rows minus a mean.
 fn less(rows: &[f64], mean: &[f64]) -> Vec<f64> {
     rows.chunks(mean.len()).flat_map(|row| row.iter().zip(mean).map(|(x, m)| x - m)).collect()
 }
@@ -246,7 +245,6 @@ impl SoftmaxRows {
     }
 }
 
-/// The largest magnitude.
 fn largest(x: &[f64]) -> f32 {
     x.iter().fold(0f32, |most, x| most.max((*x as f32).abs()))
 }
@@ -307,13 +305,13 @@ mod tests {
         assert_eq!(errors(Operand::Query), [true; 4]);
         assert_eq!(errors(Operand::Key), [true; 4]);
         assert_eq!(errors(Operand::Value), [true, true, true, false]);
-        // delta is computed from O', which does not depend on the FP4 values of P.
+        // delta is computed from the high-precision output, which does not depend on the FP4 values of P.
         assert_eq!(errors(Operand::Probability), [true, false, false, false]);
         assert_eq!(errors(Operand::ProbabilityAgain), [false, false, false, true]);
     }
 
-    /// In diffuse attention over many keys nearly every probability is below the smallest E4M3 scale, if it
-    /// is quantized relative to the row's sum as in the paper's text.
+    /// In diffuse attention over many keys nearly every probability is below the smallest E4M3 scale, if probabilities
+    /// are quantized relative to the row's sum as in the text of the Attn-QAT paper.
     #[test]
     fn small_probabilities_vanish_relative_to_the_sum() {
         let inputs = inputs(1024, 16, 0.1);

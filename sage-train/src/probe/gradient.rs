@@ -6,7 +6,7 @@
 //! expectation of `g_i . g_j` is `|G|^2` and the expectation of `e_i . e_j` is `|B|^2`, the squared bias. The rest of
 //! `|g_i|^2` and `|e_i|^2` is noise, which falls with the number of tokens (the gradient's noise: arXiv 1812.06162,
 //! appendix A). A binary tree sums the gradients of more and more micro-batches and keeps the squared norms of each
-//! node, from which all dot products of disjoint data follow: `2 a . b = |a + b|^2 - |a|^2 - |b|^2`.
+//! node. All dot products of disjoint data are computed from these norms: `2 a . b = |a + b|^2 - |a|^2 - |b|^2`.
 
 use std::ops::Range;
 use std::path::Path;

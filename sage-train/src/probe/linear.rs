@@ -36,7 +36,7 @@ pub struct OfLinear {
 pub struct LinearErrors {
     /// The step of the weights, if it is known.
     pub step: Option<u64>,
-    /// Validation sequences.
+    /// Number of validation sequences.
     pub sequences: usize,
     /// Tokens of a sequence.
     pub context: usize,

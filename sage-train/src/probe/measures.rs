@@ -1,4 +1,4 @@
-//! Distances to the exact results, accumulated over heads and sequences, and outliers.
+//! Distances to the exact results, accumulated over heads and sequences, and the fraction of outlying tokens.
 
 use crate::metrics::Distance;
 
@@ -24,7 +24,6 @@ impl Sums {
         sums
     }
 
-    /// Adds sums over other values.
     pub(super) fn add(&mut self, other: Self) {
         self.products += other.products;
         self.got += other.got;
@@ -42,7 +41,7 @@ impl Sums {
     }
 }
 
-/// Fraction of the tokens whose largest absolute value is above ten times the median of their tile.
+/// Fraction of the tokens whose largest absolute value is above ten times the median of these values in their tile.
 pub(super) fn outlying(rows: &[f64], d: usize, tile: usize) -> f64 {
     let mut count = 0;
     for tile in rows.chunks(tile * d) {

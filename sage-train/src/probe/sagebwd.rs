@@ -31,7 +31,7 @@ pub(super) struct SageBwdAnatomy {
     pub(super) token_scales: bool,
 }
 
-/// Queries, keys and values as they are quantized.
+/// Queries, keys and values after smoothing, and the means that were subtracted.
 struct Smoothed {
     /// Queries minus the means of their tiles, if these are subtracted.
     q: Vec<f64>,
@@ -153,8 +153,8 @@ impl SageBwdAnatomy {
         }
     }
 
-    /// dQ and dK from dS. A token's scale varies along the reduction of these matmuls. The scale is therefore
-    /// multiplied into dS, and K and Q are INT8 values without scales.
+    /// dQ and dK from dS. If each token has a scale, the scale varies along the reduction of these matmuls. It is
+    /// therefore multiplied into dS, and K and Q are INT8 values without scales.
     fn query_and_key_gradients(
         &self,
         operands: &Operands,
@@ -253,7 +253,7 @@ fn scales(rows: &[f64], d: usize, token_scales: bool) -> Vec<f64> {
     rows.chunks(d).map(|row| if token_scales { largest(row.iter()) / 127.0 } else { 1.0 }).collect()
 }
 
-/// Rows without the factors that are folded into dS.
+/// Rows divided by the factors that are folded into dS.
 fn bare(rows: &[f64], factors: &[f64], d: usize) -> Vec<f64> {
     rows.chunks(d)
         .zip(factors)

@@ -1,5 +1,5 @@
 //! Measures the errors of attention to selected blocks with a tail (SLA2, arXiv 2602.12675) on the heads of a model
-//! that was trained without it, for each kind of selection and tail.
+//! that was trained without SLA2, for each kind of selection and tail.
 
 use std::path::Path;
 
@@ -32,7 +32,7 @@ pub enum Chosen {
     Learned,
     /// By the untrained router: dot products of block means.
     Identity,
-    /// The nearest blocks and the first one.
+    /// The nearest blocks and the first block.
     Window,
 }
 
@@ -83,7 +83,7 @@ pub struct Selecting {
 pub struct OfLayer {
     /// Index of the layer, from 0.
     pub layer: usize,
-    /// Relative L2 of the output against dense attention, in the order of [`WAYS`].
+    /// Relative L2 error of the output against dense attention, in the order of [`WAYS`].
     pub errors: Vec<f64>,
     /// Fraction of dense attention's mass on past blocks that the selected blocks have: best, learned, identity,
     /// window.
@@ -191,11 +191,11 @@ impl Part {
         })
     }
 
-    /// All approximations of the blocks that are not selected. They use only the block size of the selection.
+    /// All approximations of the blocks that are not selected. Of `selection` they use only the block size.
     fn tails(&self, selection: &Selection, block: usize) -> candle_core::Result<[(Rest, Tensor); 5]> {
         let [q, k, v] = &self.inputs;
         let linear = past_linear(q, k, v, selection, Tail::Past)?;
-        // With equal queries and keys all features are equal, so that the result is the mean of all past values.
+        // With equal queries and keys all features are equal, so the result is the mean of all past values.
         let mean = past_linear(&q.zeros_like()?, &k.zeros_like()?, v, selection, Tail::Past)?;
         Ok([
             (Rest::Linear, linear.clone()),
@@ -225,7 +225,7 @@ impl Part {
                 (0..whole).map(move |at| if at < token / block { 0.0 } else { f32::NEG_INFINITY })
             })
             .collect();
-        // The first block has no block before it: its weight is zero, so that any finite logits are correct.
+        // The first block has no block before it: its weight is zero, so any finite logits are correct.
         let hidden: Vec<f32> =
             hidden.into_iter().enumerate().map(|(n, x)| if n < block * whole { 0.0 } else { x }).collect();
         let logits = logits.broadcast_add(&Tensor::from_vec(hidden, (tokens, whole), &Device::Cpu)?)?;
@@ -233,7 +233,7 @@ impl Part {
         weights.matmul(&means(v)?.contiguous()?)?.transpose(1, 2)?.contiguous()
     }
 
-    /// Squared distances from dense attention of each query head.
+    /// The squared distance of each query head's blended output from dense attention.
     fn distances(
         &self,
         picked: &Picked,
@@ -261,7 +261,7 @@ impl Picked {
     }
 }
 
-/// The `theta` of each query head that fits some sequences best, from a grid.
+/// For each query head, the `theta` from a grid of values that fits the sequences of `part` best.
 fn fit(part: &Part, picked: &Picked, rest: Rest, tail: &Tensor) -> candle_core::Result<Vec<f32>> {
     let heads = part.shape.query_heads();
     match rest {

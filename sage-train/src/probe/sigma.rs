@@ -35,7 +35,8 @@ pub struct SigmaRow {
     pub errors: [Distance; 4],
 }
 
-/// The errors of the op with a scheme on a device, against f64. Inputs are in f32 on the CPU and in bf16 on a GPU.
+/// The errors of the op with a scheme on a device, against exact attention in f64. Inputs are in f32 on the CPU and in
+/// bf16 on a GPU.
 ///
 /// # Errors
 /// When the device does not support the shape, or memory is short.

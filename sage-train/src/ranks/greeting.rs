@@ -31,7 +31,6 @@ pub(super) struct Greetings {
 pub(super) struct Greeted {
     pub(super) stream: TcpStream,
     pub(super) hello: Hello,
-    /// Whether the sender knows the run's secret.
     pub(super) is_proven: bool,
 }
 

@@ -46,8 +46,8 @@ impl Group {
     }
 
     /// Zeros in memory for data that [`Group::exchange`] and [`Group::gather`] transfer often: copy engines transfer
-    /// only tensors in such memory. It may stay allocated until the process ends. All members must call this with the
-    /// same size.
+    /// only tensors in such memory. The memory may stay allocated until the process ends. All members must call this
+    /// with the same size.
     ///
     /// # Errors
     /// When memory is short.

@@ -20,11 +20,12 @@ use crate::{during, notify};
 const LEAVING: Duration = Duration::from_secs(20);
 
 /// How long ranks may take to exit after a rank was lost: they only write a report of the failure, which may take 4 s
-/// (`meeting::LAST_WORD`). Ranks that have not connected yet would not notice the loss.
+/// (`meeting::LAST_WORD`). Then they are killed, because ranks that have not connected yet would not notice the loss.
 const LEAVING_LOST: Duration = Duration::from_secs(6);
 
 /// Number of hardware queues for the streams of a process. With one queue, a transfer that waits for gradients does not
-/// slow the kernels launched before it; with more queues it slows each by about a microsecond (docs/several-gpus.md).
+/// slow the kernels launched before it; with more queues it slows each of these kernels by about a microsecond
+/// (docs/several-gpus.md).
 const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 
 /// The numbers of ranks and of restarts.
@@ -96,7 +97,6 @@ fn round(ranks: usize) -> Result<i32> {
     Ok(first.unwrap_or(0))
 }
 
-/// The exit code of a rank.
 fn code(status: ExitStatus) -> i32 {
     // A rank that a signal killed has no exit code, and counts as lost.
     status.code().unwrap_or(LOST)
@@ -109,7 +109,7 @@ fn signal(child: &Child, times: usize) {
     use signal_hook::consts::{SIGINT, SIGUSR1};
     let signal = match i32::from(signals::received().unwrap_or_default()) {
         SIGINT => Signal::INT,
-        // A repeated SIGUSR1 does not end a rank.
+        // A repeated SIGUSR1 would not end a rank, so the second request is a SIGTERM.
         SIGUSR1 if times == 1 => Signal::USR1,
         _ => Signal::TERM,
     };

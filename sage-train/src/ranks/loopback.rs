@@ -22,7 +22,6 @@ pub(super) struct Loopback {
     /// Received data of transfers that have not been waited for: the number of the transfer, the destination and the
     /// values. As on a GPU, the destination must not be read before the wait; it contains NaN until then.
     coming: RefCell<Vec<(u64, Tensor, Tensor)>>,
-    /// Number of transfers.
     transfers: Cell<u64>,
 }
 

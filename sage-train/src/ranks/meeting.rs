@@ -1,5 +1,5 @@
-//! The rendezvous of the ranks: every rank keeps one TCP connection to rank 0 until it exits. Over it ranks identify
-//! themselves, exchange text, and detect that a rank has died.
+//! The rendezvous of the ranks: every rank keeps one TCP connection to rank 0 until it exits. Over these connections
+//! ranks identify themselves, exchange text, and detect that a rank has died.
 
 mod joining;
 mod life;
@@ -25,7 +25,7 @@ use crate::{during, notify, signals};
 /// Interval between heartbeats.
 const BEAT: Duration = Duration::from_secs(1);
 
-/// A rank without a heartbeat for this long has lost its machine, or its process is stopped.
+/// If a rank sends no heartbeat for this long, its machine has failed or its process is stopped.
 const SILENCE: Duration = Duration::from_secs(30);
 
 /// The limit for progress before the first micro-batch, when the model is made, GPUs are connected and kernels are
@@ -61,7 +61,6 @@ struct Shared {
     stall: Duration,
     /// On rank 0 the connections to all other ranks; on other ranks the connection to rank 0.
     peers: Vec<Peer>,
-    /// The state of this rank.
     life: Mutex<Life>,
     ticks: AtomicU64,
     /// By topic: the text of each rank.
@@ -130,12 +129,10 @@ impl Meeting {
         Ok(Self { shared, topics: Mutex::default() })
     }
 
-    /// This rank among all ranks.
     pub(super) fn rank(&self) -> Rank {
         self.shared.rank
     }
 
-    /// The run's secret.
     pub(super) fn secret(&self) -> &Secret {
         &self.shared.secret
     }
@@ -362,7 +359,8 @@ impl Shared {
     /// reported, not the connections that break because of it.
     fn end(&self, why: &str, code: i32) {
         if self.ending.swap(true, Ordering::Relaxed) {
-            // The thread of the first failure ends the process, unless a file system hangs while it writes the report.
+            // The thread of the first failure ends the process, unless a file system hangs while the thread writes the
+            // report.
             std::thread::sleep(LAST_WORD);
             signal_hook::low_level::exit(code);
         }

@@ -60,7 +60,7 @@ impl Debug for Nccl {
 }
 
 impl Nccl {
-    /// Creates the communicators. All ranks must call it.
+    /// Creates the communicators. All ranks must call this.
     pub(super) fn connect(
         words: &Words,
         mesh: Mesh,

@@ -66,8 +66,8 @@ pub(super) trait Transport: Debug {
         false
     }
 
-    /// Zeros in memory that the collectives below can transfer. It may never be freed. All ranks of the node must call
-    /// it with the same size.
+    /// Zeros in memory that the collectives below can transfer. The memory may stay allocated until the process ends.
+    /// All ranks of the node must call this with the same size.
     ///
     /// # Errors
     /// When memory is short.
@@ -75,7 +75,7 @@ pub(super) trait Transport: Debug {
         Tensor::zeros(len, dtype, device)
     }
 
-    /// All-to-all of the `of` ranks of this node, if it has copy engines and both tensors were made by
+    /// All-to-all of the `of` ranks of this node; `None` unless the node has copy engines and both tensors were made by
     /// [`Transport::zeros`].
     ///
     /// # Errors

@@ -140,8 +140,8 @@ impl World {
     }
 }
 
-/// The secret that was given, or by default the name of the job, which keeps the ranks of two jobs apart but may be
-/// known to other users.
+/// The secret that was given, or by default the job's number, which keeps the ranks of two jobs apart but may be known
+/// to other users.
 fn secret(variable: &dyn Fn(&str) -> Option<String>, job: &str) -> Secret {
     variable(SECRET).map_or_else(|| Secret::of_job(variable(job).unwrap_or_default()), Secret::given)
 }
@@ -157,7 +157,7 @@ fn number(name: &str, value: &str) -> Result<usize> {
     value.trim().parse().ok().filter(|&n: &usize| n < 1 << 32).ok_or_else(|| not_a_number(name, value))
 }
 
-/// The first host in Slurm's list of nodes: `node03` of `node[03-08,10],other`.
+/// The first host in Slurm's list of nodes: `node03` for `node[03-08,10],other`.
 fn first_host(list: &str) -> String {
     let Some((name, rest)) = list.split_once('[').filter(|(name, _)| !name.contains(',')) else {
         return list.split(',').next().unwrap_or_default().to_owned();
@@ -167,7 +167,7 @@ fn first_host(list: &str) -> String {
     format!("{name}{first}{}", behind.split(',').next().unwrap_or_default())
 }
 
-/// The most tasks of a node, in Slurm's notation: 4 of `4(x2),1`.
+/// The largest number of tasks on a node, from Slurm's notation: 4 for `4(x2),1`.
 fn most_tasks(list: &str) -> usize {
     let tasks = list.split(',').filter_map(|node| node.split('(').next()?.parse().ok());
     tasks.max().unwrap_or(1)

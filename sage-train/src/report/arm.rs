@@ -30,8 +30,8 @@ pub struct Arm {
     pub growth: Option<Mean>,
     /// Mean number of tokens after which runs reach the milestone, over the runs that reach it.
     pub reached: Option<Mean>,
-    /// Set if a run had already reached the milestone at its first validation: the tokens of its training up to this
-    /// validation, at most so many were needed.
+    /// Set if a run had already reached the milestone at its first validation: the number of tokens at this validation,
+    /// an upper bound of the number that was needed.
     pub reached_before: Option<f64>,
     /// Difference of `reached` to the baseline's, percent of the baseline's mean.
     pub later: Option<Difference>,
@@ -42,7 +42,7 @@ pub struct Arm {
 /// A mean difference to the baseline.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Difference {
-    /// Percent of the baseline's mean. It is over pairs of runs with the same seeds, if there are several pairs.
+    /// The mean, in percent of the baseline's mean.
     pub mean: Mean,
     /// Whether the mean is over pairs of runs with the same seeds.
     pub paired: bool,
@@ -54,7 +54,8 @@ pub struct Difference {
 
 /// A signed mean in percent, with its interval.
 pub(super) fn in_percent(mean: &Mean) -> String {
-    // Continuations of the same weights on the same data differ by less than a hundredth of a percent.
+    // Small differences get more digits: continuations of the same weights on the same data differ by less than a
+    // hundredth of a percent.
     let size = mean.value.abs().max(mean.half.unwrap_or(0.0));
     let digits = if size > 0.0 { (1.0 - size.log10().floor()).clamp(2.0, 6.0) as usize } else { 2 };
     format!("{:+.digits$} %{}", mean.value, mean.plus_minus(digits))
@@ -129,8 +130,8 @@ impl Arm {
     }
 
     /// The difference of `number` to the baseline, over pairs of runs with the same seeds and data. If there is no
-    /// pair, or only one pair although both arms have at least two seeds, it is the difference of the two means, with
-    /// Welch's interval.
+    /// pair, or only one pair although both arms have at least two seeds, the result is the difference of the two
+    /// means, with Welch's interval.
     pub(super) fn against(
         &self,
         baseline: &Arm,
@@ -184,7 +185,7 @@ fn reached_before(run: &Run, loss: f64) -> Option<f64> {
     (value <= loss).then_some(tokens as f64)
 }
 
-/// The validation losses of a run that counts in means, which excludes diverged runs.
+/// The validation losses of a run; `None` for a diverged run, which does not count in means.
 fn kept_validations(run: &Run) -> Option<BTreeMap<u64, f64>> {
     (run.status() != Some(Status::Diverged)).then(|| validations(run))
 }

@@ -186,7 +186,6 @@ impl Chart {
         Ok(())
     }
 
-    /// The entries of the legend.
     fn names_below(&self) -> Vec<Name<'_>> {
         let level = self.level.iter().filter(|(_, name)| !name.is_empty()).map(|(_, name)| Name::Level(name));
         self.series.iter().map(Name::Of).chain(level).collect()
@@ -194,7 +193,6 @@ impl Chart {
 }
 
 impl Series {
-    /// Draws the filled band.
     fn draw_band(&self, chart: &mut Axes<'_, '_>) -> Drawn {
         let upper = self.band.iter().map(|&(x, _, high)| (x, high));
         let outline: Vec<(f64, f64)> =

@@ -176,7 +176,7 @@ fn training_differences(panel: &Panel) -> Result<Option<String>> {
     differences_of("training loss: difference to", baseline, alike, &grouped_losses)
 }
 
-/// Mean training losses of groups of steps, by the tokens at the end of each.
+/// Mean training losses of groups of steps, by the tokens at the end of each group.
 fn grouped_losses(run: &Run) -> BTreeMap<u64, f64> {
     let groups = run.points.chunks(run.points.len().div_ceil(GROUPS).max(1));
     let mean = |group: &[Point]| {

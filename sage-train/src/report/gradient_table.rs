@@ -13,11 +13,11 @@ struct Figures {
     gradient: f64,
     /// Tokens at which the gradient's noise is as large as the gradient.
     noise_tokens: f64,
-    /// The noise of a micro-batch's error relative to the gradient: `sqrt(V) / |G|`.
+    /// The noise of a micro-batch's error relative to the gradient: `sqrt(V) / |G|`, where `V` is the error's variance.
     error_noise: f64,
     /// `|B|^2 / |G|^2`, from all pairs.
     bias: f64,
-    /// The half-width of its 95 % interval, over blocks.
+    /// The half-width of the 95 % interval of `bias`, over blocks.
     half: Option<f64>,
     /// `B . G / |G|^2`: the component of the bias along the gradient, which changes only the length of a step.
     along: f64,

@@ -311,7 +311,6 @@ fn start_of(start: &Start) -> Markup {
     }
 }
 
-/// A published result.
 struct Published {
     arm: &'static str,
     qk_norm: bool,

@@ -19,8 +19,9 @@ const PAPER: [(f64, f64); 8] = [
     (0.9985, 0.0540),
 ];
 
-/// Cosine and relative L2 of every layer, as in the paper's Table 2; then, as far as they were measured, the sizes of
-/// the tensors, the NVFP4 groups whose scale is zero, and the error when only one matmul or operand is quantized.
+/// Cosine and relative L2 of every layer, as in the SageBwd paper's Table 2; then, as far as they were measured, the
+/// sizes of the tensors, the NVFP4 groups whose scale is zero, and the error when only one matmul or operand is
+/// quantized.
 pub fn layer_errors(title: &str, probed: &Probed) -> String {
     let rows = &probed.rows;
     let names: Vec<&str> =
@@ -49,7 +50,7 @@ pub fn layer_errors(title: &str, probed: &Probed) -> String {
         }
         out += "\n\npaper: the worst layer of a 325M model (arXiv 2603.02170, Table 2)\n";
     }
-    // Saturation is rare: the table appears only if there is some.
+    // Saturation is rare: the table appears only if some group saturates.
     let saturates = rows.iter().any(|row| row.saturated.iter().any(|(_, share)| *share > 0.0));
     let saturated = if saturates { rows.as_slice() } else { &[] };
     out + &sizes(rows)
@@ -139,7 +140,7 @@ fn products(rows: &[Row]) -> String {
     out + "\nonly one matmul or operand is quantized; share: of the sum of the squared errors\n"
 }
 
-/// Errors on random tensors, next to the paper's Table 1.
+/// Errors on random tensors, next to the SageBwd paper's Table 1.
 pub fn sigma_errors(title: &str, rows: &[SigmaRow]) -> String {
     let mut out = format!("{title}\n\n{:<7}", "sigma");
     RESULTS.iter().for_each(|name| out += &format!(" {:>16}", format!("{name} cos/rel L2")));

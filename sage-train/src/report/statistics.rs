@@ -11,7 +11,6 @@ pub struct Mean {
     pub half: Option<f64>,
     /// Number of values.
     pub count: usize,
-    /// Standard error.
     error: f64,
     /// Degrees of freedom of the t distribution.
     freedom: f64,
@@ -77,7 +76,6 @@ impl Mean {
     }
 }
 
-/// Quantile of Student's t distribution.
 fn quantile(p: f64, freedom: f64) -> f64 {
     StudentsT::new(0.0, 1.0, freedom).map_or(f64::NAN, |t| t.inverse_cdf(p))
 }

@@ -168,7 +168,8 @@ impl Study {
                     let training = arm.against(&first[0], options.margin, &late_training_loss);
                     arm.training = training.filter(|difference| pairs && difference.paired);
                     arm.growth = arm.training.and_then(|_| arm.growth_against(&first[0]));
-                    // A mean over the runs with a known number would exclude the earliest runs.
+                    // If a run reached the milestone before its first validation, its number is not known, and a mean
+                    // would exclude the earliest runs.
                     let known = arm.reached_before.is_none() && first[0].reached_before.is_none();
                     if let Some(milestone) = options.milestone.filter(|_| known) {
                         // The margin is for losses; numbers of tokens are never called equivalent.
@@ -264,7 +265,8 @@ fn spread(panels: Grouped<Grouped<Vec<Run>>>) -> Grouped<Grouped<Vec<Run>>> {
         part.len() < whole.len() && part.iter().all(|value| whole.contains(value))
     };
     let all: Vec<Values> = panels.iter().map(|(panel, _)| panel.clone()).collect();
-    // The runs of a panel belong to other panels only if every setting of their panel is a setting of the other panels.
+    // The runs of a panel are added to other panels only if every setting that their own panel lacks there is
+    // meaningless for them.
     let (parts, mut wholes): (Grouped<_>, Grouped<_>) = panels.into_iter().partition(|(panel, arms)| {
         let meaningless = |key: &str| {
             arms.iter().all(|(_, runs): &(Values, Vec<Run>)| {
@@ -320,7 +322,6 @@ fn continue_alike<'a>(runs: impl Iterator<Item = &'a Run>) -> bool {
     first.is_some() && all.all(|other| other == first)
 }
 
-/// Index of the baseline arm.
 fn baseline(arms: &[Values], asked: &Table) -> Result<Option<usize>> {
     let has = |arm: &Values, key: &str, value: &str| arm.iter().any(|(k, v)| k == key && v == value);
     // A run that was validated twice makes two arms; the arm of its training attention is preferred.

@@ -31,7 +31,8 @@ pub fn result_table(run: &Outcome) -> String {
 }
 
 impl Arm {
-    /// Number of finished runs, number of seeds if it is smaller, and number of runs in every other state.
+    /// Number of finished runs, number of seeds if there are fewer seeds than runs, and number of runs in every other
+    /// state.
     pub fn outcomes(&self) -> String {
         let finished = self.count(Status::Finished);
         let mut text = finished.to_string();
@@ -57,7 +58,6 @@ impl Arm {
     }
 }
 
-/// A difference in percent with its verdict.
 fn percent(difference: &Difference, margin: f64) -> String {
     let Difference { mean, paired, of_survivors, verdict } = difference;
     let over = match (paired, mean.count) {

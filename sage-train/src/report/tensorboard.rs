@@ -92,8 +92,8 @@ impl EventFile {
         let file = open_own(&path, File::options().write(true).create(true).truncate(true))?;
         let mut events = Self { file, path };
         events.write(&event(now, 0, 3, b"brain.Event:2"))?;
-        // `SessionLog { status = START }` makes TensorBoard discard earlier events of this step and later
-        // ones.
+        // `SessionLog { status = START }` makes TensorBoard discard the events that earlier files have for this step
+        // and later steps.
         events.write(&event(now, first_step, 7, &[1 << 3 | VARINT, 1]))?;
         Ok(events)
     }

@@ -7,10 +7,11 @@ use crate::runs::median;
 /// Number of steps whose median training loss is compared, so that single spikes have no effect.
 const WINDOW: usize = 16;
 
-/// If the training loss ends this many nats above its lowest value, this is neither a spike nor noise of the data.
+/// A training loss that ends this many nats above its lowest value is neither a spike nor noise of the data.
 const RISE: f64 = 1.0;
 
-/// The loss of the uniform distribution is ln(vocabulary). New models begin a few hundredths above it.
+/// How many nats a loss may be above ln(vocabulary), the loss of the uniform distribution. New models begin a few
+/// hundredths of a nat above it.
 const ABOVE_CHANCE: f64 = 0.1;
 
 /// The reason why a run with all of its steps has diverged; `None` if it has not. A run has diverged if, at the end,
@@ -61,7 +62,7 @@ mod tests {
         assert_eq!(of(&falling, 2.8), None);
         // A validation loss that rises while the training loss falls is overfitting.
         assert_eq!(of(&falling, 5.0), None);
-        // A spike of a few steps, even at the end.
+        // A spike of a few steps is not a divergence, even at the end.
         assert_eq!(of(&|n| falling(n) + if n % 50 > 46 { 9.0 } else { 0.0 }, 2.9), None);
         // ln(300) is 5.70.
         assert!(of(&falling, 5.9).expect("above").contains("ln(vocabulary) = 5.704"));

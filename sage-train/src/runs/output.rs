@@ -8,8 +8,8 @@ use super::{CONFIG, ENDING, GRADIENTS, METRICS, PROBES, Run, STARTS};
 use crate::writing;
 
 /// Checks that a command may write its results to a file, before it computes them: the folder must exist, and the file
-/// must not replace a file of a run or a checkpoint, or a file with another extension than `ending`. Devices are always
-/// accepted.
+/// must not replace a file of a run or a checkpoint, or a file with another extension than `ending`. Device files are
+/// always accepted.
 ///
 /// # Errors
 /// When the file may not be written.

@@ -110,7 +110,7 @@ impl Start {
         }
     }
 
-    /// A message if this start sums in another order than the previous start: the run continues with the same
+    /// A message if this start adds numbers in another order than the previous start: the run continues with the same
     /// sequences, but its losses are not bit-identical to an uninterrupted run.
     pub(crate) fn sums_otherwise(&self, before: &Self) -> Option<String> {
         let numbers = |start: &Self| [start.ranks, start.context_parallel, start.micro_batch.unwrap_or(0)];

@@ -92,7 +92,7 @@ impl Attn {
     /// Unquantized attention.
     pub const EXACT: Self = Self(Kind::Dense(Scheme::Unquantized));
 
-    /// Whether both have the same settings: they are one scheme, or both are forms of SLA2.
+    /// Whether `self` and `other` have the same kinds of settings: they are one scheme, or both are forms of SLA2.
     pub(super) fn shares_settings(self, other: Self) -> bool {
         self == other || matches!((self.0, other.0), (Kind::Sla2(_), Kind::Sla2(_)))
     }

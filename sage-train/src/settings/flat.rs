@@ -74,7 +74,7 @@ impl Visitor<'_> for Key {
     }
 }
 
-/// Sets the field of a table that a key names to the next value of `map`.
+/// Sets the field `key` of a table to the next value of `map`.
 fn set<'de, T, A>(table: &mut T, key: &'static str, map: &mut A) -> Result<(), A::Error>
 where
     T: Layer + Default + Deserialize<'de>,
@@ -96,7 +96,7 @@ impl<'de, T: Deserialize<'de>> DeserializeSeed<'de> for OneKey<T> {
     }
 }
 
-/// A deserializer as a value.
+/// Makes a deserializer a value of a [`MapDeserializer`].
 struct Value<D>(D);
 
 impl<'de, D: Deserializer<'de>> IntoDeserializer<'de, D::Error> for Value<D> {

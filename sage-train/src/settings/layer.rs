@@ -17,7 +17,7 @@ pub enum Role {
     Whole,
 }
 
-/// Settings that can be laid over others.
+/// A table of settings, whose missing values can be taken from another table.
 pub(super) trait Layer {
     /// The fields, with their roles.
     const DECLARED: &'static [(&'static str, &'static [Role])];

@@ -198,7 +198,7 @@ impl OptimizerSetting {
 }
 
 impl OptimizerSettings {
-    /// Removes the warm-ups, whose steps a run of fewer steps may not have.
+    /// Removes the warm-ups, which may be longer than a run of fewer steps.
     pub fn forget_warmups(&mut self) {
         // Every field by name, so that the warm-up of another optimizer is not forgotten.
         let Self {
@@ -241,7 +241,7 @@ layer! {
     muon_lr [Changes],
     muon_weight_decay [Changes],
     lr [Changes],
-    // Each schedule has different settings: `Config::identity` adds those of the run's schedule.
+    // Each schedule has different settings: `Config::identity` adds the settings of the run's schedule.
     min_lr [Beside Changes],
     warmup_steps [Beside Changes],
     schedule [Beside Changes],

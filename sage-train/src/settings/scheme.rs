@@ -16,7 +16,8 @@ use super::{AttentionSettings, Attn, Settings};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SchemeSetting(pub Scheme);
 
-/// The settings of a scheme that a user may set, which excludes tiles: these follow from the blocks of a selection.
+/// The settings of a scheme that a user may set. Tiles are excluded, because they follow from the blocks of a
+/// selection.
 fn own_settings(scheme: &Scheme) -> Vec<(&'static str, String)> {
     scheme.settings().into_iter().filter(|(key, _)| !key.starts_with("tile-")).collect()
 }

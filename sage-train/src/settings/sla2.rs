@@ -209,7 +209,7 @@ pub(super) fn resolve(
     steps: u64,
     gpu: bool,
 ) -> Result<Sla2Config, Error> {
-    // By default a context has about sixteen blocks, of a power of two of tokens.
+    // By default a context has about sixteen blocks, each of a power of two of tokens.
     let usual = (context / 16).checked_ilog2().map_or(16, |power| 1 << power).clamp(16, 128);
     let block = settings.sla2_block.unwrap_or(if gpu { 128 } else { usual });
     if !block.is_power_of_two() || !(16..=1024).contains(&block) {
@@ -231,8 +231,8 @@ pub(super) fn resolve(
         settings.sla2_router_steps.map_or((steps / 10).min(100).min(dense_steps), |steps| steps.0);
     let mut config = Sla2Config {
         blocks: 0,
-        // A window consists of the nearest blocks, so `sla2-nearest`, which a run may take over from a run with a
-        // router, has no meaning.
+        // A window consists of the nearest blocks, so `sla2-nearest` is ignored. It may be set because a run may take
+        // over the settings of a run with a router.
         nearest: if form == Form::Window { 0 } else { settings.sla2_nearest.unwrap_or(0) },
         block,
         choice: match form {
@@ -352,7 +352,8 @@ mod tests {
         let blocks = |share, context| {
             resolve(Form::Learned, &settings(share), context, 1000, true).map(|config| config.blocks)
         };
-        // From k = ((1 - s) (N + 1) / 2 - 64.5) / 128, with fewer blocks for the first ones.
+        // For sparsity s and N tokens, the number of blocks is about ((1 - s) (N + 1) / 2 - 64.5) / 128. It differs
+        // slightly because the first query blocks have fewer past blocks.
         assert_eq!(blocks(0.9, 16384), Ok(6));
         assert_eq!(blocks(0.95, 32768), Ok(6));
         assert_eq!(blocks(0.85, 4096), Ok(2));

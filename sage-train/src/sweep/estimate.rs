@@ -17,8 +17,8 @@ use crate::signals::{self, Second};
 use crate::{during, notify, writing};
 
 /// The number of steps to measure for each shape, and the most micro-batches of a measured step. The first step of a
-/// process is slower than the others, and is not counted. Time is proportional to the number of micro-batches, so that
-/// a prefix of a longer step is enough. On a CPU steps are slow and vary little, so that fewer steps are enough.
+/// process is slower than the others, and is not counted. Time is proportional to the number of micro-batches, so a
+/// prefix of a longer step is enough. On a CPU steps are slow and vary little, so fewer steps are enough.
 fn sample(place: Place) -> (u64, u64) {
     match place {
         Place::Cpu => (2, 1),
@@ -77,7 +77,7 @@ pub fn estimate(sweep: &Sweep, retry: bool) -> Result<Vec<Estimate>> {
 }
 
 /// A key for the settings that the time of a step depends on: the identity without settings that change only the
-/// numbers.
+/// computed values.
 fn shape(config: &Config) -> String {
     let mut identity = config.identity();
     for key in [

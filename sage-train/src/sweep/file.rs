@@ -34,7 +34,7 @@ pub struct Spec {
     pub about: Option<String>,
     /// Settings that the command line must set, because the file cannot: `["data", "init-from"]`.
     pub needs: Vec<String>,
-    /// How to make them: the hint of the error about a missing setting.
+    /// How to get values for `needs`: the hint of the error about a missing setting.
     pub needs_hint: Option<String>,
     /// Settings that identify the baseline arm: `{ attn = "fpa" }`.
     pub baseline: Table,
@@ -201,12 +201,12 @@ fn combinations(table: &Table, place: &str) -> Result<Vec<Table>> {
     Ok(all)
 }
 
-/// Validations of a run without a setting of their frequency: enough for a curve.
+/// Number of validations of a run that does not set their frequency: enough for a curve.
 const VALIDATIONS: u64 = 20;
 
 /// Runs without a set length train on as many tokens as their preset's run, so that runs with more tokens per step have
-/// fewer steps, as in the paper. If validations are not set either, there are [`VALIDATIONS`] of them, and checkpoints
-/// are as frequent as the preset's validations.
+/// fewer steps, as in the SageBwd paper. If validations are not set either, there are [`VALIDATIONS`] of them, and
+/// checkpoints are as frequent as the preset's validations.
 fn with_equal_budget(mut run: Settings) -> Settings {
     let preset = Config::defaults(run.run.preset.unwrap_or(Preset::Tiny));
     let value = |quantity: Option<Quantity>| quantity.map_or(1, |quantity| quantity.0.max(1));

@@ -45,7 +45,7 @@ impl Mps {
         let folder = std::env::temp_dir().join(format!("sage-train-mps-{}", std::process::id()));
         std::fs::create_dir_all(&folder).ok()?;
         let mps = Self { folder };
-        // A client numbers GPUs as if there were no server, so that the server must see all GPUs.
+        // A client numbers GPUs as if there were no server, so the server must see all GPUs.
         let mut server = Command::new(CONTROL);
         let server = mps.set(&mut server).env_remove("CUDA_VISIBLE_DEVICES").arg("-d");
         let started = server.stdin(Stdio::null()).output();

@@ -229,7 +229,7 @@ impl Sweep {
         let Ok(lock) = Lock::run(folder) else { return Ok(false) };
         let numbered = (1..).map(|n| self.folder.join(PLAN).join(format!("{}.attempt-{n}", place.name())));
         let aside = numbered.into_iter().find(|path| !path.exists()).expect("a number that is free");
-        // Windows does not rename a folder with an open file, so that the lock is released first on Windows.
+        // Windows does not rename a folder with an open file, so the lock is released first on Windows.
         let lock = (!cfg!(windows)).then_some(lock);
         std::fs::rename(folder, &aside).map_err(writing(folder))?;
         drop(lock);

@@ -64,7 +64,6 @@ struct Job {
     place: Place,
     /// Index of the slot: the run uses device `slot / jobs`.
     slot: usize,
-    /// Whether the child was asked to stop.
     stopping: bool,
 }
 
@@ -143,7 +142,6 @@ struct Work<'a> {
 }
 
 impl Work<'_> {
-    /// Collects the children that have ended.
     fn collect(&mut self) -> Result<()> {
         for (job, status) in take_ended(&mut self.jobs)? {
             self.slots.push(job.slot);
@@ -220,7 +218,6 @@ fn on_gpu(sweep: &Sweep) -> bool {
     sweep.runs.first().is_some_and(|run| run.config.device == Device::Cuda)
 }
 
-/// Removes the jobs whose child has ended.
 fn take_ended(jobs: &mut Vec<Job>) -> Result<Vec<(Job, ExitStatus)>> {
     let mut ended = Vec::new();
     let mut n = 0;
@@ -291,8 +288,8 @@ impl Sweep {
                 }
             }
         }
-        // A separate process group: a signal from the terminal reaches only the sweep, which forwards it. A run whose
-        // sweep has exited stops by itself ([`signals::is_orphan`]).
+        // The child is in a separate process group: a signal from the terminal reaches only the sweep, which forwards
+        // it. A run whose sweep has exited stops by itself ([`signals::is_orphan`]).
         #[cfg(unix)]
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
         command.env(signals::PARENT, std::process::id().to_string());

@@ -133,7 +133,7 @@ fn check_context(config: &Config, ranks: usize, context: usize) -> Result<()> {
             );
         }
     }
-    // A selection belongs to a key head and all query heads of its group.
+    // A key head and all query heads of its group share one selection, so ranks cannot share a key head.
     if model.sla2.is_some() && !model.key_heads.is_multiple_of(context) {
         return wrong(
             format!("{} key heads", model.key_heads),
@@ -147,7 +147,7 @@ fn check_context(config: &Config, ranks: usize, context: usize) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// The faster choice in docs/several-gpus.md.
+    /// `auto` makes the choices that are faster according to docs/several-gpus.md.
     #[test]
     fn gradients_travel_when_it_is_faster() {
         let node = Mesh::node(Rank { index: 0, of: 2 });

@@ -77,7 +77,6 @@ impl Progress {
         self.bar.reset_eta();
     }
 
-    /// Shows a finished step.
     pub(super) fn step(&mut self, point: &Point) {
         self.validation = point.val_loss.or(self.validation);
         let mfu = point.mfu.map_or(String::new(), |mfu| format!(" MFU {:.1}%", 100.0 * mfu));

@@ -69,7 +69,7 @@ impl OpenFolder {
         match (self.handle.metadata(), std::fs::metadata(&self.path)) {
             (Ok(own), Ok(now)) => (own.dev(), own.ino()) == (now.dev(), now.ino()),
             (_, Err(error)) => !matches!(error.kind(), NotFound | NotADirectory),
-            // A temporary error of the disk is left to the next write.
+            // A temporary error of the disk does not count as removal: the next write reports it.
             (Err(_), Ok(_)) => true,
         }
     }
@@ -247,7 +247,6 @@ impl RunDir {
         writer.metrics.sync_data().map_err(writing(&self.path.join(METRICS)))
     }
 
-    /// Appends a probe.
     pub(super) fn append_probe(&self, probed: &Probed) -> Result<()> {
         self.check_there()?;
         let path = self.path.join(PROBES);
@@ -256,7 +255,6 @@ impl RunDir {
         file.write_all((to_line(probed) + "\n").as_bytes()).map_err(writing(&path))
     }
 
-    /// Appends a step to the metrics.
     pub(super) fn append_metrics(&mut self, point: &Point) -> Result<()> {
         self.check_there()?;
         let Some(writer) = &mut self.writer else { return Ok(()) };
@@ -304,7 +302,6 @@ fn points_until(path: &Path, step: u64) -> Result<Vec<Point>> {
     Ok(points)
 }
 
-/// Writes a JSON file atomically.
 pub(super) fn write_json<T: Serialize>(path: &Path, value: &T) -> Result<()> {
     let text = serde_json::to_string_pretty(value).expect("plain values") + "\n";
     partial::file(path, |partial| std::fs::write(partial, &text).map_err(writing(partial)))

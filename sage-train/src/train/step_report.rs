@@ -22,7 +22,7 @@ impl Asked {
 
 /// The layout of a rank's report on a step, in f64 numbers: the losses of its micro-batches (padded with a zero on
 /// ranks with one micro-batch fewer), the sum of squares of the gradient shards that it owns, its requests, and the
-/// time that its gradients took in the step before.
+/// time that its gradients took in the previous step.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Report {
     /// Micro-batches in a step, over all ranks.
@@ -107,8 +107,8 @@ mod tests {
         assert_eq!(report.places_of_squares().map(|place| reports[place]).sum::<f64>(), 30.0);
         assert_eq!(report.asked(&reports), Asked { signal: Some(15), save: true });
         assert_eq!(report.slowest(&reports), Some((1, 1.5)));
-        // The same reports for two nodes of one rank that share each sequence: three micro-batches of two
-        // parts.
+        // The same reports, read as the reports of two nodes with one rank each that share each sequence: three
+        // micro-batches in two parts.
         let replica = Rank { index: 0, of: 2 };
         let mesh = Mesh { shard: Rank::ALONE, replica, context: 2, ..Mesh::ALONE };
         let report = Report { micro_batches: 3, mesh };

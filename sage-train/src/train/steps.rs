@@ -60,7 +60,6 @@ pub(super) struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// Runs all steps.
     pub(super) fn train(&mut self) -> std::result::Result<(), Stop> {
         self.progress.start(self.first);
         let batches = self.trainer.batches();
@@ -151,7 +150,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Reports the step that begins to the signal handler and the other ranks, and returns its name.
+    /// Reports to the signal handler and the other ranks which step begins, and returns the step's name.
     fn announce(&self, step: u64) -> String {
         let doing = format!("step {} of {}", step + 1, self.config.steps);
         let leaves_between = self.ranks.rank().of == 1 && self.config.accumulation > 1;
@@ -219,7 +218,7 @@ impl Run<'_> {
         point.fp8_saturated = self.count_saturated()?;
         if config.model.sla2.is_some() && self.ranks.rank().index == 0 {
             let cut = config.data.cut(&data.tokenizer);
-            // On this rank only: ranks that share sequences do not take part.
+            // This rank measures alone, so the model must not exchange heads with ranks that share its sequences.
             let (model, device) = (self.trainer.model.clone().across(&Group::alone()), self.trainer.device());
             let look = || selected(&model, &data.validation, cut, device);
             let of =

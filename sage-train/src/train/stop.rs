@@ -9,7 +9,7 @@ use crate::runs::Status;
 pub enum Stop {
     /// A loss or a gradient was not finite, or too many updates were skipped as spikes.
     Diverged(Error),
-    /// A signal asked the run to stop, and it was saved, unless it was still in its first step.
+    /// A signal stopped the run. The run was saved, unless it was still in its first step.
     Interrupted(Error),
     /// An invalid setting that all ranks found before the run began.
     Mistaken(Error),
@@ -45,7 +45,7 @@ impl From<Error> for Stop {
 impl From<Stop> for Error {
     fn from(stop: Stop) -> Self {
         match stop {
-            // The request itself was valid.
+            // The user's request was valid, so the kind of the error is a failure.
             Stop::Diverged(error) | Stop::Interrupted(error) => error.with_kind(ErrorKind::Failed),
             Stop::Mistaken(error) | Stop::Failed(error) => error,
         }

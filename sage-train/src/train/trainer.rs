@@ -161,9 +161,9 @@ impl<'a> Trainer<'a> {
     }
 
     /// Launches an optimizer step. The device checks whether loss and gradients are finite; if not, neither this update
-    /// nor any later update changes the weights. Above `limits` only this step's update is skipped. Returns `None`,
-    /// with unchanged weights, if a signal arrived between two micro-batches; with several ranks a step always
-    /// completes.
+    /// nor any later update changes the weights. If loss or gradient norm is above `limits`, only this step's update is
+    /// skipped. Returns `None`, with unchanged weights, if a signal arrived between two micro-batches; with several
+    /// ranks a step always completes.
     pub(super) fn launch(
         &mut self,
         step: u64,
@@ -287,8 +287,8 @@ impl<'a> Trainer<'a> {
         self.config.accumulation * self.ranks.mesh().context
     }
 
-    /// Computes the gradients of a step. Returns the losses of its micro-batches, or only of those computed before
-    /// `until` became true. The last backward reports finished layers to `beside`.
+    /// Computes the gradients of a step. Returns the losses of its micro-batches; if `until` became true, only the
+    /// losses computed before. The last backward reports finished layers to `beside`.
     fn gradients(
         &mut self,
         batches: &[Sequences],

@@ -52,7 +52,6 @@ fn state(run: &Path, step: u64) -> Vec<u8> {
     std::fs::read(run.join(format!("checkpoints/step-{step:08}/state.safetensors"))).expect("a checkpoint")
 }
 
-/// The names of the folders of checkpoints.
 fn checkpoints(run: &Path) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(run.join("checkpoints")) else { return Vec::new() };
     let mut names: Vec<String> =
@@ -85,7 +84,7 @@ fn is_writing(run: &Path) -> bool {
     checkpoints(run).iter().any(|name| name.ends_with(".partial"))
 }
 
-/// Kills at random points of a run's progress, half of them while a checkpoint is written.
+/// A run is killed and resumed at random points of its progress, half of the times while a checkpoint is written.
 #[test]
 fn a_hundred_kills_change_nothing() {
     const STEPS: u64 = 120;
@@ -157,7 +156,7 @@ fn a_full_disk_loses_no_earlier_checkpoint() {
     let newest = checkpoints(&folder).pop().expect("one");
     let path = folder.join("checkpoints").join(&newest).join("state.safetensors");
     let before = std::fs::read(&path).expect("a state");
-    // In units of 1024 bytes. Metrics and plot of 200 steps are smaller.
+    // The size of the weights in units of 1024 bytes, as `ulimit -f` counts. Metrics and plot of 200 steps are smaller.
     let weights = before.len() / 3 / 1024;
     let command =
         format!("trap '' XFSZ; ulimit -f {}; exec \"$0\" --resume runs/full --steps 200", weights - 5);
@@ -342,8 +341,8 @@ fn cuda_runs_go_on_to_the_bit() {
     );
 }
 
-/// A checkpoint contains the settings of its run, so a run with edited settings is refused, as with other flags. The
-/// data may have moved if its contents are the same.
+/// A checkpoint contains the settings of its run, so a run whose `config.toml` was edited cannot be resumed. The data
+/// may have moved if its contents are the same.
 #[test]
 fn an_edited_run_does_not_go_on_as_another() {
     let scratch = Scratch::new();

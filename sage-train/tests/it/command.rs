@@ -38,8 +38,7 @@ fn the_reference_of_settings_is_what_is_declared() {
     );
 }
 
-/// Users would not try a file ending that is supported but not in the help, and an ending in the help that is not
-/// supported would be an error.
+/// The help lists every file ending that is read, because users would not try an ending that is not in the help.
 #[test]
 fn the_help_names_every_ending_that_is_read() {
     let scratch = Scratch::new();
@@ -91,7 +90,7 @@ fn corpus_is_deterministic_and_may_be_cut_off() {
     assert_eq!(text, corpus("0"));
     assert_ne!(text, corpus("1"));
 
-    // A reader that closes the pipe early, as `head` does.
+    // The command succeeds if its reader closes the pipe early, as `head` does.
     let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_sage-train"))
         .args(["corpus", "--megabytes", "50"])
         .stdout(std::process::Stdio::piped())

@@ -95,12 +95,12 @@ fn a_run_begins_with_the_weights_of_another() {
     let wanted = losses("hf", "of-export", &["--attn", "fpa"]);
     assert_eq!(losses("runs/r", "of-run", &["--attn", "fpa"]), wanted);
     assert_eq!(losses("runs/r/checkpoints/step-00000004", "of-checkpoint", &["--attn", "fpa"]), wanted);
-    // Without --attn it has the attention of the run.
+    // Without --attn a run has the attention of the run that its weights are from.
     losses("runs/r", "alike", &[]);
     let config = std::fs::read_to_string(scratch.path().join("runs/alike/config.toml")).expect("settings");
     assert!(config.contains("smoothing = \"kv\"") && config.contains("attn = \"sagebwd\""), "{config}");
-    // With SLA2 the router begins as in a new model, from each of the three alike; a run with it passes on its blocks,
-    // and its router, but not the steps that it took without.
+    // With SLA2, runs from the export, the run and the checkpoint are bit-identical: their router begins as in a new
+    // model. A run from a run with SLA2 takes over its blocks and its router, but not its dense steps.
     let sla2 = ["--attn", "sla2", "--sla2-blocks", "1", "--sla2-block", "16", "--sla2-dense-steps", "2"];
     let wanted = losses("hf", "sla2-of-export", &sla2);
     assert_eq!(losses("runs/r", "sla2-of-run", &sla2), wanted);
@@ -160,7 +160,7 @@ fn continuations_are_compared_by_their_training_losses() {
     let table = scratch.ok(&["report", "runs/s", "--csv", "s.csv"]);
     let row = table.lines().find(|line| line.starts_with("attn-qat")).expect("a row");
     assert!(table.contains("training loss") && row.matches("2 pairs").count() == 2, "{table}");
-    // Over the last two steps: as the metrics have them.
+    // The expected difference over the last quarter of the steps, from the metrics.
     let points = |attn: &str, seed: &str| {
         let runs = std::fs::read_dir(scratch.path().join("runs/s")).expect("runs");
         let mut names = runs.map(|run| run.expect("a run").file_name().to_string_lossy().into_owned());
@@ -188,7 +188,7 @@ fn continuations_are_compared_by_their_training_losses() {
         2.0 * weighted / 168.0 / (own[0].tokens as f64 / 1e6)
     };
     check(2, 100.0 * (slope("1") + slope("2")) / 2.0 / base);
-    // Of runs with other steps nothing is said: they are other batches.
+    // Training losses of runs with different numbers of steps are not compared, because the batches differ.
     let alone = std::fs::read_dir(scratch.path().join("runs/s")).expect("runs").find_map(|run| {
         let path = run.expect("a run").path();
         let name = path.display().to_string();
@@ -202,7 +202,8 @@ fn continuations_are_compared_by_their_training_losses() {
     };
     assert!(compared("same", "./runs/r", "8"));
     assert!(!compared("shorter", "runs/r", "4"));
-    // Nor of runs with other weights, which the same folder has after it was trained further.
+    // Neither are training losses of runs with different initial weights. `runs/r` has other weights after it was
+    // trained further.
     scratch.ok(&["--resume", "runs/r", "--steps", "6"]);
     assert!(!compared("later", "runs/r", "8"));
     let table = scratch.ok(&["report", "runs/same", "runs/later"]);
@@ -249,7 +250,7 @@ fn moments_of_a_checkpoint_are_begun_with_and_need_no_correction() {
         run(&[&["--init-from", from, "--name", name][..], &flags].concat());
         state(&scratch, &format!("runs/{name}/checkpoints/step-00000001"))
     };
-    // The bias of moments follows from the betas of the run that made them.
+    // The bias of moments depends on the betas of the run that made them.
     run(&["--steps", "3", "--beta1", "0.8", "--beta2", "0.9", "--name", "r"]);
     let (first, second) = (from("r", 3), from("warm", 1));
     let (lr, decay, eps, betas) = (3e-3, 0.1, 1e-8, [0.9f64, 0.95]);

@@ -35,7 +35,7 @@ fn distance(folder: &Path, kind: &str) -> Result<f64> {
     let logits = model.logits(&hidden)?.reshape(golden["logits"].dims())?;
     let largest = |x: &Tensor| x.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>();
     let difference = largest(&(&logits - &golden["logits"])?)?;
-    // The rounding error of f32 in sums of at most 64 terms through two blocks: some tens of 2^-24.
+    // We expect the rounding error of f32 in sums of at most 64 terms through two blocks: some tens of 2^-24.
     Ok(f64::from(difference / largest(&golden["logits"])?))
 }
 
@@ -114,8 +114,7 @@ fn the_ending_with_the_lowest_mean_loss_is_chosen() -> Result<()> {
     let golden = candle_core::safetensors::load(golden("qwen3").join("logits.safetensors"), &Device::Cpu)?;
     let ids: Vec<Vec<u32>> = golden["ids"].to_dtype(DType::U32)?.to_vec2()?;
     let losses = candle_nn::ops::log_softmax(&golden["logits"], 2)?.to_vec3::<f32>()?;
-    // The long endings are the next six tokens of the golden sequences, so that their losses follow from the golden
-    // logits.
+    // The long endings are the next six tokens of the golden sequences, so their losses follow from the golden logits.
     let known = |row: usize, at: usize, len: usize| -> f32 {
         (at..at + len).map(|n| -losses[row][n - 1][ids[row][n] as usize]).sum::<f32>() / len as f32
     };
@@ -398,7 +397,7 @@ fn parts_of_other_models_are_settings() {
     let loss =
         |of: &str| scratch.loss(&["eval", of, "--data", "a.jsonl", "--tokens", "2k", "--context", "32"]);
     assert_eq!(loss("runs/r"), loss("out"));
-    // They cannot be dropped unnoticed.
+    // A run cannot drop these components unnoticed.
     for from in ["runs/r", "out"] {
         let tied =
             ["--init-from", from, "--data", "a.jsonl", "--untied", "off", "--steps", "1", "--name", "t"];

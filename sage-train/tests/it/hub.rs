@@ -36,7 +36,7 @@ impl Hub {
         let address = format!("http://{}", listener.local_addr().expect("an address"));
         let asked = Arc::new(Mutex::new(Vec::new()));
         let (base, log, files) = (address.clone(), asked.clone(), Arc::new(files));
-        // It ends with the test binary.
+        // The thread ends with the test binary.
         std::thread::spawn(move || {
             let cut = Arc::new(Mutex::new(Vec::new()));
             for stream in listener.incoming().flatten() {

@@ -23,7 +23,7 @@ fn layers_have_the_scheme_that_is_named() {
     let ends = train("ends", &["--attn", "sagebwd", "--attn-layers", "0,-1=fpa"]);
     assert_eq!(train("middle", &["--attn", "fpa", "--attn-layers", "1=sagebwd"]), ends);
     assert!(ends != exact && ends != low);
-    // The settings stay with the run, and are reported.
+    // The run's folder keeps the settings, and its plan reports them.
     let plan = scratch.ok(&["--dry-run", "--config", "runs/ends/config.toml"]);
     assert!(plan.contains("; in layers 0, 2: unquantized"), "{plan}");
     let eval = |run: &str, flags: &[&str]| scratch.loss(&[&["eval", run, "--tokens", "2k"], flags].concat());
@@ -77,7 +77,8 @@ fn a_branch_keeps_weights_and_moments_and_leaves_its_run() {
         scratch.ok(&[&["--resume", from, "--new-name", name], flags].concat());
         course(&scratch, name)
     };
-    // A branch whose only layer is unquantized is bit-identical to the continued run: it has the moments.
+    // A branch whose only layer is unquantized is bit-identical to the continued run, because the branch also starts
+    // with the moments.
     let same = branch("same", &["--attn", "sagebwd", "--attn-layers", "0=fpa"]);
     assert_eq!(same, course(&scratch, "a"));
     let other = branch("other", &["--attn", "sagebwd"]);
@@ -92,7 +93,7 @@ fn a_branch_keeps_weights_and_moments_and_leaves_its_run() {
     // A branch is resumed like any run.
     scratch.ok(&["--resume", "runs/other", "--steps", "9", "--lr", "0.001"]);
     assert_eq!(scratch.metrics("other").len(), 9);
-    // A branch from before a change does not have it.
+    // A branch from a checkpoint before a change of settings does not have the change.
     let eight = ["--resume", "runs/other/checkpoints/step-00000008", "--new-name"];
     scratch.ok(&[&eight[..], &["early", "--steps", "9"]].concat());
     let settings =

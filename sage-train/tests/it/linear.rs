@@ -54,16 +54,16 @@ fn recomputation_and_a_resume_give_the_same_bits() {
     };
     assert!(about("cut-delayed").contains("\"scales\"") && !about("cut-current").contains("\"scales\""));
     assert_eq!(scratch.metrics("fp8")[5].fp8_saturated, Some(0));
-    // Weights that grow by a large factor in a step: the run diverges.
+    // If weights grow by a large factor in a step, the run diverges.
     let flags = ["--attn", "fpa", "--linear", "fp8", "--steps", "6", "--eval-every", "2", "--name", "steep"];
     let steep = ["--lr", "2", "--warmup-steps", "0", "--schedule", "constant", "--clip", "0"];
     let said = scratch.fails(&small(&[&flags[..], &steep].concat()));
     assert!(said.contains("have saturated since the last validation, 0 before it"), "{said}");
 }
 
-/// In FP8 each matmul rounds by about .04. So the first gradient differs from the gradient with all layers in the
-/// compute type, but by no more than the sum of a few roundings. With `--linear-bf16-layers` for all layers it does not
-/// differ.
+/// In FP8 each matmul has a relative rounding error of about .04. So the first gradient differs from the gradient with
+/// all layers in the compute type, but by no more than the sum of a few roundings. With `--linear-bf16-layers` for all
+/// layers, the gradients are equal.
 #[test]
 fn layers_can_stay_in_the_compute_type() {
     let scratch = Scratch::new();
@@ -78,7 +78,7 @@ fn layers_can_stay_in_the_compute_type() {
         let (loss, norm) = (other[0].0 / exact[0].0, other[0].1 / exact[0].1);
         assert!((loss - 1.0).abs() < 2e-3 && (norm - 1.0).abs() < 0.1, "{loss} {norm}");
     }
-    // The output matrix computes the loss itself, from operands with errors of .037 each, and no other error follows.
+    // The output matrix computes the loss itself, in one matmul with an error of .037, and no other error follows.
     let head = train(&scratch, "head", &["--linear", "fp8", "--linear-head", "fp8", "--vocab-size", "272"]);
     let plain = train(&scratch, "plain", &["--linear", "fp8", "--vocab-size", "272"]);
     assert!(head[0].0 != plain[0].0 && (head[0].0 / plain[0].0 - 1.0).abs() < 2e-3, "{head:?} {plain:?}");
@@ -98,8 +98,8 @@ fn layers_can_stay_in_the_compute_type() {
 }
 
 /// Two ranks have the same FP8 values but add gradients in another order. With delayed scaling each rank measures its
-/// own first micro-batch, and a factor of a power of two in a scale affects only subnormal values; from the second step
-/// on all ranks have the same scales.
+/// own first micro-batch, so the first scales may differ by a power of two, which affects only subnormal values. From
+/// the second step on all ranks have the same scales.
 #[test]
 fn ranks_have_the_same_codes() {
     let scratch = Scratch::new();
@@ -114,7 +114,7 @@ fn ranks_have_the_same_codes() {
         // The scale of a weight follows from its parts on both ranks. A loss does not depend on the other ranks.
         assert!(scaling != "current" || one[0].0 == two[0].0, "{:?} {:?}", one[0], two[0]);
         assert_eq!(train(&scratch, &named("again"), &on_two), two);
-        // Any number of ranks can resume it.
+        // Any number of ranks can resume the run.
         scratch.ok(&["--resume", &format!("runs/{}", named("two")), "--steps", "8"]);
     }
 }
@@ -142,8 +142,8 @@ fn what_does_not_fit_is_refused() {
     assert!(plan.contains("gradients E5M2"), "{plan}");
 }
 
-/// Errors of matmuls equal their rounding errors: .026 for a matrix in E4M3 of many values of equal size, .037 for a
-/// matmul of two, .059 with gradients in E5M2; less where few values dominate.
+/// Measured errors are rounding errors: .026 for an E4M3 matrix with many values of similar size, .037 for a matmul of
+/// two such matrices, .059 with gradients in E5M2. They are smaller where few values dominate.
 #[test]
 fn probe_measures_linear_layers() {
     let scratch = Scratch::new();

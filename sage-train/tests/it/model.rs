@@ -242,8 +242,8 @@ fn the_routers_stage_is_dense_attention_that_teaches() -> Result<()> {
 }
 
 /// The gradient of each layer's sinks equals finite differences of the loss, with documents and without, and with
-/// recomputation. The differences are of fourth order with steps of .1: their error is a fifth-derivative term, below a
-/// hundredth, and a few roundings of the loss, each 2^-24 of 8, over .1.
+/// recomputation. The differences are of fourth order with steps of .1. Their error is a fifth-derivative term below
+/// .01, and a few roundings of the loss (2^-24 times 8 each) divided by .1.
 #[test]
 fn sinks_have_the_gradient_of_the_loss() -> Result<()> {
     let device = &Device::Cpu;
@@ -344,9 +344,9 @@ fn documents_apart(device: &Device, dtype: DType, schemes: &[(Scheme, f64)]) -> 
 
 #[test]
 fn documents_in_a_sequence_are_as_good_as_alone() -> Result<()> {
-    // Rotary angles count from the start of the sequence, so INT8 values round differently. The limit is the error of
-    // INT8 itself: a few per cent of a gradient, and more for the gradient of q_norm, which is a small difference of
-    // large sums.
+    // Packed documents have other rotary angles than separate documents, so INT8 values round differently. The limit is
+    // the error of INT8 itself: a few per cent of a gradient, and more for the gradient of q_norm, which is a small
+    // difference of large sums.
     let sage = SageBwd::default().into();
     documents_apart(&Device::Cpu, DType::F32, &[(Scheme::Unquantized, LIMIT), (sage, 0.1)])
 }

@@ -24,8 +24,7 @@ fn old_run() -> Scratch {
 #[test]
 fn a_run_of_an_earlier_build_is_read_and_goes_on() {
     let scratch = old_run();
-    // The loss that the build that wrote the run printed: the built-in corpus, its tokens and the weights are
-    // unchanged.
+    // The build that wrote the run printed this loss: the built-in corpus, its tokens and the weights are unchanged.
     let eval = scratch.ok(&["eval", "runs/old"]);
     assert!(eval.contains("5.6880 nats a token"), "{eval}");
     let report = scratch.ok(&["report", "runs/old"]);

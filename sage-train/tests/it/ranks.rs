@@ -168,8 +168,8 @@ fn a_plan_says_what_ranks_would_do() {
 /// Limit for losses from f32 sums in another order. An ulp of a loss of 5 is 4.8e-7; we measured 2.4e-7 over 30 steps.
 const SUMS: f64 = 5e-6;
 
-/// The limit with quantized values, where a sum that rounds to the other side gives another quantized value. We
-/// measured 8.9e-5 with INT8 and 2e-5 with FP4.
+/// Limit for losses with quantized values, which change when a sum rounds to the other side. We measured 8.9e-5 with
+/// INT8 and 2e-5 with FP4.
 const CODES: f64 = 2e-4;
 
 /// Asserts that the first gradient's norm agrees within 1e-7 (measured: 1.2e-8, f32 sums of some 10,000 elements), and
@@ -182,8 +182,8 @@ fn assert_same_course(what: &str, one: &[Point], other: &[Point], limit: f64) {
 }
 
 /// SLA2 with router steps from the first step on: the norm of the first gradient, which is compared, shows whether the
-/// gradients of router and `theta` have the right factor. Attention is unquantized: with quantized values two orders of
-/// sums differ by 1e-4 within these steps even on one rank.
+/// gradients of router and `theta` have the right factor. Attention is unquantized: with quantized values, losses from
+/// two orders of sums differ by 1e-4 within these steps even on one rank.
 const SLA2: [&str; 14] = [
     "--context",
     "128",
@@ -216,7 +216,7 @@ fn ranks_share_sequences() {
         ("fp4", &["--attn", "attn-qat", "--key-heads", "2", "--qk-norm", "off", "--recompute", "block"]),
         ("sla2", &[&SLA2[..], &["--attn", "sla2", "--document-mask", "on"]].concat()),
         ("window", &[&SLA2[..], &["--attn", "sla2-window"]].concat()),
-        // Two query heads share each selection, so that four ranks cannot have separate selections.
+        // Two query heads share each selection, so four ranks cannot have separate selections.
         ("grouped", &[&SLA2[..], &["--attn", "sla2", "--key-heads", "2"]].concat()),
     ] {
         let with = |name: &str, ranks: &str, context: &str| {

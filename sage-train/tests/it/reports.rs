@@ -44,7 +44,8 @@ fn a_run_with_a_finite_loss_above_chance_has_diverged() {
         std::fs::read_to_string(path).expect("an ending")
     };
     assert!(ending(None).contains("diverged"));
-    // A run of an earlier version recorded that it finished; the report judges it in the same way.
+    // Earlier versions recorded no ending, or recorded such a run as finished; the report still counts the run as
+    // diverged.
     for recorded in [None, Some("{\"status\": \"finished\"}")] {
         ending(recorded);
         let text = scratch.ok(&["report", "runs/good", "runs/bad", "--csv", "runs.csv"]);

@@ -289,8 +289,8 @@ fn nobody_listening_is_no_reason_to_stop() {
     assert!(scratch.path().join("runs/alone/model.safetensors").exists());
 }
 
-/// The three stages in one run. The resolved settings are saved, so that the folder is evaluated as the model
-/// was trained.
+/// One run has all three stages. The resolved settings are saved, so that the folder is evaluated as the model was
+/// trained.
 #[test]
 fn sla2_trains_in_stages_and_is_evaluated_as_it_ended() {
     let scratch = Scratch::new();
@@ -300,7 +300,8 @@ fn sla2_trains_in_stages_and_is_evaluated_as_it_ended() {
     let points = scratch.metrics("stages");
     assert_eq!(points.len(), 8);
     let last = points[7].val_loss.expect("validated");
-    // The selection, in the dense stage too: each block of 16 of 128 tokens sees itself and one block before it.
+    // The selection is also measured in the dense stage. Each of the eight blocks of 16 tokens sees itself and one
+    // block before it.
     let seen = 8 * (16 * 17 / 2) + 7 * 16 * 16;
     let sparsity = 1.0 - f64::from(seen) / f64::from(128 * 129 / 2);
     assert_eq!(points[2].sla2_sparsity, None);
@@ -365,8 +366,8 @@ fn tokens_are_predicted_one_by_one() {
     }
 }
 
-/// A second validation of the same weights in another scheme. A report shows both as arms, with the ordinary validation
-/// as baseline.
+/// A run validates the same weights a second time in another scheme. A report shows both as arms, with the ordinary
+/// validation as baseline.
 #[test]
 fn a_second_validation_attends_otherwise() {
     let scratch = Scratch::new();

@@ -45,7 +45,7 @@ fn sources_without_weights_are_mixed_by_their_size() {
     let [tokens, share, epochs] = shares(&log(&scratch, "even"), "small.jsonl");
     assert_eq!(share, 50.0);
     assert!((epochs - 3.0 * 256.0 * 0.5 / tokens).abs() < 0.006, "{epochs}");
-    // A plan shows the same before any data is read, and estimates the tokens of text.
+    // A plan shows the same shares before any data is read, and estimates the tokens of text.
     let planned = run(&both, &["--dry-run"]);
     assert!(shares(&planned, "small.jsonl")[1] < 5.0 && planned.contains('~'), "{planned}");
     scratch.ok(&["data", "prepare", "big.jsonl", "--tokenizer", "t.json", "--to", "shards"]);
@@ -85,7 +85,7 @@ fn data_that_is_named_is_evaluated_as_a_whole() {
         assert_eq!(words[2], "loss", "all of it: {text}");
         words[1].replace(',', "").parse::<u64>().expect("a number")
     };
-    // Every sequence of 32 that is followed by a token.
+    // Every sequence of 32 tokens that is followed by a token is evaluated.
     assert_eq!(evaluated("other.jsonl"), (tokens - 1) / 32 * 32);
     assert_eq!(evaluated("all"), (tokens - 1) / 32 * 32);
     // Prepared data has validation shards, which are evaluated.

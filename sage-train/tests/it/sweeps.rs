@@ -12,7 +12,7 @@ fn file(scratch: &Scratch, name: &str, tables: &str) -> PathBuf {
     scratch.file(name, format!("{shared}{tables}"))
 }
 
-/// The names of those folders of a sweep that are runs.
+/// The names of the folders in a sweep's folder that are runs.
 fn runs(sweep: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(sweep).expect("a sweep").flatten();
     let is_run = |path: &Path| path.join("metrics.jsonl").exists();

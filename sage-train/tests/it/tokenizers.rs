@@ -89,7 +89,7 @@ fn the_token_that_ends_a_document_is_found_or_named() {
     assert_eq!(prepare("named", &["--end-of-text", "[SEP]"]), (5, 5));
     scratch.file("t/tokenizer_config.json", json!({"eos_token": {"content": "[SEP]"}}).to_string());
     assert_eq!(prepare("configured", &[]), (5, 5));
-    // The choice is stored with the shards, and a run uses no other.
+    // The chosen token is stored with the shards, and a run uses no other token.
     assert_eq!(Tokenizer::load(&scratch.path().join("named/tokenizer.json")).expect("one").end_of_text(), 5);
     let train = ["--data", "named", "--vocab-size", "512", "--context", "8", "--val-fraction", "0.3"];
     let train = small(&[&train[..], &["--steps", "1", "--name", "run"]].concat());
@@ -189,7 +189,7 @@ fn samples_keep_their_space_and_exports_add_no_tokens() {
         "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}
     });
     scratch.file("t.json", tokenizer.to_string());
-    // Every word is `the`, so that a model that has learned anything continues with ` the`.
+    // Every word is `the`, so a model that has learned anything continues with ` the`.
     scratch.file("a.txt", "the ".repeat(20_000));
     let train =
         ["--data", "a.txt", "--tokenizer", "t.json", "--steps", "40", "--lr", "0.01", "--name", "run"];
@@ -252,7 +252,7 @@ fn bits_a_byte_are_of_the_original_text() {
         word.replace(',', "").parse().expect("a number")
     };
     let bits = number("loss") * number("tokens") / std::f64::consts::LN_2;
-    // The whole text except the rest after the last complete sequence, fewer than 33 tokens.
+    // The whole text is evaluated, except fewer than 33 tokens after the last complete sequence.
     let (got, exact) = (number("bits a byte"), bits / bytes as f64);
     assert!((got / exact - 1.0).abs() < 2e-3, "{got} for {exact}");
     // Shards give the same figure as their text.

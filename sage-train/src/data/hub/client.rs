@@ -54,7 +54,7 @@ impl Hub {
     /// The path of a model's `tokenizer.json`. `gpt2` stands for `openai-community/gpt2`.
     ///
     /// # Errors
-    /// When the model has none, or it cannot be downloaded.
+    /// When the model has no `tokenizer.json`, or the file cannot be downloaded.
     pub fn tokenizer(&self, model: &str) -> Result<PathBuf> {
         let model = if model == "gpt2" { "openai-community/gpt2" } else { model };
         check_name(model)?;
@@ -99,7 +99,7 @@ impl Hub {
         Ok(found)
     }
 
-    /// The names of all files of a data set; without a connection, of the files in the cache.
+    /// The names of all files of a data set; without a connection, only the names of the files in the cache.
     fn listed(&self, dataset: &str) -> Result<Vec<String>> {
         let repo = self.api.repo(Repo::dataset(dataset.into()));
         let info = match offline() {
@@ -162,8 +162,8 @@ impl Hub {
             let _ = std::fs::remove_file(&partial);
         }
         let path = unpanicked(|| download(&remote, file)).map_err(failed(&what))?;
-        // The download requested the file's name from the server a second time. The answer may differ from the one that
-        // was checked, so the file must be inside the cache.
+        // The download requested the metadata a second time, and the second answer was not checked. So the file itself
+        // is checked to be inside the cache.
         let inside = match (path.canonicalize(), self.cache.path().canonicalize()) {
             (Ok(path), Ok(cache)) => path.starts_with(cache),
             _ => false,
@@ -194,7 +194,7 @@ fn cache_folder(variable: impl Fn(&str) -> Option<OsString>) -> Result<PathBuf> 
     })
 }
 
-/// The home folder of the hub, with the default cache and the token of a login.
+/// The hub's home folder, which contains the default cache and the token of a login.
 fn home_folder(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     let user = || variable("HOME").or_else(|| variable("USERPROFILE"));
     let folder = variable("HF_HOME").map(PathBuf::from);

@@ -7,7 +7,7 @@ use candle_sage::{Error, Result};
 
 use super::Named;
 
-/// A client that does not exist.
+/// A client that cannot be constructed.
 #[derive(Debug)]
 pub struct Hub(Infallible);
 

@@ -193,7 +193,7 @@ impl<'de> Visitor<'de> for Field<'_> {
                     others.push(key.into_owned());
                 }
             }
-            // Only the keys that an error lists are kept: a line may have millions.
+            // Only the keys that an error lists are kept: a line may have millions of keys.
             others.truncate(LISTED + 1);
         }
         Ok(named.or(nested).unwrap_or(FieldValue::Missing(others)))

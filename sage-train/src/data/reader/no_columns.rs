@@ -8,7 +8,6 @@ use candle_sage::{Error, Result};
 
 use super::{Bad, EachUntil};
 
-/// Returns an error: this build lacks the feature `parquet`.
 pub(super) fn parquet(
     path: &Path,
     _: File,

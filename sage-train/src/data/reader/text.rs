@@ -8,7 +8,6 @@ use candle_sage::Result;
 use super::{Bad, EachUntil, Piece, not_text, not_utf8, unreadable};
 use crate::data::tokenizer::{PIECE, piece_end};
 
-/// Reads a text file of any length as one document.
 pub(super) fn text(
     path: &Path,
     mut reader: Box<dyn Read + '_>,

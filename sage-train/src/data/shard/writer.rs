@@ -59,7 +59,7 @@ impl ShardWriter {
         Ok(Self { path: path.to_owned(), file, sidecar, document: 0, buffer: Vec::new() })
     }
 
-    /// The state so far, for [`ShardWriter::reopen`], once its tokens are on disk.
+    /// Syncs the tokens to disk, and returns the state so far, for [`ShardWriter::reopen`].
     ///
     /// # Errors
     /// When it cannot be written.
@@ -101,7 +101,7 @@ impl ShardWriter {
         self.sidecar.tokens
     }
 
-    /// Appends the tokens of `text_bytes` bytes of text, which stand for `token_bytes` bytes.
+    /// Appends tokens that were made from `text_bytes` bytes of text and stand for `token_bytes` bytes of text.
     ///
     /// # Errors
     /// When the file cannot be written, or an id does not fit the format.
@@ -117,7 +117,8 @@ impl ShardWriter {
         self.file.write_all(&self.buffer).map_err(writing(&self.path))?;
         self.sidecar.tokens += tokens.len() as u64;
         self.document += tokens.len() as u64;
-        // A shard that an earlier version began has only the bytes of its tokens.
+        // A shard that an earlier version began has no `token_bytes`: it counted the bytes of its tokens as
+        // `text_bytes`.
         self.sidecar.token_bytes =
             Some(self.sidecar.token_bytes.unwrap_or(self.sidecar.text_bytes) + token_bytes);
         self.sidecar.text_bytes += text_bytes;

@@ -13,7 +13,7 @@ pub(in crate::data) fn pieces(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// The end of a text's first piece. It depends on the first [`PIECE`] bytes, and on whether there are more.
+/// The end of a text's first piece. It depends only on the first [`PIECE`] bytes, and on whether more bytes follow.
 pub(in crate::data) fn piece_end(text: &str) -> usize {
     if text.len() <= PIECE {
         return text.len();

@@ -7,7 +7,6 @@ use rand_distr::{Distribution, Normal};
 
 use crate::model::spec::{ParameterSpec, Start};
 
-/// The initial values of a parameter.
 pub(super) fn draw(spec: &ParameterSpec, seed: u64) -> Vec<f32> {
     let len = spec.len() as usize;
     let Start::Normal(std) = spec.start else { return spec.fixed_start().unwrap_or_default() };

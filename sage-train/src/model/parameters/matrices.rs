@@ -42,8 +42,8 @@ pub(super) fn matrices_of<'a>(
     })
 }
 
-/// The initial row statistics of a piece's matrices, one number for each row; empty if the optimizer keeps none.
-/// `prefix` precedes the name of a matrix.
+/// The initial row statistics of a piece's matrices, one number for each row; empty if the optimizer keeps none. A
+/// tensor's name is `prefix` followed by the name of its matrix.
 pub(super) fn initial_rows(
     specs: &[ParameterSpec],
     layout: &Layout,

@@ -1,4 +1,5 @@
-//! Scales of FP8 operands that follow from earlier steps. They are part of the training state in a checkpoint.
+//! Scales of FP8 operands with delayed scaling, which are computed from earlier steps. They are part of the training
+//! state in a checkpoint.
 
 use std::sync::Arc;
 
@@ -40,7 +41,7 @@ impl Parameters {
     }
 }
 
-/// Ends a step: the scales of the next step follow from the largest values of all ranks.
+/// Ends a step: the scales of the next step are computed from the largest values of all ranks.
 pub(super) fn rescale(scales: &Fp8Scales, ranks: &Ranks) -> Result<()> {
     if ranks.rank().of > 1 {
         scales.set_largest(&largest_of(&scales.largest()?.force_contiguous()?, ranks.all())?)?;

@@ -44,8 +44,8 @@ pub(super) enum Source {
 }
 
 impl Weight {
-    /// The value, in the model's compute type; norms and routers in f32. The device waits for it if other ranks have
-    /// updated it.
+    /// The value, in the model's compute type; norms, sinks, routers and `theta` are in f32. If other ranks have
+    /// updated the value, the device waits for its transfer.
     ///
     /// # Errors
     /// When the device fails, or the value exists only in FP8 ([`Parameters::expand`](super::Parameters::expand)).

@@ -109,7 +109,7 @@ pub(super) fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
     Ok(peers.into_values().map(|(peer, _)| peer).collect())
 }
 
-/// Why rank 0 refuses a rank that knows the secret; `None` if it does not.
+/// Why rank 0 refuses a rank that knows the secret; `None` if rank 0 accepts the rank.
 fn misfit(world: &World, hello: &Hello, is_there: bool) -> Option<String> {
     let Hello { version, rank, of, host, .. } = hello;
     if version != VERSION {

@@ -1,6 +1,6 @@
 //! Collectives among the ranks of a node on the GPUs' copy engines (NCCL's zero-CTA policy), which occupy no
-//! multiprocessor while kernels run concurrently. They need memory that NCCL has allocated and every rank has
-//! registered.
+//! multiprocessor while kernels run concurrently. The collectives need memory that NCCL has allocated and every rank
+//! has registered.
 
 use std::cell::RefCell;
 use std::ffi::{c_int, c_void};
@@ -53,9 +53,9 @@ impl Engines {
         Ok(Self { functions, communicator, registered: RefCell::default() })
     }
 
-    /// Allocates and registers memory; all ranks of the node must call it with the same size. Returns `None` if ranks
-    /// cannot reach each other's memory: NCCL then makes no window, or (2.28) a window of only this rank, which is not
-    /// memory of the GPU.
+    /// Allocates and registers memory; all ranks of the node must call this with the same size. Returns `None` if ranks
+    /// cannot reach each other's memory: NCCL then makes no window, or (version 2.28) a window for this rank alone,
+    /// whose address is not in GPU memory.
     pub(super) fn allocate(&self, library: &Functions, bytes: usize) -> candle_sage::Result<Option<u64>> {
         let bytes = bytes.next_multiple_of(ALIGNMENT);
         let (mut at, mut window) = (std::ptr::null_mut(), std::ptr::null_mut());
@@ -94,7 +94,7 @@ impl Engines {
             other => candle_core::bail!("ranks do not exchange {other:?}"),
         };
         let tensor = Tensor::from_storage(Storage::Cuda(storage), len, BackpropOp::none(), false);
-        // cudarc would free memory that it has not allocated.
+        // A reference is leaked, because cudarc would free this memory, which it has not allocated.
         std::mem::forget(tensor.clone());
         tensor.zero_set()?;
         Ok(tensor)
@@ -112,7 +112,7 @@ impl Engines {
     /// Both must be registered, and have a part of `bytes` for each rank.
     pub(super) unsafe fn all_to_all(&self, from: u64, into: u64, bytes: usize, stream: Stream) -> c_int {
         let (from, into) = (from as *const c_void, into as *mut c_void);
-        // SAFETY: the caller's.
+        // SAFETY: the caller meets the conditions above.
         unsafe { (self.functions.all_to_all)(from, into, bytes, BYTES, self.communicator, stream) }
     }
 
@@ -122,7 +122,7 @@ impl Engines {
     /// Both must be registered; `part` has `bytes` bytes, and `into` has `bytes` bytes for each rank.
     pub(super) unsafe fn all_gather(&self, part: u64, into: u64, bytes: usize, stream: Stream) -> c_int {
         let (part, into) = (part as *const c_void, into as *mut c_void);
-        // SAFETY: the caller's.
+        // SAFETY: the caller meets the conditions above.
         unsafe { (self.functions.all_gather)(part, into, bytes, BYTES, self.communicator, stream) }
     }
 }
@@ -134,7 +134,7 @@ fn wrap<T: CudaDType>(at: u64, len: usize, device: &CudaDevice) -> CudaStorage {
     CudaStorage::wrap_cuda_slice(slice, device.clone())
 }
 
-/// Whether an address is one of a GPU's memory.
+/// Whether an address is in a GPU's memory.
 fn is_on_gpu(at: *mut c_void) -> bool {
     let mut kind = 0u32;
     // SAFETY: the function writes 4 bytes, or fails for an address that CUDA does not know.

@@ -152,9 +152,9 @@ impl Functions {
             )))
     }
 
-    /// Turns an error code into an error. If the reason is that another rank exited, which NCCL reports as an error of
-    /// another process or of the system, the rendezvous of the ranks ends this process first, with a message that names
-    /// the other rank.
+    /// Turns an error code into an error. NCCL reports the exit of another rank as an error of another process or of
+    /// the system. In this case the rendezvous of the ranks ends this process first, with a message that names the
+    /// other rank.
     pub(super) fn check(&self, what: &str, code: c_int) -> candle_sage::Result<()> {
         if code == 0 {
             return Ok(());

@@ -12,7 +12,7 @@ fn the_settings_that_a_run_began_with_stay_and_make_it_again() {
     let eighth = "\n[[changes]]\nlr = 0.001\nstep = 8\nsteps = 12\n";
     scratch.ok(&["--resume", "runs/r", "--steps", "12", "--lr", "1e-3"]);
     assert_eq!(saved(), format!("{begun}{eighth}"));
-    // Without flags, and for a finished run, nothing changes; later starts keep the changes.
+    // A resume without flags, or of a finished run, changes no settings; later starts keep the recorded changes.
     scratch.ok(&["--resume", "runs/r"]);
     scratch.ok(&["--resume", "runs/r", "--lr", "2e-3"]);
     assert_eq!(saved(), format!("{begun}{eighth}"));
@@ -27,7 +27,7 @@ fn the_settings_that_a_run_began_with_stay_and_make_it_again() {
     std::fs::remove_dir_all(run_of(&scratch, "r").join("checkpoints/step-00000016")).expect("gone");
     scratch.ok(&["--resume", "runs/r", "--steps", "14"]);
     assert_eq!(saved(), format!("{begun}{eighth}\n[[changes]]\nstep = 12\nsteps = 14\n"));
-    // The same settings give the same first steps, and the changes are reported.
+    // A new run from this file has the settings without the changes, which it reports, and the same first steps.
     let again = scratch.run(&["--config", "runs/r/config.toml", "--name", "again"]);
     let told = String::from_utf8_lossy(&again.stderr);
     assert!(again.status.success() && told.contains("lr 0.001, steps 12 after step 8"), "{told}");

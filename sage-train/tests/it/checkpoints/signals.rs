@@ -9,8 +9,8 @@ use sage_train::checkpoint::newest;
 use super::{assert_same_results, checkpoints, flags, prepared, run_of, signal};
 use crate::support::wait_until;
 
-/// Settings whose results do not depend on the number of steps: a run that is long enough to be interrupted is compared
-/// with a run of as many steps as it took.
+/// With these settings, results do not depend on the number of steps: a long run that is interrupted is compared with a
+/// run that has exactly the steps that it took.
 const COURSE: [&str; 8] =
     ["--schedule", "constant", "--warmup-steps", "1", "--checkpoint-every", "0", "--eval-every", "0"];
 
@@ -70,7 +70,7 @@ fn a_second_signal_leaves_at_once() {
 #[test]
 fn a_long_step_is_left_in_its_middle() {
     let scratch = prepared();
-    // A step takes some seconds, for 200 micro-batches.
+    // A step has 200 micro-batches and takes some seconds.
     let long = [&COURSE[..], &["--tokens-per-step", "102400", "--micro-batch", "16"]].concat();
     let with = |more: &[&str]| scratch.start(&flags(&[&long[..], more].concat()));
     let mut child = with(&["--steps", "100000", "--name", "left"]);

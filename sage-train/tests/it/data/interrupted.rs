@@ -35,7 +35,7 @@ fn a_killed_preparation_goes_on_where_it_was() {
         while killed < kills {
             let before = std::fs::read(&journal).unwrap_or_default();
             let mut child = scratch.start(&with("parts", "3"));
-            // Killed at a journal entry, or some changes of the folder after it.
+            // The preparation is killed at a journal entry, or some changes of the folder after the entry.
             let moved = || std::fs::read(&journal).is_ok_and(|now| !now.is_empty() && now != before);
             let _ = ends_before(&mut child, moved)
                 || ends_before_changes(&mut child, &scratch.path().join("parts.partial"), 2 * killed);
@@ -46,7 +46,7 @@ fn a_killed_preparation_goes_on_where_it_was() {
             went_on |= said.contains("continues an interrupted preparation");
             assert!(starts < 20, "the preparation ends before it notes its progress: {said}");
             if output.status.success() {
-                // It finished before the kill, and starts again.
+                // The preparation finished before the kill, and starts again.
                 std::fs::remove_dir_all(scratch.path().join("parts")).expect("removed");
             } else {
                 killed += 1;

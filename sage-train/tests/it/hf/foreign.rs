@@ -43,7 +43,7 @@ fn documents_begin_and_end_as_the_folder_says() {
     // generation_config.json takes precedence, key by key.
     scratch.file("m/generation_config.json", json!({"eos_token_id": [9, 8]}).to_string());
     assert_eq!(found(json!({"bos_token_id": 3, "eos_token_id": 5})), of(3, &[9, 8]));
-    // Any of the ids ends a text: if every token does, the sample is empty.
+    // Any of the ids ends a text: if every token ends the text, the sample is empty.
     let all: Vec<u32> = (0..300).collect();
     scratch.file("m/generation_config.json", json!({"bos_token_id": 0, "eos_token_id": all}).to_string());
     let output = scratch.run(&["sample", "m", "the", "--tokens", "5"]);
@@ -68,7 +68,7 @@ fn a_tokenizer_takes_the_id_of_its_model() {
     let text = std::fs::read_to_string(&path).expect("a file").replace("<|endoftext|>", "<|stop|>");
     std::fs::write(&path, text).expect("a file");
     assert_eq!(Tokenizer::load(&path).expect("a tokenizer").end_of_text(), 0);
-    // 2 is a quotation mark, and not a special token.
+    // Token 2 is a quotation mark, and not a special token.
     folder(&scratch, &json!({"eos_token_id": 2}));
     assert_eq!(Tokenizer::load(&path).expect("a tokenizer").end_of_text(), 0);
 }

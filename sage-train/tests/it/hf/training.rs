@@ -11,8 +11,8 @@ use crate::support::Scratch;
 
 const STEPS: usize = 6;
 
-/// Each step trains on all eight sequences in two micro-batches, so that their order does not matter. The first steps
-/// are clipped, the last steps are not.
+/// Each step trains on all eight sequences in two micro-batches, so their order does not matter. The first steps are
+/// clipped, the last steps are not.
 const SETTINGS: [&str; 34] = [
     "--attn",
     "fpa",

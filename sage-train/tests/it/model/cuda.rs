@@ -17,7 +17,7 @@ use super::{batch, config, documents_apart, drawn, relative};
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_documents_in_a_sequence_are_as_good_as_alone() -> Result<()> {
-    // bf16 rounds by 2^-9, through three blocks and as many sums.
+    // The limits allow for roundings of 2^-9 (bf16), which add up over three blocks.
     let sage = SageBwd::default().into();
     documents_apart(&Device::new_cuda(0)?, DType::BF16, &[(Scheme::Unquantized, 0.05), (sage, 0.15)])
 }
@@ -25,9 +25,10 @@ fn cuda_documents_in_a_sequence_are_as_good_as_alone() -> Result<()> {
 /// Compares one step in bf16 on a GPU with f32 on the CPU. Every activation is rounded by a relative 2^-9, about ten
 /// times per block. Forward and backward through three blocks make sixty roundings, whose errors add up as if
 /// independent: sqrt(60) 2^-9 = 1.5 %. The errors of SageBwd itself are the same on both devices, except for INT8
-/// values near a tie. So are the errors of FP8, except near a midpoint: 2^-9 moves one value in 32 across a midpoint,
-/// by 2^-3, or 2 % of an operand, and 45 operands add up to 14 %. The gradient of a norm's weight is a sum over rows
-/// with much cancellation: up to twice as much.
+/// values near a tie. The errors of FP8 are the same too, except for values near a midpoint: a rounding of 2^-9 moves
+/// one value in 32 across a midpoint, and changes it by 2^-3. This is an error of 2 % in an operand, and the errors of
+/// 45 operands add up to 14 %. The gradient of a norm's weight is a sum over rows with much cancellation: its error is
+/// up to twice as large.
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_gradients_are_those_of_the_cpu() -> Result<()> {
@@ -92,10 +93,10 @@ fn cuda_gradients_are_those_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// Thirty steps of a small model on both devices. The losses start equal and drift apart as roundings differ, by well
-/// under 1 %. With Attn-QAT a rounding that crosses a midpoint changes an FP4 value, and thereby a probability by a
-/// quarter: losses in the steep first steps differed by 2.4 %, final losses of three seeds by 1.0, 0.1 and 0.0 %. FP8
-/// values change in the same way, by an eighth. With `deterministic` the GPU repeats its results bit-identically.
+/// Thirty steps of a small model on both devices. The losses start equal and then differ by well under 1 %, because
+/// roundings differ. With Attn-QAT a rounding that crosses a midpoint changes an FP4 value, and thereby a probability
+/// by a quarter: losses in the steep first steps differed by 2.4 %, final losses of three seeds by 1.0, 0.1 and 0.0 %.
+/// FP8 values change in the same way, by an eighth. With `deterministic` the GPU repeats its results bit-identically.
 #[test]
 #[ignore = "needs a GPU"]
 fn cuda_training_follows_the_cpu() -> sage_train::Result<()> {

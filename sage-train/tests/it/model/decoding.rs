@@ -47,7 +47,7 @@ fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
     let sparse = with_sla2();
     let parameters = drawn(&sparse, device, DType::F32)?;
     let mut model = Llama::new(&sparse, &parameters, device)?;
-    // Block by block: a prompt that ends inside a block, then tokens into the third one.
+    // With SLA2: a prompt that ends inside a block, then tokens up to the third block.
     let mut past = model.past(48, Scheme::Unquantized).expect("a router's selection has a cache");
     let ids = batch(&sparse, device)?.0.narrow(0, 0, 1)?.contiguous()?;
     for (len, tokens) in [(17, 17), (18, 1), (33, 15), (40, 7)] {

@@ -1,4 +1,4 @@
-//! A model with all of its parts: the forwards of training, validation and decoding are separate code.
+//! Tests a model with all optional parts, because the forwards of training, validation and decoding are separate code.
 
 use candle_core::{DType, Device, Result};
 use candle_sage::Scheme;
@@ -6,7 +6,7 @@ use sage_train::model::{LinearPrecision, Llama, LlamaConfig, Recompute, Windows}
 
 use super::{LIMIT, batch, drawn, relative};
 
-/// Every field by name, so that a new part of the model is turned on here.
+/// Every field is named, so that a new part of the model is turned on here.
 fn all_parts() -> LlamaConfig {
     LlamaConfig {
         vocab: 300,

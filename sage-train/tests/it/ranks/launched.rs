@@ -47,7 +47,6 @@ fn with_secret(scratch: &Scratch, port: &str, rank: usize, secret: &str, args: &
     command.env("SAGE_TRAIN_SECRET", secret).spawn().expect("the command starts")
 }
 
-/// A message of the control channel.
 fn message(text: &str) -> Vec<u8> {
     [&(text.len() as u32).to_le_bytes()[..], text.as_bytes()].concat()
 }
@@ -184,7 +183,8 @@ fn ranks_that_come_late_are_waited_for() {
     }
 }
 
-/// The exit code is not that of a lost rank, because a restart would not help.
+/// If another server listens at the address of rank 0, the exit code is not that of a lost rank, because a restart
+/// would not help.
 #[test]
 fn another_server_in_the_place_of_rank_0_is_named() {
     let scratch = Scratch::new();
