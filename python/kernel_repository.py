@@ -7,7 +7,7 @@
     out = kernel.attention(q, k, v, scheme="sagebwd", causal=True)
 
 The wheel does not link PyTorch or CUDA's libraries, so one copy serves every PyTorch from 2.4 on and every CUDA 12 or 13.
-`kernels` looks for a build variant of its own for each major version of CUDA, and for the CPU. Python 3.9, which
+`kernels` looks for a separate build variant for each major version of CUDA, and for the CPU. Python 3.9, which
 `kernels` also asks for, is not supported.
 """
 
@@ -32,7 +32,7 @@ def contents(wheel):
 
 
 def with_own_namespace(files):
-    """A process may load several versions of a kernel, so that each needs other names for its operators."""
+    """Renames the operators' namespace, because a process may load several versions of a kernel."""
     digest = sha256(b"".join(name.encode() + data for name, data in sorted(files.items()))).hexdigest()[:10]
     namespace, old = f"_candle_sage_{digest}", b'_NAMESPACE = "candle_sage"\n'
     assert files["_ops.py"].count(old) == 1, "_ops.py does not define _NAMESPACE as expected"

@@ -9,10 +9,10 @@ that a query sees, including its own: tokens before it and, without a causal mas
 PyTorch's scaled_dot_product_attention runs with its FlashAttention-2 backend (mma.sync instructions) and with
 its cuDNN backend. FlashAttention-4 runs if `flash_attn.cute` can be imported (pip install flash-attn-4). cuDNN's FP8
 attention, with casts from and to bf16, runs if `cudnn` can be imported (pip install nvidia-cudnn-frontend; cudnn_fp8.py).
-Every time is a median between CUDA events, for bf16, 16384 tokens, heads = 2048 / D and inputs in rotation: of the
-forward (which stores nothing for a backward), and of forward + backward. A speedup is the time of FlashAttention-2
-divided by the row's time: above 1 the row is faster. Memory is the peak in addition to the inputs during forward +
-backward; its ratio is the row's memory divided by that of FlashAttention-2.
+Every time is a median between CUDA events, of the forward (which stores nothing for a backward), and of forward +
+backward, for bf16, 16384 tokens, 2048 / D heads, and several sets of inputs in rotation. A speedup is the time of
+FlashAttention-2 divided by the row's time: above 1 the row is faster. Memory is the peak in addition to the inputs
+during forward + backward; its ratio is the row's memory divided by that of FlashAttention-2.
 
 Under load a GPU is power-limited and slows down by up to a fifth, so that a measurement after a rest looks faster.
 Therefore every series of calls, ours and theirs, begins after the same --rest, and the series of a row are measured one
@@ -183,7 +183,7 @@ def main():
                 print(f"{channels:>7} {n:>7} {causal:>6} {window[0] if window else '-':>6}  {name:<31} failed: {str(error)[:80]}")
             torch.cuda.empty_cache()
         lines += ours(args.binary, row, args.repeats, args.rest)
-        base = lines[0]  # FlashAttention-2, or what ran instead
+        base = lines[0]  # FlashAttention-2, or the first attention that ran
         for name, forward, both, extra in lines:
             results.append((d, v, n, causal, *(window or [""]), name, f"{forward:.4f}", f"{both:.4f}", extra))
             print(f"{channels:>7} {n:>7} {causal:>6} {window[0] if window else '-':>6}  {name:<31} {forward:>8.3f} {both:>8.3f} {unit * (d + v) / forward / 1e9:>7.0f}"

@@ -34,7 +34,7 @@ def points(run):
 
 
 def write(project, run):
-    # The same run has the same id, so that a later copy of it continues the first one.
+    # The id depends only on the run's folder, so that a later conversion of a run continues the first one.
     name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]
     ending = run / "ending.json"
     ending = json.loads(ending.read_text()) if ending.exists() else {"status": "unfinished"}

@@ -50,7 +50,7 @@ def attention(
     scale: the factor of the logits; None: 1 / sqrt(head_dim).
     softcap: a logit x becomes `softcap * tanh(x / softcap)`; 0: no soft cap.
     sinks: (query heads): an additional logit per head in the softmax's denominator, without a value. It gets a gradient.
-    alibi_slopes: (query heads), without a gradient.
+    alibi_slopes: (query heads): the slopes of ALiBi, without a gradient.
     blocks: (batch, key heads, blocks of queries, blocks of keys), bool: the blocks of 128 keys that each block of 128
         queries sees. Only these blocks are computed. With a causal mask the blocks on the diagonal are always seen;
         without a causal mask each row needs a True: a row without one is an error on a CPU, and a failed device
@@ -63,7 +63,7 @@ def attention(
     return_lse: whether to return also the log-sum-exps of the logits (with soft cap, ALiBi and sinks), over the keys that a
         query sees: (batch, heads, sequence) in float32, with a gradient; -inf where a query sees no key. Attention to
         several sets of keys is the mean of the sets' outputs, weighted by exp(lse); only one of the sets may have sinks.
-        Not with smoothed keys ("sagebwd" needs smoothing="none") or FP4 matmuls.
+        Not supported with smoothed keys ("sagebwd" needs smoothing="none") or FP4 matmuls.
 
     Returns (batch, sequence, heads, head_dim of the values). Errors are `ValueError`s with a hint.
     """
@@ -215,7 +215,7 @@ def flash_attn_varlen_func(
     """FlashAttention's `flash_attn_varlen_func` with a scheme. Tensors are (tokens, heads, head_dim).
 
     The host needs the lengths: `cu_seqlens` on a GPU are copied to the host, which waits for the GPU. Lists and CPU
-    tensors avoid this. With `return_lse=True` also the log-sum-exps, (heads, tokens).
+    tensors avoid this. `return_lse=True` also returns the log-sum-exps, (heads, tokens).
     """
     _no_dropout(dropout_p)
     out = attention(

@@ -9,9 +9,9 @@ from ._errors import _error
 from ._lengths import _as_tensor, _both, _most_tiles, _packing
 
 # `settings` is a result of `encode`, and `lists` a result of `lists_of`. `cu_seqlens` contain the first token of each
-# packed document, then the number of all tokens; as tensors, not lists, so that a traced call takes any lengths. The
-# results are the output, the log-sum-exps (empty if `with_lse` is false), and the state that the forward stores for its
-# backward, as bytes (empty if `keep` is false, and on a CPU).
+# packed document, then the number of all tokens. They are tensors, not lists, so that a traced call accepts any lengths.
+# The results are the output, the log-sum-exps (empty if `with_lse` is false), and the state that the forward stores for
+# its backward, as bytes (empty if `keep` is false, and on a CPU).
 _FORWARD = (
     "attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? alibi_slopes, Tensor? lists, str settings, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool with_lse, bool keep) -> (Tensor, Tensor, Tensor)"
@@ -22,8 +22,8 @@ _BACKWARD = (
     "bool with_lse) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
-# The namespace of the operators. `kernel_repository.py` gives each copy of the package another, because a process may load
-# several.
+# The namespace of the operators. `kernel_repository.py` gives each copy of the package a different namespace, because a
+# process may load several copies.
 _NAMESPACE = "candle_sage"
 
 _library = torch.library.Library(_NAMESPACE, "DEF")
@@ -33,7 +33,7 @@ _operators = getattr(torch.ops, _NAMESPACE)
 
 
 def encode(scheme, settings, causal, window, scale, softcap, deterministic):
-    """The settings of a call as a string, an argument of the operators. `torch.compile` traces this; `_settings` parses it."""
+    """The settings of a call as a string, an argument of the operators. `torch.compile` traces `encode`; `_settings` parses the string."""
     # Converted to numbers, because a tensor's value may change between calls.
     scale, softcap = None if scale is None else float(scale), float(softcap)
     plain = lambda value: value if isinstance(value, (str, bool, int)) else str(value)
@@ -101,7 +101,7 @@ def _others(sinks, slopes, lists, query):
 
 
 def lists_of(blocks, query, key, causal):
-    """The lists of a selection: for each key head and block of queries, the number of key blocks it sees, then their indices, ascending."""
+    """The lists of a selection: for each key head and block of queries, the number of visible key blocks, then their indices, ascending."""
     side = _core.block[0]
     counts = [-(-x.shape[1] // side) for x in (query, key)]
     shape = (query.shape[0], key.shape[2], *counts)

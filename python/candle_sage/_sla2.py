@@ -98,7 +98,7 @@ class SLA2(nn.Module):
     @torch.no_grad()
     def select(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """The blocks of keys that each block of queries selects, (batch, key heads, blocks of queries, blocks of keys)
-        in bool, for the argument `blocks` of `attention`. The block on the diagonal is not in it."""
+        in bool, for the argument `blocks` of `attention`. With a causal mask the result excludes the diagonal."""
         self._check(query, key)
         candidates = self._candidates(query, key)
         # A NaN counts as the largest score. Equal scores go to the first block.
@@ -111,8 +111,8 @@ class SLA2(nn.Module):
 
     def router_loss(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """The loss of the router: the cross-entropy of the softmax of its scores over the candidates, with dense
-        attention's probability mass on each candidate as the target. Only the router gets a gradient. The target takes
-        the time of a forward of dense attention, without the memory for all its logits."""
+        attention's probability mass on each candidate as the target. Only the router gets a gradient. Computing the
+        target takes as long as a forward of dense attention, but does not need memory for all logits."""
         self._check(query, key)
         query, key = query.detach(), key.detach()
         mass = self._mass(query, key)
@@ -186,7 +186,8 @@ class SLA2(nn.Module):
 
     def _linear(self, query, key, value, selected):
         """Linear attention over the tail, in float32; zeros for queries without a tail. Matmuls have operands of the
-        inputs' type. States are divided by the number of tokens, which keeps them in float16's range and cancels."""
+        inputs' type. States are divided by the number of tokens, which keeps them in float16's range. This factor cancels
+        in the output."""
         dtype, group = query.dtype, query.shape[2] // key.shape[2]
         key = key.float()
         if not self.causal:

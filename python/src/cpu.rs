@@ -11,7 +11,7 @@ use super::{BLOCK, Others, Settings, Tensor, dtype, error};
 /// A copy of contiguous memory.
 ///
 /// # Safety
-/// The memory at the address contains as many elements of the type.
+/// The memory at the address contains the elements of a tensor with these dimensions and this type.
 unsafe fn read(address: u64, dims: &[usize], dtype: DType) -> Result<Candle> {
     unsafe fn values<T: WithDType>(address: u64, dims: &[usize]) -> Result<Candle> {
         let len = dims.iter().product();
@@ -35,7 +35,7 @@ unsafe fn read(address: u64, dims: &[usize], dtype: DType) -> Result<Candle> {
 /// Copies a tensor into contiguous memory.
 ///
 /// # Safety
-/// The memory has room for it.
+/// The memory at the address has room for the tensor.
 unsafe fn write(from: &Candle, address: u64) -> Result<()> {
     unsafe fn values<T: WithDType>(from: &Candle, address: u64) -> Result<()> {
         let values = from.flatten_all()?.to_vec1::<T>()?;
@@ -56,7 +56,7 @@ unsafe fn write(from: &Candle, address: u64) -> Result<()> {
 /// The selection in lists (key heads, blocks of queries, 1 + `width`): the number of key blocks, then their indices.
 ///
 /// # Safety
-/// The memory at the address contains as many numbers.
+/// The memory at the address contains lists of this size.
 unsafe fn selection(shape: &AttentionShape, address: u64, width: usize) -> Result<Selection> {
     let rows: usize = shape.segments().iter().map(|segment| segment.query.len().div_ceil(BLOCK.0)).sum();
     let len = shape.key_heads() * rows * (1 + width);
@@ -104,8 +104,8 @@ unsafe fn call(
     Ok((attention, [q?, k?, v?]))
 }
 
-/// Computes the output for contiguous inputs, and writes it to contiguous memory. With an address `lse` also the
-/// log-sum-exps, (batch, heads, sequence) in f32; 0: without them.
+/// Computes the output for contiguous inputs, and writes it to contiguous memory. If `lse` is not 0, also writes the
+/// log-sum-exps, (batch, heads, sequence) in f32, to this address.
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 pub(super) fn forward_cpu(
@@ -133,7 +133,7 @@ pub(super) fn forward_cpu(
 }
 
 /// Computes the gradients of query, key, value and any sinks, and writes them to contiguous memory. `dlse` is the
-/// address of the log-sum-exps' gradient; 0: it is zero.
+/// address of the log-sum-exps' gradient, or 0 if that gradient is zero.
 #[pyfunction]
 #[allow(clippy::too_many_arguments)]
 pub(super) fn backward_cpu(

@@ -107,7 +107,7 @@ impl Call {
     }
 
     /// Launches a backward, which writes the gradients of query, key, value and any sinks. `dlse` is the address of the
-    /// log-sum-exps' gradient; 0: it is zero.
+    /// log-sum-exps' gradient, or 0 if that gradient is zero.
     #[allow(clippy::too_many_arguments)]
     fn backward(
         &self,
