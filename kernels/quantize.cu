@@ -281,8 +281,8 @@ __device__ void log_sum_exp(const params::LogSumExp& p) {
 
 constexpr int SINK_THREADS = 512;
 
-// One block per query head: the gradient of its sink, which is minus the sum over queries of the sink's probability
-// times delta, in an order that depends only on the shape.
+// One block per query head computes the gradient of the head's sink: minus the sum over queries of (the sink's
+// probability * delta). The order of the sum depends only on the shape.
 __device__ void sink_gradient(const params::SinkGradient& p) {
   __shared__ float partial[SINK_THREADS / 32];
   int64_t first = blockIdx.x * p.rows;

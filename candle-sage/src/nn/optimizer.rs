@@ -221,7 +221,7 @@ impl Muon {
     /// not matrices of hidden layers.
     ///
     /// # Errors
-    /// When the map has no variable with one of these names, and as `Muon::new`.
+    /// When one of these names is not in the map; also the errors of `Muon::new`.
     pub fn of_map(variables: &VarMap, embeddings: &[&str], config: MuonConfig) -> Result<Self> {
         let variables = variables.data().lock().unwrap_or_else(PoisonError::into_inner);
         let mut names: Vec<&String> = variables.keys().collect();

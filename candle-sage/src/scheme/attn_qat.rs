@@ -31,7 +31,7 @@ pub(crate) const MEAN_ROWS: usize = 64;
 /// Attn-QAT prepares a model for FP4 inference; it does not make training faster. On every GPU training multiplies
 /// 16-bit operands that represent NVFP4 values exactly, so the forward has the results of FP4 tensor cores up to the
 /// order of sums. (For dV, an FP4 value of P is multiplied by its scale, divided by the row's sum, and rounded to 16
-/// bit: within 2^-8 in bf16, 2^-12 in f16.)
+/// bit: within 2^-8 in bf16, 2^-11 in f16.)
 ///
 /// Each ablation of the paper is one setting; [`AttnQat::drop_in`] is the paper's baseline that replaces only the
 /// forward.

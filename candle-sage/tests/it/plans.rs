@@ -52,7 +52,7 @@ fn architectures_are_those_of_the_targets() {
     assert!(build::architectures("SAGE_TARGET(A, 98, sm_86)").is_err());
 }
 
-/// The bits of each width that the kernels pad heads to are recorded.
+/// `bits/sm_90.txt` has recorded results for every head width to which the kernels pad.
 #[test]
 fn the_bits_of_every_width_are_recorded() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../kernels/include/sage/params/plans.def");

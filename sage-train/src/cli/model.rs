@@ -142,7 +142,7 @@ pub(super) struct Eval {
     #[arg(long, conflicts_with_all = ["hellaswag", "token_by_token"])]
     by_position: bool,
     /// Generate test documents of at least WORDS words that state numbers and ask for them later, as `sage-train corpus
-    /// --recall` does. Measure how often the model recalls a number, by the distance between the two places. The model
+    /// --recall` does. Measure how often the model recalls a number, grouped by the number of tokens between statement and question. The model
     /// should have been trained on such documents
     #[arg(long, value_name = "WORDS", conflicts_with_all = ["hellaswag", "token_by_token", "by_position", "all", "data"])]
     recall: Option<usize>,

@@ -74,8 +74,8 @@ impl Train {
         if self.config.is_some() && self.resume.as_deref().is_some_and(|run| run != Path::new(AUTO)) {
             return Err(Error::new("a resumed run already has settings")
                 .got("--config with --resume")
-                .allowed("one of them; --config with --resume auto")
-                .hint("flags may change the length, evaluation and logging of the run"));
+                .allowed("--config, or --resume RUN; both with --resume auto")
+                .hint("flags may change the length, learning rates, evaluation and logging of the run"));
         }
         if self.new_name.is_some() && self.resume.as_deref() == Some(Path::new(AUTO)) {
             return Err(Error::new("--new-name needs a run to continue from")

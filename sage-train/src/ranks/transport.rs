@@ -10,7 +10,7 @@ use clap::ValueEnum;
 /// Whether copy engines carry gradients and updated weights among the ranks of a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum CopyEngines {
-    /// Where NCCL has them: version 2.28 and later, GPUs that reach each other's memory
+    /// Copy engines if NCCL can use them (version 2.28 or later, GPUs that can access each other's memory), else its kernels
     #[default]
     Auto,
     /// Copy engines, or an error if NCCL does not have them (with one GPU a node nothing is transferred)

@@ -38,8 +38,9 @@ pub struct AttentionSettings {
     #[arg(long)]
     pub key_mean: Option<Text<KeyMean>>,
     /// SageBwd: matmuls in INT8: paper (six), forward-and-s (O, and S in forward and backward), scores (only S, in forward
-    /// and backward), forward (S and O in the forward), or a list: forward with any of s (S in
-    /// the backward), dv, dq, dk, or scores with any of dv, dq, dk, such as forward,s,dv [default: paper]
+    /// and backward), forward (S and O in the forward), or a list that starts with forward or scores. After
+    /// forward: any of s (S in the backward), dv, dq, dk; after scores: any of dv, dq, dk. Example: forward,s,dv
+    /// [default: paper]
     #[arg(long)]
     pub products: Option<Text<Int8Products>>,
     /// SageBwd: granularity of the scales of P and dS. vector: one scale for each row or column along which a matmul

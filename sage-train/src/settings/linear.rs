@@ -33,7 +33,7 @@ pub enum FormatSetting {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ScalingSetting {
-    /// From the largest values of earlier steps, with a margin of 4: one pass over memory
+    /// From the largest values of earlier steps, with room for values 4 times as large: one pass over memory
     Delayed,
     /// From the operand's own largest value: two passes
     Current,

@@ -75,7 +75,7 @@ impl From<OrthogonalizationSetting> for Orthogonalization {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MuonScaleSetting {
-    /// 0.2 sqrt(max(rows, columns)): steps as large as AdamW's, so that AdamW's learning rates carry over
+    /// 0.2 sqrt(max(rows, columns)): steps as large as AdamW's at the same learning rate
     #[default]
     #[value(name = "adamw")]
     AdamW,

@@ -20,7 +20,7 @@ pub struct Sla2Settings {
     /// Scheme of the selected blocks, and of the dense steps at the start: fpa, sagebwd, attn-qat [default: sagebwd]
     #[arg(long, value_name = "SCHEME")]
     pub sla2_numerics: Option<Text<Numerics>>,
-    /// Fraction of the (query, key) pairs that is skipped, such as 90% [default: 90%, with at least one block]
+    /// Fraction of the (query, key) pairs that is skipped, such as 90% [default: 90%, but at least one block is selected]
     #[arg(long, value_name = "SHARE")]
     pub sla2_sparsity: Option<Share>,
     /// Number of key blocks that each query block selects, instead of --sla2-sparsity

@@ -290,8 +290,8 @@ struct Fp8RmsNorm {
   Fp8Codes codes;
 };
 
-// The gradient of rope with norm in `of`, in FP8: columns of `codes` from `first_column` on, with all heads of a token
-// side by side.
+// The gradient of QK-norm and rope (`of` has their parameters) in FP8. It is written to the columns of `codes` from
+// `first_column` on, with all heads of a token side by side.
 struct Fp8Rope {
   Rope of;
   Fp8Codes codes;

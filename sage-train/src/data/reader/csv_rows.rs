@@ -48,7 +48,7 @@ pub(super) fn csv_rows(
                     Error::new("a row has fewer columns than the first row")
                         .got(format!("{}, line {line}: {} columns", path.display(), row.len()))
                         .allowed(format!("at least {}", column + 1))
-                        .hint("fields with commas or line ends need quotes; `data prepare --skip-bad` skips bad rows"),
+                        .hint("fields with line ends need quotes; `data prepare --skip-bad` skips bad rows"),
                 )?;
                 continue;
             }
