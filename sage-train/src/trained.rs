@@ -59,6 +59,14 @@ fn one_micro_batch(mut settings: Settings) -> Settings {
     settings
 }
 
+/// Probes train models in FP8 and in the compute type: the weights exist in both.
+fn keep_expanded(parameters: &Parameters, alone: &Ranks) -> Result<()> {
+    let expanded =
+        parameters.expand(alone).map_err(on_device("cannot copy the weights in the compute type"))?;
+    expanded.keep();
+    Ok(())
+}
+
 /// The folder of the run: `folder` itself, or the run that the checkpoint `folder` belongs to.
 pub fn run_folder(folder: &Path) -> &Path {
     match checkpoint::is_one(folder) {
@@ -131,6 +139,7 @@ impl Trained {
             settings.attention.attn = settings.attention.attn.or(Some(Attn::EXACT));
             let config = Config::resolve(one_micro_batch(settings))?;
             let parameters = hf::load(folder, &config.model, &device, place.dtype(), trained)?;
+            keep_expanded(&parameters, &alone)?;
             let tokenizer = tokenizer_of(folder)?;
             let boundaries = hf::boundaries(folder, &tokenizer)?;
             return Ok(Self {
@@ -176,8 +185,7 @@ impl Trained {
             )?,
             Some(state) => Parameters::restore(model.parameter_specs(), state, &device, dtype, trained)?,
         };
-        // Probes train models in FP8 and in the compute type.
-        parameters.expand(&alone).map_err(on_device("cannot copy the weights in the compute type"))?.keep();
+        keep_expanded(&parameters, &alone)?;
         let tokenizer = tokenizer_of(run)?;
         let boundaries = tokenizer.boundaries();
         Ok(Self { config, parameters, tokenizer, boundaries, device, step, sequences_seen, stage })

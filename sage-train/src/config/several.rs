@@ -64,15 +64,23 @@ impl Seconds {
     }
 }
 
+/// What an update moves: parameters, bytes of memory per parameter, and bytes of weights that all ranks receive.
+struct Updated {
+    parameters: u64,
+    moved: u64,
+    gathered: u64,
+}
+
 /// Seconds of an update over the links of a node: gradients are exchanged and summed, the norm and the optimizer move
-/// `moved` bytes per parameter, and weights are gathered. A backward hides a fraction of the exchange, at most `hides`
-/// seconds.
-fn update_seconds((parameters, moved): (u64, u64), mesh: Mesh, link: f64, hides: f64) -> f64 {
+/// `moved` bytes per parameter, and `gathered` bytes of weights are gathered. A backward hides a fraction of the
+/// exchange, at most `hides` seconds.
+fn update_seconds(updated: Updated, mesh: Mesh, link: f64, hides: f64) -> f64 {
+    let Updated { parameters, moved, gathered } = updated;
     let (bytes, ranks) = (4.0 * parameters as f64, mesh.shard.of as f64);
     let others = (ranks - 1.0) / ranks;
     let sums = if mesh.shard.of == 1 { 0.0 } else { (bytes + bytes / ranks) / MEMORY };
     let exchange = others * bytes / link;
-    let (gather, update) = (exchange / 2.0, moved as f64 / 4.0 * bytes / ranks / MEMORY);
+    let (gather, update) = (others * gathered as f64 / link, moved as f64 / 4.0 * bytes / ranks / MEMORY);
     exchange - (BESIDE * exchange).min(hides) + sums + gather + update
 }
 
@@ -121,11 +129,11 @@ impl Config {
     /// What a rank sends over the links of its node in a step.
     fn sent(&self, mesh: Mesh, link: f64) -> String {
         let of = mesh.shard.of as u64;
-        let sent = |bytes: u64| gib(self.model.parameters() * bytes / of * (of - 1));
+        let sent = |bytes: u64| gib(bytes / of * (of - 1));
         format!(
             "gradients {:.2} GiB, weights {:.2} GiB each way and rank, links of {:.0} GB/s",
-            sent(4),
-            sent(self.device.dtype().size_in_bytes() as u64),
+            sent(4 * self.model.parameters()),
+            sent(self.gathered_bytes()),
             link / 1e9
         )
     }
@@ -170,10 +178,14 @@ impl Config {
         )
     }
 
-    /// The number of parameters, and the bytes that an update moves per parameter.
-    fn updated(&self) -> (u64, u64) {
-        let element = self.device.dtype().size_in_bytes() as u64;
-        (self.model.parameters(), self.optimizer.moved_bytes(element))
+    fn updated(&self) -> Updated {
+        let moved = self.optimizer.moved_bytes(self.device.dtype().size_in_bytes() as u64);
+        Updated { parameters: self.model.parameters(), moved, gathered: self.gathered_bytes() }
+    }
+
+    /// Bytes of the weights that the ranks of a node gather in a step.
+    fn gathered_bytes(&self) -> u64 {
+        self.model.read_bytes(self.device.dtype().size_in_bytes() as u64)
     }
 
     fn tokens_a_second(&self, world: World) -> f64 {

@@ -283,15 +283,16 @@ impl Config {
     pub fn memory(&self) -> Memory {
         let (parameters, element) = (self.model.parameters(), self.device.dtype().size_in_bytes() as u64);
         Memory {
-            // Weights are in f32, with a 16-bit copy if the model computes in 16 bit.
+            // Weights are in f32, with copies in 16 bit or FP8 if training reads those.
             weights: 4 * parameters + self.model.copies_of_weights(if element == 4 { 0 } else { element }),
             optimizer: self.moment_bytes(),
             gradients: 4 * parameters,
-            // Activations are freed before the update.
+            // Activations are freed before the update and before a validation.
             activations: self
                 .model
                 .activation_bytes(self.micro_batch, element)
-                .max(self.optimizer.scratch_bytes(&self.model.parameter_specs(), element)),
+                .max(self.optimizer.scratch_bytes(&self.model.parameter_specs(), element))
+                .max(self.model.expanded_bytes(if element == 4 { 0 } else { element })),
             links: 0,
         }
     }

@@ -24,8 +24,8 @@ pub(super) struct Block {
     mlp: FeedForward,
     /// Makes the operands of linear layers in training.
     operands: Operands,
-    /// Makes them in forwards outside of training that have no cache.
-    in_evaluation: Operands,
+    /// Makes them in validation.
+    pub(super) in_evaluation: Operands,
     recompute: Recompute,
 }
 
@@ -108,11 +108,9 @@ impl Block {
         &self,
         mut stream: Stream,
         rotary: &Rotary,
+        operands: &Operands,
         cached: Option<Cached<'_>>,
     ) -> Result<Stream> {
-        // Tokens that follow a cache may be fewer than FP8 matmuls need.
-        let in_compute_type = Operands::in_compute_type();
-        let operands = if cached.is_some() { &in_compute_type } else { &self.in_evaluation };
         if let Some((norm, attention)) = &self.attention {
             let (sum, normed) = norm.enter(&stream)?;
             let normed = operands.without_backward(normed, Place::Normed)?;

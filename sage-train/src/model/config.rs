@@ -304,6 +304,16 @@ impl LlamaConfig {
         specs.iter().map(|spec| spec.len() * of_spec(spec)).sum()
     }
 
+    /// Bytes of all weights in the form that training reads: FP8, or elements of `element` bytes.
+    pub fn read_bytes(&self, element: u64) -> u64 {
+        self.parameter_specs().iter().map(|spec| spec.len() * if spec.fp8 { 1 } else { element }).sum()
+    }
+
+    /// Bytes of the copies in elements of `element` bytes that validation makes of weights that training reads only in FP8.
+    pub fn expanded_bytes(&self, element: u64) -> u64 {
+        self.parameter_specs().iter().filter(|spec| spec.fp8).map(|spec| element * spec.len()).sum()
+    }
+
     /// As [`LlamaConfig::flops_per_token`], but the FLOPs of FP8 matmuls are divided by their speedup over 16 bit.
     pub fn dense16_flops_per_token(&self) -> f64 {
         let saved = |parameters: u64, precision: LinearPrecision| {

@@ -9,6 +9,7 @@ use candle_sage::{Error, Scheme};
 use super::attention::{Cached, LayerCache};
 use super::block::Block;
 use super::llama::Llama;
+use super::operands::Operands;
 use super::sla2_config::Stage;
 
 /// The cached keys and values of the tokens that have passed through the model, one cache per layer.
@@ -74,8 +75,10 @@ impl Llama {
                 .into());
         }
         let (mut stream, rotary) = self.enter_at(ids.into(), *tokens)?;
+        let operands = Operands::in_compute_type();
         for (block, cache) in self.blocks.iter().zip(layers) {
-            stream = block.forward(stream, &rotary, Some(Cached { cache, following: *following }))?;
+            let cached = Cached { cache, following: *following };
+            stream = block.forward(stream, &rotary, &operands, Some(cached))?;
         }
         *tokens = sequence;
         let (_, hidden) = self.norm.enter(&stream)?;

@@ -138,9 +138,19 @@ impl Llama {
     /// # Errors
     /// When an id is not in the vocabulary, or the sequence is longer than the context.
     pub fn hidden<'a>(&self, input: impl Into<Input<'a>>) -> Result<Tensor> {
-        let (mut stream, rotary) = self.enter(input.into())?;
+        let operands = Operands::in_compute_type();
+        self.hidden_with(input.into(), |_| &operands)
+    }
+
+    /// As [`Llama::hidden`], with the linear layers' precision of each block.
+    fn hidden_with<'a>(
+        &'a self,
+        input: Input<'_>,
+        operands: impl Fn(&'a Block) -> &'a Operands,
+    ) -> Result<Tensor> {
+        let (mut stream, rotary) = self.enter(input)?;
         for block in &self.blocks {
-            stream = block.forward(stream, &rotary, None)?;
+            stream = block.forward(stream, &rotary, operands(block), None)?;
         }
         Ok(self.norm.enter(&stream)?.1)
     }
@@ -151,10 +161,10 @@ impl Llama {
     /// As [`Llama::hidden`].
     pub fn selected<'a>(&self, input: impl Into<Input<'a>>) -> Result<Option<Selected>> {
         let (mut stream, rotary) = self.enter(input.into())?;
-        let mut layers = Vec::new();
+        let (operands, mut layers) = (Operands::in_compute_type(), Vec::new());
         for block in &self.blocks {
             layers.extend(block.selected(&stream, &rotary)?);
-            stream = block.forward(stream, &rotary, None)?;
+            stream = block.forward(stream, &rotary, &operands, None)?;
         }
         Ok(Selected::mean(&layers))
     }
@@ -176,11 +186,13 @@ impl Llama {
     }
 
     /// Mean cross-entropy of `targets`, which are the ids one position later, as an f32 scalar.
+    /// Linear layers have the precision of validation.
     ///
     /// # Errors
     /// As [`Llama::hidden`].
     pub fn loss<'a>(&self, input: impl Into<Input<'a>>, targets: &Tensor) -> Result<Tensor> {
-        self.loss_of(&self.hidden(input)?, &targets.flatten_all()?)
+        let hidden = self.hidden_with(input.into(), |block| &block.in_evaluation)?;
+        self.loss_of(&hidden, &targets.flatten_all()?)
     }
 
     /// Returns the loss, including the z-loss if there is one, and adds its gradients to the gradients of the

@@ -3,7 +3,7 @@
 //!
 //! If several ranks train, each rank owns one shard of every piece: only this rank stores the shard's f32 weights and
 //! moments, and updates them (ZeRO-1, arXiv 1910.02054, section 5.1). Every rank stores all gradients and all weights
-//! in the compute type.
+//! in the type that training reads: the compute type, or FP8.
 
 mod arrivals;
 mod draw;
@@ -33,7 +33,7 @@ use arrivals::Arrivals;
 use matrices::matrices_of;
 use scales::rescale;
 pub use values::Expanded;
-use values::{Values, gather_fp8};
+use values::{Values, quantize_shards};
 pub use weight::Weight;
 use weight::{Quantized, Source};
 
@@ -61,6 +61,9 @@ pub struct Parameters {
     updates: Arc<AtomicU64>,
     /// Weights in FP8, shared by all models of these parameters.
     quantized: Rc<Quantized>,
+    /// Sums of the initial weights of each piece in FP8, if ranks share it: each rank quantizes only its shard, so ranks
+    /// that read different files would have the same FP8 values.
+    initial: Vec<f64>,
     /// Scales of FP8 operands with delayed scaling, which are computed from earlier steps.
     scales: OnceLock<Arc<Fp8Scales>>,
 }
@@ -136,7 +139,7 @@ impl Parameters {
         let mesh = trained.map_or(Mesh::ALONE, |trained| trained.ranks.mesh());
         let moments = trained.map_or_else(Moments::default, |trained| trained.moments);
         let layout = Layout::new(&specs, mesh, moments.whole_matrices);
-        let mut held = Vec::with_capacity(layout.pieces.len());
+        let (mut held, mut initial) = (Vec::with_capacity(layout.pieces.len()), Vec::new());
         for piece in &layout.pieces {
             let (start, len) = (piece.range.start, piece.range.len());
             let own = mesh.shard.part_of(len);
@@ -167,6 +170,9 @@ impl Parameters {
             }
             state[..own.len()].copy_from_slice(&whole[own.clone()]);
             let of_rows = matrices::initial_rows(&specs, &layout, piece, moments.rows, values.rows)?;
+            if piece.common.fp8 && own.len() < len {
+                initial.extend(sums_of(&whole));
+            }
             let make = || -> Result<Held> {
                 let rows = state.len() / own.len();
                 let state = Tensor::from_vec(state, (rows, own.len()), device)?;
@@ -200,17 +206,23 @@ impl Parameters {
             filled,
             updates,
             quantized: Rc::default(),
+            initial,
             scales,
         };
-        parameters.gather_fp8(&group).map_err(during(failed()))?;
+        let gather = || parameters.gather(quantize_shards(&parameters.fp8_pieces(), &group)?, &group);
+        gather().map_err(during(failed()))?;
         Ok(parameters)
     }
 
-    fn gather_fp8(&self, group: &Group) -> Result<()> {
+    /// Starts the all-gathers of pieces, in the order of a forward. For each piece: its index, this rank's part, and the
+    /// tensor that is gathered.
+    fn gather(&self, mut pieces: Vec<(usize, Tensor, Tensor)>, group: &Group) -> Result<()> {
         let order = self.layout.forward_order();
-        let mut pieces: Vec<_> = self.fp8_pieces().collect();
-        pieces.sort_by_key(|(n, _)| order.iter().position(|other| other == n));
-        gather_fp8(&pieces, group, &self.arrivals)
+        pieces.sort_by_key(|(n, ..)| order.iter().position(|other| other == n));
+        for (n, part, values) in pieces {
+            self.arrivals.start(n, group.gather(&part, &values)?);
+        }
+        Ok(())
     }
 
     /// A parameter as the model uses it.
@@ -252,7 +264,7 @@ impl Parameters {
         let gradient = self.gradients.as_ref().map(|all| view(all, at)).transpose()?;
         let (arrivals, updates, quantized) =
             (self.arrivals.clone(), self.updates.clone(), self.quantized.clone());
-        Ok(Weight { source, at, piece, arrivals, gradient, filled, updates, quantized })
+        Ok(Weight { source, at, rows, piece, arrivals, gradient, filled, updates, quantized })
     }
 
     fn place(&self, name: &str) -> Result<(usize, usize)> {
@@ -338,10 +350,7 @@ impl Parameters {
         self.scales.get().map_or(Ok(()), |scales| rescale(scales, ranks))?;
         self.arrivals.wait_for_all()?;
         let (shards, mut later) = (ranks.shards(), Vec::new());
-        let gather = |(n, part, values): (usize, Tensor, &Tensor)| -> Result<()> {
-            self.arrivals.start(n, shards.gather(&part, values)?);
-            Ok(())
-        };
+        let fp8_pieces = self.fp8_pieces();
         for n in self.layout.forward_order() {
             let (piece, Held { values, state, rows }) = (&self.layout.pieces[n], &self.held[n]);
             let gradient = self.own(self.gradients()?, n)?;
@@ -361,23 +370,35 @@ impl Parameters {
                 ranks: shards,
             });
             update(&Shard { state, gradient: &gradient, copy: copy.as_ref(), decays, matrices })?;
-            if let Values::Stored(values) = values
-                && self.mesh.shard.of > 1
-            {
-                let updated = (n, copy.map_or_else(|| state.get(0), Ok)?, values);
-                // While hidden matrices (`apart`) are updated, the ranks exchange Muon's directions. This exchange
-                // would queue behind all-gathers, so the all-gathers of hidden matrices start last.
-                if piece.common.apart { later.push(updated) } else { gather(updated)? }
+            match values {
+                Values::Stored(values) if self.mesh.shard.of > 1 => {
+                    let updated = (n, copy.map_or_else(|| state.get(0), Ok)?, values.clone());
+                    // While hidden matrices (`apart`) are updated, the ranks exchange Muon's directions; for pieces in
+                    // FP8 they exchange largest values. These exchanges would queue behind all-gathers that have
+                    // started.
+                    match piece.common.apart || !fp8_pieces.is_empty() {
+                        true => later.push(updated),
+                        false => self.gather(vec![updated], shards)?,
+                    }
+                }
+                Values::Stored(_) => {}
+                Values::Fp8(piece) => piece.forget_expanded(),
             }
         }
-        later.into_iter().try_for_each(gather)?;
-        self.gather_fp8(shards)
+        later.extend(quantize_shards(&fp8_pieces, shards)?);
+        self.gather(later, shards)
     }
 
     /// Number of elements of all parameters, including the padding between them.
     pub fn elements(&self) -> usize {
         self.layout.len()
     }
+}
+
+/// The sum, and the sum of squares.
+fn sums_of(values: &[f32]) -> [f64; 2] {
+    let all = values.iter().map(|x| f64::from(*x));
+    [all.clone().sum(), all.map(|x| x * x).sum()]
 }
 
 /// The slices at ranges that do not overlap, in ascending order.

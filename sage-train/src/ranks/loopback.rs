@@ -6,13 +6,16 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::Duration;
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use safetensors::View;
 
 use super::greeting::{Greeted, Greetings};
 use super::meeting::Meeting;
 use super::transport::{Swap, Transfer, Transport, left_to_the_watch};
 use crate::during;
+
+/// NaN in both formats of FP8.
+const FP8_NAN: u8 = 0x7f;
 
 /// Connections to all other ranks.
 #[derive(Debug)]
@@ -93,7 +96,10 @@ impl Transport for Loopback {
             received.map_err(|error| left_to_the_watch(during("another rank cannot be reached")(error)))?;
         for (comes, bytes) in swaps.iter().flat_map(|swap| &swap.comes).zip(received.into_iter().flatten()) {
             let came = Tensor::from_raw_buffer(&bytes, comes.dtype(), comes.dims(), &Device::Cpu)?;
-            let unread = Tensor::full(f32::NAN, comes.dims(), &Device::Cpu)?.to_dtype(comes.dtype())?;
+            let unread = match comes.dtype() {
+                DType::U8 => Tensor::full(FP8_NAN, comes.dims(), &Device::Cpu)?,
+                float => Tensor::full(f32::NAN, comes.dims(), &Device::Cpu)?.to_dtype(float)?,
+            };
             comes.slice_set(&unread, 0, 0)?;
             self.coming.borrow_mut().push((number, comes.clone(), came));
         }

@@ -103,6 +103,9 @@ pub fn check_parallel(config: &Config, ranks: usize, context: usize) -> Result<(
 
 fn check_context(config: &Config, ranks: usize, context: usize) -> Result<()> {
     let model = &config.model;
+    let part = model.context / context.max(1);
+    model.linear.check("micro-batch x context / context-parallel", config.micro_batch * part)?;
+    model.linear_in_evaluation.check("context / context-parallel", part)?;
     let wrong = |got: String, allowed: String| {
         Err(Error::new("a sequence cannot be split into this many parts")
             .got(format!("--context-parallel {context}, {got}"))

@@ -329,7 +329,7 @@ impl Run<'_> {
             self.progress.say("training has finished; the last checkpoint is being saved");
         }
         self.warn_of_unread(Verification::end)?;
-        let expanded = self.trainer.expand()?;
+        let expanded = (config.sample_tokens > 0).then(|| self.trainer.expand()).transpose()?;
         if self.ranks.rank().is_first() {
             self.ranks.words().while_others_wait("the sample", || self.show())?;
         }

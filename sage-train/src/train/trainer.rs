@@ -131,7 +131,10 @@ impl<'a> Trainer<'a> {
         if self.ranks.rank().of == 1 {
             return Ok(());
         }
-        let own = self.parameters.checksums().map_err(during("cannot compare the weights of the ranks"))?;
+        let own = self
+            .parameters
+            .checksums(self.ranks)
+            .map_err(during("cannot compare the weights of the ranks"))?;
         let Some(rank) = other_than_first(&self.ranks.gather(&own, self.device)?) else { return Ok(()) };
         Err(Error::failed(format!("rank {rank} has other weights than rank 0 after step {step}"))
             .got("checksums that are not bit-identical")

@@ -105,7 +105,8 @@ fn ranks_have_the_same_codes() {
     let scratch = Scratch::new();
     for (scaling, limit) in [("current", 1e-6), ("delayed", 1e-3)] {
         let batch = ["--tokens-per-step", "512", "--micro-batch", "2"];
-        let flags = [&["--linear", "fp8", "--linear-scaling", scaling][..], &batch].concat();
+        let schedule = ["--schedule", "constant", "--warmup-steps", "0"];
+        let flags = [&["--linear", "fp8", "--linear-scaling", scaling][..], &batch, &schedule].concat();
         let on_two = [&flags[..], &["--gpus", "2", "--device", "cpu"]].concat();
         let named = |name: &str| format!("{name}-{scaling}");
         let one = train(&scratch, &named("one"), &flags);
@@ -114,9 +115,51 @@ fn ranks_have_the_same_codes() {
         // The scale of a weight follows from its parts on both ranks. A loss does not depend on the other ranks.
         assert!(scaling != "current" || one[0].0 == two[0].0, "{:?} {:?}", one[0], two[0]);
         assert_eq!(train(&scratch, &named("again"), &on_two), two);
-        // Any number of ranks can resume the run.
+        // Any number of ranks can resume it. One rank quantizes whole matrices, and so has the FP8 values that two ranks
+        // gather after an update.
+        let longer = [&on_two[..], &["--steps", "8"]].concat();
+        let longer = train(&scratch, &named("longer"), &longer);
         scratch.ok(&["--resume", &format!("runs/{}", named("two")), "--steps", "8"]);
+        let resumed = course(&scratch, &named("two"));
+        assert!(scaling != "current" || resumed[6].0 == longer[6].0, "{:?} {:?}", resumed[6], longer[6]);
     }
+}
+
+/// Several pieces in FP8, Muon's pieces, a separate output matrix and a validation, on ranks of two nodes.
+#[test]
+fn pieces_in_fp8_are_gathered() {
+    let scratch = Scratch::new();
+    let batch = ["--tokens-per-step", "1k", "--micro-batch", "2", "--piece-mb", "0.02", "--eval-every", "3"];
+    let head =
+        ["--linear", "fp8", "--linear-head", "fp8", "--linear-scaling", "current", "--vocab-size", "272"];
+    for (name, more) in [
+        ("adamw", &["--untied", "on", "--linear-eval", "fp8"][..]),
+        ("muon", &["--optimizer", "muon", "--linear-bf16-layers", "1"]),
+    ] {
+        let flags = [&head[..], &batch, more].concat();
+        let one = train(&scratch, name, &flags);
+        let two = format!("{name}-2");
+        let several = train(&scratch, &two, &[&flags[..], &["--gpus", "2", "--device", "cpu"]].concat());
+        assert_eq!(one[0].0, several[0].0, "{name}");
+        for (step, (one, several)) in one.iter().zip(&several).enumerate() {
+            assert!((one.0 / several.0 - 1.0).abs() < 1e-3, "{name}, step {step}: {one:?} {several:?}");
+        }
+        let validated = |run: &str| scratch.metrics(run)[5].val_loss.expect("a validation");
+        assert!((validated(name) / validated(&two) - 1.0).abs() < 1e-3, "{name}");
+    }
+}
+
+/// A window's samples are computed without a cache, and validation has single sequences.
+#[test]
+fn validation_in_fp8_needs_multiples_of_16() {
+    let scratch = Scratch::new();
+    let fp8 = ["--linear", "fp8", "--linear-eval", "fp8", "--steps", "3", "--sample-tokens", "3"];
+    let window = ["--attn", "sla2-window", "--sla2-blocks", "1", "--sla2-block", "16", "--name", "window"];
+    scratch.ok(&small(&[&fp8[..], &window].concat()));
+    let error = scratch.fails(&small(
+        &[&fp8[..], &["--context", "40", "--micro-batch", "2", "--tokens-per-step", "320"]].concat(),
+    ));
+    assert!(error.contains("context does not fit FP8 matmuls"), "{error}");
 }
 
 #[test]

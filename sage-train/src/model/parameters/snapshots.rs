@@ -14,29 +14,34 @@ const SLICE: usize = 1 << 23;
 
 impl Parameters {
     /// Numbers that are bit-identical on all ranks with the same weights: for each tensor of weights that the ranks
-    /// gathered, the sum of squares of w, and of w + 1, which also depends on the signs.
+    /// gathered, and for the f32 weights of each piece in FP8, the sum of squares of w, and of w + 1, which also depends
+    /// on the signs. All ranks must call it together.
     ///
     /// # Errors
-    /// When memory is short for a slice in f32.
-    pub fn checksums(&self) -> Result<Vec<f64>> {
+    /// When memory is short for a slice in f32, or a rank cannot be reached.
+    pub fn checksums(&self, ranks: &Ranks) -> Result<Vec<f64>> {
         self.arrivals.wait_for_all()?;
-        let mut sums = Vec::with_capacity(2 * self.held.len());
-        let all = self.held.iter().flat_map(|held| match &held.values {
-            Values::Stored(values) => vec![values.clone()],
-            Values::Fp8(piece) => piece.tensors(),
-        });
-        for values in all {
-            let len = values.elem_count();
-            // In slices, because memory may not hold a second copy of all weights.
-            let (mut squares, mut shifted) = (0.0, 0.0);
-            for first in (0..len).step_by(SLICE) {
-                let slice = values.narrow(0, first, SLICE.min(len - first))?.to_dtype(DType::F32)?;
-                squares += ops::sum_of_squares(&slice)?.to_scalar::<f64>()?;
-                shifted += ops::sum_of_squares(&slice.affine(1.0, 1.0)?)?.to_scalar::<f64>()?;
+        let (mut all, mut own) = (self.initial.clone(), Vec::new());
+        for held in &self.held {
+            match &held.values {
+                Values::Stored(values) => all.extend(sums(values)?),
+                Values::Fp8(piece) => {
+                    for tensor in piece.tensors() {
+                        all.extend(sums(&tensor)?);
+                    }
+                    own.extend(sums(&held.state.get(0)?)?);
+                }
             }
-            sums.extend([squares, shifted]);
         }
-        Ok(sums)
+        let shards = ranks.shards();
+        if own.is_empty() || shards.rank().of == 1 {
+            return Ok([all, own].concat());
+        }
+        let device = self.gradients()?.device();
+        let of_shards = Tensor::zeros(own.len() * shards.rank().of, DType::F64, device)?;
+        shards.wait(shards.gather(&Tensor::new(own, device)?, &of_shards)?)?;
+        all.extend(of_shards.to_vec1::<f64>()?);
+        Ok(all)
     }
 
     /// A copy of all weights in host memory on rank 0, which does not change while training continues. Returns `None`
@@ -91,6 +96,19 @@ impl Parameters {
         let scales = self.scales.get().map_or_else(|| Ok(Vec::new()), |scales| scales.state())?;
         Ok(Snapshot { specs, layout, moments: self.moments, held, rows: Vec::new(), scales })
     }
+}
+
+/// The sums of squares of w and of w + 1.
+fn sums(values: &Tensor) -> Result<[f64; 2]> {
+    let len = values.elem_count();
+    let mut sums = [0.0; 2];
+    // In slices, because memory may not hold a second copy of all weights.
+    for first in (0..len).step_by(SLICE) {
+        let slice = values.narrow(0, first, SLICE.min(len - first))?.to_dtype(DType::F32)?;
+        sums[0] += ops::sum_of_squares(&slice)?.to_scalar::<f64>()?;
+        sums[1] += ops::sum_of_squares(&slice.affine(1.0, 1.0)?)?.to_scalar::<f64>()?;
+    }
+    Ok(sums)
 }
 
 /// Copies in every case, also from a CPU tensor.

@@ -9,7 +9,6 @@ use candle_sage::fp8::Fp8Format;
 use candle_sage::ops::{self, Fp8Copies, Fp8Matrix};
 
 use super::Parameters;
-use super::arrivals::Arrivals;
 use super::scales::largest_of;
 use crate::model::pieces::overlap;
 use crate::ranks::{Group, Ranks};
@@ -64,8 +63,8 @@ pub(super) struct Fp8Piece {
     own: (Range<usize>, Tensor),
     /// FP8 values of the whole piece, u8, and the scale of each matrix, if other ranks own parts of the piece.
     gathered: Option<(Tensor, RefCell<Tensor>)>,
-    /// The whole piece in the compute type.
-    expanded: RefCell<Option<Tensor>>,
+    /// The whole piece in the compute type, and the number of [`Expanded`] that need it.
+    expanded: RefCell<Option<(Tensor, usize)>>,
 }
 
 impl Fp8Piece {
@@ -105,7 +104,7 @@ impl Fp8Piece {
     /// The weights at `range` in the compute type.
     pub(super) fn expanded(&self, range: &Range<usize>, dims: &[usize]) -> Result<Tensor> {
         match &*self.expanded.borrow() {
-            Some(all) => all.narrow(0, range.start, range.len())?.reshape(dims),
+            Some((all, _)) => all.narrow(0, range.start, range.len())?.reshape(dims),
             None => candle_core::bail!(
                 "these weights exist only in FP8; hint: `Parameters::expand` copies them in the compute type"
             ),
@@ -127,6 +126,10 @@ impl Fp8Piece {
     }
 
     fn expand(&self, group: &Group) -> Result<()> {
+        if let Some((_, needed)) = &mut *self.expanded.borrow_mut() {
+            *needed += 1;
+            return Ok(());
+        }
         let own = self.own.1.to_dtype(self.dtype)?;
         let all = match group.rank().of {
             1 => own,
@@ -136,21 +139,38 @@ impl Fp8Piece {
                 all
             }
         };
-        self.expanded.replace(Some(all));
+        self.expanded.replace(Some((all, 1)));
         Ok(())
+    }
+
+    fn release(&self) {
+        let mut expanded = self.expanded.borrow_mut();
+        if let Some((_, needed)) = &mut *expanded {
+            *needed -= 1;
+        }
+        expanded.take_if(|(_, needed)| *needed == 0);
+    }
+
+    /// Frees the copy in the compute type, because an update has changed the weights.
+    pub(super) fn forget_expanded(&self) {
+        self.expanded.take();
     }
 }
 
-/// Quantizes this rank's parts of the pieces and starts the all-gathers of their FP8 values. The scales follow from the
-/// largest values of all ranks, so the FP8 values are those of [`Fp8Matrix::quantize`] for the whole matrix.
-pub(super) fn gather_fp8(pieces: &[(usize, &Fp8Piece)], group: &Group, arrivals: &Arrivals) -> Result<()> {
+/// Quantizes this rank's parts of the pieces. Returns what [`Parameters::gather`] needs; nothing if no other rank owns
+/// parts. The scales follow from the largest values of all ranks, so the FP8 values are those of [`Fp8Matrix::quantize`]
+/// for the whole matrix. (With a NaN in a matrix the scales may differ, but not the NaN.)
+pub(super) fn quantize_shards(
+    pieces: &[(usize, &Fp8Piece)],
+    group: &Group,
+) -> Result<Vec<(usize, Tensor, Tensor)>> {
     if group.rank().of == 1 || pieces.is_empty() {
-        return Ok(());
+        return Ok(Vec::new());
     }
     let largest = pieces.iter().map(|(_, piece)| ops::fp8_largest(&piece.own.1, &piece.parts()));
     let largest = Tensor::cat(&largest.collect::<Result<Vec<_>>>()?, 0)?;
     let all_scales = ops::fp8_scales(&largest_of(&largest, group)?, FORMAT)?;
-    let mut first = 0;
+    let (mut first, mut quantized) = (0, Vec::with_capacity(pieces.len()));
     for (n, piece) in pieces {
         let Some((codes, scales)) = &piece.gathered else { candle_core::bail!("made for one rank") };
         scales.replace(all_scales.narrow(0, first, piece.matrices.len())?);
@@ -158,9 +178,9 @@ pub(super) fn gather_fp8(pieces: &[(usize, &Fp8Piece)], group: &Group, arrivals:
         let (range, weights) = &piece.own;
         let own = codes.narrow(0, range.start, range.len())?;
         ops::fp8_quantize_parts(&own, weights, &piece.parts(), &scales.borrow(), FORMAT)?;
-        arrivals.start(*n, group.gather(&own, codes)?);
+        quantized.push((*n, own, codes.clone()));
     }
-    Ok(())
+    Ok(quantized)
 }
 
 /// Copies of all weights in the compute type, which forwards outside of training read; freed with this value.
@@ -174,17 +194,17 @@ impl Parameters {
     /// # Errors
     /// When memory is short, or a rank cannot be reached.
     pub fn expand(&self, ranks: &Ranks) -> Result<Expanded<'_>> {
-        let expanded = Expanded(self);
-        self.fp8_pieces().try_for_each(|(_, piece)| piece.expand(ranks.shards()))?;
-        Ok(expanded)
+        self.fp8_pieces().iter().try_for_each(|(_, piece)| piece.expand(ranks.shards()))?;
+        Ok(Expanded(self))
     }
 
     /// The pieces in FP8, with their indices.
-    pub(super) fn fp8_pieces(&self) -> impl Iterator<Item = (usize, &Fp8Piece)> {
-        self.held.iter().enumerate().filter_map(|(n, held)| match &held.values {
+    pub(super) fn fp8_pieces(&self) -> Vec<(usize, &Fp8Piece)> {
+        let pieces = self.held.iter().enumerate().filter_map(|(n, held)| match &held.values {
             Values::Stored(_) => None,
             Values::Fp8(piece) => Some((n, &**piece)),
-        })
+        });
+        pieces.collect()
     }
 }
 
@@ -197,6 +217,6 @@ impl Expanded<'_> {
 
 impl Drop for Expanded<'_> {
     fn drop(&mut self) {
-        self.0.fp8_pieces().for_each(|(_, piece)| drop(piece.expanded.take()));
+        self.0.fp8_pieces().iter().for_each(|(_, piece)| piece.release());
     }
 }

@@ -14,8 +14,8 @@ use candle_sage::ops::{Fp8Copies, Fp8Matrix};
 use super::arrivals::Arrivals;
 use super::values::Fp8Piece;
 
-/// Weights in FP8, by their first element in the layout, with the number of the update after which they were quantized.
-pub(super) type Quantized = RefCell<HashMap<usize, (u64, Fp8Matrix)>>;
+/// Weights in FP8, by their first element in the layout and their number of rows, with the number of the update after which they were quantized.
+pub(super) type Quantized = RefCell<HashMap<(usize, usize), (u64, Fp8Matrix)>>;
 
 /// A parameter of a model, or several adjacent matrices as one: its value, and its gradient if it is trained.
 #[derive(Debug, Clone)]
@@ -23,6 +23,8 @@ pub struct Weight {
     pub(super) source: Source,
     /// The first element in the layout of all parameters.
     pub(super) at: usize,
+    /// The first dimension.
+    pub(super) rows: usize,
     /// The index of the piece that contains the value.
     pub(super) piece: usize,
     pub(super) arrivals: Rc<Arrivals>,
@@ -71,7 +73,8 @@ impl Weight {
     /// When the value is not a matrix, or the device fails.
     pub(in crate::model) fn quantized(&self) -> Result<Fp8Matrix> {
         let update = self.updates.load(Ordering::Relaxed);
-        if let Some((of, matrix)) = self.quantized.borrow().get(&self.at)
+        let key = (self.at, self.rows);
+        if let Some((of, matrix)) = self.quantized.borrow().get(&key)
             && *of == update
         {
             return Ok(matrix.clone());
@@ -84,7 +87,7 @@ impl Weight {
                 piece.quantized(range, (rows, columns))?
             }
         };
-        self.quantized.borrow_mut().insert(self.at, (update, matrix.clone()));
+        self.quantized.borrow_mut().insert(key, (update, matrix.clone()));
         Ok(matrix)
     }
 

@@ -9,6 +9,7 @@ use sage_train::device::Place;
 use sage_train::metrics::Outcome;
 use sage_train::model::{LinearPrecision, Llama, LlamaConfig, Parameters, Recompute, Scaling};
 use sage_train::quantity::Quantity;
+use sage_train::ranks::Ranks;
 use sage_train::settings::{Attn, LinearSetting, Settings, Switch};
 use sage_train::train::{self, Begin};
 
@@ -65,6 +66,7 @@ fn cuda_gradients_are_those_of_the_cpu() -> Result<()> {
                 let model = Llama::new(&config, &parameters, device)?;
                 let (ids, targets) = batch(&config, device)?;
                 let loss = model.train(&ids, &targets)?.to_scalar::<f32>()?;
+                let _expanded = parameters.expand(&Ranks::alone())?;
                 let forward = model.loss(&ids, &targets)?.to_scalar::<f32>()?;
                 // A forward without a backward is in the compute type.
                 assert!(
