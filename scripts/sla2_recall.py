@@ -31,7 +31,11 @@ WORDS, _, CONTEXT, _, _, _ = STAGES[-1]
 MODEL = "--preset mini --layers 4 --width 256 --heads 4 --eval-tokens 128k --sample-tokens 0".split()
 DASHES = {"window": "5 4", "identity": "2 3", "sparse": "12 3"}
 ARMS = "fpa,sla2:3,sla2-identity:3,sla2-sparse:3,sla2-window:3"
-ROW = re.compile(r"^(after story|suddenly)\s+(\d+) (?:to (\d+)|and more)\s+(\d+)\s+([\d.]+) %", re.MULTILINE)
+ROW = re.compile(
+    r"^(announced|unannounced|after story|suddenly)\s+(\d+) (?:to (\d+)|and more)\s+(\d+)\s+([\d.]+) %", re.MULTILINE
+)
+# The kinds of questions as `eval --recall` prints them, and their names in the CSV files, which earlier versions printed.
+ASKED = {"announced": "after story", "unannounced": "suddenly"}
 
 
 class Lab:
@@ -92,7 +96,8 @@ class Lab:
         answers = run / "recall.txt"
         if not answers.exists():
             answers.write_text(self.call("eval", run, "--recall", WORDS, "--tokens", "4m"))
-        return [(arm, seed, *row) for row in ROW.findall(answers.read_text())]
+        found = ROW.findall(answers.read_text())
+        return [(arm, seed, ASKED.get(asked, asked), *row) for asked, *row in found]
 
 
 def report(rows):

@@ -234,7 +234,8 @@ impl Packed {
     /// # Panics
     /// When `channels` is 0, or `values` is not a whole number of rows.
     pub fn new(values: &[f32], channels: usize, axis: Axis) -> Self {
-        assert!(channels > 0 && values.len().is_multiple_of(channels), "rows of {channels}");
+        let is_whole = channels > 0 && values.len().is_multiple_of(channels);
+        assert!(is_whole, "{} values are not whole rows of {channels} channels", values.len());
         let rows = values.len() / channels;
         let row_bytes = channels.div_ceil(2);
         let mut codes = vec![0; rows * row_bytes];

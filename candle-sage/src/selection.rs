@@ -71,7 +71,7 @@ impl Selection {
             return Err(Error::new("the block of queries does not exist")
                 .got(format!("segment {segment}, key head {key_head}, block {block}"))
                 .allowed(format!(
-                    "{} segments, {} key heads, and in a segment as many blocks as its queries need: {:?}",
+                    "{} segments, {} key heads, blocks per segment: {:?}",
                     self.blocks.segments.len(),
                     self.blocks.key_heads,
                     (0..self.blocks.segments.len()).map(|n| self.blocks.query_blocks(n)).collect::<Vec<_>>()

@@ -195,7 +195,7 @@ impl Sla2 {
         let shape = self.attention.shape([q, k, k])?;
         let blocks = Blocks::new(&shape, self.block)?;
         if self.count == 0 && !shape.causal() {
-            return Err(Error::new("nothing would be selected")
+            return Err(Error::new("`blocks` must be at least 1 without a causal mask")
                 .got("0 blocks without a causal mask")
                 .allowed("at least 1 block")
                 .hint("without a causal mask no block is always included")
@@ -203,10 +203,10 @@ impl Sla2 {
         }
         if self.nearest > self.count || self.nearest > 0 && !shape.causal() {
             let mask = if shape.causal() { "a causal mask" } else { "no causal mask" };
-            return Err(Error::new("the nearest blocks cannot be listed")
+            return Err(Error::new("`nearest` is out of range")
                 .got(format!("{} nearest of {} blocks, {mask}", self.nearest, self.count))
-                .allowed("with a causal mask, at most the number of blocks")
-                .hint("they count towards `blocks`; the router selects the others")
+                .allowed("0 to the number of blocks with a causal mask, 0 without one")
+                .hint("nearest blocks count towards `blocks`; the router selects the others")
                 .into());
         }
         if self.pool == Some(0) {

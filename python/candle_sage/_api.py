@@ -75,13 +75,16 @@ def attention(
     for name, x in (("scale", scale), ("softcap", softcap), ("alibi_slopes", alibi_slopes)):
         if isinstance(x, torch.Tensor) and x.requires_grad:
             raise _error(
-                f"{name} has no gradient", "a tensor that requires a gradient", "a number, or a tensor without a gradient",
+                f"{name} does not support gradients", "a tensor that requires a gradient", "a number, or a tensor without a gradient",
                 "multiply the query by a learned scale, and pass scale=1.0" if name == "scale" else f"`{name}.detach()`",
             )
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise _error("a window is a pair", window, "(left, right), of numbers or None", "(255, 0) sees 256 keys with its own")
+        raise _error(
+            "window is not a pair", window, "(left, right), of numbers or None",
+            "with (255, 0) a query sees 255 keys before it and its own",
+        )
     if cu_seqlens_k is not None and cu_seqlens_q is None:
-        raise _error("lengths of keys without lengths of queries", "cu_seqlens_k", "both, or only cu_seqlens_q", "pass cu_seqlens_q")
+        raise _error("cu_seqlens_k needs cu_seqlens_q", "only cu_seqlens_k", "both, or only cu_seqlens_q", "pass cu_seqlens_q")
     narrow = value.shape[-1] if value.dim() == query.dim() and scheme != "fpa" else None
     if narrow is not None and narrow != query.shape[-1]:
         # Only "fpa" has kernels for values of a different width. Channels of zeros change nothing.
@@ -95,7 +98,10 @@ def attention(
         query, key, value = (x if x.dtype == torch.float64 else x.to(to) for x in (query, key, value))
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     if blocks is not None and cu_seqlens_q is not None:
-        raise _error("selected blocks of packed documents", "blocks and cu_seqlens_q", "one of them", "use a batch of documents of equal length")
+        raise _error(
+            "selected blocks are not supported with packed documents", "blocks and cu_seqlens_q", "one of them",
+            "use a batch of documents of equal length",
+        )
     lists = None if blocks is None else _ops.lists_of(blocks, query, key, causal)
     tracked = any(x is not None and x.requires_grad for x in (query, key, value, sinks))
     # Log-sum-exps are a part of the state for a backward.

@@ -49,7 +49,7 @@ def _encode(scheme, causal, left, right, scale, softcap, deterministic, *words):
     left, right = (-1 if n is None else int(n) for n in (left, right))
     text = f"{scheme};{causal};{left};{right};{'' if scale is None else scale};{softcap};{deterministic};{settings}"
     if text.count(";") != 7 + len(words) // 2:
-        raise _error("a semicolon in a setting", text, "names and values without it", "one argument for each setting")
+        raise _error("a setting contains a semicolon", text, "names and values without semicolons", "one argument for each setting")
     return text
 
 

@@ -70,7 +70,10 @@ class SLA2(nn.Module):
             allowed = f"0 to {blocks}, the number of blocks" if causal else "0 without a causal mask"
             raise _error("the nearest blocks cannot be selected", nearest, allowed, "`nearest` counts towards `blocks`")
         if key_heads < 1 or query_heads % key_heads:
-            raise _error("the heads do not divide", f"{query_heads} query heads, {key_heads} key heads", "a multiple of the key heads", "equal numbers are usual")
+            raise _error(
+                "query_heads is not a multiple of key_heads", f"{query_heads} query heads, {key_heads} key heads",
+                "key_heads of at least 1, and query_heads a multiple of it", "equal numbers are usual",
+            )
         self.query_router = nn.Parameter(torch.eye(head_dim).repeat(key_heads, 1, 1))
         self.key_router = nn.Parameter(torch.eye(head_dim).repeat(key_heads, 1, 1))
         self.theta = nn.Parameter(torch.full((query_heads,), 2.0))

@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_an_error():
         with pytest.raises(ValueError, match=message) as error:
             SLA2(2, 1, 64, **arguments)
         assert "hint:" in str(error.value)
-    with pytest.raises(ValueError, match="do not divide"):
+    with pytest.raises(ValueError, match="not a multiple of key_heads"):
         SLA2(3, 2, 64)
     module, x = SLA2(2, 2, 64, causal=True), torch.zeros(1, 8, 2, 64)
     with pytest.raises(ValueError, match="does not fit this SLA2"):

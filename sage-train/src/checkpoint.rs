@@ -184,7 +184,7 @@ impl Checkpoints {
     /// Waits until the checkpoint that was started is on the disk.
     pub(crate) fn wait(&mut self) -> Result<()> {
         let Some(writing) = self.writing.take() else { return Ok(()) };
-        writing.join().unwrap_or_else(|_| Err(Error::failed("the thread that writes checkpoints died")))
+        writing.join().unwrap_or_else(|_| Err(Error::failed("the thread that writes checkpoints panicked")))
     }
 }
 
@@ -212,7 +212,7 @@ fn write(
     // A panic becomes an error too, so that the other ranks always receive the outcome of this rank.
     let work = || snapshot.and_then(|snapshot| write_state(&partial, &snapshot, words.rank()));
     let own = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work))
-        .unwrap_or_else(|_| Err(Error::failed("the thread that writes checkpoints died")));
+        .unwrap_or_else(|_| Err(Error::failed("the thread that writes checkpoints panicked")));
     let report = match &own {
         Ok(file) => Ok(file.clone()),
         Err(error) => Err(error.to_string()),
@@ -284,8 +284,8 @@ fn finish(
     if let Some(missing) = files.iter().find(|file| !there(file)) {
         return Err(Error::failed("another rank's file is not on rank 0's disk")
             .got(format!("no {} of {} bytes in {}", missing.name, missing.bytes, partial.display()))
-            .allowed("one folder that all machines share")
-            .hint("--out names it"));
+            .allowed("the files of all ranks in one folder")
+            .hint("set --out to a folder that all machines share"));
     }
     let about =
         serde_json::to_string_pretty(&About::new(step, belongs, files, scales)).expect("plain values");
@@ -382,10 +382,10 @@ impl FoundCheckpoint {
         let (lock, step) = found.ok_or_else(|| {
             Error::new("no checkpoint to resume from")
                 .got(path.display())
-                .allowed(format!("the folder of a run with {FOLDER} in it, or one of these"))
+                .allowed(format!("a run's folder that contains `{FOLDER}`, or one checkpoint folder"))
                 .hint(
-                    "a run writes checkpoints every --checkpoint-every steps, at its end, and when it is interrupted; a run \
-                     without any starts again by its own command with --name NAME --resume auto",
+                    "a run writes checkpoints every --checkpoint-every steps, at its end, and when it is interrupted; \
+                     without a checkpoint, repeat the run's command with --name NAME --resume auto",
                 )
         })?;
         Self::checked(lock, path.to_owned(), folder.join(name(step)), rank)

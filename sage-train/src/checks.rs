@@ -13,7 +13,7 @@ pub fn above_zero(name: &str, value: f64) -> Result<f64> {
     Err(Error::new(format!("{name} is out of range"))
         .got(value)
         .allowed("a number above 0 that f32 can hold")
-        .hint(format!("--{name}")))
+        .hint(format!("set --{name} to an allowed value")))
 }
 
 /// Checks that a number is in a closed interval.
@@ -27,7 +27,7 @@ pub fn in_range<T: PartialOrd + std::fmt::Display>(name: &str, value: T, low: T,
     Err(Error::new(format!("{name} is out of range"))
         .got(value)
         .allowed(format!("{low} to {high}"))
-        .hint(format!("--{name}")))
+        .hint(format!("set --{name} to an allowed value")))
 }
 
 /// The value of a setting that every preset fills in.

@@ -275,7 +275,7 @@ mod memory {
         }
 
         pub(super) fn open(&self) -> Result<(Vec<f64>, [f64; 2])> {
-            let Some(came) = &self.came else { candle_core::bail!("nothing was sent for") };
+            let Some(came) = &self.came else { candle_core::bail!("no readback was started") };
             came.synchronize().w()?;
             let until =
                 |event| Ok::<_, candle_core::Error>(f64::from(self.began.elapsed_ms(event).w()?) / 1e3);

@@ -372,7 +372,7 @@ pub fn export(model: Model<'_>, to: &Path, dtype: DType) -> Result<()> {
         return Err(Error::new("transformers has no model without attention")
             .got("--attn none")
             .allowed("a run with attention: any --attn except none")
-            .hint("its weights are in model.safetensors, under the same names"));
+            .hint("the run's weights are in RUN/model.safetensors, with transformers' names"));
     }
     let folder = Folder::begin(to)?;
     export_into(model, folder.path(), dtype)?;

@@ -129,7 +129,7 @@ impl Folder {
             std::fs::remove_dir_all(&partial).map_err(writing(&partial))?;
             drop(abandoned);
         } else if partial.exists() {
-            return Err(Error::new("something is in the way")
+            return Err(Error::new("the name of the temporary folder is taken")
                 .got(partial.display())
                 .allowed("no such folder, or one that an interrupted command left")
                 .hint("it was not left by an interrupted command: rename or remove it"));

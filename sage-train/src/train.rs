@@ -51,7 +51,7 @@ pub fn check(config: &Config, begin: &Begin) -> Result<()> {
     if let Some(parent) = parent.filter(|parent| !parent.is_dir()) {
         return Err(Error::new(format!("cannot make the folder {}", config.out.display()))
             .got(format!("{} is a file", parent.display()))
-            .allowed("a folder, or a new name for one")
+            .allowed("an existing folder, or a path that does not exist yet")
             .hint("--out names the folder for runs"));
     }
     if matches!(begin, Begin::New | Begin::Branch(_)) { RunDir::check_free(config) } else { Ok(()) }

@@ -87,7 +87,7 @@ pub fn tokenizer_of(folder: &Path) -> Result<Tokenizer> {
         Some(hash) => Err(Error::new("the tokenizer is not the one that the model was trained with")
             .got(format!("{} with SHA-256 {:.12}", path.display(), tokenizer.hash()))
             .allowed(format!("{hash:.12}, as in {STARTS}"))
-            .hint("has it been changed or damaged? The run's data has the same tokenizer")),
+            .hint("restore tokenizer.json, for example from the run's prepared data")),
     }
 }
 

@@ -12,7 +12,7 @@ pub(crate) fn fill(table: &Table, header: &str, cells: &str) -> Result<Table> {
     let (header, cells) = (split(header), split(cells));
     if header.len() != cells.len() {
         bail!(
-            "header and template differ\n  got:     {} and {} cells\n  allowed: as many",
+            "header and cells differ in number\n  got:     {} and {} cells\n  allowed: equal numbers",
             header.len(),
             cells.len()
         );
@@ -123,7 +123,7 @@ mod tests {
             ("{text / ours}", "not a number"),
             ("{ours", "without `}`"),
             ("{ours:x}", "not a number of digits"),
-            ("| {ours} | {base} |", "header and template differ"),
+            ("| {ours} | {base} |", "header and cells differ in number"),
         ] {
             let error = format!("{:#}", cell(template).unwrap_err());
             assert!(error.contains(part), "{template}: {error}");

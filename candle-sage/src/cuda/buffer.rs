@@ -166,11 +166,13 @@ impl Gpu {
         let capturing =
             self.stream.capture_status().w()? != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         if capturing {
-            return Err(Error::unsupported("packed documents while a CUDA graph is captured")
-                .got("lengths of documents, which a replay would read from freed memory")
-                .allowed("calls without packed documents")
-                .hint("capture fixed lengths as batch entries, or exclude attention from the graph")
-                .into());
+            return Err(Error::unsupported(
+                "packed documents are not supported while a CUDA graph is captured",
+            )
+            .got("lengths of documents, which a replay would read from freed memory")
+            .allowed("calls without packed documents")
+            .hint("capture fixed lengths as batch entries, or exclude attention from the graph")
+            .into());
         }
         // SAFETY: the allocation has at least as many elements. `from` is not pinned, so the driver has read it when
         // the call returns.

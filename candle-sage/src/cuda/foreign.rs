@@ -185,14 +185,14 @@ impl ForeignAttention {
         attention.checked_softcap()?;
         Element::of(inputs[0].dtype)?;
         if attention.has_tensors() {
-            return Err(Error::unsupported("a foreign call with candle's tensors")
+            return Err(Error::unsupported("foreign calls do not support candle tensors")
                 .got("sinks, ALiBi slopes or a selection in `attention`")
-                .allowed("none of them")
+                .allowed("`attention` without sinks, slopes and selection")
                 .hint("use `with_sinks`, `with_alibi` and `with_selection`, and pass addresses")
                 .into());
         }
         if shape.value_dim() != shape.head_dim() && attention.scheme != Scheme::Unquantized {
-            return Err(Error::unsupported("values of another head_dim than keys in this scheme")
+            return Err(Error::unsupported("this scheme does not support values of another head_dim than keys")
                 .got(format!("{} and {}, {}", shape.value_dim(), shape.head_dim(), attention.scheme))
                 .allowed("equal head_dims, or unquantized attention")
                 .hint("pad the narrower of keys and values with zeros; if you pad queries and keys, keep the softmax scale of the original head_dim")
@@ -424,7 +424,7 @@ impl ForeignAttention {
             return Err(Error::shape("the output's gradient does not fit the output")
                 .got(format!("{:?} {:?}", layout.dims, layout.dtype))
                 .allowed(format!("{:?} {:?}", of_output.dims, of_output.dtype))
-                .hint("it has the output's shape and element type")
+                .hint("pass a gradient with the output's shape and element type")
                 .into());
         }
         // SAFETY: the caller vouches for the address.

@@ -34,7 +34,7 @@ fn leading(layout: &Layout) -> Result<(sys::cublasOperation_t, i32)> {
         return Err(Error::shape("a matmul does not support these strides")
             .got(format!("{:?} with strides {:?}", layout.dims(), layout.stride()))
             .allowed("adjacent elements in rows or in columns, no overlap")
-            .hint("make it `contiguous()`")
+            .hint("call `contiguous()` on the matrix")
             .into());
     }
     Ok((operation, distance.max(1) as i32))
@@ -60,7 +60,7 @@ pub(crate) fn gemm(
                 b.0.dtype(),
                 out.float
             ))
-            .allowed("(rows, inner) and (inner, columns) of one type, to that type or f32")
+            .allowed("a (rows, inner) and b (inner, columns) of one type; an output of this type or f32")
             .hint("transpose a matrix, or convert it with `to_dtype`")
             .into());
     }

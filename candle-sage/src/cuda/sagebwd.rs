@@ -99,7 +99,7 @@ fn check_settings(settings: &SageBwd) -> crate::error::Result<()> {
         (Int8Products::FORWARD_AND_S | Int8Products::SCORES, Smoothing::Qk) => {
             return Err(Error::unsupported("this smoothing is not supported with these products on CUDA")
                 .got(format!("products {}, smoothing {}", settings.products, settings.smoothing))
-                .allowed("smoothing none or k, with forward-and-s also kv; smoothing qk with products paper or forward")
+                .allowed("scores: smoothing none, k; forward-and-s: none, k, kv; paper and forward: all")
                 .hint("the CPU supports all combinations"));
         }
         (
@@ -115,7 +115,7 @@ fn check_settings(settings: &SageBwd) -> crate::error::Result<()> {
     }
     match settings.granularity {
         Granularity::Group(size) if !size.is_power_of_two() => {
-            Err(Error::unsupported("this scale group does not run on CUDA")
+            Err(Error::unsupported("this scale granularity is not supported on CUDA")
                 .got(settings.granularity)
                 .allowed("vector, group-2, group-4, group-8, group-16, group-32, group-64, tile")
                 .hint("other groups run on the CPU"))

@@ -19,8 +19,8 @@ pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
     const MOST: usize = 65_535;
     if blocks.segments() * blocks.key_heads > MOST {
         return Err(Error::new("a selection has too many segments for one launch")
-            .got(format!("{} segments of {} key heads", blocks.segments(), blocks.key_heads))
-            .allowed(format!("{MOST} in all"))
+            .got(format!("{} segments x {} key heads", blocks.segments(), blocks.key_heads))
+            .allowed(format!("a product up to {MOST}"))
             .hint("split the batch")
             .into());
     }

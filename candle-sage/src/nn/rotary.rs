@@ -103,11 +103,18 @@ impl Rotary {
         let is_matrix = positions.rank() == 2
             && positions.elem_count() > 0
             && matches!(positions.dtype(), DType::U32 | DType::I64);
-        if !is_matrix || self.tokens.is_some() {
-            return Err(Error::shape("rotary positions do not fit")
-                .got(format!("{:?} {:?}", positions.dims(), positions.dtype()))
-                .allowed("(batch, sequence) in u32 or i64, for the tables of all positions")
+        if self.tokens.is_some() {
+            return Err(Error::shape("this rotary module was itself made by `at`")
+                .got("a module with the tables of one batch's positions")
+                .allowed("a module with the tables of all positions")
                 .hint("call `at` on the module that `Rotary::new` returned")
+                .into());
+        }
+        if !is_matrix {
+            return Err(Error::shape("the rotary positions have the wrong shape or type")
+                .got(format!("{:?} {:?}", positions.dims(), positions.dtype()))
+                .allowed("(batch, sequence) in u32 or i64, with at least one position")
+                .hint("`unsqueeze(0)` makes a batch of one; `to_dtype(DType::U32)` converts")
                 .into());
         }
         let tokens = positions.dims2()?;
@@ -117,7 +124,7 @@ impl Rotary {
             let negative = "padding may have any valid position, such as 0";
             return Err(Error::shape("a position is not in the rotary tables")
                 .got(format!("positions {} to {}", bounds.0, bounds.1))
-                .allowed(format!("below {rows}, from 0 on"))
+                .allowed(format!("at least 0 and below {rows}"))
                 .hint(if bounds.0 < 0 {
                     negative
                 } else {
@@ -219,7 +226,7 @@ impl Rotary {
         };
         let (batch, len, heads, head_dim) = dims4("the input of the rotary embedding", x)?;
         if (batch, len) != tokens {
-            return Err(Error::shape("the rotary positions are those of other tokens")
+            return Err(Error::shape("batch or sequence differs from that of the positions of `Rotary::at`")
                 .got(format!("batch {batch}, sequence {len}"))
                 .allowed(format!("batch {}, sequence {}", tokens.0, tokens.1))
                 .hint("`Rotary::at` needs the positions of this batch")

@@ -318,7 +318,7 @@ impl SelfAttention {
         cache: &mut KvCache,
     ) -> Result<Tensor> {
         if !self.attention.is_causal() || !self.decoding.is_causal() {
-            return Err(Error::new("attention with a cache is not causal")
+            return Err(Error::new("a cache needs causal attention")
                 .got("Attention::causal(false)")
                 .allowed("causal attention: later tokens do not change earlier outputs")
                 .hint("`.causal(true)`, or `SelfAttention::forward` over the whole sequence")

@@ -100,7 +100,7 @@ pub fn sum_in_order(sum: &Tensor, parts: &Tensor, place: usize) -> Result<()> {
         return Err(shape_error(
             "sum_in_order: the parts do not fit the sum",
             ((parts.dims(), parts.dtype()), (sum.dims(), sum.dtype()), place),
-            "f32 parts (n, ..) without gaps, a sum (..), and a place below n",
+            "contiguous f32 parts (n, ..), a sum (..), and a place below n",
             "stack the parts along a new first dimension",
         ));
     }
@@ -200,9 +200,9 @@ pub fn product_into(out: &Tensor, a: &Tensor, b: &Tensor, factor: f64, add: bool
     }
     if !out.is_contiguous() {
         return Err(shape_error(
-            "product_into: the result has gaps",
+            "product_into: the output is not contiguous",
             (out.dims(), out.stride()),
-            "rows without gaps",
+            "contiguous (rows, columns)",
             "multiply into a separate tensor, and copy",
         ));
     }

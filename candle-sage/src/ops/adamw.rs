@@ -90,7 +90,7 @@ impl AdamW {
         if self.step == 0 || betas.iter().any(|beta| !(0.0..1.0).contains(beta)) {
             return Err(argument_error(
                 "adamw: a setting is out of range",
-                (self.step, betas),
+                format_args!("step {}, betas {} and {}", self.step, self.beta1, self.beta2),
                 "steps from 1, betas of at least 0 and below 1",
                 "the first step has the number 1",
             ));

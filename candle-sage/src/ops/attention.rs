@@ -280,7 +280,9 @@ impl Attention {
             return Err(Error::new("FP4 matmuls have no backward")
                 .got("a query, key or value that is tracked, or a vector-Jacobian product")
                 .allowed("inputs without gradients: `Tensor::detach`")
-                .hint("AttnQat::products(Products::SixteenBit) trains, with the same values")
+                .hint(
+                    "to train, use AttnQat::products(Products::SixteenBit): 16-bit matmuls, same FP4 values",
+                )
                 .into());
         }
         let shape = self.shape_of(dims)?;
@@ -297,7 +299,7 @@ impl Attention {
         if !as_f32.is_finite() || (as_f32 == 0.0 && softmax_scale != 0.0) {
             return Err(Error::new("softmax scale is out of range")
                 .got(softmax_scale)
-                .allowed("a finite f32 number")
+                .allowed("a number that f32 does not round to 0 or infinity")
                 .hint("omit it for 1 / sqrt(head_dim)")
                 .into());
         }
@@ -311,7 +313,7 @@ impl Attention {
         supported(NAME, &[q, k, v])?;
         if let Some(selection) = &self.selection {
             if shape.window().is_finite() {
-                return Err(Error::new("attention with both a selection and a window")
+                return Err(Error::new("a selection cannot be combined with a window of tokens")
                     .got(shape.window())
                     .allowed("one of them")
                     .hint(

@@ -176,7 +176,7 @@ impl Gradients<'_> {
                 "blend: the output's gradient does not fit the output",
                 (dout.dims(), dout.dtype()),
                 &format!("{:?} {:?}", sparse.dims(), sparse.dtype()),
-                "it has the output's shape and element type",
+                "`dout` has the shape and element type of the output",
             ));
         }
         supported(NAME, &[sparse, tail, theta, dout])?;

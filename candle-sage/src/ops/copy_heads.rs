@@ -47,8 +47,8 @@ pub fn copy_heads(out: &Tensor, x: &Tensor) -> Result<()> {
         return Err(shape_error(
             "copy_heads does not support these strides",
             (x.stride(), out.stride()),
-            "adjacent channels, and an output with a place for each element",
-            "make it `contiguous()`",
+            "channels of stride 1, and an output that is not broadcast",
+            "call `contiguous()` on the tensor",
         ));
     }
     if share_storage(out, x) {

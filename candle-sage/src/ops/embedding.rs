@@ -6,7 +6,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor};
 
 use super::support::{
-    cpu_storage, cuda_tensor, f32_tensor, ids, shape_error, supported, with_cuda, with_f32,
+    cpu_storage, cuda_tensor, f32_tensor, ids, run_twice, shape_error, supported, with_cuda, with_f32,
 };
 use crate::cpu::ops::embedding::add_rows;
 use crate::dtype::{Checked, unsupported_dtype};
@@ -74,7 +74,7 @@ fn check(table: &Tensor, ids: &Tensor) -> Result<Vec<usize>> {
             "embedding: the table is not a matrix",
             table.dims(),
             "(rows, width)",
-            "ids come second",
+            "the arguments are (table, ids)",
         ));
     };
     if rows == 0 || width == 0 {
@@ -82,7 +82,7 @@ fn check(table: &Tensor, ids: &Tensor) -> Result<Vec<usize>> {
             "embedding: the table is empty",
             table.dims(),
             "at least one row and one column",
-            "ids come second",
+            "the arguments are (table, ids)",
         ));
     }
     supported(NAME, &[table, ids])?;
@@ -150,7 +150,7 @@ impl CustomOp2 for Embedding {
         if let Some(id) = bad {
             return Err(not_in_the_table(id, rows).into());
         }
-        self.saved.set(saved).map_err(|_| Error::new("an embedding op value was run twice"))?;
+        self.saved.set(saved).map_err(run_twice)?;
         Ok((out, Shape::from((id_layout.shape().elem_count(), width))))
     }
 
@@ -198,7 +198,7 @@ pub fn embedding_backward(ids: &Tensor, dout: &Tensor, rows: usize) -> Result<Te
             "embedding: the output's gradient does not match the ids",
             (dout.dims(), ids.dims()),
             "(ids' shape.., width)",
-            "it has the output's shape",
+            "`dout` has the shape of the output",
         ));
     }
     supported(NAME, &[dout, ids])?;

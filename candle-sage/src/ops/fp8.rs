@@ -134,13 +134,14 @@ impl Fp8Matrix {
     pub fn from_codes(codes: &Tensor, scale: &Tensor, format: Fp8Format) -> Result<Self> {
         check_dims(FROM_CODES, codes.dims())?;
         supported(FROM_CODES, &[codes, scale])?;
-        let is_dense = codes.is_contiguous();
-        if codes.dtype() != DType::U8 || !is_dense || scale.dtype() != DType::F32 || scale.dims() != [1] {
-            let gaps = if is_dense { "" } else { " with gaps" };
+        let is_contiguous = codes.is_contiguous();
+        if codes.dtype() != DType::U8 || !is_contiguous || scale.dtype() != DType::F32 || scale.dims() != [1]
+        {
+            let strided = if is_contiguous { "" } else { ", not contiguous" };
             return Err(shape_error(
                 "fp8-from-codes: these are not FP8 values and their scale",
-                format!("{:?}{gaps}, and {:?} {:?}", codes.dtype(), scale.dtype(), scale.dims()),
-                "U8 without gaps, and F32 [1]",
+                format!("{:?}{strided}, and {:?} {:?}", codes.dtype(), scale.dtype(), scale.dims()),
+                "contiguous U8, and F32 [1]",
                 "as `codes` and `scale` of another matrix",
             ));
         }
@@ -206,7 +207,14 @@ impl Fp8Matrix {
         let (is_turned, codes) = match &self.copies {
             [Some(codes), _] => (false, codes),
             [None, Some(codes)] => (true, codes),
-            [None, None] => return Err(self.lacks("a copy")),
+            [None, None] => {
+                return Err(argument_error(
+                    "the FP8 matrix has no copy",
+                    self.dims,
+                    "a row copy or a transposed copy",
+                    "`without_rows` keeps only the transposed copy: quantize with Columns or Both",
+                ));
+            }
         };
         let scale = self.scale.to_vec1::<f32>()?[0];
         let codes = codes.flatten_all()?.to_vec1::<u8>()?;
@@ -274,16 +282,14 @@ impl Fp8Matrix {
 
     /// The codes that a matmul reads.
     pub(super) fn rows(&self) -> Result<&Tensor> {
-        self.copies[0].as_ref().ok_or_else(|| self.lacks("its rows"))
-    }
-
-    fn lacks(&self, what: &str) -> candle_core::Error {
-        argument_error(
-            &format!("an FP8 matrix was made without {what}"),
-            self.dims,
-            "Fp8Copies::Both for a matrix that is multiplied from both sides",
-            "the rows of the transpose are Fp8Copies::Columns",
-        )
+        self.copies[0].as_ref().ok_or_else(|| {
+            argument_error(
+                "the FP8 matrix has no row copy",
+                self.dims,
+                "Fp8Copies::Rows or Both",
+                "after `t()` the row copy is the transposed copy: quantize with Columns or Both",
+            )
+        })
     }
 
     pub(super) fn product_on_cpu(&self, b: &Self, out: &mut [f32], add: bool) -> Result<()> {

@@ -93,11 +93,11 @@ fn check_vector(op: &str, x: &Tensor, dtype: DType) -> Result<()> {
     if x.dtype() == dtype && x.rank() == 1 && x.is_contiguous() {
         return Ok(());
     }
-    let gaps = if x.is_contiguous() { "" } else { ", with gaps" };
+    let strided = if x.is_contiguous() { "" } else { ", not contiguous" };
     Err(shape_error(
         &format!("{op} does not support this tensor"),
-        format!("{:?} {:?}{gaps}", x.dtype(), x.dims()),
-        &format!("a {dtype:?} vector without gaps"),
+        format!("{:?} {:?}{strided}", x.dtype(), x.dims()),
+        &format!("a contiguous {dtype:?} vector"),
         "`flatten_all()` and `contiguous()` make one",
     ))
 }

@@ -124,7 +124,8 @@ impl Fp8Scales {
     /// # Panics
     /// When `index` is not below the number of matrices.
     pub fn at(self: &Arc<Self>, index: usize) -> Fp8Scale {
-        assert!(index < self.formats.len(), "{index} of {} matrices", self.formats.len());
+        let n = self.formats.len();
+        assert!(index < n, "matrix {index} is out of range: there are {n} matrices");
         Fp8Scale { all: self.clone(), index }
     }
 
@@ -170,7 +171,7 @@ impl Fp8Scales {
                 "Fp8Scales: the largest values do not match the matrices",
                 (largest.dims(), largest.dtype()),
                 &format!("f32 [{}]", self.formats.len()),
-                "as `largest` returns them",
+                "pass a tensor of the shape and type that `Fp8Scales::largest` returns",
             ));
         }
         match &self.state {
@@ -232,7 +233,7 @@ impl Fp8Scales {
                 "Fp8Scales: the state has another number of matrices",
                 state.len(),
                 &self.formats.len().to_string(),
-                "a model has the scales that it was trained with",
+                "restore the state of a model with the same matrices",
             ));
         }
         let scale = |[scale, _]: &[f32; 2]| if *scale == 0.0 { 1.0 } else { *scale };

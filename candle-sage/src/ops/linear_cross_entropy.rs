@@ -108,9 +108,9 @@ pub(super) fn check_into(dweight: &Tensor, weight: &[usize], settings: CrossEntr
     check_sum("linear_cross_entropy_into", dweight, weight)?;
     if settings.ignore_id.is_some() {
         return Err(argument_error(
-            "linear_cross_entropy_into: all targets count",
+            "linear_cross_entropy_into does not support ignore_id",
             settings.ignore_id,
-            "no ignore_id",
+            "None",
             "linear_cross_entropy supports ignore_id",
         ));
     }
@@ -121,7 +121,12 @@ fn check_chunk(settings: CrossEntropy) -> Result<()> {
     if settings.chunk_rows != Some(0) {
         return Ok(());
     }
-    Err(argument_error("linear_cross_entropy: chunk_rows is out of range", 0, "1 and up", "omit it"))
+    Err(argument_error(
+        "linear_cross_entropy: chunk_rows is out of range",
+        0,
+        "1 and up",
+        "`None` chooses a size",
+    ))
 }
 
 fn check_linear(hidden: &Tensor, weight: &Tensor, targets: &Tensor, settings: CrossEntropy) -> Result<()> {

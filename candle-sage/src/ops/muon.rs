@@ -211,8 +211,8 @@ impl Muon {
                     || "none".into(),
                     |other| format!("{:?} {}", other.dims(), other.dtype().as_str()),
                 ),
-                &format!("({rows}) in f32, without gaps"),
-                "begin with zeros, a number for each row of the matrices",
+                &format!("contiguous ({rows}) in f32"),
+                "start with a tensor of zeros, with one value per row of all matrices",
             )),
         }
     }
@@ -234,9 +234,9 @@ impl Muon {
         let dtype = if state.device().is_cuda() { DType::BF16 } else { DType::F32 };
         if directions.rank() != 1 || directions.dtype() != dtype || !directions.is_contiguous() {
             return Err(shape_error(
-                "muon: directions have another type or shape",
+                "muon: the directions have the wrong type, shape or layout",
                 (directions.dims(), directions.dtype()),
-                &format!("(elements) in {}, without gaps", dtype.as_str()),
+                &format!("contiguous (elements) in {}", dtype.as_str()),
                 "`Muon::directions` makes them",
             ));
         }
@@ -278,12 +278,10 @@ fn check_parts(parts: &[MuonPart], parameters: usize, directions: usize) -> Resu
             sorted.iter().zip(ends).find(|(part, end)| part.len == 0 || first(part) + part.len > *end)
         {
             return Err(argument_error(
-                "muon: a matrix does not fit",
+                "muon: a part is empty, overlaps the next part, or ends after the last element",
                 part,
-                &format!(
-                    "a matrix that ends before the next matrix begins, and by the last element: here {end}"
-                ),
-                "`at` is the first element, `len` the number of elements: rows times columns for a whole matrix",
+                &format!("a length of at least 1, and an end of at most {end}"),
+                "`at` and `to` are first elements, `len` is rows times columns for a whole matrix",
             ));
         }
     }

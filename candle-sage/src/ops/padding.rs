@@ -110,7 +110,7 @@ impl Padding {
             return Err(argument_error(
                 "padding: all tokens are padding",
                 (batch, sequence),
-                "at least one",
+                "at least one real token",
                 "a mask is 1 for a token and 0 for padding",
             ));
         }

@@ -209,7 +209,7 @@ impl PastLinear {
                 "past_linear: the output's gradient does not fit the query",
                 (dout.dims(), dout.dtype()),
                 &format!("{:?} {:?}", q.dims(), q.dtype()),
-                "it has the output's shape and element type",
+                "`dout` has the shape and element type of the output",
             ));
         }
         Ok(())

@@ -137,7 +137,7 @@ pub(super) fn checked_backward(
                 "qk_norm_rope: the output's gradient does not match the input",
                 ((x.dims(), x.dtype()), (dout.dims(), dout.dtype())),
                 "one shape and one element type",
-                "convert with `to_dtype`",
+                "reshape, or convert with `to_dtype`",
             ));
         }
         supported(NAME, &[x, dout])?;
@@ -174,7 +174,7 @@ impl QkNormRope {
                 "qk_norm_rope: the weight does not match the input",
                 (x.dims(), weight.dims()),
                 "x (batch, sequence, heads, head_dim) and weight (head_dim)",
-                "normalization runs over each head",
+                "the weight has one value per channel of a head",
             ));
         }
         let eps = checked_eps("qk_norm_rope", eps)?;

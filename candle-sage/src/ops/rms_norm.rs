@@ -150,7 +150,7 @@ fn same_shape(what: &str, x: &Tensor, other: &Tensor) -> Result<()> {
         &format!("rms_norm: {what} does not match the input"),
         ((x.dims(), x.dtype()), (other.dims(), other.dtype())),
         "one shape and one element type",
-        "convert with `to_dtype`",
+        "reshape, or convert with `to_dtype`",
     ))
 }
 

@@ -219,7 +219,7 @@ pub(super) fn beside(op: &str, all: &[&Tensor]) -> Result<(usize, usize, usize, 
             &format!("{op}: the tensors cannot be concatenated along the heads"),
             all.iter().map(|x| (x.dims(), x.dtype())).collect::<Vec<_>>(),
             "one or more (batch, sequence, heads, head_dim) that differ only in heads",
-            "call it once per tensor",
+            "call the function once per tensor",
         )),
     }
 }

@@ -70,7 +70,7 @@ impl Attention {
 
     pub(crate) fn check_sinks(&self) -> Result<()> {
         if self.scheme.smooths_keys() {
-            return Err(Error::unsupported("sinks with smoothed keys")
+            return Err(Error::unsupported("sinks are not supported with smoothed keys")
                 .got(self.scheme)
                 .allowed("unquantized attention, or a scheme with Smoothing::None")
                 .hint("`.smoothing(Smoothing::None)`: smoothing shifts the logits, which a sink is compared with")

@@ -46,7 +46,12 @@ pub fn soft_top_k(scores: &Tensor, count: usize, tau: f64) -> Result<Tensor> {
         ));
     }
     if !(tau > 0.0 && tau.is_finite()) {
-        return Err(argument_error("soft_top_k: tau is out of range", tau, "above 0", "0.1 is published"));
+        return Err(argument_error(
+            "soft_top_k: tau is out of range",
+            tau,
+            "above 0",
+            "the SLA2 paper uses 0.1",
+        ));
     }
     if scores.device().is_cuda() {
         return Err(Error::unsupported("soft_top_k runs on the CPU")

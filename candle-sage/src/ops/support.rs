@@ -171,21 +171,21 @@ pub(super) fn f32_values_mut<'a>(
     }
 }
 
-fn not_a_sum(op: &str, dtype: DType, dense: bool) -> Error {
-    Error::new(format!("{op}: sums are kept in f32"))
-        .got(format!("{}{}", dtype.as_str(), if dense { "" } else { " with gaps" }))
-        .allowed("f32 without gaps")
-        .hint("`Tensor::zeros(dims, DType::F32, device)`")
+fn not_a_sum(op: &str, dtype: DType, contiguous: bool) -> Error {
+    Error::new(format!("{op}: the tensor to write to must be f32 and contiguous"))
+        .got(format!("{}{}", dtype.as_str(), if contiguous { "" } else { ", not contiguous" }))
+        .allowed("contiguous f32")
+        .hint("`Tensor::zeros(dims, DType::F32, device)` makes one")
 }
 
 /// Checks that a tensor can be added to in place: f32, contiguous, of shape `dims`.
 pub(super) fn check_sum(op: &str, sum: &Tensor, dims: &[usize]) -> Result<()> {
     if sum.dims() != dims {
         return Err(shape_error(
-            &format!("{op}: the sum does not fit"),
+            &format!("{op}: the tensor to write to has another shape"),
             sum.dims(),
             &format!("{dims:?}"),
-            "the sum has the shape of the tensor that is added",
+            "it has the shape of the result",
         ));
     }
     if sum.dtype() != DType::F32 || !sum.is_contiguous() {
@@ -255,7 +255,7 @@ pub(super) fn check_update(
             all.into_iter().flatten().map(|t| (t.dims().to_vec(), t.dtype())).collect::<Vec<_>>(),
             &format!(
                 "state ({rows}, parameters) and gradient (parameters) in f32, the sum an f64 scalar; a copy (parameters) in \
-                 f16 or bf16 on a GPU; no gaps"
+                 f16 or bf16 on a GPU; all contiguous"
             ),
             "one tensor contains all parameters, one after the other",
         ));
@@ -283,7 +283,7 @@ pub(super) fn argument_error(
 }
 
 pub(super) fn run_twice<T>(_: T) -> Error {
-    Error::new("the value of an op was run twice")
+    Error::new("internal error: this op was applied twice; create a new op for each call")
 }
 
 pub(super) fn no_forward() -> Error {

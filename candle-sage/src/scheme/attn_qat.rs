@@ -306,8 +306,8 @@ impl AttnQat {
         }
         if self.products == Products::Nvfp4 && self.value_groups != ValueGroups::Tokens {
             return Err(Error::new("FP4 matmuls need V's scales along the tokens, which P V sums over")
-                .got(format!("values by {}", self.value_groups))
-                .allowed("tokens")
+                .got(format!("value groups {}", self.value_groups))
+                .allowed("value groups tokens")
                 .hint("16-bit matmuls support both: AttnQat::products"));
         }
         Ok(())
@@ -340,7 +340,7 @@ impl std::str::FromStr for PReference {
     fn from_str(text: &str) -> Result<Self> {
         let all = [Self::RowMax, Self::TwoLevel, Self::Literal];
         all.into_iter().find(|reference| reference.to_string() == text).ok_or_else(|| {
-            Error::new("unknown reference of probabilities")
+            Error::new("unknown reference for P (`p-reference`)")
                 .got(format!("`{text}`"))
                 .allowed("row-max, two-level, literal")
                 .hint("row-max keeps dV of diffuse attention; literal is the paper's text")

@@ -88,9 +88,9 @@ impl AttnQat {
             "value-groups" => self.value_groups = value.parse()?,
             "value-scale" => self.value_scale = value.parse()?,
             "p-reference" => self.p_reference = value.parse()?,
-            "high-precision-output" => self.high_precision_output = switch(value)?,
-            "matched-recomputation" => self.matched_recomputation = switch(value)?,
-            "requantized-p" => self.requantized_p = switch(value)?,
+            "high-precision-output" => self.high_precision_output = switch(name, value)?,
+            "matched-recomputation" => self.matched_recomputation = switch(name, value)?,
+            "requantized-p" => self.requantized_p = switch(name, value)?,
             "products" => self.products = value.parse()?,
             _ => return Ok(false),
         }
@@ -107,14 +107,14 @@ fn rows(text: &str) -> Result<usize> {
     })
 }
 
-fn switch(text: &str) -> Result<bool> {
+fn switch(name: &str, text: &str) -> Result<bool> {
     match text {
         "on" => Ok(true),
         "off" => Ok(false),
-        _ => Err(Error::new("a switch must be on or off")
+        _ => Err(Error::new(format!("unknown value of {name}"))
             .got(format!("`{text}`"))
             .allowed("on, off")
-            .hint("omit it for the default")),
+            .hint("omit the setting for its default")),
     }
 }
 

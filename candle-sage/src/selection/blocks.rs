@@ -25,13 +25,13 @@ impl Blocks {
     pub(crate) fn new(shape: &AttentionShape, (query, key): (usize, usize)) -> Result<Self> {
         let segments = shape.segments();
         if query == 0 || key == 0 {
-            return Err(Error::new("blocks without tokens")
+            return Err(Error::new("a block needs at least one token")
                 .got(format!("{query} queries x {key} keys"))
                 .allowed("at least 1 query and 1 key")
                 .hint("GPUs support 128 x 128"));
         }
         if shape.window().is_finite() {
-            return Err(Error::new("a selection together with a window of tokens")
+            return Err(Error::new("a selection cannot be combined with a window of tokens")
                 .got(shape.window())
                 .allowed("a causal mask, or none")
                 .hint("`Selection::window` lists the blocks of a window; a selection may omit any of them"));

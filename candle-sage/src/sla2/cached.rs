@@ -220,10 +220,10 @@ impl Sla2 {
         let heads = shape.query_heads();
         let types = [q, k, v].map(Tensor::dtype);
         if dims4("value", v)? != shape.key_dims() || types != [types[0]; 3] {
-            return Err(Error::shape("the new tokens do not fit together")
+            return Err(Error::shape("query, key and value of the new tokens do not match")
                 .got(format!("key {:?}, value {:?}, {types:?}", k.dims(), v.dims()))
                 .allowed("keys and values of one shape, and one element type for all three")
-                .hint("values of another head_dim have no cache")
+                .hint("the cache needs values with the keys' head_dim; convert types with `to_dtype`")
                 .into());
         }
         if theta.dims() != [heads] || theta.dtype() != DType::F32 {

@@ -44,14 +44,14 @@ impl Sla2 {
     ) -> Result<Tensor> {
         let (shape, blocks) = self.shape(q, k)?;
         if shape.is_packed() {
-            return Err(Error::unsupported("a soft selection of blocks in packed documents")
+            return Err(Error::unsupported("a soft selection does not support packed documents")
                 .got(format!("{} documents", shape.segments().len()))
                 .allowed("batch entries of equal length")
                 .hint("Sla2::router_loss supports packed documents")
                 .into());
         }
         if self.nearest > 0 {
-            return Err(Error::unsupported("a soft selection together with nearest blocks")
+            return Err(Error::unsupported("a soft selection does not support nearest blocks")
                 .got(format!("{} nearest blocks", self.nearest))
                 .allowed("nearest 0")
                 .hint("Sla2::apply supports them")

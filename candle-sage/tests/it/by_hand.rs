@@ -197,8 +197,8 @@ fn products(place: &Place) -> Result<()> {
         }
     }
     let turned_out = Tensor::zeros((cols, rows), place.dtype, &place.device)?.t()?;
-    let error = ops::product_into(&turned_out, &a, &b, 1.0, true).expect_err("gaps").to_string();
-    assert!(error.contains("gaps"), "{error}");
+    let error = ops::product_into(&turned_out, &a, &b, 1.0, true).expect_err("strides").to_string();
+    assert!(error.contains("not contiguous"), "{error}");
     // An offset of one element: not aligned to 16 bytes.
     let shifted = Tensor::ones(rows * inner + 1, DType::F32, &place.device)?.narrow(0, 1, rows * inner)?;
     ops::add_into(&shifted, &a.flatten_all()?)?;
@@ -299,8 +299,8 @@ fn messages() {
     let (point, tables) = (zeros(&[], DType::F32), zeros(&[2, 2], DType::F32));
     for (wrong, expected) in [
         (ops::product_into(&zeros(&[2, 3], DType::F32), &a, &b, 1.0, true), "matrices do not fit together"),
-        (ops::product_into(&zeros(&[2, 4], DType::BF16), &a, &b, 1.0, true), "sums are kept in f32"),
-        (ops::add_into(&zeros(&[3, 2], DType::F32), &a), "the sum does not fit"),
+        (ops::product_into(&zeros(&[2, 4], DType::BF16), &a, &b, 1.0, true), "must be f32 and contiguous"),
+        (ops::add_into(&zeros(&[3, 2], DType::F32), &a), "the tensor to write to has another shape"),
         (ops::sum_in_order(&zeros(&[2], DType::F32), &a, 0), "the parts do not fit the sum"),
         (ops::sum_in_order(&zeros(&[3], DType::F32), &a, 2), "the parts do not fit"),
         (ops::sum_of_squares(&zeros(&[3], DType::BF16)).map(drop), "needs f32"),

@@ -158,7 +158,7 @@ fn messages() -> Result<()> {
     let case = Case::new(1, (64, 64), (2, 2), 16, true);
     let selection = Selection::window(&case.shape(), (64, 64), 1, 0, &Device::Cpu)?;
     let both = Attention::default().causal(true).softcap(50.0).select(&selection);
-    assert!(message(both).contains("a selection with a soft cap"));
+    assert!(message(both).contains("a selection is not supported with a soft cap"));
     Ok(())
 }
 

@@ -426,7 +426,7 @@ fn what_does_not_fit_is_an_error() -> Result<()> {
     let sla2 = Sla2::new(Scheme::Unquantized).block((16, 16));
     let message = |error: candle_core::Error| error.to_string();
     let none = sla2.clone().blocks(0).select(&router, &q, &k);
-    assert!(message(none.expect_err("nothing")).contains("nothing would be selected"));
+    assert!(message(none.expect_err("nothing")).contains("`blocks` must be at least 1"));
     let near = sla2.clone().nearest(1).select(&router, &q, &k);
     assert!(message(near.expect_err("not causal")).contains("no causal mask"));
     let near = sla2.clone().causal(true).blocks(1).nearest(2).select(&router, &q, &k);

@@ -146,7 +146,7 @@ fn what_does_not_fit_a_cache_is_an_error() -> Result<()> {
     assert_eq!(cache.current_seq_len(), 4);
     let value = x.narrow(1, 0, 2)?;
     let error = causal.apply_cached(&router, [&x, &x, &value], &theta, &mut cache).expect_err("two values");
-    assert!(error.to_string().contains("do not fit together"), "{error}");
+    assert!(error.to_string().contains("of the new tokens do not match"), "{error}");
     let one = theta.narrow(0, 0, 1)?;
     let error = causal.apply_cached(&router, [&x, &x, &x], &one, &mut cache).expect_err("one theta");
     assert!(error.to_string().contains("theta"), "{error}");

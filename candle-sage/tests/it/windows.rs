@@ -94,7 +94,8 @@ fn a_selection_has_no_window() -> Result<()> {
     let both = case.attention(SageBwd::default().into()).window(10, None).select(&selection);
     let message = both.apply(&q, &k, &v).unwrap_err().to_string();
     assert!(
-        message.contains("both a selection and a window") && message.contains("10 tokens before"),
+        message.contains("a selection cannot be combined with a window")
+            && message.contains("10 tokens before"),
         "{message}"
     );
     let of_window = Selection::window(&case.shape().with_window(Some(3), None), (64, 64), 1, 0, &Device::Cpu);

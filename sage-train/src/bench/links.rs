@@ -14,8 +14,8 @@ use crate::model::{Llama, LlamaConfig, Parameters, Reduction};
 use crate::optim::OptimizerStep;
 use crate::ranks::Ranks;
 
-/// Megabytes of f32 in an exchange (all-to-all). A gather (all-gather) transfers half as many bytes, in 16 bit. The
-/// sizes are 4 MB, and one layer, the embedding and all parameters of preset `325m`.
+/// Megabytes of f32 in an exchange (all-to-all). A gather (all-gather) transfers as many weights, on a GPU in 16 bit.
+/// The sizes are 4 MB, and one layer, the embedding and all parameters of preset `325m`.
 const SIZES: [f64; 4] = [4.0, 54.5, 206.0, 1297.0];
 
 /// The times of one size.
@@ -25,7 +25,7 @@ pub struct Link {
     pub bytes: u64,
     /// Milliseconds of an exchange of these bytes.
     pub exchange: f64,
-    /// Milliseconds of a gather of half of these bytes.
+    /// Milliseconds of a gather of as many weights.
     pub gather: f64,
 }
 
@@ -46,6 +46,8 @@ pub struct Links {
     ranks: usize,
     /// Whether copy engines transferred the data.
     engines: bool,
+    /// The type of gathered weights.
+    weights: DType,
     /// The times, by size.
     pub links: Vec<Link>,
     /// Milliseconds of a gather of 64 bytes.
@@ -80,7 +82,8 @@ pub fn measure(
         let largest = sizes.last().map_or(0, |size| len(*size));
         let from = group.shared(Tensor::randn(0f32, 1.0, largest, device)?)?;
         let into = group.zeros(largest, DType::F32, device)?;
-        let weights = group.zeros(largest, config.device.dtype(), device)?;
+        let dtype = config.device.dtype();
+        let weights = group.zeros(largest, dtype, device)?;
         for megabytes in sizes {
             say(&format!("exchange and gather of {megabytes} MB"));
             let len = len(megabytes);
@@ -104,7 +107,8 @@ pub fn measure(
         let alone = update(&Ranks::alone())?;
         say(&format!("{what}, together"));
         let together = update(ranks)?;
-        Ok(Links { ranks: of, engines, links, latency, update: Update { parameters, alone, together } })
+        let update = Update { parameters, alone, together };
+        Ok(Links { ranks: of, engines, weights: dtype, links, latency, update })
     };
     measured().map_err(during("cannot measure the links"))
 }
@@ -142,18 +146,19 @@ fn update(
 
 /// The measurements as a table.
 pub fn table(measured: &Links) -> String {
+    let gather = format!("gather, {}", measured.weights.as_str());
     let mut out = format!(
-        "{} ranks, {}; per rank and direction\n{:>10} {:>22} {:>26}\n",
+        "{} ranks, {}; per rank and direction\n{:>10} {:>22} {gather:>26}\n",
         measured.ranks,
         if measured.engines { "copy engines" } else { "no copy engines" },
         "MB",
-        "exchange, f32",
-        "gather, half of them"
+        "exchange, f32"
     );
     let others = (measured.ranks - 1) as f64 / measured.ranks as f64;
     for link in &measured.links {
         let speed = |bytes: f64, ms: f64| bytes * others / ms / 1e6;
         let bytes = link.bytes as f64;
+        let gathered = bytes / 4.0 * measured.weights.size_in_bytes() as f64;
         let _ = writeln!(
             out,
             "{:>10.1} {:>9.3} ms {:>5.0} GB/s {:>12.3} ms {:>5.0} GB/s",
@@ -161,14 +166,15 @@ pub fn table(measured: &Links) -> String {
             link.exchange,
             speed(bytes, link.exchange),
             link.gather,
-            speed(bytes / 2.0, link.gather),
+            speed(gathered, link.gather),
         );
     }
     let Update { parameters, alone, together } = measured.update;
     let _ = writeln!(out, "gather of 64 bytes: {:.1} us", 1e3 * measured.latency);
     let _ = writeln!(
         out,
-        "update of {:.1}M parameters: {together:.2} ms, each alone {alone:.2}: {:+.2}",
+        "update of {:.1}M parameters: {together:.2} ms shared by the ranks, {alone:.2} ms by each rank alone, \
+         difference {:+.2} ms",
         parameters as f64 / 1e6,
         together - alone,
     );

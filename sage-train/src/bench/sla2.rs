@@ -158,8 +158,8 @@ fn measure_scheme(
 pub fn table_head(plan: &Plan) -> String {
     let place = if plan.device.is_cpu() { "CPU, f32" } else { "GPU, bf16" };
     format!(
-        "{place}; causal; milliseconds of forward and backward, in brackets of only a forward; x: speedup over dense \
-         attention\n\n{:>4} {:>7} {:>8} {:>6} {:>5} {:>5}  {:<8} {:>16} {:>16} {:>16} {:>6} {:>7} {:>7} {:>8}\n",
+        "{place}; causal; milliseconds of forward + backward (f+b; in brackets: forward only); speedup over dense \
+         attention\n\n{:>4} {:>7} {:>8} {:>6} {:>5} {:>5}  {:<8} {:>16} {:>16} {:>16} {:>7} {:>7} {:>10} {:>17}\n",
         "D",
         "N",
         "sparsity",
@@ -170,10 +170,10 @@ pub fn table_head(plan: &Plan) -> String {
         "dense",
         "blocks alone",
         "SLA2",
-        "x",
+        "speedup",
         "router",
-        "window",
-        "memory x"
+        "window f+b",
+        "memory SLA2/dense"
     )
 }
 
@@ -183,7 +183,7 @@ pub fn table_line(m: &Measured) -> String {
     let memory =
         m.extra_bytes.map_or("-".into(), |[dense, sla2]| format!("{:.2}", sla2 as f64 / dense as f64));
     format!(
-        "{:>4} {:>7} {:>6.1} % {:>6} {:>5} {:>5}  {:<8} {:>16} {:>16} {:>16} {:>6.2} {:>7.3} {:>7.3} {memory:>8}\n",
+        "{:>4} {:>7} {:>6.1} % {:>6} {:>5} {:>5}  {:<8} {:>16} {:>16} {:>16} {:>7.2} {:>7.3} {:>10.3} {memory:>17}\n",
         m.row.head_dim,
         m.row.tokens,
         m.sparsity * 100.0,

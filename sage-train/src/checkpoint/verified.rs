@@ -38,7 +38,7 @@ pub(super) fn verified(run: &Path, path: &Path, rank: Rank) -> Result<(About, Ve
             return refuse(
                 ABOUT,
                 "changed since it was written".into(),
-                "the file that the marker was made for",
+                &format!("the {ABOUT} whose hash is in {MARKER}"),
             );
         }
         Ok(_) => {}

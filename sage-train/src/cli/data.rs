@@ -107,7 +107,7 @@ impl Data {
             Self::Check { folder } => {
                 let Checked { shards, without_sidecar } = check(&folder)?;
                 let bare = match without_sidecar {
-                    0 => "each complete and matching its sidecar".into(),
+                    0 => "each complete, with the hash that is in its .bin.json file".into(),
                     n => {
                         format!("each of the right length, {n} without a sidecar to compare with")
                     }

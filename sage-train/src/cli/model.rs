@@ -284,18 +284,18 @@ fn recalled(trained: &Trained, model: &Llama, words: usize, tokens: u64) -> Resu
     let rows =
         recall(model, tokenizer, (context, device), words, documents, &mut |done, _| bar.set_position(done))?;
     bar.finish_and_clear();
-    let mut table = String::from("question     tokens before    asked   right\n");
+    let mut table = String::from("question     distance in tokens   asked   right\n");
     for Recalled { asked, distances, questions, right } in rows.into_iter().filter(|row| row.questions > 0) {
         let asked = match asked {
-            Asked::AfterStory => "after story",
-            Asked::Suddenly => "suddenly",
+            Asked::AfterStory => "announced",
+            Asked::Suddenly => "unannounced",
         };
         let range = match distances.end {
             usize::MAX => format!("{} and more", distances.start),
             end => format!("{} to {}", distances.start, end - 1),
         };
         let share = 100.0 * right as f64 / questions as f64;
-        table += &format!("{asked:<12} {range:<14} {questions:>7} {share:>5.1} %\n");
+        table += &format!("{asked:<12} {range:<18} {questions:>7} {share:>5.1} %\n");
     }
     print(&table)
 }

@@ -89,7 +89,6 @@ impl Several {
     /// The cluster that a dry run plans for, in steps of `tokens` tokens. Its ranks are GPUs, or processes on a CPU.
     /// Copy engines are assumed on GPUs, unless the flag disables them.
     pub(super) fn world(&self, on_gpus: bool, tokens: u64) -> Result<World> {
-        let shape = || Error::new("ranks do not divide into nodes");
         let (of, on_node) = match self.ranks {
             Some(ranks) => (in_range("ranks", ranks, 1, 1 << 20)?, self.ranks_per_node.min(ranks)),
             None => {
@@ -97,17 +96,19 @@ impl Several {
                 (gpus, gpus)
             }
         };
-        if on_node == 0
-            || !of.is_multiple_of(on_node)
-            || !on_node.is_multiple_of(self.context_parallel.max(1))
-        {
+        let equal_nodes = on_node != 0 && of.is_multiple_of(on_node);
+        if !equal_nodes || !on_node.is_multiple_of(self.context_parallel.max(1)) {
             if self.ranks.is_none() {
-                return Err(shape()
+                return Err(Error::new("the GPUs cannot be divided into groups of --context-parallel")
                     .got(format!("--gpus {of} --context-parallel {}", self.context_parallel))
                     .allowed("a --context-parallel that divides --gpus")
                     .hint("--gpus 4 --context-parallel 2"));
             }
-            return Err(shape()
+            let what = match equal_nodes {
+                true => "the ranks of a node cannot be divided into groups of --context-parallel",
+                false => "the ranks cannot be divided into equal nodes",
+            };
+            return Err(Error::new(what)
                 .got(format!(
                     "--ranks {of}, --ranks-per-node {on_node}, --context-parallel {}",
                     self.context_parallel

@@ -317,9 +317,11 @@ pub(super) fn table(
         };
         let wall = (seconds / devices as f64).max(longest);
         out += &format!(
-            "{} on one device, {} on the {devices} here with one run at a time, without start-up and validation{}\n",
+            "{} on one device; {} on the {} of this machine, one run per device; start-up and validation not \
+             included{}\n",
             duration(seconds),
             duration(wall),
+            counted(devices as u64, "device"),
             if jobs > 1 {
                 "; concurrent runs take less where one run does not keep the device busy"
             } else {

@@ -92,7 +92,7 @@ pub(super) fn hellaswag(file: &Path, trained: &Trained, model: &Llama) -> Result
     }
     let choices = choices_of(&read_examples(file)?, file, trained, model)?;
     print(&format!(
-        "HellaSwag      {} by tokens, {} (acc), chance 25 %\n",
+        "HellaSwag      {} by loss per token, {} by total loss (acc), chance 25 %\n",
         share(choices.by_length, choices.examples),
         share(choices.right, choices.examples)
     ))

@@ -154,7 +154,8 @@ fn check_data(typed: &DataSettings, data: &DataConfig) -> Result<()> {
     }
     let own = |source: &Source| matches!(source, Source::Shards(files) if !files.validation.is_empty());
     if typed.val_fraction.is_some() && all(own) {
-        let hint = "these are used for validation; leave it out, or give --data only the training shards";
+        let hint = "the validation shards are used for validation; leave --val-fraction out, or give --data only \
+                    the training shards";
         return idle("val-fraction", "shards of which some are for validation".into(), "other data", hint);
     }
     Ok(())

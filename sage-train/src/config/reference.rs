@@ -12,7 +12,7 @@ use crate::settings::{Preset, Role, has_role, tables};
 pub fn reference() -> String {
     let mut page = String::from(
         "# Settings\n\n\
-         Each setting is a flag of `sage-train` and a key of a TOML file (`--config FILE`), where it may be in its table or at the top. \
+         Each setting is a flag of `sage-train` and a key of a TOML file (`--config FILE`); in the file, the key may be in its table or above all tables. \
          `sage-train --help` has the same descriptions. *Default* is the default of `--preset tiny`; if it is empty, the description \
          explains it or it follows from other settings. *Run*: two runs that differ in the setting are different runs, which sweeps and \
          reports distinguish. *Resume*: `--resume RUN` accepts another value.\n\n\

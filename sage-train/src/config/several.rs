@@ -4,7 +4,7 @@ use super::Config;
 use super::summary::{H100, Memory};
 use crate::device::Place;
 use crate::model::received_bytes;
-use crate::quantity::{gib, grouped};
+use crate::quantity::{counted, gib, grouped};
 use crate::ranks::{FEW_TOKENS, Mesh, PIECE_BESIDE};
 
 /// A hypothetical cluster for `--dry-run`: its mesh, and the bandwidths of its links.
@@ -94,7 +94,7 @@ impl Config {
             ("ranks", self.dealt(mesh)),
             (
                 "memory of each",
-                format!("about {} MiB, and the data: {memory}", grouped(memory.total() >> 20)),
+                format!("about {} MiB plus the data: {memory}", grouped(memory.total() >> 20)),
             ),
             ("sent in a step", self.sent(mesh, world.link)),
         ];
@@ -109,20 +109,26 @@ impl Config {
     fn dealt(&self, mesh: Mesh) -> String {
         let (all, groups) = (self.accumulation, mesh.data().of);
         let (most, fewest) = (all.div_ceil(groups), all / groups);
-        let dealt = match all - fewest * groups {
-            0 => format!("{most} each"),
-            n => format!("{most} for {n} of them, {fewest} for {}", groups - n),
+        let (who, in_groups) = match mesh.context {
+            1 => ("rank", String::new()),
+            of => ("group", format!(", in {groups} groups of {of}")),
         };
-        let who = match mesh.context {
-            1 => String::new(),
-            of => format!("{groups} groups of {of}, "),
+        let dealt = match all - fewest * groups {
+            0 => format!("each {who} computes {most} of a step's {all} micro-batches"),
+            n => format!(
+                "a step's {all} micro-batches: {most} each for {}, {fewest} each for {}",
+                counted(n as u64, who),
+                counted((groups - n) as u64, who)
+            ),
         };
         let idle = 100.0 * (1.0 - all as f64 / (most * groups) as f64);
         format!(
-            "{} on {} of {}, {who}with {dealt} of {all} micro-batches of a step: {idle:.0} % idle",
+            "{} on {}{in_groups}; {dealt}; ranks idle {idle:.0} % of the time",
             mesh.rank().of,
-            nodes(mesh.replica.of),
-            mesh.shard.of,
+            match mesh.replica.of {
+                1 => "one node".into(),
+                nodes => format!("{nodes} nodes of {}", mesh.shard.of),
+            },
         )
     }
 
@@ -163,8 +169,8 @@ impl Config {
             Some(gpu) => format!("at {} tokens/s", grouped(gpu as u64)),
         };
         format!(
-            "about {:.1} ms: {:.1} gradients {speed}{shared}, {:.1} update ({:.1} %){}; {} tokens/s, {:.1} % of as many \
-             single GPUs",
+            "about {:.1} ms: {:.1} gradients {speed}{shared}, {:.1} update ({:.1} %){}; {} tokens/s, {:.1} % of the \
+             throughput of as many independent GPUs",
             1e3 * seconds.all(),
             1e3 * seconds.gradients,
             1e3 * seconds.update,
@@ -262,10 +268,6 @@ impl Config {
             ranks => 3 * element * tokens * heads * self.model.head_dim as u64 / ranks as u64,
         }
     }
-}
-
-fn nodes(count: usize) -> String {
-    if count == 1 { "a node".into() } else { format!("{count} nodes") }
 }
 
 #[cfg(test)]

@@ -66,7 +66,7 @@ impl fmt::Display for Config {
             (
                 "memory",
                 format!(
-                    "about {} MiB, and the data: {}",
+                    "about {} MiB plus the data: {}",
                     grouped(self.memory().total() >> 20),
                     self.memory()
                 ),
@@ -234,7 +234,8 @@ impl Config {
         let muon = match &self.optimizer {
             Optimizer::AdamW(_) => String::new(),
             Optimizer::Muon(muon) => format!(
-                "Muon of hidden matrices ({}, momentum {}{}, lr {:.2e} to {:.2e}, {} steps of warm-up, decay {}, {}{}); of the rest ",
+                "Muon for hidden matrices ({}, momentum {}{}, lr {:.2e} to {:.2e}, {} steps of warm-up, decay {}, \
+                 {}{}); ",
                 match muon.orthogonalization {
                     Orthogonalization::PolarExpress => "Polar Express",
                     Orthogonalization::Quintic => "quintic",
@@ -253,8 +254,9 @@ impl Config {
                 if muon.heads_apart { ", each head apart" } else { "" }
             ),
         };
+        let rest = if muon.is_empty() { "" } else { " for the rest" };
         let adamw_of_all = format!(
-            "AdamW{}, lr {:.2e} to {:.2e} ({:?}, {} steps of warm-up), betas {} {}, decay {}, clip {}",
+            "AdamW{rest}{}, lr {:.2e} to {:.2e} ({:?}, {} steps of warm-up), betas {} {}, decay {}, clip {}",
             if adamw.initial_moments { " with the checkpoint's moments" } else { "" },
             lr.peak,
             lr.floor,

@@ -73,6 +73,9 @@ pub fn check_listed(folder: &Path) -> Result<()> {
         Some(name) => Err(Error::new("a shard is missing")
             .got(format!("no {name} in {}", folder.display()))
             .allowed(format!("every shard that {LIST} lists"))
-            .hint("copy or prepare it again; without that list, every shard in the folder is used")),
+            .hint(format!(
+                "copy the shard or prepare the data again; if you delete {LIST}, every shard in the folder is \
+                 used"
+            ))),
     }
 }

@@ -76,7 +76,7 @@ impl DataConfig {
             let path = canonical(&source.path);
             if self.sources.iter().any(|trained| canonical(&trained.path) == path) {
                 say(&format!(
-                    "warning: the run was trained on {}; without --data its validation data is used",
+                    "warning: the run was trained on {}; leave --data out to evaluate on the run's validation data",
                     source.path.display()
                 ));
             }

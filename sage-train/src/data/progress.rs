@@ -61,7 +61,7 @@ impl Work {
         ];
         let changed: Vec<&str> =
             numbers.iter().filter(|(_, changed)| *changed).map(|(name, _)| *name).collect();
-        format!("other {}", changed.join(", "))
+        format!("these differ from the interrupted command: {}", changed.join(", "))
     }
 }
 

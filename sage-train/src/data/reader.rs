@@ -268,7 +268,7 @@ fn zstd<'a>(path: &Path, file: impl BufRead + 'a) -> Result<Box<dyn Read + 'a>> 
 fn zstd<'a>(path: &Path, _: impl BufRead + 'a) -> Result<Box<dyn Read + 'a>> {
     Err(Error::new("this build does not read .zst")
         .got(path.display())
-        .allowed("plain text, .gz")
+        .allowed("uncompressed files, .gz")
         .hint("build without --no-default-features, or with --features zstd"))
 }
 

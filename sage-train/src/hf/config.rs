@@ -88,7 +88,7 @@ impl Rope {
 }
 
 pub(super) fn unusable(folder: &Path, got: String, allowed: &str) -> Error {
-    Error::new(format!("the model in {} cannot be continued", folder.display()))
+    Error::new(format!("the model in {} cannot be used", folder.display()))
         .got(got)
         .allowed(allowed)
         .hint(HINT)

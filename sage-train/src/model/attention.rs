@@ -267,7 +267,7 @@ impl SelfAttention {
             (Some(sla2), None) => sla2.forward(inputs.each_ref(), rotary.documents.as_ref())?,
             (Some(sla2), Some(cache)) => sla2.forward_cached(inputs.each_ref(), cache)?,
             (None, None) => attention.apply(query, key, value)?,
-            (None, Some(_)) => candle_core::bail!("the cache is that of another stage of SLA2"),
+            (None, Some(_)) => candle_core::bail!("the cache was made in another stage of SLA2"),
         };
         let rows = self.to_rows(&out, rotary, x.rows()?, &[Heads::Queries])?;
         self.output.forward(&operands.without_backward(rows, Place::Attended)?)

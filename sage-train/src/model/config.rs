@@ -115,13 +115,13 @@ impl LlamaConfig {
                 return Err(Error::new(format!("{name} is out of range"))
                     .got(value)
                     .allowed(format!("{low} to {high}"))
-                    .hint(format!("--{name}")));
+                    .hint(format!("set --{name} to an allowed value")));
             }
         }
         if !self.head_dim.is_multiple_of(2) {
             return Err(Error::new("head-dim is odd")
                 .got(self.head_dim)
-                .allowed("an even number: the rotary embedding turns pairs of channels")
+                .allowed("an even number: the rotary embedding rotates pairs of channels")
                 .hint("--head-dim 64"));
         }
         if !self.heads.is_multiple_of(self.key_heads) {

@@ -59,7 +59,7 @@ impl FromStr for RopeScaling {
         let unusable = || {
             Error::new("not a scaling of the rotary embedding")
                 .got(format!("`{text}`"))
-                .allowed("four numbers with commas: factor, low and high frequency factor, original context")
+                .allowed("four numbers, separated by commas: factor, low and high frequency factor, original context")
                 .hint("Llama 3.1 has 8,1,4,8192")
         };
         let words: Vec<&str> = text.split(',').map(str::trim).collect();

@@ -80,11 +80,13 @@ impl StateFile {
                 .allowed(format!("{name} of shape {:?}", spec.dims))
                 .hint(match name.as_str() {
                     name if found.is_none() && (name.ends_with("_router.weight") || name.ends_with(".theta")) => {
-                        "these weights were not trained with SLA2: leave --attn out; --init-from continues from them with it"
+                        "these weights were not trained with SLA2: leave --attn out; to train them with SLA2, start a \
+                         new run with --init-from"
                     }
                     name if found.is_none() && name.ends_with(".sinks") => "these weights have no sinks: leave --sinks out",
                     name if found.is_none() && name.contains(".self_attn.") => {
-                        "these weights belong to another attention: leave --attn, --qk-norm and --qkv-bias out"
+                        "these weights were trained with other attention settings: leave --attn, --qk-norm and \
+                         --qkv-bias out"
                     }
                     _ => "use weights and settings of the same run; --init-from also sets the sizes",
                 })

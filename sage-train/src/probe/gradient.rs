@@ -51,7 +51,7 @@ pub fn gradient_errors(
         return Err(Error::new("the number of micro-batches is not a power of two of at least 16")
             .got(count)
             .allowed("16, 32, 64, ..")
-            .hint("intervals are over eight blocks of at least two micro-batches"));
+            .hint("confidence intervals need eight blocks of at least two micro-batches each"));
     }
     let own_data = settings.data.val_data.is_none();
     let trained = Trained::open(folder, place, settings, true)?;

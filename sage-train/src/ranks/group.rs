@@ -112,7 +112,12 @@ impl Group {
         let of = self.rank.of;
         let part = from.elem_count() / of;
         if part * of != from.elem_count() || from.elem_count() != into.elem_count() {
-            candle_core::bail!("{} elements of {of} ranks for {}", from.elem_count(), into.elem_count());
+            candle_core::bail!(
+                "all-to-all of {} elements over {of} ranks: the receive buffer has {} elements, and both must be the same \
+                 multiple of {of}",
+                from.elem_count(),
+                into.elem_count()
+            );
         }
         if let Some(transport) = self.of_node()
             && let Some(transfer) = transport.all_to_all(from, into, of)?
@@ -131,7 +136,11 @@ impl Group {
     pub fn gather(&self, part: &Tensor, into: &Tensor) -> Result<Transfer> {
         let len = part.elem_count();
         if len * self.rank.of != into.elem_count() {
-            candle_core::bail!("{} times {len} elements for {}", self.rank.of, into.elem_count());
+            candle_core::bail!(
+                "all-gather of {len} elements from each of {} ranks: the receive buffer has {} elements",
+                self.rank.of,
+                into.elem_count()
+            );
         }
         if !share_memory(part, into) {
             into.slice_set(part, 0, self.rank.index * len)?;

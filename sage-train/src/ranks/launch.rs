@@ -177,5 +177,5 @@ pub(super) fn check(gpus: usize) -> Result<()> {
     if (1..=1024).contains(&gpus) {
         return Ok(());
     }
-    Err(Error::new("no such number of GPUs").got(gpus).allowed("1 to 1024").hint("--gpus 2"))
+    Err(Error::new("--gpus is out of range").got(gpus).allowed("1 to 1024").hint("--gpus 2"))
 }

@@ -310,7 +310,7 @@ fn driver_version() -> c_int {
 
 /// Checks that no two ranks use the same GPU.
 fn check_gpus(words: &Words, device: &CudaDevice) -> candle_sage::Result<()> {
-    let uuid = device.cuda_stream().context().uuid().map_err(during("cannot tell the GPU"))?;
+    let uuid = device.cuda_stream().context().uuid().map_err(during("cannot read the GPU's UUID"))?;
     let own = hex(&uuid.bytes.map(|byte| byte as u8));
     let host = gethostname::gethostname().to_string_lossy().into_owned();
     let all = words.share("GPU", &own);

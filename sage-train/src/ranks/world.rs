@@ -115,7 +115,7 @@ impl World {
                 Error::new("Slurm's rank environment is incomplete")
                     .got(format!("SLURM_STEP_NUM_TASKS without {name}"))
                     .allowed("the variables that srun sets")
-                    .hint("start it with srun")
+                    .hint("start sage-train with srun")
             })
         };
         if of < 2 {
@@ -149,7 +149,10 @@ fn secret(variable: &dyn Fn(&str) -> Option<String>, job: &str) -> Secret {
 fn not_a_number(name: &str, got: impl std::fmt::Display) -> Error {
     Error::new(format!("{name} is not a valid number"))
         .got(got)
-        .allowed("a number in range")
+        .allowed(match name {
+            "MASTER_PORT" => "a port: 1 to 65535, or 1 to 65534 if torchrun's agent listens on it",
+            _ => "a whole number from 0 to 4294967295",
+        })
         .hint("torchrun, srun and --gpus set it")
 }
 

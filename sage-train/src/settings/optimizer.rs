@@ -113,7 +113,7 @@ pub struct OptimizerSettings {
     /// Peak learning rate
     #[arg(long, value_name = "LR")]
     pub lr: Option<f64>,
-    /// Learning rate at the end, as a fraction of the peak [default: 0.1, not from the paper]
+    /// Learning rate at the end, as a fraction of the peak [default: 0.1, not from the SageBwd paper]
     #[arg(long, value_name = "FRACTION")]
     pub min_lr: Option<f64>,
     /// Steps of linear warm-up; the default is limited to a tenth of the steps
@@ -125,13 +125,13 @@ pub struct OptimizerSettings {
     /// Fraction of the run in which `wsd` decays [default: 0.2]
     #[arg(long, value_name = "FRACTION")]
     pub decay_fraction: Option<f64>,
-    /// AdamW beta1 [default: 0.9, not from the paper]
+    /// AdamW beta1 [default: 0.9, not from the SageBwd paper]
     #[arg(long, value_name = "BETA")]
     pub beta1: Option<f64>,
-    /// AdamW beta2 [default: 0.95, not from the paper]
+    /// AdamW beta2 [default: 0.95, not from the SageBwd paper]
     #[arg(long, value_name = "BETA")]
     pub beta2: Option<f64>,
-    /// AdamW epsilon [default: 1e-8, not from the paper]
+    /// AdamW epsilon [default: 1e-8, not from the SageBwd paper]
     #[arg(long, value_name = "EPS")]
     pub adam_eps: Option<f64>,
     /// Muon: peak learning rate of the matrices of hidden layers [default: --lr]
@@ -163,10 +163,10 @@ pub struct OptimizerSettings {
     /// when they are loaded, so that the new run needs no bias correction [default: off]
     #[arg(long, value_enum)]
     pub init_moments: Option<Switch>,
-    /// Weight decay, applied only to matrices [default: 0.1, not from the paper]
+    /// Weight decay, applied only to matrices [default: 0.1, not from the SageBwd paper]
     #[arg(long, value_name = "DECAY")]
     pub weight_decay: Option<f64>,
-    /// Norm to which larger gradients are clipped; 0 for no clipping [default: 1, not from the paper]
+    /// Norm to which larger gradients are clipped; 0 for no clipping [default: 1, not from the SageBwd paper]
     #[arg(long, value_name = "NORM")]
     pub clip: Option<f64>,
     /// Factor of the z-loss, which keeps logits from drifting (1e-4 in PaLM). It is part of the training loss, but not

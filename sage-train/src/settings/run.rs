@@ -28,7 +28,7 @@ pub enum Preset {
     #[value(name = "124m")]
     #[serde(rename = "124m")]
     Small124m,
-    /// The paper's Llama: 20 layers, width 1024, 16 heads of 64, context 4096
+    /// The SageBwd paper's Llama: 20 layers, width 1024, 16 heads of 64, context 4096
     #[value(name = "325m")]
     #[serde(rename = "325m")]
     Paper325m,

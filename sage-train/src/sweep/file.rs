@@ -165,7 +165,7 @@ fn merged(layers: [Settings; 5]) -> Settings {
 
 fn settings(table: &Table, place: &str) -> Result<Settings> {
     Settings::deserialize(table.clone()).map_err(|error| {
-        Error::new(format!("not settings, in {place} of a sweep"))
+        Error::new(format!("invalid settings in {place} of the sweep"))
             .got(in_short(&error))
             .allowed("keys and values, where a key is a long flag of sage-train without the dashes")
             .hint("lists of values belong in [grid] or [[points]]")
@@ -184,7 +184,7 @@ fn combinations(table: &Table, place: &str) -> Result<Vec<Table>> {
         let one = std::slice::from_ref(value);
         let values = value.as_array().map_or(one, Vec::as_slice);
         if values.is_empty() {
-            return Err(Error::new("the sweep has no runs")
+            return Err(Error::new("a list of the sweep is empty")
                 .got(format!("{key} = [], in {place}"))
                 .allowed("at least one value for each setting")
                 .hint("leave the setting out for its default"));

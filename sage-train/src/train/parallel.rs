@@ -88,6 +88,7 @@ pub fn check_parallel(config: &Config, ranks: usize, context: usize) -> Result<(
         return Ok(());
     }
     let tokens = config.tokens_per_step() / config.accumulation as u64;
+    let each = if context > 1 { "each group of ranks that share a sequence" } else { "each rank" };
     let several = if context > 1 { format!(", {context} of them for each sequence") } else { String::new() };
     Err(Error::new("there are more ranks than micro-batches in a step")
         .got(format!("{ranks} ranks{several}, {} micro-batches of {tokens} tokens", config.accumulation))
@@ -96,7 +97,8 @@ pub fn check_parallel(config: &Config, ranks: usize, context: usize) -> Result<(
             most => format!("up to {most} ranks"),
         })
         .hint(format!(
-            "--tokens-per-step {} gives each rank one; a smaller --micro-batch also makes more micro-batches",
+            "--tokens-per-step {} gives {each} one micro-batch; a smaller --micro-batch also makes more \
+             micro-batches",
             Quantity(tokens * groups as u64)
         )))
 }

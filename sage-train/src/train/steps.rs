@@ -209,7 +209,7 @@ impl Run<'_> {
             self.record(point.clone())?;
             return Err(Stop::Diverged(
                 Error::new(format!("stopped: the validation loss is {loss} after step {}", point.step))
-                    .got("an update that broke the model")
+                    .got("an update after which the model's outputs are not finite")
                     .allowed("a finite loss")
                     .hint(stop_hint(config)),
             ));
@@ -249,7 +249,8 @@ impl Run<'_> {
         let before = self.points.iter().rev().find_map(|point| point.fp8_saturated).unwrap_or(0);
         if let Some(now) = now.filter(|now| *now > before) {
             self.progress.say(&format!(
-                "{now} values of FP8 operands have saturated since the last validation, {before} before it"
+                "{now} values of FP8 operands have saturated since the last validation, {before} in the interval \
+                 before"
             ));
         }
         Ok(now)

@@ -403,7 +403,7 @@ pub(super) fn stop_hint(config: &Config) -> String {
 /// The error of a run that diverged.
 fn stopped(what: String, step: u64, config: &Config) -> Stop {
     let error = Error::new(format!("stopped before the update: {what}"))
-        .got(format!("{step} good steps"))
+        .got(format!("{step} steps with finite losses and gradients"))
         .allowed("finite losses and gradients")
         .hint(stop_hint(config));
     Stop::Diverged(error)

@@ -76,7 +76,7 @@ fn settings_of_muon_count() {
     }
     scratch.ok(&["eval", "runs/warmup", "--device", "cpu"]);
     let plan = scratch.ok(&["--dry-run", "--config", "runs/quintic/config.toml"]);
-    assert!(plan.contains("Muon of hidden matrices") && plan.contains("quintic"), "{plan}");
+    assert!(plan.contains("Muon for hidden matrices") && plan.contains("quintic"), "{plan}");
     for (flags, part) in [
         (&["--muon-lr", "1e-2"][..], "--optimizer muon"),
         (&["--optimizer", "muon", "--muon-momentum", "1"], "muon-momentum"),

@@ -152,7 +152,7 @@ fn a_plan_says_what_ranks_would_do() {
         Scratch::new().ok(&["--dry-run", "--preset", "325m", "--tokens-per-step", "2m", "--gpus", "6"]);
     assert!(
         plan.contains(
-            "6 on a node of 6, with 11 for 4 of them, 10 for 2 of 64 micro-batches of a step: 3 % idle"
+            "6 on one node; a step's 64 micro-batches: 11 each for 4 ranks, 10 each for 2 ranks; ranks idle 3 % of the time"
         ),
         "{plan}"
     );
@@ -160,8 +160,10 @@ fn a_plan_says_what_ranks_would_do() {
     assert!(lines.iter().all(|line| plan.contains(line)), "{plan}");
     let large = ["--tokens-per-step", "8m", "--micro-batch", "2", "--ranks", "1024", "--gpu-rate", "176k"];
     let plan = Scratch::new().ok(&[&["--dry-run", "--preset", "325m"], &large[..]].concat());
-    let expected =
-        ["1024 on 128 nodes of 8, with 1 each of 1024 micro-batches", "between nodes  0.30 GiB each way"];
+    let expected = [
+        "1024 on 128 nodes of 8; each rank computes 1 of a step's 1024 micro-batches",
+        "between nodes  0.30 GiB each way",
+    ];
     assert!(expected.iter().all(|line| plan.contains(line)), "{plan}");
 }
 
@@ -244,7 +246,7 @@ fn mistakes_are_told() {
     let scratch = Scratch::new();
     for (args, expected) in [
         (flags(&["--gpus", "7"]), "there are more ranks than micro-batches in a step"),
-        (flags(&["--gpus", "0"]), "no such number of GPUs"),
+        (flags(&["--gpus", "0"]), "--gpus is out of range"),
         (flags(&["--gpus", "10000000000000000000", "--dry-run"]), "gpus is out of range"),
         (
             flags(&["--gpus", "1", "--restarts", "2", "--resume", "auto", "--name", "r"]),
@@ -257,7 +259,7 @@ fn mistakes_are_told() {
         (flags(&["--gpus", "2", "--copy-engines", "on"]), "CPUs have no copy engines"),
         (flags(&["--gpus", "2", "--restarts", "2"]), "--restarts needs --resume auto"),
         (flags(&["--resume", "auto"]), "--resume auto needs the name of the run"),
-        (flags(&["--dry-run", "--ranks", "12"]), "ranks do not divide into nodes"),
+        (flags(&["--dry-run", "--ranks", "12"]), "the ranks cannot be divided into equal nodes"),
         (flags(&["--context-parallel", "2"]), "cannot be split into this many parts"),
         (flags(&["--gpus", "4", "--context-parallel", "4"]), "2 heads"),
         (

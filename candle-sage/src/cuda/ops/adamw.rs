@@ -54,10 +54,10 @@ impl Launch<Tensors<'_>, ()> for AdamW {
             Some(copy) => (start(copy, &gpu)?, Float::of("adamw", copy.0)?),
         };
         if [weights, gradient, copy].iter().any(|at| !at.is_multiple_of(16)) || !len.is_multiple_of(V) {
-            return Err(Error::unsupported("adamw on CUDA moves 16 bytes at a time")
+            return Err(Error::unsupported("adamw on CUDA needs tensors aligned to 16 bytes")
                 .got(format!("{len} parameters"))
                 .allowed("tensors aligned to 16 bytes, a multiple of 4 parameters")
-                .hint("pad them with zeros")
+                .hint("pad the tensors with zeros; `force_contiguous()` makes an aligned copy of a view")
                 .into());
         }
         // `AdamW::factors` uses the other settings.

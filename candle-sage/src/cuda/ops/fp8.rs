@@ -131,10 +131,10 @@ pub(super) fn check_start(what: &str, starts: &[Address<'_>]) -> Result<()> {
     if starts.iter().all(|start| start.is_multiple_of(16)) {
         return Ok(());
     }
-    Err(Error::unsupported(format!("{what} on CUDA moves 16 bytes at a time"))
+    Err(Error::unsupported(format!("{what} on CUDA needs tensors aligned to 16 bytes"))
         .got("a tensor that is not aligned to 16 bytes")
-        .allowed("tensors aligned to 16 bytes")
-        .hint("`force_contiguous()` copies it")
+        .allowed("addresses that are multiples of 16")
+        .hint("`force_contiguous()` makes an aligned copy")
         .into())
 }
 
@@ -280,10 +280,10 @@ fn swiglu(
     check_start("swiglu in FP8", &[of.gate, of.up, of.dy])?;
     // The strides of rows, in bytes.
     if [of.gate_row, of.up_row].iter().any(|row| row * float.bytes() as i64 % 16 != 0) {
-        return Err(Error::unsupported("swiglu in FP8 on CUDA moves 16 bytes at a time")
+        return Err(Error::unsupported("swiglu in FP8 on CUDA needs rows aligned to 16 bytes")
             .got(format!("rows {} and {} elements apart", of.gate_row, of.up_row))
-            .allowed("rows aligned to 16 bytes")
-            .hint("`force_contiguous()` copies them")
+            .allowed("distances that are multiples of 16 bytes")
+            .hint("`force_contiguous()` makes an aligned copy")
             .into());
     }
     launch(gpu, &named(kernel, float), Codes::grid(dims), params)

@@ -44,7 +44,7 @@ fn check_starts(starts: &[Address<'_>], len: usize) -> Result<()> {
     if starts.iter().all(|start| start.is_multiple_of(16)) && len.is_multiple_of(V16) {
         return Ok(());
     }
-    Err(Error::unsupported("Muon on CUDA moves 16 bytes at a time")
+    Err(Error::unsupported("Muon on CUDA needs matrices that start and end at multiples of 16 bytes")
         .got(format!("a matrix of {len} elements"))
         .allowed("matrices aligned to 16 bytes, with a multiple of 8 elements")
         .hint("leave gaps between matrices; AdamW supports any number of elements")

@@ -132,11 +132,13 @@ enum Written<'a> {
 
 fn run_fp8(gpu: &Gpu, what: &str, float: Float, packs: Packs, params: params::Fp8Rope<'_>) -> Result<()> {
     if packs.elements() == 1 {
-        return Err(Error::unsupported("qk_norm_rope_backward in FP8 on CUDA moves 16 bytes at a time")
-            .got("heads that are not aligned to 16 bytes")
-            .allowed("tensors and heads aligned to 16 bytes")
-            .hint("`force_contiguous()` copies a tensor")
-            .into());
+        return Err(Error::unsupported(
+            "qk_norm_rope_backward in FP8 on CUDA needs tensors aligned to 16 bytes",
+        )
+        .got("a tensor or a head that is not aligned to 16 bytes")
+        .allowed("addresses and strides that are multiples of 16 bytes")
+        .hint("`force_contiguous()` makes an aligned copy")
+        .into());
     }
     let head_dim = 2 * params.of.half as usize;
     let rows = THREADS * FP8_LINES * FP8_NEIGHBOURS / head_dim;

@@ -27,10 +27,10 @@ impl Launch<[Operand<'_>; 2], ()> for InOrder {
         if [params.parts, params.sum].iter().any(|at| !at.is_multiple_of(16))
             || !width.is_multiple_of(SUM_VALUES)
         {
-            return Err(Error::unsupported("sum_in_order on CUDA moves 16 bytes at a time")
+            return Err(Error::unsupported("sum_in_order on CUDA needs tensors aligned to 16 bytes")
                 .got(format!("{width} elements"))
                 .allowed("tensors aligned to 16 bytes, a multiple of 4 elements")
-                .hint("pad them with zeros")
+                .hint("pad the tensors with zeros; `force_contiguous()` makes an aligned copy of a view")
                 .into());
         }
         let most = ROWS * ((1 << SUM_LEVELS) - 1);

@@ -72,7 +72,7 @@ fn check(scheme: &Scheme) -> Result<()> {
     if let Scheme::AttnQat(settings) = scheme
         && settings.products != Products::SixteenBit
     {
-        return Err(Error::unsupported("log-sum-exps with FP4 matmuls")
+        return Err(Error::unsupported("log-sum-exps are not supported with FP4 matmuls")
             .got(scheme)
             .allowed("AttnQat::products(Products::SixteenBit)")
             .hint("log-sum-exps are a part of the state for a backward, which FP4 matmuls do not have")
@@ -81,7 +81,7 @@ fn check(scheme: &Scheme) -> Result<()> {
     if !scheme.smooths_keys() {
         return Ok(());
     }
-    Err(Error::unsupported("smoothing the keys changes the log-sum-exp")
+    Err(Error::unsupported("log-sum-exps are not supported with smoothed keys")
         .got(scheme)
         .allowed("unquantized attention, or a scheme with Smoothing::None")
         .hint("use `.smoothing(Smoothing::None)`; to smooth, subtract a mean m from the keys yourself and add softmax_scale * (q . m) to the log-sum-exp")
@@ -99,10 +99,10 @@ impl Saved {
         if let Some(dlse) =
             dlse.filter(|dlse| dlse.dims() != [batch, heads, sequence] || dlse.dtype() != DType::F32)
         {
-            return Err(Error::shape("the gradient of the log-sum-exps does not fit them")
+            return Err(Error::shape("the gradient of the log-sum-exps has another shape or type")
                 .got(format!("{:?} {:?}", dlse.dims(), dlse.dtype()))
                 .allowed(format!("{:?} F32: (batch, heads, sequence)", [batch, heads, sequence]))
-                .hint("it has the shape of what `lse` returns")
+                .hint("`dlse` has the shape and type of `AttentionVjp::lse`")
                 .into());
         }
         let dlse = dlse.map(Tensor::contiguous).transpose()?;

@@ -11,7 +11,7 @@ use crate::cpu::view::{View, to_storage};
 use crate::cpu::{self, Problem};
 use crate::error::Error;
 use crate::launch::{Launch, Operand};
-use crate::ops::support::{cpu_storage, cuda_tensor, f32_tensor, with_cuda};
+use crate::ops::support::{cpu_storage, cuda_tensor, f32_tensor, run_twice, with_cuda};
 use crate::scheme::Scheme;
 use crate::selection::{Lists, Selection};
 use crate::shape::{AttentionShape, Dims};
@@ -74,7 +74,7 @@ fn shape_of((batch, sequence, heads, head_dim): Dims) -> Shape {
 impl AttentionOp {
     fn save(&self, completed: Completed) -> Result<()> {
         let Some(saved) = &self.saved else { return Ok(()) };
-        saved.completed.set(completed).map_err(|_| Error::new("an attention op value was run twice").into())
+        saved.completed.set(completed).map_err(|completed| run_twice(completed).into())
     }
 
     fn leave_sink_gradient(&self, dsinks: Tensor) {

@@ -106,7 +106,7 @@ impl Attention {
                 .into());
         }
         if self.scheme.smooths_keys() {
-            return Err(Error::unsupported("a soft cap with smoothed keys")
+            return Err(Error::unsupported("a soft cap is not supported with smoothed keys")
                 .got(self.scheme)
                 .allowed("unquantized attention, or a scheme with Smoothing::None")
                 .hint("`.smoothing(Smoothing::None)`; on CUDA SageBwd also needs `.products(Int8Products::SCORES)`")
@@ -123,13 +123,14 @@ impl Attention {
             return Ok(None);
         }
         if self.selection.is_some() {
-            return Err(Error::unsupported("a selection with a soft cap or ALiBi")
+            return Err(Error::unsupported("a selection is not supported with a soft cap or ALiBi")
                 .got("both")
                 .allowed("one of them")
                 .hint("`Attention::window` restricts attention too, and can be combined with them")
                 .into());
         }
-        let hints = ["`ops::alibi_slopes` returns the paper's slopes", "`Tensor::detach`"];
+        let hints =
+            ["`ops::alibi_slopes` returns the paper's slopes", "`Tensor::detach` makes the slopes constants"];
         let slopes = |x: &Tensor| of_heads("the ALiBi slopes", x, shape.query_heads(), q.device(), hints);
         Ok(Some(ScoreMod { softcap, alibi_slopes: alibi_slopes.as_ref().map(slopes).transpose()? }))
     }
@@ -154,7 +155,7 @@ impl Attention {
 /// Source: arXiv 2108.12409, section 3, and its authors' code.
 pub fn alibi_slopes(heads: usize, device: &Device) -> Result<Tensor> {
     if heads == 0 {
-        return Err(Error::shape("ALiBi without heads")
+        return Err(Error::shape("ALiBi needs at least one head")
             .got(0)
             .allowed("1 or more")
             .hint("a slope belongs to a query head")

@@ -68,7 +68,7 @@ impl AttentionVjp {
             return Err(Error::shape("the output's gradient does not fit the output")
                 .got(format!("{:?} {:?}", dout.dims(), dout.dtype()))
                 .allowed(format!("{dims:?} {:?}", self.out.dtype()))
-                .hint("it has the output's shape and element type")
+                .hint("`dout` has the shape and element type of the output")
                 .into());
         }
         supported(NAME, &[&self.out, dout])?;

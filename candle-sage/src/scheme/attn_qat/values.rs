@@ -64,7 +64,7 @@ impl std::str::FromStr for ValueGroups {
     fn from_str(text: &str) -> Result<Self> {
         let found = [Self::Tokens, Self::HeadDim].into_iter().find(|groups| groups.to_string() == text);
         found.ok_or_else(|| {
-            Error::new("unknown groups of values")
+            Error::new("unknown axis of V's scale groups")
                 .got(format!("`{text}`"))
                 .allowed("tokens, head-dim")
                 .hint("tokens is what FP4 instructions need; head-dim is the published training kernel's")
@@ -80,7 +80,7 @@ impl std::str::FromStr for ValueScale {
             Error::new("unknown scale of values")
                 .got(format!("`{text}`"))
                 .allowed("none, head")
-                .hint("head keeps values outside of .006 to 2688; none is the paper's")
+                .hint("head keeps values below .006 and above 2688; none follows the paper")
         })
     }
 }

@@ -153,7 +153,9 @@ impl Hub {
         // The server sends the file's etag and the commit's hash, which become parts of paths.
         for part in [metadata.etag(), metadata.commit_hash()] {
             if part.is_empty() || !part.chars().all(|c| c.is_ascii_alphanumeric() || "-_\":".contains(c)) {
-                return Err(failed(&what)(format!("the server sent the name `{part}`")));
+                return Err(failed(&what)(format!(
+                    "the server sent an invalid etag or commit hash: `{part}`"
+                )));
             }
         }
         // A partial download that is as long as the file or longer cannot be resumed, and is removed.
@@ -169,7 +171,10 @@ impl Hub {
             _ => false,
         };
         if !inside {
-            return Err(failed(&what)(format!("the server's names lead to {}", path.display())));
+            return Err(failed(&what)(format!(
+                "the downloaded file is outside the cache: {}",
+                path.display()
+            )));
         }
         let held = path.metadata().map(|held| held.len()).map_err(failed(&what))?;
         if held != metadata.size() as u64 {

@@ -18,6 +18,9 @@ pub(super) fn parquet(
 ) -> Result<()> {
     Err(Error::new("this build does not read parquet")
         .got(path.display())
-        .allowed(".txt, .jsonl")
+        .allowed(match cfg!(feature = "zstd") {
+            true => ".txt, .md, .jsonl, .ndjson, .json, .csv (each also .gz, .zst)",
+            false => ".txt, .md, .jsonl, .ndjson, .json, .csv (each also .gz)",
+        })
         .hint("build without --no-default-features, or with --features parquet"))
 }

@@ -66,7 +66,7 @@ impl Sidecar {
         if sidecar.continues && sidecar.document_tokens.is_empty() {
             return wrong(
                 "a document that continues, and no documents".into(),
-                "a document that continues the previous shard's last",
+                "a last document, which continues in the next shard",
             );
         }
         Ok(Some(sidecar))

@@ -55,7 +55,10 @@ fn a_killed_preparation_goes_on_where_it_was() {
         assert!(kills == 1 || went_on, "{said}");
         // A preparation with another seed is refused, and does not change the interrupted one.
         let error = scratch.fails(&with("parts", "4"));
-        assert!(error.contains("other --seed") && error.contains("rm -r"), "{error}");
+        assert!(
+            error.contains("these differ from the interrupted command: --seed") && error.contains("rm -r"),
+            "{error}"
+        );
         let end = [&with("parts", "3")[..], &["--tokenizer", "whole/tokenizer.json", "--end-of-text", "the"]]
             .concat();
         assert!(scratch.fails(&end).contains("--end-of-text"));

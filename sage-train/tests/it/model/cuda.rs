@@ -161,5 +161,9 @@ fn cuda_runs_that_diverge_stop() {
     }));
     let error =
         config.and_then(|config| Ok(train::run(&config, &Begin::New)?)).expect_err("it diverges").to_string();
-    assert!(error.contains("stopped before the update") && error.contains("good steps"), "{error}");
+    assert!(
+        error.contains("stopped before the update")
+            && error.contains("steps with finite losses and gradients"),
+        "{error}"
+    );
 }
