@@ -66,13 +66,14 @@ fn cuda_gradients_are_those_of_the_cpu() -> Result<()> {
                 let model = Llama::new(&config, &parameters, device)?;
                 let (ids, targets) = batch(&config, device)?;
                 let loss = model.train(&ids, &targets)?.to_scalar::<f32>()?;
-                let _expanded = parameters.expand(&Ranks::alone())?;
+                let expanded = parameters.expand(&Ranks::alone())?;
                 let forward = model.loss(&ids, &targets)?.to_scalar::<f32>()?;
                 // A forward without a backward is in the compute type.
                 assert!(
                     forward == loss || linear == fp8 && (forward / loss - 1.0).abs() < 0.01,
                     "{forward} {loss}"
                 );
+                drop(expanded);
                 Ok((loss, parameters))
             };
             let ((loss, got), (exact, expected)) = (run(&gpu, DType::BF16)?, run(&Device::Cpu, DType::F32)?);
