@@ -92,8 +92,8 @@ pub(crate) fn channel_mean(rows: &[f32], d: usize, tile_rows: usize) -> Vec<f32>
     total.iter().map(|x| x / count).collect()
 }
 
-/// The mean that smoothing subtracts from rows of K or V: over all rows, tile by tile, or over a sample in the order of
-/// the tokens.
+/// The mean that smoothing subtracts from rows of K or V: over all rows (summed tile by tile), or over a sample (summed
+/// in the order of the tokens).
 pub(crate) fn token_mean(rows: &[f32], d: usize, settings: &SageBwd) -> Vec<f32> {
     let KeyMean::Sample(count) = settings.key_mean else { return channel_mean(rows, d, settings.tile_k) };
     let sample: Vec<f32> =

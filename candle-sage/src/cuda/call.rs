@@ -149,7 +149,8 @@ impl<'a> Call<'a> {
         self.geometry.shape(self.gpu)
     }
 
-    /// The shape, for a kernel whose blocks share `bytes` for each of `heads` heads per segment.
+    /// The shape, for a kernel whose blocks share `bytes` of data per head, with `heads` heads per segment. As many heads
+    /// run concurrently as the L2 cache has room for.
     pub(super) fn shape_sharing(&self, bytes: usize, heads: usize) -> params::Shape<'_> {
         let heads = heads * self.segment_count();
         let at_once = plan::heads_at_once(self.gpu.cache_bytes, bytes, heads);

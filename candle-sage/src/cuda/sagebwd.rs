@@ -100,7 +100,7 @@ fn check_settings(settings: &SageBwd) -> crate::error::Result<()> {
             return Err(Error::unsupported("this smoothing is not supported with these products on CUDA")
                 .got(format!("products {}, smoothing {}", settings.products, settings.smoothing))
                 .allowed("scores: smoothing none, k; forward-and-s: none, k, kv; paper and forward: all")
-                .hint("the CPU supports all combinations"));
+                .hint("the CPU supports smoothing qk with every set of INT8 matmuls"));
         }
         (
             Int8Products::PAPER | Int8Products::FORWARD_AND_S | Int8Products::SCORES | Int8Products::FORWARD,

@@ -51,9 +51,9 @@ const LEAST_USERS: usize = if cfg!(test) { 1 } else { 8 };
 /// Number of parts per multiprocessor, if all query blocks were in long lists.
 const PARTS_OF_A_SHARE: usize = 8;
 
-/// Splits the longest lists, of key blocks that many query blocks select, into parts for separate thread blocks. These
-/// add their dK and dV in f32 in an undefined order. The device decides how to split, because only it knows the lengths
-/// of the lists.
+/// Each key block has a list of the query blocks that select it. The longest lists are split into parts for separate
+/// thread blocks, which add their dK and dV in f32 in an undefined order. The device decides how to split, because only
+/// it knows the lengths of the lists.
 struct Cuts {
     /// Number of parts, if the query blocks of all lists were split.
     shares: usize,

@@ -160,11 +160,10 @@ fn a_sample_tells_the_mean_of_keys() -> Result<()> {
     Ok(())
 }
 
-/// A vector added to every value is added to the output and changes no gradient. With V smoothing the errors of O, dQ
-/// and dK are as without the vector; without it the vector uses up the INT8 range of V, and the rounding errors of P
-/// are multiplied by the vector, in O and through delta = rowsum(dO o O) in dQ and dK. (Values are bf16, which dP uses
-/// unchanged. The vector makes their bf16 grid coarser, so that a channel's rounding errors are more similar: errors
-/// may grow by 10 %.)
+/// A vector added to every value is added to the output and changes no gradient. With V smoothing, the vector does not
+/// change the errors of O, dQ and dK. Without V smoothing, it uses up the INT8 range of V, and multiplies the rounding
+/// errors of P, in O and through delta = rowsum(dO o O) in dQ and dK. (With the vector, bf16 leaves fewer distinct
+/// values in a channel of V. Their INT8 rounding errors are then correlated: errors may grow by 10 %.)
 #[test]
 fn smoothing_of_values_takes_out_their_mean() -> Result<()> {
     let mut case = Case::new(1, (1024, 1024), (1, 1), 128, false);

@@ -48,7 +48,8 @@ fn a_window_of_one_token_gives_its_value() -> Result<()> {
     let [out, dq, dk, dv] = case.run(Scheme::Unquantized, DType::F32)?;
     let close = |a: &[f64], b: &[f32]| a.iter().zip(b).all(|(a, b)| (a - f64::from(*b)).abs() < 1e-6);
     assert!(close(&out, &case.data[2]) && close(&dv, &case.data[3]));
-    // The probability is 1 whatever the logit; dP - D is the difference of two sums of 16 products in different order.
+    // The probability is 1 whatever the logit, so dS = dP - delta is zero up to rounding: both are sums of the same 16
+    // products, in different order.
     assert!(dq.iter().chain(&dk).all(|x| x.abs() < 1e-5));
     Ok(())
 }

@@ -31,7 +31,7 @@ pub(super) struct Reporting {
     #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',')]
     baseline: Vec<String>,
     /// Settings that group runs into the arms that are compared [default: the settings of attention and of a sweep's
-    /// `[[points]]` (points of its grid); if runs do not differ in these, the first setting in which they differ]
+    /// `[[points]]`, the settings that its file varies together; if runs do not differ in these, the first setting in which they differ]
     #[arg(long, value_name = "KEY", value_delimiter = ',')]
     by: Vec<String>,
     /// Margin in percent of the loss: an arm matches the baseline if the 90 % interval of its difference is within the

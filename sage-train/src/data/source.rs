@@ -267,9 +267,9 @@ fn how_to_get(path: &Path) -> String {
 
 fn below(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<PathBuf>> {
     if same(path, out) {
-        return Err(Error::new("the data is the folder of runs")
+        return Err(Error::new("--data and --out are the same folder")
             .got(path.display())
-            .allowed("another folder for one of them")
+            .allowed("different folders for the data and the runs")
             .hint("choose another folder of runs with --out; logs and samples of runs are not data"));
     }
     let mut found = Vec::new();

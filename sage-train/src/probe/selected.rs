@@ -206,7 +206,8 @@ impl Part {
         ])
     }
 
-    /// Softmax attention over the mean keys of past blocks, with their mean values; zeros without past blocks.
+    /// Softmax attention over the mean keys of past blocks, with their mean values. Meaningless for queries
+    /// of the first block, which have no past block.
     fn pooled(&self, block: usize) -> candle_core::Result<Tensor> {
         let [q, k, v] = &self.inputs;
         let (batch, tokens, heads, d) = q.dims4()?;
@@ -225,7 +226,7 @@ impl Part {
                 (0..whole).map(move |at| if at < token / block { 0.0 } else { f32::NEG_INFINITY })
             })
             .collect();
-        // The first block has no block before it: its weight is zero, so any finite logits are correct.
+        // Queries of the first block see no past block. Their result gets the weight zero later, so any finite logits do.
         let hidden: Vec<f32> =
             hidden.into_iter().enumerate().map(|(n, x)| if n < block * whole { 0.0 } else { x }).collect();
         let logits = logits.broadcast_add(&Tensor::from_vec(hidden, (tokens, whole), &Device::Cpu)?)?;

@@ -59,7 +59,7 @@ pub struct AttentionSettings {
     /// maximum in the forward, the row's sum in the backward) [default: row-max]
     #[arg(long)]
     pub p_reference: Option<Text<PReference>>,
-    /// Attn-QAT: compute dS with the output of unquantized probabilities [default: on]
+    /// Attn-QAT: compute the backward's delta from an output O whose probabilities P were not quantized [default: on]
     #[arg(long, value_enum)]
     pub high_precision_output: Option<Switch>,
     /// Attn-QAT: compute the backward from the quantized query, key and value [default: on]

@@ -45,9 +45,9 @@ fn check_starts(starts: &[Address<'_>], len: usize) -> Result<()> {
         return Ok(());
     }
     Err(Error::unsupported("Muon on CUDA needs matrices that start and end at multiples of 16 bytes")
-        .got(format!("a matrix of {len} elements"))
+        .got(format!("a matrix of {len} elements, or one that starts elsewhere"))
         .allowed("matrices aligned to 16 bytes, with a multiple of 8 elements")
-        .hint("leave gaps between matrices; AdamW supports any number of elements")
+        .hint("matrices in one vector need gaps after sizes that are not multiples of 8; AdamW supports any size")
         .into())
 }
 
