@@ -86,8 +86,8 @@ struct Backward {
     return whole && std::count_if(cuts.begin(), cuts.end(), is_cut) == std::min(expected, long(most_slots)) && expected > 0;
   }
 
-  // Whether blocks of `keys` keys visit each tile of each query block that selects their keys once, with the right
-  // index in its list.
+  // Whether each block of `keys` keys visits exactly once every tile of the query blocks that select it, with its index in
+  // the query blocks' lists.
   bool visits_are_right(int keys) const {
     std::map<std::tuple<int, int, int, int>, int> visits;  // of (segment, first key, query head, tile)
     int all = problem.segments.count() * c.key_heads * ((problem.segments.longest_keys + keys - 1) / keys);

@@ -167,7 +167,7 @@ impl Measured {
         (of(d + v), of(4 * d + 3 * v))
     }
 
-    /// TFLOP/s of the forward, and of forward and backward, in 16-bit-equivalent operations.
+    /// TFLOP/s of the forward, and of forward and backward. An operation counts the same in every scheme.
     pub fn tflops(&self) -> (f64, f64) {
         let (forward, both) = self.operations();
         (forward / self.forward_ms / 1e9, both / self.both_ms / 1e9)

@@ -59,7 +59,7 @@ impl Rest {
 pub(super) struct BenchAttention {
     /// Shapes: head_dim (192/128: keys of 192 and values of 128), tokens, 1 if causal, tokens of a sliding window. A
     /// head_dim above 128 runs with fpa on compute capability 8.0, 9.0 and 10.x, and with sagebwd:products=scores on
-    /// 9.0 [default: D 64 and 128, N 1024 and on a GPU 8192, 16384, causal]
+    /// 9.0 [default: D 64 and 128, N 1024, on a GPU also 8192 and 16384, causal]
     #[arg(value_name = "D:N:CAUSAL[:WINDOW]")]
     rows: Vec<Row>,
     /// Schemes with their settings, separated by semicolons: "fpa;sagebwd:smoothing=kv" [default: every scheme, and

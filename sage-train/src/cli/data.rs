@@ -24,7 +24,7 @@ const INPUTS: &str = "Files, folders, 'patterns*', names on the Hugging Face Hub
 /// The subcommands of `data`.
 #[derive(Debug, Subcommand)]
 pub(super) enum Data {
-    /// Tokenize text into shards, which runs read with little memory and without tokenizing again
+    /// Tokenize text into shards. Training runs read them with little memory and do not tokenize again
     Prepare(Prepare),
     /// Train a byte-level BPE on text
     Tokenizer(TrainTokenizer),

@@ -177,7 +177,7 @@ impl<'a> Journal<'a> {
         kept
     }
 
-    /// Saves the state if it is time, or if the number of complete shards, `shards`, has changed.
+    /// Saves the state at intervals, and sooner if the number of complete shards, `shards`, has changed.
     pub(super) fn keep(&mut self, shards: usize, done: impl FnOnce() -> Result<Done>) -> Result<()> {
         let since = self.written.elapsed();
         // A save takes longer if the shards are larger. The pauses between saves limit saving to a twentieth of the

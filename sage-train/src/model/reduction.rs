@@ -11,7 +11,7 @@ use crate::ranks::{Ranks, Transfer};
 #[derive(Debug)]
 struct Coming {
     piece: usize,
-    /// The receive buffer for this rank's shard of the piece from every rank of the node.
+    /// The receive buffer: every rank of the node sends its gradients for this rank's shard of the piece.
     parts: Tensor,
     transfer: Transfer,
 }

@@ -254,7 +254,7 @@ pub(super) fn resolve(
             return Err(Error::new("both the number of blocks and the sparsity of SLA2 are given")
                 .got("--sla2-blocks and --sla2-sparsity")
                 .allowed("one of them")
-                .hint("--dry-run prints the sparsity of a number of blocks"));
+                .hint("--sla2-blocks N --dry-run prints the sparsity that N blocks give"));
         }
         (Some(blocks), None) => in_range("sla2-blocks", blocks, 0, most.max(1))?,
         (None, Some(Share(sparsity))) => {

@@ -285,7 +285,8 @@ impl<'a> Trainer<'a> {
         below(&sum, limits.loss * micro_batches)? + below(squares, most * most)?
     }
 
-    /// The number of mean gradients in the sum of a step's gradients: one for each part of each micro-batch.
+    /// How many gradients a step adds, each a mean over its tokens: one for each part of each micro-batch, if ranks share
+    /// sequences.
     fn gradients_of_a_step(&self) -> usize {
         self.config.accumulation * self.ranks.mesh().context
     }
@@ -403,7 +404,7 @@ pub(super) fn stop_hint(config: &Config) -> String {
 /// The error of a run that diverged.
 fn stopped(what: String, step: u64, config: &Config) -> Stop {
     let error = Error::new(format!("stopped before the update: {what}"))
-        .got(format!("{step} steps with finite losses and gradients"))
+        .got(format!("a number that is not finite, after {step} finite steps"))
         .allowed("finite losses and gradients")
         .hint(stop_hint(config));
     Stop::Diverged(error)

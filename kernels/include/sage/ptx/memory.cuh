@@ -106,8 +106,8 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, int 
 #endif
 }
 // "Data Movement and Conversion Instructions: cp.async.bulk": one thread copies `bytes`, a multiple of 16, between
-// addresses that are multiples of 16. The copy completes `bytes` on `barrier`: a thread sees the data once
-// mbarrier_wait on that phase returns.
+// addresses that are multiples of 16. When the copy is done, `bytes` count as arrived on `barrier`: a thread sees
+// the data once mbarrier_wait for the barrier's current phase returns.
 __device__ __forceinline__ void cp_async_bulk(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),

@@ -25,10 +25,10 @@
 
 namespace sage::attention {
 
-// Registers per thread of the dQ warpgroup, if a consumer's thread has KEYS registers: the rest of the block's
-// allocation.
-template <int KEYS>
-constexpr int DQ_REGISTERS = (CONSUMERS + 1) * ptx::LAUNCH_REGISTERS<SM90_THREADS> - CONSUMERS * KEYS;
+// Registers per thread of the dQ warpgroup: what the block's allocation leaves if a consumer's thread has CONSUMER
+// registers.
+template <int CONSUMER>
+constexpr int DQ_REGISTERS = (CONSUMERS + 1) * ptx::LAUNCH_REGISTERS<SM90_THREADS> - CONSUMERS * CONSUMER;
 
 // Named barriers; 0 is __syncthreads. The first three exist twice, for even and odd tiles, because one warpgroup can be
 // ahead of another by a tile.

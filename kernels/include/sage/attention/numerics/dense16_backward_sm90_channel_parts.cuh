@@ -23,7 +23,8 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
 
   static constexpr int ARRIVALS = S::ARRIVALS;
 
-  // Issue the copies of a tile's Q, INT8 values and row state, and of its dO, by the producer warp: see load_rows.
+  // The producer warp calls these two: load_queries issues the copies of a tile's Q, Q's INT8 values and row state, and
+  // load_gradients those of its dO (see load_rows).
   __device__ __forceinline__ void load_queries(const QueryTile& tile, int stage, uint32_t mbarrier) {
     constexpr int STATE_BYTES = TILE * 4;
     uint32_t at = shared + stage_at(stage), state = at + STATE_AT;
