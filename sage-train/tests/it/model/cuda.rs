@@ -163,8 +163,7 @@ fn cuda_runs_that_diverge_stop() {
     let error =
         config.and_then(|config| Ok(train::run(&config, &Begin::New)?)).expect_err("it diverges").to_string();
     assert!(
-        error.contains("stopped before the update")
-            && error.contains("a number that is not finite, after"),
+        error.contains("stopped before the update") && error.contains("a number that is not finite, after"),
         "{error}"
     );
 }
