@@ -100,7 +100,7 @@ impl Sample {
         };
         let ended = if (written.tokens as u64) < self.tokens.0 { ", then the document ends" } else { "" };
         let begin = match writer.begin.map(|id| writer.tokenizer.entry(id)) {
-            Some(Ok(token)) => format!("; the model saw `{token}` before the text, unless --no-bos is given"),
+            Some(Ok(token)) => format!("; the model saw `{token}` before the text (--no-bos leaves it out)"),
             _ => String::new(),
         };
         format!("{}{ended}{speed}{begin}{numerics}", counted(written.tokens as u64, "token"))

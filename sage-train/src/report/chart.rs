@@ -207,9 +207,11 @@ impl Series {
         let Series { style, points, faint, crosses, .. } = self;
         let (style, color) = (*style, color(*style));
         let shown = |(_, value): &(f64, f64)| (y.0..=y.1).contains(value);
-        chart.draw_series(LineSeries::new(finite(faint).filter(shown), color.mix(0.3)))?;
-        let line = LineSeries::new(finite(points).filter(shown), color.stroke_width(2));
-        chart.draw_series(line)?;
+        for (points, stroke) in [(faint, color.mix(0.3).into()), (points, color.stroke_width(2))] {
+            for line in visible(&finite(points).collect::<Vec<_>>(), y) {
+                chart.draw_series(LineSeries::new(line, stroke))?;
+            }
+        }
         // Only some points have a marker, because too many markers would overlap.
         let every = points.len().div_ceil(24).max(1);
         let marked = finite(points).filter(shown).skip((every - 1) / 2).step_by(every);
@@ -238,10 +240,16 @@ impl<'a> Name<'a> {
     /// Draws the entry into the area below the chart, vertically centred at `middle`.
     fn draw(self, area: &DrawingArea<SVGBackend<'_>, Shift>, middle: i32) -> Drawn {
         let from = 78;
-        let color = if let Name::Of(series) = self { color(series.style) } else { INK };
-        area.draw(&stroke((from, middle), color.stroke_width(if color == INK { 1 } else { 2 })))?;
-        if let Name::Of(series) = self {
-            area.draw(&marker(series.style, (from + 9, middle)))?;
+        match self {
+            Name::Of(series) => {
+                area.draw(&stroke((from, middle), 18, color(series.style).stroke_width(2)))?;
+                area.draw(&marker(series.style, (from + 9, middle)))?;
+            }
+            Name::Level(_) => {
+                for dash in [0, 10] {
+                    area.draw(&stroke((from + dash, middle), 8, INK.stroke_width(1)))?;
+                }
+            }
         }
         let font = ("sans-serif", 14).into_font().color(&INK);
         area.draw(&Text::new(self.text().to_owned(), (from + 26, middle - 6), font))?;
@@ -249,9 +257,9 @@ impl<'a> Name<'a> {
     }
 }
 
-/// The line in front of a legend entry.
-fn stroke((x, y): (i32, i32), style: ShapeStyle) -> PathElement<(i32, i32)> {
-    PathElement::new([(x, y), (x + 18, y)], style)
+/// A line in front of a legend entry.
+fn stroke((x, y): (i32, i32), len: i32, style: ShapeStyle) -> PathElement<(i32, i32)> {
+    PathElement::new([(x, y), (x + len, y)], style)
 }
 
 fn color(style: usize) -> RGBColor {
@@ -260,6 +268,29 @@ fn color(style: usize) -> RGBColor {
 
 fn finite(points: &[(f64, f64)]) -> impl Iterator<Item = (f64, f64)> {
     points.iter().copied().filter(|(x, y)| x.is_finite() && y.is_finite())
+}
+
+/// The parts of a curve between `low` and `high`: a segment that leaves this range ends at its edge.
+fn visible(points: &[(f64, f64)], (low, high): (f64, f64)) -> Vec<Vec<(f64, f64)>> {
+    let mut lines: Vec<Vec<(f64, f64)>> = Vec::new();
+    for pair in points.windows(2) {
+        let [from, to] = [pair[0], pair[1]];
+        let at = |share: f64| (from.0 + share * (to.0 - from.0), from.1 + share * (to.1 - from.1));
+        // The shares of the segment at which it crosses the edges, in the order of the segment.
+        let edges = [low, high].map(|edge| (edge - from.1) / (to.1 - from.1));
+        let (enters, leaves) = (edges[0].min(edges[1]).max(0.0), edges[0].max(edges[1]).min(1.0));
+        let is_level = from.1 == to.1;
+        if is_level && !(low..=high).contains(&from.1) || !is_level && enters >= leaves {
+            continue;
+        }
+        let start = if is_level || enters == 0.0 { from } else { at(enters) };
+        let end = if is_level || leaves == 1.0 { to } else { at(leaves) };
+        match lines.last_mut() {
+            Some(line) if line.last() == Some(&start) => line.push(end),
+            _ => lines.push(vec![start, end]),
+        }
+    }
+    lines
 }
 
 /// A filled marker; its shape depends on the style.
@@ -336,6 +367,23 @@ mod tests {
         for color in [INK, GRID, WHITE, COLORS[0], COLORS[6]] {
             assert!(STYLE.contains(&hex(color)), "{color:?}");
         }
+    }
+
+    #[test]
+    fn a_curve_ends_at_the_edge() {
+        let points = [(0.0, 9.0), (1.0, 5.0), (2.0, 4.0), (3.0, 12.0), (4.0, 0.0), (5.0, 6.0), (6.0, 6.0)];
+        let lines = visible(&points, (2.0, 8.0));
+        let expected: [&[(f64, f64)]; 3] = [
+            &[(0.25, 8.0), (1.0, 5.0), (2.0, 4.0), (2.5, 8.0)],
+            &[(3.0 + 1.0 / 3.0, 8.0), (3.0 + 5.0 / 6.0, 2.0)],
+            &[(4.0 + 1.0 / 3.0, 2.0), (5.0, 6.0), (6.0, 6.0)],
+        ];
+        assert_eq!(lines.len(), expected.len());
+        for (line, expected) in lines.iter().zip(expected) {
+            let apart = |(a, b): (&(f64, f64), &(f64, f64))| (a.0 - b.0).abs().max((a.1 - b.1).abs());
+            assert!(line.len() == expected.len() && line.iter().zip(expected).all(|pair| apart(pair) < 1e-9));
+        }
+        assert!(visible(&[(0.0, 9.0), (1.0, 9.0), (2.0, 10.0)], (2.0, 8.0)).is_empty());
     }
 
     #[test]

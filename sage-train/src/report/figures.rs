@@ -78,8 +78,10 @@ impl Panel {
                 format!(
                     "Mean and range over seeds of the finished runs; for an arm without a finished run, of its \
                      unfinished runs, or else of its diverged runs. Crosses mark losses more than {SPIKE} standard \
-                     deviations above the previous steps, and steps at which a run diverged or failed; a cross \
-                     outside the range is drawn at the edge."
+                     deviations above the previous steps, and steps at which a run diverged or failed. The vertical axis \
+                     covers the values after the first {:.0} % of the tokens: curves outside it are cut off, and \
+                     crosses are drawn at the edge.",
+                    100.0 * SETTLING
                 ),
                 losses(self)?,
             ),

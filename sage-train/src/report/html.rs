@@ -271,7 +271,7 @@ impl Study {
                         td.wrap { (status(run)) }
                         td.n { (grouped(run.steps())) " / " (grouped(run.config.steps)) }
                         td.n { (run.last_loss().map_or("-".into(), |loss| format!("{loss:.4}"))) }
-                        td.n { (run.points.iter().filter(|point| point.loss_z.is_some_and(|z| z > SPIKE)).count()) }
+                        td.n { (spikes(run)) }
                     } } }
                 } }
                 h3 { "Where they ran" }
@@ -289,6 +289,12 @@ impl Study {
 
 fn heading(panel: &Panel) -> &str {
     if panel.label.is_empty() { "Results" } else { &panel.label }
+}
+
+/// The number of loss spikes; a dash for a run with too few steps to tell spikes from noise.
+fn spikes(run: &Run) -> String {
+    let known: Vec<f64> = run.points.iter().filter_map(|point| point.loss_z).collect();
+    if known.is_empty() { "-".into() } else { known.iter().filter(|z| **z > SPIKE).count().to_string() }
 }
 
 /// How a run ended, and why.

@@ -17,7 +17,7 @@ pub fn loss_plot(name: &str, points: &[Point], unigram_entropy: f64) -> Result<S
     let validation = at(|point| point.val_loss);
     let last = validation.last().map_or(String::new(), |(_, loss)| format!(" {loss:.3}"));
     let series = Series {
-        label: format!("{name}: validation{last}"),
+        label: format!("{name}: validation{last}; thin: training"),
         points: validation,
         faint: at(|point| Some(point.loss)),
         ..Series::default()

@@ -202,7 +202,9 @@ impl Study {
         format!(
             "losses are in nats per token{entropy}; ± is the half-width of a 95 % interval (Student's t) over seeds \
              of finished runs; diverged runs are excluded; differences are over shared seeds, in percent of the \
-             baseline's mean; an arm matches if its 90 % interval is within the margin{}",
+             baseline's mean; an arm matches if its 90 % interval is within the margin of ± {} %, also if its 95 % \
+             interval excludes 0 (otherwise it is higher or lower){}",
+            self.margin,
             match self.has_training() {
                 true =>
                     "; training loss: mean over the last quarter of the steps, on the same batches as the baseline; \
