@@ -213,7 +213,7 @@ impl AttentionShape {
                 .got(format!("key {k:?}, value {v:?}"))
                 .allowed("the same (batch, sequence, heads, head_dim)")
                 .hint(
-                    "`Attention` accepts values of another head_dim (8 to 256); batch, sequence and heads must match",
+                    "a shape needs equal head_dims; `Attention` also accepts values of another head_dim (8 to 256)",
                 ));
         }
         if k.0 != batch || k.3 != head_dim {

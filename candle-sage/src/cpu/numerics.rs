@@ -151,7 +151,7 @@ impl<const OUTPUTS: usize> Softmax<OUTPUTS> {
         let d = acc[0].len() / sum.len();
         let mut lse2 = Vec::with_capacity(sum.len());
         for (r, (&reference, &sum)) in reference.iter().zip(&sum).enumerate() {
-            // Only the output of a query that sees no key is zero. Any other sum of 0 produces NaN.
+            // A query that sees no key has the output zero. If a query sees keys and its sum is 0, the output is NaN.
             let (mut inverse, mut row_lse2) =
                 if sees(r) { (1.0 / sum, reference + sum.log2()) } else { (0.0, f32::NEG_INFINITY) };
             if let Some(sink) = sink.filter(|_| sees(r)) {

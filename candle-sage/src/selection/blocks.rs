@@ -85,8 +85,8 @@ impl Blocks {
         self.key_starts[segment + 1] - self.key_starts[segment]
     }
 
-    /// Number of candidates of a block of queries. The candidates, which may be listed, are the segment's first blocks
-    /// of keys. With a causal mask the block's first query sees every key of a candidate, so that a query's selection
+    /// Number of candidates of a block of queries: the blocks of keys that its selection may contain, which are the
+    /// segment's first blocks. With a causal mask the block's first query sees every key of a candidate, so that a query's selection
     /// does not depend on later tokens.
     pub(crate) fn candidates(&self, segment: usize, block: usize) -> usize {
         if self.causal {

@@ -55,7 +55,8 @@ fn a_linear_map_has_the_error_of_its_roundings() -> Result<()> {
     Ok(())
 }
 
-/// A matmul equals the matmul of the codes' values, up to f32 sums: sqrt(k) 2^-24 for k terms.
+/// An FP8 matmul equals the f64 matmul of the dequantized values, except for rounding in the f32 sums: sqrt(k) 2^-24
+/// for k terms.
 #[test]
 fn a_product_is_that_of_its_codes() -> Result<()> {
     let mut normals = Normals::new(2);

@@ -30,8 +30,9 @@ pub(super) struct Reporting {
     /// Settings of the arm that is the baseline [default: the sweep's baseline, or attn=fpa, or the first arm]
     #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',')]
     baseline: Vec<String>,
-    /// Settings that group runs into the arms that are compared [default: the settings of attention and of a sweep's
-    /// `[[points]]`, the settings that its file varies together; if runs do not differ in these, the first setting in which they differ]
+    /// Settings that group runs into the arms that are compared [default: the settings of attention, and those in the
+    /// `[[points]]` of a sweep's file (settings that vary together); if the runs differ in none of them, the first setting
+    /// in which they differ]
     #[arg(long, value_name = "KEY", value_delimiter = ',')]
     by: Vec<String>,
     /// Margin in percent of the loss: an arm matches the baseline if the 90 % interval of its difference is within the

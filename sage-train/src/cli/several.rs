@@ -49,7 +49,7 @@ pub(super) struct Several {
     /// With --dry-run: tokens a second of one GPU in forward and backward, without the update [default: at 40 % of an H100's peak]
     #[arg(long, value_name = "TOKENS/S", help_heading = "Several GPUs", requires = "dry_run")]
     gpu_rate: Option<Quantity>,
-    /// How often to restart the run after losing a process; needs --gpus and --resume auto
+    /// How many times to restart the run after losing a process; needs --gpus and --resume auto
     #[arg(long, value_name = "K", help_heading = "Several GPUs", requires = "gpus", default_value_t = 0)]
     pub(super) restarts: u32,
     /// Seconds without progress after which a process counts as lost and the run ends

@@ -1,4 +1,5 @@
-//! An arm of a comparison: runs that differ only in their seeds, their mean loss, and its difference to the baseline.
+//! An arm of a comparison: its runs (which differ only in their seeds), the mean of their losses, and the difference of
+//! this mean to the baseline.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -53,8 +53,8 @@ impl Figures {
     }
 }
 
-/// The dot product of the means over two disjoint halves, divided by their mean squared norm: the mean cosine of
-/// errors, and of gradients.
+/// The mean cosine between two disjoint halves of the data, of their errors and of their gradients: the dot product
+/// divided by the mean squared norm. `one` has squared norms of means over one half, `two` over both halves together.
 fn cosines(one: &Squares, two: &Squares) -> [f64; 2] {
     // |(a + b) / 2|^2 = (|a|^2 + |b|^2 + 2 a . b) / 4.
     [2.0 * two.error / one.error - 1.0, 2.0 * two.exact / one.exact - 1.0]

@@ -18,7 +18,8 @@ pub struct DataSettings {
     #[arg(long = "data", value_name = "PATH[=WEIGHT]")]
     #[serde(rename = "data", deserialize_with = "one_or_more")]
     pub sources: Option<Vec<SourceSetting>>,
-    /// Validation data, in the formats of --data; all of it is used [default: a fraction of the training data]
+    /// Validation data, in the formats of --data. --val-fraction does not apply to it [default: a fraction of the training
+    /// data]
     #[arg(long, value_name = "PATH[=WEIGHT]")]
     #[serde(deserialize_with = "one_or_more")]
     pub val_data: Option<Vec<SourceSetting>>,

@@ -26,7 +26,7 @@ pub struct Sla2Settings {
     /// Number of key blocks that each query block selects, instead of --sla2-sparsity
     #[arg(long, value_name = "N")]
     pub sla2_blocks: Option<usize>,
-    /// Number of selected key blocks that are always the nearest past blocks [default: 0]
+    /// Always select this many of the nearest past blocks; the router selects the others [default: 0]
     #[arg(long, value_name = "N")]
     pub sla2_nearest: Option<usize>,
     /// Tokens of a block; always 128 on a GPU [default on the CPU: a sixteenth of the context, 16 to 128]

@@ -57,8 +57,8 @@ template <int THREADS>
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
 
 // setmaxnreg (PTX ISA, "Miscellaneous Instructions: setmaxnreg"): all warps of a warpgroup call it once to change their
-// registers per thread from LAUNCH_REGISTERS to REGISTERS, a multiple of 8. The warpgroups' registers must sum to at
-// most the block's allocation: setmaxnreg.inc waits until enough have been released, and would otherwise wait forever.
+// registers per thread from LAUNCH_REGISTERS to REGISTERS, a multiple of 8. setmaxnreg.inc waits until enough registers
+// have been released, so the warpgroups' registers must sum to at most the block's allocation.
 template <int REGISTERS, int THREADS>
 __device__ __forceinline__ void setmaxnreg() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
