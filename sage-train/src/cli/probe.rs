@@ -57,7 +57,7 @@ pub(super) struct Probe {
     /// Also print a row for each head
     #[arg(long)]
     heads: bool,
-    /// Also quantize only one matmul (sagebwd) or operand (attn-qat) at a time, and measure its error
+    /// Additionally, for each matmul (sagebwd) or operand (attn-qat): measure the errors when it alone is quantized
     #[arg(long)]
     products: bool,
     /// Use a scale for each token of Q and K instead of each tile, to show the error that outlier tokens cause

@@ -64,7 +64,8 @@ struct ForwardSm100Pipelines {
   }
 };
 
-// What the mainloop requires of its numerics. Tensor memory addresses start at the block's first column, lane 0.
+// What the mainloop requires of its numerics. `tensor` is the tensor memory address of the block's
+// first column: in lane 0 for the MMAs, in the warp's first lane for `Row::read`.
 template <class N>
 concept ForwardSm100Numerics = requires(N numerics, const params::Forward& p, const ForwardBlock& block, unsigned char* shared,
                                         uint32_t mbarrier, uint32_t tensor, typename N::Row row) {
