@@ -223,8 +223,8 @@ fn pack<'p>(call: &Call<'_>, codes: &'p [Buffer<i8>; 3], params: &mut params::Fo
 }
 
 /// Launches the rounding of Q, K and V into other tensors: to NVFP4 if `quantize`, otherwise only to 16 bit. With
-/// smoothing, the means of K and V are subtracted first. With `value_max`, which must be zeros, an earlier launch
-/// computes the maxima of V.
+/// smoothing, the means of K and V are subtracted first. With `value_max`, a buffer of zeros, first launches the
+/// kernel that writes the maxima of V to it.
 fn launch_fake_quantize(
     settings: &AttnQat,
     call: &Call<'_>,

@@ -98,7 +98,7 @@ fn check(bias: &Tensor, shape: &AttentionShape, device: &Device) -> Result<()> {
     Err(Error::shape("the bias does not fit attention")
         .got(format!("{:?} {:?} on {:?}", bias.dims(), bias.dtype(), bias.device().location()))
         .allowed(format!(
-            "{all:?} in a float type, on the query's device, or 1 in place of the batch and of the heads"
+            "{all:?}, where the batch, the heads or both may be 1; a float type; on the query's device"
         ))
         .hint("a bias is (batch, heads, queries, keys); `unsqueeze` adds a dimension of 1")
         .into())

@@ -125,8 +125,8 @@ pub(super) struct Eval {
     /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format. Such a model is computed in
     /// the scheme of its attention.json, or unquantized without this file; its context is at most 4096 without --context
     run: PathBuf,
-    /// Text or shards to evaluate on. A text is used whole; of prepared data, only the validation shards. --tokens limits
-    /// both. May be repeated for a mixture [default: the run's validation data]
+    /// Text or shards to evaluate on. Of a text, all of it is evaluated; of prepared data, only the validation
+    /// shards; in both cases at most --tokens tokens. May be repeated for a mixture [default: the run's validation data]
     #[arg(long, value_name = "PATH")]
     data: Vec<SourceSetting>,
     /// Largest number of tokens [default: 1m; 2k with --token-by-token]

@@ -133,7 +133,7 @@ impl Probe {
                 .got("--attn fpa")
                 .allowed("a low-bit scheme")
                 .hint(
-                    "leave --attn out for the run's scheme, or for sagebwd if the run has no low-bit scheme",
+                    "without --attn the probe uses the run's scheme, or sagebwd if that is not a low-bit scheme",
                 ));
         }
         if self.attn.is_some_and(|attn| attn.to_string() == "none") {
@@ -141,7 +141,7 @@ impl Probe {
                 .got("--attn none")
                 .allowed("a low-bit scheme")
                 .hint(
-                    "leave --attn out for the run's scheme, or for sagebwd if the run has no low-bit scheme",
+                    "without --attn the probe uses the run's scheme, or sagebwd if that is not a low-bit scheme",
                 ));
         }
         if self.device.is_some() && self.run.is_some() && !self.gradient && !self.linear {

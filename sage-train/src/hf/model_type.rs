@@ -87,7 +87,7 @@ impl ModelType {
                 Some(false) => Err(Error::new("transformers has no model of this shape")
                     .got("sliding windows in some layers, without QK-norm and without biases of query, key and value")
                     .allowed("windows in all layers, as Mistral has them, or QK-norm (Qwen3), or the biases (Qwen2)")
-                    .hint("its weights are in model.safetensors, under the names of all three")),
+                    .hint("the run's model.safetensors has its weights, with the names that Mistral, Qwen2 and Qwen3 share")),
             },
             (false, true) => Ok(Self::Qwen2),
             (true, false) => Ok(Self::Qwen3),

@@ -13,7 +13,7 @@ pub enum CopyEngines {
     /// Copy engines if NCCL can use them (version 2.28 or later, GPUs that can access each other's memory), else its kernels
     #[default]
     Auto,
-    /// Copy engines, or an error if NCCL cannot use them (with one GPU per node there is nothing to transfer within a node)
+    /// Copy engines, or an error if NCCL cannot use them. With one GPU per node the setting has no effect
     On,
     /// NCCL's kernels, which occupy multiprocessors
     Off,

@@ -110,7 +110,7 @@ pub struct OptimizerSettings {
     /// Optimizer [default: adamw]
     #[arg(long, value_enum)]
     pub optimizer: Option<OptimizerSetting>,
-    /// Peak learning rate
+    /// Peak learning rate; 3e-5, the default of 325m, is the SageBwd paper's
     #[arg(long, value_name = "LR")]
     pub lr: Option<f64>,
     /// Learning rate at the end, as a fraction of the peak [default: 0.1, not from the SageBwd paper]

@@ -87,10 +87,11 @@ pub struct RunSettings {
     /// [default: 0]
     #[arg(long, value_name = "N")]
     pub probe_every: Option<Quantity>,
-    /// Steps between checkpoints; 0 saves only at the end [default: --eval-every]
+    /// Steps between checkpoints, in addition to --checkpoint-minutes; 0: none by steps. The end of a run is always saved
+    /// [default: --eval-every]
     #[arg(long, value_name = "N")]
     pub checkpoint_every: Option<Quantity>,
-    /// Minutes between checkpoints; 0 for none [default: 10]
+    /// Minutes between checkpoints, in addition to --checkpoint-every; 0: none by time [default: 10]
     #[arg(long, value_name = "MINUTES")]
     pub checkpoint_minutes: Option<f64>,
     /// Number of newest checkpoints to keep [default: 2]

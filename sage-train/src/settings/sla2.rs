@@ -265,9 +265,10 @@ pub(super) fn resolve(
                 return Err(Error::new("this sparsity cannot be reached")
                     .got(Share(sparsity))
                     .allowed(format!(
-                        "at most {:.1} %: context {context} with blocks of {block}, where a query block attends to \
-                         the diagonal and one other block",
-                        least * 100.0
+                        "{:.1} % to {:.1} % with context {context} and blocks of {block}: a query block attends to \
+                         the diagonal and at least one other block",
+                        100.0 * all.sparsity(context),
+                        100.0 * least
                     ))
                     .hint("a longer --context, or on the CPU a smaller --sla2-block; --sla2-blocks 0 attends only to \
                            the diagonal"));

@@ -184,7 +184,7 @@ impl Sweep {
     fn state(&self, run: &Planned, folder: &Path, read: Option<Run>) -> State {
         let name = folder.file_name().unwrap_or_default().to_string_lossy();
         let ended = |status: Option<Status>| status.filter(|status| *status != Status::Interrupted);
-        // The status is computed if the run can be read, else it is the recorded status.
+        // Reading a run determines its ending. If the run cannot be read, the ending that its folder records counts.
         let ending_of_run =
             read.as_ref().map_or_else(|| ending(folder).ok().flatten(), |run| run.ending.clone());
         if let Some(status) = ended(ending_of_run.map(|ending| ending.status)) {

@@ -64,8 +64,8 @@ pub enum Overlap {
     After,
     /// Overlapped with the backward: a layer's gradients as soon as its backward is done
     Beside,
-    /// Whatever is faster: `beside` between nodes, and within a node if copy engines transfer the gradients and each
-    /// GPU has fewer than 16k tokens a step; otherwise `after`
+    /// The faster of the two. On several nodes: `beside`. On one node: `beside` if copy engines transfer the gradients
+    /// and each GPU has fewer than 16k tokens a step, otherwise `after`
     Auto,
 }
 

@@ -97,9 +97,9 @@ fn layers_can_stay_in_the_compute_type() {
     assert!(plan.contains("FP8 in training") && plan.contains("layers 0, 2"), "{plan}");
 }
 
-/// Two ranks have the same FP8 values but add gradients in another order. With delayed scaling each rank measures its
-/// own first micro-batch, so the first scales may differ by a power of two, which affects only subnormal values. From
-/// the second step on all ranks have the same scales.
+/// Two ranks compute with the FP8 values of one rank, but add gradients in another order. With delayed scaling each
+/// rank measures its own first micro-batch, so the first scales may differ by a power of two, which affects only
+/// subnormal values. From the second step on all ranks have the same scales.
 #[test]
 fn ranks_have_the_same_codes() {
     let scratch = Scratch::new();
