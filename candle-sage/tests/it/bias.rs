@@ -107,9 +107,9 @@ fn what_does_not_fit_is_an_error() -> Result<()> {
         let message = attention.apply_with_bias(&x, &x, &x, &bias).unwrap_err().to_string();
         assert!(message.contains(words) && message.contains("hint:"), "{message}");
     };
-    says(Attention::default(), &[2, 2, 4], "[2, 2, 4, 4] in a float type");
-    says(Attention::default(), &[2, 3, 4, 4], "[2, 2, 4, 4] in a float type");
-    says(Attention::default(), &[1, 1, 4, 1], "[2, 2, 4, 4] in a float type");
+    says(Attention::default(), &[2, 2, 4], "[2, 2, 4, 4], where the batch");
+    says(Attention::default(), &[2, 3, 4, 4], "[2, 2, 4, 4], where the batch");
+    says(Attention::default(), &[1, 1, 4, 1], "[2, 2, 4, 4], where the batch");
     says(Attention::new(SageBwd::default()), &[1, 1, 4, 4], "a low-bit scheme");
     let slopes = Tensor::new(&[0.5f32, 0.25], &Device::Cpu)?;
     says(Attention::default().alibi(&slopes), &[1, 1, 4, 4], "ALiBi");
