@@ -31,11 +31,11 @@ WORDS, _, CONTEXT, _, _, _ = STAGES[-1]
 MODEL = "--preset mini --layers 4 --width 256 --heads 4 --eval-tokens 128k --sample-tokens 0".split()
 DASHES = {"window": "5 4", "identity": "2 3", "sparse": "12 3"}
 ARMS = "fpa,sla2:3,sla2-identity:3,sla2-sparse:3,sla2-window:3"
-ROW = re.compile(
-    r"^(announced|unannounced|after story|suddenly)\s+(\d+) (?:to (\d+)|and more)\s+(\d+)\s+([\d.]+) %", re.MULTILINE
-)
-# The kinds of questions as `eval --recall` prints them, and their names in the CSV files, which earlier versions printed.
-ASKED = {"announced": "after story", "unannounced": "suddenly"}
+ROW = re.compile(r"^(announced|unannounced)\s+(\d+) (?:to (\d+)|and more)\s+(\d+)\s+([\d.]+) %", re.MULTILINE)
+# Names of the arms in the plot.
+KINDS = {
+    "sla2": "router", "sla2-identity": "untrained router", "sla2-sparse": "router, no tail", "sla2-window": "window"
+}
 
 
 class Lab:
@@ -97,7 +97,7 @@ class Lab:
         if not answers.exists():
             answers.write_text(self.call("eval", run, "--recall", WORDS, "--tokens", "4m"))
         found = ROW.findall(answers.read_text())
-        return [(arm, seed, ASKED.get(asked, asked), *row) for asked, *row in found]
+        return [(arm, seed, *row) for row in found]
 
 
 def report(rows):
@@ -105,7 +105,7 @@ def report(rows):
     ranges = sorted({int(row[3]) for row in rows})
     print(f"{'':<22} {'asked':<12}" + "".join(f" {first:>6}+" for first in ranges))
     for arm in dict.fromkeys(row[0] for row in rows):
-        for asked in ("after story", "suddenly"):
+        for asked in ("announced", "unannounced"):
             line = f"{arm:<22} {asked:<12}"
             for first in ranges:
                 right = [float(row[6]) for row in rows if row[0] == arm and row[2] == asked and int(row[3]) == first]
@@ -114,11 +114,11 @@ def report(rows):
 
 
 def plot(path, rows):
-    """Writes an SVG: right answers to sudden questions by distance, with a line per arm, a colour per number of
+    """Writes an SVG: right answers to unannounced questions by distance, with a line per arm, a colour per number of
     blocks, and dashes by kind of attention."""
-    width, height, left, right, top, bottom = 760, 360, 52, 190, 34, 52
+    width, height, left, right, top, bottom = 810, 360, 52, 240, 34, 52
     palette = ["#000000", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e"]
-    rows = [row for row in rows if row[2] == "suddenly" and int(row[3]) in range(64, 4096)]
+    rows = [row for row in rows if row[2] == "unannounced" and int(row[3]) in range(64, 4096)]
     ranges = sorted({int(row[3]) for row in rows})
     arms = list(dict.fromkeys(row[0] for row in rows))
 
@@ -128,8 +128,13 @@ def plot(path, rows):
     budgets = list(dict.fromkeys(map(blocks, arms)))
     svg = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">',
            f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-           f'<text x="{left}" y="20" font-size="15">Right answers to sudden questions by distance, in percent</text>']
+           f'<text x="{left}" y="20" font-size="15">Right answers to unannounced questions by distance, in percent</text>']
     across = [left + 20 + (width - left - right - 20) * n / max(len(ranges) - 1, 1) for n in range(len(ranges))]
+
+    def label(arm):
+        attention, selected, nearest = (arm.split(":") + ["", ""])[:3]
+        name = ", ".join([KINDS.get(attention, "dense"), *([f"{selected} blocks"] if selected else [])])
+        return f"{name} ({nearest} nearest)" if nearest else name
 
     def up(percent):
         return top + (height - top - bottom) * (1 - percent / 100)
@@ -151,7 +156,7 @@ def plot(path, rows):
         line = " ".join(f"{x:.1f},{up(mean):.1f}" for x, mean in zip(across, means))
         y = top + 12 + 20 * n
         svg.append(f'<polyline points="{line}" fill="none" {look}/><line x1="{width - right + 14}" y1="{y}" x2="{width - right + 44}" '
-                   f'y2="{y}" {look}/><text x="{width - right + 52}" y="{y + 4}">{arm}</text>')
+                   f'y2="{y}" {look}/><text x="{width - right + 52}" y="{y + 4}">{label(arm)}</text>')
     pathlib.Path(path).write_text("\n".join(svg) + "\n</svg>\n")
 
 
