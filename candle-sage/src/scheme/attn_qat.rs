@@ -141,6 +141,9 @@ pub enum PReference {
     /// `2^(ceil(m) - 11)`: as `RowMax`, but the largest probability is at the top of E4M3's range, so that
     /// probabilities 2048 times smaller than with `RowMax` keep their bits. This replaces the paper's two-level scale,
     /// 2688 divided by the row's maximum.
+    ///
+    /// On CUDA the output can be wrong for logits beyond 10^7: rounding such logits in f32 can raise a probability
+    /// beyond E4M3's range.
     TwoLevel,
     /// As in the paper's text: the running maximum itself in the forward, and the row's sum in the backward, so that
     /// probabilities under 0.006 become zero in the backward. Only for reproduction: diffuse attention loses most of

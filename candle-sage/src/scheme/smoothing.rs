@@ -27,8 +27,8 @@ pub enum Smoothing {
     /// As `K`, and subtracts from V its mean `m` over the same tokens, which is added to the output:
     /// `O = P (V - m) + m`, because every row of the exact P sums to one. The rounding error of P is then multiplied by
     /// `V - m` instead of V, which reduces the part of the output's error that does not average out. This method is
-    /// ours; `docs/findings.md` has measurements. It cannot be combined with `AttnQat::high_precision_output(false)` or
-    /// `Products::Nvfp4`, because the mean would not be rounded as V is.
+    /// ours; `docs/gradient_bias.md` has measurements. It cannot be combined with
+    /// `AttnQat::high_precision_output(false)` or `Products::Nvfp4`, because the mean would not be rounded as V is.
     Kv,
 }
 
