@@ -96,13 +96,13 @@ pub(super) struct Probe {
     /// Sequences of a micro-batch [default: the run's]
     #[arg(long, value_name = "N", requires = "gradient")]
     micro_batch: Option<usize>,
-    /// Sum in a fixed order on a GPU; otherwise the varying order adds noise to the error
+    /// Sum in a fixed order on a GPU. Without it, the order varies and adds noise to the error
     #[arg(long, value_enum, requires = "gradient")]
     deterministic: Option<Switch>,
     /// With --gradient: also plot the error against the number of tokens that a gradient averages over, as SVG; `report RUN` has the plot too
     #[arg(long, value_name = "FILE", requires = "gradient")]
     svg: Option<PathBuf>,
-    /// Probe random tensors instead of a model's, with queries and keys of these standard deviations, such as
+    /// Probe random tensors instead of the tensors of a model, with queries and keys of these standard deviations, such as
     /// 1,3,5,8,10
     #[arg(long, value_name = "SIGMA,..", value_delimiter = ',', conflicts_with_all = ["run", "heads", "products", "token_scales", "qk_scale", "sequences"])]
     sigma: Vec<f64>,

@@ -27,7 +27,7 @@ pub(super) struct Reporting {
     /// Also write a CSV file with a line for each run
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
-    /// Settings of the arm that is the baseline [default: the sweep's baseline, or attn=fpa, or the first arm]
+    /// Settings that identify the baseline arm [default: the sweep's baseline, or attn=fpa, or the first arm]
     #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',')]
     baseline: Vec<String>,
     /// Settings that group runs into the arms that are compared [default: the settings of attention, and those in the

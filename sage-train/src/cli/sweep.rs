@@ -45,7 +45,7 @@ pub(super) struct Sweeping {
     /// Number of concurrent runs on each device
     #[arg(long, value_name = "N", help_heading = "Sweep", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     jobs: u16,
-    /// How concurrent runs share a GPU: auto uses NVIDIA's MPS if it is installed, off makes runs take turns
+    /// Whether concurrent runs share a GPU through MPS, NVIDIA's Multi-Process Service
     #[arg(long, value_enum, value_name = "HOW", help_heading = "Sweep", default_value_t)]
     mps: Sharing,
     /// Save the running runs after this many minutes and exit; the same command resumes them

@@ -86,7 +86,7 @@ pub enum Recompute {
     Rotary,
     /// QK-norm, rotary embedding, attention, and the product inside SwiGLU
     Attention,
-    /// Whole blocks, from their input
+    /// Everything in a transformer block, from the block's input
     Block,
 }
 

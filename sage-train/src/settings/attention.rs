@@ -34,7 +34,8 @@ pub struct AttentionSettings {
     /// Token means subtracted before quantizing [default: k for sagebwd, none for attn-qat]
     #[arg(long, value_enum)]
     pub smoothing: Option<SmoothingSetting>,
-    /// SageBwd: tokens over which the means of K and V are taken: all, or sample-N, N evenly spaced tokens [default: all]
+    /// SageBwd: tokens over which the means of K and V are taken: all, or sample-N for N evenly spaced tokens [default:
+    /// all]
     #[arg(long)]
     pub key_mean: Option<Text<KeyMean>>,
     /// SageBwd: matmuls in INT8: paper (six), forward-and-s (O, and S in forward and backward), scores (only S, in forward
@@ -50,8 +51,8 @@ pub struct AttentionSettings {
     /// Attn-QAT: axis along which 16 values of V share a scale: tokens, head-dim [default: tokens]
     #[arg(long)]
     pub value_groups: Option<Text<ValueGroups>>,
-    /// Attn-QAT: scale V before quantizing, so that values outside of .006 to 2688 keep their bits: none, or head (a power
-    /// of two for each key head of a sequence) [default: none]
+    /// Attn-QAT: scale V before quantizing, so that values below .006 or above 2688 keep their precision: none, or head
+    /// (a power of two for each key head of a sequence) [default: none]
     #[arg(long)]
     pub value_scale: Option<Text<ValueScale>>,
     /// Attn-QAT: reference that P is divided by before quantizing: row-max (the row's largest probability), two-level
@@ -88,7 +89,7 @@ enum Kind {
 }
 
 impl Attn {
-    /// No attention at all: the baseline that shows what attention is worth.
+    /// No attention at all, to measure how much attention lowers the loss.
     pub const NONE: Self = Self(Kind::None);
     /// Unquantized attention.
     pub const EXACT: Self = Self(Kind::Dense(Scheme::Unquantized));
@@ -199,7 +200,7 @@ impl ValueEnum for Attn {
             Kind::Dense(scheme) => PossibleValue::new(scheme.name()).help(scheme.summary()),
             Kind::Sla2(form) => PossibleValue::new(form.name()).help(form.summary()),
             Kind::None => PossibleValue::new("none")
-                .help("No attention at all: the baseline that shows what attention is worth"),
+                .help("No attention at all, to measure how much attention lowers the loss"),
         })
     }
 }
@@ -236,7 +237,7 @@ impl<'de> Deserialize<'de> for Attn {
 pub enum SmoothingSetting {
     /// None
     None,
-    /// K's mean over the tokens that --key-mean selects
+    /// K's mean over all tokens, or over the tokens that --key-mean selects
     K,
     /// K's mean, and the mean of each tile of Q
     Qk,

@@ -51,7 +51,7 @@ pub struct RunSettings {
     /// Activations that the backward recomputes instead of storing [default: none]
     #[arg(long, value_enum)]
     pub recompute: Option<Recompute>,
-    /// Give bitwise identical results in every run on a GPU too; attention's backward takes longer [default: off]
+    /// Make results bitwise reproducible on a GPU too; attention's backward is then slower [default: off]
     #[arg(long, value_enum)]
     pub deterministic: Option<Switch>,
     /// Seed of the weights, the data order, the built-in corpus and the sample; 1,2,3 or 1-3 starts a sweep [default:
@@ -106,7 +106,7 @@ pub struct RunSettings {
     /// Number of threads; results do not depend on it [default: all cores]
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
-    /// Peak speed of the device in TFLOP/s, for the MFU
+    /// Peak speed of the device in TFLOP/s, to log the MFU (model FLOPs utilization) [default: no MFU]
     #[arg(long, value_name = "TFLOPS")]
     pub peak_tflops: Option<f64>,
 }
