@@ -1,5 +1,7 @@
 //! FP8 quantization of parts of vectors on the GPU.
 
+use std::ops::Range;
+
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 
@@ -17,23 +19,32 @@ use crate::ops::fp8_parts::{FP8_PART, Largest, QuantizeParts, ScalesOf};
 // A part is a matrix of COLUMNS columns; a thread writes whole groups of rows.
 const _: () = assert!(FP8_PART.is_multiple_of(COLUMNS * 4));
 
+/// The parts that have elements, with their numbers.
+fn filled(parts: &[Range<usize>]) -> impl Iterator<Item = (usize, &Range<usize>)> {
+    parts.iter().enumerate().filter(|(_, part)| !part.is_empty())
+}
+
+/// The parameters of a kernel that reads a part of `x` as a matrix, and the dimensions of this matrix.
+fn of_part<'a>(
+    x: Operand<'a>,
+    part: &Range<usize>,
+    codes: params::Fp8Codes<'a>,
+    gpu: &Gpu,
+) -> Result<(params::Fp8Quantize<'a>, (usize, usize))> {
+    let dims = (part.len() / COLUMNS, COLUMNS);
+    let codes = params::Fp8Codes { rows: count("rows", dims.0)?, columns: COLUMNS as i32, ..codes };
+    let x = element(x.0, first_index(x.1) + part.start, gpu)?;
+    Ok((params::Fp8Quantize { x, codes, columns: COLUMNS as i32, first_column: 0 }, dims))
+}
+
 impl Launch<Operand<'_>, CudaStorage> for Largest<'_> {
     fn launch(&self, x: Operand<'_>) -> Result<CudaStorage> {
         let gpu = Gpu::new(x.0.device())?;
         // The bits of an f32 that is not negative, as a u32, have the order of the values.
         let largest = gpu.alloc_zeros::<f32>(self.parts.len())?;
-        for (n, part) in self.parts.iter().enumerate().filter(|(_, part)| !part.is_empty()) {
-            let dims = (part.len() / COLUMNS, COLUMNS);
-            let params = params::Fp8Quantize {
-                x: element(x.0, first_index(x.1) + part.start, &gpu)?,
-                codes: params::Fp8Codes {
-                    largest: address_at(&largest, n, &gpu)?,
-                    rows: count("rows", dims.0)?,
-                    ..Default::default()
-                },
-                columns: COLUMNS as i32,
-                first_column: 0,
-            };
+        for (n, part) in filled(self.parts) {
+            let codes = params::Fp8Codes { largest: address_at(&largest, n, &gpu)?, ..Default::default() };
+            let (params, dims) = of_part(x, part, codes, &gpu)?;
             check_start("fp8-largest", &[params.x])?;
             measure(&gpu, Float::F32, &params, dims)?;
         }
@@ -65,23 +76,16 @@ impl Launch<[Operand<'_>; 3], ()> for QuantizeParts<'_> {
         let gpu = Gpu::new(codes.0.device())?;
         // The largest value and the number of saturated values, which the kernel reports.
         let seen = gpu.alloc_zeros::<u32>(2)?;
-        for (n, part) in self.parts.iter().enumerate().filter(|(_, part)| !part.is_empty()) {
-            let dims = (part.len() / COLUMNS, COLUMNS);
-            let params = params::Fp8Quantize {
-                x: element(x.0, first_index(x.1) + part.start, &gpu)?,
-                codes: params::Fp8Codes {
-                    row_codes: element(codes.0, first_index(codes.1) + part.start, &gpu)?,
-                    scale: element(scales.0, first_index(scales.1) + n, &gpu)?,
-                    largest: address(&seen, &gpu),
-                    saturated: address_at(&seen, 1, &gpu)?,
-                    rows: count("rows", dims.0)?,
-                    columns: COLUMNS as i32,
-                    e5m2: i32::from(self.format == Fp8Format::E5M2),
-                    ..Default::default()
-                },
-                columns: COLUMNS as i32,
-                first_column: 0,
+        for (n, part) in filled(self.parts) {
+            let written = params::Fp8Codes {
+                row_codes: element(codes.0, first_index(codes.1) + part.start, &gpu)?,
+                scale: element(scales.0, first_index(scales.1) + n, &gpu)?,
+                largest: address(&seen, &gpu),
+                saturated: address_at(&seen, 1, &gpu)?,
+                e5m2: i32::from(self.format == Fp8Format::E5M2),
+                ..Default::default()
             };
+            let (params, dims) = of_part(x, part, written, &gpu)?;
             check_start("fp8-quantize-parts", &[params.x, params.codes.row_codes])?;
             quantize_matrix(&gpu, Float::F32, &params, Codes::grid(dims))?;
         }
