@@ -128,7 +128,7 @@ __device__ void fake_quantize(const params::FakeQuantize& p) {
   else round_tile<T, D, false>(source, target, first, mean, factor, p.quantize);
 }
 
-// Each block takes the largest |V| of a tile of 64 tokens of one head. `value_max` is zeros before the launch.
+// Each block raises `value_max`, zeros before the launch, to the largest |V| of a tile of 64 tokens of one head.
 template <class T, int D>
 __device__ void value_maxima(const params::FakeQuantize& p) {
   using At = Place<D, false>;

@@ -12,7 +12,7 @@ fn main() {
     if !log.exists() {
         return;
     }
-    // A new commit is a reason to ask again, and so is a change of what is compiled: it is not a commit's any more.
+    // Asks git again after a new commit, and after a change of the sources, which then differ from the commit.
     for path in ["../.git/logs/HEAD", "src", "../candle-sage/src", "../kernels"] {
         println!("cargo:rerun-if-changed={path}");
     }

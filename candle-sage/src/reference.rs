@@ -144,7 +144,7 @@ fn softmax(row: &Row, d: usize, logits: &Logits, q: &[f64], k: &[f64]) -> (Vec<f
 ///
 /// let dims = (1, 2, 1, 8);
 /// let shape = AttentionShape::new(dims, dims, dims, true, None)?;
-/// // Logits of 0: each query takes the mean of the values that the mask leaves.
+/// // Logits of 0: each output is the mean of the values that the query sees.
 /// let (zeros, v) = ([0.0; 16], [[1.0; 8], [3.0; 8]].concat());
 /// let got = reference::forward(&shape, 1.0, &zeros, &zeros, &v);
 /// assert!((got.out[0] - 1.0).abs() < 1e-12 && (got.out[8] - 2.0).abs() < 1e-12);

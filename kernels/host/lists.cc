@@ -191,7 +191,7 @@ bool mass_is_right(const Case& c) {
         host::run_with_shared({x, y, z}, PLAN.threads, PLAN.shared_bytes, [&] { ::block_mass<B, D>(p); });
   host::memory = attention::shared;
 
-  // The values encode the block of their key, so that an output's channels are the probabilities of the blocks.
+  // V is 1 in the channel with the number of the key's block, else 0: the output is the blocks' probabilities.
   std::vector<double> expected(mass.size());
   for (int head = 0; head < c.query_heads; ++head)
     for (int i = 0; i < segments.count(); ++i) {

@@ -112,8 +112,8 @@ impl About {
     /// When a setting differs that must stay the same on resume.
     pub fn check_settings(&self, run: &Path, now: &Config) -> Result<()> {
         let Some(then) = &self.settings else { return Ok(()) };
-        // A key that only `now` has is ignored if every run has it today: an older version did not write it. If only
-        // some runs have it, it was added to `config.toml`. `config.toml` does not contain `BRANCHED_FROM`.
+        // A key that only `now` has is ignored if every run has it today: the checkpoint is from an older version.
+        // Otherwise the key was added to `config.toml`, which never contains `BRANCHED_FROM`.
         let (now, added) = (&now.identity(), now.keys_of_some_runs());
         let added = added.iter().filter(|key| now.contains_key(*key));
         let keys = then.keys().filter(|key| *key != BRANCHED_FROM).chain(added);

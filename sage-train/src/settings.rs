@@ -168,7 +168,7 @@ mod tests {
         assert_eq!(declared, flags);
     }
 
-    /// A setting that is parsed and never read would be accepted silently. (This test does not notice it if another
+    /// A setting that is parsed and never read would be accepted silently. (This test misses the setting if another
     /// struct has a field of the same name that is read.)
     #[test]
     fn every_setting_is_read() {

@@ -175,7 +175,7 @@ fn log2_with_sink(sink: f32, lse2: f32) -> f32 {
     above.max(0.0) + (1.0 + (-above.abs()).exp2()).log2()
 }
 
-/// The forward's results for some queries, after all their keys: for one tile, or for a whole call.
+/// The forward's final results for the queries of one tile or of a whole call.
 #[derive(Debug)]
 pub(crate) struct Finished {
     /// For each output one vector of head_dim values per query. The first is the attention's output.

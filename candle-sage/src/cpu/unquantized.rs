@@ -106,8 +106,8 @@ impl BackwardNumerics for Backward<'_> {
     }
 }
 
-/// Turns a tile of logits into probabilities relative to the new row maxima, to which it rescales sums and
-/// accumulators.
+/// Turns a tile of logits into probabilities relative to the new row maxima, and rescales sums and accumulators to
+/// these maxima.
 #[multiversion(targets = "simd")]
 pub(super) fn online_softmax(cols: usize, logits: &mut [f32], softmax: &mut Softmax) {
     let Softmax { reference, sum, acc: [acc] } = softmax;

@@ -1,5 +1,5 @@
-//! The kernels' arguments, which `build.rs` generates from `kernels/include/sage/params`, and launches with these
-//! arguments.
+//! The kernels' arguments, and launches with these arguments. `build.rs` generates the arguments from
+//! `kernels/include/sage/params`.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;

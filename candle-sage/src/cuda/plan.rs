@@ -389,10 +389,11 @@ mod tests {
         assert_eq!(heads_at_once(50 << 20, 1 << 30, 64), 1);
         assert_eq!(heads_at_once(50 << 20, 1, 64), 64);
         assert_eq!(heads_at_once(50 << 20, 1, 0), 1);
-        // Half of the cache has room for 25 heads, and 16 divides 64; for 3 heads, and 2 divides 16; for 3 heads, and
-        // of 17 heads the last group lacks one head, in groups of 3 and in groups of 2.
+        // Half of the cache has room for 25 heads. Of 13 to 25, 16 divides 64.
         assert_eq!(heads_at_once(50 << 20, 1 << 20, 64), 16);
+        // It has room for 3 heads. 2 divides 16.
         assert_eq!(heads_at_once(50 << 20, 8 << 20, 16), 2);
+        // Of 17 heads, the last group lacks one head both in groups of 3 and in groups of 2.
         assert_eq!(heads_at_once(50 << 20, 8 << 20, 17), 3);
     }
 }

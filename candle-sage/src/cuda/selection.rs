@@ -48,14 +48,14 @@ pub(super) fn lists_at<'a>(seen: Address<'a>, blocks: &Blocks, stride: usize) ->
 /// Minimum number of query blocks in a part of a split list: for fewer, another thread block that reads the keys is not
 /// worthwhile. It is 1 in this crate's own tests, so that lists of small cases are split.
 const LEAST_USERS: usize = if cfg!(test) { 1 } else { 8 };
-/// Number of parts per multiprocessor, if all query blocks were in long lists.
+/// `Cuts::shares` per multiprocessor.
 const PARTS_OF_A_SHARE: usize = 8;
 
 /// Each key block has a list of the query blocks that select it. The longest lists are split into parts for separate
 /// thread blocks, which add their dK and dV in f32 in an undefined order. The device decides how to split, because only
 /// it knows the lengths of the lists.
 struct Cuts {
-    /// Number of parts, if the query blocks of all lists were split.
+    /// A part has at most max(LEAST_USERS, selected (query block, key block) pairs / shares) query blocks.
     shares: usize,
     /// Maximum number of parts in addition to the first part of each list.
     most_parts: usize,

@@ -331,7 +331,7 @@ pub(crate) struct Quantize {
     pub(crate) copies: Fp8Copies,
 }
 
-/// [`Quantize`] with the scale of a matrix in the state of [`Fp8Scales`](super::Fp8Scales).
+/// [`Quantize`] with a matrix's scale from the state of [`Fp8Scales`](super::Fp8Scales).
 #[allow(dead_code, reason = "only kernels read it")]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct QuantizeWith {

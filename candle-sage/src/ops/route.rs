@@ -14,8 +14,8 @@ use crate::shape::AttentionShape;
 const NAME: &str = "route";
 
 /// The means of the blocks of queries, (key heads, blocks of all segments, head_dim) in f32. A mean is over the heads
-/// of a group. With a causal mask it is also over the last `pool` queries up to and including the block's first query,
-/// without a mask over the whole block.
+/// of a group and over queries: with a causal mask the last `pool` queries up to and including the block's first query,
+/// otherwise all queries of the block.
 pub(crate) fn pool_queries(
     q: &Tensor,
     shape: &AttentionShape,

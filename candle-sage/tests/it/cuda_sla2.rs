@@ -324,8 +324,8 @@ fn what_does_not_run_on_a_gpu_is_an_error() -> Result<()> {
 
 /// Decoding with a cache compared with the whole sequence, both on a GPU in f16. The kernels and candle's operators
 /// round P and the states of the tail differently, and may order two blocks with nearly equal scores differently. Then
-/// the rows of a block of queries differ, so a tenth of the rows may differ by more than the roundings of f16 (5e-4 of
-/// values of about 1, in sums of a few).
+/// the rows of a block of queries differ, so a tenth of the rows may differ by more than a few roundings of f16 (values
+/// are about 1, and a rounding changes them by up to 5e-4).
 #[test]
 #[ignore = "needs a GPU"]
 fn a_cache_gives_the_rows_of_the_whole_sequence() -> Result<()> {

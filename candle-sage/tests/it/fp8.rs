@@ -149,8 +149,8 @@ fn the_module_maps_the_last_dimension() -> Result<()> {
     Ok(())
 }
 
-/// Quantizes two matrices in one vector as three processes would that each own a third of it, and makes the matrices of
-/// the FP8 values.
+/// Quantizes two matrices that are stored in one vector, in three parts, as if each of three processes owned a third of
+/// the vector.
 pub(crate) fn quantize_in_parts(
     x: &Tensor,
     dims: [(usize, usize); 2],

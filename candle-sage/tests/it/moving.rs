@@ -1,4 +1,4 @@
-//! The migrations in docs/moving.md that need only candle-nn: they give the numbers of the code that they replace.
+//! The migrations in docs/moving.md that need only candle-nn give the same numbers as the code that they replace.
 //! examples/moving has complete models.
 
 use std::collections::BTreeSet;

@@ -14,7 +14,7 @@ use crate::model::{Llama, LlamaConfig, Parameters, Reduction};
 use crate::optim::OptimizerStep;
 use crate::ranks::Ranks;
 
-/// Megabytes of f32 in an exchange (all-to-all). A gather (all-gather) transfers as many weights, on a GPU in 16 bit.
+/// Megabytes of f32 in an exchange (all-to-all). A gather (all-gather) has as many elements, on a GPU in 16 bit.
 /// The sizes are 4 MB, and one layer, the embedding and all parameters of preset `325m`.
 const SIZES: [f64; 4] = [4.0, 54.5, 206.0, 1297.0];
 

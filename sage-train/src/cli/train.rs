@@ -214,7 +214,7 @@ impl Train {
     fn report_changes(&self) -> Result<()> {
         let folder = self.config.as_deref().and_then(Path::parent);
         let branch = folder.map(runs::branch).transpose();
-        // The branch is only needed for a message, so an unreadable branch is only a warning.
+        // The parent run is only named in a message, so failing to read its name is only a warning.
         if let Some(branch) =
             branch.inspect_err(|error| notify(&format!("warning: {error}"))).ok().flatten().flatten()
         {

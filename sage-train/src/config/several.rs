@@ -30,7 +30,7 @@ pub const NETWORK: f64 = 45e9;
 const MEMORY: f64 = 3e12;
 
 /// Bytes a second of the exchange of heads between ranks that share sequences, including the copies that reorder heads.
-/// Measured on two H100 with 64k tokens, 2 ms per layer (from the steps in docs/several-gpus.md).
+/// On two H100 with 64k tokens, it takes 2 ms per layer (from the steps in docs/several-gpus.md).
 const SHARED: f64 = 130e9;
 
 /// Bytes of memory that NCCL uses on each GPU, per rank of its node; a node with fewer than four ranks counts as four.

@@ -131,7 +131,7 @@ mod tests {
     use super::*;
     use crate::data::recall::text;
 
-    /// Pieces that are tokenized one by one give the tokens of the text, and an answer equals the stated number.
+    /// Tokenizing a text in pieces gives the tokens of the whole text, and an answer equals the stated number.
     #[test]
     fn answers_are_found_among_the_tokens() -> Result<()> {
         let task = Recall { words: 600, seed: 0 };

@@ -35,8 +35,8 @@ pub(super) struct HfConfig {
     use_sliding_window: bool,
     /// In a Mistral this alone turns the window on; in a Qwen2 or Qwen3 `use_sliding_window` does.
     sliding_window: Option<usize>,
-    /// Which layers have the window. Without this field, in a Qwen2 or Qwen3 the layers from `max_window_layers` on
-    /// have it.
+    /// Which layers have the window. Without this field, in a Qwen2 or Qwen3 the layers below `max_window_layers`
+    /// have none.
     layer_types: Option<Vec<String>>,
     max_window_layers: Option<usize>,
     hidden_act: Option<String>,

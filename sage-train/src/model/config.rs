@@ -52,8 +52,8 @@ pub struct LlamaConfig {
     pub linear_compute_layers: BTreeSet<usize>,
     /// Precision of the matmuls of the output matrix in training.
     pub linear_head: LinearPrecision,
-    /// Precision of the matmuls of linear layers in validation, for layers that train in FP8. Its scaling is not delayed:
-    /// validation does not change the scales of training.
+    /// Precision of the matmuls of linear layers in validation, for layers that train in FP8. Validation does not use
+    /// delayed scaling, and does not change the scales of training.
     pub linear_in_evaluation: LinearPrecision,
     /// Numerics of attention; `None` makes a model without attention.
     pub scheme: Option<Scheme>,

@@ -147,10 +147,10 @@ impl Layout {
         order
     }
 
-    /// The elements in a piece of each of its matrices, ascending. Matrices of one matmul are one matrix.
+    /// The element range of each matrix of a piece, ascending. Matrices that one matmul reads form one range.
     pub(super) fn matmuls(&self, specs: &[ParameterSpec], piece: &Piece) -> Vec<Range<usize>> {
         let mut all: Vec<Range<usize>> = Vec::new();
-        // Parameters that follow one another are adjacent in the list too.
+        // A parameter that `follows` another in memory also follows it in `specs`.
         for spec in specs {
             let at = self.places[&spec.name].1;
             if !piece.range.contains(&at) {

@@ -46,7 +46,7 @@ impl<'a> Training<'a> {
 /// The input of one optimizer update: this rank's shard of adjacent parameters.
 #[derive(Debug)]
 pub struct Shard<'a> {
-    /// (1 + moments, parameters) in f32: weights and moments.
+    /// f32 of shape (1 + number of moments, parameters): the weights, then the moments.
     pub state: &'a Tensor,
     /// (parameters) in f32: the sum of gradients.
     pub gradient: &'a Tensor,
@@ -59,7 +59,7 @@ pub struct Shard<'a> {
     pub matrices: Option<Matrices<'a>>,
 }
 
-/// The matrices of a piece that contains only hidden matrices.
+/// The matrices of a piece of parameter memory that contains only hidden matrices.
 #[derive(Debug)]
 pub struct Matrices<'a> {
     /// The optimizer's statistics of the rows of all matrices in f32, in the order of the matrices; equal on all ranks.

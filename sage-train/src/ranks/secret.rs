@@ -21,7 +21,7 @@ const BLOCK: usize = 64;
 #[derive(Clone, PartialEq, Eq)]
 pub(super) struct Secret {
     text: String,
-    /// Whether others may know it: the number of a job is not secret.
+    /// Whether others may know `text`: a job's number is not secret.
     pub(super) is_guessable: bool,
 }
 

@@ -310,7 +310,7 @@ fn against(curve: &BTreeMap<u64, f64>, base: &BTreeMap<u64, f64>) -> BTreeMap<u6
 fn curve(arm: &Arm, curves: &[BTreeMap<u64, f64>]) -> Series {
     let mut values: BTreeMap<u64, Vec<f64>> = BTreeMap::new();
     curves.iter().flatten().for_each(|(&tokens, &value)| values.entry(tokens).or_default().push(value));
-    // A mean over fewer curves would jump where one of them ends.
+    // Where a curve ends, the mean over the other curves would jump.
     let most = values.values().map(Vec::len).max().unwrap_or(0);
     let means: Vec<(f64, Mean)> = values
         .iter()

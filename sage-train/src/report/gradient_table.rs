@@ -146,7 +146,7 @@ pub fn gradient_csv(all: &[GradientErrors]) -> String {
     out
 }
 
-/// A plot of the error relative to the gradient over tokens, with the noise of the data.
+/// A plot of the gradient's relative error and the data's noise against the number of tokens.
 ///
 /// # Errors
 /// When no value is finite.

@@ -60,7 +60,7 @@ impl Ids {
         Ok(made)
     }
 
-    /// The address of the places, beginning with the place of id `first`.
+    /// The address of the ids' row numbers, from the id at index `first` on.
     pub(super) fn places(&self, first: usize, gpu: &Gpu) -> Result<Address<'_>> {
         address_at(&self.places, first, gpu)
     }

@@ -32,7 +32,7 @@ fn schemes() -> [Scheme; 11] {
     all
 }
 
-/// Runs forward and backward, in which the guard checks the buffers' ends, and checks that all results are written.
+/// Runs forward and backward while the guard checks the buffers' ends. Then checks that all results are written.
 fn run(inputs: &Inputs, scheme: &Scheme, deterministic: bool) -> Result<()> {
     fn both<S: OnGpu>(scheme: S, problem: &Problem<'_>, dout: Strided<'_>) -> Result<[Output; 4]> {
         let (out, completed) = run_forward(scheme, problem, true)?;

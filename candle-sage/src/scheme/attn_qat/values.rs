@@ -15,9 +15,9 @@ use crate::error::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum ValueGroups {
-    /// Tokens, the reduction of P V. Block-scaled FP4 instructions need this axis, so deployed models use it.
+    /// Tokens, over which P V sums. Block-scaled FP4 instructions need this axis, so deployed models use it.
     ///
-    /// A scale then depends on up to 15 later tokens: also with a causal mask a token's value is rounded by the scale
+    /// A scale then depends on up to 15 later tokens, even with a causal mask: a token's value is rounded by the scale
     /// of its group's largest value, and a NaN reaches the earlier tokens of its group. (Token-by-token decoding rounds
     /// a group again until it is full.)
     #[default]

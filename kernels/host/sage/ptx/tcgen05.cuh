@@ -59,7 +59,7 @@ struct Operand {
     using namespace sage::ptx;
     for (int row = 0; row < rows; ++row) {
       for (int k = 0; k < 64; ++k) twice[row][k] = int8_t(2 * value_of_e2m1(byte_of(descriptor, row, k / 2) >> (4 * (k % 2))));
-      // Every quarter of the lanes has the scales; a row of the accumulator uses those of its own quarter.
+      // Each quarter of the lanes has a copy of the scales; an accumulator row uses its own quarter's copy.
       int lane = row % 32 + (accumulator_rows ? row / 32 * 32 : 64);
       uint32_t four = tensor_memory.at(scales_at, lane, row / 32);
       for (int group = 0; group < 4; ++group) scales[row][group] = value_of_e4m3(four >> (8 * group));

@@ -116,8 +116,8 @@ struct Cut {
   __device__ __forceinline__ uint32_t of_part() const { return (to - from + list.parts - 1) / list.parts; }
 };
 
-// With a selection, a block visits the query blocks that list its key block. With a causal mask a query block always
-// lists the key block at its own position, so the first of the visited query blocks has the position of the key block.
+// With a selection, a thread block visits the query blocks that list its key block. With a causal mask a query block
+// always lists the key block at its own position, so the first visited query block has the position of the key block.
 // All later query blocks see every key of the key block. The tiles can therefore be numbered from that position without
 // gaps, `first` to `end`: these numbers give the same masks as the tiles' own numbers.
 struct ListedQueries {

@@ -8,9 +8,9 @@
 namespace sage::past_linear {
 
 // With u = H dO, n = phi . z and t = dO . out = phi . u / n: dphi = (u - t z) / n, whose dot product with phi is zero,
-// so that dq = phi o (u - t z) / n. Also stores each query's factors of dO and of 1, 1 / n and -t / n, for the states
-// that the keys read. Since H and z are stored times inverse_blocks(block) / BLOCK, these factors must be multiplied by
-// inverse_blocks(block) / BLOCK as well: here by inverse_blocks(block), in backward_keys by 1 / BLOCK.
+// so that dq = phi o (u - t z) / n. Also stores 1 / n and -t / n of each query: its factor of dO and its weight in the
+// states that the keys read. Since H and z are stored times inverse_blocks(block) / BLOCK, these two must be multiplied
+// by inverse_blocks(block) / BLOCK as well: here by inverse_blocks(block), in backward_keys by 1 / BLOCK.
 //
 // In a mixture dO is the gradient of the mixture: the tail's gradient is 1 - a times dO, and a (1 - a) t is subtracted
 // from the part of dtheta that the exact branch has stored.
@@ -111,7 +111,7 @@ __device__ __forceinline__ void backward_keys(const params::Linear& p) {
   __syncthreads();
   constexpr float BY_TOKEN = 1.0f / BLOCK;
   float acc[D / 8][4];
-  // dK comes first, because its operand V is not needed after it: the results are written to V's shared memory.
+  // dK is computed first and overwrites its operand V in shared memory, because dV does not need V.
   multiply_state<T, D, true>(acc, memory + At::ROWS_BYTES + warp * 16 * D * 2, state, lane);
   __syncwarp();
 #pragma unroll

@@ -195,8 +195,8 @@ __device__ __forceinline__ void scan_blocks(const params::Linear& p) {
   StateKernel<T, D>(p, shared).scan();
 }
 
-// Sums all chunks before each chunk, or in the backward after it: H is rounded to 16 bit, z replaces the chunk's own z.
-// Both are scaled like the state of the chunk's first block.
+// For each chunk, sums H and z of all chunks before it (in the backward: after it). H's sum is stored in 16 bit; z's
+// sum replaces the chunk's own z. Both are scaled like the state of the chunk's first block.
 template <class T, int D>
 __device__ __forceinline__ void scan_chunks(const params::Linear& p) {
   constexpr int WIDTH = (D + 1) * D;

@@ -52,8 +52,8 @@ __device__ __forceinline__ uint32_t pack_bytes(uint32_t a, uint32_t b, uint32_t 
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
-// Four INT8 values at once, without the slow float-to-integer conversion. The product and the addition round once,
-// unlike in `code`: for values that never leave the kernel.
+// Four INT8 values at once, without the slow float-to-integer conversion. Only for values that never leave the kernel:
+// fmaf rounds once, while `code` rounds twice, as the CPU does.
 __device__ __forceinline__ uint32_t codes(float a, float b, float c, float d, float quant_scale) {
   return pack_bytes(__float_as_uint(fmaf(a, quant_scale, MAGIC)), __float_as_uint(fmaf(b, quant_scale, MAGIC)),
                     __float_as_uint(fmaf(c, quant_scale, MAGIC)), __float_as_uint(fmaf(d, quant_scale, MAGIC)));

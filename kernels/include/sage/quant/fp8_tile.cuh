@@ -1,4 +1,4 @@
-// FP8 quantization of a matrix by tiles: FP8 values row by row, and transposed through shared memory.
+// FP8 quantization of a matrix by tiles: writes the FP8 values, and their transpose by way of shared memory.
 #pragma once
 
 #include <cuda_fp8.h>

@@ -35,9 +35,9 @@ __device__ __forceinline__ float e2m1(float x) { return copysignf(e2m1_of_positi
 
 // The same rounding for two nonnegative numbers in 16 bit at once, as E2M1 values. The numbers are truncated to 16 bit,
 // and their last bit is set as a sticky bit for all dropped bits, so that no number moves onto a midpoint, or across
-// one. Only exact midpoints are rounded up, where `e2m1` rounds to the even code. (A probability times a reciprocal is
-// an exact midpoint once in 2^20 times.) In 16 bit the addends are 1.5, 3 and 4.5 times the power of two whose steps
-// are halves.
+// one. Unlike in `e2m1`, exact midpoints are rounded up, not to the even code. (A probability times a reciprocal is an
+// exact midpoint once in 2^20 times.) The addends are 1.5, 3 and 4.5 times HALVES, the power of two at which 16-bit
+// numbers are 1/2 apart.
 template <class T>
 __device__ __forceinline__ uint32_t e2m1_pair(float low, float high) {
   constexpr bool F16 = std::is_same_v<T, __half>;

@@ -53,7 +53,7 @@ __device__ __forceinline__ void pack_tokens(const attention::Rows<T>& from, int 
   }
 }
 
-// Packs the 64 tokens from `first` on in groups of 16 tokens: one row per channel.
+// Packs 64 tokens, `first` and later, in groups of 16 tokens: one row per channel.
 template <class T, int D>
 __device__ __forceinline__ void pack_channels(const attention::Rows<T>& from, int first, uint8_t* to) {
   using Tile = layout::Nvfp4Tile<D>;

@@ -56,7 +56,7 @@ mod tests {
 
     use super::*;
 
-    /// Every second read is interrupted, and every other read returns one byte.
+    /// Reads alternate: one is interrupted, the next returns one byte.
     struct Interrupted<'a>(&'a [u8], bool);
 
     impl Read for Interrupted<'_> {

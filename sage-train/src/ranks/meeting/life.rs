@@ -17,7 +17,7 @@ pub(super) struct Life {
     pub(super) ticks: u64,
     pub(super) since: Instant,
     pub(super) doing: String,
-    /// Whether its current work may take long: then the limit is [`ASIDE`].
+    /// Whether its current work may take long: then [`ASIDE`] limits the time without progress.
     pub(super) aside: bool,
     /// Whether it has left the run and sends no further messages.
     pub(super) left: bool,

@@ -148,7 +148,7 @@ struct SageBwdBackwardSm80 {
     magic_tiles = 0;
   }
 
-  // Quantizes dS for dQ: 16 queries over one tile of keys, from a slot of dS^T into the same slot of INT8 values. The
+  // Quantizes dS for dQ: 16 queries over one tile of keys, from slot `slot` of dS^T to slot `slot` of INT8 values. The
   // warps that share a strip of queries divide the keys: each quantizes one tile.
   __device__ __forceinline__ void prepare_dq(int slot) {
     int lane = threadIdx.x % 32;

@@ -10,7 +10,7 @@
 
 namespace sage::attention {
 
-// QK: whether Q is smoothed in addition to K, which adds a row to the logits of each tile.
+// QK: whether Q is smoothed in addition to K, which adds mean_logits to each row of logits.
 template <class T, int HEAD_DIM, params::Plan PLAN, bool QK = false>
 struct SageBwdForwardSm80 {
   using Type = T;
