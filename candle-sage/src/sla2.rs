@@ -205,7 +205,7 @@ impl Sla2 {
             let mask = if shape.causal() { "a causal mask" } else { "no causal mask" };
             return Err(Error::new("`nearest` is out of range")
                 .got(format!("{} nearest of {} blocks, {mask}", self.nearest, self.count))
-                .allowed("0 to the number of blocks with a causal mask, 0 without one")
+                .allowed("with a causal mask: 0 to the number of blocks; without: 0")
                 .hint("nearest blocks count towards `blocks`; the router selects the others")
                 .into());
         }

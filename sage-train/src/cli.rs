@@ -169,7 +169,7 @@ impl Cli {
                     )
             } else if let Some(path) = second_path(&typed.words).filter(|_| error.use_stderr()) {
                 Error::new("--data takes one path")
-                    .got(format!("{} after it", path.display()))
+                    .got(format!("a second path: {}", path.display()))
                     .allowed("one --data PATH for each source")
                     .hint("quote a pattern, so that the shell does not expand it: --data 'texts/*.txt'")
             } else {

@@ -68,9 +68,9 @@ pub(super) fn address_if_any<'a, T: 'a>(of: Option<&'a impl DevicePtr<T>>, gpu: 
 #[cfg(feature = "cuda")]
 pub(super) fn address_at<'a, T>(of: &'a impl DevicePtr<T>, index: usize, gpu: &Gpu) -> Result<Address<'a>> {
     if index > of.len() {
-        return Err(Error::new("an address would be outside its memory")
+        return Err(Error::new("an element is outside its buffer")
             .got(format!("element {index}"))
-            .allowed(format!("up to {}", of.len()))
+            .allowed(format!("elements 0 to {}", of.len()))
             .into());
     }
     Ok(Address(address(of, gpu).0 + (index * size_of::<T>()) as u64, PhantomData))

@@ -334,9 +334,9 @@ impl SelfAttention {
 
     fn check_cache(&self, x: &Tensor, cache: &KvCache) -> Result<()> {
         if cache.k_cache().dim() != SEQUENCE {
-            return Err(Error::shape("the cache grows along another dimension")
-                .got(cache.k_cache().dim())
-                .allowed(format!("{SEQUENCE}: keys and values are (batch, sequence, heads, head_dim)"))
+            return Err(Error::shape("the cache does not grow along the sequence")
+                .got(format!("it grows along dimension {}", cache.k_cache().dim()))
+                .allowed(format!("dimension {SEQUENCE}: keys and values are (batch, sequence, heads, head_dim)"))
                 .hint("`SelfAttention::cache` makes a matching cache")
                 .into());
         }

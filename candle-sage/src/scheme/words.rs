@@ -100,7 +100,7 @@ impl AttnQat {
 
 fn rows(text: &str) -> Result<usize> {
     text.parse().map_err(|_| {
-        Error::new("the number of rows of a tile is not a number")
+        Error::new("tile_q and tile_k must be numbers")
             .got(format!("`{text}`"))
             .allowed(format!("{} to {}", SageBwd::TILE_ROWS.start(), SageBwd::TILE_ROWS.end()))
             .hint("64 on a GPU")

@@ -47,7 +47,7 @@ impl Selection {
                 if seen.is_empty() {
                     return Err(Error::new("a block of queries sees nothing")
                         .got(format!("an empty list for {at:?}"))
-                        .allowed("without a causal mask, at least one block of keys")
+                        .allowed("at least one block of keys, unless the mask is causal")
                         .hint("list the block of keys at the same position")
                         .into());
                 }
@@ -112,5 +112,5 @@ fn check_list(seen: &[usize], at: QueryBlock) -> Result<()> {
     })
     .got(format!("block {wrong} in {at:?}"))
     .allowed(format!("each of the blocks below {} at most once", at.candidates))
-    .hint("with a causal mask candidates end before the block's first query; the diagonal is always seen"))
+    .hint("with a causal mask, list only earlier blocks of keys; the block on the diagonal is always seen"))
 }

@@ -140,8 +140,8 @@ pub(super) fn check_logits(model: &LlamaConfig, second: Option<Scheme>, s: &Sett
         None => Ok(()),
         Some(other) => Err(Error::new("this scheme does not support this soft cap or sinks")
             .got(format!("{got}, {other}"))
-            .allowed("fpa; sagebwd and attn-qat without smoothing; for a soft cap on a GPU sagebwd only with \
-                      --products scores")
+            .allowed("fpa; attn-qat without smoothing; sagebwd without smoothing (with a soft cap on a GPU: only with \
+                      --products scores)")
             .hint("--smoothing none, --products scores; in --attn-layers and --eval-attn sagebwd:smoothing=none:products=scores")),
     }
 }

@@ -94,7 +94,7 @@ impl ModelType {
             (true, true) => Err(Error::new("transformers has no model of this shape")
                 .got("QK-norm and biases of query, key and value")
                 .allowed("either: Qwen3 has QK-norm, Qwen2 has the biases")
-                .hint("its weights are in model.safetensors, under the names of both")),
+                .hint("the run's model.safetensors has its weights, with the names that Qwen2 and Qwen3 use")),
         }
     }
 

@@ -24,11 +24,10 @@ impl Launch<[Operand<'_>; 2], ()> for InOrder {
             count: count("parts", parts.1.shape().elem_count() / width.max(1))?,
             place: self.place as i32,
         };
-        if [params.parts, params.sum].iter().any(|at| !at.is_multiple_of(16))
-            || !width.is_multiple_of(SUM_VALUES)
-        {
+        let aligned = [params.parts, params.sum].iter().all(|at| at.is_multiple_of(16));
+        if !aligned || !width.is_multiple_of(SUM_VALUES) {
             return Err(Error::unsupported("sum_in_order on CUDA needs tensors aligned to 16 bytes")
-                .got(format!("{width} elements"))
+                .got(format!("{width} elements, {}", if aligned { "aligned" } else { "not aligned" }))
                 .allowed("tensors aligned to 16 bytes, a multiple of 4 elements")
                 .hint("pad the tensors with zeros; `force_contiguous()` makes an aligned copy of a view")
                 .into());

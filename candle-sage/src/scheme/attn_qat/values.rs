@@ -67,7 +67,7 @@ impl std::str::FromStr for ValueGroups {
             Error::new("unknown axis of V's scale groups")
                 .got(format!("`{text}`"))
                 .allowed("tokens, head-dim")
-                .hint("tokens is what FP4 instructions need; head-dim is the published training kernel's")
+                .hint("FP4 instructions need tokens; the published training kernel uses head-dim")
         })
     }
 }
