@@ -59,7 +59,7 @@ impl Rest {
 pub(super) struct BenchAttention {
     /// Shapes: head_dim (192/128: keys of 192 and values of 128), tokens, 1 if causal, tokens of a sliding window. A
     /// head_dim above 128 runs with fpa on compute capability 8.0, 9.0 and 10.x, and with sagebwd:products=scores on
-    /// 9.0 [default: D 64 and 128, N 1024, on a GPU also 8192 and 16384, causal]
+    /// 9.0 [default: causal, D 64 and 128, N 1024; on a GPU also N 8192 and 16384]
     #[arg(value_name = "D:N:CAUSAL[:WINDOW]")]
     rows: Vec<Row>,
     /// Schemes with their settings, separated by semicolons: "fpa;sagebwd:smoothing=kv" [default: every scheme, and
@@ -75,7 +75,7 @@ pub(super) struct BenchAttention {
     /// Width of all heads together: heads = width / D
     #[arg(long, value_name = "N", default_value_t = 2048)]
     width: usize,
-    /// Number of timed calls of each kind [default: 30; on the CPU 3]
+    /// Number of timed calls of the forward, and of forward + backward [default: 30; on the CPU 3]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     repeats: Option<u16>,
     /// Soft cap of the logits, cap tanh(logit / cap): 50 in Gemma 2. Not every scheme supports it; these do: --schemes

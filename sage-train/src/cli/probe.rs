@@ -57,7 +57,7 @@ pub(super) struct Probe {
     /// Also print a row for each head
     #[arg(long)]
     heads: bool,
-    /// Additionally, for each matmul (sagebwd) or operand (attn-qat): measure the errors when it alone is quantized
+    /// Also measure the errors with only one matmul (sagebwd) or operand (attn-qat) quantized, for each of them
     #[arg(long)]
     products: bool,
     /// Use a scale for each token of Q and K instead of each tile, to show the error that outlier tokens cause
@@ -71,10 +71,10 @@ pub(super) struct Probe {
     /// tail. SLA2's parameters are fitted on half of the sequences, and the error is measured on the other half
     #[arg(long, conflicts_with_all = ["sigma", "heads", "products", "token_scales", "qk_scale", "attn", "smoothing", "key_mean", "granularity"])]
     selections: bool,
-    /// Number of key blocks that each query block selects
+    /// With --selections: number of key blocks that each query block selects
     #[arg(long, value_name = "N", default_value_t = 4, requires = "selections")]
     blocks: usize,
-    /// Tokens of a block [default: a sixteenth of the context, 16 to 128]
+    /// With --selections: tokens of a block [default: a sixteenth of the context, 16 to 128]
     #[arg(long, value_name = "N", requires = "selections")]
     block: Option<usize>,
     /// Compare the gradient of the whole model under low-bit schemes with the gradient under unquantized attention, on

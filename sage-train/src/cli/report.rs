@@ -30,9 +30,8 @@ pub(super) struct Reporting {
     /// Settings that identify the baseline arm [default: the sweep's baseline, or attn=fpa, or the first arm]
     #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',')]
     baseline: Vec<String>,
-    /// Settings that group runs into the arms that are compared [default: the settings of attention, and those in the
-    /// `[[points]]` of a sweep's file (settings that vary together); if the runs differ in none of them, the first setting
-    /// in which they differ]
+    /// Settings in which arms differ [default: attention's settings and those in the `[[points]]` of a sweep's file; if
+    /// the runs differ in none of these, the first setting in which they differ]
     #[arg(long, value_name = "KEY", value_delimiter = ',')]
     by: Vec<String>,
     /// Margin in percent of the loss: an arm matches the baseline if the 90 % interval of its difference is within the

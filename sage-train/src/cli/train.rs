@@ -50,12 +50,11 @@ pub(super) struct Train {
     dry_run: bool,
     #[command(flatten)]
     several: Several,
-    /// Write the run's training sequences, in their order, as a shard of documents that another program can train on,
-    /// and exit
+    /// Write the run's training sequences to a shard file, in their order, for training with another program, and exit
     #[arg(long, value_name = "FILE", help_heading = "Run", conflicts_with_all = ["resume", "compare", "dry_run"])]
     write_batches: Option<PathBuf>,
-    /// A list for --attn: one run for each attention (and seed). The baseline is fpa if it is listed, else the first
-    /// attention
+    /// Compare these attention schemes: one run for each scheme (and seed). The baseline is fpa if it is listed, else
+    /// the first scheme
     #[arg(
         long,
         value_enum,

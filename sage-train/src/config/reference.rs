@@ -14,9 +14,9 @@ pub fn reference() -> String {
         "# Settings\n\n\
          Each setting is a flag of `sage-train` and a key of a TOML file (`--config FILE`); in the file, the key may be in its table or above all tables. \
          `sage-train --help` has the same descriptions. *Default* is the default of `--preset tiny`; if it is empty, the description \
-         explains it or it follows from other settings. *Run*: two runs that differ in the setting are different runs, which sweeps and \
-         reports distinguish. *Resume*: `--resume RUN` accepts another value.\n\n\
-         `tests/it/command.rs` writes this page (`INSTA_UPDATE=always`), and fails when it is old.\n",
+         explains it or it follows from other settings. *Run*: sweeps and reports treat runs with different values as different runs. \
+         *Resume*: `--resume RUN` accepts another value.\n\n\
+         <!-- Written by `tests/it/command.rs` (`INSTA_UPDATE=always`), which fails when this page is old. -->\n",
     );
     let defaults = Table::try_from(preset::defaults(Preset::Tiny)).expect("settings are plain values");
     let mut last = "";

@@ -56,7 +56,7 @@ pub struct AttentionSettings {
     #[arg(long)]
     pub value_scale: Option<Text<ValueScale>>,
     /// Attn-QAT: reference that P is divided by before quantizing: row-max (the row's largest probability), two-level
-    /// (a 2048th of it, so that small probabilities keep their bits), literal (as the Attn-QAT paper's text says: the running
+    /// (a 2048th of it, so that small probabilities keep their precision), literal (the paper's text: the running
     /// maximum in the forward, the row's sum in the backward) [default: row-max]
     #[arg(long)]
     pub p_reference: Option<Text<PReference>>,

@@ -41,7 +41,8 @@ pub struct DataSettings {
     /// Size of the built-in corpus in megabytes [default: 8]
     #[arg(long, value_name = "MB")]
     pub corpus_mb: Option<u64>,
-    /// Fraction of the data kept for validation; not for shards, and not with --val-data [default: 0.05]
+    /// Fraction of the data kept for validation, unless the data has validation shards or --val-data is given [default:
+    /// 0.05]
     #[arg(long, value_name = "FRACTION")]
     pub val_fraction: Option<f64>,
     /// Vocabulary size of the model, and of the byte-level BPE trained on the data; with --tokenizer or shards it is the tokenizer's size, rounded

@@ -60,7 +60,7 @@ pub struct LinearSettings {
     /// FP8: format of the gradients of the layers' outputs [default: e4m3]
     #[arg(long, value_enum)]
     pub linear_gradient: Option<FormatSetting>,
-    /// FP8: how an operand's scale is set: from its own largest value, or from the largest values of earlier steps
+    /// FP8: how an operand's scale is set: from its own largest value (current) or that of earlier steps (delayed)
     /// [default: delayed]
     #[arg(long, value_enum)]
     pub linear_scaling: Option<ScalingSetting>,

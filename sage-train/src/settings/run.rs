@@ -97,7 +97,7 @@ pub struct RunSettings {
     /// Number of newest checkpoints to keep [default: 2]
     #[arg(long, value_name = "N")]
     pub keep_last: Option<usize>,
-    /// Also keep one checkpoint of every N steps; 0 for none [default: 0]
+    /// Also keep the checkpoints of steps N, 2N, ..; 0 for none [default: 0]
     #[arg(long, value_name = "N")]
     pub keep_every: Option<Quantity>,
     /// Tokens of sample text at the end of the run; 0 for none [default: 160]

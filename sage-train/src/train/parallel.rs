@@ -64,7 +64,7 @@ pub enum Overlap {
     After,
     /// Overlapped with the backward: a layer's gradients as soon as its backward is done
     Beside,
-    /// The faster of the two. On several nodes: `beside`. On one node: `beside` if copy engines transfer the gradients
+    /// On several nodes: `beside`. On one node: `beside` if copy engines transfer the gradients
     /// and each GPU has fewer than 16k tokens a step, otherwise `after`
     Auto,
 }
