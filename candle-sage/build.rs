@@ -18,11 +18,11 @@ use std::{env, fs};
 /// smallest shared memory.
 const PTX: u32 = 89;
 
-/// The `.cu` file with FP4 matmuls, and its architectures: 100 and 120, which have the instructions, and Hopper, on
-/// which tests emulate the instructions of 120.
+/// The `.cu` file with FP4 matmuls, and its architectures: 100 and 120, which have FP4 instructions, and 90 (Hopper),
+/// on which tests emulate the instructions of 120.
 const NVFP4: (&str, [u32; 3]) = ("attn_fwd_nvfp4", [90, 100, 120]);
 
-/// The architectures without FP4 matmuls, so that every architecture of the table of plans is in one of the two lists.
+/// The architectures without FP4 matmuls. Every architecture of the table of plans must be here or in NVFP4.
 const NO_NVFP4: [u32; 3] = [80, 86, 89];
 
 /// The table of plans, which the kernels include and from which the host's table is generated.
@@ -157,7 +157,7 @@ fn constants(root: &Path, out: &Path) -> Result<(), String> {
 }
 
 /// The folder of the kernels. In the repository `kernels` is a symbolic link. In a checkout without links (Git on
-/// Windows) it is a file that contains the path; in a package it is the folder itself.
+/// Windows) `kernels` is a file that contains the path; in a package it is the folder itself.
 fn kernels() -> Result<PathBuf, String> {
     let path = PathBuf::from("kernels");
     match path.is_file() {
@@ -167,9 +167,9 @@ fn kernels() -> Result<PathBuf, String> {
 }
 
 /// A folder for compiled kernels that builds of the same profile share: `target/PROFILE/build/candle-sage-kernels`,
-/// next to `OUT_DIR`'s `target/PROFILE/build/candle-sage-HASH/out`. Otherwise `cargo build`, `cargo doc` and each set
-/// of features would compile the kernels again. A file's name contains a fingerprint of everything that the kernel
-/// depends on, and complete files are renamed into place, so concurrent builds do not conflict.
+/// next to `OUT_DIR`'s `target/PROFILE/build/candle-sage-HASH/out`. Without this folder, `cargo build`, `cargo doc` and
+/// each set of features would compile the kernels again. A file's name contains a fingerprint of everything that the
+/// kernel depends on.
 fn shared_by_builds(out: &Path) -> Result<PathBuf, String> {
     let builds = out.ancestors().nth(2).filter(|builds| builds.ends_with("build"));
     let folder = builds.map_or_else(|| out.to_owned(), |builds| builds.join("candle-sage-kernels"));

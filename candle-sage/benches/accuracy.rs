@@ -13,7 +13,6 @@ use support::{Case, Normals, PUBLISHED, sigma_errors};
 const SEEDS: u64 = 6;
 const TOKENS: usize = 1024;
 
-/// Four errors, each the mean over the seeds.
 fn over_seeds(errors: impl Fn(u64) -> Result<[f64; 4]>) -> Result<[f64; 4]> {
     let mut mean = [0.0; 4];
     for seed in 0..SEEDS {
@@ -61,7 +60,7 @@ const COMMON: [(&str, f32, f32); 3] =
     [("nothing", 0.0, 0.0), ("10 sigma", 10.0, 10.0), ("0 to 20 sigma", 0.0, 20.0)];
 
 /// Keys to which one vector of standard deviation `sigma` is added, times a factor. The vector does not depend on
-/// `seed`: other keys of the same layer would have the same vector.
+/// `seed`, like a vector that all keys of a layer have in common.
 fn case_with(common: (f32, f32), head_dim: usize, sigma: f32, seed: u64) -> Case {
     let mut case = Case::new(1, (TOKENS, TOKENS), (1, 1), head_dim, true);
     case.draw(sigma, seed);

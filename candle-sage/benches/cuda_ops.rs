@@ -3,9 +3,9 @@
 //! `cargo bench --features cuda --bench cuda_ops -- [op ...]`; the shapes are those of a Llama of 325 M
 //! parameters at 32768 tokens: width 1024, 16 heads of 64, 3072 hidden channels, 50304 classes, bf16. Bytes
 //! are a lower bound: each input is read once, each output written once. The percentage is relative to the
-//! bandwidth of a device-to-device copy, which is measured first. Times are the median of calls between CUDA
-//! events, and include the host where it is slower. candle's own part of a backward (a first gradient of ones,
-//! and for each input zeros to which the gradient is added) is measured separately and subtracted.
+//! bandwidth of a device-to-device copy, which is measured first. Times are medians over calls, measured with CUDA
+//! events. They include host time where the host is slower than the GPU. candle's own part of a backward (a first
+//! gradient of ones, and for each input zeros to which the gradient is added) is measured separately and subtracted.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::fp8::Fp8Format;
@@ -53,7 +53,7 @@ impl Bench {
         println!("{name:22} {way:4} {ms:8.3} {:8.0} {:6.1} %", rate / 1e9, 100.0 * rate / self.copy);
     }
 
-    /// Measures an op's forward and backward. `bytes` are those of the forward and of the backward.
+    /// Measures an op's forward and backward. `bytes` are the forward's bytes and the backward's bytes.
     fn op(
         &self,
         name: &str,
@@ -183,7 +183,7 @@ fn fp8(bench: &Bench, random: &dyn Fn(&[usize]) -> Result<Var>) -> Result<()> {
     Ok(())
 }
 
-/// Muon's step on the matrices of 20 layers, with a matrix per head of query, key and value. The bytes of the
+/// Muon's step on the matrices of 20 layers, with one matrix for each head of query, key and value. The bytes of the
 /// orthogonalization are not counted: matmuls take most of its time.
 fn muon(bench: &Bench) -> Result<()> {
     const LAYERS: usize = 20;
@@ -310,7 +310,8 @@ fn main() -> Result<()> {
             |hidden: &Tensor, weight: &Tensor| ops::linear_cross_entropy(hidden, weight, &ids, settings);
         let bytes = activations + outputs;
         bench.op("linear_cross_entropy", &[&hidden, &weight], [bytes, 2 * bytes], |x| run(&x[0], &x[1]))?;
-        // Without gradients a forward is one matmul. With gradients it is three matmuls, and the backward only scales.
+        // Without gradients a forward is one matmul, with gradients three matmuls. The backward only scales the
+        // gradients.
         let forward = bench.time(|| run(&hidden, &weight).map(drop))?;
         bench.line("  with gradients", "fwd", forward, 2 * bytes);
         println!("  three products: {:.0} TFLOP/s", 3.0 * flops / forward / 1e9);

@@ -1,8 +1,8 @@
-//! Time that the host needs to issue calls on a GPU: small models are bound by it.
+//! Time that the host needs to issue calls on a GPU: small models are bound by this time.
 //!
-//! `cargo bench --features cuda --bench host_time`. Each row is the mean time of a call in a batch of calls, in
-//! microseconds: the 10th percentile over the batches, which other work of the host disturbs less than the median. The
-//! calls of a batch are issued without waiting for the GPU, and are so small and few that no queue fills.
+//! `cargo bench --features cuda --bench host_time`. Each figure is the mean time of a call in one batch, in
+//! microseconds, at the 10th percentile of the batches. Other work of the host disturbs this percentile less than the
+//! median. Calls are issued without waiting for the GPU. A batch has so few calls that no queue fills.
 
 use std::time::Instant;
 
@@ -28,7 +28,6 @@ fn time(device: &Device, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
 }
 
 fn main() -> Result<()> {
-    // cargo bench passes `--bench`.
     let device = Device::new_cuda(0)?;
     let random =
         |dims: &[usize]| Var::from_tensor(&Tensor::randn(0f32, 1., dims, &device)?.to_dtype(DType::BF16)?);

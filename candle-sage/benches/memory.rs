@@ -1,5 +1,5 @@
-//! Peak heap use of forward + backward as the sequence grows: linear for both schemes, quadratic for
-//! attention written with matmul and softmax. Then the peak heap use of the cross-entropy, in chunks and with all
+//! Peak heap use of forward + backward as the sequence grows: linear for unquantized attention and SageBwd, quadratic
+//! for attention written with matmul and softmax. Then the peak heap use of the cross-entropy, in chunks and with all
 //! logits.
 //!
 //! `cargo bench -p candle-sage --bench memory`
@@ -16,7 +16,7 @@ static PEAK: AtomicUsize = AtomicUsize::new(0);
 
 struct Counting;
 
-// SAFETY: every call is passed on to the system allocator; counting has no effect on it.
+// SAFETY: every call is passed on to the system allocator, and counting does not affect the allocations.
 #[allow(unsafe_code)]
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {

@@ -72,7 +72,7 @@ fn main() -> Result<()> {
 fn run(case: &Case) -> Result<()> {
     let &Case { len, heads, head_dim, causal } = case;
     let var = |dims: (usize, usize, usize, usize)| Var::randn(0f32, 1., dims, &Device::Cpu);
-    // FLOPs as FlashAttention counts them: 4 n^2 d per head forward, 2.5 times that backward, half if causal.
+    // FLOPs as FlashAttention counts them: 4 n^2 d per head forward, 2.5 times as many backward, half if causal.
     let flops = 3.5 * 4.0 * (len * len * head_dim * heads) as f64 * if causal { 0.5 } else { 1.0 };
     let mut baseline = 0.0;
     let mut print = |name: &str, (fwd, both): (Duration, Duration)| {

@@ -1,4 +1,4 @@
-//! A hash of everything that a compiled kernel depends on. When it changes, the kernel is compiled again.
+//! A hash of everything that a compiled kernel depends on. When the hash changes, the kernel is compiled again.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

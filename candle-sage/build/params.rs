@@ -20,9 +20,9 @@ pub(crate) struct Struct {
     fields: Vec<Field>,
     size: usize,
     align: usize,
-    /// Whether it contains addresses, which borrow the memory that they point to.
+    /// Whether the struct contains addresses, which borrow the memory that they point to.
     borrows: bool,
-    /// Whether it is declared by hand in Rust, because another library defines its bytes.
+    /// Whether the struct is declared by hand in Rust, because another library defines its bytes.
     opaque: bool,
 }
 
@@ -81,7 +81,6 @@ pub(crate) fn read(header: &str, text: &str, structs: &mut Vec<Struct>) -> Resul
 }
 
 impl Struct {
-    /// The type in Rust.
     fn in_rust(&self, lifetime: &str) -> String {
         if self.borrows || self.opaque { format!("{}<{lifetime}>", self.name) } else { self.name.clone() }
     }
@@ -122,7 +121,7 @@ pub(crate) fn in_rust(structs: &[Struct]) -> String {
     out + &format!("const _: () = {{\n{asserted}}};\n")
 }
 
-/// A C++ source that compiles if the compiler of the kernels has the same sizes and offsets.
+/// A C++ source that compiles only if the kernels' compiler computes the sizes and offsets of `structs`.
 pub(crate) fn in_cpp(headers: &[&str], structs: &[Struct]) -> String {
     let mut out: String = headers.iter().map(|header| format!("#include <{header}>\n")).collect();
     out += "using namespace sage::params;\n";
@@ -137,8 +136,8 @@ pub(crate) fn in_cpp(headers: &[&str], structs: &[Struct]) -> String {
     out
 }
 
-/// The integers that a source defines as `constexpr int NAME = VALUE` outside functions and structs, from numbers and
-/// previous constants. A constant with two values is omitted.
+/// The integers that a source defines as `constexpr int NAME = VALUE` outside functions and structs. VALUE may use
+/// numbers and previous constants. A constant with two values is omitted.
 pub(crate) fn integers(text: &str) -> BTreeMap<String, u64> {
     let mut found: BTreeMap<String, Option<u64>> = BTreeMap::new();
     for line in text.lines() {
@@ -158,13 +157,13 @@ pub(crate) fn integers(text: &str) -> BTreeMap<String, u64> {
     found.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
 }
 
-/// The value of a number or a name, of a shift of one by another, or of products and quotients from left to right.
+/// The value of a number or a name, of a shift `A << B`, or of products and quotients from left to right.
 fn value_of(text: &str, known: &BTreeMap<String, Option<u64>>) -> Option<u64> {
     let mut words = text.split_whitespace();
-    // 010 is 8 in C++.
+    // A leading zero is not supported: 010 is 8 in C++.
     let written = |word: &str| word.parse().ok().filter(|_| word == "0" || !word.starts_with('0'));
     let number = |word: &str| written(word).or_else(|| known.get(word).copied().flatten());
-    // A shift has a lower precedence than a product.
+    // A shift mixed with products is not supported: a shift has a lower precedence than a product.
     if text.contains("<<") && text.split_whitespace().count() > 3 {
         return None;
     }

@@ -90,7 +90,7 @@ pub(crate) fn table(definitions: &str) -> Result<String, String> {
 /// The architectures of all targets, ascending.
 ///
 /// # Errors
-/// The error names the row of a target without architectures, or a word that is not a number.
+/// The error names the row with an architecture that is not a number.
 pub(crate) fn architectures(definitions: &str) -> Result<Vec<u32>, String> {
     let mut all = Vec::new();
     for line in definitions.lines() {

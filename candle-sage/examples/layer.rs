@@ -45,7 +45,7 @@ impl Model {
     }
 }
 
-/// Random tokens, of which the last one is the position of the answer.
+/// Sequences of random tokens, and their answers: the token at the position that the last token gives.
 fn batch(count: usize) -> Result<(Tensor, Tensor)> {
     let draws = Tensor::rand(0f32, VOCAB as f32, (count, LEN), &Device::Cpu)?.to_dtype(DType::U32)?;
     let rows = draws.to_vec2::<u32>()?;

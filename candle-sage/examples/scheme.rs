@@ -9,7 +9,7 @@ fn main() -> Result<()> {
     let var = |tensor: Tensor| Var::from_tensor(&tensor);
     let randn = |dims: (usize, usize, usize, usize), std| Tensor::randn(0f32, std, dims, &Device::Cpu);
     let query = var(randn(dims, 1.)?)?;
-    // Keys of trained models often share a large vector; here it has a standard deviation of 5.
+    // Keys of trained models often share a large vector. Here its elements have a standard deviation of 5.
     let key = var(randn(dims, 1.)?.broadcast_add(&randn((1, 1, 4, 64), 5.)?)?)?;
     let value = var(randn(dims, 1.)?)?;
     let direction = randn(dims, 1.)?;

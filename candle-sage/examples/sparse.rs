@@ -40,7 +40,6 @@ fn main() -> Result<()> {
     let window = Selection::window(&shape, block, 4, 1, &device)?;
     show("window and sink", window.sparsity()?, &|| attention.clone().select(&window).apply(&q, &k, &v))?;
 
-    // Arbitrary lists: here every third block.
     let comb = Selection::from_lists(&shape, block, &device, |at| (0..at.candidates).step_by(3).collect())?;
     show("every third block", comb.sparsity()?, &|| attention.clone().select(&comb).apply(&q, &k, &v))?;
 
@@ -50,7 +49,7 @@ fn main() -> Result<()> {
     let picked = sla2.select(&router, &q, &k)?;
     show("router's blocks", picked.sparsity()?, &|| attention.clone().select(&picked).apply(&q, &k, &v))?;
 
-    // The same blocks. A learned weight mixes their attention with linear attention over the other blocks.
+    // A learned weight mixes attention to these blocks with linear attention over all earlier blocks.
     let theta = Var::from_tensor(&Tensor::full(2f32, 4, &device)?)?;
     show("SLA2", picked.sparsity()?, &|| sla2.apply(&q, &k, &v, &picked, &theta))?;
     println!("the router's blocks have {:.0} % of the mass", 100.0 * sla2.mass_caught(&picked, &q, &k)?);

@@ -1,8 +1,8 @@
 //! Attention on the CPU: the tiled algorithms of the GPU kernels, on all threads.
 //!
 //! `forward` and `backward` are mainloops over tiles, shared by all schemes. A scheme supplies the matmuls inside a
-//! tile, its [`numerics`], in the file of its name. On one machine, results depend only on the inputs and the shape,
-//! never on the number of threads.
+//! tile, its [`numerics`], in the file with the scheme's name. On one machine, results depend only on the inputs and
+//! the shape, never on the number of threads.
 
 mod attn_qat;
 mod backward;
@@ -32,7 +32,7 @@ use view::View;
 
 use crate::scheme::Scheme;
 
-/// A scheme on the CPU. Each scheme implements it in the file of its name.
+/// A scheme on the CPU. Each scheme implements this trait in the file with the scheme's name.
 trait OnCpu: Debug + Send + Sync + 'static {
     /// State that the forward keeps for the backward.
     type Kept: Debug + Send + Sync + 'static;
@@ -56,8 +56,8 @@ pub(crate) struct OutputGradient<'a> {
     pub(crate) dlse: &'a [f32],
 }
 
-/// A completed forward: the scheme and the state that its forward kept. Only this type has a backward, so scheme and
-/// state always match.
+/// A completed forward: the scheme and the state that its forward kept. Only a completed forward has a backward, so
+/// scheme and state always match.
 pub(crate) trait CompletedForward: Debug + Send + Sync {
     /// The log-sum-exps, (batch, query heads, query).
     fn lse(&self) -> Vec<f32>;

@@ -1,9 +1,9 @@
 //! Attention on NVIDIA GPUs: launches the kernels of `kernels/` on candle's stream, or on another library's stream
 //! (`foreign`).
 //!
-//! As on the CPU, `forward` and `backward` are shared by all schemes; the code of one scheme is in the file of its
-//! name. Apart from the CPU's matmul, only this module has `unsafe` code. The parameters of a kernel borrow the memory
-//! that it reads and writes (`address.rs`), so the compiler checks that the memory is alive at every launch.
+//! As on the CPU, `forward` and `backward` are shared by all schemes; the code of one scheme is in the file with the
+//! scheme's name. Apart from the CPU's matmul, only this module has `unsafe` code. The parameters of a kernel borrow
+//! the memory that it reads and writes (`address.rs`), so the compiler checks that the memory is alive at every launch.
 
 mod address;
 mod arch;
@@ -67,8 +67,8 @@ use unquantized::Unquantized;
 
 use crate::shape::AttentionShape;
 
-/// A scheme on a GPU. Each scheme implements this trait in the file of its name. The trait names the scheme's kernels;
-/// the module `plan` defines how they run.
+/// A scheme on a GPU. Each scheme implements this trait in the file with the scheme's name. The trait names the
+/// scheme's kernels; the module `plan` defines how they run.
 trait OnGpu: Debug + Send + Sync + 'static {
     /// Buffers that the forward's kernels read and write in addition to inputs and output.
     type Operands;
@@ -194,7 +194,7 @@ fn run_forward<S: OnGpu>(
     let visits = call.visits();
     let plan = call.plan(scheme.forward_kernel(), visits)?;
     if keep {
-        // If the backward has no kernel, this returns the error before anything is computed.
+        // If the backward has no kernel, the error is returned before anything is computed.
         call.plan(scheme.backward_kernel(), visits)?;
     }
     let out = call.tensor(Purpose::Output, problem.shape.output_dims())?;
@@ -222,7 +222,8 @@ fn run_forward<S: OnGpu>(
     let scheduler_counter = plan.persistent().then(|| call.gpu.alloc_zeros::<i32>(1)).transpose()?;
     if let Some(scheduler_counter) = &scheduler_counter {
         params.scheduler_counter = address(scheduler_counter, call.gpu);
-        // At most two blocks in this crate's own tests, so that small cases have blocks with several work tiles.
+        // At most two thread blocks in this crate's own tests, so that thread blocks of small cases process several
+        // tiles.
         blocks = blocks.min(if cfg!(test) { 2 } else { call.gpu.multiprocessors });
     }
     let grid = Grid { shared_bytes: plan.shared_bytes, ..Grid::line(blocks, plan.threads) };
@@ -247,8 +248,8 @@ fn run_backward<S: OnGpu>(
 ) -> Result<Gradients> {
     let call = Call::new(problem)?;
     let gpu = call.gpu;
-    // The sums of a split list's parts are added in any order, so lists are not split if the result must be
-    // deterministic.
+    // Long lists of query blocks can be split between thread blocks, which add their sums in any order. Lists are
+    // therefore not split if the result must be deterministic.
     let cut = (!problem.deterministic).then_some(call.d);
     let users = problem.selected.map(|selected| Users::new(&call, selected, cut)).transpose()?;
     let visits = call.visits();
@@ -260,8 +261,8 @@ fn run_backward<S: OnGpu>(
         problem.deterministic.then(|| gpu.alloc_zeros::<i32>(call.query_tiles() + 1)).transpose()?;
     let gradient = |dims| call.tensor(Purpose::Output, dims);
     let (dk, dv) = (gradient(problem.shape.key_dims())?, gradient(problem.shape.value_dims())?);
-    // Bytes that the blocks of a key head share: at most 9 for each element of its queries. dQ's f32 sums need 4. Q and
-    // dO need 4 in 16 bit, and 5 with SageBwd: INT8 values of Q, Q^T and dO^T, and dO in 16 bit.
+    // Bytes that the thread blocks of a key head share: at most 9 for each element of the head's queries. dQ's f32 sums
+    // need 4. Q and dO need 4 in 16 bit, and 5 with SageBwd: INT8 values of Q, Q^T and dO^T, and dO in 16 bit.
     let shared = call.geometry.sizes.query_len as usize * problem.shape.group() * call.d * 9;
     let given = params::Backward {
         q: problem.q.view,

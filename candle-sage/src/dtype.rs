@@ -4,16 +4,15 @@ use candle_core::{DType, Layout};
 
 use crate::error::Error;
 
-/// The result of a check of ids.
+/// The result of a check that ids (tokens or classes) are in range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Checked {
-    /// The first id that is not in the table and not ignored.
+    /// The first id that is neither in range nor ignored.
     pub(crate) bad: Option<i64>,
-    /// Number of ids that are in the table and not ignored.
+    /// Number of ids that are in range and not ignored.
     pub(crate) counted: usize,
 }
 
-/// The error for an element type that operator `op` does not support.
 pub(crate) fn unsupported_dtype(op: &str, dtype: DType) -> Error {
     Error::new(format!("{op} does not support this element type"))
         .got(dtype.as_str())

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 /// A request that the crate cannot carry out.
 ///
-/// It displays as up to four short lines: the problem, what was given, what is allowed, and a hint. Converted to a
-/// candle error, `candle_core::Error::Wrapped`, it displays the same text, and [`ErrorKind::of`] returns its kind. The
-/// alternate form, `{:#}`, names the kind first.
+/// An error displays as up to four short lines: the problem, what was given, what is allowed, and a hint. Converted to
+/// a candle error, `candle_core::Error::Wrapped`, an error displays the same text, and [`ErrorKind::of`] returns its
+/// kind. The alternate form, `{:#}`, names the kind first.
 ///
 /// ```
 /// use candle_sage::Error;
@@ -22,7 +22,7 @@ use std::sync::Arc;
 #[derive(Debug, Clone)]
 pub struct Error(Box<Parts>);
 
-/// The fields. They are behind one pointer, so that a `Result` with an [`Error`] is small.
+/// The fields of an [`Error`], behind one pointer so that a `Result` is small.
 #[derive(Debug, Clone)]
 struct Parts {
     kind: ErrorKind,
@@ -123,7 +123,7 @@ impl ErrorKind {
         }
     }
 
-    /// The kind that the alternate form of an [`Error`] names; [`ErrorKind::Failed`] for any other text.
+    /// The kind that `text`, the alternate form of an [`Error`], names. Any other text is [`ErrorKind::Failed`].
     fn read(text: &str) -> Self {
         let name = text.strip_prefix(MARK).and_then(|rest| rest.split(':').next());
         let all = [Self::Invalid, Self::Shape, Self::Unsupported, Self::OutOfMemory, Self::Failed];
@@ -246,7 +246,7 @@ impl fmt::Display for Error {
 
 impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
-        // Not `Error::wrap`, which would add a backtrace: these errors are mistakes of the caller, not bugs.
+        // `Error::wrap` would add a backtrace, which only bugs need. These errors are not bugs of the crate.
         candle_core::Error::Wrapped(Box::new(error))
     }
 }
@@ -299,7 +299,7 @@ mod tests {
             let wrapped = candle_core::Context::context(candle, "d").unwrap_err();
             assert_eq!(ErrorKind::of(&wrapped), kind);
         }
-        // Another crate's text.
+        // A wrapped text of another crate.
         let other = candle_core::Error::Wrapped(Box::new("Shape"));
         assert_eq!(ErrorKind::of(&other), ErrorKind::Failed);
     }

@@ -8,10 +8,9 @@ pub(crate) type Operand<'a> = (&'a CudaStorage, &'a Layout);
 /// Whether this build has kernels for NVIDIA GPUs.
 pub(crate) const HAS_KERNELS: bool = cfg!(feature = "cuda");
 
-/// The hint for a build without kernels.
 pub(crate) const HOW_TO_GET_KERNELS: &str = "build candle-sage with feature `cuda` for NVIDIA GPUs";
 
-/// A computation on a GPU: `In` is its operands, `Out` its results.
+/// A computation on a GPU, from operands `In` to results `Out`.
 ///
 /// Each operator has a type for which the module `cuda` implements this trait. So the operators' source is the same in
 /// builds with and without kernels.

@@ -1,6 +1,6 @@
 //! Modules for models: each stores its parameters and calls an operator of [`crate::ops`].
 //!
-//! `new` makes a module from its tensors. `load` reads them from a `candle_nn::VarBuilder`, under the names that
+//! `new` makes a module from its tensors. `load` reads the tensors from a `candle_nn::VarBuilder`, under the names that
 //! Hugging Face's Llama, Qwen2 and Qwen3 checkpoints use. A module with one input implements candle's `Module`.
 //! [`AdamW`] and [`Muon`] implement candle's `Optimizer`.
 

@@ -6,7 +6,7 @@
 //! scale = E4M3(max|x| / 6)      code = E2M1(x * (1 / scale))      x ~ code * scale
 //! ```
 //!
-//! with a code of 0 if the scale is 0. There is no scale per tensor: a group with a maximum of at most `6 * 2^-10` =
+//! The code is 0 if the scale is 0. There is no scale per tensor: a group with a maximum of at most `6 * 2^-10` =
 //! 0.00586 becomes zeros, and values beyond `6 * 448` = 2688 saturate. A NaN or an infinity does not saturate: it makes
 //! its whole group NaN.
 //!
@@ -47,7 +47,7 @@ pub(crate) fn round_magnitude(x: f32, step: f32, smallest: f32) -> f32 {
 /// The nearest E2M1 value: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; ties to the even code, saturating
 /// at 6.
 ///
-/// A NaN becomes 6, but the scale of its group is NaN, and so is the product of the two.
+/// A NaN becomes 6, but the scale of its group is NaN, so the product of value and scale is NaN.
 ///
 /// ```
 /// use candle_sage::nvfp4::e2m1;
@@ -180,9 +180,9 @@ impl Scale {
     }
 }
 
-/// The power of two that scales `max`, the largest magnitude of a head of V, to 512 to 1024. Values minus their mean
-/// have at most twice this magnitude, so they do not saturate either. The factor is at most 2^100, so that its product
-/// with a group's `quant` is finite. It is 1 if `max` is 0 or not finite. See
+/// The power of two that scales `max`, the largest magnitude of a head of V, into [512, 1024). Values minus their mean
+/// have at most twice this magnitude, so they do not saturate either (at 2688). The factor is at most 2^100, so that
+/// its product with a group's `quant` is finite. It is 1 if `max` is 0 or not finite. See
 /// [`ValueScale::Head`](crate::ValueScale::Head).
 ///
 /// ```
@@ -388,8 +388,8 @@ mod tests {
         assert!(e4m3_value(0x7f).is_nan() && e4m3_code(f32::NAN) == 0x7f);
     }
 
-    /// A code times its scale has at most 2 + 4 significant bits, which are exact in bf16 (8 bits) and f16
-    /// (11 bits, for values from 2^-24 on).
+    /// A code times its scale has at most 2 + 4 significant bits, which are exact in bf16 (8 bits) and f16 (11 bits,
+    /// for values from 2^-14 on).
     #[test]
     fn values_are_exact_in_sixteen_bits() {
         for scale in e4m3_table() {

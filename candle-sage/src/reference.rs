@@ -44,15 +44,15 @@ pub struct Pair {
     pub key: usize,
 }
 
-/// Selects the pairs that are computed among the pairs that the mask allows.
+/// Selects, among the pairs that the mask allows, the pairs that are computed.
 pub type Pattern<'a> = &'a dyn Fn(Pair) -> bool;
 
 /// Every pair that the mask allows: dense attention.
 pub const DENSE: Pattern<'static> = &|_| true;
 
 /// How logits are computed from the dot products of queries and keys: `x = scale q k`, then with a soft cap
-/// `x = softcap tanh(x / softcap)`, then with `ALiBi` `x - slope |position - key|`, where the last query has the
-/// position of the last key. A number converts to `Logits` with only a scale.
+/// `x = softcap tanh(x / softcap)`, then with `ALiBi` `x - slope |position - key|`. `position` is the query's position;
+/// the last query has the position of the last key. A number converts to `Logits` with only a scale.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Logits {
     /// The softmax scale.
@@ -90,7 +90,7 @@ struct Row {
     lse: usize,
     /// Offsets of the visible keys' vectors in the key tensor.
     keys: Vec<usize>,
-    /// The distances of these keys from the query's position.
+    /// The distances of the visible keys from the query's position.
     distances: Vec<f64>,
 }
 

@@ -1,6 +1,6 @@
 //! Schemes: the numerics of attention's seven matmuls. A scheme consists only of settings.
 //!
-//! Each scheme has a file of its name at every level: `scheme/sagebwd.rs` contains the settings, `cpu/sagebwd.rs` the
+//! Files are named after their scheme in every module: `scheme/sagebwd.rs` contains the settings, `cpu/sagebwd.rs` the
 //! CPU arithmetic.
 
 mod attn_qat;
@@ -87,8 +87,8 @@ impl Scheme {
         }
     }
 
-    /// Whether logits are computed from keys minus their mean. This changes the logits but not the softmax: [soft
-    /// caps](crate::Attention::softcap), [sinks](crate::Attention::sinks) and
+    /// Whether logits are computed from keys minus their mean. Subtracting the mean changes the logits but not the
+    /// softmax: [soft caps](crate::Attention::softcap), [sinks](crate::Attention::sinks) and
     /// [log-sum-exps](crate::Attention::apply_with_lse) need the original logits, and return an error.
     ///
     /// ```
@@ -122,7 +122,7 @@ impl Scheme {
     }
 
     /// Whether the kernels for GPUs support a [soft cap](crate::Attention::softcap) and
-    /// [`ALiBi`](crate::Attention::alibi). The CPU supports them in every scheme.
+    /// [`ALiBi`](crate::Attention::alibi). On the CPU every scheme supports a soft cap and `ALiBi`.
     ///
     /// ```
     /// use candle_sage::{Int8Products, SageBwd, Scheme};
@@ -228,7 +228,6 @@ impl Scheme {
         }
     }
 
-    /// Whether the scheme has no backward.
     pub(crate) fn is_forward_only(&self) -> bool {
         matches!(self, Self::AttnQat(AttnQat { products: Products::Nvfp4, .. }))
     }

@@ -22,7 +22,7 @@ use crate::shape::AttentionShape;
 ///
 /// Each segment (batch entry or packed document) is divided into blocks, starting at its first token. The query heads
 /// that share a key head share a list. With a causal mask, the *candidates* of a block of queries are the blocks of
-/// keys that its first query sees as a whole. The blocks on the diagonal are not candidates: they are always seen, and
+/// keys that its first query sees entirely. The blocks on the diagonal are not candidates: they are always seen, and
 /// masked by token, so a list may be empty. Without a mask all blocks are candidates, and every list has at least one
 /// block.
 ///
@@ -59,7 +59,7 @@ impl Selection {
     }
 
     /// The blocks of keys that a block of queries sees, in ascending order, including the blocks on the diagonal. On a
-    /// GPU this waits for the device.
+    /// GPU the call waits for the device.
     ///
     /// # Errors
     /// When the block does not exist, or the device fails.
@@ -83,7 +83,7 @@ impl Selection {
     }
 
     /// The fraction of dense attention's (query, key) pairs that the selection skips, over all heads, with masks
-    /// applied by token. On a GPU this waits for the device.
+    /// applied by token. On a GPU the call waits for the device.
     ///
     /// # Errors
     /// When the device fails.
@@ -134,7 +134,6 @@ impl Selection {
         &self.blocks
     }
 
-    /// The lists: u32, (key heads, blocks of queries, 1 + width).
     pub(crate) fn lists(&self) -> &Tensor {
         &self.lists
     }

@@ -148,7 +148,7 @@ impl Segment {
     /// `i` and keys are indices inside the segment, which has `queries` queries and `keys` keys. Positions are aligned
     /// at the bottom right, as in FlashAttention: the last query has the position of the last key. With a causal mask
     /// query `i` sees key `j` when `j <= i + keys - queries`, and with a window when
-    /// `i + keys - queries - left <= j <= i + keys - queries + right`.
+    /// `i + keys - queries - before <= j <= i + keys - queries + after`.
     pub fn visible_keys(&self, i: usize) -> usize {
         let keys = self.key.len();
         match self.window.after {
@@ -175,7 +175,8 @@ impl Segment {
         }
     }
 
-    /// The end (exclusive) of the range of queries that attend to key `j`. It begins at [`Segment::first_query`].
+    /// The end (exclusive) of the range of queries that attend to key `j`. The range begins at
+    /// [`Segment::first_query`].
     pub fn end_query(&self, j: usize) -> usize {
         let queries = self.query.len();
         match self.window.before {
@@ -239,7 +240,7 @@ impl AttentionShape {
     }
 
     /// The shape with a window: a query sees at most `before` keys before its own position and `after` keys after it.
-    /// `None`: no limit. The window replaces the causal mask, which is a window with `after` = 0.
+    /// `None` sets no limit. The window replaces the causal mask, which is a window with `after` = 0.
     ///
     /// ```
     /// use candle_sage::AttentionShape;
@@ -260,7 +261,6 @@ impl AttentionShape {
         self.window
     }
 
-    /// The same tokens and heads, with another head_dim.
     pub(crate) fn with_head_dim(&self, head_dim: usize) -> Self {
         Self { head_dim, value_dim: head_dim, ..self.clone() }
     }
@@ -396,7 +396,6 @@ impl AttentionShape {
     }
 }
 
-/// The hint for a head_dim out of range.
 fn head_dim_hint(head_dim: usize) -> &'static str {
     if head_dim > *HEAD_DIM.end() {
         // A head cannot be split, because its logits are sums over all its channels.

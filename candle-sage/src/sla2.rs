@@ -49,10 +49,10 @@ use crate::shape::{AttentionShape, Packing};
 /// O_i  = a_i Os_i + (1 - a_i) Ol_i
 /// ```
 ///
-/// Query, key and value are as in [`Attention`]. `theta` has one f32 value for each query head; 2 is a good initial
-/// value. The router's choice has no gradient: Q, K, V and `theta` train through the output, the router through
-/// [`Sla2::router_loss`]. The first blocks of a sequence have at most as many candidates as the router may select:
-/// their result is dense attention.
+/// [`past_linear`](fn@crate::ops::past_linear) defines `phi`, `H_I` and `z_I`. Query, key and value are as in
+/// [`Attention`]. `theta` has one f32 value for each query head; 2 is a good initial value. The router's choice has no
+/// gradient: Q, K, V and `theta` train through the output, the router through [`Sla2::router_loss`]. The first blocks
+/// of a sequence have at most as many candidates as the router may select: their result is dense attention.
 ///
 /// With a causal mask no token after a query changes the query's output: the router's means end with the block's first
 /// query, no candidate contains a later key, and the tail sums only over candidates. (With [`SageBwd`](crate::SageBwd)
@@ -107,8 +107,8 @@ impl Sla2 {
         self
     }
 
-    /// The largest number of candidates that a block of queries selects. With a causal mask it may be 0: only the
-    /// diagonal and the tail remain.
+    /// The largest number of candidates that a block of queries selects. With a causal mask the number may be 0: then
+    /// only the diagonal and the tail remain.
     #[must_use]
     pub fn blocks(mut self, count: usize) -> Self {
         self.count = count;
@@ -153,9 +153,9 @@ impl Sla2 {
         self
     }
 
-    /// With a causal mask: the number of queries whose mean represents the block in the router. The last of these
-    /// queries is the block's first query. The default is a quarter of the block. (Without a mask the mean of the whole
-    /// block is used.)
+    /// With a causal mask: the number of queries whose mean represents a block in the router. The last of these queries
+    /// is the block's first query. The default is a quarter of the block. (Without a mask the mean of the whole block
+    /// is used.)
     #[must_use]
     pub fn pool(mut self, queries: usize) -> Self {
         self.pool = Some(queries);
@@ -169,7 +169,7 @@ impl Sla2 {
         self
     }
 
-    /// How `a` depends on `theta`.
+    /// How the mixing weight `a` depends on `theta`.
     #[must_use]
     pub fn alpha(mut self, alpha: Alpha) -> Self {
         self.alpha = alpha;
@@ -233,8 +233,8 @@ impl Sla2 {
     }
 
     /// The router's selection for these queries and keys: for each block of queries the [nearest](Sla2::nearest)
-    /// candidates and those with the largest scores, at most [`Sla2::blocks`] in all; ties go to the first block. The
-    /// selection has no gradient.
+    /// candidates and the candidates with the largest scores, at most [`Sla2::blocks`] in all; ties go to the first
+    /// block. The selection has no gradient.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -376,7 +376,7 @@ impl Sla2 {
     }
 
     /// The fraction of dense attention's mass on the candidates that a selection covers, over all heads and blocks, 0
-    /// to 1. On a GPU this waits for the device.
+    /// to 1. On a GPU the call waits for the device.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};

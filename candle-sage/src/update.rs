@@ -91,8 +91,8 @@ impl AdamW {
 /// after the other to the matrix divided by its Frobenius norm (Newton-Schulz iterations).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Orthogonalization {
-    /// The optimal five polynomials for singular values from .001 to 1 times the norm: these become .85 to 1.12 (Polar
-    /// Express, arXiv 2505.16932, with its margin of 1 % for rounding errors).
+    /// The optimal five polynomials for singular values from .001 to 1 times the norm: such singular values become .85
+    /// to 1.12 (Polar Express, arXiv 2505.16932, with its margin of 1 % for rounding errors).
     #[default]
     PolarExpress,
     /// The same polynomial five times: singular values from .003 to 1 times the norm become .68 to 1.2 (Muon as first
@@ -181,9 +181,9 @@ pub struct Muon {
     pub clip: Option<f64>,
 }
 
-/// Directions are multiplied by this factor before they are orthogonalized. Their squares are summed in bf16 or f32:
-/// with this factor, the sums of matrices with elements of 1e-26 to 1e11 neither vanish nor overflow. Directions with
-/// smaller or larger elements become zero.
+/// Directions are multiplied by this factor before they are orthogonalized. Squares of directions are summed in bf16 or
+/// f32: with this factor, the sums of matrices with elements of 1e-26 to 1e11 neither vanish nor overflow. Directions
+/// with smaller or larger elements become zero.
 pub(crate) const DIRECTION_UNIT: f32 = (1 << 24) as f32;
 
 /// The settings of Muon's pass over the momentum: see the fields of [`Muon`].

@@ -1,4 +1,4 @@
-//! Variables of a model by name: loading them, and listing those without a gradient.
+//! Loads a model's variables by name, and lists the variables without a gradient.
 
 use std::sync::PoisonError;
 

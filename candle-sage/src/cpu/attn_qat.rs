@@ -15,7 +15,6 @@ use super::{Gradients, OnCpu, OutputGradient, backward, forward, lanes};
 use crate::nvfp4::{Axis, GROUP, Packed, Scale, e2m1, head_factor};
 use crate::scheme::{AttnQat as Settings, MEAN_ROWS, PReference, ValueGroups, ValueScale};
 
-/// The state that the forward keeps for the backward.
 #[derive(Debug)]
 pub(super) struct Kept {
     codes: Codes,
@@ -24,7 +23,7 @@ pub(super) struct Kept {
     /// For each query, in the order of `lse2`: the sum of its probabilities relative to its reference (1 with
     /// `PReference::Literal`), times the factor by which a sink increases the sum.
     sum: Vec<f32>,
-    /// O', (batch, query, query heads, head_dim).
+    /// O', the output with unquantized P, (batch, query, query heads, head_dim).
     high_precision_out: Vec<f32>,
 }
 
@@ -112,7 +111,6 @@ impl OnCpu for Settings {
     }
 }
 
-/// The matmuls of the forward.
 struct Forward<'a> {
     settings: &'a Settings,
     problem: &'a Problem<'a>,
@@ -172,8 +170,8 @@ impl ForwardNumerics for Forward<'_> {
             });
             *sum = with_sink * if literal { 1.0 } else { *sum };
         }
-        // O' remains the output without V's mean, because the backward's V is without its mean too: delta = rowsum(dO o
-        // O') matches dP = dO (V - m)^T.
+        // V's mean m is not added to O', because m is also subtracted from the backward's V: delta = rowsum(dO o O')
+        // matches dP = dO (V - m)^T.
         if let Some(mean) = &self.codes.v_mean[key_index(self.problem, self.problem.key_head(at))] {
             finished.add_value_mean(mean, sees);
         }
@@ -182,7 +180,6 @@ impl ForwardNumerics for Forward<'_> {
     }
 }
 
-/// The matmuls of the backward.
 struct Backward<'a> {
     settings: &'a Settings,
     problem: &'a Problem<'a>,
@@ -286,8 +283,8 @@ impl BackwardNumerics for Backward<'_> {
     }
 }
 
-/// Turns a tile of logits into probabilities relative to the new references, to which it rescales sums and
-/// accumulators.
+/// Turns a tile of logits into probabilities relative to the new references, and rescales sums and accumulators to
+/// these references.
 #[multiversion(targets = "simd")]
 fn online_softmax(reference: PReference, cols: usize, logits: &mut [f32], softmax: &mut Softmax<2>) {
     let Softmax { reference: references, sum, acc: [first, second] } = softmax;
@@ -329,8 +326,9 @@ fn quantize_probabilities(p: &[f32], sum: f32, quantized: &mut [f32]) {
 mod tests {
     use super::*;
 
-    /// References are powers of two. Therefore probabilities have the same FP4 values in the backward, relative to the
-    /// row's final reference, as in the forward, relative to a lower reference, as long as scales have all their bits.
+    /// References are whole numbers, so a new reference scales probabilities by a power of two. Therefore the FP4
+    /// values of the backward (relative to the row's final reference) and of the forward (relative to a lower
+    /// reference) are equal, as long as no scale is subnormal.
     #[test]
     fn the_backward_meets_the_forwards_codes() {
         let logits: Vec<f32> = (0..64).map(|i| ((i * 29 % 64) as f32) * 0.08 - 3.0).collect();

@@ -1,4 +1,4 @@
-//! The backward's mainloop: for each tile of keys, over the queries that see it.
+//! The backward's mainloop: for each tile of keys, a loop over the queries that see these keys.
 
 use std::ops::Range;
 
@@ -25,7 +25,7 @@ struct Part {
 }
 
 /// If there are fewer independent heads than this, each head's keys are split, so that more threads have work. Each
-/// split needs another buffer of the query's size.
+/// split needs another buffer for dQ.
 const ENOUGH_ITEMS: usize = 16;
 const MOST_SPLITS: usize = 8;
 
@@ -184,7 +184,7 @@ fn run_item<N: BackwardNumerics>(
     part
 }
 
-/// The dot products of the rows of two matrices: `D = rowsum(dO o O)`.
+/// The dot products of the rows of two matrices: `delta = rowsum(dO o O)`.
 #[multiversion(targets = "simd")]
 pub(super) fn row_dots(out: &[f32], dout: &[f32], d: usize) -> Vec<f32> {
     let mut delta = vec![0.0; out.len() / d];
@@ -206,7 +206,7 @@ fn probabilities(cols: usize, lse2: &[f32], t: &mut [f32]) {
     }
 }
 
-/// Replaces dP by `dS = P o (dP - D)`.
+/// Replaces dP by `dS = P o (dP - delta)`.
 #[multiversion(targets = "simd")]
 fn softmax_backward(cols: usize, p: &[f32], delta: &[f32], dp: &mut [f32]) {
     for ((dp, p), &delta) in dp.chunks_exact_mut(cols).zip(p.chunks_exact(cols)).zip(delta) {

@@ -14,7 +14,7 @@ fn share(theta: f32, (exact, left): (u32, u32), by_count: bool) -> f32 {
 }
 
 /// Calls `f` for each row of (batch, token, query heads) with its index, its query head and its weight `a`;
-/// `odds` has (exact, left) for each (key heads, batch, token).
+/// `odds` has the numbers of keys (exact, left) for each (key heads, batch, token).
 fn each_row(
     shape: &AttentionShape,
     odds: &[(u32, u32)],

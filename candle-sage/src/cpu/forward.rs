@@ -1,4 +1,4 @@
-//! The forward's mainloop: for each tile of queries, over the keys that it sees.
+//! The forward's mainloop: for each tile of queries, a loop over the keys that these queries see.
 
 use std::ops::Range;
 
@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use super::numerics::{Finished, ForwardNumerics, Head, Problem};
 use super::tile::{Tile, mask};
 
-/// Queries of one parallel task. They share one copy of the keys.
+/// Number of queries of one parallel task, which share one copy of the keys.
 const QUERIES_PER_ITEM: usize = 512;
 
 /// Returns the outputs, (batch, query, query heads, head_dim), and the states, (batch, query heads, query),

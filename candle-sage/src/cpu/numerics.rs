@@ -1,7 +1,7 @@
 //! The interface between the mainloops and a scheme: operands and matmuls, one tile at a time.
 //!
-//! The order of tiles is that of FlashAttention-2: the forward keeps a tile of queries and iterates over the keys, the
-//! backward keeps a tile of keys and iterates over the queries.
+//! Tiles are processed in the order of FlashAttention-2: the forward keeps a tile of queries and iterates over the
+//! keys, the backward keeps a tile of keys and iterates over the queries.
 
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
@@ -83,13 +83,11 @@ impl<'a> Problem<'a> {
         view.rows(segment.batch, inside(&segment.query, tokens), at.head)
     }
 
-    /// Rows of the key of one key head.
     pub(crate) fn k_rows(&self, at: Head, tokens: Range<usize>) -> Vec<f32> {
         let segment = &self.segments[at.segment];
         self.k.rows(segment.batch, inside(&segment.key, tokens), at.head)
     }
 
-    /// Rows of the value of one key head.
     pub(crate) fn v_rows(&self, at: Head, tokens: Range<usize>) -> Vec<f32> {
         let segment = &self.segments[at.segment];
         self.v.rows(segment.batch, inside(&segment.key, tokens), at.head)
@@ -246,7 +244,7 @@ pub(crate) trait BackwardNumerics: Operands {
     /// The base-2 log-sum-exps, (batch, query heads, query).
     fn lse2(&self) -> &[f32];
 
-    /// `D` of each query of a head in `dS = P o (dP - D)`: `rowsum(P o dP)`, or the scheme's substitute.
+    /// Delta of each query of a head in `dS = P o (dP - delta)`: `rowsum(P o dP)`, or the scheme's substitute.
     fn delta(&self, at: Head, dout: &[f32]) -> Vec<f32>;
 
     fn grads(&self, at: Head, dout: Vec<f32>) -> Self::Grads;

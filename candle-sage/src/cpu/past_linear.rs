@@ -66,7 +66,7 @@ fn features_backward(phi: &[f32], dphi: &mut [f32], d: usize) {
 struct Run<'a> {
     problem: &'a Problem<'a>,
     blocks: &'a Blocks,
-    /// The selection with the blocks that the sums exclude, if there is one.
+    /// The selection whose blocks the sums exclude. `None`: the sums exclude no block.
     except: Option<&'a Lists>,
     at: Head,
     d: usize,
@@ -103,7 +103,7 @@ impl<'a> Run<'a> {
                 run.sources(block).for_each(|key_block| state.add(&of_blocks[key_block]));
                 state
             } else {
-                // Later blocks of queries have at least as many candidates, so terms are only added.
+                // A block of queries has at least as many candidates as the block before, so terms are only added.
                 let candidates = blocks.candidates(at.segment, block);
                 of_blocks[next..candidates].iter().for_each(|state| past.add(state));
                 next = candidates;

@@ -21,7 +21,6 @@ impl<'a> Mat<'a> {
         Self { values, rows, cols, transposed: false }
     }
 
-    /// Rows and columns.
     pub(crate) fn dims(self) -> (usize, usize) {
         if self.transposed { (self.cols, self.rows) } else { (self.rows, self.cols) }
     }

@@ -10,16 +10,16 @@ use crate::scheme::{KeyMean, SageBwd};
 pub(crate) struct Scale {
     /// Factor from codes to values: `max|x| / 127`.
     pub(crate) dequant: f32,
-    /// Factor from values to codes: `127 / max|x|`, 0 for a group of zeros. No epsilon is added,
-    /// since real gradients have magnitudes of 1e-7.
+    /// Factor from values to codes: `127 / max|x|`, 0 for a group of zeros. No epsilon is added to `max|x|`, since
+    /// gradients can have magnitudes of 1e-7.
     pub(crate) quant: f32,
 }
 
 impl Scale {
     /// The scale of a group, from the largest [`lanes::abs_bits`] in it.
     ///
-    /// An infinity or a NaN in the group makes the dequantized group non-finite, so that it is not hidden. If
-    /// `127 / max` would overflow (maxima below 3.73e-37), the scale is `1 / f32::MAX`.
+    /// An infinity or a NaN in the group makes the dequantized group non-finite, so that later results show the error.
+    /// If `127 / max` would overflow (maxima below 3.73e-37), the scale is `1 / f32::MAX`.
     #[inline(always)]
     pub(crate) fn of(max_abs_bits: u32) -> Self {
         let max = f32::from_bits(max_abs_bits);
@@ -63,7 +63,7 @@ impl TileCodes {
     }
 }
 
-/// Quantizes values that share one scale, and returns its dequant_scale.
+/// Quantizes values that share one scale, and returns their dequant_scale.
 #[multiversion(targets = "simd")]
 fn quantize(values: &[f32], codes: &mut [i8]) -> f32 {
     let scale = Scale::of(lanes::max_abs_bits(values));

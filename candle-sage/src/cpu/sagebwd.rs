@@ -97,7 +97,8 @@ impl Codes {
 /// The matmuls of [`crate::scheme::SageBwd`] for one of the mainloops, which read V in different forms.
 struct Products<'a, V> {
     settings: &'a Settings,
-    /// Which of the mainloop's matmuls run in INT8. In the forward S always does, and `values` decides about O.
+    /// Which of the mainloop's matmuls run in INT8. In the forward S always runs in INT8, and `values` determines O's
+    /// type.
     int8: Int8Products,
     problem: &'a Problem<'a>,
     codes: &'a Codes,
@@ -143,7 +144,7 @@ pub(super) struct Keys {
     index: usize,
     /// INT8 values of K.
     k: Vec<f32>,
-    /// In the forward INT8 values of V, or unquantized V; in the backward V in 16-bit precision.
+    /// In the forward: INT8 values of V, or unquantized V. In the backward: V in 16-bit precision.
     v: Vec<f32>,
     /// K minus its mean, unquantized: for the logits of Q's mean, and for matmuls that do not run in INT8. Empty if not
     /// needed.

@@ -27,8 +27,8 @@ impl ScoreMod {
         self.cap > 0.0
     }
 
-    /// Changes the base-2 logits of a tile of a query head. With a soft cap its derivatives are written to
-    /// `derivatives`, unless that is empty.
+    /// Changes the base-2 logits of a tile of a query head. Also writes the derivatives of a soft cap to `derivatives`,
+    /// unless `derivatives` is empty.
     pub(super) fn apply(
         &self,
         head: usize,

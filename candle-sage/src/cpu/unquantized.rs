@@ -31,10 +31,8 @@ impl OnCpu for Unquantized {
     }
 }
 
-/// The matmuls of the forward.
 struct Forward<'a>(&'a Problem<'a>);
 
-/// The matmuls of the backward.
 struct Backward<'a> {
     problem: &'a Problem<'a>,
     lse2: &'a [f32],

@@ -48,7 +48,6 @@ impl<'a> View<'a> {
         Ok(Self { elements, offset: layout.start_offset(), strides: [sb, ss, sh, sd], dims: (b, s, h, d) })
     }
 
-    /// A view of contiguous f32 values.
     pub(crate) fn contiguous(values: &'a [f32], dims: Dims) -> Self {
         let (_, s, h, d) = dims;
         Self { elements: Elements::F32(values), offset: 0, strides: [s * h * d, h * d, d, 1], dims }

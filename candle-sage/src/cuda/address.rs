@@ -61,10 +61,10 @@ pub(super) fn address_if_any<'a, T: 'a>(of: Option<&'a impl DevicePtr<T>>, gpu: 
     of.map_or(Address::NULL, |of| address(of, gpu))
 }
 
-/// The address of an element, or of the end.
+/// The address of an element, or of the allocation's end.
 ///
 /// # Errors
-/// When the allocation has fewer elements.
+/// When the allocation has fewer than `index` elements.
 #[cfg(feature = "cuda")]
 pub(super) fn address_at<'a, T>(of: &'a impl DevicePtr<T>, index: usize, gpu: &Gpu) -> Result<Address<'a>> {
     if index > of.len() {

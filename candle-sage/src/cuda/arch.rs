@@ -42,7 +42,6 @@ impl Architecture {
         }
     }
 
-    /// The number of the architecture that the kernels are compiled for.
     pub(super) fn number(self) -> u32 {
         self.code
     }
@@ -88,8 +87,8 @@ mod tests {
         assert!(all.contains(&PTX));
     }
 
-    /// The compilers with family targets support every architecture of the table. A later compiler that drops an
-    /// architecture fails here.
+    /// The compilers with family targets support every architecture of the table. If a later compiler drops an
+    /// architecture, this test fails.
     #[test]
     fn every_architecture_of_the_table_is_built() {
         if option_env!("CANDLE_SAGE_CUDA_ARCHS").is_none() && NVFP4_FAMILIES {

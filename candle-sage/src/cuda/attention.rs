@@ -50,7 +50,6 @@ impl<'a> Modifier<'a> {
         Self { softcap: score_mod.softcap, slopes: OfHeads::new(score_mod.alibi_slopes.as_ref()) }
     }
 
-    /// The kernels' parameters.
     fn params(&self, heads: usize, gpu: &Gpu) -> Result<params::ScoreMod<'_>> {
         let alibi_slopes = self.slopes.address(gpu)?;
         Ok(params::ScoreMod { alibi_slopes, softcap: self.softcap, heads: heads as i32 })
@@ -76,7 +75,6 @@ impl<'a> Seen<'a> {
         Ok(Selected { lists: self.lists(gpu)?, blocks: self.blocks })
     }
 
-    /// The kernels' parameters for the lists.
     pub(super) fn lists(&self, gpu: &Gpu) -> Result<params::Lists<'_>> {
         let (_, _, stride) = self.layout.shape().dims3()?;
         let Storage::Cuda(storage) = &*self.storage else {

@@ -2,9 +2,9 @@
 //! inference.
 //!
 //! The backward rounds Q, K and V again, instead of keeping three rounded tensors per layer for a whole training step.
-//! It rounds K and V into the memory of dK and dV: no block reads another block's keys, and each block writes its
-//! gradients after its last matmul. (A block whose keys no query sees writes zeros, perhaps before its asynchronous
-//! copies of K and V have finished. Nothing reads what they copy.)
+//! It rounds K and V into the memory of dK and dV. This is safe: no thread block reads another thread block's keys, and
+//! each thread block writes gradients after its last matmul. (A thread block whose keys no query sees writes zeros,
+//! perhaps before its asynchronous copies of K and V have finished. Nothing reads these copies.)
 
 use candle_core::Result;
 
@@ -24,14 +24,13 @@ use super::{OnGpu, OutputGradient, params};
 use crate::error::Error;
 use crate::scheme::{AttnQat, MEAN_ROWS, PReference, Products, ValueGroups, ValueScale};
 
-// A partial sum of the kernels is over one tile.
+// The kernels compute one partial sum of a mean for each tile.
 const _: () = assert!(MEAN_ROWS == TILE);
 
 /// Name of the forward's kernel with FP4 matmuls, and of the `.cu` file with this kernel and the kernel that packs its
 /// operands.
 const NVFP4: &str = "attn_fwd_nvfp4";
 
-/// Buffers that the forward's kernels read and write in addition to inputs and output.
 pub(super) struct Operands {
     kept: Kept,
     pub(super) rounded: Rounded,
@@ -44,7 +43,7 @@ type ValueMax = Option<Buffer<u32>>;
 
 /// Buffers that the backward's kernels read and write in addition to the forward's state.
 pub(super) struct Scratch {
-    /// Q as the backward's kernel reads it.
+    /// Q, rounded for the backward's kernel. `None` if the kernel reads the inputs.
     q: Option<Output>,
     value_max: ValueMax,
 }
@@ -57,7 +56,6 @@ pub(super) enum Rounded {
     Codes([Buffer<i8>; 3]),
 }
 
-/// The state that the forward keeps for the backward.
 #[derive(Debug)]
 pub(super) struct Kept {
     /// The high-precision output O'. `None` without a backward, or if the backward does not use it.
@@ -82,7 +80,7 @@ impl OnGpu for AttnQat {
     fn backward_kernel(&self) -> &'static str {
         match self.requantized_p {
             true => "attn_bwd_attn_qat",
-            // P is not quantized again: the kernel of unquantized attention runs on other operands.
+            // P is not quantized again, so the kernel of unquantized attention runs on this scheme's operands.
             false => unquantized::BACKWARD,
         }
     }
@@ -196,7 +194,7 @@ impl AttnQat {
 /// Memory for the packed values and scales of Q, K and V for FP4 matmuls.
 fn codes(call: &Call<'_>) -> Result<[Buffer<i8>; 3]> {
     let gpu = call.gpu;
-    // This crate's own tests also run on GPUs on which the kernel emulates the instruction.
+    // This crate's own tests also run on GPUs on which the kernel emulates FP4 matmuls.
     if !gpu.architecture.has_nvfp4() && !cfg!(test) {
         return Err(Error::unsupported(
             "this GPU does not support FP4 matmuls, or this build has no kernels for them",

@@ -38,7 +38,6 @@ impl<'a> Weights<'a> {
         Ok(Self { theta, seen: Seen::new(&blend.selection)?, alpha: blend.alpha })
     }
 
-    /// The kernels' parameters for the weights.
     pub(super) fn mixture(&self, gpu: &Gpu) -> Result<params::Mixture<'_>> {
         let (storage, layout) = self.theta;
         Ok(params::Mixture {

@@ -90,7 +90,7 @@ impl<T> cudarc::driver::DevicePtrMut<T> for Buffer<T> {
     }
 }
 
-/// Elements to allocate for `len`: at least one, and in this crate's own tests a canary after them.
+/// Elements to allocate for `len`: at least one, plus a canary in this crate's own tests.
 fn room(len: usize, element_bytes: usize) -> usize {
     let behind = if cfg!(test) { CANARY_BYTES.div_ceil(element_bytes) } else { 0 };
     (len + behind).max(1)

@@ -37,7 +37,6 @@ pub(super) struct Problem<'a> {
 /// The blocks of keys that blocks of queries attend to.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Selected<'a> {
-    /// The lists of blocks.
     pub(super) lists: params::Lists<'a>,
     pub(super) blocks: &'a Blocks,
 }
@@ -92,7 +91,7 @@ impl Geometry {
     pub(super) fn segment_count(&self) -> usize {
         self.sizes.segment_count as usize
     }
-    /// Numbers of a selection's blocks in the longest segment: of queries, and of keys.
+    /// Numbers of query blocks and of key blocks of a selection in the longest segment.
     pub(super) fn blocks(&self) -> (usize, usize) {
         let blocks = |len: i32| (len as usize).div_ceil(SELECTION_BLOCK);
         (blocks(self.sizes.query_len), blocks(self.sizes.key_len))
@@ -144,13 +143,12 @@ impl<'a> Call<'a> {
         })
     }
 
-    /// The kernels' parameters for the shape.
     pub(super) fn shape(&self) -> params::Shape<'_> {
         self.geometry.shape(self.gpu)
     }
 
-    /// The shape, for a kernel whose blocks share `bytes` of data per head, with `heads` heads per segment. As many heads
-    /// run concurrently as the L2 cache has room for.
+    /// The shape, for a kernel whose thread blocks share `bytes` of data per head, with `heads` heads per segment. As
+    /// many heads run concurrently as the L2 cache has room for.
     pub(super) fn shape_sharing(&self, bytes: usize, heads: usize) -> params::Shape<'_> {
         let heads = heads * self.segment_count();
         let at_once = plan::heads_at_once(self.gpu.cache_bytes, bytes, heads);
@@ -209,7 +207,7 @@ impl<'a> Call<'a> {
     }
 
     /// Sets the tensor maps of Q, K and V in `params`, if the forward's plan has maps. If TMA cannot read one of the
-    /// tensors, no map is set, and the producer's threads copy.
+    /// tensors, no map is set, and the producer's threads copy all three.
     pub(super) fn set_forward_maps(&self, plan: &Plan, params: &mut params::Forward<'_>) -> Result<()> {
         if !self.maps(plan) {
             return Ok(());

@@ -19,7 +19,7 @@ use crate::launch::Operand;
 use crate::shape::Dims;
 
 impl Gpu {
-    /// candle's storage of a buffer that all kernels have written.
+    /// Converts a buffer to candle's storage.
     pub(super) fn storage<T: CudaDType + DeviceRepr>(&self, buffer: Buffer<T>) -> CudaStorage {
         let (at, len) = buffer.leak();
         // SAFETY: the allocation has the length, and only the slice frees it.

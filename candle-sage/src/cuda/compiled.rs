@@ -37,7 +37,7 @@ const fn begins(entry: &[u8], name: &[u8]) -> bool {
     entry.len() == name.len() || entry[name.len()] == b'_'
 }
 
-/// The integer constants of the kernels' sources, such as the threads of a block, in one module per source.
+/// The integer constants of the kernels' sources, such as numbers of threads, in one module per source.
 #[allow(dead_code)]
 pub(super) mod constants {
     include!(concat!(env!("OUT_DIR"), "/constants.rs"));

@@ -15,8 +15,7 @@ use crate::dtype::unsupported_dtype;
 use crate::error::Error;
 use crate::launch::Operand;
 
-/// The element types that the ops compute with; the numbers are those of
-/// `kernels/include/sage/elements/pack.cuh`.
+/// The element types that the ops compute with, with the numbers of `kernels/include/sage/elements/pack.cuh`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Float {
     F32 = 0,
@@ -38,7 +37,7 @@ impl Float {
         }
     }
 
-    /// The type in the names of kernels.
+    /// The type's name inside kernels' names.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
@@ -91,8 +90,8 @@ impl Packs {
     }
 }
 
-/// The threads of a row (lanes) and the rows of a block. The number of lanes is a power of two: up to 32 lanes with
-/// several rows per block, or more lanes with one row per block.
+/// The threads of a row (lanes) and the rows of a thread block. The number of lanes is a power of two: up to 32 lanes
+/// with several rows per thread block, or more lanes with one row per thread block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Team {
     pub(super) lanes: usize,
@@ -108,18 +107,18 @@ impl Team {
         Self { lanes, rows: if lanes <= 32 { TEAM_THREADS / lanes } else { 1 } }
     }
 
-    /// A grid of at most `most` blocks for `rows`.
+    /// A grid of at most `most` thread blocks for `rows`.
     pub(super) fn grid(self, rows: usize, most: usize) -> Grid {
         Grid::line(rows.div_ceil(self.rows).min(most), self.lanes * self.rows)
     }
 }
 
-/// Blocks of `threads`, one pack per thread.
+/// Thread blocks of `threads`, with one pack per thread.
 pub(super) fn elementwise(len: usize, packs: Packs, threads: usize) -> Grid {
     elementwise_of(len, packs.elements(), threads)
 }
 
-/// Blocks of `threads`, `each` elements per thread.
+/// Thread blocks of `threads`, with `each` elements per thread.
 pub(super) fn elementwise_of(len: usize, each: usize, threads: usize) -> Grid {
     Grid::line(len.div_ceil(each).div_ceil(threads), threads)
 }
@@ -138,7 +137,7 @@ pub(super) fn count(what: &str, n: usize) -> Result<i32> {
     })
 }
 
-/// The address of a storage's element, or of its end.
+/// The address of a storage's element, or of the storage's end.
 pub(super) fn element<'a>(storage: &'a CudaStorage, index: usize, gpu: &Gpu) -> Result<Address<'a>> {
     match storage.dtype() {
         DType::F32 => address_at(storage.as_cuda_slice::<f32>()?, index, gpu),
@@ -204,8 +203,8 @@ impl<'a> Dense<'a> {
     }
 }
 
-/// The largest number of blocks that a sum over rows is split into. It does not depend on the device, and so neither
-/// does the order of additions. It is four times the number of multiprocessors of an H100.
+/// The largest number of thread blocks that a sum over rows is split into: four times the number of multiprocessors of
+/// an H100. The number is the same on every device, and so is the order of additions.
 pub(super) const PARTS: usize = 528;
 
 /// Sums the columns of (parts, width) in a fixed order.

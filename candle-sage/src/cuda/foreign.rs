@@ -106,7 +106,7 @@ pub struct ResultGradients {
     pub lse: u64,
 }
 
-/// Memory that the caller provides for a call. Its address is a multiple of 256.
+/// Memory that the caller provides for a call. The address must be a multiple of 256.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Lent {
     /// The device address.
@@ -174,7 +174,7 @@ pub struct ForeignAttention {
 }
 
 impl ForeignAttention {
-    /// Calls on query, key and value. `keep`: a backward will follow.
+    /// Describes calls on query, key and value. `keep`: whether a backward follows.
     ///
     /// # Errors
     /// As [`Attention::apply`]; when `attention` has sinks, `ALiBi` slopes or a selection, which are candle tensors;
@@ -229,7 +229,7 @@ impl ForeignAttention {
     /// Makes the log-sum-exps of the logits a result: see [`Attention::apply_with_lse`].
     ///
     /// # Errors
-    /// When the scheme smooths keys, or no backward follows (`keep`): log-sum-exps are a part of the state that a forward
+    /// When the scheme smooths keys, or no backward follows (`keep`): log-sum-exps are part of the state that a forward
     /// keeps.
     pub fn with_lse(self) -> Result<Self> {
         self.attention.check_lse()?;
@@ -249,9 +249,9 @@ impl ForeignAttention {
     }
 
     /// Adds a selection with blocks of `block` queries and keys: see [`Selection`](crate::Selection). Its lists are
-    /// (key heads, blocks of queries of all segments, 1 + `width`). A list is the number of blocks of keys that a block
-    /// of queries sees, then their indices in ascending order; the remaining entries are ignored. With a causal mask
-    /// each list ends with the blocks on the diagonal.
+    /// (key heads, blocks of queries of all segments, 1 + `width`). A list contains the number of key blocks that a
+    /// query block sees, then the indices of these key blocks in ascending order. The remaining entries are ignored.
+    /// With a causal mask each list ends with the blocks on the diagonal.
     ///
     /// # Errors
     /// When GPUs or the scheme do not support blocks of this size, and as
@@ -320,7 +320,7 @@ impl ForeignAttention {
         Ok(ForwardSizes { state: counted.kept.used(), scratch: counted.scratch.used() })
     }
 
-    /// Launches the forward. It writes the results and, if a backward follows, `state`.
+    /// Launches the forward, which writes the results and, if a backward follows, `state`.
     ///
     /// # Errors
     /// When the provided memory is too small, or a launch fails.
@@ -386,7 +386,7 @@ impl ForeignAttention {
         state: Lent,
         output: &OutputGradient<'_>,
     ) -> Result<()> {
-        // Allocating as the forward did, in the same order, returns the addresses of its state.
+        // Allocating in the order of the forward returns the addresses of the forward's state.
         fn found<S: OnGpu>(scheme: S, call: &Call<'_>) -> Result<Completed<S>> {
             let minus_lse2 = minus_lse2_of(call)?;
             let kept = scheme.keep(scheme.operands(call, true)?);

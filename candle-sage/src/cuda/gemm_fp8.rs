@@ -20,7 +20,7 @@ use crate::ops::fp8::{Fp8Product, Fp8ProductInto, Fp8Sums};
 
 const NAME: &str = "an FP8 matmul";
 
-/// Bytes that cuBLASLt may use, as NVIDIA recommends for Hopper.
+/// Size of cuBLASLt's workspace in bytes, as NVIDIA recommends for Hopper.
 const WORKSPACE: usize = 32 << 20;
 
 /// The lowest compute capability with FP8 units, times ten.
@@ -45,7 +45,6 @@ impl std::fmt::Debug for Products {
     }
 }
 
-/// An error of cuBLASLt.
 fn failed(what: &str) -> impl Fn(result::CublasError) -> candle_core::Error {
     let what = what.to_owned();
     move |error| candle_core::Error::Msg(format!("cuBLASLt cannot {what}: {error}"))
@@ -221,7 +220,7 @@ pub(super) fn product(
         }
     };
     let (alpha, [of_b, of_a, of_out]) = (1.0f32, described.layouts);
-    // Each call has its own workspace, because host threads have separate streams.
+    // Each call has its own workspace, because calls of other host threads may run concurrently on other streams.
     let workspace = gpu.alloc::<u8>(WORKSPACE)?;
     let [a, b] = [at_a, at_b].map(|at| at.number() as *const c_void);
     let out = out.number() as *mut c_void;

@@ -29,8 +29,8 @@ pub(crate) struct Gpu {
     known: Arc<Known>,
 }
 
-/// Properties of a device that are queried once per context. Launches of a few microseconds dominate small models, so
-/// queries at each launch would cost time.
+/// Properties of a device that are queried once per context. Small models are bound by launches of a few microseconds,
+/// so a query at each launch would be slow.
 #[derive(Debug)]
 pub(crate) struct Known {
     pub(super) architecture: Architecture,
@@ -49,7 +49,7 @@ impl std::ops::Deref for Gpu {
     }
 }
 
-/// Blocks of a grid, threads of a block, and bytes of dynamic shared memory of a block.
+/// Thread blocks of a grid, threads of a thread block, and its dynamic shared memory in bytes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Grid {
     pub(super) blocks: (u32, u32, u32),
@@ -58,7 +58,7 @@ pub(super) struct Grid {
 }
 
 impl Grid {
-    /// Blocks and threads in one dimension, without dynamic shared memory.
+    /// Thread blocks and threads in one dimension, without dynamic shared memory.
     pub(super) fn line(blocks: usize, threads: usize) -> Self {
         Self { blocks: (blocks as u32, 1, 1), threads: (threads as u32, 1, 1), shared_bytes: 0 }
     }
@@ -121,7 +121,7 @@ impl Gpu {
         })
     }
 
-    /// Launches a kernel of a family (a `.cu` file) with one argument. Without blocks it launches nothing.
+    /// Launches a kernel of a family (a `.cu` file) with one argument. An empty grid is not launched.
     ///
     /// # Safety
     /// All addresses in `params` must point to live allocations on this device, as large as the kernel expects for the
@@ -169,7 +169,7 @@ impl Gpu {
             }
         };
         let function = module.load_function(kernel).w()?;
-        // The default limit is 48 KiB per block, including static shared memory.
+        // The default limit is 48 KiB per thread block, including static shared memory.
         let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         function.set_attribute(attribute, shared_bytes as i32).w()?;
         let mut functions = self.functions.write().unwrap_or_else(PoisonError::into_inner);
@@ -200,9 +200,9 @@ mod tests {
 
     /// The attention kernels use all registers. In some of these kernels ptxas spills a few values around a tile: up to
     /// 140 bytes per thread, depending on the version of ptxas and the architecture. Spilled values stay in the L1
-    /// cache. Spilling an accumulator (512 bytes) would be too slow, and no other kernel has a reason to spill.
-    /// SageBwd's backward for head_dim 128 on Hopper spills the most, because dK and matmuls in flight occupy most
-    /// registers.
+    /// cache. Spilling an accumulator (512 bytes) would be too slow. Kernels other than attention have no reason to
+    /// spill. SageBwd's backward for head_dim 128 on Hopper spills the most, because dK and matmuls in flight occupy
+    /// most registers.
     #[test]
     fn no_kernel_keeps_its_accumulators_in_memory() {
         const SOME_VALUES: u32 = 128;
@@ -228,7 +228,7 @@ mod tests {
         assert!(lost.is_empty(), "{}", lost.join("\n"));
     }
 
-    /// Plans reserve 1 KiB of a block's shared memory for static declarations.
+    /// Plans reserve 1 KiB of a thread block's shared memory for static declarations.
     #[test]
     fn what_attention_kernels_declare_fits_beside_their_plans() {
         for (kernel, bytes) in reported("bytes smem") {

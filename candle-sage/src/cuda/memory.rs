@@ -7,7 +7,6 @@ use candle_core::Result;
 
 use crate::error::Error;
 
-/// The purpose of an allocation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Purpose {
     /// A result.
@@ -19,13 +18,12 @@ pub(super) enum Purpose {
 }
 
 impl Purpose {
-    /// The purpose of memory that a backward would read: `backward` is whether one follows.
+    /// The purpose of memory that a backward would read. `backward`: whether a backward follows.
     pub(super) fn kept(backward: bool) -> Self {
         if backward { Self::Kept } else { Self::Scratch }
     }
 }
 
-/// Where a call's memory comes from.
 #[derive(Debug, Clone, Default)]
 pub(super) enum Memory {
     /// The driver.

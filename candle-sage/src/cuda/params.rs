@@ -16,7 +16,6 @@ pub(super) trait Params: DeviceRepr {
     const FAMILY: &'static str;
 }
 
-/// Launches a kernel on the stream of `gpu`.
 pub(super) fn launch<P: Params>(gpu: &Gpu, kernel: &str, grid: Grid, params: &P) -> Result<()> {
     // SAFETY: by its type every address in `params`, and in its tensor maps, is null or inside an allocation that is
     // borrowed, and therefore alive, at the launch. Work on one stream is in order, so memory that is freed after the
@@ -34,7 +33,6 @@ impl AttentionParams for Forward<'_> {}
 impl AttentionParams for Backward<'_> {}
 
 impl Gpu {
-    /// Launches a kernel of attention on this stream.
     pub(super) fn launch_attention<P: AttentionParams>(
         &self,
         family: &str,
@@ -58,7 +56,7 @@ pub(super) struct TensorMap<'a> {
 
 include!(concat!(env!("OUT_DIR"), "/params.rs"));
 
-/// The family of kernels of each argument. Attention's arguments have several families.
+/// The family of each argument's kernels.
 macro_rules! families {
     ($($type:ident: $family:literal),* $(,)?) => {$(
         impl Params for $type<'_> {

@@ -21,7 +21,7 @@ use crate::ops::past_linear::{Gradients, PastLinear};
 use crate::shape::AttentionShape;
 
 /// The number of chunks into which sequences of at most `longest` blocks are split: the number that needs the fewest
-/// steps. One chunk of every sequence takes `parts` thread blocks in all, and a multiprocessor runs one at a time.
+/// steps. One chunk of every sequence takes `parts` thread blocks in all, of which a multiprocessor runs one at a time.
 fn chunks(longest: usize, parts: usize, multiprocessors: usize) -> usize {
     // A step is the time of one block of a sequence. An additional launch takes about one step, and so does writing,
     // adding and reading the sums of a wave.
@@ -129,7 +129,7 @@ impl<'a> Call<'a> {
         if self.chunks > 1 { self.add_chunks(heads, params) } else { Ok(()) }
     }
 
-    /// Adds up the chunks before each chunk.
+    /// Adds up the sums of the chunks before each chunk.
     fn add_chunks(&self, heads: usize, params: &Linear<'_>) -> Result<()> {
         let values = (self.d + 1) * self.d;
         let lines = heads * self.geometry.segment_count();
@@ -143,7 +143,6 @@ impl<'a> Call<'a> {
         )
     }
 
-    /// Launches a kernel that multiplies blocks of rows by states.
     fn multiply(&self, kernel: &str, heads: usize, params: &Linear<'_>) -> Result<()> {
         let (longest, _) = self.geometry.blocks();
         self.launch(kernel, longest, heads, params)
@@ -158,7 +157,7 @@ impl<'a> Call<'a> {
         Ok(out.storage(&self.gpu))
     }
 
-    /// Writes the gradients, or adds them with `params.add`. The states are recomputed, not kept, since they are as
+    /// Writes the gradients, or adds them with `params.add`. The states are recomputed, not kept, since they can be as
     /// large as K.
     pub(super) fn backward(
         &self,

@@ -51,7 +51,8 @@ impl Target {
 pub(super) enum Visits {
     /// All tiles that the mask allows.
     Every,
-    /// The tiles of a window. These kernels use the plans of the kernels for lists, in which blocks have fewer queries.
+    /// The tiles of a window. These kernels use the plans of the kernels for lists, in which thread blocks process
+    /// fewer queries.
     Window,
     /// The tiles of a selection's blocks.
     Listed,
@@ -113,12 +114,12 @@ pub(super) struct Plan {
     targets: &'static [Target],
     visits: &'static [Visits],
     mainloop: Mainloop,
-    /// Rows of a block: queries in the forward, keys in the backward.
+    /// Rows of a thread block: queries in the forward, keys in the backward.
     pub(super) rows: usize,
     pub(super) threads: usize,
-    /// Bytes of a row of V in shared memory, and of a row of K unless only K is in INT8.
+    /// Bytes of a row in shared memory: of V in the forward, of K in the backward.
     pub(super) row_bytes: usize,
-    /// Stages of the pipeline. Only kernels and tests use it.
+    /// Stages of the pipeline. Only kernels and tests use this number.
     stages: usize,
     pub(super) shared_bytes: usize,
 }
@@ -181,16 +182,16 @@ impl Plan {
         self.head_dim.div_ceil(self.mainloop.facts().channels)
     }
 
-    /// Whether the kernel is persistent: one block per multiprocessor, which processes one work tile after the other.
+    /// Whether the kernel is persistent: one thread block per multiprocessor, which processes one tile after the other.
     pub(super) fn persistent(&self) -> bool {
         self.mainloop.facts().persistent
     }
 }
 
-/// The number of heads in a group whose blocks run concurrently, if the blocks of a head share `bytes` and the L2 cache
-/// has `cache_bytes`. At most as many heads as fit in half of the cache, and at least half as many. The longest blocks
-/// of a group start first, so multiprocessors finish evenly if the last group is as large as the others. Among the
-/// allowed numbers, this is the one with the fewest heads missing in the last group.
+/// The number of heads in a group whose thread blocks run concurrently. The thread blocks of a head share `bytes`, and
+/// the L2 cache has `cache_bytes`. The largest allowed number of heads fits in half of the cache; the smallest is half
+/// of the largest. The longest thread blocks of a group start first, so multiprocessors finish evenly if the last group
+/// is full. The result is the allowed number with the fewest heads missing in the last group.
 pub(super) fn heads_at_once(cache_bytes: usize, bytes: usize, heads: usize) -> usize {
     let heads = heads.max(1);
     let most = (cache_bytes / 2 / bytes.max(1)).clamp(1, heads);
@@ -210,7 +211,7 @@ mod tests {
     use crate::scheme::{AttnQat, Int8Products, Products, SageBwd, Smoothing};
     use crate::shape::HEAD_DIM;
 
-    /// The variants of [`Visits`] that every scheme has.
+    /// The variants of [`Visits`] that every scheme supports.
     const OF_ALL_SCHEMES: [Visits; 3] = [Visits::Every, Visits::Window, Visits::Listed];
 
     fn schemes() -> [Scheme; 9] {
@@ -276,8 +277,8 @@ mod tests {
         }
     }
 
-    /// The report of ptxas, CUDA's assembler, lists the compiled kernels of each architecture. It contains the kernel
-    /// of every plan.
+    /// The report of ptxas, CUDA's assembler, lists the compiled kernels of each architecture. Every plan's kernel is
+    /// in the report.
     #[test]
     fn every_plan_is_one_of_a_kernel_that_was_compiled() {
         for plan in PLANS {
@@ -389,9 +390,9 @@ mod tests {
         assert_eq!(heads_at_once(50 << 20, 1 << 30, 64), 1);
         assert_eq!(heads_at_once(50 << 20, 1, 64), 64);
         assert_eq!(heads_at_once(50 << 20, 1, 0), 1);
-        // Half of the cache has room for 25 heads. Of 13 to 25, 16 divides 64.
+        // Half of the cache has room for 25 heads. Of the numbers from 13 to 25, only 16 divides 64.
         assert_eq!(heads_at_once(50 << 20, 1 << 20, 64), 16);
-        // It has room for 3 heads. 2 divides 16.
+        // Half of the cache has room for 3 heads. Of 2 and 3, only 2 divides 16.
         assert_eq!(heads_at_once(50 << 20, 8 << 20, 16), 2);
         // Of 17 heads, the last group lacks one head both in groups of 3 and in groups of 2.
         assert_eq!(heads_at_once(50 << 20, 8 << 20, 17), 3);

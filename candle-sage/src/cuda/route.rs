@@ -17,8 +17,9 @@ use super::tensor::Element;
 use crate::launch::{Launch, Operand};
 use crate::ops::route::{Choice, Mass, Means};
 
-/// The means of blocks, (key heads, blocks, head_dim). With `pool`: of blocks of queries, with a causal mask over the
-/// last `pool` queries up to the block's first query. Without `pool`: of blocks of keys.
+/// The means of blocks, (key heads, blocks, head_dim). Without `pool`: the means of blocks of keys. With `pool`: the
+/// means of blocks of queries. With a causal mask, such a mean is over the last `pool` queries up to the block's first
+/// query.
 impl Launch<[Operand<'_>; 1], CudaStorage> for Means<'_> {
     fn launch(&self, [x]: [Operand<'_>; 1]) -> Result<CudaStorage> {
         let Self { shape, blocks, pool } = *self;
@@ -51,7 +52,7 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for Choice<'_> {
         check_blocks(blocks)?;
         let gpu = Gpu::new(storage.device())?;
         let geometry = Geometry::new(&gpu, shape)?;
-        // Zeros: no kernel reads the entries after a list's end, but they are copied with the list.
+        // Zeroed, because the entries after a list's end, which no kernel reads, are copied with the list.
         let lists = gpu.alloc_zeros::<u32>(blocks.key_heads * blocks.rows() * (1 + width))?;
         let params = params::Choose {
             scores: address_at(storage.as_cuda_slice::<f32>()?, first_index(layout), &gpu)?,

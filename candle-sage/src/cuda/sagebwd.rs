@@ -33,7 +33,7 @@ impl OnGpu for SageBwd {
         match self.products {
             Int8Products::FORWARD => unquantized::BACKWARD,
             Int8Products::FORWARD_AND_S | Int8Products::SCORES => "attn_bwd_sagebwd_s",
-            // A variant of the kernel for the settings of ablations, whose code would slow down the default.
+            // The settings of ablations have a separate kernel, because their code would slow down the default kernel.
             _ if self.smoothing.of_queries() || self.granularity != Granularity::Vector => {
                 "attn_bwd_sagebwd_general"
             }
@@ -140,7 +140,7 @@ pub(super) struct Codes {
     pub(super) k: Buffer<i8>,
     pub(super) q_dequant_scale: Buffer<f32>,
     pub(super) k_dequant_scale: Buffer<f32>,
-    /// `None` without smoothing of Q, or of K.
+    /// `None` without smoothing of Q. `k_mean` is `None` without smoothing of K.
     q_mean: Option<Buffer<f32>>,
     k_mean: Option<Buffer<f32>>,
 }
@@ -165,7 +165,7 @@ impl Operands {
         // V's means and sums are stored after K's.
         let smoothed = 1 + usize::from(smoothing.of_values());
         let means = smoothed * call.segment_count() * call.problem.shape.key_heads() * d;
-        // See `SageBwd::keep`.
+        // With `FORWARD`, the backward reads only K's mean: see `SageBwd::keep`.
         let codes_for = Purpose::kept(keep && settings.products != Int8Products::FORWARD);
         let floats = |len| gpu.alloc_for(codes_for, len);
         let codes = Codes {
@@ -215,7 +215,7 @@ pub(super) fn quantize<'p>(
             }
         }
     }
-    // The blocks of V's tiles come last.
+    // The thread blocks of V's tiles come last.
     let tiles = call.query_tiles() + call.key_tiles() * if v.is_some() { 2 } else { 1 };
     gpu.launch_attention(
         "quantize",

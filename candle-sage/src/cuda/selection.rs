@@ -45,8 +45,8 @@ pub(super) fn lists_at<'a>(seen: Address<'a>, blocks: &Blocks, stride: usize) ->
     }
 }
 
-/// Minimum number of query blocks in a part of a split list: for fewer, another thread block that reads the keys is not
-/// worthwhile. It is 1 in this crate's own tests, so that lists of small cases are split.
+/// Lower limit of a part's maximum size, in query blocks (see [`Cuts`]): for smaller parts, another thread block that
+/// reads the keys is not worthwhile. The limit is 1 in this crate's own tests, so that small cases split lists.
 const LEAST_USERS: usize = if cfg!(test) { 1 } else { 8 };
 /// `Cuts::shares` per multiprocessor.
 const PARTS_OF_A_SHARE: usize = 8;
@@ -68,8 +68,8 @@ struct Cuts {
 }
 
 impl Cuts {
-    /// For `lists` lists of at most `longest` query blocks, and keys of `d` channels. `None` if no list can be long
-    /// enough to split.
+    /// Buffers for `lists` lists of at most `longest` query blocks, and keys of `d` channels. `None` if no list can be
+    /// long enough to split.
     fn new(gpu: &Gpu, lists: usize, longest: usize, d: usize) -> Result<Option<Self>> {
         if longest <= 2 * LEAST_USERS {
             return Ok(None);
@@ -169,13 +169,11 @@ impl<'a> Users<'a> {
         Ok(Self { lists, users, first_users, cuts })
     }
 
-    /// The kernels' parameters for the lists and their inverse.
     pub(super) fn lists(&self, gpu: &Gpu) -> params::Lists<'_> {
         let (users, first_users) = (address(&self.users, gpu), address(&self.first_users, gpu));
         params::Lists { users, first_users, ..self.lists }
     }
 
-    /// The kernels' parameters for the parts of long lists.
     pub(super) fn cuts(&self, gpu: &Gpu) -> params::Cuts<'_> {
         self.cuts.as_ref().map(|cuts| cuts.params(gpu)).unwrap_or_default()
     }

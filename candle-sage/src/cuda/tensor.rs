@@ -34,7 +34,7 @@ impl Element {
         }
     }
 
-    /// The type in the names of kernels.
+    /// The type's name inside kernels' names.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::F16 => "f16",
@@ -46,7 +46,6 @@ impl Element {
 /// A (batch, token, head, channel) tensor of 16-bit elements in any memory.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Strided<'a> {
-    /// The kernels' view of the tensor.
     pub(super) view: View<'a>,
     pub(super) dims: [usize; 4],
     pub(super) element: Element,
@@ -79,7 +78,6 @@ impl Output {
         Ok(Self { buffer: gpu.alloc_for(purpose, dims.iter().product())?, element, dims })
     }
 
-    /// The kernels' view of the tensor.
     pub(super) fn view(&self, gpu: &Gpu) -> View<'_> {
         let [_, tokens, heads, channels] = self.dims;
         let strides = [tokens * heads * channels, heads * channels, channels, 1];

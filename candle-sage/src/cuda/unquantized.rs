@@ -57,7 +57,7 @@ impl OnGpu for Unquantized {
     }
 }
 
-/// Launches the computation of `D = rowsum(dO o O)` from `params.out` and `params.dout`.
+/// Launches the computation of `delta = rowsum(dO o O)` from `params.out` and `params.dout`.
 pub(super) fn launch_delta(call: &Call<'_>, params: &params::Backward<'_>) -> Result<()> {
     // The number of lanes per row is a power of two.
     let kernel = call.kernel_for(kernel!("prepare_dense16"), call.d.next_power_of_two());

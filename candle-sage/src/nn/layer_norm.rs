@@ -7,7 +7,7 @@ use crate::ops;
 use crate::variables;
 
 /// Layer normalization over the last dimension, (.., width): see [`ops::layer_norm`]. Input, weight and bias receive
-/// gradients. (In candle-nn's `LayerNorm` with a bias they receive none if the input is contiguous.)
+/// gradients. (Candle-nn's `LayerNorm` with a bias computes no gradients if the input is contiguous.)
 ///
 /// ```
 /// use candle_core::{DType, Device, Module, Tensor};
@@ -46,7 +46,7 @@ impl LayerNorm {
     /// Loads `weight` and `bias`, which a new model initializes to one and zero.
     ///
     /// # Errors
-    /// When one is missing or has another shape.
+    /// When a tensor is missing or has another shape.
     pub fn load(width: usize, eps: f64, vb: VarBuilder<'_>) -> Result<Self> {
         let load = |name, value| variables::load(&vb, width, name, Init::Const(value), vb.dtype());
         Ok(Self::new(load("weight", 1.0)?, load("bias", 0.0)?, eps))

@@ -63,10 +63,10 @@ impl Linear {
         Ok(Self::new(variables::load(&vb, (outputs, inputs), "weight", init, vb.dtype())?, None))
     }
 
-    /// Loads `weight` and `bias`, which a new model initializes to zero.
+    /// Loads `weight` as [`Self::load`] does, and `bias`, which a new model initializes to zero.
     ///
     /// # Errors
-    /// When one of them is missing or has another shape.
+    /// When a tensor is missing or has another shape.
     pub fn load_with_bias(inputs: usize, outputs: usize, vb: VarBuilder<'_>) -> Result<Self> {
         let bias = variables::load(&vb, outputs, "bias", Init::Const(0.0), vb.dtype())?;
         Ok(Self { bias: Some(bias), ..Self::load(inputs, outputs, vb)? })

@@ -44,9 +44,9 @@ pub struct AdamW {
 }
 
 /// Muon that runs [`ops::Muon`] for matrices, and [`AdamW`] for all other variables: tensors that do not have two
-/// dimensions, and the variables that [`MuonConfig::embeddings`] lists. List embeddings and output matrices there, and
-/// on CUDA also matrices whose number of elements is not a multiple of 8. As with [`AdamW`], load weights before making
-/// the optimizer; the optimizer's state cannot be saved.
+/// dimensions, and the variables that [`MuonConfig::embeddings`] lists. The list must contain embeddings and output
+/// matrices, and on CUDA also matrices whose number of elements is not a multiple of 8. As with [`AdamW`], load weights
+/// before making the optimizer; the optimizer's state cannot be saved.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -80,8 +80,8 @@ pub struct Muon {
     ratio: f64,
 }
 
-/// The configuration of [`Muon`]. `clip` and `gradient_factor` of `matrices` apply to all variables; in `others` they
-/// are ignored.
+/// The configuration of [`Muon`]. `clip` and `gradient_factor` of `matrices` apply to all variables; these two settings
+/// of `others` are ignored.
 #[derive(Debug, Clone)]
 pub struct MuonConfig {
     /// Settings of matrices.
@@ -104,7 +104,7 @@ impl MuonConfig {
 #[derive(Debug)]
 struct Held {
     variable: Var,
-    /// (1 + moments, elements) in f32: weights and moments. Elements are padded.
+    /// (1 + moments, padded elements) in f32: weights, then moments.
     state: Tensor,
     /// The running mean squares of the rows of orthogonal directions, for Muon with `beta2`.
     rows: Option<Tensor>,
@@ -141,7 +141,6 @@ impl Held {
     }
 }
 
-/// Checks that variables are on one device, because clipping uses the norm of all gradients.
 fn check_device(variables: &[Var]) -> Result<()> {
     let other = variables.iter().find(|variable| !variable.device().same_device(variables[0].device()));
     other.map_or(Ok(()), |other| {
@@ -160,7 +159,6 @@ fn padded(x: &Tensor) -> Result<Tensor> {
     if missing == 0 { Ok(x) } else { x.pad_with_zeros(0, 0, missing) }
 }
 
-/// The variables that have gradients, with their gradients.
 fn with_gradients<'a>(all: &'a [Held], gradients: &GradStore) -> Result<Vec<(&'a Held, Tensor)>> {
     let with = |held: &'a Held| Ok(held.gradient(gradients)?.map(|gradient| (held, gradient)));
     all.iter().filter_map(|held| with(held).transpose()).collect()
@@ -221,11 +219,11 @@ impl Muon {
     /// not matrices of hidden layers.
     ///
     /// # Errors
-    /// When one of these names is not in the map; also the errors of `Muon::new`.
+    /// When one of `embeddings` is not in the map; also the errors of `Muon::new`.
     pub fn of_map(variables: &VarMap, embeddings: &[&str], config: MuonConfig) -> Result<Self> {
         let variables = variables.data().lock().unwrap_or_else(PoisonError::into_inner);
         let mut names: Vec<&String> = variables.keys().collect();
-        // Sorted, because the order of a map varies between runs, and the order of sums changes the last bits.
+        // The order of a map varies between runs, and the order of a sum changes its last bits.
         names.sort_unstable();
         let named = |name: &&str| match variables.get(*name) {
             Some(variable) => Ok(variable.clone()),

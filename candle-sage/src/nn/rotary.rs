@@ -27,7 +27,7 @@ pub struct Rotary {
     sin: Tensor,
     style: RopeStyle,
     /// For a module of [`Rotary::at`]: batch size and sequence length of its positions. The tables then have one row
-    /// for each of these tokens.
+    /// for each token.
     tokens: Option<(usize, usize)>,
 }
 
@@ -47,8 +47,7 @@ impl Rotary {
         Ok(Self { cos, sin, style, tokens: None })
     }
 
-    /// A module with given tables, (positions, head_dim / 2) each, such as those of
-    /// [`ops::rope_tables_llama3`].
+    /// A module with given tables, (positions, head_dim / 2) each, such as the tables of [`ops::rope_tables_llama3`].
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -79,7 +78,7 @@ impl Rotary {
     /// A module for tokens at given positions, (batch, sequence) in u32 or i64: for batches that are padded on the
     /// left, or whose sequences start at different positions. The returned module rotates tensors of this batch size
     /// and sequence length, and ignores the argument `position` of its methods, so decoding needs a new module for each
-    /// step. The check of positions on a GPU waits for the GPU; positions on the CPU avoid this.
+    /// step. The check of positions on a GPU waits for the GPU; positions on the CPU avoid the wait.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -97,7 +96,7 @@ impl Rotary {
     /// ```
     ///
     /// # Errors
-    /// When a position is not in the tables, `positions` is not such a matrix, or this module was made by `at`.
+    /// When a position is not in the tables, `positions` has another shape or type, or this module was made by `at`.
     pub fn at(&self, positions: &Tensor) -> Result<Self> {
         let rows = self.cos.dim(0)?;
         let is_matrix = positions.rank() == 2

@@ -37,7 +37,7 @@ pub enum Biases {
     None,
     /// Query, key and value, as in Qwen2.
     QueryKeyValue,
-    /// All four, as with `attention_bias` in the `config.json` of Llama and Qwen3.
+    /// Query, key, value and output, as with `attention_bias` in the `config.json` of Llama and Qwen3.
     All,
 }
 
@@ -108,8 +108,8 @@ impl SelfAttentionConfig {
     }
 }
 
-/// Self-attention of a Llama, Qwen2 or Qwen3 block: projections, per-head RMSNorm of queries and keys
-/// (QK-norm), rotary embedding, attention, output projection.
+/// Self-attention of Llama, Qwen2 and Qwen3: projections, per-head RMSNorm of queries and keys (QK-norm), rotary
+/// embedding, attention, output projection.
 ///
 /// [`SelfAttention::forward`] is for training; [`SelfAttention::forward_cached`] decodes, with one [`KvCache`] per
 /// layer:
@@ -222,8 +222,8 @@ impl SelfAttention {
     }
 
     /// Replaces the attention of tokens that follow a prompt in [`SelfAttention::forward_cached`]. The default is the
-    /// layer's attention without quantization: a decoding step reads every key once, and would have to quantize all
-    /// keys again for each token.
+    /// layer's attention without quantization: a decoding step reads every key once, and with quantization it would
+    /// first quantize all keys again.
     #[must_use]
     pub fn decoding(self, decoding: Attention) -> Self {
         Self { decoding, ..self }
@@ -295,8 +295,8 @@ impl SelfAttention {
         self.output(&attended)
     }
 
-    /// An empty cache for [`SelfAttention::forward_cached`]. It allocates memory for `len` tokens at its first use, and
-    /// for `len` more tokens whenever it is full.
+    /// An empty cache for [`SelfAttention::forward_cached`], which allocates memory for `len` tokens at its first use,
+    /// and for `len` more tokens whenever it is full.
     pub fn cache(&self, len: usize) -> KvCache {
         KvCache::new(SEQUENCE, len.max(1))
     }

@@ -12,7 +12,7 @@ use crate::variables;
 /// A [`SelfAttention`] layer with [`Sla2`]: exact attention to the blocks that its router selects, and linear attention
 /// to the blocks of [`Sla2::tail`](crate::Sla2::tail).
 ///
-/// Its output has gradients for the projections, the norms and `theta`; [`Self::router_loss`] trains the router.
+/// The output trains the projections, the norms and `theta`; [`Self::router_loss`] trains the router.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -77,7 +77,7 @@ impl SparseLinearAttention {
         })
     }
 
-    /// An empty cache for [`Self::forward_cached`]. It allocates memory for `len` tokens at its first use, and for
+    /// An empty cache for [`Self::forward_cached`], which allocates memory for `len` tokens at its first use, and for
     /// `len` more whenever it is full.
     pub fn cache(&self, len: usize) -> Sla2Cache {
         Sla2Cache::new(len)
@@ -96,8 +96,8 @@ impl SparseLinearAttention {
         Ok(out?.detach())
     }
 
-    /// The loss that trains the router on the layer's queries and keys: see [`Sla2::router_loss`]. Its gradient reaches
-    /// only the router.
+    /// The loss that trains the router on the layer's queries and keys: see [`Sla2::router_loss`]. Only the router
+    /// receives gradients.
     ///
     /// # Errors
     /// As [`Self::forward`].

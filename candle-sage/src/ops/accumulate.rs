@@ -71,7 +71,7 @@ impl InplaceOp2 for AddInto {
 
 /// Adds the gradients of several GPUs in a fixed order: `sum = (parts[0] + parts[1]) + (parts[2] + parts[3]) + ..`,
 /// where the old value of `sum` replaces `parts[place]`. Gradients are added in pairs, then the sums in pairs, and so
-/// on; a term without a partner is added last.
+/// on. A term without a partner waits for the next round.
 ///
 /// The result has the same bits on every GPU. If the number of GPUs and the number per node are powers of two, one sum
 /// over all GPUs also has the same bits as the sum of the nodes' sums.
@@ -121,7 +121,6 @@ fn in_pairs<'a>(terms: Range<usize>, term: &impl Fn(usize) -> &'a [f32]) -> Vec<
     sum
 }
 
-/// See [`sum_in_order`].
 pub(crate) struct InOrder {
     pub(crate) place: usize,
 }
@@ -254,7 +253,7 @@ impl InplaceOp3 for ProductInto {
     }
 }
 
-/// The layout of the transpose, if it is contiguous and the matrix is not.
+/// The layout of the transpose, if the transpose is contiguous and the matrix is not.
 fn transposed(layout: &Layout) -> Result<Option<Layout>> {
     let turned = layout.transpose(0, 1)?;
     Ok((!layout.is_contiguous() && turned.is_contiguous()).then_some(turned))

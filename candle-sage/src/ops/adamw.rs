@@ -11,7 +11,7 @@ const NAME: &str = "adamw";
 const SQUARES: &str = "sum-of-squares";
 
 /// The sum of squares of all elements of an f32 tensor: an f64 scalar. The sum runs in f64, so it is finite if all
-/// elements are finite. Its order does not depend on the number of threads.
+/// elements are finite. The order of the additions does not depend on the number of threads.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -51,9 +51,9 @@ impl CustomOp1 for SumOfSquares {
 
 impl AdamW {
     /// Updates all parameters in one pass, in place and without waiting for the device:
-    /// `g = gradient * gradient_factor`, clipped; `m = beta1 m + (1 - beta1) g`;
-    /// `v = beta2 v + (1 - beta2) g^2`; `w = (1 - lr weight_decay) w - lr m' / (sqrt(v') + eps)` with `m' = m
-    /// / (1 - beta1^step)` and `v' = v / (1 - beta2^step)`.
+    /// `g = gradient * gradient_factor`, clipped; `m = beta1 m + (1 - beta1) g`; `v = beta2 v + (1 - beta2) g^2`;
+    /// `w = (1 - lr weight_decay) w - lr m' / (sqrt(v') + eps)`.
+    /// Here `m' = m / (1 - beta1^step)` and `v' = v / (1 - beta2^step)`.
     ///
     /// `state` is contiguous (3, parameters) in f32: weights, m, v. `gradient` is (parameters) in f32, and
     /// `sum_of_squares` is the [`sum_of_squares`] of the gradient. On a GPU `copy` receives the new weights in f16 or
@@ -229,7 +229,7 @@ mod tests {
             AdamW { decayed: 0, ..SETTINGS }.step(&state, &gradient, &sum_of_squares(&gradient)?, None)?;
             assert_eq!(state.to_vec2::<f32>()?, before);
         }
-        // A setting that would divide by zero is an error and changes nothing either.
+        // A setting that would cause a division by zero is an error, and the state does not change.
         let gradient = Tensor::ones(2, DType::F32, &Device::Cpu)?;
         for wrong in [AdamW { step: 0, ..SETTINGS }, AdamW { beta2: 1.0, ..SETTINGS }] {
             let error =

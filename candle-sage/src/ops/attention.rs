@@ -86,18 +86,18 @@ impl Attention {
     /// Whether a query sees only the keys up to its own position. Positions are aligned at the end: when lengths
     /// differ, the last query sees every key (as in FlashAttention).
     ///
-    /// In low bits the matmuls are causal, but not every scale is. SageBwd's smoothing subtracts the mean of all keys
-    /// of the sequence (with [`Smoothing::Kv`](crate::Smoothing::Kv) also the mean of all values), and a tile of 64
-    /// keys shares a scale. A later token can therefore change an earlier output: in a test with 256 tokens,
-    /// multiplying the keys from position 200 on by 50 changes outputs before position 128 by up to .16 of the outputs'
-    /// root mean square. (`docs/support.md` lists all settings.) A NaN in the last key reaches the first output.
-    /// [`Smoothing::None`](crate::Smoothing::None) removes the dependence on the mean; the caller can subtract a fixed
-    /// mean from the keys instead. The scale of a tile of 64 keys still depends on the tile's later tokens. For
-    /// Attn-QAT see [`ValueGroups`](crate::ValueGroups).
+    /// With low-bit schemes the matmuls are causal, but some scales and means also depend on later tokens. SageBwd's
+    /// smoothing subtracts the mean of all keys of the sequence (with [`Smoothing::Kv`](crate::Smoothing::Kv) also the
+    /// mean of all values), and a tile of 64 keys shares a scale. A later token can therefore change an earlier output.
+    /// In a test with 256 tokens, keys from position 200 on were multiplied by 50: outputs before position 128 changed
+    /// by up to .16 of the outputs' root mean square. (`docs/support.md` lists all settings.) A NaN in the last key
+    /// reaches the first output. [`Smoothing::None`](crate::Smoothing::None) removes the dependence on the mean; the
+    /// caller can subtract a fixed mean from the keys instead. The scale of a tile of 64 keys still depends on the
+    /// tile's later tokens. For Attn-QAT see [`ValueGroups`](crate::ValueGroups).
     ///
-    /// Unquantized attention is strictly causal for finite values. An infinite value or a NaN is multiplied by the
-    /// probability 0 for earlier queries of its tile, so it turns outputs of up to 127 tokens before it into NaN. It
-    /// does not reach other documents or batch entries.
+    /// Unquantized attention is strictly causal for finite inputs. For earlier queries of the same tile, an infinity or
+    /// a NaN is multiplied by the probability 0, so up to 127 outputs before it become NaN. Other documents and batch
+    /// entries are not affected.
     #[must_use]
     pub fn causal(mut self, causal: bool) -> Self {
         self.causal = causal;
@@ -176,13 +176,13 @@ impl Attention {
     }
 
     /// Restricts attention to the listed blocks of keys, forward and backward, with any scheme: block-sparse attention.
-    /// Keys that are not listed are masked. Time depends on the lengths of the lists, and so does the order of sums on
-    /// CUDA.
+    /// Keys that are not listed are masked. The time, and on CUDA the order of sums, depend on the lengths of the
+    /// lists.
     ///
     /// The selection's blocks must be multiples of the scheme's tiles on the CPU ([`Scheme::block_unit`]), and 128 x
     /// 128 on CUDA. Smoothing and NVFP4 scales use whole sequences, not only the listed blocks. SageBwd subtracts the
-    /// mean of all keys (or values) of a segment. In exact arithmetic this does not change attention to any subset of
-    /// the keys.
+    /// mean of all keys (or values) of a batch entry or document. In exact arithmetic this subtraction does not change
+    /// attention to any subset of the keys.
     #[must_use]
     pub fn select(mut self, selection: &Selection) -> Self {
         self.selection = Some(selection.clone());
@@ -235,21 +235,20 @@ impl Attention {
         Ok((narrow, AttentionVjp { op, inputs, out, widths }))
     }
 
-    /// The head_dims of values and of queries and keys, if they differ and must be made equal. The kernels of
-    /// unquantized attention accept different head_dims.
+    /// The head_dims of the inputs, if values have another head_dim than queries and keys and the narrower heads must
+    /// be padded. The kernels of unquantized attention accept different head_dims.
     pub(super) fn widths(&self, inputs: [&Tensor; 3]) -> Option<Widths> {
         let takes_both = self.scheme == Scheme::Unquantized && inputs[0].device().is_cuda();
         let [q, k, v] = inputs.map(|x| x.dims4().ok());
         Widths::of([q?, k?, v?]).filter(|_| !takes_both)
     }
 
-    /// Fixes the default softmax scale by the query's head_dim, before the query is padded.
+    /// Sets the default softmax scale from the query's head_dim before padding, unless the caller set a scale.
     pub(super) fn scaled_for(&self, q: &Tensor) -> Result<Self> {
         let scale = 1.0 / (q.dim(candle_core::D::Minus1)? as f64).sqrt();
         Ok(Self { softmax_scale: self.softmax_scale.or(Some(scale)), ..self.clone() })
     }
 
-    /// The validated shape of a call.
     pub(crate) fn shape(&self, [q, k, v]: [&Tensor; 3]) -> Result<AttentionShape> {
         self.shape_of([dims4("query", q)?, dims4("key", k)?, dims4("value", v)?])
     }
@@ -267,8 +266,8 @@ impl Attention {
         })
     }
 
-    /// The validated shape and softmax scale of a call on tensors of these dimensions and types. `keep`: a backward
-    /// will follow.
+    /// The validated shape and softmax scale of a call on tensors of these dimensions and types. `keep`: whether a
+    /// backward will follow.
     pub(crate) fn checked(
         &self,
         dims: [Dims; 3],

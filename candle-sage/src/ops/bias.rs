@@ -7,7 +7,7 @@ use crate::error::Error;
 use crate::scheme::Scheme;
 use crate::shape::{AttentionShape, Window};
 
-/// The logit of a hidden key: far below any other, and finite, so that a query that sees no key does not produce NaN.
+/// The logit of a hidden key: far below other logits, but finite, so that a query that sees no key gives no NaN.
 const HIDDEN: f64 = -1e30;
 
 impl Attention {
@@ -15,12 +15,12 @@ impl Attention {
     /// are T5's relative positions, and masks of zeros and minus infinities.
     ///
     /// `bias` is (batch or 1, query heads or 1, queries, keys) in any float type, and receives a gradient, like query,
-    /// key and value. It requires unquantized attention, and can be combined with a causal mask, windows, packed
+    /// key and value. A bias requires unquantized attention, and can be combined with a causal mask, windows, packed
     /// documents, grouped-query heads and a soft cap. The soft cap is applied before the bias.
     ///
     /// **This function needs memory for all pairs of queries and keys**: several f32 tensors (batch, query heads,
-    /// queries, keys), on every device, because candle's operators compute it. If the bias is linear in the distance,
-    /// [`Attention::alibi`] is cheaper. For a padding mask, [`Padding`](crate::ops::Padding) is cheaper.
+    /// queries, keys), on every device, because it is computed with candle's operators. If the bias is linear in the
+    /// distance, [`Attention::alibi`] is cheaper. For a padding mask, [`Padding`](crate::ops::Padding) is cheaper.
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
@@ -111,8 +111,8 @@ fn repeated(x: &Tensor, times: usize) -> Result<Tensor> {
     x.unsqueeze(2)?.broadcast_as(all)?.reshape((batch, heads * times, tokens, channels))
 }
 
-/// The keys that each query sees: (1, 1, queries, keys), 1 or 0; `None` if every query sees all keys. Without packing
-/// the mask is the same for all batch entries.
+/// For each query, 1 for the keys that the query sees, else 0: (1, 1, queries, keys). `None` if every query sees all
+/// keys. Without packing the mask is the same for all batch entries.
 fn seen(shape: &AttentionShape, device: &Device) -> Result<Option<Tensor>> {
     let (queries, keys) = (shape.query_len(), shape.key_len());
     if !shape.is_packed() && shape.window() == Window::default() {

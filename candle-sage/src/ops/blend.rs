@@ -1,4 +1,4 @@
-//! The learned mixture of attention over selected keys and the linear tail.
+//! The learned mixture of attention over selected keys (exact attention) and the linear tail.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
@@ -11,9 +11,9 @@ use crate::selection::Selection;
 
 const NAME: &str = "blend";
 
-/// How `a`, the weight of attention over the selected keys in `a sparse + (1 - a) tail`, is computed.
+/// How `a`, the weight of exact attention in `a sparse + (1 - a) tail`, is computed.
 ///
-/// In every variant `a` is 1 for a query that leaves no key to the tail.
+/// In every variant `a` is 1 for a query whose exact attention covers all keys that the query sees.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -39,8 +39,8 @@ const NAME: &str = "blend";
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Alpha {
-    /// `a_i = sigmoid(theta + log(number of keys in i's exact attention / number of keys left to i's tail))`: a learned
-    /// `theta` also applies to other sequence lengths and other numbers of selected blocks.
+    /// `a_i = sigmoid(theta + log(number of keys in i's exact attention / number of keys left to i's tail))` for a
+    /// query i. A learned `theta` also applies to other sequence lengths and other numbers of selected blocks.
     #[default]
     Count,
     /// `a = sigmoid(theta)`, as published (arXiv 2602.12675).

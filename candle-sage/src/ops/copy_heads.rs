@@ -11,9 +11,9 @@ const NAME: &str = "copy-heads";
 
 /// `out = x`, both (batch, sequence, heads, head_dim) of one type: f32, f16 or bf16.
 ///
-/// Both may be views with any strides, as long as channels are adjacent: for example some heads of a tensor with more
-/// heads, or some tokens of a longer sequence. This gathers or concatenates heads in one pass. On a GPU it moves 16
-/// bytes at a time if all heads are aligned to 16 bytes.
+/// `out` and `x` may be views with any strides, as long as channels are adjacent: for example some heads of a tensor
+/// with more heads, or some tokens of a longer sequence. The function gathers or concatenates heads in one pass. On a
+/// GPU it moves 16 bytes at a time if all heads are aligned to 16 bytes.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -28,7 +28,7 @@ const NAME: &str = "copy-heads";
 /// ```
 ///
 /// # Errors
-/// When shapes, types or devices differ, channels are not adjacent, `out` is broadcast, or both are views of one tensor.
+/// When shapes, types or devices differ, channels are not adjacent, `out` is broadcast, or both tensors share memory.
 pub fn copy_heads(out: &Tensor, x: &Tensor) -> Result<()> {
     if out.rank() != 4 || out.dims() != x.dims() || out.dtype() != x.dtype() {
         return Err(shape_error(
@@ -63,7 +63,7 @@ pub fn copy_heads(out: &Tensor, x: &Tensor) -> Result<()> {
     out.inplace_op2(&x.detach(), &CopyHeads)
 }
 
-/// Whether both are views of one storage. An op cannot lock one storage for writing and for reading.
+/// Whether `a` and `b` are views of one storage, which an op cannot lock for writing and reading at once.
 fn share_storage(a: &Tensor, b: &Tensor) -> bool {
     let ((a, _), (b, _)) = (a.storage_and_layout(), b.storage_and_layout());
     std::ptr::eq(&raw const *a, &raw const *b)
@@ -103,7 +103,7 @@ impl InplaceOp2 for CopyHeads {
     }
 }
 
-/// The start of each head, in row-major order.
+/// The index of each head's first channel, in row-major order.
 fn heads(layout: &Layout) -> impl Iterator<Item = usize> + '_ {
     let (dims, strides) = (layout.dims(), layout.stride());
     let tokens = (0..dims[0])

@@ -67,9 +67,10 @@ impl CrossEntropy {
 /// The mean over the targets of `logsumexp(logits[n]) - logits[n][target[n]]`, in nats, plus the z-loss.
 ///
 /// `logits` is (rows, classes) in f32, f16 or bf16, `targets` is (rows) in u8, u32 or i64; the result is an f32 scalar.
-/// The logits receive the gradient `((1 + 2 z_loss logsumexp) softmax - onehot) / targets that count`. The forward
-/// keeps one f32 per row. For a language model prefer [`linear_cross_entropy`](crate::ops::linear_cross_entropy), which
-/// never stores all logits. On a GPU the check of the targets waits for the device.
+/// The logits receive the gradient `((1 + 2 z_loss logsumexp) softmax - onehot) / count`, where `count` is the
+/// number of targets that are not ignored. The forward keeps one f32 per row. For a language model prefer
+/// [`linear_cross_entropy`](crate::ops::linear_cross_entropy), which never stores all logits. On a GPU the check of the
+/// targets waits for the device.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -143,7 +144,6 @@ pub(crate) struct LogitsOp {
     saved: OnceLock<Saved>,
 }
 
-/// The state that a forward from logits keeps for its backward, on the CPU or on a GPU.
 enum Saved {
     /// The log-sum-exp of each row.
     Cpu(Vec<f32>),

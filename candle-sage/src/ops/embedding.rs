@@ -17,9 +17,9 @@ const NAME: &str = "embedding";
 
 /// `y[..] = table[ids[..]]`.
 ///
-/// `table` is (rows, width) in f32, f16 or bf16, `ids` any shape in u8, u32 or i64; the output is (ids' shape.., width)
-/// in the table's type. The table receives a gradient: each row is the f32 sum of the output's gradients for its id, in
-/// an order that depends only on the ids. On a GPU the check of the ids waits for the device.
+/// `table` is (rows, width) in f32, f16 or bf16, `ids` has any shape, in u8, u32 or i64; the output is (ids' shape..,
+/// width) in the table's type. The table receives a gradient: each gradient row is the f32 sum of the output's
+/// gradients for its id, in an order that depends only on the ids. On a GPU the check of the ids waits for the device.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -41,8 +41,8 @@ pub fn embedding(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
     table.apply_op2(ids, Embedding::default())?.reshape(shape)
 }
 
-/// [`embedding`] for training loops that do not use candle's graph. On a GPU it does not wait for the device: if an id
-/// is not in the table, the id's row of the output is NaN.
+/// [`embedding`] for training loops that do not use candle's graph. On a GPU this function does not wait for the
+/// device: if an id is not in the table, the id's row of the output is NaN.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -210,7 +210,6 @@ pub fn embedding_backward(ids: &Tensor, dout: &Tensor, rows: usize) -> Result<Te
     f32_tensor(gradient.on_cpu(ids, dout, width)?, (rows, width), dout.dtype())
 }
 
-/// The op that computes the gradient of a table of `rows` rows.
 pub(crate) struct Gradient {
     pub(crate) rows: usize,
 }

@@ -31,11 +31,11 @@ pub enum Fp8Sums {
 /// over. A matrix that is multiplied from both sides therefore needs a transposed copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fp8Copies {
-    /// The matrix itself.
+    /// Only the matrix itself.
     Rows,
-    /// Its transpose.
+    /// Only the transpose.
     Columns,
-    /// Both.
+    /// The matrix and its transpose.
     Both,
 }
 
@@ -49,7 +49,7 @@ impl Fp8Copies {
     }
 }
 
-/// A matrix of FP8 values with one scale; see [`crate::fp8`].
+/// A matrix of FP8 values with one scale; see [`crate::fp8`]. A code is the byte that stores an FP8 value.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -125,8 +125,8 @@ impl Fp8Matrix {
         Ok(op.with_scale(&values, x.dims2()?, scale).into_matrix(op.format, x.dims2()?, from_cpu))
     }
 
-    /// The matrix of row-major codes, u8 (rows, columns), and their scale, f32 (1): both copies. The row copy shares
-    /// memory with `codes`; the scale is copied.
+    /// A matrix, with both copies, from row-major codes, u8 (rows, columns), and their scale, f32 (1). The row copy
+    /// shares memory with `codes`; the scale is copied.
     ///
     /// # Errors
     /// When the codes are not a contiguous u8 matrix with dimensions that are multiples of 16, or the scale is not one
@@ -191,8 +191,8 @@ impl Fp8Matrix {
         Self { copies: [columns, rows], dims: (self.dims.1, self.dims.0), ..self.clone() }
     }
 
-    /// The matrix without its row copy, which [`product`](Self::product) reads. This frees memory when only the
-    /// transpose is still needed.
+    /// The matrix without the row copy, which [`product`](Self::product) reads. Dropping this copy frees memory when
+    /// only the transpose is still needed.
     #[must_use]
     pub fn without_rows(self) -> Self {
         let [_, columns] = self.copies;
@@ -319,12 +319,10 @@ pub(super) fn check_dims(op: &str, dims: &[usize]) -> Result<()> {
     ))
 }
 
-/// A contiguous tensor.
 pub(super) fn from_cpu(storage: CpuStorage, dims: Vec<usize>) -> Tensor {
     Tensor::from_storage(candle_core::Storage::Cpu(storage), dims, candle_core::op::BackpropOp::none(), false)
 }
 
-/// Quantizes a contiguous matrix.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Quantize {
     pub(crate) format: Fp8Format,
@@ -400,11 +398,10 @@ impl Quantize {
 pub(crate) struct Fp8Product {
     pub(crate) formats: [Fp8Format; 2],
     pub(crate) sums: Fp8Sums,
-    /// The type of the result.
     pub(crate) dtype: DType,
 }
 
-/// Adds a matmul to a sum, or overwrites the sum.
+/// Adds the result of a matmul to a sum, or overwrites the sum.
 struct ProductInto<'a> {
     a: &'a Fp8Matrix,
     b: &'a Fp8Matrix,

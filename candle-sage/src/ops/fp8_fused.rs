@@ -1,9 +1,9 @@
 //! Operators that quantize their output to FP8 before they write it, without a 16-bit tensor in between. For training
 //! loops that do not use candle's graph.
 //!
-//! Each operator returns what the plain operator followed by [`Fp8Matrix::quantize_with`] returns. On a GPU values are
-//! quantized from f32, without rounding to 16 bits in between. If there is no scale from earlier steps, the plain
-//! operator runs first, and its output is measured.
+//! Each operator returns the plain operator's result, quantized with [`Fp8Matrix::quantize_with`]. On a GPU there is
+//! one difference: values are quantized from f32, and are not rounded to 16 bits first. If there is no scale from
+//! earlier steps, the plain operator runs first, and its output is measured.
 
 use candle_core::{CudaStorage, DType, Result, Tensor};
 
@@ -54,8 +54,8 @@ pub fn swiglu_fp8(gate: &Tensor, up: &Tensor, copies: Fp8Copies, scale: &Fp8Scal
 }
 
 /// [`swiglu_backward`] of matrices (rows, columns), quantized. Returns the gradients of gate and up, concatenated to
-/// one matrix (rows, 2 columns) with both copies ([`Fp8Copies::Both`]). With `again`, the output's scale, it also
-/// returns the output, with only the transposed copy.
+/// one matrix (rows, 2 columns) with both copies ([`Fp8Copies::Both`]). With `again`, the output's scale, the function
+/// also returns the output, with only the transposed copy.
 ///
 /// # Errors
 /// As [`swiglu_backward`] and [`Fp8Matrix::quantize_with`].
@@ -160,7 +160,7 @@ pub fn rms_norm_backward_fp8(
     Ok((gradients, Fp8Matrix::of_codes(codes, x.dims2()?, scale.format())))
 }
 
-/// The widest rows that kernels normalize and quantize in one pass.
+/// The largest number of columns of a matrix that kernels normalize and quantize in one pass.
 pub(crate) const NORM_WIDTH: usize = 2048;
 
 fn has_norm_kernel(x: &Tensor) -> bool {

@@ -88,7 +88,6 @@ impl LinearOp {
     }
 }
 
-/// Quantizes an operand of a linear map.
 const OPERAND: Quantize = Quantize { format: Fp8Format::E4M3, copies: Fp8Copies::Both };
 
 impl CustomOp2 for LinearOp {

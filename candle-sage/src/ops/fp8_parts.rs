@@ -1,5 +1,5 @@
-//! FP8 quantization of matrices that several processes own in parts: each process quantizes its parts with the scale
-//! that the largest value of the whole matrix gives, so that the FP8 values are those of [`Fp8Matrix::quantize`].
+//! FP8 quantization of matrices that are sharded over several processes. A process quantizes its parts (ranges of
+//! elements) with the scale of the whole matrix, so the FP8 values are the same as from [`Fp8Matrix::quantize`].
 //!
 //! [`Fp8Matrix::quantize`]: super::Fp8Matrix::quantize
 
@@ -18,13 +18,13 @@ const LARGEST: &str = "fp8-largest";
 const SCALES: &str = "fp8-scales-of-largest";
 const QUANTIZE: &str = "fp8-quantize-parts";
 
-/// The parts of a vector that are quantized apart begin and end at multiples of this many elements.
+/// Parts of a vector begin and end at multiples of this number of elements.
 pub const FP8_PART: usize = 256;
 
 /// The largest absolute value of each part of `x`, a contiguous f32 vector: f32 (parts). An empty part gives 0, a part
 /// with a NaN gives NaN. Parts begin and end at multiples of [`FP8_PART`].
 ///
-/// The scales of whole matrices are [`fp8_scales`] of the maximum over all processes.
+/// For the scales of whole matrices, pass the maximum of these values over all processes to [`fp8_scales`].
 ///
 /// # Errors
 /// When `x` is not a contiguous f32 vector, or a part does not fit.
@@ -41,8 +41,8 @@ pub fn fp8_largest(x: &Tensor, parts: &[Range<usize>]) -> Result<Tensor> {
     Tensor::new(parts.iter().map(|part| largest_in(&values[part.clone()])).collect::<Vec<_>>(), x.device())
 }
 
-/// The scale of each matrix with these largest absolute values, f32 (matrices): the smallest power of two with which no
-/// value saturates, and 1 for a largest value that is 0 or not finite.
+/// The scale of each matrix, f32 (matrices), from the largest absolute values. A scale is the smallest power of two
+/// with which no value saturates, or 1 if the largest value is 0 or not finite.
 ///
 /// # Errors
 /// When `largest` is not a contiguous f32 vector.
@@ -59,10 +59,10 @@ pub fn fp8_scales(largest: &Tensor, format: Fp8Format) -> Result<Tensor> {
     Tensor::new(scales.collect::<Vec<_>>(), largest.device())
 }
 
-/// Writes the FP8 values of the parts of `x` to the same places of `codes`: `codes = FP8(x / scale)`, to nearest even,
-/// saturating. `x` is a contiguous f32 vector, `codes` a contiguous u8 vector of the same length, `scales` f32 (parts),
-/// as [`fp8_scales`] returns them. Elements outside the parts do not change. Parts begin and end at multiples of
-/// [`FP8_PART`].
+/// Writes the FP8 values of the parts of `x` to the same indices of `codes`: `codes = FP8(x / scale)`, rounded to
+/// nearest even, saturating. `x` is a contiguous f32 vector, `codes` a contiguous u8 vector of the same length,
+/// `scales` f32 (parts), as [`fp8_scales`] returns them. Elements outside the parts do not change. Parts begin and end
+/// at multiples of [`FP8_PART`].
 ///
 /// # Errors
 /// When a tensor has another type or length, or a part does not fit.
@@ -117,13 +117,11 @@ fn check_parts(op: &str, parts: &[Range<usize>], len: usize) -> Result<()> {
     ))
 }
 
-/// The largest values of parts of a vector.
 #[allow(dead_code, reason = "only kernels read it")]
 pub(crate) struct Largest<'a> {
     pub(crate) parts: &'a [Range<usize>],
 }
 
-/// The scales of largest values.
 #[allow(dead_code, reason = "only kernels read it")]
 pub(crate) struct ScalesOf {
     pub(crate) format: Fp8Format,

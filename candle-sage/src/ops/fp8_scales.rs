@@ -11,7 +11,7 @@ use crate::launch::Launch;
 
 const NAME: &str = "fp8-scales";
 
-/// Each step multiplies a running maximum by this.
+/// Each step multiplies a running maximum by this factor.
 pub(crate) const DECAY: f32 = 0.95;
 
 /// A scale leaves room for values this many times as large as the running maximum.
@@ -25,8 +25,8 @@ pub(crate) const MARGIN: f32 = 4.0;
 /// scale   = the least power of two with 4 running <= largest value of the format * scale
 /// ```
 ///
-/// A matrix that is quantized for the first time is measured first. Values beyond the largest value of the format
-/// saturate, and are counted. (Micikevicius et al., arXiv 2209.05433, section 4, use a history of maxima.)
+/// A matrix that is quantized for the first time is measured first. Values beyond `scale` times the largest value of
+/// the format saturate, and are counted. (Micikevicius et al., arXiv 2209.05433, section 4, use a history of maxima.)
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -50,7 +50,7 @@ pub(crate) const MARGIN: f32 = 4.0;
 pub struct Fp8Scales {
     formats: Vec<Fp8Format>,
     state: State,
-    /// By matrix, whether it has been quantized before.
+    /// Whether each matrix has been quantized before.
     measured: Vec<AtomicBool>,
 }
 
@@ -62,7 +62,6 @@ enum State {
     Device(Tensor),
 }
 
-/// The state of a matrix.
 #[derive(Debug, Clone, Copy)]
 struct Site {
     scale: f32,
@@ -256,7 +255,7 @@ impl Fp8Scales {
     }
 }
 
-/// A matrix in the state of [`Fp8Scales`](super::Fp8Scales), and whether it is in E5M2.
+/// The index of a matrix in [`Fp8Scales`](super::Fp8Scales), and whether its format is E5M2.
 #[allow(dead_code, reason = "only kernels read it")]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Fp8Site {

@@ -15,8 +15,8 @@ const NAME: &str = "layer-norm";
 /// dimension (layer normalization, arXiv 1607.06450).
 ///
 /// `x` is (.., width) in f32, f16 or bf16 with any strides, `weight` and `bias` are (width); the output has the shape
-/// and type of `x`. Sums run in f32. `x`, weight and bias receive gradients. (With candle-nn's `layer_norm`, and its
-/// `LayerNorm` with a bias, they receive none if `x` is contiguous.) With `c = x - mean(x)` and `g = dy o weight`:
+/// and type of `x`. Sums run in f32. `x`, weight and bias receive gradients. (candle-nn's `layer_norm`, and candle-nn's
+/// `LayerNorm` with a bias, compute no gradients if `x` is contiguous.) With `c = x - mean(x)` and `g = dy o weight`:
 ///
 /// ```text
 /// dx = r (g - mean(g) - c r^2 mean(g o c))        dweight = sum(dy o c r)        dbias = sum(dy)
@@ -53,7 +53,6 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     x.apply_op3(weight, bias, op)
 }
 
-/// The op of the norm: its inputs are `x`, weight and bias.
 pub(crate) struct LayerNorm {
     pub(crate) eps: f32,
 }

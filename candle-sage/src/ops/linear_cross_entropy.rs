@@ -21,8 +21,8 @@ const LINEAR: &str = "linear-cross-entropy";
 /// `hidden` is (rows, width), `weight` (classes, width) in f32, f16 or bf16, `targets` (rows); the result is an f32
 /// scalar. Logits are computed and used in chunks of [`CrossEntropy::chunk_rows`] rows. For a tracked input the forward
 /// also computes the gradient, chunk by chunk, so that logits are computed only once; the backward multiplies this
-/// gradient by the loss's gradient. On the CPU everything is f32. On a GPU both inputs have one element type, in which
-/// logits and matmuls are computed; everything else is f32.
+/// gradient by the loss's gradient. On the CPU everything is f32. On a GPU `hidden` and `weight` have one element type,
+/// in which logits and matmuls are computed; everything else is f32.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -60,8 +60,8 @@ pub fn linear_cross_entropy(
 }
 
 /// The loss of [`linear_cross_entropy`] and both gradients at once, for training loops that do not use candle's graph.
-/// Returns the loss, an f32 scalar, and the gradient of `factor * loss` for the hidden states, in their type; the
-/// weight's gradient is added to `dweight`, contiguous (classes, width) in f32.
+/// Returns the loss, an f32 scalar, and the gradient of `factor * loss` for the hidden states, in the type of `hidden`.
+/// The weight's gradient is added to `dweight`, contiguous (classes, width) in f32.
 ///
 /// All targets count. On a GPU the function does not wait for the device: a target that is not a class makes the loss
 /// NaN.
@@ -146,7 +146,6 @@ fn check_linear(hidden: &Tensor, weight: &Tensor, targets: &Tensor, settings: Cr
     supported(LINEAR, &[hidden, weight, targets])
 }
 
-/// The state that a linear forward keeps for its backward, on the CPU or on a GPU.
 enum LinearSaved {
     Cpu(UnitGradients),
     Cuda(Backward<1, [Option<CudaStorage>; 2]>),
@@ -174,7 +173,6 @@ impl CrossEntropy {
         self.chunk_rows.unwrap_or((bytes / element / classes).max(1))
     }
 
-    /// [`linear_pass`] with these settings.
     pub(super) fn pass(
         self,
         hidden: &[f32],

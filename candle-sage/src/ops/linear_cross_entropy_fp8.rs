@@ -27,9 +27,9 @@ const NAME: &str = "linear-cross-entropy-fp8";
 /// `hidden` is (rows, width), `weight` (classes, width), each with both copies
 /// ([`Fp8Copies::Both`](super::Fp8Copies::Both)). The returned gradient of `hidden` has the type `dtype`, and on a GPU
 /// the logits have this type too; everything else is f32. The gradient of the logits has a fixed scale, because its
-/// elements are numbers between -1 and 1, times `factor / rows`. (With a z-loss the number can be larger; beyond 1.75
-/// it saturates.) The format of this gradient is `linear.gradient`. Prefer E5M2: probabilities are small, and E4M3
-/// flushes probabilities below `2^-18` to zero.
+/// elements are numbers between -1 and 1, times `factor / rows`. (With a z-loss these numbers can be larger; numbers
+/// beyond 1.75 saturate.) The format of this gradient is `linear.gradient`. Prefer E5M2: probabilities are small, and
+/// E4M3 flushes probabilities below `2^-18` to zero.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -106,7 +106,7 @@ pub(crate) struct LinearIntoFp8 {
 }
 
 impl LinearIntoFp8 {
-    /// The scale of the gradient of the logits.
+    /// The scale of the logits' gradient.
     pub(crate) fn scale(&self) -> f32 {
         let size = if self.factor == 0.0 { 1.0 } else { self.factor.abs() };
         self.linear.gradient.scale(1.75) * size

@@ -1,8 +1,8 @@
-//! The linear tail and its mixture with attention over selected keys, in one step. For vector-Jacobian products outside
-//! candle's graph.
+//! The linear tail and its mixture with attention over selected keys (exact attention), in one step. For
+//! vector-Jacobian products outside candle's graph.
 //!
-//! On a GPU the tail's kernels mix before they write: neither the tail's output nor its gradient is stored in memory.
-//! On the CPU, and for tails without kernels, the two ops run one after the other.
+//! On a GPU the tail's kernels also compute the mixture: neither the tail's output nor its gradient is stored in
+//! memory. On the CPU, and for tails without kernels, the two ops run one after the other.
 
 use candle_core::{CudaStorage, Result, Tensor};
 
@@ -101,9 +101,9 @@ impl Mixture {
     }
 
     /// [`Self::backward`] on a GPU, in two launches, with the backward of exact attention between them. The first
-    /// computes the gradient of exact attention's output, and partial sums of `theta`'s gradient. The second adds the
-    /// tail's gradients to the gradients of query, key and value in place, adds the tail's terms to the partial sums,
-    /// and computes the gradient of `theta`.
+    /// launch computes the gradient of exact attention's output, and partial sums of `theta`'s gradient. The second
+    /// launch adds the tail's gradients to the gradients of query, key and value in place, adds the tail's terms to the
+    /// partial sums, and computes the gradient of `theta`.
     fn backward_on_cuda(
         &self,
         [q, k, v, sparse, theta]: Inputs<'_>,
@@ -118,7 +118,7 @@ impl Mixture {
         let (dsparse, parts) =
             (cuda_tensor(dsparse, q.shape()), cuda_tensor(parts, self.blend.theta_parts()));
         let [dq, dk, dv] = exact(&dsparse)?;
-        // The tail's gradients are added in place, so that peak memory is not higher than without a tail.
+        // `dsparse` is freed, and the tail's gradients are added in place: peak memory is as low as without a tail.
         drop(dsparse);
         let all = [q, k, v, theta, dout, &dq, &dk, &dv, &parts];
         let dtheta: CudaStorage = with_cuda(NAME, all, |operands| self.launch(operands))?;

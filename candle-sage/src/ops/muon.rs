@@ -148,9 +148,9 @@ impl Muon {
         Ok(())
     }
 
-    /// With `beta2`, divides each row d of orthogonal directions by the root of its running mean square v, in place,
-    /// and scales each matrix so that its Frobenius norm does not change. (NorMuon, arXiv 2510.05491, sets the norm to
-    /// sqrt(rows columns) instead, so that the length of a step is always that of [`MuonScale::AdamW`].)
+    /// With `beta2`, divides each row d of orthogonal directions by the root of the row's running mean square v, in
+    /// place, and scales each matrix so that its Frobenius norm does not change. (NorMuon, arXiv 2510.05491, sets the
+    /// norm to sqrt(rows columns) instead, so that a step is always as long as with [`MuonScale::AdamW`].)
     ///
     /// ```text
     /// v = beta2 v + (1 - beta2) mean(d^2)          d = d / sqrt(v) * norm(matrix) / norm(matrix of d / sqrt(v))
@@ -229,7 +229,7 @@ impl Muon {
         parts: &[MuonPart],
         copy: Option<&Tensor>,
     ) -> Result<()> {
-        // The row of weights stands in for the gradient: it has the same shape and type.
+        // The row of weights replaces the gradient in this check, because both have the same shape and type.
         check_update(NAME, 2, state, &state.get(0)?, sum_of_squares, copy)?;
         let dtype = if state.device().is_cuda() { DType::BF16 } else { DType::F32 };
         if directions.rank() != 1 || directions.dtype() != dtype || !directions.is_contiguous() {

@@ -1,4 +1,4 @@
-//! Padded batches as packed documents, and back, with gradients.
+//! Converts padded batches to packed documents and back, with gradients.
 
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -43,7 +43,7 @@ pub struct Padding {
 }
 
 impl Padding {
-    /// From a mask (batch, sequence) of any type, which is 0 for padding and not 0 for real tokens. Real tokens may be
+    /// From a mask (batch, sequence) of any type: 0 for padding, not 0 for real tokens. Real tokens may be
     /// anywhere in a row (left or right padding), and keep their order. A row may have no real token. The host reads
     /// the mask, and therefore waits if the mask is on a GPU.
     ///

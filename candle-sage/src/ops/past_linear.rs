@@ -1,4 +1,4 @@
-//! The linear attention that SLA2 adds to block-sparse attention: its tail.
+//! The tail of SLA2: linear attention, which SLA2 adds to block-sparse attention.
 
 mod products;
 
@@ -215,7 +215,7 @@ impl PastLinear {
         Ok(())
     }
 
-    /// Whether the inputs are on a GPU and no kernel computes this tail, so that [`products`] does.
+    /// Whether the inputs are on a GPU and no kernel computes this tail, so that [`products`] computes it.
     pub(super) fn lacks_kernels(&self, q: &Tensor) -> bool {
         q.device().is_cuda() && (self.tail == Tail::Complement || !self.shape.causal())
     }

@@ -125,7 +125,6 @@ pub fn rms_norm_backward(
     Ok([f32_tensor(dx, x.shape(), x.dtype())?, f32_tensor(dw, weight.shape(), weight.dtype())?])
 }
 
-/// Checks the arguments of [`rms_norm_backward`].
 pub(super) fn checked_norm_backward(
     x: &Tensor,
     weight: &Tensor,

@@ -53,17 +53,17 @@ pub fn rope_tables(len: usize, head_dim: usize, base: f64, device: &Device) -> R
 pub struct Llama3Scaling {
     /// Divisor of low frequencies.
     pub factor: f64,
-    /// A frequency with fewer turns than this in `original_len` tokens counts as low.
+    /// A frequency that makes fewer rotations than this number in `original_len` tokens counts as low.
     pub low_freq_factor: f64,
-    /// A frequency with more turns than this in `original_len` tokens is not changed.
+    /// A frequency that makes more rotations than this number in `original_len` tokens is not changed.
     pub high_freq_factor: f64,
     /// Length of the shorter sequences in tokens: `original_max_position_embeddings`.
     pub original_len: usize,
 }
 
-/// [`rope_tables`] with frequencies scaled as in Llama 3.1: a frequency with `t` turns in `original_len` tokens is
-/// multiplied by `s + (1 - s) / factor`. Here `s = (t - low_freq_factor) / (high_freq_factor - low_freq_factor)`,
-/// clamped to the range from 0 to 1.
+/// [`rope_tables`] with frequencies scaled as in Llama 3.1: a frequency that makes `t` rotations in `original_len`
+/// tokens is multiplied by `s + (1 - s) / factor`. Here
+/// `s = (t - low_freq_factor) / (high_freq_factor - low_freq_factor)`, clamped to the range from 0 to 1.
 ///
 /// ```
 /// use candle_core::Device;

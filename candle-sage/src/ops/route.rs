@@ -109,7 +109,7 @@ impl Choice<'_> {
     }
 }
 
-/// At most `most` candidates, ascending: the `nearest` last ones, and those with the largest scores.
+/// At most `most` candidates, ascending: the last `nearest` candidates, and the candidates with the largest scores.
 pub(crate) fn chosen(scores: &[f32], most: usize, nearest: usize) -> Vec<u32> {
     let most = most.min(scores.len());
     let nearest = nearest.min(most);
@@ -120,7 +120,7 @@ pub(crate) fn chosen(scores: &[f32], most: usize, nearest: usize) -> Vec<u32> {
 }
 
 /// The attention mass that each block of queries gives to each candidate, (key heads, blocks of queries, columns) in
-/// f32: the sum of the probabilities in dense attention, over all heads of the group.
+/// f32: the sum of dense attention's probabilities over the queries of the block and the heads of the group.
 pub(crate) fn block_mass(
     [q, k]: [&Tensor; 2],
     shape: &AttentionShape,

@@ -17,7 +17,7 @@ impl Attention {
     /// heads) in any float type, on the query's device. [`Attention::apply`] uses them as constants; with
     /// [`Attention::apply_with_sinks`] they receive a gradient.
     ///
-    /// Sinks do not change the quantization of probabilities, which is relative to the largest logit of a key. The
+    /// Sinks do not change the quantization of probabilities, which depends only on the logits of the keys. The
     /// log-sum-exps of [`Attention::apply_with_lse`] include the sink.
     #[must_use]
     pub fn sinks(mut self, sinks: &Tensor) -> Self {
@@ -46,8 +46,8 @@ impl Attention {
     ///
     /// # Errors
     /// As [`Attention::apply`]; when the number of sinks is not the number of query heads; and when the scheme smooths
-    /// keys ([`Smoothing`](crate::Smoothing)), because the logits are then computed from keys minus their mean
-    /// (`SageBwd::default()` does so).
+    /// keys ([`Smoothing`](crate::Smoothing)), as `SageBwd::default()` does, because the logits are then computed from
+    /// keys minus their mean.
     ///
     /// Source: GPT-OSS's model card, arXiv 2508.10925.
     pub fn apply_with_sinks(&self, q: &Tensor, k: &Tensor, v: &Tensor, sinks: &Tensor) -> Result<Tensor> {
@@ -79,7 +79,6 @@ impl Attention {
         Ok(())
     }
 
-    /// Checks the sinks, if there are any.
     pub(super) fn sinks_of(&self, shape: &AttentionShape, q: &Tensor) -> Result<Option<Tensor>> {
         let Some(sinks) = &self.sinks else { return Ok(None) };
         self.check_sinks()?;
@@ -99,8 +98,8 @@ impl AttentionVjp {
     }
 }
 
-/// Returns the key unchanged. The sinks are its second input: candle therefore runs this backward after attention's
-/// backward, which stores the sinks' gradient in `Saved`.
+/// Returns the key unchanged. The sinks are the op's second input. Candle therefore runs the op's backward
+/// after attention's backward, which stores the sinks' gradient in `Saved`.
 struct WithSinks(Arc<Saved>);
 
 impl CustomOp2 for WithSinks {

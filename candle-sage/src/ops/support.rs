@@ -50,7 +50,6 @@ fn cuda_storage<'a>(storage: &'a Storage, op: &str) -> Result<&'a CudaStorage> {
     }
 }
 
-/// A contiguous tensor.
 pub(super) fn cuda_tensor(storage: CudaStorage, shape: impl Into<Shape>) -> Tensor {
     Tensor::from_storage(Storage::Cuda(storage), shape, candle_core::op::BackpropOp::none(), false)
 }
@@ -178,7 +177,7 @@ fn not_a_sum(op: &str, dtype: DType, contiguous: bool) -> Error {
         .hint("`Tensor::zeros(dims, DType::F32, device)` makes one")
 }
 
-/// Checks that a tensor can be added to in place: f32, contiguous, of shape `dims`.
+/// Checks that an op can add to a tensor in place: the tensor is f32, contiguous, and of shape `dims`.
 pub(super) fn check_sum(op: &str, sum: &Tensor, dims: &[usize]) -> Result<()> {
     if sum.dims() != dims {
         return Err(shape_error(

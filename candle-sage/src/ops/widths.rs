@@ -8,7 +8,7 @@ use crate::shape::{Dims, HEAD_DIM};
 /// The head_dims of a call in which values have another head_dim than queries and keys.
 ///
 /// A zero channel of Q and K adds nothing to a logit, and a zero channel of V becomes a zero channel of O. In low bits
-/// zeros change no scale, because they are not the maximum.
+/// zeros change no scale, because a scale is computed from the largest absolute value.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Widths {
     query: usize,
@@ -35,7 +35,7 @@ impl Widths {
         widen(dout, self.query.max(self.value))
     }
 
-    /// The output without the channels that were added.
+    /// The output without the channels that padding added.
     pub(super) fn narrow_output(self, out: &Tensor) -> Result<Tensor> {
         out.narrow(D::Minus1, 0, self.value)
     }
@@ -45,7 +45,7 @@ impl Widths {
         self.value
     }
 
-    /// The gradients of query, key and value without the channels that were added.
+    /// The gradients of query, key and value without the channels that padding added.
     pub(super) fn narrow(self, [dq, dk, dv]: [Tensor; 3]) -> Result<[Tensor; 3]> {
         let first = |x: Tensor, channels| x.narrow(D::Minus1, 0, channels);
         Ok([first(dq, self.query)?, first(dk, self.query)?, first(dv, self.value)?])

@@ -7,8 +7,8 @@ use crate::error::{Error, Result};
 
 pub use values::{ValueGroups, ValueScale};
 
-/// The means of K and V are computed from partial sums over this many rows, on the CPU and on a GPU, so that both have
-/// the same bits.
+/// The means of K and V are computed from partial sums over this many rows, so that a mean has the same bits on the CPU
+/// and on a GPU.
 pub(crate) const MEAN_ROWS: usize = 64;
 
 /// Attn-QAT: attention in 4-bit floating point ([NVFP4](crate::nvfp4)), with a backward that trains through the
@@ -31,7 +31,7 @@ pub(crate) const MEAN_ROWS: usize = 64;
 /// Attn-QAT prepares a model for FP4 inference; it does not make training faster. On every GPU training multiplies
 /// 16-bit operands that represent NVFP4 values exactly, so the forward has the results of FP4 tensor cores up to the
 /// order of sums. (For dV, an FP4 value of P is multiplied by its scale, divided by the row's sum, and rounded to 16
-/// bit: within 2^-8 in bf16, 2^-11 in f16.)
+/// bit: the relative error is at most 2^-8 in bf16, 2^-11 in f16.)
 ///
 /// Each ablation of the paper is one setting; [`AttnQat::drop_in`] is the paper's baseline that replaces only the
 /// forward.
@@ -61,16 +61,16 @@ pub struct AttnQat {
     pub value_scale: ValueScale,
     /// The number by which a row's probabilities are divided before they are quantized.
     pub p_reference: PReference,
-    /// Whether dS uses the high-precision output O' (the paper's principle 2). Otherwise
-    /// `D = rowsum(dO o O)`; then the rows of dS do not sum to zero, and a mean of K leaks into dQ.
+    /// Whether dS uses the high-precision output O' (the paper's principle 2). Otherwise dS uses O; then the rows of dS
+    /// do not sum to zero, and the mean of K leaks into dQ.
     pub high_precision_output: bool,
     /// Whether the backward computes its scores and all other matmuls from the forward's Q^, K^ and V^ (the paper's
-    /// principle 1). Otherwise it uses the unquantized tensors, as a stock backward would, and its probabilities do not
-    /// match the forward's log-sum-exp.
+    /// principle 1). Otherwise the backward uses the unquantized tensors, as a stock backward would, and its
+    /// probabilities do not match the forward's log-sum-exp.
     pub matched_recomputation: bool,
-    /// Whether dV is computed from quantized probabilities, as O is. Otherwise it is computed from P.
+    /// Whether dV is computed from quantized probabilities, as O is. Otherwise dV is computed from P.
     pub requantized_p: bool,
-    /// Instructions that compute the matmuls. They change only the order of sums.
+    /// Instructions that compute the matmuls. The choice changes only the order of sums.
     pub products: Products,
 }
 
@@ -133,14 +133,14 @@ pub enum Products {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum PReference {
-    /// `2^ceil(m)`, where m is the row's largest base-2 logit: probabilities are relative to the largest one.
+    /// `2^ceil(m)`, where m is the row's largest base-2 logit: probabilities are relative to the largest probability.
     /// References are powers of two, so that rescaling by a running maximum is exact, and the backward reproduces the
     /// forward's FP4 values.
     #[default]
     RowMax,
     /// `2^(ceil(m) - 11)`: as `RowMax`, but the largest probability is at the top of E4M3's range, so that
-    /// probabilities 2048 times smaller than with `RowMax` keep their bits. This replaces the paper's two-level scale,
-    /// 2688 divided by the row's maximum.
+    /// probabilities 2048 times smaller than with `RowMax` keep their bits. This reference replaces the paper's
+    /// two-level scale, 2688 divided by the row's maximum.
     ///
     /// On CUDA the output can be wrong for logits beyond 10^7: rounding such logits in f32 can raise a probability
     /// beyond E4M3's range.
@@ -236,7 +236,7 @@ impl AttnQat {
             high_precision_output,
             matched_recomputation,
             requantized_p,
-            // Changes how results are computed, not the results.
+            // `products` changes only the order of sums.
             products: _,
         } = self;
         vec![

@@ -121,7 +121,6 @@ impl Int8Products {
     /// Only `S` and `O` of the forward.
     pub const FORWARD: Self = Self { o: true, s: false, dv: false, dq: false, dk: false };
 
-    /// The sets with names.
     const NAMED: [(&'static str, Self); 4] = [
         ("paper", Self::PAPER),
         ("forward-and-s", Self::FORWARD_AND_S),
@@ -207,8 +206,8 @@ impl std::str::FromStr for Int8Products {
 
 /// The number of vectors that share one scale when the backward quantizes P, dS and dO.
 ///
-/// A vector runs along the matmul's reduction, along which a scale must be constant. For dQ, dS has one scale per query
-/// row, for dK one per key column; for dV, P has one per key column and dO one per channel.
+/// A vector runs along the matmul's reduction, along which a scale must be constant. A vector is a query row of dS for
+/// dQ, a key column of dS for dK, and a key column of P or a channel of dO for dV.
 ///
 /// ```
 /// use candle_sage::Granularity;
@@ -346,7 +345,7 @@ impl SageBwd {
         ]
     }
 
-    /// Allowed numbers of rows of a tile. The upper bound keeps `127^2 * rows` far below 2^24, so that f32 sums of INT8
+    /// Allowed numbers of rows of a tile. The upper bound keeps `127^2 * rows` below 2^24, so that f32 sums of INT8
     /// products are exact too.
     pub const TILE_ROWS: std::ops::RangeInclusive<usize> = 16..=256;
 
@@ -362,8 +361,8 @@ impl SageBwd {
     /// ```
     ///
     /// # Errors
-    /// When a tile, a group or a sample is out of range; when a granularity is set that no matmul uses; when a key mean
-    /// is set without smoothing.
+    /// When a tile, a group or a sample is out of range; when only the forward's S is in INT8; when a granularity, a
+    /// key mean or smoothing of V is set that has no effect.
     pub fn validate(&self) -> Result<()> {
         for (name, rows) in [("tile_q", self.tile_q), ("tile_k", self.tile_k)] {
             if !Self::TILE_ROWS.contains(&rows) {

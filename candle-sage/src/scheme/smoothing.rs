@@ -16,19 +16,19 @@ use crate::error::{Error, Result};
 pub enum Smoothing {
     /// Subtracts nothing. A channel with a large mean then takes up most of the quantized range.
     None,
-    /// Subtracts from K its mean over the tokens of the sequence, or over some of them ([`KeyMean`]).
-    /// The softmax does not change, because all logits of a row shift by one number; nor do the gradients, because
-    /// every row of the exact dS sums to zero.
+    /// Subtracts from K its mean over all tokens of the sequence, or over a sample ([`KeyMean`]). The softmax does not
+    /// change, because all logits of a row shift by the same number. The gradients do not change, because every row of
+    /// the exact dS sums to zero.
     #[default]
     K,
-    /// As `K`, and subtracts from each tile of Q its mean. The product of this mean and K, one row of logits, is added
-    /// to every row of the tile's logits. dK gets the mean's contribution as a rank-one term.
+    /// As `K`, and subtracts the mean of each tile of Q from the tile. The product of this mean and K, one row of
+    /// logits, is added to every row of the tile's logits. dK gets the mean's contribution as a rank-one term.
     Qk,
-    /// As `K`, and subtracts from V its mean `m` over the same tokens, and adds `m` to the output:
-    /// `O = P (V - m) + m`, because every row of the exact P sums to one. The rounding error of P is then multiplied by
-    /// `V - m` instead of V, which reduces the part of the output's error that does not average out. This method is
-    /// ours; `docs/gradient_bias.md` has measurements. It cannot be combined with
-    /// `AttnQat::high_precision_output(false)` or `Products::Nvfp4`, because the mean would not be rounded as V is.
+    /// As `K`, and subtracts from V its mean `m` over the same tokens, and adds `m` to the output: `O = P (V - m) + m`,
+    /// because every row of the exact P sums to one. The rounding error of P is then multiplied by `V - m` instead of
+    /// V, which reduces the part of the output's error that does not average out. This method is ours;
+    /// `docs/gradient_bias.md` has measurements. `Kv` cannot be combined with `AttnQat::high_precision_output(false)`
+    /// or `Products::Nvfp4`, because the mean would not be rounded as V is.
     Kv,
 }
 
@@ -60,9 +60,9 @@ impl Smoothing {
 
 /// The tokens over which [`Smoothing`] takes the means of K and V.
 ///
-/// Subtracting the same vector from all keys changes neither the softmax nor the gradients. It only makes better use of
-/// the quantized range, and the mean of a few dozen keys is enough for that. A sample saves another read of all of K;
-/// `docs/sagebwd_products.md` has errors and times of both.
+/// Subtracting the same vector from all keys changes neither the softmax nor the gradients. The subtraction only makes
+/// better use of the quantized range, for which the mean of a few dozen keys is enough. A sample saves another read of
+/// all of K; `docs/sagebwd_products.md` has errors and times.
 ///
 /// ```
 /// use candle_sage::KeyMean;
@@ -88,7 +88,7 @@ pub enum KeyMean {
 }
 
 impl KeyMean {
-    /// The indices of these tokens in a sequence of `n` tokens.
+    /// The indices of the averaged tokens in a sequence of `n` tokens.
     pub fn tokens(self, n: usize) -> impl Iterator<Item = usize> {
         let count = match self {
             Self::All => n,

@@ -29,8 +29,8 @@ impl Scheme {
         })
     }
 
-    /// Replaces one setting. Names and values are those of [`Scheme::settings`]; Attn-QAT also has `products`: `16-bit`
-    /// or `nvfp4`.
+    /// Replaces one setting. Names and values are as in [`Scheme::settings`]; Attn-QAT also has `products`: `16-bit` or
+    /// `nvfp4`.
     ///
     /// ```
     /// use candle_sage::{Int8Products, SageBwd, Scheme};
@@ -152,7 +152,6 @@ mod tests {
     use super::*;
     use crate::scheme::{Granularity, Int8Products, KeyMean, ValueGroups, ValueScale};
 
-    /// Every setting that can be printed can be set.
     #[test]
     fn every_setting_is_set_by_its_own_words() {
         let sagebwd = SageBwd::default()

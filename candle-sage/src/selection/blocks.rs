@@ -85,9 +85,9 @@ impl Blocks {
         self.key_starts[segment + 1] - self.key_starts[segment]
     }
 
-    /// Number of candidates of a block of queries: the blocks of keys that its selection may contain, which are the
-    /// segment's first blocks. With a causal mask the block's first query sees every key of a candidate, so that a query's selection
-    /// does not depend on later tokens.
+    /// Number of candidates of a block of queries. Candidates are the blocks of keys that may be selected: the
+    /// segment's first blocks. With a causal mask the block's first query sees every key of a candidate, so that a
+    /// query's selection does not depend on later tokens.
     pub(crate) fn candidates(&self, segment: usize, block: usize) -> usize {
         if self.causal {
             self.segments[segment].visible_keys(block * self.query) / self.key
@@ -96,8 +96,8 @@ impl Blocks {
         }
     }
 
-    /// The blocks of keys that follow the candidates and that some query of the block sees. They are always visited and
-    /// masked by token; with a causal mask they are the blocks on the diagonal.
+    /// The blocks of keys that follow the candidates and that some query of the block sees. These blocks are always
+    /// visited and masked by token; with a causal mask they are the blocks on the diagonal.
     pub(crate) fn always(&self, segment: usize, block: usize) -> Range<usize> {
         let candidates = self.candidates(segment, block);
         let bounds = &self.segments[segment];
@@ -121,13 +121,13 @@ impl Blocks {
         self.segments.len()
     }
 
-    /// The largest number of always visited blocks of any list.
+    /// The largest number of blocks in [`Blocks::always`], over all blocks of queries.
     pub(crate) fn most_always(&self) -> usize {
         self.each().map(|(segment, block)| self.always(segment, block).len()).max().unwrap_or(0)
     }
 
-    /// The first column of a segment's blocks of keys in its score matrix. Each batch entry has a separate score
-    /// matrix; packed documents share one matrix.
+    /// The first column of a segment's blocks of keys in the matrix of the router's scores. Each batch entry has a
+    /// separate score matrix; packed documents share one matrix.
     pub(crate) fn first_column(&self, segment: usize) -> usize {
         if self.packed { self.key_starts[segment] } else { 0 }
     }
@@ -137,12 +137,11 @@ impl Blocks {
         if self.packed { self.all_key_blocks() } else { self.key_blocks(0) }
     }
 
-    /// Number of blocks of keys of all segments.
     pub(crate) fn all_key_blocks(&self) -> usize {
         self.key_starts[self.segments.len()]
     }
 
-    /// For each block of keys: its segment, and the tokens (indices in the tensor) whose mean represents it.
+    /// For each block of keys: its segment, and the tokens (indices in the tensor) whose mean represents the block.
     pub(crate) fn pooled_keys(&self) -> Vec<(Segment, Range<usize>)> {
         let of_segment = |number: usize| {
             let segment = &self.segments[number];
@@ -154,9 +153,9 @@ impl Blocks {
         (0..self.segments.len()).flat_map(of_segment).collect()
     }
 
-    /// For each block of queries: its segment, and the tokens (indices in the tensor) whose mean represents
-    /// it. With a causal mask these are the last `pool` queries up to and including the block's first query,
-    /// so that a query's selection does not depend on later queries.
+    /// For each block of queries: its segment, and the tokens (indices in the tensor) whose mean represents the block.
+    /// With a causal mask these tokens are the last `pool` queries up to and including the block's first query, so that
+    /// a query's selection does not depend on later queries.
     pub(crate) fn pooled_queries(&self, pool: usize) -> Vec<(Segment, Range<usize>)> {
         let span = |(number, block): (usize, usize)| {
             let segment = &self.segments[number];

@@ -73,9 +73,9 @@ impl Selection {
         Self::from_lists(shape, blocks, device, |at| (0..at.candidates).collect())
     }
 
-    /// A sliding window in whole blocks; [`Attention::window`](crate::Attention::window) is exact to the token. It
-    /// lists the `nearest` candidates and the first `sinks` blocks of each segment. With a causal mask the nearest
-    /// candidates are the last ones; otherwise they surround the position of the block of queries.
+    /// A sliding window in whole blocks; [`Attention::window`](crate::Attention::window) is exact to the token. The
+    /// lists contain the `nearest` candidates and the first `sinks` blocks of the segment. With a causal mask the
+    /// nearest candidates are the last candidates; otherwise they surround the position of the block of queries.
     ///
     /// # Errors
     /// As [`Selection::from_lists`].

@@ -10,14 +10,15 @@ use crate::shape::AttentionShape;
 pub(crate) struct Lists {
     shape: AttentionShape,
     pub(crate) blocks: Blocks,
-    /// (key head, block of queries): the blocks of keys that it sees, ascending.
+    /// For each (key head, block of queries): the blocks of keys that the queries see, ascending.
     seen: Vec<Vec<u32>>,
-    /// (key head, block of keys): the blocks of queries that see it, ascending.
+    /// For each (key head, block of keys): the blocks of queries that see the keys, ascending.
     users: Vec<Vec<u32>>,
 }
 
 impl Lists {
-    /// The lists of a selection's tensor. Each of its rows of `stride` values is a count, followed by that many blocks.
+    /// The lists of a selection's tensor. A row of `stride` values is a count, the indices of that many blocks, and
+    /// padding.
     pub(super) fn new(shape: &AttentionShape, blocks: &Blocks, values: &[u32], stride: usize) -> Self {
         let seen: Vec<Vec<u32>> =
             values.chunks_exact(stride).map(|row| row[1..1 + row[0] as usize].to_vec()).collect();

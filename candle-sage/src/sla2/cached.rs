@@ -74,7 +74,8 @@ fn states(k: &Tensor, v: &Tensor, block: usize) -> Result<Tensor> {
 }
 
 impl Sla2Cache {
-    /// An empty cache. It allocates memory for `len` tokens at its first use, and for `len` more whenever it is full.
+    /// An empty cache, which allocates memory for `len` tokens at its first use, and for `len` more whenever it is
+    /// full.
     pub fn new(len: usize) -> Self {
         Self {
             keys_values: KvCache::new(SEQUENCE, len.max(1)),
@@ -100,7 +101,7 @@ impl Sla2Cache {
         *self = Self { keys_values, ..Self::new(1) };
     }
 
-    /// The last `count` queries of `recent` followed by `q`. A copy, because a view would keep all of `q` alive.
+    /// The last `count` queries of `recent` followed by `q`, as a copy, because a view would keep all of `q` alive.
     fn last_queries(&self, q: &Tensor, count: usize) -> Result<Tensor> {
         let all = match &self.recent {
             Some(recent) => Tensor::cat(&[recent, q], SEQUENCE)?,
@@ -136,7 +137,7 @@ impl Sla2Cache {
 
 impl Sla2 {
     /// Computes [`Sla2::apply`] for tokens that follow the tokens in `cache`, and adds the new tokens to the cache. The
-    /// first call has the prompt, each later call one or more tokens. Query, key and value are those of the new tokens.
+    /// first call has the prompt, each later call one or more tokens. Query, key and value belong to the new tokens.
     /// All calls with a cache have the same router, `theta` and settings.
     ///
     /// The prompt is computed as by [`Sla2::select`] and [`Sla2::apply`]. For later tokens, attention to the selected
@@ -328,7 +329,7 @@ impl Sla2 {
         Ok(())
     }
 
-    /// The output of queries of the current block, of which the first is at `at`.
+    /// The output of queries of the current block. The first query is token `at`.
     fn follow(
         &self,
         q: &Tensor,

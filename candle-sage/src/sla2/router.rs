@@ -30,7 +30,7 @@ pub struct Router {
 }
 
 impl Router {
-    /// A router with new variables, identity matrices.
+    /// A router whose matrices are new variables, initialized to identities.
     ///
     /// # Errors
     /// When the device fails.
@@ -128,7 +128,7 @@ impl Router {
                 .hint("it has a pair of matrices for each key head")
                 .into());
         }
-        // Each batch entry has its own score matrix. Packed documents share one, in which the blocks of other
+        // Each batch entry has its own score matrix. Packed documents share one matrix, in which the blocks of other
         // documents are not candidates.
         let groups = if shape.is_packed() { 1 } else { shape.batch() };
         let split = |x: Tensor| x.reshape((key_heads * groups, (), d));
@@ -147,8 +147,8 @@ pub(super) fn entropy_sums(scores: &Tensor, mass: &Tensor, blocks: &Blocks) -> R
     for (segment, block) in blocks.each() {
         let first = blocks.first_column(segment);
         let candidates = first..first + blocks.candidates(segment, block);
-        // Far below any score, but finite: minus infinity would turn a row without candidates into NaN. A row without
-        // candidates has no mass, and therefore no gradient.
+        // -1e30 is far below any score, but finite: minus infinity would turn a row without candidates into NaN. A row
+        // without candidates has no mass, and therefore no gradient.
         hidden.extend((0..columns).map(|column| if candidates.contains(&column) { 0f32 } else { -1e30 }));
     }
     let hidden = Tensor::from_vec(hidden, (1, blocks.rows(), columns), scores.device())?;

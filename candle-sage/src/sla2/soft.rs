@@ -10,11 +10,11 @@ use crate::scheme::Scheme;
 use crate::selection::Blocks;
 use crate::shape::AttentionShape;
 
-/// Added to divisors. It is too small to change them, but its square, by which the gradient of a quotient is divided,
-/// is not 0 in f32.
+/// Added to divisors and to arguments of logarithms, which may be 0. The square of this number, by which the gradient
+/// of a quotient is divided, is not 0 in f32.
 const TINY: f64 = 1e-15;
 
-/// Limit of exponents: only keys without weight exceed it, and their exponentials must stay finite.
+/// Limit of exponents, so that the exponentials of keys with weight 0 stay finite.
 const LARGEST_EXPONENT: f32 = 60.0;
 
 impl Sla2 {
@@ -63,7 +63,7 @@ impl Sla2 {
         let scores = router.scores(self.pooled([q, k], &shape, &blocks)?, &shape)?.reshape(rows)?;
         let chosen = soft_top_k(&scores.broadcast_add(&masks.hidden)?, self.count, tau)?;
         let chosen = chosen.index_select(&masks.query_blocks, 2)?.index_select(&masks.key_blocks, 3)?;
-        // One row of weights for each query head of a group; heads before tokens.
+        // Repeats the rows of each key head for the query heads of its group.
         let group = |x: Tensor| -> Result<Tensor> {
             let (batch, _, rows, columns) = x.dims4()?;
             let all = x.unsqueeze(2)?.expand((batch, key_heads, heads / key_heads, rows, columns))?;
@@ -99,7 +99,7 @@ impl Sla2 {
                         let unseen = (left.sum_keepdim(D::Minus1)?.relu()? + TINY)?.log()?;
                         sigmoid(&theta.broadcast_add(&(seen - unseen)?)?)?
                     }
-                    // 1 if no key is left to the tail.
+                    // The share is 1 if no key is left to the tail.
                     Alpha::Constant => {
                         let share = sigmoid(&theta)?.broadcast_mul(&masks.has_tail)?;
                         share.broadcast_sub(&(&masks.has_tail - 1.0)?)?
@@ -112,11 +112,11 @@ impl Sla2 {
     }
 
     /// The published loss of the first stage (arXiv 2602.12675, section 3.3): the mean squared difference between
-    /// [`Sla2::apply_soft`] and unquantized dense attention. It is a scalar in f32, differentiable with respect to the
-    /// router and `theta`; query, key and value are detached.
+    /// [`Sla2::apply_soft`] and unquantized dense attention. The loss is a scalar in f32, differentiable with respect
+    /// to the router and `theta`; query, key and value are detached.
     ///
-    /// [`Sla2::router_loss`] trains the router as well or better, on every device, and without all pairs of tokens in
-    /// memory.
+    /// [`Sla2::router_loss`] trains the router at least as well as this loss, on every device, and without all pairs of
+    /// tokens in memory.
     ///
     /// # Errors
     /// As [`Sla2::apply_soft`].
@@ -141,7 +141,7 @@ fn weighted_mean(weights: &Tensor, value: &Tensor) -> Result<Tensor> {
     weights.matmul(value)?.broadcast_div(&(weights.sum_keepdim(D::Minus1)? + TINY)?)
 }
 
-/// The keys that queries see, as tensors of numbers.
+/// Which keys the queries see, as tensors.
 struct Masks {
     /// 0 for candidates, else minus infinity: (1, 1, blocks of queries, blocks of keys).
     hidden: Tensor,

@@ -15,8 +15,8 @@ pub struct Sla2Vjp {
 }
 
 impl Sla2Vjp {
-    /// Only the gradient of `theta` for the output's gradient `dout`; it does not need attention's backward. It is zero
-    /// without a tail.
+    /// Only the gradient of `theta` for the output's gradient `dout`, without attention's backward. The gradient is
+    /// zero without a tail.
     ///
     /// # Errors
     /// When `dout` does not fit the output.

@@ -42,7 +42,7 @@ fn schemes() -> Vec<Scheme> {
     all
 }
 
-/// Lengths that are not multiples of any tile, all head layouts, both masks, and windows.
+/// Lengths that are not multiples of any tile, all head layouts, with and without a causal mask, and windows.
 fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for (lens, heads, d) in [
@@ -109,8 +109,8 @@ fn unquantized_is_exact_up_to_f32_rounding() -> Result<()> {
 }
 
 /// The inputs are exact in 16 bit and the matmuls are in f32, so that the output and each gradient are rounded once, by
-/// at most 2^-9 (bf16) or 2^-12 (f16) of their size; D = rowsum(dO o O) uses the rounded output, which can add as much
-/// again. Gradients below f16's smallest number, 6e-8, do not occur here.
+/// at most 2^-9 (bf16) or 2^-12 (f16) of their size; D = rowsum(dO o O) uses the rounded output, which can add an error
+/// of the same size. Gradients below f16's smallest number, 6e-8, do not occur here.
 #[test]
 fn sixteen_bit_tensors_are_rounded_once() -> Result<()> {
     for (dtype, tolerance) in [(DType::BF16, 2f64.powi(-8)), (DType::F16, 2f64.powi(-11))] {
@@ -190,8 +190,8 @@ fn strides_do_not_matter() -> Result<()> {
     Ok(())
 }
 
-/// `flash_attn`, `flash_attn_varlen` and heads first give the bits of `apply`, in outputs and gradients; invalid
-/// lengths are errors.
+/// `flash_attn`, `flash_attn_varlen` and `apply_heads_first` give the bits of `apply`, in outputs and gradients.
+/// Invalid lengths are errors.
 #[test]
 fn other_signatures_are_the_same_attention() -> Result<()> {
     let var = |dims: &[usize]| Var::randn(0f32, 1., dims, &Device::Cpu);
@@ -285,7 +285,7 @@ fn a_query_that_sees_nothing_gives_zeros_and_no_gradient() -> Result<()> {
 
 #[test]
 fn a_nan_is_not_hidden() -> Result<()> {
-    // Also a NaN with low payload bits, and in the first row of causal attention, which sees one key.
+    // Includes NaNs with low payload bits. The bad value is in token 0: with a causal mask, query 0 sees only this key.
     let bad = [f32::NAN, f32::from_bits(0x7fc0_0001), f32::from_bits(0xffff_ffff), f32::INFINITY];
     for scheme in schemes() {
         for (input, name) in ["query", "key", "value", "output gradient"].iter().enumerate() {
@@ -312,7 +312,7 @@ fn a_nan_is_not_hidden() -> Result<()> {
 fn extreme_logits_stay_finite() -> Result<()> {
     let mut case = Case::new(1, (100, 100), (1, 1), 64, true);
     case.draw(300.0, 1);
-    // All schemes except those whose backward has other logits than the forward: this mismatch is their known defect.
+    // All schemes except those whose backward computes other logits than the forward, which is a known defect.
     let matched = |scheme: &Scheme| match scheme {
         Scheme::SageBwd(settings) => settings.products.s,
         other => *other != AttnQat::drop_in().into(),

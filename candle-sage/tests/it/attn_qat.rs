@@ -34,8 +34,8 @@ fn fake_quantize(
     out
 }
 
-/// The definition of Attn-QAT in f64: gradients of Q, K and V are the gradients of exact attention on the rounded
-/// tensors, with quantized probabilities where the forward has them.
+/// The definition of Attn-QAT in f64: dQ and dK are the gradients of exact attention on the rounded tensors. O, and
+/// with `requantized_p` also dV, are computed from quantized probabilities.
 fn definition(case: &Case, settings: &AttnQat) -> Results {
     assert!(settings.smoothing == Smoothing::None && settings.matched_recomputation);
     let (shape, d, (hq, hk)) = (case.shape(), case.head_dim, case.heads);
@@ -120,7 +120,7 @@ fn quantized_probabilities(logits: &[f64], settings: &AttnQat) -> (Vec<f64>, Vec
 fn without_worst_rows(got: &[f64], expected: &[f64], d: usize) -> f64 {
     let norm: f64 = expected.iter().map(|x| x * x).sum();
     if norm == 0.0 {
-        // The gradients of a single key.
+        // For a single key, the exact dQ and dK are zero.
         return relative_l2(got, expected);
     }
     let rows = got.chunks_exact(d).zip(expected.chunks_exact(d));
@@ -131,11 +131,11 @@ fn without_worst_rows(got: &[f64], expected: &[f64], d: usize) -> f64 {
     (errors.iter().sum::<f64>() / norm).sqrt()
 }
 
-/// The straight-through gradient. dQ and dK are exact up to f32 (4e-6 as in unquantized attention, and the sums of D,
-/// which cancel: 2e-5). O and dV are exact to 4e-6 in all rows without a changed FP4 value. A probability has another
-/// FP4 value if f32 and f64 put it, or its scale, on different sides of a midpoint. This happens to a fraction of 2^-20
-/// x 8 of the probabilities, so a row of 300 probabilities contains one with a chance of 2e-3. A changed scale affects
-/// 16 rows of dV: a tenth of the rows may be off. A changed FP4 value is off by a quarter of itself, 7e-4 of a tensor;
+/// dQ and dK are exact up to f32 roundings: 4e-6 as in unquantized attention, and up to 2e-5 from the sums of D, whose
+/// terms cancel. O and dV are exact to 4e-6 in all rows without a changed FP4 value. A probability has another FP4
+/// value if f32 and f64 put it, or its scale, on different sides of a midpoint. This happens to a fraction of 2^-20 x 8
+/// of the probabilities, so a row of 300 probabilities contains one with a chance of 2e-3. A changed scale affects 16
+/// rows of dV: a tenth of the rows may be off. A changed FP4 value is off by a quarter of itself, 7e-4 of a tensor;
 /// 5e-3 allows for rows of a few keys.
 #[test]
 fn results_are_those_of_the_definition() -> Result<()> {
@@ -176,9 +176,9 @@ fn against_unquantized(case: &Case, settings: AttnQat) -> Result<(Results, Resul
     Ok((case.run(settings.into(), DType::F32)?, case.run(Scheme::Unquantized, DType::F32)?))
 }
 
-/// Probabilities relative to the row's sum, as in the paper's text, are flushed to zero where attention is diffuse, and
-/// dV with them. In a simulation at N 4096 and head_dim 128 the cosine between dV and the exact dV is .225, and .986
-/// with probabilities relative to the row's maximum.
+/// Probabilities relative to the row's sum, as in the paper's text, are flushed to zero where attention is diffuse.
+/// Their contributions to dV are then missing. In a simulation at N 4096 and head_dim 128 the cosine between dV and the
+/// exact dV is .225, and .986 with probabilities relative to the row's maximum.
 #[test]
 fn diffuse_attention_keeps_the_gradient_of_values() -> Result<()> {
     let case = Case::new(1, (4096, 4096), (1, 1), 128, false);

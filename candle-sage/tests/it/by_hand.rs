@@ -6,7 +6,6 @@ use candle_sage::ops::{self, CrossEntropy, QkNormRopeGrad, RopeStyle};
 
 use crate::support::{Normals, f64s, relative_l2};
 
-/// A device and an element type.
 #[derive(Clone)]
 struct Place {
     device: Device,
@@ -64,7 +63,7 @@ fn close(name: &str, got: &Tensor, expected: &Tensor, limit: f64) -> Result<()> 
     Ok(())
 }
 
-/// Rows 10 to 25, twice.
+/// Rows 10 to 24, twice.
 fn apart_of(x: &Tensor) -> Result<Tensor> {
     let rows = x.narrow(0, 10, 15)?;
     Tensor::stack(&[&rows, &rows], 0)
@@ -77,7 +76,8 @@ fn backwards(place: &Place) -> Result<()> {
     let (gate, up, dout) = (draw(&[30, 40])?, draw(&[30, 40])?, draw(&[30, 40])?);
     let out = ops::swiglu(&gate, &up)?;
     let expected = graph(&out, &dout, &[&gate, &up])?;
-    // Separate tensors; both in one tensor; one of each; channels that are not adjacent; rows at unequal distances.
+    // Gate and up as separate tensors, as views of one tensor, as a view and a separate tensor, with channels that are
+    // not adjacent, and with rows at unequal distances.
     let joined = Tensor::cat(&[gate.as_tensor(), up.as_tensor()], 1)?;
     let halves = [joined.narrow(1, 0, 40)?, joined.narrow(1, 40, 40)?];
     let turned = [gate.t()?.contiguous()?.t()?, up.t()?.contiguous()?.t()?];
@@ -94,7 +94,7 @@ fn backwards(place: &Place) -> Result<()> {
     }
     let (got, _) = ops::swiglu_backward(&apart(&plain[0])?, &apart(&plain[1])?, &apart(&dout)?, false)?;
     same("rows that are not equally far apart", &got, &apart_of(&both)?)?;
-    // Rows that are not multiples of a GPU's vector width.
+    // Row lengths that are not multiples of a GPU's vector width.
     let odd = |t: &Tensor| t.narrow(1, 0, 37);
     let (both, _) = ops::swiglu_backward(&odd(&gate)?, &odd(&up)?, &odd(&dout)?, false)?;
     same("odd rows", &both, &Tensor::cat(&[odd(&expected[0])?, odd(&expected[1])?], 1)?)?;
@@ -109,7 +109,7 @@ fn backwards(place: &Place) -> Result<()> {
         let (dx, dweights) = ops::qk_norm_rope_backward(&[grad], [&cos, &sin], 1e-6, style)?;
         same("qk_norm_rope", &dx, &expected[0])?;
         same("its weight", &dweights[0], &expected[1])?;
-        // Together with a tensor with fewer heads, both views of one tensor.
+        // Query and key, which has fewer heads, are views of one tensor.
         let joined = Tensor::cat(&[x.as_tensor(), &x.narrow(2, 1, 1)?], 2)?;
         let (query, key) = (joined.narrow(2, 0, 3)?, joined.narrow(2, 3, 1)?);
         same("of a strided input", &ops::qk_norm_rope(&query, &weight, &cos, &sin, 1e-6, style)?, &out)?;
@@ -156,7 +156,7 @@ fn norms(place: &Place) -> Result<()> {
         same("dx", &dx, &expected[0])?;
         same("dweight", &dweight, &expected[1])?;
         let [dx, dweight] = ops::rms_norm_backward(&x, &weight, &dout, Some(&other), 1e-6)?;
-        // Autograd rounds once more.
+        // Autograd rounds once more than `rms_norm_backward`.
         let sum = (&expected[0] + other.as_tensor())?;
         close("dx past the norm", &dx, &sum, 2.0 * place.rounding())?;
         same("dweight", &dweight, &expected[1])?;
@@ -179,7 +179,7 @@ fn products(place: &Place) -> Result<()> {
     let turned = |t: &Tensor| t.t()?.contiguous()?.t();
     for a in [a.as_tensor().clone(), turned(&a)?] {
         for b in [b.as_tensor().clone(), turned(&b)?] {
-            // A slice of a longer tensor, as for gradients.
+            // The output is a slice of a longer tensor, as gradients are.
             for dtype in [DType::F32, place.dtype] {
                 let all = Tensor::ones(rows * cols + 16, dtype, &place.device)?;
                 let out = all.narrow(0, 8, rows * cols)?.reshape((rows, cols))?;
@@ -208,8 +208,8 @@ fn products(place: &Place) -> Result<()> {
     same("a sum", &sum, &(a.to_dtype(DType::F32)? + 1.0)?.detach())
 }
 
-/// One pass for the loss and both gradients, compared with autograd. They differ by the rounding of the weight's
-/// gradient and of the scaled gradient of the hidden states.
+/// Computes the loss and both gradients in one pass. The gradients differ from autograd's by the rounding of the
+/// weight's gradient and of the scaled gradient of the hidden states.
 fn loss(place: &Place) -> Result<()> {
     let mut normals = Normals::new(4);
     let (rows, width, classes) = (40, 32, 50);
@@ -244,7 +244,7 @@ fn sum_of_halves(parts: &[&[f32]]) -> Vec<f32> {
     sum_of_halves(first).iter().zip(sum_of_halves(second)).map(|(a, b)| a + b).collect()
 }
 
-/// Parts whose sum depends on the order: only the right order gives these bits.
+/// Parts whose sum depends on the order: only the right order gives the expected bits.
 fn in_order(at: &Place) -> Result<()> {
     let mut normals = Normals::new(21);
     for (parts, place, len) in [
@@ -260,10 +260,10 @@ fn in_order(at: &Place) -> Result<()> {
         let values: Vec<f32> =
             (0..parts).flat_map(|part| normals.vec(len, 10f32.powi(part % 3 * 4))).collect();
         let expected = sum_of_halves(&values.chunks(len).collect::<Vec<_>>());
-        // One part is a slice of a larger tensor, which must not change outside of the slice.
+        // The part at `place` is a slice of a larger tensor, which must not change outside of the slice.
         let around = [&[7.0; 4], &values[place * len..][..len], &[7.0; 4]].concat();
         let around = Tensor::from_vec(around, len + 8, &at.device)?;
-        // The received tensor also has a place for this part, which is not read.
+        // The received tensor has space for this part too, but the space is not read.
         let mut received = values;
         received[place * len..][..len].fill(f32::NAN);
         let received = Tensor::from_vec(received, (parts as usize, len), &at.device)?;
@@ -381,7 +381,7 @@ mod cuda {
         Ok(())
     }
 
-    /// With 256 rows the bits of the sort cannot represent an id that is not in the table.
+    /// With 256 rows, the 8 bits of an id have no value for an id that is not in the table: the sort needs more bits.
     #[test]
     #[ignore = "needs a GPU"]
     fn ids_that_are_not_in_the_table_get_no_gradient() -> Result<()> {

@@ -46,7 +46,7 @@ fn copies(device: &Device, dtype: DType) -> Result<()> {
             assert_eq!(values(&turned.transpose(1, 2)?)?, values(&one)?, "{what}");
         }
     }
-    // Rows that are aligned to 16 bytes in a tensor that is not.
+    // Rows whose size is a multiple of 16 bytes, in a tensor that is not aligned to 16 bytes.
     let x = numbers((1, 1, 1, 4 * 64 + 3), dtype, device)?.flatten_all()?.narrow(0, 3, 256)?;
     let out = Tensor::zeros((1, 4, 1, 64), dtype, device)?;
     copy_heads(&out, &x.reshape((1, 4, 1, 64))?)?;

@@ -36,7 +36,7 @@ fn cases() -> Vec<(String, Case)> {
     cases
 }
 
-/// Numbers in (-2, 2) that are equal on every machine: multiples of 2^-5, exact in both types.
+/// Numbers in (-2, 2) that are equal on every machine: multiples of 2^-5, exact in bf16 and f16.
 fn fill(case: &mut Case) {
     let mut state = 1u64;
     for values in &mut case.data {
@@ -58,7 +58,7 @@ fn hashes(results: &Results) -> String {
     results.iter().map(of).collect::<Vec<_>>().join(" ")
 }
 
-/// A line for each case (dense and on lists), scheme and type. Above 128 channels two schemes have kernels.
+/// A line for each case (dense and on lists), scheme and type. Above 128 channels only two schemes have kernels.
 fn lines() -> Result<String> {
     let (device, mut lines) = (gpu(), String::new());
     for (name, mut case) in cases() {

@@ -10,7 +10,7 @@ use candle_sage::ops::{
 use crate::fp8::{cross_entropy_fp8, quantize_in_parts};
 use crate::support::{Normals, f64s, gpu, relative_l2};
 
-/// Values for every code, and for every midpoint of two codes and its neighbours.
+/// Every finite FP8 value, and every midpoint of two adjacent FP8 values with the next f32 number on each side.
 fn special(format: Fp8Format) -> Vec<f32> {
     let codes: Vec<f32> = (0..=255u8).map(|code| format.value(code)).filter(|x| x.is_finite()).collect();
     let middles = codes.windows(2).map(|pair| (pair[0] + pair[1]) / 2.0);
@@ -20,7 +20,7 @@ fn special(format: Fp8Format) -> Vec<f32> {
     all
 }
 
-/// See `products_are_those_of_the_cpu`.
+/// The limit for sums that are promoted to f32: see `products_are_those_of_the_cpu`.
 const PROMOTED: f64 = 1.0 / 2048.0;
 
 fn codes(matrix: &Fp8Matrix) -> Result<Vec<Vec<u8>>> {
@@ -83,9 +83,9 @@ fn codes_are_those_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// Matmuls of the same codes. The tensor cores' accumulators have about 14 bits, also between promotions to f32, which
-/// happen every 128 terms: each of the four steps in between errs by up to 2^-14 of the partial sum, 2^-12 in total,
-/// and we allow twice that. Fast sums are never promoted, so that the errors of the steps add up as if independent. One
+/// Matmuls of the same FP8 values. Tensor cores accumulate with about 14 bits, and promote the sum to f32 every 128
+/// terms. Each of the four steps between promotions errs by up to 2^-14 of the partial sum, 2^-12 in total, and we
+/// allow twice that. Fast sums are never promoted, so that the errors of the steps add up as if independent. One
 /// rounding to the result's type is added.
 #[test]
 #[ignore = "needs a GPU"]
@@ -244,7 +244,7 @@ fn check(name: &str, dtype: DType, got: &Fp8Matrix, plain: &Fp8Matrix) -> Result
 
 /// Fused kernels write the quantized f32 output of the plain operator. Their arithmetic is the same, but compilers may
 /// contract it differently, so that one value in ten thousand may cross a midpoint. In 16 bit the plain operator rounds
-/// in between: the limit is two roundings.
+/// its output before quantization: the limit is two roundings.
 #[test]
 #[ignore = "needs a GPU"]
 fn fused_operators_are_the_plain_ones_quantized() -> Result<()> {
@@ -259,7 +259,7 @@ fn fused_operators_are_the_plain_ones_quantized() -> Result<()> {
             let (gate, up) = (both.narrow(1, 0, columns)?, both.narrow(1, columns, columns)?);
             let scales = Fp8Scales::new(&[E4M3, E5M2, E4M3, E5M2], &gpu())?;
             let quantize = |x: &Tensor, copies, index| Fp8Matrix::quantize_with(x, copies, &scales.at(index));
-            // The first round measures the largest values.
+            // The first iteration measures the largest values.
             for _ in 0..2 {
                 let y = ops::swiglu_fp8(&gate, &up, Fp8Copies::Both, &scales.at(0))?;
                 check("swiglu", dtype, &y, &quantize(&ops::swiglu(&gate, &up)?, Fp8Copies::Both, 0)?)?;

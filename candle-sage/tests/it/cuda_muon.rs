@@ -7,13 +7,13 @@ use crate::support::{Normals, f64s, gpu, relative_l2};
 
 /// Directions are bf16 on a GPU. The composed polynomials oscillate between .88 and 1.12 several times, so that a
 /// rounding of a singular value by 2^-9 moves the result anywhere within this band: by the root mean square of the
-/// band, 8 %, for many singular values, and by up to a quarter for a single one. The momentum differs only by f32
+/// band, 8 %, for many singular values, and by up to a quarter for a single value. The momentum differs only by f32
 /// roundings.
 #[test]
 #[ignore = "needs a GPU"]
 fn muon_is_that_of_the_cpu() -> Result<()> {
     let shapes = [(64, 192), (192, 64), (64, 64), (64, 64), (64, 64), (8, 1), (1, 8), (256, 1024)];
-    // Some are adjacent, of equal and of different shapes.
+    // Some matrices are adjacent: pairs of equal and of different shapes.
     let gaps = [16, 0, 0, 0, 16, 0, 16, 16];
     let matrices: Vec<MuonMatrix> = shapes
         .into_iter()
@@ -75,7 +75,7 @@ fn muon_is_that_of_the_cpu() -> Result<()> {
         muon.step(&on_gpu, &bad, &sum_of_squares(&bad)?, &matrices, None, None)?;
         assert_eq!(on_gpu.to_vec2::<f32>()?, before);
     }
-    // Tiny and huge gradients are orthogonalized like others; beyond a limit nothing moves.
+    // Tiny and huge gradients are orthogonalized like gradients of usual size. Beyond a limit, no weight changes.
     let matrix = [MuonMatrix { at: 0, rows: 64, columns: 64 }];
     let gradient = Tensor::from_vec(Normals::new(41).vec(4096, 1.0), 4096, &gpu())?;
     let step = |norm: f64| -> Result<Vec<f64>> {

@@ -55,8 +55,8 @@ fn run(
     Ok(all)
 }
 
-/// Compares the GPU in each type, where two runs must be bit-identical, with the CPU in f32 on the same numbers. They
-/// may differ by `roundings` of the type: one, unless the op contains a matmul of candle's.
+/// Compares the GPU in each type with the CPU in f32 on the same numbers. Two runs on the GPU must be bit-identical.
+/// GPU and CPU may differ by `roundings` of the type: one, unless the op contains a matmul of candle's.
 fn check(name: &str, inputs: &[(Vec<f32>, Vec<usize>)], roundings: f64, op: Op<'_>) -> Result<()> {
     for dtype in DTYPES {
         let got = run(&gpu(), dtype, dtype, inputs, op)?;
@@ -78,9 +78,9 @@ fn draw(normals: &mut Normals, dims: &[usize]) -> (Vec<f32>, Vec<usize>) {
     (normals.vec(dims.iter().product(), 1.0), dims.to_vec())
 }
 
-/// Rows for a lane, a warp and a thread block; rows wider than the registers of a block (8192 f32, 16384 16-bit, 2048
-/// single elements; half of that in layer_norm's backward); more rows than groups in the largest grid of the backward
-/// (528 blocks).
+/// Rows for a lane, a warp and a thread block; rows that exceed the registers of a thread block (8192 elements in f32,
+/// 16384 in 16 bit, 2048 without vector loads; half of these numbers in layer_norm's backward); more rows than groups
+/// in the backward's largest grid, 528 thread blocks.
 const NORM_SIZES: [(usize, usize); 12] = [
     (5, 1),
     (3, 7),
@@ -126,7 +126,6 @@ fn rms_norm() -> Result<()> {
     let mut normals = Normals::new(1);
     for (rows, width) in NORM_SIZES {
         let inputs = [draw(&mut normals, &[rows, width]), draw(&mut normals, &[width])];
-        // A large eps: without it the gradient of a single element is the rounding error of a zero.
         check(&format!("rms_norm {rows} x {width}"), &inputs, 1.0, &|x| ops::rms_norm(&x[0], &x[1], 0.5))?;
     }
     let inputs = [draw(&mut normals, &[64, 3, 5]), draw(&mut normals, &[64])];
@@ -209,7 +208,7 @@ fn rope() -> Result<()> {
                 let (cos, sin) = tables(&x[0], sequence, d)?;
                 ops::rope(&x[0], &cos, &sin, style)
             })?;
-            // Heads first, as in other libraries, is read in place. Channels first is copied.
+            // A tensor with heads first, as in other libraries, is read in place; with channels first it is copied.
             for (dims, order) in
                 [([batch, heads, sequence, d], [0, 2, 1, 3]), ([batch, d, heads, sequence], [0, 3, 2, 1])]
             {
@@ -273,8 +272,8 @@ fn swiglu() -> Result<()> {
 #[ignore = "needs a GPU"]
 fn embedding() -> Result<()> {
     let mut normals = Normals::new(6);
-    // Ids that are all equal, rare, and partly frequent: runs of equal ids within a chunk of 32, over many chunks, and
-    // over tiles of 2048.
+    // Ids that are all equal, all rare, or partly frequent: runs of equal ids within a chunk of 32, over many chunks,
+    // and over tiles of 2048.
     let one = |_: usize, _: usize| 0;
     let spread = |n: usize, rows: usize| n * 7919 % rows;
     let skewed = |n: usize, rows: usize| if n.is_multiple_of(3) { rows / 2 } else { n * n % rows };
@@ -351,7 +350,7 @@ fn cross_entropy() -> Result<()> {
 }
 
 /// Logits are rounded to the type before the softmax, whose error is then `|logit|` roundings, here up to three. Then
-/// the gradients of the logits are rounded, the result of their matmul, and this result again after scaling.
+/// the gradients of the logits, the result of their matmul, and the scaled result are rounded.
 const LINEAR_ROUNDINGS: f64 = 6.0;
 
 #[test]

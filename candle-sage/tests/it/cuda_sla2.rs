@@ -16,7 +16,7 @@ fn schemes() -> Vec<Scheme> {
     schemes
 }
 
-/// Lengths that are not whole blocks or tiles, grouped heads, batches, documents, both masks.
+/// Lengths that are not whole blocks or tiles, grouped heads, batches, documents, with and without a causal mask.
 fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for (batch, len, heads, d) in [
@@ -94,8 +94,8 @@ fn lists_of_uneven_lengths() -> Result<()> {
     Ok(())
 }
 
-/// Key blocks that so many query blocks select that the backward splits these query blocks among thread blocks, except
-/// where gradients must be reproducible.
+/// Key blocks with so many query blocks that the backward splits their lists among thread blocks, unless gradients must
+/// be reproducible.
 #[test]
 #[ignore = "needs a GPU"]
 fn lists_of_users_that_are_cut() -> Result<()> {
@@ -130,8 +130,8 @@ fn lists_of_users_that_are_cut() -> Result<()> {
                 check_against(&what, scheme, DType::BF16, &got, [&exact, &cpu], case.lens.1);
                 // f32 sums are rounded in another order: a few elements of dK or dV near a midpoint of bf16 round to
                 // its other side, 2^-8 apart. SageBwd's sm_80 backward, which runs for smoothed Q, adds dK to a large
-                // number that it subtracts every few tiles and at the end of a part: its roundings are as large as one
-                // rounding to 16 bit.
+                // number that it subtracts every few tiles and at the end of a part of a list. The roundings of this
+                // sum are as large as one rounding to 16 bit.
                 for ((part, whole), name) in got.iter().zip(&whole).skip(2).zip(["dK", "dV"]) {
                     let error = relative_l2(part, whole);
                     assert!(error < 2f64.powi(-9), "{name} of {what}: {error:.2e}");
@@ -186,7 +186,7 @@ fn random_problem(mut case: Case, seed: u64, tail: Tail, alpha: Alpha) -> Result
 
 /// Features, states and matmuls are in 16 bit: each rounds by at most 2^-9 (bf16) or 2^-12 (f16). A gradient follows
 /// five of these roundings, or seven if a state is combined from chunks; they are independent, so their squares add up.
-/// dtheta is a sum of products of both branches' errors with dO.
+/// dtheta sums the products of dO and the errors of both the exact and the linear attention.
 fn limits() -> [(DType, f64); 2] {
     [(DType::BF16, 5.0 * 2f64.powi(-9)), (DType::F16, 5.0 * 2f64.powi(-12))]
 }
@@ -194,8 +194,8 @@ fn limits() -> [(DType, f64); 2] {
 #[test]
 #[ignore = "needs a GPU"]
 fn sla2_follows_f64() -> Result<()> {
-    // Enough heads that a chunk of the tail has several blocks. In f64 this takes half a minute on a core, so it runs
-    // only once.
+    // Enough heads that a chunk of the tail has several blocks. The f64 results of this case take half a minute on one
+    // core, so it runs only once.
     let many = Case::new(8, (800, 800), (8, 8), 128, true);
     for (seed, mut case) in cases().into_iter().chain([many]).enumerate() {
         if !case.causal {

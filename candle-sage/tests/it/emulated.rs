@@ -29,7 +29,6 @@ const NOT_EMULATED: [(&str, &str); 20] = [
     ("forward_sm90.cuh", "forward_sm90"),
 ];
 
-/// The text of all files below a folder.
 fn sources(folder: &Path, all: &mut Vec<(PathBuf, String)>) {
     for entry in std::fs::read_dir(folder).expect("a folder") {
         let path = entry.expect("an entry").path();
@@ -42,7 +41,7 @@ fn sources(folder: &Path, all: &mut Vec<(PathBuf, String)>) {
     }
 }
 
-/// The functions whose only argument is a kernel's parameters, and the kernels that do not only call such a function.
+/// The functions whose only argument is a kernel's parameters, and the kernels that do more than call such a function.
 fn bodies(text: &str) -> Vec<&str> {
     let lines = text.lines().zip(text.lines().skip(1).chain([""]));
     let names = lines.filter_map(|(line, following)| {
@@ -83,7 +82,7 @@ fn every_kernel_is_emulated_or_listed() {
         let file = path.file_name().and_then(|name| name.to_str()).expect("UTF-8");
         let include = format!("\"../{file}\"");
         for name in bodies(text) {
-            // Programs include `.cu` files, in which functions of different kernels have the same name.
+            // Functions in different `.cu` files may have the same name, so a program must also include the file.
             let mut own =
                 programs.iter().filter(|program| file.ends_with(".cuh") || program.contains(&include));
             found += 1;

@@ -68,7 +68,7 @@ fn a_product_is_that_of_its_codes() -> Result<()> {
     let limit = 304f64.sqrt() * 2f64.powi(-24);
     let product = a.product(&b, DType::F32, Fp8Sums::F32)?;
     assert!(relative_l2(&values(&product)?, &exact) <= limit);
-    // The transposes have the same elements.
+    // The transposed copies have the same elements as the rows.
     assert_eq!(values(&a.t().dequantize()?.t()?)?, values(&a.dequantize()?)?);
     assert_eq!(values(&a.clone().without_rows().dequantize()?)?, values(&a.dequantize()?)?);
     let sum = Tensor::ones((32, 48), DType::F32, &Device::Cpu)?;
@@ -277,7 +277,7 @@ fn a_nan_is_not_hidden() -> Result<()> {
     Ok(())
 }
 
-/// Delayed scaling: the scale follows from the running maximum with a margin of 4, values beyond it saturate and are
+/// Delayed scaling: the scale follows from the running maximum with a margin of 4, larger values saturate and are
 /// counted, and a restored state continues with the same scales.
 #[test]
 fn scales_follow_the_largest_values() -> Result<()> {

@@ -8,7 +8,7 @@ type Imports = BTreeMap<String, BTreeSet<String>>;
 /// The list of a crate in ARCHITECTURE.md: `module  imports a, b; ..`.
 fn allowed(text: &str, crate_name: &str) -> Imports {
     let list = text.split(&format!("{crate_name}:  ")).nth(1).expect("a list of modules");
-    // Up to the list of the next crate, or the end of the block.
+    // The list ends at the list of the next crate, or at the end of the code block.
     let lines = list.lines().skip(1).take_while(|line| line.starts_with("  "));
     let mut all = Imports::new();
     for line in lines {

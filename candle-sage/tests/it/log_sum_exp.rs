@@ -69,7 +69,7 @@ fn check(case: &Case, scheme: Scheme, (device, dtype): (&Device, DType), limits:
     };
     let dims = |heads| [case.batch, case.tokens, heads, case.head_dim];
     let [queries, keys] = case.heads;
-    // Rounded to the element type once, for both computations.
+    // Inputs are rounded to the element type once, for both computations.
     let inputs = [draw(&dims(queries), dtype)?, draw(&dims(keys), dtype)?, draw(&dims(keys), dtype)?];
     let of_out = draw(&dims(queries), dtype)?;
     let of_lse = draw(&[case.batch, queries, case.tokens], DType::F32)?;
@@ -99,8 +99,8 @@ fn check(case: &Case, scheme: Scheme, (device, dtype): (&Device, DType), limits:
         let error = relative_l2(&of(&gradients, var)?, &of(&exact, wide)?);
         assert!(error < limits[1], "{name}: gradient {n} is off by {error:e}");
     }
-    // Without autograd the results are bit-identical, and equal to those of the plain call if the log-sum-exps have no
-    // gradient.
+    // Without autograd, output and log-sum-exps are bit-identical. With a zero gradient of the log-sum-exps,
+    // `apply_with_lse` equals `apply`.
     let (again, vjp) = case.attention(scheme).deterministic(true).vjp(&q, &k, &v)?;
     assert_eq!((flat(&again)?, flat(&vjp.lse()?)?), (flat(&out)?, flat(&lse)?), "{name}");
     let (of_out, of_lse) = (of_out.to_device(device)?, of_lse.to_device(device)?);
@@ -178,7 +178,7 @@ fn parts_make_the_whole() -> Result<()> {
         let of = |gradients: &candle_core::backprop::GradStore| flat(gradients.get(var).expect("a gradient"));
         assert!(relative_l2(&of(&got)?, &of(&expected)?) < 1e-5);
     }
-    // Of 24 queries and 12 keys, aligned at the end, the first 12 queries see none.
+    // Of 24 queries and 12 keys, aligned at the end, the first 12 queries see no key.
     let (_, lse) = attention.causal(true).apply_with_lse(&q, &k.narrow(1, 0, 12)?, &v.narrow(1, 0, 12)?)?;
     let lse = f64s(&lse.flatten_all()?.to_vec1::<f32>()?);
     assert!(lse.iter().enumerate().all(|(n, x)| (n % 24 < 12) == (*x == f64::NEG_INFINITY)));

@@ -33,7 +33,6 @@ fn ids(ids: &[i64]) -> Tensor {
     Tensor::new(ids, &Device::Cpu).expect("ids")
 }
 
-/// Schemes, shapes and types that attention does not support.
 fn attention() -> Vec<Case> {
     vec![
         ("a gradient of FP4 products", {
@@ -69,7 +68,6 @@ fn attention() -> Vec<Case> {
     ]
 }
 
-/// Packings that do not cover the tokens, and settings out of range.
 fn packings_and_settings() -> Vec<Case> {
     let sage = SageBwd::default();
     vec![
@@ -116,7 +114,6 @@ fn nearest(causal: bool, blocks: usize, count: usize) -> Result<Tensor> {
     sla2.select(&Router::new(2, 16, &Device::Cpu)?, &x, &x).map(|_| x)
 }
 
-/// Widths and rotary tables that do not fit.
 fn widths_and_rotary_tables() -> Vec<Case> {
     vec![
         ("rms_norm", ops::rms_norm(&zeros(&[2, 3]), &zeros(&[2]), 1e-6)),
@@ -139,7 +136,6 @@ fn widths_and_rotary_tables() -> Vec<Case> {
     ]
 }
 
-/// Arguments out of range.
 fn arguments() -> Vec<Case> {
     vec![
         ("an empty table", ops::embedding(&zeros(&[0, 2]), &ids(&[0]))),
@@ -161,7 +157,6 @@ fn arguments() -> Vec<Case> {
     ]
 }
 
-/// Ids and targets that do not exist.
 fn ids_and_targets() -> Vec<Case> {
     vec![
         ("embedding", ops::embedding(&zeros(&[3, 2]), &ids(&[0, 3]))),
@@ -188,7 +183,6 @@ fn linear(outputs: usize, inputs: usize) -> Linear {
     Linear::new(zeros(&[outputs, inputs]), None)
 }
 
-/// Linear maps that do not fit their inputs, and weights that do not fit their modules.
 fn linear_maps() -> Vec<Case> {
     let builder = |tensors| VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu).pp("up_proj");
     let loaded = |vb: VarBuilder<'_>| Linear::load(2, 3, vb).map(|_| zeros(&[1]));
@@ -216,7 +210,6 @@ fn maps() -> [Linear; 4] {
     [linear(32, 32), linear(16, 32), linear(16, 32), linear(32, 32)]
 }
 
-/// Layers whose parts do not fit together.
 fn layers() -> Vec<Case> {
     let layer = |config, maps, norms| {
         SelfAttention::new(config, plain().causal(true), maps, norms).map(|_| zeros(&[1]))
@@ -231,7 +224,6 @@ fn layers() -> Vec<Case> {
     ]
 }
 
-/// Inputs that do not fit a layer.
 fn layer_inputs() -> Vec<Case> {
     let layer = SelfAttention::new(LAYER, plain().causal(true), maps(), None).expect("a layer");
     let rotary = Rotary::new(8, 16, 1e4, Default::default(), &Device::Cpu).expect("tables");

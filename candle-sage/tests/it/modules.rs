@@ -143,7 +143,7 @@ fn caches_that_cannot_be_right_are_refused() -> Result<()> {
     let refused = layer.forward_cached(&x, &rotary, &mut layer.cache(70));
     insta::assert_snapshot!(refused.expect_err("not causal"));
     let (layer, rotary, x) = decoder(Attention::default().causal(true), Biases::None)?;
-    // A cache along the dimension of models with heads first.
+    // A cache along dimension 2, which is the sequence only in tensors with heads first.
     let refused = layer.forward_cached(&x, &rotary, &mut KvCache::new(2, 70));
     insta::assert_snapshot!(refused.expect_err("another dimension"));
     let mut cache = layer.cache(70);
@@ -168,7 +168,7 @@ fn llama_3_stretches_slow_angles() -> Result<()> {
     let stretched = rope_tables_llama3(2, head_dim, base, scaling, &Device::Cpu)?;
     for i in 0..head_dim / 2 {
         let (before, after) = (angle(plain.clone(), i)?, angle(stretched.clone(), i)?);
-        // In wavelengths, as in the description by the model's authors.
+        // The model's authors describe the scaling in wavelengths.
         let wavelength = std::f64::consts::TAU / before;
         let expected = if wavelength < 8192.0 / 4.0 {
             before
@@ -178,7 +178,7 @@ fn llama_3_stretches_slow_angles() -> Result<()> {
             let smooth = (8192.0 / wavelength - 1.0) / (4.0 - 1.0);
             (1.0 - smooth) * before / 32.0 + smooth * before
         };
-        // Sines in f32.
+        // Sines and cosines are rounded to f32.
         assert!((after / expected - 1.0).abs() < 1e-6, "{i}: {after} {expected}");
     }
     assert!(rope_tables_llama3(2, 64, base, Llama3Scaling { factor: 0.0, ..scaling }, &Device::Cpu).is_err());

@@ -83,7 +83,7 @@ fn tables_that_fit_the_other_order_are_an_error_that_names_it() -> Result<()> {
     let rotary = Rotary::from_tables(cos, sin, RopeStyle::Halves)?;
     // 4 heads from position 21 exceed 24 rows; so do 24 tokens.
     assert!(!rotary.forward(&q, 21).expect_err("past the tables").to_string().contains("heads_first"));
-    // 24 tokens from position 1 exceed the tables, 4 heads do not.
+    // 24 tokens from position 1 exceed the tables, but 4 heads do not.
     let refused = rotary.forward_heads_first(&q, 1).expect_err("past the tables");
     assert!(
         refused

@@ -227,7 +227,7 @@ fn zeros_and_bad_gradients() -> Result<()> {
             "the mean squares of rows do not fit",
         ),
         (odd.step(&state()?, &zeros, &sum, &[at(0)], Some(&zeros), None), "beta2 is out of range"),
-        // Copies exist only on a GPU, and directions are f32 here.
+        // Copies of weights exist only on a GPU, and directions are f32 on a CPU.
         (muon.step(&state()?, &zeros, &sum, &[at(0)], None, Some(&zeros)), "do not fit together"),
         (
             muon.apply(&state()?, &zeros.to_dtype(DType::BF16)?, &sum, &[], None),

@@ -38,9 +38,9 @@ fn errors_reproduce_the_published_table() -> Result<()> {
 }
 
 /// The error of each set of INT8 matmuls at sigma 1, where quantized gradients dominate, and at sigma 5, where
-/// quantized logits dominate. Simulated at sigma 1, D 64 (dQ, dK, dV): .0146, .0119, .0108 with only S, where dQ is
-/// computed from quantized K; from K itself dQ is as exact as dK. Without S in the backward P differs from the
-/// forward's P, and its rows do not sum to one.
+/// quantized logits dominate. Simulated errors of dQ, dK and dV at sigma 1, D 64, with only S in INT8: .0146, .0119,
+/// .0108 if dQ is computed from quantized K. From K itself, dQ is as exact as dK. Without S in the backward P differs
+/// from the forward's P, and its rows do not sum to one.
 #[test]
 fn products_that_are_left_out_are_more_accurate() -> Result<()> {
     const SEEDS: u64 = 6;
@@ -96,8 +96,8 @@ fn products_that_are_left_out_are_more_accurate() -> Result<()> {
     Ok(())
 }
 
-/// One scale per tile doubles the error at sigma 1 (simulated: .0376, .0378, .0365 for d 128), and groups are in
-/// between, in order of their size.
+/// One scale per tile doubles the error at sigma 1 (simulated: .0376, .0378, .0365 for d 128), and the errors of groups
+/// are in between, in order of the group size.
 #[test]
 fn coarser_scales_are_less_accurate_at_sigma_one() -> Result<()> {
     let granularities =
@@ -121,7 +121,7 @@ fn coarser_scales_are_less_accurate_at_sigma_one() -> Result<()> {
 }
 
 /// A vector added to every key does not change softmax and gradients. With smoothing the errors do not change; without
-/// it the mean uses up the INT8 range (simulated for std 10: dQ .189, O .0585).
+/// smoothing the mean uses up the INT8 range (simulated for std 10: dQ .189, O .0585).
 #[test]
 fn smoothing_takes_out_a_key_bias() -> Result<()> {
     let mut case = Case::new(1, (1024, 1024), (1, 1), 128, false);
@@ -139,8 +139,9 @@ fn smoothing_takes_out_a_key_bias() -> Result<()> {
 }
 
 /// A mean of 64 of 1024 keys works as well as the mean of all keys: for keys without a bias, with a bias of ten times
-/// their size, and with a bias that grows along the sequence. Errors are at most 3 % larger (where the bias grows some
-/// are smaller, because neither mean fits all keys); without smoothing the bias makes the error of dQ 5 times as large.
+/// their size, and with a bias that grows along the sequence. Errors are at most 3 % larger. Where the bias grows, some
+/// errors are smaller, because neither mean fits all keys. Without smoothing the bias makes the error of dQ 5 times as
+/// large.
 #[test]
 fn a_sample_tells_the_mean_of_keys() -> Result<()> {
     let bias = crate::support::Normals::new(7).vec(128, 10.0);
@@ -259,8 +260,8 @@ fn rows_of_ds_sum_to_about_zero() -> Result<()> {
     Ok(())
 }
 
-/// With Q smoothed, dK needs the rank-one term (dS^T 1) mean(Q). Queries with a large mean make it as large as dK
-/// itself, so that the test would detect its omission.
+/// With Q smoothed, dK needs the rank-one term (dS^T 1) mean(Q). Queries with a large mean make this term as large as
+/// dK itself, so that the test would detect its omission.
 #[test]
 fn q_smoothing_keeps_its_rank_one_term() -> Result<()> {
     let (n, d, tile) = (512, 64, 64);

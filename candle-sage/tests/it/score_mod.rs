@@ -18,7 +18,7 @@ pub(crate) fn slopes(heads: usize) -> Vec<f32> {
 }
 
 /// Layouts, each without a change, with a cap that most logits reach, with a cap far above the logits, with slopes, and
-/// with both.
+/// with a cap and slopes.
 fn cases() -> Vec<[Case; 5]> {
     let mut layouts = Vec::new();
     for (lens, heads, d, causal) in [
@@ -46,8 +46,8 @@ fn cases() -> Vec<[Case; 5]> {
         .collect()
 }
 
-/// The limit is that of attention without them (`attention::unquantized_is_exact_up_to_f32_rounding`: 4e-6) plus the
-/// hyperbolic tangent's relative error of 2^-20 in logits of up to 4.
+/// The limit is that of attention without a cap or slopes (`attention::unquantized_is_exact_up_to_f32_rounding`: 4e-6)
+/// plus the hyperbolic tangent's relative error of 2^-20 in logits of up to 4.
 #[test]
 fn unquantized_is_exact_up_to_f32_rounding() -> Result<()> {
     for case in cases().iter().flatten() {
@@ -111,7 +111,7 @@ fn no_cap_and_no_slope_change_nothing() -> Result<()> {
     assert!(case.run(Scheme::Unquantized, DType::F32)? == plain);
     (case.softcap, case.alibi_slopes) = (None, vec![0.0; 2]);
     assert!(case.run(Scheme::Unquantized, DType::F32)? == plain);
-    // The cap changes a logit to x - x^3 / 3 cap^2, for logits up to 5.
+    // The cap changes a logit to x - x^3 / (3 cap^2), for logits up to 5.
     (case.softcap, case.alibi_slopes) = (Some(1e4), Vec::new());
     let far = case.run(Scheme::Unquantized, DType::F32)?;
     assert!((0..4).all(|n| relative_l2(&far[n], &plain[n]) < 1e-5));

@@ -156,7 +156,7 @@ impl Problem {
         let dout = tensor(3, true)?.as_tensor().detach();
         let theta = Var::from_slice(&self.theta, self.theta.len(), device)?;
         let selection = self.selection.to_device(device)?;
-        // Bit-reproducible gradients, so that both ways can be compared.
+        // Gradients are reproducible, so that results with and without autograd can be compared.
         let sla2 = self.sla2(Scheme::Unquantized).deterministic(true);
         let out = sla2.apply(&q, &k, &v, &selection, &theta)?;
         let grads = (&out * &dout)?.to_dtype(DType::F32)?.sum_all()?.backward()?;
@@ -170,7 +170,7 @@ impl Problem {
         if dtype == DType::F32 {
             assert_eq!(graph, books, "with and without a graph");
         } else {
-            // Autograd adds the gradients of both branches in another order, and rounds in between.
+            // Autograd adds the gradients of attention and tail in another order, and rounds before the sum.
             for (a, b) in graph.iter().zip(&books) {
                 assert!(relative_l2(a, b) < 2f64.powi(-7), "with and without a graph");
             }
@@ -337,7 +337,7 @@ fn the_nearest_blocks_are_always_listed() -> Result<()> {
     Ok(())
 }
 
-/// The inputs must be able to show a leak: selection by the mean of the whole query block has one.
+/// The inputs can show a leak: selection by the mean of the whole query block leaks.
 #[test]
 fn a_mean_over_the_block_would_leak() -> Result<()> {
     let case = Case::new(1, (256, 256), (1, 1), 16, true);
@@ -379,7 +379,7 @@ fn first_blocks_are_dense_attention() -> Result<()> {
 fn the_router_learns_where_the_mass_is() -> Result<()> {
     let (len, d) = (512, 16);
     let mut normals = Normals::new(11);
-    // The keys of a block share a direction; queries have the direction of some block, in another basis.
+    // The keys of a block share a direction; the queries of a block have the direction of one key block.
     let blocks = len / 32;
     let (directions, turned) = (normals.vec(blocks * d, 1.0), |c: usize| (c + d / 2) % d);
     let noise = normals.vec(2 * len * d, 0.3);

@@ -49,7 +49,7 @@ fn a_cache_gives_the_rows_of_the_whole_sequence() -> Result<()> {
 }
 
 /// Queries and keys of ten times the usual size: the features of a token are then nearly all in one channel, and a tail
-/// as a difference of sums would lose the other channels. The errors are 1e-6 of the largest value, which is about 4.
+/// computed as a difference of sums would lose the other channels. The errors are 1e-6 of the largest value, about 4.
 #[test]
 fn large_keys_do_not_cancel_in_the_tail() -> Result<()> {
     let case = Case::new(1, (300, 300), (2, 1), 32, true);
@@ -73,8 +73,8 @@ fn large_keys_do_not_cancel_in_the_tail() -> Result<()> {
     Ok(())
 }
 
-/// The prompt is computed in the numerics of its scheme, later tokens unquantized, in the inputs' type. Differences
-/// from the whole sequence are those of INT8, whose scales and means also depend on later tokens, or a rounding of f16.
+/// The prompt is computed in the scheme's numerics, and later tokens unquantized in the inputs' type. Differences from
+/// the whole sequence are those of INT8, whose scales and means also depend on later tokens, or a rounding of f16.
 #[test]
 fn a_cache_has_the_types_and_schemes_of_the_op() -> Result<()> {
     let case = Case::new(1, (128, 128), (2, 1), 32, true);
@@ -152,7 +152,7 @@ fn what_does_not_fit_a_cache_is_an_error() -> Result<()> {
     assert!(error.to_string().contains("theta"), "{error}");
     // Nothing was added by the calls that failed.
     assert_eq!(cache.current_seq_len(), 4);
-    // A router of other heads fails late.
+    // A router for another number of heads fails only after the cache has changed.
     let other = Router::new(1, 8, &Device::Cpu)?;
     let mut cache = Sla2Cache::new(4);
     assert!(causal.apply_cached(&other, [&x, &x, &x], &theta, &mut cache).is_err());

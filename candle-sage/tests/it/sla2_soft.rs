@@ -110,7 +110,7 @@ fn gradients_are_those_of_differences() -> Result<()> {
     Ok(())
 }
 
-/// The published training: the error of the output with the router's selection falls too.
+/// Training with the published loss also reduces the error of the output with the router's selection.
 #[test]
 fn the_published_loss_trains_a_router() -> Result<()> {
     let device = Device::Cpu;

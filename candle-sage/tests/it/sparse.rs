@@ -5,7 +5,7 @@ use candle_sage::{Attention, Int8Products, Packing, SageBwd, Scheme, Selection};
 
 use crate::support::{Case, pattern, random_selection, relative_l2};
 
-/// Lengths that are not whole blocks, grouped heads, documents, and both masks.
+/// Lengths that are not whole blocks, grouped heads, documents, with and without a causal mask.
 fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for (lens, heads, d) in
@@ -44,7 +44,7 @@ fn unquantized_over_random_blocks_is_exact_up_to_f32_rounding() -> Result<()> {
     Ok(())
 }
 
-/// The same tiles in the same order: results must be bit-identical.
+/// Lists of all blocks give the tiles of dense attention in the same order, so results must be bit-identical.
 #[test]
 fn every_block_listed_is_dense_attention_to_the_bit() -> Result<()> {
     for scheme in crate::support::schemes() {
@@ -104,9 +104,9 @@ fn sagebwd_on_lists_has_the_errors_of_its_codes() -> Result<()> {
 
 /// SLA2 as published has a quantized forward, and a backward that computes P from unquantized Q and K with the
 /// forward's log-sum-exp: P's rows then do not add up to 1. For small logits (sigma 1) this error is smaller than that
-/// of quantization in the backward, for large logits it is larger. The errors of dQ and dV, of this combination and
-/// with only S quantized (the forward's P), are at most a tenth above the simulated errors; we measured 0.79 to 0.99 of
-/// them.
+/// of quantization in the backward, for large logits it is larger. For this combination, and for only S quantized (with
+/// the forward's P), the errors of dQ and dV are at most a tenth above the simulated errors. We measured 0.79 to 0.99
+/// times the simulated errors.
 #[test]
 fn the_published_mixture_pays_for_its_mismatch() -> Result<()> {
     let mut ratios = Vec::new();
@@ -141,7 +141,7 @@ fn a_window_lists_the_nearest_blocks_and_the_sinks() -> Result<()> {
     assert_eq!(both.list(0, 0, 4)?, [0, 3, 4, 5]);
     assert_eq!(both.list(0, 0, 7)?, [0, 5, 6, 7]);
     let sparsity = both.sparsity()?;
-    // 3, 3, 4, 4, 4, 4, 4, 4 of 8 blocks: blocks 0 and 1 have the sink in their window.
+    // The query blocks list 3, 3, 4, 4, 4, 4, 4, 4 of 8 blocks: blocks 0 and 1 have the sink in their window.
     assert!((sparsity - (1.0 - 30.0 / 64.0)).abs() < 1e-12, "{sparsity}");
     Ok(())
 }

@@ -1,5 +1,5 @@
 //! Random inputs, exact results and error measures that tests and benchmarks share.
-#![allow(dead_code)] // each target uses its part
+#![allow(dead_code)] // each target uses only some items
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::{Attention, AttentionShape, Int8Products, Packing, SageBwd, Scheme, Selection, reference};
@@ -30,7 +30,6 @@ pub(crate) fn gpu() -> Device {
     GPU.get_or_init(|| Device::new_cuda(0).expect("a GPU")).clone()
 }
 
-/// A source of normal random numbers, determined by its seed.
 pub(crate) struct Normals(ChaCha8Rng);
 
 impl Normals {
@@ -62,7 +61,6 @@ pub(crate) fn f64s(values: &[f32]) -> Vec<f64> {
     values.iter().map(|&x| f64::from(x)).collect()
 }
 
-/// One attention problem with random inputs.
 #[derive(Clone)]
 pub(crate) struct Case {
     pub(crate) batch: usize,
@@ -116,7 +114,7 @@ impl Case {
         self.data = [normals.vec(q, sigma), normals.vec(k, sigma), normals.vec(k, 1.0), normals.vec(q, 1.0)];
     }
 
-    /// Adds a vector to every key, times a factor for its token.
+    /// Adds `vector` to every key, times a factor for the token.
     pub(crate) fn add_to_keys(&mut self, vector: &[f32], times: impl Fn(usize) -> f32) {
         self.add_to(1, vector, times);
     }

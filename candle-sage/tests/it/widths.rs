@@ -70,7 +70,8 @@ fn errors(
     let got = [out, dq, dk, dv];
     for ((got, by_graph), input) in got[1..].iter().zip(&by_graph).zip([q, k, v]) {
         assert_eq!((got.dims(), by_graph.dims()), (input.dims(), input.dims()));
-        // On the CPU both ways are the same computation. On a GPU dQ is summed in a varying order, and rounded.
+        // On the CPU the computations with and without autograd are the same. On a GPU dQ is summed in a varying order,
+        // and rounded.
         let off = relative_l2(&values(got)?, &values(by_graph)?);
         let most = if device.is_cpu() { 0.0 } else { 1e-3 };
         assert!(off <= most, "two ways to one gradient: {off:e}");
@@ -84,8 +85,8 @@ fn errors(
 
 const WIDTHS: [(usize, usize); 4] = [(64, 32), (48, 128), (72, 64), (8, 24)];
 
-/// f32 is as exact as with heads of one width, 4e-6 (`unquantized_is_exact_up_to_f32_rounding`); INT8 within 3 %,
-/// 1.5 times the largest error with heads of one width (dK, Table 1 of the paper); FP4 within 25 %.
+/// f32 is as exact as with heads of one width, 4e-6 (`unquantized_is_exact_up_to_f32_rounding`); INT8 within 3 %, 1.5
+/// times the largest error with heads of one width (dK, Table 1 of arXiv 2603.02170); FP4 within 25 %.
 #[test]
 fn values_have_heads_of_another_width() -> Result<()> {
     for widths in [&WIDTHS[..], &[(192, 128), (128, 256)]].concat() {

@@ -1,5 +1,5 @@
 //! Sliding windows: the keys that they exclude, unsupported combinations, and candle-flash-attn's functions for them.
-//! `attention.rs` compares them with the oracle, together with all other shapes.
+//! `attention.rs` compares windows with the oracle, together with all other shapes.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_sage::{

@@ -45,7 +45,7 @@ pub(crate) fn mean_loss(losses: impl Iterator<Item = f32>, counted: usize) -> f3
 pub(crate) struct Linear<'a> {
     /// The class of each row, `None` if the target is ignored.
     pub(crate) targets: &'a [Option<usize>],
-    /// Number of targets that count.
+    /// Number of targets that are not ignored.
     pub(crate) counted: usize,
     /// Rows of logits that are computed at a time.
     pub(crate) chunk_rows: usize,
@@ -55,8 +55,8 @@ pub(crate) struct Linear<'a> {
     pub(crate) rounded: Option<&'a (dyn Fn(f32) -> f32 + Sync)>,
 }
 
-/// One pass over the chunks of logits. It returns the mean loss, and writes the gradients times `factor` to the slices
-/// that are not empty; the weight's gradient is added to its slice.
+/// One pass over the chunks of logits. The pass returns the mean loss. It writes the hidden states' gradient to
+/// `dhidden` and adds the weight's gradient to `dweight`, both times `factor`. An empty slice is skipped.
 pub(crate) fn linear_pass(
     hidden: &[f32],
     weight: Mat<'_>,

@@ -2,9 +2,9 @@
 
 use rayon::prelude::*;
 
-/// The sum of the vectors of `dout` that belong to each of `rows` rows of the table. `ids` are below `rows`.
+/// For each of the table's `rows` rows, the sum of the vectors of `dout` whose id is that row. `ids` are below `rows`.
 pub(crate) fn add_rows(ids: Vec<i64>, dout: &[f32], rows: usize, width: usize) -> Vec<f32> {
-    // Sorted by row, then by position, so that each row of the gradient adds its positions in order.
+    // Sorted by row, then by position, so that the vectors of a row are added in the order of their positions.
     let mut places: Vec<(usize, usize)> =
         ids.into_iter().enumerate().map(|(n, id)| (id as usize, n)).collect();
     places.sort_unstable();

@@ -51,7 +51,7 @@ fn normalize(out: &mut [f32], x: &[f32], weight: &[f32], bias: &[f32], eps: f32)
     }
 }
 
-/// Fills `dx`, and returns the contributions of these vectors to the gradients of weight and bias.
+/// Fills `dx`, and returns the contributions of the vectors of `x` to the gradients of weight and bias.
 #[multiversion(targets = "simd")]
 fn normalize_backward(dx: &mut [f32], x: &[f32], dy: &[f32], weight: &[f32], eps: f32) -> [Vec<f32>; 2] {
     let width = weight.len();

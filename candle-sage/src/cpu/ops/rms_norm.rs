@@ -15,8 +15,7 @@ pub(super) fn inverse_rms(x: &[f32], eps: f32) -> f32 {
     if mean.is_finite() { 1.0 / (mean + eps).sqrt() } else { inverse_rms_of_large(x, eps) }
 }
 
-/// The squares of elements above 1.8e19 overflow. Elements divided by the largest one have squares that do not
-/// overflow.
+/// The squares of elements above 1.8e19 overflow, so elements are divided by the largest element first.
 #[cold]
 fn inverse_rms_of_large(x: &[f32], eps: f32) -> f32 {
     let max = f32::from_bits(lanes::max_abs_bits(x));
@@ -59,7 +58,7 @@ fn normalize(out: &mut [f32], x: &[f32], weight: &[f32], eps: f32) {
     }
 }
 
-/// Fills `dx`, and returns the contribution of these vectors to the weight's gradient.
+/// Fills `dx`, and returns the contribution of the vectors of `x` to the weight's gradient.
 #[multiversion(targets = "simd")]
 fn normalize_backward(dx: &mut [f32], x: &[f32], dy: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
     let width = weight.len();

@@ -1,6 +1,6 @@
 //! SoftTop-k on rows of scores, in f64.
 
-/// Halvings of the interval of the shift: row sums are exact to 1e-8.
+/// Number of halvings of the interval that contains the shift: row sums become exact to 1e-8.
 const HALVINGS: usize = 40;
 
 fn sigmoid(x: f64) -> f64 {
@@ -37,8 +37,8 @@ pub(crate) fn weights(scores: &[f32], count: usize, tau: f64) -> Vec<f64> {
     all(&|x| sigmoid(x + shift))
 }
 
-/// The gradient of a row's scores: `ds_j = w_j (dm_j - sum(w dm) / sum(w)) / tau` with `w = m (1 - m)`. The second term
-/// is due to the shift, which depends on all scores.
+/// The gradient of a row's scores: `ds_j = w_j (dm_j - sum(w dm) / sum(w)) / tau` with `w = m (1 - m)`. The term with
+/// the sums is due to the shift, which depends on all scores.
 pub(crate) fn gradient(weights: &[f64], dm: &[f32], tau: f64) -> Vec<f64> {
     let slope = |m: f64| m * (1.0 - m);
     let sum: f64 = weights.iter().map(|&m| slope(m)).sum();
@@ -75,8 +75,8 @@ mod tests {
         assert!(chosen.iter().zip(expected).all(|(m, e): (&f64, f64)| (m - e).abs() < 1e-12), "{chosen:?}");
     }
 
-    /// Gradients are compared with central differences. Scores are f32, so steps are powers of two. The errors of the
-    /// differences are h^2 / tau^3 and 1e-8 / h.
+    /// Gradients are compared with central differences. Scores are f32, so steps are powers of two. The errors of a
+    /// difference are h^2 / tau^3 (truncation) and 1e-8 / h (rounding).
     #[test]
     fn gradients_are_those_of_differences() {
         let (tau, h) = (0.5, 2f32.powi(-9));

@@ -27,8 +27,8 @@ impl Values for Values16<'_> {
     }
 }
 
-/// Rounds to the 16-bit type that dP is computed from: the inputs' type, or bf16 for f32 inputs. (f16 would
-/// flush real output gradients to zero.)
+/// Rounds to the 16-bit type that dP is computed from: the inputs' type, or bf16 for f32 inputs. (f16 would flush small
+/// output gradients to zero.)
 fn round16(problem: &Problem<'_>, mut values: Vec<f32>) -> Vec<f32> {
     if problem.is_f16() {
         values.iter_mut().for_each(|x| *x = f16::from_f32(*x).to_f32());

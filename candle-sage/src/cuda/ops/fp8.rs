@@ -23,11 +23,11 @@ use crate::ops::fp8_scales::{DECAY, MARGIN, Rescale};
 
 const NAME: &str = "fp8-quantize";
 
-/// The FP8 codes of a matrix, written by a kernel.
+/// The FP8 values of a matrix, written by a kernel.
 pub(super) struct Codes {
     rows: Option<Buffer<u8>>,
     columns: Option<Buffer<u8>>,
-    /// The scale of the codes.
+    /// The scale of the FP8 values.
     scale: Buffer<f32>,
     dims: (usize, usize),
 }
@@ -83,7 +83,7 @@ impl Codes {
         }
     }
 
-    /// A block for each tile.
+    /// A thread block for each tile.
     pub(super) fn grid(dims: (usize, usize)) -> Grid {
         let tiles = (dims.0.div_ceil(ROWS).max(1) as u32, dims.1.div_ceil(COLUMNS).max(1) as u32, 1);
         Grid { blocks: tiles, threads: (THREADS as u32, 1, 1), shared_bytes: 0 }
@@ -122,7 +122,7 @@ impl<'a> Site<'a> {
     }
 }
 
-/// A kernel's name for a type of elements.
+/// A kernel's name for an element type.
 fn named(kernel: &str, float: Float) -> String {
     format!("{kernel}_{}", float.name())
 }
@@ -150,7 +150,6 @@ pub(super) fn measure(
     launch(gpu, &named(kernel!("fp8_largest"), float), Grid::line(blocks, THREADS), params)
 }
 
-/// Quantizes a matrix.
 pub(super) fn quantize_matrix(
     gpu: &Gpu,
     float: Float,
@@ -268,7 +267,6 @@ impl Launch<Operand<'_>, ()> for Rescale {
     }
 }
 
-/// Launches a SwiGLU kernel with FP8 output.
 fn swiglu(
     gpu: &Gpu,
     kernel: &str,

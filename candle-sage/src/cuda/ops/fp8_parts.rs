@@ -16,7 +16,7 @@ use crate::fp8::Fp8Format;
 use crate::launch::{Launch, Operand};
 use crate::ops::fp8_parts::{FP8_PART, Largest, QuantizeParts, ScalesOf};
 
-// A part is a matrix of COLUMNS columns; a thread writes whole groups of rows.
+// A part is read as a matrix of COLUMNS columns. A thread writes groups of four rows.
 const _: () = assert!(FP8_PART.is_multiple_of(COLUMNS * 4));
 
 /// The parts that have elements, with their numbers.
@@ -74,7 +74,7 @@ impl Launch<Operand<'_>, CudaStorage> for ScalesOf {
 impl Launch<[Operand<'_>; 3], ()> for QuantizeParts<'_> {
     fn launch(&self, [codes, x, scales]: [Operand<'_>; 3]) -> Result<()> {
         let gpu = Gpu::new(codes.0.device())?;
-        // The largest value and the number of saturated values, which the kernel reports.
+        // The kernel reports the largest value and the number of saturated values, which are not used.
         let seen = gpu.alloc_zeros::<u32>(2)?;
         for (n, part) in filled(self.parts) {
             let written = params::Fp8Codes {

@@ -23,7 +23,7 @@ pub(super) struct Ids {
 }
 
 impl Ids {
-    /// Launches the check that ids are below `limit`, or `ignored`. [`Ids::checked`] reads its result.
+    /// Launches the check that each id is below `limit` or equals `ignored`. [`Ids::checked`] reads the check's result.
     pub(super) fn new(
         gpu: &Gpu,
         op: &str,
@@ -69,7 +69,7 @@ impl Ids {
         address(&self.status, gpu)
     }
 
-    /// Reads the eight bytes of the result, and so waits for all work that was launched before; callers call it last.
+    /// Reads the check's result, and so waits for all work that was launched before: callers call this function last.
     pub(super) fn checked(&self, gpu: &Gpu, ids: &Dense<'_>) -> Result<Checked> {
         let status = gpu.device().clone_dtoh(&self.status)?;
         let bad = match status[0] as usize {
@@ -110,8 +110,7 @@ pub(super) fn sort(gpu: &Gpu, ids: &Ids, limit: usize) -> Result<Sorted> {
     let tiles = ids.len.div_ceil(TILE);
     let counts = gpu.alloc::<u32>(tiles << DIGIT_BITS)?;
     let grid = Grid::line(tiles, THREADS);
-    // The number of bits of `limit`, which is above every id: NO_PLACE truncated to these bits is all ones, and still
-    // sorts last.
+    // The number of bits of `limit`, which is above every valid id. NO_PLACE, in these bits all ones, sorts last.
     let bits = (usize::BITS - limit.leading_zeros()) as usize;
     let mut sorted: Option<Sorted> = None;
     for pass in 0..bits.div_ceil(DIGIT_BITS).max(1) {

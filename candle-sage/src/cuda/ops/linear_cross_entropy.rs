@@ -27,7 +27,7 @@ use crate::ops::linear_cross_entropy_fp8::LinearIntoFp8;
 const LINEAR: &str = "linear-cross-entropy";
 
 /// The state for the backward from hidden states: gradients of the sum of the losses. The backward multiplies them by
-/// the loss's gradient over the number of targets that count. (Gradients of the mean could underflow in 16 bit.)
+/// the loss's gradient divided by the number of valid targets. (Gradients of the mean could underflow in 16 bit.)
 #[derive(Debug)]
 struct LinearSaved {
     targets: Ids,
@@ -98,7 +98,7 @@ struct OwnType<'a> {
     weight: Operand<'a>,
     /// Factor of the gradients.
     factor: f32,
-    /// The chunk of logits, which its gradient overwrites.
+    /// The chunk of logits, which the logits' gradient overwrites.
     logits: &'a CudaStorage,
 }
 
@@ -287,9 +287,9 @@ impl Launch<[Operand<'_>; 3], LinearForward> for LinearOp {
     }
 }
 
-/// The loss of `hidden weight^T`, and the gradient of `factor` times the loss for the hidden states; the weight's
-/// gradient is added to `dweight`. All targets count: the op checked that `ignore_id` is `None`. The launch does not
-/// wait for the check of the targets: an invalid target makes the loss NaN.
+/// The loss of `hidden weight^T`, and the gradient of `factor` times the loss with respect to the hidden states. The
+/// weight's gradient is added to `dweight`. No target is ignored: the op checked that `ignore_id` is `None`. The launch
+/// does not wait for the check of the targets: an invalid target makes the loss NaN.
 impl Launch<[Operand<'_>; 4], [CudaStorage; 2]> for LinearInto {
     fn launch(&self, [dweight, hidden, weight, targets]: [Operand<'_>; 4]) -> Result<[CudaStorage; 2]> {
         let settings = Linear::new(self.settings, hidden.0.dtype(), weight)?;
@@ -305,7 +305,7 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 2]> for LinearInto {
     }
 }
 
-/// The weight's gradient, which is added to in place; then the FP8 codes of the hidden states, of their transpose, of
+/// The weight's gradient, which is added to in place; then the FP8 values of the hidden states, of their transpose, of
 /// the weight and of its transpose, the scales of the hidden states and of the weight, and the targets.
 type Fp8Inputs<'a> = (Operand<'a>, [Operand<'a>; 7]);
 

@@ -177,7 +177,7 @@ impl Launch<([Operand<'_>; 2], Option<Operand<'_>>), ()> for Polynomial {
     }
 }
 
-/// `y = f (a I + b x + c y)`.
+/// `y = f (a I + b x + c y)` with `f = inverse^power`.
 struct Sum<'a> {
     abc: [f32; 3],
     inverse: Address<'a>,
@@ -214,7 +214,7 @@ mod tests {
         };
         assert_eq!(lens(|_, _| true), [192, 64, 64]);
         assert_eq!(lens(|a, b| a.shape == b.shape), [128, 64, 64, 64]);
-        // Together they have a multiple of 8 elements, but each alone has not.
+        // The two parts together have 8 elements, but one part has only 4.
         assert!(joined(&[part(0, 0, (2, 2)), part(4, 4, (2, 2))], |_, _| true).is_err());
     }
 }

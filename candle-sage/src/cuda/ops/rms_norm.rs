@@ -56,7 +56,7 @@ pub(super) fn params<'a>(
     })
 }
 
-/// Launches a kernel over the last dimension of `x`. Returns y, or with `dy` and `partials` dx.
+/// Launches a kernel over the last dimension of `x`. Returns y, or dx if there are `dy` and `partials`.
 fn run(
     gpu: &Gpu,
     what: &str,
@@ -80,7 +80,7 @@ fn run(
 
 const _: () = assert!(NORM_WIDTH == 2 * FP8_STRIP_WIDTH, "kernels with one and with two warps per row");
 
-/// Launches a kernel that also writes FP8 codes.
+/// Launches a kernel that also writes FP8 values.
 fn run_fp8(
     gpu: &Gpu,
     what: &str,
@@ -182,7 +182,8 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 2]> for Gradients {
     fn launch(&self, [x, weight, dy, other]: [Operand<'_>; 4]) -> Result<[CudaStorage; 2]> {
         let gpu = Gpu::new(x.0.device())?;
         let width = weight.1.shape().elem_count();
-        // Zeroed, because blocks without rows write nothing, and channels that do not fit in registers are summed here.
+        // Zeroed, because thread blocks without rows write nothing, and channels beyond the registers are summed in
+        // place.
         let partials = gpu.alloc_zeros::<f32>(PARTS * width)?;
         let [x, dy] = [Dense::new(x, &gpu)?, Dense::new(dy, &gpu)?];
         let residual = self.residual.then(|| Dense::new(other, &gpu)).transpose()?;

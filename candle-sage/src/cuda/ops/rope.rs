@@ -90,7 +90,7 @@ struct Beside {
 }
 
 impl Beside {
-    /// For results with the shapes of `all`.
+    /// A tensor for results with the shapes of `all`.
     fn new(gpu: &Gpu, all: &[Operand<'_>]) -> Result<Self> {
         let dims = all.iter().map(|x| x.1.shape().dims4()).collect::<Result<Vec<_>>>()?;
         let (batch, sequence, _, head_dim) = dims[0];
@@ -104,7 +104,6 @@ impl Beside {
         Ok(Self { storage, tokens: batch * sequence, sequence, heads, head_dim, first })
     }
 
-    /// Where a result is written.
     fn place(&self, result: usize, gpu: &Gpu) -> Result<params::Heads<'_>> {
         let (token, head) = ((self.heads * self.head_dim) as i64, self.head_dim as i64);
         // Without tokens the storage is empty, and no kernel writes to it.
@@ -126,7 +125,7 @@ struct Norm<'a> {
 #[derive(Clone, Copy)]
 enum Written<'a> {
     Heads(params::Heads<'a>),
-    /// FP8 codes, from this column on.
+    /// FP8 values, from this column on.
     Fp8(params::Fp8Codes<'a>, usize),
 }
 
@@ -283,7 +282,7 @@ impl Gradients {
         let mut weights = Vec::with_capacity(all.len());
         for (n, &[x, weight, dy]) in all.iter().enumerate() {
             let width = weight.1.shape().elem_count();
-            // Zeroed, because with few heads some blocks are not launched.
+            // Zeroed, because with few heads fewer than PARTS thread blocks are launched.
             let partials = gpu.alloc_zeros::<f32>(PARTS * width)?;
             let (dense, dy) = (Dense::new(weight, gpu)?, Heads::new(dy, gpu)?);
             let norm = Norm { weight: &dense, eps: self.eps, gradient: Some((&dy, &partials)) };

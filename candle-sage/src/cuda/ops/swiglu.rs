@@ -38,7 +38,6 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// Gate and up as rows.
 pub(super) fn rows_of_swiglu<'a>([gate, up]: [Operand<'a>; 2], gpu: &Gpu) -> Result<[Rows<'a>; 2]> {
     Ok([Rows::new(gate, gpu)?, Rows::new(up, gpu)?])
 }

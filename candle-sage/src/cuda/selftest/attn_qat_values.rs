@@ -1,4 +1,4 @@
-//! Tests that the rounded operands of Attn-QAT's matmuls equal the CPU's.
+//! Tests that the rounded operands of Attn-QAT's matmuls equal the CPU's operands.
 
 use candle_core::{DType, Result};
 
@@ -11,7 +11,7 @@ use crate::cuda::{Call, OnGpu, Problem, guard};
 use crate::nvfp4::{Axis, Packed, head_factor};
 use crate::scheme::{AttnQat, Smoothing, ValueGroups, ValueScale};
 
-/// Q, K and V, as Attn-QAT's matmuls read them, have the CPU's bits.
+/// Q, K and V, as Attn-QAT's matmuls read them, have the same bits as on the CPU.
 #[test]
 #[ignore = "needs a GPU"]
 fn rounded_operands_are_the_cpus_to_the_bit() -> Result<()> {

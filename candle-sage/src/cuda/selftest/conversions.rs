@@ -1,4 +1,4 @@
-//! Tests of conversions between numbers and quantized codes, and of moving codes between registers and shared memory.
+//! Tests of conversions between numbers and INT8 or FP4 values, and of copies between registers and shared memory.
 
 use candle_core::Result;
 
@@ -19,12 +19,12 @@ fn fragments_go_to_shared_memory_and_back() -> Result<()> {
 fn conversions_round_ties_to_even() -> Result<()> {
     let mut x: Vec<f32> = numbers(8, 96).into_iter().map(|n| (n % 254_000) as f32 / 1000.0).collect();
     x.extend((0..32).map(|i| i as f32 * 8.0 + 0.5));
-    // From 128 on these are unsigned codes.
+    // From index 128 on, the results are unsigned 8-bit values.
     let got: Vec<u8> = run("selftest_conversions", &x, &x, 256)?;
     for (i, x) in x.iter().enumerate() {
         assert_eq!(got[i], x.round_ties_even() as u8, "codes of {x}");
-        // This conversion goes through f16, whose spacing is at most 1/8: a value that is this close to a tie may round
-        // either way.
+        // The unsigned conversion goes through f16, whose spacing is at most 1/8: a value within 1/16 of a tie may
+        // round either way.
         let distance = (f32::from(got[128 + i]) - x).abs();
         assert!(distance <= 0.5 + 1.0 / 16.0, "{} for {x}", got[128 + i]);
     }
@@ -46,8 +46,8 @@ fn codes_over_powers_of_two_are_rounded() -> Result<()> {
     Ok(())
 }
 
-/// Conversions and scales have the bits of `nvfp4.rs`, and E4M3 also has the bits of the hardware conversion, if there
-/// is one: for values, midpoints and numbers of all magnitudes.
+/// Conversions and scales have the bits of `nvfp4.rs`, and E4M3 also has the bits of the GPU's conversion instruction,
+/// if any. Inputs are E4M3 values, the midpoints between them, and numbers of all magnitudes.
 #[test]
 #[ignore = "needs a GPU"]
 fn nvfp4_is_the_cpus_to_the_bit() -> Result<()> {

@@ -1,5 +1,5 @@
-//! Tests that attention on foreign memory has the bits of attention on candle's memory, and needs no more memory than
-//! it reports.
+//! Tests that attention on foreign memory has the same bits as attention on candle's memory, and needs no more memory
+//! than it reports.
 #![allow(unsafe_code)]
 
 use candle_core::{DType, Result, Tensor};
@@ -27,7 +27,7 @@ fn number<T>(buffer: &Buffer<T>, gpu: &Gpu) -> u64 {
     buffer.device_ptr(&gpu.stream).0
 }
 
-/// Each number of (query heads, query) as two words.
+/// Each f32 number as two 16-bit words.
 fn halves(numbers: &[f32]) -> Vec<u16> {
     let halves = |x: &f32| [x.to_bits() as u16, (x.to_bits() >> 16) as u16];
     numbers.iter().flat_map(halves).collect()
@@ -68,7 +68,7 @@ fn lent(inputs: &Inputs, attention: &Attention, dtype: DType) -> Result<Vec<Vec<
         // SAFETY: all memory is alive until the guard has waited for the kernels.
         unsafe {
             call.forward(&stream, addresses, results_at, state, scratch)?;
-            // Too little memory is an error. This call comes first, because it overwrites gradients.
+            // Too little memory is an error. The failing call comes first, because it may overwrite gradients.
             let short = Lent { bytes: needed - 1, ..second };
             assert!(call.backward(&stream, addresses, output, state, ([dq, dk, dv], 0), short).is_err());
             call.backward(&stream, addresses, output, state, ([dq, dk, dv], 0), second)?;

@@ -62,7 +62,8 @@ impl Inputs {
         let seen = self.selection.as_ref().map(Seen::new).transpose()?;
         let problem = Problem {
             gpu: &gpu,
-            // The scheme only decides how heads of more than 128 channels are padded. Such heads do not occur here.
+            // The scheme only determines the padding of heads above 128 channels. Only this scheme is tested with such
+            // heads.
             scheme: &Scheme::Unquantized,
             shape: &self.shape,
             softmax_scale: 0.125,

@@ -13,7 +13,7 @@ use crate::cuda::{Call, Problem, guard, params, sagebwd};
 use crate::scheme::{Granularity, KeyMean, SageBwd, Smoothing};
 use crate::shape::Segment;
 
-/// The quantizer's INT8 values, scales and means have the CPU's bits.
+/// The quantizer's INT8 values and scales have the same bits as on the CPU.
 #[test]
 #[ignore = "needs a GPU"]
 fn codes_and_scales_are_the_cpus_to_the_bit() -> Result<()> {
@@ -146,7 +146,7 @@ impl Comparison<'_> {
         assert_eq!(got.to_bits(), expected.to_bits(), "scale of {what}, {}", self.settings);
     }
 
-    /// Q and dO of a query head, whose first tile in the segment has number `first`.
+    /// Compares Q and dO of a query head. `first` is the number of the segment's first tile.
     fn queries(&self, segment: &Segment, head: usize, first: usize) {
         let (shape, written, d) = (&self.inputs.shape, &self.written, self.inputs.shape.head_dim());
         let mut rows = self.inputs.rows(0, shape.query_heads(), head, segment.query.clone());
@@ -172,7 +172,7 @@ impl Comparison<'_> {
         }
     }
 
-    /// K and V of a key head, whose first tile in the segment has number `first`.
+    /// Compares K and V of a key head. `first` is the number of the segment's first tile.
     fn keys(&self, segment: &Segment, head: usize, first: usize) {
         let (shape, written, d) = (&self.inputs.shape, &self.written, self.inputs.shape.head_dim());
         let rows = |n: usize| self.inputs.rows(n, shape.key_heads(), head, segment.key.clone());

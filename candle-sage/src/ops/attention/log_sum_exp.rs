@@ -17,9 +17,9 @@ impl Attention {
     /// results have gradients.
     ///
     /// Attention to several sets of keys is the mean of the sets' outputs, weighted by `exp(lse)`. Ring attention, and
-    /// a KV cache in several chunks, use this. (If a query sees no key of two sets, the difference of the two `lse` is
-    /// NaN.) Only one of the sets may have sinks. `ALiBi` measures distances from the end of each set, not of the whole
-    /// sequence.
+    /// a KV cache in several chunks, use this mean. (If a query sees no key in either of two sets, the difference of
+    /// the two `lse` is NaN.) Only one of the sets may have sinks. `ALiBi` measures distances from the end of each set,
+    /// not of the whole sequence.
     ///
     /// ```
     /// use candle_core::{D, Device, Tensor, Var};
@@ -39,8 +39,8 @@ impl Attention {
     /// ```
     ///
     /// # Errors
-    /// As [`Attention::apply`]; when the scheme smooths keys ([`Smoothing`](crate::Smoothing)), because the logits are
-    /// then computed from keys minus their mean (`SageBwd::default()` does so); and for FP4 matmuls.
+    /// As [`Attention::apply`]; when the scheme smooths keys ([`Smoothing`](crate::Smoothing)), as `SageBwd::default()`
+    /// does, because the logits are then computed from keys minus their mean; and for FP4 matmuls.
     pub fn apply_with_lse(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
         if let Some(widths) = self.widths([q, k, v]) {
             let [wide_q, wide_k, wide_v] = widths.widen([q, k, v])?;
@@ -111,8 +111,8 @@ impl Saved {
     }
 }
 
-/// An op that returns the log-sum-exps. Its input is attention's output: candle therefore runs its backward before
-/// attention's backward, which uses the gradient of the log-sum-exps.
+/// An op that returns the log-sum-exps. The op's input is attention's output. Candle therefore runs the op's backward
+/// before attention's backward, which uses the gradient of the log-sum-exps.
 struct LogSumExp {
     saved: Option<Arc<Saved>>,
     shape: AttentionShape,

@@ -49,8 +49,8 @@ pub(crate) type BackwardInputs<'a> = (&'a AttentionOp, [Operand<'a>; 5], Option<
 /// The gradients of query, key and value, and of the sinks if there are any.
 pub(crate) type GradientsOnGpu = ([CudaStorage; 3], Option<CudaStorage>);
 
-/// A forward on a GPU, with the state that its backward needs. The first `Launch` computes the gradients, the second
-/// the log-sum-exps of an output.
+/// A completed forward on a GPU, with the state for the backward. The first `Launch` computes the gradients, the second
+/// computes the log-sum-exps of an output.
 pub(crate) trait CompletedOnGpu:
     for<'a> Launch<BackwardInputs<'a>, GradientsOnGpu>
     + for<'a> Launch<(&'a AttentionShape, Operand<'a>), CudaStorage>
@@ -59,7 +59,6 @@ pub(crate) trait CompletedOnGpu:
 {
 }
 
-/// A completed forward, on the CPU or on a GPU.
 pub(in crate::ops) enum Completed {
     Cpu(Box<dyn cpu::CompletedForward>),
     Cuda(Box<dyn CompletedOnGpu>),
@@ -88,7 +87,6 @@ impl AttentionOp {
         self.selection.as_ref().map(Selection::host).transpose()
     }
 
-    /// The call as the CPU code represents it.
     fn problem<'a>(&'a self, inputs: [View<'a>; 3]) -> Result<Problem<'a>> {
         let problem = Problem::new(&self.shape, self.softmax_scale, self.lists()?, inputs);
         let sinks = self.sinks.as_ref().map(Tensor::to_vec1).transpose()?.unwrap_or_default();
@@ -190,8 +188,8 @@ impl CustomOp3 for AttentionOp {
     }
 
     fn bwd(&self, q: &Tensor, k: &Tensor, v: &Tensor, out: &Tensor, dout: &Tensor) -> Result<Gradients> {
-        // Kernels load non-adjacent channels element by element. The gradient of a narrowed output may have such
-        // channels.
+        // Kernels load non-adjacent channels element by element, which is slow. The gradient of a narrowed output may
+        // have non-adjacent channels.
         let copied =
             (dout.device().is_cuda() && dout.stride()[3] != 1).then(|| dout.contiguous()).transpose()?;
         let dout = copied.as_ref().unwrap_or(dout);

@@ -8,7 +8,6 @@ use crate::error::Error;
 use crate::ops::support::of_heads;
 use crate::shape::AttentionShape;
 
-/// The settings of the caller.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Requested {
     softcap: Option<f64>,
@@ -70,9 +69,9 @@ impl Attention {
 
     /// `ALiBi`: subtracts a distance penalty from each logit, the query head's slope times the distance between query
     /// and key. Positions are aligned at the end, as with a causal mask. `slopes` is (query heads) in any float type,
-    /// on the query's device; it has no gradient. A soft cap is applied before the slopes. On CUDA the schemes that
-    /// support a soft cap also support `ALiBi`, and with `ALiBi` keys may be smoothed.
-    /// [`alibi_slopes`](crate::ops::alibi_slopes) returns the paper's slopes.
+    /// on the query's device, and has no gradient. A soft cap is applied before the slopes. On CUDA the schemes that
+    /// support a soft cap also support `ALiBi`, also with smoothed keys. [`alibi_slopes`](crate::ops::alibi_slopes)
+    /// returns the paper's slopes.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -137,8 +136,8 @@ impl Attention {
 }
 
 /// `ALiBi`'s slopes, (heads) in f32. If the number of heads is a power of two, head h = 1, 2, .. has the slope
-/// `2^(-8 h / heads)`. Otherwise the slopes are those of the next lower power of two, followed by the first, third,
-/// fifth, .. slope of twice that power. BLOOM and MPT use these slopes.
+/// `2^(-8 h / heads)`. Otherwise the slopes for the next lower power of two come first, then the first, third, fifth,
+/// .. slope for twice that power. BLOOM and MPT use these slopes.
 ///
 /// ```
 /// use candle_core::Device;

@@ -29,7 +29,7 @@ pub struct AttentionVjp {
     /// The inputs and the output, all padded to the larger head_dim if there are `widths`.
     pub(super) inputs: [Tensor; 3],
     pub(super) out: Tensor,
-    /// Set if the values' head_dim differs from the queries' and keys', so that the smaller was padded.
+    /// Set if values have another head_dim than queries and keys, so that the narrower heads were padded.
     pub(super) widths: Option<Widths>,
 }
 
@@ -73,7 +73,7 @@ impl AttentionVjp {
         }
         supported(NAME, &[&self.out, dout])?;
         let dout = self.widths.map_or(Ok(dout.clone()), |widths| widths.widen_output(dout))?;
-        // Stored after all other checks: if a check failed later, the next call would use this gradient.
+        // `dlse` is stored after all other checks: if a check failed later, the next call would use this `dlse`.
         if let Some(saved) = &self.op.saved {
             saved.set_gradient(dlse.into(), &self.op.shape)?;
         }
@@ -117,7 +117,7 @@ pub struct AttentionState {
 }
 
 impl AttentionState {
-    /// The backward, given the query, key and value of the forward. Their values are not checked.
+    /// The backward, given the query, key and value of the forward. Only shapes and types are checked, not elements.
     ///
     /// # Errors
     /// When a shape or an element type differs from the forward's.

@@ -13,8 +13,8 @@ use crate::ops::support::{cuda_tensor, f32_values, f32_values_mut, run_twice};
 
 /// Makes the singular values of matrices (count, rows, columns) about 1. (If rows and columns differ in number, one
 /// could iterate the smaller Gram matrix instead of x. This saves matmuls but loses small singular values in bf16, even
-/// if the Gram matrix is recomputed after two polynomials: three of twelve runs ended with a loss up to .2 nats
-/// higher.)
+/// if the Gram matrix is recomputed after two polynomials: three of twelve runs ended with a loss up to .2 nats higher
+/// than with x.)
 pub(super) fn orthogonal(mut x: Tensor, polynomials: Orthogonalization) -> Result<Tensor> {
     let (_, rows, columns) = x.dims3()?;
     for (n, abc) in polynomials.polynomials().into_iter().enumerate() {

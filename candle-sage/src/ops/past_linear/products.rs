@@ -9,9 +9,9 @@ use crate::selection::Blocks;
 /// The tail's output, with the query's type.
 ///
 /// In each segment and key head `S_J = phi(K_J)^T [V_J, 1]` is the state of a block of keys, with d rows and d + 1
-/// columns. A block of queries sums `H_I = sum_J w_IJ S_J`, where `w` is 1 for the blocks of its tail; `phi(Q_I) H_I`
-/// then contains the sums of values and, in the last column, the normalizers. The states need the memory of K in f32
-/// times head_dim / (keys of a block).
+/// columns. A block of queries sums `H_I = sum_J w_IJ S_J`, where `w` is 1 for the blocks of its tail, else 0.
+/// `phi(Q_I) H_I` then contains the sums of values and, in the last column, the normalizers. The states need the memory
+/// of K in f32 times head_dim / (keys of a block).
 pub(super) fn forward(op: &PastLinear, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
     let blocks = op.selection.blocks();
     let mut outputs = Vec::new();
@@ -127,7 +127,7 @@ mod tests {
     use crate::selection::Selection;
     use crate::shape::{AttentionShape, Packing};
 
-    /// Compared with the CPU's loop over blocks: the same f32 sums in another order.
+    /// Compares the tails with the CPU's loop over blocks, which computes the same f32 sums in another order.
     #[test]
     fn they_are_the_tails_of_the_cpu() -> Result<()> {
         let documents = |cu: &[usize]| Packing::self_attention(cu.to_vec());
@@ -147,7 +147,7 @@ mod tests {
                 let shape = AttentionShape::new(q_dims, k_dims, k_dims, causal, packing.clone())?;
                 let draw = |dims| Tensor::randn(0f32, 1., dims, &Device::Cpu);
                 let (q, k, v, dout) = (draw(q_dims)?, draw(k_dims)?, draw(k_dims)?, draw(q_dims)?);
-                // Every third candidate; without a causal mask also the first, because lists must not be empty.
+                // Every third candidate. Without a causal mask the first candidate too, as lists must not be empty.
                 let selection = Selection::from_lists(&shape, (16, 8), &Device::Cpu, |at| {
                     let first = usize::from(!causal).min(at.candidates);
                     (0..at.candidates).filter(|n| *n < first || (n + at.block) % 3 == 0).collect()
@@ -159,7 +159,7 @@ mod tests {
                     Ok((norm((a - b)?)? / norm(b.clone())?.max(1e-30)).sqrt())
                 };
                 let what = format!("{q_dims:?} {k_dims:?} causal {causal} {tail:?}");
-                // Sums of up to 90 terms in f32.
+                // An output is a sum of up to 90 terms in f32.
                 let out = off(&forward(&op, [&q, &k, &v])?, &walked)?;
                 assert!(out < 2e-6, "{what}: {out:e}");
                 let expected = Gradients(&op).of([&q, &k, &v], &dout)?;

@@ -15,7 +15,7 @@ fn smooths_values(scheme: Scheme) -> bool {
     }
 }
 
-/// A NaN in V affects only the queries that see its tile; if V's mean is subtracted, it affects all queries.
+/// A NaN in V affects only the queries that see its tile; if V's mean is subtracted, the NaN affects all queries.
 #[test]
 #[ignore = "needs a GPU"]
 fn what_is_hidden_changes_nothing() -> Result<()> {

@@ -7,7 +7,7 @@ use super::{check_against, repeats, run, sage};
 use crate::score_mod::slopes;
 use crate::support::{Case, f64s, gpu, relative_l2};
 
-/// The schemes with such kernels that support a soft cap.
+/// The schemes that have such kernels and support a soft cap.
 fn schemes() -> [Scheme; 4] {
     [
         Scheme::Unquantized,
@@ -17,7 +17,8 @@ fn schemes() -> [Scheme; 4] {
     ]
 }
 
-/// Layouts, each with a cap that many logits reach, a cap far above the logits, slopes, and both.
+/// Each layout twice, with two of: no change; slopes and a cap that many logits reach; slopes and a cap far above the
+/// logits.
 fn cases(d: usize) -> Vec<Case> {
     let mut layouts = Vec::new();
     for (lens, heads, causal, window) in [
@@ -39,7 +40,6 @@ fn cases(d: usize) -> Vec<Case> {
         let alibi_slopes = if n % 3 == 0 { Vec::new() } else { slopes(case.heads.0) };
         Case { softcap: [Some(1.5), Some(50.0), None][(n + 2) % 3], alibi_slopes, ..case }
     };
-    // Twice, so that each layout has more than one of these changes.
     let again = layouts.clone().into_iter().enumerate().map(|(n, case)| (n + 1, case));
     layouts.into_iter().enumerate().chain(again).map(modified).collect()
 }
@@ -124,7 +124,7 @@ fn gradients_repeat() -> Result<()> {
     Ok(())
 }
 
-/// Values of another width than queries and keys.
+/// Values with fewer channels than queries and keys.
 #[test]
 #[ignore = "needs a GPU"]
 fn narrow_values() -> Result<()> {
@@ -167,10 +167,10 @@ fn logits_beyond_the_cap() -> Result<()> {
     Ok(())
 }
 
-/// Sinks in every scheme without key smoothing, with windows, documents and grouped heads: close to the CPU, which has
-/// the same quantized Q and K. Unquantized attention differs by roundings of 2^-9 (bf16). SageBwd differs by quantized
-/// P and dS in tiles of another size or with scales over other keys, .02 each. Attn-QAT differs in probabilities close
-/// to midpoints.
+/// Sinks in every scheme without key smoothing, with windows, documents and grouped heads: the results are close to the
+/// CPU's, which are from the same quantized Q and K. Unquantized attention differs by roundings of 2^-9 (bf16). SageBwd
+/// differs by .02 each for P and dS, which are quantized in tiles of another size or with scales over other keys.
+/// Attn-QAT differs in probabilities close to midpoints.
 #[test]
 #[ignore = "needs a GPU"]
 fn sinks() -> Result<()> {

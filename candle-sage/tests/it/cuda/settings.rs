@@ -8,7 +8,7 @@ use candle_sage::{
 use super::{NAMES, run, sage};
 use crate::support::{Case, PUBLISHED, gpu, relative_l2};
 
-/// SageBwd's sets of INT8 matmuls that kernels have.
+/// The sets of INT8 matmuls for which SageBwd has kernels.
 const NAMED: [Int8Products; 4] =
     [Int8Products::PAPER, Int8Products::FORWARD_AND_S, Int8Products::SCORES, Int8Products::FORWARD];
 
@@ -65,7 +65,8 @@ fn settings_of_attn_qat() -> Result<()> {
     run_settings(&schemes, &[40, 64, 128])
 }
 
-/// `attn_qat::a_scale_of_each_head_keeps_values_of_any_size`, on the GPU: the same bits for V times a power of two.
+/// `attn_qat::a_scale_of_each_head_keeps_values_of_any_size`, on the GPU: V times a power of two gives exactly the
+/// output times this power.
 #[test]
 #[ignore = "needs a GPU"]
 fn attn_qat_keeps_values_of_any_size_with_a_scale_of_each_head() -> Result<()> {
@@ -142,7 +143,7 @@ fn errors_reproduce_the_published_table() -> Result<()> {
                     );
                     continue;
                 }
-                // Above sigma 5 errors vary by a tenth with the seed, and with inputs rounded to bf16.
+                // Above sigma 5 errors vary by a tenth with the seed, and with the rounding of inputs to bf16.
                 let most = if *sigma <= 5.0 { 1.10 } else { 1.25 };
                 for (n, (error, published)) in mean.iter().zip(published).enumerate() {
                     let what = format!("{} at sigma {sigma}, d {d}, {products}", NAMES[n]);

@@ -11,21 +11,20 @@ fn both() -> [Scheme; 2] {
     [Scheme::Unquantized, sage().into()]
 }
 
-/// The check for a part of a result in bf16, so that small values are compared separately.
+/// As [`check`], for a part of a bf16 result, so that small values are compared separately.
 fn check_part(what: &str, [got, exact, plain]: [&[f64]; 3]) {
     let error = relative_l2(got, exact);
     let limit = 1.25 * relative_l2(plain, exact) + 2f64.powi(-7);
     assert!(error <= limit, "{what}: {error:.2e}, limit {limit:.2e}");
 }
 
-/// Multiplies each token's row of `width` values by the token's size.
 fn resize(data: &mut [f32], width: usize, size: impl Fn(usize) -> f32) {
     for (token, values) in data.chunks_mut(width).enumerate() {
         values.iter_mut().for_each(|x| *x *= size(token));
     }
 }
 /// Gradients of size 1e-18 and 1e12 are as accurate as gradients of size 1, and so are gradients of queries that are
-/// 2^9 times smaller than their neighbours: dS is stored in 16 bit in units that follow its size
+/// 2^9 times smaller than their neighbours: dS is stored in 16 bit, divided by a power of two that follows its size
 /// (`attention/numerics/score_codes_sm90.cuh`).
 #[test]
 #[ignore = "needs a GPU"]
@@ -69,8 +68,8 @@ fn gradients_of_any_size() -> Result<()> {
 }
 
 /// Values that are up to 2^20 times smaller than the values of the next tile, or all zero, are as accurate as other
-/// values, for queries that see only them. Still smaller values lose bits, then become zero, but never grow. (On Hopper
-/// two tiles of values share an integer sum: `attention/numerics/sagebwd_forward_sm90.cuh`.)
+/// values, for queries that see only these values. Still smaller values lose bits, then become zero, but never grow.
+/// (On Hopper two tiles of values share an integer sum: `attention/numerics/sagebwd_forward_sm90.cuh`.)
 #[test]
 #[ignore = "needs a GPU"]
 fn values_of_any_size() -> Result<()> {
@@ -105,13 +104,14 @@ fn values_of_any_size() -> Result<()> {
                     let what = format!("O of V 2^{power} in {powers:?}, d {d}, causal {causal}, {scheme}");
                     let rows = tile * 64 * row..(tile + 1) * 64 * row;
                     let parts = [&got, &exact, &plain].map(|results| &results[0][rows.clone()]);
-                    // Keys that a causal query does not see must not matter.
+                    // A causal query in an even tile does not see the next tile, so the size of that tile's values must
+                    // not matter.
                     let unseen = causal && tile % 2 == 0;
                     let neighbour = powers.get(tile ^ 1).filter(|_| !unseen).map_or(power, |&other| other);
                     let lost = neighbour - 20 - power;
                     if power != ZERO && (1..=5).contains(&lost) {
-                        // Quantized values are off by half a unit of 2^lost / 254 of the largest P, or twice that where
-                        // V's random sizes differ as much; 64 of them add up to at most 8 times a row of P.
+                        // A quantized P is off by up to half a step, 2^lost / 254 of the largest P, or twice that if
+                        // V's random sizes differ as much. The norm of 64 such errors is at most 8 times one error.
                         let error = relative_l2(parts[0], parts[1]);
                         let limit = 0.05 + 8.0 * 2f64.powi(lost) / 254.0;
                         assert!(error <= limit, "{what}: {error:.2e}, limit {limit:.2e}");

@@ -59,8 +59,8 @@ fn windows_of_large_heads() -> Result<()> {
     Ok(())
 }
 
-/// Gradients of windows repeat in a fixed order. A thread block's turn among the blocks that add to a tile depends on
-/// the window.
+/// `deterministic` gradients of windows are bit-identical in a second run. The order in which thread blocks add to a
+/// tile depends on the window.
 #[test]
 #[ignore = "needs a GPU"]
 fn gradients_of_windows_repeat() -> Result<()> {
