@@ -5,14 +5,14 @@ use std::process::Command;
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
-    // Relative to the manifest: a build folder may outlive the place of the sources, and Cargo then keeps what this script printed.
+    // The path is relative to the manifest, because Cargo keeps this output even if the sources are moved.
     println!("cargo:rustc-env=SAGE_TRAIN_DATA={}", data().display());
-    // A copy without a history has no commit.
+    // A copy of the sources without Git history has no commit.
     let log = Path::new("../.git/logs/HEAD");
     if !log.exists() {
         return;
     }
-    // Asks git again after a new commit, and after a change of the sources, which then differ from the commit.
+    // This script runs again after a new commit, and after a change of the sources, which then differ from the commit.
     for path in ["../.git/logs/HEAD", "src", "../candle-sage/src", "../kernels"] {
         println!("cargo:rerun-if-changed={path}");
     }
@@ -27,8 +27,8 @@ fn main() {
     }
 }
 
-/// The folder of the built-in corpus and the recipes. In the repository `data` is a symbolic link, which a checkout without links (Git on
-/// Windows) leaves as a file with the path in it; a package has the folder itself.
+/// The folder of the built-in corpus and the recipes. In the repository `data` is a symbolic link. A checkout without
+/// links (Git on Windows) has a file that contains the path instead; a package has the folder itself.
 fn data() -> PathBuf {
     let path = PathBuf::from("data");
     let link = std::fs::read_to_string(&path).ok().filter(|_| path.is_file());

@@ -38,7 +38,8 @@ pub struct Row {
 }
 
 impl Row {
-    /// The number of unmasked (query, key) pairs of one head. With a causal mask and no window it is half of all pairs.
+    /// The number of unmasked (query, key) pairs of one head. With a causal mask and no window the number is half of
+    /// all pairs.
     fn pairs(self) -> f64 {
         let before = causal_pairs(self.tokens, self.window);
         if self.causal { before } else { 2.0 * before }
@@ -101,7 +102,7 @@ pub struct Plan {
     pub width: usize,
     /// Number of timed calls of each kind; the result is their median.
     pub repeats: usize,
-    /// Pause before each series of timed calls, in which a power-limited GPU recovers.
+    /// Pause before each series of timed calls, so that a power-limited GPU recovers.
     pub rest: Duration,
     /// Soft cap of the logits; 0 for none.
     pub softcap: f64,

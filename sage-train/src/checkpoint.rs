@@ -35,7 +35,7 @@ const FOLDER: &str = "checkpoints";
 const STATE: &str = "state.safetensors";
 const ABOUT: &str = "checkpoint.json";
 const MARKER: &str = "COMPLETE";
-/// Format versions: with a single file of weights and moments, and with several.
+/// Format versions: with a single file of weights and moments, and with several files.
 const VERSIONS: [u32; 2] = [1, 2];
 
 /// The contents of `checkpoint.json`.
@@ -112,8 +112,8 @@ impl About {
     /// When a setting differs that must stay the same on resume.
     pub fn check_settings(&self, run: &Path, now: &Config) -> Result<()> {
         let Some(then) = &self.settings else { return Ok(()) };
-        // A key that only `now` has is ignored if every run has it today: the checkpoint is from an older version.
-        // Otherwise the key was added to `config.toml`, which never contains `BRANCHED_FROM`.
+        // A key that only `now` has is ignored if every run of this version has the key: the checkpoint is from an
+        // older version. Otherwise the key was added to `config.toml`, which never contains `BRANCHED_FROM`.
         let (now, added) = (&now.identity(), now.keys_of_some_runs());
         let added = added.iter().filter(|key| now.contains_key(*key));
         let keys = then.keys().filter(|key| *key != BRANCHED_FROM).chain(added);
@@ -231,7 +231,7 @@ fn write(
         true => finish(folder, &partial, (step, scales), belongs, files),
         false => Ok(()),
     });
-    // No rank exits before rank 0 has renamed the checkpoint, and no rank counts the checkpoint as written before that.
+    // Until rank 0 has renamed the checkpoint, no rank exits or counts the checkpoint as written.
     let failed = written.as_ref().err().map_or(String::new(), Error::to_string);
     let of_first = words.from_first("checkpoint is named", &failed);
     let written = match of_first.is_empty() {

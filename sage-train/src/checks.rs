@@ -5,7 +5,7 @@ use candle_sage::{Error, Result};
 /// Checks that a number is finite and above zero, also after rounding to f32.
 ///
 /// # Errors
-/// When it is not.
+/// When the number is not finite, or not above zero.
 pub fn above_zero(name: &str, value: f64) -> Result<f64> {
     if value as f32 > 0.0 && (value as f32).is_finite() {
         return Ok(value);
@@ -19,7 +19,7 @@ pub fn above_zero(name: &str, value: f64) -> Result<f64> {
 /// Checks that a number is in a closed interval.
 ///
 /// # Errors
-/// When it is not.
+/// When the number is outside the interval.
 pub fn in_range<T: PartialOrd + std::fmt::Display>(name: &str, value: T, low: T, high: T) -> Result<T> {
     if low <= value && value <= high {
         return Ok(value);
@@ -41,7 +41,7 @@ pub fn need<T>(setting: Option<T>) -> T {
 /// Checks that a seed is at most 2^63 - 1: the settings are saved as TOML, whose integers are signed.
 ///
 /// # Errors
-/// When it is larger.
+/// When the seed is larger.
 pub fn seed(name: &str, seed: u64) -> Result<u64> {
     in_range(name, seed, 0, i64::MAX as u64)
 }

@@ -138,7 +138,7 @@ impl Config {
         let eval_scheme = eval_scheme(&s, &model)?;
         let (micro_batch, accumulation) = batch::resolve(&s.batch, model.context, steps)?;
         model.linear.check("micro-batch x context", micro_batch * model.context)?;
-        // The last batch of a validation may have fewer sequences.
+        // The last batch of a validation may have a single sequence, so its length must be valid too.
         model.linear_in_evaluation.check("context", model.context)?;
         let learning_rate = LearningRate::resolve(&s.optimizer, steps, asked_warmup)?;
         // A warm-up that was not given stays unset, so that a longer run from the saved settings has a longer warm-up.

@@ -61,8 +61,7 @@ pub struct Dataset {
     pub train: Mixture,
     /// Tokens to validate on.
     pub validation: Mixture,
-    /// Unigram entropy of the data, in nats: the loss of a model that only knows token frequencies. It is computed from
-    /// the first [`COUNTED`] tokens of each source.
+    /// Unigram entropy in nats per token, computed from the first [`COUNTED`] tokens of each source.
     pub unigram_entropy: f64,
     /// A description of the data.
     pub summary: String,
@@ -174,8 +173,8 @@ impl Dataset {
     }
 }
 
-/// The tokenizer that the settings name, or the tokenizer next to the shards that they name. No data is read. `None` if
-/// a tokenizer would be trained.
+/// The tokenizer that the settings name, or the tokenizer next to the shards that the settings name. No data is read.
+/// `None` if a tokenizer would be trained.
 ///
 /// # Errors
 /// When a named tokenizer cannot be used.
@@ -282,7 +281,7 @@ fn split(documents: &[String], fraction: f64) -> (Vec<&str>, Vec<&str>) {
             train.push(document);
             break;
         }
-        // Exceeding the size by a tenth is better than splitting a document.
+        // Exceeding the wanted size by up to a tenth is better than splitting a document.
         if train.is_empty() || document.len() > room + wanted / 10 {
             let (before, after) = document.split_at(cut(document, room));
             train.push(before);
@@ -308,7 +307,7 @@ fn cut(document: &str, room: usize) -> usize {
     }
 }
 
-/// The file next to a `tokenizer.json` that names its end-of-text token, as transformers writes it.
+/// The file that transformers writes next to a `tokenizer.json`, and that names the end-of-text token.
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
 /// Bytes of text for which the tokenizer's round trip is checked.

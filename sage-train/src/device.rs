@@ -221,7 +221,7 @@ pub fn reset_peak(device: &Device) -> candle_core::Result<()> {
     }
 }
 
-/// Statistics of the device's memory pool, which serves every allocation.
+/// Page-locked memory for results, and the device's memory pool, which serves every allocation on the device.
 #[cfg(feature = "cuda")]
 #[allow(unsafe_code)]
 mod memory {
@@ -315,7 +315,6 @@ mod memory {
         unsafe { sys::cuMemPoolSetAttribute(pool(device)?, attribute, (&raw mut value).cast()).result().w() }
     }
 
-    /// Makes allocations cheap.
     pub(super) fn prepare(device: &Device) -> Result<()> {
         let device = device.as_cuda_device()?;
         // By default the pool returns its free memory to the driver at every synchronization, and then has to allocate

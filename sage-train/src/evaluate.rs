@@ -81,7 +81,7 @@ pub fn evaluate(
             continue;
         }
         let sequences = batches.in_order(first, count as usize)?.part(mesh.part());
-        // The bytes of the original text for exactly the predicted tokens.
+        // Counts the bytes of the original text of exactly the predicted tokens.
         for (n, targets) in
             (first..).zip(sequences.targets().chunks(sequences.targets().len() / count as usize))
         {

@@ -41,7 +41,6 @@ impl Lock {
         loop {
             match file.try_lock() {
                 Ok(()) => return Ok(Self(file)),
-                // [`Lock::is_held`] in another process takes a shared lock for a moment.
                 Err(TryLockError::WouldBlock) if began.elapsed() < LOOK => {
                     std::thread::sleep(Duration::from_millis(5));
                 }
@@ -58,8 +57,8 @@ impl Lock {
         file.is_ok_and(|file| matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock)))
     }
 
-    /// Whether this program has worked in a folder: it has a lock file, or is empty because the process that
-    /// made it ended before it made the lock file.
+    /// Whether this program has worked in a folder: the folder has a lock file, or is empty because the process that
+    /// created the folder ended before creating the lock file.
     pub fn marks(folder: &Path) -> bool {
         let empty = || std::fs::read_dir(folder).is_ok_and(|mut entries| entries.next().is_none());
         folder.join(LOCK).exists() || empty()

@@ -4,8 +4,7 @@ use std::process::ExitCode;
 
 use sage_train::cli::{Cli, exit_code};
 
-/// Half of the tokenizing time is allocation. Tokenizing takes 1.5 times as long with the system's allocator as with
-/// mimalloc.
+/// Tokenizing takes 1.5 times as long with the system's allocator as with mimalloc.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 

@@ -84,7 +84,7 @@ pub struct Point {
     /// per key block.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub sla2_users_ratio: Option<f64>,
-    /// Seconds that the run has taken so far, summed over its processes.
+    /// Seconds that the run has taken so far, summed over its starts.
     pub seconds: f64,
 }
 
@@ -162,7 +162,7 @@ pub struct Outcome {
     pub val_loss: f64,
     /// Validation loss at the end, bits per byte of text.
     pub val_bits_per_byte: f64,
-    /// Unigram entropy of the data, nats per token: the loss of a model that knows only the token frequencies.
+    /// Unigram entropy of the data, nats per token.
     pub unigram_entropy: f64,
     /// Training speed without validation, tokens per second.
     pub tokens_per_second: f64,

@@ -1,4 +1,4 @@
-//! Atomic files and folders: each is written under another name, synced to disk, and then renamed.
+//! Atomic files and folders: each file or folder is written under a temporary name, synced to disk, and then renamed.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -35,7 +35,7 @@ pub fn sync(path: &Path) -> Result<()> {
 }
 
 /// Creates or replaces a file atomically: `write` gets the temporary name, which contains the number of this
-/// process. When it fails, the temporary file is removed.
+/// process. After a failure the temporary file is removed.
 ///
 /// # Errors
 /// The errors of `write`, and when the file cannot be synced or renamed.
@@ -43,7 +43,7 @@ pub fn file(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> 
     let mut own = path.as_os_str().to_owned();
     own.push(format!(".{}", std::process::id()));
     let partial = of(Path::new(&own));
-    // A link at the temporary name is removed instead of written through.
+    // A link at the temporary name is removed, so that `write` does not follow the link.
     let _ = std::fs::remove_file(&partial);
     let written = write(&partial)
         .and_then(|()| sync(&partial))
@@ -74,8 +74,8 @@ pub fn is_unfinished(folder: &Path) -> bool {
     folder.join(MARK).exists()
 }
 
-/// A folder that is being written. It is removed if it is dropped before [`Folder::finish`], unless it has a
-/// journal.
+/// A folder that is being written. The folder is removed if this value is dropped before [`Folder::finish`], unless it
+/// has a journal.
 #[derive(Debug)]
 pub struct Folder {
     target: PathBuf,

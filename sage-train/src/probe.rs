@@ -408,8 +408,6 @@ fn sizes(inputs: &Inputs, exact: &Quantities, anatomy: &dyn Anatomy) -> Sizes {
         rms_p: rms(&p),
         rms_dp: rms(&dp),
         rms_ds: rms(&ds),
-        // The causal half has N (N + 1) / 2 values, and the squares of each of the N rows of P sum to at most
-        // 1.
         bound_ds: apart * (2.0 / (n as f64 + 1.0)).sqrt(),
         largest_q: largest(&inputs.rows[0]),
         largest_k: largest(&inputs.rows[1]),

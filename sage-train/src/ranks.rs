@@ -53,7 +53,7 @@ pub fn end(code: u8) {
     }
 }
 
-/// The part that this process plays in a run.
+/// The role of this process in a run.
 #[derive(Debug)]
 pub enum Role {
     /// This process started the ranks and has waited for their end. The number is the exit code of the run.

@@ -136,8 +136,8 @@ impl Run {
         }
     }
 
-    /// Finds the runs in `folders`. Each is the folder of a run, or contains folders of runs, like the folder of a
-    /// sweep. Runs are in the order of `folders` and, inside a folder, in the order of their names; each run occurs
+    /// Finds the runs in `folders`. Each folder is the folder of a run, or contains folders of runs, like the folder of
+    /// a sweep. Runs are in the order of `folders` and, inside a folder, in the order of their names; each run occurs
     /// once.
     ///
     /// # Errors
@@ -210,7 +210,7 @@ impl Run {
         })
     }
 
-    /// A hint where runs are, for a folder without runs.
+    /// A hint that tells where runs are, for a folder without runs.
     fn hint_where_runs_are(folder: &Path) -> String {
         let named: Vec<String> = Self::deeper(folder).iter().map(|path| path.display().to_string()).collect();
         match named.is_empty() {
@@ -229,8 +229,8 @@ impl Run {
         entries_of(folder).unwrap_or_default().into_iter().filter(has_runs).collect()
     }
 
-    /// The run with the validation losses of the attention that it trained with. With `--eval-attn` also a copy of the
-    /// run with the validation losses of that attention.
+    /// The run with the validation losses of the attention that it trained with. With `--eval-attn`, also a copy of the
+    /// run with the validation losses of the flag's attention.
     pub fn seen(self) -> Vec<Self> {
         if self.config.eval_scheme.is_none() {
             return vec![self];
@@ -296,7 +296,7 @@ pub fn own_steps<'a>(config: &Config, points: &'a [Point]) -> impl Iterator<Item
 }
 
 /// Median tokens per second over a run's own steps: a slow first step, a validation or another process on the device
-/// does not affect it.
+/// does not affect the median.
 pub fn usual_speed(config: &Config, points: &[Point]) -> Option<f64> {
     median(own_steps(config, points).map(|point| point.tokens_per_second))
 }
@@ -386,7 +386,7 @@ pub fn ended_since(sweep: &Path, name: &str) -> bool {
     crash.zip(changed(sweep.join(name).join(ENDING))).is_some_and(|(crash, ending)| ending > crash)
 }
 
-/// The median of some numbers; for an even count the mean of the two middle ones. `None` without numbers.
+/// The median of some numbers; for an even count the mean of the two middle numbers. `None` without numbers.
 pub fn median(numbers: impl Iterator<Item = f64>) -> Option<f64> {
     let mut sorted: Vec<f64> = numbers.collect();
     sorted.sort_by(f64::total_cmp);

@@ -62,7 +62,7 @@ pub struct Writer<'a> {
     pub begin: Option<u32>,
     /// The tokens that end a document.
     pub ends: &'a [u32],
-    /// The most tokens that the model attends to. When the cache is full, its older half is dropped.
+    /// The most tokens that the model attends to. A full cache is computed again from the newer half of its tokens.
     pub context: usize,
     /// The device.
     pub device: &'a Device,

@@ -101,7 +101,6 @@ fn declared() -> impl Iterator<Item = (&'static str, &'static [Role])> {
     tables.into_iter().flatten().copied()
 }
 
-/// The key of a field.
 fn key_of(field: &str) -> String {
     if field == tables::SOURCES { "data".into() } else { field.replace('_', "-") }
 }

@@ -1,5 +1,6 @@
 //! SIGINT, SIGTERM, SIGUSR1 (Slurm's warning before a time limit) and, on Linux, SIGHUP: the first signal asks the
-//! program to stop, the second ends it. A run of a sweep is also asked to stop when the sweep's process has exited.
+//! program to stop, the second signal ends the program. A run of a sweep is also asked to stop when the sweep's process
+//! has exited.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -18,11 +19,11 @@ use crate::notify;
 /// What a second signal does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Second {
-    /// It ends the program at once.
+    /// The program ends at once.
     Ends,
-    /// [`asked_again`] reports it: the program ends its child processes before it ends.
+    /// [`asked_again`] reports the second signal: the program ends its child processes before it ends.
     IsNoted,
-    /// Nothing: the first signal ends the current work, and none of it is kept.
+    /// Nothing happens: the first signal ends the current work, and none of it is kept.
     IsNotNeeded,
 }
 
@@ -112,7 +113,7 @@ fn hang_up() -> Option<i32> {
 
 static DOING: Mutex<String> = Mutex::new(String::new());
 
-/// Records the work that will be finished after a first signal. The message about the signal names it: `step 3 of 300`.
+/// Records the work that will be finished after a first signal, for the message about the signal: `step 3 of 300`.
 pub fn doing(what: &str) {
     let mut doing = DOING.lock().unwrap_or_else(PoisonError::into_inner);
     doing.clear();

@@ -326,7 +326,7 @@ fn compared_settings(config: &Config, resumed: Option<&FoundCheckpoint>, paralle
         let value = all.get(&key).map_or("not set".into(), in_words);
         settings.insert(key, value);
     }
-    // The resolved value is compared, because its default is the interval of validations.
+    // The resolved value is compared, because the default of this setting is the interval of validations.
     settings.insert("checkpoint-every".into(), config.checkpoints.every.to_string());
     let settings = settings.into_iter().map(|(key, value)| format!("{key} = {value}"));
     let rest = format!(

@@ -59,7 +59,7 @@ fn one_micro_batch(mut settings: Settings) -> Settings {
     settings
 }
 
-/// Probes train models in FP8 and in the compute type: the weights exist in both.
+/// Keeps copies of the weights in the compute type, because probes train models both in FP8 and in that type.
 fn keep_expanded(parameters: &Parameters, alone: &Ranks) -> Result<()> {
     let expanded =
         parameters.expand(alone).map_err(on_device("cannot copy the weights in the compute type"))?;
@@ -78,7 +78,7 @@ pub fn run_folder(folder: &Path) -> &Path {
 /// The tokenizer in the folder of a run or a model.
 ///
 /// # Errors
-/// When it cannot be read, or is not the one that the run was trained with.
+/// When the tokenizer cannot be read, or the run was trained with another tokenizer.
 pub fn tokenizer_of(folder: &Path) -> Result<Tokenizer> {
     let path = folder.join("tokenizer.json");
     let tokenizer = Tokenizer::load(&path)?;

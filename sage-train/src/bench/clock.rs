@@ -57,7 +57,7 @@ impl Clock {
     }
 }
 
-/// Peak memory during a call, in bytes, beyond the memory in use before. Not known on the CPU.
+/// Peak memory during a call, in bytes, beyond the memory in use before the call. Not known on the CPU.
 pub(super) fn peak_bytes(device: &Device, call: impl FnOnce() -> Result<()>) -> Result<Option<u64>> {
     device.synchronize()?;
     reset_peak(device)?;

@@ -14,8 +14,8 @@ use crate::model::{Llama, LlamaConfig, Parameters, Reduction};
 use crate::optim::OptimizerStep;
 use crate::ranks::Ranks;
 
-/// Megabytes of f32 in an exchange (all-to-all). A gather (all-gather) has as many elements, on a GPU in 16 bit.
-/// The sizes are 4 MB, and one layer, the embedding and all parameters of preset `325m`.
+/// Megabytes of f32 in an exchange (all-to-all). A gather (all-gather) has as many elements as an exchange, on a GPU in
+/// 16 bit. The sizes are 4 MB, and the sizes of one layer, the embedding and all parameters of preset `325m`.
 const SIZES: [f64; 4] = [4.0, 54.5, 206.0, 1297.0];
 
 /// The times of one size.
@@ -25,7 +25,7 @@ pub struct Link {
     pub bytes: u64,
     /// Milliseconds of an exchange of these bytes.
     pub exchange: f64,
-    /// Milliseconds of a gather of as many weights.
+    /// Milliseconds of a gather of `bytes / 4` weights.
     pub gather: f64,
 }
 
@@ -56,8 +56,8 @@ pub struct Links {
     pub update: Update,
 }
 
-/// Measures exchanges of up to `most` megabytes; all ranks must call this. `say` reports progress, because the
-/// measurements together take minutes on a CPU: it receives the name of the next measurement.
+/// Measures exchanges of up to `most` megabytes; all ranks must call this. `say` receives the name of each measurement
+/// before the measurement starts.
 ///
 /// # Errors
 /// When another rank cannot be reached, or memory is short.

@@ -5,10 +5,11 @@ use candle_sage::{Granularity, Int8Products, KeyMean, PReference, Result, ValueG
 use crate::config::{Config, check_own};
 use crate::settings::{AttentionSettings, Attn, LayerSettings, Settings, SmoothingSetting, Text};
 
-/// Settings of attention that override the run's.
+/// Attention settings that override the run's settings.
 #[derive(Debug, Clone, clap::Args)]
 pub(super) struct Attending {
-    /// Attention scheme of the evaluation, for example low-bit inference of a model that was trained in 16 bit [default: the run's]
+    /// Attention scheme of the evaluation, for example low-bit inference of a model that was trained in 16 bit
+    /// [default: the run's]
     #[arg(long, value_enum)]
     attn: Option<Attn>,
     /// Schemes of single layers that override --attn: 0,-1=fpa; "" for none [default: the run's, unless --attn names
@@ -21,8 +22,8 @@ pub(super) struct Attending {
     /// SageBwd: tokens over which the means of K and V are taken: all, or sample-N [default: the run's]
     #[arg(long)]
     key_mean: Option<Text<KeyMean>>,
-    /// SageBwd: matmuls in INT8: paper (six), forward-and-s (O, and S in forward and backward), scores (only S, in forward
-    /// and backward), forward (S and O in the forward), or a list such as forward,s,dv [default: the run's]
+    /// SageBwd: matmuls in INT8: paper (six), forward-and-s (O, and S in forward and backward), scores (only S, in
+    /// forward and backward), forward (S and O in the forward), or a list such as forward,s,dv [default: the run's]
     #[arg(long)]
     products: Option<Text<Int8Products>>,
     /// SageBwd: granularity of the scales of P and dS: vector, group-N, tile [default: the run's]
@@ -41,7 +42,7 @@ pub(super) struct Attending {
 }
 
 impl Attending {
-    /// The typed values as settings.
+    /// The values of these flags as settings.
     pub(super) fn settings(&self) -> AttentionSettings {
         AttentionSettings {
             attn: self.attn,
@@ -53,7 +54,7 @@ impl Attending {
             value_groups: self.value_groups,
             value_scale: self.value_scale,
             p_reference: self.p_reference,
-            // These settings belong to the model, or only to the backward.
+            // An evaluation has no flags for these settings: they belong to the model or affect only the backward.
             qk_norm: None,
             high_precision_output: None,
             matched_recomputation: None,

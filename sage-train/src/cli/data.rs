@@ -204,10 +204,10 @@ impl TrainTokenizer {
     }
 }
 
-/// Smallest number of words of a recall document. A document of this size has a few paragraphs.
+/// Smallest number of words of a `--recall` document.
 const FEWEST_WORDS: usize = 50;
 
-/// Checks the number of words of recall documents.
+/// Checks the number of words of `--recall` documents.
 pub(super) fn recall_words(words: usize) -> Result<usize> {
     in_range("recall", words, FEWEST_WORDS, 1 << 20)
 }

@@ -24,7 +24,7 @@ fn defaults_of(key: &str, presets: &[(String, Table)]) -> Option<String> {
     Some(named.collect::<Vec<_>>().join(", "))
 }
 
-/// Adds the presets' defaults to the help of the settings of a command and of its sweeps.
+/// Adds the presets' defaults to the help of the settings, in `command` and its subcommand `sweep`.
 pub(super) fn with_defaults(command: Command) -> Command {
     let presets = presets();
     let add = |arg: Arg| {

@@ -84,7 +84,7 @@ impl Typed {
     }
 }
 
-/// A range of more seeds than this is not parsed as a range: it is probably a mistake.
+/// Most seeds of a range. A longer range is probably a mistake, and is not parsed as a range.
 const MOST_SEEDS: u64 = 1000;
 
 /// The seeds of a range such as `1-3`.
@@ -94,8 +94,8 @@ fn range(word: &str) -> Option<impl Iterator<Item = String> + use<>> {
     (first < last && last - first < MOST_SEEDS).then(|| (first..=last).map(|seed| seed.to_string()))
 }
 
-/// Whether commas group the thousands of one number, as in `4,096`. Only a group of three digits that begins with 0 is
-/// a certain sign, because a value in a list is not written so.
+/// Whether commas group the thousands of one number, as in `4,096`. Only a three-digit group that begins with 0 proves
+/// the grouping, because values of a list have no leading zeros.
 fn is_grouped(value: &str) -> bool {
     let mut words = value.split(',');
     let of = |word: &str, digits: std::ops::RangeInclusive<usize>| {

@@ -123,10 +123,11 @@ pub(super) fn needs_data(run: &Path, data: &[SourceSetting], what: &str, allowed
 #[derive(Debug, clap::Args)]
 pub(super) struct Eval {
     /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format. Such a model is computed in
-    /// the scheme of its attention.json, or unquantized without this file; its context is at most 4096 without --context
+    /// the scheme of its attention.json, or unquantized without this file; its context is at most 4096 without
+    /// --context
     run: PathBuf,
-    /// Text or shards to evaluate on. Of a text, all of it is evaluated; of prepared data, only the validation
-    /// shards; in both cases at most --tokens tokens. May be repeated for a mixture [default: the run's validation data]
+    /// Text or shards to evaluate on. Of a text, all of it is evaluated; of prepared data, only the validation shards;
+    /// in both cases at most --tokens tokens. May be repeated for a mixture [default: the run's validation data]
     #[arg(long, value_name = "PATH")]
     data: Vec<SourceSetting>,
     /// Largest number of tokens [default: 1m; 2k with --token-by-token]
@@ -143,8 +144,8 @@ pub(super) struct Eval {
     #[arg(long, conflicts_with_all = ["hellaswag", "token_by_token"])]
     by_position: bool,
     /// Generate test documents of at least WORDS words that state numbers and ask for them later, as `sage-train corpus
-    /// --recall` does. Measure how often the model recalls a number, grouped by the number of tokens between statement and question. The model
-    /// should have been trained on such documents
+    /// --recall` does. Measure how often the model recalls a number, grouped by the number of tokens between statement
+    /// and question. The model should have been trained on such documents
     #[arg(long, value_name = "WORDS", conflicts_with_all = ["hellaswag", "token_by_token", "by_position", "all", "data"])]
     recall: Option<usize>,
     /// Sequences of one forward
@@ -155,7 +156,8 @@ pub(super) struct Eval {
     context: Option<Quantity>,
     #[command(flatten)]
     attention: Attending,
-    /// Task of lm-evaluation-harness with its JSON lines: hellaswag, arc, piqa or lambada, e.g. piqa=FILE. May be repeated
+    /// Task of lm-evaluation-harness with its JSON lines: hellaswag, arc, piqa or lambada, e.g. piqa=FILE. May be
+    /// repeated
     #[arg(long = "task", value_name = "TASK=FILE", value_parser = tasks::task, conflicts_with_all = ["hellaswag", "token_by_token", "by_position", "recall", "all", "data", "tokens"])]
     tasks: Vec<(Task, PathBuf)>,
     /// HellaSwag in llm.c's format: hellaswag_val.bin
@@ -276,7 +278,7 @@ fn evaluated(scheme: &str, result: &Evaluation) -> String {
     )
 }
 
-/// Prints how often a model recalls numbers, by the place of the question and by distance.
+/// Prints how often a model recalls numbers, for announced and for unannounced questions, by distance in tokens.
 fn recalled(trained: &Trained, model: &Llama, words: usize, tokens: u64) -> Result<()> {
     let Trained { config, tokenizer, device, .. } = trained;
     let context = config.model.context;
@@ -335,7 +337,7 @@ impl Export {
         let dtype = if self.dtype == Exported::Bf16 { DType::BF16 } else { DType::F32 };
         let Trained { config, parameters, tokenizer, .. } = &trained;
         let mut model = config.model.clone();
-        // A run that ended in its dense stage is a dense model.
+        // A run that ended in its dense stage is exported as a dense model.
         model.sla2 = model.sla2.filter(|_| trained.stage() == Stage::Sparse);
         hf::export(hf::Model { config: &model, parameters, tokenizer }, &self.to, dtype)?;
         print(&format!(

@@ -27,8 +27,8 @@ use crate::trained::run_folder;
 /// Arguments of `probe`.
 #[derive(Debug, clap::Args)]
 pub(super) struct Probe {
-    /// Folder of a run with at least one validation, of a checkpoint (RUN/checkpoints/step-N), or of a model in Hugging Face's format (with
-    /// --data)
+    /// Folder of a run with at least one validation, of a checkpoint (RUN/checkpoints/step-N), or of a model in Hugging
+    /// Face's format (with --data)
     #[arg(required_unless_present = "sigma")]
     run: Option<PathBuf>,
     /// Text or shards to take the sequences from; of prepared data only the validation shards are used. May be repeated
@@ -83,11 +83,12 @@ pub(super) struct Probe {
     #[arg(long, conflicts_with_all = ["sigma", "selections", "heads", "products", "token_scales", "qk_scale", "sequences", "attn", "smoothing", "key_mean", "granularity"])]
     gradient: bool,
     /// Compare each FP8 matmul of linear layers with the exact matmul: output, gradient of the input, gradient of the
-    /// weight. Formats are the run's, or E4M3 for a run without FP8. The model's output matrix (of the logits) is excluded
+    /// weight. Formats are the run's, or E4M3 for a run without FP8. The model's output matrix (of the logits) is
+    /// excluded
     #[arg(long, conflicts_with_all = ["gradient", "sigma", "selections", "heads", "products", "token_scales", "qk_scale", "attn", "smoothing", "key_mean", "granularity"])]
     linear: bool,
-    /// Schemes for --gradient, separated by semicolons, with their settings: "sagebwd;sagebwd:products=scores;attn-qat" [default:
-    /// the run's, with its --attn-layers; sagebwd for a run with unquantized attention]
+    /// Schemes for --gradient, separated by semicolons, with their settings: "sagebwd;sagebwd:products=scores;attn-qat"
+    /// [default: the run's, with its --attn-layers; sagebwd for a run with unquantized attention]
     #[arg(long, value_name = "SCHEME;..", value_delimiter = ';', requires = "gradient")]
     schemes: Vec<SchemeSetting>,
     /// Number of micro-batches for --gradient: a power of two, at least 16
@@ -99,11 +100,12 @@ pub(super) struct Probe {
     /// Sum in a fixed order on a GPU. Without it, the order varies and adds noise to the error
     #[arg(long, value_enum, requires = "gradient")]
     deterministic: Option<Switch>,
-    /// With --gradient: also plot the error against the number of tokens that a gradient averages over, as SVG; `report RUN` has the plot too
+    /// With --gradient: also plot the error against the number of tokens that a gradient averages over, as SVG;
+    /// `report RUN` has the plot too
     #[arg(long, value_name = "FILE", requires = "gradient")]
     svg: Option<PathBuf>,
-    /// Probe random tensors instead of the tensors of a model, with queries and keys of these standard deviations, such as
-    /// 1,3,5,8,10
+    /// Probe random tensors instead of the tensors of a model, with queries and keys of these standard deviations, such
+    /// as 1,3,5,8,10
     #[arg(long, value_name = "SIGMA,..", value_delimiter = ',', conflicts_with_all = ["run", "heads", "products", "token_scales", "qk_scale", "sequences"])]
     sigma: Vec<f64>,
     /// Number of heads of random tensors

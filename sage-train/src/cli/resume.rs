@@ -20,7 +20,7 @@ pub(super) struct Resumed {
 
 impl Resumed {
     /// Finds the checkpoint, and overrides the settings of its run with the typed settings. `branch` is the name of a
-    /// new run that continues from the checkpoint, possibly with another attention.
+    /// new run that continues from the checkpoint, possibly with another attention scheme.
     pub(super) fn open(path: &Path, mut typed: Settings, branch: Option<&str>, rank: Rank) -> Result<Self> {
         let found = FoundCheckpoint::at(path, rank)?;
         let path = found.run.join("config.toml");
@@ -33,7 +33,7 @@ impl Resumed {
         moved.val_data = with_weights(moved.val_data.take(), data.val_data.as_ref())?;
         let mut merged = typed.over(saved.clone());
         let (before, after) = (table(&saved)?, table(&merged)?);
-        // A new run may use another attention with the same weights.
+        // A new run may use another attention scheme with the same weights.
         let may = |key: &str| {
             has_role(key, Role::Changes) || branch.is_some() && of_attention(key) && !key.starts_with("sla2-")
         };

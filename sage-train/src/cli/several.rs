@@ -9,11 +9,11 @@ use crate::quantity::Quantity;
 use crate::ranks::{CopyEngines, Mesh, Rank, Role, Words};
 use crate::train::{Overlap, Parallel};
 
-/// How a run is divided among several GPUs. This changes results only by the order of sums.
+/// How a run is divided among several GPUs. The division changes results only through the order of sums.
 #[derive(Debug, clap::Args)]
 pub(super) struct Several {
-    /// Number of GPUs of this machine to train on, with one process each (with --device cpu: number of processes). The batches of a
-    /// step do not change. torchrun and srun can start the processes instead
+    /// Number of GPUs of this machine to train on, with one process each (with --device cpu: number of processes). The
+    /// batches of a step do not change. torchrun and srun can start the processes instead
     #[arg(long, value_name = "N", help_heading = "Several GPUs", conflicts_with_all = ["write_batches"])]
     pub(super) gpus: Option<usize>,
     /// Number of adjacent GPUs that share each sequence (Ulysses context parallelism)
@@ -46,7 +46,8 @@ pub(super) struct Several {
     /// With --dry-run: GB/s between nodes, each way, of each GPU
     #[arg(long, value_name = "GB/S", help_heading = "Several GPUs", requires = "dry_run", default_value_t = NETWORK / 1e9)]
     network_rate: f64,
-    /// With --dry-run: tokens a second of one GPU in forward and backward, without the update [default: at 40 % of an H100's peak]
+    /// With --dry-run: tokens a second of one GPU in forward and backward, without the update [default: at 40 % of an
+    /// H100's peak]
     #[arg(long, value_name = "TOKENS/S", help_heading = "Several GPUs", requires = "dry_run")]
     gpu_rate: Option<Quantity>,
     /// How many times to restart the run after losing a process; needs --gpus and --resume auto
@@ -66,8 +67,8 @@ impl Several {
         Ok(Parallel { local, context, overlap, piece, engines })
     }
 
-    /// Warns of flags without an effect in one process. They are not an error, so that one command line works for any
-    /// number of GPUs.
+    /// Warns of flags without an effect in one process. Such flags are not an error, so that one command line works for
+    /// any number of GPUs.
     pub(super) fn warn_of_idle(&self) {
         let given = [
             ("overlap", self.overlap != Overlap::Auto),
@@ -86,7 +87,7 @@ impl Several {
         self.ranks.is_some()
     }
 
-    /// The cluster that a dry run plans for, in steps of `tokens` tokens. Its ranks are GPUs, or processes on a CPU.
+    /// The cluster that a dry run plans for. Its ranks are GPUs, or processes on a CPU; a step has `tokens` tokens.
     /// Copy engines are assumed on GPUs, unless the flag disables them.
     pub(super) fn world(&self, on_gpus: bool, tokens: u64) -> Result<World> {
         let (of, on_node) = match self.ranks {
@@ -137,8 +138,8 @@ impl Several {
     }
 }
 
-/// The connection to the other ranks, and this rank among the ranks of its machine. A launcher, whose ranks have
-/// exited, exits here with their code and without a message, because the ranks have printed theirs.
+/// The connection to the other ranks, and this rank among the ranks of its machine. A launcher exits here with the exit
+/// code of its ranks. It prints no message, because the ranks have printed their messages.
 pub(super) fn as_rank(role: Role) -> (Words, Rank) {
     match role {
         Role::Launcher(code) => std::process::exit(code),

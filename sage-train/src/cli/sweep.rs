@@ -140,7 +140,7 @@ impl Sweeping {
     }
 }
 
-/// Plans the sweep. `name` derives the name of its folder from the configuration of the first run.
+/// Plans the sweep. `name` derives the folder's name from the configuration of the first run.
 pub(super) fn plan(
     spec: &Spec,
     over: Settings,
@@ -187,7 +187,6 @@ pub(super) fn plan(
     Ok(sweep)
 }
 
-/// Removes the settings for which there are lists.
 fn without(settings: Settings, lists: &Table) -> Settings {
     let Ok(mut table) = Table::try_from(&settings) else { return settings };
     table.retain(|key, _| !lists.contains_key(key));
@@ -201,8 +200,7 @@ pub(super) struct Again {
     pub(super) retries: String,
 }
 
-/// Executes the unfinished runs, and reports the results. Failed runs, and runs that a signal interrupted, are an
-/// error.
+/// Executes the unfinished runs, and reports the results. Returns an error if runs failed or a signal interrupted runs.
 pub(super) fn carry_out(spec: &Spec, sweep: &Sweep, limits: &Limits, again: &Again) -> Result<()> {
     notify(&format!("{}: {}", sweep.folder.display(), counted(sweep.runs.len() as u64, "run")));
     std::fs::create_dir_all(&sweep.folder).map_err(writing(&sweep.folder))?;

@@ -35,7 +35,7 @@ pub(super) fn run(tasks: &[(Task, PathBuf)], trained: &Trained, model: &Llama) -
     })
 }
 
-/// Lets a model choose endings, with a progress bar. Warns of truncated prompts.
+/// Lets a model choose an ending for each example, with a progress bar. Warns of truncated prompts.
 fn choices_of(examples: &[Example], file: &Path, trained: &Trained, model: &Llama) -> Result<Choices> {
     let bar = crate::bar(examples.len() as u64, "{bar:30.cyan/blue} {pos}/{len} examples, ETA {eta}");
     let context = trained.config.model.context;

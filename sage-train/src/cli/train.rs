@@ -28,12 +28,13 @@ use crate::sweep::{Limits, Spec};
 use crate::train::{Begin, Stop};
 use crate::{during, notify, partial, ranks, train};
 
-/// The value of `--resume` for the newest checkpoint of the run `--name`.
+/// The value of `--resume` that stands for the newest checkpoint of the run that `--name` names.
 const AUTO: &str = "auto";
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Train {
-    /// TOML file with settings; flags override it. [[changes]] in a run's config.toml (settings that --resume changed later) are ignored
+    /// TOML file with settings; flags override it. [[changes]] in a run's config.toml (settings that --resume changed
+    /// later) are ignored
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     config: Option<PathBuf>,
     /// Resume a run from its newest checkpoint, or from a checkpoint folder. Flags may change its length, learning
@@ -208,8 +209,8 @@ impl Train {
         Ok(())
     }
 
-    /// Prints which settings the run of a `--config` file changed after its start, and the run that it was branched
-    /// off. A new run with this file starts without these changes and with new weights.
+    /// Prints which settings the run of a `--config` file changed after its start, and from which other run that run
+    /// was branched off. A new run with this file starts without these changes and with new weights.
     fn report_changes(&self) -> Result<()> {
         let folder = self.config.as_deref().and_then(Path::parent);
         let branch = folder.map(runs::branch).transpose();

@@ -27,7 +27,7 @@ pub(super) fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
         let hint = "a window is the first block and the nearest blocks; --sla2-blocks is their number";
         return idle("sla2-nearest", attn, "sla2, sla2-identity, sla2-sparse", hint);
     }
-    // Only the form `sla2-sparse` has no tail regardless of the setting.
+    // Only the form `sla2-sparse` lacks a tail whatever `--sla2-tail` says.
     let asked = typed.sla2.sla2_tail.is_some_and(|tail| tail != TailSetting::None);
     if asked && sla2.is_some_and(|sla2| sla2.tail.is_none()) {
         return idle(
@@ -89,8 +89,8 @@ fn check_model(typed: &Settings, config: &Config) -> Result<()> {
         window_pattern,
         softcap,
         sinks,
-        // These settings describe projections and heads. A model without attention accepts them, so that it can be
-        // compared with a model with attention under the same flags.
+        // These settings describe projections and heads. A model without attention accepts them, for comparison with a
+        // model with attention under the same flags.
         heads: _,
         key_heads: _,
         head_dim: _,

@@ -1,4 +1,4 @@
-//! Checks that typed settings belong to the run's attention.
+//! Checks that the user's attention settings apply to the run's attention.
 
 use candle_sage::{Error, Result, Scheme};
 use toml::Table;
@@ -7,10 +7,10 @@ use super::of_attention;
 use crate::model::Sla2Config;
 use crate::settings::{Attn, Settings};
 
-/// Checks that every typed setting of attention belongs to this attention.
+/// Checks that every attention setting in `typed` applies to this kind of attention.
 ///
 /// # Errors
-/// When a setting belongs to another attention.
+/// When a setting applies only to another kind of attention.
 pub fn check_own(
     typed: &Settings,
     attn: Attn,

@@ -11,7 +11,6 @@ use super::{Config, MOST_SETTINGS, in_short, in_words};
 use crate::settings::{Settings, tables};
 use crate::{during, read_small};
 
-/// The key of the list.
 pub(super) const LIST: &str = "changes";
 
 /// The key of the number of steps in an entry.

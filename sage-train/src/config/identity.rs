@@ -175,7 +175,7 @@ const RESOLVED: [&str; 9] = [
     "decay-fraction",
 ];
 
-/// Whether runs that differ in the setting are different runs.
+/// Whether runs that differ in this setting have different identities.
 pub(super) fn tells_runs_apart(key: &str) -> bool {
     of_attention(key) || RESOLVED.contains(&key) || !has_role(key, Role::Beside)
 }

@@ -30,7 +30,7 @@ pub const NETWORK: f64 = 45e9;
 const MEMORY: f64 = 3e12;
 
 /// Bytes a second of the exchange of heads between ranks that share sequences, including the copies that reorder heads.
-/// On two H100 with 64k tokens, it takes 2 ms per layer (from the steps in docs/several-gpus.md).
+/// On two H100 with 64k tokens, the exchange takes 2 ms per layer (from the steps in docs/several-gpus.md).
 const SHARED: f64 = 130e9;
 
 /// Bytes of memory that NCCL uses on each GPU, per rank of its node; a node with fewer than four ranks counts as four.
@@ -39,8 +39,8 @@ const SHARED: f64 = 130e9;
 /// subtracted from these differences.
 const NCCL: u64 = 1 << 29;
 
-/// Fraction of the gradient exchange that overlaps with the backward when copy engines transfer it and a GPU has few
-/// tokens per step: measured on two H100 (docs/several-gpus.md).
+/// Fraction of the gradient exchange that overlaps with the backward, if copy engines transfer the gradients and a GPU
+/// has few tokens per step. Measured on two H100 (docs/several-gpus.md).
 const BESIDE: f64 = 0.6;
 
 /// Fraction of the backward's time that can hide transfers between nodes.
@@ -230,7 +230,7 @@ impl Config {
         }
     }
 
-    /// Tokens a second relative to as many GPUs that each train independently.
+    /// Tokens a second of all ranks, relative to the same number of GPUs that each train independently.
     fn efficiency(&self, world: World, seconds: &Seconds) -> f64 {
         let ranks = world.mesh.rank().of as f64;
         let tokens = self.tokens_per_step() as f64 / ranks;
@@ -293,7 +293,7 @@ mod tests {
     }
 
     /// Compares predicted step times of two and four GPUs with docs/several-gpus.md. Each prediction starts from the
-    /// time of one GPU's gradients. `LINK` and `MEMORY` are from separate measurements of transfers and updates. Two
+    /// measured time of one GPU's gradients. `LINK` and `MEMORY` are measured separately, in transfers and updates. Two
     /// measured steps are left out because constants were fitted to them: the step of 4k tokens with copy engines
     /// (`BESIDE`), and the only step that shares sequences (`SHARED`).
     #[test]

@@ -16,7 +16,7 @@ use super::shard::{Format, ShardWriter};
 use super::tokens::check_ids;
 use super::{Mixture, Tokenizer};
 
-/// Input ids, and target ids one position later; both are (sequences, context).
+/// Input ids, and target ids one position later; both have the shape (sequences, context).
 #[derive(Debug)]
 pub struct Batch {
     /// Input of the model.
@@ -149,8 +149,8 @@ impl<'a> Batches<'a> {
         self.sequences_at(&(first..first + count as u64).map(place).collect::<Vec<_>>())
     }
 
-    /// For sequence `n` of [`Batches::in_order`]: the bytes of the original text, divided by the bytes of the text that the
-    /// tokens decode to.
+    /// For sequence `n` of [`Batches::in_order`]: the bytes of the original text, divided by the bytes of the text that
+    /// the tokens decode to.
     pub fn text_ratio(&self, n: u64) -> f64 {
         self.mixture.source(self.mixture.draw(n).0).text_ratio()
     }

@@ -127,7 +127,7 @@ impl Corpus {
         }
     }
 
-    /// Keys with numbers, followed by questions about them in another order.
+    /// Adds keys with numbers, and then questions about the keys in another order.
     fn ledger(&self, bound: &Bound, rng: &mut ChaCha8Rng, text: &mut String) {
         let keys: Vec<&String> =
             self.grammar.words["object"].choose_multiple(rng, rng.clone().random_range(3..=5)).collect();

@@ -15,8 +15,8 @@ const AHEAD: usize = 4;
 pub struct Feed(Receiver<Result<Sequences>>);
 
 impl Feed {
-    /// Starts the thread. For each number in `firsts`, it makes a micro-batch of the `micro_batch` sequences that start
-    /// at this number. It ends when the feed is dropped.
+    /// Starts the thread. For each number in `firsts`, the thread makes a micro-batch of the `micro_batch` sequences
+    /// that start at this number. The thread ends when the feed is dropped.
     pub fn start<'scope>(
         scope: &'scope Scope<'scope, '_>,
         mut batches: Batches<'scope>,

@@ -25,7 +25,7 @@ pub struct Recipe {
     pub about: String,
     /// Name on the hub.
     pub dataset: String,
-    /// Pattern of its files.
+    /// Pattern of the data set's files.
     pub files: String,
     /// Column of the text.
     pub text_field: String,
@@ -51,7 +51,7 @@ pub(super) fn nearest(name: &str) -> Option<&'static str> {
 pub struct Named {
     /// Name of the data set on the hub.
     pub dataset: String,
-    /// Pattern of its files.
+    /// Pattern of the data set's files.
     pub pattern: String,
     /// Column of the text, if a recipe names it.
     pub text_field: Option<String>,

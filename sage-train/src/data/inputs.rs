@@ -26,7 +26,7 @@ pub(super) struct TextFile {
     modified: u64,
     /// Key or column of the text.
     pub(super) field: String,
-    /// Whether all of its documents are for validation (`--val-data`).
+    /// Whether all documents of the file are for validation (`--val-data`).
     #[serde(default)]
     pub(super) validation: bool,
 }
@@ -93,7 +93,7 @@ pub(super) fn text_files(names: &[String], field: Option<&str>) -> Result<Vec<Te
     Ok(found)
 }
 
-/// The source at a path. Prints a message about files there that are not data.
+/// The source at a path. Prints a message about files at this path that are not data.
 fn find_text(path: &Path) -> Result<Source> {
     let mut passed_over = PassedOver::default();
     let found = source::find_and_pass_over(path, Path::new(""), &mut passed_over)?;
@@ -125,7 +125,7 @@ pub(super) fn read_file(
     Ok(FileRead { skipped: skipped.into_inner(), ..read })
 }
 
-/// Whether a document has only spaces; such documents are left out.
+/// Whether a piece has only white space.
 pub(super) fn is_blank(piece: &Piece) -> bool {
     piece.text.trim().is_empty()
 }

@@ -44,7 +44,7 @@ impl Mixture {
         self.sources().map(Tokens::len).sum()
     }
 
-    /// Whether it has no tokens.
+    /// Whether the mixture has no tokens.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

@@ -149,7 +149,7 @@ impl Opening<'_> {
     }
 }
 
-/// Whether a text file is named like validation data, as shards may be.
+/// Whether a text file's name suggests validation data, such as `val.txt`.
 fn is_called_validation(file: &Path) -> bool {
     let stem = file.file_stem().map(|stem| stem.to_string_lossy().to_ascii_lowercase());
     stem.is_some_and(|stem| ["val", "valid", "validation", "dev", "test"].contains(&stem.as_str()))

@@ -1,4 +1,4 @@
-//! Prepares shards from text: one thread reads, all threads tokenize, and the folder gets its name when it is complete.
+//! Prepares shards from text: one thread reads, all threads tokenize, and the complete folder gets its final name.
 
 use std::collections::BTreeSet;
 use std::ops::ControlFlow;
@@ -223,7 +223,7 @@ fn write(
 /// Consecutive pieces, and the position in the files after the last piece.
 #[derive(Default)]
 struct Chunk {
-    /// The pieces, each with whether its file is for validation.
+    /// The pieces, and for each piece whether its file is for validation.
     pieces: Vec<(Piece, bool)>,
     /// Files that were completely read since the previous chunk.
     files: Vec<FileRead>,

@@ -70,7 +70,7 @@ impl Work {
 pub(super) struct Done {
     /// Files that were completely read.
     pub(super) files: Vec<FileRead>,
-    /// Pieces that were read from the next file.
+    /// Number of pieces that were read from the next file.
     pub(super) pieces: u64,
     /// Number of complete documents.
     pub(super) documents: u64,

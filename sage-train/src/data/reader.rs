@@ -234,7 +234,7 @@ fn unreadable<E: Into<AnyError>>(path: &Path) -> impl FnOnce(E) -> Error {
     }
 }
 
-/// The error for bytes that are not UTF-8, with their place as text.
+/// The error for bytes that are not UTF-8. `at` is the position of the bytes, as text.
 fn not_utf8(path: &Path, at: String, bytes: &[u8]) -> Error {
     let hint = match bytes {
         [0xff, 0xfe, ..] | [0xfe, 0xff, ..] => {
@@ -257,7 +257,6 @@ fn not_text(path: &Path, at: usize) -> Error {
         .hint("check that the file is of the kind that its name says; `tr -d '\\0'` removes zero bytes")
 }
 
-/// A reader of the decompressed contents of a zstd file.
 #[cfg(feature = "zstd")]
 fn zstd<'a>(path: &Path, file: impl BufRead + 'a) -> Result<Box<dyn Read + 'a>> {
     Ok(Box::new(zstd::Decoder::with_buffer(file).map_err(unreadable(path))?))

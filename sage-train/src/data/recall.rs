@@ -112,7 +112,7 @@ struct Known {
 struct Draft {
     pieces: Vec<Piece>,
     words: usize,
-    /// Names of rolls.
+    /// Names that only rolls use.
     rolled: Vec<String>,
     /// Names that have no number yet.
     unused: Vec<String>,
@@ -171,8 +171,8 @@ impl Draft {
 }
 
 impl Recall {
-    /// Words of a paragraph's story: a fortieth of the document, so that a document has about twenty names to return
-    /// to.
+    /// Words of the story of a return: a fortieth of the document, so that a document has about twenty names to return
+    /// to. The story of a beginning has half as many words.
     fn story_words(self) -> usize {
         (self.words / 40).max(8)
     }

@@ -108,7 +108,7 @@ impl Shard {
     /// Checks that the sidecar, if there is one, names this tokenizer.
     ///
     /// # Errors
-    /// When it names another tokenizer.
+    /// When the sidecar names another tokenizer.
     pub fn check_tokenizer(&self, tokenizer: &Tokenizer) -> Result<()> {
         match &self.sidecar {
             Some(sidecar) if sidecar.tokenizer != tokenizer.hash() => {
@@ -201,7 +201,7 @@ impl Shard {
         self.sidecar.as_ref().map(|sidecar| (self.path.clone(), sidecar.sha256.clone()))
     }
 
-    /// Reads a whole file and compares its SHA-256 with an expected one.
+    /// Reads a whole file and compares its SHA-256 with `expected`.
     pub(super) fn compare(path: &Path, expected: &str) -> Compared {
         let mut hash = Sha256::new();
         if let Err(error) = File::open(path).and_then(|mut file| std::io::copy(&mut file, &mut hash)) {

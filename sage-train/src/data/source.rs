@@ -67,7 +67,8 @@ impl Source {
 }
 
 impl ShardFiles {
-    /// Checks that documents end with the tokenizer's end-of-text token, if `dataset.json` names their token.
+    /// Checks that documents end with the tokenizer's end-of-text token, if `dataset.json` names the end-of-text token
+    /// of the shards.
     pub(super) fn check_end_of_text(&self, tokenizer: &Tokenizer) -> Result<()> {
         let Some(folder) = self.first().parent().filter(|folder| folder.join(LIST).exists()) else {
             return Ok(());

@@ -71,7 +71,7 @@ impl<'a> SplitWriter<'a> {
         self.part.tokens
     }
 
-    /// Adds tokens of a document, for `text_bytes` bytes of text; `ends` tells whether they are its last tokens. A
+    /// Adds tokens of a document, for `text_bytes` bytes of text; `ends` tells whether these tokens end the document. A
     /// shard may end inside a document.
     pub(super) fn write(&mut self, mut tokens: &[u32], mut text_bytes: u64, ends: bool) -> Result<()> {
         let mut left = self.tokenizer.bytes_of(tokens);

@@ -30,11 +30,12 @@ const END_OF_TEXT: &str = "<|endoftext|>";
 /// Bytes of text from which merges are learned; more text changes little.
 pub(super) const TRAINING_BYTES: usize = 16 << 20;
 
-/// Text to ids and back. Byte-level tokenizers have an id for every byte, so that they encode any text.
+/// Converts text to ids and back. Byte-level tokenizers have an id for every byte, so that they encode any text.
 #[derive(Debug)]
 pub struct Tokenizer {
     inner: Inner,
-    /// The tokenizer for text that continues inside a document, if it differs: it adds no space in front.
+    /// The tokenizer for text that continues inside a document: it adds no space in front. `None` if `inner` adds none
+    /// either.
     continuing: Option<Inner>,
     end_of_text: u32,
     /// The token for text that is not in the vocabulary, such as `<unk>`.

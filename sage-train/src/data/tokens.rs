@@ -66,8 +66,8 @@ impl std::convert::From<Vec<Shard>> for Tokens {
 }
 
 impl Tokens {
-    /// Records how many bytes of text were encoded, and how many bytes the tokens stand for: they differ if the
-    /// tokenizer changes text.
+    /// Records how many bytes of text were encoded, and how many bytes the tokens stand for: the two numbers differ if
+    /// the tokenizer changes text.
     #[must_use]
     pub fn with_text(self, text_bytes: u64, token_bytes: u64) -> Self {
         let known = text_bytes > 0 && token_bytes > 0;

@@ -22,8 +22,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 pub struct Verification(Option<Receiver<Compared>>);
 
 impl Verification {
-    /// Starts the thread. The clock selects the first shard, so that different starts verify different
-    /// shards.
+    /// Starts the thread. The current time selects the first shard, so that different starts verify different shards.
     ///
     /// # Errors
     /// When the thread cannot be started.
@@ -55,8 +54,8 @@ impl Verification {
         Ok(Self(Some(receiver)))
     }
 
-    /// The errors, since the last call, of shards that could not be read. They are only warnings, because training
-    /// itself reads the tokens that it needs.
+    /// The errors, since the last call, of shards that could not be read. These errors are only warnings, because
+    /// training itself reads the tokens that it needs.
     ///
     /// # Errors
     /// When a shard's hash differs from its sidecar's.

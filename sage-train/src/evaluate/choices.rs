@@ -26,9 +26,9 @@ const MAGIC: [i32; 2] = [20_240_522, 1];
 const HEADER: usize = 1024;
 const BEGIN: u16 = u16::MAX;
 
-/// Reads HellaSwag in the format of llm.c's `hellaswag_val.bin`: a header of 256 numbers of 32 bits; then for each
-/// example, in numbers of 16 bits: 65535, the example's length in bytes, its index, the label, the number of endings,
-/// and the length and tokens of the context and of each ending.
+/// Reads HellaSwag in the format of llm.c's `hellaswag_val.bin`: a header of 256 numbers of 32 bits, and then these
+/// numbers of 16 bits for each example: 65535, the example's length in bytes, its index, the label, the number of
+/// endings, and the length and tokens of the context and of each ending.
 ///
 /// # Errors
 /// When the file cannot be read, or has another format.

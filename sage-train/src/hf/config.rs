@@ -33,10 +33,10 @@ pub(super) struct HfConfig {
     mlp_bias: bool,
     #[serde(default)]
     use_sliding_window: bool,
-    /// In a Mistral this alone turns the window on; in a Qwen2 or Qwen3 `use_sliding_window` does.
+    /// In a Mistral this field alone turns the window on; in a Qwen2 or Qwen3 `use_sliding_window` does.
     sliding_window: Option<usize>,
     /// Which layers have the window. Without this field, in a Qwen2 or Qwen3 the layers below `max_window_layers`
-    /// have none.
+    /// have no window.
     layer_types: Option<Vec<String>>,
     max_window_layers: Option<usize>,
     hidden_act: Option<String>,
@@ -46,8 +46,8 @@ pub(super) struct HfConfig {
     rope_parameters: Option<Rope>,
 }
 
-/// The rotary embedding. The key of its kind has two names; transformers writes both into files that had the older
-/// name.
+/// The rotary embedding. The key of the scaling's kind has two names; transformers writes both names into files that
+/// had the older name.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 struct Rope {
     rope_type: Option<String>,
@@ -176,7 +176,7 @@ impl HfConfig {
     }
 
     /// Tokens of the sliding window, if it is shorter than the longest sequence. If a file asks for a window without a
-    /// length, it is 4096, as in transformers.
+    /// length, the length is 4096, as in transformers.
     fn window(&self) -> Option<usize> {
         let stated = match (self.model_type, self.use_sliding_window) {
             (ModelType::Mistral, _) => self.sliding_window,

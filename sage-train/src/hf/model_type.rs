@@ -11,7 +11,7 @@ use crate::model::LlamaConfig;
 pub enum ModelType {
     /// `LlamaForCausalLM`
     Llama,
-    /// `MistralForCausalLM`: a Llama, with a sliding window in all layers if it has one
+    /// `MistralForCausalLM`: a Llama, optionally with a sliding window in all layers
     Mistral,
     /// `Qwen2ForCausalLM`: a Llama with biases of query, key and value
     Qwen2,
@@ -67,7 +67,7 @@ impl ModelType {
             scheme: _,
             layer_schemes: _,
             sla2: _,
-            // Only for training.
+            // These fields are used only in training.
             z_loss: _,
             recompute: _,
             deterministic: _,

@@ -13,7 +13,7 @@ pub struct Squares {
     pub exact: f64,
     /// Under the scheme.
     pub low: f64,
-    /// Of the difference between the two.
+    /// Of the difference between the two sums.
     pub error: f64,
 }
 
@@ -74,9 +74,9 @@ pub struct Part {
     /// For groups of 1, 2, 4, ... micro-batches: the squared norms of a group's mean gradient, averaged over the
     /// groups.
     pub curve: Vec<(usize, Squares)>,
-    /// All micro-batches.
+    /// Sums over all micro-batches.
     pub whole: Sums,
-    /// [`BLOCKS`] disjoint parts of the micro-batches.
+    /// Sums over each of [`BLOCKS`] disjoint parts of the micro-batches.
     pub blocks: Vec<Sums>,
 }
 

@@ -1,5 +1,5 @@
-//! The measurements of a probe, a line of `probes.jsonl`: errors of low-bit attention, and magnitudes of the tensors
-//! that cause them.
+//! The measurements of a probe (a line of `probes.jsonl`): errors of low-bit attention, and magnitudes of the tensors
+//! that cause these errors.
 
 use std::collections::BTreeMap;
 
@@ -62,7 +62,7 @@ pub struct Probed {
 /// The distance of a quantity from its value with unquantized attention.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Distance {
-    /// Cosine of the angle between the two values.
+    /// Cosine of the angle between the low-bit and the exact value.
     pub cosine: f64,
     /// L2 norm of the difference over the L2 norm of the exact value.
     pub relative_l2: f64,
@@ -87,7 +87,7 @@ pub struct Sizes {
     /// Largest absolute scaled logit, where a query sees the key.
     pub largest_logit: f64,
     /// Fraction of outlying keys. A key is outlying if its largest absolute value, after smoothing, is above ten times
-    /// the median of these values in its tile. It determines the tile's scale.
+    /// the median of these values in its tile. Such a key determines the tile's scale.
     pub outlying_keys: f64,
     /// Fraction of outlying queries.
     pub outlying_queries: f64,

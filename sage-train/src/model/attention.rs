@@ -26,9 +26,9 @@ pub type Observe<'a> = dyn FnMut([&Tensor; 3], &Tensor) -> Result<()> + 'a;
 /// sequences; each sequence has as many tokens as the rotary tables that the layer is given.
 #[derive(Debug, Clone)]
 pub(super) struct SelfAttention {
-    /// One matmul for query, key and value, which the forward uses, and the backward in FP8. The backward in the
-    /// compute type uses `query_key` and `value` instead: the rotary embedding's backward returns the gradients of
-    /// query and key concatenated, and value does not pass through the rotary embedding.
+    /// One matmul for query, key and value, for the forward and for the backward in FP8. The backward in the compute
+    /// type uses `query_key` and `value` instead: the rotary embedding's backward returns the gradients of query and
+    /// key concatenated, and value does not pass through the rotary embedding.
     projection: Linear,
     query_key: Linear,
     value: Linear,
@@ -41,7 +41,7 @@ pub(super) struct SelfAttention {
     heads: [usize; 3],
     head_dim: usize,
     attention: Attention,
-    /// A logit for each query head of all ranks that share a sequence.
+    /// A logit for each query head, including the heads of other ranks that share the sequence.
     sinks: Option<Weight>,
     pub(super) sla2: Option<Sla2Layer>,
     /// Present if several ranks share each sequence. `heads` are then the heads of this rank.
@@ -94,8 +94,8 @@ pub(super) struct Kept {
 
 enum KeptCore {
     Whole(Core),
-    /// Query and key after norm and rotation are recomputed. Kept are attention's output, the output as the operand of
-    /// the output projection, and attention's state.
+    /// Attention's output, the output as the operand of the output projection, and attention's state. The backward
+    /// recomputes query and key after norm and rotation.
     Unrotated(Tensor, Operand, Box<AttentionState>),
 }
 
@@ -160,8 +160,8 @@ impl SelfAttention {
         })
     }
 
-    /// Turns this into the layer of a rank with one part of every sequence; the ranks of `group` together have the
-    /// whole sequence.
+    /// Turns this layer into the layer of a rank with one part of every sequence. The ranks of `group` together have
+    /// the whole sequence.
     pub(super) fn across(&mut self, group: &Group) {
         let [queries, keys] = match &self.ulysses {
             None => [self.heads[0], self.heads[1]],
@@ -194,7 +194,7 @@ impl SelfAttention {
         self.ulysses.as_ref().map_or(Ok(rows.clone()), |ulysses| ulysses.to_heads(&rows, kinds))
     }
 
-    /// The inverse of `to_heads`, for a tensor of any shape with that many elements.
+    /// The inverse of `to_heads`, for a tensor of any shape with as many elements.
     fn to_rows(&self, heads: &Tensor, rotary: &Rotary, rows: usize, kinds: &[Heads]) -> Result<Tensor> {
         let Some(ulysses) = &self.ulysses else { return heads.reshape((rows, ())) };
         let tokens = rotary.cos.dim(0)?;
@@ -323,7 +323,7 @@ impl SelfAttention {
         Ok((y, Kept { projected, core }))
     }
 
-    /// The gradients of the projected query, key and value, as an FP8 operand.
+    /// Returns the gradients of the projected query, key and value as an FP8 operand.
     fn rotate_back(
         &self,
         x: [&Tensor; 2],
@@ -332,7 +332,7 @@ impl SelfAttention {
         rows: usize,
     ) -> Result<Operand> {
         // Ranks that share a sequence do not use the fused FP8 path, because they exchange heads before rows are
-        // quantized. With biases it is not used, because the gradient of a bias is a sum of unquantized rows.
+        // quantized. Layers with biases do not use it, because the gradient of a bias is a sum of unquantized rows.
         let fused = self.ulysses.is_none() && self.biases.is_none();
         let delayed = self.operands.delayed(Place::Projected).filter(|_| fused);
         if let (Some(norms), Some((settings, scale))) = (&self.norms, delayed) {

@@ -24,7 +24,7 @@ pub(super) struct Block {
     mlp: FeedForward,
     /// Makes the operands of linear layers in training.
     operands: Operands,
-    /// Makes them in validation.
+    /// Makes these operands in validation.
     pub(super) in_evaluation: Operands,
     recompute: Recompute,
 }

@@ -66,7 +66,7 @@ pub struct LlamaConfig {
     /// Whether attention has sinks: for each query head, a learned logit that is only added to the denominator of the
     /// softmax.
     pub sinks: bool,
-    /// SLA2 settings, if attention is SLA2; its numerics are those of `scheme`.
+    /// SLA2 settings, if attention is SLA2. SLA2 computes in the numerics of `scheme`.
     pub sla2: Option<Sla2Config>,
     /// Factor of the z-loss in the training loss.
     pub z_loss: f64,
@@ -135,7 +135,7 @@ impl LlamaConfig {
         self.linear.check("heads x head-dim", self.heads * self.head_dim)?;
         self.linear.check("key-heads x head-dim", self.key_heads * self.head_dim)?;
         self.linear_head.check("the number of tokens in the vocabulary", self.vocab)?;
-        // The checks above name a setting. This loop also catches matrices of other sizes, and names the matrix.
+        // The checks above name a setting in errors. This loop checks every hidden matrix, and names the matrix.
         for spec in self.parameter_specs().iter().filter(|spec| spec.kind.is_hidden_matrix()) {
             spec.dims.iter().try_for_each(|&len| self.linear.check(&spec.name, len))?;
         }
@@ -287,8 +287,8 @@ impl LlamaConfig {
         [all, if self.linear.is_low() { all / self.layers as u64 * layers } else { 0 }]
     }
 
-    /// Bytes of the copies of the f32 weights that training reads. `element`: bytes per element of a copy in the compute
-    /// type, 0 if the model reads the f32 weights.
+    /// Bytes of the copies of the f32 weights that training reads. A copy in the compute type has `element` bytes per
+    /// element; `element` is 0 if the model reads the f32 weights.
     pub fn copies_of_weights(&self, element: u64) -> u64 {
         let specs = self.parameter_specs();
         let of_spec = |spec: &ParameterSpec| {
@@ -296,7 +296,7 @@ impl LlamaConfig {
             let low = if is_output { self.linear_head } else { self.linear }.copied_bytes();
             match spec.kind {
                 _ if spec.fp8 => low,
-                // An embedding that is also the output matrix exists in both forms.
+                // An embedding that is also the output matrix exists in the compute type and in FP8.
                 Kind::Embedding if !self.untied => element + low,
                 _ => element,
             }
@@ -309,7 +309,8 @@ impl LlamaConfig {
         self.parameter_specs().iter().map(|spec| spec.len() * if spec.fp8 { 1 } else { element }).sum()
     }
 
-    /// Bytes of the copies in elements of `element` bytes that validation makes of weights that training reads only in FP8.
+    /// Bytes of validation's copies of the weights that training reads only in FP8. A copy's elements have
+    /// `element` bytes.
     pub fn expanded_bytes(&self, element: u64) -> u64 {
         self.parameter_specs().iter().filter(|spec| spec.fp8).map(|spec| element * spec.len()).sum()
     }
@@ -370,7 +371,7 @@ impl LlamaConfig {
         let (projected, core) = match scheme {
             None => (0, 0),
             Some(scheme) => {
-                // SLA2 keeps the outputs of both branches.
+                // SLA2 also keeps the outputs of exact attention and of the tail.
                 let branches = if sla2.is_some() { 2 * queries * element } else { 0 };
                 let schemes = layer_schemes.values().chain([scheme]);
                 // The attention output also exists in FP8.
@@ -394,7 +395,7 @@ impl LlamaConfig {
             Recompute::Attention => projected + mlp,
             Recompute::Block => element * width,
         };
-        // For the block whose backward runs: its recomputed activations, and the gradients of its widest layer.
+        // The block whose backward runs also has its recomputed activations, and the gradients of its widest layer.
         let again = match recompute {
             Recompute::None => 0,
             Recompute::Rotary => rotated,

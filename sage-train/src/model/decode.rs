@@ -29,7 +29,7 @@ impl TokenCache {
 
 impl Llama {
     /// An empty cache for one sequence, with memory for `tokens` tokens; the memory grows up to the context. The tokens
-    /// of the prompt attend in the model's own numerics; later tokens in the numerics of `following`, or by default in
+    /// of the prompt attend in the model's own numerics, later tokens in the numerics of `following`, or by default in
     /// each layer's own numerics.
     ///
     /// `None` if SLA2 attends to selected blocks and a cache cannot continue the sequence: if windows select the

@@ -36,7 +36,7 @@ impl Norm {
     }
 
     /// Returns the gradient of the residual stream at the norm's input. `dnormed` is the gradient of the normalized
-    /// rows; `dstream`, if the stream continues past the norm, is the gradient of that stream.
+    /// rows. `dstream` is the gradient of the stream after the norm, if the stream continues there.
     pub(super) fn backward(
         &self,
         sum: &Tensor,

@@ -64,8 +64,8 @@ impl Linear {
         self.observer = Some(observer);
     }
 
-    /// Passes the operands of this layer's matmuls to the observer, if there is one. The backward of attention calls it
-    /// for the joint projection, although other linear layers compute parts of its matmuls.
+    /// Passes the operands of this layer's matmuls to the observer, if there is one. The backward of attention calls
+    /// this method for the joint projection, although two other linear layers compute the matmuls.
     pub(super) fn show(&self, x: &Operand, dy: impl FnOnce() -> Result<Tensor>) -> Result<()> {
         match (&self.observer, x) {
             (Some(Observer { observe, layer, name }), Operand::Compute(x)) => {
@@ -169,7 +169,7 @@ impl Bias {
         parameters.joined(&names).map(Self)
     }
 
-    /// (rows, outputs) -> (rows, outputs).
+    /// Adds the bias to each row of `y`, (rows, outputs).
     pub(super) fn forward(&self, y: &Tensor) -> Result<Tensor> {
         y.broadcast_add(&self.0.value()?)
     }

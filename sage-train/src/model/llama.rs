@@ -97,8 +97,8 @@ impl Llama {
         })
     }
 
-    /// Turns this into the model of a rank with one part of every sequence. A part consists of consecutive ids, equally
-    /// many on every rank of the group. The model's losses cover only this rank's part.
+    /// Turns this model into the model of a rank with one part of every sequence. A part consists of consecutive ids,
+    /// equally many on every rank of the group. The model's losses cover only this rank's part.
     pub fn across(mut self, group: &Group) -> Self {
         self.parts = group.rank().of;
         self.blocks.iter_mut().for_each(|block| block.across(group));
@@ -142,7 +142,7 @@ impl Llama {
         self.hidden_with(input.into(), |_| &operands)
     }
 
-    /// As [`Llama::hidden`], with the linear layers' precision of each block.
+    /// As [`Llama::hidden`]. `operands` determines the precision of each block's linear layers.
     fn hidden_with<'a>(
         &'a self,
         input: Input<'_>,

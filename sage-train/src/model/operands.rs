@@ -44,26 +44,26 @@ pub(super) struct Operands {
 }
 
 impl Operands {
-    /// For a layer in training.
+    /// Operands for a layer in training.
     pub(super) fn new(config: &LlamaConfig, parameters: &Parameters, layer: usize) -> Result<Self> {
         let first = layer * Place::COUNT;
         Self::with_scales(config.linear_of(layer), config, parameters, first..first + Place::COUNT)
     }
 
-    /// For the output matrix in training: its input is `Place::Normed`.
+    /// Operands for the output matrix in training: the input is `Place::Normed`.
     pub(super) fn of_head(config: &LlamaConfig, parameters: &Parameters) -> Result<Self> {
         let first = config.layers * Place::COUNT;
         Self::with_scales(config.linear_head, config, parameters, first..first + 1)
     }
 
-    /// For a layer's forwards outside of training.
+    /// Operands for a layer's forwards outside of training.
     pub(super) fn in_evaluation(config: &LlamaConfig, layer: usize) -> Self {
         let is_low = config.linear_of(layer).is_low();
         let precision = if is_low { config.linear_in_evaluation } else { LinearPrecision::Compute };
         Self { precision, scales: Arc::default() }
     }
 
-    /// For forwards in the compute type.
+    /// Operands for forwards in the compute type.
     pub(super) fn in_compute_type() -> Self {
         Self { precision: LinearPrecision::Compute, scales: Arc::default() }
     }
@@ -84,7 +84,7 @@ impl Operands {
         Ok(Self { precision, scales })
     }
 
-    /// Whether the matmuls are in FP8, so that the backward of query, key and value is one matmul.
+    /// Whether the matmuls are in FP8. The backward of query, key and value is then one matmul.
     pub(super) fn in_fp8(&self) -> bool {
         match self.precision {
             LinearPrecision::Compute => false,
@@ -101,7 +101,7 @@ impl Operands {
         self.scales.get(place as usize)
     }
 
-    /// Makes an operand from `x`. If it is in FP8, `copies` tells whether it is stored by rows, transposed, or both.
+    /// Makes an operand from `x`. An operand in FP8 is stored by rows, transposed, or both: see `copies`.
     fn quantized(&self, x: Tensor, place: Place, copies: Fp8Copies) -> Result<Operand> {
         let settings = match self.precision {
             LinearPrecision::Compute => return Ok(Operand::Compute(x)),

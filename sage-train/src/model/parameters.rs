@@ -61,8 +61,8 @@ pub struct Parameters {
     updates: Arc<AtomicU64>,
     /// Weights in FP8, shared by all models of these parameters.
     quantized: Rc<Quantized>,
-    /// Sums of the initial weights of each piece in FP8, if ranks share it: each rank quantizes only its shard, so ranks
-    /// that read different files would have the same FP8 values.
+    /// Sums of the initial weights of each piece in FP8, if ranks share the piece, to detect ranks that read different
+    /// files. Their FP8 values do not differ, because each rank quantizes only its shard.
     initial: Vec<f64>,
     /// Scales of FP8 operands with delayed scaling, which are computed from earlier steps.
     scales: OnceLock<Arc<Fp8Scales>>,
@@ -214,8 +214,8 @@ impl Parameters {
         Ok(parameters)
     }
 
-    /// Starts the all-gathers of pieces, in the order of a forward. For each piece: its index, this rank's part, and the
-    /// tensor that is gathered.
+    /// Starts the all-gathers of pieces, in the order of a forward. `pieces` has, for each piece, its index, this
+    /// rank's part, and the gathered tensor.
     fn gather(&self, mut pieces: Vec<(usize, Tensor, Tensor)>, group: &Group) -> Result<()> {
         let order = self.layout.forward_order();
         pieces.sort_by_key(|(n, ..)| order.iter().position(|other| other == n));

@@ -10,8 +10,8 @@ use candle_sage::ops::FP8_PART;
 use super::spec::{Kind, ParameterSpec};
 use crate::ranks::Mesh;
 
-/// A parameter starts at a multiple of this many elements (a multiple of 16 bytes in every element type), unless it must
-/// follow another parameter without padding, as the key's matrix follows the query's.
+/// A parameter starts at a multiple of this many elements (a multiple of 16 bytes in every element type), unless it
+/// must follow another parameter without padding, as the key's matrix follows the query's matrix.
 pub(super) const ALIGNMENT: usize = 64;
 
 /// A run of adjacent parameters.
@@ -42,7 +42,7 @@ pub(super) struct Common {
 }
 
 impl Common {
-    /// In the order of the pieces: parameters with weight decay come first.
+    /// All combinations that occur, in the order of the pieces: parameters with weight decay come first.
     const ALL: [Self; 7] = [
         Self { decays: true, wide: false, apart: false, fp8: false },
         Self { decays: true, wide: false, apart: false, fp8: true },
@@ -63,7 +63,7 @@ impl Common {
         }
     }
 
-    /// The length of a shard is a multiple of this.
+    /// The length of a shard is a multiple of this number of elements.
     fn multiple_of_shards(self) -> usize {
         if self.fp8 { FP8_PART } else { ALIGNMENT }
     }
@@ -77,7 +77,7 @@ pub(super) struct Layout {
     /// In the order of [`Common::ALL`].
     pub(super) pieces: Vec<Piece>,
     /// The gradients that are zeroed before a backward because no matmul overwrites them. If a piece contains only such
-    /// gradients, it is one range.
+    /// gradients, the whole piece is one range.
     pub(super) cleared: Vec<Range<usize>>,
 }
 

@@ -49,8 +49,8 @@ impl LinearPrecision {
         }
     }
 
-    /// Whether the forward keeps the input of the down projection for the backward. With delayed scaling it does not:
-    /// only the backward reads the transposed FP8 values, and it computes them in the pass that reads gate and up.
+    /// Whether the forward keeps the input of the down projection for the backward. With delayed scaling the backward
+    /// computes this input again, as transposed FP8 values, in the pass that reads gate and up.
     pub(super) fn keeps_hidden(self) -> bool {
         match self {
             Self::Compute | Self::Fp8(_, Scaling::Current) => true,

@@ -17,7 +17,7 @@ struct Coming {
 }
 
 /// Sums the gradients of all ranks, in the order of the ranks. Each rank sums the shards that it owns, first over the
-/// ranks of its node, then over the nodes. All ranks send the pieces in the same order; with overlap it is the order in
+/// ranks of its node, then over the nodes. All ranks send the pieces in the same order: with overlap, the order in
 /// which the backward completes the pieces. The transfer of a piece overlaps with the summation of the piece before it.
 #[derive(Debug)]
 pub struct Reduction<'a> {
@@ -42,8 +42,8 @@ impl<'a> Reduction<'a> {
         Self { parameters, ranks, order, sent: 0, coming: None, squares }
     }
 
-    /// Called when the backward of a step's last micro-batch has finished `layer`. (A backward runs from the last layer to
-    /// the first.) Sends the pieces that no earlier layer contributes to.
+    /// Called when the backward of a step's last micro-batch has finished `layer`. (A backward runs from the last layer
+    /// to the first.) Sends the pieces that no earlier layer contributes to.
     ///
     /// # Errors
     /// When a rank cannot be reached.

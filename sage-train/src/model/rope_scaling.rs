@@ -13,9 +13,9 @@ use serde::{Deserialize, Serialize};
 pub struct RopeScaling {
     /// Divisor of low frequencies.
     pub factor: f64,
-    /// Frequencies with fewer turns than this in the original context are low.
+    /// Frequencies with fewer rotations than this in the original context are low.
     pub low_freq_factor: f64,
-    /// Frequencies with more turns than this in the original context are not changed.
+    /// Frequencies with more rotations than this in the original context are not changed.
     pub high_freq_factor: f64,
     /// The context of the original training, in tokens.
     pub original_context: usize,

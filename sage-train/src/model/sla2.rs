@@ -108,17 +108,17 @@ impl Sla2Layer {
         })
     }
 
-    /// Turns this into the layer of a rank that computes some of the heads.
+    /// Turns this layer into the layer of a rank that computes some of the heads.
     pub(super) fn share(&mut self, ulysses: Option<&Ulysses>) {
         self.ulysses = ulysses.cloned();
     }
 
-    /// This rank's first query head and its number of query heads; `None` if it has all of them.
+    /// This rank's first query head and its number of query heads; `None` if it has all heads.
     fn queries(&self) -> Option<(usize, usize)> {
         self.ulysses.as_ref().map(|ulysses| (ulysses.first()[0], ulysses.own()[0]))
     }
 
-    /// This rank's first key head and its number of key heads; `None` if it has all of them.
+    /// This rank's first key head and its number of key heads; `None` if it has all heads.
     fn keys(&self) -> Option<(usize, usize)> {
         self.ulysses.as_ref().map(|ulysses| (ulysses.first()[1], ulysses.own()[1]))
     }
@@ -192,7 +192,7 @@ impl Sla2Layer {
         }
     }
 
-    /// Whether a cache can continue a sequence in the numerics of `following`, or by default in those of the layer.
+    /// Whether a cache can continue a sequence in the numerics of `following`, by default the layer's numerics.
     pub(super) fn can_follow(&self, following: Option<Scheme>) -> bool {
         let scheme = following.unwrap_or(self.scheme);
         self.config.choice != Choice::Window && scheme == Scheme::Unquantized
@@ -203,7 +203,7 @@ impl Sla2Layer {
         let selection = self.select(q, k, documents)?;
         let exact_weight = match self.config.tail {
             None => 1.0,
-            // A blend of ones (the exact branch) and zeros (the tail) is the weight of the exact branch.
+            // A blend of ones (for exact attention) and zeros (for the tail) is the weight of exact attention.
             Some(_) => {
                 let (ones, zeros) = (q.ones_like()?, q.zeros_like()?);
                 let weights = ops::blend(&ones, &zeros, &self.theta(q)?, &selection, self.config.alpha)?;
@@ -253,7 +253,7 @@ impl Sla2Layer {
             let [q_var, k_var] = &vars;
             let router = Router::from_tensors(q_var.as_tensor().clone(), k_var.as_tensor().clone())?;
             let [entropy, mass] = self.op(documents).router_loss_sums(&router, q, k)?;
-            // The mass of all heads, so that the loss equals the loss on a single rank.
+            // The mass is summed over all heads, so that the loss equals the loss on a single rank.
             let mass = self.ulysses.as_ref().map_or(Ok(mass.clone()), |ulysses| ulysses.sum(&mass))?;
             let gradients = ((entropy / mass)? * (TEACHING * self.ranks()))?.backward()?;
             for (weight, var) in [query, key].into_iter().zip(&vars) {

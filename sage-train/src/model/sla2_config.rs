@@ -28,7 +28,7 @@ pub struct Sla2Config {
     pub choice: Choice,
     /// The blocks that the linear tail sums over; `None` leaves the tail out.
     pub tail: Option<Tail>,
-    /// How `theta` determines the weight of the exact branch.
+    /// How `theta` determines the weight of exact attention.
     pub alpha: Alpha,
     /// Steps with dense attention at the start, including the router's steps.
     pub dense_steps: u64,

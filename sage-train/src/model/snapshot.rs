@@ -25,8 +25,8 @@ pub struct Snapshot {
     pub(super) layout: Layout,
     /// The moments in the rows of `held` after the weights, as prefixes of the parameters' names in a checkpoint.
     pub(super) moments: Moments,
-    /// Runs of elements: the first element in the layout, and the values, (rows, elements). The first row contains the
-    /// weights.
+    /// Ranges of elements: the first element in the layout, and the values, (rows, elements). The first row contains
+    /// the weights.
     pub(super) held: Vec<(usize, Tensor)>,
     /// The optimizer's statistics of matrix rows, by tensor name. All ranks have them, and rank 0 writes them.
     pub(super) rows: Vec<(String, Tensor)>,
@@ -73,7 +73,7 @@ impl Snapshot {
             }
         }
         tensors.extend(self.rows.iter().cloned());
-        // safetensors creates files that only their owner can access; this gives the file the permissions of an
+        // safetensors creates files that only their owner can access, so the file is then given the permissions of an
         // ordinary new file.
         let permissions = std::fs::File::create(path)?.metadata()?.permissions();
         // Only files of weights contain a hash: the hash of a checkpoint's state is in `checkpoint.json`.

@@ -18,7 +18,7 @@ pub struct ParameterSpec {
     pub dims: Vec<usize>,
     /// Its initialization.
     pub start: Start,
-    /// Whether the parameter directly follows the parameter before it in memory, so that one matmul multiplies by both.
+    /// Whether the parameter directly follows the parameter before it in memory, so that one matmul reads both.
     pub follows: bool,
     /// Whether training reads the parameter only in FP8.
     pub fp8: bool,

@@ -117,7 +117,7 @@ struct Part {
 pub struct State(Vec<Part>);
 
 impl State {
-    /// Opens files. Each comes with the parameters of which it contains only a part.
+    /// Opens files. `files` lists, for each file, the parameters of which the file contains only a part.
     ///
     /// # Errors
     /// When a file cannot be opened, or its header is not a safetensors header.
@@ -217,7 +217,7 @@ impl Part {
         Ok(Self { path, file, data, bytes, about, parts })
     }
 
-    /// Copies the elements of `range` that are in this file into `values`, and returns which elements they are.
+    /// Copies the elements of `range` that are in this file into `values`, and returns their range.
     fn fill(
         &self,
         spec: &ParameterSpec,

@@ -11,7 +11,7 @@ use crate::ranks::{Group, Ranks};
 pub struct Training<'a> {
     /// The ranks that train the model.
     pub ranks: &'a Ranks,
-    /// The state that their optimizer keeps for each parameter.
+    /// The state that the optimizer keeps for each parameter.
     pub moments: Moments,
 }
 
@@ -37,7 +37,7 @@ impl Moments {
 }
 
 impl<'a> Training<'a> {
-    /// Gradients without an optimizer.
+    /// Training that computes gradients but has no optimizer.
     pub fn of_gradients(ranks: &'a Ranks) -> Self {
         Self { ranks, moments: Moments::default() }
     }

@@ -74,7 +74,7 @@ impl Ulysses {
         let own: usize = kinds.iter().map(|kind| self.own_of(*kind)).sum();
         let to_send = place((of * batch, tokens, own, head_dim), x)?;
         let out = place((batch, of * tokens, own, head_dim), x)?;
-        // Copies the heads of a rank.
+        // Copies to `into` the heads that `rank` attends with.
         let gather = |rank: usize, into: &Tensor| -> Result<()> {
             let (mut first, mut before) = (0, 0);
             for kind in kinds {
@@ -99,9 +99,9 @@ impl Ulysses {
         own.map(|()| out)
     }
 
-    /// The inverse: (batch, tokens, own heads of all kinds, head_dim) -> (batch, own tokens, heads of all kinds,
-    /// head_dim). If several ranks share a key head, its values from these ranks are summed in f32, in the order of the
-    /// ranks.
+    /// The inverse of `to_heads`: (batch, tokens, own heads of all kinds, head_dim) -> (batch, own tokens, heads of
+    /// all kinds, head_dim). If several ranks share a key head, its values from these ranks are summed in f32, in the
+    /// order of the ranks.
     pub(super) fn to_tokens(&self, x: &Tensor, kinds: &[Heads]) -> Result<Tensor> {
         let x = x.contiguous()?;
         let (batch, tokens, own, head_dim) = x.dims4()?;
@@ -116,8 +116,8 @@ impl Ulysses {
                 false => came.narrow(0, rank * batch, batch)?.narrow(2, first, count),
             }
         };
-        // Copies heads to their places: with `others` the heads that other ranks computed, alone or together with this
-        // rank; otherwise the heads that only this rank computed.
+        // Copies heads to their places in `out`. If `others` is true, these are the heads that other ranks computed,
+        // alone or together with this rank; otherwise the heads that only this rank computed.
         let put = |others: bool| -> Result<()> {
             let (mut first, mut before) = (0, 0);
             for kind in kinds {

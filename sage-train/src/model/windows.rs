@@ -44,7 +44,7 @@ impl fmt::Display for Windows {
 pub struct WindowPattern(Vec<bool>);
 
 impl WindowPattern {
-    /// The pattern with one letter for each layer, from whether each layer has the window.
+    /// The pattern with one letter for each layer. `slides` tells whether each layer has the window.
     pub fn by_layer(slides: impl IntoIterator<Item = bool>) -> Self {
         Self(slides.into_iter().collect())
     }

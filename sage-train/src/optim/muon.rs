@@ -14,7 +14,7 @@ use crate::settings::{MuonHeadsSetting, OptimizerSettings};
 /// The settings of Muon, which do not change during a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MuonConfig {
-    /// The settings of all other parameters; the clipping also applies to matrices.
+    /// AdamW's settings, for all parameters except hidden matrices. The clipping also applies to hidden matrices.
     pub adamw: AdamWConfig,
     /// The learning rate of matrices.
     pub learning_rate: LearningRate,
@@ -33,7 +33,7 @@ pub struct MuonConfig {
 }
 
 impl MuonConfig {
-    /// The optimizer that the settings describe (part of table `[optimizer]`). `lr` is the schedule of all other
+    /// The optimizer that the settings describe (part of table `[optimizer]`). `lr` is the schedule of AdamW's
     /// parameters.
     ///
     /// # Errors

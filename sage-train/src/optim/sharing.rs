@@ -11,8 +11,8 @@ use candle_sage::ops::{MuonMatrix, MuonPart};
 use crate::model::{Matrices, overlap};
 use crate::ranks::{Group, Rank, Transfer};
 
-/// One rank's share of the work on the matrices of a piece. The rank's directions are in one tensor: first those of its
-/// own matrices, then those of its parts of other ranks' matrices.
+/// One rank's share of the work on the matrices of a piece. The rank's directions are in one tensor: first the
+/// directions of its own matrices, then the directions of its parts of other ranks' matrices.
 #[derive(Debug, PartialEq)]
 pub(super) struct Sharing {
     /// Rows and columns of the rank's own matrices.
@@ -22,8 +22,8 @@ pub(super) struct Sharing {
     pub(super) len: usize,
     /// By rank: the rows of the rank's matrices among the rows of all matrices.
     rows: Vec<Range<usize>>,
-    /// By other rank: this rank's parts of the other's matrices, and the other's parts of this rank's matrices, as
-    /// ranges of the directions.
+    /// By other rank: this rank's parts of the other rank's matrices, and the other rank's parts of this rank's
+    /// matrices, as ranges of the directions.
     with: Vec<[Vec<Range<usize>>; 2]>,
 }
 

@@ -44,10 +44,10 @@ pub trait Anatomy: Sync {
     /// Queries and keys after smoothing, as they are quantized.
     fn smoothed(&self, inputs: &Inputs) -> [Vec<f64>; 2];
 
-    /// Tokens of Q and of K in a tile; an outlier is a token whose values are large compared with its tile.
+    /// Tokens of Q and of K in a tile; an outlier is a token with much larger values than the other tokens of its tile.
     fn tiles(&self) -> [usize; 2];
 
-    /// For each operand, the fractions of its NVFP4 groups that NVFP4 cannot hold; empty for a scheme without such
+    /// For each operand, the fractions of its NVFP4 groups that NVFP4 cannot represent; empty for a scheme without such
     /// groups.
     fn out_of_range(&self, inputs: &Inputs, exact: &Quantities) -> Vec<(&'static str, OutOfRange)>;
 }
@@ -174,7 +174,7 @@ pub(super) mod tests {
     pub(in crate::probe) fn inputs(tokens: usize, head_dim: usize, sigma: f64) -> Inputs {
         let mut rng = ChaCha8Rng::seed_from_u64(5);
         let mut rows = |sigma: f64| -> Vec<f64> {
-            // Values that f32 represents exactly, so that the op gets the same values.
+            // The values are exact in f32, so that `candle_sage::Attention` computes with the same values.
             let mut sample = || -> f64 { StandardNormal.sample(&mut rng) };
             (0..tokens * head_dim).map(|_| f64::from((sigma * sample()) as f32)).collect()
         };
@@ -186,7 +186,7 @@ pub(super) mod tests {
         (difference / b.iter().map(|b| b * b).sum::<f64>()).sqrt()
     }
 
-    /// O, dQ, dK, dV as the op computes them on the CPU.
+    /// O, dQ, dK, dV as `candle_sage::Attention` computes them on the CPU.
     pub(in crate::probe) fn by_the_op(inputs: &Inputs, settings: impl Into<Scheme>) -> [Vec<f64>; 4] {
         let var = |n: usize| {
             let values: Vec<f32> = inputs.rows[n].iter().map(|x| *x as f32).collect();

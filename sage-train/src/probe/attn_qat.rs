@@ -64,8 +64,7 @@ impl Anatomy for AttnQatAnatomy {
         let factor = self.value_factor(&inputs.rows[2]);
         let v_low = times(&of(&times(v, factor), self.value_axis(), Operand::Value), 1.0 / factor);
 
-        // Forward: unnormalized probabilities relative to each row's reference. Their sums are computed before
-        // quantization.
+        // Forward: unnormalized probabilities are relative to each row's reference, and are summed before quantization.
         let s = logits(&q_low, &k_low, n, d)?;
         let rows = SoftmaxRows::new(&s, n, settings.p_reference);
         let p_forward = match quantized(Operand::Probability) {
@@ -140,12 +139,12 @@ impl Anatomy for AttnQatAnatomy {
     }
 }
 
-/// The largest magnitude of each group of 16 neighbouring values of rows.
+/// The largest magnitude of each group of 16 neighbouring values in a row.
 fn maxima(x: &[f64], columns: usize) -> Vec<f32> {
     x.chunks(columns).flat_map(|row| row.chunks(GROUP)).map(largest).collect()
 }
 
-/// The fractions of groups, given by their largest magnitudes, that NVFP4 cannot hold.
+/// The fractions of groups, given by their largest magnitudes, that NVFP4 cannot represent.
 fn shares(maxima: impl Iterator<Item = f32>) -> OutOfRange {
     let (mut all, mut vanished, mut saturated) = (0usize, 0usize, 0usize);
     for max in maxima {
@@ -174,7 +173,7 @@ fn less(rows: &[f64], mean: &[f64]) -> Vec<f64> {
     rows.chunks(mean.len()).flat_map(|row| row.iter().zip(mean).map(|(x, m)| x - m)).collect()
 }
 
-/// Packs values into NVFP4, from f32.
+/// Rounds values to f32, and packs the rounded values into NVFP4.
 fn packed(x: &[f64], columns: usize, axis: Axis) -> Packed {
     let x: Vec<f32> = x.iter().map(|x| *x as f32).collect();
     Packed::new(&x, columns, axis)

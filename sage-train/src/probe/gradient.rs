@@ -173,7 +173,7 @@ fn parts(parameters: &Parameters) -> candle_core::Result<Vec<Ranges>> {
     Ok(parts)
 }
 
-/// Sums over `count` consecutive micro-batches.
+/// The gradient and its errors, summed over `count` consecutive micro-batches.
 struct Node {
     count: usize,
     exact: Tensor,
@@ -184,7 +184,7 @@ struct Node {
 /// Squared norms of a sum of gradients and its errors, by scheme and parameter group.
 type Norms = Vec<Vec<Squares>>;
 
-/// The binary tree. Nodes that wait for their siblings are in memory: at most one of each size.
+/// The binary tree. Only nodes that wait for their siblings are in memory: at most one node of each size.
 struct Tree {
     parts: Vec<Ranges>,
     schemes: usize,
@@ -301,9 +301,10 @@ mod tests {
 
     use super::*;
 
-    /// Gradients of a known mean, bias and noise: estimates are within 3 standard errors of them. The dot product of
-    /// two noise vectors of `d` elements with variance `s2` has the standard deviation `s2 sqrt(d)`; the mean over `n
-    /// (n - 1) / 2` pairs has `s2 sqrt(2 d) / n`. Noise times a mean adds `2 |mean| sqrt(s2 / n)`.
+    /// For gradients of a known mean, bias and noise, the estimates are within 3 standard errors of the known values.
+    /// The dot product of two noise vectors of `d` elements with variance `s2` has the standard deviation `s2 sqrt(d)`;
+    /// the standard deviation of the mean over `n (n - 1) / 2` pairs is `s2 sqrt(2 d) / n`. Noise times a mean adds
+    /// `2 |mean| sqrt(s2 / n)`.
     #[test]
     fn a_known_bias_is_found() -> candle_core::Result<()> {
         const D: usize = 20_000;

@@ -40,7 +40,7 @@ pub struct LinearErrors {
     pub sequences: usize,
     /// Tokens of a sequence.
     pub context: usize,
-    /// The format of gradients; everything else is E4M3.
+    /// The format of gradients; all other operands are in E4M3.
     pub gradient: &'static str,
     /// The errors, first layer first.
     pub linears: Vec<OfLinear>,
@@ -103,7 +103,7 @@ pub fn linear_errors(
     };
     run().map_err(on_device("probing"))?;
     let mut linears = linears.take();
-    // The backward starts with the last matrix of the last layer.
+    // The backward visited the matrices from the last to the first.
     linears.reverse();
     let gradient = if fp8.gradient == Fp8Format::E4M3 { "e4m3" } else { "e5m2" };
     Ok(LinearErrors { step: trained.step, sequences, context, gradient, linears })

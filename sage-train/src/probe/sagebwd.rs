@@ -13,7 +13,7 @@ enum Product {
     Scores,
     Output,
     ValueGradient,
-    /// In bf16, while the other matmuls are in INT8.
+    /// Computed in bf16; the other matmuls are in INT8.
     ProbabilityGradient,
     QueryGradient,
     KeyGradient,
@@ -35,7 +35,7 @@ pub(super) struct SageBwdAnatomy {
 struct Smoothed {
     /// Queries minus the means of their tiles, if these are subtracted.
     q: Vec<f64>,
-    /// The means that were subtracted, a row for each query.
+    /// The means that were subtracted from the queries, a row for each query.
     q_means: Vec<f64>,
     /// Keys minus their mean, if it is subtracted.
     k: Vec<f64>,
@@ -100,7 +100,7 @@ impl Coding {
         if self.has(product) { quantized(x, columns, block) } else { x.to_vec() }
     }
 
-    /// An operand of dP, which is rounded to bf16.
+    /// An operand of dP: rounded to bf16 if dP is in low bits, otherwise unchanged.
     fn half_precision(self, x: &[f64]) -> Vec<f64> {
         match self.has(Product::ProbabilityGradient) {
             true => x.iter().map(|x| bf16::from_f64(*x).to_f64()).collect(),
@@ -109,7 +109,7 @@ impl Coding {
     }
 }
 
-/// Queries and keys, exact and quantized. Each is quantized once, for all matmuls with this operand.
+/// Queries and keys, exact and quantized. Each operand is quantized once, for all of its matmuls.
 struct Operands {
     smoothed: Smoothed,
     q_codes: Vec<f64>,
@@ -125,7 +125,7 @@ impl Operands {
         }
     }
 
-    /// The term of `Q K^T` from the subtracted means of Q, which is never quantized.
+    /// The product of Q's subtracted means and K: a term of `Q K^T` that is never quantized.
     fn of_means(&self, n: usize, d: usize) -> candle_core::Result<Vec<f64>> {
         product(&self.smoothed.q_means, &self.smoothed.k, (n, d, n), Order::Nt)
     }

@@ -26,7 +26,7 @@ const ROUTER_LR: f64 = 3e-3;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Chosen {
-    /// The blocks with most of dense attention's mass, which a router cannot know in advance.
+    /// The blocks with most of dense attention's probability mass, which a router cannot know in advance.
     Best,
     /// By a router that was trained on other sequences.
     Learned,
@@ -85,12 +85,12 @@ pub struct OfLayer {
     pub layer: usize,
     /// Relative L2 error of the output against dense attention, in the order of [`WAYS`].
     pub errors: Vec<f64>,
-    /// Fraction of dense attention's mass on past blocks that the selected blocks have: best, learned, identity,
-    /// window.
+    /// Fraction of dense attention's mass on past blocks that the selected blocks have, for the selections best,
+    /// learned, identity and window.
     pub mass: [f64; 4],
 }
 
-/// The selections of a model's heads.
+/// The measurements of block selections in a model's layers.
 #[derive(Debug, Clone, Serialize)]
 pub struct Selections {
     /// Tokens of a sequence.
@@ -105,7 +105,7 @@ pub struct Selections {
     pub layers: Vec<OfLayer>,
 }
 
-/// Measures the heads of a run, or of any model with data.
+/// Measures the heads of a run's model, or of another model on the data that `settings` name.
 ///
 /// # Errors
 /// When the folder has no weights or data, or the context has fewer than two blocks.
@@ -153,8 +153,8 @@ impl Part {
         Ok(Self { inputs, out, shape })
     }
 
-    /// The probability mass of each query on each key block, (batch, token, query head, block). It is computed by
-    /// attention with one-hot values of a key's block, for as many blocks at once as a head has channels.
+    /// The probability mass of each query on each key block, (batch, token, query head, block). Attention with one-hot
+    /// values, which mark each key's block, computes the mass of as many blocks at once as a head has channels.
     fn mass(&self, block: usize) -> candle_core::Result<Tensor> {
         let [q, k, _] = &self.inputs;
         let (batch, tokens, key_heads, d) = k.dims4()?;
@@ -191,7 +191,8 @@ impl Part {
         })
     }
 
-    /// All approximations of the blocks that are not selected. Of `selection` they use only the block size.
+    /// All approximations of the blocks that are not selected. The approximations use only the block size of
+    /// `selection`.
     fn tails(&self, selection: &Selection, block: usize) -> candle_core::Result<[(Rest, Tensor); 5]> {
         let [q, k, v] = &self.inputs;
         let linear = past_linear(q, k, v, selection, Tail::Past)?;
@@ -206,8 +207,8 @@ impl Part {
         ])
     }
 
-    /// Softmax attention over the mean keys of past blocks, with their mean values. Meaningless for queries
-    /// of the first block, which have no past block.
+    /// Softmax attention over the mean keys of past blocks, with their mean values. The result is meaningless for
+    /// queries of the first block, which have no past block.
     fn pooled(&self, block: usize) -> candle_core::Result<Tensor> {
         let [q, k, v] = &self.inputs;
         let (batch, tokens, heads, d) = q.dims4()?;
@@ -226,7 +227,7 @@ impl Part {
                 (0..whole).map(move |at| if at < token / block { 0.0 } else { f32::NEG_INFINITY })
             })
             .collect();
-        // Queries of the first block see no past block. Their result gets the weight zero later, so any finite logits do.
+        // Queries of the first block see no past block. Their result later gets weight zero, so any finite logits do.
         let hidden: Vec<f32> =
             hidden.into_iter().enumerate().map(|(n, x)| if n < block * whole { 0.0 } else { x }).collect();
         let logits = logits.broadcast_add(&Tensor::from_vec(hidden, (tokens, whole), &Device::Cpu)?)?;
@@ -371,8 +372,8 @@ mod tests {
         Tensor::from_vec(values, dims, &Device::Cpu)
     }
 
-    /// If all past blocks are selected, the error is zero. With fewer blocks, the best selection has most mass, and a
-    /// fitted tail is better than no tail.
+    /// If all past blocks are selected, the error is zero. With fewer blocks, the best selection has more mass than the
+    /// others, and a fitted tail is better than no tail.
     #[test]
     fn errors_are_those_of_what_is_left_out() -> candle_core::Result<()> {
         let dims = (4, 96, 2, 16);

@@ -35,8 +35,8 @@ pub struct SigmaRow {
     pub errors: [Distance; 4],
 }
 
-/// The errors of the op with a scheme on a device, against exact attention in f64. Inputs are in f32 on the CPU and in
-/// bf16 on a GPU.
+/// The errors of [`Attention`] with a scheme on a device, against exact attention in f64. Inputs are in f32 on the CPU
+/// and in bf16 on a GPU.
 ///
 /// # Errors
 /// When the device does not support the shape, or memory is short.
@@ -52,7 +52,7 @@ fn at(scheme: Scheme, sigma: f64, shape: Shape, device: &Device) -> candle_core:
     let mut draw = |sigma: f64| {
         let mut sample = || -> f64 { StandardNormal.sample(&mut rng) };
         let values: Vec<f64> = (0..tokens * heads * head_dim).map(|_| sigma * sample()).collect();
-        // Rounded to the type of the op's inputs, so that the exact result is computed from the same values.
+        // The values are rounded to the type of the inputs, so that the exact result is computed from the same values.
         Tensor::from_vec(values, (1, tokens, heads, head_dim), &Device::Cpu)?.to_dtype(dtype)
     };
     let tensors = [draw(sigma)?, draw(sigma)?, draw(1.0)?, draw(1.0)?];

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use super::mesh::Rank;
 use super::transport::{Swap, Transfer, Transport};
 
-/// A group of ranks that includes this one. Its members exchange contiguous tensors on their device. All members must
+/// A group of ranks that includes this rank. Its members exchange contiguous tensors on their device. All members must
 /// make the same calls in the same order.
 #[derive(Debug, Clone)]
 pub struct Group {
@@ -76,8 +76,8 @@ impl Group {
         self.transport.as_deref().filter(|_| self.node)
     }
 
-    /// Exchanges tensors with every other member. `with` returns, for a member, pairs of a tensor to send and one to
-    /// receive into.
+    /// Exchanges tensors with every other member. `with` returns, for a member, pairs of a tensor to send and a tensor
+    /// to receive into.
     ///
     /// # Errors
     /// When another rank cannot be reached.

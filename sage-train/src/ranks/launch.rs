@@ -28,10 +28,8 @@ const LEAVING_LOST: Duration = Duration::from_secs(6);
 /// (docs/several-gpus.md).
 const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 
-/// The numbers of ranks and of restarts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Launch {
-    /// Number of ranks.
     pub ranks: usize,
     /// Largest number of restarts after the loss of a rank.
     pub restarts: u32,

@@ -17,7 +17,6 @@ use crate::during;
 /// NaN in both formats of FP8.
 const FP8_NAN: u8 = 0x7f;
 
-/// Connections to all other ranks.
 #[derive(Debug)]
 pub(super) struct Loopback {
     /// By rank; `None` for this rank.
@@ -70,7 +69,7 @@ impl Transport for Loopback {
     fn swap(&self, swaps: &[Swap]) -> Result<Transfer> {
         self.transfers.set(self.transfers.get() + 1);
         let number = self.transfers.get();
-        // The data is copied, because a tensor that is sent may share storage with one that is received into.
+        // The data is copied, because a tensor that is sent may share storage with a tensor to receive into.
         let copies = |swap: &Swap| swap.sent.iter().map(Tensor::force_contiguous).collect::<Result<Vec<_>>>();
         let sent = swaps.iter().map(copies).collect::<Result<Vec<_>>>()?;
         let peer = |swap: &Swap| self.peers[swap.peer].as_ref().expect("another rank");

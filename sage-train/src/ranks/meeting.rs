@@ -68,7 +68,7 @@ struct Shared {
     news: Condvar,
     /// Whether this rank has left the run and has stopped watching the others.
     left: AtomicBool,
-    /// Whether a failure is ending this process. The exits of other ranks that follow from it are not separate
+    /// Whether a failure is ending this process. Exits of other ranks because of this failure are not separate
     /// failures.
     ending: AtomicBool,
     last_word: Mutex<Option<LastWord>>,
@@ -206,7 +206,7 @@ impl Meeting {
         self.shared.ticks.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Sets this rank's activity; with `aside` it may take long. Returns the activity before.
+    /// Sets this rank's activity; with `aside` the activity may take long. Returns the activity before.
     pub(super) fn doing(&self, what: &str, aside: bool) -> (String, bool) {
         let mut life = lock(&self.shared.life);
         let before = (life.doing.clone(), life.aside);
@@ -221,7 +221,6 @@ impl Meeting {
         lock(&self.shared.life).hear(step, ticks, what.to_owned(), false);
     }
 
-    /// Sets the function that is called before another rank's failure ends this process.
     pub(super) fn at_end(&self, last_word: LastWord) {
         *lock(&self.shared.last_word) = Some(last_word);
     }

@@ -44,7 +44,6 @@ impl Hello {
     }
 }
 
-/// A message of the control channel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 pub(super) enum Message {
@@ -58,14 +57,11 @@ pub(super) enum Message {
     Hello(Hello),
     /// To rank 0: a rank's text on a topic.
     Said {
-        /// The topic.
         topic: String,
-        /// The text.
         text: String,
     },
     /// From rank 0: the texts of all ranks on a topic.
     All {
-        /// The topic.
         topic: String,
         /// The texts, by rank.
         texts: Vec<String>,
@@ -83,12 +79,10 @@ pub(super) enum Message {
     },
     /// The sender stops because of its own error.
     Failed {
-        /// The error.
         why: String,
     },
     /// From rank 0: all ranks stop.
     Over {
-        /// The reason.
         why: String,
         /// The exit code.
         code: i32,

@@ -3,8 +3,8 @@
 //!
 //! The library is loaded at run time and not linked, so that a program with GPU kernels starts on machines
 //! without NCCL. Transfers run on a separate stream, of high priority. A transfer starts when candle's
-//! stream has reached the call; `wait` makes candle's stream wait for it. The stream is created through the
-//! driver and not through cudarc, which records events for every tensor as soon as a context has two streams.
+//! stream has reached the call; `wait` makes candle's stream wait for it. The separate stream is created through
+//! the driver and not through cudarc, which records events for every tensor as soon as a context has two streams.
 #![allow(unsafe_code)]
 
 mod engines;
@@ -46,8 +46,8 @@ pub(super) struct Nccl {
     /// Recorded at the ends of transfers, in turn.
     came: [CUevent; TURNS],
     transfers: AtomicU64,
-    /// Never destroyed: destruction is collective, and a rank that exits because of an error would wait for the others.
-    /// The process ends soon after.
+    /// The communicator is never destroyed: destruction is collective, so a rank that exits because of an error would
+    /// wait for the other ranks.
     communicator: Communicator,
     /// Collectives among the ranks of the node.
     engines: Option<Engines>,
@@ -150,7 +150,7 @@ impl Nccl {
     }
 
     /// Launches a collective of the copy engines on two tensors, if there are copy engines and both tensors are in
-    /// registered memory. The result is the same on every rank, because all ranks register the same tensors.
+    /// registered memory. Either all ranks launch it or none, because all ranks register the same tensors.
     fn collective(
         &self,
         tensors: [&Tensor; 2],

@@ -17,7 +17,6 @@ pub(super) const SECRET: &str = "SAGE_TRAIN_SECRET";
 /// Bytes of a block of SHA-256, to which HMAC pads its key.
 const BLOCK: usize = 64;
 
-/// The secret of a run.
 #[derive(Clone, PartialEq, Eq)]
 pub(super) struct Secret {
     text: String,

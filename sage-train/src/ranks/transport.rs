@@ -10,7 +10,8 @@ use clap::ValueEnum;
 /// Whether copy engines carry gradients and updated weights among the ranks of a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum CopyEngines {
-    /// Copy engines if NCCL can use them (version 2.28 or later, GPUs that can access each other's memory), else its kernels
+    /// Copy engines if NCCL can use them (version 2.28 or later, GPUs that can access each other's memory), else its
+    /// kernels
     #[default]
     Auto,
     /// Copy engines, or an error if NCCL cannot use them. With one GPU per node the setting has no effect
@@ -53,7 +54,7 @@ pub(super) fn left_to_the_watch(error: Error) -> Error {
     error
 }
 
-/// Transfers tensors between ranks that make the same calls in the same order. It only copies.
+/// Transfers tensors between ranks that make the same calls in the same order. A transport only copies.
 pub(super) trait Transport: Debug {
     /// Starts all exchanges together, after the work that the device has been given so far.
     ///

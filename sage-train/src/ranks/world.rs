@@ -131,8 +131,8 @@ impl World {
             rank: Rank { index: number("SLURM_PROCID", &index)?, of },
             local: Rank { index: local_index, of: most_tasks(&tasks).max(local_index + 1) },
             host: first_host(&nodes),
-            // The port is the same for all ranks of a step, rarely the port of another job, and below the ephemeral
-            // ports.
+            // The port is the same for all ranks of a Slurm step, rarely equal to another job's port, and below the
+            // ephemeral ports.
             port: 20_000 + (job.wrapping_mul(7).wrapping_add(step) % 12_000) as u16,
             launcher: "Slurm",
             secret: secret(variable, "SLURM_JOB_ID"),

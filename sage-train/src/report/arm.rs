@@ -21,7 +21,7 @@ pub struct Arm {
     pub runs: Vec<Run>,
     /// Mean of the final validation losses of the finished runs, over seeds.
     pub loss: Option<Mean>,
-    /// Difference of the final losses to the baseline's, percent of the baseline's mean.
+    /// Difference of the final losses to the baseline's losses, in percent of the baseline's mean.
     pub difference: Option<Difference>,
     /// Difference of the training losses to the baseline's over the last quarter of the steps, for runs that continue
     /// from the same weights on the same batches: both arms then have the same noise of the data.
@@ -34,7 +34,7 @@ pub struct Arm {
     /// Set if a run had already reached the milestone at its first validation: the number of tokens at this validation,
     /// an upper bound of the number that was needed.
     pub reached_before: Option<f64>,
-    /// Difference of `reached` to the baseline's, percent of the baseline's mean.
+    /// Difference of `reached` to the baseline's `reached`, in percent of the baseline's mean.
     pub later: Option<Difference>,
     /// Tokens per second: the median over the steps of each finished run, and the mean of the medians over seeds.
     pub speed: Option<Mean>,
@@ -116,7 +116,7 @@ impl Arm {
         self.runs.iter().any(|twin| seeds(twin) == seeds(run) && !same_data(run, twin))
     }
 
-    /// [`Arm::growth`], of runs that continue from the same weights over the same batches.
+    /// [`Arm::growth`] against `baseline`, for runs that continue from the same weights over the same batches.
     pub(super) fn growth_against(&self, baseline: &Arm) -> Option<Mean> {
         let loss = mean_over_seeds(&baseline.runs, &late_training_loss)?;
         Some(self.paired(baseline, &training_slope)?.scaled(100.0 / loss.value))
@@ -170,8 +170,8 @@ pub(super) fn late_training_loss(run: &Run) -> Option<f64> {
 }
 
 /// Tokens after which the validation loss falls to `loss`, interpolated linearly between validations. `None` if the
-/// loss never falls so far, or has done so by the first validation. A diverged run never reaches a loss, because it
-/// does not keep the loss.
+/// loss never falls so far, or is already so low at the first validation. A diverged run never reaches a loss, because
+/// its loss does not stay low.
 pub(super) fn reached(run: &Run, loss: f64) -> Option<f64> {
     let curve: Vec<(u64, f64)> = kept_validations(run)?.into_iter().collect();
     let at = curve.iter().position(|(_, value)| *value <= loss)?;

@@ -1,8 +1,8 @@
 //! Line charts as SVG, in one style for all plots.
 //!
-//! The colours are from Okabe and Ito, which people with any colour vision can distinguish; the two light colours are
-//! made darker. Each series also has a marker: the pair of colour and marker repeats after 28 series. A page may
-//! restyle the colours for dark mode: see [`STYLE`].
+//! The colours of Okabe and Ito can be distinguished with any colour vision; the two light colours are made darker.
+//! Each series also has a marker: the pair of colour and marker repeats after 28 series. A page may restyle the colours
+//! for dark mode: see [`STYLE`].
 
 use candle_sage::{Error, Result};
 use plotters::coord::Shift;
@@ -48,7 +48,7 @@ svg { width: 100%; height: auto; }
 pub struct Series {
     /// The label in the legend.
     pub label: String,
-    /// Index of colour and marker; curves with the same meaning share one.
+    /// Index of colour and marker; curves with the same meaning share an index.
     pub style: usize,
     /// Points of the curve, with markers.
     pub points: Vec<(f64, f64)>,
@@ -63,7 +63,6 @@ pub struct Series {
 /// The axes of a chart while it is drawn.
 type Axes<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 
-/// What drawing returns.
 type Drawn = std::result::Result<(), Box<dyn std::error::Error>>;
 
 /// A chart over tokens.
@@ -93,7 +92,7 @@ impl Chart {
     /// When no point is finite.
     pub fn to_svg(&self) -> Result<String> {
         let mut svg = String::new();
-        // The library panics on some ranges.
+        // The plotting library panics on some ranges.
         crate::unpanicked(|| self.draw(&mut svg).map_err(|error| error.to_string()))
             .map_err(|error| Error::new("cannot draw a chart").caused_by(error))?;
         // A title for screen readers.
@@ -276,7 +275,7 @@ fn visible(points: &[(f64, f64)], (low, high): (f64, f64)) -> Vec<Vec<(f64, f64)
     for pair in points.windows(2) {
         let [from, to] = [pair[0], pair[1]];
         let at = |share: f64| (from.0 + share * (to.0 - from.0), from.1 + share * (to.1 - from.1));
-        // The shares of the segment at which it crosses the edges, in the order of the segment.
+        // The segment crosses the edges at these fractions of its length, and is visible from `enters` to `leaves`.
         let edges = [low, high].map(|edge| (edge - from.1) / (to.1 - from.1));
         let (enters, leaves) = (edges[0].min(edges[1]).max(0.0), edges[0].max(edges[1]).min(1.0));
         let is_level = from.1 == to.1;

@@ -26,7 +26,7 @@ const GROUPS: usize = 40;
 /// A chart with its title and caption.
 #[derive(Debug)]
 pub struct Figure {
-    /// The beginning of its file's name.
+    /// The beginning of the name of the chart's file.
     pub name: &'static str,
     /// The title above the chart.
     pub title: &'static str,
@@ -268,7 +268,7 @@ fn worst_errors(run: &Run) -> BTreeMap<u64, f64> {
 }
 
 /// The finished runs of an arm. If no run is finished: the runs that have not diverged or failed, or else all runs. A
-/// mean over runs of different lengths would jump where one of them ends.
+/// mean over runs of different lengths would jump where one run ends.
 fn whole(arm: &Arm) -> impl Iterator<Item = &Run> {
     let rank = |run: &Run| match run.status() {
         Some(Status::Finished) => 0,

@@ -15,15 +15,15 @@ struct Figures {
     noise_tokens: f64,
     /// The noise of a micro-batch's error relative to the gradient: `sqrt(V) / |G|`, where `V` is the error's variance.
     error_noise: f64,
-    /// `|B|^2 / |G|^2`, from all pairs.
+    /// `|B|^2 / |G|^2`, estimated from all pairs of micro-batches.
     bias: f64,
-    /// The half-width of the 95 % interval of `bias`, over blocks.
+    /// The half-width of the 95 % interval of `bias`, computed from the estimates of single blocks.
     half: Option<f64>,
     /// `B . G / |G|^2`: the component of the bias along the gradient, which changes only the length of a step.
     along: f64,
     /// Tokens at which the bias equals the gradient's noise: the estimate from all blocks, and the limits of its
-    /// interval. `None` if the bias is not above zero. Unlike the ratios to the gradient, it does not need `|G|^2`,
-    /// which noise can hide.
+    /// interval. `None` if the bias is not above zero. Unlike the ratios to the gradient, this number does not need
+    /// `|G|^2`, which noise can hide.
     crossing: [Option<f64>; 3],
 }
 
@@ -39,7 +39,7 @@ impl Figures {
         let half = Mean::of(&blocks).and_then(|mean| mean.half);
         let noise = falls.exact * tokens as f64;
         let crossing = |bias: f64| (bias > 0.0).then(|| noise / bias);
-        // If noise hides the gradient, there are no ratios to it.
+        // If noise hides the gradient, ratios to the gradient do not exist.
         let gradient = if stays.exact > 0.0 { stays.exact } else { f64::NAN };
         Self {
             gradient: gradient.sqrt(),
@@ -210,7 +210,7 @@ mod tests {
         let figures = Figures::of(&part, 100);
         let near = |got: f64, wanted: f64| assert!((got / wanted - 1.0).abs() < 1e-9, "{got} for {wanted}");
         near(figures.gradient, 3.0);
-        // Noise of 16 over 9 in 100 tokens.
+        // The noise of 100 tokens is 16, and `|G|^2` is 9.
         near(figures.noise_tokens, 1600.0 / 9.0);
         near(figures.error_noise, 1.0 / 3.0);
         near(figures.bias, 0.01);
@@ -246,8 +246,8 @@ mod tests {
         near(gradients, 9.0 / 25.0);
     }
 
-    /// If the estimate of `|G|^2` is below zero, there are no ratios to it, but the bias still has its number of
-    /// tokens.
+    /// If the estimate of `|G|^2` is below zero, ratios to it do not exist, but the number of tokens at which the bias
+    /// equals the noise does.
     #[test]
     fn a_gradient_that_noise_hides_has_no_shares() {
         let squares = |exact, error| Squares { exact, low: exact, error };

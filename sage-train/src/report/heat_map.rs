@@ -6,7 +6,7 @@ use super::study::Study;
 use crate::metrics::{Probed, QUANTITIES};
 use crate::runs::Run;
 
-/// Relative L2 at and above which a cell has the darkest shade.
+/// Cells with at least this relative L2 error have the darkest shade.
 const DARKEST: f64 = 0.5;
 
 impl Study {

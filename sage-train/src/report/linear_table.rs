@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use crate::probe::linear::{LinearErrors, OfLinear};
 
-/// The matrices of a Llama's layer, in the order of their columns. Columns of other matrices follow.
+/// The matrices of a Llama's layer, in the order of the table's columns. Columns of other matrices follow.
 const NAMES: [&str; 4] = ["query-key-value", "output", "gate-up", "down"];
 
 /// A row for each layer with Y, dX and dW of each matrix, and a row for the mean.
@@ -28,7 +28,7 @@ pub fn linear_table(title: &str, errors: &LinearErrors) -> String {
                 errors.linears.iter().filter(|linear| linear.name == *matrix && of(linear)).collect();
             for n in 0..3 {
                 match all.len() {
-                    // A layer without attention.
+                    // A layer without attention lacks some matrices.
                     0 => out += &format!(" {:>6}", "-"),
                     count => {
                         let mean = all.iter().map(|linear| linear.errors[n]).sum::<f64>() / count as f64;

@@ -44,7 +44,7 @@ impl Mean {
         Self { value: a.value - b.value, half, error, freedom, count: a.count.min(b.count) }
     }
 
-    /// The mean in other units.
+    /// The mean and its interval, multiplied by `factor`.
     #[must_use]
     pub fn scaled(self, factor: f64) -> Self {
         let Self { value, half, error, .. } = self;
@@ -135,8 +135,8 @@ mod tests {
         assert_eq!(Mean::difference(&mean(&[1.0]), &mean(&[2.0, 3.0])).half, None);
     }
 
-    /// scipy 1.17.1: the mean, half of its 95 % interval, and the margin at which the larger p of two one-sided t-tests
-    /// is 0.05 (`ttest_1samp`; `ttest_ind` with `equal_var=False` for differences).
+    /// The expected values are from scipy 1.17.1: the mean, half of its 95 % interval, and the margin at which the
+    /// larger p of two one-sided t-tests is 0.05 (`ttest_1samp`; `ttest_ind` with `equal_var=False` for differences).
     #[test]
     fn intervals_and_verdicts_are_those_of_scipy() {
         let mean = |values: &[f64]| Mean::of(values).expect("values");

@@ -25,14 +25,14 @@ const STUDY: &str = "study.toml";
 pub struct ReportOptions {
     /// The question that the comparison answers, as a title.
     pub about: Option<String>,
-    /// Settings that identify the baseline arm; if empty, it is the arm with unquantized attention, or else the first
-    /// arm.
+    /// Settings that identify the baseline arm; if empty, the baseline is the arm with unquantized attention, or else
+    /// the first arm.
     pub baseline: Table,
     /// The settings that distinguish arms; if empty, the settings of attention and [`ReportOptions::points`].
     pub by: Vec<String>,
     /// The settings of a sweep's `[[points]]`, which distinguish arms like the settings of attention.
     pub points: Vec<String>,
-    /// Equivalence margin: smaller differences do not matter. Percent of the baseline's loss.
+    /// Equivalence margin: smaller differences do not matter. In percent of the baseline's loss.
     pub margin: f64,
     /// A loss. The number of tokens after which runs reach this loss is also compared.
     pub milestone: Option<f64>,
@@ -106,7 +106,7 @@ pub struct Study {
 /// Some keys with their values.
 type Values = Vec<(String, String)>;
 
-/// Combinations of settings, each with a value, in the order in which the runs contain them.
+/// Combinations of settings, each with a value, in the order of the first runs that have them.
 type Grouped<T> = Vec<(Values, T)>;
 
 impl Study {
@@ -168,8 +168,8 @@ impl Study {
                     let training = arm.against(&first[0], options.margin, &late_training_loss);
                     arm.training = training.filter(|difference| pairs && difference.paired);
                     arm.growth = arm.training.and_then(|_| arm.growth_against(&first[0]));
-                    // If a run reached the milestone before its first validation, its number is not known, and a mean
-                    // would exclude the earliest runs.
+                    // If a run reached the milestone before its first validation, its number of tokens is not known,
+                    // and a mean would exclude the earliest runs.
                     let known = arm.reached_before.is_none() && first[0].reached_before.is_none();
                     if let Some(milestone) = options.milestone.filter(|_| known) {
                         // The margin is for losses; numbers of tokens are never called equivalent.
@@ -265,8 +265,8 @@ fn spread(panels: Grouped<Grouped<Vec<Run>>>) -> Grouped<Grouped<Vec<Run>>> {
         part.len() < whole.len() && part.iter().all(|value| whole.contains(value))
     };
     let all: Vec<Values> = panels.iter().map(|(panel, _)| panel.clone()).collect();
-    // The runs of a panel are added to other panels only if every setting that their own panel lacks there is
-    // meaningless for them.
+    // A panel's runs are added to another panel only if each setting that only the other panel has is meaningless for
+    // these runs.
     let (parts, mut wholes): (Grouped<_>, Grouped<_>) = panels.into_iter().partition(|(panel, arms)| {
         let meaningless = |key: &str| {
             arms.iter().all(|(_, runs): &(Values, Vec<Run>)| {
@@ -288,8 +288,8 @@ fn spread(panels: Grouped<Grouped<Vec<Run>>>) -> Grouped<Grouped<Vec<Run>>> {
     wholes
 }
 
-/// The keys that distinguish arms: `by`, else the keys of attention, branches and a sweep's points, else the first key
-/// in which the runs differ.
+/// The keys that distinguish arms: `by`, else the keys of attention, of branches and of a sweep's points, else the
+/// first key in which the runs differ.
 fn arm_keys(keys: &[String], by: &[String], points: &[String]) -> Result<Vec<String>> {
     if let Some(missing) = by.iter().find(|key| !keys.contains(key)) {
         return Err(Error::new("the runs do not differ in this setting")
@@ -384,7 +384,6 @@ fn unset(of: &Values, all: &[Values]) -> String {
     unset.map(|key| format!("{key} not set")).collect::<Vec<_>>().join(", ")
 }
 
-/// Settings as text.
 fn text(values: &Values) -> String {
     let one = |(key, value): &(String, String)| {
         if key == "attn" { value.clone() } else { format!("{key} {value}") }

@@ -189,7 +189,7 @@ impl Study {
         out + &self.footnote() + "\n" + &self.warned("warning: ")
     }
 
-    /// The warnings, one a line.
+    /// The warnings, each on a line that begins with `before`.
     fn warned(&self, before: &str) -> String {
         self.warnings.iter().map(|warning| format!("{before}{warning}\n")).collect()
     }
@@ -265,7 +265,7 @@ impl Study {
             "order_seed",
             "corpus_seed",
         ];
-        // A run may end before the last step of its settings.
+        // The settings `steps` and `tokens` may differ from these results, because a run may end early.
         let column = |key: &&String| match heads.contains(&key.as_str()) {
             true => format!("asked_{key}"),
             false => csv_cell(key),

@@ -16,10 +16,9 @@ const ABOVE_CHANCE: f64 = 0.1;
 
 /// The reason why a run with all of its steps has diverged; `None` if it has not. A run has diverged if, at the end,
 ///
-/// - the validation loss is more than 0.1 nats above both ln(vocabulary), the loss of the uniform distribution, and the loss of
-///   the first step;
-/// - or the median training loss of the last 16 steps is more than 1 nat above the lowest such median before, or above the
-///   loss of the first step.
+/// - the validation loss is more than 0.1 nats above both ln(vocabulary) and the loss of the first step;
+/// - or the median training loss of the last 16 steps is more than 1 nat above the lowest earlier such median, or above
+///   the loss of the first step.
 pub fn divergence(points: &[Point], vocab: usize) -> Option<String> {
     let (first, last) = (points.first()?, points.last()?);
     let chance = (vocab as f64).ln();

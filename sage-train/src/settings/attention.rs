@@ -38,8 +38,8 @@ pub struct AttentionSettings {
     /// all]
     #[arg(long)]
     pub key_mean: Option<Text<KeyMean>>,
-    /// SageBwd: matmuls in INT8: paper (six), forward-and-s (O, and S in forward and backward), scores (only S, in forward
-    /// and backward), forward (S and O in the forward), or a list that starts with forward or scores. After
+    /// SageBwd: matmuls in INT8: paper (six), forward-and-s (O, and S in forward and backward), scores (only S, in
+    /// forward and backward), forward (S and O in the forward), or a list that starts with forward or scores. After
     /// forward: any of s (S in the backward), dv, dq, dk; after scores: any of dv, dq, dk. Example: forward,s,dv
     /// [default: paper]
     #[arg(long)]

@@ -12,14 +12,14 @@ use crate::quantity::Quantity;
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct DataSettings {
-    /// Training data: .txt, .md, .jsonl, .ndjson, .json, .csv (each also .gz, .zst), .parquet, or .bin shards of tokens; a folder or a
-    /// 'pattern*' of them. May be repeated: sources are mixed by their sizes, or by weights [default: the built-in
-    /// corpus]
+    /// Training data: .txt, .md, .jsonl, .ndjson, .json, .csv (each also .gz, .zst), .parquet, or .bin shards of
+    /// tokens; a folder or a 'pattern*' of them. May be repeated: sources are mixed by their sizes, or by weights
+    /// [default: the built-in corpus]
     #[arg(long = "data", value_name = "PATH[=WEIGHT]")]
     #[serde(rename = "data", deserialize_with = "one_or_more")]
     pub sources: Option<Vec<SourceSetting>>,
-    /// Validation data, in the formats of --data. --val-fraction does not apply to it [default: a fraction of the training
-    /// data]
+    /// Validation data, in the formats of --data. --val-fraction does not apply to it [default: a fraction of the
+    /// training data]
     #[arg(long, value_name = "PATH[=WEIGHT]")]
     #[serde(deserialize_with = "one_or_more")]
     pub val_data: Option<Vec<SourceSetting>>,
@@ -45,8 +45,8 @@ pub struct DataSettings {
     /// 0.05]
     #[arg(long, value_name = "FRACTION")]
     pub val_fraction: Option<f64>,
-    /// Vocabulary size of the model, and of the byte-level BPE trained on the data; with --tokenizer or shards it is the tokenizer's size, rounded
-    /// up to a multiple of 64
+    /// Vocabulary size of the model, and of the byte-level BPE trained on the data; with --tokenizer or shards it is
+    /// the tokenizer's size, rounded up to a multiple of 64
     #[arg(long, value_name = "N")]
     pub vocab_size: Option<Quantity>,
     /// Tokens in a sequence

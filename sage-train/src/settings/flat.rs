@@ -96,7 +96,7 @@ impl<'de, T: Deserialize<'de>> DeserializeSeed<'de> for OneKey<T> {
     }
 }
 
-/// Makes a deserializer a value of a [`MapDeserializer`].
+/// Adapts a deserializer, so that it can be a value of a [`MapDeserializer`].
 struct Value<D>(D);
 
 impl<'de, D: Deserializer<'de>> IntoDeserializer<'de, D::Error> for Value<D> {
@@ -111,7 +111,7 @@ impl<'de, D: Deserializer<'de>> IntoDeserializer<'de, D::Error> for Value<D> {
 mod tests {
     use super::*;
 
-    /// If the struct of a key's table lacked the key, the error would be an unknown field instead of a wrong value.
+    /// If the struct of a key's table lacked the key, the error would report an unknown field instead of a wrong value.
     #[test]
     fn every_key_goes_to_the_table_that_has_it() {
         let (keys, _) = &*KEYS;

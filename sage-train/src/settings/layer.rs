@@ -4,12 +4,12 @@
 /// How resuming, comparing and the ranks treat a setting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// The identity of a run does not contain the setting as it was typed: the setting determines the place, the speed
-    /// or the logging of the run but not what the run computes, or another key stands for the setting.
+    /// The identity of a run does not contain the setting as it was typed: the setting determines only the folder, the
+    /// speed or the logging of the run, or another key stands for the setting.
     Beside,
     /// May change when a run is resumed.
     Changes,
-    /// Not in the identity, but all ranks must agree on it, because it determines when they do something together.
+    /// Not in the identity, but all ranks must agree on the setting, which determines when the ranks act together.
     Together,
     /// A path, which may differ between machines: ranks compare the contents of the file or folder.
     Path,
@@ -34,7 +34,7 @@ pub(super) trait Layer {
     fn or(self, under: Self) -> Self;
 }
 
-/// Implements [`Layer`] for a table. It does not compile if a field of the table is not listed.
+/// Implements [`Layer`] for a table. A field of the table that is not listed is a compile error.
 macro_rules! layer {
     ($table:ident: $($field:ident $([$($role:ident)+])?),+ $(,)?) => {
         impl $crate::settings::layer::Layer for $table {

@@ -49,8 +49,8 @@ pub enum SumsSetting {
     F32,
 }
 
-/// Table `[linear]`: the matmuls of linear layers in training. Sampling and the command `eval` compute in bf16 (f32 on a
-/// CPU), and so does validation by default.
+/// Table `[linear]`: the matmuls of linear layers in training. Sampling and the command `eval` compute in bf16 (f32 on
+/// a CPU), and so does validation by default.
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct LinearSettings {
@@ -75,8 +75,8 @@ pub struct LinearSettings {
     /// FP8: transformer blocks whose linear layers stay in bf16: 0,-1 are the first and the last [default: none]
     #[arg(long, value_name = "LAYERS", allow_hyphen_values = true)]
     pub linear_bf16_layers: Option<LayerList>,
-    /// FP8: precision of the matmuls in validation, except those of the output matrix. With fp8, each operand's scale is
-    /// set from its own largest value [default: bf16]
+    /// FP8: precision of the matmuls in validation, except those of the output matrix. With fp8, each operand's scale
+    /// is set from its own largest value [default: bf16]
     #[arg(long, value_enum)]
     pub linear_eval: Option<LinearSetting>,
 }

@@ -42,8 +42,8 @@ pub struct ModelSettings {
     /// Base of the rotary embedding [default: 10000]
     #[arg(long, value_name = "BASE")]
     pub rope_base: Option<f64>,
-    /// Llama 3's scaling of the rotary embedding for longer sequences: factor, low and high frequency factor, and the original context,
-    /// as in 8,1,4,8192 [default: none]
+    /// Llama 3's scaling of the rotary embedding for longer sequences: factor, low and high frequency factor, and the
+    /// original context, as in 8,1,4,8192 [default: none]
     #[arg(long, value_name = "FACTOR,LOW,HIGH,N")]
     pub rope_scaling: Option<RopeScaling>,
     /// Use an output matrix separate from the embedding [default: off]

@@ -21,7 +21,7 @@ pub enum Schedule {
 }
 
 impl Schedule {
-    /// Its name in `--schedule`.
+    /// The schedule's name in `--schedule`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Cosine => "cosine",
@@ -200,7 +200,7 @@ impl OptimizerSetting {
 impl OptimizerSettings {
     /// Removes the warm-ups, which may be longer than a run of fewer steps.
     pub fn forget_warmups(&mut self) {
-        // Every field by name, so that the warm-up of another optimizer is not forgotten.
+        // Every field is named, so that the warm-up of a new optimizer cannot be missed here.
         let Self {
             warmup_steps,
             muon_warmup_steps,

@@ -87,8 +87,8 @@ pub struct RunSettings {
     /// [default: 0]
     #[arg(long, value_name = "N")]
     pub probe_every: Option<Quantity>,
-    /// Steps between checkpoints, in addition to --checkpoint-minutes; 0: none by steps. The end of a run is always saved
-    /// [default: --eval-every]
+    /// Steps between checkpoints, in addition to --checkpoint-minutes; 0: none by steps. The end of a run is always
+    /// saved [default: --eval-every]
     #[arg(long, value_name = "N")]
     pub checkpoint_every: Option<Quantity>,
     /// Minutes between checkpoints, in addition to --checkpoint-every; 0: none by time [default: 10]

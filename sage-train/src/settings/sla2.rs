@@ -20,7 +20,8 @@ pub struct Sla2Settings {
     /// Scheme of the selected blocks, and of the dense steps at the start: fpa, sagebwd, attn-qat [default: sagebwd]
     #[arg(long, value_name = "SCHEME")]
     pub sla2_numerics: Option<Text<Numerics>>,
-    /// Fraction of the (query, key) pairs that is skipped, such as 90% [default: 90%, but at least one block is selected]
+    /// Fraction of the (query, key) pairs that is skipped, such as 90% [default: 90%, but at least one block is
+    /// selected]
     #[arg(long, value_name = "SHARE")]
     pub sla2_sparsity: Option<Share>,
     /// Number of key blocks that each query block selects, instead of --sla2-sparsity
@@ -41,7 +42,8 @@ pub struct Sla2Settings {
     /// Steps of dense attention at the start [default: 60 % of the run]
     #[arg(long, value_name = "N")]
     pub sla2_dense_steps: Option<Quantity>,
-    /// Number of steps at the end of the dense steps in which the router learns from dense attention [default: 100, at most a tenth of the run]
+    /// Number of steps at the end of the dense steps in which the router learns from dense attention [default: 100, at
+    /// most a tenth of the run]
     #[arg(long, value_name = "N")]
     pub sla2_router_steps: Option<Quantity>,
 }
@@ -209,7 +211,7 @@ pub(super) fn resolve(
     steps: u64,
     gpu: bool,
 ) -> Result<Sla2Config, Error> {
-    // By default a context has about sixteen blocks, each of a power of two of tokens.
+    // By default a context has about sixteen blocks, whose number of tokens is a power of two.
     let usual = (context / 16).checked_ilog2().map_or(16, |power| 1 << power).clamp(16, 128);
     let block = settings.sla2_block.unwrap_or(if gpu { 128 } else { usual });
     if !block.is_power_of_two() || !(16..=1024).contains(&block) {
@@ -231,8 +233,8 @@ pub(super) fn resolve(
         settings.sla2_router_steps.map_or((steps / 10).min(100).min(dense_steps), |steps| steps.0);
     let mut config = Sla2Config {
         blocks: 0,
-        // A window consists of the nearest blocks, so `sla2-nearest` is ignored. It may be set because a run may take
-        // over the settings of a run with a router.
+        // A window consists of the nearest blocks, so `sla2-nearest` is ignored. It may be set, because a run may
+        // inherit it from a run with a router.
         nearest: if form == Form::Window { 0 } else { settings.sla2_nearest.unwrap_or(0) },
         block,
         choice: match form {

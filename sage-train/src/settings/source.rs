@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// A path of data and its weight in the mixture: `PATH` or `PATH=WEIGHT`.
+/// A path of data and its weight in the mixture.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SourceSetting {
     /// A file, a folder or a pattern.

@@ -32,15 +32,15 @@ const NAME: &str = "name";
 /// The declaration of a setting.
 #[derive(Debug)]
 pub struct Described {
-    /// Its table.
+    /// The setting's table.
     pub table: &'static str,
-    /// Its key in the table.
+    /// The setting's key in the table.
     pub key: String,
-    /// Its flag, without dashes.
+    /// The setting's flag, without dashes.
     pub flag: String,
     /// The allowed values, or a placeholder for the value.
     pub values: String,
-    /// Its help text.
+    /// The setting's help text.
     pub help: String,
 }
 
@@ -67,7 +67,6 @@ pub(super) fn flags() -> Vec<(String, &'static str, bool)> {
     described().into_iter().map(|setting| (setting.flag, setting.table, setting.values == "on|off")).collect()
 }
 
-/// The name of the flag that a key of a table stands for.
 fn flag_of(table: &str, key: &str) -> String {
     let prefix = prefix_of(table);
     match (table, key) {
@@ -84,7 +83,6 @@ fn prefix_of(table: &str) -> &'static str {
     TABLES.iter().find(|(name, ..)| *name == table).map_or("", |(_, _, prefix)| prefix)
 }
 
-/// The key of a flag in its table.
 fn key_of(table: &str, flag: &str) -> String {
     match (table, flag) {
         ("data", "data") => SOURCES.into(),

@@ -17,8 +17,8 @@ use crate::signals::{self, Second};
 use crate::{during, notify, writing};
 
 /// The number of steps to measure for each shape, and the most micro-batches of a measured step. The first step of a
-/// process is slower than the others, and is not counted. Time is proportional to the number of micro-batches, so a
-/// prefix of a longer step is enough. On a CPU steps are slow and vary little, so fewer steps are enough.
+/// process is slower than the others, and is not counted. Time is proportional to the number of micro-batches, so the
+/// first micro-batches of a longer step are enough. On a CPU steps are slow and vary little, so fewer steps are enough.
 fn sample(place: Place) -> (u64, u64) {
     match place {
         Place::Cpu => (2, 1),
@@ -117,7 +117,7 @@ fn measure_in(config: &Config, scratch: &Path) -> Result<f64> {
     few.batch.tokens = None;
     few.batch.tokens_per_step = Some(Quantity(tokens));
     few.optimizer.forget_warmups();
-    // The dense and router stages are skipped, because the sparse stage is most of a run.
+    // The dense and router stages are skipped: only the sparse stage is measured.
     few.sla2.sla2_dense_steps = few.sla2.sla2_dense_steps.map(|_| Quantity(0));
     few.sla2.sla2_router_steps = few.sla2.sla2_router_steps.map(|_| Quantity(0));
     few.run.eval_every = Some(Quantity(0));

@@ -147,9 +147,8 @@ impl Spec {
 /// More runs than this are probably a mistake, and are rejected.
 const MOST_RUNS: usize = 10_000;
 
-/// Merges layers of settings, the topmost first. If a layer names an attention (`attn`), its settings of attention
-/// belong to that attention, and otherwise to the run's attention. Settings of another attention than the run's are
-/// dropped.
+/// Merges layers of settings, the topmost first. The attention settings of a layer belong to the attention (`attn`)
+/// that the layer names, or else to the run's attention. Settings of another attention than the run's are dropped.
 fn merged(layers: [Settings; 5]) -> Settings {
     let attn = layers.iter().find_map(|layer| layer.attention.attn);
     let only = Settings::with(|s| s.attention.attn = attn);
@@ -172,7 +171,6 @@ fn settings(table: &Table, place: &str) -> Result<Settings> {
     })
 }
 
-/// Number of values of a key.
 fn length(value: &Value) -> usize {
     value.as_array().map_or(1, Vec::len)
 }
@@ -296,7 +294,8 @@ mod tests {
         );
         let smoothing: Vec<_> = runs.iter().map(|run| run.attention.smoothing).collect();
         assert_eq!(smoothing, [Some(SmoothingSetting::None), Some(SmoothingSetting::Qk)]);
-        // A run's own file, compared with another scheme: the file's smoothing applies only to the file's scheme.
+        // The file of one run, with a list that adds another scheme: the file's smoothing applies only to the file's
+        // scheme.
         let file = spec("[settings]\nattn = \"sagebwd\"\nsmoothing = \"k\"\nlr = 1e-3");
         let lists: Table = toml::from_str("attn = [\"sagebwd\", \"attn-qat\"]").expect("a table");
         let runs = file.runs(&Settings::default(), &lists).expect("runs");

@@ -16,15 +16,15 @@ use crate::{checkpoint, initial, writing};
 /// The state of a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum State {
-    /// It has not started, or has no checkpoint to resume from.
+    /// The run has not started, or has no checkpoint to resume from.
     Waiting,
-    /// It was interrupted, and its folder has a checkpoint to resume from.
+    /// The run was interrupted, and its folder has a checkpoint to resume from.
     CutOff,
-    /// Another process holds the lock of its folder.
+    /// Another process holds the lock of the run's folder.
     Elsewhere,
-    /// It recorded its end, with any status except interrupted.
+    /// The run recorded its end, with any status except interrupted.
     Ended(Status),
-    /// Its process ended without a record.
+    /// The run's process ended without recording its end.
     Crashed,
 }
 
@@ -71,7 +71,7 @@ impl Place {
     }
 }
 
-/// A folder inside the sweep's, and the identity of its run, if that is known.
+/// A folder inside the sweep's folder, and the identity of its run, if the identity is known.
 type Taken = (PathBuf, Option<Identity>);
 
 impl Sweep {
@@ -92,7 +92,7 @@ impl Sweep {
             let Ok(Some(starts)) = optional::<Vec<Start>>(&folder.join(STARTS)) else { continue };
             let Some(began) = initial_weights(&starts) else { continue };
             if !now.contains_key(from) {
-                // Without the folder no run can start from it, and a finished sweep does not need it.
+                // If the folder is missing, no run can start from it; a finished sweep does not need the folder.
                 let Ok(hash) = initial::fingerprint(from) else { continue };
                 now.insert(from.clone(), hash);
             }
@@ -156,8 +156,8 @@ impl Sweep {
         folders.into_iter().flatten().collect()
     }
 
-    /// Every folder inside the sweep's. A folder without settings and metrics belongs to the run whose settings the
-    /// plan folder contains under the folder's name: the process ended before it wrote its settings.
+    /// Every folder inside the sweep's folder. A folder without settings and metrics belongs to the run whose settings
+    /// the plan folder contains under the folder's name: the process ended before it wrote its settings.
     fn taken(&self) -> Vec<Taken> {
         let Ok(entries) = std::fs::read_dir(&self.folder) else { return Vec::new() };
         let mut found: Vec<Taken> = entries
@@ -184,7 +184,8 @@ impl Sweep {
     fn state(&self, run: &Planned, folder: &Path, read: Option<Run>) -> State {
         let name = folder.file_name().unwrap_or_default().to_string_lossy();
         let ended = |status: Option<Status>| status.filter(|status| *status != Status::Interrupted);
-        // Reading a run determines its ending. If the run cannot be read, the ending that its folder records counts.
+        // `Run::read` corrects the ending of a run that has diverged. If the run cannot be read, the ending that its
+        // folder records counts.
         let ending_of_run =
             read.as_ref().map_or_else(|| ending(folder).ok().flatten(), |run| run.ending.clone());
         if let Some(status) = ended(ending_of_run.map(|ending| ending.status)) {

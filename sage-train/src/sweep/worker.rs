@@ -45,7 +45,7 @@ pub struct Limits {
 pub struct Tally {
     /// Runs that did all of their steps.
     pub finished: usize,
-    /// Runs that stopped because a loss or a gradient was not finite, or because of too many spikes.
+    /// Runs that diverged.
     pub diverged: usize,
     /// Runs that failed or crashed.
     pub failed: usize,
@@ -135,7 +135,7 @@ struct Work<'a> {
     /// The folder of each run, in the order of the plan.
     folders: Vec<PathBuf>,
     waiting: VecDeque<usize>,
-    /// Free slots; the last one is used first.
+    /// Free slots.
     slots: Vec<usize>,
     jobs: Vec<Job>,
     stopping: bool,
@@ -340,10 +340,10 @@ impl Sweep {
 }
 
 impl Tally {
-    /// Returns an error if runs remain, so that a script that waits for the sweep gets a non-zero exit code.
+    /// Makes an interrupted sweep an error, so that a waiting script gets a non-zero exit code.
     ///
     /// # Errors
-    /// When a signal ended the sweep, and another start would continue the remaining runs.
+    /// When a signal ended the sweep before all runs were done.
     pub fn check(&self, again: &str) -> Result<()> {
         match self.signal.filter(|_| self.open > 0) {
             Some(signal) => Err(Error::failed(format!("interrupted with {} runs left", self.open))

@@ -45,7 +45,7 @@ impl Recent {
         Some(Self { loss: spread(|point| point.loss), grad_norm: spread(|point| point.grad_norm) })
     }
 
-    /// Standard deviations above the mean, of the loss and of the norm.
+    /// How many standard deviations the loss and the norm are above their means.
     pub fn scores(&self, loss: f64, grad_norm: f64) -> (f64, f64) {
         let score = |x: f64, (mean, deviation): (f64, f64)| (x - mean) / deviation;
         (score(loss, self.loss), score(grad_norm, self.grad_norm))

@@ -70,7 +70,6 @@ impl Progress {
         self.note(text.trim_end());
     }
 
-    /// Starts the clock of the steps.
     pub(super) fn start(&mut self, first: u64) {
         (self.first, self.started) = (first, Instant::now());
         self.bar.set_position(first);
@@ -123,7 +122,7 @@ impl Progress {
         let open = || open_own(path, File::options().create(true).append(true)).ok();
         if let Some(mut file) = file.get_or_init(open).as_ref() {
             let time = chrono::Utc::now().format("%Y-%m-%d %H:%M:%SZ");
-            // In one write, so that the lines of several processes do not interleave.
+            // Writes all lines at once, so that the lines of several processes do not interleave.
             let lines: String = printable(text).lines().map(|line| format!("{time} {line}\n")).collect();
             let _ = file.write_all(lines.as_bytes());
         }

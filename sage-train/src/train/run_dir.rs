@@ -24,7 +24,7 @@ const CSV: &str = "metrics.csv";
 #[derive(Debug)]
 pub(super) struct RunDir {
     path: PathBuf,
-    /// On rank 0.
+    /// Only on rank 0.
     opened: Option<OpenFolder>,
     writer: Option<Writer>,
     /// The lock of a run that starts without a checkpoint. The lock of a resumed run is in its
@@ -81,7 +81,6 @@ impl OpenFolder {
     }
 }
 
-/// The open files of metrics.
 #[derive(Debug)]
 struct Writer {
     metrics: File,
@@ -181,12 +180,10 @@ impl RunDir {
         &self.path
     }
 
-    /// Checks that the run's path still leads to the folder that the run began in.
     pub(super) fn check_there(&self) -> Result<()> {
         self.opened.as_ref().map_or(Ok(()), OpenFolder::check)
     }
 
-    /// The folder that was opened, on rank 0.
     pub(super) fn opened(&self) -> Option<OpenFolder> {
         self.opened.clone()
     }
@@ -251,7 +248,7 @@ impl RunDir {
         self.check_there()?;
         let path = self.path.join(PROBES);
         let mut file = open_own(&path, File::options().create(true).append(true))?;
-        // In one write, so that no line is incomplete.
+        // Writes the whole line at once, so that no line is incomplete.
         file.write_all((to_line(probed) + "\n").as_bytes()).map_err(writing(&path))
     }
 

@@ -31,7 +31,7 @@ pub(super) struct Report {
 }
 
 impl Report {
-    /// The requests (signal, save) and the time.
+    /// Count of the numbers after the sum of squares: two requests (signal, save) and the time.
     pub(super) const REST: usize = 3;
 
     pub(super) fn of(config: &Config, ranks: &Ranks) -> Self {

@@ -357,7 +357,7 @@ impl Run<'_> {
             val_loss: last.val_loss.expect("the last step is validated"),
             val_bits_per_byte: last.val_bits_per_byte.expect("the last step is validated"),
             unigram_entropy: self.data.unigram_entropy,
-            // Measured as in reports.
+            // The speed is computed as in reports.
             tokens_per_second: usual_speed(config, &self.points).unwrap_or(0.0),
             points: std::mem::take(&mut self.points),
         })
@@ -394,7 +394,6 @@ impl Run<'_> {
         self.folder.write("loss.svg", &plot)
     }
 
-    /// A copy of all weights on the rank that writes them; all ranks must call this.
     fn weights(&self) -> Result<Option<Snapshot>> {
         self.trainer.weights().map_err(during("cannot copy the weights"))
     }
@@ -410,8 +409,8 @@ impl Run<'_> {
     }
 }
 
-/// The rank that was the slowest in each of the last `SLOW.1` steps, and its smallest ratio to the median, if that
-/// ratio is above `SLOW.0`.
+/// The rank that was the slowest in each of the last `SLOW.1` steps, and the smallest ratio of its time to the median
+/// time, if this ratio is above `SLOW.0`.
 fn slow_rank(points: &[Point]) -> Option<(u64, f64)> {
     let last = &points[points.len().checked_sub(SLOW.1)?..];
     let rank = last[0].slowest_rank?;

@@ -30,7 +30,7 @@ pub(super) struct Trainer<'a> {
     data: &'a Dataset,
     monitor: Monitor,
     pub(super) model: Llama,
-    /// The same weights with the attention of `--eval-attn`.
+    /// The same weights in a model with the attention of `--eval-attn`.
     pub(super) under_eval_attn: Option<Llama>,
     /// 0, or NaN after a step whose loss or gradient was not finite. It is added to the norm, so that NaN disables all
     /// later updates on the device.
@@ -113,12 +113,10 @@ impl<'a> Trainer<'a> {
         self.parameters.expand(self.ranks).map_err(on_device("cannot copy the weights in the compute type"))
     }
 
-    /// The weights and moments that this rank writes to a checkpoint.
     pub(super) fn state(&self) -> candle_core::Result<Snapshot> {
         self.parameters.state()
     }
 
-    /// How many values of this rank's FP8 operands have saturated since the last call.
     pub(super) fn take_saturated(&self) -> candle_core::Result<Option<u64>> {
         self.parameters.take_saturated()
     }
@@ -158,7 +156,6 @@ impl<'a> Trainer<'a> {
         })
     }
 
-    /// The batches of the run.
     pub(super) fn batches(&self) -> Batches<'a> {
         Batches::new(&self.data.train, self.config.data.cut(&self.data.tokenizer))
     }
@@ -220,7 +217,7 @@ impl<'a> Trainer<'a> {
         for place in report.places_of_squares() {
             squares = (squares + number(place)?)?;
         }
-        // A non-finite loss also stops the run if its gradient is finite. The losses are added one by one, because
+        // A non-finite loss stops the run even if its gradient is finite. The losses are added one by one, because
         // candle's reductions copy their shape to the device, which waits for all earlier work.
         for loss in &losses {
             self.stop = (&self.stop + (loss * 0.0)?)?;
@@ -285,14 +282,14 @@ impl<'a> Trainer<'a> {
         below(&sum, limits.loss * micro_batches)? + below(squares, most * most)?
     }
 
-    /// How many gradients a step adds, each a mean over its tokens: one for each part of each micro-batch, if ranks share
-    /// sequences.
+    /// How many gradients a step adds: one for each micro-batch or, if ranks share sequences, for each part of each
+    /// micro-batch. Each gradient is a mean over its tokens.
     fn gradients_of_a_step(&self) -> usize {
         self.config.accumulation * self.ranks.mesh().context
     }
 
-    /// Computes the gradients of a step. Returns the losses of its micro-batches; if `until` became true, only the
-    /// losses computed before. The last backward reports finished layers to `beside`.
+    /// Computes the gradients of a step. Returns the losses of its micro-batches. Stops before the next micro-batch if
+    /// `until` returns true. The last backward reports finished layers to `beside`.
     fn gradients(
         &mut self,
         batches: &[Sequences],

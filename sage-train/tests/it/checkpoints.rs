@@ -60,7 +60,6 @@ fn checkpoints(run: &Path) -> Vec<String> {
     names
 }
 
-/// Asserts that two runs have bit-identical results.
 fn assert_same_results(scratch: &Scratch, got: &str, wanted: &str, steps: u64) {
     let (a, b) = (numbers(&scratch.metrics(got)), numbers(&scratch.metrics(wanted)));
     assert_eq!(a.len(), b.len());
@@ -84,7 +83,7 @@ fn is_writing(run: &Path) -> bool {
     checkpoints(run).iter().any(|name| name.ends_with(".partial"))
 }
 
-/// A run is killed and resumed at random points of its progress, half of the times while a checkpoint is written.
+/// A run is killed at random points of its progress, every second time while it writes a checkpoint, and resumed.
 #[test]
 fn a_hundred_kills_change_nothing() {
     const STEPS: u64 = 120;

@@ -68,7 +68,7 @@ fn formats_and_sizes_of_shards_hold_the_same_tokens() {
     assert_eq!(whole.train.text_bytes + whole.validation.text_bytes, bytes as u64);
     assert_eq!(small_shards.train.text_bytes, whole.train.text_bytes);
 
-    // Runs on all of these folders are equal, also on shards without sidecars, as other programs write them.
+    // Runs on all of these folders are equal, also without sidecars, which other programs do not write.
     for entry in std::fs::read_dir(scratch.path().join("nano")).expect("a folder").flatten() {
         if entry.file_name().to_string_lossy().ends_with(".bin.json") {
             std::fs::remove_file(entry.path()).expect("gone");

@@ -8,7 +8,7 @@ use sage_train::metrics::GradientErrors;
 use crate::support::{Scratch, small};
 
 /// The mean of the micro-batches' gradients is the gradient of a training step over the same sequences, whose norm was
-/// recorded in training. Both are f32 sums of 16 terms, in different order.
+/// recorded in training. Both gradients are f32 sums of 16 terms, in different order.
 #[test]
 fn the_mean_gradient_is_that_of_a_step() {
     let scratch = Scratch::new();
@@ -100,7 +100,7 @@ fn a_run_begins_with_the_weights_of_another() {
     let config = std::fs::read_to_string(scratch.path().join("runs/alike/config.toml")).expect("settings");
     assert!(config.contains("smoothing = \"kv\"") && config.contains("attn = \"sagebwd\""), "{config}");
     // With SLA2, runs from the export, the run and the checkpoint are bit-identical: their router begins as in a new
-    // model. A run from a run with SLA2 takes over its blocks and its router, but not its dense steps.
+    // model. A run from a run with SLA2 takes over the blocks and the router, but not the dense steps.
     let sla2 = ["--attn", "sla2", "--sla2-blocks", "1", "--sla2-block", "16", "--sla2-dense-steps", "2"];
     let wanted = losses("hf", "sla2-of-export", &sla2);
     assert_eq!(losses("runs/r", "sla2-of-run", &sla2), wanted);
@@ -202,8 +202,8 @@ fn continuations_are_compared_by_their_training_losses() {
     };
     assert!(compared("same", "./runs/r", "8"));
     assert!(!compared("shorter", "runs/r", "4"));
-    // Neither are training losses of runs with different initial weights. `runs/r` has other weights after it was
-    // trained further.
+    // Training losses of runs with different initial weights are not compared either. `runs/r` has other weights after
+    // it was trained further.
     scratch.ok(&["--resume", "runs/r", "--steps", "6"]);
     assert!(!compared("later", "runs/r", "8"));
     let table = scratch.ok(&["report", "runs/same", "runs/later"]);
@@ -216,7 +216,6 @@ fn continuations_are_compared_by_their_training_losses() {
     assert!(scratch.fails(&small(&more)).contains("started from other weights"));
 }
 
-/// The tensors of a checkpoint.
 fn state(scratch: &Scratch, checkpoint: &str) -> HashMap<String, Vec<f64>> {
     let path = scratch.path().join(checkpoint).join("state.safetensors");
     let read = candle_core::safetensors::load(path, &Device::Cpu).expect("a checkpoint");
@@ -280,7 +279,7 @@ fn moments_of_a_checkpoint_are_begun_with_and_need_no_correction() {
             let keep = if name.ends_with("norm.weight") { 1.0 } else { 1.0 - lr * decay };
             for (i, (before, after)) in row(&old, 0).into_iter().zip(row(&warm, 0)).enumerate() {
                 let step = lr * mean[i] / (square[i].sqrt() + eps);
-                // All in f32: a few roundings of the step, two of the weight.
+                // All values are f32: a few roundings of the step, two of the weight.
                 let allowed = f64::from(f32::EPSILON) * (8.0 * step.abs() + before.abs());
                 assert!((after - (keep * before - step)).abs() <= allowed, "{name}: {before} {after} {step}");
                 longest = longest.max(step.abs());

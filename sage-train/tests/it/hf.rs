@@ -72,7 +72,7 @@ fn a_model_comes_in_goes_on_and_out_again() -> Result<()> {
         let at = |name: &str| scratch.path().join(name);
         assert!(distance(&at("same"), kind)? < 5e-6);
         assert!(distance(&at("other"), kind)? > 1e-2);
-        // The exported weights are bit-identical to the imported weights, or to these rounded to bf16.
+        // The exported weights are bit-identical to the imported weights, or to the imported weights rounded to bf16.
         let load = |path: PathBuf| candle_core::safetensors::load(path, &Device::Cpu);
         let (before, after) =
             (load(golden(kind).join("model.safetensors"))?, load(at("same/model.safetensors"))?);
@@ -107,7 +107,7 @@ fn a_continued_run_needs_the_folder_no_more() {
     assert_eq!(scratch.metrics("r").len(), 5);
 }
 
-/// The mean loss of each ending, from the logits of transformers.
+/// The mean loss of each ending follows from transformers' logits.
 #[test]
 fn the_ending_with_the_lowest_mean_loss_is_chosen() -> Result<()> {
     let trained = open(&golden("qwen3"), Place::Cpu);
@@ -120,8 +120,8 @@ fn the_ending_with_the_lowest_mean_loss_is_chosen() -> Result<()> {
     };
     let (mut right, mut wrong) = (Vec::new(), Vec::new());
     for (at, likeliest) in [(5, true), (12, false), (30, true), (20, false)] {
-        // The other ending is one token, whose loss follows from the same row of logits: for the likeliest token it is
-        // below the mean of the six, for the least likely token above.
+        // The other ending is one token, whose loss follows from the same row of logits: for the likeliest token this
+        // loss is below the mean loss of the six, for the least likely token above the mean.
         let row = &losses[0][at - 1];
         let mut order: Vec<u32> = (0..300).collect();
         order.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]));
@@ -219,8 +219,8 @@ fn weights_may_be_in_several_files() -> Result<()> {
     Ok(())
 }
 
-/// The export of a model trained for FP4 has its attention settings in a separate file, and a run that starts from it
-/// adopts them. Other exports have no such file.
+/// The export of a model trained for FP4 has its attention settings in a separate file. A run that starts from the
+/// export adopts the settings. Other exports have no such file.
 #[test]
 fn an_export_says_what_attention_it_was_trained_for() -> Result<()> {
     let scratch = Scratch::new();
@@ -306,7 +306,7 @@ fn transformers_computes_the_same_loss() {
     }
 }
 
-/// A folder in Hugging Face's format has no data, and its context need not divide the step of a preset.
+/// A folder in Hugging Face's format has no data, and its context need not divide a preset's tokens per step.
 #[test]
 fn a_folder_is_used_whatever_its_context() {
     let scratch = Scratch::new();

@@ -364,7 +364,6 @@ fn tokenizers() {
     try_all("t.json", &scratch.path().join("t.json"), LIMIT, &use_it);
 }
 
-/// The settings of a sweep.
 #[test]
 fn sweeps() {
     let scratch = Scratch::new();

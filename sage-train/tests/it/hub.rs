@@ -7,7 +7,6 @@ use std::sync::{Arc, Mutex};
 
 use crate::support::{Scratch, json_lines};
 
-/// The server's files, and the requests that it received.
 struct Hub {
     address: String,
     asked: Arc<Mutex<Vec<String>>>,

@@ -1,8 +1,7 @@
-//! Attention by layer, settings of evaluations, and branches of runs.
+//! Attention by layer, settings of evaluations, and runs that branch off from a checkpoint.
 
 use crate::support::{Scratch, small};
 
-/// The losses of a run, and their gradient norms.
 fn course(scratch: &Scratch, run: &str) -> Vec<(f64, f64)> {
     scratch.metrics(run).iter().map(|point| (point.loss, point.grad_norm)).collect()
 }

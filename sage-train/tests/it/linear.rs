@@ -2,7 +2,6 @@
 
 use crate::support::{Scratch, small};
 
-/// The losses of a run, and their gradient norms.
 fn course(scratch: &Scratch, run: &str) -> Vec<(f64, f64)> {
     scratch.metrics(run).iter().map(|point| (point.loss, point.grad_norm)).collect()
 }
@@ -13,7 +12,7 @@ fn train(scratch: &Scratch, name: &str, flags: &[&str]) -> Vec<(f64, f64)> {
     course(scratch, name)
 }
 
-/// Recomputed activations have the same FP8 values, and so has a resumed run.
+/// Neither recomputed activations nor a resume change the FP8 values.
 #[test]
 fn recomputation_and_a_resume_give_the_same_bits() {
     let scratch = Scratch::new();
@@ -78,7 +77,7 @@ fn layers_can_stay_in_the_compute_type() {
         let (loss, norm) = (other[0].0 / exact[0].0, other[0].1 / exact[0].1);
         assert!((loss - 1.0).abs() < 2e-3 && (norm - 1.0).abs() < 0.1, "{loss} {norm}");
     }
-    // The output matrix computes the loss itself, in one matmul with an error of .037, and no other error follows.
+    // An FP8 output matrix changes the loss by the error of one matmul, .037.
     let head = train(&scratch, "head", &["--linear", "fp8", "--linear-head", "fp8", "--vocab-size", "272"]);
     let plain = train(&scratch, "plain", &["--linear", "fp8", "--vocab-size", "272"]);
     assert!(head[0].0 != plain[0].0 && (head[0].0 / plain[0].0 - 1.0).abs() < 2e-3, "{head:?} {plain:?}");
@@ -112,11 +111,12 @@ fn ranks_have_the_same_codes() {
         let one = train(&scratch, &named("one"), &flags);
         let two = train(&scratch, &named("two"), &on_two);
         assert!((one[0].1 / two[0].1 - 1.0).abs() < limit, "{scaling}: {:?} {:?}", one[0], two[0]);
-        // The scale of a weight follows from its parts on both ranks. A loss does not depend on the other ranks.
+        // With current scaling the first loss does not depend on the number of ranks: the scale of a weight follows
+        // from its parts on both ranks.
         assert!(scaling != "current" || one[0].0 == two[0].0, "{:?} {:?}", one[0], two[0]);
         assert_eq!(train(&scratch, &named("again"), &on_two), two);
-        // Any number of ranks can resume it. One rank quantizes whole matrices, and so has the FP8 values that two ranks
-        // gather after an update.
+        // Any number of ranks can resume the run. One rank quantizes whole matrices, and gets the FP8 values that two
+        // ranks gather after an update.
         let longer = [&on_two[..], &["--steps", "8"]].concat();
         let longer = train(&scratch, &named("longer"), &longer);
         scratch.ok(&["--resume", &format!("runs/{}", named("two")), "--steps", "8"]);
@@ -125,7 +125,7 @@ fn ranks_have_the_same_codes() {
     }
 }
 
-/// Several pieces in FP8, Muon's pieces, a separate output matrix and a validation, on ranks of two nodes.
+/// FP8 with AdamW and with Muon, and parameters in several pieces (`--piece-mb`), on two ranks.
 #[test]
 fn pieces_in_fp8_are_gathered() {
     let scratch = Scratch::new();
@@ -149,7 +149,8 @@ fn pieces_in_fp8_are_gathered() {
     }
 }
 
-/// A window's samples are computed without a cache, and validation has single sequences.
+/// Validation in FP8 works with `sla2-window`, which samples without a cache. A context of 40 tokens is an error,
+/// because validation computes single sequences.
 #[test]
 fn validation_in_fp8_needs_multiples_of_16() {
     let scratch = Scratch::new();
@@ -186,7 +187,7 @@ fn what_does_not_fit_is_refused() {
 }
 
 /// Measured errors are rounding errors: .026 for an E4M3 matrix with many values of similar size, .037 for a matmul of
-/// two such matrices, .059 with gradients in E5M2. They are smaller where few values dominate.
+/// two such matrices, .059 with gradients in E5M2. The errors are smaller where few values dominate.
 #[test]
 fn probe_measures_linear_layers() {
     let scratch = Scratch::new();

@@ -2,7 +2,6 @@
 
 use crate::support::{Scratch, small};
 
-/// Writes the files that the cases refer to.
 fn write_files(scratch: &Scratch) {
     scratch.file("empty.txt", "");
     scratch.file("blank.jsonl", "\n\n");
@@ -31,7 +30,6 @@ fn write_files(scratch: &Scratch) {
     scratch.file("shards/all_val_0.bin", "");
 }
 
-/// Cases of runs that cannot start, with their arguments.
 const CASES: &[(&str, &[&str])] = &[
     ("unknown flag", &["--tokens-per-stp", "256k"]),
     ("unknown attention", &["--attn", "flash"]),

@@ -170,8 +170,8 @@ fn a_plan_says_what_ranks_would_do() {
 /// Limit for losses from f32 sums in another order. An ulp of a loss of 5 is 4.8e-7; we measured 2.4e-7 over 30 steps.
 const SUMS: f64 = 5e-6;
 
-/// Limit for losses with quantized values, which change when a sum rounds to the other side. We measured 8.9e-5 with
-/// INT8 and 2e-5 with FP4.
+/// Limit for losses with quantized values, which change when a sum rounds to the other side of a midpoint. We measured
+/// 8.9e-5 with INT8 and 2e-5 with FP4.
 const CODES: f64 = 2e-4;
 
 /// Asserts that the first gradient's norm agrees within 1e-7 (measured: 1.2e-8, f32 sums of some 10,000 elements), and

@@ -60,7 +60,7 @@ fn a_run_leaves_everything_and_its_config_makes_it_again() {
 #[test]
 fn results_do_not_depend_on_threads_but_on_the_seed() {
     let scratch = Scratch::new();
-    // Long enough that the backward divides the keys among threads.
+    // The context is long enough that the backward divides the keys among threads.
     let long = ["--context", "256", "--tokens-per-step", "1k"];
     for attn in ["fpa", "sagebwd"] {
         for (name, threads, seed) in
@@ -119,7 +119,7 @@ fn training_learns_and_comparison_prints_both() {
         last("c/sagebwd"),
         last("c/fpa")
     );
-    // The benefit of attention is visible only in longer runs, but the difference between the models at once.
+    // The models differ at once, although attention helps only in longer runs.
     assert_ne!(last("c/none"), last("c/fpa"));
     assert!(scratch.path().join("runs/c/report.html").exists());
 }
@@ -366,8 +366,8 @@ fn tokens_are_predicted_one_by_one() {
     }
 }
 
-/// A run validates the same weights a second time in another scheme. A report shows both as arms, with the ordinary
-/// validation as baseline.
+/// A run validates the same weights a second time in another scheme. A report shows both validations as arms, with the
+/// ordinary validation as baseline.
 #[test]
 fn a_second_validation_attends_otherwise() {
     let scratch = Scratch::new();

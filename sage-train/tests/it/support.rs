@@ -25,7 +25,6 @@ impl Scratch {
         number.unwrap_or_else(|| panic!("no loss in {text}"))
     }
 
-    /// Writes a file and returns its path.
     pub(crate) fn file(&self, name: &str, contents: impl AsRef<[u8]>) -> PathBuf {
         let path = self.path().join(name);
         if let Some(parent) = path.parent() {
@@ -35,12 +34,10 @@ impl Scratch {
         path
     }
 
-    /// Runs the command in the folder.
     pub(crate) fn run(&self, args: &[&str]) -> Output {
         self.run_with(args, &[])
     }
 
-    /// Runs the command in the folder, with environment variables.
     pub(crate) fn run_with(&self, args: &[&str], variables: &[(&str, &str)]) -> Output {
         Command::new(env!("CARGO_BIN_EXE_sage-train"))
             .args(args)
@@ -81,7 +78,6 @@ impl Scratch {
         err
     }
 
-    /// The points of a run's metrics.
     pub(crate) fn metrics(&self, run: &str) -> Vec<sage_train::metrics::Point> {
         let text = std::fs::read_to_string(self.path().join("runs").join(run).join("metrics.jsonl"))
             .expect("metrics");

@@ -5,7 +5,7 @@ use std::process::{Child, Command, Stdio};
 
 use crate::support::{Scratch, small, wait_until};
 
-/// Writes the file of a sweep of small runs, with these tables appended.
+/// Writes the file of a sweep of small runs, with `tables` appended.
 fn file(scratch: &Scratch, name: &str, tables: &str) -> PathBuf {
     let shared = "[settings]\nlayers = 1\nwidth = 32\nheads = 2\nhead-dim = 16\nffn = 48\ncontext = 32\nvocab-size = 300\n\
                   micro-batch = 4\ntokens-per-step = 256\ncorpus-mb = 1\neval-tokens = \"1k\"\n";
@@ -34,7 +34,6 @@ fn start(scratch: &Scratch, args: &[&str]) -> Child {
         .expect("the command starts")
 }
 
-/// The process ids of a child's own children.
 #[cfg(unix)]
 fn children(child: &Child) -> Vec<String> {
     let output = Command::new("pgrep").args(["-P", &child.id().to_string()]).output().expect("pgrep");
@@ -256,7 +255,7 @@ fn one_run_of_a_sweep_and_a_job_array() {
     assert!(told.contains("3 tasks"), "{told}");
     let script = std::fs::read_to_string(scratch.path().join("array.sh")).expect("a script");
     assert!(script.contains("--array=0-2") && script.contains("sweep s.toml --only"), "{script}");
-    // One task runs its run, and the sweep then runs the others: both have the same state.
+    // A task runs one run, and the sweep then runs the other runs: task and sweep have the same state.
     let task = script.replace("\"$SLURM_ARRAY_TASK_ID\"", "1");
     scratch.file("task.sh", task);
     let status =

@@ -76,7 +76,7 @@ fn the_harness_scores_the_same() {
         let mut words = row.split_whitespace();
         let name = words.next().expect("a task");
         let theirs = theirs.lines().find(|line| line.starts_with(name)).expect("a row of the harness");
-        // `.. = 66.67 % +- 27.22 (acc)` and `acc 0.6667`.
+        // `eval` prints `.. = 66.67 % +- 27.22 (acc)`, and the harness `acc 0.6667`.
         let parts: Vec<&str> = row.split(" = ").collect();
         for (part, score) in parts[1..].iter().zip(["acc ", "acc_norm "]) {
             let ours: f64 = part.split(' ').next().expect("a share").parse().expect("a number");

@@ -66,7 +66,7 @@ impl Hub {
             return Ok(path);
         }
         let path = self.get(&repo, "tokenizer.json")?;
-        // This file names the end-of-text token. Not every model has it.
+        // `tokenizer_config.json` names the end-of-text token, but not every model has this file.
         if let Err(error) = self.get(&repo, TOKENIZER_CONFIG).map_err(|error| error.to_string())
             && !error.contains("404")
         {
@@ -178,7 +178,7 @@ impl Hub {
         }
         let held = path.metadata().map(|held| held.len()).map_err(failed(&what))?;
         if held != metadata.size() as u64 {
-            // Removed, so that the cache does not return an incomplete file.
+            // The file is removed, so that the cache does not return an incomplete file.
             let _ = path.canonicalize().and_then(std::fs::remove_file);
             let _ = std::fs::remove_file(&path);
             return Err(failed(&what)(format!("{held} bytes of {}", metadata.size())));

@@ -1,4 +1,4 @@
-//! Documents from comma-separated values.
+//! Reads documents from comma-separated values.
 
 use std::cell::Cell;
 use std::io::Read;

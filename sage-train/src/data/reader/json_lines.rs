@@ -1,4 +1,4 @@
-//! Documents from JSON lines.
+//! Reads documents from JSON lines.
 
 use std::io::{BufRead, Read};
 use std::path::Path;
@@ -84,13 +84,12 @@ pub(super) fn json_lines(
     Ok(())
 }
 
-/// The beginning of the error of an object without the field.
+/// The beginning of the error message for an object without the field.
 const MISSING: &str = "no key";
 
 /// The keys that an error lists.
 const LISTED: usize = 8;
 
-/// The value of a field of an object.
 enum FieldValue {
     Text(String),
     Null,
@@ -235,7 +234,6 @@ mod tests {
         assert!(error.contains("no key `a.b` among a.c, d"), "{error}");
         let error = texts(r#"{"a": "y"}"#, "a.b").expect_err("no text").to_string();
         assert!(error.contains("no key `a.b` among a"), "{error}");
-        // A line is an object.
         for line in ["null", "1", "\"x\"", "[]", "true"] {
             let error = texts(line, "a.b").expect_err(line).to_string();
             assert!(error.contains("expected a JSON object"), "{line}: {error}");

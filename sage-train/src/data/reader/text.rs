@@ -39,7 +39,6 @@ pub(super) fn text(
                 return end_early(before > 0, each);
             }
         };
-        // A zero byte is valid UTF-8, but does not occur in text.
         if let Some(at) = valid.find('\0') {
             bad.take(not_text(path, before + at))?;
             return end_early(before > 0, each);

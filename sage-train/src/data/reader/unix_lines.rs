@@ -26,7 +26,6 @@ impl<R: Read> Read for UnixLines<R> {
                 break;
             };
             if std::mem::take(&mut self.held) && next != b'\n' {
-                // No `\n` follows the `\r`.
                 (bytes[read], read) = (b'\r', read + 1);
                 continue;
             }

@@ -24,7 +24,8 @@ pub struct Sidecar {
     pub vocab_size: usize,
     /// Bytes of the original text.
     pub text_bytes: u64,
-    /// Bytes of text that the tokens stand for; not in sidecars of earlier versions. A tokenizer may change text.
+    /// Bytes of text that the tokens stand for, which differ from `text_bytes` if the tokenizer changes text. `None` in
+    /// sidecars of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub token_bytes: Option<u64>,
     /// Tokens of each document in order, including its end-of-text token. They add up to `tokens`.

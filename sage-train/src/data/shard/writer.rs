@@ -39,8 +39,8 @@ impl ShardWriter {
         let mut file = BufWriter::with_capacity(1 << 20, File::create_new(path).map_err(writing(path))?);
         let mut header = vec![0; format.header() as usize];
         if let Some((magic, version)) = format.magic() {
-            // The count is 2^32 - 1 until the shard is complete, so that [`Shard::open`] rejects it because the length
-            // does not match.
+            // The count is 2^32 - 1 until the shard is complete, so that [`Shard::open`] rejects an incomplete shard:
+            // its length does not match.
             let numbers = [magic.to_le_bytes(), version.to_le_bytes(), [0xff; 4]];
             header[..12].copy_from_slice(numbers.as_flattened());
         }
@@ -117,7 +117,7 @@ impl ShardWriter {
         self.file.write_all(&self.buffer).map_err(writing(&self.path))?;
         self.sidecar.tokens += tokens.len() as u64;
         self.document += tokens.len() as u64;
-        // A shard that an earlier version began has no `token_bytes`: it counted the bytes of its tokens as
+        // A shard that an earlier version began has no `token_bytes`: that version counted the bytes of the tokens as
         // `text_bytes`.
         self.sidecar.token_bytes =
             Some(self.sidecar.token_bytes.unwrap_or(self.sidecar.text_bytes) + token_bytes);

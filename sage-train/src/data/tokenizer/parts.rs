@@ -75,7 +75,7 @@ fn keep_without_prefix(part: &mut Value) -> bool {
     true
 }
 
-/// The tokenizer without a post-processor that adds tokens, such as one at the beginning of every text.
+/// The tokenizer without a post-processor that adds tokens, such as a token at the beginning of every text.
 pub(super) fn without_added_tokens(inner: &Inner) -> Result<Inner> {
     let failed = || during::<serde_json::Error>("cannot write the tokenizer without its added tokens");
     let mut inner = inner.clone();

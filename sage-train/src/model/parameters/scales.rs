@@ -21,7 +21,7 @@ impl Parameters {
         Ok(self.scales.get_or_init(|| made).clone())
     }
 
-    /// Restores scales from a checkpoint; if it has none, each operand is measured at its first use.
+    /// Restores scales from a checkpoint. If `state` is empty, each operand is measured at its first use.
     ///
     /// # Errors
     /// When the scales belong to another model.
@@ -54,8 +54,8 @@ pub(super) fn largest_of(own: &Tensor, group: &Group) -> Result<Tensor> {
     let (of, len) = (group.rank().of, own.elem_count());
     let all = Tensor::zeros(of * len, DType::F32, own.device())?;
     group.wait(group.gather(own, &all)?)?;
-    // Rank by rank, not by one reduction: candle's reductions copy the tensor's shape to the device, and this copy waits
-    // for all earlier work.
+    // Ranks are compared one by one, because candle's reductions copy the tensor's shape to the device, and this copy
+    // waits for all earlier work.
     let of_rank = |rank: usize| all.narrow(0, rank * len, len);
     (1..of).try_fold(of_rank(0)?, |largest, rank| largest.maximum(&of_rank(rank)?))
 }

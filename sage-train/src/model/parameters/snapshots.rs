@@ -13,9 +13,9 @@ use crate::ranks::{Mesh, Ranks};
 const SLICE: usize = 1 << 23;
 
 impl Parameters {
-    /// Numbers that are bit-identical on all ranks with the same weights: for each tensor of weights that the ranks
-    /// gathered, and for the f32 weights of each piece in FP8, the sum of squares of w, and of w + 1, which also depends
-    /// on the signs. All ranks must call it together.
+    /// Numbers that are bit-identical on all ranks with the same weights: sums of squares of w and of w + 1, for each
+    /// gathered tensor of weights and for the f32 weights of each piece in FP8. The sum for w + 1 also depends on the
+    /// signs. All ranks must call this together.
     ///
     /// # Errors
     /// When memory is short for a slice in f32, or a rank cannot be reached.
@@ -45,7 +45,7 @@ impl Parameters {
     }
 
     /// A copy of all weights in host memory on rank 0, which does not change while training continues. Returns `None`
-    /// on the other ranks. All ranks must call it together.
+    /// on the other ranks. All ranks must call this together.
     ///
     /// # Errors
     /// When memory is short, or a rank cannot be reached.
@@ -102,7 +102,7 @@ impl Parameters {
 fn sums(values: &Tensor) -> Result<[f64; 2]> {
     let len = values.elem_count();
     let mut sums = [0.0; 2];
-    // In slices, because memory may not hold a second copy of all weights.
+    // Sums slice by slice, because memory may be too small for a second copy of all weights.
     for first in (0..len).step_by(SLICE) {
         let slice = values.narrow(0, first, SLICE.min(len - first))?.to_dtype(DType::F32)?;
         sums[0] += ops::sum_of_squares(&slice)?.to_scalar::<f64>()?;
@@ -111,7 +111,7 @@ fn sums(values: &Tensor) -> Result<[f64; 2]> {
     Ok(sums)
 }
 
-/// Copies in every case, also from a CPU tensor.
+/// A copy in host memory, also of a tensor that is already there.
 pub(super) fn on_host(tensor: &Tensor) -> Result<Tensor> {
     if tensor.device().is_cpu() { tensor.force_contiguous() } else { tensor.to_device(&Device::Cpu) }
 }

@@ -13,7 +13,7 @@ use super::scales::largest_of;
 use crate::model::pieces::overlap;
 use crate::ranks::{Group, Ranks};
 
-/// The format of weights.
+/// The FP8 format of weights.
 const FORMAT: Fp8Format = Fp8Format::E4M3;
 
 /// The weights of a piece.
@@ -26,8 +26,8 @@ pub(super) enum Values {
 }
 
 impl Values {
-    /// `whole`: the weights of the piece. `own`: the elements that this rank owns, and their f32 weights. `matrices`: for
-    /// a piece in FP8, the elements of each matrix.
+    /// `whole`: the weights of the piece. `own`: the elements that this rank owns, and their f32 weights. `matrices`:
+    /// the elements of each matrix, for a piece in FP8.
     pub(super) fn new(
         whole: Vec<f32>,
         own: (Range<usize>, Tensor),
@@ -55,9 +55,8 @@ impl Values {
 pub(super) struct Fp8Piece {
     /// The compute type.
     dtype: DType,
-    /// Number of elements.
     len: usize,
-    /// The elements of each matrix in the piece, ascending. Matrices of one matmul are one matrix.
+    /// The element range of each matrix in the piece, ascending. Matrices that one matmul reads form one range.
     matrices: Vec<Range<usize>>,
     /// The elements that this rank owns, and their f32 weights.
     own: (Range<usize>, Tensor),
@@ -87,7 +86,7 @@ impl Fp8Piece {
         self.dtype
     }
 
-    /// The matrix at `range` in FP8, row by row and transposed.
+    /// The matrix at `range` in FP8, stored both row by row and transposed.
     pub(super) fn quantized(&self, range: &Range<usize>, dims: (usize, usize)) -> Result<Fp8Matrix> {
         let Some(n) = self.matrices.iter().position(|matrix| matrix == range) else {
             candle_core::bail!("{range:?} is not a matrix of {:?}", self.matrices)
@@ -116,7 +115,7 @@ impl Fp8Piece {
         self.gathered.iter().flat_map(|(codes, scales)| [codes.clone(), scales.borrow().clone()]).collect()
     }
 
-    /// The part of each matrix that this rank owns, in its shard; an empty range if it owns none.
+    /// This rank's part of each matrix, as a range of the rank's shard; empty if the rank owns no part.
     fn parts(&self) -> Vec<Range<usize>> {
         let own = &self.own.0;
         let part = |matrix: &Range<usize>| {
@@ -158,8 +157,8 @@ impl Fp8Piece {
 }
 
 /// Quantizes this rank's parts of the pieces. Returns what [`Parameters::gather`] needs; nothing if no other rank owns
-/// parts. The scales follow from the largest values of all ranks, so the FP8 values are those of [`Fp8Matrix::quantize`]
-/// for the whole matrix. (With a NaN in a matrix the scales may differ, but not the NaN.)
+/// parts. The scales follow from the largest values of all ranks, so the FP8 values equal those that
+/// [`Fp8Matrix::quantize`] computes from the whole matrix. (A NaN stays NaN, but the scale of its matrix may differ.)
 pub(super) fn quantize_shards(
     pieces: &[(usize, &Fp8Piece)],
     group: &Group,
@@ -189,7 +188,7 @@ pub(super) fn quantize_shards(
 pub struct Expanded<'a>(&'a Parameters);
 
 impl Parameters {
-    /// Copies the weights that training reads only in FP8 in the compute type. All ranks must call it together.
+    /// Copies the weights that training reads only in FP8 to the compute type. All ranks must call this together.
     ///
     /// # Errors
     /// When memory is short, or a rank cannot be reached.
@@ -209,7 +208,7 @@ impl Parameters {
 }
 
 impl Expanded<'_> {
-    /// Keeps the copies as long as the parameters.
+    /// Keeps the copies until the parameters are updated or dropped.
     pub fn keep(self) {
         std::mem::forget(self);
     }

@@ -14,7 +14,8 @@ use candle_sage::ops::{Fp8Copies, Fp8Matrix};
 use super::arrivals::Arrivals;
 use super::values::Fp8Piece;
 
-/// Weights in FP8, by their first element in the layout and their number of rows, with the number of the update after which they were quantized.
+/// Weights in FP8, by their first element in the layout and their number of rows, each with the number of
+/// updates before its quantization.
 pub(super) type Quantized = RefCell<HashMap<(usize, usize), (u64, Fp8Matrix)>>;
 
 /// A parameter of a model, or several adjacent matrices as one: its value, and its gradient if it is trained.
@@ -36,7 +37,7 @@ pub struct Weight {
     pub(super) quantized: Rc<Quantized>,
 }
 
-/// Where a value is read.
+/// Where a value is read from.
 #[derive(Debug, Clone)]
 pub(super) enum Source {
     /// In the compute type, or in f32.

@@ -31,9 +31,8 @@ fn cannot_listen(world: &World) -> impl Fn(std::io::Error) -> Error {
     }
 }
 
-/// Listens only at the address that the other ranks were given. If that address does not belong to this machine, or is
-/// a name for its loopback address, other machines cannot use it: then rank 0 reports this and listens at all
-/// addresses.
+/// Listens only at the address that the other ranks were given. If other machines cannot reach rank 0 at this address,
+/// rank 0 reports the problem and listens at all addresses.
 fn listen(world: &World) -> std::io::Result<TcpListener> {
     let everywhere = |why: &str| {
         notify(&format!("rank 0 listens at all addresses of this machine: {} {why}", world.host));
@@ -133,7 +132,7 @@ fn check_parent() -> Result<()> {
 
 fn peer(rank: usize, host: String, stream: TcpStream) -> Result<Peer> {
     let ready = stream.set_read_timeout(None).and_then(|()| stream.set_nodelay(true));
-    // A peer that accepts no data for 5 s counts as dead: the thread that listens to it will report that.
+    // A peer that accepts no data for 5 s counts as dead: the thread that listens to the peer reports the loss.
     let ready = ready.and_then(|()| stream.set_write_timeout(Some(Duration::from_secs(5))));
     ready.map_err(during("cannot meet the ranks"))?;
     Ok(Peer { rank, host, stream: Mutex::new(stream), life: Mutex::new(Life::new()) })
@@ -202,7 +201,7 @@ fn is_silence(error: &std::io::Error) -> bool {
 
 /// Waits for the welcome, which rank 0 sends when all ranks have connected.
 fn welcomed(world: &World, mut stream: TcpStream, nonce: &str) -> Result<Peer> {
-    // Twice the time, because rank 0 may have begun to wait only when this rank connected.
+    // Twice the limit of rank 0, because rank 0 may have begun to wait only when this rank connected.
     let ready = stream.set_read_timeout(Some(2 * COMING));
     match ready.and_then(|()| receive(&mut stream)) {
         Ok(Message::Hello(hello)) if hello.rank == 0 && hello.of == world.rank.of => {
@@ -233,8 +232,8 @@ mod tests {
     use crate::ranks::Rank;
     use crate::ranks::secret::Secret;
 
-    /// A rank that knows the secret, but has another version, another number of ranks, or index 0, is refused and ends
-    /// the run.
+    /// A rank that knows the secret is refused and ends the run if it has another version, another number of ranks, or
+    /// index 0.
     #[test]
     fn ranks_of_another_version_or_number_are_refused() {
         let free = TcpListener::bind(("127.0.0.1", 0)).and_then(|free| free.local_addr()).expect("a port");

@@ -71,8 +71,8 @@ impl Engines {
         Ok(is_on_gpu(window).then_some(at))
     }
 
-    /// Zeros (at least one) in registered memory, which is never freed. All ranks of the node must call it with the
-    /// same size.
+    /// Zeros (at least one) in registered memory, which is never freed. All ranks of the node must call this with
+    /// the same size.
     pub(super) fn zeros(
         &self,
         library: &Functions,
@@ -94,7 +94,7 @@ impl Engines {
             other => candle_core::bail!("ranks do not exchange {other:?}"),
         };
         let tensor = Tensor::from_storage(Storage::Cuda(storage), len, BackpropOp::none(), false);
-        // A reference is leaked, because cudarc would free this memory, which it has not allocated.
+        // A reference is leaked. Otherwise cudarc would free memory that it has not allocated.
         std::mem::forget(tensor.clone());
         tensor.zero_set()?;
         Ok(tensor)
@@ -109,7 +109,7 @@ impl Engines {
     /// Part `j` of `from` is sent to rank `j`, and part `i` of `into` is received from rank `i`.
     ///
     /// # Safety
-    /// Both must be registered, and have a part of `bytes` for each rank.
+    /// `from` and `into` must be registered, and have a part of `bytes` bytes for each rank.
     pub(super) unsafe fn all_to_all(&self, from: u64, into: u64, bytes: usize, stream: Stream) -> c_int {
         let (from, into) = (from as *const c_void, into as *mut c_void);
         // SAFETY: the caller meets the conditions above.
@@ -119,7 +119,7 @@ impl Engines {
     /// `part` is sent to every rank, and part `i` of `into` is received from rank `i`.
     ///
     /// # Safety
-    /// Both must be registered; `part` has `bytes` bytes, and `into` has `bytes` bytes for each rank.
+    /// `part` and `into` must be registered; `part` has `bytes` bytes, and `into` has `bytes` bytes for each rank.
     pub(super) unsafe fn all_gather(&self, part: u64, into: u64, bytes: usize, stream: Stream) -> c_int {
         let (part, into) = (part as *const c_void, into as *mut c_void);
         // SAFETY: the caller meets the conditions above.
@@ -127,7 +127,7 @@ impl Engines {
     }
 }
 
-/// Memory that candle has not allocated.
+/// A candle storage of memory that candle has not allocated.
 fn wrap<T: CudaDType>(at: u64, len: usize, device: &CudaDevice) -> CudaStorage {
     // SAFETY: the memory has room for `len` elements, and any bits are a valid element.
     let slice = unsafe { device.cuda_stream().upgrade_device_ptr::<T>(at, len) };

@@ -10,7 +10,7 @@ use super::{assert_same_results, checkpoints, flags, prepared, run_of, signal};
 use crate::support::wait_until;
 
 /// With these settings, results do not depend on the number of steps: a long run that is interrupted is compared with a
-/// run that has exactly the steps that it took.
+/// run of exactly as many steps.
 const COURSE: [&str; 8] =
     ["--schedule", "constant", "--warmup-steps", "1", "--checkpoint-every", "0", "--eval-every", "0"];
 
@@ -65,7 +65,7 @@ fn a_second_signal_leaves_at_once() {
     assert!(checkpoints(&run_of(&scratch, "slow")).is_empty());
 }
 
-/// A signal interrupts a step between its micro-batches: the steps before are saved, and the run continues
+/// A signal interrupts a step between its micro-batches: the completed steps are saved, and the run continues
 /// bit-identically.
 #[test]
 fn a_long_step_is_left_in_its_middle() {
@@ -95,7 +95,7 @@ fn a_long_step_is_left_in_its_middle() {
     assert!(checkpoints(&run_of(&scratch, "first")).is_empty());
 }
 
-/// Slurm's warning may arrive twice: the second one does not end the run before it is saved.
+/// Slurm's warning may arrive twice: the second warning does not end the run before the checkpoint is saved.
 #[test]
 fn a_repeated_warning_of_slurm_saves_too() {
     let scratch = prepared();

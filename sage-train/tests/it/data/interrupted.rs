@@ -7,7 +7,6 @@ use sage_train::data::prepare::Prepared;
 
 use crate::support::{Scratch, ends_before, ends_before_changes, json_lines};
 
-/// Every file of a folder by name, with its bytes.
 fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     let entries = std::fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("an entry"));
     let read = |path: PathBuf| std::fs::read(path).expect("a file");

@@ -1,4 +1,4 @@
-//! Folders that other programs wrote: ids of special tokens, output matrices, rotary embeddings written twice.
+//! Folders that other programs wrote: ids of special tokens, output matrices, two keys for the rotary embedding.
 
 use std::collections::HashMap;
 
@@ -59,7 +59,8 @@ fn documents_begin_and_end_as_the_folder_says() {
     assert!(scratch.fails(&["sample", "m", "--no-bos"]).contains("needs a first token"));
 }
 
-/// `config.json` determines the end of a document if `tokenizer_config.json` does not and no token is known for it.
+/// `config.json` determines the end of a document if `tokenizer_config.json` does not and the tokenizer has no known
+/// end token.
 #[test]
 fn a_tokenizer_takes_the_id_of_its_model() {
     let scratch = Scratch::new();

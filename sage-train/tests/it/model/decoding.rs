@@ -38,7 +38,6 @@ fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
             assert!(error < limit, "{scheme:?}, {len} tokens: {error}");
         }
         assert_eq!(past.tokens(), 40);
-        // A sequence longer than the context is refused.
         let more = Tensor::zeros((1, config.context), DType::U32, device)?;
         let error = whole.next_logits_after(&mut past, &more).expect_err("no angles").to_string();
         assert!(error.contains("longer than the model's context"), "{error}");

@@ -16,8 +16,8 @@ fn free_port() -> String {
     port.to_string()
 }
 
-/// The command of rank `rank` of `of` as torchrun would start it, with `on_node` ranks per node and its own command
-/// line.
+/// The command of rank `rank` of `of` as torchrun would start it, with `on_node` ranks per node and the rank's own
+/// arguments.
 fn command(
     scratch: &Scratch,
     port: &str,
@@ -101,8 +101,8 @@ fn nodes_of_any_size_train_the_same() {
     // Sums do not depend on when gradients are transferred.
     assert_eq!(numbers(&scratch.metrics("4-after")), numbers(&scratch.metrics("4-beside")));
     assert_eq!(numbers(&scratch.metrics("2-after")), numbers(&scratch.metrics("2-beside")));
-    // Sums do not depend on the number of nodes either. (The last bits of the gradient norm, an f64 sum over shards,
-    // do.)
+    // Sums do not depend on the number of nodes either. (Only the last bits of the gradient norm, an f64 sum over
+    // shards, depend on it.)
     let losses = |name| scratch.metrics(name).iter().map(|p| [Some(p.loss), p.val_loss]).collect::<Vec<_>>();
     for nodes in ["2-after", "1-auto"] {
         assert_eq!(losses("4-after"), losses(nodes), "{nodes}");

@@ -60,7 +60,7 @@ fn a_rank_that_dies_ends_all() {
     }
 }
 
-/// The rank dies before the others have connected to it.
+/// A rank dies before the ranks have connected.
 #[test]
 fn a_rank_that_dies_at_the_start_ends_all() {
     let scratch = Scratch::new();
@@ -90,7 +90,7 @@ fn a_rank_that_dies_may_begin_again() {
     assert_eq!(steps_of(&scratch, "again"), 300);
 }
 
-/// The process is alive, but makes no progress.
+/// The process of a rank is alive, but makes no progress.
 #[test]
 fn a_rank_that_stands_still_is_named() {
     let scratch = Scratch::new();
@@ -150,7 +150,7 @@ fn a_launcher_that_dies_takes_its_ranks_along() {
     wait_until(|| ranks.iter().all(|rank| !alive(*rank)));
 }
 
-/// Ranks are killed at random moments, leave partial files, and runs are resumed with any number of ranks.
+/// Ranks are killed at random moments and leave partial files. The run is resumed with any number of ranks.
 #[test]
 fn kills_at_random_cost_steps_and_nothing_else() {
     let scratch = Scratch::new();
@@ -168,7 +168,7 @@ fn kills_at_random_cost_steps_and_nothing_else() {
             assert_eq!(code, Some(0), "{said}");
             break;
         }
-        // At the very start this waits until there is a rank to kill.
+        // The second wait is for a rank to kill, in case the first wait was for 0 changes.
         let (id, folder) = (launcher.id(), run_of(&scratch, "killed"));
         let ended_before = ends_before_changes(&mut launcher, &folder, rng.random_range(0..60))
             || ends_before(&mut launcher, || !ranks_of(id).is_empty());
