@@ -1,6 +1,6 @@
 // Layout of the sums of dQ in global memory: (padded tile, part of the channels, strip of 16 queries, fragment of 8
-// channels, lane, 4 values), so that a warp adds 512 contiguous bytes at once. Mainloops add in this order, and
-// `finish` of attn_bwd.cu reads it.
+// channels, lane, 4 values), so that a warp adds 512 contiguous bytes at once. Mainloops write this layout; `finish` in
+// attn_bwd.cu reads the sums.
 #pragma once
 
 #include <sage/attention/segment.cuh>

@@ -37,8 +37,8 @@ __device__ __forceinline__ bool add_part(const params::Cuts& cuts, params::CutLi
 }
 
 // Writes the gradient of a warp's 16 keys, from `first_key` on. If the list of query blocks is split, only the warp
-// that arrives last writes. The block has one of CHANNEL_PARTS parts of the channels, which starts at channel
-// `first_channel` of this gradient. STAGING is the size of the warp's `staging` memory: see store_rows.
+// that arrives last writes. The thread block computes one of CHANNEL_PARTS parts of the channels, from `first_channel`
+// of this gradient on. STAGING is the size of the warp's `staging` memory: see store_rows.
 template <KeyGradient GRADIENT, class Queries, class T, int STAGING = 0, int CHANNEL_PARTS = 1, int N>
 __device__ __forceinline__ void store_gradient(const params::Backward& p, const BackwardBlock& block, int first_key, float (&x)[N][4],
                                                uint32_t staging = 0, int first_channel = 0) {

@@ -1,5 +1,5 @@
 // The weights of the mixture out = a sparse + (1 - a) tail. Here `sparse` is the output of exact attention over the
-// selected blocks, and `tail` that of the linear tail. The weight is a = sigmoid(theta), or with by_count a =
+// selected blocks, and `tail` is the linear tail's output. The weight is a = sigmoid(theta); with by_count it is a =
 // sigmoid(theta + log(keys with exact attention / keys in the tail)). If no key is in the tail, a = 1.
 #pragma once
 
@@ -13,7 +13,7 @@ struct MixtureWeights {
   const Segment& segment;
   float theta;
   bool by_count;
-  int past, chosen;  // number of keys in the blocks that may be selected, and in the selected ones
+  int past, chosen;  // number of keys: in the blocks that may be selected, and in the selected blocks
 
   // The weights for query block `block` of the segment.
   __device__ __forceinline__ MixtureWeights(const params::Mixture& mixture, const params::Shape& shape, const Segment& segment,
@@ -47,7 +47,7 @@ __device__ __forceinline__ float& theta_part(const params::Mixture& mixture, con
 }
 
 // The sum of one value per thread over WARPS warps, for thread 0. All threads call it. `parts` is shared memory for one
-// value per warp; nothing may read its old contents any more.
+// value per warp, which no thread still reads.
 template <int WARPS>
 __device__ __forceinline__ float sum_of_block(float x, float* parts) {
 #pragma unroll

@@ -12,8 +12,8 @@ namespace sage::attention {
 using namespace tile;
 
 // Copies ROWS rows of D 16-bit channels, from row `first` on, into shared memory as wgmma reads them: in panels of 64
-// channels, because a swizzled row has 128 bytes. Like copy_rows it is asynchronous if 16-byte copies work, and writes
-// zeros beyond the ends of the tensor.
+// channels, because a swizzled row has 128 bytes. As in copy_rows, the copies are asynchronous if 16-byte copies work,
+// and zeros are written beyond the ends of the tensor.
 template <int ROWS, int D, int THREADS, class T>
 __device__ __forceinline__ void copy_panels(uint32_t to, Rows<T> rows, int first, int thread) {
   constexpr int STEP = THREADS / 8;
@@ -51,14 +51,14 @@ __device__ __forceinline__ void copy_panels_by_warp(uint32_t to, Rows<T> rows, i
   }
 }
 
-// Copies D channels of a tile of 64 rows, from channel `channel` on, through a tensor map into panels of PANEL_ROWS rows. One thread
-// issues a copy per panel. The caller announces the 64 x D x 2 bytes to the mbarrier by expect_tx.
+// Copies D channels of a tile of 64 rows, from channel `channel` on, through a tensor map into panels of PANEL_ROWS
+// rows. One thread issues a copy per panel. The caller announces the 64 x D x 2 bytes to the mbarrier by expect_tx.
 //
 // A map also reads rows beyond the end of a packed document. OVER_END says whether these rows can change the mainloop's
 // results; it must agree with `documents` in the table of plans.
 enum class OverEnd {
   HARMLESS,  // the mainloop never uses these rows, or copies the last tile of a document without the map
-  WRONG,     // the mainloop uses them: the host must not give it maps of packed documents
+  WRONG,     // the mainloop uses these rows: the host must not pass maps of packed documents
 };
 template <params::Mainloop MAINLOOP, OverEnd OVER_END, int D, int PANEL_ROWS = TILE>
 __device__ __forceinline__ void copy_tile_panels(uint32_t to, const params::TensorMap& map, int batch, int head, int first,

@@ -1,12 +1,12 @@
-// The work of a backward block: its keys, and the tiles of queries that it visits for them.
+// The work of a thread block in the backward: its keys, and the tiles of queries that it visits.
 #pragma once
 
 #include <sage/attention/segment.cuh>
 
 namespace sage::attention {
 
-// The segment, key head and keys of a block, and its part if the list of query blocks is split. Above 128 channels a
-// block computes only part of the channels of dK, dV and dQ: its `channel_part`.
+// The segment, key head and keys of a thread block, and its part if the list of query blocks is split. Above 128
+// channels a thread block computes only part of the channels of dK, dV and dQ: its `channel_part`.
 struct BackwardBlock {
   int segment_index, key_head, first_key, part, channel_part;
   Segment segment;
@@ -25,23 +25,23 @@ struct BackwardBlock {
 };
 
 // A tile whose dQ is to be added. `rank` is for deterministic mode: the number of key blocks that add to the same tile
-// before this block.
+// before this key block.
 struct RankedTile {
-  int padded;  // its number in the padded buffers
+  int padded;  // the tile's number in the padded buffers
   int rank;
 };
 
 // A tile of 64 queries of one query head.
 struct QueryTile {
   int head;
-  int tile;    // its number in the segment
-  int padded;  // its number in the padded buffers
+  int tile;    // the tile's number in the segment
+  int padded;  // the tile's number in the padded buffers
 };
 
-// For each query head of the group, a block visits all query tiles from the first tile that sees one of its keys.
+// For each query head of the group, a thread block visits all query tiles from the first that sees one of its keys on.
 struct EveryQuery {
   static constexpr bool LISTED = false;
-  static constexpr Hidden HIDDEN = LATER_KEYS;  // which of the block's keys a visited query may not see
+  static constexpr Hidden HIDDEN = LATER_KEYS;  // which of the thread block's keys a visited query may not see
   template <int KEYS>
   static constexpr int RANK_BLOCKS = 1;  // thread blocks, of KEYS keys each, per key block that RankedTile::rank counts
   using Tile = QueryTile;
@@ -79,13 +79,13 @@ struct EveryQuery {
   __device__ __forceinline__ Added added(const Tile& tile) const { return tile.padded; }
 };
 
-// With a window, a block visits the query tiles up to the last tile that sees one of its keys.
+// With a window, a thread block visits the query tiles up to the last tile that sees one of its keys.
 struct WindowQueries : EveryQuery {
   static constexpr Hidden HIDDEN = OUTER_KEYS;
   using Added = RankedTile;
 
   Sight<OUTER_KEYS> sight;
-  int keys;  // of the block
+  int keys;  // of the thread block
 
   __device__ __forceinline__ WindowQueries(const params::Backward& p, const BackwardBlock& block, int keys)
       : EveryQuery(p, block, keys), sight(block.segment, p), keys(keys) {
@@ -101,7 +101,7 @@ struct WindowQueries : EveryQuery {
 
 // How the query blocks that select a key block are divided among thread blocks. A long list is split into parts, each
 // processed by a separate thread block; otherwise the thread block with the longest list would still run after all
-// others have finished. Parts sum dK and dV in global memory (key_gradients.cuh).
+// others have finished. The parts of a list sum dK and dV in global memory (key_gradients.cuh).
 struct Cut {
   uint32_t from, to;  // the whole list, as indices into Lists::users
   params::CutList list = {0, 1};

@@ -51,7 +51,7 @@ struct Rows {
     return words;
   }
 
-  // Writes eight channels of an output from `column` on; those beyond the ends are dropped.
+  // Writes eight channels of an output from `column` on; channels beyond the ends are dropped.
   __device__ __forceinline__ void store_8(int row, int column, uint4 words) const {
     if (row >= count || column >= head_dim) return;
     if (vector) {

@@ -14,7 +14,7 @@ struct Segment {
   int batch;
   int query_start, query_len, key_start, key_len;
   int query_tile, key_tile;  // the segment's first tile in padded buffers
-  bool causal;  // not used with a window, whose kernels use Sight
+  bool causal;  // kernels with a window ignore it, and use Sight
 
   Segment() = default;
   __device__ __forceinline__ Segment(const params::Shape& shape, int index) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ int first_key_block(const params::Shape& shape, int s
 template <bool QUERY>
 __device__ inline int segment_of_tile(const params::Shape& shape, int tile) {
   if (!shape.segments) return tile / (((QUERY ? shape.query_len : shape.key_len) + TILE - 1) / TILE);
-  int low = 0, high = shape.segment_count - 1;  // the last segment that starts at or before the tile
+  int low = 0, high = shape.segment_count - 1;  // finds the last segment that starts at or before the tile
   while (low < high) {
     int middle = (low + high + 1) / 2;
     int start = QUERY ? shape.segments[middle].query_tile : shape.segments[middle].key_tile;
@@ -115,9 +115,9 @@ __device__ inline int segment_of_tile(const params::Shape& shape, int tile) {
   return low;
 }
 
-// The head, segment and tile (of `tiles`, numbered from 0) that a block works on. Blocks start in the order of their
-// index, so the index runs over `heads_at_once` heads first, then over tiles, then over the next heads: blocks that run
-// concurrently read the same few heads, which stay in the L2 cache.
+// The head, segment and tile (of `tiles`, numbered from 0) of a thread block. Thread blocks start in the order of their
+// index. The index runs over `heads_at_once` heads first, then over tiles, then over the next heads, so that concurrent
+// thread blocks read the same few heads, which stay in the L2 cache.
 struct Place {
   int head, segment, tile;
 

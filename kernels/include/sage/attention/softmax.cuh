@@ -49,8 +49,8 @@ __device__ __forceinline__ void mask(X (&x)[M][8][4], const Sight<HIDDEN>& sight
                                      int lane, X hidden) {
 #pragma unroll
   for (int r = 0; r < 2 * M; ++r) {
-    // Opaque, so that ptxas compares row by row. Otherwise it makes all comparisons first, and runs out of registers
-    // for their results.
+    // Opaque, so that ptxas compares row by row. If ptxas made all comparisons first, it would run out of registers for
+    // their results.
     int visible =
         ptx::opaque(sight.visible_keys(first_query + row_of(r, lane)) - first_key - 2 * (lane & 3));
     int first = 0;
@@ -64,8 +64,8 @@ __device__ __forceinline__ void mask(X (&x)[M][8][4], const Sight<HIDDEN>& sight
   }
 }
 
-// Two values for each of a lane's rows. They are read and written only once per tile, so they are kept in shared memory
-// (SHARED) if registers are short.
+// Two values for each of a lane's rows. The values are read and written only once per tile, so they are kept in shared
+// memory (SHARED) if registers are short.
 template <int ROWS, int THREADS, bool SHARED>
 struct RowState {
   float* memory;  // (value, row, thread)
@@ -83,8 +83,9 @@ struct RowState {
   }
 };
 
-// The reference of a row, to which its exponents are relative, is raised to the row's maximum only when the maximum
-// exceeds it by more than SLACK. With SLACK = 8 the accumulator is rescaled rarely, and 2^8 is far from overflow.
+// The exponents of a row are relative to its reference. The reference is raised to the row's maximum only when the
+// maximum exceeds the reference by more than SLACK. With SLACK = 8 the accumulator is rescaled rarely, and 2^8 is far
+// from overflow.
 template <int D, int M, int THREADS, bool SHARED, int OUTPUTS = 1, int SLACK = 8>
 struct Softmax {
   using State = RowState<2 * M, THREADS, SHARED>;
@@ -136,7 +137,7 @@ struct Softmax {
   }
 
   // The reference, or 0 while a row has seen no key. Each term of such a row is then 2^(-inf - 0) = 0; with a reference
-  // of -inf it would be NaN.
+  // of -inf the term would be NaN.
   __device__ __forceinline__ float shift(int r) const { return reference[r] == -CUDART_INF_F ? 0.0f : reference[r]; }
 };
 

@@ -1,17 +1,17 @@
 // The backward mainloop for sm_80 and later (mma.sync, cp.async), and what the mainloops for Hopper share with it: the
-// blocks, the tiles that they visit, the accumulation of dQ, and the epilogue.
+// division into thread blocks and tiles, the accumulation of dQ, and the epilogue.
 //
-// A block computes dK and dV of KEYS keys of one key head; each warp has 16 of the keys, and keeps their dK and dV in
-// registers. The mainloop visits the tiles of 64 queries that see the keys, of all query heads of the group, and adds
-// the block's contribution to dQ to sums in global memory. All warps do the same. With two stages they copy the next
-// tile asynchronously while they compute on this one; one __syncthreads per tile orders the copies, the reads, and the
-// exchange of dS^T. With one stage a second barrier precedes the next copies. In deterministic mode a semaphore for
-// each tile of queries orders the blocks that add to its dQ. The numerics define how a tile is computed:
+// A thread block computes dK and dV of KEYS keys of one key head; each warp has 16 of the keys, and keeps their dK and
+// dV in registers. The mainloop visits the tiles of 64 queries that see the keys, of all query heads of the group, and
+// adds the keys' contribution to dQ in global memory. All warps do the same. With two stages, warps copy the next
+// tile asynchronously while they compute on the current tile; one __syncthreads per tile orders the copies, the reads,
+// and the exchange of dS^T. With one stage a second barrier precedes the next copies. In deterministic mode a semaphore
+// for each tile of queries orders the thread blocks that add to its dQ. The numerics define how a tile is computed:
 // numerics/*_backward_sm80.cuh.
 //
 // Scores are computed transposed, S^T = K Q^T: keys are the rows of accumulators, so that P^T and dS^T are already the
-// A operands of dV and dK. For dQ = dS K, dS^T is written to shared memory once, in 16 bit; each warp reads 16 queries
-// of it.
+// A operands of dV and dK. For dQ = dS K, dS^T is written to shared memory once, in 16 bit; each warp reads dS^T of 16
+// queries.
 #pragma once
 
 #include <math_constants.h>
@@ -28,7 +28,7 @@ namespace sage::attention {
 // A plan of the table (plans.def), as this mainloop divides it among warps.
 template <params::Plan PLAN>
 struct BackwardPlan {
-  static constexpr int KEYS = PLAN.rows;      // of a block
+  static constexpr int KEYS = PLAN.rows;      // of a thread block
   static constexpr int STAGES = PLAN.stages;  // buffers for tiles of queries
   static constexpr int SHARED_BYTES = PLAN.shared_bytes;
   static constexpr int WARPS = KEYS / 16;
@@ -38,8 +38,8 @@ struct BackwardPlan {
   static constexpr int PARTS = KEYS / TILE;  // warps that share a strip of 16 queries of dQ, each with 1 / PARTS of the channels
 };
 
-// out += A B^T of 16-bit operands in shared memory, both with the reduction along their rows: 16 rows of A, 64 rows of
-// B.
+// out += A B^T for 16 rows of A and 64 rows of B. Both are 16-bit operands in shared memory, with the reduction along
+// their rows.
 template <class T, int D>
 __device__ __forceinline__ void multiply_scores(Scores& out, uint32_t a_rows, uint32_t b_rows, int lane) {
   layout::ReaderA<2 * D> a_reader(a_rows, lane);
@@ -59,7 +59,7 @@ __device__ __forceinline__ void multiply_scores(Scores& out, uint32_t a_rows, ui
 }
 
 // A lane's values of a vector with one value per query of a tile. Queries are the columns of the lane's accumulators;
-// `set` initializes an accumulator with them.
+// `set` initializes an accumulator with the values.
 struct ColumnValues {
   float2 values[8];
   __device__ __forceinline__ ColumnValues(const float* of_query, int lane) {
@@ -119,13 +119,13 @@ __device__ __forceinline__ void store_zeros(uint32_t rows, int lane) {
   store_scores<__nv_bfloat16>(rows, zeros, lane);
 }
 
-// Adds to the sums of dQ in global memory, in the layout of DqLayout with one part. Blocks add to a tile in any order,
-// by atomic additions; or, in deterministic mode, one after the other in the order of their keys: the tile's semaphore
-// counts the blocks that have added.
+// Adds to the sums of dQ in global memory, in the layout of DqLayout with one part. Thread blocks add to a tile in
+// any order, by atomic additions. In deterministic mode they add one after the other, in the order of their keys: the
+// tile's semaphore counts the thread blocks that have added.
 struct DqAccumulator {
   float* sums;
-  int* semaphore;  // for each tile: number of blocks that have added; null: any order
-  int order;       // number of blocks that add to the tile before this block
+  int* semaphore;  // for each tile: number of thread blocks that have added; null: any order
+  int order;       // number of thread blocks that add to the tile earlier
   // The threads that add: the first thread, their number, and their named barrier.
   int first, threads, barrier;
 
@@ -158,8 +158,8 @@ struct DqAccumulator {
       while (ptx::load_acquire(semaphore + padded_tile) != order) {}
     ptx::named_barrier_sync(barrier, threads);
   }
-  // Sets this block's `order` for a tile, and returns the tile's number in the padded buffers. Without a selection or a
-  // window, all key blocks before this one visit the tile too, so that `order` is the block's number, set at the start.
+  // Sets `order` for a tile, and returns the tile's number in the padded buffers. Without a selection or a window, the
+  // thread blocks of all earlier keys visit the tile too, so that `order` keeps its first value.
   __device__ __forceinline__ int set_order(int padded_tile, int) { return padded_tile; }
   __device__ __forceinline__ int set_order(const RankedTile& added, int parts) {
     order = added.rank * parts + order % parts;
@@ -176,8 +176,8 @@ struct DqAccumulator {
 static_assert(params::facts(params::BACKWARD_SM80).dq_parts == 1 && params::facts(params::BACKWARD_SM90_DQ_WARPGROUP).dq_parts == 1 &&
               params::facts(params::BACKWARD_SM90_CHANNEL_PARTS).dq_parts == 1);
 
-// The index of this block's work. In deterministic mode blocks get it from an atomic counter when they start, so that a
-// block waits at a semaphore only for blocks that have started before it.
+// The index of this thread block's work. In deterministic mode the index comes from an atomic counter when the thread
+// block starts, so that it waits at a semaphore only for thread blocks that have started before it.
 template <params::Mainloop MAINLOOP>
 __device__ __forceinline__ int backward_index(const params::Backward& p) {
   static_assert(!params::facts(MAINLOOP).persistent);
@@ -223,20 +223,20 @@ concept BackwardSm80Numerics = requires(N numerics, const params::Backward& p, c
   numerics.load(tile, 0);
   // scores(tile, stage, slot, visibility): computes S^T, P^T and dS^T, stores dS^T in a slot, and adds to dV and dK.
   numerics.scores(tile, 0, 0, visibility);
-  // With LAG = 2: the work of the iteration between scores and add_dq. Its argument is the slot of the scores.
+  // prepare_dq(the slot of the scores), with LAG = 2: the work in the iteration between scores and add_dq.
   numerics.prepare_dq(0);
   // add_dq(the tile's number in the padded buffers, this iteration's slot, sums): computes a tile's dQ, and adds it.
   numerics.add_dq(0, 0, sums);
   // Finishes the accumulators after the last tile.
   numerics.flush_magic();
   numerics.dk, numerics.dv;
-  requires N::CHANNEL_PARTS >= 1;  // parts of the channels of dK, dV and dQ, one per block
+  requires N::CHANNEL_PARTS >= 1;  // parts of the channels of dK, dV and dQ, one per thread block
 };
 
 // dS^T needs no separate barrier, because it is stored in one of two slots, and read for dQ one iteration later. Of 8
-// warps the first 4 add dQ before the scores, and the others after them, so that the MMAs of one half overlap with the
-// arithmetic of the other. (All warps add dQ first if there are only 4, or if warps meet at a barrier inside a tile or
-// at a semaphore.)
+// warps the first 4 add dQ before the scores, and the other 4 after the scores, so that the MMAs of one half overlap
+// with the arithmetic of the other. (All warps add dQ first if there are only 4 warps, or if warps meet at a barrier
+// inside a tile or at a semaphore.)
 template <BackwardSm80Numerics Numerics, class Queries = EveryQuery>
 __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
   using T = typename Numerics::Type;

@@ -1,6 +1,6 @@
 // The backward mainloop for Hopper at head_dim above 64 up to 128, for schemes with 16-bit matmuls for dV, dK and dQ. A
-// block computes dK and dV of 128 keys of one key head, and its contribution to dQ for the tiles of 64 queries that see
-// them. Its warpgroups are specialized.
+// thread block computes dK and dV of 128 keys of one key head, and the keys' contribution to dQ for the tiles of 64
+// queries that see these keys. Its warpgroups are specialized.
 //
 //   consumers     Two warpgroups have 64 keys each, whose dV and dK stay in registers. They compute S, dP, P, dS, dV
 //                 and dK of their own keys. dQ sums over all 128 keys; each consumer computes half of dQ's channels.
@@ -10,9 +10,9 @@
 //                 addition per consumer.
 //   ALL_CONSUMERS Named barrier: dS^T of a tile is in shared memory. The consumers meet nowhere else in the loop.
 //   DQ_EMPTY, DQ_FULL  Named barriers between each consumer and the storer: they hand over the staging memory of dQ.
-//   dq_semaphore  In deterministic mode the storer waits for its block's turn to add to each tile of queries.
+//   dq_semaphore  In deterministic mode the storer waits for its thread block's turn to add to each tile of queries.
 //
-// A tile i of queries with two stages. wgmmas are asynchronous: they run while later instructions execute.
+// Timeline of query tile i, with two stages. wgmmas are asynchronous: they run while later instructions execute.
 //
 //   producer    |Q, dO of tile i + 1, once both consumers have released tile i - 1
 //   consumer 0  |S, dP issued|P, dS|dS stored|dV issued|barrier|dQ, dK issued|dQ staged|S, dP of tile i + 1 ..
@@ -31,7 +31,7 @@
 namespace sage::attention {
 
 constexpr int SM90_THREADS = 384;
-constexpr int SM90_KEYS = 128;   // of a block
+constexpr int SM90_KEYS = 128;   // of a thread block
 constexpr int CONSUMER_KEYS = 64;    // of a consumer warpgroup
 constexpr int CONSUMERS = SM90_KEYS / CONSUMER_KEYS;
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP_THREADS;
@@ -50,8 +50,8 @@ __device__ __forceinline__ int seen_whole_from(const Segment& segment, const Sig
 }
 
 // The query tiles that need a mask for the keys of each consumer: the tiles before the first tile in which every query
-// sees all of these keys; with a window also all tiles from the first tile on whose last query does not see the first
-// key.
+// sees all of these keys; with a window also the first tile whose last query does not see the first key, and all later
+// tiles.
 template <Hidden HIDDEN>
 struct MaskedTiles {
   int below[CONSUMERS];
@@ -77,8 +77,8 @@ struct MaskedTiles<OUTER_KEYS> {
   }
 };
 
-// One thread prepares what the block's warps share: the pipeline (`arrivals` of its producer, `warps` that release a
-// stage), the block, and the query tiles that need a mask.
+// One thread prepares what the warps share: the pipeline (`arrivals` of its producer, `warps` that release a stage),
+// `block`, and the query tiles that need a mask.
 template <class Queries, int CHANNEL_PARTS = 1, class Tiles>
 __device__ __forceinline__ void prepare_keys(const params::Backward& p, int index, Tiles& pipeline, int arrivals, int warps,
                                              BackwardBlock& block, MaskedTiles<Queries::HIDDEN>& masked) {
@@ -92,8 +92,8 @@ __device__ __forceinline__ void prepare_keys(const params::Backward& p, int inde
 }
 
 // Computes P from its logarithms; P is 0 where a query does not see a key. The mask comes first, so that no branch
-// separates the exponentials from the instructions that follow: ptxas can then interleave them, and several units work
-// at once.
+// separates the exponentials from the instructions that follow: ptxas can then interleave them, and several
+// execution units work at once.
 template <Hidden HIDDEN>
 __device__ __forceinline__ void take_exponentials(Scores& s, Masked<HIDDEN> masked, const Sight<HIDDEN>& sight, int first_query, int first_key,
                                                   int lane) {
@@ -154,7 +154,7 @@ __device__ __forceinline__ void store_dq(const params::Backward& p, const Querie
     }
     queries.advance(tile);
   }
-  // The block's shared memory must not be freed before the last bulk additions have read it.
+  // Shared memory must not be freed before the last bulk additions have read it.
   if (lane == 0) ptx::cp_async_bulk_wait_read<0>();
 }
 
@@ -162,17 +162,17 @@ __device__ __forceinline__ void store_dq(const params::Backward& p, const Querie
 // the rows of these keys in a panel of V.
 constexpr int GRADIENT_STAGING = 16 * 128;
 
-// What the mainloops for Hopper require of their numerics, which define the layout of a block's shared memory.
+// What the mainloops for Hopper require of their numerics, which define the layout of shared memory.
 template <class N>
 concept BackwardTilesSm90 = requires(N numerics, const params::Backward& p, const BackwardBlock& block, unsigned char* shared) {
   typename N::Type;
   requires N::D % 64 == 0;                           // the padded head_dim
-  requires N::STAGES >= 1 && N::SHARED_BYTES > 0;    // of the pipeline
+  requires N::STAGES >= 1 && N::SHARED_BYTES > 0;    // STAGES: of the pipeline
   N(p, block, shared);
   numerics.load_keys();     // issues the asynchronous copies of K and V, by the consumers
   numerics.keys_arrived();  // prepares K and V after they have arrived
-  // The address of GRADIENT_STAGING bytes for the epilogue of a consumer's warp, by the warp's number: in V, whose
-  // copies have arrived and which no wgmma reads any more.
+  // gradient_staging(warp): the address of GRADIENT_STAGING bytes for the epilogue of a consumer's warp. They are in V,
+  // whose copies have arrived and which no wgmma reads any more.
   numerics.gradient_staging(0);
 };
 
@@ -192,7 +192,7 @@ concept BackwardSm90Numerics =
       consumer.score_mod.next_head();  // a policy of numerics/score_mod.cuh
     };
 
-// The consumers copy and prepare K and V; afterwards their wgmmas may read them. BARRIER is a named barrier among them.
+// The consumers copy and prepare K and V; afterwards wgmmas may read K and V. BARRIER: named barrier of the consumers.
 template <int BARRIER, BackwardTilesSm90 Numerics>
 __device__ __forceinline__ void fetch_keys(Numerics& numerics) {
   numerics.load_keys();

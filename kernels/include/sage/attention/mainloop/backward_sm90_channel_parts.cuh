@@ -1,22 +1,22 @@
-// The backward mainloop for Hopper at head_dim above 128, for 16-bit matmuls. A block has 128 keys of one key head, and
-// one of two parts of the channels, because the registers of a warpgroup can store dK and dV of only 64 keys and 128
-// channels. The block computes dK and dV of these keys, and their contribution to dQ for each tile of 64 queries that
-// sees them. S and dP are sums over all channels. The blocks of both parts compute them whole, so there are seven
-// matmuls instead of five. A block's warpgroups have different tasks.
+// The backward mainloop for Hopper at head_dim above 128, for 16-bit matmuls. A thread block has 128 keys of one key
+// head, and one of two parts of the channels, because the registers of a warpgroup can store dK and dV of only 64 keys
+// and 128 channels. It computes dK and dV of these keys, and their contribution to dQ for each tile of 64 queries that
+// sees them. S and dP are sums over all channels. The thread blocks of both parts compute S and dP, so there are seven
+// matmuls instead of five. The warpgroups have different tasks.
 //
 //   consumers     Two warpgroups have 64 keys each, whose dV and dK stay in registers. They compute S, dP, P, dS, dV
 //                 and dK of their own keys. dQ sums over all 128 keys; each consumer computes half of the part's
 //                 channels of dQ, and adds them to the sums in global memory.
-//   producer      Warp 0 of the third warpgroup copies Q and the row state (log-sum-exp, delta) of each tile into a stage of
-//                 a pipeline, and dO into the next stage, so that Q and dO are released separately: at head_dim 256
-//                 shared memory has no room for two tiles of queries in addition to K and V.
+//   producer      Warp 0 of the third warpgroup copies Q and the row state (log-sum-exp, delta) of each tile into a
+//                 stage of a pipeline, and dO into the next stage, so that Q and dO are released separately: at
+//                 head_dim 256 shared memory has no room for two tiles of queries in addition to K and V.
 //   ALL_CONSUMERS Named barrier: dS^T of a tile is in shared memory.
-//   DQ_ORDERED    Named barrier: in deterministic mode the consumers wait for their block's turn to add to dQ of each tile
-//                 of queries.
+//   DQ_ORDERED    Named barrier, at which in deterministic mode the consumers wait for their thread block's turn to add
+//                 to dQ of each tile of queries.
 //
-// dK is the last matmul that reads Q, dV the last that reads dO. dK comes first: Q of the next tile is copied
-// while dV and dQ are computed, dO of the next tile while dQ and the next S are computed. wgmmas are asynchronous: they run while later
-// instructions execute. With one tile in shared memory:
+// dK is the last matmul that reads Q, dV the last that reads dO. dK comes first: Q of the next tile is copied while dV
+// and dQ are computed, dO of the next tile while dQ and the next S are computed. wgmmas are asynchronous: they run
+// while later instructions execute. Timeline with one tile in shared memory:
 //
 //   producer    |Q of tile i, dO of i ..                                                |Q of i + 1    |dO of i + 1
 //   consumer 0  |S issued|dP issued|P|dS|dS stored|dK issued|dV issued|barrier|dQ issued|dK ends       |dV ends    |dQ added|S of i + 1 ..
@@ -39,7 +39,7 @@ struct ChannelParts {
   static_assert(0 < LEFT_OF_K && LEFT_OF_K <= 2 && 0 <= LEFT_OF_V && LEFT_OF_V <= 2);
 };
 
-// What this mainloop requires of its numerics, which define the layout of a block's shared memory, and of their
+// What this mainloop requires of its numerics, which define the layout of shared memory, and of their
 // Consumer<K_PANELS, V_PANELS>. A Consumer is the state that a consumer keeps in registers: dK of K_PANELS consecutive
 // panels of 64 channels, and dV of V_PANELS panels. A tile has two pieces, Q and dO; piece n of the pipeline belongs to
 // tile n / 2.
@@ -53,8 +53,8 @@ concept BackwardSm90ChannelPartsNumerics =
       numerics.load_queries(tile, 0, 0u);
       numerics.load_gradients(tile, 0, 0u);
       (Consumer(numerics, 0, 0, 0));  // its number, its first panel of K, its first panel of V
-      // visit(the number of the visited tile, its number in the segment, its number in the padded buffers, masked):
-      // waits for the pieces of a tile, computes all matmuls, and releases the pieces.
+      // visit(pieces, number of the visited tile, its number in the segment, its number in the padded buffers, masked,
+      // sums): waits for the pieces of a tile, computes all matmuls, and releases the pieces.
       consumer.visit(pieces, 0, 0, 0, Masked<OUTER_KEYS>{}, sums);
       consumer.score_mod.next_head();  // a policy of numerics/score_mod.cuh
       // store_gradients<Queries>(block, the warp's first key)
@@ -87,7 +87,6 @@ __device__ __forceinline__ void backward_sm90_channel_parts(const params::Backwa
   using Parts = typename Numerics::Parts;
   using Pieces = typename Numerics::Pieces;
   extern __shared__ __align__(1024) unsigned char shared[];
-  // In shared memory, because the wgmmas need the registers.
   __shared__ BackwardBlock block;
   int index = backward_index<params::BACKWARD_SM90_CHANNEL_PARTS>(p);
   __shared__ MaskedTiles<Queries::HIDDEN> masked;

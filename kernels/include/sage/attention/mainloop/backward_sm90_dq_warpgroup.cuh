@@ -1,16 +1,18 @@
 // The backward mainloop for Hopper where a separate warpgroup computes dQ: for 16-bit operands at head_dim 64, and for
-// SageBwd. A block computes dK and dV of 128 keys of one key head, and its contribution to dQ for the tiles of 64
-// queries that see them. Its warpgroups are specialized.
+// SageBwd. A thread block computes dK and dV of 128 keys of one key head, and the keys' contribution to dQ for the
+// tiles of 64 queries that see these keys. Its warpgroups are specialized.
 //
-//   consumers     Two warpgroups have 64 keys each. They compute S, dP, P, dS and dV, and dK where they have registers for it
-//                 (CONSUMERS_KEEP_DK: head_dim 64). They never wait for dQ of the same tile.
-//   dQ warpgroup  The third warpgroup is the producer, which copies tiles of queries into a pipeline of STAGES stages. It also
-//                 computes dQ from the consumers' dS, and adds dQ to the sums in global memory; at head_dim 128 it computes dK.
-//   SLOT_EMPTY, DK_OPERANDS_FULL, DS_FULL  Named barriers between each consumer and the dQ warpgroup: they hand over the two
-//                 slots of dS. No barrier joins all warps after the start, so that warpgroups may be a tile or more apart.
-//   dq_semaphore  In deterministic mode the dQ warpgroup waits for its block's turn to add to each tile of queries.
+//   consumers     Two warpgroups have 64 keys each. They compute S, dP, P, dS and dV, and dK where they have registers
+//                 for dK (CONSUMERS_KEEP_DK: head_dim 64). They never wait for dQ of the same tile.
+//   dQ warpgroup  The third warpgroup is the producer, which copies tiles of queries into a pipeline of STAGES stages.
+//                 It also computes dQ from the consumers' dS, and adds dQ to the sums in global memory; at head_dim 128
+//                 it computes dK.
+//   SLOT_EMPTY, DK_OPERANDS_FULL, DS_FULL  Named barriers between each consumer and the dQ warpgroup: they hand over
+//                 the two slots of dS. No barrier joins all warps after the start, so that warpgroups may be a tile or
+//                 more apart.
+//   dq_semaphore  In deterministic mode the dQ warpgroup waits for its thread block's turn to add to each query tile.
 //
-// A tile i of 16-bit operands at head_dim 64 (five stages), and one of SageBwd at head_dim 128 (two stages):
+// Timelines of tile i: 16-bit operands at head_dim 64 (five stages), and SageBwd at head_dim 128 (two stages):
 //
 //   consumer 0    |dP issued|P, dS|dV issued|dS stored|dK, S of i + 1 issued|dP of i + 1 issued ..
 //   consumer 1    |dP issued|P, dS|dV issued|dS stored|dK, S of i + 1 issued|dP of i + 1 issued ..
@@ -25,8 +27,8 @@
 
 namespace sage::attention {
 
-// Registers per thread of the dQ warpgroup: what the block's allocation leaves if a consumer's thread has CONSUMER
-// registers.
+// Registers per thread of the dQ warpgroup: what the thread block's allocation leaves if a consumer's thread has
+// CONSUMER registers.
 template <int CONSUMER>
 constexpr int DQ_REGISTERS = (CONSUMERS + 1) * ptx::LAUNCH_REGISTERS<SM90_THREADS> - CONSUMERS * CONSUMER;
 
@@ -78,12 +80,12 @@ struct BulkDqAccumulator : DqAccumulator {
     if (threadIdx.x % 32 == 0) ptx::cp_async_bulk_wait();
     DqAccumulator::release(padded_tile);
   }
-  // The block's shared memory must not be freed before the last bulk additions have read it.
+  // Shared memory must not be freed before the last bulk additions have read it.
   __device__ __forceinline__ void end() const { ptx::cp_async_bulk_wait_read(); }
 };
 
-// Adds to dQ from registers, by atomic additions. These are also correct with a semaphore; a second code path without
-// atomics would cost registers, which are short.
+// Adds to dQ from registers, by atomic additions. They are also correct with a semaphore; a code path without atomics
+// would need more registers.
 struct AtomicDqAccumulator : DqAccumulator {
   template <int D, int N>
   __device__ __forceinline__ void add(int padded_tile, int strip, int first, int lane, const float (&x)[N][4]) const {
@@ -102,15 +104,15 @@ __device__ __forceinline__ auto choose_accumulator(const DqAccumulator& sums, ui
   else return AtomicDqAccumulator{sums};
 }
 
-// A consumer's side of a tile of queries, with functions in calling order: it hands the operands of dK and dQ to the dQ
-// warpgroup in a slot, and starts the next tile.
+// A consumer's side of a tile of queries, with functions in calling order. The consumer hands the operands of dK and dQ
+// to the dQ warpgroup in a slot, and starts the next tile.
 template <bool KEEP_DK, class Tiles, class KeyConsumer>
 struct TileHandover {
   const params::Backward& p;
   const Tiles& pipeline;
   KeyConsumer& consumer;
   const int& warpgroup;
-  int tile, tiles;  // the tile's number, from 0, and their count
+  int tile, tiles;  // the tile's number, from 0, and the number of tiles
 
   // Waits until the consumer's half of the slot may be overwritten.
   __device__ __forceinline__ void acquire_slot() const {
@@ -135,7 +137,7 @@ struct TileHandover {
 };
 
 // What this mainloop requires in addition to BackwardTilesSm90. The numerics' KeyConsumer is the state that a consumer
-// keeps in registers, and their DqConsumer that of the dQ warpgroup.
+// keeps in registers, and their DqConsumer is the state of the dQ warpgroup.
 template <class N>
 concept BackwardSm90DqWarpgroupNumerics =
     BackwardTilesSm90<N> && requires(N numerics, const params::Backward& p, const QueryTile& tile, uint32_t mbarrier,
@@ -167,9 +169,10 @@ concept BackwardSm90DqWarpgroupNumerics =
       // calls read() after its last read of the slot.
       dq.add_dq(0, 0, sums, call);
     } && (CONSUMERS_KEEP_DK<N::D> ? requires(typename N::KeyConsumer keys) { keys.dk; } : requires(typename N::DqConsumer dq) {
-      // Adds dS^T Q, of the slot's dS and the stage's Q, to dK of a consumer's keys: (consumer, stage, slot).
+      // add_keys(consumer, stage, slot): adds dS^T Q, from the slot's dS and the stage's Q, to dK of the consumer's
+      // keys.
       dq.add_keys(0, 0, 0);
-      // Waits until these wgmmas no longer read the tile.
+      // Waits until the wgmmas of add_keys no longer read the tile.
       dq.added();
       dq.dk;
       // The address of GRADIENT_STAGING bytes for the epilogue of the calling warp.
@@ -272,7 +275,6 @@ __device__ __forceinline__ void backward_sm90_dq_warpgroup(const params::Backwar
   using Tiles = Pipeline<Numerics::STAGES>;
   constexpr bool KEEP_DK = CONSUMERS_KEEP_DK<Numerics::D>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  // In shared memory, because the wgmmas need the registers.
   __shared__ BackwardBlock block;
   int index = backward_index<params::BACKWARD_SM90_DQ_WARPGROUP>(p);
   __shared__ MaskedTiles<Queries::HIDDEN> masked;

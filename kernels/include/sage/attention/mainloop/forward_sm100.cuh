@@ -1,7 +1,7 @@
 // The forward mainloop for family 10 (sm_100, sm_103): warp-specialized, with matmuls in tensor memory (tcgen05). A
-// block computes the output and the log-sum-exp of 128 queries of one head, one query per thread of four warps; tiles
-// have 64 keys. Two blocks share a multiprocessor and its tensor memory, so that the MMAs of one block run during the
-// softmax of the other.
+// thread block computes the output and the log-sum-exp of 128 queries of one head, one query per thread of four warps;
+// tiles have 64 keys. Two thread blocks share a multiprocessor and its tensor memory, so that the MMAs of one thread
+// block run during the softmax of the other.
 //
 //   softmax        Warps 0 to 3. Thread i has query i: it reads row i of S from tensor memory, computes P, rescales O,
 //                  and writes the epilogue.
@@ -33,8 +33,8 @@ struct ForwardSm100Warps {
   static constexpr int SOFTMAX = 4, PRODUCER = 4, PRODUCTS = 5, ALL = 6;
 };
 
-// The columns of tensor memory that a block allocates: half of the multiprocessor's columns. A third block, even if
-// registers and shared memory had room for it, would wait until another block frees its columns.
+// The columns of tensor memory that a thread block allocates: half of the multiprocessor's columns. A third thread
+// block would wait until another frees its columns, even if registers and shared memory had room for it.
 constexpr int FORWARD_SM100_COLUMNS = 256;
 
 template <int STAGES>
@@ -45,7 +45,6 @@ struct ForwardSm100Barriers {
   uint64_t queries;  // Q, and its scales, are in shared memory
 };
 
-// The pipelines of a block.
 template <int STAGES>
 struct ForwardSm100Pipelines {
   Pipeline<STAGES> keys, values;
@@ -64,8 +63,8 @@ struct ForwardSm100Pipelines {
   }
 };
 
-// What the mainloop requires of its numerics. `tensor` is the tensor memory address of the block's
-// first column: in lane 0 for the MMAs, in the warp's first lane for `Row::read`.
+// What the mainloop requires of its numerics. `tensor` is the tensor memory address of the first allocated column: in
+// lane 0 for the MMAs, in the warp's first lane for `Row::read`.
 template <class N>
 concept ForwardSm100Numerics = requires(N numerics, const params::Forward& p, const ForwardBlock& block, unsigned char* shared,
                                         uint32_t mbarrier, uint32_t tensor, typename N::Row row) {
@@ -75,19 +74,19 @@ concept ForwardSm100Numerics = requires(N numerics, const params::Forward& p, co
   requires N::OUTPUT_AT % 32 == 0 && N::OUTPUT_AT + N::D <= FORWARD_SM100_COLUMNS;  // the column of O's first channel
   requires N::QUERY_ARRIVALS >= 1;  // arrivals at the mbarrier of the queries, by both calls below
   N(p, block, shared);
-  // Copies Q: the producer's part, and the part of each softmax thread.
+  // Copy Q: load_queries in the producer, store_queries in each softmax thread.
   numerics.load_queries(mbarrier);
   numerics.store_queries(mbarrier);
   // Issue the copies of a tile into a stage.
   numerics.load_keys(0, 0, mbarrier);
   numerics.load_values(0, 0, mbarrier);
-  // Issue MMAs: preparations before the first; S of a stage's keys; O = P V, or O += P V, of a stage's values and of a
-  // step's P.
+  // start: prepares for the first MMA. multiply: issues S of a stage's keys. add: issues O += P V (O = P V in step 0),
+  // from a stage's values and a step's P.
   numerics.start(tensor);
   numerics.multiply(tensor, 0);
   numerics.add(tensor, 0, 0);
-  // A thread's query: reads its row of S; finds its reference and returns whether O must be rescaled by row.decay;
-  // computes P; stores P.
+  // A Row is the query of a thread. read: reads its row of S. follow: raises its reference, and returns whether O must
+  // be rescaled by row.decay. The last two functions compute P and store it.
   row.read(tensor);
   { row.template follow<OUTER_KEYS>(p, 0, 0) } -> std::same_as<bool>;
   row.make_probabilities();
@@ -95,7 +94,6 @@ concept ForwardSm100Numerics = requires(N numerics, const params::Forward& p, co
   { row.sum + row.reference + row.decay } -> std::same_as<float>;
 };
 
-// The producer warp.
 template <class Numerics, class Block, class Pipelines>
 __device__ __forceinline__ void produce_sm100(Numerics& numerics, const Block& block, const Pipelines& pipelines, int steps) {
   if (ptx::elect()) numerics.load_queries(pipelines.queries);
@@ -107,7 +105,7 @@ __device__ __forceinline__ void produce_sm100(Numerics& numerics, const Block& b
     pipelines.values.wait_empty(step);
     if (ptx::elect()) numerics.load_values(tile, stage, pipelines.values.full(step));
   }
-  // Arrivals after the block's end would write to the memory of another block.
+  // Arrivals after this thread block's end would write to another's memory.
   pipelines.keys.drain(steps);
   pipelines.values.drain(steps);
 }

@@ -1,11 +1,11 @@
 // The forward mainloop for sm_80 and later (mma.sync, cp.async), and what the mainloops for Hopper and family 10 share
-// with it: the blocks and the epilogue.
+// with it: the division into thread blocks, and the epilogue.
 //
-// A block computes the output and the log-sum-exp of 128 queries of one head; each warp has 16 M of the queries, and
-// keeps their accumulators in registers. The mainloop visits the tiles of 64 keys that the queries see. All warps do
-// the same: they copy the next tile of K and V asynchronously into one of two buffers while they compute on the other,
-// and one __syncthreads per tile orders copies and reads. With one stage, V is copied while S is computed, and the next
-// K while P V is computed; this needs two barriers per tile. The numerics define how a tile is computed
+// A thread block computes the output and the log-sum-exp of 128 queries of one head; each warp has 16 M of the queries,
+// and keeps their accumulators in registers. The mainloop visits the tiles of 64 keys that the queries see. All warps
+// do the same: they copy the next tile of K and V asynchronously into one of two buffers while they compute on the
+// other, and one __syncthreads per tile orders copies and reads. With one stage, V is copied while S is computed, and
+// the next K while P V is computed; this order needs two barriers per tile. The numerics define how a tile is computed
 // (ForwardSm80Numerics below; numerics/*_forward_sm80.cuh).
 #pragma once
 
@@ -19,12 +19,12 @@ namespace sage::attention {
 
 constexpr int FORWARD_QUERIES = 128;
 
-// The head, segment and queries of a block. Blocks with the last queries come first: under a causal mask they see the
-// most keys, so that the last blocks to start are short. Queries are divided from the end of the segment, so that the
-// partial block is also the shortest. The struct is kept in shared memory, because the MMAs need the registers.
+// The head, segment and queries of a thread block. Thread blocks with the last queries start first: under a causal mask
+// they see the most keys, so that the last to start are short. Queries are divided from the end of the segment, so that
+// the partial thread block is also the shortest. The struct is in shared memory, because the MMAs need the registers.
 struct ForwardBlock {
   int head, key_head, segment_index;
-  int first, end;  // queries first .. end of the segment, in whole tiles; the block is empty unless end > first
+  int first, end;  // queries first .. end of the segment, in whole tiles; empty unless end > first
   Segment segment;
 
   ForwardBlock() = default;
@@ -36,7 +36,7 @@ struct ForwardBlock {
     first = max(end - queries, 0);
   }
 
-  // The last query of this block among the `queries` queries from `from` on; less than `from` if there is none.
+  // This thread block's last query among the `queries` queries from `from` on; less than `from` if it has none.
   __device__ __forceinline__ int last_of(int from, int queries) const {
     return min(min(from + queries, end), segment.query_len) - 1;
   }
@@ -48,7 +48,7 @@ struct ForwardBlock {
   }
 };
 
-// A block that visits all keys that its queries see.
+// A thread block that visits all keys that its queries see.
 struct EveryKey : ForwardBlock {
   static constexpr Hidden HIDDEN = LATER_KEYS;  // visited keys that its queries may not see
   static constexpr int skipped = 0;             // keys that are not visited: see ListedKeys
@@ -63,9 +63,9 @@ struct EveryKey : ForwardBlock {
   __device__ __forceinline__ int number(int step) const { return step; }
 };
 
-// A block that visits the keys of a window. The visited keys begin at or before the first key that one of its queries
-// sees: the number of skipped keys is a multiple of every mainloop's step. Some visited keys are hidden from later
-// queries.
+// A thread block that visits the keys of a window. The number of skipped keys is a multiple of every mainloop's step,
+// so that the visited keys begin at or before the first key that one of its queries sees. Some visited keys are hidden
+// from later queries.
 struct WindowKeys : ForwardBlock {
   static constexpr Hidden HIDDEN = OUTER_KEYS;
   static constexpr int STEP = 2 * TILE;
@@ -86,10 +86,10 @@ struct WindowKeys : ForwardBlock {
   __device__ __forceinline__ int number(int step) const { return step + skipped / (TILES * TILE); }
 };
 
-// A block that is one query block of a selection, and visits the listed key blocks. Its queries see every listed block
-// except the last completely, so that only the last can need a mask. Mainloops therefore treat the visited keys as one
-// contiguous range; `skipped` is the number of unlisted keys before the last listed block. It is also the difference
-// between that block's positions in the segment and in this range.
+// A thread block that has one query block of a selection, and visits the listed key blocks. Its queries see every
+// listed block except the last completely, so that only the last can need a mask. Mainloops therefore treat the visited
+// keys as one contiguous range; `skipped` is the number of unlisted keys before the last listed block. It is also the
+// difference between that block's positions in the segment and in this range.
 struct ListedKeys : ForwardBlock {
   static constexpr Hidden HIDDEN = LATER_KEYS;
   static constexpr int BLOCK_TILES = SELECTION_BLOCK / TILE;
@@ -115,7 +115,6 @@ struct ListedKeys : ForwardBlock {
     if (count > 0) skipped = (int(list[count - 1]) - (count - 1)) * SELECTION_BLOCK;
   }
 
-  // Every query sees all listed blocks before the last, so only the end of the visited keys depends on the query.
   __device__ __forceinline__ int visible(int query) const {
     return min(segment.visible_keys(query) - skipped, count * SELECTION_BLOCK);
   }
@@ -155,7 +154,7 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
   }
   if constexpr (SMOOTHS_VALUES) {
     if (p.smooth_values) {
-      // Before the division by the row's sum, which is the weight of the mean.
+      // The weight of the mean is the row's sum, by which the accumulator is divided later.
       const float* mean = p.codes.k_mean + (int64_t(shape.key_heads + block.key_head) * shape.segment_count + block.segment_index) * D;
 #pragma unroll
       for (int n = 0; n < D / 8; ++n)
@@ -190,8 +189,8 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
     if (lane % 4 == 0 && row < block.end) {
       bool real = row < segment.query_len && sight.visible_keys(row) > 0;
       if (p.minus_lse2) p.minus_lse2[padded + row] = real ? -(softmax.reference[r] + log2f(sum) + with_sink[r]) : -CUDART_INF_F;
-      // In the backward P is normalized by all logits, including the sink. The factor is limited to 2^64: if
-      // a sink leaves less than 2^-64 of the total probability to the keys, their P is smaller than it should be.
+      // In the backward P is normalized by all logits, including the sink. The sink's factor is limited to 2^64:
+      // if the sink leaves less than 2^-64 of the total probability to the keys, their P is too small.
       if (OUTPUTS == 2 && p.row_sums) p.row_sums[padded + row] = real ? (p.p_literal ? 1.0f : sum) * ptx::exp2(fminf(with_sink[r], 64.0f)) : 1.0f;
     }
   }
@@ -204,7 +203,7 @@ concept ForwardSm80Numerics = requires(N numerics, const params::Forward& p, con
   typename N::Type;
   requires N::D % 64 == 0;         // the padded head_dim
   requires N::M * 16 * N::THREADS / 32 == FORWARD_QUERIES;  // a warp has 16 M queries
-  requires N::BLOCKS >= 1;         // blocks per multiprocessor, for __launch_bounds__ of the entry point
+  requires N::BLOCKS >= 1;         // thread blocks per multiprocessor, for __launch_bounds__ of the entry point
   requires N::STAGES == 2 || (N::STAGES == 1 && !N::COOPERATES);
   requires N::STATE_AT + N::RowSoftmax::State::BYTES <= N::SHARED_BYTES;  // where the row state is, if it is in shared memory
   N::SMOOTHS_VALUES || true;       // whether V may have its mean subtracted
@@ -232,7 +231,7 @@ __device__ __forceinline__ int hidden_steps(const WindowKeys& block, int first, 
   return (block.hidden(block.last_of(first, queries)) + keys - 1) / keys;
 }
 
-// `whole_tiles`, or 0 in the first steps of a window.
+// Returns `whole_tiles`, or 0 in a window's hidden steps.
 template <class Numerics, class Block>
 __device__ __forceinline__ int whole_of(const Block& block, int step, int whole_tiles) {
   if constexpr (Block::HIDDEN == OUTER_KEYS) {

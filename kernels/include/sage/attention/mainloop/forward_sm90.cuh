@@ -1,11 +1,11 @@
-// The forward mainloop for Hopper: persistent and warp-specialized. One block runs on each multiprocessor and gets work
-// items (tiles of queries of one head) from the tile scheduler until none is left. For each item it computes the output
-// and the log-sum-exp of 64 queries per consumer; there are two or three consumers.
+// The forward mainloop for Hopper: persistent and warp-specialized. One thread block runs on each multiprocessor, and
+// gets work items (tiles of queries of one head) from the tile scheduler until none is left. For each item it computes
+// the output and the log-sum-exp of 64 queries per consumer; there are two or three consumers.
 //
-//   producer      One warp of the last warpgroup; the other three exit. It gets the items, and copies their queries,
-//                 keys and values: TILES tiles of keys and of values per step.
-//   consumers     Every other warpgroup has 64 queries, and computes S = Q K^T, the online softmax, O += P V, and the
-//                 epilogue.
+//   producer      One warp of the last warpgroup gets the items, and copies their queries, keys and values: TILES tiles
+//                 of keys and of values per step. The other three warps of this warpgroup exit.
+//   consumers     Each of the other warpgroups has 64 queries, and computes S = Q K^T, the online softmax, O += P V,
+//                 and the epilogue.
 //   work          Pipeline of QUERY_SLOTS stages for items and their queries. With two stages, the queries and first
 //                 keys of the next item are copied during the epilogue of the current item.
 //   kv            Pipeline for keys and values. With VALUES_FIRST (see ForwardSm90Numerics) a step's keys and values
@@ -14,8 +14,8 @@
 //                 during the softmax of another.
 //   QUERIES_READ  Named barriers: a consumer's warps have read its queries, whose memory its epilogue may overwrite.
 //
-// An item of three steps without VALUES_FIRST, two consumers, four stages. S1 PV0: the consumer issues S of step 1 and
-// P V of step 0; S1 runs during the other consumer's softmax, PV0 during this consumer's softmax 1.
+// Timeline of an item of three steps, without VALUES_FIRST: two consumers, four stages. S1 PV0: the consumer issues S
+// of step 1 and P V of step 0; S1 runs during the other consumer's softmax, PV0 during this consumer's softmax 1.
 //
 //   producer    Q K0|K1|V0|K2      |V1               |V2   |Q of the next item|K0 ..
 //   consumer 0      |S0|softmax 0     |S1 PV0|softmax 1      |S2 PV1|softmax 2      |PV2|epilogue
@@ -44,8 +44,8 @@ struct ForwardWarpgroups {
   static constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP_THREADS;
   static_assert(PLAN.mainloop == params::FORWARD_SM90);
   static_assert(PLAN.rows == QUERIES && PLAN.threads == THREADS);
-  // The warpgroups' registers must sum to at most the block's allocation at launch; otherwise setmaxnreg.inc would wait
-  // forever.
+  // The warpgroups' registers must sum to at most the thread block's allocation at launch; otherwise setmaxnreg.inc
+  // would wait forever.
   static constexpr int PRODUCER_REGISTERS = PRODUCER_REGISTERS_, ALL_REGISTERS = ptx::LAUNCH_REGISTERS<THREADS> * (CONSUMERS + 1);
   static constexpr int CONSUMER_REGISTERS = (ALL_REGISTERS - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
 };
@@ -60,8 +60,8 @@ enum ForwardBarrier : int {
   QUERIES_READ = 5,  // one for each consumer: all its warps have read its queries
 };
 
-// The tile scheduler: returns the next work item, with head -1 after the last. A block's first item has the block's
-// index; each later item is the next unassigned one, by an atomic counter.
+// The tile scheduler: returns the next work item, with head -1 after the last. The first item's index is blockIdx.x;
+// later indices come from an atomic counter.
 template <class Block, int QUERIES>
 __device__ __forceinline__ Block next_work(const params::Forward& p, bool first) {
   static_assert(params::facts(params::FORWARD_SM90).persistent);
@@ -77,12 +77,12 @@ __device__ __forceinline__ Block next_work(const params::Forward& p, bool first)
   return none;
 }
 
-// What the mainloop requires of its numerics, which define the layout of a block's shared memory, and of the numerics'
-// Consumer, the state that a consumer keeps in registers. Stage indices are those of the kv pipeline.
+// What the mainloop requires of its numerics, which define the layout of shared memory, and of the numerics' Consumer,
+// the state that a consumer keeps in registers. Stage indices refer to the kv pipeline.
 //
 // VALUES_FIRST is the order in which the matmuls of a step are issued.
-// - If true, P V of the previous step is issued before S, and the consumer waits for it while S is in flight: registers
-// cannot store both S and P V during the softmax. The softmax of the other consumers hides the wait. Keys and values
+// - If true, P V of the previous step is issued before S, and the consumer waits for P V while S is in flight:
+// registers cannot store both during the softmax. The softmax of the other consumers hides the wait. Keys and values
 // share a stage.
 // - If false, S is issued before P V of the previous step, which is in flight during the softmax of S. Keys and values
 // have separate stages in the kv pipeline, in the order in which consumers need them: keys 0, keys 1, values 0, keys 2,

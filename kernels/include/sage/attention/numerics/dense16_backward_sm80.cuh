@@ -14,8 +14,8 @@ struct Dense16BackwardSm80 {
   using Type = T;
   using Plan = BackwardPlan<PLAN>;
   static constexpr int D = HEAD_DIM;
-  // The registers of a warp can store dK and dV of 16 keys and 128 channels. Above 128 channels a block computes dK and
-  // dV of 128 channels, but S and dP over all channels.
+  // The registers of a warp can store dK and dV of 16 keys and 128 channels. Above 128 channels a thread block
+  // computes dK and dV of 128 channels, but S and dP over all channels.
   static constexpr int CHANNELS = D < 128 ? D : 128, CHANNEL_PARTS = D / CHANNELS;
   static constexpr int ROW = 2 * D;
   static constexpr int K_BYTES = Plan::KEYS * ROW;
@@ -142,14 +142,14 @@ struct Dense16BackwardSm80 {
   __device__ __forceinline__ void flush_magic() {}
 
  private:
-  // Moves a reader to the first channel of the block's part. A part is 256 bytes of a row; the swizzle does not move
+  // Moves a reader to the first channel of this channel_part. A part is 256 bytes of a row; the swizzle does not move
   // bytes out of a part.
   __device__ __forceinline__ void to_channels(layout::TransposedReaderB<ROW>& reader) const {
     static_assert(CHANNEL_PARTS == 1 || CHANNELS == 128);
     if constexpr (CHANNEL_PARTS > 1) reader.address ^= block.channel_part * 256;
   }
 
-  // out += X^T B: X^T (P^T or dS^T of the warp's 16 keys) in registers, and B, 64 rows of queries, in shared memory.
+  // out += X^T B. X^T is P^T or dS^T of the warp's 16 keys, in registers; B is 64 rows of dO or Q, in shared memory.
   __device__ __forceinline__ void add_keys(float (&out)[CHANNELS / 8][4], const uint32_t (&a)[4][4], uint32_t rows, int lane) {
     layout::TransposedReaderB<ROW> reader(rows, lane);
     to_channels(reader);

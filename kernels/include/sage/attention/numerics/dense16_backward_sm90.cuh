@@ -1,7 +1,6 @@
-// The backward with 16-bit operands and f32 accumulators on Hopper, for head_dim above 64: for unquantized attention;
-// for Attn-QAT, whose operands are NVFP4 values stored in 16 bit; and for SageBwd if at most S is an INT8 matmul. K, Q,
-// dO and dS^T are in shared memory once each: matmuls with the reduction along their columns read them through
-// transposed descriptors.
+// The backward of dense16_backward_sm80.cuh on Hopper, with 16-bit operands, for head_dim above 64 up to 128. K, Q, dO
+// and dS^T are in shared memory once each: matmuls with the reduction along their columns read them through transposed
+// descriptors.
 #pragma once
 
 #include <sage/attention/numerics/dense16_tiles_sm90.cuh>
@@ -20,8 +19,8 @@ struct Dense16BackwardSm90 : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source> {
   static constexpr int DQ_PART_BYTES = Tiles::DQ_BYTES / CONSUMERS;
   static constexpr int ARRIVALS = S::ARRIVALS;
 
-  // Issues the copies of a tile, by the producer warp. One lane copies through the tensor maps, unless a document ends
-  // inside the tile (a map does not end there, but zeros must follow) or no maps exist; then all lanes copy Q and dO.
+  // Issues the copies of a tile, by the producer warp. One lane copies through the tensor maps. If no maps exist, or if
+  // a document ends inside the tile (a map reads on, but zeros must follow), all lanes copy Q and dO.
   __device__ __forceinline__ void load(const QueryTile& tile, int stage, uint32_t mbarrier) {
     const Segment& s = block.segment;
     int first = tile.tile * TILE, lane = threadIdx.x % 32;

@@ -23,8 +23,8 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
 
   static constexpr int ARRIVALS = S::ARRIVALS;
 
-  // The producer warp calls these two: load_queries issues the copies of a tile's Q, Q's INT8 values and row state, and
-  // load_gradients those of its dO (see load_rows).
+  // The producer warp calls these two: load_queries issues the copies of a tile's Q, Q's INT8 values and row state;
+  // load_gradients issues the copies of the tile's dO (see load_rows).
   __device__ __forceinline__ void load_queries(const QueryTile& tile, int stage, uint32_t mbarrier) {
     constexpr int STATE_BYTES = TILE * 4;
     uint32_t at = shared + stage_at(stage), state = at + STATE_AT;
@@ -40,8 +40,8 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
       ptx::mbarrier_arrive(mbarrier);  // in place of the arrival for scales, which dO does not have
   }
   // Copies COUNT channels of a tile, from `channel` on. Lane 0 announces their bytes plus `more`, and returns true. It
-  // copies through the tensor map, unless a document ends inside the tile (a map does not end there, but zeros must
-  // follow) or no map exists; then all lanes copy.
+  // copies through the tensor map. If no map exists, or if a document ends inside the tile (a map reads on, but
+  // zeros must follow), all lanes copy.
   template <int COUNT>
   __device__ __forceinline__ bool load_rows(const params::View& view, const params::TensorMap& map, int head_dim, int channel,
                                             const QueryTile& tile, uint32_t to, int more, uint32_t mbarrier) {
@@ -134,8 +134,8 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
       dq_sums.release(padded);
     }
 
-    // The address of K at the first channel of this consumer's half of the part: a panel, or half a panel; the second
-    // half starts in the middle of a panel's rows.
+    // The address of K at the first channel of this consumer's half of the part. If a half has only 32
+    // channels, the second half starts in the middle of a panel's rows.
     __device__ __forceinline__ uint32_t k_rows() const {
       int channel = warpgroup * DQ_CHANNELS;
       return of.shared + (loaded_panel() + channel / 64) * SM90_KEYS * 128 + channel % 64 * 2;

@@ -1,8 +1,7 @@
-// The backward with 16-bit operands and f32 accumulators on Hopper, for head_dim up to 64: for unquantized attention;
-// for Attn-QAT, whose operands are NVFP4 values stored in 16 bit; and for SageBwd if at most S is an INT8 matmul. Q, dO
-// and dS^T are in shared memory once each: matmuls with the reduction along their columns read them through transposed
-// descriptors. K and V are A operands in registers: a 64 x 64 wgmma with both operands in shared memory would be
-// limited by reading them.
+// The backward of dense16_backward_sm80.cuh on Hopper, with 16-bit operands, for head_dim up to 64. Q, dO and dS^T are
+// in shared memory once each: matmuls with the reduction along their columns read them through transposed descriptors.
+// K and V are A operands in registers: a 64 x 64 wgmma with both operands in shared memory would be limited by reading
+// them.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>

@@ -20,7 +20,7 @@ struct Dense16ForwardSm80 {
   static constexpr int D = HEAD_DIM, OUTPUTS = P::OUTPUTS;
   static constexpr bool CODES = SOURCE == Operands::CODES;
   static constexpr int THREADS = PLAN.threads, M = FORWARD_QUERIES * 2 / THREADS;
-  static constexpr int BLOCKS = OUTPUTS == 1 && D <= 128 ? 2 : 1;  // blocks per multiprocessor: as many as its registers allow
+  static constexpr int BLOCKS = OUTPUTS == 1 && D <= 128 ? 2 : 1;  // thread blocks per multiprocessor: as many as its registers allow
   static constexpr int STAGES = PLAN.stages;
   static constexpr bool COOPERATES = false, SMOOTHS_VALUES = OUTPUTS == 2;  // Attn-QAT has two outputs
   using Logits = float[M][8][4];
@@ -39,7 +39,7 @@ struct Dense16ForwardSm80 {
   int warp, first;
   float scale;  // factor of the logits; with INT8 scores it excludes the scale of the tile of keys
   attention::Rows<T> q, k, v;
-  // With INT8 scores: tile numbers in the padded buffers, of this head's first keys and of the block's first queries.
+  // With INT8 scores: tile numbers in the padded buffers, of this head's first keys and of the first queries.
   int64_t first_key_tile, query_tile;
   int query_tiles_left;
   [[no_unique_address]] Mod score_mod;
@@ -114,7 +114,7 @@ struct Dense16ForwardSm80 {
     }
   }
 
-  // Computes S from INT8 operands, as their integer sums.
+  // Computes S from INT8 operands, as integer sums.
   __device__ __forceinline__ void multiply_codes(int tile, Logits& s, int lane) {
     int x[M][8][4];
     multiply_query_codes<D>(x, shared + warp * 16 * M * D, k_tile(tile), lane);

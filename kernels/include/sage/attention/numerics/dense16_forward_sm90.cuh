@@ -20,7 +20,7 @@ struct Dense16ForwardSm90 {
   static constexpr int QUERY_SLOTS = D > 192 && !CODES ? 1 : 2;
   static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = CODES ? 2 : 1;  // with INT8 scores one more for the scales of K
   static constexpr bool VALUES_FIRST = false, SMOOTHS_VALUES = OUTPUTS == 2;  // Attn-QAT has two outputs
-  // Also for the window kernels that change logits, because most of their calls have no window.
+  // True also for the window kernels that change logits, because most of their calls have no window.
   template <Hidden HIDDEN>
   static constexpr bool MASKS_APART = HIDDEN != OUTER_KEYS || Mod::MODIFIES;
   // Shared memory: slots of Q; stages, each of K or of V; with INT8 scores the scales of each stage's tiles.
@@ -61,8 +61,8 @@ struct Dense16ForwardSm90 {
     return int64_t(block.head) * p.shape.query_tiles + block.segment.query_tile + tile;
   }
   // Issues the copies of an item's queries, by the producer warp. A tensor map does not end where a document ends, so
-  // that a tile may contain tokens of the next document. They do no harm: as queries, because their output is not
-  // stored; as keys, because they are masked.
+  // that a tile may contain tokens of the next document. These tokens do no harm: as queries, because their output is
+  // not stored; as keys, because they are masked.
   __device__ __forceinline__ void load_queries(int slot, int lane, uint32_t mbarrier) {
     const Segment& s = block.segment;
     if constexpr (CODES) {
@@ -124,8 +124,7 @@ struct Dense16ForwardSm90 {
                                                  keys.first + first + tile * TILE, mbarrier);
   }
   // Issues the copies of a step's INT8 values of K and of their scales. A second tile beyond the segment's end is not
-  // copied: the stage keeps its old contents, whose logits the mask hides, and the second scale is that of the first
-  // tile.
+  // copied: the stage keeps its old contents, whose logits the mask hides, and the second scale repeats the first.
   __device__ __forceinline__ void load_codes(int step, int stage, uint32_t mbarrier) {
     if (!ptx::elect()) return;
     int tiles = min(block.segment.key_tiles() - TILES * step, TILES);

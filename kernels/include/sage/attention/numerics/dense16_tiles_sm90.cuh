@@ -8,7 +8,7 @@
 
 namespace sage::attention {
 
-// Issues dQ = dS K over all keys of a block, for 8 N channels. dS^T and K are in shared memory; k_rows is the address
+// Issues dQ = dS K over all SM90_KEYS keys, for 8 N channels. dS^T and K are in shared memory; k_rows is the address
 // of K at the first of these channels.
 template <class T, int N>
 __device__ __forceinline__ void multiply_keys(float (&dq)[N][4], uint32_t ds_rows, uint32_t k_rows) {
@@ -22,7 +22,7 @@ __device__ __forceinline__ void multiply_keys(float (&dq)[N][4], uint32_t ds_row
   ptx::wgmma_commit();
 }
 
-// The layout of a block's shared memory: K, V, and the keys' INT8 values if S needs them; stages of Q, dO, the queries'
+// The layout of shared memory: K, V, and the keys' INT8 values if S needs them; stages of Q, dO, the queries'
 // INT8 values if S needs them, and the row state (log-sum-exp, delta, the row sum if P needs it, the scale of the INT8
 // values); two slots of dS^T; staging memory of dQ, up to 128 channels; P's memory for each warp.
 template <class T, int HEAD_DIM, params::Plan PLAN, class P, class Source, int VALUE_DIM = HEAD_DIM>
@@ -30,8 +30,8 @@ struct Dense16TilesSm90 {
   using Type = T;
   using S = WarpgroupScores<Source>;
   static constexpr int D = HEAD_DIM, V = VALUE_DIM, STAGES = PLAN.stages;
-  // Channels of K and Q that are loaded in 16 bit. Above 128 channels with an INT8 S these are the block's own 128
-  // channels, because only dQ and dK read 16-bit rows.
+  // Channels of K and Q that are loaded in 16 bit. Above 128 channels with an INT8 S, these are the 128 channels of
+  // the channel_part, because only dQ and dK read 16-bit rows.
   static constexpr int CHANNELS = D > 128 && S::KEY_BYTES > 0 ? 128 : D;
   static constexpr int K_BYTES = SM90_KEYS * CHANNELS * 2, V_BYTES = SM90_KEYS * V * 2;
   static constexpr int Q_BYTES = TILE * CHANNELS * 2, DOUT_BYTES = TILE * V * 2;

@@ -28,9 +28,9 @@ struct Nvfp4ForwardSm100 {
   static_assert(PLAN.rows == FORWARD_QUERIES && PLAN.row_bytes == Tile::BYTES / TILE && PLAN.shared_bytes == SHARED_BYTES);
   // The hardware's swizzle repeats every eight rows.
   static_assert(KEYS_AT % (8 * Tile::ROW) == 0 && Tile::BYTES % (8 * Tile::ROW) == 0 && P_AT % (8 * Tile::V_ROW) == 0);
-  // Columns of tensor memory: S, O, and scales, four columns for 32 rows of 16 bytes. The scales of K use two columns
-  // per step, because a tile has 64 rows. The scales of P and V have two buffers: the scales of a step are copied while
-  // MMAs of the previous step may be in flight.
+  // Columns of tensor memory: S, O, and scales. Scales use four columns for 32 rows of 16 bytes. The scales of K use
+  // two columns per step, because a tile has 64 rows. The scales of P and V have two buffers: the scales of a step are
+  // copied while MMAs of the previous step may be in flight.
   static constexpr int SCORES_AT = 0, OUTPUT_AT = 64, SCALE_COLUMNS = 4;
   static constexpr int Q_COLUMNS_AT = OUTPUT_AT + D, K_COLUMNS_AT = Q_COLUMNS_AT + STEPS * SCALE_COLUMNS;
   static constexpr int P_COLUMNS_AT = K_COLUMNS_AT + SCALE_COLUMNS, V_COLUMNS_AT = P_COLUMNS_AT + 2 * SCALE_COLUMNS;
@@ -39,7 +39,7 @@ struct Nvfp4ForwardSm100 {
   const params::Forward& p;
   uint32_t shared;
   int query_tiles;
-  const int8_t *queries, *keys, *values;  // the block's first tiles
+  const int8_t *queries, *keys, *values;  // the first query tile, and the segment's first key tile
 
   __device__ __forceinline__ Nvfp4ForwardSm100(const params::Forward& p, const ForwardBlock& b, unsigned char* memory)
       : p(p), shared(ptx::shared_address(memory)), query_tiles(b.segment.query_tiles() - b.first / TILE) {
@@ -116,7 +116,7 @@ struct Nvfp4ForwardSm100 {
   struct Row {
     float reference = -CUDART_INF_F, sum = 0.0f;  // the reference of the exponents; the sum of the probabilities
     float decay;         // factor of O when the reference grows
-    float scale;         // of logits, in base 2
+    float scale;         // converts S to base-2 logits
     float s[TILE];       // S; the logit of key k is s[layout::row_of_key(k)]
     float largest[4];    // largest logit of each of the tile's groups of 16 keys
     uint32_t codes[8], scales;  // of P: FP4 values in key order, and scales in group order
@@ -151,7 +151,7 @@ struct Nvfp4ForwardSm100 {
     }
 
     __device__ __forceinline__ void make_probabilities() {
-      // While the query has seen no key, each term is 2^(-inf - 0) = 0; with a reference of -inf it would be NaN.
+      // While the query has seen no key, each term is 2^(-inf - 0) = 0; with a reference of -inf the term would be NaN.
       float shift = reference == -CUDART_INF_F ? 0.0f : reference;
       scales = 0;
 #pragma unroll

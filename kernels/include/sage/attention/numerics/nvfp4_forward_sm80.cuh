@@ -41,7 +41,7 @@ struct Nvfp4ForwardSm80 {
         first_key_tile(int64_t(b.key_head) * p.shape.key_tiles + b.segment.key_tile),
         scale(p.shape.softmax_scale * ptx::LOG2_E) {}
 
-  // The offset of a tile's keys in shared memory; its values follow them.
+  // The offset of a tile's keys in shared memory; the tile's values follow the keys.
   static __device__ __forceinline__ int keys_at(int tile) { return Q_BYTES + (tile & 1) * 2 * Tile::BYTES; }
 
   __device__ __forceinline__ void load_queries() {

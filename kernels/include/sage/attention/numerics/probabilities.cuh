@@ -3,13 +3,13 @@
 //
 // A policy has, for the forward:
 // - OUTPUTS: the number of outputs. SLACK: see Softmax.
-// - maxima(row maxima, group maxima, logits, of_lane): computes both from of_lane(logit), an increasing function.
+// - maxima(row maxima, group maxima, logits, of_lane): computes the maxima of of_lane(logit), an increasing function.
 // - reference(params, largest logit): the reference that the exponents of a row are relative to.
 // - RowScales: a row's scales, from the largest probability of a group.
 // - pack(operands, probabilities, scales): creates the 16-bit A operands of each output.
 // For the backward:
 // - QUERY_VALUES: values of row state for each query of a tile. WARP_BYTES: shared memory per warp.
-// - make_scales(P^T, the queries' row state after log-sum-exp and delta, the warp's memory, lane): computes scales of P^T.
+// - make_scales(P^T, the queries' row state after log-sum-exp and delta, the warp's memory, lane): computes the scales.
 // - pack_transposed(operand, P^T, the warp's memory, lane): called after make_scales, creates the A operand of dV.
 #pragma once
 
@@ -103,8 +103,8 @@ struct Nvfp4Probabilities {
     return p.p_literal ? max : ceilf(max) - p.p_lift;
   }
 
-  // Computes maxima over the logits of each row: over the row, and over the group whose scale this lane computes, group
-  // t for lane t of the row's four lanes. A group's largest logit has the group's largest probability.
+  // Computes the largest logit of each row, and of the group whose scale this lane computes: group t for lane t of the
+  // row's four lanes. A group's largest logit has the group's largest probability.
   template <int M, class OfLane>
   static __device__ __forceinline__ void maxima(float (&row)[2 * M], float (&group)[2 * M], const float (&x)[M][8][4], OfLane of_lane) {
     bool upper_half = threadIdx.x & 2, odd = threadIdx.x & 1;

@@ -8,8 +8,7 @@
 namespace sage::attention {
 
 // Computes out[tile * keys + key], as base-2 logits, for `query_tiles` tiles from `query_tile` on (in the padded
-// buffers) and `keys` keys from `first_key` on. All threads of the block take part; a barrier must precede reads of
-// `out`.
+// buffers) and `keys` keys from `first_key` on. All threads call this function; a barrier must precede reads of `out`.
 template <class T, int D>
 __device__ __forceinline__ void query_mean_logits(const params::View& view, const params::Codes& codes,
                                                   const params::Shape& shape, const Segment& segment,

@@ -7,8 +7,8 @@
 
 namespace sage::attention {
 
-// GENERAL: also supports the ablations. Scales may be shared by groups of vectors, and Q may be smoothed, which adds a
-// row to the logits and a rank-one term to dK.
+// GENERAL: also supports ablations: scales shared by groups of vectors, and Q smoothing, which adds a row to the logits
+// and a rank-one term to dK.
 template <class T, int HEAD_DIM, params::Plan PLAN, bool GENERAL = false>
 struct SageBwdBackwardSm80 {
   using Type = T;
@@ -216,17 +216,17 @@ struct SageBwdBackwardSm80 {
   }
 
  private:
-  // Computes P^T = 2^(logit - LSE), without a mask, of the tile in the stage `at`, and dP^T - delta if registers allow
-  // it this early. With Q smoothing (smooth_q) the logits include mean_logits.
+  // Computes P^T = 2^(logit - LSE), without a mask, of the tile in the stage `at`, and at head_dim 64 dP^T - delta.
+  // With Q smoothing the logits include mean_logits.
   __device__ __forceinline__ void compute_probabilities(Scores& s, Scores& dp, uint32_t at, const float* minus_lse2, float q_dequant,
                                                         const float* mean_logits, bool smooth_q, int lane) const {
     int x[8][4];
     multiply_score_codes<D>(x, shared + warp * 16 * D, at, lane);
-    // dP is computed this early if registers allow it, so that the tensor cores work on it while P is computed.
+    // At head_dim 64 registers allow dP this early: the tensor cores work on dP while P is computed.
     if constexpr (D == 64) multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
     float factor = q_dequant * k_dequant * (p.shape.softmax_scale * ptx::LOG2_E);
-    // MAGIC and the log-sum-exp are subtracted as one addend. Its rounding error is less than one unit of the integer
-    // sums, whose own error from quantizing Q and K is about a hundred units.
+    // MAGIC and the log-sum-exp are subtracted as one addend. Its rounding error is less than 1 in the integer sums,
+    // whose error from quantizing Q and K is about 100.
     float magic = -quant::MAGIC * factor;
     if (__builtin_expect(factor > quant::MAGIC_FACTOR, false)) {
 #pragma unroll
@@ -269,7 +269,7 @@ struct SageBwdBackwardSm80 {
     return fmaf(__int_as_float(x), factor, -quant::MAGIC * factor);
   }
 
-  // dS^T in a slot, over the block's key tile number `part`.
+  // The address of dS^T in a slot, from key tile number `part` on.
   __device__ __forceinline__ uint32_t ds_rows_of(int slot, int part) const {
     return shared + DS_AT + slot * DS_BYTES + part * TILE * TILE * 2;
   }

@@ -228,7 +228,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
                   dq_dequant.y * k_dequant);
     }
 
-    // Adds the chunks of dV, then those of dK, from INT8 P and dS: the next chunk's wgmma is in flight while the
+    // Adds the chunks of dV, then of dK, from INT8 P and dS: the next chunk's wgmma is in flight while the
     // current chunk is added. The first chunk's wgmma was already issued, into y[0].
     __device__ __forceinline__ void add_products(int (&y)[2][CHUNK / 8][4], const ScoreCodes& codes, const ScoreCodes& ds_codes,
                                                  const float (&dequant)[2], const float (&ds_dequant)[2], uint32_t at,
@@ -301,8 +301,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
       }
     }
     __device__ __forceinline__ void added() {}
-    // The staging memory is in the INT8 values for dK, not in V: without query tiles this warpgroup waits at no barrier
-    // after which the consumers' copies of V have arrived.
+    // The staging memory is in the INT8 values for dK, not in V: if no query tile exists, this warpgroup waits at no
+    // barrier after which the consumers' copies of V have arrived.
     __device__ __forceinline__ uint32_t gradient_staging() const {
       return of.shared + slot_at(0) + DK_CODES_AT + threadIdx.x / 32 % 4 * GRADIENT_STAGING;
     }

@@ -17,7 +17,7 @@ struct SageBwdForwardSm80 {
   static constexpr int D = HEAD_DIM;
   static constexpr int THREADS = PLAN.threads, M = FORWARD_QUERIES * 2 / THREADS;
   using Logits = int[M][8][4];  // the bits of floats MAGIC + sum
-  static constexpr int BLOCKS = HEAD_DIM == 64 && !QK ? 3 : 2;  // blocks per multiprocessor: as many as its registers allow
+  static constexpr int BLOCKS = HEAD_DIM == 64 && !QK ? 3 : 2;  // thread blocks per multiprocessor: as many as its registers allow
   static constexpr int STAGES = PLAN.stages;
   using RowSoftmax = Softmax<D, M, THREADS, HEAD_DIM == 64>;
   static constexpr bool COOPERATES = QK, SMOOTHS_VALUES = !QK;
@@ -34,7 +34,7 @@ struct SageBwdForwardSm80 {
   float* mean_logits;  // (query tile, key), with Q smoothing
   int warp;
   int first_key_tile;   // in the padded buffers, of this head
-  int64_t query_tile;   // of the block's first query
+  int64_t query_tile;   // of the thread block's first query
   int query_tiles_left;
   float q_factor;       // q dequant_scale * softmax_scale * log2 e
   const params::Forward& p;
@@ -207,7 +207,6 @@ struct SageBwdForwardSm80 {
     return sum;
   }
 
-  // O += P V of a tile.
   __device__ __forceinline__ void add_values(int tile, const ProbabilityCodes& codes, const float (&dequant)[2 * M],
                                              RowSoftmax& softmax, int lane) const {
     layout::ReaderB<TILE> v_reader(k_tile(tile) + TILE_BYTES, lane);

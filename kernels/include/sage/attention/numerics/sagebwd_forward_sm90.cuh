@@ -112,7 +112,7 @@ struct SageBwdForwardSm90 {
     float q_factor;  // q dequant_scale * softmax_scale * log2 e
     Softmax<D, 1, WARPGROUP_THREADS, false> softmax;
     int x[16][4];          // S of both tiles
-    uint32_t codes[4][4];  // P in u8, the A operand of P V: 32 keys each
+    uint32_t codes[4][4];  // P in u8, the A operand of P V: 32 keys per fragment
     float dequant[2];      // the scale of P V for each row
     int y[D / 8][4];       // P V of the current step
 
@@ -161,8 +161,8 @@ struct SageBwdForwardSm90 {
           }
         }
       }
-      // Quantized P and the sum of P are both computed from f16. Its rounding error, up to 2^-11 of a probability, is a
-      // quarter of the quantization error, and averages out in the sum.
+      // Quantized P and the sum of P are both computed from f16. The rounding error, up to 2^-11 of a probability,
+      // is a quarter of the quantization error, and averages out in the sum.
       float sum[2][2];
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
@@ -246,8 +246,8 @@ struct SageBwdForwardSm90 {
       }
     }
 
-    // Computes the maximum of each row over logits plus log2_v, because logits of the tile with the smaller scale of V
-    // count for less; and the offset with which 2^(x factor + log2_v + offset) is in the range of u8.
+    // Computes the maximum of each row over logits plus log2_v: logits of the tile with the smaller scale of V count
+    // for less. Also computes the offset with which 2^(x factor + log2_v + offset) is in the range of u8.
     template <Hidden HIDDEN>
     __device__ __forceinline__ void find_maxima(const Logits (&s)[2], const float (&factor)[2], const StepScales& scales,
                                                 float (&row_max)[2], float (&offset)[2]) const {
@@ -277,8 +277,8 @@ struct SageBwdForwardSm90 {
     }
 
     // Raises the references, which no exponential depends on. Then adds 0 to the offsets: the false dependency on the
-    // branch makes ptxas schedule ex2 and packing in one basic block, where several units work at once; without it ex2
-    // is hoisted above the branch and serializes.
+    // branch makes ptxas schedule ex2 and packing in one basic block, where several execution units work at once;
+    // without this dependency ex2 is hoisted above the branch and serializes.
     __device__ __forceinline__ void follow(const float (&row_max)[2], float (&offset)[2]) {
       softmax.follow(row_max);
 #pragma unroll

@@ -113,8 +113,7 @@ __device__ __forceinline__ void transpose_keys(unsigned char* k_transposed, cons
   }
 }
 
-// The number of the block's first key tile in the padded buffers; and whether the block's key tile number `part`
-// exists.
+// The number of the thread block's first key tile in the padded buffers; whether its key tile number `part` exists.
 __device__ __forceinline__ int64_t first_key_tile(const params::Backward& p, const BackwardBlock& block) {
   return int64_t(block.key_head) * p.shape.key_tiles + block.segment.key_tile + block.first_key / TILE;
 }
@@ -122,7 +121,7 @@ __device__ __forceinline__ bool key_tile_exists(const BackwardBlock& block, int 
   return block.first_key + part * TILE < block.segment.key_len;
 }
 
-// Issues the asynchronous copies of the INT8 values of a block's keys: PARTS tiles, with rows of D bytes.
+// Issues the asynchronous copies of INT8 K: the thread block's PARTS key tiles, with rows of D bytes.
 template <int PARTS, int D, int THREADS>
 __device__ __forceinline__ void copy_key_tiles(uint32_t shared, const params::Backward& p, const BackwardBlock& block) {
 #pragma unroll
@@ -133,7 +132,7 @@ __device__ __forceinline__ void copy_key_tiles(uint32_t shared, const params::Ba
   }
 }
 
-// The dequant_scale of K for the block's tile number `part`, 0 if it does not exist.
+// The dequant_scale of the thread block's key tile number `part`; 0 if the tile does not exist.
 __device__ __forceinline__ float k_dequant_of(const params::Backward& p, const BackwardBlock& block, int part) {
   return key_tile_exists(block, part) ? __ldg(p.codes.k_dequant_scale + first_key_tile(p, block) + part) : 0.0f;
 }

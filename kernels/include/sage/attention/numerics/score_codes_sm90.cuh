@@ -31,7 +31,7 @@ template <class Max>
 __device__ __forceinline__ uint32_t join_rows(const uint32_t (&rows)[2], Max max) {
   return max(__byte_perm(rows[0], rows[1], 0x5410), __byte_perm(rows[0], rows[1], 0x7632));
 }
-// Computes these maxima over the four lanes of a row.
+// Computes the maxima of two rows over the four lanes of the rows.
 template <class Max>
 __device__ __forceinline__ uint32_t join_lanes(uint32_t x, Max max) {
   x = max(x, __shfl_xor_sync(~0u, x, 1));
@@ -81,7 +81,7 @@ __device__ __forceinline__ void quantize_probabilities(const PackedScores& w, ui
     }
 }
 
-// The scales of two rows in f16, from their maxima, the halves of `largest`. If 127 / max overflows f16, the
+// The f16 scales of two rows, from the rows' maxima in the halves of `largest`. If 127 / max overflows f16, the
 // quant_scale is the largest f16.
 struct HalfScales {
   uint32_t quant[2];
@@ -104,7 +104,7 @@ struct HalfScales {
 };
 
 // The unit of a warp's dS: a power of two that dS is divided by, so that its largest value is in [LOW, HIGH] in f16.
-// Typical dS is about 1e-7, too small for f16. The unit changes when the largest dS leaves this window. A row whose
+// Typical dS is about 1e-7, too small for f16. The unit changes when the largest dS leaves this range. A row whose
 // largest value is below 2^-9 in this unit is quantized more coarsely, because HalfScales bounds its scale; that value
 // is then at least 2^9 times smaller than the largest dS of the warp's 16 keys. dS beyond 2^75, or beyond 2^38 right
 // after tiles whose dS is nearly zero, becomes infinite.
@@ -119,7 +119,7 @@ struct DsUnit {
     unit = other, exponent = float(127 - int(__float_as_uint(other) >> 23));
   }
   // `w` is dS in this unit, packed from `s`, and `largest` contains the maxima of rows g and g + 8. If the warp's
-  // largest dS has left the window, changes the unit and rescales all three. Returns the unit of `w`, or 0 if all of dS
+  // largest dS has left the range, changes the unit and rescales all three. Returns the unit of `w`, or 0 if all of dS
   // is zero in any unit.
   __device__ __forceinline__ float keep(PackedScores& w, uint32_t& largest, Scores& s) {
     uint32_t top = max(largest & 0x7fffu, largest >> 16 & 0x7fffu);
@@ -131,7 +131,7 @@ struct DsUnit {
 #pragma unroll
       for (int e = 0; e < 4; ++e) bits = max(bits, quant::abs_bits(s[n][e]));
     int power = int(__reduce_max_sync(~0u, bits) >> 23) - 127;
-    // Zeros and nonfinite values do not predict the size of the next tiles.
+    // Zeros and nonfinite values do not predict the next tiles' dS.
     if (power <= -127) return 0.0f;
     if (power >= 128) return unit;
     int now = int(exponent), next = min(max(now + min(max(TARGET - power, -STEP), STEP), LEAST), MOST);

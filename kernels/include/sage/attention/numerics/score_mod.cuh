@@ -3,8 +3,9 @@
 // or both, according to the parameters.
 //
 // A policy has:
-// - apply(x, factor, offset, ..): on entry x times factor are base-2 logits, and offset is 0. Changes all three, so that
-//   the new base-2 logits are x times factor plus offset. A forward has an offset for each row, a backward one offset.
+// - apply(x, factor, offset, ..): on entry x times factor are base-2 logits, and offset is 0. Changes all three, so
+//   that the new base-2 logits are x times factor plus offset. A forward has an offset for each row, a backward one
+//   offset.
 // - of_lane: in a forward, a further addend of all logits of this lane; 0 unless `apply` sets it.
 // - add_of_lane(x, factor): returns x + of_lane / factor.
 // - chain(ds): multiplies `ds`, the gradient of the new logits, by the derivative of the last `apply` to transposed
@@ -18,7 +19,7 @@
 
 namespace sage::attention {
 
-// The first query head that a block of a backward visits.
+// The first query head that a thread block of a backward visits.
 __device__ __forceinline__ int first_query_head(const params::Backward& p, const BackwardBlock& block) {
   return block.key_head * (p.shape.query_heads / p.shape.key_heads);
 }

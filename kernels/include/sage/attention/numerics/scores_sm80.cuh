@@ -2,11 +2,11 @@
 // their INT8 values (SageBwd whose backward computes only S in INT8).
 //
 // A policy has:
-// - KEY_BYTES, TILE_BYTES: shared memory for INT8 values, per key, and per tile of queries; 0 if S uses the 16-bit rows.
+// - KEY_BYTES, TILE_BYTES: shared memory for INT8 values, per key and per query tile; 0 if S uses the 16-bit rows.
 // - load_keys, load: issue the asynchronous copies of the INT8 values.
 // - multiply: computes the sums of S^T for a warp's 16 keys and 64 queries.
-// - factor: converts a sum to a base-2 logit. k_factor: the part of the factor that is constant for 64 keys of a block and all
-//   tiles of queries.
+// - factor: converts a sum to a base-2 logit. k_factor: the part of the factor that is the same for a tile of
+//   64 keys and all tiles of queries.
 #pragma once
 
 #include <sage/attention/numerics/score_codes_sm80.cuh>
@@ -66,11 +66,10 @@ struct ScoresOfCodes {
   }
 };
 
-// Subtracts the mean over tokens from a block's rows of K in shared memory, whose layout is `at(row, chunk of 8
-// channels)`. Rows beyond the last key do not matter, because their dS is 0. Does nothing for unquantized attention,
-// which has no mean. (All matmuls of SageBwd's backward must use the same K: rows of dS do not sum to exactly zero if O
-// and P are not exact, and the remainder would be multiplied by the mean.) The rows have CHANNELS of the D channels,
-// from `first_channel` on.
+// Subtracts the mean over tokens from the rows of K in shared memory, whose layout is `at(row, chunk of 8 channels)`.
+// Rows beyond the last key do not matter, because their dS is 0. Does nothing for unquantized attention, which has no
+// mean. (All matmuls of SageBwd's backward must use the same K: rows of dS do not sum to exactly zero if O and P are
+// inexact, and the remainder would be multiplied by the mean.) The rows have CHANNELS channels from `first_channel` on.
 template <class T, int KEYS, int D, int THREADS, int CHANNELS = D, class At>
 __device__ __forceinline__ void subtract_key_mean(unsigned char* memory, const params::Backward& p, const BackwardBlock& block, At at,
                                                   int first_channel = 0) {

@@ -4,10 +4,10 @@
 // In addition to the members in scores_sm80.cuh, a policy has:
 // - Sums: the accumulators of S^T.
 // - start: issues S^T, with K in shared memory or in registers as KeyFragments, which read_keys loads.
-// - load_by_bulk: issues a tile's bulk copies, BULK_BYTES in total, by one thread. With INT8 values it also copies their scale,
-//   after the row state.
-// - ARRIVALS: that thread's arrivals at the mbarrier: one for the bulk copies, and with INT8 values one for the scale.
-// - factor_at: the factor of a tile, including that scale.
+// - load_by_bulk: issues a tile's bulk copies, BULK_BYTES in total, by one thread. With INT8 values it also copies
+//   their scale, after the row state.
+// - ARRIVALS: this thread's arrivals at the mbarrier: one for the bulk copies, and with INT8 values one for the scale.
+// - factor_at: the factor of a tile, including the scale.
 #pragma once
 
 #include <sage/attention/panels.cuh>
