@@ -31,7 +31,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=3.0, help="how long each type runs")
     args = parser.parse_args()
     pynvml.nvmlInit()
-    # By its UUID, because NVML numbers GPUs regardless of CUDA_VISIBLE_DEVICES.
+    # Uses the UUID, because NVML numbers GPUs regardless of CUDA_VISIBLE_DEVICES.
     uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
     gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid)
     print(f"{torch.cuda.get_device_name()}, {args.size} x {args.size} x {args.size}, random values")

@@ -59,7 +59,7 @@ def attention(
     cu_seqlens_q, cu_seqlens_k: cumulative lengths of packed documents, as in FlashAttention: [0, 20, 64] are two
         documents. The batch size must be 1. Use lists or CPU tensors: tensors on a GPU are copied to the host, which
         waits for the GPU. Under `torch.compile` use tensors, because a list is a constant of the compiled code. Compiled
-        code has a fixed number of documents: append empty ones, as in [0, 20, 64, 64, 64].
+        code has a fixed number of documents: append empty documents, as in [0, 20, 64, 64, 64].
     return_lse: whether to return also the log-sum-exps of the logits (with soft cap, ALiBi and sinks), over the keys that a
         query sees: (batch, heads, sequence) in float32, with a gradient; -inf where a query sees no key. Attention to
         several sets of keys is the mean of the sets' outputs, weighted by exp(lse); only one of the sets may have sinks.

@@ -43,7 +43,7 @@ def encode(scheme, settings, causal, window, scale, softcap, deterministic):
 
 
 def _encode(scheme, causal, left, right, scale, softcap, deterministic, *words):
-    """`words` are names and values in turn."""
+    """`words` are names, each followed by its value."""
     pairs = zip(words[::2], words[1::2], strict=True)
     settings = "".join(f"{name.replace('_', '-')}={_word(value)};" for name, value in pairs)
     left, right = (-1 if n is None else int(n) for n in (left, right))
@@ -82,7 +82,7 @@ def _tensor(x):
 
 
 def _others(sinks, slopes, lists, query):
-    """The addresses of sinks, slopes and lists, and the tensors that must stay alive while they are read."""
+    """The addresses of sinks, slopes and lists, and the tensors that must stay alive while kernels read them."""
     if sinks is None and slopes is None and lists is None:
         return (0, 0, (0, 0)), None
     for name, x in (("sinks", sinks), ("ALiBi slopes", slopes)):
@@ -186,14 +186,14 @@ _planned_packed = functools.lru_cache(maxsize=16)(_make_plan)
 
 
 def _plan(query, key, value, sinks, slopes, lists, settings, packing, with_lse, keep):
-    """The plan of a call on a GPU, everything except addresses: checked once per combination of shapes and settings."""
+    """The plan of a call on a GPU: everything except addresses. Made once per combination of shapes and settings."""
     planned = _planned if packing is None else _planned_packed
     width = None if lists is None else int(lists.shape[-1]) - 1
     return planned(settings, packing, with_lse, keep, (sinks is not None, slopes is not None, width), query, key, value)
 
 
 def _traced_state(query, key, value, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k, with_lse, keep):
-    """The size of the state of a traced call on a GPU, whose shapes are fixed, but not its documents' lengths."""
+    """The size of the state of a traced call on a GPU. Shapes are fixed, but lengths of documents are not."""
     of = [(tuple(map(int, x.shape)), tuple(map(int, x.stride())), x.dtype, x.device) for x in (query, key, value)]
     packing = None
     if cu_seqlens_q is not None:

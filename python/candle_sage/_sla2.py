@@ -24,7 +24,7 @@ class SLA2(nn.Module):
     `phi` is the softmax over channels. The candidates of a block of queries are all blocks of keys, with a causal mask
     the blocks before the diagonal. The router scores a candidate `J` by `(Rq qbar_I) . (Rk kbar_J) / sqrt(head_dim)`
     from means of queries and of keys, and selects the largest scores. With a causal mask `qbar` is the mean of the last
-    queries up to the block's first one, so that no query depends on later tokens. The selection has no gradient: train
+    queries up to the block's first query, so no query depends on later tokens. The selection has no gradient: train
     the router by adding `router_loss` to the model's loss. The selected blocks run in this package's kernels; router,
     tail and mixture are PyTorch operators.
 
@@ -137,7 +137,7 @@ class SLA2(nn.Module):
         return every.tril(-1) if self.causal else every
 
     def _scores(self, query, key):
-        """(batch, key heads, blocks of queries, blocks of keys)."""
+        """The router's scores, (batch, key heads, blocks of queries, blocks of keys)."""
         with torch.autocast(query.device.type, enabled=False):
             sizes = _sizes(key)
             of_key = (_blocks(key.detach().float()).sum(2) / sizes[:, None, None]).transpose(1, 2)

@@ -64,7 +64,7 @@ def _mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_functio
 
 def _with_packing(mask, queries):
     """A padding mask with an attribute that `_forward` needs in every layer: the indices of tokens that are not padding,
-    and their cumulative lengths, for queries and for keys."""
+    and the cumulative lengths of the texts, for queries and for keys."""
     mask = mask.bool()
     mask.packing = [_tokens(mask[:, -queries:]), _tokens(mask)]
     return mask
@@ -75,7 +75,7 @@ def _tokens(mask):
 
 
 def _is_ours(mask_function, local_size, queries, first_key, keys):
-    """Whether a mask is causal or bidirectional, and within the window if there is one; tested at some positions."""
+    """Tests at some positions whether a mask is causal or bidirectional, with the window if there is a window."""
     query = torch.unique(torch.linspace(max(0, queries - 512), queries - 1, 48).long())[:, None]
     key = torch.unique(torch.cat((torch.linspace(first_key, keys - 1, 64).long(), query[:, 0].clamp(first_key, keys - 1))))[None]
     zero = torch.zeros((), dtype=torch.long)

@@ -1,5 +1,5 @@
 //! Attention on a CPU: copies PyTorch tensors to candle tensors and back. The forward stores nothing; the backward
-//! recomputes it.
+//! computes the forward again.
 
 use candle_core::{DType, Device, Result, Tensor as Candle, WithDType};
 use candle_sage::{Attention, AttentionShape, Selection};

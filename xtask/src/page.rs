@@ -9,8 +9,8 @@
 //! <!-- end of figures -->
 //! ```
 //!
-//! Without options the table is the whole data file; without a template (the lines with bars) it has all columns. With
-//! `provenance=short` the line has only device and date.
+//! Without options the table is the whole data file; without a template (the lines with bars) the table has all
+//! columns. With `provenance=short` the line has only device and date.
 
 use anyhow::{Result, bail, ensure};
 

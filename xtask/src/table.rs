@@ -29,7 +29,6 @@ impl Table {
         })
     }
 
-    /// Keeps the rows whose cell in `column` is one of `values`.
     pub(crate) fn retain(&mut self, column: &str, values: &[String]) -> Result<()> {
         let index = self.column(column)?;
         self.rows.retain(|row| values.contains(&row[index]));

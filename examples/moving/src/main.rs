@@ -1,4 +1,4 @@
-//! The moves of docs/moving.md on Llama, Mistral, Qwen2, Gemma, Gemma 2 and BERT: compares logits with
+//! Applies the moves of docs/moving.md to Llama, Mistral, Qwen2, Gemma, Gemma 2 and BERT. Compares logits with
 //! candle-transformers' models with the same weights, and counts the weights without a gradient.
 //!
 //! `cargo run --release -p moving`
@@ -66,7 +66,7 @@ fn qwen2_config(sizes: Sizes) -> qwen2::Config {
         num_attention_heads: sizes.heads,
         num_key_value_heads: sizes.key_heads,
         max_position_embeddings: sizes.positions,
-        // Their mask always has a window.
+        // The mask of candle-transformers' Qwen2 always has a window.
         sliding_window: sizes.positions,
         max_window_layers: sizes.layers,
         tie_word_embeddings: true,
@@ -158,7 +158,7 @@ impl Uniform {
     }
 }
 
-/// Sets every variable: norm weights around 1, and matrices so that they preserve the variance.
+/// Sets every variable: norm weights around 1, and matrices to a scale that preserves the variance.
 fn fill(vars: &VarMap) -> Result<()> {
     let data = vars.data().lock().expect("no panic elsewhere");
     let mut named: Vec<(&String, &Var)> = data.iter().collect();

@@ -17,7 +17,6 @@ pub(crate) enum Family {
     Gemma2,
 }
 
-/// The sizes of a small model.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sizes {
     pub(crate) family: Family,
@@ -38,7 +37,7 @@ pub(crate) struct Sizes {
 }
 
 impl Sizes {
-    /// More positions than heads: a rotary embedding that mistakes heads for tokens finds rows for them.
+    /// More positions than heads: a rotary embedding that mistakes heads for tokens finds table rows for all heads.
     pub(crate) fn of(family: Family) -> Self {
         Self {
             family,
@@ -131,7 +130,7 @@ impl HeadsFirst {
     }
 }
 
-/// The attention of a block. (Boxed, because the two differ in size.)
+/// The attention of a block. (Boxed, because the variants differ in size.)
 enum Layer {
     HeadsFirst(Box<HeadsFirst>),
     WholeLayer(Box<(SelfAttention, Rotary, KvCache)>),
@@ -174,7 +173,7 @@ impl Layer {
     }
 }
 
-/// The rotary tables of candle-transformers, in f32 as there. (A copied model keeps its own tables.)
+/// The rotary tables of candle-transformers, in f32 as in that crate. (A copied model keeps its own tables.)
 fn tables(sizes: Sizes, vb: &VarBuilder<'_>) -> Result<(Tensor, Tensor)> {
     let Sizes { head_dim, positions, base, .. } = sizes;
     let frequencies: Vec<f32> =
@@ -210,7 +209,7 @@ impl Module for Norm {
     }
 }
 
-/// The norms around a branch: Gemma 2 also has one after it.
+/// The norm before attention or a feed-forward network, and the norm after it in Gemma 2.
 struct Norms {
     before: Norm,
     after: Option<Norm>,

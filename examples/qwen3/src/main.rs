@@ -72,7 +72,7 @@ fn open(folder: Option<&Path>) -> Result<(Config, Words)> {
     Ok((config, Words(Some(tokenizer))))
 }
 
-/// Replaces the weights of a new model by those in a folder.
+/// Replaces the weights of a new model by the weights in a folder.
 fn load(folder: &Path, vars: &VarMap) -> Result<()> {
     let file = folder.join("model.safetensors");
     let tensors = candle_core::safetensors::load(&file, &Device::Cpu)?;
@@ -83,7 +83,6 @@ fn load(folder: &Path, vars: &VarMap) -> Result<()> {
     Ok(())
 }
 
-/// Greedy decoding: always chooses the most likely next token.
 fn greedy(
     prompt: &[u32],
     tokens: usize,
@@ -123,7 +122,6 @@ fn main() -> Result<()> {
     println!("logits against candle-transformers: {apart:.1e} apart");
     assert!(apart < 1e-4, "the models are not the same");
 
-    // Counts the weights with a gradient.
     let all = vars.all_vars();
     let reached =
         |loss: &Tensor| -> Result<usize> { Ok(all.len() - untrained(&vars, &loss.backward()?).len()) };

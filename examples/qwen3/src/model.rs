@@ -86,12 +86,11 @@ impl Qwen3 {
         )
     }
 
-    /// An empty cache per block.
     pub(crate) fn caches(&self, tokens: usize) -> Vec<KvCache> {
         self.blocks.iter().map(|block| block.attention.cache(tokens)).collect()
     }
 
-    /// Logits of the token after ids that follow those in the caches, (vocabulary).
+    /// Logits, (vocabulary), of the token after `ids`. The caches contain the tokens before `ids`.
     pub(crate) fn next(&self, ids: &[u32], caches: &mut [KvCache], device: &Device) -> Result<Tensor> {
         let ids = Tensor::new(ids, device)?.unsqueeze(0)?;
         let attend = |layer: usize, attention: &SelfAttention, x: &Tensor| {
