@@ -9,8 +9,8 @@ namespace {
 constexpr int THREADS = 256;
 constexpr int V = 4;
 
-// The sum of a block, in f64: squares of f32 cannot overflow f64, so the sum is finite if all elements are. The
-// elements that a block sums and the order of every sum depend only on the length.
+// The sum of a thread block, in f64: squares of f32 cannot overflow f64, so the sum is finite if all elements are
+// finite. Which elements a thread block sums, and in which order, depends only on the length.
 __device__ double block_sum(double sum) {
   __shared__ double sums[THREADS];
   sums[threadIdx.x] = sum;
@@ -38,7 +38,7 @@ __device__ void squares(const params::SumOfSquares& p) {
   if (threadIdx.x == 0) p.partials[blockIdx.x] = sum;
 }
 
-// One block adds the sums of all blocks.
+// One thread block adds the sums of all thread blocks.
 __device__ void sum_partials(const params::SumOfSquares& p) {
   double sum = 0.0;
   for (int part = threadIdx.x; part < p.parts; part += THREADS) sum += p.partials[part];
@@ -46,8 +46,8 @@ __device__ void sum_partials(const params::SumOfSquares& p) {
   if (threadIdx.x == 0) *p.out = sum;
 }
 
-// g = factor * gradient, clipped to norm `clip`; m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2; w = (1 -
-// lr decay) w - rate m / (sqrt(root v) + eps). If the norm is not finite, nothing is updated.
+// g = factor * gradient, clipped to norm `clip`; m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2;
+// w = keep w - rate m / (sqrt(root v) + eps). If the norm is not finite, nothing is updated.
 __device__ void update(const params::AdamW& p) {
   double norm = double(p.factor) * sqrt(*p.sum_of_squares);
   if (!isfinite(norm)) return;

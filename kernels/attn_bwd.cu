@@ -1,6 +1,6 @@
 // Attention backward. Each (scheme, element type, head_dim) has three kernels: one visits all queries that see a block
-// of keys, one (sparse) only the query blocks that select it, and one is for windows. If all matmuls, except perhaps S,
-// run in 16 bit, there is a fourth kernel for a soft cap and ALiBi. The table of plans (params/plans.def) says which
+// of keys, one (sparse) only query blocks that select the block, and one is for windows. If all matmuls, except perhaps
+// S, run in 16 bit, there is a fourth kernel for a soft cap and ALiBi. The table of plans (params/plans.def) says which
 // mainloop a kernel runs. Attn-QAT runs the kernels of 16-bit attention on its fake-quantized operands, if its backward
 // does not quantize P again. finish_dq converts the sums of dQ afterwards.
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
@@ -125,8 +125,8 @@ DENSE16(f16, __half, 256)
 
 namespace {
 
-// Runs after the mainloop: converts the sums of dQ, stored in fragment order, to dQ = softmax_scale * sums. A block
-// converts one tile of one (head, segment).
+// Runs after the mainloop: converts the sums of dQ, stored in fragment order, to dQ = softmax_scale * sums. A thread
+// block converts one tile of one (head, segment).
 template <class T, int D>
 __device__ void finish(const params::Backward& p) {
   const params::Shape& shape = p.shape;
@@ -140,7 +140,7 @@ __device__ void finish(const params::Backward& p) {
   using Layout = attention::DqLayout<D>;
   const float4* sums = reinterpret_cast<const float4*>(p.dq_accum + tile * Layout::TILE_FLOATS);
   // Reorders fragments to rows in shared memory, so that whole sectors are written.
-  constexpr int CHUNKS = D / 8, PITCH = D * 2 + 16;  // neighbouring rows are 16 bytes apart modulo all banks
+  constexpr int CHUNKS = D / 8, PITCH = D * 2 + 16;  // neighbouring rows start four banks apart
   __shared__ __align__(16) unsigned char rows[attention::TILE * PITCH];
   float scale = shape.softmax_scale;
 #pragma unroll 4

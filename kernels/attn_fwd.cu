@@ -12,7 +12,7 @@ using Operands = attention::Operands;
 
 namespace {
 
-// A mainloop, its numerics, and the blocks per multiprocessor that must fit its registers (__launch_bounds__).
+// A mainloop, its numerics, and BLOCKS: the thread blocks per multiprocessor for __launch_bounds__.
 template <params::Mainloop>
 struct Forward;
 

@@ -20,7 +20,7 @@ __device__ __forceinline__ T* place(const params::CopyHeads& p, const params::He
 
 template <class T, int V>
 __device__ void copy(const params::CopyHeads& p) {
-  int items = p.tokens * p.heads * p.packs;  // the host checks that they fit an int
+  int items = p.tokens * p.heads * p.packs;  // the host checks that this number fits an int
   int first = blockIdx.x * THREADS * AT_ONCE + threadIdx.x;
   Pack<T, V> packs[AT_ONCE];
 #pragma unroll

@@ -32,8 +32,8 @@ __device__ __forceinline__ void each_pack(const T* row, int classes, const Group
   }
 }
 
-// The largest logit so far, and the sum of exponentials relative to it. While the maximum is minus infinity, as for
-// masked classes, the exponentials are relative to 0, because the difference of two infinities is NaN.
+// The largest logit so far, and the sum of exponentials relative to this logit. While the maximum is minus infinity, as
+// for masked classes, the exponentials are relative to 0, because the difference of two infinities is NaN.
 struct Sum {
   float max = -INFINITY, sum = 0.0f;
 
@@ -132,7 +132,7 @@ __device__ void backward(const params::CrossEntropy& p) {
                     p.z_loss, group);
 }
 
-// Like `backward`, but writes FP8. Each block quantizes one tile.
+// Like `backward`, but writes FP8. Each thread block quantizes one tile.
 template <class T>
 __device__ void quantize_gradient(const params::Fp8CrossEntropy& p) {
   constexpr int V = quant::Fp8Tile::V;
@@ -148,7 +148,7 @@ __device__ void quantize_gradient(const params::Fp8CrossEntropy& p) {
   });
 }
 
-// Runs as one block: the mean of the losses of targets that count, summed in f64 in a fixed order.
+// Runs as one thread block. Computes the mean loss over targets that count, summed in f64 in a fixed order.
 __device__ void mean(const params::CrossEntropy& p) {
   __shared__ double sums[MAX_THREADS];
   double sum = 0.0;

@@ -1,7 +1,7 @@
 // Embedding: looks up rows of a table by id. The backward sums, for each row of the table, the gradients of the output
-// rows with its id. It works on stably sorted ids, so that each table row owns a contiguous run of them. Every whole
-// piece of a run (PIECE sorted ids) is summed by an earlier kernel, all in parallel, so that a frequent id does not
-// cause a long loop.
+// rows with its id. The ids are stably sorted, so that each table row has a contiguous run of ids. An earlier kernel
+// sums the gradients of each piece (PIECE sorted ids) inside a run, all pieces in parallel: a frequent id causes no
+// long loop.
 #include <math_constants.h>
 #include <sage/elements/group.cuh>
 #include <sage/elements/pack.cuh>
@@ -14,10 +14,10 @@ namespace {
 
 constexpr int THREADS = 256;
 static_assert(THREADS >= elements::TEAM_THREADS);
-constexpr int PIECE = 32;  // sorted ids of a piece
+constexpr int PIECE = 32;
 constexpr int BATCH = 4;  // loads in flight
 
-// The row and the first pack of a thread. `lanes` threads share a row: a power of two, at most the block size.
+// A thread's row, and its index among the `lanes` threads that share the row. `lanes` is a power of two.
 struct Seat {
   int64_t row;
   int lane;

@@ -13,14 +13,14 @@ using attention::TILE;
 
 namespace {
 
-// Each thread processes two rows of eight channels: enough bytes in flight to saturate the memory bandwidth, in few
-// registers.
+// Each thread processes two rows of eight channels. This keeps enough loads in flight to saturate the memory bandwidth,
+// and needs few registers.
 constexpr int VALUES = 16;
 template <int D>
 constexpr int THREADS = TILE * D / VALUES;
 
-// Threads per multiprocessor, for __launch_bounds__: all 2048 on Hopper. Other GPUs would spill with so few registers
-// per thread.
+// Threads per multiprocessor, for __launch_bounds__: all 2048 on Hopper. On other GPUs 32 registers per thread would
+// cause spills.
 #if __CUDA_ARCH__ == 900
 constexpr int AT_ONCE = 2048;
 #else
@@ -46,7 +46,7 @@ struct Place {
 
 // The next two functions quantize the values times `factor`, a power of two, and divide the results by `factor`.
 //
-// Groups of 16 channels: a thread has eight of them, the neighbouring lane the other eight.
+// For groups of 16 channels: a thread has eight of the channels, and the neighbouring lane has the other eight.
 template <int ROWS>
 __device__ __forceinline__ void quantize_along_channels(float (&x)[ROWS][8], float factor) {
 #pragma unroll
@@ -61,7 +61,7 @@ __device__ __forceinline__ void quantize_along_channels(float (&x)[ROWS][8], flo
   }
 }
 
-// Groups of 16 tokens: the lanes that share the same channels, CHUNKS lanes apart, have the tokens of a group.
+// For groups of 16 tokens: lanes that are CHUNKS apart have the same channels, and together the tokens of a group.
 template <int CHUNKS, int ROWS>
 __device__ __forceinline__ void quantize_along_tokens(float (&x)[ROWS][8], float factor) {
 #pragma unroll
@@ -103,8 +103,8 @@ __device__ __forceinline__ void round_tile(const Rows<T>& from, const Rows<T>& t
     to.store_8(first + at.row(i), at.column, attention::pack_8<T>(x[i]));
 }
 
-// Each block rounds a tile of 64 tokens of one head: first come the tiles of K, then Q, then V, with neighbouring heads
-// in neighbouring blocks.
+// Each thread block rounds a tile of 64 tokens of one head. The order is: tiles of K, then Q, then V, and neighbouring
+// heads in neighbouring thread blocks.
 template <class T, int D>
 __device__ void fake_quantize(const params::FakeQuantize& p) {
   const params::Shape& shape = p.shape;
@@ -128,7 +128,7 @@ __device__ void fake_quantize(const params::FakeQuantize& p) {
   else round_tile<T, D, false>(source, target, first, mean, factor, p.quantize);
 }
 
-// Each block raises `value_max`, zeros before the launch, to the largest |V| of a tile of 64 tokens of one head.
+// Each thread block raises `value_max`, zeroed before the launch, to the largest |V| of a tile of one head.
 template <class T, int D>
 __device__ void value_maxima(const params::FakeQuantize& p) {
   using At = Place<D, false>;

@@ -46,8 +46,8 @@ __device__ void transpose_codes(const params::Fp8Quantize& p) {
   if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) *p.codes.used = codes.scale;
 }
 
-// Computes the scales of `count` matrices. With running maxima: running = max(largest since the last call, decay *
-// running), and the scale fits margin * running. Without running maxima the scale fits the largest value.
+// Computes the scales of `count` matrices. With running maxima, running = max(largest since the last call, decay *
+// running), and the scale fits margin * running. Without running maxima, the scale fits the largest value.
 __device__ void rescale(const params::Fp8Rescale& p) {
   int n = blockIdx.x * THREADS + threadIdx.x;
   if (n >= p.count) return;

@@ -27,12 +27,11 @@ __device__ void check(const params::CheckIds& p) {
 constexpr int DIGIT_BITS = 8, DIGITS = 1 << DIGIT_BITS;
 constexpr int WARPS = THREADS / 32;
 constexpr int ROUNDS = 8;
-constexpr int TILE = THREADS * ROUNDS;  // ids that a block sorts
+constexpr int TILE = THREADS * ROUNDS;  // ids that a thread block sorts
 static_assert(DIGITS == THREADS, "thread d processes digit d");
 
 __device__ __forceinline__ int digit_of(uint32_t id, int shift) { return id >> shift & (DIGITS - 1); }
 
-// Counts how often each digit occurs in a tile.
 __device__ void count(const params::SortIds& p) {
   __shared__ uint32_t counts[DIGITS];
   counts[threadIdx.x] = 0;
@@ -49,7 +48,7 @@ __device__ void count(const params::SortIds& p) {
 // Moves a tile's ids to their sorted positions. The sort is stable: equal digits stay in the order of tile, warp (each
 // warp has neighbouring ids), round and lane.
 __device__ void place(const params::SortIds& p) {
-  __shared__ uint32_t starts[WARPS][DIGITS];  // first each warp's counts, then the place of each warp's first id of a digit
+  __shared__ uint32_t starts[WARPS][DIGITS];  // each warp's counts; then the position of its first id of a digit
   __shared__ uint32_t totals[WARPS];
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, digit = threadIdx.x;
 #pragma unroll
@@ -59,7 +58,7 @@ __device__ void place(const params::SortIds& p) {
   int64_t first = int64_t(blockIdx.x) * TILE + warp * 32 * ROUNDS + lane;
 #pragma unroll
   for (int i = 0; i < ROUNDS; ++i) {
-    // Positions past the end count as the last digit. They come after all ids, and are not written.
+    // Positions past the end count as the last digit. They are sorted behind all ids, and are not written.
     bool valid = first + i * 32 < p.len;
     ids[i] = valid ? p.ids[first + i * 32] : 0;
     int own = valid ? digit_of(ids[i], p.shift) : DIGITS - 1;
@@ -70,7 +69,7 @@ __device__ void place(const params::SortIds& p) {
     if (before == 0) starts[warp][own] += __popc(equals);
     __syncwarp();
   }
-  // Each thread sums one digit: its count in all tiles, and in the tiles before this one.
+  // Each thread sums the counts of one digit: in all tiles, and in the tiles before this one.
   uint32_t all = 0, earlier = 0;
 #pragma unroll 8
   for (int tile = 0; tile < int(gridDim.x); ++tile) {

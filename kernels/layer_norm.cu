@@ -13,7 +13,7 @@ using elements::Row;
 
 namespace {
 
-// Threads of a block of the backward, which keeps the sums of two gradients in registers.
+// The backward has fewer threads, because it keeps the sums of two gradients in registers.
 constexpr int BACKWARD_THREADS = 256;
 static_assert(BACKWARD_THREADS >= elements::TEAM_THREADS);
 
@@ -53,7 +53,7 @@ __device__ void forward(const params::LayerNorm& layer) {
 }
 
 // dx = r (g - mean(g) - c r^2 mean(g o c)) with c = x - mean(x) and g = dy o w. Also sums dw = dy o c r and db = dy
-// over the block's rows, in an order that depends only on the shape.
+// over the thread block's rows, in an order that depends only on the shape.
 template <class T, int V>
 __device__ void backward(const params::LayerNorm& layer) {
   const params::RmsNorm& p = layer.of;
@@ -86,7 +86,7 @@ __device__ void backward(const params::LayerNorm& layer) {
       for (int i = 0; i < V; ++i) {
         float centered = in[i] - of.mean, part = grad[i] * centered * of.r;
         out[i] = of.r * (grad[i] * w[i] - shift - centered * pull);
-        // The host zeroed the sums in memory; no other thread adds here.
+        // The host zeroed the sums in memory; no other thread adds to these elements.
         if (k < KEEP) dw[k][i] += part; else dweight[chunk * V + i] += part;
         if (k < KEEP) db[k][i] += grad[i]; else dbias[chunk * V + i] += grad[i];
       }

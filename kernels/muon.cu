@@ -9,7 +9,7 @@ namespace {
 
 constexpr int THREADS = 256, V = 4, V16 = 8;
 
-// The sum over a block, in an order that depends only on the number of threads.
+// The sum over a thread block, in a fixed order.
 __device__ float block_sum(float sum) {
   __shared__ float sums[THREADS];
   sums[threadIdx.x] = sum;
@@ -36,8 +36,8 @@ __device__ __forceinline__ void each(int64_t len, Body body) {
   }
 }
 
-// g = factor * gradient, clipped to norm `clip`; m = beta m + (1 - beta) g; the direction is m, or with Nesterov beta m
-// + (1 - beta) g, times `unit`. If the norm is not finite, m is not changed.
+// g = factor * gradient, clipped to norm `clip`; m = beta m + (1 - beta) g. The direction is unit m, or with Nesterov
+// unit (beta m + (1 - beta) g). If the norm is not finite, m is not changed.
 __device__ void momentum(const params::MuonMomentum& p) {
   double norm = double(p.factor) * sqrt(*p.sum_of_squares);
   bool finite = isfinite(norm);
@@ -59,7 +59,7 @@ __device__ void momentum(const params::MuonMomentum& p) {
   });
 }
 
-// One block per matrix.
+// One thread block per matrix.
 __device__ void trace(const params::MuonTrace& p) {
   int64_t size = p.size;
   auto* x = static_cast<const __nv_bfloat16*>(p.x) + blockIdx.x * size * size;
@@ -69,7 +69,7 @@ __device__ void trace(const params::MuonTrace& p) {
   if (threadIdx.x == 0) p.inverse[blockIdx.x] = sum > 0.0f && isfinite(sum) ? 1.0f / sqrtf(sum) : 0.0f;
 }
 
-// y = f (a I + b x + c y), for a batch of matrices.
+// y = f (a I + b x + c y), for a batch of matrices; f is inverse^power.
 __device__ void combine(const params::MuonCombine& p) {
   uint32_t size = p.size, square = size * size;
   auto* x = static_cast<const __nv_bfloat16*>(p.x);
@@ -86,8 +86,8 @@ __device__ void combine(const params::MuonCombine& p) {
     for (int i = 0; i < N; ++i) {
       float sum = p.b * from[i] + p.c * to[i] + (after == 0 ? p.a : 0.0f);
       if (p.power > 0) {
-        // Multiplies by one factor at a time, because the power may overflow where the result does not. A factor of 0
-        // gives zeros.
+        // Multiplies by `inverse` once or twice, because its square may overflow where the result does not. An inverse
+        // of 0 gives zeros.
         float inverse = p.inverse[matrix];
         sum = inverse == 0.0f ? 0.0f : sum * inverse;
         if (p.power > 1) sum *= inverse;
@@ -100,7 +100,7 @@ __device__ void combine(const params::MuonCombine& p) {
   });
 }
 
-// One block per row: computes the row's mean square, and updates its running mean square.
+// One thread block per row: computes the row's mean square, and updates its running mean square.
 __device__ void row_squares(const params::MuonRows& p) {
   auto* x = static_cast<const __nv_bfloat16*>(p.x) + int64_t(blockIdx.x) * p.columns;
   float sum = 0.0f;
@@ -115,7 +115,7 @@ __device__ void row_squares(const params::MuonRows& p) {
   if (isfinite(*p.sum_of_squares)) *mean = p.beta * *mean + (1.0f - p.beta) * sum;
 }
 
-// One block per matrix: computes the factors of its rows, which keep the sum of the matrix's squares unchanged.
+// One thread block per matrix: computes factors of the rows that keep the sum of the matrix's squares unchanged.
 __device__ void row_factors(const params::MuonRows& p) {
   float* factors = p.factors + int64_t(blockIdx.x) * p.rows;
   const float* mean = p.mean_squares + int64_t(blockIdx.x) * p.rows;
@@ -131,7 +131,7 @@ __device__ void row_factors(const params::MuonRows& p) {
   for (int row = threadIdx.x; row < p.rows; row += THREADS) factors[row] = sqrtf(size / fmaxf(mean[row], SMALLEST));
 }
 
-// One block per row.
+// One thread block per row.
 __device__ void scale_rows(const params::MuonRows& p) {
   auto* x = static_cast<__nv_bfloat16*>(p.x) + int64_t(blockIdx.x) * p.columns;
   float factor = p.factors[blockIdx.x];

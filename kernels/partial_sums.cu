@@ -1,5 +1,5 @@
-// Column sums in a fixed order: of many short rows, to complete the partial sums of blocks; and of a few long rows, the
-// gradients that several GPUs sent.
+// Column sums in a fixed order. `partial_sums` sums many short rows: the partial sums of thread blocks. `sum_in_order`
+// sums a few long rows: gradients that several GPUs sent.
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
 
@@ -10,8 +10,8 @@ namespace {
 constexpr int SIDE = 32;
 constexpr int SUM_THREADS = 256, SUM_VALUES = 4;  // per thread at once
 
-// A block sums SIDE columns. Thread row y adds parts y, y + SIDE, ..; then one thread per column adds the thread rows'
-// sums in order.
+// A thread block sums SIDE columns. Threads with threadIdx.y = y add parts y, y + SIDE, ..; then one thread per column
+// adds the sums of all y in order.
 template <class T>
 __device__ void sum(const params::PartialSums& p) {
   __shared__ float sums[SIDE][SIDE + 1];
@@ -31,9 +31,9 @@ __device__ void sum(const params::PartialSums& p) {
   }
 }
 
-// Few rows, each as long as the model's parameters: a thread sums four columns and reads every row once. Rows are added
-// in pairs, then pairs of pairs, and so on. `sums[n]` is the sum of 2^n groups of ROWS rows that waits for a second
-// such sum.
+// Sums a few rows, each as long as the model's parameters. A thread sums four columns and reads every row once. Rows
+// are added in pairs, then pairs of pairs, and so on. `sums[n]` is the sum of 2^n groups of ROWS rows that waits for a
+// second sum of this size.
 constexpr int ROWS = 8, SUM_LEVELS = 8;
 
 __device__ void sum_long_rows(const params::SumInOrder& p) {

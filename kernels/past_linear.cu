@@ -1,12 +1,13 @@
 // Linear attention of each block of queries over the blocks of keys before it (SLA2, arXiv 2602.12675): sums of states
-// along the sequence, and matmuls with the states. It is causal, with as many keys as queries.
+// along the sequence, and matmuls with the states. The attention is causal, with as many keys as queries.
 //
 // A state is H = sum phi(k)^T v and z = sum phi(k), where phi is the softmax over channels. The same kernels compute
 // the states that queries read in the forward, summed from the front, and the states that keys read in the backward,
 // summed from the end. In the backward the "keys" are the queries, and the "values" are the gradients of their outputs.
 //
-// States are stored in 16 bit. A stored state sums the tokens of a chunk before the block, times a power of two
-// (inverse_blocks) that makes it roughly a mean over all earlier tokens, so that no sum overflows f16.
+// States are stored in 16 bit. The stored state of a block sums the earlier tokens of the block's chunk. It is
+// multiplied by a power of two (inverse_blocks), so that it is roughly a mean over all earlier tokens and does not
+// overflow f16.
 #include <sage/past_linear/backward.cuh>
 #include <sage/past_linear/forward.cuh>
 #include <sage/past_linear/states.cuh>

@@ -11,10 +11,10 @@ using attention::TILE;
 
 namespace {
 
-// Heads that have means: those of K and, with smooth_values, of V. Heads from key_heads on are heads of V.
+// The number of heads that have means: all heads of K and, with smooth_values, of V. Heads from key_heads on are of V.
 __device__ __forceinline__ int mean_heads(const params::Forward& p) { return p.shape.key_heads * (1 + p.smooth_values); }
 
-// The rows of such a head in a segment, from token `first` on.
+// The rows of head `head` (numbered as in mean_heads) in a segment, from token `first` on.
 template <class T>
 __device__ __forceinline__ Rows<T> rows_of(const params::Forward& p, const Segment& segment, int head, int first) {
   const params::Shape& shape = p.shape;
@@ -23,9 +23,9 @@ __device__ __forceinline__ Rows<T> rows_of(const params::Forward& p, const Segme
                  segment.key_len - first, value ? shape.value_dim : shape.head_dim);
 }
 
-// Sums K and V over each tile, in token order: (head, tile, channel). Like `quantize`, a block loads a whole tile
-// before it sums: if each thread walked down its channel in global memory, all threads would access the same DRAM
-// channels at the same time.
+// Sums K and V over each tile, in token order: (head, tile, channel). A thread block loads a whole tile before it sums.
+// If each thread instead read its channel of one token after the other from global memory, all threads would access the
+// same DRAM channels at the same time.
 template <class T, int D>
 __device__ void sum_tiles(const params::Forward& p) {
   constexpr int CHUNKS = D / 8;
@@ -49,8 +49,8 @@ __device__ void sum_tiles(const params::Forward& p) {
   p.codes.k_tile_sums[(int64_t(head) * shape.key_tiles + tile) * D + threadIdx.x] = sum;
 }
 
-// Means: the sums of the tiles, added in order, divided by the number of tokens: (head, segment, channel). All threads
-// load. A thread then adds a whole channel, because the order of the sum is fixed.
+// Computes means, (head, segment, channel): the sums of the tiles, added in order, divided by the number of tokens. All
+// threads load. One thread then adds all sums of a channel, because the order of the sum is fixed.
 constexpr int MEAN_THREADS = 256;
 template <int D>
 __device__ void mean_of_tiles(const params::Forward& p) {
@@ -80,9 +80,9 @@ __device__ void mean_of_tiles(const params::Forward& p) {
         __fdiv_rn(total, float(max(segment.key_len, 1)));
 }
 
-// Means over a sample: the middle token of each of key_sample equal intervals, or all tokens of a shorter segment,
-// added in order: (head, segment, channel). One thread block per segment and head loads the rows into shared memory, 64
-// at a time.
+// Computes means over a sample, (head, segment, channel). The sample is the middle token of each of key_sample equal
+// intervals, or all tokens of a shorter segment, added in order. One thread block per segment and head loads the rows
+// into shared memory, 64 at a time.
 template <class T, int D>
 __device__ void mean_of_sample(const params::Forward& p) {
   constexpr int AT_ONCE = 64, CHUNKS = D / 8;
@@ -170,9 +170,9 @@ __device__ void quantize_values(const params::Forward& p, int tile, int head) {
   quant::store_transposed<D, PITCH>(codes, p.codes.v_transposed + at * TILE * D);
 }
 
-// Order of the blocks by index: first the tiles of K, starting with the last, because sum_tiles has just read K and its
-// end is in the L2 cache; then the tiles of Q, then of V. Neighbouring blocks process neighbouring heads of one tile,
-// which are often adjacent in memory.
+// Thread blocks start with the tiles of K, the last tile first, because sum_tiles has just read K and the end of K is
+// in the L2 cache. Then come the tiles of Q, then of V. Neighbouring thread blocks process neighbouring heads of one
+// tile, which are often adjacent in memory.
 template <class T, int D>
 __device__ void quantize(const params::Forward& p) {
   const params::Shape& shape = p.shape;
@@ -190,9 +190,9 @@ __device__ void quantize(const params::Forward& p) {
   }
 }
 
-// Runs before a backward, one block per (query tile, head): delta = rowsum(dO o O). With QUANTIZE it also writes the
-// operands of dV and dK, dO and Q as transposed INT8 values. dO has one scale for each channel, or group of channels,
-// of the tile.
+// Runs before a backward, one thread block per (query tile, head): delta = rowsum(dO o O). With QUANTIZE it also writes
+// dO and Q, the operands of dV and dK, as transposed INT8 values. dO has one scale for each channel, or group of
+// channels, of the tile.
 template <class T, int D, bool QUANTIZE>
 __device__ void prepare(const params::Backward& p) {
   const params::Shape& shape = p.shape;
@@ -259,9 +259,9 @@ __device__ void prepare(const params::Backward& p) {
 
 constexpr float LN_2 = 0.69314718f;
 
-// One block per (query tile, head). For a forward it copies the log-sum-exps to the caller's layout. For a backward it
-// adds the caller's gradient of the log-sum-exps to the stored -delta: the derivative of a log-sum-exp by a logit is the
-// logit's P, so dS = P o (dP - delta + dlse).
+// One thread block per (query tile, head). For a forward it copies the log-sum-exps to the caller's layout. For a
+// backward it adds the caller's gradient of the log-sum-exps, dlse, to the stored -delta. The derivative of a
+// log-sum-exp by a logit is the logit's P, so dS = P o (dP - delta + dlse).
 __device__ void log_sum_exp(const params::LogSumExp& p) {
   const params::Shape& shape = p.shape;
   int tile = blockIdx.x / shape.query_heads, head = blockIdx.x % shape.query_heads;
@@ -281,14 +281,14 @@ __device__ void log_sum_exp(const params::LogSumExp& p) {
 
 constexpr int SINK_THREADS = 512;
 
-// One block per query head computes the gradient of the head's sink: minus the sum over queries of (the sink's
+// One thread block per query head computes the gradient of the head's sink: minus the sum over queries of (the sink's
 // probability * delta). The order of the sum depends only on the shape.
 __device__ void sink_gradient(const params::SinkGradient& p) {
   __shared__ float partial[SINK_THREADS / 32];
   int64_t first = blockIdx.x * p.rows;
   float sink2 = p.sinks[blockIdx.x] * ptx::LOG2_E, sum = 0.0f;
   for (int64_t row = threadIdx.x; row < p.rows; row += SINK_THREADS) {
-    // 0 for padding and for queries that see no key, whose delta is undefined.
+    // The probability is 0 for padding and for queries that see no key. Their delta is undefined.
     float probability = fminf(ptx::exp2(sink2 + p.minus_lse2[first + row]), 1.0f);
     if (probability != 0.0f) sum = fmaf(probability, p.minus_delta[first + row], sum);
   }

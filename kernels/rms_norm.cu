@@ -34,8 +34,8 @@ __device__ void forward(const params::RmsNorm& p) {
   }
 }
 
-// dx = r (g - x r^2 mean(g o x)) with g = dy o w, and the sum of dw = dy o x r over the block's rows. The rows that a
-// block processes and the order of every sum depend only on the shape.
+// dx = r (g - x r^2 mean(g o x)) with g = dy o w. Also sums dw = dy o x r over the thread block's rows, in an order
+// that depends only on the shape.
 template <class T, int V>
 __device__ void backward(const params::RmsNorm& p) {
   Group group(p.lanes);
@@ -65,7 +65,7 @@ __device__ void backward(const params::RmsNorm& p) {
       for (int i = 0; i < V; ++i) {
         out[i] = add[i] + r * (grad[i] * w[i] - in[i] * pull);
         float part = grad[i] * in[i] * r;
-        if (k < KEEP) dw[k][i] += part; else partial[chunk * V + i] += part;  // the host zeroed it; no other thread adds here
+        if (k < KEEP) dw[k][i] += part; else partial[chunk * V + i] += part;  // only this thread adds
       }
       Pack<T, V>::of(out).store(dx + chunk * V);
     });
@@ -203,8 +203,8 @@ __device__ void backward_fp8(const params::Fp8RmsNorm& fp8) {
 
 SAGE_FLOAT_KERNELS(KERNELS)
 
-// Blocks of the FP8 backward per multiprocessor. That kernel keeps a row in registers; two blocks fit without spills up
-// to Hopper.
+// Thread blocks of the FP8 backward per multiprocessor. The kernel keeps a row in registers. Up to Hopper, two thread
+// blocks fit without spills.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int STRIP_BLOCKS = 1;
 #else

@@ -1,5 +1,5 @@
 // Rotary position embedding, alone or after an RMSNorm over each head. A group of lanes processes a head, V pairs of
-// channels per lane. It rotates several heads of a token by the same angles, which it loads once.
+// channels per lane. The group loads the angles of a token once for several heads.
 #include <sage/elements/group.cuh>
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
@@ -14,9 +14,9 @@ namespace {
 constexpr int MAX_THREADS = 512;
 static_assert(MAX_THREADS >= elements::TEAM_THREADS);
 
-// The channels of a lane, two packs of V neighbours, and the first of its V angles. In the half-split layout pair i is element i of the first pack and
-// element i of the second. In the interleaved layout a pair is two neighbours in one pack, and the two packs are
-// neighbours.
+// The channels of a lane, in two packs of V neighbouring channels, and the first of the lane's V angles. In the
+// half-split layout, pair i is element i of both packs. In the interleaved layout a pair is two neighbouring elements
+// of one pack, and the two packs are neighbours.
 template <int V>
 struct Place {
   int channels[2];
@@ -110,7 +110,6 @@ struct Angles {
     elements::load_floats(p.sin + at, sin);
   }
 
-  // Rotates by the angles times `direction`.
   __device__ __forceinline__ void rotate(Pairs<V>& pairs, float direction) const {
 #pragma unroll
     for (int i = 0; i < V; ++i) {
@@ -145,7 +144,7 @@ __device__ __forceinline__ T* out_head(const params::Rope& p, int token, int hea
 template <int HEADS, class Body>
 __device__ __forceinline__ void each_item(const Group& group, const params::Rope& p, Body body) {
   int step = (p.heads + HEADS - 1) / HEADS;
-  int items = p.tokens * step;  // the host checks that they fit an int
+  int items = p.tokens * step;  // the host checks that this number fits an int
   for (int item = blockIdx.x * group.count + group.index; item < items; item += gridDim.x * group.count) {
     int token = item / step;
     body(token, token / p.sequence, token % p.sequence, item % step, step);
@@ -185,8 +184,8 @@ __device__ void forward(const params::Rope& p) {
   });
 }
 
-// The backward of norm and rope: dn = rope^-1(dy), g = dn o w, dx = r (g - x r^2 mean(g o x)), and the sum of dw = dn o
-// x r over the block's heads.
+// The backward of norm and rope: dn = rope^-1(dy), g = dn o w, dx = r (g - x r^2 mean(g o x)). Also sums dw = dn o x r
+// over the thread block's heads.
 template <class T, int V>
 __device__ void norm_backward(const params::Rope& p) {
   Group group(p.lanes);
@@ -203,7 +202,7 @@ __device__ void norm_backward(const params::Rope& p) {
     if (place.active) angles.rotate(dn, -1.0f);
     Pairs<V> x = inputs.pairs(place);
     float r = inverse_rms(group, p, x);
-    Pairs<V> w = load_weights(p, place);  // loaded for every head: registers are short
+    Pairs<V> w = load_weights(p, place);  // loaded again for every head, to save registers
     float dot = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2 * V; ++i) dot = fmaf(dn[i] * w[i], x[i], dot);
@@ -216,7 +215,7 @@ __device__ void norm_backward(const params::Rope& p) {
     }
     x.store(out_head<T>(p, token, head), place);
   });
-  // Adds the sums of the block's groups, in order. If a block has several groups, a head needs at most one warp.
+  // Adds the sums of the thread block's groups, in order. If there are several groups, a head needs at most one warp.
   __shared__ float sums[elements::TEAM_THREADS * 2 * V];
   float* partial = p.partials + int64_t(blockIdx.x) * 2 * p.half;
   if (place.active) {
@@ -235,8 +234,8 @@ __device__ void norm_backward(const params::Rope& p) {
   }
 }
 
-// Like `norm_backward`, but in FP8 and for the half-split layout. A block processes tiles of rows of one head, with D /
-// 8 lanes per row.
+// Like `norm_backward`, but writes FP8, and for the half-split layout. A tile has rows of one head, with D / 8 lanes
+// per row.
 template <class T, int D>
 __device__ void norm_backward_fp8(const params::Fp8Rope& fp8) {
   using Tile = quant::Fp8TileOf<D>;
@@ -250,7 +249,7 @@ __device__ void norm_backward_fp8(const params::Fp8Rope& fp8) {
   bool upper = column >= HALF;
   float w[V], dw[V] = {};
   elements::load_weight(p.weight, p.weight_type, column, w);
-  // Consecutive tiles have the same rows, so that their angles stay in the cache.
+  // Consecutive tiles have the same rows of different heads, so that the rows' angles stay in the cache.
   int tiles = (p.tokens + Tile::ROWS - 1) / Tile::ROWS * p.heads, each = (tiles + gridDim.x - 1) / gridDim.x;
   for (int item = blockIdx.x * each; item < min(tiles, int(blockIdx.x + 1) * each); ++item) {
     int head = item % p.heads, first_row = item / p.heads * Tile::ROWS, row = first_row + Tile::row();
@@ -297,7 +296,7 @@ __device__ void norm_backward_fp8(const params::Fp8Rope& fp8) {
     __syncthreads();
   }
   codes.report(fp8.codes);
-  // Adds the sums of the block's groups, in order.
+  // Adds the sums of the thread block's groups, in order.
 #pragma unroll
   for (int i = 0; i < V; ++i) sums[group.index][column + i] = dw[i];
   __syncthreads();

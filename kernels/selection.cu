@@ -42,7 +42,7 @@ struct List {
       : blocks(lists.seen + (int64_t(key_head) * lists.query_blocks + row) * lists.stride + 1), count(blocks[-1]) {}
   // The index of a key block in the list, or -1.
   __device__ __forceinline__ int find(uint32_t block) const {
-    int low = 0, high = count;  // finds the first entry that is not below the block
+    int low = 0, high = count;  // searches for the first entry that is not below `block`
     while (low < high) {
       int middle = (low + high) / 2;
       if (blocks[middle] < block) low = middle + 1; else high = middle;
@@ -51,9 +51,9 @@ struct List {
   }
 };
 
-// A warp processes one key block of a (segment, key head). For each query block that selects it, calls f(number of
-// earlier query blocks that select it, query block, index of the key block in the query block's list), ascending, 32
-// query blocks at a time. Returns the number of query blocks that select it.
+// A warp processes one key block of a (segment, key head). Calls f(n, query block, index of the key block in the query
+// block's list) for each query block that selects the key block, in ascending order, 32 query blocks at a time; n
+// counts these query blocks from 0. Returns their number.
 template <class F>
 __device__ __forceinline__ int each_user(const params::Users& p, const Segment& segment, int segment_index, int key_head,
                                          int block, F f) {
@@ -70,9 +70,9 @@ __device__ __forceinline__ int each_user(const params::Users& p, const Segment& 
   return found;
 }
 
-// A part has at most `most` query blocks. If more than two parts' worth of query blocks (`count`) select a key block,
-// and a slot is free, a warp splits them into parts and zeroes the slot's sums. Slots can run out. Parts cannot,
-// because the number of selections bounds them.
+// If more than 2 * most query blocks (`count`) select a key block, and a slot is free, a warp splits the query blocks
+// into parts of at most `most`, and zeroes the slot's sums. Slots can run out. The table of parts cannot overflow,
+// because the number of selections bounds the number of parts.
 __device__ __forceinline__ void cut(const params::Users& p, int segment, int key_head, int block, int column, uint32_t count) {
   int lane = threadIdx.x % 32;
   uint32_t all = p.used[2], most = max(p.least_users, (all + p.shares - 1) / p.shares);
@@ -159,7 +159,7 @@ __device__ __forceinline__ void choose(const params::Choose& p) {
       if (int(count_from(least | 1u << bit)) >= most) least |= 1u << bit;
   }
   int above = least == ~0u || most == count ? 0 : count_from(least + 1);
-  int equal = most - above, written = 0;  // blocks that have the smallest chosen score and are selected: the first such blocks
+  int equal = most - above, written = 0;  // equal: how many blocks to select whose score is `least`
   for (int first = 0; first < count; first += 32) {
     int i = first + lane;
     uint32_t key = i < count ? key_of(i) : 0;
@@ -171,7 +171,7 @@ __device__ __forceinline__ void choose(const params::Choose& p) {
     written += __popc(all);
     if (most < count) equal -= min(equal, __popc(sames));
   }
-  // The blocks on the diagonal are always listed.
+  // The key blocks on the diagonal are always in the list.
   int last = min((block + 1) * SELECTION_BLOCK, segment.query_len) - 1;
   int end = selection_blocks(segment.visible_keys(last));
   for (int i = count + lane; i < end; i += 32) list[written + i - count] = i;
@@ -179,8 +179,8 @@ __device__ __forceinline__ void choose(const params::Choose& p) {
   if (lane == 0) list[-1] = written;
 }
 
-// A block computes one mean: each thread sums eight channels of every eighth token, then the threads' sums are added in
-// order in shared memory.
+// A thread block computes one mean: each thread sums eight channels of every eighth token, then the threads' sums are
+// added in order through shared memory.
 template <class T>
 __device__ __forceinline__ void pool(const params::Pool& p) {
   constexpr int THREADS = 128, MOST_CHUNKS = 16;
@@ -238,8 +238,8 @@ __device__ __forceinline__ float sum_of_exponentials(const float (&s)[M][8][4], 
   return sum;
 }
 
-// Adds the threads' probabilities over a key block to the block's mass. `tile` is the block's last tile; the block may
-// also include the tile before it. The warps' sums are stored in `parts` and added in order.
+// Adds the threads' probabilities of a key block to the key block's mass. `tile` is the key block's last tile. The
+// warps' sums are stored in `parts` and added in order.
 template <int PARTS>
 __device__ __forceinline__ void add_mass(float probabilities, float (&parts)[PARTS], float* mass, int tile) {
 #pragma unroll
@@ -253,7 +253,7 @@ __device__ __forceinline__ void add_mass(float probabilities, float (&parts)[PAR
   }
 }
 
-// A block processes one query block of a key head. For each query head of the group it passes over the keys twice:
+// A thread block processes one query block of a key head. For each query head of the group it reads the keys twice:
 // first for the log-sum-exps, then for the sum of probabilities over each key block.
 template <class T, int D>
 __device__ __forceinline__ void block_mass(const params::Mass& p) {

@@ -1,5 +1,5 @@
-// Tests of the primitives that the attention kernels use, each run by one warp or one warpgroup. The host compares the
-// results with plain loops (candle-sage/src/cuda/selftest/).
+// Tests of the primitives that the attention kernels use. One warp or one warpgroup runs each test. The host compares
+// the results with plain loops (candle-sage/src/cuda/selftest/).
 #include <sage/layout/fragments.cuh>
 #include <sage/layout/permutation.cuh>
 #include <sage/ptx/mma.cuh>
@@ -55,8 +55,8 @@ __device__ void product_codes(const Params& p) {
   store(c, reinterpret_cast<int*>(p.out));
 }
 
-// out (16, 16) = A B^T in bf16 over a reduction of 64. A is stored as (16, 64) or, transposed, as (64, 64), of which
-// columns 16 to 31 are used. B likewise.
+// out (16, 16) = A B^T in bf16 over a reduction of 64. A and B are stored as (16, 64) or, transposed, as (64, 64), of
+// which columns 16 to 31 are used.
 template <bool A_TRANSPOSED, bool B_TRANSPOSED>
 __device__ void product_16(const Params& p) {
   __shared__ __align__(1024) unsigned char a[64 * 128], b[64 * 128];
@@ -203,7 +203,7 @@ __device__ void conversions(const Params& p) {
   out[32 + threadIdx.x] = quant::codes_of_positive(x.x, x.y, x.z, x.w);
 }
 
-// Divides four INT8 values per lane by 2^0, 2^1, up to 2^9.
+// Divides four u8 values per lane by 2^0, 2^1, up to 2^9.
 __device__ void smaller_codes(const Params& p) {
   for (int power = 0; power < 10; ++power)
     reinterpret_cast<uint32_t*>(p.out)[power * 32 + threadIdx.x] =
@@ -229,7 +229,7 @@ __device__ void nvfp4(const Params& p) {
 #define KERNEL_OF(threads, name, ...) \
   extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ Params p) { __VA_ARGS__(p); }
 #define KERNEL(name, ...) KERNEL_OF(32, name, __VA_ARGS__)
-// These kernels are empty where the architecture has no wgmma.
+// Kernels of a warpgroup. They are empty if the architecture has no wgmma.
 #define GROUP_KERNEL(name, ...) KERNEL_OF(128, name, __VA_ARGS__)
 
 KERNEL(selftest_codes_64, product_codes<64>)

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int THREADS = 256;
 
-// If the exponential overflows, the result is 0, and so is its product with a finite x.
+// If the exponential overflows, the result is 0, and its product with a finite x is 0 too.
 __device__ __forceinline__ float sigmoid(float x) { return ptx::reciprocal(1.0f + ptx::exp2(-x * ptx::LOG2_E)); }
 
 // The row and column of element `at`, numbered as if rows had no gaps.
@@ -65,7 +65,7 @@ __device__ void backward(const params::SwiGlu& p) {
 
 using quant::Fp8Tile;
 
-// y in FP8. Each block quantizes one tile.
+// y in FP8. Each thread block quantizes one tile.
 template <class T>
 __device__ void forward_fp8(const params::Fp8SwiGlu& p) {
   quant::quantize_tile(p.codes, [&](int row, int column, float (&y)[Fp8Tile::V]) {
@@ -77,7 +77,7 @@ __device__ void forward_fp8(const params::Fp8SwiGlu& p) {
   });
 }
 
-// dgate and dup in FP8, concatenated along the columns, and y if the caller has not stored it.
+// dgate and dup in FP8, concatenated along the columns, and y if p.again.column_codes is not null.
 template <class T>
 __device__ void backward_fp8(const params::Fp8SwiGlu& p) {
   __shared__ Fp8Tile tile;

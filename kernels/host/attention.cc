@@ -1,12 +1,11 @@
-// Runs the sources of the portable forward and backward, and of the forward for family 10, on a CPU, thread by thread,
-// and compares them with definitions in doubles: mainloops, copies, layouts, masks, softmax and sums, with 16-bit
-// operands, SageBwd's INT8 operands and, in the forward, NVFP4 operands. NVFP4 matmuls are emulated by mma_nvfp4.cuh
-// and host/sage/ptx/tcgen05.cuh.
+// Runs the sources of the portable forward and backward, and of the forward for family 10 (sm_100), on a CPU, thread by
+// thread, and compares the results with definitions in doubles. Operands are 16-bit, SageBwd's INT8 values and, in the
+// forward, NVFP4. NVFP4 matmuls are emulated by mma_nvfp4.cuh and host/sage/ptx/tcgen05.cuh.
 #include "problem.h"
 
 namespace {
 
-// Runs the kernels of a case on all blocks, and returns the errors. NVFP4 kernels have no backward.
+// Runs all thread blocks of a case's kernels, and returns the errors. NVFP4 kernels have no backward.
 template <class T, int D, Numerics NUMERICS>
 Errors run(const Case& c) {
   Problem<T, D, NUMERICS> problem(c);
@@ -22,7 +21,7 @@ Errors run(const Case& c) {
 template <class T, int D, Numerics NUMERICS>
 bool lists_leave_out_blocks() {
   constexpr int KEYS = 600, BLOCK = attention::SELECTION_BLOCK, STRIDE = 5;
-  constexpr uint32_t LISTS[2][STRIDE] = {{4, 0, 2, 3, 4}, {1, 4}};  // of each block of queries: the count, and the blocks
+  constexpr uint32_t LISTS[2][STRIDE] = {{4, 0, 2, 3, 4}, {1, 4}};  // per query block: count, key blocks
   Case all = {1, 200, KEYS, 1, 1, D, false, false, {}, {}};
   Problem<T, D, NUMERICS> with(all);
   with.p.lists.seen = LISTS[0], with.p.lists.stride = STRIDE, with.p.lists.query_blocks = 2;
@@ -142,14 +141,14 @@ const Case CASES[] = {
     {1, 70, 64, 3, 1, 97, true, false, {}, {}},
     {1, 200, 190, 2, 1, 64, true, true, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}},
     {1, 130, 650, 1, 1, 128, true, false, {}, {}},
-    // A query block that sees no key; a document without keys; a reference that changes with every tile.
+    // A query block that sees no key; a document without keys; `literal`: P's reference changes with every tile.
     {1, 300, 100, 1, 1, 64, true, false, {}, {}},
     {1, 200, 90, 2, 1, 64, false, false, {0, 130, 200}, {0, 0, 90}},
     {1, 130, 330, 1, 1, 64, false, false, {}, {}, true},
     {1, 130, 200, 2, 1, 256, true, false, {}, {}},
     {1, 200, 190, 1, 1, 150, true, false, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}},
-    // Windows: one whose rows see no key of a tile that other rows see; one with queries that see no key; one of packed
-    // documents; one that includes all later keys.
+    // Windows: some rows see no key of a tile that other rows see; some queries see no key; packed documents; a window
+    // that includes all later keys.
     {1, 330, 330, 2, 1, 64, true, false, {}, {}, false, 70, 0},
     {1, 300, 170, 1, 1, 128, true, false, {}, {}, false, 20, 0},
     {1, 200, 190, 2, 1, 64, false, true, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}, false, 10, 30},
@@ -195,9 +194,8 @@ int main() {
     bool smooths = false;        // whether K is smoothed; sinks cannot be compared then
   };
   // In unquantized attention P, dS and the results are rounded to 16 bit (2^-9 each in bf16). With NVFP4 only O is
-  // rounded (2^-12 in f16); in addition, an exponential in f32 differs from one in doubles, and occasionally a
-  // probability is on the other side of a midpoint. SageBwd's quantization causes an error of .0144 to .0185 at
-  // standard deviation 1 (docs/findings.md).
+  // rounded (2^-12 in f16); in addition, the exponentials in f32 have errors, and so a few probabilities near a
+  // midpoint are rounded the other way. SageBwd's quantization causes an error of .0144 to .0185 at sigma 1.
   const Row rows[] = {
       {"unquantized, bf16", run<B, 64, UNQUANTIZED>, run<B, 128, UNQUANTIZED>, run<B, 256, UNQUANTIZED>, 4e-3, 6e-3, true},
       {"SageBwd, bf16", run<B, 64, SAGEBWD>, run<B, 128, SAGEBWD>, nullptr, 2.5e-2, 3.5e-2},
@@ -218,7 +216,7 @@ int main() {
       auto run_case = c.head_dim > 128 ? row.of_256 : c.head_dim > 64 ? row.of_128 : row.of_64;
       if (!run_case || (c.is_modified() && !row.has_score_mod) || (c.sinks && row.smooths)) continue;
       Errors e = run_case(c);
-      // With one key the exact dS is zero, and the computed dS is only rounding errors: there is nothing to compare.
+      // With one key the exact dS is zero, and the computed dS is only rounding errors: dQ and dK are not compared.
       bool one = c.keys == 1, good = e.lse_good && e.means_good && e.out < row.out && (one || (e.dq <= row.grads && e.dk <= row.grads)) && e.dv <= row.grads;
       printf("%-24s %7d %5d %9d   %.5f", row.name, c.queries, c.keys, c.head_dim, e.out);
       for (double error : {one ? NAN : e.dq, one ? NAN : e.dk, e.dv})

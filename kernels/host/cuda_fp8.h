@@ -1,4 +1,4 @@
-// Conversion to FP8 on a CPU: the nearest value of the format by search, ties to the even code, saturating.
+// Conversion to FP8 on a CPU: searches for the nearest value; ties go to the even code, large values saturate.
 #pragma once
 
 enum __nv_saturation_t { __NV_NOSAT, __NV_SATFINITE };
@@ -6,7 +6,7 @@ enum __nv_fp8_interpretation_t { __NV_E4M3, __NV_E5M2 };
 
 namespace host {
 
-// The value of a code without its sign. Codes of infinity and NaN have the value that the formula gives.
+// The value of a code whose sign bit is 0. Infinity and NaN are treated like ordinary codes.
 inline double fp8_value(int code, bool e5m2) {
   int mantissa = e5m2 ? 2 : 3, bias = e5m2 ? 15 : 7, exponent = code >> mantissa;
   double fraction = double(code & ((1 << mantissa) - 1)) / (1 << mantissa);

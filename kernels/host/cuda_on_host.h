@@ -1,8 +1,8 @@
-// The part of CUDA that the portable kernels use, on a CPU, for tests without a GPU. Each thread of a block is a fiber
-// that runs until it reaches a barrier; lanes of a warp exchange values through memory. Arithmetic, addresses and the
-// order of barriers are the same as on a GPU. Fibers run in a fixed order, and cp.async copies complete at once, so
-// that a missing wait for such a copy or a missing barrier is not detected. Bulk copies and tcgen05 instructions run at
-// once, or, with host::late, as late and in as many orders as the kernel's waits allow: a missing wait then gives wrong
+// The part of CUDA that the portable kernels use, on a CPU, for tests without a GPU. Each thread is a fiber that runs
+// until it reaches a barrier; lanes of a warp exchange values through memory. Arithmetic, addresses and the order of
+// barriers are the same as on a GPU. Fibers run in a fixed order, and cp.async copies complete at once, so that a
+// missing wait for such a copy or a missing barrier is not detected. Bulk copies and tcgen05 instructions run at once.
+// With host::late they run as late as the kernel's waits allow, in a random order, so that a missing wait gives wrong
 // results. With host::skewed warps drift far apart.
 #pragma once
 
@@ -28,7 +28,7 @@ using std::isfinite;
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
-// All fibers run on one thread of the operating system, so that a block shares thread_local variables.
+// All fibers run on one thread of the operating system, and so share thread_local variables.
 #define __shared__ thread_local
 
 struct uint2 { uint32_t x, y; };
@@ -72,7 +72,7 @@ inline int min(int a, int b) { return a < b ? a : b; }
 inline uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
 inline uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
-// The block of threads that is running.
+// The thread block that is running.
 namespace host {
 
 struct Barrier {
@@ -89,7 +89,7 @@ struct Block {
   bool started[MOST_THREADS], done[MOST_THREADS];
   jmp_buf fibers[MOST_THREADS], scheduler;
   Barrier all, warps[MOST_THREADS / 32];
-  long steps = 0;  // barriers completed and fibers ended; a round without progress is a deadlock
+  long steps = 0;  // completed barriers and ended fibers; a round in which `steps` stays the same is a deadlock
   uint32_t traded[MOST_THREADS];
 };
 inline Block block;
@@ -115,7 +115,7 @@ struct Operation {
   std::function<void()> execute;
 
   // Whether this operation is ordered after `earlier`, which was issued before it (PTX ISA, "tcgen05 Memory Consistency
-  // Model", pipelined instructions). In particular no copy of scales waits for MMAs that still read the old scales.
+  // Model", pipelined instructions). A copy of scales does not wait for MMAs that still read the old scales.
   bool follows(const Operation& earlier) const {
     bool tensor = earlier.kind == SCALES_COPY || earlier.kind == PRODUCT;
     if (kind == COMMIT) return tensor;
@@ -136,7 +136,7 @@ inline uint32_t random_below(uint32_t end) {
   return (choice >> 8) % end;
 }
 
-// Executes one of the pending operations that need not wait for another. Returns whether there was one.
+// Executes one pending operation that need not wait for another. Returns false if no pending operation is ready.
 inline bool execute_one() {
   std::vector<size_t> ready;
   for (size_t i = 0; i < pending.size(); ++i) {
@@ -184,7 +184,7 @@ inline void resume(int fiber) {
   setcontext(&context);
 }
 
-// Runs one block to its end.
+// Runs one thread block to its end.
 inline void run(dim3 at, int threads, std::function<void()> body) {
   block.threads = threads, block.body = std::move(body), block.all = Barrier(), place = at;
   for (Barrier& warp : block.warps) warp = Barrier();
@@ -217,7 +217,7 @@ inline void run(int index, int threads, std::function<void()> body, int row = 0)
 
 #define threadIdx host::thread
 #define blockIdx host::place
-#define gridDim host::grid  // for kernels that step by it
+#define gridDim host::grid  // for grid-stride loops
 #define blockDim dim3{host::block.threads, 1, 1}
 
 inline void __syncthreads() {

@@ -1,5 +1,4 @@
-// Attention by its definition, in doubles, and errors relative to it, for the program that runs attention kernels on a
-// CPU.
+// The definition of attention, in doubles, and errors of kernels that run on a CPU, relative to the definition.
 #pragma once
 
 #include "tensor.h"
@@ -8,7 +7,7 @@
 
 namespace host {
 
-// Rounds sixteen values to NVFP4 by the definition of the formats: candle-sage/src/nvfp4.rs.
+// Rounds a group of `count` values, at most 16, to NVFP4 as defined in candle-sage/src/nvfp4.rs.
 inline void fake_quantize(double* x, int count, int stride) {
   static const double E2M1[] = {0, .5, 1, 1.5, 2, 3, 4, 6};
   auto nearest = [](double x, double below, double above, bool below_is_even) {
@@ -35,7 +34,7 @@ struct ScoreMod {
   double derivative(double x) const { return cap > 0 ? 1 - tanh(x / cap) * tanh(x / cap) : 1; }
 };
 
-// The definition of a head's output, row by row: one value per channel.
+// Computes a head's output, one row at a time: one value per channel.
 struct Definition {
   int keys, d;
   std::vector<double> k, v;
@@ -53,8 +52,8 @@ struct Definition {
     for (int j = 0; j < keys; j += 16)
       for (int c = 0; c < d; ++c) fake_quantize(&v[j * d + c], std::min(16, keys - j), d);
   }
-  // With `literal` P is relative to the row's largest logit, and not to the next power of two. `lse2` becomes the
-  // log-sum-exp in base 2, -inf for a query that sees no key. The query sees keys `from` to `visible - 1`.
+  // The query sees keys `from` to `visible - 1`. With NVFP4, P is relative to the row's largest base-2 logit, rounded
+  // up to an integer unless `literal` is set. `lse2` becomes the base-2 log-sum-exp, -inf for a query that sees no key.
   std::vector<double> row(std::vector<double> q, int from, int visible, double scale, bool nvfp4, bool literal, double& lse2,
                           const ScoreMod& mod = {}) const {
     std::vector<double> out(d, 0.0);
@@ -69,7 +68,7 @@ struct Definition {
         for (int c = 0; c < d; ++c) dot += q[c] * k[j * d + c];
         largest = fmax(largest, p[j - first] = mod.of(dot * scale, j) / log(2.0));
       }
-      // Rounded to f32 first, as the kernel does before it rounds up to a power of two.
+      // The logit is rounded to f32 before it is rounded up, as in the kernel.
       double next = fmax(reference, nvfp4 && !literal ? double(ceilf(float(largest))) : largest), decay = ::exp2(reference - next);
       sum *= decay;
       for (double& x : out) x *= decay;
@@ -118,7 +117,7 @@ struct Error {
   double wrong = 0, right = 0;
   void add(double got, double expected) {
     wrong += (got - expected) * (got - expected), right += expected * expected;
-    if (!(got == got) || fabs(got) > 50) wrong = INFINITY;  // outputs start with values of about 100: this one was not written
+    if (!(got == got) || fabs(got) > 50) wrong = INFINITY;  // an initial value (about 100) was not overwritten
   }
   void into(double& worst) const { worst = fmax(worst, sqrt(wrong / fmax(right, 1e-30))); }
 };

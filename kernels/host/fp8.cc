@@ -1,6 +1,6 @@
-// Runs the sources of FP8 quantization on a CPU, thread by thread, and compares them with definitions: FP8 values row
-// by row and transposed, largest and saturated values, scales, and the FP8 outputs of rms_norm, swiglu, rope and the
-// cross-entropy.
+// Runs the sources of FP8 quantization on a CPU, thread by thread, and compares the results with definitions: FP8
+// matrices and their transposes, the largest value, the number of saturated values, scales, and the FP8 outputs of
+// rms_norm, swiglu, rope and the cross-entropy.
 #include <math_constants.h>
 #include <sage/elements/group.cuh>
 #include <sage/elements/row.cuh>
@@ -67,7 +67,7 @@ void tiles(int rows, int columns, Body body) {
     for (int y = 0; y < (columns + Fp8Tile::COLUMNS - 1) / Fp8Tile::COLUMNS; ++y) host::run({x, y, 0}, Fp8Tile::THREADS, body);
 }
 
-// Checks that the FP8 values are those of `value(row, column)`, transposed too, and that nothing else was written.
+// Checks that the matrix and its transpose contain `value(row, column)` in FP8, and that nothing else was written.
 template <class Value>
 void check(const char* what, const Codes& codes, Value value, int copies = 3) {
   bool own = true, turned = true, behind = true;
@@ -112,7 +112,7 @@ void matrices(int rows, int columns, bool e5m2) {
   float size = same_bits<float>(most), top = e5m2 ? 57344.0f : 448.0f;
   expect(size / codes.scale <= top && size / codes.scale * 2.0f > top, "scale", rows, columns, e5m2);
   for (int copies : {1, 2, 3}) {
-    // With the scale of the largest value nothing saturates; with an eighth of the scale many values do.
+    // With the scale of the largest value nothing saturates; with an eighth of this scale many values saturate.
     for (float part : {1.0f, 0.125f}) {
       Codes made(rows, columns, e5m2, codes.scale * part);
       params::Fp8Quantize q{x.data(), made.params(copies), columns, 0};
@@ -129,8 +129,8 @@ void matrices(int rows, int columns, bool e5m2) {
   check("transpose", turned, [&](int row, int column) { return float(x[row * columns + column]); }, 2);
 }
 
-// Whether a kernel's value differs from the definition by at most about one step of the format, and near zero by about
-// half of the smallest value.
+// Whether a kernel's value differs from the definition by at most about one step of the format, or near zero by at most
+// about half of the smallest value.
 void near(const char* what, const Codes& codes, int row, int column, double expected, bool& holds) {
   double spacing = codes.e5m2 ? 0.25 : 0.125, least = codes.scale * host::fp8_value(1, codes.e5m2);
   holds &= fabs(codes.at(row, column) - expected) <= fmax(spacing * fabs(expected) * 0.51, least * 0.51);
@@ -210,7 +210,7 @@ void gated(int rows, int columns, bool e5m2) {
   expect(gradients.own == before && gradients.largest == largest, "swiglu without y", rows, columns, e5m2);
 }
 
-// Tests the gradient of a norm and a rotation of each head, written after other columns of the matrix.
+// Tests the gradient of QK-norm and rope, which is written to the columns after the first BEFORE columns.
 template <class T, int D>
 void rotated(int batch, int sequence, int heads) {
   constexpr int BEFORE = 32, HALF = D / 2;

@@ -1,7 +1,7 @@
 // Runs on a CPU the kernels that invert selections, and the portable backward over lists. Checks that `users` is the
 // inverse of the lists; that the thread blocks together visit each query block of a list once, however lists are split
-// into parts; and that splitting changes gradients only by rounding. Compares the mass of each key block with its
-// definition in doubles.
+// into parts; and that splitting changes gradients only by rounding. Compares the attention mass of each key block with
+// a definition in doubles.
 #include <map>
 #include <tuple>
 
@@ -16,8 +16,8 @@ namespace {
 using B = __nv_bfloat16;
 constexpr int BLOCK = attention::SELECTION_BLOCK;
 
-// The lists of a case: each query block of a key head has the key blocks on its diagonal, or the last one, and of the
-// other candidates either all, or the first one and some random ones.
+// The lists of a case. The list of a query block contains key block 0 and random other candidates, or with `all` every
+// candidate. With a causal mask it also contains all key blocks on the diagonal.
 struct Lists {
   int stride, query_blocks, key_blocks;
   std::vector<uint32_t> seen;
@@ -38,7 +38,7 @@ struct Lists {
   }
 };
 
-// A backward over the lists of a case. A part has at most `users_of_part` query blocks; 0: no list is split.
+// A backward over the lists of a case. A part has at most `users_of_part` query blocks. With 0 no list is split.
 template <int D>
 struct Backward {
   const Case& c;
@@ -56,7 +56,7 @@ struct Backward {
 
   Backward(const Case& c, bool all, int users_of_part, int most_slots) : c(c), lists(c, Segments(c), all), problem(c), most_slots(most_slots), most_users(users_of_part) {
     int room = lists.query_blocks * (lists.stride - 1) * c.key_heads, columns = lists.key_blocks * c.key_heads;
-    // The bounds of candle-sage/src/cuda/selection.rs, with so many shares that parts are limited to `least_users`.
+    // The bounds are as in candle-sage/src/cuda/selection.rs. `shares` is so large that `least_users` limits the parts.
     int longest = attention::selection_blocks(problem.segments.longest_queries);
     if (users_of_part) most_parts = most_slots * ((longest + users_of_part - 1) / users_of_part - 1);
     users.resize(room), first_users.resize(columns + c.key_heads), counts.resize(columns), cuts.resize(columns, {7, 7});
@@ -86,8 +86,8 @@ struct Backward {
     return whole && std::count_if(cuts.begin(), cuts.end(), is_cut) == std::min(expected, long(most_slots)) && expected > 0;
   }
 
-  // Whether each block of `keys` keys visits exactly once every tile of the query blocks that select it, with its index in
-  // the query blocks' lists.
+  // Whether, for each group of `keys` keys, thread blocks visit exactly once every tile of the query blocks that select
+  // the keys, and know the index of the keys' block in each query block's list.
   bool visits_are_right(int keys) const {
     std::map<std::tuple<int, int, int, int>, int> visits;  // of (segment, first key, query head, tile)
     int all = problem.segments.count() * c.key_heads * ((problem.segments.longest_keys + keys - 1) / keys);
@@ -151,8 +151,8 @@ bool check(const Case& c) {
       cut.problem.out.values = whole.problem.out.values, cut.problem.minus_lse2 = whole.problem.minus_lse2;
       cut.problem.out.view.data = cut.problem.out.values.data(), cut.problem.p.minus_lse2 = cut.problem.minus_lse2.data();
       cut.backward();
-      // A 16-bit element whose sum is near a midpoint may round the other way, by 2^-8 of itself; sums in f32 differ by
-      // 2^-24 per addition.
+      // Sums in f32 differ by 2^-24 per addition. A sum near a midpoint may then round to the other 16-bit neighbour,
+      // which differs by 2^-8 of the element.
       expect(difference(cut.problem.dk.values, whole.problem.dk.values) < ldexp(1.0, -11), "dK of split lists differs from dK of whole lists");
       expect(difference(cut.problem.dv.values, whole.problem.dv.values) < ldexp(1.0, -11), "dV of split lists differs from dV of whole lists");
       expect(difference(cut.problem.dq_accum, whole.problem.dq_accum) < 1e-5, "dQ of split lists differs from dQ of whole lists");
@@ -191,7 +191,7 @@ bool mass_is_right(const Case& c) {
         host::run_with_shared({x, y, z}, PLAN.threads, PLAN.shared_bytes, [&] { ::block_mass<B, D>(p); });
   host::memory = attention::shared;
 
-  // V is 1 in the channel with the number of the key's block, else 0: the output is the blocks' probabilities.
+  // V is 1 in the channel whose number is the key's block, else 0. Output channel b is then block b's probability.
   std::vector<double> expected(mass.size());
   for (int head = 0; head < c.query_heads; ++head)
     for (int i = 0; i < segments.count(); ++i) {
@@ -209,7 +209,7 @@ bool mass_is_right(const Case& c) {
         for (int key_block = 0; key_block < candidates(segment, block); ++key_block) row[key_block] += of_blocks[key_block];
       }
     }
-  // The sums of f32 and the exponentials (2 ulp) have errors of 2^-21 each.
+  // The sums in f32 and the exponentials (2 ulp) have relative errors of 2^-21 each.
   double error = difference(mass, expected);
   if (!(error < 1e-5)) printf("mass of key blocks: %.1e, %d queries, head_dim %d\n", error, c.queries, c.head_dim);
   return error < 1e-5;

@@ -35,8 +35,8 @@ struct Case {
   bool is_modified() const { return softcap > 0 || alibi; }
 };
 
-// SAGEBWD_SCORES computes only S in INT8, in the forward and in the backward. SAGEBWD_S does so only in the backward.
-// SAGEBWD_FORWARD has an unquantized backward.
+// SAGEBWD_SCORES computes only S in INT8, in forward and backward. SAGEBWD_S has a complete INT8 forward, and computes
+// only S in INT8 in the backward. SAGEBWD_FORWARD has an unquantized backward.
 enum Numerics { UNQUANTIZED, SAGEBWD, SAGEBWD_QK, SAGEBWD_KV, SAGEBWD_S, SAGEBWD_SCORES, SAGEBWD_FORWARD, NVFP4_PRODUCTS, NVFP4_TCGEN05 };
 
 constexpr int tiles_of(int tokens) { return (tokens + 63) / 64; }
@@ -46,7 +46,7 @@ struct Segments {
   bool packed;
   std::vector<params::Segment> all;
   int longest_queries = 0, longest_keys = 0, query_tiles = 0, key_tiles = 0;  // tiles of one head
-  int query_blocks = 0, key_blocks = 0;                                                   // blocks of selections
+  int query_blocks = 0, key_blocks = 0;                                                   // of selections
   explicit Segments(const Case& c) : packed(!c.query_starts.empty()) {
     for (int i = 0; i < (packed ? int(c.query_starts.size()) - 1 : c.batch); ++i) {
       params::Segment s = {0, c.queries, 0, c.keys, query_tiles, key_tiles, query_blocks, key_blocks};
@@ -71,18 +71,18 @@ inline void fields(const params::Codes& p) {
   [[maybe_unused]] const auto& [q, k, v_transposed, q_dequant_scale, k_dequant_scale, v_dequant_scale, q_mean, k_mean, k_tile_sums] = p;
 }
 inline void fields(const params::Forward& p) {
-  // out and minus_lse2 are compared. Kernels that do not run here write scheduler_counter, high_precision_out and row_sums.
+  // out and minus_lse2 are compared. Only kernels that do not run here write scheduler_counter, high_precision_out and
+  // row_sums.
   [[maybe_unused]] const auto& [q, k, v, out, minus_lse2, scheduler_counter, codes, shape, high_precision_out, row_sums, sinks, p_lift, p_literal,
                                 lists, score_mod, key_sample, smooth_values, q_map, k_map, v_map] = p;
 }
 inline void fields(const params::Backward& p) {
-  // dk, dv and dq_accum are compared, and through them minus_delta and the operands of dO. A kernel that does not run here
-  // writes dq; dq_semaphore is only for deterministic results.
+  // dk, dv and dq_accum are compared; they depend on minus_delta and the operands of dO. A kernel that does not run
+  // here writes dq. dq_semaphore is only for deterministic results.
   [[maybe_unused]] const auto& [q, k, v, out, dout, dq, dk, dv, minus_lse2, minus_delta, dq_accum, q_transposed, dout_transposed, dout_dequant_scale,
                                 dq_semaphore, codes, shape, group, dout_group, dq_parts, row_sums, lists, score_mod, cuts, q_map, dout_map] = p;
 }
 
-// A case for the kernels: its tensors, buffers and parameters.
 template <class T, int D, Numerics NUMERICS>
 struct Problem {
   static constexpr bool NVFP4 = NUMERICS == NVFP4_PRODUCTS || NUMERICS == NVFP4_TCGEN05;
@@ -222,7 +222,8 @@ struct Problem {
     if (c.is_modified()) backward<attention::WindowQueries, attention::SoftcapAndAlibi>();
     else c.is_window() ? backward<attention::WindowQueries>() : backward<attention::EveryQuery>();
   }
-  // With a selection, `b` has the lists and how they are split; `more_blocks` are additional parts, of 128 keys each.
+  // With a selection, `b` contains the lists and how the lists are split, and `more_blocks` is the number of additional
+  // parts, of 128 keys each.
   template <class Queries, class Mod = attention::NoScoreMod>
   void backward(params::Backward b = {}, int more_blocks = 0) {
     b.q = q.view, b.k = k.view, b.v = v.view, b.out = out.view, b.dout = dout.view, b.dk = dk.view, b.dv = dv.view;
@@ -231,7 +232,7 @@ struct Problem {
     b.codes = p.codes, b.shape = p.shape, b.lists.keys_before = p.lists.keys_before, b.score_mod = p.score_mod, b.group = b.dout_group = b.dq_parts = 1;
     for (int i = 0; i < query_tiles; ++i) host::run(i, quant::TILE_THREADS, [&] { prepare<T, D, CODES>(b); });
     constexpr bool S_OF_CODES = NUMERICS == SAGEBWD_S || NUMERICS == SAGEBWD_SCORES;
-    // The plans of SM86, whose small memory fits blocks of 64 keys for some kernels and of 128 for others.
+    // The plans of SM86 are tested, because its small memory fits 64 keys for some kernels and 128 for others.
     constexpr const char* KERNEL = NUMERICS == SAGEBWD_QK ? "attn_bwd_sagebwd_general"
                                    : CODES                  ? "attn_bwd_sagebwd"
                                    : S_OF_CODES             ? "attn_bwd_sagebwd_s"
@@ -252,8 +253,8 @@ struct Problem {
     return dq_accum[tile * 64 * D + attention::DqLayout<D>(1).number(strip, n) * 128 + lane * 4 + row % 16 / 8 * 2 + channel % 2] * p.shape.softmax_scale;
   }
 
-  // Compares the kernels' means of K and V with means in doubles. A mean is a sum of up to 75 numbers in f32 (64 of a tile,
-  // and 11 tiles), so its error is at most 75 x 2^-24 times the mean |x|: 7e-6 for V, whose mean |x| is 1.6.
+  // Compares the kernels' means of K and V with means in doubles. A mean needs up to 75 additions in f32 (64 in a tile,
+  // 11 of tiles), so its error is at most 75 x 2^-24 times the mean |x|: 7e-6 for V, whose mean |x| is 1.6.
   bool means_are_right(int i, int key_head) const {
     const params::Segment& s = segments.all[i];
     bool right = true;
@@ -290,7 +291,7 @@ struct Problem {
         double lse2;
         std::vector<double> expected = definition.row(row, first, visible, scale, NVFP4, c.literal, lse2, mod);
         float got = -minus_lse2[(int64_t(head) * segments.query_tiles + s.query_tile) * 64 + query];
-        // SageBwd's log-sum-exp is that of smoothed logits, and is checked by the backward.
+        // SageBwd's log-sum-exp is of smoothed logits; comparing the gradients checks it.
         if (NVFP4 || NUMERICS == UNQUANTIZED) errors.lse_good &= visible == 0 ? got == INFINITY : fabs(got - lse2) < 1e-3;
         for (int channel = 0; channel < c.head_dim; ++channel)
           of_out.add(out.at(batch, s.query_start + query, head, channel), expected[channel]);

@@ -1,6 +1,5 @@
-// Runs the sources of the linear tail and of the mixture on a CPU, thread by thread, and compares them with definitions
-// in doubles: states with several chunks and with one, features, matmuls with states, weights of the mixture, all
-// gradients.
+// Runs the sources of the linear tail and of the mixture on a CPU, thread by thread, and compares outputs and gradients
+// with definitions in doubles. Cases have one or several chunks.
 #include <initializer_list>
 
 #include "../blend.cu"
@@ -50,7 +49,7 @@ struct Error {
   void add(const std::vector<double>& got, const std::vector<double>& expected, double most = 50) {
     for (size_t i = 0; i < got.size(); ++i) {
       wrong += (got[i] - expected[i]) * (got[i] - expected[i]), right += expected[i] * expected[i];
-      if (!(fabs(got[i]) < most)) wrong = INFINITY;  // tensors start with values of about 100: this one was not written
+      if (!(fabs(got[i]) < most)) wrong = INFINITY;  // an initial value (about 100) was not overwritten
     }
   }
   double relative() const { return right > 0 ? sqrt(wrong / right) : sqrt(wrong); }
@@ -60,7 +59,7 @@ struct Errors {
   Error out, dsparse, dq, dk, dv, dtheta;
 };
 
-// The blocks of a kernel's launch, over all segments and heads.
+// Runs all thread blocks of a launch, over all segments and heads.
 template <class F>
 void launch(int blocks, int segments, int heads, int threads, size_t shared_bytes, F kernel) {
   for (int z = 0; z < heads; ++z)
@@ -68,8 +67,8 @@ void launch(int blocks, int segments, int heads, int threads, size_t shared_byte
       for (int x = 0; x < blocks; ++x) host::run_with_shared(dim3{x, y, z}, threads, shared_bytes, kernel);
 }
 
-// The segments of a case, which are the entries of its batch or its documents, and lists: some of the candidates, then
-// the block on the diagonal.
+// The segments of a case, which are its batch entries or documents, and a list for each query block: some of the
+// candidates, then the block on the diagonal.
 struct Layout {
   std::vector<params::Segment> segments;
   bool packed;
@@ -231,8 +230,8 @@ Errors run(const Case& c, bool mixed, bool by_count) {
   return errors;
 }
 
-// Queries on one channel and keys on another, whose features do not overlap in f16: outputs and gradients are zero, not
-// NaN; and a NaN stays a NaN.
+// Queries are large in channel 0 and keys in channel 1, so that their features do not overlap in f16. Checks that
+// outputs and gradients are zero, not NaN, except those of a query that is NaN.
 bool features_that_never_meet() {
   Case c{1, 300, 1, 1, 64, 1, {}};
   Problem<__half, 64> problem(c, false, false);
@@ -274,7 +273,7 @@ int main() {
     double limit;
   };
   // Features, states and matmuls round by at most 2^-9 (bf16) or 2^-12 (f16). A gradient includes five such roundings,
-  // or seven if a state is summed from chunks; they are independent, so their squares add up.
+  // or seven if a state is summed from chunks. They are independent and add up to at most sqrt(7); the limit is 5.
   const Row rows[] = {
       {"tail, bf16", run<B, 64>, run<B, 128>, false, false, 5 * ldexp(1, -9)},
       {"mixture by count, bf16", run<B, 64>, run<B, 128>, true, true, 5 * ldexp(1, -9)},

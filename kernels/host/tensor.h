@@ -18,8 +18,7 @@ inline float random_value() {
   return sum;
 }
 
-// A contiguous (batch, token, head, channel) tensor of random values of a given size, whose mean is a fifth of the
-// size.
+// A contiguous (batch, token, head, channel) tensor of random values: standard deviation `size`, mean size / 5.
 template <class T>
 struct Tensor {
   std::vector<T> values;

@@ -1,5 +1,5 @@
-// include/sage/ptx/memory.cuh on a CPU: shared memory is an array, and addresses are offsets in it. Static shared
-// memory of kernels is outside of the array, at offsets beyond its ends.
+// include/sage/ptx/memory.cuh on a CPU: shared memory is an array, and addresses are offsets into the array. Static
+// shared memory of kernels is outside the array.
 #pragma once
 
 #include <cuda_on_host.h>
@@ -8,7 +8,7 @@
 
 namespace sage::attention {
 inline thread_local __attribute__((aligned(1024))) unsigned char shared[227 << 10];
-inline size_t shared_bytes = 0;  // that the launch asked for
+inline size_t shared_bytes = 0;  // requested by the launch
 }
 namespace sage::past_linear {
 inline thread_local __attribute__((aligned(1024))) unsigned char shared[sizeof attention::shared];
@@ -16,7 +16,7 @@ inline thread_local __attribute__((aligned(1024))) unsigned char shared[sizeof a
 
 namespace host {
 
-// An mbarrier: the number of completed phases, and what the current phase still waits for.
+// An mbarrier: the number of completed phases, and the arrivals and bytes that the current phase still waits for.
 struct Mbarrier {
   int arrivals = 0, missing = 0, bytes = 0, completed = 0;
   void arrive(int count, int more_bytes) {
@@ -34,7 +34,7 @@ inline std::vector<std::pair<uint32_t, int>> unfenced[MOST_THREADS];
 // The shared memory of the kernels that run: each namespace has its own, as `extern __shared__` declares it.
 inline unsigned char* memory = sage::attention::shared;
 
-// Runs one block with `shared_bytes` of shared memory, filled with NaN, and aborts if it wrote beyond them.
+// Runs one thread block with `shared_bytes` of shared memory, filled with NaN. Aborts if a write is beyond these bytes.
 inline void run_with_shared(dim3 at, int threads, size_t shared_bytes, std::function<void()> body) {
   sage::attention::shared_bytes = shared_bytes;
   memset(memory, 0xff, sizeof sage::attention::shared);
@@ -145,8 +145,8 @@ inline void cp_async_wait_all() {}
 inline void red_add_4(float* at, float a, float b, float c, float d) { at[0] += a, at[1] += b, at[2] += c, at[3] += d; }
 inline int load_acquire(const int* at) { return *at; }
 inline void add_release(int* at, int value) { *at += value; }
-// Kernels that run here use no named barriers: they add to dQ in any order. Blocks that wait for each other would
-// deadlock, because they run one after the other.
+// Kernels that run here add to dQ in any order, without named barriers. Thread blocks that wait for each other would
+// deadlock, because thread blocks run one after the other.
 inline void named_barrier_sync(int, int) { fprintf(stderr, "named barriers are not emulated\n"), abort(); }
 
 }  // namespace sage::ptx

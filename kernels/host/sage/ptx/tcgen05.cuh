@@ -13,11 +13,11 @@ namespace host {
 // Tensor memory. Columns that are not allocated contain NaN.
 struct TensorMemory {
   uint32_t words[128][512];
-  int first = 0, columns = 0;  // of the block that runs
+  int first = 0, columns = 0;  // of the running thread block
 
   void allocate(int count) {
     if (columns || count < 32 || count > 512 || count & (count - 1)) fprintf(stderr, "%d columns cannot be allocated\n", count), abort();
-    // The columns of even blocks start at 0, those of odd blocks end at 512.
+    // Columns start at 0 in even thread blocks, and end at 512 in odd thread blocks.
     first = blockIdx.x % 2 ? 512 - count : 0, columns = count;
     for (auto& lane : words)
       for (uint32_t& word : lane) word = 0x7fffffff;
@@ -51,7 +51,7 @@ inline uint8_t byte_of(uint64_t descriptor, int row, int byte) {
   return async_memory[address];
 }
 
-// The operand of an MMA. Each row has 64 FP4 values, stored as twice their values, and four scales.
+// The operand of an MMA. Each row has 64 FP4 values, doubled to make them integers, and four scales.
 struct Operand {
   int8_t twice[256][64];
   float scales[256][4];
@@ -99,7 +99,7 @@ inline void tcgen05_commit(uint32_t mbarrier) {
   host::issue(host::Operation::COMMIT, [=] { mbarrier_at(mbarrier).arrive(1, 0); });
 }
 
-// A warp can access only the quarter of the lanes with its index.
+// Warp w can access only quarter w % 4 of the lanes.
 inline void check_quarter(uint32_t address) {
   touch_tensor_memory(true);
   if ((address >> 16) != threadIdx.x / 32 % 4 * 32u) fprintf(stderr, "lane %u does not belong to warp %d\n", address >> 16, threadIdx.x / 32), abort();
@@ -131,9 +131,9 @@ inline void tcgen05_mma_nvfp4(uint32_t d, uint64_t a, uint64_t b, uint32_t instr
                               bool accumulate) {
   touch_tensor_memory(false);
   host::issue(host::Operation::PRODUCT, [=] {
-    // "Instruction descriptor", kind::mxf4nvf4: bits 7 to 9 and 10 to 11 are the types (1: E2M1), 17 to 22 N / 8, 27 to
-    // 28 M / 128; all others are 0, for scales in E4M3, operands that are neither negated nor transposed, and a
-    // reduction of 64.
+    // "Instruction descriptor", kind::mxf4nvf4: bits 7 to 9 and 10 to 11 are the types (1: E2M1), 17 to 22 are N / 8,
+    // and 27 to 28 are M / 128. All other bits are 0: scales are E4M3, operands are neither negated nor transposed, and
+    // the reduction is 64.
     int columns = int(instruction >> 17 & 63) * 8;
     if ((instruction & ~(63u << 17)) != (1u << 7 | 1u << 10 | 1u << 27) || columns < 8) fprintf(stderr, "unsupported instruction descriptor\n"), abort();
     host::Operand left(a, a_scales, 128, true), right(b, b_scales, columns, false);

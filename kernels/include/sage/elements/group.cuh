@@ -5,10 +5,10 @@
 
 namespace sage::elements {
 
-// Threads of a block with several groups.
+// Threads of a thread block that has several groups.
 constexpr int TEAM_THREADS = 256;
 
-// A group has a power of two of lanes: at most a warp, with several groups per block; or the whole block.
+// A group has a power of two of lanes: at most a warp (then a thread block has several groups), or the thread block.
 struct Group {
   int lanes, lane, index, count;
   unsigned mask;
@@ -18,8 +18,8 @@ struct Group {
     mask = lanes >= 32 ? ~0u : ((1u << lanes) - 1) << (threadIdx.x % 32 / lanes * lanes);
   }
 
-  // Reduces x over the group; all its lanes must call it. All lanes get the same bits, because both lanes of a shuffle
-  // combine the same two numbers.
+  // Reduces x over the group; all lanes of the group must call this function. All lanes get the same bits, because
+  // both lanes of a shuffle combine the same two numbers.
   template <class X, class Combine>
   __device__ __forceinline__ X reduce(X x, Combine combine) const {
     for (int step = min(lanes, 32) / 2; step > 0; step /= 2) x = combine(x, __shfl_xor_sync(mask, x, step));
@@ -41,8 +41,8 @@ struct Group {
     return reduce(x, [](float a, float b) { return fmaxf(a, b); });
   }
 
-  // Whether x is true in any lane that calls the same reductions. Here these are the lanes of one group, which all have
-  // the same x.
+  // Whether x is true in any lane that calls the same reductions. Here only the lanes of one group call them,
+  // and all these lanes have the same x.
   __device__ __forceinline__ bool any(bool x) const { return x; }
 
   // Waits for all lanes of the group, so that what they have read may be overwritten.
@@ -61,7 +61,7 @@ __device__ __forceinline__ float inverse_rms(Lanes& group, int width, float eps,
   if (!group.any(!is_finite)) return 1.0f / sqrtf(mean + eps);
   float first = mean;
   // Squares of elements above 1.8e19 overflow, so the second pass scales the row by 2^-80, where no square overflows.
-  // If the mean is still infinite it becomes NaN: a row with infinite elements has no normalization.
+  // A mean that is still infinite becomes NaN: a row with infinite elements has no normalization.
   constexpr float SMALL = 1.0f / (1ull << 40) / (1ull << 40);
   sum = 0.0f;
   each([&](float x) { sum = fmaf(x * SMALL, x * SMALL, sum); });

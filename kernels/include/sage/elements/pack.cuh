@@ -24,7 +24,7 @@ struct Words<16> {
   using Type = uint4;
 };
 
-// V elements, aligned to their total size in memory. V is 16 / sizeof(T) if rows are 16-byte aligned, otherwise 1.
+// V elements, aligned to their total size in memory.
 template <class T, int V>
 struct Pack {
   using Word = typename Words<V * sizeof(T)>::Type;
@@ -87,7 +87,7 @@ __device__ __forceinline__ void store_floats(T* at, const float (&x)[V]) {
   }
 }
 
-// The element types' numbers, shared with the host: `Float` in candle-sage/src/cuda/ops/tensor.rs.
+// The element types' numbers, shared with the host: `Float` in candle-sage/src/cuda/floats.rs.
 enum Type : int { F32 = 0, F16 = 1, BF16 = 2 };
 
 // Loads elements of a weight, whose type may differ from that of the rows. A weight is small and stays in the cache.

@@ -1,4 +1,4 @@
-// Rows of the norms: the packs that a thread keeps in registers, and sums of columns over a block's rows.
+// Rows of the norms: the packs that a thread keeps in registers, and column sums over a thread block's rows.
 #pragma once
 
 #include <sage/elements/group.cuh>
@@ -6,7 +6,6 @@
 
 namespace sage::elements {
 
-// Packs of a row that a thread keeps in registers.
 constexpr int KEEP = 4;
 constexpr int MAX_THREADS = 512;
 static_assert(MAX_THREADS >= TEAM_THREADS);
@@ -23,7 +22,7 @@ __device__ __forceinline__ void each_chunk(const Group& group, int chunks, Body 
   for (int chunk = KEEP * group.lanes + group.lane; chunk < chunks; chunk += group.lanes) body(KEEP, chunk);
 }
 
-// A row with KEEP packs per thread in registers. The remaining packs of a wider row are read again from the cache.
+// A row with KEEP packs per thread in registers. The remaining packs of a wider row are read from memory at each use.
 template <class T, int V>
 struct Row {
   const T* data;
@@ -42,7 +41,7 @@ struct Row {
     return k < KEEP ? kept[k] : Pack<T, V>::load(data + chunk * V);
   }
 
-  // Adds another row, rounds the sum, stores it to `sums`, and keeps it instead of the row.
+  // Adds another row, rounds the sum, stores the sum to `sums`, and replaces this row by the sum.
   __device__ __forceinline__ void add(const void* rows, void* sums, int row, const Group& group, int width) {
     const T* other = static_cast<const T*>(rows) + int64_t(row) * width;
     T* sum = static_cast<T*>(sums) + int64_t(row) * width;
@@ -58,7 +57,6 @@ struct Row {
     data = sum;  // for packs not in registers: each lane reads what it wrote itself
   }
 
-  // Calls f(x) for all elements of a lane.
   template <class F>
   __device__ __forceinline__ void each(const Group& group, int width, F f) const {
     each_chunk(group, width / V, [&](int k, int chunk) {
@@ -69,7 +67,7 @@ struct Row {
   }
 };
 
-// Stores a block's column sums. `sums` are a lane's sums over the rows of its group, for the packs in registers.
+// Stores a thread block's column sums. `sums` are a lane's sums over its group's rows, for the packs in registers.
 template <int V>
 __device__ __forceinline__ void store_column_sums(const Group& group, int width, const float (&sums)[KEEP][V], float* to) {
   int chunks = width / V;
@@ -83,8 +81,7 @@ __device__ __forceinline__ void store_column_sums(const Group& group, int width,
     }
     return;
   }
-  // The block has several groups: a row needs at most one warp and fits the registers, and `all` has room for one row
-  // per group.
+  // With several groups a row needs at most one warp and fits the registers, and `all` has room for a row per group.
   __shared__ float all[TEAM_THREADS * KEEP * V];
 #pragma unroll
   for (int k = 0; k < KEEP; ++k) {

@@ -1,8 +1,7 @@
-// Readers of fragments from swizzled shared memory. A matrix is described by the address of its rows in shared memory
-// and ROW_BYTES.
+// Readers of fragments from swizzled shared memory. A matrix is described by its shared memory address and ROW_BYTES.
 //
-// All readers have the same form: `address` is the part of an address that depends on the lane, and the rest is
-// constant after unrolling. Chunks are xor-ed into `address`, rows are added.
+// A reader's `address` depends on the lane. A load xors the chunk into `address` and adds the row's offset; both are
+// constants after unrolling.
 #pragma once
 
 #include <sage/layout/swizzle.cuh>
@@ -16,7 +15,7 @@ namespace sage::layout {
 //   B operand (two column tiles of 8):               (tile 0, low), (tile 0, high), (tile 1, low), (tile 1, high)
 template <int ROW_BYTES, bool B>
 struct Reader {
-  uint32_t address;  // of this lane's row, in chunk 0 of its half
+  uint32_t address;  // of this lane's row, in chunk 0 or 1 (16 bytes each)
   __device__ __forceinline__ Reader(uint32_t base, int lane) {
     int matrix = lane >> 3;
     int row = (lane & 7) + ((B ? matrix >> 1 : matrix & 1) << 3);
@@ -24,7 +23,7 @@ struct Reader {
     address = base + swizzled<ROW_BYTES>(row, half);
   }
   // `row` is a multiple of 16, so that it does not change the swizzle; `step` counts 32 bytes along the row. `base`
-  // must be a multiple of the row size rounded up to 128 bytes, so that the xor stays inside the row.
+  // must be a multiple of ROW_BYTES and of 128, so that the xor stays inside the row.
   __device__ __forceinline__ void load(uint32_t (&r)[4], int row, int step) const {
     ptx::ldmatrix(r, (address ^ (step << 5)) + row * ROW_BYTES);
   }

@@ -1,22 +1,22 @@
-// The layout of NVFP4 in global and in shared memory, in tiles of 64 tokens: the rows of FP4 values, two per byte,
-// swizzled, followed by the rows' scales, one byte for 16 values.
+// The layout of NVFP4 in global and in shared memory, in tiles of 64 tokens: swizzled rows of FP4 values (two per
+// byte), followed by the rows' scales (one byte for 16 values).
 //
 // Scales have the layout of tensor memory (PTX ISA, tcgen05.mma, "Block Scaling"): 32 rows of 16 bytes. In a tile of R
 // rows the scale of row r, group g of values is byte (r % 32) 16 + (g / 4) (R / 32) 4 + (r / 32) 4 + g % 4. At D = 64
-// half of each 16 bytes is unused. For mma.sync, whose lanes read single words, any order is equally good.
+// half of each 16 bytes is unused. Lanes of mma.sync read single words, so any order of the scales is equally good.
 //
 // A matmul may sum over keys in any order, as long as both operands use the same order. A lane of an mma.sync
 // accumulator has columns 8n + 2t and 8n + 2t + 1 (t = lane % 4), whereas an operand of P needs keys 8t to 8t + 7 and
 // 32 + 8t to 32 + 8t + 7. K's rows are therefore permuted, so that the accumulators of a lane belong to these keys, in
-// order. V's keys are not permuted, and its groups of 16 are neighbouring tokens. With tcgen05 a thread has all columns
-// of a row, so that any order works, and K keeps the permuted order.
+// order. V's keys are not permuted: V's groups are 16 neighbouring tokens. With tcgen05 a thread has all columns of a
+// row, so that any order works, and K has the same permuted order.
 #pragma once
 
 #include <sage/layout/swizzle.cuh>
 
 namespace sage::layout {
 
-// The row in a tile of key `key` of its 64 keys.
+// The row that stores key `key` of a tile's 64 keys.
 __host__ __device__ constexpr int row_of_key(int key) {
   int t = key >> 3 & 3, slot = (key & 7) + 8 * (key >> 5);
   return 8 * (slot >> 1) + 2 * t + (slot & 1);

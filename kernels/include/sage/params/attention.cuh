@@ -51,7 +51,7 @@ struct Shape {
   float softmax_scale;
   int32_t query_tiles;  // tiles of 64 tokens, of all segments
   int32_t key_tiles;
-  int32_t heads_at_once;  // (head, segment) pairs whose blocks run concurrently; the data that they share should fit the L2 cache
+  int32_t heads_at_once;  // (head, segment) pairs that run concurrently; their data should fit the L2 cache
   int32_t value_dim;      // head_dim of V, O and their gradients; head_dim is the width of Q and K
 };
 
@@ -79,7 +79,7 @@ struct User {
 };
 
 // Limits on the keys that queries see, in addition to Shape::limit_after. With a selection: the blocks of 128 keys that
-// each block of 128 queries sees (candle-sage/src/selection.rs). Blocks index these arrays by their number among the
+// each block of 128 queries sees (candle-sage/src/selection.rs). The arrays are indexed by a block's number among the
 // blocks of all segments; the stored values are block numbers inside a segment.
 struct Lists {
   const uint32_t* seen;         // (key head, query block, stride): count, then key blocks, ascending; null: no selection
@@ -106,7 +106,7 @@ struct Part {
   uint32_t number;  // the part's number, from 1, because part 0 is not in the table; 0: unused entry
 };
 
-// How a list of query blocks is split: the number of parts, and the slot of their sums. One part: not split.
+// How a list of query blocks is split: the number of parts (1: not split), and the parts' index (slot) in Cuts::sums.
 struct CutList {
   uint32_t slot;
   uint32_t parts;
@@ -127,7 +127,7 @@ struct Forward {
   View out;
   float* minus_lse2;           // (head, padded token): minus the base-2 log-sum-exp; -inf for padding and for queries that see no
                                // key, so that their P is 0 in the backward. Null: not written.
-  int32_t* scheduler_counter;  // persistent kernels: number of work items handed out, without each block's first item; else null
+  int32_t* scheduler_counter;  // persistent kernels: work items assigned, except each thread block's first; else null
   Codes codes;
   Shape shape;
   View high_precision_out;     // Attn-QAT: O of unquantized P; data null: not written
@@ -179,13 +179,13 @@ struct Backward {
   int8_t* q_transposed;       // (head, tile): [D][64], tokens permuted
   int8_t* dout_transposed;    // (head, tile): [D][64], tokens permuted
   float* dout_dequant_scale;  // (head, tile, D): one per channel
-  int32_t* dq_semaphore;      // deterministic mode: (head, tile), number of key blocks that have added to dQ; after these a
-                              // counter that hands out block indices. Null otherwise.
+  int32_t* dq_semaphore;      // deterministic mode: (head, tile), number of key blocks that have added to dQ; then a
+                              // counter that assigns indices to thread blocks. Null otherwise.
   Codes codes;
   Shape shape;
-  int32_t group;              // keys per scale of P and dS (for dK), queries per scale of dS (for dQ): 1, 2, 4, .. 64
+  int32_t group;              // keys per scale of P and dS (for dV, dK), queries per scale of dS (dQ): 1, 2, 4, .. 64
   int32_t dout_group;         // channels that share a scale of dO
-  int32_t dq_parts;           // number of parts of the channels in a tile of dq_accum
+  int32_t dq_parts;           // parts into which the channels of a tile of dq_accum are divided
   const float* row_sums;
   Lists lists;
   ScoreMod score_mod;

@@ -15,7 +15,7 @@ struct RmsNorm {
   const void* residual;  // null, or the residual stream: added to x before the norm in the forward, to dx in the backward
   void* sum;         // forward with a residual: x + residual
   void* out;         // y, or dx
-  float* partials;   // (blocks, width): each block's sum over its rows for the weight's gradient; backward only
+  float* partials;   // (thread blocks, width): the weight's gradient, summed over a thread block's rows; backward only
   int32_t rows;
   int32_t width;
   int32_t lanes;     // threads that share a row
@@ -41,8 +41,8 @@ struct PartialSums {
   int32_t width;
 };
 
-// sum[c] = parts[0][c] + .. + parts[place - 1][c] + sum[c] + parts[place + 1][c] + ..: neighbouring terms are added in
-// pairs, then these sums in pairs, and so on.
+// sum[c] = parts[0][c] + .. + parts[place - 1][c] + sum[c] + parts[place + 1][c] + .. Neighbouring terms are added in
+// pairs, then the sums of neighbouring pairs, and so on.
 struct SumInOrder {
   const float* parts;  // (count, width)
   float* sum;
@@ -170,7 +170,7 @@ struct Scale {
   int32_t padding;
 };
 
-// `partials` stores the sum of each block, `out` their sum.
+// `partials` stores the sum of each thread block, and `out` the sum of `partials`.
 struct SumOfSquares {
   const float* x;
   double* partials;
@@ -188,7 +188,7 @@ struct AdamW {
   const double* sum_of_squares;  // of the gradient: SumOfSquares::out
   void* copy;      // null, or a copy of the weights in 16 bit, of copy_type
   int64_t len;
-  int64_t decayed;  // the first `decayed` weights decay
+  int64_t decayed;  // weight decay applies to the first `decayed` weights
   float factor;    // multiplies the gradient
   float clip;      // largest allowed norm of factor * gradient; infinity: no clipping
   float beta1;
@@ -201,7 +201,7 @@ struct AdamW {
   int32_t padding;
 };
 
-// A matrix of `len` elements. The direction is bf16.
+// A matrix of `len` elements. `direction` is in bf16.
 struct MuonMomentum {
   float* momentum;
   const float* gradient;
@@ -219,8 +219,8 @@ struct MuonMomentum {
 // Orthogonalized directions: contiguous matrices of (rows, columns), in bf16.
 struct MuonRows {
   void* x;
-  float* mean_squares;           // running mean squares, one per row; null: muon_scale_rows only
-  float* factors;                // one per row: muon_row_squares writes this step's mean square here for muon_row_factors
+  float* mean_squares;           // running mean squares, one per row; null in muon_scale_rows
+  float* factors;                // one per row: mean squares of this step, replaced by factors in muon_row_factors
   const double* sum_of_squares;  // of the whole gradient: SumOfSquares::out
   int32_t rows;
   int32_t columns;
@@ -267,7 +267,7 @@ struct Fp8Codes {
   uint8_t* row_codes;     // null, or (rows, columns)
   uint8_t* column_codes;  // null, or (columns, rows)
   const float* scale;     // a power of two: element = the code's value * scale
-  float* used;            // null, or where this scale is copied to: `scale` may change while the quantized matrix is in use
+  float* used;            // null, or a copy of the scale: `scale` may change while the quantized matrix is in use
   uint32_t* largest;      // the bits of the largest absolute value, updated by atomic max
   uint32_t* saturated;    // counter of values beyond the format's range
   int32_t rows;
@@ -306,7 +306,7 @@ struct Fp8SwiGlu {
   Fp8Codes again;  // backward only: y, computed again; column_codes null: not written
 };
 
-// The gradient of `factor` times the sum of the losses, in FP8 with a fixed scale.
+// The gradient of (factor * the sum of the losses), in FP8 with the fixed scale `scale`.
 struct Fp8CrossEntropy {
   CrossEntropy of;  // logits, targets and lse
   Fp8Codes codes;
@@ -316,7 +316,7 @@ struct Fp8CrossEntropy {
 
 struct Fp8Rescale {
   float* scale;
-  uint32_t* largest;     // bits
+  uint32_t* largest;     // bits of the largest absolute values
   float* running;        // running maxima; null: scales are computed from `largest`
   const float* formats;  // 1 for E5M2, 0 for E4M3; null: `e5m2` applies to all
   int32_t count;

@@ -1,4 +1,4 @@
-// The table of plans (plans.def) for the kernels. The numerics of a kernel have its plan as a template argument.
+// The table of plans (plans.def) for the kernels. The plan of a kernel is a template argument of its numerics.
 #pragma once
 
 namespace sage::params {
@@ -10,8 +10,7 @@ enum Mainloop : unsigned {
 #include <sage/params/plans.def>
 };
 
-// What the host knows of a mainloop; plans.def explains the columns. Code that depends on one of these facts asserts
-// it.
+// What the host knows of a mainloop; plans.def explains the columns. Code that depends on a fact asserts the fact.
 struct MainloopFacts {
   Maps maps;
   bool documents;
@@ -25,7 +24,7 @@ consteval MainloopFacts facts(Mainloop mainloop) {
   throw "plans.def has no such mainloop";
 }
 
-// Number of blocks that share the same keys, each with a part of the channels.
+// Number of thread blocks that divide the channels of the same keys.
 consteval int channel_parts(Mainloop mainloop, int head_dim) {
   int of_a_block = facts(mainloop).channels;
   return of_a_block > 0 ? (head_dim + of_a_block - 1) / of_a_block : 1;
@@ -82,7 +81,6 @@ constexpr PlanRow PLANS[] = {
 #include <sage/params/plans.def>
 };
 
-// The bytes of shared memory that a plan may use.
 consteval int shared_limit(Target target) {
 #define SAGE_TARGET(name, kib, ...) \
   if (target == name) return kib * 1024;

@@ -22,17 +22,17 @@ struct Users {
   int32_t most_slots;
   int32_t most_parts;
   int32_t slot_floats;    // floats of a slot's sums
-  int32_t slot_pieces;    // pieces of a slot's sums; in each part one warp adds to a piece
+  int32_t slot_pieces;    // pieces of a slot's sums (see Cuts::arrivals); one warp of each part adds to a piece
 };
 
-// Writes the lists of a selection: the blocks with the largest scores of each row.
+// Writes the lists of a selection: for each query block, the key blocks with the largest scores.
 struct Choose {
   const float* scores;  // (key head, query block, columns)
   Lists lists;          // written
   Shape shape;
   int32_t columns;
   int32_t most;
-  int32_t nearest;  // the last `nearest` candidates are selected whatever their scores
+  int32_t nearest;  // the last `nearest` candidates are always selected
   int32_t padding;
 };
 
@@ -64,7 +64,7 @@ struct Mixture {
   int32_t padding;
 };
 
-// Linear attention over past blocks, or its mixture with exact attention.
+// Linear attention over the key blocks before a query block, or its mixture with exact attention.
 struct Linear {
   View q;
   View k;

@@ -8,12 +8,12 @@
 namespace sage::past_linear {
 
 // With u = H dO, n = phi . z and t = dO . out = phi . u / n: dphi = (u - t z) / n, whose dot product with phi is zero,
-// so that dq = phi o (u - t z) / n. Also stores 1 / n and -t / n of each query: its factor of dO and its weight in the
-// states that the keys read. Since H and z are stored times inverse_blocks(block) / BLOCK, these two must be multiplied
-// by inverse_blocks(block) / BLOCK as well: here by inverse_blocks(block), in backward_keys by 1 / BLOCK.
+// so that dq = phi o (u - t z) / n. Also stores two numbers of each query for the states that the keys read: its factor
+// of dO, 1 / n, and its weight, -t / n. Since H and z are stored times inverse_blocks(block) / BLOCK, both numbers need
+// the same multiplier: inverse_blocks(block) is applied here, and 1 / BLOCK in backward_keys.
 //
 // In a mixture dO is the gradient of the mixture: the tail's gradient is 1 - a times dO, and a (1 - a) t is subtracted
-// from the part of dtheta that the exact branch has stored.
+// from the part of dtheta that blend_backward (blend.cu) has stored.
 template <class T, int D>
 __device__ __forceinline__ void backward_queries(const params::Linear& p) {
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -89,8 +89,8 @@ __device__ __forceinline__ void backward_queries(const params::Linear& p) {
   if (threadIdx.x == 0) attention::theta_part(p.mixture, p.shape, at.segment_index, at.head, at.block) += sum;
 }
 
-// With G and z the sums over all later query blocks: dphi = G v + z, dk = phi o (dphi - phi . dphi), dv = phi G. G and
-// z still have to be divided by BLOCK (see backward_queries): BY_TOKEN is applied to both results.
+// G and z are H and z of all later query blocks: dphi = G v + z, dk = phi o (dphi - phi . dphi), dv = phi G. The stored
+// G and z still lack the factor 1 / BLOCK (see backward_queries), so BY_TOKEN is applied to both results.
 template <class T, int D>
 __device__ __forceinline__ void backward_keys(const params::Linear& p) {
   extern __shared__ __align__(1024) unsigned char shared[];

@@ -19,8 +19,8 @@ constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int BLOCK = attention::SELECTION_BLOCK;
 
 // 1 / blocks, with `blocks` rounded up to a power of two, so that multiplying by it is exact. Sums over the tokens
-// before a block are multiplied by this value and by 1 / BLOCK before they are stored. They are then roughly means, so
-// none overflows f16. Normalizing cancels both factors.
+// before a block are multiplied by this value and by 1 / BLOCK before they are stored. The stored sums are roughly
+// means, so no sum overflows f16. Normalizing cancels both factors.
 __device__ __forceinline__ float inverse_blocks(int blocks) {
   int exponent = blocks > 1 ? 32 - __clz(blocks - 1) : 0;
   return __int_as_float((127 - exponent) << 23);
@@ -72,8 +72,8 @@ __device__ __forceinline__ void make_features(uint32_t shared, int count, int he
     }
 #pragma unroll
     for (int c = 0; c < 8; ++c) largest = fmaxf(largest, x[c]);
-    // Rounding the shift multiplies the whole row by a factor, which the normalization cancels (up to |x| = 1e9, where
-    // the factor itself would overflow).
+    // Rounding the shift multiplies the whole row by a factor. The normalization cancels this factor, which overflows
+    // only above |x| = 1e9.
     float shift = -ptx::LOG2_E * row_max<S::LANES>(largest);
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
@@ -107,7 +107,6 @@ __device__ __forceinline__ void scale_rows(uint32_t shared, const float (&factor
   }
 }
 
-// One element of a swizzled matrix in shared memory.
 template <class T, int D>
 __device__ __forceinline__ float element(const unsigned char* rows, int row, int column) {
   return ptx::to_float(*reinterpret_cast<const T*>(rows + layout::swizzled<D * 2>(row, column / 8) + column % 8 * 2));
@@ -119,8 +118,8 @@ template <class T, int D>
 __device__ __forceinline__ void leave_2(unsigned char* rows, int row, int column, float a, float b) {
   *reinterpret_cast<uint32_t*>(rows + layout::swizzled<D * 2>(row, column / 8) + column % 8 * 2) = ptx::pack_16<T>(a, b);
 }
-// Writes a warp's 16 rows, from `row` on in shared memory, to the rows from `first` on of `to`, after calling
-// change(row, channel, eight channels).
+// Writes a warp's 16 rows, from `row` on in shared memory, to the rows of `to` from `first + row` on, after calling
+// change(row of `to`, channel, eight channels).
 template <class T, int D, class F>
 __device__ __forceinline__ void change_and_store_rows(const Rows<T>& to, const unsigned char* rows, int row, int first, F change) {
   constexpr int LANES = D / 8;

@@ -1,4 +1,4 @@
-// Matmuls of a block of rows with a state, shared by the forward and both parts of the backward.
+// Matmuls of a block of rows with a state, for the forward and for the backward of queries and of keys.
 #pragma once
 
 #include <sage/layout/fragments.cuh>
@@ -39,16 +39,15 @@ struct Tile {
   __device__ __forceinline__ int64_t row(const params::Linear& p, int key_head) const {
     return int64_t(key_head) * p.blocks + first_query_block(p.shape, segment_index) + block;
   }
-  // Copies a state into shared memory asynchronously.
   __device__ __forceinline__ void load_state(uint32_t shared, const params::Linear& p, int64_t row) const {
     const T* state = static_cast<const T*>(p.states) + row * D * D;
 #pragma unroll 1
     for (int i = threadIdx.x; i < D * D / 8; i += THREADS) ptx::cp_async_16(place(shared, i), state + i * 8, true);
     ptx::cp_async_commit();
   }
-  // Completes a state that the calling thread's copies have loaded: adds the sum before the block's chunk, or in the
-  // backward after it. Reads z, and completes it likewise. The sum before a chunk is stored times the factor of the
-  // chunk's first block; `factor` converts it to the factor of this block.
+  // Completes a state that the calling thread's copies have loaded: adds the sum over all chunks before the block's
+  // chunk (in the backward: after it). Reads z, and completes z likewise. The added sum is stored times the factor of
+  // the chunk's first block; `factor` converts it to the factor of this block.
   __device__ __forceinline__ void complete_state(uint32_t shared, float (&sums)[D], const params::Linear& p, int key_head) const {
     int chunk = block / p.chunk_blocks;
     bool none_before = p.backward ? chunk + 1 == p.chunks : chunk == 0;

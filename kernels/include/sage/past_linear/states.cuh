@@ -1,6 +1,6 @@
 // Sums of states along the sequence, in chunks of blocks, so that all multiprocessors have work. Each chunk's states
-// are summed from its first block on, or in the backward from its last. The sum over all chunks before (in the
-// backward: after) is computed afterwards, and added whenever a state is read (state_product.cuh).
+// are summed from its first block on, or in the backward from its last block back. A later kernel sums all chunks
+// before each chunk (in the backward: after it); this sum is added whenever a state is read (state_product.cuh).
 #pragma once
 
 #include <sage/layout/fragments.cuh>
@@ -21,8 +21,8 @@ constexpr int STATE_THREADS = 512;
 
 // Sums a chunk of blocks of a key head, from the front or from the end. A thread block has VALUES columns of the state:
 // all columns if shared memory suffices, because otherwise the thread blocks of the other columns would compute the
-// same features again, and features are most of the work. A warp keeps a part of the state in its accumulators: 16
-// channels of the features by COLUMNS of the values, and, for the first columns, its part of z.
+// same features again, and features are most of the work. A warp keeps a part of H in its accumulators: 16 channels of
+// the features by COLUMNS of the values. The warps of the first columns also keep a part of z.
 template <class T, int D>
 struct StateKernel {
   static constexpr params::Plan PLAN = params::plan("linear_scan_blocks", D, params::LISTED);
@@ -112,7 +112,7 @@ struct StateKernel {
         ptx::mma_16<T>(h[n + 1], a, b[2], b[3]);
       }
       if (!has_z()) continue;
-      // B for z: its first column is the weights, the other columns are zero.
+      // The first column of B for z contains the weights, and the other columns are zero.
       uint32_t w[2] = {};
       if (lane / 4 == 0) {
         const float* at = weights(stage) + step * 16 + 2 * (lane & 3);
@@ -122,7 +122,7 @@ struct StateKernel {
     }
   }
 
-  // Adds blocks to the state one after the other. before(block) is called before the first head of each block.
+  // Adds blocks to the state one after the other. before(block) is called before a block's first head is added.
   template <class F>
   __device__ __forceinline__ void walk(int first, int end, int items, F before) {
     auto prefetch = [&](int i) {
@@ -151,7 +151,7 @@ struct StateKernel {
   // Calls f(index, two values) for pairs of neighbouring channels in the warp's part of H, and g(index, value) for z.
   template <class F, class G>
   __device__ __forceinline__ void each(F f, G g) {
-    // Recomputed, so that addresses are not kept in registers in addition to the accumulators.
+    // `lane` is recomputed, so that addresses are not kept in registers next to the accumulators.
     int lane = ptx::opaque(threadIdx.x) % 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -179,7 +179,7 @@ struct StateKernel {
       each([&](int at, float x, float y) { *reinterpret_cast<uint32_t*>(states + at) = ptx::pack_16<T>(x * factor, y * factor); },
            [&](int at, float x) { sums[at] = x * factor; });
     };
-    // No other state of this chunk includes the last block: it is added only for the chunk's sums.
+    // No state of this chunk includes the chunk's last block, which is added only for the chunk's sums.
     walk(first, end, max(blocks - (summed ? 0 : 1), 0) * group, leave);
     if (!summed && blocks > 0) leave(p.backward ? first : end - 1);
     if (!summed) return;
@@ -196,7 +196,7 @@ __device__ __forceinline__ void scan_blocks(const params::Linear& p) {
 }
 
 // For each chunk, sums H and z of all chunks before it (in the backward: after it). H's sum is stored in 16 bit; z's
-// sum replaces the chunk's own z. Both are scaled like the state of the chunk's first block.
+// sum replaces the chunk's own z. Both sums are scaled like the state of the chunk's first block.
 template <class T, int D>
 __device__ __forceinline__ void scan_chunks(const params::Linear& p) {
   constexpr int WIDTH = (D + 1) * D;

@@ -65,7 +65,7 @@ __device__ __forceinline__ uint32_t pack_16<__half>(float low, float high) {
 }
 
 // Two floats rounded to 16 bit towards zero, `low` in the low half: cvt.rz.f16x2.f32 (the same section), or the upper
-// halves of both, which are bf16.
+// halves of the two floats, which are bf16.
 template <class T>
 __device__ __forceinline__ uint32_t pack_16_towards_zero(float low, float high) {
   if constexpr (std::is_same_v<T, __half>) {

@@ -69,10 +69,9 @@ __device__ __forceinline__ void cp_async_wait() {
 // "Data Movement and Conversion Instructions: cp.async.wait_all": waits for all cp.async copies of this thread.
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// elect.sync ("Parallel Synchronization and Communication Instructions: elect.sync"): all lanes of a warp call it, and
-// it is true for one of them, always the same lane. After it ptxas knows that only one lane issues the asynchronous
-// instructions that follow; for a lane that is selected by its index ptxas generates a loop around each instruction.
-// From sm_90 on.
+// elect.sync ("Parallel Synchronization and Communication Instructions: elect.sync"): all lanes of a warp call it; it
+// returns true in one lane, always the same. ptxas then knows that only one lane issues the asynchronous instructions
+// that follow. If code selects the lane by its index, ptxas generates a loop around each instruction. From sm_90 on.
 __device__ __forceinline__ bool elect() {
 #if __CUDA_ARCH__ >= 900
   uint32_t elected;
@@ -86,8 +85,8 @@ __device__ __forceinline__ bool elect() {
 
 // "Parallel Synchronization and Communication Instructions: mbarrier.init". One thread initializes an mbarrier, 8 bytes
 // of shared memory: a phase, counted from 0, completes after `arrivals` arrivals and all bytes that expect_tx
-// announced. The fence makes the initialized mbarrier visible to the async proxy; a barrier of the block makes it
-// visible to the other threads. From sm_90 on.
+// announced. The fence makes the initialized mbarrier visible to the async proxy; __syncthreads makes it visible to
+// the other threads. From sm_90 on.
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1; fence.mbarrier_init.release.cluster;" ::"r"(barrier), "r"(arrivals)
@@ -133,7 +132,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor(uint32_t shared, const void
 #endif
 }
 // "Data Movement and Conversion Instructions: cp.reduce.async.bulk": one thread adds floats, a multiple of 16 bytes,
-// from shared to global memory, asynchronously and in no defined order among blocks, and commits the addition as a bulk
+// from shared to global memory, asynchronously and in no defined order, and commits the addition as a bulk
 // group. Before the call, threads that wrote the shared memory must call fence_proxy_async and meet the calling thread
 // at a barrier.
 __device__ __forceinline__ void cp_reduce_async_bulk(float* global, uint32_t shared, int bytes) {
@@ -168,8 +167,8 @@ __device__ __forceinline__ void cp_async_bulk_wait() {
 }
 // "Parallel Synchronization and Communication Instructions: cp.async.mbarrier.arrive": the calling thread's arrival,
 // counted in `arrivals` (.noinc), happens when its cp.async copies issued so far are complete; the thread does not
-// wait. If it made ordinary stores instead of copies (`asynchronous` is false), it waits for its copies, fences the
-// stores for the async proxy, and arrives.
+// wait. If `asynchronous` is false, the thread has made ordinary stores: it waits for its copies, fences the stores
+// for the async proxy, and arrives.
 __device__ __forceinline__ void mbarrier_arrive_on_copies(uint32_t barrier, bool asynchronous) {
 #if __CUDA_ARCH__ >= 900
   if (asynchronous) {
@@ -229,7 +228,7 @@ __device__ __forceinline__ void fence_proxy_async_all() {
 
 // "Warp-level matrix load instruction: ldmatrix": all lanes of the warp load four 8 x 8 matrices of 16-bit elements.
 // Lanes 8i to 8i + 7 provide the addresses of the rows of matrix i; r[i] of lane (g, t) = (lane / 4, lane % 4) receives
-// bytes 4t to 4t + 3 of row g. It also loads 8-bit elements, as eight rows of 16 bytes.
+// bytes 4t to 4t + 3 of row g. A matrix can also be eight rows of 16 8-bit elements.
 __device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -275,9 +274,8 @@ __device__ __forceinline__ void red_add_4(float* at, float a, float b, float c, 
 #endif
 }
 
-// ld.acquire.gpu, "Data Movement and Conversion Instructions: ld": one thread reads a semaphore that orders blocks. If
-// the load reads a sum that includes a block's add_release, the block's writes before that add_release are visible
-// afterwards.
+// ld.acquire.gpu, "Data Movement and Conversion Instructions: ld": one thread reads a semaphore. If the load
+// reads a sum that includes a thread's add_release, the thread's writes before that add_release are visible afterwards.
 __device__ __forceinline__ int load_acquire(const int* at) {
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
@@ -285,14 +283,14 @@ __device__ __forceinline__ int load_acquire(const int* at) {
 }
 
 // red.release.gpu, "Parallel Synchronization and Communication Instructions: red": one thread adds to a semaphore,
-// without a result. The writes of other threads of the block need __threadfence and a barrier before it.
+// without a result. The writes of other threads need __threadfence and a barrier between the writes and this call.
 __device__ __forceinline__ void add_release(int* at, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
 // bar.sync, "Parallel Synchronization and Communication Instructions: bar, barrier": waits until `threads` threads, in
 // whole warps, have reached named barrier `id` by sync or arrive; `id` is 1 to 15, since 0 is __syncthreads. Shared
-// memory that they wrote before is then visible to the threads that waited.
+// memory that the arriving threads wrote before is then visible to the threads that waited.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

@@ -1,14 +1,14 @@
 // NVFP4 matmuls: mma.m16n8k64 with kind::mxf4nvf4, scale_vec::4X and ue4m3 scales (PTX ISA, "Multiply-and-Accumulate
-// Instruction: mma", and "Block Scaling for mma.sync"). sm_120 has the instruction. For every other architecture it is
-// emulated, slowly, from the same fragments, so that kernels that use it can be tested without such a device.
+// Instruction: mma", and "Block Scaling for mma.sync"). Family 12 (sm_120) has the instruction. For every other
+// architecture it is emulated, slowly, from the same fragments, so that kernels can be tested without such a GPU.
 //
 // Fragments: g = lane / 4, t = lane % 4, eight FP4 values per register, the first in the lowest bits:
 //   A   a[0]: row g, reduction 8t..; a[1]: row g + 8; a[2], a[3]: the same, reduction 32 + 8t..
 //   B   b0: column g, reduction 8t..; b1: the same, reduction 32 + 8t..
 //   D   d[2h + e]: row g + 8h, column 2t + e
-// Byte by byte this is the layout of 8-bit operands. A register contains four scales: one byte for each 16 elements of
-// the reduction. The scales of A come from lanes t = 0 (row g) and t = 1 (row g + 8), the scales of B from lane t = 0
-// (column g).
+// In bytes the layout is the same as for 8-bit operands. A scale register contains four scales: one byte for each 16
+// elements of the reduction. The scales of A come from lanes t = 0 (row g) and t = 1 (row g + 8), the scales of B from
+// lane t = 0 (column g).
 #pragma once
 
 #include <sage/ptx/convert_nvfp4.cuh>
@@ -26,7 +26,7 @@
 namespace sage::ptx {
 
 #if !SAGE_HAS_NVFP4
-// Twice the values of eight E2M1 codes, which are whole numbers, as signed bytes: four in each of two words.
+// Doubles the values of eight E2M1 codes to whole numbers, and returns signed bytes: four in each of two words.
 __device__ __forceinline__ void twice_the_values(uint32_t codes, int (&values)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

@@ -2,10 +2,10 @@
 // Family Instructions" (tcgen05).
 //
 // Tensor memory has 128 lanes of 512 columns, 4 bytes each, per multiprocessor. An address is lane << 16 | column. Warp
-// w of a block can access only lanes 32 (w % 4) to 32 (w % 4) + 31. MMAs and copies into tensor memory are issued by
-// one thread, run asynchronously, and read shared memory through the async proxy; tcgen05_commit turns their completion
-// into an arrival at an mbarrier. Any other ordering between threads needs tcgen05_fence_before and tcgen05_fence_after
-// around the synchronization.
+// w of a thread block can access only lanes 32 (w % 4) to 32 (w % 4) + 31. One thread issues MMAs and copies into
+// tensor memory, which run asynchronously and read shared memory through the async proxy. tcgen05_commit turns their
+// completion into an arrival at an mbarrier. Any other ordering between threads needs tcgen05_fence_before and
+// tcgen05_fence_after around the synchronization.
 #pragma once
 
 #include <sage/ptx/tcgen05_descriptors.cuh>
@@ -21,8 +21,8 @@
 namespace sage::ptx {
 
 // tcgen05.alloc ("Tensor Memory Allocation and Management Instructions"): one warp allocates COLUMNS, a power of two
-// from 32 on, and writes their address to shared memory; it waits until the multiprocessor has enough free columns. The
-// permit to allocate is released at once, so that other blocks can allocate.
+// from 32 on, and writes their address to shared memory. The warp waits until the multiprocessor has enough free
+// columns, and releases the permit to allocate at once, so that other thread blocks can allocate.
 template <int COLUMNS>
 __device__ __forceinline__ void tcgen05_alloc(uint32_t shared) {
 #if SAGE_HAS_TCGEN05
@@ -36,8 +36,8 @@ __device__ __forceinline__ void tcgen05_alloc(uint32_t shared) {
 #endif
 }
 
-// tcgen05.dealloc (the same section): the warp that allocated the columns frees them after their last use. A block must
-// do so before it ends.
+// tcgen05.dealloc (the same section): the warp that allocated the columns frees them after their last use. A thread
+// block must free its columns before it ends.
 template <int COLUMNS>
 __device__ __forceinline__ void tcgen05_dealloc(uint32_t address) {
 #if SAGE_HAS_TCGEN05
@@ -132,8 +132,8 @@ __device__ __forceinline__ void tcgen05_copy_scales(uint32_t address, uint64_t r
 // tcgen05.mma ("TensorCore 5th Generation Matrix Multiply and accumulate Operations: tcgen05.mma") with kind::mxf4nvf4
 // and block scaling: one thread issues D = A B, or D += A B, for NVFP4 operands, with a reduction of 64. Row i of D is
 // lane i of the columns from `d` on. Descriptors locate the rows of A and of B^T in shared memory. Scales are in tensor
-// memory: four bytes for each row of 64 FP4 values, a byte for each 16. The scales of row i of A are in column i / 32, in
-// lane i % 32 of each quarter of the 128 lanes. The scales of B's columns are stored in the same way.
+// memory: four bytes for each row of 64 FP4 values, one byte for each 16 values. The scales of row i of A are in column
+// i / 32, in lane i % 32 of each quarter of the 128 lanes. The scales of B's columns are stored in the same way.
 __device__ __forceinline__ void tcgen05_mma_nvfp4(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t a_scales,
                                                   uint32_t b_scales, bool accumulate) {
 // PTX has two names for groups of 16. Targets of a family, such as sm_100f, accept only the newer one, which compilers

@@ -1,6 +1,6 @@
 // Matrix instructions of a warpgroup, sm_90a, one per function: PTX ISA, "Asynchronous Multiply-and-Accumulate
-// Instruction: wgmma.mma_async". All four warps of a warpgroup call them; a wgmma has 64 rows of D and runs
-// asynchronously.
+// Instruction: wgmma.mma_async". All four warps of a warpgroup call the functions. A wgmma computes 64 rows of D, and
+// runs asynchronously.
 //
 // Warp w of the warpgroup has rows 16w to 16w + 15 of D, and of A if A is in registers, in the fragments that `mma.cuh`
 // describes for one warp. A descriptor locates an operand in shared memory. Registers and shared memory of a wgmma must
@@ -52,13 +52,13 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 // wgmma.commit_group (PTX ISA, "Asynchronous Multiply-and-Accumulate Instruction: wgmma.commit_group"): closes the
 // group of wgmmas that the warpgroup has issued so far.
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// The registers per thread that the compiler allocates if a block has a multiprocessor to itself.
+// The registers per thread that the compiler allocates if one thread block fills a multiprocessor.
 template <int THREADS>
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
 
 // setmaxnreg (PTX ISA, "Miscellaneous Instructions: setmaxnreg"): all warps of a warpgroup call it once to change their
 // registers per thread from LAUNCH_REGISTERS to REGISTERS, a multiple of 8. setmaxnreg.inc waits until enough registers
-// have been released, so the warpgroups' registers must sum to at most the block's allocation.
+// have been released, so all warpgroups' registers together must fit the thread block's allocation.
 template <int REGISTERS, int THREADS>
 __device__ __forceinline__ void setmaxnreg() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -70,8 +70,8 @@ __device__ __forceinline__ void setmaxnreg() {
 #endif
 }
 
-// Stops the compiler from moving accesses to these registers across this point: it does not know that wgmmas in flight
-// read and write them.
+// Stops the compiler from moving accesses to the registers of `d` across this point. The compiler does not know that
+// wgmmas in flight access these registers.
 template <int N>
 __device__ __forceinline__ void fence_operand(int (&d)[N][4]) {
 #pragma unroll
@@ -103,7 +103,7 @@ __device__ __forceinline__ void discard_operand(float (&d)[N][4]) {
     for (int e = 0; e < 4; ++e) asm volatile("" : "=f"(d[n][e])::"memory");
 }
 
-// M tiles of eight columns, from tile `first` on, of an accumulator of N tiles: the accumulator of one wgmma.
+// A part of an accumulator, for one wgmma: M of its N tiles of eight columns, from tile `first` on.
 template <int M, int N>
 __device__ __forceinline__ float (&part(float (&d)[N][4], int first))[M][4] {
   return *reinterpret_cast<float(*)[M][4]>(&d[first]);
@@ -150,8 +150,8 @@ __device__ __forceinline__ void wgmma_wait(D& d) {
 #define SAGE_A_REGISTERS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 #define SAGE_WGMMA(shape) "wgmma.mma_async.sync.aligned." shape " "
 
-// wgmma.mma_async m64nNk32 of INT8 operands: d += A B^T with `add`, which is a constant after unrolling, otherwise d =
-// A B^T. N, the columns of D, is 8 times d's length. B is s8; A is s8 in shared memory, and s8 or u8 in registers.
+// wgmma.mma_async m64nNk32 of INT8 operands: d += A B^T with `add`, otherwise d = A B^T; `add` is constant after
+// unrolling. N, the columns of D, is 8 times d's length. B is s8. A is s8 in shared memory, and s8 or u8 in registers.
 #define SAGE_WGMMA_CODES(columns, type, places, binds, a_text, b_at, add_at, ...)                                       \
   asm volatile("{.reg .pred p; setp.ne.b32 p, " add_at ", 0;" SAGE_WGMMA("m64n" columns "k32.s32." type ".s8") "{" places \
                "}, " a_text ", " b_at ", p;}"                                                                           \

@@ -7,7 +7,7 @@
 
 namespace sage::quant {
 
-// The magnitude of x as an integer: a maximum over these integers is the largest magnitude, or NaN if any x is NaN.
+// The bits of |x|. The maximum of such bits is the largest magnitude, or NaN if any x is NaN.
 __device__ __forceinline__ uint32_t abs_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
 struct Scale {
@@ -15,8 +15,8 @@ struct Scale {
   float quant;    // 127 / max|x|, 0 for a group of zeros. No additive epsilon: typical gradients are about 1e-7.
 };
 
-// The divisions are correctly rounded, so that the CPU computes the same bits. If 127 / max overflows, `dequant` is 1 /
-// FLT_MAX.
+// The divisions are correctly rounded, so that the CPU computes the same bits. If 127 / max overflows, `quant` is
+// FLT_MAX and `dequant` is 1 / FLT_MAX.
 __device__ __forceinline__ Scale scale_of(uint32_t max_abs_bits) {
   constexpr float LARGEST = 3.402823466e38f;
   float max = __uint_as_float(max_abs_bits);
@@ -26,10 +26,10 @@ __device__ __forceinline__ Scale scale_of(uint32_t max_abs_bits) {
   return {__fdiv_rn(max, 127.0f), quant};
 }
 
-// 1.5 * 2^23. A float in [2^23, 2^24) is a whole number whose low bits are that number: adding this constant rounds |x|
-// < 2^22 to the nearest whole number, ties to even, and puts it into the low bits in two's complement. Conversely, an
-// s32 accumulator that starts from the constant's bits reads as the float MAGIC + sum while |sum| < 2^22: INT8 matmuls
-// with values within +-127 stay below 2^22 up to a reduction of 256.
+// 1.5 * 2^23. Floats in [2^23, 2^24) are whole numbers, so adding this constant rounds x, |x| < 2^22, to the nearest
+// whole number, ties to even. The low bits of the sum are this number in two's complement. Conversely, an s32
+// accumulator that starts from the constant's bits reads as the float MAGIC + sum while |sum| < 2^22. INT8 matmuls with
+// values within +-127 stay below 2^22 up to a reduction of 256.
 constexpr float MAGIC = 12582912.0f;
 constexpr int MAGIC_BITS = 0x4b400000;
 
@@ -60,19 +60,18 @@ __device__ __forceinline__ uint32_t codes(float a, float b, float c, float d, fl
 }
 
 // A kernel that accumulates (MAGIC + sum) * factor, and subtracts MAGIC * (sum of the factors) once in MAGIC_TILES
-// tiles, saves one instruction per value. The accumulator's last bit is then that of MAGIC * (sum of the factors):
-// after n tiles with the same factor f the roundings add up to about 0.4 n^1.5 f, which is 10 f for 8 tiles. The error
-// from quantizing P and dS is larger, about 100 f per tile: the error of a sum of 64 products, each of a rounding error
-// of 0.3 with an INT8 value of about 40.
+// tiles, saves one instruction per value. The accumulator is then rounded to the last bit of MAGIC * (sum of the
+// factors): after n tiles with the same factor f the roundings add up to about 0.4 n^1.5 f, which is 10 f for 8 tiles.
+// Quantizing P and dS causes a larger error, about 100 f per tile: a sum of 64 products of a rounding error (about 0.3)
+// and an INT8 value (about 40).
 constexpr int MAGIC_TILES = 8;
 
 // Base-2 logarithms of the largest s8 and u8 values of P.
 constexpr float LOG2_127 = 6.98868468677217f;
 constexpr float LOG2_254 = 7.98868468677217f;
 
-// Quantizes four values in [0, 255] that are already in units of the scale. They are rounded in f16, whose 11
-// significant bits are more than the 8 of the result: in [1024, 2048) the last bit is worth 1. One addition rounds two
-// values.
+// Quantizes four values in [0, 255] that are already divided by the scale. An addition of 1024 in f16 rounds two values
+// at once, because in [1024, 2048) the last bit of an f16 number is worth 1.
 __device__ __forceinline__ uint32_t codes_of_positive(__half2 low, __half2 high) {
   const __half2 magic = __half2half2(__ushort_as_half(0x6400));  // 1024
   low = __hadd2(low, magic), high = __hadd2(high, magic);
@@ -82,7 +81,7 @@ __device__ __forceinline__ uint32_t codes_of_positive(float a, float b, float c,
   return codes_of_positive(__floats2half2_rn(a, b), __floats2half2_rn(c, d));
 }
 
-// Four such u8 values divided by 2^power, rounded; 0 for powers above 8.
+// Four u8 values divided by 2^power, rounded; 0 for powers above 8.
 __device__ __forceinline__ uint32_t codes_over(uint32_t codes, int power) {
   if (power == 0) return codes;
   if (power > 8) return 0;
@@ -93,13 +92,13 @@ __device__ __forceinline__ uint32_t codes_over(uint32_t codes, int power) {
 // -MAGIC * factor) is sum * factor with one rounding.
 __device__ __forceinline__ float short_factor(float x) { return __uint_as_float(__float_as_uint(x) & 0xfffffffcu); }
 
-// With factors up to this, MAGIC * factor stays below 2^18. A logit's addend of that size is rounded by at most 2^-7,
-// which is at most 0.6 % of a probability. If factors are larger, which means logits above a hundred, the backward
-// subtracts MAGIC first.
+// With factors up to MAGIC_FACTOR, MAGIC * factor stays below 2^18. A logit's addend of this size is rounded by at most
+// 2^-7, which changes a probability by at most 0.6 %. With larger factors, which occur with logits above a hundred, the
+// backward subtracts MAGIC first.
 constexpr float MAGIC_FACTOR = 1.0f / 64.0f;
 
 // The quant_scale of values with the given maximum, within 2 ulp: for INT8 values that never leave the kernel. It is 0
-// for zeros, and at most 1e38, so that it stays finite: maxima below 1.3e-36 get values smaller than 127. An infinity
+// for zeros. It is at most 1e38, to stay finite, so that maxima below 1.3e-36 become INT8 values below 127. An infinity
 // or a NaN gives NaN.
 __device__ __forceinline__ float quick_quant_scale(float max) {
   return max == 0.0f ? 0.0f : fminf(127.0f * ptx::reciprocal(max), 1e38f) + (max - max);

@@ -1,5 +1,5 @@
-// FP8 quantization of whole rows, for kernels that reduce over a row before they know its values. A block processes
-// strips of rows, and writes their FP8 values row by row and transposed.
+// FP8 quantization of whole rows, for kernels that reduce over a row before they know its values. A thread block
+// processes strips of rows, and writes each strip's FP8 values both row-major and transposed.
 #pragma once
 
 #include <sage/quant/fp8_tile.cuh>
@@ -8,15 +8,15 @@ namespace sage::quant {
 
 constexpr int FP8_STRIP_WIDTH = 1024;  // columns per warp
 
-// A block has FP8_THREADS threads. A team of WARPS of its warps processes LINES rows of up to COLUMNS columns, one row
-// after the other. A lane has KEEP groups of V neighbours of a row.
+// A thread block has FP8_THREADS threads. A team of WARPS warps processes LINES rows of up to COLUMNS columns, one row
+// after the other. A lane has KEEP groups of V neighbouring values of a row.
 template <int WARPS>
 struct Fp8Strip {
   static constexpr int V = FP8_NEIGHBOURS, LINES = FP8_LINES, KEEP = FP8_STRIP_WIDTH / (32 * V), COLUMNS = WARPS * FP8_STRIP_WIDTH;
   static constexpr int THREADS = FP8_THREADS, LANES = 32 * WARPS, TEAMS = THREADS / LANES, ROWS = TEAMS * LINES;
   static constexpr int PITCH = COLUMNS / 4 + 1;  // words; odd, so that rows of a column are in different banks
 
-  // The strip's FP8 values row by row; after the last strip, the sums of the teams.
+  // The strip's FP8 values, row-major; after the last strip, the column sums of the teams.
   union {
     uint32_t codes[ROWS][PITCH];
     float sums[TEAMS][COLUMNS];
@@ -28,14 +28,14 @@ struct Fp8Strip {
   // The first column of a lane's group k.
   static __device__ __forceinline__ int column(int k) { return (k * LANES + lane()) * V; }
 
-  // Writes the FP8 values of group k of a line of this thread's team.
+  // Writes the FP8 values of a lane's group k in line `line` of the team, which is row `row` of the matrix.
   __device__ __forceinline__ void set(const params::Fp8Codes& p, int k, int line, int row, uint2 word) {
     if (p.row_codes) *reinterpret_cast<uint2*>(p.row_codes + int64_t(row) * p.columns + column(k)) = word;
     uint32_t* to = &codes[team() * LINES + line][column(k) / 4];
     to[0] = word.x, to[1] = word.y;
   }
 
-  // Writes the transposed FP8 values of the rows from `first_row` on. All threads of a block call it.
+  // Writes the transposed FP8 values of the rows from `first_row` on. All threads of a thread block call it.
   __device__ __forceinline__ void store(const params::Fp8Codes& p, int first_row) const {
     if (!p.column_codes) return;
     __syncthreads();
@@ -54,7 +54,7 @@ struct Fp8Strip {
   }
 };
 
-// The lanes of a strip's row, with the interface of elements::Group. All threads of a block call its functions
+// The lanes of a strip's row, with the interface of elements::Group. All threads of a thread block call the functions
 // together.
 template <int WARPS>
 struct Fp8Team {
@@ -65,7 +65,7 @@ struct Fp8Team {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
     if constexpr (WARPS > 1) {
-      float* parts = strip.parts[turn];  // the buffer that no thread reads any more
+      float* parts = strip.parts[turn];  // a buffer that no thread still reads
       turn ^= 1;
       int warp = threadIdx.x / 32, first = warp / WARPS * WARPS;
       if (threadIdx.x % 32 == 0) parts[warp] = x;

@@ -1,4 +1,4 @@
-// FP8 quantization of a matrix by tiles: writes the FP8 values, and their transpose by way of shared memory.
+// FP8 quantization of a matrix by tiles. The FP8 values are written directly, and transposed through shared memory.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -10,14 +10,14 @@ namespace sage::quant {
 
 constexpr int FP8_THREADS = 256, FP8_ROWS = 128, FP8_COLUMNS = 64, FP8_NEIGHBOURS = 8, FP8_LINES = 4;
 
-// A tile of ROWS x COLUMNS values of a block of THREADS threads. A thread has LINES rows of V neighbours, so that its
+// A tile of ROWS x COLUMNS values for THREADS threads. A thread has LINES rows of V neighbouring values, so that its
 // LINES FP8 values of a column are one word.
 template <int WIDTH>
 struct Fp8TileOf {
   static constexpr int THREADS = FP8_THREADS, COLUMNS = WIDTH, V = FP8_NEIGHBOURS, LINES = FP8_LINES, ROWS = THREADS / (COLUMNS / V) * LINES;
   static constexpr int LANES = ROWS / LINES;  // lanes that write a column, one word each
   static_assert(32 % LANES == 0);
-  static constexpr int PITCH = LANES + 1;  // words; odd, so that few columns share a bank
+  static constexpr int PITCH = LANES + 1;  // in words; odd, so that few columns share a bank
 
   uint32_t turned[COLUMNS][PITCH];
 
@@ -31,8 +31,8 @@ static_assert(Fp8Tile::ROWS == FP8_ROWS);
 // The bits of |x|, which have the same order as the values, with NaN above infinity.
 __device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
-// The smallest power of two such that the value with these bits, divided by it, does not saturate: `Fp8Format::scale`
-// in candle-sage/src/fp8.rs.
+// The smallest power of two by which the value with the bits `largest` can be divided without saturating:
+// `Fp8Format::scale` in candle-sage/src/fp8.rs.
 __device__ __forceinline__ float fp8_scale(uint32_t largest, int e5m2) {
   if (largest == 0 || largest >= 0x7f800000u) return 1.0f;
   int exponent = int(largest >> 23) - 127 - (e5m2 ? 15 : 8);
@@ -78,8 +78,8 @@ struct Fp8Codes {
 
   __device__ __forceinline__ void set(int line, const float (&x)[FP8_NEIGHBOURS]) { words[line] = quantize(x); }
 
-  // Writes the tile's FP8 values, for columns of the matrix below `end_column`. All threads of the block call it, and
-  // synchronize before they use the tile's memory again.
+  // Writes the tile's FP8 values, for columns of the matrix below `end_column`. All threads of the thread block call
+  // it, and synchronize before they use the tile's memory again.
   template <class Tile>
   __device__ __forceinline__ void store(const params::Fp8Codes& p, Tile& tile, int first_row, int first_column, int end_column) const {
     int row = first_row + Tile::row(), column = first_column + Tile::column();
@@ -108,13 +108,13 @@ struct Fp8Codes {
     }
   }
 
-  // Adds the block's largest value and number of saturated values to those of the matrix, and copies the scale. All
+  // Updates the matrix's largest value and number of saturated values by those of the warp, and copies the scale. All
   // lanes of each warp call it.
   __device__ __forceinline__ void report(const params::Fp8Codes& p) const {
     uint32_t most = __reduce_max_sync(~0u, largest), count = __reduce_add_sync(~0u, saturated);
     if (threadIdx.x % 32 != 0) return;
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0 && p.used) *p.used = scale;
-    if (most > *p.largest) atomicMax(p.largest, most);  // a stale value costs one more atomic, and changes nothing
+    if (most > *p.largest) atomicMax(p.largest, most);  // a stale *p.largest only costs an atomic
     if (count) atomicAdd(p.saturated, count);
   }
 };
@@ -124,7 +124,7 @@ struct Fp8Columns {
   int first, count;
 };
 
-// Quantizes a tile. `line(row, column, x)` computes V neighbours of a row; `column` counts from the first of `columns`.
+// Quantizes a tile. `line(row, column, x)` computes V neighbouring values of a row; `column` counts from columns.first.
 template <class Line>
 __device__ __forceinline__ void quantize_tile(const params::Fp8Codes& p, float scale, Fp8Columns columns, Line line) {
   __shared__ Fp8Tile tile;

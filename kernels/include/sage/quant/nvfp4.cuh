@@ -10,8 +10,8 @@ namespace sage::quant {
 constexpr int NVFP4_GROUP = 16;
 constexpr float E2M1_MAX = 6.0f, E4M3_MAX = 448.0f;
 
-// A magnitude rounded to a format with 2^MANTISSA steps in each power of two from `smallest` on, and with the steps of
-// `smallest` below it. Adding 1.5 * 2^23 steps leaves no bits under a step, and ties go to the even code.
+// Rounds a magnitude to a format with 2^MANTISSA steps per power of two. Below `smallest` the steps are as large as
+// those just above it. Adding 1.5 * 2^23 steps leaves no bits below a step, and ties go to the even code.
 template <int MANTISSA>
 __device__ __forceinline__ float round_magnitude(float magnitude, float smallest) {
   constexpr float STEPS = 1.5f * float(1 << (23 - MANTISSA));
@@ -19,10 +19,10 @@ __device__ __forceinline__ float round_magnitude(float magnitude, float smallest
   return fmaf(-power, STEPS, fmaf(power, STEPS, magnitude));
 }
 
-// Rounds to the steps of E2M1, for numbers below 2^22, with one instruction less than `round_magnitude` in the unit that executes
-// maxima and masks. The two masked bits of the exponent read as (nearly) 0 for x < 2, 2 in [2, 4) and 4 in [4, 8); the addend is
-// then 1.5 * 2^22, 1.5 * 2^23 or 1.125 * 2^24, whose last bit is worth 0.5, 1 or 2: E2M1's step there. From 8 on the
-// result is above 6, and the caller saturates it.
+// Rounds a number below 2^22 to the steps of E2M1, with one instruction less than `round_magnitude` in the unit that
+// executes maxima and masks. `power` is (nearly) 0 for x < 2, 2 for x in [2, 4), and 4 for x in [4, 8). The addend is
+// then 1.5 * 2^22, 1.5 * 2^23 or 1.125 * 2^24. Its last bit is worth 0.5, 1 or 2, which is E2M1's step at x. From 8 on
+// the result is above 6, and the caller saturates it.
 __device__ __forceinline__ float e2m1_steps(float x) {
   float power = __uint_as_float(__float_as_uint(x) & 0x40800000u);
   float magic = fmaf(power, 3145728.0f, 6291456.0f);
@@ -34,9 +34,9 @@ __device__ __forceinline__ float e2m1_of_positive(float x) { return e2m1_steps(f
 __device__ __forceinline__ float e2m1(float x) { return copysignf(e2m1_of_positive(fabsf(x)), x); }
 
 // The same rounding for two nonnegative numbers in 16 bit at once, as E2M1 values. The numbers are truncated to 16 bit,
-// and their last bit is set as a sticky bit for all dropped bits, so that no number moves onto a midpoint, or across
-// one. Unlike in `e2m1`, exact midpoints are rounded up, not to the even code. (A probability times a reciprocal is an
-// exact midpoint once in 2^20 times.) The addends are 1.5, 3 and 4.5 times HALVES, the power of two at which 16-bit
+// and their last bit is set as a sticky bit for all dropped bits, so that no number moves onto or across a midpoint.
+// Unlike in `e2m1`, exact midpoints are rounded up, not to the even code. (A probability times a reciprocal is an exact
+// midpoint once in 2^20 times.) The addends are 1.5, 3 and 4.5 times HALVES, the power of two at which 16-bit
 // numbers are 1/2 apart.
 template <class T>
 __device__ __forceinline__ uint32_t e2m1_pair(float low, float high) {
@@ -55,14 +55,13 @@ __device__ __forceinline__ float e4m3_of_positive(float x) {
   return round_magnitude<3>(x > E4M3_MAX ? E4M3_MAX : x, 1.0f / 64.0f);
 }
 
-// A group's scale in both directions.
 struct Nvfp4Scale {
   float dequant;  // an E4M3 value
   float quant;    // 1 / dequant, 0 if dequant is 0
 };
 
 // The scale of a group whose largest magnitude is `max`. One Newton step after each approximation makes the quotient
-// and the reciprocal correctly rounded. An infinity gives NaN, and so does a NaN.
+// and the reciprocal correctly rounded. An infinity or a NaN gives NaN.
 __device__ __forceinline__ Nvfp4Scale nvfp4_scale_of(float max) {
   constexpr float SIXTH = 1.0f / E2M1_MAX;
   float sixth = max * SIXTH;

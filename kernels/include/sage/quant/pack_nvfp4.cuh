@@ -53,7 +53,7 @@ __device__ __forceinline__ void pack_tokens(const attention::Rows<T>& from, int 
   }
 }
 
-// Packs 64 tokens, `first` and later, in groups of 16 tokens: one row per channel.
+// Packs the 64 tokens from `first` on, in groups of 16 tokens. Each channel is a row.
 template <class T, int D>
 __device__ __forceinline__ void pack_channels(const attention::Rows<T>& from, int first, uint8_t* to) {
   using Tile = layout::Nvfp4Tile<D>;
@@ -72,8 +72,8 @@ __device__ __forceinline__ void pack_channels(const attention::Rows<T>& from, in
   }
 }
 
-// Each block packs a tile of 64 tokens of one head: first come the tiles of K, then Q, then V, with neighbouring heads
-// in neighbouring blocks.
+// Each thread block packs a tile of 64 tokens of one head. The order is: tiles of K, then Q, then V, and neighbouring
+// heads in neighbouring thread blocks.
 template <class T, int D>
 __device__ __forceinline__ void pack_nvfp4(const params::Forward& p) {
   const params::Shape& shape = p.shape;
@@ -90,7 +90,7 @@ __device__ __forceinline__ void pack_nvfp4(const params::Forward& p) {
   int8_t* all = query ? p.codes.q : value ? p.codes.v_transposed : p.codes.k;
   using Tile = layout::Nvfp4Tile<D>;
   uint8_t* to = reinterpret_cast<uint8_t*>(all) + at * Tile::BYTES;
-  // The forward copies whole rows of scales, so their unused bytes are set to zero.
+  // The forward copies whole rows of scales, so the unused bytes of these rows are set to zero.
   if (64 * Tile::GROUPS < Tile::SCALES_BYTES && threadIdx.x < 32)
     *reinterpret_cast<uint2*>(to + Tile::CODES_BYTES + threadIdx.x * 16 + 8) = make_uint2(0, 0);
   if (query) {

@@ -12,7 +12,7 @@ using attention::TILE;
 
 constexpr int TILE_THREADS = 256;
 
-// The largest x of all threads of the block.
+// The largest x of all threads of the thread block.
 __device__ __forceinline__ uint32_t block_max(uint32_t x) {
   __shared__ uint32_t of_warp[TILE_THREADS / 32];
   x = __reduce_max_sync(~0u, x);
@@ -69,7 +69,6 @@ struct Tile {
     return largest;
   }
 
-  // The INT8 values of the thread's row `i`, eight bytes.
   __device__ __forceinline__ uint2 codes(int i, float quant_scale) const {
     int q[8];
 #pragma unroll
@@ -78,8 +77,8 @@ struct Tile {
   }
 };
 
-// Quantizes a tile with one scale, which is written to `dequant_scale`. The thread's eight INT8 values are written to
-// `at(row, channel)`.
+// Quantizes a tile with one scale, which is written to `dequant_scale`. A thread's eight INT8 values of each row are
+// written to `at(row, channel)`.
 template <int D, class At>
 __device__ __forceinline__ void quantize_tile(const Tile<D>& values, float* dequant_scale, At at) {
   Scale scale = scale_of(block_max(values.max_abs_bits()));
@@ -103,7 +102,7 @@ __device__ __forceinline__ int8_t* at_swizzled(int8_t* tile, int row, int channe
 template <int D, int PITCH>
 __device__ __forceinline__ void store_transposed(const int8_t* tile, int8_t* out) {
   for (int i = threadIdx.x; i < D * (TILE / 16); i += blockDim.x) {
-    // Neighbouring threads read neighbouring channels: no bank conflict.
+    // Neighbouring threads read neighbouring channels, without bank conflicts.
     int channel = i % D, group = i / D;
     *reinterpret_cast<uint4*>(out + layout::swizzled<TILE>(channel, group)) =
         layout::gather_tokens([&](int token) { return uint8_t(tile[(group * 16 + token) * PITCH + channel]); });

@@ -1,6 +1,6 @@
 // A multi-stage producer/consumer pipeline in shared memory, from Hopper on. Tile (or work item) n = 0, 1, .. uses
-// stage n % STAGES. Each stage has two mbarriers: a phase of `full` completes when the tile's copies have arrived, a
-// phase of `empty` when all consumers have released the stage.
+// stage n % STAGES. Each stage has two mbarriers: a phase of `full` completes when the tile's copies have arrived, and
+// a phase of `empty` completes when all consumers have released the stage.
 #pragma once
 
 #include <sage/ptx/memory.cuh>
@@ -27,11 +27,11 @@ struct Pipeline {
 
   // A consumer waits until tile n has arrived.
   __device__ __forceinline__ void wait(int n) const { ptx::mbarrier_wait(full(n), round(n)); }
-  // The producer waits until the stage of tile n is empty: until tile n - STAGES is released.
+  // The producer waits until the stage of tile n is empty, which is when tile n - STAGES is released.
   __device__ __forceinline__ void wait_empty(int n) const {
     if (n >= STAGES) ptx::mbarrier_wait(empty(n), round(n) - 1);
   }
-  // The producer waits until the consumers have released its last tiles, those before tile n.
+  // The producer waits until the consumers have released all tiles before tile n.
   __device__ __forceinline__ void drain(int n) const {
     for (int i = 0; i < STAGES; ++i) wait_empty(n + i);
   }

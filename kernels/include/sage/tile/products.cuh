@@ -29,7 +29,7 @@ __device__ __forceinline__ void multiply_rows(float (&out)[N][4], uint32_t a, ui
   ptx::wgmma_commit();
 }
 
-// Issues the same matmul with A in registers: fragments of rows of 64 channels, which read_rows loads.
+// Issues the same matmul with A in registers, as fragments of rows of 64 channels that read_rows has loaded.
 template <class T, bool ADD>
 __device__ __forceinline__ void multiply_rows(float (&out)[8][4], const uint32_t (&a)[4][4], uint32_t b) {
   if constexpr (ADD) ptx::fence_operand(out);
@@ -67,7 +67,7 @@ __device__ __forceinline__ void add_product(float (&out)[D / 8][4], const X& x, 
   ptx::wgmma_commit();
 }
 
-// The descriptor of an INT8 tile: rows of D bytes, or panels with rows of 128 bytes.
+// The descriptor of an INT8 tile, whose rows have D bytes, or 128 bytes in each panel.
 template <int D>
 __device__ __forceinline__ uint64_t code_descriptor(uint32_t shared) { return ptx::row_descriptor<(D < 128 ? D : 128)>(shared); }
 
@@ -76,7 +76,7 @@ __device__ __forceinline__ uint64_t code_descriptor(uint32_t shared) { return pt
 // completion (wgmma_wait).
 template <int TIMES, int N, class A>
 __device__ __forceinline__ void multiply_codes(int (&y)[N][4], const A& a, uint64_t b) {
-  constexpr int PANEL = 64 * 128 / 16;  // in units of descriptors
+  constexpr int PANEL = 64 * 128 / 16;  // in units of 16 bytes, as in descriptors
   static_assert(TIMES <= 4 || N == 8);
   ptx::discard_operand(y);
   ptx::wgmma_fence();
