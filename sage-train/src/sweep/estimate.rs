@@ -11,6 +11,7 @@ use candle_sage::{Error, Result};
 use super::{State, Sweep};
 use crate::config::Config;
 use crate::device::Place;
+use crate::model::Stage;
 use crate::quantity::Quantity;
 use crate::runs::{Run, Status, median};
 use crate::signals::{self, Second};
@@ -44,8 +45,8 @@ impl Estimate {
     }
 }
 
-/// Groups the remaining runs by the settings that the time of a step depends on, and measures a few steps of one run of
-/// each group. The measured runs are written to a scratch folder, which is removed.
+/// Groups the remaining runs by the settings that the time of a step depends on, and measures a few steps of each stage
+/// of one run of each group. The measured runs are written to a scratch folder, which is removed.
 ///
 /// # Errors
 /// When a shape cannot be trained on this machine.
@@ -60,20 +61,47 @@ pub fn estimate(sweep: &Sweep, retry: bool) -> Result<Vec<Estimate>> {
             estimates.push(Estimate { state: place.state, tokens: 0, speed: None });
             continue;
         }
-        let shape = shape(config);
-        let speed = match measured.get(&shape) {
-            Some(&speed) => speed,
-            None => {
-                notify(&format!("measuring {}", run.name));
-                let speed = measure(config, &sweep.folder)?;
-                measured.insert(shape, speed);
-                speed
-            }
-        };
-        let tokens = config.tokens_per_step() * config.steps.saturating_sub(place.steps);
-        estimates.push(Estimate { state: place.state, tokens, speed: Some(speed) });
+        let (mut tokens, mut seconds) = (0, 0.0);
+        for (stage, steps) in remaining(config, place.steps).into_iter().filter(|(_, steps)| *steps > 0) {
+            let shape = format!("{} {stage:?}", shape(config));
+            let speed = match measured.get(&shape) {
+                Some(&speed) => speed,
+                None => {
+                    match config.model.sla2 {
+                        Some(_) => notify(&format!("measuring {}, stage {stage:?}", run.name)),
+                        None => notify(&format!("measuring {}", run.name)),
+                    }
+                    let speed = measure(config, stage, &sweep.folder)?;
+                    measured.insert(shape, speed);
+                    speed
+                }
+            };
+            let of_stage = config.tokens_per_step() * steps;
+            tokens += of_stage;
+            seconds += of_stage as f64 / speed;
+        }
+        let speed = (tokens > 0).then(|| tokens as f64 / seconds);
+        estimates.push(Estimate { state: place.state, tokens, speed });
     }
     Ok(estimates)
+}
+
+/// The steps that remain of each stage after `done` steps. A model without SLA2 has only dense steps.
+fn remaining(config: &Config, done: u64) -> [(Stage, u64); 3] {
+    let [mut dense, mut router] = [config.steps, 0];
+    if let Some(sla2) = config.model.sla2 {
+        router = sla2.router_steps;
+        dense = sla2.dense_steps - router;
+    }
+    let mut done = done;
+    let mut left = |steps: u64| {
+        let skipped = done.min(steps);
+        done -= skipped;
+        steps - skipped
+    };
+    let sparse = config.steps - dense - router;
+    [(Stage::Dense, dense), (Stage::Router, router), (Stage::Sparse, sparse)]
+        .map(|(stage, steps)| (stage, left(steps)))
 }
 
 /// A key for the settings that the time of a step depends on: the identity without settings that change only the
@@ -91,6 +119,8 @@ fn shape(config: &Config) -> String {
         "clip",
         "eval-tokens",
         "eval-attn",
+        "sla2-dense-steps",
+        "sla2-router-steps",
     ] {
         identity.remove(key);
     }
@@ -99,16 +129,16 @@ fn shape(config: &Config) -> String {
 }
 
 /// Tokens per second, from a short run in a child process, so that all of its memory is freed when it ends.
-fn measure(config: &Config, folder: &Path) -> Result<f64> {
+fn measure(config: &Config, stage: Stage, folder: &Path) -> Result<f64> {
     let parent = folder.ancestors().find(|folder| folder.is_dir()).unwrap_or(Path::new("."));
     let scratch = parent.join(format!(".sage-train-measures.{}", std::process::id()));
     std::fs::create_dir_all(&scratch).map_err(writing(&scratch))?;
-    let speed = measure_in(config, &scratch);
+    let speed = measure_in(config, stage, &scratch);
     let _ = std::fs::remove_dir_all(&scratch);
     speed
 }
 
-fn measure_in(config: &Config, scratch: &Path) -> Result<f64> {
+fn measure_in(config: &Config, stage: Stage, scratch: &Path) -> Result<f64> {
     let micro_batch = (config.micro_batch * config.model.context) as u64;
     let (steps, micro_batches) = sample(config.device);
     let tokens = config.tokens_per_step().min(micro_batches * micro_batch);
@@ -117,9 +147,13 @@ fn measure_in(config: &Config, scratch: &Path) -> Result<f64> {
     few.batch.tokens = None;
     few.batch.tokens_per_step = Some(Quantity(tokens));
     few.optimizer.forget_warmups();
-    // The dense and router stages are skipped: only the sparse stage is measured.
-    few.sla2.sla2_dense_steps = few.sla2.sla2_dense_steps.map(|_| Quantity(0));
-    few.sla2.sla2_router_steps = few.sla2.sla2_router_steps.map(|_| Quantity(0));
+    let [dense, router] = match stage {
+        Stage::Dense => [steps, 0],
+        Stage::Router => [steps, steps],
+        Stage::Sparse => [0, 0],
+    };
+    few.sla2.sla2_dense_steps = few.sla2.sla2_dense_steps.map(|_| Quantity(dense));
+    few.sla2.sla2_router_steps = few.sla2.sla2_router_steps.map(|_| Quantity(router));
     few.run.eval_every = Some(Quantity(0));
     few.run.eval_tokens = Some(Quantity(1));
     few.run.eval_attn = None;
@@ -179,5 +213,33 @@ fn wait(mut child: Child) -> Result<ExitStatus> {
             Some(status) => return Ok(status),
             None => std::thread::sleep(Duration::from_millis(50)),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::settings::{Attn, Settings};
+
+    #[test]
+    fn stages_remain_one_after_the_other() {
+        let config = |attn| {
+            Config::resolve(Settings::with(|s| {
+                s.attention.attn = Some(attn);
+                s.batch.steps = Some(Quantity(100));
+                if attn != Attn::EXACT {
+                    s.sla2.sla2_dense_steps = Some(Quantity(60));
+                    s.sla2.sla2_router_steps = Some(Quantity(10));
+                }
+            }))
+            .expect("a run")
+        };
+        let steps = |config: &Config, done| remaining(config, done).map(|(_, steps)| steps);
+        let sla2 = config("sla2".parse().expect("attention"));
+        assert_eq!(steps(&sla2, 0), [50, 10, 40]);
+        assert_eq!(steps(&sla2, 55), [0, 5, 40]);
+        assert_eq!(steps(&sla2, 75), [0, 0, 25]);
+        assert_eq!(steps(&sla2, 100), [0, 0, 0]);
+        assert_eq!(steps(&config(Attn::EXACT), 30), [70, 0, 0]);
     }
 }
