@@ -336,7 +336,9 @@ impl SelfAttention {
         if cache.k_cache().dim() != SEQUENCE {
             return Err(Error::shape("the cache does not grow along the sequence")
                 .got(format!("it grows along dimension {}", cache.k_cache().dim()))
-                .allowed(format!("dimension {SEQUENCE}: keys and values are (batch, sequence, heads, head_dim)"))
+                .allowed(format!(
+                    "dimension {SEQUENCE}: keys and values are (batch, sequence, heads, head_dim)"
+                ))
                 .hint("`SelfAttention::cache` makes a matching cache")
                 .into());
         }

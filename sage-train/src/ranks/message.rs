@@ -56,10 +56,7 @@ pub(super) enum Message {
     /// The greeting: the first message from the connecting side, and rank 0's answer to it.
     Hello(Hello),
     /// To rank 0: a rank's text on a topic.
-    Said {
-        topic: String,
-        text: String,
-    },
+    Said { topic: String, text: String },
     /// From rank 0: the texts of all ranks on a topic.
     All {
         topic: String,
@@ -78,9 +75,7 @@ pub(super) enum Message {
         aside: bool,
     },
     /// The sender stops because of its own error.
-    Failed {
-        why: String,
-    },
+    Failed { why: String },
     /// From rank 0: all ranks stop.
     Over {
         why: String,

@@ -32,8 +32,8 @@ fn a_run_leaves_everything_and_its_config_makes_it_again() {
     }
     // loss / (bits per byte x ln 2) is the number of bytes per token.
     let bits = first[5].val_bits_per_byte.expect("validated");
-    let (loss, tokens_a_byte) = (first[5].val_loss.expect("validated"), bits * std::f64::consts::LN_2);
-    assert!((1.0..6.0).contains(&(loss / tokens_a_byte)), "{loss} nats, {bits} bits a byte");
+    let (loss, nats_a_byte) = (first[5].val_loss.expect("validated"), bits * std::f64::consts::LN_2);
+    assert!((1.0..6.0).contains(&(loss / nats_a_byte)), "{loss} nats, {bits} bits a byte");
 
     scratch.ok(&["--config", "runs/tiny-sagebwd-001/config.toml"]);
     let again = scratch.metrics("tiny-sagebwd-002");

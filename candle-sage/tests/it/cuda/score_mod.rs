@@ -17,8 +17,8 @@ fn schemes() -> [Scheme; 4] {
     ]
 }
 
-/// Each layout twice, with two of: no change; slopes and a cap that many logits reach; slopes and a cap far above the
-/// logits.
+/// Each layout twice, with two of: a cap that many logits reach; slopes and a cap far above the logits; slopes; slopes
+/// and a cap that many logits reach.
 fn cases(d: usize) -> Vec<Case> {
     let mut layouts = Vec::new();
     for (lens, heads, causal, window) in [
@@ -37,10 +37,17 @@ fn cases(d: usize) -> Vec<Case> {
     packed.packing = Some(Packing::self_attention(vec![0, 1, 64, 64, 193, 450, 500]));
     layouts.push(packed);
     let modified = |(n, case): (usize, Case)| {
-        let alibi_slopes = if n % 3 == 0 { Vec::new() } else { slopes(case.heads.0) };
-        Case { softcap: [Some(1.5), Some(50.0), None][(n + 2) % 3], alibi_slopes, ..case }
+        let slopes = slopes(case.heads.0);
+        let (softcap, alibi_slopes) = match n % 4 {
+            0 => (Some(1.5), Vec::new()),
+            1 => (Some(50.0), slopes),
+            2 => (None, slopes),
+            _ => (Some(1.5), slopes),
+        };
+        Case { softcap, alibi_slopes, ..case }
     };
-    let again = layouts.clone().into_iter().enumerate().map(|(n, case)| (n + 1, case));
+    // Twice, so that each layout has two of these changes.
+    let again = layouts.clone().into_iter().enumerate().map(|(n, case)| (n + 2, case));
     layouts.into_iter().enumerate().chain(again).map(modified).collect()
 }
 
