@@ -226,7 +226,7 @@ fn label(scheme: &Scheme) -> String {
 }
 
 /// Measures one row with one scheme after another, and passes each result to `seen`. A quantized scheme that the device
-/// or the attention options do not support is skipped if it is a default scheme or if heads have more than 128
+/// or the attention options do not support is skipped if no schemes were given or if heads have more than 128
 /// channels.
 ///
 /// # Errors

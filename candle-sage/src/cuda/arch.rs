@@ -26,7 +26,7 @@ impl Architecture {
                 .got(format!("compute capability {major}.{minor}"))
                 .allowed(format!("machine code for {ARCHITECTURES:?}, PTX for {PTX} and later"))
                 .hint(
-                    "the oldest supported GPU is Ampere (8.0); build without CANDLE_SAGE_CUDA_ARCHS for all architectures",
+                    "the oldest supported GPU is Ampere (8.0); unset CANDLE_SAGE_CUDA_ARCHS to build for all architectures",
                 )),
         }
     }

@@ -19,14 +19,14 @@ pub(super) struct Attending {
     /// Token means subtracted before quantizing [default: the run's]
     #[arg(long, value_enum)]
     smoothing: Option<SmoothingSetting>,
-    /// SageBwd: tokens over which the means of K and V are taken: all, or sample-N [default: the run's]
+    /// SageBwd: tokens from which the means of --smoothing are computed: all, or sample-N [default: the run's]
     #[arg(long)]
     key_mean: Option<Text<KeyMean>>,
     /// SageBwd: matmuls in INT8: paper (six), forward-and-s (O, and S in forward and backward), scores (only S, in
     /// forward and backward), forward (S and O in the forward), or a list such as forward,s,dv [default: the run's]
     #[arg(long)]
     products: Option<Text<Int8Products>>,
-    /// SageBwd: granularity of the scales of P and dS: vector, group-N, tile [default: the run's]
+    /// SageBwd: granularity of the backward's scales of P, dS and dO: vector, group-N, tile [default: the run's]
     #[arg(long)]
     granularity: Option<Text<Granularity>>,
     /// Attn-QAT: axis along which 16 values of V share a scale: tokens, head-dim [default: the run's]

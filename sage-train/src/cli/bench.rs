@@ -42,7 +42,8 @@ impl Bench {
 #[derive(Debug, clap::Args)]
 struct Rest {
     /// Pause before each series of timed calls. A GPU under load is up to 20 % slower, so compare only times with the
-    /// same --rest and --repeats: 1 second for short bursts, 0 and many repeats for the speed during training
+    /// same --rest and --repeats. --rest 1 measures short bursts; --rest 0 with many --repeats measures the speed during
+    /// training
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
     rest: f64,
 }

@@ -42,10 +42,10 @@ pub(super) struct Probe {
     /// Token means subtracted before quantizing [default: the run's]
     #[arg(long, value_enum)]
     smoothing: Option<SmoothingSetting>,
-    /// Tokens over which the means of K and V are taken: all, or sample-N (sagebwd) [default: the run's]
+    /// Tokens from which the means of --smoothing are computed: all, or sample-N (sagebwd) [default: the run's]
     #[arg(long)]
     key_mean: Option<Text<KeyMean>>,
-    /// Granularity of the scales of P and dS (sagebwd): vector, group-N, tile [default: the run's]
+    /// Granularity of the backward's scales of P, dS and dO (sagebwd): vector, group-N, tile [default: the run's]
     #[arg(long)]
     granularity: Option<Text<Granularity>>,
     /// Attention to probe [default: the run's; sagebwd for a run with unquantized attention]
@@ -57,11 +57,11 @@ pub(super) struct Probe {
     /// Also print a row for each head
     #[arg(long)]
     heads: bool,
-    /// Also measure the errors with only one matmul (sagebwd) or operand (attn-qat) quantized, for each of them
+    /// Also measure the errors with only a single matmul (sagebwd) or operand (attn-qat) quantized
     #[arg(long)]
     products: bool,
-    /// Use a scale for each token of Q and K instead of each tile, to show the error that outlier tokens cause
-    /// (sagebwd)
+    /// Use a scale for each token of Q and K, not one for each tile. The error that this removes is the error that
+    /// outlier tokens cause in other tokens of their tile (sagebwd)
     #[arg(long)]
     token_scales: bool,
     /// Multiply queries and keys by each of these factors, and print a table for each

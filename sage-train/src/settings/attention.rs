@@ -34,8 +34,8 @@ pub struct AttentionSettings {
     /// Token means subtracted before quantizing [default: k for sagebwd, none for attn-qat]
     #[arg(long, value_enum)]
     pub smoothing: Option<SmoothingSetting>,
-    /// SageBwd: tokens over which the means of K and V are taken: all, or sample-N for N evenly spaced tokens [default:
-    /// all]
+    /// SageBwd: tokens from which K's mean, and with --smoothing kv V's mean, are computed: all, or sample-N for N evenly
+    /// spaced tokens [default: all]
     #[arg(long)]
     pub key_mean: Option<Text<KeyMean>>,
     /// SageBwd: matmuls in INT8: paper (six), forward-and-s (O, and S in forward and backward), scores (only S, in
@@ -44,8 +44,8 @@ pub struct AttentionSettings {
     /// [default: paper]
     #[arg(long)]
     pub products: Option<Text<Int8Products>>,
-    /// SageBwd: granularity of the scales of P and dS. vector: one scale for each row or column along which a matmul
-    /// sums; group-N: one for N such vectors; tile: one for a whole tile [default: vector]
+    /// SageBwd: granularity of the backward's scales of P, dS and dO. vector: one scale for each row or column along
+    /// which a matmul sums; group-N: one for N such vectors; tile: one for a whole tile [default: vector]
     #[arg(long)]
     pub granularity: Option<Text<Granularity>>,
     /// Attn-QAT: axis along which 16 values of V share a scale: tokens, head-dim [default: tokens]
@@ -56,8 +56,8 @@ pub struct AttentionSettings {
     #[arg(long)]
     pub value_scale: Option<Text<ValueScale>>,
     /// Attn-QAT: reference that P is divided by before quantizing: row-max (the row's largest probability), two-level
-    /// (a 2048th of it, so that small probabilities keep their precision), literal (the paper's text: the running
-    /// maximum in the forward, the row's sum in the backward) [default: row-max]
+    /// (this probability / 2048, so that small probabilities keep their precision), literal (the paper's text: the
+    /// largest probability so far in the forward, the row's sum in the backward) [default: row-max]
     #[arg(long)]
     pub p_reference: Option<Text<PReference>>,
     /// Attn-QAT: compute the backward's delta from an output O whose probabilities P were not quantized [default: on]

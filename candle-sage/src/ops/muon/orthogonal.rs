@@ -43,7 +43,8 @@ pub(crate) struct UnitTrace {
     inverse_norms: OnceLock<Tensor>,
 }
 
-/// `y = a I + b x + c y` for square matrices (count, size, size), times a factor per matrix if there are factors.
+/// Replaces y by `a I + b x + c y`, for square matrices (count, size, size). Multiplies each result by its matrix's
+/// factor, if factors are given.
 pub(crate) struct Polynomial(pub(crate) [f32; 3]);
 
 impl CustomOp1 for UnitTrace {

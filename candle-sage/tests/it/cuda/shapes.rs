@@ -80,8 +80,8 @@ fn large_heads_in_int8() -> Result<()> {
     check_large_heads(&[scores.into(), scores.smoothing(Smoothing::None).into(), sampled.into()])
 }
 
-/// Lengths, groups, documents, strides that prevent vector loads, reproducible gradients, and split lists of the query
-/// blocks that select a key block.
+/// Checks lengths, groups, documents, strides that prevent vector loads, reproducible gradients, and key blocks that are
+/// selected by so many query blocks that several thread blocks share them.
 fn check_large_heads(schemes: &[Scheme]) -> Result<()> {
     for d in [129, 136, 160, 192, 255, 256] {
         let long = if d == 256 { 700 } else { 300 };

@@ -7,8 +7,7 @@
 
 namespace sage::params {
 
-// Inverts a selection's lists: finds the query blocks that select each key block, and splits the longest of these
-// lists.
+// Inverts a selection's lists: finds the query blocks that select each key block, and splits long lists.
 struct Users {
   Lists lists;
   User* users;            // (key head, query_blocks x (stride - 1))

@@ -63,9 +63,9 @@ struct EveryKey : ForwardBlock {
   __device__ __forceinline__ int number(int step) const { return step; }
 };
 
-// A thread block that visits the keys of a window. The number of skipped keys is a multiple of every mainloop's step,
-// so that the visited keys begin at or before the first key that one of its queries sees. Some visited keys are hidden
-// from later queries.
+// A thread block that visits the keys of a window. The number of skipped keys is rounded down to a multiple of every
+// mainloop's step. So the visited keys begin at or before the first key that any query of the thread block sees, and
+// later queries do not see some of these keys.
 struct WindowKeys : ForwardBlock {
   static constexpr Hidden HIDDEN = OUTER_KEYS;
   static constexpr int STEP = 2 * TILE;
