@@ -79,7 +79,7 @@ impl Form {
         match self {
             Self::Learned => "Blocks selected by a learned router, and a linear tail (SLA2)",
             Self::Identity => {
-                "SLA2 with an untrained router, which ranks key blocks by the dot product of the block means of Q and K"
+                "SLA2 with an untrained router, which ranks key blocks by the dot product of mean queries and mean keys"
             }
             Self::Window => "SLA2 with the nearest blocks and the first block instead of a router",
             Self::Sparse => "SLA2 without the tail: block-sparse attention with a learned router",

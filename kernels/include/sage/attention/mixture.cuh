@@ -1,6 +1,6 @@
 // The weights of the mixture out = a sparse + (1 - a) tail. Here `sparse` is the output of exact attention over the
 // selected blocks, and `tail` is the linear tail's output. The weight is a = sigmoid(theta); with by_count it is a =
-// sigmoid(theta + log(keys with exact attention / keys in the tail)). If no key is in the tail, a = 1.
+// sigmoid(theta + log(keys with exact attention / other keys that the query sees)). If there are no other keys, a = 1.
 #pragma once
 
 #include <sage/attention/segment.cuh>

@@ -227,7 +227,7 @@ fn check_file(file: &str) -> Result<()> {
     if !file.is_empty() && !file.contains(['\\', '\0', '?', '#']) && normal(Path::new(file)) {
         return Ok(());
     }
-    Err(Error::new("the hub names a file outside of its folder")
+    Err(Error::new("the hub lists a file outside of the data set's folder")
         .got(format!("`{file}`"))
         .allowed("paths below the data set's folder")
         .hint("do not use this data set, and report it to the hub"))
