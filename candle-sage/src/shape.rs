@@ -214,7 +214,7 @@ impl AttentionShape {
                 .got(format!("key {k:?}, value {v:?}"))
                 .allowed("the same (batch, sequence, heads, head_dim)")
                 .hint(
-                    "a shape needs equal head_dims; `Attention` also accepts values of another head_dim (8 to 256)",
+                    "`AttentionShape` has one head_dim; `Attention` accepts another for values (8 to 256)",
                 ));
         }
         if k.0 != batch || k.3 != head_dim {
@@ -302,7 +302,7 @@ impl AttentionShape {
         if q.len() != k.len() {
             return Err(Error::shape("cu_seqlens_q and cu_seqlens_k have different numbers of documents")
                 .got(format!("{} and {} entries", q.len(), k.len()))
-                .allowed("one entry more than there are documents, in both")
+                .allowed("equal numbers of entries: one more than there are documents")
                 .hint("use Packing::self_attention when both are the same"));
         }
         for (name, cu, len) in [("cu_seqlens_q", q, self.query_len), ("cu_seqlens_k", k, self.key_len)] {

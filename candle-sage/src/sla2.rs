@@ -198,14 +198,14 @@ impl Sla2 {
             return Err(Error::new("`blocks` must be at least 1 without a causal mask")
                 .got("0 blocks without a causal mask")
                 .allowed("at least 1 block")
-                .hint("without a causal mask no block is always included")
+                .hint("only a causal mask always includes a block, the block on the diagonal")
                 .into());
         }
         if self.nearest > self.count || self.nearest > 0 && !shape.causal() {
             let mask = if shape.causal() { "a causal mask" } else { "no causal mask" };
             return Err(Error::new("`nearest` is out of range")
-                .got(format!("{} nearest of {} blocks, {mask}", self.nearest, self.count))
-                .allowed("with a causal mask: 0 to the number of blocks; without: 0")
+                .got(format!("nearest {}, blocks {}, {mask}", self.nearest, self.count))
+                .allowed("with a causal mask: 0 to `blocks`; without a causal mask: 0")
                 .hint("nearest blocks count towards `blocks`; the router selects the others")
                 .into());
         }

@@ -80,7 +80,7 @@ impl std::str::FromStr for Row {
             }
             _ => Err(Error::new("not a row of the benchmark")
                 .got(format!("`{text}`"))
-                .allowed("D:N:causal, such as 64:8192:1: head_dim 8 to 256, tokens, 0 or 1; 192/128:8192:1 for keys \
+                .allowed("D:N:CAUSAL (head_dim 8 to 256, tokens, 0 or 1), such as 64:8192:1; 192/128:8192:1 for keys \
                           of 192 and values of 128; 64:8192:1:1024 for a window of 1024 tokens")
                 .hint("leave the rows out for the default rows")),
         }

@@ -372,7 +372,7 @@ impl FoundCheckpoint {
                 Error::new("the checkpoint is not in the folder of a run")
                     .got(path.display())
                     .allowed(format!("RUN/{FOLDER}/{}", name(250)))
-                    .hint("its settings are in RUN/config.toml: copy the run as a whole")
+                    .hint("a checkpoint needs RUN/config.toml: copy the run as a whole")
             })?;
             return Self::checked(take(run)?, run.to_owned(), path.to_owned(), rank);
         }
@@ -405,9 +405,9 @@ impl FoundCheckpoint {
             steps(&self.run.join(FOLDER)).into_iter().filter(|&step| step > self.about.step).collect();
         let Some(first) = newer.first() else { return Ok(()) };
         Err(Error::new("the run has newer checkpoints than this one")
-            .got(format!("{} of {} newer, from {}", newer.len(), self.run.display(), name(*first)))
-            .allowed("the newest one: no checkpoint is ever overwritten")
-            .hint("move the newer ones away, or begin another run from this one: --new-name NAME"))
+            .got(format!("{} newer in {}, beginning with {}", newer.len(), self.run.display(), name(*first)))
+            .allowed("the newest checkpoint: no checkpoint is ever overwritten")
+            .hint("move the newer checkpoints away, or start another run from this one: --new-name NAME"))
     }
 
     /// The parameters and moments, for this rank.

@@ -44,8 +44,8 @@ const EXAMPLES: &str = "Examples:
   sage-train                                         train on the built-in corpus, a few minutes
   sage-train --compare fpa,sagebwd,none              compare INT8, unquantized and no attention
   sage-train --attn fpa,sagebwd --seed 1,2,3         a sweep: every combination of the lists
-  sage-train sweep paper-mini --jobs 4               the paper's runs, small; repeat it to resume
-  sage-train report runs/paper-mini                  compare its runs in one HTML file
+  sage-train sweep paper-mini --jobs 4               the SageBwd paper's runs on a small model
+  sage-train report runs/paper-mini                  compare the sweep's runs in one HTML file
   sage-train --data book.txt --preset mini           train on your text
   sage-train --preset 325m --data web.jsonl.zst --dry-run
                                                      estimate time and memory of the paper's run
@@ -95,8 +95,8 @@ enum Verb {
         /// Seed of the corpus. By default, a run with `--seed N` trains on the corpus with seed N
         #[arg(long, default_value_t = 0)]
         seed: u64,
-        /// Write JSON lines for --data instead: documents of at least WORDS words, with questions about facts from far
-        /// back (`eval --recall` measures the recall)
+        /// Write JSON lines for --data instead: documents of at least WORDS words that state numbers and ask for them
+        /// later (`eval --recall` measures the recall)
         #[arg(long, value_name = "WORDS")]
         recall: Option<usize>,
     },

@@ -130,7 +130,7 @@ impl Config {
         }
         let model = model::resolve(preset, &s, sla2)?;
         if s.optimizer.init_moments == Some(Switch::On) && s.model.init_from.is_none() {
-            return Err(Error::new("no initial moments")
+            return Err(Error::new("--init-moments needs a checkpoint")
                 .got("--init-moments on without --init-from")
                 .allowed("--init-from RUN/checkpoints/step-N --init-moments on")
                 .hint("a run that starts from random weights starts with moments of zero"));
@@ -306,7 +306,7 @@ fn eval_scheme(s: &Settings, model: &LlamaConfig) -> Result<Option<Scheme>> {
     let Some(asked) = s.run.eval_attn else { return Ok(None) };
     let attn = need(s.attention.attn);
     if !attn.is_dense() {
-        return Err(Error::new("a second validation needs dense attention")
+        return Err(Error::new("--eval-attn needs a model with dense attention")
             .got(format!("--eval-attn {asked} with --attn {attn}"))
             .allowed(format!(
                 "--attn {}",

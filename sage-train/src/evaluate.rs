@@ -145,9 +145,9 @@ pub fn token_by_token(
         let sequences =
             batches.in_order(first, count as usize)?.to_device(device).map_err(on_device("validation"))?;
         if sequences.documents.is_some() {
-            return Err(Error::new("tokens cannot be predicted one by one inside documents")
+            return Err(Error::new("prediction token by token does not support a document mask")
                 .got("document-mask on")
-                .allowed("sequences without a mask")
+                .allowed("document-mask off")
                 .hint("evaluate a run that was trained without --document-mask"));
         }
         let mut measure = || -> candle_core::Result<()> {

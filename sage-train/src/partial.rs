@@ -120,9 +120,9 @@ impl Folder {
                 }
                 return Err(Error::new("an interrupted `data prepare` is in the way")
                     .got(partial.display())
-                    .allowed("no such folder, or one without a journal")
+                    .allowed("no folder with this name")
                     .hint(format!(
-                        "the same command resumes it; or name another folder with --to, or rm -r {}",
+                        "repeat that `data prepare` to resume it, name another folder with --to, or rm -r {}",
                         partial.display()
                     )));
             }

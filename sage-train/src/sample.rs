@@ -81,8 +81,8 @@ impl Writer<'_> {
         ids.extend(self.tokenizer.encode(prompt)?);
         if ids.is_empty() {
             return Err(Error::new("a text needs a first token")
-                .got("an empty prompt without a token in front of it")
-                .allowed("a prompt, or the token in front of it")
+                .got("an empty prompt, and no token that begins a document")
+                .allowed("a prompt, or the token that begins a document")
                 .hint("leave --no-bos out, or give a prompt"));
         }
         let begun = ids.len();

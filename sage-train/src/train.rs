@@ -195,8 +195,8 @@ fn check_goes_on(found: &FoundCheckpoint, begin: &Begin, config: &Config, finger
     }
     if found.about.data != fingerprint {
         return Err(Error::new("the data is not what the run was trained on")
-            .got(format!("data {fingerprint:.12}"))
-            .allowed(format!("{:.12}, as in the checkpoint", found.about.data))
+            .got(format!("data with fingerprint {fingerprint:.12}"))
+            .allowed(format!("fingerprint {:.12}, as in the checkpoint", found.about.data))
             .hint("has a file been added or changed since? Earlier versions also read hidden files and byte-order marks. To continue on other data, begin a new run: --init-from"));
     }
     let first = found.about.step;

@@ -24,7 +24,7 @@ impl Architecture {
             Some(code) => Ok(Self { code, device }),
             None => Err(Error::unsupported("the GPU is too old, or this build has no kernels for it")
                 .got(format!("compute capability {major}.{minor}"))
-                .allowed(format!("machine code for {ARCHITECTURES:?}, PTX for {PTX} and later"))
+                .allowed(format!("machine code for {ARCHITECTURES:?} (80 is 8.0), PTX for {PTX} and later"))
                 .hint(
                     "the oldest supported GPU is Ampere (8.0); unset CANDLE_SAGE_CUDA_ARCHS to build for all architectures",
                 )),

@@ -200,9 +200,7 @@ fn codes(call: &Call<'_>) -> Result<[Buffer<i8>; 3]> {
             "this GPU does not support FP4 matmuls, or this build has no kernels for them",
         )
         .got(format!("kernels for {}", gpu.architecture))
-        .allowed(
-            "compute capability 10.0, 10.3 or 12.x, a build with CUDA 12.9 or later (12.8 for 10.0 and 12.0)",
-        )
+        .allowed("kernels for sm_100, sm_103 or sm_12x, built with CUDA 12.9 or later (sm_100, sm_120: 12.8)")
         .hint("AttnQat::products(Products::SixteenBit) computes the same values on every GPU")
         .into());
     }

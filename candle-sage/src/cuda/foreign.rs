@@ -185,7 +185,7 @@ impl ForeignAttention {
         attention.checked_softcap()?;
         Element::of(inputs[0].dtype)?;
         if attention.has_tensors() {
-            return Err(Error::unsupported("foreign calls do not support candle tensors")
+            return Err(Error::unsupported("`ForeignAttention` does not support candle tensors")
                 .got("sinks, ALiBi slopes or a selection in `attention`")
                 .allowed("`attention` without sinks, slopes and selection")
                 .hint("use `with_sinks`, `with_alibi` and `with_selection`, and pass addresses")
@@ -193,7 +193,12 @@ impl ForeignAttention {
         }
         if shape.value_dim() != shape.head_dim() && attention.scheme != Scheme::Unquantized {
             return Err(Error::unsupported("this scheme does not support values of another head_dim than keys")
-                .got(format!("{} and {}, {}", shape.value_dim(), shape.head_dim(), attention.scheme))
+                .got(format!(
+                    "head_dim {} of values, {} of keys, {}",
+                    shape.value_dim(),
+                    shape.head_dim(),
+                    attention.scheme
+                ))
                 .allowed("equal head_dims, or unquantized attention")
                 .hint("pad the narrower of keys and values with zeros; if you pad queries and keys, keep the softmax scale of the original head_dim")
                 .into());
@@ -233,7 +238,7 @@ impl ForeignAttention {
     /// keeps.
     pub fn with_lse(self) -> Result<Self> {
         self.attention.check_lse()?;
-        self.check_keep("log-sum-exps are a part of the state for a backward")?;
+        self.check_keep("log-sum-exps need a forward that keeps its state for a backward")?;
         Ok(Self { lse: true, ..self })
     }
 
@@ -244,7 +249,7 @@ impl ForeignAttention {
         Err(Error::new(what)
             .got("keep = false")
             .allowed("keep = true")
-            .hint("`ForeignAttention::new(.., true)`")
+            .hint("`ForeignAttention::new(.., true)` keeps the state")
             .into())
     }
 

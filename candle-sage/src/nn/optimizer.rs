@@ -116,7 +116,7 @@ impl Held {
             return Err(Error::new("an optimizer needs variables of floating-point types")
                 .got(variable.dtype().as_str())
                 .allowed("f32, f16, bf16, f64")
-                .hint("exclude it from the optimizer's variables")
+                .hint("exclude this variable from the optimizer")
                 .into());
         }
         let state = Tensor::zeros(

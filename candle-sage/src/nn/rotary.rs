@@ -66,7 +66,7 @@ impl Rotary {
     /// When the tables differ in shape, or are not matrices.
     pub fn from_tables(cos: Tensor, sin: Tensor, style: RopeStyle) -> Result<Self> {
         if cos.rank() != 2 || cos.dims() != sin.dims() {
-            return Err(Error::shape("the rotary tables differ in shape")
+            return Err(Error::shape("the rotary tables are not two matrices of one shape")
                 .got(format!("cos {:?}, sin {:?}", cos.dims(), sin.dims()))
                 .allowed("(positions, head_dim / 2) for both")
                 .hint("ops::rope_tables and ops::rope_tables_llama3 return such a pair")
@@ -225,10 +225,10 @@ impl Rotary {
         };
         let (batch, len, heads, head_dim) = dims4("the input of the rotary embedding", x)?;
         if (batch, len) != tokens {
-            return Err(Error::shape("batch or sequence differs from that of the positions of `Rotary::at`")
+            return Err(Error::shape("the input does not match the positions of `Rotary::at`")
                 .got(format!("batch {batch}, sequence {len}"))
                 .allowed(format!("batch {}, sequence {}", tokens.0, tokens.1))
-                .hint("`Rotary::at` needs the positions of this batch")
+                .hint("call `Rotary::at` with the positions of this batch")
                 .into());
         }
         // The op receives the batch as one long sequence, with a row of the tables for each token.

@@ -329,7 +329,7 @@ impl Attention {
                         q.device().location()
                     ))
                     .allowed("the device of query, key and value")
-                    .hint("`Selection::to_device`")
+                    .hint("`Selection::to_device` copies the selection")
                     .into());
             }
         }

@@ -46,7 +46,7 @@ impl Attention {
         let slopes = op.score_mod.as_ref().is_some_and(|score_mod| score_mod.alibi_slopes.is_some());
         let no_sinks = "append a key and a value of zeros, with the sink as their bias";
         for (asked, got, hint) in [
-            (op.scheme != Scheme::Unquantized, "a low-bit scheme", "`.scheme(Scheme::Unquantized)`"),
+            (op.scheme != Scheme::Unquantized, "a low-bit scheme", "use `.scheme(Scheme::Unquantized)`"),
             (op.selection.is_some(), "a selection", "a bias of minus infinity hides a key"),
             (op.sinks.is_some(), "sinks", no_sinks),
             (slopes, "ALiBi", "add `-slope * distance` to the bias"),

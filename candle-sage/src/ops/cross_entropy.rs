@@ -124,9 +124,9 @@ fn not_a_class(target: i64, classes: usize) -> Error {
 }
 
 fn none_counts(targets: usize) -> Error {
-    Error::new("cross_entropy: no target counts")
+    Error::new("cross_entropy: every target is ignored")
         .got(format!("{targets} targets, all ignored"))
-        .allowed("at least one target")
+        .allowed("at least one target that is not ignored")
         .hint("skip the batch")
 }
 

@@ -297,7 +297,7 @@ fn cumulative(name: &str, lengths: &Tensor, longest: usize) -> Result<Vec<usize>
     let most = lengths.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or(0);
     if !rises || most > i64::try_from(longest).unwrap_or(i64::MAX) {
         return Err(Error::new(format!("{name} are not cumulative lengths"))
-            .got(format!("{lengths:?}, at most {longest} in a document"))
+            .got(format!("{lengths:?}, max_seqlen {longest}"))
             .allowed("0 first, non-decreasing, each document at most max_seqlen long")
             .hint("lengths are added up: documents of 5 and 7 tokens are 0, 5, 12")
             .into());

@@ -142,7 +142,7 @@ impl Fp8Matrix {
                 "fp8-from-codes: these are not FP8 values and their scale",
                 format!("{:?}{strided}, and {:?} {:?}", codes.dtype(), scale.dtype(), scale.dims()),
                 "contiguous U8, and F32 [1]",
-                "as `codes` and `scale` of another matrix",
+                "pass what `codes` and `scale` of an `Fp8Matrix` return",
             ));
         }
         let dims = codes.dims2()?;

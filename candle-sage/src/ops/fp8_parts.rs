@@ -113,7 +113,7 @@ fn check_parts(op: &str, parts: &[Range<usize>], len: usize) -> Result<()> {
         &format!("{op}: a part does not fit"),
         part.clone(),
         &format!("ranges within 0..{len} that begin and end at multiples of {FP8_PART}"),
-        "matrices whose dimensions are multiples of 16 have such ranges, if they begin at such a multiple",
+        "use matrices whose dimensions are multiples of 16, and store them without gaps",
     ))
 }
 

@@ -281,7 +281,7 @@ fn check_parts(parts: &[MuonPart], parameters: usize, directions: usize) -> Resu
                 "muon: a part is empty, overlaps the next part, or ends after the last element",
                 part,
                 &format!("a length of at least 1, and an end of at most {end}"),
-                "`at` and `to` are first elements, `len` is rows times columns for a whole matrix",
+                "`at` indexes the parameters, `to` the directions; `len` of a whole matrix is rows x columns",
             ));
         }
     }

@@ -96,7 +96,7 @@ pub fn rope_tables_llama3(
             "rope_tables_llama3: a factor is out of range",
             scaling,
             "a factor above 0, and high_freq_factor above low_freq_factor",
-            "Llama 3.1 has 8, 1 and 4",
+            "Llama 3.1 has factor 8, low_freq_factor 1 and high_freq_factor 4",
         ));
     }
     let stretched = frequencies(head_dim, base)?.into_iter().map(|frequency| {
@@ -113,7 +113,7 @@ fn frequencies(head_dim: usize, base: f64) -> Result<Vec<f64>> {
         return Err(argument_error(
             "rope_tables: head_dim or base is out of range",
             (head_dim, base),
-            "an even head_dim, a base above 0",
+            "an even head_dim above 0, a base above 0",
             "10000 is the usual base",
         ));
     }
@@ -249,7 +249,7 @@ pub(super) fn check(op: &str, x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<
     }
     if cos.track_op() || sin.track_op() {
         return Err(argument_error(
-            &format!("{op}: the tables have no gradient"),
+            &format!("{op}: gradients of the tables are not supported"),
             "tables that are variables, or made from them",
             "constant tables",
             "detach them from the graph with `detach()`",

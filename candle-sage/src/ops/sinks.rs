@@ -73,7 +73,7 @@ impl Attention {
             return Err(Error::unsupported("sinks are not supported with smoothed keys")
                 .got(self.scheme)
                 .allowed("unquantized attention, or a scheme with Smoothing::None")
-                .hint("`.smoothing(Smoothing::None)`: smoothing shifts the logits, which a sink is compared with")
+                .hint("use `.smoothing(Smoothing::None)`: smoothing shifts the logits, but not the sink")
                 .into());
         }
         Ok(())

@@ -184,7 +184,7 @@ pub(super) fn check_sum(op: &str, sum: &Tensor, dims: &[usize]) -> Result<()> {
             &format!("{op}: the tensor to write to has another shape"),
             sum.dims(),
             &format!("{dims:?}"),
-            "it has the shape of the result",
+            "pass a tensor with the shape of the result",
         ));
     }
     if sum.dtype() != DType::F32 || !sum.is_contiguous() {
@@ -256,7 +256,7 @@ pub(super) fn check_update(
                 "state ({rows}, parameters) and gradient (parameters) in f32, the sum an f64 scalar; a copy (parameters) in \
                  f16 or bf16 on a GPU; all contiguous"
             ),
-            "one tensor contains all parameters, one after the other",
+            "concatenate all parameters into one vector",
         ));
     }
     supported(op, &[state, gradient, sum_of_squares, copy.unwrap_or(state)])

@@ -276,7 +276,7 @@ impl AttnQat {
     ///
     /// assert!(AttnQat::default().smoothing(Smoothing::K).validate().is_ok());
     /// let error = AttnQat::default().smoothing(Smoothing::Qk).validate().unwrap_err();
-    /// assert!(error.to_string().contains("allowed: none, k, kv"));
+    /// assert!(error.to_string().contains("allowed: smoothing none, k, kv"));
     /// ```
     ///
     /// # Errors
@@ -298,7 +298,7 @@ impl AttnQat {
         if self.smoothing.of_queries() {
             return Err(Error::new("Attn-QAT does not smooth the query")
                 .got("smoothing qk")
-                .allowed("none, k, kv")
+                .allowed("smoothing none, k, kv")
                 .hint("SageBwd smooths query and key"));
         }
         if self.products == Products::Nvfp4 && self.value_scale != ValueScale::None {
@@ -308,10 +308,10 @@ impl AttnQat {
                 .hint("multiply V by a power of two before the call, and divide the output by it"));
         }
         if self.products == Products::Nvfp4 && self.value_groups != ValueGroups::Tokens {
-            return Err(Error::new("FP4 matmuls need V's scales along the tokens, which P V sums over")
+            return Err(Error::new("FP4 matmuls need V's scale groups along the tokens")
                 .got(format!("value groups {}", self.value_groups))
                 .allowed("value groups tokens")
-                .hint("16-bit matmuls support both: AttnQat::products"));
+                .hint("value groups head-dim need AttnQat::products(Products::SixteenBit)"));
         }
         Ok(())
     }
@@ -346,7 +346,7 @@ impl std::str::FromStr for PReference {
             Error::new("unknown reference for P (`p-reference`)")
                 .got(format!("`{text}`"))
                 .allowed("row-max, two-level, literal")
-                .hint("row-max keeps dV of diffuse attention; literal is the paper's text")
+                .hint("row-max keeps dV accurate if attention is diffuse; literal follows the paper's text")
         })
     }
 }

@@ -399,7 +399,7 @@ impl SageBwd {
                 .hint("if V is not quantized, Smoothing::K gives the same result"));
         }
         if !self.products.o && !self.products.s {
-            return Err(Error::new("these products have only the forward's S in INT8")
+            return Err(Error::new("these products have neither O nor the backward's S in INT8")
                 .got(format!("products {}", self.products))
                 .allowed("products with s or o, such as Int8Products::SCORES")
                 .hint("add s: the backward then recomputes S from the forward's INT8 values"));

@@ -134,7 +134,7 @@ impl std::str::FromStr for KeyMean {
             Error::new("unknown choice of tokens for K's mean")
                 .got(format!("`{text}`"))
                 .allowed("all, sample-1 to sample-4096")
-                .hint("all is the paper's choice; sample-64 saves another read of all of K")
+                .hint("all is the paper's choice; sample-64 avoids an additional read of K")
         })
     }
 }

@@ -103,7 +103,7 @@ fn rows(text: &str) -> Result<usize> {
         Error::new("tile_q and tile_k must be numbers")
             .got(format!("`{text}`"))
             .allowed(format!("{} to {}", SageBwd::TILE_ROWS.start(), SageBwd::TILE_ROWS.end()))
-            .hint("64 on a GPU")
+            .hint("a GPU supports only 64")
     })
 }
 

@@ -33,7 +33,7 @@ impl Blocks {
         if shape.window().is_finite() {
             return Err(Error::new("a selection cannot be combined with a window of tokens")
                 .got(shape.window())
-                .allowed("a causal mask, or none")
+                .allowed("a causal mask, or no mask")
                 .hint("`Selection::window` lists the blocks of a window; a selection may omit any of them"));
         }
         if let Some(odd) = segments.iter().find(|s| shape.causal() && s.query.len() != s.key.len()) {

@@ -231,7 +231,7 @@ impl Sla2 {
             return Err(Error::shape("theta does not fit the query")
                 .got(format!("{:?} {:?}", theta.dims(), theta.dtype()))
                 .allowed(format!("[{heads}] in f32"))
-                .hint("it has a value for each query head")
+                .hint("theta has one value for each query head")
                 .into());
         }
         let Self { block, count, nearest, tail, .. } = *self;

@@ -67,7 +67,7 @@ impl Router {
             return Err(Error::shape("the router's two matrices do not match")
                 .got(format!("{:?} {:?}, {:?} {:?}", query.dims(), query.dtype(), key.dims(), key.dtype()))
                 .allowed("two of (key heads, head_dim, head_dim) in f32")
-                .hint("`Router::new` makes identities")
+                .hint("`Router::new` makes a matching pair of identity matrices")
                 .into());
         }
         Ok(Self { query, key })
@@ -125,7 +125,7 @@ impl Router {
             return Err(Error::shape("the router was made for other numbers of heads or another head_dim")
                 .got(format!("{:?}", self.query.dims()))
                 .allowed(format!("{:?}", [key_heads, d, d]))
-                .hint("it has a pair of matrices for each key head")
+                .hint("a router has a pair of matrices for each key head")
                 .into());
         }
         // Each batch entry has its own score matrix. Packed documents share one matrix, in which the blocks of other

@@ -430,7 +430,7 @@ fn what_does_not_fit_is_an_error() -> Result<()> {
     let near = sla2.clone().nearest(1).select(&router, &q, &k);
     assert!(message(near.expect_err("not causal")).contains("no causal mask"));
     let near = sla2.clone().causal(true).blocks(1).nearest(2).select(&router, &q, &k);
-    assert!(message(near.expect_err("too many")).contains("2 nearest of 1 blocks"));
+    assert!(message(near.expect_err("too many")).contains("nearest 2, blocks 1"));
     let router = Router::new(2, 16, &Device::Cpu)?;
     assert!(message(sla2.select(&router, &q, &k).expect_err("heads")).contains("numbers of heads"));
     let selection = Selection::all(&case.shape(), (16, 16), &Device::Cpu)?;

@@ -35,7 +35,7 @@ impl std::str::FromStr for Row {
             }
             _ => Err(Error::new("not a row of the benchmark")
                 .got(format!("`{text}`"))
-                .allowed("D:N:SPARSITY, such as 128:16384:90%: head_dim 8 to 256, tokens, a fraction")
+                .allowed("D:N:SPARSITY (head_dim 8 to 256, tokens, a fraction), such as 128:16384:90%")
                 .hint("leave the rows out for the default rows")),
         }
     }

@@ -33,7 +33,7 @@ pub(super) fn verified(run: &Path, path: &Path, rank: Rank) -> Result<(About, Ve
         Err(error) => return refuse(ABOUT, error, "a whole checkpoint"),
     };
     match read(MARKER) {
-        Err(error) => return refuse(MARKER, error, "the marker that is written last"),
+        Err(error) => return refuse(MARKER, error, "the marker file, which is written last"),
         Ok(marker) if marker != hex(&Sha256::digest(&text)).as_bytes() => {
             return refuse(
                 ABOUT,
@@ -52,7 +52,7 @@ pub(super) fn verified(run: &Path, path: &Path, rank: Rank) -> Result<(About, Ve
         return refuse(ABOUT, format!("version {}", about.version), &allowed);
     }
     if !path.ends_with(name(about.step)) {
-        return refuse(ABOUT, format!("of {}", name(about.step)), "the folder with the name of its step");
+        return refuse(ABOUT, format!("belongs to {}", name(about.step)), "the step in the folder's name");
     }
     let Some(files) = about.files() else {
         return refuse(ABOUT, "an invalid list of files".into(), "what this version writes");

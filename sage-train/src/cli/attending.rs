@@ -8,25 +8,25 @@ use crate::settings::{AttentionSettings, Attn, LayerSettings, Settings, Smoothin
 /// Attention settings that override the run's settings.
 #[derive(Debug, Clone, clap::Args)]
 pub(super) struct Attending {
-    /// Attention scheme of the evaluation, for example low-bit inference of a model that was trained in 16 bit
-    /// [default: the run's]
+    /// Attention scheme of the evaluation [default: the run's]
     #[arg(long, value_enum)]
     attn: Option<Attn>,
-    /// Schemes of single layers that override --attn: 0,-1=fpa; "" for none [default: the run's, unless --attn names
-    /// another scheme]
+    /// Schemes of single layers that override --attn, such as 0,-1=fpa, or "" for none [default: the run's, unless
+    /// --attn names another scheme]
     #[arg(long, value_name = "LAYERS=SCHEME", allow_hyphen_values = true)]
     attn_layers: Option<LayerSettings>,
     /// Token means subtracted before quantizing [default: the run's]
     #[arg(long, value_enum)]
     smoothing: Option<SmoothingSetting>,
-    /// SageBwd: tokens from which the means of --smoothing are computed: all, or sample-N [default: the run's]
+    /// SageBwd: tokens from which --smoothing computes the means of K and V: all, or sample-N [default: the run's]
     #[arg(long)]
     key_mean: Option<Text<KeyMean>>,
-    /// SageBwd: matmuls in INT8: paper (six), forward-and-s (O, and S in forward and backward), scores (only S, in
-    /// forward and backward), forward (S and O in the forward), or a list such as forward,s,dv [default: the run's]
+    /// SageBwd: matmuls in INT8: paper, forward-and-s, scores, forward, or a list such as forward,s,dv (see `sage-train
+    /// --help`) [default: the run's]
     #[arg(long)]
     products: Option<Text<Int8Products>>,
-    /// SageBwd: granularity of the backward's scales of P, dS and dO: vector, group-N, tile [default: the run's]
+    /// SageBwd: granularity of the backward's scales (no effect on the loss): vector, group-N, tile [default: the
+    /// run's]
     #[arg(long)]
     granularity: Option<Text<Granularity>>,
     /// Attn-QAT: axis along which 16 values of V share a scale: tokens, head-dim [default: the run's]
@@ -35,8 +35,8 @@ pub(super) struct Attending {
     /// Attn-QAT: scale V before quantizing: none, head (see `sage-train --help`) [default: the run's]
     #[arg(long)]
     value_scale: Option<Text<ValueScale>>,
-    /// Attn-QAT: reference that P is divided by before quantizing: row-max, two-level, literal (see `sage-train --help`)
-    /// [default: the run's]
+    /// Attn-QAT: reference that P is divided by before quantizing: row-max, two-level, literal (see `sage-train
+    /// --help`) [default: the run's]
     #[arg(long)]
     p_reference: Option<Text<PReference>>,
 }

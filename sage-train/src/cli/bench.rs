@@ -20,11 +20,11 @@ use crate::settings::{Preset, SchemeSetting, Settings};
 /// What can be measured.
 #[derive(Debug, Subcommand)]
 pub(super) enum Bench {
-    /// Time of attention on a list of shapes, with random inputs
+    /// Measure the time of attention on random inputs of a list of shapes
     Attention(BenchAttention),
-    /// Time of SLA2 and of dense attention in the same scheme
+    /// Measure the time of SLA2 and of dense attention, with fpa and sagebwd
     Sla2(BenchSla2),
-    /// Bandwidth of the links between GPUs, and time of an optimizer step that reduces gradients over them
+    /// Measure the bandwidth between GPUs, and the time of an optimizer step that exchanges gradients
     Links(BenchLinks),
 }
 
@@ -42,8 +42,8 @@ impl Bench {
 #[derive(Debug, clap::Args)]
 struct Rest {
     /// Pause before each series of timed calls. A GPU under load is up to 20 % slower, so compare only times with the
-    /// same --rest and --repeats. --rest 1 measures short bursts; --rest 0 with many --repeats measures the speed during
-    /// training
+    /// same --rest and --repeats. --rest 1 measures short bursts; --rest 0 with many --repeats measures the speed
+    /// during training
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
     rest: f64,
 }
@@ -79,7 +79,7 @@ pub(super) struct BenchAttention {
     /// Number of timed calls of the forward, and of forward + backward [default: 30; on the CPU 3]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     repeats: Option<u16>,
-    /// Soft cap of the logits, cap tanh(logit / cap): 50 in Gemma 2. Not every scheme supports it; these do: --schemes
+    /// Soft cap of the logits, cap tanh(logit / cap): 50 in Gemma 2. Supported by --schemes
     /// "fpa;sagebwd:smoothing=none:products=scores;attn-qat" [default: none]
     #[arg(long, value_name = "CAP", default_value_t = 0.0, hide_default_value = true)]
     softcap: f64,
@@ -146,7 +146,7 @@ pub(super) struct BenchSla2 {
     /// Width of all heads together: heads = width / D
     #[arg(long, value_name = "N", default_value_t = 1024)]
     width: usize,
-    /// Number of timed calls of each kind
+    /// Number of timed calls for each reported time
     #[arg(long, value_name = "N", default_value_t = 15, value_parser = clap::value_parser!(u16).range(1..))]
     repeats: u16,
     #[command(flatten)]
@@ -199,7 +199,7 @@ pub(super) struct BenchLinks {
     /// Size of the largest exchange, in megabytes
     #[arg(long, value_name = "MB", default_value_t = 1300.0)]
     most: f64,
-    /// Number of timed calls of each kind
+    /// Number of timed calls for each reported time
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u16).range(1..))]
     repeats: u16,
 }

@@ -10,8 +10,7 @@ use crate::settings::Preset;
 fn presets() -> Vec<(String, Table)> {
     let all = Preset::value_variants().iter();
     all.map(|preset| {
-        let name = preset.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned());
-        (name, Table::try_from(Config::defaults(*preset)).expect("settings are plain values"))
+        (preset.name(), Table::try_from(Config::defaults(*preset)).expect("settings are plain values"))
     })
     .collect()
 }

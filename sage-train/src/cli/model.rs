@@ -33,7 +33,7 @@ pub(super) struct Sample {
     /// Text to continue; without it a new document begins
     #[arg(default_value = "")]
     prompt: String,
-    /// Largest number of tokens
+    /// Largest number of tokens to generate
     #[arg(long, value_name = "N", default_value_t = Quantity(160))]
     tokens: Quantity,
     /// Divisor of the logits; 0 always chooses the most likely token
@@ -126,21 +126,21 @@ pub(super) struct Eval {
     /// the scheme of its attention.json, or unquantized without this file; its context is at most 4096 without
     /// --context
     run: PathBuf,
-    /// Text or shards to evaluate on. Of a text, all of it is evaluated; of prepared data, only the validation shards;
-    /// in both cases at most --tokens tokens. May be repeated for a mixture [default: the run's validation data]
+    /// Text or shards to evaluate on: all of a text, but only the validation shards of prepared data. May be repeated
+    /// for a mixture [default: the run's validation data]
     #[arg(long, value_name = "PATH")]
     data: Vec<SourceSetting>,
-    /// Largest number of tokens [default: 1m; 2k with --token-by-token]
+    /// Largest number of tokens to evaluate [default: 1m = 1,048,576; 2k with --token-by-token]
     #[arg(long, value_name = "N")]
     tokens: Option<Quantity>,
     /// Evaluate all tokens of the data
     #[arg(long, conflicts_with_all = ["tokens", "hellaswag"])]
     all: bool,
-    /// Also predict every token from only its prefix, to measure how much the whole-sequence loss profits from scales
-    /// shared with later tokens
+    /// Also predict every token from only its prefix, to measure how much scales shared with later tokens lower the
+    /// loss of whole sequences
     #[arg(long, conflicts_with = "hellaswag")]
     token_by_token: bool,
-    /// Also print the loss by position, for eighths of the sequences
+    /// Also print the loss by position, for each eighth of the sequences
     #[arg(long, conflicts_with_all = ["hellaswag", "token_by_token"])]
     by_position: bool,
     /// Generate test documents of at least WORDS words that state numbers and ask for them later, as `sage-train corpus
@@ -148,7 +148,7 @@ pub(super) struct Eval {
     /// and question. The model should have been trained on such documents
     #[arg(long, value_name = "WORDS", conflicts_with_all = ["hellaswag", "token_by_token", "by_position", "all", "data"])]
     recall: Option<usize>,
-    /// Sequences of one forward
+    /// Sequences of one forward [default: the run's]
     #[arg(long, value_name = "N")]
     micro_batch: Option<usize>,
     /// Tokens in a sequence [default: the run's]
@@ -156,11 +156,11 @@ pub(super) struct Eval {
     context: Option<Quantity>,
     #[command(flatten)]
     attention: Attending,
-    /// Task of lm-evaluation-harness with its JSON lines: hellaswag, arc, piqa or lambada, e.g. piqa=FILE. May be
-    /// repeated
+    /// Score on a task of lm-evaluation-harness from its file of JSON lines: hellaswag, arc, piqa or lambada, e.g.
+    /// piqa=piqa.jsonl. May be repeated
     #[arg(long = "task", value_name = "TASK=FILE", value_parser = tasks::task, conflicts_with_all = ["hellaswag", "token_by_token", "by_position", "recall", "all", "data", "tokens"])]
     tasks: Vec<(Task, PathBuf)>,
-    /// HellaSwag in llm.c's format: hellaswag_val.bin
+    /// Score on HellaSwag from a file in llm.c's format: hellaswag_val.bin
     #[arg(long, value_name = "FILE")]
     hellaswag: Option<PathBuf>,
     /// Where to compute [default: cuda if this build has it]

@@ -32,7 +32,7 @@ pub(super) struct Probe {
     #[arg(required_unless_present = "sigma")]
     run: Option<PathBuf>,
     /// Text or shards to take the sequences from; of prepared data only the validation shards are used. May be repeated
-    /// for a mixture [default: the run's validation data; for --gradient its training data, starting at the model's
+    /// for a mixture [default: the run's validation data; for --gradient the training data that follows the model's
     /// last step]
     #[arg(long, value_name = "PATH", conflicts_with = "sigma")]
     data: Vec<SourceSetting>,
@@ -42,10 +42,10 @@ pub(super) struct Probe {
     /// Token means subtracted before quantizing [default: the run's]
     #[arg(long, value_enum)]
     smoothing: Option<SmoothingSetting>,
-    /// Tokens from which the means of --smoothing are computed: all, or sample-N (sagebwd) [default: the run's]
+    /// SageBwd: tokens from which --smoothing computes the means of K and V: all, or sample-N [default: the run's]
     #[arg(long)]
     key_mean: Option<Text<KeyMean>>,
-    /// Granularity of the backward's scales of P, dS and dO (sagebwd): vector, group-N, tile [default: the run's]
+    /// SageBwd: granularity of the backward's scales of P, dS and dO: vector, group-N, tile [default: the run's]
     #[arg(long)]
     granularity: Option<Text<Granularity>>,
     /// Attention to probe [default: the run's; sagebwd for a run with unquantized attention]
@@ -60,8 +60,8 @@ pub(super) struct Probe {
     /// Also measure the errors with only a single matmul (sagebwd) or operand (attn-qat) quantized
     #[arg(long)]
     products: bool,
-    /// Use a scale for each token of Q and K, not one for each tile. The error that this removes is the error that
-    /// outlier tokens cause in other tokens of their tile (sagebwd)
+    /// Use a scale for each token of Q and K, not one for each tile. This removes the error that outlier tokens cause
+    /// in other tokens of their tile (sagebwd)
     #[arg(long)]
     token_scales: bool,
     /// Multiply queries and keys by each of these factors, and print a table for each
@@ -71,7 +71,7 @@ pub(super) struct Probe {
     /// tail. SLA2's parameters are fitted on half of the sequences, and the error is measured on the other half
     #[arg(long, conflicts_with_all = ["sigma", "heads", "products", "token_scales", "qk_scale", "attn", "smoothing", "key_mean", "granularity"])]
     selections: bool,
-    /// With --selections: number of key blocks that each query block selects
+    /// With --selections: number of past key blocks that each query block selects
     #[arg(long, value_name = "N", default_value_t = 4, requires = "selections")]
     blocks: usize,
     /// With --selections: tokens of a block [default: a sixteenth of the context, 16 to 128]
@@ -79,7 +79,7 @@ pub(super) struct Probe {
     block: Option<usize>,
     /// Compare the gradient of the whole model under low-bit schemes with the gradient under unquantized attention, on
     /// the same training data. Prints the error that averages out over tokens, the bias that does not, and the tokens
-    /// per step at which the bias equals the noise of the data
+    /// per step at which the bias equals the noise from the choice of data
     #[arg(long, conflicts_with_all = ["sigma", "selections", "heads", "products", "token_scales", "qk_scale", "sequences", "attn", "smoothing", "key_mean", "granularity"])]
     gradient: bool,
     /// Compare each FP8 matmul of linear layers with the exact matmul: output, gradient of the input, gradient of the
@@ -87,17 +87,18 @@ pub(super) struct Probe {
     /// excluded
     #[arg(long, conflicts_with_all = ["gradient", "sigma", "selections", "heads", "products", "token_scales", "qk_scale", "attn", "smoothing", "key_mean", "granularity"])]
     linear: bool,
-    /// Schemes for --gradient, separated by semicolons, with their settings: "sagebwd;sagebwd:products=scores;attn-qat"
-    /// [default: the run's, with its --attn-layers; sagebwd for a run with unquantized attention]
+    /// With --gradient: schemes with their settings, separated by semicolons:
+    /// "sagebwd;sagebwd:products=scores;attn-qat" [default: the run's, with its --attn-layers; sagebwd for a run with
+    /// unquantized attention]
     #[arg(long, value_name = "SCHEME;..", value_delimiter = ';', requires = "gradient")]
     schemes: Vec<SchemeSetting>,
-    /// Number of micro-batches for --gradient: a power of two, at least 16
+    /// With --gradient: number of micro-batches, a power of two, at least 16
     #[arg(long, value_name = "N", default_value_t = 32, requires = "gradient")]
     micro_batches: usize,
-    /// Sequences of a micro-batch [default: the run's]
+    /// With --gradient: sequences of a micro-batch [default: the run's]
     #[arg(long, value_name = "N", requires = "gradient")]
     micro_batch: Option<usize>,
-    /// Sum in a fixed order on a GPU. Without it, the order varies and adds noise to the error
+    /// With --gradient: sum in a fixed order on a GPU. Otherwise the order varies and adds noise to the error
     #[arg(long, value_enum, requires = "gradient")]
     deterministic: Option<Switch>,
     /// With --gradient: also plot the error against the number of tokens that a gradient averages over, as SVG;
@@ -108,10 +109,10 @@ pub(super) struct Probe {
     /// as 1,3,5,8,10
     #[arg(long, value_name = "SIGMA,..", value_delimiter = ',', conflicts_with_all = ["run", "heads", "products", "token_scales", "qk_scale", "sequences"])]
     sigma: Vec<f64>,
-    /// Number of heads of random tensors
+    /// With --sigma: number of heads
     #[arg(long = "sigma-heads", value_name = "N", default_value_t = 4, conflicts_with = "run", value_parser = clap::value_parser!(u16).range(1..))]
     sigma_heads: u16,
-    /// Width of a head of random tensors
+    /// With --sigma: width of a head
     #[arg(long, value_name = "D", default_value_t = 64, conflicts_with = "run")]
     head_dim: usize,
     /// Where random tensors, --gradient and --linear are computed; other probes of models run on the CPU [default: cpu]
@@ -131,11 +132,11 @@ impl Probe {
             path.as_deref().map_or(Ok(()), |path| check_beside(path, ending))?;
         }
         if self.attn == Some(Attn::EXACT) {
-            return Err(Error::new("errors are measured against unquantized attention itself")
+            return Err(Error::new("unquantized attention has no errors to measure: it is the reference")
                 .got("--attn fpa")
                 .allowed("a low-bit scheme")
                 .hint(
-                    "without --attn the probe uses the run's scheme, or sagebwd if that is not a low-bit scheme",
+                    "without --attn the probe uses the run's low-bit scheme, or sagebwd if the run has none",
                 ));
         }
         if self.attn.is_some_and(|attn| attn.to_string() == "none") {
@@ -143,7 +144,7 @@ impl Probe {
                 .got("--attn none")
                 .allowed("a low-bit scheme")
                 .hint(
-                    "without --attn the probe uses the run's scheme, or sagebwd if that is not a low-bit scheme",
+                    "without --attn the probe uses the run's low-bit scheme, or sagebwd if the run has none",
                 ));
         }
         if self.device.is_some() && self.run.is_some() && !self.gradient && !self.linear {
@@ -240,7 +241,7 @@ impl Probe {
         settings.run.deterministic = self.deterministic;
         let schemes: Vec<Scheme> = self.schemes.iter().map(|SchemeSetting(scheme)| *scheme).collect();
         if schemes.contains(&Scheme::Unquantized) {
-            return Err(Error::new("errors are measured against unquantized attention itself")
+            return Err(Error::new("unquantized attention has no errors to measure: it is the reference")
                 .got("fpa among --schemes")
                 .allowed("low-bit schemes")
                 .hint("leave fpa out: it is always computed as the reference"));

@@ -34,7 +34,7 @@ pub(super) struct Reporting {
     /// the runs differ in none of these, the first setting in which they differ]
     #[arg(long, value_name = "KEY", value_delimiter = ',')]
     by: Vec<String>,
-    /// Margin in percent of the loss: an arm matches the baseline if the 90 % interval of its difference is within the
+    /// Margin in percent of the baseline's loss: an arm matches if the 90 % interval of its difference is within the
     /// margin
     #[arg(long, value_name = "PERCENT", default_value_t = ReportOptions::default().margin)]
     margin: f64,
@@ -64,7 +64,7 @@ impl Reporting {
         if !(self.margin > 0.0 && self.margin.is_finite()) {
             return Err(Error::new("margin is out of range")
                 .got(self.margin)
-                .allowed("percent, above 0")
+                .allowed("a percentage above 0")
                 .hint("with 0.5, differences below half a percent of the loss do not matter"));
         }
         let milestone = self.milestone.map(|loss| above_zero("milestone", loss)).transpose()?;

@@ -41,7 +41,7 @@ impl Resumed {
             let show = |table: &Table| table.get(key).map_or("not set".into(), Value::to_string);
             return Err(Error::new(format!("--{key} cannot change when a run is resumed"))
                 .got(format!("{} now, {} in the run", show(&after), show(&before)))
-                .allowed(keys_with(Role::Changes).join(", "))
+                .allowed(format!("changes of {}", keys_with(Role::Changes).join(", ")))
                 .hint(match key {
                     "out" | "name" => {
                         "a run continues in its folder; --new-name NAME begins another run from its checkpoint"

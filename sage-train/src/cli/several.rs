@@ -13,7 +13,7 @@ use crate::train::{Overlap, Parallel};
 #[derive(Debug, clap::Args)]
 pub(super) struct Several {
     /// Number of GPUs of this machine to train on, with one process each (with --device cpu: number of processes). The
-    /// batches of a step do not change. torchrun and srun can start the processes instead
+    /// batches of a step are the same for any number. torchrun and srun can start the processes instead
     #[arg(long, value_name = "N", help_heading = "Several GPUs", conflicts_with_all = ["write_batches"])]
     pub(super) gpus: Option<usize>,
     /// Number of adjacent GPUs that share each sequence (Ulysses context parallelism)
@@ -37,13 +37,13 @@ pub(super) struct Several {
         conflicts_with = "gpus"
     )]
     ranks: Option<usize>,
-    /// With --dry-run: GPUs of a node
+    /// With --dry-run: number of GPUs of a node
     #[arg(long, value_name = "G", help_heading = "Several GPUs", requires = "ranks", default_value_t = 8)]
     ranks_per_node: usize,
-    /// With --dry-run: GB/s between GPUs of a node, each way
+    /// With --dry-run: GB/s of each GPU to the GPUs of its node, each way
     #[arg(long, value_name = "GB/S", help_heading = "Several GPUs", requires = "dry_run", default_value_t = LINK / 1e9)]
     link_rate: f64,
-    /// With --dry-run: GB/s between nodes, each way, of each GPU
+    /// With --dry-run: GB/s of each GPU to other nodes, each way
     #[arg(long, value_name = "GB/S", help_heading = "Several GPUs", requires = "dry_run", default_value_t = NETWORK / 1e9)]
     network_rate: f64,
     /// With --dry-run: tokens a second of one GPU in forward and backward, without the update [default: at 40 % of an

@@ -24,19 +24,19 @@ use crate::{notify, partial, train, writing};
 #[derive(Debug, Args)]
 pub(super) struct Sweeping {
     /// A TOML file, or a built-in sweep: tiny (an hour on two cores), sla2-tiny (20 minutes on two cores), paper-mini,
-    /// products-mini, attn-qat-mini, layers-mini, linear-mini, window-mini, optimizer-mini, muon-mini and
-    /// continuation-mini (minutes on one H100), sla2-prose (ten minutes on one H100, from a dense model), paper (a
+    /// products-mini, attn-qat-mini, layers-mini, linear-mini, window-mini, optimizer-mini and muon-mini (minutes on
+    /// one H100), continuation-mini and sla2-prose (minutes on one H100, with --data and --init-from), paper (a
     /// cluster)
     #[arg(value_name = "FILE")]
     file: String,
-    /// Print the runs, their state and the estimated remaining time, and exit. Measures a few steps of each shape for
-    /// the estimate
+    /// Print the runs, their state and the estimated remaining time, and exit. The estimate measures a few steps of
+    /// each model and batch size
     #[arg(long, help_heading = "Sweep")]
     dry_run: bool,
-    /// Do not measure steps for the estimate
+    /// With --dry-run: skip the estimate
     #[arg(long, help_heading = "Sweep", requires = "dry_run")]
     no_measure: bool,
-    /// Price of a device per hour, to estimate the cost
+    /// With --dry-run: price of a device per hour, to estimate the cost
     #[arg(long, value_name = "PRICE", help_heading = "Sweep", requires = "dry_run")]
     hour_price: Option<f64>,
     /// Print the sweep's file, as a template for other sweeps, and exit
@@ -54,7 +54,7 @@ pub(super) struct Sweeping {
     /// Run only the Nth run of the plan, counted from 0
     #[arg(long, value_name = "N", help_heading = "Sweep")]
     only: Option<usize>,
-    /// Also repeat failed and crashed runs (a diverged run is a result)
+    /// Also repeat failed and crashed runs, but not diverged runs
     #[arg(long, help_heading = "Sweep")]
     retry: bool,
     /// Write a Slurm batch script with a task for each run, and exit
@@ -155,7 +155,7 @@ pub(super) fn plan(
     let first = configs.first().expect("lists are not empty");
     if configs.iter().any(|config| config.name.is_some()) {
         return Err(Error::new("runs of a sweep cannot be named")
-            .got("name, in the file")
+            .got("`name` in the sweep's file")
             .allowed("names derived from the settings that differ")
             .hint("--name on the command line names the sweep"));
     }
@@ -223,7 +223,7 @@ pub(super) fn carry_out(spec: &Spec, sweep: &Sweep, limits: &Limits, again: &Aga
     if tally.failed > 0 {
         return Err(Error::failed(format!("{} of {} runs failed", tally.failed, sweep.runs.len()))
             .got(format!(
-                "see ending.json of each run in {0}, and {0}/plan if a process died",
+                "reasons in ending.json of each run in {0}, or in {0}/plan if a process died",
                 sweep.folder.display()
             ))
             .allowed("runs that finish, or diverge")

@@ -21,7 +21,7 @@ pub(super) fn task(text: &str) -> Result<(Task, PathBuf)> {
         let names: Vec<String> = names.map(|value| value.get_name().to_owned()).collect();
         Error::new("not a task with its file")
             .got(format!("`{text}`"))
-            .allowed(format!("TASK=FILE, with {}", names.join(", ")))
+            .allowed(format!("TASK=FILE, with one of the tasks {}", names.join(", ")))
             .hint("--task piqa=piqa.jsonl")
     })
 }

@@ -38,15 +38,15 @@ pub(super) struct Train {
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     config: Option<PathBuf>,
     /// Resume a run from its newest checkpoint, or from a checkpoint folder. Flags may change its length, learning
-    /// rates, evaluation and logging, but not its model, data and batch size. `auto` with --name resumes that run or
-    /// starts it, so that every start of a job can use the same command
+    /// rates, evaluation and logging, but not its model, data and batch size. `--resume auto --name NAME` resumes or
+    /// starts run NAME, so that every start of a job can use the same command
     #[arg(long, value_name = "RUN", help_heading = "Run", conflicts_with = "compare")]
     resume: Option<PathBuf>,
     /// With --resume RUN: continue in a new folder of this name, and do not change RUN. Attention may change: `--resume
     /// runs/a --attn sagebwd --new-name b` keeps the weights, moments and data order
     #[arg(long, value_name = "NAME", help_heading = "Run", requires = "resume")]
     new_name: Option<String>,
-    /// Print the resolved run with its size, time and memory, and exit
+    /// Print the run's settings, size, and estimated time and memory, and exit
     #[arg(long, help_heading = "Run")]
     dry_run: bool,
     #[command(flatten)]
@@ -94,7 +94,7 @@ impl Train {
             && flag != in_file
         {
             return Err(Error::new("the preset is given twice")
-                .got(format!("{flag:?} as a flag, {in_file:?} in the file"))
+                .got(format!("{} as a flag, {} in the file", flag.name(), in_file.name()))
                 .allowed("one preset")
                 .hint(
                     "a saved config.toml contains every setting of its preset: leave --preset or --config out",
@@ -329,8 +329,7 @@ fn finished(run: &Path) -> Result<bool> {
 
 /// The name with the next free number for the folder of a sweep.
 fn free_name(out: &Path, preset: Preset) -> Result<String> {
-    let preset = clap::ValueEnum::to_possible_value(&preset);
-    let preset = preset.as_ref().map_or("", |value| value.get_name());
+    let preset = preset.name();
     let mut numbered = (1..10_000).map(|n| format!("{preset}-sweep-{n:03}"));
     numbered.find(|name| !out.join(name).exists()).ok_or_else(|| {
         Error::new("no free number is left for the sweep's folder")

@@ -25,7 +25,7 @@ pub(super) fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
     let window = sla2.is_some_and(|sla2| sla2.choice == Choice::Window);
     if window && typed.sla2.sla2_nearest.is_some_and(|nearest| nearest > 0) {
         let hint = "a window is the first block and the nearest blocks; --sla2-blocks is their number";
-        return idle("sla2-nearest", attn, "sla2, sla2-identity, sla2-sparse", hint);
+        return idle("sla2-nearest", attn, "--attn sla2, sla2-identity, sla2-sparse", hint);
     }
     // Only the form `sla2-sparse` lacks a tail whatever `--sla2-tail` says.
     let asked = typed.sla2.sla2_tail.is_some_and(|tail| tail != TailSetting::None);
@@ -33,13 +33,13 @@ pub(super) fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
         return idle(
             "sla2-tail",
             attn,
-            "none",
+            "--sla2-tail none",
             "sla2-sparse is SLA2 without a tail; --attn sla2 has the same router and a tail",
         );
     }
     if sla2.is_some_and(|sla2| sla2.tail.is_none()) && typed.sla2.sla2_alpha.is_some() {
         let hint = "the weight is split between the selected blocks and a tail: leave --sla2-alpha out";
-        return idle("sla2-alpha", format!("{attn}, without a tail"), "a form with a tail", hint);
+        return idle("sla2-alpha", format!("{attn}, without a tail"), "SLA2 with a tail", hint);
     }
     match (typed.linear.first_of_fp8(), config.model.linear) {
         (Some(key), LinearPrecision::Compute) => {
@@ -156,7 +156,12 @@ fn check_data(typed: &DataSettings, data: &DataConfig) -> Result<()> {
     if typed.val_fraction.is_some() && all(own) {
         let hint = "the validation shards are used for validation; leave --val-fraction out, or give --data only \
                     the training shards";
-        return idle("val-fraction", "shards of which some are for validation".into(), "other data", hint);
+        return idle(
+            "val-fraction",
+            "shards of which some are for validation".into(),
+            "data without validation shards",
+            hint,
+        );
     }
     Ok(())
 }

@@ -34,5 +34,5 @@ pub fn check_own(
     Err(Error::new(format!("--{key} is not a setting of this attention"))
         .got(format!("--{key} with --attn {attn}"))
         .allowed(if settings.is_empty() { "nothing: it has no settings".into() } else { settings.join(", ") })
-        .hint("leave it out, or name an attention with this setting: --attn"))
+        .hint("leave it out, or choose an --attn that has this setting"))
 }

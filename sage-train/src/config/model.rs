@@ -142,7 +142,8 @@ pub(super) fn check_logits(model: &LlamaConfig, second: Option<Scheme>, s: &Sett
             .got(format!("{got}, {other}"))
             .allowed("fpa; attn-qat without smoothing; sagebwd without smoothing (with a soft cap on a GPU: only with \
                       --products scores)")
-            .hint("--smoothing none, --products scores; in --attn-layers and --eval-attn sagebwd:smoothing=none:products=scores")),
+            .hint("set --smoothing none and --products scores; in --attn-layers and --eval-attn write \
+                   sagebwd:smoothing=none:products=scores")),
     }
 }
 

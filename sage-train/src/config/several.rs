@@ -43,7 +43,7 @@ const NCCL: u64 = 1 << 29;
 /// has few tokens per step. Measured on two H100 (docs/several-gpus.md).
 const BESIDE: f64 = 0.6;
 
-/// Fraction of the backward's time that can hide transfers between nodes.
+/// Fraction of the time of forward and backward that can hide transfers between nodes.
 const HIDES: f64 = 0.6;
 
 /// Seconds of the phases of a step.
@@ -149,7 +149,7 @@ impl Config {
         let others = (mesh.replica.of - 1) as f64 / mesh.replica.of as f64;
         let bytes = 2.0 * others * 4.0 * self.model.parameters() as f64 / mesh.shard.of as f64;
         format!(
-            "{:.2} GiB each way and rank, {:.1} ms at {:.0} GB/s, of which the backward hides {:.1}",
+            "{:.2} GiB each way and rank, {:.1} ms at {:.0} GB/s, of which forward and backward hide {:.1}",
             bytes / f64::from(1 << 30),
             1e3 * seconds.network,
             network / 1e9,

@@ -85,7 +85,7 @@ fn check_name(name: &str) -> Result<()> {
     if parts.len() == 2 && parts.into_iter().all(part) && !name.contains("..") {
         return Ok(());
     }
-    Err(Error::new("not a name on the Hugging Face Hub")
+    Err(Error::new("not a valid name for the Hugging Face Hub")
         .got(format!("`{name}`"))
         .allowed("OWNER/NAME of letters, digits, `-`, `_` and `.`")
         .hint("hf:roneneldan/TinyStories; `sage-train data recipes` lists short names"))

@@ -57,7 +57,7 @@ impl Sources {
                 Error::new("shards of tokens without their tokenizer")
                     .got(files.first().display())
                     .allowed("a tokenizer.json next to them")
-                    .hint("--tokenizer FILE; shards of llm.c and nanoGPT use --tokenizer gpt2")
+                    .hint("name it with --tokenizer FILE; shards with GPT-2's tokens need --tokenizer gpt2")
             })?;
             return Tokenizer::load_with(path, end);
         }

@@ -109,7 +109,7 @@ fn prepare_in(plan: &Plan, folder: &Path) -> Result<Prepared> {
     if done.tokenizer != tokenizer.hash() {
         return Err(Error::new("the tokenizer of an interrupted preparation has changed")
             .got(format!("{} with SHA-256 {:.12}", saved.display(), tokenizer.hash()))
-            .allowed(format!("{:.12}", done.tokenizer))
+            .allowed(format!("SHA-256 {:.12}", done.tokenizer))
             .hint(format!("to start again: rm -r {}", folder.display())));
     }
     let format = plan.format.unwrap_or(Format::for_vocab(tokenizer.vocab_size()));

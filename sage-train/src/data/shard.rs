@@ -114,7 +114,7 @@ impl Shard {
             Some(sidecar) if sidecar.tokenizer != tokenizer.hash() => {
                 Err(Error::new("a shard was made with another tokenizer")
                     .got(format!("{}: tokenizer {:.12}", self.path.display(), sidecar.tokenizer))
-                    .allowed(format!("{:.12}", tokenizer.hash()))
+                    .allowed(format!("tokenizer {:.12}", tokenizer.hash()))
                     .hint("train: all sources need the same tokenizer, see --tokenizer; eval: give text, or shards with the run's tokenizer"))
             }
             _ => Ok(()),

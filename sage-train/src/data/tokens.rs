@@ -179,7 +179,7 @@ const CHUNK: usize = 1 << 20;
 pub(super) fn check_ids(ids: &[u32], vocab: usize, place: impl std::fmt::Display, start: u64) -> Result<()> {
     let Some(at) = ids.iter().position(|&id| id as usize >= vocab) else { return Ok(()) };
     Err(Error::new("a token is not in the vocabulary")
-        .got(format!("id {} at {} of {place}", ids[at], start + at as u64))
+        .got(format!("id {} at position {} of {place}", ids[at], start + at as u64))
         .allowed(format!("ids below {vocab}"))
         .hint("pass the tokenizer that made the shards: --tokenizer"))
 }

@@ -130,7 +130,7 @@ impl Mesh {
         if !local.of.is_multiple_of(context) {
             return Err(Error::new("the ranks of a node do not divide into groups that share a sequence")
                 .got(format!("--context-parallel {context}, {} ranks on a node", local.of))
-                .allowed("a divisor of the ranks of a node")
+                .allowed("a divisor of the number of ranks on a node")
                 .hint(format!("--gpus {context}, or a multiple of it")));
         }
         let node = rank.index / local.of;

@@ -280,7 +280,11 @@ fn connect_engines(
         (lacking, _) => {
             return without(
                 lacking.unwrap_or_default(),
-                &format!("set {} to a newer libnccl.so.2, or leave --copy-engines out", library::PATH),
+                &format!(
+                    "install a newer driver, unset NCCL_CTA_POLICY, set {} to a newer libnccl.so.2, or leave \
+                     --copy-engines out",
+                    library::PATH
+                ),
             );
         }
     };

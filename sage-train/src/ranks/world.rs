@@ -64,7 +64,7 @@ impl World {
         let Some(world) = world else { return Ok(None) };
         if world.rank.of > MOST {
             return Err(Error::new("the number of ranks is too large")
-                .got(format!("{} by {}", world.rank.of, world.launcher))
+                .got(format!("{} ranks, set by {}", world.rank.of, world.launcher))
                 .allowed(format!("1 to {MOST}"))
                 .hint("is a variable of another launcher left in the environment?"));
         }
@@ -73,7 +73,7 @@ impl World {
         {
             if rank.index >= rank.of {
                 return Err(Error::new(format!("the {what} is not below the number of {of}"))
-                    .got(format!("{what} {} of {} by {}", rank.index, rank.of, world.launcher))
+                    .got(format!("{what} {} of {}, set by {}", rank.index, rank.of, world.launcher))
                     .allowed(format!("0 to one less than the number of {of}"))
                     .hint("is a variable of another launcher left in the environment?"));
             }

@@ -34,13 +34,13 @@ pub struct AttentionSettings {
     /// Token means subtracted before quantizing [default: k for sagebwd, none for attn-qat]
     #[arg(long, value_enum)]
     pub smoothing: Option<SmoothingSetting>,
-    /// SageBwd: tokens from which K's mean, and with --smoothing kv V's mean, are computed: all, or sample-N for N evenly
-    /// spaced tokens [default: all]
+    /// SageBwd: tokens from which --smoothing computes the means of K and V: all, or sample-N for N evenly spaced
+    /// tokens [default: all]
     #[arg(long)]
     pub key_mean: Option<Text<KeyMean>>,
-    /// SageBwd: matmuls in INT8: paper (six), forward-and-s (O, and S in forward and backward), scores (only S, in
-    /// forward and backward), forward (S and O in the forward), or a list that starts with forward or scores. After
-    /// forward: any of s (S in the backward), dv, dq, dk; after scores: any of dv, dq, dk. Example: forward,s,dv
+    /// SageBwd: matmuls in INT8: paper (all except dP), forward-and-s (O, and S in forward and backward), scores (only
+    /// S, in forward and backward), forward (S and O in the forward), or a list that starts with forward or scores.
+    /// After forward: any of s (S in the backward), dv, dq, dk; after scores: any of dv, dq, dk. Example: forward,s,dv
     /// [default: paper]
     #[arg(long)]
     pub products: Option<Text<Int8Products>>,
@@ -214,7 +214,7 @@ impl std::str::FromStr for Attn {
             Error::new("unknown attention")
                 .got(format!("`{text}`"))
                 .allowed(names.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "))
-                .hint("--help describes each")
+                .hint("`sage-train --help` describes them")
         })
     }
 }

@@ -60,12 +60,12 @@ pub struct LinearSettings {
     /// FP8: format of the gradients of the layers' outputs [default: e4m3]
     #[arg(long, value_enum)]
     pub linear_gradient: Option<FormatSetting>,
-    /// FP8: how an operand's scale is set: from its own largest value (current) or that of earlier steps (delayed)
+    /// FP8: how an operand's scale is set: from its largest value in this step (current) or in earlier steps (delayed)
     /// [default: delayed]
     #[arg(long, value_enum)]
     pub linear_scaling: Option<ScalingSetting>,
-    /// FP8: precision of the accumulators of matmuls on a GPU; gradients of the output matrix always use f32 [default:
-    /// fast]
+    /// FP8: precision of the accumulators of matmuls on a GPU; the output matrix's gradient matmuls always use f32
+    /// [default: fast]
     #[arg(long, value_enum)]
     pub linear_sums: Option<SumsSetting>,
     /// FP8: precision of the matmuls of the output matrix. With fp8 the gradient of the logits is in e5m2 [default:
@@ -75,7 +75,7 @@ pub struct LinearSettings {
     /// FP8: transformer blocks whose linear layers stay in bf16: 0,-1 are the first and the last [default: none]
     #[arg(long, value_name = "LAYERS", allow_hyphen_values = true)]
     pub linear_bf16_layers: Option<LayerList>,
-    /// FP8: precision of the matmuls in validation, except those of the output matrix. With fp8, each operand's scale
+    /// FP8: precision of the matmuls in validation, except the output matrix's matmuls. With fp8, each operand's scale
     /// is set from its own largest value [default: bf16]
     #[arg(long, value_enum)]
     pub linear_eval: Option<LinearSetting>,

@@ -12,9 +12,9 @@ use crate::quantity::Quantity;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Schedule {
-    /// Half a cosine, down to `min-lr`
+    /// Half a cosine, down to --min-lr
     Cosine,
-    /// Warm-up, stable, decay: constant, then a linear decay to `min-lr` over `decay-fraction`
+    /// Warm-up, stable, decay: constant, then a linear decay to --min-lr over --decay-fraction
     Wsd,
     /// Constant
     Constant,
@@ -160,7 +160,7 @@ pub struct OptimizerSettings {
     #[arg(long, value_enum)]
     pub muon_heads: Option<MuonHeadsSetting>,
     /// Start with the optimizer's moments from the checkpoint of --init-from instead of zeros. They are bias-corrected
-    /// when they are loaded, so that the new run needs no bias correction [default: off]
+    /// when loaded, so that the new run needs no bias correction [default: off]
     #[arg(long, value_enum)]
     pub init_moments: Option<Switch>,
     /// Weight decay, applied only to matrices [default: 0.1, not from the SageBwd paper]

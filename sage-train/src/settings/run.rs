@@ -38,6 +38,13 @@ pub enum Preset {
     Large1300m,
 }
 
+impl Preset {
+    /// The name in flags and files.
+    pub fn name(self) -> String {
+        self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+}
+
 /// Table `[run]`: the preset, the machine, seeds, folders, and what a run measures and saves.
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
@@ -80,11 +87,10 @@ pub struct RunSettings {
     #[arg(long, value_name = "N")]
     pub eval_tokens: Option<Quantity>,
     /// Validate a second time with this scheme: `--attn fpa --eval-attn attn-qat` shows the FP4 loss of a model that
-    /// was not trained for FP4. Settings follow the name, as in sagebwd:products=scores:granularity=tile
+    /// was not trained for FP4. Settings follow the name, as in sagebwd:products=scores:smoothing=qk
     #[arg(long, value_name = "SCHEME")]
     pub eval_attn: Option<SchemeSetting>,
-    /// Steps between probes of attention's errors, which take some time on the CPU; 0 for none
-    /// [default: 0]
+    /// Steps between probes of attention's errors, which run on the CPU and take some time; 0 for none [default: 0]
     #[arg(long, value_name = "N")]
     pub probe_every: Option<Quantity>,
     /// Steps between checkpoints, in addition to --checkpoint-minutes; 0: none by steps. The end of a run is always
@@ -106,7 +112,7 @@ pub struct RunSettings {
     /// Number of threads; results do not depend on it [default: all cores]
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
-    /// Peak speed of the device in TFLOP/s, to log the MFU (model FLOPs utilization) [default: no MFU]
+    /// Peak speed of the device in TFLOP/s, to log the MFU [default: no MFU]
     #[arg(long, value_name = "TFLOPS")]
     pub peak_tflops: Option<f64>,
 }

@@ -1,4 +1,4 @@
-//! Schemes with their settings as text, such as `sagebwd:products=scores:granularity=tile`, and schemes of single
+//! Schemes with their settings as text, such as `sagebwd:products=scores:smoothing=qk`, and schemes of single
 //! layers, such as `0,-1=fpa;2-4=sagebwd:products=scores`.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,7 +26,7 @@ impl FromStr for SchemeSetting {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        const HINT: &str = "settings follow the name: sagebwd:products=scores:granularity=tile";
+        const HINT: &str = "settings follow the name: sagebwd:products=scores:smoothing=qk";
         let all = Scheme::all();
         let mut words = text.split(':');
         let name = words.next().unwrap_or_default();
@@ -146,7 +146,7 @@ impl FromStr for LayerList {
         spans.map(Self).map_err(|()| {
             Error::new("not a list of layers")
                 .got(format!("`{text}`"))
-                .allowed("numbers and spans, separated by commas")
+                .allowed("layers and ranges of layers, separated by commas")
                 .hint("0,-1 is the first and the last layer, 2-4 is three layers")
         })
     }

@@ -20,11 +20,11 @@ pub struct Sla2Settings {
     /// Scheme of the selected blocks, and of the dense steps at the start: fpa, sagebwd, attn-qat [default: sagebwd]
     #[arg(long, value_name = "SCHEME")]
     pub sla2_numerics: Option<Text<Numerics>>,
-    /// Fraction of the (query, key) pairs that is skipped, such as 90% [default: 90%, but at least one block is
+    /// Fraction of the causal (query, key) pairs that is skipped [default: 90%, but at least one past block is
     /// selected]
     #[arg(long, value_name = "SHARE")]
     pub sla2_sparsity: Option<Share>,
-    /// Number of key blocks that each query block selects, instead of --sla2-sparsity
+    /// Number of past key blocks that each query block selects, instead of --sla2-sparsity
     #[arg(long, value_name = "N")]
     pub sla2_blocks: Option<usize>,
     /// Always select this many of the nearest past blocks; the router selects the others [default: 0]
@@ -36,7 +36,7 @@ pub struct Sla2Settings {
     /// Key blocks that the linear tail sums over [default: past]
     #[arg(long, value_enum)]
     pub sla2_tail: Option<TailSetting>,
-    /// How the weight of the selected blocks is computed from the learned theta [default: count]
+    /// How the weight of the selected blocks is computed from the learned parameter theta [default: count]
     #[arg(long, value_enum)]
     pub sla2_alpha: Option<AlphaSetting>,
     /// Steps of dense attention at the start [default: 60 % of the run]
@@ -215,13 +215,13 @@ pub(super) fn resolve(
     let usual = (context / 16).checked_ilog2().map_or(16, |power| 1 << power).clamp(16, 128);
     let block = settings.sla2_block.unwrap_or(if gpu { 128 } else { usual });
     if !block.is_power_of_two() || !(16..=1024).contains(&block) {
-        return Err(Error::new("sla2-block is out of range")
+        return Err(Error::new("sla2-block is not a power of two from 16 to 1024")
             .got(block)
             .allowed("16, 32, 64, 128, ... 1024")
             .hint("on a GPU it is 128"));
     }
     if gpu && block != 128 {
-        return Err(Error::new("this form of SLA2 does not run on a GPU")
+        return Err(Error::new("SLA2 on a GPU supports one block size")
             .got(format!("blocks of {block}"))
             .allowed("blocks of 128")
             .hint("--device cpu accepts other block sizes"));
@@ -272,8 +272,8 @@ pub(super) fn resolve(
                         100.0 * all.sparsity(context),
                         100.0 * least
                     ))
-                    .hint("a longer --context, or on the CPU a smaller --sla2-block; --sla2-blocks 0 attends only to \
-                           the diagonal"));
+                    .hint("use a longer --context, or on the CPU a smaller --sla2-block; --sla2-blocks 0 \
+                           attends only to the diagonal"));
             }
             nearest(&config, context, most, sparsity)
         }
@@ -284,8 +284,8 @@ pub(super) fn resolve(
             .got(format!("context {context} with blocks of {block}: one past block and the diagonal are the whole \
                           context"))
             .allowed(format!("a context of more than {} tokens", 2 * block))
-            .hint("a longer --context, or on the CPU smaller blocks (--sla2-block); to train without skipping blocks: \
-                   --sla2-blocks 1, which selects one past block for each block of queries"));
+            .hint("use a longer --context, or on the CPU smaller blocks (--sla2-block); to train without skipping \
+                   blocks: --sla2-blocks 1, which selects one past block for each block of queries"));
     }
     check_nearest(&config)?;
     Ok(config)

@@ -43,7 +43,7 @@ impl std::str::FromStr for Numerics {
     fn from_str(text: &str) -> Result<Self, Error> {
         let all = Scheme::all();
         all.iter().find(|scheme| scheme.name() == text).map(|scheme| Self(*scheme)).ok_or_else(|| {
-            Error::new("unknown numerics")
+            Error::new("unknown numerics of SLA2")
                 .got(format!("`{text}`"))
                 .allowed(all.iter().map(Scheme::name).collect::<Vec<_>>().join(", "))
                 .hint("the form of SLA2 is set by --attn")

@@ -5,7 +5,6 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use candle_sage::{Error, ErrorKind, Result};
-use clap::ValueEnum;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -91,8 +90,7 @@ struct Writer {
 impl RunDir {
     /// Makes a new folder, with the given name or the next free number.
     pub(super) fn create(config: &Config) -> Result<Self> {
-        let preset = config.settings.run.preset.and_then(|preset| preset.to_possible_value());
-        let preset = preset.as_ref().map_or("", |value| value.get_name());
+        let preset = config.settings.run.preset.map_or_else(String::new, |preset| preset.name());
         let candidates: Box<dyn Iterator<Item = String>> = match &config.name {
             Some(name) => Box::new(std::iter::once(name.clone())),
             None => Box::new((1..10_000).map(|n| format!("{preset}-{}-{n:03}", config.attn))),

@@ -137,7 +137,10 @@ impl<'a> Trainer<'a> {
         Err(Error::failed(format!("rank {rank} has other weights than rank 0 after step {step}"))
             .got("checksums that are not bit-identical")
             .allowed("the same weights on every rank")
-            .hint("memory or links of its machine may be broken: continue without that machine from the previous checkpoint"))
+            .hint(
+                "memory or links of the rank's machine may be broken: continue without this machine from the \
+                 previous checkpoint",
+            ))
     }
 
     /// The indices of this rank's micro-batches in a step.
@@ -395,7 +398,7 @@ pub(super) fn stop_hint(config: &Config) -> String {
     let clip = config.optimizer.clip().is_none_or(|clip| clip > 1.0);
     let missing = [(clip, ", --clip 1"), (!config.model.qk_norm, ", --qk-norm on")];
     let missing = missing.iter().filter(|(missing, _)| *missing).map(|(_, flag)| *flag);
-    format!("a lower --lr, a longer --warmup-steps{}", missing.collect::<String>())
+    format!("try a lower --lr, a longer --warmup-steps{}", missing.collect::<String>())
 }
 
 /// The error of a run that diverged.

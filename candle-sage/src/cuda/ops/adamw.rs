@@ -55,7 +55,7 @@ impl Launch<Tensors<'_>, ()> for AdamW {
         };
         if [weights, gradient, copy].iter().any(|at| !at.is_multiple_of(16)) || !len.is_multiple_of(V) {
             return Err(Error::unsupported("adamw on CUDA needs tensors aligned to 16 bytes")
-                .got(format!("{len} parameters"))
+                .got(format!("{len} parameters, not aligned to 16 bytes"))
                 .allowed("tensors aligned to 16 bytes, a multiple of 4 parameters")
                 .hint("pad the tensors with zeros; `force_contiguous()` makes an aligned copy of a view")
                 .into());

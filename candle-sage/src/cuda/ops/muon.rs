@@ -45,9 +45,9 @@ fn check_starts(starts: &[Address<'_>], len: usize) -> Result<()> {
         return Ok(());
     }
     Err(Error::unsupported("Muon on CUDA needs matrices that start and end at multiples of 16 bytes")
-        .got(format!("a matrix of {len} elements, or one that starts elsewhere"))
+        .got(format!("a matrix of {len} elements, not aligned to 16 bytes"))
         .allowed("matrices aligned to 16 bytes, with a multiple of 8 elements")
-        .hint("matrices in one vector need gaps after sizes that are not multiples of 8; AdamW supports any size")
+        .hint("start each matrix of a vector at a multiple of 8 elements; AdamW supports any size")
         .into())
 }
 

@@ -123,9 +123,9 @@ impl Attention {
         }
         if self.selection.is_some() {
             return Err(Error::unsupported("a selection is not supported with a soft cap or ALiBi")
-                .got("both")
-                .allowed("one of them")
-                .hint("`Attention::window` restricts attention too, and can be combined with them")
+                .got("a selection, and a soft cap or ALiBi")
+                .allowed("a selection alone, or a soft cap and ALiBi without a selection")
+                .hint("`Attention::window` also restricts attention, and supports a soft cap and ALiBi")
                 .into());
         }
         let hints =

@@ -78,10 +78,10 @@ impl std::str::FromStr for ValueScale {
 
     fn from_str(text: &str) -> Result<Self> {
         [Self::None, Self::Head].into_iter().find(|scale| scale.to_string() == text).ok_or_else(|| {
-            Error::new("unknown scale of values")
+            Error::new("unknown scale of V")
                 .got(format!("`{text}`"))
                 .allowed("none, head")
-                .hint("head keeps values below .006 and above 2688; none follows the paper")
+                .hint("head also represents V below 0.006 and above 2688; none follows the paper")
         })
     }
 }

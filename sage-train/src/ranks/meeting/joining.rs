@@ -158,7 +158,7 @@ fn missing<T>(world: &World, peers: &BTreeMap<usize, T>, strangers: usize) -> Er
 fn unreachable_first(world: &World, got: impl std::fmt::Display) -> Error {
     Error::failed("cannot reach rank 0")
         .got(format!("{} at port {}: {got}", world.host, world.port))
-        .allowed("rank 0 there, in the same run")
+        .allowed("rank 0 of the same run at this address")
         .hint("is rank 0 running and reachable? MASTER_ADDR and MASTER_PORT set its address")
 }
 
