@@ -237,7 +237,8 @@ impl fmt::Display for Error {
         let lines = [("got", got), ("allowed", allowed), ("hint", hint)];
         for (label, text) in lines {
             if let Some(text) = text {
-                write!(f, "\n  {:<9}{text}", format!("{label}:"))?;
+                // The message of an inner error has several lines.
+                write!(f, "\n  {:<9}{}", format!("{label}:"), text.replace('\n', "\n           "))?;
             }
         }
         Ok(())
@@ -254,6 +255,14 @@ impl From<Error> for candle_core::Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_inner_message_is_indented() {
+        let error = Error::failed("a").caused_by(Error::new("b").got(1).hint("c")).hint("d");
+        let lines =
+            ["a", "  got:     b", "             got:     1", "             hint:    c", "  hint:    d"];
+        assert_eq!(error.to_string(), lines.join("\n"));
+    }
 
     #[test]
     fn kinds_are_kept_and_found_inside_other_errors() {

@@ -191,7 +191,7 @@ fn measure_in(config: &Config, stage: Stage, scratch: &Path) -> Result<f64> {
             let stderr = std::fs::read_to_string(&stderr).unwrap_or_default();
             let stderr = stderr.lines().skip_while(|line| !line.starts_with("error")).collect::<Vec<_>>();
             Err(Error::failed("a run of the sweep cannot be trained on this machine")
-                .got(if stderr.is_empty() { status.to_string() } else { stderr.join("\n           ") })
+                .got(if stderr.is_empty() { status.to_string() } else { stderr.join("\n") })
                 .allowed("runs that can train a few steps")
                 .hint("--dry-run --no-measure plans without measuring"))
         }
