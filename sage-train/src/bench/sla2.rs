@@ -89,7 +89,7 @@ pub fn measure(plan: &Plan, row: Row) -> Result<Vec<Measured>> {
     let failed = |e| during(format!("cannot measure {}:{}:{}", row.head_dim, row.tokens, row.sparsity))(e);
     [Scheme::Unquantized, candle_sage::SageBwd::default().into()]
         .into_iter()
-        .map(|scheme| measure_scheme(plan, row, &config, scheme))
+        .map(|scheme| measure_scheme(plan, row, &config, scheme.for_blocks(config.block)))
         .collect::<candle_core::Result<_>>()
         .map_err(failed)
 }
