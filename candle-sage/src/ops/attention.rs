@@ -34,7 +34,7 @@ const NAME: &str = "attention";
 /// the query's shape and type. The number of query heads may be a multiple of the number of key heads. Values may have
 /// another head_dim than queries and keys (values 128, queries and keys 192, as in multi-head latent attention); the
 /// output then has the head_dim of the values. If the two head_dims differ, the smaller is padded to the larger, which
-/// takes the time and memory of the larger; unquantized attention on CUDA does not pad. All three inputs receive
+/// takes the time and memory of the larger; unquantized attention on CUDA does not need this padding. All three inputs receive
 /// gradients through candle's `backward()`. A gradient cannot be differentiated again.
 /// [`Attention::apply_heads_first`] accepts tensors that are (batch, heads, sequence, head_dim).
 ///

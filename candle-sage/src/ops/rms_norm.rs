@@ -167,8 +167,8 @@ pub(crate) struct RmsNorm {
     pub(crate) eps: f32,
 }
 
-/// The op that computes the gradients of `x` and the weight from these two and the output's gradient. With `residual`
-/// there is a fourth tensor, which is added to the gradient of `x`.
+/// The op that computes the gradients of `x` and of the weight. Its inputs are `x`, the weight and the output's gradient;
+/// with `residual` also a fourth tensor, which is added to the gradient of `x`.
 pub(crate) struct Gradients {
     pub(crate) eps: f32,
     pub(crate) residual: bool,

@@ -35,7 +35,7 @@ pub(super) struct Attending {
     /// Attn-QAT: scale V before quantizing: none, head (see `sage-train --help`) [default: the run's]
     #[arg(long)]
     value_scale: Option<Text<ValueScale>>,
-    /// Attn-QAT: reference that P is divided by before quantizing: row-max, two-level, literal (see `sage-train
+    /// Attn-QAT: divisor of a row's exponentials before quantizing: row-max, two-level, literal (see `sage-train
     /// --help`) [default: the run's]
     #[arg(long)]
     p_reference: Option<Text<PReference>>,

@@ -136,11 +136,11 @@ pub(super) struct Eval {
     /// Evaluate all tokens of the data
     #[arg(long, conflicts_with_all = ["tokens", "hellaswag"])]
     all: bool,
-    /// Also predict every token from only its prefix, to measure how much scales shared with later tokens lower the
-    /// loss of whole sequences
+    /// Also predict every token from only its prefix. In low bits, a whole sequence shares scales with later tokens; the
+    /// difference of the losses shows by how much this lowers the loss
     #[arg(long, conflicts_with = "hellaswag")]
     token_by_token: bool,
-    /// Also print the loss by position, for each eighth of the sequences
+    /// Also print the loss by position: each sequence is divided into eight ranges of positions
     #[arg(long, conflicts_with_all = ["hellaswag", "token_by_token"])]
     by_position: bool,
     /// Generate test documents of at least WORDS words that state numbers and ask for them later, as `sage-train corpus

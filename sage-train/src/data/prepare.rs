@@ -82,7 +82,7 @@ fn prepare_in(plan: &Plan, folder: &Path) -> Result<Prepared> {
         return Err(Error::new("the name of a file is not UTF-8")
             .got(file.path.display())
             .allowed("UTF-8 names of files and folders: they are saved in dataset.json")
-            .hint("rename it, or name the files one by one from inside their folder"));
+            .hint("rename it; if only a folder's name is not UTF-8, you can pass its files one by one from inside the folder"));
     }
     let work = Work {
         files,

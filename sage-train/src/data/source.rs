@@ -322,7 +322,7 @@ pub(super) fn check_once<'f>(
         if !seen.insert(canonical(file)) {
             return Err(Error::new("a file is given twice")
                 .got(file.display())
-                .allowed("each file once, even by different names")
+                .allowed("each file once; two paths to one file count as one file")
                 .hint("to train more often on a source, give it a weight: --data FILE=2"));
         }
     }

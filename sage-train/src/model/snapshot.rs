@@ -23,7 +23,8 @@ pub type Parts = BTreeMap<String, [u64; 2]>;
 pub struct Snapshot {
     pub(super) specs: Vec<ParameterSpec>,
     pub(super) layout: Layout,
-    /// The moments in the rows of `held` after the weights, as prefixes of the parameters' names in a checkpoint.
+    /// The moments in `held`: each row after the first row has one of them. A moment is named by the prefix that a
+    /// checkpoint puts before the names of parameters.
     pub(super) moments: Moments,
     /// Ranges of elements: the first element in the layout, and the values, (rows, elements). The first row contains
     /// the weights.

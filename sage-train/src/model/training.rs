@@ -25,7 +25,8 @@ pub struct Moments {
     pub others: &'static [&'static str],
     /// One number for each row of a hidden matrix, if the optimizer keeps row statistics.
     pub rows: Option<&'static str>,
-    /// Whether hidden matrices are updated as a whole, and are therefore stored in separate pieces.
+    /// Whether each hidden matrix is updated as a whole. Hidden matrices are then stored in pieces of memory without
+    /// other parameters.
     pub whole_matrices: bool,
 }
 

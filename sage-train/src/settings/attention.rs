@@ -55,9 +55,9 @@ pub struct AttentionSettings {
     /// (a power of two for each key head of a sequence) [default: none]
     #[arg(long)]
     pub value_scale: Option<Text<ValueScale>>,
-    /// Attn-QAT: reference that P is divided by before quantizing: row-max (the row's largest probability), two-level
-    /// (this probability / 2048, so that small probabilities keep their precision), literal (the paper's text: the
-    /// largest probability so far in the forward, the row's sum in the backward) [default: row-max]
+    /// Attn-QAT: divisor of a row's exponentials before quantizing: row-max (the row's largest exponential), two-level
+    /// (the row's largest exponential / 2048, so that small exponentials keep their precision), literal (as in the
+    /// paper's text: the largest exponential so far in the forward, the row's sum in the backward) [default: row-max]
     #[arg(long)]
     pub p_reference: Option<Text<PReference>>,
     /// Attn-QAT: compute the backward's delta from an output O whose probabilities P were not quantized [default: on]

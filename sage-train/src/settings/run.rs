@@ -87,7 +87,7 @@ pub struct RunSettings {
     #[arg(long, value_name = "N")]
     pub eval_tokens: Option<Quantity>,
     /// Validate a second time with this scheme: `--attn fpa --eval-attn attn-qat` shows the FP4 loss of a model that
-    /// was not trained for FP4. Settings follow the name, as in sagebwd:products=scores:smoothing=qk
+    /// was not trained for FP4. Settings follow the name, as in sagebwd:products=scores:key-mean=sample-64
     #[arg(long, value_name = "SCHEME")]
     pub eval_attn: Option<SchemeSetting>,
     /// Steps between probes of attention's errors, which run on the CPU and take some time; 0 for none [default: 0]

@@ -1,4 +1,4 @@
-//! Schemes with their settings as text, such as `sagebwd:products=scores:smoothing=qk`, and schemes of single
+//! Schemes with their settings as text, such as `sagebwd:products=scores:key-mean=sample-64`, and schemes of single
 //! layers, such as `0,-1=fpa;2-4=sagebwd:products=scores`.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,7 +26,7 @@ impl FromStr for SchemeSetting {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        const HINT: &str = "settings follow the name: sagebwd:products=scores:smoothing=qk";
+        const HINT: &str = "settings follow the name: sagebwd:products=scores:key-mean=sample-64";
         let all = Scheme::all();
         let mut words = text.split(':');
         let name = words.next().unwrap_or_default();

@@ -178,7 +178,7 @@ mod tests {
         let all = Settings::augment_args(Command::new(""));
         let named: Vec<_> = all.get_arguments().filter_map(clap::Arg::get_long).collect();
         assert_eq!(flags.iter().map(|(name, ..)| name.as_str()).collect::<Vec<_>>(), named);
-        // A flag with the name of a table has another key in that table.
+        // A flag that has the name of a table has a different key in that table.
         let tables = TABLES.map(|(name, ..)| name);
         let twice: Vec<_> = named.into_iter().filter(|name| tables.contains(name)).collect();
         assert_eq!(twice, ["linear", "data", "optimizer"]);

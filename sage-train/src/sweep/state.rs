@@ -194,7 +194,7 @@ impl Sweep {
         if Lock::is_held(folder) {
             return State::Elsewhere;
         }
-        // A crash record without a run's folder may belong to an earlier plan, in which this name meant other settings.
+        // A crash record may belong to an earlier plan, in which this name meant other settings.
         let asked = || identity_in(&self.asked_file(&name)).as_ref() == Some(&run.identity);
         if self.crash_file(&name).exists() && !ended_since(&self.folder, &name) && asked() {
             return State::Crashed;

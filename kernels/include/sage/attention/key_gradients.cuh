@@ -10,7 +10,8 @@ enum KeyGradient { DK, DV };
 
 // Atomically adds a warp's part of dK or dV of 16 keys to the sums of a split list (see Cut), in no fixed order. The
 // sums are stored in fragment layout. Returns true in the warp that arrives last, which then has the full sums in `x`.
-// A slot of sums has `pieces` pieces of 16 keys x 8 PIECE channels. The warp adds 8 N channels to piece number `piece`.
+// The sums of a list (its slot) are divided into `pieces` pieces of 16 keys x 8 * PIECE channels. The warp adds 8 * N
+// channels to piece number `piece`.
 template <int PIECE, int N>
 __device__ __forceinline__ bool add_part(const params::Cuts& cuts, params::CutList list, int pieces, int piece, float (&x)[N][4]) {
   int64_t number = int64_t(list.slot) * pieces + piece;

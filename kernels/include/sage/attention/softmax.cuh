@@ -1,4 +1,4 @@
-// The online softmax of a warp's 16 M queries, and the mask.
+// The online softmax of a warp's 16 * M queries, and the mask.
 //
 // A lane has a quarter of the columns of 2 M rows: row 16 m + 8 h + g (m < M; h = 0, 1; g = lane / 4) is its row number
 // r = 2 m + h.
@@ -83,8 +83,8 @@ struct RowState {
   }
 };
 
-// The exponents of a row are relative to its reference. The reference is raised to the row's maximum only when the
-// maximum exceeds the reference by more than SLACK. With SLACK = 8 the accumulator is rescaled rarely, and 2^8 is far
+// The exponents of a row are relative to its reference. References are raised to their rows' maxima only when the
+// maximum of some row of the warp exceeds its reference by more than SLACK. With SLACK = 8 the accumulator is rescaled rarely, and 2^8 is far
 // from overflow.
 template <int D, int M, int THREADS, bool SHARED, int OUTPUTS = 1, int SLACK = 8>
 struct Softmax {

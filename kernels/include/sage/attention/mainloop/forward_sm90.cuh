@@ -286,7 +286,8 @@ struct ItemConsumer {
     consumer.template added<0>();
     kv.release(order.values_of(steps - 1));
   }
-  // For a step whose keys only the queries of other consumers see: releases its stages, and passes the turn on.
+  // For a step whose keys are hidden from this consumer's queries, but not from the queries of other consumers: releases
+  // the step's stages, and passes the turn on.
   __device__ __forceinline__ void skip(int step) const {
     wait_for_keys(step);
     kv.release(order.keys_of(step));
