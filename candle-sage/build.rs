@@ -25,7 +25,7 @@ const NVFP4: (&str, [u32; 3]) = ("attn_fwd_nvfp4", [90, 100, 120]);
 /// The architectures without FP4 matmuls. Every architecture of the table of plans must be here or in NVFP4.
 const NO_NVFP4: [u32; 3] = [80, 86, 89];
 
-/// The table of plans, which the kernels include and from which the host's table is generated.
+/// The table of plans: how each kernel runs. The kernels include this file. `build/plans.rs` makes the host's table.
 const PLANS: &str = "include/sage/params/plans.def";
 
 /// The headers with the kernels' arguments, from which the host's structs are generated. A header may use the headers
@@ -123,7 +123,7 @@ fn entries(report: &str) -> Vec<&str> {
     names.into_iter().collect()
 }
 
-/// Writes the host's side of the kernels' arguments, and compiles the assertions of the device's side.
+/// Writes the kernels' arguments as Rust structs, and checks the structs' layout with the kernels' compiler.
 fn arguments(include: &Path, nvcc: &Path, out: &Path) -> Result<(), String> {
     let mut structs = Vec::new();
     for header in PARAMS {
@@ -168,8 +168,8 @@ fn kernels() -> Result<PathBuf, String> {
 
 /// A folder for compiled kernels that builds of the same profile share: `target/PROFILE/build/candle-sage-kernels`,
 /// next to `OUT_DIR`'s `target/PROFILE/build/candle-sage-HASH/out`. Without this folder, `cargo build`, `cargo doc` and
-/// each set of features would compile the kernels again. A file's name contains a fingerprint of everything that the
-/// kernel depends on.
+/// each set of features would compile the kernels again. The name of a compiled kernel's file contains a fingerprint of
+/// everything that the kernel depends on.
 fn shared_by_builds(out: &Path) -> Result<PathBuf, String> {
     let builds = out.ancestors().nth(2).filter(|builds| builds.ends_with("build"));
     let folder = builds.map_or_else(|| out.to_owned(), |builds| builds.join("candle-sage-kernels"));

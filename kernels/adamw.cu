@@ -1,4 +1,4 @@
-// The AdamW update of all parameters in one pass, and the gradient norm that clips it.
+// The norm of the gradient, and the AdamW update of all parameters in one pass, which clips the gradient by its norm.
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
 
@@ -46,8 +46,8 @@ __device__ void sum_partials(const params::SumOfSquares& p) {
   if (threadIdx.x == 0) *p.out = sum;
 }
 
-// g = factor * gradient, clipped to norm `clip`; m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2;
-// w = keep w - rate m / (sqrt(root v) + eps). If the norm is not finite, nothing is updated.
+// g = factor * gradient, clipped to norm `clip`; m = beta1 * m + (1 - beta1) * g; v = beta2 * v + (1 - beta2) * g^2;
+// w = keep * w - rate * m / (sqrt(root * v) + eps). If the norm is not finite, nothing is updated.
 __device__ void update(const params::AdamW& p) {
   double norm = double(p.factor) * sqrt(*p.sum_of_squares);
   if (!isfinite(norm)) return;

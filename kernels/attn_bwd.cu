@@ -90,7 +90,7 @@ struct Backward<params::BACKWARD_SM90_CHANNEL_PARTS> {
   ENTRY(kernel##_sparse_##suffix, params::plan(#kernel, {D, V}, params::LISTED), ListedQueries, T, D, V, __VA_ARGS__)     \
   ENTRY(kernel##_window_##suffix, params::plan(#kernel, {D, V}, params::LISTED), WindowQueries, T, D, V, __VA_ARGS__)
 #define KERNEL(kernel, type, T, D, ...) KERNEL_OF_WIDTHS(kernel, type##_##D, T, D, D, __VA_ARGS__)
-// KERNEL_OF_WIDTHS, and the entry point for a soft cap and ALiBi.
+// Like KERNEL_OF_WIDTHS, plus the entry point for a soft cap and ALiBi.
 #define DENSE16_OF_WIDTHS(kernel, suffix, T, D, V, ...)                                                                     \
   KERNEL_OF_WIDTHS(kernel, suffix, T, D, V, Dense16, __VA_ARGS__)                                                           \
   ENTRY(kernel##_score_mod_##suffix, params::plan(#kernel, {D, V}, params::SCORE_MOD), WindowQueries, T, D, V, Dense16,     \

@@ -65,7 +65,7 @@ struct Forward<params::FORWARD_SM90> {
   ENTRY(kernel##_sparse_##suffix, params::plan(#kernel, {D, V}, params::LISTED), ListedKeys, T, D, V, __VA_ARGS__)      \
   ENTRY(kernel##_window_##suffix, params::plan(#kernel, {D, V}, params::LISTED), WindowKeys, T, D, V, __VA_ARGS__)
 #define KERNEL(kernel, type, T, D, ...) KERNEL_OF_WIDTHS(kernel, type##_##D, T, D, D, __VA_ARGS__)
-// KERNEL_OF_WIDTHS, and the entry point for a soft cap and ALiBi.
+// Like KERNEL_OF_WIDTHS, plus the entry point for a soft cap and ALiBi.
 #define DENSE16_OF_WIDTHS(kernel, suffix, T, D, V, ...)                                                                 \
   KERNEL_OF_WIDTHS(kernel, suffix, T, D, V, Dense16, __VA_ARGS__)                                                       \
   ENTRY(kernel##_score_mod_##suffix, params::plan(#kernel, {D, V}, params::SCORE_MOD), WindowKeys, T, D, V, Dense16,    \

@@ -1,5 +1,5 @@
-// The mixture as a separate pass: out = a sparse + (1 - a) tail (attention/mixture.cuh). When the tail is computed too,
-// the tail's kernels (past_linear/) compute the mixture, and this file only computes the gradient of `sparse`.
+// The mixture as a separate pass: out = a * sparse + (1 - a) * tail (attention/mixture.cuh). When the tail is computed
+// too, the tail's kernels (past_linear/) compute the mixture, and this file only computes the gradient of `sparse`.
 #include <sage/attention/mixture.cuh>
 #include <sage/attention/rows.cuh>
 
@@ -58,8 +58,8 @@ __device__ __forceinline__ void blend_forward(const params::Blend& p) {
   }
 }
 
-// The gradients of `sparse` and `tail`, and each query block's part of dtheta = sum a (1 - a) dO . (sparse - tail).
-// Without TAIL, `tail` is taken as zero, and its gradient is not written.
+// The gradients of `sparse` and `tail`, and each query block's contribution to dtheta: the sum over its queries of
+// a * (1 - a) * dO . (sparse - tail). Without TAIL, `tail` is taken as zero, and its gradient is not written.
 template <class T, bool TAIL>
 __device__ __forceinline__ void blend_backward(const params::Blend& p) {
   __shared__ float parts[WARPS];
@@ -105,8 +105,8 @@ __device__ __forceinline__ void blend_backward(const params::Blend& p) {
 TYPE(bf16, __nv_bfloat16)
 TYPE(f16, __half)
 
-// One warp sums a head's parts of dtheta in a fixed order: each lane sums every 32nd part, then a butterfly of shuffles
-// adds the lanes' sums.
+// One warp sums the contributions to a head's dtheta in a fixed order: each lane sums every 32nd contribution, then a
+// butterfly of shuffles adds the lanes' sums.
 extern "C" __global__ void __launch_bounds__(SUM_THREADS) blend_sum_theta(const __grid_constant__ params::Blend p) {
   float sum = 0.0f;
   int blocks = p.mixture.lists.query_blocks;

@@ -15,7 +15,7 @@ namespace {
 constexpr int MAX_THREADS = 512;
 static_assert(MAX_THREADS >= elements::TEAM_THREADS);
 constexpr int SCALE_THREADS = 256;
-constexpr int BATCH = 4;  // loads in flight
+constexpr int BATCH = 4;  // loads in flight per lane
 using ptx::LOG2_E;
 
 // Calls body(packs, at, valid) for a lane's packs of a row, BATCH at a time. at(b) is the first class of pack b;
@@ -63,8 +63,8 @@ __device__ __forceinline__ float log_sum_exp(const T* row, int classes, const Gr
   return own.max + logf(group.sum(own.sum));
 }
 
-// to = factor (raise softmax(from) - onehot(target)), where the z-loss makes raise = 1 + 2 z_loss lse. Each lane writes
-// only the elements that it reads itself, so that `to` may be `from`.
+// to = factor * ((1 + 2 * z_loss * lse) * softmax(from) - onehot(target)). Each lane writes only the elements that it
+// reads itself, so that `to` may be `from`.
 template <class T, int V>
 __device__ __forceinline__ void to_gradient(const T* from, T* to, int classes, float lse, uint32_t target, float factor,
                                             float z_loss, const Group& group) {

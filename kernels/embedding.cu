@@ -1,7 +1,7 @@
 // Embedding: looks up rows of a table by id. The backward sums, for each row of the table, the gradients of the output
 // rows with its id. The ids are stably sorted, so that each table row has a contiguous run of ids. An earlier kernel
-// sums the gradients of each piece (PIECE sorted ids) inside a run, all pieces in parallel: a frequent id causes no
-// long loop.
+// sums, in parallel, the gradients of each piece (PIECE sorted ids) that lies inside one run, so that a frequent id
+// causes no long loop.
 #include <math_constants.h>
 #include <sage/elements/group.cuh>
 #include <sage/elements/pack.cuh>
@@ -15,7 +15,7 @@ namespace {
 constexpr int THREADS = 256;
 static_assert(THREADS >= elements::TEAM_THREADS);
 constexpr int PIECE = 32;
-constexpr int BATCH = 4;  // loads in flight
+constexpr int BATCH = 4;  // loads in flight per thread
 
 // A thread's row, and its index among the `lanes` threads that share the row. `lanes` is a power of two.
 struct Seat {
@@ -89,7 +89,7 @@ __device__ void sum_rows(const params::Embedding& p) {
   Seat seat(p.lanes);
   if (seat.row >= p.rows) return;
   int begin = p.starts[seat.row], end = p.starts[seat.row + 1];
-  int first = (begin + PIECE - 1) / PIECE, last = end / PIECE;  // the whole pieces of the run
+  int first = (begin + PIECE - 1) / PIECE, last = end / PIECE;  // the pieces that lie inside the run
 #pragma unroll 1
   for (int at = seat.lane * V; at < p.width; at += p.lanes * V) {
     float sum[V] = {};

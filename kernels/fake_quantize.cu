@@ -13,14 +13,14 @@ using attention::TILE;
 
 namespace {
 
-// Each thread processes two rows of eight channels. This keeps enough loads in flight to saturate the memory bandwidth,
-// and needs few registers.
+// Values per thread: two rows of eight channels keep enough loads in flight to saturate the memory bandwidth, and need
+// few registers.
 constexpr int VALUES = 16;
 template <int D>
 constexpr int THREADS = TILE * D / VALUES;
 
-// Threads per multiprocessor, for __launch_bounds__: all 2048 on Hopper. On other GPUs 32 registers per thread would
-// cause spills.
+// Threads per multiprocessor, for __launch_bounds__: all 2048 on Hopper. On other GPUs 2048 threads, which leave 32
+// registers per thread, would cause spills.
 #if __CUDA_ARCH__ == 900
 constexpr int AT_ONCE = 2048;
 #else
@@ -61,7 +61,7 @@ __device__ __forceinline__ void quantize_along_channels(float (&x)[ROWS][8], flo
   }
 }
 
-// For groups of 16 tokens: lanes that are CHUNKS apart have the same channels, and together the tokens of a group.
+// For groups of 16 tokens: lanes that are CHUNKS apart have the same channels, and together have all tokens of a group.
 template <int CHUNKS, int ROWS>
 __device__ __forceinline__ void quantize_along_tokens(float (&x)[ROWS][8], float factor) {
 #pragma unroll

@@ -47,7 +47,7 @@ __device__ void transpose_codes(const params::Fp8Quantize& p) {
 }
 
 // Computes the scales of `count` matrices. With running maxima, running = max(largest since the last call, decay *
-// running), and the scale fits margin * running. Without running maxima, the scale fits the largest value.
+// running), and the scale is fp8_scale(margin * running). Without running maxima, the scale is fp8_scale(largest).
 __device__ void rescale(const params::Fp8Rescale& p) {
   int n = blockIdx.x * THREADS + threadIdx.x;
   if (n >= p.count) return;

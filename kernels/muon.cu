@@ -36,8 +36,8 @@ __device__ __forceinline__ void each(int64_t len, Body body) {
   }
 }
 
-// g = factor * gradient, clipped to norm `clip`; m = beta m + (1 - beta) g. The direction is unit m, or with Nesterov
-// unit (beta m + (1 - beta) g). If the norm is not finite, m is not changed.
+// g = factor * gradient, clipped to norm `clip`; m = beta * m + (1 - beta) * g. The direction is unit * m, or with
+// Nesterov unit * (beta * m + (1 - beta) * g). If the norm is not finite, m is not changed.
 __device__ void momentum(const params::MuonMomentum& p) {
   double norm = double(p.factor) * sqrt(*p.sum_of_squares);
   bool finite = isfinite(norm);
@@ -69,7 +69,7 @@ __device__ void trace(const params::MuonTrace& p) {
   if (threadIdx.x == 0) p.inverse[blockIdx.x] = sum > 0.0f && isfinite(sum) ? 1.0f / sqrtf(sum) : 0.0f;
 }
 
-// y = f (a I + b x + c y), for a batch of matrices; f is inverse^power.
+// y = f * (a * I + b * x + c * y), for a batch of matrices; f is inverse^power.
 __device__ void combine(const params::MuonCombine& p) {
   uint32_t size = p.size, square = size * size;
   auto* x = static_cast<const __nv_bfloat16*>(p.x);
@@ -86,8 +86,8 @@ __device__ void combine(const params::MuonCombine& p) {
     for (int i = 0; i < N; ++i) {
       float sum = p.b * from[i] + p.c * to[i] + (after == 0 ? p.a : 0.0f);
       if (p.power > 0) {
-        // Multiplies by `inverse` once or twice, because its square may overflow where the result does not. An inverse
-        // of 0 gives zeros.
+        // Multiplies `power` times by `inverse`, because the square of `inverse` may overflow where the result does
+        // not. An inverse of 0 gives zeros.
         float inverse = p.inverse[matrix];
         sum = inverse == 0.0f ? 0.0f : sum * inverse;
         if (p.power > 1) sum *= inverse;
@@ -139,7 +139,7 @@ __device__ void scale_rows(const params::MuonRows& p) {
     x[column] = __float2bfloat16(__bfloat162float(x[column]) * factor);
 }
 
-// w = keep w - rate direction. If the gradient's norm is not finite, w is not changed.
+// w = keep * w - rate * direction. If the gradient's norm is not finite, w is not changed.
 __device__ void apply(const params::MuonApply& p) {
   if (!isfinite(*p.sum_of_squares)) return;
   auto* direction = static_cast<const __nv_bfloat16*>(p.direction);

@@ -271,7 +271,7 @@ __device__ void log_sum_exp(const params::LogSumExp& p) {
   float& padded = p.padded[(int64_t(head) * shape.query_tiles + tile) * TILE + threadIdx.x];
   float& outside = p.outside[(int64_t(segment.batch) * shape.query_heads + head) * p.sequence + segment.query_start + row];
   if (p.is_gradient) {
-    // A query that sees no key has no log-sum-exp, and the gradient may be NaN there.
+    // For a query that sees no key, the caller's gradient of the log-sum-exp may be NaN.
     if (sees_a_key(p.shape, segment, row)) padded += outside;
   } else {
     // For a query that sees no key, both `padded` and the log-sum-exp are minus infinity.
@@ -288,7 +288,7 @@ __device__ void sink_gradient(const params::SinkGradient& p) {
   int64_t first = blockIdx.x * p.rows;
   float sink2 = p.sinks[blockIdx.x] * ptx::LOG2_E, sum = 0.0f;
   for (int64_t row = threadIdx.x; row < p.rows; row += SINK_THREADS) {
-    // The probability is 0 for padding and for queries that see no key. Their delta is undefined.
+    // The probability is 0 for padding and for queries that see no key, whose delta is undefined.
     float probability = fminf(ptx::exp2(sink2 + p.minus_lse2[first + row]), 1.0f);
     if (probability != 0.0f) sum = fmaf(probability, p.minus_delta[first + row], sum);
   }

@@ -1,5 +1,5 @@
-// Root-mean-square normalization: y = x r w, r = 1 / sqrt(mean(x^2) + eps). Each row is read once and written once. A
-// residual stream is added in the same pass: to x before the norm in the forward, to dx in the backward.
+// Root-mean-square normalization: y = x r w, r = 1 / sqrt(mean(x^2) + eps). Each row is read once and written once.
+// In the same pass the forward adds a residual stream to x, and the backward adds the stream's gradient to dx.
 #include <sage/elements/row.cuh>
 #include <sage/params/ops.cuh>
 #include <sage/quant/fp8_strip.cuh>
@@ -73,7 +73,6 @@ __device__ void backward(const params::RmsNorm& p) {
   store_column_sums<V>(group, p.width, dw, partial);
 }
 
-// Like `forward`, but writes y in FP8.
 template <class T, int WARPS>
 __device__ void forward_fp8(const params::Fp8RmsNorm& fp8) {
   using Strip = quant::Fp8Strip<WARPS>;

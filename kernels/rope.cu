@@ -234,8 +234,8 @@ __device__ void norm_backward(const params::Rope& p) {
   }
 }
 
-// Like `norm_backward`, but writes FP8, and for the half-split layout. A tile has rows of one head, with D / 8 lanes
-// per row.
+// Like `norm_backward`, but writes FP8, and only for the half-split layout. A tile has rows of one head, with D / 8
+// lanes per row.
 template <class T, int D>
 __device__ void norm_backward_fp8(const params::Fp8Rope& fp8) {
   using Tile = quant::Fp8TileOf<D>;

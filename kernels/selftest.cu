@@ -113,7 +113,7 @@ __device__ void permuted_product(const Params& p) {
   store(c, reinterpret_cast<int*>(p.out));
 }
 
-// Writes a warpgroup's accumulator, 64 rows of 8 N columns.
+// Writes a warpgroup's accumulator, 64 rows of 8 * N columns.
 template <int N, class X>
 __device__ void store_group(const X (&d)[N][4], X* out) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -122,7 +122,7 @@ __device__ void store_group(const X (&d)[N][4], X* out) {
       out[(warp * 16 + lane / 4 + 8 * (e >> 1)) * 8 * N + n * 8 + 2 * (lane & 3) + (e & 1)] = d[n][e];
 }
 
-// out (64, 8 N) = A (64, BYTES) B (8 N, BYTES)^T of INT8 values by wgmma. A is read through a descriptor, or from
+// out (64, 8 * N) = A (64, BYTES) B (8 * N, BYTES)^T of INT8 values by wgmma. A is read through a descriptor, or from
 // registers as s8 or u8.
 enum From { SHARED, REGISTERS, UNSIGNED_REGISTERS };
 template <int BYTES, int N, From FROM>
@@ -150,7 +150,7 @@ __device__ void group_codes(const Params& p) {
   }
 }
 
-// out (64, 8 N) = A B^T of 16-bit operands by wgmma over a reduction of 64. TRANSPOSED matrices are stored with the
+// out (64, 8 * N) = A B^T of 16-bit operands by wgmma over a reduction of 64. TRANSPOSED matrices are stored with the
 // reduction along their columns.
 template <class T, int N, bool A_TRANSPOSED, bool B_TRANSPOSED>
 __device__ void group_16(const Params& p) {

@@ -59,8 +59,8 @@ fn table_1() -> Result<()> {
 const COMMON: [(&str, f32, f32); 3] =
     [("nothing", 0.0, 0.0), ("10 sigma", 10.0, 10.0), ("0 to 20 sigma", 0.0, 20.0)];
 
-/// Keys to which one vector of standard deviation `sigma` is added, times a factor. The vector does not depend on
-/// `seed`, like a vector that all keys of a layer have in common.
+/// A case to whose keys one vector of standard deviation `sigma`, times a factor, is added. The vector does not depend
+/// on `seed`, like a vector that all keys of a layer have in common.
 fn case_with(common: (f32, f32), head_dim: usize, sigma: f32, seed: u64) -> Case {
     let mut case = Case::new(1, (TOKENS, TOKENS), (1, 1), head_dim, true);
     case.draw(sigma, seed);

@@ -78,7 +78,7 @@ impl Bench {
     }
 }
 
-/// The ops that write FP8 in a training step, with delayed scaling. They write the matrix and its transpose.
+/// The ops that write FP8 in a training step, with delayed scaling. They write FP8 matrices and the transposes.
 fn fp8_ops(bench: &Bench, random: &dyn Fn(&[usize]) -> Result<Var>) -> Result<()> {
     let draw = |dims: &[usize]| Ok::<_, candle_core::Error>(random(dims)?.as_detached_tensor());
     let scales = Fp8Scales::new(&[Fp8Format::E4M3; 2], &bench.device)?;

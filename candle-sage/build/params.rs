@@ -1,5 +1,5 @@
-//! Turns the structs of `kernels/include/sage/params/*.cuh`, the kernels' arguments, into Rust structs. Both sides
-//! assert every offset. Also turns integer constants of the kernels' sources, such as numbers of threads, into Rust
+//! Turns the structs of `kernels/include/sage/params/*.cuh`, the kernels' arguments, into Rust structs. Rust and
+//! C++ assert every offset. Also turns integer constants of the kernels' sources, such as numbers of threads, into Rust
 //! constants.
 
 use std::collections::BTreeMap;
@@ -121,7 +121,7 @@ pub(crate) fn in_rust(structs: &[Struct]) -> String {
     out + &format!("const _: () = {{\n{asserted}}};\n")
 }
 
-/// A C++ source that compiles only if the kernels' compiler computes the sizes and offsets of `structs`.
+/// A C++ source that compiles only if the kernels' compiler agrees with the sizes and offsets of `structs`.
 pub(crate) fn in_cpp(headers: &[&str], structs: &[Struct]) -> String {
     let mut out: String = headers.iter().map(|header| format!("#include <{header}>\n")).collect();
     out += "using namespace sage::params;\n";

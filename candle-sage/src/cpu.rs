@@ -52,7 +52,7 @@ trait OnCpu: Debug + Send + Sync + 'static {
 pub(crate) struct OutputGradient<'a> {
     pub(crate) out: &'a View<'a>,
     pub(crate) dout: &'a View<'a>,
-    /// (batch, query heads, query); empty for zeros.
+    /// The gradient of the log-sum-exps, (batch, query heads, query). Empty: zeros.
     pub(crate) dlse: &'a [f32],
 }
 

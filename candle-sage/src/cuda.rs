@@ -96,7 +96,6 @@ trait OnGpu: Debug + Send + Sync + 'static {
     /// Returns the operands that the backward needs.
     fn keep(&self, operands: Self::Operands) -> Self::Kept;
 
-    /// Allocates the backward's scratch memory.
     fn scratch(&self, call: &Call<'_>, kept: &Self::Kept) -> Result<Self::Scratch>;
 
     /// Launches the kernels that prepare the backward's operands, including delta, and sets their addresses in
@@ -236,7 +235,6 @@ fn run_forward<S: OnGpu>(
     Ok((out, completed))
 }
 
-/// Memory for the negated base-2 log-sum-exps of a call.
 fn minus_lse2_of(call: &Call<'_>) -> Result<Buffer<f32>> {
     call.gpu.alloc_for(Purpose::Kept, call.query_tiles() * TILE)
 }

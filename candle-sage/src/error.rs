@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 /// A request that the crate cannot carry out.
 ///
-/// An error displays as up to four short lines: the problem, what was given, what is allowed, and a hint. Converted to
-/// a candle error, `candle_core::Error::Wrapped`, an error displays the same text, and [`ErrorKind::of`] returns its
-/// kind. The alternate form, `{:#}`, names the kind first.
+/// An error displays as up to four short lines: the problem, what was given, what is allowed, and a hint. Conversion
+/// to candle's `candle_core::Error::Wrapped` does not change the text, and [`ErrorKind::of`] returns the kind. The
+/// alternate form, `{:#}`, names the kind first.
 ///
 /// ```
 /// use candle_sage::Error;
@@ -103,7 +103,7 @@ impl ErrorKind {
                 let own = wrapped.downcast_ref::<Error>().map(Error::kind);
                 own.or_else(|| wrapped.downcast_ref::<Candle>().map(Self::of)).unwrap_or(Self::Failed)
             }
-            // An error of this crate, converted by `From` below. This variant keeps only a `Display`.
+            // `From` below converts this crate's errors to this variant, which keeps only a `Display`.
             Candle::Wrapped(error) => Self::read(&format!("{error:#}")),
             Candle::BroadcastIncompatibleShapes { .. }
             | Candle::DimOutOfRange { .. }
@@ -193,7 +193,7 @@ impl Error {
         self
     }
 
-    /// Adds the error that caused this one: its text as `got`, and the error as [`source`](std::error::Error::source).
+    /// Adds the cause of this error: the cause's text as `got`, the cause as [`source`](std::error::Error::source).
     ///
     /// ```
     /// use candle_sage::Error;
@@ -300,7 +300,6 @@ mod tests {
             let candle = candle_core::Error::from(error.clone());
             assert!(matches!(candle, candle_core::Error::Wrapped(_)));
             assert_eq!((candle.to_string(), ErrorKind::of(&candle)), (error.to_string(), kind));
-            // candle's trait `Context`, on a result of this crate and on a result of candle.
             let own: Result<()> = Err(error);
             let wrapped = candle_core::Context::context(own, "d").unwrap_err();
             assert_eq!(ErrorKind::of(&wrapped), kind);
@@ -308,7 +307,7 @@ mod tests {
             let wrapped = candle_core::Context::context(candle, "d").unwrap_err();
             assert_eq!(ErrorKind::of(&wrapped), kind);
         }
-        // A wrapped text of another crate.
+        // Another crate may wrap any text.
         let other = candle_core::Error::Wrapped(Box::new("Shape"));
         assert_eq!(ErrorKind::of(&other), ErrorKind::Failed);
     }

@@ -5,7 +5,6 @@ use candle_core::{CudaStorage, Layout, Result};
 /// A tensor on a GPU as candle passes it to an op: storage and layout.
 pub(crate) type Operand<'a> = (&'a CudaStorage, &'a Layout);
 
-/// Whether this build has kernels for NVIDIA GPUs.
 pub(crate) const HAS_KERNELS: bool = cfg!(feature = "cuda");
 
 pub(crate) const HOW_TO_GET_KERNELS: &str = "build candle-sage with feature `cuda` for NVIDIA GPUs";

@@ -3,7 +3,7 @@
 //! A group of 16 adjacent values `x` is quantized as
 //!
 //! ```text
-//! scale = E4M3(max|x| / 6)      code = E2M1(x * (1 / scale))      x ~ code * scale
+//! scale = E4M3(max|x| / 6)      code = E2M1(x * (1 / scale))      x ~ value(code) * scale
 //! ```
 //!
 //! The code is 0 if the scale is 0. There is no scale per tensor: a group with a maximum of at most `6 * 2^-10` =
@@ -11,8 +11,8 @@
 //! its whole group NaN.
 //!
 //! Both conversions round to nearest, ties to the even code, and saturate, as `cvt.rn.satfinite` does on GPUs that have
-//! this instruction. Dequantized values are f32. A code times its scale has at most six significant bits, and is
-//! therefore also exact in f16 and bf16.
+//! this instruction. Dequantized values are f32. The value of a code times its scale has at most six significant bits,
+//! and is therefore also exact in f16 and bf16.
 //!
 //! # Packed format
 //!
@@ -159,9 +159,9 @@ pub fn e4m3_value(code: u8) -> f32 {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scale {
-    /// Factor from codes to values; an E4M3 value.
+    /// The factor that dequantizes an E2M1 value; an E4M3 value.
     pub dequant: f32,
-    /// Factor from values to codes: `1 / dequant`, or 0 if `dequant` is 0.
+    /// The factor of a value before rounding to E2M1: `1 / dequant`, or 0 if `dequant` is 0.
     pub quant: f32,
 }
 
@@ -173,7 +173,7 @@ impl Scale {
         Self { dequant, quant: if dequant == 0.0 { 0.0 } else { 1.0 / dequant } }
     }
 
-    /// `x` quantized to a code with the group's scale, and dequantized.
+    /// `x` quantized to E2M1 with the group's scale, and dequantized.
     #[inline(always)]
     pub fn fake_quantize(self, x: f32) -> f32 {
         e2m1(x * self.quant) * self.dequant
@@ -182,7 +182,7 @@ impl Scale {
 
 /// The power of two that scales `max`, the largest magnitude of a head of V, into [512, 1024). Values minus their mean
 /// have at most twice this magnitude, so they do not saturate either (at 2688). The factor is at most 2^100, so that
-/// its product with a group's `quant` is finite. It is 1 if `max` is 0 or not finite. See
+/// its product with a group's `quant` is finite. The factor is 1 if `max` is 0 or not finite. See
 /// [`ValueScale::Head`](crate::ValueScale::Head).
 ///
 /// ```
@@ -388,8 +388,8 @@ mod tests {
         assert!(e4m3_value(0x7f).is_nan() && e4m3_code(f32::NAN) == 0x7f);
     }
 
-    /// A code times its scale has at most 2 + 4 significant bits, which are exact in bf16 (8 bits) and f16 (11 bits,
-    /// for values from 2^-14 on).
+    /// The value of a code times its scale has at most 2 + 4 significant bits, and is exact in bf16 (8 bits) and f16
+    /// (11 bits, for values from 2^-14 on).
     #[test]
     fn values_are_exact_in_sixteen_bits() {
         for scale in e4m3_table() {

@@ -31,7 +31,7 @@ pub struct Gradients {
     pub dv: Vec<f64>,
 }
 
-/// A query of one head and a key that the mask lets it see: the argument of a [`Pattern`].
+/// A query of one head and a key that the mask lets the query see: the argument of a [`Pattern`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pair {
     /// Index of the segment: a batch entry, or a packed document.
@@ -137,7 +137,7 @@ fn softmax(row: &Row, d: usize, logits: &Logits, q: &[f64], k: &[f64]) -> (Vec<f
     (logits.iter().map(|x| (x - lse).exp()).collect(), derivatives, lse)
 }
 
-/// `out = softmax(softmax_scale Q K^T) V`, or with other [`Logits`].
+/// `out = softmax(logits) V`. The logits are `scale Q K^T` if `logits` is a number; see [`Logits`].
 ///
 /// ```
 /// use candle_sage::{AttentionShape, reference};

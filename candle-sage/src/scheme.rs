@@ -54,7 +54,7 @@ impl Scheme {
     /// assert_eq!(names, ["fpa", "sagebwd", "attn-qat"]);
     /// ```
     pub fn all() -> Vec<Self> {
-        // A match, so that the compiler reports a new scheme that is missing here.
+        // This match makes the compiler report a new scheme that is missing here.
         let next = |scheme: &Self| match scheme {
             Self::Unquantized => Some(SageBwd::default().into()),
             Self::SageBwd(_) => Some(AttnQat::default().into()),
@@ -69,7 +69,7 @@ impl Scheme {
         Self::all().iter().all(|scheme| list.iter().any(|one| one.name() == scheme.name()))
     }
 
-    /// Short name of the scheme for tables and command lines. It does not depend on the settings.
+    /// Short name of the scheme, independent of the settings, for tables and command lines.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Unquantized => "fpa",
@@ -138,8 +138,8 @@ impl Scheme {
         }
     }
 
-    /// Every setting of the scheme, as its name and its value as text. Schemes with the same name and
-    /// settings compute the same results.
+    /// Every setting that changes results, as its name and its value as text. ([`AttnQat::products`] changes only the
+    /// order of sums.) Schemes with the same name and settings compute the same results.
     ///
     /// ```
     /// use candle_sage::{SageBwd, Scheme};
@@ -195,7 +195,7 @@ impl Scheme {
     }
 
     /// The unit of block sizes, in queries and in keys: the block sizes of a [`Selection`](crate::Selection) must be
-    /// multiples of it.
+    /// multiples of this unit.
     ///
     /// ```
     /// use candle_sage::{SageBwd, Scheme};

@@ -112,7 +112,7 @@ impl Selection {
         (self.blocks.query, self.blocks.key)
     }
 
-    /// The same lists on another device.
+    /// The selection with its lists on `device`.
     ///
     /// # Errors
     /// When the device fails.

@@ -265,7 +265,7 @@ impl AttentionShape {
         Self { head_dim, value_dim: head_dim, ..self.clone() }
     }
 
-    /// The same tokens and heads, with values of another head_dim than queries and keys.
+    /// The shape with `value_dim` as the head_dim of values; queries and keys keep their head_dim.
     pub(crate) fn with_value_dim(self, value_dim: usize) -> Self {
         Self { value_dim, ..self }
     }

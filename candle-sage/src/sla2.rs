@@ -1,5 +1,5 @@
 //! SLA2 (arXiv 2602.12675): a router selects the blocks of keys to which a block of queries attends exactly,
-//! linear attention covers the rest, and a learned weight mixes the two outputs.
+//! linear attention covers the blocks of [`Tail`], and a learned weight mixes the two outputs.
 //!
 //! ```
 //! use candle_core::{Device, Tensor, Var};
@@ -322,10 +322,10 @@ impl Sla2 {
         Ok((out, Sla2Vjp { attention, inputs, mixture }))
     }
 
-    /// The loss that trains the router: the cross-entropy of the softmax of its scores over the candidates with respect
-    /// to dense attention's mass, `-sum_IJ T_IJ log softmax_J(s_IJ) / sum T`. `T_IJ` is the mass that the queries of
-    /// block `I`, in all query heads of the group, give to block `J`. The loss is a scalar in f32, differentiable only
-    /// with respect to the router.
+    /// The loss that trains the router: the cross-entropy of the softmax of the router's scores over the candidates,
+    /// with respect to dense attention's mass, `-sum_IJ T_IJ log softmax_J(s_IJ) / sum T`. `T_IJ` is the mass that the
+    /// queries of block `I`, in all query heads of the group, give to block `J`. The loss is a scalar in f32,
+    /// differentiable only with respect to the router.
     ///
     /// This loss replaces the published training of the router through a soft selection ([`Sla2::apply_soft`]).
     ///
@@ -375,8 +375,8 @@ impl Sla2 {
         router::entropy_sums(&scores, &mass, &blocks)
     }
 
-    /// The fraction of dense attention's mass on the candidates that a selection covers, over all heads and blocks, 0
-    /// to 1. On a GPU the call waits for the device.
+    /// The mass of dense attention on the selected candidates, divided by its mass on all candidates: 0 to 1, over all
+    /// heads and blocks. On a GPU the call waits for the device.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};

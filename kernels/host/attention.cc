@@ -1,6 +1,6 @@
 // Runs the sources of the portable forward and backward, and of the forward for family 10 (sm_100), on a CPU, thread by
-// thread, and compares the results with definitions in doubles. Operands are 16-bit, SageBwd's INT8 values and, in the
-// forward, NVFP4. NVFP4 matmuls are emulated by mma_nvfp4.cuh and host/sage/ptx/tcgen05.cuh.
+// thread, and compares the results with definitions in doubles. Operands are 16-bit values, SageBwd's INT8 values or,
+// in the forward, NVFP4. NVFP4 matmuls are emulated by mma_nvfp4.cuh and host/sage/ptx/tcgen05.cuh.
 #include "problem.h"
 
 namespace {
@@ -154,7 +154,8 @@ const Case CASES[] = {
     {1, 200, 190, 2, 1, 64, false, true, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}, false, 10, 30},
     {1, 130, 450, 1, 1, 97, false, false, {}, {}, true, 100, 500},
     {1, 260, 260, 1, 1, 256, true, false, {}, {}, false, 64, 0},
-    // Soft caps that many logits reach, so that both branches of tanh run, and one far above all logits; ALiBi; both.
+    // Soft caps that many logits reach, so that both branches of tanh run; a cap far above all logits; ALiBi;
+    // a cap with ALiBi.
     {1, 200, 200, 4, 2, 64, true, false, {}, {}, false, -1, -1, 1.5f, false},
     {1, 130, 200, 2, 1, 128, false, false, {}, {}, false, -1, -1, 50.0f, true},
     {1, 200, 190, 2, 1, 97, true, false, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}, false, -1, -1, 0, true},
@@ -188,14 +189,15 @@ int main() {
     const char* name;
     Errors (*of_64)(const Case&);
     Errors (*of_128)(const Case&);
-    Errors (*of_256)(const Case&);  // null: not for such heads
+    Errors (*of_256)(const Case&);  // null: no kernel for head_dim 256
     double out, grads;  // largest allowed errors
     bool has_score_mod = false;  // whether kernels with a soft cap and ALiBi exist
-    bool smooths = false;        // whether K is smoothed; sinks cannot be compared then
+    bool smooths = false;        // whether K is smoothed; cases with sinks are then skipped
   };
   // In unquantized attention P, dS and the results are rounded to 16 bit (2^-9 each in bf16). With NVFP4 only O is
-  // rounded (2^-12 in f16); in addition, the exponentials in f32 have errors, and so a few probabilities near a
-  // midpoint are rounded the other way. SageBwd's quantization causes an error of .0144 to .0185 at sigma 1.
+  // rounded (2^-12 in f16); in addition, the exponentials in f32 have errors, so that a few probabilities near a
+  // midpoint round differently than in the definition. SageBwd's quantization causes an error of .0144 to .0185 at
+  // sigma 1.
   const Row rows[] = {
       {"unquantized, bf16", run<B, 64, UNQUANTIZED>, run<B, 128, UNQUANTIZED>, run<B, 256, UNQUANTIZED>, 4e-3, 6e-3, true},
       {"SageBwd, bf16", run<B, 64, SAGEBWD>, run<B, 128, SAGEBWD>, nullptr, 2.5e-2, 3.5e-2},

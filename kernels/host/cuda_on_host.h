@@ -2,8 +2,8 @@
 // until it reaches a barrier; lanes of a warp exchange values through memory. Arithmetic, addresses and the order of
 // barriers are the same as on a GPU. Fibers run in a fixed order, and cp.async copies complete at once, so that a
 // missing wait for such a copy or a missing barrier is not detected. Bulk copies and tcgen05 instructions run at once.
-// With host::late they run as late as the kernel's waits allow, in a random order, so that a missing wait gives wrong
-// results. With host::skewed warps drift far apart.
+// With host::late these operations run as late as the kernel's waits allow, in a random order, so that a missing wait
+// gives wrong results. With host::skewed warps drift far apart.
 #pragma once
 
 #include <bit>
@@ -72,7 +72,6 @@ inline int min(int a, int b) { return a < b ? a : b; }
 inline uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
 inline uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
-// The thread block that is running.
 namespace host {
 
 struct Barrier {
@@ -82,7 +81,8 @@ struct Barrier {
 constexpr int MOST_THREADS = 1024;
 constexpr size_t STACK_BYTES = 256 << 10;
 
-// ucontext starts fibers; setjmp and longjmp, which cost no system call, switch between them.
+// The thread block that is running. ucontext starts its fibers; setjmp and longjmp, which cost no system call, switch
+// between fibers.
 struct Block {
   int threads = 0, current = 0;
   std::function<void()> body;
@@ -184,7 +184,6 @@ inline void resume(int fiber) {
   setcontext(&context);
 }
 
-// Runs one thread block to its end.
 inline void run(dim3 at, int threads, std::function<void()> body) {
   block.threads = threads, block.body = std::move(body), block.all = Barrier(), place = at;
   for (Barrier& warp : block.warps) warp = Barrier();

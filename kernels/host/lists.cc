@@ -6,7 +6,7 @@
 #include <tuple>
 
 namespace {
-__align__(1024) __shared__ unsigned char shared[227 << 10];  // of block_mass, like attention::shared for the other kernels
+__align__(1024) __shared__ unsigned char shared[227 << 10];  // of block_mass; other kernels use attention::shared
 }
 #include "../selection.cu"
 #include "problem.h"

@@ -25,7 +25,7 @@ using host::Tensor;
 struct Case {
   int batch, queries, keys, query_heads, key_heads, head_dim;
   bool causal, smooth;
-  std::vector<int> query_starts, key_starts;  // of packed documents, and the end of the last one
+  std::vector<int> query_starts, key_starts;  // of packed documents, then the end of the last document
   bool literal = false;                       // P relative to the row's maximum (NVFP4)
   int before = -1, after = -1;                // window: keys that a query sees before and after its own position; -1: no window
   float softcap = 0;                          // 0: none
@@ -254,7 +254,7 @@ struct Problem {
   }
 
   // Compares the kernels' means of K and V with means in doubles. A mean needs up to 75 additions in f32 (64 in a tile,
-  // 11 of tiles), so its error is at most 75 x 2^-24 times the mean |x|: 7e-6 for V, whose mean |x| is 1.6.
+  // 11 of tiles), so its error is at most 75 * 2^-24 times the mean |x|: 7e-6 for V, whose mean |x| is 1.6.
   bool means_are_right(int i, int key_head) const {
     const params::Segment& s = segments.all[i];
     bool right = true;

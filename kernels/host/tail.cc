@@ -18,7 +18,7 @@ constexpr int BLOCK = past_linear::BLOCK;
 
 struct Case {
   int batch, tokens, query_heads, key_heads, head_dim, chunk_blocks;
-  std::vector<int> starts;  // of packed documents, and the end of the last one
+  std::vector<int> starts;  // of packed documents, then the end of the last document
 };
 
 double dot(const std::vector<double>& a, const std::vector<double>& b) {
@@ -216,7 +216,6 @@ struct Problem {
   }
 };
 
-// Runs a case, with a mixture or only the tail, and returns the errors.
 template <class T, int D>
 Errors run(const Case& c, bool mixed, bool by_count) {
   Problem<T, D> problem(c, mixed, by_count);
@@ -273,7 +272,8 @@ int main() {
     double limit;
   };
   // Features, states and matmuls round by at most 2^-9 (bf16) or 2^-12 (f16). A gradient includes five such roundings,
-  // or seven if a state is summed from chunks. They are independent and add up to at most sqrt(7); the limit is 5.
+  // or seven if a state is summed from chunks. Seven independent roundings add up to at most sqrt(7) times one; the
+  // limit is 5.
   const Row rows[] = {
       {"tail, bf16", run<B, 64>, run<B, 128>, false, false, 5 * ldexp(1, -9)},
       {"mixture by count, bf16", run<B, 64>, run<B, 128>, true, true, 5 * ldexp(1, -9)},

@@ -82,7 +82,7 @@ def _is_ours(mask_function, local_size, queries, first_key, keys):
     try:
         seen = mask_function(zero, zero, query, key).expand(query.shape[0], key.shape[1])
     except (RuntimeError, IndexError):
-        # The mask function reads a tensor on the model's device: documents, or images.
+        # Such a mask function reads a tensor on the model's device, for documents or images.
         return False
     causal = key <= query
     window = torch.ones_like(causal)

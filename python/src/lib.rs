@@ -21,7 +21,7 @@ type Tensor = (u64, [usize; 4], [usize; 4]);
 /// heads, blocks of queries, 1 + width) in u32, with their width.
 type Others = (u64, u64, (u64, usize));
 
-/// Tokens of a selection's blocks, of queries and of keys.
+/// The number of tokens in a selection's block of queries, and in its block of keys.
 const BLOCK: (usize, usize) = (128, 128);
 
 /// The names of settings in Rust's error messages, and in Python.

@@ -61,5 +61,5 @@ def attention(q, k, v, causal=False, window=(None, None), scale=None, softcap=0.
 
 
 def relative(got, exact):
-    """The error in the 2-norm, relative to the exact value's."""
+    """The 2-norm of the error, relative to the 2-norm of the exact value."""
     return ((got.double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()

@@ -282,7 +282,7 @@ def test_a_cuda_graph_replays(device, dtypes):
 
 
 def test_another_stream_and_thread(device, dtypes):
-    """Kernels run on the calling thread's current stream: after slow work on that stream."""
+    """Kernels run on the calling thread's current stream, and so after the slow work on that stream."""
     import threading
 
     q, k, v, grad = inputs(1, (64, 64), (2, 1), 64, dtypes[0], device)
@@ -408,7 +408,6 @@ def test_selected_blocks(name, causal, device, dtypes):
     if not causal and device.type == "cpu":
         with pytest.raises(ValueError, match="sees nothing"):
             candle_sage.attention(q, k, v, blocks=torch.zeros_like(blocks), **settings)
-    # Selecting every block equals dense attention.
     every = torch.ones_like(blocks)
     dense = candle_sage.attention(q, k, v, causal=causal, **settings)
     assert relative(candle_sage.attention(q, k, v, causal=causal, blocks=every, **settings), dense.double()) < bound

@@ -159,9 +159,10 @@ pub struct Measured {
 }
 
 impl Measured {
-    /// Operations of the forward, and of forward and backward: 2 x batch x heads x (query, key) pairs of a head x the
-    /// channels of all matmuls. With head_dim D of queries and keys, and V of values, the forward has D channels for S
-    /// and V for P V. The backward has D for each of S, dQ and dK, and V for each of dP and dV.
+    /// Operations of the forward, and of forward and backward: `2 * batch * heads * pairs * channels`, with the (query,
+    /// key) pairs of a head and the channels of all matmuls. With head_dim D of queries and keys, and V of values, the
+    /// forward has D channels for S and V for P V. The backward has D for each of S, dQ and dK, and V for each of dP
+    /// and dV.
     fn operations(&self) -> (f64, f64) {
         let Row { head_dim: d, value_dim: v, .. } = self.row;
         let of = |channels| (2 * self.batch * self.heads * channels) as f64 * self.row.pairs();
@@ -415,7 +416,7 @@ mod tests {
         assert_eq!(of(32), (1.5 * unit, 5.5 * unit));
         let pairs = |causal, window| Row { head_dim: 64, value_dim: 64, tokens: 8, causal, window }.pairs();
         assert_eq!([pairs(true, None), pairs(true, Some(9)), pairs(false, None)], [32.0, 32.0, 64.0]);
-        // 8 x 2, minus the keys that the first queries lack.
+        // 8 * 2, minus half of 2 * 2 for the keys that the first queries lack.
         assert_eq!([pairs(true, Some(2)), pairs(false, Some(2))], [14.0, 28.0]);
     }
 }

@@ -112,8 +112,8 @@ impl About {
     /// When a setting differs that must stay the same on resume.
     pub fn check_settings(&self, run: &Path, now: &Config) -> Result<()> {
         let Some(then) = &self.settings else { return Ok(()) };
-        // A key that only `now` has is ignored if every run of this version has the key: the checkpoint is from an
-        // older version. Otherwise the key was added to `config.toml`, which never contains `BRANCHED_FROM`.
+        // If every run of this version has a key that only `now` has, the checkpoint is older, and the key is ignored.
+        // Any other such key was added to `config.toml`. `BRANCHED_FROM` is never in `config.toml`.
         let (now, added) = (&now.identity(), now.keys_of_some_runs());
         let added = added.iter().filter(|key| now.contains_key(*key));
         let keys = then.keys().filter(|key| *key != BRANCHED_FROM).chain(added);
@@ -130,7 +130,6 @@ impl About {
     }
 }
 
-/// The name of the file that a rank writes.
 fn state_name(rank: Rank) -> String {
     match rank {
         Rank::ALONE => STATE.into(),

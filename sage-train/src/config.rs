@@ -72,13 +72,13 @@ pub struct Config {
     pub seed: u64,
     /// Folder of runs.
     pub out: PathBuf,
-    /// Name of the run's folder, if one was given.
+    /// Name of the run's folder, if given.
     pub name: Option<String>,
     /// Steps between validations; 0 validates only at the end.
     pub eval_every: u64,
     /// Tokens of a validation.
     pub eval_tokens: u64,
-    /// The scheme of a second validation, if it differs from training.
+    /// The scheme of a second validation, if it differs from the scheme of training.
     pub eval_scheme: Option<Scheme>,
     /// Steps between probes of attention's errors; 0 for none.
     pub probe_every: u64,
@@ -138,7 +138,7 @@ impl Config {
         let eval_scheme = eval_scheme(&s, &model)?;
         let (micro_batch, accumulation) = batch::resolve(&s.batch, model.context, steps)?;
         model.linear.check("micro-batch x context", micro_batch * model.context)?;
-        // The last batch of a validation may have a single sequence, so its length must be valid too.
+        // The last batch of a validation may have a single sequence, so the length of one sequence must be valid too.
         model.linear_in_evaluation.check("context", model.context)?;
         let learning_rate = LearningRate::resolve(&s.optimizer, steps, asked_warmup)?;
         // A warm-up that was not given stays unset, so that a longer run from the saved settings has a longer warm-up.
@@ -185,7 +185,7 @@ impl Config {
         Ok(config)
     }
 
-    /// Checks the names of the run's folder and of the files that it reads.
+    /// Checks the name of the run's folder and the paths that the run uses.
     fn check_names(&self) -> Result<()> {
         self.name.as_deref().map_or(Ok(()), check_name)?;
         let sources = self.data.all_sources().map(|source| &source.path);
@@ -238,7 +238,7 @@ impl Config {
                 .got(in_short(&error))
                 .hint(hint)
         };
-        // A file without tables is deserialized from its text at the end, because errors then name the line.
+        // A file without tables is deserialized directly from its text, because errors then name the line.
         let mut table: Table = toml::from_str(&text).map_err(unusable)?;
         // A run's `config.toml` also lists the changes of later starts: see `Change`.
         let listed = table.remove(changes::LIST).is_some();
@@ -327,7 +327,7 @@ pub(crate) const MOST_SETTINGS: u64 = 1 << 20;
 /// in hints.
 ///
 /// # Errors
-/// When it is not the name of a separate folder, or contains special characters.
+/// When `name` cannot name a separate folder, or contains special characters.
 pub fn check_name(name: &str) -> Result<()> {
     let refused =
         |c: char| ['/', '\\', '"', '\'', '`'].contains(&c) || c.is_control() || acts_on_terminals(c);

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::during;
 use crate::ranks::Rank;
 
-/// The kind of device that something runs on.
+/// The kind of device that a model runs on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Place {
@@ -246,8 +246,8 @@ mod memory {
     impl Letter {
         pub(super) fn new(device: &CudaDevice, len: usize) -> Result<Self> {
             let stream = device.cuda_stream();
-            // SAFETY: any bits are valid f64; `open` waits for the copy into the memory, and `drop` waits
-            // before it is freed.
+            // SAFETY: any bits are valid f64; `open` waits for the copy into the memory, and `drop` waits for the
+            // copy before the memory is freed.
             let host = unsafe { stream.context().alloc_pinned_with_flags(len, 0) }.w()?;
             let began = stream.record_event(TIMED).w()?;
             Ok(Self { stream, host, began, marked: None, came: None })

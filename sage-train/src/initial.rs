@@ -148,8 +148,8 @@ pub fn parameters(
         let values = state.moments(moment, spec, range)?;
         Ok(values.into_iter().map(|value| (f64::from(value) * factor) as f32).collect())
     };
-    // A checkpoint of a run without row statistics lacks them. Row statistics then begin with zeros, without bias
-    // correction: this changes all rows by a common factor, which does not matter.
+    // If the checkpoint's run had no row statistics, row statistics begin with zeros, without bias correction: this
+    // changes all rows by a common factor, which does not matter.
     let rows =
         |name: String, rows| if state.has(&name) { state.rows(name, rows) } else { Ok(vec![0.0; rows]) };
     let names = state.names();

@@ -93,7 +93,6 @@ pub(crate) fn writing<E: Into<AnyError>>(path: &Path) -> impl FnOnce(E) -> Error
     }
 }
 
-/// Bytes as hexadecimal digits.
 pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

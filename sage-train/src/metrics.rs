@@ -56,15 +56,15 @@ pub struct Point {
     /// Validation loss with the same weights under the attention of `--eval-attn`, nats per token.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub eval_attn_loss: Option<f64>,
-    /// With FP8 layers, recorded at each validation: the number of operand values that saturated since the validation
-    /// before.
+    /// With FP8 layers, recorded at each validation: the number of operand values that saturated since the previous
+    /// validation.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub fp8_saturated: Option<u64>,
     /// Share of the step's time that is not spent on gradients: the update, and with several ranks also the reduction
     /// of gradients and the wait for the slowest rank.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub update_share: Option<f64>,
-    /// The rank whose gradients took longest in the step before.
+    /// The rank whose gradients took longest in the previous step.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub slowest_rank: Option<u64>,
     /// Time of the slowest rank's gradients over the median of all ranks.

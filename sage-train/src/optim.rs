@@ -26,7 +26,7 @@ pub enum Optimizer {
     Muon(MuonConfig),
 }
 
-/// An update by a gradient that is a sum of mean gradients.
+/// The numbers of one update, whose gradient is a sum of mean gradients.
 #[derive(Debug, Clone, Copy)]
 pub struct OptimizerStep {
     /// Number of the step, from 1.
@@ -96,7 +96,7 @@ impl Optimizer {
     pub fn scratch_bytes(&self, specs: &[ParameterSpec], element: u64) -> u64 {
         match self {
             Self::AdamW(_) => 0,
-            // The directions of the matrices of one piece.
+            // The directions of the matrices in one piece of parameter memory.
             Self::Muon(_) => {
                 let matrices = specs.iter().filter(|spec| spec.kind.is_hidden_matrix());
                 matrices.map(ParameterSpec::len).sum::<u64>().min(PIECE as u64) * element

@@ -74,8 +74,8 @@ pub fn is_unfinished(folder: &Path) -> bool {
     folder.join(MARK).exists()
 }
 
-/// A folder that is being written. The folder is removed if this value is dropped before [`Folder::finish`], unless it
-/// has a journal.
+/// A folder that is being written. The folder is removed if this value is dropped before [`Folder::finish`], unless the
+/// folder has a journal.
 #[derive(Debug)]
 pub struct Folder {
     target: PathBuf,
@@ -150,7 +150,7 @@ impl Folder {
     /// Gives the folder its final name.
     ///
     /// # Errors
-    /// When it cannot be synced or renamed.
+    /// When the folder cannot be synced or renamed.
     pub fn finish(mut self) -> Result<()> {
         // The lock is moved out of `self`, so that a failure from here on does not remove the finished work on drop.
         let lock = self.lock.take();

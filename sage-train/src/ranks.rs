@@ -74,7 +74,7 @@ impl Role {
     }
 
     /// Takes the rank from the environment, if a launcher has set it. Otherwise starts `gpus` ranks and waits
-    /// for them, or is the only rank.
+    /// for them, or, without several GPUs, makes this process the only rank.
     ///
     /// # Errors
     /// When the environment is incomplete or contradicts `gpus` or `restarts`, when the ranks cannot be
@@ -302,7 +302,7 @@ impl Words {
         let Some(meeting) = &self.meeting else { return work() };
         let (before, was_waited_for) = meeting.doing(what, true);
         let done = work();
-        // The earlier activity continues. Messages name it again, with its step.
+        // Messages name the earlier activity again, with its step.
         meeting.doing(&before, was_waited_for);
         done
     }

@@ -99,7 +99,7 @@ impl Run {
     /// Reads the folder of a run, finished or not, from this machine or another.
     ///
     /// # Errors
-    /// When it is not the folder of a run, or cannot be read.
+    /// When the folder is not the folder of a run, or cannot be read.
     pub fn read(folder: &Path) -> Result<Self> {
         let config = Config::resolve(Config::read_last_settings(&folder.join(CONFIG))?)?;
         let starts: Vec<Start> = optional(&folder.join(STARTS))?.unwrap_or_default();
@@ -237,8 +237,8 @@ impl Run {
         }
         let again = self.points.iter().map(|point| Point { val_loss: point.eval_attn_loss, ..point.clone() });
         let mut again = Self { points: again.collect(), probes: Vec::new(), ..self.clone() };
-        // Metrics omit a second loss that is not finite. Such a run counts as diverged, as if its first loss
-        // were not finite.
+        // Metrics omit an `eval_attn_loss` that is not finite. Such a run counts as diverged, as if its `val_loss` were
+        // not finite.
         let last = self.points.last();
         if last.is_some_and(|point| point.val_loss.is_some() && point.eval_attn_loss.is_none()) {
             let reason = Some("the second validation loss is not finite".into());

@@ -371,7 +371,7 @@ fn open_folder(config: &Config, begin: &Begin, words: &Words) -> Result<(RunDir,
 /// built-in corpus with its tokens and, on a CPU, of the model can be estimated beforehand.
 ///
 /// # Errors
-/// When this build or this machine lacks one of these.
+/// When this build or this machine lacks the device or the memory.
 pub fn check_machine(config: &Config) -> Result<()> {
     config.device.check()?;
     let corpus = if config.data.sources.is_empty() { 2 * config.data.corpus_bytes } else { 0 };

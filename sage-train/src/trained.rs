@@ -119,7 +119,7 @@ impl Trained {
         self.stage
     }
 
-    /// Opens a folder. `settings` override the settings of the run. `trained`: whether the parameters have gradients.
+    /// Opens a folder. `settings` override the settings of the run. If `trained`, the parameters have gradients.
     ///
     /// # Errors
     /// When the folder is not a run, checkpoint or model, or a file is missing or damaged.

@@ -20,8 +20,8 @@ pub(super) struct Kept {
     codes: Codes,
     /// Base-2 log-sum-exp of each query, (batch, query heads, query).
     lse2: Vec<f32>,
-    /// For each query, in the order of `lse2`: the sum of its probabilities relative to its reference (1 with
-    /// `PReference::Literal`), times the factor by which a sink increases the sum.
+    /// For each query, in the order of `lse2`: the sum of `2^(logit - reference)` (1 with `PReference::Literal`), times
+    /// the factor by which a sink increases the sum.
     sum: Vec<f32>,
     /// O', the output with unquantized P, (batch, query, query heads, head_dim).
     high_precision_out: Vec<f32>,
@@ -293,7 +293,7 @@ fn online_softmax(reference: PReference, cols: usize, logits: &mut [f32], softma
     for (row, ((old, sum), (first, second))) in logits.chunks_exact_mut(cols).zip(state) {
         let new = reference.of(lanes::max(row));
         let new = if new > *old { new } else { *old };
-        // While no key is visible every term is 2^-inf for any finite shift.
+        // Before the first visible key every term is 2^-inf = 0 for any finite shift.
         let shift = if new == f32::NEG_INFINITY { 0.0 } else { new };
         let decay = lanes::exp2(*old - shift);
         for x in row.iter_mut() {

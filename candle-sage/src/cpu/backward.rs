@@ -142,7 +142,6 @@ fn run_item<N: BackwardNumerics>(
     let mut part =
         Part { dk: vec![0.0; item.keys.len() * d], dv: vec![0.0; item.keys.len() * d], dq: Vec::new() };
     let (mut p, mut ds) = (vec![0.0; tile_q * tile_k], vec![0.0; tile_q * tile_k]);
-    // The derivatives of the soft cap, if there is one.
     let mut derivatives = vec![0.0; if problem.score_mod.has_softcap() { tile_q * tile_k } else { 0 }];
     let group = problem.shape.group();
     for member in 0..group {

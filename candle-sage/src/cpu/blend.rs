@@ -3,8 +3,8 @@
 use super::lanes;
 use crate::shape::AttentionShape;
 
-/// The weight `a` of attention over selected keys, for a row that sees `exact` keys exactly and leaves `left`
-/// keys to the tail.
+/// The weight `a` of attention over selected keys, for a row with `exact` keys in exact attention and `left` keys
+/// only in the tail.
 fn share(theta: f32, (exact, left): (u32, u32), by_count: bool) -> f32 {
     if left == 0 {
         return 1.0;
@@ -31,7 +31,7 @@ fn each_row(
     }
 }
 
-/// `a sparse + (1 - a) tail`.
+/// `a * sparse + (1 - a) * tail`.
 pub(crate) fn forward(
     shape: &AttentionShape,
     odds: &[(u32, u32)],

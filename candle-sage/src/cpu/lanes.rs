@@ -33,8 +33,8 @@ pub(crate) fn exp2(x: f32) -> f32 {
 /// `tanh(x)` with a relative error below `2^-20`.
 #[inline(always)]
 pub(crate) fn tanh(x: f32) -> f32 {
-    // Up to 1: a minimax polynomial with a relative error of 5.9e-7 before rounding. Above 1 the formula 1 - 2 / (1 +
-    // e^2x) loses no bits.
+    // For |x| < 1: a minimax polynomial with a relative error of 5.9e-7 before rounding. For larger |x| the formula
+    // 1 - 2 / (1 + e^2x) loses no bits.
     let (twice, square) = (2.0 * x, 4.0 * x * x);
     let small = (-1.497_588_1e-6_f32)
         .mul_add(square, 3.270_14e-5)
@@ -103,7 +103,6 @@ pub(crate) fn abs_bits(x: f32) -> u32 {
     x.to_bits() & 0x7fff_ffff
 }
 
-/// The largest [`abs_bits`] of a row.
 #[inline(always)]
 pub(crate) fn max_abs_bits(row: &[f32]) -> u32 {
     fold(row, 0, |a: u32, x| a.max(abs_bits(x)), |a, b| a.max(b))

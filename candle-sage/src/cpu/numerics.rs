@@ -55,8 +55,8 @@ impl<'a> Problem<'a> {
         self.sinks.get(at.head).copied()
     }
 
-    /// Rows of a query tile and of a key tile, for numerics that work with any tile size: 64, or with a
-    /// selection the largest of 64, 32 and 16 that divides its blocks.
+    /// Rows of a query tile and of a key tile, for numerics that work with any tile size: 64, or with a selection the
+    /// largest of 64, 32 and 16 that divides the size of its blocks.
     pub(super) fn tile(&self) -> (usize, usize) {
         let of_block =
             |block: usize| [64, 32].into_iter().find(|tile| block.is_multiple_of(*tile)).unwrap_or(16);

@@ -10,8 +10,8 @@ use super::view::View;
 use crate::selection::Blocks;
 use crate::shape::{AttentionShape, Segment};
 
-/// The means of a tensor's blocks, (key heads, blocks of all segments, head_dim): over the `heads` of each group and
-/// the tokens of each block in `blocks`.
+/// The means over the `heads` of each group and the tokens of each block in `blocks`: (key heads, blocks of all
+/// segments, head_dim).
 pub(crate) fn pool(
     view: &View<'_>,
     key_heads: usize,

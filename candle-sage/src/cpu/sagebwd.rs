@@ -107,7 +107,7 @@ struct Products<'a, V> {
 
 /// V in the form that a mainloop reads.
 trait Values: Sync {
-    /// The rows of one key head; `index` is the head's entry in the codes.
+    /// The rows of one key head, whose entry in `Codes` has `index`.
     fn rows(&self, problem: &Problem<'_>, at: Head, index: usize, tokens: Range<usize>) -> Vec<f32>;
 }
 
@@ -116,7 +116,7 @@ impl<V> Products<'_, V> {
         self.problem.head_dim()
     }
 
-    /// The entry in the codes of the key head that a query head reads.
+    /// The index, in `Codes`, of the key head that a query head reads.
     fn key_index(&self, at: Head) -> usize {
         let Head { segment, head } = self.problem.key_head(at);
         segment * self.problem.shape.key_heads() + head
@@ -140,7 +140,7 @@ impl<V> Products<'_, V> {
 /// The keys of one head from `start` on.
 pub(super) struct Keys {
     start: usize,
-    /// Index of the head among the codes.
+    /// Index of the head's entry in `Codes`.
     index: usize,
     /// INT8 values of K.
     k: Vec<f32>,
@@ -154,7 +154,7 @@ pub(super) struct Keys {
 /// The queries of one head from `start` on.
 pub(super) struct Queries {
     start: usize,
-    /// Index of the head among the codes.
+    /// Index of the head's entry in `Codes`.
     index: usize,
     /// INT8 values of Q.
     q: Vec<f32>,

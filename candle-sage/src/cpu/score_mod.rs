@@ -78,7 +78,7 @@ fn add_distances(slope: f32, first: f32, cols: usize, logits: &mut [f32]) {
     }
 }
 
-/// `dS` times the derivatives.
+/// Multiplies `dS` by the derivatives.
 #[multiversion(targets = "simd")]
 pub(super) fn chain(derivatives: &[f32], ds: &mut [f32]) {
     for (ds, derivative) in ds.iter_mut().zip(derivatives) {

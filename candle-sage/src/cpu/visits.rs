@@ -6,7 +6,7 @@ use super::numerics::{Head, Problem};
 use crate::selection::Lists;
 
 impl Problem<'_> {
-    /// The keys that a tile of queries of a query head sees, at least in part, as ascending ranges that start at
+    /// Ascending ranges that include every key that any query of a tile of a query head sees. The ranges start at
     /// multiples of `tile`.
     pub(super) fn keys_seen(&self, at: Head, queries: Range<usize>, tile: usize) -> Vec<Range<usize>> {
         let segment = &self.segments[at.segment];
@@ -22,7 +22,7 @@ impl Problem<'_> {
         }))
     }
 
-    /// The queries that see a tile of keys of a key head, at least in part, as ascending ranges that start at
+    /// Ascending ranges that include every query that sees any key of a tile of a key head. The ranges start at
     /// multiples of `tile`.
     pub(super) fn queries_that_see(&self, at: Head, keys: Range<usize>, tile: usize) -> Vec<Range<usize>> {
         let segment = &self.segments[at.segment];

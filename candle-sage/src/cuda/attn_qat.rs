@@ -60,7 +60,7 @@ pub(super) enum Rounded {
 pub(super) struct Kept {
     /// The high-precision output O'. `None` without a backward, or if the backward does not use it.
     high_precision_out: Option<Output>,
-    /// The sum of a row's probabilities relative to the row's reference. `None` without a backward.
+    /// A number for each query, as `Kept::sum` of `cpu/attn_qat.rs`. `None` without a backward.
     row_sums: Option<Buffer<f32>>,
     k_mean: Option<Buffer<f32>>,
 }
@@ -184,7 +184,6 @@ impl OnGpu for AttnQat {
 }
 
 impl AttnQat {
-    /// Zeros for the maxima of V, if V is scaled.
     fn value_max(&self, call: &Call<'_>) -> Result<ValueMax> {
         let heads = call.segment_count() * call.problem.shape.key_heads();
         (self.value_scale == ValueScale::Head).then(|| call.gpu.alloc_zeros(heads)).transpose()

@@ -42,8 +42,8 @@ impl Drop for Allocation {
 }
 
 /// Memory for elements of one type. This is not cudarc's `CudaSlice`, because that type creates two events per
-/// allocation, so that other streams can wait. A buffer is used on only one stream. Results for candle are converted to
-/// a `CudaSlice` (`Gpu::storage`).
+/// allocation, so that other streams can wait for the memory. A buffer is used on only one stream. Results for candle
+/// are converted to a `CudaSlice` (`Gpu::storage`).
 #[derive(Debug)]
 pub(super) struct Buffer<T> {
     allocation: Allocation,
@@ -174,8 +174,8 @@ impl Gpu {
             .hint("capture fixed lengths as batch entries, or exclude attention from the graph")
             .into());
         }
-        // SAFETY: the allocation has at least as many elements. `from` is not pinned, so the driver has read it when
-        // the call returns.
+        // SAFETY: the allocation has at least as many elements as `from`. `from` is not pinned, so the driver has read
+        // `from` when the call returns.
         unsafe { result::memcpy_htod_async(buffer.allocation.at, from, self.stream.cu_stream()) }.w()?;
         Ok(buffer)
     }

@@ -65,7 +65,7 @@ impl Geometry {
         let (lengths, table, tiles) = segments(shape)?;
         let packed = !table.is_empty();
         let segments = packed.then(|| gpu.upload(&table)).transpose()?;
-        // A limit of at least the longest segment hides no key.
+        // A limit of at least the longest segment's length hides no key.
         let after = shape.window().after.filter(|after| *after < lengths.0.max(lengths.1));
         let sizes = params::Shape {
             segment_count: if packed { table.len() } else { shape.batch() } as i32,
@@ -275,7 +275,7 @@ fn segments(shape: &AttentionShape) -> Result<(Lengths, Vec<params::Segment>, Le
         all_blocks = (all_blocks.0 + blocks(s.query.len()), all_blocks.1 + blocks(s.key.len()));
         total = (total.0 + tiles(s.query.len()), total.1 + tiles(s.key.len()));
     }
-    // Kernels count tokens, tiles and blocks in 32 bits, elements and bytes in 64.
+    // Kernels count tokens, tiles and thread blocks in 32 bits, elements and bytes in 64.
     let blocks = segments.len() * tiles(longest.0.max(longest.1)) * shape.query_heads();
     let most = [
         shape.query_len(),

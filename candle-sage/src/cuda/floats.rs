@@ -123,7 +123,7 @@ pub(super) fn elementwise_of(len: usize, each: usize, threads: usize) -> Grid {
     Grid::line(len.div_ceil(each).div_ceil(threads), threads)
 }
 
-/// A number that kernels store in 32 bits, with room to step past the end.
+/// A number that kernels store in 32 bits, with room for steps past the number.
 ///
 /// # Errors
 /// When the number is too large.

@@ -1,5 +1,5 @@
-//! Attention on memory of other libraries, such as PyTorch's: device addresses, strides and a stream, without candle's
-//! tensors.
+//! Attention on memory of other libraries, such as PyTorch: callers pass device addresses, strides and a stream, not
+//! candle's tensors.
 //!
 //! A [`ForeignAttention`] describes calls on tensors of fixed shapes, and can be used any number of times. It does not
 //! allocate: the caller queries the sizes of the state that a forward keeps for its backward and of the scratch memory
@@ -78,9 +78,9 @@ impl ForeignLayout {
 pub struct Inputs {
     /// Query, key and value.
     pub tensors: [u64; 3],
-    /// (query heads) in f32, if the call has sinks.
+    /// The sinks, (query heads) in f32, if the call has sinks.
     pub sinks: u64,
-    /// (query heads) in f32, if the call has `ALiBi`.
+    /// The slopes, (query heads) in f32, if the call has `ALiBi`.
     pub alibi_slopes: u64,
     /// The lists of a selection in u32, if the call has one: see [`ForeignAttention::with_selection`].
     pub lists: u64,
@@ -101,8 +101,8 @@ pub struct Results {
 pub struct ResultGradients {
     /// The address and the layout of the output's gradient, which may have any strides.
     pub out: (u64, ForeignLayout),
-    /// The address of the log-sum-exps' gradient, (batch, query heads, query) in f32, contiguous. 0: that gradient is
-    /// zero.
+    /// The address of the log-sum-exps' gradient, (batch, query heads, query) in f32, contiguous. Address 0: the
+    /// gradient is zero.
     pub lse: u64,
 }
 
@@ -435,7 +435,7 @@ impl ForeignAttention {
         // SAFETY: the caller vouches for the address.
         let dlse = unsafe { Address::lent(given.lse) };
         let output = OutputGradient { out: of_output.at(out)?, dout: layout.at(dout)?, dlse };
-        // In the order in which `cuda::run_backward` allocates them.
+        // The outputs are in the order in which `cuda::run_backward` allocates them.
         let outputs = if self.sinks { vec![dk, dv, dsinks, dq] } else { vec![dk, dv, dq] };
         let memory = Arenas::new(outputs, Arena::new(0, 0), arena(scratch));
         let gpu = self.gpu(stream, memory, false)?;

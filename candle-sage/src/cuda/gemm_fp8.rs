@@ -136,7 +136,7 @@ impl Described {
         Ok(described)
     }
 
-    /// The algorithm that cuBLASLt considers the fastest for these alignments, in bytes, of b, a and the result.
+    /// The algorithm that cuBLASLt considers the fastest for these alignments (in bytes) of b, a and the result.
     fn algorithm(
         &self,
         handle: sys::cublasLtHandle_t,

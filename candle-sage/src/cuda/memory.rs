@@ -26,10 +26,8 @@ impl Purpose {
 
 #[derive(Debug, Clone, Default)]
 pub(super) enum Memory {
-    /// The driver.
     #[default]
     Driver,
-    /// The caller.
     Lent(Rc<Arenas>),
 }
 

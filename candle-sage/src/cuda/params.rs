@@ -22,8 +22,8 @@ pub(super) fn launch<P: Params>(gpu: &Gpu, kernel: &str, grid: Grid, params: &P)
     // launch is reused only after the kernel. The types do not guarantee the rest: that the allocations have the sizes
     // in `params` and the element types that `kernel` expects, and belong to this device and stream; that an address
     // which the kernel uses is not null; and that `kernel` and `grid` match `params`. The modules of this folder vouch
-    // for this; no other code creates parameters. They allocate for the sizes that they pass, and the ops check the
-    // tensors of callers.
+    // for the rest; no other code creates parameters. The modules allocate for the sizes that they pass, and the ops
+    // check the tensors of callers.
     unsafe { gpu.launch(P::FAMILY, kernel, grid, params) }
 }
 

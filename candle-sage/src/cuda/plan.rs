@@ -51,8 +51,7 @@ impl Target {
 pub(super) enum Visits {
     /// All tiles that the mask allows.
     Every,
-    /// The tiles of a window. These kernels use the plans of the kernels for lists, in which thread blocks process
-    /// fewer queries.
+    /// The tiles of a window. Kernels for windows use the plans of the kernels for lists.
     Window,
     /// The tiles of a selection's blocks.
     Listed,
@@ -86,7 +85,7 @@ impl Visits {
 enum Maps {
     Unmapped,
     Mapped,
-    /// Only if V is in 16 bit.
+    /// Mapped only if V is in 16 bit.
     MappedIfWide,
 }
 

@@ -52,7 +52,7 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for Choice<'_> {
         check_blocks(blocks)?;
         let gpu = Gpu::new(storage.device())?;
         let geometry = Geometry::new(&gpu, shape)?;
-        // Zeroed, because the entries after a list's end, which no kernel reads, are copied with the list.
+        // Lists are zeroed, because the entries after a list's end, which no kernel reads, are copied with the list.
         let lists = gpu.alloc_zeros::<u32>(blocks.key_heads * blocks.rows() * (1 + width))?;
         let params = params::Choose {
             scores: address_at(storage.as_cuda_slice::<f32>()?, first_index(layout), &gpu)?,

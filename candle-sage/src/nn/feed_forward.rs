@@ -31,7 +31,7 @@ pub struct FeedForward {
 }
 
 impl FeedForward {
-    /// A network from its three maps.
+    /// A network from its three linear maps.
     pub fn new(gate: Linear, up: Linear, down: Linear) -> Self {
         Self { gate, up, down }
     }
@@ -39,7 +39,7 @@ impl FeedForward {
     /// Loads `gate_proj`, `up_proj` and `down_proj`.
     ///
     /// # Errors
-    /// When a weight is missing or has another shape.
+    /// When a weight is missing or has the wrong shape.
     pub fn load(width: usize, hidden: usize, vb: VarBuilder<'_>) -> Result<Self> {
         Ok(Self {
             gate: Linear::load(width, hidden, vb.pp("gate_proj"))?,

@@ -40,12 +40,12 @@ impl Fp8Linear {
     /// Loads `weight`, which a new model initializes as candle's linear layers do.
     ///
     /// # Errors
-    /// When the weight is missing or has another shape.
+    /// When the weight is missing or has the wrong shape.
     pub fn load(inputs: usize, outputs: usize, vb: VarBuilder<'_>) -> Result<Self> {
         Ok(Self { map: Linear::load(inputs, outputs, vb)?, settings: ops::Fp8Linear::default() })
     }
 
-    /// Sets formats and accumulators.
+    /// Sets the format of the output's gradient, and the accumulators.
     #[must_use]
     pub fn settings(self, settings: ops::Fp8Linear) -> Self {
         Self { settings, ..self }

@@ -46,7 +46,7 @@ impl LayerNorm {
     /// Loads `weight` and `bias`, which a new model initializes to one and zero.
     ///
     /// # Errors
-    /// When a tensor is missing or has another shape.
+    /// When a tensor is missing or has the wrong shape.
     pub fn load(width: usize, eps: f64, vb: VarBuilder<'_>) -> Result<Self> {
         let load = |name, value| variables::load(&vb, width, name, Init::Const(value), vb.dtype());
         Ok(Self::new(load("weight", 1.0)?, load("bias", 0.0)?, eps))

@@ -57,7 +57,7 @@ impl Linear {
     /// ```
     ///
     /// # Errors
-    /// When the weight is missing or has another shape.
+    /// When the weight is missing or has the wrong shape.
     pub fn load(inputs: usize, outputs: usize, vb: VarBuilder<'_>) -> Result<Self> {
         let init = candle_nn::init::DEFAULT_KAIMING_NORMAL;
         Ok(Self::new(variables::load(&vb, (outputs, inputs), "weight", init, vb.dtype())?, None))
@@ -66,7 +66,7 @@ impl Linear {
     /// Loads `weight` as [`Self::load`] does, and `bias`, which a new model initializes to zero.
     ///
     /// # Errors
-    /// When a tensor is missing or has another shape.
+    /// When a tensor is missing or has the wrong shape.
     pub fn load_with_bias(inputs: usize, outputs: usize, vb: VarBuilder<'_>) -> Result<Self> {
         let bias = variables::load(&vb, outputs, "bias", Init::Const(0.0), vb.dtype())?;
         Ok(Self { bias: Some(bias), ..Self::load(inputs, outputs, vb)? })

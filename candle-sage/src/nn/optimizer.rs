@@ -12,7 +12,7 @@ use crate::ops::{self, MuonPart, sum_of_squares};
 /// A variable's state is padded to a multiple of this number of elements, so that GPUs move 16 bytes at a time.
 const MULTIPLE: usize = 8;
 
-/// AdamW that runs [`ops::AdamW`] for each variable: weights and moments are f32 for any type of the variables,
+/// AdamW that runs [`ops::AdamW`] for each variable: weights and moments are f32 whatever type the variables have,
 /// gradients are clipped by their global norm, and a step does not wait for the device. A step does not change a
 /// variable without a gradient.
 ///
@@ -80,8 +80,8 @@ pub struct Muon {
     ratio: f64,
 }
 
-/// The configuration of [`Muon`]. `clip` and `gradient_factor` of `matrices` apply to all variables; these two settings
-/// of `others` are ignored.
+/// The configuration of [`Muon`]. `clip` and `gradient_factor` are read from `matrices` for all variables, and ignored
+/// in `others`.
 #[derive(Debug, Clone)]
 pub struct MuonConfig {
     /// Settings of matrices.
@@ -93,7 +93,7 @@ pub struct MuonConfig {
 }
 
 impl MuonConfig {
-    /// The settings of [`ops::Muon::new`] and [`ops::AdamW::new`] with the same learning rate, without weight decay and
+    /// The settings of [`ops::Muon::new`] and [`ops::AdamW::new`] with the same learning rate, without weight decay or
     /// clipping.
     pub fn new(lr: f64) -> Self {
         Self { matrices: ops::Muon::new(lr), others: ops::AdamW::new(lr), embeddings: Vec::new() }
@@ -106,7 +106,7 @@ struct Held {
     variable: Var,
     /// (1 + moments, padded elements) in f32: weights, then moments.
     state: Tensor,
-    /// The running mean squares of the rows of orthogonal directions, for Muon with `beta2`.
+    /// For Muon with `beta2`: the running mean square of each row of the orthogonal direction.
     rows: Option<Tensor>,
 }
 

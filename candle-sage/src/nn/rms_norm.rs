@@ -33,7 +33,7 @@ impl RmsNorm {
     /// Loads `weight`.
     ///
     /// # Errors
-    /// When the weight is missing or has another shape.
+    /// When the weight is missing or has the wrong shape.
     pub fn load(width: usize, eps: f64, vb: VarBuilder<'_>) -> Result<Self> {
         Ok(Self::new(variables::load(&vb, width, "weight", Init::Const(1.0), vb.dtype())?, eps))
     }

@@ -75,9 +75,9 @@ impl Rotary {
         Ok(Self { cos, sin, style, tokens: None })
     }
 
-    /// A module for tokens at given positions, (batch, sequence) in u32 or i64: for batches that are padded on the
-    /// left, or whose sequences start at different positions. The returned module rotates tensors of this batch size
-    /// and sequence length, and ignores the argument `position` of its methods, so decoding needs a new module for each
+    /// A module for tokens at given positions, (batch, sequence) in u32 or i64. Use this module if a batch is padded on
+    /// the left, or if its sequences start at different positions. The module rotates tensors of this batch size and
+    /// sequence length, and ignores the argument `position` of its methods, so decoding needs a new module for each
     /// step. The check of positions on a GPU waits for the GPU; positions on the CPU avoid the wait.
     ///
     /// ```
@@ -96,7 +96,7 @@ impl Rotary {
     /// ```
     ///
     /// # Errors
-    /// When a position is not in the tables, `positions` has another shape or type, or this module was made by `at`.
+    /// When a position is not in the tables, `positions` has the wrong shape or type, or this module was made by `at`.
     pub fn at(&self, positions: &Tensor) -> Result<Self> {
         let rows = self.cos.dim(0)?;
         let is_matrix = positions.rank() == 2
@@ -194,7 +194,7 @@ impl Rotary {
         })
     }
 
-    /// [`Rotary::forward_normalized`] for tensors that are (batch, heads, sequence, head_dim), like the output.
+    /// [`Rotary::forward_normalized`] for input and output tensors (batch, heads, sequence, head_dim).
     ///
     /// # Errors
     /// As [`Rotary::forward_normalized`].

@@ -69,7 +69,7 @@ pub struct SelfAttentionConfig {
 }
 
 impl SelfAttentionConfig {
-    /// A layer with as many key heads as query heads, without QK-norm and biases.
+    /// A layer with as many key heads as query heads, without QK-norm or biases.
     pub const fn new(width: usize, heads: usize, head_dim: usize) -> Self {
         Self { width, heads, key_heads: heads, head_dim, qk_norm_eps: None, biases: Biases::None }
     }
@@ -92,7 +92,7 @@ impl SelfAttentionConfig {
         Self { biases, ..self }
     }
 
-    /// Checks that attention and the rotary embedding support these heads.
+    /// Checks that attention and the rotary embedding support the config's heads.
     fn check(&self) -> Result<()> {
         let dims = |heads| (1, 1, heads, self.head_dim);
         let (q, k) = (dims(self.heads), dims(self.key_heads));
@@ -149,10 +149,10 @@ pub struct SelfAttention {
 impl SelfAttention {
     /// A layer from the maps `[q, k, v, o]` and, with QK-norm, the norms of queries and keys. Weights (outputs, inputs)
     /// have the shapes q (heads * head_dim, width), k and v (key_heads * head_dim, width), o (width, heads * head_dim).
-    /// The config's epsilon and biases are ignored, since norms and maps have their own.
+    /// The config's epsilon and biases are ignored, since the norms and maps contain them.
     ///
     /// # Errors
-    /// When the shapes of maps and norms do not match the config, or its heads are not supported.
+    /// When the shapes of maps and norms do not match the config, or the config's heads are not supported.
     pub fn new(
         config: SelfAttentionConfig,
         attention: Attention,
@@ -196,7 +196,7 @@ impl SelfAttention {
     /// `attention` defines the numerics and the mask; a language model needs a causal mask.
     ///
     /// # Errors
-    /// When a weight is missing or has another shape, or the config's heads are not supported.
+    /// When a weight is missing or has the wrong shape, or the config's heads are not supported.
     pub fn load(config: SelfAttentionConfig, attention: Attention, vb: VarBuilder<'_>) -> Result<Self> {
         config.check()?;
         let SelfAttentionConfig { width, heads, key_heads, head_dim, qk_norm_eps, biases } = config;
@@ -310,7 +310,7 @@ impl SelfAttention {
     ///
     /// # Errors
     /// As [`SelfAttention::forward`]; when the layer is not causal, since earlier tokens would have to see later
-    /// tokens; and when the cache belongs to another batch or layer shape, or grows along another dimension.
+    /// tokens; and when the cache does not fit the batch or the layer, or does not grow along the sequence.
     pub fn forward_cached<'a>(
         &self,
         x: &Tensor,
@@ -357,7 +357,6 @@ impl SelfAttention {
         Ok(())
     }
 
-    /// Batch and sequence of the input.
     fn input_dims(&self, x: &Tensor) -> Result<(usize, usize)> {
         match *x.dims() {
             [batch, sequence, width] if width == self.config.width => Ok((batch, sequence)),

@@ -56,7 +56,7 @@ impl SparseLinearAttention {
     /// `sla2`.
     ///
     /// # Errors
-    /// When a weight is missing or has another shape.
+    /// When a weight is missing or has the wrong shape.
     pub fn load(config: SelfAttentionConfig, sla2: Sla2, vb: VarBuilder<'_>) -> Result<Self> {
         let SelfAttentionConfig { heads, key_heads, head_dim, .. } = config;
         let router = Router::load(key_heads, head_dim, vb.clone())?;

@@ -162,9 +162,10 @@ impl InplaceOp2 for InOrder {
 
 /// `out += factor * a b` if `add`, otherwise `out = factor * a b`; sums run in f32.
 ///
-/// `a` is (rows, inner), `b` (inner, columns), both of one type and with adjacent elements in rows or in columns (a
-/// transpose is not copied); `out` is contiguous (rows, columns), in f32 or, on a GPU, in the type of `a`. For a linear
-/// map `y = x W^T` the gradients are `product_into(dw, dy.t(), x, 1.0, true)` and `product_into(dx, dy, w, 1.0, true)`.
+/// `a` is (rows, inner) and `b` (inner, columns), of one type. In `a` and in `b` the elements of a row or of a column
+/// are adjacent (a transpose is not copied). `out` is contiguous (rows, columns), in f32 or, on a GPU, in the type of
+/// `a`. For a linear map `y = x W^T` the gradients are `product_into(dw, dy.t(), x, 1.0, true)` and
+/// `product_into(dx, dy, w, 1.0, true)`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

@@ -51,8 +51,8 @@ impl CustomOp1 for SumOfSquares {
 
 impl AdamW {
     /// Updates all parameters in one pass, in place and without waiting for the device:
-    /// `g = gradient * gradient_factor`, clipped; `m = beta1 m + (1 - beta1) g`; `v = beta2 v + (1 - beta2) g^2`;
-    /// `w = (1 - lr weight_decay) w - lr m' / (sqrt(v') + eps)`.
+    /// `g = gradient * gradient_factor`, clipped; `m = beta1 * m + (1 - beta1) g`; `v = beta2 * v + (1 - beta2) g^2`;
+    /// `w = (1 - lr * weight_decay) w - lr * m' / (sqrt(v') + eps)`.
     /// Here `m' = m / (1 - beta1^step)` and `v' = v / (1 - beta2^step)`.
     ///
     /// `state` is contiguous (3, parameters) in f32: weights, m, v. `gradient` is (parameters) in f32, and
@@ -124,7 +124,7 @@ impl InplaceOp3 for Step<'_> {
         Ok(())
     }
 
-    /// The copy is written through its shared storage, because candle allows only one mutable tensor at a time.
+    /// The copy is written through its shared storage, because candle's in-place ops have only one mutable tensor.
     fn cuda_fwd(
         &self,
         state: &mut CudaStorage,
@@ -159,7 +159,7 @@ mod tests {
         clip: None,
     };
 
-    /// Five steps, compared with the published recurrence in f64: weights differ by less than 1e-6, moments by a
+    /// Compares five steps with the published recurrence in f64: weights differ by less than 1e-6, moments by a
     /// relative 2e-6. (Moments are compared because weights do not reveal a wrong clip: an update hardly depends on the
     /// gradient's size.) The first three parameters have weight decay.
     #[test]

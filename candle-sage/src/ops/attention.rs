@@ -33,9 +33,9 @@ const NAME: &str = "attention";
 /// Query, key and value are (batch, sequence, heads, head_dim) in f32, f16 or bf16, with any strides; the output has
 /// the query's shape and type. The number of query heads may be a multiple of the number of key heads. Values may have
 /// another head_dim than queries and keys (values 128, queries and keys 192, as in multi-head latent attention); the
-/// output then has the head_dim of the values. If the two head_dims differ, the smaller is padded to the larger, which
-/// takes the time and memory of the larger; unquantized attention on CUDA does not need this padding. All three inputs receive
-/// gradients through candle's `backward()`. A gradient cannot be differentiated again.
+/// output then has the head_dim of the values. If the two head_dims differ, the smaller is padded to the larger, and
+/// attention takes the time and memory of the larger; unquantized attention on CUDA does not need this padding. All
+/// three inputs receive gradients through candle's `backward()`. A gradient cannot be differentiated again.
 /// [`Attention::apply_heads_first`] accepts tensors that are (batch, heads, sequence, head_dim).
 ///
 /// candle-nn's fused `softmax_last_dim`, `rms_norm`, `layer_norm` and `rope` have no gradient and report no error. To
@@ -96,8 +96,8 @@ impl Attention {
     /// tile's later tokens. For Attn-QAT see [`ValueGroups`](crate::ValueGroups).
     ///
     /// Unquantized attention is strictly causal for finite inputs. For earlier queries of the same tile, an infinity or
-    /// a NaN is multiplied by the probability 0, so up to 127 outputs before it become NaN. Other documents and batch
-    /// entries are not affected.
+    /// a NaN is multiplied by the probability 0, so the outputs of up to 127 earlier queries become NaN. Other
+    /// documents and batch entries are not affected.
     #[must_use]
     pub fn causal(mut self, causal: bool) -> Self {
         self.causal = causal;
@@ -147,7 +147,7 @@ impl Attention {
         self.softmax_scale.unwrap_or_else(|| shape.default_softmax_scale())
     }
 
-    /// Restricts attention to packed documents; the batch must be 1.
+    /// Packed documents: a query sees only keys of its own document. The batch must be 1.
     #[must_use]
     pub fn packing(mut self, packing: Packing) -> Self {
         self.packing = Some(packing);
@@ -156,8 +156,8 @@ impl Attention {
 
     /// Whether gradients on CUDA have the same bits in repeated runs. By default thread blocks add to dQ with atomic
     /// f32 additions. Their order varies between runs, which changes the last bits. With a selection, dK and dV of a
-    /// key block that many query blocks select are also summed with atomics. This switch fixes the order of the
-    /// additions, which takes longer. CPU results never vary.
+    /// key block that many query blocks select are also summed with atomics. A deterministic backward adds in a fixed
+    /// order, which takes longer. CPU results never vary.
     #[must_use]
     pub fn deterministic(mut self, deterministic: bool) -> Self {
         self.deterministic = deterministic;
@@ -235,8 +235,8 @@ impl Attention {
         Ok((narrow, AttentionVjp { op, inputs, out, widths }))
     }
 
-    /// The head_dims of the inputs, if values have another head_dim than queries and keys and the narrower heads must
-    /// be padded. The kernels of unquantized attention accept different head_dims.
+    /// The head_dims of the inputs, if values have another head_dim than queries and keys, and the narrower heads must
+    /// be padded. On a GPU unquantized attention needs no padding.
     pub(super) fn widths(&self, inputs: [&Tensor; 3]) -> Option<Widths> {
         let takes_both = self.scheme == Scheme::Unquantized && inputs[0].device().is_cuda();
         let [q, k, v] = inputs.map(|x| x.dims4().ok());
@@ -305,7 +305,6 @@ impl Attention {
         Ok((shape, as_f32))
     }
 
-    /// Checks all arguments, and returns the op of one call.
     pub(super) fn op(&self, q: &Tensor, k: &Tensor, v: &Tensor, keep: bool) -> Result<AttentionOp> {
         let dims = [dims4("query", q)?, dims4("key", k)?, dims4("value", v)?];
         let (shape, softmax_scale) = self.checked(dims, [q, k, v].map(Tensor::dtype), keep)?;

@@ -19,8 +19,8 @@ impl Attention {
     /// documents, grouped-query heads and a soft cap. The soft cap is applied before the bias.
     ///
     /// **This function needs memory for all pairs of queries and keys**: several f32 tensors (batch, query heads,
-    /// queries, keys), on every device, because it is computed with candle's operators. If the bias is linear in the
-    /// distance, [`Attention::alibi`] is cheaper. For a padding mask, [`Padding`](crate::ops::Padding) is cheaper.
+    /// queries, keys), on every device, because candle's operators compute the attention. [`Attention::alibi`], for a
+    /// bias that is linear in the distance, and [`Padding`](crate::ops::Padding), for a padding mask, need less memory.
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};

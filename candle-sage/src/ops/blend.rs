@@ -11,7 +11,7 @@ use crate::selection::Selection;
 
 const NAME: &str = "blend";
 
-/// How `a`, the weight of exact attention in `a sparse + (1 - a) tail`, is computed.
+/// How `a`, the weight of exact attention in `a * sparse + (1 - a) * tail`, is computed.
 ///
 /// In every variant `a` is 1 for a query whose exact attention covers all keys that the query sees.
 ///
@@ -56,12 +56,12 @@ impl std::fmt::Display for Alpha {
     }
 }
 
-/// `out = a sparse + (1 - a) tail`, where a query's `a` depends on the `theta` of its head and on the number of keys
-/// that the selection leaves to the tail: see [`Alpha`].
+/// `out = a * sparse + (1 - a) * tail`, where a query's `a` depends on the `theta` of its head and on the number of
+/// keys that the selection leaves to the tail: see [`Alpha`].
 ///
 /// `sparse` and `tail` are (batch, sequence, query heads, head_dim) of one type, `theta` is (query heads) in
-/// f32. All three receive gradients: `dsparse = a dout`, `dtail = (1 - a) dout`, `dtheta = sum a (1 - a) dout .
-/// (sparse - tail)`.
+/// f32. All three receive gradients: `dsparse = a * dout`, `dtail = (1 - a) * dout`,
+/// `dtheta = sum(a * (1 - a) * dout . (sparse - tail))`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -95,8 +95,8 @@ pub fn blend(
     sparse.apply_op3(tail, theta, op)
 }
 
-/// The gradients of `sparse`, `tail` and `theta` of [`blend`] for its output's gradient: for training loops
-/// that do not use candle's graph.
+/// The gradients of `sparse`, `tail` and `theta` of [`blend`] for the output's gradient `dout`. For training loops that
+/// do not use candle's graph.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

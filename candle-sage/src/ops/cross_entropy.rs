@@ -67,7 +67,7 @@ impl CrossEntropy {
 /// The mean over the targets of `logsumexp(logits[n]) - logits[n][target[n]]`, in nats, plus the z-loss.
 ///
 /// `logits` is (rows, classes) in f32, f16 or bf16, `targets` is (rows) in u8, u32 or i64; the result is an f32 scalar.
-/// The logits receive the gradient `((1 + 2 z_loss logsumexp) softmax - onehot) / count`, where `count` is the
+/// The logits receive the gradient `((1 + 2 * z_loss * logsumexp) * softmax - onehot) / count`, where `count` is the
 /// number of targets that are not ignored. The forward keeps one f32 per row. For a language model prefer
 /// [`linear_cross_entropy`](crate::ops::linear_cross_entropy), which never stores all logits. On a GPU the check of the
 /// targets waits for the device.
@@ -130,7 +130,6 @@ fn none_counts(targets: usize) -> Error {
         .hint("skip the batch")
 }
 
-/// The error, if any, that a check of the targets found.
 pub(super) fn verdict(checked: Checked, targets: usize, classes: usize) -> Result<()> {
     match checked {
         Checked { bad: Some(target), .. } => Err(not_a_class(target, classes).into()),

@@ -18,8 +18,8 @@ const NAME: &str = "embedding";
 /// `y[..] = table[ids[..]]`.
 ///
 /// `table` is (rows, width) in f32, f16 or bf16, `ids` has any shape, in u8, u32 or i64; the output is (ids' shape..,
-/// width) in the table's type. The table receives a gradient: each gradient row is the f32 sum of the output's
-/// gradients for its id, in an order that depends only on the ids. On a GPU the check of the ids waits for the device.
+/// width) in the table's type. The table receives a gradient: row `id` is the f32 sum of the output's gradients at all
+/// occurrences of `id`, in an order that depends only on `ids`. On a GPU the check of the ids waits for the device.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -89,13 +89,13 @@ fn check(table: &Tensor, ids: &Tensor) -> Result<Vec<usize>> {
     Ok([ids.dims(), &[width]].concat())
 }
 
-/// One call of the op. On a GPU it keeps the checked ids for the backward.
+/// The op of one call, which on a GPU keeps the checked ids for the backward.
 #[derive(Default)]
 pub(crate) struct Embedding {
     saved: OnceLock<Backward<1, CudaStorage>>,
 }
 
-/// The op that does not check its ids on a GPU.
+/// The op of [`embedding_forward`] on a GPU, which does not check ids.
 pub(crate) struct Rows;
 
 fn not_in_the_table(id: i64, rows: usize) -> Error {

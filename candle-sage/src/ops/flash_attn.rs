@@ -123,8 +123,8 @@ pub fn flash_attn_alibi_windowed_softcap(
 ///
 /// Document `n` contains the query tokens `seqlens_q[n]..seqlens_q[n + 1]` and the key tokens
 /// `seqlens_k[n]..seqlens_k[n + 1]`. `seqlens_q` and `seqlens_k` are cumulative lengths that start at 0, of an integer
-/// type, on any device. The host reads them, and so waits for that device. [`Attention::packing`] accepts lengths on
-/// the host, and does not wait.
+/// type, on any device. The host reads the lengths, and so waits for their device. [`Attention::packing`] accepts
+/// lengths on the host, and does not wait.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -248,7 +248,6 @@ pub fn flash_attn_varlen_alibi_windowed_softcap(
     varlen(attention, [q, k, v], [seqlens_q, seqlens_k], [max_seqlen_q, max_seqlen_k])
 }
 
-/// Attention over concatenated documents with these cumulative lengths and maximum lengths of queries and of keys.
 fn varlen(
     attention: Attention,
     inputs: [&Tensor; 3],

@@ -27,8 +27,8 @@ pub enum Fp8Sums {
     F32,
 }
 
-/// Which copies of a matrix exist. Hopper's FP8 matmuls need both operands contiguous along the dimension that they sum
-/// over. A matrix that is multiplied from both sides therefore needs a transposed copy.
+/// Which copies of a matrix exist. Hopper's FP8 matmuls need both operands contiguous along the summed dimension. A
+/// matrix that is used as it is in one matmul and transposed in another therefore needs both copies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fp8Copies {
     /// Only the matrix itself.
@@ -159,7 +159,6 @@ impl Fp8Matrix {
         Ok(matrix)
     }
 
-    /// A matrix from codes that kernels wrote.
     pub(super) fn of_codes(codes: Quantized<CudaStorage>, dims: (usize, usize), format: Fp8Format) -> Self {
         codes.into_matrix(format, dims, cuda_tensor)
     }
@@ -202,7 +201,7 @@ impl Fp8Matrix {
     /// The elements, in f32.
     ///
     /// # Errors
-    /// When there is not enough memory.
+    /// When the matrix has no copy, or there is not enough memory.
     pub fn dequantize(&self) -> Result<Tensor> {
         let (is_turned, codes) = match &self.copies {
             [Some(codes), _] => (false, codes),

@@ -46,7 +46,7 @@ impl Fp8Linear {
 /// ```
 ///
 /// `x` and W have one type (f32, f16, bf16) and receive gradients of this type; rows, inputs and outputs are multiples
-/// of 16. The CPU multiplies the same FP8 values, with sums in f32. (Micikevicius et al., arXiv 2209.05433.)
+/// of 16. The CPU multiplies the same FP8 values as a GPU, with sums in f32. (Micikevicius et al., arXiv 2209.05433.)
 ///
 /// ```
 /// use candle_core::{Device, Var};

@@ -41,8 +41,8 @@ pub fn fp8_largest(x: &Tensor, parts: &[Range<usize>]) -> Result<Tensor> {
     Tensor::new(parts.iter().map(|part| largest_in(&values[part.clone()])).collect::<Vec<_>>(), x.device())
 }
 
-/// The scale of each matrix, f32 (matrices), from the largest absolute values. A scale is the smallest power of two
-/// with which no value saturates, or 1 if the largest value is 0 or not finite.
+/// The scale of each matrix, f32 (matrices), from the matrices' largest absolute values. A scale is the smallest power
+/// of two with which no value saturates, or 1 if the largest value is 0 or not finite.
 ///
 /// # Errors
 /// When `largest` is not a contiguous f32 vector.

@@ -1,4 +1,4 @@
-//! Delayed scaling: scales of matrices that are quantized in every step, from the largest values of earlier steps.
+//! Delayed scaling: a matrix that is quantized in every step gets a scale from the largest values of earlier steps.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -14,15 +14,15 @@ const NAME: &str = "fp8-scales";
 /// Each step multiplies a running maximum by this factor.
 pub(crate) const DECAY: f32 = 0.95;
 
-/// A scale leaves room for values this many times as large as the running maximum.
+/// No value up to this many times the running maximum saturates.
 pub(crate) const MARGIN: f32 = 4.0;
 
 /// Scales of several matrices that are quantized in every step (delayed scaling): a matrix is quantized in one pass
 /// over memory, with a scale from earlier steps, and its largest value is recorded for later steps.
 ///
 /// ```text
-/// running = max(largest since the last step, 0.95 running)
-/// scale   = the least power of two with 4 running <= largest value of the format * scale
+/// running = max(largest since the last step, 0.95 * running)
+/// scale   = the least power of two with 4 * running <= scale * (largest value of the format)
 /// ```
 ///
 /// A matrix that is quantized for the first time is measured first. Values beyond `scale` times the largest value of
@@ -70,7 +70,7 @@ struct Site {
     saturated: u64,
 }
 
-/// One matrix of [`Fp8Scales`].
+/// The scale of one matrix of [`Fp8Scales`].
 #[derive(Debug, Clone)]
 pub struct Fp8Scale {
     all: Arc<Fp8Scales>,
@@ -118,7 +118,7 @@ impl Fp8Scales {
         Ok(Arc::new(Self { formats: formats.to_vec(), state, measured }))
     }
 
-    /// The matrix `index`.
+    /// The scale of matrix `index`.
     ///
     /// # Panics
     /// When `index` is not below the number of matrices.
@@ -163,7 +163,7 @@ impl Fp8Scales {
     /// Replaces the largest values since the last step, f32 (matrices).
     ///
     /// # Errors
-    /// When their number is not the number of matrices.
+    /// When `largest` is not f32, or does not have one value per matrix.
     pub fn set_largest(&self, largest: &Tensor) -> Result<()> {
         if largest.dims() != [self.formats.len()] || largest.dtype() != DType::F32 {
             return Err(shape_error(

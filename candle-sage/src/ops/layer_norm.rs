@@ -57,7 +57,7 @@ pub(crate) struct LayerNorm {
     pub(crate) eps: f32,
 }
 
-/// The op that computes the gradients of `x`, weight and bias from these three and the output's gradient.
+/// The op that computes the gradients of the inputs from the inputs and the output's gradient.
 pub(crate) struct Gradients {
     pub(crate) eps: f32,
 }

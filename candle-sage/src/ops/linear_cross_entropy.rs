@@ -103,7 +103,7 @@ pub fn linear_cross_entropy_into(
     op.made.into_inner().ok_or_else(|| no_forward().into())
 }
 
-/// Checks a weight's gradient, to which the op adds in place.
+/// Checks the settings, and the weight's gradient, to which the op adds in place.
 pub(super) fn check_into(dweight: &Tensor, weight: &[usize], settings: CrossEntropy) -> Result<()> {
     check_sum("linear_cross_entropy_into", dweight, weight)?;
     if settings.ignore_id.is_some() {
@@ -276,7 +276,7 @@ impl CustomOp3 for LinearOp {
     }
 }
 
-/// Adds the weight's gradient in place, and stores the loss and the gradient of the hidden states in `made`.
+/// Adds to the weight's gradient in place, and stores the loss and the gradient of the hidden states in `made`.
 pub(crate) struct LinearInto {
     targets: Tensor,
     pub(crate) settings: CrossEntropy,

@@ -91,7 +91,7 @@ pub fn linear_cross_entropy_into_fp8(
     op.made.into_inner().ok_or_else(|| no_forward().into())
 }
 
-/// Adds the weight's gradient in place, and stores the loss and the gradient of the hidden states in `made`.
+/// Adds to the weight's gradient in place, and stores the loss and the gradient of the hidden states in `made`.
 #[allow(dead_code, reason = "kernels read some of it")]
 pub(crate) struct LinearIntoFp8 {
     /// `hidden`, its transpose, `weight`, its transpose.

@@ -14,7 +14,7 @@ use crate::selection::Selection;
 
 const NAME: &str = "past-linear mixture";
 
-/// `a sparse + (1 - a) tail` for the linear tail of query, key and value: see [`blend`] and [`past_linear`].
+/// `a * sparse + (1 - a) * tail` for the linear tail of query, key and value: see [`blend`] and [`past_linear`].
 pub(crate) struct Mixture {
     pub(crate) tail: PastLinear,
     pub(crate) blend: Blend,
@@ -24,8 +24,6 @@ pub(crate) struct Mixture {
 type Inputs<'a> = [&'a Tensor; 5];
 
 impl Mixture {
-    /// Checks the inputs.
-    ///
     /// # Errors
     /// When the inputs do not match the selection or each other.
     pub(crate) fn new(
@@ -44,7 +42,7 @@ impl Mixture {
         past_linear(q, k, v, &self.tail.selection, self.tail.tail)
     }
 
-    /// The output, and the tail's output if the backward needs it.
+    /// The output and, if the backward needs it, the tail's output.
     ///
     /// # Errors
     /// When the device fails.

@@ -22,7 +22,7 @@ const AT_ONCE: usize = 1 << 26;
 /// A matrix among the parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MuonMatrix {
-    /// Index of the first element.
+    /// Index of the first element among the parameters.
     pub at: usize,
     /// Number of rows; the matrix is stored in row-major order.
     pub rows: usize,
@@ -59,9 +59,11 @@ impl Muon {
     /// Updates matrices in place, and does not wait for the device:
     ///
     /// ```text
-    /// g = gradient * gradient_factor, clipped          m = momentum m + (1 - momentum) g
-    /// d = orthogonal(momentum m + (1 - momentum) g)    w = (1 - lr weight_decay) w - lr scale d
+    /// g = gradient * gradient_factor, clipped            m = momentum * m + (1 - momentum) g
+    /// d = orthogonal(momentum * m + (1 - momentum) g)    w = (1 - lr * weight_decay) w - lr * scale * d
     /// ```
+    ///
+    /// Without `nesterov` d is `orthogonal(m)`.
     ///
     /// `state` is contiguous (2, parameters) in f32: weights and m. `gradient` is (parameters) in f32, `sum_of_squares`
     /// is the [`sum_of_squares`](crate::ops::sum_of_squares) of the gradient of all parameters, including parameters
@@ -69,7 +71,7 @@ impl Muon {
     /// weights in f16 or bf16. Matmuls are in f32 on the CPU; on a GPU the direction is bf16, and sums are f32. When
     /// the gradient's norm is not finite nothing changes. With `beta2` the rows of d are normalized
     /// ([`Muon::normalize_rows`]): `mean_squares` then has a number for each row of the matrices, one matrix after the
-    /// other. Adjacent matrices of one shape are orthogonalized together, which is faster.
+    /// other. Adjacent matrices of one shape are orthogonalized together, which is faster than one by one.
     ///
     /// A step is [`Muon::directions`], [`Muon::orthogonalize`], [`Muon::normalize_rows`] and [`Muon::apply`]. Processes
     /// that update shards of the same matrices call these four functions, and exchange directions after the first and
@@ -128,8 +130,8 @@ impl Muon {
     }
 
     /// Makes the singular values of matrices about 1, in place. The matrices are stored one after the other in
-    /// `directions`, from its first element; adjacent matrices of one shape are processed faster. A constant factor of
-    /// a matrix does not change the result.
+    /// `directions`, from its first element. Adjacent matrices of one shape are processed together, which is faster.
+    /// Multiplying a matrix by a constant does not change the result.
     ///
     /// # Errors
     /// When `directions` has fewer elements than the matrices.
@@ -150,10 +152,10 @@ impl Muon {
 
     /// With `beta2`, divides each row d of orthogonal directions by the root of the row's running mean square v, in
     /// place, and scales each matrix so that its Frobenius norm does not change. (NorMuon, arXiv 2510.05491, sets the
-    /// norm to sqrt(rows columns) instead, so that a step is always as long as with [`MuonScale::AdamW`].)
+    /// norm to sqrt(rows * columns) instead, so that a step is always as long as with [`MuonScale::AdamW`].)
     ///
     /// ```text
-    /// v = beta2 v + (1 - beta2) mean(d^2)          d = d / sqrt(v) * norm(matrix) / norm(matrix of d / sqrt(v))
+    /// v = beta2 * v + (1 - beta2) mean(d^2)        d = d / sqrt(v) * norm(matrix) / norm(matrix of d / sqrt(v))
     /// ```
     ///
     /// Matrices are stored in `directions` as for [`Muon::orthogonalize`]. `mean_squares` is v in f32, (rows of all

@@ -94,8 +94,8 @@ pub fn past_linear(q: &Tensor, k: &Tensor, v: &Tensor, selection: &Selection, ta
     q.apply_op3(k, v, op)
 }
 
-/// The gradients of query, key and value of [`past_linear`] for its output's gradient: for training loops
-/// that do not use candle's graph.
+/// The gradients of query, key and value of [`past_linear`] for the output's gradient `dout`. For training loops that
+/// do not use candle's graph.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -126,8 +126,8 @@ pub fn past_linear_backward(
     Gradients(&PastLinear::new([q, k, v], selection, tail)?).of([q, k, v], dout)
 }
 
-/// Adds the result of [`past_linear_backward`] to `gradients`, and returns the sums. On a GPU the sums overwrite
-/// `gradients` in place, so nothing else may use their memory.
+/// Adds the result of [`past_linear_backward`] to `gradients`, and returns the sums. On a GPU the sums can overwrite
+/// `gradients` in place, so nothing else may use the memory of `gradients`.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -221,8 +221,8 @@ impl PastLinear {
     }
 }
 
-/// The op that computes the gradients of query, key and value from these three and the output's gradient. On a GPU
-/// three more inputs may follow, to which the gradients are added in place.
+/// The op that computes the gradients of query, key and value from query, key, value and the output's gradient. On a
+/// GPU three more operands may follow, to which the gradients are added in place.
 pub(crate) struct Gradients<'a>(pub(crate) &'a PastLinear);
 
 impl Gradients<'_> {

@@ -41,8 +41,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     x.apply_op2(weight, op)
 }
 
-/// `sum = x + residual` and `y = rms_norm(sum, weight)` in one pass, outside candle's graph; returns
-/// `(sum, y)`.
+/// `sum = x + residual` and `y = rms_norm(sum, weight)` in one pass; returns `(sum, y)`.
 ///
 /// `x`, `residual` and the outputs have the same shape and type. `y` is computed from the rounded sum. For training
 /// loops that do not use candle's graph; [`rms_norm_backward`] is the backward.
@@ -81,8 +80,8 @@ pub fn residual_rms_norm(
 }
 
 /// The gradients of `x` and the weight of [`rms_norm`] for the output's gradient `dout`. `residual`, if given, is the
-/// gradient that `x` receives through the residual connection past the norm. It is added to the gradient of `x` in the
-/// same pass, before rounding.
+/// gradient that `x` receives through the residual connection past the norm. The function adds `residual` to the
+/// gradient of `x` in the same pass, before rounding.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -167,8 +166,8 @@ pub(crate) struct RmsNorm {
     pub(crate) eps: f32,
 }
 
-/// The op that computes the gradients of `x` and of the weight. Its inputs are `x`, the weight and the output's gradient;
-/// with `residual` also a fourth tensor, which is added to the gradient of `x`.
+/// The op that computes the gradients of `x` and of the weight. Its inputs are `x`, the weight, the output's gradient,
+/// and a fourth tensor, which is added to the gradient of `x` if `residual` is set.
 pub(crate) struct Gradients {
     pub(crate) eps: f32,
     pub(crate) residual: bool,

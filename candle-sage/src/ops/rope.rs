@@ -266,7 +266,6 @@ pub(crate) struct Rope {
 }
 
 impl RopeStyle {
-    /// Rotates the four-dimensional `x` by the tables' angles times `direction`.
     pub(super) fn rotate(
         self,
         dims: &[usize],

@@ -1,5 +1,5 @@
-//! The router's computations on the device: means of blocks, the largest scores, and the attention mass of blocks. They
-//! have no gradients.
+//! The router's computations on the device, without gradients: means of blocks, the largest scores, and the attention
+//! mass of blocks.
 
 use candle_core::{DType, Device, Result, Tensor};
 

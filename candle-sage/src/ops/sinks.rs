@@ -14,7 +14,7 @@ use crate::shape::AttentionShape;
 impl Attention {
     /// Sinks: an additional logit per query head in the denominator of the softmax, so that a query can attend to
     /// nothing: `out_i = sum_j exp(l_ij) v_j / (exp(sink) + sum_j exp(l_ij))` with the logits `l_ij`. `sinks` is (query
-    /// heads) in any float type, on the query's device. [`Attention::apply`] uses them as constants; with
+    /// heads) in any float type, on the query's device. In [`Attention::apply`] the sinks are constants; with
     /// [`Attention::apply_with_sinks`] they receive a gradient.
     ///
     /// Sinks do not change the quantization of probabilities, which depends only on the logits of the keys. The
@@ -61,7 +61,7 @@ impl Attention {
             return attention.apply(q, k, v);
         }
         let op = attention.op(q, k, v, true)?;
-        // Converted to f32 in candle's graph, so that the gradient is converted back to the sinks' type.
+        // The conversion to f32 is in candle's graph, so that the gradient is converted back to the sinks' type.
         let sinks = sinks.to_dtype(DType::F32)?;
         let saved = op.saved.clone().ok_or_else(|| Error::new("the forward kept no state"))?;
         let k = k.apply_op2(&sinks, WithSinks(saved))?;

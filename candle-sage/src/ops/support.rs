@@ -152,7 +152,6 @@ impl<'a> Rows<'a> {
         })
     }
 
-    /// A range of columns of a row.
     pub(super) fn part(&self, row: usize, columns: std::ops::Range<usize>) -> &[f32] {
         &self.values[row * self.stride..][columns]
     }

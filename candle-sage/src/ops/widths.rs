@@ -7,8 +7,8 @@ use crate::shape::{Dims, HEAD_DIM};
 
 /// The head_dims of a call in which values have another head_dim than queries and keys.
 ///
-/// A zero channel of Q and K adds nothing to a logit, and a zero channel of V becomes a zero channel of O. In low bits
-/// zeros change no scale, because a scale is computed from the largest absolute value.
+/// A zero channel of Q and K adds nothing to a logit, and a zero channel of V becomes a zero channel of O. In low-bit
+/// schemes zeros change no scale, because a scale is computed from the largest absolute value.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Widths {
     query: usize,

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 /// and `dP = dO V^T` in 16 bit. (`S = Q K^T` counts twice, in the forward and in the backward.) [`Int8Products`] can
 /// keep more matmuls in floating point.
 ///
-/// | matmul | left operand, its scale | right operand, its scale |
+/// | matmul | left operand, its scales | right operand, its scales |
 /// |---|---|---|
 /// | `S = Q K^T` | Q, one per tile | K minus its token mean, one per tile |
 /// | `O = P V` | P, one per row of each tile | V, with [`Smoothing::Kv`] minus its token mean, one per tile |
@@ -361,8 +361,8 @@ impl SageBwd {
     /// ```
     ///
     /// # Errors
-    /// When a tile, a group or a sample is out of range; when only the forward's S is in INT8; when a granularity, a
-    /// key mean or smoothing of V is set that has no effect.
+    /// When a tile, a group or a sample is out of range; when only the forward's S is in INT8; when the granularity,
+    /// the key mean or the smoothing of V has no effect.
     pub fn validate(&self) -> Result<()> {
         for (name, rows) in [("tile_q", self.tile_q), ("tile_k", self.tile_k)] {
             if !Self::TILE_ROWS.contains(&rows) {

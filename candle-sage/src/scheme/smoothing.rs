@@ -24,11 +24,11 @@ pub enum Smoothing {
     /// As `K`, and subtracts the mean of each tile of Q from the tile. The product of this mean and K, one row of
     /// logits, is added to every row of the tile's logits. dK gets the mean's contribution as a rank-one term.
     Qk,
-    /// As `K`, and subtracts from V its mean `m` over the same tokens, and adds `m` to the output: `O = P (V - m) + m`,
-    /// because every row of the exact P sums to one. The rounding error of P is then multiplied by `V - m` instead of
-    /// V, which reduces the part of the output's error that does not average out. This method is ours;
-    /// `docs/gradient_bias.md` has measurements. `Kv` cannot be combined with `AttnQat::high_precision_output(false)`
-    /// or `Products::Nvfp4`, because the mean would not be rounded as V is.
+    /// As `K`; also subtracts from V its mean `m` over the tokens of K's mean, and adds `m` to the output:
+    /// `O = P (V - m) + m`, because every row of the exact P sums to one. The rounding error of P is then multiplied by
+    /// `V - m` instead of V, which reduces the part of the output's error that does not average out. This method is
+    /// ours; `docs/gradient_bias.md` has measurements. `Kv` cannot be combined with
+    /// `AttnQat::high_precision_output(false)` or `Products::Nvfp4`, because the mean would not be rounded as V is.
     Kv,
 }
 
@@ -61,8 +61,8 @@ impl Smoothing {
 /// The tokens over which [`Smoothing`] takes the means of K and V.
 ///
 /// Subtracting the same vector from all keys changes neither the softmax nor the gradients. The subtraction only makes
-/// better use of the quantized range, for which the mean of a few dozen keys is enough. A sample saves another read of
-/// all of K; `docs/sagebwd_products.md` has errors and times.
+/// better use of the quantized range, for which the mean of a few dozen keys is enough. A sample avoids an additional
+/// read of K; `docs/sagebwd_products.md` has errors and times.
 ///
 /// ```
 /// use candle_sage::KeyMean;
@@ -83,7 +83,7 @@ pub enum KeyMean {
     All,
     /// At most this many tokens (1 to 4096), evenly spaced, of the sequence or of each packed document: sample `i` of
     /// `m` is token `floor((2 i + 1) n / (2 m))` of `n`, the middle of an interval. A small sample thus excludes the
-    /// first token, whose key differs from the others if it is an attention sink.
+    /// first token, which may be an attention sink with an unusual key.
     Sample(usize),
 }
 

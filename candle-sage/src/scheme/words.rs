@@ -81,7 +81,6 @@ impl SageBwd {
 }
 
 impl AttnQat {
-    /// As [`SageBwd::set`].
     fn set(&mut self, name: &str, value: &str) -> Result<bool> {
         match name {
             "smoothing" => self.smoothing = value.parse()?,

@@ -86,7 +86,7 @@ impl Blocks {
     }
 
     /// Number of candidates of a block of queries. Candidates are the blocks of keys that may be selected: the
-    /// segment's first blocks. With a causal mask the block's first query sees every key of a candidate, so that a
+    /// segment's first blocks. With a causal mask the first query of `block` sees every key of a candidate, so that a
     /// query's selection does not depend on later tokens.
     pub(crate) fn candidates(&self, segment: usize, block: usize) -> usize {
         if self.causal {
@@ -96,7 +96,7 @@ impl Blocks {
         }
     }
 
-    /// The blocks of keys that follow the candidates and that some query of the block sees. These blocks are always
+    /// The blocks of keys that follow the candidates and that some query of `block` sees. These blocks are always
     /// visited and masked by token; with a causal mask they are the blocks on the diagonal.
     pub(crate) fn always(&self, segment: usize, block: usize) -> Range<usize> {
         let candidates = self.candidates(segment, block);
@@ -132,7 +132,6 @@ impl Blocks {
         if self.packed { self.key_starts[segment] } else { 0 }
     }
 
-    /// Number of columns of a score matrix.
     pub(crate) fn columns(&self) -> usize {
         if self.packed { self.all_key_blocks() } else { self.key_blocks(0) }
     }

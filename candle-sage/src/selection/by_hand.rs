@@ -15,7 +15,7 @@ pub struct QueryBlock {
     pub key_head: usize,
     /// Index of the block inside its segment.
     pub block: usize,
-    /// Number of blocks of keys that may be listed: they are `0..candidates`.
+    /// Number of blocks of keys that may be listed: the blocks `0..candidates`.
     pub candidates: usize,
 }
 

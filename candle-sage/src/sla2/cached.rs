@@ -20,7 +20,7 @@ pub struct Sla2Cache {
     settings: Option<Settings>,
     /// Whether a call began and did not end.
     failed: bool,
-    /// The last queries. The mean of some of them represents the next block of queries in the router.
+    /// The last queries. The router's mean for the next block of queries includes some of these queries.
     recent: Option<Tensor>,
     /// Number of candidates of the current block of queries.
     candidates: usize,
@@ -208,7 +208,7 @@ impl Sla2 {
         Ok(Tensor::cat(&outputs, SEQUENCE)?.detach())
     }
 
-    /// Checks everything before the cache changes.
+    /// Checks a call before it changes the cache.
     fn check_cached(&self, [q, k, v]: [&Tensor; 3], theta: &Tensor, cache: &Sla2Cache) -> Result<Settings> {
         let (shape, _) = self.shape(q, k)?;
         if !shape.causal() || shape.is_packed() {
@@ -312,7 +312,7 @@ impl Sla2 {
         let left = (candidates - count) * block;
         let tail = match (&cache.states, self.tail) {
             (Some(sum), Some(Tail::Past)) if left > 0 => Some(sum.squeeze(2)?),
-            // Only states of blocks that are not selected are added: a difference of sums would lose small features.
+            // Adds the unselected states: subtracting the selected states from a total would lose small features.
             (Some(all), Some(Tail::Complement)) if left > 0 => {
                 let in_tail =
                     |list: &Vec<u32>, at: usize| if list.contains(&(at as u32)) { 0f32 } else { 1.0 };
@@ -354,7 +354,7 @@ impl Sla2 {
         let sparse = self.attention.clone().scheme(Scheme::Unquantized).apply(q, &keys, &values)?;
         let Some(state) = tail else { return Ok(sparse) };
         let key_heads = keys.dim(2)?;
-        // The query heads of a group read the state of one key head, so that one matmul computes them.
+        // The query heads of a group read the state of one key head, so one matmul computes the whole group.
         let sums = features(q)?.reshape((batch, key_heads, heads / key_heads * len, d))?.matmul(state)?;
         let linear = sums.narrow(3, 0, d)?.broadcast_mul(&inverse_norm(&sums.narrow(3, d, 1)?)?)?;
         let linear = linear.reshape((batch, heads, len, d))?.transpose(1, 2)?;

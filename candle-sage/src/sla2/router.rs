@@ -92,7 +92,7 @@ impl Router {
     /// ```
     ///
     /// # Errors
-    /// When the variables are missing or have another shape.
+    /// When the variables are missing or have the wrong shape.
     pub fn load(key_heads: usize, head_dim: usize, vb: VarBuilder<'_>) -> Result<Self> {
         let get = |name: &str| {
             let dims = (key_heads, head_dim, head_dim);
@@ -102,7 +102,7 @@ impl Router {
         let router = Self::from_tensors(get("q_router")?, get("k_router")?)?;
         for (weight, identity) in router.weights().into_iter().zip(start.weights()) {
             if weight.abs()?.max_all()?.to_scalar::<f32>()? == 0.0 {
-                // In place, so that the variable itself changes.
+                // Writing in place changes the variable itself.
                 weight.slice_set(identity, 0, 0)?;
             }
         }
@@ -118,7 +118,7 @@ impl Router {
         Self { query: self.query.detach(), key: self.key.detach() }
     }
 
-    /// The scores, (key heads, blocks of queries, columns), for means of (key heads, blocks of all segments, head_dim).
+    /// The scores (key heads, blocks of queries, columns) of the means (key heads, blocks of all segments, head_dim).
     pub(super) fn scores(&self, [q, k]: [Tensor; 2], shape: &AttentionShape) -> Result<Tensor> {
         let (key_heads, rows, d) = q.dims3()?;
         if self.query.dims() != [key_heads, d, d] {

@@ -96,7 +96,7 @@ fn describe(case: &Case) -> String {
 }
 
 /// f32 rounding: sums of up to N = 600 and d = 256 terms, each rounded to 2^-24, err by about
-/// sqrt(600) 2^-24 = 1.5e-6; the exponential adds 2 ulp. 4e-6 leaves a factor of two.
+/// sqrt(600) * 2^-24 = 1.5e-6; the exponential adds 2 ulp. The limit of 4e-6 leaves a factor of two.
 #[test]
 fn unquantized_is_exact_up_to_f32_rounding() -> Result<()> {
     for case in cases() {
@@ -109,8 +109,8 @@ fn unquantized_is_exact_up_to_f32_rounding() -> Result<()> {
 }
 
 /// The inputs are exact in 16 bit and the matmuls are in f32, so that the output and each gradient are rounded once, by
-/// at most 2^-9 (bf16) or 2^-12 (f16) of their size; D = rowsum(dO o O) uses the rounded output, which can add an error
-/// of the same size. Gradients below f16's smallest number, 6e-8, do not occur here.
+/// at most 2^-9 (bf16) or 2^-12 (f16) of their size; delta = rowsum(dO o O) uses the rounded output, which can add an
+/// error of this size. Gradients below f16's smallest number, 6e-8, do not occur here.
 #[test]
 fn sixteen_bit_tensors_are_rounded_once() -> Result<()> {
     for (dtype, tolerance) in [(DType::BF16, 2f64.powi(-8)), (DType::F16, 2f64.powi(-11))] {
@@ -190,7 +190,7 @@ fn strides_do_not_matter() -> Result<()> {
     Ok(())
 }
 
-/// `flash_attn`, `flash_attn_varlen` and `apply_heads_first` give the bits of `apply`, in outputs and gradients.
+/// `flash_attn`, `flash_attn_varlen` and `apply_heads_first` return the same bits as `apply`, in outputs and gradients.
 /// Invalid lengths are errors.
 #[test]
 fn other_signatures_are_the_same_attention() -> Result<()> {
@@ -285,7 +285,7 @@ fn a_query_that_sees_nothing_gives_zeros_and_no_gradient() -> Result<()> {
 
 #[test]
 fn a_nan_is_not_hidden() -> Result<()> {
-    // Includes NaNs with low payload bits. The bad value is in token 0: with a causal mask, query 0 sees only this key.
+    // Includes NaNs with low payload bits. The bad value is in token 0: with a causal mask, query 0 sees only key 0.
     let bad = [f32::NAN, f32::from_bits(0x7fc0_0001), f32::from_bits(0xffff_ffff), f32::INFINITY];
     for scheme in schemes() {
         for (input, name) in ["query", "key", "value", "output gradient"].iter().enumerate() {
@@ -312,7 +312,7 @@ fn a_nan_is_not_hidden() -> Result<()> {
 fn extreme_logits_stay_finite() -> Result<()> {
     let mut case = Case::new(1, (100, 100), (1, 1), 64, true);
     case.draw(300.0, 1);
-    // All schemes except those whose backward computes other logits than the forward, which is a known defect.
+    // Excludes schemes whose backward computes other logits than the forward: this mismatch is a known defect.
     let matched = |scheme: &Scheme| match scheme {
         Scheme::SageBwd(settings) => settings.products.s,
         other => *other != AttnQat::drop_in().into(),

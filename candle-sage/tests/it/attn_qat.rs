@@ -131,12 +131,12 @@ fn without_worst_rows(got: &[f64], expected: &[f64], d: usize) -> f64 {
     (errors.iter().sum::<f64>() / norm).sqrt()
 }
 
-/// dQ and dK are exact up to f32 roundings: 4e-6 as in unquantized attention, and up to 2e-5 from the sums of D, whose
-/// terms cancel. O and dV are exact to 4e-6 in all rows without a changed FP4 value. A probability has another FP4
-/// value if f32 and f64 put it, or its scale, on different sides of a midpoint. This happens to a fraction of 2^-20 x 8
-/// of the probabilities, so a row of 300 probabilities contains one with a chance of 2e-3. A changed scale affects 16
-/// rows of dV: a tenth of the rows may be off. A changed FP4 value is off by a quarter of itself, 7e-4 of a tensor;
-/// 5e-3 allows for rows of a few keys.
+/// dQ and dK are exact up to f32 roundings: 4e-6 as in unquantized attention, and up to 2e-5 from delta, a sum whose
+/// terms cancel. O and dV are exact to 4e-6 in all rows without a changed FP4 value. The FP4 value of a probability
+/// changes if f32 and f64 put the probability, or its scale, on different sides of a midpoint. A fraction of 8 * 2^-20
+/// of the probabilities changes, so a row of 300 has a changed one with a chance of 2e-3. A changed scale affects 16
+/// rows of dV: a tenth of the rows may be off. A changed FP4 value is off by a quarter, which is 7e-4 of a tensor's
+/// norm; the limit of 5e-3 allows for rows of a few keys.
 #[test]
 fn results_are_those_of_the_definition() -> Result<()> {
     let mut packed = Case::new(1, (200, 210), (4, 2), 32, true);
@@ -280,8 +280,8 @@ fn a_backward_from_unquantized_scores_does_not_fit_the_forward() -> Result<()> {
     let mut case = Case::new(1, (512, 512), (1, 1), 64, true);
     for (sigma, most) in [(1.0, 0.25), (4.0, f64::INFINITY)] {
         case.draw(sigma, 3);
-        // With an output gradient of ones, dV is the sum of each key's probabilities; their total is the number of
-        // queries.
+        // With an output gradient of ones, dV is the sum of each key's probabilities. The total over all keys is the
+        // number of queries.
         case.data[3].fill(1.0);
         let unfit = |settings: AttnQat| -> Result<f64> {
             let got = case.run(settings.requantized_p(false).into(), DType::F32)?;

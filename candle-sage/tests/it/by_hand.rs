@@ -28,7 +28,7 @@ impl Place {
         Var::from_tensor(&Tensor::from_vec(values, dims, &self.device)?.to_dtype(self.dtype)?)
     }
 
-    /// Half a unit in the last place, relative.
+    /// Half a unit in the last place, relative to the value.
     fn rounding(&self) -> f64 {
         match self.dtype {
             DType::F16 => 2f64.powi(-11),
@@ -63,7 +63,6 @@ fn close(name: &str, got: &Tensor, expected: &Tensor, limit: f64) -> Result<()> 
     Ok(())
 }
 
-/// Rows 10 to 24, twice.
 fn apart_of(x: &Tensor) -> Result<Tensor> {
     let rows = x.narrow(0, 10, 15)?;
     Tensor::stack(&[&rows, &rows], 0)
@@ -164,8 +163,8 @@ fn norms(place: &Place) -> Result<()> {
     Ok(())
 }
 
-/// Matmuls against f64: the inputs are already rounded, and f32 sums of 70 terms err by at most 70 2^-24 of the sum of
-/// absolute terms, which is sqrt(70) times the result here; then the result is rounded to its type.
+/// Matmuls against f64: the inputs are already rounded, and f32 sums of 70 terms err by at most 70 * 2^-24 of the sum
+/// of absolute terms, which is sqrt(70) times the result here; then the result is rounded to its type.
 fn products(place: &Place) -> Result<()> {
     let mut normals = Normals::new(3);
     let (rows, inner, cols) = (33, 70, 24);
@@ -235,7 +234,7 @@ fn loss(place: &Place) -> Result<()> {
     Ok(())
 }
 
-/// The pairwise sum of two halves, where the first half has 2^n parts.
+/// The sum of two halves, which are summed recursively. The first half has 2^n parts.
 fn sum_of_halves(parts: &[&[f32]]) -> Vec<f32> {
     if let [part] = parts {
         return part.to_vec();
@@ -393,8 +392,8 @@ mod cuda {
         Ok(())
     }
 
-    /// The same recurrence on both devices; a step moves a weight by at most lr, and the devices differ by roundings of
-    /// the step.
+    /// Both devices compute the same recurrence. A step moves a weight by at most lr, and the devices differ by
+    /// roundings of the step.
     #[test]
     #[ignore = "needs a GPU"]
     fn adamw_is_that_of_the_cpu() -> Result<()> {

@@ -14,7 +14,7 @@ fn values(x: &Tensor) -> Result<Vec<f32>> {
     x.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
 }
 
-/// Copies some tokens and heads of one tensor to a part of another, which is larger in every dimension.
+/// Copies some tokens and heads of one tensor to a part of another, which has more tokens and heads than this part.
 fn copies(device: &Device, dtype: DType) -> Result<()> {
     for (batch, tokens, heads, channels) in [
         (1, 1, 1, 1),
@@ -37,7 +37,7 @@ fn copies(device: &Device, dtype: DType) -> Result<()> {
             // Copied values are not negative, so that elements that are still -1 were not written.
             let untouched = values(&out)?.iter().filter(|&&x| x == -1.0).count();
             assert_eq!(untouched, out.elem_count() - part.elem_count(), "{what}");
-            // Heads before tokens, and a broadcast input.
+            // The output has heads before tokens. The second input is broadcast.
             let turned = Tensor::zeros((batch, heads, tokens, channels), dtype, device)?;
             copy_heads(&turned.transpose(1, 2)?, &part)?;
             assert_eq!(values(&turned.transpose(1, 2)?)?, values(&part)?, "{what}");
@@ -51,7 +51,6 @@ fn copies(device: &Device, dtype: DType) -> Result<()> {
     let out = Tensor::zeros((1, 4, 1, 64), dtype, device)?;
     copy_heads(&out, &x.reshape((1, 4, 1, 64))?)?;
     assert_eq!(values(&out)?, values(&x)?);
-    // Copies of empty tensors succeed.
     copy_heads(&Tensor::zeros((1, 4, 0, 8), dtype, device)?, &Tensor::zeros((1, 4, 0, 8), dtype, device)?)?;
     copy_heads(&out.narrow(1, 0, 0)?, &x.reshape((1, 4, 1, 64))?.narrow(1, 0, 0)?)
 }

@@ -19,9 +19,9 @@ fn sage() -> SageBwd {
     SageBwd::default()
 }
 
-/// The rule of FlashAttention-3's tests: the error against f64 is at most twice the error of a reference run in low
-/// precision, plus a floor for tiny results. The reference is the CPU, which for SageBwd has the same quantized values.
-/// Unquantized attention on the CPU is in f32, so the rounding of P and dS to 16 bit is added: each rounds by at most
+/// As in FlashAttention-3's tests, the error against f64 is at most a multiple of the error of a reference run in low
+/// precision, plus roundings. The reference is the CPU, which for SageBwd has the same quantized values. Unquantized
+/// attention on the CPU is in f32, so its limit includes the rounding of P and dS to 16 bit: each is rounded by at most
 /// 2^-9 (bf16) or 2^-12 (f16), and both affect dQ and dK.
 fn check(what: &str, case: &Case, scheme: Scheme, dtype: DType, got: &Results) -> Result<()> {
     check_against(what, scheme, dtype, got, [&case.exact(), &case.run(scheme, dtype)?], case.lens.1);
@@ -55,12 +55,12 @@ pub(crate) fn check_against(
     }
 }
 
-/// Attn-QAT has large errors against f64, but is close to the CPU, which has the same FP4 values. The differences are
-/// P, O' and dS in 16 bit, each rounded by at most 2^-9 (bf16) or 2^-12 (f16), one more rounding of the results, and
-/// 5e-3 for probabilities that f32 sums in another order put on the other side of a midpoint
+/// Attn-QAT has large errors against f64, but is close to the CPU, which has the same FP4 values. The GPU rounds P, dS
+/// and the high-precision output to 16 bit, each by at most 2^-9 (bf16) or 2^-12 (f16), and then rounds the results.
+/// The limit of 5e-3 is for probabilities that f32 sums in another order move across a midpoint
 /// (`attn_qat::results_are_those_of_the_definition`). A smoothed K that is not quantized is rounded to 16 bit only on
-/// the GPU, so logits differ by about 2^-9. If dV quantizes the probabilities, one in a hundred has another FP4 value,
-/// off by a quarter of itself.
+/// the GPU, so logits differ by about 2^-9. If dV uses quantized probabilities, one in a hundred then has another FP4
+/// value, which is off by a quarter.
 fn same_as_the_cpu(what: &str, n: usize, dtype: DType, settings: &AttnQat, [got, cpu]: [&[f64]; 2]) {
     let error = relative_l2(got, cpu);
     let other_k = settings.smoothing != Smoothing::None && !settings.matched_recomputation;
@@ -84,7 +84,7 @@ fn run(what: &str, case: &mut Case, schemes: &[Scheme], seed: u64) -> Result<()>
     Ok(())
 }
 
-/// Checks that the `deterministic` results of a case are correct, and bit-identical in the next run.
+/// Checks that the `deterministic` results of a case are correct, and bit-identical in a second run.
 fn repeats(what: &str, case: &mut Case, schemes: &[Scheme]) -> Result<()> {
     case.round_to(DType::BF16)?;
     let (device, exact) = (gpu(), case.exact());

@@ -58,7 +58,8 @@ fn hashes(results: &Results) -> String {
     results.iter().map(of).collect::<Vec<_>>().join(" ")
 }
 
-/// A line for each case (dense and on lists), scheme and type. Above 128 channels only two schemes have kernels.
+/// A line for each case (dense, and of selected blocks), scheme and type. Above 128 channels only two schemes have
+/// kernels.
 fn lines() -> Result<String> {
     let (device, mut lines) = (gpu(), String::new());
     for (name, mut case) in cases() {

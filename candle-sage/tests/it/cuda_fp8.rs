@@ -37,7 +37,7 @@ fn same_codes(x: &Tensor, format: Fp8Format, copies: Fp8Copies) -> Result<()> {
     Ok(())
 }
 
-/// FP8 values of parts, their transposes, and matmuls with scales that share memory with other scales.
+/// The FP8 values of matrices that are quantized in parts, and of their transposes.
 #[test]
 #[ignore = "needs a GPU"]
 fn parts_have_the_codes_of_the_cpu() -> Result<()> {
@@ -85,8 +85,8 @@ fn codes_are_those_of_the_cpu() -> Result<()> {
 
 /// Matmuls of the same FP8 values. Tensor cores accumulate with about 14 bits, and promote the sum to f32 every 128
 /// terms. Each of the four steps between promotions errs by up to 2^-14 of the partial sum, 2^-12 in total, and we
-/// allow twice that. Fast sums are never promoted, so that the errors of the steps add up as if independent. One
-/// rounding to the result's type is added.
+/// allow twice that. Fast sums are never promoted: the errors of all steps add up as if independent. One rounding
+/// to the result's type is added.
 #[test]
 #[ignore = "needs a GPU"]
 fn products_are_those_of_the_cpu() -> Result<()> {
@@ -140,8 +140,8 @@ fn products_are_those_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// Quantizing the same matrices step after step gives the same codes, scales and numbers of saturated values on both
-/// devices.
+/// Quantizing the same matrices step after step gives the same FP8 values, scales and numbers of saturated values on
+/// both devices.
 #[test]
 #[ignore = "needs a GPU"]
 fn scales_are_those_of_the_cpu() -> Result<()> {
@@ -188,8 +188,8 @@ fn scales_are_those_of_the_cpu() -> Result<()> {
 }
 
 /// A cross-entropy in FP8. Logits differ by errors of sums, up to 2^-11, or in 16 bit by their rounding. An error of e
-/// moves a fraction 4 e of the E5M2 values across a midpoint, each by a fifth: a relative error of sqrt(4 e) / 5, which
-/// is .01 in f32 and .025 in bf16.
+/// moves a fraction 4 * e of the E5M2 values across a midpoint, and changes each of them by a fifth. The relative error
+/// is sqrt(4 * e) / 5, which is .01 in f32 and .025 in bf16.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_cross_entropy_is_that_of_the_cpu() -> Result<()> {

@@ -16,8 +16,8 @@ fn rounding(dtype: DType) -> f64 {
     }
 }
 
-/// Both devices sum in f32, in different orders: the longest sums here have 4096 terms, with an error of sqrt(4096)
-/// 2^-24 on each device.
+/// Both devices sum in f32, in different orders: the longest sums here have 4096 terms, with an error of
+/// sqrt(4096) * 2^-24 on each device.
 const SUMS: f64 = 8e-6;
 
 type Op<'a> = &'a dyn Fn(&[Tensor]) -> Result<Tensor>;
@@ -153,7 +153,7 @@ fn rms_norm_takes_a_weight_of_another_type() -> Result<()> {
             Ok(vec![values(&out)?, grad(&x)?, grad(&weight)?])
         };
         for (got, expected) in results(&gpu())?.iter().zip(&results(&Device::Cpu)?) {
-            // Both devices round the output, which is also the gradient, and then the result: a tie may round to
+            // Both devices round the output, whose double is its gradient, and then the result: a tie may round to
             // different sides.
             let limit = 4.0 * rounding(of_x).max(rounding(of_weight));
             let error = relative_l2(got, expected);
@@ -179,7 +179,7 @@ fn rms_norm_of_huge_elements_does_not_overflow() -> Result<()> {
     Ok(())
 }
 
-/// Shapes for the rotations: heads for one lane, for a number of lanes that is not a power of two, for a warp and more.
+/// Shapes for the rotations: heads that need one lane, a number of lanes that is not a power of two, a warp, and more.
 const HEADS: [(usize, usize, usize, usize); 9] = [
     (1, 1, 1, 2),
     (2, 5, 3, 6),

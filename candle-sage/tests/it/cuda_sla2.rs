@@ -71,7 +71,7 @@ fn selected_blocks_of_every_scheme() -> Result<()> {
     Ok(())
 }
 
-/// Lists of every length, from empty to all blocks, and a block in every list.
+/// Lists of every length, from empty to all blocks. All lists except the empty ones contain block 0.
 #[test]
 #[ignore = "needs a GPU"]
 fn lists_of_uneven_lengths() -> Result<()> {
@@ -94,8 +94,8 @@ fn lists_of_uneven_lengths() -> Result<()> {
     Ok(())
 }
 
-/// Key blocks with so many query blocks that the backward splits their lists among thread blocks, unless gradients must
-/// be reproducible.
+/// Key blocks that many query blocks select: the backward splits the lists of these query blocks among thread blocks,
+/// unless gradients must be reproducible.
 #[test]
 #[ignore = "needs a GPU"]
 fn lists_of_users_that_are_cut() -> Result<()> {
@@ -184,8 +184,8 @@ fn random_problem(mut case: Case, seed: u64, tail: Tail, alpha: Alpha) -> Result
     Ok(Problem { case, selection, theta, tail, alpha })
 }
 
-/// Features, states and matmuls are in 16 bit: each rounds by at most 2^-9 (bf16) or 2^-12 (f16). A gradient follows
-/// five of these roundings, or seven if a state is combined from chunks; they are independent, so their squares add up.
+/// Features, states and matmuls are in 16 bit: each rounds by at most 2^-9 (bf16) or 2^-12 (f16). A gradient contains
+/// five such roundings, or seven if a state is combined from chunks. The squares of these independent errors add up.
 /// dtheta sums the products of dO and the errors of both the exact and the linear attention.
 fn limits() -> [(DType, f64); 2] {
     [(DType::BF16, 5.0 * 2f64.powi(-9)), (DType::F16, 5.0 * 2f64.powi(-12))]

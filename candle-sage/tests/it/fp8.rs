@@ -10,7 +10,7 @@ use candle_sage::ops::{self, CrossEntropy, Fp8Copies, Fp8Linear, Fp8Matrix, Fp8S
 use crate::support::{Normals, f64s, relative_l2};
 
 /// The root mean square of a rounding error, relative to the value: the error is uniform within half a spacing, and the
-/// spacing is 2^-mantissa of the power of two below the value.
+/// spacing for m bits of mantissa is 2^-m times the power of two below the value.
 pub(crate) fn rounding(format: Fp8Format) -> f64 {
     let spacing = if format == E4M3 { 2f64.powi(-3) } else { 2f64.powi(-2) };
     spacing / 12f64.sqrt()
@@ -55,8 +55,8 @@ fn a_linear_map_has_the_error_of_its_roundings() -> Result<()> {
     Ok(())
 }
 
-/// An FP8 matmul equals the f64 matmul of the dequantized values, except for rounding in the f32 sums: sqrt(k) 2^-24
-/// for k terms.
+/// An FP8 matmul equals the f64 matmul of the dequantized values, except for rounding in the f32 sums:
+/// sqrt(k) * 2^-24 for k terms.
 #[test]
 fn a_product_is_that_of_its_codes() -> Result<()> {
     let mut normals = Normals::new(2);
@@ -290,7 +290,7 @@ fn scales_follow_the_largest_values() -> Result<()> {
             .map(|scale| scale[0])
     };
     assert_eq!(scales.state()?, [[0.0, 0.0]; 2]);
-    // 4 x 3 = 12 is below 448 / 32 = 14; 4 x 3000 below 57344 / 4 = 14336.
+    // 4 * 3 = 12 is below 448 / 32 = 14, and 4 * 3000 is below 57344 / 4 = 14336.
     assert_eq!([of(&scales, 0, 3.0)?, of(&scales, 1, 3000.0)?], [1.0 / 32.0, 0.25]);
     // 15 / (1 / 32) = 480 saturates.
     assert_eq!(of(&scales, 0, 15.0)?, 1.0 / 32.0);
@@ -298,7 +298,7 @@ fn scales_follow_the_largest_values() -> Result<()> {
     assert_eq!(scales.largest()?.to_vec1::<f32>()?, [15.0, 3000.0]);
     scales.rescale()?;
     assert_eq!(scales.state()?, [[0.25, 15.0], [0.25, 3000.0]]);
-    // Other processes had larger values; non-finite values change nothing.
+    // `set_largest` receives larger values of other processes. Non-finite values change nothing.
     of(&scales, 0, f32::NAN)?;
     scales.set_largest(&Tensor::new(&[100f32, f32::INFINITY], &Device::Cpu)?)?;
     scales.rescale()?;

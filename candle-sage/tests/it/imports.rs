@@ -96,8 +96,8 @@ fn modules_import_what_the_architecture_says() {
     }
 }
 
-/// The imports between the files of a folder: `super::x` is a file of the folder in `folder/a.rs`, and of `b` in
-/// `folder/b/c.rs`.
+/// The imports between the files of a folder. In `folder/a.rs`, `super::x` is a file of `folder`; in `folder/b/c.rs` it
+/// is a file of `b`.
 fn read_inside(folder: &Path, module: Option<&str>, all: &mut Imports) {
     for entry in std::fs::read_dir(folder).expect("sources").map(|entry| entry.expect("an entry").path()) {
         let name = entry.file_stem().and_then(|name| name.to_str()).expect("a name").to_string();
@@ -109,7 +109,7 @@ fn read_inside(folder: &Path, module: Option<&str>, all: &mut Imports) {
         } else {
             let source = std::fs::read_to_string(&entry).expect("a source");
             let within = if module.is_some() { "super::super::" } else { "super::" };
-            // Inside of a folder only deeper folders use absolute paths.
+            // Only files in subfolders import files of the folder by absolute paths.
             let source =
                 source.replace("crate::cuda::", "super::super::").replace("crate::model::", "super::super::");
             let (module, plain) = (module.unwrap_or(&name), source.replace("crate::", "elsewhere::"));

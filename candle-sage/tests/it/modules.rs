@@ -86,7 +86,7 @@ fn decoder(attention: Attention, biases: Biases) -> Result<(SelfAttention, Rotar
     Ok((layer, rotary, Tensor::randn(0f32, 1., (2, 70, 32), &device)?))
 }
 
-/// The largest difference over the largest value.
+/// The largest difference divided by the largest value.
 fn apart(a: &Tensor, b: &Tensor) -> Result<f32> {
     let most = |x: &Tensor| x.abs()?.max_all()?.to_scalar::<f32>();
     Ok(most(&(a - b)?)? / most(b)?)

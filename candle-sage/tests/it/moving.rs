@@ -46,7 +46,7 @@ fn composed(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
     candle_nn::ops::softmax(&scores.broadcast_add(&mask)?, D::Minus1)?.matmul(&repeat(v)?)
 }
 
-/// The largest difference over the largest value.
+/// The largest difference divided by the largest value.
 fn apart(a: &Tensor, b: &Tensor) -> Result<f32> {
     let most = |x: &Tensor| x.abs()?.max_all()?.to_scalar::<f32>();
     Ok(most(&(a - b)?)? / most(b)?)
@@ -109,7 +109,7 @@ fn flash_attn_of_candle_nn_has_other_conventions() -> Result<()> {
     let theirs = |x: &[Tensor; 3], mask: AttnMask| {
         candle_nn::attention::flash_attn::<f32>(&x[0], &x[1], &x[2], 0.25, mask, None, None)
     };
-    // One sequence: query i sees keys up to i + kv_offset, which is 0 in `AttnMask::causal`.
+    // One sequence: query i sees keys up to i + kv_offset. `AttnMask::causal` has a kv_offset of 0.
     let one = sequence_first(1, 8, 24)?;
     let [q, k, v] = &one;
     let out = Attention::default().causal(true).apply(q, k, v)?;
@@ -118,7 +118,7 @@ fn flash_attn_of_candle_nn_has_other_conventions() -> Result<()> {
     assert_eq!((q.dims(), at_the_end.dims()), (&[1, 8, 4, 16][..], &[1, 4, 8, 16][..]));
     assert!(apart(&out, &at_the_end.transpose(1, 2)?)? < F32);
     assert!(apart(&out, &theirs(&one, AttnMask::causal())?.transpose(1, 2)?)? > 0.1);
-    // Several sequences: the mask is at the bottom right, whatever the offset.
+    // Several sequences: the mask is aligned at the bottom right, whatever the offset.
     let two = sequence_first(2, 8, 24)?;
     let out = flash_attn(&two[0], &two[1], &two[2], 0.25, true)?;
     assert!(apart(&out, &theirs(&two, AttnMask::causal())?.transpose(1, 2)?)? < F32);

@@ -24,8 +24,8 @@ fn polynomials(which: Orthogonalization) -> Vec<[f64; 3]> {
     }
 }
 
-/// The direction of a matrix in f64: `x (a + b x^T x + c (x^T x)^2)`, five times, starting from the matrix over its
-/// norm.
+/// The direction of a matrix in f64: `x (a + b x^T x + c (x^T x)^2)`, five times, starting from the matrix
+/// divided by its norm.
 fn direction(x: &[f64], rows: usize, columns: usize, which: Orthogonalization) -> Result<Vec<f64>> {
     let norm = x.iter().map(|x| x * x).sum::<f64>().sqrt();
     let x: Vec<f64> = x.iter().map(|x| if norm > 0.0 { x / norm } else { 0.0 }).collect();

@@ -7,7 +7,7 @@ use candle_sage::ops::{self, CrossEntropy, RopeStyle};
 
 use crate::support::{Normals, f64s, relative_l2};
 
-/// f32 sums of at most 200 terms: sqrt(200) 2^-24 = 8e-7, doubled for the two passes of a gradient.
+/// f32 sums of at most 200 terms: sqrt(200) * 2^-24 = 8e-7, doubled for the two passes of a gradient.
 const F32: f64 = 2e-6;
 
 struct Checked<'a> {

@@ -38,9 +38,9 @@ fn errors_reproduce_the_published_table() -> Result<()> {
 }
 
 /// The error of each set of INT8 matmuls at sigma 1, where quantized gradients dominate, and at sigma 5, where
-/// quantized logits dominate. Simulated errors of dQ, dK and dV at sigma 1, D 64, with only S in INT8: .0146, .0119,
-/// .0108 if dQ is computed from quantized K. From K itself, dQ is as exact as dK. Without S in the backward P differs
-/// from the forward's P, and its rows do not sum to one.
+/// quantized logits dominate. Simulated errors of dQ, dK and dV at sigma 1, head_dim 64, if the backward has only S in
+/// INT8: .0146, .0119, .0108 with dQ from quantized K. From K itself, dQ is as exact as dK. Without INT8 S in the
+/// backward, the backward's P differs from the forward's P, and the rows of P do not sum to one.
 #[test]
 fn products_that_are_left_out_are_more_accurate() -> Result<()> {
     const SEEDS: u64 = 6;
@@ -335,8 +335,8 @@ fn zero_tensors_give_zero_gradients() -> Result<()> {
 }
 
 /// The backward with only the scores in INT8, in f64: `P` from quantized Q and K, `dP = dO V^T` from dO and V in bf16,
-/// and everything else unrounded, `D = rowsum(dO o O)` too. Returns dQ, dK and dV of a causal case of one head, without
-/// smoothing.
+/// and everything else unrounded, also `delta = rowsum(dO o O)`. Returns dQ, dK and dV of a causal case of one head,
+/// without smoothing.
 fn scores_alone(case: &Case) -> [Vec<f64>; 3] {
     let (n, d) = (case.lens.0, case.head_dim);
     let scale = 1.0 / (d as f64).sqrt();
@@ -375,9 +375,9 @@ fn scores_alone(case: &Case) -> [Vec<f64>; 3] {
     [dq, dk, dv]
 }
 
-/// Checks which operands are rounded: V and dO in dP to bf16, D not at all. The limit is that of unquantized attention,
-/// 4e-6 (f32 in NumPy: 3e-7). D in bf16 would change dQ and dK by 8e-4, and V or dO in f32 by 2e-3. With `scores,dv` dO
-/// is also quantized, but only for dV.
+/// Checks which operands are rounded: V and dO in dP to bf16, delta not at all. The limit is that of unquantized
+/// attention, 4e-6. Rounding delta to bf16 would change dQ and dK by 8e-4, and not rounding V or dO by 2e-3. With
+/// `scores,dv` dO is also quantized, but only for dV.
 #[test]
 fn the_backward_rounds_v_and_dout_and_nothing_else() -> Result<()> {
     for (n, d) in [(200, 32), (130, 64), (70, 16)] {

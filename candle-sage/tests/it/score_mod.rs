@@ -60,7 +60,7 @@ fn unquantized_is_exact_up_to_f32_rounding() -> Result<()> {
 
 /// A cap and slopes do not increase the error of a low-bit scheme: a cap only makes logits and their errors smaller,
 /// and slopes are exact. Slopes leave fewer keys to average over, which makes the error of a mean up to 1.5 times as
-/// large in these cases; .01 is for results that were nearly exact.
+/// large in these cases. The limit adds .01 for results that were nearly exact.
 #[test]
 fn low_bits_are_as_exact_as_without() -> Result<()> {
     let sage = SageBwd::default().smoothing(Smoothing::None);

@@ -64,8 +64,8 @@ fn without_first_channel(x: &[f64]) -> Vec<f64> {
     x.chunks_exact(16).flat_map(|row| row[1..].iter().copied()).collect()
 }
 
-/// In f32 the results are exact up to rounding. In bf16 the output and each gradient are rounded once, by 2^-9, and D
-/// and the sink's gradient are sums over rounded outputs.
+/// In f32 the results are exact up to rounding. In bf16 the output and each gradient are rounded once, by 2^-9, and
+/// delta and the sink's gradient are sums over rounded outputs.
 #[test]
 fn sinks_are_a_key_without_a_value() -> Result<()> {
     for (tokens, window) in [((70, 70), None), ((60, 130), None), ((150, 150), Some(40))] {

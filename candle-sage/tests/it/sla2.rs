@@ -230,8 +230,8 @@ fn the_formulas_are_the_gradients() -> Result<()> {
     Ok(())
 }
 
-/// The errors are those of f32 sums over up to 600 tokens, twice 4e-6, and of states that sum over tokens before a
-/// quotient.
+/// The errors are those of f32 sums over up to 600 tokens (twice 4e-6), and of states: sums over tokens before a
+/// division.
 #[test]
 fn the_cpu_follows_the_formulas() -> Result<()> {
     let small = problems((16, 16), [150, 203], 16)?;
@@ -337,7 +337,7 @@ fn the_nearest_blocks_are_always_listed() -> Result<()> {
     Ok(())
 }
 
-/// The inputs can show a leak: selection by the mean of the whole query block leaks.
+/// Such inputs can show a leak: a selection by the mean of the whole query block depends on later tokens.
 #[test]
 fn a_mean_over_the_block_would_leak() -> Result<()> {
     let case = Case::new(1, (256, 256), (1, 1), 16, true);
@@ -396,7 +396,6 @@ fn the_router_learns_where_the_mass_is() -> Result<()> {
     let sla2 = Sla2::new(Scheme::Unquantized).blocks(2).block((32, 32)).causal(true);
     let identity = Router::new(1, d, &Device::Cpu)?;
     let caught = |router: &Router| sla2.mass_caught(&sla2.select(router, &q, &k)?, &q, &k);
-    // A router that starts with the wrong basis for queries.
     let turn: Vec<f32> = (0..d * d).map(|i| f32::from(u8::from(turned(i / d) == i % d))).collect();
     let weight = Var::from_vec(turn, (1, d, d), &Device::Cpu)?;
     let key = Var::from_tensor(identity.weights()[1])?;

@@ -43,8 +43,8 @@ impl Normals {
     }
 }
 
-/// `||a - b|| / ||b||`; the root mean square of `a` if `b` is zero, as for the gradients of attention over one key:
-/// inputs have unit scale.
+/// `||a - b|| / ||b||`. If `b` is zero, as for gradients of attention over one key: the root mean square of `a`,
+/// because inputs have unit scale.
 pub(crate) fn relative_l2(a: &[f64], b: &[f64]) -> f64 {
     assert_eq!(a.len(), b.len());
     let difference: f64 = a.iter().zip(b).map(|(x, y)| (x - y).powi(2)).sum();
@@ -68,7 +68,7 @@ pub(crate) struct Case {
     pub(crate) heads: (usize, usize),
     pub(crate) head_dim: usize,
     pub(crate) causal: bool,
-    /// Keys that a query sees before and after its own position.
+    /// The numbers of keys that a query sees before and after its own position.
     pub(crate) window: (Option<usize>, Option<usize>),
     pub(crate) packing: Option<Packing>,
     pub(crate) softmax_scale: Option<f64>,

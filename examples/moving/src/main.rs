@@ -211,7 +211,7 @@ fn main() -> Result<()> {
             let mut ours = Model::new(sizes, made, vb.clone())?;
             let distance = apart(&ids, &mut ours, theirs(sizes, vb.clone())?, sizes)?;
             // The same f32 products, summed in a different order, and angles of up to 27 that are rounded differently,
-            // by 27 x 2^-24 = 1.6e-6 each.
+            // by 27 * 2^-24 = 1.6e-6 each.
             assert!(distance < 5e-6, "{family:?}, {made:?}: logits are {distance:.1e} apart");
             line += &format!("{distance:>14.1e}");
             let loss = ours.forward(&ids, 0, false)?.sqr()?.mean_all()?;

@@ -30,14 +30,14 @@ pub(crate) struct Sizes {
     pub(crate) positions: usize,
     pub(crate) base: f32,
     pub(crate) eps: f64,
-    /// Tokens that a query sees before its own; `None`: all.
+    /// The number of tokens that a query sees before its own; `None`: all.
     pub(crate) window: Option<usize>,
     /// Soft caps of the attention logits and of the model's logits: low, so that they affect small models.
     pub(crate) softcaps: Option<(f64, f64)>,
 }
 
 impl Sizes {
-    /// More positions than heads: a rotary embedding that mistakes heads for tokens finds table rows for all heads.
+    /// With more positions than heads, a rotary embedding that mistakes heads for tokens finds rows for all heads.
     pub(crate) fn of(family: Family) -> Self {
         Self {
             family,
@@ -47,7 +47,7 @@ impl Sizes {
             layers: 2,
             heads: 4,
             key_heads: 2,
-            // Gemma's heads are not width / heads wide.
+            // Gemma's head_dim is not width / heads.
             head_dim: if matches!(family, Family::Gemma | Family::Gemma2) { 32 } else { 16 },
             positions: 64,
             base: 10_000.0,
@@ -106,7 +106,7 @@ impl HeadsFirst {
         })
     }
 
-    /// Processes tokens from `position` on. With `decoding` they follow the tokens of earlier calls.
+    /// Processes tokens from `position` on. With `decoding` the tokens follow those of earlier calls.
     fn forward(&mut self, x: &Tensor, position: usize, decoding: bool) -> Result<Tensor> {
         let (batch, sequence, _) = x.dims3()?;
         let split = |map: &Linear, heads: usize| {

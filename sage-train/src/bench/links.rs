@@ -1,5 +1,5 @@
 //! Measures the bandwidth of the links between GPUs, and the time of an optimizer step that reduces gradients over
-//! them.
+//! these links.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -14,8 +14,9 @@ use crate::model::{Llama, LlamaConfig, Parameters, Reduction};
 use crate::optim::OptimizerStep;
 use crate::ranks::Ranks;
 
-/// Megabytes of f32 in an exchange (all-to-all). A gather (all-gather) has as many elements as an exchange, on a GPU in
-/// 16 bit. The sizes are 4 MB, and the sizes of one layer, the embedding and all parameters of preset `325m`.
+/// Megabytes of f32 in an exchange (all-to-all). A gather (all-gather) has as many elements as an exchange; on a GPU
+/// its elements have 16 bits. The sizes are 4 MB, and the sizes of one layer, the embedding and all parameters of
+/// preset `325m`.
 const SIZES: [f64; 4] = [4.0, 54.5, 206.0, 1297.0];
 
 /// The times of one size.

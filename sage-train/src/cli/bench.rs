@@ -169,7 +169,7 @@ impl BenchSla2 {
             sinks: false,
         };
         let rows = if self.rows.is_empty() { sla2::usual_rows() } else { self.rows.clone() };
-        // The head is printed with the first line, so that no error appears below an empty table.
+        // The table's head is printed together with the first row, so that no error appears below an empty table.
         let mut head = Some(sla2::table_head(&plan));
         for row in rows {
             for measured in sla2::measure(&plan, row)? {

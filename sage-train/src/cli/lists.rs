@@ -62,8 +62,7 @@ impl Typed {
         Self { words, lists }
     }
 
-    /// The lists by their keys. `settings` parses each value, from the command line with the list replaced by the
-    /// value.
+    /// Each list by its key. `settings` parses a value from the command line in which this value replaces the list.
     pub(super) fn tables<E>(
         &self,
         settings: impl Fn(&[OsString]) -> std::result::Result<Settings, E>,

@@ -261,7 +261,6 @@ impl Eval {
     }
 }
 
-/// An evaluation, as printed.
 fn evaluated(scheme: &str, result: &Evaluation) -> String {
     let rest = if result.tokens < result.of {
         format!(" of {} (--all evaluates all)", crate::quantity::grouped(result.of))

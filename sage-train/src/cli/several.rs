@@ -88,7 +88,7 @@ impl Several {
     }
 
     /// The cluster that a dry run plans for. Its ranks are GPUs, or processes on a CPU; a step has `tokens` tokens.
-    /// Copy engines are assumed on GPUs, unless the flag disables them.
+    /// Copy engines are assumed on GPUs, unless `--copy-engines` disables them.
     pub(super) fn world(&self, on_gpus: bool, tokens: u64) -> Result<World> {
         let (of, on_node) = match self.ranks {
             Some(ranks) => (in_range("ranks", ranks, 1, 1 << 20)?, self.ranks_per_node.min(ranks)),

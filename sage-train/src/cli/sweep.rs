@@ -140,7 +140,7 @@ impl Sweeping {
     }
 }
 
-/// Plans the sweep. `name` derives the folder's name from the configuration of the first run.
+/// `name` derives the folder's name from the configuration of the first run.
 pub(super) fn plan(
     spec: &Spec,
     over: Settings,

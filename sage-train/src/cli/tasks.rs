@@ -26,7 +26,6 @@ pub(super) fn task(text: &str) -> Result<(Task, PathBuf)> {
     })
 }
 
-/// Runs tasks, and prints their scores one by one.
 pub(super) fn run(tasks: &[(Task, PathBuf)], trained: &Trained, model: &Llama) -> Result<()> {
     tasks.iter().try_for_each(|(task, file)| {
         let examples = task.read(file, &trained.tokenizer)?;

@@ -113,7 +113,7 @@ impl Train {
             && self.resume.is_none()
             && !looks
         {
-            // Settings are checked before the ranks start, because each rank would report an error.
+            // Settings are checked before the ranks start: after the start, each rank would report the same error.
             let config = Config::resolve(settle(self.settings.clone().over(file.clone()))?)?;
             train::check_parallel(&config, ranks, self.several.context_parallel)?;
         }
@@ -209,8 +209,8 @@ impl Train {
         Ok(())
     }
 
-    /// Prints which settings the run of a `--config` file changed after its start, and from which other run that run
-    /// was branched off. A new run with this file starts without these changes and with new weights.
+    /// Prints what a new run with a `--config` file does not take over from the file's run: settings changed on
+    /// resuming, and the weights that a branched run began with.
     fn report_changes(&self) -> Result<()> {
         let folder = self.config.as_deref().and_then(Path::parent);
         let branch = folder.map(runs::branch).transpose();

@@ -89,8 +89,8 @@ fn check_model(typed: &Settings, config: &Config) -> Result<()> {
         window_pattern,
         softcap,
         sinks,
-        // These settings describe projections and heads. A model without attention accepts them, for comparison with a
-        // model with attention under the same flags.
+        // These settings describe projections and heads. A model without attention accepts these settings too, for
+        // comparison under the same flags.
         heads: _,
         key_heads: _,
         head_dim: _,

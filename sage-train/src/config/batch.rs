@@ -6,7 +6,6 @@ use crate::checks::{in_range, need};
 use crate::quantity::{Quantity, grouped};
 use crate::settings::BatchSettings;
 
-/// Largest number of micro-batches of a step.
 const MOST_MICRO_BATCHES: u64 = 1 << 16;
 
 /// The number of steps from the settings.

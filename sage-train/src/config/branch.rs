@@ -13,12 +13,12 @@ pub struct Branch {
     pub run: String,
     /// Steps of the other run before the branch.
     pub step: u64,
-    /// The changed settings with their values in the other run; a setting that the other run did not have is missing.
+    /// The changed settings with their values in the other run, without settings that the other run did not have.
     pub before: BTreeMap<String, String>,
 }
 
 impl Branch {
-    /// A branch from a run with identity `before` to identity `after`.
+    /// A branch from a run with identity `before` to a run with identity `after`.
     pub fn new(run: String, step: u64, before: &Identity, after: &Identity) -> Self {
         let changed = before.iter().filter(|(key, value)| after.get(*key) != Some(*value));
         Self { run, step, before: changed.map(|(key, value)| (key.clone(), value.clone())).collect() }

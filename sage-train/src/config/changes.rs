@@ -1,5 +1,5 @@
 //! Settings that were changed when a run was resumed. A run's `config.toml` keeps the initial settings. Below them,
-//! `[[changes]]` lists the settings that each start changed, and the step.
+//! `[[changes]]` lists the step of each later start and the settings that the start changed.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ use crate::{during, read_small};
 
 pub(super) const LIST: &str = "changes";
 
-/// The key of the number of steps in an entry.
+/// The key of an entry's step.
 const STEP: &str = "step";
 
 /// The settings that a start of a run changed.
@@ -21,7 +21,7 @@ const STEP: &str = "step";
 pub struct Change {
     /// Steps that were done before this start.
     pub step: u64,
-    /// The changed settings with their new values, by their keys.
+    /// The new values of the changed settings, by key.
     pub settings: Table,
 }
 

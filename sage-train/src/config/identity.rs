@@ -110,8 +110,8 @@ impl Config {
     }
 }
 
-/// Settings of the model that are absent by default, with their resolved values, so that a resume notices if one was
-/// added or removed.
+/// Settings of the model that are absent by default, with their resolved values, so that a resume notices if such a
+/// setting was added or removed.
 fn absent_by_default(model: &LlamaConfig) -> [(&'static str, String); 7] {
     let LlamaConfig {
         untied,

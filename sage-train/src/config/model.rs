@@ -35,7 +35,7 @@ pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) ->
         rope_base: need(s.model.rope_base),
         rope_scaling: s.model.rope_scaling,
         untied: s.model.untied == Some(Switch::On),
-        // A model without attention has no query, key and value.
+        // A model without attention has no query, key or value.
         qkv_bias: s.model.qkv_bias == Some(Switch::On) && scheme.is_some(),
         norm_eps: above_zero("norm-eps", need(s.model.norm_eps))?,
         qk_norm: need(s.attention.qk_norm) == Switch::On,
@@ -84,7 +84,7 @@ fn layer_schemes(
     Ok(schemes)
 }
 
-/// The sliding windows. They have no effect on a model without attention.
+/// The sliding windows, which have no effect on a model without attention.
 fn windows(
     s: &Settings,
     scheme: Option<Scheme>,

@@ -1,4 +1,4 @@
-//! Estimates for several ranks: the work, memory and traffic of each rank and the time of a step, computed from bytes.
+//! Estimates for several ranks: the work, memory and traffic of each rank, and the time of a step.
 
 use super::Config;
 use super::summary::{H100, Memory};
@@ -85,7 +85,7 @@ fn update_seconds(updated: Updated, mesh: Mesh, link: f64, hides: f64) -> f64 {
 }
 
 impl Config {
-    /// The estimates for several ranks as a table: work, memory and traffic of each rank, and the time of a step.
+    /// The estimates for several ranks as a table.
     pub fn of_ranks(&self, world: World) -> String {
         let mesh = world.mesh;
         let memory = self.memory_of_ranks(mesh);
@@ -239,7 +239,7 @@ impl Config {
         alone / seconds.all()
     }
 
-    /// Peak memory of each rank: it stores its shard of the f32 weights and of the moments, and buffers for data from
+    /// Peak memory of a rank, which stores its shard of the f32 weights and of the moments, and buffers for data from
     /// other ranks.
     pub fn memory_of_ranks(&self, mesh: Mesh) -> Memory {
         let (memory, parameters) = (self.memory(), self.model.parameters());

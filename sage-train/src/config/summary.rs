@@ -285,7 +285,7 @@ impl Config {
     pub fn memory(&self) -> Memory {
         let (parameters, element) = (self.model.parameters(), self.device.dtype().size_in_bytes() as u64);
         Memory {
-            // Weights are in f32, with copies in 16 bit or FP8 if training reads those.
+            // Weights are in f32, with copies in 16 bit or FP8 if training reads copies.
             weights: 4 * parameters + self.model.copies_of_weights(if element == 4 { 0 } else { element }),
             optimizer: self.moment_bytes(),
             gradients: 4 * parameters,

@@ -103,7 +103,7 @@ pub struct Cut {
 pub struct Batches<'a> {
     mixture: &'a Mixture,
     cut: Cut,
-    /// The current epoch of each source, and its order.
+    /// The current epoch of each source, and the order of the sequences in this epoch.
     orders: Vec<Option<(u64, Vec<u32>)>>,
 }
 

@@ -58,7 +58,7 @@ pub fn check(folder: &Path) -> Result<Checked> {
     Ok(Checked { shards: all.len(), without_sidecar: bare.into_inner() })
 }
 
-/// Checks that every shard that the folder's `dataset.json` lists exists. A folder without that file passes.
+/// Checks that all shards listed in the folder's `dataset.json` exist. A folder without a `dataset.json` passes.
 ///
 /// # Errors
 /// When a listed shard does not exist.

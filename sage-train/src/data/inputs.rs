@@ -125,7 +125,6 @@ pub(super) fn read_file(
     Ok(FileRead { skipped: skipped.into_inner(), ..read })
 }
 
-/// Whether a piece has only white space.
 pub(super) fn is_blank(piece: &Piece) -> bool {
     piece.text.trim().is_empty()
 }

@@ -25,7 +25,7 @@ use crate::partial::Folder;
 use crate::quantity::counted;
 use crate::{bar, notify, writing};
 
-/// Bytes of text that are tokenized together, and the number of chunks in the queue.
+/// Bytes of a chunk (text that is tokenized together), and the number of chunks in the queue.
 const CHUNK: usize = 4 << 20;
 const WAITING: usize = 2;
 
@@ -62,11 +62,11 @@ pub struct Plan {
     pub skip_bad: bool,
 }
 
-/// Creates a folder of shards. It continues the work of an interrupted earlier call with the same plan.
+/// Creates a folder of shards, or continues the work of an interrupted earlier call with the same plan.
 ///
 /// # Errors
-/// When something cannot be read or written, or contains no text. The folder does not exist then, but the same call
-/// continues from saved progress.
+/// When an input cannot be read or contains no text, or a file cannot be written. The folder does not exist then, but
+/// the same call continues from saved progress.
 pub fn prepare(plan: &Plan) -> Result<Prepared> {
     let folder = Folder::take_up(&plan.out)?;
     let prepared = prepare_in(plan, folder.path())?;

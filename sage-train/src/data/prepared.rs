@@ -12,7 +12,7 @@ use crate::during;
 /// The file next to the shards with a [`Prepared`].
 pub(super) const LIST: &str = "dataset.json";
 
-/// The description of prepared data, as in `dataset.json` next to the shards.
+/// The contents of `dataset.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Prepared {
     /// The inputs as typed.

@@ -147,7 +147,6 @@ pub(super) fn is_always_text(path: &Path) -> bool {
     is_known(path) && ![".md", ".csv", ".json"].iter().any(|end| name.ends_with(end))
 }
 
-/// The error for a name without a known extension.
 pub(super) fn unknown_kind(path: &Path) -> Error {
     Error::new("the data is of an unknown kind")
         .got(path.display())
@@ -155,8 +154,8 @@ pub(super) fn unknown_kind(path: &Path) -> Error {
         .hint("the extension of the name defines the kind of a file; parquet has internal compression")
 }
 
-/// A rough estimate of the bytes of text in a file, from its size: compressed text is about a third of the text, and
-/// Parquet half.
+/// A rough estimate of the bytes of text in a file, from its size: compressed text has about a third of the bytes of
+/// the text, and Parquet half.
 pub(super) fn estimated_bytes(path: &Path) -> u64 {
     let held = path.metadata().map_or(0, |about| about.len());
     match kind(path) {
@@ -178,7 +177,7 @@ pub fn read(path: &Path, field: &str, each: &mut Each<'_>) -> Result<()> {
 }
 
 /// Like [`read`], until `each` ends the reading. Adds the bytes that were read from the file to `done`; for Parquet
-/// they are estimated.
+/// the bytes are estimated.
 pub(super) fn read_counted(
     path: &Path,
     field: &str,
@@ -424,7 +423,7 @@ pub(crate) mod tests {
         Ok(())
     }
 
-    /// Reads every text of up to seven characters out of `a`, `\r` and `\n`, with buffers of 1 to 3 bytes.
+    /// Reads every text of up to seven of the characters `a`, `\r` and `\n`, with buffers of 1 to 3 bytes.
     #[test]
     fn lines_end_as_on_unix() {
         for n in 0..3usize.pow(7) {

@@ -39,7 +39,7 @@ impl Shard {
     /// Opens a shard, and checks its header, its length and its sidecar against each other.
     ///
     /// # Errors
-    /// When it cannot be read, its length does not match its header, or it contradicts its sidecar.
+    /// When the shard cannot be read, its length does not match its header, or its sidecar contradicts the file.
     pub fn open(path: &Path) -> Result<Self> {
         let failed = || during::<std::io::Error>(format!("cannot read the shard {}", path.display()));
         let file = File::open(path).map_err(failed())?;
@@ -76,8 +76,7 @@ impl Shard {
         if size == 0 {
             return refuse("0 bytes".into(), "a header, or tokens".into());
         }
-        // The count comes from the file: it is compared with the file's length before anything is allocated
-        // for it.
+        // The count comes from the file, so the count is compared with the file's length before memory is allocated.
         if size < format.header() || payload != tokens * format.width() {
             return refuse(
                 format!("{size} bytes"),
@@ -170,7 +169,7 @@ impl Shard {
     /// last 4096 tokens.
     ///
     /// # Errors
-    /// When it cannot be read.
+    /// When the shard cannot be read.
     pub fn fingerprint(&self, hash: &mut Sha256) -> Result<()> {
         const ENDS: u64 = 4096;
         if let Some(sidecar) = &self.sidecar {

@@ -176,8 +176,8 @@ fn is_data_in_folder(path: &Path) -> bool {
     reader::is_always_text(path) || is_shard(path)
 }
 
-/// Whether a path is a file, and not a pipe, socket or device, which may never end. A path that does not exist counts
-/// as a file, so that reading it is an error.
+/// Whether a path is a file, not a pipe, socket or device, whose reading may never end. A path that does not exist
+/// counts as a file, so that reading it is an error.
 fn is_regular(path: &Path) -> bool {
     path.metadata().is_ok_and(|about| about.is_file()) || !path.exists()
 }

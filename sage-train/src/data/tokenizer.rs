@@ -118,7 +118,7 @@ impl Tokenizer {
     /// Loads a `tokenizer.json`. A `tokenizer_config.json` next to it names the token that ends a document.
     ///
     /// # Errors
-    /// When it cannot be read, or no end-of-text token is found.
+    /// When the file cannot be read, or no end-of-text token is found.
     pub fn load(path: &Path) -> Result<Self> {
         Self::load_with(path, None)
     }
@@ -126,7 +126,7 @@ impl Tokenizer {
     /// Like [`Tokenizer::load`], with the name of the token that ends a document (`--end-of-text`).
     ///
     /// # Errors
-    /// When it cannot be read, or has no such token.
+    /// When the file cannot be read, or has no such token.
     pub fn load_with(path: &Path, end_of_text: Option<&str>) -> Result<Self> {
         let what = || {
             let failed = during::<AnyError>(format!("cannot use the tokenizer {}", path.display()));
@@ -347,7 +347,8 @@ fn text_bytes(entry: &str, byte_level: bool) -> u64 {
     }
 }
 
-/// Part of the name of a cached tokenizer. It must be increased whenever training would produce another result.
+/// Part of the name of a cached tokenizer. This version must be increased whenever training would produce another
+/// result.
 const VERSION: u32 = 2;
 
 /// Path of the documents' tokenizer in the cache: its name contains a hash of the documents.

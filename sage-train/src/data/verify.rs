@@ -54,7 +54,7 @@ impl Verification {
         Ok(Self(Some(receiver)))
     }
 
-    /// The errors, since the last call, of shards that could not be read. These errors are only warnings, because
+    /// The errors since the last call for shards that could not be read. These errors are only warnings, because
     /// training itself reads the tokens that it needs.
     ///
     /// # Errors

@@ -13,7 +13,7 @@ pub struct Reading {
     pub memory: f64,
 }
 
-/// Reads the state of one GPU. Without NVML it has no readings.
+/// Reads the state of one GPU.
 #[derive(Debug)]
 pub struct Monitor {
     #[cfg(feature = "cuda")]

@@ -31,7 +31,7 @@ impl Upload {
         })
     }
 
-    /// Returns ids and targets on the device. On a GPU the next call overwrites them, in stream order.
+    /// Returns ids and targets on the device. On a GPU the next call overwrites the returned tensors, in stream order.
     ///
     /// # Errors
     /// When the lists do not fit the size, or the device reports an error.

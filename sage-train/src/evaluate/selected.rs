@@ -8,7 +8,8 @@ use crate::model::{Input, Llama, Selected};
 use crate::on_device;
 
 /// Measures the blocks that a model with SLA2 selects in the first sequence of the data, which is the same in every
-/// validation. Blocks are selected also while the model still trains with dense attention. `None` for other models.
+/// validation. Blocks are selected also while the model still trains with dense attention. `None` for a model without
+/// SLA2.
 ///
 /// # Errors
 /// When the data cannot be read, or the device fails.

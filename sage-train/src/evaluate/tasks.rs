@@ -173,7 +173,7 @@ mod tests {
         let swag = json!({"activity_label": "Roof shingle removal", "ctx_a": "A man is sitting on a roof.", "ctx_b": "he [title] He Looks  up [step] there",
                           "endings": ["is using wrap.", "starts pulling [substeps] up."], "label": "1"});
         let found = question(Task::HellaSwag, swag);
-        // `ctx_b` is capitalized before brackets are removed, so that its names lose their capitals.
+        // `ctx_b` is capitalized before brackets are removed, so names in `ctx_b` lose their capitals.
         assert_eq!(found.context, "Roof shingle removal: A man is sitting on a roof. He. he looks up there");
         assert_eq!(
             (found.endings, found.label),

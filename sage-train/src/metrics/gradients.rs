@@ -9,11 +9,11 @@ pub const BLOCKS: usize = 8;
 /// Squared norms of one sum of gradients, computed with and without the scheme.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Squares {
-    /// With unquantized attention.
+    /// Squared norm with unquantized attention.
     pub exact: f64,
-    /// Under the scheme.
+    /// Squared norm under the scheme.
     pub low: f64,
-    /// Of the difference between the two sums.
+    /// Squared norm of the difference between the two sums.
     pub error: f64,
 }
 
@@ -41,9 +41,9 @@ pub struct Sums {
 }
 
 impl Sums {
-    /// The squared norms of the expected gradients of a micro-batch, `|G|^2`, `|G + B|^2` and `|B|^2`, estimated
-    /// without bias from all pairs of micro-batches. `G` is the gradient with unquantized attention, and `B` is the
-    /// bias of the scheme. A small norm can be estimated below zero.
+    /// Unbiased estimates of `|G|^2`, `|G + B|^2` and `|B|^2` from all pairs of micro-batches. `G` is the expected
+    /// gradient of a micro-batch with unquantized attention, and `B` is the bias of the scheme. An estimate can be
+    /// below zero.
     pub fn stays(&self) -> Squares {
         let pairs = (self.count * (self.count - 1)) as f64;
         let Self { of_sum, of_each, .. } = self;
@@ -54,8 +54,8 @@ impl Sums {
         }
     }
 
-    /// The variances of the gradients of a micro-batch, summed over all elements. The variance of a mean falls as one
-    /// over the number of micro-batches.
+    /// The variances of the gradients of a micro-batch, summed over all elements. The variance of a mean over `n`
+    /// micro-batches is `1 / n` of these variances.
     pub fn falls(&self) -> Squares {
         let (each, stays) = (self.of_each.times(1.0 / self.count as f64), self.stays());
         Squares {

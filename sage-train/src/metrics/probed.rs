@@ -25,16 +25,16 @@ pub struct Row {
     /// Magnitudes of the tensors.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sizes: Option<Sizes>,
-    /// For each part of the arithmetic, the relative L2 errors of the four [`RESULTS`] with only that part in low bits;
-    /// `None` for a gradient that is in another head's row.
+    /// For each matmul or operand of the scheme, the relative L2 errors of the four [`RESULTS`] if nothing else is in
+    /// low bits; `None` for a gradient that is in another head's row.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub products: Vec<(String, [Option<f64>; 4])>,
     /// For each operand, the fraction of its NVFP4 groups that become zeros; empty for a scheme without such
     /// groups.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub vanished: Vec<(String, f64)>,
-    /// For each operand, the fraction of its NVFP4 groups with a larger value than the format's largest, 2688; empty
-    /// for a scheme without such groups, and in files of earlier builds.
+    /// For each operand, the fraction of its NVFP4 groups with a value above 2688, the largest of NVFP4; empty for a
+    /// scheme without such groups, and in files of earlier builds.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub saturated: Vec<(String, f64)>,
 }
@@ -78,7 +78,7 @@ pub struct Sizes {
     /// Root mean square of dS, where a query sees the key.
     pub rms_ds: f64,
     /// `max |dP - delta| sqrt(2 / (N + 1))`, an upper bound of `rms_ds`: the squares in each of the N rows of P sum to
-    /// at most 1, and N (N + 1) / 2 values are unmasked (SageBwd, section 4, for the causal half).
+    /// at most 1, and N (N + 1) / 2 values are unmasked (section 4 of the SageBwd paper, applied to a causal mask).
     pub bound_ds: f64,
     /// Largest absolute value of the queries.
     pub largest_q: f64,

@@ -23,7 +23,7 @@ use crate::ranks::Group;
 pub type Observe<'a> = dyn FnMut([&Tensor; 3], &Tensor) -> Result<()> + 'a;
 
 /// The layer between the norm and the residual stream, (rows, width) -> (rows, width). Rows are the tokens of all
-/// sequences; each sequence has as many tokens as the rotary tables that the layer is given.
+/// sequences; each sequence has as many tokens as the layer's rotary tables have positions.
 #[derive(Debug, Clone)]
 pub(super) struct SelfAttention {
     /// One matmul for query, key and value, for the forward and for the backward in FP8. The backward in the compute
@@ -194,7 +194,7 @@ impl SelfAttention {
         self.ulysses.as_ref().map_or(Ok(rows.clone()), |ulysses| ulysses.to_heads(&rows, kinds))
     }
 
-    /// The inverse of `to_heads`, for a tensor of any shape with as many elements.
+    /// The inverse of `to_heads`. `heads` may have any shape with the same number of elements.
     fn to_rows(&self, heads: &Tensor, rotary: &Rotary, rows: usize, kinds: &[Heads]) -> Result<Tensor> {
         let Some(ulysses) = &self.ulysses else { return heads.reshape((rows, ())) };
         let tokens = rotary.cos.dim(0)?;

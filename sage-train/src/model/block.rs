@@ -24,7 +24,7 @@ pub(super) struct Block {
     mlp: FeedForward,
     /// Makes the operands of linear layers in training.
     operands: Operands,
-    /// Makes these operands in validation.
+    /// Makes the operands of linear layers in validation.
     pub(super) in_evaluation: Operands,
     recompute: Recompute,
 }
@@ -194,8 +194,8 @@ impl Block {
         Self::leave(before, norm, &attention_sum, &dnormed, Some(&dstream))
     }
 
-    /// The gradient of the stream that `norm` reads. Block `before` wrote this stream, or the embedding if `before` is
-    /// `None`.
+    /// The gradient of the stream that `norm` reads. The stream was written by block `before`, or by the embedding if
+    /// `before` is `None`.
     pub(super) fn leave(
         before: Option<&Self>,
         norm: &Norm,

@@ -247,8 +247,8 @@ impl LlamaConfig {
         self.windows.as_ref()?.of(layer)
     }
 
-    /// Whether attention needs the logits themselves. Schemes with key smoothing compute them only up to a constant for
-    /// each query.
+    /// Whether attention needs the logits themselves. Schemes with key smoothing compute logits only up to a constant
+    /// for each query.
     pub fn needs_logits(&self) -> bool {
         self.softcap.is_some() || self.sinks
     }

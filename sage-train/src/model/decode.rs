@@ -29,8 +29,8 @@ impl TokenCache {
 
 impl Llama {
     /// An empty cache for one sequence, with memory for `tokens` tokens; the memory grows up to the context. The tokens
-    /// of the prompt attend in the model's own numerics, later tokens in the numerics of `following`, or by default in
-    /// each layer's own numerics.
+    /// of the prompt attend in each layer's own numerics. Later tokens attend in the numerics of `following`, or by
+    /// default also in each layer's own numerics.
     ///
     /// `None` if SLA2 attends to selected blocks and a cache cannot continue the sequence: if windows select the
     /// blocks, or if tokens after the prompt attend in INT8 or FP4. Each new token then needs a forward over the whole

@@ -5,9 +5,10 @@ use super::sla2_config::{Sla2Config, Stage};
 use super::windows::causal_pairs;
 
 impl LlamaConfig {
-    /// FLOPs of forward and backward for one token: 6 per parameter of a matmul, and `6 layers heads head_dim context`
-    /// for causal attention, less with windows. With SLA2 the attention term is multiplied by the fraction of pairs
-    /// that SLA2 computes, and the linear tail adds `24 layers heads head_dim^2`.
+    /// FLOPs of forward and backward for one token: 6 per parameter of a matmul, and
+    /// `6 * layers * heads * head_dim * context` for causal attention, less with windows. With SLA2 the attention term
+    /// is multiplied by the fraction of pairs that SLA2 computes, and the linear tail adds
+    /// `24 * layers * heads * head_dim^2`.
     pub fn flops_per_token(&self) -> u64 {
         self.flops(self.sla2.as_ref())
     }

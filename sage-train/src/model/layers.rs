@@ -14,7 +14,7 @@ pub(super) struct Norm {
 }
 
 /// The residual stream, (rows, width), as two tensors: a sum, and the output of the last layer, which is not yet added
-/// to the sum. The next norm adds the two in its own pass over memory.
+/// to the sum. The next norm adds the two tensors in its own pass over memory.
 #[derive(Debug, Clone)]
 pub(super) struct Stream {
     pub(super) sum: Tensor,

@@ -11,7 +11,7 @@ use super::parameters::{Parameters, Weight};
 /// The operands of a linear layer's matmuls: `y = x W^T`, `dx = dy W`, `dW = dy^T x`.
 #[derive(Debug, Clone, Copy)]
 pub struct Products<'a> {
-    /// The layer of the model.
+    /// Index of the layer in the model.
     pub layer: usize,
     /// Which matrix of the layer: query-key-value, output, gate-up, down.
     pub name: &'static str,
@@ -65,7 +65,7 @@ impl Linear {
     }
 
     /// Passes the operands of this layer's matmuls to the observer, if there is one. The backward of attention calls
-    /// this method for the joint projection, although two other linear layers compute the matmuls.
+    /// this method for the joint projection, whose backward two other linear layers compute.
     pub(super) fn show(&self, x: &Operand, dy: impl FnOnce() -> Result<Tensor>) -> Result<()> {
         match (&self.observer, x) {
             (Some(Observer { observe, layer, name }), Operand::Compute(x)) => {

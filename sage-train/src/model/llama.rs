@@ -1,6 +1,6 @@
 //! The whole model: embedding, blocks, final norm, and the loss through the output matrix, which may be the embedding.
-//! The backward is written by hand instead of by candle's graph: it frees activations as soon as they are used, and
-//! adds gradients in place.
+//! The backward is hand-written instead of derived by candle, so that it can free activations after their last use and
+//! add gradients in place.
 
 use std::rc::Rc;
 
@@ -22,13 +22,12 @@ use super::sla2_config::Stage;
 use super::spec::{EMBEDDING, OUTPUT};
 use crate::ranks::Group;
 
-/// The model's input: ids, (batch, sequence), and the packed documents if attention is confined to documents. The
-/// documents cover the concatenation of all sequences.
+/// The model's input.
 #[derive(Debug, Clone, Copy)]
 pub struct Input<'a> {
     /// Token ids, (batch, sequence).
     pub ids: &'a Tensor,
-    /// The packed documents.
+    /// The packed documents, which cover the concatenation of all sequences, if attention is confined to documents.
     pub documents: Option<&'a Packing>,
 }
 
@@ -54,7 +53,7 @@ impl std::fmt::Debug for Watch<'_, '_> {
     }
 }
 
-/// Receives the layer's index.
+/// A callback that receives the index of a finished layer.
 pub type LayerDone<'a> = dyn FnMut(usize) -> Result<()> + 'a;
 
 /// A Llama. Its weights are views of [`Parameters`].
@@ -116,7 +115,7 @@ impl Llama {
         self.stage = stage;
     }
 
-    /// The residual stream before the first block, and the rotary angles for sequences of this length.
+    /// The residual stream before the first block, and the rotary angles for the input's sequence length.
     fn enter(&self, input: Input<'_>) -> Result<(Stream, Rotary)> {
         self.enter_at(input, 0)
     }
@@ -133,7 +132,7 @@ impl Llama {
         Ok((Stream { sum, last: None }, rotary))
     }
 
-    /// The normalized hidden states of `ids`, (batch, sequence) -> (batch sequence, width).
+    /// The normalized hidden states of `ids`, (batch, sequence) -> (batch * sequence, width).
     ///
     /// # Errors
     /// When an id is not in the vocabulary, or the sequence is longer than the context.
@@ -155,7 +154,7 @@ impl Llama {
         Ok(self.norm.enter(&stream)?.1)
     }
 
-    /// What SLA2 selects in these sequences, as the mean over layers; `None` without SLA2.
+    /// What SLA2 selects in the sequences of `input`, as the mean over layers; `None` without SLA2.
     ///
     /// # Errors
     /// As [`Llama::hidden`].

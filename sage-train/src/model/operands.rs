@@ -39,7 +39,7 @@ impl Operand {
 #[derive(Debug, Clone)]
 pub(super) struct Operands {
     pub(super) precision: LinearPrecision,
-    /// The scale of each place; only with delayed scaling.
+    /// The scale of each [`Place`]; empty without delayed scaling.
     scales: Arc<[Fp8Scale]>,
 }
 
@@ -84,7 +84,7 @@ impl Operands {
         Ok(Self { precision, scales })
     }
 
-    /// Whether the matmuls are in FP8. The backward of query, key and value is then one matmul.
+    /// Whether the matmuls are in FP8. In FP8 the backward of query, key and value is one matmul.
     pub(super) fn in_fp8(&self) -> bool {
         match self.precision {
             LinearPrecision::Compute => false,

@@ -55,14 +55,14 @@ pub struct Parameters {
     /// Receive buffers, if there are other ranks. The first two receive the data of the node's ranks, one piece at a
     /// time, and alternate: one is filled while the other is summed. The third receives the data of other nodes.
     pub(super) received: Option<[Tensor; 3]>,
-    /// By parameter: see [`Weight`].
+    /// By parameter: whether the gradient has been written since it was cleared.
     pub(super) filled: Vec<Arc<AtomicBool>>,
     /// Number of updates so far.
     updates: Arc<AtomicU64>,
     /// Weights in FP8, shared by all models of these parameters.
     quantized: Rc<Quantized>,
     /// Sums of the initial weights of each piece in FP8, if ranks share the piece, to detect ranks that read different
-    /// files. Their FP8 values do not differ, because each rank quantizes only its shard.
+    /// files. FP8 values cannot show the difference, because each rank quantizes only its shard.
     initial: Vec<f64>,
     /// Scales of FP8 operands with delayed scaling, which are computed from earlier steps.
     scales: OnceLock<Arc<Fp8Scales>>,
@@ -305,8 +305,8 @@ impl Parameters {
         }
     }
 
-    /// Resets the gradients. Matrices are only marked as empty, because the first matmul of the next backward
-    /// overwrites them; this saves a pass over memory.
+    /// Resets the gradients. The gradients of matrices are only marked as empty, because the first matmul of the next
+    /// backward overwrites them, which saves a pass over memory.
     ///
     /// # Errors
     /// When nothing is trained.
@@ -341,7 +341,7 @@ impl Parameters {
     }
 
     /// Updates all parameters with the reduced gradients, shard by shard, and starts to all-gather the new weights
-    /// within the node. The first read of a weight waits for its piece.
+    /// within the node. The first read of a weight waits for the all-gather of its piece.
     ///
     /// # Errors
     /// When nothing is trained, an update fails, or a rank cannot be reached.

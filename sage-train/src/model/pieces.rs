@@ -22,8 +22,8 @@ pub(super) struct Piece {
     pub(super) range: Range<usize>,
     /// The properties that all parameters of the piece share.
     pub(super) common: Common,
-    /// The first layer with a parameter in the piece. `None` if its gradients are complete only at the end of
-    /// the backward.
+    /// The first layer with a parameter in the piece. `None` if the piece's gradients are complete only at the
+    /// end of the backward.
     pub(super) first_layer: Option<usize>,
 }
 
@@ -32,12 +32,12 @@ pub(super) struct Piece {
 pub(super) struct Common {
     /// Whether weight decay applies.
     pub(super) decays: bool,
-    /// Whether the model reads them in f32, whatever its compute type.
+    /// Whether the model reads the parameters in f32, whatever its compute type.
     pub(super) wide: bool,
-    /// Whether they are hidden matrices stored separately from all other parameters, because another optimizer updates
-    /// them.
+    /// Whether the parameters are hidden matrices that another optimizer updates, so that no other parameters share
+    /// their pieces.
     pub(super) apart: bool,
-    /// Whether training reads them only in FP8.
+    /// Whether training reads the parameters only in FP8.
     pub(super) fp8: bool,
 }
 
@@ -87,7 +87,7 @@ impl Layout {
         Self::with_pieces_of(specs, mesh.rank().of, mesh.piece, matrices_apart)
     }
 
-    /// A piece ends before the next parameter once it has at least `enough` elements.
+    /// Once a piece has at least `enough` elements, the next parameter begins a new piece.
     fn with_pieces_of(specs: &[ParameterSpec], ranks: usize, enough: usize, matrices_apart: bool) -> Self {
         let of = |spec: &ParameterSpec| Common::of(spec, matrices_apart);
         let (mut places, mut pieces, mut len) = (HashMap::new(), Vec::new(), 0usize);

@@ -75,7 +75,7 @@ impl LinearPrecision {
         }
     }
 
-    /// Checks a number of rows, inputs or outputs. `name` describes it in the message.
+    /// Checks a number of rows, inputs or outputs. `name` describes the number in the message.
     ///
     /// # Errors
     /// When the matmuls do not support this number.
@@ -95,7 +95,7 @@ impl LinearPrecision {
 /// The role of an operand in its block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Place {
-    /// Inputs of the linear layers: query, key and value; attention's output projection; gate and up; the down
+    /// Inputs of four linear layers: query, key and value; attention's output projection; gate and up; the down
     /// projection.
     Normed,
     Attended,

@@ -1,5 +1,5 @@
-//! The reduction of gradients over all ranks, during the last backward or after it: a reduce-scatter within
-//! each node, and an all-reduce of each shard between nodes.
+//! The reduction of gradients over all ranks, one piece of parameter memory at a time, during the last backward or
+//! after it: a reduce-scatter within each node, and an all-reduce of each shard between nodes.
 
 use candle_core::{Result, Tensor};
 use candle_sage::ops;

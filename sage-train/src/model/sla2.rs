@@ -58,7 +58,6 @@ fn users_ratio(selection: &Selection) -> Result<f64> {
 /// gradient, and with this factor these gradients hardly affect the clipping by the global norm.
 const TEACHING: f64 = 0.01;
 
-/// The SLA2 part of an attention layer.
 #[derive(Debug, Clone)]
 pub(super) struct Sla2Layer {
     config: Sla2Config,

@@ -23,8 +23,8 @@ pub type Parts = BTreeMap<String, [u64; 2]>;
 pub struct Snapshot {
     pub(super) specs: Vec<ParameterSpec>,
     pub(super) layout: Layout,
-    /// The moments in `held`: each row after the first row has one of them. A moment is named by the prefix that a
-    /// checkpoint puts before the names of parameters.
+    /// The names of the moments, which are in the rows of `held` after the first row. A moment's name is the prefix
+    /// that a checkpoint puts before a parameter's name.
     pub(super) moments: Moments,
     /// Ranges of elements: the first element in the layout, and the values, (rows, elements). The first row contains
     /// the weights.

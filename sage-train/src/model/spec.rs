@@ -16,7 +16,7 @@ pub struct ParameterSpec {
     pub kind: Kind,
     /// Shape.
     pub dims: Vec<usize>,
-    /// Its initialization.
+    /// Initialization.
     pub start: Start,
     /// Whether the parameter directly follows the parameter before it in memory, so that one matmul reads both.
     pub follows: bool,
@@ -66,8 +66,7 @@ impl Kind {
     }
 
     /// Whether the first matmul of a backward overwrites the gradient, so that it need not be cleared. The loss head
-    /// adds to the gradient of the output matrix, and if the embedding is the output matrix, so does the embedding
-    /// lookup.
+    /// adds to the gradient of the output matrix, and the embedding lookup adds to the gradient of the embedding.
     pub fn is_overwritten(self) -> bool {
         match self {
             Self::Matrix | Self::Heads(_) | Self::Bias => true,

@@ -15,15 +15,15 @@ pub struct Training<'a> {
     pub moments: Moments,
 }
 
-/// The tensors that an optimizer keeps for parameters in addition to the weights, as prefixes of the parameters' names
-/// in a checkpoint, each with a `/`.
+/// The names of the tensors that an optimizer keeps in addition to the weights. A name is the prefix that a checkpoint
+/// puts before a parameter's name, and ends with `/`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Moments {
     /// For hidden matrices.
     pub matrices: &'static [&'static str],
     /// For all other parameters.
     pub others: &'static [&'static str],
-    /// One number for each row of a hidden matrix, if the optimizer keeps row statistics.
+    /// For row statistics (one number for each row of a hidden matrix), if the optimizer keeps them.
     pub rows: Option<&'static str>,
     /// Whether each hidden matrix is updated as a whole. Hidden matrices are then stored in pieces of memory without
     /// other parameters.
@@ -49,13 +49,13 @@ impl<'a> Training<'a> {
 pub struct Shard<'a> {
     /// f32 of shape (1 + number of moments, parameters): the weights, then the moments.
     pub state: &'a Tensor,
-    /// (parameters) in f32: the sum of gradients.
+    /// The sum of gradients, (parameters), in f32.
     pub gradient: &'a Tensor,
-    /// The weights as the model reads them, if that is a separate tensor.
+    /// The shard's weights in the compute type, if the model reads such a copy.
     pub copy: Option<&'a Tensor>,
     /// Whether weight decay applies.
     pub decays: bool,
-    /// The matrices of the whole piece, of which this rank owns a part. `None` unless a separate optimizer updates
+    /// All matrices of the piece of memory that contains the shard. `None` unless a separate optimizer updates
     /// hidden matrices.
     pub matrices: Option<Matrices<'a>>,
 }

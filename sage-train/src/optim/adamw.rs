@@ -51,7 +51,8 @@ impl AdamWConfig {
         1.0 / (1.0 - beta.powf(self.corrected_as(step) as f64))
     }
 
-    /// The step number in the bias correction after `step` steps. It is infinite for moments that began bias-corrected.
+    /// The step number in the bias correction after `step` steps. Moments that began bias-corrected have the largest
+    /// `u64`, which corrects nothing.
     fn corrected_as(&self, step: u64) -> u64 {
         if self.initial_moments { u64::MAX } else { step }
     }

@@ -1,7 +1,7 @@
 //! Assigns matrices to the ranks of a node for orthogonalization, and exchanges the data for it. A rank updates a shard
-//! of a piece, and shard boundaries can be inside a matrix; but a matrix is orthogonalized as a whole. So each rank
-//! sends its parts of a matrix to the matrix's owner, and receives the orthogonal directions of these parts. Each of R
-//! ranks sends and receives about 1/R of the piece's elements twice, in 16 bit.
+//! of each piece of parameter memory, and a shard can end inside a matrix; but a matrix is orthogonalized as a whole.
+//! So each rank sends its parts of a matrix to the matrix's owner, and receives the orthogonal directions of these
+//! parts. Each of R ranks sends and receives about 1/R of the piece's elements twice, in 16 bit.
 
 use std::ops::Range;
 
@@ -92,8 +92,8 @@ impl Sharing {
         })
     }
 
-    /// The inverse of [`Sharing::collect`]: returns the directions. `rows` are statistics of the rows of all matrices;
-    /// each rank sends the statistics of its own matrices.
+    /// The inverse of [`Sharing::collect`]: sends the directions back. `rows` are statistics of the rows of all
+    /// matrices; each rank sends the statistics of its own matrices.
     pub(super) fn give_back(
         &self,
         directions: &Tensor,

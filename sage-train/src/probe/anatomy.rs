@@ -92,7 +92,8 @@ pub struct Quantities {
 }
 
 /// Bytes that a probe needs at the same time for the `heads` query heads of one key head: for each head S, P, dP and dS
-/// of three computations (exact, all parts quantized, one part quantized), and 8 temporary matrices.
+/// of three computations (exact, all parts quantized, one part quantized), and for all heads together 8 temporary
+/// matrices.
 pub(super) fn bytes(tokens: usize, heads: usize) -> u64 {
     8 * (tokens as u64).pow(2) * (12 * heads as u64 + 8)
 }

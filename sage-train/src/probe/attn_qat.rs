@@ -262,8 +262,8 @@ mod tests {
         AttnQatAnatomy { settings }.compute(inputs, low).expect("memory")
     }
 
-    /// f32 and f64 may round a value near a midpoint to different E2M1 values. The two implementations therefore
-    /// differ, but by less than a tenth of the quantization error.
+    /// f32 and f64 may round a value near a midpoint to different E2M1 values. The f64 results therefore differ from
+    /// those of the f32 op, but by less than a tenth of the quantization error.
     #[test]
     fn with_every_operand_in_nvfp4_it_is_the_op() {
         for settings in [

@@ -144,7 +144,7 @@ fn arms(model: &LlamaConfig, settings: &Settings, schemes: &[Scheme]) -> Vec<(St
     vec![(format!("{base}, {}", in_words_by_layer(&model.layer_schemes)), model.clone())]
 }
 
-/// The gradient of a micro-batch, in a tensor of the parameters that the next call overwrites.
+/// The gradient of a micro-batch. The next call overwrites this tensor, which belongs to `parameters`.
 fn gradient<'a>(model: &Llama, parameters: &'a Parameters, batch: &Batch) -> candle_core::Result<&'a Tensor> {
     parameters.clear_gradients()?;
     model.train(Input { ids: &batch.ids, documents: batch.documents.as_ref() }, &batch.targets)?;
@@ -188,7 +188,7 @@ type Norms = Vec<Vec<Squares>>;
 struct Tree {
     parts: Vec<Ranges>,
     schemes: usize,
-    /// Number of micro-batches in a block, and in all blocks.
+    /// Number of micro-batches in one of the [`BLOCKS`] blocks, and in all blocks.
     block: usize,
     all: usize,
     waiting: Vec<Node>,
@@ -303,8 +303,8 @@ mod tests {
 
     /// For gradients of a known mean, bias and noise, the estimates are within 3 standard errors of the known values.
     /// The dot product of two noise vectors of `d` elements with variance `s2` has the standard deviation `s2 sqrt(d)`;
-    /// the standard deviation of the mean over `n (n - 1) / 2` pairs is `s2 sqrt(2 d) / n`. Noise times a mean adds
-    /// `2 |mean| sqrt(s2 / n)`.
+    /// the standard deviation of the mean over `n (n - 1) / 2` pairs is `s2 sqrt(2 d) / n`. The dot products of noise
+    /// and mean add `2 |mean| sqrt(s2 / n)`.
     #[test]
     fn a_known_bias_is_found() -> candle_core::Result<()> {
         const D: usize = 20_000;

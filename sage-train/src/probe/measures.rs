@@ -12,7 +12,6 @@ pub(super) struct Sums {
 }
 
 impl Sums {
-    /// The sums over one pair of tensors.
     pub(super) fn of(got: &[f64], exact: &[f64]) -> Self {
         let mut sums = Self::default();
         for (a, b) in got.iter().zip(exact) {

@@ -153,8 +153,8 @@ impl SageBwdAnatomy {
         }
     }
 
-    /// dQ and dK from dS. If each token has a scale, the scale varies along the reduction of these matmuls. It is
-    /// therefore multiplied into dS, and K and Q are INT8 values without scales.
+    /// dQ and dK from dS. If each token has a scale, the scale varies along the reduction of these matmuls. The scale
+    /// is therefore multiplied into dS, and K and Q are INT8 values without scales.
     fn query_and_key_gradients(
         &self,
         operands: &Operands,
@@ -275,7 +275,7 @@ fn quantized(values: &[f64], columns: usize, (block_rows, block_columns): (usize
             let most = largest(band.chunks(columns).flat_map(|row| &row[first..first + width]));
             let scale = most / 127.0;
             if scale < f64::MIN_POSITIVE {
-                // The scale is zero or subnormal: such small probabilities are zero in every format.
+                // The scale is zero or subnormal: values this small (such as underflowed probabilities) become zeros.
                 band.chunks_mut(columns).for_each(|row| row[first..first + width].fill(0.0));
                 continue;
             }
@@ -300,8 +300,8 @@ mod tests {
     }
 
     /// f32 and f64 may round a value to neighbouring INT8 values, which differ by 1/127 of the block's largest value.
-    /// This happens to a few values in ten thousand, so the two implementations differ by a small fraction of the
-    /// quantization error.
+    /// This happens to a few values in ten thousand, so the f64 results differ from those of the f32 op by a small
+    /// fraction of the quantization error.
     #[test]
     fn with_every_product_in_codes_it_is_the_op() {
         for (smoothing, granularity) in [
@@ -365,8 +365,8 @@ mod tests {
         }
     }
 
-    /// Token 70 of K and V is a hundred times larger than the others and determines its tile's scale; a scale for each
-    /// token restores the precision of the other tokens.
+    /// Token 70 of K and V is a hundred times larger than the other tokens and determines its tile's scale; a scale for
+    /// each token restores the precision of the other tokens.
     #[test]
     fn a_scale_a_token_mends_an_outlier() {
         let mut inputs = inputs(128, 32, 1.0);

@@ -46,7 +46,7 @@ pub enum Rest {
     Constant,
     /// The mean of all past values.
     Mean,
-    /// Softmax attention over the past blocks' mean keys, with their mean values.
+    /// Softmax attention over the mean keys and mean values of the past blocks.
     Pooled,
     /// Nothing.
     Nothing,
@@ -85,8 +85,8 @@ pub struct OfLayer {
     pub layer: usize,
     /// Relative L2 error of the output against dense attention, in the order of [`WAYS`].
     pub errors: Vec<f64>,
-    /// Fraction of dense attention's mass on past blocks that the selected blocks have, for the selections best,
-    /// learned, identity and window.
+    /// Fraction of dense attention's mass on past blocks that is on selected blocks, for the selections best, learned,
+    /// identity and window.
     pub mass: [f64; 4],
 }
 
@@ -196,7 +196,7 @@ impl Part {
     fn tails(&self, selection: &Selection, block: usize) -> candle_core::Result<[(Rest, Tensor); 5]> {
         let [q, k, v] = &self.inputs;
         let linear = past_linear(q, k, v, selection, Tail::Past)?;
-        // With equal queries and keys all features are equal, so the result is the mean of all past values.
+        // With zeros as queries and keys all features are equal, so the result is the mean of all past values.
         let mean = past_linear(&q.zeros_like()?, &k.zeros_like()?, v, selection, Tail::Past)?;
         Ok([
             (Rest::Linear, linear.clone()),
@@ -207,8 +207,8 @@ impl Part {
         ])
     }
 
-    /// Softmax attention over the mean keys of past blocks, with their mean values. The result is meaningless for
-    /// queries of the first block, which have no past block.
+    /// Softmax attention over the mean keys and mean values of past blocks. The result is meaningless for queries of
+    /// the first block, which have no past block.
     fn pooled(&self, block: usize) -> candle_core::Result<Tensor> {
         let [q, k, v] = &self.inputs;
         let (batch, tokens, heads, d) = q.dims4()?;
@@ -285,7 +285,7 @@ fn fit(part: &Part, picked: &Picked, rest: Rest, tail: &Tensor) -> candle_core::
     Ok(best.into_iter().map(|(_, theta)| theta).collect())
 }
 
-/// A router that is trained to select the blocks with dense attention's mass.
+/// A router that is trained to select the blocks with most of dense attention's mass.
 fn learn(op: &Sla2, part: &Part) -> candle_core::Result<Router> {
     let [q, k, _] = &part.inputs;
     let start = Router::new(part.shape.key_heads(), part.shape.head_dim(), &Device::Cpu)?;
@@ -336,7 +336,7 @@ fn of_layer(
     for (mass, (_, [_, held])) in mass.iter_mut().zip(&all) {
         *mass = op.mass_caught(&held.selection, q, k)?;
     }
-    // Any of the selections works for the tails, which use only its block size.
+    // The tails use only a selection's block size, so any selection works.
     let (_, [of_seen, of_held]) = &all[0];
     let fitted_tails = seen.tails(&of_seen.selection, block)?;
     let tails = held.tails(&of_held.selection, block)?;
@@ -373,7 +373,7 @@ mod tests {
     }
 
     /// If all past blocks are selected, the error is zero. With fewer blocks, the best selection has more mass than the
-    /// others, and a fitted tail is better than no tail.
+    /// other selections, and a fitted tail is better than no tail.
     #[test]
     fn errors_are_those_of_what_is_left_out() -> candle_core::Result<()> {
         let dims = (4, 96, 2, 16);

@@ -44,7 +44,6 @@ struct Waiting {
 }
 
 impl Greetings {
-    /// Accepts the connections of a listener.
     pub(super) fn new(listener: TcpListener, secret: &Secret) -> Result<Self> {
         listener.set_nonblocking(true)?;
         Ok(Self { listener, secret: secret.clone(), waiting: Vec::new() })
@@ -76,7 +75,7 @@ impl Greetings {
 
     /// Accepts the connections that have arrived, and sends each its challenge.
     fn accept(&mut self) -> Result<()> {
-        // The number is bounded, so that a flood of connections does not delay the reading of greetings.
+        // A call accepts a bounded number, so that a flood of connections does not delay the reading of greetings.
         for _ in 0..MOST_WAITING {
             if self.waiting.len() == MOST_WAITING {
                 if self.waiting[0].since.elapsed() < ANSWER_TIME {
@@ -107,7 +106,7 @@ impl Greetings {
 }
 
 impl Waiting {
-    /// The greeting, once it has arrived completely. Bytes after it stay in the connection.
+    /// The greeting, once it has arrived completely. Bytes after the greeting stay in the connection.
     fn read(&mut self) -> Result<Option<Hello>> {
         loop {
             let whole = match self.bytes.first_chunk() {

@@ -20,7 +20,7 @@ use crate::{during, notify};
 const LEAVING: Duration = Duration::from_secs(20);
 
 /// How long ranks may take to exit after a rank was lost: they only write a report of the failure, which may take 4 s
-/// (`meeting::LAST_WORD`). Then they are killed, because ranks that have not connected yet would not notice the loss.
+/// (`meeting::LAST_WORD`). Then all ranks are killed, because ranks that have not connected yet do not notice the loss.
 const LEAVING_LOST: Duration = Duration::from_secs(6);
 
 /// Number of hardware queues for the streams of a process. With one queue, a transfer that waits for gradients does not

@@ -80,7 +80,6 @@ impl std::fmt::Debug for Shared {
     }
 }
 
-/// The rendezvous of all ranks of a run.
 #[derive(Debug)]
 pub(super) struct Meeting {
     shared: Arc<Shared>,
@@ -206,7 +205,7 @@ impl Meeting {
         self.shared.ticks.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Sets this rank's activity; with `aside` the activity may take long. Returns the activity before.
+    /// Sets this rank's activity; with `aside` the activity may take long. Returns the previous activity.
     pub(super) fn doing(&self, what: &str, aside: bool) -> (String, bool) {
         let mut life = lock(&self.shared.life);
         let before = (life.doing.clone(), life.aside);

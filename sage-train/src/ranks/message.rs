@@ -77,19 +77,11 @@ pub(super) enum Message {
     /// The sender stops because of its own error.
     Failed { why: String },
     /// From rank 0: all ranks stop.
-    Over {
-        why: String,
-        /// The exit code.
-        code: i32,
-    },
+    Over { why: String, code: i32 },
     /// The sender has left the run.
     Bye,
 }
 
-/// Sends a message.
-///
-/// # Errors
-/// When the connection is closed.
 pub(super) fn send(to: &mut impl Write, message: &Message) -> Result<()> {
     let text = serde_json::to_vec(message)?;
     let mut bytes = (text.len() as u32).to_le_bytes().to_vec();

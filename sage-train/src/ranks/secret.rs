@@ -1,4 +1,4 @@
-//! The secret that the ranks of a run share. Ranks, rank 0 included, prove with it that they belong to the run. The
+//! The secret that the ranks of a run share. The ranks, rank 0 included, prove that they know the secret. The
 //! secret itself is never sent.
 
 use std::fmt::{Debug, Formatter};

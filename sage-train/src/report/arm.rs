@@ -23,11 +23,11 @@ pub struct Arm {
     pub loss: Option<Mean>,
     /// Difference of the final losses to the baseline's losses, in percent of the baseline's mean.
     pub difference: Option<Difference>,
-    /// Difference of the training losses to the baseline's over the last quarter of the steps, for runs that continue
-    /// from the same weights on the same batches: both arms then have the same noise of the data.
+    /// Difference of the training losses to the baseline's training losses, over the last quarter of the steps. Set
+    /// only if both arms continue from the same weights on the same batches: then their data noise is the same.
     pub training: Option<Difference>,
-    /// The change of `training`: the slope of its least-squares line over all steps, in percent of the baseline's loss
-    /// per million tokens.
+    /// How fast `training` changes: the difference of the two arms' least-squares slopes of the training loss over all
+    /// steps, in percent of the baseline's loss per million tokens.
     pub growth: Option<Mean>,
     /// Mean number of tokens after which runs reach the milestone, over the runs that reach it.
     pub reached: Option<Mean>,

@@ -60,7 +60,6 @@ pub struct Series {
     pub crosses: Vec<(f64, f64)>,
 }
 
-/// The axes of a chart while it is drawn.
 type Axes<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 
 type Drawn = std::result::Result<(), Box<dyn std::error::Error>>;
@@ -82,7 +81,7 @@ pub struct Chart {
     pub logarithmic: bool,
 }
 
-/// Values beyond this are not drawn, because they would flatten everything else.
+/// Larger values are not drawn, because they would flatten everything else.
 const BEYOND: f64 = 1e9;
 
 impl Chart {

@@ -216,8 +216,8 @@ fn differences_of<'a>(
     chart.to_svg().map(Some)
 }
 
-/// The errors of the whole gradient at the last probe of each probed run. `None` also if noise hides every gradient,
-/// because errors are drawn relative to the gradient.
+/// The errors of the whole gradient at the last probe of each probed run. `None` if no run was probed, or if noise
+/// hides every gradient, because errors are drawn relative to the gradient.
 fn gradients(panel: &Panel) -> Result<Option<String>> {
     let mut found: Vec<GradientErrors> = Vec::new();
     for (arm, run) in panel.arms.iter().flat_map(|arm| arm.runs.iter().map(move |run| (arm, run))) {

@@ -17,7 +17,7 @@ struct Figures {
     error_noise: f64,
     /// `|B|^2 / |G|^2`, estimated from all pairs of micro-batches.
     bias: f64,
-    /// The half-width of the 95 % interval of `bias`, computed from the estimates of single blocks.
+    /// The half-width of the 95 % interval of `bias`, computed from the estimates of single blocks of micro-batches.
     half: Option<f64>,
     /// `B . G / |G|^2`: the component of the bias along the gradient, which changes only the length of a step.
     along: f64,
@@ -54,7 +54,7 @@ impl Figures {
 }
 
 /// The mean cosine between two disjoint halves of the data, of their errors and of their gradients: the dot product
-/// divided by the mean squared norm. `one` has squared norms of means over one half, `two` over both halves together.
+/// divided by the mean squared norm. `one` has squared norms of means over one half, `two` of means over both halves.
 fn cosines(one: &Squares, two: &Squares) -> [f64; 2] {
     // |(a + b) / 2|^2 = (|a|^2 + |b|^2 + 2 a . b) / 4.
     [2.0 * two.error / one.error - 1.0, 2.0 * two.exact / one.exact - 1.0]

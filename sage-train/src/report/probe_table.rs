@@ -19,9 +19,8 @@ const PAPER: [(f64, f64); 8] = [
     (0.9985, 0.0540),
 ];
 
-/// Cosine and relative L2 of every layer, as in the SageBwd paper's Table 2; then, as far as they were measured, the
-/// sizes of the tensors, the NVFP4 groups whose scale is zero, and the error when only one matmul or operand is
-/// quantized.
+/// Cosine and relative L2 of every layer, as in the SageBwd paper's Table 2; then, if measured, the sizes of the
+/// tensors, the NVFP4 groups whose scale is zero, and the error when only one matmul or operand is quantized.
 pub fn layer_errors(title: &str, probed: &Probed) -> String {
     let rows = &probed.rows;
     let names: Vec<&str> =

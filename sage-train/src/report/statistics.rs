@@ -96,7 +96,7 @@ pub enum Verdict {
 }
 
 impl Verdict {
-    /// As text; `margin` in percent.
+    /// The verdict as text; `margin` is in percent.
     pub fn words(self, margin: f64) -> String {
         match self {
             Self::Matches => format!("matches within {margin} %"),

@@ -32,7 +32,7 @@ pub struct ReportOptions {
     pub by: Vec<String>,
     /// The settings of a sweep's `[[points]]`, which distinguish arms like the settings of attention.
     pub points: Vec<String>,
-    /// Equivalence margin: smaller differences do not matter. In percent of the baseline's loss.
+    /// Equivalence margin in percent of the baseline's loss: smaller differences do not matter.
     pub margin: f64,
     /// A loss. The number of tokens after which runs reach this loss is also compared.
     pub milestone: Option<f64>,
@@ -95,18 +95,17 @@ pub struct Study {
     pub about: Option<String>,
     /// One panel for each combination of the settings that are not compared.
     pub panels: Vec<Panel>,
-    /// Equivalence margin, percent of the baseline's loss.
+    /// Equivalence margin in percent of the baseline's loss.
     pub margin: f64,
-    /// The loss to reach.
+    /// The milestone: a loss that runs should reach.
     pub milestone: Option<f64>,
     /// Warnings for the reader.
     pub warnings: Vec<String>,
 }
 
-/// Some keys with their values.
 type Values = Vec<(String, String)>;
 
-/// Combinations of settings, each with a value, in the order of the first runs that have them.
+/// A value for each combination of settings, in the order of the combinations' first runs.
 type Grouped<T> = Vec<(Values, T)>;
 
 impl Study {
@@ -309,9 +308,9 @@ fn arm_keys(keys: &[String], by: &[String], points: &[String]) -> Result<Vec<Str
     Ok(if attention.is_empty() { keys.iter().take(1).cloned().collect() } else { attention })
 }
 
-/// Whether all runs start from the same weights of another model, with the same length and shape, so that runs with
-/// equal data seeds train on the same batches. The weights are compared, because the model in the folder may have been
-/// trained further between two runs.
+/// Whether all runs start from the same weights of another model, and have the same number of steps and shape of
+/// batches. Runs with equal data seeds then train on the same batches. The weights are compared, because the model in
+/// the folder may have been trained further between two runs.
 fn continue_alike<'a>(runs: impl Iterator<Item = &'a Run>) -> bool {
     let course = |run: &'a Run| {
         let (model, of) = (&run.config, initial_weights(&run.starts)?);
@@ -399,7 +398,7 @@ fn natural(key: &str, value: &str) -> (String, u64, String) {
     (key.into(), rank, value.into())
 }
 
-/// The value of a key, which is appended if it is new: the order of insertion is kept.
+/// The value of a key. A new key is appended, so the order of insertion is kept.
 fn entry<K: PartialEq, V: Default>(map: &mut Vec<(K, V)>, key: K) -> &mut V {
     let at = map.iter().position(|(other, _)| *other == key).unwrap_or_else(|| {
         map.push((key, V::default()));

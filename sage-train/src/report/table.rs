@@ -265,7 +265,7 @@ impl Study {
             "order_seed",
             "corpus_seed",
         ];
-        // The settings `steps` and `tokens` may differ from these results, because a run may end early.
+        // The settings `steps` and `tokens` may differ from the results of the same names, because a run may end early.
         let column = |key: &&String| match heads.contains(&key.as_str()) {
             true => format!("asked_{key}"),
             false => csv_cell(key),

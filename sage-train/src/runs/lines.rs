@@ -1,4 +1,4 @@
-//! Files of JSON lines that grow during a run. Each line has a checksum. All reading of such files is implemented here.
+//! Files of JSON lines that grow during a run. Each line has a checksum.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};

@@ -52,7 +52,7 @@ pub struct Start {
     /// The hash of the run's initial weights, if they are from another model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub initial_weights: Option<String>,
-    /// The run that this run was branched off, at its first start.
+    /// The run that this run was branched off, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub branch: Option<Branch>,
 }

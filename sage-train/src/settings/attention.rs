@@ -117,7 +117,7 @@ impl Attn {
         }
     }
 
-    /// Whether it is dense attention. Models of all dense schemes have the same weights.
+    /// Whether this attention is dense. All dense schemes use weights of the same names and shapes.
     pub fn is_dense(self) -> bool {
         matches!(self.0, Kind::Dense(_))
     }

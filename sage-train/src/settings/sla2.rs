@@ -355,8 +355,8 @@ mod tests {
         let blocks = |share, context| {
             resolve(Form::Learned, &settings(share), context, 1000, true).map(|config| config.blocks)
         };
-        // For sparsity s and N tokens, the number of blocks is about ((1 - s) (N + 1) / 2 - 64.5) / 128. It differs
-        // slightly because the first query blocks have fewer past blocks.
+        // For sparsity s and N tokens, the number of blocks is about ((1 - s) (N + 1) / 2 - 64.5) / 128. The exact
+        // number differs slightly, because the first query blocks have fewer past blocks.
         assert_eq!(blocks(0.9, 16384), Ok(6));
         assert_eq!(blocks(0.95, 32768), Ok(6));
         assert_eq!(blocks(0.85, 4096), Ok(2));

@@ -8,7 +8,7 @@ use toml::{Table, Value};
 
 use super::Settings;
 
-/// A table, the heading of its flags, and the prefix of the flags that its keys omit.
+/// A table, the heading of its flags, and the prefix that its flags have but its keys omit.
 const TABLES: [(&str, &str, &str); 8] = [
     ("attention", "Attention", ""),
     ("batch", "Batch and length", ""),
@@ -78,7 +78,7 @@ fn flag_of(table: &str, key: &str) -> String {
     }
 }
 
-/// The prefix of a table's flags that its keys omit.
+/// The prefix that a table's flags have but its keys omit.
 fn prefix_of(table: &str) -> &'static str {
     TABLES.iter().find(|(name, ..)| *name == table).map_or("", |(_, _, prefix)| prefix)
 }

@@ -128,7 +128,7 @@ fn shape(config: &Config) -> String {
     format!("{identity:?}")
 }
 
-/// Tokens per second, from a short run in a child process, so that all of its memory is freed when it ends.
+/// Tokens per second of a short run in a child process, whose end frees all memory of the run.
 fn measure(config: &Config, stage: Stage, folder: &Path) -> Result<f64> {
     let parent = folder.ancestors().find(|folder| folder.is_dir()).unwrap_or(Path::new("."));
     let scratch = parent.join(format!(".sage-train-measures.{}", std::process::id()));

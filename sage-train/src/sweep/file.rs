@@ -61,7 +61,7 @@ impl Spec {
     /// Parses the text of a file. Messages refer to the file as `name`.
     ///
     /// # Errors
-    /// When it is not the description of a sweep.
+    /// When the text is not the description of a sweep.
     pub fn parse(text: &str, name: &str) -> Result<Self> {
         let spec: Self = toml::from_str(text).map_err(|error| {
             Error::new(format!("cannot use the sweep in {name}"))
@@ -89,8 +89,8 @@ impl Spec {
     /// When a key is not a setting, a value is invalid for its setting, a list is empty, or there are more than 10,000
     /// runs.
     pub fn runs(&self, over: &Settings, lists: &Table) -> Result<Vec<Settings>> {
-        // A single `attn` is kept although a list replaces it, because it shows to which scheme the settings next to it
-        // apply.
+        // A single `attn` is kept although a list replaces its value: it names the scheme of the other settings in its
+        // table.
         let plain = |table: &Table| -> Table {
             let whose = |key: &str, value: &Value| key == "attn" && !value.is_array();
             let free = table.iter().filter(|(key, value)| !lists.contains_key(*key) || whose(key, value));

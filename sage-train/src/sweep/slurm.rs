@@ -13,7 +13,7 @@ fn quoted(word: &str) -> String {
 
 /// A batch script that runs a sweep of `runs` runs. `command` is the sweep's command line as it was typed,
 /// without the program and `--slurm`; each task adds `--only` with its own index. Slurm sends SIGTERM 120 s
-/// before the time limit: the run then saves a checkpoint, and the same script, submitted again, resumes it.
+/// before the time limit: the run then saves a checkpoint. The same script, submitted again, resumes the run.
 pub fn script(name: &str, runs: usize, folder: &Path, gpus: bool, command: &[String]) -> String {
     let program = std::env::current_exe().map_or("sage-train".into(), |path| path.display().to_string());
     let words: Vec<String> = std::iter::once(&program).chain(command).map(|word| quoted(word)).collect();

@@ -156,8 +156,8 @@ impl Sweep {
         folders.into_iter().flatten().collect()
     }
 
-    /// Every folder inside the sweep's folder. A folder without settings and metrics belongs to the run whose settings
-    /// the plan folder contains under the folder's name: the process ended before it wrote its settings.
+    /// Every folder inside the sweep's folder. A process may end before it writes settings and metrics into its folder.
+    /// Such a folder belongs to the run whose settings are in the plan folder under the same name.
     fn taken(&self) -> Vec<Taken> {
         let Ok(entries) = std::fs::read_dir(&self.folder) else { return Vec::new() };
         let mut found: Vec<Taken> = entries
@@ -238,7 +238,6 @@ impl Sweep {
     }
 }
 
-/// The identity of the settings in a file.
 fn identity_in(path: &Path) -> Option<Identity> {
     Config::read_last_settings(path).and_then(Config::resolve).ok().map(|config| config.identity())
 }

@@ -135,7 +135,6 @@ struct Work<'a> {
     /// The folder of each run, in the order of the plan.
     folders: Vec<PathBuf>,
     waiting: VecDeque<usize>,
-    /// Free slots.
     slots: Vec<usize>,
     jobs: Vec<Job>,
     stopping: bool,
@@ -323,7 +322,7 @@ impl Sweep {
             return Ok(State::Elsewhere);
         }
         // The run saved a checkpoint, or was stopped before there was anything to save: the next start of the sweep
-        // continues it.
+        // continues the run.
         let asked = status.code().is_some_and(|code| ASKED_TO_STOP.contains(&code)) || terminated(status);
         if asked || job.stopping {
             return Ok(now());

@@ -21,7 +21,7 @@ pub struct Recent {
 pub struct Limits {
     /// Largest mean loss of the step.
     pub loss: f64,
-    /// Largest norm of its gradient.
+    /// Largest norm of the step's gradient.
     pub grad_norm: f64,
 }
 

@@ -31,7 +31,7 @@ pub(super) struct RunDir {
     _lock: Option<Lock>,
 }
 
-/// The folder that a run began in. While the run is under way, its path may stop existing or lead to another folder.
+/// The folder that a run began in. During the run, the folder's path may stop existing or lead to another folder.
 #[derive(Debug, Clone)]
 pub(super) struct OpenFolder {
     path: PathBuf,
@@ -144,7 +144,7 @@ impl RunDir {
         Ok((folder, points))
     }
 
-    /// Opens the folder of a run that another rank writes, with its metrics up to `step`.
+    /// Opens a run's folder to which only another rank writes, with the metrics up to `step`.
     pub(super) fn look_on(path: PathBuf, step: u64) -> Result<(Self, Vec<Point>)> {
         let points = points_until(&path, step)?;
         Ok((Self { path, opened: None, writer: None, _lock: None }, points))

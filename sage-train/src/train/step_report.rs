@@ -3,8 +3,8 @@
 use crate::config::Config;
 use crate::ranks::{Mesh, Ranks};
 
-/// The requests that a rank sends with the results of a step. All ranks receive them in the same step, and so act in
-/// the same way.
+/// The requests that a rank sends with the results of a step. All ranks receive the requests in the same step, and
+/// so act in the same way.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Asked {
     /// Stop, because of this signal.
@@ -51,8 +51,8 @@ impl Report {
         self.mesh.rank().of
     }
 
-    /// The indices of the losses in the concatenated reports, in the order of the micro-batches, one index
-    /// for each part of the sequences. Micro-batch `k` belongs to group `k mod groups`.
+    /// The indices of the losses in the concatenated reports: for each micro-batch in order, one index for each part of
+    /// its sequences. Micro-batch `k` belongs to group `k mod groups`.
     pub(super) fn places_of_losses(self) -> impl Iterator<Item = Vec<usize>> {
         let (groups, parts) = (self.mesh.data().of, self.mesh.context);
         let place = move |k: usize, part: usize| (k % groups * parts + part) * self.len() + k / groups;
@@ -107,7 +107,7 @@ mod tests {
         assert_eq!(report.places_of_squares().map(|place| reports[place]).sum::<f64>(), 30.0);
         assert_eq!(report.asked(&reports), Asked { signal: Some(15), save: true });
         assert_eq!(report.slowest(&reports), Some((1, 1.5)));
-        // The same reports, read as the reports of two nodes with one rank each that share each sequence: three
+        // The same reports, read as the reports of two ranks on separate nodes that share each sequence: three
         // micro-batches in two parts.
         let replica = Rank { index: 0, of: 2 };
         let mesh = Mesh { shard: Rank::ALONE, replica, context: 2, ..Mesh::ALONE };

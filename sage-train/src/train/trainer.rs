@@ -265,8 +265,8 @@ impl<'a> Trainer<'a> {
         Ok(all)
     }
 
-    /// 0, or NaN if loss or norm is above its limit: `relu(limit - x)` is then 0, its inverse infinite, and 0 times
-    /// infinity NaN. candle's comparisons would copy the limit to the device, and wait.
+    /// 0, or NaN if loss or norm is above its limit: `relu(limit - x)` is then 0, its inverse is infinite, and 0
+    /// times infinity is NaN. candle's comparisons would copy the limit to the device, and wait.
     fn skip(
         &self,
         losses: &[Tensor],
@@ -401,7 +401,6 @@ pub(super) fn stop_hint(config: &Config) -> String {
     format!("try a lower --lr, a longer --warmup-steps{}", missing.collect::<String>())
 }
 
-/// The error of a run that diverged.
 fn stopped(what: String, step: u64, config: &Config) -> Stop {
     let error = Error::new(format!("stopped before the update: {what}"))
         .got(format!("a number that is not finite, after {step} finite steps"))

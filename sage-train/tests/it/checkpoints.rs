@@ -354,7 +354,7 @@ fn an_edited_run_does_not_go_on_as_another() {
     std::fs::write(&config, text.replace("attn = \"sagebwd\"", "attn = \"fpa\"")).expect("settings");
     let refused = scratch.fails(&["--resume", "runs/r", "--steps", "6"]);
     assert!(refused.contains("attn = fpa in") && refused.contains("allowed: attn = sagebwd"), "{refused}");
-    // Settings that a run does not have by default are compared too.
+    // Settings that were added by hand are compared too.
     for (added, told) in [
         ("linear = \"fp8\"", "linear = fp8"),
         ("attn-layers = \"0=fpa\"", "attn-layers = 0=fpa"),

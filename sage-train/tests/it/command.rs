@@ -115,7 +115,6 @@ fn results_replace_no_file_of_another_kind() {
     for _ in 0..2 {
         scratch.ok(&["report", "runs/r", "--csv", "r.csv", "--html", "r.html", "--markdown", "r.md"]);
     }
-    // Settings that changed on resume are reported.
     scratch.ok(&["--resume", "runs/r", "--steps", "3", "--lr", "1e-3"]);
     let table = scratch.run(&["report", "runs/r"]);
     let said = [table.stdout, table.stderr].concat();
@@ -155,7 +154,7 @@ fn text_that_is_given_twice_is_refused() {
 fn escape_sequences_of_names_do_not_reach_terminals_and_logs() {
     let scratch = Scratch::new();
     let name = "a\u{1b}[2Jb.txt";
-    let error = scratch.fails(&["--data", name]); // "the data does not exist": check that its `got` has the path
+    let error = scratch.fails(&["--data", name]); // the error "the data does not exist" quotes the path
     assert!(error.contains(r"a\u{1b}[2Jb.txt") && !error.contains('\u{1b}'), "{error}");
     scratch.file(name, "What was said then is said again, and once more. ".repeat(400));
     let output = scratch.run(&small(&["--data", name, "--steps", "1", "--name", "r"]));

@@ -57,7 +57,6 @@ fn formats_and_sizes_of_shards_hold_the_same_tokens() {
             assert!(read("whole") == read(other), "{other}, {part}");
         }
     }
-    // The description matches the shards and the documents.
     let train = tokens(&scratch.path().join("whole"), "train");
     assert_eq!(whole.train.tokens, train.len() as u64);
     let ends = train.iter().filter(|&&token| token == whole.end_of_text).count() as u64;
@@ -270,7 +269,7 @@ fn changed_bytes_of_shards_end_a_run() {
     let shard = scratch.path().join("shards/train_000003.bin");
     let mut bytes = std::fs::read(&shard).expect("a shard");
     let middle = (bytes.len() / 2) & !1;
-    // The changed token is in the vocabulary too.
+    // The changed token is also in the vocabulary, so only the sidecar shows the change.
     bytes[middle] ^= 1;
     std::fs::write(&shard, bytes).expect("a shard");
     let error = scratch.fails(&run);

@@ -254,7 +254,7 @@ fn moments_of_a_checkpoint_are_begun_with_and_need_no_correction() {
     let (first, second) = (from("r", 3), from("warm", 1));
     let (lr, decay, eps, betas) = (3e-3, 0.1, 1e-8, [0.9f64, 0.95]);
     let biased = [0.8f64, 0.9].map(|beta| 1.0 - beta.powi(3));
-    // Moments that began bias-corrected have no bias after a step either.
+    // Moments whose initial values were bias-corrected have no bias after a step.
     for (from, bias, names) in [(first, biased, ["warm", "cold"]), (second, [1.0; 2], ["warmer", "colder"])] {
         let old = state(&scratch, &from);
         let [warm, cold] = [("on", names[0]), ("off", names[1])].map(|(on, name)| one_step(&from, on, name));
@@ -292,7 +292,7 @@ fn moments_of_a_checkpoint_are_begun_with_and_need_no_correction() {
     run(&[&flags[..], &["--steps", "3", "--name", "whole"]].concat());
     scratch.ok(&["--resume", "runs/warm", "--steps", "3"]);
     assert!(state(&scratch, &from("whole", 3)) == state(&scratch, &from("warm", 3)));
-    // Other folders have no moments, and a checkpoint has none for parameters that it lacks.
+    // Only checkpoints have moments, and a checkpoint has none for parameters that it lacks.
     let sparse = ["--attn", "sla2", "--sla2-block", "16", "--sla2-blocks", "1", "--init-moments", "on"];
     let error =
         scratch.fails(&small(&[&sparse[..], &["--init-from", &from("r", 3), "--steps", "2"]].concat()));

@@ -94,7 +94,6 @@ fn broken(whole: &[u8], rng: &mut ChaCha8Rng) -> Vec<u8> {
                 bytes.splice(at..at, piece);
             }
             _ => {
-                // Makes a decimal number longer.
                 if let Some(digit) = bytes[at..].iter().position(u8::is_ascii_digit) {
                     bytes.splice(at + digit..=at + digit, *b"99999999999");
                 }
@@ -104,8 +103,8 @@ fn broken(whole: &[u8], rng: &mut ChaCha8Rng) -> Vec<u8> {
     bytes
 }
 
-/// Reads damaged variants of a file. A reader may return an error or succeed; one that panics or allocates
-/// too much fails the test.
+/// Reads damaged variants of a file. A reader may return an error or succeed; a reader that panics or
+/// allocates too much fails the test.
 fn try_all(what: &str, path: &Path, limit: usize, read: &dyn Fn(&Path) -> bool) {
     let whole = std::fs::read(path).expect("a file");
     assert!(read(path), "{what} is read while it is whole");

@@ -171,7 +171,7 @@ fn a_data_set_is_fetched_once_also_over_a_line_that_breaks() {
             first > 0
         });
         assert_eq!(resumed, manner == Manner::CutOnce, "{asked:?}");
-        // The second time files are read from the cache: only the list is requested.
+        // The second time, files are read from the cache: only the list is requested.
         let output = hub.prepare(&scratch_of_run, NAME, "again");
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         assert!(hub.asked().iter().all(|line| line.starts_with("/api/")));

@@ -89,7 +89,6 @@ fn a_branch_keeps_weights_and_moments_and_leaves_its_run() {
     // A report compares the branch with its origin.
     let table = scratch.ok(&["report", "runs/a", "runs/other"]);
     assert!(table.contains("attn fpa until step 4") && table.contains("baseline"), "{table}");
-    // A branch is resumed like any run.
     scratch.ok(&["--resume", "runs/other", "--steps", "9", "--lr", "0.001"]);
     assert_eq!(scratch.metrics("other").len(), 9);
     // A branch from a checkpoint before a change of settings does not have the change.

@@ -21,7 +21,7 @@ fn recomputation_and_a_resume_give_the_same_bits() {
         let again = train(&scratch, recompute, &["--linear", "fp8", "--recompute", recompute]);
         assert_eq!(again, fp8, "{recompute}");
     }
-    // Biases, whose gradients are sums of rows, and a separate output matrix.
+    // The model has biases, whose gradients are sums of rows, and a separate output matrix.
     let flags = [
         "--linear",
         "fp8",

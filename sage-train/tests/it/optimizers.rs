@@ -85,7 +85,6 @@ fn settings_of_muon_count() {
         let error = scratch.fails(&small(&[&["--dry-run"], flags].concat()));
         assert!(error.contains(part), "{flags:?}: {error}");
     }
-    // A run cannot be resumed with another optimizer.
     let error = scratch.fails(&["--resume", "runs/muon", "--optimizer", "adamw"]);
     assert!(error.contains("optimizer"), "{error}");
 }

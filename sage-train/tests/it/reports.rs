@@ -76,7 +76,6 @@ fn the_points_of_a_sweep_are_its_arms_and_its_report_stays_its_own() {
     assert!(again.lines().any(|line| line.starts_with("none") && line.contains("baseline")), "{again}");
     let page = std::fs::read_to_string(scratch.path().join("runs/s/report.html")).expect("a page");
     assert!(page.contains("<title>Tuned rates</title>"));
-    // A flag replaces the sweep's baseline.
     let other = scratch.ok(&["report", "runs/s", "--baseline", "attn=fpa"]);
     assert!(other.lines().any(|line| line.starts_with("fpa") && line.contains("baseline")), "{other}");
 }

@@ -30,7 +30,7 @@ fn a_run_leaves_everything_and_its_config_makes_it_again() {
         let mfu = point.mfu.expect("the peak is given");
         assert!(mfu > 0.0 && mfu < 1.0, "{mfu}");
     }
-    // loss / (bits per byte x ln 2) is the number of bytes per token.
+    // loss / (bits per byte * ln 2) is the number of bytes per token.
     let bits = first[5].val_bits_per_byte.expect("validated");
     let (loss, nats_a_byte) = (first[5].val_loss.expect("validated"), bits * std::f64::consts::LN_2);
     assert!((1.0..6.0).contains(&(loss / nats_a_byte)), "{loss} nats, {bits} bits a byte");
@@ -261,8 +261,8 @@ fn tensorboard_reads_the_metrics() {
     let scratch = Scratch::new();
     scratch.ok(&small(&["--steps", "20", "--eval-every", "7", "--checkpoint-every", "6", "--name", "r"]));
     std::fs::remove_dir_all(scratch.path().join("runs/r/checkpoints/step-00000020")).expect("gone");
-    // The event file of the resumed run invalidates the repeated steps in the earlier file. Its name contains the time
-    // in seconds, hence the pause.
+    // The event file of the resumed run invalidates the repeated steps in the earlier file. The pause is needed because
+    // the name of an event file contains the time in seconds.
     std::thread::sleep(std::time::Duration::from_millis(1100));
     scratch.ok(&["--resume", "runs/r"]);
     let script = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/check_tensorboard.py");

@@ -88,7 +88,7 @@ fn data_that_is_named_is_evaluated_as_a_whole() {
     // Every sequence of 32 tokens that is followed by a token is evaluated.
     assert_eq!(evaluated("other.jsonl"), (tokens - 1) / 32 * 32);
     assert_eq!(evaluated("all"), (tokens - 1) / 32 * 32);
-    // Prepared data has validation shards, which are evaluated.
+    // If prepared data has validation shards, only these are evaluated.
     prepare(&["other.jsonl", "--val-fraction", "0.3"], "parts");
     let validation = Prepared::read(&scratch.path().join("parts")).expect("a list").validation.tokens;
     assert_eq!(evaluated("parts"), (validation - 1) / 32 * 32);
@@ -108,7 +108,6 @@ fn validation_data_may_be_named() {
     scratch.ok(&small(&[&apart[..], &["--name", "apart"]].concat()));
     let losses = |run: &str| scratch.metrics(run).iter().map(|p| (p.loss, p.val_loss)).collect::<Vec<_>>();
     assert_eq!(losses("folder"), losses("apart"));
-    // An evaluation of the run uses the same data.
     let of_run = scratch.loss(&["eval", "runs/apart", "--all"]);
     assert_eq!(of_run, scratch.loss(&["eval", "runs/apart", "--all", "--data", "text/validation.jsonl"]));
     scratch.ok(&["--resume", "runs/apart", "--steps", "3"]);

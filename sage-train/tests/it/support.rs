@@ -5,7 +5,6 @@ use std::process::{Child, Command, Output, Stdio};
 
 use tempfile::TempDir;
 
-/// A scratch folder, in which the command runs.
 pub(crate) struct Scratch(TempDir);
 
 impl Scratch {
@@ -85,8 +84,8 @@ impl Scratch {
     }
 }
 
-/// Waits until `done` returns true because of a concurrent command. The time limit only catches hangs: a busy machine
-/// may take minutes.
+/// Waits for a concurrent command until `done` returns true. The time limit only catches hangs: a busy machine may take
+/// minutes.
 pub(crate) fn wait_until(mut done: impl FnMut() -> bool) {
     let began = std::time::Instant::now();
     while !done() {

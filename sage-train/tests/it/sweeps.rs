@@ -171,8 +171,8 @@ fn a_sweep_that_is_changed_by_hand_loses_nothing() {
     file(&scratch, "s.toml", &tables(2));
     scratch.ok(&["sweep", "s.toml"]);
     assert_eq!(runs(&sweep), ["seed-1", "seed-1-2", "seed-2-2", "seed-2-3"]);
-    // A run with a damaged checkpoint is reported as crashed. Its folder stays, or moves into the plan folder
-    // when the run starts from its beginning.
+    // A run with a damaged checkpoint is reported as crashed. The run's folder stays until the run starts again
+    // from step 0, and then moves into the plan folder.
     let run = sweep.join("seed-1");
     std::fs::write(run.join("ending.json"), "{\"status\": \"interrupted\"}").expect("an ending");
     std::fs::write(run.join("checkpoints/step-00000040/state.safetensors"), "?").expect("a state");
@@ -235,7 +235,7 @@ fn lists_on_the_command_line_are_a_sweep() {
     // The folder of several sweeps is not a folder of runs, and the message names folders that are.
     let several = scratch.fails(&["report", "runs"]);
     assert!(several.contains("no runs to report") && several.contains("runs/both"), "{several}");
-    // If it contains a run, it is a folder of runs, and a warning names the sweep whose runs are omitted.
+    // If the folder also contains a run, this run is reported, and a warning names the sweep whose runs are omitted.
     scratch.ok(&small(&["--steps", "2", "--name", "alone"]));
     let some = scratch.ok(&["report", "runs"]);
     let left_out = "warning: the runs in runs/both are left out; `report runs/both` compares them";
@@ -295,7 +295,7 @@ fn runs_of_anywhere_are_reported() {
     assert!(
         std::fs::read_to_string(scratch.path().join("r.md")).expect("Markdown").contains("| arm | seeds |")
     );
-    // All runs of a folder; another baseline; a baseline, runs and a key that do not exist.
+    // Reports of all runs in a folder: with another baseline; with a baseline, runs or a key that do not exist.
     let table = scratch.ok(&["report", "runs", "--baseline", "attn=none"]);
     let none = table.lines().find(|line| line.starts_with("none")).expect("an arm");
     assert!(none.contains("baseline"), "{table}");

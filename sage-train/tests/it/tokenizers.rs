@@ -255,7 +255,6 @@ fn bits_a_byte_are_of_the_original_text() {
     // The whole text is evaluated, except fewer than 33 tokens after the last complete sequence.
     let (got, exact) = (number("bits a byte"), bits / bytes as f64);
     assert!((got / exact - 1.0).abs() < 2e-3, "{got} for {exact}");
-    // Shards give the same figure as their text.
     let of_shards = scratch.ok(&["eval", "runs/run", "--data", "nfkc", "--all"]);
     assert_eq!(text.lines().last(), of_shards.lines().last());
 }

@@ -51,12 +51,12 @@ pub(crate) struct Linear<'a> {
     pub(crate) chunk_rows: usize,
     /// See [`row_loss`].
     pub(crate) z_loss: f32,
-    /// A rounding function for each element of the logits' gradient.
+    /// Rounds each element of the logits' gradient.
     pub(crate) rounded: Option<&'a (dyn Fn(f32) -> f32 + Sync)>,
 }
 
 /// One pass over the chunks of logits. The pass returns the mean loss. It writes the hidden states' gradient to
-/// `dhidden` and adds the weight's gradient to `dweight`, both times `factor`. An empty slice is skipped.
+/// `dhidden` and adds the weight's gradient to `dweight`, both multiplied by `factor`. An empty slice is skipped.
 pub(crate) fn linear_pass(
     hidden: &[f32],
     weight: Mat<'_>,

@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 
 /// Rotates `x` of dimensions (batch, sequence, heads, head_dim) by the tables' angles times `direction`. Pairs are
-/// channels (2 i, 2 i + 1) if `interleaved`, else (i, i + head_dim / 2).
+/// channels (2 * i, 2 * i + 1) if `interleaved`, else (i, i + head_dim / 2).
 pub(crate) fn rotate(
     interleaved: bool,
     dims: &[usize],

@@ -92,15 +92,15 @@ struct Step {
 
 /// Turns a tile of logits into INT8 probabilities, with one scale per row.
 ///
-/// A probability is rounded only once, because it is relative to the row's maximum inside the tile: the INT8 value is
-/// `round(127 * 2^(t - row_max))`, the dequant_scale `2^(row_max - max) / 127`.
+/// Probabilities are relative to the row's maximum inside the tile, so each probability is rounded only once. The INT8
+/// value of logit t is `round(127 * 2^(t - row_max))`, and the dequant_scale is `2^(row_max - max) / 127`.
 #[multiversion(targets = "simd")]
 fn online_softmax(cols: usize, logits: &mut [f32], softmax: &mut Softmax, steps: &mut [Step]) {
     let state = softmax.reference.iter_mut().zip(&mut softmax.sum).zip(steps);
     for (row, ((max, sum), step)) in logits.chunks_exact_mut(cols).zip(state) {
         let row_max = lanes::max(row);
         let new_max = if row_max > *max { row_max } else { *max };
-        // While no key is visible every term is 2^-inf for any finite shift.
+        // Before the first visible key every term is 2^-inf = 0 for any finite shift.
         let shift = if new_max == f32::NEG_INFINITY { 0.0 } else { new_max };
         let row_shift = if row_max == f32::NEG_INFINITY { 0.0 } else { row_max } - lanes::LOG2_127;
         for x in row.iter_mut() {

@@ -116,7 +116,8 @@ impl Launch<[Operand<'_>; 2], CudaStorage> for Saved {
     }
 }
 
-/// `out = from * dloss / count`, or `out += from` with `accumulate`.
+/// `to = factor * from`, or `+=` with `accumulate`. The factor is `dloss` divided by the number of targets that are not
+/// ignored, or 1 if `dloss` is null.
 pub(super) struct Scaling<'a> {
     pub(super) from: (Float, Address<'a>),
     pub(super) to: (Float, Address<'a>),

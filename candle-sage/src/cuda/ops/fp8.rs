@@ -122,7 +122,6 @@ impl<'a> Site<'a> {
     }
 }
 
-/// A kernel's name for an element type.
 fn named(kernel: &str, float: Float) -> String {
     format!("{kernel}_{}", float.name())
 }
@@ -138,7 +137,7 @@ pub(super) fn check_start(what: &str, starts: &[Address<'_>]) -> Result<()> {
         .into())
 }
 
-/// Finds the largest value of a matrix.
+/// Finds the largest absolute value of a matrix.
 pub(super) fn measure(
     gpu: &Gpu,
     float: Float,

@@ -1,4 +1,4 @@
-//! FP8 quantization of parts of vectors on the GPU.
+//! FP8 quantization of parts (ranges) of vectors on the GPU.
 
 use std::ops::Range;
 
@@ -19,7 +19,7 @@ use crate::ops::fp8_parts::{FP8_PART, Largest, QuantizeParts, ScalesOf};
 // A part is read as a matrix of COLUMNS columns. A thread writes groups of four rows.
 const _: () = assert!(FP8_PART.is_multiple_of(COLUMNS * 4));
 
-/// The parts that have elements, with their numbers.
+/// The parts that are not empty, with their indices.
 fn filled(parts: &[Range<usize>]) -> impl Iterator<Item = (usize, &Range<usize>)> {
     parts.iter().enumerate().filter(|(_, part)| !part.is_empty())
 }

@@ -13,7 +13,7 @@ use crate::cuda::params::{self, launch};
 use crate::dtype::Checked;
 use crate::error::Error;
 
-/// Ids as rows of a table.
+/// Ids as row numbers of a table.
 #[derive(Debug)]
 pub(super) struct Ids {
     places: Buffer<u32>,
@@ -110,7 +110,8 @@ pub(super) fn sort(gpu: &Gpu, ids: &Ids, limit: usize) -> Result<Sorted> {
     let tiles = ids.len.div_ceil(TILE);
     let counts = gpu.alloc::<u32>(tiles << DIGIT_BITS)?;
     let grid = Grid::line(tiles, THREADS);
-    // The number of bits of `limit`, which is above every valid id. NO_PLACE, in these bits all ones, sorts last.
+    // The number of bits of `limit`, which is above every valid id. All bits of NO_PLACE (an invalid or ignored id) are
+    // ones, so NO_PLACE sorts last.
     let bits = (usize::BITS - limit.leading_zeros()) as usize;
     let mut sorted: Option<Sorted> = None;
     for pass in 0..bits.div_ceil(DIGIT_BITS).max(1) {

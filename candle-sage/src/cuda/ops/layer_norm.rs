@@ -53,8 +53,8 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 3]> for Gradients {
     fn launch(&self, [x, weight, bias, dy]: [Operand<'_>; 4]) -> Result<[CudaStorage; 3]> {
         let gpu = Gpu::new(x.0.device())?;
         let width = weight.1.shape().elem_count();
-        // Zeroed, because thread blocks without rows write nothing, and channels beyond the registers are summed in
-        // place.
+        // Sums start at zero: thread blocks without rows write nothing, and channels that do not fit in registers are
+        // summed in memory.
         let [of_weight, of_bias] =
             [gpu.alloc_zeros::<f32>(PARTS * width)?, gpu.alloc_zeros::<f32>(PARTS * width)?];
         let [x, dy] = [Dense::new(x, &gpu)?, Dense::new(dy, &gpu)?];

@@ -163,7 +163,7 @@ impl Launch<[Operand<'_>; 2], CudaStorage> for RmsNorm {
     }
 }
 
-/// `x + residual`, and its norm.
+/// `x + residual`, and the RMSNorm of this sum.
 impl Launch<[Operand<'_>; 3], [CudaStorage; 2]> for RmsNorm {
     fn launch(&self, [x, residual, weight]: [Operand<'_>; 3]) -> Result<[CudaStorage; 2]> {
         let gpu = Gpu::new(x.0.device())?;
@@ -182,8 +182,8 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 2]> for Gradients {
     fn launch(&self, [x, weight, dy, other]: [Operand<'_>; 4]) -> Result<[CudaStorage; 2]> {
         let gpu = Gpu::new(x.0.device())?;
         let width = weight.1.shape().elem_count();
-        // Zeroed, because thread blocks without rows write nothing, and channels beyond the registers are summed in
-        // place.
+        // Sums start at zero: thread blocks without rows write nothing, and channels that do not fit in registers are
+        // summed in memory.
         let partials = gpu.alloc_zeros::<f32>(PARTS * width)?;
         let [x, dy] = [Dense::new(x, &gpu)?, Dense::new(dy, &gpu)?];
         let residual = self.residual.then(|| Dense::new(other, &gpu)).transpose()?;

@@ -282,7 +282,7 @@ impl Gradients {
         let mut weights = Vec::with_capacity(all.len());
         for (n, &[x, weight, dy]) in all.iter().enumerate() {
             let width = weight.1.shape().elem_count();
-            // Zeroed, because with few heads fewer than PARTS thread blocks are launched.
+            // Sums start at zero, because there may be fewer than PARTS thread blocks.
             let partials = gpu.alloc_zeros::<f32>(PARTS * width)?;
             let (dense, dy) = (Dense::new(weight, gpu)?, Heads::new(dy, gpu)?);
             let norm = Norm { weight: &dense, eps: self.eps, gradient: Some((&dy, &partials)) };

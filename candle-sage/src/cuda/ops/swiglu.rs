@@ -43,7 +43,7 @@ pub(super) fn rows_of_swiglu<'a>([gate, up]: [Operand<'a>; 2], gpu: &Gpu) -> Res
 }
 
 impl Rows<'_> {
-    /// The parameters, with these rows as gate, and the rows of `up`.
+    /// The parameters, with `self` as the gate.
     pub(super) fn params<'a>(&'a self, up: &'a Rows<'_>, gpu: &Gpu) -> Result<params::SwiGlu<'a>> {
         Ok(params::SwiGlu {
             gate: start(self.operand(), gpu)?,

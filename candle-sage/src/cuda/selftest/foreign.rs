@@ -33,7 +33,6 @@ fn halves(numbers: &[f32]) -> Vec<u16> {
     numbers.iter().flat_map(halves).collect()
 }
 
-/// The gradient of the log-sum-exps.
 fn dlse(len: usize) -> Vec<f32> {
     (0..len).map(|i| (i % 13) as f32 / 8.0 - 0.5).collect()
 }

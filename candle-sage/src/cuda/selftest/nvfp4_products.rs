@@ -28,7 +28,7 @@ fn fp4_products_give_what_sixteen_bit_products_give() -> Result<()> {
     for (lens, heads, d, packing) in cases() {
         for dtype in [DType::BF16, DType::F16] {
             let inputs = Inputs::new(lens, heads, d, packing.clone(), dtype)?;
-            // Logits of a few units, so that attention is neither on one key nor on all of them.
+            // Q is scaled down, so that attention is not concentrated on one key.
             let q = (&inputs.tensors[0] * 0.1)?;
             for settings in [
                 AttnQat::default(),

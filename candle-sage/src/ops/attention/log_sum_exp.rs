@@ -55,7 +55,7 @@ impl Attention {
         Ok((out, lse))
     }
 
-    /// An error if the scheme has no log-sum-exps.
+    /// An error if log-sum-exps are not supported with the scheme.
     pub(crate) fn check_lse(&self) -> Result<()> {
         check(&self.scheme)
     }

@@ -16,7 +16,7 @@ use crate::scheme::Scheme;
 use crate::selection::{Lists, Selection};
 use crate::shape::{AttentionShape, Dims};
 
-/// The op of one call. Every call creates a new value, because the value stores the call's state.
+/// The op of one call. Every call creates a new op, because the op stores the call's state.
 pub(crate) struct AttentionOp {
     pub(crate) scheme: Scheme,
     pub(crate) shape: AttentionShape,
@@ -24,7 +24,7 @@ pub(crate) struct AttentionOp {
     #[allow(dead_code, reason = "only kernels ask for it: on the CPU results never vary")]
     pub(crate) deterministic: bool,
     pub(crate) selection: Option<Selection>,
-    /// A soft cap or `ALiBi`.
+    /// A soft cap, `ALiBi`, or both.
     pub(crate) score_mod: Option<ScoreMod>,
     /// The sinks' logits: (query heads), contiguous, f32, on the query's device.
     pub(crate) sinks: Option<Tensor>,
@@ -37,7 +37,7 @@ pub(crate) struct AttentionOp {
 pub(in crate::ops) struct Saved {
     /// Set by the forward.
     pub(in crate::ops) completed: OnceLock<Completed>,
-    /// The gradient of the log-sum-exps. `LogSumExp`'s backward stores it for attention's backward, which runs later.
+    /// The gradient of the log-sum-exps, stored by `LogSumExp`'s backward for attention's backward, which runs later.
     pub(in crate::ops) dlse: Mutex<Option<Tensor>>,
     /// The gradient of the sinks, stored by the backward.
     pub(in crate::ops) dsinks: Mutex<Option<Tensor>>,

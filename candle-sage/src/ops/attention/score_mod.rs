@@ -70,7 +70,7 @@ impl Attention {
     /// `ALiBi`: subtracts a distance penalty from each logit, the query head's slope times the distance between query
     /// and key. Positions are aligned at the end, as with a causal mask. `slopes` is (query heads) in any float type,
     /// on the query's device, and has no gradient. A soft cap is applied before the slopes. On CUDA the schemes that
-    /// support a soft cap also support `ALiBi`, also with smoothed keys. [`alibi_slopes`](crate::ops::alibi_slopes)
+    /// support a soft cap also support `ALiBi`, even with smoothed keys. [`alibi_slopes`](crate::ops::alibi_slopes)
     /// returns the paper's slopes.
     ///
     /// ```

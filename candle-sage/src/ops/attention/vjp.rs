@@ -7,8 +7,8 @@ use crate::error::Error;
 use crate::ops::support::supported;
 use crate::ops::widths::Widths;
 
-/// The backward of one forward: see [`Attention::vjp`](super::Attention::vjp). It keeps the inputs, the output and the
-/// forward's state.
+/// The backward of one forward, with the forward's inputs, output and state: see
+/// [`Attention::vjp`](super::Attention::vjp).
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

@@ -18,7 +18,7 @@ use crate::ops::support::{cuda_tensor, f32_values, f32_values_mut, run_twice};
 pub(super) fn orthogonal(mut x: Tensor, polynomials: Orthogonalization) -> Result<Tensor> {
     let (_, rows, columns) = x.dims3()?;
     for (n, abc) in polynomials.polynomials().into_iter().enumerate() {
-        // a x + b x^3 + c x^5 is x (a I + b g + c g^2), with the smaller of the two Gram matrices g.
+        // With the smaller Gram matrix g, a x + b x^3 + c x^5 is the product of x and (a I + b g + c g^2).
         let turned = x.transpose(1, 2)?;
         let gram = if rows <= columns { x.matmul(&turned)? } else { turned.matmul(&x)? };
         // The polynomials are applied to x divided by its Frobenius norm, which is the root of the first Gram matrix's

@@ -1,4 +1,4 @@
-//! Passes over the matrix parts that a process updates: momentum, normalization of rows, and the step.
+//! Passes over the parts of matrices that a process updates: momentum, normalization of rows, and weight update.
 
 use std::sync::OnceLock;
 
@@ -26,7 +26,7 @@ pub(crate) struct RowFactors {
 /// Multiplies the rows of matrices (count, rows, columns) by factors.
 pub(crate) struct ScaleRows;
 
-/// Moves parts along their directions.
+/// Moves the weights of parts along their directions.
 pub(crate) struct Apply<'a> {
     pub(crate) settings: Muon,
     pub(crate) parts: &'a [MuonPart],

@@ -10,8 +10,8 @@ use crate::selection::Blocks;
 ///
 /// In each segment and key head `S_J = phi(K_J)^T [V_J, 1]` is the state of a block of keys, with d rows and d + 1
 /// columns. A block of queries sums `H_I = sum_J w_IJ S_J`, where `w` is 1 for the blocks of its tail, else 0.
-/// `phi(Q_I) H_I` then contains the sums of values and, in the last column, the normalizers. The states need the memory
-/// of K in f32 times head_dim / (keys of a block).
+/// `phi(Q_I) H_I` then contains the sums of values and, in the last column, the normalizers. The states need
+/// head_dim / (keys of a block) times the memory of K in f32.
 pub(super) fn forward(op: &PastLinear, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
     let blocks = op.selection.blocks();
     let mut outputs = Vec::new();
@@ -26,7 +26,6 @@ pub(super) fn forward(op: &PastLinear, [q, k, v]: [&Tensor; 3]) -> Result<Tensor
         let (key, value) = (rows(k, keys.start, keys.len())?, rows(v, keys.start, keys.len())?);
         let key = match op.shape.causal() {
             true => key,
-            // With a causal mask a mean would make earlier tokens depend on later ones.
             false => key.broadcast_sub(&key.mean_keepdim(0)?)?,
         };
         let with_ones = Tensor::cat(&[&value, &value.narrow(2, 0, 1)?.ones_like()?], 2)?;
@@ -91,7 +90,7 @@ fn weights(op: &PastLinear, blocks: &Blocks, segment: usize) -> Result<Tensor> {
     let all = all.broadcast_as((blocks.key_heads, rows, columns))?.contiguous()?;
     match op.tail {
         Tail::Past => Ok(all),
-        // Lists also contain the blocks that are always seen, which are not candidates.
+        // Lists also contain blocks that are always seen. They are not candidates: `relu` turns their -1 into 0.
         Tail::Complement => (all - listed(lists, blocks.row(segment, 0), rows, columns)?)?.relu(),
     }
 }
@@ -147,7 +146,7 @@ mod tests {
                 let shape = AttentionShape::new(q_dims, k_dims, k_dims, causal, packing.clone())?;
                 let draw = |dims| Tensor::randn(0f32, 1., dims, &Device::Cpu);
                 let (q, k, v, dout) = (draw(q_dims)?, draw(k_dims)?, draw(k_dims)?, draw(q_dims)?);
-                // Every third candidate. Without a causal mask the first candidate too, as lists must not be empty.
+                // Selects every third candidate; without a causal mask also the first, as lists must not be empty.
                 let selection = Selection::from_lists(&shape, (16, 8), &Device::Cpu, |at| {
                     let first = usize::from(!causal).min(at.candidates);
                     (0..at.candidates).filter(|n| *n < first || (n + at.block) % 3 == 0).collect()

@@ -28,9 +28,9 @@ pub enum ValueGroups {
 
 /// Whether V is multiplied by a power of two before it is quantized, and divided by it afterwards.
 ///
-/// NVFP4 without such a scale turns a group whose largest value is under 0.00586 into zeros and saturates at 2688, and
-/// scales of groups under 0.09 lose bits. With QK-norm Q and K are in the middle of this range; nothing keeps V in the
-/// range.
+/// NVFP4 without such a scale turns a group whose largest value is under 0.00586 into zeros and saturates at 2688. The
+/// scale of a group whose largest value is under 0.09 loses bits. QK-norm keeps Q and K in the middle of this range;
+/// nothing keeps V in the range.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -54,7 +54,7 @@ pub enum ValueScale {
     /// A power of two for each key head of each sequence (or packed document), which moves the head's largest magnitude
     /// into [512, 1024). If the head contains a NaN or an infinity, the factor is 1.
     ///
-    /// The result equals that of [`ValueScale::None`] wherever a group's scale is between 2^-6 and 448 with and without
+    /// [`ValueScale::None`] gives the same result wherever a group's scale is between 2^-6 and 448 with and without
     /// the factor. An FP4 runtime divides each head's output by the factor.
     Head,
 }

@@ -84,7 +84,7 @@ fn a_thousand_steps_leak_nothing() -> Result<()> {
             step()?;
         }
         // Other tests run concurrently and allocate memory too, but not between all pairs of readings. The smallest
-        // buffer of a step is 16 KiB: a leak of it would add 4 MiB to every reading.
+        // buffer of a step is 16 KiB: a leak of this buffer in each of 250 steps would add 4 MB to every reading.
         let mut growths = Vec::new();
         while growths.len() < 40 && !growths.iter().any(|&grown| grown < 1 << 20) {
             let before = used()?;

@@ -7,7 +7,7 @@ use super::{check_against, repeats, run, sage};
 use crate::score_mod::slopes;
 use crate::support::{Case, f64s, gpu, relative_l2};
 
-/// The schemes that have such kernels and support a soft cap.
+/// The schemes that have kernels for ALiBi and a soft cap.
 fn schemes() -> [Scheme; 4] {
     [
         Scheme::Unquantized,
@@ -17,8 +17,8 @@ fn schemes() -> [Scheme; 4] {
     ]
 }
 
-/// Each layout twice, with two of: a cap that many logits reach; slopes and a cap far above the logits; slopes; slopes
-/// and a cap that many logits reach.
+/// Each layout twice, with two of four changes: a cap that many logits reach; slopes and a cap far above the logits;
+/// only slopes; slopes and a cap that many logits reach.
 fn cases(d: usize) -> Vec<Case> {
     let mut layouts = Vec::new();
     for (lens, heads, causal, window) in [
@@ -46,7 +46,6 @@ fn cases(d: usize) -> Vec<Case> {
         };
         Case { softcap, alibi_slopes, ..case }
     };
-    // Twice, so that each layout has two of these changes.
     let again = layouts.clone().into_iter().enumerate().map(|(n, case)| (n + 2, case));
     layouts.into_iter().enumerate().chain(again).map(modified).collect()
 }
@@ -155,7 +154,8 @@ fn narrow_values() -> Result<()> {
     Ok(())
 }
 
-/// Logits beyond the cap use the other branch of the hyperbolic tangent; infinite logits stay within the cap too.
+/// For logits beyond the cap, the hyperbolic tangent uses the exponential instead of the polynomial. Infinite logits
+/// stay within the cap too.
 #[test]
 #[ignore = "needs a GPU"]
 fn logits_beyond_the_cap() -> Result<()> {
@@ -174,10 +174,10 @@ fn logits_beyond_the_cap() -> Result<()> {
     Ok(())
 }
 
-/// Sinks in every scheme without key smoothing, with windows, documents and grouped heads: the results are close to the
-/// CPU's, which are from the same quantized Q and K. Unquantized attention differs by roundings of 2^-9 (bf16). SageBwd
-/// differs by .02 each for P and dS, which are quantized in tiles of another size or with scales over other keys.
-/// Attn-QAT differs in probabilities close to midpoints.
+/// Sinks in every scheme without key smoothing, with windows, documents and grouped heads. The CPU has the same
+/// quantized Q and K as the GPU. Unquantized attention differs by roundings of 2^-9 (bf16). SageBwd differs by .02 each
+/// for P and dS, whose tiles or scales cover other keys on the GPU than on the CPU. Attn-QAT differs in probabilities
+/// close to midpoints.
 #[test]
 #[ignore = "needs a GPU"]
 fn sinks() -> Result<()> {

@@ -133,8 +133,8 @@ fn errors_reproduce_the_published_table() -> Result<()> {
                     }
                 }
                 println!("{d:4} {sigma:6}  {mean:.4?} ({published:.4?}) {products}");
-                // A backward that recomputes S without the forward's INT8 values has another P than the forward, and
-                // from sigma 3 on larger errors.
+                // A backward that recomputes S without the forward's INT8 values computes another P than the forward.
+                // This makes errors larger from sigma 3 on.
                 let mismatch = products == Int8Products::FORWARD && *sigma >= 3.0;
                 if mismatch {
                     assert!(

@@ -80,8 +80,8 @@ fn large_heads_in_int8() -> Result<()> {
     check_large_heads(&[scores.into(), scores.smoothing(Smoothing::None).into(), sampled.into()])
 }
 
-/// Checks lengths, groups, documents, strides that prevent vector loads, reproducible gradients, and key blocks that are
-/// selected by so many query blocks that several thread blocks share them.
+/// Checks lengths, groups, documents, strides that prevent vector loads, reproducible gradients, and key blocks that
+/// are selected by so many query blocks that several thread blocks share them.
 fn check_large_heads(schemes: &[Scheme]) -> Result<()> {
     for d in [129, 136, 160, 192, 255, 256] {
         let long = if d == 256 { 700 } else { 300 };
@@ -124,7 +124,8 @@ fn check_lists_of_large_heads(scheme: Scheme) -> Result<()> {
     );
     Ok(())
 }
-/// Thread blocks that process several work items, on a GPU of up to 143 multiprocessors; some queries see no key.
+/// At least 144 work items: some thread blocks process several on a GPU of up to 143 multiprocessors. Some queries see
+/// no key.
 #[test]
 #[ignore = "needs a GPU"]
 fn more_work_than_multiprocessors() -> Result<()> {
@@ -157,8 +158,7 @@ fn strided_inputs() -> Result<()> {
     let device = gpu();
     let attention = |scheme| candle_sage::Attention::new(scheme).causal(true).deterministic(true);
     for scheme in all() {
-        // Heads before tokens; strided channels; a narrow view that is not aligned to 16 bytes; one head broadcast to
-        // all.
+        // Heads before tokens; strided channels; a view that is not aligned to 16 bytes; one head broadcast to all.
         let base = Tensor::randn(0f32, 1., (2, 3, 70, 64), &device)?.to_dtype(DType::BF16)?;
         let apart = Tensor::randn(0f32, 1., (2, 64, 3, 70), &device)?.to_dtype(DType::BF16)?;
         let wide = Tensor::randn(0f32, 1., (2, 70, 3, 71), &device)?.to_dtype(DType::BF16)?;

@@ -68,7 +68,7 @@ fn gradients_of_any_size() -> Result<()> {
 }
 
 /// Values that are up to 2^20 times smaller than the values of the next tile, or all zero, are as accurate as other
-/// values, for queries that see only these values. Still smaller values lose bits, then become zero, but never grow.
+/// values, for queries that see only these values. Even smaller values lose bits, then become zero, but never grow.
 /// (On Hopper two tiles of values share an integer sum: `attention/numerics/sagebwd_forward_sm90.cuh`.)
 #[test]
 #[ignore = "needs a GPU"]
@@ -90,7 +90,7 @@ fn values_of_any_size() -> Result<()> {
                 let size = |token: usize| 2f32.powi(powers[token / 64]);
                 let mut case = Case::new(1, (tokens, tokens), (heads, heads), d, causal);
                 case.draw(1.0, 9);
-                // Each query attends to the keys of its own tile: their logits are larger by at least 35.
+                // Each query attends to the keys of its own tile, whose logits exceed all others by about 35 or more.
                 for n in [0, 1] {
                     for (i, x) in case.data[n].chunks_mut(d).enumerate() {
                         x[i / heads / 64] += 20.0;
@@ -110,8 +110,8 @@ fn values_of_any_size() -> Result<()> {
                     let neighbour = powers.get(tile ^ 1).filter(|_| !unseen).map_or(power, |&other| other);
                     let lost = neighbour - 20 - power;
                     if power != ZERO && (1..=5).contains(&lost) {
-                        // A quantized P is off by up to half a step, 2^lost / 254 of the largest P, or twice that if
-                        // V's random sizes differ as much. The norm of 64 such errors is at most 8 times one error.
+                        // A quantized P is off by up to half a step, 2^lost / 254 of the largest P, or by a whole step
+                        // if V's random sizes differ twofold. The norm of 64 such errors is at most 8 times one error.
                         let error = relative_l2(parts[0], parts[1]);
                         let limit = 0.05 + 8.0 * 2f64.powi(lost) / 254.0;
                         assert!(error <= limit, "{what}: {error:.2e}, limit {limit:.2e}");

@@ -6,7 +6,7 @@ use candle_sage::{Int8Products, Packing, Scheme};
 use super::{all, repeats, run, sage};
 use crate::support::{Case, gpu, relative_l2};
 
-/// Lengths, and windows that begin and end inside of tiles, at their ends, and beyond the sequence.
+/// Lengths, and windows that begin and end inside of tiles, at the ends of tiles, and beyond the sequence.
 fn cases(d: usize) -> Vec<Case> {
     let mut cases = Vec::new();
     for (lens, heads, window) in [

@@ -31,7 +31,7 @@ inline std::map<uint32_t, Mbarrier> mbarriers;
 inline unsigned char async_memory[sizeof sage::attention::shared];
 inline std::vector<std::pair<uint32_t, int>> unfenced[MOST_THREADS];
 
-// The shared memory of the kernels that run: each namespace has its own, as `extern __shared__` declares it.
+// The shared memory of the kernels that run. Each namespace with kernels declares a separate `extern __shared__` array.
 inline unsigned char* memory = sage::attention::shared;
 
 // Runs one thread block with `shared_bytes` of shared memory, filled with NaN. Aborts if a write is beyond these bytes.

@@ -8,10 +8,10 @@ namespace sage::attention {
 
 enum KeyGradient { DK, DV };
 
-// Atomically adds a warp's part of dK or dV of 16 keys to the sums of a split list (see Cut), in no fixed order. The
-// sums are stored in fragment layout. Returns true in the warp that arrives last, which then has the full sums in `x`.
-// The sums of a list (its slot) are divided into `pieces` pieces of 16 keys x 8 * PIECE channels. The warp adds 8 * N
-// channels to piece number `piece`.
+// For one part of a split list (see Cut): atomically adds dK or dV of a warp's 16 keys to the list's sums, in no fixed
+// order. The sums are in fragment layout. Returns true in the warp that arrives last; `x` then has the full sums.
+// A list's sums consist of `pieces` pieces of 16 keys x 8 * PIECE channels. The warp adds 8 * N channels to one piece,
+// number `piece`.
 template <int PIECE, int N>
 __device__ __forceinline__ bool add_part(const params::Cuts& cuts, params::CutList list, int pieces, int piece, float (&x)[N][4]) {
   int64_t number = int64_t(list.slot) * pieces + piece;
@@ -38,8 +38,8 @@ __device__ __forceinline__ bool add_part(const params::Cuts& cuts, params::CutLi
 }
 
 // Writes the gradient of a warp's 16 keys, from `first_key` on. If the list of query blocks is split, only the warp
-// that arrives last writes. The thread block computes one of CHANNEL_PARTS parts of the channels, from `first_channel`
-// of this gradient on. STAGING is the size of the warp's `staging` memory: see store_rows.
+// for which add_part returns true writes. The thread block computes one of CHANNEL_PARTS parts of the channels, from
+// `first_channel` of this gradient on. STAGING is the size of the warp's `staging` memory: see store_rows.
 template <KeyGradient GRADIENT, class Queries, class T, int STAGING = 0, int CHANNEL_PARTS = 1, int N>
 __device__ __forceinline__ void store_gradient(const params::Backward& p, const BackwardBlock& block, int first_key, float (&x)[N][4],
                                                uint32_t staging = 0, int first_channel = 0) {
@@ -65,7 +65,7 @@ __device__ __forceinline__ void store_gradient(const params::Backward& p, const 
   for (int h = 0; h < 2; ++h) {
     int row = first_key + lane / 4 + 8 * h, column = 2 * (lane & 3);
     if (rows.vector) {
-      // One address per row, because the accumulators leave few registers.
+      // Keeps one address per row, because the accumulators leave few registers.
       uint32_t* at = reinterpret_cast<uint32_t*>(rows.at(row, column));
 #pragma unroll
       for (int n = 0; n < N; ++n)

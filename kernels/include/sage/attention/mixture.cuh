@@ -15,7 +15,6 @@ struct MixtureWeights {
   bool by_count;
   int past, chosen;  // number of keys: in the blocks that may be selected, and in the selected blocks
 
-  // The weights for query block `block` of the segment.
   __device__ __forceinline__ MixtureWeights(const params::Mixture& mixture, const params::Shape& shape, const Segment& segment,
                                             int segment_index, int head, int block)
       : segment(segment), theta(mixture.theta[head]), by_count(mixture.by_count) {
@@ -40,7 +39,7 @@ struct MixtureWeights {
   }
 };
 
-// The address of a query block's part of dtheta.
+// A query block's part of dtheta.
 __device__ __forceinline__ float& theta_part(const params::Mixture& mixture, const params::Shape& shape, int segment_index, int head,
                                              int block) {
   return mixture.parts[int64_t(head) * mixture.lists.query_blocks + first_query_block(shape, segment_index) + block];

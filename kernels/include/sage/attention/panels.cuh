@@ -52,7 +52,7 @@ __device__ __forceinline__ void copy_panels_by_warp(uint32_t to, Rows<T> rows, i
 }
 
 // Copies D channels of a tile of 64 rows, from channel `channel` on, through a tensor map into panels of PANEL_ROWS
-// rows. One thread issues a copy per panel. The caller announces the 64 x D x 2 bytes to the mbarrier by expect_tx.
+// rows. One thread issues a copy per panel. The caller announces the 64 * D * 2 bytes to the mbarrier by expect_tx.
 //
 // A map also reads rows beyond the end of a packed document. OVER_END says whether these rows can change the mainloop's
 // results; it must agree with `documents` in the table of plans.

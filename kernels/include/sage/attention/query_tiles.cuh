@@ -5,8 +5,8 @@
 
 namespace sage::attention {
 
-// The segment, key head and keys of a thread block, and its part if the list of query blocks is split. Above 128
-// channels a thread block computes only part of the channels of dK, dV and dQ: its `channel_part`.
+// The segment, key head and keys of a thread block, and which part of the list of query blocks it visits (see Cut).
+// Above 128 channels a thread block computes only part of the channels of dK, dV and dQ: its `channel_part`.
 struct BackwardBlock {
   int segment_index, key_head, first_key, part, channel_part;
   Segment segment;
@@ -38,10 +38,11 @@ struct QueryTile {
   int padded;  // the tile's number in the padded buffers
 };
 
-// For each query head of the group, a thread block visits all query tiles from the first that sees one of its keys on.
+// For each query head of the group, a thread block visits the first query tile that sees one of its keys, and all later
+// tiles.
 struct EveryQuery {
   static constexpr bool LISTED = false;
-  static constexpr Hidden HIDDEN = LATER_KEYS;  // which of the thread block's keys a visited query may not see
+  static constexpr Hidden HIDDEN = LATER_KEYS;  // which of the thread block's keys can be hidden from a visited query
   template <int KEYS>
   static constexpr int RANK_BLOCKS = 1;  // thread blocks, of KEYS keys each, per key block that RankedTile::rank counts
   using Tile = QueryTile;

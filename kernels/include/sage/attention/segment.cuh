@@ -6,8 +6,8 @@
 
 namespace sage::attention {
 
-// Tokens of a tile: the tokens of Q, K or V that share an INT8 scale, and the unit in which padded buffers are
-// allocated.
+// The number of tokens in a tile. The tokens of a tile of Q, K or V share an INT8 scale. Padded buffers store each
+// segment in whole tiles.
 constexpr int TILE = 64;
 
 struct Segment {
@@ -47,8 +47,8 @@ struct Segment {
   }
 };
 
-// The keys of a tile that a query may not see: none; keys after the last visible one, as with a causal mask or at the
-// segment's end; or, with a window, also keys before the first visible one. Kernels for windows are compiled
+// Which keys of a tile can be hidden from a query: none; keys after the last visible key, as with a causal mask or at
+// the segment's end; or, with a window, also keys before the first visible key. Kernels for windows are compiled
 // separately, so that windows do not slow down other kernels.
 enum Hidden { NO_KEYS, LATER_KEYS, OUTER_KEYS };
 

@@ -1,7 +1,7 @@
 // The online softmax of a warp's 16 * M queries, and the mask.
 //
-// A lane has a quarter of the columns of 2 M rows: row 16 m + 8 h + g (m < M; h = 0, 1; g = lane / 4) is its row number
-// r = 2 m + h.
+// A lane has a quarter of the columns of 2 * M rows: row 16 * m + 8 * h + g (m < M; h = 0, 1; g = lane / 4) is the
+// lane's row number r = 2 * m + h.
 #pragma once
 
 #include <math_constants.h>
@@ -24,10 +24,10 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// The row, among the warp's 16 M rows, of this lane's row number `r`.
+// The row, among the warp's 16 * M rows, of this lane's row number `r`.
 __device__ __forceinline__ int row_of(int r, int lane) { return (r >> 1) * 16 + (r & 1) * 8 + lane / 4; }
 
-// A sink is an additional logit without a row of V. Returns log2 of the factor by which it raises a row's sum of
+// A sink is an additional logit without a row of V. Returns log2 of the factor by which the sink raises a row's sum of
 // exponentials, whose base-2 logarithm is `lse2`.
 __device__ __forceinline__ float log2_with_sink(float sink2, float lse2) {
   float above = sink2 - lse2;
@@ -83,9 +83,9 @@ struct RowState {
   }
 };
 
-// The exponents of a row are relative to its reference. References are raised to their rows' maxima only when the
-// maximum of some row of the warp exceeds its reference by more than SLACK. With SLACK = 8 the accumulator is rescaled rarely, and 2^8 is far
-// from overflow.
+// The exponents of a row are relative to its reference. The references of a warp are raised to the rows' maxima when
+// the maximum of some row exceeds the row's reference by more than SLACK. With SLACK = 8 the accumulator is rescaled
+// rarely, and 2^8 is far from overflow.
 template <int D, int M, int THREADS, bool SHARED, int OUTPUTS = 1, int SLACK = 8>
 struct Softmax {
   using State = RowState<2 * M, THREADS, SHARED>;

@@ -2,8 +2,8 @@
 // byte), followed by the rows' scales (one byte for 16 values).
 //
 // Scales have the layout of tensor memory (PTX ISA, tcgen05.mma, "Block Scaling"): 32 rows of 16 bytes. In a tile of R
-// rows the scale of row r, group g of values is byte (r % 32) 16 + (g / 4) (R / 32) 4 + (r / 32) 4 + g % 4. At D = 64
-// half of each 16 bytes is unused. Lanes of mma.sync read single words, so any order of the scales is equally good.
+// rows the scale of row r, group g of values is byte 16 * (r % 32) + 4 * (R / 32) * (g / 4) + 4 * (r / 32) + g % 4. At
+// D = 64 half of each 16 bytes is unused. For mma.sync any order is equally good, because lanes read single words.
 //
 // A matmul may sum over keys in any order, as long as both operands use the same order. A lane of an mma.sync
 // accumulator has columns 8n + 2t and 8n + 2t + 1 (t = lane % 4), whereas an operand of P needs keys 8t to 8t + 7 and
@@ -37,7 +37,7 @@ struct Nvfp4Tile {
   static constexpr int BYTES = CODES_BYTES + SCALES_BYTES;
   static_assert(D * V_ROW == CODES_BYTES && 64 * GROUPS <= SCALES_BYTES && D * V_GROUPS <= SCALES_BYTES);
 
-  // The offset of the scales of FP4 values 64 step to 64 step + 63 of a row, among the scales of a tile of ROWS rows.
+  // The offset of the scales of a row's FP4 values 64 * step to 64 * step + 63, among the scales of ROWS rows.
   template <int ROWS>
   static __host__ __device__ constexpr int scales_at(int row, int step) {
     return row % 32 * 16 + step * (ROWS / 32 * 4) + row / 32 * 4;

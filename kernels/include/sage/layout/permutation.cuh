@@ -2,8 +2,8 @@
 //
 // A matmul may sum over the reduction in any order, as long as both operands use the same order. A lane of an
 // accumulator has columns 8j + 2t and 8j + 2t + 1 (t = lane % 4), whereas an 8-bit operand needs four neighbours at 4t.
-// Inside every 16 tokens slot 4t + i therefore stores token 8 (i / 2) + 2t + i % 2, so that four accumulator registers
-// of a lane become one operand register without a shuffle.
+// Inside every 16 tokens slot 4t + i therefore stores token 8 * (i / 2) + 2t + i % 2, so that four accumulator
+// registers of a lane become one operand register without a shuffle.
 #pragma once
 
 #include <stdint.h>

@@ -1,6 +1,6 @@
-// The swizzle: the position of a 16-byte chunk of a row in shared memory. The same chunk of eight neighbouring rows is
-// in different banks, so that the eight rows that `ldmatrix` reads at once have no bank conflict. INT8 and FP4 tiles
-// have the same layout in global memory.
+// The swizzle: the position of a 16-byte chunk of a row in shared memory. Chunks with the same number in eight
+// neighbouring rows are in different banks, so that `ldmatrix` reads all eight without bank conflicts. INT8 and FP4
+// tiles have the same layout in global memory.
 #pragma once
 
 #include <stdint.h>

@@ -55,8 +55,8 @@ struct Shape {
   int32_t value_dim;      // head_dim of V, O and their gradients; head_dim is the width of Q and K
 };
 
-// INT8 values and scales, in padded tiles of 64 tokens: (head, tile, ...). A tile is stored as [64][D], above 128
-// channels in panels of 128 channels, or as [D][64] if it is transposed. Tiles are swizzled as in shared memory
+// INT8 values and scales, in padded tiles of 64 tokens: (head, tile, ...). A tile is stored as [64][D], in panels of
+// 128 channels if D is above 128; a transposed tile is stored as [D][64]. Tiles are swizzled as in shared memory
 // (layout/swizzle.cuh).
 struct Codes {
   int8_t* q;
@@ -68,8 +68,8 @@ struct Codes {
   float* q_mean;       // (head, tile, D): the mean that was subtracted from Q; null without Q smoothing
   float* k_mean;       // (head, segment, D): the mean that was subtracted from K; null without smoothing. With Forward::smooth_values
                        // the means of V follow
-  float* k_tile_sums;  // (head, tile, D): sums over a tile's tokens, from which k_mean is computed; the sums of V follow;
-                       // null: the means are computed from a sample
+  float* k_tile_sums;  // (head, tile, D): sums over a tile's tokens, from which k_mean is computed; with
+                       // Forward::smooth_values the sums of V follow; null: the means are computed from a sample
 };
 
 // A query block that selects a key block, and the index of the key block in the query block's list.
@@ -131,11 +131,12 @@ struct Forward {
   Codes codes;
   Shape shape;
   View high_precision_out;     // Attn-QAT: O of unquantized P; data null: not written
-  float* row_sums;             // Attn-QAT, (head, padded token): row sums of 2^(logit - reference of the row); 1 with p_literal,
-                               // for padding and for queries that see no key. Null: not written.
+  float* row_sums;             // Attn-QAT, (head, padded token): row sums of 2^(logit - reference of the row), plus the
+                               // sink; with p_literal divided by the sum without the sink. 1 for padding and for
+                               // queries that see no key. Null: not written.
   const float* sinks;          // one logit per query head, which is only added to the softmax's denominator; null: no sinks
   float p_lift;                // Attn-QAT: P is quantized relative to 2^(ceil(largest logit) - p_lift)
-  int32_t p_literal;           // 1: instead relative to 2^(largest logit), and in the backward relative to P's row sum
+  int32_t p_literal;           // 1: P is quantized relative to 2^(largest logit), and in the backward to its row sum
   Lists lists;
   ScoreMod score_mod;
   int32_t key_sample;          // tokens of a segment that k_mean is computed from if k_tile_sums is null
@@ -175,7 +176,7 @@ struct Backward {
   View dv;
   const float* minus_lse2;
   float* minus_delta;         // (head, padded token): -rowsum(dO o O)
-  float* dq_accum;            // (head, tile, 64 D) f32: sums of dQ, in the layout of attention/dq_layout.cuh
+  float* dq_accum;            // (head, tile, 64 * D) f32: sums of dQ, in the layout of attention/dq_layout.cuh
   int8_t* q_transposed;       // (head, tile): [D][64], tokens permuted
   int8_t* dout_transposed;    // (head, tile): [D][64], tokens permuted
   float* dout_dequant_scale;  // (head, tile, D): one per channel
@@ -183,7 +184,7 @@ struct Backward {
                               // counter that assigns indices to thread blocks. Null otherwise.
   Codes codes;
   Shape shape;
-  int32_t group;              // keys per scale of P and dS (for dV, dK), queries per scale of dS (dQ): 1, 2, 4, .. 64
+  int32_t group;              // keys per scale of P, and of dS for dK; queries per scale of dS for dQ: 1, 2, 4, .. 64
   int32_t dout_group;         // channels that share a scale of dO
   int32_t dq_parts;           // parts into which the channels of a tile of dq_accum are divided
   const float* row_sums;

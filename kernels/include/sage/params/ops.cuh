@@ -12,7 +12,7 @@ struct RmsNorm {
   const void* x;
   const void* weight;
   const void* dy;    // backward only
-  const void* residual;  // null, or the residual stream: added to x before the norm in the forward, to dx in the backward
+  const void* residual;  // null, or added: the residual stream to x (forward), its gradient to dx (backward)
   void* sum;         // forward with a residual: x + residual
   void* out;         // y, or dx
   float* partials;   // (thread blocks, width): the weight's gradient, summed over a thread block's rows; backward only
@@ -59,7 +59,6 @@ struct Heads {
   int64_t head;
 };
 
-// out = x, head by head.
 struct CopyHeads {
   Heads x;
   Heads out;
@@ -75,7 +74,7 @@ struct Rope {
   Heads out;          // batch entries are contiguous
   const float* cos;   // (sequence, half)
   const float* sin;
-  const void* weight;  // (2 half); with norm only
+  const void* weight;  // (2 * half); with norm only
   float* partials;     // as in RmsNorm; with norm only
   int32_t tokens;      // of all batch entries
   int32_t sequence;
@@ -236,7 +235,7 @@ struct MuonTrace {
   int32_t padding;
 };
 
-// y = f (a I + b x + c y) for matrices (size, size) in bf16.
+// y = f * (a * I + b * x + c * y) for matrices (size, size) in bf16.
 struct MuonCombine {
   const void* x;
   void* y;               // not read if c is 0
@@ -322,7 +321,7 @@ struct Fp8Rescale {
   int32_t count;
   int32_t e5m2;
   float decay;   // of the running maxima
-  float margin;  // with running maxima: scales fit margin * running maximum
+  float margin;  // with running maxima: scales are computed from margin * running maximum
 };
 
 }  // namespace sage::params

@@ -10,7 +10,7 @@ enum Mainloop : unsigned {
 #include <sage/params/plans.def>
 };
 
-// What the host knows of a mainloop; plans.def explains the columns. Code that depends on a fact asserts the fact.
+// Facts about a mainloop that the host uses; plans.def explains them. Kernel code that depends on a fact asserts it.
 struct MainloopFacts {
   Maps maps;
   bool documents;
@@ -24,7 +24,7 @@ consteval MainloopFacts facts(Mainloop mainloop) {
   throw "plans.def has no such mainloop";
 }
 
-// Number of thread blocks that divide the channels of the same keys.
+// Number of thread blocks that process the same keys, each for a part of the channels.
 consteval int channel_parts(Mainloop mainloop, int head_dim) {
   int of_a_block = facts(mainloop).channels;
   return of_a_block > 0 ? (head_dim + of_a_block - 1) / of_a_block : 1;
@@ -100,8 +100,8 @@ struct Widths {
   consteval Widths(int head_dim, int value_dim) : head_dim(head_dim), value_dim(value_dim) {}
 };
 
-// The plan of a kernel. If the table has no row for it, or two, or a plan that does not fit the target, the call is not
-// a constant expression, and the compiler's error names this function.
+// The plan of a kernel. If the table has no row for the kernel, two rows, or a plan that does not fit the target, the
+// call is not a constant expression, and the compiler's error names this function.
 consteval Plan plan(const char* kernel, Widths widths, Visits visits = EVERY, Target target = TARGET) {
   const PlanRow* found = nullptr;
   for (const PlanRow& row : PLANS) {

@@ -10,7 +10,7 @@ namespace sage::params {
 // Inverts a selection's lists: finds the query blocks that select each key block, and splits long lists.
 struct Users {
   Lists lists;
-  User* users;            // (key head, query_blocks x (stride - 1))
+  User* users;            // (key head, query_blocks * (stride - 1))
   uint32_t* first_users;  // (key head, key_blocks + 1)
   uint32_t* counts;       // (key head, key_blocks): number of query blocks that select the key block
   uint32_t* used;         // counters, zeroed before the launch: slots in use, parts in use, selected (query block, key block) pairs
@@ -21,7 +21,7 @@ struct Users {
   int32_t most_slots;
   int32_t most_parts;
   int32_t slot_floats;    // floats of a slot's sums
-  int32_t slot_pieces;    // pieces of a slot's sums (see Cuts::arrivals); one warp of each part adds to a piece
+  int32_t slot_pieces;    // pieces of a slot's sums, one for each counter in Cuts::arrivals
 };
 
 // Writes the lists of a selection: for each query block, the key blocks with the largest scores.
@@ -42,7 +42,7 @@ struct Pool {
   Shape shape;
   int32_t query;  // 1: blocks of queries; 0: blocks of keys
   int32_t heads;  // query heads that share a mean; 1 for keys
-  int32_t pool;   // causal: number of queries in a mean; the block's first query is the last of them
+  int32_t pool;   // causal: a mean covers at most this many queries, which end with the block's first query
   int32_t blocks;
 };
 
@@ -54,10 +54,10 @@ struct Mass {
   int32_t columns;
 };
 
-// The mixture a sparse + (1 - a) tail: see attention/mixture.cuh.
+// The mixture a * sparse + (1 - a) * tail: see attention/mixture.cuh.
 struct Mixture {
   const float* theta;  // (query head); null: no mixture
-  float* parts;        // (query head, query block): each query block's part of dtheta
+  float* parts;        // (query head, query block): each query block's contribution to dtheta
   Lists lists;
   int32_t by_count;
   int32_t padding;

@@ -7,13 +7,13 @@
 
 namespace sage::past_linear {
 
-// With u = H dO, n = phi . z and t = dO . out = phi . u / n: dphi = (u - t z) / n, whose dot product with phi is zero,
-// so that dq = phi o (u - t z) / n. Also stores two numbers of each query for the states that the keys read: its factor
-// of dO, 1 / n, and its weight, -t / n. Since H and z are stored times inverse_blocks(block) / BLOCK, both numbers need
-// the same multiplier: inverse_blocks(block) is applied here, and 1 / BLOCK in backward_keys.
+// With u = H dO, n = phi . z and t = dO . out = phi . u / n: dphi = (u - t * z) / n, whose dot product with phi is
+// zero, so that dq = phi o (u - t * z) / n. Also stores two numbers of each query for the states that the keys read:
+// its factor of dO, 1 / n, and its weight, -t / n. Since H and z are stored times inverse_blocks(block) / BLOCK, both
+// numbers need the same multiplier: inverse_blocks(block) is applied here, and 1 / BLOCK in backward_keys.
 //
-// In a mixture dO is the gradient of the mixture: the tail's gradient is 1 - a times dO, and a (1 - a) t is subtracted
-// from the part of dtheta that blend_backward (blend.cu) has stored.
+// In a mixture dO is the gradient of the mixture: the tail's gradient is (1 - a) * dO, and a * (1 - a) * t is
+// subtracted from the contribution to dtheta that blend_backward (blend.cu) has stored.
 template <class T, int D>
 __device__ __forceinline__ void backward_queries(const params::Linear& p) {
   extern __shared__ __align__(1024) unsigned char shared[];

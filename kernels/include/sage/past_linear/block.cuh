@@ -18,9 +18,9 @@ using attention::unpack_8;
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int BLOCK = attention::SELECTION_BLOCK;
 
-// 1 / blocks, with `blocks` rounded up to a power of two, so that multiplying by it is exact. Sums over the tokens
-// before a block are multiplied by this value and by 1 / BLOCK before they are stored. The stored sums are roughly
-// means, so no sum overflows f16. Normalizing cancels both factors.
+// 1 / blocks, with `blocks` rounded up to a power of two, so that multiplying by the result is exact. Sums over the
+// tokens before a block are multiplied by this value and by 1 / BLOCK before they are stored. The stored sums are
+// roughly means, so no sum overflows f16. Normalizing cancels both factors.
 __device__ __forceinline__ float inverse_blocks(int blocks) {
   int exponent = blocks > 1 ? 32 - __clz(blocks - 1) : 0;
   return __int_as_float((127 - exponent) << 23);

@@ -103,7 +103,7 @@ __device__ __forceinline__ void multiply_state(float (&acc)[D / 8][4], uint32_t 
 // a NaN.
 __device__ __forceinline__ float inverse_norm(float norm) { return norm < 0x1p-126f ? 0.0f : 1.0f / norm; }
 
-// Replaces queries in shared memory, from `first` on, by their features, and stores the normalizer phi . z of each in
+// Replaces queries in shared memory, from `first` on, by their features, and stores each query's normalizer phi . z in
 // `norms`.
 template <class T, int D>
 __device__ __forceinline__ void make_query_features(uint32_t shared, const Rows<T>& q, int first, const float (&z)[D],

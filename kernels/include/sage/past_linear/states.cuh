@@ -21,8 +21,8 @@ constexpr int STATE_THREADS = 512;
 
 // Sums a chunk of blocks of a key head, from the front or from the end. A thread block has VALUES columns of the state:
 // all columns if shared memory suffices. If the columns are split, each thread block computes the same features, which
-// are most of the work. A warp keeps a part of H in its accumulators: 16 channels of
-// the features by COLUMNS of the values. The warps of the first columns also keep a part of z.
+// are most of the work. A warp keeps a part of H in its accumulators: 16 channels of the features by COLUMNS
+// columns of the values. The warps of the first columns also keep a part of z.
 template <class T, int D>
 struct StateKernel {
   static constexpr params::Plan PLAN = params::plan("linear_scan_blocks", D, params::LISTED);

@@ -69,8 +69,8 @@ __device__ __forceinline__ void tcgen05_fence_after() {
 }
 
 // tcgen05.commit ("Tensorcore 5th Generation of async synchronization mechanism: tcgen05.commit"): one arrival at the
-// mbarrier when all asynchronous tcgen05 instructions that this thread has issued so far are complete. It implies
-// tcgen05.fence::before_thread_sync.
+// mbarrier when all asynchronous tcgen05 instructions that this thread has issued so far are complete. The commit
+// implies tcgen05.fence::before_thread_sync.
 __device__ __forceinline__ void tcgen05_commit(uint32_t mbarrier) {
 #if SAGE_HAS_TCGEN05
   asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(mbarrier) : "memory");

@@ -34,7 +34,7 @@ __device__ __forceinline__ uint64_t row_descriptor(uint32_t shared) {
 }
 
 // The descriptor of a transposed operand of 16-bit elements: each row of 64 elements (128 bytes, swizzled) is one step
-// of the reduction. Adding COLUMN_STEP starts 16 steps of the reduction further.
+// of the reduction. A descriptor larger by COLUMN_STEP starts 16 steps of the reduction further.
 __device__ __forceinline__ uint64_t column_descriptor(uint32_t shared) { return row_descriptor<128>(shared); }
 // The descriptor for more than 64 columns: panels of 64 columns are PANEL_BYTES apart, which is the
 // descriptor's field "leading dimension byte offset".
@@ -110,8 +110,8 @@ __device__ __forceinline__ float (&part(float (&d)[N][4], int first))[M][4] {
 }
 
 // wgmma.wait_group (PTX ISA, "Asynchronous Multiply-and-Accumulate Instruction: wgmma.wait_group"): the warpgroup waits
-// until at most PENDING of its groups are incomplete. `d` is the accumulator of a completed group; the fence keeps the
-// compiler from reading it earlier.
+// until at most PENDING of its groups are incomplete. `d` is the accumulator of a completed group; fence_operand
+// keeps the compiler from reading `d` earlier.
 template <int PENDING, class D>
 __device__ __forceinline__ void wgmma_wait(D& d) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
@@ -165,7 +165,7 @@ __device__ __forceinline__ void wgmma_wait(D& d) {
 #endif
 
 // Defines wgmma_s8 and wgmma_u8 for each number of columns, with A by its descriptor or in registers. `registers` is
-// the number of D's registers per thread. The bodies are in SAGE_ON_HOPPER because a macro cannot contain a directive.
+// the number of D's registers per thread. The bodies are in SAGE_ON_HOPPER because a macro cannot contain an #if.
 #define SAGE_CODES_BY_DESCRIPTOR(columns, registers, a_at, b_at, add_at)                                                  \
   __device__ __forceinline__ void wgmma_s8(int (&d)[columns / 8][4], uint64_t a, uint64_t b, bool add) {                  \
     SAGE_ON_HOPPER(                                                                                                       \
@@ -206,7 +206,7 @@ SAGE_16_BY_DESCRIPTOR(128, 64, "%64", "%65", "%66", "%67", "%68")
 #undef SAGE_16_BY_DESCRIPTOR
 #undef SAGE_WGMMA_16
 
-// The same instructions with A in registers; B is transposed unless stated.
+// The same instructions with A in registers. B_TRANSPOSED is true by default.
 #define SAGE_WGMMA_16(columns, type, places, binds, a_text, b_at, add_at, b_transposed_at)                                     \
   asm volatile(SAGE_WGMMA("m64n" columns "k16.f32." type "." type) "{" places "}, " a_text ", " b_at ", " add_at            \
                                                                   ", 1, 1, " b_transposed_at ";"                               \

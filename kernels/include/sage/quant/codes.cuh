@@ -12,7 +12,7 @@ __device__ __forceinline__ uint32_t abs_bits(float x) { return __float_as_uint(x
 
 struct Scale {
   float dequant;  // max|x| / 127
-  float quant;    // 127 / max|x|, 0 for a group of zeros. No additive epsilon: typical gradients are about 1e-7.
+  float quant;    // 127 / max|x|, 0 for a group of zeros. No epsilon is added, because gradients of 1e-7 are common.
 };
 
 // The divisions are correctly rounded, so that the CPU computes the same bits. If 127 / max overflows, `quant` is

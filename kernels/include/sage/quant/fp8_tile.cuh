@@ -114,7 +114,7 @@ struct Fp8Codes {
     uint32_t most = __reduce_max_sync(~0u, largest), count = __reduce_add_sync(~0u, saturated);
     if (threadIdx.x % 32 != 0) return;
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0 && p.used) *p.used = scale;
-    if (most > *p.largest) atomicMax(p.largest, most);  // a stale *p.largest only costs an atomic
+    if (most > *p.largest) atomicMax(p.largest, most);  // a stale *p.largest costs only a needless atomic
     if (count) atomicAdd(p.saturated, count);
   }
 };

@@ -33,10 +33,10 @@ __device__ __forceinline__ float e2m1_steps(float x) {
 __device__ __forceinline__ float e2m1_of_positive(float x) { return e2m1_steps(fminf(x, E2M1_MAX)); }
 __device__ __forceinline__ float e2m1(float x) { return copysignf(e2m1_of_positive(fabsf(x)), x); }
 
-// The same rounding for two nonnegative numbers in 16 bit at once, as E2M1 values. The numbers are truncated to 16 bit,
-// and their last bit is set as a sticky bit for all dropped bits, so that no number moves onto or across a midpoint.
+// Rounds two nonnegative numbers to E2M1 values in 16 bit at once. The numbers are first truncated to 16 bit, and their
+// last bit is set as a sticky bit for all dropped bits, so that no number moves onto or across a midpoint.
 // Unlike in `e2m1`, exact midpoints are rounded up, not to the even code. (A probability times a reciprocal is an exact
-// midpoint once in 2^20 times.) The addends are 1.5, 3 and 4.5 times HALVES, the power of two at which 16-bit
+// midpoint in one of 2^20 cases.) The addends are 1.5, 3 and 4.5 times HALVES, the power of two at which 16-bit
 // numbers are 1/2 apart.
 template <class T>
 __device__ __forceinline__ uint32_t e2m1_pair(float low, float high) {
@@ -72,8 +72,8 @@ __device__ __forceinline__ Nvfp4Scale nvfp4_scale_of(float max) {
   return {dequant, dequant == 0.0f ? 0.0f : quant};
 }
 
-// The power of two that moves the largest magnitude of a head of V, given by its bits, into 512 to 1024: `head_factor`
-// of candle-sage/src/nvfp4.rs.
+// The power of two that moves the largest magnitude of a head of V, given by its bits, into the range 512 to 1024:
+// `head_factor` of candle-sage/src/nvfp4.rs.
 __device__ __forceinline__ float nvfp4_head_factor(uint32_t max) {
   constexpr uint32_t MOST = 100 + 127;
   uint32_t exponent = max >> 23;

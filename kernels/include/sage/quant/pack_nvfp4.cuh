@@ -12,7 +12,6 @@ namespace sage::quant {
 
 constexpr int PACK_THREADS = 256;
 
-// Sixteen FP4 values, and their scale.
 struct Nvfp4Group {
   uint2 codes;
   uint8_t scale;

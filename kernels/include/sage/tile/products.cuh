@@ -10,7 +10,7 @@ namespace sage::tile {
 constexpr int WARPGROUP_THREADS = 128;
 
 // Issues out = A B^T, or out += A B^T with ADD, for 16-bit operands in shared memory: 64 rows of A, in panels of A_ROWS
-// rows, and 8 N rows of B, in panels of 8 N rows. The caller waits for completion (wgmma_wait).
+// rows, and 8 * N rows of B, in panels of 8 * N rows. The caller waits for completion (wgmma_wait).
 template <class T, int D, int A_ROWS, bool ADD, int N>
 __device__ __forceinline__ void multiply_rows(float (&out)[N][4], uint32_t a, uint32_t b) {
   if constexpr (ADD) ptx::fence_operand(out);
@@ -71,8 +71,8 @@ __device__ __forceinline__ void add_product(float (&out)[D / 8][4], const X& x, 
 template <int D>
 __device__ __forceinline__ uint64_t code_descriptor(uint32_t shared) { return ptx::row_descriptor<(D < 128 ? D : 128)>(shared); }
 
-// Issues y = A B^T of INT8 operands over a reduction of 32 TIMES values, with A in registers or, given a descriptor, in
-// shared memory. A panel of 128 channels covers four steps of 32 values; panels have 64 rows. The caller waits for
+// Issues y = A B^T of INT8 operands over a reduction of 32 * TIMES values, with A in registers or, given a descriptor,
+// in shared memory. A panel of 128 channels covers four steps of 32 values; panels have 64 rows. The caller waits for
 // completion (wgmma_wait).
 template <int TIMES, int N, class A>
 __device__ __forceinline__ void multiply_codes(int (&y)[N][4], const A& a, uint64_t b) {

@@ -134,7 +134,7 @@ impl Hub {
     /// The path of a data set's file, which is downloaded if it is not in the cache.
     ///
     /// # Errors
-    /// When it cannot be downloaded completely.
+    /// When the file cannot be downloaded completely.
     pub fn dataset_file(&self, dataset: &str, file: &str) -> Result<PathBuf> {
         check_name(dataset)?;
         check_file(file)?;

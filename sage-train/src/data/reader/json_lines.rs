@@ -87,7 +87,7 @@ pub(super) fn json_lines(
 /// The beginning of the error message for an object without the field.
 const MISSING: &str = "no key";
 
-/// The keys that an error lists.
+/// Number of keys that an error lists.
 const LISTED: usize = 8;
 
 enum FieldValue {

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::Format;
 use crate::during;
 
-/// The sidecar of a shard, `NAME.bin.json`.
+/// The contents of a sidecar.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Sidecar {
@@ -28,7 +28,7 @@ pub struct Sidecar {
     /// sidecars of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub token_bytes: Option<u64>,
-    /// Tokens of each document in order, including its end-of-text token. They add up to `tokens`.
+    /// Tokens of each document in order, including its end-of-text token. These numbers add up to `tokens`.
     pub document_tokens: Vec<u64>,
     /// Whether the last document continues in the next shard.
     pub continues: bool,
@@ -45,7 +45,7 @@ impl Sidecar {
     /// Reads a shard's sidecar; `None` without one.
     ///
     /// # Errors
-    /// When it cannot be read, or contradicts itself.
+    /// When the sidecar cannot be read, or contradicts itself.
     pub fn read(shard: &Path) -> Result<Option<Self>> {
         let path = Self::path(shard);
         if !path.exists() {

@@ -62,7 +62,7 @@ impl ShardWriter {
     /// Syncs the tokens to disk, and returns the state so far, for [`ShardWriter::reopen`].
     ///
     /// # Errors
-    /// When it cannot be written.
+    /// When the file cannot be written.
     pub fn begun(&mut self) -> Result<Begun> {
         let written = self.file.flush().and_then(|()| self.file.get_ref().sync_data());
         written.map_err(writing(&self.path))?;

@@ -21,7 +21,7 @@ pub(in crate::data) fn piece_end(text: &str) -> usize {
     let end = (0..=PIECE).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(text.len());
     let piece = &text[..end];
     let line = piece.rfind('\n').map(|line| line + 1);
-    // Tokens of words begin with the space before the word, so that pieces end before a space.
+    // Tokens of words begin with the space before the word, so pieces end before a space.
     line.or_else(|| between_words(piece)).unwrap_or(end)
 }
 

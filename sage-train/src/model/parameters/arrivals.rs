@@ -1,5 +1,6 @@
-//! The all-gathers of updated weights that are in flight. An all-gather overlaps with all work that does not read its
-//! piece: the update of other pieces, and the next forward up to the first layer in the piece.
+//! The all-gathers of updated weights that are in flight, one for each piece of parameter memory. An all-gather
+//! overlaps with all work that does not read its piece: the update of other pieces, and the next forward up to the
+//! first layer in the piece.
 
 use std::cell::RefCell;
 
@@ -11,7 +12,7 @@ use crate::ranks::{Group, Transfer};
 #[derive(Debug)]
 pub(super) struct Arrivals {
     group: Group,
-    /// By piece.
+    /// The all-gather of each piece.
     coming: RefCell<Vec<Option<Transfer>>>,
 }
 
@@ -25,13 +26,13 @@ impl Arrivals {
         self.coming.borrow_mut()[piece] = Some(transfer);
     }
 
-    /// Makes later work on the device wait for a piece.
+    /// Makes later work on the device wait for the all-gather of a piece.
     pub(super) fn wait_for(&self, piece: usize) -> Result<()> {
         let coming = self.coming.borrow_mut()[piece].take();
         coming.map_or(Ok(()), |transfer| self.group.wait(transfer))
     }
 
-    /// Makes later work on the device wait for all pieces.
+    /// Makes later work on the device wait for the all-gathers of all pieces.
     pub(super) fn wait_for_all(&self) -> Result<()> {
         let pieces = self.coming.borrow().len();
         (0..pieces).try_for_each(|piece| self.wait_for(piece))

@@ -111,7 +111,7 @@ fn sums(values: &Tensor) -> Result<[f64; 2]> {
     Ok(sums)
 }
 
-/// A copy in host memory, also of a tensor that is already there.
+/// A copy in host memory, even if the tensor is already in host memory.
 pub(super) fn on_host(tensor: &Tensor) -> Result<Tensor> {
     if tensor.device().is_cpu() { tensor.force_contiguous() } else { tensor.to_device(&Device::Cpu) }
 }

@@ -16,7 +16,6 @@ use crate::ranks::{Group, Ranks};
 /// The FP8 format of weights.
 const FORMAT: Fp8Format = Fp8Format::E4M3;
 
-/// The weights of a piece.
 #[derive(Debug)]
 pub(super) enum Values {
     /// In the compute type, or in f32.
@@ -50,7 +49,7 @@ impl Values {
 }
 
 /// A piece of matrices that training reads only in FP8. The matmuls read FP8 values of the optimizer's f32 weights; a
-/// copy in the compute type exists only while an [`Expanded`] does.
+/// copy in the compute type exists only while an [`Expanded`] exists.
 #[derive(Debug)]
 pub(super) struct Fp8Piece {
     /// The compute type.
@@ -182,7 +181,7 @@ pub(super) fn quantize_shards(
     Ok(quantized)
 }
 
-/// Copies of all weights in the compute type, which forwards outside of training read; freed with this value.
+/// Copies of all weights in the compute type, which forwards outside of training read.
 #[derive(Debug)]
 #[must_use = "the copies are freed with this value"]
 pub struct Expanded<'a>(&'a Parameters);

@@ -60,7 +60,6 @@ impl Weight {
         }
     }
 
-    /// The type of the value.
     pub(in crate::model) fn dtype(&self) -> DType {
         match &self.source {
             Source::Stored(value) => value.dtype(),

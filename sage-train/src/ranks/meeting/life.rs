@@ -9,17 +9,17 @@ const ASIDE: Duration = Duration::from_secs(6 * 3600);
 /// The known progress of a rank.
 #[derive(Debug, Clone)]
 pub(super) struct Life {
-    /// When its last heartbeat arrived.
+    /// When the rank's last heartbeat arrived.
     pub(super) heard: Instant,
-    /// Its current step, from 1; 0 before the first step.
+    /// The current step, from 1; 0 before the first step.
     pub(super) step: u64,
-    /// Its count of units of progress, and when anything in its state last changed.
+    /// The count of units of progress, and when the step, this count or the activity last changed.
     pub(super) ticks: u64,
     pub(super) since: Instant,
     pub(super) doing: String,
-    /// Whether its current work may take long: then [`ASIDE`] limits the time without progress.
+    /// Whether the current work may take long: then [`ASIDE`] limits the time without progress.
     pub(super) aside: bool,
-    /// Whether it has left the run and sends no further messages.
+    /// Whether the rank has left the run and sends no further messages.
     pub(super) left: bool,
 }
 

@@ -18,7 +18,7 @@ use crate::ranks::mesh::Rank;
 /// `NCCL_WIN_COLL_SYMMETRIC`: every rank registers a part of the same size.
 const SYMMETRIC: c_int = 1;
 
-/// Windows start and end at multiples of this many bytes.
+/// Windows, NCCL's registered ranges of memory, start and end at multiples of this many bytes.
 const ALIGNMENT: usize = 4096;
 
 /// The communicator of the ranks of a node, and the memory that is registered in it.

@@ -23,11 +23,11 @@ fn the_settings_that_a_run_began_with_stay_and_make_it_again() {
     let told = scratch.run(&["report", "runs/r"]);
     let told = String::from_utf8_lossy(&told.stdout).into_owned();
     assert!(told.contains("lr, steps after step 8; steps after step 12"), "{told}");
-    // The steps after a change are trained again, which replaces the change.
+    // If the steps after a change are trained again with another change, the new change replaces the old one.
     std::fs::remove_dir_all(run_of(&scratch, "r").join("checkpoints/step-00000016")).expect("gone");
     scratch.ok(&["--resume", "runs/r", "--steps", "14"]);
     assert_eq!(saved(), format!("{begun}{eighth}\n[[changes]]\nstep = 12\nsteps = 14\n"));
-    // A new run from this file has the settings without the changes, which it reports, and the same first steps.
+    // A new run from this file omits the changes, and reports them. The first steps of both runs are the same.
     let again = scratch.run(&["--config", "runs/r/config.toml", "--name", "again"]);
     let told = String::from_utf8_lossy(&again.stderr);
     assert!(again.status.success() && told.contains("lr 0.001, steps 12 after step 8"), "{told}");
@@ -36,7 +36,6 @@ fn the_settings_that_a_run_began_with_stay_and_make_it_again() {
         std::fs::read_to_string(run_of(&scratch, "again").join("config.toml")).expect("settings"),
         begun
     );
-    // The same commands give the same run.
     scratch.ok(&["--resume", "runs/again", "--steps", "12", "--lr", "1e-3"]);
     assert_eq!(numbers(&scratch.metrics("again")), numbers(&scratch.metrics("r")[..12]));
     scratch.ok(&["eval", "runs/r", "--tokens", "256"]);

@@ -40,7 +40,8 @@ fn a_damaged_checkpoint_is_not_evaluated_sampled_probed_or_exported() {
     scratch.ok(verbs[0]);
 }
 
-/// The run ends with an error at its next step, does not recreate the folder, and can be resumed from the moved folder.
+/// A run whose folder is moved or removed ends with an error at its next step. The run does not recreate the folder,
+/// and can be resumed from the moved folder.
 #[cfg(unix)]
 #[test]
 fn a_run_whose_folder_is_taken_away_ends_with_an_error() {

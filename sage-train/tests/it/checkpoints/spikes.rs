@@ -30,7 +30,6 @@ fn spikes_are_skipped_and_nothing_else_changes_them() {
     scratch.ok(&flags(&[&run[..], &["--steps", "60", "--name", "none", "--skip-spikes", "0"]].concat()));
     let plain = scratch.metrics("none");
     assert!(plain.iter().all(|point| !point.skipped) && plain[20].loss_z.is_some());
-    // Up to the first spike the two runs are equal.
     let first = points.iter().position(|point| point.skipped).expect("a spike");
     assert_eq!(numbers(&points[..first]), numbers(&plain[..first]));
     // A resumed run skips the same updates as the uninterrupted run.

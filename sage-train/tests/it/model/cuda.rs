@@ -25,7 +25,7 @@ fn cuda_documents_in_a_sequence_are_as_good_as_alone() -> Result<()> {
 
 /// Compares one step in bf16 on a GPU with f32 on the CPU. Every activation is rounded by a relative 2^-9, about ten
 /// times per block. Forward and backward through three blocks make sixty roundings, whose errors add up as if
-/// independent: sqrt(60) 2^-9 = 1.5 %. The errors of SageBwd itself are the same on both devices, except for INT8
+/// independent: sqrt(60) * 2^-9 = 1.5 %. The errors of SageBwd itself are the same on both devices, except for INT8
 /// values near a tie. The errors of FP8 are the same too, except for values near a midpoint: a rounding of 2^-9 moves
 /// one value in 32 across a midpoint, and changes it by 2^-3. This is an error of 2 % in an operand, and the errors of
 /// 45 operands add up to 14 %. The gradient of a norm's weight is a sum over rows with much cancellation: its error is

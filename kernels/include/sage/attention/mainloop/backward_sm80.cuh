@@ -2,7 +2,7 @@
 // division into thread blocks and tiles, the accumulation of dQ, and the epilogue.
 //
 // A thread block computes dK and dV of KEYS keys of one key head; each warp has 16 of the keys, and keeps their dK and
-// dV in registers. The mainloop visits the tiles of 64 queries that see the keys, of all query heads of the group, and
+// dV in registers. For each query head of the group, the mainloop visits the tiles of 64 queries that see the keys, and
 // adds the keys' contribution to dQ in global memory. All warps do the same. With two stages, warps copy the next
 // tile asynchronously while they compute on the current tile; one __syncthreads per tile orders the copies, the reads,
 // and the exchange of dS^T. With one stage a second barrier precedes the next copies. In deterministic mode a semaphore
@@ -25,7 +25,7 @@
 
 namespace sage::attention {
 
-// A plan of the table (plans.def), as this mainloop divides it among warps.
+// The constants of a plan (plans.def), and how this mainloop divides the plan's keys among warps.
 template <params::Plan PLAN>
 struct BackwardPlan {
   static constexpr int KEYS = PLAN.rows;      // of a thread block
@@ -172,12 +172,12 @@ struct DqAccumulator {
     if (threadIdx.x == first) ptx::add_release(semaphore + padded_tile, 1);
   }
 };
-// These mainloops have all channels of a tile in one part.
+// DqAccumulator assumes that all channels of a tile are in one part.
 static_assert(params::facts(params::BACKWARD_SM80).dq_parts == 1 && params::facts(params::BACKWARD_SM90_DQ_WARPGROUP).dq_parts == 1 &&
               params::facts(params::BACKWARD_SM90_CHANNEL_PARTS).dq_parts == 1);
 
 // The index of this thread block's work. In deterministic mode the index comes from an atomic counter when the thread
-// block starts, so that it waits at a semaphore only for thread blocks that have started before it.
+// block starts, so that thread blocks wait at a semaphore only for earlier thread blocks.
 template <params::Mainloop MAINLOOP>
 __device__ __forceinline__ int backward_index(const params::Backward& p) {
   static_assert(!params::facts(MAINLOOP).persistent);
@@ -215,7 +215,7 @@ concept BackwardSm80Numerics = requires(N numerics, const params::Backward& p, c
   requires N::D % 64 == 0;                  // the padded head_dim
   requires N::Plan::THREADS == N::Plan::WARPS * 32 && N::SHARED_BYTES > 0;  // a BackwardPlan
   N::COOPERATES || true;                    // whether warps meet at a barrier inside a tile, so that all must take the same path
-  requires N::LAG == 1 || N::LAG == 2;      // how many iterations after its scores a tile's dQ is added
+  requires N::LAG == 1 || N::LAG == 2;      // a tile's dQ is added LAG iterations after its scores
   N(p, block, shared);
   numerics.load_keys();     // issues the asynchronous copies of K and V
   numerics.keys_arrived();  // prepares K and V after they have arrived
@@ -223,7 +223,7 @@ concept BackwardSm80Numerics = requires(N numerics, const params::Backward& p, c
   numerics.load(tile, 0);
   // scores(tile, stage, slot, visibility): computes S^T, P^T and dS^T, stores dS^T in a slot, and adds to dV and dK.
   numerics.scores(tile, 0, 0, visibility);
-  // prepare_dq(the slot of the scores), with LAG = 2: the work in the iteration between scores and add_dq.
+  // prepare_dq(the slot of the scores): with LAG = 2, the work in the iteration between scores and add_dq.
   numerics.prepare_dq(0);
   // add_dq(the tile's number in the padded buffers, this iteration's slot, sums): computes a tile's dQ, and adds it.
   numerics.add_dq(0, 0, sums);

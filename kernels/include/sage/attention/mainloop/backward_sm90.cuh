@@ -9,8 +9,8 @@
 //   storer        Warp 1 of the third warpgroup adds dQ from shared memory to the sums in global memory, by one bulk
 //                 addition per consumer.
 //   ALL_CONSUMERS Named barrier: dS^T of a tile is in shared memory. The consumers meet nowhere else in the loop.
-//   DQ_EMPTY, DQ_FULL  Named barriers between each consumer and the storer: they hand over the staging memory of dQ.
-//   dq_semaphore  In deterministic mode the storer waits for its thread block's turn to add to each tile of queries.
+//   DQ_EMPTY, DQ_FULL  Named barriers that hand over the staging memory of dQ between each consumer and the storer.
+//   dq_semaphore  In deterministic mode the storer waits for its thread block's turn to add to dQ of each tile.
 //
 // Timeline of query tile i, with two stages. wgmmas are asynchronous: they run while later instructions execute.
 //
@@ -167,12 +167,12 @@ template <class N>
 concept BackwardTilesSm90 = requires(N numerics, const params::Backward& p, const BackwardBlock& block, unsigned char* shared) {
   typename N::Type;
   requires N::D % 64 == 0;                           // the padded head_dim
-  requires N::STAGES >= 1 && N::SHARED_BYTES > 0;    // STAGES: of the pipeline
+  requires N::STAGES >= 1 && N::SHARED_BYTES > 0;    // stages of the pipeline
   N(p, block, shared);
   numerics.load_keys();     // issues the asynchronous copies of K and V, by the consumers
   numerics.keys_arrived();  // prepares K and V after they have arrived
-  // gradient_staging(warp): the address of GRADIENT_STAGING bytes for the epilogue of a consumer's warp. They are in V,
-  // whose copies have arrived and which no wgmma reads any more.
+  // gradient_staging(warp): the address of GRADIENT_STAGING bytes for the epilogue of a consumer's warp, in the memory
+  // of V, which no copy writes and no wgmma reads any more.
   numerics.gradient_staging(0);
 };
 

@@ -1,8 +1,8 @@
 // The backward mainloop for Hopper at head_dim above 128, for 16-bit matmuls. A thread block has 128 keys of one key
 // head, and one of two parts of the channels, because the registers of a warpgroup can store dK and dV of only 64 keys
-// and 128 channels. It computes dK and dV of these keys, and their contribution to dQ for each tile of 64 queries that
-// sees them. S and dP are sums over all channels. The thread blocks of both parts compute S and dP, so there are seven
-// matmuls instead of five. The warpgroups have different tasks.
+// and 128 channels. The thread block computes dK and dV of the keys, and the keys' contribution to dQ for each tile of
+// 64 queries that sees the keys. S and dP are sums over all channels. The thread blocks of both parts compute S and dP,
+// so there are seven matmuls instead of five. The warpgroups have different tasks.
 //
 //   consumers     Two warpgroups have 64 keys each, whose dV and dK stay in registers. They compute S, dP, P, dS, dV
 //                 and dK of their own keys. dQ sums over all 128 keys; each consumer computes half of the part's
@@ -53,15 +53,14 @@ concept BackwardSm90ChannelPartsNumerics =
       numerics.load_queries(tile, 0, 0u);
       numerics.load_gradients(tile, 0, 0u);
       (Consumer(numerics, 0, 0, 0));  // its number, its first panel of K, its first panel of V
-      // visit(pieces, number of the visited tile, its number in the segment, its number in the padded buffers, masked,
-      // sums): waits for the pieces of a tile, computes all matmuls, and releases the pieces.
+      // visit(pieces, index among the visited tiles, the tile's number in the segment, its number in the padded
+      // buffers, masked, sums): waits for the pieces of a tile, computes all matmuls, and releases the pieces.
       consumer.visit(pieces, 0, 0, 0, Masked<OUTER_KEYS>{}, sums);
       consumer.score_mod.next_head();  // a policy of numerics/score_mod.cuh
       // store_gradients<Queries>(block, the warp's first key)
       consumer.template store_gradients<EveryQuery>(0);
     };
 
-// A consumer's loop over the tiles of queries.
 template <class Consumer, class Numerics, class Queries>
 __device__ __forceinline__ void visit_tiles(const params::Backward& p, const Numerics& numerics, const BackwardBlock& block,
                                             const Queries& queries, const typename Numerics::Pieces& pieces,

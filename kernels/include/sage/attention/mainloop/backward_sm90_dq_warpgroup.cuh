@@ -7,10 +7,10 @@
 //   dQ warpgroup  The third warpgroup is the producer, which copies tiles of queries into a pipeline of STAGES stages.
 //                 It also computes dQ from the consumers' dS, and adds dQ to the sums in global memory; at head_dim 128
 //                 it computes dK.
-//   SLOT_EMPTY, DK_OPERANDS_FULL, DS_FULL  Named barriers between each consumer and the dQ warpgroup: they hand over
-//                 the two slots of dS. No barrier joins all warps after the start, so that warpgroups may be a tile or
+//   SLOT_EMPTY, DK_OPERANDS_FULL, DS_FULL  Named barriers that hand over the two slots of dS between each consumer and
+//                 the dQ warpgroup. No barrier joins all warps after the start, so that warpgroups may be a tile or
 //                 more apart.
-//   dq_semaphore  In deterministic mode the dQ warpgroup waits for its thread block's turn to add to each query tile.
+//   dq_semaphore  In deterministic mode the dQ warpgroup waits for its thread block's turn to add to dQ of each tile.
 //
 // Timelines of tile i: 16-bit operands at head_dim 64 (five stages), and SageBwd at head_dim 128 (two stages):
 //
@@ -84,8 +84,8 @@ struct BulkDqAccumulator : DqAccumulator {
   __device__ __forceinline__ void end() const { ptx::cp_async_bulk_wait_read(); }
 };
 
-// Adds to dQ from registers, by atomic additions. They are also correct with a semaphore; a code path without atomics
-// would need more registers.
+// Adds to dQ from registers, by atomic additions. Atomic additions are also correct with a semaphore; a code path
+// without atomics would need more registers.
 struct AtomicDqAccumulator : DqAccumulator {
   template <int D, int N>
   __device__ __forceinline__ void add(int padded_tile, int strip, int first, int lane, const float (&x)[N][4]) const {
@@ -104,8 +104,8 @@ __device__ __forceinline__ auto choose_accumulator(const DqAccumulator& sums, ui
   else return AtomicDqAccumulator{sums};
 }
 
-// A consumer's side of a tile of queries, with functions in calling order. The consumer hands the operands of dK and dQ
-// to the dQ warpgroup in a slot, and starts the next tile.
+// What a consumer calls for each tile of queries, in calling order: the functions hand the operands of dK and dQ to the
+// dQ warpgroup in a slot, and start the next tile.
 template <bool KEEP_DK, class Tiles, class KeyConsumer>
 struct TileHandover {
   const params::Backward& p;
@@ -114,7 +114,6 @@ struct TileHandover {
   const int& warpgroup;
   int tile, tiles;  // the tile's number, from 0, and the number of tiles
 
-  // Waits until the consumer's half of the slot may be overwritten.
   __device__ __forceinline__ void acquire_slot() const {
     ptx::named_barrier_sync(named_barrier(SLOT_EMPTY, tile, warpgroup), 2 * WARPGROUP_THREADS);
   }
@@ -124,7 +123,7 @@ struct TileHandover {
   __device__ __forceinline__ void publish_dq_operands() const {
     ptx::named_barrier_arrive(named_barrier(DS_FULL, tile), SM90_THREADS);
   }
-  // Starts the next tile. After the last tile it starts one more, on stale data: if a wgmma were in flight on some
+  // Starts the next tile. After the last tile this function computes on stale data: if a wgmma were in flight on some
   // paths only, ptxas would serialize all wgmmas of the kernel.
   __device__ __forceinline__ void start_next() const {
     if (tile + 1 < tiles) wait(tile + 1);
@@ -152,18 +151,18 @@ concept BackwardSm90DqWarpgroupNumerics =
       // The producer's arrivals at the mbarrier for each tile.
       N::fetching(p);
       (typename N::KeyConsumer(numerics, 0));
-      // Issues S^T of a tile that has arrived, if registers allow it that early.
+      // Issues S^T of a tile that has arrived, if the registers suffice this early.
       keys.start(0);
-      // scores(the tile's number, stage, slot, masked, handover): computes P, dS, dV and perhaps dK. It calls the
-      // handover's functions in their order: acquire_slot() before it writes to the slot, and start_next() as soon as
-      // registers allow it.
+      // scores(the tile's number, stage, slot, masked, handover): computes P, dS, dV and perhaps dK. Calls the
+      // functions of `handover` in their order: acquire_slot() before a write to the slot, and start_next() as soon as
+      // registers suffice.
       keys.scores(0, 0, 0, Masked<OUTER_KEYS>{}, handover);
       // Waits for the wgmma that the last start_next() issued.
       keys.end();
       keys.dv;
       keys.score_mod.next_head();  // a policy of numerics/score_mod.cuh
       (typename N::DqConsumer(numerics));
-      // Issues the first wgmma of dQ, if registers allow it that early.
+      // Issues the first wgmma of dQ, if the registers suffice this early.
       dq.start(0);
       // add_dq(the tile's number in the padded buffers, slot, sums, read): computes dQ and adds it to `sums`. It
       // calls read() after its last read of the slot.
@@ -182,9 +181,9 @@ concept BackwardSm90DqWarpgroupNumerics =
 // The dQ warpgroup as the producer: it copies query tiles into the pipeline, AHEAD tiles before it computes their dQ.
 template <class Numerics, class Queries, class Tiles>
 struct TileProducer {
-  // How many tiles ahead the producer copies. With more than two stages it fills the stage of the previous tile, so
-  // that it rarely waits for consumers; with two stages it fills the stage of the current tile, after all of its
-  // readers have released it.
+  // How many tiles ahead the producer copies. With more than two stages the producer fills the stage of the previous
+  // tile, and rarely waits for consumers. With two stages it fills the stage of the current tile, after all readers
+  // have released this stage.
   static constexpr int AHEAD = Numerics::STAGES == 2 ? 2 : Numerics::STAGES - 1;
 
   const params::Backward& p;
@@ -194,7 +193,7 @@ struct TileProducer {
   typename Queries::Tile next;  // the tile to copy
 
   __device__ __forceinline__ void fetch(int number) {
-    // Opaque, so that addresses are recomputed for each tile: stored, they would use registers that the wgmmas need.
+    // Opaque, so that addresses are recomputed for each tile: stored addresses would use registers that wgmmas need.
     int thread = ptx::opaque(threadIdx.x) - CONSUMER_THREADS;
     if (number < queries.count && (!p.dout.mapped || thread == 0)) {
       pipeline.wait_empty(number);

@@ -4,7 +4,7 @@
 // block run during the softmax of the other.
 //
 //   softmax        Warps 0 to 3. Thread i has query i: it reads row i of S from tensor memory, computes P, rescales O,
-//                  and writes the epilogue.
+//                  and writes the output.
 //   producer       Warp 4: its elected lane copies Q, and tiles of K and V.
 //   products       Warp 5: its elected lane issues S = Q K^T and O += P V. The warp allocates the tensor memory.
 //   keys, values   Pipelines from the producer to the products warp.
@@ -63,8 +63,8 @@ struct ForwardSm100Pipelines {
   }
 };
 
-// What the mainloop requires of its numerics. `tensor` is the tensor memory address of the first allocated column: in
-// lane 0 for the MMAs, in the warp's first lane for `Row::read`.
+// What the mainloop requires of its numerics. `tensor` is the tensor memory address of the first allocated column: for
+// MMAs in lane 0 of tensor memory, for `Row::read` in the warp's first lane.
 template <class N>
 concept ForwardSm100Numerics = requires(N numerics, const params::Forward& p, const ForwardBlock& block, unsigned char* shared,
                                         uint32_t mbarrier, uint32_t tensor, typename N::Row row) {
@@ -105,7 +105,7 @@ __device__ __forceinline__ void produce_sm100(Numerics& numerics, const Block& b
     pipelines.values.wait_empty(step);
     if (ptx::elect()) numerics.load_values(tile, stage, pipelines.values.full(step));
   }
-  // Arrivals after this thread block's end would write to another's memory.
+  // Arrivals after this thread block's end would write to the shared memory of another thread block.
   pipelines.keys.drain(steps);
   pipelines.values.drain(steps);
 }

@@ -1,7 +1,7 @@
 // The forward mainloop for sm_80 and later (mma.sync, cp.async), and what the mainloops for Hopper and family 10 share
 // with it: the division into thread blocks, and the epilogue.
 //
-// A thread block computes the output and the log-sum-exp of 128 queries of one head; each warp has 16 M of the queries,
+// A thread block computes the output and the log-sum-exp of 128 queries of one head; each warp has 16 * M queries,
 // and keeps their accumulators in registers. The mainloop visits the tiles of 64 keys that the queries see. All warps
 // do the same: they copy the next tile of K and V asynchronously into one of two buffers while they compute on the
 // other, and one __syncthreads per tile orders copies and reads. With one stage, V is copied while S is computed, and
@@ -36,7 +36,7 @@ struct ForwardBlock {
     first = max(end - queries, 0);
   }
 
-  // This thread block's last query among the `queries` queries from `from` on; less than `from` if it has none.
+  // This thread block's last query among the `queries` queries from `from` on; below `from` if there is none.
   __device__ __forceinline__ int last_of(int from, int queries) const {
     return min(min(from + queries, end), segment.query_len) - 1;
   }
@@ -50,7 +50,7 @@ struct ForwardBlock {
 
 // A thread block that visits all keys that its queries see.
 struct EveryKey : ForwardBlock {
-  static constexpr Hidden HIDDEN = LATER_KEYS;  // visited keys that its queries may not see
+  static constexpr Hidden HIDDEN = LATER_KEYS;  // which visited keys can be hidden from a query
   static constexpr int skipped = 0;             // keys that are not visited: see ListedKeys
 
   EveryKey() = default;
@@ -86,10 +86,10 @@ struct WindowKeys : ForwardBlock {
   __device__ __forceinline__ int number(int step) const { return step + skipped / (TILES * TILE); }
 };
 
-// A thread block that has one query block of a selection, and visits the listed key blocks. Its queries see every
-// listed block except the last completely, so that only the last can need a mask. Mainloops therefore treat the visited
-// keys as one contiguous range; `skipped` is the number of unlisted keys before the last listed block. It is also the
-// difference between that block's positions in the segment and in this range.
+// A thread block that has one query block of a selection, and visits the listed key blocks. Only the last listed block
+// can need a mask: the queries see all other listed blocks completely. Mainloops therefore treat the visited keys as
+// one contiguous range. `skipped`, the number of unlisted keys before the last listed block, is the difference between
+// this block's positions in the segment and in the range.
 struct ListedKeys : ForwardBlock {
   static constexpr Hidden HIDDEN = LATER_KEYS;
   static constexpr int BLOCK_TILES = SELECTION_BLOCK / TILE;
@@ -189,8 +189,8 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
     if (lane % 4 == 0 && row < block.end) {
       bool real = row < segment.query_len && sight.visible_keys(row) > 0;
       if (p.minus_lse2) p.minus_lse2[padded + row] = real ? -(softmax.reference[r] + log2f(sum) + with_sink[r]) : -CUDART_INF_F;
-      // In the backward P is normalized by all logits, including the sink. The sink's factor is limited to 2^64:
-      // if the sink leaves less than 2^-64 of the total probability to the keys, their P is too small.
+      // In the backward P is normalized by all logits, including the sink. The sink's factor is limited to 2^64. If the
+      // keys have less than 2^-64 of the probability, this limit makes the P that the backward quantizes too small.
       if (OUTPUTS == 2 && p.row_sums) p.row_sums[padded + row] = real ? (p.p_literal ? 1.0f : sum) * ptx::exp2(fminf(with_sink[r], 64.0f)) : 1.0f;
     }
   }
@@ -202,7 +202,7 @@ concept ForwardSm80Numerics = requires(N numerics, const params::Forward& p, con
                                        typename N::Logits& logits, typename N::RowSoftmax& softmax) {
   typename N::Type;
   requires N::D % 64 == 0;         // the padded head_dim
-  requires N::M * 16 * N::THREADS / 32 == FORWARD_QUERIES;  // a warp has 16 M queries
+  requires N::M * 16 * N::THREADS / 32 == FORWARD_QUERIES;  // a warp has 16 * M queries
   requires N::BLOCKS >= 1;         // thread blocks per multiprocessor, for __launch_bounds__ of the entry point
   requires N::STAGES == 2 || (N::STAGES == 1 && !N::COOPERATES);
   requires N::STATE_AT + N::RowSoftmax::State::BYTES <= N::SHARED_BYTES;  // where the row state is, if it is in shared memory
@@ -224,9 +224,9 @@ concept ForwardSm80Numerics = requires(N numerics, const params::Forward& p, con
   numerics.flush_magic(softmax);
 };
 
-// The number of steps of `keys` keys that need a mask because the last of the `queries` queries from `first` on does
-// not see their first keys. Mainloops call this function only for windows, because ptxas reorders a loop's instructions
-// after any change of the loop.
+// The first visited keys of a window can be hidden from the last of the `queries` queries from `first` on. Returns the
+// number of steps of `keys` keys that contain such hidden keys, and therefore need a mask. Called only for windows: in
+// other kernels the call would make ptxas reorder the loop's instructions.
 __device__ __forceinline__ int hidden_steps(const WindowKeys& block, int first, int queries, int keys) {
   return (block.hidden(block.last_of(first, queries)) + keys - 1) / keys;
 }

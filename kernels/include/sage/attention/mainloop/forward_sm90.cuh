@@ -60,8 +60,8 @@ enum ForwardBarrier : int {
   QUERIES_READ = 5,  // one for each consumer: all its warps have read its queries
 };
 
-// The tile scheduler: returns the next work item, with head -1 after the last. The first item's index is blockIdx.x;
-// later indices come from an atomic counter.
+// The tile scheduler: returns the next work item, or an item with head -1 if none is left. The first item's index is
+// blockIdx.x; later indices come from an atomic counter.
 template <class Block, int QUERIES>
 __device__ __forceinline__ Block next_work(const params::Forward& p, bool first) {
   static_assert(params::facts(params::FORWARD_SM90).persistent);
@@ -82,8 +82,8 @@ __device__ __forceinline__ Block next_work(const params::Forward& p, bool first)
 //
 // VALUES_FIRST is the order in which the matmuls of a step are issued.
 // - If true, P V of the previous step is issued before S, and the consumer waits for P V while S is in flight:
-// registers cannot store both during the softmax. The softmax of the other consumers hides the wait. Keys and values
-// share a stage.
+// registers cannot store both results during the softmax. The softmax of the other consumers hides the wait. Keys and
+// values share a stage.
 // - If false, S is issued before P V of the previous step, which is in flight during the softmax of S. Keys and values
 // have separate stages in the kv pipeline, in the order in which consumers need them: keys 0, keys 1, values 0, keys 2,
 // values 1, .. A stage of keys is then released long before the values of its step are needed.
@@ -248,7 +248,7 @@ struct ItemConsumer {
       consumer.template online_softmax<HIDDEN, PENDING>(step + skipped_steps, stage, segment, first);
   }
 
-  // S and the softmax of the first step.
+  // Computes S and the softmax of the first step.
   __device__ __forceinline__ void begin() const {
     if constexpr (!VALUES_FIRST) acquire_order();
     wait_for_keys(0);
@@ -257,7 +257,7 @@ struct ItemConsumer {
     online_softmax<MASK_IF_NEEDED, 0>(0);
     if constexpr (!VALUES_FIRST) consumer.take();
   }
-  // S and the softmax of a later step, and P V of the step before it.
+  // Computes S and the softmax of a later step, and P V of the step before it.
   template <Mask MASK>
   __device__ __forceinline__ void advance(int step) const {
     if constexpr (VALUES_FIRST) {
@@ -279,7 +279,7 @@ struct ItemConsumer {
       consumer.take();
     }
   }
-  // P V of the last step.
+  // Computes P V of the last step.
   __device__ __forceinline__ void end(int steps) const {
     if constexpr (!VALUES_FIRST) kv.wait(order.values_of(steps - 1));
     consumer.add_last(kv.stage(order.values_of(steps - 1)));

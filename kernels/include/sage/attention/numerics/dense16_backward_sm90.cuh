@@ -1,6 +1,6 @@
 // The backward of dense16_backward_sm80.cuh on Hopper, with 16-bit operands, for head_dim above 64 up to 128. K, Q, dO
-// and dS^T are in shared memory once each: matmuls with the reduction along their columns read them through transposed
-// descriptors.
+// and dS^T are in shared memory once each: a matmul that sums over the rows of an operand reads this operand through a
+// transposed descriptor.
 #pragma once
 
 #include <sage/attention/numerics/dense16_tiles_sm90.cuh>
@@ -20,7 +20,7 @@ struct Dense16BackwardSm90 : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source> {
   static constexpr int ARRIVALS = S::ARRIVALS;
 
   // Issues the copies of a tile, by the producer warp. One lane copies through the tensor maps. If no maps exist, or if
-  // a document ends inside the tile (a map reads on, but zeros must follow), all lanes copy Q and dO.
+  // a document ends inside the tile (zeros must follow, but a map reads the next document), all lanes copy Q and dO.
   __device__ __forceinline__ void load(const QueryTile& tile, int stage, uint32_t mbarrier) {
     const Segment& s = block.segment;
     int first = tile.tile * TILE, lane = threadIdx.x % 32;

@@ -1,7 +1,7 @@
 // The backward with 16-bit operands and f32 accumulators on Hopper, for head_dim above 128, with the channels divided
 // into two parts. Values may have fewer channels than keys. S may be an INT8 matmul. V, Q, dO, K and dS^T are in shared
 // memory once each, and the matmuls of a part read its panels. With INT8 scores only the part's panels of K and Q are
-// loaded in 16 bit, because only S reads all channels.
+// loaded in 16 bit: only S needs the other channels, and S reads INT8 values.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90_channel_parts.cuh>
@@ -23,8 +23,8 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
 
   static constexpr int ARRIVALS = S::ARRIVALS;
 
-  // The producer warp calls these two: load_queries issues the copies of a tile's Q, Q's INT8 values and row state;
-  // load_gradients issues the copies of the tile's dO (see load_rows).
+  // The producer warp calls load_queries, which issues the copies of a tile's Q, of the INT8 values of Q and of the row
+  // state, and load_gradients, which issues the copies of the tile's dO (see load_rows).
   __device__ __forceinline__ void load_queries(const QueryTile& tile, int stage, uint32_t mbarrier) {
     constexpr int STATE_BYTES = TILE * 4;
     uint32_t at = shared + stage_at(stage), state = at + STATE_AT;
@@ -39,9 +39,9 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
     if (load_rows<V>(p.dout, p.dout_map, p.shape.value_dim, 0, tile, shared + stage_at(stage) + Q_BYTES, 0, mbarrier) && ARRIVALS > 1)
       ptx::mbarrier_arrive(mbarrier);  // in place of the arrival for scales, which dO does not have
   }
-  // Copies COUNT channels of a tile, from `channel` on. Lane 0 announces their bytes plus `more`, and returns true. It
-  // copies through the tensor map. If no map exists, or if a document ends inside the tile (a map reads on, but
-  // zeros must follow), all lanes copy.
+  // Copies COUNT channels of a tile, from `channel` on. Lane 0 copies through the tensor map. If no map exists, or if a
+  // document ends inside the tile (zeros must follow, but a map reads the next document), all lanes copy. Lane 0
+  // announces the bytes of its copies plus `more`, and returns true.
   template <int COUNT>
   __device__ __forceinline__ bool load_rows(const params::View& view, const params::TensorMap& map, int head_dim, int channel,
                                             const QueryTile& tile, uint32_t to, int more, uint32_t mbarrier) {

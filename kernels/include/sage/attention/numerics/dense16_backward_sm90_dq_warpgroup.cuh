@@ -1,7 +1,7 @@
 // The backward of dense16_backward_sm80.cuh on Hopper, with 16-bit operands, for head_dim up to 64. Q, dO and dS^T are
-// in shared memory once each: matmuls with the reduction along their columns read them through transposed descriptors.
-// K and V are A operands in registers: a 64 x 64 wgmma with both operands in shared memory would be limited by reading
-// them.
+// in shared memory once each: a matmul that sums over the rows of an operand reads this operand through a transposed
+// descriptor. K and V are A operands in registers: a 64 x 64 wgmma with both operands in shared memory would be limited
+// by reading them.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
@@ -47,7 +47,7 @@ struct Dense16BackwardSm90DqWarpgroup : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, S
     float dv[D / 8][4] = {}, dk[D / 8][4] = {};
     typename S::KeyFragments k;
     uint32_t v[D / 16][4];
-    typename S::Sums sums;  // accumulators of S^T, a tile ahead
+    typename S::Sums sums;  // accumulators of S^T, which is issued one tile ahead
 
     __device__ __forceinline__ KeyConsumer(const Dense16BackwardSm90DqWarpgroup& numerics, int warpgroup)
         : of(numerics), warpgroup(warpgroup), k_factor(S::k_factor(numerics.p, numerics.block, warpgroup)),

@@ -39,7 +39,7 @@ struct Dense16ForwardSm80 {
   int warp, first;
   float scale;  // factor of the logits; with INT8 scores it excludes the scale of the tile of keys
   attention::Rows<T> q, k, v;
-  // With INT8 scores: tile numbers in the padded buffers, of this head's first keys and of the first queries.
+  // With INT8 scores: the numbers, in the padded buffers, of the segment's first key tile and of the first query tile.
   int64_t first_key_tile, query_tile;
   int query_tiles_left;
   [[no_unique_address]] Mod score_mod;
@@ -72,8 +72,8 @@ struct Dense16ForwardSm80 {
     }
   }
 
-  // The thread index is opaque, so that addresses are recomputed for each tile: stored, they would use registers that
-  // the MMAs need.
+  // The thread index is opaque, so that addresses are recomputed for each tile: stored addresses would use registers
+  // that the MMAs need.
   __device__ __forceinline__ void load_keys(int tile) {
     if constexpr (CODES)
       copy_tile<K_BYTES, THREADS>(k_tile(tile), p.codes.k + (first_key_tile + tile) * K_BYTES, ptx::opaque(threadIdx.x));
@@ -114,7 +114,6 @@ struct Dense16ForwardSm80 {
     }
   }
 
-  // Computes S from INT8 operands, as integer sums.
   __device__ __forceinline__ void multiply_codes(int tile, Logits& s, int lane) {
     int x[M][8][4];
     multiply_query_codes<D>(x, shared + warp * 16 * M * D, k_tile(tile), lane);

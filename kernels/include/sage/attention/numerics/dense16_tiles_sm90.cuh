@@ -8,7 +8,7 @@
 
 namespace sage::attention {
 
-// Issues dQ = dS K over all SM90_KEYS keys, for 8 N channels. dS^T and K are in shared memory; k_rows is the address
+// Issues dQ = dS K over all SM90_KEYS keys, for 8 * N channels. dS^T and K are in shared memory; k_rows is the address
 // of K at the first of these channels.
 template <class T, int N>
 __device__ __forceinline__ void multiply_keys(float (&dq)[N][4], uint32_t ds_rows, uint32_t k_rows) {

@@ -82,7 +82,7 @@ struct Nvfp4ForwardSm100 {
     ptx::cp_async_bulk(shared + VALUES_AT + stage * Tile::BYTES, values + int64_t(tile) * Tile::BYTES, Tile::BYTES, mbarrier);
   }
 
-  // Copies the scales at `at` of shared memory into four columns.
+  // Copies the scales at offset `at` of shared memory into four columns.
   __device__ __forceinline__ void copy_scales(uint32_t columns, int at) const {
     ptx::tcgen05_copy_scales(columns, ptx::tcgen05_rows(shared + at, 16));
   }
@@ -112,7 +112,6 @@ struct Nvfp4ForwardSm100 {
                            ptx::tcgen05_rows(shared + values_at, Tile::V_ROW), ptx::tcgen05_nvfp4(D), p_columns, v_columns, step > 0);
   }
 
-  // A thread's query.
   struct Row {
     float reference = -CUDART_INF_F, sum = 0.0f;  // the reference of the exponents; the sum of the probabilities
     float decay;         // factor of O when the reference grows

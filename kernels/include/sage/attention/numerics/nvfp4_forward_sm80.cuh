@@ -61,7 +61,7 @@ struct Nvfp4ForwardSm80 {
                                     p.codes.v_transposed + (first_key_tile + tile) * Tile::BYTES, threadIdx.x);
   }
 
-  // The four scales of the FP4 values 64 step .. 64 step + 63 of a row, in a tile of ROWS rows.
+  // The four scales of the FP4 values 64 * step to 64 * step + 63 of a row, in a tile of ROWS rows.
   template <int ROWS>
   __device__ __forceinline__ uint32_t scales(int tile_at, int row, int step) const {
     return *reinterpret_cast<const uint32_t*>(memory + tile_at + Tile::CODES_BYTES + Tile::template scales_at<ROWS>(row, step));

@@ -1,5 +1,5 @@
 // Policies for the operand P of 16-bit matmuls: P itself, or P and its NVFP4 values. The numerics of 16-bit operands
-// are the same for both (dense16_{forward,backward}*.cuh).
+// are the same for both policies (dense16_{forward,backward}*.cuh).
 //
 // A policy has, for the forward:
 // - OUTPUTS: the number of outputs. SLACK: see Softmax.
@@ -56,7 +56,7 @@ struct PlainProbabilities {
     }
   }
 
-  // The maxima of one strip of 16 queries over 8 N keys.
+  // The maxima of one strip of 16 queries over 8 * N keys.
   template <int N, class OfLane>
   static __device__ __forceinline__ void maxima(float (&row)[2], float (&)[2], const float (&x)[N][4], OfLane of_lane) {
 #pragma unroll
@@ -90,15 +90,15 @@ struct PlainProbabilities {
 };
 
 // Attn-QAT (arXiv 2603.00040): O is computed from NVFP4 values of P in groups of 16 keys, a second output from P
-// itself, and dV from NVFP4 values of P. In the forward these values are exact in 16 bit, so that their matmuls equal
-// those of FP4 hardware, up to the order of sums; for dV they are divided by the row's sum, and rounded to 16 bit.
+// itself, and dV from NVFP4 values of P. In the forward the NVFP4 values are exact in 16 bit, so that 16-bit matmuls
+// equal FP4 matmuls, up to the order of sums. For dV the values are divided by the row's sum, and rounded to 16 bit.
 struct Nvfp4Probabilities {
   static constexpr int OUTPUTS = 2, SLACK = 0;
   static constexpr int QUERY_VALUES = 3;         // the third is the row's sum of P, relative to the reference of the FP4 values
   static constexpr int WARP_BYTES = 32 * 4 * 4;
 
-  // A whole number unless p_literal: a growing maximum then multiplies the scales by powers of two, and changes no FP4
-  // value as long as scales keep all their bits.
+  // Without p_literal the reference is a whole number: a growing maximum then multiplies the scales by powers of two,
+  // and changes no FP4 value as long as scales keep all their bits.
   static __device__ __forceinline__ float reference(const params::Forward& p, float max) {
     return p.p_literal ? max : ceilf(max) - p.p_lift;
   }
@@ -124,7 +124,7 @@ struct Nvfp4Probabilities {
     }
   }
 
-  // The scales of a row's four groups. Each of the row's four lanes computes and stores one of them.
+  // The scales of a row's four groups. Each of the row's four lanes computes and keeps the scales of one group.
   template <class T>
   struct RowScales {
     float quant;
@@ -168,7 +168,7 @@ struct Nvfp4Probabilities {
 
   // A warp's 16 keys are one group of each query. A lane has two of the keys for 16 queries; lane 4g + t computes the
   // scales of queries 8g + 2t and 8g + 2t + 1, and stores in shared memory the factors that quantize x and the factors
-  // that dequantize it. Both factors include the row's sum, because x is already divided by it.
+  // that dequantize it. Both factors include the row's sum, because x is already divided by the sum.
   static __device__ __forceinline__ void make_scales(const Scores& x, const float* sums, void* shared, int lane) {
     float max[8][2];
 #pragma unroll

@@ -7,8 +7,8 @@
 
 namespace sage::attention {
 
-// GENERAL: also supports ablations: scales shared by groups of vectors, and Q smoothing, which adds a row to the logits
-// and a rank-one term to dK.
+// GENERAL kernels also support ablations: scales shared by groups of vectors, and Q smoothing, which adds a row to the
+// logits and a rank-one term to dK.
 template <class T, int HEAD_DIM, params::Plan PLAN, bool GENERAL = false>
 struct SageBwdBackwardSm80 {
   using Type = T;
@@ -91,7 +91,7 @@ struct SageBwdBackwardSm80 {
                               block.first_key, KEYS, mean_logits);
       __syncthreads();
     }
-    // A warp may skip the tile only if its scales are not shared with other warps.
+    // A warp may skip the tile only if the warp shares no scales with other warps.
     if (!visibility.seen && (!GENERAL || p.group <= 16)) {
       store_zeros(ds_rows, lane);
       return;
@@ -121,7 +121,7 @@ struct SageBwdBackwardSm80 {
     for (int n = 0; n < 8; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[n][e] *= dp[n][e];
-    // In bf16 for f16 inputs too: typical dS is about 1e-7, too small for f16.
+    // dS^T is stored in bf16 even for f16 inputs: typical dS is about 1e-7, too small for f16.
     store_scores<__nv_bfloat16>(ds_rows, s, lane);
     if (smooth_q) add_mean_term(s, tile, lane);
     ScoreCodes ds_codes;
@@ -225,8 +225,8 @@ struct SageBwdBackwardSm80 {
     // At head_dim 64 registers allow dP this early: the tensor cores work on dP while P is computed.
     if constexpr (D == 64) multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
     float factor = q_dequant * k_dequant * (p.shape.softmax_scale * ptx::LOG2_E);
-    // MAGIC and the log-sum-exp are subtracted as one addend. Its rounding error is less than 1 in the integer sums,
-    // whose error from quantizing Q and K is about 100.
+    // MAGIC and the log-sum-exp are subtracted as one addend, whose rounding error is less than 1 in the integer sums.
+    // The error of the sums from quantizing Q and K is about 100.
     float magic = -quant::MAGIC * factor;
     if (__builtin_expect(factor > quant::MAGIC_FACTOR, false)) {
 #pragma unroll
@@ -293,8 +293,8 @@ struct SageBwdBackwardSm80 {
     largest[1] = largest[0];
   }
 
-  // Multiplies INT8 values with 64 transposed queries, [D][64], and calls use(n, sums) for channels 8n to 8n + 7. Sums
-  // are floats MAGIC + sum.
+  // Multiplies INT8 values with a tile of Q^T or dO^T, [D][64], and calls use(n, results) for channels 8 * n to
+  // 8 * n + 7. The results are floats MAGIC + sum.
   template <class Use>
   __device__ __forceinline__ void multiply_codes(const ScoreCodes& codes, uint32_t rows, int lane, Use use) const {
     layout::ReaderB<TILE> reader(rows, lane);

@@ -42,9 +42,9 @@ struct SageBwdBackwardSm90DqWarpgroup {
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)) {}
 
   static __device__ __forceinline__ int stage_at(int stage) { return STAGES_AT + stage * STAGE_BYTES; }
-  // The dS^T of a consumer, which no other warpgroup reads. Its warps write it between SLOT_EMPTY and WITHIN_CONSUMER,
-  // and read it between WITHIN_CONSUMER and the next SLOT_EMPTY. All warps of the consumer meet at both barriers. The
-  // same applies to `units`.
+  // The dS^T of a consumer, which no other warpgroup reads. The consumer's warps write dS^T and `units` between
+  // SLOT_EMPTY and WITHIN_CONSUMER, and read them between WITHIN_CONSUMER and the next SLOT_EMPTY. All warps of the
+  // consumer meet at both barriers.
   __device__ __forceinline__ uint32_t ds_rows(int warpgroup) const { return shared + DS_AT + warpgroup * CONSUMER_KEYS * TILE * 2; }
   // The units of a consumer's dS^T (DsUnit), one per warp.
   __device__ __forceinline__ float4* units(int warpgroup) const { return reinterpret_cast<float4*>(memory + UNITS_AT) + warpgroup; }
@@ -135,8 +135,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
 
     template <Hidden HIDDEN, class Handover>
     __device__ __forceinline__ void scores(int tile, int stage, int slot, Masked<HIDDEN> masked, const Handover& handover) {
-      // Opaque at head_dim 128, so that values that depend on it are recomputed: stored, they would use registers that
-      // the wgmmas need.
+      // Opaque at head_dim 128, so that values computed from the thread index are recomputed: stored values would use
+      // registers that the wgmmas need.
       int thread = CONSUMERS_KEEP_DK<D> ? int(threadIdx.x) : ptx::opaque(threadIdx.x);
       int lane = thread % 32, row = thread / 32 % 4 * 16;
       uint32_t at = of.shared + stage_at(stage), ds = of.ds_rows(warpgroup) + row * TILE * 2;
@@ -192,12 +192,11 @@ struct SageBwdBackwardSm90DqWarpgroup {
     }
 
    private:
-    // Waits for S^T, issues dP^T - delta, and computes P, divided by the unit of dS.
+    // Waits for S^T, issues dP^T - delta, and computes P divided by the unit of dS.
     template <Hidden HIDDEN>
     __device__ __forceinline__ void compute_probabilities(Scores& s, Scores& dp, int tile, Masked<HIDDEN> masked, float q_dequant,
                                                           uint32_t at, const float* minus_lse2, int row, int lane) {
-      // P = 2^(logit - LSE) is divided by the unit of dS, so that P o (dP - delta) is dS in this unit: DsUnit::exponent
-      // is added to the exponent of P.
+      // DsUnit::exponent is added to the exponent of P = 2^(logit - LSE), so that P o (dP - delta) is dS in its unit.
       float2 lse[8];
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
@@ -301,8 +300,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
       }
     }
     __device__ __forceinline__ void added() {}
-    // The staging memory is in the INT8 values for dK, not in V: if no query tile exists, this warpgroup waits at no
-    // barrier after which the consumers' copies of V have arrived.
+    // The staging memory is that of the INT8 values for dK, not of V: if no query tile exists, this warpgroup waits at
+    // no barrier after which the consumers' copies of V have arrived.
     __device__ __forceinline__ uint32_t gradient_staging() const {
       return of.shared + slot_at(0) + DK_CODES_AT + threadIdx.x / 32 % 4 * GRADIENT_STAGING;
     }

@@ -60,8 +60,8 @@ struct SageBwdForwardSm80 {
                                         threadIdx.x);
   }
 
-  // The thread index is opaque, so that addresses are recomputed for each tile: stored, they would use registers that
-  // the MMAs need.
+  // The thread index is opaque, so that addresses are recomputed for each tile: stored addresses would use registers
+  // that the MMAs need.
   __device__ __forceinline__ void load_keys(int tile) {
     copy_tile<TILE * D, THREADS>(k_tile(tile), p.codes.k + int64_t(first_key_tile + tile) * TILE_BYTES,
                                 ptx::opaque(threadIdx.x));
@@ -100,7 +100,7 @@ struct SageBwdForwardSm80 {
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
       row_max[r] = row_maximum(x, r, factor, exact_offset);
-      // At the row's largest logit 2^(x factor + offset) is 127 or a little less: the offset is rounded down, because
+      // At the row's largest logit 2^(x * factor + offset) is 127 or a little less: the offset is rounded down, because
       // 128 does not fit INT8. This rounding changes the offset by up to 2^-23 of MAGIC * factor, the same for the
       // whole row, and p_dequant below takes it into account.
       offset[r] = __fadd_rd(exact_offset, quant::LOG2_127 - row_max[r]);
@@ -116,7 +116,6 @@ struct SageBwdForwardSm80 {
       float sum = quantize_row(x, r, factor, offset[r], codes);
       float p_dequant = ptx::exp2(exact_offset - offset[r] - softmax.shift(r));
       if (HIDDEN != NO_KEYS && row_max[r] == -CUDART_INF_F) p_dequant = 0.0f;
-      // The row's sum uses the unquantized probabilities.
       softmax.state(RowSoftmax::State::SUM, r) += p_dequant * sum;
       dequant[r] = p_dequant * v_dequant;
     }
@@ -128,8 +127,8 @@ struct SageBwdForwardSm80 {
     if (__builtin_expect(step % quant::MAGIC_TILES == quant::MAGIC_TILES - 1, false)) flush_magic(softmax);
   }
 
-  // The results are floats MAGIC + sum. Subtracts from the accumulator the MAGIC that was added since the last call,
-  // before it grows large.
+  // The results of P V are floats MAGIC + sum. Subtracts from the accumulator the multiple of MAGIC that was added
+  // since the last call, before this multiple grows large.
   __device__ __forceinline__ void flush_magic(RowSoftmax& softmax) {
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
@@ -189,7 +188,7 @@ struct SageBwdForwardSm80 {
     }
   }
 
-  // Computes 2^(x factor + offset) of a row, and quantizes it. Returns this lane's part of the row's sum before
+  // Computes 2^(x * factor + offset) of a row, and quantizes it. Returns this lane's part of the row's sum before
   // quantization.
   static __device__ __forceinline__ float quantize_row(const Logits& x, int r, float factor, float offset, ProbabilityCodes& codes) {
     float sum = 0.0f;

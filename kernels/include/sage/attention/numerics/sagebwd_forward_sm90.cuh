@@ -21,7 +21,7 @@ struct __align__(16) StepScales {
   int beyond;          // powers of two by which the ratio is below 2^log2_v, nearly always 0; one byte per tile
 
   // The sums of P are computed in f16, from exponentials that include log2_v. At a ratio of 2^LEAST a P below 2^-13 of
-  // the row's largest rounds to zero, and all such P of a tile together are below 64 x 2^-13 of the row's sum. The part
+  // the row's largest rounds to zero, and all such P of a tile together are below 64 * 2^-13 of the row's sum. The part
   // of a ratio below LEAST is applied only to the quantized P, after the sums: a tile with nearly all of a query's
   // attention then loses low bits of its P, which are worth up to 2^-28 of the other tile's values.
   static constexpr float LEAST = -20.0f;
@@ -47,7 +47,7 @@ struct SageBwdForwardSm90 {
   using Warpgroups = ForwardWarpgroups<2, PLAN.rows == 192 ? 32 : 40, PLAN>;
   static constexpr int QUERY_SLOTS = 2, QUERY_ARRIVALS = 1, STEP_ARRIVALS = 2;  // per step: one for the bulk copies, one for the scales
   static constexpr bool VALUES_FIRST = true, SMOOTHS_VALUES = true;
-  // At D 64 ptxas would spill in the second loop.
+  // False at D 64, because ptxas would spill in the second loop.
   template <Hidden HIDDEN>
   static constexpr bool MASKS_APART = D == 128 && HIDDEN != OUTER_KEYS;
   // Shared memory: two slots of Q; stages of K and V^T, of two tiles each; the StepScales of each stage.
@@ -145,7 +145,7 @@ struct SageBwdForwardSm90 {
       float row_max[2], offset[2];
       find_maxima<HIDDEN>(s, factor, scales, row_max, offset);
       if constexpr (BRANCH_BEFORE == 0) follow(row_max, offset);
-      // unseen[t][r]: whether row r sees no key of tile t. Only with a window a row may see no key of the first tile.
+      // unseen[t][r]: whether row r sees no key of tile t. Only with a window can the first tile be unseen.
       const int second = (2 * step + 1) * TILE;
       bool unseen[2][2] = {};
       if constexpr (HIDDEN != NO_KEYS) {
@@ -247,7 +247,7 @@ struct SageBwdForwardSm90 {
     }
 
     // Computes the maximum of each row over logits plus log2_v: logits of the tile with the smaller scale of V count
-    // for less. Also computes the offset with which 2^(x factor + log2_v + offset) is in the range of u8.
+    // for less. Also computes the offset with which 2^(x * factor + log2_v + offset) is in the range of u8.
     template <Hidden HIDDEN>
     __device__ __forceinline__ void find_maxima(const Logits (&s)[2], const float (&factor)[2], const StepScales& scales,
                                                 float (&row_max)[2], float (&offset)[2]) const {
@@ -269,7 +269,7 @@ struct SageBwdForwardSm90 {
           of_tile[t] = fmaf(of_tile[t], factor[t], scales.log2_v[t]);
         }
         row_max[r] = quad_max(fmaxf(of_tile[0], of_tile[1]));
-        // 2^(x factor + log2_v + offset) is 254 at that maximum, or a little less: the offset is lowered by 2^-21 of
+        // 2^(x * factor + log2_v + offset) is 254 at that maximum, or a little less: the offset is lowered by 2^-21 of
         // the maximum, which is more than all rounding errors, so that no value exceeds 254.
         offset[r] = fmaf(fabsf(row_max[r]), -0x1p-21f, quant::LOG2_254 - row_max[r]);
         if (HIDDEN != NO_KEYS && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;

@@ -42,9 +42,9 @@ __device__ __forceinline__ float tanh_of_small(float x) {
   return x * fmaf(square, y, 0x1.fffd0ap-3f);
 }
 
-// x[i] = tanh(x[i] by / 4). The exponential, which would delay the exponentials of the softmax, is computed only if
-// some argument of the thread needs it. An argument uses the polynomial or the exponential depending only on its own
-// size, so that masked keys change nothing.
+// x[i] = tanh(x[i] * by / 4). The exponential, which would delay the exponentials of the softmax, is computed only if
+// some argument of the thread needs it. Which of the two an argument uses depends only on its own size, so that masked
+// keys change no other result.
 template <int N>
 __device__ __forceinline__ void take_tanh(float (&x)[N], float by) {
   uint32_t bits = 0;
@@ -92,7 +92,7 @@ struct SoftcapAndAlibi {
   }
   __device__ __forceinline__ bool has_softcap() const { return mod.softcap > 0.0f; }
 
-  // Replaces x by tanh(x factor / c), and the factor by c, the cap of base-2 logits.
+  // Replaces x by tanh(x * factor / c), and the factor by c, the cap of base-2 logits.
   template <int N>
   __device__ __forceinline__ void cap(float (&x)[N], float& factor) const {
     float cap2 = mod.softcap * ptx::LOG2_E;
@@ -104,10 +104,10 @@ struct SoftcapAndAlibi {
     factor = cap2;
   }
 
-  // Applies the soft cap and ALiBi to a forward's logits: 16 M queries from `first_query` on, and the tile of keys from
-  // `first_key + column` on. Calls with the same first query and key have the same offsets.
+  // Applies the soft cap and ALiBi to a forward's logits: 16 * M queries from `first_query` on, and the tile of keys
+  // from `first_key + column` on. Calls with the same first query and key have the same offsets.
   //
-  // If no query sees a later key, a distance needs no absolute value. It is then the row's distance from the first key
+  // If no query sees a later key, no absolute value is needed: a distance is the row's distance from the first key
   // (`offset`), minus the lane's first column (`of_lane`), minus a compile-time constant: one instruction per logit.
   template <int M>
   __device__ __forceinline__ void apply(float (&x)[M][8][4], float& factor, float (&offset)[2 * M], const Segment& segment, int first_query, int first_key, int column, int lane) {

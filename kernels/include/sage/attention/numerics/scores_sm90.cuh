@@ -6,7 +6,7 @@
 // - start: issues S^T, with K in shared memory or in registers as KeyFragments, which read_keys loads.
 // - load_by_bulk: issues a tile's bulk copies, BULK_BYTES in total, by one thread. With INT8 values it also copies
 //   their scale, after the row state.
-// - ARRIVALS: this thread's arrivals at the mbarrier: one for the bulk copies, and with INT8 values one for the scale.
+// - ARRIVALS: the caller's arrivals at the mbarrier: one for the bulk copies, and with INT8 values one for the scale.
 // - factor_at: the factor of a tile, including the scale.
 #pragma once
 
