@@ -24,7 +24,7 @@ use crate::ranks::Rank;
 pub enum Place {
     /// The CPU, in f32
     Cpu,
-    /// An NVIDIA GPU, in bf16 with f32 sums (and in training f32 weights)
+    /// An NVIDIA GPU, in bf16 with f32 sums; training keeps the weights in f32
     Cuda,
 }
 

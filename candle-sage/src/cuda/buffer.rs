@@ -171,7 +171,7 @@ impl Gpu {
             )
             .got("lengths of documents, which a replay would read from freed memory")
             .allowed("calls without packed documents")
-            .hint("capture fixed lengths as batch entries, or exclude attention from the graph")
+            .hint("give each document its own batch entry, padded to one length, or leave attention out of the graph")
             .into());
         }
         // SAFETY: the allocation has at least as many elements as `from`. `from` is not pinned, so the driver has read

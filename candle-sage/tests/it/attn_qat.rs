@@ -194,7 +194,7 @@ fn diffuse_attention_keeps_the_gradient_of_values() -> Result<()> {
     Ok(())
 }
 
-/// Without a scale for each head, NVFP4 keeps only values of V of magnitudes around 1. With such scales, V times a
+/// Without a scale for each head, values of V far from 1 lose their precision in NVFP4. With such scales, V times a
 /// power of two gives exactly the output times this power: all factors are powers of two, and none is out of f32's
 /// range.
 #[test]

@@ -8,7 +8,7 @@ use crate::settings::{AttentionSettings, Attn, LayerSettings, Settings, Smoothin
 /// Attention settings that override the run's settings.
 #[derive(Debug, Clone, clap::Args)]
 pub(super) struct Attending {
-    /// Attention scheme of the evaluation [default: the run's]
+    /// Attention of the evaluation [default: the run's]
     #[arg(long, value_enum)]
     attn: Option<Attn>,
     /// Schemes of single layers that override --attn, such as 0,-1=fpa, or "" for none [default: the run's, unless

@@ -54,8 +54,8 @@ pub(super) struct Train {
     /// Write the run's training sequences to a shard file, in their order, for training with another program, and exit
     #[arg(long, value_name = "FILE", help_heading = "Run", conflicts_with_all = ["resume", "compare", "dry_run"])]
     write_batches: Option<PathBuf>,
-    /// Compare these attention schemes: one run for each scheme (and seed). The baseline is fpa if it is listed, else
-    /// the first scheme
+    /// Compare these kinds of attention: one run for each kind (and seed). The baseline is fpa if it is listed, else
+    /// the first kind
     #[arg(
         long,
         value_enum,

@@ -51,7 +51,7 @@ fn accumulation(tokens_per_step: u64, micro_batch: usize, context: usize) -> Res
         return match count <= MOST_MICRO_BATCHES {
             true => Ok(count as usize),
             false => Err(Error::new("a step has too many micro-batches")
-                .got(format!("{} of {} tokens", grouped(count), grouped(micro)))
+                .got(format!("{} micro-batches of {} tokens each", grouped(count), grouped(micro)))
                 .allowed(format!("at most {}", grouped(MOST_MICRO_BATCHES)))
                 .hint("raise --micro-batch, or lower --tokens-per-step")),
         };

@@ -21,7 +21,7 @@ use crate::model::Sla2Config;
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct AttentionSettings {
-    /// Attention scheme [default: sagebwd]
+    /// Kind of attention [default: sagebwd]
     #[arg(long, value_enum)]
     pub attn: Option<Attn>,
     /// Schemes of single layers that override --attn: 0,-1=fpa leaves the first and the last layer unquantized.

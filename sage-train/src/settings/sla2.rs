@@ -154,7 +154,7 @@ pub enum TailSetting {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum AlphaSetting {
-    /// sigmoid(theta + log(tokens in the selected blocks and the diagonal / other past tokens))
+    /// sigmoid(theta + log(n / m)): n tokens in the selected blocks and the diagonal block, m other past tokens
     Count,
     /// sigmoid(theta), as published
     Constant,

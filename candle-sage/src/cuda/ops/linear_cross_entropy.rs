@@ -305,7 +305,7 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 2]> for LinearInto {
     }
 }
 
-/// The weight's gradient, which is added to in place; then the FP8 values of the hidden states, of their transpose, of
+/// The weight's gradient, to which the launch adds in place. Then the FP8 values of the hidden states, of their transpose, of
 /// the weight and of its transpose, the scales of the hidden states and of the weight, and the targets.
 type Fp8Inputs<'a> = (Operand<'a>, [Operand<'a>; 7]);
 

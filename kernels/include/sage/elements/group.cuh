@@ -8,7 +8,7 @@ namespace sage::elements {
 // Threads of a thread block that has several groups.
 constexpr int TEAM_THREADS = 256;
 
-// A group has a power of two of lanes: at most a warp (then a thread block has several groups), or the thread block.
+// A group has a power of two of lanes. It is a warp or a part of a warp, or it is the whole thread block.
 struct Group {
   int lanes, lane, index, count;
   unsigned mask;

@@ -138,7 +138,7 @@ fn a_milestone_is_reached_between_validations() {
     let arm = &study.panels[0].arms[0];
     assert_eq!(arm.reached.expect("both").value, (2500.0 + 1750.0) / 2.0);
     assert!(study.to_text().contains("tokens to 2.5"));
-    // The milestone was reached by the first validation: neither the number of tokens nor its interval is known.
+    // The first validation is already past the milestone, so the number of tokens is not known.
     let early = [run("seed = 1", &[2.4, 2.0]), run("seed = 2", &[2.3, 2.0])];
     let text = self::study(early.to_vec()).to_text();
     assert!(text.contains("before 1K"), "{text}");
