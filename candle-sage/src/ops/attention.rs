@@ -147,7 +147,7 @@ impl Attention {
         self.softmax_scale.unwrap_or_else(|| shape.default_softmax_scale())
     }
 
-    /// Packed documents: a query sees only keys of its own document. The batch must be 1.
+    /// Packed documents: a query sees only keys of its document. The batch must be 1.
     #[must_use]
     pub fn packing(mut self, packing: Packing) -> Self {
         self.packing = Some(packing);

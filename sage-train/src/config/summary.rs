@@ -133,7 +133,7 @@ impl Config {
         )
     }
 
-    /// The second validation as text; empty if there is none.
+    /// The second validation as text; empty without a second validation.
     fn validation(&self) -> String {
         self.eval_scheme.map_or(String::new(), |scheme| format!("a second time with {scheme}"))
     }

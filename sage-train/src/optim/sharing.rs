@@ -12,7 +12,7 @@ use crate::model::{Matrices, overlap};
 use crate::ranks::{Group, Rank, Transfer};
 
 /// One rank's share of the work on the matrices of a piece. The rank's directions are in one tensor: first the
-/// directions of its own matrices, then the directions of its parts of other ranks' matrices.
+/// directions of the rank's matrices, then the directions of its parts of other ranks' matrices.
 #[derive(Debug, PartialEq)]
 pub(super) struct Sharing {
     /// Rows and columns of the rank's own matrices.
@@ -93,7 +93,7 @@ impl Sharing {
     }
 
     /// The inverse of [`Sharing::collect`]: sends the directions back. `rows` are statistics of the rows of all
-    /// matrices; each rank sends the statistics of its own matrices.
+    /// matrices; each rank sends the statistics of the matrices that it owns.
     pub(super) fn give_back(
         &self,
         directions: &Tensor,

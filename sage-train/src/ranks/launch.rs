@@ -36,7 +36,7 @@ pub(super) struct Launch {
 }
 
 /// Starts the ranks with this process' command line and waits for them. Returns the exit code: 0; the code of the first
-/// rank that failed because of its own error, which that rank has printed; or [`LOST`].
+/// rank that failed because of an error, which that rank has printed; or [`LOST`].
 ///
 /// # Errors
 /// When no process can be started.

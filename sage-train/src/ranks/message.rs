@@ -74,7 +74,7 @@ pub(super) enum Message {
         /// Whether this activity may take long.
         aside: bool,
     },
-    /// The sender stops because of its own error.
+    /// The sender stops because of an error.
     Failed { why: String },
     /// From rank 0: all ranks stop.
     Over { why: String, code: i32 },

@@ -95,7 +95,7 @@ fn answer(
         return send("200 OK", "Content-Type: application/json\r\n", body.as_bytes(), body.len());
     }
     if let Some(name) = path.strip_prefix("/datasets/some-one/stories.v2/resolve/main/") {
-        // The hub redirects: first to another of its own paths, then to the server of large files.
+        // The hub redirects: first to another of the hub's paths, then to the server of large files.
         let Some((_, manner)) = files.held.get(name) else { return send("404 Not Found", "", b"", 0) };
         let etag = if *manner == Manner::BadEtag {
             "../../../out".into()

@@ -46,7 +46,7 @@ fn recomputation_and_a_resume_give_the_same_bits() {
         scratch.ok(&["--resume", &format!("runs/{cut}"), "--steps", "6"]);
         assert_eq!(course(&scratch, &cut), whole, "{scaling}");
     }
-    // With delayed scaling the checkpoint contains the scales; with current scaling there are none to store.
+    // With delayed scaling the checkpoint contains the scales; with current scaling no scales are stored.
     let about = |run: &str| {
         let path = scratch.path().join(format!("runs/{run}/checkpoints/step-00000006/checkpoint.json"));
         std::fs::read_to_string(path).expect("a checkpoint")

@@ -90,7 +90,7 @@ fn values_of_any_size() -> Result<()> {
                 let size = |token: usize| 2f32.powi(powers[token / 64]);
                 let mut case = Case::new(1, (tokens, tokens), (heads, heads), d, causal);
                 case.draw(1.0, 9);
-                // Each query attends to the keys of its own tile, whose logits exceed all others by about 35 or more.
+                // Each query attends to the keys of its tile, whose logits exceed all others by about 35 or more.
                 for n in [0, 1] {
                     for (i, x) in case.data[n].chunks_mut(d).enumerate() {
                         x[i / heads / 64] += 20.0;

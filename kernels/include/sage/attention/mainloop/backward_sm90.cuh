@@ -3,7 +3,7 @@
 // queries that see these keys. Its warpgroups are specialized.
 //
 //   consumers     Two warpgroups have 64 keys each, whose dV and dK stay in registers. They compute S, dP, P, dS, dV
-//                 and dK of their own keys. dQ sums over all 128 keys; each consumer computes half of dQ's channels.
+//                 and dK of these keys. dQ sums over all 128 keys; each consumer computes half of dQ's channels.
 //   producer      Warp 0 of the third warpgroup copies Q, dO and the row state (log-sum-exp, delta) of each tile into a
 //                 pipeline of STAGES stages.
 //   storer        Warp 1 of the third warpgroup adds dQ from shared memory to the sums in global memory, by one bulk

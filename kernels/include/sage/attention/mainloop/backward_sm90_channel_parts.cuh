@@ -5,7 +5,7 @@
 // so there are seven matmuls instead of five. The warpgroups have different tasks.
 //
 //   consumers     Two warpgroups have 64 keys each, whose dV and dK stay in registers. They compute S, dP, P, dS, dV
-//                 and dK of their own keys. dQ sums over all 128 keys; each consumer computes half of the part's
+//                 and dK of these keys. dQ sums over all 128 keys; each consumer computes half of the part's
 //                 channels of dQ, and adds them to the sums in global memory.
 //   producer      Warp 0 of the third warpgroup copies Q and the row state (log-sum-exp, delta) of each tile into a
 //                 stage of a pipeline, and dO into the next stage, so that Q and dO are released separately: at

@@ -36,7 +36,7 @@ struct ForwardBlock {
     first = max(end - queries, 0);
   }
 
-  // This thread block's last query among the `queries` queries from `from` on; below `from` if there is none.
+  // This thread block's last query among the `queries` queries from `from` on; below `from` if no such query exists.
   __device__ __forceinline__ int last_of(int from, int queries) const {
     return min(min(from + queries, end), segment.query_len) - 1;
   }
