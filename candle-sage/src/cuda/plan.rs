@@ -22,10 +22,10 @@ pub(super) fn padded_head_dim(scheme: &Scheme, shape: &AttentionShape, architect
 pub(super) fn small_head_dim(shape: &AttentionShape) -> crate::error::Result<usize> {
     match shape.head_dim().next_power_of_two().max(64) {
         d @ ..=128 => Ok(d),
-        _ => Err(crate::error::Error::unsupported("head_dim is out of range on CUDA")
+        _ => Err(crate::error::Error::unsupported("head_dim is out of range for this scheme or op on CUDA")
             .got(shape.head_dim())
             .allowed("8 to 128")
-            .hint("the CPU supports up to 256")),
+            .hint("up to 256: the CPU, and on some GPUs unquantized attention and SageBwd's `scores`")),
     }
 }
 
