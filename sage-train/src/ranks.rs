@@ -95,8 +95,8 @@ impl Role {
             (Some(ranks @ 2..), None) => launch::launch(Launch { ranks, restarts }).map(Self::Launcher),
             (Some(gpus), Some(world)) if gpus != world.rank.of => {
                 Err(Error::new("--gpus and another launcher set different numbers of processes")
-                    .got(format!("--gpus {gpus}, and {} of {}", world.rank.of, world.launcher))
-                    .allowed("one of them")
+                    .got(format!("--gpus {gpus}, and {} processes of {}", world.rank.of, world.launcher))
+                    .allowed("--gpus or another launcher, or the same number from both")
                     .hint("--gpus itself starts processes: leave it out under torchrun or srun"))
             }
             (_, Some(world)) => Ok(Self::Rank { words: Words::meet(&world, stall)?, local: world.local }),

@@ -121,8 +121,8 @@ impl<'a> Call<'a> {
         launch(&self.gpu, &format!("{kernel}_{}_{}", self.element.name(), self.d), grid, params)
     }
 
-    /// Computes the states: for each block of queries the sum over the keys before it, or with
-    /// `params.backward` for each block of keys the sum over the queries after it.
+    /// Computes the states H and z. The states of a block of queries are sums over all keys before the block. With
+    /// `params.backward`, the states of a block of keys are sums over all queries after the block.
     fn make_states(&self, params: &Linear<'_>) -> Result<()> {
         let heads = self.shape.key_heads();
         self.launch(kernel!("linear_scan_blocks"), self.chunks * self.split, heads, params)?;

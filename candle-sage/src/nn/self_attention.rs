@@ -320,7 +320,7 @@ impl SelfAttention {
         if !self.attention.is_causal() || !self.decoding.is_causal() {
             return Err(Error::new("a cache needs causal attention")
                 .got("Attention::causal(false)")
-                .allowed("causal attention: later tokens do not change earlier outputs")
+                .allowed("causal attention, in which a token attends only to itself and to earlier tokens")
                 .hint("`.causal(true)`, or `SelfAttention::forward` over the whole sequence")
                 .into());
         }

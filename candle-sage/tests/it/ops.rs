@@ -351,7 +351,7 @@ fn sixteen_bit_and_strided_inputs() -> Result<()> {
         let high = Var::from_tensor(&turned.to_dtype(DType::F32)?)?;
         let straight = high.permute((0, 3, 1, 2))?.contiguous()?;
         let (exact, exact_grad) = run(&high, straight, &weight.to_dtype(DType::F32)?)?;
-        // swiglu's second operand is itself a rounded matmul, and candle adds bf16 gradients.
+        // swiglu's second operand is itself a rounded product, and candle adds the two gradients of x in bf16.
         for (what, got, exact) in [("output", out, exact), ("gradient", grad, exact_grad)] {
             let error = relative_l2(&got, &exact);
             assert!(error < 3.0 * 2f64.powi(-9), "{name}: {what} off by {error:e}");

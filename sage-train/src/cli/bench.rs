@@ -131,7 +131,7 @@ impl BenchAttention {
 }
 
 /// What to measure. Every time is the median of calls that cycle through several inputs, measured with CUDA events on a
-/// GPU. Times include the router, the block lists and quantization.
+/// GPU. Times include quantization; SLA2's times include the router and the block lists.
 #[derive(Debug, clap::Args)]
 pub(super) struct BenchSla2 {
     /// Shapes: head_dim, tokens, sparsity [default: D 128, N 4096 at 85%, 16384 at 90%, 32768 and 131072 at 95%]

@@ -57,7 +57,8 @@ pub struct AttentionSettings {
     pub value_scale: Option<Text<ValueScale>>,
     /// Attn-QAT: divisor of a row's exponentials before quantizing: row-max (the row's largest exponential), two-level
     /// (the row's largest exponential / 2048, so that small exponentials keep their precision), literal (as in the
-    /// paper's text: the largest exponential so far in the forward, the row's sum in the backward) [default: row-max]
+    /// Attn-QAT paper's text: in the forward the largest exponential so far, in the backward the row's sum) [default:
+    /// row-max]
     #[arg(long)]
     pub p_reference: Option<Text<PReference>>,
     /// Attn-QAT: compute the backward's delta from an output O whose probabilities P were not quantized [default: on]

@@ -168,7 +168,7 @@ fn kills_at_random_cost_steps_and_nothing_else() {
             assert_eq!(code, Some(0), "{said}");
             break;
         }
-        // The first wait may be for 0 changes, before there is a rank to kill. The second wait is for a rank.
+        // The first wait may be for 0 changes, and then returns before any rank exists. The second wait is for a rank.
         let (id, folder) = (launcher.id(), run_of(&scratch, "killed"));
         let ended_before = ends_before_changes(&mut launcher, &folder, rng.random_range(0..60))
             || ends_before(&mut launcher, || !ranks_of(id).is_empty());
