@@ -67,6 +67,17 @@ impl Difference {
     pub fn numbers(&self) -> String {
         in_percent(&self.mean)
     }
+
+    /// How many pairs of runs it is from, to append to the numbers: `, only 2 pairs`. Empty for one pair.
+    pub(super) fn pairs(&self) -> String {
+        match (self.paired, self.mean.count) {
+            (true, 1) => String::new(),
+            // Verdicts from fewer than four pairs often change with the next seed.
+            (true, pairs @ ..4) => format!(", only {pairs} pairs"),
+            (true, pairs) => format!(", {pairs} pairs"),
+            (false, _) => ", no pairs".into(),
+        }
+    }
 }
 
 impl Arm {

@@ -106,7 +106,7 @@ impl Study {
         let sentence = |panel: &Panel, arm: &Arm| -> Option<String> {
             let (difference, baseline) = (arm.difference?, &panel.arms.first()?.label);
             let place = panel.place();
-            let numbers = difference.numbers();
+            let numbers = difference.numbers() + &difference.pairs();
             Some(match difference.verdict {
                 Verdict::Matches => {
                     format!("{} matches {baseline} within {} %: {numbers}{place}.", arm.label, self.margin)

@@ -59,16 +59,9 @@ impl Arm {
 }
 
 fn percent(difference: &Difference, margin: f64) -> String {
-    let Difference { mean, paired, of_survivors, verdict } = difference;
-    let over = match (paired, mean.count) {
-        (true, 1) => String::new(),
-        // Verdicts from fewer than four pairs often change with the next seed.
-        (true, pairs @ ..4) => format!(", only {pairs} pairs"),
-        (true, pairs) => format!(", {pairs} pairs"),
-        (false, _) => ", no pairs".into(),
-    };
-    let survivors = if *of_survivors { ", without diverged or failed runs" } else { "" };
-    format!("{} ({}{over}{survivors})", difference.numbers(), verdict.words(margin))
+    let survivors = if difference.of_survivors { ", without diverged or failed runs" } else { "" };
+    let verdict = difference.verdict.words(margin);
+    format!("{} ({verdict}{}{survivors})", difference.numbers(), difference.pairs())
 }
 
 /// Tokens per second with the confidence interval.
