@@ -138,11 +138,11 @@ pub enum PReference {
     /// forward's FP4 values.
     #[default]
     RowMax,
-    /// `2^(ceil(m) - 11)`: as `RowMax`, but the largest probability is at the top of E4M3's range, so that
+    /// `2^(ceil(m) - 11)`: as `RowMax`, but the scale of the largest probabilities is at the top of E4M3's range, so that
     /// probabilities 2048 times smaller than with `RowMax` keep their bits. This reference replaces the paper's
     /// two-level scale, 2688 divided by the row's maximum.
     ///
-    /// On CUDA the output can be wrong for logits beyond 10^7: rounding such logits in f32 can raise a probability
+    /// On CUDA the output can be wrong for logits beyond 10^7: rounding such logits in f32 can raise a scale
     /// beyond E4M3's range.
     TwoLevel,
     /// As in the paper's text: the running maximum itself in the forward, and the row's sum in the backward, so that

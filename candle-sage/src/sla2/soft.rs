@@ -10,8 +10,8 @@ use crate::scheme::Scheme;
 use crate::selection::Blocks;
 use crate::shape::AttentionShape;
 
-/// Added to divisors and to arguments of logarithms, which may be 0. The square of this number, by which the gradient
-/// of a quotient is divided, is not 0 in f32.
+/// Added to divisors and to arguments of logarithms, which may be 0. The gradient of a
+/// quotient divides by the square of the divisor, so the square of this number must not be 0 in f32.
 const TINY: f64 = 1e-15;
 
 /// Limit of exponents, so that the exponentials of keys with weight 0 stay finite.

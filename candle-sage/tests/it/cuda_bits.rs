@@ -58,7 +58,7 @@ fn hashes(results: &Results) -> String {
     results.iter().map(of).collect::<Vec<_>>().join(" ")
 }
 
-/// A line for each case (dense, and of selected blocks), scheme and type. Above 128 channels only two schemes have
+/// A line for each case, scheme and type: for dense attention and, with as many queries as keys, for selected blocks. Above 128 channels only two schemes have
 /// kernels.
 fn lines() -> Result<String> {
     let (device, mut lines) = (gpu(), String::new());

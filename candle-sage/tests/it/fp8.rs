@@ -29,7 +29,7 @@ fn draw(normals: &mut Normals, dims: (usize, usize), device: &Device) -> Result<
     Tensor::from_vec(normals.vec(dims.0 * dims.1, 1.0), dims, device)
 }
 
-/// A linear map's output and gradients have the error of two roundings, and not much less.
+/// A linear map's output and gradients have at most the error of two roundings, and more than half of it.
 #[test]
 fn a_linear_map_has_the_error_of_its_roundings() -> Result<()> {
     let device = Device::Cpu;

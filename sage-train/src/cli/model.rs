@@ -136,8 +136,8 @@ pub(super) struct Eval {
     /// Evaluate all tokens of the data
     #[arg(long, conflicts_with_all = ["tokens", "hellaswag"])]
     all: bool,
-    /// Also predict every token from only its prefix. In low bits, the tokens of a whole sequence share scales with later
-    /// tokens; the difference of the losses shows how much this changes the loss
+    /// Also predict every token from only its prefix. In a whole sequence in low bits, a token shares scales and means
+    /// with later tokens; the difference of the losses shows the effect
     #[arg(long, conflicts_with = "hellaswag")]
     token_by_token: bool,
     /// Also print the loss by position: each sequence is divided into eight ranges of positions

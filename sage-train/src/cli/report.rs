@@ -30,8 +30,8 @@ pub(super) struct Reporting {
     /// Settings that identify the baseline arm [default: the sweep's baseline, or attn=fpa, or the first arm]
     #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',')]
     baseline: Vec<String>,
-    /// Settings in which arms differ [default: attention's settings and those in the `[[points]]` of a sweep's file; if
-    /// the runs differ in none of these, the first setting in which they differ]
+    /// Settings that distinguish the arms [default: the settings of attention, and the settings that the `[[points]]`
+    /// tables of a sweep's file vary; if no run differs in these settings, the first setting in which runs differ]
     #[arg(long, value_name = "KEY", value_delimiter = ',')]
     by: Vec<String>,
     /// Margin in percent of the baseline's loss: an arm matches if the 90 % interval of its difference is within the

@@ -243,13 +243,13 @@ impl Train {
             ("--context-parallel", self.several.context_parallel != 1, alone),
         ] {
             if given {
-                return Err(Error::new("a list of values makes several runs")
-                    .got(format!(
-                        "{flag}, and a list for {}",
-                        lists.keys().cloned().collect::<Vec<_>>().join(", ")
-                    ))
-                    .allowed("one value for each setting")
-                    .hint(hint));
+                let lists = lists.keys().cloned().collect::<Vec<_>>().join(", ");
+                return Err(Error::new(format!(
+                    "{flag} is for one run, but a list of values makes several runs"
+                ))
+                .got(format!("a list for {lists}"))
+                .allowed("one value for each setting")
+                .hint(hint));
             }
         }
         let mut typed = self.settings.clone();

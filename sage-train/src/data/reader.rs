@@ -151,7 +151,7 @@ pub(super) fn unknown_kind(path: &Path) -> Error {
     Error::new("the data is of an unknown kind")
         .got(path.display())
         .allowed(extensions())
-        .hint("the extension of the name defines the kind of a file; parquet has internal compression")
+        .hint("the extension defines the kind of a file; .gz and .zst after .parquet are not supported")
 }
 
 /// A rough estimate of the bytes of text in a file, from its size: compressed text has about a third of the bytes of

@@ -81,7 +81,7 @@ impl ShardFiles {
         Err(Error::new("documents of the shards end with another token")
             .got(format!("{} in {}", entry(prepared.end_of_text), folder.display()))
             .allowed(format!("{}, the tokenizer's end-of-text token", entry(tokenizer.end_of_text())))
-            .hint("name the token that ends a document with --end-of-text, or prepare the data again"))
+            .hint("use --end-of-text to name the token that ends a document, or prepare the data again"))
     }
 
     /// One of the shards, for messages.
@@ -156,7 +156,7 @@ pub(super) fn find_and_pass_over(path: &Path, out: &Path, passed_over: &mut Pass
             .hint("give them as two --data, each with its weight: --data A=1 --data B=2")),
         (true, true) => {
             Err(Error::new("the folder has no file to train on").got(path.display()).allowed(allowed()).hint(
-                "a folder's .md, .csv and .json files are read only by a pattern: --data 'FOLDER/**/*.md'",
+                "of a folder's files, .md, .csv and .json are read only with a pattern: --data 'FOLDER/**/*.md'",
             ))
         }
     }

@@ -69,8 +69,8 @@ impl Llama {
         let kept: Vec<usize> = layers.iter().map(|layer| layer.tokens()).collect();
         if kept.iter().any(|&len| len != kept[0] || len != 0 && len != *tokens) {
             return Err(Error::new("cannot continue from this cache: an earlier call with it failed")
-                .got(format!("{kept:?} tokens in the layers, after {tokens}"))
-                .allowed("the same number in all layers")
+                .got(format!("the layers cache {kept:?} tokens, the sequence has {tokens}"))
+                .allowed("as many tokens in each layer with attention as in the sequence")
                 .hint("begin a new cache")
                 .into());
         }

@@ -253,7 +253,7 @@ mod tests {
         let squares = |exact, error| Squares { exact, low: exact, error };
         let sums = Sums { count: 2, of_sum: squares(30.0, 3.0), of_each: squares(32.0, 2.0) };
         let part = Part { name: "norm".into(), curve: Vec::new(), whole: sums, blocks: vec![sums; 8] };
-        // |G|^2 = -1, |B|^2 = .5, and a noise of 16 + 1 in 100 tokens.
+        // |G|^2 = -1 and |B|^2 = .5. The noise of 100 tokens is 32 / 2 - |G|^2 = 17.
         let errors = GradientErrors { scheme: String::new(), step: None, tokens: 100, parts: vec![part] };
         let crossing = Figures::of(&errors.parts[0], 100).crossing[0].expect("a bias");
         assert!((crossing - 1700.0 / 0.5).abs() < 1e-9, "{crossing}");

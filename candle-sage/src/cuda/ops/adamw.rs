@@ -53,9 +53,10 @@ impl Launch<Tensors<'_>, ()> for AdamW {
             None => (Address::NULL, Float::F32),
             Some(copy) => (start(copy, &gpu)?, Float::of("adamw", copy.0)?),
         };
-        if [weights, gradient, copy].iter().any(|at| !at.is_multiple_of(16)) || !len.is_multiple_of(V) {
+        let aligned = [weights, gradient, copy].iter().all(|at| at.is_multiple_of(16));
+        if !aligned || !len.is_multiple_of(V) {
             return Err(Error::unsupported("adamw on CUDA needs tensors aligned to 16 bytes")
-                .got(format!("{len} parameters, not aligned to 16 bytes"))
+                .got(format!("{len} parameters, {}", if aligned { "aligned" } else { "not aligned" }))
                 .allowed("tensors aligned to 16 bytes, a multiple of 4 parameters")
                 .hint("pad the tensors with zeros; `force_contiguous()` makes an aligned copy of a view")
                 .into());

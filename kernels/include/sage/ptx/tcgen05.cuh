@@ -22,7 +22,7 @@ namespace sage::ptx {
 
 // tcgen05.alloc ("Tensor Memory Allocation and Management Instructions"): one warp allocates COLUMNS, a power of two
 // from 32 on, and writes their address to shared memory. The warp waits until the multiprocessor has enough free
-// columns, and releases the permit to allocate at once, so that other thread blocks can allocate.
+// columns. After allocating it immediately gives up the permit to allocate, so that other thread blocks can allocate.
 template <int COLUMNS>
 __device__ __forceinline__ void tcgen05_alloc(uint32_t shared) {
 #if SAGE_HAS_TCGEN05
