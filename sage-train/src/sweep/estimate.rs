@@ -88,20 +88,9 @@ pub fn estimate(sweep: &Sweep, retry: bool) -> Result<Vec<Estimate>> {
 
 /// The steps that remain of each stage after `done` steps. A model without SLA2 has only dense steps.
 fn remaining(config: &Config, done: u64) -> [(Stage, u64); 3] {
-    let [mut dense, mut router] = [config.steps, 0];
-    if let Some(sla2) = config.model.sla2 {
-        router = sla2.router_steps;
-        dense = sla2.dense_steps - router;
-    }
-    let mut done = done;
-    let mut left = |steps: u64| {
-        let skipped = done.min(steps);
-        done -= skipped;
-        steps - skipped
-    };
-    let sparse = config.steps - dense - router;
-    [(Stage::Dense, dense), (Stage::Router, router), (Stage::Sparse, sparse)]
-        .map(|(stage, steps)| (stage, left(steps)))
+    let stage_of = |step| config.model.sla2.map_or(Stage::Dense, |sla2| sla2.stage(step));
+    [Stage::Dense, Stage::Router, Stage::Sparse]
+        .map(|stage| (stage, (done..config.steps).filter(|&step| stage_of(step) == stage).count() as u64))
 }
 
 /// A key for the settings that the time of a step depends on: the identity without settings that change only the
