@@ -361,6 +361,6 @@ mod tests {
         assert_eq!(blocks(0.95, 32768), Ok(6));
         assert_eq!(blocks(0.85, 4096), Ok(2));
         let message = blocks(0.97, 4096).expect_err("more than the diagonal and one other leave").to_string();
-        assert!(message.contains("to 90.8 %"), "{message}");
+        assert!(message.contains("0.0 % to 90.8 % with context 4096 and blocks of 128:"), "{message}");
     }
 }

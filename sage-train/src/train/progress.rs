@@ -13,7 +13,7 @@ use crate::metrics::Point;
 use crate::ranks::Rank;
 use crate::{bar, notify, open_own, printable};
 
-/// Intervals between progress lines if there is no terminal, and between the log's step lines after the first
+/// Intervals between progress lines without a terminal, and between the log's step lines after the first
 /// `FIRST_STEPS` steps.
 const QUIET: Duration = Duration::from_secs(5);
 const QUIET_LOG: Duration = Duration::from_secs(10);

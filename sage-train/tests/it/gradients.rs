@@ -48,7 +48,10 @@ fn the_mean_gradient_is_that_of_a_step() {
     assert_eq!(kept.len(), 2);
     for (flags, why) in [
         (&["--gradient", "--micro-batches", "24"][..], "16, 32, 64"),
-        (&["--gradient", "--schemes", "fpa"], "unquantized attention has no errors to measure"),
+        (
+            &["--gradient", "--schemes", "fpa"],
+            "unquantized attention has no errors to measure: it is the reference",
+        ),
         (&["--gradient", "--heads"], "cannot be used with"),
         (&["--gradient", "--micro-batch", "64", "--micro-batches", "1024"], "distinct sequences"),
         (&["--device", "cpu"], "--linear or --sigma"),

@@ -253,7 +253,10 @@ fn mistakes_are_told() {
             "no ranks to restart",
         ),
         (flags(&["--gpus", "2", "--seed", "1,2"]), "a list of values makes several runs"),
-        (flags(&["--context-parallel", "2", "--seed", "1,2"]), "--context-parallel is for one run"),
+        (
+            flags(&["--context-parallel", "2", "--seed", "1,2"]),
+            "--context-parallel is for one run, but a list of values makes several runs\n  got:     a list for seed",
+        ),
         (flags(&["--context-parallel", "0"]), "--context-parallel 0"),
         (flags(&["--piece-mb", "0"]), "piece-mb"),
         (flags(&["--gpus", "2", "--copy-engines", "on"]), "CPUs have no copy engines"),
