@@ -2,7 +2,7 @@
 //! loops that do not use candle's graph.
 //!
 //! Each operator returns the plain operator's result, quantized with [`Fp8Matrix::quantize_with`]. On a GPU there is
-//! one difference: values are quantized from f32, and are not rounded to 16 bits first. If there is no scale from
+//! one difference: values are quantized from f32, and are not rounded to 16 bits first. Without a scale from
 //! earlier steps, the plain operator runs first, and its output is measured.
 
 use candle_core::{CudaStorage, DType, Result, Tensor};
