@@ -76,6 +76,34 @@ pub(super) fn address_at<'a, T>(of: &'a impl DevicePtr<T>, index: usize, gpu: &G
     Ok(Address(address(of, gpu).0 + (index * size_of::<T>()) as u64, PhantomData))
 }
 
+/// The hint of [`check_vectors`] for vectors that a caller can pad.
+#[cfg(feature = "cuda")]
+pub(super) const PAD: &str =
+    "pad the tensors with zeros; `force_contiguous()` makes an aligned copy of a view";
+
+/// Checks that vectors of `len` elements start at multiples of 16 bytes and have a multiple of `unit` elements.
+///
+/// # Errors
+/// When they do not; `hint` says what helps.
+#[cfg(feature = "cuda")]
+pub(super) fn check_vectors(
+    op: &str,
+    starts: &[Address<'_>],
+    len: usize,
+    unit: usize,
+    hint: &str,
+) -> Result<()> {
+    let aligned = starts.iter().all(|start| start.is_multiple_of(16));
+    if aligned && len.is_multiple_of(unit) {
+        return Ok(());
+    }
+    Err(Error::unsupported(format!("{op} on CUDA needs tensors aligned to 16 bytes"))
+        .got(format!("{len} elements, {}", if aligned { "aligned" } else { "not aligned" }))
+        .allowed(format!("tensors aligned to 16 bytes, a multiple of {unit} elements"))
+        .hint(hint)
+        .into())
+}
+
 /// The index of a tensor's first element in its memory. The offset of a tensor without elements may be after the end of
 /// the memory; no kernel reads such a tensor, so the index is 0.
 #[cfg(feature = "cuda")]

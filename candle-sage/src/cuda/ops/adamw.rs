@@ -3,13 +3,12 @@
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 
-use crate::cuda::address::{Address, address, first_index};
+use crate::cuda::address::{Address, PAD, address, check_vectors, first_index};
 use crate::cuda::compiled::constants::adamw::{THREADS, V};
 use crate::cuda::compiled::kernel;
 use crate::cuda::floats::{Dense, Float, PARTS, element, elementwise_of, start};
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
-use crate::error::Error;
 use crate::launch::{Launch, Operand};
 use crate::ops::adamw::SumOfSquares;
 use crate::update::AdamW;
@@ -53,14 +52,7 @@ impl Launch<Tensors<'_>, ()> for AdamW {
             None => (Address::NULL, Float::F32),
             Some(copy) => (start(copy, &gpu)?, Float::of("adamw", copy.0)?),
         };
-        let aligned = [weights, gradient, copy].iter().all(|at| at.is_multiple_of(16));
-        if !aligned || !len.is_multiple_of(V) {
-            return Err(Error::unsupported("adamw on CUDA needs tensors aligned to 16 bytes")
-                .got(format!("{len} parameters, {}", if aligned { "aligned" } else { "not aligned" }))
-                .allowed("tensors aligned to 16 bytes, a multiple of 4 parameters")
-                .hint("pad the tensors with zeros; `force_contiguous()` makes an aligned copy of a view")
-                .into());
-        }
+        check_vectors("adamw", &[weights, gradient, copy], len, V, PAD)?;
         // `AdamW::factors` uses the other settings.
         let Self { beta1, beta2, eps, decayed, gradient_factor, clip, lr: _, weight_decay: _, step: _ } =
             *self;

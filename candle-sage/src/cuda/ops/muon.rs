@@ -4,13 +4,12 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 use half::bf16;
 
-use crate::cuda::address::{Address, address, address_at, first_index};
+use crate::cuda::address::{Address, address, address_at, check_vectors, first_index};
 use crate::cuda::compiled::constants::muon::{THREADS, V, V16};
 use crate::cuda::compiled::kernel;
 use crate::cuda::floats::{Float, PARTS, count, element, start};
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
-use crate::error::Error;
 use crate::launch::{Launch, Operand};
 use crate::ops::muon::MuonPart;
 use crate::ops::muon::orthogonal::{Polynomial, UnitTrace};
@@ -27,7 +26,7 @@ fn line(len: usize, each: usize) -> Grid {
 fn joined(parts: &[MuonPart], alike: impl Fn(&MuonPart, &MuonPart) -> bool) -> Result<Vec<MuonPart>> {
     let mut all: Vec<MuonPart> = Vec::new();
     for part in parts {
-        check_starts(&[], part.len)?;
+        check_matrix(&[], part.len)?;
         match all.last_mut() {
             Some(last)
                 if last.at + last.len == part.at && last.to + last.len == part.to && alike(last, part) =>
@@ -40,15 +39,9 @@ fn joined(parts: &[MuonPart], alike: impl Fn(&MuonPart, &MuonPart) -> bool) -> R
     Ok(all)
 }
 
-fn check_starts(starts: &[Address<'_>], len: usize) -> Result<()> {
-    if starts.iter().all(|start| start.is_multiple_of(16)) && len.is_multiple_of(V16) {
-        return Ok(());
-    }
-    Err(Error::unsupported("Muon on CUDA needs matrices that start and end at multiples of 16 bytes")
-        .got(format!("a matrix of {len} elements, not aligned to 16 bytes"))
-        .allowed("matrices aligned to 16 bytes, with a multiple of 8 elements")
-        .hint("start each matrix of a vector at a multiple of 8 elements; AdamW supports any size")
-        .into())
+fn check_matrix(starts: &[Address<'_>], len: usize) -> Result<()> {
+    let hint = "start each matrix of a vector at a multiple of 8 elements; AdamW supports any size";
+    check_vectors("Muon", starts, len, V16, hint)
 }
 
 impl Launch<[Operand<'_>; 3], CudaStorage> for Directions<'_> {
@@ -72,7 +65,7 @@ impl Launch<[Operand<'_>; 3], CudaStorage> for Directions<'_> {
                 nesterov: nesterov.into(),
                 padding: 0,
             };
-            check_starts(&[params.momentum, params.gradient, params.direction], len)?;
+            check_matrix(&[params.momentum, params.gradient, params.direction], len)?;
             launch(&gpu, kernel!("muon_momentum"), line(len, V), &params)?;
         }
         Ok(gpu.storage(directions))
@@ -142,7 +135,7 @@ impl Launch<Tensors<'_>, ()> for Apply<'_> {
                 copy_type: copy_type as i32,
                 padding: 0,
             };
-            check_starts(&[params.weights, params.direction, params.copy], len)?;
+            check_matrix(&[params.weights, params.direction, params.copy], len)?;
             launch(&gpu, kernel!("muon_apply"), line(len, V), &params)?;
         }
         Ok(())

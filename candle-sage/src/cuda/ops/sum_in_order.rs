@@ -3,6 +3,7 @@
 use candle_core::Result;
 use candle_core::backend::BackendStorage;
 
+use crate::cuda::address::{PAD, check_vectors};
 use crate::cuda::compiled::constants::partial_sums::{ROWS, SUM_LEVELS, SUM_THREADS, SUM_VALUES};
 use crate::cuda::compiled::kernel;
 use crate::cuda::floats::{count, elementwise_of, start};
@@ -24,14 +25,7 @@ impl Launch<[Operand<'_>; 2], ()> for InOrder {
             count: count("parts", parts.1.shape().elem_count() / width.max(1))?,
             place: self.place as i32,
         };
-        let aligned = [params.parts, params.sum].iter().all(|at| at.is_multiple_of(16));
-        if !aligned || !width.is_multiple_of(SUM_VALUES) {
-            return Err(Error::unsupported("sum_in_order on CUDA needs tensors aligned to 16 bytes")
-                .got(format!("{width} elements, {}", if aligned { "aligned" } else { "not aligned" }))
-                .allowed("tensors aligned to 16 bytes, a multiple of 4 elements")
-                .hint("pad the tensors with zeros; `force_contiguous()` makes an aligned copy of a view")
-                .into());
-        }
+        check_vectors("sum_in_order", &[params.parts, params.sum], width, SUM_VALUES, PAD)?;
         let most = ROWS * ((1 << SUM_LEVELS) - 1);
         if params.count as usize > most {
             return Err(Error::unsupported("too many parts for sum_in_order on CUDA")
