@@ -1,5 +1,5 @@
 //! From text to batches. `source` finds files, `reader` reads documents from files, `tokenizer` turns text into ids,
-//! `shard` stores ids in files, `opened` opens the sources of a run, `tokens` is a list of ids, `mixture` combines
+//! and `shard` stores ids in files. `opened` opens the sources of a run, `tokens` is a list of ids, `mixture` combines
 //! lists, `batches` defines the order of sequences, and `feed` prefetches batches. `prepare` turns text into shards
 //! (`inputs`: the files of text; `split`: the shards of the training or validation data; `progress`: the saved state),
 //! and `hub` downloads files. `check` and `verify` compare shards with their sidecars, before and during a run.

@@ -196,7 +196,7 @@ mod tests {
         assert!(journal.exists());
         let error = Folder::begin(&target).expect_err("in the way").to_string();
         assert!(error.contains("an interrupted `data prepare` is in the way"), "{error}");
-        Folder::take_up(&target).expect("it goes on").finish().expect("an end");
+        Folder::take_up(&target).expect("it continues").finish().expect("an end");
         assert_eq!(std::fs::read_dir(&target).expect("a folder").count(), 0);
         // Without a journal nothing can be continued: the unfinished folder is removed.
         let other = scratch.path().join("other");

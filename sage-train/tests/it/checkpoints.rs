@@ -276,7 +276,7 @@ fn what_is_not_a_whole_checkpoint_of_this_run_is_refused() {
     for file in ["metrics.jsonl", "metrics.csv"] {
         std::fs::write(run_of(&scratch, "r").join(file), "").expect("a file");
     }
-    refused("metrics that are gone", &longer);
+    refused("empty metrics", &longer);
     insta::assert_snapshot!(text);
 }
 

@@ -162,7 +162,7 @@ fn gradients_are_those_of_the_graph() -> Result<()> {
             model.train(&ids, &targets)?;
             for (name, expected) in &expected {
                 let error = relative(&parameters.weight(name)?.gradient()?.clone(), expected)?;
-                assert!(error < LIMIT, "{name} anew: {error:.1e}");
+                assert!(error < LIMIT, "{name} after a reset: {error:.1e}");
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Properties of an op besides its results: hidden keys change nothing, gradients are reproducible, memory is freed,
+//! Properties of an op other than its results: hidden keys change nothing, gradients are reproducible, memory is freed,
 //! errors have messages.
 
 use candle_core::{DType, Result, Tensor};

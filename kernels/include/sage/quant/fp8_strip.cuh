@@ -14,7 +14,7 @@ template <int WARPS>
 struct Fp8Strip {
   static constexpr int V = FP8_NEIGHBOURS, LINES = FP8_LINES, KEEP = FP8_STRIP_WIDTH / (32 * V), COLUMNS = WARPS * FP8_STRIP_WIDTH;
   static constexpr int THREADS = FP8_THREADS, LANES = 32 * WARPS, TEAMS = THREADS / LANES, ROWS = TEAMS * LINES;
-  static constexpr int PITCH = COLUMNS / 4 + 1;  // in words; odd, so that a column's words are in different banks
+  static constexpr int PITCH = COLUMNS / 4 + 1;  // in units of 4 bytes; odd, so that a column's elements are in different banks
 
   // The strip's FP8 values, row-major; after the last strip, the column sums of the teams.
   union {

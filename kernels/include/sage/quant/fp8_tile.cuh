@@ -17,7 +17,7 @@ struct Fp8TileOf {
   static constexpr int THREADS = FP8_THREADS, COLUMNS = WIDTH, V = FP8_NEIGHBOURS, LINES = FP8_LINES, ROWS = THREADS / (COLUMNS / V) * LINES;
   static constexpr int LANES = ROWS / LINES;  // lanes that write a column, one word each
   static_assert(32 % LANES == 0);
-  static constexpr int PITCH = LANES + 1;  // in words; odd, so that few columns share a bank
+  static constexpr int PITCH = LANES + 1;  // in units of 4 bytes; odd, so that few columns share a bank
 
   uint32_t turned[COLUMNS][PITCH];
 
