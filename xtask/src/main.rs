@@ -1,11 +1,13 @@
 //! `cargo run -p xtask -- figures` generates the tables of figures in README.md and docs/ from the data in
 //! docs/figures/. With `--check` it lists all lines that differ, and each table of figures without data.
+//! `cargo run -p xtask -- words` lists wording that makes readers stop.
 #![forbid(unsafe_code)]
 
 mod data;
 mod page;
 mod table;
 mod template;
+mod words;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -15,20 +17,22 @@ use anyhow::{Context, Result};
 
 use data::Data;
 
-const USAGE: &str = "usage: cargo run -p xtask -- figures [--check]";
+const USAGE: &str = "usage: cargo run -p xtask -- figures [--check] | words";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    let is_check = match arguments[..] {
-        ["figures"] => false,
-        ["figures", "--check"] => true,
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let problems = match arguments[..] {
+        ["figures"] => figures(&root, false),
+        ["figures", "--check"] => figures(&root, true),
+        ["words"] => words::problems(&root),
         _ => {
             eprintln!("{USAGE}");
             return ExitCode::from(2);
         }
     };
-    match figures(&Path::new(env!("CARGO_MANIFEST_DIR")).join(".."), is_check) {
+    match problems {
         Ok(problems) if problems.is_empty() => ExitCode::SUCCESS,
         Ok(problems) => {
             eprintln!("{}\n{} problems", problems.join("\n"), problems.len());
