@@ -40,7 +40,7 @@ pub(crate) fn table(definitions: &str) -> Result<String, String> {
                 }
                 let row = writeln!(
                     facts,
-                    "            Mainloop::{name} => Facts {{ maps: Maps::{maps}, documents: {documents}, dq_parts: {dq_parts}, \
+                    "            Mainloop::{name} => MainloopProperties {{ maps: Maps::{maps}, documents: {documents}, dq_parts: {dq_parts}, \
                      channels: {channels}, persistent: {persistent} }},"
                 );
                 row.and_then(|()| writeln!(mainloops, "    {name},"))
@@ -81,7 +81,7 @@ pub(crate) fn table(definitions: &str) -> Result<String, String> {
     Ok(format!(
         "{derive}pub(super) enum Target {{\n{target_names}}}\n\
          {derive}pub(super) enum Mainloop {{\n{mainloops}}}\n\
-         impl Mainloop {{\n    const fn facts(self) -> Facts {{\n        match self {{\n{facts}        }}\n    }}\n}}\n\
+         impl Mainloop {{\n    const fn facts(self) -> MainloopProperties {{\n        match self {{\n{facts}        }}\n    }}\n}}\n\
          pub(super) static TARGETS: &[(Target, usize, &[u32])] = &[\n{targets}];\n\
          pub(super) static PLANS: &[Plan] = &[\n{plans}];\n"
     ))

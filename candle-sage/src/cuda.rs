@@ -60,7 +60,7 @@ use compiled::kernel;
 use kernels::{Gpu, Grid};
 use memory::Purpose;
 use plan::{Plan, SELECTION_BLOCK, TILE};
-use selection::Users;
+use selection::InvertedLists;
 use sinks::sink_gradient;
 use tensor::{Output, Strided};
 use unquantized::Unquantized;
@@ -249,7 +249,7 @@ fn run_backward<S: OnGpu>(
     // Long lists of query blocks can be split between thread blocks, which add their sums in any order. Lists are
     // therefore not split if the result must be deterministic.
     let cut = (!problem.deterministic).then_some(call.d);
-    let users = problem.selected.map(|selected| Users::new(&call, selected, cut)).transpose()?;
+    let users = problem.selected.map(|selected| InvertedLists::new(&call, selected, cut)).transpose()?;
     let visits = call.visits();
     let plan = call.plan(completed.scheme.backward_kernel(), visits)?;
     let minus_delta = gpu.alloc::<f32>(call.query_tiles() * TILE)?;
@@ -296,7 +296,7 @@ fn run_backward<S: OnGpu>(
     let blocks = call.segment_count()
         * problem.shape.key_heads()
         * (call.geometry.sizes.key_len as usize).div_ceil(plan.rows)
-        + users.as_ref().map_or(0, Users::more_blocks) * SELECTION_BLOCK.div_ceil(plan.rows);
+        + users.as_ref().map_or(0, InvertedLists::more_blocks) * SELECTION_BLOCK.div_ceil(plan.rows);
     let blocks = blocks * plan.channel_parts();
     let grid = Grid { shared_bytes: plan.shared_bytes, ..Grid::line(blocks, plan.threads) };
     let kernel = plan.entry(visits, call.element.name());

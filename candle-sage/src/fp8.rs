@@ -198,7 +198,7 @@ mod tests {
     /// The midpoint of two adjacent values rounds to the even code, and the f32 values next to the midpoint round to
     /// the nearer code.
     #[test]
-    fn every_midpoint_goes_to_the_even_code() {
+    fn every_midpoint_is_rounded_to_the_even_value() {
         for format in [E4M3, E5M2] {
             let codes: Vec<u8> = finite(format).collect();
             for pair in codes.windows(2) {

@@ -6,7 +6,7 @@
 mod attn_qat;
 mod sagebwd;
 mod smoothing;
-mod words;
+mod text;
 
 pub(crate) use attn_qat::MEAN_ROWS;
 pub use attn_qat::{AttnQat, PReference, Products, ValueGroups, ValueScale};
@@ -65,7 +65,7 @@ impl Scheme {
 
     /// Whether a list contains every scheme, with any settings.
     #[cfg(test)]
-    pub(crate) fn are_all_in(list: &[Self]) -> bool {
+    pub(crate) fn contains_all(list: &[Self]) -> bool {
         Self::all().iter().all(|scheme| list.iter().any(|one| one.name() == scheme.name()))
     }
 
@@ -151,8 +151,8 @@ impl Scheme {
     pub fn settings(&self) -> Vec<(&'static str, String)> {
         match self {
             Self::Unquantized => Vec::new(),
-            Self::SageBwd(settings) => settings.in_words(),
-            Self::AttnQat(settings) => settings.in_words(),
+            Self::SageBwd(settings) => settings.as_text(),
+            Self::AttnQat(settings) => settings.as_text(),
         }
     }
 

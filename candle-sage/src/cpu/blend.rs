@@ -9,15 +9,15 @@ fn share(theta: f32, (exact, left): (u32, u32), by_count: bool) -> f32 {
     if left == 0 {
         return 1.0;
     }
-    let odds = if by_count { (exact as f32 / left as f32).ln() } else { 0.0 };
-    1.0 / (1.0 + (-(theta + odds)).exp())
+    let log_odds = if by_count { (exact as f32 / left as f32).ln() } else { 0.0 };
+    1.0 / (1.0 + (-(theta + log_odds)).exp())
 }
 
 /// Calls `f` for each row of (batch, token, query heads) with its index, its query head and its weight `a`;
-/// `odds` has the numbers of keys (exact, left) for each (key heads, batch, token).
+/// `token_counts` has the numbers of keys (exact, left) for each (key heads, batch, token).
 fn each_row(
     shape: &AttentionShape,
-    odds: &[(u32, u32)],
+    token_counts: &[(u32, u32)],
     by_count: bool,
     theta: &[f32],
     mut f: impl FnMut(usize, usize, f32),
@@ -25,8 +25,8 @@ fn each_row(
     let tokens = shape.batch() * shape.query_len();
     for token in 0..tokens {
         for (head, &theta) in theta.iter().enumerate() {
-            let odds = odds[head / shape.group() * tokens + token];
-            f(token * shape.query_heads() + head, head, share(theta, odds, by_count));
+            let counts = token_counts[head / shape.group() * tokens + token];
+            f(token * shape.query_heads() + head, head, share(theta, counts, by_count));
         }
     }
 }
@@ -34,13 +34,13 @@ fn each_row(
 /// `a * sparse + (1 - a) * tail`.
 pub(crate) fn forward(
     shape: &AttentionShape,
-    odds: &[(u32, u32)],
+    token_counts: &[(u32, u32)],
     by_count: bool,
     [sparse, tail, theta]: [&[f32]; 3],
 ) -> Vec<f32> {
     let d = shape.head_dim();
     let mut out = sparse.to_vec();
-    each_row(shape, odds, by_count, theta, |row, _, a| {
+    each_row(shape, token_counts, by_count, theta, |row, _, a| {
         if a < 1.0 {
             let at = row * d..(row + 1) * d;
             for (out, tail) in out[at.clone()].iter_mut().zip(&tail[at]) {
@@ -54,7 +54,7 @@ pub(crate) fn forward(
 /// The gradients of `sparse`, `tail` and `theta`.
 pub(crate) fn backward(
     shape: &AttentionShape,
-    odds: &[(u32, u32)],
+    token_counts: &[(u32, u32)],
     by_count: bool,
     [sparse, tail, theta]: [&[f32]; 3],
     dout: &[f32],
@@ -62,7 +62,7 @@ pub(crate) fn backward(
     let d = shape.head_dim();
     let (mut dsparse, mut dtail) = (dout.to_vec(), vec![0.0; dout.len()]);
     let mut dtheta = vec![0f64; theta.len()];
-    each_row(shape, odds, by_count, theta, |row, head, a| {
+    each_row(shape, token_counts, by_count, theta, |row, head, a| {
         if a < 1.0 {
             let at = row * d..(row + 1) * d;
             let dout = &dout[at.clone()];

@@ -20,9 +20,9 @@ use crate::selection::{Blocks, Selection};
 use crate::shape::AttentionShape;
 
 /// Borrows an optional tensor of one f32 number per query head.
-struct OfHeads<'a>(Option<(StorageRef<'a>, &'a Layout)>);
+struct PerHead<'a>(Option<(StorageRef<'a>, &'a Layout)>);
 
-impl<'a> OfHeads<'a> {
+impl<'a> PerHead<'a> {
     fn new(numbers: Option<&'a Tensor>) -> Self {
         Self(numbers.map(Tensor::storage_and_layout))
     }
@@ -42,12 +42,12 @@ impl<'a> OfHeads<'a> {
 /// A soft cap and `ALiBi` slopes.
 struct Modifier<'a> {
     softcap: f32,
-    slopes: OfHeads<'a>,
+    slopes: PerHead<'a>,
 }
 
 impl<'a> Modifier<'a> {
     fn new(score_mod: &'a ScoreMod) -> Self {
-        Self { softcap: score_mod.softcap, slopes: OfHeads::new(score_mod.alibi_slopes.as_ref()) }
+        Self { softcap: score_mod.softcap, slopes: PerHead::new(score_mod.alibi_slopes.as_ref()) }
     }
 
     fn params(&self, heads: usize, gpu: &Gpu) -> Result<params::ScoreMod<'_>> {
@@ -57,13 +57,13 @@ impl<'a> Modifier<'a> {
 }
 
 /// Borrows the lists of a selection.
-pub(super) struct Seen<'a> {
+pub(super) struct SelectionLists<'a> {
     storage: StorageRef<'a>,
     layout: &'a Layout,
     blocks: &'a Blocks,
 }
 
-impl<'a> Seen<'a> {
+impl<'a> SelectionLists<'a> {
     pub(super) fn new(selection: &'a Selection) -> Result<Self> {
         check_blocks(selection.blocks())?;
         let (storage, layout) = selection.lists().storage_and_layout();
@@ -86,19 +86,19 @@ impl<'a> Seen<'a> {
 }
 
 /// Borrows the tensors that a call reads in addition to query, key and value.
-struct Others<'a> {
+struct OptionalInputs<'a> {
     op: &'a AttentionOp,
-    seen: Option<Seen<'a>>,
-    sinks: OfHeads<'a>,
+    seen: Option<SelectionLists<'a>>,
+    sinks: PerHead<'a>,
     score_mod: Option<Modifier<'a>>,
 }
 
-impl<'a> Others<'a> {
+impl<'a> OptionalInputs<'a> {
     fn new(op: &'a AttentionOp) -> Result<Self> {
         Ok(Self {
             op,
-            seen: op.selection.as_ref().map(Seen::new).transpose()?,
-            sinks: OfHeads::new(op.sinks.as_ref()),
+            seen: op.selection.as_ref().map(SelectionLists::new).transpose()?,
+            sinks: PerHead::new(op.sinks.as_ref()),
             score_mod: op.score_mod.as_ref().map(Modifier::new),
         })
     }
@@ -136,7 +136,7 @@ impl Launch<([Operand<'_>; 3], bool), (CudaStorage, Option<Box<dyn CompletedOnGp
             let (out, completed) = run_forward(scheme, problem, keep)?;
             Ok((out.storage(problem.gpu), completed.map(|completed| Box::new(completed) as _)))
         }
-        let (gpu, others) = (Gpu::new(inputs[0].0.device())?, Others::new(self)?);
+        let (gpu, others) = (Gpu::new(inputs[0].0.device())?, OptionalInputs::new(self)?);
         let problem = others.problem(&gpu, inputs)?;
         with_scheme!(&self.scheme, |scheme| run(scheme, &problem, keep))
     }
@@ -144,7 +144,7 @@ impl Launch<([Operand<'_>; 3], bool), (CudaStorage, Option<Box<dyn CompletedOnGp
 
 impl<'a, S: OnGpu> Launch<BackwardInputs<'a>, GradientsOnGpu> for Completed<S> {
     fn launch(&self, (op, [q, k, v, out, dout], dlse): BackwardInputs<'a>) -> Result<GradientsOnGpu> {
-        let (gpu, others) = (Gpu::new(q.0.device())?, Others::new(op)?);
+        let (gpu, others) = (Gpu::new(q.0.device())?, OptionalInputs::new(op)?);
         let problem = others.problem(&gpu, [q, k, v])?;
         let output = OutputGradient {
             out: strided(out, &gpu)?,

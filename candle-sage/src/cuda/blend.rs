@@ -4,7 +4,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 
 use super::address::{address, address_at, first_index};
-use super::attention::Seen;
+use super::attention::SelectionLists;
 use super::call::Geometry;
 use super::candle::view;
 use super::compiled::constants::blend::{SUM_THREADS, THREADS};
@@ -29,13 +29,13 @@ pub(super) struct Call<'a> {
 /// The inputs of the weights: `theta`, and the keys that each query sees.
 pub(super) struct Weights<'a> {
     theta: Operand<'a>,
-    seen: Seen<'a>,
+    seen: SelectionLists<'a>,
     alpha: Alpha,
 }
 
 impl<'a> Weights<'a> {
     pub(super) fn new(blend: &'a Blend, theta: Operand<'a>) -> Result<Self> {
-        Ok(Self { theta, seen: Seen::new(&blend.selection)?, alpha: blend.alpha })
+        Ok(Self { theta, seen: SelectionLists::new(&blend.selection)?, alpha: blend.alpha })
     }
 
     pub(super) fn mixture(&self, gpu: &Gpu) -> Result<params::Mixture<'_>> {

@@ -91,7 +91,7 @@ impl<T> cudarc::driver::DevicePtrMut<T> for Buffer<T> {
 }
 
 /// Elements to allocate for `len`: at least one, plus a canary in this crate's own tests.
-fn room(len: usize, element_bytes: usize) -> usize {
+fn allocated_len(len: usize, element_bytes: usize) -> usize {
     let behind = if cfg!(test) { CANARY_BYTES.div_ceil(element_bytes) } else { 0 };
     (len + behind).max(1)
 }
@@ -102,7 +102,7 @@ pub(super) const CANARY_BYTES: usize = 256;
 impl Gpu {
     /// Memory without the tests' guard.
     fn unguarded<T: DeviceRepr>(&self, purpose: Purpose, len: usize) -> Result<Buffer<T>> {
-        let len = room(len, size_of::<T>());
+        let len = allocated_len(len, size_of::<T>());
         let bytes = len * size_of::<T>();
         let (at, owned) = match &self.memory {
             Memory::Lent(lent) => (lent.take(purpose, bytes)?, false),

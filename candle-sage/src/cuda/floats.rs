@@ -93,12 +93,12 @@ impl Packs {
 /// The threads of a row (lanes) and the rows of a thread block. The number of lanes is a power of two: up to 32 lanes
 /// with several rows per thread block, or more lanes with one row per thread block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Team {
+pub(super) struct RowThreads {
     pub(super) lanes: usize,
     pub(super) rows: usize,
 }
 
-impl Team {
+impl RowThreads {
     /// The team for rows of `packs`, with at most `most` lanes. In a team larger than a warp a lane processes about
     /// `each` packs.
     pub(super) fn of(packs: usize, each: usize, most: usize) -> Self {
@@ -238,7 +238,7 @@ mod tests {
     #[test]
     fn teams_cover_their_rows() {
         for packs in 0..5000 {
-            let Team { lanes, rows } = Team::of(packs, 4, 512);
+            let RowThreads { lanes, rows } = RowThreads::of(packs, 4, 512);
             assert!(lanes.is_power_of_two() && lanes <= 512);
             assert!((lanes * rows).is_multiple_of(32), "{packs}: whole warps");
             assert!(lanes > 32 || lanes * 4 >= packs, "{packs}: a warp keeps its row in registers");

@@ -26,13 +26,13 @@ pub(crate) struct Gpu {
     pub(super) memory: Memory,
     /// If true, nothing is launched or written: the call only counts its memory.
     pub(super) dry: bool,
-    known: Arc<Known>,
+    known: Arc<DeviceProperties>,
 }
 
 /// Properties of a device that are queried once per context. Small models are bound by launches of a few microseconds,
 /// so a query at each launch would be slow.
 #[derive(Debug)]
-pub(crate) struct Known {
+pub(crate) struct DeviceProperties {
     pub(super) architecture: Architecture,
     /// Size of the L2 cache.
     pub(super) cache_bytes: usize,
@@ -42,9 +42,9 @@ pub(crate) struct Known {
 }
 
 impl std::ops::Deref for Gpu {
-    type Target = Known;
+    type Target = DeviceProperties;
 
-    fn deref(&self) -> &Known {
+    fn deref(&self) -> &DeviceProperties {
         &self.known
     }
 }
@@ -64,7 +64,7 @@ impl Grid {
     }
 }
 
-impl Known {
+impl DeviceProperties {
     fn new(context: &Arc<CudaContext>) -> Result<Self> {
         let (major, minor) = context.compute_capability().w()?;
         let attribute = |name| context.attribute(name).map(|value| value.max(0) as usize).w();
@@ -80,7 +80,7 @@ impl Known {
     /// The properties of a context, queried at the first call.
     fn of(context: &Arc<CudaContext>) -> Result<Arc<Self>> {
         // An entry keeps its context alive, so that no other context gets the same address.
-        type All = Vec<(Arc<CudaContext>, Arc<Known>)>;
+        type All = Vec<(Arc<CudaContext>, Arc<DeviceProperties>)>;
         static ALL: RwLock<All> = RwLock::new(Vec::new());
         let find =
             |all: &All| all.iter().find(|(own, _)| Arc::ptr_eq(own, context)).map(|(_, known)| known.clone());
@@ -102,7 +102,7 @@ impl Gpu {
     #[cfg(feature = "cuda")]
     pub(crate) fn new(device: &candle_core::CudaDevice) -> Result<Self> {
         let stream = device.cuda_stream();
-        let known = Known::of(stream.context())?;
+        let known = DeviceProperties::of(stream.context())?;
         Ok(Self { device: Some(device.clone()), stream, memory: Memory::Driver, dry: false, known })
     }
 
@@ -110,7 +110,7 @@ impl Gpu {
     pub(super) fn foreign(stream: Arc<CudaStream>, memory: Memory, dry: bool) -> Result<Self> {
         // The other library may call from any of its threads.
         stream.context().bind_to_thread().w()?;
-        let known = Known::of(stream.context())?;
+        let known = DeviceProperties::of(stream.context())?;
         Ok(Self {
             #[cfg(feature = "cuda")]
             device: None,
@@ -230,7 +230,7 @@ mod tests {
 
     /// Plans reserve 1 KiB of a thread block's shared memory for static declarations.
     #[test]
-    fn what_attention_kernels_declare_fits_beside_their_plans() {
+    fn static_shared_memory_of_attention_kernels_fits_with_their_plans() {
         for (kernel, bytes) in reported("bytes smem") {
             assert!(bytes <= 1024 || !kernel.contains("attn_"), "{kernel}: {bytes}");
         }

@@ -99,5 +99,5 @@ families! {
     SumInOrder: "partial_sums",
     SumOfSquares: "adamw",
     SwiGlu: "swiglu",
-    Users: "selection",
+    InvertedLists: "selection",
 }

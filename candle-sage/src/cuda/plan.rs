@@ -91,7 +91,7 @@ enum Maps {
 
 /// Properties of a mainloop that the host needs: see the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Facts {
+struct MainloopProperties {
     maps: Maps,
     documents: bool,
     dq_parts: usize,
@@ -228,7 +228,7 @@ mod tests {
             with(Int8Products::SCORES),
             with(Int8Products::FORWARD),
         ];
-        assert!(Scheme::are_all_in(&all));
+        assert!(Scheme::contains_all(&all));
         all
     }
 
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn every_plan_fits_its_targets_and_has_no_twin() {
+    fn every_plan_fits_its_targets_and_is_unique() {
         for (n, plan) in PLANS.iter().enumerate() {
             for target in plan.targets {
                 assert!(plan.shared_bytes <= target.shared_bytes(), "{target:?}: {plan:?}");

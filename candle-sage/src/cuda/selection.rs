@@ -45,16 +45,16 @@ pub(super) fn lists_at<'a>(seen: Address<'a>, blocks: &Blocks, stride: usize) ->
     }
 }
 
-/// Lower limit of a part's maximum size, in query blocks (see [`Cuts`]): for smaller parts, another thread block that
+/// Lower limit of a part's maximum size, in query blocks (see [`ListSplits`]): for smaller parts, another thread block that
 /// reads the keys is not worthwhile. The limit is 1 in this crate's own tests, so that small cases split lists.
 const LEAST_USERS: usize = if cfg!(test) { 1 } else { 8 };
-/// `Cuts::shares` per multiprocessor.
+/// `ListSplits::shares` per multiprocessor.
 const PARTS_OF_A_SHARE: usize = 8;
 
 /// Each key block has a list of the query blocks that select it. The longest lists are split into parts for separate
 /// thread blocks, which add their dK and dV in f32 in an undefined order. The device decides how to split, because only
 /// it knows the lengths of the lists.
-struct Cuts {
+struct ListSplits {
     /// A part has at most max(LEAST_USERS, selected (query block, key block) pairs / shares) query blocks.
     shares: usize,
     /// Maximum number of parts in addition to the first part of each list.
@@ -67,7 +67,7 @@ struct Cuts {
     arrivals: Buffer<u32>,
 }
 
-impl Cuts {
+impl ListSplits {
     /// Buffers for `lists` lists of at most `longest` query blocks, and keys of `d` channels. `None` if no list can be
     /// long enough to split.
     fn new(gpu: &Gpu, lists: usize, longest: usize, d: usize) -> Result<Option<Self>> {
@@ -88,8 +88,8 @@ impl Cuts {
         }))
     }
 
-    fn params(&self, gpu: &Gpu) -> params::Cuts<'_> {
-        params::Cuts {
+    fn params(&self, gpu: &Gpu) -> params::ListSplits<'_> {
+        params::ListSplits {
             parts: address(&self.parts, gpu),
             lists: address(&self.lists, gpu),
             sums: address(&self.sums, gpu),
@@ -113,14 +113,14 @@ fn slot_pieces(d: usize) -> usize {
 }
 
 /// The lists and their inverse: for each block of keys, the blocks of queries that see it.
-pub(super) struct Users<'a> {
+pub(super) struct InvertedLists<'a> {
     lists: params::Lists<'a>,
     users: Buffer<u64>,
     first_users: Buffer<u32>,
-    cuts: Option<Cuts>,
+    cuts: Option<ListSplits>,
 }
 
-impl<'a> Users<'a> {
+impl<'a> InvertedLists<'a> {
     /// `cut`: the number of channels of keys, if long lists are to be split.
     pub(super) fn new(call: &Call<'_>, selected: Selected<'a>, cut: Option<usize>) -> Result<Self> {
         let (gpu, geometry, Selected { lists, blocks }) = (call.gpu, &call.geometry, selected);
@@ -139,10 +139,10 @@ impl<'a> Users<'a> {
         let used = gpu.alloc_zeros::<u32>(3)?;
         let (longest_users, longest) = geometry.blocks();
         let cuts = match cut {
-            Some(d) => Cuts::new(gpu, heads * columns, longest_users, d)?,
+            Some(d) => ListSplits::new(gpu, heads * columns, longest_users, d)?,
             None => None,
         };
-        let params = params::Users {
+        let params = params::InvertedLists {
             lists,
             users: address(&users, gpu),
             first_users: address(&first_users, gpu),
@@ -174,7 +174,7 @@ impl<'a> Users<'a> {
         params::Lists { users, first_users, ..self.lists }
     }
 
-    pub(super) fn cuts(&self, gpu: &Gpu) -> params::Cuts<'_> {
+    pub(super) fn cuts(&self, gpu: &Gpu) -> params::ListSplits<'_> {
         self.cuts.as_ref().map(|cuts| cuts.params(gpu)).unwrap_or_default()
     }
     /// The maximum number of key blocks that are processed again: one for each part of a split list except its first

@@ -187,11 +187,11 @@ impl Gradients<'_> {
             let like = |storage| cuda_tensor(storage, sparse.shape());
             return Ok([like(dsparse), like(dtail), cuda_tensor(dtheta, theta.shape())]);
         }
-        let odds = selection.host()?.odds();
+        let token_counts = selection.host()?.token_counts();
         let [dsparse, dtail, dtheta] =
             with_f32(NAME, [sparse, tail, theta, dout], |[sparse, tail, theta, dout]| {
                 let shape = selection.shape();
-                Ok(blend::backward(shape, &odds, *alpha == Alpha::Count, [sparse, tail, theta], dout))
+                Ok(blend::backward(shape, &token_counts, *alpha == Alpha::Count, [sparse, tail, theta], dout))
             })?;
         let like = |values| f32_tensor(values, sparse.shape(), sparse.dtype());
         Ok([like(dsparse)?, like(dtail)?, f32_tensor(dtheta, theta.shape(), DType::F32)?])
@@ -217,9 +217,9 @@ impl CustomOp3 for Blend {
             f32_values(NAME, tail, tail_layout)?,
             f32_values(NAME, theta, theta_layout)?,
         ];
-        let odds = self.selection.host()?.odds();
+        let token_counts = self.selection.host()?.token_counts();
         let inputs = values.each_ref().map(|values| values.as_ref());
-        let out = blend::forward(self.selection.shape(), &odds, self.alpha == Alpha::Count, inputs);
+        let out = blend::forward(self.selection.shape(), &token_counts, self.alpha == Alpha::Count, inputs);
         Ok((to_storage(out, sparse.dtype())?, sparse_layout.shape().clone()))
     }
 

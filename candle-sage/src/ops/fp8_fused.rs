@@ -11,7 +11,7 @@ use super::fp8::{Fp8Copies, Fp8Matrix, Quantized, check_dims};
 use super::fp8_scales::{Fp8Scale, Fp8Site};
 use super::qk_norm_rope::{self, QkNormRopeGrad, checked_backward, qk_norm_rope_backward};
 use super::rms_norm::{self, checked_norm_backward, residual_rms_norm, rms_norm, rms_norm_backward};
-use super::rope::{RopeStyle, beside};
+use super::rope::{RopeStyle, concatenated_shape};
 use super::support::{cuda_tensor, shape_error, supported, with_all_cuda, with_cuda};
 use super::swiglu::{swiglu, swiglu_backward};
 use crate::launch::Launch;
@@ -184,7 +184,7 @@ pub fn qk_norm_rope_backward_fp8(
 ) -> Result<(Fp8Matrix, Vec<Tensor>)> {
     checked_backward(all, [cos, sin], eps, style)?;
     let inputs: Vec<&Tensor> = all.iter().map(|grad| grad.x).chain(through).collect();
-    let (batch, sequence, heads, head_dim) = beside("qk_norm_rope", &inputs)?;
+    let (batch, sequence, heads, head_dim) = concatenated_shape("qk_norm_rope", &inputs)?;
     let dims = (batch * sequence, heads * head_dim);
     check_dims(QK_NORM_ROPE, &[dims.0, dims.1])?;
     let has_kernel = cos.device().is_cuda() && style == RopeStyle::Halves && [64, 128].contains(&head_dim);

@@ -4,7 +4,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor};
 
 use super::rms_norm::checked_eps;
-use super::rope::{RopeStyle, beside, check};
+use super::rope::{RopeStyle, check, concatenated_shape};
 use super::support::{
     cuda_tensor, f32_tensor, f32_values, shape_error, supported, with_all_cuda, with_cuda, with_f32,
 };
@@ -142,7 +142,7 @@ pub(super) fn checked_backward(
         }
         supported(NAME, &[x, dout])?;
     }
-    beside("qk_norm_rope", &all.iter().map(|grad| grad.x).collect::<Vec<_>>())
+    concatenated_shape("qk_norm_rope", &all.iter().map(|grad| grad.x).collect::<Vec<_>>())
 }
 
 /// The tables are fields instead of inputs, since they have no gradients and candle's ops have at most three inputs.

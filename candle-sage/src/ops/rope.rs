@@ -184,7 +184,7 @@ pub fn rope_backward(douts: &[&Tensor], cos: &Tensor, sin: &Tensor, style: RopeS
         check("rope", dout, cos, sin)?;
         supported(NAME, &[dout, cos, sin])?;
     }
-    let dims = beside("rope", douts)?;
+    let dims = concatenated_shape("rope", douts)?;
     let back = Rope { style, direction: -1.0 };
     if cos.device().is_cuda() {
         let dx = with_all_cuda(NAME, &[douts, &[cos, sin]].concat(), |all| {
@@ -203,7 +203,7 @@ pub fn rope_backward(douts: &[&Tensor], cos: &Tensor, sin: &Tensor, style: RopeS
 }
 
 /// The shape of the concatenation, along the heads, of tensors (batch, sequence, heads, head_dim).
-pub(super) fn beside(op: &str, all: &[&Tensor]) -> Result<(usize, usize, usize, usize)> {
+pub(super) fn concatenated_shape(op: &str, all: &[&Tensor]) -> Result<(usize, usize, usize, usize)> {
     let but_heads = |x: &Tensor| match *x.dims() {
         [batch, sequence, heads, d] => Some((batch, sequence, d, x.dtype(), heads)),
         _ => None,

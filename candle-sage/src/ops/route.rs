@@ -69,7 +69,7 @@ pub(crate) fn choose(
     nearest: usize,
 ) -> Result<Selection> {
     let most = most.min(blocks.most_candidates());
-    let choice = Choice { shape, blocks, most, nearest, width: most + blocks.most_always() };
+    let choice = Choice { shape, blocks, most, nearest, width: most + blocks.max_always() };
     let dims = (blocks.key_heads, blocks.rows(), 1 + choice.width);
     let lists = if scores.device().is_cuda() {
         let lists = with_cuda(NAME, [&scores.contiguous()?], |operands| choice.launch(operands))?;

@@ -90,14 +90,14 @@ pub fn swiglu_backward(
         let hint = "reshape them to one dimension";
         return Err(shape_error("swiglu: gate and up have no width", gate.dims(), "(.., width)", hint));
     }
-    Gradients { again, beside: true }.of([gate, up, dout])
+    Gradients { again, is_concatenated: true }.of([gate, up, dout])
 }
 
 pub(crate) struct Gradients {
     pub(crate) again: bool,
     /// Whether the gradients are concatenated along the last dimension; otherwise they are stacked along a new first
     /// dimension.
-    pub(crate) beside: bool,
+    pub(crate) is_concatenated: bool,
 }
 
 impl Gradients {
@@ -107,7 +107,7 @@ impl Gradients {
         supported(NAME, &[gate, up, dout])?;
         let mut dims = gate.dims().to_vec();
         match dims.last_mut() {
-            Some(width) if self.beside => *width *= 2,
+            Some(width) if self.is_concatenated => *width *= 2,
             _ => dims.insert(0, 2),
         }
         if gate.device().is_cuda() {
@@ -135,7 +135,7 @@ impl Gradients {
             });
         };
         let (step, tasks) = (width.max(1), SPAN.div_ceil(width.max(1)));
-        if self.beside {
+        if self.is_concatenated {
             both.par_chunks_mut(2 * step).with_min_len(tasks).enumerate().for_each(|(row, both)| {
                 let (dgate, dup) = both.split_at_mut(step);
                 of_row(row, dgate, dup);
@@ -198,7 +198,7 @@ impl CustomOp2 for SwiGlu {
         _out: &Tensor,
         dout: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let (both, _) = Gradients { again: false, beside: false }.of([gate, up, dout])?;
+        let (both, _) = Gradients { again: false, is_concatenated: false }.of([gate, up, dout])?;
         Ok((Some(both.get(0)?), Some(both.get(1)?)))
     }
 }

@@ -226,7 +226,7 @@ impl AttnQat {
     }
 
     /// Every setting that changes results, as its name and its value as text.
-    pub(super) fn in_words(&self) -> Vec<(&'static str, String)> {
+    pub(super) fn as_text(&self) -> Vec<(&'static str, String)> {
         let switch = |on: &bool| if *on { "on" } else { "off" }.to_string();
         let Self {
             smoothing,
@@ -386,7 +386,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_print_and_parse() {
+    fn values_print_and_parse() {
         for groups in [ValueGroups::Tokens, ValueGroups::HeadDim] {
             assert_eq!(groups.to_string().parse(), Ok(groups));
         }

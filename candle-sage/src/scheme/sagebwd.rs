@@ -333,7 +333,7 @@ impl SageBwd {
     }
 
     /// Every setting, as its name and its value as text.
-    pub(super) fn in_words(&self) -> Vec<(&'static str, String)> {
+    pub(super) fn as_text(&self) -> Vec<(&'static str, String)> {
         let Self { smoothing, key_mean, products, granularity, tile_q, tile_k } = self;
         vec![
             ("smoothing", smoothing.to_string()),

@@ -122,7 +122,7 @@ impl Blocks {
     }
 
     /// The largest number of blocks in [`Blocks::always`], over all blocks of queries.
-    pub(crate) fn most_always(&self) -> usize {
+    pub(crate) fn max_always(&self) -> usize {
         self.each().map(|(segment, block)| self.always(segment, block).len()).max().unwrap_or(0)
     }
 

@@ -40,9 +40,9 @@ impl Lists {
 
     /// For each (key head, batch entry, token): the number of keys that exact attention covers, and the number of
     /// candidate keys that are left to the linear tail.
-    pub(crate) fn odds(&self) -> Vec<(u32, u32)> {
+    pub(crate) fn token_counts(&self) -> Vec<(u32, u32)> {
         let (batch, len) = (self.shape.batch(), self.shape.query_len());
-        let mut odds = vec![(0, 0); self.blocks.key_heads * batch * len];
+        let mut token_counts = vec![(0, 0); self.blocks.key_heads * batch * len];
         for key_head in 0..self.blocks.key_heads {
             for (number, block) in self.blocks.each() {
                 let segment = &self.blocks.segments[number];
@@ -58,11 +58,11 @@ impl Lists {
                 {
                     let own = segment.visible_keys(query) - past;
                     let token = (key_head * batch + segment.batch) * len + segment.query.start + query;
-                    odds[token] = ((chosen + own) as u32, (past - chosen) as u32);
+                    token_counts[token] = ((chosen + own) as u32, (past - chosen) as u32);
                 }
             }
         }
-        odds
+        token_counts
     }
 
     /// The blocks of queries that see a block of keys.

@@ -359,12 +359,13 @@ impl Sla2 {
         let linear = sums.narrow(3, 0, d)?.broadcast_mul(&inverse_norm(&sums.narrow(3, d, 1)?)?)?;
         let linear = linear.reshape((batch, heads, len, d))?.transpose(1, 2)?;
         let exact = keys.dim(SEQUENCE)? + 1 - len;
-        let odds = |n: usize| match self.alpha {
+        let log_odds = |n: usize| match self.alpha {
             Alpha::Count => ((exact + n) as f32 / *left as f32).ln(),
             Alpha::Constant => 0.0,
         };
-        let odds = Tensor::from_iter((0..len).map(odds), &Device::Cpu)?.to_device(q.device())?;
-        let a = sigmoid(&odds.unsqueeze(1)?.broadcast_add(&theta.unsqueeze(0)?)?)?.unsqueeze(D::Minus1)?;
+        let log_odds = Tensor::from_iter((0..len).map(log_odds), &Device::Cpu)?.to_device(q.device())?;
+        let a =
+            sigmoid(&log_odds.unsqueeze(1)?.broadcast_add(&theta.unsqueeze(0)?)?)?.unsqueeze(D::Minus1)?;
         let difference = (sparse.to_dtype(DType::F32)? - &linear)?;
         (linear + difference.broadcast_mul(&a)?)?.to_dtype(q.dtype())
     }

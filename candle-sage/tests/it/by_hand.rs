@@ -7,22 +7,22 @@ use candle_sage::ops::{self, CrossEntropy, QkNormRopeGrad, RopeStyle};
 use crate::support::{Normals, f64s, relative_l2};
 
 #[derive(Clone)]
-struct Place {
+struct Case {
     device: Device,
     dtype: DType,
 }
 
-const CPU: Place = Place { device: Device::Cpu, dtype: DType::F32 };
+const CPU: Case = Case { device: Device::Cpu, dtype: DType::F32 };
 
 #[cfg(feature = "cuda")]
-fn on_gpu(check: impl Fn(&Place) -> Result<()>) -> Result<()> {
+fn on_gpu(check: impl Fn(&Case) -> Result<()>) -> Result<()> {
     for dtype in [DType::F32, DType::F16, DType::BF16] {
-        check(&Place { device: crate::support::gpu(), dtype })?;
+        check(&Case { device: crate::support::gpu(), dtype })?;
     }
     Ok(())
 }
 
-impl Place {
+impl Case {
     fn draw(&self, normals: &mut Normals, dims: &[usize]) -> Result<Var> {
         let values = normals.vec(dims.iter().product(), 1.0);
         Var::from_tensor(&Tensor::from_vec(values, dims, &self.device)?.to_dtype(self.dtype)?)
@@ -69,7 +69,7 @@ fn apart_of(x: &Tensor) -> Result<Tensor> {
 }
 
 /// The functions are bit-identical to autograd.
-fn backwards(place: &Place) -> Result<()> {
+fn backwards(place: &Case) -> Result<()> {
     let mut normals = Normals::new(1);
     let mut draw = |dims: &[usize]| place.draw(&mut normals, dims);
     let (gate, up, dout) = (draw(&[30, 40])?, draw(&[30, 40])?, draw(&[30, 40])?);
@@ -140,7 +140,7 @@ fn backwards(place: &Place) -> Result<()> {
 }
 
 /// Norms with a residual stream: rows that fit into the registers of a GPU, and rows that do not.
-fn norms(place: &Place) -> Result<()> {
+fn norms(place: &Case) -> Result<()> {
     let mut normals = Normals::new(2);
     for dims in [[700, 64], [5, 7], [9, 1024], [3, 20_000]] {
         let mut draw = |dims: &[usize]| place.draw(&mut normals, dims);
@@ -165,7 +165,7 @@ fn norms(place: &Place) -> Result<()> {
 
 /// Matmuls against f64: the inputs are already rounded, and f32 sums of 70 terms err by at most 70 * 2^-24 of the sum
 /// of absolute terms, which is sqrt(70) times the result here; then the result is rounded to its type.
-fn products(place: &Place) -> Result<()> {
+fn products(place: &Case) -> Result<()> {
     let mut normals = Normals::new(3);
     let (rows, inner, cols) = (33, 70, 24);
     let product = |a: &[f64], b: &[f64]| -> Vec<f64> {
@@ -209,7 +209,7 @@ fn products(place: &Place) -> Result<()> {
 
 /// Computes the loss and both gradients in one pass. The gradients differ from autograd's by the rounding of the
 /// weight's gradient and of the scaled gradient of the hidden states.
-fn loss(place: &Place) -> Result<()> {
+fn loss(place: &Case) -> Result<()> {
     let mut normals = Normals::new(4);
     let (rows, width, classes) = (40, 32, 50);
     let (hidden, weight) =
@@ -244,7 +244,7 @@ fn sum_of_halves(parts: &[&[f32]]) -> Vec<f32> {
 }
 
 /// Parts whose sum depends on the order: only the right order gives the expected bits.
-fn in_order(at: &Place) -> Result<()> {
+fn in_order(at: &Case) -> Result<()> {
     let mut normals = Normals::new(21);
     for (parts, place, len) in [
         (1, 0, 64),
@@ -344,7 +344,7 @@ mod cuda {
     #[test]
     #[ignore = "needs a GPU"]
     fn parts_are_added_in_their_order() -> Result<()> {
-        in_order(&Place { device: crate::support::gpu(), ..CPU })
+        in_order(&Case { device: crate::support::gpu(), ..CPU })
     }
 
     #[test]

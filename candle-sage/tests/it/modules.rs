@@ -117,7 +117,7 @@ fn decoding_with_a_cache_is_the_forward_of_the_whole() -> Result<()> {
 }
 
 #[test]
-fn a_prompt_goes_through_the_layers_own_attention_and_what_follows_through_unquantized() -> Result<()> {
+fn a_prompt_uses_the_layers_scheme_and_later_tokens_are_unquantized() -> Result<()> {
     let int8 = Attention::new(SageBwd::default()).causal(true);
     let (layer, rotary, x) = decoder(int8.clone(), Biases::None)?;
     let exact = |q: &Tensor, k: &Tensor, v: &Tensor| Attention::default().causal(true).apply(q, k, v);

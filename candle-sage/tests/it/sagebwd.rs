@@ -42,7 +42,7 @@ fn errors_reproduce_the_published_table() -> Result<()> {
 /// INT8: .0146, .0119, .0108 with dQ from quantized K. From K itself, dQ is as exact as dK. Without INT8 S in the
 /// backward, the backward's P differs from the forward's P, and the rows of P do not sum to one.
 #[test]
-fn products_that_are_left_out_are_more_accurate() -> Result<()> {
+fn matmuls_without_int8_are_more_accurate() -> Result<()> {
     const SEEDS: u64 = 6;
     let errors = |products: Int8Products, sigma: f32| -> Result<[f64; 4]> {
         let mut mean = [0.0; 4];

@@ -92,7 +92,7 @@ fn low_bits_are_as_exact_as_without() -> Result<()> {
 
 /// Slopes are added to the logits independently of the mean of the keys, so they work with smoothing.
 #[test]
-fn alibi_goes_with_smoothed_keys() -> Result<()> {
+fn alibi_works_with_smoothed_keys() -> Result<()> {
     let mut case = Case::new(1, (150, 150), (2, 1), 32, true);
     case.add_to_keys(&[3.0; 32], |_| 1.0);
     let before = case.errors(SageBwd::default().into(), DType::F32)?;

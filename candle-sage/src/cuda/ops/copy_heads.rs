@@ -24,8 +24,8 @@ impl Launch<[Operand<'_>; 2], ()> for CopyHeads {
         let float = Float::of("copy-heads", out.0)?;
         let (batch, sequence, heads, channels) = out.1.shape().dims4()?;
         // If heads are adjacent in both tensors, they are copied as one wider head.
-        let beside = [x, out].iter().all(|(_, layout)| heads == 1 || layout.stride()[2] == channels);
-        let (heads, channels) = if beside { (1, heads * channels) } else { (heads, channels) };
+        let are_adjacent = [x, out].iter().all(|(_, layout)| heads == 1 || layout.stride()[2] == channels);
+        let (heads, channels) = if are_adjacent { (1, heads * channels) } else { (heads, channels) };
         let (from, into) = (place(x, &gpu)?, place(out, &gpu)?);
         // The strides of dimensions of extent 1 have no effect.
         let extents = [batch, sequence, heads];

@@ -8,7 +8,7 @@ use crate::cuda::address::{Address, address};
 use crate::cuda::buffer::Buffer;
 use crate::cuda::compiled::constants::cross_entropy::{BATCH, MAX_THREADS, SCALE_THREADS};
 use crate::cuda::compiled::kernel;
-use crate::cuda::floats::{Dense, Float, Packs, Team, count, elementwise, start, start_of};
+use crate::cuda::floats::{Dense, Float, Packs, RowThreads, count, elementwise, start, start_of};
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
 use crate::dtype::Checked;
@@ -40,7 +40,7 @@ pub(super) struct Rows<'a> {
 impl Rows<'_> {
     pub(super) fn launch(&self, what: &str, params: params::CrossEntropy<'_>) -> Result<()> {
         let packs = Packs::of(self.float, &[params.logits, params.gradient], &[self.classes]);
-        let team = Team::of(self.classes / packs.elements(), BATCH, MAX_THREADS);
+        let team = RowThreads::of(self.classes / packs.elements(), BATCH, MAX_THREADS);
         let params = params::CrossEntropy {
             targets: self.targets.places(self.first, self.gpu)?,
             status: self.targets.status(self.gpu),

@@ -7,7 +7,7 @@ use super::ids::{Ids, sort};
 use crate::cuda::address::address;
 use crate::cuda::compiled::constants::embedding::{PIECE, THREADS};
 use crate::cuda::compiled::kernel;
-use crate::cuda::floats::{Dense, Float, Packs, Team, count, start, start_of};
+use crate::cuda::floats::{Dense, Float, Packs, RowThreads, count, start, start_of};
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
 use crate::dtype::Checked;
@@ -67,7 +67,7 @@ fn gather(table: Operand<'_>, ids: Operand<'_>) -> Result<(CudaStorage, Ids)> {
         1 => Packs::of(float, &[from], &[row_stride, width]),
         _ => Packs::single(float),
     };
-    let team = Team::of(width / packs.elements(), 1, THREADS);
+    let team = RowThreads::of(width / packs.elements(), 1, THREADS);
     let params = params::Embedding {
         from,
         ids: places.places(0, &gpu)?,
@@ -97,7 +97,7 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for Saved {
         let out = float.alloc(&gpu, rows * width)?;
         let from = dout.start(&gpu)?;
         let packs = Packs::of(float, &[from], &[width]);
-        let team = Team::of(width / packs.elements(), 1, THREADS);
+        let team = RowThreads::of(width / packs.elements(), 1, THREADS);
         let params = params::Embedding {
             from,
             ids: address(&sorted.ids, &gpu),

@@ -3,12 +3,12 @@
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 
-use super::rms_norm::{Extras, params};
+use super::rms_norm::{OptionalAddresses, params};
 use crate::cuda::address::{Address, address};
 use crate::cuda::compiled::constants::elements_row::{KEEP, MAX_THREADS};
 use crate::cuda::compiled::constants::layer_norm::BACKWARD_THREADS;
 use crate::cuda::compiled::kernel;
-use crate::cuda::floats::{Dense, Float, PARTS, Packs, Team, partial_sums, start_of};
+use crate::cuda::floats::{Dense, Float, PARTS, Packs, RowThreads, partial_sums, start_of};
 use crate::cuda::kernels::Gpu;
 use crate::cuda::params::{self, launch};
 use crate::launch::{Launch, Operand};
@@ -22,7 +22,7 @@ fn run(
     what: &str,
     [x, weight, bias]: [&Dense<'_>; 3],
     eps: f32,
-    extras: Extras<'_>,
+    extras: OptionalAddresses<'_>,
     bias_partials: Address<'_>,
 ) -> Result<CudaStorage> {
     let (storage, layout) = x.operand();
@@ -33,7 +33,7 @@ fn run(
     let mut of = params(gpu, x, weight, eps, start_of(&out, gpu)?, extras)?;
     let (rows, width, bias_start) = (of.rows as usize, of.width as usize, bias.start(gpu)?);
     let packs = Packs::of(float, &[of.x, of.weight, of.dy, bias_start], &[width]);
-    let team = Team::of(width / packs.elements(), KEEP, lanes);
+    let team = RowThreads::of(width / packs.elements(), KEEP, lanes);
     of.lanes = team.lanes as i32;
     let bias_type = Float::of(NAME, bias.operand().0)? as i32;
     let params = params::LayerNorm { of, bias: bias_start, bias_partials, bias_type, padding: 0 };
@@ -45,7 +45,14 @@ impl Launch<[Operand<'_>; 3], CudaStorage> for LayerNorm {
     fn launch(&self, [x, weight, bias]: [Operand<'_>; 3]) -> Result<CudaStorage> {
         let gpu = Gpu::new(x.0.device())?;
         let [x, weight, bias] = [Dense::new(x, &gpu)?, Dense::new(weight, &gpu)?, Dense::new(bias, &gpu)?];
-        run(&gpu, kernel!("layer_norm_fwd"), [&x, &weight, &bias], self.eps, Extras::default(), Address::NULL)
+        run(
+            &gpu,
+            kernel!("layer_norm_fwd"),
+            [&x, &weight, &bias],
+            self.eps,
+            OptionalAddresses::default(),
+            Address::NULL,
+        )
     }
 }
 
@@ -60,7 +67,11 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 3]> for Gradients {
         let [x, dy] = [Dense::new(x, &gpu)?, Dense::new(dy, &gpu)?];
         let types = [Float::of(NAME, weight.0)?, Float::of(NAME, bias.0)?];
         let [weight, bias] = [Dense::new(weight, &gpu)?, Dense::new(bias, &gpu)?];
-        let extras = Extras { dy: dy.start(&gpu)?, partials: address(&of_weight, &gpu), ..Extras::default() };
+        let extras = OptionalAddresses {
+            dy: dy.start(&gpu)?,
+            partials: address(&of_weight, &gpu),
+            ..OptionalAddresses::default()
+        };
         let all = [&x, &weight, &bias];
         let dx = run(&gpu, kernel!("layer_norm_bwd"), all, self.eps, extras, address(&of_bias, &gpu))?;
         let dw = partial_sums(&gpu, &of_weight, PARTS, width, types[0])?;

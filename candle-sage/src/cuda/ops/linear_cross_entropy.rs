@@ -65,13 +65,13 @@ impl Linear {
 
 /// Where a pass writes the gradients of the sum of the losses.
 #[derive(Default)]
-struct Into<'a> {
+struct GradientOutputs<'a> {
     hidden: Option<&'a CudaStorage>,
     /// The address of f32 values, and whether to add to them.
     weight: Option<(Address<'a>, bool)>,
 }
 
-impl<'a> Into<'a> {
+impl<'a> GradientOutputs<'a> {
     /// The address of the hidden states' gradient from row `first` on.
     fn hidden(&self, first: usize, width: usize, gpu: &Gpu) -> Result<Option<Address<'a>>> {
         self.hidden.map(|hidden| element(hidden, first * width, gpu)).transpose()
@@ -89,7 +89,12 @@ trait Products {
     fn logits(&self, gpu: &Gpu, out: Out<'_>, first: usize, n: usize) -> Result<()>;
 
     /// Computes the losses of a chunk of logits, and the gradients that `into` requests.
-    fn gradients(&self, rows: &Rows<'_>, params: params::CrossEntropy<'_>, into: &Into<'_>) -> Result<()>;
+    fn gradients(
+        &self,
+        rows: &Rows<'_>,
+        params: params::CrossEntropy<'_>,
+        into: &GradientOutputs<'_>,
+    ) -> Result<()>;
 }
 
 /// Matmuls in the operands' type.
@@ -108,7 +113,12 @@ impl Products for OwnType<'_> {
         gemm(gpu, out, inputs, (self.weight.0, &self.weight.1.transpose(0, 1)?), [1.0, 0.0])
     }
 
-    fn gradients(&self, rows: &Rows<'_>, params: params::CrossEntropy<'_>, into: &Into<'_>) -> Result<()> {
+    fn gradients(
+        &self,
+        rows: &Rows<'_>,
+        params: params::CrossEntropy<'_>,
+        into: &GradientOutputs<'_>,
+    ) -> Result<()> {
         let &Rows { gpu, float, first, rows: n, classes, .. } = rows;
         rows.launch(
             kernel!("cross_entropy_in_place"),
@@ -160,7 +170,12 @@ impl Products for InFp8<'_> {
         self.product(gpu, (out.at, out.float, 0.0), operands, 0)
     }
 
-    fn gradients(&self, rows: &Rows<'_>, params: params::CrossEntropy<'_>, into: &Into<'_>) -> Result<()> {
+    fn gradients(
+        &self,
+        rows: &Rows<'_>,
+        params: params::CrossEntropy<'_>,
+        into: &GradientOutputs<'_>,
+    ) -> Result<()> {
         let &Rows { gpu, float, targets, first, rows: n, classes } = rows;
         let [_, (hidden_t, layout), _, weight_t] = self.codes;
         let lse = gpu.alloc::<f32>(n)?;
@@ -211,7 +226,7 @@ fn pass(
     (rows, classes): (usize, usize),
     ids: &Dense<'_>,
     settings: Linear,
-    into: &Into<'_>,
+    into: &GradientOutputs<'_>,
 ) -> Result<(CudaStorage, Ids)> {
     let targets = Ids::new(gpu, LINEAR, ids, classes, settings.ignored)?;
     let losses = gpu.alloc::<f32>(rows)?;
@@ -243,7 +258,7 @@ fn own_pass(
     [hidden, weight]: [&Dense<'_>; 2],
     ids: &Dense<'_>,
     settings: Linear,
-    into: &Into<'_>,
+    into: &GradientOutputs<'_>,
     factor: f32,
 ) -> Result<(CudaStorage, Ids)> {
     let (hidden, weight) = (hidden.operand(), weight.operand());
@@ -276,7 +291,7 @@ impl Launch<[Operand<'_>; 3], LinearForward> for LinearOp {
             (Dense::new(hidden, gpu)?, Dense::new(weight, gpu)?, Dense::new(targets, gpu)?);
         let dhidden = hidden_wanted.then(|| float.alloc(gpu, hidden_len)).transpose()?;
         let dweight = weight_wanted.then(|| gpu.alloc::<f32>(weight_len)).transpose()?;
-        let into = Into {
+        let into = GradientOutputs {
             hidden: dhidden.as_ref(),
             weight: dweight.as_ref().map(|dweight| (address(dweight, gpu), false)),
         };
@@ -298,7 +313,7 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 2]> for LinearInto {
         let dhidden = Float::of(LINEAR, hidden.0)?.alloc(gpu, hidden.1.shape().elem_count())?;
         let (hidden, weight, ids) =
             (Dense::new(hidden, gpu)?, Dense::new(weight, gpu)?, Dense::new(targets, gpu)?);
-        let into = Into { hidden: Some(&dhidden), weight: Some((start(dweight, gpu)?, true)) };
+        let into = GradientOutputs { hidden: Some(&dhidden), weight: Some((start(dweight, gpu)?, true)) };
         let factor = self.factor / rows as f32;
         let (loss, _) = own_pass(gpu, [&hidden, &weight], &ids, settings, &into, factor)?;
         Ok([loss, dhidden])
@@ -321,7 +336,7 @@ impl Launch<Fp8Inputs<'_>, [CudaStorage; 2]> for LinearIntoFp8 {
         let logits = float.alloc(gpu, settings.chunk(dims.0) * dims.1)?;
         let out = Out { at: start_of(&logits, gpu)?, float };
         let dhidden = float.alloc(gpu, dims.0 * width)?;
-        let into = Into { hidden: Some(&dhidden), weight: Some((start(dweight, gpu)?, true)) };
+        let into = GradientOutputs { hidden: Some(&dhidden), weight: Some((start(dweight, gpu)?, true)) };
         let products =
             InFp8 { op: self, codes: [hidden, hidden_t, weight, weight_t], scales: [of_hidden, of_weight] };
         let (loss, _) = pass(gpu, &products, out, dims, &Dense::new(targets, gpu)?, settings, &into)?;

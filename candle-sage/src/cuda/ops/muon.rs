@@ -193,7 +193,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn adjacent_parts_are_joined_if_alike() {
+    fn adjacent_parts_are_joined_if_equal() {
         let part = |at, to, shape: (usize, usize)| MuonPart { at, to, len: shape.0 * shape.1, shape };
         let parts = [
             part(0, 64, (8, 8)),

@@ -9,7 +9,7 @@ use crate::cuda::compiled::constants::elements_row::{KEEP, MAX_THREADS};
 use crate::cuda::compiled::constants::quant_fp8_strip::FP8_STRIP_WIDTH;
 use crate::cuda::compiled::constants::quant_fp8_tile::{FP8_LINES, FP8_THREADS};
 use crate::cuda::compiled::kernel;
-use crate::cuda::floats::{Dense, Float, PARTS, Packs, Team, count, partial_sums, start_of};
+use crate::cuda::floats::{Dense, Float, PARTS, Packs, RowThreads, count, partial_sums, start_of};
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
 use crate::launch::{Launch, Operand};
@@ -21,7 +21,7 @@ const NAME: &str = "rms-norm";
 
 /// Addresses that only some launches use.
 #[derive(Default)]
-pub(super) struct Extras<'a> {
+pub(super) struct OptionalAddresses<'a> {
     pub(super) residual: Address<'a>,
     pub(super) sum: Address<'a>,
     pub(super) dy: Address<'a>,
@@ -36,7 +36,7 @@ pub(super) fn params<'a>(
     weight: &'a Dense<'_>,
     eps: f32,
     out: Address<'a>,
-    extras: Extras<'a>,
+    extras: OptionalAddresses<'a>,
 ) -> Result<params::RmsNorm<'a>> {
     let layout = x.operand().1;
     let (len, width) = (layout.shape().elem_count(), layout.dims().last().copied().unwrap_or(1));
@@ -63,7 +63,7 @@ fn run(
     x: &Dense<'_>,
     weight: &Dense<'_>,
     eps: f32,
-    extras: Extras<'_>,
+    extras: OptionalAddresses<'_>,
 ) -> Result<CudaStorage> {
     let (storage, layout) = x.operand();
     let float = Float::of(NAME, storage)?;
@@ -72,7 +72,7 @@ fn run(
     let mut params = params(gpu, x, weight, eps, start_of(&out, gpu)?, extras)?;
     let (rows, width) = (params.rows as usize, params.width as usize);
     let packs = Packs::of(float, &[params.x, params.weight, params.dy, params.residual], &[width]);
-    let team = Team::of(width / packs.elements(), KEEP, MAX_THREADS);
+    let team = RowThreads::of(width / packs.elements(), KEEP, MAX_THREADS);
     params.lanes = team.lanes as i32;
     launch(gpu, &packs.kernel(what), team.grid(rows, most), &params)?;
     Ok(out)
@@ -107,10 +107,10 @@ impl Launch<[Operand<'_>; 4], (Option<CudaStorage>, Quantized<CudaStorage>)> for
         let residual = self.residual.then(|| Dense::new(residual, &gpu)).transpose()?;
         let sum = residual.as_ref().map(|_| float.alloc(&gpu, dims.0 * dims.1)).transpose()?;
         let codes = Codes::new(&gpu, dims, self.copies)?;
-        let extras = Extras {
+        let extras = OptionalAddresses {
             residual: residual.as_ref().map_or(Ok(Address::NULL), |residual| residual.start(&gpu))?,
             sum: sum.as_ref().map_or(Ok(Address::NULL), |sum| start_of(sum, &gpu))?,
-            ..Extras::default()
+            ..OptionalAddresses::default()
         };
         let params = params(&gpu, &x, &weight, self.eps, Address::NULL, extras)?;
         run_fp8(
@@ -136,11 +136,11 @@ impl Launch<[Operand<'_>; 5], ([CudaStorage; 2], Quantized<CudaStorage>)> for No
         let residual = self.of.residual.then(|| Dense::new(other, &gpu)).transpose()?;
         let dx = float.alloc(&gpu, dims.0 * dims.1)?;
         let codes = Codes::new(&gpu, dims, Fp8Copies::Both)?;
-        let extras = Extras {
+        let extras = OptionalAddresses {
             residual: residual.as_ref().map_or(Ok(Address::NULL), |residual| residual.start(&gpu))?,
             dy: dy.start(&gpu)?,
             partials: address(&partials, &gpu),
-            ..Extras::default()
+            ..OptionalAddresses::default()
         };
         let params = params(&gpu, &x, &dense, self.of.eps, start_of(&dx, &gpu)?, extras)?;
         run_fp8(
@@ -159,7 +159,7 @@ impl Launch<[Operand<'_>; 2], CudaStorage> for RmsNorm {
     fn launch(&self, [x, weight]: [Operand<'_>; 2]) -> Result<CudaStorage> {
         let gpu = Gpu::new(x.0.device())?;
         let [x, weight] = [Dense::new(x, &gpu)?, Dense::new(weight, &gpu)?];
-        run(&gpu, kernel!("rms_norm_fwd"), &x, &weight, self.eps, Extras::default())
+        run(&gpu, kernel!("rms_norm_fwd"), &x, &weight, self.eps, OptionalAddresses::default())
     }
 }
 
@@ -171,8 +171,11 @@ impl Launch<[Operand<'_>; 3], [CudaStorage; 2]> for RmsNorm {
             [Dense::new(x, &gpu)?, Dense::new(residual, &gpu)?, Dense::new(weight, &gpu)?];
         let (storage, layout) = x.operand();
         let sum = Float::of(NAME, storage)?.alloc(&gpu, layout.shape().elem_count())?;
-        let extras =
-            Extras { residual: residual.start(&gpu)?, sum: start_of(&sum, &gpu)?, ..Extras::default() };
+        let extras = OptionalAddresses {
+            residual: residual.start(&gpu)?,
+            sum: start_of(&sum, &gpu)?,
+            ..OptionalAddresses::default()
+        };
         let out = run(&gpu, kernel!("rms_norm_fwd"), &x, &weight, self.eps, extras)?;
         Ok([sum, out])
     }
@@ -187,11 +190,11 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 2]> for Gradients {
         let partials = gpu.alloc_zeros::<f32>(PARTS * width)?;
         let [x, dy] = [Dense::new(x, &gpu)?, Dense::new(dy, &gpu)?];
         let residual = self.residual.then(|| Dense::new(other, &gpu)).transpose()?;
-        let extras = Extras {
+        let extras = OptionalAddresses {
             residual: residual.as_ref().map_or(Ok(Address::NULL), |residual| residual.start(&gpu))?,
             dy: dy.start(&gpu)?,
             partials: address(&partials, &gpu),
-            ..Extras::default()
+            ..OptionalAddresses::default()
         };
         let dx = run(&gpu, kernel!("rms_norm_bwd"), &x, &Dense::new(weight, &gpu)?, self.eps, extras)?;
         let dw = partial_sums(&gpu, &partials, PARTS, width, Float::of(NAME, weight.0)?)?;

@@ -9,7 +9,9 @@ use crate::cuda::buffer::Buffer;
 use crate::cuda::compiled::constants::quant_fp8_tile::{FP8_LINES, FP8_NEIGHBOURS, FP8_THREADS as THREADS};
 use crate::cuda::compiled::constants::rope::MAX_THREADS;
 use crate::cuda::compiled::kernel;
-use crate::cuda::floats::{Dense, Float, PARTS, Packs, Team, count, element, partial_sums, start, start_of};
+use crate::cuda::floats::{
+    Dense, Float, PARTS, Packs, RowThreads, count, element, partial_sums, start, start_of,
+};
 use crate::cuda::kernels::{Gpu, Grid};
 use crate::cuda::params::{self, launch};
 use crate::error::Error;
@@ -79,7 +81,7 @@ impl<'a> Heads<'a> {
 }
 
 /// A new tensor for several results, concatenated along the heads.
-struct Beside {
+struct ConcatenatedHeads {
     storage: CudaStorage,
     tokens: usize,
     sequence: usize,
@@ -89,7 +91,7 @@ struct Beside {
     first: Vec<usize>,
 }
 
-impl Beside {
+impl ConcatenatedHeads {
     /// A tensor for results with the shapes of `all`.
     fn new(gpu: &Gpu, all: &[Operand<'_>]) -> Result<Self> {
         let dims = all.iter().map(|x| x.1.shape().dims4()).collect::<Result<Vec<_>>>()?;
@@ -123,7 +125,7 @@ struct Norm<'a> {
 
 /// Where a result is written.
 #[derive(Clone, Copy)]
-enum Written<'a> {
+enum Destination<'a> {
     Heads(params::Heads<'a>),
     /// FP8 values, from this column on.
     Fp8(params::Fp8Codes<'a>, usize),
@@ -152,7 +154,7 @@ fn run(
     x: &Heads<'_>,
     rotation: Rotation<'_>,
     norm: Option<Norm<'_>>,
-    out: Written<'_>,
+    out: Destination<'_>,
 ) -> Result<()> {
     let (storage, layout): (&CudaStorage, &Layout) = x.operand();
     let float = Float::of(NAME, storage)?;
@@ -176,7 +178,7 @@ fn run(
     // rows.
     let mut strides = vec![half];
     strides.extend(x.strides());
-    if let Written::Heads(out) = out {
+    if let Destination::Heads(out) = out {
         params.out = out;
         strides.extend([out.batch, out.token, out.head].map(|stride| stride as usize));
     }
@@ -196,7 +198,7 @@ fn run(
     }
     let starts = [params.x.data, params.dy.data, params.out.data, params.cos, params.sin, params.weight];
     let packs = Packs::of(float, &starts, &strides);
-    if let Written::Fp8(codes, first_column) = out {
+    if let Destination::Fp8(codes, first_column) = out {
         return run_fp8(
             gpu,
             what,
@@ -213,7 +215,7 @@ fn run(
             .hint("make the input contiguous, or use the CPU")
             .into());
     }
-    let team = Team::of(pairs, 1, MAX_THREADS);
+    let team = RowThreads::of(pairs, 1, MAX_THREADS);
     params.lanes = team.lanes as i32;
     let items = batch * sequence * heads.div_ceil(heads_at_once);
     count("heads of all tokens", items)?;
@@ -225,9 +227,9 @@ impl<'a> Launch<(&'a [Operand<'a>], [Operand<'a>; 2]), CudaStorage> for Rope {
     fn launch(&self, (all, tables): (&'a [Operand<'a>], [Operand<'a>; 2])) -> Result<CudaStorage> {
         let gpu = Gpu::new(all[0].0.device())?;
         let rotation = Rotation { tables, direction: self.direction, style: self.style };
-        let out = Beside::new(&gpu, all)?;
+        let out = ConcatenatedHeads::new(&gpu, all)?;
         for (n, &x) in all.iter().enumerate() {
-            let to = Written::Heads(out.place(n, &gpu)?);
+            let to = Destination::Heads(out.place(n, &gpu)?);
             run(&gpu, kernel!("rope"), &Heads::new(x, &gpu)?, rotation, None, to)?;
         }
         Ok(out.storage)
@@ -239,14 +241,14 @@ impl Launch<[Operand<'_>; 4], CudaStorage> for QkNormRope {
         let gpu = Gpu::new(x.0.device())?;
         let rotation = Rotation { tables: [cos, sin], direction: 1.0, style: self.style };
         let norm = Norm { weight: &Dense::new(weight, &gpu)?, eps: self.eps, gradient: None };
-        let out = Beside::new(&gpu, &[x])?;
+        let out = ConcatenatedHeads::new(&gpu, &[x])?;
         run(
             &gpu,
             kernel!("qk_norm_rope_fwd"),
             &Heads::new(x, &gpu)?,
             rotation,
             Some(norm),
-            Written::Heads(out.place(0, &gpu)?),
+            Destination::Heads(out.place(0, &gpu)?),
         )?;
         Ok(out.storage)
     }
@@ -260,9 +262,9 @@ impl<'a> Launch<BackwardInputs<'a>, (CudaStorage, Vec<CudaStorage>)> for Gradien
     fn launch(&self, (all, tables): BackwardInputs<'a>) -> Result<(CudaStorage, Vec<CudaStorage>)> {
         let inputs: Vec<Operand<'_>> = all.iter().map(|&[x, ..]| x).collect();
         let gpu = Gpu::new(inputs[0].0.device())?;
-        let out = Beside::new(&gpu, &inputs)?;
+        let out = ConcatenatedHeads::new(&gpu, &inputs)?;
         let weights = self.run(&gpu, (all, tables), kernel!("qk_norm_rope_bwd"), |n| {
-            Ok(Written::Heads(out.place(n, &gpu)?))
+            Ok(Destination::Heads(out.place(n, &gpu)?))
         })?;
         Ok((out.storage, weights))
     }
@@ -276,7 +278,7 @@ impl Gradients {
         gpu: &Gpu,
         (all, tables): BackwardInputs<'a>,
         kernel: &str,
-        written: impl Fn(usize) -> Result<Written<'a>>,
+        written: impl Fn(usize) -> Result<Destination<'a>>,
     ) -> Result<Vec<CudaStorage>> {
         let rotation = Rotation { tables, direction: -1.0, style: self.style };
         let mut weights = Vec::with_capacity(all.len());
@@ -313,7 +315,7 @@ impl<'a> Launch<Fp8Inputs<'a>, (Quantized<CudaStorage>, Vec<CudaStorage>)> for Q
         let params = codes.params_of_site(&gpu, self.scale, state)?;
         let weights = self
             .gradients
-            .run(&gpu, inputs, kernel!("qk_norm_rope_fp8"), |n| Ok(Written::Fp8(params, columns[n])))?;
+            .run(&gpu, inputs, kernel!("qk_norm_rope_fp8"), |n| Ok(Destination::Fp8(params, columns[n])))?;
         if let Some(through) = through {
             let first = columns[inputs.0.len()];
             quantize_columns(&gpu, through, columns[columns.len() - 1] - first, params, first)?;

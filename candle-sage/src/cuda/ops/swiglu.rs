@@ -99,7 +99,7 @@ impl Launch<[Operand<'_>; 3], (CudaStorage, Option<CudaStorage>)> for Gradients 
         let y = self.again.then(|| float.alloc(&gpu, len)).transpose()?;
         let dy = dy.start(&gpu)?;
         let columns = gate.columns;
-        let (out_row, distance) = if self.beside { (2 * columns, columns) } else { (columns, len) };
+        let (out_row, distance) = if self.is_concatenated { (2 * columns, columns) } else { (columns, len) };
         let dgate = start_of(&both, &gpu)?;
         // Without rows no second half exists, and no kernel is launched.
         let dup = element(&both, distance.min(len), &gpu)?;

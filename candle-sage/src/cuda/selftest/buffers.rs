@@ -28,7 +28,7 @@ fn schemes() -> [Scheme; 11] {
         SageBwd::default().smoothing(Smoothing::Kv).into(),
         AttnQat::default().smoothing(Smoothing::Kv).into(),
     ];
-    assert!(Scheme::are_all_in(&all));
+    assert!(Scheme::contains_all(&all));
     all
 }
 

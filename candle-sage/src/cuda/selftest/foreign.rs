@@ -112,7 +112,7 @@ fn candles(inputs: &Inputs, attention: &Attention) -> Result<Vec<Vec<u16>>> {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn lent_memory_gives_the_same_bits() -> Result<()> {
+fn foreign_memory_gives_the_same_bits() -> Result<()> {
     let schemes: [Scheme; 7] = [
         Scheme::Unquantized,
         SageBwd::default().into(),

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Layout, Result, Storage, StorageRef, Tensor};
 
 use super::{device, gpu, numbers};
 use crate::cuda::address::Address;
-use crate::cuda::attention::Seen;
+use crate::cuda::attention::SelectionLists;
 use crate::cuda::candle::strided;
 use crate::cuda::kernels::Gpu;
 use crate::cuda::tensor::Strided;
@@ -59,7 +59,7 @@ impl Inputs {
         let guards: Vec<_> = self.tensors.iter().map(Tensor::storage_and_layout).collect();
         let tensors = guards.iter().map(|guard| on_gpu(guard, &gpu)).collect::<Result<Vec<_>>>()?;
         let &[q, k, v, dout] = tensors.as_slice() else { unreachable!("four tensors") };
-        let seen = self.selection.as_ref().map(Seen::new).transpose()?;
+        let seen = self.selection.as_ref().map(SelectionLists::new).transpose()?;
         let problem = Problem {
             gpu: &gpu,
             // The scheme only determines the padding of heads above 128 channels. Only this scheme is tested with such

@@ -121,7 +121,7 @@ fn products_in_16_bit_from_both_layouts() -> Result<()> {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn packed_accumulators_meet_permuted_tokens() -> Result<()> {
+fn packed_accumulators_match_permuted_tokens() -> Result<()> {
     let (s, v) = (codes(6, 16 * 32), codes(7, 32 * 16));
     // V^T: (16 channels, 64 bytes); the first 32 bytes of a row are tokens.
     let mut turned = vec![0i8; 16 * 64];

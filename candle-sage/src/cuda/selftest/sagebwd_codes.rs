@@ -39,7 +39,7 @@ fn codes_and_scales_are_the_cpus_to_the_bit() -> Result<()> {
 }
 
 /// The results of the quantizer and of the backward's preparation, on the host.
-struct Written {
+struct QuantizerResults {
     q: Vec<i8>,
     k: Vec<i8>,
     v_transposed: Vec<i8>,
@@ -51,7 +51,7 @@ struct Written {
     dout_dequant_scale: Vec<f32>,
 }
 
-impl Written {
+impl QuantizerResults {
     fn of(call: &Call<'_>, dout: Strided<'_>, settings: &SageBwd) -> Result<Self> {
         let gpu = call.gpu;
         let operands = sagebwd::Operands::new(call, settings, true)?;
@@ -86,7 +86,7 @@ impl Written {
 
 /// The memory layout of a tile's INT8 values.
 #[derive(Clone, Copy, PartialEq)]
-enum Lies {
+enum TileLayout {
     RowMajor,
     /// With permuted tokens.
     Transposed,
@@ -94,13 +94,13 @@ enum Lies {
 
 /// The memory of a tile with rows of `d` INT8 values: 16-byte chunks of a row are swizzled as in layout/swizzle.cuh,
 /// and the padding to `padded` channels is zero.
-fn tile(codes: &[i8], (d, padded): (usize, usize), lies: Lies) -> Vec<i8> {
-    let width = if lies == Lies::Transposed { TILE } else { padded };
+fn tile(codes: &[i8], (d, padded): (usize, usize), lies: TileLayout) -> Vec<i8> {
+    let width = if lies == TileLayout::Transposed { TILE } else { padded };
     let mut out = vec![0; TILE * padded];
     for (t, row) in codes.chunks(d).enumerate() {
         for (c, &code) in row.iter().enumerate() {
             let slot = (0..16).find(|&s| token_of_slot(s) == t % 16).expect("a slot");
-            let (row, column) = if lies == Lies::Transposed { (c, t / 16 * 16 + slot) } else { (t, c) };
+            let (row, column) = if lies == TileLayout::Transposed { (c, t / 16 * 16 + slot) } else { (t, c) };
             let mask = if width == 64 { row / 2 % 4 } else { row % 8 };
             out[row * width + ((column / 16) ^ mask) * 16 + column % 16] = code;
         }
@@ -129,11 +129,11 @@ struct Comparison<'a> {
     inputs: &'a Inputs,
     call: &'a Call<'a>,
     settings: &'a SageBwd,
-    written: Written,
+    written: QuantizerResults,
 }
 
 impl Comparison<'_> {
-    fn same_codes(&self, what: &str, got: &[i8], at: usize, codes: &[i8], lies: Lies) {
+    fn same_codes(&self, what: &str, got: &[i8], at: usize, codes: &[i8], lies: TileLayout) {
         let (d, padded) = (self.inputs.shape.head_dim(), self.call.d);
         assert!(
             got[at * TILE * padded..][..TILE * padded] == tile(codes, (d, padded), lies),
@@ -161,11 +161,11 @@ impl Comparison<'_> {
         let tiles = expected.codes.chunks(TILE * d).zip(grads.chunks(TILE * d));
         for (t, (codes, grads)) in tiles.enumerate() {
             let at = head * self.call.geometry.sizes.query_tiles as usize + first + t;
-            self.same_codes("Q", &written.q, at, codes, Lies::RowMajor);
-            self.same_codes("Q^T", &written.q_transposed, at, codes, Lies::Transposed);
+            self.same_codes("Q", &written.q, at, codes, TileLayout::RowMajor);
+            self.same_codes("Q^T", &written.q_transposed, at, codes, TileLayout::Transposed);
             self.same_scale("Q", written.q_dequant_scale[at], expected.dequant_scale[t]);
             let (codes, scales) = gradient_codes(grads, d, self.settings.granularity);
-            self.same_codes("dO^T", &written.dout_transposed, at, &codes, Lies::Transposed);
+            self.same_codes("dO^T", &written.dout_transposed, at, &codes, TileLayout::Transposed);
             for (c, scale) in scales.iter().enumerate() {
                 self.same_scale("dO", written.dout_dequant_scale[at * self.call.d + c], scale.dequant);
             }
@@ -189,8 +189,8 @@ impl Comparison<'_> {
         let tiles = keys.codes.chunks(TILE * d).zip(values.codes.chunks(TILE * d));
         for (t, (key, value)) in tiles.enumerate() {
             let at = head * self.call.geometry.sizes.key_tiles as usize + first + t;
-            self.same_codes("K", &written.k, at, key, Lies::RowMajor);
-            self.same_codes("V^T", &written.v_transposed, at, value, Lies::Transposed);
+            self.same_codes("K", &written.k, at, key, TileLayout::RowMajor);
+            self.same_codes("V^T", &written.v_transposed, at, value, TileLayout::Transposed);
             self.same_scale("K", written.k_dequant_scale[at], keys.dequant_scale[t]);
             self.same_scale("V", written.v_dequant_scale[at], values.dequant_scale[t]);
         }
@@ -204,7 +204,7 @@ fn compare_codes(
     settings: &SageBwd,
 ) -> Result<()> {
     let (call, shape) = (Call::new(problem)?, &inputs.shape);
-    let written = Written::of(&call, dout, settings)?;
+    let written = QuantizerResults::of(&call, dout, settings)?;
     let comparison = Comparison { inputs, call: &call, settings, written };
     let (mut first_query_tile, mut first_key_tile) = (0, 0);
     for segment in shape.segments() {

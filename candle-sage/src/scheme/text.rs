@@ -152,7 +152,7 @@ mod tests {
     use crate::scheme::{Granularity, Int8Products, KeyMean, ValueGroups, ValueScale};
 
     #[test]
-    fn every_setting_is_set_by_its_own_words() {
+    fn every_setting_is_parsed_from_its_text() {
         let sagebwd = SageBwd::default()
             .smoothing(Smoothing::Qk)
             .key_mean(KeyMean::Sample(7))
@@ -166,7 +166,7 @@ mod tests {
             .value_scale(ValueScale::Head);
         let qat = qat.matched_recomputation(false).requantized_p(false).high_precision_output(false);
         let all = [Scheme::Unquantized, sagebwd.into(), qat.into()];
-        assert!(Scheme::are_all_in(&all));
+        assert!(Scheme::contains_all(&all));
         for scheme in all {
             let mut again = Scheme::from_name(scheme.name()).expect("its name");
             for (name, value) in scheme.settings() {
