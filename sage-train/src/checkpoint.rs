@@ -26,7 +26,7 @@ use crate::config::{BRANCHED_FROM, CheckpointConfig, Config, Identity};
 use crate::lock::Lock;
 use crate::model::{Parameters, Parts, Snapshot, State};
 use crate::partial::{PARTIAL, sync};
-use crate::ranks::{Rank, Ranks, Words};
+use crate::ranks::{ControlChannel, Rank, Ranks};
 use crate::settings::{Role, has_role};
 use crate::{during, hex, writing};
 
@@ -41,7 +41,7 @@ const VERSIONS: [u32; 2] = [1, 2];
 /// The contents of `checkpoint.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct About {
+pub struct CheckpointInfo {
     version: u32,
     /// Number of steps taken.
     pub step: u64,
@@ -74,10 +74,10 @@ struct RankFile {
     parts: Parts,
 }
 
-impl About {
+impl CheckpointInfo {
     fn new(
         step: u64,
-        Belongs { data, settings }: Belongs,
+        CheckpointOwner { data, settings }: CheckpointOwner,
         mut files: Vec<RankFile>,
         scales: Vec<[f32; 2]>,
     ) -> Self {
@@ -118,7 +118,7 @@ impl About {
         let added = added.iter().filter(|key| now.contains_key(*key));
         let keys = then.keys().filter(|key| *key != BRANCHED_FROM).chain(added);
         // The checkpoint identifies data by its fingerprint, so the settings that determine the data are not compared.
-        let free = |key: &str| has_role(key, Role::Changes) || ["tokenizer", "text-field"].contains(&key);
+        let free = |key: &str| has_role(key, Role::Resumable) || ["tokenizer", "text-field"].contains(&key);
         let Some(key) = keys.clone().find(|key| !free(key) && then.get(*key) != now.get(*key)) else {
             return Ok(());
         };
@@ -139,7 +139,7 @@ fn state_name(rank: Rank) -> String {
 
 /// The run that a checkpoint belongs to.
 #[derive(Debug, Clone)]
-pub(crate) struct Belongs {
+pub(crate) struct CheckpointOwner {
     /// [`crate::data::Dataset::fingerprint`] of the run's data.
     pub(crate) data: String,
     pub(crate) settings: Identity,
@@ -149,17 +149,22 @@ pub(crate) struct Belongs {
 #[derive(Debug)]
 pub(crate) struct Checkpoints {
     folder: PathBuf,
-    belongs: Belongs,
+    belongs: CheckpointOwner,
     config: CheckpointConfig,
-    words: Words,
+    channel: ControlChannel,
     writing: Option<JoinHandle<Result<()>>>,
 }
 
 impl Checkpoints {
     /// Prepares the folder of checkpoints, and removes what an interrupted writer left.
-    pub(crate) fn new(run: &Path, belongs: Belongs, config: CheckpointConfig, words: Words) -> Result<Self> {
+    pub(crate) fn new(
+        run: &Path,
+        belongs: CheckpointOwner,
+        config: CheckpointConfig,
+        channel: ControlChannel,
+    ) -> Result<Self> {
         let folder = run.join(FOLDER);
-        if words.rank().is_first() {
+        if channel.rank().is_first() {
             std::fs::create_dir_all(&folder).map_err(writing(&folder))?;
             for entry in std::fs::read_dir(&folder).map_err(writing(&folder))?.flatten() {
                 if entry.file_name().to_string_lossy().ends_with(PARTIAL) {
@@ -167,16 +172,16 @@ impl Checkpoints {
                 }
             }
         }
-        Ok(Self { folder, belongs, config, words, writing: None })
+        Ok(Self { folder, belongs, config, channel, writing: None })
     }
 
     /// Starts to write a checkpoint. The caller must have waited for the previous checkpoint.
     pub(crate) fn save(&mut self, step: u64, snapshot: Result<Snapshot>) {
         let (folder, belongs, config) = (self.folder.clone(), self.belongs.clone(), self.config);
-        let words = self.words.clone();
+        let channel = self.channel.clone();
         self.writing = Some(std::thread::spawn(move || {
-            write(&folder, step, belongs, snapshot, &words)?;
-            if words.rank().is_first() { prune(&folder, config) } else { Ok(()) }
+            write(&folder, step, belongs, snapshot, &channel)?;
+            if channel.rank().is_first() { prune(&folder, config) } else { Ok(()) }
         }));
     }
 
@@ -202,42 +207,42 @@ fn name(step: u64) -> String {
 fn write(
     folder: &Path,
     step: u64,
-    belongs: Belongs,
+    belongs: CheckpointOwner,
     snapshot: Result<Snapshot>,
-    words: &Words,
+    channel: &ControlChannel,
 ) -> Result<()> {
     let partial = folder.join(name(step) + PARTIAL);
     let scales = snapshot.as_ref().map_or(Vec::new(), |snapshot| snapshot.scales.clone());
     // A panic becomes an error too, so that the other ranks always receive the outcome of this rank.
-    let work = || snapshot.and_then(|snapshot| write_state(&partial, &snapshot, words.rank()));
+    let work = || snapshot.and_then(|snapshot| write_state(&partial, &snapshot, channel.rank()));
     let own = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work))
         .unwrap_or_else(|_| Err(Error::failed("the thread that writes checkpoints panicked")));
     let report = match &own {
         Ok(file) => Ok(file.clone()),
         Err(error) => Err(error.to_string()),
     };
-    let report = words.share("checkpoint", &serde_json::to_string(&report).expect("plain values"));
+    let report = channel.share("checkpoint", &serde_json::to_string(&report).expect("plain values"));
     let files = report.iter().enumerate().map(|(rank, report)| {
         let file: std::result::Result<RankFile, String> =
             serde_json::from_str(report).map_err(during("another rank sent an invalid report"))?;
-        file.map_err(|error| match words.rank().of {
+        file.map_err(|error| match channel.rank().of {
             1 => Error::new(error),
             _ => Error::new(format!("rank {rank}: {error}")),
         })
     });
     let files: Result<Vec<RankFile>> = files.collect();
-    let written = files.and_then(|files| match words.rank().is_first() {
+    let written = files.and_then(|files| match channel.rank().is_first() {
         true => finish(folder, &partial, (step, scales), belongs, files),
         false => Ok(()),
     });
     // Until rank 0 has renamed the checkpoint, no rank exits or counts the checkpoint as written.
     let failed = written.as_ref().err().map_or(String::new(), Error::to_string);
-    let of_first = words.from_first("checkpoint is named", &failed);
+    let of_first = channel.from_first("checkpoint is named", &failed);
     let written = match of_first.is_empty() {
         true => written,
         false => written.and(Err(Error::new(of_first))),
     };
-    if written.is_err() && words.rank().is_first() {
+    if written.is_err() && channel.rank().is_first() {
         // The next checkpoint may need the disk space.
         let _ = std::fs::remove_dir_all(&partial);
     }
@@ -273,7 +278,7 @@ fn finish(
     folder: &Path,
     partial: &Path,
     (step, scales): (u64, Vec<[f32; 2]>),
-    belongs: Belongs,
+    belongs: CheckpointOwner,
     files: Vec<RankFile>,
 ) -> Result<()> {
     // Machines may have folders of the same name on separate disks.
@@ -286,8 +291,8 @@ fn finish(
             .allowed("the files of all ranks in one folder")
             .hint("set --out to a folder that all machines share"));
     }
-    let about =
-        serde_json::to_string_pretty(&About::new(step, belongs, files, scales)).expect("plain values");
+    let about = serde_json::to_string_pretty(&CheckpointInfo::new(step, belongs, files, scales))
+        .expect("plain values");
     for (name, text) in [(ABOUT, about.as_str()), (MARKER, &hex(&Sha256::digest(&about)))] {
         let path = partial.join(name);
         std::fs::write(&path, text).map_err(writing(&path))?;
@@ -347,7 +352,7 @@ pub struct FoundCheckpoint {
     /// The folder of the checkpoint's run.
     pub run: PathBuf,
     /// The contents of the checkpoint's `checkpoint.json`.
-    pub about: About,
+    pub about: CheckpointInfo,
     path: PathBuf,
     files: Vec<RankFile>,
     /// Keeps other processes from continuing the run and from removing this checkpoint. Rank 0 holds the lock
@@ -442,7 +447,7 @@ pub fn is_one(folder: &Path) -> bool {
 ///
 /// # Errors
 /// When the folder is not a complete checkpoint.
-pub fn open(checkpoint: &Path) -> Result<(About, State)> {
+pub fn open(checkpoint: &Path) -> Result<(CheckpointInfo, State)> {
     let run = checkpoint.parent().and_then(Path::parent).unwrap_or(checkpoint);
     let (about, files) = verified(run, checkpoint, Rank::ALONE)?;
     Ok((about, State::open(paths(checkpoint, files))?))

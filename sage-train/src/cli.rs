@@ -3,13 +3,13 @@
 mod attending;
 mod bench;
 mod data;
+mod from_files;
 mod help;
 mod lists;
 mod model;
 mod probe;
 mod report;
 mod resume;
-mod settle;
 mod several;
 mod sweep;
 mod tasks;
@@ -32,11 +32,11 @@ use crate::{notify, printable};
 
 use bench::Bench;
 use data::{Data, write_corpus};
-use lists::Typed;
+use lists::ExpandedCommand;
 use model::{Eval, Export, Sample};
 use probe::Probe;
-use report::Reporting;
-use sweep::Sweeping;
+use report::ReportArguments;
+use sweep::SweepArguments;
 use threads::{OnThreads, Threads};
 use train::Train;
 
@@ -124,10 +124,10 @@ enum Verb {
     /// Measure the error of low-bit attention: on the tensors of a trained model, layer by layer, or on random ones
     Probe(Box<OnThreads<Probe>>),
     /// Run many runs that differ in some settings; finished runs are skipped and interrupted runs resumed
-    Sweep(Box<Sweeping>),
+    Sweep(Box<SweepArguments>),
     /// Compare runs in one HTML file: losses, differences with confidence intervals, speed
     #[command(allow_negative_numbers = true)]
-    Report(Reporting),
+    Report(ReportArguments),
 }
 
 /// The second of two paths after `--data`: the shell expanded a pattern to several paths.
@@ -151,7 +151,7 @@ pub fn exit_code(error: &Error) -> u8 {
 impl Cli {
     /// Parses the command line. A list of values for a setting turns the command into a sweep.
     pub fn typed() -> Self {
-        let typed = Typed::new(std::env::args_os().collect());
+        let typed = ExpandedCommand::new(std::env::args_os().collect());
         let parse = |words: &[OsString]| Self::parse_words(words);
         let read = || {
             let cli = parse(&typed.words)?;

@@ -20,7 +20,7 @@ use toml::Table;
 
 use crate::checks::{self, above_zero, in_range, need};
 use crate::data::DataConfig;
-use crate::device::Place;
+use crate::device::DeviceKind;
 use crate::model::{LlamaConfig, Training};
 use crate::optim::{LearningRate, Optimizer};
 use crate::quantity::Quantity;
@@ -32,7 +32,7 @@ pub use attention::check_own;
 pub use branch::Branch;
 pub use changes::Change;
 pub use checkpoints::CheckpointConfig;
-pub use identity::{BRANCHED_FROM, Identity, differing, in_words, is_meaningless, is_seed, of_attention};
+pub use identity::{BRANCHED_FROM, Identity, as_text, differing, is_meaningless, is_seed, of_attention};
 pub use reference::reference;
 
 /// The folder inside a sweep's folder with the requested settings of each run.
@@ -65,7 +65,7 @@ pub struct Config {
     /// over recent steps.
     pub skip_spikes: Option<f64>,
     /// The device to train on.
-    pub device: Place,
+    pub device: DeviceKind,
     /// Seed of the initial weights.
     pub weights_seed: u64,
     /// Seed of everything random except weights and data.
@@ -114,8 +114,8 @@ impl Config {
         let mut s = settings.over(preset::defaults(preset));
         let attn = need(s.attention.attn);
         let steps = batch::steps(&s.batch)?;
-        let sla2 =
-            attn.sla2(&s.sla2, need(s.data.context).0 as usize, steps, need(s.run.device) == Place::Cuda)?;
+        let is_on_gpu = need(s.run.device) == DeviceKind::Cuda;
+        let sla2 = attn.sla2(&s.sla2, need(s.data.context).0 as usize, steps, is_on_gpu)?;
         if let Some(sla2) = &sla2 {
             // The resolved values are saved, because they would differ with another device, context or number of steps.
             s.sla2 = Sla2Settings {
@@ -235,7 +235,7 @@ impl Config {
                 }
             };
             Error::new(format!("cannot use the settings in {}", path.display()))
-                .got(in_short(&error))
+                .got(short_message(&error))
                 .hint(hint)
         };
         // A file without tables is deserialized directly from its text, because errors then name the line.
@@ -367,7 +367,7 @@ const ELSEWHERE: [(&str, &str); 9] = [
 
 /// A short error message for a TOML file. For an unknown key it suggests the closest valid key, instead of listing all
 /// keys.
-pub fn in_short(error: &toml::de::Error) -> String {
+pub fn short_message(error: &toml::de::Error) -> String {
     let text = error.to_string();
     let unknown =
         text.split("unknown field `").nth(1).and_then(|rest| rest.split_once("`, expected one of "));

@@ -34,7 +34,7 @@ mod tokenizer;
 mod tokens;
 mod verify;
 
-pub use batches::{Batch, Batches, Cut, Sequences};
+pub use batches::{Batch, Batches, SequenceSplit, Sequences};
 pub use config::DataConfig;
 pub use feed::Feed;
 pub use mixture::Mixture;

@@ -21,21 +21,21 @@ use crate::ranks::Rank;
 /// The kind of device that a model runs on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Place {
+pub enum DeviceKind {
     /// The CPU, in f32
     Cpu,
     /// An NVIDIA GPU, in bf16 with f32 sums; training keeps the weights in f32
     Cuda,
 }
 
-impl Default for Place {
+impl Default for DeviceKind {
     /// The GPU, if this build has kernels for one.
     fn default() -> Self {
         if cfg!(feature = "cuda") { Self::Cuda } else { Self::Cpu }
     }
 }
 
-impl std::fmt::Display for Place {
+impl std::fmt::Display for DeviceKind {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Cpu => "cpu",
@@ -44,7 +44,7 @@ impl std::fmt::Display for Place {
     }
 }
 
-impl Place {
+impl DeviceKind {
     /// The element type of activations.
     pub fn dtype(self) -> DType {
         match self {
@@ -101,7 +101,7 @@ impl Place {
 
 /// Asynchronous readback of a step's numbers, and the device time of the step.
 #[derive(Debug)]
-pub enum Mailbox {
+pub enum StepReadback {
     /// On the CPU the numbers are available at once.
     Here {
         /// The numbers.
@@ -116,18 +116,18 @@ pub enum Mailbox {
     /// A GPU copies the numbers to page-locked memory. This memory is allocated once, because the allocation
     /// waits for all earlier work.
     #[cfg(feature = "cuda")]
-    PageLocked(memory::Letter),
+    PageLocked(memory::ReadbackSlot),
 }
 
-impl Mailbox {
-    /// A mailbox for `len` numbers.
+impl StepReadback {
+    /// A readback for `len` numbers.
     ///
     /// # Errors
     /// When memory is short.
     pub fn new(device: &Device, len: usize) -> candle_core::Result<Self> {
         match device {
             #[cfg(feature = "cuda")]
-            Device::Cuda(device) => Ok(Self::PageLocked(memory::Letter::new(device, len)?)),
+            Device::Cuda(device) => Ok(Self::PageLocked(memory::ReadbackSlot::new(device, len)?)),
             _ => Ok(Self::Here { numbers: vec![0.0; len], began: Instant::now(), marked: 0.0, seconds: 0.0 }),
         }
     }
@@ -235,7 +235,7 @@ mod memory {
     /// The numbers of a step in page-locked memory, with events before and after the step. (cudarc records no events
     /// while a context has one stream.)
     #[derive(Debug)]
-    pub struct Letter {
+    pub struct ReadbackSlot {
         stream: Arc<CudaStream>,
         host: PinnedHostSlice<f64>,
         began: CudaEvent,
@@ -243,7 +243,7 @@ mod memory {
         came: Option<CudaEvent>,
     }
 
-    impl Letter {
+    impl ReadbackSlot {
         pub(super) fn new(device: &CudaDevice, len: usize) -> Result<Self> {
             let stream = device.cuda_stream();
             // SAFETY: any bits are valid f64; `open` waits for the copy into the memory, and `drop` waits for the
@@ -284,7 +284,7 @@ mod memory {
         }
     }
 
-    impl Drop for Letter {
+    impl Drop for ReadbackSlot {
         /// A copy may still be in flight.
         fn drop(&mut self) {
             let _ = self.stream.synchronize();

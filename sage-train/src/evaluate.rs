@@ -10,13 +10,13 @@ use candle_core::{DType, Device};
 use candle_sage::ops::{self, CrossEntropy};
 use candle_sage::{Error, Result};
 
-use crate::data::{Batches, Cut, Mixture, Tokenizer};
+use crate::data::{Batches, Mixture, SequenceSplit, Tokenizer};
 use crate::model::{Input, Llama};
 use crate::on_device;
 use crate::ranks::Ranks;
 
 pub use choices::{Choices, Example, choose, read_examples};
-pub use position::{OfPositions, by_position};
+pub use position::{PositionLoss, by_position};
 pub use recall::{Recalled, recall};
 pub use selected::selected;
 pub use tasks::Task;
@@ -45,7 +45,7 @@ pub struct Extent {
 
 impl Extent {
     /// The number of sequences to evaluate.
-    fn sequences(self, batches: &Batches<'_>, cut: Cut) -> u64 {
+    fn sequences(self, batches: &Batches<'_>, cut: SequenceSplit) -> u64 {
         self.tokens.div_ceil(cut.context as u64).min(batches.sequences())
     }
 
@@ -64,7 +64,7 @@ impl Extent {
 pub fn evaluate(
     model: &Llama,
     data: &Mixture,
-    cut: Cut,
+    cut: SequenceSplit,
     tokenizer: &Tokenizer,
     extent: Extent,
     (device, ranks): (&Device, &Ranks),
@@ -93,7 +93,7 @@ pub fn evaluate(
             model.loss(input, &batch.targets)?.to_scalar::<f32>()
         };
         sums.push(f64::from(loss().map_err(on_device("validation"))?) * count as f64);
-        ranks.words().tick();
+        ranks.channel().tick();
         seen((first + count) * cut.context as u64, wanted * cut.context as u64);
     }
     let batches_done = sums.len();
@@ -132,7 +132,7 @@ pub struct TokenByToken {
 pub fn token_by_token(
     model: &Llama,
     data: &Mixture,
-    cut: Cut,
+    cut: SequenceSplit,
     extent: Extent,
     device: &Device,
     seen: &mut dyn FnMut(u64, u64),
@@ -208,7 +208,7 @@ mod tests {
             DType::F32,
         )?;
         let model = Llama::new(&config, &parameters, &device).map_err(during("the model"))?;
-        let cut = Cut { context: 8, seed: 0, vocab: 300, end_of_document: None };
+        let cut = SequenceSplit { context: 8, seed: 0, vocab: 300, end_of_document: None };
         // The second text has three bytes for each byte that its tokens stand for.
         for (text_bytes, bytes) in [(10, 16.0), (30, 48.0)] {
             let tokens = crate::data::Tokens::from(tokens.clone()).with_text(text_bytes, 10);

@@ -175,7 +175,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_point_comes_back_from_its_line() {
+    fn a_point_is_parsed_from_its_line() {
         let point = Point {
             step: 3,
             tokens: 12_345_678_901,

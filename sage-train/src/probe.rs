@@ -20,17 +20,17 @@ use candle_sage::{Error, Result, SageBwd, Scheme};
 use rayon::prelude::*;
 
 use crate::config::check_own;
-use crate::data::{Batches, Cut, Dataset, Mixture, Tokenizer};
-use crate::device::{Place, free_memory};
+use crate::data::{Batches, Dataset, Mixture, SequenceSplit, Tokenizer};
+use crate::device::{DeviceKind, free_memory};
 use crate::metrics::{Probed, QUANTITIES, RESULTS, Row, Sizes};
-use crate::model::{Llama, LlamaConfig, Parameters, Training, Watch};
+use crate::model::{BackwardObserver, Llama, LlamaConfig, Parameters, Training};
 use crate::quantity::gib;
 use crate::ranks::Ranks;
 use crate::settings::{Attn, Settings};
 use crate::trained::Trained;
 use crate::{bar, during, notify};
 
-use anatomy::{Anatomy, Inputs, Low, OutOfRange, Quantities, bytes};
+use anatomy::{Anatomy, Inputs, OutOfRange, Quantities, QuantizedParts, bytes};
 use attn_qat::AttnQatAnatomy;
 use measures::{Sums, outlying};
 use sagebwd::SageBwdAnatomy;
@@ -64,9 +64,9 @@ impl Default for ProbeOptions {
 ///
 /// # Errors
 /// When the folder has no weights, the run's data is missing or has changed, or the model has no attention.
-pub fn probe(folder: &Path, look: ProbeOptions, settings: Settings, typed: &Settings) -> Result<Probed> {
+pub fn probe(folder: &Path, options: ProbeOptions, settings: Settings, typed: &Settings) -> Result<Probed> {
     // The probe runs on the CPU, and therefore in f32, even if the model was trained on a GPU.
-    let trained = Trained::open(folder, Place::Cpu, settings, true)?;
+    let trained = Trained::open(folder, DeviceKind::Cpu, settings, true)?;
     trained.check_attention(folder, "probe")?;
     let Trained { config, parameters, .. } = &trained;
     let scheme = low_bit(&config.model, &config.settings);
@@ -80,7 +80,7 @@ pub fn probe(folder: &Path, look: ProbeOptions, settings: Settings, typed: &Sett
             "the model was trained with attention inside documents, and is probed with attention over whole sequences",
         );
     }
-    let mut probed = probe_model(&config.model, parameters, scheme, (&data.validation, cut), look)?;
+    let mut probed = probe_model(&config.model, parameters, scheme, (&data.validation, cut), options)?;
     probed.step = trained.step;
     Ok(probed)
 }
@@ -119,10 +119,10 @@ pub fn probe_model(
     config: &LlamaConfig,
     parameters: &Parameters,
     scheme: Scheme,
-    (text, cut): (&Mixture, Cut),
-    look: ProbeOptions,
+    (text, cut): (&Mixture, SequenceSplit),
+    options: ProbeOptions,
 ) -> Result<Probed> {
-    let anatomy = anatomy_of(scheme, look.token_scales)?;
+    let anatomy = anatomy_of(scheme, options.token_scales)?;
     let group = config.heads / config.key_heads;
     let needed = bytes(cut.context, group);
     if needed > available() {
@@ -138,19 +138,19 @@ pub fn probe_model(
     }
     // Attention spans whole sequences. With attention inside documents, each document would be a sequence of another
     // length.
-    let cut = Cut { end_of_document: None, ..cut };
+    let cut = SequenceSplit { end_of_document: None, ..cut };
     let batches = Batches::new(text, cut);
-    let sequences = look.sequences.min(batches.sequences() as usize);
+    let sequences = options.sequences.min(batches.sequences() as usize);
     let layers = trace(config, parameters, &batches, sequences)?;
     let heads = [config.heads, config.key_heads];
     let bar = bar(layers.len() as u64, "{bar:30.cyan/blue} layer {pos}/{len} [{elapsed}, ETA {eta}]");
     let mut rows = Vec::new();
     for (layer, mut tensors) in layers.into_iter().enumerate() {
         for tensor in &mut tensors[..2] {
-            *tensor = (&*tensor * look.qk_scale).map_err(during("probing"))?;
+            *tensor = (&*tensor * options.qk_scale).map_err(during("probing"))?;
         }
-        let found = insides(&tensors, heads, &*anatomy, look).map_err(during("probing"))?;
-        rows.extend(found.rows(layer, look.heads));
+        let found = tensors_of_layers(&tensors, heads, &*anatomy, options).map_err(during("probing"))?;
+        rows.extend(found.rows(layer, options.heads));
         bar.inc(1);
     }
     bar.finish_and_clear();
@@ -160,8 +160,8 @@ pub fn probe_model(
         step: None,
         context,
         sequences,
-        qk_scale: look.qk_scale,
-        token_scales: look.token_scales,
+        qk_scale: options.qk_scale,
+        token_scales: options.token_scales,
         rows,
     })
 }
@@ -199,7 +199,11 @@ fn trace(
         Ok(())
     };
     llama
-        .train_watched(&batch.ids, &batch.targets, Watch { observe: Some(&mut observe), left: None })
+        .train_observed(
+            &batch.ids,
+            &batch.targets,
+            BackwardObserver { observe: Some(&mut observe), layer_done: None },
+        )
         .map_err(during("probing"))?;
     layers.reverse();
     Ok(layers)
@@ -287,11 +291,11 @@ fn head_of(x: &Tensor, sequence: usize, head: usize) -> candle_core::Result<Vec<
 
 /// Measures a layer: computes attention of every sequence and head in f64, exactly and in low bits, and compares all
 /// intermediate quantities.
-fn insides(
+fn tensors_of_layers(
     tensors: &[Tensor; 4],
     [heads, key_heads]: [usize; 2],
     anatomy: &dyn Anatomy,
-    look: ProbeOptions,
+    options: ProbeOptions,
 ) -> candle_core::Result<LayerErrors> {
     let (sequences, tokens, _, head_dim) = tensors[0].dims4()?;
     let group = heads / key_heads;
@@ -311,13 +315,13 @@ fn insides(
                 Ok(Inputs { rows, tokens, head_dim })
             })
             .collect::<candle_core::Result<Vec<_>>>()?;
-        let of = |low: Low| -> candle_core::Result<Vec<Quantities>> {
+        let of = |low: QuantizedParts| -> candle_core::Result<Vec<Quantities>> {
             let all = inputs.iter().map(|inputs| anatomy.compute(inputs, low));
             let mut all = all.collect::<candle_core::Result<Vec<_>>>()?;
             share(&mut all);
             Ok(all)
         };
-        let (exact, codes) = (of(Low::None)?, of(Low::All)?);
+        let (exact, codes) = (of(QuantizedParts::None)?, of(QuantizedParts::All)?);
         let mut found: Vec<(usize, HeadErrors)> = (0..group)
             .map(|n| {
                 let errors = errors(&codes[n], &exact[n], n == 0);
@@ -329,9 +333,9 @@ fn insides(
                 )
             })
             .collect();
-        if look.products {
+        if options.products {
             for (part, name) in anatomy.parts().iter().enumerate() {
-                let alone = of(Low::One(part))?;
+                let alone = of(QuantizedParts::One(part))?;
                 for (n, (_, found)) in found.iter_mut().enumerate() {
                     let got = errors(&alone[n], &exact[n], n == 0);
                     let sums = RESULTS.map(|name| got.get(name).copied());
@@ -435,7 +439,7 @@ pub fn probe_weights(
         Some(Training::of_gradients(&Ranks::alone())),
     )?;
     let scheme = low_bit(&config.model, &config.settings);
-    let look = ProbeOptions { sequences: 1, ..ProbeOptions::default() };
+    let options = ProbeOptions { sequences: 1, ..ProbeOptions::default() };
     let cut = config.data.cut(tokenizer);
-    Ok(Probed { step: Some(step), ..probe_model(&config.model, &parameters, scheme, (text, cut), look)? })
+    Ok(Probed { step: Some(step), ..probe_model(&config.model, &parameters, scheme, (text, cut), options)? })
 }

@@ -3,11 +3,11 @@
 //!
 //! A run with one process is a run with one rank, on the same code path.
 
+mod control;
 mod greeting;
 mod group;
 mod launch;
 mod loopback;
-mod meeting;
 mod mesh;
 mod message;
 #[cfg(feature = "cuda")]
@@ -31,9 +31,9 @@ pub use message::first_message;
 pub use transport::{CopyEngines, Transfer};
 pub use world::{World, variables};
 
+use control::ControlConnection;
 use launch::Launch;
 use loopback::Loopback;
-use meeting::Meeting;
 use transport::Transport;
 
 use crate::during;
@@ -61,7 +61,7 @@ pub enum Role {
     /// This process is one of the ranks, and is connected to the others.
     Rank {
         /// The control channel to the other ranks.
-        words: Words,
+        channel: ControlChannel,
         /// This rank among the ranks of its machine.
         local: Rank,
     },
@@ -70,7 +70,7 @@ pub enum Role {
 impl Role {
     /// The only rank of a run.
     pub fn alone() -> Self {
-        Self::Rank { words: Words::alone(), local: Rank::ALONE }
+        Self::Rank { channel: ControlChannel::alone(), local: Rank::ALONE }
     }
 
     /// Takes the rank from the environment, if a launcher has set it. Otherwise starts `gpus` ranks and waits
@@ -99,7 +99,9 @@ impl Role {
                     .allowed("--gpus or another launcher, or the same number from both")
                     .hint("--gpus itself starts processes: leave it out under torchrun or srun"))
             }
-            (_, Some(world)) => Ok(Self::Rank { words: Words::meet(&world, stall)?, local: world.local }),
+            (_, Some(world)) => {
+                Ok(Self::Rank { channel: ControlChannel::connect(&world, stall)?, local: world.local })
+            }
             (_, None) => Ok(Self::alone()),
         }
     }
@@ -114,7 +116,7 @@ pub struct Ranks {
     shards: Group,
     replicas: Group,
     context: Group,
-    words: Words,
+    channel: ControlChannel,
 }
 
 impl Ranks {
@@ -122,15 +124,20 @@ impl Ranks {
     pub fn alone() -> Self {
         let alone = Group::alone;
         let (all, shards, replicas, context) = (alone(), alone(), alone(), alone());
-        Self { mesh: Mesh::ALONE, all, shards, replicas, context, words: Words::alone() }
+        Self { mesh: Mesh::ALONE, all, shards, replicas, context, channel: ControlChannel::alone() }
     }
 
     /// Connects the devices of ranks whose control channel is connected, in the groups of `mesh`.
     ///
     /// # Errors
     /// When the devices cannot reach each other.
-    pub fn connect(words: Words, mesh: Mesh, engines: CopyEngines, device: &Device) -> Result<Self> {
-        let Some(meeting) = &words.meeting else { return Ok(Self { mesh, ..Self::alone() }) };
+    pub fn connect(
+        channel: ControlChannel,
+        mesh: Mesh,
+        engines: CopyEngines,
+        device: &Device,
+    ) -> Result<Self> {
+        let Some(connection) = &channel.connection else { return Ok(Self { mesh, ..Self::alone() }) };
         let transport: Rc<dyn Transport> = match device {
             Device::Cpu if engines == CopyEngines::On => {
                 return Err(Error::new("CPUs have no copy engines")
@@ -138,11 +145,11 @@ impl Ranks {
                     .allowed("auto or off")
                     .hint("leave --copy-engines out"));
             }
-            Device::Cpu => Rc::new(Loopback::connect(meeting)?),
+            Device::Cpu => Rc::new(Loopback::connect(connection)?),
             #[cfg(feature = "cuda")]
             Device::Cuda(device) => {
-                words.doing("connecting the GPUs");
-                Rc::new(nccl::Nccl::connect(&words, mesh, engines, device)?)
+                channel.set_activity("connecting the GPUs");
+                Rc::new(nccl::Nccl::connect(&channel, mesh, engines, device)?)
             }
             _ => return Err(Error::new("ranks cannot connect devices of this kind")),
         };
@@ -155,7 +162,7 @@ impl Ranks {
             shards: Group::node(&transport, shard, replica.index * shard.of),
             replicas: group(replica, shard.index, shard.of),
             context: group(mesh.part(), mesh.data().index * mesh.context, 1),
-            words,
+            channel,
         })
     }
 
@@ -195,8 +202,8 @@ impl Ranks {
     }
 
     /// The control channel.
-    pub fn words(&self) -> &Words {
-        &self.words
+    pub fn channel(&self) -> &ControlChannel {
+        &self.channel
     }
 
     /// All-gathers the same count of numbers from each rank, and returns the numbers of each rank, in the order of the
@@ -222,24 +229,24 @@ impl Ranks {
 /// The control channel of the ranks: collective operations on text, callable from any thread. Calls are
 /// matched by topic, so all ranks must make the same number of calls on each topic.
 #[derive(Debug, Clone)]
-pub struct Words {
+pub struct ControlChannel {
     rank: Rank,
-    meeting: Option<Arc<Meeting>>,
+    connection: Option<Arc<ControlConnection>>,
 }
 
-impl Words {
+impl ControlChannel {
     /// The control channel of a run with one process, which connects to nothing.
     pub fn alone() -> Self {
-        Self { rank: Rank::ALONE, meeting: None }
+        Self { rank: Rank::ALONE, connection: None }
     }
 
     /// Connects to the other ranks. `stall` is how long a rank may go without progress.
     ///
     /// # Errors
     /// When the other ranks do not connect in time, or run another version of this program.
-    pub fn meet(world: &World, stall: Duration) -> Result<Self> {
+    pub fn connect(world: &World, stall: Duration) -> Result<Self> {
         MET.store(true, Ordering::Relaxed);
-        Ok(Self { rank: world.rank, meeting: Some(Arc::new(Meeting::join(world, stall)?)) })
+        Ok(Self { rank: world.rank, connection: Some(Arc::new(ControlConnection::join(world, stall)?)) })
     }
 
     /// This rank among all ranks.
@@ -250,9 +257,9 @@ impl Words {
     /// An all-gather of text: the text of each rank, in the order of the ranks. The death of another rank ends this
     /// process.
     pub fn share(&self, topic: &str, text: &str) -> Vec<String> {
-        match &self.meeting {
+        match &self.connection {
             None => vec![text.to_owned()],
-            Some(meeting) => meeting.share(topic, text),
+            Some(connection) => connection.share(topic, text),
         }
     }
 
@@ -271,54 +278,54 @@ impl Words {
     /// # Errors
     /// When a rank passes another text.
     pub fn agree(&self, what: &str, text: &str) -> Result<()> {
-        self.meeting.as_ref().map_or(Ok(()), |meeting| meeting.agree(what, text))
+        self.connection.as_ref().map_or(Ok(()), |connection| connection.agree(what, text))
     }
 
     /// Reports progress: resets the time after which the other ranks consider this rank as stalled.
     pub fn tick(&self) {
-        if let Some(meeting) = &self.meeting {
-            meeting.tick();
+        if let Some(connection) = &self.connection {
+            connection.tick();
         }
     }
 
     /// Reports what this rank is doing, for messages of the other ranks.
-    pub fn doing(&self, what: &str) {
-        if let Some(meeting) = &self.meeting {
-            meeting.doing(what, false);
+    pub fn set_activity(&self, what: &str) {
+        if let Some(connection) = &self.connection {
+            connection.set_activity(what, false);
         }
     }
 
     /// Reports the start of a step; the first is 1. If training stalls, the ranks at the earliest step are those for
     /// which the other ranks wait.
     pub fn step(&self, step: u64, what: &str) {
-        if let Some(meeting) = &self.meeting {
-            meeting.step(step, what);
+        if let Some(connection) = &self.connection {
+            connection.step(step, what);
         }
     }
 
     /// Runs `work`, which may take long while the other ranks wait for it: a limit of 6 hours replaces the limit for
     /// stalls.
-    pub fn while_others_wait<T>(&self, what: &str, work: impl FnOnce() -> T) -> T {
-        let Some(meeting) = &self.meeting else { return work() };
-        let (before, was_waited_for) = meeting.doing(what, true);
+    pub fn while_peers_wait<T>(&self, what: &str, work: impl FnOnce() -> T) -> T {
+        let Some(connection) = &self.connection else { return work() };
+        let (before, was_waited_for) = connection.set_activity(what, true);
         let done = work();
         // Messages name the earlier activity again, with its step.
-        meeting.doing(&before, was_waited_for);
+        connection.set_activity(&before, was_waited_for);
         done
     }
 
     /// Sets a function that is called with the reason before another rank's failure ends this process.
     pub fn at_end(&self, last_word: impl FnOnce(&str) + Send + 'static) {
-        if let Some(meeting) = &self.meeting {
-            meeting.at_end(Box::new(last_word));
+        if let Some(connection) = &self.connection {
+            connection.at_end(Box::new(last_word));
         }
     }
 
     /// Leaves the run: with `None` at its regular end, otherwise because of an error, which ends the other
     /// ranks too.
     pub fn leave(&self, failed: Option<&Error>) {
-        if let Some(meeting) = &self.meeting {
-            meeting.leave(failed);
+        if let Some(connection) = &self.connection {
+            connection.leave(failed);
         }
     }
 }

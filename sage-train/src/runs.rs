@@ -20,7 +20,7 @@ pub use divergence::divergence;
 use gradients::GRADIENTS;
 pub use gradients::add_gradients;
 pub(crate) use lines::{LONGEST_LINE, Lines, to_line};
-pub use output::{check_beside, write_beside};
+pub use output::{check_output, write_output};
 use provenance::branch_of;
 pub use provenance::{Start, branch, initial_weights};
 
@@ -30,7 +30,7 @@ pub const METRICS: &str = "metrics.jsonl";
 pub const PROBES: &str = "probes.jsonl";
 /// File with the settings.
 pub const CONFIG: &str = "config.toml";
-/// File with an [`Ending`]. It does not exist while the run is running.
+/// File with an [`RunEnd`]. It does not exist while the run is running.
 pub const ENDING: &str = "ending.json";
 /// File with a [`Start`] for each time that the run was started.
 pub const STARTS: &str = "starts.json";
@@ -63,7 +63,7 @@ impl std::fmt::Display for Status {
 
 /// The recorded end of a run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Ending {
+pub struct RunEnd {
     /// How the run ended.
     pub status: Status,
     /// Why the run ended, unless it finished.
@@ -87,7 +87,7 @@ pub struct Run {
     /// Every start of the run.
     pub starts: Vec<Start>,
     /// How the run ended; `None` if it is still running or its process was killed.
-    pub ending: Option<Ending>,
+    pub ending: Option<RunEnd>,
 }
 
 impl Run {
@@ -122,7 +122,7 @@ impl Run {
                     folder.join(METRICS).display()
                 ))
                 .allowed("every step")
-                .hint(again(folder)));
+                .hint(restart_hint(folder)));
         }
         Ok(run.judged())
     }
@@ -132,7 +132,7 @@ impl Run {
         let done = self.status() == Some(Status::Finished);
         match divergence(&self.points, self.config.model.vocab).filter(|_| done) {
             None => self,
-            reason => Self { ending: Some(Ending { status: Status::Diverged, reason }), ..self },
+            reason => Self { ending: Some(RunEnd { status: Status::Diverged, reason }), ..self },
         }
     }
 
@@ -155,7 +155,7 @@ impl Run {
                 found.extend(inside.into_iter().filter(|path| Self::is(path)));
                 warnings.extend(crashed(folder));
                 if found.len() > before {
-                    warnings.extend(Self::deeper(folder).iter().map(|inner| {
+                    warnings.extend(Self::subfolders_with_runs(folder).iter().map(|inner| {
                         let inner = inner.display();
                         format!("the runs in {inner} are left out; `report {inner}` compares them")
                     }));
@@ -212,7 +212,8 @@ impl Run {
 
     /// A hint that tells where runs are, for a folder without runs.
     fn hint_where_runs_are(folder: &Path) -> String {
-        let named: Vec<String> = Self::deeper(folder).iter().map(|path| path.display().to_string()).collect();
+        let named: Vec<String> =
+            Self::subfolders_with_runs(folder).iter().map(|path| path.display().to_string()).collect();
         match named.is_empty() {
             true => "the folder of a run contains config.toml and metrics.jsonl, e.g. runs/tiny-sagebwd-001"
                 .into(),
@@ -221,7 +222,7 @@ impl Run {
     }
 
     /// The folders in a folder that contain runs, such as the folders of sweeps in `runs`.
-    fn deeper(folder: &Path) -> Vec<PathBuf> {
+    fn subfolders_with_runs(folder: &Path) -> Vec<PathBuf> {
         let has_runs = |inner: &PathBuf| {
             let runs = entries_of(inner).is_ok_and(|inside| inside.iter().any(|path| Self::is(path)));
             runs && !Self::is(inner)
@@ -235,16 +236,17 @@ impl Run {
         if self.config.eval_scheme.is_none() {
             return vec![self];
         }
-        let again = self.points.iter().map(|point| Point { val_loss: point.eval_attn_loss, ..point.clone() });
-        let mut again = Self { points: again.collect(), probes: Vec::new(), ..self.clone() };
+        let restart_hint =
+            self.points.iter().map(|point| Point { val_loss: point.eval_attn_loss, ..point.clone() });
+        let mut restart_hint = Self { points: restart_hint.collect(), probes: Vec::new(), ..self.clone() };
         // Metrics omit an `eval_attn_loss` that is not finite. Such a run counts as diverged, as if its `val_loss` were
         // not finite.
         let last = self.points.last();
         if last.is_some_and(|point| point.val_loss.is_some() && point.eval_attn_loss.is_none()) {
             let reason = Some("the second validation loss is not finite".into());
-            again.ending = Some(Ending { status: Status::Diverged, reason });
+            restart_hint.ending = Some(RunEnd { status: Status::Diverged, reason });
         }
-        vec![Self { config: Config { eval_scheme: None, ..self.config }, ..self }, again.judged()]
+        vec![Self { config: Config { eval_scheme: None, ..self.config }, ..self }, restart_hint.judged()]
     }
 
     /// The name of the folder.
@@ -303,17 +305,17 @@ pub fn usual_speed(config: &Config, points: &[Point]) -> Option<f64> {
 
 fn points(folder: &Path) -> Result<Vec<Point>> {
     let path = folder.join(METRICS);
-    let points: Vec<Point> = Lines::read(&path)?.whole(&path, &again(folder))?;
+    let points: Vec<Point> = Lines::read(&path)?.whole(&path, &restart_hint(folder))?;
     match (1..).zip(&points).find(|(step, point)| point.step != *step) {
         None => Ok(points),
         Some((line, point)) => Err(Error::new(format!("{} is damaged", path.display()))
             .got(format!("step {} in line {line}", point.step))
             .allowed("a line for each step, in order")
-            .hint(again(folder))),
+            .hint(restart_hint(folder))),
     }
 }
 
-fn again(folder: &Path) -> String {
+fn restart_hint(folder: &Path) -> String {
     format!(
         "`sage-train --resume {}` restores the file from metrics.csv, which has the same numbers",
         folder.display()
@@ -333,7 +335,7 @@ pub(crate) fn probes(folder: &Path) -> Result<Vec<Probed>> {
 ///
 /// # Errors
 /// When the file cannot be read.
-pub fn ending(folder: &Path) -> Result<Option<Ending>> {
+pub fn ending(folder: &Path) -> Result<Option<RunEnd>> {
     optional(&folder.join(ENDING))
 }
 
@@ -370,7 +372,7 @@ pub fn crashed(sweep: &Path) -> Vec<String> {
         .filter_map(|entry| {
             let file = entry.file_name().to_string_lossy().into_owned();
             let name = file.strip_suffix(".crash.json").filter(|name| !ended_since(sweep, name))?;
-            let ending = optional::<Ending>(&entry.path()).ok().flatten();
+            let ending = optional::<RunEnd>(&entry.path()).ok().flatten();
             let reason = ending.and_then(|ending| ending.reason).unwrap_or_default();
             Some(format!("{name} crashed: {}", reason.lines().last().unwrap_or("?")))
         })

@@ -33,7 +33,7 @@ impl Default for Sampling {
 
 /// A generated text.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Written {
+pub struct GeneratedText {
     /// The text after the prompt.
     pub text: String,
     /// Number of tokens.
@@ -42,7 +42,7 @@ pub struct Written {
     pub seconds: f64,
 }
 
-impl Written {
+impl GeneratedText {
     /// Tokens per second; `None` for fewer than two tokens.
     pub fn tokens_per_second(&self) -> Option<f64> {
         (self.tokens > 1).then(|| (self.tokens - 1) as f64 / self.seconds)
@@ -74,7 +74,7 @@ impl Writer<'_> {
     ///
     /// # Errors
     /// When the model or the tokenizer fails.
-    pub fn write(&self, prompt: &str, tokens: usize, sampling: &Sampling) -> Result<Written> {
+    pub fn write(&self, prompt: &str, tokens: usize, sampling: &Sampling) -> Result<GeneratedText> {
         let mut rng = ChaCha8Rng::seed_from_u64(sampling.seed);
         let mut ids: Vec<u32> = self.begin.into_iter().collect();
         let before = ids.len();
@@ -109,7 +109,7 @@ impl Writer<'_> {
             Some(text) => text.to_owned(),
             None => self.tokenizer.decode(&ids[begun..])?,
         };
-        Ok(Written { text, tokens: ids.len() - begun, seconds })
+        Ok(GeneratedText { text, tokens: ids.len() - begun, seconds })
     }
 
     /// Logits of the token after `ids`. `past` is the cache of the tokens before the last, or `None`.

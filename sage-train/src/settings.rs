@@ -203,7 +203,7 @@ mod tests {
     #[test]
     fn ranks_compare_what_the_identity_leaves_out() {
         let together = keys_with(Role::Together);
-        assert!(together.iter().all(|key| has_role(key, Role::Beside)), "{together:?}");
+        assert!(together.iter().all(|key| has_role(key, Role::NotIdentity)), "{together:?}");
     }
 
     #[test]

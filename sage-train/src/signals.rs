@@ -18,10 +18,10 @@ use crate::notify;
 
 /// What a second signal does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Second {
+pub enum SecondSignal {
     /// The program ends at once.
     Ends,
-    /// [`asked_again`] reports the second signal: the program ends its child processes before it ends.
+    /// [`several_received`] reports the second signal: the program ends its child processes before it ends.
     IsNoted,
     /// Nothing happens: the first signal ends the current work, and none of it is kept.
     IsNotNeeded,
@@ -36,19 +36,19 @@ pub const PARENT: &str = "SAGE_TRAIN_SWEEP_PROCESS";
 const TOGETHER: Duration = Duration::from_millis(250);
 
 #[derive(Debug, Default)]
-struct Seen {
+struct Received {
     first: Arc<AtomicUsize>,
     times: AtomicUsize,
 }
 
-static SEEN: OnceLock<Arc<Seen>> = OnceLock::new();
+static SEEN: OnceLock<Arc<Received>> = OnceLock::new();
 
 /// Starts to record signals for [`received`]. Only the first call has an effect.
 ///
 /// # Errors
 /// When the system does not accept a handler.
-pub fn watch(second: Second) -> Result<()> {
-    let seen = Arc::new(Seen::default());
+pub fn watch(second: SecondSignal) -> Result<()> {
+    let seen = Arc::new(Received::default());
     if SEEN.set(seen.clone()).is_err() {
         return Ok(());
     }
@@ -56,8 +56,8 @@ pub fn watch(second: Second) -> Result<()> {
 }
 
 #[cfg(unix)]
-fn listen(seen: Arc<Seen>, second: Second) -> std::io::Result<()> {
-    let watched = [SIGINT, SIGTERM, SIGUSR1].into_iter().chain(hang_up());
+fn listen(seen: Arc<Received>, second: SecondSignal) -> std::io::Result<()> {
+    let watched = [SIGINT, SIGTERM, SIGUSR1].into_iter().chain(hangup_signal());
     let mut signals = signal_hook::iterator::Signals::new(watched)?;
     let note = move || {
         let mut began: Option<Instant> = None;
@@ -71,11 +71,11 @@ fn listen(seen: Arc<Seen>, second: Second) -> std::io::Result<()> {
             }
             let _ = seen.first.compare_exchange(0, signal as usize, Ordering::Relaxed, Ordering::Relaxed);
             if seen.times.fetch_add(1, Ordering::Relaxed) == 0 {
-                if second == Second::IsNotNeeded {
+                if second == SecondSignal::IsNotNeeded {
                     continue;
                 }
-                notify(&format!("stopping: {}; a second signal stops at once", doing_now()));
-            } else if second == Second::Ends {
+                notify(&format!("stopping: {}; a second signal stops at once", current_work()));
+            } else if second == SecondSignal::Ends {
                 signal_hook::low_level::exit(128 + signal);
             }
         }
@@ -83,9 +83,9 @@ fn listen(seen: Arc<Seen>, second: Second) -> std::io::Result<()> {
     std::thread::Builder::new().name("signals".into()).spawn(note).map(drop)
 }
 
-/// Outside of Unix no thread counts signals, so a second SIGINT or SIGTERM ends the program, whatever `Second` says.
+/// Outside of Unix no thread counts signals, so a second SIGINT or SIGTERM ends the program, whatever `SecondSignal` says.
 #[cfg(not(unix))]
-fn listen(seen: Arc<Seen>, _: Second) -> std::io::Result<()> {
+fn listen(seen: Arc<Received>, _: SecondSignal) -> std::io::Result<()> {
     use signal_hook::flag;
     let once = Arc::new(std::sync::atomic::AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
@@ -98,7 +98,7 @@ fn listen(seen: Arc<Seen>, _: Second) -> std::io::Result<()> {
 
 /// SIGHUP, which a closing terminal sends; `None` if the process ignores it, as under `nohup`.
 #[cfg(target_os = "linux")]
-fn hang_up() -> Option<i32> {
+fn hangup_signal() -> Option<i32> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"))?;
     let ignored = u64::from_str_radix(ignored.trim(), 16).ok()?;
@@ -107,21 +107,21 @@ fn hang_up() -> Option<i32> {
 }
 
 #[cfg(all(unix, not(target_os = "linux")))]
-fn hang_up() -> Option<i32> {
+fn hangup_signal() -> Option<i32> {
     None
 }
 
 static DOING: Mutex<String> = Mutex::new(String::new());
 
 /// Records the work that will be finished after a first signal, for the message about the signal: `step 3 of 300`.
-pub fn doing(what: &str) {
+pub fn set_activity(what: &str) {
     let mut doing = DOING.lock().unwrap_or_else(PoisonError::into_inner);
     doing.clear();
     doing.push_str(what);
 }
 
 #[cfg(unix)]
-fn doing_now() -> String {
+fn current_work() -> String {
     let doing = DOING.lock().unwrap_or_else(PoisonError::into_inner);
     if doing.is_empty() {
         "finishing the current work".into()
@@ -137,14 +137,14 @@ pub fn received() -> Option<u8> {
 }
 
 /// Records a signal that another rank of the run received.
-pub fn hear_of(signal: u8) {
+pub fn record_remote(signal: u8) {
     if let Some(seen) = SEEN.get() {
         let _ = seen.first.compare_exchange(0, usize::from(signal), Ordering::Relaxed, Ordering::Relaxed);
     }
 }
 
 /// Whether more than one signal was received.
-pub fn asked_again() -> bool {
+pub fn several_received() -> bool {
     SEEN.get().is_some_and(|seen| seen.times.load(Ordering::Relaxed) > 1)
 }
 

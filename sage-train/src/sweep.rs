@@ -25,16 +25,16 @@ use crate::config::{Config, Identity, PLAN, differing};
 
 pub use estimate::{Estimate, estimate};
 pub use file::Spec;
-pub use mps::Sharing;
+pub use mps::MpsMode;
 pub use progress::Progress;
 pub use shipped::SHIPPED;
 pub use slurm::script;
 pub use state::State;
-pub use worker::{Limits, Tally, run};
+pub use worker::{Limits, RunCounts, run};
 
 /// One run of a sweep.
 #[derive(Debug, Clone)]
-pub struct Planned {
+pub struct PlannedRun {
     /// The name of the run's folder: the settings that distinguish the run from the others.
     pub name: String,
     /// The resolved settings of the run.
@@ -48,7 +48,7 @@ pub struct Sweep {
     /// The folder of the sweep.
     pub folder: PathBuf,
     /// Every distinct run, in the order in which they start: all runs of one seed before the runs of the next seed.
-    pub runs: Vec<Planned>,
+    pub runs: Vec<PlannedRun>,
 }
 
 impl Sweep {
@@ -78,7 +78,7 @@ impl Sweep {
         let names = names(&identities);
         let runs = kept.into_iter().zip(names).map(|((mut config, identity), name)| {
             (config.out, config.settings.run.out) = (folder.clone(), Some(folder.clone()));
-            Planned { name, config, identity }
+            PlannedRun { name, config, identity }
         });
         let runs = runs.collect();
         Ok(Self { folder, runs })
@@ -90,8 +90,8 @@ impl Sweep {
     }
 
     /// Whether the runs differ in setting `key`, but no run has this value.
-    pub fn has_no(&self, key: &str, value: &toml::Value) -> bool {
-        let value = crate::config::in_words(value);
+    pub fn lacks_value(&self, key: &str, value: &toml::Value) -> bool {
+        let value = crate::config::as_text(value);
         self.axes().iter().any(|(axis, values)| axis == key && !values.contains(&value))
     }
 

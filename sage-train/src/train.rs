@@ -16,21 +16,21 @@ use candle_core::Device;
 use candle_sage::{Error, Result};
 use toml::Table;
 
-use crate::config::{Change, Config, Identity, in_words};
+use crate::config::{Change, Config, Identity, as_text};
 use crate::data::{Dataset, Shares, Verification, source};
-use crate::device::{Hardware, Place, free_memory};
+use crate::device::{DeviceKind, Hardware, free_memory};
 use crate::initial;
 use crate::lock::Lock;
 use crate::metrics::{Outcome, Point};
 use crate::model::Parameters;
 use crate::quantity::gib;
-use crate::ranks::{Ranks, Words};
-use crate::runs::{CONFIG, ENDING, Ending, STARTS, Start, Status, divergence};
+use crate::ranks::{ControlChannel, Ranks};
+use crate::runs::{CONFIG, ENDING, RunEnd, STARTS, Start, Status, divergence};
 use crate::settings::{Role, has_role, keys_with};
-use crate::signals::Second;
+use crate::signals::SecondSignal;
 use crate::{during, notify, on_device, signals, writing};
 
-use crate::checkpoint::{Belongs, Checkpoints, FoundCheckpoint};
+use crate::checkpoint::{CheckpointOwner, Checkpoints, FoundCheckpoint};
 pub use parallel::{Overlap, Parallel, check_parallel};
 use progress::Progress;
 use run_dir::{RunDir, write_json};
@@ -43,7 +43,7 @@ use trainer::{Trainer, stop_hint};
 ///
 /// # Errors
 /// When the data does not exist, or the folder cannot be made.
-pub fn check(config: &Config, begin: &Begin) -> Result<()> {
+pub fn check(config: &Config, begin: &Origin) -> Result<()> {
     for source in config.data.all_sources() {
         source::find(&source.path, &config.out)?;
     }
@@ -54,27 +54,27 @@ pub fn check(config: &Config, begin: &Begin) -> Result<()> {
             .allowed("an existing folder, or a path that does not exist yet")
             .hint("--out names the folder for runs"));
     }
-    if matches!(begin, Begin::New | Begin::Branch(_)) { RunDir::check_free(config) } else { Ok(()) }
+    if matches!(begin, Origin::New | Origin::Branch(_)) { RunDir::check_free(config) } else { Ok(()) }
 }
 
 /// What a run starts from.
 #[derive(Debug)]
-pub enum Begin {
+pub enum Origin {
     /// From initial weights, in a new folder.
     New,
     /// From initial weights, in the existing folder of a run that ended before its first checkpoint.
-    Again,
+    Restart,
     /// From a checkpoint, in the folder of its run.
-    From(Box<FoundCheckpoint>),
+    Resume(Box<FoundCheckpoint>),
     /// From a checkpoint of another run, in a new folder.
     Branch(Box<FoundCheckpoint>),
 }
 
-impl Begin {
+impl Origin {
     fn found(&self) -> Option<&FoundCheckpoint> {
         match self {
-            Self::From(found) | Self::Branch(found) => Some(found),
-            Self::New | Self::Again => None,
+            Self::Resume(found) | Self::Branch(found) => Some(found),
+            Self::New | Self::Restart => None,
         }
     }
 }
@@ -83,8 +83,8 @@ impl Begin {
 ///
 /// # Errors
 /// As [`run_as`].
-pub fn run(config: &Config, begin: &Begin) -> std::result::Result<Outcome, Stop> {
-    run_as(config, begin, &Words::alone(), Parallel::ALONE)
+pub fn run(config: &Config, begin: &Origin) -> std::result::Result<Outcome, Stop> {
+    run_as(config, begin, &ControlChannel::alone(), Parallel::ALONE)
 }
 
 /// Trains as one of the connected ranks, in the way that `parallel` says. Rank 0 writes the run's folder; all
@@ -96,38 +96,38 @@ pub fn run(config: &Config, begin: &Begin) -> std::result::Result<Outcome, Stop>
 /// interrupts the run, after the run has been saved.
 pub fn run_as(
     config: &Config,
-    begin: &Begin,
-    words: &Words,
+    begin: &Origin,
+    channel: &ControlChannel,
     parallel: Parallel,
 ) -> std::result::Result<Outcome, Stop> {
-    let (rank, resumed) = (words.rank(), begin.found());
+    let (rank, resumed) = (channel.rank(), begin.found());
     if resumed.is_none() && rank.is_first() {
         try_out(config)?;
     }
     check_parallel(config, rank.of, parallel.context)?;
-    words.agree("settings", &compared_settings(config, resumed, parallel))?;
+    channel.agree("settings", &compared_settings(config, resumed, parallel))?;
     let device = config.device.open(parallel.local)?;
-    let ranks = parallel.connect(words, &device, config.tokens_per_step())?;
+    let ranks = parallel.connect(channel, &device, config.tokens_per_step())?;
     let started = Instant::now();
     let mut progress = Progress::new(config.steps, rank);
     // Before the call of `signals::watch` below there is nothing to save, and a signal ends the program in
     // the default way.
-    let data = load(config, words, &progress)?;
+    let data = load(config, channel, &progress)?;
     let fingerprint = data.fingerprint()?;
-    words.agree("data", &fingerprint)?;
-    resumed.map_or(Ok(()), |found| check_goes_on(found, begin, config, &fingerprint))?;
+    channel.agree("data", &fingerprint)?;
+    resumed.map_or(Ok(()), |found| check_continues(found, begin, config, &fingerprint))?;
     let read = || parameters(config, resumed, &device, &ranks);
-    let parameters = words.while_others_wait("reading the weights", read)?;
-    let (folder, points) = open_folder(config, begin, words)?;
-    signals::watch(Second::Ends)?;
+    let parameters = channel.while_peers_wait("reading the weights", read)?;
+    let (folder, points) = open_folder(config, begin, channel)?;
+    signals::watch(SecondSignal::Ends)?;
     progress.log_to(folder.log(rank)?);
-    progress.say(&format!("run: {}", folder.path().display()));
+    progress.print(&format!("run: {}", folder.path().display()));
     log_what_runs(config, resumed, &data, &progress);
     if rank.of > 1 {
-        progress.say(&parallel::summary(ranks.mesh()));
+        progress.print(&parallel::summary(ranks.mesh()));
     }
     let first = resumed.map_or(0, |found| found.about.step);
-    no_ending_yet(&folder, words)?;
+    no_ending_yet(&folder, channel)?;
     if rank.is_first() {
         write_settings(&folder, config, begin)?;
     }
@@ -140,9 +140,9 @@ pub fn run_as(
     if rank.is_first() {
         data.tokenizer.save_in(folder.path())?;
     }
-    let belongs = Belongs { data: fingerprint, settings: config.identity() };
-    let checkpoints = Checkpoints::new(folder.path(), belongs, config.checkpoints, words.clone())?;
-    words.wait("folder is ready");
+    let belongs = CheckpointOwner { data: fingerprint, settings: config.identity() };
+    let checkpoints = Checkpoints::new(folder.path(), belongs, config.checkpoints, channel.clone())?;
+    channel.wait("folder is ready");
 
     let trainer = Trainer::new(config, &data, &parameters, (&device, &ranks))
         .map_err(on_device("cannot make the model"))?;
@@ -166,17 +166,17 @@ pub fn run_as(
         started,
         before,
     };
-    if matches!(begin, Begin::Branch(_)) {
+    if matches!(begin, Origin::Branch(_)) {
         // The new folder can be resumed from its first moment on.
         run.checkpoint(first);
     }
-    to_its_end(run, words)
+    to_its_end(run, channel)
 }
 
 /// Writes the settings of a new run or of a branch. A resumed run keeps its settings, and the settings that this start
 /// changes are listed below them.
-fn write_settings(folder: &RunDir, config: &Config, begin: &Begin) -> Result<()> {
-    let Begin::From(found) = begin else { return folder.write(CONFIG, &config.to_toml()) };
+fn write_settings(folder: &RunDir, config: &Config, begin: &Origin) -> Result<()> {
+    let Origin::Resume(found) = begin else { return folder.write(CONFIG, &config.to_toml()) };
     // If no step is left, changed settings have no effect and are not listed, unless --steps ends the run here, before
     // its planned end.
     if found.about.step == config.steps && planned_steps(found) == Some(config.steps) {
@@ -188,9 +188,14 @@ fn write_settings(folder: &RunDir, config: &Config, begin: &Begin) -> Result<()>
 
 /// Checks that a run can continue from a checkpoint: the data is what the run was trained on, and the checkpoint is not
 /// after the last step.
-fn check_goes_on(found: &FoundCheckpoint, begin: &Begin, config: &Config, fingerprint: &str) -> Result<()> {
+fn check_continues(
+    found: &FoundCheckpoint,
+    begin: &Origin,
+    config: &Config,
+    fingerprint: &str,
+) -> Result<()> {
     // A branch overwrites nothing, so it may start from an older checkpoint.
-    if !matches!(begin, Begin::Branch(_)) {
+    if !matches!(begin, Origin::Branch(_)) {
         found.check_newest()?;
     }
     if found.about.data != fingerprint {
@@ -214,7 +219,7 @@ fn check_goes_on(found: &FoundCheckpoint, begin: &Begin, config: &Config, finger
                 None => format!("--resume {} --steps {}", found.run.display(), 2 * first),
             }));
     }
-    if matches!(begin, Begin::Branch(_)) && first == config.steps {
+    if matches!(begin, Origin::Branch(_)) && first == config.steps {
         return Err(Error::new("the new run would have no steps")
             .got(format!("a checkpoint after step {first}, --steps {first}"))
             .allowed(format!("more than {first} steps, or an earlier checkpoint"))
@@ -229,35 +234,35 @@ fn log_what_runs(config: &Config, resumed: Option<&FoundCheckpoint>, data: &Data
         log_changed_schedule(found, config, progress);
     }
     if let Some(branch) = &config.branch {
-        progress.say(&format!("branched off {}: {branch}", branch.run));
+        progress.print(&format!("branched off {}: {branch}", branch.run));
     }
     let first = resumed.map_or(0, |found| found.about.step);
     if first > 0 {
-        progress.say(&match first == config.steps {
+        progress.print(&match first == config.steps {
             true => format!("all {first} steps are done; a higher --steps continues the run"),
             false => format!("resumed after step {first}"),
         });
     }
-    progress.say(&format!("{config}"));
+    progress.print(&format!("{config}"));
     let epochs = match data.train.sources().count() {
         1 => format!("{:.2} epochs, ", config.tokens() as f64 / data.train.len() as f64),
         _ => {
-            progress.say(&Shares::of(&config.data, &data.train, config.tokens()).to_string());
+            progress.print(&Shares::of(&config.data, &data.train, config.tokens()).to_string());
             String::new()
         }
     };
-    progress.say(&format!("{}, {epochs}unigram entropy {:.3} nats", data.summary, data.unigram_entropy));
+    progress.print(&format!("{}, {epochs}unigram entropy {:.3} nats", data.summary, data.unigram_entropy));
 }
 
 /// Removes the ending that an earlier start recorded. If another rank's failure ends this process, the failure is
 /// recorded as the ending.
-fn no_ending_yet(folder: &RunDir, words: &Words) -> Result<()> {
+fn no_ending_yet(folder: &RunDir, channel: &ControlChannel) -> Result<()> {
     folder.remove(ENDING)?;
-    if words.rank().is_first() {
+    if channel.rank().is_first() {
         let (path, opened) = (folder.path().join(ENDING), folder.opened());
-        words.at_end(move |why| {
+        channel.at_end(move |why| {
             if opened.is_none_or(|folder| folder.check().is_ok()) {
-                let _ = write_json(&path, &Ending { status: Status::Failed, reason: Some(why.into()) });
+                let _ = write_json(&path, &RunEnd { status: Status::Failed, reason: Some(why.into()) });
             }
         });
     }
@@ -269,13 +274,13 @@ fn no_ending_yet(folder: &RunDir, words: &Words) -> Result<()> {
 fn add_start(folder: &RunDir, start: Start, progress: &Progress) -> Result<()> {
     let before: Vec<Start> = folder.read_json(STARTS)?;
     if let Some(change) = before.last().and_then(|before| start.sums_otherwise(before)) {
-        progress.say(&change);
+        progress.print(&change);
     }
     folder.add_json(STARTS, start)
 }
 
 /// Trains, writes the results (after an error, the results so far), and records how the run ended.
-fn to_its_end(mut run: Run<'_>, words: &Words) -> std::result::Result<Outcome, Stop> {
+fn to_its_end(mut run: Run<'_>, channel: &ControlChannel) -> std::result::Result<Outcome, Stop> {
     let (path, opened) = (run.folder.path().to_owned(), run.folder.opened());
     let (vocab, hint) = (run.config.model.vocab, stop_hint(run.config));
     let ended = match run.train() {
@@ -289,8 +294,8 @@ fn to_its_end(mut run: Run<'_>, words: &Words) -> std::result::Result<Outcome, S
         Err(stop) => {
             run.progress.note(&format!("error: {stop}"));
             // A checkpoint may still be in the process of being written.
-            if let Err(unsaved) = words.while_others_wait("the last checkpoint", || run.checkpoints.wait()) {
-                run.progress.say(&format!("warning: {unsaved}"));
+            if let Err(unsaved) = channel.while_peers_wait("the last checkpoint", || run.checkpoints.wait()) {
+                run.progress.print(&format!("warning: {unsaved}"));
             }
             // An error of the plot must not replace the reason for the stop, which the caller needs.
             if !run.points.is_empty() {
@@ -303,11 +308,11 @@ fn to_its_end(mut run: Run<'_>, words: &Words) -> std::result::Result<Outcome, S
     let there = opened.map_or(Ok(()), |folder| folder.check());
     let ended = ended.and_then(|outcome| there.clone().map(|()| outcome).map_err(Stop::Failed));
     let ending = match &ended {
-        Ok(_) => Ending { status: Status::Finished, reason: None },
-        Err(stop) => Ending { status: stop.status(), reason: Some(stop.to_string()) },
+        Ok(_) => RunEnd { status: Status::Finished, reason: None },
+        Err(stop) => RunEnd { status: stop.status(), reason: Some(stop.to_string()) },
     };
     // A failure to write down how the run ended does not change how it ended.
-    if words.rank().is_first()
+    if channel.rank().is_first()
         && let Err(error) = there.and_then(|()| write_json(&path.join(ENDING), &ending))
     {
         notify(&format!("warning: {error}"));
@@ -323,7 +328,7 @@ fn compared_settings(config: &Config, resumed: Option<&FoundCheckpoint>, paralle
     settings.retain(|key, _| !has_role(key, Role::Path));
     let all = Table::try_from(&config.settings).expect("settings are plain values");
     for key in keys_with(Role::Together) {
-        let value = all.get(&key).map_or("not set".into(), in_words);
+        let value = all.get(&key).map_or("not set".into(), as_text);
         settings.insert(key, value);
     }
     // The resolved value is compared, because the default of this setting is the interval of validations.
@@ -337,34 +342,35 @@ fn compared_settings(config: &Config, resumed: Option<&FoundCheckpoint>, paralle
 }
 
 /// Rank 0 loads first, because it tokenizes the text; the other ranks read its result.
-fn load(config: &Config, words: &Words, progress: &Progress) -> Result<Dataset> {
+fn load(config: &Config, channel: &ControlChannel, progress: &Progress) -> Result<Dataset> {
     let load = || {
-        words
-            .while_others_wait("reading the data", || Dataset::load(&config.data, &|line| progress.say(line)))
+        channel.while_peers_wait("reading the data", || {
+            Dataset::load(&config.data, &|line| progress.print(line))
+        })
     };
-    let first = words.rank().is_first().then(load).transpose()?;
-    words.wait("data is read");
+    let first = channel.rank().is_first().then(load).transpose()?;
+    channel.wait("data is read");
     first.map_or_else(load, Ok)
 }
 
 /// Rank 0 makes or opens the run's folder; the other ranks read from it.
-fn open_folder(config: &Config, begin: &Begin, words: &Words) -> Result<(RunDir, Vec<Point>)> {
+fn open_folder(config: &Config, begin: &Origin, channel: &ControlChannel) -> Result<(RunDir, Vec<Point>)> {
     let first = begin.found().map_or(0, |found| found.about.step);
-    if words.rank().is_first() {
+    if channel.rank().is_first() {
         let opened = match begin {
-            Begin::From(found) => RunDir::reopen(&found.run, first, None)?,
-            Begin::New => (RunDir::create(config)?, Vec::new()),
-            Begin::Branch(found) => RunDir::branch(config, &found.run, first)?,
-            Begin::Again => {
+            Origin::Resume(found) => RunDir::reopen(&found.run, first, None)?,
+            Origin::New => (RunDir::create(config)?, Vec::new()),
+            Origin::Branch(found) => RunDir::branch(config, &found.run, first)?,
+            Origin::Restart => {
                 let path = config.out.join(config.name.as_deref().unwrap_or_default());
                 RunDir::reopen(&path, 0, Some(Lock::run(&path)?))?
             }
         };
-        words.from_first("folder", &opened.0.path().to_string_lossy());
+        channel.from_first("folder", &opened.0.path().to_string_lossy());
         return Ok(opened);
     }
-    let path = PathBuf::from(words.from_first("folder", ""));
-    RunDir::look_on(path, first)
+    let path = PathBuf::from(channel.from_first("folder", ""));
+    RunDir::open_read_only(path, first)
 }
 
 /// Checks what a run needs and a plan (`--dry-run`) does not: the device, and enough memory. Only the memory of the
@@ -375,7 +381,7 @@ fn open_folder(config: &Config, begin: &Begin, words: &Words) -> Result<(RunDir,
 pub fn check_machine(config: &Config) -> Result<()> {
     config.device.check()?;
     let corpus = if config.data.sources.is_empty() { 2 * config.data.corpus_bytes } else { 0 };
-    let model = if config.device == Place::Cpu { config.memory().total() } else { 0 };
+    let model = if config.device == DeviceKind::Cpu { config.memory().total() } else { 0 };
     let needed = corpus.saturating_add(model);
     match free_memory() {
         Some(free) if needed > free => {
@@ -410,7 +416,7 @@ fn planned_steps(found: &FoundCheckpoint) -> Option<u64> {
 /// Reports that the learning-rate schedule differs from the schedule of the run so far.
 fn log_changed_schedule(found: &FoundCheckpoint, config: &Config, progress: &Progress) {
     if let Some(steps) = planned_steps(found).filter(|steps| *steps != config.steps) {
-        progress.say(&format!(
+        progress.print(&format!(
             "the run was planned for {steps} steps: from here on the learning rate follows the schedule of a run of {}",
             config.steps
         ));

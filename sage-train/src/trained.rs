@@ -9,7 +9,7 @@ use candle_sage::{Error, Result};
 use crate::checkpoint;
 use crate::config::Config;
 use crate::data::{Boundaries, Dataset, Tokenizer};
-use crate::device::Place;
+use crate::device::DeviceKind;
 use crate::hf;
 use crate::model::{Llama, Parameters, Stage, Training};
 use crate::quantity::Quantity;
@@ -60,7 +60,7 @@ fn one_micro_batch(mut settings: Settings) -> Settings {
 }
 
 /// Keeps copies of the weights in the compute type, because probes train models both in FP8 and in that type.
-fn keep_expanded(parameters: &Parameters, alone: &Ranks) -> Result<()> {
+fn keep_copies(parameters: &Parameters, alone: &Ranks) -> Result<()> {
     let expanded =
         parameters.expand(alone).map_err(on_device("cannot copy the weights in the compute type"))?;
     expanded.keep();
@@ -123,11 +123,16 @@ impl Trained {
     ///
     /// # Errors
     /// When the folder is not a run, checkpoint or model, or a file is missing or damaged.
-    pub fn open(folder: &Path, place: Place, mut settings: Settings, trained: bool) -> Result<Self> {
+    pub fn open(
+        folder: &Path,
+        device_kind: DeviceKind,
+        mut settings: Settings,
+        trained: bool,
+    ) -> Result<Self> {
         let alone = Ranks::alone();
         let trained = trained.then_some(Training::of_gradients(&alone));
-        settings.run.device = Some(place);
-        let device = place.open(Rank::ALONE)?;
+        settings.run.device = Some(device_kind);
+        let device = device_kind.open(Rank::ALONE)?;
         crate::check_there(folder)?;
         let run = run_folder(folder);
         let saved = run.join("config.toml");
@@ -138,8 +143,8 @@ impl Trained {
             // Unquantized attention, as the model was published, unless a scheme is requested.
             settings.attention.attn = settings.attention.attn.or(Some(Attn::EXACT));
             let config = Config::resolve(one_micro_batch(settings))?;
-            let parameters = hf::load(folder, &config.model, &device, place.dtype(), trained)?;
-            keep_expanded(&parameters, &alone)?;
+            let parameters = hf::load(folder, &config.model, &device, device_kind.dtype(), trained)?;
+            keep_copies(&parameters, &alone)?;
             let tokenizer = tokenizer_of(folder)?;
             let boundaries = hf::boundaries(folder, &tokenizer)?;
             return Ok(Self {
@@ -174,7 +179,7 @@ impl Trained {
             }
         };
         let config = Config::resolve(one_micro_batch(settings.over(saved)))?;
-        let (model, dtype) = (&config.model, place.dtype());
+        let (model, dtype) = (&config.model, device_kind.dtype());
         let parameters = match &state {
             None => Parameters::load(
                 model.parameter_specs(),
@@ -185,7 +190,7 @@ impl Trained {
             )?,
             Some(state) => Parameters::restore(model.parameter_specs(), state, &device, dtype, trained)?,
         };
-        keep_expanded(&parameters, &alone)?;
+        keep_copies(&parameters, &alone)?;
         let tokenizer = tokenizer_of(run)?;
         let boundaries = tokenizer.boundaries();
         Ok(Self { config, parameters, tokenizer, boundaries, device, step, sequences_seen, stage })

@@ -21,9 +21,9 @@ const TEXT: &str = "The keeper of the lighthouse wrote the weather into her book
                     the height of the waves, and which ships had passed. ";
 
 /// Converts text to ids and back: with the tokenizer of the model's folder, or as bytes.
-struct Words(Option<Tokenizer>);
+struct TextCodec(Option<Tokenizer>);
 
-impl Words {
+impl TextCodec {
     fn ids(&self, text: &str) -> Result<Vec<u32>> {
         match &self.0 {
             None => Ok(text.bytes().map(u32::from).collect()),
@@ -64,12 +64,12 @@ fn small() -> Config {
     }
 }
 
-fn open(folder: Option<&Path>) -> Result<(Config, Words)> {
-    let Some(folder) = folder else { return Ok((small(), Words(None))) };
+fn open(folder: Option<&Path>) -> Result<(Config, TextCodec)> {
+    let Some(folder) = folder else { return Ok((small(), TextCodec(None))) };
     let config = std::fs::read(folder.join("config.json"))?;
     let config = serde_json::from_slice(&config).map_err(candle_core::Error::wrap)?;
     let tokenizer = Tokenizer::from_file(folder.join("tokenizer.json")).map_err(candle_core::Error::wrap)?;
-    Ok((config, Words(Some(tokenizer))))
+    Ok((config, TextCodec(Some(tokenizer))))
 }
 
 /// Replaces the weights of a new model by the weights in a folder.

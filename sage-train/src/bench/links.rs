@@ -32,7 +32,7 @@ pub struct Link {
 
 /// The time of a model's update: reduction of the gradients, norm, AdamW, all-gather of the weights.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Update {
+pub struct UpdateTimes {
     /// Number of parameters.
     pub parameters: u64,
     /// Milliseconds if each rank updates the whole model.
@@ -54,7 +54,7 @@ pub struct Links {
     /// Milliseconds of a gather of 64 bytes.
     pub latency: f64,
     /// The update of the model.
-    pub update: Update,
+    pub update: UpdateTimes,
 }
 
 /// Measures exchanges of up to `most` megabytes; all ranks must call this. `say` receives the name of each measurement
@@ -108,7 +108,7 @@ pub fn measure(
         let alone = update(&Ranks::alone())?;
         say(&format!("{what}, together"));
         let together = update(ranks)?;
-        let update = Update { parameters, alone, together };
+        let update = UpdateTimes { parameters, alone, together };
         Ok(Links { ranks: of, engines, weights: dtype, links, latency, update })
     };
     measured().map_err(during("cannot measure the links"))
@@ -170,7 +170,7 @@ pub fn table(measured: &Links) -> String {
             speed(gathered, link.gather),
         );
     }
-    let Update { parameters, alone, together } = measured.update;
+    let UpdateTimes { parameters, alone, together } = measured.update;
     let _ = writeln!(out, "gather of 64 bytes: {:.1} us", 1e3 * measured.latency);
     let _ = writeln!(
         out,

@@ -5,7 +5,7 @@ use std::path::Path;
 use candle_sage::{Error, Result};
 use sha2::{Digest, Sha256};
 
-use super::{ABOUT, About, FOLDER, MARKER, RankFile, VERSIONS, digest, name, steps};
+use super::{ABOUT, CheckpointInfo, FOLDER, MARKER, RankFile, VERSIONS, digest, name, steps};
 use crate::hex;
 use crate::ranks::Rank;
 
@@ -14,7 +14,7 @@ use crate::ranks::Rank;
 ///
 /// # Errors
 /// When the checkpoint is damaged, incomplete, of another step than its folder's name, or from a later version.
-pub(super) fn verified(run: &Path, path: &Path, rank: Rank) -> Result<(About, Vec<RankFile>)> {
+pub(super) fn verified(run: &Path, path: &Path, rank: Rank) -> Result<(CheckpointInfo, Vec<RankFile>)> {
     let refuse = |file: &str, got: String, allowed: &str| {
         let others: Vec<String> =
             steps(&run.join(FOLDER)).into_iter().map(name).filter(|other| !path.ends_with(other)).collect();
@@ -43,7 +43,7 @@ pub(super) fn verified(run: &Path, path: &Path, rank: Rank) -> Result<(About, Ve
         }
         Ok(_) => {}
     }
-    let about: About = match serde_json::from_slice(&text) {
+    let about: CheckpointInfo = match serde_json::from_slice(&text) {
         Ok(about) => about,
         Err(error) => return refuse(ABOUT, error.to_string(), "what this version writes"),
     };

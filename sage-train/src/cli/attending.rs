@@ -7,7 +7,7 @@ use crate::settings::{AttentionSettings, Attn, LayerSettings, Settings, Smoothin
 
 /// Attention settings that override the run's settings.
 #[derive(Debug, Clone, clap::Args)]
-pub(super) struct Attending {
+pub(super) struct AttentionOverrides {
     /// Attention of the evaluation [default: the run's]
     #[arg(long, value_enum)]
     attn: Option<Attn>,
@@ -41,7 +41,7 @@ pub(super) struct Attending {
     p_reference: Option<Text<PReference>>,
 }
 
-impl Attending {
+impl AttentionOverrides {
     /// The values of these flags as settings.
     pub(super) fn settings(&self) -> AttentionSettings {
         AttentionSettings {

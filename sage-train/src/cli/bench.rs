@@ -11,10 +11,10 @@ use super::several::as_rank;
 use crate::bench::{self, Row, links, sla2};
 use crate::checks::in_range;
 use crate::config::Config;
-use crate::device::Place;
+use crate::device::DeviceKind;
 use crate::notify;
-use crate::ranks::{CopyEngines, Mesh, Rank, Ranks, Role, STALL, Words, World};
-use crate::runs::{check_beside, write_beside};
+use crate::ranks::{ControlChannel, CopyEngines, Mesh, Rank, Ranks, Role, STALL, World};
+use crate::runs::{check_output, write_output};
 use crate::settings::{Preset, SchemeSetting, Settings};
 
 /// What can be measured.
@@ -40,7 +40,7 @@ impl Bench {
 
 /// Pauses of the GPU between measurements.
 #[derive(Debug, clap::Args)]
-struct Rest {
+struct Pauses {
     /// Pause before each series of timed calls. A GPU under load is up to 20 % slower, so compare only times with the
     /// same --rest and --repeats. --rest 1 measures short bursts; --rest 0 with many --repeats measures the speed
     /// during training
@@ -48,7 +48,7 @@ struct Rest {
     rest: f64,
 }
 
-impl Rest {
+impl Pauses {
     fn duration(&self) -> Result<Duration> {
         Ok(Duration::from_secs_f64(in_range("rest", self.rest, 0.0, 3600.0)?))
     }
@@ -69,7 +69,7 @@ pub(super) struct BenchAttention {
     schemes: Vec<SchemeSetting>,
     /// Where to measure [default: cuda if this build has it]
     #[arg(long, value_enum)]
-    device: Option<Place>,
+    device: Option<DeviceKind>,
     /// Tokens of all sequences together; a longer sequence runs alone [default: 16384; on the CPU one sequence]
     #[arg(long, value_name = "N")]
     total_tokens: Option<usize>,
@@ -90,7 +90,7 @@ pub(super) struct BenchAttention {
     #[arg(long)]
     sinks: bool,
     #[command(flatten)]
-    rest: Rest,
+    rest: Pauses,
     /// Also write the results as CSV
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
@@ -113,7 +113,7 @@ impl BenchAttention {
             alibi: self.alibi,
             sinks: self.sinks,
         };
-        self.csv.as_deref().map_or(Ok(()), |path| check_beside(path, "csv"))?;
+        self.csv.as_deref().map_or(Ok(()), |path| check_output(path, "csv"))?;
         print(&bench::table_head(&plan))?;
         let mut all = Vec::new();
         for &row in &plan.rows {
@@ -124,7 +124,7 @@ impl BenchAttention {
             })?;
         }
         match &self.csv {
-            Some(path) => write_beside(path, "csv", &bench::csv(&plan, &all)),
+            Some(path) => write_output(path, "csv", &bench::csv(&plan, &all)),
             None => Ok(()),
         }
     }
@@ -139,7 +139,7 @@ pub(super) struct BenchSla2 {
     rows: Vec<sla2::Row>,
     /// Where to measure [default: cuda if this build has it]
     #[arg(long, value_enum)]
-    device: Option<Place>,
+    device: Option<DeviceKind>,
     /// Tokens of all sequences together; a longer sequence runs alone
     #[arg(long, value_name = "N", default_value_t = 32768)]
     total_tokens: usize,
@@ -150,7 +150,7 @@ pub(super) struct BenchSla2 {
     #[arg(long, value_name = "N", default_value_t = 15, value_parser = clap::value_parser!(u16).range(1..))]
     repeats: u16,
     #[command(flatten)]
-    rest: Rest,
+    rest: Pauses,
 }
 
 impl BenchSla2 {
@@ -189,7 +189,7 @@ pub(super) struct BenchLinks {
     gpus: Option<usize>,
     /// Where to measure [default: cuda if this build has it]
     #[arg(long, value_enum)]
-    device: Option<Place>,
+    device: Option<DeviceKind>,
     /// Preset of the model whose update is timed
     #[arg(long, value_enum, default_value = "325m")]
     preset: Preset,
@@ -214,7 +214,7 @@ impl BenchLinks {
         if words.rank().is_first() { print(&links::table(&measured)) } else { Ok(()) }
     }
 
-    fn measure(&self, words: &Words, local: Rank) -> Result<links::Links> {
+    fn measure(&self, words: &ControlChannel, local: Rank) -> Result<links::Links> {
         words.agree("command", &format!("bench links, copy engines {:?}", self.copy_engines))?;
         let place = self.device.unwrap_or_default();
         let settings = Settings::with(|s| {
@@ -231,7 +231,7 @@ impl BenchLinks {
                 notify(text);
             }
         };
-        words.while_others_wait("the links", || {
+        words.while_peers_wait("the links", || {
             links::measure(&config, &ranks, &device, repeats, self.most, &say)
         })
     }

@@ -3,7 +3,7 @@
 use clap::{Arg, Command, ValueEnum};
 use toml::Table;
 
-use crate::config::{Config, in_words};
+use crate::config::{Config, as_text};
 use crate::settings::Preset;
 
 /// The name of each preset, and its settings.
@@ -17,7 +17,7 @@ fn presets() -> Vec<(String, Table)> {
 
 /// The defaults of a setting whose default depends on the preset: `tiny 4, mini 6, 325m 20`.
 fn defaults_of(key: &str, presets: &[(String, Table)]) -> Option<String> {
-    let values: Option<Vec<String>> = presets.iter().map(|(_, table)| table.get(key).map(in_words)).collect();
+    let values: Option<Vec<String>> = presets.iter().map(|(_, table)| table.get(key).map(as_text)).collect();
     let values = values.filter(|values| key != "preset" && values.iter().any(|value| *value != values[0]))?;
     let named = presets.iter().zip(&values).map(|((name, _), value)| format!("{name} {value}"));
     Some(named.collect::<Vec<_>>().join(", "))
@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_default_is_told_once() {
+    fn a_default_is_stated_once() {
         let command = with_defaults(Cli::command());
         let presets = presets();
         let mut told = 0;

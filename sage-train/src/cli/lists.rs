@@ -10,7 +10,7 @@ use crate::settings::{Role, Settings, has_role};
 
 /// The command line with each list replaced by its first value, and the lists.
 #[derive(Debug)]
-pub(super) struct Typed {
+pub(super) struct ExpandedCommand {
     pub(super) words: Vec<OsString>,
     lists: Vec<List>,
 }
@@ -24,7 +24,7 @@ struct List {
     values: Vec<String>,
 }
 
-impl Typed {
+impl ExpandedCommand {
     /// Finds the lists in a command line that trains or sweeps. Other verbs do not accept lists.
     pub(super) fn new(mut words: Vec<OsString>) -> Self {
         let verb = words.get(1).and_then(|word| word.to_str()).filter(|word| !word.starts_with('-'));
@@ -33,7 +33,7 @@ impl Typed {
         }
         let help = Settings::augment_args(Command::new(""));
         let takes = |flag: &str| {
-            !has_role(flag, Role::Whole) && help.get_arguments().any(|arg| arg.get_long() == Some(flag))
+            !has_role(flag, Role::NotList) && help.get_arguments().any(|arg| arg.get_long() == Some(flag))
         };
         let mut lists = Vec::new();
         for at in 1..words.len() {
@@ -151,7 +151,8 @@ mod tests {
 
     #[test]
     fn lists_are_found_and_paths_are_not() {
-        let typed = |words: &[&str]| Typed::new(words.iter().map(|word| OsString::from(*word)).collect());
+        let typed =
+            |words: &[&str]| ExpandedCommand::new(words.iter().map(|word| OsString::from(*word)).collect());
         let words = ["sage-train", "--seed", "1,2", "--data", "a,b.txt", "--lr=1e-3,2e-3", "--name", "a,b"];
         let found = typed(&words);
         let lists: Vec<(&str, usize)> =

@@ -6,20 +6,20 @@ use candle_core::DType;
 use candle_sage::{Error, Result, Scheme};
 use clap::ValueEnum;
 
-use super::attending::Attending;
+use super::attending::AttentionOverrides;
 use super::data::recall_words;
 use super::{print, tasks};
 use crate::checks::in_range;
 use crate::data::Dataset;
-use crate::data::recall::Asked;
-use crate::device::Place;
+use crate::data::recall::QuestionContext;
+use crate::device::DeviceKind;
 use crate::evaluate::{
-    Evaluation, Extent, OfPositions, Recalled, Task, by_position, evaluate, recall, token_by_token,
+    Evaluation, Extent, PositionLoss, Recalled, Task, by_position, evaluate, recall, token_by_token,
 };
 use crate::model::{Llama, Stage};
 use crate::quantity::{Quantity, counted};
 use crate::ranks::Ranks;
-use crate::sample::{Sampling, Writer, Written};
+use crate::sample::{GeneratedText, Sampling, Writer};
 use crate::settings::{Attn, Settings, SourceSetting};
 use crate::trained::{Trained, run_folder};
 use crate::{hf, notify};
@@ -56,7 +56,7 @@ pub(super) struct Sample {
     attn: Option<Attn>,
     /// Where to compute [default: cuda if this build has it]
     #[arg(long, value_enum)]
-    device: Option<Place>,
+    device: Option<DeviceKind>,
 }
 
 impl Sample {
@@ -83,12 +83,12 @@ impl Sample {
         };
         let written = writer.write(&self.prompt, tokens, &sampling)?;
         print(&format!("{}{}\n", self.prompt, written.text))?;
-        notify(&self.say(&written, config.attn, &writer));
+        notify(&self.summary(&written, config.attn, &writer));
         Ok(())
     }
 
     /// The message after the text: number of tokens, speed, and numerics of attention.
-    fn say(&self, written: &Written, attn: Attn, writer: &Writer<'_>) -> String {
+    fn summary(&self, written: &GeneratedText, attn: Attn, writer: &Writer<'_>) -> String {
         let speed =
             written.tokens_per_second().map_or(String::new(), |speed| format!(", {speed:.1} tokens/s"));
         let numerics = if writer.model.past(1, writer.following).is_none() {
@@ -155,7 +155,7 @@ pub(super) struct Eval {
     #[arg(long, value_name = "N")]
     context: Option<Quantity>,
     #[command(flatten)]
-    attention: Attending,
+    attention: AttentionOverrides,
     /// Score on a task of lm-evaluation-harness from its file of JSON lines: hellaswag, arc, piqa or lambada, e.g.
     /// piqa=piqa.jsonl. May be repeated
     #[arg(long = "task", value_name = "TASK=FILE", value_parser = tasks::task, conflicts_with_all = ["hellaswag", "token_by_token", "by_position", "recall", "all", "data", "tokens"])]
@@ -165,7 +165,7 @@ pub(super) struct Eval {
     hellaswag: Option<PathBuf>,
     /// Where to compute [default: cuda if this build has it]
     #[arg(long, value_enum)]
-    device: Option<Place>,
+    device: Option<DeviceKind>,
 }
 
 /// The selection and the numerics of a model's attention, as printed.
@@ -253,7 +253,7 @@ impl Eval {
         }
         let parts = by_position(&model, &data.validation, cut, extent, device, &mut |_, _| {})?;
         let mut table = String::from("positions           loss\n");
-        for OfPositions { positions, loss } in parts {
+        for PositionLoss { positions, loss } in parts {
             let range = format!("{} to {}", positions.start, positions.end - 1);
             table += &format!("{range:<15}{loss:>9.4}\n");
         }
@@ -289,8 +289,8 @@ fn recalled(trained: &Trained, model: &Llama, words: usize, tokens: u64) -> Resu
     let mut table = String::from("question     distance in tokens   asked   right\n");
     for Recalled { asked, distances, questions, right } in rows.into_iter().filter(|row| row.questions > 0) {
         let asked = match asked {
-            Asked::AfterStory => "announced",
-            Asked::Suddenly => "unannounced",
+            QuestionContext::AfterStory => "announced",
+            QuestionContext::Suddenly => "unannounced",
         };
         let range = match distances.end {
             usize::MAX => format!("{} and more", distances.start),
@@ -332,7 +332,7 @@ impl Export {
                 .allowed("the folder of a run")
                 .hint("e.g. runs/tiny-sagebwd-001"));
         }
-        let trained = Trained::open(&self.run, Place::Cpu, Settings::default(), false)?;
+        let trained = Trained::open(&self.run, DeviceKind::Cpu, Settings::default(), false)?;
         let dtype = if self.dtype == Exported::Bf16 { DType::BF16 } else { DType::F32 };
         let Trained { config, parameters, tokenizer, .. } = &trained;
         let mut model = config.model.clone();

@@ -8,11 +8,11 @@ use super::model::needs_data;
 use super::print;
 use crate::checks::{above_zero, in_range};
 use crate::config::check_own;
-use crate::device::Place;
+use crate::device::DeviceKind;
 use crate::metrics::Probed;
 use crate::probe::gradient::{Extent, gradient_errors};
 use crate::probe::linear::linear_errors;
-use crate::probe::selected::{Selecting, probe_selections};
+use crate::probe::selected::{SelectionOptions, probe_selections};
 use crate::probe::{ProbeOptions, Shape, probe, sigma_table};
 use crate::quantity::{Quantity, grouped};
 use crate::ranks::Rank;
@@ -20,7 +20,7 @@ use crate::report::{
     gradient_csv, gradient_plot, gradient_table, layer_errors, linear_csv, linear_table, probe_csv,
     selections_csv, selections_table, sigma_errors,
 };
-use crate::runs::{Run, add_gradients, check_beside, write_beside};
+use crate::runs::{Run, add_gradients, check_output, write_output};
 use crate::settings::{Attn, SchemeSetting, Settings, SmoothingSetting, SourceSetting, Switch, Text};
 use crate::trained::run_folder;
 
@@ -117,7 +117,7 @@ pub(super) struct Probe {
     head_dim: usize,
     /// Where random tensors, --gradient and --linear are computed; other probes of models run on the CPU [default: cpu]
     #[arg(long, value_enum)]
-    device: Option<Place>,
+    device: Option<DeviceKind>,
     /// Also write the results as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -129,7 +129,7 @@ pub(super) struct Probe {
 impl Probe {
     pub(super) fn run(&self) -> Result<()> {
         for (path, ending) in [(&self.json, "json"), (&self.csv, "csv"), (&self.svg, "svg")] {
-            path.as_deref().map_or(Ok(()), |path| check_beside(path, ending))?;
+            path.as_deref().map_or(Ok(()), |path| check_output(path, ending))?;
         }
         if self.attn == Some(Attn::EXACT) {
             return Err(Error::new("unquantized attention has no errors to measure: it is the reference")
@@ -192,14 +192,14 @@ impl Probe {
         let mut all: Vec<Probed> = Vec::new();
         self.qk_scale.iter().try_for_each(|scale| above_zero("qk-scale", *scale).map(drop))?;
         for &qk_scale in &self.qk_scale {
-            let look = ProbeOptions {
+            let options = ProbeOptions {
                 sequences: usize::from(self.sequences),
                 heads: self.heads,
                 products: self.products,
                 qk_scale,
                 token_scales: self.token_scales,
             };
-            let probed = probe(run, look, settings.clone(), typed)?;
+            let probed = probe(run, options, settings.clone(), typed)?;
             let mut title = format!(
                 "{} against unquantized attention, {} sequences of {}, {}",
                 run.display(),
@@ -220,8 +220,11 @@ impl Probe {
     }
 
     fn of_selections(&self, run: &std::path::Path, settings: Settings) -> Result<()> {
-        let selecting =
-            Selecting { sequences: usize::from(self.sequences), blocks: self.blocks, block: self.block };
+        let selecting = SelectionOptions {
+            sequences: usize::from(self.sequences),
+            blocks: self.blocks,
+            block: self.block,
+        };
         let found = probe_selections(run, selecting, settings)?;
         let title = format!(
             "{}: {} blocks of {} of {} tokens, {:.1} % sparse, against dense attention, {} sequences",
@@ -247,7 +250,7 @@ impl Probe {
                 .hint("leave fpa out: it is always computed as the reference"));
         }
         let extent = Extent { schemes, micro_batches: self.micro_batches };
-        let all = gradient_errors(run, self.device.unwrap_or(Place::Cpu), settings, &extent)?;
+        let all = gradient_errors(run, self.device.unwrap_or(DeviceKind::Cpu), settings, &extent)?;
         for errors in &all {
             let step = errors.step.map_or(String::new(), |step| format!(" after step {step}"));
             let title = format!(
@@ -263,11 +266,11 @@ impl Probe {
         if self.data.is_empty() && Run::is(run_folder(run)) {
             add_gradients(run_folder(run), &all)?;
         }
-        self.svg.as_deref().map_or(Ok(()), |path| write_beside(path, "svg", &gradient_plot(&all)?))
+        self.svg.as_deref().map_or(Ok(()), |path| write_output(path, "svg", &gradient_plot(&all)?))
     }
 
     fn of_linear(&self, run: &std::path::Path, settings: Settings) -> Result<()> {
-        let place = self.device.unwrap_or(Place::Cpu);
+        let place = self.device.unwrap_or(DeviceKind::Cpu);
         let errors = linear_errors(run, place, settings, usize::from(self.sequences))?;
         let step = errors.step.map_or(String::new(), |step| format!(" after step {step}"));
         let title = format!(
@@ -302,7 +305,7 @@ impl Probe {
             head_dim: self.head_dim,
             seed: 0,
         };
-        let device = self.device.unwrap_or(Place::Cpu);
+        let device = self.device.unwrap_or(DeviceKind::Cpu);
         let rows = sigma_table(scheme, &sigmas, shape, &device.open(Rank::ALONE)?)?;
         let title = format!(
             "{scheme}, {} tokens, causal, {} heads of {}, V and dO of sigma 1, on {}, against f64",
@@ -322,8 +325,8 @@ impl Probe {
 
     fn write(&self, all: &impl serde::Serialize, csv: impl FnOnce() -> String) -> Result<()> {
         if let Some(path) = &self.json {
-            write_beside(path, "json", &serde_json::to_string_pretty(all).expect("plain numbers"))?;
+            write_output(path, "json", &serde_json::to_string_pretty(all).expect("plain numbers"))?;
         }
-        self.csv.as_deref().map_or(Ok(()), |path| write_beside(path, "csv", &csv()))
+        self.csv.as_deref().map_or(Ok(()), |path| write_output(path, "csv", &csv()))
     }
 }

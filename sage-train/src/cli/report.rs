@@ -9,12 +9,12 @@ use toml::Table;
 use super::print;
 use crate::checks::above_zero;
 use crate::report::{GENERATOR, REPORT, ReportOptions, Study};
-use crate::runs::{Run, check_beside, write_beside};
+use crate::runs::{Run, check_output, write_output};
 use crate::{notify, writing};
 
 /// Arguments of `report`.
 #[derive(Debug, Args)]
-pub(super) struct Reporting {
+pub(super) struct ReportArguments {
     /// Folders of runs, or folders that contain runs, such as a sweep's. Runs may be unfinished and from any machine
     #[arg(value_name = "RUN|SWEEP", required = true)]
     folders: Vec<PathBuf>,
@@ -49,7 +49,7 @@ pub(super) struct Reporting {
     about: Option<String>,
 }
 
-impl Reporting {
+impl ReportArguments {
     pub(super) fn run(&self) -> Result<()> {
         let mut baseline = Table::new();
         for pair in &self.baseline {
@@ -69,7 +69,7 @@ impl Reporting {
         }
         let milestone = self.milestone.map(|loss| above_zero("milestone", loss)).transpose()?;
         for (path, ending) in [(&self.html, "html"), (&self.markdown, "md"), (&self.csv, "csv")] {
-            path.as_deref().map_or(Ok(()), |path| check_beside(path, ending))?;
+            path.as_deref().map_or(Ok(()), |path| check_output(path, ending))?;
         }
         let page = self.page()?;
         let found = Run::find(&self.folders)?;
@@ -88,12 +88,12 @@ impl Reporting {
         };
         let study = Study::new(found.runs, &options)?.with_warnings(found.warnings);
         match &self.html {
-            Some(path) => write_beside(path, "html", &study.to_html()?)?,
+            Some(path) => write_output(path, "html", &study.to_html()?)?,
             None => study.write_html(&page)?,
         }
         let tables = [(&self.markdown, "md", study.to_markdown()), (&self.csv, "csv", study.to_csv())];
         for (path, ending, text) in tables {
-            path.as_deref().map_or(Ok(()), |path| write_beside(path, ending, &text))?;
+            path.as_deref().map_or(Ok(()), |path| write_output(path, ending, &text))?;
         }
         if let Some(folder) = &self.figures {
             std::fs::create_dir_all(folder).map_err(writing(folder))?;

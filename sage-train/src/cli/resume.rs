@@ -35,13 +35,14 @@ impl Resumed {
         let (before, after) = (table(&saved)?, table(&merged)?);
         // A new run may use another attention scheme with the same weights.
         let may = |key: &str| {
-            has_role(key, Role::Changes) || branch.is_some() && of_attention(key) && !key.starts_with("sla2-")
+            has_role(key, Role::Resumable)
+                || branch.is_some() && of_attention(key) && !key.starts_with("sla2-")
         };
         if let Some(key) = changed(&before, &after).find(|key| !may(key)) {
             let show = |table: &Table| table.get(key).map_or("not set".into(), Value::to_string);
             return Err(Error::new(format!("--{key} cannot change when a run is resumed"))
                 .got(format!("{} now, {} in the run", show(&after), show(&before)))
-                .allowed(format!("changes of {}", keys_with(Role::Changes).join(", ")))
+                .allowed(format!("changes of {}", keys_with(Role::Resumable).join(", ")))
                 .hint(match key {
                     "out" | "name" => {
                         "a run continues in its folder; --new-name NAME begins another run from its checkpoint"

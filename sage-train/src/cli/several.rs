@@ -3,15 +3,15 @@
 use candle_sage::{Error, Result};
 
 use crate::checks::in_range;
-use crate::config::several::{LINK, NETWORK, World};
+use crate::config::several::{Cluster, LINK, NETWORK};
 use crate::notify;
 use crate::quantity::Quantity;
-use crate::ranks::{CopyEngines, Mesh, Rank, Role, Words};
+use crate::ranks::{ControlChannel, CopyEngines, Mesh, Rank, Role};
 use crate::train::{Overlap, Parallel};
 
 /// How a run is divided among several GPUs. The division changes results only through the order of sums.
 #[derive(Debug, clap::Args)]
-pub(super) struct Several {
+pub(super) struct SeveralGpus {
     /// Number of GPUs of this machine to train on, with one process each (with --device cpu: number of processes). The
     /// batches of a step are the same for any number. torchrun and srun can start the processes instead
     #[arg(long, value_name = "N", help_heading = "Several GPUs", conflicts_with_all = ["write_batches"])]
@@ -58,7 +58,7 @@ pub(super) struct Several {
     pub(super) stall_timeout: u64,
 }
 
-impl Several {
+impl SeveralGpus {
     /// How the ranks share a step. `local` is this rank among the ranks of its machine.
     pub(super) fn parallel(&self, local: Rank) -> Result<Parallel> {
         let piece = self.piece_mb.map(|mb| in_range("piece-mb", mb, 0.001, 1e6)).transpose()?;
@@ -83,13 +83,13 @@ impl Several {
     }
 
     /// Whether a dry run plans for machines other than this one.
-    pub(super) fn elsewhere(&self) -> bool {
+    pub(super) fn is_hypothetical(&self) -> bool {
         self.ranks.is_some()
     }
 
     /// The cluster that a dry run plans for. Its ranks are GPUs, or processes on a CPU; a step has `tokens` tokens.
     /// Copy engines are assumed on GPUs, unless `--copy-engines` disables them.
-    pub(super) fn world(&self, on_gpus: bool, tokens: u64) -> Result<World> {
+    pub(super) fn world(&self, on_gpus: bool, tokens: u64) -> Result<Cluster> {
         let (of, on_node) = match self.ranks {
             Some(ranks) => (in_range("ranks", ranks, 1, 1 << 20)?, self.ranks_per_node.min(ranks)),
             None => {
@@ -125,7 +125,7 @@ impl Several {
             ..Mesh::node(Rank { index: 0, of: on_node })
         };
         let mesh = self.parallel(Rank::ALONE)?.plan(mesh, tokens);
-        Ok(World {
+        Ok(Cluster {
             mesh,
             link: rate("link-rate", self.link_rate)?,
             network: rate("network-rate", self.network_rate)?,
@@ -140,9 +140,9 @@ impl Several {
 
 /// The connection to the other ranks, and this rank among the ranks of its machine. A launcher exits here with the exit
 /// code of its ranks. It prints no message, because the ranks have printed their messages.
-pub(super) fn as_rank(role: Role) -> (Words, Rank) {
+pub(super) fn as_rank(role: Role) -> (ControlChannel, Rank) {
     match role {
         Role::Launcher(code) => std::process::exit(code),
-        Role::Rank { words, local } => (words, local),
+        Role::Rank { channel, local } => (channel, local),
     }
 }

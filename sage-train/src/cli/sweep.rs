@@ -8,7 +8,7 @@ use candle_sage::{Error, Result};
 use clap::Args;
 use toml::Table;
 
-use super::settle::settle;
+use super::from_files::fill_from_files;
 use super::{lists, print};
 use crate::checks::in_range;
 use crate::config::{Config, check_name};
@@ -16,13 +16,13 @@ use crate::quantity::{counted, grouped};
 use crate::report::{REPORT, ReportOptions, Study};
 use crate::runs::{Run, crashed};
 use crate::settings::Settings;
-use crate::sweep::{Limits, SHIPPED, Sharing, Spec, Sweep, estimate, script};
+use crate::sweep::{Limits, MpsMode, SHIPPED, Spec, Sweep, estimate, script};
 use crate::{notify, partial, train, writing};
 
 /// The flags of a sweep. Every flag of a run is accepted, and overrides the file for all runs of the sweep. A list of
 /// values replaces the file's list.
 #[derive(Debug, Args)]
-pub(super) struct Sweeping {
+pub(super) struct SweepArguments {
     /// A TOML file, or a built-in sweep: tiny (an hour on two cores), sla2-tiny (20 minutes on two cores), paper-mini,
     /// products-mini, attn-qat-mini, layers-mini, linear-mini, window-mini, optimizer-mini and muon-mini (minutes on
     /// one H100), continuation-mini and sla2-prose (minutes on one H100, with --data and --init-from), paper (a
@@ -47,7 +47,7 @@ pub(super) struct Sweeping {
     jobs: u16,
     /// Whether concurrent runs share a GPU through MPS, NVIDIA's Multi-Process Service
     #[arg(long, value_enum, value_name = "HOW", help_heading = "Sweep", default_value_t)]
-    mps: Sharing,
+    mps: MpsMode,
     /// Save the running runs after this many minutes and exit; the same command resumes them
     #[arg(long, value_name = "MINUTES", help_heading = "Sweep")]
     minutes: Option<f64>,
@@ -64,7 +64,7 @@ pub(super) struct Sweeping {
     pub(super) settings: Settings,
 }
 
-impl Sweeping {
+impl SweepArguments {
     pub(super) fn run(self, lists: Table) -> Result<()> {
         let (spec, stem) = self.spec()?;
         if self.print {
@@ -103,8 +103,8 @@ impl Sweeping {
             retry: self.retry,
             sharing: self.mps,
         };
-        let again = Again { goes_on: "the same command".into(), retries: "--retry".into() };
-        carry_out(&spec, &sweep, &limits, &again)
+        let commands = ResumeCommands { resume: "the same command".into(), retry_hint: "--retry".into() };
+        execute(&spec, &sweep, &limits, &commands)
     }
 
     fn spec(&self) -> Result<(Spec, String)> {
@@ -130,7 +130,7 @@ impl Sweeping {
         if let Some(at) = words.iter().position(|word| word == "--slurm" || word.starts_with("--slurm=")) {
             words.drain(at..at + if words[at] == "--slurm" { 2 } else { 1 });
         }
-        let gpus = sweep.runs.iter().any(|run| run.config.device == crate::device::Place::Cuda);
+        let gpus = sweep.runs.iter().any(|run| run.config.device == crate::device::DeviceKind::Cuda);
         let name = sweep.folder.file_name().unwrap_or_default().to_string_lossy();
         let text = script(&name, sweep.runs.len(), &sweep.folder, gpus, &words);
         // Slurm opens its output files in this folder before the first task starts.
@@ -151,7 +151,7 @@ pub(super) fn plan(
     let typed = without(over, lists);
     let runs = spec.runs(&typed, lists)?;
     let configs: Vec<Config> =
-        runs.into_iter().map(|run| Config::resolve(settle(run)?)).collect::<Result<_>>()?;
+        runs.into_iter().map(|run| Config::resolve(fill_from_files(run)?)).collect::<Result<_>>()?;
     let first = configs.first().expect("lists are not empty");
     if configs.iter().any(|config| config.name.is_some()) {
         return Err(Error::new("runs of a sweep cannot be named")
@@ -168,7 +168,7 @@ pub(super) fn plan(
     let name = name(first)?;
     check_name(&name)?;
     let folder = first.out.join(name);
-    configs.iter().try_for_each(|config| train::check(config, &train::Begin::New))?;
+    configs.iter().try_for_each(|config| train::check(config, &train::Origin::New))?;
     let count = configs.len();
     let sweep = Sweep::plan(folder, configs)?;
     sweep.check_weights()?;
@@ -179,7 +179,7 @@ pub(super) fn plan(
              that differs has no effect"
         ));
     }
-    if let Some((key, value)) = spec.baseline.iter().find(|(key, value)| sweep.has_no(key, value)) {
+    if let Some((key, value)) = spec.baseline.iter().find(|(key, value)| sweep.lacks_value(key, value)) {
         notify(&format!(
             "warning: no run has the setting of the baseline, {key} = {value}: another arm will be the baseline"
         ));
@@ -194,14 +194,14 @@ fn without(settings: Settings, lists: &Table) -> Settings {
 }
 
 /// The commands that continue a sweep, as printed in messages.
-pub(super) struct Again {
-    pub(super) goes_on: String,
+pub(super) struct ResumeCommands {
+    pub(super) resume: String,
     /// The command that also starts failed runs again.
-    pub(super) retries: String,
+    pub(super) retry_hint: String,
 }
 
 /// Executes the unfinished runs, and reports the results. Returns an error if runs failed or a signal interrupted runs.
-pub(super) fn carry_out(spec: &Spec, sweep: &Sweep, limits: &Limits, again: &Again) -> Result<()> {
+pub(super) fn execute(spec: &Spec, sweep: &Sweep, limits: &Limits, commands: &ResumeCommands) -> Result<()> {
     notify(&format!("{}: {}", sweep.folder.display(), counted(sweep.runs.len() as u64, "run")));
     std::fs::create_dir_all(&sweep.folder).map_err(writing(&sweep.folder))?;
     let options = options(spec);
@@ -213,9 +213,9 @@ pub(super) fn carry_out(spec: &Spec, sweep: &Sweep, limits: &Limits, again: &Aga
         // A failed report is only a warning: the runs are finished, and `sage-train report` can write the report later.
         notify(&format!("warning: {error}"));
     }
-    tally.check(&again.goes_on)?;
+    tally.check(&commands.resume)?;
     if tally.open > 0 {
-        notify(&format!("{} left: continue with {}", counted(tally.open as u64, "run"), again.goes_on));
+        notify(&format!("{} left: continue with {}", counted(tally.open as u64, "run"), commands.resume));
     }
     if tally.elsewhere > 0 {
         notify(&format!("another process is working on {}", counted(tally.elsewhere as u64, "run")));
@@ -227,7 +227,10 @@ pub(super) fn carry_out(spec: &Spec, sweep: &Sweep, limits: &Limits, again: &Aga
                 sweep.folder.display()
             ))
             .allowed("runs that finish, or diverge")
-            .hint(format!("{} runs them again, from their checkpoints if they have one", again.retries)));
+            .hint(format!(
+                "{} runs them again, from their checkpoints if they have one",
+                commands.retry_hint
+            )));
     }
     Ok(())
 }
@@ -309,7 +312,8 @@ pub(super) fn table(
     }
     out += &format!("\n{}, {} tokens\n", counted(sweep.runs.len() as u64, "run"), grouped(tokens));
     if estimates.is_some() {
-        let devices = match sweep.runs.iter().any(|run| run.config.device == crate::device::Place::Cuda) {
+        let devices = match sweep.runs.iter().any(|run| run.config.device == crate::device::DeviceKind::Cuda)
+        {
             true => crate::device::gpus().len().max(1),
             false => 1,
         };

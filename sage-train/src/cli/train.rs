@@ -7,25 +7,25 @@ use std::time::Duration;
 use candle_sage::{Error, Result};
 use toml::Table;
 
+use super::from_files::fill_from_files;
 use super::print;
 use super::resume::Resumed;
-use super::settle::settle;
-use super::several::{Several, as_rank};
-use super::sweep::{self, Again};
+use super::several::{SeveralGpus, as_rank};
+use super::sweep::{self, ResumeCommands};
 use super::threads;
 use super::typed::check_typed;
 use crate::checkpoint;
 use crate::checks::in_range;
 use crate::config::{Change, Config};
 use crate::data::{Batches, Dataset, Shares};
-use crate::device::Place;
+use crate::device::DeviceKind;
 use crate::lock::Lock;
-use crate::ranks::{Rank, Role, Words};
+use crate::ranks::{ControlChannel, Rank, Role};
 use crate::report::result_table;
 use crate::runs::{self, Status, ending};
 use crate::settings::{Attn, Preset, Settings};
 use crate::sweep::{Limits, Spec};
-use crate::train::{Begin, Stop};
+use crate::train::{Origin, Stop};
 use crate::{during, notify, partial, ranks, train};
 
 /// The value of `--resume` that stands for the newest checkpoint of the run that `--name` names.
@@ -50,7 +50,7 @@ pub(super) struct Train {
     #[arg(long, help_heading = "Run")]
     dry_run: bool,
     #[command(flatten)]
-    several: Several,
+    several: SeveralGpus,
     /// Write the run's training sequences to a shard file, in their order, for training with another program, and exit
     #[arg(long, value_name = "FILE", help_heading = "Run", conflicts_with_all = ["resume", "compare", "dry_run"])]
     write_batches: Option<PathBuf>,
@@ -114,39 +114,39 @@ impl Train {
             && !looks
         {
             // Settings are checked before the ranks start: after the start, each rank would report the same error.
-            let config = Config::resolve(settle(self.settings.clone().over(file.clone()))?)?;
+            let config = Config::resolve(fill_from_files(self.settings.clone().over(file.clone()))?)?;
             train::check_parallel(&config, ranks, self.several.context_parallel)?;
         }
         let role =
             if looks { Role::alone() } else { Role::take(self.several.gpus, self.several.restarts, stall)? };
-        let (words, local) = as_rank(role);
-        let ended = self.train(file, &words, local);
+        let (channel, local) = as_rank(role);
+        let ended = self.train(file, &channel, local);
         // All ranks end together if the run diverged, was interrupted or cannot start. An error of one rank is sent to
         // the other ranks.
         match ended {
             Ok(()) => {
-                words.leave(None);
+                channel.leave(None);
                 Ok(())
             }
             Err(stop @ (Stop::Diverged(_) | Stop::Interrupted(_) | Stop::Mistaken(_))) => {
-                words.leave(None);
+                channel.leave(None);
                 let error = Error::from(stop);
-                if !words.rank().is_first() {
+                if !channel.rank().is_first() {
                     // Rank 0 prints the reason.
                     ranks::end(super::exit_code(&error));
                 }
                 Err(error)
             }
             Err(Stop::Failed(error)) => {
-                words.leave(Some(&error));
+                channel.leave(Some(&error));
                 Err(error)
             }
         }
     }
 
     /// Trains, as one of the ranks that have connected.
-    fn train(self, file: Settings, words: &Words, local: Rank) -> std::result::Result<(), Stop> {
-        let rank = words.rank();
+    fn train(self, file: Settings, channel: &ControlChannel, local: Rank) -> std::result::Result<(), Stop> {
+        let rank = channel.rank();
         // A resuming rank and a starting rank exchange different messages, so all ranks must resume or all must start.
         let begins = match self.resume.as_deref() {
             None => "a new run",
@@ -154,34 +154,34 @@ impl Train {
             Some(_) if self.new_name.is_some() => "--resume RUN --new-name NAME",
             Some(_) => "--resume RUN",
         };
-        words.agree("command", begins)?;
+        channel.agree("command", begins)?;
         if rank.is_first() {
             self.report_changes()?;
         }
         let typed = self.settings.clone();
         let (config, begin) = match self.resume.as_deref() {
-            Some(path) if path == Path::new(AUTO) => again(self.settings, file, words)?,
+            Some(path) if path == Path::new(AUTO) => resumed_config(self.settings, file, channel)?,
             Some(path) => {
                 let branch = self.new_name.as_deref();
                 let Resumed { config, found } = Resumed::open(path, self.settings, branch, rank)?;
                 let found = Box::new(found);
-                (config, if branch.is_some() { Begin::Branch(found) } else { Begin::From(found) })
+                (config, if branch.is_some() { Origin::Branch(found) } else { Origin::Resume(found) })
             }
-            None => (asked(self.settings, file, words)?, Begin::New),
+            None => (requested_config(self.settings, file, channel)?, Origin::New),
         };
-        if !matches!(begin, Begin::From(_)) {
-            agreed(check_typed(&typed, &config), words)?;
+        if !matches!(begin, Origin::Resume(_)) {
+            agreed(check_typed(&typed, &config), channel)?;
             if rank.is_first() {
                 train::check(&config, &begin)?;
             }
         }
         if self.dry_run {
-            if !self.several.elsewhere()
+            if !self.several.is_hypothetical()
                 && let Err(error) = train::check_machine(&config)
             {
                 notify(&format!("warning: {error}"));
             }
-            let world = self.several.world(config.device == Place::Cuda, config.tokens_per_step())?;
+            let world = self.several.world(config.device == DeviceKind::Cuda, config.tokens_per_step())?;
             let ranks = world.mesh.rank().of;
             train::check_parallel(&config, ranks, world.mesh.context)?;
             let of_ranks = if ranks > 1 { config.of_ranks(world) } else { String::new() };
@@ -193,7 +193,7 @@ impl Train {
             return Ok(write_batches(&config, path)?);
         }
         train::check_machine(&config)?;
-        if words.rank().of == 1 {
+        if channel.rank().of == 1 {
             self.several.warn_of_idle();
         }
         // The ranks of one machine share its cores.
@@ -202,7 +202,7 @@ impl Train {
         if let Some(threads) = config.threads.or_else(share) {
             threads::start(threads)?;
         }
-        let outcome = train::run_as(&config, &begin, words, self.several.parallel(local)?)?;
+        let outcome = train::run_as(&config, &begin, channel, self.several.parallel(local)?)?;
         if rank.is_first() {
             print(&result_table(&outcome))?;
         }
@@ -269,29 +269,37 @@ impl Train {
             return print(&format!("{table}{first}"));
         }
         let name = sweep.folder.file_name().unwrap_or_default().to_string_lossy();
-        let goes_on = format!("the same command with --name {name}");
-        let again = Again { retries: goes_on.clone(), goes_on };
-        sweep::carry_out(&spec, &sweep, &Limits { jobs: 1, retry: true, ..Limits::default() }, &again)
+        let resume = format!("the same command with --name {name}");
+        let commands = ResumeCommands { retry_hint: resume.clone(), resume };
+        sweep::execute(&spec, &sweep, &Limits { jobs: 1, retry: true, ..Limits::default() }, &commands)
     }
 }
 
 /// The run that flags and a file of settings describe.
-fn asked(typed: Settings, file: Settings, words: &Words) -> std::result::Result<Config, Stop> {
-    agreed(settle(typed.over(file)).and_then(Config::resolve), words)
+fn requested_config(
+    typed: Settings,
+    file: Settings,
+    channel: &ControlChannel,
+) -> std::result::Result<Config, Stop> {
+    agreed(fill_from_files(typed.over(file)).and_then(Config::resolve), channel)
 }
 
 /// A result that every rank computes from the same settings. All ranks find the same mistake, and only rank 0 reports
 /// it.
-fn agreed<T>(found: Result<T>, words: &Words) -> std::result::Result<T, Stop> {
+fn agreed<T>(found: Result<T>, channel: &ControlChannel) -> std::result::Result<T, Stop> {
     let outcome =
         found.as_ref().err().map_or_else(|| "settings that can run".to_owned(), ToString::to_string);
-    words.agree("command", &outcome)?;
+    channel.agree("command", &outcome)?;
     found.map_err(Stop::Mistaken)
 }
 
 /// `--resume auto`: resumes the named run from its newest checkpoint, or starts it.
-fn again(typed: Settings, file: Settings, words: &Words) -> std::result::Result<(Config, Begin), Stop> {
-    let asked = asked(typed, file, words)?;
+fn resumed_config(
+    typed: Settings,
+    file: Settings,
+    channel: &ControlChannel,
+) -> std::result::Result<(Config, Origin), Stop> {
+    let asked = requested_config(typed, file, channel)?;
     let Some(name) = &asked.name else {
         return Err(Error::new("--resume auto needs the name of the run")
             .got("no --name")
@@ -309,14 +317,14 @@ fn again(typed: Settings, file: Settings, words: &Words) -> std::result::Result<
             None => "new".into(),
         })
     };
-    match words.from_first("what there is of the run", &found()?).as_str() {
-        "new" => Ok((asked, Begin::New)),
-        "again" => Ok((asked, Begin::Again)),
+    match channel.from_first("what there is of the run", &found()?).as_str() {
+        "new" => Ok((asked, Origin::New)),
+        "again" => Ok((asked, Origin::Restart)),
         _ => {
             let mut settings = asked.settings;
             (settings.run.name, settings.run.out) = (None, None);
-            let Resumed { config, found } = Resumed::open(&run, settings, None, words.rank())?;
-            Ok((config, Begin::From(Box::new(found))))
+            let Resumed { config, found } = Resumed::open(&run, settings, None, channel.rank())?;
+            Ok((config, Origin::Resume(Box::new(found))))
         }
     }
 }

@@ -7,7 +7,7 @@ use candle_sage::{Error, Result};
 use serde::Deserialize;
 use toml::{Table, Value};
 
-use super::{Config, MOST_SETTINGS, in_short, in_words};
+use super::{Config, MOST_SETTINGS, as_text, short_message};
 use crate::settings::{Settings, tables};
 use crate::{during, read_small};
 
@@ -32,7 +32,7 @@ impl Change {
     /// When the file cannot be read, or an entry is not a change.
     pub fn read(path: &Path) -> Result<Vec<Self>> {
         let mut table: Table =
-            toml::from_str(&text(path)?).map_err(|error| unusable(path, in_short(&error)))?;
+            toml::from_str(&text(path)?).map_err(|error| unusable(path, short_message(&error)))?;
         match table.remove(LIST) {
             None => Ok(Vec::new()),
             Some(Value::Array(entries)) => {
@@ -57,7 +57,7 @@ impl Change {
     /// The settings `before` with these changes.
     fn over(&self, before: Settings, path: &Path) -> Result<Settings> {
         let flat = tables::flat(self.settings.clone(), &path.display().to_string())?;
-        let settings = Settings::deserialize(flat).map_err(|error| unusable(path, in_short(&error)))?;
+        let settings = Settings::deserialize(flat).map_err(|error| unusable(path, short_message(&error)))?;
         Ok(settings.over(before))
     }
 
@@ -90,7 +90,7 @@ impl Change {
 impl std::fmt::Display for Change {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let settings: Vec<String> =
-            self.settings.iter().map(|(key, value)| format!("{key} {}", in_words(value))).collect();
+            self.settings.iter().map(|(key, value)| format!("{key} {}", as_text(value))).collect();
         write!(f, "{} after step {}", settings.join(", "), self.step)
     }
 }

@@ -41,9 +41,9 @@ impl Config {
         let table = Table::try_from(&self.settings).expect("settings are plain values");
         let kept = table
             .iter()
-            .filter(|(key, _)| !has_role(key, Role::Beside) && !of_attention(key))
+            .filter(|(key, _)| !has_role(key, Role::NotIdentity) && !of_attention(key))
             .filter(|(key, _)| !is_meaningless(key, self))
-            .map(|(key, value)| (key.clone(), in_words(value)));
+            .map(|(key, value)| (key.clone(), as_text(value)));
         let mut identity: Identity = kept.collect();
         identity.extend(absent_by_default(&self.model).map(|(key, value)| (key.to_owned(), value)));
         let mut set = |key: &str, value: String| identity.insert(key.to_owned(), value);
@@ -93,7 +93,7 @@ impl Config {
         // Each schedule has different parameters.
         for key in rate.schedule.own_settings() {
             if let Some(value) = table.get(*key) {
-                set(key, in_words(value));
+                set(key, as_text(value));
             }
         }
         set("schedule", format!("{:?}", rate.schedule).to_lowercase());
@@ -177,7 +177,7 @@ const RESOLVED: [&str; 9] = [
 
 /// Whether runs that differ in this setting have different identities.
 pub(super) fn tells_runs_apart(key: &str) -> bool {
-    of_attention(key) || RESOLVED.contains(&key) || !has_role(key, Role::Beside)
+    of_attention(key) || RESOLVED.contains(&key) || !has_role(key, Role::NotIdentity)
 }
 
 /// Whether a setting has no effect on a run.
@@ -254,10 +254,10 @@ fn equal_budgets(identities: &[&Identity]) -> bool {
 }
 
 /// A setting's value as the text in an identity.
-pub fn in_words(value: &Value) -> String {
+pub fn as_text(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
-        Value::Array(values) => values.iter().map(in_words).collect::<Vec<_>>().join(" "),
+        Value::Array(values) => values.iter().map(as_text).collect::<Vec<_>>().join(" "),
         other => other.to_string(),
     }
 }
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_in_other_words_is_the_same_run() {
+    fn equivalent_settings_are_the_same_run() {
         let plain = identity(Settings::default());
         let same = [
             Settings::with(|s| s.attention.smoothing = Some(SmoothingSetting::K)),

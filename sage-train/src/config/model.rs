@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use candle_sage::{Error, Result, Scheme};
 
 use crate::checks::{above_zero, in_range, need};
-use crate::device::Place;
+use crate::device::DeviceKind;
 use crate::model::{LlamaConfig, Recompute, Sla2Config, Windows};
 use crate::settings::{Preset, Settings, Switch};
 
@@ -133,7 +133,7 @@ pub(super) fn check_logits(model: &LlamaConfig, second: Option<Scheme>, s: &Sett
             .allowed("dense attention")
             .hint("use --attn fpa, or leave them out"));
     }
-    let on_gpu = need(s.run.device) == Place::Cuda && model.softcap.is_some();
+    let on_gpu = need(s.run.device) == DeviceKind::Cuda && model.softcap.is_some();
     let fits = |scheme: &Scheme| !on_gpu || scheme.supports_softcap_on_gpu();
     let mut schemes = model.layer_schemes.values().copied().chain(model.scheme).chain(second);
     match schemes.find(|scheme| scheme.smooths_keys() || !fits(scheme)) {

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use candle_sage::SageBwd;
 
-use crate::device::Place;
+use crate::device::DeviceKind;
 use crate::model::Recompute;
 use crate::quantity::Quantity;
 use crate::settings::{
@@ -180,7 +180,7 @@ pub(super) fn defaults(preset: Preset) -> Settings {
 fn run(preset: Preset, size: &Size) -> RunSettings {
     RunSettings {
         preset: Some(preset),
-        device: Some(Place::default()),
+        device: Some(DeviceKind::default()),
         recompute: Some(Recompute::None),
         deterministic: Some(Switch::Off),
         seed: Some(0),

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use toml::Table;
 
 use super::identity::tells_runs_apart;
-use super::{in_words, preset};
+use super::{as_text, preset};
 use crate::settings::{Preset, Role, has_role, tables};
 
 /// The page: a table for each table of a settings file.
@@ -28,7 +28,7 @@ pub fn reference() -> String {
         }
         // The default of the device depends on the build, as the description of `device` says.
         let default = defaults.get(&setting.flag).filter(|_| setting.flag != "device");
-        let default = default.map_or(String::new(), |value| format!("`{}`", in_words(value)));
+        let default = default.map_or(String::new(), |value| format!("`{}`", as_text(value)));
         let yes = |yes: bool| if yes { "yes" } else { "" };
         writeln!(
             page,
@@ -38,7 +38,7 @@ pub fn reference() -> String {
             setting.values.replace('|', "\\|"),
             setting.help.replace('|', "\\|"),
             yes(tells_runs_apart(&setting.flag)),
-            yes(has_role(&setting.flag, Role::Changes)),
+            yes(has_role(&setting.flag, Role::Resumable)),
         )
         .expect("a string takes everything");
     }

@@ -2,14 +2,14 @@
 
 use super::Config;
 use super::summary::{H100, Memory};
-use crate::device::Place;
+use crate::device::DeviceKind;
 use crate::model::received_bytes;
 use crate::quantity::{counted, gib, grouped};
 use crate::ranks::{FEW_TOKENS, Mesh, PIECE_BESIDE};
 
 /// A hypothetical cluster for `--dry-run`: its mesh, and the bandwidths of its links.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct World {
+pub struct Cluster {
     /// The mesh, from the point of view of any rank.
     pub mesh: Mesh,
     /// Bytes a second between the GPUs of a node, each way.
@@ -86,12 +86,12 @@ fn update_seconds(updated: Updated, mesh: Mesh, link: f64, hides: f64) -> f64 {
 
 impl Config {
     /// The estimates for several ranks as a table.
-    pub fn of_ranks(&self, world: World) -> String {
+    pub fn of_ranks(&self, world: Cluster) -> String {
         let mesh = world.mesh;
         let memory = self.memory_of_ranks(mesh);
         let seconds = self.seconds(world, self.accumulation.div_ceil(mesh.data().of));
         let mut rows = vec![
-            ("ranks", self.dealt(mesh)),
+            ("ranks", self.distribution(mesh)),
             (
                 "memory of each",
                 format!("about {} MiB plus the data: {memory}", grouped(memory.total() >> 20)),
@@ -106,14 +106,14 @@ impl Config {
     }
 
     /// How the micro-batches of a step are distributed among the ranks.
-    fn dealt(&self, mesh: Mesh) -> String {
+    fn distribution(&self, mesh: Mesh) -> String {
         let (all, groups) = (self.accumulation, mesh.data().of);
         let (most, fewest) = (all.div_ceil(groups), all / groups);
         let (who, in_groups) = match mesh.context {
             1 => ("rank", String::new()),
             of => ("group", format!(", in {groups} groups of {of}")),
         };
-        let dealt = match all - fewest * groups {
+        let distribution = match all - fewest * groups {
             0 => format!("each {who} computes {most} of a step's {all} micro-batches"),
             n => format!(
                 "a step's {all} micro-batches: {most} each for {}, {fewest} each for {}",
@@ -123,7 +123,7 @@ impl Config {
         };
         let idle = 100.0 * (1.0 - all as f64 / (most * groups) as f64);
         format!(
-            "{} on {}{in_groups}; {dealt}; ranks idle {idle:.0} % of the time",
+            "{} on {}{in_groups}; {distribution}; ranks idle {idle:.0} % of the time",
             mesh.rank().of,
             match mesh.replica.of {
                 1 => "one node".into(),
@@ -145,7 +145,7 @@ impl Config {
     }
 
     /// What a rank sends to other nodes in a step.
-    fn between_nodes(&self, World { mesh, network, .. }: World, seconds: &Seconds) -> String {
+    fn between_nodes(&self, Cluster { mesh, network, .. }: Cluster, seconds: &Seconds) -> String {
         let others = (mesh.replica.of - 1) as f64 / mesh.replica.of as f64;
         let bytes = 2.0 * others * 4.0 * self.model.parameters() as f64 / mesh.shard.of as f64;
         format!(
@@ -158,7 +158,7 @@ impl Config {
     }
 
     /// The time of a step by its phases, and the efficiency compared with single GPUs.
-    fn step(&self, world: World, seconds: &Seconds) -> String {
+    fn step(&self, world: Cluster, seconds: &Seconds) -> String {
         let of_step = |part: f64| 100.0 * part / seconds.all();
         let shared = match world.mesh.context {
             1 => String::new(),
@@ -194,12 +194,12 @@ impl Config {
         self.model.read_bytes(self.device.dtype().size_in_bytes() as u64)
     }
 
-    fn tokens_a_second(&self, world: World) -> f64 {
+    fn tokens_a_second(&self, world: Cluster) -> f64 {
         world.gpu.unwrap_or(H100.0 * H100.1 / self.model.dense16_flops_per_token())
     }
 
-    fn seconds(&self, world: World, micro_batches: usize) -> Seconds {
-        let World { mesh, link, network, .. } = world;
+    fn seconds(&self, world: Cluster, micro_batches: usize) -> Seconds {
+        let Cluster { mesh, link, network, .. } = world;
         let tokens = self.micro_batch * self.model.context * micro_batches / mesh.context;
         let gradients = tokens as f64 / self.tokens_a_second(world);
         // The exchanged heads: query, key, value and output, in the forward and in the backward.
@@ -216,7 +216,7 @@ impl Config {
         let last = PIECE_BESIDE as f64 / parameters as f64;
         let network = 2.0 * (nodes - 1.0) / nodes * part / network;
         // With many tokens a step is limited by power, so that overlapping saves no time.
-        let hides = match mesh.engines && mesh.beside && (tokens as u64) < FEW_TOKENS {
+        let hides = match mesh.engines && mesh.during_backward && (tokens as u64) < FEW_TOKENS {
             true => (HIDES * gradients - network).max(0.0),
             false => 0.0,
         };
@@ -231,7 +231,7 @@ impl Config {
     }
 
     /// Tokens a second of all ranks, relative to the same number of GPUs that each train independently.
-    fn efficiency(&self, world: World, seconds: &Seconds) -> f64 {
+    fn efficiency(&self, world: Cluster, seconds: &Seconds) -> f64 {
         let ranks = world.mesh.rank().of as f64;
         let tokens = self.tokens_per_step() as f64 / ranks;
         let alone = tokens / self.tokens_a_second(world)
@@ -254,7 +254,7 @@ impl Config {
             optimizer: memory.optimizer / of,
             gradients: memory.gradients + received_bytes(&specs, mesh, whole),
             activations: memory.activations / mesh.context as u64 + self.exchanged_bytes(mesh, element),
-            links: if self.device == Place::Cpu { 0 } else { NCCL * mesh.shard.of.max(4) as u64 },
+            links: if self.device == DeviceKind::Cpu { 0 } else { NCCL * mesh.shard.of.max(4) as u64 },
         }
     }
 
@@ -281,7 +281,7 @@ mod tests {
     fn config(micro_batch: usize, context: u64, sequences: u64, vocabulary: u64, heads: usize) -> Config {
         Config::resolve(Settings::with(|s| {
             s.run.preset = Some(Preset::Paper325m);
-            s.run.device = Some(Place::Cuda);
+            s.run.device = Some(DeviceKind::Cuda);
             s.data.context = Some(Quantity(context));
             s.data.vocab_size = Some(Quantity(vocabulary));
             s.model.heads = Some(heads);
@@ -299,7 +299,7 @@ mod tests {
     #[test]
     fn steps_of_several_gpus_are_predicted() {
         let after = Mesh::node(Rank { index: 0, of: 2 });
-        let beside = Mesh { engines: true, beside: true, ..after };
+        let during_backward = Mesh { engines: true, during_backward: true, ..after };
         let four = Rank { index: 0, of: 4 };
         // Three steps on two H200, four on two H100, one on four H100 and two on four H200.
         for (mesh, vocabulary, heads, micro_batch, context, gradients, measured) in [
@@ -307,17 +307,17 @@ mod tests {
             (after, 1078, 16, 2, 4096, 39.77, 44.77),
             (after, 1078, 16, 8, 4096, 151.51, 156.39),
             (after, 50_257, 16, 1, 4096, 23.49, 28.90),
-            (beside, 50_257, 16, 2, 4096, 44.69, 49.95),
+            (during_backward, 50_257, 16, 2, 4096, 44.69, 49.95),
             (after, 50_257, 16, 8, 4096, 169.64, 176.31),
-            (beside, 50_257, 16, 8, 4096, 169.64, 178.20),
+            (during_backward, 50_257, 16, 8, 4096, 169.64, 178.20),
             (Mesh { shard: four, engines: true, ..after }, 50_257, 16, 8, 4096, 171.22, 178.62),
             (Mesh { shard: four, engines: true, ..after }, 50_257, 16, 8, 4096, 167.18, 174.7),
-            (Mesh { shard: four, ..beside }, 50_257, 16, 2, 4096, 43.53, 47.3),
+            (Mesh { shard: four, ..during_backward }, 50_257, 16, 2, 4096, 43.53, 47.3),
         ] {
             let sequences = (micro_batch * mesh.data().of) as u64;
             let config = config(micro_batch, context, sequences, vocabulary, heads);
             let gpu = Some((micro_batch as u64 * context) as f64 / gradients * 1e3);
-            let seconds = config.seconds(World { mesh, link: LINK, network: NETWORK, gpu }, 1);
+            let seconds = config.seconds(Cluster { mesh, link: LINK, network: NETWORK, gpu }, 1);
             let reckoned = 1e3 * seconds.all();
             assert!((reckoned / measured - 1.0).abs() < 0.03, "{mesh:?}: {reckoned} for {measured}");
         }

@@ -86,7 +86,7 @@ impl Sequences {
 
 /// How tokens are split into sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Cut {
+pub struct SequenceSplit {
     /// Tokens in a sequence.
     pub context: usize,
     /// Seed of the order.
@@ -102,14 +102,14 @@ pub struct Cut {
 #[derive(Debug)]
 pub struct Batches<'a> {
     mixture: &'a Mixture,
-    cut: Cut,
+    cut: SequenceSplit,
     /// The current epoch of each source, and the order of the sequences in this epoch.
     orders: Vec<Option<(u64, Vec<u32>)>>,
 }
 
 impl<'a> Batches<'a> {
     /// Sequences of a mixture. Each source must be longer than the context.
-    pub fn new(mixture: &'a Mixture, cut: Cut) -> Self {
+    pub fn new(mixture: &'a Mixture, cut: SequenceSplit) -> Self {
         Self { mixture, cut, orders: mixture.sources().map(|_| None).collect() }
     }
 
@@ -251,11 +251,11 @@ mod tests {
     use super::super::Tokens;
     use super::*;
 
-    fn cut(seed: u64) -> Cut {
-        Cut { context: 10, seed, vocab: 2000, end_of_document: None }
+    fn cut(seed: u64) -> SequenceSplit {
+        SequenceSplit { context: 10, seed, vocab: 2000, end_of_document: None }
     }
 
-    fn firsts(batches: &mut Batches<'_>, range: std::ops::Range<u64>) -> Vec<u32> {
+    fn first_sequences(batches: &mut Batches<'_>, range: std::ops::Range<u64>) -> Vec<u32> {
         range.map(|n| batches.shuffled(n, 1).expect("in memory").ids[0]).collect()
     }
 
@@ -264,15 +264,15 @@ mod tests {
         let tokens = Mixture::new(vec![(Tokens::from((0..103).collect::<Vec<u32>>()), 1.0)]);
         let mut batches = Batches::new(&tokens, cut(4));
         assert_eq!(batches.sequences(), 10);
-        let first = firsts(&mut batches, 0..10);
-        let second = firsts(&mut batches, 10..20);
+        let first = first_sequences(&mut batches, 0..10);
+        let second = first_sequences(&mut batches, 10..20);
         let mut sorted = first.clone();
         sorted.sort_unstable();
         assert_eq!(sorted, (0..10).map(|n| n * 10).collect::<Vec<_>>());
         assert_ne!(first, second);
         // Earlier sequences can be read again.
-        assert_eq!(firsts(&mut batches, 3..7), first[3..7]);
-        assert_ne!(firsts(&mut Batches::new(&tokens, cut(5)), 0..10), first);
+        assert_eq!(first_sequences(&mut batches, 3..7), first[3..7]);
+        assert_ne!(first_sequences(&mut Batches::new(&tokens, cut(5)), 0..10), first);
         let batch = batches.shuffled(8, 4)?.to_device(&Device::Cpu).expect("tensors");
         assert_eq!(batch.ids.dims(), [4, 10]);
         let next = batch.ids.affine(1., 1.).and_then(|ids| ids.to_vec2::<u32>()).expect("numbers");
@@ -298,7 +298,7 @@ mod tests {
         let source = |from: u32| Tokens::from((from..from + 101).collect::<Vec<u32>>());
         let mixture = Mixture::new(vec![(source(0), 3.0), (source(1000), 1.0)]);
         let mut batches = Batches::new(&mixture, cut(0));
-        let mut seen = firsts(&mut batches, 0..40);
+        let mut seen = first_sequences(&mut batches, 0..40);
         // Three epochs of the first source, one of the second.
         seen.sort_unstable();
         let first = (0..30).map(|n| n / 3 * 10);
@@ -327,14 +327,14 @@ mod tests {
             let sequences = ORDERS[source][0].len();
             1000 * source as u32 + 10 * ORDERS[source][k / sequences][k % sequences]
         });
-        assert_eq!(firsts(&mut Batches::new(&mixture, cut(4)), 0..42), expected.collect::<Vec<_>>());
+        assert_eq!(first_sequences(&mut Batches::new(&mixture, cut(4)), 0..42), expected.collect::<Vec<_>>());
     }
 
     /// Every sequence of a batch starts a new document, regardless of its index in the batch.
     #[test]
     fn documents_never_join_two_sequences() -> Result<()> {
         let tokens = Mixture::new(vec![(Tokens::from((0..61).collect::<Vec<u32>>()), 1.0)]);
-        let cut = Cut { end_of_document: Some(25), ..cut(0) };
+        let cut = SequenceSplit { end_of_document: Some(25), ..cut(0) };
         let batch = Batches::new(&tokens, cut).in_order(0, 6)?;
         let bounds = vec![0, 10, 20, 26, 30, 40, 50, 60];
         assert_eq!(batch.documents(), Some(&Packing::self_attention(bounds)));

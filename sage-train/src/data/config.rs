@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use candle_sage::{Error, Result};
 
 use super::source::canonical;
-use super::{Cut, Tokenizer};
+use super::{SequenceSplit, Tokenizer};
 use crate::checks::{self, in_range, need};
 use crate::settings::{Settings, SourceSetting, Switch};
 
@@ -84,8 +84,8 @@ impl DataConfig {
     }
 
     /// How tokens become sequences.
-    pub fn cut(&self, tokenizer: &Tokenizer) -> Cut {
-        Cut {
+    pub fn cut(&self, tokenizer: &Tokenizer) -> SequenceSplit {
+        SequenceSplit {
             context: self.context,
             seed: self.order_seed,
             vocab: tokenizer.vocab_size(),

@@ -45,13 +45,13 @@ impl Feed {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Cut, Mixture, Tokens};
+    use super::super::{Mixture, SequenceSplit, Tokens};
     use super::*;
 
     #[test]
     fn batches_come_in_order_from_anywhere_and_the_thread_ends() {
         let tokens = Mixture::new(vec![(Tokens::from((0..103).collect::<Vec<u32>>()), 1.0)]);
-        let cut = Cut { context: 10, seed: 4, vocab: 2000, end_of_document: None };
+        let cut = SequenceSplit { context: 10, seed: 4, vocab: 2000, end_of_document: None };
         std::thread::scope(|scope| {
             for start in [0, 21] {
                 let feed = Feed::start(scope, Batches::new(&tokens, cut), (start..).step_by(3), 3);

@@ -12,8 +12,8 @@ use serde::{Deserialize, Serialize};
 
 use super::hub::{Hub, Named};
 use super::prepared::FileRead;
-use super::reader::{self, Bad, Piece, is_known};
-use super::source::{self, PassedOver, Source};
+use super::reader::{self, OnBadDocument, Piece, is_known};
+use super::source::{self, SkippedFiles, Source};
 use super::tokenizer::{TRAINING_BYTES, Tokenizer};
 use crate::notify;
 
@@ -95,9 +95,9 @@ pub(super) fn text_files(names: &[String], field: Option<&str>) -> Result<Vec<Te
 
 /// The source at a path. Prints a message about files at this path that are not data.
 fn find_text(path: &Path) -> Result<Source> {
-    let mut passed_over = PassedOver::default();
+    let mut passed_over = SkippedFiles::default();
     let found = source::find_and_pass_over(path, Path::new(""), &mut passed_over)?;
-    if let Some(words) = passed_over.in_words() {
+    if let Some(words) = passed_over.as_text() {
         notify(&format!("{}: {words}", path.display()));
     }
     Ok(found)
@@ -112,7 +112,7 @@ pub(super) fn read_file(
     each: &mut reader::EachUntil<'_>,
 ) -> Result<FileRead> {
     let skipped = AtomicU64::new(0);
-    let bad = if skip_bad { Bad::Skipped(&skipped) } else { Bad::Refused };
+    let bad = if skip_bad { OnBadDocument::Skipped(&skipped) } else { OnBadDocument::Refused };
     let mut read = FileRead { path: file.path.clone(), bytes: file.bytes(), ..FileRead::default() };
     let mut continued = false;
     reader::read_counted(&file.path, &file.field, bad, done, &mut |piece| {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use candle_sage::{Error, Result};
 
 use super::corpus::Corpus;
-use super::source::{self, PassedOver, ShardFiles, Source};
+use super::source::{self, ShardFiles, SkippedFiles, Source};
 use super::{DataConfig, Tokenizer, check, reader};
 use crate::settings::SourceSetting;
 
@@ -106,9 +106,9 @@ impl Opening<'_> {
 
     fn open(&mut self, path: &Path) -> Result<Opened> {
         let Self { config, say, seen, held_out } = self;
-        let mut passed_over = PassedOver::default();
+        let mut passed_over = SkippedFiles::default();
         let mut found = source::find_and_pass_over(path, &config.out, &mut passed_over)?;
-        if let Some(others) = passed_over.in_words() {
+        if let Some(others) = passed_over.as_text() {
             say(&others);
         }
         found.hold_out(held_out, path)?;

@@ -160,7 +160,7 @@ fn write(
     let writer = |name, split| SplitWriter::new(folder, name, (format, plan.shard_tokens), tokenizer, split);
     let (first, past) = (before.files.len(), before.pieces);
     let Done { train, validation, .. } = before.clone();
-    let mut writing_down = Writing {
+    let mut writing_down = TokenWriter {
         tokenizer,
         parts: [writer("train", train)?, writer("val", validation)?],
         journal,
@@ -198,7 +198,7 @@ fn write(
     });
     bar.finish_and_clear();
     ended?;
-    let Writing { parts: [train, validation], done, .. } = writing_down;
+    let TokenWriter { parts: [train, validation], done, .. } = writing_down;
     let (train, validation) = (train.finish()?, validation.finish()?);
     if train.tokens == 0 {
         return Err(no_text());
@@ -262,14 +262,14 @@ impl Chunks {
 }
 
 /// Writes tokens and progress.
-struct Writing<'a> {
+struct TokenWriter<'a> {
     tokenizer: &'a Tokenizer,
     parts: [SplitWriter<'a>; 2],
     journal: Journal<'a>,
     done: Done,
 }
 
-impl Writing<'_> {
+impl TokenWriter<'_> {
     /// Tokenizes all chunks, and writes their tokens.
     fn tokenize(&mut self, plan: &Plan, chunks: Receiver<Chunk>, show: &mut dyn FnMut(String)) -> Result<()> {
         let Self { tokenizer, parts: [train, validation], journal, done } = self;

@@ -6,9 +6,9 @@
 //! of paragraphs:
 //!
 //! - a *beginning* states a name's number, and continues with a story that has the name in each of its sentences;
-//! - a *return* is a story about an earlier name, and ends with its number ([`Asked::AfterStory`]);
+//! - a *return* is a story about an earlier name, and ends with its number ([`QuestionContext::AfterStory`]);
 //! - *questions* are a note with several earlier names and their numbers, without a story before it
-//!   ([`Asked::Suddenly`]);
+//!   ([`QuestionContext::Suddenly`]);
 //! - a *roll* is a note that lists other names with numbers, and then lists them again in another order.
 //!
 //! The distance from a name's last number to its next question is drawn uniformly in half of the cases, and
@@ -57,7 +57,7 @@ const STORIES: [&str; 12] = [
 
 /// The context in which a number is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Asked {
+pub enum QuestionContext {
     /// At the end of a story about the number's name; the story announces the question.
     AfterStory,
     /// Without any announcement.
@@ -68,7 +68,7 @@ pub enum Asked {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Question {
     /// The context of the question.
-    pub asked: Asked,
+    pub asked: QuestionContext,
     /// Index of the piece that stated the number.
     pub said: usize,
 }
@@ -99,7 +99,7 @@ fn name(index: usize) -> String {
 }
 
 /// A name with its number, and the place where the number was last stated.
-struct Known {
+struct StatedNumber {
     name: String,
     number: u32,
     /// Index of the piece with the number.
@@ -116,7 +116,7 @@ struct Draft {
     rolled: Vec<String>,
     /// Names that have no number yet.
     unused: Vec<String>,
-    known: Vec<Known>,
+    known: Vec<StatedNumber>,
     paragraphs: usize,
 }
 
@@ -128,7 +128,7 @@ impl Draft {
     }
 
     /// Adds `BEFORE NAME N`, and returns the index of the piece with the number.
-    fn say(&mut self, before: &str, name: &str, number: u32, question: Option<Question>) -> usize {
+    fn state(&mut self, before: &str, name: &str, number: u32, question: Option<Question>) -> usize {
         self.push(format!("{before} {name}"));
         let index = self.pieces.len();
         self.push(format!(" {number}"));
@@ -162,10 +162,10 @@ impl Draft {
     }
 
     /// Adds a question, which is the text `before`, a known name and its number.
-    fn ask(&mut self, n: usize, before: &str, asked: Asked) {
-        let Known { name, number, said, .. } = &self.known[n];
+    fn ask(&mut self, n: usize, before: &str, asked: QuestionContext) {
+        let StatedNumber { name, number, said, .. } = &self.known[n];
         let (name, number, said) = (name.clone(), *number, *said);
-        let said = self.say(before, &name, number, Some(Question { asked, said }));
+        let said = self.state(before, &name, number, Some(Question { asked, said }));
         (self.known[n].said, self.known[n].paragraph) = (said, self.paragraphs);
     }
 }
@@ -204,14 +204,14 @@ impl Recall {
                 let name = draft.known[n].name.clone();
                 draft.push(format!("{name} again."));
                 draft.story(&name, self.story_words(), rng);
-                draft.ask(n, " So note:", Asked::AfterStory);
+                draft.ask(n, " So note:", QuestionContext::AfterStory);
                 draft.stop();
             }
             (2..6, Some(first)) => {
-                draft.ask(first, "Note:", Asked::Suddenly);
+                draft.ask(first, "Note:", QuestionContext::Suddenly);
                 for question in 1..QUESTIONS {
                     if let Some(n) = draft.draw(question + 1 < QUESTIONS, rng) {
-                        draft.ask(n, ",", Asked::Suddenly);
+                        draft.ask(n, ",", QuestionContext::Suddenly);
                     }
                 }
                 draft.stop();
@@ -223,7 +223,7 @@ impl Recall {
                 for round in 0..2 {
                     for (n, (name, number)) in roll.iter().enumerate() {
                         let before = if round + n == 0 { "Note:" } else { "," };
-                        draft.say(before, name, *number, None);
+                        draft.state(before, name, *number, None);
                     }
                     roll.shuffle(rng);
                 }
@@ -231,11 +231,11 @@ impl Recall {
             }
             _ => {
                 let (name, number) = (draft.unused.pop()?, rng.random_range(NUMBERS));
-                let said = draft.say("Note:", &name, number, None);
+                let said = draft.state("Note:", &name, number, None);
                 draft.stop();
                 draft.story(&name, self.story_words() / 2, rng);
                 let often = draft.known.len().is_multiple_of(2);
-                draft.known.push(Known { name, number, said, paragraph: draft.paragraphs, often });
+                draft.known.push(StatedNumber { name, number, said, paragraph: draft.paragraphs, often });
             }
         }
         Some(())
@@ -252,7 +252,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_answer_was_said_and_distances_spread() {
+    fn every_answer_was_stated_and_distances_are_spread() {
         let recall = Recall { words: 4000, seed: 3 };
         let mut far = [0; 2];
         for number in 0..50 {

@@ -17,7 +17,7 @@ use sha2::{Digest, Sha256};
 pub use format::Format;
 use format::HEADER;
 pub use sidecar::Sidecar;
-pub use writer::{Begun, ShardWriter};
+pub use writer::{PartialShard, ShardWriter};
 
 use super::Tokenizer;
 use crate::{during, hex, read_exact_at};

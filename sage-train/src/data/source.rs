@@ -102,18 +102,18 @@ fn allowed() -> String {
 /// # Errors
 /// When no file exists, text and shards are mixed, or a folder cannot be listed.
 pub fn find(path: &Path, out: &Path) -> Result<Source> {
-    find_and_pass_over(path, out, &mut PassedOver::default())
+    find_and_pass_over(path, out, &mut SkippedFiles::default())
 }
 
 /// Files in a folder that are not data, counted by file extension.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct PassedOver {
+pub(super) struct SkippedFiles {
     kinds: BTreeMap<String, usize>,
     /// Named pipes, sockets and devices, which cannot be read as files.
     special: Vec<PathBuf>,
 }
 
-impl PassedOver {
+impl SkippedFiles {
     fn add(&mut self, path: &Path) {
         let kind = path.extension().map_or_else(
             || "without an extension".into(),
@@ -123,7 +123,7 @@ impl PassedOver {
     }
 
     /// The number of files and their most frequent kinds, as text; `None` without files.
-    pub(super) fn in_words(&self) -> Option<String> {
+    pub(super) fn as_text(&self) -> Option<String> {
         let all: usize = self.kinds.values().sum();
         let mut kinds: Vec<(&String, &usize)> = self.kinds.iter().collect();
         kinds.sort_by_key(|(_, count)| std::cmp::Reverse(**count));
@@ -144,7 +144,7 @@ impl PassedOver {
 }
 
 /// Like [`find`]; adds the files in folders that are not data to `passed_over`.
-pub(super) fn find_and_pass_over(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Source> {
+pub(super) fn find_and_pass_over(path: &Path, out: &Path, passed_over: &mut SkippedFiles) -> Result<Source> {
     let files = files(path, out, passed_over)?;
     let (shards, text): (Vec<PathBuf>, Vec<PathBuf>) = files.into_iter().partition(|file| is_shard(file));
     match (text.is_empty(), shards.is_empty()) {
@@ -199,7 +199,7 @@ fn shard_files(files: Vec<PathBuf>) -> ShardFiles {
 }
 
 /// All files of known kinds.
-fn files(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<PathBuf>> {
+fn files(path: &Path, out: &Path, passed_over: &mut SkippedFiles) -> Result<Vec<PathBuf>> {
     if path.is_dir() {
         if partial::is_unfinished(path) {
             return Err(Error::new("the data is not finished")
@@ -266,7 +266,7 @@ fn how_to_get(path: &Path) -> String {
     }
 }
 
-fn below(path: &Path, out: &Path, passed_over: &mut PassedOver) -> Result<Vec<PathBuf>> {
+fn below(path: &Path, out: &Path, passed_over: &mut SkippedFiles) -> Result<Vec<PathBuf>> {
     if same(path, out) {
         return Err(Error::new("--data and --out are the same folder")
             .got(path.display())
@@ -339,15 +339,15 @@ mod tests {
         for name in ["a.txt", "b.md", "c.MD", "d.csv", "README", ".hidden"] {
             std::fs::write(folder.path().join(name), "x").expect("a file");
         }
-        let mut passed_over = PassedOver::default();
+        let mut passed_over = SkippedFiles::default();
         find_and_pass_over(folder.path(), Path::new("runs"), &mut passed_over).expect("a source");
         #[cfg(unix)]
         {
             let _socket =
                 std::os::unix::net::UnixListener::bind(folder.path().join("s.txt")).expect("a socket");
-            let mut passed_over = PassedOver::default();
+            let mut passed_over = SkippedFiles::default();
             find_and_pass_over(folder.path(), Path::new("runs"), &mut passed_over).expect("a source");
-            let words = passed_over.in_words().expect("some");
+            let words = passed_over.as_text().expect("some");
             assert!(
                 words.contains("1 pipe, socket or device ignored, such as") && words.contains("s.txt"),
                 "{words}"
@@ -355,9 +355,9 @@ mod tests {
             assert!(find(&folder.path().join("s.txt"), Path::new("runs")).is_err());
             std::fs::remove_file(folder.path().join("s.txt")).expect("removed");
         }
-        let words = passed_over.in_words().expect("some");
+        let words = passed_over.as_text().expect("some");
         assert_eq!(words, "4 files of other kinds ignored: 2 .md, 1 .csv, 1 without an extension");
-        assert_eq!(PassedOver::default().in_words(), None);
+        assert_eq!(SkippedFiles::default().as_text(), None);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::path::Path;
 use candle_sage::Result;
 use serde::{Deserialize, Serialize};
 
-use super::shard::{Begun, Format, ShardWriter};
+use super::shard::{Format, PartialShard, ShardWriter};
 use super::tokenizer::Tokenizer;
 
 /// The contents of the training or the validation data.
@@ -26,7 +26,7 @@ pub struct Part {
 pub(super) struct Split {
     pub(super) part: Part,
     /// State of the last shard, if it is not complete.
-    pub(super) open: Option<Begun>,
+    pub(super) open: Option<PartialShard>,
 }
 
 /// Writes the shards of the training or validation data, one after the other.

@@ -137,7 +137,7 @@ impl Tokenizer {
         let bytes = std::fs::read(path).map_err(|error| what()(error.into()).hint(hint))?;
         let load = || {
             let inner = Inner::from_bytes(&bytes).map_err(|error| error.to_string())?;
-            let beside = end_of_text::beside(path, &inner)?;
+            let beside = end_of_text::from_neighbours(path, &inner)?;
             Self::new(inner, end_of_text.or(beside.as_deref()))
         };
         // The library panics on some files that are not tokenizers.

@@ -26,29 +26,29 @@ impl Default for Tokens {
 /// A range of a vector or of a shard, and the index of its first token in the list.
 #[derive(Debug, Clone)]
 struct Part {
-    from: From,
+    storage: Storage,
     range: Range<u64>,
     at: u64,
 }
 
 #[derive(Debug, Clone)]
-enum From {
+enum Storage {
     Memory(Arc<Vec<u32>>),
     Shard(Arc<Shard>),
 }
 
-impl std::convert::From<Vec<u32>> for Tokens {
+impl From<Vec<u32>> for Tokens {
     fn from(tokens: Vec<u32>) -> Self {
         let len = tokens.len() as u64;
         Self {
-            parts: vec![Part { from: From::Memory(Arc::new(tokens)), range: 0..len, at: 0 }],
+            parts: vec![Part { storage: Storage::Memory(Arc::new(tokens)), range: 0..len, at: 0 }],
             len,
             text_ratio: 1.0,
         }
     }
 }
 
-impl std::convert::From<Vec<Shard>> for Tokens {
+impl From<Vec<Shard>> for Tokens {
     /// Concatenates the shards.
     fn from(shards: Vec<Shard>) -> Self {
         let mut all = Self::default();
@@ -58,7 +58,11 @@ impl std::convert::From<Vec<Shard>> for Tokens {
         let (text, tokens) = counted.fold((0, 0), |(text, tokens), (t, n)| (text + t, tokens + n));
         for shard in shards {
             let range = 0..shard.len();
-            all.parts.push(Part { from: From::Shard(Arc::new(shard)), range: range.clone(), at: all.len });
+            all.parts.push(Part {
+                storage: Storage::Shard(Arc::new(shard)),
+                range: range.clone(),
+                at: all.len,
+            });
             all.len += range.end;
         }
         all.with_text(text, tokens)
@@ -86,9 +90,9 @@ impl Tokens {
 
     /// The shards of the list.
     pub(super) fn shards(&self) -> impl Iterator<Item = &Shard> {
-        self.parts.iter().filter_map(|part| match &part.from {
-            From::Memory(_) => None,
-            From::Shard(shard) => Some(&**shard),
+        self.parts.iter().filter_map(|part| match &part.storage {
+            Storage::Memory(_) => None,
+            Storage::Shard(shard) => Some(&**shard),
         })
     }
 
@@ -126,11 +130,11 @@ impl Tokens {
             }
             let from = part.range.start + at - part.at;
             let count = (end - at).min(part.range.end - from);
-            match &part.from {
-                From::Memory(tokens) => {
+            match &part.storage {
+                Storage::Memory(tokens) => {
                     out.extend_from_slice(&tokens[from as usize..(from + count) as usize])
                 }
-                From::Shard(shard) => shard.read(from, count as usize, out)?,
+                Storage::Shard(shard) => shard.read(from, count as usize, out)?,
             }
             at += count;
         }
@@ -145,12 +149,12 @@ impl Tokens {
         for part in &self.parts {
             hash.update(part.range.start.to_le_bytes());
             hash.update(part.range.end.to_le_bytes());
-            match &part.from {
-                From::Memory(tokens) => {
+            match &part.storage {
+                Storage::Memory(tokens) => {
                     let tokens = &tokens[part.range.start as usize..part.range.end as usize];
                     tokens.iter().for_each(|token| hash.update(token.to_le_bytes()));
                 }
-                From::Shard(shard) => shard.fingerprint(hash)?,
+                Storage::Shard(shard) => shard.fingerprint(hash)?,
             }
         }
         Ok(())

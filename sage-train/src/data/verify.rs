@@ -59,14 +59,14 @@ impl Verification {
     ///
     /// # Errors
     /// When a shard's hash differs from its sidecar's.
-    pub fn look(&self) -> Result<Vec<Error>> {
+    pub fn new_problems(&self) -> Result<Vec<Error>> {
         sorted(self.0.iter().flat_map(Receiver::try_iter))
     }
 
     /// The errors of remaining shards that could not be read. Waits at most 10 s for the thread.
     ///
     /// # Errors
-    /// As [`Verification::look`].
+    /// As [`Verification::new_problems`].
     pub fn end(&self) -> Result<Vec<Error>> {
         let Some(receiver) = &self.0 else { return Ok(Vec::new()) };
         let until = Instant::now() + PATIENCE;

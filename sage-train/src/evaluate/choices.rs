@@ -114,7 +114,7 @@ pub struct Choices {
 }
 
 /// The loss of an ending, in nats, and whether each of its tokens is the most likely token.
-struct Judged {
+struct EndingLoss {
     loss: f32,
     written: bool,
 }
@@ -139,8 +139,8 @@ pub fn choose(
                 .allowed(format!("at most {context} tokens"))
                 .hint("use a larger --context"));
         }
-        let judge = |ending: &Vec<u32>| judge(model, &example.context, ending, context, device);
-        let judged = example.endings.iter().map(judge).collect::<candle_core::Result<Vec<_>>>();
+        let score = |ending: &Vec<u32>| score(model, &example.context, ending, context, device);
+        let judged = example.endings.iter().map(score).collect::<candle_core::Result<Vec<_>>>();
         let judged = judged.map_err(during("choosing an ending"))?;
         let lowest = |of: &dyn Fn(usize) -> f32| {
             (0..judged.len()).min_by(|&a, &b| of(a).total_cmp(&of(b))) == Some(example.label)
@@ -162,13 +162,13 @@ fn kept(context: usize, ending: usize) -> usize {
     context + 1 - ending
 }
 
-fn judge(
+fn score(
     model: &Llama,
     before: &[u32],
     ending: &[u32],
     context: usize,
     device: &Device,
-) -> candle_core::Result<Judged> {
+) -> candle_core::Result<EndingLoss> {
     let keep = before.len().min(kept(context, ending.len()));
     let all = [&before[before.len() - keep..], ending].concat();
     let (ids, count) = (Tensor::new(&all[..all.len() - 1], device)?.unsqueeze(0)?, ending.len());
@@ -177,7 +177,7 @@ fn judge(
     let targets = Tensor::new(ending, device)?;
     let mean = model.loss_of(&last, &targets)?;
     let likeliest = model.logits(&last)?.argmax(D::Minus1)?.to_vec1::<u32>()?;
-    Ok(Judged { loss: mean.to_scalar::<f32>()? * count as f32, written: likeliest == ending })
+    Ok(EndingLoss { loss: mean.to_scalar::<f32>()? * count as f32, written: likeliest == ending })
 }
 
 #[cfg(test)]

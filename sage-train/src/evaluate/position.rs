@@ -7,7 +7,7 @@ use candle_core::Device;
 use candle_sage::Result;
 
 use super::Extent;
-use crate::data::{Batches, Cut, Mixture};
+use crate::data::{Batches, Mixture, SequenceSplit};
 use crate::model::{Input, Llama};
 use crate::on_device;
 
@@ -16,7 +16,7 @@ const PARTS: usize = 8;
 
 /// The loss of the tokens in a range of positions.
 #[derive(Debug, Clone, PartialEq)]
-pub struct OfPositions {
+pub struct PositionLoss {
     /// Positions of the inputs, from 0.
     pub positions: Range<usize>,
     /// Mean loss of the tokens that follow these inputs, nats per token.
@@ -32,11 +32,11 @@ pub struct OfPositions {
 pub fn by_position(
     model: &Llama,
     data: &Mixture,
-    cut: Cut,
+    cut: SequenceSplit,
     extent: Extent,
     device: &Device,
     seen: &mut dyn FnMut(u64, u64),
-) -> Result<Vec<OfPositions>> {
+) -> Result<Vec<PositionLoss>> {
     let batches = Batches::new(data, cut);
     let wanted = extent.sequences(&batches, cut);
     let parts = PARTS.min(cut.context);
@@ -61,7 +61,7 @@ pub fn by_position(
         losses().map_err(on_device("validation"))?;
         seen((first + count) * cut.context as u64, wanted * cut.context as u64);
     }
-    let of = |(sum, bounds): (f64, &[usize])| OfPositions {
+    let of = |(sum, bounds): (f64, &[usize])| PositionLoss {
         positions: bounds[0]..bounds[1],
         loss: sum / wanted as f64,
     };

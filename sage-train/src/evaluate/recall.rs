@@ -6,7 +6,7 @@ use candle_core::{D, DType, Device, Tensor};
 use candle_sage::Result;
 
 use crate::data::Tokenizer;
-use crate::data::recall::{Asked, Recall};
+use crate::data::recall::{QuestionContext, Recall};
 use crate::model::Llama;
 use crate::on_device;
 
@@ -20,7 +20,7 @@ const ENDS: [usize; 9] = [32, 64, 128, 256, 512, 1024, 2048, 4096, usize::MAX];
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Recalled {
     /// The context of the question.
-    pub asked: Asked,
+    pub asked: QuestionContext,
     /// Tokens from the fact to the answer.
     pub distances: Range<usize>,
     /// Number of questions.
@@ -31,7 +31,7 @@ pub struct Recalled {
 
 /// An answer among a document's tokens.
 struct Answer {
-    asked: Asked,
+    asked: QuestionContext,
     distance: usize,
     tokens: Range<usize>,
 }
@@ -71,7 +71,7 @@ pub fn recall(
     documents: u64,
     seen: &mut dyn FnMut(u64, u64),
 ) -> Result<Vec<Recalled>> {
-    let mut rows: Vec<Recalled> = [Asked::AfterStory, Asked::Suddenly]
+    let mut rows: Vec<Recalled> = [QuestionContext::AfterStory, QuestionContext::Suddenly]
         .into_iter()
         .flat_map(|asked| {
             let starts = std::iter::once(0).chain(ENDS);

@@ -3,7 +3,7 @@
 use candle_core::Device;
 use candle_sage::Result;
 
-use crate::data::{Batches, Cut, Mixture};
+use crate::data::{Batches, Mixture, SequenceSplit};
 use crate::model::{Input, Llama, Selected};
 use crate::on_device;
 
@@ -13,7 +13,12 @@ use crate::on_device;
 ///
 /// # Errors
 /// When the data cannot be read, or the device fails.
-pub fn selected(model: &Llama, data: &Mixture, cut: Cut, device: &Device) -> Result<Option<Selected>> {
+pub fn selected(
+    model: &Llama,
+    data: &Mixture,
+    cut: SequenceSplit,
+    device: &Device,
+) -> Result<Option<Selected>> {
     let sequences = Batches::new(data, cut).in_order(0, 1)?;
     let measure = || {
         let batch = sequences.to_device(device)?;

@@ -168,7 +168,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn questions_have_the_words_of_the_harness() {
+    fn questions_have_the_text_of_the_harness() {
         let question = |task: Task, line: Value| task.question(&line).expect("a question");
         let swag = json!({"activity_label": "Roof shingle removal", "ctx_a": "A man is sitting on a roof.", "ctx_b": "he [title] He Looks  up [step] there",
                           "endings": ["is using wrap.", "starts pulling [substeps] up."], "label": "1"});
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_with_a_line_is_said() -> Result<()> {
+    fn an_error_in_a_line_names_the_problem() -> Result<()> {
         let text = "the quick brown fox and the dog ".repeat(50);
         let tokenizer = Tokenizer::train(std::iter::once(text.as_str()), 300)?;
         let piqa = |label: Value| json!({"goal": "a", "sol1": "b", "sol2": "c", "label": label});

@@ -44,7 +44,7 @@ impl Sums {
     /// Unbiased estimates of `|G|^2`, `|G + B|^2` and `|B|^2` from all pairs of micro-batches. `G` is the expected
     /// gradient of a micro-batch with unquantized attention, and `B` is the bias of the scheme. An estimate can be
     /// below zero.
-    pub fn stays(&self) -> Squares {
+    pub fn mean_squares(&self) -> Squares {
         let pairs = (self.count * (self.count - 1)) as f64;
         let Self { of_sum, of_each, .. } = self;
         Squares {
@@ -56,12 +56,12 @@ impl Sums {
 
     /// The variances of the gradients of a micro-batch, summed over all elements. The variance of a mean over `n`
     /// micro-batches is `1 / n` of these variances.
-    pub fn falls(&self) -> Squares {
-        let (each, stays) = (self.of_each.times(1.0 / self.count as f64), self.stays());
+    pub fn variances(&self) -> Squares {
+        let (each, mean_squares) = (self.of_each.times(1.0 / self.count as f64), self.mean_squares());
         Squares {
-            exact: each.exact - stays.exact,
-            low: each.low - stays.low,
-            error: each.error - stays.error,
+            exact: each.exact - mean_squares.exact,
+            low: each.low - mean_squares.low,
+            error: each.error - mean_squares.error,
         }
     }
 }

@@ -11,7 +11,7 @@ use super::layers::Norm;
 use super::linear::{Bias, Linear};
 use super::operands::{Operand, Operands};
 use super::parameters::{Parameters, Weight};
-use super::precision::Place;
+use super::precision::OperandRole;
 use super::rotary::Rotary;
 use super::sla2::{Selected, Sla2Layer};
 use super::sla2_config::Stage;
@@ -270,7 +270,7 @@ impl SelfAttention {
             (None, Some(_)) => candle_core::bail!("the cache was made in another stage of SLA2"),
         };
         let rows = self.to_rows(&out, rotary, x.rows()?, &[Heads::Queries])?;
-        self.output.forward(&operands.without_backward(rows, Place::Attended)?)
+        self.output.forward(&operands.without_backward(rows, OperandRole::Attended)?)
     }
 
     /// Measures the selection of SLA2 for this input; `None` without SLA2.
@@ -298,7 +298,8 @@ impl SelfAttention {
                 (out, Vjp::Dense(Box::new(vjp)))
             }
         };
-        let rows = self.operands.of(self.to_rows(&out, rotary, rows, &[Heads::Queries])?, Place::Attended)?;
+        let rows =
+            self.operands.of(self.to_rows(&out, rotary, rows, &[Heads::Queries])?, OperandRole::Attended)?;
         Ok(Core { inputs, out, rows, vjp })
     }
 
@@ -334,7 +335,7 @@ impl SelfAttention {
         // Ranks that share a sequence do not use the fused FP8 path, because they exchange heads before rows are
         // quantized. Layers with biases do not use it, because the gradient of a bias is a sum of unquantized rows.
         let fused = self.ulysses.is_none() && self.biases.is_none();
-        let delayed = self.operands.delayed(Place::Projected).filter(|_| fused);
+        let delayed = self.operands.delayed(OperandRole::Projected).filter(|_| fused);
         if let (Some(norms), Some((settings, scale))) = (&self.norms, delayed) {
             let dx = rotary.backward_fp8(x, norms, [dquery, dkey], dvalue, scale)?;
             return Ok(Operand::Fp8(dx, settings));
@@ -343,7 +344,7 @@ impl SelfAttention {
         let dprojected = Tensor::cat(&[&rotated, dvalue], 2)?;
         let dprojected = self.to_rows(&dprojected, rotary, rows, &QUERY_KEY_VALUE)?;
         self.biases.as_ref().map_or(Ok(()), |biases| biases.projection.backward(&dprojected))?;
-        self.operands.of(dprojected, Place::Projected)
+        self.operands.of(dprojected, OperandRole::Projected)
     }
 
     /// Adds the gradients of the weights and returns the gradient of the input.
@@ -384,7 +385,7 @@ impl SelfAttention {
             (Vjp::Sparse(_), None) => unreachable!("only SLA2 has a sparse backward"),
         };
         if let (Stage::Router, Some(sla2)) = (rotary.stage, &self.sla2) {
-            sla2.teach(core.inputs.each_ref(), &core.out, rotary.documents.as_ref())?;
+            sla2.train_router(core.inputs.each_ref(), &core.out, rotary.documents.as_ref())?;
         }
         drop(core);
         let [query, key, value] = self.parts(&projected)?;

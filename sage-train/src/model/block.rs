@@ -12,7 +12,7 @@ use super::layers::{Norm, Stream};
 use super::linear::{Linear, ObserveProducts, Observer};
 use super::operands::{Operand, Operands};
 use super::parameters::Parameters;
-use super::precision::Place;
+use super::precision::OperandRole;
 use super::rotary::Rotary;
 use super::sla2::{Selected, Sla2Layer};
 use crate::ranks::Group;
@@ -113,13 +113,13 @@ impl Block {
     ) -> Result<Stream> {
         if let Some((norm, attention)) = &self.attention {
             let (sum, normed) = norm.enter(&stream)?;
-            let normed = operands.without_backward(normed, Place::Normed)?;
+            let normed = operands.without_backward(normed, OperandRole::Normed)?;
             stream = Stream { sum, last: Some(attention.forward(&normed, rotary, operands, cached)?) };
         }
         let (sum, normed) = self.mlp_norm.enter(&stream)?;
-        let normed = operands.without_backward(normed, Place::MlpNormed)?;
+        let normed = operands.without_backward(normed, OperandRole::MlpNormed)?;
         let [gate, up] = halves(&self.mlp.gate_up.forward(&normed)?)?;
-        let hidden = operands.without_backward(ops::swiglu(&gate, &up)?, Place::Hidden)?;
+        let hidden = operands.without_backward(ops::swiglu(&gate, &up)?, OperandRole::Hidden)?;
         Ok(Stream { sum, last: Some(self.mlp.down.forward(&hidden)?) })
     }
 
@@ -139,12 +139,12 @@ impl Block {
     fn inner(&self, mut stream: Stream, rotary: &Rotary, recompute: Recompute) -> Result<(Stream, Inner)> {
         let mut kept_attention = None;
         if let Some((norm, attention)) = &self.attention {
-            let (sum, normed) = self.operands.normed(norm, &stream, Place::Normed)?;
+            let (sum, normed) = self.operands.normed(norm, &stream, OperandRole::Normed)?;
             let (out, kept) = attention.train(&normed, rotary, recompute)?;
             kept_attention = Some((sum.clone(), normed.kept(), kept));
             stream = Stream { sum, last: Some(out) };
         }
-        let (sum, normed) = self.operands.normed(&self.mlp_norm, &stream, Place::MlpNormed)?;
+        let (sum, normed) = self.operands.normed(&self.mlp_norm, &stream, OperandRole::MlpNormed)?;
         let gate_up = self.mlp.gate_up.forward(&normed)?;
         let middle = (sum, normed.kept());
         let [gate, up] = halves(&gate_up)?;
@@ -187,8 +187,13 @@ impl Block {
         else {
             return Self::leave(before, &self.mlp_norm, &sum, &dnormed, Some(&dstream));
         };
-        let (dstream, dout) =
-            self.operands.stream_gradient(&self.mlp_norm, &sum, &dnormed, Some(&dstream), Place::Output)?;
+        let (dstream, dout) = self.operands.stream_gradient(
+            &self.mlp_norm,
+            &sum,
+            &dnormed,
+            Some(&dstream),
+            OperandRole::Output,
+        )?;
         drop(sum);
         let dnormed = attention.backward(kept, &normed, &dout, rotary, observe)?;
         Self::leave(before, norm, &attention_sum, &dnormed, Some(&dstream))
@@ -204,7 +209,7 @@ impl Block {
         dstream: Option<&Tensor>,
     ) -> Result<(Tensor, Operand)> {
         match before {
-            Some(block) => block.operands.stream_gradient(norm, sum, dnormed, dstream, Place::Down),
+            Some(block) => block.operands.stream_gradient(norm, sum, dnormed, dstream, OperandRole::Down),
             None => {
                 let dx = norm.backward(sum, dnormed, dstream)?;
                 Ok((dx.clone(), Operand::Compute(dx)))

@@ -7,7 +7,7 @@ use candle_sage::{Error, Result, Scheme};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-use super::precision::{LinearPrecision, Place, Scaling};
+use super::precision::{LinearPrecision, OperandRole, Scaling};
 use super::rope_scaling::RopeScaling;
 use super::sla2_config::Sla2Config;
 use super::spec::{EMBEDDING, Kind, OUTPUT, ParameterSpec, Start};
@@ -147,12 +147,12 @@ impl LlamaConfig {
         Ok(())
     }
 
-    /// The FP8 formats of all operands with delayed scaling. Layer by layer, there is a format for each [`Place`]
+    /// The FP8 formats of all operands with delayed scaling. Layer by layer, there is a format for each [`OperandRole`]
     /// (inputs and output gradients of the linear layers). The last format is for the output matrix's input.
     pub(super) fn operand_formats(&self) -> Vec<Fp8Format> {
         let Some((settings, Scaling::Delayed)) = self.linear.fp8() else { return Vec::new() };
         let head = self.linear_head.fp8().map(|_| Fp8Format::E4M3);
-        let layers = (0..self.layers).flat_map(|_| Place::ALL.map(|place| place.format(settings)));
+        let layers = (0..self.layers).flat_map(|_| OperandRole::ALL.map(|place| place.format(settings)));
         layers.chain(head).collect()
     }
 

@@ -15,7 +15,7 @@ use super::layers::{Norm, Stream};
 use super::linear::{Linear, ObserveProducts};
 use super::operands::Operands;
 use super::parameters::{Parameters, Weight};
-use super::precision::Place;
+use super::precision::OperandRole;
 use super::rotary::Rotary;
 use super::sla2::Selected;
 use super::sla2_config::Stage;
@@ -39,15 +39,15 @@ impl<'a> From<&'a Tensor> for Input<'a> {
 
 /// Callbacks during the backward.
 #[derive(Default)]
-pub struct Watch<'a, 'b> {
+pub struct BackwardObserver<'a, 'b> {
     /// Receives the operands of attention and the gradient of its output, last layer first.
     pub observe: Option<&'a mut Observe<'b>>,
     /// Called when the backward has finished a layer: the gradients of this layer's parameters and of all
     /// later layers are complete.
-    pub left: Option<&'a mut LayerDone<'b>>,
+    pub layer_done: Option<&'a mut LayerDone<'b>>,
 }
 
-impl std::fmt::Debug for Watch<'_, '_> {
+impl std::fmt::Debug for BackwardObserver<'_, '_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Watch").finish_non_exhaustive()
     }
@@ -200,18 +200,18 @@ impl Llama {
     /// # Errors
     /// As [`Llama::hidden`], and when the parameters were not made for training.
     pub fn train<'a>(&self, input: impl Into<Input<'a>>, targets: &Tensor) -> Result<Tensor> {
-        self.train_watched(input, targets, Watch::default())
+        self.train_observed(input, targets, BackwardObserver::default())
     }
 
     /// As [`Llama::train`], with callbacks.
     ///
     /// # Errors
     /// As [`Llama::train`], and the errors of the callbacks.
-    pub fn train_watched<'a>(
+    pub fn train_observed<'a>(
         &self,
         input: impl Into<Input<'a>>,
         targets: &Tensor,
-        Watch { mut observe, mut left }: Watch<'_, '_>,
+        BackwardObserver { mut observe, mut layer_done }: BackwardObserver<'_, '_>,
     ) -> Result<Tensor> {
         let input = input.into();
         let ids = input.ids;
@@ -223,7 +223,7 @@ impl Llama {
             kept.push(of_block);
         }
         let (head, operands) = &self.head;
-        let (sum, hidden) = operands.normed(&self.norm, &stream, Place::Normed)?;
+        let (sum, hidden) = operands.normed(&self.norm, &stream, OperandRole::Normed)?;
         drop(stream);
         let settings = CrossEntropy::default().z_loss(self.z_loss);
         let (loss, dhidden) = head.cross_entropy(&hidden, &targets.flatten_all()?, settings)?;
@@ -233,8 +233,8 @@ impl Llama {
         for (layer, (block, kept)) in self.blocks.iter().zip(kept).enumerate().rev() {
             let before = layer.checked_sub(1).map(|before| &self.blocks[before]);
             dstream = block.backward(kept, dstream, &rotary, observe.as_deref_mut(), before)?;
-            if let Some(left) = &mut left {
-                left(layer)?;
+            if let Some(layer_done) = &mut layer_done {
+                layer_done(layer)?;
             }
         }
         let dstream = dstream.0.reshape((ids.dim(0)?, ids.dim(1)?, ()))?;

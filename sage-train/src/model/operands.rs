@@ -9,7 +9,7 @@ use candle_sage::ops::{self, Fp8Copies, Fp8Linear, Fp8Matrix, Fp8Scale};
 use super::LlamaConfig;
 use super::layers::{Norm, Stream};
 use super::parameters::Parameters;
-use super::precision::{LinearPrecision, Place, Scaling};
+use super::precision::{LinearPrecision, OperandRole, Scaling};
 
 /// An operand of linear layers, (rows, columns).
 #[derive(Debug, Clone)]
@@ -39,20 +39,20 @@ impl Operand {
 #[derive(Debug, Clone)]
 pub(super) struct Operands {
     pub(super) precision: LinearPrecision,
-    /// The scale of each [`Place`]; empty without delayed scaling.
+    /// The scale of each [`OperandRole`]; empty without delayed scaling.
     scales: Arc<[Fp8Scale]>,
 }
 
 impl Operands {
     /// Operands for a layer in training.
     pub(super) fn new(config: &LlamaConfig, parameters: &Parameters, layer: usize) -> Result<Self> {
-        let first = layer * Place::COUNT;
-        Self::with_scales(config.linear_of(layer), config, parameters, first..first + Place::COUNT)
+        let first = layer * OperandRole::COUNT;
+        Self::with_scales(config.linear_of(layer), config, parameters, first..first + OperandRole::COUNT)
     }
 
-    /// Operands for the output matrix in training: the input is `Place::Normed`.
+    /// Operands for the output matrix in training: the input is `OperandRole::Normed`.
     pub(super) fn of_head(config: &LlamaConfig, parameters: &Parameters) -> Result<Self> {
-        let first = config.layers * Place::COUNT;
+        let first = config.layers * OperandRole::COUNT;
         Self::with_scales(config.linear_head, config, parameters, first..first + 1)
     }
 
@@ -93,16 +93,16 @@ impl Operands {
     }
 
     /// The settings of FP8 and the scale of an operand; `None` without delayed scaling.
-    pub(super) fn delayed(&self, place: Place) -> Option<(Fp8Linear, &Fp8Scale)> {
+    pub(super) fn delayed(&self, place: OperandRole) -> Option<(Fp8Linear, &Fp8Scale)> {
         Some((self.precision.fp8()?.0, self.scale(place)?))
     }
 
-    fn scale(&self, place: Place) -> Option<&Fp8Scale> {
+    fn scale(&self, place: OperandRole) -> Option<&Fp8Scale> {
         self.scales.get(place as usize)
     }
 
     /// Makes an operand from `x`. An operand in FP8 is stored by rows, transposed, or both: see `copies`.
-    fn quantized(&self, x: Tensor, place: Place, copies: Fp8Copies) -> Result<Operand> {
+    fn quantized(&self, x: Tensor, place: OperandRole, copies: Fp8Copies) -> Result<Operand> {
         let settings = match self.precision {
             LinearPrecision::Compute => return Ok(Operand::Compute(x)),
             LinearPrecision::Fp8(settings, _) => settings,
@@ -115,17 +115,22 @@ impl Operands {
     }
 
     /// Makes an operand from `x`, which is in the compute type.
-    pub(super) fn of(&self, x: Tensor, place: Place) -> Result<Operand> {
+    pub(super) fn of(&self, x: Tensor, place: OperandRole) -> Result<Operand> {
         self.quantized(x, place, Fp8Copies::Both)
     }
 
     /// As [`Operands::of`], for a forward without a backward.
-    pub(super) fn without_backward(&self, x: Tensor, place: Place) -> Result<Operand> {
+    pub(super) fn without_backward(&self, x: Tensor, place: OperandRole) -> Result<Operand> {
         self.quantized(x, place, Fp8Copies::Rows)
     }
 
     /// The residual stream with the last layer's output added, and its normalization.
-    pub(super) fn normed(&self, norm: &Norm, stream: &Stream, place: Place) -> Result<(Tensor, Operand)> {
+    pub(super) fn normed(
+        &self,
+        norm: &Norm,
+        stream: &Stream,
+        place: OperandRole,
+    ) -> Result<(Tensor, Operand)> {
         let Some((settings, scale)) = self.delayed(place) else {
             let (sum, normed) = norm.enter(stream)?;
             return Ok((sum, self.of(normed, place)?));
@@ -144,7 +149,7 @@ impl Operands {
         sum: &Tensor,
         dnormed: &Tensor,
         dstream: Option<&Tensor>,
-        place: Place,
+        place: OperandRole,
     ) -> Result<(Tensor, Operand)> {
         let Some((settings, scale)) = self.delayed(place) else {
             let dx = norm.backward(sum, dnormed, dstream)?;
@@ -159,11 +164,11 @@ impl Operands {
 
     /// `swiglu(gate, up)`.
     pub(super) fn hidden(&self, gate: &Tensor, up: &Tensor) -> Result<Operand> {
-        match self.delayed(Place::Hidden) {
+        match self.delayed(OperandRole::Hidden) {
             Some((settings, scale)) => {
                 Ok(Operand::Fp8(ops::swiglu_fp8(gate, up, Fp8Copies::Rows, scale)?, settings))
             }
-            None => self.of(ops::swiglu(gate, up)?, Place::Hidden),
+            None => self.of(ops::swiglu(gate, up)?, OperandRole::Hidden),
         }
     }
 
@@ -176,14 +181,15 @@ impl Operands {
         dhidden: &Tensor,
         again: bool,
     ) -> Result<(Operand, Option<Operand>)> {
-        if let Some(((settings, scale), hidden)) = self.delayed(Place::GateUp).zip(self.scale(Place::Hidden))
+        if let Some(((settings, scale), hidden)) =
+            self.delayed(OperandRole::GateUp).zip(self.scale(OperandRole::Hidden))
         {
             let hidden = again.then_some(hidden);
             let (both, hidden) = ops::swiglu_backward_fp8(gate, up, dhidden, scale, hidden)?;
             return Ok((Operand::Fp8(both, settings), hidden.map(|hidden| Operand::Fp8(hidden, settings))));
         }
         let (both, hidden) = ops::swiglu_backward(gate, up, dhidden, again)?;
-        let hidden = hidden.map(|hidden| self.quantized(hidden, Place::Hidden, Fp8Copies::Columns));
-        Ok((self.of(both, Place::GateUp)?, hidden.transpose()?))
+        let hidden = hidden.map(|hidden| self.quantized(hidden, OperandRole::Hidden, Fp8Copies::Columns));
+        Ok((self.of(both, OperandRole::GateUp)?, hidden.transpose()?))
     }
 }

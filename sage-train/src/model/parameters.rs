@@ -29,10 +29,10 @@ use super::training::{Matrices, Moments, Shard, Training};
 use crate::during;
 use crate::ranks::{Group, Mesh, Ranks};
 
-use arrivals::Arrivals;
+use arrivals::PendingGathers;
 use matrices::matrices_of;
 use scales::rescale;
-pub use values::Expanded;
+pub use values::WeightCopies;
 use values::{Values, quantize_shards};
 pub use weight::Weight;
 use weight::{Quantized, Source};
@@ -46,7 +46,7 @@ pub struct Parameters {
     moments: Moments,
     /// Declared before `held`, so that it is dropped first: transfers write to `held`. (No model outlives its
     /// parameters.)
-    arrivals: Rc<Arrivals>,
+    arrivals: Rc<PendingGathers>,
     /// By piece.
     held: Vec<Held>,
     /// Gradients of all parameters, if the model is trained. After the reduction this rank's shards contain the sum
@@ -193,7 +193,7 @@ impl Parameters {
         };
         let filled = specs.iter().map(|_| Arc::default()).collect();
         let (updates, scales) = (Arc::default(), OnceLock::new());
-        let arrivals = Rc::new(Arrivals::new(&group, layout.pieces.len()));
+        let arrivals = Rc::new(PendingGathers::new(&group, layout.pieces.len()));
         let parameters = Self {
             specs,
             layout,
@@ -382,7 +382,7 @@ impl Parameters {
                     }
                 }
                 Values::Stored(_) => {}
-                Values::Fp8(piece) => piece.forget_expanded(),
+                Values::Fp8(piece) => piece.free_copies(),
             }
         }
         later.extend(quantize_shards(&fp8_pieces, shards)?);

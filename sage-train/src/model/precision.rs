@@ -94,7 +94,7 @@ impl LinearPrecision {
 
 /// The role of an operand in its block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum OperandRole {
     /// Inputs of four linear layers: query, key and value; attention's output projection; gate and up; the down
     /// projection.
     Normed,
@@ -108,7 +108,7 @@ pub(super) enum Place {
     Down,
 }
 
-impl Place {
+impl OperandRole {
     pub(super) const COUNT: usize = 8;
 
     pub(super) fn format(self, settings: Fp8Linear) -> Fp8Format {

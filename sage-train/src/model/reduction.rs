@@ -9,7 +9,7 @@ use crate::ranks::{Ranks, Transfer};
 
 /// A piece whose transfer is in flight.
 #[derive(Debug)]
-struct Coming {
+struct PendingTransfer {
     piece: usize,
     /// The receive buffer: every rank of the node sends its gradients for this rank's shard of the piece.
     parts: Tensor,
@@ -25,20 +25,20 @@ pub struct Reduction<'a> {
     ranks: &'a Ranks,
     order: Vec<usize>,
     sent: usize,
-    coming: Option<Coming>,
+    coming: Option<PendingTransfer>,
     /// By piece: the sum of squares of this rank's shard.
     squares: Vec<Option<Tensor>>,
 }
 
 impl<'a> Reduction<'a> {
-    /// A reduction that has sent nothing yet. If `Mesh::beside` is set, the caller reports the layers that the last
+    /// A reduction that has sent nothing yet. If `Mesh::during_backward` is set, the caller reports the layers that the last
     /// backward has finished. Otherwise [`Reduction::finish`] sends all pieces, and the pieces of vectors last: they
     /// are small, and the last transfer overlaps with nothing.
     pub fn new(parameters: &'a Parameters, ranks: &'a Ranks) -> Self {
-        let beside = ranks.mesh().beside;
+        let during_backward = ranks.mesh().during_backward;
         let pieces = 0..parameters.layout.pieces.len();
         let squares = pieces.clone().map(|_| None).collect();
-        let order = if beside { parameters.layout.backward_order() } else { pieces.collect() };
+        let order = if during_backward { parameters.layout.backward_order() } else { pieces.collect() };
         Self { parameters, ranks, order, sent: 0, coming: None, squares }
     }
 
@@ -47,7 +47,7 @@ impl<'a> Reduction<'a> {
     ///
     /// # Errors
     /// When a rank cannot be reached.
-    pub fn left(&mut self, layer: usize) -> Result<()> {
+    pub fn send_after(&mut self, layer: usize) -> Result<()> {
         let pieces = &self.parameters.layout.pieces;
         while let Some(&piece) = self.order.get(self.sent) {
             if pieces[piece].first_layer.is_none_or(|first| first < layer) {
@@ -94,11 +94,11 @@ impl<'a> Reduction<'a> {
         };
         self.sent += 1;
         // There are only two receive buffers, so the piece before this one is summed now.
-        let before = self.coming.replace(Coming { piece, parts, transfer });
+        let before = self.coming.replace(PendingTransfer { piece, parts, transfer });
         before.map_or(Ok(()), |before| self.add(before))
     }
 
-    fn add(&mut self, Coming { piece, parts, transfer }: Coming) -> Result<()> {
+    fn add(&mut self, PendingTransfer { piece, parts, transfer }: PendingTransfer) -> Result<()> {
         let shards = self.ranks.shards();
         let own = self.parameters.own(self.parameters.gradients()?, piece)?;
         shards.wait(transfer)?;

@@ -130,7 +130,7 @@ impl Sla2Layer {
         }
     }
 
-    /// The factor of the gradients in `teach`: gradients are averaged over the ranks, but only one rank computes the
+    /// The factor of the gradients in `train_router`: gradients are averaged over the ranks, but only one rank computes the
     /// gradients of a head.
     fn ranks(&self) -> f64 {
         self.ulysses.as_ref().map_or(1.0, |ulysses| ulysses.ranks() as f64)
@@ -240,7 +240,7 @@ impl Sla2Layer {
 
     /// Adds the gradient that trains the router towards dense attention's probability mass, and the gradient that
     /// trains `theta` towards dense attention's output `out`.
-    pub(super) fn teach(
+    pub(super) fn train_router(
         &self,
         [q, k, v]: [&Tensor; 3],
         out: &Tensor,

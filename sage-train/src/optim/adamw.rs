@@ -48,12 +48,12 @@ impl AdamWConfig {
     /// The factor that corrects a moment, after `step` steps, for its zero initialization.
     pub(super) fn unbiased(&self, moment: &str, step: u64) -> f64 {
         let beta = if moment == Self::MOMENTS[0] { self.beta1 } else { self.beta2 };
-        1.0 / (1.0 - beta.powf(self.corrected_as(step) as f64))
+        1.0 / (1.0 - beta.powf(self.correction_step(step) as f64))
     }
 
     /// The step number in the bias correction after `step` steps. Moments that began bias-corrected have the largest
     /// `u64`, which corrects nothing.
-    fn corrected_as(&self, step: u64) -> u64 {
+    fn correction_step(&self, step: u64) -> u64 {
         if self.initial_moments { u64::MAX } else { step }
     }
 
@@ -67,7 +67,7 @@ impl AdamWConfig {
         let mut adamw = AdamW::new(update.lr);
         (adamw.beta1, adamw.beta2, adamw.eps, adamw.weight_decay) = (beta1, beta2, eps, weight_decay);
         adamw.decayed = if shard.decays { shard.gradient.elem_count() } else { 0 };
-        adamw.step = self.corrected_as(update.step);
+        adamw.step = self.correction_step(update.step);
         adamw.gradient_factor = 1.0 / update.gradients as f64;
         adamw.clip = clip;
         adamw.step(shard.state, shard.gradient, squares, shard.copy)

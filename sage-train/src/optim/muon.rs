@@ -5,7 +5,7 @@ use candle_core::Tensor;
 use candle_sage::Result;
 use candle_sage::ops::{Muon, MuonScale, Orthogonalization};
 
-use super::sharing::Sharing;
+use super::sharing::WorkShare;
 use super::{AdamWConfig, LearningRate, OptimizerStep};
 use crate::checks::{above_zero, in_range};
 use crate::model::Shard;
@@ -104,7 +104,7 @@ impl MuonConfig {
         (muon.orthogonalization, muon.scale) = (*orthogonalization, *scale);
         muon.gradient_factor = 1.0 / update.gradients as f64;
         muon.clip = adamw.clip;
-        let (sharing, ranks) = (Sharing::new(matrices, *heads_apart), matrices.ranks);
+        let (sharing, ranks) = (WorkShare::new(matrices, *heads_apart), matrices.ranks);
         let directions =
             muon.directions(shard.state, shard.gradient, squares, &sharing.parts, sharing.len)?;
         ranks.wait(sharing.collect(&directions, ranks)?)?;

@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn courses_start_peak_and_end_where_they_should() {
+    fn schedules_start_peak_and_end_as_defined() {
         for schedule in [Schedule::Cosine, Schedule::Wsd, Schedule::Constant] {
             let lr = rate(schedule);
             assert!(

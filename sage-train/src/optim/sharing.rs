@@ -14,7 +14,7 @@ use crate::ranks::{Group, Rank, Transfer};
 /// One rank's share of the work on the matrices of a piece. The rank's directions are in one tensor: first the
 /// directions of the rank's matrices, then the directions of its parts of other ranks' matrices.
 #[derive(Debug, PartialEq)]
-pub(super) struct Sharing {
+pub(super) struct WorkShare {
     /// Rows and columns of the rank's own matrices.
     pub(super) own: Vec<(usize, usize)>,
     /// The parts of matrices in the rank's shard.
@@ -27,7 +27,7 @@ pub(super) struct Sharing {
     with: Vec<[Vec<Range<usize>>; 2]>,
 }
 
-impl Sharing {
+impl WorkShare {
     /// With `heads_apart` each head of a query, key or value matrix is a separate matrix.
     pub(super) fn new(matrices: &Matrices<'_>, heads_apart: bool) -> Self {
         let split = |&(matrix, head): &(MuonMatrix, Option<usize>)| {
@@ -92,7 +92,7 @@ impl Sharing {
         })
     }
 
-    /// The inverse of [`Sharing::collect`]: sends the directions back. `rows` are statistics of the rows of all
+    /// The inverse of [`WorkShare::collect`]: sends the directions back. `rows` are statistics of the rows of all
     /// matrices; each rank sends the statistics of the matrices that it owns.
     pub(super) fn give_back(
         &self,
@@ -161,8 +161,8 @@ mod tests {
         matrices.sort_by_key(|matrix| (matrix.shape(), matrix.at));
         for of in [1, 2, 3, 5, 12] {
             let elements = at.next_multiple_of(8 * of);
-            let all: Vec<Sharing> =
-                (0..of).map(|index| Sharing::of(&matrices, elements, Rank { index, of })).collect();
+            let all: Vec<WorkShare> =
+                (0..of).map(|index| WorkShare::of(&matrices, elements, Rank { index, of })).collect();
             let mut updated = vec![0; elements];
             for (rank, sharing) in all.iter().enumerate() {
                 let shard = Rank { index: rank, of }.part_of(elements);
@@ -194,7 +194,7 @@ mod tests {
             }
             assert_eq!(end, matrices.iter().map(|matrix| matrix.rows).sum::<usize>());
         }
-        let own = |index| Sharing::of(&matrices, 1024, Rank { index, of: 2 }).own.len();
+        let own = |index| WorkShare::of(&matrices, 1024, Rank { index, of: 2 }).own.len();
         assert_eq!([own(0), own(1)], [4, 3]);
     }
 }

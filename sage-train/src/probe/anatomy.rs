@@ -10,7 +10,7 @@ use candle_core::{Device, Tensor};
 
 /// The parts of a scheme that are quantized, by their indices in [`Anatomy::parts`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Low {
+pub enum QuantizedParts {
     /// No part: exact attention.
     None,
     /// All parts: the scheme itself.
@@ -19,7 +19,7 @@ pub enum Low {
     One(usize),
 }
 
-impl Low {
+impl QuantizedParts {
     /// Whether this part is quantized.
     pub fn has(self, part: usize) -> bool {
         match self {
@@ -39,7 +39,7 @@ pub trait Anatomy: Sync {
     ///
     /// # Errors
     /// When memory is short.
-    fn compute(&self, inputs: &Inputs, low: Low) -> candle_core::Result<Quantities>;
+    fn compute(&self, inputs: &Inputs, low: QuantizedParts) -> candle_core::Result<Quantities>;
 
     /// Queries and keys after smoothing, as they are quantized.
     fn smoothed(&self, inputs: &Inputs) -> [Vec<f64>; 2];

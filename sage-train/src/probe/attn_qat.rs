@@ -4,7 +4,8 @@ use candle_sage::nvfp4::{Axis, E2M1_MAX, E4M3_MAX, GROUP, Packed, Scale, head_fa
 use candle_sage::{AttnQat, PReference, ValueGroups, ValueScale};
 
 use super::anatomy::{
-    Anatomy, Inputs, Low, Order, OutOfRange, Quantities, logit_gradient, logits, mean, product, row_dots,
+    Anatomy, Inputs, Order, OutOfRange, Quantities, QuantizedParts, logit_gradient, logits, mean, product,
+    row_dots,
 };
 
 /// An operand that Attn-QAT quantizes, by its index in [`PARTS`].
@@ -50,7 +51,7 @@ impl Anatomy for AttnQatAnatomy {
         &PARTS
     }
 
-    fn compute(&self, inputs: &Inputs, low: Low) -> candle_core::Result<Quantities> {
+    fn compute(&self, inputs: &Inputs, low: QuantizedParts) -> candle_core::Result<Quantities> {
         let Inputs { rows: [_, _, v, dout], tokens: n, head_dim: d } = inputs;
         let (n, d, settings) = (*n, *d, &self.settings);
         let quantized = |operand: Operand| low.has(operand as usize);
@@ -86,11 +87,11 @@ impl Anatomy for AttnQatAnatomy {
         let (q, k, v) = (given(q_low, q), given(k_low, k), given(v_low.clone(), v.clone()));
         let p = rows.probabilities(&logits(&q, &k, n, d)?);
         let delta = row_dots(dout, &high_precision, d);
-        let again = match settings.requantized_p && quantized(Operand::ProbabilityAgain) {
+        let recomputed = match settings.requantized_p && quantized(Operand::ProbabilityAgain) {
             true => rows.quantized_again(&p, settings.p_reference),
             false => p.clone(),
         };
-        let dv = product(&again, dout, (n, n, d), Order::Tn)?;
+        let dv = product(&recomputed, dout, (n, n, d), Order::Tn)?;
         let mut dp = product(dout, &v, (n, d, n), Order::Nt)?;
         let ds = logit_gradient(&p, &dp, &delta);
         // The dot products of dO and V's mean. dS does not depend on these products. Adding them gives dP and delta of
@@ -134,7 +135,7 @@ impl Anatomy for AttnQatAnatomy {
             ("K", of(&k, Axis::Channels)),
             ("V", of(&v_scaled, self.value_axis())),
             ("P of O = P V", of_p(&rows.relative)),
-            ("P of dV = P^T dO", of_p(&rows.again(&exact.p, self.settings.p_reference))),
+            ("P of dV = P^T dO", of_p(&rows.recomputed(&exact.p, self.settings.p_reference))),
         ]
     }
 }
@@ -218,13 +219,13 @@ impl SoftmaxRows {
 
     /// Probabilities as the backward quantizes them: relative to the forward's reference or, with
     /// [`PReference::Literal`], to the row's sum.
-    fn again(&self, p: &[f64], reference: PReference) -> Vec<f64> {
+    fn recomputed(&self, p: &[f64], reference: PReference) -> Vec<f64> {
         let factors = self.factors(reference);
         p.chunks(self.n).zip(factors).flat_map(|(row, factor)| row.iter().map(move |x| x * factor)).collect()
     }
 
     fn quantized_again(&self, p: &[f64], reference: PReference) -> Vec<f64> {
-        let quantized = self.quantized(&self.again(p, reference));
+        let quantized = self.quantized(&self.recomputed(p, reference));
         let rows = quantized.chunks(self.n).zip(self.factors(reference));
         rows.flat_map(|(row, factor)| row.iter().map(move |x| x / factor)).collect()
     }
@@ -258,7 +259,7 @@ mod tests {
     use crate::probe::anatomy::tests::{by_the_op, distance, inputs};
     use candle_sage::Smoothing;
 
-    fn compute(inputs: &Inputs, settings: AttnQat, low: Low) -> Quantities {
+    fn compute(inputs: &Inputs, settings: AttnQat, low: QuantizedParts) -> Quantities {
         AttnQatAnatomy { settings }.compute(inputs, low).expect("memory")
     }
 
@@ -276,7 +277,10 @@ mod tests {
             AttnQat::drop_in(),
         ] {
             let inputs = inputs(200, 32, 1.5);
-            let (low, exact) = (compute(&inputs, settings, Low::All), compute(&inputs, settings, Low::None));
+            let (low, exact) = (
+                compute(&inputs, settings, QuantizedParts::All),
+                compute(&inputs, settings, QuantizedParts::None),
+            );
             let op = by_the_op(&inputs, settings);
             for (n, op) in op.iter().enumerate() {
                 let [ours, exact] = [&low, &exact].map(|x| if n == 0 { &x.o } else { &x.gradients[n - 1] });
@@ -289,12 +293,12 @@ mod tests {
     #[test]
     fn exact_is_exact_and_each_operand_has_an_error_where_it_should() {
         let inputs = inputs(96, 16, 1.0);
-        let exact = compute(&inputs, AttnQat::default(), Low::None);
+        let exact = compute(&inputs, AttnQat::default(), QuantizedParts::None);
         for row in exact.ds.chunks(96) {
             assert!(row.iter().sum::<f64>().abs() < 1e-12);
         }
         let errors = |operand: Operand| {
-            let got = compute(&inputs, AttnQat::default(), Low::One(operand as usize));
+            let got = compute(&inputs, AttnQat::default(), QuantizedParts::One(operand as usize));
             let results = |x: &Quantities| [vec![x.o.clone()], x.gradients.to_vec()].concat();
             let apart =
                 results(&got).iter().zip(results(&exact)).map(|(a, b)| distance(a, &b) > 1e-9).collect();
@@ -316,7 +320,7 @@ mod tests {
         let inputs = inputs(1024, 16, 0.1);
         let of = |reference| {
             let anatomy = AttnQatAnatomy { settings: AttnQat::default().p_reference(reference) };
-            let exact = anatomy.compute(&inputs, Low::None).expect("memory");
+            let exact = anatomy.compute(&inputs, QuantizedParts::None).expect("memory");
             let found = anatomy.out_of_range(&inputs, &exact);
             assert!(found[..3].iter().all(|(_, groups)| groups.vanished < 0.2), "{found:?}");
             assert!(found.iter().all(|(_, groups)| groups.saturated == 0.0), "{found:?}");
@@ -333,7 +337,7 @@ mod tests {
             inputs.rows[2].iter_mut().for_each(|x| *x *= factor);
             for scale in [ValueScale::None, ValueScale::Head] {
                 let anatomy = AttnQatAnatomy { settings: AttnQat::default().value_scale(scale) };
-                let exact = anatomy.compute(&inputs, Low::None).expect("memory");
+                let exact = anatomy.compute(&inputs, QuantizedParts::None).expect("memory");
                 let (_, groups) = anatomy.out_of_range(&inputs, &exact)[2];
                 let expected = match scale {
                     ValueScale::Head => OutOfRange::default(),

@@ -15,7 +15,7 @@ use candle_core::Tensor;
 use candle_sage::{Error, Result, Scheme, ops};
 
 use crate::data::{Batch, Batches, Dataset};
-use crate::device::Place;
+use crate::device::DeviceKind;
 use crate::metrics::{BLOCKS, GradientErrors, Part, Squares, Sums};
 use crate::model::{Input, Llama, LlamaConfig, Parameters};
 use crate::settings::{Settings, in_words_by_layer};
@@ -42,7 +42,7 @@ pub struct Extent {
 /// the number of micro-batches is not a power of two of at least 16, or memory is short.
 pub fn gradient_errors(
     folder: &Path,
-    place: Place,
+    device_kind: DeviceKind,
     settings: Settings,
     extent: &Extent,
 ) -> Result<Vec<GradientErrors>> {
@@ -54,7 +54,7 @@ pub fn gradient_errors(
             .hint("confidence intervals need eight blocks of at least two micro-batches each"));
     }
     let own_data = settings.data.val_data.is_none();
-    let trained = Trained::open(folder, place, settings, true)?;
+    let trained = Trained::open(folder, device_kind, settings, true)?;
     trained.check_attention(folder, "probe")?;
     let Trained { config, parameters, device, .. } = &trained;
     if config.model.sla2.is_some() {
@@ -340,9 +340,9 @@ mod tests {
         };
         let (of_mean, of_bias) = (squares(&mean), squares(&bias));
         for sums in parts[0].blocks.iter().chain([&parts[0].whole]) {
-            near(sums.stays().exact, of_mean, noise.powi(2), sums.count);
-            near(sums.stays().error, of_bias, error_noise.powi(2), sums.count);
-            let apart = sums.falls().exact / (D as f64 * noise.powi(2)) - 1.0;
+            near(sums.mean_squares().exact, of_mean, noise.powi(2), sums.count);
+            near(sums.mean_squares().error, of_bias, error_noise.powi(2), sums.count);
+            let apart = sums.variances().exact / (D as f64 * noise.powi(2)) - 1.0;
             // The relative standard error of a variance over `d n` values.
             assert!(apart.abs() < 3.0 * (2.0 / (D * sums.count) as f64).sqrt(), "{apart}");
         }

@@ -11,8 +11,8 @@ use candle_sage::fp8::Fp8Format;
 use candle_sage::ops::{Fp8Copies, Fp8Linear, Fp8Matrix, sum_of_squares};
 use serde::Serialize;
 
-use crate::data::{Batches, Cut, Dataset};
-use crate::device::Place;
+use crate::data::{Batches, Dataset, SequenceSplit};
+use crate::device::DeviceKind;
 use crate::model::{LinearPrecision, Llama, LlamaConfig, ObserveProducts, Products, Scaling};
 use crate::settings::Settings;
 use crate::trained::Trained;
@@ -22,7 +22,7 @@ use super::unquantized;
 
 /// The errors of a linear layer, relative to the exact matmul (L2).
 #[derive(Debug, Clone, Serialize)]
-pub struct OfLinear {
+pub struct LinearLayerErrors {
     /// The layer, from 0.
     pub layer: usize,
     /// The name of the matrix.
@@ -43,7 +43,7 @@ pub struct LinearErrors {
     /// The format of gradients; all other operands are in E4M3.
     pub gradient: &'static str,
     /// The errors, first layer first.
-    pub linears: Vec<OfLinear>,
+    pub linears: Vec<LinearLayerErrors>,
 }
 
 /// Probes a run, one of its checkpoints, or a model in Hugging Face's format: `sequences` validation sequences run
@@ -55,11 +55,11 @@ pub struct LinearErrors {
 /// 16.
 pub fn linear_errors(
     folder: &Path,
-    place: Place,
+    device_kind: DeviceKind,
     settings: Settings,
     sequences: usize,
 ) -> Result<LinearErrors> {
-    let trained = Trained::open(folder, place, settings, true)?;
+    let trained = Trained::open(folder, device_kind, settings, true)?;
     let Trained { config, parameters, device, .. } = &trained;
     let model = &config.model;
     let fp8 = match model.linear {
@@ -68,7 +68,7 @@ pub fn linear_errors(
     };
     let data = Dataset::load_to_validate(&config.data, &|line| notify(line))?;
     trained.check_data(folder, &data)?;
-    let cut = Cut { end_of_document: None, ..config.data.cut(&data.tokenizer) };
+    let cut = SequenceSplit { end_of_document: None, ..config.data.cut(&data.tokenizer) };
     let context = cut.context;
     let batches = Batches::new(&data.validation, cut);
     let sequences = sequences.min(batches.sequences() as usize);
@@ -91,7 +91,7 @@ pub fn linear_errors(
     let found = linears.clone();
     let observe: Rc<ObserveProducts> = Rc::new(move |products: Products<'_>| {
         let errors = errors(products, fp8)?;
-        found.borrow_mut().push(OfLinear { layer: products.layer, name: products.name, errors });
+        found.borrow_mut().push(LinearLayerErrors { layer: products.layer, name: products.name, errors });
         Ok(())
     });
     let text = batches.in_order(0, sequences)?;

@@ -4,7 +4,8 @@ use candle_sage::{Int8Products, SageBwd, Smoothing};
 use half::bf16;
 
 use super::anatomy::{
-    Anatomy, Inputs, Low, Order, OutOfRange, Quantities, logit_gradient, mean, product, row_dots, softmax,
+    Anatomy, Inputs, Order, OutOfRange, Quantities, QuantizedParts, logit_gradient, mean, product, row_dots,
+    softmax,
 };
 
 /// A matmul of attention that SageBwd computes in low bits, by its index in [`PARTS`].
@@ -79,7 +80,7 @@ fn smoothed(inputs: &Inputs, settings: &SageBwd) -> Smoothed {
 /// Which matmuls are computed in low bits.
 #[derive(Clone, Copy)]
 struct Coding {
-    low: Low,
+    low: QuantizedParts,
     products: Int8Products,
 }
 
@@ -195,7 +196,7 @@ impl Anatomy for SageBwdAnatomy {
         &PARTS
     }
 
-    fn compute(&self, inputs: &Inputs, low: Low) -> candle_core::Result<Quantities> {
+    fn compute(&self, inputs: &Inputs, low: QuantizedParts) -> candle_core::Result<Quantities> {
         let Inputs { rows: [_, _, v, dout], tokens: n, head_dim: d } = inputs;
         let (n, d, coding) = (*n, *d, Coding { low, products: self.settings.products });
         let SageBwd { granularity, tile_q, tile_k, .. } = self.settings;
@@ -295,7 +296,7 @@ mod tests {
     use crate::probe::anatomy::tests::{by_the_op, distance, inputs};
     use candle_sage::Granularity;
 
-    fn compute(inputs: &Inputs, settings: SageBwd, token_scales: bool, low: Low) -> Quantities {
+    fn compute(inputs: &Inputs, settings: SageBwd, token_scales: bool, low: QuantizedParts) -> Quantities {
         SageBwdAnatomy { settings, token_scales }.compute(inputs, low).expect("memory")
     }
 
@@ -312,8 +313,8 @@ mod tests {
         ] {
             let settings = SageBwd::default().smoothing(smoothing).granularity(granularity);
             let inputs = inputs(200, 32, 2.0);
-            let codes = compute(&inputs, settings, false, Low::All);
-            let exact = compute(&inputs, settings, false, Low::None);
+            let codes = compute(&inputs, settings, false, QuantizedParts::All);
+            let exact = compute(&inputs, settings, false, QuantizedParts::None);
             let op = by_the_op(&inputs, settings);
             for (n, op) in op.iter().enumerate() {
                 let [ours, exact] = [&codes, &exact].map(|x| if n == 0 { &x.o } else { &x.gradients[n - 1] });
@@ -329,16 +330,16 @@ mod tests {
         let inputs = inputs(96, 16, 1.0);
         let settings = SageBwd::default();
         let of = |low, token_scales| compute(&inputs, settings, token_scales, low);
-        let exact = of(Low::None, false);
+        let exact = of(QuantizedParts::None, false);
         // Rows of dS sum to zero, and folding scales into dS changes nothing if nothing is quantized.
         for row in exact.ds.chunks(96) {
             assert!(row.iter().sum::<f64>().abs() < 1e-12);
         }
-        for (a, b) in exact.gradients.iter().zip(&of(Low::None, true).gradients) {
+        for (a, b) in exact.gradients.iter().zip(&of(QuantizedParts::None, true).gradients) {
             assert!(distance(a, b) < 1e-12);
         }
         let errors = |product: Product| {
-            let got = of(Low::One(product as usize), false);
+            let got = of(QuantizedParts::One(product as usize), false);
             [&got.gradients[0], &got.gradients[1], &got.gradients[2]]
                 .iter()
                 .zip(&exact.gradients)
@@ -358,7 +359,7 @@ mod tests {
     fn huge_logits_stay_finite() {
         let mut inputs = inputs(80, 16, 1.0);
         inputs.rows[0].iter_mut().for_each(|x| *x *= 3000.0);
-        for low in [Low::None, Low::All] {
+        for low in [QuantizedParts::None, QuantizedParts::All] {
             let got = compute(&inputs, SageBwd::default(), false, low);
             let all = [&got.p, &got.dp, &got.delta, &got.ds, &got.o].into_iter().chain(&got.gradients);
             assert!(all.flatten().all(|x| x.is_finite()));
@@ -368,16 +369,16 @@ mod tests {
     /// Token 70 of K and V is a hundred times larger than the other tokens and determines its tile's scale; a scale for
     /// each token restores the precision of the other tokens.
     #[test]
-    fn a_scale_a_token_mends_an_outlier() {
+    fn a_scale_per_token_isolates_an_outlier() {
         let mut inputs = inputs(128, 32, 1.0);
         for operand in [1, 2] {
             inputs.rows[operand][70 * 32..71 * 32].iter_mut().for_each(|x| *x *= 100.0);
         }
         let of = |low, token_scales| compute(&inputs, SageBwd::default(), token_scales, low);
-        let exact = of(Low::None, false);
+        let exact = of(QuantizedParts::None, false);
         let error = |token_scales| {
             distance(
-                &of(Low::One(Product::QueryGradient as usize), token_scales).gradients[0],
+                &of(QuantizedParts::One(Product::QueryGradient as usize), token_scales).gradients[0],
                 &exact.gradients[0],
             )
         };

@@ -12,8 +12,8 @@ use serde::Serialize;
 
 use super::{bar, during, trace};
 use crate::checks::in_range;
-use crate::data::{Batches, Cut, Dataset};
-use crate::device::Place;
+use crate::data::{Batches, Dataset, SequenceSplit};
+use crate::device::DeviceKind;
 use crate::notify;
 use crate::settings::Settings;
 use crate::trained::Trained;
@@ -39,7 +39,7 @@ pub enum Chosen {
 /// The approximation of the blocks that are not selected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Rest {
+pub enum Unselected {
     /// Linear attention over all past blocks.
     Linear,
     /// Linear attention with a constant weight of .85 for the selected blocks.
@@ -53,22 +53,22 @@ pub enum Rest {
 }
 
 /// The measured combinations of selection and approximation.
-pub const WAYS: [(Chosen, Rest); 10] = [
-    (Chosen::Best, Rest::Linear),
-    (Chosen::Learned, Rest::Linear),
-    (Chosen::Identity, Rest::Linear),
-    (Chosen::Window, Rest::Linear),
-    (Chosen::Best, Rest::Nothing),
-    (Chosen::Identity, Rest::Nothing),
-    (Chosen::Window, Rest::Nothing),
-    (Chosen::Identity, Rest::Constant),
-    (Chosen::Identity, Rest::Mean),
-    (Chosen::Identity, Rest::Pooled),
+pub const WAYS: [(Chosen, Unselected); 10] = [
+    (Chosen::Best, Unselected::Linear),
+    (Chosen::Learned, Unselected::Linear),
+    (Chosen::Identity, Unselected::Linear),
+    (Chosen::Window, Unselected::Linear),
+    (Chosen::Best, Unselected::Nothing),
+    (Chosen::Identity, Unselected::Nothing),
+    (Chosen::Window, Unselected::Nothing),
+    (Chosen::Identity, Unselected::Constant),
+    (Chosen::Identity, Unselected::Mean),
+    (Chosen::Identity, Unselected::Pooled),
 ];
 
 /// What to measure.
 #[derive(Debug, Clone, Copy)]
-pub struct Selecting {
+pub struct SelectionOptions {
     /// Number of validation sequences: routers and `theta` are fitted on the first half, and errors are measured on the
     /// second half.
     pub sequences: usize,
@@ -80,7 +80,7 @@ pub struct Selecting {
 
 /// A layer's results, over its heads and the measured sequences.
 #[derive(Debug, Clone, Serialize)]
-pub struct OfLayer {
+pub struct LayerResult {
     /// Index of the layer, from 0.
     pub layer: usize,
     /// Relative L2 error of the output against dense attention, in the order of [`WAYS`].
@@ -102,20 +102,24 @@ pub struct Selections {
     /// Fraction of the (query, key) pairs that is skipped.
     pub sparsity: f64,
     /// The results of each layer.
-    pub layers: Vec<OfLayer>,
+    pub layers: Vec<LayerResult>,
 }
 
 /// Measures the heads of a run's model, or of another model on the data that `settings` name.
 ///
 /// # Errors
 /// When the folder has no weights or data, or the context has fewer than two blocks.
-pub fn probe_selections(folder: &Path, selecting: Selecting, settings: Settings) -> Result<Selections> {
-    let trained = Trained::open(folder, Place::Cpu, settings, true)?;
+pub fn probe_selections(
+    folder: &Path,
+    selecting: SelectionOptions,
+    settings: Settings,
+) -> Result<Selections> {
+    let trained = Trained::open(folder, DeviceKind::Cpu, settings, true)?;
     trained.check_attention(folder, "probe")?;
     let Trained { config, parameters, .. } = &trained;
     let data = Dataset::load_to_validate(&config.data, &|line| notify(line))?;
     trained.check_data(folder, &data)?;
-    let cut = Cut { end_of_document: None, ..config.data.cut(&data.tokenizer) };
+    let cut = SequenceSplit { end_of_document: None, ..config.data.cut(&data.tokenizer) };
     let block = selecting.block.unwrap_or((cut.context / 16).clamp(16, 128));
     in_range("block", block, 1, cut.context / 2)?;
     in_range("blocks", selecting.blocks, 0, cut.context / block)?;
@@ -128,7 +132,7 @@ pub fn probe_selections(folder: &Path, selecting: Selecting, settings: Settings)
         let measured =
             of_layer([&q, &k, &v], (selecting.blocks, block)).map_err(during("probing selections"))?;
         sparsity = measured.2;
-        found.push(OfLayer { layer, errors: measured.0, mass: measured.1 });
+        found.push(LayerResult { layer, errors: measured.0, mass: measured.1 });
         bar.inc(1);
     }
     bar.finish_and_clear();
@@ -193,17 +197,17 @@ impl Part {
 
     /// All approximations of the blocks that are not selected. The approximations use only the block size of
     /// `selection`.
-    fn tails(&self, selection: &Selection, block: usize) -> candle_core::Result<[(Rest, Tensor); 5]> {
+    fn tails(&self, selection: &Selection, block: usize) -> candle_core::Result<[(Unselected, Tensor); 5]> {
         let [q, k, v] = &self.inputs;
         let linear = past_linear(q, k, v, selection, Tail::Past)?;
         // With zeros as queries and keys all features are equal, so the result is the mean of all past values.
         let mean = past_linear(&q.zeros_like()?, &k.zeros_like()?, v, selection, Tail::Past)?;
         Ok([
-            (Rest::Linear, linear.clone()),
-            (Rest::Constant, linear),
-            (Rest::Mean, mean),
-            (Rest::Pooled, self.pooled(block)?),
-            (Rest::Nothing, self.out.zeros_like()?),
+            (Unselected::Linear, linear.clone()),
+            (Unselected::Constant, linear),
+            (Unselected::Mean, mean),
+            (Unselected::Pooled, self.pooled(block)?),
+            (Unselected::Nothing, self.out.zeros_like()?),
         ])
     }
 
@@ -238,7 +242,7 @@ impl Part {
     /// The squared distance of each query head's blended output from dense attention.
     fn distances(
         &self,
-        picked: &Picked,
+        picked: &SelectedBlocks,
         tail: &Tensor,
         theta: &[f32],
         alpha: Alpha,
@@ -250,12 +254,12 @@ impl Part {
 }
 
 /// The selected blocks of some sequences, and attention to them.
-struct Picked {
+struct SelectedBlocks {
     selection: Selection,
     out: Tensor,
 }
 
-impl Picked {
+impl SelectedBlocks {
     fn new(part: &Part, selection: Selection) -> candle_core::Result<Self> {
         let [q, k, v] = &part.inputs;
         let out = Attention::new(Scheme::Unquantized).causal(true).select(&selection).apply(q, k, v)?;
@@ -264,12 +268,17 @@ impl Picked {
 }
 
 /// For each query head, the `theta` from a grid of values that fits the sequences of `part` best.
-fn fit(part: &Part, picked: &Picked, rest: Rest, tail: &Tensor) -> candle_core::Result<Vec<f32>> {
+fn fit(
+    part: &Part,
+    picked: &SelectedBlocks,
+    rest: Unselected,
+    tail: &Tensor,
+) -> candle_core::Result<Vec<f32>> {
     let heads = part.shape.query_heads();
     match rest {
         // sigmoid(1.7346) = .85
-        Rest::Constant => return Ok(vec![1.7346; heads]),
-        Rest::Nothing => return Ok(vec![f32::INFINITY; heads]),
+        Unselected::Constant => return Ok(vec![1.7346; heads]),
+        Unselected::Nothing => return Ok(vec![f32::INFINITY; heads]),
         _ => {}
     }
     let mut best = vec![(f32::INFINITY, 0.0); heads];
@@ -325,8 +334,11 @@ fn of_layer(
             }
         }
     };
-    let picked = |chosen: Chosen| -> candle_core::Result<[Picked; 2]> {
-        Ok([Picked::new(&seen, select(&seen, chosen)?)?, Picked::new(&held, select(&held, chosen)?)?])
+    let picked = |chosen: Chosen| -> candle_core::Result<[SelectedBlocks; 2]> {
+        Ok([
+            SelectedBlocks::new(&seen, select(&seen, chosen)?)?,
+            SelectedBlocks::new(&held, select(&held, chosen)?)?,
+        ])
     };
     let all = [Chosen::Best, Chosen::Learned, Chosen::Identity, Chosen::Window];
     let all = all.map(|chosen| Ok((chosen, picked(chosen)?)));
@@ -344,12 +356,12 @@ fn of_layer(
     let mut errors = Vec::new();
     for (chosen, rest) in WAYS {
         let (_, picked) = all.iter().find(|(other, _)| *other == chosen).expect("all were picked");
-        let of = |tails: &[(Rest, Tensor)]| {
+        let of = |tails: &[(Unselected, Tensor)]| {
             let (_, tail) = tails.iter().find(|(other, _)| *other == rest).expect("all were made");
             tail.clone()
         };
         let theta = fit(&seen, &picked[0], rest, &of(&fitted_tails))?;
-        let alpha = if rest == Rest::Constant { Alpha::Constant } else { Alpha::Count };
+        let alpha = if rest == Unselected::Constant { Alpha::Constant } else { Alpha::Count };
         let wrong: f32 = held.distances(&picked[1], &of(&tails), &theta, alpha)?.iter().sum();
         errors.push((f64::from(wrong) / size).sqrt());
     }
@@ -375,7 +387,7 @@ mod tests {
     /// If all past blocks are selected, the error is zero. With fewer blocks, the best selection has more mass than the
     /// other selections, and a fitted tail is better than no tail.
     #[test]
-    fn errors_are_those_of_what_is_left_out() -> candle_core::Result<()> {
+    fn errors_are_of_the_unselected_blocks() -> candle_core::Result<()> {
         let dims = (4, 96, 2, 16);
         let (q, k, v) = (normal(dims, 1)?, normal(dims, 2)?, normal(dims, 3)?);
         let (errors, mass, sparsity) = of_layer([&q, &k, &v], (6, 16))?;
@@ -386,7 +398,7 @@ mod tests {
         let (errors, mass, _) = of_layer([&q, &k, &v], (2, 16))?;
         let of = |way| errors[WAYS.iter().position(|other| *other == way).expect("one of them")];
         for chosen in [Chosen::Best, Chosen::Identity, Chosen::Window] {
-            let [linear, nothing] = [Rest::Linear, Rest::Nothing].map(|rest| of((chosen, rest)));
+            let [linear, nothing] = [Unselected::Linear, Unselected::Nothing].map(|rest| of((chosen, rest)));
             assert!(linear < 0.9 * nothing, "{chosen:?}: {linear}, {nothing}");
         }
         assert!(mass[1..].iter().all(|&other| other < mass[0]), "{mass:?}");

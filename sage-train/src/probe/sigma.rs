@@ -7,7 +7,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, StandardNormal};
 use serde::Serialize;
 
-use super::anatomy::{Anatomy, Inputs, Low};
+use super::anatomy::{Anatomy, Inputs, QuantizedParts};
 use super::measures::Sums;
 use super::sagebwd::SageBwdAnatomy;
 use crate::during;
@@ -69,7 +69,7 @@ fn at(scheme: Scheme, sigma: f64, shape: Shape, device: &Device) -> candle_core:
         let [q, k, v, dout] = &tensors;
         let inputs = Inputs { rows: [rows(q)?, rows(k)?, rows(v)?, rows(dout)?], tokens, head_dim };
         let exact = SageBwdAnatomy { settings: SageBwd::default(), token_scales: false };
-        let exact = exact.compute(&inputs, Low::None)?;
+        let exact = exact.compute(&inputs, QuantizedParts::None)?;
         let [dq, dk, dv] = &exact.gradients;
         for (n, exact) in [&exact.o, dq, dk, dv].into_iter().enumerate() {
             sums[n].add(Sums::of(&rows(&got[n])?, exact));

@@ -20,15 +20,15 @@ const ANSWER_TIME: Duration = Duration::from_secs(1);
 
 /// A listener whose new connections are read concurrently: a silent connection does not delay the others.
 #[derive(Debug)]
-pub(super) struct Greetings {
+pub(super) struct GreetingListener {
     listener: TcpListener,
     secret: Secret,
-    waiting: Vec<Waiting>,
+    waiting: Vec<UngreetedConnection>,
 }
 
 /// A connection that has greeted.
 #[derive(Debug)]
-pub(super) struct Greeted {
+pub(super) struct GreetedConnection {
     pub(super) stream: TcpStream,
     pub(super) hello: Hello,
     pub(super) is_proven: bool,
@@ -36,14 +36,14 @@ pub(super) struct Greeted {
 
 /// A connection that has not greeted yet.
 #[derive(Debug)]
-struct Waiting {
+struct UngreetedConnection {
     stream: TcpStream,
     challenge: String,
     since: Instant,
     bytes: Vec<u8>,
 }
 
-impl Greetings {
+impl GreetingListener {
     pub(super) fn new(listener: TcpListener, secret: &Secret) -> Result<Self> {
         listener.set_nonblocking(true)?;
         Ok(Self { listener, secret: secret.clone(), waiting: Vec::new() })
@@ -53,17 +53,17 @@ impl Greetings {
     ///
     /// # Errors
     /// When the listener fails.
-    pub(super) fn next(&mut self) -> Result<Option<Greeted>> {
+    pub(super) fn next(&mut self) -> Result<Option<GreetedConnection>> {
         self.accept()?;
         let mut at = 0;
         while at < self.waiting.len() {
             match self.waiting[at].read() {
                 Ok(None) if self.waiting[at].since.elapsed() < HELLO_TIME => at += 1,
                 Ok(Some(hello)) => {
-                    let Waiting { stream, challenge, .. } = self.waiting.remove(at);
+                    let UngreetedConnection { stream, challenge, .. } = self.waiting.remove(at);
                     if stream.set_nonblocking(false).is_ok() {
                         let is_proven = self.secret.is_proven(&challenge, &hello);
-                        return Ok(Some(Greeted { stream, hello, is_proven }));
+                        return Ok(Some(GreetedConnection { stream, hello, is_proven }));
                     }
                 }
                 // A connection that is silent, closed, or sends something else is dropped.
@@ -99,13 +99,18 @@ impl Greetings {
             if stream.set_nonblocking(true).and_then(|()| send(&mut stream, &message)).is_err() {
                 continue;
             }
-            self.waiting.push(Waiting { stream, challenge, since: Instant::now(), bytes: Vec::new() });
+            self.waiting.push(UngreetedConnection {
+                stream,
+                challenge,
+                since: Instant::now(),
+                bytes: Vec::new(),
+            });
         }
         Ok(())
     }
 }
 
-impl Waiting {
+impl UngreetedConnection {
     /// The greeting, once it has arrived completely. Bytes after the greeting stay in the connection.
     fn read(&mut self) -> Result<Option<Hello>> {
         loop {

@@ -10,17 +10,17 @@ use std::time::{Duration, Instant};
 
 use candle_sage::{Error, Result};
 
-use super::meeting::LOST;
+use super::control::LOST;
 use super::secret::{SECRET, random};
 use super::world::LAUNCHED;
-use crate::signals::{self, Second};
+use crate::signals::{self, SecondSignal};
 use crate::{during, notify};
 
 /// How long ranks may take to exit by themselves after a rank has failed: they may still be writing a checkpoint.
 const LEAVING: Duration = Duration::from_secs(20);
 
 /// How long ranks may take to exit after a rank was lost: they only write a report of the failure, which may take 4 s
-/// (`meeting::LAST_WORD`). Then all ranks are killed, because ranks that have not connected yet do not notice the loss.
+/// (`control::LAST_WORD`). Then all ranks are killed, because ranks that have not connected yet do not notice the loss.
 const LEAVING_LOST: Duration = Duration::from_secs(6);
 
 /// Number of hardware queues for the streams of a process. With one queue, a transfer that waits for gradients does not
@@ -41,8 +41,8 @@ pub(super) struct Launch {
 /// # Errors
 /// When no process can be started.
 pub(super) fn launch(launch: Launch) -> Result<i32> {
-    signals::watch(Second::IsNoted)?;
-    signals::doing("the step of all ranks");
+    signals::watch(SecondSignal::IsNoted)?;
+    signals::set_activity("the step of all ranks");
     let mut left = launch.restarts;
     loop {
         let code = round(launch.ranks)?;
@@ -79,7 +79,7 @@ fn round(ranks: usize) -> Result<i32> {
         }
         // A terminal signals its whole process group, other senders signal only this process. So the signal is always
         // passed on, and a rank counts two signals in quick succession as one.
-        let asked = if signals::asked_again() { 2 } else { usize::from(signals::received().is_some()) };
+        let asked = if signals::several_received() { 2 } else { usize::from(signals::received().is_some()) };
         if asked > told {
             told = asked;
             children.iter().for_each(|child| signal(child, asked));

@@ -9,9 +9,9 @@ use std::time::Duration;
 use candle_core::{DType, Device, Result, Tensor};
 use safetensors::View;
 
-use super::greeting::{Greeted, Greetings};
-use super::meeting::Meeting;
-use super::transport::{Swap, Transfer, Transport, left_to_the_watch};
+use super::control::ControlConnection;
+use super::greeting::{GreetedConnection, GreetingListener};
+use super::transport::{Swap, Transfer, Transport, wait_for_report};
 use crate::during;
 
 /// NaN in both formats of FP8.
@@ -32,24 +32,24 @@ impl Loopback {
     ///
     /// # Errors
     /// When a rank cannot be reached.
-    pub(super) fn connect(meeting: &Meeting) -> candle_sage::Result<Self> {
-        let rank = meeting.rank();
+    pub(super) fn connect(connection: &ControlConnection) -> candle_sage::Result<Self> {
+        let rank = connection.rank();
         let failed = || "cannot connect the ranks to each other";
-        let listener = TcpListener::bind((meeting.address()?, 0)).map_err(during(failed()))?;
+        let listener = TcpListener::bind((connection.address()?, 0)).map_err(during(failed()))?;
         let address = listener.local_addr().map_err(during(failed()))?;
-        let addresses = meeting.share("data", &address.to_string());
+        let addresses = connection.share("data", &address.to_string());
         let mut peers: Vec<Option<TcpStream>> = (0..rank.of).map(|_| None).collect();
         for (index, address) in addresses.iter().enumerate().take(rank.index) {
             let connected = TcpStream::connect(address)
-                .and_then(|mut stream| meeting.introduce(&mut stream).map(|()| stream))
-                .map_err(|error| left_to_the_watch(during(failed())(error)))?;
+                .and_then(|mut stream| connection.introduce(&mut stream).map(|()| stream))
+                .map_err(|error| wait_for_report(during(failed())(error)))?;
             peers[index] = Some(connected);
         }
-        let mut greetings = Greetings::new(listener, meeting.secret()).map_err(during(failed()))?;
+        let mut greetings = GreetingListener::new(listener, connection.secret()).map_err(during(failed()))?;
         while peers.iter().filter(|peer| peer.is_some()).count() + 1 < rank.of {
             match greetings.next().map_err(during(failed()))? {
                 // A connection from anything but a missing rank is dropped.
-                Some(Greeted { stream, hello, is_proven: true })
+                Some(GreetedConnection { stream, hello, is_proven: true })
                     if (rank.index + 1..rank.of).contains(&hello.rank) && peers[hello.rank].is_none() =>
                 {
                     peers[hello.rank] = Some(stream);
@@ -92,7 +92,7 @@ impl Transport for Loopback {
             received
         });
         let received =
-            received.map_err(|error| left_to_the_watch(during("another rank cannot be reached")(error)))?;
+            received.map_err(|error| wait_for_report(during("another rank cannot be reached")(error)))?;
         for (comes, bytes) in swaps.iter().flat_map(|swap| &swap.comes).zip(received.into_iter().flatten()) {
             let came = Tensor::from_raw_buffer(&bytes, comes.dtype(), comes.dims(), &Device::Cpu)?;
             let unread = match comes.dtype() {

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use candle_sage::{Error, Result};
 
-use super::Words;
+use super::ControlChannel;
 
 /// A member of a group of processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,7 +44,7 @@ pub struct Mesh {
     /// Whether copy engines carry gradients and updated weights among the ranks of a node.
     pub engines: bool,
     /// Whether gradients are transferred during the backward.
-    pub beside: bool,
+    pub during_backward: bool,
     /// Smallest number of gradient elements in one transfer.
     pub piece: usize,
 }
@@ -58,7 +58,7 @@ pub const PIECE_BESIDE: usize = 50_000_000;
 
 /// Tokens per rank and step below which transfers on copy engines are faster during the backward than after it. With
 /// more tokens the step is limited by power, and matmuls need more power while transfers run. On two H100, steps with
-/// `beside` were faster than steps with `after` by 2.2 % at 4k and 1.3 % at 8k tokens, and slower by 1.1 % at 32k
+/// `during_backward` were faster than steps with `after` by 2.2 % at 4k and 1.3 % at 8k tokens, and slower by 1.1 % at 32k
 /// (docs/several-gpus.md), so the limit is between 8k and 32k. The size of the model matters less: matmuls and
 /// transfers both grow with it.
 pub const FEW_TOKENS: u64 = 16 << 10;
@@ -70,7 +70,7 @@ impl Mesh {
         replica: Rank::ALONE,
         context: 1,
         engines: false,
-        beside: false,
+        during_backward: false,
         piece: PIECE,
     };
 
@@ -102,9 +102,9 @@ impl Mesh {
     /// # Errors
     /// When nodes have different numbers of ranks, the ranks of a node are not adjacent, or a group that shares a
     /// sequence would span nodes.
-    pub fn agree(words: &Words, local: Rank, context: usize) -> Result<Self> {
-        let rank = words.rank();
-        let place = words.share("node", &format!("{} of {}", local.index, local.of));
+    pub fn agree(channel: &ControlChannel, local: Rank, context: usize) -> Result<Self> {
+        let rank = channel.rank();
+        let place = channel.share("node", &format!("{} of {}", local.index, local.of));
         for (index, place) in place.iter().enumerate() {
             let expected = format!("{} of {}", index % local.of, local.of);
             let uneven = |got, allowed| {

@@ -56,7 +56,7 @@ pub(super) enum Message {
     /// The greeting: the first message from the connecting side, and rank 0's answer to it.
     Hello(Hello),
     /// To rank 0: a rank's text on a topic.
-    Said { topic: String, text: String },
+    Text { topic: String, text: String },
     /// From rank 0: the texts of all ranks on a topic.
     All {
         topic: String,
@@ -112,7 +112,7 @@ pub fn first_message(mut bytes: &[u8]) -> Result<(String, &[u8])> {
 /// # Errors
 /// As [`receive`], and when the message does not arrive in time.
 pub(super) fn receive_within(from: &mut TcpStream, time: Duration) -> Result<Message> {
-    receive_of(&mut Until { stream: from, end: Instant::now() + time }, MOST_HELLO)
+    receive_of(&mut DeadlineReader { stream: from, end: Instant::now() + time }, MOST_HELLO)
 }
 
 /// The length of a message, from the bytes that precede it.
@@ -128,12 +128,12 @@ pub(super) fn length(bytes: [u8; 4], most: usize) -> Result<usize> {
 }
 
 /// Reads from a connection until a deadline.
-struct Until<'a> {
+struct DeadlineReader<'a> {
     stream: &'a mut TcpStream,
     end: Instant,
 }
 
-impl Read for Until<'_> {
+impl Read for DeadlineReader<'_> {
     fn read(&mut self, into: &mut [u8]) -> Result<usize> {
         let left = self.end.saturating_duration_since(Instant::now());
         if left.is_zero() {
@@ -162,7 +162,7 @@ mod tests {
 
     #[test]
     fn messages_come_as_they_were_sent_and_nothing_else_does() {
-        let message = Message::Said { topic: "data".into(), text: "a\nb".into() };
+        let message = Message::Text { topic: "data".into(), text: "a\nb".into() };
         let mut bytes = Vec::new();
         send(&mut bytes, &message).expect("room");
         send(&mut bytes, &Message::Bye).expect("room");

@@ -24,7 +24,7 @@ use engines::Engines;
 use half::{bf16, f16};
 use library::{BYTES, Collectives, Communicator, Functions, Id, Stream};
 
-use super::Words;
+use super::ControlChannel;
 use super::mesh::{Mesh, Rank};
 use super::transport::{CopyEngines, Swap, Transfer, Transport};
 use crate::{during, hex};
@@ -62,20 +62,20 @@ impl Debug for Nccl {
 impl Nccl {
     /// Creates the communicators. All ranks must call this.
     pub(super) fn connect(
-        words: &Words,
+        channel: &ControlChannel,
         mesh: Mesh,
         wanted: CopyEngines,
         device: &CudaDevice,
     ) -> candle_sage::Result<Self> {
-        let rank = words.rank();
+        let rank = channel.rank();
         let (functions, collectives) = Functions::load()?;
         let mut version = 0;
         // SAFETY: the function writes one int to the given address.
         functions.check("report its version", unsafe { (functions.version)(&raw mut version) })?;
-        words.agree("NCCL", &format!("version {version}"))?;
-        check_gpus(words, device)?;
+        channel.agree("NCCL", &format!("version {version}"))?;
+        check_gpus(channel, device)?;
         device.cuda_stream().context().bind_to_thread().map_err(during("cannot use the GPU"))?;
-        let id = share_id(words, &functions, 0)?;
+        let id = share_id(channel, &functions, 0)?;
         let mut communicator = std::ptr::null_mut();
         // SAFETY: the id is rank 0's, the GPU is bound to this thread, and the function writes to a valid
         // address.
@@ -83,7 +83,7 @@ impl Nccl {
             (functions.init_rank)(&raw mut communicator, rank.of as c_int, id, rank.index as c_int)
         };
         functions.check("connect the GPUs", made)?;
-        let engines = connect_engines(words, &functions, (version, collectives), mesh, wanted)?;
+        let engines = connect_engines(channel, &functions, (version, collectives), mesh, wanted)?;
         let failed = || "cannot make a stream for the ranks";
         let (_, high) = stream::get_priority_range().map_err(during(failed()))?;
         let event = || event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING).map_err(during(failed()));
@@ -228,16 +228,16 @@ impl Transport for Nccl {
 
 /// Makes an id on every rank whose index is a multiple of `every`, or only on rank 0 if `every` is 0. Returns the id
 /// that this rank made, or else the id of the nearest lower rank that made one.
-fn share_id(words: &Words, functions: &Functions, every: usize) -> candle_sage::Result<Id> {
+fn share_id(channel: &ControlChannel, functions: &Functions, every: usize) -> candle_sage::Result<Id> {
     let (mut id, mut answer) = (Id([0; 128]), String::new());
-    let rank = words.rank().index;
+    let rank = channel.rank().index;
     let maker = rank.checked_rem(every).map_or(0, |after| rank - after);
     if rank == maker {
         // SAFETY: the function writes 128 bytes to the given address.
         functions.check("make an id", unsafe { (functions.unique_id)(&raw mut id) })?;
         answer = hex(&id.0);
     }
-    let answer = words.share("NCCL's id", &answer).swap_remove(maker);
+    let answer = channel.share("NCCL's id", &answer).swap_remove(maker);
     for (byte, digits) in id.0.iter_mut().zip(answer.as_bytes().chunks(2)) {
         let digits = std::str::from_utf8(digits).unwrap_or_default();
         *byte = u8::from_str_radix(digits, 16).map_err(during(format!("rank {maker} sent an invalid id")))?;
@@ -247,7 +247,7 @@ fn share_id(words: &Words, functions: &Functions, every: usize) -> candle_sage::
 
 /// Connects the copy engines of each node, if they are wanted and NCCL's `version` supports them.
 fn connect_engines(
-    words: &Words,
+    channel: &ControlChannel,
     functions: &Functions,
     (version, collectives): (c_int, Option<Collectives>),
     mesh: Mesh,
@@ -274,7 +274,7 @@ fn connect_engines(
         (_, Ok(policy)) => format!("NCCL_CTA_POLICY={policy}, which overrides this setting"),
         _ => String::new(),
     };
-    let lacking = words.share("copy engines", &lacks).into_iter().find(|lacks| !lacks.is_empty());
+    let lacking = channel.share("copy engines", &lacks).into_iter().find(|lacks| !lacks.is_empty());
     let collectives = match (lacking, collectives) {
         (None, Some(collectives)) => collectives,
         (lacking, _) => {
@@ -288,10 +288,10 @@ fn connect_engines(
             );
         }
     };
-    let id = share_id(words, functions, mesh.shard.of)?;
+    let id = share_id(channel, functions, mesh.shard.of)?;
     let engines = Engines::connect(collectives, functions, id, mesh.shard)?;
     let reach = engines.allocate(functions, 1)?.is_some();
-    let all = words.share("shared memory", if reach { "yes" } else { "no" });
+    let all = channel.share("shared memory", if reach { "yes" } else { "no" });
     match all.iter().position(|answer| answer != "yes") {
         None => Ok(Some(engines)),
         Some(rank) => without(
@@ -313,11 +313,11 @@ fn driver_version() -> c_int {
 }
 
 /// Checks that no two ranks use the same GPU.
-fn check_gpus(words: &Words, device: &CudaDevice) -> candle_sage::Result<()> {
+fn check_gpus(channel: &ControlChannel, device: &CudaDevice) -> candle_sage::Result<()> {
     let uuid = device.cuda_stream().context().uuid().map_err(during("cannot read the GPU's UUID"))?;
     let own = hex(&uuid.bytes.map(|byte| byte as u8));
     let host = gethostname::gethostname().to_string_lossy().into_owned();
-    let all = words.share("GPU", &own);
+    let all = channel.share("GPU", &own);
     let twice =
         all.iter().enumerate().find_map(|(n, gpu)| Some((all[..n].iter().position(|g| g == gpu)?, n)));
     match twice {

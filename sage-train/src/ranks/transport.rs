@@ -43,13 +43,13 @@ pub(super) struct Swap {
     pub(super) comes: Vec<Tensor>,
 }
 
-/// How long a rank with a failed transfer waits for the threads of [`Meeting`](super::meeting::Meeting) to report the
+/// How long a rank with a failed transfer waits for the threads of [`ControlConnection`](super::control::ControlConnection) to report the
 /// dead rank and end the process, before it reports its own error.
 const WATCH: Duration = Duration::from_secs(8);
 
 /// The error of a failed transfer, returned after the control channel had time to report the rank that died. Without
 /// the wait, a rank whose transfer fails first would exit with its own error instead of the code of a lost rank.
-pub(super) fn left_to_the_watch(error: Error) -> Error {
+pub(super) fn wait_for_report(error: Error) -> Error {
     std::thread::sleep(WATCH);
     error
 }

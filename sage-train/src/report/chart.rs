@@ -360,7 +360,7 @@ mod tests {
 
     /// The CSS for dark mode replaces colours that the charts use.
     #[test]
-    fn the_dark_knows_the_colours_of_the_light() {
+    fn the_dark_theme_has_every_colour_of_the_light_theme() {
         let hex = |RGBColor(r, g, b): RGBColor| format!("#{r:02X}{g:02X}{b:02X}");
         for color in [INK, GRID, WHITE, COLORS[0], COLORS[6]] {
             assert!(STYLE.contains(&hex(color)), "{color:?}");

@@ -143,7 +143,7 @@ fn losses(panel: &Panel) -> Result<Option<String>> {
         .map(|arm| {
             let curves = by_seed(arm, |run| Some(validations(run)));
             Series {
-                crosses: arm.runs.iter().flat_map(troubles).collect(),
+                crosses: arm.runs.iter().flat_map(marked_points).collect(),
                 band: range(&curves),
                 ..curve(arm, &curves)
             }
@@ -196,7 +196,8 @@ fn differences_of<'a>(
 ) -> Result<Option<String>> {
     let series: Vec<Series> = others
         .map(|arm| {
-            let pairs = by_seed(arm, |run| Some(against(&losses(run), &losses(twin(run, baseline)?))));
+            let pairs =
+                by_seed(arm, |run| Some(against(&losses(run), &losses(matching_run(run, baseline)?))));
             curve(arm, &pairs)
         })
         .filter(|series| !series.points.is_empty())
@@ -222,8 +223,9 @@ fn gradients(panel: &Panel) -> Result<Option<String>> {
     let mut found: Vec<GradientErrors> = Vec::new();
     for (arm, run) in panel.arms.iter().flat_map(|arm| arm.runs.iter().map(move |run| (arm, run))) {
         let last = run.gradients.iter().map(|errors| errors.step).max();
-        let visible =
-            |errors: &GradientErrors| errors.parts.first().is_some_and(|all| all.whole.stays().exact > 0.0);
+        let visible = |errors: &GradientErrors| {
+            errors.parts.first().is_some_and(|all| all.whole.mean_squares().exact > 0.0)
+        };
         for errors in run.gradients.iter().filter(|errors| Some(errors.step) == last && visible(errors)) {
             let scheme = match panel.arms.len() {
                 1 => errors.scheme.clone(),
@@ -279,7 +281,7 @@ fn whole(arm: &Arm) -> impl Iterator<Item = &Run> {
     arm.runs.iter().filter(move |run| Some(rank(run)) == best)
 }
 
-fn twin<'a>(run: &Run, baseline: &'a Arm) -> Option<&'a Run> {
+fn matching_run<'a>(run: &Run, baseline: &'a Arm) -> Option<&'a Run> {
     whole(baseline).find(|other| seeds(other) == seeds(run) && same_data(other, run))
 }
 
@@ -341,7 +343,7 @@ fn range(curves: &[BTreeMap<u64, f64>]) -> Vec<(f64, f64, f64)> {
 }
 
 /// Points to mark: spikes of the loss, and the last step of a run that diverged or failed.
-fn troubles(run: &Run) -> Vec<(f64, f64)> {
+fn marked_points(run: &Run) -> Vec<(f64, f64)> {
     let spikes = run.points.iter().filter(|point| point.loss_z.is_some_and(|z| z > SPIKE));
     let last = run.points.last().filter(|_| matches!(run.status(), Some(Status::Diverged | Status::Failed)));
     let loss = |loss: f64| if loss.is_finite() { loss } else { f64::MAX };

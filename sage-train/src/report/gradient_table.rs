@@ -34,21 +34,22 @@ fn root(x: f64) -> f64 {
 
 impl Figures {
     fn of(part: &Part, tokens: u64) -> Self {
-        let (stays, falls) = (part.whole.stays(), part.whole.falls());
-        let blocks: Vec<f64> = part.blocks.iter().map(|block| block.stays().error).collect();
+        let (mean_squares, variances) = (part.whole.mean_squares(), part.whole.variances());
+        let blocks: Vec<f64> = part.blocks.iter().map(|block| block.mean_squares().error).collect();
         let half = Mean::of(&blocks).and_then(|mean| mean.half);
-        let noise = falls.exact * tokens as f64;
+        let noise = variances.exact * tokens as f64;
         let crossing = |bias: f64| (bias > 0.0).then(|| noise / bias);
         // If noise hides the gradient, ratios to the gradient do not exist.
-        let gradient = if stays.exact > 0.0 { stays.exact } else { f64::NAN };
+        let gradient = if mean_squares.exact > 0.0 { mean_squares.exact } else { f64::NAN };
         Self {
             gradient: gradient.sqrt(),
             noise_tokens: noise / gradient,
-            error_noise: root(falls.error) / gradient.sqrt(),
-            bias: stays.error / gradient,
+            error_noise: root(variances.error) / gradient.sqrt(),
+            bias: mean_squares.error / gradient,
             half: half.map(|half| half / gradient),
-            along: (stays.low - stays.exact - stays.error) / (2.0 * gradient),
-            crossing: [0.0, 1.0, -1.0].map(|halves| crossing(stays.error + halves * half.unwrap_or(0.0))),
+            along: (mean_squares.low - mean_squares.exact - mean_squares.error) / (2.0 * gradient),
+            crossing: [0.0, 1.0, -1.0]
+                .map(|halves| crossing(mean_squares.error + halves * half.unwrap_or(0.0))),
         }
     }
 }
@@ -193,15 +194,15 @@ mod tests {
         let sums = |count: usize| {
             let n = count as f64;
             // |B|^2 = .09; |G + B|^2 = 9 + .09 + 2 * 3 * .2 = 10.29; noise of 16, 16 and 1.
-            let stays = Squares { exact: 9.0, low: 10.29, error: 0.09 };
+            let mean_squares = Squares { exact: 9.0, low: 10.29, error: 0.09 };
             let each = Squares { exact: 25.0, low: 26.29, error: 1.09 };
-            let sum = |stays: f64, each: f64| stays * n * (n - 1.0) + each * n;
+            let sum = |mean_squares: f64, each: f64| mean_squares * n * (n - 1.0) + each * n;
             Sums {
                 count,
                 of_sum: Squares {
-                    exact: sum(stays.exact, each.exact),
-                    low: sum(stays.low, each.low),
-                    error: sum(stays.error, each.error),
+                    exact: sum(mean_squares.exact, each.exact),
+                    low: sum(mean_squares.low, each.low),
+                    error: sum(mean_squares.error, each.error),
                 },
                 of_each: Squares { exact: each.exact * n, low: each.low * n, error: each.error * n },
             }

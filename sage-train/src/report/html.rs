@@ -171,7 +171,7 @@ impl Study {
     fn paper(&self) -> Markup {
         let rows: Vec<[String; 3]> = PUBLISHED
             .iter()
-            .filter_map(|row| Some([row.arm.to_owned(), row.claim.to_owned(), self.beside(row)?]))
+            .filter_map(|row| Some([row.arm.to_owned(), row.claim.to_owned(), self.our_result(row)?]))
             .collect();
         html! {
             @if !rows.is_empty() {
@@ -192,7 +192,7 @@ impl Study {
     }
 
     /// The result of the arm that corresponds to a published row.
-    fn beside(&self, row: &Published) -> Option<String> {
+    fn our_result(&self, row: &Published) -> Option<String> {
         let tokens = |arm: &Arm| arm.runs.first().map_or(0, |run| run.config.tokens_per_step());
         let arms =
             || self.panels.iter().flat_map(|panel| panel.arms.iter().map(move |arm| (&panel.arms[0], arm)));
@@ -218,11 +218,9 @@ impl Study {
         let tokens = format!("{} tokens a step", short(tokens(arm) as f64));
         match (diverged, arm.difference) {
             (0, None) => None,
-            (0, Some(difference)) => Some(format!(
-                "{} ({}), {tokens}",
-                difference.numbers(),
-                difference.verdict.words(self.margin)
-            )),
+            (0, Some(difference)) => {
+                Some(format!("{} ({}), {tokens}", difference.numbers(), difference.verdict.text(self.margin)))
+            }
             (n, _) => Some(format!("{n} of {} runs diverged, {tokens}", arm.runs.len())),
         }
     }

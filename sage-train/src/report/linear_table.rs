@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::probe::linear::{LinearErrors, OfLinear};
+use crate::probe::linear::{LinearErrors, LinearLayerErrors};
 
 /// The matrices of a Llama's layer, in the order of the table's columns. Columns of other matrices follow.
 const NAMES: [&str; 4] = ["query-key-value", "output", "gate-up", "down"];
@@ -21,7 +21,7 @@ pub fn linear_table(title: &str, errors: &LinearErrors) -> String {
     names.iter().for_each(|_| ["Y", "dX", "dW"].iter().for_each(|of| out += &format!(" {of:>6}")));
     out.push('\n');
     let layers = errors.linears.iter().map(|linear| linear.layer + 1).max().unwrap_or(0);
-    let mut row = |name: String, of: &dyn Fn(&OfLinear) -> bool| {
+    let mut row = |name: String, of: &dyn Fn(&LinearLayerErrors) -> bool| {
         let _ = write!(out, "{name:<5}");
         for matrix in &names {
             let all: Vec<_> =
@@ -47,7 +47,7 @@ pub fn linear_table(title: &str, errors: &LinearErrors) -> String {
 /// The errors as CSV.
 pub fn linear_csv(errors: &LinearErrors) -> String {
     let mut out = String::from("layer,matrix,y,dx,dw\n");
-    for OfLinear { layer, name, errors: [y, dx, dw] } in &errors.linears {
+    for LinearLayerErrors { layer, name, errors: [y, dx, dw] } in &errors.linears {
         let _ = writeln!(out, "{layer},{name},{y},{dx},{dw}");
     }
     out

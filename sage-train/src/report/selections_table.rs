@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::probe::selected::{Chosen, Rest, Selections, WAYS};
+use crate::probe::selected::{Chosen, Selections, Unselected, WAYS};
 
 fn chosen(chosen: Chosen) -> &'static str {
     match chosen {
@@ -13,13 +13,13 @@ fn chosen(chosen: Chosen) -> &'static str {
     }
 }
 
-fn rest(rest: Rest) -> &'static str {
+fn rest(rest: Unselected) -> &'static str {
     match rest {
-        Rest::Linear => "linear",
-        Rest::Constant => "a = .85",
-        Rest::Mean => "mean of V",
-        Rest::Pooled => "pooled",
-        Rest::Nothing => "nothing",
+        Unselected::Linear => "linear",
+        Unselected::Constant => "a = .85",
+        Unselected::Mean => "mean of V",
+        Unselected::Pooled => "pooled",
+        Unselected::Nothing => "nothing",
     }
 }
 

@@ -97,7 +97,7 @@ pub enum Verdict {
 
 impl Verdict {
     /// The verdict as text; `margin` is in percent.
-    pub fn words(self, margin: f64) -> String {
+    pub fn text(self, margin: f64) -> String {
         match self {
             Self::Matches => format!("matches within {margin} %"),
             Self::Higher => "higher".into(),
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_follows_from_the_interval_and_the_margin() {
+    fn a_verdict_follows_from_the_interval_and_the_margin() {
         let verdict = |values: &[f64], margin| Mean::of(values).expect("values").verdict(margin);
         assert_eq!(verdict(&[0.01, 0.02, -0.01], 0.2), Verdict::Matches);
         assert_eq!(verdict(&[0.01, 0.02, -0.01], 0.02), Verdict::Undecided);

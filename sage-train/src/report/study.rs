@@ -10,7 +10,7 @@ use toml::Table;
 
 use super::arm::{Arm, late_training_loss, reached};
 use super::chart::short;
-use crate::config::{BRANCHED_FROM, Identity, differing, in_words, is_seed, of_attention};
+use crate::config::{BRANCHED_FROM, Identity, as_text, differing, is_seed, of_attention};
 use crate::quantity::counted;
 use crate::runs::{Run, initial_weights};
 use crate::settings::Attn;
@@ -135,7 +135,7 @@ impl Study {
         }
         // A setting that all runs share does not identify an arm.
         let mut asked = options.baseline.clone();
-        asked.retain(|key, value| !identities.iter().all(|run| run.get(key) == Some(&in_words(value))));
+        asked.retain(|key, value| !identities.iter().all(|run| run.get(key) == Some(&as_text(value))));
         let baseline = baseline(&order, &asked)?;
         // The baseline is the first arm of all tables.
         if let Some(at) = baseline {
@@ -163,7 +163,7 @@ impl Study {
                 let (first, others) = arms.split_at_mut(1);
                 for arm in others {
                     arm.difference = arm.against(&first[0], options.margin, &Run::final_loss);
-                    let pairs = continue_alike(first[0].runs.iter().chain(&arm.runs));
+                    let pairs = continue_equally(first[0].runs.iter().chain(&arm.runs));
                     let training = arm.against(&first[0], options.margin, &late_training_loss);
                     arm.training = training.filter(|difference| pairs && difference.paired);
                     arm.growth = arm.training.and_then(|_| arm.growth_against(&first[0]));
@@ -311,7 +311,7 @@ fn arm_keys(keys: &[String], by: &[String], points: &[String]) -> Result<Vec<Str
 /// Whether all runs start from the same weights of another model, and have the same number of steps and shape of
 /// batches. Runs with equal data seeds then train on the same batches. The weights are compared, because the model in
 /// the folder may have been trained further between two runs.
-fn continue_alike<'a>(runs: impl Iterator<Item = &'a Run>) -> bool {
+fn continue_equally<'a>(runs: impl Iterator<Item = &'a Run>) -> bool {
     let course = |run: &'a Run| {
         let (model, of) = (&run.config, initial_weights(&run.starts)?);
         Some((of, model.steps, model.tokens_per_step(), model.model.context, model.data.document_mask))
@@ -337,7 +337,7 @@ fn baseline(arms: &[Values], asked: &Table) -> Result<Option<usize>> {
         // A subset of a sweep may have only one arm, without anything to compare.
         return Ok(None);
     }
-    match plain(&|arm| asked.iter().all(|(key, value)| has(arm, key, &in_words(value)))) {
+    match plain(&|arm| asked.iter().all(|(key, value)| has(arm, key, &as_text(value)))) {
         Some(at) => Ok(Some(at)),
         None => Err(Error::new("no arm is the baseline")
             .got(asked.to_string().trim().replace('\n', ", "))

@@ -53,7 +53,7 @@ mod tests {
     }
 
     #[test]
-    fn divergence_is_told_from_noise_spikes_and_overfitting() {
+    fn divergence_differs_from_noise_spikes_and_overfitting() {
         let falling = |n: usize| 5.7 - 3.0 * n as f64 / 200.0;
         let of = |losses: &dyn Fn(usize) -> f64, val_loss: f64| {
             divergence(&points((0..200).map(losses), val_loss), 300)

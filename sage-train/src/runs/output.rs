@@ -13,7 +13,7 @@ use crate::writing;
 ///
 /// # Errors
 /// When the file may not be written.
-pub fn check_beside(path: &Path, ending: &str) -> Result<()> {
+pub fn check_output(path: &Path, ending: &str) -> Result<()> {
     const OWN: [&str; 12] = [
         METRICS,
         PROBES,
@@ -66,7 +66,7 @@ pub fn check_beside(path: &Path, ending: &str) -> Result<()> {
 ///
 /// # Errors
 /// When the file may not be written, or cannot be written.
-pub fn write_beside(path: &Path, ending: &str, text: &str) -> Result<()> {
-    check_beside(path, ending)?;
+pub fn write_output(path: &Path, ending: &str, text: &str) -> Result<()> {
+    check_output(path, ending)?;
     std::fs::write(path, text).map_err(writing(path))
 }

@@ -74,7 +74,7 @@ pub struct AttentionSettings {
 
 layer! {
     AttentionSettings:
-    attn, attn_layers [Whole], qk_norm, smoothing, key_mean, products, granularity, value_groups, value_scale,
+    attn, attn_layers [NotList], qk_norm, smoothing, key_mean, products, granularity, value_groups, value_scale,
     p_reference, high_precision_output, matched_recomputation, requantized_p
 }
 

@@ -27,8 +27,8 @@ pub struct BatchSettings {
 layer! {
     BatchSettings:
     tokens_per_step,
-    micro_batch [Changes],
-    steps [Changes],
+    micro_batch [Resumable],
+    steps [Resumable],
     // In the identity `steps` stands for `tokens`, rounded up to whole steps.
-    tokens [Beside Changes],
+    tokens [NotIdentity Resumable],
 }

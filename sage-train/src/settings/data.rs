@@ -56,10 +56,10 @@ pub struct DataSettings {
 
 layer! {
     DataSettings:
-    sources [Changes Path Whole],
-    val_data [Changes Path Whole],
-    text_field [Whole],
-    tokenizer [Path Whole],
-    end_of_text [Whole],
+    sources [Resumable Path NotList],
+    val_data [Resumable Path NotList],
+    text_field [NotList],
+    tokenizer [Path NotList],
+    end_of_text [NotList],
     document_mask, corpus_mb, val_fraction, vocab_size, context
 }

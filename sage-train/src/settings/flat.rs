@@ -113,7 +113,7 @@ mod tests {
 
     /// If the struct of a key's table lacked the key, the error would report an unknown field instead of a wrong value.
     #[test]
-    fn every_key_goes_to_the_table_that_has_it() {
+    fn every_key_is_set_in_its_table() {
         let (keys, _) = &*KEYS;
         for key in keys {
             let error = toml::from_str::<Settings>(&format!("{key} = [[1]]")).expect_err("no such value");

@@ -6,15 +6,15 @@
 pub enum Role {
     /// The identity of a run does not contain the setting as it was typed: the setting determines only the folder, the
     /// speed or the logging of the run, or another key stands for the setting.
-    Beside,
+    NotIdentity,
     /// May change when a run is resumed.
-    Changes,
+    Resumable,
     /// Not in the identity, but all ranks must agree on the setting, which determines when the ranks act together.
     Together,
     /// A path, which may differ between machines: ranks compare the contents of the file or folder.
     Path,
     /// A value that may contain commas, and is never a list of values.
-    Whole,
+    NotList,
 }
 
 /// A table of settings, whose missing values can be taken from another table.

@@ -82,8 +82,8 @@ pub struct LinearSettings {
 }
 
 layer! {
-    LinearSettings: linear, linear_gradient, linear_scaling, linear_sums, linear_head, linear_bf16_layers [Whole],
-    linear_eval [Changes]
+    LinearSettings: linear, linear_gradient, linear_scaling, linear_sums, linear_head, linear_bf16_layers [NotList],
+    linear_eval [Resumable]
 }
 
 impl LinearSettings {

@@ -74,6 +74,6 @@ pub struct ModelSettings {
 
 layer! {
     ModelSettings:
-    init_from [Path Whole], layers, width, heads, key_heads, head_dim, ffn, init_std, rope_base, rope_scaling [Whole], untied, qkv_bias,
+    init_from [Path NotList], layers, width, heads, key_heads, head_dim, ffn, init_std, rope_base, rope_scaling [NotList], untied, qkv_bias,
     window, window_pattern, softcap, sinks, norm_eps
 }

@@ -238,17 +238,17 @@ impl OptimizerSettings {
 layer! {
     OptimizerSettings:
     optimizer, muon_warmup_steps, muon_momentum, muon_beta2, muon_orthogonalization, muon_scale, muon_heads,
-    muon_lr [Changes],
-    muon_weight_decay [Changes],
-    lr [Changes],
+    muon_lr [Resumable],
+    muon_weight_decay [Resumable],
+    lr [Resumable],
     // Each schedule has different settings: `Config::identity` adds the settings of the run's schedule.
-    min_lr [Beside Changes],
-    warmup_steps [Beside Changes],
-    schedule [Beside Changes],
-    decay_fraction [Beside Changes],
+    min_lr [NotIdentity Resumable],
+    warmup_steps [NotIdentity Resumable],
+    schedule [NotIdentity Resumable],
+    decay_fraction [NotIdentity Resumable],
     beta1, beta2, adam_eps, init_moments,
-    weight_decay [Changes],
-    clip [Changes],
-    z_loss [Changes],
-    skip_spikes [Changes],
+    weight_decay [Resumable],
+    clip [Resumable],
+    z_loss [Resumable],
+    skip_spikes [Resumable],
 }

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::layer::layer;
 use super::{SchemeSetting, Switch};
-use crate::device::Place;
+use crate::device::DeviceKind;
 use crate::model::Recompute;
 use crate::quantity::Quantity;
 
@@ -54,7 +54,7 @@ pub struct RunSettings {
     pub preset: Option<Preset>,
     /// Where to train [default: cuda if this build has it]
     #[arg(long, value_enum)]
-    pub device: Option<Place>,
+    pub device: Option<DeviceKind>,
     /// Activations that the backward recomputes instead of storing [default: none]
     #[arg(long, value_enum)]
     pub recompute: Option<Recompute>,
@@ -119,27 +119,27 @@ pub struct RunSettings {
 
 layer! {
     RunSettings:
-    preset [Beside],
-    device [Changes],
-    recompute [Beside Changes Together],
-    deterministic [Changes],
-    seed [Beside],
-    weights_seed [Beside],
-    order_seed [Beside],
-    corpus_seed [Beside],
-    out [Beside Whole],
-    name [Beside Whole],
-    eval_every [Beside Changes Together],
-    eval_tokens [Changes],
-    eval_attn [Changes],
-    probe_every [Beside Changes Together],
-    checkpoint_every [Beside Changes Together],
-    checkpoint_minutes [Beside Changes],
-    keep_last [Beside Changes],
-    keep_every [Beside Changes],
-    sample_tokens [Beside Changes],
-    threads [Beside Changes],
-    peak_tflops [Beside Changes],
+    preset [NotIdentity],
+    device [Resumable],
+    recompute [NotIdentity Resumable Together],
+    deterministic [Resumable],
+    seed [NotIdentity],
+    weights_seed [NotIdentity],
+    order_seed [NotIdentity],
+    corpus_seed [NotIdentity],
+    out [NotIdentity NotList],
+    name [NotIdentity NotList],
+    eval_every [NotIdentity Resumable Together],
+    eval_tokens [Resumable],
+    eval_attn [Resumable],
+    probe_every [NotIdentity Resumable Together],
+    checkpoint_every [NotIdentity Resumable Together],
+    checkpoint_minutes [NotIdentity Resumable],
+    keep_last [NotIdentity Resumable],
+    keep_every [NotIdentity Resumable],
+    sample_tokens [NotIdentity Resumable],
+    threads [NotIdentity Resumable],
+    peak_tflops [NotIdentity Resumable],
 }
 
 /// Parses a seed. Lists and ranges were split before.

@@ -126,13 +126,13 @@ impl<'de> Deserialize<'de> for Share {
         /// A file may contain the number 0.9 or the text "90%".
         #[derive(Deserialize)]
         #[serde(untagged, expecting = "a fraction: \"90%\", or a number from 0 to less than 1")]
-        enum Said {
+        enum NumberOrText {
             Text(String),
             Number(f64),
         }
-        let text = match Said::deserialize(deserializer)? {
-            Said::Text(text) => text,
-            Said::Number(number) => number.to_string(),
+        let text = match NumberOrText::deserialize(deserializer)? {
+            NumberOrText::Text(text) => text,
+            NumberOrText::Number(number) => number.to_string(),
         };
         text.parse().map_err(serde::de::Error::custom)
     }
@@ -321,7 +321,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_nearest_blocks_are_some_of_all_beside_a_router() {
+    fn the_nearest_blocks_are_some_of_a_routers_blocks() {
         let of = |form, blocks, nearest| {
             let settings = Sla2Settings {
                 sla2_blocks: Some(blocks),

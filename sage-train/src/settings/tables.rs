@@ -101,7 +101,7 @@ pub fn flat(settings: Table, place: &str) -> Result<Table> {
     let mut flat = Table::new();
     let mut add = |flag: String, value: Value| -> Result<()> {
         let switch = flags.iter().any(|(name, _, switch)| *name == flag && *switch);
-        let value = if switch { spoken(value) } else { value };
+        let value = if switch { as_switch(value) } else { value };
         match flat.insert(flag.clone(), value) {
             None => Ok(()),
             Some(_) => Err(Error::new("a setting is given twice in one file")
@@ -135,11 +135,11 @@ pub fn flat(settings: Table, place: &str) -> Result<Table> {
 }
 
 /// Turns a boolean into the value of a switch, `on` or `off`.
-fn spoken(value: Value) -> Value {
+fn as_switch(value: Value) -> Value {
     match value {
         Value::Boolean(true) => "on".into(),
         Value::Boolean(false) => "off".into(),
-        Value::Array(list) => Value::Array(list.into_iter().map(spoken).collect()),
+        Value::Array(list) => Value::Array(list.into_iter().map(as_switch).collect()),
         other => other,
     }
 }

@@ -10,20 +10,20 @@ use candle_sage::{Error, Result};
 
 use super::{State, Sweep};
 use crate::config::Config;
-use crate::device::Place;
+use crate::device::DeviceKind;
 use crate::model::Stage;
 use crate::quantity::Quantity;
 use crate::runs::{Run, Status, median};
-use crate::signals::{self, Second};
+use crate::signals::{self, SecondSignal};
 use crate::{during, notify, writing};
 
 /// The number of steps to measure for each shape, and the most micro-batches of a measured step. The first step of a
 /// process is slower than the others, and is not counted. Time is proportional to the number of micro-batches, so the
 /// first micro-batches of a longer step are enough. On a CPU steps are slow and vary little, so fewer steps are enough.
-fn sample(place: Place) -> (u64, u64) {
+fn sample(place: DeviceKind) -> (u64, u64) {
     match place {
-        Place::Cpu => (2, 1),
-        Place::Cuda => (4, 4),
+        DeviceKind::Cpu => (2, 1),
+        DeviceKind::Cuda => (4, 4),
     }
 }
 
@@ -52,7 +52,7 @@ impl Estimate {
 /// When a shape cannot be trained on this machine.
 pub fn estimate(sweep: &Sweep, retry: bool) -> Result<Vec<Estimate>> {
     // A signal must end the measuring child and remove the scratch folder before this process ends.
-    signals::watch(Second::IsNotNeeded)?;
+    signals::watch(SecondSignal::IsNotNeeded)?;
     let mut measured: BTreeMap<String, f64> = BTreeMap::new();
     let mut estimates = Vec::new();
     for (run, place) in sweep.runs.iter().zip(sweep.places()) {
@@ -157,7 +157,7 @@ fn measure_in(config: &Config, stage: Stage, scratch: &Path) -> Result<f64> {
     let mut command = Command::new(program);
     command.arg("--config").arg(&settings).args(["--name", name]);
     command.env(signals::PARENT, std::process::id().to_string());
-    if config.device == Place::Cuda
+    if config.device == DeviceKind::Cuda
         && let Some(gpu) = crate::device::gpus().first()
     {
         command.env("CUDA_VISIBLE_DEVICES", gpu);

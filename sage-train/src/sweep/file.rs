@@ -6,7 +6,7 @@ use candle_sage::{Error, Result};
 use serde::Deserialize;
 use toml::{Table, Value};
 
-use crate::config::{Config, MOST_SETTINGS, in_short};
+use crate::config::{Config, MOST_SETTINGS, short_message};
 use crate::quantity::Quantity;
 use crate::settings::tables::flat;
 use crate::settings::{Preset, Settings};
@@ -65,7 +65,7 @@ impl Spec {
     pub fn parse(text: &str, name: &str) -> Result<Self> {
         let spec: Self = toml::from_str(text).map_err(|error| {
             Error::new(format!("cannot use the sweep in {name}"))
-                .got(in_short(&error))
+                .got(short_message(&error))
                 .allowed("about, baseline, needs, needs-hint, [settings], [grid], [[points]]")
                 .hint("keys of [settings], [grid] and [[points]] are the long flags without the dashes, e.g. seed = [1, 2, 3]")
         })?;
@@ -165,7 +165,7 @@ fn merged(layers: [Settings; 5]) -> Settings {
 fn settings(table: &Table, place: &str) -> Result<Settings> {
     Settings::deserialize(table.clone()).map_err(|error| {
         Error::new(format!("invalid settings in {place} of the sweep"))
-            .got(in_short(&error))
+            .got(short_message(&error))
             .allowed("keys and values, where a key is a long flag of sage-train without the dashes")
             .hint("lists of values belong in [grid] or [[points]]")
     })
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_of_attention_is_said_of_the_run_s_own() {
+    fn messages_about_attention_name_the_runs_scheme() {
         let spec = |text: &str| Spec::parse(text, "text").expect("a sweep");
         let runs = |text: &str| spec(text).runs(&Settings::default(), &Table::new()).expect("runs");
         let runs = runs(

@@ -13,7 +13,7 @@ use clap::ValueEnum;
 
 /// Whether concurrent runs share a GPU through MPS.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
-pub enum Sharing {
+pub enum MpsMode {
     /// If several runs share a GPU and MPS is installed
     #[default]
     Auto,

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use indicatif::{HumanDuration, MultiProgress, ProgressBar};
 
 use super::Sweep;
-use super::state::{Place, State};
+use super::state::{RunFolder, State};
 use crate::metrics::Point;
 use crate::quantity::grouped;
 use crate::runs::{LONGEST_LINE, METRICS, Status};
@@ -26,7 +26,7 @@ pub struct Progress {
     whole: ProgressBar,
     /// Tokens per step, steps and name of each run, in the order of the plan.
     runs: Vec<(u64, u64, String)>,
-    under_way: BTreeMap<usize, Watched>,
+    under_way: BTreeMap<usize, WatchedRun>,
     /// Tokens of the runs that have ended or were skipped; for an interrupted run, tokens of its completed steps.
     done: u64,
     began: Instant,
@@ -38,7 +38,7 @@ pub struct Progress {
 }
 
 #[derive(Debug)]
-struct Watched {
+struct WatchedRun {
     bar: ProgressBar,
     metrics: PathBuf,
     read: u64,
@@ -46,7 +46,7 @@ struct Watched {
 }
 
 impl Progress {
-    pub(super) fn new(sweep: &Sweep, places: &[Place], waiting: &VecDeque<usize>) -> Self {
+    pub(super) fn new(sweep: &Sweep, places: &[RunFolder], waiting: &VecDeque<usize>) -> Self {
         let runs: Vec<(u64, u64, String)> = sweep
             .runs
             .iter()
@@ -79,7 +79,7 @@ impl Progress {
         }
     }
 
-    fn say(&self, text: &str) {
+    fn print(&self, text: &str) {
         self.all.suspend(|| notify(text));
     }
 
@@ -88,27 +88,27 @@ impl Progress {
         let bar = self.all.add(bar(*steps, "{bar:30.cyan/blue} {pos}/{len} {prefix} {msg}"));
         bar.set_prefix(name.clone());
         let metrics = folder.join(METRICS);
-        self.under_way.insert(index, Watched { bar, metrics, read: 0, step: 0 });
+        self.under_way.insert(index, WatchedRun { bar, metrics, read: 0, step: 0 });
     }
 
     /// Notes that another process runs, or has finished, a run that this sweep was about to start.
-    pub(super) fn passed(&mut self, index: usize, place: &Place) {
+    pub(super) fn passed(&mut self, index: usize, folder: &RunFolder) {
         let (tokens, steps, name) = &self.runs[index];
         self.done += tokens * steps;
-        self.before += tokens * (steps - place.steps.min(*steps));
-        self.say(&format!("{name}: {}, by another process", place.state));
+        self.before += tokens * (steps - folder.steps.min(*steps));
+        self.print(&format!("{name}: {}, by another process", folder.state));
         self.ended += 1;
     }
 
-    pub(super) fn ended(&mut self, sweep: &Sweep, place: &Place, index: usize, state: &State) {
-        self.look();
+    pub(super) fn ended(&mut self, sweep: &Sweep, folder: &RunFolder, index: usize, state: &State) {
+        self.refresh();
         let Some(watched) = self.under_way.remove(&index) else { return };
         watched.bar.finish_and_clear();
         let (tokens, steps, name) = &self.runs[index];
         let over = matches!(state, State::Ended(_) | State::Crashed);
         self.done += tokens * if over { *steps } else { watched.step };
         self.ended += usize::from(over);
-        let run = crate::runs::Run::read(&place.folder).ok();
+        let run = crate::runs::Run::read(&folder.folder).ok();
         let outcome = match state {
             State::Ended(Status::Finished) => {
                 let loss = run.as_ref().and_then(crate::runs::Run::last_loss);
@@ -119,18 +119,18 @@ impl Progress {
                 format!("{status}: {}", in_a_line(reason.as_deref().unwrap_or_default()))
             }
             State::Crashed => {
-                let reason = sweep.crash(&place.name()).and_then(|ending| ending.reason).unwrap_or_default();
+                let reason = sweep.crash(&folder.name()).and_then(|ending| ending.reason).unwrap_or_default();
                 format!("crashed: {}", in_a_line(&reason))
             }
             State::CutOff => format!("saved after step {} of {steps}", watched.step),
             State::Waiting => "stopped before its first checkpoint".into(),
             State::Elsewhere => "another process works on it".into(),
         };
-        self.say(&format!("[{}/{}] {name}: {outcome}", self.ended, self.count));
+        self.print(&format!("[{}/{}] {name}: {outcome}", self.ended, self.count));
     }
 
     /// Reads the metrics that the runs have written since the last call, and updates bars or lines.
-    pub(super) fn look(&mut self) {
+    pub(super) fn refresh(&mut self) {
         for watched in self.under_way.values_mut() {
             if let Some(point) = watched.last_point() {
                 watched.step = point.step;
@@ -171,7 +171,7 @@ impl Progress {
     }
 }
 
-impl Watched {
+impl WatchedRun {
     /// The point of the last complete line that the run added since the last call.
     fn last_point(&mut self) -> Option<Point> {
         let mut file = File::open(&self.metrics).ok()?;

@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_task_is_a_run_and_words_stay_words() {
+    fn a_task_is_a_run_and_arguments_are_quoted() {
         let words = ["sweep", "it's mine.toml", "--seed", "1,2"].map(String::from);
         let script = script("a b", 12, Path::new("runs/a b"), true, &words);
         assert!(script.contains("--array=0-11\n#SBATCH --gres=gpu:1"), "{script}");

@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 
 use candle_sage::{Error, Result};
 
-use super::{Planned, Sweep};
+use super::{PlannedRun, Sweep};
 use crate::config::{Config, Identity, PLAN};
 use crate::lock::Lock;
 use crate::runs::{
-    CONFIG, Ending, METRICS, Run, STARTS, Start, Status, ended_since, ending, initial_weights, optional,
+    CONFIG, METRICS, Run, RunEnd, STARTS, Start, Status, ended_since, ending, initial_weights, optional,
 };
 use crate::{checkpoint, initial, writing};
 
@@ -53,14 +53,14 @@ impl std::fmt::Display for State {
 
 /// The folder and the state of a run.
 #[derive(Debug, Clone)]
-pub(super) struct Place {
+pub(super) struct RunFolder {
     pub(super) folder: PathBuf,
     pub(super) state: State,
     /// Number of steps in the metrics.
     pub(super) steps: u64,
 }
 
-impl Place {
+impl RunFolder {
     /// The name of the folder, which also names the run's files in the plan folder.
     pub(super) fn name(&self) -> String {
         Self::name_of(&self.folder)
@@ -121,20 +121,20 @@ impl Sweep {
         let planned = self.folders();
         let others = self.taken().into_iter().map(|(folder, _)| folder);
         let others = others.filter(|folder| Run::is(folder) && !planned.contains(folder));
-        others.map(|folder| Place::name_of(&folder)).collect()
+        others.map(|folder| RunFolder::name_of(&folder)).collect()
     }
 
-    pub(super) fn places(&self) -> Vec<Place> {
+    pub(super) fn places(&self) -> Vec<RunFolder> {
         let folders = self.folders();
         self.runs.iter().zip(folders).map(|(run, folder)| self.place(run, folder)).collect()
     }
 
     /// Reads the state of a run in `folder`.
-    pub(super) fn place(&self, run: &Planned, folder: PathBuf) -> Place {
+    pub(super) fn place(&self, run: &PlannedRun, folder: PathBuf) -> RunFolder {
         let read = Run::read(&folder).ok();
         let steps = read.as_ref().map_or(0, Run::steps);
         let state = self.state(run, &folder, read);
-        Place { steps: if state == State::Waiting { 0 } else { steps }, folder, state }
+        RunFolder { steps: if state == State::Waiting { 0 } else { steps }, folder, state }
     }
 
     /// The folder of each run: the existing folder whose run has the same identity, else a free name. Names are not
@@ -142,7 +142,8 @@ impl Sweep {
     /// later plan may differ in other settings.
     fn folders(&self) -> Vec<PathBuf> {
         let there = self.taken();
-        let of = |run: &Planned| there.iter().find(|(_, identity)| identity.as_ref() == Some(&run.identity));
+        let of =
+            |run: &PlannedRun| there.iter().find(|(_, identity)| identity.as_ref() == Some(&run.identity));
         let mut folders: Vec<Option<PathBuf>> =
             self.runs.iter().map(|run| of(run).map(|(folder, _)| folder.clone())).collect();
         let mut used: BTreeSet<PathBuf> = there.iter().map(|(folder, _)| folder.clone()).collect();
@@ -181,7 +182,7 @@ impl Sweep {
         found
     }
 
-    fn state(&self, run: &Planned, folder: &Path, read: Option<Run>) -> State {
+    fn state(&self, run: &PlannedRun, folder: &Path, read: Option<Run>) -> State {
         let name = folder.file_name().unwrap_or_default().to_string_lossy();
         let ended = |status: Option<Status>| status.filter(|status| *status != Status::Interrupted);
         // `Run::read` corrects the ending of a run that has diverged. If the run cannot be read, the ending that its
@@ -216,13 +217,13 @@ impl Sweep {
     }
 
     /// The crash record of the run in the folder `name`: why its process ended without an `ending.json`.
-    pub fn crash(&self, name: &str) -> Option<Ending> {
+    pub fn crash(&self, name: &str) -> Option<RunEnd> {
         serde_json::from_slice(&std::fs::read(self.crash_file(name)).ok()?).ok()
     }
 
     /// Moves the files of an earlier attempt that cannot be resumed into the plan folder, before a run starts again.
     /// Returns false, and moves nothing, if another process holds the folder's lock.
-    pub(super) fn set_aside(&self, place: &Place) -> Result<bool> {
+    pub(super) fn set_aside(&self, place: &RunFolder) -> Result<bool> {
         let folder = &place.folder;
         if !folder.exists() {
             return Ok(true);

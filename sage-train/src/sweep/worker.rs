@@ -8,15 +8,15 @@ use std::time::{Duration, Instant};
 
 use candle_sage::{Error, Result};
 
-use super::mps::{Mps, Sharing};
+use super::mps::{Mps, MpsMode};
 use super::progress::Progress;
-use super::state::Place;
+use super::state::RunFolder;
 use super::{State, Sweep};
 use crate::checkpoint;
-use crate::device::{Place as Device, gpus};
+use crate::device::{DeviceKind, gpus};
 use crate::lock::Lock;
-use crate::runs::{Ending, Status, ending as recorded};
-use crate::signals::Second;
+use crate::runs::{RunEnd, Status, ending as recorded};
+use crate::signals::SecondSignal;
 use crate::{during, notify, open_own, ranks, signals, writing};
 
 /// Exit codes of a process that a signal asked to stop: 128 plus the number of SIGHUP, SIGINT, SIGTERM or SIGUSR1.
@@ -37,12 +37,12 @@ pub struct Limits {
     /// Whether runs that failed or crashed are started again.
     pub retry: bool,
     /// How several runs share a GPU.
-    pub sharing: Sharing,
+    pub sharing: MpsMode,
 }
 
 /// How many runs are in each state when the sweep ends.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Tally {
+pub struct RunCounts {
     /// Runs that did all of their steps.
     pub finished: usize,
     /// Runs that diverged.
@@ -61,7 +61,7 @@ pub struct Tally {
 struct Job {
     child: Child,
     index: usize,
-    place: Place,
+    place: RunFolder,
     /// Index of the slot: the run uses device `slot / jobs`.
     slot: usize,
     stopping: bool,
@@ -71,16 +71,16 @@ struct Job {
 ///
 /// # Errors
 /// When the folder cannot be written, or a child cannot be started.
-pub fn run(sweep: &Sweep, limits: &Limits) -> Result<Tally> {
-    signals::watch(Second::IsNoted)?;
-    signals::doing("every run's step");
+pub fn run(sweep: &Sweep, limits: &Limits) -> Result<RunCounts> {
+    signals::watch(SecondSignal::IsNoted)?;
+    signals::set_activity("every run's step");
     let plan = sweep.plan_folder();
     std::fs::create_dir_all(&plan).map_err(writing(&plan))?;
     let places = sweep.places();
     let chosen = |index: usize| limits.only.is_none_or(|only| only == index);
-    let open = |(index, place): &(usize, &Place)| chosen(*index) && place.state.is_open(limits.retry);
+    let open = |(index, place): &(usize, &RunFolder)| chosen(*index) && place.state.is_open(limits.retry);
     let waiting: VecDeque<usize> = places.iter().enumerate().filter(open).map(|(index, _)| index).collect();
-    let shares = on_gpu(sweep) && limits.jobs > 1 && limits.sharing == Sharing::Auto && waiting.len() > 1;
+    let shares = on_gpu(sweep) && limits.jobs > 1 && limits.sharing == MpsMode::Auto && waiting.len() > 1;
     let mps = if shares { Mps::start() } else { None };
     match (shares, mps.is_some()) {
         (true, true) => notify("runs share GPUs through MPS"),
@@ -110,7 +110,7 @@ pub fn run(sweep: &Sweep, limits: &Limits) -> Result<Tally> {
         } else {
             lost = work.fill().err();
         }
-        work.progress.look();
+        work.progress.refresh();
         if work.jobs.is_empty() && (work.stopping || work.waiting.is_empty()) {
             break;
         }
@@ -152,7 +152,7 @@ impl Work<'_> {
 
     /// Asks the running children to save and stop; kills them after a second signal.
     fn stop(&mut self) {
-        let now = signals::asked_again();
+        let now = signals::several_received();
         for job in &mut self.jobs {
             if now {
                 let _ = job.child.kill();
@@ -175,7 +175,7 @@ impl Work<'_> {
                 continue;
             }
             let Some(child) = self.sweep.start(index, &place, slot, self.limits, self.mps)? else {
-                self.progress.passed(index, &Place { state: State::Elsewhere, ..place });
+                self.progress.passed(index, &RunFolder { state: State::Elsewhere, ..place });
                 continue;
             };
             self.slots.pop();
@@ -186,8 +186,8 @@ impl Work<'_> {
     }
 }
 
-fn tally(states: impl Iterator<Item = State>) -> Tally {
-    let mut tally = Tally { signal: signals::received(), ..Tally::default() };
+fn tally(states: impl Iterator<Item = State>) -> RunCounts {
+    let mut tally = RunCounts { signal: signals::received(), ..RunCounts::default() };
     for state in states {
         *match state {
             State::Ended(Status::Finished) => &mut tally.finished,
@@ -214,7 +214,7 @@ fn in_turn(devices: usize, jobs: usize) -> Vec<usize> {
 }
 
 fn on_gpu(sweep: &Sweep) -> bool {
-    sweep.runs.first().is_some_and(|run| run.config.device == Device::Cuda)
+    sweep.runs.first().is_some_and(|run| run.config.device == DeviceKind::Cuda)
 }
 
 fn take_ended(jobs: &mut Vec<Job>) -> Result<Vec<(Job, ExitStatus)>> {
@@ -254,7 +254,7 @@ impl Sweep {
     fn start(
         &self,
         index: usize,
-        place: &Place,
+        place: &RunFolder,
         slot: usize,
         limits: &Limits,
         mps: Option<&Mps>,
@@ -273,12 +273,12 @@ impl Sweep {
         }
         let jobs = limits.jobs.max(1);
         match config.device {
-            Device::Cpu => {
+            DeviceKind::Cpu => {
                 let cores = std::thread::available_parallelism().map_or(1, usize::from);
                 let threads = config.threads.unwrap_or((cores / jobs).max(1));
                 command.arg("--threads").arg(threads.to_string());
             }
-            Device::Cuda => {
+            DeviceKind::Cuda => {
                 if let Some(gpu) = gpus().get(slot / jobs) {
                     command.env("CUDA_VISIBLE_DEVICES", gpu);
                 }
@@ -330,7 +330,7 @@ impl Sweep {
         let stderr = std::fs::read_to_string(self.stderr_file(&name)).unwrap_or_default();
         let lines: Vec<&str> = stderr.lines().collect();
         let last_lines = lines[lines.len().saturating_sub(12)..].join("\n");
-        let ending = Ending { status: Status::Failed, reason: Some(format!("{status}\n{last_lines}")) };
+        let ending = RunEnd { status: Status::Failed, reason: Some(format!("{status}\n{last_lines}")) };
         let path = self.crash_file(&name);
         let text = serde_json::to_string_pretty(&ending).expect("plain values");
         std::fs::write(&path, text).map_err(writing(&path))?;
@@ -338,7 +338,7 @@ impl Sweep {
     }
 }
 
-impl Tally {
+impl RunCounts {
     /// Makes an interrupted sweep an error, so that a waiting script gets a non-zero exit code.
     ///
     /// # Errors

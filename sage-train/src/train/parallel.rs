@@ -6,7 +6,7 @@ use clap::ValueEnum;
 
 use crate::config::Config;
 use crate::quantity::Quantity;
-use crate::ranks::{CopyEngines, FEW_TOKENS, Mesh, PIECE, PIECE_BESIDE, Rank, Ranks, Words};
+use crate::ranks::{ControlChannel, CopyEngines, FEW_TOKENS, Mesh, PIECE, PIECE_BESIDE, Rank, Ranks};
 
 /// How several ranks share a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,23 +28,23 @@ impl Parallel {
     ///
     /// # Errors
     /// When the ranks are not distributed evenly, or their devices cannot reach each other.
-    pub(super) fn connect(&self, words: &Words, device: &Device, tokens: u64) -> Result<Ranks> {
-        let mesh = Mesh::agree(words, self.local, self.context)?;
-        let ranks = Ranks::connect(words.clone(), mesh, self.engines, device)?;
+    pub(super) fn connect(&self, channel: &ControlChannel, device: &Device, tokens: u64) -> Result<Ranks> {
+        let mesh = Mesh::agree(channel, self.local, self.context)?;
+        let ranks = Ranks::connect(channel.clone(), mesh, self.engines, device)?;
         Ok(ranks.planned(|mesh| self.plan(mesh, tokens)))
     }
 
     /// `mesh` with its plan for reducing gradients in steps of `tokens` tokens.
     pub fn plan(&self, mesh: Mesh, tokens: u64) -> Mesh {
         let few = tokens / (mesh.rank().of as u64) < FEW_TOKENS;
-        let beside = mesh.rank().of > 1
+        let during_backward = mesh.rank().of > 1
             && match self.overlap {
                 Overlap::After => false,
-                Overlap::Beside => true,
+                Overlap::During => true,
                 Overlap::Auto => mesh.replica.of > 1 || mesh.engines && few,
             };
-        let usual = if beside { PIECE_BESIDE } else { PIECE };
-        Mesh { beside, piece: self.piece.unwrap_or(usual), ..mesh }
+        let usual = if during_backward { PIECE_BESIDE } else { PIECE };
+        Mesh { during_backward, piece: self.piece.unwrap_or(usual), ..mesh }
     }
 
     /// A single rank.
@@ -63,15 +63,16 @@ pub enum Overlap {
     /// After the backward
     After,
     /// Overlapped with the backward: a layer's gradients as soon as its backward is done
-    Beside,
-    /// On several nodes: `beside`. On one node: `beside` if copy engines transfer the gradients
-    /// and each GPU has fewer than 16k tokens a step, otherwise `after`
+    #[value(alias = "beside")]
+    During,
+    /// On several nodes: `during`. On one node: `during` if copy engines transfer the gradients and each GPU has
+    /// fewer than 16k tokens a step, otherwise `after`
     Auto,
 }
 
 /// How the ranks of a mesh exchange gradients, as text.
 pub(super) fn summary(mesh: Mesh) -> String {
-    let when = if mesh.beside { "during" } else { "after" };
+    let when = if mesh.during_backward { "during" } else { "after" };
     let engines = if mesh.engines { ", on copy engines" } else { "" };
     format!("{} ranks: gradients are exchanged {when} the backward{engines}", mesh.rank().of)
 }
@@ -159,7 +160,7 @@ mod tests {
         let (engines, nodes) =
             (Mesh { engines: true, ..node }, Mesh { replica: Rank { index: 0, of: 3 }, ..node });
         let auto = Parallel::ALONE;
-        for (mesh, tokens, beside) in [
+        for (mesh, tokens, during_backward) in [
             (Mesh::ALONE, 4096, false),
             (node, 2 * 4096, false),
             (engines, 2 * 8192, true),
@@ -167,10 +168,13 @@ mod tests {
             (nodes, 6 * 32_768, true),
         ] {
             let plan = auto.plan(mesh, tokens);
-            assert_eq!((plan.beside, plan.piece), (beside, if beside { PIECE_BESIDE } else { PIECE }));
+            assert_eq!(
+                (plan.during_backward, plan.piece),
+                (during_backward, if during_backward { PIECE_BESIDE } else { PIECE })
+            );
         }
         let after = Parallel { overlap: Overlap::After, piece: Some(7), ..auto }.plan(nodes, 6);
-        assert_eq!((after.beside, after.piece), (false, 7));
-        assert!(!Parallel { overlap: Overlap::Beside, ..auto }.plan(Mesh::ALONE, 1).beside);
+        assert_eq!((after.during_backward, after.piece), (false, 7));
+        assert!(!Parallel { overlap: Overlap::During, ..auto }.plan(Mesh::ALONE, 1).during_backward);
     }
 }

@@ -62,7 +62,7 @@ impl Progress {
     }
 
     /// Prints a message above the bar.
-    pub(super) fn say(&self, text: &str) {
+    pub(super) fn print(&self, text: &str) {
         if !self.speaks && !text.starts_with("warning") {
             return;
         }

@@ -145,7 +145,7 @@ impl RunDir {
     }
 
     /// Opens a run's folder to which only another rank writes, with the metrics up to `step`.
-    pub(super) fn look_on(path: PathBuf, step: u64) -> Result<(Self, Vec<Point>)> {
+    pub(super) fn open_read_only(path: PathBuf, step: u64) -> Result<(Self, Vec<Point>)> {
         let points = points_until(&path, step)?;
         Ok((Self { path, opened: None, writer: None, _lock: None }, points))
     }

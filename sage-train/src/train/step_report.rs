@@ -6,14 +6,14 @@ use crate::ranks::{Mesh, Ranks};
 /// The requests that a rank sends with the results of a step. All ranks receive the requests in the same step, and
 /// so act in the same way.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Asked {
+pub(super) struct Requests {
     /// Stop, because of this signal.
     pub(super) signal: Option<u8>,
     /// Write a checkpoint.
     pub(super) save: bool,
 }
 
-impl Asked {
+impl Requests {
     /// The union of two requests.
     pub(super) fn or(self, other: Self) -> Self {
         Self { signal: self.signal.or(other.signal), save: self.save || other.save }
@@ -71,12 +71,12 @@ impl Report {
         self.places_of_losses().map(|places| sum(places) / self.mesh.context as f64).collect()
     }
 
-    pub(super) fn asked(self, reports: &[f64]) -> Asked {
-        let of_rank = |report: &[f64]| Asked {
+    pub(super) fn asked(self, reports: &[f64]) -> Requests {
+        let of_rank = |report: &[f64]| Requests {
             signal: Some(report[self.losses() + 1] as u8).filter(|signal| *signal > 0),
             save: report[self.losses() + 2] > 0.0,
         };
-        reports.chunks_exact(self.len()).map(of_rank).fold(Asked::default(), Asked::or)
+        reports.chunks_exact(self.len()).map(of_rank).fold(Requests::default(), Requests::or)
     }
 
     /// The rank that took longest, and its time divided by the median; `None` while no step was timed.
@@ -105,7 +105,7 @@ mod tests {
         assert_eq!(reports.len(), 2 * report.len());
         assert_eq!(report.losses_of_all(&reports), [1.0, 2.0, 3.0, 4.0, 5.0]);
         assert_eq!(report.places_of_squares().map(|place| reports[place]).sum::<f64>(), 30.0);
-        assert_eq!(report.asked(&reports), Asked { signal: Some(15), save: true });
+        assert_eq!(report.asked(&reports), Requests { signal: Some(15), save: true });
         assert_eq!(report.slowest(&reports), Some((1, 1.5)));
         // The same reports, read as the reports of two ranks on separate nodes that share each sequence: three
         // micro-batches in two parts.

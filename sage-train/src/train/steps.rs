@@ -8,7 +8,7 @@ use candle_sage::{Error, Result, Scheme};
 use super::guard::Recent;
 use super::progress::Progress;
 use super::run_dir::RunDir;
-use super::step_report::Asked;
+use super::step_report::Requests;
 use super::stop::Stop;
 use super::trainer::{Trainer, stop_hint};
 use crate::checkpoint::Checkpoints;
@@ -65,13 +65,13 @@ impl Run<'_> {
         let batches = self.trainer.batches();
         let unknown = "cannot measure memory";
         reset_peak(self.trainer.device()).map_err(during(unknown))?;
-        let firsts = self.trainer.firsts(self.first);
+        let first_sequences = self.trainer.first_sequences(self.first);
         std::thread::scope(|scope| {
-            self.steps(&Feed::start(scope, batches, firsts, self.config.micro_batch))
+            self.steps(&Feed::start(scope, batches, first_sequences, self.config.micro_batch))
         })?;
         self.progress.finish();
         if let Some(memory) = memory(self.trainer.device()).map_err(during(unknown))? {
-            self.progress.say(&format!("peak GPU memory: {:.1} GiB", gib(memory.peak)));
+            self.progress.print(&format!("peak GPU memory: {:.1} GiB", gib(memory.peak)));
         }
         Ok(())
     }
@@ -79,7 +79,7 @@ impl Run<'_> {
     fn steps(&mut self, feed: &Feed) -> std::result::Result<(), Stop> {
         let config = self.config;
         // A GPU gets its next step before the host reads the results of the step before.
-        let ahead = self.trainer.runs_ahead();
+        let ahead = self.trainer.is_asynchronous();
         let alone = self.ranks.rank().of == 1;
         // Ranks may have read the initial weights from separate files, which must be equal.
         self.trainer.check_weights(self.first)?;
@@ -89,9 +89,9 @@ impl Run<'_> {
             let doing = self.announce(step);
             let limits = config.skip_spikes.and_then(|z| Some(Recent::before(step, &self.points)?.limits(z)));
             let late = config.checkpoints.within.is_some_and(|within| saved_at.elapsed() >= within);
-            let asks = Asked { signal: signals::received(), save: late && self.ranks.rank().is_first() };
+            let asks = Requests { signal: signals::received(), save: late && self.ranks.rank().is_first() };
             let launched = self.trainer.launch(step, limits, asks, feed);
-            let mut asked = Asked::default();
+            let mut asked = Requests::default();
             // The results of the step before are recorded even if the launch of this step failed.
             if let Some(last) = under_way.take() {
                 let (point, heard) = self.trainer.collect(last)?;
@@ -110,13 +110,13 @@ impl Run<'_> {
             // A single process acts on its own requests at once. Several ranks act on requests when these arrive with
             // the results of a step.
             if alone {
-                asked = Asked { signal: signals::received(), ..asks };
+                asked = Requests { signal: signals::received(), ..asks };
             }
             let last = step + 1 == config.steps;
             let due = |every: u64| last || (every > 0 && (step + 1).is_multiple_of(every));
             let probes = config.probe_every > 0 && due(config.probe_every);
             let validates = probes || due(config.eval_every);
-            let saves = |asked: Asked| due(config.checkpoints.every) || asked != Asked::default();
+            let saves = |asked: Requests| due(config.checkpoints.every) || asked != Requests::default();
             let collects = validates || saves(asked) || !ahead;
             let Some(launched) = under_way.take_if(|_| collects) else { continue };
             let (mut point, heard) = self.trainer.collect(launched)?;
@@ -124,7 +124,7 @@ impl Run<'_> {
                 asked = asked.or(heard);
             }
             if validates {
-                signals::doing(&format!("the validation after {doing}"));
+                signals::set_activity(&format!("the validation after {doing}"));
                 self.validate(&mut point)?;
                 if alone {
                     asked.signal = signals::received();
@@ -133,8 +133,8 @@ impl Run<'_> {
             let (saves, signal) = (saves(asked), asked.signal);
             self.record(point)?;
             if probes && self.ranks.rank().is_first() {
-                let words = self.ranks.words();
-                words.while_others_wait("a probe", || self.probe(step + 1));
+                let channel = self.ranks.channel();
+                channel.while_peers_wait("a probe", || self.probe(step + 1));
             }
             if saves {
                 self.trainer.check_weights(step + 1)?;
@@ -142,8 +142,8 @@ impl Run<'_> {
                 (saved, saved_at) = (step + 1, Instant::now());
             }
             if let Some(signal) = signal.filter(|_| !last) {
-                signals::hear_of(signal);
-                self.ranks.words().while_others_wait("the last checkpoint", || self.checkpoints.wait())?;
+                signals::record_remote(signal);
+                self.ranks.channel().while_peers_wait("the last checkpoint", || self.checkpoints.wait())?;
                 return Err(Stop::Interrupted(self.interrupted(signal, step + 1)));
             }
         }
@@ -154,23 +154,24 @@ impl Run<'_> {
     fn announce(&self, step: u64) -> String {
         let doing = format!("step {} of {}", step + 1, self.config.steps);
         let leaves_between = self.ranks.rank().of == 1 && self.config.accumulation > 1;
-        signals::doing(&match leaves_between {
+        signals::set_activity(&match leaves_between {
             true => format!("a micro-batch of {doing}"),
             false => doing.clone(),
         });
-        self.ranks.words().step(step + 1, &doing);
+        self.ranks.channel().step(step + 1, &doing);
         doing
     }
 
     /// Starts to write a checkpoint. An error of the previous checkpoint is reported and does not stop the run.
     pub(super) fn checkpoint(&mut self, step: u64) {
         // The other ranks wait for this rank even if its disk is slow, so the limit for stalls does not apply.
-        if let Err(error) = self.ranks.words().while_others_wait("a checkpoint", || self.checkpoints.wait()) {
-            self.progress.say(&format!("warning: {error}"));
+        if let Err(error) = self.ranks.channel().while_peers_wait("a checkpoint", || self.checkpoints.wait())
+        {
+            self.progress.print(&format!("warning: {error}"));
         }
         // A rank whose copy fails still takes part and reports the error, because a checkpoint needs all ranks.
         let copy = || self.trainer.state().map_err(during("cannot copy the weights"));
-        let synced = self.ranks.words().while_others_wait("a checkpoint", || self.folder.sync());
+        let synced = self.ranks.channel().while_peers_wait("a checkpoint", || self.folder.sync());
         let state = synced.and_then(|()| copy());
         self.checkpoints.save(step, state);
     }
@@ -222,8 +223,8 @@ impl Run<'_> {
             let (model, device) = (self.trainer.model.clone().across(&Group::alone()), self.trainer.device());
             let look = || selected(&model, &data.validation, cut, device);
             let of =
-                self.ranks.words().while_others_wait("the metrics of SLA2", look).unwrap_or_else(|error| {
-                    self.progress.say(&format!("warning: {error}"));
+                self.ranks.channel().while_peers_wait("the metrics of SLA2", look).unwrap_or_else(|error| {
+                    self.progress.print(&format!("warning: {error}"));
                     None
                 });
             point.sla2_sparsity = of.map(|selected| selected.sparsity);
@@ -237,7 +238,7 @@ impl Run<'_> {
         let weights = self.weights()?;
         self.unsaved = self.save_weights(weights).err();
         if let Some(error) = &self.unsaved {
-            self.progress.say(&format!("warning: {error}"));
+            self.progress.print(&format!("warning: {error}"));
         }
         Ok(())
     }
@@ -248,7 +249,7 @@ impl Run<'_> {
         let now = self.trainer.take_saturated().map_err(during("cannot count saturated values"))?;
         let before = self.points.iter().rev().find_map(|point| point.fp8_saturated).unwrap_or(0);
         if let Some(now) = now.filter(|now| *now > before) {
-            self.progress.say(&format!(
+            self.progress.print(&format!(
                 "{now} values of FP8 operands have saturated since the last validation, {before} in the interval \
                  before"
             ));
@@ -265,28 +266,28 @@ impl Run<'_> {
         let (weights, data) = (self.folder.path().join("model.safetensors"), self.data);
         let probed = probe_weights(self.config, &weights, (&data.validation, &data.tokenizer), step);
         if let Err(error) = probed.and_then(|probed| self.folder.append_probe(&probed)) {
-            self.progress.say(&format!("warning: {error}"));
+            self.progress.print(&format!("warning: {error}"));
         }
     }
 
     /// Warns of the shards that the concurrent verification could not read.
     fn warn_of_unread(&self, results: impl FnOnce(&Verification) -> Result<Vec<Error>>) -> Result<()> {
         for unread in self.verification.as_ref().map_or(Ok(Vec::new()), results)? {
-            self.progress.say(&format!("warning: {unread}"));
+            self.progress.print(&format!("warning: {unread}"));
         }
         Ok(())
     }
 
     /// Records and shows the results of a step.
     fn record(&mut self, mut point: Point) -> std::result::Result<(), Stop> {
-        self.warn_of_unread(Verification::look)?;
+        self.warn_of_unread(Verification::new_problems)?;
         point.seconds = (self.before + self.started.elapsed()).as_secs_f64();
         if let Some(recent) = Recent::before(point.step - 1, &self.points) {
             let (loss, grad_norm) = recent.scores(point.loss, point.grad_norm);
             (point.loss_z, point.grad_norm_z) = (Some(loss), Some(grad_norm));
         }
         if point.skipped {
-            self.progress.say(&format!(
+            self.progress.print(&format!(
                 "step {}: a spike, the update is skipped (loss {:.3}, norm {:.2})",
                 point.step, point.loss, point.grad_norm
             ));
@@ -307,7 +308,7 @@ impl Run<'_> {
             && point.step < self.config.steps
             && sla2.stage(point.step) != sla2.stage(point.step - 1)
         {
-            self.progress.say(match sla2.stage(point.step) {
+            self.progress.print(match sla2.stage(point.step) {
                 Stage::Sparse => "from here on attention sees only the selected blocks",
                 Stage::Router | Stage::Dense => "from here on SLA2 is trained to match dense attention",
             });
@@ -315,7 +316,7 @@ impl Run<'_> {
         self.points.push(point);
         if let Some((rank, ratio)) = slow_rank(&self.points).filter(|(rank, _)| self.slow != Some(*rank)) {
             self.slow = Some(rank);
-            self.progress.say(&format!(
+            self.progress.print(&format!(
                 "rank {rank} is slow: its gradients took at least {ratio:.2} times the median in each of {} steps in a row",
                 SLOW.1
             ));
@@ -327,16 +328,16 @@ impl Run<'_> {
     pub(super) fn finish(mut self) -> std::result::Result<Outcome, Stop> {
         let config = self.config;
         if self.first < config.steps {
-            self.progress.say("training has finished; the last checkpoint is being saved");
+            self.progress.print("training has finished; the last checkpoint is being saved");
         }
         self.warn_of_unread(Verification::end)?;
         let expanded = (config.sample_tokens > 0).then(|| self.trainer.expand()).transpose()?;
         if self.ranks.rank().is_first() {
-            self.ranks.words().while_others_wait("the sample", || self.show())?;
+            self.ranks.channel().while_peers_wait("the sample", || self.show())?;
         }
         drop(expanded);
-        let words = self.ranks.words();
-        let saved = words.while_others_wait("the last checkpoint", || self.checkpoints.wait());
+        let channel = self.ranks.channel();
+        let saved = channel.while_peers_wait("the last checkpoint", || self.checkpoints.wait());
         self.unsaved.take().map_or(saved, Err)?;
         let mut last = self.points.last().expect("at least one step").clone();
         if last.val_loss.is_none() {
@@ -381,7 +382,7 @@ impl Run<'_> {
             };
             let text = writer.write("", config.sample_tokens, &sampling)?.text;
             self.folder.write("sample.txt", &text)?;
-            self.progress.say(&match text.trim() {
+            self.progress.print(&match text.trim() {
                 "" => "sample: empty, the first token ended the document".into(),
                 _ => format!("sample:\n{text}"),
             });
@@ -405,7 +406,7 @@ impl Run<'_> {
         let save = |partial: &Path| weights.save(partial).map(drop).map_err(writing(partial));
         let path = self.folder.path().join("model.safetensors");
         let write = || self.folder.check_there().and_then(|()| partial::file(&path, save));
-        self.ranks.words().while_others_wait("the weights", write)
+        self.ranks.channel().while_peers_wait("the weights", write)
     }
 }
 

@@ -8,13 +8,15 @@ use candle_sage::{Error, Result};
 
 use crate::config::Config;
 use crate::data::{Batches, Dataset, Feed, Sequences};
-use crate::device::{Mailbox, Monitor, Upload};
+use crate::device::{Monitor, StepReadback, Upload};
 use crate::metrics::Point;
-use crate::model::{Expanded, Input, LayerDone, Llama, LlamaConfig, Parameters, Reduction, Snapshot, Watch};
+use crate::model::{
+    BackwardObserver, Input, LayerDone, Llama, LlamaConfig, Parameters, Reduction, Snapshot, WeightCopies,
+};
 use crate::optim::OptimizerStep;
 use crate::ranks::Ranks;
 use crate::train::guard::Limits;
-use crate::train::step_report::{Asked, Report};
+use crate::train::step_report::{Report, Requests};
 use crate::train::stop::Stop;
 use crate::{during, on_device, signals};
 
@@ -37,7 +39,7 @@ pub(super) struct Trainer<'a> {
     stop: Tensor,
     /// Readback of the results of the steps in flight, at most two. The results are the reports of all ranks, and a
     /// number that is NaN if the update was skipped and otherwise 0.
-    mailboxes: [Mailbox; 2],
+    readbacks: [StepReadback; 2],
     upload: Upload,
     /// Seconds that this rank's gradients took in the last step that was collected.
     busy: f64,
@@ -47,8 +49,8 @@ pub(super) struct Trainer<'a> {
 pub(super) struct Launched {
     step: u64,
     lr: f64,
-    /// Index of the mailbox that receives the results.
-    mailbox: usize,
+    /// Index of the readback that receives the results.
+    readback: usize,
 }
 
 impl<'a> Trainer<'a> {
@@ -69,7 +71,7 @@ impl<'a> Trainer<'a> {
             Llama::new(&config, parameters, device).map(|model| model.across(ranks.context()))
         };
         let report = Report::of(config, ranks);
-        let mailbox = || Mailbox::new(device, report.ranks() * report.len() + 1);
+        let readback = || StepReadback::new(device, report.ranks() * report.len() + 1);
         Ok(Self {
             config,
             ranks,
@@ -80,7 +82,7 @@ impl<'a> Trainer<'a> {
             monitor: Monitor::new(device),
             model,
             stop: Tensor::zeros((), DType::F64, device)?,
-            mailboxes: [mailbox()?, mailbox()?],
+            readbacks: [readback()?, readback()?],
             upload: Upload::new(
                 device,
                 (config.micro_batch, config.model.context / ranks.mesh().context),
@@ -99,7 +101,7 @@ impl<'a> Trainer<'a> {
     }
 
     /// Whether a launched step runs asynchronously.
-    pub(super) fn runs_ahead(&self) -> bool {
+    pub(super) fn is_asynchronous(&self) -> bool {
         self.device.is_cuda()
     }
 
@@ -109,7 +111,7 @@ impl<'a> Trainer<'a> {
     }
 
     /// Copies of all weights in the compute type, for forwards outside of training. All ranks must call this.
-    pub(super) fn expand(&self) -> Result<Expanded<'a>> {
+    pub(super) fn expand(&self) -> Result<WeightCopies<'a>> {
         self.parameters.expand(self.ranks).map_err(on_device("cannot copy the weights in the compute type"))
     }
 
@@ -150,7 +152,7 @@ impl<'a> Trainer<'a> {
     }
 
     /// The first sequence of each of this rank's micro-batches, from step `first` on.
-    pub(super) fn firsts(&self, first: u64) -> impl Iterator<Item = u64> + Send + use<> {
+    pub(super) fn first_sequences(&self, first: u64) -> impl Iterator<Item = u64> + Send + use<> {
         let (all, micro_batch) = (self.config.accumulation as u64, self.config.micro_batch as u64);
         let own: Vec<u64> = self.own().collect();
         (first..).flat_map(move |step| {
@@ -171,7 +173,7 @@ impl<'a> Trainer<'a> {
         &mut self,
         step: u64,
         limits: Option<Limits>,
-        asked: Asked,
+        asked: Requests,
         feed: &Feed,
     ) -> Result<Option<Launched>> {
         let lr = self.config.learning_rate.at(step);
@@ -189,24 +191,27 @@ impl<'a> Trainer<'a> {
         step: u64,
         lr: f64,
         limits: Option<Limits>,
-        asked: Asked,
+        asked: Requests,
         batches: &[Sequences],
     ) -> candle_core::Result<Option<Launched>> {
-        let (mailbox, report) = ((step % 2) as usize, self.report());
+        let (readback, report) = ((step % 2) as usize, self.report());
         if let Some(sla2) = &self.config.model.sla2 {
             self.model.set_stage(sla2.stage(step));
         }
-        self.mailboxes[mailbox].begin()?;
+        self.readbacks[readback].begin()?;
         let mut reduction = Reduction::new(self.parameters, self.ranks);
         // Several ranks agree on a stop through the results of a step, so that no rank exits in the middle of a step.
         let alone = self.ranks.rank().of == 1;
         let until = || alone && signals::received().is_some();
-        let losses =
-            self.gradients(batches, Some(&mut reduction).filter(|_| self.ranks.mesh().beside), until)?;
+        let losses = self.gradients(
+            batches,
+            Some(&mut reduction).filter(|_| self.ranks.mesh().during_backward),
+            until,
+        )?;
         if losses.len() < batches.len() {
             return Ok(None);
         }
-        self.mailboxes[mailbox].mark()?;
+        self.readbacks[readback].mark()?;
         let squares = reduction.finish()?;
         let all = self.report_to_all(&losses, &squares, asked)?;
         let number = |place: usize| all.get(place);
@@ -231,8 +236,8 @@ impl<'a> Trainer<'a> {
         let update = OptimizerStep { step: step + 1, lr, gradients: self.gradients_of_a_step() };
         let optimizer = self.config.optimizer;
         self.parameters.update(|shard| optimizer.update(update, shard, &norm), self.ranks)?;
-        self.mailboxes[mailbox].send(&Tensor::cat(&[all, skip.unsqueeze(0)?], 0)?)?;
-        Ok(Some(Launched { step, lr, mailbox }))
+        self.readbacks[readback].send(&Tensor::cat(&[all, skip.unsqueeze(0)?], 0)?)?;
+        Ok(Some(Launched { step, lr, readback }))
     }
 
     /// Gathers the reports of all ranks on a step, in the order of the ranks.
@@ -240,7 +245,7 @@ impl<'a> Trainer<'a> {
         &self,
         losses: &[Tensor],
         squares: &Tensor,
-        asked: Asked,
+        asked: Requests,
     ) -> candle_core::Result<Tensor> {
         let report = self.report();
         // Host numbers become kernel arguments (of `affine`), because a copy to the device would wait for the device.
@@ -292,35 +297,36 @@ impl<'a> Trainer<'a> {
     }
 
     /// Computes the gradients of a step. Returns the losses of its micro-batches. Stops before the next micro-batch if
-    /// `until` returns true. The last backward reports finished layers to `beside`.
+    /// `until` returns true. The last backward reports finished layers to `during_backward`.
     fn gradients(
         &mut self,
         batches: &[Sequences],
-        beside: Option<&mut Reduction<'_>>,
+        during_backward: Option<&mut Reduction<'_>>,
         until: impl Fn() -> bool,
     ) -> candle_core::Result<Vec<Tensor>> {
         self.parameters.clear_gradients()?;
         let mut losses = Vec::with_capacity(batches.len());
-        let mut left = beside.map(|reduction| |layer| reduction.left(layer));
+        let mut send_after = during_backward.map(|reduction| |layer| reduction.send_after(layer));
         for (n, sequences) in batches.iter().enumerate() {
             if n > 0 && until() {
                 break;
             }
             let [ids, targets] = self.upload.send(sequences.ids(), sequences.targets())?;
             let input = Input { ids: &ids, documents: sequences.documents() };
-            let left = left.as_mut().filter(|_| n + 1 == batches.len());
-            let watch = Watch { left: left.map(|left| left as &mut LayerDone<'_>), observe: None };
-            losses.push(self.model.train_watched(input, &targets, watch)?);
-            self.ranks.words().tick();
+            let layer_done = send_after.as_mut().filter(|_| n + 1 == batches.len());
+            let layer_done = layer_done.map(|send_after| send_after as &mut LayerDone<'_>);
+            let observer = BackwardObserver { layer_done, observe: None };
+            losses.push(self.model.train_observed(input, &targets, observer)?);
+            self.ranks.channel().tick();
         }
         Ok(losses)
     }
 
     /// Waits for a step, and returns its results and the requests of all ranks.
-    pub(super) fn collect(&mut self, launched: Launched) -> std::result::Result<(Point, Asked), Stop> {
-        let Launched { step, lr, mailbox } = launched;
+    pub(super) fn collect(&mut self, launched: Launched) -> std::result::Result<(Point, Requests), Stop> {
+        let Launched { step, lr, readback } = launched;
         let (accumulation, report) = (self.config.accumulation, self.report());
-        let (results, [busy, seconds]) = self.mailboxes[mailbox]
+        let (results, [busy, seconds]) = self.readbacks[readback]
             .open()
             .map_err(|error| on_device(&format!("step {}", step + 1))(error))?;
         self.busy = busy;
@@ -332,9 +338,9 @@ impl<'a> Trainer<'a> {
             return Err(stopped(format!("the loss is {loss} at {at}"), step, self.config));
         }
         if !squares.is_finite() {
-            let culprit = self.culprit(step)?;
+            let first_non_finite = self.first_non_finite(step)?;
             return Err(stopped(
-                format!("the gradient of {culprit} is not finite at step {}", step + 1),
+                format!("the gradient of {first_non_finite} is not finite at step {}", step + 1),
                 step,
                 self.config,
             ));
@@ -364,12 +370,12 @@ impl<'a> Trainer<'a> {
     }
 
     /// The first parameter with a non-finite gradient, on the first rank that has such a parameter.
-    fn culprit(&mut self, step: u64) -> Result<String> {
+    fn first_non_finite(&mut self, step: u64) -> Result<String> {
         // Recomputes this rank's gradients of the step, before any reduction. The weights are unchanged, even if the
         // next step is in flight, because its update is disabled.
         let (mut batches, part) = (self.batches(), self.ranks.mesh().part());
-        let firsts = self.firsts(step).take(self.own().count());
-        let again: Vec<Sequences> = firsts
+        let first_sequences = self.first_sequences(step).take(self.own().count());
+        let again: Vec<Sequences> = first_sequences
             .map(|first| Ok(batches.shuffled(first, self.config.micro_batch)?.part(part)))
             .collect::<Result<_>>()?;
         let mut find = || {
@@ -377,7 +383,7 @@ impl<'a> Trainer<'a> {
             self.parameters.first_non_finite()
         };
         let own = find().map_err(|error| on_device(&format!("step {}", step + 1))(error))?;
-        let found = self.ranks.words().share("gradient", own.unwrap_or(""));
+        let found = self.ranks.channel().share("gradient", own.unwrap_or(""));
         let first = found.iter().enumerate().find(|(_, name)| !name.is_empty());
         Ok(match first {
             None => "a parameter".into(),

@@ -12,12 +12,12 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use sage_train::checkpoint::FoundCheckpoint;
 use sage_train::config::Config;
-use sage_train::device::Place;
+use sage_train::device::DeviceKind;
 use sage_train::metrics::Point;
 use sage_train::quantity::Quantity;
 use sage_train::ranks::Rank;
 use sage_train::settings::{Schedule, Settings, Switch};
-use sage_train::train::{self, Begin};
+use sage_train::train::{self, Origin};
 
 use crate::support::{Scratch, ends_before, ends_before_changes, small, wait_until};
 
@@ -302,7 +302,7 @@ fn cuda_runs_go_on_to_the_bit() {
         Settings::with(|s| {
             s.run.name = Some(name.into());
             s.run.out = Some(scratch.path().into());
-            s.run.device = Some(Place::Cuda);
+            s.run.device = Some(DeviceKind::Cuda);
             s.run.deterministic = Some(Switch::On);
             s.run.sample_tokens = Some(0);
             s.data.document_mask = Some(Switch::On);
@@ -315,10 +315,10 @@ fn cuda_runs_go_on_to_the_bit() {
         })
     };
     let config = |name, steps| Config::resolve(settings(name, steps)).expect("settings");
-    let whole = train::run(&config("whole", 40), &Begin::New).expect("a run");
-    train::run(&config("parts", 23), &Begin::New).expect("a run");
+    let whole = train::run(&config("whole", 40), &Origin::New).expect("a run");
+    train::run(&config("parts", 23), &Origin::New).expect("a run");
     let found = FoundCheckpoint::at(&scratch.path().join("parts"), Rank::ALONE).expect("a checkpoint");
-    let parts = train::run(&config("parts", 40), &Begin::From(Box::new(found))).expect("the rest");
+    let parts = train::run(&config("parts", 40), &Origin::Resume(Box::new(found))).expect("the rest");
     let plain = |points: &[Point]| -> Vec<Point> {
         let bare = |point: &Point| Point {
             gpu_watts: None,

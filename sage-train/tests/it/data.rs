@@ -147,7 +147,7 @@ fn several_sources_are_mixed_by_weight_and_come_back_from_the_config() {
 }
 
 #[test]
-fn attention_stays_inside_documents_where_it_is_told_to() {
+fn attention_is_masked_by_document_if_requested() {
     let scratch = Scratch::new();
     // Short documents that are independent of each other.
     let lines: String =
@@ -333,7 +333,7 @@ fn what_is_no_text_is_not_read_as_such() {
 }
 
 #[test]
-fn bad_documents_are_left_out_where_asked_and_files_are_listed() {
+fn bad_documents_are_skipped_if_requested_and_files_are_listed() {
     let scratch = Scratch::new();
     let mut lines = json_lines(200_000).into_bytes();
     scratch.file("text/good.jsonl", &lines);

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_sage::Scheme;
-use sage_train::device::Place;
+use sage_train::device::DeviceKind;
 use sage_train::evaluate::{Example, choose};
 use sage_train::hf;
 use sage_train::settings::Settings;
@@ -22,13 +22,13 @@ fn golden(kind: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(kind)
 }
 
-fn open(folder: &Path, place: Place) -> Trained {
+fn open(folder: &Path, place: DeviceKind) -> Trained {
     Trained::open(folder, place, Settings::default(), false).expect("a model")
 }
 
 /// The largest difference between the model's logits and transformers' logits, relative to the largest logit.
 fn distance(folder: &Path, kind: &str) -> Result<f64> {
-    let trained = open(folder, Place::Cpu);
+    let trained = open(folder, DeviceKind::Cpu);
     let golden = candle_core::safetensors::load(golden(kind).join("logits.safetensors"), &Device::Cpu)?;
     let model = trained.model().expect("a model");
     let hidden = model.hidden(&golden["ids"].to_dtype(DType::U32)?)?;
@@ -51,7 +51,7 @@ fn logits_are_those_of_transformers() -> Result<()> {
 /// A published model that is trained with a learning rate of 1e-30 is exported unchanged; with 1e-2 it
 /// changes.
 #[test]
-fn a_model_comes_in_goes_on_and_out_again() -> Result<()> {
+fn a_model_is_imported_trained_and_exported() -> Result<()> {
     for kind in KINDS {
         let scratch = Scratch::new();
         scratch.file("a.jsonl", json_lines(300_000));
@@ -110,7 +110,7 @@ fn a_continued_run_needs_the_folder_no_more() {
 /// The mean loss of each ending follows from transformers' logits.
 #[test]
 fn the_ending_with_the_lowest_mean_loss_is_chosen() -> Result<()> {
-    let trained = open(&golden("qwen3"), Place::Cpu);
+    let trained = open(&golden("qwen3"), DeviceKind::Cpu);
     let golden = candle_core::safetensors::load(golden("qwen3").join("logits.safetensors"), &Device::Cpu)?;
     let ids: Vec<Vec<u32>> = golden["ids"].to_dtype(DType::U32)?.to_vec2()?;
     let losses = candle_nn::ops::log_softmax(&golden["logits"], 2)?.to_vec3::<f32>()?;

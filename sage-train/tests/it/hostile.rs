@@ -26,7 +26,7 @@ use sage_train::sweep::Spec;
 use crate::support::{Scratch, json_lines, small};
 
 /// The system's allocator, which records the largest single request of each thread.
-struct Noting;
+struct RecordingAllocator;
 
 thread_local! {
     static LARGEST: Cell<usize> = const { Cell::new(0) };
@@ -38,7 +38,7 @@ fn note(bytes: usize) {
 
 // SAFETY: every call is forwarded unchanged to the system's allocator.
 #[allow(unsafe_code)]
-unsafe impl GlobalAlloc for Noting {
+unsafe impl GlobalAlloc for RecordingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         note(layout.size());
         unsafe { System.alloc(layout) }
@@ -60,7 +60,7 @@ unsafe impl GlobalAlloc for Noting {
 }
 
 #[global_allocator]
-static ALLOCATOR: Noting = Noting;
+static ALLOCATOR: RecordingAllocator = RecordingAllocator;
 
 fn cases() -> usize {
     std::env::var("HOSTILE_CASES").map_or(300, |n| n.parse().expect("HOSTILE_CASES is a number"))

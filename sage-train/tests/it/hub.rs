@@ -14,7 +14,7 @@ struct Hub {
 
 /// How the server sends a file.
 #[derive(Clone, Copy, PartialEq)]
-enum Manner {
+enum Response {
     Whole,
     /// Half of the file the first time, then the connection ends.
     CutOnce,
@@ -26,7 +26,7 @@ enum Manner {
 
 struct Files {
     names: Vec<String>,
-    held: HashMap<String, (Vec<u8>, Manner)>,
+    held: HashMap<String, (Vec<u8>, Response)>,
 }
 
 impl Hub {
@@ -97,7 +97,7 @@ fn answer(
     if let Some(name) = path.strip_prefix("/datasets/some-one/stories.v2/resolve/main/") {
         // The hub redirects: first to another of the hub's paths, then to the server of large files.
         let Some((_, manner)) = files.held.get(name) else { return send("404 Not Found", "", b"", 0) };
-        let etag = if *manner == Manner::BadEtag {
+        let etag = if *manner == Response::BadEtag {
             "../../../out".into()
         } else {
             format!("tag-{}", name.replace(['/', '.'], "-"))
@@ -119,21 +119,24 @@ fn answer(
     let half = &body[..body.len() / 2];
     let probe = body.len() == 1;
     match manner {
-        Manner::CutOnce if !probe && !cut.contains(&name.to_owned()) => {
+        Response::CutOnce if !probe && !cut.contains(&name.to_owned()) => {
             cut.push(name.to_owned());
             send("206 Partial Content", &headers, half, body.len());
         }
-        Manner::CutAlways if !probe => send("206 Partial Content", &headers, half, half.len()),
+        Response::CutAlways if !probe => send("206 Partial Content", &headers, half, half.len()),
         _ => send("206 Partial Content", &headers, body, body.len()),
     }
 }
 
-fn files(manner: Manner) -> Files {
+fn files(manner: Response) -> Files {
     let lines = json_lines(300_000);
     let half = lines.len() / 2 + lines[lines.len() / 2..].find('\n').expect("a line") + 1;
     let (a, b) = lines.split_at(half);
-    let held =
-        [("data/a.jsonl", a, manner), ("data/b.jsonl", b, Manner::Whole), ("readme.md", "x", Manner::Whole)];
+    let held = [
+        ("data/a.jsonl", a, manner),
+        ("data/b.jsonl", b, Response::Whole),
+        ("readme.md", "x", Response::Whole),
+    ];
     Files {
         names: held.iter().map(|(name, ..)| (*name).into()).collect(),
         held: held.into_iter().map(|(name, text, manner)| (name.into(), (text.into(), manner))).collect(),
@@ -151,7 +154,7 @@ fn a_data_set_is_fetched_once_also_over_a_line_that_breaks() {
     let scratch = Scratch::new();
     scratch.file("all.jsonl", json_lines(300_000));
     scratch.ok(&["data", "prepare", "all.jsonl", "--to", "local", "--vocab-size", "400"]);
-    for (to, manner) in [("whole", Manner::Whole), ("broken", Manner::CutOnce)] {
+    for (to, manner) in [("whole", Response::Whole), ("broken", Response::CutOnce)] {
         let hub = Hub::start(files(manner));
         let scratch_of_run = Scratch::new();
         let output = hub.prepare(&scratch_of_run, NAME, to);
@@ -170,7 +173,7 @@ fn a_data_set_is_fetched_once_also_over_a_line_that_breaks() {
                 .expect("a number");
             first > 0
         });
-        assert_eq!(resumed, manner == Manner::CutOnce, "{asked:?}");
+        assert_eq!(resumed, manner == Response::CutOnce, "{asked:?}");
         // The second time, files are read from the cache: only the list is requested.
         let output = hub.prepare(&scratch_of_run, NAME, "again");
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -193,15 +196,15 @@ fn what_the_hub_does_not_give_is_an_error() {
             error[error.find("error:").expect("an error")..].trim_end()
         );
     };
-    let hub = Hub::start(files(Manner::Whole));
+    let hub = Hub::start(files(Response::Whole));
     refused("no such data set", &hub, "hf:nobody/nothing");
     refused("no such file", &hub, "hf:some-one/stories.v2:*.parquet");
-    let mut missing = files(Manner::Whole);
+    let mut missing = files(Response::Whole);
     missing.names.push("data/c.jsonl".into());
     refused("a file that is listed and missing", &Hub::start(missing), NAME);
-    refused("always cut off", &Hub::start(files(Manner::CutAlways)), NAME);
-    refused("an etag that leads out", &Hub::start(files(Manner::BadEtag)), NAME);
-    let mut escape = files(Manner::Whole);
+    refused("always cut off", &Hub::start(files(Response::CutAlways)), NAME);
+    refused("an etag that leads out", &Hub::start(files(Response::BadEtag)), NAME);
+    let mut escape = files(Response::Whole);
     escape.names = vec!["data/../../../out.jsonl".into()];
     refused("a file that leads out", &Hub::start(escape), "hf:some-one/stories.v2:**/*.jsonl");
     insta::assert_snapshot!(text);

@@ -115,12 +115,12 @@ fn messages() {
         text += &format!("-- {name}\n{}\n", error.trim_end());
     }
     assert_eq!(before, listing(&scratch), "a run that cannot start leaves nothing");
-    text += &messages_beside_runs(&scratch);
+    text += &messages_without_runs(&scratch);
     insta::assert_snapshot!(text);
 }
 
 /// The messages of commands that find an unsuitable run.
-fn messages_beside_runs(scratch: &Scratch) -> String {
+fn messages_without_runs(scratch: &Scratch) -> String {
     scratch.ok(&small(&["--steps", "1", "--name", "taken"]));
     let taken = scratch.fails(&small(&["--steps", "1", "--name", "taken"]));
     scratch.ok(&small(&["--steps", "1", "--attn", "none", "--name", "plain"]));

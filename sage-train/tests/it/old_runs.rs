@@ -22,7 +22,7 @@ fn old_run() -> Scratch {
 }
 
 #[test]
-fn a_run_of_an_earlier_build_is_read_and_goes_on() {
+fn a_run_of_an_earlier_build_is_read_and_resumes() {
     let scratch = old_run();
     // The build that wrote the run printed this loss: the built-in corpus, its tokens and the weights are unchanged.
     let eval = scratch.ok(&["eval", "runs/old"]);

@@ -242,7 +242,7 @@ fn ranks_share_sequences() {
 }
 
 #[test]
-fn mistakes_are_told() {
+fn mistakes_are_errors() {
     let scratch = Scratch::new();
     for (args, expected) in [
         (flags(&["--gpus", "7"]), "there are more ranks than micro-batches in a step"),

@@ -105,7 +105,7 @@ fn what_diverges_or_fails_is_a_result_and_ends_no_other() {
 
 #[cfg(unix)]
 #[test]
-fn a_sweep_that_is_stopped_or_killed_goes_on_to_the_same_bits() {
+fn a_sweep_that_is_stopped_or_killed_resumes_to_the_same_bits() {
     let scratch = Scratch::new();
     let tables = "steps = 400\neval-every = 0\ncheckpoint-every = 20\nseed = 3\n[grid]\nattn = [\"fpa\", \"sagebwd\"]\n";
     file(&scratch, "s.toml", tables);
@@ -191,7 +191,7 @@ fn a_sweep_that_is_changed_by_hand_loses_nothing() {
 /// A run with its own copy of a tokenizer has the same identity after it was interrupted.
 #[cfg(unix)]
 #[test]
-fn a_run_with_a_tokenizer_goes_on_as_itself() {
+fn a_run_with_a_tokenizer_resumes_with_the_same_identity() {
     let scratch = Scratch::new();
     scratch.ok(&small(&["--steps", "1", "--name", "first"]));
     let tables =

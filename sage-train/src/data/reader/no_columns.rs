@@ -6,13 +6,13 @@ use std::sync::atomic::AtomicU64;
 
 use candle_sage::{Error, Result};
 
-use super::{Bad, EachUntil};
+use super::{EachUntil, OnBadDocument};
 
 pub(super) fn parquet(
     path: &Path,
     _: File,
     _: &str,
-    _: Bad<'_>,
+    _: OnBadDocument<'_>,
     _: &AtomicU64,
     _: &mut EachUntil<'_>,
 ) -> Result<()> {

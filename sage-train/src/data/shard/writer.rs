@@ -13,7 +13,7 @@ use crate::{hex, partial, writing};
 
 /// The state of a shard that is being written, from which writing can be resumed.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Begun {
+pub struct PartialShard {
     sidecar: Sidecar,
     /// Tokens of the current document so far.
     document: u64,
@@ -63,17 +63,17 @@ impl ShardWriter {
     ///
     /// # Errors
     /// When the file cannot be written.
-    pub fn begun(&mut self) -> Result<Begun> {
+    pub fn begun(&mut self) -> Result<PartialShard> {
         let written = self.file.flush().and_then(|()| self.file.get_ref().sync_data());
         written.map_err(writing(&self.path))?;
-        Ok(Begun { sidecar: self.sidecar.clone(), document: self.document })
+        Ok(PartialShard { sidecar: self.sidecar.clone(), document: self.document })
     }
 
     /// Continues a shard from a saved state. Tokens that were written after that state are removed.
     ///
     /// # Errors
     /// When the file does not exist, or is shorter than in the saved state.
-    pub fn reopen(path: &Path, Begun { sidecar, document }: Begun) -> Result<Self> {
+    pub fn reopen(path: &Path, PartialShard { sidecar, document }: PartialShard) -> Result<Self> {
         let failed = || writing(path);
         let mut file = File::options().write(true).open(path).map_err(failed())?;
         let format = sidecar.format;

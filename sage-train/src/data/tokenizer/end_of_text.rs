@@ -73,7 +73,7 @@ pub(crate) fn token_ids(config: &Value, key: &str) -> Result<Vec<u32>, String> {
 
 /// The end-of-text token that the files next to a `tokenizer.json` name: `eos_token` of `tokenizer_config.json`, or
 /// else `eos_token_id` of a model's `config.json`.
-pub(super) fn beside(tokenizer: &Path, inner: &Inner) -> Result<Option<String>, String> {
+pub(super) fn from_neighbours(tokenizer: &Path, inner: &Inner) -> Result<Option<String>, String> {
     // `tokenizer_config.json` and `config.json` describe only a file that is called `tokenizer.json`.
     if tokenizer.file_name().is_none_or(|name| name != "tokenizer.json") {
         return Ok(None);

@@ -10,13 +10,13 @@ use crate::ranks::{Group, Transfer};
 
 /// The all-gathers that have not been waited for yet.
 #[derive(Debug)]
-pub(super) struct Arrivals {
+pub(super) struct PendingGathers {
     group: Group,
     /// The all-gather of each piece.
     coming: RefCell<Vec<Option<Transfer>>>,
 }
 
-impl Arrivals {
+impl PendingGathers {
     pub(super) fn new(group: &Group, pieces: usize) -> Self {
         Self { group: group.clone(), coming: RefCell::new(vec![None; pieces]) }
     }
@@ -39,7 +39,7 @@ impl Arrivals {
     }
 }
 
-impl Drop for Arrivals {
+impl Drop for PendingGathers {
     fn drop(&mut self) {
         // The memory of the weights is freed in stream order, after these waits. If the device fails here, an earlier
         // call has reported it.

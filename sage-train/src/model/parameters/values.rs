@@ -49,7 +49,7 @@ impl Values {
 }
 
 /// A piece of matrices that training reads only in FP8. The matmuls read FP8 values of the optimizer's f32 weights; a
-/// copy in the compute type exists only while an [`Expanded`] exists.
+/// copy in the compute type exists only while an [`WeightCopies`] exists.
 #[derive(Debug)]
 pub(super) struct Fp8Piece {
     /// The compute type.
@@ -61,8 +61,8 @@ pub(super) struct Fp8Piece {
     own: (Range<usize>, Tensor),
     /// FP8 values of the whole piece, u8, and the scale of each matrix, if other ranks own parts of the piece.
     gathered: Option<(Tensor, RefCell<Tensor>)>,
-    /// The whole piece in the compute type, and the number of [`Expanded`] that need it.
-    expanded: RefCell<Option<(Tensor, usize)>>,
+    /// The whole piece in the compute type, and the number of [`WeightCopies`] that need it.
+    copies: RefCell<Option<(Tensor, usize)>>,
 }
 
 impl Fp8Piece {
@@ -78,7 +78,7 @@ impl Fp8Piece {
             let scales = Tensor::ones(matrices.len(), DType::F32, device)?;
             Ok((group.zeros(len, DType::U8, device)?, RefCell::new(scales)))
         });
-        Ok(Self { dtype, len, matrices, own, gathered: gathered.transpose()?, expanded: RefCell::default() })
+        Ok(Self { dtype, len, matrices, own, gathered: gathered.transpose()?, copies: RefCell::default() })
     }
 
     pub(super) fn dtype(&self) -> DType {
@@ -100,8 +100,8 @@ impl Fp8Piece {
     }
 
     /// The weights at `range` in the compute type.
-    pub(super) fn expanded(&self, range: &Range<usize>, dims: &[usize]) -> Result<Tensor> {
-        match &*self.expanded.borrow() {
+    pub(super) fn copies(&self, range: &Range<usize>, dims: &[usize]) -> Result<Tensor> {
+        match &*self.copies.borrow() {
             Some((all, _)) => all.narrow(0, range.start, range.len())?.reshape(dims),
             None => candle_core::bail!(
                 "these weights exist only in FP8; hint: `Parameters::expand` copies them in the compute type"
@@ -124,7 +124,7 @@ impl Fp8Piece {
     }
 
     fn expand(&self, group: &Group) -> Result<()> {
-        if let Some((_, needed)) = &mut *self.expanded.borrow_mut() {
+        if let Some((_, needed)) = &mut *self.copies.borrow_mut() {
             *needed += 1;
             return Ok(());
         }
@@ -137,21 +137,21 @@ impl Fp8Piece {
                 all
             }
         };
-        self.expanded.replace(Some((all, 1)));
+        self.copies.replace(Some((all, 1)));
         Ok(())
     }
 
     fn release(&self) {
-        let mut expanded = self.expanded.borrow_mut();
-        if let Some((_, needed)) = &mut *expanded {
+        let mut copies = self.copies.borrow_mut();
+        if let Some((_, needed)) = &mut *copies {
             *needed -= 1;
         }
-        expanded.take_if(|(_, needed)| *needed == 0);
+        copies.take_if(|(_, needed)| *needed == 0);
     }
 
     /// Frees the copy in the compute type, because an update has changed the weights.
-    pub(super) fn forget_expanded(&self) {
-        self.expanded.take();
+    pub(super) fn free_copies(&self) {
+        self.copies.take();
     }
 }
 
@@ -184,16 +184,16 @@ pub(super) fn quantize_shards(
 /// Copies of all weights in the compute type, which forwards outside of training read.
 #[derive(Debug)]
 #[must_use = "the copies are freed with this value"]
-pub struct Expanded<'a>(&'a Parameters);
+pub struct WeightCopies<'a>(&'a Parameters);
 
 impl Parameters {
     /// Copies the weights that training reads only in FP8 to the compute type. All ranks must call this together.
     ///
     /// # Errors
     /// When memory is short, or a rank cannot be reached.
-    pub fn expand(&self, ranks: &Ranks) -> Result<Expanded<'_>> {
+    pub fn expand(&self, ranks: &Ranks) -> Result<WeightCopies<'_>> {
         self.fp8_pieces().iter().try_for_each(|(_, piece)| piece.expand(ranks.shards()))?;
-        Ok(Expanded(self))
+        Ok(WeightCopies(self))
     }
 
     /// The pieces in FP8, with their indices.
@@ -206,14 +206,14 @@ impl Parameters {
     }
 }
 
-impl Expanded<'_> {
+impl WeightCopies<'_> {
     /// Keeps the copies until the parameters are updated or dropped.
     pub fn keep(self) {
         std::mem::forget(self);
     }
 }
 
-impl Drop for Expanded<'_> {
+impl Drop for WeightCopies<'_> {
     fn drop(&mut self) {
         self.0.fp8_pieces().iter().for_each(|(_, piece)| piece.release());
     }

@@ -11,7 +11,7 @@ use candle_core::{DType, Result, Tensor};
 use candle_sage::fp8::Fp8Format;
 use candle_sage::ops::{Fp8Copies, Fp8Matrix};
 
-use super::arrivals::Arrivals;
+use super::arrivals::PendingGathers;
 use super::values::Fp8Piece;
 
 /// Weights in FP8, by their first element in the layout and their number of rows, each with the number of
@@ -28,7 +28,7 @@ pub struct Weight {
     pub(super) rows: usize,
     /// The index of the piece that contains the value.
     pub(super) piece: usize,
-    pub(super) arrivals: Rc<Arrivals>,
+    pub(super) arrivals: Rc<PendingGathers>,
     /// In f32.
     pub gradient: Option<Tensor>,
     /// Whether the gradient has been written since it was cleared, for each parameter in this weight.
@@ -56,7 +56,7 @@ impl Weight {
         self.arrivals.wait_for(self.piece)?;
         match &self.source {
             Source::Stored(value) => Ok(value.clone()),
-            Source::Fp8 { piece, range, dims } => piece.expanded(range, dims),
+            Source::Fp8 { piece, range, dims } => piece.copies(range, dims),
         }
     }
 

@@ -6,7 +6,7 @@ use candle_sage::Error;
 use cudarc::driver::sys::CUstream;
 use libloading::Library;
 
-use super::super::transport::left_to_the_watch;
+use super::super::transport::wait_for_report;
 
 /// Environment variable with the path of the library, for systems that do not find it by name.
 pub(super) const PATH: &str = "SAGE_TRAIN_NCCL";
@@ -165,6 +165,6 @@ impl Functions {
             .got(text.to_string_lossy())
             .allowed("GPUs that reach each other")
             .hint("NCCL_DEBUG=WARN with NCCL_DEBUG_FILE=nccl.%h.%p says more; --copy-engines off needs no shared memory");
-        Err(left_to_the_watch(error))
+        Err(wait_for_report(error))
     }
 }

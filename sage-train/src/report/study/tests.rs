@@ -4,7 +4,7 @@ use super::*;
 use crate::config::Config;
 use crate::metrics::{GradientErrors, Part, Point, Squares, Sums};
 use crate::report::statistics::Verdict;
-use crate::runs::{Ending, Start, Status};
+use crate::runs::{RunEnd, Start, Status};
 
 /// A finished run with these settings and one validation loss for each step.
 fn run(settings: &str, losses: &[f64]) -> Run {
@@ -24,7 +24,7 @@ fn run(settings: &str, losses: &[f64]) -> Run {
         probes: Vec::new(),
         gradients: Vec::new(),
         starts: Vec::new(),
-        ending: Some(Ending { status: Status::Finished, reason: None }),
+        ending: Some(RunEnd { status: Status::Finished, reason: None }),
     }
 }
 
@@ -144,7 +144,7 @@ fn a_milestone_is_reached_between_validations() {
     assert!(text.contains("before 1K"), "{text}");
     // A diverged run is not in the mean, even if it reached the milestone before.
     let mut lost = run("seed = 3", &[4.0, 2.0, 9.0]);
-    lost.ending = Some(Ending { status: Status::Diverged, reason: None });
+    lost.ending = Some(RunEnd { status: Status::Diverged, reason: None });
     assert_eq!(reached(&lost, 2.5), None);
     let arm = self::study(vec![run("seed = 1", &[4.0, 3.0, 2.0]), lost]).panels.remove(0).arms.remove(0);
     assert_eq!((arm.reached.expect("one").count, arm.outcomes().as_str()), (1, "1 finished, 1 diverged"));

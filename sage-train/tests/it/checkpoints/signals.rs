@@ -15,7 +15,7 @@ const COURSE: [&str; 8] =
     ["--schedule", "constant", "--warmup-steps", "1", "--checkpoint-every", "0", "--eval-every", "0"];
 
 #[test]
-fn a_signal_saves_and_leaves_and_the_run_goes_on() {
+fn a_signal_saves_the_run_which_then_resumes() {
     let scratch = prepared();
     for (flag, code) in [("-TERM", 143), ("-INT", 130), ("-USR1", 128 + signal_hook::consts::SIGUSR1)] {
         let (name, whole) = (format!("run{flag}"), format!("whole{flag}"));

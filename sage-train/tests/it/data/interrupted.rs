@@ -16,7 +16,7 @@ fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
 /// A preparation that is killed at any moment is resumed where it stopped, and ends with the same bytes.
 #[test]
 #[cfg(unix)]
-fn a_killed_preparation_goes_on_where_it_was() {
+fn a_killed_preparation_resumes() {
     let scratch = Scratch::new();
     // Small files, a large file in which the preparation is killed, and a document that is read in many parts.
     scratch.file("text/a.jsonl", json_lines(300_000));
@@ -93,7 +93,7 @@ fn what_an_interrupted_preparation_left_is_in_nobodys_way() {
 
 /// An unreadable document late in the text does not lose the work before it.
 #[test]
-fn a_preparation_that_fails_late_goes_on_without_what_it_failed_over() {
+fn a_preparation_that_fails_late_resumes_without_the_bad_document() {
     let scratch = Scratch::new();
     scratch.file("text/a.jsonl", json_lines(9_000_000));
     scratch.file("text/b.jsonl", "{\"text\": \"good\"}\n{\"text\": bad}\n{\"text\": \"again\"}\n");

@@ -5,13 +5,13 @@ use candle_core::{DType, Device, Result};
 use candle_sage::ops::Fp8Linear;
 use candle_sage::{AttnQat, SageBwd, Scheme};
 use sage_train::config::Config;
-use sage_train::device::Place;
+use sage_train::device::DeviceKind;
 use sage_train::metrics::Outcome;
 use sage_train::model::{LinearPrecision, Llama, LlamaConfig, Parameters, Recompute, Scaling};
 use sage_train::quantity::Quantity;
 use sage_train::ranks::Ranks;
 use sage_train::settings::{Attn, LinearSetting, Settings, Switch};
-use sage_train::train::{self, Begin};
+use sage_train::train::{self, Origin};
 
 use super::{batch, config, documents_apart, drawn, relative};
 
@@ -111,7 +111,7 @@ fn cuda_training_follows_the_cpu() -> sage_train::Result<()> {
         (AttnQat::default().into(), bf16, 0.05, 0.02),
         (Attn::EXACT, fp8, 0.03, 0.02),
     ] {
-        let run = |name: &str, device: Place, recompute| {
+        let run = |name: &str, device: DeviceKind, recompute| {
             let config = Config::resolve(Settings::with(|s| {
                 s.run.device = Some(device);
                 s.run.recompute = Some(recompute);
@@ -127,13 +127,13 @@ fn cuda_training_follows_the_cpu() -> sage_train::Result<()> {
                 s.batch.steps = Some(Quantity(30));
                 s.batch.micro_batch = Some(4);
             }))?;
-            train::run(&config, &Begin::New)
+            train::run(&config, &Origin::New)
         };
         let numbers = |outcome: &Outcome| -> Vec<(f64, f64)> {
             outcome.points.iter().map(|p| (p.loss, p.grad_norm)).collect()
         };
-        let cpu = run("cpu", Place::Cpu, Recompute::None)?;
-        let gpu = run("gpu", Place::Cuda, Recompute::None)?;
+        let cpu = run("cpu", DeviceKind::Cpu, Recompute::None)?;
+        let gpu = run("gpu", DeviceKind::Cuda, Recompute::None)?;
         for (a, b) in gpu.points.iter().zip(&cpu.points) {
             let apart = (a.loss / b.loss - 1.0).abs();
             assert!(apart < on_the_way, "{attn} {linear:?} step {}: {} {}", a.step, a.loss, b.loss);
@@ -141,7 +141,7 @@ fn cuda_training_follows_the_cpu() -> sage_train::Result<()> {
         let apart = (gpu.val_loss / cpu.val_loss - 1.0).abs();
         assert!(apart < at_the_end, "{attn} {linear:?}: {} {}", gpu.val_loss, cpu.val_loss);
         assert!(gpu.points[29].loss < gpu.points[0].loss - 1.0, "it learns");
-        let again = run("again", Place::Cuda, Recompute::Block)?;
+        let again = run("again", DeviceKind::Cuda, Recompute::Block)?;
         assert_eq!(numbers(&again), numbers(&gpu), "{attn} {linear:?}: other bits");
     }
     Ok(())
@@ -153,15 +153,17 @@ fn cuda_training_follows_the_cpu() -> sage_train::Result<()> {
 fn cuda_runs_that_diverge_stop() {
     let folder = tempfile::tempdir().expect("a folder");
     let config = Config::resolve(Settings::with(|s| {
-        s.run.device = Some(Place::Cuda);
+        s.run.device = Some(DeviceKind::Cuda);
         s.run.out = Some(folder.path().to_owned());
         s.data.corpus_mb = Some(1);
         s.batch.steps = Some(Quantity(30));
         s.optimizer.lr = Some(1e30);
         s.optimizer.warmup_steps = Some(Quantity(0));
     }));
-    let error =
-        config.and_then(|config| Ok(train::run(&config, &Begin::New)?)).expect_err("it diverges").to_string();
+    let error = config
+        .and_then(|config| Ok(train::run(&config, &Origin::New)?))
+        .expect_err("it diverges")
+        .to_string();
     assert!(
         error.contains("stopped before the update") && error.contains("a number that is not finite, after"),
         "{error}"

@@ -81,7 +81,7 @@ fn nodes_of_any_size_train_the_same() {
     let scratch = Scratch::new();
     let steps = ["--steps", "30", "--eval-every", "15", "--schedule", "constant", "--warmup-steps", "2"];
     let one = train(&scratch, "1", "one", &[&PIECES[..], &steps].concat());
-    for (on_node, overlap) in [(4, "after"), (4, "beside"), (2, "after"), (2, "beside"), (1, "auto")] {
+    for (on_node, overlap) in [(4, "after"), (4, "during"), (2, "after"), (2, "during"), (1, "auto")] {
         let name = format!("{on_node}-{overlap}");
         let several = train_on_nodes(
             &scratch,
@@ -99,8 +99,8 @@ fn nodes_of_any_size_train_the_same() {
         assert_same_course(&name, &one, &train_on_nodes(&scratch, on_node, &name, &muon), SUMS);
     }
     // Sums do not depend on when gradients are transferred.
-    assert_eq!(numbers(&scratch.metrics("4-after")), numbers(&scratch.metrics("4-beside")));
-    assert_eq!(numbers(&scratch.metrics("2-after")), numbers(&scratch.metrics("2-beside")));
+    assert_eq!(numbers(&scratch.metrics("4-after")), numbers(&scratch.metrics("4-during")));
+    assert_eq!(numbers(&scratch.metrics("2-after")), numbers(&scratch.metrics("2-during")));
     // Sums do not depend on the number of nodes either. (Only the last bits of the gradient norm, an f64 sum over
     // shards, depend on it.)
     let losses = |name| scratch.metrics(name).iter().map(|p| [Some(p.loss), p.val_loss]).collect::<Vec<_>>();
@@ -152,7 +152,7 @@ fn ranks_of_another_run_are_refused() {
 
 /// An error that all ranks would report is reported only by rank 0.
 #[test]
-fn a_mistake_of_all_ranks_is_told_once() {
+fn an_error_of_all_ranks_is_printed_once() {
     let scratch = Scratch::new();
     for mistake in
         [&["--heads", "4", "--key-heads", "3"][..], &["--decay-fraction", "0.5", "--schedule", "cosine"]]

@@ -8,7 +8,7 @@ const ASIDE: Duration = Duration::from_secs(6 * 3600);
 
 /// The known progress of a rank.
 #[derive(Debug, Clone)]
-pub(super) struct Life {
+pub(super) struct RankProgress {
     /// When the rank's last heartbeat arrived.
     pub(super) heard: Instant,
     /// The current step, from 1; 0 before the first step.
@@ -23,7 +23,7 @@ pub(super) struct Life {
     pub(super) left: bool,
 }
 
-impl Life {
+impl RankProgress {
     pub(super) fn new() -> Self {
         let now = Instant::now();
         Self {
@@ -37,7 +37,7 @@ impl Life {
         }
     }
 
-    pub(super) fn hear(&mut self, step: u64, ticks: u64, doing: String, aside: bool) {
+    pub(super) fn record(&mut self, step: u64, ticks: u64, doing: String, aside: bool) {
         self.heard = Instant::now();
         if (step, ticks, &doing, aside) != (self.step, self.ticks, &self.doing, self.aside) {
             self.since = self.heard;
@@ -46,7 +46,7 @@ impl Life {
     }
 
     /// Whether the rank has made no progress for longer than allowed.
-    pub(super) fn stands_still(&self, limit: Duration) -> bool {
+    pub(super) fn is_stalled(&self, limit: Duration) -> bool {
         self.since.elapsed() > if self.aside { ASIDE } else { limit }
     }
 
@@ -66,11 +66,11 @@ mod tests {
 
     #[test]
     fn a_place_has_its_step() {
-        let mut life = Life::new();
-        assert_eq!(life.place(), "starting");
-        life.hear(3, 0, "step 3 of 9".into(), false);
-        assert_eq!(life.place(), "step 3 of 9");
-        life.hear(3, 0, "a checkpoint".into(), true);
-        assert_eq!(life.place(), "a checkpoint in step 3");
+        let mut progress = RankProgress::new();
+        assert_eq!(progress.place(), "starting");
+        progress.record(3, 0, "step 3 of 9".into(), false);
+        assert_eq!(progress.place(), "step 3 of 9");
+        progress.record(3, 0, "a checkpoint".into(), true);
+        assert_eq!(progress.place(), "a checkpoint in step 3");
     }
 }

@@ -2,7 +2,7 @@
 //! ranks identify themselves, exchange text, and detect that a rank has died.
 
 mod joining;
-mod life;
+mod rank_progress;
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, TcpStream};
@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use candle_sage::{Error, Result};
 
-use joining::{go_to_first, wait_for_all};
-use life::Life;
+use joining::{connect_to_first, wait_for_all};
+use rank_progress::RankProgress;
 
 use super::greeting::introduce;
 use super::mesh::Rank;
@@ -48,7 +48,7 @@ struct Peer {
     host: String,
     /// The mutex keeps messages from interleaving.
     stream: Mutex<TcpStream>,
-    life: Mutex<Life>,
+    progress: Mutex<RankProgress>,
 }
 
 /// A function that is called with the reason before another rank's failure ends this process.
@@ -61,7 +61,7 @@ struct Shared {
     stall: Duration,
     /// On rank 0 the connections to all other ranks; on other ranks the connection to rank 0.
     peers: Vec<Peer>,
-    life: Mutex<Life>,
+    progress: Mutex<RankProgress>,
     ticks: AtomicU64,
     /// By topic: the text of each rank.
     board: Mutex<BTreeMap<String, Vec<Option<String>>>>,
@@ -81,7 +81,7 @@ impl std::fmt::Debug for Shared {
 }
 
 #[derive(Debug)]
-pub(super) struct Meeting {
+pub(super) struct ControlConnection {
     shared: Arc<Shared>,
     /// By topic: the number of calls.
     topics: Mutex<BTreeMap<String, u64>>,
@@ -91,7 +91,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Meeting {
+impl ControlConnection {
     /// Connects to the other ranks. `stall` is how long a rank may go without progress once the steps have
     /// begun.
     ///
@@ -101,7 +101,7 @@ impl Meeting {
         let host = gethostname::gethostname().to_string_lossy().into_owned();
         let peers = match world.rank.is_first() {
             true => wait_for_all(world)?,
-            false => vec![go_to_first(world, &host, SILENCE.min(stall))?],
+            false => vec![connect_to_first(world, &host, SILENCE.min(stall))?],
         };
         let shared = Arc::new(Shared {
             rank: world.rank,
@@ -109,7 +109,7 @@ impl Meeting {
             secret: world.secret.clone(),
             stall,
             peers,
-            life: Mutex::new(Life::new()),
+            progress: Mutex::new(RankProgress::new()),
             ticks: AtomicU64::new(0),
             board: Mutex::default(),
             news: Condvar::new(),
@@ -166,7 +166,7 @@ impl Meeting {
         let shared = &self.shared;
         shared.note(&topic, shared.rank.index, text.to_owned());
         if !shared.rank.is_first() {
-            shared.send_to(0, &Message::Said { topic: topic.clone(), text: text.to_owned() });
+            shared.send_to(0, &Message::Text { topic: topic.clone(), text: text.to_owned() });
         }
         let mut board = lock(&shared.board);
         loop {
@@ -206,18 +206,18 @@ impl Meeting {
     }
 
     /// Sets this rank's activity; with `aside` the activity may take long. Returns the previous activity.
-    pub(super) fn doing(&self, what: &str, aside: bool) -> (String, bool) {
-        let mut life = lock(&self.shared.life);
-        let before = (life.doing.clone(), life.aside);
-        let (step, ticks) = (life.step, self.shared.ticks.load(Ordering::Relaxed));
-        life.hear(step, ticks, what.to_owned(), aside);
+    pub(super) fn set_activity(&self, what: &str, aside: bool) -> (String, bool) {
+        let mut progress = lock(&self.shared.progress);
+        let before = (progress.doing.clone(), progress.aside);
+        let (step, ticks) = (progress.step, self.shared.ticks.load(Ordering::Relaxed));
+        progress.record(step, ticks, what.to_owned(), aside);
         before
     }
 
     /// Sets the step that begins, from 1.
     pub(super) fn step(&self, step: u64, what: &str) {
         let ticks = self.shared.ticks.load(Ordering::Relaxed);
-        lock(&self.shared.life).hear(step, ticks, what.to_owned(), false);
+        lock(&self.shared.progress).record(step, ticks, what.to_owned(), false);
     }
 
     pub(super) fn at_end(&self, last_word: LastWord) {
@@ -268,21 +268,21 @@ impl Shared {
         loop {
             match receive(&mut stream) {
                 Ok(Message::Beat { step, ticks, doing, aside }) => {
-                    lock(&of.life).hear(step, ticks, doing, aside);
+                    lock(&of.progress).record(step, ticks, doing, aside);
                 }
-                Ok(Message::Said { topic, text }) if self.rank.is_first() => self.note(&topic, of.rank, text),
+                Ok(Message::Text { topic, text }) if self.rank.is_first() => self.note(&topic, of.rank, text),
                 Ok(Message::All { topic, texts }) if texts.len() == self.rank.of => {
                     *lock(&self.board).entry(topic).or_default() = texts.into_iter().map(Some).collect();
                     self.news.notify_all();
                 }
-                Ok(Message::Bye) => lock(&of.life).left = true,
+                Ok(Message::Bye) => lock(&of.progress).left = true,
                 Ok(Message::Failed { why }) => {
                     let why = format!("rank {} on {} stopped: {why}", of.rank, of.host);
                     return self.end(&why, 1);
                 }
                 Ok(Message::Over { why, code }) => return self.end(&why, code),
                 Ok(_) => return self.lose(peer, "sent an invalid message"),
-                Err(_) if lock(&of.life).left || self.left.load(Ordering::Relaxed) => return,
+                Err(_) if lock(&of.progress).left || self.left.load(Ordering::Relaxed) => return,
                 Err(_) => return self.lose(peer, "has disconnected"),
             }
         }
@@ -296,11 +296,11 @@ impl Shared {
                 return;
             }
             let own = {
-                let mut life = lock(&self.life);
+                let mut progress = lock(&self.progress);
                 let ticks = self.ticks.load(Ordering::Relaxed);
-                let (step, doing, aside) = (life.step, life.doing.clone(), life.aside);
-                life.hear(step, ticks, doing, aside);
-                life.clone()
+                let (step, doing, aside) = (progress.step, progress.doing.clone(), progress.aside);
+                progress.record(step, ticks, doing, aside);
+                progress.clone()
             };
             // From the first step on, the training loop itself checks for the loss of the launcher, and saves
             // a checkpoint.
@@ -314,20 +314,23 @@ impl Shared {
                 aside: own.aside,
             };
             (0..self.peers.len()).for_each(|peer| self.send_to(peer, &beat));
-            let lives: Vec<Life> = self.peers.iter().map(|peer| lock(&peer.life).clone()).collect();
+            let lives: Vec<RankProgress> =
+                self.peers.iter().map(|peer| lock(&peer.progress).clone()).collect();
             let silence = SILENCE.min(self.stall);
-            if let Some(peer) = lives.iter().position(|life| !life.left && life.heard.elapsed() > silence) {
+            if let Some(peer) =
+                lives.iter().position(|progress| !progress.left && progress.heard.elapsed() > silence)
+            {
                 let seconds = lives[peer].heard.elapsed().as_secs();
                 return self.lose(peer, &format!("sent no heartbeat for {seconds} s"));
             }
             // A rank that waits for another rank makes no progress either, so the cause of a stall is a rank at the
             // earliest step.
             let limit = if own.ticks == 0 { FIRST.max(self.stall) } else { self.stall };
-            let all = || lives.iter().chain([&own]).filter(|life| !life.left);
-            if self.rank.is_first() && all().all(|life| life.stands_still(limit)) {
-                let behind = all().map(|life| life.step).min().unwrap_or(0);
-                let some_are_ahead = all().any(|life| life.step > behind);
-                let peer = lives.iter().position(|life| !life.left && life.step == behind);
+            let all = || lives.iter().chain([&own]).filter(|progress| !progress.left);
+            if self.rank.is_first() && all().all(|progress| progress.is_stalled(limit)) {
+                let behind = all().map(|progress| progress.step).min().unwrap_or(0);
+                let some_are_ahead = all().any(|progress| progress.step > behind);
+                let peer = lives.iter().position(|progress| !progress.left && progress.step == behind);
                 let why = format!("made no progress for {} s", limit.as_secs());
                 return match peer.filter(|_| some_are_ahead && own.step > behind) {
                     Some(peer) => self.lose(peer, &why),
@@ -342,8 +345,9 @@ impl Shared {
 
     fn lose(&self, peer: usize, what: &str) {
         let peer = &self.peers[peer];
-        let life = lock(&peer.life).clone();
-        let (ago, place, here) = (life.heard.elapsed().as_secs(), life.place(), lock(&self.life).place());
+        let progress = lock(&peer.progress).clone();
+        let (ago, place, here) =
+            (progress.heard.elapsed().as_secs(), progress.place(), lock(&self.progress).place());
         self.end(
             &format!(
                 "rank {} on {} {what}; last heartbeat {ago} s ago at {place}, this rank was at {here}",

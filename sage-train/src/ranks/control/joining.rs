@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use candle_sage::{Error, Result};
 
-use super::{LOST, Life, NAMED, Peer, lock};
-use crate::ranks::greeting::{Greeted, Greetings, introduce};
+use super::{LOST, NAMED, Peer, RankProgress, lock};
+use crate::ranks::greeting::{GreetedConnection, GreetingListener, introduce};
 use crate::ranks::message::{Hello, Message, VERSION, receive, send};
 use crate::ranks::secret::random;
 use crate::ranks::world::World;
@@ -60,7 +60,7 @@ pub(super) fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
             "the ranks are protected only by the number of the job: set SAGE_TRAIN_SECRET to keep out users who know that number",
         );
     }
-    let mut greetings = Greetings::new(listener, &world.secret).map_err(&failed)?;
+    let mut greetings = GreetingListener::new(listener, &world.secret).map_err(&failed)?;
     let began = Instant::now();
     // By rank: the connection, and the rank's challenge to rank 0.
     let mut peers: BTreeMap<usize, (Peer, String)> = BTreeMap::new();
@@ -70,7 +70,8 @@ pub(super) fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
             return Err(missing(world, &peers, strangers));
         }
         check_parent()?;
-        let Some(Greeted { mut stream, hello, is_proven }) = greetings.next().map_err(&failed)? else {
+        let Some(GreetedConnection { mut stream, hello, is_proven }) = greetings.next().map_err(&failed)?
+        else {
             std::thread::sleep(Duration::from_millis(5));
             continue;
         };
@@ -86,7 +87,7 @@ pub(super) fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
             strangers += 1;
             continue;
         }
-        if let Some(why) = misfit(world, &hello, peers.contains_key(&hello.rank)) {
+        if let Some(why) = refusal(world, &hello, peers.contains_key(&hello.rank)) {
             let over = Message::Over { why: why.clone(), code: 1 };
             let _ = send(&mut stream, &over);
             peers.values().for_each(|(peer, _)| drop(send(&mut *lock(&peer.stream), &over)));
@@ -101,7 +102,7 @@ pub(super) fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
     let host = gethostname::gethostname().to_string_lossy().into_owned();
     for (peer, nonce) in peers.values() {
         // The timeout for heartbeats starts here, because ranks send none before all have connected.
-        *lock(&peer.life) = Life::new();
+        *lock(&peer.progress) = RankProgress::new();
         let welcome = world.secret.sign(nonce, Hello::new(world.rank, &host, String::new()));
         let _ = send(&mut *lock(&peer.stream), &Message::Hello(welcome));
     }
@@ -109,7 +110,7 @@ pub(super) fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
 }
 
 /// Why rank 0 refuses a rank that knows the secret; `None` if rank 0 accepts the rank.
-fn misfit(world: &World, hello: &Hello, is_there: bool) -> Option<String> {
+fn refusal(world: &World, hello: &Hello, is_there: bool) -> Option<String> {
     let Hello { version, rank, of, host, .. } = hello;
     if version != VERSION {
         Some(format!("rank {rank} on {host} is version {version}, rank 0 is {VERSION}"))
@@ -135,7 +136,7 @@ fn peer(rank: usize, host: String, stream: TcpStream) -> Result<Peer> {
     // A peer that accepts no data for 5 s counts as dead: the thread that listens to the peer reports the loss.
     let ready = ready.and_then(|()| stream.set_write_timeout(Some(Duration::from_secs(5))));
     ready.map_err(during("cannot meet the ranks"))?;
-    Ok(Peer { rank, host, stream: Mutex::new(stream), life: Mutex::new(Life::new()) })
+    Ok(Peer { rank, host, stream: Mutex::new(stream), progress: Mutex::new(RankProgress::new()) })
 }
 
 fn missing<T>(world: &World, peers: &BTreeMap<usize, T>, strangers: usize) -> Error {
@@ -165,19 +166,19 @@ fn unreachable_first(world: &World, got: impl std::fmt::Display) -> Error {
 const ANOTHER_PROGRAM: &str = "something that is not this program";
 
 /// On the other ranks: connects to rank 0, which may start later. Rank 0 must answer within `patience`.
-pub(super) fn go_to_first(world: &World, host: &str, patience: Duration) -> Result<Peer> {
+pub(super) fn connect_to_first(world: &World, host: &str, patience: Duration) -> Result<Peer> {
     let began = Instant::now();
     loop {
         let nonce = random()?;
         let hello = Hello::new(world.rank, host, nonce.clone());
         let failure = match TcpStream::connect((world.host.as_str(), world.port)) {
             Ok(mut stream) => match introduce(&mut stream, &world.secret, hello, patience) {
-                Ok(()) => return welcomed(world, stream, &nonce),
+                Ok(()) => return wait_for_welcome(world, stream, &nonce),
                 Err(error) if error.kind() == ErrorKind::InvalidData => {
                     return Err(unreachable_first(world, ANOTHER_PROGRAM));
                 }
                 // Rank 0 would answer at once, so another program has the port.
-                Err(error) if is_silence(&error) => {
+                Err(error) if is_timeout(&error) => {
                     let got =
                         format!("no answer for {} s: another program may have the port", patience.as_secs());
                     return Err(unreachable_first(world, got));
@@ -195,12 +196,12 @@ pub(super) fn go_to_first(world: &World, host: &str, patience: Duration) -> Resu
     }
 }
 
-fn is_silence(error: &std::io::Error) -> bool {
+fn is_timeout(error: &std::io::Error) -> bool {
     [ErrorKind::WouldBlock, ErrorKind::TimedOut].contains(&error.kind())
 }
 
 /// Waits for the welcome, which rank 0 sends when all ranks have connected.
-fn welcomed(world: &World, mut stream: TcpStream, nonce: &str) -> Result<Peer> {
+fn wait_for_welcome(world: &World, mut stream: TcpStream, nonce: &str) -> Result<Peer> {
     // Twice the limit of rank 0, because rank 0 may have begun to wait only when this rank connected.
     let ready = stream.set_read_timeout(Some(2 * COMING));
     match ready.and_then(|()| receive(&mut stream)) {
@@ -215,7 +216,7 @@ fn welcomed(world: &World, mut stream: TcpStream, nonce: &str) -> Result<Peer> {
         Err(error) if error.kind() == ErrorKind::InvalidData => {
             Err(unreachable_first(world, ANOTHER_PROGRAM))
         }
-        Err(error) if is_silence(&error) => {
+        Err(error) if is_timeout(&error) => {
             Err(unreachable_first(world, format!("no answer for {} s", (2 * COMING).as_secs())))
         }
         Err(error) => {

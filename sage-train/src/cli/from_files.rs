@@ -25,7 +25,7 @@ fn check_tokenizers(named: &Settings, of_weights: &Settings) -> Result<()> {
 
 /// Fills in the settings that files determine: the model's shape from `--init-from`, and the vocabulary size from an
 /// existing tokenizer.
-pub(super) fn settle(mut settings: Settings) -> Result<Settings> {
+pub(super) fn fill_from_files(mut settings: Settings) -> Result<Settings> {
     if let Some(folder) = settings.model.init_from.take() {
         // Reports compare the text of the path, so `./runs/a` is saved as `runs/a`.
         let folder: PathBuf = folder.components().filter(|part| *part != Component::CurDir).collect();
