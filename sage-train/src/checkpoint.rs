@@ -33,7 +33,7 @@ use crate::{during, hex, writing};
 const FOLDER: &str = "checkpoints";
 /// Weights and moments in a single file.
 const STATE: &str = "state.safetensors";
-const ABOUT: &str = "checkpoint.json";
+const MANIFEST: &str = "checkpoint.json";
 const MARKER: &str = "COMPLETE";
 /// Format versions: with a single file of weights and moments, and with several files.
 const VERSIONS: [u32; 2] = [1, 2];
@@ -41,7 +41,7 @@ const VERSIONS: [u32; 2] = [1, 2];
 /// The contents of `checkpoint.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct CheckpointInfo {
+pub struct Manifest {
     version: u32,
     /// Number of steps taken.
     pub step: u64,
@@ -74,13 +74,9 @@ struct RankFile {
     parts: Parts,
 }
 
-impl CheckpointInfo {
-    fn new(
-        step: u64,
-        CheckpointOwner { data, settings }: CheckpointOwner,
-        mut files: Vec<RankFile>,
-        scales: Vec<[f32; 2]>,
-    ) -> Self {
+impl Manifest {
+    fn new(step: u64, owner: Owner, mut files: Vec<RankFile>, scales: Vec<[f32; 2]>) -> Self {
+        let Owner { data, settings } = owner;
         let one = if files.len() == 1 { files.pop() } else { None };
         let version = VERSIONS[usize::from(one.is_none())];
         let (state_bytes, state_sha256) = one.map(|file| (file.bytes, file.sha256)).unzip();
@@ -139,7 +135,7 @@ fn state_name(rank: Rank) -> String {
 
 /// The run that a checkpoint belongs to.
 #[derive(Debug, Clone)]
-pub(crate) struct CheckpointOwner {
+pub(crate) struct Owner {
     /// [`crate::data::Dataset::fingerprint`] of the run's data.
     pub(crate) data: String,
     pub(crate) settings: Identity,
@@ -149,7 +145,7 @@ pub(crate) struct CheckpointOwner {
 #[derive(Debug)]
 pub(crate) struct Checkpoints {
     folder: PathBuf,
-    belongs: CheckpointOwner,
+    owner: Owner,
     config: CheckpointConfig,
     channel: ControlChannel,
     writing: Option<JoinHandle<Result<()>>>,
@@ -159,7 +155,7 @@ impl Checkpoints {
     /// Prepares the folder of checkpoints, and removes what an interrupted writer left.
     pub(crate) fn new(
         run: &Path,
-        belongs: CheckpointOwner,
+        owner: Owner,
         config: CheckpointConfig,
         channel: ControlChannel,
     ) -> Result<Self> {
@@ -172,15 +168,15 @@ impl Checkpoints {
                 }
             }
         }
-        Ok(Self { folder, belongs, config, channel, writing: None })
+        Ok(Self { folder, owner, config, channel, writing: None })
     }
 
     /// Starts to write a checkpoint. The caller must have waited for the previous checkpoint.
     pub(crate) fn save(&mut self, step: u64, snapshot: Result<Snapshot>) {
-        let (folder, belongs, config) = (self.folder.clone(), self.belongs.clone(), self.config);
+        let (folder, owner, config) = (self.folder.clone(), self.owner.clone(), self.config);
         let channel = self.channel.clone();
         self.writing = Some(std::thread::spawn(move || {
-            write(&folder, step, belongs, snapshot, &channel)?;
+            write(&folder, step, owner, snapshot, &channel)?;
             if channel.rank().is_first() { prune(&folder, config) } else { Ok(()) }
         }));
     }
@@ -207,7 +203,7 @@ fn name(step: u64) -> String {
 fn write(
     folder: &Path,
     step: u64,
-    belongs: CheckpointOwner,
+    owner: Owner,
     snapshot: Result<Snapshot>,
     channel: &ControlChannel,
 ) -> Result<()> {
@@ -232,7 +228,7 @@ fn write(
     });
     let files: Result<Vec<RankFile>> = files.collect();
     let written = files.and_then(|files| match channel.rank().is_first() {
-        true => finish(folder, &partial, (step, scales), belongs, files),
+        true => finish(folder, &partial, (step, scales), owner, files),
         false => Ok(()),
     });
     // Until rank 0 has renamed the checkpoint, no rank exits or counts the checkpoint as written.
@@ -278,7 +274,7 @@ fn finish(
     folder: &Path,
     partial: &Path,
     (step, scales): (u64, Vec<[f32; 2]>),
-    belongs: CheckpointOwner,
+    owner: Owner,
     files: Vec<RankFile>,
 ) -> Result<()> {
     // Machines may have folders of the same name on separate disks.
@@ -291,9 +287,9 @@ fn finish(
             .allowed("the files of all ranks in one folder")
             .hint("set --out to a folder that all machines share"));
     }
-    let about = serde_json::to_string_pretty(&CheckpointInfo::new(step, belongs, files, scales))
-        .expect("plain values");
-    for (name, text) in [(ABOUT, about.as_str()), (MARKER, &hex(&Sha256::digest(&about)))] {
+    let manifest =
+        serde_json::to_string_pretty(&Manifest::new(step, owner, files, scales)).expect("plain values");
+    for (name, text) in [(MANIFEST, manifest.as_str()), (MARKER, &hex(&Sha256::digest(&manifest)))] {
         let path = partial.join(name);
         std::fs::write(&path, text).map_err(writing(&path))?;
         sync(&path)?;
@@ -352,7 +348,7 @@ pub struct FoundCheckpoint {
     /// The folder of the checkpoint's run.
     pub run: PathBuf,
     /// The contents of the checkpoint's `checkpoint.json`.
-    pub about: CheckpointInfo,
+    pub manifest: Manifest,
     path: PathBuf,
     files: Vec<RankFile>,
     /// Keeps other processes from continuing the run and from removing this checkpoint. Rank 0 holds the lock
@@ -370,7 +366,7 @@ impl FoundCheckpoint {
     pub fn at(path: &Path, rank: Rank) -> Result<Self> {
         let take = |run: &Path| rank.is_first().then(|| Lock::run(run)).transpose();
         crate::check_there(path)?;
-        if path.join(ABOUT).exists() || path.join(STATE).exists() {
+        if path.join(MANIFEST).exists() || path.join(STATE).exists() {
             let run = path.parent().and_then(Path::parent);
             let run = run.filter(|run| run.join("config.toml").exists()).ok_or_else(|| {
                 Error::new("the checkpoint is not in the folder of a run")
@@ -396,8 +392,8 @@ impl FoundCheckpoint {
     }
 
     fn checked(lock: Option<Lock>, run: PathBuf, path: PathBuf, rank: Rank) -> Result<Self> {
-        let (about, files) = verified(&run, &path, rank)?;
-        Ok(Self { run, about, path, files, _lock: lock })
+        let (manifest, files) = verified(&run, &path, rank)?;
+        Ok(Self { run, manifest, path, files, _lock: lock })
     }
 
     /// Checks that the run has no newer checkpoints, which a resumed run would have to overwrite.
@@ -406,7 +402,7 @@ impl FoundCheckpoint {
     /// When there are newer checkpoints.
     pub fn check_newest(&self) -> Result<()> {
         let newer: Vec<u64> =
-            steps(&self.run.join(FOLDER)).into_iter().filter(|&step| step > self.about.step).collect();
+            steps(&self.run.join(FOLDER)).into_iter().filter(|&step| step > self.manifest.step).collect();
         let Some(first) = newer.first() else { return Ok(()) };
         Err(Error::new("the run has newer checkpoints than this one")
             .got(format!("{} newer in {}, beginning with {}", newer.len(), self.run.display(), name(*first)))
@@ -427,7 +423,7 @@ impl FoundCheckpoint {
             config.device.dtype(),
             Some(config.training(ranks)),
         )?;
-        let scales = parameters.restore_scales(&config.model, &self.about.scales);
+        let scales = parameters.restore_scales(&config.model, &self.manifest.scales);
         scales.map_err(during("cannot restore the scales of FP8"))?;
         Ok(parameters)
     }
@@ -439,7 +435,7 @@ fn paths(checkpoint: &Path, files: Vec<RankFile>) -> Vec<(PathBuf, Parts)> {
 
 /// Whether a folder is a checkpoint.
 pub fn is_one(folder: &Path) -> bool {
-    folder.join(ABOUT).is_file() || folder.join(STATE).is_file()
+    folder.join(MANIFEST).is_file() || folder.join(STATE).is_file()
 }
 
 /// A checkpoint's description and state, for uses other than continuing its run. The checks are the same as for
@@ -447,8 +443,8 @@ pub fn is_one(folder: &Path) -> bool {
 ///
 /// # Errors
 /// When the folder is not a complete checkpoint.
-pub fn open(checkpoint: &Path) -> Result<(CheckpointInfo, State)> {
+pub fn open(checkpoint: &Path) -> Result<(Manifest, State)> {
     let run = checkpoint.parent().and_then(Path::parent).unwrap_or(checkpoint);
-    let (about, files) = verified(run, checkpoint, Rank::ALONE)?;
-    Ok((about, State::open(paths(checkpoint, files))?))
+    let (manifest, files) = verified(run, checkpoint, Rank::ALONE)?;
+    Ok((manifest, State::open(paths(checkpoint, files))?))
 }

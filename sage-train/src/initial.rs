@@ -140,11 +140,11 @@ pub fn parameters(
         let names = file.names().collect::<Vec<_>>();
         return make(&names, InitialValues::weights(&|spec| file.values(spec, "")));
     }
-    let (about, state) = checkpoint::open(folder)?;
+    let (manifest, state) = checkpoint::open(folder)?;
     let before = Config::resolve(Config::read_last_settings(&path)?)?;
-    about.check_settings(run, &before)?;
+    manifest.check_settings(run, &before)?;
     let moments = |moment: &'static str, spec: &ParameterSpec, range| {
-        let factor = before.optimizer.unbiased(moment, about.step);
+        let factor = before.optimizer.unbiased(moment, manifest.step);
         let values = state.moments(moment, spec, range)?;
         Ok(values.into_iter().map(|value| (f64::from(value) * factor) as f32).collect())
     };

@@ -30,7 +30,7 @@ use crate::settings::{Role, has_role, keys_with};
 use crate::signals::SecondSignal;
 use crate::{during, notify, on_device, signals, writing};
 
-use crate::checkpoint::{CheckpointOwner, Checkpoints, FoundCheckpoint};
+use crate::checkpoint::{Checkpoints, FoundCheckpoint, Owner};
 pub use parallel::{Overlap, Parallel, check_parallel};
 use progress::Progress;
 use run_dir::{RunDir, write_json};
@@ -126,7 +126,7 @@ pub fn run_as(
     if rank.of > 1 {
         progress.print(&parallel::summary(ranks.mesh()));
     }
-    let first = resumed.map_or(0, |found| found.about.step);
+    let first = resumed.map_or(0, |found| found.manifest.step);
     no_ending_yet(&folder, channel)?;
     if rank.is_first() {
         write_settings(&folder, config, begin)?;
@@ -140,7 +140,7 @@ pub fn run_as(
     if rank.is_first() {
         data.tokenizer.save_in(folder.path())?;
     }
-    let belongs = CheckpointOwner { data: fingerprint, settings: config.identity() };
+    let belongs = Owner { data: fingerprint, settings: config.identity() };
     let checkpoints = Checkpoints::new(folder.path(), belongs, config.checkpoints, channel.clone())?;
     channel.wait("folder is ready");
 
@@ -179,11 +179,11 @@ fn write_settings(folder: &RunDir, config: &Config, begin: &Origin) -> Result<()
     let Origin::Resume(found) = begin else { return folder.write(CONFIG, &config.to_toml()) };
     // If no step is left, changed settings have no effect and are not listed, unless --steps ends the run here, before
     // its planned end.
-    if found.about.step == config.steps && planned_steps(found) == Some(config.steps) {
+    if found.manifest.step == config.steps && planned_steps(found) == Some(config.steps) {
         return Ok(());
     }
     let path = folder.path().join(CONFIG);
-    folder.write(CONFIG, &Change::listed(&path, config, found.about.step)?)
+    folder.write(CONFIG, &Change::listed(&path, config, found.manifest.step)?)
 }
 
 /// Checks that a run can continue from a checkpoint: the data is what the run was trained on, and the checkpoint is not
@@ -198,13 +198,13 @@ fn check_continues(
     if !matches!(begin, Origin::Branch(_)) {
         found.check_newest()?;
     }
-    if found.about.data != fingerprint {
+    if found.manifest.data != fingerprint {
         return Err(Error::new("the data is not what the run was trained on")
             .got(format!("data with fingerprint {fingerprint:.12}"))
-            .allowed(format!("fingerprint {:.12}, as in the checkpoint", found.about.data))
+            .allowed(format!("fingerprint {:.12}, as in the checkpoint", found.manifest.data))
             .hint("has a file been added or changed since? Earlier versions also read hidden files and byte-order marks. To continue on other data, begin a new run: --init-from"));
     }
-    let first = found.about.step;
+    let first = found.manifest.step;
     if first > config.steps {
         return Err(Error::new("the run already has more steps")
             .got(format!("a checkpoint after step {first}, --steps {}", config.steps))
@@ -236,7 +236,7 @@ fn log_what_runs(config: &Config, resumed: Option<&FoundCheckpoint>, data: &Data
     if let Some(branch) = &config.branch {
         progress.print(&format!("branched off {}: {branch}", branch.run));
     }
-    let first = resumed.map_or(0, |found| found.about.step);
+    let first = resumed.map_or(0, |found| found.manifest.step);
     if first > 0 {
         progress.print(&match first == config.steps {
             true => format!("all {first} steps are done; a higher --steps continues the run"),
@@ -322,7 +322,7 @@ fn to_its_end(mut run: Run<'_>, channel: &ControlChannel) -> std::result::Result
 
 /// The text that all ranks must agree on before any long work starts.
 fn compared_settings(config: &Config, resumed: Option<&FoundCheckpoint>, parallel: Parallel) -> String {
-    let step = resumed.map_or("a new run".into(), |found| format!("after step {}", found.about.step));
+    let step = resumed.map_or("a new run".into(), |found| format!("after step {}", found.manifest.step));
     // Paths differ between machines; the data behind them is compared once it is read.
     let mut settings: Identity = config.identity();
     settings.retain(|key, _| !has_role(key, Role::Path));
@@ -355,7 +355,7 @@ fn load(config: &Config, channel: &ControlChannel, progress: &Progress) -> Resul
 
 /// Rank 0 makes or opens the run's folder; the other ranks read from it.
 fn open_folder(config: &Config, begin: &Origin, channel: &ControlChannel) -> Result<(RunDir, Vec<Point>)> {
-    let first = begin.found().map_or(0, |found| found.about.step);
+    let first = begin.found().map_or(0, |found| found.manifest.step);
     if channel.rank().is_first() {
         let opened = match begin {
             Origin::Resume(found) => RunDir::reopen(&found.run, first, None)?,
@@ -410,7 +410,7 @@ fn try_out(config: &Config) -> Result<()> {
 
 /// The steps that the run was planned for when the checkpoint was written.
 fn planned_steps(found: &FoundCheckpoint) -> Option<u64> {
-    found.about.settings.as_ref()?.get("steps")?.parse().ok()
+    found.manifest.settings.as_ref()?.get("steps")?.parse().ok()
 }
 
 /// Reports that the learning-rate schedule differs from the schedule of the run so far.

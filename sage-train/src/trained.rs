@@ -173,8 +173,8 @@ impl Trained {
         let state = match run == folder {
             true => None,
             false => {
-                let (about, state) = checkpoint::open(folder)?;
-                about.check_settings(run, &Config::resolve(saved.clone())?)?;
+                let (manifest, state) = checkpoint::open(folder)?;
+                manifest.check_settings(run, &Config::resolve(saved.clone())?)?;
                 Some(state)
             }
         };

@@ -5,7 +5,7 @@ use std::path::Path;
 use candle_sage::{Error, Result};
 use sha2::{Digest, Sha256};
 
-use super::{ABOUT, CheckpointInfo, FOLDER, MARKER, RankFile, VERSIONS, digest, name, steps};
+use super::{FOLDER, MANIFEST, MARKER, Manifest, RankFile, VERSIONS, digest, name, steps};
 use crate::hex;
 use crate::ranks::Rank;
 
@@ -14,7 +14,7 @@ use crate::ranks::Rank;
 ///
 /// # Errors
 /// When the checkpoint is damaged, incomplete, of another step than its folder's name, or from a later version.
-pub(super) fn verified(run: &Path, path: &Path, rank: Rank) -> Result<(CheckpointInfo, Vec<RankFile>)> {
+pub(super) fn verified(run: &Path, path: &Path, rank: Rank) -> Result<(Manifest, Vec<RankFile>)> {
     let refuse = |file: &str, got: String, allowed: &str| {
         let others: Vec<String> =
             steps(&run.join(FOLDER)).into_iter().map(name).filter(|other| !path.ends_with(other)).collect();
@@ -28,34 +28,38 @@ pub(super) fn verified(run: &Path, path: &Path, rank: Rank) -> Result<(Checkpoin
             .hint(hint))
     };
     let read = |file: &str| std::fs::read(path.join(file)).map_err(|error| error.to_string());
-    let text = match read(ABOUT) {
+    let text = match read(MANIFEST) {
         Ok(text) => text,
-        Err(error) => return refuse(ABOUT, error, "a whole checkpoint"),
+        Err(error) => return refuse(MANIFEST, error, "a whole checkpoint"),
     };
     match read(MARKER) {
         Err(error) => return refuse(MARKER, error, "the marker file, which is written last"),
         Ok(marker) if marker != hex(&Sha256::digest(&text)).as_bytes() => {
             return refuse(
-                ABOUT,
+                MANIFEST,
                 "changed since it was written".into(),
-                &format!("the {ABOUT} whose hash is in {MARKER}"),
+                &format!("the {MANIFEST} whose hash is in {MARKER}"),
             );
         }
         Ok(_) => {}
     }
-    let about: CheckpointInfo = match serde_json::from_slice(&text) {
-        Ok(about) => about,
-        Err(error) => return refuse(ABOUT, error.to_string(), "what this version writes"),
+    let manifest: Manifest = match serde_json::from_slice(&text) {
+        Ok(manifest) => manifest,
+        Err(error) => return refuse(MANIFEST, error.to_string(), "what this version writes"),
     };
-    if !VERSIONS.contains(&about.version) {
+    if !VERSIONS.contains(&manifest.version) {
         let allowed = format!("version {} or {}", VERSIONS[0], VERSIONS[1]);
-        return refuse(ABOUT, format!("version {}", about.version), &allowed);
+        return refuse(MANIFEST, format!("version {}", manifest.version), &allowed);
     }
-    if !path.ends_with(name(about.step)) {
-        return refuse(ABOUT, format!("belongs to {}", name(about.step)), "the step in the folder's name");
+    if !path.ends_with(name(manifest.step)) {
+        return refuse(
+            MANIFEST,
+            format!("belongs to {}", name(manifest.step)),
+            "the step in the folder's name",
+        );
     }
-    let Some(files) = about.files() else {
-        return refuse(ABOUT, "an invalid list of files".into(), "what this version writes");
+    let Some(files) = manifest.files() else {
+        return refuse(MANIFEST, "an invalid list of files".into(), "what this version writes");
     };
     for file in files.iter().skip(rank.index).step_by(rank.of) {
         let (bytes, sha256) = match digest(&path.join(&file.name)) {
@@ -68,5 +72,5 @@ pub(super) fn verified(run: &Path, path: &Path, rank: Rank) -> Result<(Checkpoin
             return refuse(&file.name, got, &allowed);
         }
     }
-    Ok((about, files))
+    Ok((manifest, files))
 }

@@ -26,7 +26,7 @@ impl Resumed {
         let path = found.run.join("config.toml");
         let saved = match branch {
             None => Config::read_last_settings(&path)?,
-            Some(_) => Config::read_settings_at(&path, found.about.step)?,
+            Some(_) => Config::read_settings_at(&path, found.manifest.step)?,
         };
         let (moved, data) = (&mut typed.data, &saved.data);
         moved.sources = with_weights(moved.sources.take(), data.sources.as_ref())?;
@@ -56,7 +56,7 @@ impl Resumed {
         }
         merged.run.name = branch.map(str::to_owned);
         let before = Config::resolve(saved)?;
-        found.about.check_settings(&found.run, &before)?;
+        found.manifest.check_settings(&found.run, &before)?;
         let mut config = Config::resolve(merged)?;
         config.branch = runs::branch(&found.run)?;
         if branch.is_some() {
@@ -70,7 +70,8 @@ impl Resumed {
                     ));
             }
             let run = found.run.display().to_string();
-            config.branch = Some(Branch::new(run, found.about.step, &before.identity(), &config.identity()));
+            config.branch =
+                Some(Branch::new(run, found.manifest.step, &before.identity(), &config.identity()));
         }
         // The run may have been moved since it was created.
         if let Some(parent) = found.run.parent() {

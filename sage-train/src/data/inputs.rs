@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::hub::{Hub, Named};
 use super::prepared::FileRead;
-use super::reader::{self, OnBadDocument, Piece, is_known};
+use super::reader::{self, BadDocuments, Piece, is_known};
 use super::source::{self, SkippedFiles, Source};
 use super::tokenizer::{TRAINING_BYTES, Tokenizer};
 use crate::notify;
@@ -112,7 +112,7 @@ pub(super) fn read_file(
     each: &mut reader::EachUntil<'_>,
 ) -> Result<FileRead> {
     let skipped = AtomicU64::new(0);
-    let bad = if skip_bad { OnBadDocument::Skipped(&skipped) } else { OnBadDocument::Refused };
+    let bad = if skip_bad { BadDocuments::Skipped(&skipped) } else { BadDocuments::Refused };
     let mut read = FileRead { path: file.path.clone(), bytes: file.bytes(), ..FileRead::default() };
     let mut continued = false;
     reader::read_counted(&file.path, &file.field, bad, done, &mut |piece| {

@@ -72,7 +72,7 @@ pub(super) type EachUntil<'a> = dyn FnMut(Piece) -> Result<ControlFlow<()>> + 'a
 
 /// What happens to a document that cannot be read.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum OnBadDocument<'a> {
+pub(super) enum BadDocuments<'a> {
     /// Reading ends with an error.
     Refused,
     /// The document is skipped and counted. A text file is one document: reading stops at the bad byte, and only the
@@ -80,7 +80,7 @@ pub(super) enum OnBadDocument<'a> {
     Skipped(&'a AtomicU64),
 }
 
-impl OnBadDocument<'_> {
+impl BadDocuments<'_> {
     fn take(self, error: Error) -> Result<()> {
         match self {
             Self::Refused => Err(error),
@@ -171,7 +171,7 @@ pub(super) fn estimated_bytes(path: &Path) -> u64 {
 /// # Errors
 /// When the file cannot be read or does not have the format of its name, and the errors of `each`.
 pub fn read(path: &Path, field: &str, each: &mut Each<'_>) -> Result<()> {
-    read_counted(path, field, OnBadDocument::Refused, &AtomicU64::new(0), &mut |piece| {
+    read_counted(path, field, BadDocuments::Refused, &AtomicU64::new(0), &mut |piece| {
         each(piece).map(ControlFlow::Continue)
     })
 }
@@ -181,7 +181,7 @@ pub fn read(path: &Path, field: &str, each: &mut Each<'_>) -> Result<()> {
 pub(super) fn read_counted(
     path: &Path,
     field: &str,
-    bad: OnBadDocument<'_>,
+    bad: BadDocuments<'_>,
     done: &AtomicU64,
     each: &mut EachUntil<'_>,
 ) -> Result<()> {
@@ -380,17 +380,12 @@ pub(crate) mod tests {
         {
             assert!(documents(&at(name)).is_err(), "{name}");
             let (count, mut documents, mut bytes) = (AtomicU64::new(0), 0, 0);
-            read_counted(
-                &at(name),
-                "text",
-                OnBadDocument::Skipped(&count),
-                &AtomicU64::new(0),
-                &mut |piece| {
-                    documents += u32::from(piece.ends);
-                    bytes += piece.text.len();
-                    Ok(ControlFlow::Continue(()))
-                },
-            )?;
+            let skipped = BadDocuments::Skipped(&count);
+            read_counted(&at(name), "text", skipped, &AtomicU64::new(0), &mut |piece| {
+                documents += u32::from(piece.ends);
+                bytes += piece.text.len();
+                Ok(ControlFlow::Continue(()))
+            })?;
             assert_eq!((documents, count.into_inner()), (wanted, left_out), "{name}");
             assert!(bytes <= long.len());
         }

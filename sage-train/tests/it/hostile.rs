@@ -156,7 +156,7 @@ fn messages_of_ranks() {
         r#"{"challenge":{"nonce":"00ff"}}"#.to_owned(),
         r#"{"hello":{"version":"0.1.0","rank":3,"of":8,"host":"node","nonce":"00ff","proof":"ff00"}}"#
             .to_owned(),
-        format!(r#"{{"said":{{"topic":"data","text":"{long}"}}}}"#),
+        format!(r#"{{"text":{{"topic":"data","text":"{long}"}}}}"#),
         r#"{"all":{"topic":"data","texts":["one","two"]}}"#.to_owned(),
         r#"{"beat":{"step":7,"ticks":123,"doing":"step 7 of 9","aside":false}}"#.to_owned(),
         r#"{"failed":{"why":"no room"}}"#.to_owned(),

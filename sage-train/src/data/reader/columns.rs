@@ -8,7 +8,7 @@ use candle_sage::{Error, Result};
 use parquet::column::reader::ColumnReader;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
-use super::{EachUntil, OnBadDocument, Piece, not_utf8, unreadable};
+use super::{BadDocuments, EachUntil, Piece, not_utf8, unreadable};
 use crate::unpanicked;
 
 /// Number of rows of a Parquet file that are decoded together.
@@ -19,7 +19,7 @@ pub(super) fn parquet(
     path: &Path,
     file: File,
     field: &str,
-    bad: OnBadDocument<'_>,
+    bad: BadDocuments<'_>,
     done: &AtomicU64,
     each: &mut EachUntil<'_>,
 ) -> Result<()> {

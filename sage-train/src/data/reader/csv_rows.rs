@@ -7,14 +7,14 @@ use std::rc::Rc;
 
 use candle_sage::{Error, Result};
 
-use super::{EachUntil, LONGEST, OnBadDocument, Piece, not_utf8, unreadable};
+use super::{BadDocuments, EachUntil, LONGEST, Piece, not_utf8, unreadable};
 
 /// Reads a column of a CSV file, whose first row names the columns: each other row is a document.
 pub(super) fn csv_rows(
     path: &Path,
     reader: impl Read,
     field: &str,
-    bad: OnBadDocument<'_>,
+    bad: BadDocuments<'_>,
     each: &mut EachUntil<'_>,
 ) -> Result<()> {
     let left = Rc::new(Cell::new(LONGEST));

@@ -6,14 +6,14 @@ use std::path::Path;
 use candle_sage::{Error, Result};
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Unexpected, Visitor};
 
-use super::{EachUntil, LONGEST, OnBadDocument, Piece, not_utf8, unreadable};
+use super::{BadDocuments, EachUntil, LONGEST, Piece, not_utf8, unreadable};
 
 /// Reads JSON lines: each line is a document.
 pub(super) fn json_lines(
     path: &Path,
     mut reader: impl BufRead,
     field: &str,
-    bad: OnBadDocument<'_>,
+    bad: BadDocuments<'_>,
     each: &mut EachUntil<'_>,
 ) -> Result<()> {
     let mut line = Vec::new();
@@ -211,7 +211,7 @@ mod tests {
                 found.push(piece.text);
                 Ok(std::ops::ControlFlow::Continue(()))
             };
-            json_lines(Path::new("a"), lines.as_bytes(), field, OnBadDocument::Refused, &mut each)
+            json_lines(Path::new("a"), lines.as_bytes(), field, BadDocuments::Refused, &mut each)
                 .map(|()| found)
         };
         // A field with the whole name is preferred to a nested field.

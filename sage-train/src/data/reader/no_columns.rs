@@ -6,13 +6,13 @@ use std::sync::atomic::AtomicU64;
 
 use candle_sage::{Error, Result};
 
-use super::{EachUntil, OnBadDocument};
+use super::{BadDocuments, EachUntil};
 
 pub(super) fn parquet(
     path: &Path,
     _: File,
     _: &str,
-    _: OnBadDocument<'_>,
+    _: BadDocuments<'_>,
     _: &AtomicU64,
     _: &mut EachUntil<'_>,
 ) -> Result<()> {

@@ -5,13 +5,13 @@ use std::path::Path;
 
 use candle_sage::Result;
 
-use super::{EachUntil, OnBadDocument, Piece, not_text, not_utf8, unreadable};
+use super::{BadDocuments, EachUntil, Piece, not_text, not_utf8, unreadable};
 use crate::data::tokenizer::{PIECE, piece_end};
 
 pub(super) fn text(
     path: &Path,
     mut reader: Box<dyn Read + '_>,
-    bad: OnBadDocument<'_>,
+    bad: BadDocuments<'_>,
     each: &mut EachUntil<'_>,
 ) -> Result<()> {
     let (mut held, mut before) = (Vec::new(), 0);
