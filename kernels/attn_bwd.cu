@@ -1,6 +1,6 @@
 // Attention backward. Each (scheme, element type, head_dim) has three kernels: one visits all queries that see a block
-// of keys, one (sparse) only query blocks that select the block, and one is for windows. If all matmuls, except perhaps
-// S, run in 16 bit, there is a fourth kernel for a soft cap and ALiBi. The table of plans (params/plans.def) says which
+// of keys, one (sparse) only query blocks that select the block, and one is for windows. Schemes whose matmuls other
+// than S run in 16 bit have a fourth kernel for a soft cap and ALiBi. The table of plans (params/plans.def) says which
 // mainloop a kernel runs. Attn-QAT runs the kernels of 16-bit attention on its fake-quantized operands, if its backward
 // does not quantize P again. finish_dq converts the sums of dQ afterwards.
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>

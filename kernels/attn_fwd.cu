@@ -1,6 +1,6 @@
 // Attention forward. Each (scheme, element type, head_dim) has three kernels: one visits all visible keys, one (sparse)
-// the key blocks of a selection, and one is for windows. If all matmuls, except perhaps S, run in 16 bit, there is a
-// fourth kernel for a soft cap and ALiBi. The table of plans (params/plans.def) says which mainloop a kernel runs.
+// the key blocks of a selection, and one is for windows. Schemes whose matmuls other than S run in 16 bit have a fourth
+// kernel for a soft cap and ALiBi. The table of plans (params/plans.def) says which mainloop a kernel runs.
 #include <sage/attention/numerics/dense16_forward_sm80.cuh>
 #include <sage/attention/numerics/dense16_forward_sm90.cuh>
 #include <sage/attention/numerics/sagebwd_forward_sm80.cuh>

@@ -13,7 +13,7 @@ using elements::Pack;
 namespace {
 
 constexpr int MAX_THREADS = 512;
-static_assert(MAX_THREADS >= elements::TEAM_THREADS);
+static_assert(MAX_THREADS >= elements::ROW_THREADS);
 constexpr int SCALE_THREADS = 256;
 constexpr int BATCH = 4;  // loads in flight per lane
 using ptx::LOG2_E;
@@ -203,7 +203,7 @@ FP8_KERNEL(f16, __half)
 FP8_KERNEL(bf16, __nv_bfloat16)
 
 // Scale kernels: from each 16-bit type to the same type and to f32 (in which gradients are accumulated), and from f32
-// to the 16-bit type.
+// to each 16-bit type and to f32.
 #define SCALE(name, From, To, V)                          \
   extern "C" __global__ void __launch_bounds__(SCALE_THREADS) \
       scale_##name(const __grid_constant__ params::Scale p) { scale<From, To, V>(p); }

@@ -13,7 +13,7 @@ using elements::Pack;
 namespace {
 
 constexpr int THREADS = 256;
-static_assert(THREADS >= elements::TEAM_THREADS);
+static_assert(THREADS >= elements::ROW_THREADS);
 constexpr int PIECE = 32;
 constexpr int BATCH = 4;  // loads in flight per thread
 

@@ -15,7 +15,7 @@ namespace {
 
 // The backward has fewer threads, because it keeps the sums of two gradients in registers.
 constexpr int BACKWARD_THREADS = 256;
-static_assert(BACKWARD_THREADS >= elements::TEAM_THREADS);
+static_assert(BACKWARD_THREADS >= elements::ROW_THREADS);
 
 // The mean of a row, and 1 / sqrt(mean((x - mean)^2) + eps).
 struct Moments {

@@ -115,7 +115,8 @@ __device__ void row_squares(const params::MuonRows& p) {
   if (isfinite(*p.sum_of_squares)) *mean = p.beta * *mean + (1.0f - p.beta) * sum;
 }
 
-// One thread block per matrix: computes factors of the rows that keep the sum of the matrix's squares unchanged.
+// One thread block per matrix: computes one factor per row. Multiplying the rows by the factors does not change the
+// matrix's sum of squares.
 __device__ void row_factors(const params::MuonRows& p) {
   float* factors = p.factors + int64_t(blockIdx.x) * p.rows;
   const float* mean = p.mean_squares + int64_t(blockIdx.x) * p.rows;

@@ -288,7 +288,7 @@ __device__ void sink_gradient(const params::SinkGradient& p) {
   int64_t first = blockIdx.x * p.rows;
   float sink2 = p.sinks[blockIdx.x] * ptx::LOG2_E, sum = 0.0f;
   for (int64_t row = threadIdx.x; row < p.rows; row += SINK_THREADS) {
-    // The probability is 0 for padding and for queries that see no key, whose delta is undefined.
+    // The probability is 0 for padding and for queries that see no key, whose delta may be NaN.
     float probability = fminf(ptx::exp2(sink2 + p.minus_lse2[first + row]), 1.0f);
     if (probability != 0.0f) sum = fmaf(probability, p.minus_delta[first + row], sum);
   }

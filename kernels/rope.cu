@@ -12,7 +12,7 @@ using elements::Pack;
 namespace {
 
 constexpr int MAX_THREADS = 512;
-static_assert(MAX_THREADS >= elements::TEAM_THREADS);
+static_assert(MAX_THREADS >= elements::ROW_THREADS);
 
 // The channels of a lane, in two packs of V neighbouring channels, and the first of the lane's V angles. In the
 // half-split layout, pair i is element i of both packs. In the interleaved layout a pair is two neighbouring elements
@@ -216,7 +216,7 @@ __device__ void norm_backward(const params::Rope& p) {
     x.store(out_head<T>(p, token, head), place);
   });
   // Adds the sums of the thread block's groups, in order. If there are several groups, a head needs at most one warp.
-  __shared__ float sums[elements::TEAM_THREADS * 2 * V];
+  __shared__ float sums[elements::ROW_THREADS * 2 * V];
   float* partial = p.partials + int64_t(blockIdx.x) * 2 * p.half;
   if (place.active) {
 #pragma unroll

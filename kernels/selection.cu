@@ -55,7 +55,7 @@ struct List {
 // block's list) for each query block that selects the key block, in ascending order, 32 query blocks at a time; n
 // counts these query blocks from 0. Returns their number.
 template <class F>
-__device__ __forceinline__ int each_user(const params::Users& p, const Segment& segment, int segment_index, int key_head,
+__device__ __forceinline__ int each_user(const params::InvertedLists& p, const Segment& segment, int segment_index, int key_head,
                                          int block, F f) {
   int lane = threadIdx.x % 32, all = selection_blocks(segment.query_len), found = 0;
   int first_row = first_query_block(p.shape, segment_index);
@@ -72,8 +72,8 @@ __device__ __forceinline__ int each_user(const params::Users& p, const Segment& 
 
 // If more than 2 * most query blocks (`count`) select a key block, and a slot is free, a warp splits the query blocks
 // into parts of at most `most`, and zeroes the slot's sums. Slots can run out. The table of parts cannot overflow,
-// because the number of selections bounds the number of parts.
-__device__ __forceinline__ void cut(const params::Users& p, int segment, int key_head, int block, int column, uint32_t count) {
+// because the number of selected (query block, key block) pairs bounds the number of parts.
+__device__ __forceinline__ void cut(const params::InvertedLists& p, int segment, int key_head, int block, int column, uint32_t count) {
   int lane = threadIdx.x % 32;
   uint32_t all = p.used[2], most = max(p.least_users, (all + p.shares - 1) / p.shares);
   params::CutList list = {0, 1};
@@ -95,7 +95,7 @@ __device__ __forceinline__ void cut(const params::Users& p, int segment, int key
 }
 
 template <bool FILL>
-__device__ __forceinline__ void users(const params::Users& p) {
+__device__ __forceinline__ void users(const params::InvertedLists& p) {
   Segment segment(p.shape, blockIdx.y);
   int block = blockIdx.x * WARPS + threadIdx.x / 32, key_head = blockIdx.z, lane = threadIdx.x % 32;
   if (block >= selection_blocks(segment.key_len)) return;
@@ -325,8 +325,8 @@ __device__ __forceinline__ void block_mass(const params::Mass& p) {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32) count_users(const __grid_constant__ params::Users p) { users<false>(p); }
-extern "C" __global__ void __launch_bounds__(WARPS * 32) fill_users(const __grid_constant__ params::Users p) { users<true>(p); }
+extern "C" __global__ void __launch_bounds__(WARPS * 32) count_users(const __grid_constant__ params::InvertedLists p) { users<false>(p); }
+extern "C" __global__ void __launch_bounds__(WARPS * 32) fill_users(const __grid_constant__ params::InvertedLists p) { users<true>(p); }
 extern "C" __global__ void __launch_bounds__(WARPS * 32) choose_blocks(const __grid_constant__ params::Choose p) { choose(p); }
 
 #define TYPE(type, T)                                                                                        \

@@ -88,8 +88,8 @@ __device__ void round_trip(const Params& p) {
     reinterpret_cast<uint4*>(p.out)[i] = *reinterpret_cast<uint4*>(b + layout::swizzled<128>(i / 8, i % 8));
 }
 
-// out (16, 16) = S V. S (16, 32) is an accumulator of INT8 values, packed as an operand; V (16, 32) is stored
-// transposed with its tokens permuted. O = P V and dK = dS^T Q are computed in the same way.
+// out (16, 16) = S V. S (16, 32) is an accumulator of INT8 values, packed as an operand; V (32, 16) is stored
+// transposed, with its tokens permuted. O = P V and dK = dS^T Q are computed in the same way.
 __device__ void permuted_product(const Params& p) {
   __shared__ __align__(1024) unsigned char v[16 * 64];
   layout::ReaderB<64> reader(fill<16, 64>(v, p.b), threadIdx.x);

@@ -6,8 +6,8 @@
     kernel = kernels.get_local_kernel(pathlib.Path("candle-sage/build"))
     out = kernel.attention(q, k, v, scheme="sagebwd", causal=True)
 
-The wheel does not link PyTorch or CUDA's libraries, so one copy serves every PyTorch from 2.4 on and every CUDA 12 or 13.
-`kernels` looks for a separate build variant for each major version of CUDA, and for the CPU. Python 3.9, which
+The wheel does not link PyTorch or CUDA's libraries, so one copy serves every PyTorch from 2.4 on and every CUDA 12 or
+13. `kernels` looks for a separate build variant for each major version of CUDA, and for the CPU. Python 3.9, which
 `kernels` also asks for, is not supported.
 """
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares the speed and memory of attention with PyTorch's, on one GPU in one run.
+"""Compares the speed and memory of sage-train's attention and PyTorch's attention, on one GPU in one run.
 
     cargo build --release -p sage-train --features cuda
     python3 scripts/attention_vs_pytorch.py [--binary target/release/sage-train] [D:N:CAUSAL[:WINDOW] ...]
@@ -8,9 +8,10 @@ D is the head_dim, or 192/128 for queries and keys of 192 channels with values o
 that a query sees, including its own: tokens before it and, without a causal mask, as many tokens after it.
 PyTorch's scaled_dot_product_attention runs with its FlashAttention-2 backend (mma.sync instructions) and with
 its cuDNN backend. FlashAttention-4 runs if `flash_attn.cute` can be imported (pip install flash-attn-4). cuDNN's FP8
-attention, with casts from and to bf16, runs if `cudnn` can be imported (pip install nvidia-cudnn-frontend; cudnn_fp8.py).
-Every time is a median between CUDA events, of the forward (which stores nothing for a backward), and of forward +
-backward, for bf16, 16384 tokens, 2048 / D heads, and several sets of inputs in rotation. A speedup is the time of
+attention (cudnn_fp8.py), with casts from and to bf16, runs if `cudnn` can be imported (pip install
+nvidia-cudnn-frontend).
+Times are medians between CUDA events, of the forward (which stores nothing for a backward) and of forward + backward.
+Inputs are in bf16, with 16384 tokens and 2048 / D heads; several sets of inputs take turns. A speedup is the time of
 FlashAttention-2 divided by the row's time: above 1 the row is faster. Memory is the peak in addition to the inputs
 during forward + backward; its ratio is the row's memory divided by that of FlashAttention-2.
 
@@ -95,7 +96,8 @@ class WindowedFa2(torch.autograd.Function):
 
 
 def sdpa(backend):
-    """PyTorch's attention with a backend, on (batch, sequence, heads, head_dim). Only FlashAttention-2 supports windows."""
+    """PyTorch's attention with a backend, on (batch, sequence, heads, head_dim). Only FlashAttention-2 supports
+    windows."""
 
     def attention(q, k, v, causal, before=None):
         if before is not None:

@@ -1,8 +1,9 @@
-"""cuDNN's FP8 attention (E4M3, head_dim 128 on Hopper) as a PyTorch function, through its Python frontend: pip install nvidia-cudnn-frontend.
-Run as a script, it prints its errors.
+"""cuDNN's FP8 attention (E4M3, head_dim 128 on Hopper) as a PyTorch function, through cuDNN's Python frontend
+(pip install nvidia-cudnn-frontend). Run as a script, this file prints the errors of output and gradients.
 
-Query, key, value and the output's gradient are cast from 16 bit, and output and gradients are cast back, as a 16-bit model needs. Scales are
-constants that suit normal inputs, so that no maximum is computed: a training run would need more time.
+Query, key, value and the output's gradient are cast from 16 bit, and output and gradients are cast back, as a 16-bit
+model needs. Scales are constants that suit normal inputs, so no maximum is computed. A training run would have to
+compute maxima, which takes more time.
 """
 import functools
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Measures the energy of matmuls in bf16, FP8 and INT8: an upper bound on what 8-bit matmuls can save in a training step.
+"""Measures the energy of matmuls in bf16, FP8 and INT8: the difference is an upper bound on the energy that 8-bit
+matmuls can save in a training step.
 
     python3 scripts/energy_of_products.py [--size 8192] [--seconds 3]
 
-Each matmul of two random square matrices runs for some seconds through PyTorch (cuBLAS). Energy is read from the GPU's counter (NVML),
-and includes idle power. Needs torch, nvidia-ml-py and a GPU with FP8 (compute capability 8.9 or later).
+Each matmul of two random square matrices runs for some seconds through PyTorch (cuBLAS). Energy is read from the GPU's
+counter (NVML), and includes idle power. Needs torch, nvidia-ml-py and a GPU with FP8 (compute capability 8.9 or later).
 """
 import argparse
 import time

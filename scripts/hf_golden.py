@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Writes the golden models of sage-train/tests/golden: transformers models with random weights (a Llama, a Qwen3, a Qwen2 with biases,
-a Llama 3 with scaled RoPE frequencies and an untied output matrix), each with the logits of random ids and a tokenizer. Then trains each
-model in f64 with PyTorch's AdamW, and writes the results of the training (training.safetensors) and its tokens (training/train.bin,
-val.bin). A model that already exists in the folder is not overwritten, but trained.
+"""Writes the golden models of sage-train/tests/golden: transformers models with random weights (a Llama, a Qwen3, a
+Qwen2 with biases, a Llama 3 with scaled RoPE frequencies and an untied output matrix), each with the logits of random
+ids and a tokenizer. Then trains each model in f64 with PyTorch's AdamW, and writes the results of the training
+(training.safetensors) and its tokens (training/train.bin, val.bin). A model that already exists in the folder is
+kept, and trained.
 
 usage: hf_golden.py FOLDER        (needs torch, transformers, tokenizers, safetensors)
 """
@@ -82,7 +83,8 @@ def rate(step):
 
 
 def train(folder, kind, tokens):
-    """Trains on all sequences in every step, so that their order does not matter. Weight decay applies to matrices, not to norms and biases."""
+    """Trains on all sequences in every step, so that their order does not matter. Weight decay applies to matrices, not
+    to norms and biases."""
     model = in_f64(kind.from_pretrained(folder, attn_implementation="sdpa"))
     expected = load_file(str(folder / "logits.safetensors"))
     with torch.no_grad():

@@ -83,7 +83,8 @@ class Lab:
         return exported
 
     def arm(self, arm, seed, start):
-        """Rows of one arm: arm, seed, kind of question, from, to (empty: no limit), number of questions, right answers in percent."""
+        """Rows of one arm: arm, seed, kind of question, from, to (empty: no limit), number of questions, right answers
+        in percent."""
         attention, blocks, nearest = (arm.split(":") + ["", ""])[:3]
         args = self.args
         select = ["--sla2-nearest", nearest] if nearest else []

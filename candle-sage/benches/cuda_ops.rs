@@ -1,4 +1,4 @@
-//! Time and bandwidth of all ops but attention on a GPU, forward and backward.
+//! Time and bandwidth of the ops on a GPU, forward and backward, except attention.
 //!
 //! `cargo bench --features cuda --bench cuda_ops -- [op ...]`; the shapes are those of a Llama of 325 M
 //! parameters at 32768 tokens: width 1024, 16 heads of 64, 3072 hidden channels, 50304 classes, bf16. Bytes
@@ -78,7 +78,7 @@ impl Bench {
     }
 }
 
-/// The ops that write FP8 in a training step, with delayed scaling. They write FP8 matrices and the transposes.
+/// The ops that write FP8 in a training step, with delayed scaling. They write FP8 matrices and their transposes.
 fn fp8_ops(bench: &Bench, random: &dyn Fn(&[usize]) -> Result<Var>) -> Result<()> {
     let draw = |dims: &[usize]| Ok::<_, candle_core::Error>(random(dims)?.as_detached_tensor());
     let scales = Fp8Scales::new(&[Fp8Format::E4M3; 2], &bench.device)?;

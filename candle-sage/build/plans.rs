@@ -10,7 +10,7 @@ use std::fmt::Write as _;
 pub(crate) fn table(definitions: &str) -> Result<String, String> {
     let (mut targets, mut target_names, mut plans, mut family) =
         (String::new(), String::new(), String::new(), "");
-    let (mut mainloops, mut facts) = (String::new(), String::new());
+    let (mut mainloops, mut properties) = (String::new(), String::new());
     for (number, line) in definitions.lines().enumerate() {
         let line = line.trim();
         if line.is_empty() || line.starts_with("//") || line.starts_with('#') {
@@ -39,7 +39,7 @@ pub(crate) fn table(definitions: &str) -> Result<String, String> {
                     return Err(wrong());
                 }
                 let row = writeln!(
-                    facts,
+                    properties,
                     "            Mainloop::{name} => MainloopProperties {{ maps: Maps::{maps}, documents: {documents}, dq_parts: {dq_parts}, \
                      channels: {channels}, persistent: {persistent} }},"
                 );
@@ -81,7 +81,7 @@ pub(crate) fn table(definitions: &str) -> Result<String, String> {
     Ok(format!(
         "{derive}pub(super) enum Target {{\n{target_names}}}\n\
          {derive}pub(super) enum Mainloop {{\n{mainloops}}}\n\
-         impl Mainloop {{\n    const fn facts(self) -> MainloopProperties {{\n        match self {{\n{facts}        }}\n    }}\n}}\n\
+         impl Mainloop {{\n    const fn properties(self) -> MainloopProperties {{\n        match self {{\n{properties}        }}\n    }}\n}}\n\
          pub(super) static TARGETS: &[(Target, usize, &[u32])] = &[\n{targets}];\n\
          pub(super) static PLANS: &[Plan] = &[\n{plans}];\n"
     ))

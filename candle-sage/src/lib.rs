@@ -24,9 +24,9 @@
 //! attention in f64 as a reference ([`mod@reference`]). [`untrained`] lists a model's variables that received no
 //! gradient.
 //!
-//! On the CPU every operator runs on all threads, and results do not depend on the number of threads. (CPUs
-//! with other vector instructions may round f32 sums differently.) With feature `cuda` the operators also run
-//! on NVIDIA GPUs, Ampere and later: attention in f16 and bf16, the other operators in f32 too.
+//! On the CPU every operator runs on all threads, and results do not depend on the number of threads. (CPUs with
+//! different vector instructions may round f32 sums differently.) With feature `cuda` the operators also run on NVIDIA
+//! GPUs, Ampere and later: attention in f16 and bf16, the other operators in f16, bf16 and f32.
 
 #![deny(missing_docs)]
 

@@ -1,4 +1,4 @@
-//! Modules for models: each stores its parameters and calls an operator of [`crate::ops`].
+//! Neural-network modules: each stores its parameters and calls an operator of [`crate::ops`].
 //!
 //! `new` makes a module from its tensors. `load` reads the tensors from a `candle_nn::VarBuilder`, under the names that
 //! Hugging Face's Llama, Qwen2 and Qwen3 checkpoints use. A module with one input implements candle's `Module`.

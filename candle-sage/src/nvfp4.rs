@@ -159,9 +159,9 @@ pub fn e4m3_value(code: u8) -> f32 {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scale {
-    /// The factor that dequantizes an E2M1 value; an E4M3 value.
+    /// The factor that dequantizes an E2M1 value. The factor is an E4M3 value.
     pub dequant: f32,
-    /// The factor of a value before rounding to E2M1: `1 / dequant`, or 0 if `dequant` is 0.
+    /// The factor by which a value is multiplied before rounding to E2M1: `1 / dequant`, or 0 if `dequant` is 0.
     pub quant: f32,
 }
 

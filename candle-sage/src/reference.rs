@@ -1,8 +1,8 @@
 //! Exact attention, forward and backward, in f64 with plain loops: the reference against which all other code is
 //! checked.
 //!
-//! Tensors are contiguous slices in (batch, sequence, heads, head_dim) order. This module shares only the shape with
-//! the optimized implementations, so that they are independent of each other.
+//! Tensors are contiguous slices in (batch, sequence, heads, head_dim) order. The optimized implementations share only
+//! the shape with this module, and are otherwise independent of it.
 
 mod linear;
 

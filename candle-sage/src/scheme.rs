@@ -88,8 +88,9 @@ impl Scheme {
     }
 
     /// Whether logits are computed from keys minus their mean. Subtracting the mean changes the logits but not the
-    /// softmax: [soft caps](crate::Attention::softcap), [sinks](crate::Attention::sinks) and
-    /// [log-sum-exps](crate::Attention::apply_with_lse) need the original logits, and return an error.
+    /// softmax. [Soft caps](crate::Attention::softcap), [sinks](crate::Attention::sinks) and
+    /// [log-sum-exps](crate::Attention::apply_with_lse) need the original logits, so they are errors with such a
+    /// scheme.
     ///
     /// ```
     /// use candle_sage::{SageBwd, Scheme, Smoothing};

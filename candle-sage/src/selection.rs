@@ -23,8 +23,8 @@ use crate::shape::AttentionShape;
 /// Each segment (batch entry or packed document) is divided into blocks, starting at its first token. The query heads
 /// that share a key head share a list. With a causal mask, the *candidates* of a block of queries are the blocks of
 /// keys that its first query sees entirely. The blocks on the diagonal are not candidates: they are always seen, and
-/// masked by token, so a list may be empty. Without a mask all blocks are candidates, and every list has at least one
-/// block.
+/// masked token by token, so a list may be empty. Without a mask all blocks are candidates, and every list has at least
+/// one block.
 ///
 /// Cloning is cheap.
 ///
@@ -83,7 +83,7 @@ impl Selection {
     }
 
     /// The fraction of dense attention's (query, key) pairs that the selection skips, over all heads, with masks
-    /// applied by token. On a GPU the call waits for the device.
+    /// applied token by token. On a GPU the call waits for the device.
     ///
     /// # Errors
     /// When the device fails.

@@ -40,7 +40,7 @@ use crate::shape::{AttentionShape, Packing};
 /// Block-sparse attention with a router and a linear tail.
 ///
 /// For a query `i` of block `I`, with `S(I)` the selected blocks of keys (and with a causal mask the block on
-/// the diagonal, masked by token):
+/// the diagonal, masked token by token):
 ///
 /// ```text
 /// Os_i = softmax attention over S(I), in the numerics of a scheme
@@ -116,9 +116,10 @@ impl Sla2 {
     }
 
     /// With a causal mask: the number of nearest blocks before the diagonal that are always selected; the router
-    /// selects the others. A router may drop near blocks in favour of far ones, and then loses mass that a window would
-    /// cover. The default is 0, the maximum is [`Sla2::blocks`], with which the router selects nothing. If fewer than
-    /// `count` blocks are before the diagonal, all of them are selected. The router still learns from all candidates.
+    /// selects the others. A router may drop near blocks in favour of far ones, and then misses attention mass that a
+    /// window would cover. The default is 0, the maximum is [`Sla2::blocks`], with which the router selects nothing. If
+    /// fewer than `count` blocks are before the diagonal, all of them are selected. The router still learns from all
+    /// candidates.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -324,7 +325,7 @@ impl Sla2 {
 
     /// The loss that trains the router: the cross-entropy of the softmax of the router's scores over the candidates,
     /// with respect to dense attention's mass, `-sum_IJ T_IJ log softmax_J(s_IJ) / sum T`. `T_IJ` is the mass that the
-    /// queries of block `I`, in all query heads of the group, give to block `J`. The loss is a scalar in f32,
+    /// queries of block `I`, in all query heads that share a key head, give to block `J`. The loss is a scalar in f32,
     /// differentiable only with respect to the router.
     ///
     /// This loss replaces the published training of the router through a soft selection ([`Sla2::apply_soft`]).

@@ -8,8 +8,8 @@ use candle_nn::{Init, VarBuilder, VarMap};
 
 use crate::error::{Error, ErrorKind};
 
-/// The names of the variables without a gradient, sorted. After one `backward()` of a model that trains correctly the
-/// list is empty.
+/// The names of the variables without a gradient, sorted. If a model trains correctly, the list is empty after one
+/// `backward()`.
 ///
 /// Operators without a gradient cut the graph and return no error: candle-nn's fused `rms_norm`, `layer_norm`
 /// (`LayerNorm`), `rope` and `softmax_last_dim`. The variables that reach the loss only through such an operator are

@@ -2,8 +2,8 @@
 // until it reaches a barrier; lanes of a warp exchange values through memory. Arithmetic, addresses and the order of
 // barriers are the same as on a GPU. Fibers run in a fixed order, and cp.async copies complete at once, so that a
 // missing wait for such a copy or a missing barrier is not detected. Bulk copies and tcgen05 instructions run at once.
-// With host::late these operations run as late as the kernel's waits allow, in a random order, so that a missing wait
-// gives wrong results. With host::skewed warps drift far apart.
+// With host::late, these operations run as late as the kernel's waits allow, in a random order, so that a missing wait
+// gives wrong results. With host::skewed, warps drift far apart.
 #pragma once
 
 #include <bit>

@@ -260,9 +260,9 @@ void rotated(int batch, int sequence, int heads) {
     for (int block = 0; block < BLOCKS; ++block) got += partials[block * D + c];
     sums &= fabs(got - dw[c]) < 1e-4 * sqrt(rows * heads);
   }
-  expect(holds, "rope", rows, columns, D == 128);
-  expect(turned && beside_holds, "rope, transposed", rows, columns, D == 128);
-  expect(sums, "the gradient of a norm's weight", rows, columns, D == 128);
+  expect(holds, "rope", rows, columns, false);
+  expect(turned && beside_holds, "rope, transposed", rows, columns, false);
+  expect(sums, "the gradient of a norm's weight", rows, columns, false);
 }
 
 // Tests the gradient of a cross-entropy. The second row has no target.

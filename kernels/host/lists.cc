@@ -1,4 +1,4 @@
-// Runs on a CPU the kernels that invert selections, and the portable backward over lists. Checks that `users` is the
+// Runs the kernels that invert selections, and the portable backward over lists, on a CPU. Checks that `users` is the
 // inverse of the lists; that the thread blocks together visit each query block of a list once, however lists are split
 // into parts; and that splitting changes gradients only by rounding. Compares the attention mass of each key block with
 // a definition in doubles.
@@ -51,7 +51,7 @@ struct Backward {
   int most_slots, most_parts = 0, most_users;
   std::vector<float> sums;
   std::vector<int> arrivals;
-  params::Users u = {};
+  params::InvertedLists u = {};
   params::Backward b = {};
 
   Backward(const Case& c, bool all, int users_of_part, int most_slots) : c(c), lists(c, Segments(c), all), problem(c), most_slots(most_slots), most_users(users_of_part) {

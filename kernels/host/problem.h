@@ -86,7 +86,7 @@ inline void fields(const params::Backward& p) {
 template <class T, int D, Numerics NUMERICS>
 struct Problem {
   static constexpr bool NVFP4 = NUMERICS == NVFP4_PRODUCTS || NUMERICS == NVFP4_TCGEN05;
-  static constexpr bool CODES = NUMERICS == SAGEBWD || NUMERICS == SAGEBWD_QK || NUMERICS == SAGEBWD_KV;  // whether the backward has INT8 matmuls
+  static constexpr bool CODES = NUMERICS == SAGEBWD || NUMERICS == SAGEBWD_QK || NUMERICS == SAGEBWD_KV;  // INT8 dV, dQ and dK
   const Case& c;
   Segments segments;
   int query_tiles, key_tiles;  // over all heads

@@ -229,8 +229,9 @@ Errors run(const Case& c, bool mixed, bool by_count) {
   return errors;
 }
 
-// Queries are large in channel 0 and keys in channel 1, so that their features do not overlap in f16. Checks that
-// outputs and gradients are zero, not NaN, except those of a query that is NaN.
+// Queries are large in channel 0 and keys in channel 1, so that their features do not overlap in f16. One query is
+// NaN. Checks that this query's output and dQ are NaN and all other outputs and dQ are zero, and that dK and dV are
+// zero for the keys that this query does not see.
 bool features_that_never_meet() {
   Case c{1, 300, 1, 1, 64, 1, {}};
   Problem<__half, 64> problem(c, false, false);

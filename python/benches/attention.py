@@ -2,10 +2,10 @@
 
     python benches/attention.py [--csv PREFIX] [head_dim:sequence ...]
 
-Device times are medians of calls between CUDA events: forward + backward, causal, bf16, 16384 tokens and 2048 channels in
-total. Implementations take turns, with a rest between them, and times include quantization. FlashAttention-4 is included
-if `flash_attn.cute` can be imported. Host times are the times to issue a forward and a backward on 128 tokens, at the
-10th percentile of batches of calls.
+Device times are medians of calls between CUDA events: forward + backward, causal, bf16, 16384 tokens and 2048 channels
+in total. Implementations take turns, with a rest between them, and times include quantization. FlashAttention-4 is
+included if `flash_attn.cute` can be imported. Host times are the times to issue a forward and a backward on 128 tokens,
+at the 10th percentile of batches of calls.
 """
 
 import argparse

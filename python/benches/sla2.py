@@ -2,8 +2,9 @@
 
     python benches/sla2.py [--scheme fpa] [--blocks 8] [batch:sequence ...]
 
-Forward + backward, causal, bf16, 8 heads of 128. Times are medians of calls between CUDA events; the first compiled call
-is not timed. `--blocks` is the number of selected blocks for each block of queries, in addition to the diagonal.
+Forward + backward, causal, bf16, 8 heads of 128 channels. Times are medians of calls between CUDA events; the first
+compiled call is not timed. `--blocks` is the number of selected blocks for each block of queries, in addition to the
+diagonal.
 """
 
 import argparse

@@ -2,7 +2,8 @@
 
     python benches/transformers_step.py [--sequence 8192] [--compile]
 
-Random tokens, bf16 weights, AdamW. Implementations take turns; times are medians. `--compile` compiles the model, and counts graph breaks.
+Random tokens, bf16 weights, AdamW. Implementations take turns; times are medians. `--compile` compiles the model, and
+counts graph breaks.
 """
 
 import argparse

@@ -5,7 +5,8 @@
 
 Tensors are (batch, sequence, heads, head_dim). `scaled_dot_product_attention` has the arguments and the order of
 dimensions of PyTorch's function. `flash_attn_func` and `flash_attn_varlen_func` have the arguments of FlashAttention's
-functions. `register_transformers` adds the schemes to Hugging Face models. `SLA2` is a module with a learned selection of blocks.
+functions. `register_transformers` adds the schemes to Hugging Face models. `SLA2` is a module that learns to which
+blocks of keys a block of queries attends.
 """
 
 from ._api import attention, flash_attn_func, flash_attn_varlen_func, scaled_dot_product_attention

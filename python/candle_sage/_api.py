@@ -49,7 +49,7 @@ def attention(
     window: numbers of keys that a query sees before and after its own position, as in FlashAttention; None or -1: all.
     scale: the factor of the logits; None: 1 / sqrt(head_dim).
     softcap: a logit x becomes `softcap * tanh(x / softcap)`; 0: no soft cap.
-    sinks: (query heads): an additional logit per head in the softmax's denominator, without a value. It gets a gradient.
+    sinks: (query heads): an additional logit per head in the softmax's denominator, without a value, with a gradient.
     alibi_slopes: (query heads): the slopes of ALiBi, without a gradient.
     blocks: (batch, key heads, blocks of queries, blocks of keys), bool: the blocks of 128 keys that each block of 128
         queries sees. Only these blocks are computed. With a causal mask the blocks on the diagonal are always seen;
@@ -58,12 +58,12 @@ def attention(
     deterministic: whether gradients have the same bits in every run.
     cu_seqlens_q, cu_seqlens_k: cumulative lengths of packed documents, as in FlashAttention: [0, 20, 64] are two
         documents. The batch size must be 1. Use lists or CPU tensors: tensors on a GPU are copied to the host, which
-        waits for the GPU. Under `torch.compile` use tensors, because a list is a constant of the compiled code. Compiled
-        code has a fixed number of documents: append empty documents, as in [0, 20, 64, 64, 64].
-    return_lse: whether to return also the log-sum-exps of the logits (with soft cap, ALiBi and sinks), over the keys that a
-        query sees: (batch, heads, sequence) in float32, with a gradient; -inf where a query sees no key. Attention to
-        several sets of keys is the mean of the sets' outputs, weighted by exp(lse); only one of the sets may have sinks.
-        Not supported with smoothed keys ("sagebwd" needs smoothing="none") or FP4 matmuls.
+        waits for the GPU. Under `torch.compile` use tensors, because a list is a constant of the compiled code.
+        Compiled code has a fixed number of documents: append empty documents, as in [0, 20, 64, 64, 64].
+    return_lse: whether to also return the log-sum-exps of the logits (with soft cap, ALiBi and sinks), over the keys
+        that a query sees: (batch, heads, sequence) in float32, with a gradient; -inf where a query sees no key.
+        Attention to several sets of keys is the mean of the sets' outputs, weighted by exp(lse); only one of the sets
+        may have sinks. Not supported with smoothed keys ("sagebwd" needs smoothing="none") or FP4 matmuls.
 
     Returns (batch, sequence, heads, head_dim of the values). Errors are `ValueError`s with a hint.
     """
@@ -140,9 +140,9 @@ def scaled_dot_product_attention(
 ) -> torch.Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` with a scheme. Tensors are (.., heads, sequence, head_dim).
 
-    `settings` are the same as for `attention`. Dropout and masks other than `is_causal` are errors. PyTorch aligns a causal
-    mask at the first key, but `attention` at the last: therefore `is_causal` needs as many queries as keys. The result is a
-    view of (batch, sequence, heads, head_dim): `reshape` works, `view` may not.
+    `settings` are the same as for `attention`. Dropout and masks other than `is_causal` are errors. PyTorch aligns a
+    causal mask at the first key, but `attention` aligns it at the last key. Therefore `is_causal` needs as many queries
+    as keys. The result is a view of (batch, sequence, heads, head_dim): `reshape` works, `view` may not.
     """
     if attn_mask is not None:
         raise _error(

@@ -14,7 +14,7 @@ def _lengths_of(cu_seqlens):
 
 
 def _as_tensor(cu_seqlens):
-    """Cumulative lengths, or None, as the operators take them."""
+    """Cumulative lengths as a tensor, as the operators need them, or None."""
     return cu_seqlens if cu_seqlens is None or isinstance(cu_seqlens, torch.Tensor) else torch.tensor(cu_seqlens, device="cpu")
 
 
@@ -32,8 +32,8 @@ def _packing(cu_seqlens_q, cu_seqlens_k):
 
 
 def _most_tiles(cu_seqlens, tokens):
-    """Cumulative lengths of as many documents and tokens, whose state needs the most memory of all such lengths: every
-    document but the last has one token, so that the documents have as many tiles as possible."""
+    """Cumulative lengths with the same numbers of documents and tokens whose state needs the most memory: every
+    document except the last has one token, so that the documents have as many tiles as possible."""
     documents = cu_seqlens.shape[0] - 1
     single = min(max(documents - 1, 0), tokens)
     return (*range(single + 1), *[tokens] * (documents - single))

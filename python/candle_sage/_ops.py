@@ -9,9 +9,9 @@ from ._errors import _error
 from ._lengths import _as_tensor, _both, _most_tiles, _packing
 
 # `settings` is a result of `encode`, and `lists` a result of `lists_of`. `cu_seqlens` contain the first token of each
-# packed document, then the number of all tokens. They are tensors, not lists, so that a traced call accepts any lengths.
-# The results are the output, the log-sum-exps (empty if `with_lse` is false), and the state that the forward stores for
-# its backward, as bytes (empty if `keep` is false, and on a CPU).
+# packed document, then the number of all tokens. They are tensors, not lists, so that a traced call accepts any
+# lengths. The results are the output, the log-sum-exps (empty if `with_lse` is false), and the state that the forward
+# stores for its backward, as bytes (empty if `keep` is false, and on a CPU).
 _FORWARD = (
     "attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? alibi_slopes, Tensor? lists, str settings, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool with_lse, bool keep) -> (Tensor, Tensor, Tensor)"
@@ -33,7 +33,8 @@ _operators = getattr(torch.ops, _NAMESPACE)
 
 
 def encode(scheme, settings, causal, window, scale, softcap, deterministic):
-    """The settings of a call as a string, an argument of the operators. `torch.compile` traces `encode`; `_settings` parses the string."""
+    """The settings of a call as a string, an argument of the operators. `torch.compile` traces `encode`; `_settings`
+    parses the string."""
     # Converted to numbers, because a tensor's value may change between calls.
     scale, softcap = None if scale is None else float(scale), float(softcap)
     plain = lambda value: value if isinstance(value, (str, bool, int)) else str(value)
@@ -101,7 +102,8 @@ def _others(sinks, slopes, lists, query):
 
 
 def lists_of(blocks, query, key, causal):
-    """The lists of a selection: for each key head and block of queries, the number of visible key blocks, then their indices, ascending."""
+    """The lists of a selection: for each key head and block of queries, the number of visible key blocks, then their
+    indices, ascending."""
     side = _core.block[0]
     counts = [-(-x.shape[1] // side) for x in (query, key)]
     shape = (query.shape[0], key.shape[2], *counts)
@@ -116,7 +118,8 @@ def lists_of(blocks, query, key, causal):
         # Blocks on the diagonal are always seen, blocks above it never.
         blocks = blocks.tril(-1) | torch.eye(*counts, dtype=torch.bool, device=blocks.device)
     elif blocks.is_cuda:
-        # A device assertion, because raising an error here would wait for the device. On a CPU the lists are checked when they are read.
+        # A device assertion, because raising an error here would wait for the device. On a CPU the lists are checked
+        # when they are read.
         torch._assert_async(blocks.any(-1).all(), "candle_sage: a block of queries sees no block of keys")
     order = torch.sort(blocks.to(torch.uint8), dim=-1, descending=True, stable=True).indices
     lists = torch.cat((blocks.sum(-1, keepdim=True), order), -1).to(torch.int32)

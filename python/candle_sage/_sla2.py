@@ -23,10 +23,10 @@ class SLA2(nn.Module):
 
     `phi` is the softmax over channels. The candidates of a block of queries are all blocks of keys, with a causal mask
     the blocks before the diagonal. The router scores a candidate `J` by `(Rq qbar_I) . (Rk kbar_J) / sqrt(head_dim)`
-    from means of queries and of keys, and selects the largest scores. With a causal mask `qbar` is the mean of the last
-    queries up to the block's first query, so no query depends on later tokens. The selection has no gradient: train
-    the router by adding `router_loss` to the model's loss. The selected blocks run in this package's kernels; router,
-    tail and mixture are PyTorch operators.
+    from means of queries and of keys, and selects the candidates with the largest scores. With a causal mask `qbar` is
+    the mean of the last queries up to the block's first query, so no query depends on later tokens. The selection has
+    no gradient: train the router by adding `router_loss` to the model's loss. This package's kernels compute the
+    attention to selected blocks; router, tail and mixture are PyTorch operators.
 
     query_heads, key_heads, head_dim: the shape of the tensors.
     scheme, settings: as for `attention`.
@@ -38,8 +38,8 @@ class SLA2(nn.Module):
     alpha: the weight `a`: "count" (see above) or "constant" (`sigmoid(theta)`, as published).
     pool: with a causal mask, the number of queries in `qbar`.
 
-    Parameters, all float32: `query_router` and `key_router`, (key heads, head_dim, head_dim), which start as identities;
-    `theta`, (query heads), which starts at 2.
+    Parameters, all float32: `query_router` and `key_router`, (key heads, head_dim, head_dim), which start as
+    identities; `theta`, (query heads), which starts at 2.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class SLA2(nn.Module):
 
     @torch.no_grad()
     def _mass(self, query, key):
-        """Dense attention's mass on each candidate, summed over the queries of a block and the heads of a key head."""
+        """Dense attention's mass on each candidate, summed over a block's queries and the query heads of a key head."""
         with torch.autocast(query.device.type, enabled=False):
             scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
             candidates, rows = self._candidates(query, key), []
@@ -189,8 +189,8 @@ class SLA2(nn.Module):
 
     def _linear(self, query, key, value, selected):
         """Linear attention over the tail, in float32; zeros for queries without a tail. Matmuls have operands of the
-        inputs' type. States are divided by the number of tokens, which keeps them in float16's range. This factor cancels
-        in the output."""
+        inputs' type. States are divided by the number of tokens, which keeps them in float16's range. This factor
+        cancels in the output."""
         dtype, group = query.dtype, query.shape[2] // key.shape[2]
         key = key.float()
         if not self.causal:

@@ -25,9 +25,9 @@ def register_transformers(**implementations: dict) -> None:
     attn_implementation="sagebwd_scores")`, or `model.set_attn_implementation("candle_sage")` for an existing model.
 
     Without arguments it adds "sagebwd" (INT8 as in the paper), "sagebwd_scores" (only Q K^T in INT8,
-    `key_mean="sample-64"`), "attn_qat" (FP4) and "candle_sage" (unquantized). Each argument adds one more: its name is the
-    implementation's name, its value a dictionary with `scheme` and its settings. Masks must be causal, bidirectional or
-    sliding windows. Batches may be padded, and documents packed with
+    `key_mean="sample-64"`), "attn_qat" (FP4) and "candle_sage" (unquantized). Each argument adds one more: the
+    argument's name is the implementation's name, and its value is a dictionary with `scheme` and the scheme's settings.
+    Masks must be causal, bidirectional or sliding windows. Batches may be padded, and documents packed with
     `DataCollatorWithFlattening(return_flash_attn_kwargs=True)`. Other masks and static caches are errors.
     """
     from transformers import AttentionInterface
@@ -63,8 +63,8 @@ def _mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_functio
 
 
 def _with_packing(mask, queries):
-    """A padding mask with an attribute that `_forward` needs in every layer: the indices of tokens that are not padding,
-    and the cumulative lengths of the texts, for queries and for keys."""
+    """A padding mask with an attribute that `_forward` needs in every layer: the indices of tokens that are not
+    padding, and the cumulative lengths of the texts, for queries and for keys."""
     mask = mask.bool()
     mask.packing = [_tokens(mask[:, -queries:]), _tokens(mask)]
     return mask
@@ -93,8 +93,8 @@ def _is_ours(mask_function, local_size, queries, first_key, keys):
 
 
 def _forward(settings, module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
-    """Attention with the arguments of transformers: tensors are (batch, heads, sequence, head_dim), the result is (batch,
-    sequence, heads, head_dim)."""
+    """Attention with the arguments of transformers: tensors are (batch, heads, sequence, head_dim), the result is
+    (batch, sequence, heads, head_dim)."""
     lengths = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     padding = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
     if attention_mask is not None and (padding is None) == (lengths[0] is None):

@@ -330,7 +330,7 @@ mod tests {
     /// values of the backward (relative to the row's final reference) and of the forward (relative to a lower
     /// reference) are equal, as long as no scale is subnormal.
     #[test]
-    fn the_backward_uses_the_forwards_int8_values() {
+    fn the_backward_uses_the_forwards_fp4_values() {
         let logits: Vec<f32> = (0..64).map(|i| ((i * 29 % 64) as f32) * 0.08 - 3.0).collect();
         let quantized = |reference: f32| {
             let p: Vec<f32> = logits.iter().map(|x| lanes::exp2(x - reference)).collect();

@@ -73,8 +73,8 @@ fn quantize(values: &[f32], codes: &mut [i8]) -> f32 {
     scale.dequant
 }
 
-/// The mean of each channel over all rows; zeros without rows. Rows are summed in order inside each tile
-/// of `tile_rows`, then the tiles' sums in order, as on the GPU.
+/// The mean of each channel over all rows; zeros if there are no rows. Rows are summed in order inside each tile
+/// of `tile_rows` rows, then the tiles' sums in order, as on the GPU.
 pub(crate) fn channel_mean(rows: &[f32], d: usize, tile_rows: usize) -> Vec<f32> {
     let mut total = vec![0.0; d];
     for tile in rows.chunks(tile_rows * d) {

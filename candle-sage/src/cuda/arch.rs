@@ -3,8 +3,8 @@
 use super::compiled::{ARCHITECTURES, NVFP4_FAMILIES, PTX};
 use crate::error::{Error, Result};
 
-/// The kernels that a device runs: machine code for the highest architecture of its major version that is not above the
-/// device's, or otherwise PTX.
+/// The kernels that a device runs. This is machine code for the highest architecture that has the device's major
+/// version and is not above the device's architecture; if the build has none, it is PTX.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Architecture {
     /// The number of the architecture that the kernels are compiled for.
@@ -53,8 +53,8 @@ impl Architecture {
     }
 }
 
-/// The highest of the architectures `built` that have the device's major version and are not above it, or otherwise
-/// PTX.
+/// The highest of the architectures `built` that have the device's major version and are not above `device`;
+/// without such an architecture, PTX.
 fn code_for(device: u32, built: &[u32]) -> Option<u32> {
     let native = built.iter().copied().filter(|arch| arch / 10 == device / 10 && *arch <= device).max();
     native.or((device >= PTX).then_some(PTX))

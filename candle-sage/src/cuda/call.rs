@@ -222,7 +222,8 @@ impl<'a> Call<'a> {
         Ok(())
     }
 
-    /// [`Call::set_forward_maps`] for the backward: sets the map of dO, and of Q if the kernel reads Q `as_rows`.
+    /// [`Call::set_forward_maps`] for the backward: sets the map of dO. With `as_rows` the kernel reads Q itself, not
+    /// its INT8 values, and the map of Q is set too.
     pub(super) fn set_backward_maps(
         &self,
         plan: &Plan,

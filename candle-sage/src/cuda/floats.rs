@@ -6,7 +6,7 @@ use half::{bf16, f16};
 
 use crate::cuda::address::{Address, address, address_at, first_index};
 use crate::cuda::buffer::Buffer;
-use crate::cuda::compiled::constants::elements_group::TEAM_THREADS;
+use crate::cuda::compiled::constants::elements_group::ROW_THREADS;
 use crate::cuda::compiled::constants::partial_sums::SIDE;
 use crate::cuda::compiled::kernel;
 use crate::cuda::kernels::{Gpu, Grid};
@@ -99,12 +99,12 @@ pub(super) struct RowThreads {
 }
 
 impl RowThreads {
-    /// The team for rows of `packs`, with at most `most` lanes. In a team larger than a warp a lane processes about
-    /// `each` packs.
+    /// The threads for rows of `packs` packs. A row of up to 32 packs has at least one lane per pack. A longer row has
+    /// at least 32 lanes, and at least one lane per `each` packs. `most` is the upper limit of the number of lanes.
     pub(super) fn of(packs: usize, each: usize, most: usize) -> Self {
         let lanes = if packs <= 32 { packs.max(1) } else { packs.div_ceil(each).max(32) };
         let lanes = lanes.next_power_of_two().min(most);
-        Self { lanes, rows: if lanes <= 32 { TEAM_THREADS / lanes } else { 1 } }
+        Self { lanes, rows: if lanes <= 32 { ROW_THREADS / lanes } else { 1 } }
     }
 
     /// A grid of at most `most` thread blocks for `rows`.
@@ -123,7 +123,7 @@ pub(super) fn elementwise_of(len: usize, each: usize, threads: usize) -> Grid {
     Grid::line(len.div_ceil(each).div_ceil(threads), threads)
 }
 
-/// A number that kernels store in 32 bits, with room for steps past the number.
+/// A number that kernels store in 32 bits: at most half of the largest i32, so that an index can step past it.
 ///
 /// # Errors
 /// When the number is too large.
@@ -236,7 +236,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn teams_cover_their_rows() {
+    fn threads_cover_their_rows() {
         for packs in 0..5000 {
             let RowThreads { lanes, rows } = RowThreads::of(packs, 4, 512);
             assert!(lanes.is_power_of_two() && lanes <= 512);

@@ -27,7 +27,7 @@ const WORKSPACE: usize = 32 << 20;
 const LEAST_CAPABILITY: u32 = 89;
 
 /// The key of a cached algorithm: dimensions, row strides, formats, accumulators, type of the result, whether the
-/// matmul is added to the result, and the alignment of b, a and the result.
+/// matmul adds to the result's old values, and the alignment of b, a and the result.
 type Key = ([usize; 3], [usize; 2], [Fp8Format; 2], Fp8Sums, Float, bool, [u32; 3]);
 
 /// cuBLASLt's handle for a device, and the algorithms that it chose.

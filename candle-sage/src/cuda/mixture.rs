@@ -39,8 +39,8 @@ impl Launch<[Operand<'_>; 3], [CudaStorage; 2]> for Mixture {
     }
 }
 
-/// Adds the tail's gradients to the gradients of query, key and value, and its terms to the partial sums of `theta`'s
-/// gradient. Returns the gradient of `theta`.
+/// Adds the tail's gradients to the gradients of query, key and value, and the tail's terms to the partial sums of
+/// `theta`'s gradient. Returns the gradient of `theta`.
 impl Launch<[Operand<'_>; 9], CudaStorage> for Mixture {
     fn launch(&self, [q, k, v, theta, dout, dq, dk, dv, parts]: [Operand<'_>; 9]) -> Result<CudaStorage> {
         let Self { tail, blend } = self;

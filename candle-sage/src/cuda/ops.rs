@@ -1,4 +1,4 @@
-//! All ops except attention on NVIDIA GPUs: they launch the kernels of the same names on candle's own stream.
+//! The ops except attention, on NVIDIA GPUs. Each op launches its kernels on candle's own stream.
 
 mod adamw;
 mod copy_heads;

@@ -161,29 +161,29 @@ impl Plan {
 
     /// Whether the kernel uses tensor maps, with which producers on Hopper copy 16-bit operands.
     pub(super) fn mapped(&self, packed: bool) -> bool {
-        let facts = self.mainloop.facts();
-        let tiles = match facts.maps {
+        let properties = self.mainloop.properties();
+        let tiles = match properties.maps {
             Maps::Unmapped => false,
             Maps::Mapped => true,
             Maps::MappedIfWide => self.row_bytes == 2 * self.head_dim,
         };
         // With packed documents, a map would read past a document's last, partial tile.
-        tiles && (facts.documents || !packed)
+        tiles && (properties.documents || !packed)
     }
 
     /// Number of parts that the channels of dQ's accumulator are divided into inside a tile.
     pub(super) fn dq_parts(&self) -> usize {
-        self.mainloop.facts().dq_parts
+        self.mainloop.properties().dq_parts
     }
 
     /// Number of thread blocks of a backward among which the channels of the same keys are divided.
     pub(super) fn channel_parts(&self) -> usize {
-        self.head_dim.div_ceil(self.mainloop.facts().channels)
+        self.head_dim.div_ceil(self.mainloop.properties().channels)
     }
 
     /// Whether the kernel is persistent: one thread block per multiprocessor, which processes one tile after the other.
     pub(super) fn persistent(&self) -> bool {
-        self.mainloop.facts().persistent
+        self.mainloop.properties().persistent
     }
 }
 

@@ -45,8 +45,8 @@ pub(super) fn lists_at<'a>(seen: Address<'a>, blocks: &Blocks, stride: usize) ->
     }
 }
 
-/// Lower limit of a part's maximum size, in query blocks (see [`ListSplits`]): for smaller parts, another thread block that
-/// reads the keys is not worthwhile. The limit is 1 in this crate's own tests, so that small cases split lists.
+/// Lower limit of a part's maximum size, in query blocks (see [`ListSplits`]). For smaller parts, another thread block
+/// that reads the keys is not worthwhile. The limit is 1 in this crate's own tests, so that small cases split lists.
 const LEAST_USERS: usize = if cfg!(test) { 1 } else { 8 };
 /// `ListSplits::shares` per multiprocessor.
 const PARTS_OF_A_SHARE: usize = 8;

@@ -9,7 +9,7 @@ use crate::ops::{self, fp8_linear};
 /// A linear map of the last dimension, `y = x W^T`, with its three matmuls (output, gradient of the input, gradient of
 /// the weight) in FP8; see [`ops::fp8_linear`]. It replaces [`Linear`] without bias, and loads the same weights.
 ///
-/// The product of all leading dimensions, the number of inputs and the number of outputs must each be a multiple of 16.
+/// Three numbers must be multiples of 16: inputs, outputs, and rows (the product of all leading dimensions).
 ///
 /// ```
 /// use candle_core::{DType, Device, Module, Tensor};

@@ -9,8 +9,8 @@ use crate::scheme::Scheme;
 use crate::sla2::{Router, Sla2, Sla2Cache};
 use crate::variables;
 
-/// A [`SelfAttention`] layer with [`Sla2`]: exact attention to the blocks that its router selects, and linear attention
-/// to the blocks of [`Sla2::tail`](crate::Sla2::tail).
+/// A [`SelfAttention`] layer with [`Sla2`]: exact attention to the blocks that its router selects, mixed with linear
+/// attention to the blocks that [`Sla2::tail`](crate::Sla2::tail) sets.
 ///
 /// The output trains the projections, the norms and `theta`; [`Self::router_loss`] trains the router.
 ///

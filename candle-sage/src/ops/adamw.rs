@@ -57,7 +57,7 @@ impl AdamW {
     ///
     /// `state` is contiguous (3, parameters) in f32: weights, m, v. `gradient` is (parameters) in f32, and
     /// `sum_of_squares` is the [`sum_of_squares`] of the gradient. On a GPU `copy` receives the new weights in f16 or
-    /// bf16, for the model's forward and backward. When the gradient's norm is not finite nothing changes.
+    /// bf16, for the model's forward and backward. When the gradient's norm is not finite, nothing changes.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};

@@ -95,9 +95,9 @@ impl Attention {
     /// caller can subtract a fixed mean from the keys instead. The scale of a tile of 64 keys still depends on the
     /// tile's later tokens. For Attn-QAT see [`ValueGroups`](crate::ValueGroups).
     ///
-    /// Unquantized attention is strictly causal for finite inputs. For earlier queries of the same tile, an infinity or
-    /// a NaN is multiplied by the probability 0, so the outputs of up to 127 earlier queries become NaN. Other
-    /// documents and batch entries are not affected.
+    /// Unquantized attention is strictly causal for finite inputs. Earlier queries of the same tile multiply the value
+    /// of a later token by the probability 0. If that value is infinite or NaN, the outputs of up to 127 earlier
+    /// queries become NaN. Other documents and batch entries are not affected.
     #[must_use]
     pub fn causal(mut self, causal: bool) -> Self {
         self.causal = causal;

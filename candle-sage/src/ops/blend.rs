@@ -11,7 +11,8 @@ use crate::selection::Selection;
 
 const NAME: &str = "blend";
 
-/// How `a`, the weight of exact attention in `a * sparse + (1 - a) * tail`, is computed.
+/// How [`blend`] computes `a` in `a * sparse + (1 - a) * tail`. `sparse` is the output of exact attention, to selected
+/// blocks of keys, and `a` is its weight.
 ///
 /// In every variant `a` is 1 for a query whose exact attention covers all keys that the query sees.
 ///

@@ -11,7 +11,7 @@ use crate::shape::Packing;
 ///
 /// Query, key and value are (batch, sequence, heads, head_dim) in f32 (CPU), f16 or bf16. The number of query heads may
 /// be a multiple of the number of key heads. With `causal` the last query sees every key, also if there are more keys
-/// than queries. INT8 attention is `Attention::new(SageBwd::default())`.
+/// than queries. For INT8 attention use `Attention::new(SageBwd::default())`.
 ///
 /// ```
 /// use candle_core::{Device, Var};

@@ -54,8 +54,8 @@ pub fn swiglu_fp8(gate: &Tensor, up: &Tensor, copies: Fp8Copies, scale: &Fp8Scal
 }
 
 /// [`swiglu_backward`] of matrices (rows, columns), quantized. Returns the gradients of gate and up, concatenated to
-/// one matrix (rows, 2 * columns) with both copies ([`Fp8Copies::Both`]). With `again`, the output's scale, the
-/// function also returns the output, with only the transposed copy.
+/// one matrix (rows, 2 * columns) with both copies ([`Fp8Copies::Both`]). With `again`, a scale for the output of
+/// [`swiglu`], the function also recomputes this output, and returns it quantized, with only the transposed copy.
 ///
 /// # Errors
 /// As [`swiglu_backward`] and [`Fp8Matrix::quantize_with`].

@@ -25,8 +25,9 @@ pub(crate) const MARGIN: f32 = 4.0;
 /// scale   = the least power of two with 4 * running <= scale * (largest value of the format)
 /// ```
 ///
-/// A matrix that is quantized for the first time is measured first. Values beyond `scale` times the largest value of
-/// the format saturate, and are counted. (Micikevicius et al., arXiv 2209.05433, section 4, use a history of maxima.)
+/// When a matrix is quantized for the first time, `running` is the matrix's own largest value. Values beyond `scale`
+/// times the largest value of the format saturate, and are counted. (Micikevicius et al., arXiv 2209.05433, section 4,
+/// use a history of maxima.)
 ///
 /// ```
 /// use candle_core::{Device, Tensor};

@@ -69,7 +69,7 @@ impl Muon {
     /// is the [`sum_of_squares`](crate::ops::sum_of_squares) of the gradient of all parameters, including parameters
     /// that this call does not update. Parameters outside the matrices do not change. On a GPU `copy` receives the new
     /// weights in f16 or bf16. Matmuls are in f32 on the CPU; on a GPU the direction is bf16, and sums are f32. When
-    /// the gradient's norm is not finite nothing changes. With `beta2` the rows of d are normalized
+    /// the gradient's norm is not finite, nothing changes. With `beta2` the rows of d are normalized
     /// ([`Muon::normalize_rows`]): `mean_squares` then has a number for each row of the matrices, one matrix after the
     /// other. Adjacent matrices of one shape are orthogonalized together, which is faster than one by one.
     ///

@@ -28,7 +28,7 @@ pub(crate) const MEAN_ROWS: usize = 64;
 /// that share a scale run along head_dim for Q and K, along the keys for P, and along the axis of [`ValueGroups`] for
 /// V.
 ///
-/// Attn-QAT prepares a model for FP4 inference; it does not make training faster. On every GPU training multiplies
+/// Attn-QAT prepares a model for FP4 inference; it does not make training faster. On every GPU, training multiplies
 /// 16-bit operands that represent NVFP4 values exactly, so the forward has the results of FP4 tensor cores up to the
 /// order of sums. (For dV, an FP4 value of P is multiplied by its scale, divided by the row's sum, and rounded to 16
 /// bit: the relative error is at most 2^-8 in bf16, 2^-11 in f16.)
@@ -138,9 +138,9 @@ pub enum PReference {
     /// forward's FP4 values.
     #[default]
     RowMax,
-    /// `2^(ceil(m) - 11)`: as `RowMax`, but the scale of the largest probabilities is at the top of E4M3's range, so that
-    /// probabilities 2048 times smaller than with `RowMax` keep their bits. This reference replaces the paper's
-    /// two-level scale, 2688 divided by the row's maximum.
+    /// `2^(ceil(m) - 11)`: as `RowMax`, but the scale of the largest probabilities is at the top of E4M3's range.
+    /// Therefore probabilities 2048 times smaller than with `RowMax` keep their bits. This reference replaces the
+    /// paper's two-level scale, 2688 divided by the row's maximum.
     ///
     /// On CUDA the output can be wrong for logits beyond 10^7: rounding such logits in f32 can raise a scale
     /// beyond E4M3's range.

@@ -423,7 +423,7 @@ mod tests {
         for bits in 0..32 {
             let [o, s, dv, dq, dk] = [1, 2, 4, 8, 16].map(|bit| bits & bit != 0);
             let set = Int8Products { o, s, dv, dq, dk };
-            // INT8 scores in the forward only are not a valid set.
+            // A set with INT8 scores only in the forward is not valid.
             assert_eq!(SageBwd::default().products(set).validate().is_ok(), o || s, "{set}");
             if o || s {
                 assert_eq!(set.to_string().parse(), Ok(set), "{set}");

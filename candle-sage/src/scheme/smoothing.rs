@@ -24,7 +24,7 @@ pub enum Smoothing {
     /// As `K`, and subtracts the mean of each tile of Q from the tile. The product of this mean and K, one row of
     /// logits, is added to every row of the tile's logits. dK gets the mean's contribution as a rank-one term.
     Qk,
-    /// As `K`; also subtracts from V its mean `m` over the tokens of K's mean, and adds `m` to the output:
+    /// As `K`; also subtracts from V its mean `m`, over the same tokens as K's mean, and adds `m` to the output:
     /// `O = P (V - m) + m`, because every row of the exact P sums to one. The rounding error of P is then multiplied by
     /// `V - m` instead of V, which reduces the part of the output's error that does not average out. This method is
     /// ours; `docs/gradient_bias.md` has measurements. `Kv` cannot be combined with

@@ -97,7 +97,7 @@ impl Blocks {
     }
 
     /// The blocks of keys that follow the candidates and that some query of `block` sees. These blocks are always
-    /// visited and masked by token; with a causal mask they are the blocks on the diagonal.
+    /// visited and masked token by token; with a causal mask they are the blocks on the diagonal.
     pub(crate) fn always(&self, segment: usize, block: usize) -> Range<usize> {
         let candidates = self.candidates(segment, block);
         let bounds = &self.segments[segment];

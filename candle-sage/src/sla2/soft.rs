@@ -18,9 +18,9 @@ const TINY: f64 = 1e-15;
 const LARGEST_EXPONENT: f32 = 60.0;
 
 impl Sla2 {
-    /// Computes the output with a soft selection instead of the router's: each candidate block `J` has a weight `m_IJ`
-    /// between 0 and 1, [`soft_top_k`] of the scores with `tau`. Query, key, value, `theta` and the router's matrices
-    /// receive gradients.
+    /// Computes the output with a soft selection instead of [`Sla2::select`]: each candidate block `J` has a weight
+    /// `m_IJ` between 0 and 1, [`soft_top_k`] of the scores with `tau`. Query, key, value, `theta` and the router's
+    /// matrices receive gradients.
     ///
     /// ```text
     /// Os_i = sum_j w_ij exp(c q_i . k_j) v_j / sum_j w_ij exp(c q_i . k_j)

@@ -34,8 +34,8 @@ fn fake_quantize(
     out
 }
 
-/// The definition of Attn-QAT in f64: dQ and dK are the gradients of exact attention on the rounded tensors. O is computed
-/// from quantized probabilities; so is dV with `requantized_p`.
+/// The definition of Attn-QAT in f64: dQ and dK are the gradients of exact attention on the rounded tensors. O is
+/// computed from quantized probabilities; so is dV with `requantized_p`.
 fn definition(case: &Case, settings: &AttnQat) -> Results {
     assert!(settings.smoothing == Smoothing::None && settings.matched_recomputation);
     let (shape, d, (hq, hk)) = (case.shape(), case.head_dim, case.heads);

@@ -68,7 +68,7 @@ fn apart_of(x: &Tensor) -> Result<Tensor> {
     Tensor::stack(&[&rows, &rows], 0)
 }
 
-/// The functions are bit-identical to autograd.
+/// The functions give the same bits as autograd.
 fn backwards(place: &Case) -> Result<()> {
     let mut normals = Normals::new(1);
     let mut draw = |dims: &[usize]| place.draw(&mut normals, dims);
@@ -380,7 +380,7 @@ mod cuda {
         Ok(())
     }
 
-    /// With 256 rows, the 8 bits of an id have no value for an id that is not in the table: the sort needs more bits.
+    /// With 256 rows, every value of 8 bits is an id of the table. To sort other ids last, the sort needs a ninth bit.
     #[test]
     #[ignore = "needs a GPU"]
     fn ids_that_are_not_in_the_table_get_no_gradient() -> Result<()> {

@@ -1,7 +1,8 @@
 //! Compares the bits of all `deterministic` results on a GPU with the recorded bits in `bits/`: a refactoring of the
 //! kernels must not change them.
 //!
-//! `CANDLE_SAGE_BITS=FILE` writes the bits of this build. An intended change commits this file as `bits/sm_90.txt`.
+//! `CANDLE_SAGE_BITS=FILE` writes the bits of this build. After an intended change, commit that file as
+//! `bits/sm_90.txt`.
 
 use std::fmt::Write as _;
 
@@ -58,8 +59,8 @@ fn hashes(results: &Results) -> String {
     results.iter().map(of).collect::<Vec<_>>().join(" ")
 }
 
-/// A line for each case, scheme and type: for dense attention and, with as many queries as keys, for selected blocks. Above 128 channels only two schemes have
-/// kernels.
+/// Lines for each case, scheme and type: one for dense attention, and one for selected blocks if there are as many
+/// queries as keys. Above 128 channels only two schemes have kernels.
 fn lines() -> Result<String> {
     let (device, mut lines) = (gpu(), String::new());
     for (name, mut case) in cases() {

@@ -83,10 +83,10 @@ fn codes_are_those_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// Matmuls of the same FP8 values. Tensor cores accumulate with about 14 bits, and promote the sum to f32 every 128
-/// terms. Each of the four steps between promotions errs by up to 2^-14 of the partial sum, 2^-12 in total, and we
-/// allow twice that. Fast sums are never promoted: the errors of all steps add up as if independent. One rounding
-/// to the result's type is added.
+/// Matmuls of the same FP8 values. Tensor cores accumulate with about 14 bits. Sums in f32 are promoted to f32 every
+/// 128 terms: each of the four steps between promotions errs by up to 2^-14 of the partial sum, 2^-12 in total, and the
+/// limit is twice that. Fast sums are never promoted: the errors of all steps add up as if independent. One rounding to
+/// the result's type is added.
 #[test]
 #[ignore = "needs a GPU"]
 fn products_are_those_of_the_cpu() -> Result<()> {

@@ -98,7 +98,7 @@ fn lists_of_uneven_lengths() -> Result<()> {
 /// unless gradients must be reproducible.
 #[test]
 #[ignore = "needs a GPU"]
-fn lists_of_users_that_are_cut() -> Result<()> {
+fn long_inverse_lists_are_split() -> Result<()> {
     let device = gpu();
     let mut cases: Vec<Case> =
         [64, 128].into_iter().map(|d| Case::new(1, (3301, 3301), (2, 1), d, true)).collect();
@@ -163,7 +163,7 @@ fn gradients_over_lists_repeat_to_the_bit_when_asked_to() -> Result<()> {
     Ok(())
 }
 
-/// Compares the output and the gradients, with and without autograd, with f64; returns the case.
+/// Compares the output and the gradients with f64, once with autograd and once without it. Returns the case.
 fn check_sla2(mut problem: Problem, (dtype, limit): (DType, f64)) -> Result<Case> {
     problem.case.round_to(dtype)?;
     let (ways, exact) = (problem.run_on(&gpu(), dtype)?, problem.exact());
@@ -324,8 +324,8 @@ fn what_does_not_run_on_a_gpu_is_an_error() -> Result<()> {
 
 /// Decoding with a cache compared with the whole sequence, both on a GPU in f16. The kernels and candle's operators
 /// round P and the states of the tail differently, and may order two blocks with nearly equal scores differently. Then
-/// the rows of a block of queries differ, so a tenth of the rows may differ by more than a few roundings of f16 (values
-/// are about 1, and a rounding changes them by up to 5e-4).
+/// the rows of a block of queries differ, so the test allows a tenth of the rows to differ by more than a few roundings
+/// of f16. (Values are about 1, and a rounding changes a value by up to 5e-4.)
 #[test]
 #[ignore = "needs a GPU"]
 fn a_cache_gives_the_rows_of_the_whole_sequence() -> Result<()> {

@@ -75,8 +75,8 @@ fn weights_are_kept_in_f32() -> Result<()> {
     Ok(())
 }
 
-/// Muon's matrices move as with the op, together or separately; embeddings and vectors move as with AdamW and the norm
-/// of all gradients.
+/// Muon's matrices move as with the op, whether together or separately; embeddings and vectors move as with AdamW. Both
+/// clip by the norm of all gradients.
 #[test]
 fn muon_is_that_of_the_op() -> Result<()> {
     let normals = &mut Normals::new(9);

@@ -15,8 +15,8 @@ fn the_table_of_plans_becomes_rust() {
             && table.contains("enum Mainloop {\n    ForwardSm90,\n}"),
         "{table}"
     );
-    let facts = "Mainloop::ForwardSm90 => MainloopProperties { maps: Maps::MappedIfWide, documents: true, dq_parts: 0, channels: 0, persistent: true }";
-    assert!(table.contains(facts), "{table}");
+    let properties = "Mainloop::ForwardSm90 => MainloopProperties { maps: Maps::MappedIfWide, documents: true, dq_parts: 0, channels: 0, persistent: true }";
+    assert!(table.contains(properties), "{table}");
     let plan = "Plan { family: \"attn_fwd\", kernel: \"attn_fwd_a\", head_dim: 64, value_dim: 32, \
                 targets: &[Target::Sm80, Target::Sm86], visits: &[Visits::Every, Visits::Listed], \
                 mainloop: Mainloop::ForwardSm90, rows: 128, threads: 384, row_bytes: 64, stages: 2, \

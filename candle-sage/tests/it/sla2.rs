@@ -337,7 +337,8 @@ fn the_nearest_blocks_are_always_listed() -> Result<()> {
     Ok(())
 }
 
-/// Such inputs can show a leak: a selection by the mean of the whole query block depends on later tokens.
+/// Inputs as in `nothing_leaks_from_later_tokens` can show a leak: a selection by the mean of the whole query block
+/// depends on later tokens.
 #[test]
 fn a_mean_over_the_block_would_leak() -> Result<()> {
     let case = Case::new(1, (256, 256), (1, 1), 16, true);

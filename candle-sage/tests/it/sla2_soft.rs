@@ -72,9 +72,9 @@ fn with_enough_blocks_it_is_dense_attention() -> Result<()> {
     Ok(())
 }
 
-/// Gradients of all parameters, compared with central differences of the loss `sum(c o O)`: the roundings of 4096 f32
-/// outputs, 6e-8 each, are independent, so their sum is about 64 * 6e-8 = 4e-6. Divided by the step of 2^-5, it is 1e-4.
-/// The third-derivative term is a few times 1e-4.
+/// Gradients of all parameters, compared with central differences of the loss `sum(c o O)`. The roundings of 4096 f32
+/// outputs, 6e-8 each, are independent, so their sum is about 64 * 6e-8 = 4e-6. Divided by the step of 2^-5, this sum
+/// is 1e-4. The third-derivative term is a few times 1e-4.
 #[test]
 fn gradients_are_those_of_differences() -> Result<()> {
     let device = Device::Cpu;

@@ -1,5 +1,6 @@
-//! Applies the moves of docs/moving.md to Llama, Mistral, Qwen2, Gemma, Gemma 2 and BERT. Compares logits with
-//! candle-transformers' models with the same weights, and counts the weights without a gradient.
+//! Moves Llama, Mistral, Qwen2, Gemma, Gemma 2 and BERT from candle-transformers to candle-sage, as docs/moving.md
+//! describes. Compares the logits with candle-transformers' models, which have the same weights, and counts the weights
+//! without a gradient.
 //!
 //! `cargo run --release -p moving`
 

@@ -1,6 +1,6 @@
-//! Llama, Mistral, Qwen2, Gemma and Gemma 2 under candle-transformers' names, with the two moves of docs/moving.md: a
-//! copy of their attention with tensors in (batch, heads, sequence, head_dim), and `nn::SelfAttention` instead of the
-//! whole layer.
+//! Llama, Mistral, Qwen2, Gemma and Gemma 2 under candle-transformers' names, moved in the two ways of docs/moving.md:
+//! with a copy of their attention for tensors (batch, heads, sequence, head_dim), or with `nn::SelfAttention` instead
+//! of the whole layer.
 
 use candle_core::{D, Module, Result, Tensor};
 use candle_nn::{Activation, Embedding, Linear, VarBuilder, embedding, linear_b, linear_no_bias};
@@ -37,7 +37,8 @@ pub(crate) struct Sizes {
 }
 
 impl Sizes {
-    /// With more positions than heads, a rotary embedding that mistakes heads for tokens finds rows for all heads.
+    /// There are more positions than heads, so a rotary embedding that mistakes heads for tokens rotates wrongly,
+    /// without an error message.
     pub(crate) fn of(family: Family) -> Self {
         Self {
             family,

@@ -320,8 +320,9 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 2]> for LinearInto {
     }
 }
 
-/// The weight's gradient, to which the launch adds in place. Then the FP8 values of the hidden states, of their transpose, of
-/// the weight and of its transpose, the scales of the hidden states and of the weight, and the targets.
+/// First the weight's gradient, to which the launch adds in place. Then the FP8 values of the hidden states, of their
+/// transpose, of the weight and of its transpose. Then the scales of the hidden states and of the weight, and the
+/// targets.
 type Fp8Inputs<'a> = (Operand<'a>, [Operand<'a>; 7]);
 
 /// The loss and the gradient of the hidden states, as for [`LinearInto`].

@@ -22,14 +22,14 @@ fn line(len: usize, each: usize) -> Grid {
 }
 
 /// Joins parts that are adjacent both in the parameters and in the directions, and that an update treats in the same
-/// way (`alike`). This saves launches: a launch takes as long as the update of a small matrix.
-fn joined(parts: &[MuonPart], alike: impl Fn(&MuonPart, &MuonPart) -> bool) -> Result<Vec<MuonPart>> {
+/// way (`equal`). This saves launches: a launch takes as long as the update of a small matrix.
+fn joined(parts: &[MuonPart], equal: impl Fn(&MuonPart, &MuonPart) -> bool) -> Result<Vec<MuonPart>> {
     let mut all: Vec<MuonPart> = Vec::new();
     for part in parts {
         check_matrix(&[], part.len)?;
         match all.last_mut() {
             Some(last)
-                if last.at + last.len == part.at && last.to + last.len == part.to && alike(last, part) =>
+                if last.at + last.len == part.at && last.to + last.len == part.to && equal(last, part) =>
             {
                 last.len += part.len;
             }
@@ -202,8 +202,8 @@ mod tests {
             part(200, 256, (8, 8)),
             part(264, 400, (8, 8)),
         ];
-        let lens = |alike: fn(&MuonPart, &MuonPart) -> bool| -> Vec<usize> {
-            joined(&parts, alike).expect("multiples of 8").iter().map(|part| part.len).collect()
+        let lens = |equal: fn(&MuonPart, &MuonPart) -> bool| -> Vec<usize> {
+            joined(&parts, equal).expect("multiples of 8").iter().map(|part| part.len).collect()
         };
         assert_eq!(lens(|_, _| true), [192, 64, 64]);
         assert_eq!(lens(|a, b| a.shape == b.shape), [128, 64, 64, 64]);

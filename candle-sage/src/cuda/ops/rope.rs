@@ -24,7 +24,7 @@ use crate::ops::rope::Rope;
 
 const NAME: &str = "rope";
 
-/// The angles of the positions, their sign, and the channels that are rotated as a pair.
+/// The tables of the positions' angles, the sign of the angles, and which channels are rotated as a pair.
 #[derive(Clone, Copy)]
 struct Rotation<'a> {
     tables: [Operand<'a>; 2],

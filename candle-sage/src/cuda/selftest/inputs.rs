@@ -62,8 +62,8 @@ impl Inputs {
         let seen = self.selection.as_ref().map(SelectionLists::new).transpose()?;
         let problem = Problem {
             gpu: &gpu,
-            // The scheme only determines the padding of heads above 128 channels. Only this scheme is tested with such
-            // heads.
+            // The scheme affects only the padding of heads above 128 channels, and only unquantized attention is tested
+            // with such heads.
             scheme: &Scheme::Unquantized,
             shape: &self.shape,
             softmax_scale: 0.125,

@@ -17,9 +17,9 @@ impl Attention {
     /// results have gradients.
     ///
     /// Attention to several sets of keys is the mean of the sets' outputs, weighted by `exp(lse)`. Ring attention, and
-    /// a KV cache in several chunks, use this mean. (If a query sees no key in either of two sets, the difference of
-    /// the two `lse` is NaN.) Only one of the sets may have sinks. `ALiBi` measures distances from the end of each set,
-    /// not of the whole sequence.
+    /// a KV cache in several chunks, use this mean. (For a query that sees no key in two sets, both `lse` are minus
+    /// infinity, and their difference is NaN.) Only one of the sets may have sinks. `ALiBi` measures distances from the
+    /// end of each set, not of the whole sequence.
     ///
     /// ```
     /// use candle_core::{D, Device, Tensor, Var};

@@ -13,7 +13,7 @@ enum KeyGradient { DK, DV };
 // A list's sums consist of `pieces` pieces of 16 keys x 8 * PIECE channels. The warp adds 8 * N channels to one piece,
 // number `piece`.
 template <int PIECE, int N>
-__device__ __forceinline__ bool add_part(const params::Cuts& cuts, params::CutList list, int pieces, int piece, float (&x)[N][4]) {
+__device__ __forceinline__ bool add_part(const params::ListSplits& cuts, params::CutList list, int pieces, int piece, float (&x)[N][4]) {
   int64_t number = int64_t(list.slot) * pieces + piece;
   int lane = threadIdx.x % 32;
   float* sums = cuts.sums + (number * (PIECE * 32) + lane) * 4;

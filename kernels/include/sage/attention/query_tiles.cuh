@@ -50,7 +50,7 @@ struct EveryQuery {
 
   const params::Shape& shape;
   const BackwardBlock& block;
-  int first, end;  // tiles first .. end of each head
+  int first, end;  // tiles first to end - 1 of each head
   int count;       // tiles of all heads together
 
   __device__ __forceinline__ EveryQuery(const params::Backward& p, const BackwardBlock& block, int)

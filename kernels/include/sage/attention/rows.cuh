@@ -147,7 +147,7 @@ __device__ __forceinline__ void copy_tile(uint32_t shared, const int8_t* tile, i
 }
 
 // Copies VALUES values for each query of a tile: the negated log-sum-exp (base 2), the negated delta, and with
-// VALUES = 3 its entry in `row_sums`.
+// VALUES = 3 the query's entry in `row_sums`.
 template <int VALUES = 2, class Tile>
 __device__ __forceinline__ void copy_row_state(uint32_t shared, const params::Backward& p, const Tile& tile, int thread) {
   constexpr int CHUNKS = 64 / 4;

@@ -6,7 +6,7 @@
 namespace sage::elements {
 
 // Threads of a thread block that has several groups.
-constexpr int TEAM_THREADS = 256;
+constexpr int ROW_THREADS = 256;
 
 // A group has a power of two of lanes. It is a warp or a part of a warp, or it is the whole thread block.
 struct Group {

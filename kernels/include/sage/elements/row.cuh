@@ -8,7 +8,7 @@ namespace sage::elements {
 
 constexpr int KEEP = 4;
 constexpr int MAX_THREADS = 512;
-static_assert(MAX_THREADS >= TEAM_THREADS);
+static_assert(MAX_THREADS >= ROW_THREADS);
 
 // Calls body(k, chunk) for the packs of a lane. k is below KEEP for packs in registers, and KEEP for the remaining
 // packs of a wider row.
@@ -82,7 +82,7 @@ __device__ __forceinline__ void store_column_sums(const Group& group, int width,
     return;
   }
   // With several groups a row needs at most one warp and fits the registers, and `all` has room for a row per group.
-  __shared__ float all[TEAM_THREADS * KEEP * V];
+  __shared__ float all[ROW_THREADS * KEEP * V];
 #pragma unroll
   for (int k = 0; k < KEEP; ++k) {
     int chunk = k * group.lanes + group.lane;

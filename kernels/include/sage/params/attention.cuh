@@ -106,14 +106,14 @@ struct Part {
   uint32_t number;  // the part's number, from 1, because part 0 is not in the table; 0: unused entry
 };
 
-// How a list of query blocks is split: the number of parts (1: not split), and the parts' index (slot) in Cuts::sums.
+// How a list of query blocks is split: the number of parts (1: not split), and the parts' index (slot) in ListSplits::sums.
 struct CutList {
   uint32_t slot;
   uint32_t parts;
 };
 
 // How the backward splits long lists of query blocks: attention/query_tiles.cuh.
-struct Cuts {
+struct ListSplits {
   Part* parts;      // each for one block of 128 keys; unused entries are zeros
   CutList* lists;   // (key head, key_blocks); null: no list is split
   float* sums;      // (slot, panel of 128 channels, dK or dV, strip of 16 keys, ..): sums over the parts, in fragment order
@@ -132,11 +132,11 @@ struct Forward {
   Shape shape;
   View high_precision_out;     // Attn-QAT: O of unquantized P; data null: not written
   float* row_sums;             // Attn-QAT, (head, padded token): row sums of 2^(logit - reference of the row), plus the
-                               // sink; with p_literal divided by the sum without the sink. 1 for padding and for
-                               // queries that see no key. Null: not written.
+                               // sink; with p_literal: this sum divided by the sum without the sink. 1 for padding and
+                               // for queries that see no key. Null: not written.
   const float* sinks;          // one logit per query head, which is only added to the softmax's denominator; null: no sinks
   float p_lift;                // Attn-QAT: P is quantized relative to 2^(ceil(largest logit) - p_lift)
-  int32_t p_literal;           // 1: P is quantized relative to 2^(largest logit), and in the backward to its row sum
+  int32_t p_literal;           // 1: P is quantized relative to 2^(largest logit) in the forward, and to its row sum in the backward
   Lists lists;
   ScoreMod score_mod;
   int32_t key_sample;          // tokens of a segment that k_mean is computed from if k_tile_sums is null
@@ -190,7 +190,7 @@ struct Backward {
   const float* row_sums;
   Lists lists;
   ScoreMod score_mod;
-  Cuts cuts;
+  ListSplits cuts;
   TensorMap q_map;
   TensorMap dout_map;
 };

@@ -107,8 +107,8 @@ struct SwiGlu {
 // Checks ids of any integer type, and converts them to row numbers of a table.
 struct CheckIds {
   const void* ids;
-  uint32_t* places;  // the row numbers; NO_PLACE for an id that is bad or ignored
-  uint32_t* status;  // zeroed before the launch. [0]: len - (first bad position), 0 if no id is bad; [1]: number of valid ids
+  uint32_t* places;  // the row numbers; NO_PLACE for an id that is invalid or ignored
+  uint32_t* status;  // zeroed before the launch. [0]: len - (first invalid position), or 0; [1]: number of valid ids
   int64_t limit;     // valid ids are below `limit`
   int64_t ignored;
   int32_t ignores;   // 1: `ignored` is an allowed id that does not count

@@ -8,20 +8,20 @@
 namespace sage::params {
 
 // Inverts a selection's lists: finds the query blocks that select each key block, and splits long lists.
-struct Users {
+struct InvertedLists {
   Lists lists;
   User* users;            // (key head, query_blocks * (stride - 1))
   uint32_t* first_users;  // (key head, key_blocks + 1)
   uint32_t* counts;       // (key head, key_blocks): number of query blocks that select the key block
   uint32_t* used;         // counters, zeroed before the launch: slots in use, parts in use, selected (query block, key block) pairs
   Shape shape;
-  Cuts cuts;              // `parts` is zeroed before the launch; lists null: no list is split
+  ListSplits cuts;              // `parts` is zeroed before the launch; lists null: no list is split
   uint32_t least_users;   // a part has at most max(least_users, selected pairs / shares) query blocks
   int32_t shares;
   int32_t most_slots;
   int32_t most_parts;
   int32_t slot_floats;    // floats of a slot's sums
-  int32_t slot_pieces;    // pieces of a slot's sums, one for each counter in Cuts::arrivals
+  int32_t slot_pieces;    // pieces of a slot's sums, one for each counter in ListSplits::arrivals
 };
 
 // Writes the lists of a selection: for each query block, the key blocks with the largest scores.

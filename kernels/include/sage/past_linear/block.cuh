@@ -1,4 +1,5 @@
-// Blocks of rows of the linear tail in shared memory: copies, features phi, scaling by factors, and storing results.
+// Blocks of rows of the linear tail in shared memory: copies, features phi (the softmax over channels), scaling by
+// factors, and storing results.
 #pragma once
 
 #include <math_constants.h>

@@ -1,4 +1,4 @@
-// Conversions through 8-bit floats that only some architectures have: PTX ISA, "Data Movement and Conversion
+// Conversions through 8-bit floats, which only some architectures support: PTX ISA, "Data Movement and Conversion
 // Instructions: cvt".
 #pragma once
 

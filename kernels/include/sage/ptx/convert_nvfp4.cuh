@@ -4,7 +4,7 @@
 #include <sage/quant/nvfp4.cuh>
 #include <stdint.h>
 
-// The conversion to E2M1 is an instruction in family 10 and in family 12.
+// The conversion to E2M1 is an instruction of the families 10 (sm_100, sm_103) and 12 (sm_120).
 #ifdef __CUDA_ARCH_FAMILY_SPECIFIC__
 #define SAGE_HAS_E2M1 (__CUDA_ARCH_FAMILY_SPECIFIC__ == 1000 || __CUDA_ARCH_FAMILY_SPECIFIC__ == 1200)
 #elif defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)
@@ -15,7 +15,7 @@
 
 namespace sage::ptx {
 
-// The value of an E4M3 code without its sign bit.
+// The value of an E4M3 code, whose sign bit is ignored.
 __device__ __forceinline__ float value_of_e4m3(uint32_t code) {
   code &= 0x7f;
   if (code == 0x7f) return __uint_as_float(0x7fffffffu);

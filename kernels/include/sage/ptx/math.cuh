@@ -64,8 +64,8 @@ __device__ __forceinline__ uint32_t pack_16<__half>(float low, float high) {
   return packed;
 }
 
-// Two floats rounded to 16 bit towards zero, `low` in the low half: cvt.rz.f16x2.f32 (the same section), or the upper
-// halves of the two floats, which are bf16.
+// Two floats rounded to 16 bit towards zero, `low` in the low half: f16 by cvt.rz.f16x2.f32 (the same section); bf16 by
+// taking the upper half of each float.
 template <class T>
 __device__ __forceinline__ uint32_t pack_16_towards_zero(float low, float high) {
   if constexpr (std::is_same_v<T, __half>) {

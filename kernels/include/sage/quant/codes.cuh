@@ -61,7 +61,7 @@ __device__ __forceinline__ uint32_t codes(float a, float b, float c, float d, fl
 
 // A kernel that accumulates (MAGIC + sum) * factor, and subtracts MAGIC * (sum of the factors) once in MAGIC_TILES
 // tiles, saves one instruction per value. The accumulator is then rounded to the last bit of MAGIC * (sum of the
-// factors): after n tiles with the same factor f the roundings add up to about 0.4 n^1.5 f, which is 10 f for 8 tiles.
+// factors): after n tiles with the same factor f the roundings add up to about 0.4 n^1.5 f, which is 9 f for 8 tiles.
 // Quantizing P and dS causes a larger error, about 100 f per tile: a sum of 64 products of a rounding error (about 0.3)
 // and an INT8 value (about 40).
 constexpr int MAGIC_TILES = 8;

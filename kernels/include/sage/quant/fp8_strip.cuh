@@ -1,5 +1,6 @@
-// FP8 quantization of whole rows, for kernels that reduce over a row before they know its values. A thread block
-// processes strips of rows, and writes each strip's FP8 values both row-major and transposed.
+// FP8 quantization of whole rows, for kernels that must reduce over a row before they can compute the values to
+// quantize, such as RMSNorm. A thread block processes strips of rows, and writes each strip's FP8 values both row-major
+// and transposed.
 #pragma once
 
 #include <sage/quant/fp8_tile.cuh>

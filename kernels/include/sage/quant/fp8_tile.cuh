@@ -1,4 +1,5 @@
-// FP8 quantization of a matrix by tiles. The FP8 values are written directly, and transposed through shared memory.
+// FP8 quantization of a matrix by tiles. FP8 values are written row-major from registers, and transposed through shared
+// memory.
 #pragma once
 
 #include <cuda_fp8.h>

@@ -19,10 +19,9 @@ __device__ __forceinline__ float round_magnitude(float magnitude, float smallest
   return fmaf(-power, STEPS, fmaf(power, STEPS, magnitude));
 }
 
-// Rounds a number below 2^22 to the steps of E2M1, with one instruction less than `round_magnitude` in the unit that
+// Rounds a number in [0, 6] to the steps of E2M1, with one instruction less than `round_magnitude` in the unit that
 // executes maxima and masks. `power` is (nearly) 0 for x < 2, 2 for x in [2, 4), and 4 for x in [4, 8). The addend is
-// then 1.5 * 2^22, 1.5 * 2^23 or 1.125 * 2^24. Its last bit is worth 0.5, 1 or 2, which is E2M1's step at x. From 8 on
-// the result is above 6, and the caller saturates it.
+// then 1.5 * 2^22, 1.5 * 2^23 or 1.125 * 2^24. Its last bit is worth 0.5, 1 or 2, which is E2M1's step at x.
 __device__ __forceinline__ float e2m1_steps(float x) {
   float power = __uint_as_float(__float_as_uint(x) & 0x40800000u);
   float magic = fmaf(power, 3145728.0f, 6291456.0f);
@@ -81,8 +80,8 @@ __device__ __forceinline__ float nvfp4_head_factor(uint32_t max) {
   return __uint_as_float(min(9 + 2 * 127 - exponent, MOST) << 23);
 }
 
-// A group's scale if its values are multiplied by a power of two before they are quantized, and divided by it
-// afterwards. `max` is the largest magnitude before the multiplication.
+// A group's scale if its values are multiplied by `factor`, a power of two, before they are quantized, and divided by
+// `factor` afterwards. `max` is the largest magnitude before the multiplication.
 __device__ __forceinline__ Nvfp4Scale nvfp4_scale_of(float max, float factor) {
   Nvfp4Scale scale = nvfp4_scale_of(max * factor);
   float inverse = __uint_as_float(0x7f000000u - __float_as_uint(factor));

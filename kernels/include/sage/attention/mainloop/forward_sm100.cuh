@@ -85,8 +85,8 @@ concept ForwardSm100Numerics = requires(N numerics, const params::Forward& p, co
   numerics.start(tensor);
   numerics.multiply(tensor, 0);
   numerics.add(tensor, 0, 0);
-  // A Row is the query of a thread. read: reads its row of S. follow: raises its reference, and returns whether O must
-  // be rescaled by row.decay. The last two functions compute P and store it.
+  // A Row is the query of a thread. read: reads its row of S. follow: raises the reference that its exponents are
+  // relative to, and returns whether O must be rescaled by row.decay. The last two functions compute P and store it.
   row.read(tensor);
   { row.template follow<OUTER_KEYS>(p, 0, 0) } -> std::same_as<bool>;
   row.make_probabilities();
@@ -110,9 +110,8 @@ __device__ __forceinline__ void produce_sm100(Numerics& numerics, const Block& b
   pipelines.values.drain(steps);
 }
 
-// The products warp. S of a step may overwrite S of the previous step, and the scales of the previous step's keys in
-// tensor memory: an empty stage of `scores` says that all threads have the previous S in registers, hence that its MMA
-// is complete.
+// The products warp. `multiply` may overwrite the previous step's S and key scales in tensor memory: an empty stage of
+// `scores` says that all threads have the previous S in registers, hence that its MMA is complete.
 template <class Numerics, class Pipelines>
 __device__ __forceinline__ void issue_products(Numerics& numerics, const Pipelines& pipelines, uint32_t tensor, int steps) {
   auto add = [&](int step) {

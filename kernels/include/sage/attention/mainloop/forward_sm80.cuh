@@ -24,7 +24,7 @@ constexpr int FORWARD_QUERIES = 128;
 // the partial thread block is also the shortest. The struct is in shared memory, because the MMAs need the registers.
 struct ForwardBlock {
   int head, key_head, segment_index;
-  int first, end;  // queries first .. end of the segment, in whole tiles; empty unless end > first
+  int first, end;  // queries first to end - 1 of the segment, in whole tiles; no queries unless end > first
   Segment segment;
 
   ForwardBlock() = default;
@@ -88,8 +88,8 @@ struct WindowKeys : ForwardBlock {
 
 // A thread block that has one query block of a selection, and visits the listed key blocks. Only the last listed block
 // can need a mask: the queries see all other listed blocks completely. Mainloops therefore treat the visited keys as
-// one contiguous range. `skipped`, the number of unlisted keys before the last listed block, is the difference between
-// this block's positions in the segment and in the range.
+// one contiguous range. `skipped` is the number of unlisted keys before the last listed block: the block's position in
+// the segment minus the block's position in the range.
 struct ListedKeys : ForwardBlock {
   static constexpr Hidden HIDDEN = LATER_KEYS;
   static constexpr int BLOCK_TILES = SELECTION_BLOCK / TILE;

@@ -10,8 +10,8 @@
 //                 keys of the next item are copied during the epilogue of the current item.
 //   kv            Pipeline for keys and values. With VALUES_FIRST (see ForwardSm90Numerics) a step's keys and values
 //                 share a stage; otherwise they have separate stages.
-//   MMA_ORDER     Named barriers (without VALUES_FIRST): consumers issue wgmmas in turn, so that the wgmmas of one run
-//                 during the softmax of another.
+//   MMA_ORDER     Named barriers (without VALUES_FIRST): consumers issue wgmmas in turn, so that one consumer's wgmmas
+//                 execute during another consumer's softmax.
 //   QUERIES_READ  Named barriers: a consumer's warps have read its queries, whose memory its epilogue may overwrite.
 //
 // Timeline of an item of three steps, without VALUES_FIRST: two consumers, four stages. S1 PV0: the consumer issues S
@@ -286,8 +286,8 @@ struct ItemConsumer {
     consumer.template added<0>();
     kv.release(order.values_of(steps - 1));
   }
-  // For a step whose keys are hidden from this consumer's queries, but not from the queries of other consumers: releases
-  // the step's stages, and passes the turn on.
+  // For a step whose keys are hidden from this consumer's queries, but not from other consumers' queries: releases the
+  // step's stages, and passes the turn on.
   __device__ __forceinline__ void skip(int step) const {
     wait_for_keys(step);
     kv.release(order.keys_of(step));

@@ -20,7 +20,7 @@ struct Dense16ForwardSm90 {
   static constexpr int QUERY_SLOTS = D > 192 && !CODES ? 1 : 2;
   static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = CODES ? 2 : 1;  // with INT8 scores one more for the scales of K
   static constexpr bool VALUES_FIRST = false, SMOOTHS_VALUES = OUTPUTS == 2;  // Attn-QAT has two outputs
-  // True also for the window kernels that change logits, because most of their calls have no window.
+  // True also for window kernels with a score_mod (soft cap, ALiBi), because most of their calls have no window.
   template <Hidden HIDDEN>
   static constexpr bool MASKS_APART = HIDDEN != OUTER_KEYS || Mod::MODIFIES;
   // Shared memory: slots of Q; stages, each of K or of V; with INT8 scores the scales of each stage's tiles.
@@ -147,7 +147,7 @@ struct Dense16ForwardSm90 {
     uint32_t q_rows;
     Softmax<V, 1, WARPGROUP_THREADS, false, OUTPUTS, P::SLACK> softmax;
     float s[TILES][8][4];  // S, then P
-    int sums[CODES ? TILES * 8 : 1][4];  // S as INT8 sums
+    int sums[CODES ? TILES * 8 : 1][4];  // S as s32 sums of INT8 products
     float q_factor, factor[TILES];  // factors of INT8 S: without the scale of a key tile, and with it
     uint32_t probabilities[OUTPUTS][TILES][4][4];
     typename P::template RowScales<T> scales[2 * TILES];

@@ -3,7 +3,8 @@
 //
 // A policy has, for the forward:
 // - OUTPUTS: the number of outputs. SLACK: see Softmax.
-// - maxima(row maxima, group maxima, logits, of_lane): computes the maxima of of_lane(logit), an increasing function.
+// - maxima(row maxima, group maxima, logits, of_lane): computes the maxima of of_lane(logit). of_lane is an
+//   increasing function.
 // - reference(params, largest logit): the reference that the exponents of a row are relative to.
 // - RowScales: a row's scales, from the largest probability of a group.
 // - pack(operands, probabilities, scales): creates the 16-bit A operands of each output.

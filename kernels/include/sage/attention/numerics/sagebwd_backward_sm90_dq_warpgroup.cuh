@@ -300,8 +300,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
       }
     }
     __device__ __forceinline__ void added() {}
-    // The staging memory is that of the INT8 values for dK, not of V: if no query tile exists, this warpgroup waits at
-    // no barrier after which the consumers' copies of V have arrived.
+    // Stages in the memory of the INT8 values for dK, not of V: if no query tile exists, this warpgroup waits at no
+    // barrier after which the consumers' copies of V have arrived.
     __device__ __forceinline__ uint32_t gradient_staging() const {
       return of.shared + slot_at(0) + DK_CODES_AT + threadIdx.x / 32 % 4 * GRADIENT_STAGING;
     }

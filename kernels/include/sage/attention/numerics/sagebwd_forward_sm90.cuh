@@ -161,8 +161,8 @@ struct SageBwdForwardSm90 {
           }
         }
       }
-      // Quantized P and the sum of P are both computed from f16. The rounding error, up to 2^-11 of a probability,
-      // is a quarter of the quantization error, and averages out in the sum.
+      // Quantized P and the sum of P are both computed from f16. The rounding error, up to 2^-11 of a probability, is
+      // at most a quarter of the quantization error, and averages out in the sum.
       float sum[2][2];
 #pragma unroll
       for (int t = 0; t < 2; ++t) {

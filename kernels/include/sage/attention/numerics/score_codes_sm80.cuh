@@ -113,10 +113,11 @@ __device__ __forceinline__ void transpose_keys(unsigned char* k_transposed, cons
   }
 }
 
-// The number of the thread block's first key tile in the padded buffers; whether its key tile number `part` exists.
+// The number of the thread block's first key tile in the padded buffers.
 __device__ __forceinline__ int64_t first_key_tile(const params::Backward& p, const BackwardBlock& block) {
   return int64_t(block.key_head) * p.shape.key_tiles + block.segment.key_tile + block.first_key / TILE;
 }
+// Whether the thread block's key tile number `part` exists.
 __device__ __forceinline__ bool key_tile_exists(const BackwardBlock& block, int part) {
   return block.first_key + part * TILE < block.segment.key_len;
 }

@@ -42,9 +42,9 @@ __device__ __forceinline__ float tanh_of_small(float x) {
   return x * fmaf(square, y, 0x1.fffd0ap-3f);
 }
 
-// x[i] = tanh(x[i] * by / 4). The exponential, which would delay the exponentials of the softmax, is computed only if
-// some argument of the thread needs it. Which of the two an argument uses depends only on its own size, so that masked
-// keys change no other result.
+// x[i] = tanh(x[i] * by / 4), by tanh_of_small or an exponential. The exponential, which would delay the exponentials
+// of the softmax, is computed only if some argument of the thread needs it. Which formula is used for an argument
+// depends only on the argument's own size, so that masked keys change no other result.
 template <int N>
 __device__ __forceinline__ void take_tanh(float (&x)[N], float by) {
   uint32_t bits = 0;
