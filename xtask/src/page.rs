@@ -177,7 +177,7 @@ fn table(data: Data, options: &str, template: &str) -> Result<Vec<String>> {
     Ok(table.markdown())
 }
 
-/// Whether a column other than the first has numbers at the start of at least half of its cells.
+/// Whether, in some column other than the first, at least half of the cells begin with a number.
 fn has_figures(lines: &[&str]) -> bool {
     let rows: Vec<Vec<String>> = lines.iter().skip(2).map(|line| split(line)).collect();
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);

@@ -1,7 +1,7 @@
 //! Computes cells from several columns. In a template `{ms}` is the text of a column, `{ms:2}` rounds it to two digits
-//! after the point, and `{baseline / ms}` computes a ratio: `1.54x`, with `:1` `1.5x`, with `:%1` `154.0 %`, with
-//! `:+%1` `+54.0 %`. Ratios may have more than two terms, and a term may be a number. A cell, or a part of it in square
-//! brackets, is omitted if one of its columns is empty.
+//! after the point, and `{baseline / ms}` computes a ratio, such as `1.54x`. A suffix changes the ratio's format: `:1`
+//! gives `1.5x`, `:%1` gives `154.0 %`, and `:+%1` gives `+54.0 %`. Ratios may have more than two terms, and a term may
+//! be a number. A cell, or a part of it in square brackets, is omitted if one of its columns is empty.
 
 use anyhow::{Context, Result, bail};
 

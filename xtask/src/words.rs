@@ -108,7 +108,7 @@ fn paragraphs(name: &str, text: &str) -> Vec<(usize, String)> {
 /// The compiled rules.
 struct Check {
     rules: Vec<(Regex, Regex, &'static str)>,
-    /// Code, links and addresses, which have no words.
+    /// Matches code, links and addresses, which are not checked.
     code: Regex,
     end_of_sentence: Regex,
 }
