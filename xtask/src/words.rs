@@ -82,6 +82,7 @@ fn paragraphs(name: &str, text: &str) -> Vec<(usize, String)> {
                 None if line.contains('"') => line,
                 None => "",
             },
+            "toml" if line.contains('"') && !line.starts_with('#') => line,
             "py" | "toml" | "yml" | "sh" => line.strip_prefix('#').unwrap_or_default(),
             _ => "",
         };
