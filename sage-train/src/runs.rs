@@ -236,17 +236,17 @@ impl Run {
         if self.config.eval_scheme.is_none() {
             return vec![self];
         }
-        let restart_hint =
+        let second =
             self.points.iter().map(|point| Point { val_loss: point.eval_attn_loss, ..point.clone() });
-        let mut restart_hint = Self { points: restart_hint.collect(), probes: Vec::new(), ..self.clone() };
+        let mut second = Self { points: second.collect(), probes: Vec::new(), ..self.clone() };
         // Metrics omit an `eval_attn_loss` that is not finite. Such a run counts as diverged, as if its `val_loss` were
         // not finite.
         let last = self.points.last();
         if last.is_some_and(|point| point.val_loss.is_some() && point.eval_attn_loss.is_none()) {
             let reason = Some("the second validation loss is not finite".into());
-            restart_hint.ending = Some(RunEnd { status: Status::Diverged, reason });
+            second.ending = Some(RunEnd { status: Status::Diverged, reason });
         }
-        vec![Self { config: Config { eval_scheme: None, ..self.config }, ..self }, restart_hint.judged()]
+        vec![Self { config: Config { eval_scheme: None, ..self.config }, ..self }, second.judged()]
     }
 
     /// The name of the folder.

@@ -152,7 +152,7 @@ impl LlamaConfig {
     pub(super) fn operand_formats(&self) -> Vec<Fp8Format> {
         let Some((settings, Scaling::Delayed)) = self.linear.fp8() else { return Vec::new() };
         let head = self.linear_head.fp8().map(|_| Fp8Format::E4M3);
-        let layers = (0..self.layers).flat_map(|_| OperandRole::ALL.map(|place| place.format(settings)));
+        let layers = (0..self.layers).flat_map(|_| OperandRole::ALL.map(|role| role.format(settings)));
         layers.chain(head).collect()
     }
 

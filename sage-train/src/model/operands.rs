@@ -77,7 +77,7 @@ impl Operands {
         let scales = match precision {
             LinearPrecision::Fp8(_, Scaling::Delayed) => {
                 let scales = parameters.scales(config)?;
-                places.map(|place| scales.at(place)).collect()
+                places.map(|role| scales.at(role)).collect()
             }
             LinearPrecision::Compute | LinearPrecision::Fp8(_, Scaling::Current) => Arc::default(),
         };
@@ -93,35 +93,35 @@ impl Operands {
     }
 
     /// The settings of FP8 and the scale of an operand; `None` without delayed scaling.
-    pub(super) fn delayed(&self, place: OperandRole) -> Option<(Fp8Linear, &Fp8Scale)> {
-        Some((self.precision.fp8()?.0, self.scale(place)?))
+    pub(super) fn delayed(&self, role: OperandRole) -> Option<(Fp8Linear, &Fp8Scale)> {
+        Some((self.precision.fp8()?.0, self.scale(role)?))
     }
 
-    fn scale(&self, place: OperandRole) -> Option<&Fp8Scale> {
-        self.scales.get(place as usize)
+    fn scale(&self, role: OperandRole) -> Option<&Fp8Scale> {
+        self.scales.get(role as usize)
     }
 
     /// Makes an operand from `x`. An operand in FP8 is stored by rows, transposed, or both: see `copies`.
-    fn quantized(&self, x: Tensor, place: OperandRole, copies: Fp8Copies) -> Result<Operand> {
+    fn quantized(&self, x: Tensor, role: OperandRole, copies: Fp8Copies) -> Result<Operand> {
         let settings = match self.precision {
             LinearPrecision::Compute => return Ok(Operand::Compute(x)),
             LinearPrecision::Fp8(settings, _) => settings,
         };
-        let matrix = match self.scale(place) {
+        let matrix = match self.scale(role) {
             Some(scale) => Fp8Matrix::quantize_with(&x, copies, scale)?,
-            None => Fp8Matrix::quantize(&x, place.format(settings), copies)?,
+            None => Fp8Matrix::quantize(&x, role.format(settings), copies)?,
         };
         Ok(Operand::Fp8(matrix, settings))
     }
 
     /// Makes an operand from `x`, which is in the compute type.
-    pub(super) fn of(&self, x: Tensor, place: OperandRole) -> Result<Operand> {
-        self.quantized(x, place, Fp8Copies::Both)
+    pub(super) fn of(&self, x: Tensor, role: OperandRole) -> Result<Operand> {
+        self.quantized(x, role, Fp8Copies::Both)
     }
 
     /// As [`Operands::of`], for a forward without a backward.
-    pub(super) fn without_backward(&self, x: Tensor, place: OperandRole) -> Result<Operand> {
-        self.quantized(x, place, Fp8Copies::Rows)
+    pub(super) fn without_backward(&self, x: Tensor, role: OperandRole) -> Result<Operand> {
+        self.quantized(x, role, Fp8Copies::Rows)
     }
 
     /// The residual stream with the last layer's output added, and its normalization.
@@ -129,11 +129,11 @@ impl Operands {
         &self,
         norm: &Norm,
         stream: &Stream,
-        place: OperandRole,
+        role: OperandRole,
     ) -> Result<(Tensor, Operand)> {
-        let Some((settings, scale)) = self.delayed(place) else {
+        let Some((settings, scale)) = self.delayed(role) else {
             let (sum, normed) = norm.enter(stream)?;
-            return Ok((sum, self.of(normed, place)?));
+            return Ok((sum, self.of(normed, role)?));
         };
         let (weight, last) = (&norm.weight.value()?, stream.last.as_ref());
         let (sum, normed) =
@@ -149,11 +149,11 @@ impl Operands {
         sum: &Tensor,
         dnormed: &Tensor,
         dstream: Option<&Tensor>,
-        place: OperandRole,
+        role: OperandRole,
     ) -> Result<(Tensor, Operand)> {
-        let Some((settings, scale)) = self.delayed(place) else {
+        let Some((settings, scale)) = self.delayed(role) else {
             let dx = norm.backward(sum, dnormed, dstream)?;
-            return Ok((dx.clone(), self.of(dx, place)?));
+            return Ok((dx.clone(), self.of(dx, role)?));
         };
         let weight = &norm.weight.value()?;
         let ([dx, dweight], codes) =

@@ -20,8 +20,8 @@ use crate::{during, notify, writing};
 /// The number of steps to measure for each shape, and the most micro-batches of a measured step. The first step of a
 /// process is slower than the others, and is not counted. Time is proportional to the number of micro-batches, so the
 /// first micro-batches of a longer step are enough. On a CPU steps are slow and vary little, so fewer steps are enough.
-fn sample(place: DeviceKind) -> (u64, u64) {
-    match place {
+fn sample(device_kind: DeviceKind) -> (u64, u64) {
+    match device_kind {
         DeviceKind::Cpu => (2, 1),
         DeviceKind::Cuda => (4, 4),
     }
@@ -55,14 +55,14 @@ pub fn estimate(sweep: &Sweep, retry: bool) -> Result<Vec<Estimate>> {
     signals::watch(SecondSignal::IsNotNeeded)?;
     let mut measured: BTreeMap<String, f64> = BTreeMap::new();
     let mut estimates = Vec::new();
-    for (run, place) in sweep.runs.iter().zip(sweep.places()) {
+    for (run, folder) in sweep.runs.iter().zip(sweep.places()) {
         let config = &run.config;
-        if !place.state.is_open(retry) {
-            estimates.push(Estimate { state: place.state, tokens: 0, speed: None });
+        if !folder.state.is_open(retry) {
+            estimates.push(Estimate { state: folder.state, tokens: 0, speed: None });
             continue;
         }
         let (mut tokens, mut seconds) = (0, 0.0);
-        for (stage, steps) in remaining(config, place.steps).into_iter().filter(|(_, steps)| *steps > 0) {
+        for (stage, steps) in remaining(config, folder.steps).into_iter().filter(|(_, steps)| *steps > 0) {
             let shape = format!("{} {stage:?}", shape(config));
             let speed = match measured.get(&shape) {
                 Some(&speed) => speed,
@@ -81,7 +81,7 @@ pub fn estimate(sweep: &Sweep, retry: bool) -> Result<Vec<Estimate>> {
             seconds += of_stage as f64 / speed;
         }
         let speed = (tokens > 0).then(|| tokens as f64 / seconds);
-        estimates.push(Estimate { state: place.state, tokens, speed });
+        estimates.push(Estimate { state: folder.state, tokens, speed });
     }
     Ok(estimates)
 }
