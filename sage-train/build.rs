@@ -1,4 +1,5 @@
-//! Tells the program where the built-in data is, and which commit it is built from, for the records of its runs.
+//! Sets two constants of the program: the folder of the built-in data, and the commit of its sources, which each run
+//! records.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -83,7 +83,7 @@ impl Scheme {
         match self {
             Self::Unquantized => "Unquantized attention",
             Self::SageBwd(_) => "INT8 attention with an INT8 backward (SageBwd)",
-            Self::AttnQat(_) => "FP4 attention, trained for FP4 inference (Attn-QAT)",
+            Self::AttnQat(_) => "FP4 attention for training a model that will run in FP4 (Attn-QAT)",
         }
     }
 

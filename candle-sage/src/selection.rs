@@ -76,7 +76,7 @@ impl Selection {
                     self.blocks.key_heads,
                     (0..self.blocks.segments.len()).map(|n| self.blocks.query_blocks(n)).collect::<Vec<_>>()
                 ))
-                .hint("blocks are numbered within their segment")
+                .hint("a segment is a batch entry or a document; its blocks are numbered from 0")
                 .into());
         }
         Ok(self.host()?.seen(segment, key_head, block).iter().map(|&block| block as usize).collect())

@@ -214,7 +214,7 @@ impl AttentionShape {
                 .got(format!("key {k:?}, value {v:?}"))
                 .allowed("the same (batch, sequence, heads, head_dim)")
                 .hint(
-                    "`AttentionShape` has one head_dim; `Attention` accepts another for values (8 to 256)",
+                    "`AttentionShape` has one head_dim; `Attention` accepts a different head_dim for values (8 to 256)",
                 ));
         }
         if k.0 != batch || k.3 != head_dim {

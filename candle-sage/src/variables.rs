@@ -50,12 +50,12 @@ pub(crate) fn load(
         let error = innermost(&error);
         let (what, kind, hint) = match error {
             Candle::CannotFindTensor { .. } => {
-                ("is missing", ErrorKind::Invalid, "`VarBuilder::pp` sets the prefix of the name")
+                ("is missing", ErrorKind::Invalid, "set the prefix of the name with `VarBuilder::pp`")
             }
             Candle::UnexpectedShape { .. } => OTHER_SHAPE,
             // A `VarMap` reports a wrong shape only as text.
             Candle::Msg(text) if text.starts_with("shape mismatch") => OTHER_SHAPE,
-            error => ("cannot be loaded", ErrorKind::of(error), "is the weights file complete?"),
+            error => ("cannot be loaded", ErrorKind::of(error), "check that the weights file is complete"),
         };
         let prefix = vb.prefix();
         let path = if prefix.is_empty() { name.to_string() } else { format!("{prefix}.{name}") };
@@ -69,7 +69,7 @@ pub(crate) fn load(
 }
 
 const OTHER_SHAPE: (&str, ErrorKind, &str) =
-    ("has another shape", ErrorKind::Shape, "does the configuration belong to these weights?");
+    ("has another shape", ErrorKind::Shape, "check that the configuration belongs to these weights");
 
 /// The error without candle's backtraces, which would be part of the text.
 fn innermost(error: &Candle) -> &Candle {

@@ -32,8 +32,8 @@ pub struct Row {
     pub tokens: usize,
     /// Whether the mask is causal.
     pub causal: bool,
-    /// Largest number of tokens that a query attends to: its own token and the tokens before it. Without a causal mask
-    /// the query also attends to as many tokens after it. `None`: all tokens.
+    /// `W` of a sliding window: a query attends to its own token and to the `W - 1` tokens before it. Without a causal
+    /// mask it also attends to the `W - 1` tokens after it. `None`: all tokens.
     pub window: Option<usize>,
 }
 

@@ -2,8 +2,7 @@
 //!
 //! `RUN/checkpoints/step-00000250/` holds `state.safetensors` (weights and the optimizer's state, f32),
 //! `checkpoint.json` (step, data and settings of the run, and the hash of the state) and the marker `COMPLETE`. All
-//! files are written and synced in a folder with a temporary name, which is then renamed. A folder with a checkpoint's
-//! name is therefore always complete.
+//! files are synced in a temporary folder, which is then renamed. So a folder with a checkpoint's name is complete.
 //!
 //! With several ranks, each rank writes the shards that it owns to `state-00001-of-00004.safetensors` and so on;
 //! `checkpoint.json` lists the parameters of which a file contains only a part. Together the files are one checkpoint,
@@ -35,7 +34,7 @@ const FOLDER: &str = "checkpoints";
 const STATE: &str = "state.safetensors";
 const MANIFEST: &str = "checkpoint.json";
 const MARKER: &str = "COMPLETE";
-/// Format versions: with a single file of weights and moments, and with several files.
+/// Versions of the format: 1 has a single file of weights and moments, and 2 has a file for each rank.
 const VERSIONS: [u32; 2] = [1, 2];
 
 /// The contents of `checkpoint.json`.
@@ -51,7 +50,7 @@ pub struct Manifest {
     state_bytes: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     state_sha256: Option<String>,
-    /// The files of several ranks; `state_bytes` and `state_sha256` are then `None`.
+    /// The files, if several ranks wrote the checkpoint. In that case `state_bytes` and `state_sha256` are `None`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     files: Vec<RankFile>,
     /// Scales of FP8 operands and their running maxima, in the order of the model.
@@ -101,15 +100,15 @@ impl Manifest {
         }
     }
 
-    /// Checks that `now`, the settings in the run's `config.toml`, are the settings that the checkpoint was written
-    /// with.
+    /// Checks that `now`, the settings in `config.toml`, equal the settings that the checkpoint was written with.
     ///
     /// # Errors
     /// When a setting differs that must stay the same on resume.
     pub fn check_settings(&self, run: &Path, now: &Config) -> Result<()> {
         let Some(then) = &self.settings else { return Ok(()) };
-        // If every run of this version has a key that only `now` has, the checkpoint is older, and the key is ignored.
-        // Any other such key was added to `config.toml`. `BRANCHED_FROM` is never in `config.toml`.
+        // A key that the checkpoint lacks is ignored if every run of this version has the key: then an older version
+        // wrote the checkpoint. Any other key that the checkpoint lacks was added to `config.toml`, and counts as a
+        // difference. `BRANCHED_FROM` is never in `config.toml`.
         let (now, added) = (&now.identity(), now.keys_of_some_runs());
         let added = added.iter().filter(|key| now.contains_key(*key));
         let keys = then.keys().filter(|key| *key != BRANCHED_FROM).chain(added);
@@ -152,7 +151,7 @@ pub(crate) struct Checkpoints {
 }
 
 impl Checkpoints {
-    /// Prepares the folder of checkpoints, and removes what an interrupted writer left.
+    /// Creates the folder of checkpoints, and removes incomplete checkpoints from it.
     pub(crate) fn new(
         run: &Path,
         owner: Owner,
@@ -245,7 +244,7 @@ fn write(
     written.map_err(|error| {
         Error::failed(format!("cannot write the checkpoint of step {step}"))
             .got(error.to_string().replace('\n', "; "))
-            .hint("earlier checkpoints are untouched; make room, or lower --keep-last")
+            .hint("free disk space, or lower --keep-last; earlier checkpoints are intact")
     })
 }
 
@@ -329,8 +328,8 @@ pub fn newest(run: &Path) -> Option<u64> {
     steps(&run.join(FOLDER)).pop()
 }
 
-/// Removes the checkpoints that need not be kept. Each one is renamed first, so that a folder with a checkpoint's name
-/// is always complete.
+/// Removes the checkpoints that need not be kept. Each folder is renamed before its files are removed, so that a folder
+/// with a checkpoint's name is always complete.
 fn prune(folder: &Path, config: CheckpointConfig) -> Result<()> {
     let steps = steps(folder);
     let old = &steps[..steps.len().saturating_sub(config.keep_last)];
@@ -351,8 +350,7 @@ pub struct FoundCheckpoint {
     pub manifest: Manifest,
     path: PathBuf,
     files: Vec<RankFile>,
-    /// Keeps other processes from continuing the run and from removing this checkpoint. Rank 0 holds the lock
-    /// for all ranks.
+    /// Rank 0 holds the run's lock for all ranks, so no other process continues the run or removes this checkpoint.
     _lock: Option<Lock>,
 }
 
@@ -361,8 +359,7 @@ impl FoundCheckpoint {
     /// share of the files. On rank 0 the value holds the run's lock for all ranks.
     ///
     /// # Errors
-    /// When no checkpoint exists, when it is damaged, incomplete or from a later version, and when another
-    /// process holds the lock on the run.
+    /// When no checkpoint exists, the checkpoint is damaged, incomplete or too new, or another process locked the run.
     pub fn at(path: &Path, rank: Rank) -> Result<Self> {
         let take = |run: &Path| rank.is_first().then(|| Lock::run(run)).transpose();
         crate::check_there(path)?;
@@ -438,8 +435,7 @@ pub fn is_one(folder: &Path) -> bool {
     folder.join(MANIFEST).is_file() || folder.join(STATE).is_file()
 }
 
-/// A checkpoint's description and state, for uses other than continuing its run. The checks are the same as for
-/// resuming.
+/// A checkpoint's description and state, checked as for resuming, for uses other than continuing its run.
 ///
 /// # Errors
 /// When the folder is not a complete checkpoint.

@@ -130,7 +130,7 @@ enum Verb {
     Report(ReportArguments),
 }
 
-/// The second of two paths after `--data`: the shell expanded a pattern to several paths.
+/// The second of two paths after `--data`. If there is one, the shell has expanded a pattern to several paths.
 fn second_path(words: &[OsString]) -> Option<&Path> {
     let exists = |word: &OsString| Path::new(word).exists();
     let three = words.windows(3).find(|three| three[0] == "--data" && three[1..].iter().all(exists))?;
@@ -214,8 +214,8 @@ impl Cli {
     }
 }
 
-/// Prints to standard output; a closed pipe is not an error. On a terminal, characters that would act on it are
-/// escaped; a file or a pipe gets the text unchanged.
+/// Prints to standard output; a closed pipe is not an error. For a terminal, [`printable`] escapes characters that act
+/// on the terminal; a file or a pipe gets the text unchanged.
 fn print(text: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
     let text = if out.is_terminal() { printable(text) } else { text.into() };

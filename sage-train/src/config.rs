@@ -194,7 +194,7 @@ impl Config {
                 return Err(Error::new("a path is not UTF-8")
                     .got(path.display())
                     .allowed("UTF-8: the path is saved in the run's config.toml")
-                    .hint("use a link with another name"));
+                    .hint("use a symbolic link whose name is UTF-8"));
             }
         }
         Ok(())
@@ -312,7 +312,7 @@ fn eval_scheme(s: &Settings, model: &LlamaConfig) -> Result<Option<Scheme>> {
                 "--attn {}",
                 Scheme::all().iter().map(Scheme::name).collect::<Vec<_>>().join(", ")
             ))
-            .hint("models without attention or with SLA2 have other weights than dense models"));
+            .hint("leave --eval-attn out: models with SLA2 or without attention have other weights than dense models"));
     }
     let SchemeSetting(scheme) = asked;
     model::check_logits(model, Some(scheme), s)?;
@@ -337,8 +337,7 @@ pub fn check_name(name: &str) -> Result<()> {
     Err(Error::new("not a name for a folder")
         .got(format!("`{}`", name.escape_debug()))
         .allowed(
-            "a name without slashes, quotes and control characters, except `cache`, which is the folder of \
-             tokenizers",
+            "any name except `cache`, the folder of tokenizers; without slashes, quotes and control characters",
         )
         .hint("--out is the folder of all runs, --name the name of this run"))
 }

@@ -84,12 +84,14 @@ impl DeviceKind {
                         return Err(Error::new("this machine has fewer GPUs than ranks")
                             .got(format!("{there} GPUs, and local rank {}", local.index))
                             .allowed(format!("up to {there} ranks, one for each"))
-                            .hint(format!("--gpus {there}; CUDA_VISIBLE_DEVICES says which may be used")));
+                            .hint(format!(
+                                "--gpus {there}; CUDA_VISIBLE_DEVICES limits which GPUs may be used"
+                            )));
                     }
                     _ => local.index,
                 };
                 let device = Device::new_cuda(number).map_err(during(failed())).map_err(|error| {
-                    error.hint("is a GPU with its driver installed? --device cpu needs neither")
+                    error.hint("check with nvidia-smi that a GPU and its driver are installed; --device cpu needs neither")
                 })?;
                 #[cfg(feature = "cuda")]
                 memory::prepare(&device).map_err(during(failed()))?;

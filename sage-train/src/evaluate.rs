@@ -92,7 +92,7 @@ pub fn evaluate(
             let input = Input { ids: &batch.ids, documents: batch.documents.as_ref() };
             model.loss(input, &batch.targets)?.to_scalar::<f32>()
         };
-        sums.push(f64::from(loss().map_err(on_device("validation"))?) * count as f64);
+        sums.push(f64::from(loss().map_err(on_device("the validation failed"))?) * count as f64);
         ranks.channel().tick();
         seen((first + count) * cut.context as u64, wanted * cut.context as u64);
     }
@@ -142,8 +142,10 @@ pub fn token_by_token(
     let all = wanted * cut.context as u64;
     let (mut whole, mut alone, mut done) = (0.0, 0.0, 0);
     for (first, count) in extent.batches(wanted) {
-        let sequences =
-            batches.in_order(first, count as usize)?.to_device(device).map_err(on_device("validation"))?;
+        let sequences = batches
+            .in_order(first, count as usize)?
+            .to_device(device)
+            .map_err(on_device("the validation failed"))?;
         if sequences.documents.is_some() {
             return Err(Error::new("prediction token by token does not support a document mask")
                 .got("document-mask on")
@@ -164,7 +166,7 @@ pub fn token_by_token(
             }
             Ok(())
         };
-        measure().map_err(on_device("validation"))?;
+        measure().map_err(on_device("the validation failed"))?;
     }
     Ok(TokenByToken { whole: whole / wanted as f64, alone: alone / wanted as f64, tokens: all })
 }

@@ -92,7 +92,7 @@ fn attention(folder: &Path) -> Result<(AttentionSettings, Sla2Settings)> {
         Error::new(format!("cannot use {}", path.display()))
             .got(got)
             .allowed("what `sage-train export` writes")
-            .hint("without this file the model is loaded like any other, with the attention of --attn")
+            .hint("remove this file to load the model with the attention that --attn sets")
     };
     let text = std::fs::read_to_string(&path).map_err(|error| unusable(error.to_string()))?;
     let stated: Value = serde_json::from_str(&text).map_err(|error| unusable(error.to_string()))?;
@@ -130,9 +130,9 @@ pub fn longest(folder: &Path) -> Result<usize> {
     Ok(HfConfig::read(folder)?.max_position_embeddings)
 }
 
-/// The weights of a folder. A router or `theta` of SLA2 that the files lack keeps its initial values, unless the folder
-/// is an export of this form of SLA2: then a missing parameter is an error. The embedding must have as many rows as the
-/// model's vocabulary.
+/// The weights of a folder. If the files lack a router or `theta` of SLA2, this parameter keeps its initial values; in
+/// an export of this form of SLA2, a missing parameter is an error. The embedding must have as many rows as the model's
+/// vocabulary.
 ///
 /// # Errors
 /// When a file is missing or damaged, or a tensor has another shape.
@@ -174,7 +174,7 @@ pub fn load(
     )
 }
 
-/// The error for weights with a separate output matrix and settings that tie it to the embedding.
+/// The error for settings that tie the output matrix to the embedding, if the weights have a separate output matrix.
 pub fn output_is_apart(folder: &Path) -> Error {
     Error::new(format!("the weights in {} have an output matrix that is not the embedding", folder.display()))
         .got("--untied off")
@@ -223,10 +223,10 @@ pub fn boundaries(folder: &Path, tokenizer: &Tokenizer) -> Result<Boundaries> {
                 })
             });
             ids.map_err(|got| {
-                Error::new(failed()).got(got).allowed("the id of a token, or a list of ids").hint(format!(
-                    "ids are those of tokenizer.json, which has {} entries",
-                    tokenizer.vocab_size()
-                ))
+                Error::new(failed())
+                    .got(got)
+                    .allowed("the id of a token, or a list of ids")
+                    .hint(format!("use ids of tokenizer.json, which has {} entries", tokenizer.vocab_size()))
             })
         };
         if begin.is_empty() {

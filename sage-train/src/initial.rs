@@ -122,11 +122,11 @@ pub fn parameters(
         let missing =
             |spec: &ParameterSpec| spec.start_in_sla2().filter(|_| !names.contains(&spec.name.as_str()));
         if values.moments.is_some() {
-            // The moments of such a parameter would be zeros without bias correction, which would make its first steps
-            // several times too long.
+            // A parameter that the checkpoint lacks would begin with moments of zero and without bias correction, and
+            // its first steps would be several times too long.
             if let Some(spec) = model.parameter_specs().iter().find(|spec| missing(spec).is_some()) {
                 return Err(Error::new("the checkpoint has no moments of a parameter")
-                    .got(format!("{}, which it was trained without", spec.name))
+                    .got(format!("{}: the checkpoint was trained without it", spec.name))
                     .allowed("the attention that the checkpoint was trained with")
                     .hint("--init-moments off begins with moments of zero"));
             }
@@ -148,8 +148,8 @@ pub fn parameters(
         let values = state.moments(moment, spec, range)?;
         Ok(values.into_iter().map(|value| (f64::from(value) * factor) as f32).collect())
     };
-    // If the checkpoint's run had no row statistics, row statistics begin with zeros, without bias correction: this
-    // changes all rows by a common factor, which does not matter.
+    // If the checkpoint's run had no row statistics, row statistics begin with zeros, without bias correction. The
+    // missing correction changes all rows by the same factor, which row normalization removes.
     let rows =
         |name: String, rows| if state.has(&name) { state.rows(name, rows) } else { Ok(vec![0.0; rows]) };
     let names = state.names();

@@ -10,7 +10,7 @@ use crate::{open_own, writing};
 
 const LOCK: &str = ".lock";
 
-/// How long an attempt to take a lock is repeated: longer than [`Lock::is_held`] keeps its shared lock.
+/// How long a process keeps trying to take a lock. This is longer than [`Lock::is_held`] keeps its shared lock.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// A locked file. The system releases the lock when the process ends, however it ends.
@@ -78,7 +78,7 @@ fn in_use(path: &Path) -> Error {
     Error::failed(format!("{} is in use", folder.display()))
         .got("another process works in it")
         .allowed("one process at a time")
-        .hint("wait for it, or stop it: a run saves a checkpoint when it is interrupted")
+        .hint("wait until that process ends, or interrupt it: a run then saves a checkpoint")
 }
 
 #[cfg(all(test, unix))]

@@ -67,7 +67,7 @@ pub struct Point {
     /// The rank whose gradients took longest in the previous step.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub slowest_rank: Option<u64>,
-    /// Time of the slowest rank's gradients over the median of all ranks.
+    /// Time of the slowest rank's gradients, divided by the median time of all ranks.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub slowest_ratio: Option<f64>,
     /// SLA2, after a validation: share of the (query, key) pairs outside the selected blocks.
@@ -80,8 +80,8 @@ pub struct Point {
     /// blocks.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub sla2_mass_caught: Option<f64>,
-    /// SLA2, after a validation: number of query blocks that select the most-selected key block, over the mean number
-    /// per key block.
+    /// SLA2, after a validation: number of query blocks that select the most-selected key block, divided by the mean
+    /// number per key block.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub sla2_users_ratio: Option<f64>,
     /// Seconds that the run has taken so far, summed over its starts.

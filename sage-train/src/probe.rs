@@ -147,9 +147,10 @@ pub fn probe_model(
     let mut rows = Vec::new();
     for (layer, mut tensors) in layers.into_iter().enumerate() {
         for tensor in &mut tensors[..2] {
-            *tensor = (&*tensor * options.qk_scale).map_err(during("probing"))?;
+            *tensor = (&*tensor * options.qk_scale).map_err(during("the probe failed"))?;
         }
-        let found = tensors_of_layers(&tensors, heads, &*anatomy, options).map_err(during("probing"))?;
+        let found =
+            tensors_of_layers(&tensors, heads, &*anatomy, options).map_err(during("the probe failed"))?;
         rows.extend(found.rows(layer, options.heads));
         bar.inc(1);
     }
@@ -191,8 +192,10 @@ fn trace(
             "the model has {part}, which the probe ignores: it computes attention to whole sequences"
         ));
     }
-    let llama = Llama::new(&unquantized(model), parameters, &Device::Cpu).map_err(during("probing"))?;
-    let batch = batches.in_order(0, sequences)?.to_device(&Device::Cpu).map_err(during("probing"))?;
+    let llama =
+        Llama::new(&unquantized(model), parameters, &Device::Cpu).map_err(during("the probe failed"))?;
+    let batch =
+        batches.in_order(0, sequences)?.to_device(&Device::Cpu).map_err(during("the probe failed"))?;
     let mut layers = Vec::new();
     let mut observe = |[q, k, v]: [&Tensor; 3], dout: &Tensor| {
         layers.push([q.clone(), k.clone(), v.clone(), dout.clone()]);
@@ -204,7 +207,7 @@ fn trace(
             &batch.targets,
             BackwardObserver { observe: Some(&mut observe), layer_done: None },
         )
-        .map_err(during("probing"))?;
+        .map_err(during("the probe failed"))?;
     layers.reverse();
     Ok(layers)
 }

@@ -30,7 +30,7 @@ pub const METRICS: &str = "metrics.jsonl";
 pub const PROBES: &str = "probes.jsonl";
 /// File with the settings.
 pub const CONFIG: &str = "config.toml";
-/// File with an [`RunEnd`]. It does not exist while the run is running.
+/// File with a [`RunEnd`]. It does not exist while the run is running.
 pub const ENDING: &str = "ending.json";
 /// File with a [`Start`] for each time that the run was started.
 pub const STARTS: &str = "starts.json";
@@ -217,7 +217,7 @@ impl Run {
         match named.is_empty() {
             true => "the folder of a run contains config.toml and metrics.jsonl, e.g. runs/tiny-sagebwd-001"
                 .into(),
-            false => format!("folders in it have runs: {}", named.join(" ")),
+            false => format!("report the folders in it that contain runs: {}", named.join(" ")),
         }
     }
 
@@ -243,7 +243,7 @@ impl Run {
         // not finite.
         let last = self.points.last();
         if last.is_some_and(|point| point.val_loss.is_some() && point.eval_attn_loss.is_none()) {
-            let reason = Some("the second validation loss is not finite".into());
+            let reason = Some("the validation loss with --eval-attn is not finite".into());
             second.ending = Some(RunEnd { status: Status::Diverged, reason });
         }
         vec![Self { config: Config { eval_scheme: None, ..self.config }, ..self }, second.judged()]

@@ -89,7 +89,7 @@ impl Writer<'_> {
         let mut past = None;
         let mut start = Instant::now();
         while ids.len() < begun + tokens {
-            let mut logits = self.logits(&ids, &mut past).map_err(during("sampling"))?;
+            let mut logits = self.logits(&ids, &mut past).map_err(during("cannot generate text"))?;
             // The embedding may have more rows than the tokenizer has entries.
             logits.truncate(self.tokenizer.vocab_size());
             let next = sampling.draw(&logits, &mut rng);

@@ -83,7 +83,8 @@ fn listen(seen: Arc<Received>, second: SecondSignal) -> std::io::Result<()> {
     std::thread::Builder::new().name("signals".into()).spawn(note).map(drop)
 }
 
-/// Outside of Unix no thread counts signals, so a second SIGINT or SIGTERM ends the program, whatever `SecondSignal` says.
+/// Outside of Unix no thread counts signals, so a second SIGINT or SIGTERM ends the program for every value of
+/// `SecondSignal`.
 #[cfg(not(unix))]
 fn listen(seen: Arc<Received>, _: SecondSignal) -> std::io::Result<()> {
     use signal_hook::flag;

@@ -177,8 +177,8 @@ pub fn run_as(
 /// changes are listed below them.
 fn write_settings(folder: &RunDir, config: &Config, begin: &Origin) -> Result<()> {
     let Origin::Resume(found) = begin else { return folder.write(CONFIG, &config.to_toml()) };
-    // If no step is left, changed settings have no effect and are not listed, unless --steps ends the run here, before
-    // its planned end.
+    // At the planned end of a run no step is left, so changed settings have no effect and are not listed. If --steps
+    // moves the end of the run to this checkpoint, the change of --steps is listed.
     if found.manifest.step == config.steps && planned_steps(found) == Some(config.steps) {
         return Ok(());
     }
@@ -202,7 +202,7 @@ fn check_continues(
         return Err(Error::new("the data is not what the run was trained on")
             .got(format!("data with fingerprint {fingerprint:.12}"))
             .allowed(format!("fingerprint {:.12}, as in the checkpoint", found.manifest.data))
-            .hint("has a file been added or changed since? Earlier versions also read hidden files and byte-order marks. To continue on other data, begin a new run: --init-from"));
+            .hint("check whether files were added or changed; earlier versions of sage-train also read hidden files and byte-order marks; to train on other data, begin a new run with --init-from"));
     }
     let first = found.manifest.step;
     if first > config.steps {
@@ -417,7 +417,7 @@ fn planned_steps(found: &FoundCheckpoint) -> Option<u64> {
 fn log_changed_schedule(found: &FoundCheckpoint, config: &Config, progress: &Progress) {
     if let Some(steps) = planned_steps(found).filter(|steps| *steps != config.steps) {
         progress.print(&format!(
-            "the run was planned for {steps} steps: from here on the learning rate follows the schedule of a run of {}",
+            "the run was planned for {steps} steps: from here on the learning rate follows the schedule of a run of {} steps",
             config.steps
         ));
     }

@@ -62,7 +62,7 @@ fn one_micro_batch(mut settings: Settings) -> Settings {
 /// Keeps copies of the weights in the compute type, because probes train models both in FP8 and in that type.
 fn keep_copies(parameters: &Parameters, alone: &Ranks) -> Result<()> {
     let expanded =
-        parameters.expand(alone).map_err(on_device("cannot copy the weights in the compute type"))?;
+        parameters.expand(alone).map_err(on_device("cannot convert the weights for the forward"))?;
     expanded.keep();
     Ok(())
 }

@@ -33,7 +33,7 @@ impl<'a> PerHead<'a> {
             None => Ok(Address::default()),
             Some((storage, layout)) => match &**storage {
                 Storage::Cuda(storage) => start((storage, *layout), gpu),
-                _ => Err(Error::new("a tensor of one number per head is on another device").into()),
+                _ => Err(Error::new("the sinks or ALiBi slopes are not on the query's device").into()),
             },
         }
     }
@@ -78,7 +78,7 @@ impl<'a> SelectionLists<'a> {
     pub(super) fn lists(&self, gpu: &Gpu) -> Result<params::Lists<'_>> {
         let (_, _, stride) = self.layout.shape().dims3()?;
         let Storage::Cuda(storage) = &*self.storage else {
-            return Err(Error::new("the selection is on another device").into());
+            return Err(Error::new("the selection is not on the query's device").into());
         };
         let seen = address_at(storage.as_cuda_slice::<u32>()?, first_index(self.layout), gpu)?;
         Ok(lists_at(seen, self.blocks, stride))

@@ -131,14 +131,14 @@ impl<'a> Call<'a> {
                 Error::unsupported("this scheme supports neither a soft cap nor ALiBi on CUDA")
                     .got(format!("{}, whose kernel is `{kernel}`", self.problem.scheme))
                     .allowed("unquantized attention; SageBwd with the products `scores`; Attn-QAT with 16-bit matmuls")
-                    .hint("SageBwd::default().products(Int8Products::SCORES), with .smoothing(Smoothing::None) if there is a soft cap; the CPU supports ALiBi in every scheme")
+                    .hint("use SageBwd::default().products(Int8Products::SCORES), with .smoothing(Smoothing::None) if there is a soft cap; the CPU supports ALiBi in every scheme")
                     .into()
             }
             ..=128 => missing,
             _ => Error::unsupported("head_dim is out of range on CUDA")
                 .got(format!("{} for `{kernel}` on {}", self.problem.shape.widest(), self.gpu.architecture))
                 .allowed("8 to 128; up to 256 for unquantized attention on compute capability 8.0, 9.0 and 10.x, and for SageBwd's products `scores` on 9.0")
-                .hint("Scheme::Unquantized, or SageBwd::default().products(Int8Products::SCORES); the CPU supports up to 256 in every scheme")
+                .hint("use Scheme::Unquantized, or SageBwd::default().products(Int8Products::SCORES); the CPU supports up to 256 in every scheme")
                 .into(),
         })
     }
@@ -291,13 +291,13 @@ fn segments(shape: &AttentionShape) -> Result<(Lengths, Vec<params::Segment>, Le
     if most > i32::MAX as usize / 4 {
         return Err(Error::new("attention is too large for one launch")
             .got(format!(
-                "{} segments, up to {} queries and {} keys, {} heads",
+                "{} batch entries or documents, up to {} queries and {} keys, {} heads",
                 segments.len(),
                 longest.0,
                 longest.1,
                 shape.query_heads()
             ))
-            .allowed("segments x heads x tiles of 64 tokens below 2^29")
+            .allowed("(batch entries or documents) x heads x tiles of 64 tokens: below 2^29")
             .hint("split the batch")
             .into());
     }

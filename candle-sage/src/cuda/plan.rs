@@ -25,7 +25,9 @@ pub(super) fn small_head_dim(shape: &AttentionShape) -> crate::error::Result<usi
         _ => Err(crate::error::Error::unsupported("head_dim is out of range for this scheme or op on CUDA")
             .got(shape.head_dim())
             .allowed("8 to 128")
-            .hint("up to 256: the CPU, and on some GPUs unquantized attention and SageBwd's `scores`")),
+            .hint(
+                "the CPU supports up to 256; so do unquantized attention and SageBwd's `scores` on some GPUs",
+            )),
     }
 }
 

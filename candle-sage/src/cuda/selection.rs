@@ -18,8 +18,8 @@ pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
     // Segments and heads are the second and third dimensions of grids, which CUDA limits to 65535.
     const MOST: usize = 65_535;
     if blocks.segments() * blocks.key_heads > MOST {
-        return Err(Error::new("a selection has too many segments for one launch")
-            .got(format!("{} segments x {} key heads", blocks.segments(), blocks.key_heads))
+        return Err(Error::new("a selection has too many batch entries or documents for one launch")
+            .got(format!("{} batch entries or documents x {} key heads", blocks.segments(), blocks.key_heads))
             .allowed(format!("a product up to {MOST}"))
             .hint("split the batch")
             .into());

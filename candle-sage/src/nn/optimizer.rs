@@ -230,7 +230,7 @@ impl Muon {
             None => Err(Error::new("the map does not contain this variable")
                 .got(format!("{name:?}"))
                 .allowed(format!("one of {names:?}"))
-                .hint("embeddings are named by the path of their `VarBuilder`")
+                .hint("name an embedding by its full path in the `VarBuilder`")
                 .into()),
         };
         let of_map = embeddings.iter().map(named).collect::<Result<Vec<_>>>()?;
@@ -262,7 +262,7 @@ impl Optimizer for Muon {
         if settings.lr <= 0.0 || !settings.lr.is_finite() {
             return Err(Error::new("the learning rate of matrices is out of range")
                 .got(settings.lr)
-                .allowed("above 0: the rate of other variables is a fixed multiple of it")
+                .allowed("above 0, because the rate of all other variables is stored as a multiple of it")
                 .hint("pass the peak rate, and call `set_learning_rate` before the first step")
                 .into());
         }

@@ -120,7 +120,7 @@ impl Rotary {
         let flat = positions.flatten_all()?.to_dtype(DType::I64)?;
         let bounds = (flat.min_all()?.to_scalar::<i64>()?, flat.max_all()?.to_scalar::<i64>()?);
         if bounds.0 < 0 || bounds.1 as usize >= rows {
-            let negative = "padding may have any valid position, such as 0";
+            let negative = "give padding any valid position, such as 0";
             return Err(Error::shape("a position is not in the rotary tables")
                 .got(format!("positions {} to {}", bounds.0, bounds.1))
                 .allowed(format!("at least 0 and below {rows}"))

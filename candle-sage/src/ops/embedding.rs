@@ -102,7 +102,7 @@ fn not_in_the_table(id: i64, rows: usize) -> Error {
     Error::new("embedding: an id is not in the table")
         .got(id)
         .allowed(format!("0 to {}", rows - 1))
-        .hint("does the tokenizer belong to this model?")
+        .hint("check that the tokenizer belongs to this model")
 }
 
 impl CustomOp2 for Embedding {

@@ -284,7 +284,7 @@ impl AttnQat {
     /// are combined with a scale for each head of V, or with groups of V along head_dim, over which P V does not sum.
     pub fn validate(&self) -> Result<()> {
         if self.smoothing.of_values() && !self.high_precision_output {
-            return Err(Error::new("smoothing of V needs the high-precision output")
+            return Err(Error::new("smoothing of V needs `high_precision_output`")
                 .got("smoothing kv without high_precision_output")
                 .allowed("smoothing none, k; or kv with high_precision_output")
                 .hint("AttnQat::high_precision_output(true) is the default"));

@@ -131,7 +131,7 @@ impl std::str::FromStr for KeyMean {
             _ => text.strip_prefix("sample-").and_then(|n| n.parse().ok()).map(KeyMean::Sample),
         };
         parsed.filter(|mean| mean.in_range()).ok_or_else(|| {
-            Error::new("unknown choice of tokens for K's mean")
+            Error::new("unknown choice of tokens for K's mean (`key-mean`)")
                 .got(format!("`{text}`"))
                 .allowed("all, sample-1 to sample-4096")
                 .hint("all is the paper's choice; sample-64 avoids an additional read of K")

@@ -111,6 +111,6 @@ fn check_list(seen: &[usize], at: QueryBlock) -> Result<()> {
         None => "a block of keys is listed that is not a candidate",
     })
     .got(format!("block {wrong} in {at:?}"))
-    .allowed(format!("each of the blocks below {} at most once", at.candidates))
+    .allowed(format!("each block below {} at most once", at.candidates))
     .hint("with a causal mask, list only earlier blocks of keys; the block on the diagonal is always seen"))
 }

@@ -104,9 +104,9 @@ pub fn measure(
         let update = |ranks: &Ranks| update(config, ranks, device, &clock, repeats);
         let (parameters, engines) = (config.model.parameters(), on_node && ranks.mesh().engines);
         let what = format!("update of {:.1}M parameters", parameters as f64 / 1e6);
-        say(&format!("{what} by each rank"));
+        say(&format!("{what} by each rank alone"));
         let alone = update(&Ranks::alone())?;
-        say(&format!("{what}, together"));
+        say(&format!("{what} shared by the ranks"));
         let together = update(ranks)?;
         let update = UpdateTimes { parameters, alone, together };
         Ok(Links { ranks: of, engines, weights: dtype, links, latency, update })

@@ -20,7 +20,9 @@ pub(super) fn verified(run: &Path, path: &Path, rank: Rank) -> Result<(Manifest,
             steps(&run.join(FOLDER)).into_iter().map(name).filter(|other| !path.ends_with(other)).collect();
         let hint = match others.last() {
             Some(other) => format!("move it away: then --resume {} continues from {other}", run.display()),
-            None => "no other checkpoint is left in this run".into(),
+            None => {
+                "the run has no other checkpoint: restore this one from a copy, or begin a new run".into()
+            }
         };
         Err(Error::new(format!("the checkpoint {} cannot be used", path.display()))
             .got(format!("{file}: {got}"))
@@ -45,7 +47,9 @@ pub(super) fn verified(run: &Path, path: &Path, rank: Rank) -> Result<(Manifest,
     }
     let manifest: Manifest = match serde_json::from_slice(&text) {
         Ok(manifest) => manifest,
-        Err(error) => return refuse(MANIFEST, error.to_string(), "what this version writes"),
+        Err(error) => {
+            return refuse(MANIFEST, error.to_string(), "a file written by this version of sage-train");
+        }
     };
     if !VERSIONS.contains(&manifest.version) {
         let allowed = format!("version {} or {}", VERSIONS[0], VERSIONS[1]);
@@ -59,7 +63,11 @@ pub(super) fn verified(run: &Path, path: &Path, rank: Rank) -> Result<(Manifest,
         );
     }
     let Some(files) = manifest.files() else {
-        return refuse(MANIFEST, "an invalid list of files".into(), "what this version writes");
+        return refuse(
+            MANIFEST,
+            "an invalid list of files".into(),
+            "a file written by this version of sage-train",
+        );
     };
     for file in files.iter().skip(rank.index).step_by(rank.of) {
         let (bytes, sha256) = match digest(&path.join(&file.name)) {

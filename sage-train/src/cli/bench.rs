@@ -41,9 +41,9 @@ impl Bench {
 /// Pauses of the GPU between measurements.
 #[derive(Debug, clap::Args)]
 struct Pauses {
-    /// Pause before each series of timed calls. A GPU under load is up to 20 % slower, so compare only times with the
-    /// same --rest and --repeats. --rest 1 measures short bursts; --rest 0 with many --repeats measures the speed
-    /// during training
+    /// Pause before each series of timed calls. A GPU under load is up to 20 % slower than in short bursts, so compare
+    /// only times with the same --rest and --repeats. --rest 1 measures short bursts; --rest 0 with many --repeats
+    /// measures the speed during training
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
     rest: f64,
 }
@@ -58,8 +58,8 @@ impl Pauses {
 /// GPU. Times include quantization and smoothing.
 #[derive(Debug, clap::Args)]
 pub(super) struct BenchAttention {
-    /// Shapes: head_dim (192/128: keys of 192 and values of 128), tokens, 1 if causal, tokens of a sliding window. A
-    /// head_dim above 128 runs with fpa on compute capability 8.0, 9.0 and 10.x, and with sagebwd:products=scores on
+    /// Shapes: head_dim (192/128: keys of 192 and values of 128), tokens, 1 if causal or 0, tokens of a sliding window.
+    /// A head_dim above 128 runs with fpa on compute capability 8.0, 9.0 and 10.x, and with sagebwd:products=scores on
     /// 9.0 [default: causal, D 64 and 128, N 1024; on a GPU also N 8192 and 16384]
     #[arg(value_name = "D:N:CAUSAL[:WINDOW]")]
     rows: Vec<Row>,

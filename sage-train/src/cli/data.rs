@@ -109,7 +109,7 @@ impl Data {
                 let bare = match without_sidecar {
                     0 => "each complete, with the hash that is in its .bin.json file".into(),
                     n => {
-                        format!("each of the right length, {n} without a sidecar to compare with")
+                        format!("each of the right length, {n} without a .bin.json file to compare with")
                     }
                 };
                 print(&format!("{}: {}, {bare}\n", folder.display(), counted(shards as u64, "shard")))

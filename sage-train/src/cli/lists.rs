@@ -62,7 +62,7 @@ impl ExpandedCommand {
         Self { words, lists }
     }
 
-    /// Each list by its key. `settings` parses a value from the command line in which this value replaces the list.
+    /// The lists by their keys. `settings` parses a command line in which each list is replaced by one of its values.
     pub(super) fn tables<E>(
         &self,
         settings: impl Fn(&[OsString]) -> std::result::Result<Settings, E>,
@@ -83,7 +83,7 @@ impl ExpandedCommand {
     }
 }
 
-/// Most seeds of a range. A longer range is probably a mistake, and is not parsed as a range.
+/// Largest number of seeds in a range. A longer range is probably a mistake, and is not parsed as a range.
 const MOST_SEEDS: u64 = 1000;
 
 /// The seeds of a range such as `1-3`.
@@ -105,7 +105,7 @@ fn is_grouped(value: &str) -> bool {
         && words.any(|word| word.starts_with('0'))
 }
 
-/// The values of a list. A number with grouped thousands is one value, which its setting then rejects. A set of INT8
+/// The values of a list. A number with grouped thousands is one value, which is rejected later. A set of INT8
 /// matmuls may contain commas: `paper,forward,s,dv` is two sets. The seeds `1-3` are three values.
 fn split(key: &str, value: &str) -> Vec<String> {
     if is_grouped(value) {

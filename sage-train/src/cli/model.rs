@@ -136,8 +136,8 @@ pub(super) struct Eval {
     /// Evaluate all tokens of the data
     #[arg(long, conflicts_with_all = ["tokens", "hellaswag"])]
     all: bool,
-    /// Also predict every token from only its prefix. In a whole sequence in low bits, a token shares scales and means
-    /// with later tokens; the difference of the losses shows the effect
+    /// Also predict every token from its prefix alone. If low-bit attention computes a whole sequence at once, a token
+    /// shares scales and means with later tokens; the difference between the two losses shows the effect
     #[arg(long, conflicts_with = "hellaswag")]
     token_by_token: bool,
     /// Also print the loss by position: each sequence is divided into eight ranges of positions
@@ -277,7 +277,8 @@ fn evaluated(scheme: &str, result: &Evaluation) -> String {
     )
 }
 
-/// Prints how often a model recalls numbers, for announced and for unannounced questions, by distance in tokens.
+/// Prints how often a model recalls numbers, by distance in tokens: for questions that a story announces, and for
+/// questions that nothing announces.
 fn recalled(trained: &Trained, model: &Llama, words: usize, tokens: u64) -> Result<()> {
     let Trained { config, tokenizer, device, .. } = trained;
     let context = config.model.context;
@@ -330,7 +331,7 @@ impl Export {
             return Err(Error::new("not a run that can be exported")
                 .got(self.run.display())
                 .allowed("the folder of a run")
-                .hint("e.g. runs/tiny-sagebwd-001"));
+                .hint("sage-train export runs/tiny-sagebwd-001 --to hf"));
         }
         let trained = Trained::open(&self.run, DeviceKind::Cpu, Settings::default(), false)?;
         let dtype = if self.dtype == Exported::Bf16 { DType::BF16 } else { DType::F32 };

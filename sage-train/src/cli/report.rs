@@ -34,8 +34,8 @@ pub(super) struct ReportArguments {
     /// tables of a sweep's file vary; if no run differs in these settings, the first setting in which runs differ]
     #[arg(long, value_name = "KEY", value_delimiter = ',')]
     by: Vec<String>,
-    /// Margin in percent of the baseline's loss: an arm matches if the 90 % interval of its difference is within the
-    /// margin
+    /// Margin in percent of the baseline's loss: an arm matches the baseline if the 90 % confidence interval of its
+    /// difference in loss is within the margin
     #[arg(long, value_name = "PERCENT", default_value_t = ReportOptions::default().margin)]
     margin: f64,
     /// Also compare how many tokens each run needs to reach this validation loss

@@ -48,7 +48,7 @@ impl Resumed {
                         "a run continues in its folder; --new-name NAME begins another run from its checkpoint"
                     }
                     key if branch.is_none() && of_attention(key) => {
-                        "--new-name NAME begins a new run from this checkpoint, with another attention if you like"
+                        "--new-name NAME begins a new run from this checkpoint; the new run may have another --attn"
                     }
                     _ => "for another model or other data begin a new run, with --init-from for the weights of this \
                           run",
@@ -96,7 +96,7 @@ fn with_weights(
     let (new, old) = (weights(&typed), weights(saved));
     if new.len() != old.len() || (new.iter().any(Option::is_some) && new != old) {
         let show = |all: &[SourceSetting]| all.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-        return Err(Error::new("the data of a run cannot change when it is resumed, only its paths")
+        return Err(Error::new("when a run is resumed, the paths of its data may change, but not the data")
             .got(format!("{} sources: {}", new.len(), show(&typed)))
             .allowed(format!("{} sources, with the weights of {}", old.len(), show(saved)))
             .hint("give each --data with its present path, in the same order; weights may be omitted"));

@@ -40,17 +40,17 @@ pub(super) struct SeveralGpus {
     /// With --dry-run: number of GPUs of a node
     #[arg(long, value_name = "G", help_heading = "Several GPUs", requires = "ranks", default_value_t = 8)]
     ranks_per_node: usize,
-    /// With --dry-run: GB/s of each GPU to the GPUs of its node, each way
+    /// With --dry-run: GB/s from each GPU to the other GPUs of its node, in each direction
     #[arg(long, value_name = "GB/S", help_heading = "Several GPUs", requires = "dry_run", default_value_t = LINK / 1e9)]
     link_rate: f64,
-    /// With --dry-run: GB/s of each GPU to other nodes, each way
+    /// With --dry-run: GB/s from each GPU to other nodes, in each direction
     #[arg(long, value_name = "GB/S", help_heading = "Several GPUs", requires = "dry_run", default_value_t = NETWORK / 1e9)]
     network_rate: f64,
-    /// With --dry-run: tokens a second of one GPU in forward and backward, without the update [default: at 40 % of an
-    /// H100's peak]
+    /// With --dry-run: tokens a second of one GPU in forward and backward, without the update [default: the rate at
+    /// 40 % of an H100's peak]
     #[arg(long, value_name = "TOKENS/S", help_heading = "Several GPUs", requires = "dry_run")]
     gpu_rate: Option<Quantity>,
-    /// How many times to restart the run after losing a process; needs --gpus and --resume auto
+    /// How many times to restart the run after a process is lost; needs --gpus and --resume auto
     #[arg(long, value_name = "K", help_heading = "Several GPUs", requires = "gpus", default_value_t = 0)]
     pub(super) restarts: u32,
     /// Seconds without progress after which a process counts as lost and the run ends

@@ -223,7 +223,7 @@ pub(super) fn execute(spec: &Spec, sweep: &Sweep, limits: &Limits, commands: &Re
     if tally.failed > 0 {
         return Err(Error::failed(format!("{} of {} runs failed", tally.failed, sweep.runs.len()))
             .got(format!(
-                "reasons in ending.json of each run in {0}, or in {0}/plan if a process died",
+                "the reasons are in ending.json of each run in {0}, or in {0}/plan if a process died",
                 sweep.folder.display()
             ))
             .allowed("runs that finish, or diverge")

@@ -37,9 +37,9 @@ pub(super) struct Train {
     /// later) are ignored
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     config: Option<PathBuf>,
-    /// Resume a run from its newest checkpoint, or from a checkpoint folder. Flags may change its length, learning
-    /// rates, evaluation and logging, but not its model, data and batch size. `--resume auto --name NAME` resumes or
-    /// starts run NAME, so that every start of a job can use the same command
+    /// Resume a run from its newest checkpoint, or from a checkpoint folder. Flags may change the run's length,
+    /// learning rates, evaluation and logging, but not its model, data or batch size. `--resume auto --name NAME`
+    /// resumes or starts run NAME, so that every start of a job can use the same command
     #[arg(long, value_name = "RUN", help_heading = "Run", conflicts_with = "compare")]
     resume: Option<PathBuf>,
     /// With --resume RUN: continue in a new folder of this name, and do not change RUN. Attention may change: `--resume
@@ -219,8 +219,8 @@ impl Train {
             branch.inspect_err(|error| notify(&format!("warning: {error}"))).ok().flatten().flatten()
         {
             notify(&format!(
-                "--config starts from new weights, but the file's run was branched off {} after step {}; --resume {0} \
-                 --new-name NAME branches off too",
+                "--config starts from new weights, but the file's run started from the weights of {} after step {}; \
+                 to start from such weights too: --resume {0} --new-name NAME",
                 branch.run, branch.step
             ));
         }
@@ -284,8 +284,8 @@ fn requested_config(
     agreed(fill_from_files(typed.over(file)).and_then(Config::resolve), channel)
 }
 
-/// A result that every rank computes from the same settings. All ranks find the same mistake, and only rank 0 reports
-/// it.
+/// Checks that all ranks have the same result, and returns it. An error in the settings is the same on all ranks, and
+/// only rank 0 reports it.
 fn agreed<T>(found: Result<T>, channel: &ControlChannel) -> std::result::Result<T, Stop> {
     let outcome =
         found.as_ref().err().map_or_else(|| "settings that can run".to_owned(), ToString::to_string);

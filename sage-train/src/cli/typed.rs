@@ -24,10 +24,11 @@ pub(super) fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
     let attn = format!("--attn {}", config.attn);
     let window = sla2.is_some_and(|sla2| sla2.choice == Choice::Window);
     if window && typed.sla2.sla2_nearest.is_some_and(|nearest| nearest > 0) {
-        let hint = "a window is the first block and the nearest blocks; --sla2-blocks is their number";
+        let hint =
+            "sla2-window selects the first block and the nearest blocks; --sla2-blocks sets their number";
         return idle("sla2-nearest", attn, "--attn sla2, sla2-identity, sla2-sparse", hint);
     }
-    // Only the form `sla2-sparse` lacks a tail whatever `--sla2-tail` says.
+    // `sla2-sparse` has no tail, even if `--sla2-tail` asks for one.
     let asked = typed.sla2.sla2_tail.is_some_and(|tail| tail != TailSetting::None);
     if asked && sla2.is_some_and(|sla2| sla2.tail.is_none()) {
         return idle(
@@ -38,7 +39,7 @@ pub(super) fn check_typed(typed: &Settings, config: &Config) -> Result<()> {
         );
     }
     if sla2.is_some_and(|sla2| sla2.tail.is_none()) && typed.sla2.sla2_alpha.is_some() {
-        let hint = "the weight is split between the selected blocks and a tail: leave --sla2-alpha out";
+        let hint = "--sla2-alpha weighs the selected blocks against a tail: leave it out";
         return idle("sla2-alpha", format!("{attn}, without a tail"), "SLA2 with a tail", hint);
     }
     match (typed.linear.first_of_fp8(), config.model.linear) {
@@ -126,18 +127,19 @@ fn check_model(typed: &Settings, config: &Config) -> Result<()> {
 /// Checks the typed settings of the data: some have an effect only on some kinds of data.
 fn check_data(typed: &DataSettings, data: &DataConfig) -> Result<()> {
     if typed.sources.is_some() && typed.corpus_mb.is_some() {
-        let hint = "it is the size of the built-in corpus, which a run without --data reads";
+        let hint = "--corpus-mb is the size of the built-in corpus: leave it out, or leave --data out";
         return idle("corpus-mb", "--data".into(), "one of them", hint);
     }
     if typed.text_field.is_none() && typed.val_fraction.is_none() {
         return Ok(());
     }
     if typed.val_fraction.is_some() && !data.val_sources.is_empty() {
-        let hint = "all of --val-data is used for validation; leave one of them out";
+        let hint = "all of --val-data is used for validation: leave --val-fraction or --val-data out";
         return idle("val-fraction", "--val-data".into(), "one of them", hint);
     }
     if data.all_sources().next().is_none() && typed.text_field.is_some() {
-        let hint = "it names the key or column of the text in files of --data";
+        let hint =
+            "it names the key or column of the text in files of --data; leave it out, or add --data PATH";
         return idle("text-field", "the built-in corpus".into(), "--data", hint);
     }
     let found = data.all_sources().map(|s| source::find(&s.path, &data.out)).collect::<Result<Vec<_>>>()?;

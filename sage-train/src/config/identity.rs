@@ -240,7 +240,7 @@ pub fn differing(identities: &[&Identity]) -> Vec<String> {
     keys
 }
 
-/// Whether all runs train on the same number of tokens, up to one step.
+/// Whether all runs train on the same number of tokens: the numbers may differ by less than one step.
 fn equal_budgets(identities: &[&Identity]) -> bool {
     let number = |identity: &Identity, key: &str| identity.get(key)?.parse::<Quantity>().ok().map(|n| n.0);
     let budget = |identity: &&Identity| {

@@ -97,8 +97,8 @@ fn windows(
             Some(pattern) if s.model.window.is_none() => {
                 Err(Error::new("a pattern of windows without a window")
                     .got(format!("--window-pattern {pattern}"))
-                    .allowed("both, or neither")
-                    .hint("--window 1024 sets the number of tokens"))
+                    .allowed("--window and --window-pattern, or neither")
+                    .hint("add the number of tokens, such as --window 1024, or leave --window-pattern out"))
             }
             _ => Ok(None),
         };

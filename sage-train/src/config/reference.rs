@@ -13,8 +13,8 @@ pub fn reference() -> String {
     let mut page = String::from(
         "# Settings\n\n\
          Each setting is a flag of `sage-train` and a key of a TOML file (`--config FILE`); in the file, the key may be in its table or above all tables. \
-         `sage-train --help` has the same descriptions. *Default* is the default of `--preset tiny`; if it is empty, the description \
-         explains it or it follows from other settings. *Run*: sweeps and reports treat runs with different values as different runs. \
+         `sage-train --help` has the same descriptions. *Default* is the default of `--preset tiny`; if it is empty, the default \
+         is in the description or follows from other settings. *Run*: sweeps and reports treat runs with different values as different runs. \
          *Resume*: `--resume RUN` accepts another value.\n\n\
          <!-- Written by `tests/it/command.rs` (`INSTA_UPDATE=always`), which fails when this page is old. -->\n",
     );

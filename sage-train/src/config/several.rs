@@ -137,7 +137,7 @@ impl Config {
         let of = mesh.shard.of as u64;
         let sent = |bytes: u64| gib(bytes / of * (of - 1));
         format!(
-            "gradients {:.2} GiB, weights {:.2} GiB each way and rank, links of {:.0} GB/s",
+            "gradients {:.2} GiB, weights {:.2} GiB per rank and direction, links of {:.0} GB/s",
             sent(4 * self.model.parameters()),
             sent(self.gathered_bytes()),
             link / 1e9
@@ -149,7 +149,7 @@ impl Config {
         let others = (mesh.replica.of - 1) as f64 / mesh.replica.of as f64;
         let bytes = 2.0 * others * 4.0 * self.model.parameters() as f64 / mesh.shard.of as f64;
         format!(
-            "{:.2} GiB each way and rank, {:.1} ms at {:.0} GB/s, of which forward and backward hide {:.1}",
+            "{:.2} GiB per rank and direction, {:.1} ms at {:.0} GB/s, of which forward and backward hide {:.1}",
             bytes / f64::from(1 << 30),
             1e3 * seconds.network,
             network / 1e9,
@@ -176,7 +176,7 @@ impl Config {
             1e3 * seconds.update,
             of_step(seconds.update),
             match seconds.exposed > 0.0 {
-                true => format!(", {:.1} waits for other nodes", 1e3 * seconds.exposed),
+                true => format!(", {:.1} waiting for other nodes", 1e3 * seconds.exposed),
                 false => String::new(),
             },
             grouped((self.tokens_per_step() as f64 / seconds.all()) as u64),
@@ -215,7 +215,7 @@ impl Config {
         let part = 4.0 * parameters as f64 / mesh.shard.of as f64;
         let last = PIECE_BESIDE as f64 / parameters as f64;
         let network = 2.0 * (nodes - 1.0) / nodes * part / network;
-        // With many tokens a step is limited by power, so that overlapping saves no time.
+        // With many tokens the GPU's power limit determines the time of a step, so overlapping saves no time.
         let hides = match mesh.engines && mesh.during_backward && (tokens as u64) < FEW_TOKENS {
             true => (HIDES * gradients - network).max(0.0),
             false => 0.0,

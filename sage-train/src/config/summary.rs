@@ -149,7 +149,7 @@ impl Config {
             0 => String::new(),
             _ => {
                 let layers: Vec<String> = m.linear_compute_layers.iter().map(usize::to_string).collect();
-                format!("; in the compute type in layers {}", layers.join(", "))
+                format!("; without FP8 in layers {}", layers.join(", "))
             }
         };
         let sums = settings.sums[0];

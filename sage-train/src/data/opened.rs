@@ -65,7 +65,7 @@ impl Sources {
             return Err(Error::new("the tokenizer that this run trains already has an end-of-text token")
                 .got(format!("--end-of-text {end} without --tokenizer"))
                 .allowed("--end-of-text with --tokenizer, or with shards")
-                .hint("leave it out, or name the tokenizer"));
+                .hint("leave --end-of-text out, or name a tokenizer with --tokenizer"));
         }
         let documents: Vec<&String> = self
             .train

@@ -37,7 +37,7 @@ const QUIET: Duration = Duration::from_secs(10);
 pub struct Plan {
     /// Files, folders, patterns, `hf:OWNER/NAME[:PATTERN]`, recipes.
     pub inputs: Vec<String>,
-    /// Data that is only for validation, given like `inputs`. If there is any, no document of `inputs` is used for
+    /// Data that is only for validation, given like `inputs`. If it is not empty, no document of `inputs` is used for
     /// validation.
     pub val_inputs: Vec<String>,
     /// The folder to create.
@@ -65,8 +65,8 @@ pub struct Plan {
 /// Creates a folder of shards, or continues the work of an interrupted earlier call with the same plan.
 ///
 /// # Errors
-/// When an input cannot be read or contains no text, or a file cannot be written. The folder does not exist then, but
-/// the same call continues from saved progress.
+/// When an input cannot be read or contains no text, or a file cannot be written. After an error the folder does not
+/// exist, and another call with the same plan continues from the saved progress.
 pub fn prepare(plan: &Plan) -> Result<Prepared> {
     let folder = Folder::take_up(&plan.out)?;
     let prepared = prepare_in(plan, folder.path())?;

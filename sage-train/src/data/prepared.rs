@@ -9,7 +9,7 @@ use super::shard::Format;
 use super::split::Part;
 use crate::during;
 
-/// The file next to the shards with a [`Prepared`].
+/// The name of the file, in the folder of the shards, that contains a [`Prepared`].
 pub(super) const LIST: &str = "dataset.json";
 
 /// The contents of `dataset.json`.

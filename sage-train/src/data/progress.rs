@@ -45,7 +45,7 @@ impl Work {
         let validation = self.files.iter().map(|f| f.validation).ne(other.files.iter().map(|f| f.validation));
         let pairs = || self.files.iter().zip(&other.files);
         if let Some((file, _)) = pairs().find(|(a, b)| a.has_changed_since(b) && !others) {
-            return format!("{} has another size or modification time", file.path.display());
+            return format!("{} has changed: its size or modification time differs", file.path.display());
         }
         let numbers = [
             ("files of text", others),
@@ -150,9 +150,9 @@ impl<'a> Journal<'a> {
         // Complete shards are from an earlier start: they are opened as a check before more shards are added.
         for shard in kept.iter().filter(|path| kept.contains(&Sidecar::path(path))) {
             if Shard::open(shard).map_err(|error| error.hint(hint()))?.hashed().is_none() {
-                return Err(Error::new("a complete shard has lost its sidecar")
+                return Err(Error::new("a complete shard has lost its .bin.json file")
                     .got(shard.display())
-                    .allowed("a shard with its sidecar")
+                    .allowed("a shard with its .bin.json file")
                     .hint(hint()));
             }
         }

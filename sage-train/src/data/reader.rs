@@ -140,8 +140,7 @@ pub fn has_fields(path: &Path) -> bool {
     kind(path).is_some_and(|(kind, _)| kind != Kind::Text)
 }
 
-/// Whether a file counts as text in any folder. In a folder of data, .md, .csv and .json files may be notes, tables and
-/// settings.
+/// Whether a file counts as text in any folder. There, .md, .csv and .json files may be notes, tables and settings.
 pub(super) fn is_always_text(path: &Path) -> bool {
     let name = path.file_name().map(|name| name.to_string_lossy().to_ascii_lowercase()).unwrap_or_default();
     is_known(path) && ![".md", ".csv", ".json"].iter().any(|end| name.ends_with(end))
@@ -239,7 +238,7 @@ fn not_utf8(path: &Path, at: String, bytes: &[u8]) -> Error {
         [0xff, 0xfe, ..] | [0xfe, 0xff, ..] => {
             "it begins like UTF-16: convert it with `iconv -f utf-16 -t utf-8`"
         }
-        bytes if bytes.contains(&0) => "it does not look like text: is it the file that its name says?",
+        bytes if bytes.contains(&0) => "it does not look like text: check what kind of file it is",
         _ => "convert it, e.g. with `iconv -f latin1 -t utf-8`",
     };
     Error::new("the data is not UTF-8 text")

@@ -11,10 +11,10 @@
 //!   ([`QuestionContext::Suddenly`]);
 //! - a *roll* is a note that lists other names with numbers, and then lists them again in another order.
 //!
-//! The distance from a name's last number to its next question is drawn uniformly in half of the cases, and
-//! log-uniformly in the other half. Half of the names are asked for often, in questions, so that the model learns to
-//! look up numbers at short distances first. The other names are asked for seldom, in returns and at the end of
-//! questions, so that there are questions at long distances.
+//! The distance from the last statement of a number to the next question about it is drawn uniformly in half of the
+//! cases, and log-uniformly in the other half. Half of the names are asked for often, in questions, so that the model
+//! learns to look up numbers at short distances first. The other names are asked for seldom, in returns and at the end
+//! of questions, so that there are questions at long distances.
 
 use rand::seq::{IndexedRandom, SliceRandom};
 use rand::{Rng, SeedableRng};
@@ -23,8 +23,8 @@ use rand_chacha::ChaCha8Rng;
 const SYLLABLES: [&str; 16] =
     ["ba", "ce", "do", "fi", "gu", "ha", "ke", "lo", "mi", "nu", "ra", "se", "to", "vi", "wu", "ze"];
 
-/// Number of names of two syllables: few and short, so that each name is one token of a tokenizer that is trained on
-/// them.
+/// Number of names. Names are few, and have only two syllables, so that each name is one token of a tokenizer that is
+/// trained on the documents.
 const NAMES: usize = 256;
 
 /// Number of names for rolls, which are listed repeatedly with new numbers. Each other name has only one number in a
@@ -151,7 +151,7 @@ impl Draft {
     }
 
     /// Draws a name from the names that are asked for often, or from the other names. Draws a distance in paragraphs,
-    /// uniformly or log-uniformly, and takes the name whose last number is at the nearest distance.
+    /// uniformly or log-uniformly, and returns the name whose number was last stated closest to this distance.
     fn draw(&self, often: bool, rng: &mut ChaCha8Rng) -> Option<usize> {
         let (most, part) = (self.paragraphs.max(2) as f64, rng.random::<f64>());
         let wanted = if rng.random_bool(0.5) { most * part } else { most.powf(part) } as usize;

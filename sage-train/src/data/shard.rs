@@ -53,7 +53,7 @@ impl Shard {
                 .got(got)
                 .allowed(allowed)
                 .hint(
-                    "copy or prepare it again; `sage-train data check` compares every shard with its sidecar",
+                    "copy or prepare it again; `sage-train data check` compares every shard with its .bin.json file",
                 ))
         };
         let payload = size.saturating_sub(format.header());
@@ -87,7 +87,7 @@ impl Shard {
         if let Some(sidecar) = sidecar.as_ref().filter(|s| (s.format, s.tokens) != (format, tokens)) {
             return refuse(
                 format!("{tokens} tokens in {format}"),
-                format!("{} in {}, as its sidecar says", sidecar.tokens, sidecar.format),
+                format!("{} in {}, as its .bin.json file says", sidecar.tokens, sidecar.format),
             );
         }
         let checked = Mutex::new(FileIdentity::of(&about));
@@ -204,7 +204,7 @@ impl Shard {
     pub(super) fn compare(path: &Path, expected: &str) -> Compared {
         let mut hash = Sha256::new();
         if let Err(error) = File::open(path).and_then(|mut file| std::io::copy(&mut file, &mut hash)) {
-            let unread = during(format!("cannot compare {} with its sidecar", path.display()));
+            let unread = during(format!("cannot compare {} with its .bin.json file", path.display()));
             return Compared::Unread(unread(error));
         }
         let got = hex(&hash.finalize());
@@ -212,7 +212,7 @@ impl Shard {
             return Compared::Same;
         }
         Compared::Another(
-            Error::new(format!("{} does not match its sidecar", path.display()))
+            Error::new(format!("{} does not match its .bin.json file", path.display()))
                 .got(format!("SHA-256 {got}"))
                 .allowed(expected)
                 .hint("copy or prepare it again"),

@@ -78,7 +78,7 @@ impl ShardFiles {
             return Ok(());
         }
         let entry = |id: u32| tokenizer.entry(id).map_or(id.to_string(), |entry| format!("{id}, `{entry}`"));
-        Err(Error::new("documents of the shards end with another token")
+        Err(Error::new("the documents in the shards do not end with the tokenizer's end-of-text token")
             .got(format!("{} in {}", entry(prepared.end_of_text), folder.display()))
             .allowed(format!("{}, the tokenizer's end-of-text token", entry(tokenizer.end_of_text())))
             .hint("use --end-of-text to name the token that ends a document, or prepare the data again"))
@@ -278,7 +278,7 @@ fn below(path: &Path, out: &Path, passed_over: &mut SkippedFiles) -> Result<Vec<
     while let Some(folder) = folders.pop() {
         let failed = || {
             let error = during::<std::io::Error>(format!("cannot list {}", folder.display()));
-            move |cause| error(cause).hint("is the folder readable?")
+            move |cause| error(cause).hint("check the permissions of the folder")
         };
         for entry in std::fs::read_dir(&folder).map_err(failed())? {
             let entry = entry.map_err(failed())?;

@@ -236,7 +236,7 @@ impl Tokenizer {
         Err(Error::new("a tokenizer trained on the data differs from the run's tokenizer")
             .got(path.display())
             .allowed("the text that the run was trained on")
-            .hint("check whether files were added or changed"))
+            .hint("check whether files of the data were added or changed"))
     }
 
     /// The ids of a text, without an end-of-text token.

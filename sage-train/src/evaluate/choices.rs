@@ -141,7 +141,7 @@ pub fn choose(
         }
         let score = |ending: &Vec<u32>| score(model, &example.context, ending, context, device);
         let judged = example.endings.iter().map(score).collect::<candle_core::Result<Vec<_>>>();
-        let judged = judged.map_err(during("choosing an ending"))?;
+        let judged = judged.map_err(during("cannot choose an ending"))?;
         let lowest = |of: &dyn Fn(usize) -> f32| {
             (0..judged.len()).min_by(|&a, &b| of(a).total_cmp(&of(b))) == Some(example.label)
         };

@@ -58,7 +58,7 @@ pub fn by_position(
             }
             Ok(())
         };
-        losses().map_err(on_device("validation"))?;
+        losses().map_err(on_device("the validation failed"))?;
         seen((first + count) * cut.context as u64, wanted * cut.context as u64);
     }
     let of = |(sum, bounds): (f64, &[usize])| PositionLoss {

@@ -86,7 +86,8 @@ pub fn recall(
     let task = Recall { words, seed: 0 };
     for number in 0..documents {
         let (ids, answers) = tokenize(task, FIRST + number, tokenizer, context)?;
-        let right = likeliest(model, &ids, &answers, device).map_err(on_device("questions of recall"))?;
+        let right = likeliest(model, &ids, &answers, device)
+            .map_err(on_device("cannot answer the questions of --recall"))?;
         for (answer, right) in answers.iter().zip(right) {
             let row = rows
                 .iter_mut()

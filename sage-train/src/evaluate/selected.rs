@@ -8,7 +8,7 @@ use crate::model::{Input, Llama, Selected};
 use crate::on_device;
 
 /// Measures the blocks that a model with SLA2 selects in the first sequence of the data, which is the same in every
-/// validation. Blocks are selected also while the model still trains with dense attention. `None` for a model without
+/// validation. The model selects blocks even while it still trains with dense attention. `None` for a model without
 /// SLA2.
 ///
 /// # Errors
@@ -24,5 +24,5 @@ pub fn selected(
         let batch = sequences.to_device(device)?;
         model.selected(Input { ids: &batch.ids, documents: batch.documents.as_ref() })
     };
-    measure().map_err(on_device("validation"))
+    measure().map_err(on_device("the validation failed"))
 }

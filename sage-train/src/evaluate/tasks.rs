@@ -112,7 +112,7 @@ impl Task {
             Error::new(format!("{} is not a file of this task", path.display()))
                 .got(got)
                 .allowed(format!("JSON lines with {}", self.fields()))
-                .hint("datasets.load_dataset(NAME, split=\"validation\").to_json(FILE) writes them")
+                .hint("datasets.load_dataset(NAME, split=\"validation\").to_json(FILE) writes such lines in Python")
         };
         let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
         let mut examples = Vec::new();

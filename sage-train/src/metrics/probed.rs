@@ -33,8 +33,8 @@ pub struct Row {
     /// groups.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub vanished: Vec<(String, f64)>,
-    /// For each operand, the fraction of its NVFP4 groups with a value above 2688, the largest of NVFP4; empty for a
-    /// scheme without such groups, and in files of earlier builds.
+    /// For each operand, the fraction of its NVFP4 groups with a value above 2688, the largest NVFP4 value; empty for
+    /// a scheme without such groups, and in files of earlier builds.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub saturated: Vec<(String, f64)>,
 }
@@ -71,11 +71,11 @@ pub struct Distance {
 /// Magnitudes of the tensors of a layer or a head.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sizes {
-    /// Root mean square of P, where a query sees the key.
+    /// Root mean square of P over the unmasked (query, key) pairs.
     pub rms_p: f64,
-    /// Root mean square of dP, where a query sees the key.
+    /// Root mean square of dP over the unmasked (query, key) pairs.
     pub rms_dp: f64,
-    /// Root mean square of dS, where a query sees the key.
+    /// Root mean square of dS over the unmasked (query, key) pairs.
     pub rms_ds: f64,
     /// `max |dP - delta| sqrt(2 / (N + 1))`, an upper bound of `rms_ds`: the squares in each of the N rows of P sum to
     /// at most 1, and N (N + 1) / 2 values are unmasked (section 4 of the SageBwd paper, applied to a causal mask).
@@ -84,7 +84,7 @@ pub struct Sizes {
     pub largest_q: f64,
     /// Largest absolute value of the keys.
     pub largest_k: f64,
-    /// Largest absolute scaled logit, where a query sees the key.
+    /// Largest absolute scaled logit of the unmasked (query, key) pairs.
     pub largest_logit: f64,
     /// Fraction of outlying keys. A key is outlying if its largest absolute value, after smoothing, is above ten times
     /// the median of these values in its tile. Such a key determines the tile's scale.

@@ -44,7 +44,7 @@ pub(super) struct SelfAttention {
     /// A logit for each query head, including the heads of other ranks that share the sequence.
     sinks: Option<Weight>,
     pub(super) sla2: Option<Sla2Layer>,
-    /// Present if several ranks share each sequence. `heads` are then the heads of this rank.
+    /// Present if several ranks share each sequence. `heads` then counts only the heads of this rank.
     ulysses: Option<Ulysses>,
 }
 

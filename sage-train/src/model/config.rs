@@ -135,7 +135,8 @@ impl LlamaConfig {
         self.linear.check("heads x head-dim", self.heads * self.head_dim)?;
         self.linear.check("key-heads x head-dim", self.key_heads * self.head_dim)?;
         self.linear_head.check("the number of tokens in the vocabulary", self.vocab)?;
-        // The checks above name a setting in errors. This loop checks every hidden matrix, and names the matrix.
+        // The errors of the checks above name a setting. This loop checks every hidden matrix, and its errors name a
+        // matrix.
         for spec in self.parameter_specs().iter().filter(|spec| spec.kind.is_hidden_matrix()) {
             spec.dims.iter().try_for_each(|&len| self.linear.check(&spec.name, len))?;
         }

@@ -50,7 +50,7 @@ impl Operands {
         Self::with_scales(config.linear_of(layer), config, parameters, first..first + OperandRole::COUNT)
     }
 
-    /// Operands for the output matrix in training: the input is `OperandRole::Normed`.
+    /// Operands for the output matrix in training. Its input has the role `OperandRole::Normed`.
     pub(super) fn of_head(config: &LlamaConfig, parameters: &Parameters) -> Result<Self> {
         let first = config.layers * OperandRole::COUNT;
         Self::with_scales(config.linear_head, config, parameters, first..first + 1)

@@ -61,7 +61,7 @@ pub struct Parameters {
     updates: Arc<AtomicU64>,
     /// Weights in FP8, shared by all models of these parameters.
     quantized: Rc<Quantized>,
-    /// Sums of the initial weights of each piece in FP8, if ranks share the piece, to detect ranks that read different
+    /// For each piece in FP8 that several ranks share: sums of its initial weights, to detect ranks that read different
     /// files. FP8 values cannot show the difference, because each rank quantizes only its shard.
     initial: Vec<f64>,
     /// Scales of FP8 operands with delayed scaling, which are computed from earlier steps.
@@ -401,7 +401,7 @@ fn sums_of(values: &[f32]) -> [f64; 2] {
     [all.clone().sum(), all.map(|x| x * x).sum()]
 }
 
-/// The slices at ranges that do not overlap, in ascending order.
+/// The slices of `all` at these ranges, which are in ascending order and do not overlap.
 fn disjoint(mut all: &mut [f32], ranges: impl Iterator<Item = Range<usize>>) -> Vec<&mut [f32]> {
     let mut end = 0;
     let mut next = |range: Range<usize>| {

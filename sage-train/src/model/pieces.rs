@@ -34,8 +34,8 @@ pub(super) struct Common {
     pub(super) decays: bool,
     /// Whether the model reads the parameters in f32, whatever its compute type.
     pub(super) wide: bool,
-    /// Whether the parameters are hidden matrices that another optimizer updates, so that no other parameters share
-    /// their pieces.
+    /// Whether the parameters are hidden matrices that an optimizer other than AdamW updates, so that no other
+    /// parameters share their pieces.
     pub(super) apart: bool,
     /// Whether training reads the parameters only in FP8.
     pub(super) fp8: bool,

@@ -31,9 +31,9 @@ pub struct Reduction<'a> {
 }
 
 impl<'a> Reduction<'a> {
-    /// A reduction that has sent nothing yet. If `Mesh::during_backward` is set, the caller reports the layers that the last
-    /// backward has finished. Otherwise [`Reduction::finish`] sends all pieces, and the pieces of vectors last: they
-    /// are small, and the last transfer overlaps with nothing.
+    /// A reduction that has sent nothing yet. If `Mesh::during_backward` is set, the caller reports the layers that the
+    /// last backward has finished. Otherwise [`Reduction::finish`] sends all pieces. The pieces of vectors are sent
+    /// last, because they are small and the last transfer overlaps with nothing.
     pub fn new(parameters: &'a Parameters, ranks: &'a Ranks) -> Self {
         let during_backward = ranks.mesh().during_backward;
         let pieces = 0..parameters.layout.pieces.len();

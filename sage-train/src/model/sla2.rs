@@ -20,7 +20,7 @@ pub struct Selected {
     pub exact_weight: f64,
     /// The fraction of dense attention's probability mass on past blocks that falls on the selected blocks.
     pub mass_caught: f64,
-    /// The number of query blocks that select the most-selected key block, over the mean number per key block.
+    /// The number of query blocks that select the most-selected key block, divided by the mean number per key block.
     pub users_ratio: f64,
 }
 
@@ -37,7 +37,7 @@ impl Selected {
     }
 }
 
-/// The largest number of query blocks that select one key block, over the mean number.
+/// The largest number of query blocks that select the same key block, divided by the mean number per key block.
 fn users_ratio(selection: &Selection) -> Result<f64> {
     let (shape, (rows, columns)) = (selection.shape(), selection.block());
     let mut users: Vec<usize> = Vec::new();
@@ -130,8 +130,8 @@ impl Sla2Layer {
         }
     }
 
-    /// The factor of the gradients in `train_router`: gradients are averaged over the ranks, but only one rank computes the
-    /// gradients of a head.
+    /// The factor of the gradients in `train_router`: gradients are averaged over the ranks, but only one rank computes
+    /// the gradients of a head.
     fn ranks(&self) -> f64 {
         self.ulysses.as_ref().map_or(1.0, |ulysses| ulysses.ranks() as f64)
     }
@@ -206,7 +206,7 @@ impl Sla2Layer {
             Some(_) => {
                 let (ones, zeros) = (q.ones_like()?, q.zeros_like()?);
                 let weights = ops::blend(&ones, &zeros, &self.theta(q)?, &selection, self.config.alpha)?;
-                // All channels of a head have one weight.
+                // All channels of a head have the same weight.
                 let weights = weights.narrow(3, 0, 1)?.contiguous()?;
                 f64::from(weights.to_dtype(DType::F32)?.mean_all()?.to_scalar::<f32>()?)
             }

@@ -33,7 +33,7 @@ pub fn causal_pairs(tokens: usize, window: Option<usize>) -> f64 {
 
 impl fmt::Display for Windows {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "of {} tokens in the layers {}", self.tokens, self.pattern)
+        write!(f, "of {} tokens (layer pattern {})", self.tokens, self.pattern)
     }
 }
 
@@ -110,7 +110,7 @@ mod tests {
         let windows = Windows { tokens: 4, pattern: "sSL".parse().expect("a pattern") };
         let of: Vec<Option<usize>> = (0..5).map(|layer| windows.of(layer)).collect();
         assert_eq!(of, [Some(4), Some(4), None, Some(4), Some(4)]);
-        assert_eq!(windows.to_string(), "of 4 tokens in the layers SSL");
+        assert_eq!(windows.to_string(), "of 4 tokens (layer pattern SSL)");
         for bad in ["", "SX", "S L"] {
             assert!(bad.parse::<WindowPattern>().is_err(), "{bad}");
         }

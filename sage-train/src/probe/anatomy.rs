@@ -57,7 +57,7 @@ pub trait Anatomy: Sync {
 pub struct OutOfRange {
     /// Groups that become zeros.
     pub vanished: f64,
-    /// Groups with a larger value than the format's largest.
+    /// Groups with a value above the format's largest value.
     pub saturated: f64,
 }
 

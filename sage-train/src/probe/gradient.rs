@@ -48,7 +48,7 @@ pub fn gradient_errors(
 ) -> Result<Vec<GradientErrors>> {
     let count = extent.micro_batches;
     if !count.is_power_of_two() || count < 2 * BLOCKS {
-        return Err(Error::new("the number of micro-batches is not a power of two of at least 16")
+        return Err(Error::new("--micro-batches is not a power of two, or is below 16")
             .got(count)
             .allowed("16, 32, 64, ..")
             .hint("confidence intervals need eight blocks of at least two micro-batches each"));
@@ -58,7 +58,7 @@ pub fn gradient_errors(
     trained.check_attention(folder, "probe")?;
     let Trained { config, parameters, device, .. } = &trained;
     if config.model.sla2.is_some() {
-        return Err(Error::unsupported("gradients of selected blocks are not probed")
+        return Err(Error::unsupported("the probe of gradients does not support SLA2")
             .got(format!("--attn {}", config.attn))
             .allowed("a model with dense attention")
             .hint("--selections measures the error of block selections"));
@@ -82,7 +82,7 @@ pub fn gradient_errors(
     };
     let exact = make(&with_scheme(&config.model, Scheme::Unquantized))?;
     let models = arms.iter().map(|(_, model)| make(model)).collect::<Result<Vec<_>>>()?;
-    let parts = parts(parameters).map_err(on_device("probing"))?;
+    let parts = parts(parameters).map_err(on_device("the probe failed"))?;
     let mut tree = Tree::new(parts, arms.len(), count);
     let template = "{bar:30.cyan/blue} {pos}/{len} gradients [{elapsed}, ETA {eta}]";
     let bar = bar((count * (1 + models.len())) as u64, template);
@@ -99,7 +99,7 @@ pub fn gradient_errors(
             }
             tree.push(exact, errors)
         };
-        measure().map_err(on_device("probing"))?;
+        measure().map_err(on_device("the probe failed"))?;
     }
     bar.finish_and_clear();
     let tokens = (config.micro_batch * config.model.context) as u64;

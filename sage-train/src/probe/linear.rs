@@ -101,7 +101,7 @@ pub fn linear_errors(
         let batch = text.to_device(device)?;
         llama.train(&batch.ids, &batch.targets).map(drop)
     };
-    run().map_err(on_device("probing"))?;
+    run().map_err(on_device("the probe failed"))?;
     let mut linears = linears.take();
     // The backward visited the matrices from the last to the first.
     linears.reverse();

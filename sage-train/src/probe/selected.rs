@@ -42,7 +42,7 @@ pub enum Chosen {
 pub enum Unselected {
     /// Linear attention over all past blocks.
     Linear,
-    /// Linear attention with a constant weight of .85 for the selected blocks.
+    /// As `Linear`, but the weight of the selected blocks in the mixture is the constant .85.
     Constant,
     /// The mean of all past values.
     Mean,
@@ -129,8 +129,8 @@ pub fn probe_selections(
     let bar = bar(layers.len() as u64, "{bar:30.cyan/blue} layer {pos}/{len} [{elapsed}, ETA {eta}]");
     let (mut found, mut sparsity) = (Vec::new(), 0.0);
     for (layer, [q, k, v, _]) in layers.into_iter().enumerate() {
-        let measured =
-            of_layer([&q, &k, &v], (selecting.blocks, block)).map_err(during("probing selections"))?;
+        let measured = of_layer([&q, &k, &v], (selecting.blocks, block))
+            .map_err(during("the probe of selections failed"))?;
         sparsity = measured.2;
         found.push(LayerResult { layer, errors: measured.0, mass: measured.1 });
         bar.inc(1);

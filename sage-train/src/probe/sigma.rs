@@ -42,7 +42,7 @@ pub struct SigmaRow {
 /// When the device does not support the shape, or memory is short.
 pub fn sigma_table(scheme: Scheme, sigmas: &[f64], shape: Shape, device: &Device) -> Result<Vec<SigmaRow>> {
     let row = |&sigma: &f64| at(scheme, sigma, shape, device).map(|errors| SigmaRow { sigma, errors });
-    sigmas.iter().map(row).collect::<candle_core::Result<_>>().map_err(during("measuring errors"))
+    sigmas.iter().map(row).collect::<candle_core::Result<_>>().map_err(during("cannot measure the errors"))
 }
 
 fn at(scheme: Scheme, sigma: f64, shape: Shape, device: &Device) -> candle_core::Result<[Distance; 4]> {

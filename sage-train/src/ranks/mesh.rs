@@ -57,10 +57,10 @@ pub const PIECE: usize = 170_000_000;
 pub const PIECE_BESIDE: usize = 50_000_000;
 
 /// Tokens per rank and step below which transfers on copy engines are faster during the backward than after it. With
-/// more tokens the step is limited by power, and matmuls need more power while transfers run. On two H100, steps with
-/// `during_backward` were faster than steps with `after` by 2.2 % at 4k and 1.3 % at 8k tokens, and slower by 1.1 % at 32k
-/// (docs/several-gpus.md), so the limit is between 8k and 32k. The size of the model matters less: matmuls and
-/// transfers both grow with it.
+/// more tokens the GPU's power limit determines the time of a step, and concurrent transfers leave less power for
+/// matmuls. On two H100, steps with transfers during the backward were 2.2 % faster at 4k tokens and 1.3 % faster at 8k
+/// than steps with transfers after it, and 1.1 % slower at 32k (docs/several-gpus.md). So the limit is between 8k and
+/// 32k. The size of the model matters less: matmuls and transfers both grow with it.
 pub const FEW_TOKENS: u64 = 16 << 10;
 
 impl Mesh {

@@ -1,10 +1,10 @@
 //! The transport for ranks on GPUs: NCCL's sends and receives, and its collectives on the GPUs' copy engines where
 //! available. The transport only copies.
 //!
-//! The library is loaded at run time and not linked, so that a program with GPU kernels starts on machines
-//! without NCCL. Transfers run on a separate stream, of high priority. A transfer starts when candle's
-//! stream has reached the call; `wait` makes candle's stream wait for it. The separate stream is created through
-//! the driver and not through cudarc, which records events for every tensor as soon as a context has two streams.
+//! The library is loaded at run time and not linked, so that a program with GPU kernels starts on machines without
+//! NCCL. Transfers run on a separate stream, of high priority. A transfer starts when candle's stream has reached the
+//! call; `wait` makes candle's stream wait for the transfer. The separate stream is created through the driver and not
+//! through cudarc, which records events for every tensor as soon as a context has two streams.
 #![allow(unsafe_code)]
 
 mod engines;

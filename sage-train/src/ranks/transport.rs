@@ -43,8 +43,8 @@ pub(super) struct Swap {
     pub(super) comes: Vec<Tensor>,
 }
 
-/// How long a rank with a failed transfer waits for the threads of [`ControlConnection`](super::control::ControlConnection) to report the
-/// dead rank and end the process, before it reports its own error.
+/// How long a rank with a failed transfer waits before it reports its own error. In this time the threads of
+/// [`ControlConnection`](super::control::ControlConnection) can report the dead rank and end the process.
 const WATCH: Duration = Duration::from_secs(8);
 
 /// The error of a failed transfer, returned after the control channel had time to report the rank that died. Without

@@ -66,7 +66,7 @@ impl World {
             return Err(Error::new("the number of ranks is too large")
                 .got(format!("{} ranks, set by {}", world.rank.of, world.launcher))
                 .allowed(format!("1 to {MOST}"))
-                .hint("is a variable of another launcher left in the environment?"));
+                .hint("unset the variables that another launcher left in the environment"));
         }
         for (rank, what, of) in
             [(world.rank, "rank", "ranks"), (world.local, "local rank", "ranks on the node")]
@@ -75,7 +75,7 @@ impl World {
                 return Err(Error::new(format!("the {what} is not below the number of {of}"))
                     .got(format!("{what} {} of {}, set by {}", rank.index, rank.of, world.launcher))
                     .allowed(format!("0 to one less than the number of {of}"))
-                    .hint("is a variable of another launcher left in the environment?"));
+                    .hint("unset the variables that another launcher left in the environment"));
             }
         }
         Ok((world.rank.of > 1).then_some(world))
@@ -84,7 +84,7 @@ impl World {
     fn of_torchrun(variable: &dyn Fn(&str) -> Option<String>) -> Result<Self> {
         let missing: Vec<&str> = NAMES.into_iter().filter(|name| variable(name).is_none()).collect();
         if !missing.is_empty() {
-            return Err(Error::new("the rank environment is incomplete")
+            return Err(Error::new("environment variables of the ranks are missing")
                 .got(format!("{} not set", missing.join(", ")))
                 .allowed(NAMES.join(", "))
                 .hint("torchrun and --gpus set all of them; unset the variables that another program left"));
@@ -112,7 +112,7 @@ impl World {
         let of = number("SLURM_STEP_NUM_TASKS", &of)?;
         let needed = |name: &str| {
             variable(name).ok_or_else(|| {
-                Error::new("Slurm's rank environment is incomplete")
+                Error::new("environment variables of Slurm are missing")
                     .got(format!("SLURM_STEP_NUM_TASKS without {name}"))
                     .allowed("the variables that srun sets")
                     .hint("start sage-train with srun")

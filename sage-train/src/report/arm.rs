@@ -68,7 +68,7 @@ impl Difference {
         in_percent(&self.mean)
     }
 
-    /// How many pairs of runs it is from, to append to the numbers: `, only 2 pairs`. Empty for one pair.
+    /// The number of pairs of runs, as text after [`Difference::numbers`]: `, only 2 pairs`. Empty for one pair.
     pub(super) fn pairs(&self) -> String {
         match (self.paired, self.mean.count) {
             (true, 1) => String::new(),

@@ -105,7 +105,7 @@ impl Panel {
                 "Error of the whole gradient over tokens",
                 "The error of the model's gradient under low-bit schemes, relative to the gradient without noise, \
                  from the last `probe --gradient`. An error that does not fall is a bias. For comparison: the noise \
-                 of the data with the first model."
+                 from the choice of data, as measured for the first curve."
                     .into(),
                 gradients(self)?,
             ),

@@ -112,7 +112,7 @@ pub fn gradient_table(title: &str, errors: &GradientErrors) -> String {
         "\nnoise = gradient, bias = noise: tokens per step at which both are equal; error's noise: noise of the error in {} \
          tokens,\nrelative to the gradient, which falls as the square root of the tokens; bias: the error that does not average \
          out, relative\nto the gradient, and its component along the gradient; -: noise hides the gradient; the interval is over \
-         eight shards of the\ndata, and up to three times too wide where noise is larger than bias\n",
+         eight parts of the\ndata, and up to three times too wide where noise is larger than bias\n",
         short(errors.tokens as f64)
     );
     out

@@ -111,8 +111,12 @@ impl Study {
                 Verdict::Matches => {
                     format!("{} matches {baseline} within {} %: {numbers}{place}.", arm.label, self.margin)
                 }
-                Verdict::Higher => format!("{} ends higher than {baseline}: {numbers}{place}.", arm.label),
-                Verdict::Lower => format!("{} ends lower than {baseline}: {numbers}{place}.", arm.label),
+                Verdict::Higher => {
+                    format!("{} ends with a higher loss than {baseline}: {numbers}{place}.", arm.label)
+                }
+                Verdict::Lower => {
+                    format!("{} ends with a lower loss than {baseline}: {numbers}{place}.", arm.label)
+                }
                 Verdict::Undecided => {
                     format!("{} against {baseline} is undecided: {numbers}{place}.", arm.label)
                 }

@@ -136,7 +136,7 @@ fn products(rows: &[Row]) -> String {
             out.push('\n');
         }
     }
-    out + "\nonly one matmul or operand is quantized; share: of the sum of the squared errors\n"
+    out + "\nin each row only one matmul or operand is quantized; share: of the sum of the squared errors\n"
 }
 
 /// Errors on random tensors, next to the SageBwd paper's Table 1.

@@ -31,7 +31,7 @@ pub fn selections_table(title: &str, found: &Selections) -> String {
     WAYS.iter().for_each(|way| out += &format!(" {:>9}", rest(way.1)));
     out.push('\n');
     out += &rows(found.layers.iter().map(|layer| layer.errors.clone()).collect());
-    out += "\nfraction of dense attention's mass on past blocks that the selected blocks have\n";
+    out += "\nfraction of dense attention's probabilities of past blocks that falls on the selected blocks\n";
     out += &format!("{:<7}", "layer");
     let all = [Chosen::Best, Chosen::Learned, Chosen::Identity, Chosen::Window];
     all.iter().for_each(|&of| out += &format!(" {:>9}", chosen(of)));

@@ -241,7 +241,7 @@ impl Panel {
         for (from, _) in weights.iter().filter(|(_, hashes)| hashes.len() > 1) {
             let place = self.place();
             warnings.push(format!(
-                "runs started from different weights of {}, which was trained further between them{place}",
+                "runs started from different weights of {}, which was trained further in the meantime{place}",
                 from.display()
             ));
         }
@@ -249,7 +249,7 @@ impl Panel {
             let count = runs().filter(|run| baseline.has_other_data(run)).count();
             if count > 0 {
                 let runs = counted(count as u64, "run");
-                let pairs = "with a seed of the baseline had other data, so that no pairs are formed";
+                let pairs = "with a seed of the baseline had other data than the baseline, so that no pairs are formed";
                 warnings.push(format!("{runs} {pairs}{}", self.place()));
             }
         }

@@ -195,8 +195,8 @@ impl Study {
         format!(
             "losses are in nats per token{entropy}; ± is the half-width of a 95 % interval (Student's t) over seeds \
              of finished runs; diverged runs are excluded; differences are over shared seeds, in percent of the \
-             baseline's mean; an arm matches if its 90 % interval is within the margin of ± {} %, also if its 95 % \
-             interval excludes 0 (otherwise it is higher or lower){}",
+             baseline's mean; an arm matches if its 90 % interval is within the margin of ± {} %; an arm that does not \
+             match is higher or lower if its 95 % interval excludes 0, and otherwise undecided{}",
             self.margin,
             match self.has_training() {
                 true =>

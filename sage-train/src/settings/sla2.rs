@@ -77,7 +77,7 @@ impl Form {
 
     pub(super) fn summary(self) -> &'static str {
         match self {
-            Self::Learned => "Blocks selected by a learned router, and a linear tail (SLA2)",
+            Self::Learned => "Attention to blocks that a learned router selects, and a linear tail (SLA2)",
             Self::Identity => {
                 "SLA2 with an untrained router, which ranks key blocks by the dot product of mean queries and mean keys"
             }
@@ -307,7 +307,7 @@ fn check_nearest(config: &Sla2Config) -> Result<(), Error> {
     Err(Error::new("sla2-nearest is out of range")
         .got(format!("{} nearest of {} blocks", config.nearest, config.blocks))
         .allowed("at most the number of blocks")
-        .hint("raise --sla2-blocks N; the router selects the blocks that are not the nearest"))
+        .hint("lower --sla2-nearest or raise --sla2-blocks; the router selects the other blocks"))
 }
 
 /// The number of blocks whose sparsity is nearest to `sparsity`.

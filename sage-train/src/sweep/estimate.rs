@@ -45,8 +45,8 @@ impl Estimate {
     }
 }
 
-/// Groups the remaining runs by the settings that the time of a step depends on, and measures a few steps of each stage
-/// of one run of each group. The measured runs are written to a scratch folder, which is removed.
+/// Groups the remaining runs by the settings that the time of a step depends on. For one run of each group, measures a
+/// few steps of each stage. The measured runs are written to a scratch folder, which is removed.
 ///
 /// # Errors
 /// When a shape cannot be trained on this machine.

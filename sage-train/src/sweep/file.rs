@@ -89,8 +89,8 @@ impl Spec {
     /// When a key is not a setting, a value is invalid for its setting, a list is empty, or there are more than 10,000
     /// runs.
     pub fn runs(&self, over: &Settings, lists: &Table) -> Result<Vec<Settings>> {
-        // A single `attn` is kept although a list replaces its value: it names the scheme of the other settings in its
-        // table.
+        // A list from the command line replaces values of this table. But a single `attn` is kept, because it names the
+        // scheme to which the other settings of the table belong.
         let plain = |table: &Table| -> Table {
             let whose = |key: &str, value: &Value| key == "attn" && !value.is_array();
             let free = table.iter().filter(|(key, value)| !lists.contains_key(*key) || whose(key, value));

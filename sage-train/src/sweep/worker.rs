@@ -67,7 +67,7 @@ struct Job {
     stopping: bool,
 }
 
-/// Executes all open runs. A failing run is counted in the tally, and is not an error of the sweep.
+/// Executes all open runs. A run that fails is counted in [`RunCounts::failed`], and is not an error of the sweep.
 ///
 /// # Errors
 /// When the folder cannot be written, or a child cannot be started.

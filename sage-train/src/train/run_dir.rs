@@ -291,7 +291,7 @@ fn points_until(path: &Path, step: u64) -> Result<Vec<Point>> {
             .got(format!("{}: {} consecutive steps from step 1", file.display(), points.len()))
             .allowed(format!("at least {step}"))
             .hint(format!(
-                "is the file damaged? {CSV} is incomplete too: restore one of the files from a copy, or begin a new run"
+                "{CSV} is incomplete too: restore one of the files from a copy, or begin a new run"
             )));
     }
     Ok(points)

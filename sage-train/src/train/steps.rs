@@ -100,7 +100,7 @@ impl Run<'_> {
             }
             under_way = launched?;
             if let Some(signal) = signals::received().filter(|_| under_way.is_none()) {
-                // The signal came in the middle of the step: the steps before it are kept.
+                // The signal interrupted this step. The steps before this step are saved.
                 if step != saved {
                     self.checkpoint(step);
                 }
@@ -317,7 +317,7 @@ impl Run<'_> {
         if let Some((rank, ratio)) = slow_rank(&self.points).filter(|(rank, _)| self.slow != Some(*rank)) {
             self.slow = Some(rank);
             self.progress.print(&format!(
-                "rank {rank} is slow: its gradients took at least {ratio:.2} times the median in each of {} steps in a row",
+                "rank {rank} is slow: its gradients took at least {ratio:.2} times the median time of the ranks in each of {} steps in a row",
                 SLOW.1
             ));
         }

@@ -112,7 +112,7 @@ impl<'a> Trainer<'a> {
 
     /// Copies of all weights in the compute type, for forwards outside of training. All ranks must call this.
     pub(super) fn expand(&self) -> Result<WeightCopies<'a>> {
-        self.parameters.expand(self.ranks).map_err(on_device("cannot copy the weights in the compute type"))
+        self.parameters.expand(self.ranks).map_err(on_device("cannot convert the weights for the forward"))
     }
 
     pub(super) fn state(&self) -> candle_core::Result<Snapshot> {
@@ -183,7 +183,7 @@ impl<'a> Trainer<'a> {
         let batches: Vec<Sequences> =
             self.own().map(|_| Ok(feed.next()?.part(part))).collect::<Result<_>>()?;
         let launched = self.launch_at(step, lr, limits, asked, &batches);
-        launched.map_err(|error| on_device(&format!("step {}", step + 1))(error))
+        launched.map_err(|error| on_device(&format!("step {} failed", step + 1))(error))
     }
 
     fn launch_at(
@@ -328,7 +328,7 @@ impl<'a> Trainer<'a> {
         let (accumulation, report) = (self.config.accumulation, self.report());
         let (results, [busy, seconds]) = self.readbacks[readback]
             .open()
-            .map_err(|error| on_device(&format!("step {}", step + 1))(error))?;
+            .map_err(|error| on_device(&format!("step {} failed", step + 1))(error))?;
         self.busy = busy;
         let (skip, reports) = results.split_last().expect("at least one number");
         let losses = report.losses_of_all(reports);
@@ -382,7 +382,7 @@ impl<'a> Trainer<'a> {
             self.gradients(&again, None, || false)?;
             self.parameters.first_non_finite()
         };
-        let own = find().map_err(|error| on_device(&format!("step {}", step + 1))(error))?;
+        let own = find().map_err(|error| on_device(&format!("step {} failed", step + 1))(error))?;
         let found = self.ranks.channel().share("gradient", own.unwrap_or(""));
         let first = found.iter().enumerate().find(|(_, name)| !name.is_empty());
         Ok(match first {

@@ -166,7 +166,8 @@ fn a_full_disk_loses_no_earlier_checkpoint() {
         .expect("bash");
     let text = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{text}");
-    for part in ["warning: cannot write the checkpoint", "make room", "warning: cannot write runs/full/model"]
+    for part in
+        ["warning: cannot write the checkpoint", "free disk space", "warning: cannot write runs/full/model"]
     {
         assert!(text.contains(part), "{part}: {text}");
     }

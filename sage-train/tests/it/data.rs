@@ -273,7 +273,7 @@ fn changed_bytes_of_shards_end_a_run() {
     bytes[middle] ^= 1;
     std::fs::write(&shard, bytes).expect("a shard");
     let error = scratch.fails(&run);
-    assert!(error.contains("train_000003.bin does not match its sidecar"), "{error}");
+    assert!(error.contains("train_000003.bin does not match its .bin.json file"), "{error}");
     assert!(error.contains("hint:"), "{error}");
     let error = scratch.fails(&["data", "check", "shards"]);
     assert!(error.contains("train_000003.bin"), "{error}");

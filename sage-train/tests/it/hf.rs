@@ -375,7 +375,7 @@ fn parts_of_other_models_are_settings() {
     let flags = [&["--data", "a.jsonl", "--steps", "3", "--attn", "fpa", "--name", "r"][..], &parts].concat();
     let plan = scratch.ok(&small(&[&flags[..], &["--dry-run"]].concat()));
     for part in [
-        "windows of 9 tokens in the layers SL",
+        "windows of 9 tokens (layer pattern SL)",
         "with biases",
         "rotary scaling 4,1,4,24",
         "as many in the output matrix",

@@ -100,7 +100,7 @@ fn a_branch_keeps_weights_and_moments_and_leaves_its_run() {
     assert!(!settings("early").expect("settings").contains("lr = 0.001"));
     let output = scratch.run(&["--config", "runs/other/config.toml", "--dry-run"]);
     let said = String::from_utf8_lossy(&output.stderr);
-    assert!(said.contains("branched off runs/a after step 4"), "{said}");
+    assert!(said.contains("started from the weights of runs/a after step 4"), "{said}");
     for (flags, part) in [
         (&["--resume", "runs/a", "--attn", "sagebwd"][..], "--new-name NAME"),
         (&["--resume", from, "--new-name", "other", "--attn", "sagebwd"], "exists already"),

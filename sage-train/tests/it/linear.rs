@@ -149,8 +149,8 @@ fn pieces_in_fp8_are_gathered() {
     }
 }
 
-/// Validation in FP8 works with `sla2-window`, which samples without a cache. A context of 40 tokens is an error,
-/// because validation computes single sequences.
+/// Validation in FP8 works with `sla2-window`, which samples without a cache. A context of 40 tokens is an error: a
+/// batch of validation may be a single sequence, and 40 is not a multiple of 16.
 #[test]
 fn validation_in_fp8_needs_multiples_of_16() {
     let scratch = Scratch::new();

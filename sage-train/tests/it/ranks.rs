@@ -287,7 +287,10 @@ fn mistakes_are_errors() {
     }
     let half = scratch.run_with(&flags(&[]), &[("RANK", "0"), ("WORLD_SIZE", "2")]);
     let error = String::from_utf8_lossy(&half.stderr);
-    assert!(!half.status.success() && error.contains("the rank environment is incomplete"), "{error}");
+    assert!(
+        !half.status.success() && error.contains("environment variables of the ranks are missing"),
+        "{error}"
+    );
 }
 
 /// The disk of one rank is full: the files of the other ranks do not make a checkpoint, and training

@@ -97,7 +97,10 @@ fn the_token_that_ends_a_document_is_found_or_named() {
     let of_run = scratch.path().join("runs/run/tokenizer.json");
     assert_eq!(Tokenizer::load(&of_run).expect("one").end_of_text(), 5);
     let error = scratch.fails(&[&train[..], &["--end-of-text", "<eos>", "--name", "other"]].concat());
-    assert!(error.contains("documents of the shards end with another token"), "{error}");
+    assert!(
+        error.contains("the documents in the shards do not end with the tokenizer's end-of-text token"),
+        "{error}"
+    );
     let to = ["--to", "x", "--end-of-text", "</end>"];
     let error = scratch.fails(&[&["data", "prepare", "a.jsonl", "--tokenizer", "t"][..], &to].concat());
     assert!(error.contains("no token `</end>`") && error.contains("<eos>, <unk>, [SEP]"), "{error}");

@@ -75,7 +75,7 @@ fn check(scheme: &Scheme) -> Result<()> {
         return Err(Error::unsupported("log-sum-exps are not supported with FP4 matmuls")
             .got(scheme)
             .allowed("AttnQat::products(Products::SixteenBit)")
-            .hint("log-sum-exps are a part of the state for a backward, which FP4 matmuls do not have")
+            .hint("FP4 matmuls do not keep log-sum-exps; 16-bit matmuls, with the same FP4 values, do")
             .into());
     }
     if !scheme.smooths_keys() {

@@ -65,7 +65,7 @@ impl std::str::FromStr for ValueGroups {
     fn from_str(text: &str) -> Result<Self> {
         let found = [Self::Tokens, Self::HeadDim].into_iter().find(|groups| groups.to_string() == text);
         found.ok_or_else(|| {
-            Error::new("unknown axis of V's scale groups")
+            Error::new("unknown axis of V's scale groups (`value-groups`)")
                 .got(format!("`{text}`"))
                 .allowed("tokens, head-dim")
                 .hint("FP4 instructions need tokens; the published training kernel uses head-dim")
@@ -78,7 +78,7 @@ impl std::str::FromStr for ValueScale {
 
     fn from_str(text: &str) -> Result<Self> {
         [Self::None, Self::Head].into_iter().find(|scale| scale.to_string() == text).ok_or_else(|| {
-            Error::new("unknown scale of V")
+            Error::new("unknown scale of V (`value-scale`)")
                 .got(format!("`{text}`"))
                 .allowed("none, head")
                 .hint("head also represents V below 0.006 and above 2688; none follows the paper")

@@ -47,7 +47,7 @@ impl Hub {
         if let Some(token) = token.filter(|token| !token.is_empty()) {
             builder = builder.with_token(Some(token));
         }
-        let api = unpanicked(|| builder.build()).map_err(failed("the hub"))?;
+        let api = unpanicked(|| builder.build()).map_err(failed("anything from the hub"))?;
         Ok(Self { api, cache })
     }
 

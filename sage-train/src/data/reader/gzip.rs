@@ -56,7 +56,7 @@ mod tests {
 
     use super::*;
 
-    /// Reads alternate: one is interrupted, the next returns one byte.
+    /// The first read is interrupted, the second read returns one byte, and so on.
     struct Interrupted<'a>(&'a [u8], bool);
 
     impl Read for Interrupted<'_> {

@@ -29,7 +29,7 @@ pub(super) fn json_lines(
                 Error::new("a line is too long")
                     .got(format!("{}, line {number}", path.display()))
                     .allowed(format!("up to {} MiB", LONGEST >> 20))
-                    .hint("every line is one document"),
+                    .hint("every line is one document: split it, or skip such lines with `data prepare --skip-bad`"),
             )?;
             while line.last().is_some_and(|byte| *byte != b'\n') {
                 line.clear();

@@ -51,9 +51,9 @@ impl Sidecar {
         if !path.exists() {
             return Ok(None);
         }
-        let failed = || format!("cannot use the sidecar {}", path.display());
-        let hint = "`sage-train data prepare` writes shard and sidecar together; a shard without a sidecar is read \
-                    without this check";
+        let failed = || format!("cannot use {}, which describes a shard", path.display());
+        let hint = "copy the shard and its .bin.json file again; a shard without such a file is read without \
+                    this check";
         let text = std::fs::read(&path).map_err(during(failed())).map_err(|error| error.hint(hint))?;
         let sidecar: Self =
             serde_json::from_slice(&text).map_err(during(failed())).map_err(|error| error.hint(hint))?;

@@ -49,7 +49,7 @@ impl Values {
 }
 
 /// A piece of matrices that training reads only in FP8. The matmuls read FP8 values of the optimizer's f32 weights; a
-/// copy in the compute type exists only while an [`WeightCopies`] exists.
+/// copy in the compute type exists only while a [`WeightCopies`] exists.
 #[derive(Debug)]
 pub(super) struct Fp8Piece {
     /// The compute type.

@@ -27,7 +27,7 @@ fn cannot_listen(world: &World) -> impl Fn(std::io::Error) -> Error {
         Error::failed("cannot wait for the other ranks")
             .got(format!("{place}: {error}"))
             .allowed("a free port at an address of this machine")
-            .hint("does another run use the port? Set MASTER_PORT for torchrun; under srun each job has a separate port")
+            .hint("if another run uses the port, set MASTER_PORT for torchrun; under srun each job has a separate port")
     }
 }
 
@@ -153,14 +153,17 @@ fn missing<T>(world: &World, peers: &BTreeMap<usize, T>, strangers: usize) -> Er
     Error::failed("ranks did not connect")
         .got(format!("no rank {}{more} after {} s{refused}", named.join(", "), COMING.as_secs()))
         .allowed(format!("{} ranks", world.rank.of))
-        .hint(format!("can they reach {} at port {}? Their own output may say more", world.host, world.port))
+        .hint(format!(
+            "check that these ranks can reach {} at port {}; their output may say more",
+            world.host, world.port
+        ))
 }
 
 fn unreachable_first(world: &World, got: impl std::fmt::Display) -> Error {
     Error::failed("cannot reach rank 0")
         .got(format!("{} at port {}: {got}", world.host, world.port))
         .allowed("rank 0 of the same run at this address")
-        .hint("is rank 0 running and reachable? MASTER_ADDR and MASTER_PORT set its address")
+        .hint("check that rank 0 is running and reachable; MASTER_ADDR and MASTER_PORT set its address")
 }
 
 const ANOTHER_PROGRAM: &str = "something that is not this program";

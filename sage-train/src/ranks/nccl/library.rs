@@ -148,7 +148,7 @@ impl Functions {
             .got(failed)
             .allowed("libnccl.so.2, version 2.7 or later")
             .hint(format!(
-                "PyTorch (nvidia/nccl/lib) and the package nvidia-nccl contain it; {PATH} can name the file"
+                "PyTorch (nvidia/nccl/lib) and the package nvidia-nccl contain it; if it is elsewhere, set {PATH} to its path"
             )))
     }
 
@@ -164,7 +164,7 @@ impl Functions {
         let error = Error::failed(format!("NCCL cannot {what}"))
             .got(text.to_string_lossy())
             .allowed("GPUs that reach each other")
-            .hint("NCCL_DEBUG=WARN with NCCL_DEBUG_FILE=nccl.%h.%p says more; --copy-engines off needs no shared memory");
+            .hint("set NCCL_DEBUG=WARN and NCCL_DEBUG_FILE=nccl.%h.%p for details; --copy-engines off needs no shared memory");
         Err(wait_for_report(error))
     }
 }

@@ -41,7 +41,7 @@ fn the_settings_that_a_run_began_with_stay_and_make_it_again() {
     scratch.ok(&["eval", "runs/r", "--tokens", "256"]);
 }
 
-/// Neither a report or probe nor a resume without steps changes what a run has written.
+/// A report, a probe, and a resume with no steps left do not change what a run has written.
 #[test]
 fn what_a_run_has_written_stays() {
     let scratch = Scratch::new();

@@ -115,7 +115,8 @@ fn a_preparation_that_fails_late_resumes_without_the_bad_document() {
     scratch.file("text/a.jsonl", json_lines(8_000_000));
     let error = scratch.fails(&other);
     assert!(
-        error.contains("a.jsonl has another size or modification time") && error.contains("rm -r"),
+        error.contains("a.jsonl has changed: its size or modification time differs")
+            && error.contains("rm -r"),
         "{error}"
     );
 }
