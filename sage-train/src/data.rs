@@ -39,8 +39,8 @@ pub use config::DataConfig;
 pub use feed::Feed;
 pub use mixture::Mixture;
 pub use shares::Shares;
-pub(crate) use tokenizer::token_ids;
 pub use tokenizer::{Boundaries, Tokenizer};
+pub(crate) use tokenizer::{LEAST_ENTRIES, token_ids};
 pub use tokens::Tokens;
 pub use verify::Verification;
 
@@ -106,7 +106,11 @@ impl Dataset {
             return Err(Error::new("the tokenizer has more entries than the model")
                 .got(format!("{} entries", tokenizer.vocab_size()))
                 .allowed(format!("up to {}", config.vocab_size))
-                .hint(format!("--vocab-size {}", tokenizer.vocab_size())));
+                .hint(format!(
+                    "for a new model, --vocab-size {}; a trained model needs a larger embedding: transformers' \
+                     resize_token_embeddings",
+                    tokenizer.vocab_size()
+                )));
         }
         let (found, rows) = (tokenizer.vocab_size(), config.vocab_size);
         if rows > 2 * found {

@@ -4,14 +4,14 @@
 
 mod config;
 mod model_type;
+mod weights;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Component, Path};
+use std::path::Path;
 
 use candle_core::{DType, Device};
 use candle_sage::{Error, Result};
 use clap::ValueEnum;
-use serde::Deserialize;
 use serde_json::{Value, json};
 
 use config::{HfConfig, LAYER_TYPES, unusable};
@@ -34,7 +34,6 @@ const CONFIG: &str = "config.json";
 /// The settings that an attention runtime needs for a model trained with FP4 or with SLA2.
 const ATTENTION: &str = "attention.json";
 const WEIGHTS: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
 const GENERATION: &str = "generation_config.json";
 /// transformers' name of the activation in `candle_sage::ops::swiglu`, the only activation of the models.
 const ACTIVATION: &str = "silu";
@@ -154,8 +153,7 @@ pub fn load(
         .sla2
         .as_ref()
         .is_some_and(|sla2| exported.as_deref() == Some(form_name(sla2)) && no_tail == sla2.tail.is_none());
-    let files = weight_files(folder)?;
-    let opened = files.iter().map(|name| StateFile::open(&folder.join(name))).collect::<Result<Vec<_>>>()?;
+    let opened = weights::open(folder, config)?;
     check_tied(folder, config, &opened)?;
     warn_of_others(folder, config, &opened.iter().flat_map(StateFile::names).collect::<Vec<_>>());
     let values = |spec: &ParameterSpec| {
@@ -265,31 +263,6 @@ fn check_tied(folder: &Path, config: &LlamaConfig, files: &[StateFile]) -> Resul
             "one matrix for both",
         )),
         _ => Ok(()),
-    }
-}
-
-/// The name of the single file of weights, or the names in the index.
-fn weight_files(folder: &Path) -> Result<BTreeSet<String>> {
-    let index = folder.join(INDEX);
-    if folder.join(WEIGHTS).exists() || !index.exists() {
-        return Ok([WEIGHTS.to_owned()].into());
-    }
-    #[derive(Deserialize)]
-    struct Index {
-        weight_map: BTreeMap<String, String>,
-    }
-    let failed = || format!("cannot use {}", index.display());
-    let text = std::fs::read(&index).map_err(during(failed()))?;
-    let Index { weight_map } = serde_json::from_slice(&text).map_err(during(failed()))?;
-    let files: BTreeSet<String> = weight_map.into_values().collect();
-    let plain = |name: &String| {
-        let mut parts = Path::new(name).components();
-        matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None)) && !name.contains('\\')
-    };
-    match files.iter().find(|name| !plain(name)) {
-        Some(name) => Err(unusable(folder, format!("{INDEX} names `{name}`"), "files of the same folder")),
-        None if files.is_empty() => Err(unusable(folder, format!("{INDEX} names no file"), "at least one")),
-        None => Ok(files),
     }
 }
 

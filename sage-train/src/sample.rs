@@ -60,6 +60,8 @@ pub struct Writer<'a> {
     pub tokenizer: &'a Tokenizer,
     /// The token to put in front of the prompt, if any.
     pub begin: Option<u32>,
+    /// Whether the spelling of a special token in the prompt stands for the token.
+    pub special_tokens: bool,
     /// The tokens that end a document.
     pub ends: &'a [u32],
     /// The most tokens that the model attends to. A full cache is computed again from the newer half of its tokens.
@@ -78,7 +80,10 @@ impl Writer<'_> {
         let mut rng = ChaCha8Rng::seed_from_u64(sampling.seed);
         let mut ids: Vec<u32> = self.begin.into_iter().collect();
         let before = ids.len();
-        ids.extend(self.tokenizer.encode(prompt)?);
+        ids.extend(match self.special_tokens {
+            true => self.tokenizer.encode_with_special_tokens(prompt)?,
+            false => self.tokenizer.encode(prompt)?,
+        });
         if ids.is_empty() {
             return Err(Error::new("a text needs a first token")
                 .got("an empty prompt, and no token that begins a document")

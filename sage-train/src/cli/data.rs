@@ -8,6 +8,7 @@ use clap::Subcommand;
 
 use super::print;
 use crate::checks::in_range;
+use crate::data::LEAST_ENTRIES;
 use crate::data::check::{Checked, check};
 use crate::data::corpus::Corpus;
 use crate::data::hub::recipes;
@@ -129,7 +130,7 @@ impl Data {
 }
 
 fn vocab_size(entries: Quantity) -> Result<usize> {
-    Ok(in_range("vocab-size", entries.0, 258, 1 << 24)? as usize)
+    Ok(in_range("vocab-size", entries.0, LEAST_ENTRIES as u64, 1 << 24)? as usize)
 }
 
 impl Prepare {
@@ -173,7 +174,7 @@ impl Prepare {
         };
         let unknown = match prepared.unknown_tokens {
             0 => String::new(),
-            n => format!("{} stand for text that is not in the vocabulary\n", counted(n, "token")),
+            n => format!("text that is not in the vocabulary: {}\n", counted(n, "token")),
         };
         print(&format!(
             "{:<12} {:>15} {:>12} {:>9} {:>7}\n{}{}{left_out}{unknown}\n{} in {}, {} entries, {seconds:.1} s, {:.1} MB/s\n\

@@ -51,6 +51,9 @@ pub(super) struct Sample {
     /// Do not put the beginning-of-document token before the prompt
     #[arg(long)]
     no_bos: bool,
+    /// Encode special tokens in the prompt, such as `<|im_start|>`, as tokens. By default they are text
+    #[arg(long)]
+    special_tokens: bool,
     /// Attention for the prompt and the new tokens [default: the run's for the prompt, unquantized for new tokens]
     #[arg(long, value_enum)]
     attn: Option<Attn>,
@@ -77,10 +80,15 @@ impl Sample {
             following: self.attn.is_none().then_some(Scheme::Unquantized),
             tokenizer,
             begin: (!self.no_bos).then_some(trained.boundaries.begin),
+            special_tokens: self.special_tokens,
             ends: &trained.boundaries.ends,
             context: config.model.context,
             device,
         };
+        let as_text = tokenizer.encode(&self.prompt)?;
+        if !self.special_tokens && tokenizer.encode_with_special_tokens(&self.prompt)? != as_text {
+            notify("warning: the prompt's special tokens are encoded as text (--special-tokens: as tokens)");
+        }
         let written = writer.write(&self.prompt, tokens, &sampling)?;
         print(&format!("{}{}\n", self.prompt, written.text))?;
         notify(&self.summary(&written, config.attn, &writer));
@@ -339,11 +347,18 @@ impl Export {
         let mut model = config.model.clone();
         // A run that ended in its dense stage is exported as a dense model.
         model.sla2 = model.sla2.filter(|_| trained.stage() == Stage::Sparse);
+        let kind = hf::ModelType::of(&model)?;
         hf::export(hf::Model { config: &model, parameters, tokenizer }, &self.to, dtype)?;
+        if kind == hf::ModelType::Qwen2 && !tokenizer.splits_as_qwen2()? {
+            notify(
+                "warning: transformers' AutoTokenizer splits text differently in every Qwen2 model: load this tokenizer \
+                 with PreTrainedTokenizerFast.from_pretrained",
+            );
+        }
         print(&format!(
             "{}: {} for transformers{}\n",
             self.to.display(),
-            hf::ModelType::of(&model)?.name(),
+            kind.name(),
             match model.sla2 {
                 Some(_) =>
                     ", which computes dense attention because it does not support SLA2; --init-from, eval and sample \

@@ -111,6 +111,9 @@ fn windows(
         return Ok(None);
     }
     if sla2.is_some() {
+        if tokens >= need(s.data.context) {
+            return Ok(None);
+        }
         return Err(Error::new("SLA2 does not support sliding windows")
             .got(format!("--window {tokens}"))
             .allowed("dense attention")

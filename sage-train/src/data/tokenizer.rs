@@ -21,12 +21,15 @@ pub(crate) use end_of_text::token_ids;
 
 use super::hub::Hub;
 use super::{DataConfig, TOKENIZER_CONFIG};
+use crate::checks::in_range;
 use crate::{AnyError, during, hex, partial, unpanicked, writing};
 pub(super) use pieces::{PIECE, piece_end, pieces};
 
 /// The end-of-text token of tokenizers that this program trains.
 const END_OF_TEXT: &str = "<|endoftext|>";
 
+/// Fewest entries of a byte-level BPE: the bytes, the end-of-text token, and one merge.
+pub(crate) const LEAST_ENTRIES: usize = 258;
 /// Bytes of text from which merges are learned; more text changes little.
 pub(super) const TRAINING_BYTES: usize = 16 << 20;
 
@@ -55,6 +58,7 @@ impl Tokenizer {
     /// # Errors
     /// When the library fails.
     pub fn trained_on(documents: &[&String], config: &DataConfig, say: &dyn Fn(&str)) -> Result<Self> {
+        in_range("vocab-size", config.vocab_size, LEAST_ENTRIES, 1 << 24)?;
         let path = cached(documents, config);
         if path.exists() {
             match Self::load(&path) {
@@ -133,7 +137,7 @@ impl Tokenizer {
             move |error| failed(error).with_kind(ErrorKind::Invalid)
         };
         let hint = "a tokenizer is a tokenizer.json as written by `tokenizers`; name the token that ends a document \
-                    with --end-of-text";
+                    as `eos_token` in a tokenizer_config.json next to it, or in training with --end-of-text";
         let bytes = std::fs::read(path).map_err(|error| what()(error.into()).hint(hint))?;
         let load = || {
             let inner = Inner::from_bytes(&bytes).map_err(|error| error.to_string())?;

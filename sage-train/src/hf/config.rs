@@ -31,9 +31,10 @@ pub(super) struct HfConfig {
     attention_bias: bool,
     #[serde(default)]
     mlp_bias: bool,
-    #[serde(default)]
-    use_sliding_window: bool,
-    /// In a Mistral this field alone turns the window on; in a Qwen2 or Qwen3 `use_sliding_window` does.
+    use_sliding_window: Option<bool>,
+    /// In a Mistral this field alone turns the window on; in a Qwen2 or Qwen3 `use_sliding_window` does. If the field is
+    /// missing, the window has 4096 tokens, as in transformers. With null there is no window.
+    #[serde(default = "default_window")]
     sliding_window: Option<usize>,
     /// Which layers have the window. Without this field, in a Qwen2 or Qwen3 the layers below `max_window_layers`
     /// have no window.
@@ -44,6 +45,11 @@ pub(super) struct HfConfig {
     rope_scaling: Option<Rope>,
     /// In transformers 5 this field replaces `rope_theta` and `rope_scaling`.
     rope_parameters: Option<Rope>,
+    quantization_config: Option<Value>,
+}
+
+fn default_window() -> Option<usize> {
+    Some(4096)
 }
 
 /// The rotary embedding. The key of the scaling's kind has two names; transformers writes both names into files that
@@ -57,7 +63,7 @@ struct Rope {
     factor: Option<f64>,
     low_freq_factor: Option<f64>,
     high_freq_factor: Option<f64>,
-    original_max_position_embeddings: Option<usize>,
+    original_max_position_embeddings: Option<f64>,
 }
 
 /// The kinds of layers that this trainer supports.
@@ -82,7 +88,7 @@ impl Rope {
             factor: self.factor?,
             low_freq_factor: self.low_freq_factor?,
             high_freq_factor: self.high_freq_factor?,
-            original_context: self.original_max_position_embeddings?,
+            original_context: self.original_max_position_embeddings? as usize,
         })
     }
 }
@@ -125,7 +131,11 @@ impl HfConfig {
     }
 
     fn check(&self, folder: &Path) -> Result<()> {
-        let scaled = self.scaled().map(|rope| (rope.kind().unwrap_or_default(), rope.llama3()));
+        let scaled = self.rope().and_then(|rope| Some((rope.kind()?, rope.llama3())));
+        let stated = [&self.rope_scaling, &self.rope_parameters].map(Option::as_ref);
+        let computed = |rope: &Rope| (rope.kind().map(str::to_owned), rope.llama3());
+        let thetas = stated.into_iter().flatten().filter_map(|rope| rope.rope_theta).chain(self.rope_theta);
+        let thetas: Vec<f64> = thetas.collect();
         let kinds = self.layer_types.as_deref().unwrap_or_default();
         let other = kinds.iter().find(|kind| !LAYER_TYPES.contains(&kind.as_str()));
         let activation = format!("hidden_act: {ACTIVATION}");
@@ -147,8 +157,8 @@ impl HfConfig {
                 "a window of at least 1, a type for each layer",
             ),
             (
-                self.hidden_act.as_deref().is_some_and(|act| act != ACTIVATION),
-                format!("{:?}", self.hidden_act),
+                !self.hidden_act.as_deref().is_none_or(|act| [ACTIVATION, "swish"].contains(&act)),
+                format!("hidden_act: {}", self.hidden_act.as_deref().unwrap_or_default()),
                 activation.as_str(),
             ),
             (
@@ -161,6 +171,17 @@ impl HfConfig {
                 "rotary scaling llama3 without one of its numbers".into(),
                 "factor, low_freq_factor, high_freq_factor, original_max_position_embeddings",
             ),
+            (
+                matches!(stated, [Some(scaling), Some(parameters)] if computed(scaling) != computed(parameters))
+                    || thetas.iter().any(|theta| *theta != thetas[0]),
+                "rope_scaling, rope_parameters and rope_theta that contradict each other".into(),
+                "one rotary embedding",
+            ),
+            (
+                self.quantization_config.is_some(),
+                "quantized weights (quantization_config)".into(),
+                "weights in f32, f16 or bf16, without quantization_config",
+            ),
             (self.num_attention_heads == 0, "no heads".into(), "1 and up"),
         ];
         match refused.into_iter().find(|(refused, ..)| *refused) {
@@ -169,22 +190,22 @@ impl HfConfig {
         }
     }
 
-    /// The rotary embedding, if it is scaled.
-    fn scaled(&self) -> Option<&Rope> {
-        let mut all = [&self.rope_parameters, &self.rope_scaling].into_iter().flatten();
-        all.find(|rope| rope.kind().is_some())
+    /// The rotary embedding, except a `rope_theta` outside of it. In transformers 5, `rope_scaling` replaces
+    /// `rope_parameters`.
+    fn rope(&self) -> Option<&Rope> {
+        self.rope_scaling.as_ref().or(self.rope_parameters.as_ref())
     }
 
-    /// Tokens of the sliding window, if it is shorter than the longest sequence. If a file asks for a window without a
-    /// length, the length is 4096, as in transformers.
+    /// Tokens of the sliding window. A window that is as long as a sequence hides nothing, but the same model may later
+    /// have longer sequences.
     fn window(&self) -> Option<usize> {
-        let stated = match (self.model_type, self.use_sliding_window) {
-            (ModelType::Mistral, _) => self.sliding_window,
-            (ModelType::Qwen2 | ModelType::Qwen3, true) => Some(self.sliding_window.unwrap_or(4096)),
+        match (self.model_type, self.use_sliding_window) {
+            (ModelType::Mistral, _) | (ModelType::Qwen2 | ModelType::Qwen3, Some(true)) => {
+                self.sliding_window
+            }
             // transformers' Llama does not read `sliding_window`.
-            (ModelType::Llama, _) | (ModelType::Qwen2 | ModelType::Qwen3, false) => None,
-        };
-        stated.filter(|window| *window < self.max_position_embeddings)
+            (ModelType::Llama | ModelType::Qwen2 | ModelType::Qwen3, _) => None,
+        }
     }
 
     pub(super) fn windows(&self) -> Option<Windows> {
@@ -207,10 +228,10 @@ impl HfConfig {
     }
 
     pub(super) fn rope_scaling(&self) -> Option<RopeScaling> {
-        self.scaled().and_then(Rope::llama3)
+        self.rope().filter(|rope| rope.kind().is_some()).and_then(Rope::llama3)
     }
 
     pub(super) fn rope_theta(&self) -> f64 {
-        self.rope_parameters.as_ref().and_then(|rope| rope.rope_theta).or(self.rope_theta).unwrap_or(10_000.0)
+        self.rope().and_then(|rope| rope.rope_theta).or(self.rope_theta).unwrap_or(10_000.0)
     }
 }

@@ -109,7 +109,7 @@ impl LlamaConfig {
             ),
             ("ffn", self.ffn, 1, 1 << 22),
             ("context", self.context, 2, 1 << 24),
-            ("vocab-size", self.vocab, 258, 1 << 24),
+            ("vocab-size", self.vocab, 2, 1 << 24),
         ] {
             if !(low..=high).contains(&value) {
                 return Err(Error::new(format!("{name} is out of range"))
@@ -243,9 +243,9 @@ impl LlamaConfig {
         self.layer_schemes.get(&layer).copied().or(self.scheme)
     }
 
-    /// The most tokens that a query of a layer sees, including its own token. `None`: all.
+    /// The most tokens that a query of a layer sees, including its own token. `None`: all tokens of a sequence.
     pub fn window_of(&self, layer: usize) -> Option<usize> {
-        self.windows.as_ref()?.of(layer)
+        self.windows.as_ref()?.of(layer).filter(|tokens| *tokens < self.context)
     }
 
     /// Whether attention needs the logits themselves. Schemes with key smoothing compute logits only up to a constant

@@ -13,8 +13,12 @@ use safetensors::tensor::Metadata;
 
 use super::pieces::overlap;
 use super::snapshot::{Parts, is_damaged};
-use super::spec::{Kind, ParameterSpec, Start};
+use super::spec::{Kind, OUTPUT, ParameterSpec, Start};
 use crate::{during, read_exact_at, unpanicked};
+
+/// The hint for tensors of other types.
+const FLOATS: &str =
+    "weights must be floats; dequantize a quantized model first, for example in transformers";
 
 /// A safetensors file that parameters are read from.
 #[derive(Debug)]
@@ -31,6 +35,12 @@ impl StateFile {
     pub fn open(path: &Path) -> Result<Self> {
         let what = || format!("cannot read {}", path.display());
         let bytes = std::fs::read(path).map_err(during(what()))?;
+        if bytes.starts_with(b"version https://git-lfs") {
+            return Err(Error::new(what())
+                .got("a pointer of Git LFS, which stands for the file in a clone")
+                .allowed("a safetensors file")
+                .hint("`git lfs pull` in the folder downloads the file"));
+        }
         let damaged = unpanicked(|| is_damaged(&bytes)).map_err(during(what()))?;
         if damaged {
             return Err(Error::new("the weights are damaged")
@@ -40,8 +50,17 @@ impl StateFile {
         }
         let load =
             || candle_core::safetensors::load_buffer(&bytes, &Device::Cpu).map_err(|error| error.to_string());
-        let tensors = unpanicked(load).map_err(during(what()))?;
+        let tensors = unpanicked(load).map_err(|error| during(what())(error).hint(FLOATS))?;
         Ok(Self { path: path.to_owned(), tensors })
+    }
+
+    /// The file with `prefix` before the names of all tensors except the output matrix.
+    pub fn with_prefix(mut self, prefix: &str) -> Self {
+        let named = |(name, tensor)| {
+            if name == OUTPUT { (name, tensor) } else { (format!("{prefix}{name}"), tensor) }
+        };
+        self.tensors = self.tensors.into_iter().map(named).collect();
+        self
     }
 
     /// Reads the weights of a run.
@@ -91,6 +110,12 @@ impl StateFile {
                     _ => "use weights and settings of the same run; --init-from also sets the sizes",
                 })
         })?;
+        if ![DType::F64, DType::F32, DType::F16, DType::BF16].contains(&tensor.dtype()) {
+            return Err(Error::new(format!("{} cannot be used", self.path.display()))
+                .got(format!("{name} in {}", tensor.dtype().as_str()))
+                .allowed("f64, f32, f16 or bf16")
+                .hint(FLOATS));
+        }
         let list = || tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
         list().map_err(during("cannot make the model"))
     }

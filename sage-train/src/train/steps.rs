@@ -372,6 +372,7 @@ impl Run<'_> {
             let sampling = Sampling { seed: config.seed, ..Sampling::default() };
             let around = self.data.tokenizer.boundaries();
             let writer = Writer {
+                special_tokens: false,
                 model: &self.trainer.model.clone().across(&Group::alone()),
                 following: Some(Scheme::Unquantized),
                 tokenizer: &self.data.tokenizer,

@@ -162,7 +162,7 @@ fn a_plan_says_what_ranks_would_do() {
     let plan = Scratch::new().ok(&[&["--dry-run", "--preset", "325m"], &large[..]].concat());
     let expected = [
         "1024 on 128 nodes of 8; each rank computes 1 of a step's 1024 micro-batches",
-        "between nodes  0.30 GiB each way",
+        "between nodes  0.30 GiB per rank and direction",
     ];
     assert!(expected.iter().all(|line| plan.contains(line)), "{plan}");
 }

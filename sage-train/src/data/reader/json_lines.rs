@@ -64,7 +64,7 @@ pub(super) fn json_lines(
             Err(error) => {
                 let hint = if error.contains("messages") || error.contains("conversations") {
                     "this is chat data: turn each conversation into one text first, e.g. with transformers' \
-                     apply_chat_template"
+                     apply_chat_template (special tokens in a text are encoded as text)"
                 } else if text.starts_with('[') || error.contains("EOF while parsing an object") {
                     "for a file with one JSON array, or with objects over several lines, `jq -c '.[]' FILE > \
                      FILE.jsonl` makes JSON lines"

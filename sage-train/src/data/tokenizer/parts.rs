@@ -5,7 +5,33 @@ use serde::Deserialize;
 use serde_json::Value;
 use tokenizers::{NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, Tokenizer as Inner};
 
-use crate::during;
+use super::Tokenizer;
+use crate::{during, unpanicked};
+
+/// The alternatives of Qwen2's pattern that other byte-level tokenizers lack: among others, each digit is separate.
+const QWEN2: &str = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+";
+
+impl Tokenizer {
+    /// The ids of a text in which the spelling of a special token, such as `<|im_start|>`, stands for the token.
+    ///
+    /// # Errors
+    /// When the library fails.
+    pub fn encode_with_special_tokens(&self, text: &str) -> Result<Vec<u32>> {
+        let mut inner = self.inner.clone();
+        inner.set_encode_special_tokens(false);
+        let encoded = unpanicked(|| inner.encode_fast(text, false)).map_err(during("cannot tokenize"))?;
+        Ok(encoded.get_ids().to_vec())
+    }
+
+    /// Whether text is split as by Qwen2's tokenizer, whose pre-tokenizer transformers uses for every Qwen2 model.
+    ///
+    /// # Errors
+    /// When the library fails.
+    pub fn splits_as_qwen2(&self) -> Result<bool> {
+        let splits = serde_json::to_string(&self.inner.get_pre_tokenizer());
+        Ok(splits.map_err(during("cannot read the tokenizer"))?.contains(&QWEN2.replace('\\', r"\\")))
+    }
+}
 
 /// How a model encodes text that is not in its vocabulary.
 #[derive(Debug, Default, Deserialize)]

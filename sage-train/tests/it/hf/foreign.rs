@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use sage_train::data::{Boundaries, Tokenizer};
 use sage_train::hf;
 use serde_json::{Value, json};
@@ -91,8 +91,9 @@ fn another_output_matrix_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// A Mistral whose window is as long as its longest sequence is a Llama. A Qwen2 has a separate field that turns the
-/// window on, and a list of layers.
+/// A Mistral without `sliding_window` has a window of 4096, and with null it has none. A window that is as long as the
+/// model's longest sequence is kept, because `--context` may be longer. A Qwen2 has a separate field that turns the window
+/// on, and a list of layers.
 #[test]
 fn sliding_windows_are_settings() {
     let scratch = Scratch::new();
@@ -103,16 +104,21 @@ fn sliding_windows_are_settings() {
         Ok::<_, String>((read.model.window.map(|window| window.0), pattern))
     };
     for whole in [
-        json!({"model_type": "mistral", "sliding_window": 64}),
         json!({"model_type": "mistral", "sliding_window": null}),
+        json!({"model_type": "qwen2", "sliding_window": null, "use_sliding_window": true}),
+        json!({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": null}),
         json!({"model_type": "llama", "sliding_window": 8, "use_sliding_window": true, "layer_types": ["full_attention", "full_attention"]}),
         json!({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": false}),
         json!({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": true}),
     ] {
         assert_eq!(windows(whole), Ok((None, String::new())));
     }
-    let mistral = json!({"model_type": "mistral", "sliding_window": 63});
-    assert_eq!(windows(mistral), Ok((Some(63), "S".into())));
+    for (mistral, tokens) in [
+        (json!({"model_type": "mistral", "sliding_window": 64}), 64),
+        (json!({"model_type": "mistral"}), 4096),
+    ] {
+        assert_eq!(windows(mistral), Ok((Some(tokens), "S".into())));
+    }
     let first = json!({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": true, "max_window_layers": 1});
     assert_eq!(windows(first), Ok((Some(8), "LS".into())));
     let kinds = |kinds: &[&str]| json!({"model_type": "qwen3", "sliding_window": 8, "use_sliding_window": true, "layer_types": kinds});
@@ -151,8 +157,82 @@ fn the_kind_of_rotary_embedding_may_be_written_twice() {
         let error = read(scaled).expect_err("scaled").to_string();
         assert!(error.contains("rotary scaling yarn") && error.contains("rope_type: default"), "{error}");
     }
+    // transformers reads `rope_scaling` before `rope_parameters`, and its `rope_theta` before the one outside of it.
+    assert_eq!(read(json!({"rope_type": "default", "rope_theta": 5000})), Ok((Some(5000.0), None)));
+    for contradiction in [
+        json!({"rope_theta": 5000, "rope_scaling": {"rope_type": "default", "rope_theta": 77}}),
+        json!({"rope_theta": 5000, "rope_parameters": {"rope_type": "default", "rope_theta": 9000}}),
+        json!({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "llama3", "factor": 8.0,
+            "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}}),
+    ] {
+        folder(&scratch, &json!({"rope_parameters": null, "rope_theta": null, "rope_scaling": null}));
+        folder(&scratch, &contradiction);
+        let error = hf::settings(&scratch.path().join("m")).expect_err("two embeddings").to_string();
+        assert!(
+            error.contains("contradict each other") && error.contains("hint:"),
+            "{contradiction}: {error}"
+        );
+    }
     // The message is about the architecture, whatever else the file lacks.
     scratch.file("m/config.json", r#"{"model_type": "gpt2", "n_embd": 32}"#);
     let error = hf::settings(&scratch.path().join("m")).expect_err("another").to_string();
     assert!(error.contains("model_type gpt2") && error.contains("llama, mistral, qwen2, qwen3"), "{error}");
+}
+
+/// Weights that are not floats are refused, and so are weights whose scales are in another tensor.
+#[test]
+fn quantized_weights_are_refused() -> Result<()> {
+    let scratch = Scratch::new();
+    folder(&scratch, &json!({"quantization_config": {"quant_method": "fp8"}}));
+    let error = scratch.fails(&["sample", "m", "the", "--tokens", "1"]);
+    assert!(error.contains("quantized weights (quantization_config)"), "{error}");
+    folder(&scratch, &json!({"quantization_config": null}));
+    scratch.ok(&["sample", "m", "the", "--tokens", "1"]);
+    let path = scratch.path().join("m/model.safetensors");
+    let mut weights: HashMap<String, Tensor> = candle_core::safetensors::load(&path, &Device::Cpu)?;
+    let norm = weights["model.norm.weight"].to_dtype(DType::U8)?;
+    weights.insert("model.norm.weight".into(), norm);
+    candle_core::safetensors::save(&weights, &path)?;
+    let error = scratch.fails(&["sample", "m", "the", "--tokens", "1"]);
+    assert!(error.contains("model.norm.weight in u8") && error.contains("hint:"), "{error}");
+    Ok(())
+}
+
+/// A base model's names lack `model.`. Other files of weights than safetensors are named in the error.
+#[test]
+fn weights_of_base_models_are_found() -> Result<()> {
+    let scratch = Scratch::new();
+    folder(&scratch, &json!({}));
+    let sample = ["sample", "m", "the", "--tokens", "8", "--temperature", "0"];
+    let expected = scratch.ok(&sample);
+    let path = scratch.path().join("m/model.safetensors");
+    let weights: HashMap<String, Tensor> = candle_core::safetensors::load(&path, &Device::Cpu)?;
+    let of_base = |name: &str| name.strip_prefix("model.").unwrap_or(name).to_owned();
+    let weights: HashMap<_, _> = weights.into_iter().map(|(name, x)| (of_base(&name), x)).collect();
+    candle_core::safetensors::save(&weights, &path)?;
+    assert_eq!(scratch.ok(&sample), expected);
+    std::fs::write(&path, "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+        .expect("a file");
+    assert!(scratch.fails(&sample).contains("git lfs pull"));
+    std::fs::rename(&path, path.with_file_name("pytorch_model.bin")).expect("a file");
+    let error = scratch.fails(&sample);
+    assert!(error.contains("neither model.safetensors nor model.safetensors.index.json"), "{error}");
+    Ok(())
+}
+
+#[test]
+fn special_tokens_of_a_prompt_are_text_unless_asked() {
+    let scratch = Scratch::new();
+    folder(&scratch, &json!({}));
+    let tokenizer = Tokenizer::load(&scratch.path().join("m/tokenizer.json")).expect("a tokenizer");
+    let prompt = "the<|endoftext|>the";
+    let (text, tokens) = (tokenizer.encode(prompt), tokenizer.encode_with_special_tokens(prompt));
+    let [text, tokens] = [text, tokens].map(|ids| ids.expect("ids"));
+    assert!(!text.contains(&0) && tokens.iter().filter(|&&id| id == 0).count() == 1, "{text:?} {tokens:?}");
+    let warned = |more: &[&str]| {
+        let output = scratch.run(&[&["sample", "m", prompt, "--tokens", "1"], more].concat());
+        assert!(output.status.success());
+        String::from_utf8_lossy(&output.stderr).contains("special tokens are encoded as text")
+    };
+    assert!(warned(&[]) && !warned(&["--special-tokens"]));
 }
