@@ -61,7 +61,8 @@ __device__ __forceinline__ void quantize_along_channels(float (&x)[ROWS][8], flo
   }
 }
 
-// For groups of 16 tokens: lanes that are CHUNKS apart have the same channels, and together have all tokens of a group.
+// For groups of 16 tokens. Threads of a warp whose lanes differ by a multiple of CHUNKS have the same channels. Together
+// these threads have all tokens of a group.
 template <int CHUNKS, int ROWS>
 __device__ __forceinline__ void quantize_along_tokens(float (&x)[ROWS][8], float factor) {
 #pragma unroll

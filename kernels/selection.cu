@@ -253,8 +253,8 @@ __device__ __forceinline__ void add_mass(float probabilities, float (&parts)[PAR
   }
 }
 
-// A thread block processes one query block of a key head. For each query head of the group it reads the keys twice:
-// first for the log-sum-exps, then for the sum of probabilities over each key block.
+// A thread block processes one block of queries, of all query heads that share a key head. For each of these heads it
+// reads the keys twice: first for the log-sum-exps, then for the sum of probabilities over each key block.
 template <class T, int D>
 __device__ __forceinline__ void block_mass(const params::Mass& p) {
   using Numerics = attention::Dense16ForwardSm80<T, D, params::plan("block_mass", D, params::LISTED)>;

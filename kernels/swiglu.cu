@@ -14,7 +14,7 @@ constexpr int THREADS = 256;
 // If the exponential overflows, the result is 0, and its product with a finite x is 0 too.
 __device__ __forceinline__ float sigmoid(float x) { return ptx::reciprocal(1.0f + ptx::exp2(-x * ptx::LOG2_E)); }
 
-// The row and column of element `at`, numbered as if rows had no gaps.
+// The row and column of element `at` of a contiguous matrix. (In memory there may be a gap between two rows.)
 template <class T>
 struct Place {
   int64_t row, column;

@@ -99,10 +99,12 @@ pub fn low_bit(model: &LlamaConfig, settings: &Settings) -> Scheme {
 fn anatomy_of(scheme: Scheme, token_scales: bool) -> Result<Box<dyn Anatomy>> {
     match scheme {
         Scheme::SageBwd(settings) => Ok(Box::new(SageBwdAnatomy { settings, token_scales })),
-        Scheme::AttnQat(_) if token_scales => Err(Error::new("this scheme has no tile scales")
-            .got(format!("--token-scales with {scheme}"))
-            .allowed("sagebwd")
-            .hint("leave --token-scales out, or use --attn sagebwd")),
+        Scheme::AttnQat(_) if token_scales => {
+            Err(Error::new("--token-scales changes only scales per tile, which this scheme does not have")
+                .got(format!("--token-scales with {scheme}"))
+                .allowed("sagebwd")
+                .hint("leave --token-scales out, or use --attn sagebwd"))
+        }
         Scheme::AttnQat(settings) => Ok(Box::new(AttnQatAnatomy { settings })),
         _ => Err(Error::new("this scheme cannot be probed")
             .got(scheme)

@@ -193,7 +193,7 @@ pub(super) struct BenchLinks {
     /// Preset of the model whose update is timed
     #[arg(long, value_enum, default_value = "325m")]
     preset: Preset,
-    /// Whether copy engines transfer gradients and weights within a node
+    /// Whether the GPUs' copy engines (DMA units) transfer gradients and weights within a node
     #[arg(long, value_enum, value_name = "WHEN", default_value = "auto")]
     copy_engines: CopyEngines,
     /// Size of the largest exchange, in megabytes

@@ -22,7 +22,8 @@ pub(super) struct SeveralGpus {
     /// When gradients are exchanged between GPUs
     #[arg(long, value_enum, value_name = "WHEN", help_heading = "Several GPUs", default_value = "auto")]
     pub(super) overlap: Overlap,
-    /// Whether copy engines transfer gradients and weights within a node, so that kernels can use all multiprocessors
+    /// Whether the GPUs' copy engines (DMA units) transfer gradients and weights within a node, so that kernels can use
+    /// all multiprocessors
     #[arg(long, value_enum, value_name = "WHEN", help_heading = "Several GPUs", default_value = "auto")]
     pub(super) copy_engines: CopyEngines,
     /// Smallest size of a transfer of gradients, in megabytes [default: 680, or 200 when it overlaps with the backward]

@@ -141,8 +141,8 @@ impl Operands {
         Ok((sum, Operand::Fp8(normed, settings)))
     }
 
-    /// The gradient of the residual stream at a norm's input, [`Norm::backward`], in the compute type and as an
-    /// operand.
+    /// [`Norm::backward`]: the gradient of the residual stream at a norm's input. It is returned in the compute type, and
+    /// as an operand of the next matmul.
     pub(super) fn stream_gradient(
         &self,
         norm: &Norm,

@@ -25,8 +25,8 @@ pub struct Moments {
     pub others: &'static [&'static str],
     /// For row statistics (one number for each row of a hidden matrix), if the optimizer keeps them.
     pub rows: Option<&'static str>,
-    /// Whether each hidden matrix is updated as a whole. Hidden matrices are then stored in pieces of memory without
-    /// other parameters.
+    /// Whether each hidden matrix is updated as a whole. Then hidden matrices and other parameters are
+    /// stored in separate pieces of memory.
     pub whole_matrices: bool,
 }
 

@@ -39,9 +39,8 @@ pub struct AttentionSettings {
     #[arg(long)]
     pub key_mean: Option<Text<KeyMean>>,
     /// SageBwd: matmuls in INT8: paper (all except dP), forward-and-s (O, and S in forward and backward), scores (only
-    /// S, in forward and backward), forward (S and O in the forward), or a list that starts with forward or scores.
-    /// After forward: any of s (S in the backward), dv, dq, dk; after scores: any of dv, dq, dk. Example: forward,s,dv
-    /// [default: paper]
+    /// S, in forward and backward), forward (S and O in the forward), or a list such as forward,s,dv: `forward` and any
+    /// of s (S in the backward), dv, dq, dk, or `scores` and any of dv, dq, dk [default: paper]
     #[arg(long)]
     pub products: Option<Text<Int8Products>>,
     /// SageBwd: granularity of the backward's scales of P, dS and dO. vector: one scale for each row or column along

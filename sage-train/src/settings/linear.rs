@@ -64,8 +64,8 @@ pub struct LinearSettings {
     /// [default: delayed]
     #[arg(long, value_enum)]
     pub linear_scaling: Option<ScalingSetting>,
-    /// FP8: precision of the accumulators of matmuls on a GPU; the output matrix's gradient matmuls always use f32
-    /// [default: fast]
+    /// FP8: precision of the accumulators of matmuls on a GPU; the two gradient matmuls of the output matrix (LM head)
+    /// always use f32 [default: fast]
     #[arg(long, value_enum)]
     pub linear_sums: Option<SumsSetting>,
     /// FP8: precision of the matmuls of the output matrix. With fp8 the gradient of the logits is in e5m2 [default:

@@ -55,7 +55,7 @@ pub enum OptimizerSetting {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OrthogonalizationSetting {
-    /// Polar Express: five optimal polynomials
+    /// Polar Express (arXiv 2505.16932): five polynomials, a different one in each iteration
     #[default]
     PolarExpress,
     /// The quintic of the original Muon, five times

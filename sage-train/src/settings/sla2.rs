@@ -36,7 +36,8 @@ pub struct Sla2Settings {
     /// Key blocks that the linear tail sums over [default: past]
     #[arg(long, value_enum)]
     pub sla2_tail: Option<TailSetting>,
-    /// How the weight of the selected blocks is computed from the learned parameter theta [default: count]
+    /// Weight of the selected blocks in the output; the linear tail has the rest. theta is a learned number per head
+    /// [default: count]
     #[arg(long, value_enum)]
     pub sla2_alpha: Option<AlphaSetting>,
     /// Steps of dense attention at the start [default: 60 % of the run]

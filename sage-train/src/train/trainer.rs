@@ -37,15 +37,15 @@ pub(super) struct Trainer<'a> {
     /// 0, or NaN after a step whose loss or gradient was not finite. It is added to the norm, so that NaN disables all
     /// later updates on the device.
     stop: Tensor,
-    /// Readback of the results of the steps in flight, at most two. The results are the reports of all ranks, and a
-    /// number that is NaN if the update was skipped and otherwise 0.
+    /// Asynchronous copies of results from the device to the host. At most two steps run asynchronously. The results of
+    /// a step are the reports of all ranks, and a number that is NaN if the update was skipped and otherwise 0.
     readbacks: [StepReadback; 2],
     upload: Upload,
-    /// Seconds that this rank's gradients took in the last step that was collected.
+    /// Seconds that this rank's gradients took in the last step whose results have arrived.
     busy: f64,
 }
 
-/// A step in flight.
+/// A step that was launched, and whose results have not arrived yet.
 pub(super) struct Launched {
     step: u64,
     lr: f64,

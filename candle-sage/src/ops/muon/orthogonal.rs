@@ -22,8 +22,8 @@ pub(super) fn orthogonal(mut x: Tensor, polynomials: Orthogonalization) -> Resul
         let turned = x.transpose(1, 2)?;
         let gram = if rows <= columns { x.matmul(&turned)? } else { turned.matmul(&x)? };
         // The polynomials are applied to x divided by its Frobenius norm, which is the root of the first Gram matrix's
-        // trace. Instead of x, the Gram matrix is divided by the trace and the factor by the norm, which saves a pass
-        // over x.
+        // trace. To save a pass over x, the first Gram matrix is divided by the trace instead, and the polynomial of the
+        // Gram matrix by the norm.
         let unit = UnitTrace { inverse_norms: OnceLock::new() };
         let gram = if n == 0 { gram.apply_op1_no_bwd(&unit)? } else { gram };
         let factor = gram.matmul(&gram)?;

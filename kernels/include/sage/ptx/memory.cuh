@@ -1,6 +1,7 @@
 // Data movement and synchronization, one instruction per function: asynchronous copies from global to shared memory,
-// mbarriers, loads of fragments from shared memory, additions to global memory. Quoted titles are sections of the PTX
-// ISA manual. The functions that need sm_90 trap on earlier architectures, whose kernels never call them.
+// mbarriers, loads of matmul fragments from shared memory, additions to global memory. Quoted titles are sections of
+// the PTX ISA manual. On architectures before sm_90, functions for sm_90 execute `trap`; no kernel for these
+// architectures calls them.
 #pragma once
 
 #include <stdint.h>

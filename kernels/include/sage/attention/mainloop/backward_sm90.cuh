@@ -158,8 +158,8 @@ __device__ __forceinline__ void store_dq(const params::Backward& p, const Querie
   if (lane == 0) ptx::cp_async_bulk_wait_read<0>();
 }
 
-// Bytes of shared memory that stage the gradients of 16 keys: 64 channels of one gradient at a time, as many bytes as
-// the rows of these keys in a panel of V.
+// The gradients of 16 keys are staged in this many bytes of shared memory, 64 channels of one gradient at a time. A
+// panel of V has the same number of bytes for 16 keys.
 constexpr int GRADIENT_STAGING = 16 * 128;
 
 // What the mainloops for Hopper require of their numerics, which define the layout of shared memory.

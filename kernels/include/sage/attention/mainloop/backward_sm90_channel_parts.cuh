@@ -1,8 +1,8 @@
-// The backward mainloop for Hopper at head_dim above 128, for 16-bit matmuls. A thread block has 128 keys of one key
-// head, and one of two parts of the channels, because the registers of a warpgroup can store dK and dV of only 64 keys
-// and 128 channels. The thread block computes dK and dV of the keys, and the keys' contribution to dQ for each tile of
-// 64 queries that sees the keys. S and dP are sums over all channels. The thread blocks of both parts compute S and dP,
-// so there are seven matmuls instead of five. The warpgroups have different tasks.
+// The backward mainloop for Hopper at head_dim above 128, where all matmuls except S are in 16 bit. A thread block has
+// 128 keys of one key head, and one of two parts of the channels, because the registers of a warpgroup can store dK and
+// dV of only 64 keys and 128 channels. The thread block computes dK and dV of the keys, and the keys' contribution to
+// dQ for each tile of 64 queries that sees the keys. S and dP are sums over all channels. The thread blocks of both
+// parts compute S and dP, so there are seven matmuls instead of five. The warpgroups have different tasks.
 //
 //   consumers     Two warpgroups have 64 keys each, whose dV and dK stay in registers. They compute S, dP, P, dS, dV
 //                 and dK of these keys. dQ sums over all 128 keys; each consumer computes half of the part's

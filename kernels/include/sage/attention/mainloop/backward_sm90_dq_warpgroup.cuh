@@ -178,12 +178,12 @@ concept BackwardSm90DqWarpgroupNumerics =
       dq.gradient_staging();
     });
 
-// The dQ warpgroup as the producer: it copies query tiles into the pipeline, AHEAD tiles before it computes their dQ.
+// The dQ warpgroup is also the pipeline's producer. It copies a query tile into the pipeline when it computes dQ of the
+// tile that is AHEAD tiles earlier.
 template <class Numerics, class Queries, class Tiles>
 struct TileProducer {
-  // How many tiles ahead the producer copies. With more than two stages the producer fills the stage of the previous
-  // tile, and rarely waits for consumers. With two stages it fills the stage of the current tile, after all readers
-  // have released this stage.
+  // With more than two stages the producer copies into the stage that held the previous tile, and rarely waits for
+  // consumers. With two stages it copies into the stage of the current tile, after all readers have released this stage.
   static constexpr int AHEAD = Numerics::STAGES == 2 ? 2 : Numerics::STAGES - 1;
 
   const params::Backward& p;
