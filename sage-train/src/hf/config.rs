@@ -153,7 +153,11 @@ impl HfConfig {
             (
                 self.window() == Some(0)
                     || self.layer_types.as_ref().is_some_and(|kinds| kinds.len() != self.num_hidden_layers),
-                format!("sliding_window {:?}, {} layer_types", self.sliding_window, kinds.len()),
+                format!(
+                    "sliding_window {}, {} layer_types",
+                    self.sliding_window.unwrap_or_default(),
+                    kinds.len()
+                ),
                 "a window of at least 1, a type for each layer",
             ),
             (
