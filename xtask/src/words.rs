@@ -62,7 +62,8 @@ pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
     for name in String::from_utf8(listed.stdout)?.lines().filter(|name| *name != file!()) {
         let Ok(text) = std::fs::read_to_string(root.join(name)) else { continue };
         for (at, paragraph) in paragraphs(name, &text) {
-            problems.extend(check.problems(&paragraph).map(|problem| format!("{name}:{at}: {problem}")));
+            let found = check.problems(&paragraph).into_iter();
+            problems.extend(found.map(|problem| format!("{name}:{at}: {problem}")));
         }
     }
     Ok(problems)
@@ -126,21 +127,21 @@ impl Check {
         })
     }
 
-    fn problems(&self, paragraph: &str) -> impl Iterator<Item = String> {
+    fn problems(&self, paragraph: &str) -> Vec<String> {
         let plain = self.code.replace_all(paragraph, "x");
         let phrases = self.rules.iter().flat_map(|(phrase, except, instead)| {
             let found =
                 phrase.find_iter(&plain).map(|found| found.as_str()).filter(|found| !except.is_match(found));
             found.map(move |found| format!("\"{found}\"\n  hint:    {instead}"))
         });
-        let is_row = paragraph.starts_with('|') || paragraph.contains('"');
+        let is_row = paragraph.starts_with('|');
         let sentences = self.end_of_sentence.split(if is_row { "" } else { &plain }).filter_map(|sentence| {
             let words = sentence.split_whitespace().filter(|word| word.contains(char::is_alphabetic)).count();
             let start = sentence.chars().take(60).collect::<String>();
             (words > LONGEST)
                 .then(|| format!("a sentence of {words} words: {start}..\n  allowed: {LONGEST} words"))
         });
-        phrases.chain(sentences).collect::<Vec<_>>().into_iter()
+        phrases.chain(sentences).collect()
     }
 }
 
@@ -152,11 +153,10 @@ mod tests {
         let check = Check::new().expect("rules");
         let paragraphs = paragraphs(name, text).into_iter();
         let first_line = |problem: String| problem.lines().next().unwrap_or_default().to_owned();
-        paragraphs
-            .flat_map(|(at, text)| {
-                check.problems(&text).map(move |p| (at, first_line(p))).collect::<Vec<_>>()
-            })
-            .collect()
+        let found = |(at, text): (usize, String)| {
+            check.problems(&text).into_iter().map(move |problem| (at, first_line(problem)))
+        };
+        paragraphs.flat_map(found).collect()
     }
 
     #[test]
@@ -181,6 +181,7 @@ mod tests {
     fn long_sentences_are_found_across_lines_but_not_in_rows() {
         let half = "word ".repeat(LONGEST / 2) + "word";
         assert_eq!(found("a.md", &format!("Short.\n{half}\n{half}."))[0].0, 1);
+        assert_eq!(found("a.md", &format!("A \"quoted\" {half}\n{half}."))[0].0, 1);
         assert_eq!(found("a.md", &format!("{half}.\n{half}.")), []);
         assert_eq!(found("a.md", &format!("| {half} | {half} |")), []);
         assert_eq!(found("a.rs", &format!("a(); // {half}\nb(); // {half}")), []);
