@@ -85,8 +85,7 @@ impl Sample {
             context: config.model.context,
             device,
         };
-        let as_text = tokenizer.encode(&self.prompt)?;
-        if !self.special_tokens && tokenizer.encode_with_special_tokens(&self.prompt)? != as_text {
+        if !self.special_tokens && tokenizer.spells_special_token(&self.prompt) {
             notify("warning: the prompt's special tokens are encoded as text (--special-tokens: as tokens)");
         }
         let written = writer.write(&self.prompt, tokens, &sampling)?;

@@ -50,7 +50,11 @@ impl StateFile {
         }
         let load =
             || candle_core::safetensors::load_buffer(&bytes, &Device::Cpu).map_err(|error| error.to_string());
-        let tensors = unpanicked(load).map_err(|error| during(what())(error).hint(FLOATS))?;
+        let tensors = unpanicked(load).map_err(|error| {
+            let is_of_type = error.to_string().contains("unsupported safetensor dtype");
+            let error = during(what())(error);
+            if is_of_type { error.hint(FLOATS) } else { error }
+        })?;
         Ok(Self { path: path.to_owned(), tensors })
     }
 

@@ -23,6 +23,12 @@ impl Tokenizer {
         Ok(encoded.get_ids().to_vec())
     }
 
+    /// Whether a text contains the spelling of a special token.
+    pub fn spells_special_token(&self, text: &str) -> bool {
+        let added = self.inner.get_added_tokens_decoder();
+        added.values().any(|token| token.special && text.contains(&token.content))
+    }
+
     /// Whether text is split as by Qwen2's tokenizer, whose pre-tokenizer transformers uses for every Qwen2 model.
     ///
     /// # Errors
