@@ -27,6 +27,13 @@ fn every_header_source_and_flag_counts() {
     write("a.cuh", "onet");
     write("deep/deeper/b.cuh", "wo");
     assert_ne!(print("-O3"), before, "bytes that move from one file to the next");
+    write("a.cuh", "  // what it is\n\none  // and why\n");
+    write("deep/deeper/b.cuh", "two");
+    assert_eq!(print("-O3"), before, "comments and empty lines do not count");
+    write("a.cuh", "\"http://one\"");
+    let before = print("-O3");
+    write("a.cuh", "\"http://two\"");
+    assert_ne!(print("-O3"), before, "a string with two slashes");
     write("k.cu", "#include <a.cuh>\n#include <stdint.h>\n");
     write("a.cuh", "#pragma once\n  #include <deep/deeper/b.cuh>\n");
     write("deep/deeper/b.cuh", "#include <a.cuh>");
