@@ -3,8 +3,10 @@
 
 use std::marker::PhantomData;
 
+#[cfg(any(feature = "cuda", test))]
+use candle_core::Layout;
 #[cfg(feature = "cuda")]
-use candle_core::{Layout, Result};
+use candle_core::Result;
 use cudarc::driver::DevicePtr;
 
 use super::kernels::Gpu;
@@ -71,6 +73,7 @@ pub(super) fn address_at<'a, T>(of: &'a impl DevicePtr<T>, index: usize, gpu: &G
         return Err(Error::new("an element is outside its buffer")
             .got(format!("element {index}"))
             .allowed(format!("elements 0 to {}", of.len()))
+            .hint(crate::error::REPORT)
             .into());
     }
     Ok(Address(address(of, gpu).0 + (index * size_of::<T>()) as u64, PhantomData))
@@ -97,7 +100,7 @@ pub(super) fn check_vectors(
     if aligned && len.is_multiple_of(unit) {
         return Ok(());
     }
-    Err(Error::unsupported(format!("{op} on CUDA needs tensors aligned to 16 bytes"))
+    Err(Error::unsupported(format!("{op} on CUDA does not support this alignment or number of elements"))
         .got(format!("{len} elements, {}", if aligned { "aligned" } else { "not aligned" }))
         .allowed(format!("tensors aligned to 16 bytes, a multiple of {unit} elements"))
         .hint(hint)
@@ -106,17 +109,17 @@ pub(super) fn check_vectors(
 
 /// The index of a tensor's first element in its memory. The offset of a tensor without elements may be after the end of
 /// the memory; no kernel reads such a tensor, so the index is 0.
-#[cfg(feature = "cuda")]
+#[cfg(any(feature = "cuda", test))]
 pub(super) fn first_index(layout: &Layout) -> usize {
     if layout.shape().elem_count() == 0 { 0 } else { layout.start_offset() }
 }
 
-#[cfg(all(test, feature = "cuda"))]
+#[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn a_tensor_without_elements_starts_inside_its_memory() -> Result<()> {
+    fn a_tensor_without_elements_starts_inside_its_memory() -> candle_core::Result<()> {
         let all = Layout::contiguous((2, 3));
         assert_eq!(first_index(&all.narrow(0, 1, 1)?.narrow(1, 2, 1)?), 5);
         let none = all.narrow(0, 2, 0)?.narrow(1, 3, 0)?;
