@@ -26,9 +26,10 @@ impl Sla2 {
     /// Os_i = sum_j w_ij exp(c q_i . k_j) v_j / sum_j w_ij exp(c q_i . k_j)
     /// ```
     ///
-    /// with `w_ij = m_IJ` in candidate blocks and 1 in blocks that are always seen. The tail weighs a block by
-    /// `1 - m_IJ` ([`Tail::Complement`]) or by 1 ([`Tail::Past`]), and `a` counts keys by their weights. As `tau` goes
-    /// to 0 the result approaches [`Sla2::apply`] with unquantized attention.
+    /// with the softmax scale `c`, and `w_ij = m_IJ` in candidate blocks and 1 in blocks that are always seen. The tail
+    /// weighs a block by `1 - m_IJ` ([`Tail::Complement`]) or by 1 ([`Tail::Past`]). In the mixing weight `a`, sums of
+    /// weights replace the numbers of keys. As `tau` goes to 0 the result approaches [`Sla2::apply`] with unquantized
+    /// attention.
     ///
     /// All pairs of tokens are computed, in f32 by candle's operators: memory grows with the product of the lengths.
     /// This function runs only on the CPU.
@@ -115,8 +116,8 @@ impl Sla2 {
     /// [`Sla2::apply_soft`] and unquantized dense attention. The loss is a scalar in f32, differentiable with respect
     /// to the router and `theta`; query, key and value are detached.
     ///
-    /// [`Sla2::router_loss`] trains the router at least as well as this loss, on every device, and without all pairs of
-    /// tokens in memory.
+    /// [`Sla2::router_loss`] trains the router at least as well as this loss. It also runs on every device, and does
+    /// not keep all pairs of tokens in memory.
     ///
     /// # Errors
     /// As [`Sla2::apply_soft`].
@@ -129,8 +130,9 @@ impl Sla2 {
     ) -> Result<Tensor> {
         let inputs = inputs.map(Tensor::detach);
         let [q, k, v] = &inputs;
-        let causal = self.shape(q, k)?.0.causal();
-        let dense = Attention::new(Scheme::Unquantized).causal(causal).apply(q, k, v)?;
+        let shape = self.shape(q, k)?.0;
+        let dense = Attention::new(Scheme::Unquantized).causal(shape.causal());
+        let dense = dense.softmax_scale(self.attention.scale_of(&shape)).apply(q, k, v)?;
         let soft = self.apply_soft(router, [q, k, v], theta, tau)?;
         (soft - dense)?.to_dtype(DType::F32)?.sqr()?.mean_all()
     }
@@ -148,8 +150,9 @@ struct Masks {
     /// The block of each query, and of each key.
     query_blocks: Tensor,
     key_blocks: Tensor,
-    /// Two masks, (1, 1, queries, keys): 1 for keys of candidate blocks, and 1 for other keys that a query always sees.
+    /// 1 for keys of candidate blocks: (1, 1, queries, keys).
     candidates: Tensor,
+    /// 1 for the other keys that a query sees: (1, 1, queries, keys).
     always: Tensor,
     /// 1 for queries with more candidates than are selected: (1, 1, queries, 1).
     has_tail: Tensor,

@@ -1,5 +1,5 @@
-//! The soft selection of blocks: it approaches the router's selection, has gradients, and trains a router. Also the
-//! scale of logits with both selections.
+//! The soft selection of blocks: it approaches the router's selection, has gradients, and trains a router. Also tests
+//! `softmax_scale` with both selections.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW};
@@ -64,7 +64,7 @@ fn a_small_tau_is_the_hard_choice() -> Result<()> {
 fn with_enough_blocks_it_is_dense_attention() -> Result<()> {
     let device = Device::Cpu;
     let theta = Tensor::new(&[-3f32, 2.0], &device)?;
-    for sla2 in forms() {
+    for sla2 in forms().into_iter().flat_map(|sla2| [sla2.clone(), sla2.softmax_scale(0.5)]) {
         let [q, k, v] = inputs(2, 64)?;
         let loss = sla2.blocks(9).output_loss(&Router::new(1, 16, &device)?, [&q, &k, &v], &theta, 0.1)?;
         assert!(loss.to_scalar::<f32>()? < 1e-12, "{loss}");
@@ -117,8 +117,8 @@ fn the_published_loss_trains_a_router() -> Result<()> {
     let sla2 =
         Sla2::new(Scheme::Unquantized).blocks(1).block((16, 16)).causal(true).tail(Some(Tail::Complement));
     let [q, k, v] = inputs(5, 128)?;
-    // Only the later channels of the keys matter: a router that starts as the identity sees noise in the other
-    // channels.
+    // Only the later channels of the keys matter, because the queries are small in the other channels. The router
+    // starts with random matrices, which mix the channels.
     let matters = Tensor::from_iter((0..16).map(|n| if n < 8 { 0.1f32 } else { 2.0 }), &device)?;
     let (q, noise) = (q.broadcast_mul(&matters)?, Tensor::randn(0f32, 1.0, (16, 16), &device)?);
     let vars: Vec<Var> =
