@@ -1,5 +1,6 @@
-// The mixture as a separate pass: out = a * sparse + (1 - a) * tail (attention/mixture.cuh). When the tail is computed
-// too, the tail's kernels (past_linear/) compute the mixture, and this file only computes the gradient of `sparse`.
+// The mixture as a separate pass: out = a * sparse + (1 - a) * tail (attention/mixture.cuh). If the op also computes
+// the tail, the tail's kernels (past_linear/) compute the mixture and the tail's gradients. In this case this file only
+// computes the gradient of `sparse`, the terms of dtheta with `sparse`, and the final sum of dtheta.
 #include <sage/attention/mixture.cuh>
 #include <sage/attention/rows.cuh>
 

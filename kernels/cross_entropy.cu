@@ -148,7 +148,8 @@ __device__ void quantize_gradient(const params::Fp8CrossEntropy& p) {
   });
 }
 
-// Runs as one thread block. Computes the mean loss over targets that count, summed in f64 in a fixed order.
+// Runs as one thread block. Computes the mean loss over the rows whose target is not NO_PLACE. It sums in f64, in a
+// fixed order.
 __device__ void mean(const params::CrossEntropy& p) {
   __shared__ double sums[MAX_THREADS];
   double sum = 0.0;

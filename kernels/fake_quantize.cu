@@ -19,8 +19,8 @@ constexpr int VALUES = 16;
 template <int D>
 constexpr int THREADS = TILE * D / VALUES;
 
-// Threads per multiprocessor, for __launch_bounds__: all 2048 on Hopper. On other GPUs 2048 threads, which leave 32
-// registers per thread, would cause spills.
+// Threads per multiprocessor, for __launch_bounds__: all 2048 on Hopper, where 32 registers per thread suffice. On
+// other GPUs 32 registers would cause spills.
 #if __CUDA_ARCH__ == 900
 constexpr int AT_ONCE = 2048;
 #else
@@ -46,7 +46,7 @@ struct Place {
 
 // The next two functions quantize the values times `factor`, a power of two, and divide the results by `factor`.
 //
-// For groups of 16 channels: a thread has eight of the channels, and the neighbouring lane has the other eight.
+// Quantizes groups of 16 channels: a thread has eight of the channels, and the neighbouring lane has the other eight.
 template <int ROWS>
 __device__ __forceinline__ void quantize_along_channels(float (&x)[ROWS][8], float factor) {
 #pragma unroll
@@ -61,8 +61,8 @@ __device__ __forceinline__ void quantize_along_channels(float (&x)[ROWS][8], flo
   }
 }
 
-// For groups of 16 tokens. Threads of a warp whose lanes differ by a multiple of CHUNKS have the same channels. Together
-// these threads have all tokens of a group.
+// Quantizes groups of 16 tokens. Threads of a warp whose lanes differ by a multiple of CHUNKS have the same channels.
+// Together these threads have all tokens of a group.
 template <int CHUNKS, int ROWS>
 __device__ __forceinline__ void quantize_along_tokens(float (&x)[ROWS][8], float factor) {
 #pragma unroll

@@ -7,8 +7,8 @@ namespace {
 
 constexpr int THREADS = 256;
 
-// Converts ids to row numbers below the limit. Counts the valid ids and records the position of the first invalid id,
-// which the host reports as an error.
+// Counts the valid ids, which are from 0 to `limit` - 1, and converts them to row numbers of a table. Records the
+// position of the first invalid id, which the host reports as an error.
 template <class I>
 __device__ void check(const params::CheckIds& p) {
   int n = blockIdx.x * THREADS + threadIdx.x;

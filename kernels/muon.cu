@@ -1,5 +1,5 @@
 // Muon's passes over a matrix: momentum, row normalization, and the update by the orthogonalized direction; and the
-// traces and sums inside the orthogonalization, whose matmuls run in cuBLAS.
+// traces and linear combinations inside the orthogonalization, whose matmuls run in cuBLAS.
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
 
@@ -86,7 +86,7 @@ __device__ void combine(const params::MuonCombine& p) {
     for (int i = 0; i < N; ++i) {
       float sum = p.b * from[i] + p.c * to[i] + (after == 0 ? p.a : 0.0f);
       if (p.power > 0) {
-        // Multiplies `power` times by `inverse`, because the square of `inverse` may overflow where the result does
+        // Multiplies the sum by `inverse` once or twice: `inverse` squared may overflow although the result does
         // not. An inverse of 0 gives zeros.
         float inverse = p.inverse[matrix];
         sum = inverse == 0.0f ? 0.0f : sum * inverse;

@@ -8,9 +8,9 @@ using namespace sage;
 namespace {
 
 constexpr int SIDE = 32;
-constexpr int SUM_THREADS = 256, SUM_VALUES = 4;  // per thread at once
+constexpr int SUM_THREADS = 256, SUM_VALUES = 4;  // threads per thread block; columns that a thread sums at once
 
-// A thread block sums SIDE columns. Threads with threadIdx.y = y add parts y, y + SIDE, ..; then one thread per column
+// A thread block sums SIDE columns. Threads with threadIdx.y = y add rows y, y + SIDE, ..; then one thread per column
 // adds the sums of all y in order.
 template <class T>
 __device__ void sum(const params::PartialSums& p) {
@@ -32,8 +32,8 @@ __device__ void sum(const params::PartialSums& p) {
 }
 
 // Sums a few rows, each as long as the model's parameters. A thread sums four columns and reads every row once. Rows
-// are added in pairs, then pairs of pairs, and so on. `sums[n]` is the sum of 2^n groups of ROWS rows that waits for a
-// second sum of this size.
+// are added in pairs, then pairs of pairs, and so on. `sums[n]` is the sum of 2^n groups of ROWS rows each. It is kept
+// until a second sum of this size can be added to it.
 constexpr int ROWS = 8, SUM_LEVELS = 8;
 
 __device__ void sum_long_rows(const params::SumInOrder& p) {

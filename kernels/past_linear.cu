@@ -5,9 +5,10 @@
 // the states that queries read in the forward, summed from the front, and the states that keys read in the backward,
 // summed from the end. In the backward the "keys" are the queries, and the "values" are the gradients of their outputs.
 //
-// States are stored in 16 bit. The stored state of a block sums the earlier tokens of the block's chunk. It is
-// multiplied by a power of two (inverse_blocks), so that it is roughly a mean over all earlier tokens and does not
-// overflow f16.
+// H is stored in 16 bit, z in f32. The blocks are divided into chunks (past_linear/states.cuh). The stored state of a
+// block sums the tokens before the block (in the backward: after it) in its chunk; a reader adds the sum of the earlier
+// (later) chunks. The states that queries read are stored times a power of two, inverse_blocks / BLOCK. The complete
+// state is then roughly a mean over all earlier tokens, and does not overflow f16.
 #include <sage/past_linear/backward.cuh>
 #include <sage/past_linear/forward.cuh>
 #include <sage/past_linear/states.cuh>

@@ -1,5 +1,5 @@
 // SageBwd's quantization kernels. Before the forward: means, INT8 values and scales of Q, K and V (arXiv 2603.02170,
-// section 3). Before the backward: delta and the INT8 values of dO.
+// section 3). Before the backward: delta, and transposed INT8 values of dO and Q.
 #include <math_constants.h>
 #include <sage/quant/tile.cuh>
 
@@ -136,7 +136,7 @@ __device__ void quantize_queries(const params::Forward& p, int tile, int head) {
   });
 }
 
-// Loads a tile of K or, with VALUE, of V, minus its mean if smoothing is on.
+// Loads a tile of K or, with VALUE, of V. If K (or V) is smoothed, subtracts its mean over the segment's tokens.
 template <class T, int D, bool VALUE>
 __device__ __forceinline__ void load_smoothed(quant::Tile<D>& values, const params::Forward& p, int tile, int head) {
   const params::Shape& shape = p.shape;

@@ -85,7 +85,7 @@ __device__ void forward_fp8(const params::Fp8RmsNorm& fp8) {
 #pragma unroll
     for (int line = 0; line < Strip::LINES; ++line) {
       int row = first + Strip::team() * Strip::LINES + line;
-      int width = row < p.rows ? p.width : 0;  // all threads take part in the sums
+      int width = row < p.rows ? p.width : 0;  // 0, because all threads must call inverse_rms
       elements::Packed<T, V> x[KEEP];
 #pragma unroll
       for (int k = 0; k < KEEP; ++k) {

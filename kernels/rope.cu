@@ -133,7 +133,7 @@ __device__ __forceinline__ T* head_of(const params::Heads& x, int batch, int pos
   return static_cast<T*>(x.data) + batch * x.batch + position * x.token + head * x.head;
 }
 
-// A head of the output, whose batch entries are contiguous.
+// A head of the output. `token` counts across batch entries, because they follow one another without gaps.
 template <class T>
 __device__ __forceinline__ T* out_head(const params::Rope& p, int token, int head) {
   return static_cast<T*>(p.out.data) + token * p.out.token + head * p.out.head;
@@ -215,7 +215,8 @@ __device__ void norm_backward(const params::Rope& p) {
     }
     x.store(out_head<T>(p, token, head), place);
   });
-  // Adds the sums of the thread block's groups, in order. If there are several groups, a head needs at most one warp.
+  // Adds the sums of the thread block's groups, in order. `sums` is used only if there are two or more groups: together
+  // these have at most ROW_THREADS lanes, of 2 * V channels each.
   __shared__ float sums[elements::ROW_THREADS * 2 * V];
   float* partial = p.partials + int64_t(blockIdx.x) * 2 * p.half;
   if (place.active) {

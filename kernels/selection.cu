@@ -1,5 +1,6 @@
-// Kernels for selections (candle-sage/src/selection.rs) and their router: block means, the lists of the largest scores,
-// the inverse of the lists, and the attention mass of each key block under dense attention.
+// Kernels for selections (candle-sage/src/selection.rs) and their router: block means, each query block's list of the
+// key blocks with the largest scores, each key block's list of the query blocks that select it, and the attention mass
+// of each key block under dense attention.
 #include <sage/attention/numerics/dense16_forward_sm80.cuh>
 #include <sage/params/sla2.cuh>
 
@@ -70,9 +71,9 @@ __device__ __forceinline__ int each_user(const params::InvertedLists& p, const S
   return found;
 }
 
-// If more than 2 * most query blocks (`count`) select a key block, and a slot is free, a warp splits the query blocks
-// into parts of at most `most`, and zeroes the slot's sums. Slots can run out. The table of parts cannot overflow,
-// because the number of selected (query block, key block) pairs bounds the number of parts.
+// `count` query blocks select a key block. If `count` exceeds 2 * `most`, a warp splits them into parts of at most
+// `most` query blocks, and zeroes the slot of ListSplits::sums that the parts share. If no slot is free, the list is
+// not split. The table of parts cannot overflow: the selected (query block, key block) pairs bound the number of parts.
 __device__ __forceinline__ void cut(const params::InvertedLists& p, int segment, int key_head, int block, int column, uint32_t count) {
   int lane = threadIdx.x % 32;
   uint32_t all = p.used[2], most = max(p.least_users, (all + p.shares - 1) / p.shares);
@@ -215,8 +216,8 @@ __device__ __forceinline__ void pool(const params::Pool& p) {
   }
 }
 
-// Raises the reference of a lane's row number `r` to the largest logit so far, given the logits of a tile, and rescales
-// the row's sum.
+// Raises `reference`, the running maximum of the logits of a lane's row `r`, to the maximum of a tile's logits `s` if
+// that is larger. Rescales `sum`, the row's sum of 2^(logit - reference).
 template <int M>
 __device__ __forceinline__ void raise_reference(const float (&s)[M][8][4], int r, float scale, float& reference, float& sum) {
   float largest = -CUDART_INF_F;

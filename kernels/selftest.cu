@@ -36,7 +36,7 @@ __device__ void store(const X (&c)[2][4], X* out) {
     for (int e = 0; e < 4; ++e) out[(lane / 4 + 8 * (e >> 1)) * 16 + n * 8 + 2 * (lane & 3) + (e & 1)] = c[n][e];
 }
 
-// out (16, 16) = A (16, BYTES) B (16, BYTES)^T of INT8 values, after MAGIC is subtracted.
+// out (16, 16) = A (16, BYTES) B (16, BYTES)^T of INT8 values. The sums start from MAGIC, which is subtracted last.
 template <int BYTES>
 __device__ void product_codes(const Params& p) {
   __shared__ __align__(1024) unsigned char a[16 * BYTES], b[16 * BYTES];
@@ -151,7 +151,7 @@ __device__ void group_codes(const Params& p) {
 }
 
 // out (64, 8 * N) = A B^T of 16-bit operands by wgmma over a reduction of 64. TRANSPOSED matrices are stored with the
-// reduction along their columns.
+// reduction's index as the row index.
 template <class T, int N, bool A_TRANSPOSED, bool B_TRANSPOSED>
 __device__ void group_16(const Params& p) {
   if constexpr (ptx::HAS_WGMMA) {

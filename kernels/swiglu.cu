@@ -1,5 +1,5 @@
-// y = silu(gate) o up, elementwise. Each thread processes one pack, so that a full GPU has enough loads in flight. Gate
-// and up may be adjacent in one tensor, and so may their gradients.
+// y = silu(gate) o up, elementwise. Each thread processes one pack: at full occupancy this is enough loads in flight.
+// Gate and up may be adjacent in one tensor, and so may their gradients.
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
 #include <sage/quant/fp8_tile.cuh>
@@ -14,7 +14,7 @@ constexpr int THREADS = 256;
 // If the exponential overflows, the result is 0, and its product with a finite x is 0 too.
 __device__ __forceinline__ float sigmoid(float x) { return ptx::reciprocal(1.0f + ptx::exp2(-x * ptx::LOG2_E)); }
 
-// The row and column of element `at` of a contiguous matrix. (In memory there may be a gap between two rows.)
+// The row and column of element `at`, counted without the gaps that rows may have between them in memory.
 template <class T>
 struct Place {
   int64_t row, column;
@@ -77,7 +77,8 @@ __device__ void forward_fp8(const params::Fp8SwiGlu& p) {
   });
 }
 
-// dgate and dup in FP8, concatenated along the columns, and y if p.again.column_codes is not null.
+// Writes dgate and dup in FP8: dup's columns follow dgate's in one matrix. If p.again.column_codes is not null, also
+// writes y in FP8, as a separate matrix.
 template <class T>
 __device__ void backward_fp8(const params::Fp8SwiGlu& p) {
   __shared__ Fp8Tile tile;

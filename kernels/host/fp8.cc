@@ -299,7 +299,8 @@ void running_scales() {
   largest[1] = same_bits<uint32_t>(100.0f), largest[2] = 0x7f800000u, largest[3] = 0x7fc00000u, running[4] = 0.0f, formats[5] = 1.0f;
   params::Fp8Rescale p{scale.data(), largest.data(), running.data(), formats.data(), 300, 0, 0.95f, 4.0f};
   for (int block = 0; block < 2; ++block) host::run(block, THREADS, [&] { rescale(p); });
-  // E4M3's largest value is 448: 4 * 0.95 = 3.8 fits below 448 / 64 = 7, and 4 * 100 below 448.
+  // The margin is 4, and E4M3's largest value is 448. The scale is the smallest power of two that is at least
+  // 4 * running / 448: 1 / 64 for a running maximum of 0.95, and 1 for 100.
   bool holds = scale[0] == 1.0f / 64 && running[0] == 0.95f && scale[1] == 1.0f && running[1] == 100.0f && scale[299] == scale[0];
   // A maximum that is not finite is ignored, a running maximum of zero gives scale 1, and E5M2 has a larger range.
   holds &= running[2] == 0.95f && running[3] == 0.95f && scale[4] == 1.0f && scale[5] == 1.0f / 8192;

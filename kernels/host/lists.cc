@@ -151,8 +151,8 @@ bool check(const Case& c) {
       cut.problem.out.values = whole.problem.out.values, cut.problem.minus_lse2 = whole.problem.minus_lse2;
       cut.problem.out.view.data = cut.problem.out.values.data(), cut.problem.p.minus_lse2 = cut.problem.minus_lse2.data();
       cut.backward();
-      // Sums in f32 differ by 2^-24 per addition. A sum near a midpoint may then round to the other 16-bit neighbour,
-      // which differs by 2^-8 of the element.
+      // Sums in f32 differ by 2^-24 per addition. A sum near a midpoint may then round to the other bf16 neighbour,
+      // which differs by at most 2^-7 of the element.
       expect(difference(cut.problem.dk.values, whole.problem.dk.values) < ldexp(1.0, -11), "dK of split lists differs from dK of whole lists");
       expect(difference(cut.problem.dv.values, whole.problem.dv.values) < ldexp(1.0, -11), "dV of split lists differs from dV of whole lists");
       expect(difference(cut.problem.dq_accum, whole.problem.dq_accum) < 1e-5, "dQ of split lists differs from dQ of whole lists");

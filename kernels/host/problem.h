@@ -175,7 +175,7 @@ struct Problem {
     return true;
   }
 
-  // Quantizes Q, K and V to INT8, smoothed.
+  // Quantizes Q, K and V to INT8. K is smoothed if Q or V is, or if the case asks for it.
   void quantize_to_codes() {
     q_codes.resize(query_tiles * 64 * D), k_codes.resize(key_tiles * 64 * D), v_codes.resize(key_tiles * 64 * D);
     p.codes = {q_codes.data(), k_codes.data(), v_codes.data(), q_dequant_scale.data(), k_dequant_scale.data(), v_dequant_scale.data(), nullptr, nullptr, nullptr};

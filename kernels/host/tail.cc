@@ -1,5 +1,5 @@
-// Runs the sources of the linear tail and of the mixture on a CPU, thread by thread, and compares outputs and gradients
-// with definitions in doubles. Cases have one or several chunks.
+// Runs the sources of the linear tail, and of its mixture with sparse attention, on a CPU, thread by thread. Compares
+// outputs and gradients with definitions in doubles. Cases have one or several chunks of blocks (past_linear.cu).
 #include <initializer_list>
 
 #include "../blend.cu"
@@ -67,8 +67,8 @@ void launch(int blocks, int segments, int heads, int threads, size_t shared_byte
       for (int x = 0; x < blocks; ++x) host::run_with_shared(dim3{x, y, z}, threads, shared_bytes, kernel);
 }
 
-// The segments of a case, which are its batch entries or documents, and a list for each query block: some of the
-// candidates, then the block on the diagonal.
+// The segments of a case, which are its batch entries or documents, and a list of key blocks for each query block: some
+// of the earlier blocks, then the block on the diagonal.
 struct Layout {
   std::vector<params::Segment> segments;
   bool packed;
@@ -273,8 +273,8 @@ int main() {
     double limit;
   };
   // Features, states and matmuls round by at most 2^-9 (bf16) or 2^-12 (f16). A gradient includes five such roundings,
-  // or seven if a state is summed from chunks. Seven independent roundings add up to at most sqrt(7) times one; the
-  // limit is 5.
+  // or seven if a state is summed from chunks. The errors of seven independent roundings add up to about sqrt(7) times
+  // the error of one rounding. The limit is 5 times the bound of one rounding.
   const Row rows[] = {
       {"tail, bf16", run<B, 64>, run<B, 128>, false, false, 5 * ldexp(1, -9)},
       {"mixture by count, bf16", run<B, 64>, run<B, 128>, true, true, 5 * ldexp(1, -9)},

@@ -10,7 +10,7 @@
 
 namespace host {
 
-// Tensor memory. Columns that are not allocated contain NaN.
+// Tensor memory. An allocation fills all of it with NaN. An access to columns that are not allocated aborts.
 struct TensorMemory {
   uint32_t words[128][512];
   int first = 0, columns = 0;  // of the running thread block
@@ -73,8 +73,8 @@ namespace sage::ptx {
 
 inline void tcgen05_fence_before() { host::tensor_fences[host::block.current].before = false; }
 inline void tcgen05_fence_after() { host::tensor_fences[host::block.current].after = false; }
-// Called when a thread accesses tensor memory. `waited`: the thread has waited for the access to end, and needs a fence
-// before its next synchronization.
+// Called when a thread accesses tensor memory. `waited`: the access includes a wait for its end, so that the thread
+// needs tcgen05.fence::before_thread_sync before its next synchronization.
 inline void touch_tensor_memory(bool waited) {
   host::TensorFences& fences = host::tensor_fences[host::block.current];
   if (fences.after) fprintf(stderr, "thread %d lacks tcgen05.fence::after_thread_sync\n", threadIdx.x), abort();

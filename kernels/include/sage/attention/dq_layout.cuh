@@ -1,6 +1,6 @@
 // The sums of dQ in global memory are indexed by (padded tile, part of the channels, strip of 16 queries, fragment of 8
-// channels, lane, value). A warp adds a fragment, 512 contiguous bytes, at once. Mainloops write this layout; `finish`
-// in attn_bwd.cu reads the sums.
+// channels, lane, value). A padded tile is a tile's number in buffers that store each segment in whole tiles. A warp
+// adds a fragment, 512 contiguous bytes, at once. Mainloops write this layout; `finish` in attn_bwd.cu reads the sums.
 #pragma once
 
 #include <sage/attention/segment.cuh>

@@ -8,8 +8,9 @@ namespace sage::attention {
 
 enum KeyGradient { DK, DV };
 
-// For one part of a split list (see Cut): atomically adds dK or dV of a warp's 16 keys to the list's sums, in no fixed
-// order. The sums are in fragment layout. Returns true in the warp that arrives last; `x` then has the full sums.
+// For a thread block that visits one part of a split list of query blocks (see Cut): atomically adds dK or dV of a
+// warp's 16 keys to the list's sums, in no fixed order. The sums are in fragment layout. Returns true in the warp that
+// arrives last; `x` then has the full sums.
 // A list's sums consist of `pieces` pieces of 16 keys x 8 * PIECE channels. The warp adds 8 * N channels to one piece,
 // number `piece`.
 template <int PIECE, int N>
@@ -19,7 +20,7 @@ __device__ __forceinline__ bool add_part(const params::ListSplits& cuts, params:
   float* sums = cuts.sums + (number * (PIECE * 32) + lane) * 4;
 #pragma unroll
   for (int n = 0; n < N; ++n) ptx::red_add_4(sums + n * 128, x[n][0], x[n][1], x[n][2], x[n][3]);
-  // Lane 0 releases the additions of all lanes, and acquires the additions of the other parts for all lanes.
+  // Lane 0 releases the additions of all lanes, and acquires those of the list's other parts for all lanes.
   __syncwarp();
   int arrived = 0;
   if (lane == 0) {
@@ -38,8 +39,8 @@ __device__ __forceinline__ bool add_part(const params::ListSplits& cuts, params:
 }
 
 // Writes the gradient of a warp's 16 keys, from `first_key` on. If the list of query blocks is split, only the warp
-// for which add_part returns true writes. The thread block computes one of CHANNEL_PARTS parts of the channels, from
-// `first_channel` of this gradient on. STAGING is the size of the warp's `staging` memory: see store_rows.
+// for which add_part returns true writes. The thread block computes one of CHANNEL_PARTS parts of the channels: `x` has
+// the channels from `first_channel` on. STAGING is the size of the warp's `staging` memory: see store_rows.
 template <KeyGradient GRADIENT, class Queries, class T, int STAGING = 0, int CHANNEL_PARTS = 1, int N>
 __device__ __forceinline__ void store_gradient(const params::Backward& p, const BackwardBlock& block, int first_key, float (&x)[N][4],
                                                uint32_t staging = 0, int first_channel = 0) {

@@ -1,6 +1,6 @@
-// The weights of the mixture out = a sparse + (1 - a) tail. Here `sparse` is the output of exact attention over the
-// selected blocks, and `tail` is the linear tail's output. The weight is a = sigmoid(theta); with by_count it is a =
-// sigmoid(theta + log(keys with exact attention / other keys that the query sees)). If there are no other keys, a = 1.
+// The weights of the mixture `out = a * sparse + (1 - a) * tail`. Here `sparse` is the output of exact attention over
+// the selected blocks, and `tail` is the linear tail's output. The weight is a = sigmoid(theta), or with `by_count`
+// a = sigmoid(theta + log(keys with exact attention / other keys that the query sees)). Without other keys, a = 1.
 #pragma once
 
 #include <sage/attention/segment.cuh>
@@ -45,8 +45,8 @@ __device__ __forceinline__ float& theta_part(const params::Mixture& mixture, con
   return mixture.parts[int64_t(head) * mixture.lists.query_blocks + first_query_block(shape, segment_index) + block];
 }
 
-// The sum of one value per thread over WARPS warps, for thread 0. All threads call it. `parts` is shared memory for one
-// value per warp, which no thread still reads.
+// All threads of WARPS warps call this function with one value each; thread 0 gets the sum. `parts` is shared memory
+// for one value per warp, which no thread still reads.
 template <int WARPS>
 __device__ __forceinline__ float sum_of_block(float x, float* parts) {
 #pragma unroll

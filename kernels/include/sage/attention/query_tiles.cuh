@@ -24,8 +24,8 @@ struct BackwardBlock {
   }
 };
 
-// A tile whose dQ is to be added. `rank` is for deterministic mode: the number of key blocks that add to the same tile
-// before this key block.
+// A tile of queries to whose dQ this key block adds. `rank` is for deterministic mode: the number of key blocks that
+// add to the same tile before this key block.
 struct RankedTile {
   int padded;  // the tile's number in the padded buffers
   int rank;
@@ -38,8 +38,8 @@ struct QueryTile {
   int padded;  // the tile's number in the padded buffers
 };
 
-// For each query head of the group, a thread block visits the first query tile that sees one of its keys, and all later
-// tiles.
+// For each query head that shares its key head, a thread block visits the first query tile that sees one of its keys,
+// and all later tiles.
 struct EveryQuery {
   static constexpr bool LISTED = false;
   static constexpr Hidden HIDDEN = LATER_KEYS;  // which of the thread block's keys can be hidden from a visited query
@@ -94,7 +94,7 @@ struct WindowQueries : EveryQuery {
     first = sight.first_query(block.first_key) / TILE, end = (end_query + TILE - 1) / TILE;
     count = max(end - first, 0) * (shape.query_heads / shape.key_heads);
   }
-  // A tile is visited first by the key block with the first key that the tile's first query sees.
+  // The first key block that visits a tile contains the first key that the tile's first query sees.
   __device__ __forceinline__ Added added(const Tile& tile) const {
     return {tile.padded, block.first_key / keys - sight.first_key(tile.tile * TILE) / keys};
   }
@@ -113,14 +113,14 @@ struct Cut {
     from = first_users[0], to = first_users[1];
     if (p.cuts.lists) list = p.cuts.lists[column];
   }
-  // The number of query blocks in a part. No part is empty.
+  // The number of query blocks in each part but the last, which contains the rest. No part is empty.
   __device__ __forceinline__ uint32_t of_part() const { return (to - from + list.parts - 1) / list.parts; }
 };
 
 // With a selection, a thread block visits the query blocks that list its key block. With a causal mask a query block
 // always lists the key block at its own position, so the first visited query block has the position of the key block.
-// All later query blocks see every key of the key block. The tiles can therefore be numbered from that position without
-// gaps, `first` to `end`: these numbers give the same masks as the tiles' own numbers.
+// All later query blocks see every key of the key block. Masks therefore stay correct if the visited tiles are numbered
+// from that position on without gaps: `first` to `end`.
 struct ListedQueries {
   struct Tile : QueryTile {
     int position;  // in the list of query blocks, counted in tiles
@@ -149,7 +149,8 @@ struct ListedQueries {
     count = tiles * (shape.query_heads / shape.key_heads);
   }
   // The first thread blocks process all keys: each visits the whole list of its key block, or the first part of a split
-  // list. The other thread blocks process the remaining parts; consecutive thread blocks share the 128 keys of a part.
+  // list. The other thread blocks process the remaining parts: for each part, consecutive thread blocks divide the 128
+  // keys of the key block among themselves.
   // For a part that does not exist, `first_key` is the segment's end, and the thread block exits.
   static __device__ __forceinline__ BackwardBlock take(const params::Backward& p, int index, int keys) {
     int all = p.shape.segment_count * p.shape.key_heads * ((p.shape.key_len + keys - 1) / keys);

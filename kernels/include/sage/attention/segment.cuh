@@ -1,5 +1,5 @@
-// A segment is one independent attention problem: a batch entry or a packed document, like Segment in
-// candle-sage/src/shape.rs. This file also maps block indices to segments and heads.
+// A segment is one independent attention problem: a batch entry or a packed document. (In Rust: Segment in
+// candle-sage/src/shape.rs.) This file also maps block indices to segments and heads.
 #pragma once
 
 #include <sage/params/attention.cuh>
@@ -14,7 +14,7 @@ struct Segment {
   int batch;
   int query_start, query_len, key_start, key_len;
   int query_tile, key_tile;  // the segment's first tile in padded buffers
-  bool causal;  // kernels with a window ignore it, and use Sight
+  bool causal;  // not used by kernels with a window: see Sight<OUTER_KEYS>
 
   Segment() = default;
   __device__ __forceinline__ Segment(const params::Shape& shape, int index) {
@@ -52,8 +52,8 @@ struct Segment {
 // separately, so that windows do not slow down other kernels.
 enum Hidden { NO_KEYS, LATER_KEYS, OUTER_KEYS };
 
-// The keys that the queries of a segment see, for kernels that hide HIDDEN keys. P: the parameters of a forward or a
-// backward.
+// The keys that the queries of a segment see. HIDDEN: which keys the kernel can hide. P: the parameters of a forward or
+// a backward.
 template <Hidden HIDDEN>
 struct Sight {
   const Segment& segment;
@@ -83,7 +83,7 @@ struct Sight<OUTER_KEYS> {
   __device__ __forceinline__ int end_query(int j) const { return min(max(j - ahead() + before + 1, 0), segment.query_len); }
 };
 
-// Whether a query sees at least one key, with any mask or window.
+// Whether a query sees at least one key. Works for every mask and window.
 __device__ __forceinline__ bool sees_a_key(const params::Shape& shape, const Segment& segment, int query) {
   int position = query + segment.key_len - segment.query_len;
   return segment.key_len > 0 && (shape.limit_after == 0 || position + shape.limit_after > 0);
@@ -116,8 +116,8 @@ __device__ inline int segment_of_tile(const params::Shape& shape, int tile) {
 }
 
 // The head, segment and tile (of `tiles`, numbered from 0) of a thread block. Thread blocks start in the order of their
-// index. The index runs over `heads_at_once` heads first, then over tiles, then over the next heads, so that concurrent
-// thread blocks read the same few heads, which stay in the L2 cache.
+// index. The index runs over `heads_at_once` (head, segment) pairs first, then over tiles, then over the next pairs, so
+// that concurrent thread blocks read the same few heads, which stay in the L2 cache.
 struct Place {
   int head, segment, tile;
 

@@ -72,7 +72,7 @@ struct RowState {
   float registers[SHARED ? 1 : 2 * ROWS];
   static constexpr int BYTES = SHARED ? 2 * ROWS * THREADS * 4 : 0;
   static constexpr int SUM = 0;    // this lane's part of the row's sum of 2^(logit - reference)
-  static constexpr int MAGIC = 1;  // the multiple of quant::MAGIC in the row's accumulator (SageBwd on mma.sync)
+  static constexpr int MAGIC = 1;  // the row's accumulator is too large by quant::MAGIC times this (SageBwd, mma.sync)
 
   __device__ __forceinline__ explicit RowState(unsigned char* at) : memory(reinterpret_cast<float*>(at) + threadIdx.x) {
 #pragma unroll

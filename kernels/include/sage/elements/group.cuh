@@ -8,7 +8,7 @@ namespace sage::elements {
 // Threads of a thread block that has several groups.
 constexpr int ROW_THREADS = 256;
 
-// A group has a power of two of lanes. It is a warp or a part of a warp, or it is the whole thread block.
+// A group is a warp, a part of a warp, or the whole thread block. Its number of lanes is a power of two.
 struct Group {
   int lanes, lane, index, count;
   unsigned mask;
@@ -41,8 +41,8 @@ struct Group {
     return reduce(x, [](float a, float b) { return fmaxf(a, b); });
   }
 
-  // Whether x is true in any lane that calls the same reductions. Here only the lanes of one group call them,
-  // and all these lanes have the same x.
+  // Whether x is true in any of the lanes that must call `sum` together. In this struct they are the lanes of one
+  // group, which all have the same x.
   __device__ __forceinline__ bool any(bool x) const { return x; }
 
   // Waits for all lanes of the group, so that what they have read may be overwritten.

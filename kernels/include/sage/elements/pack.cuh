@@ -24,7 +24,7 @@ struct Words<16> {
   using Type = uint4;
 };
 
-// V elements, aligned to their total size in memory.
+// V elements, aligned to V * sizeof(T) bytes.
 template <class T, int V>
 struct Pack {
   using Word = typename Words<V * sizeof(T)>::Type;
@@ -108,8 +108,8 @@ struct Count {
   static constexpr int V = N;
 };
 
-// Calls body(at, Count<V>) for the packs of `len` elements, one per thread, and body(at, Count<1>) for the elements
-// after the last whole pack.
+// Divides `len` elements into packs of V, one pack per thread. Calls body(at, Count<V>) for a whole pack, and
+// body(at, Count<1>) for each element after the last whole pack.
 template <int V, class Body>
 __device__ __forceinline__ void each_pack(int64_t len, Body body) {
   int64_t at = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * V;

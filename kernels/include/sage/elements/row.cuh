@@ -10,8 +10,8 @@ constexpr int KEEP = 4;
 constexpr int MAX_THREADS = 512;
 static_assert(MAX_THREADS >= ROW_THREADS);
 
-// Calls body(k, chunk) for the packs of a lane. k is below KEEP for packs in registers, and KEEP for the remaining
-// packs of a wider row.
+// Calls body(k, chunk) for the packs of a lane: k < KEEP for a pack in registers, k == KEEP for every pack after the
+// first KEEP.
 template <class Body>
 __device__ __forceinline__ void each_chunk(const Group& group, int chunks, Body body) {
 #pragma unroll
@@ -22,7 +22,7 @@ __device__ __forceinline__ void each_chunk(const Group& group, int chunks, Body 
   for (int chunk = KEEP * group.lanes + group.lane; chunk < chunks; chunk += group.lanes) body(KEEP, chunk);
 }
 
-// A row with KEEP packs per thread in registers. The remaining packs of a wider row are read from memory at each use.
+// A row with the first KEEP packs of each thread in registers. Further packs are read from memory at each use.
 template <class T, int V>
 struct Row {
   const T* data;

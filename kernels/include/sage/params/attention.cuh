@@ -1,5 +1,5 @@
-// Arguments of the attention kernels, filled by the host. candle-sage/build/params.rs generates its structs from this
-// file, one field per line, and asserts the offsets on both sides.
+// Arguments of the attention kernels, filled by the host. candle-sage/build/params.rs generates Rust structs from this
+// file (one field per line), and asserts that the offsets in Rust and C++ are equal.
 #pragma once
 
 #include <stddef.h>
@@ -38,7 +38,7 @@ struct Segment {
   int32_t key_block;
 };
 
-// The dimensions of the problem: candle-sage/src/shape.rs.
+// The dimensions of the problem. In Rust: candle-sage/src/shape.rs.
 struct Shape {
   const Segment* segments;  // packed documents; null: each batch entry is a segment, with the lengths below
   int32_t segment_count;
@@ -83,7 +83,7 @@ struct User {
 // blocks of all segments; the stored values are block numbers inside a segment.
 struct Lists {
   const uint32_t* seen;         // (key head, query block, stride): count, then key blocks, ascending; null: no selection
-  const User* users;            // the inverse: the query blocks that select each key block, ascending
+  const User* users;            // the inverse of `seen`: the query blocks that select each key block, ascending
   const uint32_t* first_users;  // (key head, key_blocks + 1): index of a key block's first entry in `users`
   int32_t stride;
   int32_t query_blocks;
@@ -106,7 +106,7 @@ struct Part {
   uint32_t number;  // the part's number, from 1, because part 0 is not in the table; 0: unused entry
 };
 
-// How a list of query blocks is split: the number of parts (1: not split), and the parts' index (slot) in ListSplits::sums.
+// How a list of query blocks is split: into `parts` parts (1: not split), which share index `slot` of ListSplits::sums.
 struct CutList {
   uint32_t slot;
   uint32_t parts;
@@ -127,7 +127,8 @@ struct Forward {
   View out;
   float* minus_lse2;           // (head, padded token): minus the base-2 log-sum-exp; -inf for padding and for queries that see no
                                // key, so that their P is 0 in the backward. Null: not written.
-  int32_t* scheduler_counter;  // persistent kernels: work items assigned, except each thread block's first; else null
+  int32_t* scheduler_counter;  // persistent kernels: the number of work items that all thread blocks took, without each
+                               // block's first item. Null for other kernels.
   Codes codes;
   Shape shape;
   View high_precision_out;     // Attn-QAT: O of unquantized P; data null: not written
@@ -136,10 +137,11 @@ struct Forward {
                                // for queries that see no key. Null: not written.
   const float* sinks;          // one logit per query head, which is only added to the softmax's denominator; null: no sinks
   float p_lift;                // Attn-QAT: P is quantized relative to 2^(ceil(largest logit) - p_lift)
-  int32_t p_literal;           // 1: P is quantized relative to 2^(largest logit) in the forward, and to its row sum in the backward
+  int32_t p_literal;           // 1: P is quantized relative to 2^(largest logit) of its row in the forward, and to the
+                               // row's sum of 2^logit, without the sink, in the backward
   Lists lists;
   ScoreMod score_mod;
-  int32_t key_sample;          // tokens of a segment that k_mean is computed from if k_tile_sums is null
+  int32_t key_sample;          // number of tokens per segment from which k_mean is computed if k_tile_sums is null
   int32_t smooth_values;       // 1: the mean of V is subtracted from V, and added to `out`
   TensorMap q_map;
   TensorMap k_map;

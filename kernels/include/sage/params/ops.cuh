@@ -12,7 +12,7 @@ struct RmsNorm {
   const void* x;
   const void* weight;
   const void* dy;    // backward only
-  const void* residual;  // null, or added: the residual stream to x (forward), its gradient to dx (backward)
+  const void* residual;  // null, or added to x (forward: residual stream) or dx (backward: the stream's gradient)
   void* sum;         // forward with a residual: x + residual
   void* out;         // y, or dx
   float* partials;   // (thread blocks, width): the weight's gradient, summed over a thread block's rows; backward only
@@ -44,7 +44,7 @@ struct PartialSums {
 // sum[c] = parts[0][c] + .. + parts[place - 1][c] + sum[c] + parts[place + 1][c] + .. Neighbouring terms are added in
 // pairs, then the sums of neighbouring pairs, and so on.
 struct SumInOrder {
-  const float* parts;  // (count, width)
+  const float* parts;  // (count, width); row `place` is not read
   float* sum;
   int64_t width;
   int32_t count;
@@ -70,12 +70,12 @@ struct CopyHeads {
 
 struct Rope {
   Heads x;            // the input of the rotation; with norm, the input of the norm
-  Heads dy;           // the output's gradient; backward with norm only
+  Heads dy;           // the output's gradient; only in the backward with norm
   Heads out;          // batch entries are contiguous
   const float* cos;   // (sequence, half)
   const float* sin;
-  const void* weight;  // (2 * half); with norm only
-  float* partials;     // as in RmsNorm; with norm only
+  const void* weight;  // (2 * half); only with norm
+  float* partials;     // as in RmsNorm; only with norm
   int32_t tokens;      // of all batch entries
   int32_t sequence;
   int32_t heads;
@@ -84,7 +84,7 @@ struct Rope {
   int32_t interleaved;
   int32_t weight_type;
   float eps;
-  float direction;     // 1 or -1, multiplies the angle; without norm only
+  float direction;     // 1 or -1, multiplies the angle; only without norm
   int32_t padding;
 };
 
@@ -96,7 +96,7 @@ struct SwiGlu {
   const void* dy;  // backward only
   void* out;       // y, or dgate
   void* dup;       // backward only
-  void* y;         // backward only: null, or where y is computed again
+  void* y;         // backward only: the buffer for y, which is computed again; null: y is not stored
   int64_t len;
   int64_t columns;
   int64_t gate_row;
@@ -133,7 +133,7 @@ struct Embedding {
   const uint32_t* ids;      // forward: in the order of the output's rows; backward: sorted
   const uint32_t* order;    // backward: the original position of each sorted id
   uint32_t* starts;         // backward: (rows + 1), for each row r the index of the first sorted id that is at least r
-  float* pieces;            // backward: (len / PIECE, width), sums of gradients over PIECE consecutive sorted ids that are equal
+  float* pieces;            // backward: (len / PIECE, width): gradients summed over PIECE sorted ids, if all are equal
   void* out;
   int64_t row_stride;       // forward: strides of the table
   int64_t column_stride;
@@ -219,7 +219,7 @@ struct MuonMomentum {
 struct MuonRows {
   void* x;
   float* mean_squares;           // running mean squares, one per row; null in muon_scale_rows
-  float* factors;                // one per row: mean squares of this step, replaced by factors in muon_row_factors
+  float* factors;                // one per row: mean squares of this step; muon_row_factors replaces them by factors
   const double* sum_of_squares;  // of the whole gradient: SumOfSquares::out
   int32_t rows;
   int32_t columns;
@@ -317,7 +317,7 @@ struct Fp8Rescale {
   float* scale;
   uint32_t* largest;     // bits of the largest absolute values
   float* running;        // running maxima; null: scales are computed from `largest`
-  const float* formats;  // 1 for E5M2, 0 for E4M3; null: `e5m2` applies to all
+  const float* formats;  // one per scale: 1 for E5M2, 0 for E4M3; null: `e5m2` applies to all scales
   int32_t count;
   int32_t e5m2;
   float decay;   // of the running maxima

@@ -47,7 +47,8 @@ enum Target : unsigned {
 };
 enum Visits : unsigned { EVERY = 1, LISTED = 2, SCORE_MOD = 4 };
 
-// The target of `architecture`, 90 for sm_90. For an unknown architecture the call is not a constant expression.
+// The target of an architecture; `architecture` is 90 for sm_90. For an unknown architecture the call is not a constant
+// expression.
 consteval Target target_of(int architecture) {
 #define SAGE_TARGET(name, kib, ...)        \
   for (int own : {__VA_ARGS__})            \

@@ -10,18 +10,19 @@ namespace sage::params {
 // Inverts a selection's lists: finds the query blocks that select each key block, and splits long lists.
 struct InvertedLists {
   Lists lists;
-  User* users;            // (key head, query_blocks * (stride - 1))
+  User* users;            // (key head, lists.query_blocks * (lists.stride - 1))
   uint32_t* first_users;  // (key head, key_blocks + 1)
   uint32_t* counts;       // (key head, key_blocks): number of query blocks that select the key block
-  uint32_t* used;         // counters, zeroed before the launch: slots in use, parts in use, selected (query block, key block) pairs
+  uint32_t* used;         // three counters, zeroed before the launch: used slots of `cuts`; used entries of cuts.parts;
+                          // selected (query block, key block) pairs
   Shape shape;
-  ListSplits cuts;              // `parts` is zeroed before the launch; lists null: no list is split
-  uint32_t least_users;   // a part has at most max(least_users, selected pairs / shares) query blocks
+  ListSplits cuts;              // cuts.parts is zeroed before the launch; cuts.lists null: no list is split
+  uint32_t least_users;   // a part has at most max(least_users, (selected pairs) / `shares`) query blocks
   int32_t shares;
   int32_t most_slots;
   int32_t most_parts;
-  int32_t slot_floats;    // floats of a slot's sums
-  int32_t slot_pieces;    // pieces of a slot's sums, one for each counter in ListSplits::arrivals
+  int32_t slot_floats;    // floats of a slot in ListSplits::sums
+  int32_t slot_pieces;    // counters of a slot in ListSplits::arrivals
 };
 
 // Writes the lists of a selection: for each query block, the key blocks with the largest scores.
@@ -42,7 +43,7 @@ struct Pool {
   Shape shape;
   int32_t query;  // 1: blocks of queries; 0: blocks of keys
   int32_t heads;  // query heads that share a mean; 1 for keys
-  int32_t pool;   // causal: a mean covers at most this many queries, which end with the block's first query
+  int32_t pool;   // causal: a mean covers the block's first query and up to pool - 1 queries before it
   int32_t blocks;
 };
 
@@ -74,14 +75,17 @@ struct Linear {
   View dk;
   View dv;
   View sparse;        // with a mixture: the output of exact attention
-  void* states;       // (key head, block, D, D) in 16 bit: H (past_linear.cu) of the tokens before a query block in this block's
-                      // chunk, times inverse_blocks(block) / BLOCK; with `backward`, H of the queries after a key block
-                      // in this block's chunk
-  float* sums;        // (key head, block, D): z of the same tokens, times the same factor
-  float* chunk_sums;  // (key head, segment, chunk, D + 1, D): H and z of a chunk; linear_scan_chunks replaces z by z of all earlier chunks
-  void* chunk_states; // (key head, segment, chunk, D, D) in 16 bit: H of all tokens before a chunk, or with `backward` after it,
-                      // times the factor of the chunk's first block; z in chunk_sums has the same factor
-  float* rows;        // (query head, padded query, 2): backward only: the factor of a query's dO in H, and the query's weight in z
+  void* states;       // (key head, block, D, D) in 16 bit: H (past_linear.cu) of those tokens of a query block's chunk
+                      // that are before the block, times inverse_blocks(block) / BLOCK; with `backward`, H of those
+                      // queries of a key block's chunk that are after the block
+  float* sums;        // (key head, block, D): z, of the same tokens and with the same factor as H in `states`
+  float* chunk_sums;  // (key head, segment, chunk, D + 1, D): H and z of a chunk. linear_scan_chunks replaces z by
+                      // the z that belongs to chunk_states: of the same tokens, times the same factor
+  void* chunk_states; // (key head, segment, chunk, D, D) in 16 bit: H of all tokens before a chunk, times
+                      // inverse_blocks(the chunk's first block) / BLOCK; with `backward`, H of all queries after the
+                      // chunk, without a factor
+  float* rows;        // (query head, padded query, 2), for the H and z of queries after a key block: the factor of a
+                      // query's dO in H, and the factor of its phi in z
   Mixture mixture;
   Shape shape;
   int32_t blocks;        // of all segments

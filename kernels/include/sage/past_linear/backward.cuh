@@ -9,8 +9,8 @@ namespace sage::past_linear {
 
 // With u = H dO, n = phi . z and t = dO . out = phi . u / n: dphi = (u - t * z) / n, whose dot product with phi is
 // zero, so that dq = phi o (u - t * z) / n. Also stores two numbers of each query for the states that the keys read:
-// its factor of dO, 1 / n, and its weight, -t / n. Since H and z are stored times inverse_blocks(block) / BLOCK, both
-// numbers need the same multiplier: inverse_blocks(block) is applied here, and 1 / BLOCK in backward_keys.
+// 1 / n (the factor of dO) and -t / n (the weight). H and z are stored times inverse_blocks(block) / BLOCK, and so both
+// numbers need this factor too: inverse_blocks(block) is applied here, and 1 / BLOCK in backward_keys.
 //
 // In a mixture dO is the gradient of the mixture: the tail's gradient is (1 - a) * dO, and a * (1 - a) * t is
 // subtracted from the contribution to dtheta that blend_backward (blend.cu) has stored.
@@ -89,8 +89,9 @@ __device__ __forceinline__ void backward_queries(const params::Linear& p) {
   if (threadIdx.x == 0) attention::theta_part(p.mixture, p.shape, at.segment_index, at.head, at.block) += sum;
 }
 
-// G and z are H and z of all later query blocks: dphi = G v + z, dk = phi o (dphi - phi . dphi), dv = phi G. The stored
-// G and z still lack the factor 1 / BLOCK (see backward_queries), so BY_TOKEN is applied to both results.
+// G = sum f phi(q)^T dO and z = sum w phi(q) are sums over all later query blocks, with each query's factor f of dO and
+// weight w from backward_queries: dphi = G v + z, dk = phi o (dphi - phi . dphi), dv = phi G. The stored G and z still
+// lack the factor 1 / BLOCK (see backward_queries), so dphi and dv are multiplied by it (BY_TOKEN).
 template <class T, int D>
 __device__ __forceinline__ void backward_keys(const params::Linear& p) {
   extern __shared__ __align__(1024) unsigned char shared[];

@@ -49,7 +49,7 @@ struct Share {
   int row = threadIdx.x / LANES, chunk = threadIdx.x % LANES;
 };
 
-// Copies 128 rows into shared memory asynchronously, with zeros beyond the end.
+// Copies 128 rows into shared memory asynchronously. Rows beyond the end of `rows` are zeros.
 template <class T, int D, int COUNT = THREADS>
 __device__ __forceinline__ void copy_block(uint32_t shared, const Rows<T>& rows, int first) {
   attention::copy_rows<BLOCK, D, COUNT>(shared, rows, first, threadIdx.x);
@@ -113,8 +113,8 @@ __device__ __forceinline__ float element(const unsigned char* rows, int row, int
   return ptx::to_float(*reinterpret_cast<const T*>(rows + layout::swizzled<D * 2>(row, column / 8) + column % 8 * 2));
 }
 
-// Stores two neighbouring channels of a warp's 16 rows of results in shared memory, from where store_rows writes whole
-// rows. The rows overwrite an operand that only this warp has read.
+// Stores two neighbouring channels of one row of results in shared memory, from where store_rows writes whole rows. The
+// results of a warp overwrite an operand that only this warp has read.
 template <class T, int D>
 __device__ __forceinline__ void leave_2(unsigned char* rows, int row, int column, float a, float b) {
   *reinterpret_cast<uint32_t*>(rows + layout::swizzled<D * 2>(row, column / 8) + column % 8 * 2) = ptx::pack_16<T>(a, b);

@@ -13,8 +13,8 @@ using attention::first_query_block;
 using attention::Segment;
 using attention::TILE;
 
-// For a kernel that multiplies blocks of rows by a state: whether its plan has the right threads, and shared memory for
-// OPERANDS bytes of rows plus the state.
+// For a kernel that multiplies blocks of rows by a state: whether its plan has BLOCK rows, THREADS threads, and shared
+// memory for OPERANDS bytes of rows plus the state.
 template <int D, params::Plan PLAN, int OPERANDS>
 constexpr bool PLAN_FITS = PLAN.rows == BLOCK && PLAN.threads == THREADS && PLAN.shared_bytes == OPERANDS + D * D * 2;
 
@@ -46,8 +46,8 @@ struct Tile {
     ptx::cp_async_commit();
   }
   // Completes a state that the calling thread's copies have loaded: adds the sum over all chunks before the block's
-  // chunk (in the backward: after it). Reads z, and completes z likewise. The added sum is stored times the factor of
-  // the chunk's first block; `factor` converts it to the factor of this block.
+  // chunk (in the backward: after it). Reads z, and completes z likewise. Without p.backward the added sum is scaled
+  // for the chunk's first block; `factor` rescales it for this block.
   __device__ __forceinline__ void complete_state(uint32_t shared, float (&sums)[D], const params::Linear& p, int key_head) const {
     int chunk = block / p.chunk_blocks;
     bool none_before = p.backward ? chunk + 1 == p.chunks : chunk == 0;
@@ -98,13 +98,13 @@ __device__ __forceinline__ void multiply_state(float (&acc)[D / 8][4], uint32_t 
   }
 }
 
-// 1 / a query's normalizer. In f16 features below 2^-24 are zero, so that a query may match no key at all: its output
-// is then zero, and so are its gradients. The same applies if the normalizer is too small for its inverse. A NaN stays
-// a NaN.
+// 1 / a query's normalizer, but 0 for a normalizer of zero: the query's output and gradients are then zero. This occurs
+// in f16, where the smallest features are rounded to zero. A subnormal normalizer, whose inverse may overflow, also
+// gives 0. A NaN stays a NaN.
 __device__ __forceinline__ float inverse_norm(float norm) { return norm < 0x1p-126f ? 0.0f : 1.0f / norm; }
 
-// Replaces queries in shared memory, from `first` on, by their features, and stores each query's normalizer phi . z in
-// `norms`.
+// Replaces a block of queries in shared memory by their features, and stores each query's normalizer phi . z in
+// `norms`. `first` is the block's first row of `q`.
 template <class T, int D>
 __device__ __forceinline__ void make_query_features(uint32_t shared, const Rows<T>& q, int first, const float (&z)[D],
                                                     float (&norms)[BLOCK]) {

@@ -19,10 +19,11 @@ using attention::TILE;
 // Threads of the kernels that sum states: one thread block fills a multiprocessor.
 constexpr int STATE_THREADS = 512;
 
-// Sums a chunk of blocks of a key head, from the front or from the end. A thread block has VALUES columns of the state:
-// all columns if shared memory suffices. If the columns are split, each thread block computes the same features, which
-// are most of the work. A warp keeps a part of H in its accumulators: 16 channels of the features by COLUMNS
-// columns of the values. The warps of the first columns also keep a part of z.
+// Computes H and z of a key head over a chunk of blocks, from the first block on; in the backward from the last block
+// on. A thread block has VALUES columns of the state: all columns if shared memory suffices. If the columns are split,
+// each thread block computes the same features, which are most of the work. A warp keeps a part of H in its
+// accumulators: 16 channels of the features by COLUMNS columns of the values. The warps of the first columns also keep
+// a part of z.
 template <class T, int D>
 struct StateKernel {
   static constexpr params::Plan PLAN = params::plan("linear_scan_blocks", D, params::LISTED);
@@ -74,7 +75,7 @@ struct StateKernel {
     copy_block<T, VALUES, THREADS>(features(stage) + FEATURE_BYTES, values, it.block * BLOCK);
   }
 
-  // Converts this thread's copies in place: to features and, in the backward, to dO times the query's factor.
+  // Converts what this thread copied, in place: K (in the backward: Q) to features; dO to dO times the query's factor.
   __device__ __forceinline__ void prepare(int stage, Item it) {
     using S = Share<VALUES, THREADS>;
     int first = it.block * BLOCK, count = segment.query_len - first;
@@ -167,7 +168,8 @@ struct StateKernel {
     return p.chunk_sums + ((int64_t(key_head) * p.shape.segment_count + segment_index) * p.chunks + chunk) * WIDTH;
   }
 
-  // Writes the states inside a chunk. Writes the chunk's sums too, unless no other chunk comes after it.
+  // Writes the states inside a chunk. Also writes the chunk's sums if a later chunk (in the backward: an earlier chunk)
+  // exists.
   __device__ __forceinline__ void scan() {
     int first = chunk * p.chunk_blocks, end = min(first + p.chunk_blocks, selection_blocks(segment.query_len));
     int blocks = max(end - first, 0);
@@ -179,7 +181,7 @@ struct StateKernel {
       each([&](int at, float x, float y) { *reinterpret_cast<uint32_t*>(states + at) = ptx::pack_16<T>(x * factor, y * factor); },
            [&](int at, float x) { sums[at] = x * factor; });
     };
-    // No state of this chunk includes the chunk's last block, which is added only for the chunk's sums.
+    // No state of this chunk includes the last item's block, which is added only for the chunk's sums.
     walk(first, end, max(blocks - (summed ? 0 : 1), 0) * group, leave);
     if (!summed && blocks > 0) leave(p.backward ? first : end - 1);
     if (!summed) return;
@@ -196,7 +198,8 @@ __device__ __forceinline__ void scan_blocks(const params::Linear& p) {
 }
 
 // For each chunk, sums H and z of all chunks before it (in the backward: after it). H's sum is stored in 16 bit; z's
-// sum replaces the chunk's own z. Both sums are scaled like the state of the chunk's first block.
+// sum replaces the chunk's own z. Both sums are stored times inverse_blocks(the chunk's first block) / BLOCK; with
+// p.backward they are stored unscaled.
 template <class T, int D>
 __device__ __forceinline__ void scan_chunks(const params::Linear& p) {
   constexpr int WIDTH = (D + 1) * D;

@@ -64,8 +64,8 @@ __device__ __forceinline__ uint32_t pack_16<__half>(float low, float high) {
   return packed;
 }
 
-// Two floats rounded to 16 bit towards zero, `low` in the low half: f16 by cvt.rz.f16x2.f32 (the same section); bf16 by
-// taking the upper half of each float.
+// Two floats rounded to 16 bit towards zero, `low` in the low half: f16 by cvt.rz.f16x2.f32; bf16 by taking the upper
+// half of each float.
 template <class T>
 __device__ __forceinline__ uint32_t pack_16_towards_zero(float low, float high) {
   if constexpr (std::is_same_v<T, __half>) {
@@ -95,8 +95,7 @@ __device__ __forceinline__ uint32_t twice(float x) {
   return pack_16<T>(x, x);
 }
 
-// min.f16x2 or min.bf16x2, "Half Precision Floating Point Instructions: min": the smaller of each of two pairs of
-// values.
+// min.f16x2 or min.bf16x2, "Half Precision Floating Point Instructions: min": min(a, b) of two values at once.
 template <class T>
 __device__ __forceinline__ uint32_t min_2(uint32_t a, uint32_t b) {
   uint32_t d;
@@ -107,7 +106,7 @@ __device__ __forceinline__ uint32_t min_2(uint32_t a, uint32_t b) {
   return d;
 }
 
-// Products of two pairs of values, each rounded once. bf16 has no multiplication instruction before sm_90; adding -0
+// a * b of two values at once, each rounded once. bf16 has no multiplication instruction before sm_90; adding -0
 // changes no product.
 template <class T>
 __device__ __forceinline__ uint32_t mul_2(uint32_t a, uint32_t b) {

@@ -34,7 +34,7 @@ __device__ __forceinline__ void store_16(uint32_t shared, uint4 words) {
                : "memory");
 }
 
-// st.shared, the same section: the calling thread stores 4 bytes.
+// st.shared, "Data Movement and Conversion Instructions: st": the calling thread stores 4 bytes.
 __device__ __forceinline__ void store_4(uint32_t shared, uint32_t word) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(word) : "memory");
 }
@@ -117,9 +117,9 @@ __device__ __forceinline__ void cp_async_bulk(uint32_t shared, const void* globa
   __trap();
 #endif
 }
-// "Data Movement and Conversion Instructions: cp.async.bulk.tensor" (TMA): one thread copies a tile of the tensor that
-// `map` describes, a params::TensorMap among the kernel's parameters, from the given channel, token, head and batch
-// entry on, into rows of 128 bytes with the 128-byte swizzle. Completion and visibility are as for cp_async_bulk.
+// "Data Movement and Conversion Instructions: cp.async.bulk.tensor" (TMA): one thread copies a tile, which starts at
+// the given channel, token, head and batch entry, into rows of 128 bytes with the 128-byte swizzle. `map` describes the
+// tensor: a params::TensorMap among the kernel's parameters. Completion and visibility are as for cp_async_bulk.
 __device__ __forceinline__ void cp_async_bulk_tensor(uint32_t shared, const void* map, int channel, int token, int head, int batch,
                                             uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
@@ -168,8 +168,8 @@ __device__ __forceinline__ void cp_async_bulk_wait() {
 }
 // "Parallel Synchronization and Communication Instructions: cp.async.mbarrier.arrive": the calling thread's arrival,
 // counted in `arrivals` (.noinc), happens when its cp.async copies issued so far are complete; the thread does not
-// wait. If `asynchronous` is false, the thread has made ordinary stores: it waits for its copies, fences the stores
-// for the async proxy, and arrives.
+// wait. `asynchronous` is false if the thread has also made ordinary stores: it then waits for its cp.async copies,
+// fences the stores for the async proxy, and arrives.
 __device__ __forceinline__ void mbarrier_arrive_on_copies(uint32_t barrier, bool asynchronous) {
 #if __CUDA_ARCH__ >= 900
   if (asynchronous) {
@@ -217,8 +217,8 @@ __device__ __forceinline__ void fence_proxy_async() {
   __trap();
 #endif
 }
-// fence.proxy.async of every state space: orders everything this thread has observed of global memory, such as a
-// semaphore that it acquired, before the bulk operations that it issues from here on.
+// fence.proxy.async of every state space: orders this thread's earlier accesses to global memory, such as the load
+// that acquired a semaphore, before the bulk operations that it issues from here on.
 __device__ __forceinline__ void fence_proxy_async_all() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async;" ::: "memory");
@@ -296,8 +296,8 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// bar.arrive, the same section: counts the calling warps at named barrier `id` without waiting. A producer calls it
-// after its writes; the consumers wait by named_barrier_sync with the same count.
+// bar.arrive, same section as bar.sync: counts the calling warps at named barrier `id` without waiting. A producer
+// calls it after its writes; the consumers wait by named_barrier_sync with the same `threads`.
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

@@ -36,8 +36,8 @@ __device__ __forceinline__ void tcgen05_alloc(uint32_t shared) {
 #endif
 }
 
-// tcgen05.dealloc (the same section): the warp that allocated the columns frees them after their last use. A thread
-// block must free its columns before it ends.
+// tcgen05.dealloc (same section as tcgen05.alloc): the warp that allocated the columns frees them after their last use.
+// A thread block must free its columns before it ends.
 template <int COLUMNS>
 __device__ __forceinline__ void tcgen05_dealloc(uint32_t address) {
 #if SAGE_HAS_TCGEN05
@@ -58,8 +58,8 @@ __device__ __forceinline__ void tcgen05_fence_before() {
 #endif
 }
 
-// tcgen05.fence::after_thread_sync (the same section): the calling thread's later tcgen05 instructions are ordered
-// after its earlier synchronization with other threads.
+// tcgen05.fence::after_thread_sync (section "tcgen05.fence"): the calling thread's later tcgen05 instructions are
+// ordered after its earlier synchronization with other threads.
 __device__ __forceinline__ void tcgen05_fence_after() {
 #if SAGE_HAS_TCGEN05
   asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
@@ -100,7 +100,7 @@ __device__ __forceinline__ void tcgen05_load(float (&x)[32], uint32_t address) {
 #endif
 }
 
-// tcgen05.st (the same section), the inverse of tcgen05_load, and the wait for it (tcgen05.wait::st).
+// tcgen05.st, the inverse of tcgen05_load, and the wait for it (tcgen05.wait::st).
 __device__ __forceinline__ void tcgen05_store(uint32_t address, const float (&x)[32]) {
 #if SAGE_HAS_TCGEN05
   __syncwarp();

@@ -5,12 +5,12 @@
 
 namespace sage::ptx {
 
-// The descriptor (PTX ISA, "Tensorcore 5th Generation: Shared memory descriptor") of rows in shared memory that run
-// along the reduction, `row_bytes` = 32 or 64 apart and swizzled as in layout/swizzle.cuh, or 16 apart and not
+// The descriptor (PTX ISA, "Tensorcore 5th Generation: Shared memory descriptor") of an operand whose rows run along
+// the reduction. Rows of `row_bytes` = 32 or 64 are swizzled as in layout/swizzle.cuh; rows of 16 bytes are not
 // swizzled. Bits 0 to 13 are the address divided by 16; bits 32 to 45 are the stride from one group of 8 rows to the
-// next, divided by 16; 46 to 48 the constant 1; 61 to 63 the swizzle. The base offset is 0, so that the rows must start
-// at a multiple of 8 row_bytes; the leading offset is 0, because rows that are no longer than the swizzle do not use
-// it. A descriptor larger by 2 starts 32 bytes further along the rows.
+// next, divided by 16; 46 to 48 the constant 1; 61 to 63 the swizzle. The base offset is 0, so the rows must start at a
+// multiple of 8 * row_bytes; the leading offset is 0, because rows that are no longer than the swizzle do not use it.
+// A descriptor larger by 2 starts 32 bytes further along the rows.
 __host__ __device__ constexpr uint64_t tcgen05_rows(uint32_t shared, int row_bytes) {
   uint64_t swizzle = row_bytes == 64 ? 4 : row_bytes == 32 ? 6 : 0, version = 1;
   return swizzle << 61 | version << 46 | uint64_t(8 * row_bytes / 16) << 32 | shared >> 4;

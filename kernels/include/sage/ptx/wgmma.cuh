@@ -36,8 +36,8 @@ __device__ __forceinline__ uint64_t row_descriptor(uint32_t shared) {
 // The descriptor of a transposed operand of 16-bit elements: each row of 64 elements (128 bytes, swizzled) is one step
 // of the reduction. A descriptor larger by COLUMN_STEP starts 16 steps of the reduction further.
 __device__ __forceinline__ uint64_t column_descriptor(uint32_t shared) { return row_descriptor<128>(shared); }
-// The descriptor for more than 64 columns: panels of 64 columns are PANEL_BYTES apart, which is the
-// descriptor's field "leading dimension byte offset".
+// The descriptor of a transposed operand with more than 64 columns. Its panels of 64 columns are PANEL_BYTES apart;
+// this distance is the descriptor's field "leading dimension byte offset".
 template <int PANEL_BYTES>
 __device__ __forceinline__ uint64_t column_descriptor_of_panels(uint32_t shared) {
   constexpr uint64_t ONE = 1, APART = PANEL_BYTES / 16;
@@ -118,8 +118,8 @@ __device__ __forceinline__ void wgmma_wait(D& d) {
   fence_operand(d);
 }
 
-// Operand lists of the asm statements: the accumulator's registers d[0][0], d[0][1], .. as operands %0, %1, .., each
-// bound by `BIND` (SAGE_16, .. SAGE_128), and the text of the same operands in the instruction (SAGE_PLACES_*).
+// Operands of the asm statements. SAGE_16, .. SAGE_128 list the accumulator's registers d[0][0], d[0][1], .., each
+// bound by `BIND`: SAGE_INT or SAGE_FLOAT. SAGE_PLACES_* is their text in the instruction: %0, %1, ..
 #define SAGE_INT(x) "+r"(x)
 #define SAGE_FLOAT(x) "+f"(x)
 #define SAGE_FOUR(BIND, n) BIND(d[n][0]), BIND(d[n][1]), BIND(d[n][2]), BIND(d[n][3])
@@ -184,8 +184,8 @@ SAGE_CODES_IN_REGISTERS(s8, 64, 32, "{%32, %33, %34, %35}", "%36", "%37")
 SAGE_CODES_IN_REGISTERS(u8, 64, 32, "{%32, %33, %34, %35}", "%36", "%37")
 SAGE_CODES_IN_REGISTERS(u8, 128, 64, "{%64, %65, %66, %67}", "%68", "%69")
 
-// wgmma.mma_async m64nNk16 of 16-bit operands: d += A B^T, or d = A B^T without ADD. A TRANSPOSED operand has the
-// reduction along its columns: see column_descriptor.
+// wgmma.mma_async m64nNk16 of 16-bit operands: d += A B^T, or d = A B^T without ADD. With A_TRANSPOSED or B_TRANSPOSED,
+// each row of that operand in shared memory is one step of the reduction: see column_descriptor.
 #define SAGE_WGMMA_16(columns, type, places, binds, a_at, b_at, add_at, a_transposed_at, b_transposed_at)                 \
   asm volatile(SAGE_WGMMA("m64n" columns "k16.f32." type "." type) "{" places "}, " a_at ", " b_at ", " add_at    \
                                                                   ", 1, 1, " a_transposed_at ", " b_transposed_at ";"    \
@@ -206,7 +206,7 @@ SAGE_16_BY_DESCRIPTOR(128, 64, "%64", "%65", "%66", "%67", "%68")
 #undef SAGE_16_BY_DESCRIPTOR
 #undef SAGE_WGMMA_16
 
-// The same instructions with A in registers. B_TRANSPOSED is true by default.
+// wgmma.mma_async m64nNk16 as above, but with A in registers. B_TRANSPOSED is true by default.
 #define SAGE_WGMMA_16(columns, type, places, binds, a_text, b_at, add_at, b_transposed_at)                                     \
   asm volatile(SAGE_WGMMA("m64n" columns "k16.f32." type "." type) "{" places "}, " a_text ", " b_at ", " add_at            \
                                                                   ", 1, 1, " b_transposed_at ";"                               \

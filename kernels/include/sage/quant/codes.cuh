@@ -62,8 +62,8 @@ __device__ __forceinline__ uint32_t codes(float a, float b, float c, float d, fl
 // A kernel that accumulates (MAGIC + sum) * factor, and subtracts MAGIC * (sum of the factors) once in MAGIC_TILES
 // tiles, saves one instruction per value. The accumulator is then rounded to the last bit of MAGIC * (sum of the
 // factors): after n tiles with the same factor f the roundings add up to about 0.4 n^1.5 f, which is 9 f for 8 tiles.
-// Quantizing P and dS causes a larger error, about 100 f per tile: a sum of 64 products of a rounding error (about 0.3)
-// and an INT8 value (about 40).
+// Quantizing P and dS causes a larger error, about 100 f per tile: the sum of 64 products, of random signs, of a
+// rounding error (about 0.3) and an INT8 value (about 40).
 constexpr int MAGIC_TILES = 8;
 
 // Base-2 logarithms of the largest s8 and u8 values of P.
@@ -92,9 +92,9 @@ __device__ __forceinline__ uint32_t codes_over(uint32_t codes, int power) {
 // -MAGIC * factor) is sum * factor with one rounding.
 __device__ __forceinline__ float short_factor(float x) { return __uint_as_float(__float_as_uint(x) & 0xfffffffcu); }
 
-// With factors up to MAGIC_FACTOR, MAGIC * factor stays below 2^18. A logit's addend of this size is rounded by at most
-// 2^-7, which changes a probability by at most 0.6 %. With larger factors, which occur with logits above a hundred, the
-// backward subtracts MAGIC first.
+// With factors up to MAGIC_FACTOR, MAGIC * factor stays below 2^18, where f32 rounds by at most 2^-7. The backward
+// rounds MAGIC * factor, and then its sum with the log-sum-exp: together this changes a probability by at most 1.1 %.
+// With larger factors, which occur with logits above a hundred, the backward subtracts MAGIC first.
 constexpr float MAGIC_FACTOR = 1.0f / 64.0f;
 
 // The quant_scale of values with the given maximum, within 2 ulp: for INT8 values that never leave the kernel. It is 0

@@ -1,5 +1,5 @@
-// FP8 quantization of a matrix by tiles. FP8 values are written row-major from registers, and transposed through shared
-// memory.
+// FP8 quantization of a matrix by tiles. Two outputs, both optional: the FP8 values in row-major order, written from
+// registers, and their transpose, written through shared memory.
 #pragma once
 
 #include <cuda_fp8.h>

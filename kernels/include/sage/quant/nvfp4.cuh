@@ -19,9 +19,9 @@ __device__ __forceinline__ float round_magnitude(float magnitude, float smallest
   return fmaf(-power, STEPS, fmaf(power, STEPS, magnitude));
 }
 
-// Rounds a number in [0, 6] to the steps of E2M1, with one instruction less than `round_magnitude` in the unit that
-// executes maxima and masks. `power` is (nearly) 0 for x < 2, 2 for x in [2, 4), and 4 for x in [4, 8). The addend is
-// then 1.5 * 2^22, 1.5 * 2^23 or 1.125 * 2^24. Its last bit is worth 0.5, 1 or 2, which is E2M1's step at x.
+// Rounds a number in [0, 6] to the steps of E2M1. The ALU pipe (maxima and masks) executes one instruction less than in
+// `round_magnitude`. `power` is (nearly) 0 for x < 2, 2 for x in [2, 4), and 4 for x in [4, 8). The addend is then
+// 1.5 * 2^22, 1.5 * 2^23 or 1.125 * 2^24. Its last bit is worth 0.5, 1 or 2, which is E2M1's step at x.
 __device__ __forceinline__ float e2m1_steps(float x) {
   float power = __uint_as_float(__float_as_uint(x) & 0x40800000u);
   float magic = fmaf(power, 3145728.0f, 6291456.0f);
@@ -34,9 +34,9 @@ __device__ __forceinline__ float e2m1(float x) { return copysignf(e2m1_of_positi
 
 // Rounds two nonnegative numbers to E2M1 values in 16 bit at once. The numbers are first truncated to 16 bit, and their
 // last bit is set as a sticky bit for all dropped bits, so that no number moves onto or across a midpoint.
-// Unlike in `e2m1`, exact midpoints are rounded up, not to the even code. (A probability times a reciprocal is an exact
-// midpoint in one of 2^20 cases.) The addends are 1.5, 3 and 4.5 times HALVES, the power of two at which 16-bit
-// numbers are 1/2 apart.
+// Unlike in `e2m1`, exact midpoints are rounded up, not to the even code. (The callers' numbers, probabilities times
+// `quant` of their group, are exact midpoints in one of 2^20 cases.) `magic` is 1.5 * HALVES for x < 2, 3 * HALVES for
+// x in [2, 4), and 4.5 * HALVES for x in [4, 8). 16-bit numbers from HALVES to 2 * HALVES are 1/2 apart.
 template <class T>
 __device__ __forceinline__ uint32_t e2m1_pair(float low, float high) {
   constexpr bool F16 = std::is_same_v<T, __half>;
@@ -55,7 +55,7 @@ __device__ __forceinline__ float e4m3_of_positive(float x) {
 }
 
 struct Nvfp4Scale {
-  float dequant;  // an E4M3 value
+  float dequant;  // an E4M3 value; with a head factor, divided by it
   float quant;    // 1 / dequant, 0 if dequant is 0
 };
 

@@ -35,7 +35,7 @@ struct Pipeline {
   __device__ __forceinline__ void drain(int n) const {
     for (int i = 0; i < STAGES; ++i) wait_empty(n + i);
   }
-  // Makes tile n full on behalf of the calling warp, which is one of the producers: its lane 0 arrives once all lanes
+  // Arrives at `full` of tile n for the calling warp, which is one of the producers: its lane 0 arrives once all lanes
   // have written.
   __device__ __forceinline__ void publish(int n) const {
     __syncwarp();

@@ -9,8 +9,8 @@ namespace sage::tile {
 
 constexpr int WARPGROUP_THREADS = 128;
 
-// Issues out = A B^T, or out += A B^T with ADD, for 16-bit operands in shared memory: 64 rows of A, in panels of A_ROWS
-// rows, and 8 * N rows of B, in panels of 8 * N rows. The caller waits for completion (wgmma_wait).
+// Issues out = A B^T, or out += A B^T with ADD, for 16-bit operands in shared memory: 64 rows of A, from panels that
+// hold A_ROWS rows, and all 8 * N rows of B's panels. The caller waits for completion (wgmma_wait).
 template <class T, int D, int A_ROWS, bool ADD, int N>
 __device__ __forceinline__ void multiply_rows(float (&out)[N][4], uint32_t a, uint32_t b) {
   if constexpr (ADD) ptx::fence_operand(out);
@@ -29,7 +29,7 @@ __device__ __forceinline__ void multiply_rows(float (&out)[N][4], uint32_t a, ui
   ptx::wgmma_commit();
 }
 
-// Issues the same matmul with A in registers, as fragments of rows of 64 channels that read_rows has loaded.
+// Like the function above, for 64 rows of B and with A in registers: fragments of rows of 64 channels, from read_rows.
 template <class T, bool ADD>
 __device__ __forceinline__ void multiply_rows(float (&out)[8][4], const uint32_t (&a)[4][4], uint32_t b) {
   if constexpr (ADD) ptx::fence_operand(out);

@@ -188,7 +188,7 @@ __device__ __forceinline__ int backward_index(const params::Backward& p) {
   return ticket;
 }
 
-// Which of `keys` keys, from `first_key` on, a query tile sees.
+// Whether the queries of a tile see all, some or none of `keys` keys from `first_key` on.
 template <Hidden HIDDEN>
 struct TileVisibility {
   bool masked;  // some query does not see all of the keys
@@ -213,7 +213,7 @@ concept BackwardSm80Numerics = requires(N numerics, const params::Backward& p, c
                                         const QueryTile& tile, TileVisibility<OUTER_KEYS> visibility, const DqAccumulator& sums) {
   typename N::Type;
   requires N::D % 64 == 0;                  // the padded head_dim
-  requires N::Plan::THREADS == N::Plan::WARPS * 32 && N::SHARED_BYTES > 0;  // a BackwardPlan
+  requires N::Plan::THREADS == N::Plan::WARPS * 32 && N::SHARED_BYTES > 0;  // N::Plan is a BackwardPlan
   N::COOPERATES || true;                    // whether warps meet at a barrier inside a tile, so that all must take the same path
   requires N::LAG == 1 || N::LAG == 2;      // a tile's dQ is added LAG iterations after its scores
   N(p, block, shared);
@@ -225,7 +225,8 @@ concept BackwardSm80Numerics = requires(N numerics, const params::Backward& p, c
   numerics.scores(tile, 0, 0, visibility);
   // prepare_dq(the slot of the scores): with LAG = 2, the work in the iteration between scores and add_dq.
   numerics.prepare_dq(0);
-  // add_dq(the tile's number in the padded buffers, this iteration's slot, sums): computes a tile's dQ, and adds it.
+  // add_dq(a tile's number in the padded buffers, this iteration's slot, sums): computes and adds dQ of the tile whose
+  // scores were computed LAG iterations earlier. With LAG = 1 its dS^T is in the other slot.
   numerics.add_dq(0, 0, sums);
   // Finishes the accumulators after the last tile.
   numerics.flush_magic();
@@ -233,10 +234,10 @@ concept BackwardSm80Numerics = requires(N numerics, const params::Backward& p, c
   requires N::CHANNEL_PARTS >= 1;  // parts of the channels of dK, dV and dQ, one per thread block
 };
 
-// dS^T needs no separate barrier, because it is stored in one of two slots, and read for dQ one iteration later. Of 8
-// warps the first 4 add dQ before the scores, and the other 4 after the scores, so that the MMAs of one half overlap
-// with the arithmetic of the other. (All warps add dQ first if there are only 4 warps, or if warps meet at a barrier
-// inside a tile or at a semaphore.)
+// dS^T needs no separate barrier, because it is stored in one of two slots, and read one iteration later (by add_dq, or
+// by prepare_dq if LAG is 2). Of 8 warps the first 4 add dQ before the scores, and the other 4 after the scores, so
+// that the MMAs of one half overlap with the arithmetic of the other. (All warps add dQ first if there are only 4
+// warps, or if warps meet at a barrier inside a tile or at a semaphore.)
 template <BackwardSm80Numerics Numerics, class Queries = EveryQuery>
 __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
   using T = typename Numerics::Type;

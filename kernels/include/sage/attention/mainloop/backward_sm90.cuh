@@ -1,6 +1,6 @@
-// The backward mainloop for Hopper at head_dim above 64 up to 128, for schemes with 16-bit matmuls for dV, dK and dQ. A
-// thread block computes dK and dV of 128 keys of one key head, and the keys' contribution to dQ for the tiles of 64
-// queries that see these keys. Its warpgroups are specialized.
+// The backward mainloop for Hopper at head_dim above 64 and up to 128, for schemes with 16-bit matmuls for dV, dK and
+// dQ. A thread block computes dK and dV of 128 keys of one key head, and the keys' contribution to dQ for the tiles of
+// 64 queries that see these keys. Its warpgroups are specialized.
 //
 //   consumers     Two warpgroups have 64 keys each, whose dV and dK stay in registers. They compute S, dP, P, dS, dV
 //                 and dK of these keys. dQ sums over all 128 keys; each consumer computes half of dQ's channels.
@@ -49,9 +49,9 @@ __device__ __forceinline__ int seen_whole_from(const Segment& segment, const Sig
   return (sight.first_query(first_key + CONSUMER_KEYS - 1) + TILE - 1) / TILE;
 }
 
-// The query tiles that need a mask for the keys of each consumer: the tiles before the first tile in which every query
-// sees all of these keys; with a window also the first tile whose last query does not see the first key, and all later
-// tiles.
+// The query tiles that need a mask for a consumer's keys: all tiles before the first tile in which every query sees all
+// of the keys. A window also needs a mask in the first tile whose last query does not see the first key, and in all
+// later tiles.
 template <Hidden HIDDEN>
 struct MaskedTiles {
   int below[CONSUMERS];
@@ -159,7 +159,7 @@ __device__ __forceinline__ void store_dq(const params::Backward& p, const Querie
 }
 
 // The gradients of 16 keys are staged in this many bytes of shared memory, 64 channels of one gradient at a time. A
-// panel of V has the same number of bytes for 16 keys.
+// panel of V (64 channels) has the same number of bytes for 16 keys.
 constexpr int GRADIENT_STAGING = 16 * 128;
 
 // What the mainloops for Hopper require of their numerics, which define the layout of shared memory.
@@ -169,7 +169,7 @@ concept BackwardTilesSm90 = requires(N numerics, const params::Backward& p, cons
   requires N::D % 64 == 0;                           // the padded head_dim
   requires N::STAGES >= 1 && N::SHARED_BYTES > 0;    // stages of the pipeline
   N(p, block, shared);
-  numerics.load_keys();     // issues the asynchronous copies of K and V, by the consumers
+  numerics.load_keys();     // the consumers call it: issues the asynchronous copies of K and V
   numerics.keys_arrived();  // prepares K and V after they have arrived
   // gradient_staging(warp): the address of GRADIENT_STAGING bytes for the epilogue of a consumer's warp, in the memory
   // of V, which no copy writes and no wgmma reads any more.
@@ -183,7 +183,7 @@ concept BackwardSm90Numerics =
     BackwardTilesSm90<N> && requires(N numerics, const QueryTile& tile, uint32_t mbarrier, typename N::Consumer consumer) {
       requires N::DQ_AT + CONSUMERS * N::DQ_PART_BYTES <= N::SHARED_BYTES;  // the staging memory of dQ
       requires N::ARRIVALS >= 1;  // the producer's arrivals at the mbarrier for each tile
-      // Issues the copies of a tile of queries into a stage, by the producer.
+      // The producer calls it: issues the copies of a tile of queries into a stage.
       numerics.load(tile, 0, mbarrier);
       (typename N::Consumer(numerics, 0));
       // visit(the tile's number, stage, slot, masked): computes all matmuls of a tile, with dS^T in a slot.
@@ -240,7 +240,7 @@ __device__ __forceinline__ void backward_sm90(const params::Backward& p) {
     fetch_keys<ALL_CONSUMERS>(numerics);
     int iterations = queries.count;
     typename Numerics::Consumer consumer(numerics, warpgroup);
-    int number = queries.first;  // of the tile in the segment, or with a selection a number that gives the same mask
+    int number = queries.first;  // the tile's number in the segment; with a selection, see ListedQueries
 #pragma unroll 1
     for (int i = 0; i < iterations; ++i) {
       pipeline.wait(i);
@@ -249,7 +249,7 @@ __device__ __forceinline__ void backward_sm90(const params::Backward& p) {
       if (++number == queries.end) number = queries.first, consumer.score_mod.next_head();
     }
     int warp = threadIdx.x / 32, warp_key = block.first_key + warp * 16;
-    // dK is staged in the last panel of V, so that it need not wait for dV.
+    // dK is staged in the last panel of V, so that staging it need not wait until the staged dV is read.
     constexpr int LAST_PANEL = (Numerics::D / 64 - 1) * SM90_KEYS * 128;
     store_gradient<DV, Queries, T, GRADIENT_STAGING>(p, block, warp_key, consumer.dv, numerics.gradient_staging(warp));
     store_gradient<DK, Queries, T, GRADIENT_STAGING>(p, block, warp_key, consumer.dk, numerics.gradient_staging(warp) + LAST_PANEL);

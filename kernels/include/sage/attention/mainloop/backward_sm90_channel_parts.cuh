@@ -49,15 +49,16 @@ concept BackwardSm90ChannelPartsNumerics =
     requires(N numerics, const QueryTile& tile, const typename N::Pieces& pieces, Consumer consumer, const DqAccumulator& sums) {
       requires std::is_same_v<typename N::Pieces, Pipeline<2 * N::STAGES>>;
       requires N::ARRIVALS >= 1;  // the producer's arrivals at the mbarrier for each piece
-      // Issue the copies of a tile's Q and row state, and of its dO, into a stage, by the producer.
+      // The producer calls load_queries for a tile's Q and row state, and load_gradients for its dO: (tile, stage,
+      // mbarrier). They issue the copies.
       numerics.load_queries(tile, 0, 0u);
       numerics.load_gradients(tile, 0, 0u);
-      (Consumer(numerics, 0, 0, 0));  // its number, its first panel of K, its first panel of V
+      (Consumer(numerics, 0, 0, 0));  // numerics, the consumer's number, its first panel of dK, its first panel of dV
       // visit(pieces, index among the visited tiles, the tile's number in the segment, its number in the padded
       // buffers, masked, sums): waits for the pieces of a tile, computes all matmuls, and releases the pieces.
       consumer.visit(pieces, 0, 0, 0, Masked<OUTER_KEYS>{}, sums);
       consumer.score_mod.next_head();  // a policy of numerics/score_mod.cuh
-      // store_gradients<Queries>(block, the warp's first key)
+      // store_gradients<Queries>(the warp's first key): writes dK and dV.
       consumer.template store_gradients<EveryQuery>(0);
     };
 
@@ -70,7 +71,7 @@ __device__ __forceinline__ void visit_tiles(const params::Backward& p, const Num
   DqAccumulator sums{p.dq_accum, p.dq_semaphore, block.first_key / SM90_KEYS * PARTS + block.channel_part, 0, CONSUMER_THREADS,
                      DQ_ORDERED};
   typename Queries::Tile tile = queries.start();
-  int number = queries.first;  // of the tile in the segment, or with a selection a number that gives the same mask
+  int number = queries.first;  // the tile's number in the segment; with a selection, see ListedQueries
 #pragma unroll 1
   for (int i = 0; i < queries.count; ++i) {
     int padded = sums.set_order(queries.added(tile), PARTS);
@@ -114,7 +115,7 @@ __device__ __forceinline__ void backward_sm90_channel_parts(const params::Backwa
   } else {
     ptx::setmaxnreg<KV_CONSUMER_REGISTERS, SM90_THREADS>();
     fetch_keys<ALL_CONSUMERS>(numerics);
-    // Parts with the same numbers of panels share code.
+    // Channel parts whose K and V have the same numbers of panels use the same Consumer.
     using First = typename Numerics::template Consumer<2, Parts::LEFT_OF_V>;
     using Second = typename Numerics::template Consumer<Parts::LEFT_OF_K, 2>;
     int part = block.channel_part;

@@ -12,7 +12,8 @@
 //                 more apart.
 //   dq_semaphore  In deterministic mode the dQ warpgroup waits for its thread block's turn to add to dQ of each tile.
 //
-// Timelines of tile i: 16-bit operands at head_dim 64 (five stages), and SageBwd at head_dim 128 (two stages):
+// Timelines of tile i: 16-bit operands at head_dim 64 (five stages), and SageBwd at head_dim 128 (two stages), where
+// "dK quant" quantizes dS for the matmul of dK:
 //
 //   consumer 0    |dP issued|P, dS|dV issued|dS stored|dK, S of i + 1 issued|dP of i + 1 issued ..
 //   consumer 1    |dP issued|P, dS|dV issued|dS stored|dK, S of i + 1 issued|dP of i + 1 issued ..
@@ -50,8 +51,8 @@ template <int D>
 constexpr bool CONSUMERS_KEEP_DK = D == 64;
 
 // Adds 64 channels to dQ from shared memory: each warp of the dQ warpgroup stages its dQ there, and one bulk addition
-// adds it while the warp continues. (Several bulk additions per tile would wait for each other, so larger heads add
-// from registers.)
+// adds it while the warp continues. (With more channels, a warp's bulk additions for a tile would wait for each other,
+// so larger heads add from registers.)
 struct BulkDqAccumulator : DqAccumulator {
   static constexpr int WARP_BYTES = 64 / 8 * 512, BYTES = WARPGROUP_THREADS / 32 * WARP_BYTES;
   uint32_t staging;
@@ -146,12 +147,12 @@ concept BackwardSm90DqWarpgroupNumerics =
       requires N::CONSUMER_REGISTERS % 8 == 0;  // registers of a consumer's thread
       requires N::STAGING_AT <= N::SHARED_BYTES;  // the staging memory of BulkDqAccumulator, at head_dim 64
       // Issues the copies of a tile of queries: (tile, stage, thread, mbarrier). Called by the first thread of the dQ
-      // warpgroup if the tensors have maps (params: dout.mapped), otherwise by all of its threads.
+      // warpgroup if the tensors have TMA tensor maps (dout.mapped), otherwise by all of its threads.
       numerics.load(tile, 0, 0, mbarrier);
       // The producer's arrivals at the mbarrier for each tile.
       N::fetching(p);
       (typename N::KeyConsumer(numerics, 0));
-      // Issues S^T of a tile that has arrived, if the registers suffice this early.
+      // Issues S^T of a tile that has arrived. Does nothing if registers are short; scores() then issues S^T.
       keys.start(0);
       // scores(the tile's number, stage, slot, masked, handover): computes P, dS, dV and perhaps dK. Calls the
       // functions of `handover` in their order: acquire_slot() before a write to the slot, and start_next() as soon as
@@ -162,7 +163,7 @@ concept BackwardSm90DqWarpgroupNumerics =
       keys.dv;
       keys.score_mod.next_head();  // a policy of numerics/score_mod.cuh
       (typename N::DqConsumer(numerics));
-      // Issues the first wgmma of dQ, if the registers suffice this early.
+      // Issues the first wgmma of dQ. Does nothing if registers are short; add_dq() then issues it.
       dq.start(0);
       // add_dq(the tile's number in the padded buffers, slot, sums, read): computes dQ and adds it to `sums`. It
       // calls read() after its last read of the slot.
@@ -259,7 +260,7 @@ __device__ __forceinline__ void consume_tiles(const params::Backward& p, const Q
   TileHandover<KEEP_DK, Tiles, KeyConsumer> handover{p, pipeline, part, warpgroup, 0, queries.count};
   if (handover.tiles > 0) handover.wait(0);
   part.start(0);
-  int number = queries.first;  // of the tile in the segment, or with a selection a number that gives the same mask
+  int number = queries.first;  // the tile's number in the segment; with a selection, see ListedQueries
   for (int& i = handover.tile; i < handover.tiles; ++i) {
     part.scores(number, pipeline.stage(i), i & 1, masked.of(number, warpgroup), handover);
     pipeline.release(i);

@@ -63,8 +63,8 @@ struct ForwardSm100Pipelines {
   }
 };
 
-// What the mainloop requires of its numerics. `tensor` is the tensor memory address of the first allocated column: for
-// MMAs in lane 0 of tensor memory, for `Row::read` in the warp's first lane.
+// What the mainloop requires of its numerics. `tensor` is the tensor memory address of the first allocated column. Its
+// lane is 0 for MMAs, and the first of the calling warp's 32 lanes for `Row::read`.
 template <class N>
 concept ForwardSm100Numerics = requires(N numerics, const params::Forward& p, const ForwardBlock& block, unsigned char* shared,
                                         uint32_t mbarrier, uint32_t tensor, typename N::Row row) {
@@ -72,7 +72,7 @@ concept ForwardSm100Numerics = requires(N numerics, const params::Forward& p, co
   requires N::D % 64 == 0;  // the padded head_dim
   requires N::THREADS == ForwardSm100Warps::ALL * 32 && N::STAGES >= 2;
   requires N::OUTPUT_AT % 32 == 0 && N::OUTPUT_AT + N::D <= FORWARD_SM100_COLUMNS;  // the column of O's first channel
-  requires N::QUERY_ARRIVALS >= 1;  // arrivals at the mbarrier of the queries, by both calls below
+  requires N::QUERY_ARRIVALS >= 1;  // arrivals at the mbarrier of the queries, by load_queries and store_queries
   N(p, block, shared);
   // Copy Q: load_queries in the producer, store_queries in each softmax thread.
   numerics.load_queries(mbarrier);
@@ -86,7 +86,7 @@ concept ForwardSm100Numerics = requires(N numerics, const params::Forward& p, co
   numerics.multiply(tensor, 0);
   numerics.add(tensor, 0, 0);
   // A Row is the query of a thread. read: reads its row of S. follow: raises the reference that its exponents are
-  // relative to, and returns whether O must be rescaled by row.decay. The last two functions compute P and store it.
+  // relative to, and returns whether O must be rescaled by row.decay. make_probabilities computes P.
   row.read(tensor);
   { row.template follow<OUTER_KEYS>(p, 0, 0) } -> std::same_as<bool>;
   row.make_probabilities();
@@ -160,7 +160,8 @@ template <class Numerics, class Block, class Pipelines>
 __device__ __forceinline__ void online_softmax(Numerics& numerics, typename Numerics::Row& row, const params::Forward& p,
                                                const Block& block, const Pipelines& pipelines, uint32_t warp_tensor, int query, int steps) {
   numerics.store_queries(pipelines.queries);
-  int visible = block.visible(query), first = 0, whole = __shfl_sync(~0u, visible, 0) / TILE;  // completely visible tiles
+  // `whole`: all queries of the warp see the tiles before number `whole` completely, except a window's `hidden` tiles.
+  int visible = block.visible(query), first = 0, whole = __shfl_sync(~0u, visible, 0) / TILE;
   int hidden = 0;  // tiles of a window that the warp's last query does not see completely
   if constexpr (Block::HIDDEN == OUTER_KEYS)
     first = block.hidden(query), hidden = hidden_steps(block, query - int(threadIdx.x % 32), 32, TILE);

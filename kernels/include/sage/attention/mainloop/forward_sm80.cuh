@@ -24,7 +24,7 @@ constexpr int FORWARD_QUERIES = 128;
 // the partial thread block is also the shortest. The struct is in shared memory, because the MMAs need the registers.
 struct ForwardBlock {
   int head, key_head, segment_index;
-  int first, end;  // queries first to end - 1 of the segment, in whole tiles; no queries unless end > first
+  int first, end;  // its queries are first to end - 1, in the segment padded to whole tiles; none if end <= first
   Segment segment;
 
   ForwardBlock() = default;
@@ -125,8 +125,9 @@ struct ListedKeys : ForwardBlock {
   }
 };
 
-// The epilogue: writes the outputs and the log-sum-exp. SMOOTHS_VALUES: whether V may have its mean subtracted; the
-// mean is then added to the first output. STAGING is the size of a warp's `staging` memory: see store_rows.
+// The epilogue: writes the outputs (O, and in Attn-QAT high_precision_out) and the log-sum-exp. SMOOTHS_VALUES: whether
+// the numerics support smoothing of V; the mean of a smoothed V is added to O. STAGING is the size of a warp's
+// `staging` memory: see store_rows.
 template <class T, Hidden HIDDEN, bool SMOOTHS_VALUES, int STAGING = 0, int D, int M, int THREADS, bool SHARED, int OUTPUTS, int SLACK>
 __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlock& block,
                                       Softmax<D, M, THREADS, SHARED, OUTPUTS, SLACK>& softmax, uint32_t staging = 0) {
@@ -189,8 +190,9 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
     if (lane % 4 == 0 && row < block.end) {
       bool real = row < segment.query_len && sight.visible_keys(row) > 0;
       if (p.minus_lse2) p.minus_lse2[padded + row] = real ? -(softmax.reference[r] + log2f(sum) + with_sink[r]) : -CUDART_INF_F;
-      // In the backward P is normalized by all logits, including the sink. The sink's factor is limited to 2^64. If the
-      // keys have less than 2^-64 of the probability, this limit makes the P that the backward quantizes too small.
+      // The backward normalizes P by all logits, including the sink, and quantizes P times the query's entry of
+      // row_sums. The sink's factor in the entry is at most 2^64. If the keys have less than 2^-64 of the probability,
+      // P times the entry is too small.
       if (OUTPUTS == 2 && p.row_sums) p.row_sums[padded + row] = real ? (p.p_literal ? 1.0f : sum) * ptx::exp2(fminf(with_sink[r], 64.0f)) : 1.0f;
     }
   }
@@ -206,7 +208,7 @@ concept ForwardSm80Numerics = requires(N numerics, const params::Forward& p, con
   requires N::BLOCKS >= 1;         // thread blocks per multiprocessor, for __launch_bounds__ of the entry point
   requires N::STAGES == 2 || (N::STAGES == 1 && !N::COOPERATES);
   requires N::STATE_AT + N::RowSoftmax::State::BYTES <= N::SHARED_BYTES;  // where the row state is, if it is in shared memory
-  N::SMOOTHS_VALUES || true;       // whether V may have its mean subtracted
+  N::SMOOTHS_VALUES || true;       // whether smoothing of V is supported
   N::COOPERATES || true;           // whether warps meet at a barrier inside a tile, so that all must compute every tile
   N(p, block, shared);
   // Issue the asynchronous copies of a tile into buffer tile % 2. (The visited tiles have alternating even and odd
@@ -224,9 +226,9 @@ concept ForwardSm80Numerics = requires(N numerics, const params::Forward& p, con
   numerics.flush_magic(softmax);
 };
 
-// The first visited keys of a window can be hidden from the last of the `queries` queries from `first` on. Returns the
-// number of steps of `keys` keys that contain such hidden keys, and therefore need a mask. Called only for windows: in
-// other kernels the call would make ptxas reorder the loop's instructions.
+// The first visited keys of a window can be hidden from the last query of a range (`queries` queries, beginning with
+// `first`). Returns the number of steps of `keys` keys that contain such keys, and therefore need a mask. Called only
+// for windows: in other kernels the call would make ptxas reorder the loop's instructions.
 __device__ __forceinline__ int hidden_steps(const WindowKeys& block, int first, int queries, int keys) {
   return (block.hidden(block.last_of(first, queries)) + keys - 1) / keys;
 }
@@ -242,7 +244,7 @@ __device__ __forceinline__ int whole_of(const Block& block, int step, int whole_
 }
 
 // The loop over tiles. The copy of the first tile, `next`, is in flight. The first `whole_tiles` tiles need no mask,
-// except for a window's hidden steps. This version has two buffers for K and V.
+// except for a window's hidden steps. This version has two buffers, each for a tile of K and of V.
 template <class Numerics, class Block>
 __device__ __forceinline__ void visit_in_two_stages(Numerics& numerics, typename Numerics::RowSoftmax& softmax, const Block& block,
                                                     int key_tiles, int whole_tiles, int next) {

@@ -56,7 +56,7 @@ constexpr int PRODUCER_THREADS = 32;
 // Named barriers; 0 is __syncthreads.
 enum ForwardBarrier : int {
   PRODUCERS = 1,     // the producer's threads: all see the item that the first thread got
-  MMA_ORDER = 2,     // one for each consumer: it may issue its wgmmas
+  MMA_ORDER = 2,     // one for each consumer: this consumer may issue its wgmmas
   QUERIES_READ = 5,  // one for each consumer: all its warps have read its queries
 };
 
@@ -77,12 +77,12 @@ __device__ __forceinline__ Block next_work(const params::Forward& p, bool first)
   return none;
 }
 
-// What the mainloop requires of its numerics, which define the layout of shared memory, and of the numerics' Consumer,
-// the state that a consumer keeps in registers. Stage indices refer to the kv pipeline.
+// The requirements of the mainloop. Its numerics define the layout of shared memory; their Consumer is the state that a
+// consumer keeps in registers. Stage indices refer to the kv pipeline.
 //
 // VALUES_FIRST is the order in which the matmuls of a step are issued.
 // - If true, P V of the previous step is issued before S, and the consumer waits for P V while S is in flight:
-// registers cannot store both results during the softmax. The softmax of the other consumers hides the wait. Keys and
+// registers cannot store the results of both matmuls during the softmax. The softmax of the other consumers hides the wait. Keys and
 // values share a stage.
 // - If false, S is issued before P V of the previous step, which is in flight during the softmax of S. Keys and values
 // have separate stages in the kv pipeline, in the order in which consumers need them: keys 0, keys 1, values 0, keys 2,
@@ -99,12 +99,12 @@ concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, con
   requires N::QUERY_SLOTS == 1 || N::QUERY_SLOTS == 2;  // items whose queries are in shared memory at a time
   requires N::QUERY_ARRIVALS >= 1 && N::STEP_ARRIVALS >= 1;  // the producer's arrivals for an item's queries, and for a stage
   N::template MASKS_APART<OUTER_KEYS>;          // for each kind of hidden keys
-  N::SMOOTHS_VALUES;                            // whether V may have its mean subtracted
+  N::SMOOTHS_VALUES;                            // whether smoothing of V is supported
   requires N::STAGING >= 0 && N::SHARED_BYTES > 0;           // bytes of shared memory: per warp in the epilogue, and in total
   N(p, block, shared);
   // Issues the asynchronous copies of an item's queries into a slot: (slot, thread, mbarrier).
   numerics.load_queries(0, 0, mbarrier);
-  (typename N::Consumer(numerics, 0, 0));  // the slot of its queries, and its number
+  (typename N::Consumer(numerics, 0, 0));  // (numerics, slot of the queries, number of the consumer)
   // Issues S of a step whose keys have arrived.
   consumer.start(0);
   // online_softmax<HIDDEN, PENDING>(step, stage, segment, the consumer's first query): computes P from S. With
@@ -117,7 +117,7 @@ concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, con
   // added<PENDING>(): waits for P V, while PENDING later wgmmas may stay in flight. Afterwards no wgmma reads the
   // values. With VALUES_FIRST it then adds the result to O.
   consumer.template added<0>();
-  consumer.softmax;    // the Softmax of its queries, with O
+  consumer.softmax;    // the Softmax of the consumer's queries; contains O
   consumer.staging();  // the address of the calling warp's STAGING bytes
 } && (N::VALUES_FIRST ? requires(N numerics, uint32_t mbarrier) {
   // Issues the asynchronous copies of a step's keys and values: (step, stage, thread, mbarrier).
@@ -144,17 +144,17 @@ __device__ __forceinline__ int steps_of(const Block& block, int first, int queri
 template <bool VALUES_FIRST>
 struct KvOrder {
   int before;  // stages that earlier items used
-  int steps;   // of the item, for all of its queries
+  int steps;   // the number of steps that any query of the item needs
 
   __device__ __forceinline__ int pieces() const { return VALUES_FIRST ? steps : 2 * steps; }
-  // The numbers of a step's keys and values in the pipeline.
+  // The positions of a step's keys and of its values in the kv pipeline's sequence.
   __device__ __forceinline__ int keys_of(int step) const { return before + (VALUES_FIRST ? step : max(2 * step - 1, 0)); }
   __device__ __forceinline__ int values_of(int step) const {
     return before + (VALUES_FIRST ? step : min(2 * step + 2, 2 * steps - 1));
   }
 };
 
-// The producer's part of an item: copies its keys and values as stages of the pipeline become empty.
+// The producer's work for an item: copies the item's keys and values as stages of the pipeline become empty.
 template <class Numerics, class Block, class KvPipeline>
 __device__ __forceinline__ void produce_keys_and_values(Numerics& numerics, const Block& block, const KvPipeline& kv,
                                                         const KvOrder<Numerics::VALUES_FIRST>& order, int thread) {
@@ -209,7 +209,7 @@ __device__ __forceinline__ void produce(const params::Forward& p, unsigned char*
 // Whether the code of a step masks logits.
 enum Mask { NO_MASK, MASK_ALWAYS, MASK_IF_NEEDED };
 
-// A consumer's work on an item: for each step S, the online softmax, and O += P V.
+// A consumer's work on an item. Each step computes S, the online softmax, and O += P V.
 template <class Numerics, Hidden HIDDEN, class KvPipeline>
 struct ItemConsumer {
   using Warpgroups = typename Numerics::Warpgroups;
@@ -220,7 +220,7 @@ struct ItemConsumer {
   KvOrder<VALUES_FIRST> order;
   const Segment& segment;
   int warpgroup, first;            // the consumer's number, and its first query
-  int whole_steps, skipped_steps;  // steps that need no mask; steps of keys that are not visited (ListedKeys, WindowKeys)
+  int whole_steps, skipped_steps;  // whole: the number of steps that need no mask; skipped: block.skipped / step size
 
   __device__ __forceinline__ void acquire_order() const { ptx::named_barrier_sync(MMA_ORDER + warpgroup, 2 * WARPGROUP_THREADS); }
   __device__ __forceinline__ void release_order() const {

@@ -1,6 +1,6 @@
 // The backward with 16-bit operands and f32 accumulators (FlashAttention-2, arXiv 2307.08691, algorithm 2): for
-// unquantized attention; for Attn-QAT, whose operands are NVFP4 values stored in 16 bit; and for SageBwd if at
-// most S is an INT8 matmul.
+// unquantized attention; for Attn-QAT, whose operands are NVFP4 values stored in 16 bit; and for SageBwd if no matmul
+// except S is an INT8 matmul.
 #pragma once
 
 #include <sage/attention/numerics/score_mod.cuh>
@@ -21,8 +21,8 @@ struct Dense16BackwardSm80 {
   static constexpr int K_BYTES = Plan::KEYS * ROW;
   static constexpr int Q_BYTES = TILE * ROW;
   // Shared memory: K, V, and the keys' INT8 values if S needs them; stages of Q, dO, the queries' INT8 values if S
-  // needs them, and the row state (log-sum-exp, delta, and the row sum if P needs it); two slots of dS^T; P's memory
-  // for each warp.
+  // needs them, and the row state (log-sum-exp, delta, and the row sum if P needs it); two slots of dS^T; each
+  // warp's scales of P, if P is quantized.
   static constexpr int K_CODES_AT = 2 * K_BYTES, STAGES_AT = K_CODES_AT + Plan::KEYS * S::KEY_BYTES;
   static constexpr int Q_CODES_AT = 2 * Q_BYTES, STATE_AT = Q_CODES_AT + S::TILE_BYTES;
   static constexpr int STAGE_BYTES = STATE_AT + P::QUERY_VALUES * TILE * 4;

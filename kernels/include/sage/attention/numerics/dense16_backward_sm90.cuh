@@ -1,6 +1,6 @@
-// The backward of dense16_backward_sm80.cuh on Hopper, with 16-bit operands, for head_dim above 64 up to 128. K, Q, dO
-// and dS^T are in shared memory once each: a matmul that sums over the rows of an operand reads this operand through a
-// transposed descriptor.
+// The backward of dense16_backward_sm80.cuh on Hopper, with 16-bit operands, for head_dim above 64 and up to 128. K, Q,
+// dO and dS^T are in shared memory once each: a matmul that sums over the rows of an operand reads this operand through
+// a transposed descriptor.
 #pragma once
 
 #include <sage/attention/numerics/dense16_tiles_sm90.cuh>

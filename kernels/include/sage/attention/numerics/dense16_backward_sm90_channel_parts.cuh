@@ -1,7 +1,7 @@
 // The backward with 16-bit operands and f32 accumulators on Hopper, for head_dim above 128, with the channels divided
 // into two parts. Values may have fewer channels than keys. S may be an INT8 matmul. V, Q, dO, K and dS^T are in shared
-// memory once each, and the matmuls of a part read its panels. With INT8 scores only the part's panels of K and Q are
-// loaded in 16 bit: only S needs the other channels, and S reads INT8 values.
+// memory once each, and the matmuls of a part read its panels. If S is an INT8 matmul, only the part's panels of K and
+// Q are loaded in 16 bit: only S needs the other channels, and S reads INT8 values.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90_channel_parts.cuh>
@@ -67,7 +67,7 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
   struct Consumer {
     static constexpr int K_CHANNELS = K_PANELS * 64, V_CHANNELS = V_PANELS * 64, DQ_CHANNELS = K_CHANNELS / CONSUMERS;
     const Dense16BackwardSm90ChannelParts& of;
-    int warpgroup, k_panel, v_panel;  // its number; the part's first panels
+    int warpgroup, k_panel, v_panel;  // the consumer's number; the part's first panels of dK and dV
     float k_factor;
     [[no_unique_address]] Mod score_mod;
     float dk[K_CHANNELS / 8][4] = {}, dv[V_PANELS > 0 ? V_CHANNELS / 8 : 1][4] = {};
@@ -141,8 +141,8 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
       return of.shared + (loaded_panel() + channel / 64) * SM90_KEYS * 128 + channel % 64 * 2;
     }
 
-    // The epilogue: writes dV and dK of the warp's keys. dK is staged in the last panel of V, so that it need not wait
-    // for dV.
+    // The epilogue: writes dV and dK of the warp's keys. dK is staged in the last panel of V, so that staging it
+    // need not wait until the staged dV is read.
     template <class Queries>
     __device__ __forceinline__ void store_gradients(int first_key) {
       constexpr int LAST_PANEL = (V / 64 - 1) * SM90_KEYS * 128;

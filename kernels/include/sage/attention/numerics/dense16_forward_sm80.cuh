@@ -37,9 +37,10 @@ struct Dense16ForwardSm80 {
   const params::Forward& p;
   uint32_t shared;
   int warp, first;
-  float scale;  // factor of the logits; with INT8 scores it excludes the scale of the tile of keys
+  float scale;  // factor of the logits; if S is an INT8 matmul, without the key tile's scale
   attention::Rows<T> q, k, v;
-  // With INT8 scores: the numbers, in the padded buffers, of the segment's first key tile and of the first query tile.
+  // If S is an INT8 matmul, indices of tiles in the padded buffers: of the segment's first key tile, and of the thread
+  // block's first query tile.
   int64_t first_key_tile, query_tile;
   int query_tiles_left;
   [[no_unique_address]] Mod score_mod;
@@ -159,7 +160,7 @@ struct Dense16ForwardSm80 {
       softmax.state(RowSoftmax::State::SUM, r) += sum;
       scales[r] = typename P::template RowScales<T>(ptx::exp2(fmaf(group_max[r], scale, -shift)));
     }
-    uint32_t operands[OUTPUTS][M][4][4];  // A fragments of 16 queries x 16 keys: (output, m, 16 keys)
+    uint32_t operands[OUTPUTS][M][4][4];  // A fragments of 16 queries x 16 keys: (output, m, key / 16)
     P::template pack<T, M>(operands, s, scales);
     layout::TransposedReaderB<ROW> v_reader(k_tile(tile) + K_BYTES, lane);
 #pragma unroll

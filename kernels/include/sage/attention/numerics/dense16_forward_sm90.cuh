@@ -18,12 +18,12 @@ struct Dense16ForwardSm90 {
   using Warpgroups = ForwardWarpgroups<TILES, PLAN.rows == 192 ? 32 : 56, PLAN>;
   // Slots for the queries of two items; above 192 channels only INT8 queries fit twice.
   static constexpr int QUERY_SLOTS = D > 192 && !CODES ? 1 : 2;
-  static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = CODES ? 2 : 1;  // with INT8 scores one more for the scales of K
+  static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = CODES ? 2 : 1;  // CODES: one for K, one for its scales
   static constexpr bool VALUES_FIRST = false, SMOOTHS_VALUES = OUTPUTS == 2;  // Attn-QAT has two outputs
   // True also for window kernels with a score_mod (soft cap, ALiBi), because most of their calls have no window.
   template <Hidden HIDDEN>
   static constexpr bool MASKS_APART = HIDDEN != OUTER_KEYS || Mod::MODIFIES;
-  // Shared memory: slots of Q; stages, each of K or of V; with INT8 scores the scales of each stage's tiles.
+  // Shared memory: slots of Q; stages, each of K or of V; if S is an INT8 matmul, the scales of each stage's tiles.
   static constexpr int TILE_BYTES = TILE * D * 2, VALUES_TILE_BYTES = TILE * V * 2, Q_TILE_BYTES = CODES ? TILE * D : TILE_BYTES;
   static_assert(V <= D, "a stage has the size of a step's keys");
   static constexpr int Q_BYTES = Warpgroups::CONSUMERS * Q_TILE_BYTES, STAGE_BYTES = TILES * TILE_BYTES;
@@ -31,7 +31,7 @@ struct Dense16ForwardSm90 {
   static constexpr int SCALES_AT = QUERY_SLOTS * Q_BYTES + Warpgroups::STAGES * STAGE_BYTES;
   static constexpr int SHARED_BYTES = SCALES_AT + Warpgroups::STAGES * SCALE_BYTES;
   static_assert(PLAN.row_bytes == D * 2 && PLAN.shared_bytes == SHARED_BYTES);
-  // Staging memory per warp: its rows in the first panel of the 16-bit or INT8 queries, which no other warp reads.
+  // Bytes of staging memory per warp: its rows in the first panel of Q (16-bit or INT8), which QUERIES_READ releases.
   static constexpr int STAGING = 16 * (CODES && D < 128 ? D : 128);
 
   const params::Forward& p;
@@ -54,14 +54,14 @@ struct Dense16ForwardSm90 {
     return shared + slot * Q_BYTES + warpgroup * Q_TILE_BYTES;
   }
 
-  // The number of a consumer's query tile in the padded buffers. A consumer beyond the segment's end reads the last
+  // The index of a consumer's query tile in the padded buffers. A consumer beyond the segment's end reads the last
   // tile, and its output is not stored.
   __device__ __forceinline__ int64_t query_tile(int warpgroup) const {
     int tile = min(block.first / TILE + warpgroup, block.segment.query_tiles() - 1);
     return int64_t(block.head) * p.shape.query_tiles + block.segment.query_tile + tile;
   }
-  // Issues the copies of an item's queries, by the producer warp. A tensor map does not end where a document ends, so
-  // that a tile may contain tokens of the next document. These tokens do no harm: as queries, because their output is
+  // Issues the copies of an item's queries, by the producer warp. A tensor map does not end where a document ends:
+  // a tile may contain tokens of the next document. These tokens do no harm: as queries, because their output is
   // not stored; as keys, because they are masked.
   __device__ __forceinline__ void load_queries(int slot, int lane, uint32_t mbarrier) {
     const Segment& s = block.segment;
@@ -153,7 +153,7 @@ struct Dense16ForwardSm90 {
     typename P::template RowScales<T> scales[2 * TILES];
     [[no_unique_address]] Mod score_mod;
     bool behind;
-    bool unseen = false;  // whether no query of the warpgroup sees the second tile of the last step
+    bool unseen = false;  // whether no query of the warpgroup sees the second tile of the current step
     float decay[2];
 
     __device__ __forceinline__ Consumer(const Dense16ForwardSm90& numerics, int slot, int warpgroup)
@@ -222,7 +222,7 @@ struct Dense16ForwardSm90 {
       for (int r = 0; r < 2; ++r) {
         float shift = softmax.shift(r), sum = 0.0f;
         if constexpr (Mod::MODIFIES) shift -= offset[r];
-        // Before the other exponentials, so that the scale is computed while they are in flight.
+        // This exponential comes first, so that the scale is computed while the other exponentials are in flight.
         if constexpr (TILES == 1) scales[r] = typename P::template RowScales<T>(ptx::exp2(fmaf(largest[r], scale, -shift)));
         if constexpr (Mod::MODIFIES) shift -= score_mod.of_lane;
 #pragma unroll

@@ -24,7 +24,8 @@ __device__ __forceinline__ void multiply_keys(float (&dq)[N][4], uint32_t ds_row
 
 // The layout of shared memory: K, V, and the keys' INT8 values if S needs them; stages of Q, dO, the queries'
 // INT8 values if S needs them, and the row state (log-sum-exp, delta, the row sum if P needs it, the scale of the INT8
-// values); two slots of dS^T; staging memory of dQ, up to 128 channels; P's memory for each warp.
+// values); two slots of dS^T; staging memory of dQ if head_dim is at most 128; each warp's scales of P, if
+// P is quantized.
 template <class T, int HEAD_DIM, params::Plan PLAN, class P, class Source, int VALUE_DIM = HEAD_DIM>
 struct Dense16TilesSm90 {
   using Type = T;
@@ -63,7 +64,7 @@ struct Dense16TilesSm90 {
   __device__ __forceinline__ const float* state(int stage) const {
     return reinterpret_cast<const float*>(memory + stage_at(stage) + STATE_AT);
   }
-  // The memory of this warp where P::make_scales writes its scales.
+  // Where P::make_scales writes this warp's scales.
   __device__ __forceinline__ void* scales() const { return memory + WARPS_AT + threadIdx.x / 32 * P::WARP_BYTES; }
 
   __device__ __forceinline__ void load_keys() {

@@ -28,8 +28,8 @@ struct Nvfp4ForwardSm100 {
   static_assert(PLAN.rows == FORWARD_QUERIES && PLAN.row_bytes == Tile::BYTES / TILE && PLAN.shared_bytes == SHARED_BYTES);
   // The hardware's swizzle repeats every eight rows.
   static_assert(KEYS_AT % (8 * Tile::ROW) == 0 && Tile::BYTES % (8 * Tile::ROW) == 0 && P_AT % (8 * Tile::V_ROW) == 0);
-  // Columns of tensor memory: S, O, and scales. Scales use four columns for 32 rows of 16 bytes. The scales of K use
-  // two columns per step, because a tile has 64 rows. The scales of P and V have two buffers: the scales of a step are
+  // Columns of tensor memory: S, O, and scales. The scales of an MMA's 128 rows use four columns. The scales of K use
+  // two columns per step, because a tile has 64 keys. The scales of P and V have two buffers: the scales of a step are
   // copied while MMAs of the previous step may be in flight.
   static constexpr int SCORES_AT = 0, OUTPUT_AT = 64, SCALE_COLUMNS = 4;
   static constexpr int Q_COLUMNS_AT = OUTPUT_AT + D, K_COLUMNS_AT = Q_COLUMNS_AT + STEPS * SCALE_COLUMNS;
@@ -60,7 +60,7 @@ struct Nvfp4ForwardSm100 {
       ptx::cp_async_bulk(shared + i * Tile::CODES_BYTES, query_tile(i), Tile::CODES_BYTES, mbarrier);
   }
 
-  // Joins the scales of two tiles into one operand.
+  // Stores the scales of both query tiles as one operand per step.
   __device__ __forceinline__ void store_queries(uint32_t mbarrier) {
     int query = threadIdx.x;
     const int8_t* scales = query_tile(query / TILE) + Tile::CODES_BYTES;

@@ -6,11 +6,11 @@
 // - maxima(row maxima, group maxima, logits, of_lane): computes the maxima of of_lane(logit). of_lane is an
 //   increasing function.
 // - reference(params, largest logit): the reference that the exponents of a row are relative to.
-// - RowScales: a row's scales, from the largest probability of a group.
+// - RowScales: the scales of a row's groups. Each lane constructs one from the largest probability of its group.
 // - pack(operands, probabilities, scales): creates the 16-bit A operands of each output.
 // For the backward:
-// - QUERY_VALUES: values of row state for each query of a tile. WARP_BYTES: shared memory per warp.
-// - make_scales(P^T, the queries' row state after log-sum-exp and delta, the warp's memory, lane): computes the scales.
+// - QUERY_VALUES: the number of values of row state per query. WARP_BYTES: shared memory per warp.
+// - make_scales(P^T, the tile's row state except log-sum-exp and delta, the warp's memory, lane): computes the scales.
 // - pack_transposed(operand, P^T, the warp's memory, lane): called after make_scales, creates the A operand of dV.
 #pragma once
 
@@ -21,7 +21,7 @@
 
 namespace sage::attention {
 
-// The operands of S in the forwards with 16-bit values: 16-bit rows of Q and K, or their INT8 values.
+// The operands of S in the forwards whose P V has 16-bit operands: Q and K in 16 bit, or as INT8 values.
 enum class Operands { ROWS, CODES };
 
 // Transposed scores of a warp in the backward: x[n][2h + e] of lane 4g + t is row 8h + g of the 16 keys, column 8n + 2t
@@ -95,7 +95,7 @@ struct PlainProbabilities {
 // equal FP4 matmuls, up to the order of sums. For dV the values are divided by the row's sum, and rounded to 16 bit.
 struct Nvfp4Probabilities {
   static constexpr int OUTPUTS = 2, SLACK = 0;
-  static constexpr int QUERY_VALUES = 3;         // the third is the row's sum of P, relative to the reference of the FP4 values
+  static constexpr int QUERY_VALUES = 3;         // the third is params::Backward::row_sums
   static constexpr int WARP_BYTES = 32 * 4 * 4;
 
   // Without p_literal the reference is a whole number: a growing maximum then multiplies the scales by powers of two,
@@ -206,8 +206,8 @@ struct Nvfp4Probabilities {
       for (int h = 0; h < 2; ++h) {
         float low = x[n][2 * h] * f.x, high = x[n][2 * h + 1] * f.y;
         uint32_t& pair = p[n / 2][2 * (n & 1) + h];
-        // In bf16 the scale is rounded as a probability would be. In f16 a small scale would lose bits, so that the
-        // multiplication is done in f32, and its result rounded.
+        // In bf16 the scale is rounded to 16 bit, with the relative error of rounding P itself. In f16 a small scale
+        // would lose more bits: there the multiplication is done in f32, and its result is rounded.
         if constexpr (std::is_same_v<T, __half>)
           pair = ptx::pack_16<T>(quant::e2m1_of_positive(low) * f.z, quant::e2m1_of_positive(high) * f.w);
         else

@@ -1,5 +1,5 @@
-// Logits of the mean that Q smoothing subtracts from a tile of queries: mean . (K - mean of K), unquantized
-// (arXiv 2603.02170, sections 3 and 6).
+// Logits of the mean that Q smoothing subtracts from a tile of queries: its unquantized dot products with
+// K - mean of K (arXiv 2603.02170, sections 3 and 6).
 #pragma once
 
 #include <sage/attention/rows.cuh>

@@ -15,9 +15,9 @@ struct SageBwdBackwardSm80 {
   using Plan = BackwardPlan<PLAN>;
   static constexpr int D = HEAD_DIM;
   static constexpr int KEYS = Plan::KEYS;
-  // Shared memory: INT8 values of K and K^T, and V in 16 bit; stages, each with the INT8 values of Q, Q^T and dO^T, dO
-  // in 16 bit, log-sum-exp, delta, and the scales of dO^T; two slots of dS^T; two slots of the INT8 values of dS; each
-  // warp's maximum; with Q smoothing the logits of the mean of Q.
+  // Shared memory: INT8 K and K^T, 16-bit V; stages, each with INT8 Q, INT8 Q^T, INT8 dO^T, 16-bit dO, log-sum-exp,
+  // delta, and the scales of dO^T; two slots of dS^T; two slots of INT8 dS; each warp's maximum; in GENERAL kernels
+  // the logits of the mean of Q.
   static constexpr int CODES = TILE * D;
   static constexpr int KT_AT = KEYS * D, V_AT = 2 * KEYS * D, STAGES_AT = 4 * KEYS * D;
   static constexpr int DOUT_AT = 3 * CODES, STATE_AT = 5 * CODES, DOUT_SCALE_AT = STATE_AT + 2 * TILE * 4;
@@ -32,7 +32,7 @@ struct SageBwdBackwardSm80 {
   static constexpr int SHARED_BYTES = MEAN_AT + (GENERAL ? KEYS * 4 : 0);
   static_assert(PLAN.row_bytes == D && PLAN.shared_bytes == SHARED_BYTES);
   // With PARTS = 1 each warp quantizes its dS for dQ just before the matmul. With PARTS = 2 the warps that share a
-  // strip of queries quantize it together, an iteration earlier.
+  // strip of queries quantize the strip's dS together, one iteration before the matmul.
   static constexpr int LAG = Plan::PARTS;
   static constexpr int CHANNEL_PARTS = 1;
   static constexpr bool COOPERATES = GENERAL;
@@ -156,7 +156,7 @@ struct SageBwdBackwardSm80 {
     float2 dequant;
     quantize_queries(codes, dequant, k_dequant, ds_rows_of(slot, warp / 4), warp % 4, lane,
                      [&](float(&largest)[2]) { share_maxima(largest, lane); });
-    uint4* words = reinterpret_cast<uint4*>(memory + CODES_AT + slot * CODES_BYTES);  // (warp, 32 keys, lane)
+    uint4* words = reinterpret_cast<uint4*>(memory + CODES_AT + slot * CODES_BYTES);  // (warp, half of its keys, lane)
     float2* scales = reinterpret_cast<float2*>(words + Plan::WARPS * 64);
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -216,8 +216,8 @@ struct SageBwdBackwardSm80 {
   }
 
  private:
-  // Computes P^T = 2^(logit - LSE), without a mask, of the tile in the stage `at`, and at head_dim 64 dP^T - delta.
-  // With Q smoothing the logits include mean_logits.
+  // Computes P^T = 2^(logit - LSE) of the tile in the stage `at`, without applying a mask. At head_dim 64 also computes
+  // dP^T - delta. With Q smoothing the logits include mean_logits.
   __device__ __forceinline__ void compute_probabilities(Scores& s, Scores& dp, uint32_t at, const float* minus_lse2, float q_dequant,
                                                         const float* mean_logits, bool smooth_q, int lane) const {
     int x[8][4];
@@ -225,8 +225,8 @@ struct SageBwdBackwardSm80 {
     // At head_dim 64 registers allow dP this early: the tensor cores work on dP while P is computed.
     if constexpr (D == 64) multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
     float factor = q_dequant * k_dequant * (p.shape.softmax_scale * ptx::LOG2_E);
-    // MAGIC and the log-sum-exp are subtracted as one addend, whose rounding error is less than 1 in the integer sums.
-    // The error of the sums from quantizing Q and K is about 100.
+    // MAGIC and the log-sum-exp are subtracted as one addend. Its rounding error is like changing an integer sum by at
+    // most 1.5. Quantizing Q and K changes a sum by about 100.
     float magic = -quant::MAGIC * factor;
     if (__builtin_expect(factor > quant::MAGIC_FACTOR, false)) {
 #pragma unroll
@@ -294,7 +294,7 @@ struct SageBwdBackwardSm80 {
   }
 
   // Multiplies INT8 values with a tile of Q^T or dO^T, [D][64], and calls use(n, results) for channels 8 * n to
-  // 8 * n + 7. The results are floats MAGIC + sum.
+  // 8 * n + 7. Each result is a float, MAGIC + sum.
   template <class Use>
   __device__ __forceinline__ void multiply_codes(const ScoreCodes& codes, uint32_t rows, int lane, Use use) const {
     layout::ReaderB<TILE> reader(rows, lane);

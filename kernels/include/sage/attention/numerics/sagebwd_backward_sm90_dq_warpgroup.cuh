@@ -1,5 +1,5 @@
 // The backward of SageBwd on Hopper. It computes the same as sagebwd_backward_sm80.cuh with one scale per vector, but
-// its warpgroups have different tasks.
+// a separate warpgroup computes dQ.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
@@ -13,9 +13,9 @@ struct SageBwdBackwardSm90DqWarpgroup {
   static constexpr int D = HEAD_DIM, STAGES = PLAN.stages, CONSUMER_REGISTERS = CONSUMERS_KEEP_DK<D> ? 192 : 160;
   // Matmuls are computed CHUNK channels at a time: as many as registers allow.
   static constexpr int CHUNK = CONSUMERS_KEEP_DK<D> ? 64 : 32, CHUNKS = D / CHUNK;
-  // Shared memory: INT8 values of K and K^T, and V in 16 bit; stages, each with the INT8 values of Q, Q^T and dO^T, dO
-  // in 16 bit, log-sum-exp, delta, and the scales of dO^T and Q; dS^T; two slots, each with the INT8 values of dS for
-  // dQ, and for dK if the dQ warpgroup computes dK, and their scales; staging memory of dQ; the units of dS.
+  // Shared memory: INT8 K and K^T, 16-bit V; stages, each with INT8 Q, INT8 Q^T, INT8 dO^T, 16-bit dO, log-sum-exp,
+  // delta, and the scales of dO^T and Q; dS^T; two slots, each with the INT8 dS for dQ, the INT8 dS for dK (if the dQ
+  // warpgroup computes dK), and the scales of dS; staging memory of dQ; the units of dS (DsUnit).
   static constexpr int CODES = TILE * D;
   static constexpr int KT_AT = SM90_KEYS * D, V_AT = 2 * SM90_KEYS * D, STAGES_AT = 4 * SM90_KEYS * D;
   static constexpr int DOUT_AT = 3 * CODES, STATE_AT = 5 * CODES, DOUT_SCALE_AT = STATE_AT + 2 * TILE * 4;
@@ -59,8 +59,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
   }
   // The dequant_scale of each key's INT8 dS, times the dequant_scale of Q.
   __device__ __forceinline__ float* dk_dequant(int slot, int warpgroup) const { return dq_dequant(slot, warpgroup) + CONSUMERS * TILE; }
-  // Stores INT8 values of 16 rows, from `row` on, over 64 elements of the reduction, and the scales `low` of row g and
-  // `high` of row g + 8.
+  // Stores 16 rows of 64 INT8 values, from `row` on, and the scales `low` of row g and `high` of row g + 8.
   static __device__ __forceinline__ void store_codes(uint32_t rows, float* scales, int row, int lane, const ScoreCodes& codes,
                                                      float low, float high) {
     layout::ReaderA<TILE> writer(rows + row * TILE, lane);
@@ -217,7 +216,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
       take_exponentials(s, masked, Sight<HIDDEN>(of.block.segment, of.p), tile * TILE, of.block.first_key + warpgroup * CONSUMER_KEYS + row, lane);
     }
 
-    // Each warp quantizes 16 queries for dQ, from the dS of all warps of the consumer.
+    // Each warp quantizes the dS of 16 queries and all of the consumer's keys for dQ.
     __device__ __forceinline__ void make_dq_codes(int slot, int row, int lane) {
       ptx::named_barrier_sync(WITHIN_CONSUMER + warpgroup, WARPGROUP_THREADS);
       ScoreCodes dq_codes;
@@ -300,8 +299,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
       }
     }
     __device__ __forceinline__ void added() {}
-    // Stages in the memory of the INT8 values for dK, not of V: if no query tile exists, this warpgroup waits at no
-    // barrier after which the consumers' copies of V have arrived.
+    // Staging uses the memory of the INT8 values for dK. The memory of V would not be safe: if no query tile exists,
+    // this warpgroup does not wait until the consumers' copies of V have arrived.
     __device__ __forceinline__ uint32_t gradient_staging() const {
       return of.shared + slot_at(0) + DK_CODES_AT + threadIdx.x / 32 % 4 * GRADIENT_STAGING;
     }

@@ -16,7 +16,7 @@ struct SageBwdForwardSm80 {
   using Type = T;
   static constexpr int D = HEAD_DIM;
   static constexpr int THREADS = PLAN.threads, M = FORWARD_QUERIES * 2 / THREADS;
-  using Logits = int[M][8][4];  // the bits of floats MAGIC + sum
+  using Logits = int[M][8][4];  // each the bits of the float MAGIC + sum
   static constexpr int BLOCKS = HEAD_DIM == 64 && !QK ? 3 : 2;  // thread blocks per multiprocessor: as many as its registers allow
   static constexpr int STAGES = PLAN.stages;
   using RowSoftmax = Softmax<D, M, THREADS, HEAD_DIM == 64>;
@@ -121,7 +121,7 @@ struct SageBwdForwardSm80 {
     }
 
     add_values(tile, codes, dequant, softmax, lane);
-    // Counts the MAGIC added to each row, for flush_magic.
+    // The factors of MAGIC in each row's accumulator, for flush_magic.
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) softmax.state(RowSoftmax::State::MAGIC, r) += dequant[r];
     if (__builtin_expect(step % quant::MAGIC_TILES == quant::MAGIC_TILES - 1, false)) flush_magic(softmax);
@@ -145,11 +145,12 @@ struct SageBwdForwardSm80 {
   }
 
  private:
-  // INT8 values of P with one scale per row: A fragments of 16 queries x 32 keys, for each (32 keys, m).
+  // INT8 values of P with one scale per row: mma operand A, a fragment of 16 queries x 32 keys for each
+  // [group of 32 keys][group of 16 queries].
   using ProbabilityCodes = uint32_t[2][M][4];
 
-  // Converts MAGIC + sum to the sum in f32, and adds the logits of Q's mean in the same unit, so that the row maximum
-  // includes them.
+  // Converts MAGIC + sum to the sum in f32, and adds the logits of Q's mean, divided by `factor` like the sum. The row
+  // maximum then includes them.
   __device__ __forceinline__ void add_mean_logits(Logits& x, float factor, int lane) const {
     float unit = 1.0f / factor;
     const float* row = mean_logits + warp * 16 * M / TILE * TILE;
@@ -168,7 +169,7 @@ struct SageBwdForwardSm80 {
       }
   }
 
-  // The largest logit of a row, x * factor + exact_offset, over the four lanes that share the row.
+  // The largest logit of a row, over the four lanes that share the row. A logit is x * factor + exact_offset.
   static __device__ __forceinline__ float row_maximum(const Logits& x, int r, float factor, float exact_offset) {
     if constexpr (QK) {
       float largest = -CUDART_INF_F;

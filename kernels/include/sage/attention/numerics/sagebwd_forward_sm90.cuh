@@ -18,12 +18,13 @@ struct __align__(16) StepScales {
   float inverse_v[2];  // 2^-log2_v
   float v;             // the larger dequant_scale of V
   float first_v;       // scale of V for queries that see only the first tile: the second tile must not change their outputs
-  int beyond;          // powers of two by which the ratio is below 2^log2_v, nearly always 0; one byte per tile
+  int beyond;          // one byte per tile: the ratio is 2^(log2_v - byte), or less if the byte is 9. Nearly always 0
 
   // The sums of P are computed in f16, from exponentials that include log2_v. At a ratio of 2^LEAST a P below 2^-13 of
-  // the row's largest rounds to zero, and all such P of a tile together are below 64 * 2^-13 of the row's sum. The part
-  // of a ratio below LEAST is applied only to the quantized P, after the sums: a tile with nearly all of a query's
-  // attention then loses low bits of its P, which are worth up to 2^-28 of the other tile's values.
+  // the row's largest rounds to zero, and all such P of a tile together are below 64 * 2^-13 of the row's sum. If a
+  // ratio is below 2^LEAST, the rest of it (`beyond`) is applied only to the quantized P, after the sums. If the tile
+  // with this ratio has nearly all of a query's attention, its P then loses low bits. For each key this changes the
+  // query's output by at most 2^-28 of the largest |V| in the other tile.
   static constexpr float LEAST = -20.0f;
 
   __device__ __forceinline__ StepScales(float k0, float k1, float v0, float v1)
@@ -47,7 +48,7 @@ struct SageBwdForwardSm90 {
   using Warpgroups = ForwardWarpgroups<2, PLAN.rows == 192 ? 32 : 40, PLAN>;
   static constexpr int QUERY_SLOTS = 2, QUERY_ARRIVALS = 1, STEP_ARRIVALS = 2;  // per step: one for the bulk copies, one for the scales
   static constexpr bool VALUES_FIRST = true, SMOOTHS_VALUES = true;
-  // False at D 64, because ptxas would spill in the second loop.
+  // At D = 64 a separate loop for masked steps would make ptxas spill.
   template <Hidden HIDDEN>
   static constexpr bool MASKS_APART = D == 128 && HIDDEN != OUTER_KEYS;
   // Shared memory: two slots of Q; stages of K and V^T, of two tiles each; the StepScales of each stage.
@@ -56,7 +57,7 @@ struct SageBwdForwardSm90 {
   static constexpr int SHARED_BYTES = SCALES_AT + Warpgroups::STAGES * int(sizeof(StepScales));
   static_assert(PLAN.row_bytes == D && PLAN.shared_bytes == SHARED_BYTES);
 
-  static constexpr int STAGING = TILE_BYTES / 4;  // per warp: its rows of the INT8 queries, which no other warp reads
+  static constexpr int STAGING = TILE_BYTES / 4;  // per warp: its rows of the INT8 queries, free after QUERIES_READ
 
   const params::Forward& p;
   const ForwardBlock& block;
@@ -127,8 +128,8 @@ struct SageBwdForwardSm90 {
     }
 
     // The first tile whose exponentials come after the branch that raises the references. With 1 the exponentials of
-    // tile 0 are computed concurrently with the maxima. At head_dim 128 the forward then takes 0.97x of the time that
-    // it takes with 0; at head_dim 64 it would take 1.05x.
+    // tile 0 overlap with the computation of the row maxima. At head_dim 128 the forward then takes 0.97x of the time
+    // that it takes with 0; at head_dim 64 it would take 1.05x.
     static constexpr int BRANCH_BEFORE = D == 64 ? 0 : 1;
 
     template <Hidden HIDDEN, int PENDING>
@@ -230,7 +231,7 @@ struct SageBwdForwardSm90 {
     }
 
    private:
-    using Logits = float[1][8][4];  // S of a tile, as integer sums
+    using Logits = float[1][8][4];  // the integer sums of S of a tile, converted to floats
 
     // Converts S of both tiles to floats, and masks it.
     template <Hidden HIDDEN>
@@ -285,7 +286,7 @@ struct SageBwdForwardSm90 {
       for (int r = 0; r < 2; ++r) offset[r] = fmaf(softmax.shift(r), 0.0f, offset[r]);
     }
 
-    // Applies the powers of two of `beyond` to quantized P, except in rows that see only one tile.
+    // Divides quantized P of each tile by 2^(its byte of `beyond`), except in rows that see only one tile.
     template <Hidden HIDDEN>
     __device__ __forceinline__ void shift_codes(const StepScales& scales, const bool (&unseen)[2][2]) {
 #pragma unroll

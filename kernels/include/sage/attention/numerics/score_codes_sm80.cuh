@@ -8,7 +8,7 @@
 
 namespace sage::attention {
 
-// INT8 values of a warp's scores as A fragments: two of 16 rows x 32 elements of the reduction.
+// INT8 values of a warp's scores: two A fragments, of 16 rows x 32 elements of the reduction each.
 using ScoreCodes = uint32_t[2][4];
 
 // The maximum over the four lanes of a row, for nonnegative x; NaN if any x is NaN.
@@ -75,7 +75,7 @@ __device__ __forceinline__ void quantize_queries(ScoreCodes& codes, float2& dequ
   for (int i = 0; i < 2; ++i)
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      // Four consecutive slots have two of the low eight keys and two of the high eight: layout/permutation.cuh.
+      // Four consecutive slots (layout/permutation.cuh) have two of the low eight keys and two of the high eight.
       uint32_t low = r[2 * i + j / 2][j & 1], high = r[2 * i + j / 2][(j & 1) + 2];
       codes[i][j] = quant::codes(__uint_as_float(low << 16), __uint_as_float(low & 0xffff0000u),
                                  __uint_as_float(high << 16), __uint_as_float(high & 0xffff0000u), scale[j & 1]);
@@ -83,7 +83,7 @@ __device__ __forceinline__ void quantize_queries(ScoreCodes& codes, float2& dequ
   dequant = make_float2(largest[0] * (1.0f / 127.0f) * k_dequant, largest[1] * (1.0f / 127.0f) * k_dequant);
 }
 
-// Computes S^T = K Q^T of INT8 values, for a warp's 16 keys and 64 queries. The results are floats MAGIC + sum.
+// Computes S^T = K Q^T of INT8 values, for a warp's 16 keys and 64 queries. x has the bits of the floats MAGIC + sum.
 template <int D>
 __device__ __forceinline__ void multiply_score_codes(int (&x)[8][4], uint32_t k_rows, uint32_t q_rows, int lane) {
   layout::ReaderA<D> k_reader(k_rows, lane);
@@ -102,8 +102,8 @@ __device__ __forceinline__ void multiply_score_codes(int (&x)[8][4], uint32_t k_
   }
 }
 
-// Transposes INT8 values in shared memory, by THREADS threads: K, [KEYS][D], to K^T, [D][KEYS] with permuted keys; both
-// swizzled.
+// Transposes INT8 values in shared memory, by THREADS threads: from K, as [KEYS][D], to K^T, as [D][KEYS] with permuted
+// keys. K and K^T are swizzled.
 template <int KEYS, int D, int THREADS>
 __device__ __forceinline__ void transpose_keys(unsigned char* k_transposed, const unsigned char* k) {
   for (int i = threadIdx.x; i < D * (KEYS / 16); i += THREADS) {

@@ -113,14 +113,15 @@ struct DsUnit {
   static constexpr int TARGET = 12, LEAST = -60, MOST = 90, STEP = 100;
   float exponent = 20.0f, unit = 1.0f / (1 << 20);  // 2^-exponent
 
-  // Adopts the warpgroup's common exponent; 0 means that all of its dS is zero.
+  // Adopts `other`, the largest unit of the warpgroup's warps. If dS is zero in all these warps, `other` is 0 and the
+  // unit does not change.
   __device__ __forceinline__ void follow(float other) {
     if (other == 0.0f) return;
     unit = other, exponent = float(127 - int(__float_as_uint(other) >> 23));
   }
   // `w` is dS in this unit, packed from `s`, and `largest` contains the maxima of rows g and g + 8. If the warp's
-  // largest dS has left the range, changes the unit and rescales all three. Returns the unit of `w`, or 0 if all of dS
-  // is zero in any unit.
+  // largest dS is outside [LOW, HIGH], changes the unit and rescales `w`, `s` and `largest`. Returns the unit of `w`,
+  // or 0 if all of `s` is zero.
   __device__ __forceinline__ float keep(PackedScores& w, uint32_t& largest, Scores& s) {
     uint32_t top = max(largest & 0x7fffu, largest >> 16 & 0x7fffu);
     if (__builtin_expect(__all_sync(~0u, top - LOW <= HIGH - LOW), true)) return unit;
@@ -191,7 +192,7 @@ __device__ __forceinline__ float quantize_queries(ScoreCodes& codes, float2& deq
   for (int i = 0; i < 2; ++i)
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      // Four consecutive slots have two of the low eight keys and two of the high eight: layout/permutation.cuh.
+      // Four consecutive slots (layout/permutation.cuh) have two of the low eight keys and two of the high eight.
       codes[i][j] = scales.codes(j & 1, r[2 * i + j / 2][j & 1], r[2 * i + j / 2][(j & 1) + 2]);
   dequant = make_float2(scales.dequant[0] * unit, scales.dequant[1] * unit);
   return unit;

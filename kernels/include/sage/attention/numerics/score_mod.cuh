@@ -8,9 +8,9 @@
 //   offset.
 // - of_lane: in a forward, a further addend of all logits of this lane; 0 unless `apply` sets it.
 // - add_of_lane(x, factor): returns x + of_lane / factor.
-// - chain(ds): multiplies `ds`, the gradient of the new logits, by the derivative of the last `apply` to transposed
-//   scores.
-// - next_head(): the next query tiles belong to the next query head.
+// - chain(ds): on entry `ds` is the gradient of the new logits. Changes it to the gradient of the old logits, with the
+//   derivatives that the last `apply` of a backward stored.
+// - next_head(): the caller calls it before the query tiles of the next query head.
 #pragma once
 
 #include <sage/attention/numerics/probabilities.cuh>
@@ -84,8 +84,8 @@ struct SoftcapAndAlibi {
     if (++head < mod.heads) slope = slope_of(head);
   }
   __device__ __forceinline__ float add_of_lane(float x, float factor) const { return x + of_lane * ptx::reciprocal(factor); }
-  // The slope in units of x, which is not yet multiplied by `factor`. INT8 scores of zeros have factor 0, which is
-  // raised here so that its inverse is finite.
+  // The slope in units of x, which is not yet multiplied by `factor`. In a backward the factor is 0 if an INT8 tile of
+  // Q or K is all zeros. It is raised here so that its inverse is finite.
   __device__ __forceinline__ float unscaled_slope(float& factor) const {
     if (factor < 1e-30f) factor = 1e-30f;
     return slope * ptx::reciprocal(factor);
@@ -105,10 +105,10 @@ struct SoftcapAndAlibi {
   }
 
   // Applies the soft cap and ALiBi to a forward's logits: 16 * M queries from `first_query` on, and the tile of keys
-  // from `first_key + column` on. Calls with the same first query and key have the same offsets.
+  // from `first_key + column` on. `offset` does not depend on `column`.
   //
-  // If no query sees a later key, no absolute value is needed: a distance is the row's distance from the first key
-  // (`offset`), minus the lane's first column (`of_lane`), minus a compile-time constant: one instruction per logit.
+  // If no query sees a key after its own position, no absolute value is needed. A distance is the row's distance from
+  // `first_key` (in `offset`), minus the lane's first column (in `of_lane`), minus a constant: one FMA per logit.
   template <int M>
   __device__ __forceinline__ void apply(float (&x)[M][8][4], float& factor, float (&offset)[2 * M], const Segment& segment, int first_query, int first_key, int column, int lane) {
     if (has_softcap()) {

@@ -5,8 +5,8 @@
 // - KEY_BYTES, TILE_BYTES: shared memory for INT8 values, per key and per query tile; 0 if S uses the 16-bit rows.
 // - load_keys, load: issue the asynchronous copies of the INT8 values.
 // - multiply: computes the sums of S^T for a warp's 16 keys and 64 queries.
-// - factor: converts a sum to a base-2 logit. k_factor: the part of the factor that is the same for a tile of
-//   64 keys and all tiles of queries.
+// - factor: converts a sum to a base-2 logit. k_factor: the part of the factor that does not depend on the
+//   tile of queries.
 #pragma once
 
 #include <sage/attention/numerics/score_codes_sm80.cuh>

@@ -5,9 +5,9 @@
 // - Sums: the accumulators of S^T.
 // - start: issues S^T, with K in shared memory or in registers as KeyFragments, which read_keys loads.
 // - load_by_bulk: issues a tile's bulk copies, BULK_BYTES in total, by one thread. With INT8 values it also copies
-//   their scale, after the row state.
+//   their scale, to the address `scale_to`.
 // - ARRIVALS: the caller's arrivals at the mbarrier: one for the bulk copies, and with INT8 values one for the scale.
-// - factor_at: the factor of a tile, including the scale.
+// - factor_at: the factor from a tile's sums to base-2 logits, including the scale of Q's INT8 values.
 #pragma once
 
 #include <sage/attention/panels.cuh>
