@@ -14,8 +14,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
 
-/// The architecture to build PTX for. All later GPUs can run this PTX, and the plans of this architecture fit the
-/// smallest shared memory.
+/// The architecture to build PTX for. All later GPUs can run this PTX, and have enough shared memory for this
+/// architecture's plans (table `PLANS`).
 const PTX: u32 = 89;
 
 /// The `.cu` file with FP4 matmuls, and its architectures: 100 and 120, which have FP4 instructions, and 90 (Hopper),
@@ -140,7 +140,8 @@ fn arguments(include: &Path, nvcc: &Path, out: &Path) -> Result<(), String> {
     output(compiler.arg(&checks)).map(drop)
 }
 
-/// Writes the integer constants of the kernels' sources and headers, in one module per file: `rms_norm`, `quant_tile`.
+/// Writes the integer constants of the kernels' sources and headers, in one module per file: for example `rms_norm` for
+/// `rms_norm.cu` and `quant_tile` for `quant/tile.cuh`.
 fn constants(root: &Path, out: &Path) -> Result<(), String> {
     let of = |folder: PathBuf, ending: &str| -> Result<Vec<_>, String> {
         let files = fingerprint::files(&folder, ending).map_err(|e| e.to_string())?;

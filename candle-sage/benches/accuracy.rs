@@ -1,5 +1,5 @@
 //! Error of SageBwd relative to exact attention: for several standard deviations of query and key (Table 1 of arXiv
-//! 2603.02170), and for several means that are subtracted from the keys.
+//! 2603.02170), and for keys from which the mean of all keys, of a sample, of other keys, or nothing is subtracted.
 //!
 //! `cargo bench -p candle-sage --bench accuracy`
 

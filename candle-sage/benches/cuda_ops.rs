@@ -280,7 +280,7 @@ fn main() -> Result<()> {
         let one = 2 * TOKENS * HIDDEN;
         bench.op("swiglu", &[&gate, &up], [3 * one, 5 * one], |x| ops::swiglu(&x[0], &x[1]))?;
     }
-    // Frequencies of ids like those of words (Zipf's law): the frequency of id n is about proportional to 1 / (n + 1).
+    // Ids with the frequencies of words (Zipf's law): the frequency of id n is about proportional to 1 / (n + 1).
     let ids: Vec<u32> = (0..TOKENS as u32)
         .map(|n| {
             let uniform = f64::from(n.wrapping_mul(2_654_435_761)) / 2f64.powi(32);

@@ -137,7 +137,7 @@ pub(crate) fn in_cpp(headers: &[&str], structs: &[Struct]) -> String {
 }
 
 /// The integers that a source defines as `constexpr int NAME = VALUE` outside functions and structs. VALUE may use
-/// numbers and previous constants. A constant with two values is omitted.
+/// numbers and previous constants. A name that is defined more than once, with different values, is omitted.
 pub(crate) fn integers(text: &str) -> BTreeMap<String, u64> {
     let mut found: BTreeMap<String, Option<u64>> = BTreeMap::new();
     for line in text.lines() {
@@ -180,7 +180,7 @@ fn value_of(text: &str, known: &BTreeMap<String, Option<u64>>) -> Option<u64> {
     Some(value)
 }
 
-/// The integer constants of sources in Rust, in one module per source.
+/// The integer constants of the kernels' `sources` as Rust code, in one module per source.
 pub(crate) fn constants(sources: &[(String, BTreeMap<String, u64>)]) -> String {
     let mut out = String::new();
     for (name, integers) in sources.iter().filter(|(_, integers)| !integers.is_empty()) {

@@ -2,8 +2,8 @@
 
 use std::fmt::Write as _;
 
-/// The host's table as Rust source: `Target`, the targets' shared memory in KiB and architectures (`TARGETS`),
-/// `Mainloop` with its properties, and `PLANS`.
+/// The host's table as Rust source. `TARGETS` has the architectures of each target, and its shared memory in KiB. The
+/// other items are the enum `Target`, the enum `Mainloop` with its properties, and `PLANS`.
 ///
 /// # Errors
 /// The error names the line that does not use a macro of the table, or uses a wrong number of arguments.

@@ -1,5 +1,5 @@
-//! Attention to selected blocks: a sliding window with sinks, blocks that a router selects, and SLA2 with its
-//! linear tail: `cargo run --release -p candle-sage --example sparse`
+//! Attention to selected blocks: (1) a sliding window plus the first block, (2) blocks that a router selects, (3) SLA2
+//! with its linear tail. `cargo run --release -p candle-sage --example sparse`
 
 use std::time::Instant;
 
@@ -36,7 +36,7 @@ fn main() -> Result<()> {
     println!("{:<26} {:>8} {:>10} {:>11}", "", "sparsity", "error of O", "fwd + bwd");
     show("dense", 0.0, &|| attention.apply(&q, &k, &v))?;
 
-    // The four blocks before the diagonal, and the first block of the sequence.
+    // The first block of the sequence, and the four blocks before the diagonal. The diagonal's block is always seen.
     let window = Selection::window(&shape, block, 4, 1, &device)?;
     show("window and sink", window.sparsity()?, &|| attention.clone().select(&window).apply(&q, &k, &v))?;
 

@@ -59,7 +59,7 @@ pub(crate) struct OutputGradient<'a> {
 /// A completed forward: the scheme and the state that its forward kept. Only a completed forward has a backward, so
 /// scheme and state always match.
 pub(crate) trait CompletedForward: Debug + Send + Sync {
-    /// The log-sum-exps, (batch, query heads, query).
+    /// The natural log-sum-exps, (batch, query heads, query).
     fn lse(&self) -> Vec<f32>;
 
     fn backward(&self, problem: &Problem<'_>, output: &OutputGradient<'_>) -> Gradients;

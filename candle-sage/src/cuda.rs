@@ -123,8 +123,8 @@ struct OutputGradient<'a> {
 /// The gradients of query, key and value, and of the sinks if there are any.
 type Gradients = ([Output; 3], Option<Buffer<f32>>);
 
-/// A completed forward: the scheme and the state that its forward kept. Only this type has a backward, so scheme and
-/// state always match.
+/// A completed forward: its scheme, and the state that it kept for a backward. Only this type has a backward, so scheme
+/// and state always match.
 #[derive(Debug)]
 struct Completed<S: OnGpu> {
     scheme: S,
@@ -133,8 +133,8 @@ struct Completed<S: OnGpu> {
     kept: S::Kept,
 }
 
-/// Copies the log-sum-exps of a forward out of the padded layout, or adds their gradient to the negated delta of a
-/// backward.
+/// Computes the log-sum-exps `outside` from a forward's `padded`, the negated base-2 log-sum-exps. With `is_gradient`
+/// adds `outside`, the gradient of the log-sum-exps, to a backward's `padded`, the negated delta.
 fn log_sum_exp(
     gpu: &Gpu,
     shape: params::Shape<'_>,
@@ -303,8 +303,8 @@ fn run_backward<S: OnGpu>(
     gpu.launch_attention(plan.family, &kernel, grid, &params)?;
     #[cfg(test)]
     guard::check(gpu)?;
-    // The scratch memory and the lists are freed before dQ is allocated, since memory use peaks here. The parameters of
-    // the last kernel are made from `given`, which does not contain the addresses of this memory.
+    // `scratch` and `users` are freed before dQ is allocated, since memory use peaks here. The parameters of the last
+    // kernel are made from `given`, which does not contain their addresses.
     drop(scratch);
     drop(users);
     let dq = call.tensor(Purpose::Output, problem.shape.query_dims())?;

@@ -3,6 +3,9 @@
 use std::fmt;
 use std::sync::Arc;
 
+/// The hint of an error that no call should be able to cause.
+pub(crate) const REPORT: &str = "internal error: report it with the call's shapes and settings";
+
 /// A request that the crate cannot carry out.
 ///
 /// An error displays as up to four short lines: the problem, what was given, what is allowed, and a hint. Conversion
@@ -123,7 +126,8 @@ impl ErrorKind {
         }
     }
 
-    /// The kind that `text`, the alternate form of an [`Error`], names. Any other text is [`ErrorKind::Failed`].
+    /// Reads the kind from `text`, an [`Error`] that was formatted with `{:#}`. Other texts have the kind
+    /// [`ErrorKind::Failed`].
     fn read(text: &str) -> Self {
         let name = text.strip_prefix(MARK).and_then(|rest| rest.split(':').next());
         let all = [Self::Invalid, Self::Shape, Self::Unsupported, Self::OutOfMemory, Self::Failed];

@@ -17,8 +17,8 @@
 //!
 //! [`ops::Attention`] computes `softmax(scale Q K^T) V` and its gradients in the numerics of a *scheme*: unquantized,
 //! in INT8 ([`scheme::SageBwd`]), or in NVFP4, which trains a model for 4-bit inference ([`scheme::AttnQat`]). A
-//! [`Selection`] restricts attention to listed blocks of keys; [`Sla2`] learns which blocks to list. The operators join
-//! candle's autograd graph: `backward()` works as for every candle op.
+//! [`Selection`] restricts attention to listed blocks of keys; in [`Sla2`], a trainable [`Router`] selects the blocks.
+//! The operators join candle's autograd graph: `backward()` works as for every candle op.
 //!
 //! The crate also has the other operators that training needs ([`ops`]), modules built from them ([`nn`]), and exact
 //! attention in f64 as a reference ([`mod@reference`]). [`untrained`] lists a model's variables that received no

@@ -34,7 +34,7 @@ pub const E4M3_MAX: f32 = 448.0;
 
 /// Rounds `|x|` to a floating-point format whose values near `|x|` are `step * power` apart. `power` is the largest
 /// power of two that is at most `|x|`, but at least `smallest`, the format's smallest normal value. Ties round to the
-/// even code, because the sum with `1.5 * 2^23 * step * power` has no bits below this spacing.
+/// even code. The f32 addition of `magic` rounds so, since f32 values near `magic` are `step * power` apart.
 #[inline(always)]
 pub(crate) fn round_magnitude(x: f32, step: f32, smallest: f32) -> f32 {
     let magnitude = x.abs();
@@ -114,7 +114,7 @@ pub fn e2m1_value(code: u8) -> f32 {
 /// ```
 ///
 /// # Panics
-/// When `value` is not a non-negative E4M3 value or NaN.
+/// When `value` is neither a non-negative E4M3 value nor a NaN.
 pub fn e4m3_code(value: f32) -> u8 {
     if value.is_nan() {
         return 0x7f;
@@ -180,8 +180,8 @@ impl Scale {
     }
 }
 
-/// The power of two that scales `max`, the largest magnitude of a head of V, into [512, 1024). Values minus their mean
-/// have at most twice this magnitude, so they do not saturate either (at 2688). The factor is at most 2^100, so that
+/// The power of two that scales `max`, the largest magnitude of a head of V, into [512, 1024). Scaled values minus
+/// their mean are below 2048 in magnitude, so they do not saturate (at 2688). The factor is at most 2^100, so that
 /// its product with a group's `quant` is finite. The factor is 1 if `max` is 0 or not finite. See
 /// [`ValueScale::Head`](crate::ValueScale::Head).
 ///

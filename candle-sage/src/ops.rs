@@ -68,5 +68,5 @@ pub use rms_norm::{residual_rms_norm, rms_norm, rms_norm_backward};
 pub use rope::{Llama3Scaling, RopeStyle, rope, rope_backward, rope_tables, rope_tables_llama3};
 pub(crate) use route::{block_mass, choose, chosen, pool_keys, pool_queries};
 pub use soft_top_k::soft_top_k;
-pub(crate) use support::{dims4, swap_heads};
+pub(crate) use support::{dims4, shapes_of, swap_heads};
 pub use swiglu::{swiglu, swiglu_backward};

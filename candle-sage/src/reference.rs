@@ -2,7 +2,7 @@
 //! checked.
 //!
 //! Tensors are contiguous slices in (batch, sequence, heads, head_dim) order. The optimized implementations share only
-//! the shape with this module, and are otherwise independent of it.
+//! the code of [`AttentionShape`] with this module.
 
 mod linear;
 
@@ -20,7 +20,7 @@ pub struct Forward {
     pub lse: Vec<f64>,
 }
 
-/// The result of [`backward`]: gradients with the dimensions of their tensors.
+/// The result of [`backward`]. Each gradient has the dimensions of its input.
 #[derive(Debug, Clone)]
 pub struct Gradients {
     /// Gradient of the query.
@@ -50,8 +50,8 @@ pub type Pattern<'a> = &'a dyn Fn(Pair) -> bool;
 /// Every pair that the mask allows: dense attention.
 pub const DENSE: Pattern<'static> = &|_| true;
 
-/// How logits are computed from the dot products of queries and keys: `x = scale q k`, then with a soft cap
-/// `x = softcap tanh(x / softcap)`, then with `ALiBi` `x - slope |position - key|`. `position` is the query's position;
+/// How logits are computed from the dot products of queries and keys: `x = scale q k`. A soft cap changes x to
+/// `softcap tanh(x / softcap)`. `ALiBi` then subtracts `slope |position - key|`: `position` is the query's position;
 /// the last query has the position of the last key. A number converts to `Logits` with only a scale.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Logits {
@@ -207,14 +207,14 @@ pub fn sparse_forward(
 /// The gradients of a loss whose gradient with respect to the output is `dout`.
 ///
 /// `dV = P^T dO`, `dP = dO V^T`, `dS = P o (dP - rowsum(P o dP))`, `dQ = scale dS K`, `dK = scale dS^T Q`. With a soft
-/// cap the elements of dS in the formulas of dQ and dK are multiplied by `1 - tanh(x / softcap)^2`.
+/// cap the elements of dS in the formulas of dQ and dK are multiplied by `1 - tanh(scale q k / softcap)^2`.
 ///
 /// ```
 /// use candle_sage::{AttentionShape, reference};
 ///
 /// let dims = (1, 2, 1, 8);
 /// let shape = AttentionShape::new(dims, dims, dims, true, None)?;
-/// // Both queries see the first key. Only the second query sees the second key: it gives each key half of its weight.
+/// // The first query sees only the first key. The second query sees both keys and gives each the weight 1/2.
 /// let (zeros, ones) = ([0.0; 16], [1.0; 16]);
 /// let got = reference::backward(&shape, 1.0, &zeros, &zeros, &ones, &ones);
 /// assert!((got.dv[0] - 1.5).abs() < 1e-12 && (got.dv[8] - 0.5).abs() < 1e-12);

@@ -139,8 +139,8 @@ impl Scheme {
         }
     }
 
-    /// Every setting that changes results, as its name and its value as text. ([`AttnQat::products`] changes only the
-    /// order of sums.) Schemes with the same name and settings compute the same results.
+    /// Every setting that changes results, as its name and its value as text. [`AttnQat::products`] is not included: it
+    /// changes only the order of sums. Schemes with the same name and settings compute the same results.
     ///
     /// ```
     /// use candle_sage::{SageBwd, Scheme};

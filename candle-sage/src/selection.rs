@@ -23,8 +23,8 @@ use crate::shape::AttentionShape;
 /// Each segment (batch entry or packed document) is divided into blocks, starting at its first token. The query heads
 /// that share a key head share a list. With a causal mask, the *candidates* of a block of queries are the blocks of
 /// keys that its first query sees entirely. The blocks on the diagonal are not candidates: they are always seen, and
-/// masked token by token, so a list may be empty. Without a mask all blocks are candidates, and every list has at least
-/// one block.
+/// masked token by token, so a block of queries may select no candidate. Without a mask all blocks are candidates, and
+/// each block of queries selects at least one.
 ///
 /// Cloning is cheap.
 ///
@@ -35,7 +35,7 @@ use crate::shape::AttentionShape;
 /// let x = Tensor::randn(0f32, 1., (1, 512, 2, 64), &Device::Cpu)?;
 /// let dims = x.dims4()?;
 /// let shape = AttentionShape::new(dims, dims, dims, true, None)?;
-/// // The two blocks of 64 keys before the diagonal, and the first one.
+/// // The block of 64 keys on the diagonal, the two blocks before it, and the first block of the sequence.
 /// let window = Selection::window(&shape, (64, 64), 2, 1, &Device::Cpu)?;
 /// let out = Attention::new(Scheme::Unquantized).causal(true).select(&window).apply(&x, &x, &x)?;
 /// assert_eq!(window.list(0, 0, 7)?, [0, 5, 6, 7]);
@@ -82,8 +82,8 @@ impl Selection {
         Ok(self.host()?.seen(segment, key_head, block).iter().map(|&block| block as usize).collect())
     }
 
-    /// The fraction of dense attention's (query, key) pairs that the selection skips, over all heads, with masks
-    /// applied token by token. On a GPU the call waits for the device.
+    /// The fraction of dense attention's (query, key) pairs that the selection skips, over all heads. Pairs that the
+    /// causal mask or the packing excludes are not counted. On a GPU the call waits for the device.
     ///
     /// # Errors
     /// When the device fails.

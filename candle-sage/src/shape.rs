@@ -364,12 +364,12 @@ impl AttentionShape {
         self.query_heads / self.key_heads
     }
 
-    /// Dimensions of the query, of the output and of the query's gradient.
+    /// Dimensions of the query and its gradient; also of the output if values have the same head_dim.
     pub fn query_dims(&self) -> Dims {
         (self.batch, self.query_len, self.query_heads, self.head_dim)
     }
 
-    /// Dimensions of the key, of the value and of their gradients.
+    /// Dimensions of the key and its gradient; also of the value and its gradient if values have the same head_dim.
     pub fn key_dims(&self) -> Dims {
         (self.batch, self.key_len, self.key_heads, self.head_dim)
     }

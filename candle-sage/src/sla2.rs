@@ -1,5 +1,6 @@
-//! SLA2 (arXiv 2602.12675): a router selects the blocks of keys to which a block of queries attends exactly,
-//! linear attention covers the blocks of [`Tail`], and a learned weight mixes the two outputs.
+//! SLA2 (arXiv 2602.12675): a router selects the blocks of keys to which a block of queries attends exactly. Linear
+//! attention covers the blocks that are not selected, and by default the selected ones too ([`Tail`]). A learned weight
+//! mixes the two outputs.
 //!
 //! ```
 //! use candle_core::{Device, Tensor, Var};
@@ -44,20 +45,22 @@ use crate::shape::{AttentionShape, Packing};
 ///
 /// ```text
 /// Os_i = softmax attention over S(I), in the numerics of a scheme
-/// Ol_i = phi(q_i) H_I / (phi(q_i) . z_I), linear attention over the candidates
+/// Ol_i = phi(q_i) H_I / (phi(q_i) . z_I), linear attention over the blocks of the tail
 /// a_i  = sigmoid(theta + log(keys seen exactly) - log(keys left to the tail)), 1 where none is left
 /// O_i  = a_i Os_i + (1 - a_i) Ol_i
 /// ```
 ///
-/// [`past_linear`](fn@crate::ops::past_linear) defines `phi`, `H_I` and `z_I`. Query, key and value are as in
-/// [`Attention`]. `theta` has one f32 value for each query head; 2 is a good initial value. The router's choice has no
-/// gradient: Q, K, V and `theta` train through the output, the router through [`Sla2::router_loss`]. The first blocks
-/// of a sequence have at most as many candidates as the router may select: their result is dense attention.
+/// The *candidates* are the blocks of keys that a block of queries may select: see [`Selection`]. The tail covers all
+/// candidates, or those that are not selected ([`Tail`]). [`past_linear`](fn@crate::ops::past_linear) defines `phi`,
+/// `H_I` and `z_I`. Query, key and value are as in [`Attention`]. `theta` has one f32 value for each query head; 2 is a
+/// good initial value. The router's choice has no gradient: Q, K, V and `theta` train through the output, the router
+/// through [`Sla2::router_loss`]. The first blocks of a sequence have at most as many candidates as the router may
+/// select: their result is dense attention.
 ///
-/// With a causal mask no token after a query changes the query's output: the router's means end with the block's first
-/// query, no candidate contains a later key, and the tail sums only over candidates. (With [`SageBwd`](crate::SageBwd)
-/// K's mean over all tokens is subtracted before quantizing, so that later tokens change how values are rounded;
-/// unquantized attention has no such dependence.)
+/// With a causal mask no token after a query changes the query's output: the router's mean of a block of queries
+/// contains no query after the block's first, no candidate contains a later key, and the tail sums only over
+/// candidates. (With [`SageBwd`](crate::SageBwd) K's mean over all tokens is subtracted before quantizing, so that
+/// later tokens change how values are rounded; unquantized attention has no such dependence.)
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -65,7 +68,7 @@ use crate::shape::{AttentionShape, Packing};
 ///
 /// let x = Tensor::randn(0f32, 1., (1, 64, 2, 8), &Device::Cpu)?;
 /// let (router, theta) = (Router::new(2, 8, &Device::Cpu)?, Tensor::zeros(2, DType::F32, &Device::Cpu)?);
-/// // With as many blocks as there are, nothing is left to the tail: the result is dense attention.
+/// // If all blocks may be selected, nothing is left to the tail: the result is dense attention.
 /// let sla2 = Sla2::new(Scheme::Unquantized).block((16, 16)).blocks(4).causal(true);
 /// let out = sla2.apply(&x, &x, &x, &sla2.select(&router, &x, &x)?, &theta)?;
 /// let dense = Attention::new(Scheme::Unquantized).causal(true).apply(&x, &x, &x)?;
@@ -85,8 +88,8 @@ pub struct Sla2 {
 }
 
 impl Sla2 {
-    /// SLA2 with attention over the selected blocks in the numerics of `scheme`: at most 4 blocks of 128 x
-    /// 128 tokens, not causal.
+    /// SLA2 with attention over the selected blocks in the numerics of `scheme`. By default it selects at most 4 blocks
+    /// of 128 x 128 tokens, without a causal mask.
     pub fn new(scheme: impl Into<Scheme>) -> Self {
         Self {
             attention: Attention::new(scheme),
@@ -117,8 +120,8 @@ impl Sla2 {
 
     /// With a causal mask: the number of nearest blocks before the diagonal that are always selected; the router
     /// selects the others. A router may drop near blocks in favour of far ones, and then misses attention mass that a
-    /// window would cover. The default is 0, the maximum is [`Sla2::blocks`], with which the router selects nothing. If
-    /// fewer than `count` blocks are before the diagonal, all of them are selected. The router still learns from all
+    /// window would cover. The default is 0. The maximum is [`Sla2::blocks`]; then the router selects nothing. If fewer
+    /// than `count` blocks are before the diagonal, all of them are selected. The router still learns from all
     /// candidates.
     ///
     /// ```
@@ -154,16 +157,16 @@ impl Sla2 {
         self
     }
 
-    /// With a causal mask: the number of queries whose mean represents a block in the router. The last of these queries
-    /// is the block's first query. The default is a quarter of the block. (Without a mask the mean of the whole block
-    /// is used.)
+    /// With a causal mask: the number of queries whose mean represents a block of queries in the router. The last of
+    /// these queries is the block's first query. The default is a quarter of the block. (Without a mask the mean of the
+    /// whole block is used.)
     #[must_use]
     pub fn pool(mut self, queries: usize) -> Self {
         self.pool = Some(queries);
         self
     }
 
-    /// The blocks that the linear tail sums over. With `None` there is no tail, only block-sparse attention.
+    /// The blocks that the linear tail sums over. `None`: block-sparse attention without a tail.
     #[must_use]
     pub fn tail(mut self, tail: Option<Tail>) -> Self {
         self.tail = tail;
@@ -199,7 +202,7 @@ impl Sla2 {
             return Err(Error::new("`blocks` must be at least 1 without a causal mask")
                 .got("0 blocks without a causal mask")
                 .allowed("at least 1 block")
-                .hint("only a causal mask always includes a block, the block on the diagonal")
+                .hint("with a causal mask, 0 blocks are allowed, because the block on the diagonal is always included")
                 .into());
         }
         if self.nearest > self.count || self.nearest > 0 && !shape.causal() {
@@ -228,7 +231,7 @@ impl Sla2 {
         ])
     }
 
-    /// With a causal mask: the number of queries whose mean represents a block.
+    /// With a causal mask: the number of queries whose mean represents a block of queries.
     fn pool_of_block(&self) -> usize {
         self.pool.unwrap_or_else(|| (self.block.0 / 4).max(1))
     }
@@ -323,10 +326,10 @@ impl Sla2 {
         Ok((out, Sla2Vjp { attention, inputs, mixture }))
     }
 
-    /// The loss that trains the router: the cross-entropy of the softmax of the router's scores over the candidates,
-    /// with respect to dense attention's mass, `-sum_IJ T_IJ log softmax_J(s_IJ) / sum T`. `T_IJ` is the mass that the
-    /// queries of block `I`, in all query heads that share a key head, give to block `J`. The loss is a scalar in f32,
-    /// differentiable only with respect to the router.
+    /// The loss that trains the router: the cross-entropy `-sum_IJ T_IJ log softmax_J(s_IJ) / sum T`. The softmax of
+    /// the router's scores `s_IJ` is over the candidates. `T_IJ` is dense attention's mass (sum of probabilities) that
+    /// the queries of block `I`, in all query heads that share a key head, give to block `J`. The loss is a scalar in
+    /// f32, differentiable only with respect to the router.
     ///
     /// This loss replaces the published training of the router through a soft selection ([`Sla2::apply_soft`]).
     ///

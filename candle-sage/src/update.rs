@@ -44,8 +44,8 @@ pub struct AdamW {
     pub clip: Option<f64>,
 }
 
-/// The factor of a gradient with this sum of squares: `factor`, or less if the norm would exceed `clip`; `None` if the
-/// norm is not finite.
+/// The factor of a gradient whose squares add up to `sum_of_squares`: `factor`, or less if the norm of the multiplied
+/// gradient would exceed `clip`; `None` if that norm is not finite.
 pub(crate) fn clipped(factor: f64, clip: Option<f64>, sum_of_squares: f64) -> Option<f32> {
     let norm = factor * sum_of_squares.sqrt();
     let clipped = clip.map_or(1.0, |clip| if norm > clip { clip / norm } else { 1.0 });
@@ -112,8 +112,8 @@ impl Orthogonalization {
                     [3.318_419_657_370_601_5, -2.488_488_024_314_874, 0.510_048_940_123_72],
                     [2.300_652_019_954_817, -1.668_903_984_574_749_3, 0.418_807_311_952_567_3],
                 ];
-                // The first polynomial's argument is divided by the margin twice, because rounding may make the norm
-                // too small.
+                // Each polynomial except the last divides its argument by the margin. The first divides twice, because
+                // rounding may make the norm too small.
                 let margins = [1.01 * 1.01, 1.01, 1.01, 1.01, 1.0];
                 std::array::from_fn(|n| {
                     let (polynomial, margin): ([f64; 3], f64) = (best[n], margins[n]);
@@ -182,8 +182,8 @@ pub struct Muon {
 }
 
 /// Directions are multiplied by this factor before they are orthogonalized. Squares of directions are summed in bf16 or
-/// f32: with this factor, the sums of matrices with elements of 1e-26 to 1e11 neither vanish nor overflow. Directions
-/// with smaller or larger elements become zero.
+/// f32: with this factor, the sums neither vanish nor overflow if the elements are 1e-26 to 1e11. Directions with
+/// smaller or larger elements become zero.
 pub(crate) const DIRECTION_UNIT: f32 = (1 << 24) as f32;
 
 /// The settings of Muon's pass over the momentum: see the fields of [`Muon`].
@@ -229,7 +229,7 @@ impl Muon {
 
     /// `1 - lr weight_decay`, and the factor of the orthogonal direction of a matrix.
     pub(crate) fn factors(&self, (rows, columns): (usize, usize)) -> [f32; 2] {
-        // The passes before the weights move use the other settings.
+        // The passes that run before the weights are updated use the other settings.
         let Self {
             lr,
             weight_decay,

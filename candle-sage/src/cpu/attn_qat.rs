@@ -20,8 +20,8 @@ pub(super) struct Kept {
     codes: Codes,
     /// Base-2 log-sum-exp of each query, (batch, query heads, query).
     lse2: Vec<f32>,
-    /// For each query, in the order of `lse2`: the sum of `2^(logit - reference)` (1 with `PReference::Literal`), times
-    /// the factor by which a sink increases the sum.
+    /// For each query, in the order of `lse2`: the sum of `2^(logit - reference)` over the keys and the sink. With
+    /// `PReference::Literal` this sum is divided by the sum over the keys alone.
     sum: Vec<f32>,
     /// O', the output with unquantized P, (batch, query, query heads, head_dim).
     high_precision_out: Vec<f32>,
@@ -32,7 +32,7 @@ pub(super) struct Kept {
 struct Codes {
     q: Vec<Packed>,
     k: Vec<Packed>,
-    /// V times a factor, and the factor.
+    /// V times the factor that `ValueScale` sets, and this factor.
     v: Vec<(Packed, f32)>,
     /// The token mean that was subtracted from K, if there is one.
     k_mean: Vec<Option<Vec<f32>>>,
@@ -162,16 +162,16 @@ impl ForwardNumerics for Forward<'_> {
         let mut finished = rows.finish(sink, sees);
         let literal = self.settings.p_reference == PReference::Literal;
         for (r, sum) in sum.iter_mut().enumerate().filter(|(r, _)| sees(*r)) {
-            // In the backward P is relative to all logits including the sink. If the sink leaves less than 2^-64 of the
-            // probability to the keys, P loses bits or becomes zero.
+            // The denominator of the backward's P includes the sink, so `sum` does too. The factor is at most 2^64: if
+            // the sink leaves less than 2^-64 of the probability to the keys, P in FP4 loses bits or becomes zero.
             let with_sink = sink.map_or(1.0, |_| {
                 let keys = references[r] + sum.log2();
                 (finished.states[0][r] - keys).clamp(0.0, 64.0).exp2()
             });
             *sum = with_sink * if literal { 1.0 } else { *sum };
         }
-        // V's mean m is not added to O', because m is also subtracted from the backward's V: delta = rowsum(dO o O')
-        // matches dP = dO (V - m)^T.
+        // V's mean m is added to O, but not to O' (the output with unquantized P). The backward subtracts m from V, so
+        // that delta = rowsum(dO o O') matches dP = dO (V - m)^T.
         if let Some(mean) = &self.codes.v_mean[key_index(self.problem, self.problem.key_head(at))] {
             finished.add_value_mean(mean, sees);
         }
@@ -226,8 +226,8 @@ impl RowSource for Backward<'_> {
     }
 }
 
-/// The output's gradient of one head, and a sum for each query: `p * sum` is the probability relative to the query's
-/// reference.
+/// The output's gradient of one head, and the [`Kept::sum`] of each query: `p * sum` is quantized to FP4, then divided
+/// by `sum`.
 struct Grads {
     dout: Rows,
     sum: Vec<f32>,
@@ -283,8 +283,8 @@ impl BackwardNumerics for Backward<'_> {
     }
 }
 
-/// Turns a tile of logits into probabilities relative to the new references, and rescales sums and accumulators to
-/// these references.
+/// Updates the references, replaces each logit of a tile by `2^(logit - reference)`, and rescales sums and accumulators
+/// to the new references.
 #[multiversion(targets = "simd")]
 fn online_softmax(reference: PReference, cols: usize, logits: &mut [f32], softmax: &mut Softmax<2>) {
     let Softmax { reference: references, sum, acc: [first, second] } = softmax;
@@ -307,8 +307,7 @@ fn online_softmax(reference: PReference, cols: usize, logits: &mut [f32], softma
     }
 }
 
-/// Fake-quantizes a row of probabilities `p` in groups of 16 keys. `p * sum` is the exponential of the logit
-/// minus the row's reference.
+/// Fake-quantizes a row of probabilities `p` in groups of 16 keys: quantizes `p * sum`, then divides by `sum`.
 #[multiversion(targets = "simd")]
 fn quantize_probabilities(p: &[f32], sum: f32, quantized: &mut [f32]) {
     // A query that sees no key has no probabilities, and a sum of 0.
@@ -326,9 +325,9 @@ fn quantize_probabilities(p: &[f32], sum: f32, quantized: &mut [f32]) {
 mod tests {
     use super::*;
 
-    /// References are whole numbers, so a new reference scales probabilities by a power of two. Therefore the FP4
-    /// values of the backward (relative to the row's final reference) and of the forward (relative to a lower
-    /// reference) are equal, as long as no scale is subnormal.
+    /// References are whole numbers, so a new reference scales `2^(logit - reference)` by a power of two. The backward
+    /// uses a row's final reference, the forward may use an earlier one. They still compute the same FP4 values, as
+    /// long as no scale is subnormal.
     #[test]
     fn the_backward_uses_the_forwards_fp4_values() {
         let logits: Vec<f32> = (0..64).map(|i| ((i * 29 % 64) as f32) * 0.08 - 3.0).collect();
@@ -347,7 +346,7 @@ mod tests {
         for max in [-3.5f32, 0.0, 0.1, 7.0, 1e6] {
             let reference = PReference::RowMax.of(max);
             assert!(reference >= max && reference < max + 1.0 && reference.fract() == 0.0);
-            // The largest probability, at most 2^11, has a scale that E4M3 can represent.
+            // The largest `2^(logit - reference)`, at most 2^11, has a scale that E4M3 can represent.
             assert!(lanes::exp2(max - PReference::TwoLevel.of(max)) / 6.0 <= 448.0);
         }
         assert_eq!(PReference::RowMax.of(f32::NEG_INFINITY), f32::NEG_INFINITY);

@@ -16,7 +16,7 @@ struct Item {
     keys: Range<usize>,
 }
 
-/// The gradients that a task contributes to.
+/// The result of one task: dK and dV of its keys, and its contribution to dQ.
 struct Part {
     dk: Vec<f32>,
     dv: Vec<f32>,

@@ -3,8 +3,8 @@
 use super::lanes;
 use crate::shape::AttentionShape;
 
-/// The weight `a` of attention over selected keys, for a row with `exact` keys in exact attention and `left` keys
-/// only in the tail.
+/// The weight `a` of attention over selected keys. For a row, `exact` is the number of keys that exact attention
+/// covers, and `left` the number of keys that only the tail covers.
 fn share(theta: f32, (exact, left): (u32, u32), by_count: bool) -> f32 {
     if left == 0 {
         return 1.0;

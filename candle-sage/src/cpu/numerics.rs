@@ -55,8 +55,8 @@ impl<'a> Problem<'a> {
         self.sinks.get(at.head).copied()
     }
 
-    /// Rows of a query tile and of a key tile, for numerics that work with any tile size: 64, or with a selection the
-    /// largest of 64, 32 and 16 that divides the size of its blocks.
+    /// Number of tokens of a query tile and of a key tile, for numerics that work with any tile size. Without a
+    /// selection: 64. With a selection: the largest of 64, 32 and 16 that divides the selection's block size.
     pub(super) fn tile(&self) -> (usize, usize) {
         let of_block =
             |block: usize| [64, 32].into_iter().find(|tile| block.is_multiple_of(*tile)).unwrap_or(16);
@@ -206,7 +206,7 @@ pub(crate) trait Operands: Sync {
     /// Query of one head, as an operand of matmuls.
     type Queries;
 
-    /// Rows of a query tile and of a key tile.
+    /// Number of tokens of a query tile and of a key tile.
     fn tile(&self) -> (usize, usize);
 
     fn keys(&self, at: Head, tokens: Range<usize>) -> Self::Keys;

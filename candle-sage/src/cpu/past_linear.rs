@@ -9,8 +9,8 @@ use super::view::View;
 use super::{Gradients, lanes};
 use crate::selection::{Blocks, Lists};
 
-/// The state of a block, or the sum of the states before it: `h = sum phi(k)^T v`, (head_dim, head_dim), and
-/// `z = sum phi(k)`.
+/// Sums over the keys of one block, or of all blocks that a block of queries reads: `h = sum phi(k)^T v`,
+/// (head_dim, head_dim), and `z = sum phi(k)`.
 #[derive(Clone)]
 struct State {
     h: Vec<f32>,
@@ -53,7 +53,7 @@ fn features(rows: &mut [f32], d: usize) {
     }
 }
 
-/// Replaces the gradient of the features by the gradient of the rows.
+/// The backward of [`features`]: replaces the gradient of `phi` by the gradient of the softmax's input.
 fn features_backward(phi: &[f32], dphi: &mut [f32], d: usize) {
     for (phi, dphi) in phi.chunks_exact(d).zip(dphi.chunks_exact_mut(d)) {
         let mean = lanes::dot(phi, dphi);

@@ -30,7 +30,7 @@ impl<'a> Mat<'a> {
         Self { transposed: !self.transposed, ..self }
     }
 
-    /// (rows, columns, row stride, column stride) of the matrix or of its transpose.
+    /// (rows, columns, row stride, column stride); those of the transpose if `transposed`.
     fn seen(&self) -> (usize, usize, isize, isize) {
         let stride = self.cols as isize;
         if self.transposed { (self.cols, self.rows, 1, stride) } else { (self.rows, self.cols, stride, 1) }

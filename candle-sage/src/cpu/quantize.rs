@@ -19,7 +19,7 @@ impl Scale {
     /// The scale of a group, from the largest [`lanes::abs_bits`] in it.
     ///
     /// An infinity or a NaN in the group makes the dequantized group non-finite, so that later results show the error.
-    /// If `127 / max` would overflow (maxima below 3.73e-37), the scale is `1 / f32::MAX`.
+    /// If `127 / max` would overflow (maxima below 3.73e-37), `quant` is `f32::MAX` and `dequant` is `1 / f32::MAX`.
     #[inline(always)]
     pub(crate) fn of(max_abs_bits: u32) -> Self {
         let max = f32::from_bits(max_abs_bits);
@@ -63,7 +63,7 @@ impl TileCodes {
     }
 }
 
-/// Quantizes values that share one scale, and returns their dequant_scale.
+/// Quantizes values that share one scale, and returns their dequantization scale.
 #[multiversion(targets = "simd")]
 fn quantize(values: &[f32], codes: &mut [i8]) -> f32 {
     let scale = Scale::of(lanes::max_abs_bits(values));

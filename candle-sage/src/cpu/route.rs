@@ -10,8 +10,8 @@ use super::view::View;
 use crate::selection::Blocks;
 use crate::shape::{AttentionShape, Segment};
 
-/// The means over the `heads` of each group and the tokens of each block in `blocks`: (key heads, blocks of all
-/// segments, head_dim).
+/// The means over the tokens of each block in `blocks` and over the heads of each group (`heads` per group):
+/// (key heads, blocks of all segments, head_dim).
 pub(crate) fn pool(
     view: &View<'_>,
     key_heads: usize,

@@ -97,8 +97,8 @@ impl Codes {
 /// The matmuls of [`crate::scheme::SageBwd`] for one of the mainloops, which read V in different forms.
 struct Products<'a, V> {
     settings: &'a Settings,
-    /// Which of the mainloop's matmuls run in INT8. In the forward S always runs in INT8, and `values` determines O's
-    /// type.
+    /// The backward's matmuls that run in INT8. In the forward all fields are true: S always runs in INT8, and `values`
+    /// decides whether O does.
     int8: Int8Products,
     problem: &'a Problem<'a>,
     codes: &'a Codes,
@@ -107,7 +107,7 @@ struct Products<'a, V> {
 
 /// V in the form that a mainloop reads.
 trait Values: Sync {
-    /// The rows of one key head, whose entry in `Codes` has `index`.
+    /// The rows of V of one key head; `index` is the index of the head's entry in `Codes`.
     fn rows(&self, problem: &Problem<'_>, at: Head, index: usize, tokens: Range<usize>) -> Vec<f32>;
 }
 
@@ -146,8 +146,8 @@ pub(super) struct Keys {
     k: Vec<f32>,
     /// In the forward: INT8 values of V, or unquantized V. In the backward: V in 16-bit precision.
     v: Vec<f32>,
-    /// K minus its mean, unquantized: for the logits of Q's mean, and for matmuls that do not run in INT8. Empty if not
-    /// needed.
+    /// K minus its mean, unquantized: for matmuls that do not run in INT8, and for the product with Q's mean (this
+    /// product is added to the logits). Empty if not needed.
     k_smooth: Vec<f32>,
 }
 

@@ -14,8 +14,8 @@ pub(crate) struct Tile {
 
 /// Sets logits to minus infinity if the query does not see the key.
 pub(crate) fn mask(segment: &Segment, tile: Tile, logits: &mut [f32]) {
-    // A later query's keys do not begin or end before an earlier query's keys, so the first and the last row determine
-    // whether anything is masked.
+    // From one query to the next, neither the first nor the last visible key moves back. The first and the last row
+    // therefore determine whether anything is masked.
     let last = tile.row + tile.rows - 1;
     if segment.visible_keys(tile.row) >= tile.col + tile.cols && segment.first_key(last) <= tile.col {
         return;

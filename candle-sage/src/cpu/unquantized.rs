@@ -104,8 +104,8 @@ impl BackwardNumerics for Backward<'_> {
     }
 }
 
-/// Turns a tile of logits into probabilities relative to the new row maxima, and rescales sums and accumulators to
-/// these maxima.
+/// Updates the row maxima, replaces each logit of a tile by `2^(logit - max)`, and rescales sums and accumulators to
+/// the new maxima.
 #[multiversion(targets = "simd")]
 pub(super) fn online_softmax(cols: usize, logits: &mut [f32], softmax: &mut Softmax) {
     let Softmax { reference, sum, acc: [acc] } = softmax;

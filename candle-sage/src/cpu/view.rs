@@ -1,4 +1,4 @@
-//! Views of 4-D tensors of any float type and any strides, and storage for results.
+//! Views of 4-D tensors in f32, f16 or bf16, with any strides; storage for results.
 
 use std::ops::Range;
 

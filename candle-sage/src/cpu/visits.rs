@@ -6,7 +6,7 @@ use super::numerics::{Head, Problem};
 use crate::selection::Lists;
 
 impl Problem<'_> {
-    /// Ascending ranges that include every key that any query of a tile of a query head sees. The ranges start at
+    /// Ascending ranges that include every key that any of `queries` sees; `at` is a query head. The ranges start at
     /// multiples of `tile`.
     pub(super) fn keys_seen(&self, at: Head, queries: Range<usize>, tile: usize) -> Vec<Range<usize>> {
         let segment = &self.segments[at.segment];
@@ -22,12 +22,12 @@ impl Problem<'_> {
         }))
     }
 
-    /// Ascending ranges that include every query that sees any key of a tile of a key head. The ranges start at
+    /// Ascending ranges that include every query that sees any of `keys`; `at` is a key head. The ranges start at
     /// multiples of `tile`.
     pub(super) fn queries_that_see(&self, at: Head, keys: Range<usize>, tile: usize) -> Vec<Range<usize>> {
         let segment = &self.segments[at.segment];
         let end = segment.end_query(keys.end - 1);
-        // The first range also starts at a multiple of the tile size, even if its first queries do not see the keys.
+        // Rounded down to a multiple of the tile size: the first queries of the first range may not see the keys.
         let first = segment.first_query(keys.start) / tile * tile;
         let Some(lists) = self.lists else { return runs(std::iter::once(first..end)) };
         let Lists { blocks, .. } = lists;

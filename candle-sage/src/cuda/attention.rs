@@ -33,7 +33,9 @@ impl<'a> PerHead<'a> {
             None => Ok(Address::default()),
             Some((storage, layout)) => match &**storage {
                 Storage::Cuda(storage) => start((storage, *layout), gpu),
-                _ => Err(Error::new("the sinks or ALiBi slopes are not on the query's device").into()),
+                _ => Err(Error::new("the sinks or ALiBi slopes are not on the query's device")
+                    .hint("move them with `to_device`")
+                    .into()),
             },
         }
     }
@@ -78,7 +80,9 @@ impl<'a> SelectionLists<'a> {
     pub(super) fn lists(&self, gpu: &Gpu) -> Result<params::Lists<'_>> {
         let (_, _, stride) = self.layout.shape().dims3()?;
         let Storage::Cuda(storage) = &*self.storage else {
-            return Err(Error::new("the selection is not on the query's device").into());
+            return Err(Error::new("the selection is not on the query's device")
+                .hint("`Selection::to_device` copies the selection")
+                .into());
         };
         let seen = address_at(storage.as_cuda_slice::<u32>()?, first_index(self.layout), gpu)?;
         Ok(lists_at(seen, self.blocks, stride))
@@ -122,7 +126,7 @@ impl<'a> OptionalInputs<'a> {
     }
 }
 
-/// With `true` the forward keeps the state for its backward.
+/// The `bool` of the arguments: whether the forward keeps the state for its backward.
 impl Launch<([Operand<'_>; 3], bool), (CudaStorage, Option<Box<dyn CompletedOnGpu>>)> for AttentionOp {
     fn launch(
         &self,

@@ -38,7 +38,7 @@ pub(super) struct Operands {
     value_max: ValueMax,
 }
 
-/// For each key head of each segment the bits of the largest |V|, if V is scaled.
+/// With [`ValueScale::Head`]: the bits of the largest |V| of each key head of each segment.
 type ValueMax = Option<Buffer<u32>>;
 
 /// Buffers that the backward's kernels read and write in addition to the forward's state.
@@ -60,7 +60,8 @@ pub(super) enum Rounded {
 pub(super) struct Kept {
     /// The high-precision output O'. `None` without a backward, or if the backward does not use it.
     high_precision_out: Option<Output>,
-    /// A number for each query, as `Kept::sum` of `cpu/attn_qat.rs`. `None` without a backward.
+    /// For each query the sum of `2^(logit - reference)` over keys and sink. With `PReference::Literal`, this sum is
+    /// divided by the sum over the keys only. `None` without a backward.
     row_sums: Option<Buffer<f32>>,
     k_mean: Option<Buffer<f32>>,
 }
@@ -80,7 +81,7 @@ impl OnGpu for AttnQat {
     fn backward_kernel(&self) -> &'static str {
         match self.requantized_p {
             true => "attn_bwd_attn_qat",
-            // P is not quantized again, so the kernel of unquantized attention runs on this scheme's operands.
+            // This backward does not quantize P, so the kernel of unquantized attention runs on this scheme's operands.
             false => unquantized::BACKWARD,
         }
     }
@@ -200,7 +201,7 @@ fn codes(call: &Call<'_>) -> Result<[Buffer<i8>; 3]> {
         )
         .got(format!("kernels for {}", gpu.architecture))
         .allowed("kernels for sm_100, sm_103 or sm_12x, built with CUDA 12.9 or later (sm_100, sm_120: 12.8)")
-        .hint("AttnQat::products(Products::SixteenBit) computes the same values on every GPU")
+        .hint("AttnQat::products(Products::SixteenBit) multiplies FP4 values in 16 bits, on every GPU")
         .into());
     }
     let plan = Plan::of(NVFP4, (call.d, call.d), gpu.architecture, Visits::Every)?;
@@ -217,9 +218,9 @@ fn pack<'p>(call: &Call<'_>, codes: &'p [Buffer<i8>; 3], params: &mut params::Fo
     gpu.launch_attention(NVFP4, &call.kernel("pack_nvfp4"), grid, params)
 }
 
-/// Launches the rounding of Q, K and V into other tensors: to NVFP4 if `quantize`, otherwise only to 16 bit. With
-/// smoothing, the means of K and V are subtracted first. With `value_max`, a buffer of zeros, first launches the
-/// kernel that writes the maxima of V to it.
+/// Launches the rounding of Q, K and V into other tensors: to NVFP4 if `quantize`, otherwise only to 16 bit. The means
+/// of smoothed operands (K, or K and V) are subtracted before the rounding. If `value_max`, a buffer of zeros, is
+/// given, another kernel first writes the maxima of V to this buffer.
 fn launch_fake_quantize(
     settings: &AttnQat,
     call: &Call<'_>,

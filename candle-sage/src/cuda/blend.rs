@@ -17,7 +17,8 @@ use crate::launch::{Launch, Operand};
 use crate::ops::Alpha;
 use crate::ops::blend::{Blend, Gradients};
 
-/// One call of the kernels that only mix. (The tail's kernels can also mix: `mixture.rs`.)
+/// One call of the kernels that only mix the sparse output and the tail. (The tail's kernels can also do this mixing:
+/// `mixture.rs`.)
 pub(super) struct Call<'a> {
     pub(super) gpu: Gpu,
     pub(super) element: Element,
@@ -26,7 +27,7 @@ pub(super) struct Call<'a> {
     weights: Weights<'a>,
 }
 
-/// The inputs of the weights: `theta`, and the keys that each query sees.
+/// The inputs of the weights `a` in `a * sparse + (1 - a) * tail`: `theta` and the selected keys (see [`Alpha`]).
 pub(super) struct Weights<'a> {
     theta: Operand<'a>,
     seen: SelectionLists<'a>,

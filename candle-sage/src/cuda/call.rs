@@ -53,8 +53,8 @@ pub(super) struct Call<'a> {
 
 /// The shape of a call as kernel parameters.
 pub(super) struct Geometry {
-    /// Everything except the address of the table of packed documents, which [`Geometry::shape`] sets. Only a [`Call`]
-    /// sets the softmax scale.
+    /// The parameters without `segments`, which [`Geometry::shape`] adds. [`Geometry::new`] does not set the softmax
+    /// scale; [`Call::new`] does.
     pub(super) sizes: params::Shape<'static>,
     /// The table of packed documents.
     segments: Option<Buffer<params::Segment>>,
@@ -91,7 +91,7 @@ impl Geometry {
     pub(super) fn segment_count(&self) -> usize {
         self.sizes.segment_count as usize
     }
-    /// Numbers of query blocks and of key blocks of a selection in the longest segment.
+    /// The largest number of query blocks, and of key blocks, that a selection has in one segment.
     pub(super) fn blocks(&self) -> (usize, usize) {
         let blocks = |len: i32| (len as usize).div_ceil(SELECTION_BLOCK);
         (blocks(self.sizes.query_len), blocks(self.sizes.key_len))
@@ -105,7 +105,7 @@ impl<'a> Call<'a> {
             return Err(Error::unsupported("softmax scale is out of range on CUDA")
                 .got(problem.softmax_scale)
                 .allowed("above 0")
-                .hint("negate the query for a negative scale; the CPU supports any scale")
+                .hint("for a negative scale, negate the query and the scale; the CPU supports any scale")
                 .into());
         }
         let gpu = problem.gpu;
@@ -147,8 +147,8 @@ impl<'a> Call<'a> {
         self.geometry.shape(self.gpu)
     }
 
-    /// The shape, for a kernel whose thread blocks share `bytes` of data per head, with `heads` heads per segment. As
-    /// many heads run concurrently as the L2 cache has room for.
+    /// The shape for a kernel in which the thread blocks of one head share `bytes` of data. `heads`: heads per segment.
+    /// Only as many heads run concurrently as have room for their data in the L2 cache.
     pub(super) fn shape_sharing(&self, bytes: usize, heads: usize) -> params::Shape<'_> {
         let heads = heads * self.segment_count();
         let at_once = plan::heads_at_once(self.gpu.cache_bytes, bytes, heads);
@@ -168,7 +168,7 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// The limits of the keys that queries see, without a selection.
+    /// For calls without a selection: the number of keys that a query sees before its own position.
     pub(super) fn window(&self) -> params::Lists<'_> {
         params::Lists { keys_before: self.keys_before(), ..params::Lists::default() }
     }
@@ -253,8 +253,8 @@ impl<'a> Call<'a> {
 
 type Lengths = (usize, usize);
 
-/// The longest segment's numbers of queries and of keys, the table of packed documents (empty without packing), and the
-/// numbers of query tiles and of key tiles of all segments.
+/// The largest numbers of queries and of keys in a segment, the table of packed documents (empty without packing), and
+/// the total numbers of query tiles and of key tiles.
 fn segments(shape: &AttentionShape) -> Result<(Lengths, Vec<params::Segment>, Lengths)> {
     let segments = shape.segments();
     let tiles = |len: usize| len.div_ceil(TILE);

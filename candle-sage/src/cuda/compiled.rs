@@ -1,5 +1,5 @@
-//! The results of `build.rs`: a fatbin for each family of kernels, the architectures in it, and ptxas's report; and the
-//! constants that host and kernels share.
+//! The results of `build.rs`: a fatbin for each `.cu` file (a family of kernels), the architectures in it, and ptxas's
+//! report; and the constants that host and kernels share.
 
 include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 

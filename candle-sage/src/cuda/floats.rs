@@ -15,7 +15,7 @@ use crate::dtype::unsupported_dtype;
 use crate::error::Error;
 use crate::launch::Operand;
 
-/// The element types that the ops compute with, with the numbers of `kernels/include/sage/elements/pack.cuh`.
+/// The element types of the ops. `Type` in `kernels/include/sage/elements/pack.cuh` has the same numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Float {
     F32 = 0,
@@ -69,7 +69,7 @@ pub(super) struct Packs {
 }
 
 impl Packs {
-    /// The packs of rows that start at multiples of `strides` elements from each of `starts`.
+    /// The packs for the rows of tensors. `starts` are the tensors' addresses, `strides` all their strides in elements.
     pub(super) fn of(float: Float, starts: &[Address<'_>], strides: &[usize]) -> Self {
         let aligned = starts.iter().all(|start| start.is_multiple_of(16));
         Self { float, vector: aligned && strides.iter().all(|n| (n * float.bytes()).is_multiple_of(16)) }

@@ -2,8 +2,8 @@
 //! candle's tensors.
 //!
 //! A [`ForeignAttention`] describes calls on tensors of fixed shapes, and can be used any number of times. It does not
-//! allocate: the caller queries the sizes of the state that a forward keeps for its backward and of the scratch memory
-//! of a call, and provides both. Kernels run on the caller's stream, and no call waits for them.
+//! allocate: the caller provides a call's scratch memory, and memory for the state that a forward keeps for its
+//! backward. The caller queries their sizes first. Kernels run on the caller's stream, and no call waits for them.
 //!
 //! ```no_run
 //! use candle_core::DType;
@@ -67,7 +67,7 @@ impl ForeignLayout {
     }
 
     fn at(&self, address: u64) -> Result<Strided<'static>> {
-        // SAFETY: the caller of `forward` and `backward` vouches for the address, and nothing else reads it.
+        // SAFETY: the caller of `forward` or `backward` vouches for the address. Other calls only count memory.
         let data = unsafe { Address::lent(address) };
         Ok(Strided::new(data, Element::of(self.dtype)?, self.dims, self.strides))
     }
@@ -391,7 +391,7 @@ impl ForeignAttention {
         state: Lent,
         output: &OutputGradient<'_>,
     ) -> Result<()> {
-        // Allocating in the order of the forward returns the addresses of the forward's state.
+        // Allocates as the forward did, so that the arena returns the ranges in which the forward wrote its state.
         fn found<S: OnGpu>(scheme: S, call: &Call<'_>) -> Result<Completed<S>> {
             let minus_lse2 = minus_lse2_of(call)?;
             let kept = scheme.keep(scheme.operands(call, true)?);
@@ -410,7 +410,7 @@ impl ForeignAttention {
     /// gradients of query, key and value, contiguous, and the gradient of any sinks, (query heads) in f32.
     ///
     /// # Errors
-    /// When the gradient's layout does not match the output, the provided memory is too small, or a launch fails.
+    /// When the output's gradient does not have the output's shape and type, memory is too small, or a launch fails.
     ///
     /// # Safety
     /// As [`ForeignAttention::forward`]; inputs, `out` and `state` have not changed since the forward.

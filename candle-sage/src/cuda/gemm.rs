@@ -53,7 +53,7 @@ pub(crate) fn gemm(
     if inner != b_inner || Float::of("a matmul", b.0)? != float || ![float, Float::F32].contains(&out.float) {
         return Err(Error::shape("the matrices of a matmul do not match")
             .got(format!(
-                "{:?} {:?} and {:?} {:?} to {:?}",
+                "a {:?} {:?}, b {:?} {:?}, an output of {:?}",
                 a.1.dims(),
                 float,
                 b.1.dims(),
@@ -75,8 +75,8 @@ pub(crate) fn gemm(
     };
     let int = |n: usize| super::floats::count("rows, columns or terms", n);
     let (at_a, at_b) = (start(a, gpu)?, start(b, gpu)?);
-    // SAFETY: as their type guarantees, all addresses are inside allocations that are borrowed, and therefore alive.
-    // `a` and `b` are as large as their layouts. The type does not guarantee the size and the element type of `out`;
+    // SAFETY: the type [`Address`] guarantees that all addresses are inside borrowed, and therefore live, allocations.
+    // `a` and `b` are as large as their layouts. [`Address`] does not guarantee the size and the element type of `out`;
     // the caller vouches for them. cuBLAS is column-major: it computes the transposed matmul.
     let status = unsafe {
         result::gemm_ex(

@@ -121,7 +121,7 @@ impl Described {
         };
         let [of_a, of_b] = scales.map(Address::number);
         let set = |attribute, value: *const c_void, bytes| {
-            // SAFETY: the description is alive, and `value` points to `bytes` of the attribute's type.
+            // SAFETY: the description is alive, and `value` points to `bytes` bytes that hold the attribute's type.
             unsafe { result::set_matmul_desc_attribute(product, attribute, value, bytes) }
                 .map_err(failed("describe a matmul"))
         };
@@ -146,7 +146,7 @@ impl Described {
         use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
         let preference = result::create_matmul_pref().map_err(failed("choose an algorithm"))?;
         let set = |attribute, value: *const c_void, bytes| {
-            // SAFETY: the preference is alive, and `value` points to `bytes` of the attribute's type.
+            // SAFETY: the preference is alive, and `value` points to `bytes` bytes that hold the attribute's type.
             unsafe { result::set_matmul_pref_attribute(preference, attribute, value, bytes) }
         };
         let workspace = WORKSPACE;

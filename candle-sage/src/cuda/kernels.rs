@@ -125,7 +125,7 @@ impl Gpu {
     ///
     /// # Safety
     /// All addresses in `params` must point to live allocations on this device, as large as the kernel expects for the
-    /// shape in `params`.
+    /// shape in `params`. `kernel` and `grid` must match `params`.
     pub(super) unsafe fn launch<P: DeviceRepr>(
         &self,
         family: &str,
@@ -144,7 +144,7 @@ impl Gpu {
             block_dim: grid.threads,
             shared_mem_bytes: grid.shared_bytes as u32,
         };
-        // SAFETY: the caller vouches for the argument; grid and shared memory are from the kernel's plan.
+        // SAFETY: the caller vouches for the argument and the grid.
         unsafe { launch.launch(config) }
             .w()
             .map_err(|e| e.context(format!("launching {kernel} with {grid:?} failed")))?;
@@ -182,7 +182,7 @@ impl Gpu {
 mod tests {
     use crate::cuda::compiled::RESOURCES;
 
-    /// For each kernel, its line in ptxas's report and the number before `what`.
+    /// For each kernel: ptxas's line "Compiling entry function .." for it, and the number before `what` in the report.
     fn reported(what: &str) -> Vec<(&'static str, u32)> {
         let mut kernel = "";
         let mut found = Vec::new();
@@ -198,11 +198,10 @@ mod tests {
         found
     }
 
-    /// The attention kernels use all registers. In some of these kernels ptxas spills a few values around a tile: up to
-    /// 140 bytes per thread, depending on the version of ptxas and the architecture. Spilled values stay in the L1
-    /// cache. Spilling an accumulator (512 bytes) would be too slow. Kernels other than attention have no reason to
-    /// spill. SageBwd's backward for head_dim 128 on Hopper spills the most, because dK and matmuls in flight occupy
-    /// most registers.
+    /// The attention kernels use all registers. In some of these kernels ptxas spills a few values, up to 140 bytes per
+    /// thread, depending on the version of ptxas and the architecture. Spilled values stay in the L1 cache. Spilling an
+    /// accumulator (512 bytes) would be too slow. Kernels other than attention have no reason to spill. SageBwd's
+    /// backward for head_dim 128 on Hopper spills the most, because dK and matmuls in flight occupy most registers.
     #[test]
     fn no_kernel_keeps_its_accumulators_in_memory() {
         const SOME_VALUES: u32 = 128;

@@ -5,7 +5,7 @@ use std::rc::Rc;
 
 use candle_core::Result;
 
-use crate::error::Error;
+use crate::error::{Error, REPORT};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Purpose {
@@ -101,6 +101,7 @@ impl Arenas {
                 None => Ok(0),
                 Some(outputs) => outputs.borrow_mut().pop().ok_or_else(|| {
                     Error::new("an attention call has more results than the caller provided memory for")
+                        .hint(REPORT)
                         .into()
                 }),
             },

@@ -1,4 +1,5 @@
-//! The linear tail mixed with attention over selected keys, on the GPU: the tail's kernels mix before they write.
+//! The linear tail mixed with attention over selected keys (exact attention), on the GPU: the tail's kernels write the
+//! mixture.
 
 use candle_core::{CudaStorage, Result};
 
@@ -50,7 +51,7 @@ impl Launch<[Operand<'_>; 9], CudaStorage> for Mixture {
         let parts = address_at(parts.0.as_cuda_slice::<f32>()?, first_index(parts.1), &gpu)?;
         let mixture = params::Mixture { parts, ..weights.mixture(&gpu)? };
         call.backward(Linear { add: 1, mixture, ..call.params()? }, dout, onto)?;
-        // The states are freed before the last launch: its kernel does not read them.
+        // The linear attention's states, which `call` owns, are freed before the last launch, which does not read them.
         drop(call);
         let heads = blend.selection.shape().query_heads();
         let dtheta = gpu.alloc::<f32>(heads)?;

@@ -19,11 +19,11 @@ pub(super) trait Params: DeviceRepr {
 pub(super) fn launch<P: Params>(gpu: &Gpu, kernel: &str, grid: Grid, params: &P) -> Result<()> {
     // SAFETY: by its type every address in `params`, and in its tensor maps, is null or inside an allocation that is
     // borrowed, and therefore alive, at the launch. Work on one stream is in order, so memory that is freed after the
-    // launch is reused only after the kernel. The types do not guarantee three other conditions. The allocations have
-    // the sizes in `params` and the element types that `kernel` expects, and belong to this device and stream. An
-    // address that the kernel uses is not null. `kernel` and `grid` match `params`. The modules of this folder vouch
-    // for these conditions; no other code creates parameters. The modules allocate for the sizes that they pass, and
-    // the ops check the tensors of callers.
+    // launch is reused only after the kernel. The types do not guarantee that (1) the allocations belong to this device
+    // and stream, and have the sizes in `params` and the element types of `kernel`, (2) no address that the kernel uses
+    // is null, (3) `kernel` and `grid` match `params`. The modules of this folder vouch for these conditions; no other
+    // code creates `params`. The modules allocate for the sizes that they pass, and the ops check the tensors of
+    // callers.
     unsafe { gpu.launch(P::FAMILY, kernel, grid, params) }
 }
 

@@ -21,7 +21,8 @@ use crate::ops::past_linear::{Gradients, PastLinear};
 use crate::shape::AttentionShape;
 
 /// The number of chunks into which sequences of at most `longest` blocks are split: the number that needs the fewest
-/// steps. One chunk of every sequence takes `parts` thread blocks in all, of which a multiprocessor runs one at a time.
+/// steps. With one chunk per sequence, all sequences together take `parts` thread blocks. A multiprocessor runs one
+/// thread block at a time.
 fn chunks(longest: usize, parts: usize, multiprocessors: usize) -> usize {
     // A step is the time of one block of a sequence. An additional launch takes about one step, and so does writing,
     // adding and reading the sums of a wave.
@@ -110,7 +111,8 @@ impl<'a> Call<'a> {
         })
     }
 
-    /// Launches a kernel of the table of plans, with a grid of `blocks` x segments x `heads`.
+    /// Launches a kernel of the table of plans, with a grid of `blocks` x segments (batch entries or documents) x
+    /// `heads`.
     fn launch(&self, kernel: &str, blocks: usize, heads: usize, params: &Linear<'_>) -> Result<()> {
         let plan = Plan::of(kernel, (self.d, self.d), self.gpu.architecture, Visits::Listed)?;
         let grid = Grid {
@@ -121,15 +123,16 @@ impl<'a> Call<'a> {
         launch(&self.gpu, &format!("{kernel}_{}_{}", self.element.name(), self.d), grid, params)
     }
 
-    /// Computes the states H and z. The states of a block of queries are sums over all keys before the block. With
-    /// `params.backward`, the states of a block of keys are sums over all queries after the block.
+    /// Computes the states H and z, which `kernels/past_linear.cu` defines. The states of a block of queries are sums
+    /// over all keys before the block. With `params.backward`, the states of a block of keys are sums over all queries
+    /// after the block.
     fn make_states(&self, params: &Linear<'_>) -> Result<()> {
         let heads = self.shape.key_heads();
         self.launch(kernel!("linear_scan_blocks"), self.chunks * self.split, heads, params)?;
         if self.chunks > 1 { self.add_chunks(heads, params) } else { Ok(()) }
     }
 
-    /// Adds up the sums of the chunks before each chunk.
+    /// Adds up, for each chunk, the sums of all earlier chunks; with `params.backward`, of all later chunks.
     fn add_chunks(&self, heads: usize, params: &Linear<'_>) -> Result<()> {
         let values = (self.d + 1) * self.d;
         let lines = heads * self.geometry.segment_count();
@@ -148,7 +151,7 @@ impl<'a> Call<'a> {
         self.launch(kernel, longest, heads, params)
     }
 
-    /// Writes the output: the tail's, or with `params.mixture` the mixture's.
+    /// Writes the tail's output or, with `params.mixture`, the weighted sum of `params.sparse` and the tail's output.
     pub(super) fn forward(&self, params: Linear<'_>) -> Result<CudaStorage> {
         let out = Output::for_candle(&self.gpu, self.element, self.shape.query_dims())?;
         let params = Linear { out: out.view(&self.gpu), ..params };

@@ -5,7 +5,8 @@ use super::arch::Architecture;
 use crate::scheme::Scheme;
 use crate::shape::AttentionShape;
 
-/// TILE: tokens that share a scale, and the unit of all padded buffers. SELECTION_BLOCK: tokens of a selection's block.
+/// `TILE`: the number of tokens that share a scale; all padded buffers are multiples of it. `SELECTION_BLOCK`: the
+/// number of tokens in a selection's block.
 pub(super) use super::compiled::constants::attention_segment::{SELECTION_BLOCK, TILE};
 
 /// The larger of the head_dims of keys and values, as padded inside the kernels: 64, 128, 192 (only unquantized
@@ -32,7 +33,7 @@ pub(super) fn small_head_dim(shape: &AttentionShape) -> crate::error::Result<usi
 }
 
 impl Architecture {
-    /// The target with the plans of these kernels.
+    /// The target that contains this architecture: see `SAGE_TARGET` in the table of plans.
     pub(super) fn target(self) -> Target {
         let own = TARGETS.iter().find(|(_, _, architectures)| architectures.contains(&self.number()));
         own.expect("kernels are compiled only for the architectures of targets").0
@@ -57,7 +58,7 @@ pub(super) enum Visits {
     Window,
     /// The tiles of a selection's blocks.
     Listed,
-    /// The tiles of a window, with a soft cap or `ALiBi`.
+    /// The tiles of a window (or all tiles that the mask allows), in attention with a soft cap or `ALiBi`.
     ScoreMod,
 }
 
@@ -106,7 +107,7 @@ struct MainloopProperties {
 pub(super) struct Plan {
     /// The `.cu` file of the kernel.
     pub(super) family: &'static str,
-    /// Name of the kernel without the suffixes for visits, element type and widths.
+    /// Name of the kernel without the suffixes for [`Visits`], element type and widths.
     pub(super) kernel: &'static str,
     /// head_dim as padded inside the kernel.
     head_dim: usize,
@@ -126,10 +127,10 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// The plan of a kernel for heads that are padded to `head_dim` channels: of the plans for at least `value_dim`
-    /// channels of values, the plan with the narrowest values. Up to a `head_dim` of 128 every kernel that a scheme
-    /// names has a plan for every target, as a test checks. Above 128 there are plans for unquantized attention, if
-    /// thread blocks have enough shared memory, and for SageBwd with only S in INT8 on Hopper.
+    /// The plan of a kernel for heads that are padded to `head_dim` channels, with the smallest width of values that is
+    /// at least `value_dim`. Up to a `head_dim` of 128 every kernel that a scheme names has a plan for every target, as
+    /// a test checks. Above 128 there are plans for unquantized attention, if thread blocks have enough shared memory,
+    /// and for SageBwd with only S in INT8 on Hopper.
     ///
     /// # Errors
     /// When the table does not have such a plan.
@@ -169,11 +170,13 @@ impl Plan {
             Maps::Mapped => true,
             Maps::MappedIfWide => self.row_bytes == 2 * self.head_dim,
         };
-        // With packed documents, a map would read past a document's last, partial tile.
+        // A map would read past a packed document's last, partial tile. Mainloops with `documents` copy such a tile
+        // without a map.
         tiles && (properties.documents || !packed)
     }
 
-    /// Number of parts that the channels of dQ's accumulator are divided into inside a tile.
+    /// Number of parts into which the channels of a tile of dQ's sums are divided: one for each consumer that computes
+    /// dQ.
     pub(super) fn dq_parts(&self) -> usize {
         self.mainloop.properties().dq_parts
     }
@@ -290,13 +293,13 @@ mod tests {
                 }
                 let all = OF_ALL_SCHEMES.into_iter().chain([Visits::ScoreMod]);
                 for visits in all.filter(|visits| plan.visits.contains(&visits.planned())) {
-                    // The kernels of the router and of the tail exist only for lists of blocks. Their names lack the
-                    // suffix for lists, as the names of `Every` do.
+                    // The kernels of the router and of the tail exist only for lists of blocks. Their names have no
+                    // suffix, like the names for `Every`.
                     let visits = if plan.mainloop == Mainloop::None { Visits::Every } else { visits };
                     for element in ["bf16", "f16"] {
                         let entry = format!("'{}' for 'sm_{number}", plan.entry(visits, element));
                         assert!(RESOURCES.contains(&entry), "{entry}");
-                        // `finish_dq` of this width converts the f32 sums of dQ after the backward.
+                        // `finish_dq` of the plan's head_dim converts the f32 sums of dQ after the backward.
                         let finish = format!("'finish_dq_{element}_{}' for 'sm_{number}", plan.head_dim);
                         assert!(plan.family != "attn_bwd" || RESOURCES.contains(&finish), "{finish}");
                     }
@@ -395,7 +398,7 @@ mod tests {
         assert_eq!(heads_at_once(50 << 20, 1 << 20, 64), 16);
         // Half of the cache has room for 3 heads. Of 2 and 3, only 2 divides 16.
         assert_eq!(heads_at_once(50 << 20, 8 << 20, 16), 2);
-        // Of 17 heads, the last group lacks one head both in groups of 3 and in groups of 2.
+        // With 17 heads, the last group lacks one head in either case: groups of 3, or of 2. The larger size is chosen.
         assert_eq!(heads_at_once(50 << 20, 8 << 20, 17), 3);
     }
 }

@@ -45,7 +45,8 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for Means<'_> {
     }
 }
 
-/// The lists of the candidates with the largest scores, (key heads, blocks of queries, 1 + width).
+/// The lists of the candidates with the largest scores, (key heads, blocks of queries, 1 + width): each list follows
+/// its length.
 impl Launch<[Operand<'_>; 1], CudaStorage> for Choice<'_> {
     fn launch(&self, [(storage, layout)]: [Operand<'_>; 1]) -> Result<CudaStorage> {
         let Self { shape, blocks, most, nearest, width } = *self;
@@ -72,7 +73,8 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for Choice<'_> {
     }
 }
 
-/// The attention mass of each candidate, (key heads, blocks of queries, columns).
+/// The attention mass of each candidate, (key heads, blocks of queries, columns): the sum of dense attention's
+/// probabilities over the queries of the block and the heads of the group.
 impl Launch<[Operand<'_>; 2], CudaStorage> for Mass<'_> {
     fn launch(&self, [q, k]: [Operand<'_>; 2]) -> Result<CudaStorage> {
         let Self { shape, blocks, softmax_scale } = *self;

@@ -150,7 +150,7 @@ pub(super) struct Operands {
     pub(super) codes: Codes,
     /// V's INT8 values and scales. `None` if `O = P V` is not an INT8 matmul.
     pub(super) v: Option<(Buffer<i8>, Buffer<f32>)>,
-    /// `None` without smoothing of K, or if the mean is over a sample.
+    /// `None` without smoothing of K, or if the mean is over a sample of the tokens (`KeyMean::Sample`).
     k_tile_sums: Option<Buffer<f32>>,
     key_mean: KeyMean,
     smooths_values: bool,

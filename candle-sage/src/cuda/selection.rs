@@ -15,7 +15,7 @@ use crate::selection::Blocks;
 
 /// Checks that the kernels support a selection's blocks.
 pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
-    // Segments and heads are the second and third dimensions of grids, which CUDA limits to 65535.
+    // The largest second dimension of a grid is the product of segments and key heads. CUDA limits it to 65535.
     const MOST: usize = 65_535;
     if blocks.segments() * blocks.key_heads > MOST {
         return Err(Error::new("a selection has too many batch entries or documents for one launch")
@@ -48,7 +48,7 @@ pub(super) fn lists_at<'a>(seen: Address<'a>, blocks: &Blocks, stride: usize) ->
 /// Lower limit of a part's maximum size, in query blocks (see [`ListSplits`]). For smaller parts, another thread block
 /// that reads the keys is not worthwhile. The limit is 1 in this crate's own tests, so that small cases split lists.
 const LEAST_USERS: usize = if cfg!(test) { 1 } else { 8 };
-/// `ListSplits::shares` per multiprocessor.
+/// The number of shares (`ListSplits::shares`) per multiprocessor.
 const PARTS_OF_A_SHARE: usize = 8;
 
 /// Each key block has a list of the query blocks that select it. The longest lists are split into parts for separate
@@ -57,7 +57,7 @@ const PARTS_OF_A_SHARE: usize = 8;
 struct ListSplits {
     /// A part has at most max(LEAST_USERS, selected (query block, key block) pairs / shares) query blocks.
     shares: usize,
-    /// Maximum number of parts in addition to the first part of each list.
+    /// Maximum number of parts over all lists, without the first part of each list.
     most_parts: usize,
     /// Maximum number of lists that are split, which bounds the memory of their sums. Further long lists are not split.
     most_slots: usize,
@@ -68,8 +68,8 @@ struct ListSplits {
 }
 
 impl ListSplits {
-    /// Buffers for `lists` lists of at most `longest` query blocks, and keys of `d` channels. `None` if no list can be
-    /// long enough to split.
+    /// Allocates for `lists` lists of at most `longest` query blocks each. Keys have `d` channels. `None` if no list
+    /// can be long enough to split.
     fn new(gpu: &Gpu, lists: usize, longest: usize, d: usize) -> Result<Option<Self>> {
         if longest <= 2 * LEAST_USERS {
             return Ok(None);

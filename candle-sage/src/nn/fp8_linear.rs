@@ -7,9 +7,9 @@ use super::Linear;
 use crate::ops::{self, fp8_linear};
 
 /// A linear map of the last dimension, `y = x W^T`, with its three matmuls (output, gradient of the input, gradient of
-/// the weight) in FP8; see [`ops::fp8_linear`]. It replaces [`Linear`] without bias, and loads the same weights.
+/// the weight) in FP8; see [`ops::fp8_linear`]. It replaces a [`Linear`] that has no bias, and loads the same weights.
 ///
-/// Three numbers must be multiples of 16: inputs, outputs, and rows (the product of all leading dimensions).
+/// The numbers of inputs, outputs and rows (the product of all leading dimensions) must be multiples of 16.
 ///
 /// ```
 /// use candle_core::{DType, Device, Module, Tensor};
@@ -45,7 +45,7 @@ impl Fp8Linear {
         Ok(Self { map: Linear::load(inputs, outputs, vb)?, settings: ops::Fp8Linear::default() })
     }
 
-    /// Sets the format of the output's gradient, and the accumulators.
+    /// Sets the format of the output's gradient, and the accumulators that the three matmuls use on a GPU.
     #[must_use]
     pub fn settings(self, settings: ops::Fp8Linear) -> Self {
         Self { settings, ..self }

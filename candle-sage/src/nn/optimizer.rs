@@ -9,15 +9,16 @@ use candle_nn::{Optimizer, VarMap};
 use crate::error::Error;
 use crate::ops::{self, MuonPart, sum_of_squares};
 
-/// A variable's state is padded to a multiple of this number of elements, so that GPUs move 16 bytes at a time.
+/// A variable's state is padded to a multiple of this number of elements, because GPUs move 16 bytes at a time: four
+/// elements of the f32 state, or eight elements of the bf16 [`ops::Muon::directions`].
 const MULTIPLE: usize = 8;
 
 /// AdamW that runs [`ops::AdamW`] for each variable: weights and moments are f32 whatever type the variables have,
-/// gradients are clipped by their global norm, and a step does not wait for the device. A step does not change a
-/// variable without a gradient.
+/// gradients are clipped by their global norm, and a step does not wait for the device. A step does not change
+/// variables that have no gradient.
 ///
 /// Weight decay applies to tensors with two or more dimensions, so not to biases and norms. The optimizer overwrites
-/// `step` and `decayed` of the configuration.
+/// `step` and `decayed` of the [`ops::AdamW`] that it is given.
 ///
 /// **Load weights before making the optimizer**: it keeps an f32 copy of the weights, and each step overwrites the
 /// variables with this copy. The optimizer's state cannot be saved.
@@ -106,7 +107,7 @@ struct Held {
     variable: Var,
     /// (1 + moments, padded elements) in f32: weights, then moments.
     state: Tensor,
-    /// For Muon with `beta2`: the running mean square of each row of the orthogonal direction.
+    /// For Muon with `beta2`: the running mean squares of [`ops::Muon::normalize_rows`], one per row of the matrix.
     rows: Option<Tensor>,
 }
 
@@ -222,14 +223,14 @@ impl Muon {
     /// When one of `embeddings` is not in the map; also the errors of `Muon::new`.
     pub fn of_map(variables: &VarMap, embeddings: &[&str], config: MuonConfig) -> Result<Self> {
         let variables = variables.data().lock().unwrap_or_else(PoisonError::into_inner);
-        let mut names: Vec<&String> = variables.keys().collect();
+        let mut names: Vec<&str> = variables.keys().map(String::as_str).collect();
         // The order of a map varies between runs, and the order of a sum changes its last bits.
         names.sort_unstable();
         let named = |name: &&str| match variables.get(*name) {
             Some(variable) => Ok(variable.clone()),
             None => Err(Error::new("the map does not contain this variable")
-                .got(format!("{name:?}"))
-                .allowed(format!("one of {names:?}"))
+                .got(*name)
+                .allowed(names.join(", "))
                 .hint("name an embedding by its full path in the `VarBuilder`")
                 .into()),
         };

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Result, Tensor};
 
 use super::RmsNorm;
 use crate::error::Error;
-use crate::ops::{self, RopeStyle, dims4, swap_heads};
+use crate::ops::{self, RopeStyle, dims4, shapes_of, swap_heads};
 
 /// Rotary position embedding with its tables: see [`ops::rope`].
 ///
@@ -78,7 +78,7 @@ impl Rotary {
     /// A module for tokens at given positions, (batch, sequence) in u32 or i64. Use this module if a batch is padded on
     /// the left, or if its sequences start at different positions. The module rotates tensors of this batch size and
     /// sequence length, and ignores the argument `position` of its methods, so decoding needs a new module for each
-    /// step. The check of positions on a GPU waits for the GPU; positions on the CPU avoid the wait.
+    /// step. If `positions` is on a GPU, this function waits for the GPU to check them; on the CPU it does not wait.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -96,7 +96,7 @@ impl Rotary {
     /// ```
     ///
     /// # Errors
-    /// When a position is not in the tables, `positions` has the wrong shape or type, or this module was made by `at`.
+    /// When a position is not in the tables, `positions` has the wrong shape or type, or `self` was made by `at`.
     pub fn at(&self, positions: &Tensor) -> Result<Self> {
         let rows = self.cos.dim(0)?;
         let is_matrix = positions.rank() == 2
@@ -111,7 +111,7 @@ impl Rotary {
         }
         if !is_matrix {
             return Err(Error::shape("the rotary positions have the wrong shape or type")
-                .got(format!("{:?} {:?}", positions.dims(), positions.dtype()))
+                .got(shapes_of(&[("positions", positions)]))
                 .allowed("(batch, sequence) in u32 or i64, with at least one position")
                 .hint("`unsqueeze(0)` makes a batch of one; `to_dtype(DType::U32)` converts")
                 .into());

@@ -295,8 +295,8 @@ impl SelfAttention {
         self.output(&attended)
     }
 
-    /// An empty cache for [`SelfAttention::forward_cached`], which allocates memory for `len` tokens at its first use,
-    /// and for `len` more tokens whenever it is full.
+    /// An empty cache for [`SelfAttention::forward_cached`]. The cache allocates memory for `len` tokens at its first
+    /// use, and for `len` more tokens whenever it is full.
     pub fn cache(&self, len: usize) -> KvCache {
         KvCache::new(SEQUENCE, len.max(1))
     }
@@ -310,7 +310,7 @@ impl SelfAttention {
     ///
     /// # Errors
     /// As [`SelfAttention::forward`]; when the layer is not causal, since earlier tokens would have to see later
-    /// tokens; and when the cache does not fit the batch or the layer, or does not grow along the sequence.
+    /// tokens; and when the cache does not fit the batch or the layer, or appends along another dimension than 1.
     pub fn forward_cached<'a>(
         &self,
         x: &Tensor,

@@ -12,7 +12,9 @@ use crate::variables;
 /// A [`SelfAttention`] layer with [`Sla2`]: exact attention to the blocks that its router selects, mixed with linear
 /// attention to the blocks that [`Sla2::tail`](crate::Sla2::tail) sets.
 ///
-/// The output trains the projections, the norms and `theta`; [`Self::router_loss`] trains the router.
+/// `theta` is one learned number for each query head. It sets the weights of the mixture: see
+/// [`Alpha`](crate::ops::Alpha). The output's gradient trains the projections, the norms and `theta`;
+/// [`Self::router_loss`] trains the router.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -45,15 +47,15 @@ pub struct SparseLinearAttention {
 }
 
 impl SparseLinearAttention {
-    /// A layer with the projections of `layer`, a router and `theta`, (query heads) in f32. The attention of `layer` is
-    /// not used.
+    /// A layer with the projections and norms of `layer`, a router and `theta`, (query heads) in f32. The attention of
+    /// `layer` is not used.
     pub fn new(layer: SelfAttention, sla2: Sla2, router: Router, theta: Tensor) -> Self {
         Self { layer, sla2, router, theta }
     }
 
-    /// Loads the weights of [`SelfAttention::load`], `q_router.weight` and `k_router.weight`, (key heads, head_dim,
-    /// head_dim), and `theta`, (query heads), which a new model initializes to 2. A language model needs a causal
-    /// `sla2`.
+    /// Loads what [`SelfAttention::load`] loads; the router's `q_router.weight` and `k_router.weight`, (key heads,
+    /// head_dim, head_dim) each; and `theta`, (query heads). A new model initializes `theta` to 2. A language model
+    /// needs a causal `sla2`.
     ///
     /// # Errors
     /// When a weight is missing or has the wrong shape.
@@ -77,13 +79,13 @@ impl SparseLinearAttention {
         })
     }
 
-    /// An empty cache for [`Self::forward_cached`], which allocates memory for `len` tokens at its first use, and for
-    /// `len` more whenever it is full.
+    /// An empty cache for [`Self::forward_cached`]. The cache allocates memory for `len` tokens at its first use, and
+    /// for `len` more tokens whenever it is full.
     pub fn cache(&self, len: usize) -> Sla2Cache {
         Sla2Cache::new(len)
     }
 
-    /// [`Self::forward`] for tokens that follow the tokens in `cache`, and that are added to the cache: see
+    /// [`Self::forward`] for tokens that follow the tokens in `cache`. Adds the new tokens to the cache: see
     /// [`Sla2::apply_cached`]. `x` and the output are (batch, tokens, width). The output is detached: a cache does not
     /// propagate gradients.
     ///

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp2, InplaceOp3, Layout, Result, Tensor};
 use rayon::prelude::*;
 
-use super::support::{SPAN, check_sum, f32_values, f32_values_mut, shape_error, supported};
+use super::support::{SPAN, check_sum, f32_values, f32_values_mut, shape_error, shapes_of, supported};
 use crate::cpu::product::{Mat, product_parallel};
 use crate::launch::Launch;
 
@@ -99,9 +99,9 @@ pub fn sum_in_order(sum: &Tensor, parts: &Tensor, place: usize) -> Result<()> {
     if !parted || parts.dtype() != DType::F32 || !parts.is_contiguous() {
         return Err(shape_error(
             "sum_in_order: the parts do not fit the sum",
-            ((parts.dims(), parts.dtype()), (sum.dims(), sum.dtype()), place),
+            format!("{}, place {place}", shapes_of(&[("parts", parts), ("sum", sum)])),
             "contiguous f32 parts (n, ..), a sum (..), and a place below n",
-            "stack the parts along a new first dimension",
+            "stack the parts along a new first dimension; `contiguous()` copies a view",
         ));
     }
     check_sum("sum_in_order", sum, sum.dims())?;
@@ -190,7 +190,7 @@ pub fn product_into(out: &Tensor, a: &Tensor, b: &Tensor, factor: f64, add: bool
     if !fits || a.dtype() != b.dtype() {
         return Err(shape_error(
             "product_into: matrices do not fit together",
-            ((a.dims(), a.dtype()), (b.dims(), b.dtype()), (out.dims(), out.dtype())),
+            shapes_of(&[("a", a), ("b", b), ("out", out)]),
             "(rows, inner) and (inner, columns) of one type, to (rows, columns)",
             "transpose a matrix with `t()`, or convert it with `to_dtype`",
         ));
@@ -201,7 +201,7 @@ pub fn product_into(out: &Tensor, a: &Tensor, b: &Tensor, factor: f64, add: bool
     if !out.is_contiguous() {
         return Err(shape_error(
             "product_into: the output is not contiguous",
-            (out.dims(), out.stride()),
+            format!("{:?} with strides {:?}", out.dims(), out.stride()),
             "contiguous (rows, columns)",
             "multiply into a separate tensor, and copy",
         ));

@@ -26,7 +26,12 @@ const SQUARES: &str = "sum-of-squares";
 /// When `x` is not f32.
 pub fn sum_of_squares(x: &Tensor) -> Result<Tensor> {
     if x.dtype() != DType::F32 {
-        return Err(argument_error("sum_of_squares needs f32", x.dtype(), "f32", "convert with `to_dtype`"));
+        return Err(argument_error(
+            "sum_of_squares needs f32",
+            x.dtype().as_str(),
+            "f32",
+            "convert with `to_dtype`",
+        ));
     }
     supported(SQUARES, &[x])?;
     x.detach().apply_op1_no_bwd(&SumOfSquares)
@@ -124,7 +129,7 @@ impl InplaceOp3 for Step<'_> {
         Ok(())
     }
 
-    /// The copy is written through its shared storage, because candle's in-place ops have only one mutable tensor.
+    /// `copy` is written through its shared storage, because candle's in-place ops have only one mutable tensor.
     fn cuda_fwd(
         &self,
         state: &mut CudaStorage,
@@ -200,8 +205,8 @@ mod tests {
         Ok(())
     }
 
-    /// With more parameters than a parallel task processes (32,768), weight decay applies to exactly the first
-    /// `decayed` parameters, for any value of `decayed`.
+    /// Weight decay applies to exactly the first `decayed` parameters, for any value of `decayed`, also when several
+    /// parallel tasks (of 32,768 parameters) share the work.
     #[test]
     fn exactly_the_first_parameters_decay() -> Result<()> {
         const LEN: usize = 3 * 32 * 1024 + 5;

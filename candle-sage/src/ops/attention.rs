@@ -90,14 +90,14 @@ impl Attention {
     /// smoothing subtracts the mean of all keys of the sequence (with [`Smoothing::Kv`](crate::Smoothing::Kv) also the
     /// mean of all values), and a tile of 64 keys shares a scale. A later token can therefore change an earlier output.
     /// In a test with 256 tokens, keys from position 200 on were multiplied by 50: outputs before position 128 changed
-    /// by up to .16 of the outputs' root mean square. (`docs/support.md` lists all settings.) A NaN in the last key
-    /// reaches the first output. [`Smoothing::None`](crate::Smoothing::None) removes the dependence on the mean; the
-    /// caller can subtract a fixed mean from the keys instead. The scale of a tile of 64 keys still depends on the
-    /// tile's later tokens. For Attn-QAT see [`ValueGroups`](crate::ValueGroups).
+    /// by up to .16 of the outputs' root mean square. (`docs/support.md` has the results of this test for all schemes.)
+    /// A NaN in the last key reaches the first output. [`Smoothing::None`](crate::Smoothing::None) removes the
+    /// dependence on the mean; the caller can subtract a fixed mean from the keys instead. The scale of a tile of 64
+    /// keys still depends on the tile's later tokens. For Attn-QAT see [`ValueGroups`](crate::ValueGroups).
     ///
-    /// Unquantized attention is strictly causal for finite inputs. Earlier queries of the same tile multiply the value
-    /// of a later token by the probability 0. If that value is infinite or NaN, the outputs of up to 127 earlier
-    /// queries become NaN. Other documents and batch entries are not affected.
+    /// Unquantized attention is strictly causal for finite inputs. A query multiplies the values of later tokens in its
+    /// own tile by the probability 0. If such a value is infinite or NaN, the outputs of up to 127 earlier queries
+    /// become NaN. Other documents and batch entries are not affected.
     #[must_use]
     pub fn causal(mut self, causal: bool) -> Self {
         self.causal = causal;
@@ -179,10 +179,10 @@ impl Attention {
     /// Keys that are not listed are masked. The time, and on CUDA the order of sums, depend on the lengths of the
     /// lists.
     ///
-    /// The selection's blocks must be multiples of the scheme's tiles on the CPU ([`Scheme::block_unit`]), and 128 x
-    /// 128 on CUDA. Smoothing and NVFP4 scales use whole sequences, not only the listed blocks. SageBwd subtracts the
-    /// mean of all keys (or values) of a batch entry or document. In exact arithmetic this subtraction does not change
-    /// attention to any subset of the keys.
+    /// The block sizes of the selection must be multiples of [`Scheme::block_unit`] on the CPU, and 128 x 128 on CUDA.
+    /// Smoothing of keys or values, and [`ValueScale::Head`](crate::ValueScale::Head), use all tokens of a batch entry
+    /// or document, not only the listed blocks. In exact arithmetic, smoothing does not change attention to any subset
+    /// of the keys.
     #[must_use]
     pub fn select(mut self, selection: &Selection) -> Self {
         self.selection = Some(selection.clone());
@@ -277,7 +277,7 @@ impl Attention {
         self.scheme.validate()?;
         if keep && self.scheme.is_forward_only() {
             return Err(Error::new("FP4 matmuls have no backward")
-                .got("a query, key or value that is tracked, or a vector-Jacobian product")
+                .got("a query, key or value with a gradient (`Var`), or a call for `AttentionVjp`")
                 .allowed("inputs without gradients: `Tensor::detach`")
                 .hint(
                     "to train, use AttnQat::products(Products::SixteenBit): 16-bit matmuls, same FP4 values",
@@ -314,9 +314,7 @@ impl Attention {
                 return Err(Error::new("a selection cannot be combined with a window of tokens")
                     .got(shape.window())
                     .allowed("one of them")
-                    .hint(
-                        "`Selection::window` lists the blocks of a window; a selection may omit any of them",
-                    )
+                    .hint("select the blocks of the window instead: `Selection::window`")
                     .into());
             }
             selection.check(&shape, self.scheme.block_unit())?;

@@ -39,7 +39,8 @@ impl Attention {
     /// ```
     ///
     /// # Errors
-    /// As [`Attention::apply`]; when the bias does not fit; and for low-bit schemes, selections, ALiBi and sinks.
+    /// As [`Attention::apply`]; when the bias does not match in shape, type or device; and for low-bit schemes,
+    /// selections, ALiBi and sinks.
     pub fn apply_with_bias(&self, q: &Tensor, k: &Tensor, v: &Tensor, bias: &Tensor) -> Result<Tensor> {
         // The op only checks inputs and settings; its kernels do not run.
         let op = self.op(q, k, v, false)?;

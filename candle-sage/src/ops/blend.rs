@@ -3,7 +3,9 @@
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
 
-use super::support::{cuda_tensor, f32_tensor, f32_values, shape_error, supported, with_cuda, with_f32};
+use super::support::{
+    cuda_tensor, f32_tensor, f32_values, shape_error, shapes_of, supported, with_cuda, with_f32,
+};
 use crate::cpu::blend;
 use crate::cpu::view::to_storage;
 use crate::launch::Launch;
@@ -11,8 +13,8 @@ use crate::selection::Selection;
 
 const NAME: &str = "blend";
 
-/// How [`blend`] computes `a` in `a * sparse + (1 - a) * tail`. `sparse` is the output of exact attention, to selected
-/// blocks of keys, and `a` is its weight.
+/// How [`blend`] computes `a` in `a * sparse + (1 - a) * tail`. `sparse` is the output of exact attention to selected
+/// blocks of keys, and `a` is the weight of `sparse`.
 ///
 /// In every variant `a` is 1 for a query whose exact attention covers all keys that the query sees.
 ///
@@ -118,7 +120,7 @@ pub fn blend(
 /// ```
 ///
 /// # Errors
-/// As [`blend`], and when `dout` does not fit.
+/// As [`blend`], and when `dout` does not have the shape and type of `sparse`.
 pub fn blend_backward(
     [sparse, tail, theta]: [&Tensor; 3],
     selection: &Selection,
@@ -150,7 +152,7 @@ impl Blend {
         {
             return Err(shape_error(
                 "blend: the inputs do not fit the selection",
-                [sparse, tail, theta].map(|x| (x.dims().to_vec(), x.dtype())),
+                shapes_of(&[("sparse", sparse), ("tail", tail), ("theta", theta)]),
                 &format!("two tensors {:?} of one type, theta ({heads}) in f32", shape.query_dims()),
                 "theta has one value per query head",
             ));
@@ -167,7 +169,7 @@ impl Blend {
     }
 }
 
-/// The op that computes the gradients of a mixture's inputs from the inputs and the output's gradient.
+/// The op that computes the gradients of the inputs of [`blend`] from these inputs and the output's gradient.
 pub(crate) struct Gradients<'a>(pub(crate) &'a Blend);
 
 impl Gradients<'_> {
@@ -175,8 +177,8 @@ impl Gradients<'_> {
         if dout.dims() != sparse.dims() || dout.dtype() != sparse.dtype() {
             return Err(shape_error(
                 "blend: the output's gradient does not fit the output",
-                (dout.dims(), dout.dtype()),
-                &format!("{:?} {:?}", sparse.dims(), sparse.dtype()),
+                shapes_of(&[("dout", dout)]),
+                &shapes_of(&[("output", sparse)]),
                 "`dout` has the shape and element type of the output",
             ));
         }

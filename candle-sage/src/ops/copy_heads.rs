@@ -3,7 +3,7 @@
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, InplaceOp2, Layout, Result, Tensor};
 
-use super::support::{argument_error, shape_error, supported};
+use super::support::{argument_error, shape_error, shapes_of, supported};
 use crate::dtype::unsupported_dtype;
 use crate::launch::Launch;
 
@@ -19,7 +19,7 @@ const NAME: &str = "copy-heads";
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_sage::ops::copy_heads;
 ///
-/// // The second and third of four heads, of two tokens with one channel each.
+/// // `x` has two tokens, four heads and one channel. The second and the third head are copied.
 /// let x = Tensor::arange(0f32, 8., &Device::Cpu)?.reshape((1, 2, 4, 1))?;
 /// let out = Tensor::zeros((1, 2, 2, 1), DType::F32, &Device::Cpu)?;
 /// copy_heads(&out, &x.narrow(2, 1, 2)?)?;
@@ -33,7 +33,7 @@ pub fn copy_heads(out: &Tensor, x: &Tensor) -> Result<()> {
     if out.rank() != 4 || out.dims() != x.dims() || out.dtype() != x.dtype() {
         return Err(shape_error(
             "copy_heads: the tensors do not fit together",
-            ((x.dims(), x.dtype()), (out.dims(), out.dtype())),
+            shapes_of(&[("x", x), ("out", out)]),
             "two tensors (batch, sequence, heads, head_dim) of one type",
             "`narrow` the larger one",
         ));
@@ -46,7 +46,7 @@ pub fn copy_heads(out: &Tensor, x: &Tensor) -> Result<()> {
     if !adjacent(x) || !adjacent(out) || broadcast {
         return Err(shape_error(
             "copy_heads does not support these strides",
-            (x.stride(), out.stride()),
+            format!("strides {:?} of x, {:?} of out", x.stride(), out.stride()),
             "channels of stride 1, and an output that is not broadcast",
             "call `contiguous()` on the tensor",
         ));
@@ -54,7 +54,7 @@ pub fn copy_heads(out: &Tensor, x: &Tensor) -> Result<()> {
     if share_storage(out, x) {
         return Err(argument_error(
             "copy_heads: input and output share memory",
-            (x.dims(), out.dims()),
+            shapes_of(&[("x", x), ("out", out)]),
             "two separate tensors",
             "`copy()` one of them",
         ));

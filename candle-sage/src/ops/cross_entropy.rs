@@ -6,8 +6,8 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Ten
 use rayon::prelude::*;
 
 use super::support::{
-    cpu_storage, cuda_tensor, f32_tensor, f32_values, ids, no_forward, run_twice, shape_error, supported,
-    with_cuda, with_f32,
+    cpu_storage, cuda_tensor, f32_tensor, f32_values, ids, no_forward, run_twice, shape_error, shapes_of,
+    supported, with_cuda, with_f32,
 };
 use crate::cpu::ops::cross_entropy::{log_sum_exp, mean_loss, row_loss, to_gradient};
 use crate::dtype::Checked;
@@ -40,7 +40,7 @@ pub struct CrossEntropy {
     /// many as fit in 64 MiB, on a GPU in 256 MiB.
     pub chunk_rows: Option<usize>,
     /// The z-loss: `z_loss * logsumexp(logits[n])^2` is added to the loss of each target, so that logits do not drift
-    /// (PaLM, arXiv 2204.02311, section 5, with 1e-4). 0 adds nothing.
+    /// (PaLM, arXiv 2204.02311, section 5, sets `z_loss` to 1e-4). 0 adds nothing.
     pub z_loss: f32,
 }
 
@@ -93,7 +93,7 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor, settings: CrossEntropy) 
     if !fits {
         return Err(shape_error(
             "cross_entropy: logits and targets do not match",
-            (logits.dims(), targets.dims()),
+            shapes_of(&[("logits", logits), ("targets", targets)]),
             "logits (rows, classes), targets (rows)",
             "flatten batch and sequence first: `flatten(0, 1)`",
         ));

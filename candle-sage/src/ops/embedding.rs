@@ -6,11 +6,12 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor};
 
 use super::support::{
-    cpu_storage, cuda_tensor, f32_tensor, ids, run_twice, shape_error, supported, with_cuda, with_f32,
+    cpu_storage, cuda_tensor, f32_tensor, ids, run_twice, shape_error, shapes_of, supported, with_cuda,
+    with_f32,
 };
 use crate::cpu::ops::embedding::add_rows;
 use crate::dtype::{Checked, unsupported_dtype};
-use crate::error::Error;
+use crate::error::{Error, REPORT};
 use crate::launch::{Backward, Launch};
 
 const NAME: &str = "embedding";
@@ -72,7 +73,7 @@ fn check(table: &Tensor, ids: &Tensor) -> Result<Vec<usize>> {
     let &[rows, width] = table.dims() else {
         return Err(shape_error(
             "embedding: the table is not a matrix",
-            table.dims(),
+            shapes_of(&[("table", table)]),
             "(rows, width)",
             "the arguments are (table, ids)",
         ));
@@ -80,7 +81,7 @@ fn check(table: &Tensor, ids: &Tensor) -> Result<Vec<usize>> {
     if rows == 0 || width == 0 {
         return Err(shape_error(
             "embedding: the table is empty",
-            table.dims(),
+            shapes_of(&[("table", table)]),
             "at least one row and one column",
             "the arguments are (table, ids)",
         ));
@@ -163,10 +164,9 @@ impl CustomOp2 for Embedding {
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let (rows, width) = table.dims2()?;
         if dout.device().is_cuda() {
-            let saved = self
-                .saved
-                .get()
-                .ok_or_else(|| Error::new("the backward of embedding needs a forward that kept its state"))?;
+            let saved = self.saved.get().ok_or_else(|| {
+                Error::new("the backward of embedding needs a forward that kept its state").hint(REPORT)
+            })?;
             let grad = with_cuda(NAME, [dout], |operands| saved.launch(operands))?;
             return Ok((Some(cuda_tensor(grad, (rows, width))), None));
         }
@@ -196,7 +196,7 @@ pub fn embedding_backward(ids: &Tensor, dout: &Tensor, rows: usize) -> Result<Te
     if width == 0 || dout.dims()[..dout.rank() - 1] != *ids.dims() {
         return Err(shape_error(
             "embedding: the output's gradient does not match the ids",
-            (dout.dims(), ids.dims()),
+            shapes_of(&[("dout", dout), ("ids", ids)]),
             "(ids' shape.., width)",
             "`dout` has the shape of the output",
         ));

@@ -3,6 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor};
 
 use super::Attention;
+use super::support::shapes_of;
 use crate::error::Error;
 use crate::shape::Packing;
 
@@ -286,7 +287,7 @@ fn unquantized(softmax_scale: f32, left: Option<usize>, right: Option<usize>) ->
 fn cumulative(name: &str, lengths: &Tensor, longest: usize) -> Result<Vec<usize>> {
     if !lengths.dtype().is_int() || lengths.rank() != 1 {
         return Err(Error::new(format!("{name} is not a list of lengths"))
-            .got(format!("{:?} of {:?}", lengths.dtype(), lengths.dims()))
+            .got(shapes_of(&[(name, lengths)]))
             .allowed("a tensor of one dimension and an integer type: 0, then the end of each document")
             .hint("Tensor::new(&[0u32, 5, 12], device)? are documents of 5 and 7 tokens")
             .into());

@@ -27,8 +27,8 @@ pub enum Fp8Sums {
     F32,
 }
 
-/// Which copies of a matrix exist. Hopper's FP8 matmuls need both operands contiguous along the summed dimension. A
-/// matrix that is used as it is in one matmul and transposed in another therefore needs both copies.
+/// Which copies of a matrix exist. Hopper's FP8 matmuls need both operands contiguous along the summed dimension.
+/// Both copies are needed if one matmul sums over the matrix's columns and another over its rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fp8Copies {
     /// Only the matrix itself.
@@ -62,7 +62,7 @@ impl Fp8Copies {
 /// let y = x8.product(&w8, DType::F32, Fp8Sums::Fast)?;
 /// let error = (y - x.matmul(&w.t()?)?)?.sqr()?.mean_all()?.to_scalar::<f32>()?.sqrt();
 /// assert!(error < 0.05 * 8., "{error}"); // the standard deviation of y is sqrt(64)
-/// // The transpose of w in another product: the gradient of x.
+/// // The matmul for the gradient of x needs the transpose of w.
 /// assert_eq!(w8.t().dims(), (64, 16));
 /// # Ok::<(), candle_core::Error>(())
 /// ```
@@ -80,8 +80,8 @@ pub struct Fp8Matrix {
 pub const FP8_MULTIPLE: usize = 16;
 
 impl Fp8Matrix {
-    /// Quantizes a matrix (rows, columns) in f32, f16 or bf16 with the scale of its largest absolute value. Both
-    /// dimensions must be multiples of 16.
+    /// Quantizes a matrix (rows, columns) in f32, f16 or bf16. The scale is [`Fp8Format::scale`] of the largest
+    /// absolute value. Both dimensions must be multiples of 16.
     ///
     /// # Errors
     /// When `x` is not a matrix, or a dimension is not a multiple of 16.
@@ -125,8 +125,8 @@ impl Fp8Matrix {
         Ok(op.with_scale(&values, x.dims2()?, scale).into_matrix(op.format, x.dims2()?, from_cpu))
     }
 
-    /// A matrix, with both copies, from row-major codes, u8 (rows, columns), and their scale, f32 (1). The row copy
-    /// shares memory with `codes`; the scale is copied.
+    /// Makes a matrix with both copies ([`Fp8Copies::Both`]) from row-major `codes` (rows, columns) in u8 and their
+    /// `scale` (1) in f32. The row copy shares memory with `codes`; the scale is copied.
     ///
     /// # Errors
     /// When the codes are not a contiguous u8 matrix with dimensions that are multiples of 16, or the scale is not one
@@ -208,10 +208,10 @@ impl Fp8Matrix {
             [None, Some(codes)] => (true, codes),
             [None, None] => {
                 return Err(argument_error(
-                    "the FP8 matrix has no copy",
-                    self.dims,
-                    "a row copy or a transposed copy",
-                    "`without_rows` keeps only the transposed copy: quantize with Columns or Both",
+                    "the FP8 matrix has neither a row copy nor a transposed copy of its values",
+                    format!("a matrix {:?}", self.dims),
+                    "one of these copies",
+                    "`without_rows` keeps only the transposed copy: quantize with Fp8Copies::Columns or Both",
                 ));
             }
         };
@@ -247,7 +247,7 @@ impl Fp8Matrix {
     /// contiguous (m, n), in f32 or, on a GPU, in f16 or bf16.
     ///
     /// # Errors
-    /// As [`product`](Self::product), and when `out` does not fit.
+    /// As [`product`](Self::product), and when `out` has another shape, type or layout.
     pub fn product_into(&self, out: &Tensor, b: &Self, add: bool, sums: Fp8Sums) -> Result<()> {
         let (m, n) = self.check_product(b)?;
         let dtype = out.dtype();
@@ -263,7 +263,7 @@ impl Fp8Matrix {
         if self.dims.1 != b.dims.1 {
             return Err(shape_error(
                 "FP8 matmul: the matrices do not match",
-                (self.dims, b.dims),
+                format!("a {:?}, b {:?}", self.dims, b.dims),
                 "(m, k) and (n, k), for a b^T",
                 "transpose a matrix with `t()`",
             ));
@@ -271,7 +271,7 @@ impl Fp8Matrix {
         if self.format == Fp8Format::E5M2 && b.format == Fp8Format::E5M2 {
             return Err(argument_error(
                 "an FP8 matmul supports at most one operand in E5M2",
-                (self.format, b.format),
+                format!("{:?} and {:?}", self.format, b.format),
                 "E4M3 and E4M3, or E4M3 and E5M2",
                 "quantize one operand as E4M3",
             ));
@@ -284,9 +284,9 @@ impl Fp8Matrix {
         self.copies[0].as_ref().ok_or_else(|| {
             argument_error(
                 "the FP8 matrix has no row copy",
-                self.dims,
+                format!("a matrix {:?}", self.dims),
                 "Fp8Copies::Rows or Both",
-                "after `t()` the row copy is the transposed copy: quantize with Columns or Both",
+                "for `t()`, which swaps the row copy and the transposed copy: Fp8Copies::Columns or Both",
             )
         })
     }
@@ -312,7 +312,7 @@ pub(super) fn check_dims(op: &str, dims: &[usize]) -> Result<()> {
     }
     Err(shape_error(
         &format!("{op}: FP8 matmuls do not support this shape"),
-        dims,
+        format!("{dims:?}"),
         "matrices with dimensions that are positive multiples of 16",
         "flatten leading dimensions; use a 16-bit matmul for other sizes",
     ))
@@ -409,7 +409,7 @@ struct ProductInto<'a> {
     dtype: DType,
 }
 
-/// [`ProductInto`] on a GPU. Operands: the sum, the codes of a and b, and their scales.
+/// [`ProductInto`] on a GPU. Operands: `out`, the codes of a and b, and their scales.
 #[allow(dead_code, reason = "only kernels read it")]
 pub(crate) struct Fp8ProductInto {
     pub(crate) product: Fp8Product,

@@ -2,8 +2,8 @@
 //! loops that do not use candle's graph.
 //!
 //! Each operator returns the plain operator's result, quantized with [`Fp8Matrix::quantize_with`]. On a GPU there is
-//! one difference: values are quantized from f32, and are not rounded to 16 bits first. Without a scale from
-//! earlier steps, the plain operator runs first, and its output is measured.
+//! one difference: fused kernels quantize values from f32, without rounding them to 16 bits first. If a matrix has no
+//! scale yet, the plain operator runs first, and the scale is computed from its output.
 
 use candle_core::{CudaStorage, DType, Result, Tensor};
 
@@ -12,7 +12,7 @@ use super::fp8_scales::{Fp8Scale, Fp8Site};
 use super::qk_norm_rope::{self, QkNormRopeGrad, checked_backward, qk_norm_rope_backward};
 use super::rms_norm::{self, checked_norm_backward, residual_rms_norm, rms_norm, rms_norm_backward};
 use super::rope::{RopeStyle, concatenated_shape};
-use super::support::{cuda_tensor, shape_error, supported, with_all_cuda, with_cuda};
+use super::support::{cuda_tensor, shape_error, shapes_of, supported, with_all_cuda, with_cuda};
 use super::swiglu::{swiglu, swiglu_backward};
 use crate::launch::Launch;
 
@@ -54,8 +54,8 @@ pub fn swiglu_fp8(gate: &Tensor, up: &Tensor, copies: Fp8Copies, scale: &Fp8Scal
 }
 
 /// [`swiglu_backward`] of matrices (rows, columns), quantized. Returns the gradients of gate and up, concatenated to
-/// one matrix (rows, 2 * columns) with both copies ([`Fp8Copies::Both`]). With `again`, a scale for the output of
-/// [`swiglu`], the function also recomputes this output, and returns it quantized, with only the transposed copy.
+/// one matrix (rows, 2 * columns) with both copies ([`Fp8Copies::Both`]). `again` is a scale for the output of
+/// [`swiglu`]. If it is given, the function also recomputes this output, and returns its quantized transpose.
 ///
 /// # Errors
 /// As [`swiglu_backward`] and [`Fp8Matrix::quantize_with`].
@@ -87,8 +87,8 @@ pub fn swiglu_backward_fp8(
     Ok((Fp8Matrix::of_codes(codes, (rows, 2 * columns), scale.format()), y))
 }
 
-/// [`residual_rms_norm`] of a matrix (rows, width), or [`rms_norm`] if there is no residual. Returns the sum (`x` if
-/// there is no residual), and the normalized rows, quantized.
+/// [`residual_rms_norm`] of a matrix (rows, width), or [`rms_norm`] without a residual. Returns the sum (without a
+/// residual: `x`), which is not quantized, and the quantized normalized rows.
 ///
 /// # Errors
 /// As [`residual_rms_norm`] and [`Fp8Matrix::quantize_with`].
@@ -114,9 +114,11 @@ pub fn residual_rms_norm_fp8(
     if weight.dims() != [x.dim(1)?]
         || residual.is_some_and(|r| (r.dims(), r.dtype()) != (x.dims(), x.dtype()))
     {
+        let mut given = vec![("x", x), ("weight", weight)];
+        given.extend(residual.map(|residual| ("residual", residual)));
         return Err(shape_error(
             "residual_rms_norm_fp8: the inputs do not fit together",
-            (x.dims(), residual.map(Tensor::dims), weight.dims()),
+            shapes_of(&given),
             "x and residual (rows, width) of one type, weight (width)",
             "the weight has one value for each channel",
         ));
@@ -130,8 +132,8 @@ pub fn residual_rms_norm_fp8(
     Ok((sum, Fp8Matrix::of_codes(codes, x.dims2()?, scale.format())))
 }
 
-/// [`rms_norm_backward`] of a matrix (rows, width). Returns the gradients of `x` and of the weight, and the gradient of
-/// `x` quantized, with both copies.
+/// [`rms_norm_backward`] of a matrix (rows, width). Returns three values: the gradients of `x` and of the weight, both
+/// unquantized, and the gradient of `x` in FP8 with both copies ([`Fp8Copies::Both`]).
 ///
 /// # Errors
 /// As [`rms_norm_backward`] and [`Fp8Matrix::quantize_with`].
@@ -170,7 +172,7 @@ fn has_norm_kernel(x: &Tensor) -> bool {
 /// [`qk_norm_rope_backward`], quantized. Returns the gradients of the inputs as a matrix (batch * sequence, channels of
 /// all heads) with both copies ([`Fp8Copies::Both`]), and the gradients of the weights. `through` is the gradient of
 /// heads that are neither normalized nor rotated, such as the values; it is appended to the matrix. If one matmul
-/// computed query, key and value, the matrix is the operand of one backward matmul.
+/// computed query, key and value, the matrix is the gradient of this matmul's output.
 ///
 /// # Errors
 /// As [`qk_norm_rope_backward`] and [`Fp8Matrix::quantize_with`].
@@ -220,7 +222,7 @@ fn check_gated(gate: &Tensor, others: &[&Tensor]) -> Result<()> {
         None => Ok(()),
         Some(other) => Err(shape_error(
             "swiglu in FP8: gate, up and gradient differ",
-            ((gate.dims(), gate.dtype()), (other.dims(), other.dtype())),
+            shapes_of(&[("gate", gate), ("up or dout", other)]),
             "matrices of one shape and one element type",
             "gate and up are projections of the same input",
         )),

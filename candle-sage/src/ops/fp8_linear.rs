@@ -6,7 +6,9 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor};
 
 use super::fp8::{Fp8Copies, Fp8Matrix, Fp8Product, Fp8Sums, Quantize, Quantized, check_dims, from_cpu};
-use super::support::{cuda_tensor, f32_values, no_forward, run_twice, shape_error, supported, with_cuda};
+use super::support::{
+    cuda_tensor, f32_values, no_forward, run_twice, shape_error, shapes_of, supported, with_cuda,
+};
 use crate::cpu::view::to_storage;
 use crate::fp8::Fp8Format;
 use crate::launch::Launch;
@@ -41,7 +43,7 @@ impl Fp8Linear {
 ///
 /// ```text
 /// y  = f(x) f(W)^T      x (rows, inputs), W (outputs, inputs)
-/// dx = f(dy) f(W)       f: rounded to FP8, with the scale of the matrix's largest value
+/// dx = f(dy) f(W)       f: rounds to FP8, with a scale from the matrix's largest absolute value
 /// dW = f(dy)^T f(x)
 /// ```
 ///
@@ -67,8 +69,8 @@ pub fn fp8_linear(x: &Tensor, weight: &Tensor, settings: Fp8Linear) -> Result<Te
     if x.dim(1)? != weight.dim(1)? || x.dtype() != weight.dtype() {
         return Err(shape_error(
             "fp8_linear: the input does not fit the weight",
-            ((x.dims(), x.dtype()), (weight.dims(), weight.dtype())),
-            "x (rows, inputs) and W (outputs, inputs) of one type",
+            shapes_of(&[("x", x), ("weight", weight)]),
+            "x (rows, inputs) and weight (outputs, inputs) of one type",
             "a weight is (outputs, inputs); convert with `to_dtype`",
         ));
     }

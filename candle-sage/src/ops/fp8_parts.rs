@@ -27,7 +27,7 @@ pub const FP8_PART: usize = 256;
 /// For the scales of whole matrices, pass the maximum of these values over all processes to [`fp8_scales`].
 ///
 /// # Errors
-/// When `x` is not a contiguous f32 vector, or a part does not fit.
+/// When `x` is not a contiguous f32 vector, or a part is out of bounds or not aligned to [`FP8_PART`].
 pub fn fp8_largest(x: &Tensor, parts: &[Range<usize>]) -> Result<Tensor> {
     check_vector(LARGEST, x, DType::F32)?;
     check_parts(LARGEST, parts, x.elem_count())?;
@@ -61,11 +61,11 @@ pub fn fp8_scales(largest: &Tensor, format: Fp8Format) -> Result<Tensor> {
 
 /// Writes the FP8 values of the parts of `x` to the same indices of `codes`: `codes = FP8(x / scale)`, rounded to
 /// nearest even, saturating. `x` is a contiguous f32 vector, `codes` a contiguous u8 vector of the same length,
-/// `scales` f32 (parts), as [`fp8_scales`] returns them. Elements outside the parts do not change. Parts begin and end
-/// at multiples of [`FP8_PART`].
+/// `scales` f32 (parts): for each part the scale of its matrix, from [`fp8_scales`]. Elements outside the parts do not
+/// change. Parts begin and end at multiples of [`FP8_PART`].
 ///
 /// # Errors
-/// When a tensor has another type or length, or a part does not fit.
+/// When a tensor has another type or length, or a part is out of bounds or not aligned to [`FP8_PART`].
 pub fn fp8_quantize_parts(
     codes: &Tensor,
     x: &Tensor,
@@ -98,7 +98,7 @@ fn check_vector(op: &str, x: &Tensor, dtype: DType) -> Result<()> {
         &format!("{op} does not support this tensor"),
         format!("{:?} {:?}{strided}", x.dtype(), x.dims()),
         &format!("a contiguous {dtype:?} vector"),
-        "`flatten_all()` and `contiguous()` make one",
+        "FP8 values are U8, all other tensors F32; `flatten_all()` and `contiguous()` make a vector",
     ))
 }
 
@@ -111,9 +111,9 @@ fn check_parts(op: &str, parts: &[Range<usize>], len: usize) -> Result<()> {
     let Some(part) = parts.iter().find(|part| !fits(part)) else { return Ok(()) };
     Err(argument_error(
         &format!("{op}: a part does not fit"),
-        part.clone(),
+        format!("{part:?}"),
         &format!("ranges within 0..{len} that begin and end at multiples of {FP8_PART}"),
-        "use matrices whose dimensions are multiples of 16, and store them without gaps",
+        "16 x 16 is 256: store matrices whose dimensions are multiples of 16, without gaps",
     ))
 }
 

@@ -1,11 +1,12 @@
-//! Delayed scaling: a matrix that is quantized in every step gets a scale from the largest values of earlier steps.
+//! Delayed scaling: a matrix that is quantized in every step gets a scale from its largest absolute values in earlier
+//! steps.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use super::support::{argument_error, shape_error, supported, with_cuda};
+use super::support::{argument_error, shape_error, shapes_of, supported, with_cuda};
 use crate::fp8::Fp8Format;
 use crate::launch::Launch;
 
@@ -18,14 +19,14 @@ pub(crate) const DECAY: f32 = 0.95;
 pub(crate) const MARGIN: f32 = 4.0;
 
 /// Scales of several matrices that are quantized in every step (delayed scaling): a matrix is quantized in one pass
-/// over memory, with a scale from earlier steps, and its largest value is recorded for later steps.
+/// over memory, with a scale from earlier steps. The matrix's largest absolute value is recorded for later steps.
 ///
 /// ```text
 /// running = max(largest since the last step, 0.95 * running)
 /// scale   = the least power of two with 4 * running <= scale * (largest value of the format)
 /// ```
 ///
-/// When a matrix is quantized for the first time, `running` is the matrix's own largest value. Values beyond `scale`
+/// When a matrix is first quantized, `running` is this matrix's largest absolute value. Values beyond `scale`
 /// times the largest value of the format saturate, and are counted. (Micikevicius et al., arXiv 2209.05433, section 4,
 /// use a history of maxima.)
 ///
@@ -58,8 +59,8 @@ pub struct Fp8Scales {
 #[derive(Debug)]
 enum State {
     Host(Mutex<Vec<Site>>),
-    /// f32 (5, matrices): scale, largest value, running maximum, number of saturated values (the bits of a u32), and 1
-    /// for E5M2, 0 for E4M3.
+    /// f32 (5, matrices): scale, largest absolute value, running maximum, number of saturated values (the bits of a
+    /// u32), and format (1 for E5M2, 0 for E4M3).
     Device(Tensor),
 }
 
@@ -98,7 +99,7 @@ impl Site {
 }
 
 impl Fp8Scales {
-    /// Scales of matrices in these formats, on the device of the matrices.
+    /// Scales of matrices, one for each of `formats`. `device` is the device of the matrices.
     ///
     /// # Errors
     /// When there is not enough memory.
@@ -129,7 +130,7 @@ impl Fp8Scales {
         Fp8Scale { all: self.clone(), index }
     }
 
-    /// Ends a step: computes the scales of the next step from the largest values recorded so far.
+    /// Ends a step: computes the scales of the next step from the recorded largest absolute values.
     ///
     /// # Errors
     /// When the device fails.
@@ -146,9 +147,9 @@ impl Fp8Scales {
         }
     }
 
-    /// The largest values since the last step, f32 (matrices). If several processes train one model, replace these
-    /// values by the maximum over the processes before [`rescale`](Self::rescale). On a GPU the tensor shares memory
-    /// with the state.
+    /// The largest absolute value of each matrix since the last step, in f32. If several processes train one model,
+    /// replace these values by the maximum over the processes before [`rescale`](Self::rescale). On a GPU the tensor
+    /// shares memory with the state.
     ///
     /// # Errors
     /// When there is not enough memory.
@@ -161,7 +162,7 @@ impl Fp8Scales {
         }
     }
 
-    /// Replaces the largest values since the last step, f32 (matrices).
+    /// Replaces the values that [`largest`](Self::largest) returns.
     ///
     /// # Errors
     /// When `largest` is not f32, or does not have one value per matrix.
@@ -169,7 +170,7 @@ impl Fp8Scales {
         if largest.dims() != [self.formats.len()] || largest.dtype() != DType::F32 {
             return Err(shape_error(
                 "Fp8Scales: the largest values do not match the matrices",
-                (largest.dims(), largest.dtype()),
+                shapes_of(&[("largest", largest)]),
                 &format!("f32 [{}]", self.formats.len()),
                 "pass a tensor of the shape and type that `Fp8Scales::largest` returns",
             ));
@@ -292,7 +293,7 @@ impl Fp8Scale {
                 "Fp8Scales were made for the CPU",
                 "a matrix on a GPU",
                 "matrices on the device of the scales",
-                "make them with the GPU's device",
+                "make the scales with the GPU's device",
             )),
         }
     }
@@ -306,7 +307,7 @@ impl Fp8Scale {
                 "Fp8Scales were made for a GPU",
                 "a matrix on the CPU",
                 "matrices on the device of the scales",
-                "make them with Device::Cpu",
+                "make the scales with Device::Cpu",
             ));
         };
         let mut sites = lock(sites);

@@ -4,7 +4,9 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, Result, Shape, Tensor};
 
 use super::rms_norm::checked_eps;
-use super::support::{cuda_tensor, f32_tensor, f32_values, shape_error, supported, with_cuda, with_f32};
+use super::support::{
+    cuda_tensor, f32_tensor, f32_values, shape_error, shapes_of, supported, with_cuda, with_f32,
+};
 use crate::cpu::ops::layer_norm::{backward, forward};
 use crate::cpu::view::to_storage;
 use crate::launch::Launch;
@@ -43,7 +45,7 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     if width == 0 || weight.dims() != [width] || bias.dims() != [width] {
         return Err(shape_error(
             "layer_norm: the weight or the bias does not match the input",
-            (x.dims(), weight.dims(), bias.dims()),
+            shapes_of(&[("x", x), ("weight", weight), ("bias", bias)]),
             "x (.., width), weight (width) and bias (width), width at least 1",
             "normalization runs over the last dimension; for a norm without bias use a bias of zeros",
         ));

@@ -8,7 +8,7 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp3, InplaceOp3, Layout, Result
 use super::cross_entropy::{CrossEntropy, classes, verdict};
 use super::support::{
     argument_error, check_sum, cpu_storage, cuda_tensor, f32_tensor, f32_values, f32_values_mut, ids,
-    no_forward, run_twice, shape_error, supported, with_cuda,
+    no_forward, run_twice, shape_error, shapes_of, supported, with_cuda,
 };
 use crate::cpu::ops::cross_entropy::{Linear, linear_pass};
 use crate::cpu::product::Mat;
@@ -60,7 +60,7 @@ pub fn linear_cross_entropy(
 }
 
 /// The loss of [`linear_cross_entropy`] and both gradients at once, for training loops that do not use candle's graph.
-/// Returns the loss, an f32 scalar, and the gradient of `factor * loss` for the hidden states, in the type of `hidden`.
+/// Returns the loss (an f32 scalar) and the gradient of `factor * loss` for `hidden` (in the type of `hidden`).
 /// The weight's gradient is added to `dweight`, contiguous (classes, width) in f32.
 ///
 /// All targets count. On a GPU the function does not wait for the device: a target that is not a class makes the loss
@@ -106,10 +106,10 @@ pub fn linear_cross_entropy_into(
 /// Checks the settings, and the weight's gradient, to which the op adds in place.
 pub(super) fn check_into(dweight: &Tensor, weight: &[usize], settings: CrossEntropy) -> Result<()> {
     check_sum("linear_cross_entropy_into", dweight, weight)?;
-    if settings.ignore_id.is_some() {
+    if let Some(ignored) = settings.ignore_id {
         return Err(argument_error(
             "linear_cross_entropy_into does not support ignore_id",
-            settings.ignore_id,
+            ignored,
             "None",
             "linear_cross_entropy supports ignore_id",
         ));
@@ -137,7 +137,7 @@ fn check_linear(hidden: &Tensor, weight: &Tensor, targets: &Tensor, settings: Cr
     if !fits {
         return Err(shape_error(
             "linear_cross_entropy: the inputs do not match",
-            (hidden.dims(), weight.dims(), targets.dims()),
+            shapes_of(&[("hidden", hidden), ("weight", weight), ("targets", targets)]),
             "hidden (rows, width), weight (classes, width), targets (rows)",
             "flatten batch and sequence first: `flatten(0, 1)`",
         ));

@@ -26,10 +26,10 @@ const NAME: &str = "linear-cross-entropy-fp8";
 ///
 /// `hidden` is (rows, width), `weight` (classes, width), each with both copies
 /// ([`Fp8Copies::Both`](super::Fp8Copies::Both)). The returned gradient of `hidden` has the type `dtype`, and on a GPU
-/// the logits have this type too; everything else is f32. The gradient of the logits has a fixed scale, because its
-/// elements are numbers between -1 and 1, times `factor / rows`. (With a z-loss these numbers can be larger; numbers
-/// beyond 1.75 saturate.) The format of this gradient is `linear.gradient`. Prefer E5M2: probabilities are small, and
-/// E4M3 flushes probabilities below `2^-18` to zero.
+/// the logits have this type too; everything else is f32. The scale of the logits' gradient is computed from
+/// `factor / rows`, not from the elements: each element is a number between -1 and 1, times `factor / rows`. (With a
+/// z-loss the numbers can be larger; numbers beyond 1.75 saturate.) The format of this gradient is `linear.gradient`.
+/// Prefer E5M2: probabilities are small, and E4M3 flushes probabilities below `2^-18` to zero.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -71,7 +71,7 @@ pub fn linear_cross_entropy_into_fp8(
     if width != inputs || targets.dims() != [rows] {
         return Err(shape_error(
             "linear_cross_entropy_into_fp8: the inputs do not match",
-            (hidden.dims(), weight.dims(), targets.dims()),
+            format!("hidden {:?}, weight {:?}, targets {:?}", hidden.dims(), weight.dims(), targets.dims()),
             "hidden (rows, width), weight (classes, width), targets (rows)",
             "flatten batch and sequence first: `flatten(0, 1)`",
         ));
@@ -100,7 +100,7 @@ pub(crate) struct LinearIntoFp8 {
     pub(crate) settings: CrossEntropy,
     pub(crate) linear: Fp8Linear,
     pub(crate) dtype: DType,
-    /// The factor by which the gradients of the sum of all rows' losses are multiplied.
+    /// The argument `factor`, divided by the number of rows.
     pub(crate) factor: f32,
     made: OnceLock<(Tensor, Tensor)>,
 }

@@ -2,7 +2,7 @@
 //! vector-Jacobian products outside candle's graph.
 //!
 //! On a GPU the tail's kernels also compute the mixture: neither the tail's output nor its gradient is stored in
-//! memory. On the CPU, and for tails without kernels, the two ops run one after the other.
+//! memory. On the CPU, and for tails without kernels, [`past_linear`] and [`blend`] run one after the other.
 
 use candle_core::{CudaStorage, Result, Tensor};
 

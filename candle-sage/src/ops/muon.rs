@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 
 use candle_core::{DType, Result, Tensor};
 
-use super::support::{argument_error, check_update, no_forward, shape_error, supported};
+use super::support::{argument_error, check_update, no_forward, shape_error, shapes_of, supported};
 use orthogonal::orthogonal;
 use passes::{Apply, Directions, RowFactors, ScaleRows};
 
@@ -15,14 +15,14 @@ pub use crate::update::{Muon, MuonScale, Orthogonalization};
 
 const NAME: &str = "muon";
 
-/// The largest number of elements that are orthogonalized at once, in adjacent matrices of one shape. A larger matrix
-/// is processed by itself.
+/// Adjacent matrices of one shape are orthogonalized together, up to this number of elements. A larger matrix is
+/// processed by itself.
 const AT_ONCE: usize = 1 << 26;
 
 /// A matrix among the parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MuonMatrix {
-    /// Index of the first element among the parameters.
+    /// Index of the matrix's first element in the flat vector of all parameters.
     pub at: usize,
     /// Number of rows; the matrix is stored in row-major order.
     pub rows: usize,
@@ -45,9 +45,9 @@ impl MuonMatrix {
 /// Adjacent elements of a matrix: all elements, or the shard that one of several processes updates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MuonPart {
-    /// Index of the first element among the parameters.
+    /// Index of the part's first element in the flat vector of all parameters.
     pub at: usize,
-    /// Index of the first element in the tensor of directions.
+    /// Index of the part's first element in the tensor of [`Muon::directions`].
     pub to: usize,
     /// Number of elements.
     pub len: usize,
@@ -151,8 +151,8 @@ impl Muon {
     }
 
     /// With `beta2`, divides each row d of orthogonal directions by the root of the row's running mean square v, in
-    /// place, and scales each matrix so that its Frobenius norm does not change. (NorMuon, arXiv 2510.05491, sets the
-    /// norm to sqrt(rows * columns) instead, so that a step is always as long as with [`MuonScale::AdamW`].)
+    /// place, and scales each matrix so that its Frobenius norm does not change. (NorMuon, arXiv 2510.05491, instead
+    /// scales each step to the norm of a [`MuonScale::AdamW`] step whose d is exactly orthogonal.)
     ///
     /// ```text
     /// v = beta2 * v + (1 - beta2) mean(d^2)        d = d / sqrt(v) * norm(matrix) / norm(matrix of d / sqrt(v))
@@ -237,7 +237,7 @@ impl Muon {
         if directions.rank() != 1 || directions.dtype() != dtype || !directions.is_contiguous() {
             return Err(shape_error(
                 "muon: the directions have the wrong type, shape or layout",
-                (directions.dims(), directions.dtype()),
+                shapes_of(&[("directions", directions)]),
                 &format!("contiguous (elements) in {}", dtype.as_str()),
                 "`Muon::directions` makes them",
             ));
@@ -281,8 +281,8 @@ fn check_parts(parts: &[MuonPart], parameters: usize, directions: usize) -> Resu
         {
             return Err(argument_error(
                 "muon: a part is empty, overlaps the next part, or ends after the last element",
-                part,
-                &format!("a length of at least 1, and an end of at most {end}"),
+                format!("at {}, to {}, len {}", part.at, part.to, part.len),
+                &format!("a `len` of at least 1, and an end (`at + len` or `to + len`) of at most {end}"),
                 "`at` indexes the parameters, `to` the directions; `len` of a whole matrix is rows x columns",
             ));
         }

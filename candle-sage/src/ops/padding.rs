@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use super::support::{argument_error, shape_error};
+use super::support::{argument_error, shape_error, shapes_of};
 use crate::shape::Packing;
 
 /// Which tokens of a padded batch, (batch, sequence), are real.
@@ -53,7 +53,7 @@ impl Padding {
         let (batch, sequence) = mask.dims2().map_err(|_| {
             shape_error(
                 "padding: the mask is not a matrix",
-                mask.dims(),
+                shapes_of(&[("mask", mask)]),
                 "(batch, sequence)",
                 "1 for a token, 0 for padding",
             )
@@ -101,7 +101,7 @@ impl Padding {
             real.map(u32::try_from).collect::<std::result::Result<_, _>>().map_err(|_| {
                 argument_error(
                     "padding: the batch is too large",
-                    (batch, sequence),
+                    format!("({batch}, {sequence})"),
                     "fewer than 2^32 tokens",
                     "split the batch",
                 )
@@ -109,7 +109,7 @@ impl Padding {
         if real.is_empty() {
             return Err(argument_error(
                 "padding: all tokens are padding",
-                (batch, sequence),
+                format!("({batch}, {sequence})"),
                 "at least one real token",
                 "a mask is 1 for a token and 0 for padding",
             ));
@@ -138,7 +138,7 @@ pub fn pack_padded(x: &Tensor, padding: &Padding) -> Result<Tensor> {
     if x.dims().get(..2) != Some(&expected[..]) {
         return Err(shape_error(
             "pack_padded: the batch does not fit the padding",
-            x.dims(),
+            shapes_of(&[("x", x)]),
             &format!("({}, {}, ..)", padding.batch, padding.sequence),
             "the padding was made from a mask or lengths of another batch",
         ));
@@ -155,7 +155,7 @@ pub fn unpack_padded(x: &Tensor, padding: &Padding) -> Result<Tensor> {
     if x.dims().get(..2) != Some(&[1, tokens][..]) {
         return Err(shape_error(
             "unpack_padded: the tokens do not fit the padding",
-            x.dims(),
+            shapes_of(&[("x", x)]),
             &format!("(1, {tokens}, ..)"),
             "`pack_padded` makes such a tensor",
         ));

@@ -7,7 +7,9 @@ pub(crate) use products::inverse_norm;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, Result, Shape, Tensor};
 
-use super::support::{cpu_storage, cuda_tensor, dims4, f32_tensor, shape_error, supported, with_cuda};
+use super::support::{
+    cpu_storage, cuda_tensor, dims4, f32_tensor, shape_error, shapes_of, supported, with_cuda,
+};
 use crate::cpu::view::{View, to_storage};
 use crate::cpu::{self, Problem};
 use crate::launch::Launch;
@@ -108,7 +110,7 @@ pub fn past_linear(q: &Tensor, k: &Tensor, v: &Tensor, selection: &Selection, ta
 /// let x = || Tensor::randn(0f32, 1., dims, &Device::Cpu);
 /// let (q, k, v, dout) = (x()?, x()?, x()?, x()?.ones_like()?);
 /// let [_, _, dv] = past_linear_backward([&q, &k, &v], &selection, Tail::Past, &dout)?;
-/// // The weights of each of the two queries with a tail sum to 1. Only keys of the first block have weights.
+/// // Two queries have a tail. The weights of each sum to 1, and only keys of the first block have weights.
 /// let sums = dv.sum(3)?.flatten_all()?.to_vec1::<f32>()?;
 /// assert!((sums[0] + sums[1] - 16.0).abs() < 1e-4);
 /// assert_eq!(sums[2..], [0., 0.]);
@@ -162,8 +164,8 @@ pub fn past_linear_backward_onto(
         if gradient.dims() != input.dims() || gradient.dtype() != input.dtype() {
             return Err(shape_error(
                 "past_linear: a gradient does not fit its input",
-                (gradient.dims(), gradient.dtype()),
-                &format!("{:?} {:?}", input.dims(), input.dtype()),
+                shapes_of(&[("gradient", gradient)]),
+                &shapes_of(&[("input", input)]),
                 "gradients have the shapes and types of query, key and value",
             ));
         }
@@ -195,7 +197,7 @@ impl PastLinear {
         if given != [shape.query_dims(), shape.key_dims(), shape.key_dims()] || !same_type {
             return Err(shape_error(
                 "past_linear: the inputs do not fit the selection",
-                (given, [q, k, v].map(Tensor::dtype)),
+                shapes_of(&[("query", q), ("key", k), ("value", v)]),
                 &format!("query {:?}, key and value {:?}, of one type", shape.query_dims(), shape.key_dims()),
                 "a selection is made for one shape",
             ));
@@ -207,7 +209,7 @@ impl PastLinear {
         if dout.dims() != q.dims() || dout.dtype() != q.dtype() {
             return Err(shape_error(
                 "past_linear: the output's gradient does not fit the query",
-                (dout.dims(), dout.dtype()),
+                shapes_of(&[("dout", dout)]),
                 &format!("{:?} {:?}", q.dims(), q.dtype()),
                 "`dout` has the shape and element type of the output",
             ));

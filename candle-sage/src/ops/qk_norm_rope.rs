@@ -6,7 +6,8 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Ten
 use super::rms_norm::checked_eps;
 use super::rope::{RopeStyle, check, concatenated_shape};
 use super::support::{
-    cuda_tensor, f32_tensor, f32_values, shape_error, supported, with_all_cuda, with_cuda, with_f32,
+    cuda_tensor, f32_tensor, f32_values, shape_error, shapes_of, supported, with_all_cuda, with_cuda,
+    with_f32,
 };
 use crate::cpu::ops::rms_norm;
 use crate::cpu::view::to_storage;
@@ -135,7 +136,7 @@ pub(super) fn checked_backward(
         if dout.dims() != x.dims() || dout.dtype() != x.dtype() {
             return Err(shape_error(
                 "qk_norm_rope: the output's gradient does not match the input",
-                ((x.dims(), x.dtype()), (dout.dims(), dout.dtype())),
+                shapes_of(&[("x", x), ("dout", dout)]),
                 "one shape and one element type",
                 "reshape, or convert with `to_dtype`",
             ));
@@ -153,8 +154,8 @@ pub(crate) struct QkNormRope {
     pub(crate) style: RopeStyle,
 }
 
-/// The op that computes the gradients of any number of inputs, concatenated along the heads on a GPU, and of their
-/// weights.
+/// The op that computes the gradients of any number of inputs and of their weights. On a GPU it also concatenates the
+/// inputs' gradients along the heads.
 pub(crate) struct Gradients {
     pub(crate) eps: f32,
     pub(crate) style: RopeStyle,
@@ -172,7 +173,7 @@ impl QkNormRope {
         if weight.dims() != &x.dims()[3..] {
             return Err(shape_error(
                 "qk_norm_rope: the weight does not match the input",
-                (x.dims(), weight.dims()),
+                shapes_of(&[("x", x), ("weight", weight)]),
                 "x (batch, sequence, heads, head_dim) and weight (head_dim)",
                 "the weight has one value per channel of a head",
             ));

@@ -5,7 +5,8 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Ten
 use rayon::prelude::*;
 
 use super::support::{
-    SPAN, argument_error, cuda_tensor, f32_tensor, f32_values, shape_error, supported, with_cuda, with_f32,
+    SPAN, argument_error, cuda_tensor, f32_tensor, f32_values, shape_error, shapes_of, supported, with_cuda,
+    with_f32,
 };
 use crate::cpu::ops::rms_norm::{backward, forward};
 use crate::cpu::view::to_storage;
@@ -146,7 +147,7 @@ fn same_shape(what: &str, x: &Tensor, other: &Tensor) -> Result<()> {
     }
     Err(shape_error(
         &format!("rms_norm: {what} does not match the input"),
-        ((x.dims(), x.dtype()), (other.dims(), other.dtype())),
+        shapes_of(&[("x", x), (what, other)]),
         "one shape and one element type",
         "reshape, or convert with `to_dtype`",
     ))
@@ -167,7 +168,7 @@ pub(crate) struct RmsNorm {
 }
 
 /// The op that computes the gradients of `x` and of the weight. Its inputs are `x`, the weight, the output's gradient,
-/// and a fourth tensor, which is added to the gradient of `x` if `residual` is set.
+/// and a fourth tensor. If `residual` is set, the fourth is added to the gradient of `x`; otherwise it is ignored.
 pub(crate) struct Gradients {
     pub(crate) eps: f32,
     pub(crate) residual: bool,
@@ -179,7 +180,7 @@ impl RmsNorm {
         if width == 0 || weight.dims() != [width] {
             return Err(shape_error(
                 "rms_norm: the weight does not match the input",
-                (x.dims(), weight.dims()),
+                shapes_of(&[("x", x), ("weight", weight)]),
                 "x (.., width) and weight (width), width at least 1",
                 "normalization runs over the last dimension",
             ));

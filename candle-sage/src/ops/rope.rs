@@ -4,7 +4,8 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, Device, Layout, Result, Shape, Tensor};
 
 use super::support::{
-    argument_error, cuda_tensor, f32_tensor, f32_values, shape_error, supported, with_all_cuda, with_f32,
+    argument_error, cuda_tensor, f32_tensor, f32_values, shape_error, shapes_of, supported, with_all_cuda,
+    with_f32,
 };
 use crate::cpu::ops::rope::rotate;
 use crate::cpu::view::to_storage;
@@ -57,7 +58,7 @@ pub struct Llama3Scaling {
     pub low_freq_factor: f64,
     /// A frequency that makes more rotations than this number in `original_len` tokens is not changed.
     pub high_freq_factor: f64,
-    /// Length of the shorter sequences in tokens: `original_max_position_embeddings`.
+    /// Sequence length (tokens) of the training before the scaling: `original_max_position_embeddings`.
     pub original_len: usize,
 }
 
@@ -94,7 +95,7 @@ pub fn rope_tables_llama3(
     if !(factor > 0.0 && factor.is_finite() && low.is_finite() && high > low && high.is_finite()) {
         return Err(argument_error(
             "rope_tables_llama3: a factor is out of range",
-            scaling,
+            format!("factor {factor}, low_freq_factor {low}, high_freq_factor {high}"),
             "a factor above 0, and high_freq_factor above low_freq_factor",
             "Llama 3.1 has factor 8, low_freq_factor 1 and high_freq_factor 4",
         ));
@@ -112,7 +113,7 @@ fn frequencies(head_dim: usize, base: f64) -> Result<Vec<f64>> {
     if head_dim == 0 || !head_dim.is_multiple_of(2) || base.is_nan() || base <= 0.0 {
         return Err(argument_error(
             "rope_tables: head_dim or base is out of range",
-            (head_dim, base),
+            format!("head_dim {head_dim}, base {base}"),
             "an even head_dim above 0, a base above 0",
             "10000 is the usual base",
         ));
@@ -127,7 +128,7 @@ fn tables(len: usize, frequencies: Vec<f64>, device: &Device) -> Result<(Tensor,
     Ok((Tensor::from_vec(cos, dims, device)?, Tensor::from_vec(sin, dims, device)?))
 }
 
-/// Rotates each pair of channels by its position's angle: `(a, b) -> (a cos - b sin, a sin + b cos)`.
+/// Rotates each pair of channels by the angle for the token's position: `(a, b) -> (a cos - b sin, a sin + b cos)`.
 ///
 /// `x` is (batch, sequence, heads, head_dim) in f32, f16 or bf16 with any strides; `cos` and `sin` are
 /// (sequence, head_dim / 2), see [`rope_tables`]. The output has the shape and type of `x`. Only `x` receives
@@ -217,7 +218,7 @@ pub(super) fn concatenated_shape(op: &str, all: &[&Tensor]) -> Result<(usize, us
         }
         _ => Err(shape_error(
             &format!("{op}: the tensors cannot be concatenated along the heads"),
-            all.iter().map(|x| (x.dims(), x.dtype())).collect::<Vec<_>>(),
+            shapes_of(&all.iter().map(|&x| ("x", x)).collect::<Vec<_>>()),
             "one or more (batch, sequence, heads, head_dim) that differ only in heads",
             "call the function once per tensor",
         )),
@@ -236,7 +237,7 @@ pub(super) fn check(op: &str, x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<
     if !fits {
         return Err(shape_error(
             &format!("{op}: the tables do not match the input"),
-            (x.dims(), cos.dims(), sin.dims()),
+            shapes_of(&[("x", x), ("cos", cos), ("sin", sin)]),
             "x (batch, sequence, heads, head_dim), tables (sequence, head_dim / 2)",
             // If the tables fit the third dimension, the input is probably (batch, heads, sequence, head_dim).
             match heads_first {

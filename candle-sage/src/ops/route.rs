@@ -14,7 +14,7 @@ use crate::shape::AttentionShape;
 const NAME: &str = "route";
 
 /// The means of the blocks of queries, (key heads, blocks of all segments, head_dim) in f32. A mean is over the heads
-/// of a group and over queries: with a causal mask the last `pool` queries up to and including the block's first query,
+/// of a group and over queries: with a causal mask the block's first query and up to `pool - 1` queries before it,
 /// otherwise all queries of the block.
 pub(crate) fn pool_queries(
     q: &Tensor,
@@ -30,7 +30,7 @@ pub(crate) fn pool_keys(k: &Tensor, shape: &AttentionShape, blocks: &Blocks) -> 
     Means { shape, blocks, pool: None }.of(k)
 }
 
-/// The means of blocks of queries if there is a `pool`, otherwise of blocks of keys.
+/// If `pool` is `Some`, the means of the blocks of queries, otherwise those of the blocks of keys.
 pub(crate) struct Means<'a> {
     pub(crate) shape: &'a AttentionShape,
     pub(crate) blocks: &'a Blocks,
@@ -120,7 +120,7 @@ pub(crate) fn chosen(scores: &[f32], most: usize, nearest: usize) -> Vec<u32> {
 }
 
 /// The attention mass that each block of queries gives to each candidate, (key heads, blocks of queries, columns) in
-/// f32: the sum of dense attention's probabilities over the queries of the block and the heads of the group.
+/// f32: dense attention's probabilities, summed over the block's queries, the candidate's keys and the group's heads.
 pub(crate) fn block_mass(
     [q, k]: [&Tensor; 2],
     shape: &AttentionShape,
@@ -151,10 +151,10 @@ impl Mass<'_> {
             |n: usize| -> Result<View<'_>> { Ok(View::new(cpu_storage(&guards[n].0, NAME)?, guards[n].1)?) };
         let (q_dims, k_dims) = (dims4("query", q)?, dims4("key", k)?);
         if (q_dims, k_dims) != (shape.query_dims(), shape.key_dims()) {
-            return Err(Error::shape("query and key do not fit the shape")
+            return Err(Error::shape("query and key do not fit the attention shape")
                 .got(format!("query {q_dims:?}, key {k_dims:?}"))
                 .allowed(format!("query {:?}, key {:?}", shape.query_dims(), shape.key_dims()))
-                .hint("a shape is made from the dimensions of the same query and key")
+                .hint("make the `AttentionShape` from the dimensions of this query and key")
                 .into());
         }
         let problem = Problem::new(shape, softmax_scale, None, [view(0)?, view(1)?, view(1)?]);

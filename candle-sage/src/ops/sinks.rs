@@ -8,7 +8,7 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp2, DType, Layout, Result, Sha
 use super::Attention;
 use super::attention::{AttentionVjp, Saved};
 use super::support::of_heads;
-use crate::error::Error;
+use crate::error::{Error, REPORT};
 use crate::shape::AttentionShape;
 
 impl Attention {
@@ -63,7 +63,10 @@ impl Attention {
         let op = attention.op(q, k, v, true)?;
         // The conversion to f32 is in candle's graph, so that the gradient is converted back to the sinks' type.
         let sinks = sinks.to_dtype(DType::F32)?;
-        let saved = op.saved.clone().ok_or_else(|| Error::new("the forward kept no state"))?;
+        let saved = op
+            .saved
+            .clone()
+            .ok_or_else(|| Error::new("the forward of attention with sinks kept no state").hint(REPORT))?;
         let k = k.apply_op2(&sinks, WithSinks(saved))?;
         q.apply_op3(&k, v, op)
     }
@@ -98,8 +101,9 @@ impl AttentionVjp {
     }
 }
 
-/// Returns the key unchanged. The sinks are the op's second input. Candle therefore runs the op's backward
-/// after attention's backward, which stores the sinks' gradient in `Saved`.
+/// Returns the key unchanged. Attention takes this op's output as its key, so Candle runs this op's backward after
+/// attention's backward, which stores the sinks' gradient in `Saved`. This op's backward returns that gradient as the
+/// gradient of the second input.
 struct WithSinks(Arc<Saved>);
 
 impl CustomOp2 for WithSinks {

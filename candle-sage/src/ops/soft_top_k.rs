@@ -4,7 +4,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor};
 use rayon::prelude::*;
 
-use super::support::{argument_error, f32_tensor, f32_values, shape_error, supported, with_f32};
+use super::support::{argument_error, f32_tensor, f32_values, shape_error, shapes_of, supported, with_f32};
 use crate::cpu::ops::soft_top_k::{gradient, weights};
 use crate::cpu::view::to_storage;
 use crate::error::Error;
@@ -40,7 +40,7 @@ pub fn soft_top_k(scores: &Tensor, count: usize, tau: f64) -> Result<Tensor> {
     if scores.dtype() != DType::F32 || scores.rank() == 0 {
         return Err(shape_error(
             "soft_top_k needs rows of scores",
-            (scores.dims(), scores.dtype()),
+            shapes_of(&[("scores", scores)]),
             "(.., columns) in f32",
             "convert with `to_dtype`",
         ));
@@ -89,7 +89,7 @@ impl CustomOp1 for SoftTopK {
         Ok((to_storage(out, scores.dtype())?, layout.shape().clone()))
     }
 
-    /// The weights are recomputed in f64: in f32 a weight close to 1 has too few digits for `1 - m`.
+    /// The weights are recomputed in f64: for a weight `m` close to 1, `1 - m` has too few digits in f32.
     fn bwd(&self, scores: &Tensor, _out: &Tensor, dout: &Tensor) -> Result<Option<Tensor>> {
         let columns = scores.dim(candle_core::D::Minus1)?;
         let grad = with_f32(NAME, [scores, dout], |[scores, dout]| {

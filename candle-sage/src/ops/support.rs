@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, CudaStorage, DType, Device, Layout, Result, Shape,
 use rayon::prelude::*;
 
 use crate::dtype::{row_stride, unsupported_dtype};
-use crate::error::Error;
+use crate::error::{Error, REPORT};
 use crate::launch::{HAS_KERNELS, HOW_TO_GET_KERNELS, Operand};
 use crate::shape::Dims;
 
@@ -181,7 +181,7 @@ pub(super) fn check_sum(op: &str, sum: &Tensor, dims: &[usize]) -> Result<()> {
     if sum.dims() != dims {
         return Err(shape_error(
             &format!("{op}: the tensor to write to has another shape"),
-            sum.dims(),
+            shapes_of(&[("tensor", sum)]),
             &format!("{dims:?}"),
             "pass a tensor with the shape of the result",
         ));
@@ -247,10 +247,11 @@ pub(super) fn check_update(
         || !dense
         || !copy_fits
     {
-        let all = [Some(state), Some(gradient), Some(sum_of_squares), copy];
+        let mut all = vec![("state", state), ("gradient", gradient), ("sum of squares", sum_of_squares)];
+        all.extend(copy.map(|copy| ("copy", copy)));
         return Err(shape_error(
             &format!("{op}: the tensors do not fit together"),
-            all.into_iter().flatten().map(|t| (t.dims().to_vec(), t.dtype())).collect::<Vec<_>>(),
+            shapes_of(&all),
             &format!(
                 "state ({rows}, parameters) and gradient (parameters) in f32, the sum an f64 scalar; a copy (parameters) in \
                  f16 or bf16 on a GPU; all contiguous"
@@ -261,31 +262,37 @@ pub(super) fn check_update(
     supported(op, &[state, gradient, sum_of_squares, copy.unwrap_or(state)])
 }
 
-pub(super) fn shape_error(
-    what: &str,
-    got: impl std::fmt::Debug,
-    allowed: &str,
-    hint: &str,
-) -> candle_core::Error {
-    Error::shape(what).got(format!("{got:?}")).allowed(allowed).hint(hint).into()
+/// The names, shapes and types of tensors, for an error: `x [2, 64] bf16, weight [32] f32`.
+pub(crate) fn shapes_of(tensors: &[(&str, &Tensor)]) -> String {
+    let one = |(name, x): &(&str, &Tensor)| format!("{name} {:?} {}", x.dims(), x.dtype().as_str());
+    tensors.iter().map(one).collect::<Vec<_>>().join(", ")
 }
 
-/// An error about an argument that is not a shape.
-pub(super) fn argument_error(
+pub(super) fn shape_error(
     what: &str,
-    got: impl std::fmt::Debug,
+    got: impl std::fmt::Display,
     allowed: &str,
     hint: &str,
 ) -> candle_core::Error {
-    Error::new(what).got(format!("{got:?}")).allowed(allowed).hint(hint).into()
+    Error::shape(what).got(got).allowed(allowed).hint(hint).into()
+}
+
+/// An error about an argument; [`shape_error`] is for errors about shapes.
+pub(super) fn argument_error(
+    what: &str,
+    got: impl std::fmt::Display,
+    allowed: &str,
+    hint: &str,
+) -> candle_core::Error {
+    Error::new(what).got(got).allowed(allowed).hint(hint).into()
 }
 
 pub(super) fn run_twice<T>(_: T) -> Error {
-    Error::new("internal error: this op was applied twice; create a new op for each call")
+    Error::new("an op was applied twice").hint(REPORT)
 }
 
 pub(super) fn no_forward() -> Error {
-    Error::new("the backward of an op ran before its forward")
+    Error::new("the backward of an op ran before its forward").hint(REPORT)
 }
 
 pub(crate) fn dims4(name: &str, tensor: &Tensor) -> Result<Dims> {

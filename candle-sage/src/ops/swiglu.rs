@@ -6,7 +6,9 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor};
 use rayon::prelude::*;
 
-use super::support::{Rows, SPAN, cpu_storage, cuda_tensor, f32_tensor, shape_error, supported, with_cuda};
+use super::support::{
+    Rows, SPAN, cpu_storage, cuda_tensor, f32_tensor, shape_error, shapes_of, supported, with_cuda,
+};
 use crate::cpu::ops::swiglu::{gated, gated_backward};
 use crate::cpu::view::to_storage;
 use crate::launch::Launch;
@@ -37,20 +39,20 @@ const NAME: &str = "swiglu";
 /// # Errors
 /// When the shapes or types differ, or the types are not floats.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-    check(gate, up)?;
+    check(gate, ("up", up))?;
     supported(NAME, &[gate, up])?;
     gate.apply_op2(up, SwiGlu)
 }
 
-fn check(gate: &Tensor, other: &Tensor) -> Result<()> {
+fn check(gate: &Tensor, (name, other): (&str, &Tensor)) -> Result<()> {
     if gate.dims() == other.dims() && gate.dtype() == other.dtype() {
         return Ok(());
     }
     Err(shape_error(
-        "swiglu: gate and up differ",
-        ((gate.dims(), gate.dtype()), (other.dims(), other.dtype())),
+        &format!("swiglu: gate and {name} differ"),
+        shapes_of(&[("gate", gate), (name, other)]),
         "tensors of one shape and one element type",
-        "both are projections of the same input",
+        "gate, up and `dout` have the shape of the output",
     ))
 }
 
@@ -88,7 +90,12 @@ pub fn swiglu_backward(
 ) -> Result<(Tensor, Option<Tensor>)> {
     if gate.rank() == 0 {
         let hint = "reshape them to one dimension";
-        return Err(shape_error("swiglu: gate and up have no width", gate.dims(), "(.., width)", hint));
+        return Err(shape_error(
+            "swiglu: gate and up have no width",
+            shapes_of(&[("gate", gate)]),
+            "(.., width)",
+            hint,
+        ));
     }
     Gradients { again, is_concatenated: true }.of([gate, up, dout])
 }
@@ -102,8 +109,8 @@ pub(crate) struct Gradients {
 
 impl Gradients {
     fn of(&self, [gate, up, dout]: [&Tensor; 3]) -> Result<(Tensor, Option<Tensor>)> {
-        check(gate, up)?;
-        check(gate, dout)?;
+        check(gate, ("up", up))?;
+        check(gate, ("dout", dout))?;
         supported(NAME, &[gate, up, dout])?;
         let mut dims = gate.dims().to_vec();
         match dims.last_mut() {

@@ -16,8 +16,8 @@ pub(super) struct Widths {
 }
 
 impl Widths {
-    /// `None` if all head_dims are the same. It is also `None` if other dimensions do not match, which
-    /// [`AttentionShape::new`](crate::AttentionShape::new) reports.
+    /// `None` if all head_dims are the same. It is also `None` if dimensions do not match or a head_dim is not
+    /// supported: [`AttentionShape::new`](crate::AttentionShape::new) reports these errors.
     pub(super) fn of([(_, _, _, query), (b, s, h, key), (vb, vs, vh, value)]: [Dims; 3]) -> Option<Self> {
         let fits =
             query == key && (b, s, h) == (vb, vs, vh) && [query, value].iter().all(|n| HEAD_DIM.contains(n));
@@ -55,8 +55,8 @@ impl Widths {
 fn widen(x: &Tensor, channels: usize) -> Result<Tensor> {
     match channels - x.dim(D::Minus1)? {
         0 => Ok(x.clone()),
-        // With other strides candle's concatenation would return a tensor with non-adjacent channels, which kernels
-        // load element by element.
+        // Candle's padding of a tensor that is not contiguous can return non-adjacent channels, which kernels load
+        // element by element.
         missing => x.contiguous()?.pad_with_zeros(D::Minus1, 0, missing),
     }
 }

@@ -52,8 +52,8 @@ pub(crate) const MEAN_ROWS: usize = 64;
 #[non_exhaustive]
 pub struct AttnQat {
     /// Operands whose token means are subtracted before quantizing: none (the default, since the paper measured no
-    /// gain), K, or K and V. A mean includes later tokens. K's mean does not change the softmax, but it changes how K
-    /// is rounded.
+    /// gain), K, or K and V. The means are over all tokens, also with a causal mask. K's mean does not change the
+    /// softmax, but it changes how K is rounded.
     pub smoothing: Smoothing,
     /// Axis along which 16 values of V share a scale.
     pub value_groups: ValueGroups,
@@ -70,7 +70,8 @@ pub struct AttnQat {
     pub matched_recomputation: bool,
     /// Whether dV is computed from quantized probabilities, as O is. Otherwise dV is computed from P.
     pub requantized_p: bool,
-    /// Instructions that compute the matmuls. The choice changes only the order of sums.
+    /// Instructions that compute the matmuls. The choice changes an output only by the order of sums, but
+    /// [`Products::Nvfp4`] has no backward.
     pub products: Products,
 }
 
@@ -115,7 +116,7 @@ pub enum Products {
     ///
     /// **The kernels have not run on such GPUs.** They are compiled for these GPUs, and their sources run on a CPU,
     /// thread by thread, with the instructions emulated as the PTX manual describes them (`kernels/host/run`). The
-    /// emulated results equal a definition in f64 up to rounding.
+    /// emulated results equal the same NVFP4 attention computed in f64, up to rounding.
     Nvfp4,
 }
 
@@ -134,8 +135,8 @@ pub enum Products {
 #[non_exhaustive]
 pub enum PReference {
     /// `2^ceil(m)`, where m is the row's largest base-2 logit: probabilities are relative to the largest probability.
-    /// References are powers of two, so that rescaling by a running maximum is exact, and the backward reproduces the
-    /// forward's FP4 values.
+    /// This reference is a power of two, so that rescaling by a running maximum is exact, and the backward reproduces
+    /// the forward's FP4 values, except in groups whose scale is below 2^-6.
     #[default]
     RowMax,
     /// `2^(ceil(m) - 11)`: as `RowMax`, but the scale of the largest probabilities is at the top of E4M3's range.
@@ -145,9 +146,9 @@ pub enum PReference {
     /// On CUDA the output can be wrong for logits beyond 10^7: rounding such logits in f32 can raise a scale
     /// beyond E4M3's range.
     TwoLevel,
-    /// As in the paper's text: the running maximum itself in the forward, and the row's sum in the backward, so that
-    /// probabilities under 0.006 become zero in the backward. Only for reproduction: diffuse attention loses most of
-    /// dV.
+    /// As in the paper's text: `2^m`, without rounding m up, in the forward, and the row's sum in the backward.
+    /// Groups whose largest probability is under 0.006 then become zeros in the backward. Only for reproduction:
+    /// diffuse attention loses most of dV.
     Literal,
 }
 
@@ -280,8 +281,8 @@ impl AttnQat {
     /// ```
     ///
     /// # Errors
-    /// When Q is smoothed; when V is smoothed with FP4 matmuls or without the high-precision output; when FP4 matmuls
-    /// are combined with a scale for each head of V, or with groups of V along head_dim, over which P V does not sum.
+    /// When Q is smoothed; when smoothing of V is combined with FP4 matmuls or with `high_precision_output` off; when
+    /// FP4 matmuls are combined with [`ValueScale::Head`] or [`ValueGroups::HeadDim`].
     pub fn validate(&self) -> Result<()> {
         if self.smoothing.of_values() && !self.high_precision_output {
             return Err(Error::new("smoothing of V needs `high_precision_output`")

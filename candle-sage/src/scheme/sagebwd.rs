@@ -5,23 +5,23 @@ use crate::error::{Error, Result};
 
 /// SageBwd runs six of attention's seven matmuls in INT8 with exact accumulation (INT32, or f32 below 2^24 on the CPU),
 /// and `dP = dO V^T` in 16 bit. (`S = Q K^T` counts twice, in the forward and in the backward.) [`Int8Products`] can
-/// keep more matmuls in floating point.
+/// keep more matmuls in floating point. The table shows the default [`Granularity`].
 ///
 /// | matmul | left operand, its scales | right operand, its scales |
 /// |---|---|---|
 /// | `S = Q K^T` | Q, one per tile | K minus its token mean, one per tile |
-/// | `O = P V` | P, one per row of each tile | V, with [`Smoothing::Kv`] minus its token mean, one per tile |
-/// | `dV = P^T dO` | P, [`Granularity`] along the keys | dO, [`Granularity`] along head_dim |
+/// | `O = P V` | P, one per row of each tile | V (minus its token mean with [`Smoothing::Kv`]), one per tile |
+/// | `dV = P^T dO` | P, one per key of each tile | dO, one per channel of each tile |
 /// | `dP = dO V^T` | dO, 16 bit | V, 16 bit |
-/// | `dQ = dS K` | dS, [`Granularity`] along the queries | K, the forward's INT8 values |
-/// | `dK = dS^T Q` | dS, [`Granularity`] along the keys | Q, the forward's INT8 values |
+/// | `dQ = dS K` | dS, one per query of each tile | K, the forward's INT8 values |
+/// | `dK = dS^T Q` | dS, one per key of each tile | Q, the forward's INT8 values |
 ///
 /// An INT8 value is `round(x * 127 / max|x|)`, with the maximum over the values that share a scale and without an
 /// additive epsilon; a group of zeros has scale 0. Scales and the log-sum-exp are f32.
 ///
-/// On Hopper GPUs the forward quantizes P to unsigned values, 0 to 254, with one scale per row of two key tiles. Before
-/// quantizing, P is multiplied by the ratio of the two tiles' scales of V. For inputs of standard deviation sigma, the
-/// error of O is a tenth smaller than with signed values at sigma 1, and not larger at sigma 3 to 10.
+/// On Hopper GPUs the forward quantizes P to unsigned values, 0 to 254, with one scale per row of two key tiles. First,
+/// it multiplies each tile of P by `s / m`: `s` is V's scale in the tile, and `m` the larger `s` of the two tiles. O's
+/// error is a tenth smaller than with signed values if Q and K have standard deviation 1, and not larger at 3 to 10.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -78,7 +78,7 @@ impl Default for SageBwd {
 /// | [`SCORES`](Self::SCORES) | | INT8 | | | | only S, in the forward and in the backward |
 /// | [`FORWARD`](Self::FORWARD) | INT8 | | | | | the paper's forward, with an unquantized backward |
 ///
-/// `FORWARD_AND_S` adds no error to the error of the paper's forward, and `SCORES` has only the error of quantizing Q
+/// `FORWARD_AND_S` has only the error of the paper's forward, and `SCORES` has only the error of quantizing Q
 /// and K. Each further INT8 matmul adds error, but not always speed: quantizing P and dS can take longer than their
 /// INT8 matmuls save. The backward should recompute S from the forward's INT8 values: with an unquantized S, the errors
 /// of the gradients are at least 1.6 times as large if logits are large (sigma 3 and more). `docs/sagebwd_products.md`
@@ -346,7 +346,7 @@ impl SageBwd {
     }
 
     /// Allowed numbers of rows of a tile. The upper bound keeps `127^2 * rows` below 2^24, so that f32 sums of INT8
-    /// products are exact too.
+    /// products over the rows are exact.
     pub const TILE_ROWS: std::ops::RangeInclusive<usize> = 16..=256;
 
     /// Checks the settings.
@@ -361,8 +361,8 @@ impl SageBwd {
     /// ```
     ///
     /// # Errors
-    /// When a tile, a group or a sample is out of range; when only the forward's S is in INT8; when the granularity,
-    /// the key mean or the smoothing of V has no effect.
+    /// When the size of a tile, of a group of vectors or of the key mean's sample is out of range; when neither O nor
+    /// the backward's S is in INT8; when the granularity, the key mean or the smoothing of V has no effect.
     pub fn validate(&self) -> Result<()> {
         for (name, rows) in [("tile_q", self.tile_q), ("tile_k", self.tile_k)] {
             if !Self::TILE_ROWS.contains(&rows) {
@@ -423,7 +423,7 @@ mod tests {
         for bits in 0..32 {
             let [o, s, dv, dq, dk] = [1, 2, 4, 8, 16].map(|bit| bits & bit != 0);
             let set = Int8Products { o, s, dv, dq, dk };
-            // A set with INT8 scores only in the forward is not valid.
+            // A set is valid if it contains O or the backward's S.
             assert_eq!(SageBwd::default().products(set).validate().is_ok(), o || s, "{set}");
             if o || s {
                 assert_eq!(set.to_string().parse(), Ok(set), "{set}");

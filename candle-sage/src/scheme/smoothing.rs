@@ -26,10 +26,9 @@ pub enum Smoothing {
     Qk,
     /// As `K`; also subtracts from V its mean `m`, over the same tokens as K's mean, and adds `m` to the output:
     /// `O = P (V - m) + m`, because every row of the exact P sums to one. The rounding error of P is then multiplied by
-    /// `V - m` instead of V, which reduces the part of the output's error that does not average out. This method is
-    /// ours; `docs/gradient_bias.md` has measurements. `Kv` cannot be combined with
-    /// `AttnQat::high_precision_output(false)` or `Products::Nvfp4`. Their output has only values in FP4, but the mean
-    /// is not rounded to FP4.
+    /// `V - m` instead of V, which reduces the bias of the output (the mean of its error). This method is ours;
+    /// `docs/gradient_bias.md` has measurements. `Kv` cannot be combined with
+    /// `AttnQat::high_precision_output(false)` or `Products::Nvfp4`.
     Kv,
 }
 

@@ -34,7 +34,7 @@ impl Blocks {
             return Err(Error::new("a selection cannot be combined with a window of tokens")
                 .got(shape.window())
                 .allowed("a causal mask, or no mask")
-                .hint("`Selection::window` lists the blocks of a window; a selection may omit any of them"));
+                .hint("select the blocks of the window instead: `Selection::window`"));
         }
         if let Some(odd) = segments.iter().find(|s| shape.causal() && s.query.len() != s.key.len()) {
             return Err(Error::shape("a selection with a causal mask needs as many keys as queries")

@@ -6,7 +6,7 @@ use super::{Blocks, Selection};
 use crate::error::{Error, Result};
 use crate::shape::AttentionShape;
 
-/// A block of queries, of all query heads that share a key head and therefore a list.
+/// A block of queries, for the query heads that share a key head. These heads share one list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueryBlock {
     /// Index of the segment: a batch entry, or a packed document.
@@ -74,8 +74,9 @@ impl Selection {
     }
 
     /// A sliding window in whole blocks; [`Attention::window`](crate::Attention::window) is exact to the token. The
-    /// lists contain the `nearest` candidates and the first `sinks` blocks of the segment. With a causal mask the
-    /// nearest candidates are the last candidates; otherwise they surround the position of the block of queries.
+    /// lists contain the nearest candidates (`nearest` of them) and the first `sinks` blocks of the segment. With a
+    /// causal mask the nearest candidates are the last candidates; otherwise they surround the position of the block
+    /// of queries.
     ///
     /// # Errors
     /// As [`Selection::from_lists`].
@@ -91,7 +92,7 @@ impl Selection {
             let near = if shape.causal() {
                 at.candidates.saturating_sub(nearest)..at.candidates
             } else {
-                // The block of keys at the position of the middle query of the block of queries.
+                // The block of keys that contains the position of the middle query.
                 let middle = ((2 * at.block + 1) * query / (2 * key)).min(at.candidates.saturating_sub(1));
                 let first = middle.saturating_sub(nearest / 2).min(at.candidates.saturating_sub(nearest));
                 first..(first + nearest).min(at.candidates)

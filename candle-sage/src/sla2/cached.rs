@@ -6,7 +6,7 @@ use candle_nn::ops::{sigmoid, softmax};
 
 use super::{Router, Sla2, Tail};
 use crate::error::Error;
-use crate::ops::{Alpha, chosen, dims4, inverse_norm};
+use crate::ops::{Alpha, chosen, dims4, inverse_norm, shapes_of};
 use crate::scheme::Scheme;
 
 /// The dimension of tokens: tensors are (batch, sequence, heads, head_dim).
@@ -50,7 +50,7 @@ struct Block {
     selected: Option<[Tensor; 2]>,
     /// Number of candidate keys that are not selected.
     left: usize,
-    /// The tail's state, unless no key is left to the tail.
+    /// The tail's state; `None` without a tail, or if all candidates are selected.
     tail: Option<Tensor>,
 }
 
@@ -138,7 +138,7 @@ impl Sla2Cache {
 impl Sla2 {
     /// Computes [`Sla2::apply`] for tokens that follow the tokens in `cache`, and adds the new tokens to the cache. The
     /// first call has the prompt, each later call one or more tokens. Query, key and value belong to the new tokens.
-    /// All calls with a cache have the same router, `theta` and settings.
+    /// All calls with one cache must have the same router, `theta` and settings.
     ///
     /// The prompt is computed as by [`Sla2::select`] and [`Sla2::apply`]. For later tokens, attention to the selected
     /// blocks and the diagonal is unquantized, because a scheme would quantize all these keys again for each token. The
@@ -222,14 +222,14 @@ impl Sla2 {
         let types = [q, k, v].map(Tensor::dtype);
         if dims4("value", v)? != shape.key_dims() || types != [types[0]; 3] {
             return Err(Error::shape("query, key and value of the new tokens do not match")
-                .got(format!("key {:?}, value {:?}, {types:?}", k.dims(), v.dims()))
+                .got(shapes_of(&[("query", q), ("key", k), ("value", v)]))
                 .allowed("keys and values of one shape, and one element type for all three")
                 .hint("the cache needs values with the keys' head_dim; convert types with `to_dtype`")
                 .into());
         }
         if theta.dims() != [heads] || theta.dtype() != DType::F32 {
             return Err(Error::shape("theta does not fit the query")
-                .got(format!("{:?} {:?}", theta.dims(), theta.dtype()))
+                .got(shapes_of(&[("theta", theta)]))
                 .allowed(format!("[{heads}] in f32"))
                 .hint("theta has one value for each query head")
                 .into());
@@ -249,7 +249,7 @@ impl Sla2 {
             let (batch, _, heads, d) = shape.key_dims();
             let (cached, _, cached_heads, width) = dims4("the cache", keys)?;
             if (cached, cached_heads, width) != (batch, heads, d) || keys.dtype() != k.dtype() {
-                return Err(Error::shape("the cache has keys of another shape")
+                return Err(Error::shape("the keys of this call do not match the cached keys")
                     .got(format!("batch {batch}, {heads} key heads of {d}, {:?}", k.dtype()))
                     .allowed(format!(
                         "batch {cached}, {cached_heads} key heads of {width}, {:?}",
@@ -312,7 +312,7 @@ impl Sla2 {
         let left = (candidates - count) * block;
         let tail = match (&cache.states, self.tail) {
             (Some(sum), Some(Tail::Past)) if left > 0 => Some(sum.squeeze(2)?),
-            // Adds the unselected states: subtracting the selected states from a total would lose small features.
+            // Adds the unselected states: a total minus the selected states would lose small sums to cancellation.
             (Some(all), Some(Tail::Complement)) if left > 0 => {
                 let in_tail =
                     |list: &Vec<u32>, at: usize| if list.contains(&(at as u32)) { 0f32 } else { 1.0 };

@@ -4,6 +4,7 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Init, VarBuilder};
 
 use crate::error::Error;
+use crate::ops::shapes_of;
 use crate::selection::Blocks;
 use crate::shape::AttentionShape;
 use crate::variables;
@@ -65,7 +66,7 @@ impl Router {
             || key.dtype() != DType::F32
         {
             return Err(Error::shape("the router's two matrices do not match")
-                .got(format!("{:?} {:?}, {:?} {:?}", query.dims(), query.dtype(), key.dims(), key.dtype()))
+                .got(shapes_of(&[("query", &query), ("key", &key)]))
                 .allowed("two of (key heads, head_dim, head_dim) in f32")
                 .hint("`Router::new` makes a matching pair of identity matrices")
                 .into());
@@ -118,7 +119,8 @@ impl Router {
         Self { query: self.query.detach(), key: self.key.detach() }
     }
 
-    /// The scores (key heads, blocks of queries, columns) of the means (key heads, blocks of all segments, head_dim).
+    /// Scores, (key heads, blocks of queries, columns), from the means of blocks of queries and of keys, (key heads,
+    /// blocks of all batch entries or documents, head_dim). A column is a block of keys: see [`Blocks::first_column`].
     pub(super) fn scores(&self, [q, k]: [Tensor; 2], shape: &AttentionShape) -> Result<Tensor> {
         let (key_heads, rows, d) = q.dims3()?;
         if self.query.dims() != [key_heads, d, d] {
@@ -155,7 +157,7 @@ pub(super) fn entropy_sums(scores: &Tensor, mass: &Tensor, blocks: &Blocks) -> R
     let scores = scores.broadcast_add(&hidden)?;
     let shifted = scores.broadcast_sub(&scores.max_keepdim(2)?.detach())?;
     let log_softmax = shifted.broadcast_sub(&shifted.exp()?.sum_keepdim(2)?.log()?)?;
-    // If no block has a candidate, there is no mass: the smallest normal number then makes the quotient 0 instead of
+    // If no block has a candidate, the mass is 0: adding the smallest normal number makes the quotient 0 instead of
     // NaN.
     let all = (mass.sum_all()? + f64::from(f32::MIN_POSITIVE))?;
     Ok([(mass * log_softmax)?.sum_all()?.neg()?, all])

@@ -1,4 +1,4 @@
-//! Tests of every scheme, and of unquantized attention against the oracle.
+//! Tests of every scheme. Unquantized attention is compared with the oracle (`candle_sage::reference`).
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::{
@@ -108,9 +108,9 @@ fn unquantized_is_exact_up_to_f32_rounding() -> Result<()> {
     Ok(())
 }
 
-/// The inputs are exact in 16 bit and the matmuls are in f32, so that the output and each gradient are rounded once, by
-/// at most 2^-9 (bf16) or 2^-12 (f16) of their size; delta = rowsum(dO o O) uses the rounded output, which can add an
-/// error of this size. Gradients below f16's smallest number, 6e-8, do not occur here.
+/// The inputs are exact in 16 bit and the matmuls are in f32, so that the output and each gradient are rounded once.
+/// This changes them by up to about 2^-9 (bf16) or 2^-12 (f16) of their norm; delta = rowsum(dO o O) uses the rounded
+/// output, which can add an error of this size. Gradients below f16's smallest number, 6e-8, do not occur here.
 #[test]
 fn sixteen_bit_tensors_are_rounded_once() -> Result<()> {
     for (dtype, tolerance) in [(DType::BF16, 2f64.powi(-8)), (DType::F16, 2f64.powi(-11))] {
@@ -125,11 +125,11 @@ fn sixteen_bit_tensors_are_rounded_once() -> Result<()> {
     Ok(())
 }
 
-/// At sigma 1 the INT8 error of a whole tensor is under 0.05 in the published simulation of tile scales (.0487 without
-/// a mask). Short rows have larger errors, so the limit is 0.09. This limit would not detect one wrong row in hundreds.
-/// Therefore the error of every row is also checked, relative to the larger of its norm and the average norm. The worst
-/// row of all cases has 0.185; the limit of 0.25 leaves a third for other roundings, while a row of average norm with a
-/// wrong index, mask, head or scale is off by about 1.
+/// At sigma 1 with one scale per tile, the INT8 error of a whole tensor is under 0.05 in the published simulation
+/// (.0487 without a mask). Short rows have larger errors, so the limit is 0.09. This limit would not detect one wrong
+/// row in hundreds. Therefore the error of every row is also checked, relative to the larger of its norm and the
+/// average norm. The worst row of all cases has 0.185; the limit of 0.25 leaves a third for other roundings, while a
+/// row of average norm with a wrong index, mask, head or scale is off by about 1.
 #[test]
 fn sagebwd_follows_every_shape() -> Result<()> {
     // Over a single key the exact dQ and dK are zero, so relative errors are undefined.

@@ -132,11 +132,11 @@ fn without_worst_rows(got: &[f64], expected: &[f64], d: usize) -> f64 {
 }
 
 /// dQ and dK are exact up to f32 roundings: 4e-6 as in unquantized attention, and up to 2e-5 from delta, a sum whose
-/// terms cancel. O and dV are exact to 4e-6 in all rows without a changed FP4 value. The FP4 value of a probability
-/// changes if f32 and f64 put the probability, or its scale, on different sides of a midpoint. A fraction of 8 * 2^-20
-/// of the probabilities changes, so a row of 300 has a changed one with a chance of 2e-3. A changed scale affects 16
-/// rows of dV: a tenth of the rows may be off. A changed FP4 value is off by a quarter, which is 7e-4 of a tensor's
-/// norm; the limit of 5e-3 allows for rows of a few keys.
+/// terms cancel. In O and dV an FP4 value can differ, if f32 and f64 put a probability, or its scale, on different
+/// sides of a midpoint. A fraction of 8 * 2^-20 of the probabilities differs, so a row of 300 has a different one with
+/// a chance of 2e-3. A different scale affects 16 rows of dV. Therefore the limit of 4e-6 is for the tensor without the
+/// tenth of the rows with the largest errors. A different FP4 value is off by a quarter, which is 7e-4 of a tensor's
+/// norm. The limit for whole tensors is 5e-3, because in a row of a few keys each probability is large.
 #[test]
 fn results_are_those_of_the_definition() -> Result<()> {
     let mut packed = Case::new(1, (200, 210), (4, 2), 32, true);
@@ -227,8 +227,8 @@ fn a_scale_of_each_head_keeps_values_of_any_size() -> Result<()> {
 }
 
 /// If the mean of K over tokens is not zero and rows of dS do not sum to zero, the mean adds an error to dQ. In a
-/// simulation (means of standard deviation 3, N 1024, head_dim 128) dQ's relative L2 error is .42 with the
-/// high-precision output and .78 without it. If K's mean is zero there is no difference.
+/// simulation (means of standard deviation 3, N 1024, head_dim 128) dQ's relative L2 error is .42 if dS uses the output
+/// from unquantized P (`AttnQat::high_precision_output`), otherwise .78. If K's mean is zero both errors are equal.
 #[test]
 fn the_high_precision_output_keeps_a_mean_of_keys_out_of_dq() -> Result<()> {
     let mut errors = Vec::new();
@@ -273,8 +273,8 @@ fn smoothing_takes_out_a_mean_of_keys() -> Result<()> {
     Ok(())
 }
 
-/// A stock backward computes probabilities from unquantized logits, but with the log-sum-exp of the forward's quantized
-/// logits. The probabilities do not sum to one, and the deviation grows with the logits.
+/// Without matched recomputation, the backward computes probabilities from unquantized logits, but with the log-sum-exp
+/// of the forward's quantized logits. The probabilities do not sum to one, and the deviation grows with the logits.
 #[test]
 fn a_backward_from_unquantized_scores_does_not_fit_the_forward() -> Result<()> {
     let mut case = Case::new(1, (512, 512), (1, 1), 64, true);

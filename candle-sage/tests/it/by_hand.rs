@@ -234,7 +234,8 @@ fn loss(place: &Case) -> Result<()> {
     Ok(())
 }
 
-/// The sum of two halves, which are summed recursively. The first half has 2^n parts.
+/// Splits the parts in two, and adds the sums of both sides, which are computed recursively. The number of parts on the
+/// first side is the largest power of two below `parts.len()`.
 fn sum_of_halves(parts: &[&[f32]]) -> Vec<f32> {
     if let [part] = parts {
         return part.to_vec();
@@ -308,7 +309,7 @@ fn messages() {
             ops::residual_rms_norm(&a, &b, &zeros(&[3], DType::F32), 1e-6).map(drop),
             "the residual does not match",
         ),
-        (ops::swiglu_backward(&a, &a, &b, false).map(drop), "gate and up differ"),
+        (ops::swiglu_backward(&a, &a, &b, false).map(drop), "gate and dout differ"),
         (ops::swiglu_backward(&point, &point, &point, false).map(drop), "have no width"),
         (ops::rope_backward(&[], &a, &a, RopeStyle::Halves).map(drop), "cannot be concatenated"),
         (

@@ -21,8 +21,8 @@ fn sage() -> SageBwd {
 
 /// As in FlashAttention-3's tests, the error against f64 is at most a multiple of the error of a reference run in low
 /// precision, plus roundings. The reference is the CPU, which for SageBwd has the same quantized values. Unquantized
-/// attention on the CPU is in f32, so its limit includes the rounding of P and dS to 16 bit: each is rounded by at most
-/// 2^-9 (bf16) or 2^-12 (f16), and both affect dQ and dK.
+/// attention on the CPU is in f32, so its limit includes the rounding of P and dS to 16 bit: each rounding changes a
+/// tensor by up to about 2^-9 (bf16) or 2^-12 (f16) of its norm, and both affect dQ and dK.
 fn check(what: &str, case: &Case, scheme: Scheme, dtype: DType, got: &Results) -> Result<()> {
     check_against(what, scheme, dtype, got, [&case.exact(), &case.run(scheme, dtype)?], case.lens.1);
     Ok(())
@@ -56,11 +56,11 @@ pub(crate) fn check_against(
 }
 
 /// Attn-QAT has large errors against f64, but is close to the CPU, which has the same FP4 values. The GPU rounds P, dS
-/// and the high-precision output to 16 bit, each by at most 2^-9 (bf16) or 2^-12 (f16), and then rounds the results.
-/// The limit of 5e-3 is for probabilities that f32 sums in another order move across a midpoint
-/// (`attn_qat::results_are_those_of_the_definition`). A smoothed K that is not quantized is rounded to 16 bit only on
-/// the GPU, so logits differ by about 2^-9. If dV uses quantized probabilities, one in a hundred then has another FP4
-/// value, which is off by a quarter.
+/// and the high-precision output O' to 16 bit, each by up to about 2^-9 (bf16) or 2^-12 (f16) of its norm, and then
+/// rounds the results. The limit of 5e-3 allows for probabilities on another side of a midpoint: the GPU adds in
+/// another order (`attn_qat::results_are_those_of_the_definition`). A smoothed K that is not quantized is rounded to 16
+/// bit only on the GPU, so logits differ by about 2^-9. If dV uses quantized probabilities, one in a hundred then has
+/// another FP4 value, which is off by a quarter.
 fn same_as_the_cpu(what: &str, n: usize, dtype: DType, settings: &AttnQat, [got, cpu]: [&[f64]; 2]) {
     let error = relative_l2(got, cpu);
     let other_k = settings.smoothing != Smoothing::None && !settings.matched_recomputation;

@@ -48,7 +48,7 @@ fn fill(case: &mut Case) {
     }
 }
 
-/// FNV-1a hashes of the bits of the output and of each gradient, so that a change shows which kernel made it.
+/// FNV-1a hashes of the bits of the output and of each gradient: the changed hashes show which kernel changed.
 fn hashes(results: &Results) -> String {
     let of = |values: &Vec<f64>| {
         let bytes = values.iter().flat_map(|x| x.to_bits().to_le_bytes());

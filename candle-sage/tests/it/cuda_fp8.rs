@@ -84,9 +84,9 @@ fn codes_are_those_of_the_cpu() -> Result<()> {
 }
 
 /// Matmuls of the same FP8 values. Tensor cores accumulate with about 14 bits. Sums in f32 are promoted to f32 every
-/// 128 terms: each of the four steps between promotions errs by up to 2^-14 of the partial sum, 2^-12 in total, and the
-/// limit is twice that. Fast sums are never promoted: the errors of all steps add up as if independent. One rounding to
-/// the result's type is added.
+/// 128 terms, which are four steps of 32 terms. Each step errs by up to 2^-14 of the partial sum, 2^-12 in total, and
+/// the limit is twice that. Fast sums are never promoted: the errors of all steps add up as if independent. One
+/// rounding to the result's type is added.
 #[test]
 #[ignore = "needs a GPU"]
 fn products_are_those_of_the_cpu() -> Result<()> {
@@ -126,8 +126,8 @@ fn products_are_those_of_the_cpu() -> Result<()> {
                 assert_eq!(again.to_vec2::<f32>()?, twice.to_vec2::<f32>()?, "the same bits");
             }
             // The transposes, by which the backward of a linear map multiplies. On the diagonal all terms are positive,
-            // and the rounding errors of the 128 terms, each up to 2^-14 of the partial sum, add up: to half of 2^-7 if
-            // the errors are uniform.
+            // so the rounding errors of the 128 terms between promotions do not cancel. Each is up to 2^-14 of the
+            // partial sum, so their sum is up to 2^-7, and half of that if the errors are uniform.
             if b_format == E4M3 {
                 let expected = b8.t().product(&b8.t(), DType::F32, Fp8Sums::F32)?.flatten_all()?.to_vec1()?;
                 let got = b_gpu.t().product(&b_gpu.t(), DType::F32, Fp8Sums::F32)?;
@@ -187,9 +187,9 @@ fn scales_are_those_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// A cross-entropy in FP8. Logits differ by errors of sums, up to 2^-11, or in 16 bit by their rounding. An error of e
-/// moves a fraction 4 * e of the E5M2 values across a midpoint, and changes each of them by a fifth. The relative error
-/// is sqrt(4 * e) / 5, which is .01 in f32 and .025 in bf16.
+/// A cross-entropy in FP8. Logits in f32 differ by the errors of sums, up to 2^-11, and logits in 16 bit by rounding.
+/// An error of e moves a fraction 4 * e of the E5M2 values across a midpoint, and each moved value changes by a fifth.
+/// The relative error is sqrt(4 * e) / 5, which is .01 in f32 and .025 in bf16.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_cross_entropy_is_that_of_the_cpu() -> Result<()> {
@@ -244,7 +244,7 @@ fn check(name: &str, dtype: DType, got: &Fp8Matrix, plain: &Fp8Matrix) -> Result
 
 /// Fused kernels write the quantized f32 output of the plain operator. Their arithmetic is the same, but compilers may
 /// contract it differently, so that one value in ten thousand may cross a midpoint. In 16 bit the plain operator rounds
-/// its output before quantization: the limit is two roundings.
+/// its output before quantization, which moves more values: see `check`.
 #[test]
 #[ignore = "needs a GPU"]
 fn fused_operators_are_the_plain_ones_quantized() -> Result<()> {

@@ -6,9 +6,9 @@ use candle_sage::ops::{Muon, MuonMatrix, Orthogonalization, sum_of_squares};
 use crate::support::{Normals, f64s, gpu, relative_l2};
 
 /// Directions are bf16 on a GPU. The composed polynomials oscillate between .88 and 1.12 several times, so that a
-/// rounding of a singular value by 2^-9 moves the result anywhere within this band: by the root mean square of the
-/// band, 8 %, for many singular values, and by up to a quarter for a single value. The momentum differs only by f32
-/// roundings.
+/// rounding of a singular value by 2^-9 moves the result anywhere within this band. For many singular values the error
+/// is the root mean square of the band, 8 %; for a single value it is up to a quarter. The momentum differs only by
+/// f32 roundings.
 #[test]
 #[ignore = "needs a GPU"]
 fn muon_is_that_of_the_cpu() -> Result<()> {
@@ -75,7 +75,8 @@ fn muon_is_that_of_the_cpu() -> Result<()> {
         muon.step(&on_gpu, &bad, &sum_of_squares(&bad)?, &matrices, None, None)?;
         assert_eq!(on_gpu.to_vec2::<f32>()?, before);
     }
-    // Tiny and huge gradients are orthogonalized like gradients of usual size. Beyond a limit, no weight changes.
+    // Tiny and huge gradients are orthogonalized like gradients of usual size. If a matrix's sum of squares
+    // overflows or is zero, its weights do not change.
     let matrix = [MuonMatrix { at: 0, rows: 64, columns: 64 }];
     let gradient = Tensor::from_vec(Normals::new(41).vec(4096, 1.0), 4096, &gpu())?;
     let step = |norm: f64| -> Result<Vec<f64>> {
@@ -92,7 +93,8 @@ fn muon_is_that_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// Rows in bf16 against f32 rows of the same values: each element is rounded twice, and the mean squares are f32.
+/// Rows in bf16 on a GPU, compared with the same values in f32 on the CPU. The results are rounded to bf16; the mean
+/// squares are f32.
 #[test]
 #[ignore = "needs a GPU"]
 fn rows_are_normalized_as_on_the_cpu() -> Result<()> {

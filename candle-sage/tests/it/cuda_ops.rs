@@ -79,8 +79,8 @@ fn draw(normals: &mut Normals, dims: &[usize]) -> (Vec<f32>, Vec<usize>) {
 }
 
 /// Rows for a lane, a warp and a thread block; rows that exceed the registers of a thread block (8192 elements in f32,
-/// 16384 in 16 bit, 2048 without vector loads; half of these numbers in layer_norm's backward); more rows than groups
-/// in the backward's largest grid, 528 thread blocks.
+/// 16384 in 16 bit, 2048 without vector loads; half of these numbers in layer_norm's backward); more rows than the
+/// backward's largest grid, 528 thread blocks, processes at once.
 const NORM_SIZES: [(usize, usize); 12] = [
     (5, 1),
     (3, 7),
@@ -105,7 +105,7 @@ fn layer_norm() -> Result<()> {
     };
     for (rows, width) in NORM_SIZES {
         let inputs = inputs_of(&[rows, width], width);
-        // A large eps: without it the gradient of a few elements is the rounding error of a zero.
+        // A large eps: otherwise the gradients of rows with few elements are only rounding errors.
         check(&format!("layer_norm {rows} x {width}"), &inputs, 1.0, &|x| {
             ops::layer_norm(&x[0], &x[1], &x[2], 0.5)
         })?;
@@ -153,8 +153,8 @@ fn rms_norm_takes_a_weight_of_another_type() -> Result<()> {
             Ok(vec![values(&out)?, grad(&x)?, grad(&weight)?])
         };
         for (got, expected) in results(&gpu())?.iter().zip(&results(&Device::Cpu)?) {
-            // Both devices round the output, whose double is its gradient, and then the result: a tie may round to
-            // different sides.
+            // Both devices round the output, compute its gradient as twice the rounded output, and round the gradients
+            // of x and weight. Near a midpoint the devices may round to different sides.
             let limit = 4.0 * rounding(of_x).max(rounding(of_weight));
             let error = relative_l2(got, expected);
             assert!(error <= limit, "{of_x:?}, {of_weight:?}: {error:.1e}");

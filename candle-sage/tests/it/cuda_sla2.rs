@@ -129,9 +129,9 @@ fn long_inverse_lists_are_split() -> Result<()> {
                 let what = format!("{scheme}, {:?}", case.shape());
                 check_against(&what, scheme, DType::BF16, &got, [&exact, &cpu], case.lens.1);
                 // f32 sums are rounded in another order: a few elements of dK or dV near a midpoint of bf16 round to
-                // its other side, 2^-8 apart. SageBwd's sm_80 backward, which runs for smoothed Q, adds dK to a large
-                // number that it subtracts every few tiles and at the end of a part of a list. The roundings of this
-                // sum are as large as one rounding to 16 bit.
+                // its other side, 2^-8 apart. SageBwd's sm_80 backward, which runs for smoothed Q, sums dK with a large
+                // offset. It subtracts the offset every few tiles, and at the end of a part of a list. The roundings
+                // of these large sums are as large as one rounding to 16 bit.
                 for ((part, whole), name) in got.iter().zip(&whole).skip(2).zip(["dK", "dV"]) {
                     let error = relative_l2(part, whole);
                     assert!(error < 2f64.powi(-9), "{name} of {what}: {error:.2e}");
@@ -185,8 +185,8 @@ fn random_problem(mut case: Case, seed: u64, tail: Tail, alpha: Alpha) -> Result
 }
 
 /// Features, states and matmuls are in 16 bit: each rounds by at most 2^-9 (bf16) or 2^-12 (f16). A gradient contains
-/// five such roundings, or seven if a state is combined from chunks. The squares of these independent errors add up.
-/// dtheta sums the products of dO and the errors of both the exact and the linear attention.
+/// five such roundings, or seven if a state is combined from chunks. They are independent, so seven add up to sqrt(7)
+/// roundings. The limit is higher for dtheta, which has the errors of both outputs: exact and linear attention.
 fn limits() -> [(DType, f64); 2] {
     [(DType::BF16, 5.0 * 2f64.powi(-9)), (DType::F16, 5.0 * 2f64.powi(-12))]
 }

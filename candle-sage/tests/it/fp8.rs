@@ -100,8 +100,8 @@ pub(crate) fn cross_entropy_fp8(
     Ok([values(&loss)?, values(&dhidden)?, values(&dweight)?.iter().map(|x| x - 1.0).collect()])
 }
 
-/// The cross-entropy of quantized operands equals the loss of their values, and its gradients have the error of one
-/// more rounding.
+/// A cross-entropy in FP8 equals the f32 cross-entropy of the dequantized operands. The gradients differ by one
+/// rounding, because the gradient of the logits is quantized.
 #[test]
 fn a_cross_entropy_has_the_error_of_its_roundings() -> Result<()> {
     let mut normals = Normals::new(5);

@@ -109,7 +109,7 @@ fn read_inside(folder: &Path, module: Option<&str>, all: &mut Imports) {
         } else {
             let source = std::fs::read_to_string(&entry).expect("a source");
             let within = if module.is_some() { "super::super::" } else { "super::" };
-            // Only files in subfolders import files of the folder by absolute paths.
+            // Reads the absolute paths of this folder's files as paths relative to a subfolder.
             let source =
                 source.replace("crate::cuda::", "super::super::").replace("crate::model::", "super::super::");
             let (module, plain) = (module.unwrap_or(&name), source.replace("crate::", "elsewhere::"));

@@ -65,7 +65,7 @@ fn functions(text: &str, is_python: bool) -> Vec<(String, usize)> {
         ];
         match is_python {
             true => code.starts_with("def "),
-            // Excludes constructors with a list of members, and lambdas, which belong to the function around them.
+            // Excludes constructors with initializer lists, and lambdas, which belong to the function around them.
             false => {
                 code.ends_with('{')
                     && code.contains(')')

@@ -1,4 +1,5 @@
-//! The table of plans is parsed as the kernels include it, and errors name what cannot be parsed.
+//! `plans.def`, the table of the kernels' tile and thread-block sizes, is parsed as the kernels include it. Errors name
+//! what cannot be parsed.
 
 #[path = "../../build/plans.rs"]
 mod build;

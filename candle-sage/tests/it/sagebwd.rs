@@ -11,9 +11,8 @@ fn sage() -> SageBwd {
     SageBwd::default()
 }
 
-/// Table 1 of arXiv 2603.02170, sigma 1, 3, 5: no column is more than 10 % above the published figure, nor so far below
-/// it that another quantity must have been measured. (dK at sigma 1 is about 15 % more accurate than published, the
-/// rest is within 10 % on both sides.)
+/// Errors are within 10 % of Table 1 of arXiv 2603.02170 for sigma 1, 3 and 5, except the error of dK at sigma 1: it is
+/// about 15 % smaller than published, and the test allows 20 %.
 #[test]
 fn errors_reproduce_the_published_table() -> Result<()> {
     const SEEDS: u64 = 6;
@@ -81,8 +80,8 @@ fn matmuls_without_int8_are_more_accurate() -> Result<()> {
         }
     }
     assert_eq!(paper[0].to_bits(), errors(Int8Products::FORWARD, 1.0)?[0].to_bits(), "one forward");
-    // With only S in INT8 the errors from quantized P and V disappear, in O, and in dQ and dK through delta = rowsum(dO
-    // o O).
+    // With only S in INT8, P and V are not quantized in the forward: O is more accurate, and so is delta = rowsum(dO o
+    // O), from which dQ and dK are computed.
     let scores = errors(Int8Products::SCORES, 1.0)?;
     assert!(scores[0] < 0.8 * with_s[0], "{scores:.4?} and {with_s:.4?}");
     for n in 1..4 {
@@ -193,8 +192,8 @@ fn smoothing_of_values_takes_out_their_mean() -> Result<()> {
     Ok(())
 }
 
-/// The mean of other keys with the same bias works as well as the keys' own mean: subtracting it beforehand, without
-/// smoothing, changes results only through quantization. Errors are within 5 % (3 % in the means of six seeds,
+/// The mean of other keys with the same bias works as well as the keys' own mean. It is subtracted before a call
+/// without smoothing, whose errors are within 5 % of those with smoothing (3 % in the means of six seeds,
 /// `benches/accuracy.rs`).
 #[test]
 fn a_mean_known_beforehand_serves() -> Result<()> {
@@ -214,8 +213,8 @@ fn a_mean_known_beforehand_serves() -> Result<()> {
     Ok(())
 }
 
-/// An additive epsilon in any scale would swamp gradients of 1e-6. A power of two changes no mantissa, so that every
-/// result must scale bit-exactly; 1e-6 changes roundings, but not their size.
+/// An epsilon added to a scale would be too large for gradients of 1e-6. Multiplying dO by a power of two changes no
+/// mantissa, so every gradient must scale bit-exactly. Multiplying dO by 1e-6 changes roundings, but not their size.
 #[test]
 fn tiny_output_gradients_keep_their_precision() -> Result<()> {
     let mut case = Case::new(1, (512, 512), (2, 1), 64, true);
@@ -237,8 +236,8 @@ fn tiny_output_gradients_keep_their_precision() -> Result<()> {
 }
 
 /// Rows of dS sum to zero. If a channel of K is 1 everywhere, this channel of dQ is the row sums of dS. The sum of dK
-/// over the keys is (dS 1)^T Q, which is zero too: INT8 noise of 2 % per key, with random signs, leaves 2 % of dK's
-/// norm, while unrelated rows would leave all of it.
+/// over the keys is (dS 1)^T Q, which is zero too. With INT8 noise of 2 % per key and random signs, the sum's norm is
+/// 2 % of dK's norm. If the rows of dK were independent, it would be as large as dK's norm.
 #[test]
 fn rows_of_ds_sum_to_about_zero() -> Result<()> {
     let (n, d) = (512, 64);
@@ -334,9 +333,9 @@ fn zero_tensors_give_zero_gradients() -> Result<()> {
     Ok(())
 }
 
-/// The backward with only the scores in INT8, in f64: `P` from quantized Q and K, `dP = dO V^T` from dO and V in bf16,
-/// and everything else unrounded, also `delta = rowsum(dO o O)`. Returns dQ, dK and dV of a causal case of one head,
-/// without smoothing.
+/// The backward of the scheme with only the scores in INT8, computed in f64: `P` from quantized Q and K, `dP = dO V^T`
+/// from dO and V in bf16, and everything else unrounded, also `delta = rowsum(dO o O)`. Returns dQ, dK and dV of a
+/// causal case of one head, without smoothing.
 fn scores_alone(case: &Case) -> [Vec<f64>; 3] {
     let (n, d) = (case.lens.0, case.head_dim);
     let scale = 1.0 / (d as f64).sqrt();
@@ -376,8 +375,8 @@ fn scores_alone(case: &Case) -> [Vec<f64>; 3] {
 }
 
 /// Checks which operands are rounded: V and dO in dP to bf16, delta not at all. The limit is that of unquantized
-/// attention, 4e-6. Rounding delta to bf16 would change dQ and dK by 8e-4, and not rounding V or dO by 2e-3. With
-/// `scores,dv` dO is also quantized, but only for dV.
+/// attention, 4e-6. Rounding delta to bf16 would change dQ and dK by 8e-4; omitting the rounding of V or dO would
+/// change them by 2e-3. With `scores,dv` dO is also quantized, but only for dV.
 #[test]
 fn the_backward_rounds_v_and_dout_and_nothing_else() -> Result<()> {
     for (n, d) in [(200, 32), (130, 64), (70, 16)] {

@@ -17,8 +17,8 @@ pub(crate) fn slopes(heads: usize) -> Vec<f32> {
     (1..=heads).map(|head| 0.5f32.powi(head as i32)).collect()
 }
 
-/// Layouts, each without a change, with a cap that most logits reach, with a cap far above the logits, with slopes, and
-/// with a cap and slopes.
+/// Layouts, each in five variants: plain, a cap that most logits reach, a cap far above the logits, slopes, and both a
+/// cap and slopes.
 fn cases() -> Vec<[Case; 5]> {
     let mut layouts = Vec::new();
     for (lens, heads, d, causal) in [
@@ -58,9 +58,9 @@ fn unquantized_is_exact_up_to_f32_rounding() -> Result<()> {
     Ok(())
 }
 
-/// A cap and slopes do not increase the error of a low-bit scheme: a cap only makes logits and their errors smaller,
-/// and slopes are exact. Slopes leave fewer keys to average over, which makes the error of a mean up to 1.5 times as
-/// large in these cases. The limit adds .01 for results that were nearly exact.
+/// A cap and slopes do not increase the errors of logits in a low-bit scheme: a cap only makes logits and their errors
+/// smaller, and slopes are exact. But with slopes the output averages over fewer keys, so its error is up to 1.5 times
+/// as large in these cases. The limit adds .01 for results that were nearly exact.
 #[test]
 fn low_bits_are_as_exact_as_without() -> Result<()> {
     let sage = SageBwd::default().smoothing(Smoothing::None);

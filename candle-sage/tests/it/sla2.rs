@@ -230,8 +230,8 @@ fn the_formulas_are_the_gradients() -> Result<()> {
     Ok(())
 }
 
-/// The errors are those of f32 sums over up to 600 tokens (twice 4e-6), and of states: sums over tokens before a
-/// division.
+/// The limit allows for f32 sums over up to 600 tokens (twice the 4e-6 of attention), and for rounding of the tail's
+/// states, which are sums over tokens.
 #[test]
 fn the_cpu_follows_the_formulas() -> Result<()> {
     let small = problems((16, 16), [150, 203], 16)?;
@@ -327,7 +327,7 @@ fn the_nearest_blocks_are_always_listed() -> Result<()> {
                 let first = block - block.min(nearest);
                 assert!((first..=block).all(|near| list.contains(&near)), "{nearest}: {list:?}");
                 assert_eq!(list.len(), block.min(3) + 1, "{nearest}: {list:?}");
-                // The best candidates overall are listed, as near blocks or as the router's choice.
+                // The best `3 - nearest` of all candidates are listed, as near blocks or as the router's choice.
                 let best = sla2.clone().blocks(3 - nearest.min(3)).select(&router, &q, &k)?;
                 let best = best.list(number, key_head, block)?;
                 assert!(best.iter().all(|at| list.contains(at)), "{nearest}: {list:?}, best {best:?}");

@@ -49,7 +49,7 @@ fn a_cache_gives_the_rows_of_the_whole_sequence() -> Result<()> {
 }
 
 /// Queries and keys of ten times the usual size: the features of a token are then nearly all in one channel, and a tail
-/// computed as a difference of sums would lose the other channels. The errors are 1e-6 of the largest value, about 4.
+/// computed as a difference of sums would lose the other channels. The errors are 1e-6 of the largest output, about 4.
 #[test]
 fn large_keys_do_not_cancel_in_the_tail() -> Result<()> {
     let case = Case::new(1, (300, 300), (2, 1), 32, true);

@@ -103,10 +103,10 @@ fn sagebwd_on_lists_has_the_errors_of_its_codes() -> Result<()> {
 }
 
 /// SLA2 as published has a quantized forward, and a backward that computes P from unquantized Q and K with the
-/// forward's log-sum-exp: P's rows then do not add up to 1. For small logits (sigma 1) this error is smaller than that
-/// of quantization in the backward, for large logits it is larger. For this combination, and for only S quantized (with
-/// the forward's P), the errors of dQ and dV are at most a tenth above the simulated errors. We measured 0.79 to 0.99
-/// times the simulated errors.
+/// forward's log-sum-exp (`FORWARD`): P's rows then do not add up to 1. With `FORWARD_AND_S` the backward also
+/// quantizes S, and has the forward's P. `FORWARD` has smaller errors for small logits (sigma 1), and larger errors for
+/// large logits. In both, the errors of dQ and dV are at most a tenth above the simulated errors. (We measured 0.79 to
+/// 0.99 times the simulated errors.)
 #[test]
 fn the_published_mixture_pays_for_its_mismatch() -> Result<()> {
     let mut ratios = Vec::new();
@@ -141,7 +141,7 @@ fn a_window_lists_the_nearest_blocks_and_the_sinks() -> Result<()> {
     assert_eq!(both.list(0, 0, 4)?, [0, 3, 4, 5]);
     assert_eq!(both.list(0, 0, 7)?, [0, 5, 6, 7]);
     let sparsity = both.sparsity()?;
-    // The query blocks list 3, 3, 4, 4, 4, 4, 4, 4 of 8 blocks: blocks 0 and 1 have the sink in their window.
+    // The query blocks list 3, 3, 4, 4, 4, 4, 4, 4 of 8 blocks: the windows of the first two contain block 0.
     assert!((sparsity - (1.0 - 30.0 / 64.0)).abs() < 1e-12, "{sparsity}");
     Ok(())
 }

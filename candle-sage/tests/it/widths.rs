@@ -106,7 +106,7 @@ fn values_have_heads_of_another_width() -> Result<()> {
 #[cfg(feature = "cuda")]
 #[ignore = "needs a GPU"]
 fn values_have_heads_of_another_width_on_cuda() -> Result<()> {
-    // Above 128 channels Hopper has kernels for values of up to 128 channels with keys of up to 192.
+    // Hopper has separate kernels for keys of 129 to 192 channels with values of up to 128 channels.
     let large = [(192, 128), (192, 8), (136, 96), (131, 127), (129, 191), (192, 136), (128, 256), (256, 72)];
     for widths in [&WIDTHS[..], &large].concat() {
         for (scheme, most) in [

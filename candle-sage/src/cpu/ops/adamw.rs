@@ -4,7 +4,8 @@ use rayon::prelude::*;
 
 use crate::update::{AdamW, Factors, clipped};
 
-/// Elements of one parallel task, and of one partial sum: the order of additions does not depend on the threads.
+/// Number of elements per parallel task. In [`squares`] each task computes one partial sum, so that the order of
+/// additions does not depend on the number of threads.
 const SPAN: usize = 32 * 1024;
 
 /// One step. `state` contains the weights, then both moments. Nothing changes if the norm of the gradient is not

@@ -47,7 +47,7 @@ pub(crate) struct Linear<'a> {
     pub(crate) targets: &'a [Option<usize>],
     /// Number of targets that are not ignored.
     pub(crate) counted: usize,
-    /// Rows of logits that are computed at a time.
+    /// Number of rows of logits that are computed at a time.
     pub(crate) chunk_rows: usize,
     /// See [`row_loss`].
     pub(crate) z_loss: f32,
@@ -56,7 +56,8 @@ pub(crate) struct Linear<'a> {
 }
 
 /// One pass over the chunks of logits. The pass returns the mean loss. It writes the hidden states' gradient to
-/// `dhidden` and adds the weight's gradient to `dweight`, both multiplied by `factor`. An empty slice is skipped.
+/// `dhidden` and adds the weight's gradient to `dweight`, both multiplied by `factor`. A gradient whose slice is empty
+/// is not computed.
 pub(crate) fn linear_pass(
     hidden: &[f32],
     weight: Mat<'_>,

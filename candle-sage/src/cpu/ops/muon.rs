@@ -28,7 +28,7 @@ pub(crate) fn direction(
     });
 }
 
-/// Lower limit of the mean square by whose root a row is divided.
+/// Lower limit of a row's mean square, so that the row is not divided by zero.
 const SMALLEST: f64 = 1e-20;
 
 /// Updates the running mean squares of the rows of a matrix, and returns the factors of its rows: the inverse roots of

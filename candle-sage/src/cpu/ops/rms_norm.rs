@@ -5,8 +5,8 @@ use rayon::prelude::*;
 
 use crate::cpu::lanes;
 
-/// Vectors of one parallel task. Each task computes one partial sum of the weight's gradient, so that the order of
-/// additions does not depend on the number of threads.
+/// Number of vectors per parallel task. Each task computes one partial sum of the weight's gradient, so that the order
+/// of additions does not depend on the number of threads.
 pub(super) const VECTORS: usize = 256;
 
 #[inline(always)]

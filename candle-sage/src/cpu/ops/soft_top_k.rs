@@ -1,6 +1,7 @@
 //! SoftTop-k on rows of scores, in f64.
 
-/// Number of halvings of the interval that contains the shift: row sums become exact to 1e-8.
+/// Number of halvings of the interval that contains the shift of [`weights`]: the sum of a row's weights becomes exact
+/// to 1e-8.
 const HALVINGS: usize = 40;
 
 fn sigmoid(x: f64) -> f64 {
@@ -24,7 +25,7 @@ pub(crate) fn weights(scores: &[f32], count: usize, tau: f64) -> Vec<f64> {
     }
     let scaled = || scores.iter().filter(|score| is_candidate(score)).map(|&score| f64::from(score) / tau);
     let (least, most) = scaled().fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), x| (a.min(x), b.max(x)));
-    // At the lower end every weight is at most count / candidates, at the upper end at least count / candidates.
+    // The interval for the bisection: with `low` every weight is at most count / candidates, with `high` at least that.
     let share = count as f64 / candidates as f64;
     let middle = (share / (1.0 - share)).ln();
     let (mut low, mut high) = (middle - most, middle - least);
@@ -59,7 +60,7 @@ mod tests {
             for count in 0..=6 {
                 let weights = weights(&SCORES, count, tau);
                 let sum: f64 = weights.iter().sum();
-                // Forty halvings of an interval of at most 325 leave 3e-10.
+                // Forty halvings shrink the interval from a width of at most 325 to 3e-10.
                 assert!((sum - count as f64).abs() < 1e-8, "{tau} {count}: {sum}");
                 assert_eq!(weights[3], 0.0);
             }

@@ -86,14 +86,14 @@ impl ForwardNumerics for Products<'_, ForwardValues> {
 struct Step {
     /// Factor that rescales the accumulator.
     decay: f32,
-    /// dequant_scale of the row's probabilities.
+    /// Dequantization scale of the row's probabilities.
     p_dequant: f32,
 }
 
 /// Turns a tile of logits into INT8 probabilities, with one scale per row.
 ///
-/// Probabilities are relative to the row's maximum inside the tile, so each probability is rounded only once. The INT8
-/// value of logit t is `round(127 * 2^(t - row_max))`, and the dequant_scale is `2^(row_max - max) / 127`.
+/// The INT8 value of logit t is `round(127 * 2^(t - row_max))`, where `row_max` is the row's maximum inside the tile.
+/// The dequantization scale is `2^(row_max - max) / 127`, where `max` is the row's maximum in all tiles so far.
 #[multiversion(targets = "simd")]
 fn online_softmax(cols: usize, logits: &mut [f32], softmax: &mut Softmax, steps: &mut [Step]) {
     let state = softmax.reference.iter_mut().zip(&mut softmax.sum).zip(steps);

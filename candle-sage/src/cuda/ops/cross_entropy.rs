@@ -1,4 +1,5 @@
-//! Cross-entropy from logits on the GPU, and scaled copies.
+//! Cross-entropy from logits on the GPU. Also writes a tensor times a factor to another tensor, or adds it to that
+//! tensor.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};

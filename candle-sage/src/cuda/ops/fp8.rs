@@ -106,7 +106,7 @@ impl<'a> Site<'a> {
         Ok(Self { scale: row(0)?, largest: row(1)?, running: row(2)?, saturated: row(3)?, format: row(4)? })
     }
 
-    /// Launches the rescaling of `count` matrices, beginning with this matrix.
+    /// Launches the update of the scales of `count` matrices, beginning with this matrix.
     fn rescale(&self, gpu: &Gpu, count: usize) -> Result<()> {
         let params = params::Fp8Rescale {
             scale: self.scale,
@@ -279,7 +279,7 @@ fn swiglu(
     if [of.gate_row, of.up_row].iter().any(|row| row * float.bytes() as i64 % 16 != 0) {
         return Err(Error::unsupported("swiglu in FP8 on CUDA needs rows aligned to 16 bytes")
             .got(format!("rows {} and {} elements apart", of.gate_row, of.up_row))
-            .allowed("distances that are multiples of 16 bytes")
+            .allowed("distances that are multiples of 16 bytes: 4 elements in f32, 8 in f16 and bf16")
             .hint("`force_contiguous()` makes an aligned copy")
             .into());
     }

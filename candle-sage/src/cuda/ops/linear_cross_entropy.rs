@@ -26,8 +26,8 @@ use crate::ops::linear_cross_entropy_fp8::LinearIntoFp8;
 
 const LINEAR: &str = "linear-cross-entropy";
 
-/// The state for the backward from hidden states: gradients of the sum of the losses. The backward multiplies them by
-/// the loss's gradient divided by the number of valid targets. (Gradients of the mean could underflow in 16 bit.)
+/// What the backward needs: gradients of the sum of the losses. The backward multiplies them by the loss's gradient
+/// divided by the number of valid targets. (Gradients of the mean could underflow in 16 bit.)
 #[derive(Debug)]
 struct LinearSaved {
     targets: Ids,
@@ -217,8 +217,8 @@ impl Products for InFp8<'_> {
     }
 }
 
-/// Computes the loss of rows of `classes` logits, and the gradients that `into` requests. `logits` has room for a
-/// chunk. Returns the loss and the checked targets.
+/// Computes the loss of `rows` rows with `classes` logits each, and the gradients that `into` requests. `logits` has
+/// room for one chunk of rows. Returns the loss and the checked targets.
 fn pass(
     gpu: &Gpu,
     products: &impl Products,

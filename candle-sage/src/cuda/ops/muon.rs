@@ -21,8 +21,9 @@ fn line(len: usize, each: usize) -> Grid {
     Grid::line(len.div_ceil(THREADS * each).clamp(1, PARTS), THREADS)
 }
 
-/// Joins parts that are adjacent both in the parameters and in the directions, and that an update treats in the same
-/// way (`equal`). This saves launches: a launch takes as long as the update of a small matrix.
+/// Joins parts that are adjacent both in the parameters and in the tensor of directions (d of `Muon::step`), and that
+/// an update treats in the same way (`equal`). This saves launches: a launch takes as long as the update of a small
+/// matrix.
 fn joined(parts: &[MuonPart], equal: impl Fn(&MuonPart, &MuonPart) -> bool) -> Result<Vec<MuonPart>> {
     let mut all: Vec<MuonPart> = Vec::new();
     for part in parts {
@@ -207,7 +208,7 @@ mod tests {
         };
         assert_eq!(lens(|_, _| true), [192, 64, 64]);
         assert_eq!(lens(|a, b| a.shape == b.shape), [128, 64, 64, 64]);
-        // The two parts together have 8 elements, but one part has only 4.
+        // Each part must have a multiple of 8 elements, not only the joined part.
         assert!(joined(&[part(0, 0, (2, 2)), part(4, 4, (2, 2))], |_, _| true).is_err());
     }
 }

@@ -174,15 +174,14 @@ fn run(
         direction: rotation.direction,
         ..Default::default()
     };
-    // If all strides and half a head are multiples of 16 bytes, rows are aligned to 16 bytes, and so are the tables'
-    // rows.
+    // The strides of all rows, for `Packs`. `half` is the stride of the tables' rows, and of the halves of a head.
     let mut strides = vec![half];
     strides.extend(x.strides());
     if let Destination::Heads(out) = out {
         params.out = out;
         strides.extend([out.batch, out.token, out.head].map(|stride| stride as usize));
     }
-    // Number of heads of a token that a group of lanes processes with the same angles: HEADS of the kernels.
+    // Number of heads of a token that a group of lanes processes with the same angles: `HEADS` in `kernels/rope.cu`.
     let mut heads_at_once = 4;
     let mut most = usize::MAX;
     if let Some(Norm { weight, eps, gradient }) = norm {
@@ -209,10 +208,10 @@ fn run(
     }
     let pairs = half / packs.elements();
     if pairs > MAX_THREADS {
-        return Err(Error::unsupported("head_dim is out of range on CUDA")
+        return Err(Error::unsupported("head_dim of a rotary embedding is out of range on CUDA")
             .got(head_dim)
             .allowed(format!("up to {}", 2 * MAX_THREADS * packs.elements()))
-            .hint("make the input contiguous, or use the CPU")
+            .hint("a contiguous input may have a higher limit; the CPU supports any even head_dim")
             .into());
     }
     let team = RowThreads::of(pairs, 1, MAX_THREADS);
@@ -296,7 +295,7 @@ impl Gradients {
 }
 
 /// The inputs of [`Gradients`], the gradient of the heads that are neither normalized nor rotated (the values), and the
-/// state of the scales.
+/// tensor that contains the state of `Fp8Scales`.
 type Fp8Inputs<'a> = (BackwardInputs<'a>, Option<Operand<'a>>, Operand<'a>);
 
 impl<'a> Launch<Fp8Inputs<'a>, (Quantized<CudaStorage>, Vec<CudaStorage>)> for QkNormRopeFp8 {

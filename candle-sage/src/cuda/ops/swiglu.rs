@@ -101,7 +101,7 @@ impl Launch<[Operand<'_>; 3], (CudaStorage, Option<CudaStorage>)> for Gradients 
         let columns = gate.columns;
         let (out_row, distance) = if self.is_concatenated { (2 * columns, columns) } else { (columns, len) };
         let dgate = start_of(&both, &gpu)?;
-        // Without rows no second half exists, and no kernel is launched.
+        // Without rows `both` is empty, so `dup` must start at 0. No kernel is launched then.
         let dup = element(&both, distance.min(len), &gpu)?;
         let (params, packs) = problem(float, [&gate, &up], &[dy, dup], out_row, &gpu)?;
         let params = params::SwiGlu {

@@ -71,8 +71,8 @@ fn kernels_fill_their_buffers_and_no_more() -> Result<()> {
     Ok(())
 }
 
-/// The test above with lists, of which the longest are split (here into parts of one query block), and with heads of
-/// 256 channels.
+/// The test above with a selection, whose longest lists are split (here into parts of one query block), and with heads
+/// of 256 channels.
 #[test]
 #[ignore = "needs a GPU"]
 fn kernels_over_lists_fill_their_buffers_and_no_more() -> Result<()> {

@@ -61,7 +61,7 @@ fn nvfp4_is_the_cpus_to_the_bit() -> Result<()> {
     let near = |x: &f32| [x.to_bits() + 1, x.to_bits().saturating_sub(1)].map(f32::from_bits);
     let neighbours: Vec<f32> = x.iter().flat_map(near).collect();
     x.extend(neighbours);
-    // Scales and E4M3 are tested with magnitudes; only E2M1 has negative inputs.
+    // E2M1 is tested with both signs, scales and E4M3 with the magnitudes.
     x.extend(numbers(9, COUNT - x.len()).into_iter().map(|n| f32::from_bits(n as u32 % 0x7f80_0000)));
     for sign in [1.0, -1.0] {
         let x: Vec<f32> = x.iter().map(|x| sign * x).collect();

@@ -37,7 +37,8 @@ fn dlse(len: usize) -> Vec<f32> {
     (0..len).map(|i| (i % 13) as f32 / 8.0 - 0.5).collect()
 }
 
-/// Output, gradients and, unless keys are smoothed, log-sum-exps as 16-bit words, computed in foreign memory.
+/// Output, gradients and, if the scheme supports them, log-sum-exps, all computed in foreign memory and returned as
+/// 16-bit words (two for each log-sum-exp).
 fn lent(inputs: &Inputs, attention: &Attention, dtype: DType) -> Result<Vec<Vec<u16>>> {
     inputs.with(true, |problem, dout| {
         let gpu = problem.gpu;

@@ -110,7 +110,7 @@ pub(super) fn cases() -> Vec<Case> {
         ((200, 300), (4, 2), 40, None),
         ((129, 64), (3, 1), 97, None),
         ((200, 190), (2, 1), 64, Some(packing)),
-        // More tiles than the kernel of the mean sums at once.
+        // More tiles than the kernel that computes means adds up at once.
         ((70, 4200), (1, 1), 64, None),
     ]
 }

@@ -19,8 +19,8 @@ fn error(got: &Tensor, expected: &Tensor) -> Result<f64> {
 }
 
 /// The output equals the output of 16-bit matmuls, whose operands have the same values, up to two roundings to 16 bit.
-/// In rare cases sums in another order also move a probability across a midpoint, which changes its FP4 value by one
-/// step.
+/// The order of sums differs. In rare cases this moves a probability across a midpoint, which changes its FP4 value by
+/// one step.
 #[test]
 #[ignore = "needs a GPU of compute capability 9.0, 10.x or 12.x"]
 fn fp4_products_give_what_sixteen_bit_products_give() -> Result<()> {

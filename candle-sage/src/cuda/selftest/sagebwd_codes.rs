@@ -1,4 +1,4 @@
-//! Tests that the INT8 values and scales of Q, K, V and dO that SageBwd's kernels read equal the CPU's.
+//! Tests that SageBwd's kernels read the same INT8 values and scales of Q, K, V and dO as the CPU computes.
 
 use candle_core::{DType, Result};
 

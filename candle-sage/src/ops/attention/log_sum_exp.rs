@@ -5,7 +5,8 @@ use std::sync::{Arc, PoisonError};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor};
 
 use super::{Attention, AttentionOp, Completed, Saved};
-use crate::error::Error;
+use crate::error::{Error, REPORT};
+use crate::ops::shapes_of;
 use crate::scheme::{Products, Scheme};
 use crate::shape::AttentionShape;
 
@@ -100,8 +101,8 @@ impl Saved {
             dlse.filter(|dlse| dlse.dims() != [batch, heads, sequence] || dlse.dtype() != DType::F32)
         {
             return Err(Error::shape("the gradient of the log-sum-exps has another shape or type")
-                .got(format!("{:?} {:?}", dlse.dims(), dlse.dtype()))
-                .allowed(format!("{:?} F32: (batch, heads, sequence)", [batch, heads, sequence]))
+                .got(shapes_of(&[("dlse", dlse)]))
+                .allowed(format!("{:?} f32: (batch, heads, sequence)", [batch, heads, sequence]))
                 .hint("`dlse` has the shape and type of `AttentionVjp::lse`")
                 .into());
         }
@@ -121,7 +122,9 @@ struct LogSumExp {
 impl LogSumExp {
     fn completed(&self) -> Result<&Completed> {
         let completed = self.saved.as_ref().and_then(|saved| saved.completed.get());
-        completed.ok_or_else(|| Error::new("attention has not run").into())
+        completed.ok_or_else(|| {
+            Error::new("log-sum-exps need a forward of attention that kept its state").hint(REPORT).into()
+        })
     }
 }
 

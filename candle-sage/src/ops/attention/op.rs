@@ -9,7 +9,7 @@ use super::NAME;
 use super::score_mod::ScoreMod;
 use crate::cpu::view::{View, to_storage};
 use crate::cpu::{self, Problem};
-use crate::error::Error;
+use crate::error::{Error, REPORT};
 use crate::launch::{Launch, Operand};
 use crate::ops::support::{cpu_storage, cuda_tensor, f32_tensor, run_twice, with_cuda};
 use crate::scheme::Scheme;
@@ -50,7 +50,7 @@ pub(crate) type BackwardInputs<'a> = (&'a AttentionOp, [Operand<'a>; 5], Option<
 pub(crate) type GradientsOnGpu = ([CudaStorage; 3], Option<CudaStorage>);
 
 /// A completed forward on a GPU, with the state for the backward. The first `Launch` computes the gradients, the second
-/// computes the log-sum-exps of an output.
+/// computes the log-sum-exps of the forward's logits.
 pub(crate) trait CompletedOnGpu:
     for<'a> Launch<BackwardInputs<'a>, GradientsOnGpu>
     + for<'a> Launch<(&'a AttentionShape, Operand<'a>), CudaStorage>
@@ -199,7 +199,9 @@ impl CustomOp3 for AttentionOp {
         match saved.and_then(|saved| saved.completed.get()) {
             Some(Completed::Cpu(completed)) => self.cpu_bwd(completed.as_ref(), tensors, dlse),
             Some(Completed::Cuda(completed)) => self.cuda_bwd(completed.as_ref(), tensors, dlse),
-            None => Err(Error::new("the backward of attention needs a forward that kept its state").into()),
+            None => Err(Error::new("the backward of attention needs a forward that kept its state")
+                .hint(REPORT)
+                .into()),
         }
     }
 }

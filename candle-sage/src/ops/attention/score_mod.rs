@@ -67,11 +67,11 @@ impl Attention {
         self
     }
 
-    /// `ALiBi`: subtracts a distance penalty from each logit, the query head's slope times the distance between query
-    /// and key. Positions are aligned at the end, as with a causal mask. `slopes` is (query heads) in any float type,
-    /// on the query's device, and has no gradient. A soft cap is applied before the slopes. On CUDA the schemes that
-    /// support a soft cap also support `ALiBi`, even with smoothed keys. [`alibi_slopes`](crate::ops::alibi_slopes)
-    /// returns the paper's slopes.
+    /// `ALiBi`: subtracts from each logit the query head's slope times the distance between query and key. Positions
+    /// are aligned at the end, as with a causal mask. `slopes` is (query heads) in any float type, on the query's
+    /// device, and has no gradient. A soft cap is applied before the slopes. On CUDA the three schemes that
+    /// [`softcap`](Self::softcap) names support `ALiBi`. Unlike a soft cap, `ALiBi` also works with smoothed keys.
+    /// [`alibi_slopes`](crate::ops::alibi_slopes) returns the paper's slopes.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -136,8 +136,8 @@ impl Attention {
 }
 
 /// `ALiBi`'s slopes, (heads) in f32. If the number of heads is a power of two, head h = 1, 2, .. has the slope
-/// `2^(-8 h / heads)`. Otherwise the slopes for the next lower power of two come first, then the first, third, fifth,
-/// .. slope for twice that power. BLOOM and MPT use these slopes.
+/// `2^(-8 h / heads)`. Otherwise, with p the next lower power of two, the slopes for p heads come first, then the
+/// first, third, fifth, .. of the slopes for 2 p heads. BLOOM and MPT use these slopes.
 ///
 /// ```
 /// use candle_core::Device;

@@ -4,7 +4,7 @@ use candle_core::{CustomOp3, Result, Tensor};
 
 use super::{AttentionOp, NAME};
 use crate::error::Error;
-use crate::ops::support::supported;
+use crate::ops::support::{shapes_of, supported};
 use crate::ops::widths::Widths;
 
 /// The backward of one forward, with the forward's inputs, output and state: see
@@ -26,7 +26,7 @@ use crate::ops::widths::Widths;
 /// ```
 pub struct AttentionVjp {
     pub(in crate::ops) op: AttentionOp,
-    /// The inputs and the output, all padded to the larger head_dim if there are `widths`.
+    /// The inputs and the output, all padded to the larger head_dim if `widths` is set.
     pub(super) inputs: [Tensor; 3],
     pub(super) out: Tensor,
     /// Set if values have another head_dim than queries and keys, so that the narrower heads were padded.
@@ -66,8 +66,8 @@ impl AttentionVjp {
         }
         if dout.dims() != dims || dout.dtype() != self.out.dtype() {
             return Err(Error::shape("the output's gradient does not fit the output")
-                .got(format!("{:?} {:?}", dout.dims(), dout.dtype()))
-                .allowed(format!("{dims:?} {:?}", self.out.dtype()))
+                .got(shapes_of(&[("dout", dout)]))
+                .allowed(format!("{dims:?} {}", self.out.dtype().as_str()))
                 .hint("`dout` has the shape and element type of the output")
                 .into());
         }
@@ -129,8 +129,8 @@ impl AttentionState {
         for (x, dims) in inputs.iter().zip(dims) {
             if x.dims4()? != dims || x.dtype() != out.dtype() {
                 return Err(Error::shape("query, key or value differs from the forward's")
-                    .got(format!("{:?} {:?}", x.dims(), x.dtype()))
-                    .allowed(format!("{dims:?} {:?}", out.dtype()))
+                    .got(format!("{:?} {}", x.dims(), x.dtype().as_str()))
+                    .allowed(format!("{dims:?} {}", out.dtype().as_str()))
                     .hint("recompute them exactly as for the forward")
                     .into());
             }

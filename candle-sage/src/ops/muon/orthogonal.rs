@@ -12,9 +12,9 @@ use crate::launch::{Launch, Operand};
 use crate::ops::support::{cuda_tensor, f32_values, f32_values_mut, run_twice};
 
 /// Makes the singular values of matrices (count, rows, columns) about 1. (If rows and columns differ in number, one
-/// could iterate the smaller Gram matrix instead of x. This saves matmuls but loses small singular values in bf16, even
-/// if the Gram matrix is recomputed after two polynomials: three of twelve runs ended with a loss up to .2 nats higher
-/// than with x.)
+/// could update only the smaller Gram matrix in each iteration, and x at the end. This saves matmuls but loses small
+/// singular values in bf16, even if the Gram matrix is recomputed from x after two polynomials: with this recomputing,
+/// three of twelve runs ended with a loss up to 0.2 nats higher than with updates of x.)
 pub(super) fn orthogonal(mut x: Tensor, polynomials: Orthogonalization) -> Result<Tensor> {
     let (_, rows, columns) = x.dims3()?;
     for (n, abc) in polynomials.polynomials().into_iter().enumerate() {
@@ -22,8 +22,8 @@ pub(super) fn orthogonal(mut x: Tensor, polynomials: Orthogonalization) -> Resul
         let turned = x.transpose(1, 2)?;
         let gram = if rows <= columns { x.matmul(&turned)? } else { turned.matmul(&x)? };
         // The polynomials are applied to x divided by its Frobenius norm, which is the root of the first Gram matrix's
-        // trace. To save a pass over x, the first Gram matrix is divided by the trace instead, and the polynomial of the
-        // Gram matrix by the norm.
+        // trace. To save a pass over x, the first iteration divides g by the trace, and (a I + b g + c g^2) by the
+        // norm instead.
         let unit = UnitTrace { inverse_norms: OnceLock::new() };
         let gram = if n == 0 { gram.apply_op1_no_bwd(&unit)? } else { gram };
         let factor = gram.matmul(&gram)?;
@@ -37,9 +37,9 @@ pub(super) fn orthogonal(mut x: Tensor, polynomials: Orthogonalization) -> Resul
     Ok(x)
 }
 
-/// Divides matrices (count, size, size) by their traces; the result is zero if the trace is 0 or not finite.
+/// Divides Gram matrices (count, size, size) by their traces; the result is zero if the trace is 0 or not finite.
 pub(crate) struct UnitTrace {
-    /// The inverse square roots of the traces, (count) in f32; 0 if the trace is 0 or not finite.
+    /// The inverse Frobenius norms of x: `1 / sqrt(trace)`, (count) in f32; 0 if the trace is 0 or not finite.
     inverse_norms: OnceLock<Tensor>,
 }
 

@@ -48,7 +48,7 @@ pub(super) fn forward(op: &PastLinear, [q, k, v]: [&Tensor; 3]) -> Result<Tensor
         let out = out.reshape((query_heads, count * size, d))?.narrow(1, 0, queries.len())?;
         outputs.push(out.transpose(0, 1)?);
     }
-    // Documents are concatenated in a batch of one, and batch entries have equal lengths.
+    // Segments are batch entries of equal length, or the documents of a batch of one, in the order of the query tensor.
     Tensor::cat(&outputs, 0)?.reshape(q.shape())?.to_dtype(q.dtype())
 }
 
@@ -90,7 +90,7 @@ fn weights(op: &PastLinear, blocks: &Blocks, segment: usize) -> Result<Tensor> {
     let all = all.broadcast_as((blocks.key_heads, rows, columns))?.contiguous()?;
     match op.tail {
         Tail::Past => Ok(all),
-        // Lists also contain blocks that are always seen. They are not candidates: `relu` turns their -1 into 0.
+        // The selection's lists include always visible blocks, which are not candidates: `relu` turns -1 into 0.
         Tail::Complement => (all - listed(lists, blocks.row(segment, 0), rows, columns)?)?.relu(),
     }
 }

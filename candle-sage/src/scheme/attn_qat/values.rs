@@ -28,9 +28,9 @@ pub enum ValueGroups {
 
 /// Whether V is multiplied by a power of two before it is quantized, and divided by it afterwards.
 ///
-/// NVFP4 without such a scale turns a group whose largest value is under 0.00586 into zeros and saturates at 2688. The
-/// scale of a group whose largest value is under 0.09 loses bits. QK-norm keeps Q and K in the middle of this range;
-/// nothing keeps V in the range.
+/// Without this power of two, NVFP4 turns a group whose largest value is under 0.00586 into zeros, and saturates at
+/// 2688. The group's scale loses bits if the largest value is under 0.09. QK-norm keeps the largest values of Q and K
+/// well between 0.09 and 2688; nothing keeps those of V there.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -54,8 +54,8 @@ pub enum ValueScale {
     /// A power of two for each key head of each sequence (or packed document), which moves the head's largest magnitude
     /// into [512, 1024). If the head contains a NaN or an infinity, the factor is 1.
     ///
-    /// [`ValueScale::None`] gives the same result wherever a group's scale is between 2^-6 and 448 with and without
-    /// the factor. An FP4 runtime divides each head's output by the factor.
+    /// Where a group's scale is between 2^-6 and 448 both with and without the factor, [`ValueScale::None`] gives the
+    /// same result. An FP4 runtime divides each head's output by the factor.
     Head,
 }
 
@@ -68,7 +68,7 @@ impl std::str::FromStr for ValueGroups {
             Error::new("unknown axis of V's scale groups (`value-groups`)")
                 .got(format!("`{text}`"))
                 .allowed("tokens, head-dim")
-                .hint("FP4 instructions need tokens; the published training kernel uses head-dim")
+                .hint("FP4 instructions need `tokens`; the published training kernel uses `head-dim`")
         })
     }
 }

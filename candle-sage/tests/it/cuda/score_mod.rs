@@ -17,8 +17,8 @@ fn schemes() -> [Scheme; 4] {
     ]
 }
 
-/// Each layout twice, with two of four changes: a cap that many logits reach; slopes and a cap far above the logits;
-/// only slopes; slopes and a cap that many logits reach.
+/// Two cases for each layout, with two of four changes of the logits, in turn: a cap that many logits reach; slopes and
+/// a cap far above the logits; only slopes; slopes and a cap that many logits reach.
 fn cases(d: usize) -> Vec<Case> {
     let mut layouts = Vec::new();
     for (lens, heads, causal, window) in [
@@ -175,9 +175,9 @@ fn logits_beyond_the_cap() -> Result<()> {
 }
 
 /// Sinks in every scheme without key smoothing, with windows, documents and grouped heads. The CPU has the same
-/// quantized Q and K as the GPU. Unquantized attention differs by roundings of 2^-9 (bf16). SageBwd differs by .02 each
-/// for P and dS, whose tiles or scales cover other keys on the GPU than on the CPU. Attn-QAT differs in probabilities
-/// close to midpoints.
+/// quantized Q and K as the GPU. Unquantized attention differs by roundings of 2^-9 (bf16). SageBwd differs by .02 for
+/// P and .02 for dS, because a scale of P or dS covers other keys on the GPU than on the CPU. Attn-QAT differs in
+/// probabilities close to midpoints.
 #[test]
 #[ignore = "needs a GPU"]
 fn sinks() -> Result<()> {

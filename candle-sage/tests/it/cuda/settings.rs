@@ -106,7 +106,7 @@ fn attn_qat_keeps_the_gradient_of_values_in_diffuse_attention() -> Result<()> {
 }
 /// Table 1 of arXiv 2603.02170 on the GPU, as `sagebwd::errors_reproduce_the_published_table` on the CPU, for each set
 /// of INT8 matmuls. Inputs are bf16, and errors are relative to f64 on the same rounded inputs: rounding outputs to
-/// bf16 adds at most 2^-9.
+/// bf16 adds at most about 2^-9.
 #[test]
 #[ignore = "needs a GPU"]
 fn errors_reproduce_the_published_table() -> Result<()> {

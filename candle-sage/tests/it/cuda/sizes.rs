@@ -6,7 +6,8 @@ use candle_sage::{Packing, Scheme};
 use super::{all, check, sage};
 use crate::support::{Case, gpu, relative_l2};
 
-/// The schemes whose error is small compared with the tested effects. (A single probability in NVFP4 is off by 3 %.)
+/// The schemes whose error is small compared with the tested effects. (In NVFP4, a row's only probability is off by
+/// about 3 %, because its scale is rounded to E4M3.)
 fn both() -> [Scheme; 2] {
     [Scheme::Unquantized, sage().into()]
 }
@@ -67,9 +68,9 @@ fn gradients_of_any_size() -> Result<()> {
     Ok(())
 }
 
-/// Values that are up to 2^20 times smaller than the values of the next tile, or all zero, are as accurate as other
-/// values, for queries that see only these values. Even smaller values lose bits, then become zero, but never grow.
-/// (On Hopper two tiles of values share an integer sum: `attention/numerics/sagebwd_forward_sm90.cuh`.)
+/// Values that are up to 2^20 times smaller than the values of the other tile of their pair, or all zero, are as
+/// accurate as other values, for queries that see only these values. Even smaller values lose bits, then become zero,
+/// but never grow. (On Hopper a pair of tiles shares an integer sum: `attention/numerics/sagebwd_forward_sm90.cuh`.)
 #[test]
 #[ignore = "needs a GPU"]
 fn values_of_any_size() -> Result<()> {
@@ -110,8 +111,9 @@ fn values_of_any_size() -> Result<()> {
                     let neighbour = powers.get(tile ^ 1).filter(|_| !unseen).map_or(power, |&other| other);
                     let lost = neighbour - 20 - power;
                     if power != ZERO && (1..=5).contains(&lost) {
-                        // A quantized P is off by up to half a step, 2^lost / 254 of the largest P, or by a whole step
-                        // if V's random sizes differ twofold. The norm of 64 such errors is at most 8 times one error.
+                        // A step of quantized P is 2^lost / 254 of the largest P. P is off by up to half a step, or by
+                        // a whole step if `lost` is 1 larger, because the largest value of a tile is random. The norm
+                        // of 64 such errors is at most 8 times one error.
                         let error = relative_l2(parts[0], parts[1]);
                         let limit = 0.05 + 8.0 * 2f64.powi(lost) / 254.0;
                         assert!(error <= limit, "{what}: {error:.2e}, limit {limit:.2e}");
