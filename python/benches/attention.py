@@ -142,7 +142,7 @@ def main():
         cells = (f"{column[name]:8.3f} {column[base] / column[name]:5.2f}x" for column in columns)
         print(f"{name:42}" + "".join(f"{cell:>16}" for cell in cells) + f"{host[name]:10.1f}")
     if args.csv:
-        note = "bf16, causal, 16384 tokens and 2048 channels in all, all in one call"
+        note = "bf16, causal, batch x N = 16384 tokens, heads x D = 2048 channels; all cells from one call of the command"
         rows = [(*shape, name, f"{x:.3f}") for shape, column in zip(shapes, columns, strict=True) for name, x in column.items()]
         write(f"{args.csv}-speed.csv", shapes, note, ("D", "N", "implementation", "both_ms"), rows)
         write(f"{args.csv}-host.csv", shapes, "128 tokens", ("implementation", "forward + backward, us"), [(k, f"{x:.0f}") for k, x in host.items()])

@@ -87,7 +87,7 @@ def attention(
         raise _error("cu_seqlens_k needs cu_seqlens_q", "only cu_seqlens_k", "both, or only cu_seqlens_q", "pass cu_seqlens_q")
     narrow = value.shape[-1] if value.dim() == query.dim() and scheme != "fpa" else None
     if narrow is not None and narrow != query.shape[-1]:
-        # Only "fpa" has kernels for values of a different width. Channels of zeros change nothing.
+        # Only "fpa" has kernels for values whose head_dim differs from the keys'. Padding with zeros is exact.
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         wide = max(narrow, query.shape[-1])
         query, key, value = (torch.nn.functional.pad(x, (0, wide - x.shape[-1])) for x in (query, key, value))
@@ -104,7 +104,7 @@ def attention(
         )
     lists = None if blocks is None else _ops.lists_of(blocks, query, key, causal)
     tracked = any(x is not None and x.requires_grad for x in (query, key, value, sinks))
-    # Log-sum-exps are a part of the state for a backward.
+    # On a GPU the log-sum-exps are copied from the state that a forward keeps for its backward.
     keep = return_lse or (torch.is_grad_enabled() and tracked)
     out, lse = _ops.attention(query, key, value, sinks, alibi_slopes, lists, text, cu_seqlens_q, cu_seqlens_k, return_lse, keep)
     out = out if narrow is None or narrow == out.shape[-1] else out[..., :narrow]

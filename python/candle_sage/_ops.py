@@ -35,7 +35,7 @@ _operators = getattr(torch.ops, _NAMESPACE)
 def encode(scheme, settings, causal, window, scale, softcap, deterministic):
     """The settings of a call as a string, an argument of the operators. `torch.compile` traces `encode`; `_settings`
     parses the string."""
-    # Converted to numbers, because a tensor's value may change between calls.
+    # Converted to numbers, because `_encoded` caches by its arguments, and a tensor's value may change between calls.
     scale, softcap = None if scale is None else float(scale), float(softcap)
     plain = lambda value: value if isinstance(value, (str, bool, int)) else str(value)
     words = [x for name in sorted(settings) for x in (name, plain(settings[name]))]
@@ -307,7 +307,7 @@ def _backward_cpu(grad, grad_lse, query, key, value, out, state, sinks, slopes, 
 
 
 def _forward_of_operator(query, *inputs):
-    # A traced call allocates the state before it knows the lengths of documents.
+    # The state has the size that tracing computes, without the lengths of documents.
     more = {"state": _traced_state(query, *inputs)} if query.is_cuda else {}
     out, lse, state = (_forward_cuda if query.is_cuda else _forward_cpu)(query, *inputs, **more)
     return out, _no_floats(query) if lse is None else lse, state

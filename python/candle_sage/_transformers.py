@@ -49,7 +49,7 @@ def _mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_functio
             "keys up to the last query",
             "the default cache: leave out cache_implementation",
         )
-    # A traced model is not checked: the comparison would break its graph.
+    # Under tracing the mask function is not checked: the comparison would break the graph.
     if not torch.compiler.is_compiling() and mask_function is not None and not _is_ours(
         mask_function, local_size, q_offset + q_length, kv_offset, kv_offset + kv_length
     ):
@@ -82,7 +82,7 @@ def _is_ours(mask_function, local_size, queries, first_key, keys):
     try:
         seen = mask_function(zero, zero, query, key).expand(query.shape[0], key.shape[1])
     except (RuntimeError, IndexError):
-        # Such a mask function reads a tensor on the model's device, for documents or images.
+        # A mask function for documents or images reads a tensor on the model's device, so it fails here.
         return False
     causal = key <= query
     window = torch.ones_like(causal)

@@ -53,7 +53,8 @@ unsafe fn write(from: &Candle, address: u64) -> Result<()> {
     }
 }
 
-/// The selection in lists (key heads, blocks of queries, 1 + `width`): the number of key blocks, then their indices.
+/// Reads a selection from lists of dimensions (key heads, blocks of queries, 1 + `width`). Each list has the number of
+/// selected key blocks, then their indices.
 ///
 /// # Safety
 /// The memory at the address contains lists of this size.

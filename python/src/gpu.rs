@@ -44,8 +44,9 @@ impl Call {
 
 #[pymethods]
 impl Call {
-    /// `keep`: a backward will follow. `others`: whether there are sinks, whether there are slopes, and with a
-    /// selection the largest number of blocks in a list. `lse`: whether log-sum-exps are a result.
+    /// `keep`: whether a backward will follow. `others`: whether the call has sinks, whether it has ALiBi slopes, and,
+    /// with a selection, the most blocks that a list of selected blocks can hold. `lse`: whether to return the
+    /// log-sum-exps.
     #[new]
     #[allow(clippy::too_many_arguments)]
     fn new(

@@ -17,8 +17,8 @@ use pyo3::prelude::*;
 /// A tensor (batch, sequence, heads, head_dim): address, dimensions, strides in elements.
 type Tensor = (u64, [usize; 4], [usize; 4]);
 
-/// The addresses of optional inputs, 0 if absent: sinks and slopes, (query heads) in f32; and a selection's lists, (key
-/// heads, blocks of queries, 1 + width) in u32, with their width.
+/// The addresses of optional inputs, 0 if absent: sinks and ALiBi slopes, (query heads) in f32; and a selection's lists
+/// of blocks, (key heads, blocks of queries, 1 + width) in u32, with `width`, the most blocks that a list can hold.
 type Others = (u64, u64, (u64, usize));
 
 /// The number of tokens in a selection's block of queries, and in its block of keys.
@@ -48,7 +48,7 @@ fn error(error: impl std::fmt::Display + Into<candle_core::Error>) -> PyErr {
     }
 }
 
-/// Like [`error`], for errors about settings, whose names are Python arguments.
+/// Like [`error`], for errors about settings: writes the settings' names and values as in Python.
 fn setting_error(error: candle_sage::Error) -> PyErr {
     let names = Scheme::all().into_iter().flat_map(|scheme| scheme.settings()).map(|(name, _)| name);
     let text = names.fold(error.to_string(), |text, name| text.replace(name, &name.replace('-', "_")));

@@ -1,5 +1,5 @@
-//! candle-transformers' BERT with trainable attention, on a padded batch: packed documents instead of a mask, and layer
-//! norms with a gradient.
+//! candle-transformers' BERT with trainable attention and trainable layer norms. It packs the texts of a padded batch
+//! as documents, instead of masking the padding.
 
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{Embedding, Linear, VarBuilder, VarMap, embedding, linear};

@@ -146,7 +146,7 @@ fn theirs(sizes: Sizes, vb: VarBuilder<'_>) -> Result<Forward> {
     Ok(forward)
 }
 
-/// Numbers from -1 to 1, the same in every run, so that the distances are the same too (SplitMix64).
+/// Numbers from -1 to 1, the same in every run, so that every run prints the same distances (SplitMix64).
 struct Uniform(u64);
 
 impl Uniform {
@@ -181,7 +181,8 @@ fn largest(x: &Tensor) -> Result<f32> {
     x.abs()?.max_all()?.to_scalar::<f32>()
 }
 
-/// The largest distance between logits divided by the largest logit, over a prompt and tokens decoded one at a time.
+/// The largest distance between our and their logits, divided by the largest logit. It covers a prompt, and tokens
+/// that are decoded one at a time.
 fn apart(ids: &Tensor, ours: &mut Model, mut theirs: Forward, sizes: Sizes) -> Result<f32> {
     let mut worst: f32 = 0.0;
     // candle-transformers' Mistral ignores its window during decoding.
@@ -211,8 +212,8 @@ fn main() -> Result<()> {
         for made in [Move::HeadsFirst, Move::WholeLayer] {
             let mut ours = Model::new(sizes, made, vb.clone())?;
             let distance = apart(&ids, &mut ours, theirs(sizes, vb.clone())?, sizes)?;
-            // The same f32 products, summed in a different order, and angles of up to 27 that are rounded differently,
-            // by 27 * 2^-24 = 1.6e-6 each.
+            // Both models sum the same f32 products, in different orders. Each also rounds the rotary angles in its own way.
+            // Angles are at most 27, so each rounding is at most 27 * 2^-24 = 1.6e-6.
             assert!(distance < 5e-6, "{family:?}, {made:?}: logits are {distance:.1e} apart");
             line += &format!("{distance:>14.1e}");
             let loss = ours.forward(&ids, 0, false)?.sqr()?.mean_all()?;

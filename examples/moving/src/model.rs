@@ -174,7 +174,7 @@ impl Layer {
     }
 }
 
-/// The rotary tables of candle-transformers, in f32 as in that crate. (A copied model keeps its own tables.)
+/// The rotary tables of candle-transformers, in f32 as in that crate. (In a copy of a model, keep the model's tables.)
 fn tables(sizes: Sizes, vb: &VarBuilder<'_>) -> Result<(Tensor, Tensor)> {
     let Sizes { head_dim, positions, base, .. } = sizes;
     let frequencies: Vec<f32> =
@@ -185,7 +185,7 @@ fn tables(sizes: Sizes, vb: &VarBuilder<'_>) -> Result<(Tensor, Tensor)> {
     Ok((angles.cos()?, angles.sin()?))
 }
 
-/// The norm of a block. Gemma stores its weight minus 1.
+/// The norm of a block. Gemma stores the norm's weight minus 1.
 enum Norm {
     Plain(RmsNorm),
     PlusOne { weight: Tensor, eps: f64 },

@@ -2,8 +2,8 @@
 //! steps with INT8 attention, and text generation with a cache.
 //!
 //! `cargo run --release -p qwen3` creates a small byte-level model with random weights.
-//! `cargo run --release -p qwen3 -- FOLDER` loads Qwen3-0.6B, or any other size: config.json, tokenizer.json,
-//! model.safetensors.
+//! `cargo run --release -p qwen3 -- FOLDER` loads Qwen3-0.6B, or another size, from the folder's config.json,
+//! tokenizer.json and model.safetensors.
 
 mod model;
 
@@ -160,7 +160,7 @@ fn main() -> Result<()> {
     })?;
     let ours = greedy(&prompt, 60, |ids, _| exact.next(ids, &mut caches, &device))?;
     println!("the same text from candle-transformers: {}", ours == expected);
-    // A large model in 16 bit may choose differently if two tokens are almost equally likely.
+    // In 16 bit, the two models may choose different tokens if two tokens are almost equally likely.
     assert!(folder.is_some() || ours == expected, "decoding is not the same");
     Ok(())
 }
