@@ -52,7 +52,8 @@ const EXAMPLES: &str = "Examples:
   sage-train --preset 325m --data web.jsonl.zst --tokens-per-step 256k --steps 300000
                                                      the paper's run with small batches
   sage-train data prepare tinystories --tokenizer gpt2 --to stories
-  sage-train --preset 325m --data stories            tokenize into shards once, then train on them
+                                                     tokenize a dataset into shards, once
+  sage-train --preset 325m --data stories            train on the shards
   sage-train --resume runs/tiny-sagebwd-001          resume an interrupted run
   sage-train sample runs/tiny-sagebwd-001 'Once'     generate text
   sage-train export runs/tiny-sagebwd-001 --to hf    export for Hugging Face transformers
@@ -89,14 +90,14 @@ pub struct Cli {
 enum Verb {
     /// Write the built-in corpus to standard output
     Corpus {
-        /// Smallest size in megabytes
+        /// Megabytes of text to write, rounded up to whole documents
         #[arg(long, value_name = "MB", default_value_t = 8)]
         megabytes: u64,
         /// Seed of the corpus. By default, a run with `--seed N` trains on the corpus with seed N
         #[arg(long, default_value_t = 0)]
         seed: u64,
-        /// Write JSON lines for --data instead: documents of at least WORDS words that state numbers and ask for them
-        /// later (`eval --recall` measures the recall)
+        /// Instead of the corpus, write JSON lines for `sage-train --data`: documents of at least WORDS words that
+        /// state numbers and later ask for these numbers. `eval --recall` measures how often a model recalls a number
         #[arg(long, value_name = "WORDS")]
         recall: Option<usize>,
     },
@@ -121,25 +122,28 @@ enum Verb {
     Eval(OnThreads<Eval>),
     /// Export a trained model for Hugging Face transformers
     Export(OnThreads<Export>),
-    /// Measure the error of low-bit attention: on the tensors of a trained model, layer by layer, or on random ones
+    /// Measure the error of low-bit attention: on the tensors of a trained model (layer by layer) or on random tensors
     Probe(Box<OnThreads<Probe>>),
     /// Run many runs that differ in some settings; finished runs are skipped and interrupted runs resumed
+    ///
+    /// Flags override the settings of the sweep's file in all runs. If a flag has a list of values, such as `--seed
+    /// 1-5`, this list replaces the file's list.
     Sweep(Box<SweepArguments>),
     /// Compare runs in one HTML file: losses, differences with confidence intervals, speed
     #[command(allow_negative_numbers = true)]
     Report(ReportArguments),
 }
 
-/// The second of two paths after `--data`. If there is one, the shell has expanded a pattern to several paths.
+/// The second of two paths after `--data`. If it exists, the shell has expanded a pattern to several paths.
 fn second_path(words: &[OsString]) -> Option<&Path> {
     let exists = |word: &OsString| Path::new(word).exists();
     let three = words.windows(3).find(|three| three[0] == "--data" && three[1..].iter().all(exists))?;
     Some(Path::new(&three[2]))
 }
 
-/// The exit code of a command that ended with an error: 2 if a flag, a setting or a file cannot be used (as for an
-/// unknown flag), and 1 for a failure during the work. For a program that a signal ended, shells report 128 plus the
-/// signal's number.
+/// The exit code of a command that ended with an error: 2 if a flag, a setting or a file cannot be used (clap
+/// returns 2 for an unknown flag too), and 1 for a failure during the work. For a program that a signal ended, shells
+/// report 128 plus the signal's number.
 pub fn exit_code(error: &Error) -> u8 {
     match (crate::signals::received(), error.kind()) {
         (Some(signal), _) => 128 + signal,

@@ -11,32 +11,34 @@ pub(super) struct AttentionOverrides {
     /// Attention of the evaluation [default: the run's]
     #[arg(long, value_enum)]
     attn: Option<Attn>,
-    /// Schemes of single layers that override --attn, such as 0,-1=fpa, or "" for none [default: the run's, unless
-    /// --attn names another scheme]
+    /// Schemes for single layers, instead of --attn: `0,-1=fpa` leaves the first and the last layer unquantized; ""
+    /// removes all such schemes [default: the run's, unless --attn names another scheme]
     #[arg(long, value_name = "LAYERS=SCHEME", allow_hyphen_values = true)]
     attn_layers: Option<LayerSettings>,
-    /// Token means subtracted before quantizing [default: the run's]
+    /// Operands whose mean over tokens is subtracted before quantizing [default: the run's]
     #[arg(long, value_enum)]
     smoothing: Option<SmoothingSetting>,
-    /// SageBwd: tokens from which --smoothing computes the means of K and V: all, or sample-N [default: the run's]
+    /// SageBwd: tokens from which --smoothing computes the means of K and V: `all`, or `sample-N` for N evenly spaced
+    /// tokens [default: the run's]
     #[arg(long)]
     key_mean: Option<Text<KeyMean>>,
-    /// SageBwd: matmuls in INT8: paper, forward-and-s, scores, forward, or a list such as forward,s,dv (see `sage-train
-    /// --help`) [default: the run's]
+    /// SageBwd: which of attention's matmuls are in INT8: `paper`, `forward-and-s`, `scores`, `forward`, or a list such
+    /// as `forward,s,dv` (`sage-train --help` explains them) [default: the run's]
     #[arg(long)]
     products: Option<Text<Int8Products>>,
-    /// SageBwd: granularity of the backward's scales (no effect on the loss): vector, group-N, tile [default: the
-    /// run's]
+    /// SageBwd: granularity of the backward's scales (no effect on the evaluated loss): `vector`, `group-N` or `tile`
+    /// [default: the run's]
     #[arg(long)]
     granularity: Option<Text<Granularity>>,
-    /// Attn-QAT: axis along which 16 values of V share a scale: tokens, head-dim [default: the run's]
+    /// Attn-QAT: axis along which 16 values of V share a scale: `tokens` or `head-dim` [default: the run's]
     #[arg(long)]
     value_groups: Option<Text<ValueGroups>>,
-    /// Attn-QAT: scale V before quantizing: none, head (see `sage-train --help`) [default: the run's]
+    /// Attn-QAT: factor that multiplies V before quantizing: `none` or `head` (`sage-train --help` explains them)
+    /// [default: the run's]
     #[arg(long)]
     value_scale: Option<Text<ValueScale>>,
-    /// Attn-QAT: divisor of a row's exponentials before quantizing: row-max, two-level, literal (see `sage-train
-    /// --help`) [default: the run's]
+    /// Attn-QAT: number that divides each row of exp(logits) before the row is quantized: `row-max`, `two-level` or
+    /// `literal` (`sage-train --help` explains them) [default: the run's]
     #[arg(long)]
     p_reference: Option<Text<PReference>>,
 }
@@ -62,7 +64,7 @@ impl AttentionOverrides {
         }
     }
 
-    /// Checks that the typed settings apply to the attention that is computed.
+    /// Checks that the settings of the command line apply to the attention that is computed.
     pub(super) fn check(&self, config: &Config) -> Result<()> {
         let typed = Settings::with(|s| s.attention = self.settings());
         check_own(&typed, config.attn, config.model.scheme, config.model.sla2.as_ref())

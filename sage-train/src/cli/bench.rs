@@ -22,7 +22,7 @@ use crate::settings::{Preset, SchemeSetting, Settings};
 pub(super) enum Bench {
     /// Measure the time of attention on random inputs of a list of shapes
     Attention(BenchAttention),
-    /// Measure the time of SLA2 and of dense attention, with fpa and sagebwd
+    /// Measure the time of SLA2 and of dense attention, each unquantized (fpa) and in INT8 (sagebwd)
     Sla2(BenchSla2),
     /// Measure the bandwidth between GPUs, and the time of an optimizer step that exchanges gradients
     Links(BenchLinks),
@@ -54,26 +54,26 @@ impl Pauses {
     }
 }
 
-/// What to measure. Every time is the median of calls that cycle through several inputs, measured with CUDA events on a
-/// GPU. Times include quantization and smoothing.
+/// What to measure. Each result is the median time of calls that cycle through several inputs, measured with CUDA
+/// events on a GPU. Times include quantization and smoothing.
 #[derive(Debug, clap::Args)]
 pub(super) struct BenchAttention {
-    /// Shapes: head_dim (192/128: keys of 192 and values of 128), tokens, 1 if causal or 0, tokens of a sliding window.
-    /// A head_dim above 128 runs with fpa on compute capability 8.0, 9.0 and 10.x, and with sagebwd:products=scores on
-    /// 9.0 [default: causal, D 64 and 128, N 1024; on a GPU also N 8192 and 16384]
+    /// Shapes: head_dim (192/128: keys of 192, values of 128), tokens, causal mask (1) or not (0), and optionally the
+    /// width of a sliding window. A head_dim above 128 runs with `fpa` on compute capability 8.0, 9.0 and 10.x, and
+    /// with `sagebwd:products=scores` on 9.0 [default: causal, D 64 and 128, N 1024; on a GPU also N 8192 and 16384]
     #[arg(value_name = "D:N:CAUSAL[:WINDOW]")]
     rows: Vec<Row>,
-    /// Schemes with their settings, separated by semicolons: "fpa;sagebwd:smoothing=kv" [default: every scheme, and
-    /// several sets of SageBwd's INT8 matmuls]
+    /// Schemes with their settings, separated by semicolons: "fpa;sagebwd:smoothing=kv" [default: every scheme;
+    /// sagebwd with several sets of INT8 matmuls]
     #[arg(long, value_name = "SCHEME;..", value_delimiter = ';')]
     schemes: Vec<SchemeSetting>,
     /// Where to measure [default: cuda if this build has it]
     #[arg(long, value_enum)]
     device: Option<DeviceKind>,
-    /// Tokens of all sequences together; a longer sequence runs alone [default: 16384; on the CPU one sequence]
+    /// Tokens of a batch; a sequence with more tokens is a batch by itself [default: 16384; on the CPU one sequence]
     #[arg(long, value_name = "N")]
     total_tokens: Option<usize>,
-    /// Width of all heads together: heads = width / D
+    /// Width of all heads together: heads = width / head_dim
     #[arg(long, value_name = "N", default_value_t = 2048)]
     width: usize,
     /// Number of timed calls of the forward, and of forward + backward [default: 30; on the CPU 3]
@@ -83,7 +83,7 @@ pub(super) struct BenchAttention {
     /// "fpa;sagebwd:smoothing=none:products=scores;attn-qat" [default: none]
     #[arg(long, value_name = "CAP", default_value_t = 0.0, hide_default_value = true)]
     softcap: f64,
-    /// Subtract a multiple of the distance of query and key from each logit (ALiBi)
+    /// ALiBi: from each logit, subtract a multiple of the distance between query and key
     #[arg(long)]
     alibi: bool,
     /// Add an attention sink to each head
@@ -130,20 +130,21 @@ impl BenchAttention {
     }
 }
 
-/// What to measure. Every time is the median of calls that cycle through several inputs, measured with CUDA events on a
-/// GPU. Times include quantization; SLA2's times include the router and the block lists.
+/// What to measure. Each result is the median time of calls that cycle through several inputs, measured with CUDA
+/// events on a GPU. Times include quantization; SLA2's times include the router and the block lists.
 #[derive(Debug, clap::Args)]
 pub(super) struct BenchSla2 {
-    /// Shapes: head_dim, tokens, sparsity [default: D 128, N 4096 at 85%, 16384 at 90%, 32768 and 131072 at 95%]
+    /// Shapes: head_dim, tokens, and sparsity (the fraction of the causal (query, key) pairs outside the selected
+    /// blocks) [default: D 128, N 4096 at 85%, 16384 at 90%, 32768 and 131072 at 95%]
     #[arg(value_name = "D:N:SPARSITY")]
     rows: Vec<sla2::Row>,
     /// Where to measure [default: cuda if this build has it]
     #[arg(long, value_enum)]
     device: Option<DeviceKind>,
-    /// Tokens of all sequences together; a longer sequence runs alone
+    /// Tokens of a batch; a sequence with more tokens is a batch by itself
     #[arg(long, value_name = "N", default_value_t = 32768)]
     total_tokens: usize,
-    /// Width of all heads together: heads = width / D
+    /// Width of all heads together: heads = width / head_dim
     #[arg(long, value_name = "N", default_value_t = 1024)]
     width: usize,
     /// Number of timed calls for each reported time
@@ -181,16 +182,16 @@ impl BenchSla2 {
     }
 }
 
-/// What to measure. Every time is the median of calls, measured with CUDA events on a GPU.
+/// What to measure. Each result is the median time of calls, measured with CUDA events on a GPU.
 #[derive(Debug, clap::Args)]
 pub(super) struct BenchLinks {
-    /// Number of GPUs of this machine, unless torchrun or srun set it [default: 2]
+    /// Number of this machine's GPUs to use, unless torchrun or srun set it [default: 2]
     #[arg(long, value_name = "N")]
     gpus: Option<usize>,
     /// Where to measure [default: cuda if this build has it]
     #[arg(long, value_enum)]
     device: Option<DeviceKind>,
-    /// Preset of the model whose update is timed
+    /// Preset of the model whose optimizer step is timed
     #[arg(long, value_enum, default_value = "325m")]
     preset: Preset,
     /// Whether the GPUs' copy engines (DMA units) transfer gradients and weights within a node

@@ -20,7 +20,7 @@ use crate::partial;
 use crate::quantity::{Quantity, counted, grouped};
 
 const INPUTS: &str = "Files, folders, 'patterns*', names on the Hugging Face Hub (hf:OWNER/NAME, hf:OWNER/NAME:PATTERN), \
-                      or recipes (tinystories, openwebtext, fineweb-edu)";
+                      or recipes for public data sets (tinystories, openwebtext, fineweb-edu)";
 
 /// The subcommands of `data`.
 #[derive(Debug, Subcommand)]
@@ -46,14 +46,15 @@ pub(super) struct Prepare {
     /// Folder to create: train_*.bin, val_*.bin, a .bin.json file for each, tokenizer.json and dataset.json
     #[arg(long, value_name = "DIR")]
     to: PathBuf,
-    /// A tokenizer.json, its folder, or a model on the hub that has one, e.g. gpt2 [default: one trained on the text]
+    /// A tokenizer.json, its folder, or a model on the Hugging Face Hub that has one, e.g. gpt2 [default: a tokenizer
+    /// trained on the text]
     #[arg(long, value_name = "FILE")]
     tokenizer: Option<String>,
-    /// The tokenizer's token that ends a document, e.g. '[SEP]' [default: eos_token in tokenizer_config.json,
-    /// or a well-known one]
+    /// The tokenizer's token that ends a document, e.g. '[SEP]' [default: eos_token in tokenizer_config.json, or else a
+    /// common name such as `<|endoftext|>`]
     #[arg(long, value_name = "TOKEN", requires = "tokenizer")]
     end_of_text: Option<String>,
-    /// Vocabulary size of a tokenizer that is trained
+    /// Vocabulary size of the tokenizer that is trained if --tokenizer is not given
     #[arg(long, value_name = "N", default_value = "32k")]
     vocab_size: Quantity,
     /// Format of the shards [default: llmc-u16, or llmc-u32 for a vocabulary of more than 65,536 entries]
@@ -71,8 +72,8 @@ pub(super) struct Prepare {
     /// Seed for the choice of validation documents
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Key of the JSON lines (`a.b` for key b inside the object a), or column of CSV or parquet, with the text
-    /// [default: text, or the recipe's]
+    /// Place of the text: key of the JSON lines (`a.b`: key b inside the object a), or column of CSV or parquet
+    /// [default: `text`, or the column that a recipe names]
     #[arg(long, value_name = "NAME")]
     text_field: Option<String>,
     /// Skip and count documents that cannot be read (invalid UTF-8 or JSON, no text)
@@ -91,8 +92,8 @@ pub(super) struct TrainTokenizer {
     /// Vocabulary size
     #[arg(long, value_name = "N", default_value = "32k")]
     vocab_size: Quantity,
-    /// Key of the JSON lines (`a.b` for key b inside the object a), or column of CSV or parquet, with the text
-    /// [default: text, or the recipe's]
+    /// Place of the text: key of the JSON lines (`a.b`: key b inside the object a), or column of CSV or parquet
+    /// [default: `text`, or the column that a recipe names]
     #[arg(long, value_name = "NAME")]
     text_field: Option<String>,
     /// Skip and count documents that cannot be read (invalid UTF-8 or JSON, no text)

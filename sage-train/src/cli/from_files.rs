@@ -9,7 +9,7 @@ use crate::initial;
 use crate::quantity::Quantity;
 use crate::settings::{Settings, Switch};
 
-/// Checks that a named tokenizer equals the tokenizer of the initial weights. With another tokenizer, the token ids
+/// Checks that the tokenizer in the settings equals the initial weights' tokenizer. With another one, the token ids
 /// would mean different text.
 fn check_tokenizers(named: &Settings, of_weights: &Settings) -> Result<()> {
     let (Some(named), Some(own)) = (&named.data.tokenizer, &of_weights.data.tokenizer) else { return Ok(()) };
@@ -20,7 +20,7 @@ fn check_tokenizers(named: &Settings, of_weights: &Settings) -> Result<()> {
     Err(Error::new("the tokenizer is not the one that the weights were trained with")
         .got(format!("--tokenizer {named}"))
         .allowed(own.clone())
-        .hint("leave --tokenizer out: --init-from uses its own tokenizer"))
+        .hint("leave --tokenizer out: the run then uses the tokenizer of --init-from"))
 }
 
 /// Fills in the settings that files determine: the model's shape from `--init-from`, and the vocabulary size from an

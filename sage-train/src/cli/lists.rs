@@ -74,7 +74,7 @@ impl ExpandedCommand {
                 let mut words = self.words.clone();
                 words[*at] = format!("{before}{value}").into();
                 let read = Table::try_from(settings(&words)?).unwrap_or_default();
-                // A value that TOML cannot represent is kept as typed text, which the sweep rejects.
+                // A value that TOML cannot represent is kept as text, which the sweep rejects.
                 list.push(read.get(key).cloned().unwrap_or_else(|| value.clone().into()));
             }
             table.insert(key.clone(), Value::Array(list));
@@ -93,8 +93,8 @@ fn range(word: &str) -> Option<impl Iterator<Item = String> + use<>> {
     (first < last && last - first < MOST_SEEDS).then(|| (first..=last).map(|seed| seed.to_string()))
 }
 
-/// Whether commas group the thousands of one number, as in `4,096`. Only a three-digit group that begins with 0 proves
-/// the grouping, because values of a list have no leading zeros.
+/// Whether commas group the thousands of one number, as in `4,096`: one of the three-digit groups must begin with 0,
+/// because `4,196` can also be a list, whose values have no leading zeros.
 fn is_grouped(value: &str) -> bool {
     let mut words = value.split(',');
     let of = |word: &str, digits: std::ops::RangeInclusive<usize>| {

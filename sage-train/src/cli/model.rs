@@ -27,8 +27,9 @@ use crate::{hf, notify};
 /// Arguments of `sample`.
 #[derive(Debug, clap::Args)]
 pub(super) struct Sample {
-    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format. Such a model is computed in
-    /// the scheme of its attention.json, or unquantized without this file; its context is at most 4096
+    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format. A Hugging Face model is
+    /// computed in the scheme that its attention.json names, or unquantized if it lacks this file; its context is at
+    /// most 4096
     run: PathBuf,
     /// Text to continue; without it a new document begins
     #[arg(default_value = "")]
@@ -129,12 +130,12 @@ pub(super) fn needs_data(run: &Path, data: &[SourceSetting], what: &str, allowed
 /// Arguments of `eval`.
 #[derive(Debug, clap::Args)]
 pub(super) struct Eval {
-    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format. Such a model is computed in
-    /// the scheme of its attention.json, or unquantized without this file; its context is at most 4096 without
-    /// --context
+    /// Folder of a run, of one of its checkpoints, or of a model in Hugging Face's format. A Hugging Face model is
+    /// computed in the scheme that its attention.json names, or unquantized if it lacks this file; its context is at
+    /// most 4096 without --context
     run: PathBuf,
-    /// Text or shards to evaluate on: all of a text, but only the validation shards of prepared data. May be repeated
-    /// for a mixture [default: the run's validation data]
+    /// Text or shards to evaluate on: all of a text, but only the validation shards of a folder from `sage-train data
+    /// prepare`. May be repeated for a mixture [default: the run's validation data]
     #[arg(long, value_name = "PATH")]
     data: Vec<SourceSetting>,
     /// Largest number of tokens to evaluate [default: 1m = 1,048,576; 2k with --token-by-token]
@@ -155,7 +156,7 @@ pub(super) struct Eval {
     /// and question. The model should have been trained on such documents
     #[arg(long, value_name = "WORDS", conflicts_with_all = ["hellaswag", "token_by_token", "by_position", "all", "data"])]
     recall: Option<usize>,
-    /// Sequences of one forward [default: the run's]
+    /// Sequences in one forward [default: the run's]
     #[arg(long, value_name = "N")]
     micro_batch: Option<usize>,
     /// Tokens in a sequence [default: the run's]
@@ -284,8 +285,8 @@ fn evaluated(scheme: &str, result: &Evaluation) -> String {
     )
 }
 
-/// Prints how often a model recalls numbers, by distance in tokens: for questions that a story announces, and for
-/// questions that nothing announces.
+/// Prints how often a model recalls a name's number, by distance in tokens. Counts questions after a story about that
+/// name (announced) and other questions (unannounced) separately.
 fn recalled(trained: &Trained, model: &Llama, words: usize, tokens: u64) -> Result<()> {
     let Trained { config, tokenizer, device, .. } = trained;
     let context = config.model.context;
@@ -350,8 +351,8 @@ impl Export {
         hf::export(hf::Model { config: &model, parameters, tokenizer }, &self.to, dtype)?;
         if kind == hf::ModelType::Qwen2 && !tokenizer.splits_as_qwen2()? {
             notify(
-                "warning: transformers' AutoTokenizer splits text differently in every Qwen2 model: load this tokenizer \
-                 with PreTrainedTokenizerFast.from_pretrained",
+                "warning: transformers' AutoTokenizer replaces the pre-tokenizer of every Qwen2 model, which changes \
+                 the tokens: load this tokenizer with PreTrainedTokenizerFast.from_pretrained",
             );
         }
         print(&format!(

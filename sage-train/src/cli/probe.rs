@@ -28,24 +28,26 @@ use crate::trained::run_folder;
 #[derive(Debug, clap::Args)]
 pub(super) struct Probe {
     /// Folder of a run with at least one validation, of a checkpoint (RUN/checkpoints/step-N), or of a model in Hugging
-    /// Face's format (with --data)
+    /// Face's format (needs --data)
     #[arg(required_unless_present = "sigma")]
     run: Option<PathBuf>,
-    /// Text or shards to take the sequences from; of prepared data only the validation shards are used. May be repeated
-    /// for a mixture [default: the run's validation data; for --gradient the training data that follows the model's
-    /// last step]
+    /// Text or shards that the sequences are taken from. If it is a folder of `sage-train data prepare`, only its
+    /// validation shards are used. May be repeated for a mixture [default: the run's validation data; for --gradient the training
+    /// data that follows the model's last step]
     #[arg(long, value_name = "PATH", conflicts_with = "sigma")]
     data: Vec<SourceSetting>,
     /// Number of validation sequences
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..))]
     sequences: u16,
-    /// Token means subtracted before quantizing [default: the run's]
+    /// Operands whose mean over tokens is subtracted before quantizing [default: the run's]
     #[arg(long, value_enum)]
     smoothing: Option<SmoothingSetting>,
-    /// SageBwd: tokens from which --smoothing computes the means of K and V: all, or sample-N [default: the run's]
+    /// SageBwd: tokens from which --smoothing computes the means of K and V: `all`, or `sample-N` for N evenly spaced
+    /// tokens [default: the run's]
     #[arg(long)]
     key_mean: Option<Text<KeyMean>>,
-    /// SageBwd: granularity of the backward's scales of P, dS and dO: vector, group-N, tile [default: the run's]
+    /// SageBwd: granularity of the backward's scales of P, dS and dO: `vector`, `group-N` or `tile` [default: the
+    /// run's]
     #[arg(long)]
     granularity: Option<Text<Granularity>>,
     /// Attention to probe [default: the run's; sagebwd for a run with unquantized attention]
@@ -57,24 +59,25 @@ pub(super) struct Probe {
     /// Also print a row for each head
     #[arg(long)]
     heads: bool,
-    /// Also measure the errors with only a single matmul (sagebwd) or operand (attn-qat) quantized
+    /// Also measure the errors when only one matmul (sagebwd) or one operand (attn-qat) is quantized
     #[arg(long)]
     products: bool,
-    /// Use a scale for each token of Q and K, not one for each tile. This removes the error that outlier tokens cause
-    /// in other tokens of their tile (sagebwd)
+    /// SageBwd: use a scale for each token of Q and K, not one for each tile. This removes the error that outlier
+    /// tokens cause in other tokens of their tile
     #[arg(long)]
     token_scales: bool,
     /// Multiply queries and keys by each of these factors, and print a table for each
     #[arg(long, value_name = "FACTOR,..", value_delimiter = ',', default_value = "1")]
     qk_scale: Vec<f64>,
-    /// Measure the error of SLA2 on a model that was trained without it, for each kind of block selection and linear
-    /// tail. SLA2's parameters are fitted on half of the sequences, and the error is measured on the other half
+    /// Measure the error of SLA2 on a model that was trained without it, for each kind of block selection and of linear
+    /// attention (the tail). SLA2's parameters are fitted on half of the sequences, and the error is measured on the
+    /// other half
     #[arg(long, conflicts_with_all = ["sigma", "heads", "products", "token_scales", "qk_scale", "attn", "smoothing", "key_mean", "granularity"])]
     selections: bool,
     /// With --selections: number of past key blocks that each query block selects
     #[arg(long, value_name = "N", default_value_t = 4, requires = "selections")]
     blocks: usize,
-    /// With --selections: tokens of a block [default: a sixteenth of the context, 16 to 128]
+    /// With --selections: tokens of a block [default: a sixteenth of the context, at least 16 and at most 128]
     #[arg(long, value_name = "N", requires = "selections")]
     block: Option<usize>,
     /// Compare the gradient of the whole model under low-bit schemes with the gradient under unquantized attention, on
@@ -83,13 +86,12 @@ pub(super) struct Probe {
     #[arg(long, conflicts_with_all = ["sigma", "selections", "heads", "products", "token_scales", "qk_scale", "sequences", "attn", "smoothing", "key_mean", "granularity"])]
     gradient: bool,
     /// Compare each FP8 matmul of linear layers with the exact matmul: output, gradient of the input, gradient of the
-    /// weight. Formats are the run's, or E4M3 for a run without FP8. The model's output matrix (of the logits) is
-    /// excluded
+    /// weight. Formats are the run's, or E4M3 for a run without FP8. The output matrix (LM head) is excluded
     #[arg(long, conflicts_with_all = ["gradient", "sigma", "selections", "heads", "products", "token_scales", "qk_scale", "attn", "smoothing", "key_mean", "granularity"])]
     linear: bool,
     /// With --gradient: schemes with their settings, separated by semicolons:
-    /// "sagebwd;sagebwd:products=scores;attn-qat" [default: the run's, with its --attn-layers; sagebwd for a run with
-    /// unquantized attention]
+    /// "sagebwd;sagebwd:products=scores;attn-qat" [default: the run's scheme and its exceptions for single layers;
+    /// sagebwd for a run with unquantized attention]
     #[arg(long, value_name = "SCHEME;..", value_delimiter = ';', requires = "gradient")]
     schemes: Vec<SchemeSetting>,
     /// With --gradient: number of micro-batches, a power of two, at least 16
@@ -98,7 +100,8 @@ pub(super) struct Probe {
     /// With --gradient: sequences of a micro-batch [default: the run's]
     #[arg(long, value_name = "N", requires = "gradient")]
     micro_batch: Option<usize>,
-    /// With --gradient: sum in a fixed order on a GPU. Otherwise the order varies and adds noise to the error
+    /// With --gradient: sum in a fixed order on a GPU. Otherwise the order varies and adds noise to the error [default:
+    /// the run's]
     #[arg(long, value_enum, requires = "gradient")]
     deterministic: Option<Switch>,
     /// With --gradient: also plot the error against the number of tokens that a gradient averages over, as SVG;
@@ -115,7 +118,7 @@ pub(super) struct Probe {
     /// With --sigma: width of a head
     #[arg(long, value_name = "D", default_value_t = 64, conflicts_with = "run")]
     head_dim: usize,
-    /// Where random tensors, --gradient and --linear are computed; other probes of models run on the CPU [default: cpu]
+    /// With --gradient, --linear or --sigma: where to compute; other probes run on the CPU [default: cpu]
     #[arg(long, value_enum)]
     device: Option<DeviceKind>,
     /// Also write the results as JSON

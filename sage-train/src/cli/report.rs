@@ -15,7 +15,7 @@ use crate::{notify, writing};
 /// Arguments of `report`.
 #[derive(Debug, Args)]
 pub(super) struct ReportArguments {
-    /// Folders of runs, or folders that contain runs, such as a sweep's. Runs may be unfinished and from any machine
+    /// Folder of a run, or folder that contains runs, such as a sweep. Runs may be unfinished and from any machine
     #[arg(value_name = "RUN|SWEEP", required = true)]
     folders: Vec<PathBuf>,
     /// HTML file to write [default: report.html in the given folder, or in the current folder if several are given]
@@ -27,15 +27,17 @@ pub(super) struct ReportArguments {
     /// Also write a CSV file with a line for each run
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
-    /// Settings that identify the baseline arm [default: the sweep's baseline, or attn=fpa, or the first arm]
+    /// Settings that identify the baseline, such as `attn=sagebwd,smoothing=k` [default: the sweep's baseline, else
+    /// `attn=fpa`, else the first of the compared variants]
     #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',')]
     baseline: Vec<String>,
-    /// Settings that distinguish the arms [default: the settings of attention, and the settings that the `[[points]]`
-    /// tables of a sweep's file vary; if no run differs in these settings, the first setting in which runs differ]
+    /// Settings whose values distinguish the compared variants (arms), such as `lr` or `attn,lr`. For each value of
+    /// another setting, except a seed, the report has a separate table [default: the settings of attention and of the
+    /// points that the sweep's file lists; if the runs agree in all of these, the first setting in which they differ]
     #[arg(long, value_name = "KEY", value_delimiter = ',')]
     by: Vec<String>,
-    /// Margin in percent of the baseline's loss: an arm matches the baseline if the 90 % confidence interval of its
-    /// difference in loss is within the margin
+    /// Margin in percent of the baseline's loss: a variant matches the baseline if the 90 % confidence interval of the
+    /// variant's difference in loss is within the margin
     #[arg(long, value_name = "PERCENT", default_value_t = ReportOptions::default().margin)]
     margin: f64,
     /// Also compare how many tokens each run needs to reach this validation loss
@@ -73,7 +75,7 @@ impl ReportArguments {
         }
         let page = self.page()?;
         let found = Run::find(&self.folders)?;
-        // A sweep defines a title, a baseline and arms, which flags override.
+        // A sweep defines a title, a baseline and arms. Flags override all three.
         let of_sweep = match &self.folders[..] {
             [folder] => ReportOptions::of(folder)?,
             _ => ReportOptions::default(),

@@ -65,8 +65,8 @@ impl Resumed {
                     .got(format!("--attn {}, {} in the run", config.attn, before.attn))
                     .allowed("a change between dense schemes: fpa, sagebwd, attn-qat")
                     .hint(
-                        "SLA2 can only start from the weights of a dense model: export RUN --to DIR, then \
-                         --init-from DIR --attn sla2",
+                        "to change between dense attention and SLA2, use --init-from RUN instead of --resume: \
+                         --init-from RUN --attn sla2",
                     ));
             }
             let run = found.run.display().to_string();
@@ -86,7 +86,7 @@ impl Resumed {
     }
 }
 
-/// Copies the run's mixture weights to data whose paths changed.
+/// Gives the typed data sources the mixture weights of the run's saved sources: on resuming, only paths may change.
 fn with_weights(
     typed: Option<Vec<SourceSetting>>,
     saved: Option<&Vec<SourceSetting>>,

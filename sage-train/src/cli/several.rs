@@ -13,10 +13,10 @@ use crate::train::{Overlap, Parallel};
 #[derive(Debug, clap::Args)]
 pub(super) struct SeveralGpus {
     /// Number of GPUs of this machine to train on, with one process each (with --device cpu: number of processes). The
-    /// batches of a step are the same for any number. torchrun and srun can start the processes instead
+    /// sequences of a step do not depend on this number. Without --gpus, torchrun or srun can start the processes
     #[arg(long, value_name = "N", help_heading = "Several GPUs", conflicts_with_all = ["write_batches"])]
     pub(super) gpus: Option<usize>,
-    /// Number of adjacent GPUs that share each sequence (Ulysses context parallelism)
+    /// Number of GPUs of a node that share each sequence (Ulysses context parallelism)
     #[arg(long, value_name = "C", help_heading = "Several GPUs", default_value_t = 1)]
     pub(super) context_parallel: usize,
     /// When gradients are exchanged between GPUs
@@ -26,7 +26,8 @@ pub(super) struct SeveralGpus {
     /// all multiprocessors
     #[arg(long, value_enum, value_name = "WHEN", help_heading = "Several GPUs", default_value = "auto")]
     pub(super) copy_engines: CopyEngines,
-    /// Smallest size of a transfer of gradients, in megabytes [default: 680, or 200 when it overlaps with the backward]
+    /// Smallest size of a transfer of gradients, in megabytes [default: 680, or 200 if transfers overlap with the
+    /// backward]
     #[arg(long, value_name = "MB", help_heading = "Several GPUs")]
     pub(super) piece_mb: Option<f64>,
     /// With --dry-run: number of GPUs to plan for [default: --gpus]
@@ -38,17 +39,17 @@ pub(super) struct SeveralGpus {
         conflicts_with = "gpus"
     )]
     ranks: Option<usize>,
-    /// With --dry-run: number of GPUs of a node
+    /// With --dry-run and --ranks: number of GPUs in each node
     #[arg(long, value_name = "G", help_heading = "Several GPUs", requires = "ranks", default_value_t = 8)]
     ranks_per_node: usize,
-    /// With --dry-run: GB/s from each GPU to the other GPUs of its node, in each direction
+    /// With --dry-run: assumed bandwidth between a GPU and the other GPUs of its node, in GB/s per direction
     #[arg(long, value_name = "GB/S", help_heading = "Several GPUs", requires = "dry_run", default_value_t = LINK / 1e9)]
     link_rate: f64,
-    /// With --dry-run: GB/s from each GPU to other nodes, in each direction
+    /// With --dry-run: assumed bandwidth between a GPU and other nodes, in GB/s per direction
     #[arg(long, value_name = "GB/S", help_heading = "Several GPUs", requires = "dry_run", default_value_t = NETWORK / 1e9)]
     network_rate: f64,
-    /// With --dry-run: tokens a second of one GPU in forward and backward, without the update [default: the rate at
-    /// 40 % of an H100's peak]
+    /// With --dry-run: assumed tokens per second of one GPU in forward and backward, without the optimizer's update
+    /// [default: the rate at 40 % of an H100's peak]
     #[arg(long, value_name = "TOKENS/S", help_heading = "Several GPUs", requires = "dry_run")]
     gpu_rate: Option<Quantity>,
     /// How many times to restart the run after a process is lost; needs --gpus and --resume auto
@@ -68,8 +69,8 @@ impl SeveralGpus {
         Ok(Parallel { local, context, overlap, piece, engines })
     }
 
-    /// Warns of flags without an effect in one process. Such flags are not an error, so that one command line works for
-    /// any number of GPUs.
+    /// Warns of flags that have no effect because the run has one process. They are not an error, so that one command
+    /// line works for any number of GPUs.
     pub(super) fn warn_of_idle(&self) {
         let given = [
             ("overlap", self.overlap != Overlap::Auto),

@@ -25,7 +25,7 @@ use crate::{notify, partial, train, writing};
 pub(super) struct SweepArguments {
     /// A TOML file, or a built-in sweep: tiny (an hour on two cores), sla2-tiny (20 minutes on two cores), paper-mini,
     /// products-mini, attn-qat-mini, layers-mini, linear-mini, window-mini, optimizer-mini and muon-mini (minutes on
-    /// one H100), continuation-mini and sla2-prose (minutes on one H100, with --data and --init-from), paper (a
+    /// one H100), continuation-mini and sla2-prose (minutes on one H100; they need --data and --init-from), paper (a
     /// cluster)
     #[arg(value_name = "FILE")]
     file: String,
@@ -51,7 +51,7 @@ pub(super) struct SweepArguments {
     /// Save the running runs after this many minutes and exit; the same command resumes them
     #[arg(long, value_name = "MINUTES", help_heading = "Sweep")]
     minutes: Option<f64>,
-    /// Run only the Nth run of the plan, counted from 0
+    /// Run only the Nth run that --dry-run lists, counted from 0
     #[arg(long, value_name = "N", help_heading = "Sweep")]
     only: Option<usize>,
     /// Also repeat failed and crashed runs, but not diverged runs
@@ -140,7 +140,7 @@ impl SweepArguments {
     }
 }
 
-/// `name` derives the folder's name from the configuration of the first run.
+/// Plans a sweep. `name` derives the name of the sweep's folder from the configuration of the first run.
 pub(super) fn plan(
     spec: &Spec,
     over: Settings,
@@ -258,9 +258,9 @@ fn report(options: ReportOptions, sweep: &Sweep) -> Result<()> {
     if !others.is_empty() {
         let folder = sweep.folder.display();
         let (count, names) = (counted(others.len() as u64, "run"), others.join(", "));
-        found
-            .warnings
-            .push(format!("left out {count} of another plan: {names}; `report {folder}` compares all runs"));
+        found.warnings.push(format!(
+            "left out {count} that this sweep does not include: {names}; `report {folder}` compares all runs"
+        ));
     }
     let study = Study::new(found.runs.clone(), &options).or_else(|error| {
         notify(&format!("warning: {error}"));

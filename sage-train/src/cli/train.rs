@@ -1,4 +1,4 @@
-//! `sage-train` without a verb: trains, or prints the resolved run.
+//! `sage-train` without a subcommand (`Verb`): trains, or prints the resolved run.
 
 use std::path::{Path, PathBuf};
 use std::thread::available_parallelism;
@@ -33,29 +33,30 @@ const AUTO: &str = "auto";
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Train {
-    /// TOML file with settings; flags override it. [[changes]] in a run's config.toml (settings that --resume changed
-    /// later) are ignored
+    /// TOML file with settings, such as a run's config.toml; flags override it. Changes that --resume made later
+    /// (`[[changes]]` in config.toml) are ignored
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     config: Option<PathBuf>,
-    /// Resume a run from its newest checkpoint, or from a checkpoint folder. Flags may change the run's length,
-    /// learning rates, evaluation and logging, but not its model, data or batch size. `--resume auto --name NAME`
-    /// resumes or starts run NAME, so that every start of a job can use the same command
+    /// Resume a run from its newest checkpoint (RUN: the run's folder), or from another checkpoint (RUN: the
+    /// checkpoint's folder). Flags may change the run's length, learning rates, evaluation and logging, but not its
+    /// model, data or batch size. `--resume auto --name NAME` resumes run NAME if it has a checkpoint and starts it
+    /// otherwise, so that a restarted job can repeat its command
     #[arg(long, value_name = "RUN", help_heading = "Run", conflicts_with = "compare")]
     resume: Option<PathBuf>,
     /// With --resume RUN: continue in a new folder of this name, and do not change RUN. Attention may change: `--resume
     /// runs/a --attn sagebwd --new-name b` keeps the weights, moments and data order
     #[arg(long, value_name = "NAME", help_heading = "Run", requires = "resume")]
     new_name: Option<String>,
-    /// Print the run's settings, size, and estimated time and memory, and exit
+    /// Print the run's settings, the model's size, and the estimated time and memory, and exit
     #[arg(long, help_heading = "Run")]
     dry_run: bool,
     #[command(flatten)]
     several: SeveralGpus,
-    /// Write the run's training sequences to a shard file, in their order, for training with another program, and exit
+    /// Do not train: write the run's training sequences, in training order, to a shard file for another program
     #[arg(long, value_name = "FILE", help_heading = "Run", conflicts_with_all = ["resume", "compare", "dry_run"])]
     write_batches: Option<PathBuf>,
-    /// Compare these kinds of attention: one run for each kind (and seed). The baseline is fpa if it is listed, else
-    /// the first kind
+    /// Compare these kinds of attention: one run for each kind and each value of --seed. The baseline is fpa if it is
+    /// listed, else the first kind
     #[arg(
         long,
         value_enum,
@@ -209,8 +210,8 @@ impl Train {
         Ok(())
     }
 
-    /// Prints what a new run with a `--config` file does not take over from the file's run: settings changed on
-    /// resuming, and the weights that a branched run began with.
+    /// Prints what a new run with a `--config` file does not take over from the file's run: settings that were changed
+    /// on resuming, and, if `--new-name` created the file's run, the weights with which it began.
     fn report_changes(&self) -> Result<()> {
         let folder = self.config.as_deref().and_then(Path::parent);
         let branch = folder.map(runs::branch).transpose();
@@ -220,7 +221,7 @@ impl Train {
         {
             notify(&format!(
                 "--config starts from new weights, but the file's run started from the weights of {} after step {}; \
-                 to start from such weights too: --resume {0} --new-name NAME",
+                 to start from a checkpoint of {0} too: --resume {0} --new-name NAME",
                 branch.run, branch.step
             ));
         }
@@ -230,7 +231,7 @@ impl Train {
         Ok(())
     }
 
-    /// Runs a sweep over every combination of the lists' values.
+    /// Runs a sweep over every combination of the values in `lists`.
     fn sweep(self, file: Settings, lists: &Table) -> Result<()> {
         self.report_changes()?;
         let goes_on = "to continue a sweep, repeat its command with its --name";
@@ -293,7 +294,7 @@ fn agreed<T>(found: Result<T>, channel: &ControlChannel) -> std::result::Result<
     found.map_err(Stop::Mistaken)
 }
 
-/// `--resume auto`: resumes the named run from its newest checkpoint, or starts it.
+/// `--resume auto`: resumes the named run from its newest checkpoint, or starts the run if it has no checkpoint.
 fn resumed_config(
     typed: Settings,
     file: Settings,

@@ -24,43 +24,45 @@ pub struct AttentionSettings {
     /// Kind of attention [default: sagebwd]
     #[arg(long, value_enum)]
     pub attn: Option<Attn>,
-    /// Schemes of single layers that override --attn: 0,-1=fpa leaves the first and the last layer unquantized.
-    /// Semicolons separate entries: 0=fpa;2-4=sagebwd:products=scores
+    /// Schemes for single layers, instead of --attn: `0,-1=fpa` leaves the first and the last layer unquantized.
+    /// Semicolons separate entries: `0=fpa;2-4=sagebwd:products=scores`
     #[arg(long, value_name = "LAYERS=SCHEME", allow_hyphen_values = true)]
     pub attn_layers: Option<LayerSettings>,
     /// RMSNorm of each head's queries and keys before the rotary embedding [default: on]
     #[arg(long, value_enum)]
     pub qk_norm: Option<Switch>,
-    /// Token means subtracted before quantizing [default: k for sagebwd, none for attn-qat]
+    /// Operands whose mean over tokens is subtracted before quantizing [default: k for sagebwd, none for attn-qat]
     #[arg(long, value_enum)]
     pub smoothing: Option<SmoothingSetting>,
-    /// SageBwd: tokens from which --smoothing computes the means of K and V: all, or sample-N for N evenly spaced
+    /// SageBwd: tokens from which --smoothing computes the means of K and V: `all`, or `sample-N` for N evenly spaced
     /// tokens [default: all]
     #[arg(long)]
     pub key_mean: Option<Text<KeyMean>>,
-    /// SageBwd: matmuls in INT8: paper (all except dP), forward-and-s (O, and S in forward and backward), scores (only
-    /// S, in forward and backward), forward (S and O in the forward), or a list such as forward,s,dv: `forward` and any
-    /// of s (S in the backward), dv, dq, dk, or `scores` and any of dv, dq, dk [default: paper]
+    /// SageBwd: which of attention's matmuls are in INT8. `paper`: all except dP; `forward`: S and O in the forward;
+    /// `scores`: S in forward and backward; `forward-and-s`: O, and S in forward and backward. A list adds matmuls of
+    /// the backward to `forward` (s, dv, dq, dk) or to `scores` (dv, dq, dk), as in `forward,s,dv` [default: paper]
     #[arg(long)]
     pub products: Option<Text<Int8Products>>,
-    /// SageBwd: granularity of the backward's scales of P, dS and dO. vector: one scale for each row or column along
-    /// which a matmul sums; group-N: one for N such vectors; tile: one for a whole tile [default: vector]
+    /// SageBwd: granularity of the backward's scales of P, dS and dO. `vector`: one scale for each row or column along
+    /// which a matmul sums; `group-N`: one scale for N adjacent rows or columns; `tile`: one scale for a whole tile
+    /// [default: vector]
     #[arg(long)]
     pub granularity: Option<Text<Granularity>>,
-    /// Attn-QAT: axis along which 16 values of V share a scale: tokens, head-dim [default: tokens]
+    /// Attn-QAT: axis along which 16 values of V share a scale: `tokens` or `head-dim` [default: tokens]
     #[arg(long)]
     pub value_groups: Option<Text<ValueGroups>>,
-    /// Attn-QAT: scale V before quantizing, so that values below .006 or above 2688 keep their precision: none, or head
-    /// (a power of two for each key head of a sequence) [default: none]
+    /// Attn-QAT: factor that multiplies V before quantizing. `none`: no factor; `head`: a power of two for each key
+    /// head of a sequence, so that values below .006 or above 2688 keep their precision [default: none]
     #[arg(long)]
     pub value_scale: Option<Text<ValueScale>>,
-    /// Attn-QAT: divisor of a row's exponentials before quantizing: row-max (the row's largest exponential), two-level
-    /// (the row's largest exponential / 2048, so that small exponentials keep their precision), literal (as in the
-    /// Attn-QAT paper's text: in the forward the largest exponential so far, in the backward the row's sum) [default:
-    /// row-max]
+    /// Attn-QAT: number that divides each row of exp(logits) before the row is quantized. `row-max`: the row's largest
+    /// exponential, rounded up to a power of two; `two-level`: as `row-max`, but 2048 times smaller, so that small
+    /// exponentials keep their precision; `literal`: as in the Attn-QAT paper's text, the largest exponential so far
+    /// (forward) and the row's sum (backward) [default: row-max]
     #[arg(long)]
     pub p_reference: Option<Text<PReference>>,
-    /// Attn-QAT: compute the backward's delta from an output O whose probabilities P were not quantized [default: on]
+    /// Attn-QAT: compute the backward's delta = rowsum(dO o O) from an output O whose probabilities P were not
+    /// quantized [default: on]
     #[arg(long, value_enum)]
     pub high_precision_output: Option<Switch>,
     /// Attn-QAT: compute the backward from the quantized query, key and value [default: on]
@@ -231,7 +233,7 @@ impl<'de> Deserialize<'de> for Attn {
     }
 }
 
-/// Which token means are subtracted before quantizing.
+/// Operands whose mean over tokens is subtracted before quantizing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SmoothingSetting {
@@ -270,7 +272,8 @@ mod tests {
         assert!("sage".parse::<Attn>().is_err());
     }
 
-    /// A setting without a flag would be lost when a run is saved. (The trainer does not set the tiles of the CPU.)
+    /// A setting without a flag would be lost when a run is saved. Tiles need no flag, because they follow from the
+    /// scheme and from `sla2-block`.
     #[test]
     fn every_setting_of_a_scheme_is_a_flag() {
         let flags = AttentionSettings::DECLARED.iter().map(|(field, _)| field.replace('_', "-"));

@@ -13,13 +13,13 @@ pub struct BatchSettings {
     /// Tokens of an optimizer step, e.g. 256k = 262,144
     #[arg(long, value_name = "N")]
     pub tokens_per_step: Option<Quantity>,
-    /// Sequences of one forward and backward
+    /// Sequences in one forward and backward of a GPU
     #[arg(long, value_name = "N")]
     pub micro_batch: Option<usize>,
     /// Optimizer steps
     #[arg(long, value_name = "N", conflicts_with = "tokens")]
     pub steps: Option<Quantity>,
-    /// Tokens of the whole run, instead of steps
+    /// Tokens of the whole run, instead of --steps
     #[arg(long, value_name = "N")]
     pub tokens: Option<Quantity>,
 }

@@ -13,29 +13,29 @@ use crate::quantity::Quantity;
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct DataSettings {
     /// Training data: .txt, .md, .jsonl, .ndjson, .json, .csv (each also .gz, .zst), .parquet, or .bin shards of
-    /// tokens; a folder or a 'pattern*' of them. May be repeated: sources are mixed by their sizes, or by weights
-    /// [default: the built-in corpus]
+    /// tokens; a folder or a 'pattern*' of them. May be repeated: sources are mixed in proportion to their sizes, or to
+    /// WEIGHT if it is given [default: the built-in corpus]
     #[arg(long = "data", value_name = "PATH[=WEIGHT]")]
     #[serde(rename = "data", deserialize_with = "one_or_more")]
     pub sources: Option<Vec<SourceSetting>>,
-    /// Validation data, in the formats of --data. --val-fraction does not apply to it [default: a fraction of the
-    /// training data]
+    /// Validation data, in the formats of --data. With it, no training data is kept for validation [default: the
+    /// validation shards of the training data, or else a fraction of it (--val-fraction)]
     #[arg(long, value_name = "PATH[=WEIGHT]")]
     #[serde(deserialize_with = "one_or_more")]
     pub val_data: Option<Vec<SourceSetting>>,
-    /// Key of the JSON lines (`a.b` for key b inside the object a), or column of CSV or parquet, with the text
+    /// Place of the text: key of the JSON lines (`a.b`: key b inside the object a), or column of CSV or parquet
     /// [default: text]
     #[arg(long, value_name = "NAME")]
     pub text_field: Option<String>,
     /// A tokenizer.json, its folder, or a model on the Hugging Face Hub that has one, e.g. gpt2
-    /// [default: the shards' tokenizer; for text, one trained on it]
+    /// [default: the shards' tokenizer; for text, a tokenizer trained on the text]
     #[arg(long, value_name = "FILE")]
     pub tokenizer: Option<String>,
-    /// The tokenizer's token that ends a document, e.g. `[SEP]` [default: eos_token in tokenizer_config.json, or
-    /// a well-known one]
+    /// The tokenizer's token that ends a document, e.g. `[SEP]` [default: eos_token in tokenizer_config.json, or else a
+    /// common name such as `<|endoftext|>`]
     #[arg(long, value_name = "TOKEN")]
     pub end_of_text: Option<String>,
-    /// Restrict attention to the document of each token [default: off]
+    /// Let each token attend only to tokens of its document [default: off]
     #[arg(long, value_enum)]
     pub document_mask: Option<Switch>,
     /// Size of the built-in corpus in megabytes [default: 8]
@@ -45,8 +45,8 @@ pub struct DataSettings {
     /// 0.05]
     #[arg(long, value_name = "FRACTION")]
     pub val_fraction: Option<f64>,
-    /// Vocabulary size of the model, and of the byte-level BPE trained on the data; with --tokenizer or shards it is
-    /// the tokenizer's size, rounded up to a multiple of 64
+    /// Vocabulary size of the model, and of the byte-level BPE trained on the data. With --tokenizer or shards, the
+    /// default is instead the tokenizer's size, rounded up to a multiple of 64
     #[arg(long, value_name = "N")]
     pub vocab_size: Option<Quantity>,
     /// Tokens in a sequence

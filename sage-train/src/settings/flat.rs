@@ -85,7 +85,7 @@ where
     Ok(())
 }
 
-/// Reads a table of one key from the value of that key.
+/// Reads the value of one key, and returns a table of type `T` in which only this key is set.
 struct OneKey<T>(&'static str, PhantomData<T>);
 
 impl<'de, T: Deserialize<'de>> DeserializeSeed<'de> for OneKey<T> {

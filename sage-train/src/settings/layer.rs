@@ -1,5 +1,5 @@
-//! Layers of settings, where a missing value is taken from the layer below, and the roles of settings, which are
-//! declared where the tables list their settings.
+//! Layers of settings: a value that a layer lacks is taken from the layer below. The macro `layer` lists the settings
+//! of a table, and declares their roles.
 
 /// How resuming, comparing and the ranks treat a setting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,7 +30,7 @@ pub(super) trait Layer {
         self.given().into_iter().find(|field| field.starts_with(prefix)).map(|field| field.replace('_', "-"))
     }
 
-    /// These settings, with fields that are not set taken from `under`.
+    /// These settings. A field that they do not set is taken from `under`.
     fn or(self, under: Self) -> Self;
 }
 

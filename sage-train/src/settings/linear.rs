@@ -15,7 +15,7 @@ use crate::model::{LinearPrecision, Scaling};
 pub enum LinearSetting {
     /// bf16 on a GPU, f32 on a CPU
     Bf16,
-    /// FP8 operands with wider accumulators: NVIDIA GPUs of compute capability 8.9 and later, and CPUs
+    /// FP8 operands, sums in more bits; runs on CPUs and on NVIDIA GPUs of compute capability 8.9 or later
     Fp8,
 }
 
@@ -33,9 +33,9 @@ pub enum FormatSetting {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ScalingSetting {
-    /// From the largest values of earlier steps, with room for values 4 times as large: one pass over memory
+    /// From the largest values of earlier steps, with room for values 4 times as large; quantizing takes one pass
     Delayed,
-    /// From the operand's own largest value: two passes
+    /// From the operand's largest value in this step; quantizing takes two passes
     Current,
 }
 
@@ -68,15 +68,15 @@ pub struct LinearSettings {
     /// always use f32 [default: fast]
     #[arg(long, value_enum)]
     pub linear_sums: Option<SumsSetting>,
-    /// FP8: precision of the matmuls of the output matrix. With fp8 the gradient of the logits is in e5m2 [default:
-    /// bf16]
+    /// FP8: precision of the matmuls of the output matrix (LM head). With fp8 the gradient of the logits is in e5m2
+    /// [default: bf16]
     #[arg(long, value_enum)]
     pub linear_head: Option<LinearSetting>,
-    /// FP8: transformer blocks whose linear layers stay in bf16: 0,-1 are the first and the last [default: none]
+    /// FP8: transformer blocks whose linear layers stay in bf16: `0,-1` for the first and the last [default: none]
     #[arg(long, value_name = "LAYERS", allow_hyphen_values = true)]
     pub linear_bf16_layers: Option<LayerList>,
-    /// FP8: precision of the matmuls in validation, except the output matrix's matmuls. With fp8, each operand's scale
-    /// is set from its own largest value [default: bf16]
+    /// FP8: precision of the matmuls in validation, except the matmul of the output matrix (LM head). With fp8, each
+    /// operand's scale is set from the operand's largest value [default: bf16]
     #[arg(long, value_enum)]
     pub linear_eval: Option<LinearSetting>,
 }
@@ -109,7 +109,8 @@ impl LinearSettings {
     }
 
     /// The precision of the output matrix. Most elements of the logits' gradient are small probabilities: they need the
-    /// wider range of E5M2, and accumulators of 14 bits would lose them next to the one large element of a target.
+    /// wider range of E5M2. The element of the target token is much larger: in a sum that contains it, accumulators of
+    /// 14 bits would round the small elements away.
     pub fn head_precision(&self) -> LinearPrecision {
         match (self.precision(), self.linear_head.unwrap_or(LinearSetting::Bf16)) {
             (LinearPrecision::Fp8(settings, scaling), LinearSetting::Fp8) => {
@@ -120,7 +121,7 @@ impl LinearSettings {
         }
     }
 
-    /// The precision of linear layers in validation, if they train in FP8.
+    /// The precision of linear layers in validation. It is FP8 only if the layers also train in FP8.
     pub fn precision_in_evaluation(&self) -> LinearPrecision {
         match (self.precision(), self.linear_eval.unwrap_or(LinearSetting::Bf16)) {
             (LinearPrecision::Fp8(settings, _), LinearSetting::Fp8) => {
@@ -130,7 +131,7 @@ impl LinearSettings {
         }
     }
 
-    /// The first setting that is given and has an effect only with FP8: any setting except `linear`.
+    /// The first given setting of those that have an effect only with FP8 (all settings of this table except `linear`).
     pub fn first_of_fp8(&self) -> Option<String> {
         self.first_of("linear_")
     }

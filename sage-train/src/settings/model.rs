@@ -18,16 +18,16 @@ pub struct ModelSettings {
     /// a Hugging Face folder with a Llama, Mistral, Qwen2 or Qwen3 model
     #[arg(long, value_name = "DIR")]
     pub init_from: Option<PathBuf>,
-    /// Transformer blocks
+    /// Number of transformer blocks
     #[arg(long, value_name = "N")]
     pub layers: Option<usize>,
     /// Width of the residual stream
     #[arg(long, value_name = "N")]
     pub width: Option<usize>,
-    /// Query heads
+    /// Number of query heads
     #[arg(long, value_name = "N")]
     pub heads: Option<usize>,
-    /// Key and value heads, a divisor of the query heads [default: --heads]
+    /// Number of key heads, and of value heads; it divides the number of query heads [default: --heads]
     #[arg(long, value_name = "N")]
     pub key_heads: Option<usize>,
     /// Width of a head
@@ -43,7 +43,7 @@ pub struct ModelSettings {
     #[arg(long, value_name = "BASE")]
     pub rope_base: Option<f64>,
     /// Llama 3's scaling of the rotary embedding for longer sequences: factor, low and high frequency factor, and the
-    /// original context, as in 8,1,4,8192 [default: none]
+    /// original context, as in `8,1,4,8192` [default: none]
     #[arg(long, value_name = "FACTOR,LOW,HIGH,N")]
     pub rope_scaling: Option<RopeScaling>,
     /// Use an output matrix separate from the embedding [default: off]
@@ -55,16 +55,16 @@ pub struct ModelSettings {
     /// Sliding window: largest number of tokens that a query attends to, including its own [default: all]
     #[arg(long, value_name = "TOKENS")]
     pub window: Option<Quantity>,
-    /// Layers with the window, as a repeated pattern with one letter per layer: S has the window, L attends to all
-    /// tokens. With SSSL every fourth layer attends to all tokens [default: S]
+    /// Layers with the sliding window of --window, as a repeated pattern with one letter per layer: S has the window, L
+    /// attends to all tokens. With `SSSL` every fourth layer attends to all tokens [default: S]
     #[arg(long, value_name = "LETTERS")]
     pub window_pattern: Option<WindowPattern>,
-    /// Soft cap of attention's logits, which become cap tanh(logit / cap): 50 in Gemma 2, 0 for none. sagebwd then
-    /// needs --smoothing none, and on a GPU --products scores [default: none]
+    /// Soft cap of attention's logits, which become cap tanh(logit / cap): 50 in Gemma 2, 0 for no cap. With a cap,
+    /// sagebwd needs --smoothing none, and on a GPU --products scores [default: none]
     #[arg(long, value_name = "CAP")]
     pub softcap: Option<f64>,
     /// Attention sinks, as in GPT-OSS: a learned logit per query head in the denominator of the softmax, so that a
-    /// query can attend to nothing. sagebwd then needs --smoothing none [default: off]
+    /// query can attend to nothing. With sinks, sagebwd needs --smoothing none [default: off]
     #[arg(long, value_enum)]
     pub sinks: Option<Switch>,
     /// Epsilon of every RMSNorm [default: 1e-6]

@@ -14,7 +14,7 @@ use crate::quantity::Quantity;
 pub enum Schedule {
     /// Half a cosine, down to --min-lr
     Cosine,
-    /// Warm-up, stable, decay: constant, then a linear decay to --min-lr over --decay-fraction
+    /// Warm-up, stable, decay: constant, then a linear decay to --min-lr in the last part of the run (--decay-fraction)
     Wsd,
     /// Constant
     Constant,
@@ -110,10 +110,10 @@ pub struct OptimizerSettings {
     /// Optimizer [default: adamw]
     #[arg(long, value_enum)]
     pub optimizer: Option<OptimizerSetting>,
-    /// Peak learning rate; 3e-5, the default of 325m, is the SageBwd paper's
+    /// Peak learning rate; the default of 325m is from the SageBwd paper
     #[arg(long, value_name = "LR")]
     pub lr: Option<f64>,
-    /// Learning rate at the end, as a fraction of the peak [default: 0.1, not from the SageBwd paper]
+    /// Learning rate at the end, as a fraction of the peak [default: 0.1, not stated in the SageBwd paper]
     #[arg(long, value_name = "FRACTION")]
     pub min_lr: Option<f64>,
     /// Steps of linear warm-up; the default is limited to a tenth of the steps
@@ -122,16 +122,16 @@ pub struct OptimizerSettings {
     /// Schedule of the learning rate after the warm-up [default: cosine]
     #[arg(long, value_enum)]
     pub schedule: Option<Schedule>,
-    /// Fraction of the run in which `wsd` decays [default: 0.2]
+    /// With --schedule wsd: fraction of the run, at its end, in which the learning rate decays [default: 0.2]
     #[arg(long, value_name = "FRACTION")]
     pub decay_fraction: Option<f64>,
-    /// AdamW beta1 [default: 0.9, not from the SageBwd paper]
+    /// AdamW beta1 [default: 0.9, not stated in the SageBwd paper]
     #[arg(long, value_name = "BETA")]
     pub beta1: Option<f64>,
-    /// AdamW beta2 [default: 0.95, not from the SageBwd paper]
+    /// AdamW beta2 [default: 0.95, not stated in the SageBwd paper]
     #[arg(long, value_name = "BETA")]
     pub beta2: Option<f64>,
-    /// AdamW epsilon [default: 1e-8, not from the SageBwd paper]
+    /// AdamW epsilon [default: 1e-8, not stated in the SageBwd paper]
     #[arg(long, value_name = "EPS")]
     pub adam_eps: Option<f64>,
     /// Muon: peak learning rate of the matrices of hidden layers [default: --lr]
@@ -146,14 +146,14 @@ pub struct OptimizerSettings {
     /// Muon: decay of the Nesterov momentum [default: 0.95]
     #[arg(long, value_name = "BETA")]
     pub muon_momentum: Option<f64>,
-    /// Muon: divide each row of the orthogonalized step by the root of the row's running mean square. BETA is the decay
-    /// of this mean (0.95 in NorMuon) [default: rows are not divided]
+    /// Muon: divide each row of the orthogonalized update matrix by the root of the row's running mean square. BETA is
+    /// the decay of this mean (0.95 in NorMuon) [default: rows are not divided]
     #[arg(long, value_name = "BETA")]
     pub muon_beta2: Option<f64>,
-    /// Muon: polynomials of the orthogonalization [default: polar-express]
+    /// Muon: polynomials that orthogonalize a matrix's update, by iteration [default: polar-express]
     #[arg(long, value_enum)]
     pub muon_orthogonalization: Option<OrthogonalizationSetting>,
-    /// Muon: scale of a matrix's step [default: adamw]
+    /// Muon: factor that multiplies the orthogonalized update of a matrix [default: adamw]
     #[arg(long, value_enum)]
     pub muon_scale: Option<MuonScaleSetting>,
     /// Muon: how the query, key and value projections are split into matrices [default: apart]
@@ -163,10 +163,11 @@ pub struct OptimizerSettings {
     /// when loaded, so that the new run needs no bias correction [default: off]
     #[arg(long, value_enum)]
     pub init_moments: Option<Switch>,
-    /// Weight decay, applied only to matrices [default: 0.1, not from the SageBwd paper]
+    /// Weight decay, applied only to matrices [default: 0.1, not stated in the SageBwd paper]
     #[arg(long, value_name = "DECAY")]
     pub weight_decay: Option<f64>,
-    /// Norm to which larger gradients are clipped; 0 for no clipping [default: 1, not from the SageBwd paper]
+    /// Largest norm of the gradient: larger gradients are scaled down to it; 0 for no clipping [default: 1, not stated
+    /// in the SageBwd paper]
     #[arg(long, value_name = "NORM")]
     pub clip: Option<f64>,
     /// Factor of the z-loss, which keeps logits from drifting (1e-4 in PaLM). It is part of the training loss, but not
@@ -198,7 +199,7 @@ impl OptimizerSetting {
 }
 
 impl OptimizerSettings {
-    /// Removes the warm-ups, which may be longer than a run of fewer steps.
+    /// Removes the warm-ups. They may be longer than the run, if a caller has reduced its number of steps.
     pub fn forget_warmups(&mut self) {
         // Every field is named, so that the warm-up of a new optimizer cannot be missed here.
         let Self {
@@ -228,7 +229,8 @@ impl OptimizerSettings {
         (*warmup_steps, *muon_warmup_steps) = (None, None);
     }
 
-    /// The first setting that is given and has an effect only with another optimizer than `own`, and that optimizer.
+    /// The first given setting that has an effect only with an optimizer other than `own`. Returns the setting and the
+    /// optimizer that it needs.
     pub fn first_of_another(&self, own: OptimizerSetting) -> Option<(String, OptimizerSetting)> {
         let others = OptimizerSetting::value_variants().iter().filter(|other| **other != own);
         others.copied().find_map(|other| Some((self.first_of(other.own_prefix()?)?, other)))

@@ -58,20 +58,22 @@ pub struct RunSettings {
     /// Activations that the backward recomputes instead of storing [default: none]
     #[arg(long, value_enum)]
     pub recompute: Option<Recompute>,
-    /// Make results bitwise reproducible on a GPU too; attention's backward is then slower [default: off]
+    /// Make results bitwise reproducible on a GPU (on a CPU they always are); attention's backward is then slower
+    /// [default: off]
     #[arg(long, value_enum)]
     pub deterministic: Option<Switch>,
-    /// Seed of the weights, the data order, the built-in corpus and the sample; 1,2,3 or 1-3 starts a sweep [default:
-    /// 0]
+    /// Seed of the weights, the data order, the built-in corpus and the sample text. 1,2,3 or 1-3 starts a sweep: one
+    /// run for each seed. `sage-train sweep FILE --seed 1-5` replaces the `seed` of FILE; without --seed, the seeds of
+    /// FILE are used [default: 0]
     #[arg(long, value_name = "N", value_parser = seed)]
     pub seed: Option<u64>,
-    /// Seed of only the initial weights [default: --seed]
+    /// Seed for the initial weights only [default: --seed]
     #[arg(long, value_name = "N", value_parser = seed)]
     pub weights_seed: Option<u64>,
-    /// Seed of only the data order [default: --seed]
+    /// Seed for the data order only [default: --seed]
     #[arg(long, value_name = "N", value_parser = seed)]
     pub order_seed: Option<u64>,
-    /// Seed of only the built-in corpus [default: --seed]
+    /// Seed for the built-in corpus only [default: --seed]
     #[arg(long, value_name = "N", value_parser = seed)]
     pub corpus_seed: Option<u64>,
     /// Folder in which the run's folder is created [default: runs]
@@ -80,24 +82,27 @@ pub struct RunSettings {
     /// Name of the run's or sweep's folder [default: preset, attention and a number; for a sweep, the name of its file]
     #[arg(long)]
     pub name: Option<String>,
-    /// Steps between validations; 0 validates only at the end. A sweep validates each run 20 times unless this is given
+    /// Steps between validations; 0 validates only at the end. In a sweep, the default is a twentieth of the run's
+    /// steps, not the preset's default
     #[arg(long, value_name = "N")]
     pub eval_every: Option<Quantity>,
     /// Tokens of each validation
     #[arg(long, value_name = "N")]
     pub eval_tokens: Option<Quantity>,
-    /// Validate a second time with this scheme: `--attn fpa --eval-attn attn-qat` shows the FP4 loss of a model that
-    /// was not trained for FP4. Settings follow the name, as in sagebwd:products=scores:key-mean=sample-64
+    /// In each validation, also compute the loss with this scheme: `--attn fpa --eval-attn attn-qat` shows the FP4 loss
+    /// of a model that was not trained for FP4. A scheme's settings follow its name, as in
+    /// `sagebwd:products=scores:key-mean=sample-64`
     #[arg(long, value_name = "SCHEME")]
     pub eval_attn: Option<SchemeSetting>,
-    /// Steps between probes of attention's errors, which run on the CPU and take some time; 0 for none [default: 0]
+    /// Steps between probes, which measure the errors of low-bit attention; 0 for no probes. A probe runs on the CPU
+    /// and takes some time [default: 0]
     #[arg(long, value_name = "N")]
     pub probe_every: Option<Quantity>,
-    /// Steps between checkpoints, in addition to --checkpoint-minutes; 0: none by steps. The end of a run is always
-    /// saved [default: --eval-every]
+    /// Steps between checkpoints, in addition to --checkpoint-minutes; 0 for no checkpoints by steps. The end of a run
+    /// is always saved [default: --eval-every]
     #[arg(long, value_name = "N")]
     pub checkpoint_every: Option<Quantity>,
-    /// Minutes between checkpoints, in addition to --checkpoint-every; 0: none by time [default: 10]
+    /// Minutes between checkpoints, in addition to --checkpoint-every; 0 for no checkpoints by time [default: 10]
     #[arg(long, value_name = "MINUTES")]
     pub checkpoint_minutes: Option<f64>,
     /// Number of newest checkpoints to keep [default: 2]

@@ -16,8 +16,8 @@ use super::{AttentionSettings, Attn, Settings};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SchemeSetting(pub Scheme);
 
-/// The settings of a scheme that a user may set. Tiles are excluded, because they follow from the blocks of a
-/// selection.
+/// The settings of a scheme that a user may set. Tiles are excluded, because they follow from the scheme and from
+/// `sla2-block`.
 fn own_settings(scheme: &Scheme) -> Vec<(&'static str, String)> {
     scheme.settings().into_iter().filter(|(key, _)| !key.starts_with("tile-")).collect()
 }
@@ -79,7 +79,7 @@ impl fmt::Display for SchemeSetting {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LayerSettings(Vec<(Vec<Span>, SchemeSetting)>);
 
-/// Layers from the first to the last. Numbers below 0 count from the model's end.
+/// A range of layers, from `first` to `last` inclusive. Numbers below 0 count from the model's end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Span {
     first: i64,
@@ -265,7 +265,7 @@ mod tests {
                 (Ok(SchemeSetting(scheme)), text.to_owned())
             );
         }
-        // Default values are not written.
+        // Giving the default value of a setting is the same as giving no value.
         assert_eq!("sagebwd:smoothing=k".parse(), Ok(SchemeSetting(sage.into())));
         for wrong in [
             "",

@@ -17,34 +17,37 @@ use crate::quantity::Quantity;
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Sla2Settings {
-    /// Scheme of the selected blocks, and of the dense steps at the start: fpa, sagebwd, attn-qat [default: sagebwd]
+    /// Scheme of attention to the selected blocks, and of dense attention in the first steps: `fpa`, `sagebwd` or
+    /// `attn-qat` [default: sagebwd]
     #[arg(long, value_name = "SCHEME")]
     pub sla2_numerics: Option<Text<Numerics>>,
-    /// Fraction of the causal (query, key) pairs that is skipped [default: 90%, but at least one past block is
-    /// selected]
+    /// Fraction of the causal (query, key) pairs outside the selected blocks; the diagonal block counts as selected
+    /// [default: 90%, but at least one past block is selected]
     #[arg(long, value_name = "SHARE")]
     pub sla2_sparsity: Option<Share>,
     /// Number of past key blocks that each query block selects, instead of --sla2-sparsity
     #[arg(long, value_name = "N")]
     pub sla2_blocks: Option<usize>,
-    /// Always select this many of the nearest past blocks; the router selects the others [default: 0]
+    /// Number of the selected blocks that are always the nearest past blocks; the router selects the remaining blocks
+    /// [default: 0]
     #[arg(long, value_name = "N")]
     pub sla2_nearest: Option<usize>,
-    /// Tokens of a block; always 128 on a GPU [default on the CPU: a sixteenth of the context, 16 to 128]
+    /// Tokens of a block; always 128 on a GPU [default on the CPU: a sixteenth of the context, at least 16 and at most
+    /// 128]
     #[arg(long, value_name = "N")]
     pub sla2_block: Option<usize>,
-    /// Key blocks that the linear tail sums over [default: past]
+    /// Key blocks to which SLA2's linear attention (the tail) attends [default: past]
     #[arg(long, value_enum)]
     pub sla2_tail: Option<TailSetting>,
-    /// Weight of the selected blocks in the output; the linear tail has the rest. theta is a learned number per head
-    /// [default: count]
+    /// Weight alpha of the selected blocks in the output, computed from theta, a learned number per head. The linear
+    /// tail has weight 1 - alpha [default: count]
     #[arg(long, value_enum)]
     pub sla2_alpha: Option<AlphaSetting>,
-    /// Steps of dense attention at the start [default: 60 % of the run]
+    /// Steps of dense attention at the start of the run [default: 60 % of the run]
     #[arg(long, value_name = "N")]
     pub sla2_dense_steps: Option<Quantity>,
-    /// Number of steps at the end of the dense steps in which the router learns from dense attention [default: 100, at
-    /// most a tenth of the run]
+    /// Steps in which the router learns from dense attention: the last N of the steps with dense attention
+    /// (--sla2-dense-steps) [default: 100, at most a tenth of the run]
     #[arg(long, value_name = "N")]
     pub sla2_router_steps: Option<Quantity>,
 }
@@ -78,12 +81,12 @@ impl Form {
 
     pub(super) fn summary(self) -> &'static str {
         match self {
-            Self::Learned => "Attention to blocks that a learned router selects, and a linear tail (SLA2)",
+            Self::Learned => "Attention to blocks that a learned router selects, and linear attention (SLA2)",
             Self::Identity => {
                 "SLA2 with an untrained router, which ranks key blocks by the dot product of mean queries and mean keys"
             }
-            Self::Window => "SLA2 with the nearest blocks and the first block instead of a router",
-            Self::Sparse => "SLA2 without the tail: block-sparse attention with a learned router",
+            Self::Window => "SLA2 without a router: it selects the nearest blocks and the first block",
+            Self::Sparse => "SLA2 without linear attention: only the blocks that a learned router selects",
         }
     }
 }
@@ -145,7 +148,7 @@ impl<'de> Deserialize<'de> for Share {
 pub enum TailSetting {
     /// All earlier blocks, including the selected ones
     Past,
-    /// The blocks that are not selected, as published (without a kernel: slow on a GPU)
+    /// The blocks that are not selected, as published; slow on a GPU, because no kernel computes this tail
     Complement,
     /// No tail: attention only to the selected blocks
     None,
@@ -155,7 +158,8 @@ pub enum TailSetting {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum AlphaSetting {
-    /// sigmoid(theta + log(n / m)): n tokens in the selected blocks and the diagonal block, m other past tokens
+    /// sigmoid(theta + log(n / m)), where the query sees n tokens in the selected blocks and the diagonal block, and m
+    /// other tokens
     Count,
     /// sigmoid(theta), as published
     Constant,
@@ -174,7 +178,7 @@ pub(super) fn own_settings(sla2: &Sla2Config) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// The name of the resolved form in `--attn`.
+/// The value of `--attn` that selects the resolved form.
 pub(crate) fn form_name(sla2: &Sla2Config) -> &'static str {
     let form = match (sla2.choice, sla2.tail) {
         (Choice::Window, _) => Form::Window,
@@ -212,7 +216,7 @@ pub(super) fn resolve(
     steps: u64,
     gpu: bool,
 ) -> Result<Sla2Config, Error> {
-    // By default a context has about sixteen blocks, whose number of tokens is a power of two.
+    // By default a context has about sixteen blocks. The number of tokens of a block is a power of two.
     let usual = (context / 16).checked_ilog2().map_or(16, |power| 1 << power).clamp(16, 128);
     let block = settings.sla2_block.unwrap_or(if gpu { 128 } else { usual });
     if !block.is_power_of_two() || !(16..=1024).contains(&block) {
@@ -311,7 +315,7 @@ fn check_nearest(config: &Sla2Config) -> Result<(), Error> {
         .hint("lower --sla2-nearest or raise --sla2-blocks; the router selects the other blocks"))
 }
 
-/// The number of blocks whose sparsity is nearest to `sparsity`.
+/// The number of selected blocks that makes the sparsity nearest to `sparsity`.
 fn nearest(config: &Sla2Config, context: usize, most: usize, sparsity: f64) -> usize {
     let distance = |blocks| (Sla2Config { blocks, ..*config }.sparsity(context) - sparsity).abs();
     (0..=most).min_by(|&a, &b| distance(a).total_cmp(&distance(b))).unwrap_or(0)
