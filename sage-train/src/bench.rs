@@ -38,8 +38,8 @@ pub struct Row {
 }
 
 impl Row {
-    /// The number of unmasked (query, key) pairs of one head. With a causal mask and no window the number is half of
-    /// all pairs.
+    /// The approximate number of unmasked (query, key) pairs of one head: with a causal mask and no window, half of all
+    /// pairs.
     fn pairs(self) -> f64 {
         let before = causal_pairs(self.tokens, self.window);
         if self.causal { before } else { 2.0 * before }
@@ -100,9 +100,9 @@ pub struct Plan {
     pub total_tokens: usize,
     /// Width of all heads together: heads = width / head_dim.
     pub width: usize,
-    /// Number of timed calls of each kind; the result is their median.
+    /// Number of timed calls for each reported time, which is their median.
     pub repeats: usize,
-    /// Pause before each series of timed calls, so that a power-limited GPU recovers.
+    /// Pause before each series of timed calls: a GPU under long load is slower.
     pub rest: Duration,
     /// Soft cap of the logits; 0 for none.
     pub softcap: f64,
@@ -159,10 +159,10 @@ pub struct Measured {
 }
 
 impl Measured {
-    /// Operations of the forward, and of forward and backward: `2 * batch * heads * pairs * channels`, with the (query,
-    /// key) pairs of a head and the channels of all matmuls. With head_dim D of queries and keys, and V of values, the
-    /// forward has D channels for S and V for P V. The backward has D for each of S, dQ and dK, and V for each of dP
-    /// and dV.
+    /// Operations of the forward, and of forward and backward: `2 * batch * heads * pairs * channels`. `pairs`
+    /// counts (query, key) pairs of one head; `channels` is a sum over the matmuls. If queries and keys have `d`
+    /// channels and values have `v`, the forward has `d` channels for S and `v` for O. The backward has `d` for each of
+    /// S, dQ and dK, and `v` for each of dP and dV.
     fn operations(&self) -> (f64, f64) {
         let Row { head_dim: d, value_dim: v, .. } = self.row;
         let of = |channels| (2 * self.batch * self.heads * channels) as f64 * self.row.pairs();
@@ -416,7 +416,7 @@ mod tests {
         assert_eq!(of(32), (1.5 * unit, 5.5 * unit));
         let pairs = |causal, window| Row { head_dim: 64, value_dim: 64, tokens: 8, causal, window }.pairs();
         assert_eq!([pairs(true, None), pairs(true, Some(9)), pairs(false, None)], [32.0, 32.0, 64.0]);
-        // 8 * 2, minus half of 2 * 2 for the keys that the first queries lack.
+        // 8 queries with 2 keys each, minus half of 2 * 2 pairs: the first queries have fewer keys.
         assert_eq!([pairs(true, Some(2)), pairs(false, Some(2))], [14.0, 28.0]);
     }
 }

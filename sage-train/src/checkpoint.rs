@@ -53,7 +53,7 @@ pub struct Manifest {
     /// The files, if several ranks wrote the checkpoint. In that case `state_bytes` and `state_sha256` are `None`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     files: Vec<RankFile>,
-    /// Scales of FP8 operands and their running maxima, in the order of the model.
+    /// The scale and the running maximum of each FP8 operand, in the order in which the model lists its operands.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     scales: Vec<[f32; 2]>,
     /// The settings of the run, [`Config::identity`]. Earlier versions did not write them.
@@ -106,9 +106,9 @@ impl Manifest {
     /// When a setting differs that must stay the same on resume.
     pub fn check_settings(&self, run: &Path, now: &Config) -> Result<()> {
         let Some(then) = &self.settings else { return Ok(()) };
-        // A key that the checkpoint lacks is ignored if every run of this version has the key: then an older version
-        // wrote the checkpoint. Any other key that the checkpoint lacks was added to `config.toml`, and counts as a
-        // difference. `BRANCHED_FROM` is never in `config.toml`.
+        // If the checkpoint lacks a key that every run of this version has, an older version wrote the checkpoint, and
+        // the key is ignored. Any other key that the checkpoint lacks was added to `config.toml`, and counts as a
+        // difference. `BRANCHED_FROM` is ignored, because `config.toml` never contains it.
         let (now, added) = (&now.identity(), now.keys_of_some_runs());
         let added = added.iter().filter(|key| now.contains_key(*key));
         let keys = then.keys().filter(|key| *key != BRANCHED_FROM).chain(added);
@@ -244,13 +244,13 @@ fn write(
     written.map_err(|error| {
         Error::failed(format!("cannot write the checkpoint of step {step}"))
             .got(error.to_string().replace('\n', "; "))
-            .hint("free disk space, or lower --keep-last; earlier checkpoints are intact")
+            .hint("if the disk is full, free disk space or lower --keep-last; earlier checkpoints are intact")
     })
 }
 
 fn write_state(partial: &Path, snapshot: &Snapshot, rank: Rank) -> Result<RankFile> {
     // The ranks do not wait for each other here, so each rank creates the folder. Rank 0 does not create the folder's
-    // parents: a run's folder that was removed stays removed.
+    // parents: if the run's folder was removed and no other rank has created it again, rank 0 fails.
     let made = match rank.is_first() {
         true => std::fs::create_dir(partial),
         false => std::fs::create_dir_all(partial),
@@ -356,10 +356,10 @@ pub struct FoundCheckpoint {
 
 impl FoundCheckpoint {
     /// Finds the newest checkpoint in a run's folder, or the checkpoint at `path`, and checks it; each rank checks its
-    /// share of the files. On rank 0 the value holds the run's lock for all ranks.
+    /// share of the files. On rank 0 the result holds the run's lock for all ranks.
     ///
     /// # Errors
-    /// When no checkpoint exists, the checkpoint is damaged, incomplete or too new, or another process locked the run.
+    /// When no checkpoint exists, or the checkpoint is damaged or from a later version, or the run is locked.
     pub fn at(path: &Path, rank: Rank) -> Result<Self> {
         let take = |run: &Path| rank.is_first().then(|| Lock::run(run)).transpose();
         crate::check_there(path)?;
@@ -435,7 +435,7 @@ pub fn is_one(folder: &Path) -> bool {
     folder.join(MANIFEST).is_file() || folder.join(STATE).is_file()
 }
 
-/// A checkpoint's description and state, checked as for resuming, for uses other than continuing its run.
+/// Reads a checkpoint's description and state, with the checks of a resume. The checkpoint's run is not continued.
 ///
 /// # Errors
 /// When the folder is not a complete checkpoint.

@@ -35,7 +35,7 @@ pub use checkpoints::CheckpointConfig;
 pub use identity::{BRANCHED_FROM, Identity, as_text, differing, is_meaningless, is_seed, of_attention};
 pub use reference::reference;
 
-/// The folder inside a sweep's folder with the requested settings of each run.
+/// The folder of the requested settings of each run, inside a sweep's folder.
 pub const PLAN: &str = "plan";
 
 /// A resolved run.
@@ -80,7 +80,7 @@ pub struct Config {
     pub eval_tokens: u64,
     /// The scheme of a second validation, if it differs from the scheme of training.
     pub eval_scheme: Option<Scheme>,
-    /// Steps between probes of attention's errors; 0 for none.
+    /// Steps between probes, which measure the errors of low-bit attention; 0 for no probes.
     pub probe_every: u64,
     /// Which checkpoints are written and kept.
     pub checkpoints: CheckpointConfig,
@@ -138,7 +138,7 @@ impl Config {
         let eval_scheme = eval_scheme(&s, &model)?;
         let (micro_batch, accumulation) = batch::resolve(&s.batch, model.context, steps)?;
         model.linear.check("micro-batch x context", micro_batch * model.context)?;
-        // The last batch of a validation may have a single sequence, so the length of one sequence must be valid too.
+        // The last batch of a validation may be a single sequence: FP8 matmuls must support its number of tokens too.
         model.linear_in_evaluation.check("context", model.context)?;
         let learning_rate = LearningRate::resolve(&s.optimizer, steps, asked_warmup)?;
         // A warm-up that was not given stays unset, so that a longer run from the saved settings has a longer warm-up.
@@ -206,7 +206,7 @@ impl Config {
         Training { ranks, moments: self.optimizer.moments() }
     }
 
-    /// The settings of a preset, with every setting that is not optional.
+    /// The settings of a preset: every setting that is not optional has a value.
     pub fn defaults(preset: Preset) -> Settings {
         preset::defaults(preset)
     }
@@ -240,7 +240,7 @@ impl Config {
         };
         // A file without tables is deserialized directly from its text, because errors then name the line.
         let mut table: Table = toml::from_str(&text).map_err(unusable)?;
-        // A run's `config.toml` also lists the changes of later starts: see `Change`.
+        // A run's `config.toml` also lists the settings that later starts of the run changed: see `Change`.
         let listed = table.remove(changes::LIST).is_some();
         match listed || table.values().any(|value| value.is_table() || value.is_bool()) {
             true => {
@@ -301,7 +301,7 @@ impl Config {
     }
 }
 
-/// The scheme of a second validation; `None` if it is the scheme of training.
+/// The scheme of a second validation; `None` without `--eval-attn`, or if `--eval-attn` is the scheme of training.
 fn eval_scheme(s: &Settings, model: &LlamaConfig) -> Result<Option<Scheme>> {
     let Some(asked) = s.run.eval_attn else { return Ok(None) };
     let attn = need(s.attention.attn);

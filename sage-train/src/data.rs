@@ -2,7 +2,8 @@
 //! and `shard` stores ids in files. `opened` opens the sources of a run, `tokens` is a list of ids, `mixture` combines
 //! lists, `batches` defines the order of sequences, and `feed` prefetches batches. `prepare` turns text into shards
 //! (`inputs`: the files of text; `split`: the shards of the training or validation data; `progress`: the saved state),
-//! and `hub` downloads files. `check` and `verify` compare shards with their sidecars, before and during a run.
+//! and `hub` downloads files. `check` and `verify` compare shards with the hashes in their sidecars (`NAME.bin.json`),
+//! before and during a run.
 
 /// The text of a file of the folder `data/`. The build script finds the folder, in the package or at the top of the
 /// repository.
@@ -161,8 +162,8 @@ impl Dataset {
         })
     }
 
-    /// A hash that identifies the data, from the tokenizer, all tokens in memory, and [`Shard::fingerprint`] of each
-    /// shard.
+    /// A hash that identifies the data. It covers the tokenizer, all tokens in memory, and [`Shard::fingerprint`] of
+    /// each shard.
     ///
     /// # Errors
     /// When a shard cannot be read.
@@ -200,7 +201,7 @@ pub fn known_tokenizer(settings: &Settings) -> Result<Option<Tokenizer>> {
 
 /// The weights of sources; `None` mixes sources by their sizes.
 fn weights(sources: &[SourceSetting]) -> Option<Vec<f64>> {
-    // Without sources there is one list, the built-in corpus.
+    // Without sources, the only data is the built-in corpus, which has no weight.
     sources.iter().map(|source| source.weight).collect::<Option<Vec<f64>>>().filter(|all| !all.is_empty())
 }
 
@@ -335,7 +336,7 @@ fn encode(tokenizer: &Tokenizer, documents: &[&str]) -> Result<Vec<u32>> {
     Ok(tokens)
 }
 
-/// Unigram entropy of the first tokens of each list. Checks that these tokens are in the vocabulary.
+/// Unigram entropy of the first tokens of all `lists` together. Checks that these tokens are in the vocabulary.
 fn entropy<'a>(lists: impl Iterator<Item = &'a Tokens>, tokenizer: &Tokenizer) -> Result<f64> {
     let vocab = tokenizer.vocab_size();
     let mut counts = vec![0u64; vocab];

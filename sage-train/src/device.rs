@@ -24,7 +24,7 @@ use crate::ranks::Rank;
 pub enum DeviceKind {
     /// The CPU, in f32
     Cpu,
-    /// An NVIDIA GPU, in bf16 with f32 sums; training keeps the weights in f32
+    /// An NVIDIA GPU, in bf16 with f32 sums; a training run keeps its weights in f32
     Cuda,
 }
 
@@ -68,7 +68,7 @@ impl DeviceKind {
     }
 
     /// Opens the device of process `local` of this machine: the GPU with that index, or the only GPU that the
-    /// process may see. Memory that the program frees on a GPU stays in the pool for the next step.
+    /// process may see. Memory that the program frees on a GPU stays in the driver's memory pool for the next step.
     ///
     /// # Errors
     /// When there is no such device.
@@ -202,7 +202,7 @@ pub struct Memory {
 /// The memory in use; `None` on the CPU.
 ///
 /// # Errors
-/// When the driver's query fails.
+/// When the driver cannot report the memory.
 pub fn memory(device: &Device) -> candle_core::Result<Option<Memory>> {
     match device {
         #[cfg(feature = "cuda")]
@@ -234,8 +234,8 @@ mod memory {
     use cudarc::driver::sys::{self, CUmemPool_attribute as Attribute};
     use cudarc::driver::{CudaEvent, CudaStream, PinnedHostSlice};
 
-    /// The numbers of a step in page-locked memory, with events before and after the step. (cudarc records no events
-    /// while a context has one stream.)
+    /// The numbers of a step in page-locked memory, with events before and after the step. The events give the
+    /// step's time and the end of the copy; cudarc itself records no events while a context has one stream.
     #[derive(Debug)]
     pub struct ReadbackSlot {
         stream: Arc<CudaStream>,

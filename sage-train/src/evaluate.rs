@@ -73,7 +73,7 @@ pub fn evaluate(
     let batches = Batches::new(data, cut);
     let wanted = extent.sequences(&batches, cut);
     let (mesh, data_rank) = (ranks.mesh(), ranks.mesh().data());
-    // The sum of losses of each batch, 0 for batches of other ranks; and the number of bytes of the text.
+    // The sum of losses of each batch, 0 for batches of other ranks; and the bytes of text that this rank predicts.
     let (mut sums, mut bytes) = (Vec::new(), 0.0);
     for (first, count) in extent.batches(wanted) {
         if sums.len() % data_rank.of != data_rank.index {
@@ -118,7 +118,7 @@ pub fn evaluate(
 pub struct TokenByToken {
     /// Nats per token in whole sequences.
     pub whole: f64,
-    /// Nats per token from only the prefix of each token.
+    /// Nats per token, each token predicted from only the tokens before it.
     pub alone: f64,
     /// Number of predicted tokens in each computation.
     pub tokens: u64,
@@ -147,7 +147,7 @@ pub fn token_by_token(
             .to_device(device)
             .map_err(on_device("the validation failed"))?;
         if sequences.documents.is_some() {
-            return Err(Error::new("prediction token by token does not support a document mask")
+            return Err(Error::new("--token-by-token does not support a document mask")
                 .got("document-mask on")
                 .allowed("document-mask off")
                 .hint("evaluate a run that was trained without --document-mask"));

@@ -1,6 +1,6 @@
 //! Import and export of models in Hugging Face's format: Llama, Mistral, Qwen2 (biases) and Qwen3 (QK-norm).
 //! `config.json` contains the shape; `model.safetensors` (or several files with an index) contains the weights, under
-//! the same names as in a run.
+//! the same names as in a run's `model.safetensors`.
 
 mod config;
 mod model_type;
@@ -31,17 +31,17 @@ use crate::settings::{
 use crate::{during, notify, read_small, writing};
 
 const CONFIG: &str = "config.json";
-/// The settings that an attention runtime needs for a model trained with FP4 or with SLA2.
+/// The file with the settings of attention, for a model trained with Attn-QAT or SLA2.
 const ATTENTION: &str = "attention.json";
 const WEIGHTS: &str = "model.safetensors";
 const GENERATION: &str = "generation_config.json";
 /// transformers' name of the activation in `candle_sage::ops::swiglu`, the only activation of the models.
 const ACTIVATION: &str = "silu";
-/// Largest size of these JSON files, except the index, in bytes.
+/// Largest size of `config.json` and of `attention.json`, in bytes.
 const MOST: u64 = 1 << 20;
 
-/// The settings in a folder's `config.json`. The context is not set: any length up to the model's longest sequence is
-/// possible.
+/// The settings in a folder's `config.json` and `attention.json`. The context is not set: any length up to the model's
+/// longest sequence is possible.
 ///
 /// # Errors
 /// When the files cannot be read, or describe another kind of model.
@@ -129,9 +129,9 @@ pub fn longest(folder: &Path) -> Result<usize> {
     Ok(HfConfig::read(folder)?.max_position_embeddings)
 }
 
-/// The weights of a folder. If the files lack a router or `theta` of SLA2, this parameter keeps its initial values; in
-/// an export of this form of SLA2, a missing parameter is an error. The embedding must have as many rows as the model's
-/// vocabulary.
+/// The weights of a folder. If `attention.json` states the same form of SLA2 as `config`, the files must have every
+/// parameter. Otherwise, a router or `theta` of SLA2 that the files lack keeps its initial values (`theta` weights the
+/// tail). The embedding must have as many rows as the model's vocabulary.
 ///
 /// # Errors
 /// When a file is missing or damaged, or a tensor has another shape.
@@ -311,8 +311,8 @@ fn config_json(config: &LlamaConfig, end_of_text: u32, dtype: DType) -> Result<V
         if kind != ModelType::Mistral {
             let kinds = (0..config.layers).map(|layer| LAYER_TYPES[usize::from(windows.of(layer).is_some())]);
             all["layer_types"] = kinds.collect::<Vec<_>>().into();
-            // For versions of transformers without `layer_types`: the layers from this index on have the window. Other
-            // patterns are only in `layer_types`.
+            // Versions of transformers without `layer_types` give the window to each layer from `max_window_layers` on.
+            // They do not support other choices of layers.
             let first = (0..config.layers).find(|&layer| windows.of(layer).is_some());
             all["max_window_layers"] = first.unwrap_or(config.layers).into();
         }
@@ -377,7 +377,7 @@ fn export_into(model: Model<'_>, to: &Path, dtype: DType) -> Result<()> {
             }
         };
         if !words.is_empty() {
-            // For SLA2, `words` contains settings of this trainer, and some of their values are numbers.
+            // For SLA2, integers in `words` are written as JSON numbers. For other attention, every value is text.
             let number = |text: &str| config.sla2.and_then(|_| text.parse::<u64>().ok());
             let typed = |text: String| number(&text).map_or_else(|| text.clone().into(), Value::from);
             let all = words.into_iter().map(|(key, text)| (key.to_string(), typed(text)));

@@ -25,8 +25,8 @@ fn config_of(folder: &Path) -> Option<PathBuf> {
 /// attention differs, [`Settings::over`] drops the folder's attention settings.
 ///
 /// # Errors
-/// When the folder is not a run, a checkpoint or a model, its files cannot be read, or a run's tokenizer is missing or
-/// is not the one that the run was trained with.
+/// When the folder is not a run, checkpoint or model; when its files cannot be read; when a run's tokenizer is missing
+/// or is not the tokenizer that the run was trained with.
 pub fn settings(folder: &Path, attn: Option<Attn>) -> Result<Settings> {
     check_there(folder)?;
     let config = config_of(folder);
@@ -51,8 +51,8 @@ pub fn settings(folder: &Path, attn: Option<Attn>) -> Result<Settings> {
             })
         }
     };
-    // The steps of SLA2's stages belong to the other run. The tail is kept only if the new run has the attention that
-    // the other run was trained with.
+    // The new run does not take over the steps of SLA2's stages. It takes over the tail only if its attention is the
+    // attention that the model in the folder was trained with.
     let same_form = attn.is_none() || attn == told.attention.attn;
     told.sla2 = Sla2Settings {
         sla2_dense_steps: None,
@@ -95,9 +95,9 @@ pub fn check_moments(folder: &Path) -> Result<()> {
         .hint("a run's last weights and a Hugging Face folder have no moments: --init-moments off, or name a checkpoint"))
 }
 
-/// The weights in the folder. The moments are zeros, or the checkpoint's moments if `config` asks for them, corrected
-/// for the bias of their zero initialization. A router or `theta` of SLA2 that the model was trained without keeps its
-/// initial values.
+/// The weights in the folder. The moments are zeros, unless `config` asks for the checkpoint's moments. The
+/// checkpoint's moments are corrected for the bias of their zero initialization. SLA2's parameters (the routers and
+/// `theta`) keep their initial values if the folder lacks them.
 ///
 /// # Errors
 /// When the weights cannot be read or belong to another model, or when moments are requested and a parameter has none.
@@ -148,8 +148,9 @@ pub fn parameters(
         let values = state.moments(moment, spec, range)?;
         Ok(values.into_iter().map(|value| (f64::from(value) * factor) as f32).collect())
     };
-    // If the checkpoint's run had no row statistics, row statistics begin with zeros, without bias correction. The
-    // missing correction changes all rows by the same factor, which row normalization removes.
+    // Row statistics are Muon's running mean squares of matrix rows. If the checkpoint has none, they begin with zeros,
+    // without bias correction. The missing correction changes all rows of a matrix by the same factor, which row
+    // normalization removes.
     let rows =
         |name: String, rows| if state.has(&name) { state.rows(name, rows) } else { Ok(vec![0.0; rows]) };
     let names = state.names();

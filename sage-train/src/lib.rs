@@ -8,7 +8,7 @@
 //! - `evaluate` and `sample`: validation and generated text; `probe`: errors of attention in a trained model;
 //!   `bench`: speed of attention.
 //! - `trained`: a trained model, from a run or, through `hf`, in Hugging Face's format.
-//! - `metrics` and `runs`: measurements and endings of runs; `report`: tables and plots of runs; `sweep`: many runs.
+//! - `metrics`: measurements of runs; `runs`: the folders of runs; `report`: tables and plots of runs; `sweep`: many runs.
 //! - `partial`: files that are complete or absent; `lock`: folders with one writer; `checks`: ranges of numbers;
 //!   `quantity`: notation of numbers.
 
@@ -134,8 +134,8 @@ pub fn notify(text: &str) {
     let _ = writeln!(std::io::stderr(), "{}", printable(text.trim_end()));
 }
 
-/// Opens a file that this program owns for writing, without following a symbolic link: through a link, anybody who may
-/// write in the folder could make this program overwrite any file of its user.
+/// Opens a file of this program for writing, without following a symbolic link: through a link, anybody who may write
+/// in the folder could make this program overwrite any file of its user.
 pub(crate) fn open_own(path: &Path, options: &mut OpenOptions) -> Result<File> {
     #[cfg(unix)]
     {

@@ -60,8 +60,8 @@ pub struct Point {
     /// validation.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub fp8_saturated: Option<u64>,
-    /// Share of the step's time that is not spent on gradients: the update, and with several ranks also the reduction
-    /// of gradients and the wait for the slowest rank.
+    /// Share of the step's time that is not spent on forward and backward: the update, and with several ranks also the
+    /// reduction of gradients and the wait for the slowest rank.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub update_share: Option<f64>,
     /// The rank whose gradients took longest in the previous step.
@@ -76,12 +76,12 @@ pub struct Point {
     /// SLA2, after a validation: the mean weight of exact attention in its mixture with the tail.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub sla2_exact_weight: Option<f64>,
-    /// SLA2, after a validation: share of dense attention's probability mass on past blocks that falls on the selected
-    /// blocks.
+    /// SLA2, after a validation: the fraction of dense attention's probability mass on past blocks that falls on the
+    /// selected blocks.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub sla2_mass_caught: Option<f64>,
-    /// SLA2, after a validation: number of query blocks that select the most-selected key block, divided by the mean
-    /// number per key block.
+    /// SLA2, after a validation: for each key block, the query blocks that select it are counted. The ratio is the
+    /// largest count divided by the mean count.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub sla2_users_ratio: Option<f64>,
     /// Seconds that the run has taken so far, summed over its starts.

@@ -26,14 +26,14 @@ pub enum Optimizer {
     Muon(MuonConfig),
 }
 
-/// The numbers of one update, whose gradient is a sum of mean gradients.
+/// The scalars that an update needs. Its gradient is a sum of gradients, each of which is a mean over tokens.
 #[derive(Debug, Clone, Copy)]
 pub struct OptimizerStep {
     /// Number of the step, from 1.
     pub step: u64,
     /// Learning rate of all parameters except Muon's matrices, which follow [`MuonConfig::learning_rate`].
     pub lr: f64,
-    /// Number of mean gradients in the sum.
+    /// Number of gradients in the sum.
     pub gradients: usize,
 }
 
@@ -76,8 +76,8 @@ impl Optimizer {
         }
     }
 
-    /// Bytes of memory that the norm of the gradient and the update read and write for each parameter, if the model
-    /// computes in elements of `element` bytes.
+    /// Bytes of memory that one optimizer step (gradient norm and update) reads and writes for each parameter, if the
+    /// model computes in elements of `element` bytes.
     pub fn moved_bytes(&self, element: u64) -> u64 {
         let copy = if element == 4 { 0 } else { element };
         let state = 1 + self.moments().matrices.len() as u64;
@@ -109,7 +109,7 @@ impl Optimizer {
         self.adamw().clip
     }
 
-    /// Whether a run begins with the moments of a checkpoint.
+    /// Whether the run began with the moments of the checkpoint of `--init-from` instead of zeros.
     pub fn has_initial_moments(&self) -> bool {
         self.adamw().initial_moments
     }

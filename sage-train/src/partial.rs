@@ -11,8 +11,8 @@ use crate::writing;
 /// Suffix of the temporary name.
 pub const PARTIAL: &str = ".partial";
 
-/// The file that marks a folder as unfinished by this program. The lock on this file tells whether a process works in
-/// the folder.
+/// The file that marks a folder that this program has not finished. The lock on this file tells whether a process
+/// works in the folder.
 const MARK: &str = "unfinished-by-sage-train";
 
 /// The journal of an operation that can be resumed. The process that works in the folder writes it, and a folder with a
@@ -34,7 +34,7 @@ pub fn sync(path: &Path) -> Result<()> {
     File::open(path).and_then(|file| file.sync_all()).map_err(writing(path))
 }
 
-/// Creates or replaces a file atomically: `write` gets the temporary name, which contains the number of this
+/// Creates or replaces a file atomically: `write` gets the temporary name, which contains the id of this
 /// process. After a failure the temporary file is removed.
 ///
 /// # Errors
@@ -54,8 +54,8 @@ pub fn file(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> 
     written
 }
 
-/// Checks that nothing exists at `path`. The error says that `what` is therefore not created, and names the `flag` that
-/// sets the path.
+/// Checks that nothing exists at `path`. The error says that the `what` (a file, for example) exists already, and names
+/// the `flag` that sets the path.
 ///
 /// # Errors
 /// When something exists there.
@@ -184,7 +184,7 @@ impl Drop for Folder {
 mod tests {
     use super::*;
 
-    /// A folder with a journal survives every failure, and no other operation replaces it.
+    /// A folder with a journal survives every failure, and [`Folder::begin`] does not replace it.
     #[test]
     fn a_folder_with_a_journal_is_kept_until_it_is_whole() {
         let scratch = tempfile::tempdir().expect("a folder");

@@ -1,7 +1,7 @@
 //! Measures the errors of low-bit attention, and of linear layers in FP8, against unquantized computation. On the
-//! tensors of a trained model, errors are measured layer by layer and head by head (Table 2 of arXiv 2603.02170), also
-//! with only one matmul or operand quantized, next to the magnitudes of the tensors. On random tensors, errors are
-//! measured for several standard deviations (Table 1).
+//! tensors of a trained model, errors are measured for each layer and head (Table 2 of arXiv 2603.02170), optionally
+//! with only one matmul or operand quantized. The magnitudes of these tensors are measured too. On random tensors,
+//! errors are measured for several standard deviations (Table 1).
 
 pub mod anatomy;
 mod attn_qat;
@@ -59,8 +59,8 @@ impl Default for ProbeOptions {
 
 /// Probes a run, one of its checkpoints, or a model in Hugging Face's format. Validation sequences run through the
 /// model with unquantized attention. Attention on the tensors of each layer is then computed again with the run's
-/// low-bit scheme (SageBwd, if the run has none). `settings` override the run's settings; the `typed` settings, from
-/// the command line, must belong to the scheme.
+/// low-bit scheme (SageBwd, if the run has none). `settings` override the run's settings. `typed` are the settings on
+/// the command line; the attention settings among them must apply to the scheme.
 ///
 /// # Errors
 /// When the folder has no weights, the run's data is missing or has changed, or the model has no attention.
@@ -191,7 +191,7 @@ fn trace(
     let cap = model.softcap.map(|cap| format!("a soft cap of {cap}"));
     for part in [windows, cap, model.sinks.then(|| "sinks".into())].into_iter().flatten() {
         notify(&format!(
-            "the model has {part}, which the probe ignores: it computes attention to whole sequences"
+            "the model has {part}: the probe measures attention without windows, soft cap and sinks"
         ));
     }
     let llama =
@@ -223,10 +223,10 @@ struct LayerErrors {
 struct HeadErrors {
     errors: BTreeMap<&'static str, Sums>,
     sizes: Option<Sizes>,
-    /// Sums for each matmul or operand, in the order of [`Anatomy::parts`].
+    /// For each matmul or operand (order: [`Anatomy::parts`]): the errors of [`RESULTS`] if only it is quantized.
     products: Vec<(&'static str, [Option<Sums>; 4])>,
     out_of_range: Vec<(&'static str, OutOfRange)>,
-    /// Number of summed sequences.
+    /// Number of (sequence, query head) pairs over which the sums are taken.
     count: usize,
 }
 
@@ -376,8 +376,8 @@ fn share(heads: &mut [Quantities]) {
     }
 }
 
-/// The errors of a query head. `first` says whether it is the first query head of its key head, which has the key
-/// head's dK and dV.
+/// The errors of a query head. `first` says whether it is the first query head of its key head. Only the first query
+/// head has the key head's dK and dV.
 fn errors(got: &Quantities, exact: &Quantities, first: bool) -> BTreeMap<&'static str, Sums> {
     let pairs: [(&[f64], &[f64]); 8] = [
         (&got.delta, &exact.delta),

@@ -62,7 +62,7 @@ pub enum Role {
     Rank {
         /// The control channel to the other ranks.
         channel: ControlChannel,
-        /// This rank among the ranks of its machine.
+        /// The position of this rank among the ranks of its machine.
         local: Rank,
     },
 }
@@ -166,12 +166,12 @@ impl Ranks {
         })
     }
 
-    /// The same ranks with another plan for the reduction of gradients.
+    /// Changes in the mesh when and how gradients are reduced; the ranks stay the same.
     pub fn planned(self, plan: impl FnOnce(Mesh) -> Mesh) -> Self {
         Self { mesh: plan(self.mesh), ..self }
     }
 
-    /// This rank among all ranks.
+    /// The position of this rank among all ranks.
     pub fn rank(&self) -> Rank {
         self.mesh.rank()
     }
@@ -249,7 +249,7 @@ impl ControlChannel {
         Ok(Self { rank: world.rank, connection: Some(Arc::new(ControlConnection::join(world, stall)?)) })
     }
 
-    /// This rank among all ranks.
+    /// The position of this rank among all ranks.
     pub fn rank(&self) -> Rank {
         self.rank
     }
@@ -288,7 +288,7 @@ impl ControlChannel {
         }
     }
 
-    /// Reports what this rank is doing, for messages of the other ranks.
+    /// Reports what this rank is doing. The other ranks name it in their messages about this rank.
     pub fn set_activity(&self, what: &str) {
         if let Some(connection) = &self.connection {
             connection.set_activity(what, false);
@@ -309,19 +309,20 @@ impl ControlChannel {
         let Some(connection) = &self.connection else { return work() };
         let (before, was_waited_for) = connection.set_activity(what, true);
         let done = work();
-        // Messages name the earlier activity again, with its step.
+        // From now on the other ranks' messages name the earlier activity again.
         connection.set_activity(&before, was_waited_for);
         done
     }
 
-    /// Sets a function that is called with the reason before another rank's failure ends this process.
+    /// Sets a function that is called before the control channel ends this process because of a failure. The function's
+    /// argument is the reason.
     pub fn at_end(&self, last_word: impl FnOnce(&str) + Send + 'static) {
         if let Some(connection) = &self.connection {
             connection.at_end(Box::new(last_word));
         }
     }
 
-    /// Leaves the run: with `None` at its regular end, otherwise because of an error, which ends the other
+    /// Leaves the run. At the regular end of the run `failed` is `None`; otherwise it is an error, which ends the other
     /// ranks too.
     pub fn leave(&self, failed: Option<&Error>) {
         if let Some(connection) = &self.connection {

@@ -189,8 +189,8 @@ impl Run {
         }
     }
 
-    /// A warning that lists the settings that later starts of the run changed, because the run's last settings do not
-    /// apply to all of its steps.
+    /// A warning if later starts of the run changed settings: the run's last settings then do not apply to all of its
+    /// steps.
     fn changed_under_way(&self) -> Option<String> {
         let identity = self.config.identity();
         let of_results = |change: &Change| {
@@ -297,8 +297,8 @@ pub fn own_steps<'a>(config: &Config, points: &'a [Point]) -> impl Iterator<Item
     points.iter().filter(move |point| point.step > before)
 }
 
-/// Median tokens per second over a run's own steps: a slow first step, a validation or another process on the device
-/// does not affect the median.
+/// Median tokens per second over a run's own steps. A few slow steps hardly affect the median: the first, steps with a
+/// validation, or steps during which another process uses the device.
 pub fn usual_speed(config: &Config, points: &[Point]) -> Option<f64> {
     median(own_steps(config, points).map(|point| point.tokens_per_second))
 }
@@ -353,7 +353,8 @@ pub fn tokenizer_hash(run: &Path) -> Result<Option<String>> {
 pub struct FoundRuns {
     /// Runs that can be read.
     pub runs: Vec<Run>,
-    /// Messages about runs that cannot be read, that crashed, or that are one folder deeper.
+    /// Messages about runs that crashed, cannot be read, changed settings when resumed, or are omitted because they are
+    /// one folder deeper than the other runs of a given folder.
     pub warnings: Vec<String>,
 }
 

@@ -64,7 +64,8 @@ pub struct Writer<'a> {
     pub special_tokens: bool,
     /// The tokens that end a document.
     pub ends: &'a [u32],
-    /// The most tokens that the model attends to. A full cache is computed again from the newer half of its tokens.
+    /// The largest number of tokens that the model attends to. When the cache is full, it is computed again from the
+    /// newer half of its tokens.
     pub context: usize,
     /// The device.
     pub device: &'a Device,
@@ -193,7 +194,7 @@ mod tests {
         // Probabilities 1/2, 1/4, 1/8, 1/8 in another order.
         let logits = [0.25f32, 0.125, 0.5, 0.125].map(f32::ln);
         let near = |got: &[f64], wanted: [f64; 4]| {
-            // Four standard deviations of a frequency of 20,000 draws are below 0.015.
+            // Four standard deviations of a frequency among 20,000 draws are below 0.015.
             assert!(got.iter().zip(wanted).all(|(a, b)| (a - b).abs() < 0.015), "{got:?} {wanted:?}");
         };
         let plain = Sampling { temperature: 1.0, ..Sampling::default() };

@@ -23,15 +23,15 @@ pub enum SecondSignal {
     Ends,
     /// [`several_received`] reports the second signal: the program ends its child processes before it ends.
     IsNoted,
-    /// Nothing happens: the first signal ends the current work, and none of it is kept.
+    /// The second signal has no effect, because the first signal already ends the current work without saving it.
     IsNotNeeded,
 }
 
 /// The environment variable in which a sweep or a launcher passes its process id to its children.
 pub const PARENT: &str = "SAGE_TRAIN_SWEEP_PROCESS";
 
-/// Time within which several signals count as one. A process receives a stop signal twice if the terminal signals the
-/// whole process group and the sweep passes the signal on.
+/// Time within which several signals count as one. A rank receives a stop signal twice if the terminal signals the
+/// whole process group and the launcher of the ranks (`--gpus`) passes the signal on.
 #[cfg(unix)]
 const TOGETHER: Duration = Duration::from_millis(250);
 
@@ -149,7 +149,8 @@ pub fn several_received() -> bool {
     SEEN.get().is_some_and(|seen| seen.times.load(Ordering::Relaxed) > 1)
 }
 
-/// Whether the sweep or the launcher that started this process has exited: the parent is then another process.
+/// Whether the sweep or the launcher that started this process has exited. After its exit, this process has another
+/// parent.
 #[cfg(unix)]
 pub fn is_orphan() -> bool {
     static SWEEP: OnceLock<Option<i32>> = OnceLock::new();

@@ -84,7 +84,7 @@ impl Sweep {
         Ok(Self { folder, runs })
     }
 
-    /// The folder that holds the settings of each run, and the record of its process.
+    /// The folder with the settings of each run, and the record of the run's process.
     pub fn plan_folder(&self) -> PathBuf {
         self.folder.join(PLAN)
     }
@@ -164,7 +164,7 @@ mod tests {
         ];
         let sweep = Sweep::plan("nowhere".into(), texts.map(config).to_vec()).expect("a plan");
         let names: Vec<&str> = sweep.runs.iter().map(|run| run.name.as_str()).collect();
-        // Unquantized attention has neither smoothing nor granularity, so both fpa runs are the same run.
+        // Unquantized attention has no smoothing, so the first two texts describe the same run.
         assert_eq!(
             names,
             [

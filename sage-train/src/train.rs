@@ -167,18 +167,18 @@ pub fn run_as(
         before,
     };
     if matches!(begin, Origin::Branch(_)) {
-        // The new folder can be resumed from its first moment on.
+        // A branch saves a checkpoint before its first step, so that it can be resumed even if it stops early.
         run.checkpoint(first);
     }
     to_its_end(run, channel)
 }
 
-/// Writes the settings of a new run or of a branch. A resumed run keeps its settings, and the settings that this start
-/// changes are listed below them.
+/// Writes the settings of a new run or of a branch. The file of a resumed run keeps the settings of the run's first
+/// start, and the settings that this start changes are listed at its end.
 fn write_settings(folder: &RunDir, config: &Config, begin: &Origin) -> Result<()> {
     let Origin::Resume(found) = begin else { return folder.write(CONFIG, &config.to_toml()) };
-    // At the planned end of a run no step is left, so changed settings have no effect and are not listed. If --steps
-    // moves the end of the run to this checkpoint, the change of --steps is listed.
+    // If no step is left, changed settings have no effect and are not listed. But if the run was planned for another
+    // number of steps, the change of --steps is listed.
     if found.manifest.step == config.steps && planned_steps(found) == Some(config.steps) {
         return Ok(());
     }
@@ -228,7 +228,7 @@ fn check_continues(
     Ok(())
 }
 
-/// Reports the step that the run continues from, its settings and its data.
+/// Reports the run's settings and data and, for a run that continues, the step at which it continues.
 fn log_what_runs(config: &Config, resumed: Option<&FoundCheckpoint>, data: &Dataset, progress: &Progress) {
     if let Some(found) = resumed {
         log_changed_schedule(found, config, progress);
@@ -269,8 +269,8 @@ fn no_ending_yet(folder: &RunDir, channel: &ControlChannel) -> Result<()> {
     Ok(())
 }
 
-/// Appends a start to the run's list of starts, and reports if this start adds numbers in another order than the start
-/// before it.
+/// Appends a start to the run's list of starts. Prints a message if losses and gradients are summed in another order
+/// than after the previous start.
 fn add_start(folder: &RunDir, start: Start, progress: &Progress) -> Result<()> {
     let before: Vec<Start> = folder.read_json(STARTS)?;
     if let Some(change) = before.last().and_then(|before| start.sums_otherwise(before)) {
@@ -331,7 +331,7 @@ fn compared_settings(config: &Config, resumed: Option<&FoundCheckpoint>, paralle
         let value = all.get(&key).map_or("not set".into(), as_text);
         settings.insert(key, value);
     }
-    // The resolved value is compared, because the default of this setting is the interval of validations.
+    // The resolved value of --checkpoint-every is compared, because its default is the interval of validations.
     settings.insert("checkpoint-every".into(), config.checkpoints.every.to_string());
     let settings = settings.into_iter().map(|(key, value)| format!("{key} = {value}"));
     let rest = format!(

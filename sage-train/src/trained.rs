@@ -29,8 +29,8 @@ fn last_stage(saved: &Settings) -> Stage {
     }
 }
 
-/// The step of the weights in a run's folder, which is the step of the last validation. `None` if the run has no
-/// readable metrics, because weights can be used without them.
+/// The step of the weights in a run's folder, which is the step of the last validation. `None`, and not an error, if
+/// the metrics are missing or unreadable, because the weights can still be used.
 fn last_step(run: &Path) -> Option<u64> {
     if !run.join(METRICS).exists() {
         return None;
@@ -40,8 +40,8 @@ fn last_step(run: &Path) -> Option<u64> {
     points.iter().rev().find(|point| point.val_loss.is_some()).map(|point| point.step)
 }
 
-/// Settings with one step of one micro-batch, which are valid for any context and micro-batch: a trained
-/// model takes no steps.
+/// `settings` with one step of one micro-batch. A trained model takes no steps, so its run's tokens per step need not
+/// be a multiple of the tokens of a micro-batch.
 fn one_micro_batch(mut settings: Settings) -> Settings {
     let micro_batch = settings.batch.micro_batch.unwrap_or(8);
     let tokens = settings.data.context.map(|context| Quantity(context.0.saturating_mul(micro_batch as u64)));
@@ -59,7 +59,8 @@ fn one_micro_batch(mut settings: Settings) -> Settings {
     settings
 }
 
-/// Keeps copies of the weights in the compute type, because probes train models both in FP8 and in that type.
+/// Keeps copies of the weights in the compute type, because evaluations and some probes compute in this type even if
+/// the run trained in FP8.
 fn keep_copies(parameters: &Parameters, alone: &Ranks) -> Result<()> {
     let expanded =
         parameters.expand(alone).map_err(on_device("cannot convert the weights for the forward"))?;
@@ -106,15 +107,15 @@ pub struct Trained {
     pub device: Device,
     /// Number of steps that the model was trained for, if that is known.
     pub step: Option<u64>,
-    /// Number of sequences of training data that the run has read. `None` if it is not known, or if sequences have
-    /// another length than the settings ask for.
+    /// Number of sequences of training data that the run has read. `None` if it is not known, or if the model was
+    /// opened with another context than the run had.
     pub sequences_seen: Option<u64>,
-    /// What the model attends to, if it has SLA2.
+    /// The stage of SLA2, which decides what the model attends to.
     stage: Stage,
 }
 
 impl Trained {
-    /// What the model attends to, if it has SLA2.
+    /// The stage of SLA2, which decides what the model attends to.
     pub fn stage(&self) -> Stage {
         self.stage
     }
@@ -211,7 +212,7 @@ impl Trained {
     /// Checks that data was read with the model's tokenizer, if the model's folder has one.
     ///
     /// # Errors
-    /// When the tokenizer of the data differs, because text was added or changed.
+    /// When the data has another tokenizer. If a tokenizer is trained on the data, other text gives another tokenizer.
     pub fn check_data(&self, folder: &Path, data: &Dataset) -> Result<()> {
         let path = run_folder(folder).join("tokenizer.json");
         if path.exists() { data.tokenizer.check_same(&path) } else { Ok(()) }

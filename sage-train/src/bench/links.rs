@@ -45,7 +45,7 @@ pub struct UpdateTimes {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Links {
     ranks: usize,
-    /// Whether copy engines transferred the data.
+    /// Whether the GPUs' copy engines (DMA units) transferred the data.
     engines: bool,
     /// The type of gathered weights.
     weights: DType,
@@ -76,8 +76,8 @@ pub fn measure(
         let on_node = ranks.mesh().replica.of == 1;
         let group = if on_node { ranks.shards() } else { ranks.all() };
         let mut links = Vec::new();
-        // One buffer of each kind serves all sizes, because buffers that copy engines read are kept until the process
-        // ends.
+        // All sizes use parts of the same three buffers, to save memory: buffers for copy engines stay allocated until
+        // the process ends.
         let len = |megabytes: f64| ((megabytes * 1e6 / 4.0) as usize).next_multiple_of(64 * of);
         let sizes: Vec<f64> = SIZES.into_iter().filter(|size| *size <= most).collect();
         let largest = sizes.last().map_or(0, |size| len(*size));
@@ -114,7 +114,7 @@ pub fn measure(
     measured().map_err(during("cannot measure the links"))
 }
 
-/// The median time of the model's update, in milliseconds.
+/// The median time of one update of the model's parameters, in milliseconds.
 fn update(
     config: &Config,
     ranks: &Ranks,

@@ -1,5 +1,5 @@
-//! Measures the speed of SLA2 and of dense attention in the same scheme. Times include the router, the block lists and
-//! the tail.
+//! Measures the speed of SLA2 and of dense attention in the same scheme. SLA2's times include the router, the block
+//! lists and the tail.
 
 use candle_core::Tensor;
 use candle_sage::{Attention, AttentionShape, Error, Result, Router, Scheme, Selection, Sla2};
@@ -54,7 +54,7 @@ pub struct Measured {
     pub row: Row,
     /// Number of past blocks that a query block selects.
     pub blocks: usize,
-    /// The resulting sparsity, a fraction of the (query, key) pairs.
+    /// The resulting sparsity: the fraction of the unmasked (query, key) pairs that is skipped.
     pub sparsity: f64,
     /// Batch size: number of sequences.
     pub batch: usize,
@@ -66,11 +66,11 @@ pub struct Measured {
     pub dense: [f64; 2],
     /// Only the selected blocks, with precomputed lists: forward, and forward with backward.
     pub sparse: [f64; 2],
-    /// All of SLA2, with router, lists, tail and mixture: forward, and forward with backward.
+    /// All of SLA2 (router, block lists, sparse attention, tail, their mixture): forward, and forward with backward.
     pub sla2: [f64; 2],
-    /// Forward and backward of only the selected blocks, if every query block selects the first and the nearest blocks.
+    /// Time of forward and backward if each query block selects the sequence's first block and the nearest blocks.
     pub sink: f64,
-    /// The router and the block lists.
+    /// Time of the router and of building the block lists.
     pub select: f64,
     /// Peak memory of a forward and backward beyond the inputs, in bytes: dense, SLA2. Not known on the CPU.
     pub extra_bytes: Option<[u64; 2]>,

@@ -9,11 +9,11 @@ use super::{FOLDER, MANIFEST, MARKER, Manifest, RankFile, VERSIONS, digest, name
 use crate::hex;
 use crate::ranks::Rank;
 
-/// Reads a checkpoint's `checkpoint.json`, and checks marker, version, name and the hashes of the files; each rank
-/// checks its share of the files.
+/// Reads a checkpoint's `checkpoint.json`. Checks it against the marker file, the known versions and the folder's
+/// name. Each rank checks the hashes of its share of the other files.
 ///
 /// # Errors
-/// When the checkpoint is damaged, incomplete, of another step than its folder's name, or from a later version.
+/// When the checkpoint is damaged or incomplete, its step differs from its folder's name, or its version is unknown.
 pub(super) fn verified(run: &Path, path: &Path, rank: Rank) -> Result<(Manifest, Vec<RankFile>)> {
     let refuse = |file: &str, got: String, allowed: &str| {
         let others: Vec<String> =

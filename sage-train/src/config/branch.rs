@@ -25,7 +25,8 @@ impl Branch {
     }
 }
 
-/// The text omits the folder, so that runs of several seeds have the same text.
+/// The text omits the folder of the run that was branched off, so that branches that differ only in their seeds have the
+/// same text.
 impl std::fmt::Display for Branch {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let before: Vec<String> = self.before.iter().map(|(key, value)| format!("{key} {value}")).collect();

@@ -61,8 +61,8 @@ impl Change {
         Ok(settings.over(before))
     }
 
-    /// The text of a run's `config.toml` for a start after `step` steps with the settings of `config`. Changes of
-    /// earlier starts at or after this step are removed, and the changes of this start are added.
+    /// The text of a run's `config.toml` for a start after `step` steps with the settings of `config`. Changes that
+    /// are listed for this step or later steps are removed, and the changes of this start are added.
     ///
     /// # Errors
     /// As [`Change::read`].

@@ -14,7 +14,7 @@ use crate::settings::{Preset, Role, SchemeSetting, Settings, has_role, in_words_
 /// Settings by their keys, with values as in a TOML file.
 pub type Identity = BTreeMap<String, String>;
 
-/// The key of the run that a run was branched off.
+/// The key, in an identity, of the point at which the run was branched off another run.
 pub const BRANCHED_FROM: &str = "branched-from";
 
 /// Whether a key is a setting of attention.

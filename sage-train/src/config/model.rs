@@ -66,7 +66,7 @@ pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) ->
         return Err(Error::new("SLA2 cannot recompute only the rotary embedding")
             .got("--recompute rotary")
             .allowed("none, attention, block")
-            .hint("--recompute attention saves more"));
+            .hint("--recompute attention saves more memory"));
     }
     Ok(model)
 }
@@ -97,7 +97,7 @@ fn windows(
             Some(pattern) if s.model.window.is_none() => {
                 Err(Error::new("a pattern of windows without a window")
                     .got(format!("--window-pattern {pattern}"))
-                    .allowed("--window and --window-pattern, or neither")
+                    .allowed("--window-pattern only together with --window")
                     .hint("add the number of tokens, such as --window 1024, or leave --window-pattern out"))
             }
             _ => Ok(None),
@@ -122,7 +122,8 @@ fn windows(
     Ok(Some(windows))
 }
 
-/// Checks that the model's attention and the scheme of a second validation support a soft cap and sinks.
+/// Checks that a soft cap and sinks, if set, are supported by the model's attention and the scheme of a second
+/// validation (`second`).
 pub(super) fn check_logits(model: &LlamaConfig, second: Option<Scheme>, s: &Settings) -> Result<()> {
     if !model.needs_logits() {
         return Ok(());

@@ -25,7 +25,7 @@ struct Size {
     micro_batch: usize,
     tokens_per_step: u64,
     steps: u64,
-    /// Warm-up steps; the default is limited to a tenth of the steps.
+    /// The default of `warmup-steps`. It is limited to a tenth of the run's steps.
     warmup: u64,
     lr: f64,
     eval_every: u64,

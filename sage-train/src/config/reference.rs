@@ -8,7 +8,7 @@ use super::identity::tells_runs_apart;
 use super::{as_text, preset};
 use crate::settings::{Preset, Role, has_role, tables};
 
-/// The page: a table for each table of a settings file.
+/// The text of `docs/settings.md`: a Markdown table for each TOML table of a settings file.
 pub fn reference() -> String {
     let mut page = String::from(
         "# Settings\n\n\

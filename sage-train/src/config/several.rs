@@ -10,13 +10,13 @@ use crate::ranks::{FEW_TOKENS, Mesh, PIECE_BESIDE};
 /// A hypothetical cluster for `--dry-run`: its mesh, and the bandwidths of its links.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Cluster {
-    /// The mesh, from the point of view of any rank.
+    /// The mesh, as one of its ranks sees it. The choice of the rank does not matter.
     pub mesh: Mesh,
     /// Bytes a second between the GPUs of a node, each way.
     pub link: f64,
     /// Bytes a second between nodes, per GPU, each way.
     pub network: f64,
-    /// Tokens a second of one GPU while it computes gradients; 40 % of an H100's peak if `None`.
+    /// Tokens a second of one GPU while it computes gradients. `None` assumes an H100 at 40 % of its peak FLOP/s.
     pub gpu: Option<f64>,
 }
 
@@ -26,24 +26,24 @@ pub const LINK: f64 = 300e9;
 /// Bytes a second between nodes: 90 % of 400 Gb/s per GPU.
 pub const NETWORK: f64 = 45e9;
 
-/// Bytes a second of a GPU's memory, as measured in updates.
+/// Bytes a second of a GPU's memory, as measured in the optimizer's updates.
 const MEMORY: f64 = 3e12;
 
 /// Bytes a second of the exchange of heads between ranks that share sequences, including the copies that reorder heads.
-/// On two H100 with 64k tokens, the exchange takes 2 ms per layer (from the steps in docs/several-gpus.md).
+/// On two H100 with 64k tokens, the exchange takes 2 ms per layer (from the step times in docs/several-gpus.md).
 const SHARED: f64 = 130e9;
 
 /// Bytes of memory that NCCL uses on each GPU, per rank of its node; a node with fewer than four ranks counts as four.
-/// Runs needed more memory than the estimate without NCCL (docs/several-gpus.md): 1.9 to 2.4 GiB more in five runs on
+/// Runs needed more memory than estimates that omit NCCL (docs/several-gpus.md): 1.9 to 2.4 GiB more in five runs on
 /// four H100, and 4.0 to 5.5 GiB more in eight runs on eight H200. The error of the estimate on a single GPU is
 /// subtracted from these differences.
 const NCCL: u64 = 1 << 29;
 
-/// Fraction of the gradient exchange that overlaps with the backward, if copy engines transfer the gradients and a GPU
-/// has few tokens per step. Measured on two H100 (docs/several-gpus.md).
+/// Fraction of the gradient exchange that overlaps with the backward, if copy engines (units of the GPU that only copy
+/// memory) transfer the gradients and a GPU has few tokens per step. Measured on two H100 (docs/several-gpus.md).
 const BESIDE: f64 = 0.6;
 
-/// Fraction of the time of forward and backward that can hide transfers between nodes.
+/// Fraction of the time of forward and backward that can hide transfers. Transfers between nodes use this time first.
 const HIDES: f64 = 0.6;
 
 /// Seconds of the phases of a step.
@@ -53,7 +53,7 @@ struct Seconds {
     /// Time of the exchange of heads between ranks that share sequences.
     shared: f64,
     update: f64,
-    /// Transfers between nodes: the total, and the part that no backward hides (`exposed`).
+    /// Transfers between nodes: the total, and the part that forward and backward do not hide (`exposed`).
     network: f64,
     exposed: f64,
 }
@@ -64,16 +64,16 @@ impl Seconds {
     }
 }
 
-/// What an update moves: parameters, bytes of memory per parameter, and bytes of weights that all ranks receive.
+/// What an update moves: parameters, bytes of memory per parameter, and bytes of all weights, which each rank gathers.
 struct Updated {
     parameters: u64,
     moved: u64,
     gathered: u64,
 }
 
-/// Seconds of an update over the links of a node: gradients are exchanged and summed, the norm and the optimizer move
-/// `moved` bytes per parameter, and `gathered` bytes of weights are gathered. A backward hides a fraction of the
-/// exchange, at most `hides` seconds.
+/// Seconds of an update: the ranks of a node exchange and sum gradients, the gradient norm and the optimizer read and
+/// write `moved` bytes per parameter, and the ranks gather `gathered` bytes of weights. `link` is the bandwidth between
+/// the ranks. The backward hides a fraction of the exchange, at most `hides` seconds.
 fn update_seconds(updated: Updated, mesh: Mesh, link: f64, hides: f64) -> f64 {
     let Updated { parameters, moved, gathered } = updated;
     let (bytes, ranks) = (4.0 * parameters as f64, mesh.shard.of as f64);

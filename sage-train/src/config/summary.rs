@@ -86,7 +86,7 @@ pub struct Memory {
     pub(super) optimizer: u64,
     pub(super) gradients: u64,
     pub(super) activations: u64,
-    /// Memory of NCCL and of the peers' contexts.
+    /// Memory that NCCL uses in a run with several ranks.
     pub(super) links: u64,
 }
 

@@ -226,7 +226,7 @@ const MOST_SEQUENCES: u64 = u32::MAX as u64;
 /// Checks that a list of tokens can be split into sequences.
 ///
 /// # Errors
-/// When the list is shorter than one sequence, or has too many sequences.
+/// When the list is shorter than one sequence and the token after it, or has too many sequences.
 pub(super) fn check(what: &str, tokens: u64, context: usize) -> Result<()> {
     if tokens <= context as u64 {
         return Err(Error::new(format!("the {what} text is shorter than one sequence"))
@@ -305,10 +305,10 @@ mod tests {
         assert_eq!(seen, first.chain((0..10).map(|n| 1000 + n * 10)).collect::<Vec<_>>());
     }
 
-    /// The definition of the order. Sources of equal weights alternate. Draw `k` of a source of `s` sequences is
-    /// sequence `k mod s` of epoch `k / s`, whose order is a shuffle by ChaCha8 with the run's seed and stream `epoch +
-    /// 2^48 source`. The expected lists are from another implementation of ChaCha8 and the shuffle, because a run must
-    /// continue in the same order after an update of crates.
+    /// The definition of the order. Sources of equal weights alternate. Draw `k` from a source of `s` sequences is
+    /// sequence `k mod s` of epoch `k / s`. The order of an epoch is a shuffle by ChaCha8 with the order's seed and
+    /// stream number `epoch + 2^48 source`. The expected lists are from another implementation of ChaCha8 and the
+    /// shuffle, because a run must continue in the same order after an update of crates.
     #[test]
     fn the_order_is_that_of_its_definition() {
         const ORDERS: [[&[u32]; 3]; 2] = [

@@ -12,7 +12,7 @@ use crate::settings::{Settings, SourceSetting, Switch};
 /// The resolved settings of table `[data]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DataConfig {
-    /// Files, folders and patterns, with weights; none for the built-in corpus.
+    /// Files, folders and patterns, with weights; if empty, the built-in corpus is used.
     pub sources: Vec<SourceSetting>,
     /// Files, folders and patterns that are only for validation; if empty, a fraction of `sources` is kept for
     /// validation.
@@ -35,7 +35,7 @@ pub struct DataConfig {
     pub context: usize,
     /// Folder of runs, which is never read as data.
     pub out: PathBuf,
-    /// Seed of the order.
+    /// Seed of the order of the training sequences.
     pub order_seed: u64,
     /// Seed of the built-in corpus.
     pub corpus_seed: u64,

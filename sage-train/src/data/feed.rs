@@ -15,8 +15,8 @@ const AHEAD: usize = 4;
 pub struct Feed(Receiver<Result<Sequences>>);
 
 impl Feed {
-    /// Starts the thread. For each number in `firsts`, the thread makes a micro-batch of the `micro_batch` sequences
-    /// that start at this number. The thread ends when the feed is dropped.
+    /// Starts the thread. For each number in `firsts`, the thread makes a micro-batch of `micro_batch` consecutive
+    /// sequences, beginning with the sequence of this number. The thread ends when the feed is dropped.
     pub fn start<'scope>(
         scope: &'scope Scope<'scope, '_>,
         mut batches: Batches<'scope>,
@@ -37,7 +37,7 @@ impl Feed {
     /// The next micro-batch.
     ///
     /// # Errors
-    /// When a shard cannot be read.
+    /// When a shard cannot be read, an id is not in the vocabulary, or no micro-batch is left.
     pub fn next(&self) -> Result<Sequences> {
         self.0.recv().unwrap_or_else(|_| Err(Error::new("there are no more batches")))
     }

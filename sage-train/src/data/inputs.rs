@@ -164,6 +164,6 @@ pub(super) fn trained(files: &[TextFile], vocab_size: usize, skip_bad: bool) -> 
 pub(super) fn no_text() -> Error {
     Error::new("there is no text")
         .got("only empty documents")
-        .allowed(reader::extensions())
+        .allowed(format!("text in {}", reader::extensions()))
         .hint("name the key or column of the text with --text-field")
 }

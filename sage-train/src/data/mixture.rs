@@ -23,7 +23,7 @@ impl Mixture {
         Self { sources: sources.collect(), counted: true }
     }
 
-    /// The fraction of all draws from each source.
+    /// For each source, the fraction of all draws that it gets.
     pub fn shares(&self) -> Vec<f64> {
         let all: f64 = self.sources.iter().map(|(_, weight)| weight).sum();
         self.sources.iter().map(|(_, weight)| weight / all).collect()
@@ -58,7 +58,7 @@ impl Mixture {
         for (source, (_, weight)) in self.sources[..last].iter().enumerate() {
             let share = (weight / left).min(1.0);
             let taken = |draws: u64| match self.counted {
-                // Integer arithmetic, because the product with a rounded share may be just below the exact integer.
+                // Integer arithmetic: `draws` times the rounded `share` may be just below the exact integer.
                 true => (u128::from(draws) * *weight as u128 / (left as u128).max(1)) as u64,
                 false => (draws as f64 * share).floor() as u64,
             };

@@ -56,7 +56,7 @@ pub struct Plan {
     pub val_fraction: f64,
     /// Seed for the choice of the validation documents.
     pub seed: u64,
-    /// Key or column of the text; `None` is the recipe's, or `text`.
+    /// Key or column of the text; if `None`, the column that the recipe names, or else `text`.
     pub text_field: Option<String>,
     /// Whether documents that cannot be read are left out.
     pub skip_bad: bool,
@@ -151,7 +151,7 @@ fn write(
     );
     if before != Done::new(tokenizer) {
         notify(&format!(
-            "continues an interrupted preparation: after {}, {}",
+            "continues an interrupted preparation: {} and {} are complete",
             counted(before.documents, "document"),
             counted(before.files.len() as u64, "file")
         ));
@@ -191,8 +191,8 @@ fn write(
             }
             bar.set_message(held);
         });
-        // Report the error that came first. A reader's error only ends the stream early, and a writer's error makes the
-        // reader's send fail.
+        // If reading and tokenizing both fail, report the error of tokenizing: when tokenizing fails, the reader's send
+        // fails too. An error of reading only ends the stream of chunks early.
         let read = reading.join().unwrap_or_else(|_| Err(Error::new("the reading thread panicked")));
         tokenized.and(read)
     });
@@ -227,7 +227,7 @@ struct Chunk {
     pieces: Vec<(Piece, bool)>,
     /// Files that were completely read since the previous chunk.
     files: Vec<FileRead>,
-    /// Number of pieces read from the next file.
+    /// Number of pieces read so far from the file after `files`, which is not completely read.
     pieces_of_next: u64,
 }
 
@@ -315,8 +315,8 @@ fn sample(pieces: &[(Piece, bool)]) -> Option<&str> {
     pieces.first().map(|(piece, _)| head(&[&piece.text], SAMPLE))
 }
 
-/// Whether a document is kept for validation: a pure function that does not depend on the number of documents. The
-/// first document is never kept.
+/// Whether document number `document` is kept for validation. The choice does not depend on how many documents the
+/// data has. The first document is never kept.
 fn for_validation(seed: u64, document: u64, fraction: f64) -> bool {
     // SplitMix64.
     let mut bits = seed ^ document.wrapping_mul(0x9e37_79b9_7f4a_7c15);

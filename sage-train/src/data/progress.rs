@@ -70,7 +70,7 @@ impl Work {
 pub(super) struct Done {
     /// Files that were completely read.
     pub(super) files: Vec<FileRead>,
-    /// Number of pieces that were read from the next file.
+    /// Number of pieces that were read from the file after `files`, which is not completely read.
     pub(super) pieces: u64,
     /// Number of complete documents.
     pub(super) documents: u64,
@@ -115,7 +115,7 @@ impl<'a> Journal<'a> {
         Self { folder, work, written: Instant::now(), took: Duration::ZERO, shards: 0 }
     }
 
-    /// The state of an interrupted earlier start of the same work. Files that are not part of the state are removed.
+    /// The state that an interrupted preparation saved. Files that are not part of the state are removed.
     ///
     /// # Errors
     /// When the interrupted work was different, or its state cannot be read.
@@ -147,7 +147,7 @@ impl<'a> Journal<'a> {
                 std::fs::remove_file(&path).map_err(writing(&path))?;
             }
         }
-        // Complete shards are from an earlier start: they are opened as a check before more shards are added.
+        // An interrupted preparation wrote the complete shards: check that they open before more shards are added.
         for shard in kept.iter().filter(|path| kept.contains(&Sidecar::path(path))) {
             if Shard::open(shard).map_err(|error| error.hint(hint()))?.hashed().is_none() {
                 return Err(Error::new("a complete shard has lost its .bin.json file")
@@ -162,7 +162,7 @@ impl<'a> Journal<'a> {
         Ok(done)
     }
 
-    /// The files of a state: its shards, and the sidecars of complete shards.
+    /// The files of a state: the journal, the tokenizer, all shards, and the sidecars of complete shards.
     fn kept(&self, done: &Done) -> Vec<PathBuf> {
         let mut kept: Vec<_> =
             [JOURNAL, "tokenizer.json", TOKENIZER_CONFIG].iter().map(|name| self.folder.join(name)).collect();

@@ -42,7 +42,7 @@ const EXTENSIONS: [(&str, Kind); 7] = [
 /// The extensions of compressed files, which follow another extension.
 const PACKED: [(&str, Packed); 2] = [("gz", Packed::Gzip), ("zst", Packed::Zstd)];
 
-/// The extensions of the files that can be read, as text.
+/// Lists the extensions of the files that can be read, for messages.
 pub fn extensions() -> String {
     let names = |packed: bool| {
         let all = EXTENSIONS.iter().filter(|(_, kind)| kind.can_be_packed() == packed);
@@ -140,7 +140,7 @@ pub fn has_fields(path: &Path) -> bool {
     kind(path).is_some_and(|(kind, _)| kind != Kind::Text)
 }
 
-/// Whether a file counts as text in any folder. There, .md, .csv and .json files may be notes, tables and settings.
+/// Whether a file in a named folder counts as text. .md, .csv and .json files do not: they may be notes or settings.
 pub(super) fn is_always_text(path: &Path) -> bool {
     let name = path.file_name().map(|name| name.to_string_lossy().to_ascii_lowercase()).unwrap_or_default();
     is_known(path) && ![".md", ".csv", ".json"].iter().any(|end| name.ends_with(end))
@@ -168,7 +168,7 @@ pub(super) fn estimated_bytes(path: &Path) -> u64 {
 /// the pieces into which [`super::Tokenizer::encode`] would split it; every other document is passed on whole.
 ///
 /// # Errors
-/// When the file cannot be read or does not have the format of its name, and the errors of `each`.
+/// When the file cannot be read or does not have the format that its extension names, and the errors of `each`.
 pub fn read(path: &Path, field: &str, each: &mut Each<'_>) -> Result<()> {
     read_counted(path, field, BadDocuments::Refused, &AtomicU64::new(0), &mut |piece| {
         each(piece).map(ControlFlow::Continue)

@@ -9,12 +9,13 @@
 //! - a *return* is a story about an earlier name, and ends with its number ([`QuestionContext::AfterStory`]);
 //! - *questions* are a note with several earlier names and their numbers, without a story before it
 //!   ([`QuestionContext::Suddenly`]);
-//! - a *roll* is a note that lists other names with numbers, and then lists them again in another order.
+//! - a *roll* is a note that lists names with numbers, and then lists them again in another order. Only rolls use these
+//!   names.
 //!
 //! The distance from the last statement of a number to the next question about it is drawn uniformly in half of the
-//! cases, and log-uniformly in the other half. Half of the names are asked for often, in questions, so that the model
-//! learns to look up numbers at short distances first. The other names are asked for seldom, in returns and at the end
-//! of questions, so that there are questions at long distances.
+//! cases, and log-uniformly in the other half. Half of the names are asked for often, in *questions* paragraphs, so
+//! that the model learns to look up numbers at short distances first. The other names are asked for seldom, in *return*
+//! paragraphs and as the last name of a *questions* paragraph, so that some questions are at long distances.
 
 use rand::seq::{IndexedRandom, SliceRandom};
 use rand::{Rng, SeedableRng};
@@ -27,8 +28,8 @@ const SYLLABLES: [&str; 16] =
 /// trained on the documents.
 const NAMES: usize = 256;
 
-/// Number of names for rolls, which are listed repeatedly with new numbers. Each other name has only one number in a
-/// document.
+/// Number of names that only rolls use. Such a name gets a new number in each roll. Each other name has only one
+/// number in a document.
 const ROLL_NAMES: usize = 64;
 
 /// Number of names in a roll.
@@ -73,7 +74,7 @@ pub struct Question {
     pub said: usize,
 }
 
-/// A piece of a document, which begins and ends where tokenizers split: at spaces, line ends and punctuation.
+/// A piece of a document. A piece begins and ends where tokenizers split: at spaces, line ends and punctuation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Piece {
     /// The text.
@@ -150,8 +151,8 @@ impl Draft {
         }
     }
 
-    /// Draws a name from the names that are asked for often, or from the other names. Draws a distance in paragraphs,
-    /// uniformly or log-uniformly, and returns the name whose number was last stated closest to this distance.
+    /// Draws a distance in paragraphs, uniformly or log-uniformly, and returns the name whose number was last stated
+    /// closest to this distance. Only names with this value of `often` are considered.
     fn draw(&self, often: bool, rng: &mut ChaCha8Rng) -> Option<usize> {
         let (most, part) = (self.paragraphs.max(2) as f64, rng.random::<f64>());
         let wanted = if rng.random_bool(0.5) { most * part } else { most.powf(part) } as usize;
@@ -171,8 +172,8 @@ impl Draft {
 }
 
 impl Recall {
-    /// Words of the story of a return: a fortieth of the document, so that a document has about twenty names to return
-    /// to. The story of a beginning has half as many words.
+    /// Number of words in the story of a *return*: a fortieth of the document's words, so that a long document has
+    /// about twenty names for returns. The story of a *beginning* has half as many words.
     fn story_words(self) -> usize {
         (self.words / 40).max(8)
     }

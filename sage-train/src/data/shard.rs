@@ -1,6 +1,6 @@
 //! Shards, which are files of tokens: the `.bin` format of llm.c and modded-nanogpt with a header, and nanoGPT's format
-//! without a header. Each shard that this program writes has a sidecar, `NAME.bin.json`, with its origin, its hash and
-//! the bounds of its documents.
+//! without a header. Each shard that this program writes has a sidecar, `NAME.bin.json`, with the hashes of the shard
+//! and of its tokenizer, and the lengths of its documents.
 
 mod format;
 mod sidecar;
@@ -277,7 +277,8 @@ mod tests {
         path
     }
 
-    /// The error of the first read after a change names the shard; another file with the same contents is accepted.
+    /// If a shard's contents were changed, the next read fails with an error that names the shard. Another file with
+    /// the same contents is accepted.
     #[test]
     fn a_shard_that_is_replaced_is_noticed() -> Result<()> {
         let folder = tempfile::tempdir().expect("a folder");

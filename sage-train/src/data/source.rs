@@ -27,7 +27,7 @@ pub enum Source {
 pub struct ShardFiles {
     /// Shards to train on.
     pub train: Vec<PathBuf>,
-    /// Shards to validate on: shards with `val` or `validation` as a part of their name.
+    /// Shards to validate on. Their names contain `val` or `validation`, separated by `_`, `-` or `.`.
     pub validation: Vec<PathBuf>,
     /// The `tokenizer.json` in the folder of the shards.
     pub tokenizer: Option<PathBuf>,
@@ -67,8 +67,7 @@ impl Source {
 }
 
 impl ShardFiles {
-    /// Checks that documents end with the tokenizer's end-of-text token, if `dataset.json` names the end-of-text token
-    /// of the shards.
+    /// Checks that the end-of-text token in the folder's `dataset.json`, if there is such a file, is the tokenizer's.
     pub(super) fn check_end_of_text(&self, tokenizer: &Tokenizer) -> Result<()> {
         let Some(folder) = self.first().parent().filter(|folder| folder.join(LIST).exists()) else {
             return Ok(());
@@ -84,7 +83,7 @@ impl ShardFiles {
             .hint("use --end-of-text to name the token that ends a document, or prepare the data again"))
     }
 
-    /// One of the shards, for messages.
+    /// The first shard.
     pub fn first(&self) -> &Path {
         self.train.first().or(self.validation.first()).map_or(Path::new(""), PathBuf::as_path)
     }
@@ -109,7 +108,7 @@ pub fn find(path: &Path, out: &Path) -> Result<Source> {
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct SkippedFiles {
     kinds: BTreeMap<String, usize>,
-    /// Named pipes, sockets and devices, which cannot be read as files.
+    /// Named pipes, sockets and devices, which cannot be read as files, and links to folders.
     special: Vec<PathBuf>,
 }
 
@@ -166,18 +165,18 @@ fn is_shard(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("bin"))
 }
 
-/// Whether a named file can be data.
+/// Whether a file that the user names, or that a pattern matches, can be data.
 fn is_data(path: &Path) -> bool {
     reader::is_known(path) || is_shard(path)
 }
 
-/// Whether a file in a named folder is data.
+/// Whether a file in a folder is data, if the user names only the folder.
 fn is_data_in_folder(path: &Path) -> bool {
     reader::is_always_text(path) || is_shard(path)
 }
 
-/// Whether a path is a file, not a pipe, socket or device, whose reading may never end. A path that does not exist
-/// counts as a file, so that reading it is an error.
+/// Whether a path is a regular file: reading a pipe, socket or device may never end. A path that does not exist counts
+/// as a file, so that reading it is an error.
 fn is_regular(path: &Path) -> bool {
     path.metadata().is_ok_and(|about| about.is_file()) || !path.exists()
 }
@@ -225,7 +224,7 @@ fn files(path: &Path, out: &Path, passed_over: &mut SkippedFiles) -> Result<Vec<
     let matches = glob::glob(pattern).map_err(during(format!("not a pattern: {pattern}")))?;
     let matches =
         matches.collect::<std::result::Result<Vec<_>, _>>().map_err(during("cannot list the data"))?;
-    // A folder that the pattern names literally is not ignored.
+    // Files in `out` and in unfinished folders are ignored, unless the pattern names that folder literally.
     let literal = pattern.split(['*', '?', '[']).next().and_then(|text| text.rsplit_once('/'));
     let depth = literal.map_or(0, |(folder, _)| Path::new(folder).components().count());
     let inside = |path: &PathBuf| {

@@ -37,8 +37,8 @@ pub(super) const TRAINING_BYTES: usize = 16 << 20;
 #[derive(Debug)]
 pub struct Tokenizer {
     inner: Inner,
-    /// The tokenizer for text that continues inside a document: it adds no space in front. `None` if `inner` adds none
-    /// either.
+    /// The tokenizer for text that starts in the middle of a document: it adds no space in front. `None` if `inner`
+    /// adds no space either.
     continuing: Option<Inner>,
     end_of_text: u32,
     /// The token for text that is not in the vocabulary, such as `<unk>`.
@@ -221,7 +221,7 @@ impl Tokenizer {
         partial::file(&folder.join("tokenizer.json"), |to| self.save(to))
     }
 
-    /// Writes `tokenizer.json` without the tokens that its post-processor would add, because training adds none.
+    /// Writes `tokenizer.json` without the post-processing steps that add tokens, because training adds no such tokens.
     ///
     /// # Errors
     /// When the file cannot be written.
@@ -238,7 +238,7 @@ impl Tokenizer {
             return Ok(());
         }
         Err(Error::new("a tokenizer trained on the data differs from the run's tokenizer")
-            .got(path.display())
+            .got(format!("data whose tokenizer is not {}", path.display()))
             .allowed("the text that the run was trained on")
             .hint("check whether files of the data were added or changed"))
     }
@@ -252,7 +252,7 @@ impl Tokenizer {
     }
 
     /// The ids of several texts, encoded in pieces on all threads, so that several threads share a long text. The flag
-    /// of each text tells whether the text continues inside a document.
+    /// of each text tells whether the text starts in the middle of a document.
     ///
     /// # Errors
     /// When the library fails.

@@ -13,7 +13,7 @@ use super::shard::Shard;
 pub struct Tokens {
     parts: Vec<Part>,
     len: u64,
-    /// Bytes of the original text for each byte that the tokens stand for.
+    /// Bytes of the original text for each byte that the tokens stand for: 1 unless the tokenizer changes text.
     text_ratio: f64,
 }
 
@@ -23,7 +23,7 @@ impl Default for Tokens {
     }
 }
 
-/// A range of a vector or of a shard, and the index of its first token in the list.
+/// A range of a vector or of a shard. `at` is the index in [`Tokens`] of the range's first token.
 #[derive(Debug, Clone)]
 struct Part {
     storage: Storage,
@@ -78,7 +78,7 @@ impl Tokens {
         Self { text_ratio: if known { text_bytes as f64 / token_bytes as f64 } else { 1.0 }, ..self }
     }
 
-    /// Bytes of the original text for each byte that the tokens stand for.
+    /// Bytes of the original text for each byte that the tokens stand for: 1 unless the tokenizer changes text.
     pub fn text_ratio(&self) -> f64 {
         self.text_ratio
     }

@@ -54,7 +54,7 @@ impl Verification {
         Ok(Self(Some(receiver)))
     }
 
-    /// The errors since the last call for shards that could not be read. These errors are only warnings, because
+    /// New errors since the last call, of shards that could not be read. These errors are only warnings, because
     /// training itself reads the tokens that it needs.
     ///
     /// # Errors
@@ -63,7 +63,7 @@ impl Verification {
         sorted(self.0.iter().flat_map(Receiver::try_iter))
     }
 
-    /// The errors of remaining shards that could not be read. Waits at most 10 s for the thread.
+    /// The errors that [`Verification::new_problems`] has not returned yet. Waits at most 10 s until the thread ends.
     ///
     /// # Errors
     /// As [`Verification::new_problems`].

@@ -41,8 +41,8 @@ fn cpu() -> String {
     format!("{cores} cores of {model}")
 }
 
-/// Free memory of the machine in bytes, including free swap, or the free memory within a container's limit. `None` if
-/// the system does not report it.
+/// Free memory of the machine in bytes, including free swap. In a container with a lower limit: the free memory within
+/// this limit. `None` if the system does not report it.
 pub fn free_memory() -> Option<u64> {
     let mut system = sysinfo::System::new();
     system.refresh_memory();
@@ -58,7 +58,7 @@ pub fn free_memory() -> Option<u64> {
 }
 
 /// The GPUs that a child process may be given, in the notation of `CUDA_VISIBLE_DEVICES`: the GPUs in this variable, or
-/// by default all.
+/// all GPUs if the variable is not set.
 pub fn gpus() -> Vec<String> {
     if let Ok(visible) = std::env::var("CUDA_VISIBLE_DEVICES") {
         return visible

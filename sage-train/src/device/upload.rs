@@ -13,7 +13,7 @@ pub struct Upload {
 }
 
 impl Upload {
-    /// Makes buffers for micro-batches of (sequences, context) ids, of which up to `ahead` may be in flight.
+    /// Makes buffers for micro-batches of (sequences, context) ids. Up to `ahead` micro-batches may be in flight.
     ///
     /// # Errors
     /// When memory is short.
@@ -34,7 +34,7 @@ impl Upload {
     /// Returns ids and targets on the device. On a GPU the next call overwrites the returned tensors, in stream order.
     ///
     /// # Errors
-    /// When the lists do not fit the size, or the device reports an error.
+    /// When `ids` or `targets` do not have a micro-batch's size, or the device reports an error.
     pub fn send(&mut self, ids: &[u32], targets: &[u32]) -> Result<[Tensor; 2]> {
         #[cfg(feature = "cuda")]
         if let Some(ring) = &mut self.ring {
@@ -63,7 +63,7 @@ mod ring {
         /// The buffers, each with the event after which it may be overwritten.
         turns: Vec<(PinnedHostSlice<u32>, Option<CudaEvent>)>,
         next: usize,
-        /// Ids and targets, (2, sequences, context), and the address of the tensor.
+        /// Ids and targets as one tensor of shape (2, sequences, context). `address` is its address.
         here: Tensor,
         address: u64,
     }

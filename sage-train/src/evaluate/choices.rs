@@ -101,7 +101,7 @@ impl Words<'_> {
 pub struct Choices {
     /// Examples whose correct ending has the lowest loss (`acc` of lm-evaluation-harness).
     pub right: usize,
-    /// Examples whose correct ending has the lowest loss divided by its length (`acc_norm`).
+    /// Examples whose correct ending has the lowest loss divided by the ending's length (`acc_norm`).
     pub by_length: usize,
     /// Examples whose correct ending the model would generate: each token is the most likely token.
     pub written: usize,
@@ -122,7 +122,7 @@ struct EndingLoss {
 /// Lets a model choose endings. An example's context that does not fit the model's context loses its first tokens.
 ///
 /// # Errors
-/// When an ending is longer than the context, an id is not in the vocabulary, or the device fails.
+/// When an ending is longer than the model's context, an id is not in the vocabulary, or the device fails.
 pub fn choose(
     model: &Llama,
     examples: &[Example],
@@ -156,8 +156,8 @@ pub fn choose(
     Ok(choices)
 }
 
-/// The most tokens of an example's context that fit the model's context together with an ending. The last token is
-/// predicted and is not an input.
+/// The most tokens of an example's context that fit into the model's `context` tokens together with an ending of
+/// `ending` tokens. The last token of the ending takes no room, because it is predicted and is not an input.
 fn kept(context: usize, ending: usize) -> usize {
     context + 1 - ending
 }

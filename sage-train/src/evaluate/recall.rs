@@ -10,7 +10,7 @@ use crate::data::recall::{QuestionContext, Recall};
 use crate::model::Llama;
 use crate::on_device;
 
-/// The number of the first document, which is larger than the number of any training document.
+/// Number by which the first evaluated document is generated. It is larger than the number of any training document.
 const FIRST: u64 = 1 << 40;
 
 /// Ends of the ranges of distances between a fact and the answer, in tokens.
@@ -132,7 +132,7 @@ mod tests {
     use super::*;
     use crate::data::recall::text;
 
-    /// Tokenizing a text in pieces gives the tokens of the whole text, and an answer equals the stated number.
+    /// Tokenizing a text in pieces gives the tokens of the whole text, and an answer equals the number in its fact.
     #[test]
     fn answers_are_found_among_the_tokens() -> Result<()> {
         let task = Recall { words: 600, seed: 0 };

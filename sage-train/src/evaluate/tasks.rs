@@ -124,8 +124,8 @@ impl Task {
     }
 }
 
-/// A question in tokens. The tokens of an ending are the tokens of the whole text after the context's tokens, because a
-/// word and the space before it are one token.
+/// A question in tokens. An ending is encoded together with the context, because a word and the space before it are
+/// one token. The tokens behind those of the context are the ending.
 fn tokens_of(question: &Question, tokenizer: &Tokenizer) -> Result<Example> {
     // Spaces at the context's end belong to the ending, as in the harness.
     let context = question.context.trim_end();

@@ -69,11 +69,11 @@ struct Rope {
 /// The kinds of layers that this trainer supports.
 pub(super) const LAYER_TYPES: [&str; 2] = ["full_attention", "sliding_attention"];
 
-/// The kind of scaling that this trainer supports.
+/// The kind of RoPE scaling that this trainer supports.
 const LLAMA3: &str = "llama3";
 
 impl Rope {
-    /// The kind of scaling; `None` without scaling.
+    /// The kind of RoPE scaling; `None` without scaling.
     fn kind(&self) -> Option<&str> {
         [&self.rope_type, &self.older_type]
             .into_iter()
@@ -194,14 +194,14 @@ impl HfConfig {
         }
     }
 
-    /// The rotary embedding, except a `rope_theta` outside of it. In transformers 5, `rope_scaling` replaces
-    /// `rope_parameters`.
+    /// The fields of the rotary embedding, except a separate `rope_theta`. If a file has both `rope_scaling` and
+    /// `rope_parameters`, transformers 5 uses `rope_scaling`.
     fn rope(&self) -> Option<&Rope> {
         self.rope_scaling.as_ref().or(self.rope_parameters.as_ref())
     }
 
-    /// Tokens of the sliding window. A window that is as long as a sequence hides nothing, but the same model may later
-    /// have longer sequences.
+    /// Tokens of the sliding window. A window that is at least as long as a sequence hides nothing, but is kept: the
+    /// same model may later have longer sequences.
     fn window(&self) -> Option<usize> {
         match (self.model_type, self.use_sliding_window) {
             (ModelType::Mistral, _) | (ModelType::Qwen2 | ModelType::Qwen3, Some(true)) => {

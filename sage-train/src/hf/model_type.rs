@@ -77,7 +77,7 @@ impl ModelType {
             return Err(Error::new("transformers has no model of this shape")
                 .got(got)
                 .allowed("a model without a soft cap and without sinks (Gemma 2 has soft caps and GPT-OSS has sinks, but both have other feed-forward networks than this model)")
-                .hint("use the checkpoint's model.safetensors: its weights have the names of a Llama, and sinks are `self_attn.sinks`"));
+                .hint("use the run's model.safetensors: its weights have the names of a Llama, and sinks are `self_attn.sinks`"));
         }
         let windows = windows.as_ref().map(|windows| (0..*layers).all(|layer| windows.of(layer).is_some()));
         match (*qk_norm, *qkv_bias) {

@@ -29,7 +29,7 @@ impl Squares {
     }
 }
 
-/// Sums over a number of micro-batches.
+/// Squared norms over a number of micro-batches.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sums {
     /// Number of micro-batches.
@@ -54,8 +54,8 @@ impl Sums {
         }
     }
 
-    /// The variances of the gradients of a micro-batch, summed over all elements. The variance of a mean over `n`
-    /// micro-batches is `1 / n` of these variances.
+    /// The variances over micro-batches of the exact gradient, the scheme's gradient and their difference, summed over
+    /// all elements. The variance of a mean over `n` micro-batches is `1 / n` of these variances.
     pub fn variances(&self) -> Squares {
         let (each, mean_squares) = (self.of_each.times(1.0 / self.count as f64), self.mean_squares());
         Squares {
@@ -74,9 +74,9 @@ pub struct Part {
     /// For groups of 1, 2, 4, ... micro-batches: the squared norms of a group's mean gradient, averaged over the
     /// groups.
     pub curve: Vec<(usize, Squares)>,
-    /// Sums over all micro-batches.
+    /// Squared norms over all micro-batches.
     pub whole: Sums,
-    /// Sums over each of [`BLOCKS`] disjoint parts of the micro-batches.
+    /// Squared norms over each of [`BLOCKS`] disjoint parts of the micro-batches.
     pub blocks: Vec<Sums>,
 }
 

@@ -25,8 +25,8 @@ pub struct Row {
     /// Magnitudes of the tensors.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sizes: Option<Sizes>,
-    /// For each matmul or operand of the scheme, the relative L2 errors of the four [`RESULTS`] if nothing else is in
-    /// low bits; `None` for a gradient that is in another head's row.
+    /// For each matmul or operand of the scheme: the relative L2 errors of the four [`RESULTS`] if only this matmul or
+    /// operand is in low bits. `None` for dK and dV if they are in another head's row.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub products: Vec<(String, [Option<f64>; 4])>,
     /// For each operand, the fraction of its NVFP4 groups that become zeros; empty for a scheme without such
@@ -109,8 +109,8 @@ impl Sizes {
         ]
     }
 
-    /// Merges other magnitudes: mean squares and fractions are averaged with weight `weight` for `other`; for largest
-    /// values the larger one is kept.
+    /// Merges other magnitudes: mean squares and fractions are averaged with weight `weight` for `other`. Of largest
+    /// values and of `bound_ds`, the larger one is kept.
     pub fn join(&mut self, other: &Self, weight: f64) {
         let square = |a: f64, b: f64| ((1.0 - weight) * a * a + weight * b * b).sqrt();
         let mean = |a: f64, b: f64| (1.0 - weight) * a + weight * b;

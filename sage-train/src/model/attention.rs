@@ -22,12 +22,12 @@ use crate::ranks::Group;
 /// order of the backward (last layer first).
 pub type Observe<'a> = dyn FnMut([&Tensor; 3], &Tensor) -> Result<()> + 'a;
 
-/// The layer between the norm and the residual stream, (rows, width) -> (rows, width). Rows are the tokens of all
-/// sequences; each sequence has as many tokens as the layer's rotary tables have positions.
+/// The layer between the norm and the residual stream, (rows, width) -> (rows, width). Rows are this rank's
+/// tokens of all sequences. A whole sequence has as many tokens as the tables of the [`Rotary`] have positions.
 #[derive(Debug, Clone)]
 pub(super) struct SelfAttention {
-    /// One matmul for query, key and value, for the forward and for the backward in FP8. The backward in the compute
-    /// type uses `query_key` and `value` instead: the rotary embedding's backward returns the gradients of query and
+    /// One matmul for query, key and value. Every forward uses it, and so does an FP8 backward. A backward in the
+    /// compute type uses `query_key` and `value`: the rotary embedding's backward returns the gradients of query and
     /// key concatenated, and value does not pass through the rotary embedding.
     projection: Linear,
     query_key: Linear,
@@ -56,7 +56,7 @@ struct Biases {
     value: Bias,
 }
 
-/// The cached keys and values of earlier tokens, and the scheme in which new tokens attend to them.
+/// The cached keys and values of earlier tokens, and the scheme of tokens after the prompt. `None`: the layer's scheme.
 #[derive(Debug)]
 pub(super) struct Cached<'a> {
     pub(super) cache: &'a mut LayerCache,
@@ -67,7 +67,7 @@ pub(super) struct Cached<'a> {
 #[derive(Debug)]
 pub(super) enum LayerCache {
     Dense(KvCache),
-    /// The cache of SLA2 in its sparse stage.
+    /// The cache of SLA2, in SLA2's sparse stage.
     Sparse(Box<Sla2Cache>),
 }
 
@@ -94,8 +94,8 @@ pub(super) struct Kept {
 
 enum KeptCore {
     Whole(Core),
-    /// Attention's output, the output as the operand of the output projection, and attention's state. The backward
-    /// recomputes query and key after norm and rotation.
+    /// `out` and `rows` of [`Core`], and what else attention's backward needs. The backward recomputes query and key
+    /// after norm and rotation.
     Unrotated(Tensor, Operand, Box<AttentionState>),
 }
 
@@ -185,7 +185,8 @@ impl SelfAttention {
         self.to_heads(&projected, rotary, &QUERY_KEY_VALUE)
     }
 
-    /// Rows of this rank's tokens -> (batch, tokens of whole sequences, this rank's heads, head_dim).
+    /// Rows of this rank's tokens -> (batch, tokens of whole sequences, this rank's heads, head_dim). With context
+    /// parallelism, the ranks exchange tokens for heads.
     fn to_heads(&self, rows: &Tensor, rotary: &Rotary, kinds: &[Heads]) -> Result<Tensor> {
         let ranks = self.ulysses.as_ref().map_or(1, Ulysses::ranks);
         let tokens = rotary.cos.dim(0)? / ranks;
@@ -280,7 +281,7 @@ impl SelfAttention {
         sla2.selected([&query, &key], rotary.documents.as_ref()).map(Some)
     }
 
-    /// The SLA2 part, if the current stage attends sparsely.
+    /// The SLA2 layer, if the current stage attends sparsely.
     fn sparse(&self, rotary: &Rotary) -> Option<&Sla2Layer> {
         self.sla2.as_ref().filter(|_| rotary.stage == Stage::Sparse)
     }
@@ -332,8 +333,9 @@ impl SelfAttention {
         rotary: &Rotary,
         rows: usize,
     ) -> Result<Operand> {
-        // Ranks that share a sequence do not use the fused FP8 path, because they exchange heads before rows are
-        // quantized. Layers with biases do not use it, because the gradient of a bias is a sum of unquantized rows.
+        // The fused path quantizes rows in the pass that computes the rotary embedding's backward. Ranks that share a
+        // sequence do not use it, because they exchange heads before rows are quantized. Layers with biases do not use
+        // it, because the gradient of a bias is a sum of unquantized rows.
         let fused = self.ulysses.is_none() && self.biases.is_none();
         let delayed = self.operands.delayed(OperandRole::Projected).filter(|_| fused);
         if let (Some(norms), Some((settings, scale))) = (&self.norms, delayed) {

@@ -83,7 +83,7 @@ impl Block {
         }
     }
 
-    /// Sets the observer of the operands of the block's linear layers in the backward.
+    /// Sets the observer. In the backward it receives the operands of the block's linear layers.
     pub(super) fn observe(&mut self, observe: &Rc<ObserveProducts>, layer: usize) {
         let attention = self.attention.iter_mut().flat_map(|(_, attention)| attention.linears());
         let FeedForward { gate_up, down } = &mut self.mlp;
@@ -156,9 +156,9 @@ impl Block {
     }
 
     /// Adds the gradients of the weights. Takes the gradient of the block's output stream and returns the gradient of
-    /// its input stream. Both stream gradients are given as a tensor and as an operand for the backward of the down
-    /// projection that wrote the stream. This block's down projection wrote the output stream, and the down projection
-    /// of block `before` wrote the input stream.
+    /// its input stream. Each gradient is a tensor, and an operand with the same values. The backward of this block's
+    /// down projection reads the operand `dout`. The backward of the down projection of block `before` reads the
+    /// returned operand.
     pub(super) fn backward(
         &self,
         kept: Kept,

@@ -84,7 +84,7 @@ pub enum Recompute {
     None,
     /// QK-norm and rotary embedding
     Rotary,
-    /// QK-norm, rotary embedding, attention, and the product inside SwiGLU
+    /// QK-norm, rotary embedding, attention, and the element-wise product inside SwiGLU
     Attention,
     /// Everything in a transformer block, from the block's input
     Block,
@@ -149,7 +149,7 @@ impl LlamaConfig {
     }
 
     /// The FP8 formats of all operands with delayed scaling. Layer by layer, there is a format for each [`OperandRole`]
-    /// (inputs and output gradients of the linear layers). The last format is for the output matrix's input.
+    /// (inputs and output gradients of the linear layers). If the output matrix is in FP8, its input's format is last.
     pub(super) fn operand_formats(&self) -> Vec<Fp8Format> {
         let Some((settings, Scaling::Delayed)) = self.linear.fp8() else { return Vec::new() };
         let head = self.linear_head.fp8().map(|_| Fp8Format::E4M3);
@@ -288,8 +288,8 @@ impl LlamaConfig {
         [all, if self.linear.is_low() { all / self.layers as u64 * layers } else { 0 }]
     }
 
-    /// Bytes of the copies of the f32 weights that training reads. A copy in the compute type has `element` bytes per
-    /// element; `element` is 0 if the model reads the f32 weights.
+    /// Bytes of the copies that training reads instead of the f32 weights. A copy in the compute type has `element`
+    /// bytes per element; `element` is 0 if the model reads the f32 weights.
     pub fn copies_of_weights(&self, element: u64) -> u64 {
         let specs = self.parameter_specs();
         let of_spec = |spec: &ParameterSpec| {
@@ -326,8 +326,7 @@ impl LlamaConfig {
             - saved(self.embedding_parameters(), self.linear_head)
     }
 
-    /// Estimated peak bytes of activations in a backward, for a batch of sequences and elements of `element`
-    /// bytes.
+    /// Estimated peak bytes of activations in a backward, for `batch` sequences and elements of `element` bytes.
     pub fn activation_bytes(&self, batch: usize, element: u64) -> u64 {
         // Every field is named, so that the bytes of a new part of the model cannot be forgotten.
         let Self {
@@ -396,7 +395,7 @@ impl LlamaConfig {
             Recompute::Attention => projected + mlp,
             Recompute::Block => element * width,
         };
-        // The block whose backward runs also has its recomputed activations, and the gradients of its widest layer.
+        // During its backward, a block also needs memory for recomputed activations and its widest layer's gradients.
         let again = match recompute {
             Recompute::None => 0,
             Recompute::Rotary => rotated,
@@ -439,7 +438,7 @@ mod tests {
     fn the_paper_preset_has_the_papers_size() {
         let config =
             Config::resolve(Settings::with(|s| s.run.preset = Some(Preset::Paper325m))).expect("a preset");
-        // 324.1M by the SageBwd paper's count; norms and the padded vocabulary add 0.1M.
+        // 324.09M by the SageBwd paper's count. With the norms and the padded vocabulary, 324.18M.
         assert_eq!(config.model.parameters() / 100_000, 3241);
         assert_eq!(config.tokens_per_step(), 2_097_152);
         assert_eq!(config.steps, 37_500);

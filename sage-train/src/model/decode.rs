@@ -32,9 +32,9 @@ impl Llama {
     /// of the prompt attend in each layer's own numerics. Later tokens attend in the numerics of `following`, or by
     /// default also in each layer's own numerics.
     ///
-    /// `None` if SLA2 attends to selected blocks and a cache cannot continue the sequence: if windows select the
-    /// blocks, or if tokens after the prompt attend in INT8 or FP4. Each new token then needs a forward over the whole
-    /// sequence.
+    /// `None` if a cache cannot continue the sequence, so that each new token needs a forward over the whole sequence.
+    /// This happens only if SLA2 attends to selected blocks: if `Choice::Window` selects them, or if tokens after the
+    /// prompt attend in INT8 or FP4.
     pub fn past(&self, tokens: usize, following: impl Into<Option<Scheme>>) -> Option<TokenCache> {
         let following = following.into();
         // The cache grows in steps of this size, which must not be 0.

@@ -39,8 +39,8 @@ impl LlamaConfig {
             sinks: _,
             windows: _,
             sla2: _,
-            // These settings add no significant FLOPs, or only change how FLOPs are computed. Recomputation in the
-            // backward does not count.
+            // These settings add no significant FLOPs, or only change their precision. Recomputation in the backward
+            // does not count.
             rope_base: _,
             rope_scaling: _,
             norm_eps: _,

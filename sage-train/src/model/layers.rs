@@ -13,8 +13,8 @@ pub(super) struct Norm {
     pub(super) eps: f64,
 }
 
-/// The residual stream, (rows, width), as two tensors: a sum, and the output of the last layer, which is not yet added
-/// to the sum. The next norm adds the two tensors in its own pass over memory.
+/// The residual stream, (rows, width), as two tensors: a sum, and the output of the previous layer, which is not yet
+/// added to the sum. The next norm adds the two tensors in its own pass over memory.
 #[derive(Debug, Clone)]
 pub(super) struct Stream {
     pub(super) sum: Tensor,
@@ -26,7 +26,7 @@ impl Norm {
         Ok(Self { weight: parameters.weight(name)?, eps })
     }
 
-    /// Returns the residual stream with the last layer's output added, and its normalization.
+    /// Returns the residual stream with the previous layer's output added, and its normalization.
     pub(super) fn enter(&self, stream: &Stream) -> Result<(Tensor, Tensor)> {
         let weight = &self.weight.value()?;
         match &stream.last {
@@ -36,7 +36,7 @@ impl Norm {
     }
 
     /// Returns the gradient of the residual stream at the norm's input. `dnormed` is the gradient of the normalized
-    /// rows. `dstream` is the gradient of the stream after the norm, if the stream continues there.
+    /// rows. `dstream` is the gradient through the residual connection around the norm; the final norm has `None`.
     pub(super) fn backward(
         &self,
         sum: &Tensor,

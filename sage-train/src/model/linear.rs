@@ -26,7 +26,7 @@ pub struct Products<'a> {
 /// Receives the operands of matmuls during the backward.
 pub type ObserveProducts = dyn Fn(Products<'_>) -> Result<()>;
 
-/// An observer, with the layer and the name of the matrix that are passed to it.
+/// An observer, and the layer and matrix name that it receives in [`Products`].
 #[derive(Clone)]
 pub(super) struct Observer {
     pub(super) observe: Rc<ObserveProducts>,
@@ -65,7 +65,7 @@ impl Linear {
     }
 
     /// Passes the operands of this layer's matmuls to the observer, if there is one. The backward of attention calls
-    /// this method for the joint projection, whose backward two other linear layers compute.
+    /// this method for the joint projection, because two other linear layers compute the joint projection's backward.
     pub(super) fn show(&self, x: &Operand, dy: impl FnOnce() -> Result<Tensor>) -> Result<()> {
         match (&self.observer, x) {
             (Some(Observer { observe, layer, name }), Operand::Compute(x)) => {
@@ -86,8 +86,8 @@ impl Linear {
         }
     }
 
-    /// Takes the outputs as logits, and returns their mean cross-entropy and the gradient of the input. Adds the
-    /// gradient of the weight to the accumulated gradient.
+    /// The mean cross-entropy of the logits, which are the layer's outputs, and the gradient of the layer's input. Adds
+    /// the gradient of the weight to the accumulated gradient.
     pub(super) fn cross_entropy(
         &self,
         x: &Operand,

@@ -27,7 +27,7 @@ use crate::ranks::Group;
 pub struct Input<'a> {
     /// Token ids, (batch, sequence).
     pub ids: &'a Tensor,
-    /// The packed documents, which cover the concatenation of all sequences, if attention is confined to documents.
+    /// If attention is confined to documents: the packed documents. They cover the concatenation of all sequences.
     pub documents: Option<&'a Packing>,
 }
 
@@ -104,8 +104,8 @@ impl Llama {
         self
     }
 
-    /// Sets the observer of the operands of all linear layers, except the output matrix, in the backward. Only layers
-    /// that compute in the compute type are observed.
+    /// Sets the observer. In the backward it receives the operands of all linear layers that compute in the compute
+    /// type, except the output matrix.
     pub fn observe_products(&mut self, observe: &Rc<ObserveProducts>) {
         self.blocks.iter_mut().enumerate().for_each(|(layer, block)| block.observe(observe, layer));
     }
@@ -184,7 +184,7 @@ impl Llama {
         ops::linear_cross_entropy(hidden, &self.output.value()?, targets, CrossEntropy::default())
     }
 
-    /// Mean cross-entropy of `targets`, which are the ids one position later, as an f32 scalar.
+    /// Mean cross-entropy of `targets`, the ids one position after those of `input`, as an f32 scalar.
     /// Linear layers have the precision of validation.
     ///
     /// # Errors

@@ -26,7 +26,7 @@ impl Operand {
         }
     }
 
-    /// The part of an input that the gradient of the weight reads.
+    /// Keeps only what the gradient of the weight reads. Of an input in FP8, this is the transposed copy.
     pub(super) fn kept(self) -> Self {
         match self {
             Self::Compute(x) => Self::Compute(x),
@@ -84,7 +84,7 @@ impl Operands {
         Ok(Self { precision, scales })
     }
 
-    /// Whether the matmuls are in FP8. In FP8 the backward of query, key and value is one matmul.
+    /// Whether the matmuls are in FP8. In FP8, query, key and value share their backward matmuls.
     pub(super) fn in_fp8(&self) -> bool {
         match self.precision {
             LinearPrecision::Compute => false,
@@ -124,7 +124,7 @@ impl Operands {
         self.quantized(x, role, Fp8Copies::Rows)
     }
 
-    /// The residual stream with the last layer's output added, and its normalization.
+    /// The residual stream with the previous layer's output added, and its normalization.
     pub(super) fn normed(
         &self,
         norm: &Norm,
@@ -141,8 +141,8 @@ impl Operands {
         Ok((sum, Operand::Fp8(normed, settings)))
     }
 
-    /// [`Norm::backward`]: the gradient of the residual stream at a norm's input. It is returned in the compute type, and
-    /// as an operand of the next matmul.
+    /// The gradient of the residual stream at a norm's input, as [`Norm::backward`] computes it. Returned twice: in the
+    /// compute type, and as an operand (in FP8 quantized) of the next matmul.
     pub(super) fn stream_gradient(
         &self,
         norm: &Norm,

@@ -44,8 +44,8 @@ pub struct Parameters {
     pub(super) layout: Layout,
     mesh: Mesh,
     moments: Moments,
-    /// Declared before `held`, so that it is dropped first: transfers write to `held`. (No model outlives its
-    /// parameters.)
+    /// Declared before `held`, so that it is dropped first: transfers write to `held`. Models share this field, but no
+    /// model outlives its parameters.
     arrivals: Rc<PendingGathers>,
     /// By piece.
     held: Vec<Held>,
@@ -62,9 +62,9 @@ pub struct Parameters {
     /// Weights in FP8, shared by all models of these parameters.
     quantized: Rc<Quantized>,
     /// For each piece in FP8 that several ranks share: sums of its initial weights, to detect ranks that read different
-    /// files. FP8 values cannot show the difference, because each rank quantizes only its shard.
+    /// files. FP8 values cannot show this: each rank quantizes only its shard, and all ranks gather the same values.
     initial: Vec<f64>,
-    /// Scales of FP8 operands with delayed scaling, which are computed from earlier steps.
+    /// The scales of FP8 operands with delayed scaling. They are computed from earlier steps.
     scales: OnceLock<Arc<Fp8Scales>>,
 }
 
@@ -75,7 +75,7 @@ struct Held {
     values: Values,
     /// Weights and moments of this rank's shard, (1 + moments, shard).
     state: Tensor,
-    /// The optimizer's statistics of matrix rows, in the order of [`matrices_of`].
+    /// The optimizer's statistics, one for each matrix row. The matrices are in the order of [`matrices_of`].
     rows: Option<Tensor>,
 }
 
@@ -215,7 +215,7 @@ impl Parameters {
     }
 
     /// Starts the all-gathers of pieces, in the order of a forward. `pieces` has, for each piece, its index, this
-    /// rank's part, and the gathered tensor.
+    /// rank's part, and the tensor that receives the whole piece.
     fn gather(&self, mut pieces: Vec<(usize, Tensor, Tensor)>, group: &Group) -> Result<()> {
         let order = self.layout.forward_order();
         pieces.sort_by_key(|(n, ..)| order.iter().position(|other| other == n));
@@ -373,9 +373,9 @@ impl Parameters {
             match values {
                 Values::Stored(values) if self.mesh.shard.of > 1 => {
                     let updated = (n, copy.map_or_else(|| state.get(0), Ok)?, values.clone());
-                    // While hidden matrices (`apart`) are updated, the ranks exchange Muon's directions; for pieces in
-                    // FP8 they exchange largest values. These exchanges would queue behind all-gathers that have
-                    // started.
+                    // For hidden matrices (`apart`), ranks also exchange Muon's directions; for pieces in FP8, they
+                    // exchange largest values. These exchanges would queue behind all-gathers that have started, so the
+                    // all-gather of this piece starts after them.
                     match piece.common.apart || !fp8_pieces.is_empty() {
                         true => later.push(updated),
                         false => self.gather(vec![updated], shards)?,

@@ -72,7 +72,7 @@ impl Common {
 /// The place of each parameter of a model in memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Layout {
-    /// By parameter name: the index of its spec, and its first element.
+    /// By parameter name: the index of the parameter's spec, and the index of its first element.
     pub(super) places: HashMap<String, (usize, usize)>,
     /// In the order of [`Common::ALL`].
     pub(super) pieces: Vec<Piece>,
@@ -82,7 +82,8 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// The layout for the ranks of a mesh. With `matrices_apart` hidden matrices have separate pieces.
+    /// The layout for the ranks of a mesh. With `matrices_apart`, no piece contains both hidden matrices
+    /// and other parameters.
     pub(super) fn new(specs: &[ParameterSpec], mesh: Mesh, matrices_apart: bool) -> Self {
         Self::with_pieces_of(specs, mesh.rank().of, mesh.piece, matrices_apart)
     }

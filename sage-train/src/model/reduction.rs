@@ -1,5 +1,5 @@
-//! The reduction of gradients over all ranks, one piece of parameter memory at a time, during the last backward or
-//! after it: a reduce-scatter within each node, and an all-reduce of each shard between nodes.
+//! The reduction of gradients over all ranks, one piece of parameter memory at a time: a reduce-scatter within each
+//! node, and an all-reduce of each shard between nodes. It runs during a step's last backward, or after it.
 
 use candle_core::{Result, Tensor};
 use candle_sage::ops;
@@ -17,8 +17,9 @@ struct PendingTransfer {
 }
 
 /// Sums the gradients of all ranks, in the order of the ranks. Each rank sums the shards that it owns, first over the
-/// ranks of its node, then over the nodes. All ranks send the pieces in the same order: with overlap, the order in
-/// which the backward completes the pieces. The transfer of a piece overlaps with the summation of the piece before it.
+/// ranks of its node, then over the nodes. All ranks send the pieces in the same order. During a backward,
+/// this is the order in which the backward completes the pieces. The transfer of a piece overlaps with the summation
+/// of the piece before it.
 #[derive(Debug)]
 pub struct Reduction<'a> {
     parameters: &'a Parameters,
@@ -32,8 +33,8 @@ pub struct Reduction<'a> {
 
 impl<'a> Reduction<'a> {
     /// A reduction that has sent nothing yet. If `Mesh::during_backward` is set, the caller reports the layers that the
-    /// last backward has finished. Otherwise [`Reduction::finish`] sends all pieces. The pieces of vectors are sent
-    /// last, because they are small and the last transfer overlaps with nothing.
+    /// last backward has finished. Otherwise [`Reduction::finish`] sends all pieces, the pieces of vectors last: they
+    /// are small, and the last transfer overlaps with nothing.
     pub fn new(parameters: &'a Parameters, ranks: &'a Ranks) -> Self {
         let during_backward = ranks.mesh().during_backward;
         let pieces = 0..parameters.layout.pieces.len();
@@ -43,7 +44,7 @@ impl<'a> Reduction<'a> {
     }
 
     /// Called when the backward of a step's last micro-batch has finished `layer`. (A backward runs from the last layer
-    /// to the first.) Sends the pieces that no earlier layer contributes to.
+    /// to the first.) Sends the pieces that no layer below `layer` contributes to.
     ///
     /// # Errors
     /// When a rank cannot be reached.

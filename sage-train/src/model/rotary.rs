@@ -73,7 +73,7 @@ impl Rotary {
         Ok(dx)
     }
 
-    /// As [`Rotary::backward`], but in FP8 and with the gradient of value appended.
+    /// As [`Rotary::backward`], but returns the gradients in FP8, with the gradient of value (`dvalue`) behind them.
     pub(super) fn backward_fp8(
         &self,
         x: [&Tensor; 2],

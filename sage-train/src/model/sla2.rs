@@ -66,8 +66,8 @@ pub(super) struct Sla2Layer {
     head_dim: usize,
     router: Option<[Weight; 2]>,
     theta: Option<Weight>,
-    /// Present if several ranks share each sequence. Each rank then selects, blends and trains the router for its own
-    /// heads, whose router and `theta` are a slice of the weights along their first dimension.
+    /// Present if several ranks share each sequence. Each rank then computes only its own heads, and trains the slices
+    /// of `router` and `theta` that belong to them. A slice is along the first dimension.
     ulysses: Option<Ulysses>,
 }
 
@@ -122,7 +122,7 @@ impl Sla2Layer {
         self.ulysses.as_ref().map(|ulysses| (ulysses.first()[1], ulysses.own()[1]))
     }
 
-    /// Adds to the gradient of a weight, or to this rank's slice of the gradient.
+    /// Adds `gradient` to the accumulated gradient of a weight, or to this rank's slice of the accumulated gradient.
     fn add(weight: &Weight, own: Option<(usize, usize)>, gradient: &Tensor) -> Result<()> {
         match own {
             None => ops::add_into(weight.gradient()?, gradient),
@@ -130,8 +130,8 @@ impl Sla2Layer {
         }
     }
 
-    /// The factor of the gradients in `train_router`: gradients are averaged over the ranks, but only one rank computes
-    /// the gradients of a head.
+    /// The number of ranks that share a sequence. `train_router` multiplies its gradients by this number: gradients are
+    /// averaged over the ranks, but only one rank computes the gradients of a head.
     fn ranks(&self) -> f64 {
         self.ulysses.as_ref().map_or(1.0, |ulysses| ulysses.ranks() as f64)
     }
@@ -191,13 +191,13 @@ impl Sla2Layer {
         }
     }
 
-    /// Whether a cache can continue a sequence in the numerics of `following`, by default the layer's numerics.
+    /// Whether a cache can continue a sequence. `following` is the scheme of the later tokens, by default the layer's.
     pub(super) fn can_follow(&self, following: Option<Scheme>) -> bool {
         let scheme = following.unwrap_or(self.scheme);
         self.config.choice != Choice::Window && scheme == Scheme::Unquantized
     }
 
-    /// Measures the selection for queries and keys. On a GPU this waits for the device.
+    /// Selects blocks for queries and keys, and measures the selection. On a GPU this waits for the device.
     pub(super) fn selected(&self, [q, k]: [&Tensor; 2], documents: Option<&Packing>) -> Result<Selected> {
         let selection = self.select(q, k, documents)?;
         let exact_weight = match self.config.tail {
@@ -229,7 +229,7 @@ impl Sla2Layer {
         self.op(documents).vjp(q, k, v, &selection, &self.theta(q)?)
     }
 
-    /// Returns the gradients of query, key and value, and adds the gradient of `theta`.
+    /// Returns the gradients of query, key and value, and adds `theta`'s gradient to its accumulated gradient.
     pub(super) fn backward(&self, vjp: &Sla2Vjp, dout: &Tensor) -> Result<[Tensor; 3]> {
         let [dq, dk, dv, dtheta] = vjp.apply(dout)?;
         if let Some(theta) = &self.theta {
@@ -238,8 +238,8 @@ impl Sla2Layer {
         Ok([dq, dk, dv])
     }
 
-    /// Adds the gradient that trains the router towards dense attention's probability mass, and the gradient that
-    /// trains `theta` towards dense attention's output `out`.
+    /// Adds to the accumulated gradients: for the router, the gradient that trains it towards dense attention's
+    /// probability mass; for `theta`, the gradient that trains it towards dense attention's output `out`.
     pub(super) fn train_router(
         &self,
         [q, k, v]: [&Tensor; 3],

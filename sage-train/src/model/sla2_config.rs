@@ -15,7 +15,7 @@ pub enum Choice {
     Window,
 }
 
-/// The SLA2 settings of a run. The numerics are the model's scheme.
+/// The SLA2 settings of a run, without the numerics, which the model's scheme determines.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sla2Config {
     /// Largest number of past key blocks that a query block selects.

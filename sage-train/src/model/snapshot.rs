@@ -17,21 +17,21 @@ use crate::hex;
 /// The parameters of which a file contains only a part, by name: the first element, and the number of elements.
 pub type Parts = BTreeMap<String, [u64; 2]>;
 
-/// A copy of weights, and of moments if they were requested, either of all parameters or of the shards that a rank
-/// writes.
+/// A copy of all parameters, or of the shards that a rank writes: their weights and, if they were requested, their
+/// moments.
 #[derive(Debug)]
 pub struct Snapshot {
     pub(super) specs: Vec<ParameterSpec>,
     pub(super) layout: Layout,
-    /// The names of the moments, which are in the rows of `held` after the first row. A moment's name is the prefix
-    /// that a checkpoint puts before a parameter's name.
+    /// The names of the moments, whose values are in the rows of `held` after the first row. A moment's name is the
+    /// prefix that a checkpoint puts before a parameter's name.
     pub(super) moments: Moments,
-    /// Ranges of elements: the first element in the layout, and the values, (rows, elements). The first row contains
-    /// the weights.
+    /// For each range of elements: its start in the layout, and a tensor of shape (rows, elements). The first row
+    /// contains the weights.
     pub(super) held: Vec<(usize, Tensor)>,
     /// The optimizer's statistics of matrix rows, by tensor name. All ranks have them, and rank 0 writes them.
     pub(super) rows: Vec<(String, Tensor)>,
-    /// The state of the FP8 scales.
+    /// The scale and the running maximum of each FP8 operand with delayed scaling.
     pub(crate) scales: Vec<[f32; 2]>,
 }
 
@@ -74,8 +74,8 @@ impl Snapshot {
             }
         }
         tensors.extend(self.rows.iter().cloned());
-        // safetensors creates files that only their owner can access, so the file is then given the permissions of an
-        // ordinary new file.
+        // safetensors creates files that only their owner can access. So after writing, the file gets the permissions
+        // of an ordinary new file.
         let permissions = std::fs::File::create(path)?.metadata()?.permissions();
         // Only files of weights contain a hash: the hash of a checkpoint's state is in `checkpoint.json`.
         let weights = self.held.iter().all(|(_, held)| held.dims()[0] == 1);

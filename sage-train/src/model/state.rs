@@ -16,7 +16,7 @@ use super::snapshot::{Parts, is_damaged};
 use super::spec::{Kind, OUTPUT, ParameterSpec, Start};
 use crate::{during, read_exact_at, unpanicked};
 
-/// The hint for tensors of other types.
+/// The hint for tensors that are not floats.
 const FLOATS: &str =
     "weights must be floats; dequantize a quantized model first, for example in transformers";
 
@@ -41,7 +41,9 @@ impl StateFile {
                 .allowed("a safetensors file")
                 .hint("`git lfs pull` in the folder downloads the file"));
         }
-        let damaged = unpanicked(|| is_damaged(&bytes)).map_err(during(what()))?;
+        let damaged = unpanicked(|| is_damaged(&bytes))
+            .map_err(during(what()))
+            .map_err(|error| error.hint("check that the file is complete and in the safetensors format"))?;
         if damaged {
             return Err(Error::new("the weights are damaged")
                 .got(format!("{}: its hash is not the hash in its metadata", path.display()))
@@ -73,7 +75,10 @@ impl StateFile {
     /// As [`StateFile::open`].
     pub fn of_run(path: &Path) -> Result<Self> {
         Self::open(path).map_err(|error| {
-            error.hint("a run writes it at its first validation; before that use a checkpoint: RUN/checkpoints/step-N")
+            error.hint(
+                "a run writes it at its first validation; if it is missing or damaged, use a checkpoint: \
+                 RUN/checkpoints/step-N",
+            )
         })
     }
 
@@ -125,7 +130,7 @@ impl StateFile {
     }
 }
 
-/// Longest header of a safetensors file that is read, in bytes.
+/// Largest allowed header of a safetensors file, in bytes.
 const HEADER: u64 = 100_000_000;
 
 /// One file of a checkpoint's state.
@@ -157,7 +162,7 @@ impl State {
     /// The names of the parameters.
     pub fn names(&self) -> Vec<String> {
         let all = self.0.iter().flat_map(|part| part.about.tensors().into_keys());
-        // The name of a moment ends with a slash and the name of its parameter.
+        // A moment's tensor is named after its parameter, with a prefix that ends with a slash.
         all.filter(|name| !name.contains('/')).collect()
     }
 
@@ -271,7 +276,7 @@ impl Part {
         if !fits {
             return Err(Error::new(format!("{} does not belong to this model", self.path.display()))
                 .got(format!("{name} of shape {:?} in {:?}", info.shape, info.dtype))
-                .allowed(format!("{name} of shape {shape:?} in f32"))
+                .allowed(format!("{name} of shape {shape:?} in F32"))
                 .hint("use weights and settings of the same run"));
         }
         let Some(here) = overlap(range, &(first as usize..(first + len) as usize)) else { return Ok(None) };

@@ -23,9 +23,9 @@ pub struct Moments {
     pub matrices: &'static [&'static str],
     /// For all other parameters.
     pub others: &'static [&'static str],
-    /// For row statistics (one number for each row of a hidden matrix), if the optimizer keeps them.
+    /// Name of the row statistics (one number for each row of a hidden matrix), if the optimizer keeps them.
     pub rows: Option<&'static str>,
-    /// Whether each hidden matrix is updated as a whole. Then hidden matrices and other parameters are
+    /// Whether each hidden matrix is updated as a whole. If so, hidden matrices and other parameters are
     /// stored in separate pieces of memory.
     pub whole_matrices: bool,
 }
@@ -49,7 +49,7 @@ impl<'a> Training<'a> {
 pub struct Shard<'a> {
     /// f32 of shape (1 + number of moments, parameters): the weights, then the moments.
     pub state: &'a Tensor,
-    /// The sum of gradients, (parameters), in f32.
+    /// f32 of shape (parameters): the sum of gradients.
     pub gradient: &'a Tensor,
     /// The shard's weights in the compute type, if the model reads such a copy.
     pub copy: Option<&'a Tensor>,
@@ -68,7 +68,7 @@ pub struct Matrices<'a> {
     /// The shape and place of each matrix in the piece, and the number of rows in a head if the rows are divided into
     /// heads. Matrices of one shape are adjacent.
     pub all: Vec<(MuonMatrix, Option<usize>)>,
-    /// Number of elements of the piece, divided evenly among the ranks.
+    /// Number of elements of the whole piece. Each rank's shard is an equal part of it.
     pub elements: usize,
     /// The ranks that own parts of the piece.
     pub ranks: &'a Group,

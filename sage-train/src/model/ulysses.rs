@@ -25,8 +25,9 @@ pub(super) enum Heads {
 }
 
 impl Ulysses {
-    /// `heads` are the numbers of query and key heads. Both are multiples of the number of ranks, except that several
-    /// ranks may share each key head.
+    /// `heads` are the numbers of query and key heads. The number of ranks divides the number of query heads. It also
+    /// divides the number of key heads, or is a larger multiple of that number. With a multiple, several ranks share
+    /// each key head.
     pub(super) fn new(group: &Group, heads: [usize; 2]) -> Self {
         Self { group: group.clone(), heads }
     }
@@ -147,8 +148,8 @@ impl Ulysses {
 
 /// An uninitialized tensor with the type and device of `like`. Callers write every element before it is read.
 fn place(dims: (usize, usize, usize, usize), like: &Tensor) -> Result<Tensor> {
-    // SAFETY: [`Ulysses`] reads no element before a copy or a transfer has written it: `to_send` and `came` have a
-    // place for this rank's own part, which is never read.
+    // SAFETY: [`Ulysses`] reads no element before a copy or a transfer has written it: the places for this rank's
+    // own part in `to_send` and `came` are never read.
     #[allow(unsafe_code)]
     unsafe {
         Tensor::empty(dims, like.dtype(), like.device())

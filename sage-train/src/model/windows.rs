@@ -37,8 +37,8 @@ impl fmt::Display for Windows {
     }
 }
 
-/// Which layers attend to a window, in the letters that modded-nanogpt and nanochat use: `S` a window (short), `L` all
-/// tokens (long). The letters repeat over the layers: with `SSSL` every fourth layer sees all tokens.
+/// Which layers attend to a window, in the letters that modded-nanogpt and nanochat use: `S` for a window (short),
+/// `L` for all tokens (long). The letters repeat over the layers: with `SSSL` every fourth layer sees all tokens.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct WindowPattern(Vec<bool>);
@@ -118,7 +118,7 @@ mod tests {
 
     #[test]
     fn pairs_are_those_within_the_window() {
-        // The first four queries see 1 to 4 keys, and their own key counts half. Each later query counts 4 keys.
+        // With `n` visible keys of the first four queries, a query counts n - 0.5 pairs; every later query counts 4.
         assert_eq!(causal_pairs(8, Some(4)), 0.5 + 1.5 + 2.5 + 3.5 + 4.0 * 4.0);
         assert_eq!((causal_pairs(8, None), causal_pairs(4, Some(4))), (4.0 * 8.0, 2.0 * 4.0));
     }

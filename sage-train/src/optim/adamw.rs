@@ -27,7 +27,7 @@ pub struct AdamWConfig {
 }
 
 impl AdamWConfig {
-    /// The optimizer that the settings describe (part of table `[optimizer]`).
+    /// The optimizer that table `[optimizer]` of the settings describes.
     ///
     /// # Errors
     /// When a setting is out of range.

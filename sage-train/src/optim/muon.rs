@@ -33,7 +33,7 @@ pub struct MuonConfig {
 }
 
 impl MuonConfig {
-    /// The optimizer that the settings describe (part of table `[optimizer]`). `lr` is the schedule of AdamW's
+    /// The optimizer that table `[optimizer]` of the settings describes. `lr` is the schedule of AdamW's
     /// parameters.
     ///
     /// # Errors

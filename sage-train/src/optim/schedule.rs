@@ -24,7 +24,7 @@ pub struct LearningRate {
 }
 
 impl LearningRate {
-    /// The schedule that the settings describe (part of table `[optimizer]`), for a run of `steps` steps. Without
+    /// The schedule that table `[optimizer]` of the settings describes, for a run of `steps` steps. Without
     /// `asked_warmup` the preset's warm-up is used, but at most a tenth of the steps.
     ///
     /// # Errors

@@ -20,10 +20,10 @@ pub(super) struct WorkShare {
     /// The parts of matrices in the rank's shard.
     pub(super) parts: Vec<MuonPart>,
     pub(super) len: usize,
-    /// By rank: the rows of the rank's matrices among the rows of all matrices.
+    /// For each rank: the rows of the rank's matrices among the rows of all matrices.
     rows: Vec<Range<usize>>,
-    /// By other rank: this rank's parts of the other rank's matrices, and the other rank's parts of this rank's
-    /// matrices, as ranges of the directions.
+    /// For each other rank, ranges of the directions: this rank's parts of the other rank's matrices, and the other
+    /// rank's parts of this rank's matrices.
     with: Vec<[Vec<Range<usize>>; 2]>,
 }
 
@@ -92,8 +92,8 @@ impl WorkShare {
         })
     }
 
-    /// The inverse of [`WorkShare::collect`]: sends the directions back. `rows` are statistics of the rows of all
-    /// matrices; each rank sends the statistics of the matrices that it owns.
+    /// The inverse of [`WorkShare::collect`]: sends the directions back. `rows` contains the row statistics of
+    /// all matrices. Each rank sends the slice of `rows` that belongs to the matrices that it owns.
     pub(super) fn give_back(
         &self,
         directions: &Tensor,

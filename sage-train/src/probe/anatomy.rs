@@ -1,5 +1,5 @@
-//! Attention with all of its intermediate quantities as dense f64 matrices: the trait of a scheme, and code that the
-//! schemes' implementations share.
+//! Attention with all of its intermediate quantities as dense f64 matrices: the trait that each scheme
+//! implements, and code that the implementations share.
 //!
 //! The tiled implementations of candle-sage never store all of P, dP or dS. Here these matrices are complete, so that
 //! each has a separate error, and so that one part of a scheme (a matmul or an operand) can be quantized while the
@@ -30,21 +30,21 @@ impl QuantizedParts {
     }
 }
 
-/// A scheme as dense f64 matrices, whose parts can be quantized one by one.
+/// A scheme, computed with dense f64 matrices. Each part of the computation can be quantized alone.
 pub trait Anatomy: Sync {
     /// The parts that can be quantized separately, in the order of the computation.
     fn parts(&self) -> &'static [&'static str];
 
-    /// Computes all quantities, with the parts of `low` quantized.
+    /// Computes all quantities. `low` determines which parts are quantized.
     ///
     /// # Errors
     /// When memory is short.
     fn compute(&self, inputs: &Inputs, low: QuantizedParts) -> candle_core::Result<Quantities>;
 
-    /// Queries and keys after smoothing, as they are quantized.
+    /// Queries and keys after smoothing and before quantization.
     fn smoothed(&self, inputs: &Inputs) -> [Vec<f64>; 2];
 
-    /// Tokens of Q and of K in a tile; an outlier is a token with much larger values than the other tokens of its tile.
+    /// The tile lengths of Q and of K, in tokens. To find outliers, a token is compared with the tokens of its tile.
     fn tiles(&self) -> [usize; 2];
 
     /// For each operand, the fractions of its NVFP4 groups that NVFP4 cannot represent; empty for a scheme without such
@@ -57,7 +57,7 @@ pub trait Anatomy: Sync {
 pub struct OutOfRange {
     /// Groups that become zeros.
     pub vanished: f64,
-    /// Groups with a value above the format's largest value.
+    /// Groups with a magnitude above 2688, the largest NVFP4 value (6 times a scale of 448).
     pub saturated: f64,
 }
 

@@ -8,7 +8,7 @@ use super::anatomy::{
     row_dots,
 };
 
-/// An operand that Attn-QAT quantizes, by its index in [`PARTS`].
+/// An operand that Attn-QAT quantizes. The variants are in the order of [`PARTS`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Operand {
     Query,
@@ -111,7 +111,8 @@ impl Anatomy for AttnQatAnatomy {
         [q.clone(), less(k, &mean_if(self.settings.smoothing.of_keys(), k, *d))]
     }
 
-    /// 16 tokens, the length of a group. The groups of Q and K are within a token; only groups of V may span tokens.
+    /// The groups of Q and K are within a token, so their quantization has no tiles of several tokens. Outliers are
+    /// found among 16 tokens, the length of a group.
     fn tiles(&self) -> [usize; 2] {
         [GROUP; 2]
     }
@@ -145,7 +146,7 @@ fn maxima(x: &[f64], columns: usize) -> Vec<f32> {
     x.chunks(columns).flat_map(|row| row.chunks(GROUP)).map(largest).collect()
 }
 
-/// The fractions of groups, given by their largest magnitudes, that NVFP4 cannot represent.
+/// The fractions of groups that are out of NVFP4's range. `maxima` yields the largest magnitude of each group.
 fn shares(maxima: impl Iterator<Item = f32>) -> OutOfRange {
     let (mut all, mut vanished, mut saturated) = (0usize, 0usize, 0usize);
     for max in maxima {
@@ -217,8 +218,8 @@ impl SoftmaxRows {
         s.chunks(self.n).zip(self.references.iter().zip(&self.sums)).flat_map(row).collect()
     }
 
-    /// Probabilities as the backward quantizes them: relative to the forward's reference or, with
-    /// [`PReference::Literal`], to the row's sum.
+    /// The unquantized values that the backward will quantize: probabilities relative to the forward's reference or,
+    /// with [`PReference::Literal`], to the row's sum.
     fn recomputed(&self, p: &[f64], reference: PReference) -> Vec<f64> {
         let factors = self.factors(reference);
         p.chunks(self.n).zip(factors).flat_map(|(row, factor)| row.iter().map(move |x| x * factor)).collect()

@@ -2,9 +2,9 @@
 //! much of the error is noise, which averages out, and how much is a bias, which does not.
 //!
 //! Micro-batch `i` has the gradient `g_i` under unquantized attention and `h_i` under the scheme; `e_i = h_i - g_i` is
-//! the error. Gradients of disjoint data are independent samples with means `G` and `G + B`, so that for `i != j` the
-//! expectation of `g_i . g_j` is `|G|^2` and the expectation of `e_i . e_j` is `|B|^2`, the squared bias. The rest of
-//! `|g_i|^2` and `|e_i|^2` is noise, which falls with the number of tokens (the gradient's noise: arXiv 1812.06162,
+//! the error. `g_i` has the mean `G`, and `h_i` the mean `G + B`. Gradients of disjoint data are independent, so that
+//! for `i != j` the expectation of `g_i . g_j` is `|G|^2` and that of `e_i . e_j` is `|B|^2`, the squared bias. The
+//! rest of `|g_i|^2` and `|e_i|^2` is noise, which falls with the number of tokens (for `g_i`: arXiv 1812.06162,
 //! appendix A). A binary tree sums the gradients of more and more micro-batches and keeps the squared norms of each
 //! node. All dot products of disjoint data are computed from these norms: `2 a . b = |a + b|^2 - |a|^2 - |b|^2`.
 
@@ -38,8 +38,8 @@ pub struct Extent {
 /// training data after the model's last step or, if `settings` name validation data, all of that data.
 ///
 /// # Errors
-/// When the folder has no weights, its data is missing, has changed or is too short, the model has no dense attention,
-/// the number of micro-batches is not a power of two of at least 16, or memory is short.
+/// When the folder has no weights; when its data is missing, has changed or is too short; when the model has no dense
+/// attention; when the number of micro-batches is not a power of two of at least 16; when memory is short.
 pub fn gradient_errors(
     folder: &Path,
     device_kind: DeviceKind,
@@ -173,7 +173,7 @@ fn parts(parameters: &Parameters) -> candle_core::Result<Vec<Ranges>> {
     Ok(parts)
 }
 
-/// The gradient and its errors, summed over `count` consecutive micro-batches.
+/// The exact gradient and the errors under each scheme, summed over `count` consecutive micro-batches.
 struct Node {
     count: usize,
     exact: Tensor,
@@ -181,22 +181,23 @@ struct Node {
     errors: Vec<Tensor>,
 }
 
-/// Squared norms of a sum of gradients and its errors, by scheme and parameter group.
+/// The squared norms of a node's gradients and errors, by scheme and parameter group.
 type Norms = Vec<Vec<Squares>>;
 
-/// The binary tree. Only nodes that wait for their siblings are in memory: at most one node of each size.
+/// The binary tree of sums. Only nodes that wait for their siblings are in memory: at most one node of each size.
 struct Tree {
     parts: Vec<Ranges>,
     schemes: usize,
-    /// Number of micro-batches in one of the [`BLOCKS`] blocks, and in all blocks.
+    /// Number of micro-batches in one of the [`BLOCKS`] blocks.
     block: usize,
+    /// Number of micro-batches in all blocks.
     all: usize,
     waiting: Vec<Node>,
     /// For nodes of 1, 2, 4, .. micro-batches: their number, and the sum of their squared norms.
     levels: Vec<(usize, Norms)>,
-    /// For each block the squared norms of its sum, and the sum of its micro-batches' squared norms.
+    /// For each block: the squared norms of its node, and the sum of those of its micro-batches' nodes.
     blocks: Vec<(Norms, Norms)>,
-    /// The sum of the squared norms of the micro-batches in the incomplete block.
+    /// In the block that is not yet complete, the sum of the squared norms of its micro-batches' nodes.
     each: Norms,
 }
 
@@ -208,7 +209,7 @@ impl Tree {
         Self { parts, schemes, block, all, waiting: Vec::new(), levels, blocks: Vec::new(), each: none }
     }
 
-    /// Adds the gradient of a micro-batch, and its errors.
+    /// Adds a micro-batch: its exact gradient, and the error of each scheme.
     fn push(&mut self, exact: Tensor, errors: Vec<Tensor>) -> candle_core::Result<()> {
         let mut node = Node { count: 1, exact, errors };
         loop {
@@ -303,8 +304,8 @@ mod tests {
 
     /// For gradients of a known mean, bias and noise, the estimates are within 3 standard errors of the known values.
     /// The dot product of two noise vectors of `d` elements with variance `s2` has the standard deviation `s2 sqrt(d)`;
-    /// the standard deviation of the mean over `n (n - 1) / 2` pairs is `s2 sqrt(2 d) / n`. The dot products of noise
-    /// and mean add `2 |mean| sqrt(s2 / n)`.
+    /// its mean over the `n (n - 1) / 2` pairs of `n` vectors has the standard deviation `s2 sqrt(2 d) / n`. The dot
+    /// products of noise and mean add `2 |mean| sqrt(s2 / n)` to it.
     #[test]
     fn a_known_bias_is_found() -> candle_core::Result<()> {
         const D: usize = 20_000;

@@ -46,9 +46,10 @@ pub struct LinearErrors {
     pub linears: Vec<LinearLayerErrors>,
 }
 
-/// Probes a run, one of its checkpoints, or a model in Hugging Face's format: `sequences` validation sequences run
-/// through the model with unquantized attention and linear layers in the compute type. Each matmul of a linear layer is
-/// then computed again in FP8, with scales from each matrix's largest value and the formats of the run.
+/// Probes a run, one of its checkpoints, or a model in Hugging Face's format: runs the model on
+/// `sequences` sequences of the validation data, with unquantized attention and linear layers in the compute type. Each
+/// matmul of a linear layer is then computed again in FP8, in the formats of the run, or in the default formats if the
+/// run is without FP8. The scale of each matrix is computed from its largest absolute value.
 ///
 /// # Errors
 /// When the folder has no weights, its data is missing or has changed, or a matmul has sizes that are not multiples of

@@ -2,7 +2,7 @@
 
 use crate::metrics::Distance;
 
-/// Sums from which a distance over several heads is computed.
+/// Sums over one or more heads, from which the distance of their results to the exact results is computed.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct Sums {
     products: f64,
@@ -30,7 +30,7 @@ impl Sums {
         self.differences += other.differences;
     }
 
-    /// The distance. Two tensors of zeros are equal: cosine 1, relative L2 0.
+    /// The distance to the exact results. Two tensors of zeros are equal: cosine 1, relative L2 0.
     pub(super) fn distance(&self) -> Distance {
         let ratio = |a: f64, b: f64, nothing: f64| if b == 0.0 { nothing } else { a / b };
         Distance {

@@ -8,7 +8,7 @@ use super::anatomy::{
     softmax,
 };
 
-/// A matmul of attention that SageBwd computes in low bits, by its index in [`PARTS`].
+/// A matmul of attention that SageBwd computes in INT8 or bf16. The variants are in the order of [`PARTS`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Product {
     Scores,
@@ -101,7 +101,7 @@ impl Coding {
         if self.has(product) { quantized(x, columns, block) } else { x.to_vec() }
     }
 
-    /// An operand of dP: rounded to bf16 if dP is in low bits, otherwise unchanged.
+    /// An operand of dP: rounded to bf16 if `low` contains dP, otherwise unchanged.
     fn half_precision(self, x: &[f64]) -> Vec<f64> {
         match self.has(Product::ProbabilityGradient) {
             true => x.iter().map(|x| bf16::from_f64(*x).to_f64()).collect(),
@@ -132,7 +132,7 @@ impl Operands {
     }
 }
 
-/// `(Q K^T + the term of the means) / sqrt(d)`; minus infinity for masked keys.
+/// `(Q K^T + of_means) / sqrt(d)`; minus infinity for masked keys.
 fn logits(q: &[f64], k: &[f64], of_means: &[f64], d: usize) -> candle_core::Result<Vec<f64>> {
     let (n, scale) = (q.len() / d, 1.0 / (d as f64).sqrt());
     let of_codes = product(q, k, (n, d, n), Order::Nt)?;
@@ -248,8 +248,8 @@ impl Anatomy for SageBwdAnatomy {
     }
 }
 
-/// The factor of each row that is folded into dS: the scale of the token (its largest absolute value / 127),
-/// or 1.
+/// The factor of each row that is folded into dS: with `token_scales` the scale of the token (its largest absolute
+/// value / 127), otherwise 1.
 fn scales(rows: &[f64], d: usize, token_scales: bool) -> Vec<f64> {
     rows.chunks(d).map(|row| if token_scales { largest(row.iter()) / 127.0 } else { 1.0 }).collect()
 }

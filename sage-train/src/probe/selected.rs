@@ -26,7 +26,7 @@ const ROUTER_LR: f64 = 3e-3;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Chosen {
-    /// The blocks with most of dense attention's probability mass, which a router cannot know in advance.
+    /// The blocks with the largest probability mass in dense attention. A router cannot know them in advance.
     Best,
     /// By a router that was trained on other sequences.
     Learned,
@@ -42,7 +42,7 @@ pub enum Chosen {
 pub enum Unselected {
     /// Linear attention over all past blocks.
     Linear,
-    /// As `Linear`, but the weight of the selected blocks in the mixture is the constant .85.
+    /// As `Linear`, but the weight of the selected blocks in the output is the constant .85.
     Constant,
     /// The mean of all past values.
     Mean,
@@ -69,24 +69,24 @@ pub const WAYS: [(Chosen, Unselected); 10] = [
 /// What to measure.
 #[derive(Debug, Clone, Copy)]
 pub struct SelectionOptions {
-    /// Number of validation sequences: routers and `theta` are fitted on the first half, and errors are measured on the
-    /// second half.
+    /// Number of validation sequences. Routers and `theta`, which sets the weight of the selected blocks in the output,
+    /// are fitted on the first half. Errors are measured on the second half.
     pub sequences: usize,
     /// Number of key blocks that a query block selects.
     pub blocks: usize,
-    /// Tokens of a block; `None` is a sixteenth of the context, 16 to 128.
+    /// Tokens of a block. `None` means a sixteenth of the context, but at least 16 and at most 128 tokens.
     pub block: Option<usize>,
 }
 
-/// A layer's results, over its heads and the measured sequences.
+/// A layer's results, for all its heads and all measured sequences together.
 #[derive(Debug, Clone, Serialize)]
 pub struct LayerResult {
     /// Index of the layer, from 0.
     pub layer: usize,
     /// Relative L2 error of the output against dense attention, in the order of [`WAYS`].
     pub errors: Vec<f64>,
-    /// Fraction of dense attention's mass on past blocks that is on selected blocks, for the selections best, learned,
-    /// identity and window.
+    /// The fraction of dense attention's probability mass on past blocks that is on selected blocks, for each kind of
+    /// selection in the order of [`Chosen`].
     pub mass: [f64; 4],
 }
 
@@ -99,13 +99,13 @@ pub struct Selections {
     pub block: usize,
     /// Number of measured sequences.
     pub measured: usize,
-    /// Fraction of the (query, key) pairs that is skipped.
+    /// Fraction of dense attention's (query, key) pairs that is skipped.
     pub sparsity: f64,
     /// The results of each layer.
     pub layers: Vec<LayerResult>,
 }
 
-/// Measures the heads of a run's model, or of another model on the data that `settings` name.
+/// Measures block selections in a run's model, or in another model on the data that `settings` name.
 ///
 /// # Errors
 /// When the folder has no weights or data, or the context has fewer than two blocks.
@@ -157,8 +157,8 @@ impl Part {
         Ok(Self { inputs, out, shape })
     }
 
-    /// The probability mass of each query on each key block, (batch, token, query head, block). Attention with one-hot
-    /// values, which mark each key's block, computes the mass of as many blocks at once as a head has channels.
+    /// The probability mass of each query on each key block, (batch, token, query head, block). It is attention with
+    /// values that are one-hot codes of each key's block. One call covers as many blocks as a head has channels.
     fn mass(&self, block: usize) -> candle_core::Result<Tensor> {
         let [q, k, _] = &self.inputs;
         let (batch, tokens, key_heads, d) = k.dims4()?;
@@ -176,7 +176,7 @@ impl Part {
         Tensor::cat(&parts.collect::<candle_core::Result<Vec<_>>>()?, D::Minus1)
     }
 
-    /// The blocks with most of the mass.
+    /// The blocks with the largest probability mass.
     fn best(&self, blocks: usize, block: usize) -> candle_core::Result<Selection> {
         let (group, len) = (self.shape.group(), self.shape.query_len());
         let mass = self.mass(block)?;
@@ -195,8 +195,8 @@ impl Part {
         })
     }
 
-    /// All approximations of the blocks that are not selected. The approximations use only the block size of
-    /// `selection`.
+    /// All approximations of the blocks that are not selected. Of `selection` they use only the block size, so that it
+    /// may select any blocks.
     fn tails(&self, selection: &Selection, block: usize) -> candle_core::Result<[(Unselected, Tensor); 5]> {
         let [q, k, v] = &self.inputs;
         let linear = past_linear(q, k, v, selection, Tail::Past)?;
@@ -231,7 +231,8 @@ impl Part {
                 (0..whole).map(move |at| if at < token / block { 0.0 } else { f32::NEG_INFINITY })
             })
             .collect();
-        // Queries of the first block see no past block. Their result later gets weight zero, so any finite logits do.
+        // Queries of the first block see no past block. Their result later gets weight zero, so that any finite logits
+        // are allowed.
         let hidden: Vec<f32> =
             hidden.into_iter().enumerate().map(|(n, x)| if n < block * whole { 0.0 } else { x }).collect();
         let logits = logits.broadcast_add(&Tensor::from_vec(hidden, (tokens, whole), &Device::Cpu)?)?;
@@ -239,7 +240,8 @@ impl Part {
         weights.matmul(&means(v)?.contiguous()?)?.transpose(1, 2)?.contiguous()
     }
 
-    /// The squared distance of each query head's blended output from dense attention.
+    /// The squared distance of each query head's output from dense attention. The output is the weighted mean of
+    /// `picked.out` and `tail`.
     fn distances(
         &self,
         picked: &SelectedBlocks,
@@ -294,7 +296,7 @@ fn fit(
     Ok(best.into_iter().map(|(_, theta)| theta).collect())
 }
 
-/// A router that is trained to select the blocks with most of dense attention's mass.
+/// A router that is trained to select the blocks with the largest probability mass in dense attention.
 fn learn(op: &Sla2, part: &Part) -> candle_core::Result<Router> {
     let [q, k, _] = &part.inputs;
     let start = Router::new(part.shape.key_heads(), part.shape.head_dim(), &Device::Cpu)?;

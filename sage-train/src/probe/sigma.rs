@@ -1,4 +1,4 @@
-//! Measures errors on random tensors: Table 1 of arXiv 2603.02170.
+//! Measures errors on random tensors, as in Table 1 of arXiv 2603.02170.
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_sage::{Attention, Result, SageBwd, Scheme};

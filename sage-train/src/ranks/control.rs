@@ -1,5 +1,5 @@
-//! The rendezvous of the ranks: every rank keeps one TCP connection to rank 0 until it exits. Over these connections
-//! ranks identify themselves, exchange text, and detect that a rank has died.
+//! The rendezvous of the ranks: until a rank exits, it keeps one TCP connection to rank 0. Over these connections ranks
+//! identify themselves, exchange text, and detect that a rank has died.
 
 mod joining;
 mod rank_progress;
@@ -28,8 +28,8 @@ const BEAT: Duration = Duration::from_secs(1);
 /// If a rank sends no heartbeat for this long, its machine has failed or its process is stopped.
 const SILENCE: Duration = Duration::from_secs(30);
 
-/// The limit for progress before the first micro-batch, when the model is made, GPUs are connected and kernels are
-/// loaded.
+/// How long a rank may go without progress before its first micro-batch: it makes the model, connects GPUs and loads
+/// kernels.
 const FIRST: Duration = Duration::from_secs(600);
 
 /// Time limit for [`LastWord`], the report of a failure.
@@ -51,7 +51,8 @@ struct Peer {
     progress: Mutex<RankProgress>,
 }
 
-/// A function that is called with the reason before another rank's failure ends this process.
+/// A function that is called before [`ControlConnection`] ends this process because of a failure. Its argument is the
+/// reason.
 pub(super) type LastWord = Box<dyn FnOnce(&str) + Send>;
 
 struct Shared {
@@ -200,7 +201,7 @@ impl ControlConnection {
             .hint("every rank needs the same command, the same data and the same version of this program"))
     }
 
-    /// Counts a unit of progress, which the other ranks see with the next heartbeat.
+    /// Counts a batch of training or validation as progress. The next heartbeat reports the count.
     pub(super) fn tick(&self) {
         self.shared.ticks.fetch_add(1, Ordering::Relaxed);
     }
@@ -224,7 +225,7 @@ impl ControlConnection {
         *lock(&self.shared.last_word) = Some(last_word);
     }
 
-    /// Leaves the run: with `None` at its regular end, otherwise because of an error, which ends the other
+    /// Leaves the run. At the regular end of the run `failed` is `None`; otherwise it is an error, which ends the other
     /// ranks too.
     pub(super) fn leave(&self, failed: Option<&Error>) {
         let shared = &self.shared;

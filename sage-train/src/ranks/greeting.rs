@@ -15,7 +15,7 @@ const HELLO_TIME: Duration = Duration::from_secs(5);
 /// connection replaces the oldest.
 const MOST_WAITING: usize = 256;
 
-/// A new connection is not replaced before this time, in which a rank receives its challenge and answers.
+/// For this time a new connection is not replaced: a rank has this long to receive its challenge and answer.
 const ANSWER_TIME: Duration = Duration::from_secs(1);
 
 /// A listener whose new connections are read concurrently: a silent connection does not delay the others.
@@ -49,7 +49,7 @@ impl GreetingListener {
         Ok(Self { listener, secret: secret.clone(), waiting: Vec::new() })
     }
 
-    /// The next connection that has greeted; `None` if no connection waits.
+    /// The next connection whose greeting has arrived; `None` if no further greeting has arrived.
     ///
     /// # Errors
     /// When the listener fails.
@@ -75,7 +75,7 @@ impl GreetingListener {
 
     /// Accepts the connections that have arrived, and sends each its challenge.
     fn accept(&mut self) -> Result<()> {
-        // A call accepts a bounded number, so that a flood of connections does not delay the reading of greetings.
+        // A call accepts a limited number of connections, so that a flood of them does not delay reading greetings.
         for _ in 0..MOST_WAITING {
             if self.waiting.len() == MOST_WAITING {
                 if self.waiting[0].since.elapsed() < ANSWER_TIME {
@@ -95,7 +95,7 @@ impl GreetingListener {
             };
             let challenge = random().map_err(Error::other)?;
             let message = Message::Challenge { nonce: challenge.clone() };
-            // The buffer of a new connection has room for the challenge.
+            // The send buffer of a new connection has room for the challenge, so sending cannot fail for lack of room.
             if stream.set_nonblocking(true).and_then(|()| send(&mut stream, &message)).is_err() {
                 continue;
             }

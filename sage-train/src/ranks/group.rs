@@ -14,12 +14,13 @@ use super::transport::{Swap, Transfer, Transport};
 pub struct Group {
     /// `None` in a group of one rank.
     transport: Option<Rc<dyn Transport>>,
-    /// This rank among the members.
+    /// The position of this rank among the members.
     rank: Rank,
     /// The first member's index among all ranks, and the distance from one member to the next.
     first: usize,
     step: usize,
-    /// Whether the members are all ranks of a node, which may use collectives on the copy engines.
+    /// Whether the members are all the ranks of one node. Such a group may use collectives on the copy engines (units
+    /// of the GPU that only copy memory).
     node: bool,
 }
 
@@ -40,14 +41,14 @@ impl Group {
         Self { node: true, ..Self::new(transport, rank, first, 1) }
     }
 
-    /// This rank among the members.
+    /// The position of this rank among the members.
     pub fn rank(&self) -> Rank {
         self.rank
     }
 
-    /// Zeros in memory for data that [`Group::exchange`] and [`Group::gather`] transfer often: copy engines transfer
-    /// only tensors in such memory. The memory may stay allocated until the process ends. All members must call this
-    /// with the same size.
+    /// Zeros for data that [`Group::exchange`] and [`Group::gather`] transfer often. Copy engines transfer only tensors
+    /// whose memory this function has allocated. The memory may stay allocated until the process ends. All members must
+    /// call this with the same size.
     ///
     /// # Errors
     /// When memory is short.
@@ -71,7 +72,8 @@ impl Group {
         Ok(shared)
     }
 
-    /// The transport, if it may have collectives for the members.
+    /// The transport, if the members are all the ranks of one node. Only such a group may use the transport's
+    /// collectives.
     fn of_node(&self) -> Option<&dyn Transport> {
         self.transport.as_deref().filter(|_| self.node)
     }
@@ -88,8 +90,8 @@ impl Group {
         })
     }
 
-    /// As [`Group::swap`], with any number of tensors to send to a member, and any number to receive into, in the order
-    /// in which the member sends.
+    /// As [`Group::swap`], but `with` returns two lists, which may differ in length: the tensors to send to the member,
+    /// and the tensors to receive into, in the order in which the member sends them.
     ///
     /// # Errors
     /// When another rank cannot be reached.
@@ -128,8 +130,8 @@ impl Group {
         self.swap(|member| Ok(vec![[part(from, member)?, part(into, member)?]]))
     }
 
-    /// All-gather: `part` is sent to every member, and part `i` of `into` is received from member `i`. `part` may be a
-    /// view of this member's own part of `into`; otherwise it is copied there.
+    /// All-gather: `part` is sent to every member, and part `i` of `into` is received from member `i`. If `part` is not
+    /// a view of `into`, it is copied to this member's part of `into`.
     ///
     /// # Errors
     /// When the tensors do not fit the group, or another rank cannot be reached.

@@ -31,12 +31,13 @@ const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Launch {
     pub ranks: usize,
-    /// Largest number of restarts after the loss of a rank.
+    /// How often the ranks may be restarted in total, each time because a rank was lost.
     pub restarts: u32,
 }
 
-/// Starts the ranks with this process' command line and waits for them. Returns the exit code: 0; the code of the first
-/// rank that failed because of an error, which that rank has printed; or [`LOST`].
+/// Starts the ranks with this process' command line and waits for them. Returns the exit code: 0 if no rank fails; the
+/// code of the first rank that fails because of an error; otherwise [`LOST`], or 128 plus a signal's number if a signal
+/// has been received.
 ///
 /// # Errors
 /// When no process can be started.
@@ -100,7 +101,7 @@ fn code(status: ExitStatus) -> i32 {
     status.code().unwrap_or(LOST)
 }
 
-/// Passes on the signal that this process received; `times` counts the requests so far.
+/// Passes on the signal that this process received; `times` is the number of signals so far.
 #[cfg(unix)]
 fn signal(child: &Child, times: usize) {
     use rustix::process::{Pid, Signal, kill_process};
@@ -145,7 +146,7 @@ fn start(ranks: usize) -> Result<(Vec<Child>, Vec<JoinHandle<()>>)> {
             command.env(CONNECTIONS, "1");
         }
         if rank > 0 {
-            // Rank 0 prints for all ranks; the lines of other ranks are printed with their rank.
+            // Only rank 0 writes to stdout. What other ranks write to stderr is printed with their rank.
             command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         }
         let started = command.spawn();

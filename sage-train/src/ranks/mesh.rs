@@ -35,17 +35,17 @@ impl Rank {
 /// (hybrid sharding). Adjacent ranks of a node may share each sequence (context parallelism).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mesh {
-    /// This rank among the ranks of its node.
+    /// The position of this rank among the ranks of its node.
     pub shard: Rank,
-    /// This rank's node among the nodes.
+    /// The position of this rank's node among the nodes.
     pub replica: Rank,
     /// Number of ranks that share each sequence.
     pub context: usize,
-    /// Whether copy engines carry gradients and updated weights among the ranks of a node.
+    /// Whether copy engines (units of the GPU that only copy memory) transfer gradients and weights within a node.
     pub engines: bool,
     /// Whether gradients are transferred during the backward.
     pub during_backward: bool,
-    /// Smallest number of gradient elements in one transfer.
+    /// Once the gradients of one transfer have this many elements, the next parameter begins a new transfer.
     pub piece: usize,
 }
 
@@ -56,11 +56,11 @@ pub const PIECE: usize = 170_000_000;
 /// [`PIECE`] for transfers during a backward: 200 MB, a few layers.
 pub const PIECE_BESIDE: usize = 50_000_000;
 
-/// Tokens per rank and step below which transfers on copy engines are faster during the backward than after it. With
-/// more tokens the GPU's power limit determines the time of a step, and concurrent transfers leave less power for
-/// matmuls. On two H100, steps with transfers during the backward were 2.2 % faster at 4k tokens and 1.3 % faster at 8k
-/// than steps with transfers after it, and 1.1 % slower at 32k (docs/several-gpus.md). So the limit is between 8k and
-/// 32k. The size of the model matters less: matmuls and transfers both grow with it.
+/// Tokens per rank and step below which steps are faster if copy engines transfer during the backward instead of after
+/// it. With more tokens the GPU's power limit determines the time of a step, and concurrent transfers leave less power
+/// for matmuls. On two H100, steps with transfers during the backward were 2.2 % faster at 4k tokens, 1.3 % faster at
+/// 8k and 1.1 % slower at 32k than steps with transfers after it (docs/several-gpus.md). So the limit is between 8k
+/// and 32k. The size of the model matters less: matmuls and transfers both grow with it.
 pub const FEW_TOKENS: u64 = 16 << 10;
 
 impl Mesh {
@@ -79,20 +79,20 @@ impl Mesh {
         Self { shard, ..Self::ALONE }
     }
 
-    /// This rank among all ranks, which are numbered node by node.
+    /// The position of this rank among all ranks, which are numbered node by node.
     pub fn rank(&self) -> Rank {
         let Self { shard, replica, .. } = self;
         Rank { index: replica.index * shard.of + shard.index, of: replica.of * shard.of }
     }
 
-    /// This rank's group among the groups that work on separate sequences. Without context parallelism
+    /// The position of this rank's group among the groups that work on separate sequences. Without context parallelism,
     /// each rank is such a group.
     pub fn data(&self) -> Rank {
         let Rank { index, of } = self.rank();
         Rank { index: index / self.context, of: of / self.context }
     }
 
-    /// This rank among the ranks that share its sequences.
+    /// The position of this rank among the ranks that work on the same sequences.
     pub fn part(&self) -> Rank {
         Rank { index: self.rank().index % self.context, of: self.context }
     }

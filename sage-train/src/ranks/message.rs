@@ -67,7 +67,7 @@ pub(super) enum Message {
     Beat {
         /// The sender's current step, from 1; 0 before the first step.
         step: u64,
-        /// The sender's count of units of progress.
+        /// Number of batches of training and validation that the sender has counted.
         ticks: u64,
         /// What the sender is doing, such as `step 3 of 300`.
         doing: String,
@@ -97,8 +97,8 @@ pub(super) fn receive(from: &mut impl Read) -> Result<Message> {
     receive_of(from, MOST)
 }
 
-/// The JSON text of the first message in bytes from a control channel, and the bytes after the message. For programs
-/// that read a control channel.
+/// The JSON text of the first message in `bytes`, and the bytes after the message. For programs that read a control
+/// channel.
 ///
 /// # Errors
 /// When the bytes are not a message, or the message is incomplete.

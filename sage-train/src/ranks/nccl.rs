@@ -1,10 +1,10 @@
 //! The transport for ranks on GPUs: NCCL's sends and receives, and its collectives on the GPUs' copy engines where
-//! available. The transport only copies.
+//! available. The transport never adds numbers.
 //!
 //! The library is loaded at run time and not linked, so that a program with GPU kernels starts on machines without
-//! NCCL. Transfers run on a separate stream, of high priority. A transfer starts when candle's stream has reached the
-//! call; `wait` makes candle's stream wait for the transfer. The separate stream is created through the driver and not
-//! through cudarc, which records events for every tensor as soon as a context has two streams.
+//! NCCL. Transfers run on a separate stream, of high priority. A transfer starts after the work that candle's stream
+//! has been given so far; `wait` makes candle's stream wait for the transfer. The separate stream is created through
+//! the driver and not through cudarc, which records events for every tensor as soon as a context has two streams.
 #![allow(unsafe_code)]
 
 mod engines;
@@ -41,9 +41,9 @@ pub(super) struct Nccl {
     device: CudaDevice,
     functions: Functions,
     stream: Stream,
-    /// Recorded on candle's stream at the call of a transfer.
+    /// Event that marks the point in candle's stream at which a transfer was started.
     ready: CUevent,
-    /// Recorded at the ends of transfers, in turn.
+    /// Events that mark the ends of transfers. Successive transfers use them in turn.
     came: [CUevent; TURNS],
     transfers: AtomicU64,
     /// The communicator is never destroyed: destruction is collective, so a rank that exits because of an error would
@@ -149,8 +149,9 @@ impl Nccl {
         Ok(self.functions.check(what, code)?)
     }
 
-    /// Launches a collective of the copy engines on two tensors, if there are copy engines and both tensors are in
-    /// registered memory. Either all ranks launch it or none, because all ranks register the same tensors.
+    /// Launches a collective of the copy engines on two tensors, if copy engines are connected and both tensors are in
+    /// memory from `Engines::allocate`, which registers it with NCCL. Either all ranks launch it or none, because all
+    /// ranks register the same tensors.
     fn collective(
         &self,
         tensors: [&Tensor; 2],
@@ -202,7 +203,7 @@ impl Transport for Nccl {
         // SAFETY: the addresses are of tensors that the caller keeps until it has waited for the transfer.
         self.transfer(|stream| unsafe {
             self.check("begin a transfer", group_start())?;
-            // Between two ranks messages keep their order.
+            // The messages between two ranks arrive in the order in which they were sent.
             for (sent, comes, peer) in swaps {
                 for (at, len) in sent {
                     let at = at as *const c_void;
@@ -304,7 +305,7 @@ fn connect_engines(
 /// The oldest CUDA version with which NCCL has collectives on the copy engines.
 const OLDEST_DRIVER: c_int = 12_050;
 
-/// The CUDA version of the driver, or 0.
+/// The CUDA version of the driver, or 0 if it cannot be read.
 fn driver_version() -> c_int {
     let mut version = 0;
     // SAFETY: the function writes one int.

@@ -7,10 +7,10 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_sage::Error;
 use clap::ValueEnum;
 
-/// Whether copy engines carry gradients and updated weights among the ranks of a node.
+/// Whether copy engines (units of the GPU that only copy memory) transfer gradients and weights within a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum CopyEngines {
-    /// Copy engines if NCCL can use them (version 2.28 or later, GPUs that can access each other's memory), else its
+    /// Copy engines if NCCL can use them (NCCL 2.28 or later, GPUs that can access each other's memory), else NCCL's
     /// kernels
     #[default]
     Auto,
@@ -20,8 +20,8 @@ pub enum CopyEngines {
     Off,
 }
 
-/// The number of a transfer. The device may compute during the transfer; the tensors that are sent and received into
-/// must stay alive until the transfer has been waited for.
+/// The number of a transfer. The device may compute during the transfer. The tensors that the transfer reads or writes
+/// must stay alive until it has been waited for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use = "the transfer is complete only after a wait"]
 pub struct Transfer(pub(super) u64);
@@ -31,8 +31,8 @@ impl Transfer {
     pub const NONE: Self = Self(0);
 }
 
-/// An exchange of contiguous tensors with one other rank. Each rank sends as many tensors, of the same sizes, as the
-/// other expects.
+/// An exchange of contiguous tensors with one other rank. The tensors that one rank sends must equal those that the
+/// other rank receives in number and sizes.
 #[derive(Debug)]
 pub(super) struct Swap {
     /// Index of the other rank among all ranks.
@@ -44,7 +44,7 @@ pub(super) struct Swap {
 }
 
 /// How long a rank with a failed transfer waits before it reports its own error. In this time the threads of
-/// [`ControlConnection`](super::control::ControlConnection) can report the dead rank and end the process.
+/// [`ControlConnection`](super::control::ControlConnection) can report a rank that died and end the process.
 const WATCH: Duration = Duration::from_secs(8);
 
 /// The error of a failed transfer, returned after the control channel had time to report the rank that died. Without
@@ -54,7 +54,7 @@ pub(super) fn wait_for_report(error: Error) -> Error {
     error
 }
 
-/// Transfers tensors between ranks that make the same calls in the same order. A transport only copies.
+/// Transfers tensors between ranks that make the same calls in the same order. A transport never adds numbers.
 pub(super) trait Transport: Debug {
     /// Starts all exchanges together, after the work that the device has been given so far.
     ///
@@ -62,7 +62,7 @@ pub(super) trait Transport: Debug {
     /// When another rank cannot be reached.
     fn swap(&self, swaps: &[Swap]) -> Result<Transfer>;
 
-    /// Whether this node's ranks have the collectives below.
+    /// Whether this node's ranks can use `all_to_all` and `all_gather`.
     fn has_engines(&self) -> bool {
         false
     }
@@ -76,8 +76,8 @@ pub(super) trait Transport: Debug {
         Tensor::zeros(len, dtype, device)
     }
 
-    /// All-to-all of the `of` ranks of this node; `None` unless the node has copy engines and both tensors were made by
-    /// [`Transport::zeros`].
+    /// All-to-all among this node's ranks, whose number is `of`. `None` unless the ranks have copy engines and both
+    /// tensors were made by [`Transport::zeros`].
     ///
     /// # Errors
     /// When another rank cannot be reached.
@@ -85,7 +85,7 @@ pub(super) trait Transport: Debug {
         Ok(None)
     }
 
-    /// All-gather of the ranks of this node, on the conditions of [`Transport::all_to_all`].
+    /// All-gather among this node's ranks. `None` in the same cases as for [`Transport::all_to_all`].
     ///
     /// # Errors
     /// When another rank cannot be reached.

@@ -27,9 +27,9 @@ const MOST: usize = 1 << 16;
 /// The position of a process among the ranks, and the address at which they connect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct World {
-    /// This rank among all ranks.
+    /// The position of this rank among all ranks.
     pub rank: Rank,
-    /// This rank among the ranks of its machine.
+    /// The position of this rank among the ranks of its machine.
     pub local: Rank,
     /// The host on which rank 0 listens.
     pub host: String,

@@ -12,8 +12,8 @@ use crate::runs::{Run, Status};
 pub struct Arm {
     /// The settings that distinguish the arm from other arms, as text.
     pub label: String,
-    /// Index of the arm among the arms of all panels: it selects colour and marker, which are the same in
-    /// every panel.
+    /// Index of the arm among all arms of the study. It selects colour and marker: an arm has the same ones in every
+    /// [`Panel`](super::Panel).
     pub style: usize,
     /// The settings in which the runs of the study differ, with this arm's values.
     pub settings: Vec<(String, String)>,
@@ -29,14 +29,14 @@ pub struct Arm {
     /// How fast `training` changes: the difference of the two arms' least-squares slopes of the training loss over all
     /// steps, in percent of the baseline's loss per million tokens.
     pub growth: Option<Mean>,
-    /// Mean number of tokens after which runs reach the milestone, over the runs that reach it.
+    /// Mean number of tokens after which runs reach the milestone (a validation loss), over the runs that reach it.
     pub reached: Option<Mean>,
-    /// Set if a run had already reached the milestone at its first validation: the number of tokens at this validation,
-    /// an upper bound of the number that was needed.
+    /// Set if runs had already reached the milestone at their first validations: the largest number of tokens at these
+    /// validations, an upper bound of the number that each of these runs needed.
     pub reached_before: Option<f64>,
-    /// Difference of `reached` to the baseline's `reached`, in percent of the baseline's mean.
+    /// How many more tokens than the baseline the arm needs to reach the milestone, in percent of the baseline's mean.
     pub later: Option<Difference>,
-    /// Tokens per second: the median over the steps of each finished run, and the mean of the medians over seeds.
+    /// Tokens per second of the finished runs: each run's median over its steps, averaged over seeds.
     pub speed: Option<Mean>,
 }
 
@@ -47,7 +47,7 @@ pub struct Difference {
     pub mean: Mean,
     /// Whether the mean is over pairs of runs with the same seeds.
     pub paired: bool,
-    /// Whether runs of either arm diverged or failed, and are not part of the mean.
+    /// Whether the mean excludes runs of either arm because they diverged or failed.
     pub of_survivors: bool,
     /// The conclusion that the interval allows.
     pub verdict: Verdict,

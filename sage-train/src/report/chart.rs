@@ -1,6 +1,6 @@
 //! Line charts as SVG, in one style for all plots.
 //!
-//! The colours of Okabe and Ito can be distinguished with any colour vision; the two light colours are made darker.
+//! The colours of Okabe and Ito can be distinguished with any colour vision; orange and sky blue are made darker.
 //! Each series also has a marker: the pair of colour and marker repeats after 28 series. A page may restyle the colours
 //! for dark mode: see [`STYLE`].
 
@@ -11,7 +11,7 @@ use plotters::prelude::*;
 
 /// The size of a chart without the legend below it, in pixels.
 const SIZE: (u32, u32) = (860, 440);
-/// The height of a legend entry, which is below the chart, in pixels.
+/// The height of an entry of the legend below the chart, in pixels.
 const LINE: u32 = 20;
 const COLORS: [RGBColor; 7] = [
     RGBColor(0, 114, 178),

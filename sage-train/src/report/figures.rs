@@ -20,7 +20,7 @@ pub const SPIKE: f64 = 8.0;
 /// losses fall fast there.
 const SETTLING: f64 = 0.25;
 
-/// Largest number of points of a curve of training losses.
+/// Largest number of groups of steps, each of which is one point of a curve of training losses.
 const GROUPS: usize = 40;
 
 /// A chart with its title and caption.
@@ -217,8 +217,8 @@ fn differences_of<'a>(
     chart.to_svg().map(Some)
 }
 
-/// The errors of the whole gradient at the last probe of each probed run. `None` if no run was probed, or if noise
-/// hides every gradient, because errors are drawn relative to the gradient.
+/// The errors of the whole gradient, relative to the gradient, at the last probe of each probed run. `None` if no run
+/// was probed, or if no estimate of the gradient's squared norm is above zero.
 fn gradients(panel: &Panel) -> Result<Option<String>> {
     let mut found: Vec<GradientErrors> = Vec::new();
     for (arm, run) in panel.arms.iter().flat_map(|arm| arm.runs.iter().map(move |run| (arm, run))) {
@@ -350,7 +350,7 @@ fn marked_points(run: &Run) -> Vec<(f64, f64)> {
     spikes.chain(last).map(|point| (point.tokens as f64, loss(point.loss))).collect()
 }
 
-/// The range of curves and bands after the first [`SETTLING`] of the tokens.
+/// The range of curves and bands, without the fraction [`SETTLING`] of the tokens at the beginning.
 fn limits(series: &[Series]) -> Option<(f64, f64)> {
     let end = series.iter().flat_map(|series| &series.points).map(|(x, _)| *x).fold(0.0, f64::max);
     let values = series.iter().flat_map(|series| {

@@ -7,21 +7,21 @@ use super::statistics::Mean;
 use super::table::csv_cell;
 use crate::metrics::{GradientErrors, Part, Squares};
 
-/// The figures of a parameter group, computed from its sums.
+/// The numbers that are shown for a parameter group, computed from its [`Sums`](crate::metrics::Sums).
 struct Figures {
     /// `|G|`, the norm of the gradient without its noise.
     gradient: f64,
-    /// Tokens at which the gradient's noise is as large as the gradient.
+    /// Tokens per step at which the gradient's noise is as large as the gradient.
     noise_tokens: f64,
     /// The noise of a micro-batch's error relative to the gradient: `sqrt(V) / |G|`, where `V` is the error's variance.
     error_noise: f64,
-    /// `|B|^2 / |G|^2`, estimated from all pairs of micro-batches.
+    /// `|B|^2 / |G|^2`, where `B` is the bias, estimated from all pairs of micro-batches.
     bias: f64,
-    /// The half-width of the 95 % interval of `bias`, computed from the estimates of single blocks of micro-batches.
+    /// The half-width of the 95 % interval of `bias`, computed from one estimate for each block of micro-batches.
     half: Option<f64>,
     /// `B . G / |G|^2`: the component of the bias along the gradient, which changes only the length of a step.
     along: f64,
-    /// Tokens at which the bias equals the gradient's noise: the estimate from all blocks, and the limits of its
+    /// Tokens per step at which the bias is as large as the gradient's noise: the estimate, and the limits of its
     /// interval. `None` if the bias is not above zero. Unlike the ratios to the gradient, this number does not need
     /// `|G|^2`, which noise can hide.
     crossing: [Option<f64>; 3],
@@ -39,7 +39,7 @@ impl Figures {
         let half = Mean::of(&blocks).and_then(|mean| mean.half);
         let noise = variances.exact * tokens as f64;
         let crossing = |bias: f64| (bias > 0.0).then(|| noise / bias);
-        // If noise hides the gradient, ratios to the gradient do not exist.
+        // The estimate of `|G|^2` can be below zero. Then ratios to the gradient are undefined.
         let gradient = if mean_squares.exact > 0.0 { mean_squares.exact } else { f64::NAN };
         Self {
             gradient: gradient.sqrt(),
@@ -54,8 +54,9 @@ impl Figures {
     }
 }
 
-/// The mean cosine between two disjoint halves of the data, of their errors and of their gradients: the dot product
-/// divided by the mean squared norm. `one` has squared norms of means over one half, `two` of means over both halves.
+/// The mean cosine between the errors of two disjoint halves of the data, and between their gradients. A cosine is the
+/// dot product divided by the mean squared norm. `one` has the squared norms of the means over one half, and `two` has
+/// the squared norms of the means over both halves.
 fn cosines(one: &Squares, two: &Squares) -> [f64; 2] {
     // |(a + b) / 2|^2 = (|a|^2 + |b|^2 + 2 a . b) / 4.
     [2.0 * two.error / one.error - 1.0, 2.0 * two.exact / one.exact - 1.0]
@@ -193,7 +194,7 @@ mod tests {
     fn figures_follow_from_the_sums() {
         let sums = |count: usize| {
             let n = count as f64;
-            // |B|^2 = .09; |G + B|^2 = 9 + .09 + 2 * 3 * .2 = 10.29; noise of 16, 16 and 1.
+            // |B|^2 = .09; |G + B|^2 = 9 + .09 + 2 * 3 * .2 = 10.29. Noise adds 16 to `exact` and `low`, 1 to `error`.
             let mean_squares = Squares { exact: 9.0, low: 10.29, error: 0.09 };
             let each = Squares { exact: 25.0, low: 26.29, error: 1.09 };
             let sum = |mean_squares: f64, each: f64| mean_squares * n * (n - 1.0) + each * n;
@@ -237,7 +238,7 @@ mod tests {
         let [_, low, high] = figures.crossing.map(|tokens| tokens.expect("a bias"));
         assert!((low / (1600.0 / (0.09 + half)) - 1.0).abs() < 1e-6, "{low}");
         assert!((high / (1600.0 / (0.09 - half)) - 1.0).abs() < 1e-6, "{high}");
-        // An interval that reaches below zero has no upper limit.
+        // If the interval of the bias reaches below zero, the interval of `crossing` has no upper limit.
         assert_eq!(scattered(0.2).crossing[2], None);
         let [errors, gradients] = cosines(
             &Squares { exact: 25.0, low: 0.0, error: 1.09 },

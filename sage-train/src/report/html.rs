@@ -202,7 +202,8 @@ impl Study {
             || self.panels.iter().flat_map(|panel| panel.arms.iter().map(move |arm| (&panel.arms[0], arm)));
         let sizes = || arms().map(|(_, arm)| tokens(arm));
         let (least, most) = (sizes().min()?, sizes().max()?);
-        // The paper compares with unquantized attention at the same tokens per step and with the same QK-norm.
+        // SageBwd's paper compares with unquantized attention at the same tokens per step. Here the SageBwd arm and the
+        // unquantized arm must also have the same `qk_norm`.
         let of_row = |(first, arm): &(&Arm, &Arm)| {
             let (Some(own), Some(base)) = (arm.runs.first(), first.runs.first()) else { return false };
             let (own, base) = (&own.config, &base.config);
@@ -322,7 +323,7 @@ fn start_of(start: &Start) -> Markup {
 struct Published {
     arm: &'static str,
     qk_norm: bool,
-    /// Whether the result is for the larger of the two numbers of tokens per step.
+    /// Whether the published run has 2.1M tokens per step, and not 260K.
     many: bool,
     claim: &'static str,
 }

@@ -7,7 +7,7 @@ use crate::probe::linear::{LinearErrors, LinearLayerErrors};
 /// The matrices of a Llama's layer, in the order of the table's columns. Columns of other matrices follow.
 const NAMES: [&str; 4] = ["query-key-value", "output", "gate-up", "down"];
 
-/// A row for each layer with Y, dX and dW of each matrix, and a row for the mean.
+/// A row for each layer with the errors of Y, dX and dW of each matrix, and a row for the mean.
 pub fn linear_table(title: &str, errors: &LinearErrors) -> String {
     let mut names = NAMES.to_vec();
     for linear in &errors.linears {

@@ -23,7 +23,8 @@ fn rest(rest: Unselected) -> &'static str {
     }
 }
 
-/// Errors and mass of each layer, and their means.
+/// Two tables with a row for each layer and a row of means over layers. They show the errors of the output, and the
+/// fraction of dense attention's probabilities that falls on the selected blocks.
 pub fn selections_table(title: &str, found: &Selections) -> String {
     let mut out = format!("{title}\n\nrelative L2 of the output\n{:<7}", "blocks");
     WAYS.iter().for_each(|way| out += &format!(" {:>9}", chosen(way.0)));

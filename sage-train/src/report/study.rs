@@ -30,7 +30,7 @@ pub struct ReportOptions {
     pub baseline: Table,
     /// The settings that distinguish arms; if empty, the settings of attention and [`ReportOptions::points`].
     pub by: Vec<String>,
-    /// The settings of a sweep's `[[points]]`, which distinguish arms like the settings of attention.
+    /// The settings in the `[[points]]` tables of a sweep's file. They distinguish arms like the settings of attention.
     pub points: Vec<String>,
     /// Equivalence margin in percent of the baseline's loss: smaller differences do not matter.
     pub margin: f64,
@@ -82,7 +82,7 @@ impl Default for ReportOptions {
 pub struct Panel {
     /// The settings that distinguish this panel from the others; empty if there is one panel.
     pub label: String,
-    /// The arms, the baseline first.
+    /// The arms. If one of them is the baseline, it is the first.
     pub arms: Vec<Arm>,
     /// Whether the first arm is the baseline.
     pub has_baseline: bool,
@@ -181,7 +181,10 @@ impl Study {
         });
         let panels: Vec<Panel> = panels.collect();
         match panels.is_empty() {
-            true => Err(Error::new("no runs to report").got("nothing").allowed("at least one run")),
+            true => Err(Error::new("no runs to report")
+                .got("nothing")
+                .allowed("at least one run")
+                .hint("name the folder of a run, or a folder with folders of runs in it")),
             false => Ok(Self {
                 about: options.about.clone(),
                 warnings: panels.iter().flat_map(Panel::warnings).collect(),
@@ -264,8 +267,8 @@ fn spread(panels: Grouped<Grouped<Vec<Run>>>) -> Grouped<Grouped<Vec<Run>>> {
         part.len() < whole.len() && part.iter().all(|value| whole.contains(value))
     };
     let all: Vec<Values> = panels.iter().map(|(panel, _)| panel.clone()).collect();
-    // A panel's runs are added to another panel only if each setting that only the other panel has is meaningless for
-    // these runs.
+    // A larger panel has all settings of a smaller panel, and additional ones. The smaller panel is merged into all of
+    // its larger panels if, for at least one of them, all additional settings are meaningless for the smaller's runs.
     let (parts, mut wholes): (Grouped<_>, Grouped<_>) = panels.into_iter().partition(|(panel, arms)| {
         let meaningless = |key: &str| {
             arms.iter().all(|(_, runs): &(Values, Vec<Run>)| {
@@ -287,8 +290,8 @@ fn spread(panels: Grouped<Grouped<Vec<Run>>>) -> Grouped<Grouped<Vec<Run>>> {
     wholes
 }
 
-/// The keys that distinguish arms: `by`, else the keys of attention, of branches and of a sweep's points, else the
-/// first key in which the runs differ.
+/// The keys that distinguish arms: `by` if it is not empty. Otherwise `branched-from`, the keys of attention and those
+/// in `points`, if runs differ in any of them. Otherwise the first of `keys`.
 fn arm_keys(keys: &[String], by: &[String], points: &[String]) -> Result<Vec<String>> {
     if let Some(missing) = by.iter().find(|key| !keys.contains(key)) {
         return Err(Error::new("the runs do not differ in this setting")
@@ -298,7 +301,7 @@ fn arm_keys(keys: &[String], by: &[String], points: &[String]) -> Result<Vec<Str
             } else {
                 keys.join(", ")
             })
-            .hint("leave --by out for the settings of attention"));
+            .hint("without --by, the settings of attention distinguish the arms"));
     }
     if !by.is_empty() {
         return Ok(by.to_vec());
@@ -309,8 +312,8 @@ fn arm_keys(keys: &[String], by: &[String], points: &[String]) -> Result<Vec<Str
 }
 
 /// Whether all runs start from the same weights of another model, and have the same number of steps and shape of
-/// batches. Runs with equal data seeds then train on the same batches. The weights are compared, because the model in
-/// the folder may have been trained further between two runs.
+/// batches. Runs with equal data seeds then train on the same batches. Hashes of the weights are compared, because the
+/// other model may have been trained further between the starts of two runs.
 fn continue_equally<'a>(runs: impl Iterator<Item = &'a Run>) -> bool {
     let course = |run: &'a Run| {
         let (model, of) = (&run.config, initial_weights(&run.starts)?);
@@ -323,7 +326,8 @@ fn continue_equally<'a>(runs: impl Iterator<Item = &'a Run>) -> bool {
 
 fn baseline(arms: &[Values], asked: &Table) -> Result<Option<usize>> {
     let has = |arm: &Values, key: &str, value: &str| arm.iter().any(|(k, v)| k == key && v == value);
-    // A run that was validated twice makes two arms; the arm of its training attention is preferred.
+    // A run that was validated twice makes two arms. The arm validated with the training attention is preferred as the
+    // baseline.
     let plain = |is: &dyn Fn(&Values) -> bool| {
         let those = || arms.iter().enumerate().filter(|(_, arm)| is(arm)).map(|(at, _)| at);
         let second = |at: &usize| arms[*at].iter().any(|(key, _)| key == "eval-attn");
@@ -376,7 +380,7 @@ fn labels(arms: &[Values]) -> Vec<String> {
     arms.iter().map(|arm| or(or(label(arm), &|| unset(arm, arms)), &|| "all runs".into())).collect()
 }
 
-/// The label of a combination without settings: the keys that only other combinations have.
+/// The label of an arm or panel whose settings give an empty label: the keys that it lacks and others have.
 fn unset(of: &Values, all: &[Values]) -> String {
     let keys: BTreeSet<&String> = all.iter().flatten().map(|(key, _)| key).collect();
     let unset = keys.into_iter().filter(|key| of.iter().all(|(own, _)| own != *key));

@@ -187,7 +187,7 @@ impl Study {
         self.warnings.iter().map(|warning| format!("{before}{warning}\n")).collect()
     }
 
-    /// A line that explains the numbers.
+    /// A line that explains the numbers in the tables.
     pub fn footnote(&self) -> String {
         let mut entropies = self.panels.iter().map(Panel::unigram_entropy);
         let entropy = entropies.next().flatten().filter(|first| entropies.all(|other| other == Some(*first)));

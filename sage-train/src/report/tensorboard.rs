@@ -41,7 +41,7 @@ fn bytes(number: u8, content: &[u8], out: &mut Vec<u8>) {
     out.extend(content);
 }
 
-/// `Event { wall_time = 1, step = 2, <number> = content }`.
+/// The message `Event` with the fields `wall_time` (field number 1), `step` (2) and `content` (`number`).
 fn event(seconds: f64, step: u64, number: u8, content: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
     field(1, DOUBLE, &mut out);
@@ -52,7 +52,8 @@ fn event(seconds: f64, step: u64, number: u8, content: &[u8]) -> Vec<u8> {
     out
 }
 
-/// `Summary { value = 1 { tag = 1, simple_value = 2 } .. }`.
+/// The message `Summary` with a field `value` (field number 1) for each scalar. Each `value` contains the fields `tag`
+/// (1) and `simple_value` (2).
 fn summary(scalars: &[(&str, f64)]) -> Vec<u8> {
     let mut out = Vec::new();
     for (tag, value) in scalars {

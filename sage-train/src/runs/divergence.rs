@@ -14,11 +14,11 @@ const RISE: f64 = 1.0;
 /// hundredths of a nat above it.
 const ABOVE_CHANCE: f64 = 0.1;
 
-/// The reason why a run with all of its steps has diverged; `None` if it has not. A run has diverged if, at the end,
+/// The reason why a complete run has diverged; `None` if it has not. A run has diverged if, at the end,
 ///
 /// - the validation loss is more than 0.1 nats above both ln(vocabulary) and the loss of the first step;
-/// - or the median training loss of the last 16 steps is more than 1 nat above the lowest earlier such median, or above
-///   the loss of the first step.
+/// - or the median training loss of the last 16 steps is more than 1 nat above the lower of two values: the loss of the
+///   first step, and the lowest median of an earlier block of 16 steps.
 pub fn divergence(points: &[Point], vocab: usize) -> Option<String> {
     let (first, last) = (points.first()?, points.last()?);
     let chance = (vocab as f64).ln();

@@ -55,14 +55,14 @@ pub fn check_output(path: &Path, ending: &str) -> Result<()> {
     if file.extension().is_some_and(|found| found.eq_ignore_ascii_case(ending)) {
         return Ok(());
     }
-    Err(Error::new("a file with another extension is not overwritten")
+    Err(Error::new("a file is overwritten only if it has the extension of the output")
         .got(path.display())
         .allowed(format!("a new file, or one that ends in .{ending}"))
         .hint("remove it first if it is not needed"))
 }
 
-/// Writes the results of a command, also to a device or pipe, but never over a file of a run or a file with another
-/// extension.
+/// Writes the results of a command, also to a device or pipe. An existing file is overwritten only if it is not a run's
+/// and its extension is `ending`.
 ///
 /// # Errors
 /// When the file may not be written, or cannot be written.

@@ -65,7 +65,8 @@ pub fn branch(folder: &Path) -> Result<Option<Branch>> {
     Ok(branch_of(&optional::<Vec<Start>>(&folder.join(STARTS))?.unwrap_or_default()))
 }
 
-/// Finds the branch. The list begins with the starts of the run that this run was branched off.
+/// The last branch in `starts`. Earlier branches are those of the run that this run was branched off: its starts come
+/// first in `starts`.
 pub(super) fn branch_of(starts: &[Start]) -> Option<Branch> {
     starts.iter().rev().find_map(|start| start.branch.clone())
 }
@@ -110,8 +111,8 @@ impl Start {
         }
     }
 
-    /// A message if this start adds numbers in another order than the previous start: the run continues with the same
-    /// sequences, but its losses are not bit-identical to an uninterrupted run.
+    /// A message if this start computes sums, such as gradients, in another order than the start `before`. The run
+    /// continues with the same sequences, but its losses are not bit-identical to those of an uninterrupted run.
     pub(crate) fn sums_otherwise(&self, before: &Self) -> Option<String> {
         let numbers = |start: &Self| [start.ranks, start.context_parallel, start.micro_batch.unwrap_or(0)];
         let names = ["ranks", "--context-parallel", "--micro-batch"];

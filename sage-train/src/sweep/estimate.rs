@@ -1,5 +1,5 @@
-//! Estimates how long a sweep takes: measures a few steps of each distinct shape and scales the time to the remaining
-//! tokens.
+//! Estimates how long a sweep takes: measures a few steps of each shape of run, and scales the time to the remaining
+//! tokens. Runs that differ only in settings such as the seed have the same shape: their steps take equally long.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -49,7 +49,7 @@ impl Estimate {
 /// few steps of each stage. The measured runs are written to a scratch folder, which is removed.
 ///
 /// # Errors
-/// When a shape cannot be trained on this machine.
+/// When a run of the sweep cannot be trained on this machine.
 pub fn estimate(sweep: &Sweep, retry: bool) -> Result<Vec<Estimate>> {
     // A signal must end the measuring child and remove the scratch folder before this process ends.
     signals::watch(SecondSignal::IsNotNeeded)?;
@@ -168,7 +168,7 @@ fn measure_in(config: &Config, stage: Stage, scratch: &Path) -> Result<f64> {
     let status = wait(child.map_err(during("cannot start a run"))?)?;
     let folder = scratch.join(name);
     let run = Run::read(&folder).ok();
-    // Without a warm-up the few steps may diverge, which does not change their speed.
+    // The short run may diverge, because it has no warm-up of the learning rate. Its speed is valid nevertheless.
     let ended =
         |run: &Run| matches!(run.status(), Some(Status::Finished | Status::Diverged)) && run.steps() > 1;
     let done = run.as_ref().is_some_and(ended);

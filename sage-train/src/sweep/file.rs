@@ -21,7 +21,7 @@ use crate::{during, read_small};
 /// [grid]                 # all combinations of these lists
 /// tokens-per-step = ["4k", "32k"]
 /// seed = [1, 2, 3]
-/// [[points]]             # each with the whole grid; lists here are a separate grid
+/// [[points]]             # settings that run with each combination of the grid; lists in a point multiply the runs
 /// attn = "fpa"
 /// [[points]]
 /// attn = "sagebwd"
@@ -32,11 +32,11 @@ use crate::{during, read_small};
 pub struct Spec {
     /// The question that the sweep answers, as a title.
     pub about: Option<String>,
-    /// Settings that the command line must set, because the file cannot: `["data", "init-from"]`.
+    /// Settings that the command line must set, because the file cannot, for example `["data", "init-from"]`.
     pub needs: Vec<String>,
     /// How to get values for `needs`: the hint of the error about a missing setting.
     pub needs_hint: Option<String>,
-    /// Settings that identify the baseline arm: `{ attn = "fpa" }`.
+    /// Settings that identify the baseline arm, for example `{ attn = "fpa" }`.
     pub baseline: Table,
     /// Settings of all runs.
     pub settings: Table,
@@ -89,8 +89,8 @@ impl Spec {
     /// When a key is not a setting, a value is invalid for its setting, a list is empty, or there are more than 10,000
     /// runs.
     pub fn runs(&self, over: &Settings, lists: &Table) -> Result<Vec<Settings>> {
-        // A list from the command line replaces values of this table. But a single `attn` is kept, because it names the
-        // scheme to which the other settings of the table belong.
+        // If a key has a list on the command line, the key is removed from this table. An `attn` that is not a list
+        // stays, because the table's other settings belong to it. The run's `attn` is the command line's nevertheless.
         let plain = |table: &Table| -> Table {
             let whose = |key: &str, value: &Value| key == "attn" && !value.is_array();
             let free = table.iter().filter(|(key, value)| !lists.contains_key(*key) || whose(key, value));
@@ -203,8 +203,8 @@ fn combinations(table: &Table, place: &str) -> Result<Vec<Table>> {
 const VALIDATIONS: u64 = 20;
 
 /// Runs without a set length train on as many tokens as their preset's run, so that runs with more tokens per step have
-/// fewer steps, as in the SageBwd paper. If validations are not set either, there are [`VALIDATIONS`] of them, and
-/// checkpoints are as frequent as the preset's validations.
+/// fewer steps, as in the SageBwd paper. A run without a set `eval-every` has about [`VALIDATIONS`] validations. The
+/// default of its `checkpoint-every` is the preset's `eval-every`.
 fn with_equal_budget(mut run: Settings) -> Settings {
     let preset = Config::defaults(run.run.preset.unwrap_or(Preset::Tiny));
     let value = |quantity: Option<Quantity>| quantity.map_or(1, |quantity| quantity.0.max(1));

@@ -1,10 +1,10 @@
 //! NVIDIA's Multi-Process Service (MPS): kernels of several processes run on a GPU concurrently instead of in
 //! time slices.
 //!
-//! A small model leaves a GPU idle between launches. Four processes that share a GPU in time slices reach
-//! 1.7M tokens/s together, and four under MPS reach 2.2M; a single process reaches 2.1M after its start (mini preset,
-//! one H100; `docs/sweeps.md`). MPS reduces isolation: a GPU fault of one process, such as an out-of-bounds access,
-//! ends all processes that share the server.
+//! A small model leaves a GPU idle between launches. In tokens/s with start-up included, four processes reach 1.7M
+//! together in time slices, and 2.2M under MPS. A single process reaches 0.6M, or 2.1M if its start-up is not counted
+//! (mini preset, one H100; `docs/sweeps.md`). MPS reduces isolation: a GPU fault of one
+//! process, such as an out-of-bounds access, ends all processes that share the server.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -33,8 +33,8 @@ pub(super) struct Mps {
 }
 
 impl Mps {
-    /// Starts a server. Returns `None` if MPS is not installed, or if a server is already running, which the runs then
-    /// use by default.
+    /// Starts a server. Returns `None` if MPS is not installed, or if a server is already running. The runs use a
+    /// running server by default.
     pub(super) fn start() -> Option<Self> {
         if std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").is_some() || Path::new(USUAL).join("control").exists()
         {

@@ -24,7 +24,7 @@ const QUIET: Duration = Duration::from_secs(15);
 pub struct Progress {
     all: MultiProgress,
     whole: ProgressBar,
-    /// Tokens per step, steps and name of each run, in the order of the plan.
+    /// For each run, in the order of the plan: its tokens per step, its number of steps and its name.
     runs: Vec<(u64, u64, String)>,
     under_way: BTreeMap<usize, WatchedRun>,
     /// Tokens of the runs that have ended or were skipped; for an interrupted run, tokens of its completed steps.
@@ -61,7 +61,8 @@ impl Progress {
         let passed = places.len() - waiting.len();
         if passed > 0 {
             notify(&format!(
-                "{passed} of {} runs are skipped: they are finished, or other processes work on them",
+                "{passed} of {} runs are skipped: they have ended, other processes work on them, or --only omits \
+                 them",
                 places.len()
             ));
         }

@@ -111,7 +111,7 @@ impl Sweep {
         Ok(())
     }
 
-    /// The folders of the runs that exist, in the order of the plan.
+    /// The folders of the plan's runs that have started, in the order of the plan.
     pub fn run_folders(&self) -> Vec<PathBuf> {
         self.folders().into_iter().filter(|folder| Run::is(folder)).collect()
     }
@@ -138,8 +138,8 @@ impl Sweep {
     }
 
     /// The folder of each run: the existing folder whose run has the same identity, else a free name. Names are not
-    /// compared, because a name contains the settings that differed in the plan that started the run, and the runs of a
-    /// later plan may differ in other settings.
+    /// compared: a name contains the settings in which the runs of its plan differ, and the runs of a later plan may
+    /// differ in other settings.
     fn folders(&self) -> Vec<PathBuf> {
         let there = self.taken();
         let of =
@@ -207,7 +207,7 @@ impl Sweep {
         if checkpoint::newest(folder).is_some() { State::CutOff } else { State::Waiting }
     }
 
-    /// The file in the plan folder with the settings that the run in the folder `name` was started with.
+    /// A file in the plan folder: the settings that a sweep gave the run in the folder `name` at its last start.
     pub(super) fn asked_file(&self, name: &str) -> PathBuf {
         self.folder.join(PLAN).join(format!("{name}.toml"))
     }
@@ -221,7 +221,7 @@ impl Sweep {
         serde_json::from_slice(&std::fs::read(self.crash_file(name)).ok()?).ok()
     }
 
-    /// Moves the files of an earlier attempt that cannot be resumed into the plan folder, before a run starts again.
+    /// Before a run without a checkpoint starts again, moves the folder of its earlier attempt into the plan folder.
     /// Returns false, and moves nothing, if another process holds the folder's lock.
     pub(super) fn set_aside(&self, place: &RunFolder) -> Result<bool> {
         let folder = &place.folder;

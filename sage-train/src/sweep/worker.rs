@@ -83,10 +83,10 @@ pub fn run(sweep: &Sweep, limits: &Limits) -> Result<RunCounts> {
     let shares = on_gpu(sweep) && limits.jobs > 1 && limits.sharing == MpsMode::Auto && waiting.len() > 1;
     let mps = if shares { Mps::start() } else { None };
     match (shares, mps.is_some()) {
-        (true, true) => notify("runs share GPUs through MPS"),
-        (true, false) => {
-            notify("no MPS server was started for this sweep: runs use an existing server or time slices")
-        }
+        (true, true) => notify("runs share GPUs through NVIDIA's MPS"),
+        (true, false) => notify(
+            "no NVIDIA MPS server was started for this sweep: runs use an existing server or time slices",
+        ),
         _ => {}
     }
     let mut work = Work {
@@ -200,8 +200,8 @@ fn tally(states: impl Iterator<Item = State>) -> RunCounts {
     tally
 }
 
-/// Free slots, one for each run that can run concurrently. The slots of device `n` are `n * jobs..(n + 1) * jobs`. The
-/// last slot is used first: every device gets a run before any device gets a second run.
+/// Free slots, one for each run that can run concurrently. The slots of device `n` are `n * jobs..(n + 1) * jobs`.
+/// Slots are taken from the end of the list. It is sorted so that every device gets a run before any gets a second run.
 fn slots(sweep: &Sweep, jobs: usize) -> Vec<usize> {
     in_turn(if on_gpu(sweep) { gpus().len().max(1) } else { 1 }, jobs.max(1))
 }
@@ -317,7 +317,7 @@ impl Sweep {
         if ending.is_some_and(|ending| ending.status != Status::Interrupted) {
             return Ok(now());
         }
-        // Two sweeps may have started the same run; the other sweep has locked its folder.
+        // Two sweeps may have started the same run; the other sweep has locked the run's folder.
         if Lock::is_held(folder) {
             return Ok(State::Elsewhere);
         }

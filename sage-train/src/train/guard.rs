@@ -5,7 +5,7 @@ use crate::metrics::Point;
 /// Largest number of recent steps that a step is compared with.
 const WINDOW: usize = 128;
 
-/// Smallest number of recent steps for a score.
+/// Smallest number of recent steps. If fewer are known, no step counts as a spike.
 const FEWEST: usize = 16;
 
 /// Mean and standard deviation of the losses and of the gradient norms of recent steps, without skipped

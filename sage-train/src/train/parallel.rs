@@ -11,15 +11,15 @@ use crate::ranks::{ControlChannel, CopyEngines, FEW_TOKENS, Mesh, PIECE, PIECE_B
 /// How several ranks share a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Parallel {
-    /// This rank among the ranks of its node.
+    /// The position of this rank among the ranks of its node.
     pub local: Rank,
     /// Number of adjacent ranks that share each sequence.
     pub context: usize,
     /// When gradients are reduced.
     pub overlap: Overlap,
-    /// Smallest number of gradient elements in one transfer; `None` is the default.
+    /// [`Mesh::piece`]. `None` means `PIECE`, or `PIECE_BESIDE` during a backward.
     pub piece: Option<usize>,
-    /// Whether copy engines carry gradients and updated weights among the ranks of a node.
+    /// Whether copy engines (units of the GPU that only copy memory) transfer gradients and weights within a node.
     pub engines: CopyEngines,
 }
 
@@ -27,7 +27,7 @@ impl Parallel {
     /// Connects the ranks' devices, for steps of `tokens` tokens.
     ///
     /// # Errors
-    /// When the ranks are not distributed evenly, or their devices cannot reach each other.
+    /// When the ranks are not distributed evenly among the nodes, or their devices cannot reach each other.
     pub(super) fn connect(&self, channel: &ControlChannel, device: &Device, tokens: u64) -> Result<Ranks> {
         let mesh = Mesh::agree(channel, self.local, self.context)?;
         let ranks = Ranks::connect(channel.clone(), mesh, self.engines, device)?;
@@ -65,8 +65,8 @@ pub enum Overlap {
     /// Overlapped with the backward: a layer's gradients as soon as its backward is done
     #[value(alias = "beside")]
     During,
-    /// On several nodes: `during`. On one node: `during` if copy engines transfer the gradients and each GPU has
-    /// fewer than 16k tokens a step, otherwise `after`
+    /// On several nodes: `during`. On one node: `during` if copy engines (DMA units of the GPUs) transfer the gradients
+    /// and each GPU has fewer than 16k tokens a step, otherwise `after`
     Auto,
 }
 

@@ -13,8 +13,8 @@ use crate::metrics::Point;
 use crate::ranks::Rank;
 use crate::{bar, notify, open_own, printable};
 
-/// Intervals between progress lines without a terminal, and between the log's step lines after the first
-/// `FIRST_STEPS` steps.
+/// Interval between progress lines if standard error is not a terminal. `QUIET_LOG`: the interval between step lines in
+/// the log, after the first `FIRST_STEPS` steps.
 const QUIET: Duration = Duration::from_secs(5);
 const QUIET_LOG: Duration = Duration::from_secs(10);
 const FIRST_STEPS: u64 = 10;

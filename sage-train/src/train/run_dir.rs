@@ -68,12 +68,12 @@ impl OpenFolder {
         match (self.handle.metadata(), std::fs::metadata(&self.path)) {
             (Ok(own), Ok(now)) => (own.dev(), own.ino()) == (now.dev(), now.ino()),
             (_, Err(error)) => !matches!(error.kind(), NotFound | NotADirectory),
-            // A temporary error of the disk does not count as removal: the next write reports it.
+            // A temporary error of the disk does not mean that the folder was removed: the next write reports it.
             (Err(_), Ok(_)) => true,
         }
     }
 
-    /// Other systems do not allow the renaming of a folder in which a file is open.
+    /// Systems other than Unix do not allow the renaming of a folder in which a file is open.
     #[cfg(not(unix))]
     fn is_there(&self) -> bool {
         self.path.is_dir()
@@ -110,8 +110,8 @@ impl RunDir {
         Err(taken(&config.out.join(config.name.as_deref().unwrap_or(""))))
     }
 
-    /// Opens the folder of an existing run, truncates its metrics to `step` steps and returns them. `lock` is `Some` if
-    /// no checkpoint holds the lock.
+    /// Opens the folder of an existing run, truncates its metrics to `step` steps and returns them. `lock` is `None`
+    /// if the [`crate::checkpoint::FoundCheckpoint`] of the resumed run holds the lock.
     pub(super) fn reopen(path: &Path, step: u64, lock: Option<Lock>) -> Result<(Self, Vec<Point>)> {
         // Removes the unfinished files of a killed process. No process is writing them, because this process holds the
         // lock.
@@ -144,7 +144,7 @@ impl RunDir {
         Ok((folder, points))
     }
 
-    /// Opens a run's folder to which only another rank writes, with the metrics up to `step`.
+    /// Opens a run's folder to which only another rank writes. Also returns the metrics up to `step`.
     pub(super) fn open_read_only(path: PathBuf, step: u64) -> Result<(Self, Vec<Point>)> {
         let points = points_until(&path, step)?;
         Ok((Self { path, opened: None, writer: None, _lock: None }, points))
@@ -166,7 +166,7 @@ impl RunDir {
         Ok(())
     }
 
-    /// Checks, before any long work starts, that a named folder does not exist.
+    /// Checks, before any long work starts, that the folder of a run with `--name` does not exist.
     pub(super) fn check_free(config: &Config) -> Result<()> {
         match config.name.as_ref().map(|name| config.out.join(name)) {
             Some(path) if path.exists() => Err(taken(&path)),
@@ -235,7 +235,7 @@ impl RunDir {
         Ok(optional(&self.path.join(name))?.unwrap_or_default())
     }
 
-    /// Waits until the metrics are on the disk, because a run cannot resume from a checkpoint without them.
+    /// Waits until the metrics are on the disk, because resuming from a checkpoint requires them.
     pub(super) fn sync(&self) -> Result<()> {
         self.check_there()?;
         let Some(writer) = &self.writer else { return Ok(()) };

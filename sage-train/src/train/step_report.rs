@@ -107,8 +107,8 @@ mod tests {
         assert_eq!(report.places_of_squares().map(|place| reports[place]).sum::<f64>(), 30.0);
         assert_eq!(report.asked(&reports), Requests { signal: Some(15), save: true });
         assert_eq!(report.slowest(&reports), Some((1, 1.5)));
-        // The same reports, read as the reports of two ranks on separate nodes that share each sequence: three
-        // micro-batches in two parts.
+        // The same reports, read as the reports of two ranks that share each sequence: three micro-batches in two
+        // parts. The ranks are on separate nodes (in a real mesh, on one), so only one sum of squares is used.
         let replica = Rank { index: 0, of: 2 };
         let mesh = Mesh { shard: Rank::ALONE, replica, context: 2, ..Mesh::ALONE };
         let report = Report { micro_batches: 3, mesh };

@@ -30,8 +30,8 @@ use crate::{during, partial, signals, writing};
 /// learn while updates are skipped.
 const MOST_SKIPPED: usize = 64;
 
-/// A rank is reported as slow when it takes more than this multiple of the median time in this number of consecutive
-/// steps.
+/// A rank is reported as slow if its time is the longest, and above this multiple of the ranks' median time, in each of
+/// this many consecutive steps.
 const SLOW: (f64, usize) = (1.1, 20);
 
 /// A run in progress.
@@ -169,7 +169,7 @@ impl Run<'_> {
         {
             self.progress.print(&format!("warning: {error}"));
         }
-        // A rank whose copy fails still takes part and reports the error, because a checkpoint needs all ranks.
+        // A rank that cannot copy its state still takes part and reports the error: a checkpoint needs all ranks.
         let copy = || self.trainer.state().map_err(during("cannot copy the weights"));
         let synced = self.ranks.channel().while_peers_wait("a checkpoint", || self.folder.sync());
         let state = synced.and_then(|()| copy());

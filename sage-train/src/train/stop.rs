@@ -7,7 +7,7 @@ use crate::runs::Status;
 /// What ended a run before its last step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Stop {
-    /// A loss or a gradient was not finite, or too many updates were skipped as spikes.
+    /// A loss or a gradient was not finite, too many updates were skipped as spikes, or the loss rose by the run's end.
     Diverged(Error),
     /// A signal stopped the run. The run was saved, unless it was still in its first step.
     Interrupted(Error),

@@ -20,7 +20,7 @@ use crate::train::step_report::{Report, Requests};
 use crate::train::stop::Stop;
 use crate::{during, on_device, signals};
 
-/// Largest number of micro-batches in flight to the device.
+/// Largest number of micro-batches whose upload to the device may be incomplete at the same time.
 const AHEAD: usize = 16;
 
 /// The state that a step changes.
@@ -32,7 +32,7 @@ pub(super) struct Trainer<'a> {
     data: &'a Dataset,
     monitor: Monitor,
     pub(super) model: Llama,
-    /// The same weights in a model with the attention of `--eval-attn`.
+    /// A model with the weights of `model` and the attention of `--eval-attn`.
     pub(super) under_eval_attn: Option<Llama>,
     /// 0, or NaN after a step whose loss or gradient was not finite. It is added to the norm, so that NaN disables all
     /// later updates on the device.
@@ -290,8 +290,8 @@ impl<'a> Trainer<'a> {
         below(&sum, limits.loss * micro_batches)? + below(squares, most * most)?
     }
 
-    /// How many gradients a step adds: one for each micro-batch or, if ranks share sequences, for each part of each
-    /// micro-batch. Each gradient is a mean over its tokens.
+    /// How many gradients a step adds: one for each micro-batch or, if ranks share sequences, for each rank's part of
+    /// each micro-batch. Each gradient is the mean over the tokens of its micro-batch or part.
     fn gradients_of_a_step(&self) -> usize {
         self.config.accumulation * self.ranks.mesh().context
     }
@@ -371,8 +371,8 @@ impl<'a> Trainer<'a> {
 
     /// The first parameter with a non-finite gradient, on the first rank that has such a parameter.
     fn first_non_finite(&mut self, step: u64) -> Result<String> {
-        // Recomputes this rank's gradients of the step, before any reduction. The weights are unchanged, even if the
-        // next step is in flight, because its update is disabled.
+        // Recomputes this rank's gradients of the step, before any reduction. The weights are unchanged: the updates
+        // of this step and of the next step, which may be in flight, are disabled.
         let (mut batches, part) = (self.batches(), self.ranks.mesh().part());
         let first_sequences = self.first_sequences(step).take(self.own().count());
         let again: Vec<Sequences> = first_sequences

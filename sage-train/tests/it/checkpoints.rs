@@ -392,7 +392,8 @@ fn damaged_metrics_are_made_again() {
     assert_eq!((after.len(), &after[..6]), (8, &before[..]));
 }
 
-/// Without validations, checkpoints are written by time. Files have the permissions of the umask.
+/// Without validations, checkpoints are still written every `--checkpoint-minutes`. Files have the permissions of
+/// the umask.
 #[cfg(unix)]
 #[test]
 fn a_checkpoint_comes_by_the_clock() {

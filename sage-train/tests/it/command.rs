@@ -138,7 +138,7 @@ fn results_replace_no_file_of_another_kind() {
     }
 }
 
-/// A file that is given twice would count twice without a message.
+/// A file that is given twice is refused, because its text would count twice.
 #[test]
 fn text_that_is_given_twice_is_refused() {
     let scratch = Scratch::new();

@@ -293,8 +293,8 @@ fn lines_that_end_as_on_windows_are_read_as_on_unix() {
     assert!(of("windows") == of("unix"));
 }
 
-/// Other files in a folder of text and a file's byte order mark are not read as text. A file in two sources is refused.
-/// A missing shard ends a run.
+/// Hidden files in a folder are not read, and the byte order mark of a file is not part of its text. A file in two
+/// sources is refused. A missing shard ends a run.
 #[test]
 fn what_is_no_text_is_not_read_as_such() {
     let scratch = Scratch::new();

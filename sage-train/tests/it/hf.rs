@@ -107,7 +107,7 @@ fn a_continued_run_needs_the_folder_no_more() {
     assert_eq!(scratch.metrics("r").len(), 5);
 }
 
-/// The mean loss of each ending follows from transformers' logits.
+/// An example is a context with endings to choose from. The mean loss of each ending follows from transformers' logits.
 #[test]
 fn the_ending_with_the_lowest_mean_loss_is_chosen() -> Result<()> {
     let trained = open(&golden("qwen3"), DeviceKind::Cpu);
@@ -120,8 +120,8 @@ fn the_ending_with_the_lowest_mean_loss_is_chosen() -> Result<()> {
     };
     let (mut right, mut wrong) = (Vec::new(), Vec::new());
     for (at, likeliest) in [(5, true), (12, false), (30, true), (20, false)] {
-        // The other ending is one token, whose loss follows from the same row of logits: for the likeliest token this
-        // loss is below the mean loss of the six, for the least likely token above the mean.
+        // The other ending is one token, whose loss follows from the same row of logits. The likeliest token's loss is
+        // below the mean loss of the long ending, and the least likely token's loss is above it.
         let row = &losses[0][at - 1];
         let mut order: Vec<u32> = (0..300).collect();
         order.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]));
@@ -364,7 +364,7 @@ fn settings_come_from_the_folder() {
     assert_eq!(hf::longest(&golden("qwen3")).expect("a model"), 64);
 }
 
-/// Components of other models are settings of a run, shown in its plan, and stored in an export that has the same loss.
+/// Components such as biases and windows are settings. A run's plan shows them, and its export has the same loss.
 #[test]
 fn parts_of_other_models_are_settings() {
     let scratch = Scratch::new();

@@ -66,8 +66,8 @@ fn cases() -> usize {
     std::env::var("HOSTILE_CASES").map_or(300, |n| n.parse().expect("HOSTILE_CASES is a number"))
 }
 
-/// One to four random changes: flipped bits, bytes, numbers that often occur as lengths, truncations, and
-/// duplicated pieces.
+/// `whole` with one to four random changes: a flipped bit, a random byte, an extreme number (in binary or decimal), a
+/// truncation, or a duplicated piece.
 fn broken(whole: &[u8], rng: &mut ChaCha8Rng) -> Vec<u8> {
     let mut bytes = whole.to_vec();
     for _ in 0..rng.random_range(1..=4) {

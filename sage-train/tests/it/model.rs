@@ -42,7 +42,8 @@ fn config() -> LlamaConfig {
     }
 }
 
-/// Matrices of one matmul have no padding between them, also if their sizes are not multiples of the alignment.
+/// Weight matrices with the same input, such as those of Q, K and V, are stored without padding between them, also if
+/// their sizes are not multiples of the alignment.
 #[test]
 fn matrices_of_one_input_are_one() -> Result<()> {
     let config = LlamaConfig { width: 36, heads: 3, key_heads: 1, head_dim: 10, ffn: 7, ..config() };
@@ -213,8 +214,8 @@ fn gradients_of_sla2_are_those_of_the_graph() -> Result<()> {
     Ok(())
 }
 
-/// In the router stage router and `theta` receive gradients; the loss and all other gradients are those of dense
-/// attention.
+/// In [`Stage::Router`] the router and `theta` (which sets the weight of the selected blocks) receive gradients. The
+/// loss and all other gradients are those of dense attention.
 #[test]
 fn the_routers_stage_is_dense_attention_that_teaches() -> Result<()> {
     let config = with_sla2();
@@ -243,7 +244,7 @@ fn the_routers_stage_is_dense_attention_that_teaches() -> Result<()> {
 
 /// The gradient of each layer's sinks equals finite differences of the loss, with documents and without, and with
 /// recomputation. The differences are of fourth order with steps of .1. Their error is a fifth-derivative term below
-/// .01, and a few roundings of the loss (2^-24 times 8 each) divided by .1.
+/// .01, and a few roundings of a loss below 8 (each at most 2^-24 times 8) divided by .1.
 #[test]
 fn sinks_have_the_gradient_of_the_loss() -> Result<()> {
     let device = &Device::Cpu;

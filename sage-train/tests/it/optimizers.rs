@@ -9,7 +9,8 @@ fn train(scratch: &Scratch, name: &str, flags: &[&str]) -> Vec<(f64, f64)> {
 }
 
 /// Two runs are bit-identical, and so is a resumed run; a run from a checkpoint's weights can begin with the
-/// checkpoint's moments. A checkpoint has one moment for each matrix, and two for every other parameter.
+/// checkpoint's moments. A checkpoint has Muon's momentum and row statistics for each hidden matrix, and AdamW's two
+/// moments for every other parameter.
 #[test]
 fn muon_learns_and_resumes_with_the_same_bits() {
     let scratch = Scratch::new();

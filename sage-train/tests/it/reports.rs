@@ -1,4 +1,4 @@
-//! The contents of reports: divergence, arms of a sweep, speeds, milestones.
+//! The contents of reports: divergence, arms of a sweep, speeds, damaged files.
 
 use crate::support::{Scratch, small};
 
@@ -68,7 +68,7 @@ fn the_points_of_a_sweep_are_its_arms_and_its_report_stays_its_own() {
     let again = scratch.ok(&["report", "runs/s"]);
     let rows = |text: &str| text.lines().map(String::from).collect::<std::collections::BTreeSet<_>>();
     assert_eq!(rows(&of_sweep), rows(&again));
-    // Arms with other learning rates are compared with the sweep's baseline in one panel.
+    // All arms are compared with the sweep's baseline, also an arm whose learning rate differs from the baseline's.
     for arm in ["fpa, lr 0.001", "sagebwd, lr 0.002"] {
         let row = again.lines().find(|line| line.starts_with(arm)).unwrap_or_else(|| panic!("{again}"));
         assert!(row.contains("2 pairs"), "{row}");
@@ -114,7 +114,7 @@ fn a_run_and_its_report_agree_on_the_speed() {
     assert!(found.into_iter().any(|b| (a - b).abs() <= 1.0), "{of_run} {row}");
 }
 
-/// One flipped byte is an error instead of a run with fewer steps; `--resume` restores the metrics.
+/// A report of a run with one flipped byte fails, instead of omitting steps. `--resume` restores the metrics.
 #[test]
 fn a_flipped_byte_in_the_measurements_is_seen() {
     let scratch = Scratch::new();
@@ -146,7 +146,8 @@ fn a_flipped_byte_in_the_measurements_is_seen() {
     let whole = std::fs::read_to_string(&path).expect("a file");
     std::fs::write(&path, whole.trim_end().to_owned() + "*").expect("a file");
     assert!(scratch.fails(&["report", "runs/r"]).contains("5 of 6 steps"));
-    // A damaged list of starts must not skip the check of the tokenizer, or lose the starts.
+    // A damaged `starts.json` is an error: `sample` must not skip its check of the tokenizer, and `--resume` must not
+    // lose the recorded starts.
     std::fs::write(&path, whole).expect("a file");
     std::fs::write(scratch.path().join("runs/r/starts.json"), "[{").expect("a file");
     assert!(scratch.fails(&["sample", "runs/r", "Once"]).contains("starts.json"));

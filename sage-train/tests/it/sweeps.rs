@@ -172,7 +172,7 @@ fn a_sweep_that_is_changed_by_hand_loses_nothing() {
     scratch.ok(&["sweep", "s.toml"]);
     assert_eq!(runs(&sweep), ["seed-1", "seed-1-2", "seed-2-2", "seed-2-3"]);
     // A run with a damaged checkpoint is reported as crashed. The run's folder stays until the run starts again
-    // from step 0, and then moves into the plan folder.
+    // from step 0, and is then moved to `plan/seed-1.attempt-1`.
     let run = sweep.join("seed-1");
     std::fs::write(run.join("ending.json"), "{\"status\": \"interrupted\"}").expect("an ending");
     std::fs::write(run.join("checkpoints/step-00000040/state.safetensors"), "?").expect("a state");
@@ -224,15 +224,14 @@ fn lists_on_the_command_line_are_a_sweep() {
     assert_ne!(first("fpa_order-seed-1"), first("fpa_order-seed-2"));
     // Another plan of the same name compares only its own runs, and reports which runs it omits.
     let other = small(&["--attn", "fpa", "--order-seed", "1,3", "--steps", "4", "--name", "both"]);
-    let left_out =
-        "left out 3 runs of another plan: fpa_order-seed-2, sagebwd_order-seed-1, sagebwd_order-seed-2";
+    let left_out = "left out 3 runs that this sweep does not include: fpa_order-seed-2, sagebwd_order-seed-1, sagebwd_order-seed-2";
     let other = scratch.ok(&other);
     assert!(other.contains(left_out) && other.contains("`report runs/both` compares all"), "{other}");
     let refused = scratch.fails(&["--seed", "1,2", "--resume", "runs/both/fpa_order-seed-1"]);
     assert!(refused.contains("several runs") && refused.contains("hint:"), "{refused}");
     let wrong = scratch.fails(&["--attn", "fpa,sage"]);
     assert!(wrong.contains("invalid value 'sage'"), "{wrong}");
-    // The folder of several sweeps is not a folder of runs, and the message names folders that are.
+    // A folder that contains sweeps but no runs is an error, and the message names the folders of the sweeps.
     let several = scratch.fails(&["report", "runs"]);
     assert!(several.contains("no runs to report") && several.contains("runs/both"), "{several}");
     // If the folder also contains a run, this run is reported, and a warning names the sweep whose runs are omitted.
@@ -255,7 +254,7 @@ fn one_run_of_a_sweep_and_a_job_array() {
     assert!(told.contains("3 tasks"), "{told}");
     let script = std::fs::read_to_string(scratch.path().join("array.sh")).expect("a script");
     assert!(script.contains("--array=0-2") && script.contains("sweep s.toml --only"), "{script}");
-    // A task runs one run, and the sweep then runs the other runs: task and sweep have the same state.
+    // A task of the job array runs one run. The sweep reads the same folder, and then runs only the other runs.
     let task = script.replace("\"$SLURM_ARRAY_TASK_ID\"", "1");
     scratch.file("task.sh", task);
     let status =
@@ -295,7 +294,8 @@ fn runs_of_anywhere_are_reported() {
     assert!(
         std::fs::read_to_string(scratch.path().join("r.md")).expect("Markdown").contains("| arm | seeds |")
     );
-    // Reports of all runs in a folder: with another baseline; with a baseline, runs or a key that do not exist.
+    // Reports of all runs in a folder: with another baseline. Errors: no arm with the baseline's setting, a folder
+    // without runs, and a key in which the runs do not differ.
     let table = scratch.ok(&["report", "runs", "--baseline", "attn=none"]);
     let none = table.lines().find(|line| line.starts_with("none")).expect("an arm");
     assert!(none.contains("baseline"), "{table}");

@@ -1,4 +1,5 @@
-//! Tokenizers of other projects: which token ends a document, leading spaces, added tokens, text that they change.
+//! Tokenizers of other projects: which token ends a document, leading spaces, added tokens, and tokenizers that change
+//! the text.
 
 use sage_train::data::Tokenizer;
 use sage_train::data::prepare::Prepared;

@@ -221,7 +221,7 @@ fn failed<E: Into<AnyError>>(what: &str) -> impl FnOnce(E) -> Error {
     }
 }
 
-/// Checks that the path of a file is inside its folder.
+/// Checks that the path of a data set's file stays inside the data set's folder.
 fn check_file(file: &str) -> Result<()> {
     let normal = |path: &Path| path.components().all(|part| matches!(part, Component::Normal(_)));
     if !file.is_empty() && !file.contains(['\\', '\0', '?', '#']) && normal(Path::new(file)) {

@@ -139,7 +139,7 @@ impl<'de> Visitor<'de> for Field<'_> {
         f.write_str("a JSON object")
     }
 
-    /// A null in place of the object with the field.
+    /// A null instead of an object: if `a` is null, the field `a.b` counts as null.
     fn visit_unit<E: serde::de::Error>(self) -> std::result::Result<Self::Value, E> {
         if self.nested { Ok(FieldValue::Null) } else { self.other(Unexpected::Unit) }
     }
@@ -192,7 +192,7 @@ impl<'de> Visitor<'de> for Field<'_> {
                     others.push(key.into_owned());
                 }
             }
-            // Only the keys that an error lists are kept: a line may have millions of keys.
+            // An error lists `LISTED` keys, and shows whether there are more. A line may have millions of keys.
             others.truncate(LISTED + 1);
         }
         Ok(named.or(nested).unwrap_or(FieldValue::Missing(others)))

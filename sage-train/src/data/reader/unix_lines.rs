@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader, Read};
 /// A reader that replaces `\r\n` by `\n`. A `\r` without a following `\n` is kept.
 pub(super) struct UnixLines<R> {
     inner: BufReader<R>,
-    /// Whether the last byte of `inner` was a `\r` that has not been returned yet.
+    /// Whether the last byte that was read from `inner` is a `\r` that has not been returned yet.
     held: bool,
 }
 

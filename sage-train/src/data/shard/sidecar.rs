@@ -1,4 +1,5 @@
-//! The sidecar of a shard, `NAME.bin.json`: its origin, its hash and the bounds of its documents.
+//! The sidecar of a shard, `NAME.bin.json`: the hashes of the shard and of its tokenizer, and the lengths of its
+//! documents.
 
 use std::path::{Path, PathBuf};
 
@@ -28,7 +29,7 @@ pub struct Sidecar {
     /// sidecars of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub token_bytes: Option<u64>,
-    /// Tokens of each document in order, including its end-of-text token. These numbers add up to `tokens`.
+    /// Number of tokens of each document in order, with its end-of-text token. The sum is `tokens`.
     pub document_tokens: Vec<u64>,
     /// Whether the last document continues in the next shard.
     pub continues: bool,

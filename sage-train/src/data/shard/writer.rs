@@ -88,7 +88,7 @@ impl ShardWriter {
         let _ = std::fs::remove_file(Sidecar::path(path));
         file.set_len(len).map_err(failed())?;
         if format.magic().is_some() {
-            // Set the count as in `create`, because the shard may have been completed after the state was saved.
+            // Set the header's count to 2^32 - 1 again: the shard may have been completed after the state was saved.
             file.seek(SeekFrom::Start(8)).and_then(|_| file.write_all(&[0xff; 4])).map_err(failed())?;
         }
         file.seek(SeekFrom::Start(len)).map_err(failed())?;

@@ -12,7 +12,7 @@ use crate::read_small;
 /// End-of-text tokens of known tokenizers: GPT-2's and Qwen's, Llama 3's, Llama 2's, Gemma's, ChatML's.
 const KNOWN: [&str; 5] = [END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>"];
 
-/// The largest file next to a tokenizer, in bytes. Such a file may contain chat templates and added tokens.
+/// Limit on the size of a file next to a tokenizer, in bytes. Such a file may contain chat templates and added tokens.
 const MOST: u64 = 16 << 20;
 
 /// The id of the named token, or of a known end-of-text token. Special tokens are preferred, because some vocabularies
@@ -57,7 +57,8 @@ impl Tokenizer {
     }
 }
 
-/// The ids in a field of a model's `config.json` or `generation_config.json`, which is a number, a list or null.
+/// The ids in the field `key` of a model's `config.json` or `generation_config.json`. The field is a number, a list or
+/// null.
 pub(crate) fn token_ids(config: &Value, key: &str) -> Result<Vec<u32>, String> {
     let field = &config[key];
     let id = |value: &Value| {

@@ -8,7 +8,8 @@ use tokenizers::{NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, T
 use super::Tokenizer;
 use crate::{during, unpanicked};
 
-/// The alternatives of Qwen2's pattern that other byte-level tokenizers lack: among others, each digit is separate.
+/// The part of Qwen2's regular expression that identifies it. For example, this part splits text at each digit, which
+/// the expressions of GPT-2 and Llama 3 do not.
 const QWEN2: &str = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+";
 
 impl Tokenizer {
@@ -29,7 +30,7 @@ impl Tokenizer {
         added.values().any(|token| token.special && text.contains(&token.content))
     }
 
-    /// Whether text is split as by Qwen2's tokenizer, whose pre-tokenizer transformers uses for every Qwen2 model.
+    /// Whether text is split as by Qwen2's pre-tokenizer. The library transformers uses it for every Qwen2 model.
     ///
     /// # Errors
     /// When the library fails.
@@ -39,7 +40,7 @@ impl Tokenizer {
     }
 }
 
-/// How a model encodes text that is not in its vocabulary.
+/// How a tokenizer encodes text that is not in its vocabulary.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(super) struct Unknown {
@@ -63,7 +64,7 @@ pub(super) fn unknown(json: &str) -> Option<Unknown> {
 }
 
 /// The tokenizer without the space that it puts in front of every text; `None` if it does not add a space. Text that
-/// continues inside a document must not get such a space.
+/// starts in the middle of a document must not get such a space.
 pub(super) fn without_prefix_space(inner: &Inner) -> std::result::Result<Option<Inner>, String> {
     let failed = |error: serde_json::Error| error.to_string();
     let normalizer = inner.get_normalizer().map(serde_json::to_value).transpose().map_err(failed)?;
@@ -107,7 +108,7 @@ fn keep_without_prefix(part: &mut Value) -> bool {
     true
 }
 
-/// The tokenizer without a post-processor that adds tokens, such as a token at the beginning of every text.
+/// The tokenizer without the post-processing steps that add tokens, such as a token at the beginning of every text.
 pub(super) fn without_added_tokens(inner: &Inner) -> Result<Inner> {
     let failed = || during::<serde_json::Error>("cannot write the tokenizer without its added tokens");
     let mut inner = inner.clone();

@@ -16,7 +16,7 @@ pub(super) fn draw(spec: &ParameterSpec, seed: u64) -> Vec<f32> {
     (0..len).map(|_| normal.sample(&mut rng)).collect()
 }
 
-/// The 64-bit FNV-1a hash of a name, which numbers the parameter's random stream.
+/// The 64-bit FNV-1a hash of a name. It is the number of the parameter's random stream.
 fn fnv1a(name: &str) -> u64 {
     name.bytes()
         .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))

@@ -9,8 +9,8 @@ use crate::model::spec::ParameterSpec;
 use crate::model::state::{State, StateFile};
 
 impl Parameters {
-    /// Reads every parameter from a safetensors file. `trained` names the ranks that train the parameters, and the
-    /// optimizer's state; `None` if the model needs no gradients.
+    /// Reads every parameter from a safetensors file. `trained`: the ranks that train the parameters, and the names of
+    /// the optimizer's state. It is `None` if the model needs no gradients.
     ///
     /// # Errors
     /// When the file cannot be read, or belongs to another model.

@@ -17,8 +17,8 @@ pub(super) struct MatrixOfPiece<'a> {
     pub(super) head: Option<usize>,
 }
 
-/// The matrices of a piece that contains only hidden matrices; `None` for other pieces. Matrices of one
-/// shape and number of heads are adjacent.
+/// The matrices of a piece that contains only hidden matrices; `None` for other pieces. Matrices
+/// with the same shape and number of heads are adjacent.
 pub(super) fn matrices_of<'a>(
     specs: &'a [ParameterSpec],
     layout: &Layout,

@@ -1,4 +1,4 @@
-//! Scales of FP8 operands with delayed scaling, which are computed from earlier steps and are part of the training
+//! The scales of FP8 operands with delayed scaling. They are computed from earlier steps, and are part of the training
 //! state in a checkpoint.
 
 use std::sync::Arc;

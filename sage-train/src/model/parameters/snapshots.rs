@@ -44,8 +44,8 @@ impl Parameters {
         Ok(all)
     }
 
-    /// A copy of all weights in host memory on rank 0, which does not change while training continues. Returns `None`
-    /// on the other ranks. All ranks must call this together.
+    /// A copy of all weights in the host memory of rank 0. The copy does not change while training continues. Returns
+    /// `None` on the other ranks. All ranks must call this together.
     ///
     /// # Errors
     /// When memory is short, or a rank cannot be reached.

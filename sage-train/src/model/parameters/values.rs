@@ -66,7 +66,7 @@ pub(super) struct Fp8Piece {
 }
 
 impl Fp8Piece {
-    /// `own`: the elements that this rank owns, and their f32 weights.
+    /// `own`: the range of the piece's weights that this rank owns, and these weights in f32.
     fn new(
         (dtype, len): (DType, usize),
         matrices: Vec<Range<usize>>,
@@ -109,7 +109,7 @@ impl Fp8Piece {
         }
     }
 
-    /// The tensors that are equal on all ranks.
+    /// The FP8 values and the scales, which are equal on all ranks. Empty if this rank owns the whole piece.
     pub(super) fn tensors(&self) -> Vec<Tensor> {
         self.gathered.iter().flat_map(|(codes, scales)| [codes.clone(), scales.borrow().clone()]).collect()
     }
@@ -157,7 +157,7 @@ impl Fp8Piece {
 
 /// Quantizes this rank's parts of the pieces. Returns what [`Parameters::gather`] needs; nothing if no other rank owns
 /// parts. The scales follow from the largest values of all ranks, so the FP8 values equal those that
-/// [`Fp8Matrix::quantize`] computes from the whole matrix. (A NaN stays NaN, but the scale of its matrix may differ.)
+/// [`Fp8Matrix::quantize`] computes from the whole matrix. (A matrix with a NaN may get another scale; the NaN stays.)
 pub(super) fn quantize_shards(
     pieces: &[(usize, &Fp8Piece)],
     group: &Group,
@@ -187,7 +187,8 @@ pub(super) fn quantize_shards(
 pub struct WeightCopies<'a>(&'a Parameters);
 
 impl Parameters {
-    /// Copies the weights that training reads only in FP8 to the compute type. All ranks must call this together.
+    /// Makes copies, in the compute type, of the weights that training reads only in FP8. All ranks must call this
+    /// together.
     ///
     /// # Errors
     /// When memory is short, or a rank cannot be reached.

@@ -14,17 +14,17 @@ use candle_sage::ops::{Fp8Copies, Fp8Matrix};
 use super::arrivals::PendingGathers;
 use super::values::Fp8Piece;
 
-/// Weights in FP8, by their first element in the layout and their number of rows, each with the number of
-/// updates before its quantization.
+/// Weights in FP8, and the number of updates before each weight was quantized. The key is the index of the weight's
+/// first element in the layout, and its number of rows.
 pub(super) type Quantized = RefCell<HashMap<(usize, usize), (u64, Fp8Matrix)>>;
 
 /// A parameter of a model, or several adjacent matrices as one: its value, and its gradient if it is trained.
 #[derive(Debug, Clone)]
 pub struct Weight {
     pub(super) source: Source,
-    /// The first element in the layout of all parameters.
+    /// The index of the weight's first element in the layout of all parameters.
     pub(super) at: usize,
-    /// The first dimension.
+    /// The size of the weight's first dimension.
     pub(super) rows: usize,
     /// The index of the piece that contains the value.
     pub(super) piece: usize,

@@ -19,7 +19,7 @@ use crate::{during, notify, signals};
 const COMING: Duration = Duration::from_secs(300);
 
 /// The refusal that a connection without the run's secret receives.
-const OTHER_SECRET: &str = "rank 0 has another secret: SAGE_TRAIN_SECRET, or by default the number of the job, must be the same on all ranks";
+const OTHER_SECRET: &str = "rank 0 has another secret: SAGE_TRAIN_SECRET, or by default the ID of the job (Slurm) or of the run (torchrun), must be the same on all ranks";
 
 fn cannot_listen(world: &World) -> impl Fn(std::io::Error) -> Error {
     let place = format!("{} at port {}", world.host, world.port);
@@ -27,7 +27,7 @@ fn cannot_listen(world: &World) -> impl Fn(std::io::Error) -> Error {
         Error::failed("cannot wait for the other ranks")
             .got(format!("{place}: {error}"))
             .allowed("a free port at an address of this machine")
-            .hint("if another run uses the port, set MASTER_PORT for torchrun; under srun each job has a separate port")
+            .hint("if another run uses the port, change MASTER_PORT (torchrun: --master-port); under srun each job has a separate port")
     }
 }
 
@@ -38,7 +38,7 @@ fn listen(world: &World) -> std::io::Result<TcpListener> {
         notify(&format!("rank 0 listens at all addresses of this machine: {} {why}", world.host));
         TcpListener::bind(("0.0.0.0", world.port))
     };
-    // Debian's /etc/hosts gives 127.0.1.1 for the machine's own name. A numeric loopback address is taken as intended.
+    // Debian's /etc/hosts gives 127.0.1.1 for the machine's own name. A numeric loopback address is intentional.
     let is_name = world.host != "localhost" && world.host.parse::<IpAddr>().is_err();
     let elsewhere = world.local.of < world.rank.of;
     match TcpListener::bind((world.host.as_str(), world.port)) {
@@ -57,7 +57,7 @@ pub(super) fn wait_for_all(world: &World) -> Result<Vec<Peer>> {
     let listener = listen(world).map_err(&failed)?;
     if world.secret.is_guessable && !listener.local_addr().map_err(&failed)?.ip().is_loopback() {
         notify(
-            "the ranks are protected only by the number of the job: set SAGE_TRAIN_SECRET to keep out users who know that number",
+            "the ranks are protected only by the ID of the job or run: set SAGE_TRAIN_SECRET to keep out users who know the ID",
         );
     }
     let mut greetings = GreetingListener::new(listener, &world.secret).map_err(&failed)?;
@@ -151,7 +151,7 @@ fn missing<T>(world: &World, peers: &BTreeMap<usize, T>, strangers: usize) -> Er
         refused => format!("; {refused} connections without the run's secret"),
     };
     Error::failed("ranks did not connect")
-        .got(format!("no rank {}{more} after {} s{refused}", named.join(", "), COMING.as_secs()))
+        .got(format!("after {} s without rank {}{more}{refused}", COMING.as_secs(), named.join(", ")))
         .allowed(format!("{} ranks", world.rank.of))
         .hint(format!(
             "check that these ranks can reach {} at port {}; their output may say more",
@@ -205,7 +205,7 @@ fn is_timeout(error: &std::io::Error) -> bool {
 
 /// Waits for the welcome, which rank 0 sends when all ranks have connected.
 fn wait_for_welcome(world: &World, mut stream: TcpStream, nonce: &str) -> Result<Peer> {
-    // Twice the limit of rank 0, because rank 0 may have begun to wait only when this rank connected.
+    // Twice the limit of rank 0, so that rank 0 reports missing ranks first, even if it has only begun to wait.
     let ready = stream.set_read_timeout(Some(2 * COMING));
     match ready.and_then(|()| receive(&mut stream)) {
         Ok(Message::Hello(hello)) if hello.rank == 0 && hello.of == world.rank.of => {

@@ -13,8 +13,9 @@ pub(super) struct RankProgress {
     pub(super) heard: Instant,
     /// The current step, from 1; 0 before the first step.
     pub(super) step: u64,
-    /// The count of units of progress, and when the step, this count or the activity last changed.
+    /// Number of batches of training and validation that the rank has counted.
     pub(super) ticks: u64,
+    /// The time of the last change of the step, `ticks` or the activity.
     pub(super) since: Instant,
     pub(super) doing: String,
     /// Whether the current work may take long: then [`ASIDE`] limits the time without progress.

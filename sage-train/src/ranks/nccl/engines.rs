@@ -1,6 +1,5 @@
-//! Collectives among the ranks of a node on the GPUs' copy engines (NCCL's zero-CTA policy), which occupy no
-//! multiprocessor while kernels run concurrently. The collectives need memory that NCCL has allocated and every rank
-//! has registered.
+//! Collectives among the ranks of a node on the GPUs' copy engines (NCCL's zero-CTA policy). They leave all
+//! multiprocessors to concurrent kernels. They need memory that NCCL has allocated and every rank has registered.
 
 use std::cell::RefCell;
 use std::ffi::{c_int, c_void};
@@ -15,7 +14,7 @@ use half::{bf16, f16};
 use super::library::{BYTES, Collectives, Communicator, Config, Functions, Id, Stream};
 use crate::ranks::mesh::Rank;
 
-/// `NCCL_WIN_COLL_SYMMETRIC`: every rank registers a part of the same size.
+/// `NCCL_WIN_COLL_SYMMETRIC`: every rank registers memory of the same size.
 const SYMMETRIC: c_int = 1;
 
 /// Windows, NCCL's registered ranges of memory, start and end at multiples of this many bytes.
@@ -54,8 +53,8 @@ impl Engines {
     }
 
     /// Allocates and registers memory; all ranks of the node must call this with the same size. Returns `None` if ranks
-    /// cannot reach each other's memory: NCCL then makes no window, or (version 2.28) a window for this rank alone,
-    /// whose address is not in GPU memory.
+    /// cannot reach each other's memory. NCCL then makes no window; version 2.28 makes a window for this rank alone, at
+    /// an address outside GPU memory.
     pub(super) fn allocate(&self, library: &Functions, bytes: usize) -> candle_sage::Result<Option<u64>> {
         let bytes = bytes.next_multiple_of(ALIGNMENT);
         let (mut at, mut window) = (std::ptr::null_mut(), std::ptr::null_mut());
@@ -71,8 +70,8 @@ impl Engines {
         Ok(is_on_gpu(window).then_some(at))
     }
 
-    /// Zeros (at least one) in registered memory, which is never freed. All ranks of the node must call this with
-    /// the same size.
+    /// Zeros in registered memory, which is never freed. `len` must be at least 1. All ranks of the node must call this
+    /// with the same size.
     pub(super) fn zeros(
         &self,
         library: &Functions,

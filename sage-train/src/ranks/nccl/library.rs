@@ -24,7 +24,7 @@ pub(super) struct Id(pub(super) [u8; 128]);
 pub(super) type Communicator = *mut c_void;
 pub(super) type Stream = CUstream;
 
-/// Declares the functions that are called, and the code that looks up all of them.
+/// Declares a struct of NCCL's functions, and the code that looks them up in the library.
 macro_rules! functions {
     ($(#[$doc:meta])* $group:ident: $($name:ident = $symbol:literal: fn($($arg:ty),*) -> $out:ty;)*) => {
         $(#[$doc])*
@@ -152,9 +152,9 @@ impl Functions {
             )))
     }
 
-    /// Turns an error code into an error. NCCL reports the exit of another rank as an error of another process or of
-    /// the system. In this case the rendezvous of the ranks ends this process first, with a message that names the
-    /// other rank.
+    /// Turns an error code into an error. If another rank has exited, NCCL reports a remote error or a system
+    /// error. In this case the threads of `ControlConnection` usually end this process before this function
+    /// returns, with a message that names the other rank.
     pub(super) fn check(&self, what: &str, code: c_int) -> candle_sage::Result<()> {
         if code == 0 {
             return Ok(());

@@ -91,7 +91,7 @@ fn repetitions_of_a_seed_are_one_and_other_data_is_no_pair() {
     assert_eq!((arms[0].loss.expect("a loss").count, arms[0].outcomes().as_str()), (1, "2 runs of 1 seed"));
     let difference = arms[1].difference.expect("a pair");
     assert!(difference.verdict == Verdict::OneSeed && difference.mean.value.abs() < 1e-9);
-    // Three seeds of each arm; the data of one pair differs.
+    // Each arm has three seeds. The two runs with seed 3 have different data.
     runs.extend([2, 3].map(|seed| of("fpa", seed, 2.0)));
     runs.extend([2, 3].map(|seed| of("sagebwd", seed, 2.0)));
     for (n, run) in runs.iter_mut().enumerate() {
@@ -142,7 +142,7 @@ fn a_milestone_is_reached_between_validations() {
     let early = [run("seed = 1", &[2.4, 2.0]), run("seed = 2", &[2.3, 2.0])];
     let text = self::study(early.to_vec()).to_text();
     assert!(text.contains("before 1K"), "{text}");
-    // A diverged run is not in the mean, even if it reached the milestone before.
+    // A diverged run is not in the mean, even if it reached the milestone before it diverged.
     let mut lost = run("seed = 3", &[4.0, 2.0, 9.0]);
     lost.ending = Some(RunEnd { status: Status::Diverged, reason: None });
     assert_eq!(reached(&lost, 2.5), None);

@@ -1,4 +1,4 @@
-//! Damage is detected by every command that reads a checkpoint, and by a run whose folder is removed.
+//! Commands refuse a damaged checkpoint, and a run whose folder is removed ends with an error.
 
 use super::{checkpoints, flags, prepared, run_of};
 use crate::support::{Scratch, small, wait_until};

@@ -92,8 +92,8 @@ fn another_output_matrix_is_refused() -> Result<()> {
 }
 
 /// A Mistral without `sliding_window` has a window of 4096, and with null it has none. A window that is as long as the
-/// model's longest sequence is kept, because `--context` may be longer. A Qwen2 has a separate field that turns the window
-/// on, and a list of layers.
+/// model's longest sequence is kept, because `--context` may be longer. A Qwen2 or Qwen3 has windows only with
+/// `use_sliding_window`, in the layers that `max_window_layers` or `layer_types` selects.
 #[test]
 fn sliding_windows_are_settings() {
     let scratch = Scratch::new();
@@ -157,7 +157,8 @@ fn the_kind_of_rotary_embedding_may_be_written_twice() {
         let error = read(scaled).expect_err("scaled").to_string();
         assert!(error.contains("rotary scaling yarn") && error.contains("rope_type: default"), "{error}");
     }
-    // transformers reads `rope_scaling` before `rope_parameters`, and its `rope_theta` before the one outside of it.
+    // transformers prefers `rope_scaling` to `rope_parameters`, and a `rope_theta` inside them to one outside. Values
+    // that contradict each other are refused here.
     assert_eq!(read(json!({"rope_type": "default", "rope_theta": 5000})), Ok((Some(5000.0), None)));
     for contradiction in [
         json!({"rope_theta": 5000, "rope_scaling": {"rope_type": "default", "rope_theta": 77}}),
@@ -198,7 +199,7 @@ fn quantized_weights_are_refused() -> Result<()> {
     Ok(())
 }
 
-/// A base model's names lack `model.`. Other files of weights than safetensors are named in the error.
+/// The names of a base model's weights lack `model.`. Weights in a format other than safetensors are refused.
 #[test]
 fn weights_of_base_models_are_found() -> Result<()> {
     let scratch = Scratch::new();

@@ -2,8 +2,8 @@
 
 use crate::support::{Scratch, small};
 
-/// An export contains router, `theta` and all settings: its evaluation gives the run's loss, and a run that starts from
-/// it has the same SLA2.
+/// An export contains the router, `theta` (which sets the weight of the selected blocks) and all settings. Its
+/// evaluation gives the run's loss, and a run that starts from it has the same SLA2.
 #[test]
 fn an_export_of_sla2_is_sla2_again() {
     let scratch = Scratch::new();
@@ -109,8 +109,8 @@ fn an_export_of_a_window_without_a_tail_has_none() {
     assert!(run.contains("sla2-window: 2 blocks of 16 and the diagonal, no tail"), "{run}");
 }
 
-/// Refuses an `attention.json` with an unknown key, an unknown value or a missing key, and a window with nearest
-/// blocks.
+/// Asserts that these are refused: an `attention.json` with an unknown key, an unknown value or a missing key, and a
+/// window with nearest blocks.
 fn refused_where_nobody_wrote_it(scratch: &Scratch, told: &serde_json::Value) {
     let path = scratch.path().join("hf/attention.json");
     let data = ["--data", "other.txt", "--context", "128", "--tokens", "2k", "--device", "cpu"];

@@ -70,8 +70,8 @@ fn error(got: &[f64], expected: &[f64], before: &[f64]) -> f64 {
 }
 
 /// The trainer computes in f32: we measured errors of 1e-7 for losses, 2e-7 for norms, and 1.4e-5 for the elements of a
-/// tensor, where a gradient close to 0 has a large relative error. A step number that is one too low changes the loss
-/// by 3e-2, weight decay on norms changes it by 9e-3, and clipping by norm + 1e-3 by 1.5e-5.
+/// tensor, where a gradient close to 0 has a large relative error. Mistakes change the loss by more: a step number that
+/// is one too low changes it by 3e-2, weight decay on norms by 9e-3, and division by norm + 1e-3 in clipping by 1.5e-5.
 #[test]
 fn a_training_is_that_of_pytorch_in_f64() -> Result<()> {
     let data = golden("training").display().to_string();

@@ -6,8 +6,8 @@ use sage_train::model::{Llama, LlamaConfig, Stage, Windows};
 
 use super::{LIMIT, batch, config, drawn, relative, with_sla2};
 
-/// Compares the logits of each next token, from a prompt and then token by token with a cache, with the logits of the
-/// whole sequence.
+/// Decodes a prompt and then single tokens with a cache. The logits after each token agree with the logits of a forward
+/// over the whole sequence.
 #[test]
 fn decoding_with_the_past_kept_is_the_whole_again() -> Result<()> {
     let device = &Device::Cpu;

@@ -71,7 +71,7 @@ fn train_on_nodes(scratch: &Scratch, on_node: usize, name: &str, more: &[&str]) 
     scratch.metrics(name)
 }
 
-/// Settings that store parameters in several pieces, which are reduced one after the other.
+/// Settings that divide the parameters into several pieces, whose gradients are reduced over the ranks in turn.
 const PIECES: [&str; 4] = ["--layers", "3", "--piece-mb", "0.02"];
 
 /// Every node has the whole optimizer state. The files of all ranks are one checkpoint, which any number of ranks can
@@ -130,7 +130,7 @@ fn ranks_of_another_run_are_refused() {
     for (other, expected) in [
         (with(&["--data", "a.txt", "--lr", "0.5"]), "lr = 0.5 on rank 1"),
         (with(&["--data", "b.txt"]), "differs from rank 0 in its data"),
-        // The recompute setting determines which transfers happen.
+        // Ranks must agree on this setting, because it determines which transfers between ranks the backward repeats.
         (with(&["--data", "a.txt", "--recompute", "block"]), "recompute = block on rank 1"),
         (with(&["--data", "a.txt", "--resume", "auto", "--name", "r"]), "--resume auto on rank 1"),
     ] {
@@ -208,9 +208,9 @@ fn a_sweep_under_a_launcher_has_runs_of_their_own() {
     assert_eq!(code, Some(0), "{said}");
 }
 
-/// Silent connections, a greeting as rank 1 without a proof, and a greeting of another version do not affect the run of
-/// two ranks. If silent connections were read one after the other for 5 s each, 64 of them would take longer than rank
-/// 0 waits.
+/// Silent connections, a greeting as rank 1 with a wrong proof of the secret, and a greeting of another version do not
+/// affect the run of two ranks. If silent connections were read one after the other for 5 s each, 64 of them would take
+/// longer than the 300 s that rank 0 waits for rank 1.
 #[test]
 fn strangers_neither_end_a_run_nor_take_a_place() {
     let scratch = Scratch::new();
