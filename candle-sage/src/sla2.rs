@@ -214,7 +214,7 @@ impl Sla2 {
                 .into());
         }
         if self.pool == Some(0) {
-            return Err(Error::new("the router's mean needs at least one query")
+            return Err(Error::new("the router needs at least one query in each block (`pool`)")
                 .got("pool 0")
                 .allowed("at least 1 query")
                 .hint("omit `pool` for the default, a quarter of the block's queries")

@@ -181,7 +181,7 @@ pub struct Muon {
     pub clip: Option<f64>,
 }
 
-/// Directions are multiplied by this factor before they are orthogonalized. Squares of directions are summed in bf16 or
+/// Muon's [`directions`](crate::ops::Muon::directions) are multiplied by this factor before they are orthogonalized. Squares of directions are summed in bf16 or
 /// f32: with this factor, the sums neither vanish nor overflow if the elements are 1e-26 to 1e11. Directions with
 /// smaller or larger elements become zero.
 pub(crate) const DIRECTION_UNIT: f32 = (1 << 24) as f32;

@@ -227,7 +227,7 @@ mod tests {
         assert!(lost.is_empty(), "{}", lost.join("\n"));
     }
 
-    /// Plans reserve 1 KiB of a thread block's shared memory for static declarations.
+    /// The table `plans.def` reserves 1 KiB of a thread block's shared memory for static declarations.
     #[test]
     fn static_shared_memory_of_attention_kernels_fits_with_their_plans() {
         for (kernel, bytes) in reported("bytes smem") {

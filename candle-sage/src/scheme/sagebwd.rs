@@ -44,7 +44,7 @@ pub struct SageBwd {
     pub key_mean: KeyMean,
     /// Matmuls that run in INT8.
     pub products: Int8Products,
-    /// Number of vectors that share a scale in the backward.
+    /// How many rows or columns of P, dS and dO share a scale in the backward.
     pub granularity: Granularity,
     /// Rows of a query tile, 16 to 256. Each tile of Q and dO is quantized separately.
     pub tile_q: usize,

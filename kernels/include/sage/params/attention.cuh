@@ -141,7 +141,7 @@ struct Forward {
                                // row's sum of 2^logit, without the sink, in the backward
   Lists lists;
   ScoreMod score_mod;
-  int32_t key_sample;          // number of tokens per segment from which k_mean is computed if k_tile_sums is null
+  int32_t key_sample;          // number of tokens per segment (segment.cuh) from which k_mean is computed if k_tile_sums is null
   int32_t smooth_values;       // 1: the mean of V is subtracted from V, and added to `out`
   TensorMap q_map;
   TensorMap k_map;

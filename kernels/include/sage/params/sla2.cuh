@@ -75,12 +75,12 @@ struct Linear {
   View dk;
   View dv;
   View sparse;        // with a mixture: the output of exact attention
-  void* states;       // (key head, block, D, D) in 16 bit: H (past_linear.cu) of those tokens of a query block's chunk
-                      // that are before the block, times inverse_blocks(block) / BLOCK; with `backward`, H of those
-                      // queries of a key block's chunk that are after the block
+  void* states;       // (key head, block, D, D) in 16 bit: the state H (past_linear.cu) for each block. In the forward:
+                      // of the tokens before the query block in its chunk, times inverse_blocks(block) / BLOCK. With
+                      // `backward`: of the queries after the key block in its chunk
   float* sums;        // (key head, block, D): z, of the same tokens and with the same factor as H in `states`
-  float* chunk_sums;  // (key head, segment, chunk, D + 1, D): H and z of a chunk. linear_scan_chunks replaces z by
-                      // the z that belongs to chunk_states: of the same tokens, times the same factor
+  float* chunk_sums;  // (key head, segment, chunk, D + 1, D): H and z of a chunk. linear_scan_chunks then writes
+                      // into z the sum for the tokens, and with the factor, of chunk_states (next line)
   void* chunk_states; // (key head, segment, chunk, D, D) in 16 bit: H of all tokens before a chunk, times
                       // inverse_blocks(the chunk's first block) / BLOCK; with `backward`, H of all queries after the
                       // chunk, without a factor

@@ -4,8 +4,8 @@
 //
 // A policy has:
 // - apply(x, factor, offset, ..): on entry x times factor are base-2 logits, and offset is 0. Changes all three, so
-//   that the new base-2 logits are x times factor plus offset. A forward has an offset for each row, a backward one
-//   offset.
+//   that the new base-2 logits are x times factor plus offset. In a forward, each row has an offset; in a
+//   backward, all rows share one offset.
 // - of_lane: in a forward, a further addend of all logits of this lane; 0 unless `apply` sets it.
 // - add_of_lane(x, factor): returns x + of_lane / factor.
 // - chain(ds): on entry `ds` is the gradient of the new logits. Changes it to the gradient of the old logits, with the
