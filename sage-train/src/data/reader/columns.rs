@@ -81,3 +81,41 @@ pub(super) fn parquet(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::read;
+    use super::*;
+
+    fn documents(path: &Path) -> Result<Vec<String>> {
+        let mut documents = Vec::new();
+        read(path, "text", &mut |piece| {
+            documents.push(piece.text);
+            Ok(())
+        })?;
+        Ok(documents)
+    }
+
+    /// A file by pyarrow with a checksum for each page (`write_page_checksum`), in hexadecimal: one row, "hello world".
+    const WITH_CHECKSUM: &str = "\
+        504152311500152a152a15ee8ceefa0c1c15021500150615061c0000000200000002010b00000068656c6c6f20776f72\
+        6c641504192c35001806736368656d61150200150c250218047465787425004c1c0000001602191c191c26001c150c19\
+        2506001918047465787415001602165c165c2608491c150015001502003c1616190619260002000000165c1602260816\
+        5c002820706172717565742d6370702d6172726f772076657273696f6e2032362e302e31191c1c000000880000005041\
+        5231";
+
+    #[test]
+    fn a_page_of_parquet_is_compared_with_its_checksum() -> Result<()> {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("a.parquet");
+        let digits = |at: usize| u8::from_str_radix(&WITH_CHECKSUM[at..at + 2], 16).expect("two digits");
+        let mut bytes: Vec<u8> = (0..WITH_CHECKSUM.len()).step_by(2).map(digits).collect();
+        std::fs::write(&path, &bytes).expect("a file");
+        assert_eq!(documents(&path)?, ["hello world"]);
+        let at = bytes.windows(5).position(|window| window == b"hello").expect("the text");
+        bytes[at] ^= 1;
+        std::fs::write(&path, &bytes).expect("a file");
+        assert!(documents(&path).is_err());
+        Ok(())
+    }
+}
