@@ -374,9 +374,11 @@ pub(crate) mod tests {
         std::fs::write(at("late.txt"), [long.as_bytes(), &[0xff], b"rest"].concat()).expect("a file");
         std::fs::write(at("utf16.txt"), [0xff, 0xfe, b'a', 0, b'b', 0]).expect("a file");
         std::fs::write(at("binary.txt"), b"\x7fELF\x02\0\0").expect("a file");
-        for (name, wanted, left_out) in
-            [("a.jsonl", 3, 4), ("late.txt", 1, 1), ("utf16.txt", 0, 1), ("binary.txt", 0, 1)]
-        {
+        // Two rows have commas without quotes, which cut their text; empty extra fields cut nothing.
+        std::fs::write(at("a.csv"), "id,text\n1,a, b\n2,\"c, d\",\n3,e\n4,f,g\n").expect("a file");
+        let empty = ["utf16.txt", "binary.txt"].map(|name| (name, 0, 1));
+        let some = [("a.jsonl", 3, 4), ("late.txt", 1, 1), ("a.csv", 2, 2)];
+        for (name, wanted, left_out) in some.into_iter().chain(empty) {
             assert!(documents(&at(name)).is_err(), "{name}");
             let (count, mut documents, mut bytes) = (AtomicU64::new(0), 0, 0);
             let skipped = BadDocuments::Skipped(&count);

@@ -36,6 +36,16 @@ pub(super) fn csv_rows(
             return Ok(());
         }
         let line = row.position().map_or(0, csv::Position::line);
+        // Extra fields are the rest of a text with commas but without quotes. Empty ones are commas at a row's end.
+        if row.iter().skip(names.len()).any(|field| !field.is_empty()) {
+            bad.take(
+                Error::new("a row has more columns than the first row")
+                    .got(format!("{}, line {line}: {} columns", path.display(), row.len()))
+                    .allowed(format!("at most {}", names.len()))
+                    .hint("fields with commas need quotes; `data prepare --skip-bad` skips bad rows"),
+            )?;
+            continue;
+        }
         let text = match row.get(column).map(std::str::from_utf8) {
             Some(Ok(text)) => text,
             Some(Err(error)) => {
