@@ -97,10 +97,12 @@ fn keep_without_prefix(part: &mut Value) -> bool {
         }
         Some("ByteLevel") => part["add_prefix_space"] = false.into(),
         Some("Sequence") => {
-            for list in ["normalizers", "pretokenizers"] {
-                if let Some(parts) = part[list].as_array_mut() {
-                    parts.retain_mut(keep_without_prefix);
-                }
+            if let Some(parts) = part.get_mut("normalizers").and_then(Value::as_array_mut) {
+                parts.retain_mut(keep_without_prefix);
+            }
+            // Only the first pre-tokenizer gets the whole text. The spaces that later ones add separate words.
+            if let Some(first) = part.get_mut("pretokenizers").and_then(|parts| parts.get_mut(0)) {
+                keep_without_prefix(first);
             }
         }
         _ => {}
@@ -131,5 +133,37 @@ fn keep_without_tokens(processor: &mut Value) -> bool {
             !parts.is_empty()
         }),
         _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn tokenizer(pre_tokenizer: &Value) -> Inner {
+        let vocab = json!({"\u{2581}a": 0, "a": 1, "b": 2, "<unk>": 3});
+        let model = json!({"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"});
+        json!({"version": "1.0", "added_tokens": [], "model": model, "pre_tokenizer": pre_tokenizer})
+            .to_string()
+            .parse()
+            .expect("a tokenizer")
+    }
+
+    /// T5 splits at spaces before `Metaspace` marks the beginning of each word.
+    #[test]
+    fn only_a_space_before_the_whole_text_is_removed() {
+        let mark = json!({"type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": "always", "split": true});
+        let words = json!({"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, &mark]});
+        assert!(without_prefix_space(&tokenizer(&words)).expect("components").is_none());
+        let whole = json!({"type": "Sequence", "pretokenizers": [&mark, {"type": "Digits", "individual_digits": true}]});
+        for with_prefix in [mark, whole] {
+            let inner = tokenizer(&with_prefix);
+            let without =
+                without_prefix_space(&inner).expect("components").expect("a tokenizer without prefix");
+            let tokens = |inner: &Inner| inner.encode("a", false).expect("tokens").get_tokens().to_vec();
+            assert_eq!((tokens(&inner), tokens(&without)), (vec!["\u{2581}a".into()], vec!["a".to_owned()]));
+        }
     }
 }
