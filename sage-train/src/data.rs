@@ -42,7 +42,7 @@ pub use mixture::Mixture;
 pub use shares::Shares;
 pub use tokenizer::{Boundaries, Tokenizer};
 pub(crate) use tokenizer::{LEAST_ENTRIES, token_ids};
-pub use tokens::Tokens;
+pub use tokens::{Tokens, dropped_text};
 pub use verify::Verification;
 
 use candle_sage::{Error, Result};
@@ -227,6 +227,7 @@ impl Tokenizing<'_> {
                     let tokens = encode(self.tokenizer, documents)?;
                     let text_bytes = documents.iter().map(|document| document.len() as u64).sum();
                     let token_bytes = self.tokenizer.bytes_of(&tokens);
+                    dropped_text(text_bytes, token_bytes).iter().for_each(|dropped| (self.say)(dropped));
                     Ok::<_, Error>(Tokens::from(tokens).with_text(text_bytes, token_bytes))
                 };
                 let sample = head(&train, SAMPLE);

@@ -8,16 +8,16 @@ use clap::Subcommand;
 
 use super::print;
 use crate::checks::in_range;
-use crate::data::LEAST_ENTRIES;
 use crate::data::check::{Checked, check};
 use crate::data::corpus::Corpus;
 use crate::data::hub::recipes;
 use crate::data::prepare::{Part, Plan, prepare, train_tokenizer};
 use crate::data::recall::{self, Recall};
 use crate::data::shard::Format;
-use crate::during;
+use crate::data::{LEAST_ENTRIES, dropped_text};
 use crate::partial;
 use crate::quantity::{Quantity, counted, grouped};
+use crate::{during, notify};
 
 const INPUTS: &str = "Files, folders, 'patterns*', names on the Hugging Face Hub (hf:OWNER/NAME, hf:OWNER/NAME:PATTERN), \
                       or recipes for public data sets (tinystories, openwebtext, fineweb-edu)";
@@ -177,6 +177,12 @@ impl Prepare {
             0 => String::new(),
             n => format!("text that is not in the vocabulary: {}\n", counted(n, "token")),
         };
+        // Data that an older version began to prepare does not count these bytes.
+        let token_bytes = prepared.train.token_bytes + prepared.validation.token_bytes;
+        dropped_text(bytes, token_bytes)
+            .filter(|_| token_bytes > 0)
+            .iter()
+            .for_each(|dropped| notify(dropped));
         print(&format!(
             "{:<12} {:>15} {:>12} {:>9} {:>7}\n{}{}{left_out}{unknown}\n{} in {}, {} entries, {seconds:.1} s, {:.1} MB/s\n\
              train on it: sage-train --data {}\n",
@@ -209,7 +215,7 @@ impl TrainTokenizer {
 /// Smallest number of words of a `--recall` document.
 const FEWEST_WORDS: usize = 50;
 
-/// Checks the number of words of `--recall` documents.
+/// Checks the value of `--recall`: the number of words of a generated document for recall tests.
 pub(super) fn recall_words(words: usize) -> Result<usize> {
     in_range("recall", words, FEWEST_WORDS, 1 << 20)
 }

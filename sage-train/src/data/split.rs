@@ -19,6 +19,9 @@ pub struct Part {
     pub documents: u64,
     /// Bytes of the original text.
     pub text_bytes: u64,
+    /// Bytes of text that the tokens stand for. Older versions did not write this number.
+    #[serde(default)]
+    pub token_bytes: u64,
 }
 
 /// The state of the training or validation data while it is written, from which writing can be resumed.
@@ -101,6 +104,7 @@ impl<'a> SplitWriter<'a> {
             shard.write(now, share, token_bytes)?;
             self.part.tokens += now.len() as u64;
             self.part.text_bytes += share;
+            self.part.token_bytes += token_bytes;
             (tokens, left, text_bytes) = (later, left - token_bytes, text_bytes - share);
             if tokens.is_empty() && ends {
                 shard.end_document();

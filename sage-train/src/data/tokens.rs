@@ -69,6 +69,18 @@ impl From<Vec<Shard>> for Tokens {
     }
 }
 
+/// A warning if tokens stand for less than 99 % of the bytes of their text: a tokenizer may drop text that it has no
+/// token for.
+pub fn dropped_text(text_bytes: u64, token_bytes: u64) -> Option<String> {
+    let kept = token_bytes as f64 / text_bytes.max(1) as f64;
+    (text_bytes > 0 && kept < 0.99).then(|| {
+        format!(
+            "warning: the tokens stand for only {:.1} % of the text's bytes; check the tokenizer's vocabulary",
+            100.0 * kept
+        )
+    })
+}
+
 impl Tokens {
     /// Records how many bytes of text were encoded, and how many bytes the tokens stand for: the two numbers differ if
     /// the tokenizer changes text.
@@ -196,6 +208,12 @@ fn span(range: &Range<u64>) -> u64 {
 mod tests {
     use super::super::shard::{Format, ShardWriter};
     use super::*;
+
+    #[test]
+    fn dropped_text_is_reported_from_one_percent() {
+        assert_eq!((dropped_text(0, 0), dropped_text(100, 99), dropped_text(100, 120)), (None, None, None));
+        assert!(dropped_text(100, 91).is_some_and(|warning| warning.contains("only 91.0 %")));
+    }
 
     fn all_of(tokens: &Tokens) -> Result<Vec<u32>> {
         let mut all = Vec::new();
