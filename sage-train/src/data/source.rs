@@ -135,7 +135,7 @@ impl SkippedFiles {
             words.push(format!("{files} of other kinds ignored: {}{more}", named.join(", ")));
         }
         if let Some(first) = self.special.first() {
-            let n = counted(self.special.len() as u64, "pipe, socket or device");
+            let n = counted(self.special.len() as u64, "pipe, socket, device or link to a folder");
             words.push(format!("{n} ignored, such as {}", first.display()));
         }
         (!words.is_empty()).then(|| words.join("; "))
@@ -221,7 +221,9 @@ fn files(path: &Path, out: &Path, passed_over: &mut SkippedFiles) -> Result<Vec<
         Error::new("the data does not exist").got(path.display()).allowed(allowed()).hint(how_to_get(path))
     };
     let pattern = path.to_str().filter(|text| text.contains(['*', '?', '['])).ok_or_else(missing)?;
-    let matches = glob::glob(pattern).map_err(during(format!("not a pattern: {pattern}")))?;
+    // As in folders, hidden files are not data.
+    let options = glob::MatchOptions { require_literal_leading_dot: true, ..glob::MatchOptions::new() };
+    let matches = glob::glob_with(pattern, options).map_err(during(format!("not a pattern: {pattern}")))?;
     let matches =
         matches.collect::<std::result::Result<Vec<_>, _>>().map_err(during("cannot list the data"))?;
     // Files in `out` and in unfinished folders are ignored, unless the pattern names that folder literally.
@@ -231,11 +233,22 @@ fn files(path: &Path, out: &Path, passed_over: &mut SkippedFiles) -> Result<Vec<
         let mut found = path.ancestors().skip(1).take_while(|folder| folder.components().count() > depth);
         found.any(|folder| same(folder, out) || partial::is_unfinished(folder))
     };
-    let (regular, special): (Vec<_>, Vec<_>) =
-        matches.into_iter().filter(|path| is_data(path) && !inside(path)).partition(|path| is_regular(path));
+    let (folders, matches): (Vec<_>, Vec<_>) =
+        matches.into_iter().filter(|path| !inside(path)).partition(|path| path.is_dir());
+    let (known, others): (Vec<_>, Vec<_>) = matches.into_iter().partition(|path| is_data(path));
+    others.iter().filter(|path| !is_description(path)).for_each(|path| passed_over.add(path));
+    let (regular, special): (Vec<_>, Vec<_>) = known.into_iter().partition(|path| is_regular(path));
     passed_over.special.extend(special);
     // A pattern that matches shards may also match their sidecars.
     let mut found: Vec<PathBuf> = regular.into_iter().filter(|path| !is_description(path)).collect();
+    if found.is_empty() {
+        // The pattern names folders, such as partitions: `data/year=*`.
+        for folder in
+            folders.into_iter().filter(|folder| !same(folder, out) && !partial::is_unfinished(folder))
+        {
+            found.extend(files(&folder, out, passed_over)?);
+        }
+    }
     found.sort();
     if found.is_empty() { Err(missing()) } else { Ok(found) }
 }
@@ -348,7 +361,8 @@ mod tests {
             find_and_pass_over(folder.path(), Path::new("runs"), &mut passed_over).expect("a source");
             let words = passed_over.as_text().expect("some");
             assert!(
-                words.contains("1 pipe, socket or device ignored, such as") && words.contains("s.txt"),
+                words.contains("1 pipe, socket, device or link to a folder ignored, such as")
+                    && words.contains("s.txt"),
                 "{words}"
             );
             assert!(find(&folder.path().join("s.txt"), Path::new("runs")).is_err());
@@ -389,6 +403,17 @@ mod tests {
         std::fs::write(at("a.txt"), "").expect("a file");
         assert!(find(folder.path(), out).is_err());
         assert!(find(&at("*.doc"), out).is_err());
+        // Hidden files match only patterns with a dot. Folders are read if a pattern matches no file.
+        std::fs::create_dir_all(at("of/year=1")).expect("a folder");
+        for name in ["of/year=1/a.txt", "of/year=1/.b.txt", "of/year=1/c.xz"] {
+            std::fs::write(at(name), "").expect("a file");
+        }
+        let only = Ok(Source::Text(vec![at("of/year=1/a.txt")]));
+        assert_eq!((find(&at("of/year=*"), out), find(&at("of/year=1/*.txt"), out)), (only.clone(), only));
+        let mut passed_over = SkippedFiles::default();
+        find_and_pass_over(&at("of/year=1/*"), out, &mut passed_over).expect("a source");
+        assert_eq!(passed_over.as_text().as_deref(), Some("1 file of other kinds ignored: 1 .xz"));
+        std::fs::remove_dir_all(at("of")).expect("gone");
         // Files such as .md are read from a folder only if a pattern names them.
         std::fs::write(at("b.md"), "").expect("a file");
         assert_eq!(find(&at("*.md"), out), Ok(Source::Text(vec![at("b.md"), at("x.md")])));

@@ -118,7 +118,8 @@ fn pipes_are_passed_over_and_names_that_are_not_utf8_are_not() {
     let output = scratch.run(&args);
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(
-        output.status.success() && said.contains("1 pipe, socket or device ignored, such as text/pipe.txt"),
+        output.status.success()
+            && said.contains("1 pipe, socket, device or link to a folder ignored, such as text/pipe.txt"),
         "{said}"
     );
     let name = std::ffi::OsStr::from_bytes(b"caf\xe9.jsonl");
