@@ -138,6 +138,9 @@ pub(super) struct Eval {
     /// prepare`. May be repeated for a mixture [default: the run's validation data]
     #[arg(long, value_name = "PATH")]
     data: Vec<SourceSetting>,
+    /// Key or column of the text in --data [default: the run's]
+    #[arg(long, value_name = "NAME", requires = "data")]
+    text_field: Option<String>,
     /// Largest number of tokens to evaluate [default: 1m = 1,048,576; 2k with --token-by-token]
     #[arg(long, value_name = "N")]
     tokens: Option<Quantity>,
@@ -213,6 +216,7 @@ impl Eval {
         let settings = Settings::with(|s| {
             s.attention = self.attention.settings();
             s.data.val_data = (!self.data.is_empty()).then(|| self.data.clone());
+            s.data.text_field = self.text_field.clone();
             s.data.tokenizer = Some(tokenizer);
             s.data.context = self.context;
             s.batch.micro_batch = self.micro_batch;

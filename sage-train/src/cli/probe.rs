@@ -36,6 +36,9 @@ pub(super) struct Probe {
     /// data that follows the model's last step]
     #[arg(long, value_name = "PATH", conflicts_with = "sigma")]
     data: Vec<SourceSetting>,
+    /// Key or column of the text in --data [default: the run's]
+    #[arg(long, value_name = "NAME", requires = "data")]
+    text_field: Option<String>,
     /// Number of validation sequences
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..))]
     sequences: u16,
@@ -162,6 +165,7 @@ impl Probe {
             s.attention.key_mean = self.key_mean;
             s.attention.granularity = self.granularity;
             s.data.val_data = (!self.data.is_empty()).then(|| self.data.clone());
+            s.data.text_field = self.text_field.clone();
             s.data.context = self.context;
         });
         let mut settings = typed.clone();

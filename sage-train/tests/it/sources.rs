@@ -88,6 +88,13 @@ fn data_that_is_named_is_evaluated_as_a_whole() {
     // Every sequence of 32 tokens that is followed by a token is evaluated.
     assert_eq!(evaluated("other.jsonl"), (tokens - 1) / 32 * 32);
     assert_eq!(evaluated("all"), (tokens - 1) / 32 * 32);
+    scratch.file("content.jsonl", json_lines(50_000).replace("\"text\"", "\"content\""));
+    let content = ["--data", "content.jsonl", "--text-field", "content"];
+    assert_eq!(
+        scratch.loss(&[&["eval", "runs/run", "--all"], &content[..]].concat()),
+        scratch.loss(&["eval", "runs/run", "--all", "--data", "other.jsonl"])
+    );
+    scratch.ok(&[&["probe", "runs/run", "--sequences", "1"], &content[..]].concat());
     // If prepared data has validation shards, only these are evaluated.
     prepare(&["other.jsonl", "--val-fraction", "0.3"], "parts");
     let validation = Prepared::read(&scratch.path().join("parts")).expect("a list").validation.tokens;
