@@ -33,7 +33,7 @@ pub struct AdamW {
     pub eps: f64,
     /// Decoupled weight decay: each step multiplies a decayed weight by `1 - lr weight_decay`.
     pub weight_decay: f64,
-    /// Number of parameters that decay, counted from the first.
+    /// The first `decayed` parameters decay, the others do not.
     pub decayed: usize,
     /// Number of the step, counted from 1.
     pub step: u64,

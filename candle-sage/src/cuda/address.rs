@@ -36,7 +36,7 @@ impl Address<'_> {
         Self(number, PhantomData)
     }
 
-    /// The address as a number, which borrows nothing, for interfaces without this type.
+    /// The address as a number, for functions that take a plain integer. The number does not borrow the memory.
     pub(super) fn number(self) -> u64 {
         self.0
     }

@@ -156,7 +156,7 @@ impl Stream {
     }
 }
 
-/// Attention calls on another library's tensors of fixed shapes.
+/// Runs attention on tensors of another library, which have fixed shapes.
 #[derive(Debug)]
 pub struct ForeignAttention {
     attention: Attention,

@@ -50,8 +50,8 @@ pub(super) struct Prepare {
     /// trained on the text]
     #[arg(long, value_name = "FILE")]
     tokenizer: Option<String>,
-    /// The tokenizer's token that ends a document, e.g. '[SEP]' [default: eos_token in tokenizer_config.json, or else a
-    /// common name such as `<|endoftext|>`]
+    /// The tokenizer's token that ends a document, e.g. '[SEP]' [default: eos_token in tokenizer_config.json, or else the
+    /// first common name that the vocabulary has]
     #[arg(long, value_name = "TOKEN", requires = "tokenizer")]
     end_of_text: Option<String>,
     /// Vocabulary size of the tokenizer that is trained if --tokenizer is not given

@@ -32,8 +32,8 @@ pub(super) struct ReportArguments {
     #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',')]
     baseline: Vec<String>,
     /// Settings whose values distinguish the compared variants (arms), such as `lr` or `attn,lr`. For each value of
-    /// another setting, except a seed, the report has a separate table [default: the settings of attention and of the
-    /// points that the sweep's file lists; if the runs agree in all of these, the first setting in which they differ]
+    /// another setting, except a seed, the report has a separate table [default: the settings of attention, and those that
+    /// the sweep's file sets in a `[[points]]` table; if no such setting differs, the first setting that does]
     #[arg(long, value_name = "KEY", value_delimiter = ',')]
     by: Vec<String>,
     /// Margin in percent of the baseline's loss: a variant matches the baseline if the 90 % confidence interval of the

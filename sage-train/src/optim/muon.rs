@@ -33,8 +33,8 @@ pub struct MuonConfig {
 }
 
 impl MuonConfig {
-    /// The optimizer that table `[optimizer]` of the settings describes. `lr` is the schedule of AdamW's
-    /// parameters.
+    /// The optimizer that table `[optimizer]` of the settings describes. `lr` is the learning-rate schedule of
+    /// the weights that AdamW updates.
     ///
     /// # Errors
     /// When a setting is out of range.

@@ -101,7 +101,7 @@ impl Coding {
         if self.has(product) { quantized(x, columns, block) } else { x.to_vec() }
     }
 
-    /// An operand of dP: rounded to bf16 if `low` contains dP, otherwise unchanged.
+    /// An operand of dP: rounded to bf16 if dP is one of the low-bit matmuls, otherwise unchanged.
     fn half_precision(self, x: &[f64]) -> Vec<f64> {
         match self.has(Product::ProbabilityGradient) {
             true => x.iter().map(|x| bf16::from_f64(*x).to_f64()).collect(),

@@ -64,7 +64,7 @@ struct Shared {
     peers: Vec<Peer>,
     progress: Mutex<RankProgress>,
     ticks: AtomicU64,
-    /// By topic: the text of each rank.
+    /// What ranks announced to each other: for each topic, one text from each rank, or `None` before it arrives.
     board: Mutex<BTreeMap<String, Vec<Option<String>>>>,
     news: Condvar,
     /// Whether this rank has left the run and has stopped watching the others.

@@ -31,8 +31,8 @@ pub struct DataSettings {
     /// [default: the shards' tokenizer; for text, a tokenizer trained on the text]
     #[arg(long, value_name = "FILE")]
     pub tokenizer: Option<String>,
-    /// The tokenizer's token that ends a document, e.g. `[SEP]` [default: eos_token in tokenizer_config.json, or else a
-    /// common name such as `<|endoftext|>`]
+    /// The tokenizer's token that ends a document, e.g. `[SEP]` [default: eos_token in tokenizer_config.json, or else the
+    /// first common name that the vocabulary has]
     #[arg(long, value_name = "TOKEN")]
     pub end_of_text: Option<String>,
     /// Let each token attend only to tokens of its document [default: off]

@@ -109,7 +109,7 @@ fn results_replace_no_file_of_another_kind() {
     let flags = [["--csv", "tokens.bin"], ["--markdown", "words.jsonl"], ["--html", "page.txt"]];
     for [flag, file] in flags {
         let error = scratch.fails(&["report", "runs/r", flag, file]);
-        assert!(error.contains("another extension") && error.contains("hint:"), "{error}");
+        assert!(error.contains("the extension of the output") && error.contains("hint:"), "{error}");
     }
     assert!(kept.iter().all(|file| std::fs::read(file).expect("a file") == b"precious"));
     for _ in 0..2 {

@@ -1,4 +1,4 @@
-//! Ids on the GPU: checked against the size of a table, and sorted.
+//! Token ids on the GPU: checked against the number of rows of the embedding table, and sorted.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Result};

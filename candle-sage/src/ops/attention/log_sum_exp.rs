@@ -76,7 +76,7 @@ fn check(scheme: &Scheme) -> Result<()> {
         return Err(Error::unsupported("log-sum-exps are not supported with FP4 matmuls")
             .got(scheme)
             .allowed("AttnQat::products(Products::SixteenBit)")
-            .hint("FP4 matmuls do not keep log-sum-exps; 16-bit matmuls, with the same FP4 values, do")
+            .hint("the kernels with FP4 matmuls do not compute log-sum-exps; those that multiply FP4 values in 16 bit do")
             .into());
     }
     if !scheme.smooths_keys() {

@@ -80,8 +80,8 @@ fn large_heads_in_int8() -> Result<()> {
     check_large_heads(&[scores.into(), scores.smoothing(Smoothing::None).into(), sampled.into()])
 }
 
-/// Checks lengths, groups, documents, strides that prevent vector loads, reproducible gradients, and key blocks that
-/// are selected by so many query blocks that several thread blocks share them.
+/// Checks head_dims above 128: lengths, groups, documents, strides that prevent vector loads, reproducible gradients, and
+/// selections in which a key block has so many query blocks that several thread blocks share this work.
 fn check_large_heads(schemes: &[Scheme]) -> Result<()> {
     for d in [129, 136, 160, 192, 255, 256] {
         let long = if d == 256 { 700 } else { 300 };

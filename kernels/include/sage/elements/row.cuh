@@ -10,8 +10,8 @@ constexpr int KEEP = 4;
 constexpr int MAX_THREADS = 512;
 static_assert(MAX_THREADS >= ROW_THREADS);
 
-// Calls body(k, chunk) for the packs of a lane: k < KEEP for a pack in registers, k == KEEP for every pack after the
-// first KEEP.
+// Calls body(k, chunk) for each chunk of a lane. The first KEEP chunks are in registers: k is their index. For all later
+// chunks k is KEEP.
 template <class Body>
 __device__ __forceinline__ void each_chunk(const Group& group, int chunks, Body body) {
 #pragma unroll

@@ -99,7 +99,7 @@ impl Engines {
         Ok(tensor)
     }
 
-    /// Whether memory is registered.
+    /// Whether this memory was registered with NCCL.
     pub(super) fn hold(&self, (at, bytes): (u64, usize)) -> bool {
         let end = at + bytes as u64;
         self.registered.borrow().iter().any(|range| range.start <= at && end <= range.end)

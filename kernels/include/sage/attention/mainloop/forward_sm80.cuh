@@ -227,7 +227,7 @@ concept ForwardSm80Numerics = requires(N numerics, const params::Forward& p, con
 };
 
 // The first visited keys of a window can be hidden from the last query of a range (`queries` queries, beginning with
-// `first`). Returns the number of steps of `keys` keys that contain such keys, and therefore need a mask. Called only
+// `first`). A step visits `keys` keys. Returns how many steps have hidden keys, and therefore need a mask. Called only
 // for windows: in other kernels the call would make ptxas reorder the loop's instructions.
 __device__ __forceinline__ int hidden_steps(const WindowKeys& block, int first, int queries, int keys) {
   return (block.hidden(block.last_of(first, queries)) + keys - 1) / keys;

@@ -1,6 +1,6 @@
 // The backward with 16-bit operands and f32 accumulators on Hopper, for head_dim above 128, with the channels divided
-// into two parts. Values may have fewer channels than keys. S may be an INT8 matmul. V, Q, dO, K and dS^T are in shared
-// memory once each, and the matmuls of a part read its panels. If S is an INT8 matmul, only the part's panels of K and
+// into two parts. Values may have fewer channels than keys. S may be an INT8 matmul. Shared memory has one copy of
+// V, Q, dO, K and dS^T; the matmuls of a channel part read the panels of that part. If S is an INT8 matmul, only the part's panels of K and
 // Q are loaded in 16 bit: only S needs the other channels, and S reads INT8 values.
 #pragma once
 

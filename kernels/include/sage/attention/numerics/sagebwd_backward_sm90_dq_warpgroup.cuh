@@ -146,8 +146,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
       if constexpr (!AHEAD) multiply(stage);
       Scores s, dp;
       compute_probabilities(s, dp, tile, masked, q_dequant, at, minus_lse2, row, lane);
-      // dS = P o (dP - delta), interleaved with the quantization of P: while one waits for its maxima (shuffles), the
-      // other computes.
+      // dS = P o (dP - delta), interleaved with the quantization of P, so that this computation fills the time in which
+      // the quantization waits for its maxima (shuffles).
       ptx::wgmma_wait<0>(dp);
       PackedScores p, w;
       pack<__nv_bfloat16>(p, s);
@@ -195,7 +195,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
     template <Hidden HIDDEN>
     __device__ __forceinline__ void compute_probabilities(Scores& s, Scores& dp, int tile, Masked<HIDDEN> masked, float q_dequant,
                                                           uint32_t at, const float* minus_lse2, int row, int lane) {
-      // DsUnit::exponent is added to the exponent of P = 2^(logit - LSE), so that P o (dP - delta) is dS in its unit.
+      // DsUnit::exponent is added to the exponent of P = 2^(logit - LSE), so that P o (dP - delta) is dS in multiples of DsUnit.
       float2 lse[8];
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
