@@ -3,15 +3,13 @@
 
 use std::marker::PhantomData;
 
-#[cfg(any(feature = "cuda", test))]
-use candle_core::Layout;
 #[cfg(feature = "cuda")]
-use candle_core::Result;
+use candle_core::{Layout, Result};
 use cudarc::driver::DevicePtr;
 
 use super::kernels::Gpu;
 #[cfg(feature = "cuda")]
-use crate::error::Error;
+use crate::error::{Error, REPORT};
 
 /// An address on the device: null, or inside an allocation that is borrowed for `'a`. Only this module creates
 /// addresses: from a borrowed allocation, or from memory of another library for which the caller vouches
@@ -73,7 +71,7 @@ pub(super) fn address_at<'a, T>(of: &'a impl DevicePtr<T>, index: usize, gpu: &G
         return Err(Error::new("an element is outside its buffer")
             .got(format!("element {index}"))
             .allowed(format!("elements 0 to {}", of.len()))
-            .hint(crate::error::REPORT)
+            .hint(REPORT)
             .into());
     }
     Ok(Address(address(of, gpu).0 + (index * size_of::<T>()) as u64, PhantomData))
@@ -109,17 +107,17 @@ pub(super) fn check_vectors(
 
 /// The index of a tensor's first element in its memory. The offset of a tensor without elements may be after the end of
 /// the memory; no kernel reads such a tensor, so the index is 0.
-#[cfg(any(feature = "cuda", test))]
+#[cfg(feature = "cuda")]
 pub(super) fn first_index(layout: &Layout) -> usize {
     if layout.shape().elem_count() == 0 { 0 } else { layout.start_offset() }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "cuda"))]
 mod tests {
     use super::*;
 
     #[test]
-    fn a_tensor_without_elements_starts_inside_its_memory() -> candle_core::Result<()> {
+    fn a_tensor_without_elements_starts_inside_its_memory() -> Result<()> {
         let all = Layout::contiguous((2, 3));
         assert_eq!(first_index(&all.narrow(0, 1, 1)?.narrow(1, 2, 1)?), 5);
         let none = all.narrow(0, 2, 0)?.narrow(1, 3, 0)?;
