@@ -151,7 +151,5 @@ impl Opening<'_> {
 
 /// Whether a text file's name suggests validation data, such as `val.txt` or `test-00000-of-00001.parquet`.
 fn is_called_validation(file: &Path) -> bool {
-    let name = file.file_name().map(|name| name.to_string_lossy().to_ascii_lowercase());
-    let is_split = |part: &str| matches!(part, "val" | "valid" | "validation" | "dev" | "test");
-    name.is_some_and(|name| name.split(['_', '-', '.']).any(is_split))
+    source::is_named(file, &["val", "valid", "validation", "dev", "test"])
 }

@@ -303,7 +303,7 @@ pub(crate) mod tests {
         writer.close().expect("closed");
     }
 
-    fn documents(path: &Path) -> Result<Vec<String>> {
+    pub(super) fn documents(path: &Path) -> Result<Vec<String>> {
         let (mut documents, mut open) = (vec![], String::new());
         read(path, "text", &mut |piece| {
             open += &piece.text;

@@ -187,11 +187,14 @@ fn is_description(path: &Path) -> bool {
     name.ends_with(".bin.json") || [LIST, "tokenizer.json", TOKENIZER_CONFIG].contains(&name.as_str())
 }
 
+/// Whether a file's name contains one of `words`, separated by `_`, `-` or `.`.
+pub(super) fn is_named(path: &Path, words: &[&str]) -> bool {
+    let name = path.file_name().map(|name| name.to_string_lossy().to_ascii_lowercase());
+    name.is_some_and(|name| name.split(['_', '-', '.']).any(|part| words.contains(&part)))
+}
+
 fn shard_files(files: Vec<PathBuf>) -> ShardFiles {
-    let of_validation = |path: &PathBuf| {
-        let name = path.file_stem().map(|name| name.to_string_lossy().to_ascii_lowercase());
-        name.is_some_and(|name| name.split(['_', '-', '.']).any(|part| matches!(part, "val" | "validation")))
-    };
+    let of_validation = |path: &PathBuf| is_named(path, &["val", "validation"]);
     let beside = files.first().map(|file| file.with_file_name("tokenizer.json"));
     let (validation, train) = files.into_iter().partition(of_validation);
     ShardFiles { train, validation, tokenizer: beside.filter(|path| path.exists()) }

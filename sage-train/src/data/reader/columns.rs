@@ -84,17 +84,8 @@ pub(super) fn parquet(
 
 #[cfg(test)]
 mod tests {
-    use super::super::read;
+    use super::super::tests::documents;
     use super::*;
-
-    fn documents(path: &Path) -> Result<Vec<String>> {
-        let mut documents = Vec::new();
-        read(path, "text", &mut |piece| {
-            documents.push(piece.text);
-            Ok(())
-        })?;
-        Ok(documents)
-    }
 
     /// A file by pyarrow with a checksum for each page (`write_page_checksum`), in hexadecimal: one row, "hello world".
     const WITH_CHECKSUM: &str = "\
