@@ -1,9 +1,9 @@
 //! From text to batches. `source` finds files, `reader` reads documents from files, `tokenizer` turns text into ids,
 //! and `shard` stores ids in files. `opened` opens the sources of a run, `tokens` is a list of ids, `mixture` combines
 //! lists, `batches` defines the order of sequences, and `feed` prefetches batches. `prepare` turns text into shards
-//! (`inputs`: the files of text; `split`: the shards of the training or validation data; `progress`: the saved state),
-//! and `hub` downloads files. `check` and `verify` compare shards with the hashes in their sidecars (`NAME.bin.json`),
-//! before and during a run.
+//! (`inputs`: the files of text; `split`: the shards of the training or validation data; `progress`: the state from
+//! which an interrupted command continues), and `hub` downloads files. `check` and `verify` compare shards with the
+//! hashes in their sidecars (`NAME.bin.json`), before and during a run.
 
 /// The text of a file of the folder `data/`. The build script finds the folder, in the package or at the top of the
 /// repository.
@@ -70,11 +70,12 @@ pub struct Dataset {
     pub tokenizer: Tokenizer,
 }
 
-/// Number of tokens of a source that are counted for the entropy.
+/// Largest number of tokens of a source from which [`Dataset::unigram_entropy`] is computed.
 pub const COUNTED: u64 = 1 << 24;
 
 impl Dataset {
-    /// Finds, reads, splits and tokenizes the data. Shards are opened and checked.
+    /// Finds and splits the data. Text is read and tokenized. Shards, which already contain tokens, are opened and
+    /// checked.
     ///
     /// # Errors
     /// When the data cannot be read, or is too short for the context.
@@ -135,7 +136,7 @@ impl Dataset {
             }
         }
         for source in &sources.validation {
-            // Validation uses the validation shards of prepared data, and all tokens of other data.
+            // The validation shards of a source if it has any, otherwise all its tokens.
             let (all, shards) = tokenizing.tokens(source, 0.0)?;
             validation.push(if shards.is_empty() { all } else { shards });
         }
@@ -162,8 +163,8 @@ impl Dataset {
         })
     }
 
-    /// A hash that identifies the data. It covers the tokenizer, all tokens in memory, and [`Shard::fingerprint`] of
-    /// each shard.
+    /// A hash that identifies the data. It covers the tokenizer, [`Shard::fingerprint`] of each shard, and all tokens
+    /// that are not in shards.
     ///
     /// # Errors
     /// When a shard cannot be read.
@@ -199,7 +200,7 @@ pub fn known_tokenizer(settings: &Settings) -> Result<Option<Tokenizer>> {
     Ok(None)
 }
 
-/// The weights of sources; `None` mixes sources by their sizes.
+/// The weights of the sources in a mixture; `None` if a source has no weight.
 fn weights(sources: &[SourceSetting]) -> Option<Vec<f64>> {
     // Without sources, the only data is the built-in corpus, which has no weight.
     sources.iter().map(|source| source.weight).collect::<Option<Vec<f64>>>().filter(|all| !all.is_empty())
@@ -223,16 +224,19 @@ impl Tokenizing<'_> {
                 (self.say)(&format!("tokenizing {:.1} MB", held as f64 / 1e6));
                 (self.bytes, self.documents) = (self.bytes + held, self.documents + text.len() as u64);
                 let (train, validation) = split(text, fraction);
-                let encoded = |documents: &[&str]| {
+                let mut sum = (0, 0);
+                let mut encoded = |documents: &[&str]| {
                     let tokens = encode(self.tokenizer, documents)?;
-                    let text_bytes = documents.iter().map(|document| document.len() as u64).sum();
+                    let text_bytes: u64 = documents.iter().map(|document| document.len() as u64).sum();
                     let token_bytes = self.tokenizer.bytes_of(&tokens);
-                    dropped_text(text_bytes, token_bytes).iter().for_each(|dropped| (self.say)(dropped));
+                    sum = (sum.0 + text_bytes, sum.1 + token_bytes);
                     Ok::<_, Error>(Tokens::from(tokens).with_text(text_bytes, token_bytes))
                 };
                 let sample = head(&train, SAMPLE);
                 self.tokenizer.changes(sample)?.iter().for_each(|changes| (self.say)(changes));
-                Ok((encoded(&train)?, encoded(&validation)?))
+                let tokens = (encoded(&train)?, encoded(&validation)?);
+                dropped_text(sum.0, sum.1).iter().for_each(|dropped| (self.say)(dropped));
+                Ok(tokens)
             }
             Opened::Shards(files) => {
                 let mut train = shards(&files.train, self.tokenizer)?;
@@ -241,7 +245,7 @@ impl Tokenizing<'_> {
                     let ended = sidecar.document_tokens.len() as u64 - u64::from(sidecar.continues);
                     self.bytes = self.bytes.saturating_add(sidecar.text_bytes);
                     self.documents = self.documents.saturating_add(ended);
-                    // The list of documents is dropped: it has been checked and counted, and may be long.
+                    // Frees this list, which may be long and is not used any more.
                     sidecar.document_tokens = Vec::new();
                 }
                 files.check_end_of_text(self.tokenizer)?;
@@ -270,8 +274,8 @@ fn split_tokens(train: Tokens, validation: Tokens, fraction: f64) -> (Tokens, To
     (train.slice(0..cut), train.slice(cut..train.len()))
 }
 
-/// Splits the end of the text off for validation: whole documents if they fit, or the end of a document that is too
-/// long.
+/// Splits the text into training and validation text. The last `fraction` is for validation: whole documents from the
+/// end. A document that would exceed the fraction by too much is split.
 fn split(documents: &[String], fraction: f64) -> (Vec<&str>, Vec<&str>) {
     if fraction == 0.0 {
         return (documents.iter().map(String::as_str).collect(), Vec::new());
@@ -287,7 +291,7 @@ fn split(documents: &[String], fraction: f64) -> (Vec<&str>, Vec<&str>) {
             train.push(document);
             break;
         }
-        // Exceeding the wanted size by up to a tenth is better than splitting a document.
+        // Exceeding the wanted size of `validation` by up to a tenth is better than splitting a document.
         if train.is_empty() || document.len() > room + wanted / 10 {
             let (before, after) = document.split_at(cut(document, room));
             train.push(before);
@@ -301,7 +305,8 @@ fn split(documents: &[String], fraction: f64) -> (Vec<&str>, Vec<&str>) {
     (train, validation)
 }
 
-/// Where to split the last `room` bytes off: after a nearby line end, or else at a character boundary.
+/// The index that splits off about the last `room` bytes: after the next line end if that is near, else at a character
+/// boundary.
 fn cut(document: &str, room: usize) -> usize {
     let mut at = document.len().saturating_sub(room);
     while !document.is_char_boundary(at) {
@@ -319,7 +324,7 @@ const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 /// Bytes of text for which the tokenizer's round trip is checked.
 const SAMPLE: usize = 1 << 20;
 
-/// The first `bytes` bytes or less of the first document.
+/// At most the first `bytes` bytes of the first document, cut at a character boundary.
 fn head<'a>(documents: &[&'a str], bytes: usize) -> &'a str {
     let first = documents.first().copied().unwrap_or_default();
     let end = (0..=bytes.min(first.len())).rev().find(|&end| first.is_char_boundary(end));
@@ -337,7 +342,8 @@ fn encode(tokenizer: &Tokenizer, documents: &[&str]) -> Result<Vec<u32>> {
     Ok(tokens)
 }
 
-/// Unigram entropy of the first tokens of all `lists` together. Checks that these tokens are in the vocabulary.
+/// One unigram entropy for all lists, from the first [`COUNTED`] tokens of each. Checks that these tokens are in the
+/// vocabulary.
 fn entropy<'a>(lists: impl Iterator<Item = &'a Tokens>, tokenizer: &Tokenizer) -> Result<f64> {
     let vocab = tokenizer.vocab_size();
     let mut counts = vec![0u64; vocab];

@@ -19,14 +19,14 @@ pub(super) enum Opened {
 /// The sources of a run.
 #[derive(Default)]
 pub(super) struct Sources {
-    /// Sources to train on; if [`Sources::validation`] is empty, their ends are for validation.
+    /// Sources to train on. If [`Sources::validation`] is empty, a part of each source is for validation.
     pub(super) train: Vec<Opened>,
     /// Sources that are only for validation (`--val-data`).
     pub(super) validation: Vec<Opened>,
 }
 
 impl Sources {
-    /// Opens every source. With `validate_only`, sources to train on are not opened if `--val-data` is given.
+    /// Opens every source. `validate_only` omits the sources to train on if `--val-data` is given.
     pub(super) fn open(config: &DataConfig, validate_only: bool, say: &dyn Fn(&str)) -> Result<Self> {
         let mut opening = Opening { config, say, seen: BTreeSet::new(), held_out: BTreeSet::new() };
         let validation = opening.open_all(&config.val_sources)?;
@@ -93,7 +93,7 @@ fn built_in(config: &DataConfig) -> Result<Vec<String>> {
 struct Opening<'a> {
     config: &'a DataConfig,
     say: &'a dyn Fn(&str),
-    /// Files of the sources so far: each file may be given once.
+    /// Files of the sources opened so far. No file may be given twice.
     seen: BTreeSet<PathBuf>,
     /// Files of `--val-data`, which are not trained on, even if they are in a folder of training data.
     held_out: BTreeSet<PathBuf>,
@@ -120,13 +120,11 @@ impl Opening<'_> {
             }
             Source::Text(files) => files,
         };
+        let names = files.iter().map(PathBuf::as_path);
         if config.val_sources.is_empty()
-            && let Some(file) = files.iter().find(|file| is_called_validation(file))
+            && let Some(warning) = source::called_validation(names)
         {
-            say(&format!(
-                "warning: {} is trained on despite its name; --val-data {0} keeps it for validation",
-                file.display()
-            ));
+            say(&warning);
         }
         let (mut documents, mut open) = (Vec::new(), String::new());
         for file in files {
@@ -140,16 +138,14 @@ impl Opening<'_> {
         }
         documents.retain(|document| !document.trim().is_empty());
         if documents.is_empty() {
-            return Err(Error::new("there is no text to read")
+            return Err(Error::new("every document of the data is empty")
                 .got(format!("{} contains no text", path.display()))
                 .allowed(format!("text in {}", reader::extensions()))
-                .hint("without --data a run trains on the built-in corpus"));
+                .hint(
+                    "check the files; in JSON lines, CSV and Parquet, --text-field names the key or column of the \
+                     text",
+                ));
         }
         Ok(Opened::Documents(documents))
     }
-}
-
-/// Whether a text file's name suggests validation data, such as `val.txt` or `test-00000-of-00001.parquet`.
-fn is_called_validation(file: &Path) -> bool {
-    source::is_named(file, &["val", "valid", "validation", "dev", "test"])
 }

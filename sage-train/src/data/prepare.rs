@@ -1,4 +1,4 @@
-//! Prepares shards from text: one thread reads, all threads tokenize, and the complete folder gets its final name.
+//! Prepares shards from text: one thread reads, all threads tokenize.
 
 use std::collections::BTreeSet;
 use std::ops::ControlFlow;
@@ -16,7 +16,7 @@ pub use super::prepared::{FileRead, Prepared};
 use super::progress::{Done, Journal, Work};
 use super::reader::Piece;
 use super::shard::Format;
-use super::source::canonical;
+use super::source::{self, canonical};
 pub use super::split::Part;
 use super::split::SplitWriter;
 use super::tokenizer::Tokenizer;
@@ -25,30 +25,31 @@ use crate::partial::Folder;
 use crate::quantity::counted;
 use crate::{bar, notify, writing};
 
-/// Bytes of a chunk (text that is tokenized together), and the number of chunks in the queue.
+/// Bytes of a chunk: text that is tokenized together.
 const CHUNK: usize = 4 << 20;
+/// The most chunks that wait to be tokenized.
 const WAITING: usize = 2;
 
 /// Time between two lines of progress if there is no terminal.
 const QUIET: Duration = Duration::from_secs(10);
 
-/// Arguments of a preparation.
+/// Arguments of [`prepare`].
 #[derive(Debug, Clone)]
 pub struct Plan {
-    /// Files, folders, patterns, `hf:OWNER/NAME[:PATTERN]`, recipes.
+    /// Files, folders, patterns, `hf:OWNER/NAME[:PATTERN]`, or short names of public data sets, such as `tinystories`.
     pub inputs: Vec<String>,
     /// Data that is only for validation, given like `inputs`. If it is not empty, no document of `inputs` is used for
     /// validation.
     pub val_inputs: Vec<String>,
     /// The folder to create.
     pub out: PathBuf,
-    /// A `tokenizer.json` or a model's name; `None` trains one.
+    /// A `tokenizer.json` or a model's name. If `None`, a tokenizer is trained.
     pub tokenizer: Option<String>,
     /// The token that ends a document; found automatically if `None`.
     pub end_of_text: Option<String>,
-    /// Vocabulary size of a trained tokenizer.
+    /// Vocabulary size of the tokenizer, if one is trained.
     pub vocab_size: usize,
-    /// Format of the shards; the smallest that fits if `None`.
+    /// Format of the shards. `None` selects the smallest format for the vocabulary.
     pub format: Option<Format>,
     /// Largest number of tokens in a shard.
     pub shard_tokens: u64,
@@ -56,17 +57,17 @@ pub struct Plan {
     pub val_fraction: f64,
     /// Seed for the choice of the validation documents.
     pub seed: u64,
-    /// Key or column of the text; if `None`, the column that the recipe names, or else `text`.
+    /// Key or column of the text; if `None`, the column that a [`Recipe`](super::hub::Recipe) names, or else `text`.
     pub text_field: Option<String>,
     /// Whether documents that cannot be read are left out.
     pub skip_bad: bool,
 }
 
-/// Creates a folder of shards, or continues the work of an interrupted earlier call with the same plan.
+/// Creates a folder of shards, or continues the work of an interrupted or failed earlier call with the same plan. The
+/// folder has a temporary name until it is complete.
 ///
 /// # Errors
-/// When an input cannot be read or contains no text, or a file cannot be written. After an error the folder does not
-/// exist, and another call with the same plan continues from the saved progress.
+/// When `plan.out` exists, an input cannot be read or contains no text, or a file cannot be written.
 pub fn prepare(plan: &Plan) -> Result<Prepared> {
     let folder = Folder::take_up(&plan.out)?;
     let prepared = prepare_in(plan, folder.path())?;
@@ -134,6 +135,12 @@ fn all_files(plan: &Plan) -> Result<Vec<TextFile>> {
     let held_out: BTreeSet<PathBuf> = validation.iter().map(|file| canonical(&file.path)).collect();
     let mut files = text_files(&plan.inputs, field)?;
     files.retain(|file| !held_out.contains(&canonical(&file.path)));
+    let names = files.iter().map(|file| file.path.as_path());
+    if validation.is_empty()
+        && let Some(warning) = source::called_validation(names)
+    {
+        notify(&warning);
+    }
     files.extend(validation);
     Ok(files)
 }
@@ -192,7 +199,7 @@ fn write(
             bar.set_message(held);
         });
         // If reading and tokenizing both fail, report the error of tokenizing: when tokenizing fails, the reader's send
-        // fails too. An error of reading only ends the stream of chunks early.
+        // fails too. When reading fails, tokenizing gets fewer chunks but does not fail.
         let read = reading.join().unwrap_or_else(|_| Err(Error::new("the reading thread panicked")));
         tokenized.and(read)
     });
@@ -220,14 +227,14 @@ fn write(
     Ok(prepared)
 }
 
-/// Consecutive pieces, and the position in the files after the last piece.
+/// Consecutive pieces of documents. `files` and `pieces_of_next` say how far the files have been read.
 #[derive(Default)]
 struct Chunk {
     /// The pieces, and for each piece whether its file is for validation.
     pieces: Vec<(Piece, bool)>,
     /// Files that were completely read since the previous chunk.
     files: Vec<FileRead>,
-    /// Number of pieces read so far from the file after `files`, which is not completely read.
+    /// Number of pieces read so far from the current file.
     pieces_of_next: u64,
 }
 

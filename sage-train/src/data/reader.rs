@@ -1,4 +1,4 @@
-//! Reads the documents of a file in pieces, from text, JSON lines, CSV and Parquet, also compressed.
+//! Reads the documents of a file in pieces. Files are text, JSON lines or CSV (each may be compressed), or Parquet.
 
 #[cfg(feature = "parquet")]
 mod columns;
@@ -39,7 +39,7 @@ const EXTENSIONS: [(&str, Kind); 7] = [
     ("parquet", Kind::Parquet),
 ];
 
-/// The extensions of compressed files, which follow another extension.
+/// The extensions that compression appends to another extension, as in `a.txt.gz`.
 const PACKED: [(&str, Packed); 2] = [("gz", Packed::Gzip), ("zst", Packed::Zstd)];
 
 /// Lists the extensions of the files that can be read, for messages.
@@ -75,8 +75,8 @@ pub(super) type EachUntil<'a> = dyn FnMut(Piece) -> Result<ControlFlow<()>> + 'a
 pub(super) enum BadDocuments<'a> {
     /// Reading ends with an error.
     Refused,
-    /// The document is skipped and counted. A text file is one document: reading stops at the bad byte, and only the
-    /// pieces that were passed on before are kept.
+    /// The document is skipped and counted. Of a text file, which is one document, the pieces that were already passed
+    /// to the callback are kept.
     Skipped(&'a AtomicU64),
 }
 
@@ -118,7 +118,7 @@ enum Packed {
 }
 
 fn kind(path: &Path) -> Option<(Kind, Packed)> {
-    // The extension is ASCII, even if the rest of the name is not.
+    // The lossy conversion keeps the extensions, because they are ASCII.
     let name = path.file_name()?.to_string_lossy().to_ascii_lowercase();
     let packed = PACKED.into_iter().find_map(|(end, packed)| {
         let name = name.strip_suffix(end)?.strip_suffix('.')?;
@@ -140,7 +140,7 @@ pub fn has_fields(path: &Path) -> bool {
     kind(path).is_some_and(|(kind, _)| kind != Kind::Text)
 }
 
-/// Whether a file in a named folder counts as text. .md, .csv and .json files do not: they may be notes or settings.
+/// Whether a file counts as text if the user names only its folder. Not .md, .csv, .json: maybe notes or settings.
 pub(super) fn is_always_text(path: &Path) -> bool {
     let name = path.file_name().map(|name| name.to_string_lossy().to_ascii_lowercase()).unwrap_or_default();
     is_known(path) && ![".md", ".csv", ".json"].iter().any(|end| name.ends_with(end))
@@ -153,8 +153,8 @@ pub(super) fn unknown_kind(path: &Path) -> Error {
         .hint("the extension defines the kind of a file; .gz and .zst after .parquet are not supported")
 }
 
-/// A rough estimate of the bytes of text in a file, from its size: compressed text has about a third of the bytes of
-/// the text, and Parquet half.
+/// A rough estimate of the bytes of text in a file, from its size: a compressed file has about a third of the text's
+/// bytes, and a Parquet file half of them.
 pub(super) fn estimated_bytes(path: &Path) -> u64 {
     let held = path.metadata().map_or(0, |about| about.len());
     match kind(path) {
@@ -164,19 +164,20 @@ pub(super) fn estimated_bytes(path: &Path) -> u64 {
     }
 }
 
-/// Reads the documents of a file. `field` is the JSON key or the column of the text. A long text file is passed on in
-/// the pieces into which [`super::Tokenizer::encode`] would split it; every other document is passed on whole.
+/// Reads the documents of a file. `field` is the JSON key or the column of the text. A text file is one document.
+/// If it is long, `each` receives it in pieces, split as [`super::Tokenizer::encode`] would split it. `each` receives
+/// documents of other files whole.
 ///
 /// # Errors
-/// When the file cannot be read or does not have the format that its extension names, and the errors of `each`.
+/// When the file cannot be read or does not have the format that its extension names, or `each` returns an error.
 pub fn read(path: &Path, field: &str, each: &mut Each<'_>) -> Result<()> {
     read_counted(path, field, BadDocuments::Refused, &AtomicU64::new(0), &mut |piece| {
         each(piece).map(ControlFlow::Continue)
     })
 }
 
-/// Like [`read`], until `each` ends the reading. Adds the bytes that were read from the file to `done`; for Parquet
-/// the bytes are estimated.
+/// Like [`read`], but `each` can end the reading. Adds the number of read bytes to `done`. For Parquet this number is
+/// an estimate.
 pub(super) fn read_counted(
     path: &Path,
     field: &str,
@@ -223,8 +224,8 @@ fn unreadable<E: Into<AnyError>>(path: &Path) -> impl FnOnce(E) -> Error {
         let cause = cause.into();
         let hint = match cause.to_string().contains("too much memory") {
             true => {
-                "it is compressed with a window of more than 128 MiB: decompress it with zstd -d --long=31 FILE, and \
-                 compress it with --long=27 or less"
+                "the file is compressed with a window of more than 128 MiB: decompress it with zstd -d --long=31 FILE, \
+                 and compress it again with --long=27 or less"
             }
             false => "check that the file is complete, readable, and of the kind that its name says",
         };
@@ -373,8 +374,9 @@ pub(crate) mod tests {
         let long = "x\n".repeat(400_000);
         std::fs::write(at("late.txt"), [long.as_bytes(), &[0xff], b"rest"].concat()).expect("a file");
         std::fs::write(at("utf16.txt"), [0xff, 0xfe, b'a', 0, b'b', 0]).expect("a file");
+        std::fs::write(at("utf16.csv"), [0xff, 0xfe, b'i', 0, b'd', 0]).expect("a file");
         std::fs::write(at("binary.txt"), b"\x7fELF\x02\0\0").expect("a file");
-        // Two rows have commas without quotes, which cut their text; empty extra fields cut nothing.
+        // Rows 1 and 4 are bad: their texts have commas but no quotes. The empty extra field of row 2 is allowed.
         std::fs::write(at("a.csv"), "id,text\n1,a, b\n2,\"c, d\",\n3,e\n4,f,g\n").expect("a file");
         let empty = ["utf16.txt", "binary.txt"].map(|name| (name, 0, 1));
         let some = [("a.jsonl", 3, 4), ("late.txt", 1, 1), ("a.csv", 2, 2)];
@@ -390,7 +392,7 @@ pub(crate) mod tests {
             assert_eq!((documents, count.into_inner()), (wanted, left_out), "{name}");
             assert!(bytes <= long.len());
         }
-        for (name, word) in [("utf16.txt", "utf-16"), ("binary.txt", "zero byte")] {
+        for (name, word) in [("utf16.txt", "utf-16"), ("utf16.csv", "utf-16"), ("binary.txt", "zero byte")] {
             let error = documents(&at(name)).expect_err("not UTF-8").to_string();
             assert!(error.contains(word), "{error}");
         }
@@ -425,7 +427,7 @@ pub(crate) mod tests {
         Ok(())
     }
 
-    /// Reads every text of up to seven of the characters `a`, `\r` and `\n`, with buffers of 1 to 3 bytes.
+    /// Reads texts of up to seven characters, each `a`, `\r` or `\n`, with buffers of 1 to 3 bytes.
     #[test]
     fn lines_end_as_on_unix() {
         for n in 0..3usize.pow(7) {

@@ -27,7 +27,7 @@ pub enum Source {
 pub struct ShardFiles {
     /// Shards to train on.
     pub train: Vec<PathBuf>,
-    /// Shards to validate on. Their names contain `val` or `validation`, separated by `_`, `-` or `.`.
+    /// Shards to validate on: the name, split at `_`, `-` and `.`, has a part `val` or `validation`.
     pub validation: Vec<PathBuf>,
     /// The `tokenizer.json` in the folder of the shards.
     pub tokenizer: Option<PathBuf>,
@@ -43,7 +43,8 @@ impl Source {
         text.iter().chain(shards).map(PathBuf::as_path)
     }
 
-    /// Removes the files of `--val-data`, by their canonical paths, from the source that was found at `path`.
+    /// Removes the files of `--val-data` from the lists of this source. `validation` contains their canonical paths;
+    /// `path` is for the error message.
     ///
     /// # Errors
     /// When no file is left.
@@ -67,7 +68,7 @@ impl Source {
 }
 
 impl ShardFiles {
-    /// Checks that the end-of-text token in the folder's `dataset.json`, if there is such a file, is the tokenizer's.
+    /// Returns an error if a `dataset.json` next to the shards has another end-of-text token than the tokenizer.
     pub(super) fn check_end_of_text(&self, tokenizer: &Tokenizer) -> Result<()> {
         let Some(folder) = self.first().parent().filter(|folder| folder.join(LIST).exists()) else {
             return Ok(());
@@ -142,7 +143,7 @@ impl SkippedFiles {
     }
 }
 
-/// Like [`find`]; adds the files in folders that are not data to `passed_over`.
+/// Like [`find`]. Files that are not data are added to `passed_over`.
 pub(super) fn find_and_pass_over(path: &Path, out: &Path, passed_over: &mut SkippedFiles) -> Result<Source> {
     let files = files(path, out, passed_over)?;
     let (shards, text): (Vec<PathBuf>, Vec<PathBuf>) = files.into_iter().partition(|file| is_shard(file));
@@ -187,10 +188,20 @@ fn is_description(path: &Path) -> bool {
     name.ends_with(".bin.json") || [LIST, "tokenizer.json", TOKENIZER_CONFIG].contains(&name.as_str())
 }
 
-/// Whether a file's name contains one of `words`, separated by `_`, `-` or `.`.
-pub(super) fn is_named(path: &Path, words: &[&str]) -> bool {
+/// Splits a file's name at `_`, `-` and `.`. Returns whether any part is one of `words`.
+fn is_named(path: &Path, words: &[&str]) -> bool {
     let name = path.file_name().map(|name| name.to_string_lossy().to_ascii_lowercase());
     name.is_some_and(|name| name.split(['_', '-', '.']).any(|part| words.contains(&part)))
+}
+
+/// A warning if the name of a training file suggests validation data, such as `val.txt` or
+/// `test-00000-of-00001.parquet`.
+pub(super) fn called_validation<'f>(mut files: impl Iterator<Item = &'f Path>) -> Option<String> {
+    let file = files.find(|file| is_named(file, &["val", "valid", "validation", "dev", "test"]))?;
+    Some(format!(
+        "warning: {} is trained on despite its name; --val-data {0} keeps it for validation",
+        file.display()
+    ))
 }
 
 fn shard_files(files: Vec<PathBuf>) -> ShardFiles {
@@ -202,13 +213,14 @@ fn shard_files(files: Vec<PathBuf>) -> ShardFiles {
 
 /// All files of known kinds.
 fn files(path: &Path, out: &Path, passed_over: &mut SkippedFiles) -> Result<Vec<PathBuf>> {
+    let folder = if path.is_dir() { Some(path) } else { path.parent() };
+    if path.exists() && folder.is_some_and(partial::is_unfinished) {
+        return Err(Error::new("the data is not finished")
+            .got(path.display())
+            .allowed("data that `data prepare` has completed")
+            .hint("wait until it is complete, or prepare it again"));
+    }
     if path.is_dir() {
-        if partial::is_unfinished(path) {
-            return Err(Error::new("the data is not finished")
-                .got(path.display())
-                .allowed("a folder that `data prepare` has completed")
-                .hint("wait until it is complete, or prepare it again"));
-        }
         return below(path, out, passed_over);
     }
     if path.exists() {
@@ -220,16 +232,15 @@ fn files(path: &Path, out: &Path, passed_over: &mut SkippedFiles) -> Result<Vec<
         }
         return if is_data(path) { Ok(vec![path.to_owned()]) } else { Err(reader::unknown_kind(path)) };
     }
-    let missing = || {
-        Error::new("the data does not exist").got(path.display()).allowed(allowed()).hint(how_to_get(path))
-    };
+    let missing =
+        || Error::new("cannot find the data").got(path.display()).allowed(allowed()).hint(how_to_get(path));
     let pattern = path.to_str().filter(|text| text.contains(['*', '?', '['])).ok_or_else(missing)?;
     // As in folders, hidden files are not data.
     let options = glob::MatchOptions { require_literal_leading_dot: true, ..glob::MatchOptions::new() };
     let matches = glob::glob_with(pattern, options).map_err(during(format!("not a pattern: {pattern}")))?;
     let matches =
         matches.collect::<std::result::Result<Vec<_>, _>>().map_err(during("cannot list the data"))?;
-    // Files in `out` and in unfinished folders are ignored, unless the pattern names that folder literally.
+    // Ignores files in `out` and in unfinished folders, except in a folder that the pattern names without a wildcard.
     let literal = pattern.split(['*', '?', '[']).next().and_then(|text| text.rsplit_once('/'));
     let depth = literal.map_or(0, |(folder, _)| Path::new(folder).components().count());
     let inside = |path: &PathBuf| {
@@ -377,6 +388,16 @@ mod tests {
     }
 
     #[test]
+    fn validation_data_is_recognized_by_name() {
+        let warning = |name| called_validation([Path::new("a.txt"), Path::new(name)].into_iter());
+        assert!(
+            warning("test-00000-of-00001.parquet").is_some_and(|text| text.contains("--val-data test-00000"))
+        );
+        assert!(warning("wiki.valid.tokens").is_some());
+        assert_eq!((warning("latest.txt"), warning("devices.txt")), (None, None));
+    }
+
+    #[test]
     fn shards_are_sorted_into_training_and_validation_by_name() {
         let folder = tempfile::tempdir().expect("a folder");
         let at = |name: &str| folder.path().join(name);
@@ -396,7 +417,7 @@ mod tests {
         assert!(
             matches!(find(&at("fw_train_*.bin"), out), Ok(Source::Shards(files)) if files.validation.is_empty())
         );
-        // The folder of runs is ignored if a pattern matches it, but not if it is named.
+        // Wildcards do not match the folder of runs. A pattern that names this folder matches its files.
         std::fs::create_dir(at("runs")).expect("a folder");
         std::fs::write(at("runs/log.txt"), "").expect("a file");
         assert!(find(&at("*/*.txt"), &at("runs")).is_err());
@@ -406,7 +427,7 @@ mod tests {
         std::fs::write(at("a.txt"), "").expect("a file");
         assert!(find(folder.path(), out).is_err());
         assert!(find(&at("*.doc"), out).is_err());
-        // Hidden files match only patterns with a dot. Folders are read if a pattern matches no file.
+        // `*` does not match the dot of a hidden file. A pattern that matches only folders stands for their files.
         std::fs::create_dir_all(at("of/year=1")).expect("a folder");
         for name in ["of/year=1/a.txt", "of/year=1/.b.txt", "of/year=1/c.xz"] {
             std::fs::write(at(name), "").expect("a file");

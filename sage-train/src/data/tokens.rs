@@ -13,7 +13,7 @@ use super::shard::Shard;
 pub struct Tokens {
     parts: Vec<Part>,
     len: u64,
-    /// Bytes of the original text for each byte that the tokens stand for: 1 unless the tokenizer changes text.
+    /// Bytes of original text per byte of decoded tokens: 1 unless the tokenizer changes text.
     text_ratio: f64,
 }
 
@@ -52,7 +52,7 @@ impl From<Vec<Shard>> for Tokens {
     /// Concatenates the shards.
     fn from(shards: Vec<Shard>) -> Self {
         let mut all = Self::default();
-        // Shards without a sidecar, or with a sidecar of an earlier version, have no information about their text.
+        // Counts only shards whose sidecar has `token_bytes`. Earlier versions did not write this field.
         let sidecars = shards.iter().filter_map(|shard| shard.sidecar.as_ref());
         let counted = sidecars.filter_map(|sidecar| Some((sidecar.text_bytes, sidecar.token_bytes?)));
         let (text, tokens) = counted.fold((0, 0), |(text, tokens), (t, n)| (text + t, tokens + n));
@@ -75,7 +75,8 @@ pub fn dropped_text(text_bytes: u64, token_bytes: u64) -> Option<String> {
     let kept = token_bytes as f64 / text_bytes.max(1) as f64;
     (text_bytes > 0 && kept < 0.99).then(|| {
         format!(
-            "warning: the tokens stand for only {:.1} % of the text's bytes; check the tokenizer's vocabulary",
+            "warning: the tokens stand for only {:.1} % of the text's bytes: the tokenizer drops spaces, or text that \
+             is not in its vocabulary",
             100.0 * kept
         )
     })
@@ -90,7 +91,7 @@ impl Tokens {
         Self { text_ratio: if known { text_bytes as f64 / token_bytes as f64 } else { 1.0 }, ..self }
     }
 
-    /// Bytes of the original text for each byte that the tokens stand for: 1 unless the tokenizer changes text.
+    /// Bytes of original text per byte of decoded tokens: 1 unless the tokenizer changes text.
     pub fn text_ratio(&self) -> f64 {
         self.text_ratio
     }
@@ -190,8 +191,8 @@ impl Tokens {
 /// Tokens of a chunk.
 const CHUNK: usize = 1 << 20;
 
-/// Checks that ids are in the vocabulary. `place` names the list, and `start` is the index of the first id in this
-/// list; both are for the message.
+/// Checks that ids are in the vocabulary. The error message says where the ids are from (`place`), and counts positions
+/// from `start`.
 pub(super) fn check_ids(ids: &[u32], vocab: usize, place: impl std::fmt::Display, start: u64) -> Result<()> {
     let Some(at) = ids.iter().position(|&id| id as usize >= vocab) else { return Ok(()) };
     Err(Error::new("a token is not in the vocabulary")

@@ -9,7 +9,7 @@ use candle_sage::{Error, Result};
 
 use super::{BadDocuments, EachUntil, LONGEST, Piece, not_utf8, unreadable};
 
-/// Reads a column of a CSV file, whose first row names the columns: each other row is a document.
+/// Reads a column of a CSV file. The first row names the columns. Every later row has one document.
 pub(super) fn csv_rows(
     path: &Path,
     reader: impl Read,
@@ -21,10 +21,13 @@ pub(super) fn csv_rows(
     let bounded = Bounded { inner: reader, left: left.clone() };
     let mut rows = csv::ReaderBuilder::new().flexible(true).from_reader(bounded);
     let names = rows.byte_headers().map_err(unreadable(path))?;
+    if let Some([0xff, 0xfe, ..] | [0xfe, 0xff, ..]) = names.get(0) {
+        return Err(not_utf8(path, "byte 0".into(), &names[0]));
+    }
     let names: Vec<String> = names.iter().map(|name| String::from_utf8_lossy(name).into_owned()).collect();
     let is_field = |name: &String| name.trim_start_matches('\u{feff}') == field;
     let column = names.iter().position(is_field).ok_or_else(|| {
-        Error::new("the CSV file has no such column")
+        Error::new("the CSV file does not have the column of the text")
             .got(format!("{}: columns {}", path.display(), names.join(", ")))
             .allowed(format!("a column `{field}`, named in the first row"))
             .hint("name the column with --text-field")
@@ -36,7 +39,8 @@ pub(super) fn csv_rows(
             return Ok(());
         }
         let line = row.position().map_or(0, csv::Position::line);
-        // Extra fields are the rest of a text with commas but without quotes. Empty ones are commas at a row's end.
+        // A non-empty extra field is the rest of a text that has commas but no quotes. Commas at a row's end make
+        // empty extra fields, which are allowed.
         if row.iter().skip(names.len()).any(|field| !field.is_empty()) {
             bad.take(
                 Error::new("a row has more columns than the first row")
@@ -55,7 +59,7 @@ pub(super) fn csv_rows(
             }
             None => {
                 bad.take(
-                    Error::new("a row has fewer columns than the first row")
+                    Error::new("a row ends before the column of the text")
                         .got(format!("{}, line {line}: {} columns", path.display(), row.len()))
                         .allowed(format!("at least {}", column + 1))
                         .hint("fields with line ends need quotes; `data prepare --skip-bad` skips bad rows"),

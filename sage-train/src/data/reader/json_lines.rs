@@ -59,7 +59,7 @@ pub(super) fn json_lines(
                     return Ok(());
                 }
             }
-            // A null is not a document, as in a column of parquet.
+            // A null is not a document: neither here nor in a parquet column.
             Ok(_) => {}
             Err(error) => {
                 let hint = if error.contains("messages") || error.contains("conversations") {
@@ -68,6 +68,9 @@ pub(super) fn json_lines(
                 } else if text.starts_with('[') || error.contains("EOF while parsing an object") {
                     "for a file with one JSON array, or with objects over several lines, `jq -c '.[]' FILE > \
                      FILE.jsonl` makes JSON lines"
+                } else if ["NaN", "Infinity"].iter().any(|number| text.contains(number)) {
+                    "NaN and Infinity are not JSON, although Python writes them: replace them by null, or skip such \
+                     lines with `data prepare --skip-bad`"
                 } else {
                     "every line is one document; name the field with --text-field, or skip bad lines with `data \
                      prepare --skip-bad`"
@@ -84,7 +87,7 @@ pub(super) fn json_lines(
     Ok(())
 }
 
-/// The beginning of the error message for an object without the field.
+/// The beginning of the error message for an object without the field that should contain the text.
 const MISSING: &str = "no key";
 
 /// Number of keys that an error lists.
@@ -110,12 +113,12 @@ impl FieldValue {
 /// Parquet, unless there is a field with the name `a.b`.
 struct Field<'a> {
     name: &'a str,
-    /// Whether this value is inside the line's object. A line must be an object, but its values may be anything.
+    /// False for a whole line, which must be an object. True for a value inside the line, which may have any type.
     nested: bool,
 }
 
 impl Field<'_> {
-    /// The result for a value that is not an object.
+    /// The result of deserializing a value that is not an object.
     fn other<E: serde::de::Error>(self, found: Unexpected<'_>) -> std::result::Result<FieldValue, E> {
         if self.nested { Ok(FieldValue::Missing(Vec::new())) } else { Err(E::invalid_type(found, &self)) }
     }
@@ -235,6 +238,8 @@ mod tests {
         assert!(error.contains("no key `a.b` among a.c, d"), "{error}");
         let error = texts(r#"{"a": "y"}"#, "a.b").expect_err("no text").to_string();
         assert!(error.contains("no key `a.b` among a"), "{error}");
+        let error = texts(r#"{"a": "y", "score": NaN}"#, "a").expect_err("NaN").to_string();
+        assert!(error.contains("replace them by null"), "{error}");
         for line in ["null", "1", "\"x\"", "[]", "true"] {
             let error = texts(line, "a.b").expect_err(line).to_string();
             assert!(error.contains("expected a JSON object"), "{line}: {error}");

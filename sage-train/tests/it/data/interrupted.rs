@@ -34,7 +34,7 @@ fn a_killed_preparation_resumes() {
         while killed < kills {
             let before = std::fs::read(&journal).unwrap_or_default();
             let mut child = scratch.start(&with("parts", "3"));
-            // The preparation is killed at a journal entry, or some changes of the folder after the entry.
+            // The kill waits for one change of the journal, then for `2 * killed` changes of the folder.
             let moved = || std::fs::read(&journal).is_ok_and(|now| !now.is_empty() && now != before);
             let _ = ends_before(&mut child, moved)
                 || ends_before_changes(&mut child, &scratch.path().join("parts.partial"), 2 * killed);
@@ -85,6 +85,10 @@ fn what_an_interrupted_preparation_left_is_in_nobodys_way() {
     let error = scratch.fails(&["data", "prepare", "a.jsonl", "--to", "going", "--vocab-size", "400"]);
     assert!(error.contains("cannot continue") && error.contains("rm -r"), "{error}");
     assert!(scratch.path().join("going.partial/progress.json").exists());
+    // A file of it is not data either.
+    scratch.file("going.partial/train.bin", vec![0; 4000]);
+    let error = scratch.fails(&["--data", "going.partial/train.bin"]);
+    assert!(error.contains("the data is not finished"), "{error}");
     // A folder that this program did not make is not touched.
     scratch.file("other.partial/precious", "mine");
     scratch.fails(&["data", "prepare", "a.jsonl", "--to", "other", "--vocab-size", "400"]);
