@@ -35,7 +35,7 @@ pub use checkpoints::CheckpointConfig;
 pub use identity::{BRANCHED_FROM, Identity, as_text, differing, is_meaningless, is_seed, of_attention};
 pub use reference::reference;
 
-/// The folder of the requested settings of each run, inside a sweep's folder.
+/// The name of the subfolder where a sweep keeps the requested settings of its runs.
 pub const PLAN: &str = "plan";
 
 /// A resolved run.
@@ -78,7 +78,7 @@ pub struct Config {
     pub eval_every: u64,
     /// Tokens of a validation.
     pub eval_tokens: u64,
-    /// The scheme of a second validation, if it differs from the scheme of training.
+    /// The scheme of a second validation (`--eval-attn`); `None` for no second validation.
     pub eval_scheme: Option<Scheme>,
     /// Steps between probes, which measure the errors of low-bit attention; 0 for no probes.
     pub probe_every: u64,
@@ -141,7 +141,7 @@ impl Config {
         // The last batch of a validation may be a single sequence: FP8 matmuls must support its number of tokens too.
         model.linear_in_evaluation.check("context", model.context)?;
         let learning_rate = LearningRate::resolve(&s.optimizer, steps, asked_warmup)?;
-        // A warm-up that was not given stays unset, so that a longer run from the saved settings has a longer warm-up.
+        // The saved settings have no warm-up unless one was given, because the default depends on the number of steps.
         s.optimizer.warmup_steps = asked_warmup;
         let out = need(s.run.out.clone());
         let seed = checks::seed("seed", need(s.run.seed))?;
@@ -206,6 +206,11 @@ impl Config {
         Training { ranks, moments: self.optimizer.moments() }
     }
 
+    /// Number of rows of the embedding for a vocabulary, which some presets pad.
+    pub fn embedding_rows(preset: Preset, vocab_size: usize) -> usize {
+        model::model_vocab(preset, vocab_size)
+    }
+
     /// The settings of a preset: every setting that is not optional has a value.
     pub fn defaults(preset: Preset) -> Settings {
         preset::defaults(preset)
@@ -238,9 +243,9 @@ impl Config {
                 .got(short_message(&error))
                 .hint(hint)
         };
-        // A file without tables is deserialized directly from its text, because errors then name the line.
+        // If possible, the settings are deserialized from `text`, not from `table`, so that errors name the line.
         let mut table: Table = toml::from_str(&text).map_err(unusable)?;
-        // A run's `config.toml` also lists the settings that later starts of the run changed: see `Change`.
+        // A run's `config.toml` also lists the settings that were changed when the run was resumed: see `Change`.
         let listed = table.remove(changes::LIST).is_some();
         match listed || table.values().any(|value| value.is_table() || value.is_bool()) {
             true => {
@@ -258,7 +263,8 @@ impl Config {
         Self::read_settings_at(path, u64::MAX)
     }
 
-    /// The settings of a run at step `step`, without the changes of later starts.
+    /// The settings with which a run reached step `step`. A change is left out if it was made when the run was resumed
+    /// at this step or later.
     ///
     /// # Errors
     /// As [`Config::read_settings`] and [`Change::read`].
@@ -268,12 +274,12 @@ impl Config {
         changes::applied(Self::read_settings(path)?, &changes, path)
     }
 
-    /// The settings as TOML, without the run's name, so that running them again creates a separate folder.
+    /// The settings as TOML, without the run's name, so that a run with this file as `--config` gets a separate folder.
     pub fn to_toml(&self) -> String {
         toml::to_string(&tables::in_tables(self.saved())).expect("settings are plain values")
     }
 
-    /// The settings as [`Config::to_toml`] saves them, by their keys.
+    /// The settings that [`Config::to_toml`] saves, in one table without sections.
     fn saved(&self) -> Table {
         let mut settings = self.settings.clone();
         settings.run.name = None;
@@ -301,7 +307,7 @@ impl Config {
     }
 }
 
-/// The scheme of a second validation; `None` without `--eval-attn`, or if `--eval-attn` is the scheme of training.
+/// The scheme of `--eval-attn`; `None` without this flag, or if the model trains with the same scheme.
 fn eval_scheme(s: &Settings, model: &LlamaConfig) -> Result<Option<Scheme>> {
     let Some(asked) = s.run.eval_attn else { return Ok(None) };
     let attn = need(s.attention.attn);
@@ -327,7 +333,7 @@ pub(crate) const MOST_SETTINGS: u64 = 1 << 20;
 /// in hints.
 ///
 /// # Errors
-/// When `name` cannot name a separate folder, or contains special characters.
+/// When `name` is empty, `.`, `..` or `cache`, or contains special characters.
 pub fn check_name(name: &str) -> Result<()> {
     let refused =
         |c: char| ['/', '\\', '"', '\'', '`'].contains(&c) || c.is_control() || acts_on_terminals(c);
@@ -337,7 +343,8 @@ pub fn check_name(name: &str) -> Result<()> {
     Err(Error::new("not a name for a folder")
         .got(format!("`{}`", name.escape_debug()))
         .allowed(
-            "any name except `cache`, the folder of tokenizers; without slashes, quotes and control characters",
+            "a name without slashes, quotes and control characters; not `.`, `..` or `cache` (the folder of \
+             tokenizers)",
         )
         .hint("--out is the folder of all runs, --name the name of this run"))
 }

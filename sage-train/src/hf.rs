@@ -22,7 +22,7 @@ use crate::model::{
     InitialValues, Kind, LlamaConfig, OUTPUT, ParameterSpec, Parameters, RopeScaling, StateFile, Training,
 };
 use crate::partial::Folder;
-use crate::quantity::Quantity;
+use crate::quantity::{Quantity, counted};
 use crate::ranks::Ranks;
 use crate::settings::{
     AttentionSettings, ModelSettings, Settings, Sla2Settings, SmoothingSetting, Switch, TailSetting,
@@ -63,7 +63,7 @@ pub fn settings(folder: &Path) -> Result<Settings> {
             width: Some(config.hidden_size),
             heads: Some(config.num_attention_heads),
             key_heads: config.num_key_value_heads,
-            head_dim: Some(config.head_dim.unwrap_or(config.hidden_size / config.num_attention_heads)),
+            head_dim: Some(config.head_dim()),
             ffn: Some(config.intermediate_size),
             norm_eps: Some(config.rms_norm_eps),
             rope_base: Some(config.rope_theta()),
@@ -126,12 +126,12 @@ fn attention(folder: &Path) -> Result<(AttentionSettings, Sla2Settings)> {
 /// # Errors
 /// As [`settings`].
 pub fn longest(folder: &Path) -> Result<usize> {
-    Ok(HfConfig::read(folder)?.max_position_embeddings)
+    Ok(HfConfig::read(folder)?.longest())
 }
 
-/// The weights of a folder. If `attention.json` states the same form of SLA2 as `config`, the files must have every
-/// parameter. Otherwise, a router or `theta` of SLA2 that the files lack keeps its initial values (`theta` weights the
-/// tail). The embedding must have as many rows as the model's vocabulary.
+/// The weights of a folder. Parameters of SLA2 that the files lack keep their initial values. Exception: if the
+/// exported model has the same `--attn` as `config`, and both or neither have SLA2's tail, a missing parameter is an
+/// error. The embedding must have as many rows as the model's vocabulary.
 ///
 /// # Errors
 /// When a file is missing or damaged, or a tensor has another shape.
@@ -156,12 +156,15 @@ pub fn load(
     let opened = weights::open(folder, config)?;
     check_tied(folder, config, &opened)?;
     warn_of_others(folder, config, &opened.iter().flat_map(StateFile::names).collect::<Vec<_>>());
-    let values = |spec: &ParameterSpec| {
-        let holder = opened.iter().find(|file| file.contains(&spec.name));
-        match (holder, spec.start_in_sla2()) {
-            (None, Some(start)) if !complete => Ok(start),
-            _ => holder.unwrap_or(&opened[0]).values(spec, ""),
+    let holder = |name: &str| opened.iter().find(|file| file.contains(name));
+    let values = |spec: &ParameterSpec| match (holder(&spec.name), spec.start_in_sla2()) {
+        (None, Some(start)) if !complete => Ok(start),
+        (None, None) if spec.kind == Kind::Embedding && !config.untied && holder(OUTPUT).is_some() => {
+            // safetensors' `save_model` stores a tied matrix once, under either name.
+            let output = ParameterSpec { name: OUTPUT.into(), ..spec.clone() };
+            holder(OUTPUT).unwrap_or(&opened[0]).values(&output, "")
         }
+        (found, _) => found.unwrap_or(&opened[0]).values(spec, ""),
     };
     Parameters::from_values(
         config.parameter_specs(),
@@ -180,8 +183,8 @@ pub fn output_is_apart(folder: &Path) -> Error {
         .hint("leave --untied out: --init-from sets it to match the weights")
 }
 
-/// Warns of weights that a model of this shape does not use. Without these weights the outputs of this model differ
-/// from the outputs of the model that was trained.
+/// Warns of weights that a model of `config` does not use. Without these weights, its outputs differ from the original
+/// model's.
 pub fn warn_of_others(folder: &Path, config: &LlamaConfig, names: &[&str]) {
     let specs = config.parameter_specs();
     let known: BTreeSet<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
@@ -191,18 +194,19 @@ pub fn warn_of_others(folder: &Path, config: &LlamaConfig, names: &[&str]) {
     let left: BTreeSet<&str> = left.collect();
     if let Some(first) = left.first() {
         notify(&format!(
-            "warning: {} weights of {} are not used by this model, such as {first}: its outputs differ from those of the trained model",
-            left.len(),
+            "warning: ignored {} of {}, such as {first}; the outputs differ from the original model's",
+            counted(left.len() as u64, "weight"),
             folder.display()
         ));
     }
 }
 
 /// The tokens around a document, as `generation_config.json` or else `config.json` says: the first of `bos_token_id`
-/// and all of `eos_token_id`. If a key is missing, the tokenizer's end-of-text token is used for it.
+/// and all of `eos_token_id`. Ids that are not in the tokenizer are ignored with a warning. If a key has no other id,
+/// the tokenizer's end-of-text token is used for it.
 ///
 /// # Errors
-/// When a file cannot be read, or an id is not in the tokenizer.
+/// When a file cannot be read, or an id is not a number.
 pub fn boundaries(folder: &Path, tokenizer: &Tokenizer) -> Result<Boundaries> {
     let (mut begin, mut ends) = (Vec::new(), Vec::new());
     for name in [GENERATION, CONFIG] {
@@ -212,20 +216,27 @@ pub fn boundaries(folder: &Path, tokenizer: &Tokenizer) -> Result<Boundaries> {
         }
         let failed = || format!("cannot use {}", path.display());
         let text = read_small(&path, MOST).map_err(during(failed()))?;
-        let config: Value = serde_json::from_str(&text).map_err(during(failed()))?;
-        let ids = |key: &str| {
-            let ids = token_ids(&config, key).and_then(|ids| {
-                let missing = ids.iter().find(|&&id| tokenizer.entry(id).is_err());
-                missing.map_or(Ok(ids.clone()), |id| {
-                    Err(format!("`{key}`: {id}, which is not in the vocabulary"))
-                })
-            });
-            ids.map_err(|got| {
+        let config: Value = serde_json::from_str(&text)
+            .map_err(during(failed()))
+            .map_err(|error| error.hint("repair the file, or remove it if it is generation_config.json"))?;
+        let ids = |key: &str| -> Result<Vec<u32>> {
+            let mut ids = token_ids(&config, key).map_err(|got| {
                 Error::new(failed())
                     .got(got)
                     .allowed("the id of a token, or a list of ids")
                     .hint(format!("use ids of tokenizer.json, which has {} entries", tokenizer.vocab_size()))
-            })
+            })?;
+            ids.retain(|&id| {
+                let is_known = tokenizer.entry(id).is_ok();
+                if !is_known {
+                    notify(&format!(
+                        "warning: {key} {id} of {} is not in the tokenizer: ignored",
+                        path.display()
+                    ));
+                }
+                is_known
+            });
+            Ok(ids)
         };
         if begin.is_empty() {
             begin = ids("bos_token_id")?;
@@ -241,8 +252,8 @@ pub fn boundaries(folder: &Path, tokenizer: &Tokenizer) -> Result<Boundaries> {
     })
 }
 
-/// Checks that an output matrix among the weights of a tied model equals the embedding, from which the logits are
-/// computed.
+/// A tied model computes its logits from the embedding. Checks that an output matrix, if the files have one, equals
+/// the embedding.
 fn check_tied(folder: &Path, config: &LlamaConfig, files: &[StateFile]) -> Result<()> {
     if config.untied {
         return Ok(());
@@ -335,8 +346,8 @@ pub struct Model<'a> {
     pub tokenizer: &'a Tokenizer,
 }
 
-/// Exports a model to a new folder that `transformers` can load. `transformers` computes dense attention and ignores
-/// SLA2's router and `theta`, which are among the weights; [`load`] reads them.
+/// Exports a model to a new folder that `transformers` can load. `transformers` computes dense attention, and ignores
+/// the exported router and `theta` of SLA2. [`load`] reads them.
 ///
 /// # Errors
 /// When the folder exists or cannot be written, or the model has no attention.

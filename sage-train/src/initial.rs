@@ -10,6 +10,7 @@ use sha2::{Digest, Sha256};
 
 use crate::config::Config;
 use crate::model::{InitialValues, OUTPUT, ParameterSpec, Parameters, StateFile};
+use crate::quantity::Quantity;
 use crate::ranks::Ranks;
 use crate::settings::{Attn, ModelSettings, Settings, Sla2Settings};
 use crate::trained::{run_folder, tokenizer_of};
@@ -21,8 +22,8 @@ fn config_of(folder: &Path) -> Option<PathBuf> {
     path.exists().then_some(path)
 }
 
-/// The settings that the folder determines. `attn` is the attention that the new run asks for; if the folder's
-/// attention differs, [`Settings::over`] drops the folder's attention settings.
+/// The settings of the model in `folder` that a new run takes over. `attn` is the attention that the new run asks for;
+/// if the folder's attention differs, [`Settings::over`] drops the folder's attention settings.
 ///
 /// # Errors
 /// When the folder is not a run, checkpoint or model; when its files cannot be read; when a run's tokenizer is missing
@@ -42,17 +43,19 @@ pub fn settings(folder: &Path, attn: Option<Attn>) -> Result<Settings> {
             let saved = Config::read_last_settings(&path)?;
             let run = run_folder(folder);
             tokenizer_of(run)?;
+            // The run's preset may have padded the vocabulary.
+            let rows = Config::resolve(saved.clone())?.model.vocab;
             Settings::with(|s| {
                 s.model = ModelSettings { init_from: None, ..saved.model };
-                s.data.vocab_size = saved.data.vocab_size;
+                s.data.vocab_size = Some(Quantity(rows as u64));
                 s.data.tokenizer = Some(run.join("tokenizer.json").display().to_string());
                 s.attention = saved.attention;
                 s.sla2 = saved.sla2;
             })
         }
     };
-    // The new run does not take over the steps of SLA2's stages. It takes over the tail only if its attention is the
-    // attention that the model in the folder was trained with.
+    // The new run does not take over the steps of SLA2's stages. It takes over SLA2's tail only if it keeps the
+    // attention of the model in `folder`.
     let same_form = attn.is_none() || attn == told.attention.attn;
     told.sla2 = Sla2Settings {
         sla2_dense_steps: None,
@@ -122,8 +125,8 @@ pub fn parameters(
         let missing =
             |spec: &ParameterSpec| spec.start_in_sla2().filter(|_| !names.contains(&spec.name.as_str()));
         if values.moments.is_some() {
-            // A parameter that the checkpoint lacks would begin with moments of zero and without bias correction, and
-            // its first steps would be several times too long.
+            // A parameter that the checkpoint lacks would begin with moments of zero and without bias correction, so
+            // its first updates would have the wrong size.
             if let Some(spec) = model.parameter_specs().iter().find(|spec| missing(spec).is_some()) {
                 return Err(Error::new("the checkpoint has no moments of a parameter")
                     .got(format!("{}: the checkpoint was trained without it", spec.name))
@@ -148,9 +151,8 @@ pub fn parameters(
         let values = state.moments(moment, spec, range)?;
         Ok(values.into_iter().map(|value| (f64::from(value) * factor) as f32).collect())
     };
-    // Row statistics are Muon's running mean squares of matrix rows. If the checkpoint has none, they begin with zeros,
-    // without bias correction. The missing correction changes all rows of a matrix by the same factor, which row
-    // normalization removes.
+    // Muon's running mean squares of matrix rows; zeros if the checkpoint does not contain them. They need no bias
+    // correction: it would change all rows of a matrix by the same factor, which row normalization removes.
     let rows =
         |name: String, rows| if state.has(&name) { state.rows(name, rows) } else { Ok(vec![0.0; rows]) };
     let names = state.names();

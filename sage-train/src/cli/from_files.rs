@@ -1,13 +1,14 @@
-//! Fills in settings that files determine, before a configuration is resolved.
+//! Fills in the settings that `--init-from` or an existing tokenizer determines.
 
-use std::path::{Component, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use candle_sage::{Error, Result};
 
+use crate::config::Config;
 use crate::data::{Tokenizer, known_tokenizer};
 use crate::initial;
-use crate::quantity::Quantity;
-use crate::settings::{Settings, Switch};
+use crate::quantity::{Quantity, grouped};
+use crate::settings::{Preset, Settings, Switch};
 
 /// Checks that the tokenizer in the settings equals the initial weights' tokenizer. With another one, the token ids
 /// would mean different text.
@@ -23,11 +24,34 @@ fn check_tokenizers(named: &Settings, of_weights: &Settings) -> Result<()> {
         .hint("leave --tokenizer out: the run then uses the tokenizer of --init-from"))
 }
 
+/// Checks that the new run's embedding has as many rows as the initial weights'.
+fn check_rows(folder: &Path, settings: &Settings, of_weights: &Settings) -> Result<()> {
+    let (Some(now), Some(rows)) = (settings.data.vocab_size, of_weights.data.vocab_size) else {
+        return Ok(());
+    };
+    let preset = settings.run.preset.unwrap_or(Preset::Tiny);
+    let padded = Config::embedding_rows(preset, now.0 as usize) as u64;
+    if padded == rows.0 {
+        return Ok(());
+    }
+    let hint = match now == rows {
+        true => {
+            "presets from 40m on pad the vocabulary to a multiple of 128: use --preset mini, or leave it out; \
+                 --init-from sets the model's sizes"
+        }
+        false => "leave --vocab-size out: --init-from sets it",
+    };
+    Err(Error::new("the vocabulary does not fit the initial weights")
+        .got(format!("an embedding of {} rows (--preset, --vocab-size)", grouped(padded)))
+        .allowed(format!("{} rows, as in {}", grouped(rows.0), folder.display()))
+        .hint(hint))
+}
+
 /// Fills in the settings that files determine: the model's shape from `--init-from`, and the vocabulary size from an
 /// existing tokenizer.
 pub(super) fn fill_from_files(mut settings: Settings) -> Result<Settings> {
     if let Some(folder) = settings.model.init_from.take() {
-        // Reports compare the text of the path, so `./runs/a` is saved as `runs/a`.
+        // Saves `./runs/a` as `runs/a`: a report compares the `init-from` settings of its runs as text.
         let folder: PathBuf = folder.components().filter(|part| *part != Component::CurDir).collect();
         settings.model.init_from = Some(folder.clone());
         let told = initial::settings(&folder, settings.attention.attn)?;
@@ -35,7 +59,8 @@ pub(super) fn fill_from_files(mut settings: Settings) -> Result<Settings> {
             initial::check_moments(&folder)?;
         }
         check_tokenizers(&settings, &told)?;
-        settings = settings.over(told);
+        settings = settings.over(told.clone());
+        check_rows(&folder, &settings, &told)?;
     }
     if settings.data.vocab_size.is_none()
         && let Some(tokenizer) = known_tokenizer(&settings)?

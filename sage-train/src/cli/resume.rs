@@ -19,8 +19,8 @@ pub(super) struct Resumed {
 }
 
 impl Resumed {
-    /// Finds the checkpoint, and overrides the settings of its run with the typed settings. `branch` is the name of a
-    /// new run that continues from the checkpoint, possibly with another attention scheme.
+    /// Finds the checkpoint, and overrides the settings of its run with `typed`. `branch` is the name of a new run that
+    /// continues from the checkpoint, possibly with another attention scheme.
     pub(super) fn open(path: &Path, mut typed: Settings, branch: Option<&str>, rank: Rank) -> Result<Self> {
         let found = FoundCheckpoint::at(path, rank)?;
         let path = found.run.join("config.toml");
@@ -33,7 +33,6 @@ impl Resumed {
         moved.val_data = with_weights(moved.val_data.take(), data.val_data.as_ref())?;
         let mut merged = typed.over(saved.clone());
         let (before, after) = (table(&saved)?, table(&merged)?);
-        // A new run may use another attention scheme with the same weights.
         let may = |key: &str| {
             has_role(key, Role::Resumable)
                 || branch.is_some() && of_attention(key) && !key.starts_with("sla2-")
@@ -61,13 +60,13 @@ impl Resumed {
         config.branch = runs::branch(&found.run)?;
         if branch.is_some() {
             if before.attn != config.attn && !(before.attn.is_dense() && config.attn.is_dense()) {
-                return Err(Error::new("this attention needs other weights than the run has")
-                    .got(format!("--attn {}, {} in the run", config.attn, before.attn))
+                return Err(Error::new("the run's weights do not fit this attention")
+                    .got(format!("--attn {} now, {} in the run", config.attn, before.attn))
                     .allowed("a change between dense schemes: fpa, sagebwd, attn-qat")
-                    .hint(
-                        "to change between dense attention and SLA2, use --init-from RUN instead of --resume: \
-                         --init-from RUN --attn sla2",
-                    ));
+                    .hint(format!(
+                        "begin a new run that starts from the run's weights: --init-from RUN --attn {}",
+                        config.attn
+                    )));
             }
             let run = found.run.display().to_string();
             config.branch =
@@ -86,7 +85,8 @@ impl Resumed {
     }
 }
 
-/// Gives the typed data sources the mixture weights of the run's saved sources: on resuming, only paths may change.
+/// Copies the mixture weights of the run's `saved` data sources to the sources that the user `typed`: when a run is
+/// resumed, only the paths of its data may change.
 fn with_weights(
     typed: Option<Vec<SourceSetting>>,
     saved: Option<&Vec<SourceSetting>>,

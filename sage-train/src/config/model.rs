@@ -71,7 +71,7 @@ pub(super) fn resolve(preset: Preset, s: &Settings, sla2: Option<Sla2Config>) ->
     Ok(model)
 }
 
-/// The layers with another scheme than the model's. Only dense attention has such layers.
+/// The layers whose scheme differs from the model's. Only models with dense attention can have such layers.
 fn layer_schemes(
     s: &Settings,
     scheme: Option<Scheme>,
@@ -116,14 +116,14 @@ fn windows(
         }
         return Err(Error::new("SLA2 does not support sliding windows")
             .got(format!("--window {tokens}"))
-            .allowed("dense attention")
+            .allowed("--window with dense attention")
             .hint("--window-pattern L disables windows; --attn sla2-window attends to the nearest blocks"));
     }
     Ok(Some(windows))
 }
 
-/// Checks that a soft cap and sinks, if set, are supported by the model's attention and the scheme of a second
-/// validation (`second`).
+/// Checks that the model's attention supports the soft cap and the sinks, if they are set. `second` is the scheme of
+/// `--eval-attn`, which must support them too.
 pub(super) fn check_logits(model: &LlamaConfig, second: Option<Scheme>, s: &Settings) -> Result<()> {
     if !model.needs_logits() {
         return Ok(());
@@ -135,25 +135,25 @@ pub(super) fn check_logits(model: &LlamaConfig, second: Option<Scheme>, s: &Sett
         return Err(Error::new("SLA2 does not support a soft cap or sinks")
             .got(got)
             .allowed("dense attention")
-            .hint("use --attn fpa, or leave them out"));
+            .hint("use --attn fpa, or leave out --softcap and --sinks"));
     }
     let on_gpu = need(s.run.device) == DeviceKind::Cuda && model.softcap.is_some();
     let fits = |scheme: &Scheme| !on_gpu || scheme.supports_softcap_on_gpu();
     let mut schemes = model.layer_schemes.values().copied().chain(model.scheme).chain(second);
     match schemes.find(|scheme| scheme.smooths_keys() || !fits(scheme)) {
         None => Ok(()),
-        Some(other) => Err(Error::new("this scheme does not support this soft cap or sinks")
+        Some(other) => Err(Error::new("this scheme does not support the given --softcap or --sinks")
             .got(format!("{got}, {other}"))
             .allowed("fpa; attn-qat without smoothing; sagebwd without smoothing (with a soft cap on a GPU: only with \
                       --products scores)")
-            .hint("set --smoothing none and --products scores; in --attn-layers and --eval-attn write \
-                   sagebwd:smoothing=none:products=scores")),
+            .hint("set --smoothing none, and for sagebwd --products scores; in --attn-layers and --eval-attn \
+                   write sagebwd:smoothing=none:products=scores")),
     }
 }
 
-/// Number of rows of the embedding. As in the SageBwd paper, large vocabularies are padded to a multiple of 128, which
-/// is faster on GPUs.
-fn model_vocab(preset: Preset, vocab_size: usize) -> usize {
+/// Number of rows of the embedding. Except in the two smallest presets, the vocabulary is padded to a multiple of 128,
+/// which is faster on GPUs (as in the SageBwd paper).
+pub(super) fn model_vocab(preset: Preset, vocab_size: usize) -> usize {
     match preset {
         Preset::Tiny | Preset::Mini => vocab_size,
         Preset::Small40m | Preset::Small124m | Preset::Paper325m | Preset::Large1300m => {

@@ -12,7 +12,7 @@ use crate::{during, read_small};
 
 const HINT: &str = "supported models are, for example, SmolLM, Llama 3, Mistral 7B v0.3, Qwen2.5 and Qwen3";
 
-/// The part of a `config.json` that is used. Fields that would change the computation are checked.
+/// The fields of a `config.json` that this trainer uses or checks.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub(super) struct HfConfig {
     pub(super) model_type: ModelType,
@@ -22,22 +22,26 @@ pub(super) struct HfConfig {
     pub(super) num_hidden_layers: usize,
     pub(super) num_attention_heads: usize,
     pub(super) num_key_value_heads: Option<usize>,
-    pub(super) head_dim: Option<usize>,
+    head_dim: Option<usize>,
+    #[serde(default = "default_eps")]
     pub(super) rms_norm_eps: f64,
-    pub(super) max_position_embeddings: usize,
+    max_position_embeddings: Option<usize>,
+    /// In transformers 5 this value has priority over the value inside the rotary embedding's fields.
+    original_max_position_embeddings: Option<f64>,
     #[serde(default)]
     pub(super) tie_word_embeddings: bool,
     #[serde(default)]
     attention_bias: bool,
     #[serde(default)]
     mlp_bias: bool,
+    is_causal: Option<bool>,
     use_sliding_window: Option<bool>,
-    /// In a Mistral this field alone turns the window on; in a Qwen2 or Qwen3 `use_sliding_window` does. If the field is
-    /// missing, the window has 4096 tokens, as in transformers. With null there is no window.
+    /// If this field is null, the model has no sliding window. A Qwen2 or Qwen3 has one only if `use_sliding_window` is
+    /// true. If this field is missing, the window has 4096 tokens, as in transformers.
     #[serde(default = "default_window")]
     sliding_window: Option<usize>,
-    /// Which layers have the window. Without this field, in a Qwen2 or Qwen3 the layers below `max_window_layers`
-    /// have no window.
+    /// Which layers have the window. If a Qwen2 or Qwen3 lacks this field, its layers below `max_window_layers` have
+    /// no window.
     layer_types: Option<Vec<String>>,
     max_window_layers: Option<usize>,
     hidden_act: Option<String>,
@@ -52,8 +56,12 @@ fn default_window() -> Option<usize> {
     Some(4096)
 }
 
-/// The rotary embedding. The key of the scaling's kind has two names; transformers writes both names into files that
-/// had the older name.
+fn default_eps() -> f64 {
+    1e-6
+}
+
+/// The rotary embedding. The kind of scaling is the value of `rope_type`, and in older files of `type`. Some files have
+/// both keys, because transformers keeps `type` when it adds `rope_type`.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 struct Rope {
     rope_type: Option<String>,
@@ -82,13 +90,14 @@ impl Rope {
             .find(|kind| *kind != "default")
     }
 
-    /// Llama 3's scaling, if all of its numbers are there.
-    fn llama3(&self) -> Option<RopeScaling> {
+    /// Llama 3's scaling; `None` if one of its four numbers is missing. `original` is the original context at the
+    /// file's top level.
+    fn llama3(&self, original: Option<f64>) -> Option<RopeScaling> {
         Some(RopeScaling {
             factor: self.factor?,
             low_freq_factor: self.low_freq_factor?,
             high_freq_factor: self.high_freq_factor?,
-            original_context: self.original_max_position_embeddings? as usize,
+            original_context: self.original_max_position_embeddings.or(original)? as usize,
         })
     }
 }
@@ -108,7 +117,7 @@ impl HfConfig {
             if folder.join("config.toml").exists() {
                 let run = folder.display();
                 error.hint(format!(
-                    "this is a run: `sage-train export {run} --to DIR` writes the folder that is needed here"
+                    "the folder is a run: `sage-train export {run} --to DIR` writes a model folder from it"
                 ))
             } else {
                 error.hint("a model folder contains config.json, model.safetensors and tokenizer.json")
@@ -125,26 +134,41 @@ impl HfConfig {
         if !known.iter().any(|known| known == kind) {
             return Err(unusable(folder, format!("model_type {kind}"), &known.join(", ")));
         }
-        let config: Self = serde_json::from_value(value).map_err(unreadable)?;
+        // From the text, so that an error has the line of the field.
+        let config: Self = serde_json::from_str(&text).map_err(unreadable)?;
         config.check(folder)?;
         Ok(config)
     }
 
     fn check(&self, folder: &Path) -> Result<()> {
-        let scaled = self.rope().and_then(|rope| Some((rope.kind()?, rope.llama3())));
+        let original = self.original_max_position_embeddings;
+        let scaled = self.rope().and_then(|rope| Some((rope.kind()?, rope.llama3(original))));
         let stated = [&self.rope_scaling, &self.rope_parameters].map(Option::as_ref);
-        let computed = |rope: &Rope| (rope.kind().map(str::to_owned), rope.llama3());
+        let computed = |rope: &Rope| (rope.kind().map(str::to_owned), rope.llama3(original));
+        let other_original = |rope: &&Rope| {
+            rope.kind() == Some(LLAMA3)
+                && original.is_some_and(|outer| {
+                    rope.original_max_position_embeddings.is_some_and(|own| own != outer)
+                })
+        };
         let thetas = stated.into_iter().flatten().filter_map(|rope| rope.rope_theta).chain(self.rope_theta);
         let thetas: Vec<f64> = thetas.collect();
         let kinds = self.layer_types.as_deref().unwrap_or_default();
         let other = kinds.iter().find(|kind| !LAYER_TYPES.contains(&kind.as_str()));
         let activation = format!("hidden_act: {ACTIVATION}");
+        // Other model types do not read these keys.
+        let has_bias = match self.model_type {
+            ModelType::Llama => self.attention_bias || self.mlp_bias,
+            ModelType::Qwen3 => self.attention_bias,
+            ModelType::Mistral | ModelType::Qwen2 => false,
+        };
         let refused = [
             (
-                self.attention_bias || self.mlp_bias,
+                has_bias,
                 "biases of the output projection or of the feed-forward network".into(),
                 "attention_bias and mlp_bias: false",
             ),
+            (self.is_causal == Some(false), "is_causal: false".into(), "is_causal: true"),
             (
                 other.is_some(),
                 format!("layers of {}", other.map_or("", String::as_str)),
@@ -177,8 +201,11 @@ impl HfConfig {
             ),
             (
                 matches!(stated, [Some(scaling), Some(parameters)] if computed(scaling) != computed(parameters))
-                    || thetas.iter().any(|theta| *theta != thetas[0]),
-                "rope_scaling, rope_parameters and rope_theta that contradict each other".into(),
+                    || thetas.iter().any(|theta| *theta != thetas[0])
+                    || self.rope().as_ref().is_some_and(other_original),
+                "rope_scaling, rope_parameters, rope_theta and original_max_position_embeddings that contradict each \
+                 other"
+                    .into(),
                 "one rotary embedding",
             ),
             (
@@ -194,10 +221,30 @@ impl HfConfig {
         }
     }
 
-    /// The fields of the rotary embedding, except a separate `rope_theta`. If a file has both `rope_scaling` and
-    /// `rope_parameters`, transformers 5 uses `rope_scaling`.
+    /// The fields of the rotary embedding, except a `rope_theta` at the file's top level. If a file has both
+    /// `rope_scaling` and `rope_parameters`, transformers 5 uses `rope_scaling`.
     fn rope(&self) -> Option<&Rope> {
         self.rope_scaling.as_ref().or(self.rope_parameters.as_ref())
+    }
+
+    /// Channels of a head. If the field is missing, the heads share `hidden_size`, except in a Qwen3, as in
+    /// transformers.
+    pub(super) fn head_dim(&self) -> usize {
+        self.head_dim.unwrap_or(match self.model_type {
+            ModelType::Qwen3 => 128,
+            ModelType::Llama | ModelType::Mistral | ModelType::Qwen2 => {
+                self.hidden_size / self.num_attention_heads
+            }
+        })
+    }
+
+    /// Tokens of the longest sequence, with transformers' default.
+    pub(super) fn longest(&self) -> usize {
+        self.max_position_embeddings.unwrap_or(match self.model_type {
+            ModelType::Llama => 2048,
+            ModelType::Mistral => 131_072,
+            ModelType::Qwen2 | ModelType::Qwen3 => 32_768,
+        })
     }
 
     /// Tokens of the sliding window. A window that is at least as long as a sequence hides nothing, but is kept: the
@@ -232,7 +279,8 @@ impl HfConfig {
     }
 
     pub(super) fn rope_scaling(&self) -> Option<RopeScaling> {
-        self.rope().filter(|rope| rope.kind().is_some()).and_then(Rope::llama3)
+        let scaled = self.rope().filter(|rope| rope.kind().is_some());
+        scaled.and_then(|rope| rope.llama3(self.original_max_position_embeddings))
     }
 
     pub(super) fn rope_theta(&self) -> f64 {

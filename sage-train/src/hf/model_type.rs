@@ -1,4 +1,4 @@
-//! The model types of transformers that compute the same as this trainer's models.
+//! The model types of transformers that compute the same results as this trainer's models.
 
 use candle_sage::{Error, Result};
 use serde::Deserialize;
@@ -31,14 +31,14 @@ impl ModelType {
         std::iter::successors(Some(Self::Llama), next)
     }
 
-    /// The model type that computes the same as a model of this shape with dense attention.
+    /// The model type whose models compute the same results as a model of `config` with dense attention.
     ///
     /// # Errors
     /// When transformers has no such model type.
     pub fn of(config: &LlamaConfig) -> Result<Self> {
         // Every field is named, so that an export cannot ignore a new component of the model. A new component must also
-        // be counted in `LlamaConfig::flops` and `activation_bytes`, and `Config::identity` must contain it if it is
-        // off by default.
+        // be counted in `LlamaConfig::flops` and `activation_bytes`. If the component is off by default, its setting
+        // must be listed in `absent_by_default`.
         let LlamaConfig {
             qk_norm,
             qkv_bias,
@@ -74,27 +74,27 @@ impl ModelType {
         } = config;
         let cap = softcap.map(|cap| format!("a soft cap of attention's logits at {cap}"));
         if let Some(got) = cap.or(sinks.then(|| "sinks of attention".into())) {
-            return Err(Error::new("transformers has no model of this shape")
+            return Err(Error::new("transformers has no model with this attention")
                 .got(got)
                 .allowed("a model without a soft cap and without sinks (Gemma 2 has soft caps and GPT-OSS has sinks, but both have other feed-forward networks than this model)")
-                .hint("use the run's model.safetensors: its weights have the names of a Llama, and sinks are `self_attn.sinks`"));
+                .hint("use the run's model.safetensors: its weights are named as in a Llama model, and the sinks are `self_attn.sinks`"));
         }
         let windows = windows.as_ref().map(|windows| (0..*layers).all(|layer| windows.of(layer).is_some()));
         match (*qk_norm, *qkv_bias) {
             (false, false) => match windows {
                 None => Ok(Self::Llama),
                 Some(true) => Ok(Self::Mistral),
-                Some(false) => Err(Error::new("transformers has no model of this shape")
+                Some(false) => Err(Error::new("cannot export a model of this shape")
                     .got("sliding windows in some layers, without QK-norm and without biases of query, key and value")
                     .allowed("windows in all layers, as Mistral has them, or QK-norm (Qwen3), or the biases (Qwen2)")
-                    .hint("the run's model.safetensors has its weights, with the names that Mistral, Qwen2 and Qwen3 share")),
+                    .hint("use the run's model.safetensors: its weights have the names of Mistral, Qwen2 and Qwen3")),
             },
             (false, true) => Ok(Self::Qwen2),
             (true, false) => Ok(Self::Qwen3),
             (true, true) => Err(Error::new("transformers has no model of this shape")
                 .got("QK-norm and biases of query, key and value")
-                .allowed("either: Qwen3 has QK-norm, Qwen2 has the biases")
-                .hint("the run's model.safetensors has its weights, with the names that Qwen2 and Qwen3 use")),
+                .allowed("one of the two: QK-norm (Qwen3) or the biases (Qwen2)")
+                .hint("use the run's model.safetensors: its weights have the names of Qwen2 and Qwen3")),
         }
     }
 

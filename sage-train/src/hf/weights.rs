@@ -15,8 +15,8 @@ const INDEX: &str = "model.safetensors.index.json";
 /// The beginning of the names of all weights except the output matrix.
 const PREFIX: &str = "model.";
 
-/// Opens the files of weights of a model. A base model (`LlamaModel`) has no output matrix, and the names of its weights
-/// lack [`PREFIX`], which they get here.
+/// Opens the files of weights of a model. A base model (`LlamaModel`) has no output matrix. The names of its weights
+/// lack [`PREFIX`], which this function adds.
 ///
 /// # Errors
 /// When a file is missing or damaged.

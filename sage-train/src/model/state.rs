@@ -1,4 +1,4 @@
-//! Reads weights from complete safetensors files of any float type, and from the files of a checkpoint.
+//! Reads weights from safetensors files of any float type, and weights and moments from the files of a checkpoint.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -6,10 +6,11 @@ use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use candle_core::safetensors::Load;
 use candle_core::{DType, Device, Tensor};
 use candle_sage::{Error, Result};
-use safetensors::Dtype;
 use safetensors::tensor::Metadata;
+use safetensors::{Dtype, SafeTensors};
 
 use super::pieces::overlap;
 use super::snapshot::{Parts, is_damaged};
@@ -25,6 +26,8 @@ const FLOATS: &str =
 pub struct StateFile {
     path: PathBuf,
     tensors: HashMap<String, Tensor>,
+    /// Tensors of types that candle does not support, and their types. They are errors only if they are needed.
+    others: HashMap<String, String>,
 }
 
 impl StateFile {
@@ -37,7 +40,7 @@ impl StateFile {
         let bytes = std::fs::read(path).map_err(during(what()))?;
         if bytes.starts_with(b"version https://git-lfs") {
             return Err(Error::new(what())
-                .got("a pointer of Git LFS, which stands for the file in a clone")
+                .got("a Git LFS pointer instead of the file itself")
                 .allowed("a safetensors file")
                 .hint("`git lfs pull` in the folder downloads the file"));
         }
@@ -47,25 +50,32 @@ impl StateFile {
         if damaged {
             return Err(Error::new("the weights are damaged")
                 .got(format!("{}: its hash is not the hash in its metadata", path.display()))
-                .allowed("a file as it was written")
-                .hint("a run's checkpoints have its weights too: RUN/checkpoints/step-N"));
+                .allowed("a file that is unchanged since it was written")
+                .hint("use the weights in a checkpoint of the run: RUN/checkpoints/step-N"));
         }
-        let load =
-            || candle_core::safetensors::load_buffer(&bytes, &Device::Cpu).map_err(|error| error.to_string());
-        let tensors = unpanicked(load).map_err(|error| {
-            let is_of_type = error.to_string().contains("unsupported safetensor dtype");
-            let error = during(what())(error);
-            if is_of_type { error.hint(FLOATS) } else { error }
-        })?;
-        Ok(Self { path: path.to_owned(), tensors })
+        let load = || -> std::result::Result<_, String> {
+            let (mut tensors, mut others) = (HashMap::new(), HashMap::new());
+            for (name, view) in SafeTensors::deserialize(&bytes).map_err(|error| error.to_string())?.tensors()
+            {
+                match view.load(&Device::Cpu) {
+                    Ok(tensor) => drop(tensors.insert(name, tensor)),
+                    Err(candle_core::Error::UnsupportedSafeTensorDtype(_)) => {
+                        others.insert(name, format!("{:?}", view.dtype()));
+                    }
+                    Err(error) => return Err(error.to_string()),
+                }
+            }
+            Ok((tensors, others))
+        };
+        let (tensors, others) = unpanicked(load).map_err(during(what()))?;
+        Ok(Self { path: path.to_owned(), tensors, others })
     }
 
     /// The file with `prefix` before the names of all tensors except the output matrix.
     pub fn with_prefix(mut self, prefix: &str) -> Self {
-        let named = |(name, tensor)| {
-            if name == OUTPUT { (name, tensor) } else { (format!("{prefix}{name}"), tensor) }
-        };
-        self.tensors = self.tensors.into_iter().map(named).collect();
+        let named = |name: String| if name == OUTPUT { name } else { format!("{prefix}{name}") };
+        self.tensors = self.tensors.into_iter().map(|(name, tensor)| (named(name), tensor)).collect();
+        self.others = self.others.into_iter().map(|(name, dtype)| (named(name), dtype)).collect();
         self
     }
 
@@ -84,12 +94,12 @@ impl StateFile {
 
     /// The names of the file's tensors.
     pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.tensors.keys().map(String::as_str)
+        self.tensors.keys().chain(self.others.keys()).map(String::as_str)
     }
 
     /// Whether the file has a tensor of this name.
     pub fn contains(&self, name: &str) -> bool {
-        self.tensors.contains_key(name)
+        self.tensors.contains_key(name) || self.others.contains_key(name)
     }
 
     /// The values of a parameter, stored under its name with `prefix` before it.
@@ -98,7 +108,19 @@ impl StateFile {
     /// When the tensor is missing, or has another shape.
     pub fn values(&self, spec: &ParameterSpec, prefix: &str) -> Result<Vec<f32>> {
         let name = format!("{prefix}{}", spec.name);
+        let of_type = |dtype: &str| {
+            Error::new(format!("{} cannot be used", self.path.display()))
+                .got(format!("{name} in {dtype}"))
+                .allowed("f64, f32, f16 or bf16")
+                .hint(FLOATS)
+        };
+        if let Some(dtype) = self.others.get(&name) {
+            return Err(of_type(dtype));
+        }
         let found = self.tensors.get(&name);
+        // The names of a layer's tensors begin with `model.layers.N.`.
+        let layer = name.match_indices('.').nth(2).map_or(name.as_str(), |(at, _)| &name[..=at]);
+        let has_layer = self.names().any(|other| other.starts_with(layer));
         let tensor = found.filter(|tensor| tensor.dims() == spec.dims).ok_or_else(|| {
             Error::new(format!("{} does not belong to this model", self.path.display()))
                 .got(match found {
@@ -112,18 +134,18 @@ impl StateFile {
                          new run with --init-from"
                     }
                     name if found.is_none() && name.ends_with(".sinks") => "these weights have no sinks: leave --sinks out",
+                    name if found.is_none() && name.contains(".layers.") && !has_layer => {
+                        "these weights have fewer layers: check --layers, or num_hidden_layers in config.json"
+                    }
                     name if found.is_none() && name.contains(".self_attn.") => {
                         "these weights were trained with other attention settings: leave --attn, --qk-norm and \
                          --qkv-bias out"
                     }
-                    _ => "use weights and settings of the same run; --init-from also sets the sizes",
+                    _ => "use weights and settings of the same run; --init-from also sets the model's sizes",
                 })
         })?;
         if ![DType::F64, DType::F32, DType::F16, DType::BF16].contains(&tensor.dtype()) {
-            return Err(Error::new(format!("{} cannot be used", self.path.display()))
-                .got(format!("{name} in {}", tensor.dtype().as_str()))
-                .allowed("f64, f32, f16 or bf16")
-                .hint(FLOATS));
+            return Err(of_type(tensor.dtype().as_str()));
         }
         let list = || tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
         list().map_err(during("cannot make the model"))
@@ -151,7 +173,7 @@ struct Part {
 pub struct State(Vec<Part>);
 
 impl State {
-    /// Opens files. `files` lists, for each file, the parameters of which the file contains only a part.
+    /// Opens files. `files`: each file's path, and the parameters that are only partly in this file.
     ///
     /// # Errors
     /// When a file cannot be opened, or its header is not a safetensors header.
@@ -240,7 +262,7 @@ impl Part {
             file.read_exact(&mut len).map_err(|error| error.to_string())?;
             let len = u64::from_le_bytes(len);
             if len > HEADER || len + 8 > all {
-                return Err(format!("a header of {len} bytes in a file of {all}"));
+                return Err(format!("not safetensors: a header of {len} bytes in a file of {all} bytes"));
             }
             let mut header = vec![0; len as usize];
             file.read_exact(&mut header).map_err(|error| error.to_string())?;
@@ -251,7 +273,8 @@ impl Part {
         Ok(Self { path, file, data, bytes, about, parts })
     }
 
-    /// Copies the elements of `range` that are in this file into `values`, and returns their range.
+    /// Copies elements of the parameter into `values`: those in `range`, as far as this file contains them. Returns the
+    /// range of the copied elements.
     fn fill(
         &self,
         spec: &ParameterSpec,

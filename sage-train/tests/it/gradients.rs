@@ -7,8 +7,8 @@ use sage_train::metrics::GradientErrors;
 
 use crate::support::{Scratch, small};
 
-/// The mean of the micro-batches' gradients is the gradient of a training step over the same sequences, whose norm was
-/// recorded in training. Both gradients are f32 sums of 16 terms, in different order.
+/// The mean of the micro-batches' gradients has the norm that training recorded for the step over the same sequences.
+/// Both gradients are f32 sums of 16 terms, in different order.
 #[test]
 fn the_mean_gradient_is_that_of_a_step() {
     let scratch = Scratch::new();
@@ -39,7 +39,7 @@ fn the_mean_gradient_is_that_of_a_step() {
     assert!(scores.parts[0].curve[0].1.error < paper.parts[0].curve[0].1.error);
     assert_eq!(read("g.csv").lines().count(), 1 + 2 * 5 * 5);
     assert!(read("g.svg").contains("noise of the data"));
-    // The report of the run plots its probes, each scheme once.
+    // The report plots all probes of the run. A scheme that was probed twice appears once.
     scratch.ok(&[&probe[..], &["--schemes", "sagebwd"]].concat());
     scratch.ok(&["report", "runs/r", "--figures", "figures"]);
     let figure = read("figures/gradients.svg");
@@ -102,8 +102,8 @@ fn a_run_begins_with_the_weights_of_another() {
     losses("runs/r", "alike", &[]);
     let config = std::fs::read_to_string(scratch.path().join("runs/alike/config.toml")).expect("settings");
     assert!(config.contains("smoothing = \"kv\"") && config.contains("attn = \"sagebwd\""), "{config}");
-    // With SLA2, runs from the export, the run and the checkpoint are bit-identical: their router begins as in a new
-    // model. A run from a run with SLA2 takes over the blocks and the router, but not the dense steps.
+    // If a run with SLA2 begins with weights of a model without SLA2, its router begins as in a new model. A run that
+    // begins with an SLA2 run's weights adopts `--sla2-blocks` and `--sla2-block`, but not `--sla2-dense-steps`.
     let sla2 = ["--attn", "sla2", "--sla2-blocks", "1", "--sla2-block", "16", "--sla2-dense-steps", "2"];
     let wanted = losses("hf", "sla2-of-export", &sla2);
     assert_eq!(losses("runs/r", "sla2-of-run", &sla2), wanted);
@@ -113,7 +113,7 @@ fn a_run_begins_with_the_weights_of_another() {
         std::fs::read_to_string(scratch.path().join("runs/sla2-again/config.toml")).expect("settings");
     assert!(config.contains("blocks = 1") && config.contains("block = 16"), "{config}");
     assert!(!config.contains("dense-steps = 2\n"), "{config}");
-    // Data that is given twice is a mixture of both.
+    // Two `--data` flags give a mixture of both texts.
     scratch.file("a.txt", "Some text of a kind. ".repeat(200));
     scratch.file("b.txt", "And something else entirely! ".repeat(200));
     let eval = |data: &[&str]| scratch.ok(&[&["eval", "runs/r", "--all"], data].concat());
@@ -121,6 +121,17 @@ fn a_run_begins_with_the_weights_of_another() {
     assert!(both != eval(&["--data", "a.txt"]) && both != eval(&["--data", "b.txt"]), "{both}");
     // The tokenizer belongs to the weights.
     scratch.ok(&small(&["--attn", "fpa", "--steps", "1", "--corpus-seed", "5", "--name", "o"]));
+    // A preset that pads the vocabulary: its rows are taken over. Weights with other rows do not fit it.
+    let padded = ["--preset", "40m", "--steps", "1", "--name", "padded"];
+    scratch.ok(&small(&padded));
+    let begin =
+        ["--init-from", "runs/padded", "--corpus-mb", "1", "--context", "32", "--tokens-per-step", "256"];
+    scratch.ok(&[&begin[..], &["--micro-batch", "4", "--steps", "1", "--sample-tokens", "0"]].concat());
+    let error = scratch.fails(&["--init-from", "runs/r", "--preset", "40m", "--dry-run"]);
+    assert!(
+        error.contains("the vocabulary does not fit") && error.contains("300 rows, as in runs/r"),
+        "{error}"
+    );
     let other = ["--init-from", "runs/r", "--tokenizer", "runs/o/tokenizer.json", "--corpus-mb", "1"];
     assert!(scratch.fails(&other).contains("not the one that the weights were trained with"));
     let tokenizer = scratch.path().join("runs/r/tokenizer.json");
@@ -205,8 +216,8 @@ fn continuations_are_compared_by_their_training_losses() {
     };
     assert!(compared("same", "./runs/r", "8"));
     assert!(!compared("shorter", "runs/r", "4"));
-    // Training losses of runs with different initial weights are not compared either. `runs/r` has other weights after
-    // it was trained further.
+    // Training losses of runs with different initial weights are not compared. Further training changes the weights of
+    // `runs/r`.
     scratch.ok(&["--resume", "runs/r", "--steps", "6"]);
     assert!(!compared("later", "runs/r", "8"));
     let table = scratch.ok(&["report", "runs/same", "runs/later"]);
@@ -214,7 +225,7 @@ fn continuations_are_compared_by_their_training_losses() {
         table.contains("runs started from different weights of runs/r, which was trained further"),
         "{table}"
     );
-    // A sweep does not continue from other weights than it began with.
+    // A sweep cannot be extended after the weights that its runs start from have changed.
     let more: Vec<&str> = lists.iter().map(|word| if *word == "1,2" { "1,2,3" } else { word }).collect();
     assert!(scratch.fails(&small(&more)).contains("started from other weights"));
 }
@@ -226,8 +237,8 @@ fn state(scratch: &Scratch, checkpoint: &str) -> HashMap<String, Vec<f64>> {
     read.into_iter().map(|(name, tensor)| (name, values(tensor).expect("f32"))).collect()
 }
 
-/// One-step runs from a checkpoint, with its moments and with zeros, have the same gradient; their moments differ only
-/// in the initial values.
+/// Two one-step runs begin at a checkpoint, one with its moments, one with moments of 0. Both have the same gradient,
+/// so their moments differ only because of the initial values.
 #[test]
 fn moments_of_a_checkpoint_are_begun_with_and_need_no_correction() {
     let scratch = Scratch::new();
@@ -295,7 +306,7 @@ fn moments_of_a_checkpoint_are_begun_with_and_need_no_correction() {
     run(&[&flags[..], &["--steps", "3", "--name", "whole"]].concat());
     scratch.ok(&["--resume", "runs/warm", "--steps", "3"]);
     assert!(state(&scratch, &from("whole", 3)) == state(&scratch, &from("warm", 3)));
-    // Only checkpoints have moments, and a checkpoint has none for parameters that it lacks.
+    // `--init-moments on` needs a checkpoint that has moments of all parameters.
     let sparse = ["--attn", "sla2", "--sla2-block", "16", "--sla2-blocks", "1", "--init-moments", "on"];
     let error =
         scratch.fails(&small(&[&sparse[..], &["--init-from", &from("r", 3), "--steps", "2"]].concat()));

@@ -1,4 +1,5 @@
-//! Hugging Face's format: golden models of transformers, made by scripts/hf_golden.py, and their exports.
+//! Models in Hugging Face's format are imported and exported. scripts/hf_golden.py made the golden models with
+//! transformers.
 
 mod foreign;
 mod sla2;
@@ -35,7 +36,7 @@ fn distance(folder: &Path, kind: &str) -> Result<f64> {
     let logits = model.logits(&hidden)?.reshape(golden["logits"].dims())?;
     let largest = |x: &Tensor| x.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>();
     let difference = largest(&(&logits - &golden["logits"])?)?;
-    // We expect the rounding error of f32 in sums of at most 64 terms through two blocks: some tens of 2^-24.
+    // We expect the rounding error of two layers with f32 sums of at most 64 terms: some tens of 2^-24.
     Ok(f64::from(difference / largest(&golden["logits"])?))
 }
 
@@ -48,8 +49,7 @@ fn logits_are_those_of_transformers() -> Result<()> {
     Ok(())
 }
 
-/// A published model that is trained with a learning rate of 1e-30 is exported unchanged; with 1e-2 it
-/// changes.
+/// A published model that is trained with a learning rate of 1e-30 is exported unchanged; with 1e-2 it changes.
 #[test]
 fn a_model_is_imported_trained_and_exported() -> Result<()> {
     for kind in KINDS {
@@ -72,7 +72,7 @@ fn a_model_is_imported_trained_and_exported() -> Result<()> {
         let at = |name: &str| scratch.path().join(name);
         assert!(distance(&at("same"), kind)? < 5e-6);
         assert!(distance(&at("other"), kind)? > 1e-2);
-        // The exported weights are bit-identical to the imported weights, or to the imported weights rounded to bf16.
+        // An export has the imported weights bit for bit. With `--dtype bf16` it has them rounded to bf16.
         let load = |path: PathBuf| candle_core::safetensors::load(path, &Device::Cpu);
         let (before, after) =
             (load(golden(kind).join("model.safetensors"))?, load(at("same/model.safetensors"))?);
@@ -114,14 +114,14 @@ fn the_ending_with_the_lowest_mean_loss_is_chosen() -> Result<()> {
     let golden = candle_core::safetensors::load(golden("qwen3").join("logits.safetensors"), &Device::Cpu)?;
     let ids: Vec<Vec<u32>> = golden["ids"].to_dtype(DType::U32)?.to_vec2()?;
     let losses = candle_nn::ops::log_softmax(&golden["logits"], 2)?.to_vec3::<f32>()?;
-    // The long endings are the next six tokens of the golden sequences, so their losses follow from the golden logits.
+    // A long ending is the six tokens after the context in a golden sequence, so the golden logits give its loss.
     let known = |row: usize, at: usize, len: usize| -> f32 {
         (at..at + len).map(|n| -losses[row][n - 1][ids[row][n] as usize]).sum::<f32>() / len as f32
     };
     let (mut right, mut wrong) = (Vec::new(), Vec::new());
     for (at, likeliest) in [(5, true), (12, false), (30, true), (20, false)] {
-        // The other ending is one token, whose loss follows from the same row of logits. The likeliest token's loss is
-        // below the mean loss of the long ending, and the least likely token's loss is above it.
+        // The other ending is one token. The likeliest token's loss is below the mean loss of the long ending, and the
+        // least likely token's loss is above it.
         let row = &losses[0][at - 1];
         let mut order: Vec<u32> = (0..300).collect();
         order.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]));
@@ -220,7 +220,7 @@ fn weights_may_be_in_several_files() -> Result<()> {
 }
 
 /// The export of a model trained for FP4 has its attention settings in a separate file. A run that starts from the
-/// export adopts the settings. Other exports have no such file.
+/// export adopts the settings. The export of a SageBwd model has no such file.
 #[test]
 fn an_export_says_what_attention_it_was_trained_for() -> Result<()> {
     let scratch = Scratch::new();
@@ -254,16 +254,16 @@ fn an_export_says_what_attention_it_was_trained_for() -> Result<()> {
         .expect("a file");
     let error = scratch.fails(&small(&["--init-from", "attn-qat", "--steps", "2"]));
     assert!(error.contains("attn-x") && error.contains("hint:"), "{error}");
-    // A warning lists weights that a changed setting does not use.
+    // A warning counts the weights that the new run does not use.
     let without = scratch.run(&small(&["--init-from", "sagebwd", "--qk-norm", "off", "--steps", "2"]));
     let told = String::from_utf8_lossy(&without.stderr).into_owned();
-    assert!(without.status.success() && told.contains("2 weights of sagebwd are not used"), "{told}");
+    assert!(without.status.success() && told.contains("ignored 2 weights of sagebwd"), "{told}");
     let loss = |attn: &[&str]| scratch.ok(&[&["eval", "runs/sagebwd", "--tokens", "4k"], attn].concat());
     assert_ne!(loss(&["--attn", "attn-qat"]), loss(&["--attn", "fpa"]), "eval --attn changes the numerics");
     Ok(())
 }
 
-/// transformers computes the same loss of an exported model over the same tokens.
+/// For an exported model, transformers computes the same loss as `eval`.
 #[test]
 #[ignore = "needs python3 with torch and transformers"]
 fn transformers_computes_the_same_loss() {
@@ -306,7 +306,7 @@ fn transformers_computes_the_same_loss() {
     }
 }
 
-/// A folder in Hugging Face's format has no data, and its context need not divide a preset's tokens per step.
+/// `sample`, `eval` and `probe` accept Hugging Face models of any context. `eval` and `probe` need `--data`.
 #[test]
 fn a_folder_is_used_whatever_its_context() {
     let scratch = Scratch::new();
@@ -434,13 +434,14 @@ fn parts_of_other_models_are_settings() {
     // A pattern without a window in any layer turns windows off.
     let plan = scratch.ok(&small(&[&sparse[..], &["--window-pattern", "L"]].concat()));
     assert!(!plan.contains("windows of"), "{plan}");
-    // With a window in all layers the export is a Mistral. transformers has no model with both QK-norm and biases.
+    // With a window in all layers the export is a Mistral.
     let mistral = ["--qk-norm", "off", "--window", "9", "--steps", "1", "--attn", "fpa", "--name", "mistral"];
     scratch.ok(&small(&[&["--data", "a.jsonl"][..], &mistral].concat()));
     scratch.ok(&["export", "runs/mistral", "--to", "mistral"]);
     let config = std::fs::read_to_string(scratch.path().join("mistral/config.json")).expect("a file");
     assert!(config.contains("MistralForCausalLM") && config.contains("\"sliding_window\": 9"), "{config}");
     assert_eq!(loss("runs/mistral"), loss("mistral"));
+    // transformers has no model with both QK-norm and biases.
     let both = ["--qk-norm", "on", "--qkv-bias", "on", "--steps", "1", "--attn", "fpa", "--name", "both"];
     scratch.ok(&small(&[&["--data", "a.jsonl"][..], &both].concat()));
     let error = scratch.fails(&["export", "runs/both", "--to", "none"]);

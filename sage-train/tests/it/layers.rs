@@ -1,4 +1,4 @@
-//! Attention by layer, settings of evaluations, and runs that branch off from a checkpoint.
+//! `--attn-layers` (a scheme for each layer) in training and in `eval`, and runs that branch off from a checkpoint.
 
 use crate::support::{Scratch, small};
 
@@ -76,8 +76,8 @@ fn a_branch_keeps_weights_and_moments_and_leaves_its_run() {
         scratch.ok(&[&["--resume", from, "--new-name", name], flags].concat());
         course(&scratch, name)
     };
-    // A branch whose only layer is unquantized is bit-identical to the continued run, because the branch also starts
-    // with the moments.
+    // A branch whose only layer is unquantized is bit-identical to run `a`, because the branch starts with the
+    // checkpoint's weights and moments.
     let same = branch("same", &["--attn", "sagebwd", "--attn-layers", "0=fpa"]);
     assert_eq!(same, course(&scratch, "a"));
     let other = branch("other", &["--attn", "sagebwd"]);
@@ -91,7 +91,7 @@ fn a_branch_keeps_weights_and_moments_and_leaves_its_run() {
     assert!(table.contains("attn fpa until step 4") && table.contains("baseline"), "{table}");
     scratch.ok(&["--resume", "runs/other", "--steps", "9", "--lr", "0.001"]);
     assert_eq!(scratch.metrics("other").len(), 9);
-    // A branch from a checkpoint before a change of settings does not have the change.
+    // The learning rate was changed after step 8, so a branch from step 8 has the earlier learning rate.
     let eight = ["--resume", "runs/other/checkpoints/step-00000008", "--new-name"];
     scratch.ok(&[&eight[..], &["early", "--steps", "9"]].concat());
     let settings =
@@ -104,7 +104,7 @@ fn a_branch_keeps_weights_and_moments_and_leaves_its_run() {
     for (flags, part) in [
         (&["--resume", "runs/a", "--attn", "sagebwd"][..], "--new-name NAME"),
         (&["--resume", from, "--new-name", "other", "--attn", "sagebwd"], "exists already"),
-        (&["--resume", from, "--new-name", "x", "--attn", "none"], "other weights"),
+        (&["--resume", from, "--new-name", "x", "--attn", "none"], "do not fit this attention"),
         (&["--resume", from, "--new-name", "x", "--width", "64"], "cannot change"),
         (&["--resume", from, "--new-name", "x", "--products", "scores"], "--products"),
         (&["--resume", "auto", "--new-name", "x"], "needs a run to continue from"),

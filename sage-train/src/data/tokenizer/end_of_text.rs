@@ -15,8 +15,8 @@ const KNOWN: [&str; 5] = [END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im
 /// Limit on the size of a file next to a tokenizer, in bytes. Such a file may contain chat templates and added tokens.
 const MOST: u64 = 16 << 20;
 
-/// The id of the named token, or of a known end-of-text token. Special tokens are preferred, because some vocabularies
-/// have an entry with such a name for another purpose (Gemma's `</s>` is an HTML tag).
+/// The id of the token `named`, or else of the first known end-of-text token. Special tokens are searched first,
+/// because an ordinary token may have a known name too: Gemma's `</s>` is an HTML tag.
 pub(super) fn find(inner: &Inner, named: Option<&str>) -> Result<u32, String> {
     let special = || {
         let added = inner.get_added_tokens_decoder();
@@ -46,7 +46,7 @@ pub(super) fn find(inner: &Inner, named: Option<&str>) -> Result<u32, String> {
 pub struct Boundaries {
     /// The token in front of a document.
     pub begin: u32,
-    /// The tokens that end a document, one or more.
+    /// Any one of these tokens ends a document.
     pub ends: Vec<u32>,
 }
 
@@ -58,22 +58,23 @@ impl Tokenizer {
 }
 
 /// The ids in the field `key` of a model's `config.json` or `generation_config.json`. The field is a number, a list or
-/// null.
+/// null. A negative number means that no token is meant.
 pub(crate) fn token_ids(config: &Value, key: &str) -> Result<Vec<u32>, String> {
     let field = &config[key];
     let id = |value: &Value| {
         let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
         id.ok_or_else(|| format!("`{key}`: {field}"))
     };
-    match field {
-        Value::Null => Ok(Vec::new()),
-        Value::Array(ids) => ids.iter().map(id).collect(),
-        one => Ok(vec![id(one)?]),
-    }
+    let ids = match field {
+        Value::Null => &[],
+        Value::Array(ids) => ids.as_slice(),
+        one => std::slice::from_ref(one),
+    };
+    ids.iter().filter(|value| value.as_i64().is_none_or(|id| id >= 0)).map(id).collect()
 }
 
-/// The end-of-text token that the files next to a `tokenizer.json` name: `eos_token` of `tokenizer_config.json`, or
-/// else `eos_token_id` of a model's `config.json`.
+/// The end-of-text token from the files next to a `tokenizer.json`: `eos_token` in `tokenizer_config.json`, or else
+/// `eos_token_id` in `config.json`.
 pub(super) fn from_neighbours(tokenizer: &Path, inner: &Inner) -> Result<Option<String>, String> {
     // `tokenizer_config.json` and `config.json` describe only a file that is called `tokenizer.json`.
     if tokenizer.file_name().is_none_or(|name| name != "tokenizer.json") {
@@ -96,7 +97,8 @@ pub(super) fn from_neighbours(tokenizer: &Path, inner: &Inner) -> Result<Option<
         return Ok(Some(name.to_owned()));
     }
     let ids = token_ids(&read("config.json")?, "eos_token_id")?;
-    // transformers writes id 2 for a Llama without a configured id, so an id counts only if it is a special token.
+    // transformers writes 2 for a Llama without a configured `eos_token_id`. Thus an id is used only if its token is
+    // special.
     let added = inner.get_added_tokens_decoder();
     let special = ids.iter().filter_map(|id| added.get(id)).find(|token| token.special);
     Ok(special.map(|token| token.content.clone()))

@@ -1,4 +1,4 @@
-//! Folders that other programs wrote: ids of special tokens, output matrices, two keys for the rotary embedding.
+//! Folders that other programs wrote: ids of special tokens, output matrices, settings of the rotary embedding.
 
 use std::collections::HashMap;
 
@@ -36,14 +36,16 @@ fn documents_begin_and_end_as_the_folder_says() {
     assert_eq!(found(neither.clone()), of(0, &[0]));
     assert_eq!(found(json!({"bos_token_id": 3, "eos_token_id": 5})), of(3, &[5]));
     assert_eq!(found(json!({"bos_token_id": [3, 4], "eos_token_id": [5, 7]})), of(3, &[5, 7]));
-    for wrong in [json!(300), json!(-1), json!("</s>"), json!([0, null])] {
+    // Ids that no token has are ignored.
+    assert_eq!(found(json!({"bos_token_id": -1, "eos_token_id": [5, 300]})), of(0, &[5]));
+    for wrong in [json!("</s>"), json!([0, null])] {
         let error = found(json!({"eos_token_id": wrong})).expect_err("not an id").to_string();
         assert!(error.contains("eos_token_id") && error.contains("hint:"), "{error}");
     }
-    // generation_config.json takes precedence, key by key.
+    // Each key of generation_config.json overrides the same key of config.json.
     scratch.file("m/generation_config.json", json!({"eos_token_id": [9, 8]}).to_string());
     assert_eq!(found(json!({"bos_token_id": 3, "eos_token_id": 5})), of(3, &[9, 8]));
-    // Any of the ids ends a text: if every token ends the text, the sample is empty.
+    // Each id in `eos_token_id` ends a text. If it lists every token, the sample is empty.
     let all: Vec<u32> = (0..300).collect();
     scratch.file("m/generation_config.json", json!({"bos_token_id": 0, "eos_token_id": all}).to_string());
     let output = scratch.run(&["sample", "m", "the", "--tokens", "5"]);
@@ -59,8 +61,8 @@ fn documents_begin_and_end_as_the_folder_says() {
     assert!(scratch.fails(&["sample", "m", "--no-bos"]).contains("needs a first token"));
 }
 
-/// `config.json` determines the end of a document if `tokenizer_config.json` does not and the tokenizer has no known
-/// end token.
+/// Without a `tokenizer_config.json`, `eos_token_id` of `config.json` is the end-of-text token if this token is
+/// special.
 #[test]
 fn a_tokenizer_takes_the_id_of_its_model() {
     let scratch = Scratch::new();
@@ -80,10 +82,16 @@ fn another_output_matrix_is_refused() -> Result<()> {
     folder(&scratch, &json!({}));
     let path = scratch.path().join("m/model.safetensors");
     let mut weights: HashMap<String, Tensor> = candle_core::safetensors::load(&path, &Device::Cpu)?;
-    let embedding = weights["model.embed_tokens.weight"].clone();
+    let sample = ["sample", "m", "the", "--tokens", "8", "--temperature", "0"];
+    let expected = scratch.ok(&sample);
+    let embedding = weights.remove("model.embed_tokens.weight").expect("an embedding");
     weights.insert("lm_head.weight".into(), embedding.clone());
     candle_core::safetensors::save(&weights, &path)?;
-    scratch.ok(&["sample", "m", "the", "--tokens", "1"]);
+    // safetensors' `save_model` stores a tied matrix once, under either name.
+    assert_eq!(scratch.ok(&sample), expected);
+    weights.insert("model.embed_tokens.weight".into(), embedding.clone());
+    candle_core::safetensors::save(&weights, &path)?;
+    assert_eq!(scratch.ok(&sample), expected);
     weights.insert("lm_head.weight".into(), (embedding + 1e-3)?);
     candle_core::safetensors::save(&weights, &path)?;
     let error = scratch.fails(&["sample", "m", "the", "--tokens", "1"]);
@@ -91,7 +99,7 @@ fn another_output_matrix_is_refused() -> Result<()> {
     Ok(())
 }
 
-/// A Mistral without `sliding_window` has a window of 4096, and with null it has none. A window that is as long as the
+/// A Mistral without `sliding_window` has a window of 4096; null turns windows off. A window that is as long as the
 /// model's longest sequence is kept, because `--context` may be longer. A Qwen2 or Qwen3 has windows only with
 /// `use_sliding_window`, in the layers that `max_window_layers` or `layer_types` selects.
 #[test]
@@ -157,14 +165,17 @@ fn the_kind_of_rotary_embedding_may_be_written_twice() {
         let error = read(scaled).expect_err("scaled").to_string();
         assert!(error.contains("rotary scaling yarn") && error.contains("rope_type: default"), "{error}");
     }
-    // transformers prefers `rope_scaling` to `rope_parameters`, and a `rope_theta` inside them to one outside. Values
-    // that contradict each other are refused here.
+    // If values contradict each other, transformers uses `rope_scaling` instead of `rope_parameters`, and the inner
+    // `rope_theta` instead of the outer. We refuse such a file.
     assert_eq!(read(json!({"rope_type": "default", "rope_theta": 5000})), Ok((Some(5000.0), None)));
     for contradiction in [
         json!({"rope_theta": 5000, "rope_scaling": {"rope_type": "default", "rope_theta": 77}}),
         json!({"rope_theta": 5000, "rope_parameters": {"rope_type": "default", "rope_theta": 9000}}),
         json!({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "llama3", "factor": 8.0,
             "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}}),
+        json!({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+            "original_max_position_embeddings": 32}),
     ] {
         folder(&scratch, &json!({"rope_parameters": null, "rope_theta": null, "rope_scaling": null}));
         folder(&scratch, &contradiction);
@@ -174,10 +185,49 @@ fn the_kind_of_rotary_embedding_may_be_written_twice() {
             "{contradiction}: {error}"
         );
     }
+    let outside = json!({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0}, "original_max_position_embeddings": 16});
+    folder(&scratch, &outside);
+    let found = hf::settings(&scratch.path().join("m")).expect("settings");
+    assert_eq!(found.model.rope_scaling, Some(scaling));
     // The message is about the architecture, whatever else the file lacks.
     scratch.file("m/config.json", r#"{"model_type": "gpt2", "n_embd": 32}"#);
     let error = hf::settings(&scratch.path().join("m")).expect_err("another").to_string();
     assert!(error.contains("model_type gpt2") && error.contains("llama, mistral, qwen2, qwen3"), "{error}");
+}
+
+/// Missing fields have transformers' defaults. Fields that transformers does not read are ignored.
+#[test]
+fn fields_are_read_as_transformers_reads_them() {
+    let scratch = Scratch::new();
+    let path = scratch.path().join("m/config.json");
+    let read = |changes: Value, missing: &str| {
+        folder(&scratch, &changes);
+        let mut config: Value = serde_json::from_slice(&std::fs::read(&path).expect("a file")).expect("JSON");
+        config.as_object_mut().expect("an object").remove(missing);
+        scratch.file("m/config.json", config.to_string());
+        hf::settings(&scratch.path().join("m")).map_err(|error| error.to_string())
+    };
+    let of_type = |kind: &str| json!({"model_type": kind, "sliding_window": null});
+    assert_eq!(read(of_type("qwen3"), "head_dim").expect("settings").model.head_dim, Some(128));
+    assert_eq!(read(of_type("llama"), "rms_norm_eps").expect("settings").model.norm_eps, Some(1e-6));
+    read(of_type("qwen2"), "max_position_embeddings").expect("settings");
+    assert_eq!(hf::longest(&scratch.path().join("m")), Ok(32_768));
+    let bias = |kind: &str, key: &str| json!({"model_type": kind, "sliding_window": null, key: true});
+    for (kind, key, is_read) in [
+        ("llama", "mlp_bias", true),
+        ("qwen3", "attention_bias", true),
+        ("qwen3", "mlp_bias", false),
+        ("qwen2", "attention_bias", false),
+        ("mistral", "attention_bias", false),
+    ] {
+        let found = read(bias(kind, key), "");
+        assert_eq!(found.is_err_and(|error| error.contains("biases")), is_read, "{kind} {key}");
+    }
+    let error = read(json!({"is_causal": false}), "").expect_err("an encoder");
+    assert!(error.contains("is_causal: false"), "{error}");
+    let error = read(json!({"rms_norm_eps": "1e-6"}), "").expect_err("a string");
+    assert!(error.contains("line 1 column"), "{error}");
 }
 
 /// Weights that are not floats are refused, and so are weights whose scales are in another tensor.
@@ -196,6 +246,19 @@ fn quantized_weights_are_refused() -> Result<()> {
     candle_core::safetensors::save(&weights, &path)?;
     let error = scratch.fails(&["sample", "m", "the", "--tokens", "1"]);
     assert!(error.contains("model.norm.weight in u8") && error.contains("hint:"), "{error}");
+    // A tensor that no part of the model needs may have any type.
+    folder(&scratch, &json!({}));
+    let bytes = std::fs::read(&path).expect("a file");
+    let data = 8 + u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes")) as usize;
+    let mut header: Value = serde_json::from_slice(&bytes[8..data]).expect("JSON");
+    let end = bytes.len() - data;
+    header["mask"] = json!({"dtype": "BOOL", "shape": [2], "data_offsets": [end, end + 2]});
+    let header = header.to_string().into_bytes();
+    let length = (header.len() as u64).to_le_bytes();
+    scratch.file("m/model.safetensors", [&length[..], &header, &bytes[data..], &[0, 1]].concat());
+    let output = scratch.run(&["sample", "m", "the", "--tokens", "1"]);
+    let warning = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success() && warning.contains("ignored 1 weight of m, such as mask"), "{warning}");
     Ok(())
 }
 
