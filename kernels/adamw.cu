@@ -1,4 +1,4 @@
-// The norm of the gradient, and the AdamW update of all parameters in one pass, which clips the gradient by its norm.
+// The norm of the gradient; and AdamW, which clips the gradient by this norm and updates all parameters in one pass.
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
 
@@ -9,8 +9,8 @@ namespace {
 constexpr int THREADS = 256;
 constexpr int V = 4;
 
-// The sum of a thread block, in f64: squares of f32 cannot overflow f64, so the sum is finite if all elements are
-// finite. Which elements a thread block sums, and in which order, depends only on the length.
+// Returns, in thread 0, the threads' `sum`s added in a fixed order. They are sums of squares of f32, which cannot
+// overflow f64.
 __device__ double block_sum(double sum) {
   __shared__ double sums[THREADS];
   sums[threadIdx.x] = sum;

@@ -1,8 +1,8 @@
 // Attention backward. Each (scheme, element type, head_dim) has three kernels: one visits all queries that see a block
-// of keys, one (sparse) only query blocks that select the block, and one is for windows. Schemes whose matmuls other
-// than S run in 16 bit have a fourth kernel for a soft cap and ALiBi. The table of plans (params/plans.def) says which
+// of keys, one (sparse) only query blocks that select the block, and one is for windows. Schemes in which at most S is
+// an INT8 matmul have a fourth kernel, for a soft cap, ALiBi or both. The table of plans (params/plans.def) says which
 // mainloop a kernel runs. Attn-QAT runs the kernels of 16-bit attention on its fake-quantized operands, unless its
-// backward computes dV from quantized P. finish_dq converts the sums of dQ afterwards.
+// backward computes dV from quantized P.
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
 #include <sage/attention/numerics/dense16_backward_sm80.cuh>
 #include <sage/attention/numerics/dense16_backward_sm90.cuh>
@@ -21,8 +21,8 @@ constexpr int FINISH_THREADS = 256;
 
 namespace {
 
-// A mainloop and its numerics. If all matmuls run in 16 bit, the best division of work among Hopper's warpgroups
-// depends on head_dim: docs/kernels/log.md.
+// A mainloop and its numerics. Hopper has several mainloops for 16-bit matmuls, because the best division of work
+// among warpgroups depends on head_dim: docs/kernels/log.md.
 template <params::Mainloop>
 struct Backward;
 
@@ -83,8 +83,8 @@ struct Backward<params::BACKWARD_SM90_CHANNEL_PARTS> {
     Mainloop::run<Mainloop::NUMERICS<T, D, V, PLAN, __VA_ARGS__>, attention::Queries>(p);                                \
   }
 
-// The entry points of a kernel, each with its plan. The arguments after V are a member template of `Backward` (NUMERICS
-// of ENTRY) and the template arguments that follow PLAN.
+// The entry points of a kernel, each with its plan. The arguments after V: NUMERICS (a member template of `Backward`),
+// and those of its template arguments that follow PLAN.
 #define KERNEL_OF_WIDTHS(kernel, suffix, T, D, V, ...)                                                                      \
   ENTRY(kernel##_##suffix, params::plan(#kernel, {D, V}, params::EVERY), EveryQuery, T, D, V, __VA_ARGS__)               \
   ENTRY(kernel##_sparse_##suffix, params::plan(#kernel, {D, V}, params::LISTED), ListedQueries, T, D, V, __VA_ARGS__)     \

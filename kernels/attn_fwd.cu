@@ -58,8 +58,8 @@ struct Forward<params::FORWARD_SM90> {
     of_##name::Mainloop::run<of_##name::Numerics, attention::Block>(p);                                                \
   }
 
-// The entry points of a kernel, each with its plan. The arguments after V are a member template of `Forward` (NUMERICS
-// of ENTRY) and the template arguments that follow PLAN.
+// The entry points of a kernel, each with its plan. The arguments after V are NUMERICS, a member template of `Forward`,
+// and NUMERICS's template arguments after PLAN.
 #define KERNEL_OF_WIDTHS(kernel, suffix, T, D, V, ...)                                                                    \
   ENTRY(kernel##_##suffix, params::plan(#kernel, {D, V}, params::EVERY), EveryKey, T, D, V, __VA_ARGS__)               \
   ENTRY(kernel##_sparse_##suffix, params::plan(#kernel, {D, V}, params::LISTED), ListedKeys, T, D, V, __VA_ARGS__)      \

@@ -1,6 +1,7 @@
-// The mixture as a separate pass: out = a * sparse + (1 - a) * tail (attention/mixture.cuh). If the op also computes
-// the tail, the tail's kernels (past_linear/) compute the mixture and the tail's gradients. In this case this file only
-// computes the gradient of `sparse`, the terms of dtheta with `sparse`, and the final sum of dtheta.
+// The mixture as a separate pass: out = a * sparse + (1 - a) * tail, where a depends on theta (attention/mixture.cuh).
+// If one op computes both the tail and the mixture, the tail's kernels (past_linear/) compute `out` and the tail's
+// gradients. In this case this file only computes the gradient of `sparse`, dtheta's terms that contain `sparse`, and
+// the final sum of dtheta.
 #include <sage/attention/mixture.cuh>
 #include <sage/attention/rows.cuh>
 
@@ -60,7 +61,8 @@ __device__ __forceinline__ void blend_forward(const params::Blend& p) {
 }
 
 // The gradients of `sparse` and `tail`, and each query block's contribution to dtheta: the sum over its queries of
-// a * (1 - a) * dO . (sparse - tail). Without TAIL, `tail` is taken as zero, and its gradient is not written.
+// a * (1 - a) * dO . (sparse - tail), where a is the query's weight of `sparse`. Without TAIL, `tail` is taken as zero,
+// and its gradient is not written.
 template <class T, bool TAIL>
 __device__ __forceinline__ void blend_backward(const params::Blend& p) {
   __shared__ float parts[WARPS];

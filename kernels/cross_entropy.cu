@@ -90,8 +90,8 @@ __device__ __forceinline__ void fill_zeros(T* row, int classes, const Group& gro
   for (int at = group.lane * V; at < classes; at += group.lanes * V) Pack<T, V>::of(zeros).store(row + at);
 }
 
-// Computes the losses. With GRADIENT it also replaces the logits by the gradient of the sum of the losses; otherwise it
-// stores the log-sum-exp.
+// Computes the losses. With GRADIENT it also writes the gradient of the sum of the losses, which may overwrite the
+// logits; otherwise it writes the log-sum-exp.
 template <class T, int V, bool GRADIENT>
 __device__ void forward(const params::CrossEntropy& p) {
   Group group(p.lanes);
@@ -160,7 +160,7 @@ __device__ void mean(const params::CrossEntropy& p) {
     __syncthreads();
     if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
   }
-  // An invalid target makes the loss NaN, for callers that do not wait for the check of the targets.
+  // An invalid target makes the loss NaN.
   double bad = p.status[0] ? CUDART_NAN : 0.0;
   if (threadIdx.x == 0) *static_cast<float*>(p.gradient) = float(sums[0] / double(p.status[1]) + bad);
 }

@@ -1,7 +1,7 @@
 // Embedding: looks up rows of a table by id. The backward sums, for each row of the table, the gradients of the output
-// rows with its id. The ids are stably sorted, so that each table row has a contiguous run of ids. An earlier kernel
-// sums, in parallel, the gradients of each piece (PIECE sorted ids) that lies inside one run, so that a frequent id
-// causes no long loop.
+// rows with its id. The ids are stably sorted, so that each table row has a contiguous run of ids. First,
+// `embedding_pieces` sums the gradients of each piece (PIECE sorted ids) that lies inside one run. Then `embedding_bwd`
+// adds these sums, so that a frequent id causes no long loop.
 #include <math_constants.h>
 #include <sage/elements/group.cuh>
 #include <sage/elements/pack.cuh>
@@ -32,7 +32,7 @@ __device__ void gather(const params::Embedding& p) {
   uint32_t id = p.ids[seat.row];
   T* to = static_cast<T*>(p.out) + seat.row * p.width;
   if (id == params::NO_PLACE) {
-    // The id is not in the table. The host reports an error if it waits for the check; otherwise the loss becomes NaN.
+    // The id is not in the table. If the host does not wait for the check of ids (ids.cu), the loss becomes NaN.
     for (int at = seat.lane; at < p.width; at += p.lanes) to[at] = ptx::from_float<T>(CUDART_NAN_F);
     return;
   }
@@ -41,7 +41,7 @@ __device__ void gather(const params::Embedding& p) {
     Pack<T, V>::load(from + at * p.column_stride).store(to + at);
 }
 
-// Writes where each row's run starts: the index of the first sorted id that is at least the row's number.
+// Writes, for each row of the table, the index of the first sorted id that is at least the row's number.
 __device__ void find_starts(const params::Embedding& p) {
   int row = blockIdx.x * THREADS + threadIdx.x;
   if (row > p.rows) return;
@@ -89,7 +89,7 @@ __device__ void sum_rows(const params::Embedding& p) {
   Seat seat(p.lanes);
   if (seat.row >= p.rows) return;
   int begin = p.starts[seat.row], end = p.starts[seat.row + 1];
-  int first = (begin + PIECE - 1) / PIECE, last = end / PIECE;  // the pieces that lie inside the run
+  int first = (begin + PIECE - 1) / PIECE, last = end / PIECE;  // the pieces that lie within [begin, end)
 #pragma unroll 1
   for (int at = seat.lane * V; at < p.width; at += p.lanes * V) {
     float sum[V] = {};

@@ -78,7 +78,8 @@ __device__ __forceinline__ void quantize_along_tokens(float (&x)[ROWS][8], float
   }
 }
 
-// Rounds the tokens of a tile from `first` on. If `mean` (one value per channel) is not null, it is subtracted first.
+// Subtracts `mean` (one value per channel), unless it is null, from the tile that starts at token `first`. With
+// `quantize`, rounds the result to NVFP4 values.
 template <class T, int D, bool BY_GROUP>
 __device__ __forceinline__ void round_tile(const Rows<T>& from, const Rows<T>& to, int first, const float* mean, float factor,
                                            bool quantize) {
@@ -104,8 +105,8 @@ __device__ __forceinline__ void round_tile(const Rows<T>& from, const Rows<T>& t
     to.store_8(first + at.row(i), at.column, attention::pack_8<T>(x[i]));
 }
 
-// Each thread block rounds a tile of 64 tokens of one head. The order is: tiles of K, then Q, then V, and neighbouring
-// heads in neighbouring thread blocks.
+// Each thread block rounds a tile of 64 tokens of one head. The first thread blocks have K's tiles, the next Q's, the
+// last V's. Neighbouring thread blocks have neighbouring heads.
 template <class T, int D>
 __device__ void fake_quantize(const params::FakeQuantize& p) {
   const params::Shape& shape = p.shape;

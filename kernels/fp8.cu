@@ -1,5 +1,4 @@
-// FP8 quantization: quantizes a matrix, finds its largest value, transposes FP8 values, and computes scales for the
-// next step.
+// FP8 quantization: quantizes a matrix, finds its largest absolute value, transposes FP8 values, and computes scales.
 #include <sage/elements/pack.cuh>
 #include <sage/quant/fp8_tile.cuh>
 

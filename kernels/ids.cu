@@ -7,8 +7,8 @@ namespace {
 
 constexpr int THREADS = 256;
 
-// Counts the valid ids, which are from 0 to `limit` - 1, and converts them to row numbers of a table. Records the
-// position of the first invalid id, which the host reports as an error.
+// Counts the valid ids, which are from 0 to `limit` - 1, and converts them to u32. Records the position of the first
+// invalid id, which the host reports as an error.
 template <class I>
 __device__ void check(const params::CheckIds& p) {
   int n = blockIdx.x * THREADS + threadIdx.x;
@@ -45,10 +45,11 @@ __device__ void count(const params::SortIds& p) {
   p.counts[int64_t(blockIdx.x) * DIGITS + threadIdx.x] = counts[threadIdx.x];
 }
 
-// Moves a tile's ids to their sorted positions. The sort is stable: equal digits stay in the order of tile, warp (each
-// warp has neighbouring ids), round and lane.
+// Moves a tile's ids to their sorted positions. The sort is stable: ids with equal digits keep their relative order.
 __device__ void place(const params::SortIds& p) {
-  __shared__ uint32_t starts[WARPS][DIGITS];  // each warp's counts; then the position of its first id of a digit
+  // For a warp and a digit: first the number of the warp's ids that have the digit, later the sorted position of the
+  // first of these ids.
+  __shared__ uint32_t starts[WARPS][DIGITS];
   __shared__ uint32_t totals[WARPS];
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, digit = threadIdx.x;
 #pragma unroll

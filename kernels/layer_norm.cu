@@ -13,7 +13,7 @@ using elements::Row;
 
 namespace {
 
-// The backward has fewer threads than the forward, because it keeps the sums of dw and db in registers.
+// The backward has smaller thread blocks than the forward, because its threads keep the sums of dw and db in registers.
 constexpr int BACKWARD_THREADS = 256;
 static_assert(BACKWARD_THREADS >= elements::ROW_THREADS);
 

@@ -86,8 +86,8 @@ __device__ void combine(const params::MuonCombine& p) {
     for (int i = 0; i < N; ++i) {
       float sum = p.b * from[i] + p.c * to[i] + (after == 0 ? p.a : 0.0f);
       if (p.power > 0) {
-        // Multiplies the sum by `inverse` once or twice: `inverse` squared may overflow although the result does
-        // not. An inverse of 0 gives zeros.
+        // Does not square `inverse`: the square may overflow although the result does not. An inverse of 0 gives
+        // zeros.
         float inverse = p.inverse[matrix];
         sum = inverse == 0.0f ? 0.0f : sum * inverse;
         if (p.power > 1) sum *= inverse;

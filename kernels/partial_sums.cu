@@ -8,7 +8,7 @@ using namespace sage;
 namespace {
 
 constexpr int SIDE = 32;
-constexpr int SUM_THREADS = 256, SUM_VALUES = 4;  // threads per thread block; columns that a thread sums at once
+constexpr int SUM_THREADS = 256, SUM_VALUES = 4;  // of sum_in_order: threads per thread block, columns per thread
 
 // A thread block sums SIDE columns. Threads with threadIdx.y = y add rows y, y + SIDE, ..; then one thread per column
 // adds the sums of all y in order.
@@ -31,9 +31,9 @@ __device__ void sum(const params::PartialSums& p) {
   }
 }
 
-// Sums a few rows, each as long as the model's parameters. A thread sums four columns and reads every row once. Rows
-// are added in pairs, then pairs of pairs, and so on. `sums[n]` is the sum of 2^n groups of ROWS rows each. It is kept
-// until a second sum of this size can be added to it.
+// Sums a few long rows. A thread sums four columns and reads every row once. Rows are added in pairs, then pairs of
+// pairs, and so on. `sums[n]` is the sum of 2^n groups of ROWS rows each. It is kept until a second sum of this size
+// can be added to it.
 constexpr int ROWS = 8, SUM_LEVELS = 8;
 
 __device__ void sum_long_rows(const params::SumInOrder& p) {
@@ -73,7 +73,7 @@ __device__ void sum_long_rows(const params::SumInOrder& p) {
         carries = carries && full;
       }
     }
-    // A sum without a partner is added to the next larger sum, starting with the smallest.
+    // Adds up the `sums` that are still kept, from level 0 upwards.
     int groups = (p.count + ROWS - 1) / ROWS;
     float total[N];
     bool none = true;

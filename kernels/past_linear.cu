@@ -1,14 +1,14 @@
 // Linear attention of each block of queries over the blocks of keys before it (SLA2, arXiv 2602.12675): sums of states
 // along the sequence, and matmuls with the states. The attention is causal, with as many keys as queries.
 //
-// A state is H = sum phi(k)^T v and z = sum phi(k), where phi is the softmax over channels. The same kernels compute
-// the states that queries read in the forward, summed from the front, and the states that keys read in the backward,
-// summed from the end. In the backward the "keys" are the queries, and the "values" are the gradients of their outputs.
+// A state is H = sum phi(k)^T v and z = sum phi(k), where phi is the softmax over channels. Queries read states
+// that are summed from the front. In the backward, keys read states that are summed from the end: there the "keys" are
+// the queries, and the "values" are the gradients of the queries' outputs. The same kernels compute both kinds.
 //
 // H is stored in 16 bit, z in f32. The blocks are divided into chunks (past_linear/states.cuh). The stored state of a
-// block sums the tokens before the block (in the backward: after it) in its chunk; a reader adds the sum of the earlier
-// (later) chunks. The states that queries read are stored times a power of two, inverse_blocks / BLOCK. The complete
-// state is then roughly a mean over all earlier tokens, and does not overflow f16.
+// block sums those tokens of its chunk that are before the block (in the backward: after it); a reader adds the sum of
+// the earlier (later) chunks. The states that queries read are stored times a power of two, inverse_blocks / BLOCK
+// (past_linear/block.cuh). The reader's sum is then roughly a mean over all earlier tokens, and does not overflow f16.
 #include <sage/past_linear/backward.cuh>
 #include <sage/past_linear/forward.cuh>
 #include <sage/past_linear/states.cuh>

@@ -1,5 +1,6 @@
-// SageBwd's quantization kernels. Before the forward: means, INT8 values and scales of Q, K and V (arXiv 2603.02170,
-// section 3). Before the backward: delta, and transposed INT8 values of dO and Q.
+// SageBwd's quantization kernels. Before the forward: the means that smoothing subtracts from Q, K and V, and INT8
+// values and scales of the three (arXiv 2603.02170, section 3). Before the backward: delta, and transposed INT8 values
+// of dO and Q.
 #include <math_constants.h>
 #include <sage/quant/tile.cuh>
 
@@ -23,9 +24,9 @@ __device__ __forceinline__ Rows<T> rows_of(const params::Forward& p, const Segme
                  segment.key_len - first, value ? shape.value_dim : shape.head_dim);
 }
 
-// Sums K and V over each tile, in token order: (head, tile, channel). A thread block loads a whole tile before it sums.
-// If each thread instead read its channel of one token after the other from global memory, all threads would access the
-// same DRAM channels at the same time.
+// Sums K and V over the tokens of each tile, in order. The sums have the shape (head, tile, channel). A thread block
+// loads a whole tile before it sums. If thread blocks read one token at a time from global memory, all of them would
+// access the same memory channels of the DRAM at the same time.
 template <class T, int D>
 __device__ void sum_tiles(const params::Forward& p) {
   constexpr int CHUNKS = D / 8;
@@ -49,8 +50,9 @@ __device__ void sum_tiles(const params::Forward& p) {
   p.codes.k_tile_sums[(int64_t(head) * shape.key_tiles + tile) * D + threadIdx.x] = sum;
 }
 
-// Computes means, (head, segment, channel): the sums of the tiles, added in order, divided by the number of tokens. All
-// threads load. One thread then adds all sums of a channel, because the order of the sum is fixed.
+// Computes the means of K and V, of shape (head, segment, channel): the tiles' sums, added in order, divided by the
+// number of tokens. All threads load sums. One thread per channel then adds them, because the order of additions is
+// fixed.
 constexpr int MEAN_THREADS = 256;
 template <int D>
 __device__ void mean_of_tiles(const params::Forward& p) {
@@ -80,9 +82,9 @@ __device__ void mean_of_tiles(const params::Forward& p) {
         __fdiv_rn(total, float(max(segment.key_len, 1)));
 }
 
-// Computes means over a sample, (head, segment, channel). The sample is the middle token of each of key_sample equal
-// intervals, or all tokens of a shorter segment, added in order. One thread block per segment and head loads the rows
-// into shared memory, 64 at a time.
+// Computes means of shape (head, segment, channel) over a sample of each segment: the middle tokens of `key_sample`
+// equal intervals, or all tokens of a shorter segment. Tokens are added in order. One thread block per segment and head
+// loads the rows into shared memory, 64 at a time.
 template <class T, int D>
 __device__ void mean_of_sample(const params::Forward& p) {
   constexpr int AT_ONCE = 64, CHUNKS = D / 8;
@@ -119,7 +121,7 @@ __device__ void quantize_queries(const params::Forward& p, int tile, int head) {
   int64_t at = int64_t(head) * shape.query_tiles + tile;
   quant::Tile<D> values;
   values.load(q, first);
-  if (D <= 128 && p.codes.q_mean) {  // heads wider than 128: Q is not smoothed
+  if (D <= 128 && p.codes.q_mean) {  // above head_dim 128, Q is not smoothed
     __shared__ float mean[D];
     if (threadIdx.x < D) {
       float sum = 0.0f;
@@ -170,9 +172,9 @@ __device__ void quantize_values(const params::Forward& p, int tile, int head) {
   quant::store_transposed<D, PITCH>(codes, p.codes.v_transposed + at * TILE * D);
 }
 
-// Thread blocks start with the tiles of K, the last tile first, because sum_tiles has just read K and the end of K is
-// in the L2 cache. Then come the tiles of Q, then of V. Neighbouring thread blocks process neighbouring heads of one
-// tile, which are often adjacent in memory.
+// One thread block per (tile, head). The first thread blocks process K, from the last tile to the first, because
+// sum_tiles has just read K and the end of K is in the L2 cache. The next ones process Q, then V. Neighbouring thread
+// blocks process neighbouring heads of one tile, which are often adjacent in memory.
 template <class T, int D>
 __device__ void quantize(const params::Forward& p) {
   const params::Shape& shape = p.shape;
@@ -191,8 +193,8 @@ __device__ void quantize(const params::Forward& p) {
 }
 
 // Runs before a backward, one thread block per (query tile, head): delta = rowsum(dO o O). With QUANTIZE it also writes
-// dO and Q, the operands of dV and dK, as transposed INT8 values. dO has one scale for each channel, or group of
-// channels, of the tile.
+// dO and Q, the operands of dV and dK, as transposed INT8 values. `dout_group` neighbouring channels of a tile of dO
+// share a scale.
 template <class T, int D, bool QUANTIZE>
 __device__ void prepare(const params::Backward& p) {
   const params::Shape& shape = p.shape;
@@ -259,8 +261,8 @@ __device__ void prepare(const params::Backward& p) {
 
 constexpr float LN_2 = 0.69314718f;
 
-// One thread block per (query tile, head). For a forward it copies the log-sum-exps to the caller's layout. For a
-// backward it adds the caller's gradient of the log-sum-exps, dlse, to the stored -delta. The derivative of a
+// One thread block per (query tile, head). For a forward it writes the log-sum-exps in the caller's layout and units.
+// For a backward it adds the caller's gradient of the log-sum-exps, dlse, to the stored -delta. The derivative of a
 // log-sum-exp by a logit is the logit's P, so dS = P o (dP - delta + dlse).
 __device__ void log_sum_exp(const params::LogSumExp& p) {
   const params::Shape& shape = p.shape;
@@ -274,7 +276,7 @@ __device__ void log_sum_exp(const params::LogSumExp& p) {
     // For a query that sees no key, the caller's gradient of the log-sum-exp may be NaN.
     if (sees_a_key(p.shape, segment, row)) padded += outside;
   } else {
-    // For a query that sees no key, both `padded` and the log-sum-exp are minus infinity.
+    // `padded` is the negated log-sum-exp to base 2. For a query that sees no key, both are minus infinity.
     outside = padded == -CUDART_INF_F ? padded : -LN_2 * padded;
   }
 }

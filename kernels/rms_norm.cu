@@ -65,7 +65,7 @@ __device__ void backward(const params::RmsNorm& p) {
       for (int i = 0; i < V; ++i) {
         out[i] = add[i] + r * (grad[i] * w[i] - in[i] * pull);
         float part = grad[i] * in[i] * r;
-        if (k < KEEP) dw[k][i] += part; else partial[chunk * V + i] += part;  // only this thread adds
+        if (k < KEEP) dw[k][i] += part; else partial[chunk * V + i] += part;  // no other thread adds to these
       }
       Pack<T, V>::of(out).store(dx + chunk * V);
     });
@@ -85,7 +85,7 @@ __device__ void forward_fp8(const params::Fp8RmsNorm& fp8) {
 #pragma unroll
     for (int line = 0; line < Strip::LINES; ++line) {
       int row = first + Strip::team() * Strip::LINES + line;
-      int width = row < p.rows ? p.width : 0;  // 0, because all threads must call inverse_rms
+      int width = row < p.rows ? p.width : 0;  // 0 after the last row: all threads must call inverse_rms
       elements::Packed<T, V> x[KEEP];
 #pragma unroll
       for (int k = 0; k < KEEP; ++k) {
@@ -178,7 +178,7 @@ __device__ void backward_fp8(const params::Fp8RmsNorm& fp8) {
     strip.store(fp8.codes, first);
   }
   codes.report(fp8.codes);
-  // Adds the sums of the teams, in order.
+  // Sums dw over the teams, in a fixed order.
   __syncthreads();
 #pragma unroll
   for (int k = 0; k < KEEP; ++k)

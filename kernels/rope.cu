@@ -1,5 +1,5 @@
-// Rotary position embedding, alone or after an RMSNorm over each head. A group of lanes processes a head, V pairs of
-// channels per lane. The group loads the angles of a token once for several heads.
+// Rotary position embedding, alone or after an RMSNorm over each head. A group of lanes processes one head at a time, V
+// pairs of channels per lane. In `forward` the group loads a token's angles once for several heads.
 #include <sage/elements/group.cuh>
 #include <sage/elements/pack.cuh>
 #include <sage/params/ops.cuh>
@@ -139,7 +139,7 @@ __device__ __forceinline__ T* out_head(const params::Rope& p, int token, int hea
   return static_cast<T*>(p.out.data) + token * p.out.token + head * p.out.head;
 }
 
-// Calls body(token, batch, position, first, step) for HEADS heads of a token, from `first` on, `step` apart.
+// Calls body(token, batch, position, first, step) for each item: HEADS heads of a token, from `first` on, `step` apart.
 // Neighbouring groups process neighbouring heads. The items that a group processes depend only on the shape.
 template <int HEADS, class Body>
 __device__ __forceinline__ void each_item(const Group& group, const params::Rope& p, Body body) {
@@ -151,8 +151,8 @@ __device__ __forceinline__ void each_item(const Group& group, const params::Rope
   }
 }
 
-// With NORM: y = rope(x r w), with r as in rms_norm.cu; otherwise y = rope(x). The backward of rope without norm is a
-// rotation by the opposite angle.
+// With NORM: y = rope(x r w), where r is `inverse_rms` of the head and w are the norm's weights. Without: y = rope(x);
+// p.direction = -1 rotates by the opposite angle, which is the backward.
 template <class T, int V, bool NORM>
 __device__ void forward(const params::Rope& p) {
   constexpr int HEADS = 4;
@@ -215,8 +215,9 @@ __device__ void norm_backward(const params::Rope& p) {
     }
     x.store(out_head<T>(p, token, head), place);
   });
-  // Adds the sums of the thread block's groups, in order. `sums` is used only if there are two or more groups: together
-  // these have at most ROW_THREADS lanes, of 2 * V channels each.
+  // Adds dw (the gradient of the norm's weight) over the thread block's groups of lanes, in their order. With one
+  // group, `sums` is not used. A thread block with several groups has at most ROW_THREADS threads, with 2 * V channels
+  // each.
   __shared__ float sums[elements::ROW_THREADS * 2 * V];
   float* partial = p.partials + int64_t(blockIdx.x) * 2 * p.half;
   if (place.active) {

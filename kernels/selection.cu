@@ -1,6 +1,6 @@
-// Kernels for selections (candle-sage/src/selection.rs) and their router: block means, each query block's list of the
-// key blocks with the largest scores, each key block's list of the query blocks that select it, and the attention mass
-// of each key block under dense attention.
+// Kernels for selections (candle-sage/src/selection.rs) and SLA2's router. They compute means of Q and K for each
+// block, and each query block's list of the key blocks with the largest scores. They also compute each key block's list
+// of the query blocks that select it, and its attention mass under dense attention.
 #include <sage/attention/numerics/dense16_forward_sm80.cuh>
 #include <sage/params/sla2.cuh>
 
@@ -52,15 +52,15 @@ struct List {
   }
 };
 
-// A warp processes one key block of a (segment, key head). Calls f(n, query block, index of the key block in the query
-// block's list) for each query block that selects the key block, in ascending order, 32 query blocks at a time; n
-// counts these query blocks from 0. Returns their number.
+// A warp processes one key block of a (segment, key head), and returns the number of query blocks that select it. For
+// the n-th of these, ascending from n = 0, a lane calls f(n, query block, index of the key block in the query block's
+// list).
 template <class F>
 __device__ __forceinline__ int each_user(const params::InvertedLists& p, const Segment& segment, int segment_index, int key_head,
                                          int block, F f) {
   int lane = threadIdx.x % 32, all = selection_blocks(segment.query_len), found = 0;
   int first_row = first_query_block(p.shape, segment_index);
-  // With a causal mask no earlier query block sees the key block.
+  // With a causal mask, query blocks before `block` do not see this key block.
   for (int first = segment.causal ? block / 32 * 32 : 0; first < all; first += 32) {
     int query_block = first + lane, place = -1;
     if (query_block < all) place = List(p.lists, key_head, first_row + query_block).find(block);
@@ -71,9 +71,10 @@ __device__ __forceinline__ int each_user(const params::InvertedLists& p, const S
   return found;
 }
 
-// `count` query blocks select a key block. If `count` exceeds 2 * `most`, a warp splits them into parts of at most
-// `most` query blocks, and zeroes the slot of ListSplits::sums that the parts share. If no slot is free, the list is
-// not split. The table of parts cannot overflow: the selected (query block, key block) pairs bound the number of parts.
+// A key block has a list of the `count` query blocks that select it. If `count` exceeds 2 * `most`, a warp splits the
+// list into parts of at most `most` query blocks, and zeroes the slot of ListSplits::sums that the parts share. If no
+// slot is free, the list is not split. ListSplits::parts cannot overflow: the number of selected (query block, key
+// block) pairs limits the number of parts.
 __device__ __forceinline__ void cut(const params::InvertedLists& p, int segment, int key_head, int block, int column, uint32_t count) {
   int lane = threadIdx.x % 32;
   uint32_t all = p.used[2], most = max(p.least_users, (all + p.shares - 1) / p.shares);
@@ -134,8 +135,8 @@ __device__ __forceinline__ uint32_t ordered(float x) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// A warp writes the list of one row. It finds the smallest chosen score bit by bit, without sorting or extra memory; a
-// second pass over the blocks then writes an ascending list.
+// A warp writes one query block's list for one key head. It finds the smallest chosen score bit by bit, without sorting
+// or extra memory; a last pass over the candidates then writes the list in ascending order.
 __device__ __forceinline__ void choose(const params::Choose& p) {
   int row = blockIdx.x * WARPS + threadIdx.x / 32, key_head = blockIdx.y, lane = threadIdx.x % 32;
   if (row >= p.lists.query_blocks) return;
@@ -147,7 +148,7 @@ __device__ __forceinline__ void choose(const params::Choose& p) {
   const float* scores = p.scores + line * p.columns + (shape.segments ? first_key_block(shape, index) : 0);
   uint32_t* list = const_cast<uint32_t*>(p.lists.seen) + line * p.lists.stride + 1;
 
-  // The nearest candidates rank above all others, and NaN above all numbers.
+  // The last p.nearest candidates, the nearest ones, rank highest; then NaN, then numbers.
   auto key_of = [&](int i) { return i >= count - p.nearest ? ~0u : min(ordered(scores[i]), ~0u - 1); };
   auto count_from = [&](uint32_t least) {
     int n = 0;
@@ -180,8 +181,8 @@ __device__ __forceinline__ void choose(const params::Choose& p) {
   if (lane == 0) list[-1] = written;
 }
 
-// A thread block computes one mean: each thread sums eight channels of every eighth token, then the threads' sums are
-// added in order through shared memory.
+// A thread block computes one row of `means`: each thread sums eight channels of every eighth token, then the threads'
+// sums are added in order through shared memory.
 template <class T>
 __device__ __forceinline__ void pool(const params::Pool& p) {
   constexpr int THREADS = 128, MOST_CHUNKS = 16;
@@ -216,8 +217,8 @@ __device__ __forceinline__ void pool(const params::Pool& p) {
   }
 }
 
-// Raises `reference`, the running maximum of the logits of a lane's row `r`, to the maximum of a tile's logits `s` if
-// that is larger. Rescales `sum`, the row's sum of 2^(logit - reference).
+// Updates `reference`, the running maximum of the logits of a lane's row `r`, with the row's logits of a tile (`s`).
+// Rescales `sum`, the row's sum of 2^(logit - reference), to the new `reference`.
 template <int M>
 __device__ __forceinline__ void raise_reference(const float (&s)[M][8][4], int r, float scale, float& reference, float& sum) {
   float largest = -CUDART_INF_F;
@@ -239,8 +240,8 @@ __device__ __forceinline__ float sum_of_exponentials(const float (&s)[M][8][4], 
   return sum;
 }
 
-// Adds the threads' probabilities of a key block to the key block's mass. `tile` is the key block's last tile. The
-// warps' sums are stored in `parts` and added in order.
+// Adds the `probabilities` of all threads to the mass of the key block that contains `tile`.
+// The warps' sums are stored in `parts` and added in order.
 template <int PARTS>
 __device__ __forceinline__ void add_mass(float probabilities, float (&parts)[PARTS], float* mass, int tile) {
 #pragma unroll

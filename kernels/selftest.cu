@@ -36,7 +36,7 @@ __device__ void store(const X (&c)[2][4], X* out) {
     for (int e = 0; e < 4; ++e) out[(lane / 4 + 8 * (e >> 1)) * 16 + n * 8 + 2 * (lane & 3) + (e & 1)] = c[n][e];
 }
 
-// out (16, 16) = A (16, BYTES) B (16, BYTES)^T of INT8 values. The sums start from MAGIC, which is subtracted last.
+// out (16, 16) = A (16, BYTES) B (16, BYTES)^T of INT8 values. quant::multiply adds MAGIC; the last loop subtracts it.
 template <int BYTES>
 __device__ void product_codes(const Params& p) {
   __shared__ __align__(1024) unsigned char a[16 * BYTES], b[16 * BYTES];
@@ -88,8 +88,8 @@ __device__ void round_trip(const Params& p) {
     reinterpret_cast<uint4*>(p.out)[i] = *reinterpret_cast<uint4*>(b + layout::swizzled<128>(i / 8, i % 8));
 }
 
-// out (16, 16) = S V. S (16, 32) is an accumulator of INT8 values, packed as an operand; V (32, 16) is stored
-// transposed, with its tokens permuted. O = P V and dK = dS^T Q are computed in the same way.
+// out (16, 16) = S V of INT8 values. S (16, 32) has an accumulator's register layout, and is packed as an operand.
+// V (32, 16) is stored transposed, with its tokens permuted. O = P V and dK = dS^T Q are computed in the same way.
 __device__ void permuted_product(const Params& p) {
   __shared__ __align__(1024) unsigned char v[16 * 64];
   layout::ReaderB<64> reader(fill<16, 64>(v, p.b), threadIdx.x);
@@ -210,8 +210,8 @@ __device__ void smaller_codes(const Params& p) {
         quant::codes_over(reinterpret_cast<const uint32_t*>(p.a)[threadIdx.x], power);
 }
 
-// Converts numbers to the formats of NVFP4: E2M1, E4M3 of the magnitude, the dequant and quant scales of a group whose
-// largest magnitude is this number, and E4M3 by the hardware's instruction.
+// Outputs the NVFP4 conversions of each number x: E2M1 of x; E4M3 of |x|; the scales `dequant` and `quant` of a group
+// whose largest magnitude is |x|; and E4M3 of |x| by the hardware's instruction.
 __device__ void nvfp4(const Params& p) {
   constexpr int COUNT = 1 << 16;
   float* out = reinterpret_cast<float*>(p.out);

@@ -14,7 +14,7 @@ constexpr int THREADS = 256;
 // If the exponential overflows, the result is 0, and its product with a finite x is 0 too.
 __device__ __forceinline__ float sigmoid(float x) { return ptx::reciprocal(1.0f + ptx::exp2(-x * ptx::LOG2_E)); }
 
-// The row and column of element `at`, counted without the gaps that rows may have between them in memory.
+// The row and column of element `at`. Rows may have gaps between them in memory; `at` does not count the gaps.
 template <class T>
 struct Place {
   int64_t row, column;

@@ -17,7 +17,7 @@ Errors run(const Case& c) {
   return errors;
 }
 
-// Whether the results are the same if key blocks that are not listed are removed.
+// Whether a forward with lists of key blocks has the same output as a forward with only the listed blocks of K and V.
 template <class T, int D, Numerics NUMERICS>
 bool lists_leave_out_blocks() {
   constexpr int KEYS = 600, BLOCK = attention::SELECTION_BLOCK, STRIDE = 5;
@@ -59,8 +59,8 @@ bool nan_goes_where_the_key_is_seen() {
   return right;
 }
 
-// Whether quant::e2m1_pair rounds to the nearest value, and midpoints up: tests floats of all magnitudes, midpoints and
-// their neighbours.
+// Whether quant::e2m1_pair rounds each number to the nearest E2M1 value, and rounds midpoints up. Tests nonnegative
+// floats of many magnitudes, the midpoints, and the floats next to the midpoints.
 template <class T>
 bool pairs_round_to_the_nearest() {
   constexpr float VALUES[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
@@ -79,7 +79,7 @@ bool pairs_round_to_the_nearest() {
   return all;
 }
 
-// Whether one matmul of random FP4 values and scales, as mma_nvfp4.cuh emulates it, has the fragments of the PTX ISA.
+// Whether mma_nvfp4.cuh's emulated matmul of random FP4 values and scales uses the fragment layouts of the PTX ISA.
 bool product_is_the_manuals() {
   uint32_t a[4][32], b[2][32], a_scales[32], b_scales[32];
   float d[32][4];
@@ -118,8 +118,8 @@ bool product_is_the_manuals() {
   return true;
 }
 
-// Whether the soft cap's tanh has a relative error below 2^-15, and the same result if another argument of the call is
-// so large that take_tanh computes it with an exponential.
+// Whether the soft cap's tanh has a relative error below 2^-15, and does not depend on the array's other elements:
+// `beside` has an element, 9, for which take_tanh computes exponentials.
 bool tangent_is_within_its_bound() {
   bool right = true;
   for (float x = 1e-6f; x < 40.0f; x *= 1.001f) {
@@ -141,15 +141,15 @@ const Case CASES[] = {
     {1, 70, 64, 3, 1, 97, true, false, {}, {}},
     {1, 200, 190, 2, 1, 64, true, true, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}},
     {1, 130, 650, 1, 1, 128, true, false, {}, {}},
-    // A query block that sees no key; a document without keys; `literal`: in NVFP4, P is relative to the row's largest
-    // logit so far, which is not rounded up and therefore changes often; head_dim above 128.
+    // A query block that sees no key; a document without keys; `Case::literal`; head_dim above 128;
+    // head_dim above 128 with packed documents.
     {1, 300, 100, 1, 1, 64, true, false, {}, {}},
     {1, 200, 90, 2, 1, 64, false, false, {0, 130, 200}, {0, 0, 90}},
     {1, 130, 330, 1, 1, 64, false, false, {}, {}, true},
     {1, 130, 200, 2, 1, 256, true, false, {}, {}},
     {1, 200, 190, 1, 1, 150, true, false, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}},
-    // Windows: some rows see no key of a tile that other rows see; some queries see no key; packed documents; a window
-    // that includes all later keys.
+    // Windows: key tiles that only some queries of a query tile see; queries that see no key at all;
+    // packed documents; a window that includes all later keys; head_dim above 128.
     {1, 330, 330, 2, 1, 64, true, false, {}, {}, false, 70, 0},
     {1, 300, 170, 1, 1, 128, true, false, {}, {}, false, 20, 0},
     {1, 200, 190, 2, 1, 64, false, true, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}, false, 10, 30},
@@ -162,7 +162,7 @@ const Case CASES[] = {
     {1, 200, 190, 2, 1, 97, true, false, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}, false, -1, -1, 0, true},
     {1, 330, 330, 2, 1, 64, true, false, {}, {}, false, 70, 0, 0.8f, true},
     {1, 130, 200, 2, 1, 256, true, false, {}, {}, false, -1, -1, 2.0f, true},
-    // Sinks, with queries that see no key, and with a window.
+    // Sinks: a case with queries that see no key; a case with a window.
     {1, 200, 190, 2, 1, 64, true, false, {0, 1, 70, 70, 200}, {0, 65, 130, 131, 190}, false, -1, -1, 0, false, true},
     {1, 150, 200, 4, 2, 128, true, false, {}, {}, false, 70, 0, 0, false, true},
 };
@@ -192,13 +192,13 @@ int main() {
     Errors (*of_128)(const Case&);
     Errors (*of_256)(const Case&);  // null: no kernel for head_dim 256
     double out, grads;  // largest allowed errors
-    bool has_score_mod = false;  // whether kernels with a soft cap and ALiBi exist
+    bool has_score_mod = false;  // false: cases with a soft cap or ALiBi are skipped
     bool smooths = false;        // whether K is smoothed; cases with sinks are then skipped
   };
   // In unquantized attention P, dS and the results are rounded to 16 bit: in bf16 a relative L2 error of about 2^-9
-  // each. With NVFP4 only O is rounded (about 2^-12 in f16); in addition, the exponentials in f32 have errors, so that
-  // a few probabilities near a midpoint round differently than in the definition. SageBwd's quantization causes an
-  // error of .0144 to .0185 if Q and K have standard deviation 1.
+  // each. For NVFP4, definition.h rounds to FP4 as the kernels do. So NVFP4's errors are only the rounding of O to 16
+  // bit (about 2^-12 in f16), and a few probabilities that round to another FP4 value, because exponentials in f32 are
+  // inexact. SageBwd's quantization causes an error of .0144 to .0185 if Q and K have standard deviation 1.
   const Row rows[] = {
       {"unquantized, bf16", run<B, 64, UNQUANTIZED>, run<B, 128, UNQUANTIZED>, run<B, 256, UNQUANTIZED>, 4e-3, 6e-3, true},
       {"SageBwd, bf16", run<B, 64, SAGEBWD>, run<B, 128, SAGEBWD>, nullptr, 2.5e-2, 3.5e-2},

@@ -1,9 +1,9 @@
-// The part of CUDA that the portable kernels use, on a CPU, for tests without a GPU. Each thread is a fiber that runs
-// until it reaches a barrier; lanes of a warp exchange values through memory. Arithmetic, addresses and the order of
-// barriers are the same as on a GPU. Fibers run in a fixed order, and cp.async copies complete at once, so that a
-// missing wait for such a copy or a missing barrier is not detected. Bulk copies and tcgen05 instructions run at once.
-// With host::late, these operations run as late as the kernel's waits allow, in a random order, so that a missing wait
-// gives wrong results. With host::skewed, warps drift far apart.
+// A part of CUDA on a CPU, for tests of kernels without a GPU. Each thread is a fiber that runs until it reaches a
+// barrier; lanes of a warp exchange values through memory. Arithmetic, addresses and the order of barriers are the same
+// as on a GPU. Fibers run in a fixed order, and cp.async copies complete immediately, so that a missing wait for such a
+// copy or a missing barrier is not detected. With host::late, bulk copies and tcgen05 instructions run as late as the
+// kernel's waits allow, in a random order, so that a missing wait gives wrong results. With host::skewed, warps drift
+// far apart.
 #pragma once
 
 #include <bit>
@@ -89,7 +89,7 @@ struct Block {
   bool started[MOST_THREADS], done[MOST_THREADS];
   jmp_buf fibers[MOST_THREADS], scheduler;
   Barrier all, warps[MOST_THREADS / 32];
-  long steps = 0;  // completed barriers and ended fibers; a round in which `steps` stays the same is a deadlock
+  long steps = 0;  // completed barriers and ended fibers, to detect deadlocks
   uint32_t traded[MOST_THREADS];
 };
 inline Block block;

@@ -1,4 +1,4 @@
-// The definition of attention, in doubles, and errors of kernels that run on a CPU, relative to the definition.
+// A reference implementation of attention in doubles, and the errors of results relative to it.
 #pragma once
 
 #include "tensor.h"
@@ -34,7 +34,7 @@ struct ScoreMod {
   double derivative(double x) const { return cap > 0 ? 1 - tanh(x / cap) * tanh(x / cap) : 1; }
 };
 
-// Computes a head's output, one row at a time: one value per channel.
+// Computes a head's output. `row` computes the output of one query.
 struct Definition {
   int keys, d;
   std::vector<double> k, v;
@@ -52,8 +52,8 @@ struct Definition {
     for (int j = 0; j < keys; j += 16)
       for (int c = 0; c < d; ++c) fake_quantize(&v[j * d + c], std::min(16, keys - j), d);
   }
-  // The query sees keys `from` to `visible - 1`. With NVFP4, P is relative to the row's largest base-2 logit, rounded
-  // up to an integer unless `literal` is set. `lse2` becomes the base-2 log-sum-exp, -inf for a query that sees no key.
+  // The query sees keys `from` to `visible - 1`. With `nvfp4`, the maximum of the base-2 logits is rounded up to an
+  // integer unless `literal` is set. `lse2` becomes the base-2 log-sum-exp, -inf for a query that sees no key.
   std::vector<double> row(std::vector<double> q, int from, int visible, double scale, bool nvfp4, bool literal, double& lse2,
                           const ScoreMod& mod = {}) const {
     std::vector<double> out(d, 0.0);
@@ -86,8 +86,8 @@ struct Definition {
   }
 };
 
-// Unquantized gradients of one query: adds the gradients of the keys to dk and dv, (key, channel), and returns the
-// query's gradient.
+// The backward for one query, without quantization. Adds to `dk` and `dv`, of shape (key, channel), and returns the
+// query's row of dQ.
 inline std::vector<double> row_gradients(const Definition& x, const std::vector<double>& q, const std::vector<double>& dout, int from, int visible,
                                   double scale, const ScoreMod& mod, std::vector<double>& dk, std::vector<double>& dv) {
   std::vector<double> p(visible), dp(visible), derivative(visible), dq(x.d, 0.0);

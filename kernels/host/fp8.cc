@@ -1,6 +1,6 @@
-// Runs the sources of FP8 quantization on a CPU, thread by thread, and compares the results with definitions: FP8
-// matrices and their transposes, the largest value, the number of saturated values, scales, and the FP8 outputs of
-// rms_norm, swiglu, rope and the cross-entropy.
+// Runs the sources of FP8 quantization on a CPU, thread by thread, and checks their results: FP8 matrices and their
+// transposes, the largest value, the number of saturated values, scales, and the FP8 outputs of rms_norm, swiglu, rope
+// and the cross-entropy.
 #include <math_constants.h>
 #include <sage/elements/group.cuh>
 #include <sage/elements/row.cuh>
@@ -112,7 +112,7 @@ void matrices(int rows, int columns, bool e5m2) {
   float size = same_bits<float>(most), top = e5m2 ? 57344.0f : 448.0f;
   expect(size / codes.scale <= top && size / codes.scale * 2.0f > top, "scale", rows, columns, e5m2);
   for (int copies : {1, 2, 3}) {
-    // With the scale of the largest value nothing saturates; with an eighth of this scale many values saturate.
+    // The scale is computed from the largest value, so nothing saturates. With an eighth of the scale many values do.
     for (float part : {1.0f, 0.125f}) {
       Codes made(rows, columns, e5m2, codes.scale * part);
       params::Fp8Quantize q{x.data(), made.params(copies), columns, 0};
@@ -129,14 +129,13 @@ void matrices(int rows, int columns, bool e5m2) {
   check("transpose", turned, [&](int row, int column) { return float(x[row * columns + column]); }, 2);
 }
 
-// Whether a kernel's value differs from the definition by at most about one step of the format, or near zero by at most
-// about half of the smallest value.
+// Sets `holds` to false if a kernel's value differs from `expected` by more than rounding to FP8 can cause.
 void near(const char* what, const Codes& codes, int row, int column, double expected, bool& holds) {
   double spacing = codes.e5m2 ? 0.25 : 0.125, least = codes.scale * host::fp8_value(1, codes.e5m2);
   holds &= fabs(codes.at(row, column) - expected) <= fmax(spacing * fabs(expected) * 0.51, least * 0.51);
 }
 
-// Tests a norm of rows and its gradient, with a residual stream.
+// Tests rms_norm and its gradient with FP8 outputs and a residual stream.
 template <class T, int WARPS>
 void normed(int rows, int width) {
   using Strip = quant::Fp8Strip<WARPS>;
@@ -302,7 +301,7 @@ void running_scales() {
   // The margin is 4, and E4M3's largest value is 448. The scale is the smallest power of two that is at least
   // 4 * running / 448: 1 / 64 for a running maximum of 0.95, and 1 for 100.
   bool holds = scale[0] == 1.0f / 64 && running[0] == 0.95f && scale[1] == 1.0f && running[1] == 100.0f && scale[299] == scale[0];
-  // A maximum that is not finite is ignored, a running maximum of zero gives scale 1, and E5M2 has a larger range.
+  // A maximum that is not finite is ignored. A running maximum of 0 gives scale 1. scale[5] is for E5M2 (up to 57344).
   holds &= running[2] == 0.95f && running[3] == 0.95f && scale[4] == 1.0f && scale[5] == 1.0f / 8192;
   for (uint32_t x : largest) holds &= x == 0;
   expect(holds, "running scales", 300, 1, false);

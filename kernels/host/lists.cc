@@ -1,7 +1,7 @@
-// Runs the kernels that invert selections, and the portable backward over lists, on a CPU. Checks that `users` is the
-// inverse of the lists; that the thread blocks together visit each query block of a list once, however lists are split
-// into parts; and that splitting changes gradients only by rounding. Compares the attention mass of each key block with
-// a definition in doubles.
+// Runs the kernel `users` and the portable backward on a CPU. For each key block, `users` lists the query blocks that
+// select it. Checks that the backward visits each query block of a list once, however the list is split into parts, and
+// that splitting changes gradients only by rounding. Compares the attention mass of each key block with a definition in
+// doubles.
 #include <map>
 #include <tuple>
 
@@ -16,8 +16,9 @@ namespace {
 using B = __nv_bfloat16;
 constexpr int BLOCK = attention::SELECTION_BLOCK;
 
-// The lists of a case. The list of a query block contains key block 0 and random other candidates, or with `all` every
-// candidate. With a causal mask it also contains all key blocks on the diagonal.
+// The lists of a case. The list of a query block contains key block 0, and a random choice of the other key blocks that
+// all of its queries see completely. With `all` it contains all these blocks. With a causal mask it also contains all
+// key blocks on the diagonal.
 struct Lists {
   int stride, query_blocks, key_blocks;
   std::vector<uint32_t> seen;
@@ -38,7 +39,8 @@ struct Lists {
   }
 };
 
-// A backward over the lists of a case. A part has at most `users_of_part` query blocks. With 0 no list is split.
+// A backward over the lists of a case. A part of a list has at most `users_of_part` query blocks. If `users_of_part` is
+// 0, no list is split.
 template <int D>
 struct Backward {
   const Case& c;
@@ -56,7 +58,8 @@ struct Backward {
 
   Backward(const Case& c, bool all, int users_of_part, int most_slots) : c(c), lists(c, Segments(c), all), problem(c), most_slots(most_slots), most_users(users_of_part) {
     int room = lists.query_blocks * (lists.stride - 1) * c.key_heads, columns = lists.key_blocks * c.key_heads;
-    // The bounds are as in candle-sage/src/cuda/selection.rs. `shares` is so large that `least_users` limits the parts.
+    // `most_parts` is computed as in candle-sage/src/cuda/selection.rs. `shares` is so large that only `least_users`
+    // limits the number of query blocks in a part.
     int longest = attention::selection_blocks(problem.segments.longest_queries);
     if (users_of_part) most_parts = most_slots * ((longest + users_of_part - 1) / users_of_part - 1);
     users.resize(room), first_users.resize(columns + c.key_heads), counts.resize(columns), cuts.resize(columns, {7, 7});
@@ -78,7 +81,8 @@ struct Backward {
         for (int x = 0; x < blocks; ++x) host::run({x, y, z}, WARPS * 32, kernel);
   }
 
-  // Whether all lists longer than two parts are split while slots are free, and the table of parts is not overrun.
+  // Whether each list of more than `2 * most_users` query blocks is split, up to `most_slots` lists. Also checks that
+  // the guard entries of `parts` are not overwritten.
   bool cut_as_many_as_it_should() const {
     auto is_cut = [](const params::CutList& list) { return list.parts > 1; };
     long expected = std::count_if(counts.begin(), counts.end(), [&](uint32_t count) { return count > 2u * most_users; });
@@ -86,10 +90,11 @@ struct Backward {
     return whole && std::count_if(cuts.begin(), cuts.end(), is_cut) == std::min(expected, long(most_slots)) && expected > 0;
   }
 
-  // Whether, for each group of `keys` keys, thread blocks visit exactly once every tile of the query blocks that select
-  // the keys, and know the index of the keys' block in each query block's list.
+  // Divides the keys into groups of `keys` keys. Returns whether each tile of the query blocks that select a group is
+  // visited exactly once for this group. Also checks each `rank`: the index of the group's key block among the key
+  // blocks that the tile's query block selects.
   bool visits_are_right(int keys) const {
-    std::map<std::tuple<int, int, int, int>, int> visits;  // of (segment, first key, query head, tile)
+    std::map<std::tuple<int, int, int, int>, int> visits;  // per (segment, block.first_key, query head, query tile)
     int all = problem.segments.count() * c.key_heads * ((problem.segments.longest_keys + keys - 1) / keys);
     for (int i = 0; i < all + most_parts * (BLOCK / keys); ++i) {
       attention::BackwardBlock block = attention::ListedQueries::take(b, i, keys);
@@ -151,8 +156,7 @@ bool check(const Case& c) {
       cut.problem.out.values = whole.problem.out.values, cut.problem.minus_lse2 = whole.problem.minus_lse2;
       cut.problem.out.view.data = cut.problem.out.values.data(), cut.problem.p.minus_lse2 = cut.problem.minus_lse2.data();
       cut.backward();
-      // Sums in f32 differ by 2^-24 per addition. A sum near a midpoint may then round to the other bf16 neighbour,
-      // which differs by at most 2^-7 of the element.
+      // Splitting changes the order of f32 additions, so a few elements of dK and dV round to another bf16 value.
       expect(difference(cut.problem.dk.values, whole.problem.dk.values) < ldexp(1.0, -11), "dK of split lists differs from dK of whole lists");
       expect(difference(cut.problem.dv.values, whole.problem.dv.values) < ldexp(1.0, -11), "dV of split lists differs from dV of whole lists");
       expect(difference(cut.problem.dq_accum, whole.problem.dq_accum) < 1e-5, "dQ of split lists differs from dQ of whole lists");
@@ -173,7 +177,8 @@ bool check(const Case& c) {
   return good;
 }
 
-// Whether block_mass sums the probabilities of dense attention over each candidate.
+// Tests block_mass: for each key block that may be selected, the sum of dense attention's probabilities over the keys
+// of the block, the queries of a query block, and the query heads of a key head.
 template <int D>
 bool mass_is_right(const Case& c) {
   state = 7;
@@ -209,7 +214,7 @@ bool mass_is_right(const Case& c) {
         for (int key_block = 0; key_block < candidates(segment, block); ++key_block) row[key_block] += of_blocks[key_block];
       }
     }
-  // The sums in f32 and the exponentials (2 ulp) have relative errors of 2^-21 each.
+  // The limit allows for the rounding of f32 sums and the errors of ptx::exp2.
   double error = difference(mass, expected);
   if (!(error < 1e-5)) printf("mass of key blocks: %.1e, %d queries, head_dim %d\n", error, c.queries, c.head_dim);
   return error < 1e-5;

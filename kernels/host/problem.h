@@ -1,5 +1,5 @@
-// A case for the attention kernels: its tensors, buffers and parameters; functions that launch the portable kernels and
-// the forward for family 10 on them; and functions that compare the results with the definition.
+// A test case for the attention kernels: its tensors, buffers and parameters; functions that launch the kernels for
+// sm_80 and the forward for sm_100; and functions that compare the results with those of definition.h.
 #pragma once
 
 #include <sage/attention/numerics/dense16_backward_sm80.cuh>
@@ -26,7 +26,7 @@ struct Case {
   int batch, queries, keys, query_heads, key_heads, head_dim;
   bool causal, smooth;
   std::vector<int> query_starts, key_starts;  // of packed documents, then the end of the last document
-  bool literal = false;                       // P relative to the row's maximum (NVFP4)
+  bool literal = false;                       // NVFP4: P = 2^(logit - m) with the row's largest logit m, not ceil(m)
   int before = -1, after = -1;                // window: keys that a query sees before and after its own position; -1: no window
   float softcap = 0;                          // 0: none
   bool alibi = false;                         // the slopes 1/2, 1/4, .. of the query heads
@@ -45,7 +45,7 @@ constexpr int tiles_of(int tokens) { return (tokens + 63) / 64; }
 struct Segments {
   bool packed;
   std::vector<params::Segment> all;
-  int longest_queries = 0, longest_keys = 0, query_tiles = 0, key_tiles = 0;  // tiles of one head
+  int longest_queries = 0, longest_keys = 0, query_tiles = 0, key_tiles = 0;  // lengths in tokens; all segments' tiles
   int query_blocks = 0, key_blocks = 0;                                                   // of selections
   explicit Segments(const Case& c) : packed(!c.query_starts.empty()) {
     for (int i = 0; i < (packed ? int(c.query_starts.size()) - 1 : c.batch); ++i) {
@@ -67,18 +67,18 @@ struct Segments {
 // The kernels' parameters, field by field. A new field breaks the compilation here, as a reminder: if it is an output,
 // `Problem::compare` must compare it, or a comment here must say why it does not.
 inline void fields(const params::Codes& p) {
-  // k_mean is compared. The other outputs are compared through the results of the attention kernels.
+  // `Problem::compare` compares k_mean. Errors in the other outputs show in the results of the attention kernels.
   [[maybe_unused]] const auto& [q, k, v_transposed, q_dequant_scale, k_dequant_scale, v_dequant_scale, q_mean, k_mean, k_tile_sums] = p;
 }
 inline void fields(const params::Forward& p) {
-  // out and minus_lse2 are compared. Only kernels that do not run here write scheduler_counter, high_precision_out and
-  // row_sums.
+  // `Problem::compare` compares out and minus_lse2. The kernels that write scheduler_counter, high_precision_out or
+  // row_sums are not run here.
   [[maybe_unused]] const auto& [q, k, v, out, minus_lse2, scheduler_counter, codes, shape, high_precision_out, row_sums, sinks, p_lift, p_literal,
                                 lists, score_mod, key_sample, smooth_values, q_map, k_map, v_map] = p;
 }
 inline void fields(const params::Backward& p) {
-  // dk, dv and dq_accum are compared; they depend on minus_delta and the operands of dO. A kernel that does not run
-  // here writes dq. dq_semaphore is only for deterministic results.
+  // dk, dv and dq_accum are compared. This also tests minus_delta, and the INT8 values and scales of Q and dO. A kernel
+  // that does not run here writes dq. dq_semaphore is null here: these tests do not run deterministic mode.
   [[maybe_unused]] const auto& [q, k, v, out, dout, dq, dk, dv, minus_lse2, minus_delta, dq_accum, q_transposed, dout_transposed, dout_dequant_scale,
                                 dq_semaphore, codes, shape, group, dout_group, dq_parts, row_sums, lists, score_mod, cuts, q_map, dout_map] = p;
 }
@@ -86,12 +86,13 @@ inline void fields(const params::Backward& p) {
 template <class T, int D, Numerics NUMERICS>
 struct Problem {
   static constexpr bool NVFP4 = NUMERICS == NVFP4_PRODUCTS || NUMERICS == NVFP4_TCGEN05;
-  static constexpr bool CODES = NUMERICS == SAGEBWD || NUMERICS == SAGEBWD_QK || NUMERICS == SAGEBWD_KV;  // INT8 dV, dQ and dK
+  // Whether dV, dQ and dK are INT8 matmuls.
+  static constexpr bool CODES = NUMERICS == SAGEBWD || NUMERICS == SAGEBWD_QK || NUMERICS == SAGEBWD_KV;
   const Case& c;
   Segments segments;
   int query_tiles, key_tiles;  // over all heads
   Tensor<T> q, k, v, out, dout, dk, dv;
-  std::vector<float> means;  // of K, over a segment and head
+  std::vector<float> means;  // of K: (key head, segment, D)
   std::vector<float> minus_lse2, minus_delta, dq_accum;
   std::vector<int8_t> q_codes, k_codes, v_codes, q_transposed, dout_transposed;
   std::vector<float> q_dequant_scale, k_dequant_scale, v_dequant_scale, dout_dequant_scale, q_mean, k_mean, k_tile_sums;
@@ -191,7 +192,7 @@ struct Problem {
     for (int i = 0; i < query_tiles + 2 * key_tiles; ++i) host::run(i, quant::TILE_THREADS, [&] { quantize<T, D>(p); });
   }
 
-  // Returns whether the kernels wrote only to their buffers, and waited for all copies before they read them.
+  // Returns false if NVFP4 kernels write out of bounds, or if their output depends on when asynchronous operations run.
   bool forward() {
     if (c.is_modified()) return forward<attention::WindowKeys, attention::SoftcapAndAlibi>();
     return c.is_window() ? forward<attention::WindowKeys>() : forward<attention::EveryKey>();
@@ -222,8 +223,9 @@ struct Problem {
     if (c.is_modified()) backward<attention::WindowQueries, attention::SoftcapAndAlibi>();
     else c.is_window() ? backward<attention::WindowQueries>() : backward<attention::EveryQuery>();
   }
-  // With a selection, `b` contains the lists and how the lists are split, and `more_blocks` is the number of additional
-  // parts, of 128 keys each.
+  // With a selection, `b` contains each key block's list of query blocks, and how these lists are split into parts.
+  // `more_blocks`: an upper limit for the number of parts, not counting the first part of each list. Each part is for
+  // one block of 128 keys.
   template <class Queries, class Mod = attention::NoScoreMod>
   void backward(params::Backward b = {}, int more_blocks = 0) {
     b.q = q.view, b.k = k.view, b.v = v.view, b.out = out.view, b.dout = dout.view, b.dk = dk.view, b.dv = dv.view;
@@ -232,7 +234,7 @@ struct Problem {
     b.codes = p.codes, b.shape = p.shape, b.lists.keys_before = p.lists.keys_before, b.score_mod = p.score_mod, b.group = b.dout_group = b.dq_parts = 1;
     for (int i = 0; i < query_tiles; ++i) host::run(i, quant::TILE_THREADS, [&] { prepare<T, D, CODES>(b); });
     constexpr bool S_OF_CODES = NUMERICS == SAGEBWD_S || NUMERICS == SAGEBWD_SCORES;
-    // The plans of SM86 are tested, because its small memory fits 64 keys for some kernels and 128 for others.
+    // Up to head_dim 128 the plans of SM86 are tested, because they include thread blocks of 64 keys and of 128 keys.
     constexpr const char* KERNEL = NUMERICS == SAGEBWD_QK ? "attn_bwd_sagebwd_general"
                                    : CODES                  ? "attn_bwd_sagebwd"
                                    : S_OF_CODES             ? "attn_bwd_sagebwd_s"
@@ -253,8 +255,8 @@ struct Problem {
     return dq_accum[tile * 64 * D + attention::DqLayout<D>(1).number(strip, n) * 128 + lane * 4 + row % 16 / 8 * 2 + channel % 2] * p.shape.softmax_scale;
   }
 
-  // Compares the kernels' means of K and V with means in doubles. A mean needs up to 75 additions in f32 (64 in a tile,
-  // 11 of tiles), so its error is at most 75 * 2^-24 times the mean |x|: 7e-6 for V, whose mean |x| is 1.6.
+  // Compares the kernels' means of K and V with means in doubles. A mean needs up to 75 additions in f32 (64 tokens of
+  // a tile, then 11 tiles), so its error is at most 75 * 2^-24 times the mean |x|: 7e-6 for V, whose mean |x| is 1.6.
   bool means_are_right(int i, int key_head) const {
     const params::Segment& s = segments.all[i];
     bool right = true;
@@ -291,7 +293,7 @@ struct Problem {
         double lse2;
         std::vector<double> expected = definition.row(row, first, visible, scale, NVFP4, c.literal, lse2, mod);
         float got = -minus_lse2[(int64_t(head) * segments.query_tiles + s.query_tile) * 64 + query];
-        // SageBwd's log-sum-exp is of smoothed logits; comparing the gradients checks it.
+        // SageBwd's log-sum-exp is not compared, because it is of smoothed logits. Its errors show in the gradients.
         if (NVFP4 || NUMERICS == UNQUANTIZED) errors.lse_good &= visible == 0 ? got == INFINITY : fabs(got - lse2) < 1e-3;
         for (int channel = 0; channel < c.head_dim; ++channel)
           of_out.add(out.at(batch, s.query_start + query, head, channel), expected[channel]);

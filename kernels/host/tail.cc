@@ -1,5 +1,6 @@
 // Runs the sources of the linear tail, and of its mixture with sparse attention, on a CPU, thread by thread. Compares
-// outputs and gradients with definitions in doubles. Cases have one or several chunks of blocks (past_linear.cu).
+// outputs and gradients with a direct computation in doubles. Cases have one or several chunks of blocks
+// (past_linear.cu).
 #include <initializer_list>
 
 #include "../blend.cu"
@@ -67,8 +68,8 @@ void launch(int blocks, int segments, int heads, int threads, size_t shared_byte
       for (int x = 0; x < blocks; ++x) host::run_with_shared(dim3{x, y, z}, threads, shared_bytes, kernel);
 }
 
-// The segments of a case, which are its batch entries or documents, and a list of key blocks for each query block: some
-// of the earlier blocks, then the block on the diagonal.
+// The segments of a case: its batch entries or documents. The list of each query block has random earlier key blocks,
+// then the key block on the diagonal.
 struct Layout {
   std::vector<params::Segment> segments;
   bool packed;
@@ -96,7 +97,7 @@ struct Layout {
   }
 };
 
-// A case for the kernels, with a mixture or only the tail: its tensors, buffers and parameters.
+// The tensors, buffers and parameters of a case. `mixed`: the tail is mixed with sparse attention.
 template <class T, int D>
 struct Problem {
   const Case& c;
@@ -165,13 +166,13 @@ struct Problem {
     return !mixed ? 0 : past == chosen ? 1 : 1 / (1 + exp(-(double(theta[head]) + odds)));
   }
 
-  // Keys of a segment and head, and the sums of their gradients, computed by definition.
+  // For each key: the features `phi`, the row of V, and their expected gradients (sums over queries).
   struct Keys {
     std::vector<std::vector<double>> phi, values, dphi, dv;
   };
 
-  // Compares the results of a query with the definition, and adds its contributions to the gradients of the keys and of
-  // theta.
+  // Compares a query's results with the expected ones. Adds the query's terms to the expected gradients in
+  // `keys` and `exact_dtheta`.
   void compare_query(int i, int head, int key_head, int query, Keys& keys, double& exact_dtheta, Errors& errors) const {
     const params::Segment& s = layout.segments[i];
     int batch = layout.batch(i), token = s.query_start + query, past = query / BLOCK * BLOCK;
@@ -197,7 +198,7 @@ struct Problem {
     errors.dsparse.add(dsparse.row(batch, token, head), g);
   }
 
-  // Compares the results of a segment and key head with the definition.
+  // Compares the results of a segment and key head with a direct computation in doubles.
   void compare(int i, int key_head, std::vector<double>& exact_dtheta, Errors& errors) const {
     const params::Segment& s = layout.segments[i];
     int batch = layout.batch(i), group = c.query_heads / c.key_heads;

@@ -28,7 +28,7 @@ struct Tensor {
       : values(size_t(batch) * tokens * heads * channels + 16), tokens(tokens), heads(heads), channels(channels) {
     for (T& x : values) x = sage::ptx::from_float<T>(size * random_value() + 0.2f * size);
     bool vector = channels % 8 == 0;
-    // Rows are 16-byte aligned, because the memory of a std::vector is.
+    // Rows of a multiple of 8 channels are 16-byte aligned, because the memory of a std::vector is.
     view = {values.data(), int64_t(tokens) * heads * channels, int64_t(heads) * channels, channels, 1, vector, 0};
   }
   float at(int batch, int token, int head, int channel) const {

@@ -16,7 +16,7 @@ inline thread_local __attribute__((aligned(1024))) unsigned char shared[sizeof a
 
 namespace host {
 
-// An mbarrier: the number of completed phases, and the arrivals and bytes that the current phase still waits for.
+// An mbarrier. A phase needs `arrivals` arrivals. The current phase still lacks `missing` arrivals and `bytes` bytes.
 struct Mbarrier {
   int arrivals = 0, missing = 0, bytes = 0, completed = 0;
   void arrive(int count, int more_bytes) {
@@ -31,7 +31,8 @@ inline std::map<uint32_t, Mbarrier> mbarriers;
 inline unsigned char async_memory[sizeof sage::attention::shared];
 inline std::vector<std::pair<uint32_t, int>> unfenced[MOST_THREADS];
 
-// The shared memory of the kernels that run. Each namespace with kernels declares a separate `extern __shared__` array.
+// The shared memory of the kernels that run. A program whose kernels are in another namespace than
+// sage::attention sets this to the array `shared` of that namespace.
 inline unsigned char* memory = sage::attention::shared;
 
 // Runs one thread block with `shared_bytes` of shared memory, filled with NaN. Aborts if a write is beyond these bytes.
@@ -145,8 +146,7 @@ inline void cp_async_wait_all() {}
 inline void red_add_4(float* at, float a, float b, float c, float d) { at[0] += a, at[1] += b, at[2] += c, at[3] += d; }
 inline int load_acquire(const int* at) { return *at; }
 inline void add_release(int* at, int value) { *at += value; }
-// Kernels that run here add to dQ in any order, without named barriers. Thread blocks that wait for each other would
-// deadlock, because thread blocks run one after the other.
+// The kernels that run here need named barriers only if dQ is summed in a fixed order, which no program here requests.
 inline void named_barrier_sync(int, int) { fprintf(stderr, "named barriers are not emulated\n"), abort(); }
 
 }  // namespace sage::ptx

@@ -9,7 +9,7 @@ namespace sage::ptx {
 // Two operand registers of a row or a column, gathered from the four lanes that share it.
 template <int COUNT>
 struct Quad {
-  uint32_t word[COUNT];  // the first register of the four lanes, then the second
+  uint32_t word[COUNT];  // `first` of the four lanes, then `second` of the four lanes
   __device__ Quad(uint32_t first, uint32_t second, int quad) {
     for (int from = 0; from < 4; ++from) {
       word[from] = __shfl_sync(~0u, first, 4 * quad + from);

@@ -1,5 +1,5 @@
-// include/sage/ptx/tcgen05.cuh on a CPU. Descriptors are decoded, and operands and scales located, by the tables and
-// figures of the PTX ISA, with code that is independent of the kernels' encoding.
+// include/sage/ptx/tcgen05.cuh on a CPU. This code decodes descriptors, and finds operands and scales, as the tables
+// and figures of the PTX ISA show. It is independent of the code with which the kernels encode descriptors.
 #pragma once
 
 #include <sage/ptx/convert_nvfp4.cuh>
@@ -13,7 +13,7 @@ namespace host {
 // Tensor memory. An allocation fills all of it with NaN. An access to columns that are not allocated aborts.
 struct TensorMemory {
   uint32_t words[128][512];
-  int first = 0, columns = 0;  // of the running thread block
+  int first = 0, columns = 0;  // the running thread block has allocated `columns` columns, starting at `first`
 
   void allocate(int count) {
     if (columns || count < 32 || count > 512 || count & (count - 1)) fprintf(stderr, "%d columns cannot be allocated\n", count), abort();
@@ -37,7 +37,7 @@ struct TensorMemory {
 };
 inline TensorMemory tensor_memory;
 
-// Byte `byte` of row `row` of an operand in shared memory: "Shared memory descriptor", "Canonical layouts", K-major.
+// Byte `byte` of row `row` of a K-major operand: PTX ISA, "Shared memory descriptor" and "Canonical layouts".
 inline uint8_t byte_of(uint64_t descriptor, int row, int byte) {
   uint32_t start = uint32_t(descriptor & 0x3fff) << 4, eight_rows = uint32_t(descriptor >> 32 & 0x3fff) << 4;
   int swizzle = int(descriptor >> 61);
@@ -45,7 +45,7 @@ inline uint8_t byte_of(uint64_t descriptor, int row, int byte) {
   int row_bytes = swizzle == 0 ? 16 : swizzle == 6 ? 32 : swizzle == 4 ? 64 : swizzle == 2 ? 128 : 0;
   if (row_bytes == 0 || byte >= row_bytes) fprintf(stderr, "swizzle %d has no byte %d\n", swizzle, byte), abort();
   uint32_t address = start + row / 8 * eight_rows + row % 8 * row_bytes + byte;
-  // Chunks of 16 bytes are permuted by the number of the line of 128 bytes.
+  // The swizzle: the index of a 16-byte chunk is XORed with low bits of the index of its 128-byte line.
   address ^= (address >> 7 & (row_bytes / 16 - 1)) << 4;
   sage::ptx::at_shared(address, 1);
   return async_memory[address];
@@ -59,7 +59,8 @@ struct Operand {
     using namespace sage::ptx;
     for (int row = 0; row < rows; ++row) {
       for (int k = 0; k < 64; ++k) twice[row][k] = int8_t(2 * value_of_e2m1(byte_of(descriptor, row, k / 2) >> (4 * (k % 2))));
-      // Each quarter of the lanes has a copy of the scales; an accumulator row uses its own quarter's copy.
+      // Each quarter of the 128 lanes has a copy of the scales. For row r, operand A uses the copy in the quarter that
+      // contains lane r. Operand B uses the copy in the third quarter.
       int lane = row % 32 + (accumulator_rows ? row / 32 * 32 : 64);
       uint32_t four = tensor_memory.at(scales_at, lane, row / 32);
       for (int group = 0; group < 4; ++group) scales[row][group] = value_of_e4m3(four >> (8 * group));
@@ -73,8 +74,8 @@ namespace sage::ptx {
 
 inline void tcgen05_fence_before() { host::tensor_fences[host::block.current].before = false; }
 inline void tcgen05_fence_after() { host::tensor_fences[host::block.current].after = false; }
-// Called when a thread accesses tensor memory. `waited`: the access includes a wait for its end, so that the thread
-// needs tcgen05.fence::before_thread_sync before its next synchronization.
+// Called when a thread accesses tensor memory. `waited`: the access is a load or store with tcgen05.wait. After such an
+// access the thread needs tcgen05.fence::before_thread_sync before its next synchronization.
 inline void touch_tensor_memory(bool waited) {
   host::TensorFences& fences = host::tensor_fences[host::block.current];
   if (fences.after) fprintf(stderr, "thread %d lacks tcgen05.fence::after_thread_sync\n", threadIdx.x), abort();

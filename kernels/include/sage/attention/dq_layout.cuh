@@ -1,6 +1,6 @@
-// The sums of dQ in global memory are indexed by (padded tile, part of the channels, strip of 16 queries, fragment of 8
-// channels, lane, value). A padded tile is a tile's number in buffers that store each segment in whole tiles. A warp
-// adds a fragment, 512 contiguous bytes, at once. Mainloops write this layout; `finish` in attn_bwd.cu reads the sums.
+// The sums of dQ in global memory are indexed by (tile, part of the channels, strip of 16 queries, fragment of 8
+// channels, lane, value). Tiles are numbered in buffers that store each segment in whole tiles. A fragment is 512
+// contiguous bytes. Mainloops write this layout; `finish` in attn_bwd.cu reads the sums.
 #pragma once
 
 #include <sage/attention/segment.cuh>
@@ -15,9 +15,9 @@ struct DqLayout {
   __device__ __forceinline__ constexpr explicit DqLayout(int parts) : part(D / 8 / parts) {}
 
   struct Fragment {
-    int strip, n;  // a strip of 16 queries, and a fragment of 8 channels
+    int strip, n;  // the indices of a strip of 16 queries and of a fragment of 8 channels
   };
-  // The fragment that is stored at position `number` in memory, and the inverse.
+  // The fragment that is stored at position `number` of a tile, and the inverse.
   __device__ __forceinline__ constexpr Fragment fragment(int number) const {
     return {number / part % 4, number % part + number / part / 4 * part};
   }

@@ -8,11 +8,10 @@ namespace sage::attention {
 
 enum KeyGradient { DK, DV };
 
-// For a thread block that visits one part of a split list of query blocks (see Cut): atomically adds dK or dV of a
-// warp's 16 keys to the list's sums, in no fixed order. The sums are in fragment layout. Returns true in the warp that
-// arrives last; `x` then has the full sums.
-// A list's sums consist of `pieces` pieces of 16 keys x 8 * PIECE channels. The warp adds 8 * N channels to one piece,
-// number `piece`.
+// If several thread blocks divide the query blocks that select a key block (see Cut): atomically adds a warp's dK or dV
+// of 16 keys to the key block's sums, in no fixed order. The sums are in fragment layout. Returns true in the warp that
+// arrives last; `x` then has the full sums. A list's sums consist of `pieces` pieces of 16 keys x 8 * PIECE channels.
+// The warp adds to the first 8 * N channels of piece number `piece`.
 template <int PIECE, int N>
 __device__ __forceinline__ bool add_part(const params::ListSplits& cuts, params::CutList list, int pieces, int piece, float (&x)[N][4]) {
   int64_t number = int64_t(list.slot) * pieces + piece;
@@ -20,7 +19,7 @@ __device__ __forceinline__ bool add_part(const params::ListSplits& cuts, params:
   float* sums = cuts.sums + (number * (PIECE * 32) + lane) * 4;
 #pragma unroll
   for (int n = 0; n < N; ++n) ptx::red_add_4(sums + n * 128, x[n][0], x[n][1], x[n][2], x[n][3]);
-  // Lane 0 releases the additions of all lanes, and acquires those of the list's other parts for all lanes.
+  // On behalf of all lanes, lane 0 releases their additions, and acquires the additions of the list's other parts.
   __syncwarp();
   int arrived = 0;
   if (lane == 0) {

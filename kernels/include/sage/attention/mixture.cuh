@@ -1,6 +1,6 @@
 // The weights of the mixture `out = a * sparse + (1 - a) * tail`. Here `sparse` is the output of exact attention over
 // the selected blocks, and `tail` is the linear tail's output. The weight is a = sigmoid(theta), or with `by_count`
-// a = sigmoid(theta + log(keys with exact attention / other keys that the query sees)). Without other keys, a = 1.
+// a = sigmoid(theta + log(n / m)): the query sees n keys in exact attention, and m other keys. If m = 0, a = 1.
 #pragma once
 
 #include <sage/attention/segment.cuh>
@@ -8,7 +8,7 @@
 
 namespace sage::attention {
 
-// The weights for the queries of one query block of one head.
+// SLA2's weights of selected and other keys in the output, for the queries of one query block of one head.
 struct MixtureWeights {
   const Segment& segment;
   float theta;
@@ -46,7 +46,7 @@ __device__ __forceinline__ float& theta_part(const params::Mixture& mixture, con
 }
 
 // All threads of WARPS warps call this function with one value each; thread 0 gets the sum. `parts` is shared memory
-// for one value per warp, which no thread still reads.
+// for one value per warp. No thread may still read older values in it.
 template <int WARPS>
 __device__ __forceinline__ float sum_of_block(float x, float* parts) {
 #pragma unroll

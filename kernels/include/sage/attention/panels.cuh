@@ -12,8 +12,8 @@ namespace sage::attention {
 using namespace tile;
 
 // Copies ROWS rows of D 16-bit channels, from row `first` on, into shared memory as wgmma reads them: in panels of 64
-// channels, because a swizzled row has 128 bytes. As in copy_rows, the copies are asynchronous if 16-byte copies work,
-// and zeros are written beyond the ends of the tensor.
+// channels, because a swizzled row has 128 bytes. As in copy_rows, the copies are asynchronous if `rows.vector`, and
+// zeros are written beyond the ends of the tensor.
 template <int ROWS, int D, int THREADS, class T>
 __device__ __forceinline__ void copy_panels(uint32_t to, Rows<T> rows, int first, int thread) {
   constexpr int STEP = THREADS / 8;
@@ -26,7 +26,7 @@ __device__ __forceinline__ void copy_panels(uint32_t to, Rows<T> rows, int first
 #pragma unroll
     for (int i = 0; i < ROWS; i += STEP, from += STEP * rows.token)
 #pragma unroll
-      for (int panel = 0; panel < D / 64; ++panel)  // an invalid copy reads nothing, so any address is fine
+      for (int panel = 0; panel < D / 64; ++panel)  // beyond the last row or channel, `from` is not read
         ptx::cp_async_16(to + panel * ROWS * 128 + i * 128, from + panel * 64, i < left && column + panel * 64 < rows.head_dim);
   } else {
 #pragma unroll 1
@@ -37,8 +37,8 @@ __device__ __forceinline__ void copy_panels(uint32_t to, Rows<T> rows, int first
   }
 }
 
-// Copies a tile of 64 rows into panels of PANEL_ROWS rows. One warp copies chunk by chunk, because the producer has few
-// registers.
+// Copies a tile of 64 rows into D / 64 panels, which start PANEL_ROWS rows apart. The loop is not unrolled, because the
+// calling producer warp has few registers.
 template <int D, int PANEL_ROWS = TILE, class T>
 __device__ __forceinline__ void copy_panels_by_warp(uint32_t to, Rows<T> rows, int first, int lane) {
 #pragma unroll 1
@@ -51,15 +51,15 @@ __device__ __forceinline__ void copy_panels_by_warp(uint32_t to, Rows<T> rows, i
   }
 }
 
+// A copy through a tensor map also reads rows beyond the end of a packed document. Whether these rows can change the
+// mainloop's results:
+enum class OverEnd {
+  HARMLESS,  // either no row beyond a document's end is used, or the document's last tile is copied without a map
+  WRONG,     // the mainloop uses rows beyond the end: the host must not pass maps of packed documents
+};
+
 // Copies D channels of a tile of 64 rows, from channel `channel` on, through a tensor map into panels of PANEL_ROWS
 // rows. One thread issues a copy per panel. The caller announces the 64 * D * 2 bytes to the mbarrier by expect_tx.
-//
-// A map also reads rows beyond the end of a packed document. OVER_END says whether these rows can change the mainloop's
-// results; it must agree with `documents` in the table of plans.
-enum class OverEnd {
-  HARMLESS,  // the mainloop never uses these rows, or copies the last tile of a document without the map
-  WRONG,     // the mainloop uses these rows: the host must not pass maps of packed documents
-};
 template <params::Mainloop MAINLOOP, OverEnd OVER_END, int D, int PANEL_ROWS = TILE>
 __device__ __forceinline__ void copy_tile_panels(uint32_t to, const params::TensorMap& map, int batch, int head, int first,
                                                  uint32_t mbarrier, int channel = 0) {

@@ -5,7 +5,8 @@
 
 namespace sage::attention {
 
-// The segment, key head and keys of a thread block, and which part of the list of query blocks it visits (see Cut).
+// The segment, key head and keys of a thread block. With a selection, the thread block visits part number `part` of its
+// key block's list of query blocks (see Cut).
 // Above 128 channels a thread block computes only part of the channels of dK, dV and dQ: its `channel_part`.
 struct BackwardBlock {
   int segment_index, key_head, first_key, part, channel_part;
@@ -17,17 +18,18 @@ struct BackwardBlock {
     key_head = place.head, segment_index = place.segment, first_key = place.tile * keys, part = channel_part = 0;
     segment = Segment(shape, segment_index);
   }
-  // The index of the selection's key block: in its segment (`number`), and over all segments and key heads (`column`).
+  // The index of the key block that contains the thread block's keys: in its segment (`number`), and over all segments
+  // and key heads (`column`).
   __device__ __forceinline__ int number() const { return first_key / SELECTION_BLOCK; }
   __device__ __forceinline__ int column(const params::Backward& p) const {
     return key_head * p.lists.key_blocks + first_key_block(p.shape, segment_index) + number();
   }
 };
 
-// A tile of queries to whose dQ this key block adds. `rank` is for deterministic mode: the number of key blocks that
-// add to the same tile before this key block.
+// A tile of queries to whose dQ a thread block adds. `rank` is for deterministic mode: the number of key blocks that
+// add to this dQ before the thread block's key block.
 struct RankedTile {
-  int padded;  // the tile's number in the padded buffers
+  int padded;  // the tile's number in padded buffers, which are defined at TILE (segment.cuh)
   int rank;
 };
 
@@ -35,18 +37,18 @@ struct RankedTile {
 struct QueryTile {
   int head;
   int tile;    // the tile's number in the segment
-  int padded;  // the tile's number in the padded buffers
+  int padded;  // the tile's number in padded buffers, which are defined at TILE (segment.cuh)
 };
 
-// For each query head that shares its key head, a thread block visits the first query tile that sees one of its keys,
-// and all later tiles.
+// In each query head that shares the thread block's key head, a thread block visits the first query tile that sees one
+// of its keys, and all later tiles.
 struct EveryQuery {
   static constexpr bool LISTED = false;
   static constexpr Hidden HIDDEN = LATER_KEYS;  // which of the thread block's keys can be hidden from a visited query
   template <int KEYS>
-  static constexpr int RANK_BLOCKS = 1;  // thread blocks, of KEYS keys each, per key block that RankedTile::rank counts
+  static constexpr int RANK_BLOCKS = 1;  // thread blocks (of KEYS keys each) per key block that RankedTile::rank counts
   using Tile = QueryTile;
-  using Added = int;  // what the mainloop stores until a tile's dQ is added: the tile's number in the padded buffers
+  using Added = int;  // what is needed to add a tile's dQ to dq_accum: the tile's number in padded buffers
 
   const params::Shape& shape;
   const BackwardBlock& block;
@@ -80,7 +82,7 @@ struct EveryQuery {
   __device__ __forceinline__ Added added(const Tile& tile) const { return tile.padded; }
 };
 
-// With a window, a thread block visits the query tiles up to the last tile that sees one of its keys.
+// With a window, a thread block visits the query tiles from the first to the last that sees one of its keys.
 struct WindowQueries : EveryQuery {
   static constexpr Hidden HIDDEN = OUTER_KEYS;
   using Added = RankedTile;
@@ -94,15 +96,15 @@ struct WindowQueries : EveryQuery {
     first = sight.first_query(block.first_key) / TILE, end = (end_query + TILE - 1) / TILE;
     count = max(end - first, 0) * (shape.query_heads / shape.key_heads);
   }
-  // The first key block that visits a tile contains the first key that the tile's first query sees.
+  // RankedTile::rank is 0 for the thread block whose keys include the first key that the tile's first query sees.
   __device__ __forceinline__ Added added(const Tile& tile) const {
     return {tile.padded, block.first_key / keys - sight.first_key(tile.tile * TILE) / keys};
   }
 };
 
-// How the query blocks that select a key block are divided among thread blocks. A long list is split into parts, each
-// processed by a separate thread block; otherwise the thread block with the longest list would still run after all
-// others have finished. The parts of a list sum dK and dV in global memory (key_gradients.cuh).
+// How the query blocks that select a key block are divided among thread blocks. A long list is split into parts, which
+// separate thread blocks process. Without the split, the thread block with the longest list would still run after all
+// others have finished. The thread blocks of a list's parts add up dK and dV in global memory (key_gradients.cuh).
 struct Cut {
   uint32_t from, to;  // the whole list, as indices into Lists::users
   params::CutList list = {0, 1};
@@ -113,18 +115,18 @@ struct Cut {
     from = first_users[0], to = first_users[1];
     if (p.cuts.lists) list = p.cuts.lists[column];
   }
-  // The number of query blocks in each part but the last, which contains the rest. No part is empty.
+  // The number of query blocks in each part of the list except the last, which contains the rest.
   __device__ __forceinline__ uint32_t of_part() const { return (to - from + list.parts - 1) / list.parts; }
 };
 
 // With a selection, a thread block visits the query blocks that list its key block. With a causal mask a query block
 // always lists the key block at its own position, so the first visited query block has the position of the key block.
-// All later query blocks see every key of the key block. Masks therefore stay correct if the visited tiles are numbered
-// from that position on without gaps: `first` to `end`.
+// All later query blocks see every key of the key block. So the masks may treat the visited tiles as consecutive tiles
+// from this position on, with numbers `first` to `end` - 1.
 struct ListedQueries {
   struct Tile : QueryTile {
-    int position;  // in the list of query blocks, counted in tiles
-    int rank;      // index of the key block in the list of the tile's query block
+    int position;  // the tile's number among the tiles of the query blocks in `users`
+    int rank;      // index of this key block among the key blocks that the tile's query block selects
   };
   using Added = RankedTile;
   static constexpr bool LISTED = true;
@@ -143,14 +145,14 @@ struct ListedQueries {
     int before = block.part * int(cut.of_part()), length = min(int(cut.of_part()), int(cut.to - cut.from) - before);
     users = p.lists.users + cut.from + before;
     int tiles = BLOCK_TILES * length;
-    // The segment's last query block may have only one tile.
+    // The segment's last query block may have one tile less than BLOCK_TILES.
     if (tiles > 0) tiles += min(block.segment.query_tiles() - BLOCK_TILES * int(users[length - 1].block + 1), 0);
     first = BLOCK_TILES * (block.number() + before), end = first + tiles;
     count = tiles * (shape.query_heads / shape.key_heads);
   }
-  // The first thread blocks process all keys: each visits the whole list of its key block, or the first part of a split
-  // list. The other thread blocks process the remaining parts: for each part, consecutive thread blocks divide the 128
-  // keys of the key block among themselves.
+  // Each key belongs to one of the first `all` thread blocks, which visits its key block's list of query blocks, or the
+  // first part of the list if it is split. Each further part of a list is processed by consecutive thread blocks, which
+  // divide the 128 keys of the list's key block among themselves.
   // For a part that does not exist, `first_key` is the segment's end, and the thread block exits.
   static __device__ __forceinline__ BackwardBlock take(const params::Backward& p, int index, int keys) {
     int all = p.shape.segment_count * p.shape.key_heads * ((p.shape.key_len + keys - 1) / keys);

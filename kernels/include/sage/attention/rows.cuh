@@ -1,4 +1,5 @@
-// Access to rows of the caller's tensors: any strides, any head_dim up to D, zeros beyond the ends.
+// Access to rows of the caller's tensors: any strides, any head_dim up to D. Values beyond the last row or
+// channel are read as zeros.
 #pragma once
 
 #include <sage/layout/fragments.cuh>
@@ -51,7 +52,7 @@ struct Rows {
     return words;
   }
 
-  // Writes eight channels of an output from `column` on; channels beyond the ends are dropped.
+  // Writes eight channels of an output, from `column` on. Rows and channels that the output does not have are dropped.
   __device__ __forceinline__ void store_8(int row, int column, uint4 words) const {
     if (row >= count || column >= head_dim) return;
     if (vector) {

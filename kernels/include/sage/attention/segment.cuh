@@ -1,5 +1,5 @@
 // A segment is one independent attention problem: a batch entry or a packed document. (In Rust: Segment in
-// candle-sage/src/shape.rs.) This file also maps block indices to segments and heads.
+// candle-sage/src/shape.rs.) This file also maps the indices of thread blocks to segments and heads.
 #pragma once
 
 #include <sage/params/attention.cuh>
@@ -13,7 +13,7 @@ constexpr int TILE = 64;
 struct Segment {
   int batch;
   int query_start, query_len, key_start, key_len;
-  int query_tile, key_tile;  // the segment's first tile in padded buffers
+  int query_tile, key_tile;  // the segment's first tile of queries, and of keys, in padded buffers
   bool causal;  // not used by kernels with a window: see Sight<OUTER_KEYS>
 
   Segment() = default;
@@ -75,10 +75,10 @@ struct Sight<OUTER_KEYS> {
         after(p.shape.limit_after > 0 ? p.shape.limit_after - 1 : max(p.shape.query_len, p.shape.key_len)) {}
 
   __device__ __forceinline__ int ahead() const { return segment.key_len - segment.query_len; }  // query i has the position of key i + ahead()
-  // The keys that query `i` attends to: from `first_key` to the end `visible_keys`.
+  // Query `i` attends to the keys from `first_key` to `visible_keys` - 1.
   __device__ __forceinline__ int first_key(int i) const { return max(i + ahead() - before, 0); }
   __device__ __forceinline__ int visible_keys(int i) const { return min(max(i + ahead() + after + 1, 0), segment.key_len); }
-  // The queries that attend to key `j`: from `first_query` to the end `end_query`.
+  // The queries from `first_query` to `end_query` - 1 attend to key `j`.
   __device__ __forceinline__ int first_query(int j) const { return min(max(j - ahead() - after, 0), segment.query_len); }
   __device__ __forceinline__ int end_query(int j) const { return min(max(j - ahead() + before + 1, 0), segment.query_len); }
 };
@@ -115,8 +115,8 @@ __device__ inline int segment_of_tile(const params::Shape& shape, int tile) {
   return low;
 }
 
-// The head, segment and tile (of `tiles`, numbered from 0) of a thread block. Thread blocks start in the order of their
-// index. The index runs over `heads_at_once` (head, segment) pairs first, then over tiles, then over the next pairs, so
+// The head, segment and tile of a thread block. A (head, segment) pair has `tiles` tiles. Thread blocks start in the
+// order of their index. The index runs over `heads_at_once` pairs first, then over tiles, then over the next pairs, so
 // that concurrent thread blocks read the same few heads, which stay in the L2 cache.
 struct Place {
   int head, segment, tile;

@@ -24,11 +24,11 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// The row, among the warp's 16 * M rows, of this lane's row number `r`.
+// Converts a row's number among the lane's rows, `r`, to its number among the warp's 16 * M rows.
 __device__ __forceinline__ int row_of(int r, int lane) { return (r >> 1) * 16 + (r & 1) * 8 + lane / 4; }
 
 // A sink is an additional logit without a row of V. Returns log2 of the factor by which the sink raises a row's sum of
-// exponentials, whose base-2 logarithm is `lse2`.
+// exponentials. `lse2` is log2 of the sum without the sink.
 __device__ __forceinline__ float log2_with_sink(float sink2, float lse2) {
   float above = sink2 - lse2;
   return fmaxf(above, 0.0f) + log2f(1.0f + ptx::exp2(-fabsf(above)));
@@ -42,8 +42,8 @@ __device__ __forceinline__ float logit_factor(float q_factor, float k_dequant) {
   return factor == 0.0f ? 1e-30f : factor;
 }
 
-// Masks the logits of one tile: writes `hidden` where a query does not see a key. Queries are numbered from
-// `first_query`, keys from `first_key`.
+// Masks the logits of one tile: writes `hidden` where a query does not see a key. `first_query` is the warp's first
+// query, `first_key` the tile's first key.
 template <Hidden HIDDEN, int M, class X>
 __device__ __forceinline__ void mask(X (&x)[M][8][4], const Sight<HIDDEN>& sight, int first_query, int first_key,
                                      int lane, X hidden) {
@@ -72,7 +72,7 @@ struct RowState {
   float registers[SHARED ? 1 : 2 * ROWS];
   static constexpr int BYTES = SHARED ? 2 * ROWS * THREADS * 4 : 0;
   static constexpr int SUM = 0;    // this lane's part of the row's sum of 2^(logit - reference)
-  static constexpr int MAGIC = 1;  // the row's accumulator is too large by quant::MAGIC times this (SageBwd, mma.sync)
+  static constexpr int MAGIC = 1;  // quant::MAGIC times this value must be subtracted from the row of Softmax::acc
 
   __device__ __forceinline__ explicit RowState(unsigned char* at) : memory(reinterpret_cast<float*>(at) + threadIdx.x) {
 #pragma unroll
@@ -104,14 +104,15 @@ struct Softmax {
         for (int e = 0; e < 4; ++e) acc[m][n][e] = 0.0f;
   }
 
-  // Raises the references for the maxima of the next columns, and rescales the accumulator if any reference changed.
+  // Takes the maxima of new logits. Raises the references if a maximum is more than SLACK above its row's reference. In
+  // this case it also rescales the accumulator.
   __device__ __forceinline__ void follow(const float (&row_max)[2 * M]) {
     float decay[2 * M];
     if (__builtin_expect(catch_up(row_max, decay), false)) rescale(decay);
   }
 
   // `follow` in two steps, for an accumulator to which an MMA in flight still adds: catch_up returns whether the
-  // accumulator must be rescaled, and computes `decay`; rescale applies it once the MMA has finished.
+  // accumulator must be rescaled, and computes the factors `decay`. The caller calls rescale after the MMA.
   __device__ __forceinline__ bool catch_up(const float (&row_max)[2 * M], float (&decay)[2 * M]) {
     bool behind = false;
 #pragma unroll

@@ -1,11 +1,11 @@
-// The group of threads that shares a row, and reductions over it.
+// The group of threads that shares a row, and reductions over the group.
 #pragma once
 
 #include <stdint.h>
 
 namespace sage::elements {
 
-// Threads of a thread block that has several groups.
+// Number of threads of a thread block that consists of several `Group`s.
 constexpr int ROW_THREADS = 256;
 
 // A group is a warp, a part of a warp, or the whole thread block. Its number of lanes is a power of two.
@@ -18,8 +18,8 @@ struct Group {
     mask = lanes >= 32 ? ~0u : ((1u << lanes) - 1) << (threadIdx.x % 32 / lanes * lanes);
   }
 
-  // Reduces x over the group; all lanes of the group must call this function. All lanes get the same bits, because
-  // both lanes of a shuffle combine the same two numbers.
+  // Reduces x over the group; all lanes of the group must call this function. All lanes get the same bits, because two
+  // lanes that exchange numbers combine the same two numbers.
   template <class X, class Combine>
   __device__ __forceinline__ X reduce(X x, Combine combine) const {
     for (int step = min(lanes, 32) / 2; step > 0; step /= 2) x = combine(x, __shfl_xor_sync(mask, x, step));
@@ -41,8 +41,8 @@ struct Group {
     return reduce(x, [](float a, float b) { return fmaxf(a, b); });
   }
 
-  // Whether x is true in any of the lanes that must call `sum` together. In this struct they are the lanes of one
-  // group, which all have the same x.
+  // Whether x is true in any lane of the group. All lanes of the group must pass the same x. quant::Fp8Team, which has
+  // the same interface, can reduce x over the thread block.
   __device__ __forceinline__ bool any(bool x) const { return x; }
 
   // Waits for all lanes of the group, so that what they have read may be overwritten.
@@ -60,8 +60,8 @@ __device__ __forceinline__ float inverse_rms(Lanes& group, int width, float eps,
   bool is_finite = isfinite(mean);
   if (!group.any(!is_finite)) return 1.0f / sqrtf(mean + eps);
   float first = mean;
-  // Squares of elements above 1.8e19 overflow, so the second pass scales the row by 2^-80, where no square overflows.
-  // A mean that is still infinite becomes NaN: a row with infinite elements has no normalization.
+  // Squares of elements above 1.8e19 overflow. So the second pass multiplies the row by 2^-80, and then no square of a
+  // finite element overflows. If the mean is still infinite, the result is NaN: the row has infinite elements.
   constexpr float SMALL = 1.0f / (1ull << 40) / (1ull << 40);
   sum = 0.0f;
   each([&](float x) { sum = fmaf(x * SMALL, x * SMALL, sum); });

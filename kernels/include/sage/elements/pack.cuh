@@ -1,4 +1,4 @@
-// Packs: neighbouring elements of any float type that are loaded and stored at once.
+// A pack: neighbouring elements of a float type that one instruction loads or stores.
 #pragma once
 
 #include <sage/ptx/math.cuh>
@@ -90,7 +90,7 @@ __device__ __forceinline__ void store_floats(T* at, const float (&x)[V]) {
 // The element types' numbers, shared with the host: `Float` in candle-sage/src/cuda/floats.rs.
 enum Type : int { F32 = 0, F16 = 1, BF16 = 2 };
 
-// Loads elements of a weight, whose type may differ from that of the rows. A weight is small and stays in the cache.
+// Loads elements of a norm's weight or bias, whose type may differ from the type of the norm's input.
 template <int V>
 __device__ __forceinline__ void load_weight(const void* weight, int type, int at, float (&x)[V]) {
   if (type == F32) {

@@ -1,4 +1,4 @@
-// Rows of the norms: the packs that a thread keeps in registers, and column sums over a thread block's rows.
+// A row that a norm's kernel reads, partly kept in registers; and column sums over a thread block's rows.
 #pragma once
 
 #include <sage/elements/group.cuh>
@@ -10,8 +10,8 @@ constexpr int KEEP = 4;
 constexpr int MAX_THREADS = 512;
 static_assert(MAX_THREADS >= ROW_THREADS);
 
-// Calls body(k, chunk) for each chunk of a lane. The first KEEP chunks are in registers: k is their index. For all later
-// chunks k is KEEP.
+// Calls body(k, chunk) for each pack of a lane; `chunk` is the pack's index in the row. The lane's first KEEP packs are
+// in registers, and have k = 0, 1, .. For its later packs k is KEEP.
 template <class Body>
 __device__ __forceinline__ void each_chunk(const Group& group, int chunks, Body body) {
 #pragma unroll
@@ -54,7 +54,7 @@ struct Row {
       rounded.store(sum + chunk * V);
       if (k < KEEP) kept[k] = rounded;
     });
-    data = sum;  // for packs not in registers: each lane reads what it wrote itself
+    data = sum;  // the source of packs that are not in registers; no barrier, because a lane reads only what it wrote
   }
 
   template <class F>
@@ -67,7 +67,8 @@ struct Row {
   }
 };
 
-// Stores a thread block's column sums. `sums` are a lane's sums over its group's rows, for the packs in registers.
+// Adds `sums` of all groups of the thread block, and stores the result to `to`. `sums` has a lane's sums over its
+// group's rows, for the columns of the lane's first KEEP packs (elements/pack.cuh).
 template <int V>
 __device__ __forceinline__ void store_column_sums(const Group& group, int width, const float (&sums)[KEEP][V], float* to) {
   int chunks = width / V;
@@ -81,7 +82,7 @@ __device__ __forceinline__ void store_column_sums(const Group& group, int width,
     }
     return;
   }
-  // With several groups a row needs at most one warp and fits the registers, and `all` has room for a row per group.
+  // With several groups, width <= group.lanes * KEEP * V. So the sums of all groups fit in `all`.
   __shared__ float all[ROW_THREADS * KEEP * V];
 #pragma unroll
   for (int k = 0; k < KEEP; ++k) {

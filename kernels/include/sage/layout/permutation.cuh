@@ -1,9 +1,9 @@
 // The permuted order of tokens in transposed INT8 tiles.
 //
-// A matmul may sum over the reduction in any order, as long as both operands use the same order. A lane of an
-// accumulator has columns 8j + 2t and 8j + 2t + 1 (t = lane % 4), whereas an 8-bit operand needs four neighbours at 4t.
-// Inside every 16 tokens slot 4t + i therefore stores token 8 * (i / 2) + 2t + i % 2, so that four accumulator
-// registers of a lane become one operand register without a shuffle.
+// A matmul may sum over the reduction in any order, as long as both operands use the same order. In an accumulator, a
+// lane has columns 8j + 2t and 8j + 2t + 1 (t = lane % 4). In an 8-bit operand, it has four neighbouring columns from
+// 4t on. So slot 4t + i of every 16 slots stores token 8 * (i / 2) + 2t + i % 2. Four accumulator registers of a lane
+// then become one operand register without a shuffle.
 #pragma once
 
 #include <stdint.h>

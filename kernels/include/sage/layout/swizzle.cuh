@@ -1,6 +1,6 @@
 // The swizzle: the position of a 16-byte chunk of a row in shared memory. Chunks with the same number in eight
 // neighbouring rows are in different banks, so that `ldmatrix` reads all eight without bank conflicts. INT8 and FP4
-// tiles have the same layout in global memory.
+// tiles are stored with the swizzle in global memory too.
 #pragma once
 
 #include <stdint.h>

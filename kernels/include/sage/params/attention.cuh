@@ -1,5 +1,5 @@
-// Arguments of the attention kernels, filled by the host. candle-sage/build/params.rs generates Rust structs from this
-// file (one field per line), and asserts that the offsets in Rust and C++ are equal.
+// Arguments that the host passes to the attention kernels. candle-sage/build/params.rs generates Rust structs from this
+// file, and asserts that the offsets in Rust and C++ are equal. Each field must have its own line.
 #pragma once
 
 #include <stddef.h>
@@ -15,8 +15,8 @@ struct View {
   int64_t head;
   int64_t channel;
   int32_t vector;  // 1: 16-byte loads work: rows are 16-byte aligned, channels are contiguous and a multiple of 8
-  int32_t mapped;  // 1 in Forward::q: q_map, k_map and v_map are valid; 1 in Backward::dout: dout_map is valid, and so is q_map if Q
-                   // is read in 16 bit
+  int32_t mapped;  // 1: tensor maps are valid. Set in Forward::q for q_map, k_map and v_map, and in Backward::dout for
+                   // dout_map and, if Q is read in 16 bit, q_map
 };
 
 // A tensor map (CUtensorMap), encoded by cuTensorMapEncodeTiled for TMA copies on Hopper: tiles of 64 tokens x 64
@@ -25,8 +25,8 @@ struct alignas(64) TensorMap {
   uint64_t opaque[16];
 };
 
-// One packed document. Tokens are numbered from the start of the tensor, tiles from the start of the padded buffers,
-// and selection blocks from the start of the selection's lists.
+// One packed document. Tokens are numbered from the start of the tensor. Tiles, and blocks of a selection, are numbered
+// from the start of the first document; each document begins a new tile and a new block.
 struct Segment {
   int32_t query_start;
   int32_t query_len;
@@ -47,12 +47,12 @@ struct Shape {
   int32_t query_heads;
   int32_t key_heads;
   int32_t head_dim;
-  int32_t limit_after;  // 0: a query sees all keys up to the segment's end; n: up to n - 1 keys after its own position. 1: causal
+  int32_t limit_after;  // 0: a query sees all keys after its own position; n: only the next n - 1 keys. So 1 is causal
   float softmax_scale;
   int32_t query_tiles;  // tiles of 64 tokens, of all segments
   int32_t key_tiles;
   int32_t heads_at_once;  // (head, segment) pairs that run concurrently; their data should fit the L2 cache
-  int32_t value_dim;      // head_dim of V, O and their gradients; head_dim is the width of Q and K
+  int32_t value_dim;      // channels of V, O and their gradients; Q and K have `head_dim` channels
 };
 
 // INT8 values and scales, in padded tiles of 64 tokens: (head, tile, ...). A tile is stored as [64][D], in panels of
@@ -66,10 +66,11 @@ struct Codes {
   float* k_dequant_scale;
   float* v_dequant_scale;
   float* q_mean;       // (head, tile, D): the mean that was subtracted from Q; null without Q smoothing
-  float* k_mean;       // (head, segment, D): the mean that was subtracted from K; null without smoothing. With Forward::smooth_values
-                       // the means of V follow
-  float* k_tile_sums;  // (head, tile, D): sums over a tile's tokens, from which k_mean is computed; with
-                       // Forward::smooth_values the sums of V follow; null: the means are computed from a sample
+  float* k_mean;       // (head, segment, D): the mean that was subtracted from K; null without smoothing. With
+                       // Forward::smooth_values, the means of V are stored behind the means of K
+  float* k_tile_sums;  // (head, tile, D): sums over a tile's tokens, from which k_mean is computed. With
+                       // Forward::smooth_values, the sums of V are stored behind the sums of K. If k_tile_sums is null,
+                       // the means are computed from Forward::key_sample tokens
 };
 
 // A query block that selects a key block, and the index of the key block in the query block's list.
@@ -78,9 +79,10 @@ struct User {
   uint32_t rank;
 };
 
-// Limits on the keys that queries see, in addition to Shape::limit_after. With a selection: the blocks of 128 keys that
-// each block of 128 queries sees (candle-sage/src/selection.rs). The arrays are indexed by a block's number among the
-// blocks of all segments; the stored values are block numbers inside a segment.
+// Limits on the keys that queries see, in addition to Shape::limit_after: a selection or a window. A selection is the
+// blocks of 128 keys that each block of 128 queries sees (candle-sage/src/selection.rs). `seen` and `first_users` are
+// indexed by a block's number among the blocks of all segments. `seen` and `users` store block numbers inside a
+// segment.
 struct Lists {
   const uint32_t* seen;         // (key head, query block, stride): count, then key blocks, ascending; null: no selection
   const User* users;            // the inverse of `seen`: the query blocks that select each key block, ascending
@@ -98,12 +100,12 @@ struct ScoreMod {
   int32_t heads;              // query heads
 };
 
-// A part of the query blocks that select one key block, processed by a separate thread block.
+// One part of the query blocks that select a key block. Each part is processed by different thread blocks.
 struct Part {
   uint32_t segment;
   uint32_t key_head;
   uint32_t block;   // key block, numbered in the segment
-  uint32_t number;  // the part's number, from 1, because part 0 is not in the table; 0: unused entry
+  uint32_t number;  // at least 1, because ListSplits::parts omits part 0 of each list; 0 in unused elements
 };
 
 // How a list of query blocks is split: into `parts` parts (1: not split), which share index `slot` of ListSplits::sums.
@@ -112,12 +114,12 @@ struct CutList {
   uint32_t parts;
 };
 
-// How the backward splits long lists of query blocks: attention/query_tiles.cuh.
+// How the backward splits long lists of query blocks: attention/query_tiles.cuh. The index `slot` is CutList::slot.
 struct ListSplits {
-  Part* parts;      // each for one block of 128 keys; unused entries are zeros
-  CutList* lists;   // (key head, key_blocks); null: no list is split
-  float* sums;      // (slot, panel of 128 channels, dK or dV, strip of 16 keys, ..): sums over the parts, in fragment order
-  int* arrivals;    // (slot, panel of 128 channels, dK or dV, strip of 16 keys): number of parts that have added to the sums
+  Part* parts;      // parts of split lists; unused elements are zeros
+  CutList* lists;   // (key head, key_blocks): how each key block's list is split; null: no list is split
+  float* sums;      // sums of dK and dV over a list's parts: (slot, panel of 128 channels, dK or dV, strip of 16 keys, ..)
+  int* arrivals;    // (slot, panel of 128 channels, dK or dV, strip of 16 keys): number of the list's parts in `sums`
 };
 
 struct Forward {
@@ -127,21 +129,22 @@ struct Forward {
   View out;
   float* minus_lse2;           // (head, padded token): minus the base-2 log-sum-exp; -inf for padding and for queries that see no
                                // key, so that their P is 0 in the backward. Null: not written.
-  int32_t* scheduler_counter;  // persistent kernels: the number of work items that all thread blocks took, without each
-                               // block's first item. Null for other kernels.
+  int32_t* scheduler_counter;  // persistent kernels: counts the work items that thread blocks take after their first
+                               // item. Null for other kernels.
   Codes codes;
   Shape shape;
-  View high_precision_out;     // Attn-QAT: O of unquantized P; data null: not written
-  float* row_sums;             // Attn-QAT, (head, padded token): row sums of 2^(logit - reference of the row), plus the
-                               // sink; with p_literal: this sum divided by the sum without the sink. 1 for padding and
-                               // for queries that see no key. Null: not written.
-  const float* sinks;          // one logit per query head, which is only added to the softmax's denominator; null: no sinks
-  float p_lift;                // Attn-QAT: P is quantized relative to 2^(ceil(largest logit) - p_lift)
-  int32_t p_literal;           // 1: P is quantized relative to 2^(largest logit) of its row in the forward, and to the
-                               // row's sum of 2^logit, without the sink, in the backward
+  View high_precision_out;     // Attn-QAT: O computed from unquantized P. Not written if this view's `data` is null
+  float* row_sums;             // Attn-QAT, (head, padded token): the row's sum of 2^(logit - reference), including the
+                               // sink; reference = ceil(largest logit of the row) - p_lift. With p_literal: the sum
+                               // including the sink divided by the sum without it. 1 for padding and for queries that
+                               // see no key. Null: not written.
+  const float* sinks;          // one logit per query head; the softmax adds exp(logit) to its denominator; null: no sinks
+  float p_lift;                // Attn-QAT: P is quantized relative to 2^(ceil(largest logit of the row) - p_lift)
+  int32_t p_literal;           // 1: P is quantized relative to 2^(largest logit of the row) in the forward, and in the
+                               // backward relative to the sum of 2^logit over the row's keys, without the sink
   Lists lists;
   ScoreMod score_mod;
-  int32_t key_sample;          // number of tokens per segment (segment.cuh) from which k_mean is computed if k_tile_sums is null
+  int32_t key_sample;          // if k_tile_sums is null: k_mean is computed from this many tokens per segment
   int32_t smooth_values;       // 1: the mean of V is subtracted from V, and added to `out`
   TensorMap q_map;
   TensorMap k_map;
@@ -151,20 +154,20 @@ struct Forward {
 // Log-sum-exps in the caller's layout: (batch, query heads, sequence).
 struct LogSumExp {
   Shape shape;
-  float* padded;        // Forward::minus_lse2, from which `outside` is computed; or Backward::minus_delta, to which `outside` is added
-  float* outside;
+  float* padded;        // Forward::minus_lse2; if `is_gradient` is 1, Backward::minus_delta
+  float* outside;       // computed from `padded`; if `is_gradient` is 1, added to `padded`
   int64_t sequence;
-  int32_t is_gradient;  // 1: `outside` is the gradient of the log-sum-exps, and is added to `padded`
+  int32_t is_gradient;  // 1: `outside` is the gradient of the log-sum-exps
   int32_t padding;
 };
 
-// The gradient of the sinks. A sink acts like a key whose value is zero.
+// The gradient of the sinks. A sink acts like a key whose row of V is zero.
 struct SinkGradient {
   const float* sinks;
   const float* minus_lse2;   // Forward::minus_lse2
   const float* minus_delta;  // Backward::minus_delta
   float* gradient;           // (query heads)
-  int64_t rows;              // of one head, in the padded layout
+  int64_t rows;              // per head, in minus_lse2 and minus_delta
 };
 
 struct Backward {
@@ -182,11 +185,12 @@ struct Backward {
   int8_t* q_transposed;       // (head, tile): [D][64], tokens permuted
   int8_t* dout_transposed;    // (head, tile): [D][64], tokens permuted
   float* dout_dequant_scale;  // (head, tile, D): one per channel
-  int32_t* dq_semaphore;      // deterministic mode: (head, tile), number of key blocks that have added to dQ; then a
-                              // counter that assigns indices to thread blocks. Null otherwise.
+  int32_t* dq_semaphore;      // (head, tile): number of thread blocks that have added to the tile of dQ; then one
+                              // counter that assigns indices to thread blocks. Null unless results are deterministic.
   Codes codes;
   Shape shape;
-  int32_t group;              // keys per scale of P, and of dS for dK; queries per scale of dS for dQ: 1, 2, 4, .. 64
+  int32_t group;              // keys that share a scale of P, or of dS for dK; and queries that share a scale of dS
+                              // for dQ: 1, 2, 4, .. or 64
   int32_t dout_group;         // channels that share a scale of dO
   int32_t dq_parts;           // parts into which the channels of a tile of dq_accum are divided
   const float* row_sums;
@@ -206,7 +210,7 @@ struct FakeQuantize {
   View k_to;
   View v_to;
   const float* k_mean;  // like Codes::k_mean
-  uint32_t* value_max;  // (key head, segment): the bits of the largest |V|, if each head of V is scaled; null otherwise
+  uint32_t* value_max;  // (key head, segment): the bits of the largest |V|. Null: the heads of V are not scaled
   Shape shape;
   int32_t quantize;       // 0: only rounds to 16 bit
   int32_t value_tokens;   // 1: groups of V run along the tokens; 0: along the channels

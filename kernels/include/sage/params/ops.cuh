@@ -1,5 +1,5 @@
-// Arguments of the kernels of all ops except attention, filled by the host. candle-sage/build/params.rs generates its
-// structs from this file, one field per line, and asserts the offsets on both sides.
+// Arguments that the host passes to the kernels of all ops except attention. candle-sage/build/params.rs generates Rust
+// structs from this file, and asserts that the offsets in Rust and C++ are equal. Each field must have its own line.
 #pragma once
 
 #include <stddef.h>
@@ -12,7 +12,7 @@ struct RmsNorm {
   const void* x;
   const void* weight;
   const void* dy;    // backward only
-  const void* residual;  // null, or added to x (forward: residual stream) or dx (backward: the stream's gradient)
+  const void* residual;  // forward: the residual stream, added to x; backward: its gradient, added to dx. May be null
   void* sum;         // forward with a residual: x + residual
   void* out;         // y, or dx
   float* partials;   // (thread blocks, width): the weight's gradient, summed over a thread block's rows; backward only
@@ -44,7 +44,7 @@ struct PartialSums {
 // sum[c] = parts[0][c] + .. + parts[place - 1][c] + sum[c] + parts[place + 1][c] + .. Neighbouring terms are added in
 // pairs, then the sums of neighbouring pairs, and so on.
 struct SumInOrder {
-  const float* parts;  // (count, width); row `place` is not read
+  const float* parts;  // (count, width); row `place` is not read: `sum` contains that row
   float* sum;
   int64_t width;
   int32_t count;
@@ -75,7 +75,7 @@ struct Rope {
   const float* cos;   // (sequence, half)
   const float* sin;
   const void* weight;  // (2 * half); only with norm
-  float* partials;     // as in RmsNorm; only with norm
+  float* partials;     // like RmsNorm::partials; only in the backward with norm
   int32_t tokens;      // of all batch entries
   int32_t sequence;
   int32_t heads;
@@ -84,12 +84,12 @@ struct Rope {
   int32_t interleaved;
   int32_t weight_type;
   float eps;
-  float direction;     // 1 or -1, multiplies the angle; only without norm
+  float direction;     // 1 or -1, multiplies the angle; not used if x is normalized
   int32_t padding;
 };
 
-// Rows of `columns` elements. Their starts are gate_row, up_row or out_row elements apart; rows of dy and y are
-// contiguous.
+// Rows of `columns` elements. `gate_row`, `up_row` and `out_row` are the distances between the starts of two rows, in
+// elements. The rows of `dy` and `y` are contiguous.
 struct SwiGlu {
   const void* gate;
   const void* up;
@@ -104,14 +104,14 @@ struct SwiGlu {
   int64_t out_row;  // also the stride of dup
 };
 
-// Checks ids of any integer type, and converts them to row numbers of a table.
+// Checks ids of any integer type, and converts them to uint32_t.
 struct CheckIds {
   const void* ids;
-  uint32_t* places;  // the row numbers; NO_PLACE for an id that is invalid or ignored
-  uint32_t* status;  // zeroed before the launch. [0]: len - (first invalid position), or 0; [1]: number of valid ids
+  uint32_t* places;  // the converted ids; NO_PLACE for an id that is invalid or ignored
+  uint32_t* status;  // zeroed before the launch. [0]: 0, or len - (index of first invalid id); [1]: number of valid ids
   int64_t limit;     // valid ids are below `limit`
   int64_t ignored;
-  int32_t ignores;   // 1: `ignored` is an allowed id that does not count
+  int32_t ignores;   // 1: the id `ignored` is allowed, but not counted as valid
   int32_t len;
 };
 
@@ -129,13 +129,13 @@ struct SortIds {
 };
 
 struct Embedding {
-  const void* from;         // the table, or the output's contiguous gradient
+  const void* from;         // forward: the embedding table; backward: the output's gradient, contiguous
   const uint32_t* ids;      // forward: in the order of the output's rows; backward: sorted
   const uint32_t* order;    // backward: the original position of each sorted id
   uint32_t* starts;         // backward: (rows + 1), for each row r the index of the first sorted id that is at least r
-  float* pieces;            // backward: (len / PIECE, width): gradients summed over PIECE sorted ids, if all are equal
+  float* pieces;            // backward: (len / PIECE, width): gradient sum of PIECE sorted ids; unset if the ids differ
   void* out;
-  int64_t row_stride;       // forward: strides of the table
+  int64_t row_stride;       // forward: strides of `from`
   int64_t column_stride;
   int32_t len;              // ids
   int32_t rows;             // rows of the table
@@ -145,8 +145,8 @@ struct Embedding {
 
 struct CrossEntropy {
   const void* logits;       // (rows, classes) without gaps
-  void* gradient;           // may alias the logits; for mean_loss: the mean
-  const uint32_t* targets;  // NO_PLACE for a target that does not count
+  void* gradient;           // may alias the logits; the kernel mean_loss stores the mean loss here
+  const uint32_t* targets;  // NO_PLACE for a target that is invalid or ignored
   const uint32_t* status;   // CheckIds::status
   const float* dloss;       // backward only
   float* losses;            // (rows)
@@ -157,7 +157,7 @@ struct CrossEntropy {
   float z_loss;  // weight of the z-loss: z_loss lse^2 is added to each row's loss
 };
 
-// out = from * factor, or out += from * factor with `accumulate`. The factor is dloss / (number of targets that count),
+// out = from * factor, or out += from * factor with `accumulate`. The factor is dloss / (number of valid targets),
 // or 1 if dloss is null.
 struct Scale {
   const void* from;
@@ -185,7 +185,7 @@ struct AdamW {
   float* square;
   const float* gradient;
   const double* sum_of_squares;  // of the gradient: SumOfSquares::out
-  void* copy;      // null, or a copy of the weights in 16 bit, of copy_type
+  void* copy;      // null, or a 16-bit copy of the weights, in the format `copy_type`
   int64_t len;
   int64_t decayed;  // weight decay applies to the first `decayed` weights
   float factor;    // multiplies the gradient
@@ -204,7 +204,7 @@ struct AdamW {
 struct MuonMomentum {
   float* momentum;
   const float* gradient;
-  const double* sum_of_squares;  // of the whole gradient: SumOfSquares::out
+  const double* sum_of_squares;  // of the gradient of all parameters: SumOfSquares::out
   void* direction;
   int64_t len;
   float factor;                  // as in AdamW
@@ -219,18 +219,18 @@ struct MuonMomentum {
 struct MuonRows {
   void* x;
   float* mean_squares;           // running mean squares, one per row; null in muon_scale_rows
-  float* factors;                // one per row: mean squares of this step; muon_row_factors replaces them by factors
-  const double* sum_of_squares;  // of the whole gradient: SumOfSquares::out
+  float* factors;                // one per row: the row's mean square in this step, then its factor (muon_row_factors)
+  const double* sum_of_squares;  // of the gradient of all parameters: SumOfSquares::out
   int32_t rows;
   int32_t columns;
   float beta;
   int32_t padding;
 };
 
-// Inverse square roots of the traces of (size, size) matrices in bf16.
+// Inverse square roots of the traces of bf16 matrices (size, size).
 struct MuonTrace {
   const void* x;
-  float* inverse;  // one per matrix; 0 if the trace is 0 or not finite
+  float* inverse;  // one per matrix; 0 if the matrix's trace is not positive or not finite
   int32_t size;
   int32_t padding;
 };
@@ -267,7 +267,7 @@ struct Fp8Codes {
   uint8_t* column_codes;  // null, or (columns, rows)
   const float* scale;     // a power of two: element = the code's value * scale
   float* used;            // null, or a copy of the scale: `scale` may change while the quantized matrix is in use
-  uint32_t* largest;      // the bits of the largest absolute value, updated by atomic max
+  uint32_t* largest;      // the bits of the largest absolute value before quantization, updated by atomic max
   uint32_t* saturated;    // counter of values beyond the format's range
   int32_t rows;
   int32_t columns;
@@ -298,11 +298,12 @@ struct Fp8Rope {
   int32_t padding;
 };
 
-// FP8 values of y (rows, columns), or of dgate and dup (rows, 2 columns), concatenated along the columns.
+// The forward writes y in FP8: (rows, columns). The backward writes dgate and dup in FP8, side by side in one matrix:
+// (rows, 2 * columns).
 struct Fp8SwiGlu {
   SwiGlu of;
   Fp8Codes codes;
-  Fp8Codes again;  // backward only: y, computed again; column_codes null: not written
+  Fp8Codes again;  // backward only: y, computed again; not written if again.column_codes is null
 };
 
 // The gradient of (factor * the sum of the losses), in FP8 with the fixed scale `scale`.
@@ -315,7 +316,7 @@ struct Fp8CrossEntropy {
 
 struct Fp8Rescale {
   float* scale;
-  uint32_t* largest;     // bits of the largest absolute values
+  uint32_t* largest;     // bits of each matrix's largest absolute value
   float* running;        // running maxima; null: scales are computed from `largest`
   const float* formats;  // one per scale: 1 for E5M2, 0 for E4M3; null: `e5m2` applies to all scales
   int32_t count;

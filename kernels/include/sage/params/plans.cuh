@@ -1,4 +1,4 @@
-// The table of plans (plans.def) for the kernels. The plan of a kernel is a template argument of its numerics.
+// The table of plans (plans.def) for the kernels.
 #pragma once
 
 namespace sage::params {
@@ -10,7 +10,8 @@ enum Mainloop : unsigned {
 #include <sage/params/plans.def>
 };
 
-// Facts about a mainloop that the host uses; plans.def explains them. Kernel code that depends on a fact asserts it.
+// What the host needs to know about a mainloop; plans.def explains the fields. Kernel code that depends on a field
+// asserts its value.
 struct MainloopFacts {
   Maps maps;
   bool documents;
@@ -101,8 +102,8 @@ struct Widths {
   consteval Widths(int head_dim, int value_dim) : head_dim(head_dim), value_dim(value_dim) {}
 };
 
-// The plan of a kernel. If the table has no row for the kernel, two rows, or a plan that does not fit the target, the
-// call is not a constant expression, and the compiler's error names this function.
+// The plan of a kernel. If the table does not have exactly one row for these arguments, or the plan does not fit the
+// target, the call is not a constant expression, and the compiler's error names this function.
 consteval Plan plan(const char* kernel, Widths widths, Visits visits = EVERY, Target target = TARGET) {
   const PlanRow* found = nullptr;
   for (const PlanRow& row : PLANS) {

@@ -1,38 +1,39 @@
-// Arguments of the kernels for selections, their router, the linear tail and the mixture, filled by the host.
-// candle-sage/build/params.rs generates its structs from this file, one field per line, and asserts the offsets on both
-// sides.
+// Arguments that the host passes to the kernels for selections and SLA2, except the attention kernels.
+// candle-sage/build/params.rs generates Rust structs from this file, and asserts that the offsets in Rust and C++ are
+// equal. Each field must have its own line.
 #pragma once
 
 #include <sage/params/attention.cuh>
 
 namespace sage::params {
 
-// Inverts a selection's lists: finds the query blocks that select each key block, and splits long lists.
+// Inverts a selection's lists: for each key block, lists the query blocks that select it, and splits this list if it is
+// long.
 struct InvertedLists {
   Lists lists;
-  User* users;            // (key head, lists.query_blocks * (lists.stride - 1))
+  User* users;            // becomes Lists::users; (key head, lists.query_blocks * (lists.stride - 1))
   uint32_t* first_users;  // (key head, key_blocks + 1)
   uint32_t* counts;       // (key head, key_blocks): number of query blocks that select the key block
-  uint32_t* used;         // three counters, zeroed before the launch: used slots of `cuts`; used entries of cuts.parts;
+  uint32_t* used;         // three counters, zeroed before the launch: used slots of cuts.sums; used entries of cuts.parts;
                           // selected (query block, key block) pairs
   Shape shape;
   ListSplits cuts;              // cuts.parts is zeroed before the launch; cuts.lists null: no list is split
-  uint32_t least_users;   // a part has at most max(least_users, (selected pairs) / `shares`) query blocks
+  uint32_t least_users;   // each part of a split list has at most max(least_users, used[2] / shares) query blocks
   int32_t shares;
   int32_t most_slots;
   int32_t most_parts;
-  int32_t slot_floats;    // floats of a slot in ListSplits::sums
-  int32_t slot_pieces;    // counters of a slot in ListSplits::arrivals
+  int32_t slot_floats;    // elements of ListSplits::sums per CutList::slot
+  int32_t slot_pieces;    // elements of ListSplits::arrivals per CutList::slot
 };
 
 // Writes the lists of a selection: for each query block, the key blocks with the largest scores.
 struct Choose {
-  const float* scores;  // (key head, query block, columns)
+  const float* scores;  // (key head, query block, `columns` key blocks)
   Lists lists;          // written
   Shape shape;
   int32_t columns;
   int32_t most;
-  int32_t nearest;  // the last `nearest` candidates are always selected
+  int32_t nearest;  // the last `nearest` candidates (see selection.cu) are always selected
   int32_t padding;
 };
 
@@ -41,30 +42,31 @@ struct Pool {
   View x;
   float* means;  // (key head, block, head_dim)
   Shape shape;
-  int32_t query;  // 1: blocks of queries; 0: blocks of keys
+  int32_t query;  // 1: x contains queries; 0: x contains keys
   int32_t heads;  // query heads that share a mean; 1 for keys
-  int32_t pool;   // causal: a mean covers the block's first query and up to pool - 1 queries before it
+  int32_t pool;   // if causal, a query block's mean covers only its first query and up to pool - 1 queries before it
   int32_t blocks;
 };
 
-// Sums the probabilities of dense attention over each key block.
+// Sums the probabilities of dense attention over the queries of a query block, the keys of a key block, and the query
+// heads that share a key head.
 struct Mass {
   Forward forward;  // the kernel reads only q, k and shape
-  float* mass;      // (key head, query block, columns); zeroed before the launch
+  float* mass;      // (key head, query block, `columns` key blocks); zeroed before the launch
   int32_t query_blocks;
   int32_t columns;
 };
 
 // The mixture a * sparse + (1 - a) * tail: see attention/mixture.cuh.
 struct Mixture {
-  const float* theta;  // (query head); null: no mixture
+  const float* theta;  // (query head): determines a; null: no mixture, only the tail
   float* parts;        // (query head, query block): each query block's contribution to dtheta
   Lists lists;
   int32_t by_count;
   int32_t padding;
 };
 
-// Linear attention over the key blocks before a query block, or its mixture with exact attention.
+// Linear attention of each query block over the key blocks before it: the `tail` of `mixture`.
 struct Linear {
   View q;
   View k;
@@ -76,16 +78,16 @@ struct Linear {
   View dv;
   View sparse;        // with a mixture: the output of exact attention
   void* states;       // (key head, block, D, D) in 16 bit: the state H (past_linear.cu) for each block. In the forward:
-                      // of the tokens before the query block in its chunk, times inverse_blocks(block) / BLOCK. With
-                      // `backward`: of the queries after the key block in its chunk
-  float* sums;        // (key head, block, D): z, of the same tokens and with the same factor as H in `states`
-  float* chunk_sums;  // (key head, segment, chunk, D + 1, D): H and z of a chunk. linear_scan_chunks then writes
-                      // into z the sum for the tokens, and with the factor, of chunk_states (next line)
-  void* chunk_states; // (key head, segment, chunk, D, D) in 16 bit: H of all tokens before a chunk, times
-                      // inverse_blocks(the chunk's first block) / BLOCK; with `backward`, H of all queries after the
-                      // chunk, without a factor
-  float* rows;        // (query head, padded query, 2), for the H and z of queries after a key block: the factor of a
-                      // query's dO in H, and the factor of its phi in z
+                      // summed over the chunk's tokens before the query block, times inverse_blocks(block) / BLOCK.
+                      // With `backward`: summed over the chunk's queries after the key block
+  float* sums;        // (key head, block, D): z (past_linear.cu) of the tokens of H in `states`, with the same factor
+  float* chunk_sums;  // (key head, segment, chunk, D + 1, D): H and z of a chunk's tokens. linear_scan_chunks replaces
+                      // z by the z that belongs to H in `chunk_states`: of the same tokens, with the same factor
+  void* chunk_states; // (key head, segment, chunk, D, D) in 16 bit. In the forward: H of all tokens before a chunk,
+                      // times inverse_blocks(the chunk's first block) / BLOCK (past_linear/block.cuh). With
+                      // `backward`: H of all queries after the chunk, without a factor
+  float* rows;        // (query head, padded query, 2): a query's weights f and w in the backward's sums
+                      // H = sum f phi(q)^T dO and z = sum w phi(q)
   Mixture mixture;
   Shape shape;
   int32_t blocks;        // of all segments
@@ -96,7 +98,8 @@ struct Linear {
   int32_t padding;
 };
 
-// The mixture as a separate pass. `blend_backward_exact` accesses neither `tail` nor `dtail`.
+// Computes a Mixture of `sparse` and `tail`, or its gradients. `blend_backward_exact` accesses neither `tail`
+// nor `dtail`.
 struct Blend {
   View sparse;
   View tail;

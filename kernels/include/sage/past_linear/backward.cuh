@@ -1,5 +1,5 @@
-// The backward of a query block, from the states that the forward read, and the backward of a key block, from the
-// states summed from the end. past_linear.cu defines phi, H and z.
+// past_linear.cu defines phi and the states (H and z). backward_queries reads the same states as the forward.
+// backward_keys reads states that are summed from the end of the sequence.
 #pragma once
 
 #include <sage/attention/mixture.cuh>
@@ -7,13 +7,14 @@
 
 namespace sage::past_linear {
 
-// With u = H dO, n = phi . z and t = dO . out = phi . u / n: dphi = (u - t * z) / n, whose dot product with phi is
-// zero, so that dq = phi o (u - t * z) / n. Also stores two numbers of each query for the states that the keys read:
-// 1 / n (the factor of dO) and -t / n (the weight). H and z are stored times inverse_blocks(block) / BLOCK, and so both
-// numbers need this factor too: inverse_blocks(block) is applied here, and 1 / BLOCK in backward_keys.
+// With u = H dO, n = phi . z and t = dO . out = phi . u / n: dphi = (u - t * z) / n. As phi . dphi = 0, the
+// backward of phi's softmax is dq = phi o dphi. Also stores two numbers of each query for backward_keys:
+// f = 1 / n and w = -t / n. H and z are stored times inverse_blocks(block) / BLOCK, so both numbers need this factor
+// too: inverse_blocks(block) is applied here, and 1 / BLOCK in backward_keys.
 //
-// In a mixture dO is the gradient of the mixture: the tail's gradient is (1 - a) * dO, and a * (1 - a) * t is
-// subtracted from the contribution to dtheta that blend_backward (blend.cu) has stored.
+// In a mixture (attention/mixture.cuh) dO is the gradient of the mixture's output, and the gradient of the tail's
+// output is (1 - a) * dO. The contribution to dtheta that blend_backward (blend.cu) has stored is reduced by
+// a * (1 - a) * t.
 template <class T, int D>
 __device__ __forceinline__ void backward_queries(const params::Linear& p) {
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -89,9 +90,9 @@ __device__ __forceinline__ void backward_queries(const params::Linear& p) {
   if (threadIdx.x == 0) attention::theta_part(p.mixture, p.shape, at.segment_index, at.head, at.block) += sum;
 }
 
-// G = sum f phi(q)^T dO and z = sum w phi(q) are sums over all later query blocks, with each query's factor f of dO and
-// weight w from backward_queries: dphi = G v + z, dk = phi o (dphi - phi . dphi), dv = phi G. The stored G and z still
-// lack the factor 1 / BLOCK (see backward_queries), so dphi and dv are multiplied by it (BY_TOKEN).
+// G = sum f phi(q)^T dO and z = sum w phi(q) are sums over all later query blocks; backward_queries has stored f and w
+// of each query. With phi = phi(k): dphi = G v + z, dk = phi o (dphi - phi . dphi), and dv = phi G. The stored G and z
+// still lack the factor 1 / BLOCK (see backward_queries), so dphi and dv are multiplied by it (BY_TOKEN).
 template <class T, int D>
 __device__ __forceinline__ void backward_keys(const params::Linear& p) {
   extern __shared__ __align__(1024) unsigned char shared[];

@@ -1,5 +1,5 @@
-// Blocks of rows of the linear tail in shared memory: copies, features phi (the softmax over channels), scaling by
-// factors, and storing results.
+// Operations of the linear tail on blocks of rows in shared memory: copy them, replace them by their features phi (the
+// softmax over channels), scale them, and store results.
 #pragma once
 
 #include <math_constants.h>
@@ -19,15 +19,15 @@ using attention::unpack_8;
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int BLOCK = attention::SELECTION_BLOCK;
 
-// 1 / blocks, with `blocks` rounded up to a power of two, so that multiplying by the result is exact. Sums over the
-// tokens before a block are multiplied by this value and by 1 / BLOCK before they are stored. The stored sums are
-// roughly means, so no sum overflows f16. Normalizing cancels both factors.
+// 1 / blocks, with `blocks` rounded up to a power of two, so that multiplying by the result is exact. The state
+// of a query block, H and z (past_linear.cu), sums over at most `blocks` blocks. It is stored times this value and
+// 1 / BLOCK, so that H does not overflow f16. Both factors cancel in the output, phi(q) H / (phi(q) . z).
 __device__ __forceinline__ float inverse_blocks(int blocks) {
   int exponent = blocks > 1 ? 32 - __clz(blocks - 1) : 0;
   return __int_as_float((127 - exponent) << 23);
 }
 
-// The sum and the maximum over the LANES lanes that share a row.
+// row_sum, row_max: the sum and the maximum of x over the LANES lanes that share a row.
 template <int LANES>
 __device__ __forceinline__ float row_sum(float x) {
 #pragma unroll
@@ -55,8 +55,8 @@ __device__ __forceinline__ void copy_block(uint32_t shared, const Rows<T>& rows,
   attention::copy_rows<BLOCK, D, COUNT>(shared, rows, first, threadIdx.x);
 }
 
-// Replaces rows in shared memory, of which the first `count` exist, by their features, and calls f(row, chunk, rounded
-// features).
+// Replaces a block's rows in shared memory by their features, and rows from `count` on by zeros. Calls f(row, chunk,
+// features rounded to T) for each chunk of eight channels.
 template <class T, int D, int COUNT = THREADS, class F>
 __device__ __forceinline__ void make_features(uint32_t shared, int count, int head_dim, F f) {
   using S = Share<D, COUNT>;
@@ -92,7 +92,7 @@ __device__ __forceinline__ void make_features(uint32_t shared, int count, int he
   }
 }
 
-// Multiplies the calling thread's part of each row in shared memory by the row's factor.
+// Multiplies each row in shared memory by a factor. `factors` are those of the calling thread's rows (see Share).
 template <class T, int D, int COUNT>
 __device__ __forceinline__ void scale_rows(uint32_t shared, const float (&factors)[BLOCK / Share<D, COUNT>::STEP]) {
   using S = Share<D, COUNT>;
@@ -119,8 +119,8 @@ template <class T, int D>
 __device__ __forceinline__ void leave_2(unsigned char* rows, int row, int column, float a, float b) {
   *reinterpret_cast<uint32_t*>(rows + layout::swizzled<D * 2>(row, column / 8) + column % 8 * 2) = ptx::pack_16<T>(a, b);
 }
-// Writes a warp's 16 rows, from `row` on in shared memory, to the rows of `to` from `first + row` on, after calling
-// change(row of `to`, channel, eight channels).
+// Copies a warp's 16 rows from shared memory, where they begin at `row`, to `to`, where they begin at `first + row`.
+// Before it stores eight channels, it calls change(row of `to`, first of the channels, their values).
 template <class T, int D, class F>
 __device__ __forceinline__ void change_and_store_rows(const Rows<T>& to, const unsigned char* rows, int row, int first, F change) {
   constexpr int LANES = D / 8;
@@ -136,7 +136,7 @@ __device__ __forceinline__ void change_and_store_rows(const Rows<T>& to, const u
   }
 }
 
-// Writes the rows without a change, or with `add` adds them to the rows of `to`.
+// Writes the rows to `to`, or adds them to the rows of `to` if `add`.
 template <class T, int D>
 __device__ __forceinline__ void store_rows(const Rows<T>& to, const unsigned char* rows, int row, int first, bool add) {
   change_and_store_rows<T, D>(to, rows, row, first, [&](int r, int column, float(&x)[8]) {

@@ -1,4 +1,4 @@
-// Matmuls of a block of rows with a state, for the forward and for the backward of queries and of keys.
+// Multiplies blocks of rows by a state H (past_linear.cu).
 #pragma once
 
 #include <sage/layout/fragments.cuh>
@@ -45,9 +45,10 @@ struct Tile {
     for (int i = threadIdx.x; i < D * D / 8; i += THREADS) ptx::cp_async_16(place(shared, i), state + i * 8, true);
     ptx::cp_async_commit();
   }
-  // Completes a state that the calling thread's copies have loaded: adds the sum over all chunks before the block's
-  // chunk (in the backward: after it). Reads z, and completes z likewise. Without p.backward the added sum is scaled
-  // for the chunk's first block; `factor` rescales it for this block.
+  // H and z (past_linear.cu) are stored as sums within the block's chunk. Adds the sums of all earlier chunks (in the
+  // backward: of all later chunks) to H, which load_state has copied to shared memory, and to z. Writes z to `sums`. In
+  // the forward the earlier chunks' sums are stored times inverse_blocks(the chunk's first block); `factor` replaces
+  // this by inverse_blocks(block).
   __device__ __forceinline__ void complete_state(uint32_t shared, float (&sums)[D], const params::Linear& p, int key_head) const {
     int chunk = block / p.chunk_blocks;
     bool none_before = p.backward ? chunk + 1 == p.chunks : chunk == 0;
@@ -67,7 +68,7 @@ struct Tile {
   }
 
  private:
-  // The address of 16 bytes of a state in shared memory.
+  // The address in shared memory of a state's elements 8 i to 8 i + 7.
   static __device__ __forceinline__ uint32_t place(uint32_t shared, int i) {
     return shared + layout::swizzled<D * 2>(i / (D / 8), i % (D / 8));
   }

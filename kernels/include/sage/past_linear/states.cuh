@@ -1,6 +1,6 @@
-// Sums of states along the sequence, in chunks of blocks, so that all multiprocessors have work. Each chunk's states
-// are summed from its first block on, or in the backward from its last block back. A later kernel sums all chunks
-// before each chunk (in the backward: after it); this sum is added whenever a state is read (state_product.cuh).
+// Prefix sums over the blocks of a sequence (in the backward: suffix sums) of H and z (past_linear.cu). The blocks are
+// divided into chunks, so that all multiprocessors have work. scan_blocks computes the sums within each chunk, and
+// scan_chunks the sums of all earlier (in the backward: later) chunks. state_product.cuh adds the two.
 #pragma once
 
 #include <sage/layout/fragments.cuh>
@@ -16,26 +16,26 @@ using attention::Segment;
 using attention::selection_blocks;
 using attention::TILE;
 
-// Threads of the kernels that sum states: one thread block fills a multiprocessor.
+// Threads per thread block of linear_scan_blocks.
 constexpr int STATE_THREADS = 512;
 
-// Computes H and z of a key head over a chunk of blocks, from the first block on; in the backward from the last block
-// on. A thread block has VALUES columns of the state: all columns if shared memory suffices. If the columns are split,
-// each thread block computes the same features, which are most of the work. A warp keeps a part of H in its
-// accumulators: 16 channels of the features by COLUMNS columns of the values. The warps of the first columns also keep
-// a part of z.
+// Sums H and z (past_linear.cu) of a key head block by block over a chunk: in the forward from the first block on, in
+// the backward from the last block back. A thread block has VALUES columns of H: all columns if shared memory suffices.
+// If the columns are split, each thread block computes all features, which is most of the work. A warp keeps a part of
+// H in its accumulators: 16 channels of the features by COLUMNS columns of the values. The warps of the first columns
+// also keep a part of z.
 template <class T, int D>
 struct StateKernel {
   static constexpr params::Plan PLAN = params::plan("linear_scan_blocks", D, params::LISTED);
   static constexpr int VALUES = PLAN.row_bytes / 2, SPLIT = D / VALUES, THREADS = STATE_THREADS;
   static constexpr int STRIPS = D / 16, PARTS = THREADS / 32 / STRIPS, COLUMNS = VALUES / PARTS;
-  // Shared memory: stages of features and values; then the weights of each stage's rows.
+  // Shared memory: stages of features and values; then, for each stage, the weights of its rows in z.
   static constexpr int FEATURE_BYTES = BLOCK * D * 2, VALUE_BYTES = BLOCK * VALUES * 2;
   static constexpr int STAGE_BYTES = FEATURE_BYTES + VALUE_BYTES, WEIGHTS_BYTES = BLOCK * 4;
   static constexpr int STAGES = PLAN.stages;
   static_assert(PLAN.rows == BLOCK && PLAN.threads == THREADS && PLAN.shared_bytes == STAGES * (STAGE_BYTES + WEIGHTS_BYTES));
   static_assert(D % VALUES == 0 && STAGES >= 2);
-  static constexpr int WIDTH = (D + 1) * D;  // values of a chunk's sums: H and z
+  static constexpr int WIDTH = (D + 1) * D;  // elements of H and z of one chunk
 
   const params::Linear& p;
   unsigned char* memory;
@@ -75,7 +75,8 @@ struct StateKernel {
     copy_block<T, VALUES, THREADS>(features(stage) + FEATURE_BYTES, values, it.block * BLOCK);
   }
 
-  // Converts what this thread copied, in place: K (in the backward: Q) to features; dO to dO times the query's factor.
+  // Converts in place what this thread copied. Forward: K to features. Backward: Q to features; each row of dO is
+  // multiplied by its factor in p.rows.
   __device__ __forceinline__ void prepare(int stage, Item it) {
     using S = Share<VALUES, THREADS>;
     int first = it.block * BLOCK, count = segment.query_len - first;
@@ -113,7 +114,7 @@ struct StateKernel {
         ptx::mma_16<T>(h[n + 1], a, b[2], b[3]);
       }
       if (!has_z()) continue;
-      // The first column of B for z contains the weights, and the other columns are zero.
+      // z += phi^T w: the first column of operand B contains w, the rows' weights. Its other columns are zero.
       uint32_t w[2] = {};
       if (lane / 4 == 0) {
         const float* at = weights(stage) + step * 16 + 2 * (lane & 3);
@@ -123,7 +124,7 @@ struct StateKernel {
     }
   }
 
-  // Adds blocks to the state one after the other. before(block) is called before a block's first head is added.
+  // Adds `items` items to the state, one after the other. Calls before(block) before the first item of each block.
   template <class F>
   __device__ __forceinline__ void walk(int first, int end, int items, F before) {
     auto prefetch = [&](int i) {
@@ -137,8 +138,8 @@ struct StateKernel {
       if (i % group == 0) before(it.block);
       ptx::cp_async_wait<STAGES - 2>();
       prepare(i, it);
-      // After the barrier all threads see the features, and have finished with the stage of the previous item, which
-      // may be refilled.
+      // After the barrier all threads see the features, and have read the stage of the previous item. The prefetch
+      // refills that stage.
       __syncthreads();
       prefetch(i + STAGES - 1);
       multiply(i);
@@ -149,7 +150,8 @@ struct StateKernel {
   __device__ __forceinline__ int column() const { return first_column + part * COLUMNS; }
   __device__ __forceinline__ bool has_z() const { return column() == 0; }
 
-  // Calls f(index, two values) for pairs of neighbouring channels in the warp's part of H, and g(index, value) for z.
+  // Calls f(index in H, two values) for pairs of neighbouring channels in the warp's part of H, and
+  // g(index in z, value) for the warp's part of z.
   template <class F, class G>
   __device__ __forceinline__ void each(F f, G g) {
     // `lane` is recomputed, so that addresses are not kept in registers next to the accumulators.
@@ -168,8 +170,8 @@ struct StateKernel {
     return p.chunk_sums + ((int64_t(key_head) * p.shape.segment_count + segment_index) * p.chunks + chunk) * WIDTH;
   }
 
-  // Writes the states inside a chunk. Also writes the chunk's sums if a later chunk (in the backward: an earlier chunk)
-  // exists.
+  // For each block of the chunk, writes the state of the chunk's earlier blocks (in the backward: its later blocks).
+  // Writes the sums over the whole chunk only if a later chunk (in the backward: an earlier chunk) exists.
   __device__ __forceinline__ void scan() {
     int first = chunk * p.chunk_blocks, end = min(first + p.chunk_blocks, selection_blocks(segment.query_len));
     int blocks = max(end - first, 0);
@@ -181,7 +183,7 @@ struct StateKernel {
       each([&](int at, float x, float y) { *reinterpret_cast<uint32_t*>(states + at) = ptx::pack_16<T>(x * factor, y * factor); },
            [&](int at, float x) { sums[at] = x * factor; });
     };
-    // No state of this chunk includes the last item's block, which is added only for the chunk's sums.
+    // The last block that walk() visits is part of no state of this chunk. It is added only for the chunk's sums.
     walk(first, end, max(blocks - (summed ? 0 : 1), 0) * group, leave);
     if (!summed && blocks > 0) leave(p.backward ? first : end - 1);
     if (!summed) return;
@@ -197,9 +199,9 @@ __device__ __forceinline__ void scan_blocks(const params::Linear& p) {
   StateKernel<T, D>(p, shared).scan();
 }
 
-// For each chunk, sums H and z of all chunks before it (in the backward: after it). H's sum is stored in 16 bit; z's
-// sum replaces the chunk's own z. Both sums are stored times inverse_blocks(the chunk's first block) / BLOCK; with
-// p.backward they are stored unscaled.
+// For each chunk, sums H and z (past_linear.cu) of all chunks before it (in the backward: after it). H's sum is stored
+// in 16 bit; z's sum replaces the chunk's own z. In the forward both sums are stored times
+// inverse_blocks(the chunk's first block) / BLOCK (past_linear/block.cuh).
 template <class T, int D>
 __device__ __forceinline__ void scan_chunks(const params::Linear& p) {
   constexpr int WIDTH = (D + 1) * D;
@@ -210,7 +212,7 @@ __device__ __forceinline__ void scan_chunks(const params::Linear& p) {
   for (int i = 0; i < p.chunks; ++i) {
     int chunk = p.backward ? p.chunks - 1 - i : i;
     float& own = p.chunk_sums[(line + chunk) * WIDTH + at];
-    // No chunk comes after the last one, so its own sum was not computed.
+    // The sum of the chunk that is visited last was not computed, because no other chunk needs it.
     float added = i + 1 < p.chunks ? own : 0.0f, stored = sum * (p.backward ? 1.0f : inverse_blocks(chunk * p.chunk_blocks) / BLOCK);
     if (at < D * D) static_cast<T*>(p.chunk_states)[(line + chunk) * D * D + at] = ptx::from_float<T>(stored);
     else own = stored;

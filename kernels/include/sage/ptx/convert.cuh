@@ -1,5 +1,4 @@
-// Conversions through 8-bit floats, which only some architectures support: PTX ISA, "Data Movement and Conversion
-// Instructions: cvt".
+// Rounding to E4M3 values: PTX ISA, "Data Movement and Conversion Instructions: cvt".
 #pragma once
 
 #include <stdint.h>

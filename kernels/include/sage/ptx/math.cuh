@@ -1,5 +1,5 @@
-// Arithmetic instructions that C++ has no name for, one per function. All of them work only on the calling thread's
-// registers. Quoted titles are sections of the PTX ISA manual.
+// Arithmetic instructions that C++ has no name for, one per function. None of them accesses memory. Quoted titles are
+// sections of the PTX ISA manual.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -114,7 +114,7 @@ __device__ __forceinline__ uint32_t mul_2(uint32_t a, uint32_t b) {
 }
 
 // max.NaN.xorsign.abs.f16x2, "Half Precision Floating Point Instructions: max": the larger of |a| and |b| for two pairs
-// of f16; NaN if either operand is NaN. The sign is the exclusive or of the operands' signs, which the caller ignores.
+// of f16; NaN if either operand is NaN. The caller ignores the result's sign, the exclusive or of the operands' signs.
 // Needs sm_86; on earlier architectures it traps, and no kernel calls it there.
 __device__ __forceinline__ uint32_t max_abs_2(uint32_t a, uint32_t b) {
   uint32_t d = 0;

@@ -8,8 +8,8 @@
 
 namespace sage::ptx {
 
-// cvta, "Data Movement and Conversion Instructions: cvta": the address in the shared window, as the functions below
-// take it.
+// cvta, "Data Movement and Conversion Instructions: cvta": converts `pointer` to an address in the shared window. The
+// functions below take such addresses.
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
@@ -85,7 +85,7 @@ __device__ __forceinline__ bool elect() {
 }
 
 // "Parallel Synchronization and Communication Instructions: mbarrier.init". One thread initializes an mbarrier, 8 bytes
-// of shared memory: a phase, counted from 0, completes after `arrivals` arrivals and all bytes that expect_tx
+// of shared memory. A phase (counted from 0) completes after `arrivals` arrivals and all bytes that expect_tx
 // announced. The fence makes the initialized mbarrier visible to the async proxy; __syncthreads makes it visible to
 // the other threads. From sm_90 on.
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
@@ -166,10 +166,10 @@ __device__ __forceinline__ void cp_async_bulk_wait() {
   __trap();
 #endif
 }
-// "Parallel Synchronization and Communication Instructions: cp.async.mbarrier.arrive": the calling thread's arrival,
-// counted in `arrivals` (.noinc), happens when its cp.async copies issued so far are complete; the thread does not
-// wait. `asynchronous` is false if the thread has also made ordinary stores: it then waits for its cp.async copies,
-// fences the stores for the async proxy, and arrives.
+// "Parallel Synchronization and Communication Instructions: cp.async.mbarrier.arrive": the calling thread's arrival
+// happens when its cp.async copies issued so far are complete; the thread does not wait. With .noinc, the `arrivals` of
+// mbarrier_init include this arrival. `asynchronous` is false if the thread has also made ordinary stores: it then
+// waits for its cp.async copies, fences the stores for the async proxy, and arrives.
 __device__ __forceinline__ void mbarrier_arrive_on_copies(uint32_t barrier, bool asynchronous) {
 #if __CUDA_ARCH__ >= 900
   if (asynchronous) {
@@ -182,8 +182,8 @@ __device__ __forceinline__ void mbarrier_arrive_on_copies(uint32_t barrier, bool
   __trap();
 #endif
 }
-// "Parallel Synchronization and Communication Instructions: mbarrier.arrive": one arrival of the calling thread, which
-// releases its earlier accesses to the threads that wait for the phase.
+// "Parallel Synchronization and Communication Instructions: mbarrier.arrive": one arrival of the calling thread, with
+// release semantics.
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -244,9 +244,10 @@ __device__ __forceinline__ void ldmatrix_transposed(uint32_t (&r)[4], uint32_t a
                : "r"(address));
 }
 
-// "Warp-level matrix store instruction: stmatrix", the inverse of ldmatrix: all lanes of the warp store r[i] of lane
-// (g, t) to bytes 4t to 4t + 3 of row g of matrix i; lanes provide addresses as for ldmatrix. Before sm_90 each lane
-// gets the row's address by a shuffle and stores four bytes. Other warps see the result after a barrier.
+// "Warp-level matrix store instruction: stmatrix", the inverse of ldmatrix: each lane of the warp, lane (g, t) =
+// (lane / 4, lane % 4), stores its r[i] to bytes 4t to 4t + 3 of row g of matrix i. Lanes provide addresses as for
+// ldmatrix. Before sm_90 each lane gets the row's address by a shuffle and stores four bytes. Other warps see the
+// result after a barrier.
 __device__ __forceinline__ void stmatrix(const uint32_t (&r)[4], uint32_t address, int lane) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
@@ -284,7 +285,8 @@ __device__ __forceinline__ int load_acquire(const int* at) {
 }
 
 // red.release.gpu, "Parallel Synchronization and Communication Instructions: red": one thread adds to a semaphore,
-// without a result. The writes of other threads need __threadfence and a barrier between the writes and this call.
+// without a result. It also releases the writes of other threads, if these threads write, call __threadfence, and then
+// meet the calling thread at a barrier.
 __device__ __forceinline__ void add_release(int* at, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }

@@ -2,8 +2,8 @@
 // Family Instructions" (tcgen05).
 //
 // Tensor memory has 128 lanes of 512 columns, 4 bytes each, per multiprocessor. An address is lane << 16 | column. Warp
-// w of a thread block can access only lanes 32 (w % 4) to 32 (w % 4) + 31. One thread issues MMAs and copies into
-// tensor memory, which run asynchronously and read shared memory through the async proxy. tcgen05_commit turns their
+// w of a thread block can access only lanes 32 (w % 4) to 32 (w % 4) + 31. One thread issues the MMAs and the copies to
+// tensor memory. Both run asynchronously and read shared memory through the async proxy. tcgen05_commit turns their
 // completion into an arrival at an mbarrier. Any other ordering between threads needs tcgen05_fence_before and
 // tcgen05_fence_after around the synchronization.
 #pragma once
@@ -11,7 +11,6 @@
 #include <sage/ptx/tcgen05_descriptors.cuh>
 #include <stdint.h>
 
-// Set only for family 10: PTX promises the instructions to no other architecture.
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || (defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ == 1000)
 #define SAGE_HAS_TCGEN05 1
 #else
@@ -20,9 +19,9 @@
 
 namespace sage::ptx {
 
-// tcgen05.alloc ("Tensor Memory Allocation and Management Instructions"): one warp allocates COLUMNS, a power of two
-// from 32 on, and writes their address to shared memory. The warp waits until the multiprocessor has enough free
-// columns. After allocating it immediately gives up the permit to allocate, so that other thread blocks can allocate.
+// tcgen05.alloc ("Tensor Memory Allocation and Management Instructions"): one warp allocates COLUMNS columns (a power
+// of two from 32 on), and writes their address to shared memory. The warp waits until the multiprocessor has enough
+// free columns. After allocating it gives up the permit to allocate, so that other thread blocks can allocate.
 template <int COLUMNS>
 __device__ __forceinline__ void tcgen05_alloc(uint32_t shared) {
 #if SAGE_HAS_TCGEN05
@@ -36,8 +35,8 @@ __device__ __forceinline__ void tcgen05_alloc(uint32_t shared) {
 #endif
 }
 
-// tcgen05.dealloc (same section as tcgen05.alloc): the warp that allocated the columns frees them after their last use.
-// A thread block must free its columns before it ends.
+// tcgen05.dealloc ("Tensor Memory Allocation and Management Instructions"): the warp that allocated the columns frees
+// them after their last use. A thread block must free its columns before it ends.
 template <int COLUMNS>
 __device__ __forceinline__ void tcgen05_dealloc(uint32_t address) {
 #if SAGE_HAS_TCGEN05
@@ -80,11 +79,11 @@ __device__ __forceinline__ void tcgen05_commit(uint32_t mbarrier) {
 }
 
 // tcgen05.ld ("Tensorcore 5th Generation Data Movement Instructions: tcgen05.ld"), shape 32x32b, and the wait for it
-// (tcgen05.wait::ld): all lanes of a warp call it with the same address, whose lane is the warp's first. A thread
-// receives 32 columns of the thread's lane of tensor memory.
+// (tcgen05.wait::ld): all lanes of a warp call it with the same address, whose lane is the first tensor memory lane
+// that the warp can access. Each thread receives 32 columns of one tensor memory lane.
 __device__ __forceinline__ void tcgen05_load(float (&x)[32], uint32_t address) {
 #if SAGE_HAS_TCGEN05
-  __syncwarp();  // lanes may return from a wait one by one
+  __syncwarp();  // the lanes may have left an mbarrier_wait at different times
   asm volatile(
       "tcgen05.ld.sync.aligned.32x32b.x32.b32 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,"
       "%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, [%32];\n"
@@ -100,7 +99,7 @@ __device__ __forceinline__ void tcgen05_load(float (&x)[32], uint32_t address) {
 #endif
 }
 
-// tcgen05.st, the inverse of tcgen05_load, and the wait for it (tcgen05.wait::st).
+// The inverse of tcgen05_load: tcgen05.st, and the wait until this store completes (tcgen05.wait::st).
 __device__ __forceinline__ void tcgen05_store(uint32_t address, const float (&x)[32]) {
 #if SAGE_HAS_TCGEN05
   __syncwarp();
@@ -136,8 +135,8 @@ __device__ __forceinline__ void tcgen05_copy_scales(uint32_t address, uint64_t r
 // i / 32, in lane i % 32 of each quarter of the 128 lanes. The scales of B's columns are stored in the same way.
 __device__ __forceinline__ void tcgen05_mma_nvfp4(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t a_scales,
                                                   uint32_t b_scales, bool accumulate) {
-// PTX has two names for groups of 16. Targets of a family, such as sm_100f, accept only the newer one, which compilers
-// before 12.9 do not know.
+// PTX has two names for one scale per 16 values. Family-specific targets such as sm_100f accept only `block16`, which
+// CUDA compilers before 12.9 do not know.
 #if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209
 #define SAGE_GROUPS_OF_16 "block16"
 #else

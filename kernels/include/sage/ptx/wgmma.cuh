@@ -21,20 +21,20 @@ constexpr bool HAS_WGMMA = true;
 constexpr bool HAS_WGMMA = false;
 #endif
 
-// The descriptor (PTX ISA, "Matrix Descriptor Format") of an operand whose rows of ROW_BYTES = 64 or 128 run along the
-// reduction, swizzled as in layout/swizzle.cuh. The first row's index is a multiple of 8. The matrix is aligned to 1024
-// bytes, because the hardware's swizzle is a function of the address. A descriptor larger by 2 starts 32 bytes further
-// along the rows.
+// The descriptor (PTX ISA, "Matrix Descriptor Format") of an operand whose rows run along the reduction. They have
+// ROW_BYTES = 64 or 128 bytes, and are swizzled as in layout/swizzle.cuh. The operand starts at a multiple of
+// eight rows in a matrix that is aligned to 1024 bytes, because the hardware's swizzle is a function of the address. A
+// descriptor larger by 2 starts 32 bytes further along the rows.
 template <int ROW_BYTES>
 __device__ __forceinline__ uint64_t row_descriptor(uint32_t shared) {
   static_assert(ROW_BYTES == 64 || ROW_BYTES == 128, "one swizzled line");
   constexpr uint64_t SWIZZLE = ROW_BYTES == 128 ? 1 : 2;
   constexpr uint64_t EIGHT_ROWS = 8 * ROW_BYTES / 16;
-  return SWIZZLE << 62 | EIGHT_ROWS << 32 | (1 << 16 | shared >> 4);  // leading offset 1, unused; shared memory ends before 2^18
+  return SWIZZLE << 62 | EIGHT_ROWS << 32 | (1 << 16 | shared >> 4);  // the leading offset, 1, is unused
 }
 
-// The descriptor of a transposed operand of 16-bit elements: each row of 64 elements (128 bytes, swizzled) is one step
-// of the reduction. A descriptor larger by COLUMN_STEP starts 16 steps of the reduction further.
+// The descriptor of a transposed operand of 16-bit elements. The operand has one row of 64 elements (128 bytes,
+// swizzled) per index of the reduction. A descriptor larger by COLUMN_STEP starts 16 rows further.
 __device__ __forceinline__ uint64_t column_descriptor(uint32_t shared) { return row_descriptor<128>(shared); }
 // The descriptor of a transposed operand with more than 64 columns. Its panels of 64 columns are PANEL_BYTES apart;
 // this distance is the descriptor's field "leading dimension byte offset".
@@ -49,8 +49,8 @@ constexpr uint64_t COLUMN_STEP = 16 * 128 / 16;
 // call it before their first wgmma, and whenever they have accessed the registers of the next wgmma's accumulator or A
 // operand. It orders these accesses before the wgmma.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// wgmma.commit_group (PTX ISA, "Asynchronous Multiply-and-Accumulate Instruction: wgmma.commit_group"): closes the
-// group of wgmmas that the warpgroup has issued so far.
+// wgmma.commit_group (PTX ISA, "Asynchronous Multiply-and-Accumulate Instruction: wgmma.commit_group"): makes one group
+// of the wgmmas that the warpgroup has issued since its last commit.
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // The registers per thread that the compiler allocates if one thread block fills a multiprocessor.
 template <int THREADS>
@@ -119,7 +119,7 @@ __device__ __forceinline__ void wgmma_wait(D& d) {
 }
 
 // Operands of the asm statements. SAGE_16, .. SAGE_128 list the accumulator's registers d[0][0], d[0][1], .., each
-// bound by `BIND`: SAGE_INT or SAGE_FLOAT. SAGE_PLACES_* is their text in the instruction: %0, %1, ..
+// bound by `BIND`: SAGE_INT or SAGE_FLOAT. SAGE_PLACES_* are the registers' placeholders in the asm text: %0, %1, ..
 #define SAGE_INT(x) "+r"(x)
 #define SAGE_FLOAT(x) "+f"(x)
 #define SAGE_FOUR(BIND, n) BIND(d[n][0]), BIND(d[n][1]), BIND(d[n][2]), BIND(d[n][3])
@@ -151,7 +151,7 @@ __device__ __forceinline__ void wgmma_wait(D& d) {
 #define SAGE_WGMMA(shape) "wgmma.mma_async.sync.aligned." shape " "
 
 // wgmma.mma_async m64nNk32 of INT8 operands: d += A B^T with `add`, otherwise d = A B^T; `add` is constant after
-// unrolling. N, the columns of D, is 8 times d's length. B is s8. A is s8 in shared memory, and s8 or u8 in registers.
+// unrolling. `d` is an int[N / 8][4]. B is s8. A is s8 in shared memory, and s8 or u8 in registers.
 #define SAGE_WGMMA_CODES(columns, type, places, binds, a_text, b_at, add_at, ...)                                       \
   asm volatile("{.reg .pred p; setp.ne.b32 p, " add_at ", 0;" SAGE_WGMMA("m64n" columns "k32.s32." type ".s8") "{" places \
                "}, " a_text ", " b_at ", p;}"                                                                           \
@@ -164,8 +164,9 @@ __device__ __forceinline__ void wgmma_wait(D& d) {
 #define SAGE_ON_HOPPER(...) __trap();
 #endif
 
-// Defines wgmma_s8 and wgmma_u8 for each number of columns, with A by its descriptor or in registers. `registers` is
-// the number of D's registers per thread. The bodies are in SAGE_ON_HOPPER because a macro cannot contain an #if.
+// The next two macros define wgmma_s8 or wgmma_u8 for one number of columns of D. A is given by a descriptor, or is in
+// registers. `registers` is the number of D's registers per thread. The bodies are in SAGE_ON_HOPPER because a macro
+// cannot contain an #if.
 #define SAGE_CODES_BY_DESCRIPTOR(columns, registers, a_at, b_at, add_at)                                                  \
   __device__ __forceinline__ void wgmma_s8(int (&d)[columns / 8][4], uint64_t a, uint64_t b, bool add) {                  \
     SAGE_ON_HOPPER(                                                                                                       \
@@ -185,7 +186,7 @@ SAGE_CODES_IN_REGISTERS(u8, 64, 32, "{%32, %33, %34, %35}", "%36", "%37")
 SAGE_CODES_IN_REGISTERS(u8, 128, 64, "{%64, %65, %66, %67}", "%68", "%69")
 
 // wgmma.mma_async m64nNk16 of 16-bit operands: d += A B^T, or d = A B^T without ADD. With A_TRANSPOSED or B_TRANSPOSED,
-// each row of that operand in shared memory is one step of the reduction: see column_descriptor.
+// the operand is stored transposed, one row per index of the reduction: see column_descriptor.
 #define SAGE_WGMMA_16(columns, type, places, binds, a_at, b_at, add_at, a_transposed_at, b_transposed_at)                 \
   asm volatile(SAGE_WGMMA("m64n" columns "k16.f32." type "." type) "{" places "}, " a_at ", " b_at ", " add_at    \
                                                                   ", 1, 1, " a_transposed_at ", " b_transposed_at ";"    \

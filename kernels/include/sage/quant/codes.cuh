@@ -52,26 +52,26 @@ __device__ __forceinline__ uint32_t pack_bytes(uint32_t a, uint32_t b, uint32_t 
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
-// Four INT8 values at once, without the slow float-to-integer conversion. Only for values that never leave the kernel:
-// fmaf rounds once, while `code` rounds twice, as the CPU does.
+// Four INT8 values at once, without the slow float-to-integer conversion. fmaf rounds once,
+// while `code` and the CPU round twice, so a value may differ: only for values that never leave the kernel.
 __device__ __forceinline__ uint32_t codes(float a, float b, float c, float d, float quant_scale) {
   return pack_bytes(__float_as_uint(fmaf(a, quant_scale, MAGIC)), __float_as_uint(fmaf(b, quant_scale, MAGIC)),
                     __float_as_uint(fmaf(c, quant_scale, MAGIC)), __float_as_uint(fmaf(d, quant_scale, MAGIC)));
 }
 
-// A kernel that accumulates (MAGIC + sum) * factor, and subtracts MAGIC * (sum of the factors) once in MAGIC_TILES
-// tiles, saves one instruction per value. The accumulator is then rounded to the last bit of MAGIC * (sum of the
-// factors): after n tiles with the same factor f the roundings add up to about 0.4 n^1.5 f, which is 9 f for 8 tiles.
-// Quantizing P and dS causes a larger error, about 100 f per tile: the sum of 64 products, of random signs, of a
-// rounding error (about 0.3) and an INT8 value (about 40).
+// Instead of subtracting MAGIC from each sum of an INT8 matmul, a kernel can accumulate (MAGIC + sum) * factor, and
+// subtract MAGIC * (total of the factors) once in MAGIC_TILES tiles. The accumulator is then rounded to the last bit of
+// MAGIC * total: after n tiles with the same factor f the roundings add up to about 0.4 n^1.5 f, 9 f for 8 tiles.
+// Quantizing P and dS causes a larger error, about 100 f per tile: the sum of 64 products with random signs. Each is a
+// rounding error (about 0.3) times an INT8 value (about 40).
 constexpr int MAGIC_TILES = 8;
 
 // Base-2 logarithms of the largest s8 and u8 values of P.
 constexpr float LOG2_127 = 6.98868468677217f;
 constexpr float LOG2_254 = 7.98868468677217f;
 
-// Quantizes four values in [0, 255] that are already divided by the scale. An addition of 1024 in f16 rounds two values
-// at once, because in [1024, 2048) the last bit of an f16 number is worth 1.
+// Quantizes four values in [0, 255] that are already divided by the scale. Adding 1024 in f16 rounds to an integer,
+// because f16 numbers in [1024, 2048) are integers.
 __device__ __forceinline__ uint32_t codes_of_positive(__half2 low, __half2 high) {
   const __half2 magic = __half2half2(__ushort_as_half(0x6400));  // 1024
   low = __hadd2(low, magic), high = __hadd2(high, magic);
@@ -88,18 +88,19 @@ __device__ __forceinline__ uint32_t codes_over(uint32_t codes, int power) {
   return (codes >> power & (0xffu >> power) * 0x01010101u) + (codes >> (power - 1) & 0x01010101u);
 }
 
-// x with its last two bits cleared, so that MAGIC * factor (MAGIC = 3 * 2^22) is exact and fmaf(MAGIC + sum, factor,
-// -MAGIC * factor) is sum * factor with one rounding.
+// x with its last two bits cleared. With the result as `factor`, MAGIC * factor (MAGIC = 3 * 2^22) is exact. Therefore
+// fmaf(MAGIC + sum, factor, -MAGIC * factor) is sum * factor with one rounding.
 __device__ __forceinline__ float short_factor(float x) { return __uint_as_float(__float_as_uint(x) & 0xfffffffcu); }
 
-// With factors up to MAGIC_FACTOR, MAGIC * factor stays below 2^18, where f32 rounds by at most 2^-7. The backward
-// rounds MAGIC * factor, and then its sum with the log-sum-exp: together this changes a probability by at most 1.1 %.
-// With larger factors, which occur with logits above a hundred, the backward subtracts MAGIC first.
+// A logit is a sum of INT8 products times a factor. If the factor is at most MAGIC_FACTOR, the backward subtracts one
+// number from (MAGIC + sum) * factor: MAGIC * factor + log-sum-exp. MAGIC * factor and this number are rounded, each by
+// at most 2^-7, because they are below 2^18. This changes a probability by at most 1.1 %. For larger factors, which
+// occur with logits above a hundred, the backward subtracts MAGIC before it multiplies.
 constexpr float MAGIC_FACTOR = 1.0f / 64.0f;
 
-// The quant_scale of values with the given maximum, within 2 ulp: for INT8 values that never leave the kernel. It is 0
-// for zeros. It is at most 1e38, to stay finite, so that maxima below 1.3e-36 become INT8 values below 127. An infinity
-// or a NaN gives NaN.
+// The quant_scale of values with the largest magnitude `max`, with an error of up to 2 ulp. Only for INT8 values that
+// never leave the kernel. It is 0 for zeros. It is limited to 1e38, to stay finite. If `max` is below 1.3e-36, no INT8
+// value therefore reaches 127. An infinity or a NaN gives NaN.
 __device__ __forceinline__ float quick_quant_scale(float max) {
   return max == 0.0f ? 0.0f : fminf(127.0f * ptx::reciprocal(max), 1e38f) + (max - max);
 }

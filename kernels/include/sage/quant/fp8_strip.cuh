@@ -17,7 +17,7 @@ struct Fp8Strip {
   static constexpr int THREADS = FP8_THREADS, LANES = 32 * WARPS, TEAMS = THREADS / LANES, ROWS = TEAMS * LINES;
   static constexpr int PITCH = COLUMNS / 4 + 1;  // in units of 4 bytes; odd, so that a column's elements are in different banks
 
-  // The strip's FP8 values, row-major; after the last strip, the column sums of the teams.
+  // The strip's FP8 values, row-major. After the last strip: `sums`, each team's part of RMSNorm's weight gradient.
   union {
     uint32_t codes[ROWS][PITCH];
     float sums[TEAMS][COLUMNS];
@@ -29,14 +29,16 @@ struct Fp8Strip {
   // The first column of a lane's group k.
   static __device__ __forceinline__ int column(int k) { return (k * LANES + lane()) * V; }
 
-  // Writes the FP8 values of a lane's group k in line `line` of the team, which is row `row` of the matrix.
+  // Writes `word`: the FP8 values of the lane's group k in row `row` of the matrix. The row is number `line` of the
+  // team's rows in the strip.
   __device__ __forceinline__ void set(const params::Fp8Codes& p, int k, int line, int row, uint2 word) {
     if (p.row_codes) *reinterpret_cast<uint2*>(p.row_codes + int64_t(row) * p.columns + column(k)) = word;
     uint32_t* to = &codes[team() * LINES + line][column(k) / 4];
     to[0] = word.x, to[1] = word.y;
   }
 
-  // Writes the transposed FP8 values of the rows from `first_row` on. All threads of a thread block call it.
+  // Writes the transposed FP8 values of the strip, which starts at the matrix's row `first_row`. All threads of a
+  // thread block call it.
   __device__ __forceinline__ void store(const params::Fp8Codes& p, int first_row) const {
     if (!p.column_codes) return;
     __syncthreads();
@@ -55,8 +57,8 @@ struct Fp8Strip {
   }
 };
 
-// The lanes of a strip's row, with the interface of elements::Group. All threads of a thread block call the functions
-// together.
+// The team of warps that processes a row of a strip, with the interface of elements::Group. All threads of the thread
+// block must call each function together.
 template <int WARPS>
 struct Fp8Team {
   Fp8Strip<WARPS>& strip;

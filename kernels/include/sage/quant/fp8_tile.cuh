@@ -18,7 +18,7 @@ struct Fp8TileOf {
   static constexpr int THREADS = FP8_THREADS, COLUMNS = WIDTH, V = FP8_NEIGHBOURS, LINES = FP8_LINES, ROWS = THREADS / (COLUMNS / V) * LINES;
   static constexpr int LANES = ROWS / LINES;  // lanes that write a column, one word each
   static_assert(32 % LANES == 0);
-  static constexpr int PITCH = LANES + 1;  // in units of 4 bytes; odd, so that few columns share a bank
+  static constexpr int PITCH = LANES + 1;  // in units of 4 bytes; odd, for fewer bank conflicts between columns
 
   uint32_t turned[COLUMNS][PITCH];
 
@@ -52,7 +52,7 @@ __device__ __forceinline__ void transpose(const uint32_t (&lines)[4], uint32_t (
 // A thread's FP8 values of one matrix.
 struct Fp8Codes {
   uint2 words[FP8_LINES] = {};
-  uint32_t largest = 0, saturated = 0;  // the largest magnitude before division; the number of values beyond the format
+  uint32_t largest = 0, saturated = 0;  // the largest |x|; the number of values that saturate
   float scale, inverse, top;            // inverse is 1 / scale, top the format's largest value
   int e5m2;
 
@@ -60,8 +60,8 @@ struct Fp8Codes {
   __device__ __forceinline__ Fp8Codes(const params::Fp8Codes& p, float scale)
       : scale(scale), inverse(1.0f / scale), top(p.e5m2 ? 57344.0f : 448.0f), e5m2(p.e5m2) {}
 
-  // Two FP8 codes, `low` in the low byte. Values beyond the largest saturate. NaN becomes 0x7f if the hardware converts
-  // (sm_89 and later); the software conversion before sm_89 keeps a NaN's sign.
+  // Two FP8 codes, `low` in the low byte. Values outside the format's range saturate. NaN becomes 0x7f if the hardware
+  // converts (sm_89 and later); the software conversion before sm_89 keeps a NaN's sign.
   __device__ __forceinline__ uint32_t pair(float low, float high) const {
     return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, e5m2 ? __NV_E5M2 : __NV_E4M3);
   }
@@ -79,8 +79,8 @@ struct Fp8Codes {
 
   __device__ __forceinline__ void set(int line, const float (&x)[FP8_NEIGHBOURS]) { words[line] = quantize(x); }
 
-  // Writes the tile's FP8 values, for columns of the matrix below `end_column`. All threads of the thread block call
-  // it, and synchronize before they use the tile's memory again.
+  // Writes the tile's FP8 values whose column in the matrix is less than `end_column`. All threads of the thread block
+  // call it, and synchronize before they use the tile's memory again.
   template <class Tile>
   __device__ __forceinline__ void store(const params::Fp8Codes& p, Tile& tile, int first_row, int first_column, int end_column) const {
     int row = first_row + Tile::row(), column = first_column + Tile::column();
@@ -109,8 +109,8 @@ struct Fp8Codes {
     }
   }
 
-  // Updates the matrix's largest value and number of saturated values by those of the warp, and copies the scale. All
-  // lanes of each warp call it.
+  // Updates the matrix's largest value and number of saturated values by those of the warp, and copies the scale to
+  // `used`. All lanes of each warp call it.
   __device__ __forceinline__ void report(const params::Fp8Codes& p) const {
     uint32_t most = __reduce_max_sync(~0u, largest), count = __reduce_add_sync(~0u, saturated);
     if (threadIdx.x % 32 != 0) return;
@@ -125,7 +125,8 @@ struct Fp8Columns {
   int first, count;
 };
 
-// Quantizes a tile. `line(row, column, x)` computes V neighbouring values of a row; `column` counts from columns.first.
+// Quantizes a tile. `line(row, column, x)` computes V neighbouring values of a row; its `column` is 0 at the matrix's
+// column columns.first.
 template <class Line>
 __device__ __forceinline__ void quantize_tile(const params::Fp8Codes& p, float scale, Fp8Columns columns, Line line) {
   __shared__ Fp8Tile tile;

@@ -20,7 +20,7 @@ __device__ __forceinline__ float round_magnitude(float magnitude, float smallest
 }
 
 // Rounds a number in [0, 6] to the steps of E2M1. The ALU pipe (maxima and masks) executes one instruction less than in
-// `round_magnitude`. `power` is (nearly) 0 for x < 2, 2 for x in [2, 4), and 4 for x in [4, 8). The addend is then
+// `round_magnitude`. `power` is (nearly) 0 for x < 2, 2 for x in [2, 4), and 4 for x in [4, 8). `magic` is then
 // 1.5 * 2^22, 1.5 * 2^23 or 1.125 * 2^24. Its last bit is worth 0.5, 1 or 2, which is E2M1's step at x.
 __device__ __forceinline__ float e2m1_steps(float x) {
   float power = __uint_as_float(__float_as_uint(x) & 0x40800000u);
@@ -32,11 +32,11 @@ __device__ __forceinline__ float e2m1_steps(float x) {
 __device__ __forceinline__ float e2m1_of_positive(float x) { return e2m1_steps(fminf(x, E2M1_MAX)); }
 __device__ __forceinline__ float e2m1(float x) { return copysignf(e2m1_of_positive(fabsf(x)), x); }
 
-// Rounds two nonnegative numbers to E2M1 values in 16 bit at once. The numbers are first truncated to 16 bit, and their
-// last bit is set as a sticky bit for all dropped bits, so that no number moves onto or across a midpoint.
-// Unlike in `e2m1`, exact midpoints are rounded up, not to the even code. (The callers' numbers, probabilities times
-// `quant` of their group, are exact midpoints in one of 2^20 cases.) `magic` is 1.5 * HALVES for x < 2, 3 * HALVES for
-// x in [2, 4), and 4.5 * HALVES for x in [4, 8). 16-bit numbers from HALVES to 2 * HALVES are 1/2 apart.
+// Rounds two nonnegative numbers to E2M1, with packed 16-bit arithmetic. The numbers are first truncated to 16 bit, and
+// their last bit is set, so that no number moves onto or across a midpoint. Unlike in `e2m1`, exact midpoints are
+// rounded up, not to the even code. (The callers' numbers, probabilities divided by their group's scale, are exact
+// midpoints in one of 2^20 cases.) `magic` is 1.5 * HALVES for x < 2, 3 * HALVES for x in [2, 4), and 4.5 * HALVES for
+// x in [4, 8). 16-bit numbers from HALVES to 2 * HALVES are 1/2 apart.
 template <class T>
 __device__ __forceinline__ uint32_t e2m1_pair(float low, float high) {
   constexpr bool F16 = std::is_same_v<T, __half>;
@@ -55,12 +55,12 @@ __device__ __forceinline__ float e4m3_of_positive(float x) {
 }
 
 struct Nvfp4Scale {
-  float dequant;  // an E4M3 value; with a head factor, divided by it
+  float dequant;  // an E4M3 value, divided by the `factor` passed to nvfp4_scale_of, if any
   float quant;    // 1 / dequant, 0 if dequant is 0
 };
 
-// The scale of a group whose largest magnitude is `max`. One Newton step after each approximation makes the quotient
-// and the reciprocal correctly rounded. An infinity or a NaN gives NaN.
+// The scale of a group whose largest magnitude is `max`. Newton steps make max / 6 and 1 / dequant correctly rounded.
+// An infinity or a NaN gives NaN.
 __device__ __forceinline__ Nvfp4Scale nvfp4_scale_of(float max) {
   constexpr float SIXTH = 1.0f / E2M1_MAX;
   float sixth = max * SIXTH;

@@ -52,7 +52,7 @@ __device__ __forceinline__ void pack_tokens(const attention::Rows<T>& from, int 
   }
 }
 
-// Packs the 64 tokens from `first` on, in groups of 16 tokens. Each channel is a row.
+// Packs the 64 tokens from `first` on, in groups of 16 tokens. A row of the result is a channel.
 template <class T, int D>
 __device__ __forceinline__ void pack_channels(const attention::Rows<T>& from, int first, uint8_t* to) {
   using Tile = layout::Nvfp4Tile<D>;
@@ -71,8 +71,8 @@ __device__ __forceinline__ void pack_channels(const attention::Rows<T>& from, in
   }
 }
 
-// Each thread block packs a tile of 64 tokens of one head. The order is: tiles of K, then Q, then V, and neighbouring
-// heads in neighbouring thread blocks.
+// Each thread block packs a tile of 64 tokens of one head. The first thread blocks pack K, the next ones Q, the last
+// ones V. Neighbouring thread blocks pack neighbouring heads.
 template <class T, int D>
 __device__ __forceinline__ void pack_nvfp4(const params::Forward& p) {
   const params::Shape& shape = p.shape;

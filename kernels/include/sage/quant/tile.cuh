@@ -88,9 +88,9 @@ __device__ __forceinline__ void quantize_tile(const Tile<D>& values, float* dequ
     *reinterpret_cast<uint2*>(at(values.row(i), values.column())) = values.codes(i, scale.quant);
 }
 
-// The address of an INT8 value in its tile in global memory: [64][D], swizzled as in shared memory, so that one bulk
-// copy copies a tile. Above 128 channels a tile has consecutive panels of 128 channels, because a swizzled row of a
-// wgmma operand has 128 bytes.
+// The address of an INT8 value in its tile in global memory. A tile is [64][D], swizzled as in shared memory, so that
+// one bulk copy copies it. Above 128 channels a tile has consecutive panels of 128 channels, because a swizzled row of
+// a wgmma operand has 128 bytes.
 template <int D>
 __device__ __forceinline__ int8_t* at_swizzled(int8_t* tile, int row, int channel) {
   constexpr int ROW = D < 128 ? D : 128;

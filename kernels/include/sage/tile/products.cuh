@@ -1,5 +1,5 @@
 // The matmuls (wgmma) of a warpgroup on Hopper. 16-bit operands are stored in shared memory in panels of 64 channels,
-// because a swizzled row has 128 bytes; INT8 operands are stored in rows of all their channels, or in panels of 128.
+// because a swizzled row has 128 bytes; INT8 operands are stored in panels of at most 128 channels.
 #pragma once
 
 #include <sage/layout/fragments.cuh>
@@ -29,7 +29,8 @@ __device__ __forceinline__ void multiply_rows(float (&out)[N][4], uint32_t a, ui
   ptx::wgmma_commit();
 }
 
-// Like the function above, for 64 rows of B and with A in registers: fragments of rows of 64 channels, from read_rows.
+// Like the function above, but B has 64 rows, and A is in registers: read_rows loaded its fragments. Rows of A and B
+// have 64 channels.
 template <class T, bool ADD>
 __device__ __forceinline__ void multiply_rows(float (&out)[8][4], const uint32_t (&a)[4][4], uint32_t b) {
   if constexpr (ADD) ptx::fence_operand(out);
@@ -42,8 +43,8 @@ __device__ __forceinline__ void multiply_rows(float (&out)[8][4], const uint32_t
   ptx::wgmma_commit();
 }
 
-// Loads the A fragments of a warp's 16 rows, from row `first` on. Rows have ROW_BYTES in shared memory; each step is 32
-// bytes of the reduction.
+// Loads the A fragments of a warp's 16 rows, from row `first` on. A row in shared memory has ROW_BYTES bytes; a[step]
+// holds 32 bytes of each row.
 template <int ROW_BYTES, int STEPS>
 __device__ __forceinline__ void read_rows(uint32_t (&a)[STEPS][4], uint32_t rows, int first) {
   static_assert(STEPS * 32 == ROW_BYTES);
@@ -67,7 +68,7 @@ __device__ __forceinline__ void add_product(float (&out)[D / 8][4], const X& x, 
   ptx::wgmma_commit();
 }
 
-// The descriptor of an INT8 tile, whose rows have D bytes, or 128 bytes in each panel.
+// The descriptor of the first panel of an INT8 operand with D channels. A panel has rows of min(D, 128) bytes.
 template <int D>
 __device__ __forceinline__ uint64_t code_descriptor(uint32_t shared) { return ptx::row_descriptor<(D < 128 ? D : 128)>(shared); }
 

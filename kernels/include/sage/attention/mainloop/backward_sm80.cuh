@@ -3,10 +3,10 @@
 //
 // A thread block computes dK and dV of KEYS keys of one key head; each warp has 16 of the keys, and keeps their dK and
 // dV in registers. For each query head of the group, the mainloop visits the tiles of 64 queries that see the keys, and
-// adds the keys' contribution to dQ in global memory. All warps do the same. With two stages, warps copy the next
-// tile asynchronously while they compute on the current tile; one __syncthreads per tile orders the copies, the reads,
-// and the exchange of dS^T. With one stage a second barrier precedes the next copies. In deterministic mode a semaphore
-// for each tile of queries orders the thread blocks that add to its dQ. The numerics define how a tile is computed:
+// adds the keys' contribution to dQ in global memory. With two stages, all warps copy the next tile asynchronously
+// while they compute on the current tile; one __syncthreads per tile orders the copies, the reads, and the exchange of
+// dS^T. With one stage a second barrier precedes the next copies. In deterministic mode a semaphore for each tile of
+// queries orders the thread blocks that add to its dQ. The numerics define how a tile is computed:
 // numerics/*_backward_sm80.cuh.
 //
 // Scores are computed transposed, S^T = K Q^T: keys are the rows of accumulators, so that P^T and dS^T are already the
@@ -119,26 +119,26 @@ __device__ __forceinline__ void store_zeros(uint32_t rows, int lane) {
   store_scores<__nv_bfloat16>(rows, zeros, lane);
 }
 
-// Adds to the sums of dQ in global memory, in the layout of DqLayout with one part. Thread blocks add to a tile in
-// any order, by atomic additions. In deterministic mode they add one after the other, in the order of their keys: the
-// tile's semaphore counts the thread blocks that have added.
+// Adds to the sums of dQ in global memory (DqLayout). Thread blocks add to a tile in any order, by atomic additions. In
+// deterministic mode they add one after the other, in the order of their keys: the tile's semaphore counts the thread
+// blocks that have added.
 struct DqAccumulator {
   float* sums;
-  int* semaphore;  // for each tile: number of thread blocks that have added; null: any order
-  int order;       // number of thread blocks that add to the tile earlier
+  int* semaphore;  // for each tile: number of thread blocks that have added to it; null: they add in any order
+  int order;       // number of thread blocks that add to the current tile before this thread block
   // The threads that add: the first thread, their number, and their named barrier.
   int first, threads, barrier;
 
-  // The address of the sums of a strip of 16 queries, from its fragment `first` of 8 channels on.
+  // The address of fragment `first` (16 queries x 8 channels) of a strip.
   template <int D>
   __device__ __forceinline__ float* at(int padded_tile, int strip, int first) const {
     using Layout = DqLayout<D>;
     return sums + int64_t(padded_tile) * Layout::TILE_FLOATS + (strip * (D / 8) + first) * Layout::FRAGMENT_FLOATS;
   }
-  // Adds N fragments of 16 queries x 8 channels, from fragment `first` on.
+  // Adds `x`, N fragments of 16 queries x 8 channels, to a strip's sums, from fragment `first` on.
   template <int D, int N>
   __device__ __forceinline__ void add(int padded_tile, int strip, int first, int lane, const float (&x)[N][4]) const {
-    // Does not call `at`, because ptxas would then spill ten times as much for sm_86.
+    // Calling `at` here would make ptxas spill ten times as much for sm_86.
     float* to = sums + int64_t(padded_tile) * (TILE * D) + ((strip * (D / 8) + first) * 32 + lane) * 4;
     if (semaphore) {
 #pragma unroll
@@ -158,8 +158,8 @@ struct DqAccumulator {
       while (ptx::load_acquire(semaphore + padded_tile) != order) {}
     ptx::named_barrier_sync(barrier, threads);
   }
-  // Sets `order` for a tile, and returns the tile's number in the padded buffers. Without a selection or a window, the
-  // thread blocks of all earlier keys visit the tile too, so that `order` keeps its first value.
+  // Returns the tile's number in the padded buffers. If the tile has a rank, sets `order` for it. Otherwise `order`
+  // stays as it is, because the thread blocks of all earlier keys add to the tile too.
   __device__ __forceinline__ int set_order(int padded_tile, int) { return padded_tile; }
   __device__ __forceinline__ int set_order(const RankedTile& added, int parts) {
     order = added.rank * parts + order % parts;
@@ -172,12 +172,12 @@ struct DqAccumulator {
     if (threadIdx.x == first) ptx::add_release(semaphore + padded_tile, 1);
   }
 };
-// DqAccumulator assumes that all channels of a tile are in one part.
+// DqAccumulator assumes that the channels of a tile of dq_accum are not divided into parts.
 static_assert(params::facts(params::BACKWARD_SM80).dq_parts == 1 && params::facts(params::BACKWARD_SM90_DQ_WARPGROUP).dq_parts == 1 &&
               params::facts(params::BACKWARD_SM90_CHANNEL_PARTS).dq_parts == 1);
 
 // The index of this thread block's work. In deterministic mode the index comes from an atomic counter when the thread
-// block starts, so that thread blocks wait at a semaphore only for earlier thread blocks.
+// block starts, so that a thread block waits at a semaphore only for thread blocks that have already started.
 template <params::Mainloop MAINLOOP>
 __device__ __forceinline__ int backward_index(const params::Backward& p) {
   static_assert(!params::facts(MAINLOOP).persistent);
@@ -214,8 +214,8 @@ concept BackwardSm80Numerics = requires(N numerics, const params::Backward& p, c
   typename N::Type;
   requires N::D % 64 == 0;                  // the padded head_dim
   requires N::Plan::THREADS == N::Plan::WARPS * 32 && N::SHARED_BYTES > 0;  // N::Plan is a BackwardPlan
-  N::COOPERATES || true;                    // whether warps meet at a barrier inside a tile, so that all must take the same path
-  requires N::LAG == 1 || N::LAG == 2;      // a tile's dQ is added LAG iterations after its scores
+  N::COOPERATES || true;                    // whether warps meet at a barrier inside a tile
+  requires N::LAG == 1 || N::LAG == 2;      // add_dq() is called LAG iterations after scores() of the same tile
   N(p, block, shared);
   numerics.load_keys();     // issues the asynchronous copies of K and V
   numerics.keys_arrived();  // prepares K and V after they have arrived
@@ -223,21 +223,22 @@ concept BackwardSm80Numerics = requires(N numerics, const params::Backward& p, c
   numerics.load(tile, 0);
   // scores(tile, stage, slot, visibility): computes S^T, P^T and dS^T, stores dS^T in a slot, and adds to dV and dK.
   numerics.scores(tile, 0, 0, visibility);
-  // prepare_dq(the slot of the scores): with LAG = 2, the work in the iteration between scores and add_dq.
+  // prepare_dq(slot of dS^T): called only if LAG is 2, one iteration after scores and one before add_dq.
   numerics.prepare_dq(0);
-  // add_dq(a tile's number in the padded buffers, this iteration's slot, sums): computes and adds dQ of the tile whose
-  // scores were computed LAG iterations earlier. With LAG = 1 its dS^T is in the other slot.
+  // add_dq(the tile's number in the padded buffers, slot, sums): computes dQ of the tile whose scores were computed
+  // LAG iterations earlier, and adds it to `sums`. `slot` is the slot that this iteration's `scores` uses; if LAG
+  // is 1, dS^T of the earlier tile is in the other slot.
   numerics.add_dq(0, 0, sums);
   // Finishes the accumulators after the last tile.
   numerics.flush_magic();
   numerics.dk, numerics.dv;
-  requires N::CHANNEL_PARTS >= 1;  // parts of the channels of dK, dV and dQ, one per thread block
+  requires N::CHANNEL_PARTS >= 1;  // number of channel parts; a thread block computes dK, dV and dQ of one part
 };
 
-// dS^T needs no separate barrier, because it is stored in one of two slots, and read one iteration later (by add_dq, or
-// by prepare_dq if LAG is 2). Of 8 warps the first 4 add dQ before the scores, and the other 4 after the scores, so
-// that the MMAs of one half overlap with the arithmetic of the other. (All warps add dQ first if there are only 4
-// warps, or if warps meet at a barrier inside a tile or at a semaphore.)
+// dS^T needs no barrier other than the one that starts each iteration, because it is stored in one of two slots, and
+// read one iteration later (by add_dq, or by prepare_dq if LAG is 2). Of 8 warps the first 4 add dQ before the scores,
+// and the other 4 after the scores, so that the MMAs of one half overlap with the arithmetic of the other. (All warps
+// add dQ first if there are only 4 warps, if COOPERATES is true, or with a dq_semaphore.)
 template <BackwardSm80Numerics Numerics, class Queries = EveryQuery>
 __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
   using T = typename Numerics::Type;
@@ -260,7 +261,7 @@ __device__ __forceinline__ void backward_sm80(const params::Backward& p) {
   Numerics numerics(p, block, shared);
   numerics.load_keys();
   typename Queries::Tile tile = queries.start();
-  typename Queries::Added past[LAG];  // the last tiles whose dQ has not been added yet; the latest first
+  typename Queries::Added past[LAG];  // the LAG previous tiles, the latest first: their dQ has not been added yet
   if (iterations > 0) numerics.load(tile, 0);
   ptx::cp_async_commit();
   bool late = !Numerics::COOPERATES && !p.dq_semaphore && threadIdx.x >= 128;

@@ -19,7 +19,7 @@
 //   consumer 1  |S, dP issued|P, dS|dS stored|dV issued|barrier|dQ, dK issued|dQ staged|S, dP of tile i + 1 ..
 //   storer      |dQ of tile i - 1 added                                                |dQ of tile i added ..
 //
-// FlashAttention-3 (arXiv 2407.08608, section 3.4) divides the work in the same way.
+// FlashAttention-3 (arXiv 2407.08608, appendix B.1) divides the work in the same way.
 #pragma once
 
 #include <limits.h>
@@ -42,7 +42,7 @@ struct Masked {
   bool some;
 };
 
-// The number of the first tile of queries in which every query sees all CONSUMER_KEYS keys.
+// The number of the first tile of queries in which every query sees all CONSUMER_KEYS keys from `first_key` on.
 template <class Sight>
 __device__ __forceinline__ int seen_whole_from(const Segment& segment, const Sight& sight, int first_key) {
   if (first_key + CONSUMER_KEYS > segment.key_len) return INT_MAX;
@@ -50,8 +50,8 @@ __device__ __forceinline__ int seen_whole_from(const Segment& segment, const Sig
 }
 
 // The query tiles that need a mask for a consumer's keys: all tiles before the first tile in which every query sees all
-// of the keys. A window also needs a mask in the first tile whose last query does not see the first key, and in all
-// later tiles.
+// of the keys. A window also needs a mask in the first tile whose last query does not see the consumer's first key, and
+// in all later tiles.
 template <Hidden HIDDEN>
 struct MaskedTiles {
   int below[CONSUMERS];
@@ -77,8 +77,8 @@ struct MaskedTiles<OUTER_KEYS> {
   }
 };
 
-// One thread prepares what the warps share: the pipeline (`arrivals` of its producer, `warps` that release a stage),
-// `block`, and the query tiles that need a mask.
+// One thread prepares what the warps share: `pipeline`, `block` and `masked`. For each tile the producer arrives
+// `arrivals` times, and `warps` warps release the stage.
 template <class Queries, int CHANNEL_PARTS = 1, class Tiles>
 __device__ __forceinline__ void prepare_keys(const params::Backward& p, int index, Tiles& pipeline, int arrivals, int warps,
                                              BackwardBlock& block, MaskedTiles<Queries::HIDDEN>& masked) {
@@ -111,11 +111,11 @@ static_assert(CONSUMERS * KV_CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (CONSUME
 
 // Named barriers; 0 is __syncthreads.
 enum ConsumerBarrier : int {
-  ALL_CONSUMERS = 1,  // both consumers: K and V, and then dS^T of each tile, are in shared memory
+  ALL_CONSUMERS = 1,  // both consumers have written K and V, or dS^T of the current tile, to shared memory
   DQ_EMPTY = 2,  // one per consumer: the staging memory of its channels of dQ may be written
   DQ_FULL = 4,   // one per consumer: its channels of dQ are in staging memory
 };
-constexpr int DQ_THREADS = WARPGROUP_THREADS + 32;  // a consumer and the storer
+constexpr int DQ_THREADS = WARPGROUP_THREADS + 32;  // threads at DQ_EMPTY and DQ_FULL: a consumer and the storer's warp
 
 // The storer's loop: adds each consumer's channels of dQ (PART_BYTES bytes of `staging`) to the sums of dQ. The staging
 // memory and the sums are in the layout of DqLayout, with one part per consumer.
@@ -159,7 +159,8 @@ __device__ __forceinline__ void store_dq(const params::Backward& p, const Querie
 }
 
 // The gradients of 16 keys are staged in this many bytes of shared memory, 64 channels of one gradient at a time. A
-// panel of V (64 channels) has the same number of bytes for 16 keys.
+// panel of V (64 channels) has as many bytes per 16 keys, so a warp stages in the memory of V of the keys that it
+// computes.
 constexpr int GRADIENT_STAGING = 16 * 128;
 
 // What the mainloops for Hopper require of their numerics, which define the layout of shared memory.
@@ -186,10 +187,10 @@ concept BackwardSm90Numerics =
       // The producer calls it: issues the copies of a tile of queries into a stage.
       numerics.load(tile, 0, mbarrier);
       (typename N::Consumer(numerics, 0));
-      // visit(the tile's number, stage, slot, masked): computes all matmuls of a tile, with dS^T in a slot.
+      // visit(number of the tile of queries, stage, slot of dS^T, masked): computes all matmuls of the tile.
       consumer.visit(0, 0, 0, Masked<OUTER_KEYS>{});
       consumer.dv, consumer.dk;
-      consumer.score_mod.next_head();  // a policy of numerics/score_mod.cuh
+      consumer.score_mod.next_head();  // score_mod: a policy of numerics/score_mod.cuh
     };
 
 // The consumers copy and prepare K and V; afterwards wgmmas may read K and V. BARRIER: named barrier of the consumers.
@@ -240,7 +241,7 @@ __device__ __forceinline__ void backward_sm90(const params::Backward& p) {
     fetch_keys<ALL_CONSUMERS>(numerics);
     int iterations = queries.count;
     typename Numerics::Consumer consumer(numerics, warpgroup);
-    int number = queries.first;  // the tile's number in the segment; with a selection, see ListedQueries
+    int number = queries.first;  // the query tile's index in the segment; with a selection, its number in ListedQueries
 #pragma unroll 1
     for (int i = 0; i < iterations; ++i) {
       pipeline.wait(i);

@@ -1,8 +1,9 @@
-// The backward mainloop for Hopper at head_dim above 128, where all matmuls except S are in 16 bit. A thread block has
-// 128 keys of one key head, and one of two parts of the channels, because the registers of a warpgroup can store dK and
-// dV of only 64 keys and 128 channels. The thread block computes dK and dV of the keys, and the keys' contribution to
-// dQ for each tile of 64 queries that sees the keys. S and dP are sums over all channels. The thread blocks of both
-// parts compute S and dP, so there are seven matmuls instead of five. The warpgroups have different tasks.
+// The backward mainloop for Hopper at head_dim above 128. S is in 16 bit or INT8, all other matmuls in 16 bit. A thread
+// block has 128 keys of one key head, and one of two parts of the channels, because the registers of a warpgroup can
+// store dK and dV of only 64 keys and 128 channels. The thread block computes dK and dV of the keys, and the keys'
+// contribution to dQ for each tile of 64 queries that sees the keys. S and dP are sums over all channels. The thread
+// blocks of both parts compute S and dP, so there are seven matmuls instead of five. The warpgroups have different
+// tasks.
 //
 //   consumers     Two warpgroups have 64 keys each, whose dV and dK stay in registers. They compute S, dP, P, dS, dV
 //                 and dK of these keys. dQ sums over all 128 keys; each consumer computes half of the part's
@@ -27,11 +28,12 @@
 
 namespace sage::attention {
 
-constexpr int DQ_ORDERED = 2;  // named barrier of both consumers, in addition to ALL_CONSUMERS
+constexpr int DQ_ORDERED = 2;  // a named barrier, see above; ALL_CONSUMERS is 1
 
-// How two parts divide the panels of 64 channels. Q and K have D channels, and values have V. The first part has two
-// panels of K, and the second part has the rest of K. The second part has two panels of V, and the first part has the
-// rest of V. Both parts then have about the same number of matmuls, and at most two panels each of dK and dV.
+// How the channels of K and V, in panels of 64, are divided into two parts. Q and K have D channels, and values have V.
+// The first part has two panels of K, and the second part has the rest of K. The second part has two panels of V, and
+// the first part has the rest of V. Both parts then have about the same number of matmuls. A part has at most two
+// panels of dK and at most two of dV.
 template <int D, int V>
 struct ChannelParts {
   static constexpr int COUNT = 2, LEFT_OF_K = D / 64 - 2, LEFT_OF_V = V / 64 - 2;
@@ -39,25 +41,24 @@ struct ChannelParts {
   static_assert(0 < LEFT_OF_K && LEFT_OF_K <= 2 && 0 <= LEFT_OF_V && LEFT_OF_V <= 2);
 };
 
-// What this mainloop requires of its numerics, which define the layout of shared memory, and of their
-// Consumer<K_PANELS, V_PANELS>. A Consumer is the state that a consumer keeps in registers: dK of K_PANELS consecutive
-// panels of 64 channels, and dV of V_PANELS panels. A tile has two pieces, Q and dO; piece n of the pipeline belongs to
-// tile n / 2.
+// What this mainloop requires of its numerics N, and of N::Consumer<K_PANELS, V_PANELS>. N defines the layout of shared
+// memory. A Consumer is the state that a consumer keeps in registers: dK of K_PANELS consecutive panels of 64 channels,
+// and dV of V_PANELS panels. A tile has two pieces, Q and dO; piece n of the pipeline belongs to tile n / 2.
 template <class N, class Consumer = typename N::template Consumer<2, N::Parts::LEFT_OF_V>>
 concept BackwardSm90ChannelPartsNumerics =
     BackwardTilesSm90<N> &&
     requires(N numerics, const QueryTile& tile, const typename N::Pieces& pieces, Consumer consumer, const DqAccumulator& sums) {
       requires std::is_same_v<typename N::Pieces, Pipeline<2 * N::STAGES>>;
-      requires N::ARRIVALS >= 1;  // the producer's arrivals at the mbarrier for each piece
-      // The producer calls load_queries for a tile's Q and row state, and load_gradients for its dO: (tile, stage,
-      // mbarrier). They issue the copies.
+      requires N::ARRIVALS >= 1;  // how often the producer arrives at a piece's mbarrier
+      // load_queries(tile, stage, mbarrier) issues the copies of a tile's Q and row state (log-sum-exp, delta, ..).
+      // load_gradients issues the copies of the tile's dO. The producer calls both.
       numerics.load_queries(tile, 0, 0u);
       numerics.load_gradients(tile, 0, 0u);
       (Consumer(numerics, 0, 0, 0));  // numerics, the consumer's number, its first panel of dK, its first panel of dV
       // visit(pieces, index among the visited tiles, the tile's number in the segment, its number in the padded
       // buffers, masked, sums): waits for the pieces of a tile, computes all matmuls, and releases the pieces.
       consumer.visit(pieces, 0, 0, 0, Masked<OUTER_KEYS>{}, sums);
-      consumer.score_mod.next_head();  // a policy of numerics/score_mod.cuh
+      consumer.score_mod.next_head();  // score_mod: a policy of numerics/score_mod.cuh
       // store_gradients<Queries>(the warp's first key): writes dK and dV.
       consumer.template store_gradients<EveryQuery>(0);
     };
@@ -71,7 +72,7 @@ __device__ __forceinline__ void visit_tiles(const params::Backward& p, const Num
   DqAccumulator sums{p.dq_accum, p.dq_semaphore, block.first_key / SM90_KEYS * PARTS + block.channel_part, 0, CONSUMER_THREADS,
                      DQ_ORDERED};
   typename Queries::Tile tile = queries.start();
-  int number = queries.first;  // the tile's number in the segment; with a selection, see ListedQueries
+  int number = queries.first;  // the query tile's index in the segment; with a selection, its number in ListedQueries
 #pragma unroll 1
   for (int i = 0; i < queries.count; ++i) {
     int padded = sums.set_order(queries.added(tile), PARTS);
@@ -115,7 +116,7 @@ __device__ __forceinline__ void backward_sm90_channel_parts(const params::Backwa
   } else {
     ptx::setmaxnreg<KV_CONSUMER_REGISTERS, SM90_THREADS>();
     fetch_keys<ALL_CONSUMERS>(numerics);
-    // Channel parts whose K and V have the same numbers of panels use the same Consumer.
+    // If both parts have two panels of K and two of V, they use the same Consumer.
     using First = typename Numerics::template Consumer<2, Parts::LEFT_OF_V>;
     using Second = typename Numerics::template Consumer<Parts::LEFT_OF_K, 2>;
     int part = block.channel_part;

@@ -3,7 +3,8 @@
 // tiles of 64 queries that see these keys. Its warpgroups are specialized.
 //
 //   consumers     Two warpgroups have 64 keys each. They compute S, dP, P, dS and dV, and dK where they have registers
-//                 for dK (CONSUMERS_KEEP_DK: head_dim 64). They never wait for dQ of the same tile.
+//                 for dK (CONSUMERS_KEEP_DK: head_dim 64). They wait for dQ of tile i only before they store dS of
+//                 tile i + 2.
 //   dQ warpgroup  The third warpgroup is the producer, which copies tiles of queries into a pipeline of STAGES stages.
 //                 It also computes dQ from the consumers' dS, and adds dQ to the sums in global memory; at head_dim 128
 //                 it computes dK.
@@ -36,11 +37,11 @@ constexpr int DQ_REGISTERS = (CONSUMERS + 1) * ptx::LAUNCH_REGISTERS<SM90_THREAD
 // Named barriers; 0 is __syncthreads. The first three exist twice, for even and odd tiles, because one warpgroup can be
 // ahead of another by a tile.
 enum NamedBarrier : int {
-  SLOT_EMPTY = 1,        // one per consumer: its half of the slot may be overwritten
-  DK_OPERANDS_FULL = 5,  // one per consumer: the operands of dK are in the slot, if the dQ warpgroup computes dK
+  SLOT_EMPTY = 1,        // one per consumer: its half of a slot of dS may be overwritten
+  DK_OPERANDS_FULL = 5,  // one per consumer: its operands of dK are in the slot. Used if the dQ warpgroup computes dK
   DS_FULL = 9,           // the operands of dQ, from both consumers, are in the slot
   KEYS_LOADED = 11,      // among the consumers: K and V are in shared memory
-  DQ_WARPGROUP = 12,     // inside the dQ warpgroup: before and after it adds to dQ with a semaphore
+  DQ_WARPGROUP = 12,     // in deterministic mode, inside the dQ warpgroup: before and after it adds to dQ
   WITHIN_CONSUMER = 13,  // inside each consumer: all its warps have stored dS
 };
 __device__ __forceinline__ int named_barrier(NamedBarrier kind, int tile, int warpgroup) { return kind + (tile & 1) * CONSUMERS + warpgroup; }
@@ -50,9 +51,9 @@ __device__ __forceinline__ int named_barrier(NamedBarrier kind, int tile) { retu
 template <int D>
 constexpr bool CONSUMERS_KEEP_DK = D == 64;
 
-// Adds 64 channels to dQ from shared memory: each warp of the dQ warpgroup stages its dQ there, and one bulk addition
-// adds it while the warp continues. (With more channels, a warp's bulk additions for a tile would wait for each other,
-// so larger heads add from registers.)
+// For D = 64: each warp of the dQ warpgroup stages its part of dQ in shared memory, and one bulk addition adds it to
+// global memory while the warp continues. (With more channels, a warp's bulk additions for a tile would wait for each
+// other, so larger heads add from registers.)
 struct BulkDqAccumulator : DqAccumulator {
   static constexpr int WARP_BYTES = 64 / 8 * 512, BYTES = WARPGROUP_THREADS / 32 * WARP_BYTES;
   uint32_t staging;
@@ -85,8 +86,8 @@ struct BulkDqAccumulator : DqAccumulator {
   __device__ __forceinline__ void end() const { ptx::cp_async_bulk_wait_read(); }
 };
 
-// Adds to dQ from registers, by atomic additions. Atomic additions are also correct with a semaphore; a code path
-// without atomics would need more registers.
+// Adds to dQ from registers, by atomic additions. If `semaphore` is not null, plain additions would suffice, but a
+// second code path for them would need more registers.
 struct AtomicDqAccumulator : DqAccumulator {
   template <int D, int N>
   __device__ __forceinline__ void add(int padded_tile, int strip, int first, int lane, const float (&x)[N][4]) const {
@@ -105,8 +106,8 @@ __device__ __forceinline__ auto choose_accumulator(const DqAccumulator& sums, ui
   else return AtomicDqAccumulator{sums};
 }
 
-// What a consumer calls for each tile of queries, in calling order: the functions hand the operands of dK and dQ to the
-// dQ warpgroup in a slot, and start the next tile.
+// The functions that a consumer calls for each tile of queries, in the order of the calls. They pass the operands of dK
+// and dQ to the dQ warpgroup, through a slot in shared memory, and start the next tile.
 template <bool KEEP_DK, class Tiles, class KeyConsumer>
 struct TileHandover {
   const params::Backward& p;
@@ -145,34 +146,33 @@ concept BackwardSm90DqWarpgroupNumerics =
                                      decltype(choose_accumulator<N::D>(DqAccumulator{}, 0)) sums,
                                      const TileHandover<CONSUMERS_KEEP_DK<N::D>, Pipeline<N::STAGES>, typename N::KeyConsumer>& handover) {
       requires N::CONSUMER_REGISTERS % 8 == 0;  // registers of a consumer's thread
-      requires N::STAGING_AT <= N::SHARED_BYTES;  // the staging memory of BulkDqAccumulator, at head_dim 64
+      requires N::STAGING_AT <= N::SHARED_BYTES;  // start of BulkDqAccumulator's staging memory; head_dim 64 only
       // Issues the copies of a tile of queries: (tile, stage, thread, mbarrier). Called by the first thread of the dQ
       // warpgroup if the tensors have TMA tensor maps (dout.mapped), otherwise by all of its threads.
       numerics.load(tile, 0, 0, mbarrier);
-      // The producer's arrivals at the mbarrier for each tile.
+      // The arrival count of the mbarriers `full` of tile/pipeline.cuh.
       N::fetching(p);
       (typename N::KeyConsumer(numerics, 0));
-      // Issues S^T of a tile that has arrived. Does nothing if registers are short; scores() then issues S^T.
+      // Issues S^T of a tile that has arrived. If registers are short, it does nothing, and scores() issues S^T.
       keys.start(0);
-      // scores(the tile's number, stage, slot, masked, handover): computes P, dS, dV and perhaps dK. Calls the
-      // functions of `handover` in their order: acquire_slot() before a write to the slot, and start_next() as soon as
-      // registers suffice.
+      // scores(the tile's number, stage, slot, masked, handover): computes P, dS, dV, and dK if keys.dk exists. Calls
+      // the functions of `handover` in the order of their declaration: acquire_slot() before it writes to the slot,
+      // and start_next() as soon as enough registers are free for S^T of the next tile.
       keys.scores(0, 0, 0, Masked<OUTER_KEYS>{}, handover);
       // Waits for the wgmma that the last start_next() issued.
       keys.end();
       keys.dv;
-      keys.score_mod.next_head();  // a policy of numerics/score_mod.cuh
+      keys.score_mod.next_head();  // score_mod: a policy of numerics/score_mod.cuh
       (typename N::DqConsumer(numerics));
-      // Issues the first wgmma of dQ. Does nothing if registers are short; add_dq() then issues it.
+      // Issues the wgmmas of dQ, or leaves them to add_dq() to save registers.
       dq.start(0);
-      // add_dq(the tile's number in the padded buffers, slot, sums, read): computes dQ and adds it to `sums`. It
-      // calls read() after its last read of the slot.
+      // add_dq(the tile's number in the padded buffers, slot of dS, sums, read): computes dQ and adds it to `sums`.
+      // Calls read() after its last read of the slot.
       dq.add_dq(0, 0, sums, call);
     } && (CONSUMERS_KEEP_DK<N::D> ? requires(typename N::KeyConsumer keys) { keys.dk; } : requires(typename N::DqConsumer dq) {
-      // add_keys(consumer, stage, slot): adds dS^T Q, from the slot's dS and the stage's Q, to dK of the consumer's
-      // keys.
+      // add_keys(number of a consumer, stage of Q, slot of dS): adds dS^T Q to dK of the keys of this consumer.
       dq.add_keys(0, 0, 0);
-      // Waits until the wgmmas of add_keys no longer read the tile.
+      // Waits until the wgmmas of add_keys no longer read the stage.
       dq.added();
       dq.dk;
       // The address of GRADIENT_STAGING bytes for the epilogue of the calling warp.
@@ -260,7 +260,7 @@ __device__ __forceinline__ void consume_tiles(const params::Backward& p, const Q
   TileHandover<KEEP_DK, Tiles, KeyConsumer> handover{p, pipeline, part, warpgroup, 0, queries.count};
   if (handover.tiles > 0) handover.wait(0);
   part.start(0);
-  int number = queries.first;  // the tile's number in the segment; with a selection, see ListedQueries
+  int number = queries.first;  // the query tile's index in the segment; with a selection, its number in ListedQueries
   for (int& i = handover.tile; i < handover.tiles; ++i) {
     part.scores(number, pipeline.stage(i), i & 1, masked.of(number, warpgroup), handover);
     pipeline.release(i);
@@ -287,7 +287,7 @@ __device__ __forceinline__ void backward_sm90_dq_warpgroup(const params::Backwar
   typename Queries::Tile tile = queries.start();
   Numerics numerics(p, block, shared);
   int warpgroup = ptx::uniform(threadIdx.x / WARPGROUP_THREADS);
-  int warp_key = block.first_key + threadIdx.x / 32 % 4 * 16;  // computed here, because in the epilogues ptxas would spill twice as much
+  int warp_key = block.first_key + threadIdx.x / 32 % 4 * 16;  // computing it in the epilogues would double the spills
   if (warpgroup == CONSUMERS) {
     ptx::setmaxnreg<DQ_REGISTERS<Numerics::CONSUMER_REGISTERS>, SM90_THREADS>();
     add_dq_of_tiles(p, numerics, queries, pipeline, tile, ptx::shared_address(shared), warp_key);

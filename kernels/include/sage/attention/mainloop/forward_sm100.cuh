@@ -42,7 +42,7 @@ struct ForwardSm100Barriers {
   typename Pipeline<STAGES>::Barriers keys, values;
   Pipeline<1>::Barriers scores;
   Pipeline<2>::Barriers probabilities;
-  uint64_t queries;  // Q, and its scales, are in shared memory
+  uint64_t queries;  // completes when Q and its scales are in shared memory
 };
 
 template <int STAGES>
@@ -55,7 +55,8 @@ struct ForwardSm100Pipelines {
   __device__ __forceinline__ explicit ForwardSm100Pipelines(const ForwardSm100Barriers<STAGES>& at)
       : keys(at.keys), values(at.values), scores(at.scores), probabilities(at.probabilities), queries(ptx::shared_address(&at.queries)) {}
 
-  // Initializes all mbarriers; one thread calls it. The products warp arrives once per stage, by tcgen05_commit.
+  // Initializes all mbarriers; one thread calls it. The warp that issues MMAs arrives once per stage, by
+  // tcgen05_commit.
   __device__ __forceinline__ void prepare(int query_arrivals) const {
     keys.prepare(1, 1), values.prepare(1, 1);
     scores.prepare(1, ForwardSm100Warps::SOFTMAX), probabilities.prepare(ForwardSm100Warps::SOFTMAX, 1);
@@ -71,10 +72,10 @@ concept ForwardSm100Numerics = requires(N numerics, const params::Forward& p, co
   typename N::Type;
   requires N::D % 64 == 0;  // the padded head_dim
   requires N::THREADS == ForwardSm100Warps::ALL * 32 && N::STAGES >= 2;
-  requires N::OUTPUT_AT % 32 == 0 && N::OUTPUT_AT + N::D <= FORWARD_SM100_COLUMNS;  // the column of O's first channel
-  requires N::QUERY_ARRIVALS >= 1;  // arrivals at the mbarrier of the queries, by load_queries and store_queries
+  requires N::OUTPUT_AT % 32 == 0 && N::OUTPUT_AT + N::D <= FORWARD_SM100_COLUMNS;  // O's first tensor memory column
+  requires N::QUERY_ARRIVALS >= 1;  // arrivals at the queries' mbarrier: load_queries plus all threads' store_queries
   N(p, block, shared);
-  // Copy Q: load_queries in the producer, store_queries in each softmax thread.
+  // load_queries (producer): copies Q's values. store_queries (each softmax thread): copies its query's scales.
   numerics.load_queries(mbarrier);
   numerics.store_queries(mbarrier);
   // Issue the copies of a tile into a stage.
@@ -85,8 +86,8 @@ concept ForwardSm100Numerics = requires(N numerics, const params::Forward& p, co
   numerics.start(tensor);
   numerics.multiply(tensor, 0);
   numerics.add(tensor, 0, 0);
-  // A Row is the query of a thread. read: reads its row of S. follow: raises the reference that its exponents are
-  // relative to, and returns whether O must be rescaled by row.decay. make_probabilities computes P.
+  // A Row has the softmax state of a thread's query. read: reads the query's row of S. follow: lets row.reference
+  // follow the running maximum, and returns whether O must be rescaled by row.decay. make_probabilities: computes P.
   row.read(tensor);
   { row.template follow<OUTER_KEYS>(p, 0, 0) } -> std::same_as<bool>;
   row.make_probabilities();
@@ -110,8 +111,8 @@ __device__ __forceinline__ void produce_sm100(Numerics& numerics, const Block& b
   pipelines.values.drain(steps);
 }
 
-// The products warp. `multiply` may overwrite the previous step's S and key scales in tensor memory: an empty stage of
-// `scores` says that all threads have the previous S in registers, hence that its MMA is complete.
+// The products warp. `multiply` may overwrite the previous step's S and key scales in tensor memory, because
+// scores.wait_empty waits until all softmax threads have read that S. So the MMA that used these scales is complete.
 template <class Numerics, class Pipelines>
 __device__ __forceinline__ void issue_products(Numerics& numerics, const Pipelines& pipelines, uint32_t tensor, int steps) {
   auto add = [&](int step) {
@@ -160,9 +161,9 @@ template <class Numerics, class Block, class Pipelines>
 __device__ __forceinline__ void online_softmax(Numerics& numerics, typename Numerics::Row& row, const params::Forward& p,
                                                const Block& block, const Pipelines& pipelines, uint32_t warp_tensor, int query, int steps) {
   numerics.store_queries(pipelines.queries);
-  // `whole`: all queries of the warp see the tiles before number `whole` completely, except a window's `hidden` tiles.
+  // In steps `hidden` to `whole - 1` all queries of the warp see the tile completely.
   int visible = block.visible(query), first = 0, whole = __shfl_sync(~0u, visible, 0) / TILE;
-  int hidden = 0;  // tiles of a window that the warp's last query does not see completely
+  int hidden = 0;  // steps before step `hidden` contain keys before a query's window: see hidden_steps
   if constexpr (Block::HIDDEN == OUTER_KEYS)
     first = block.hidden(query), hidden = hidden_steps(block, query - int(threadIdx.x % 32), 32, TILE);
 #pragma unroll 1
@@ -175,7 +176,7 @@ __device__ __forceinline__ void online_softmax(Numerics& numerics, typename Nume
     bool behind = hidden <= step && step < whole ? row.template follow<NO_KEYS>(p, 0, 0)
                                                   : row.template follow<Block::HIDDEN>(p, first - step * TILE, visible - step * TILE);
     if (__any_sync(~0u, behind) && step > 0) {
-      pipelines.probabilities.wait_empty(step + 1);  // O += P V of the previous step is complete
+      pipelines.probabilities.wait_empty(step + 1);  // waits until O += P V of step - 1 is complete
       ptx::tcgen05_fence_after();
       rescale_output<Numerics>(warp_tensor, row.decay);
     }

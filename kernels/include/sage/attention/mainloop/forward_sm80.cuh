@@ -1,12 +1,12 @@
-// The forward mainloop for sm_80 and later (mma.sync, cp.async), and what the mainloops for Hopper and family 10 share
+// The forward mainloop for sm_80 and later (mma.sync, cp.async), and what forward_sm90.cuh and forward_sm100.cuh share
 // with it: the division into thread blocks, and the epilogue.
 //
 // A thread block computes the output and the log-sum-exp of 128 queries of one head; each warp has 16 * M queries,
 // and keeps their accumulators in registers. The mainloop visits the tiles of 64 keys that the queries see. All warps
 // do the same: they copy the next tile of K and V asynchronously into one of two buffers while they compute on the
-// other, and one __syncthreads per tile orders copies and reads. With one stage, V is copied while S is computed, and
-// the next K while P V is computed; this order needs two barriers per tile. The numerics define how a tile is computed
-// (ForwardSm80Numerics below; numerics/*_forward_sm80.cuh).
+// other, and one __syncthreads per tile orders copies and reads. With one buffer (STAGES == 1), V is copied while S is
+// computed, and the next K while P V is computed; this order needs two barriers per tile. The numerics define how a
+// tile is computed (ForwardSm80Numerics below; numerics/*_forward_sm80.cuh).
 #pragma once
 
 #include <sage/attention/rows.cuh>
@@ -20,11 +20,12 @@ namespace sage::attention {
 constexpr int FORWARD_QUERIES = 128;
 
 // The head, segment and queries of a thread block. Thread blocks with the last queries start first: under a causal mask
-// they see the most keys, so that the last to start are short. Queries are divided from the end of the segment, so that
-// the partial thread block is also the shortest. The struct is in shared memory, because the MMAs need the registers.
+// they see the most keys, and run longest. Queries are assigned from the end of the segment: if one thread block has
+// fewer queries than the others, it has the first queries, which see the fewest keys. The struct is in shared memory,
+// because the MMAs need the registers.
 struct ForwardBlock {
   int head, key_head, segment_index;
-  int first, end;  // its queries are first to end - 1, in the segment padded to whole tiles; none if end <= first
+  int first, end;  // the thread block's queries: first to end - 1, with the last tile's padding; none if end <= first
   Segment segment;
 
   ForwardBlock() = default;
@@ -36,7 +37,7 @@ struct ForwardBlock {
     first = max(end - queries, 0);
   }
 
-  // This thread block's last query among the `queries` queries from `from` on; below `from` if no such query exists.
+  // The thread block's last query in [from, from + queries); below `from` if it has no query there.
   __device__ __forceinline__ int last_of(int from, int queries) const {
     return min(min(from + queries, end), segment.query_len) - 1;
   }
@@ -51,21 +52,21 @@ struct ForwardBlock {
 // A thread block that visits all keys that its queries see.
 struct EveryKey : ForwardBlock {
   static constexpr Hidden HIDDEN = LATER_KEYS;  // which visited keys can be hidden from a query
-  static constexpr int skipped = 0;             // keys that are not visited: see ListedKeys
+  static constexpr int skipped = 0;
 
   EveryKey() = default;
   __device__ __forceinline__ EveryKey(const params::Forward& p, int index, int queries) : ForwardBlock(p.shape, index, queries) {}
 
   // The number of visited keys that a query sees.
   __device__ __forceinline__ int visible(int query) const { return segment.visible_keys(query); }
-  // The position of a step's keys in the segment, in units of TILES tiles.
+  // The index in the segment of the first of a step's TILES key tiles, divided by TILES.
   template <int TILES>
   __device__ __forceinline__ int number(int step) const { return step; }
 };
 
-// A thread block that visits the keys of a window. The number of skipped keys is rounded down to a multiple of every
-// mainloop's step. So the visited keys begin at or before the first key that any query of the thread block sees, and
-// later queries do not see some of these keys.
+// A thread block that visits the keys of a window. `skipped` is the number of keys before the window of the thread
+// block's first query, rounded down to a multiple of STEP, so that every mainloop skips whole steps. Some queries do
+// not see the first visited keys.
 struct WindowKeys : ForwardBlock {
   static constexpr Hidden HIDDEN = OUTER_KEYS;
   static constexpr int STEP = 2 * TILE;
@@ -86,10 +87,9 @@ struct WindowKeys : ForwardBlock {
   __device__ __forceinline__ int number(int step) const { return step + skipped / (TILES * TILE); }
 };
 
-// A thread block that has one query block of a selection, and visits the listed key blocks. Only the last listed block
-// can need a mask: the queries see all other listed blocks completely. Mainloops therefore treat the visited keys as
-// one contiguous range. `skipped` is the number of unlisted keys before the last listed block: the block's position in
-// the segment minus the block's position in the range.
+// A thread block that has one query block of a selection, and visits the listed key blocks as one contiguous range of
+// keys. Only the last listed key block can need a mask: the queries see all other listed key blocks completely.
+// `skipped` is the number of unlisted keys before the last listed key block.
 struct ListedKeys : ForwardBlock {
   static constexpr Hidden HIDDEN = LATER_KEYS;
   static constexpr int BLOCK_TILES = SELECTION_BLOCK / TILE;
@@ -126,8 +126,8 @@ struct ListedKeys : ForwardBlock {
 };
 
 // The epilogue: writes the outputs (O, and in Attn-QAT high_precision_out) and the log-sum-exp. SMOOTHS_VALUES: whether
-// the numerics support smoothing of V; the mean of a smoothed V is added to O. STAGING is the size of a warp's
-// `staging` memory: see store_rows.
+// the numerics support smoothing of V; if V was smoothed, its original mean is added to O. STAGING: bytes of `staging`
+// memory per warp (see store_rows).
 template <class T, Hidden HIDDEN, bool SMOOTHS_VALUES, int STAGING = 0, int D, int M, int THREADS, bool SHARED, int OUTPUTS, int SLACK>
 __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlock& block,
                                       Softmax<D, M, THREADS, SHARED, OUTPUTS, SLACK>& softmax, uint32_t staging = 0) {
@@ -155,7 +155,7 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
   }
   if constexpr (SMOOTHS_VALUES) {
     if (p.smooth_values) {
-      // The weight of the mean is the row's sum, by which the accumulator is divided later.
+      // Adds `sums` times V's mean to O, which is not yet normalized. V's means follow K's means in memory.
       const float* mean = p.codes.k_mean + (int64_t(shape.key_heads + block.key_head) * shape.segment_count + block.segment_index) * D;
 #pragma unroll
       for (int n = 0; n < D / 8; ++n)
@@ -165,7 +165,7 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
 #pragma unroll
           for (int r = 0; r < 2 * M; ++r) {
             float& acc = softmax.acc[r >> 1][n][2 * (r & 1) + e];
-            // A mean that is not finite must not reach a query that sees no key.
+            // If V's mean is not finite, the output of a query that sees no key must still be zeros.
             if (inverse[r] != 0.0f) acc = fmaf(sums[r], of_channel, acc);
           }
         }
@@ -190,9 +190,9 @@ __device__ __forceinline__ void store(const params::Forward& p, const ForwardBlo
     if (lane % 4 == 0 && row < block.end) {
       bool real = row < segment.query_len && sight.visible_keys(row) > 0;
       if (p.minus_lse2) p.minus_lse2[padded + row] = real ? -(softmax.reference[r] + log2f(sum) + with_sink[r]) : -CUDART_INF_F;
-      // The backward normalizes P by all logits, including the sink, and quantizes P times the query's entry of
-      // row_sums. The sink's factor in the entry is at most 2^64. If the keys have less than 2^-64 of the probability,
-      // P times the entry is too small.
+      // The backward normalizes P over the keys and the sink, multiplies it by the query's entry of row_sums, and
+      // quantizes the product. The entry has the factor 1 / (sum of the probabilities of all keys), capped at 2^64.
+      // Where the cap applies, the product is too small.
       if (OUTPUTS == 2 && p.row_sums) p.row_sums[padded + row] = real ? (p.p_literal ? 1.0f : sum) * ptx::exp2(fminf(with_sink[r], 64.0f)) : 1.0f;
     }
   }
@@ -211,8 +211,8 @@ concept ForwardSm80Numerics = requires(N numerics, const params::Forward& p, con
   N::SMOOTHS_VALUES || true;       // whether smoothing of V is supported
   N::COOPERATES || true;           // whether warps meet at a barrier inside a tile, so that all must compute every tile
   N(p, block, shared);
-  // Issue the asynchronous copies of a tile into buffer tile % 2. (The visited tiles have alternating even and odd
-  // numbers, because a listed key block has two tiles.)
+  // Issue the asynchronous copies of Q, and of a tile of K or V. With two stages, even tiles use one buffer, and odd
+  // tiles the other. (Even and odd tiles alternate even if key blocks are skipped, because a key block has two tiles.)
   numerics.load_queries();
   numerics.load_keys(0);
   numerics.load_values(0);
@@ -222,18 +222,19 @@ concept ForwardSm80Numerics = requires(N numerics, const params::Forward& p, con
   // P V. `step` counts the visited tiles.
   numerics.template attend<OUTER_KEYS>(0, 0, logits, softmax, block.segment, 0);
   numerics.template attend<NO_KEYS>(0, 0, logits, softmax, block.segment, 0);
-  // Finishes the accumulator after the last tile.
+  // After the last tile: subtracts from O the multiple of quant::MAGIC that it contains, if any.
   numerics.flush_magic(softmax);
 };
 
-// The first visited keys of a window can be hidden from the last query of a range (`queries` queries, beginning with
-// `first`). A step visits `keys` keys. Returns how many steps have hidden keys, and therefore need a mask. Called only
-// for windows: in other kernels the call would make ptxas reorder the loop's instructions.
+// The number of steps at the start of the loop that need a mask, because they contain keys before the window of the
+// last of `queries` queries from `first` on. A step has `keys` keys. Kernels without a window do not call this, because
+// the call would make ptxas reorder their instructions.
 __device__ __forceinline__ int hidden_steps(const WindowKeys& block, int first, int queries, int keys) {
   return (block.hidden(block.last_of(first, queries)) + keys - 1) / keys;
 }
 
-// Returns `whole_tiles`, or 0 in a window's hidden steps.
+// A step below the result needs no mask. The result is `whole_tiles`, or 0 if the step has keys before the window of a
+// query of the warp.
 template <class Numerics, class Block>
 __device__ __forceinline__ int whole_of(const Block& block, int step, int whole_tiles) {
   if constexpr (Block::HIDDEN == OUTER_KEYS) {
@@ -244,7 +245,7 @@ __device__ __forceinline__ int whole_of(const Block& block, int step, int whole_
 }
 
 // The loop over tiles. The copy of the first tile, `next`, is in flight. The first `whole_tiles` tiles need no mask,
-// except for a window's hidden steps. This version has two buffers, each for a tile of K and of V.
+// except the tiles at a window's start. This version has two buffers, each for a tile of K and of V.
 template <class Numerics, class Block>
 __device__ __forceinline__ void visit_in_two_stages(Numerics& numerics, typename Numerics::RowSoftmax& softmax, const Block& block,
                                                     int key_tiles, int whole_tiles, int next) {

@@ -14,8 +14,9 @@
 //                 execute during another consumer's softmax.
 //   QUERIES_READ  Named barriers: a consumer's warps have read its queries, whose memory its epilogue may overwrite.
 //
-// Timeline of an item of three steps, without VALUES_FIRST: two consumers, four stages. S1 PV0: the consumer issues S
-// of step 1 and P V of step 0; S1 runs during the other consumer's softmax, PV0 during this consumer's softmax 1.
+// Timeline of an item of three steps, without VALUES_FIRST, for two consumers and four stages. "S1 PV0": the
+// consumer issues S of step 1 and P V of step 0. S1 runs during the other consumer's softmax, PV0 during this
+// consumer's softmax 1.
 //
 //   producer    Q K0|K1|V0|K2      |V1               |V2   |Q of the next item|K0 ..
 //   consumer 0      |S0|softmax 0     |S1 PV0|softmax 1      |S2 PV1|softmax 2      |PV2|epilogue
@@ -55,7 +56,7 @@ constexpr int PRODUCER_THREADS = 32;
 
 // Named barriers; 0 is __syncthreads.
 enum ForwardBarrier : int {
-  PRODUCERS = 1,     // the producer's threads: all see the item that the first thread got
+  PRODUCERS = 1,     // among the producer's threads: the first thread has written the next work item
   MMA_ORDER = 2,     // one for each consumer: this consumer may issue its wgmmas
   QUERIES_READ = 5,  // one for each consumer: all its warps have read its queries
 };
@@ -77,13 +78,13 @@ __device__ __forceinline__ Block next_work(const params::Forward& p, bool first)
   return none;
 }
 
-// The requirements of the mainloop. Its numerics define the layout of shared memory; their Consumer is the state that a
+// What the mainloop requires of its numerics N. N defines the layout of shared memory; N::Consumer is the state that a
 // consumer keeps in registers. Stage indices refer to the kv pipeline.
 //
 // VALUES_FIRST is the order in which the matmuls of a step are issued.
 // - If true, P V of the previous step is issued before S, and the consumer waits for P V while S is in flight:
-// registers cannot store the results of both matmuls during the softmax. The softmax of the other consumers hides the wait. Keys and
-// values share a stage.
+// registers cannot store the results of both matmuls during the softmax. The softmax of the other consumers hides the
+// wait. Keys and values share a stage.
 // - If false, S is issued before P V of the previous step, which is in flight during the softmax of S. Keys and values
 // have separate stages in the kv pipeline, in the order in which consumers need them: keys 0, keys 1, values 0, keys 2,
 // values 1, .. A stage of keys is then released long before the values of its step are needed.
@@ -98,7 +99,7 @@ concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, con
   requires N::Warpgroups::CONSUMERS >= 2;       // a ForwardWarpgroups
   requires N::QUERY_SLOTS == 1 || N::QUERY_SLOTS == 2;  // items whose queries are in shared memory at a time
   requires N::QUERY_ARRIVALS >= 1 && N::STEP_ARRIVALS >= 1;  // the producer's arrivals for an item's queries, and for a stage
-  N::template MASKS_APART<OUTER_KEYS>;          // for each kind of hidden keys
+  N::template MASKS_APART<OUTER_KEYS>;          // a bool for each value of Hidden
   N::SMOOTHS_VALUES;                            // whether smoothing of V is supported
   requires N::STAGING >= 0 && N::SHARED_BYTES > 0;           // bytes of shared memory: per warp in the epilogue, and in total
   N(p, block, shared);
@@ -108,14 +109,14 @@ concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, con
   // Issues S of a step whose keys have arrived.
   consumer.start(0);
   // online_softmax<HIDDEN, PENDING>(step, stage, segment, the consumer's first query): computes P from S. With
-  // VALUES_FIRST it waits for S.
+  // VALUES_FIRST it first waits for S, while PENDING later wgmmas may stay in flight.
   consumer.template online_softmax<OUTER_KEYS, 0>(0, 0, block.segment, 0);
   consumer.template online_softmax<NO_KEYS, 0>(0, 0, block.segment, 0);
-  // Issue P V of a step, and of an item's last step.
+  // Issues P V of a step: `add_last` for an item's last step, `add` for earlier steps.
   consumer.add(0);
   consumer.add_last(0);
-  // added<PENDING>(): waits for P V, while PENDING later wgmmas may stay in flight. Afterwards no wgmma reads the
-  // values. With VALUES_FIRST it then adds the result to O.
+  // added<PENDING>(): waits for P V of a step, while PENDING later wgmma groups may stay in flight. Afterwards no wgmma
+  // reads that step's values. With VALUES_FIRST it then adds the result to O.
   consumer.template added<0>();
   consumer.softmax;    // the Softmax of the consumer's queries; contains O
   consumer.staging();  // the address of the calling warp's STAGING bytes
@@ -123,28 +124,28 @@ concept ForwardSm90Numerics = requires(N numerics, const params::Forward& p, con
   // Issues the asynchronous copies of a step's keys and values: (step, stage, thread, mbarrier).
   numerics.load(0, 0, 0, mbarrier);
 } : requires(N numerics, typename N::Consumer consumer, uint32_t mbarrier) {
-  // Issues the copies of either the values or the keys of a step: (values, step, stage, thread, mbarrier).
+  // Issues the copies of a step's values, or of its keys: (true for values, step, stage, thread, mbarrier).
   numerics.load(true, 0, 0, 0, mbarrier);
   // scored<PENDING>(stage): waits for S, while P V of PENDING steps may stay in flight. Afterwards no wgmma reads the
   // keys.
   consumer.template scored<0>(0);
-  // Rescales O, and converts P to the operand of the next add; no wgmma may be in flight.
+  // Rescales O, and packs P as the operand of the next P V; no wgmma may be in flight.
   consumer.take();
 });
 
-// The number of steps with keys that at least one of the queries `first` .. `first + queries - 1` of the block sees.
+// The number of steps up to the last key that the block's queries `first` to `first + queries - 1` see.
 template <class Warpgroups, class Block>
 __device__ __forceinline__ int steps_of(const Block& block, int first, int queries) {
   int last = block.last_of(first, queries);
   return first <= last ? (block.visible(last) + Warpgroups::KEYS - 1) / Warpgroups::KEYS : 0;
 }
 
-// The order of an item's keys and values in the kv pipeline. With VALUES_FIRST a stage has the keys and values of a
-// step, otherwise only the keys or only the values.
+// The order of an item's keys and values in the kv pipeline. With VALUES_FIRST a stage holds the keys and the values of
+// a step. Otherwise a stage holds one of the two: K of step 0, K of step 1, V of step 0, K of step 2, V of step 1, ..
 template <bool VALUES_FIRST>
 struct KvOrder {
   int before;  // stages that earlier items used
-  int steps;   // the number of steps that any query of the item needs
+  int steps;   // the item's number of steps
 
   __device__ __forceinline__ int pieces() const { return VALUES_FIRST ? steps : 2 * steps; }
   // The positions of a step's keys and of its values in the kv pipeline's sequence.
@@ -185,7 +186,7 @@ __device__ __forceinline__ void produce(const params::Forward& p, unsigned char*
   int before = 0;
   for (int item = 0;; ++item) {
     work.wait_empty(item);
-    // With one slot a lane must not overwrite an item that another lane still reads.
+    // With one slot, lane 0 must wait until the other lanes have read the previous item.
     if constexpr (Numerics::QUERY_SLOTS == 1) __syncwarp();
     Block& block = blocks[WorkPipeline::stage(item)];
     if (thread == 0) {
@@ -220,7 +221,7 @@ struct ItemConsumer {
   KvOrder<VALUES_FIRST> order;
   const Segment& segment;
   int warpgroup, first;            // the consumer's number, and its first query
-  int whole_steps, skipped_steps;  // whole: the number of steps that need no mask; skipped: block.skipped / step size
+  int whole_steps, skipped_steps;  // whole: the number of steps that need no mask; skipped: block.skipped in steps
 
   __device__ __forceinline__ void acquire_order() const { ptx::named_barrier_sync(MMA_ORDER + warpgroup, 2 * WARPGROUP_THREADS); }
   __device__ __forceinline__ void release_order() const {
@@ -257,7 +258,7 @@ struct ItemConsumer {
     online_softmax<MASK_IF_NEEDED, 0>(0);
     if constexpr (!VALUES_FIRST) consumer.take();
   }
-  // Computes S and the softmax of a later step, and P V of the step before it.
+  // Computes S and the softmax of `step`, which is not the first step, and P V of the step before it.
   template <Mask MASK>
   __device__ __forceinline__ void advance(int step) const {
     if constexpr (VALUES_FIRST) {
@@ -287,7 +288,7 @@ struct ItemConsumer {
     kv.release(order.values_of(steps - 1));
   }
   // For a step whose keys are hidden from this consumer's queries, but not from other consumers' queries: releases the
-  // step's stages, and passes the turn on.
+  // step's stages, and lets the next consumer issue its wgmmas.
   __device__ __forceinline__ void skip(int step) const {
     wait_for_keys(step);
     kv.release(order.keys_of(step));
@@ -321,7 +322,7 @@ __device__ __forceinline__ void consume(const params::Forward& p, unsigned char*
     KvOrder<Numerics::VALUES_FIRST> order{before, steps_of<Warpgroups>(block, block.first, Warpgroups::QUERIES)};
     ItemConsumer<Numerics, Block::HIDDEN, KvPipeline> part{consumer, kv, order, block.segment, warpgroup, first, whole_steps, skipped_steps};
     if (steps > 0) {
-      // The first steps of a window need a mask too.
+      // The last steps need a mask. With a window, the first steps need one too.
       auto mask_hidden_keys = [&](int step) {
         if constexpr (Block::HIDDEN == OUTER_KEYS)
           part.whole_steps = step < hidden_steps(block, first, 64, Warpgroups::KEYS) ? 0 : whole_steps;
@@ -332,7 +333,7 @@ __device__ __forceinline__ void consume(const params::Forward& p, unsigned char*
       constexpr bool MASKS_APART = Numerics::template MASKS_APART<Block::HIDDEN>;
       if constexpr (MASKS_APART) {
         int unmasked = whole_steps;
-        // If the first steps need a mask too, all steps run in the second loop.
+        // If a window's first steps need a mask, all steps run in the second loop.
         if constexpr (Block::HIDDEN == OUTER_KEYS) unmasked = hidden_steps(block, first, 64, Warpgroups::KEYS) > 0 ? 0 : whole_steps;
 #pragma unroll 1
         for (; step < min(steps, unmasked); ++step) part.template advance<NO_MASK>(step);
@@ -367,7 +368,8 @@ __device__ __forceinline__ void forward_sm90(const params::Forward& p) {
   WorkPipeline work(work_barriers);
   if (threadIdx.x == 0) {
     kv.prepare(Numerics::STEP_ARRIVALS, Warpgroups::CONSUMERS * 4);
-    work.prepare(1 + Numerics::QUERY_ARRIVALS, Warpgroups::CONSUMERS * WARPGROUP_THREADS);  // 1: the item itself
+    // The producer arrives once for the work item, and QUERY_ARRIVALS times for its queries.
+    work.prepare(1 + Numerics::QUERY_ARRIVALS, Warpgroups::CONSUMERS * WARPGROUP_THREADS);
   }
   __syncthreads();
   int warpgroup = ptx::uniform(threadIdx.x / WARPGROUP_THREADS);

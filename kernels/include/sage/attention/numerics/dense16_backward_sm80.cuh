@@ -116,7 +116,7 @@ struct Dense16BackwardSm80 {
 
   // Adds dQ of the previous tile, whose dS is in the other slot.
   __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqAccumulator& sums) {
-    constexpr int OWN = CHANNELS / Plan::PARTS;  // channels of the warp
+    constexpr int OWN = CHANNELS / Plan::PARTS;  // number of channels of dQ that a warp computes
     int lane = threadIdx.x % 32, strip = warp % 4, part = warp / 4;
     layout::TransposedReaderA<TILE * 2> ds_reader(shared + DS_AT + (slot ^ 1) * DS_BYTES, lane);
     layout::TransposedReaderB<ROW> k_reader(shared, lane);
@@ -142,8 +142,8 @@ struct Dense16BackwardSm80 {
   __device__ __forceinline__ void flush_magic() {}
 
  private:
-  // Moves a reader to the first channel of this channel_part. A part is 256 bytes of a row; the swizzle does not move
-  // bytes out of a part.
+  // Moves a reader to the first channel of the thread block's channel part. A part is 256 bytes of a row; the swizzle
+  // does not move bytes out of a part.
   __device__ __forceinline__ void to_channels(layout::TransposedReaderB<ROW>& reader) const {
     static_assert(CHANNEL_PARTS == 1 || CHANNELS == 128);
     if constexpr (CHANNEL_PARTS > 1) reader.address ^= block.channel_part * 256;

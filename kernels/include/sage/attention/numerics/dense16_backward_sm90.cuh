@@ -57,8 +57,8 @@ struct Dense16BackwardSm90 : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source> {
       uint32_t at = of.shared + stage_at(stage);
       const float* state = of.state(stage);
       // Log-sum-exps and deltas are read before any wgmma is issued: while wgmmas read shared memory, a load from it
-      // takes hundreds of clocks. For dP^T - delta = V dO^T - delta the accumulator is set to -delta before S^T is
-      // issued: otherwise ptxas would insert a wait for the wgmma in flight.
+      // takes hundreds of clocks. The accumulator of dP^T - delta is set to -delta before the wgmmas of S^T are issued:
+      // otherwise ptxas would insert a wait for these wgmmas.
       typename S::Sums sums;
       Scores s, dp;
       ColumnValues(state + TILE, lane).set(dp);
@@ -80,7 +80,7 @@ struct Dense16BackwardSm90 : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source> {
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[n][e] *= dp[n][e];
       pack_scores<T>(ds, s);
-      // dS^T is stored before dV is issued, because the shared memory reads of dV would delay the store.
+      // dS^T is stored before the wgmmas of dV are issued, because their reads of shared memory would delay the store.
       store_packed(of.ds_rows(slot, warpgroup) + warp * 16 * TILE * 2, ds, lane);
       // dV += P^T dO
       add_product<T, D>(dv, probabilities, at + Q_BYTES);
@@ -97,7 +97,7 @@ struct Dense16BackwardSm90 : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, Source> {
       ptx::wgmma_wait<0>(dk);
     }
 
-    // Stages this consumer's channels of dQ in shared memory for the storer.
+    // Stages this consumer's channels of dQ in shared memory, from where the storer warp adds them to global memory.
     __device__ __forceinline__ void hand_over(const float (&dq)[D / 8 / CONSUMERS][4], int lane, int warp) {
       constexpr int N = D / 8 / CONSUMERS;
       ptx::named_barrier_sync(DQ_EMPTY + warpgroup, DQ_THREADS);

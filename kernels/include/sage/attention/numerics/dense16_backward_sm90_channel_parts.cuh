@@ -1,7 +1,6 @@
-// The backward with 16-bit operands and f32 accumulators on Hopper, for head_dim above 128, with the channels divided
-// into two parts. Values may have fewer channels than keys. S may be an INT8 matmul. Shared memory has one copy of
-// V, Q, dO, K and dS^T; the matmuls of a channel part read the panels of that part. If S is an INT8 matmul, only the part's panels of K and
-// Q are loaded in 16 bit: only S needs the other channels, and S reads INT8 values.
+// The backward with 16-bit operands and f32 accumulators on Hopper, for head_dim above 128. The channels are divided
+// into two parts; a thread block computes dQ, dK and dV of one part. Values may have fewer channels than keys. S may be
+// an INT8 matmul. In that case a thread block loads only its part's channels of K and Q in 16 bit.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90_channel_parts.cuh>
@@ -23,8 +22,8 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
 
   static constexpr int ARRIVALS = S::ARRIVALS;
 
-  // The producer warp calls load_queries, which issues the copies of a tile's Q, of the INT8 values of Q and of the row
-  // state, and load_gradients, which issues the copies of the tile's dO (see load_rows).
+  // Called by the producer warp. load_queries issues the copies of a tile's 16-bit Q, of its INT8 Q if S needs
+  // it, and of its row state. load_gradients issues the copies of the tile's dO (see load_rows).
   __device__ __forceinline__ void load_queries(const QueryTile& tile, int stage, uint32_t mbarrier) {
     constexpr int STATE_BYTES = TILE * 4;
     uint32_t at = shared + stage_at(stage), state = at + STATE_AT;
@@ -37,11 +36,11 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
   }
   __device__ __forceinline__ void load_gradients(const QueryTile& tile, int stage, uint32_t mbarrier) {
     if (load_rows<V>(p.dout, p.dout_map, p.shape.value_dim, 0, tile, shared + stage_at(stage) + Q_BYTES, 0, mbarrier) && ARRIVALS > 1)
-      ptx::mbarrier_arrive(mbarrier);  // in place of the arrival for scales, which dO does not have
+      ptx::mbarrier_arrive(mbarrier);  // the second arrival; for Q it comes from the copy of the scale
   }
-  // Copies COUNT channels of a tile, from `channel` on. Lane 0 copies through the tensor map. If no map exists, or if a
-  // document ends inside the tile (zeros must follow, but a map reads the next document), all lanes copy. Lane 0
-  // announces the bytes of its copies plus `more`, and returns true.
+  // Copies COUNT channels of a tile, from `channel` on. If a tensor map exists and no document ends inside the tile,
+  // lane 0 copies through the map. Otherwise all lanes copy: at a document's end, a map would copy the next document's
+  // rows instead of zeros. Lane 0 announces the bytes that it copies through the map plus `more`, and returns true.
   template <int COUNT>
   __device__ __forceinline__ bool load_rows(const params::View& view, const params::TensorMap& map, int head_dim, int channel,
                                             const QueryTile& tile, uint32_t to, int more, uint32_t mbarrier) {
@@ -62,12 +61,12 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
     return true;
   }
 
-  // A consumer of a part with K_PANELS panels of dK and dQ, and V_PANELS panels of dV.
+  // A consumer. Its thread block computes K_PANELS panels of dK and dQ, and V_PANELS panels of dV.
   template <int K_PANELS, int V_PANELS>
   struct Consumer {
     static constexpr int K_CHANNELS = K_PANELS * 64, V_CHANNELS = V_PANELS * 64, DQ_CHANNELS = K_CHANNELS / CONSUMERS;
     const Dense16BackwardSm90ChannelParts& of;
-    int warpgroup, k_panel, v_panel;  // the consumer's number; the part's first panels of dK and dV
+    int warpgroup, k_panel, v_panel;  // the consumer's number; its first panel of dK; its first panel of dV
     float k_factor;
     [[no_unique_address]] Mod score_mod;
     float dk[K_CHANNELS / 8][4] = {}, dv[V_PANELS > 0 ? V_CHANNELS / 8 : 1][4] = {};
@@ -134,15 +133,15 @@ struct Dense16BackwardSm90ChannelParts : Dense16TilesSm90<T, HEAD_DIM, PLAN, Pla
       dq_sums.release(padded);
     }
 
-    // The address of K at the first channel of this consumer's half of the part. If a half has only 32
-    // channels, the second half starts in the middle of a panel's rows.
+    // The address of K at the first channel for which this consumer computes dQ. If each consumer has only 32
+    // channels, those of the second consumer start in the middle of a panel's rows.
     __device__ __forceinline__ uint32_t k_rows() const {
       int channel = warpgroup * DQ_CHANNELS;
       return of.shared + (loaded_panel() + channel / 64) * SM90_KEYS * 128 + channel % 64 * 2;
     }
 
-    // The epilogue: writes dV and dK of the warp's keys. dK is staged in the last panel of V, so that staging it
-    // need not wait until the staged dV is read.
+    // The epilogue: writes dV and dK of the warp's keys. dK is staged in the last panel of V, so that staging dK
+    // need not wait until the warp has read the staged dV back.
     template <class Queries>
     __device__ __forceinline__ void store_gradients(int first_key) {
       constexpr int LAST_PANEL = (V / 64 - 1) * SM90_KEYS * 128;

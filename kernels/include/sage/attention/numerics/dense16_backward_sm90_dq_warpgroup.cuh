@@ -21,8 +21,8 @@ struct Dense16BackwardSm90DqWarpgroup : Dense16TilesSm90<T, HEAD_DIM, PLAN, P, S
   static constexpr int STAGING_AT = Tiles::DQ_AT, CONSUMER_REGISTERS = 208;
   static_assert(CONSUMERS_KEEP_DK<D> && STAGING_BYTES<D> == Tiles::DQ_BYTES);
 
-  // Arrivals at the mbarrier for each tile: those of the thread that issues bulk copies, and, without tensor maps, one
-  // by each thread that copies rows of Q and dO.
+  // Number of arrivals at a tile's mbarrier: S::ARRIVALS by the thread that issues bulk copies, and, without tensor
+  // maps, one by each thread that copies rows of Q and dO.
   static __device__ __forceinline__ int fetching(const params::Backward& p) {
     return S::ARRIVALS + (p.dout.mapped ? 0 : WARPGROUP_THREADS);
   }

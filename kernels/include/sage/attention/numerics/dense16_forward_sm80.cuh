@@ -1,6 +1,6 @@
 // The forward with 16-bit operands and f32 accumulators (FlashAttention-2, arXiv 2307.08691): for unquantized
-// attention; for Attn-QAT, whose operands are NVFP4 values stored in 16 bit; and for SageBwd if only S is an INT8
-// matmul.
+// attention, and for Attn-QAT, whose operands are NVFP4 values stored in 16 bit. Also the forward of SageBwd in which S
+// is an INT8 matmul and P V is a 16-bit matmul.
 #pragma once
 
 #include <sage/attention/mainloop/forward_sm80.cuh>
@@ -22,9 +22,9 @@ struct Dense16ForwardSm80 {
   static constexpr int THREADS = PLAN.threads, M = FORWARD_QUERIES * 2 / THREADS;
   static constexpr int BLOCKS = OUTPUTS == 1 && D <= 128 ? 2 : 1;  // thread blocks per multiprocessor: as many as its registers allow
   static constexpr int STAGES = PLAN.stages;
-  static constexpr bool COOPERATES = false, SMOOTHS_VALUES = OUTPUTS == 2;  // Attn-QAT has two outputs
+  static constexpr bool COOPERATES = false, SMOOTHS_VALUES = OUTPUTS == 2;  // true only in Attn-QAT
   using Logits = float[M][8][4];
-  static constexpr int ROW = D * 2, KEY_ROW = CODES ? D : ROW;  // bytes of a row of V; of a row of Q or K, in 16 bit or INT8
+  static constexpr int ROW = D * 2, KEY_ROW = CODES ? D : ROW;  // bytes of a row: ROW for V, KEY_ROW for Q and K
   static constexpr int Q_BYTES = FORWARD_QUERIES * KEY_ROW;
   static constexpr int K_BYTES = TILE * KEY_ROW, STAGE_BYTES = K_BYTES + TILE * ROW;
   static constexpr int STATE_AT = Q_BYTES + STAGES * STAGE_BYTES;
@@ -37,10 +37,10 @@ struct Dense16ForwardSm80 {
   const params::Forward& p;
   uint32_t shared;
   int warp, first;
-  float scale;  // factor of the logits; if S is an INT8 matmul, without the key tile's scale
+  float scale;  // softmax_scale * log2(e); if S is an INT8 matmul, also times Q's dequant_scale
   attention::Rows<T> q, k, v;
-  // If S is an INT8 matmul, indices of tiles in the padded buffers: of the segment's first key tile, and of the thread
-  // block's first query tile.
+  // Set only if S is an INT8 matmul. Tile indices in the buffers of INT8 K and Q: the segment's first key tile, and the
+  // thread block's first query tile.
   int64_t first_key_tile, query_tile;
   int query_tiles_left;
   [[no_unique_address]] Mod score_mod;
@@ -64,7 +64,7 @@ struct Dense16ForwardSm80 {
 
   __device__ __forceinline__ void load_queries() {
     if constexpr (CODES) {
-      // If the second tile does not exist, the first is copied in its place; the copy's outputs are not stored.
+      // If only one query tile is left, it is copied twice; the second copy's outputs are not stored.
       const int8_t* codes = p.codes.q + query_tile * K_BYTES;
       copy_tile<K_BYTES, THREADS>(shared, codes, threadIdx.x);
       copy_tile<K_BYTES, THREADS>(shared + K_BYTES, codes + (query_tiles_left > 1 ? K_BYTES : 0), threadIdx.x);
@@ -125,7 +125,7 @@ struct Dense16ForwardSm80 {
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[m][n][e] = __int_as_float(x[m][n][e]) - quant::MAGIC;
   }
-  // The factor of a tile's logits. A tile of zeros has scale 0: see logit_factor.
+  // The factor that turns a tile's S into logits. A factor of 0 would turn masked logits (minus infinity) into NaN.
   __device__ __forceinline__ float factor_of(int tile) const {
     if constexpr (!CODES) return scale;
     float factor = scale * __ldg(p.codes.k_dequant_scale + first_key_tile + tile);
@@ -160,7 +160,7 @@ struct Dense16ForwardSm80 {
       softmax.state(RowSoftmax::State::SUM, r) += sum;
       scales[r] = typename P::template RowScales<T>(ptx::exp2(fmaf(group_max[r], scale, -shift)));
     }
-    uint32_t operands[OUTPUTS][M][4][4];  // A fragments of 16 queries x 16 keys: (output, m, key / 16)
+    uint32_t operands[OUTPUTS][M][4][4];  // P as the MMA's operand A: (output, m, key / 16, register)
     P::template pack<T, M>(operands, s, scales);
     layout::TransposedReaderB<ROW> v_reader(k_tile(tile) + K_BYTES, lane);
 #pragma unroll

@@ -16,11 +16,11 @@ struct Dense16ForwardSm90 {
   // The accumulators of two outputs, or of head_dim above 128, leave no registers for 128 keys per step.
   static constexpr int TILES = OUTPUTS == 2 || D > 128 ? 1 : 2;
   using Warpgroups = ForwardWarpgroups<TILES, PLAN.rows == 192 ? 32 : 56, PLAN>;
-  // Slots for the queries of two items; above 192 channels only INT8 queries fit twice.
+  // Shared memory has room for the queries of two work items if Q has at most 192 channels or is in INT8.
   static constexpr int QUERY_SLOTS = D > 192 && !CODES ? 1 : 2;
-  static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = CODES ? 2 : 1;  // CODES: one for K, one for its scales
-  static constexpr bool VALUES_FIRST = false, SMOOTHS_VALUES = OUTPUTS == 2;  // Attn-QAT has two outputs
-  // True also for window kernels with a score_mod (soft cap, ALiBi), because most of their calls have no window.
+  static constexpr int QUERY_ARRIVALS = 1, STEP_ARRIVALS = CODES ? 2 : 1;  // 2: also one for the scales of K
+  static constexpr bool VALUES_FIRST = false, SMOOTHS_VALUES = OUTPUTS == 2;  // true only in Attn-QAT
+  // False in kernels for windows. True in kernels for a soft cap and ALiBi: most of their calls have no window.
   template <Hidden HIDDEN>
   static constexpr bool MASKS_APART = HIDDEN != OUTER_KEYS || Mod::MODIFIES;
   // Shared memory: slots of Q; stages, each of K or of V; if S is an INT8 matmul, the scales of each stage's tiles.
@@ -31,7 +31,7 @@ struct Dense16ForwardSm90 {
   static constexpr int SCALES_AT = QUERY_SLOTS * Q_BYTES + Warpgroups::STAGES * STAGE_BYTES;
   static constexpr int SHARED_BYTES = SCALES_AT + Warpgroups::STAGES * SCALE_BYTES;
   static_assert(PLAN.row_bytes == D * 2 && PLAN.shared_bytes == SHARED_BYTES);
-  // Bytes of staging memory per warp: its rows in the first panel of Q (16-bit or INT8), which QUERIES_READ releases.
+  // Bytes in which a warp stages its output: those of its 16 rows in the first panel of Q.
   static constexpr int STAGING = 16 * (CODES && D < 128 ? D : 128);
 
   const params::Forward& p;
@@ -60,9 +60,8 @@ struct Dense16ForwardSm90 {
     int tile = min(block.first / TILE + warpgroup, block.segment.query_tiles() - 1);
     return int64_t(block.head) * p.shape.query_tiles + block.segment.query_tile + tile;
   }
-  // Issues the copies of an item's queries, by the producer warp. A tensor map does not end where a document ends:
-  // a tile may contain tokens of the next document. These tokens do no harm: as queries, because their output is
-  // not stored; as keys, because they are masked.
+  // Issues the copies of a work item's queries, by the producer warp. A tile may contain queries of the next document,
+  // whose output is not stored.
   __device__ __forceinline__ void load_queries(int slot, int lane, uint32_t mbarrier) {
     const Segment& s = block.segment;
     if constexpr (CODES) {
@@ -88,15 +87,14 @@ struct Dense16ForwardSm90 {
         copy_tile_panels<PLAN.mainloop, OverEnd::HARMLESS, D>(q_rows(slot, warpgroup), p.q_map, s.batch, block.head, s.query_start + block.first + warpgroup * TILE, mbarrier);
   }
 
-  // Issues the copies of a step's keys or values, by the producer warp. Values beyond a document's end are multiplied
-  // by P = 0, so they must be finite: the tile of values in which a document ends is copied without the map, with zeros
-  // beyond the end.
+  // Issues the copies of a step's keys or values, by the producer warp. A document's last, partial tile of values is
+  // copied without the tensor map, with zeros beyond the document's end: P = 0 there, but 0 * infinity would be NaN.
   __device__ __forceinline__ void load(bool values, int step, int stage, int lane, uint32_t mbarrier) {
     if constexpr (CODES) {
       if (!values) return load_codes(step, stage, mbarrier);
     }
     int first = step * Warpgroups::KEYS;
-    // The number of tiles that are copied through the map; the remaining tiles are copied without it.
+    // The number of tiles that are copied through the tensor map; the remaining tiles are copied without it.
     int mapped = !p.q.mapped ? 0 : values && p.shape.segments ? min(max(keys.count - first, 0) / TILE, TILES) : TILES;
     if (__builtin_expect(mapped < TILES, false)) {
       const params::View& view = values ? p.v : p.k;
@@ -109,7 +107,7 @@ struct Dense16ForwardSm90 {
       publish_copies();
     }
     if (!ptx::elect()) return;
-    if (CODES) ptx::mbarrier_arrive(mbarrier);  // in place of the arrival for scales, which values do not have
+    if (CODES) ptx::mbarrier_arrive(mbarrier);  // V has no scales, but the mbarrier expects an arrival for them
     ptx::mbarrier_arrive_expect_tx(mbarrier, mapped * (values ? VALUES_TILE_BYTES : TILE_BYTES));
     if (V < D && values) copy_through_map<V>(p.v_map, mapped, first, stage, mbarrier);
     else copy_through_map<D>(values ? p.v_map : p.k_map, mapped, first, stage, mbarrier);
@@ -123,8 +121,8 @@ struct Dense16ForwardSm90 {
         copy_tile_panels<PLAN.mainloop, OverEnd::HARMLESS, CHANNELS, TILES * TILE>(rows_at(stage) + tile * TILE * 128, map, keys.batch, keys.head,
                                                  keys.first + first + tile * TILE, mbarrier);
   }
-  // Issues the copies of a step's INT8 values of K and of their scales. A second tile beyond the segment's end is not
-  // copied: the stage keeps its old contents, whose logits the mask hides, and the second scale repeats the first.
+  // Issues the copies of a step's INT8 K and its scales. A second tile beyond the segment's end is not copied:
+  // the stage keeps its old contents, whose logits the mask hides, and the second scale repeats the first.
   __device__ __forceinline__ void load_codes(int step, int stage, uint32_t mbarrier) {
     if (!ptx::elect()) return;
     int tiles = min(block.segment.key_tiles() - TILES * step, TILES);
@@ -148,7 +146,7 @@ struct Dense16ForwardSm90 {
     Softmax<V, 1, WARPGROUP_THREADS, false, OUTPUTS, P::SLACK> softmax;
     float s[TILES][8][4];  // S, then P
     int sums[CODES ? TILES * 8 : 1][4];  // S as s32 sums of INT8 products
-    float q_factor, factor[TILES];  // factors of INT8 S: without the scale of a key tile, and with it
+    float q_factor, factor[TILES];  // `factor` converts INT8 sums to base-2 logits: q_factor times the key tile's scale
     uint32_t probabilities[OUTPUTS][TILES][4][4];
     typename P::template RowScales<T> scales[2 * TILES];
     [[no_unique_address]] Mod score_mod;
@@ -206,7 +204,7 @@ struct Dense16ForwardSm90 {
           mask(reinterpret_cast<float(&)[1][8][4]>(s[t]), sight, first + threadIdx.x / 32 % 4 * 16, (step * TILES + t) * TILE, lane,
                -CUDART_INF_F);
       }
-      float row_max[2], largest[2];  // maxima of a row; and, if P is quantized, of a group of 16 of its keys
+      float row_max[2], largest[2];  // `largest`: the maximum over this lane's group of 16 keys, if P is quantized
       auto of_lane = [&](float x) { return score_mod.add_of_lane(x, scale); };
       if constexpr (CODES) find_maxima(row_max);
       else if constexpr (TILES == 1) P::maxima(row_max, largest, s, of_lane);
@@ -222,7 +220,7 @@ struct Dense16ForwardSm90 {
       for (int r = 0; r < 2; ++r) {
         float shift = softmax.shift(r), sum = 0.0f;
         if constexpr (Mod::MODIFIES) shift -= offset[r];
-        // This exponential comes first, so that the scale is computed while the other exponentials are in flight.
+        // This exponential comes first, so that `scales[r]` is computed while the other exponentials are in flight.
         if constexpr (TILES == 1) scales[r] = typename P::template RowScales<T>(ptx::exp2(fmaf(largest[r], scale, -shift)));
         if constexpr (Mod::MODIFIES) shift -= score_mod.of_lane;
 #pragma unroll
@@ -246,7 +244,7 @@ struct Dense16ForwardSm90 {
       }
     }
 
-    // The largest logit of each row, for INT8 sums that have a factor per tile.
+    // The largest logit of each row, if Q and K are INT8 (CODES).
     __device__ __forceinline__ void find_maxima(float (&row_max)[2]) const {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {

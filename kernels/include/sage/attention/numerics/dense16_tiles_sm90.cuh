@@ -1,5 +1,5 @@
-// Shared by the three backwards with 16-bit operands on Hopper: the layout of shared memory, the copies into it, and
-// the computation of P from the accumulators of S.
+// Shared by dense16_backward_sm90*.cuh: the layout of shared memory, the copies into it, and the computation of P from
+// the accumulators of S.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90.cuh>
@@ -22,17 +22,17 @@ __device__ __forceinline__ void multiply_keys(float (&dq)[N][4], uint32_t ds_row
   ptx::wgmma_commit();
 }
 
-// The layout of shared memory: K, V, and the keys' INT8 values if S needs them; stages of Q, dO, the queries'
-// INT8 values if S needs them, and the row state (log-sum-exp, delta, the row sum if P needs it, the scale of the INT8
-// values); two slots of dS^T; staging memory of dQ if head_dim is at most 128; each warp's scales of P, if
-// P is quantized.
+// The layout of shared memory: K, V, and the keys' INT8 values if S needs them; the stages; two slots of dS^T; staging
+// memory of dQ if head_dim is at most 128; each warp's scales of P, if P is quantized. A stage has Q, dO, the queries'
+// INT8 values if S needs them, and the row state: log-sum-exp, delta, the row sum if P needs it, and the scale of the
+// queries' INT8 values.
 template <class T, int HEAD_DIM, params::Plan PLAN, class P, class Source, int VALUE_DIM = HEAD_DIM>
 struct Dense16TilesSm90 {
   using Type = T;
   using S = WarpgroupScores<Source>;
   static constexpr int D = HEAD_DIM, V = VALUE_DIM, STAGES = PLAN.stages;
-  // Channels of K and Q that are loaded in 16 bit. Above 128 channels with an INT8 S, these are the 128 channels of
-  // the channel_part, because only dQ and dK read 16-bit rows.
+  // The number of channels of K and Q that are loaded in 16 bit. If D > 128, a thread block computes dQ and dK of 128
+  // channels. If S is computed from INT8 values, only these channels are loaded.
   static constexpr int CHANNELS = D > 128 && S::KEY_BYTES > 0 ? 128 : D;
   static constexpr int K_BYTES = SM90_KEYS * CHANNELS * 2, V_BYTES = SM90_KEYS * V * 2;
   static constexpr int Q_BYTES = TILE * CHANNELS * 2, DOUT_BYTES = TILE * V * 2;
@@ -103,7 +103,7 @@ struct Dense16TilesSm90 {
     if (P::QUERY_VALUES == 3) ptx::cp_async_bulk(at + STATE_AT + 2 * TILE * 4, p.row_sums + rows, TILE * 4, mbarrier);
   }
 
-  // Computes P^T of a consumer's 64 keys from the accumulators of S^T, their factor, and the row state.
+  // Computes P^T of a consumer's 64 keys from the accumulators of S^T; `factor` turns these into logits.
   template <Hidden HIDDEN, class Mod>
   __device__ __forceinline__ void make_probabilities(Scores& s, const typename S::Sums& sums, const ColumnValues& minus_lse2,
                                                      float factor, int tile, int warpgroup, Masked<HIDDEN> masked, Mod& score_mod) const {

@@ -1,4 +1,4 @@
-// The forward of Attn-QAT for inference, with NVFP4 matmuls in tensor memory. It computes the same values as
+// The forward of Attn-QAT for inference, with NVFP4 matmuls by tcgen05.mma. It computes the same values as
 // nvfp4_forward_sm80.cuh. FP4 values are in shared memory; scales are copied into tensor memory before each matmul.
 #pragma once
 
@@ -15,8 +15,8 @@ struct Nvfp4ForwardSm100 {
   using Type = T;
   using Tile = layout::Nvfp4Tile<HEAD_DIM>;
   static constexpr int D = HEAD_DIM, THREADS = PLAN.threads, STAGES = PLAN.stages, BLOCKS = 2;
-  static constexpr int STEPS = D / 64;  // of the reduction of S
-  // Arrivals of the producer, and of each thread that stores a query's scales.
+  static constexpr int STEPS = D / 64;  // MMAs that compute S; each reduces over 64 channels
+  // Arrivals at the queries' mbarrier: of the producer, and of each thread that stores a query's scales.
   static constexpr int QUERY_ARRIVALS = 1 + FORWARD_QUERIES;
   // Shared memory: the FP4 values of Q, two buffers of FP4 values of P, stages of K and of V, the scales of Q, and the
   // scales of P.
@@ -29,8 +29,8 @@ struct Nvfp4ForwardSm100 {
   // The hardware's swizzle repeats every eight rows.
   static_assert(KEYS_AT % (8 * Tile::ROW) == 0 && Tile::BYTES % (8 * Tile::ROW) == 0 && P_AT % (8 * Tile::V_ROW) == 0);
   // Columns of tensor memory: S, O, and scales. The scales of an MMA's 128 rows use four columns. The scales of K use
-  // two columns per step, because a tile has 64 keys. The scales of P and V have two buffers: the scales of a step are
-  // copied while MMAs of the previous step may be in flight.
+  // two columns per step of the reduction of S, because a tile has 64 keys. The scales of P and V have two buffers:
+  // those of a tile of keys are copied while MMAs of the previous tile may be in flight.
   static constexpr int SCORES_AT = 0, OUTPUT_AT = 64, SCALE_COLUMNS = 4;
   static constexpr int Q_COLUMNS_AT = OUTPUT_AT + D, K_COLUMNS_AT = Q_COLUMNS_AT + STEPS * SCALE_COLUMNS;
   static constexpr int P_COLUMNS_AT = K_COLUMNS_AT + SCALE_COLUMNS, V_COLUMNS_AT = P_COLUMNS_AT + 2 * SCALE_COLUMNS;
@@ -39,7 +39,7 @@ struct Nvfp4ForwardSm100 {
   const params::Forward& p;
   uint32_t shared;
   int query_tiles;
-  const int8_t *queries, *keys, *values;  // the first query tile, and the segment's first key tile
+  const int8_t *queries, *keys, *values;  // the thread block's first query tile; the segment's first tile of K and V
 
   __device__ __forceinline__ Nvfp4ForwardSm100(const params::Forward& p, const ForwardBlock& b, unsigned char* memory)
       : p(p), shared(ptx::shared_address(memory)), query_tiles(b.segment.query_tiles() - b.first / TILE) {
@@ -49,8 +49,8 @@ struct Nvfp4ForwardSm100 {
     keys = p.codes.k + key_tile * Tile::BYTES, values = p.codes.v_transposed + key_tile * Tile::BYTES;
   }
 
-  // A tile of queries. If the second does not exist, the first is copied in its place; the copy's outputs are not
-  // stored.
+  // The thread block's query tile number `i`. If tile 1 does not exist, tile 0 is copied instead; the copy's outputs
+  // are not stored.
   __device__ __forceinline__ const int8_t* query_tile(int i) const { return queries + (i < query_tiles ? i : 0) * Tile::BYTES; }
 
   __device__ __forceinline__ void load_queries(uint32_t mbarrier) {
@@ -60,7 +60,7 @@ struct Nvfp4ForwardSm100 {
       ptx::cp_async_bulk(shared + i * Tile::CODES_BYTES, query_tile(i), Tile::CODES_BYTES, mbarrier);
   }
 
-  // Stores the scales of both query tiles as one operand per step.
+  // Stores the scales of Q for each MMA of S, which covers 64 channels of both query tiles.
   __device__ __forceinline__ void store_queries(uint32_t mbarrier) {
     int query = threadIdx.x;
     const int8_t* scales = query_tile(query / TILE) + Tile::CODES_BYTES;
@@ -113,12 +113,12 @@ struct Nvfp4ForwardSm100 {
   }
 
   struct Row {
-    float reference = -CUDART_INF_F, sum = 0.0f;  // the reference of the exponents; the sum of the probabilities
-    float decay;         // factor of O when the reference grows
+    float reference = -CUDART_INF_F, sum = 0.0f;  // sum: of 2^(logit - reference), over the keys so far
+    float decay;         // multiplies O when `reference` grows
     float scale;         // converts S to base-2 logits
     float s[TILE];       // S; the logit of key k is s[layout::row_of_key(k)]
     float largest[4];    // largest logit of each of the tile's groups of 16 keys
-    uint32_t codes[8], scales;  // of P: FP4 values in key order, and scales in group order
+    uint32_t codes[8], scales;  // of P: FP4 values of keys 0 to 63, and scales of groups 0 to 3
 
     __device__ __forceinline__ void read(uint32_t tensor) {
 #pragma unroll
@@ -126,7 +126,7 @@ struct Nvfp4ForwardSm100 {
         ptx::tcgen05_load(reinterpret_cast<float(&)[32]>(s[32 * half]), tensor + SCORES_AT + 32 * half);
     }
 
-    // If HIDDEN allows hidden keys, the query sees only the tile's keys `first` to `visible - 1`.
+    // Unless HIDDEN is NO_KEYS, the query sees only the tile's keys `first` to `visible - 1`.
     template <Hidden HIDDEN>
     __device__ __forceinline__ bool follow(const params::Forward& p, int first, int visible) {
       scale = p.shape.softmax_scale * ptx::LOG2_E;

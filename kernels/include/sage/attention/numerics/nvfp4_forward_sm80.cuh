@@ -67,7 +67,7 @@ struct Nvfp4ForwardSm80 {
     return *reinterpret_cast<const uint32_t*>(memory + tile_at + Tile::CODES_BYTES + Tile::template scales_at<ROWS>(row, step));
   }
 
-  // A warp's 16 queries are in one tile of queries.
+  // Computes S of the warp's 16 queries and the keys of `tile`. The 16 queries are all in one tile of queries.
   __device__ __forceinline__ void multiply(int tile, Logits& s) {
     int lane = threadIdx.x % 32, g = lane / 4;
     int q_at = warp * 16 / TILE * Tile::BYTES, q_row = warp * 16 % TILE, k_at = keys_at(tile);

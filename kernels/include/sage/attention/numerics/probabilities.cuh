@@ -2,11 +2,12 @@
 // are the same for both policies (dense16_{forward,backward}*.cuh).
 //
 // A policy has, for the forward:
-// - OUTPUTS: the number of outputs. SLACK: see Softmax.
-// - maxima(row maxima, group maxima, logits, of_lane): computes the maxima of of_lane(logit). of_lane is an
-//   increasing function.
+// - OUTPUTS: the number of attention outputs: one from each version of P. SLACK: see Softmax.
+// - maxima(row maxima, group maxima, logits, of_lane): computes the maxima of of_lane(logit). of_lane, an
+//   increasing function, is add_of_lane of score_mod.cuh.
 // - reference(params, largest logit): the reference that the exponents of a row are relative to.
-// - RowScales: the scales of a row's groups. Each lane constructs one from the largest probability of its group.
+// - RowScales: the NVFP4 scales of a row's groups. Each of the row's lanes has the scales of one group, which it
+//   computes from the group's largest probability.
 // - pack(operands, probabilities, scales): creates the 16-bit A operands of each output.
 // For the backward:
 // - QUERY_VALUES: the number of values of row state per query. WARP_BYTES: shared memory per warp.
@@ -90,16 +91,17 @@ struct PlainProbabilities {
   }
 };
 
-// Attn-QAT (arXiv 2603.00040): O is computed from NVFP4 values of P in groups of 16 keys, a second output from P
-// itself, and dV from NVFP4 values of P. In the forward the NVFP4 values are exact in 16 bit, so that 16-bit matmuls
+// Attn-QAT (arXiv 2603.00040) quantizes P to NVFP4; a group is 16 keys. O and dV are computed from the NVFP4 values,
+// and a second output from unquantized P. In the forward the NVFP4 values are exact in 16 bit, so that 16-bit matmuls
 // equal FP4 matmuls, up to the order of sums. For dV the values are divided by the row's sum, and rounded to 16 bit.
 struct Nvfp4Probabilities {
   static constexpr int OUTPUTS = 2, SLACK = 0;
-  static constexpr int QUERY_VALUES = 3;         // the third is params::Backward::row_sums
+  static constexpr int QUERY_VALUES = 3;         // log-sum-exp, delta, and the entry of params::Backward::row_sums
   static constexpr int WARP_BYTES = 32 * 4 * 4;
 
-  // Without p_literal the reference is a whole number: a growing maximum then multiplies the scales by powers of two,
-  // and changes no FP4 value as long as scales keep all their bits.
+  // A row's probabilities are 2^(logit - reference). Unless `p_literal` is set, the reference is an integer: raising it
+  // divides the row's NVFP4 scales by a power of two. This changes FP4 values only if a scale becomes subnormal in
+  // E4M3.
   static __device__ __forceinline__ float reference(const params::Forward& p, float max) {
     return p.p_literal ? max : ceilf(max) - p.p_lift;
   }
@@ -167,9 +169,10 @@ struct Nvfp4Probabilities {
     }
   }
 
-  // A warp's 16 keys are one group of each query. A lane has two of the keys for 16 queries; lane 4g + t computes the
-  // scales of queries 8g + 2t and 8g + 2t + 1, and stores in shared memory the factors that quantize x and the factors
-  // that dequantize it. Both factors include the row's sum, because x is already divided by the sum.
+  // A warp's 16 keys are one NVFP4 group of each query. A lane has two of the keys for 16 queries; lane 4g + t computes
+  // the scales of queries 8g + 2t and 8g + 2t + 1, and stores in shared memory the factors that quantize x and the
+  // factors that dequantize it. The scales are for x times the query's entry in `sums`: so the quantizing factors
+  // include this entry, and the dequantizing factors its inverse.
   static __device__ __forceinline__ void make_scales(const Scores& x, const float* sums, void* shared, int lane) {
     float max[8][2];
 #pragma unroll
@@ -191,7 +194,7 @@ struct Nvfp4Probabilities {
     }
     float2 sum = reinterpret_cast<const float2*>(sums)[lane];
     quant::Nvfp4Scale a = quant::nvfp4_scale_of(max[0][0] * sum.x), b = quant::nvfp4_scale_of(max[0][1] * sum.y);
-    __syncwarp();  // all lanes have read the previous tile's factors
+    __syncwarp();  // all lanes have read what the previous call stored in `shared`
     static_cast<float4*>(shared)[lane] = make_float4(a.quant * sum.x, b.quant * sum.y, a.dequant * ptx::reciprocal(sum.x),
                                                      b.dequant * ptx::reciprocal(sum.y));
   }
@@ -206,8 +209,7 @@ struct Nvfp4Probabilities {
       for (int h = 0; h < 2; ++h) {
         float low = x[n][2 * h] * f.x, high = x[n][2 * h + 1] * f.y;
         uint32_t& pair = p[n / 2][2 * (n & 1) + h];
-        // In bf16 the scale is rounded to 16 bit, with the relative error of rounding P itself. In f16 a small scale
-        // would lose more bits: there the multiplication is done in f32, and its result is rounded.
+        // A small dequantizing factor would lose bits in f16, so for f16 the multiplication is done in f32.
         if constexpr (std::is_same_v<T, __half>)
           pair = ptx::pack_16<T>(quant::e2m1_of_positive(low) * f.z, quant::e2m1_of_positive(high) * f.w);
         else

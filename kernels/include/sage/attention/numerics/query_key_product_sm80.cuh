@@ -6,8 +6,8 @@
 
 namespace sage::attention {
 
-// Computes S of a warp's 16 * M queries and a tile of 64 keys from INT8 values in shared memory. Each
-// result has the bits of the float MAGIC + sum.
+// Computes S of a warp's 16 * M queries and a tile of 64 keys from INT8 values in shared memory. An element s of S is
+// returned as the bits of the float quant::MAGIC + s.
 template <int D, int M>
 __device__ __forceinline__ void multiply_query_codes(int (&x)[M][8][4], uint32_t q_codes, uint32_t k_codes, int lane) {
   layout::ReaderA<D> q_reader(q_codes, lane);

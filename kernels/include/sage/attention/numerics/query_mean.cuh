@@ -1,5 +1,5 @@
-// Logits of the mean that Q smoothing subtracts from a tile of queries: its unquantized dot products with
-// K - mean of K (arXiv 2603.02170, sections 3 and 6).
+// Q smoothing subtracts the mean of each tile of queries from the tile. This file computes the mean's logits, without
+// quantization: its dot products with the keys, from which K's mean is subtracted (arXiv 2603.02170, sections 3 and 6).
 #pragma once
 
 #include <sage/attention/rows.cuh>
@@ -7,8 +7,8 @@
 
 namespace sage::attention {
 
-// Computes out[tile * keys + key], as base-2 logits, for `query_tiles` tiles from `query_tile` on (in the padded
-// buffers) and `keys` keys from `first_key` on. All threads call this function; a barrier must precede reads of `out`.
+// out[i * keys + j] = the base-2 logit of the mean of tile `query_tile` + i (an index into `codes.q_mean`) and key
+// `first_key` + j. All threads call this function; a barrier must precede reads of `out`.
 template <class T, int D>
 __device__ __forceinline__ void query_mean_logits(const params::View& view, const params::Codes& codes,
                                                   const params::Shape& shape, const Segment& segment,

@@ -7,8 +7,8 @@
 
 namespace sage::attention {
 
-// GENERAL kernels also support ablations: scales shared by groups of vectors, and Q smoothing, which adds a row to the
-// logits and a rank-one term to dK.
+// GENERAL kernels also support ablations: scales of P and dS that groups of tokens share, and Q smoothing. Q smoothing
+// adds one vector to every row of a tile's logits, and a rank-one term to dK.
 template <class T, int HEAD_DIM, params::Plan PLAN, bool GENERAL = false>
 struct SageBwdBackwardSm80 {
   using Type = T;
@@ -16,8 +16,8 @@ struct SageBwdBackwardSm80 {
   static constexpr int D = HEAD_DIM;
   static constexpr int KEYS = Plan::KEYS;
   // Shared memory: INT8 K and K^T, 16-bit V; stages, each with INT8 Q, INT8 Q^T, INT8 dO^T, 16-bit dO, log-sum-exp,
-  // delta, and the scales of dO^T; two slots of dS^T; two slots of INT8 dS; each warp's maximum; in GENERAL kernels
-  // the logits of the mean of Q.
+  // delta, and the scales of dO^T; two slots of 16-bit dS^T; two slots of INT8 dS; each warp's largest |P| or |dS|, for
+  // scales that warps share; in GENERAL kernels the logits of the mean of Q.
   static constexpr int CODES = TILE * D;
   static constexpr int KT_AT = KEYS * D, V_AT = 2 * KEYS * D, STAGES_AT = 4 * KEYS * D;
   static constexpr int DOUT_AT = 3 * CODES, STATE_AT = 5 * CODES, DOUT_SCALE_AT = STATE_AT + 2 * TILE * 4;
@@ -31,8 +31,8 @@ struct SageBwdBackwardSm80 {
   static constexpr int MEAN_AT = MAXIMA_AT + Plan::WARPS * 4;
   static constexpr int SHARED_BYTES = MEAN_AT + (GENERAL ? KEYS * 4 : 0);
   static_assert(PLAN.row_bytes == D && PLAN.shared_bytes == SHARED_BYTES);
-  // With PARTS = 1 each warp quantizes its dS for dQ just before the matmul. With PARTS = 2 the warps that share a
-  // strip of queries quantize the strip's dS together, one iteration before the matmul.
+  // add_dq() runs LAG iterations after scores(). With PARTS = 1 each warp quantizes its dS in add_dq(). With PARTS = 2
+  // the warps that share a strip of queries quantize the strip's dS together, one iteration before add_dq().
   static constexpr int LAG = Plan::PARTS;
   static constexpr int CHANNEL_PARTS = 1;
   static constexpr bool COOPERATES = GENERAL;
@@ -44,8 +44,8 @@ struct SageBwdBackwardSm80 {
   int warp;
   float k_dequant;  // of the warp's keys
   float dk[D / 8][4] = {}, dv[D / 8][4] = {};
-  float magic_part[2] = {0.0f, 0.0f};  // the multiple of MAGIC in each of the two rows of dk
-  int magic_tiles = 0;                 // tiles since MAGIC was last subtracted
+  float magic_part[2] = {0.0f, 0.0f};  // MAGIC * magic_part[i] is still to be subtracted from row i of the thread's dk
+  int magic_tiles = 0;                 // query tiles added to dk since the last flush_magic()
 
   __device__ __forceinline__ SageBwdBackwardSm80(const params::Backward& p, const BackwardBlock& b, unsigned char* memory)
       : p(p), block(b), memory(memory), shared(ptx::shared_address(memory)), warp(threadIdx.x / 32) {
@@ -133,12 +133,12 @@ struct SageBwdBackwardSm80 {
       for (int e = 0; e < 4; ++e) dk[n][e] = fmaf(__int_as_float(y[e]), ds_dequant[e >> 1], dk[n][e]);
     };
     multiply_codes(ds_codes, at + CODES, lane, add_dk);
-    // The results are floats MAGIC + sum. The multiple of MAGIC in dk is counted, and subtracted before it grows large.
+    // add_dk added (MAGIC + sum) * ds_dequant to dk. flush_magic later subtracts MAGIC * magic_part.
     magic_part[0] += ds_dequant[0], magic_part[1] += ds_dequant[1];
     if (++magic_tiles == quant::MAGIC_TILES) flush_magic();
   }
 
-  // Subtracts from dk the MAGIC that was added since the last call.
+  // Subtracts from dk the multiples of MAGIC that were added since the last call.
   __device__ __forceinline__ void flush_magic() {
 #pragma unroll
     for (int n = 0; n < D / 8; ++n)
@@ -148,15 +148,15 @@ struct SageBwdBackwardSm80 {
     magic_tiles = 0;
   }
 
-  // Quantizes dS for dQ: 16 queries over one tile of keys, from slot `slot` of dS^T to slot `slot` of INT8 values. The
-  // warps that share a strip of queries divide the keys: each quantizes one tile.
+  // Quantizes dS for dQ, from slot `slot` of dS^T to slot `slot` of INT8 values. Each warp quantizes the dS of 16
+  // queries and one tile of keys.
   __device__ __forceinline__ void prepare_dq(int slot) {
     int lane = threadIdx.x % 32;
     ScoreCodes codes;
     float2 dequant;
     quantize_queries(codes, dequant, k_dequant, ds_rows_of(slot, warp / 4), warp % 4, lane,
                      [&](float(&largest)[2]) { share_maxima(largest, lane); });
-    uint4* words = reinterpret_cast<uint4*>(memory + CODES_AT + slot * CODES_BYTES);  // (warp, half of its keys, lane)
+    uint4* words = reinterpret_cast<uint4*>(memory + CODES_AT + slot * CODES_BYTES);  // [warp][half of the keys][lane]
     float2* scales = reinterpret_cast<float2*>(words + Plan::WARPS * 64);
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -168,7 +168,7 @@ struct SageBwdBackwardSm80 {
   __device__ __forceinline__ void add_dq(int padded_tile, int slot, const DqAccumulator& sums) {
     constexpr int CHANNELS = D / Plan::PARTS;
     int lane = threadIdx.x % 32, strip = warp % 4, part = warp / 4;
-    ScoreCodes codes[Plan::PARTS];  // one per tile of keys
+    ScoreCodes codes[Plan::PARTS];  // one for each key tile of the thread block
     float2 dequant[Plan::PARTS];    // scales of queries g and g + 8
     if constexpr (Plan::PARTS == 1) {
       quantize_queries(codes[0], dequant[0], k_dequant, ds_rows_of(slot ^ 1, part), strip, lane,
@@ -222,11 +222,11 @@ struct SageBwdBackwardSm80 {
                                                         const float* mean_logits, bool smooth_q, int lane) const {
     int x[8][4];
     multiply_score_codes<D>(x, shared + warp * 16 * D, at, lane);
-    // At head_dim 64 registers allow dP this early: the tensor cores work on dP while P is computed.
+    // At head_dim 64 a thread has enough registers to start dP here: the tensor cores work on dP while P is computed.
     if constexpr (D == 64) multiply_dp<T, D>(dp, shared + V_AT + warp * 16 * 2 * D, at + DOUT_AT, minus_lse2 + TILE, lane);
     float factor = q_dequant * k_dequant * (p.shape.softmax_scale * ptx::LOG2_E);
-    // MAGIC and the log-sum-exp are subtracted as one addend. Its rounding error is like changing an integer sum by at
-    // most 1.5. Quantizing Q and K changes a sum by about 100.
+    // MAGIC * factor and the log-sum-exp are subtracted as one number. Its rounding changes a logit by at most
+    // 1.5 * factor, and quantizing Q and K changes the logit by about 100 * factor.
     float magic = -quant::MAGIC * factor;
     if (__builtin_expect(factor > quant::MAGIC_FACTOR, false)) {
 #pragma unroll
@@ -269,12 +269,12 @@ struct SageBwdBackwardSm80 {
     return fmaf(__int_as_float(x), factor, -quant::MAGIC * factor);
   }
 
-  // The address of dS^T in a slot, from key tile number `part` on.
+  // The address of a key tile's dS^T in a slot. `part`: the key tile's index in the slot.
   __device__ __forceinline__ uint32_t ds_rows_of(int slot, int part) const {
     return shared + DS_AT + slot * DS_BYTES + part * TILE * TILE * 2;
   }
 
-  // Replaces the maxima of rows g and g + 8 by the maxima of their groups.
+  // Replaces the maximum of row g, and that of row g + 8, by the maximum of the p.group rows that share its scale.
   __device__ __forceinline__ void share_maxima(float (&largest)[2], int lane) const {
     if (!GENERAL || p.group == 1) return;
 #pragma unroll
@@ -293,8 +293,8 @@ struct SageBwdBackwardSm80 {
     largest[1] = largest[0];
   }
 
-  // Multiplies INT8 values with a tile of Q^T or dO^T, [D][64], and calls use(n, results) for channels 8 * n to
-  // 8 * n + 7. Each result is a float, MAGIC + sum.
+  // Multiplies INT8 P^T with a tile of dO^T, or INT8 dS^T with a tile of Q^T. The tile is [D][64]. Calls
+  // use(n, results) for channels 8 * n to 8 * n + 7. Each result has the bits of the float MAGIC + sum.
   template <class Use>
   __device__ __forceinline__ void multiply_codes(const ScoreCodes& codes, uint32_t rows, int lane, Use use) const {
     layout::ReaderB<TILE> reader(rows, lane);

@@ -1,5 +1,5 @@
-// The backward of SageBwd on Hopper. It computes the same as sagebwd_backward_sm80.cuh with one scale per vector, but
-// a separate warpgroup computes dQ.
+// The backward of SageBwd on Hopper. It computes the same as the kernels of sagebwd_backward_sm80.cuh that are not
+// GENERAL. A separate warpgroup computes dQ.
 #pragma once
 
 #include <sage/attention/mainloop/backward_sm90_dq_warpgroup.cuh>
@@ -13,9 +13,9 @@ struct SageBwdBackwardSm90DqWarpgroup {
   static constexpr int D = HEAD_DIM, STAGES = PLAN.stages, CONSUMER_REGISTERS = CONSUMERS_KEEP_DK<D> ? 192 : 160;
   // Matmuls are computed CHUNK channels at a time: as many as registers allow.
   static constexpr int CHUNK = CONSUMERS_KEEP_DK<D> ? 64 : 32, CHUNKS = D / CHUNK;
-  // Shared memory: INT8 K and K^T, 16-bit V; stages, each with INT8 Q, INT8 Q^T, INT8 dO^T, 16-bit dO, log-sum-exp,
-  // delta, and the scales of dO^T and Q; dS^T; two slots, each with the INT8 dS for dQ, the INT8 dS for dK (if the dQ
-  // warpgroup computes dK), and the scales of dS; staging memory of dQ; the units of dS (DsUnit).
+  // Shared memory: INT8 K and K^T, 16-bit V, stages, f16 dS^T, two slots, staging memory of dQ, and DsUnit::unit of
+  // each consumer warp. A stage has INT8 Q, Q^T and dO^T, 16-bit dO, log-sum-exp, delta, and the scales of dO^T and Q.
+  // A slot has the INT8 dS for dQ, the INT8 dS for dK (if the dQ warpgroup computes dK), and the scales of dS.
   static constexpr int CODES = TILE * D;
   static constexpr int KT_AT = SM90_KEYS * D, V_AT = 2 * SM90_KEYS * D, STAGES_AT = 4 * SM90_KEYS * D;
   static constexpr int DOUT_AT = 3 * CODES, STATE_AT = 5 * CODES, DOUT_SCALE_AT = STATE_AT + 2 * TILE * 4;
@@ -46,20 +46,21 @@ struct SageBwdBackwardSm90DqWarpgroup {
   // SLOT_EMPTY and WITHIN_CONSUMER, and read them between WITHIN_CONSUMER and the next SLOT_EMPTY. All warps of the
   // consumer meet at both barriers.
   __device__ __forceinline__ uint32_t ds_rows(int warpgroup) const { return shared + DS_AT + warpgroup * CONSUMER_KEYS * TILE * 2; }
-  // The units of a consumer's dS^T (DsUnit), one per warp.
+  // The powers of two (see DsUnit) by which a consumer's dS^T is divided, one per warp.
   __device__ __forceinline__ float4* units(int warpgroup) const { return reinterpret_cast<float4*>(memory + UNITS_AT) + warpgroup; }
   static __device__ __forceinline__ int slot_at(int slot) { return SLOTS_AT + slot * SLOT_BYTES; }
   __device__ __forceinline__ uint32_t dq_codes(int slot, int warpgroup) const {
     return shared + slot_at(slot) + warpgroup * CONSUMER_KEYS * TILE;
   }
   __device__ __forceinline__ uint32_t dk_codes(int slot, int warpgroup) const { return dq_codes(slot, warpgroup) + DK_CODES_AT; }
-  // The dequant_scale of each query's INT8 dS over a consumer's keys, times the dequant_scale of K.
+  // For each query: the dequant_scale of its INT8 dS for one consumer's keys, times the dequant_scale of K.
   __device__ __forceinline__ float* dq_dequant(int slot, int warpgroup) const {
     return reinterpret_cast<float*>(memory + slot_at(slot) + SCALES_AT) + warpgroup * TILE;
   }
-  // The dequant_scale of each key's INT8 dS, times the dequant_scale of Q.
+  // For each key: the dequant_scale of its INT8 dS, times the dequant_scale of Q.
   __device__ __forceinline__ float* dk_dequant(int slot, int warpgroup) const { return dq_dequant(slot, warpgroup) + CONSUMERS * TILE; }
-  // Stores 16 rows of 64 INT8 values, from `row` on, and the scales `low` of row g and `high` of row g + 8.
+  // Stores 16 rows of 64 INT8 values, from `row` on, and their scales. Of the 16 rows, `low` is the scale of row
+  // lane / 4, and `high` the scale of row lane / 4 + 8.
   static __device__ __forceinline__ void store_codes(uint32_t rows, float* scales, int row, int lane, const ScoreCodes& codes,
                                                      float low, float high) {
     layout::ReaderA<TILE> writer(rows + row * TILE, lane);
@@ -78,8 +79,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
 
   __device__ __forceinline__ uint32_t gradient_staging(int warp) const { return shared + V_AT + warp * GRADIENT_STAGING; }
 
-  // Arrivals at the mbarrier for each tile: one for the bulk copies of INT8 values and row state, and one by each
-  // thread that copies dO: one thread if dO has a map, otherwise all.
+  // Arrivals at the mbarrier for each tile: one for the bulk copies of INT8 values and row state, and one per thread
+  // that copies dO. If dO has a tensor map, one thread copies it, otherwise all threads of the warpgroup.
   static __device__ __forceinline__ int fetching(const params::Backward& p) { return p.dout.mapped ? 2 : WARPGROUP_THREADS + 1; }
   __device__ __forceinline__ void load(const QueryTile& tile, int stage, int thread, uint32_t mbarrier) {
     const Segment& s = block.segment;
@@ -117,8 +118,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
     __device__ __forceinline__ KeyConsumer(const SageBwdBackwardSm90DqWarpgroup& numerics, int warpgroup)
         : of(numerics), warpgroup(warpgroup), k_dequant(k_dequant_of(numerics.p, numerics.block, warpgroup)) {}
 
-    // Whether S^T of the next tile is issued concurrently with the last wgmmas of this tile. At head_dim 128 registers
-    // do not allow it.
+    // Whether S^T of the next tile is issued concurrently with the last wgmmas of this tile. At head_dim 128 a thread
+    // has too few registers for this.
     static constexpr bool AHEAD = D == 64;
 
     __device__ __forceinline__ void start(int stage) {
@@ -146,8 +147,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
       if constexpr (!AHEAD) multiply(stage);
       Scores s, dp;
       compute_probabilities(s, dp, tile, masked, q_dequant, at, minus_lse2, row, lane);
-      // dS = P o (dP - delta), interleaved with the quantization of P, so that this computation fills the time in which
-      // the quantization waits for its maxima (shuffles).
+      // dS = P o (dP - delta). It is computed before P is quantized, so that the shuffles for the maxima of P and of dS
+      // overlap.
       ptx::wgmma_wait<0>(dp);
       PackedScores p, w;
       pack<__nv_bfloat16>(p, s);
@@ -191,7 +192,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
     }
 
    private:
-    // Waits for S^T, issues dP^T - delta, and computes P divided by the unit of dS.
+    // Waits for S^T, issues the matmul for dP^T - delta, and computes P divided by the unit of dS.
     template <Hidden HIDDEN>
     __device__ __forceinline__ void compute_probabilities(Scores& s, Scores& dp, int tile, Masked<HIDDEN> masked, float q_dequant,
                                                           uint32_t at, const float* minus_lse2, int row, int lane) {
@@ -239,7 +240,7 @@ struct SageBwdBackwardSm90DqWarpgroup {
           else
             multiply_codes<2>(y[i + 1 & 1], ds_codes,
                               ptx::row_descriptor<TILE>(at + CODES + (i + 1 - CHUNKS) * CHUNK * TILE));
-          if (AHEAD && i == 0) ptx::wgmma_wait<2>(y[0]);  // S^T of the next tile was issued between y[0] and y[1]
+          if (AHEAD && i == 0) ptx::wgmma_wait<2>(y[0]);  // S^T of the next tile and y[1] stay in flight
           else ptx::wgmma_wait<1>(y[i & 1]);
         } else {
           ptx::wgmma_wait<0>(y[i & 1]);
@@ -270,7 +271,8 @@ struct SageBwdBackwardSm90DqWarpgroup {
 
     __device__ __forceinline__ explicit DqConsumer(const SageBwdBackwardSm90DqWarpgroup& numerics) : of(numerics) {}
 
-    // Adds dK += dS^T Q of a consumer's keys: the next chunk's wgmma is in flight while the current chunk is added.
+    // Adds dS^T Q of a consumer's keys to dK, CHUNK channels at a time. The next chunk's wgmma is in flight while the
+    // current chunk is added.
     __device__ __forceinline__ void add_keys(int warpgroup, int stage, int slot) {
       int thread = ptx::opaque(threadIdx.x), lane = thread % 32, strip = thread / 32 % 4;
       const float* scales = of.dk_dequant(slot, warpgroup) + strip * 16 + lane / 4;
@@ -299,14 +301,14 @@ struct SageBwdBackwardSm90DqWarpgroup {
       }
     }
     __device__ __forceinline__ void added() {}
-    // Staging uses the memory of the INT8 values for dK. The memory of V would not be safe: if no query tile exists,
+    // dK is staged in the memory of INT8 dS. The memory of V would not be safe: if no query tile exists,
     // this warpgroup does not wait until the consumers' copies of V have arrived.
     __device__ __forceinline__ uint32_t gradient_staging() const {
       return of.shared + slot_at(0) + DK_CODES_AT + threadIdx.x / 32 % 4 * GRADIENT_STAGING;
     }
 
-    // dQ = dS K, with one matmul for each consumer's keys, because the two consumers' INT8 values have different
-    // scales. No matmul is issued early, because registers are short.
+    // dQ = dS K, with one matmul for each consumer's keys, because INT8 dS of the two consumers has different
+    // scales. `start` issues no matmul, because that would need too many registers.
     __device__ __forceinline__ void start(int) {}
     template <class Sums, class Read>
     __device__ __forceinline__ void add_dq(int padded_tile, int slot, const Sums& sums, Read read) {

@@ -10,13 +10,13 @@
 
 namespace sage::attention {
 
-// QK: whether Q is smoothed in addition to K, which adds mean_logits to each row of logits.
+// QK: whether Q is also smoothed, not only K. mean_logits is then added to each row of logits.
 template <class T, int HEAD_DIM, params::Plan PLAN, bool QK = false>
 struct SageBwdForwardSm80 {
   using Type = T;
   static constexpr int D = HEAD_DIM;
   static constexpr int THREADS = PLAN.threads, M = FORWARD_QUERIES * 2 / THREADS;
-  using Logits = int[M][8][4];  // each the bits of the float MAGIC + sum
+  using Logits = int[M][8][4];  // the bits of floats: quant::MAGIC + INT8 dot product of q and k
   static constexpr int BLOCKS = HEAD_DIM == 64 && !QK ? 3 : 2;  // thread blocks per multiprocessor: as many as its registers allow
   static constexpr int STAGES = PLAN.stages;
   using RowSoftmax = Softmax<D, M, THREADS, HEAD_DIM == 64>;
@@ -31,10 +31,10 @@ struct SageBwdForwardSm80 {
   static_assert(PLAN.rows == FORWARD_QUERIES && PLAN.row_bytes == D && PLAN.stages == 2 && PLAN.shared_bytes == SHARED_BYTES);
 
   uint32_t shared;
-  float* mean_logits;  // (query tile, key), with Q smoothing
+  float* mean_logits;  // indexed by (query tile, key); only used with Q smoothing
   int warp;
-  int first_key_tile;   // in the padded buffers, of this head
-  int64_t query_tile;   // of the thread block's first query
+  int first_key_tile;   // index in the padded buffers: the segment's first key tile of this head
+  int64_t query_tile;   // index in the padded buffers: the tile of the thread block's first query
   int query_tiles_left;
   float q_factor;       // q dequant_scale * softmax_scale * log2 e
   const params::Forward& p;
@@ -89,7 +89,7 @@ struct SageBwdForwardSm80 {
       __syncthreads();
     }
 
-    // A tile of zeros has scale 0: see logit_factor.
+    // A tile of zeros has k_dequant 0, and a factor of 0 would turn masked logits into NaN: see logit_factor.
     float factor = quant::short_factor(q_factor * k_dequant);
     if (factor == 0.0f) factor = 1e-30f;
     if constexpr (QK) add_mean_logits(x, factor, lane);
@@ -101,8 +101,7 @@ struct SageBwdForwardSm80 {
     for (int r = 0; r < 2 * M; ++r) {
       row_max[r] = row_maximum(x, r, factor, exact_offset);
       // At the row's largest logit 2^(x * factor + offset) is 127 or a little less: the offset is rounded down, because
-      // 128 does not fit INT8. This rounding changes the offset by up to 2^-23 of MAGIC * factor, the same for the
-      // whole row, and p_dequant below takes it into account.
+      // 128 does not fit INT8. p_dequant below takes this rounding into account.
       offset[r] = __fadd_rd(exact_offset, quant::LOG2_127 - row_max[r]);
       if (HIDDEN != NO_KEYS && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
     }
@@ -121,14 +120,13 @@ struct SageBwdForwardSm80 {
     }
 
     add_values(tile, codes, dequant, softmax, lane);
-    // The factors of MAGIC in each row's accumulator, for flush_magic.
+    // add_values also added MAGIC * dequant[r] to the accumulators of row r; flush_magic subtracts this.
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) softmax.state(RowSoftmax::State::MAGIC, r) += dequant[r];
     if (__builtin_expect(step % quant::MAGIC_TILES == quant::MAGIC_TILES - 1, false)) flush_magic(softmax);
   }
 
-  // The results of P V are floats MAGIC + sum. Subtracts from the accumulator the multiple of MAGIC that was added
-  // since the last call, before this multiple grows large.
+  // Subtracts MAGIC * (sum of dequant[r] since the last call) from the accumulators of each row r.
   __device__ __forceinline__ void flush_magic(RowSoftmax& softmax) {
 #pragma unroll
     for (int r = 0; r < 2 * M; ++r) {
@@ -149,8 +147,8 @@ struct SageBwdForwardSm80 {
   // [group of 32 keys][group of 16 queries].
   using ProbabilityCodes = uint32_t[2][M][4];
 
-  // Converts MAGIC + sum to the sum in f32, and adds the logits of Q's mean, divided by `factor` like the sum. The row
-  // maximum then includes them.
+  // Subtracts MAGIC from x, and adds the logits of Q's mean, so that the row maximum includes them. They are divided by
+  // `factor`, because x is later multiplied by `factor`.
   __device__ __forceinline__ void add_mean_logits(Logits& x, float factor, int lane) const {
     float unit = 1.0f / factor;
     const float* row = mean_logits + warp * 16 * M / TILE * TILE;
@@ -179,7 +177,7 @@ struct SageBwdForwardSm80 {
         for (int e = 0; e < 2; ++e) largest = fmaxf(largest, __int_as_float(x[r >> 1][n][2 * (r & 1) + e]));
       return quad_max(largest) * factor;
     } else {
-      // All values are positive floats or minus infinity, which have the same order as their bits as integers.
+      // x holds the bits of floats that are positive or minus infinity. Compared as integers, they have the same order.
       int largest = x[r >> 1][0][2 * (r & 1)];
 #pragma unroll
       for (int n = 0; n < 8; ++n)
@@ -189,8 +187,8 @@ struct SageBwdForwardSm80 {
     }
   }
 
-  // Computes 2^(x * factor + offset) of a row, and quantizes it. Returns this lane's part of the row's sum before
-  // quantization.
+  // Computes 2^(x * factor + offset) of a row, and quantizes it. Returns the sum of this lane's unquantized values of
+  // the row.
   static __device__ __forceinline__ float quantize_row(const Logits& x, int r, float factor, float offset, ProbabilityCodes& codes) {
     float sum = 0.0f;
 #pragma unroll

@@ -1,9 +1,8 @@
-// The forward of SageBwd on Hopper. It computes the same as sagebwd_forward_sm80.cuh, without Q smoothing, in steps of
-// two tiles of keys.
+// The forward of SageBwd (sagebwd_forward_sm80.cuh) on Hopper, without Q smoothing. A step has two tiles of keys.
 //
-// P has one scale for each query and the 128 keys of a step. V of these keys has two scales, one per tile. Before P of
-// a tile is quantized, it is multiplied by the ratio of the tile's scale of V to the larger of the two scales, so that
-// P V is one integer sum. P is quantized to u8, 0 to 254, which is twice as fine as s8.
+// P has one scale for each query and the 128 keys of a step. V of these keys has two scales, one per tile. P of each
+// tile is multiplied by (the tile's V scale / the larger V scale) before it is quantized, so that P V is one integer
+// sum. P is quantized to u8, 0 to 254, which is twice as fine as s8.
 #pragma once
 
 #include <sage/attention/mainloop/forward_sm90.cuh>
@@ -14,17 +13,17 @@ namespace sage::attention {
 // The scales of a step's two tiles.
 struct __align__(16) StepScales {
   float k[2];          // dequant_scale of K
-  float log2_v[2];     // log2 of the ratio of each dequant_scale of V to the larger one, at least LEAST and at most 0
+  float log2_v[2];     // log2 of (dequant_scale of V / `v`), at least LEAST and at most 0
   float inverse_v[2];  // 2^-log2_v
   float v;             // the larger dequant_scale of V
-  float first_v;       // scale of V for queries that see only the first tile: the second tile must not change their outputs
-  int beyond;          // one byte per tile: the ratio is 2^(log2_v - byte), or less if the byte is 9. Nearly always 0
+  float first_v;       // dequant_scale of V of the first tile, for queries that do not see the second tile
+  int beyond;          // byte t: quantized P of tile t is divided by 2^byte; 0 unless the tile's ratio is below 2^LEAST
 
-  // The sums of P are computed in f16, from exponentials that include log2_v. At a ratio of 2^LEAST a P below 2^-13 of
-  // the row's largest rounds to zero, and all such P of a tile together are below 64 * 2^-13 of the row's sum. If a
-  // ratio is below 2^LEAST, the rest of it (`beyond`) is applied only to the quantized P, after the sums. If the tile
-  // with this ratio has nearly all of a query's attention, its P then loses low bits. For each key this changes the
-  // query's output by at most 2^-28 of the largest |V| in the other tile.
+  // The sums of P are computed in f16, from exponentials that include log2_v. If a tile's ratio is 2^LEAST, a P below
+  // 2^-13 of the row's largest P rounds to zero. These P of a tile sum to less than 64 * 2^-13 of the row's sum. A
+  // ratio below 2^LEAST is applied as two factors: 2^log2_v to the exponentials, and 2^-`beyond` only to quantized P.
+  // If a query attends almost only to the tile with this ratio, the second factor removes low bits of quantized P. For
+  // each key this changes the query's output by at most 2^-28 of the largest |V| in the other tile.
   static constexpr float LEAST = -20.0f;
 
   __device__ __forceinline__ StepScales(float k0, float k1, float v0, float v1)
@@ -32,7 +31,7 @@ struct __align__(16) StepScales {
     float tile[2] = {v0, v1}, inverse = ptx::reciprocal(v);
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
-      // If both scales are zero, ratio is NaN, which fmaxf and fminf ignore.
+      // If v0 and v1 are zero, ratio is NaN, which fmaxf and fminf ignore.
       float ratio = __log2f(tile[t] * inverse), power = fminf(fmaxf(ceilf(LEAST - ratio), 0.0f), 9.0f);
       log2_v[t] = fminf(fmaxf(ratio + power, LEAST), 0.0f);
       inverse_v[t] = ptx::exp2(-log2_v[t]);
@@ -51,13 +50,13 @@ struct SageBwdForwardSm90 {
   // At D = 64 a separate loop for masked steps would make ptxas spill.
   template <Hidden HIDDEN>
   static constexpr bool MASKS_APART = D == 128 && HIDDEN != OUTER_KEYS;
-  // Shared memory: two slots of Q; stages of K and V^T, of two tiles each; the StepScales of each stage.
+  // Shared memory: two slots of Q; the stages, each with two tiles of K and two of V^T; the StepScales of each stage.
   static constexpr int TILE_BYTES = TILE * D, Q_BYTES = Warpgroups::CONSUMERS * TILE_BYTES;
   static constexpr int SCALES_AT = 2 * Q_BYTES + Warpgroups::STAGES * 4 * TILE_BYTES;
   static constexpr int SHARED_BYTES = SCALES_AT + Warpgroups::STAGES * int(sizeof(StepScales));
   static_assert(PLAN.row_bytes == D && PLAN.shared_bytes == SHARED_BYTES);
 
-  static constexpr int STAGING = TILE_BYTES / 4;  // per warp: its rows of the INT8 queries, free after QUERIES_READ
+  static constexpr int STAGING = TILE_BYTES / 4;  // bytes in which a warp stages its output: those of its INT8 Q
 
   const params::Forward& p;
   const ForwardBlock& block;
@@ -75,8 +74,8 @@ struct SageBwdForwardSm90 {
     return reinterpret_cast<StepScales*>(memory + SCALES_AT)[stage];
   }
 
-  // The number of a consumer's query tile in the padded buffers. A consumer beyond the segment's end reads the last
-  // tile, and its output is not stored.
+  // The index of a consumer's query tile in the padded buffers. A consumer beyond the segment's end reads the last
+  // tile, and does not store its output.
   __device__ __forceinline__ int64_t query_tile(int warpgroup) const {
     int tile = min(block.first / TILE + warpgroup, block.segment.query_tiles() - 1);
     return int64_t(block.head) * p.shape.query_tiles + block.segment.query_tile + tile;
@@ -127,9 +126,9 @@ struct SageBwdForwardSm90 {
       multiply_codes<D / 32>(x, ptx::row_descriptor<D>(queries), ptx::row_descriptor<D>(of.keys(stage)));
     }
 
-    // The first tile whose exponentials come after the branch that raises the references. With 1 the exponentials of
-    // tile 0 overlap with the computation of the row maxima. At head_dim 128 the forward then takes 0.97x of the time
-    // that it takes with 0; at head_dim 64 it would take 1.05x.
+    // The first tile whose exponentials come after the branch in `follow`. With 1 the exponentials of tile 0 overlap
+    // with the computation of the row maxima. At head_dim 128 the forward then takes 0.97x of the time that it takes
+    // with 0; at head_dim 64 it would take 1.05x.
     static constexpr int BRANCH_BEFORE = D == 64 ? 0 : 1;
 
     template <Hidden HIDDEN, int PENDING>
@@ -146,7 +145,8 @@ struct SageBwdForwardSm90 {
       float row_max[2], offset[2];
       find_maxima<HIDDEN>(s, factor, scales, row_max, offset);
       if constexpr (BRANCH_BEFORE == 0) follow(row_max, offset);
-      // unseen[t][r]: whether row r sees no key of tile t. Only with a window can the first tile be unseen.
+      // unseen[0][r]: whether row r's window starts after the first tile.
+      // unseen[1][r]: whether row r sees no key of the second tile.
       const int second = (2 * step + 1) * TILE;
       bool unseen[2][2] = {};
       if constexpr (HIDDEN != NO_KEYS) {
@@ -156,7 +156,7 @@ struct SageBwdForwardSm90 {
           Sight<HIDDEN> sight(segment, of.p);
           unseen[1][r] = sight.visible_keys(row) <= second;
           if constexpr (HIDDEN == OUTER_KEYS) {
-            // For a row beyond the segment's end the window may be where no tile exists.
+            // A row beyond the segment's end is given first_key 0, because its window may start beyond the last tile.
             int first_key = row < segment.query_len ? sight.first_key(row) : 0;
             unseen[0][r] = first_key >= second, unseen[1][r] |= first_key >= second + TILE;
           }
@@ -177,7 +177,7 @@ struct SageBwdForwardSm90 {
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          // For rows that do not see a tile, its scales are undefined and may be NaN.
+          // The scale of a tile that the row does not see may be NaN.
           float start = offset[r] + scales.log2_v[t], by = unseen[t][r] ? 1.0f : factor[t];
           __half2 pairs[8];
 #pragma unroll
@@ -202,13 +202,14 @@ struct SageBwdForwardSm90 {
         dequant[r] = p_dequant * (unseen[1][r] ? scales.first_v * scales.inverse_v[0] : scales.v);
         if constexpr (HIDDEN == OUTER_KEYS) {
           if (unseen[0][r]) dequant[r] = p_dequant * scales.inverse_v[1] * __ldg(of.p.codes.v_dequant_scale + of.first_key_tile + 2 * step + 1);
-          if (p_dequant == 0.0f) dequant[r] = 0.0f;  // the row sees neither tile, whose scales may be NaN
+          if (p_dequant == 0.0f) dequant[r] = 0.0f;  // the row sees neither tile, and their scales may be NaN
         }
 #pragma unroll
         for (int t = 0; t < 2; ++t) softmax.state(softmax.state.SUM, r) += p_dequant * scales.inverse_v[t] * sum[t][r];
       }
-      // Quantized P is shifted last, where the branch separates no instructions that should be interleaved. If P were
-      // multiplied by a factor where it is computed, the forward would take 2 % longer at head_dim 64.
+      // The division of quantized P by a power of two (shift_codes) is at the end, where its branch separates no
+      // instructions that should be interleaved. Dividing P before it is quantized would make the forward 2 % slower at
+      // head_dim 64.
       if (__builtin_expect(scales.beyond != 0, false)) shift_codes<HIDDEN>(scales, unseen);
     }
 
@@ -231,7 +232,7 @@ struct SageBwdForwardSm90 {
     }
 
    private:
-    using Logits = float[1][8][4];  // the integer sums of S of a tile, converted to floats
+    using Logits = float[1][8][4];  // S of a tile: the integer sums as floats
 
     // Converts S of both tiles to floats, and masks it.
     template <Hidden HIDDEN>
@@ -247,8 +248,8 @@ struct SageBwdForwardSm90 {
       }
     }
 
-    // Computes the maximum of each row over logits plus log2_v: logits of the tile with the smaller scale of V count
-    // for less. Also computes the offset with which 2^(x * factor + log2_v + offset) is in the range of u8.
+    // Computes each row's maximum of logit + StepScales::log2_v, and the offset with which 2^(logit + log2_v + offset)
+    // is in the range of u8.
     template <Hidden HIDDEN>
     __device__ __forceinline__ void find_maxima(const Logits (&s)[2], const float (&factor)[2], const StepScales& scales,
                                                 float (&row_max)[2], float (&offset)[2]) const {
@@ -270,23 +271,24 @@ struct SageBwdForwardSm90 {
           of_tile[t] = fmaf(of_tile[t], factor[t], scales.log2_v[t]);
         }
         row_max[r] = quad_max(fmaxf(of_tile[0], of_tile[1]));
-        // 2^(x * factor + log2_v + offset) is 254 at that maximum, or a little less: the offset is lowered by 2^-21 of
-        // the maximum, which is more than all rounding errors, so that no value exceeds 254.
+        // 2^(row_max + offset) is 254 or a little less: the offset is lowered by 2^-21 of row_max, which is more than
+        // all rounding errors, so that no quantized value exceeds 254.
         offset[r] = fmaf(fabsf(row_max[r]), -0x1p-21f, quant::LOG2_254 - row_max[r]);
         if (HIDDEN != NO_KEYS && row_max[r] == -CUDART_INF_F) offset[r] = 0.0f;
       }
     }
 
-    // Raises the references, which no exponential depends on. Then adds 0 to the offsets: the false dependency on the
-    // branch makes ptxas schedule ex2 and packing in one basic block, where several execution units work at once;
-    // without this dependency ex2 is hoisted above the branch and serializes.
+    // Updates softmax's running maxima, which the exponentials above do not use (they use `offset`). Then adds 0 to the
+    // offsets: this false dependency on the branch in softmax.follow makes ptxas schedule ex2 and packing in one basic
+    // block, where several execution units work at once. Otherwise ptxas hoists ex2 above the branch, and ex2 does not
+    // overlap with packing.
     __device__ __forceinline__ void follow(const float (&row_max)[2], float (&offset)[2]) {
       softmax.follow(row_max);
 #pragma unroll
       for (int r = 0; r < 2; ++r) offset[r] = fmaf(softmax.shift(r), 0.0f, offset[r]);
     }
 
-    // Divides quantized P of each tile by 2^(its byte of `beyond`), except in rows that see only one tile.
+    // Divides quantized P of tile t by 2^(byte t of `beyond`), except in rows that see only one of a step's tiles.
     template <Hidden HIDDEN>
     __device__ __forceinline__ void shift_codes(const StepScales& scales, const bool (&unseen)[2][2]) {
 #pragma unroll

@@ -14,8 +14,8 @@ using ScoreCodes = uint32_t[2][4];
 // The maximum over the four lanes of a row, for nonnegative x; NaN if any x is NaN.
 __device__ __forceinline__ float quad_max_abs(float x) { return __int_as_float(quad_max(__float_as_int(x))); }
 
-// Quantizes a warp's scores with one scale for each key or group of keys: `share` replaces the maxima of rows g and g +
-// 8 by the maxima of their groups. POSITIVE: no score is negative.
+// Quantizes a warp's scores, whose rows are keys, with one scale per row or group of rows. `share` replaces the maxima
+// of rows g and g + 8 by the maxima of their groups. POSITIVE: no score is negative.
 template <bool POSITIVE, class Share>
 __device__ __forceinline__ void quantize_scores(const Scores& s, ScoreCodes& codes, float (&dequant)[2], Share share) {
   float largest[2], scale[2];
@@ -56,7 +56,7 @@ template <class Share>
 __device__ __forceinline__ void quantize_queries(ScoreCodes& codes, float2& dequant, float k_dequant, uint32_t rows,
                                                  int strip, int lane, Share share) {
   layout::TransposedReaderA<TILE * 2> reader(rows, lane);
-  uint32_t r[4][4];  // (16 keys, register): registers 0 and 2 are query g, 1 and 3 query g + 8; each has two keys in bf16
+  uint32_t r[4][4];  // [16 keys][register], in bf16: 0 and 2 have two keys each of query g, 1 and 3 of query g + 8
   uint32_t largest16[2] = {0, 0};
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ void quantize_queries(ScoreCodes& codes, float2& dequ
   for (int i = 0; i < 2; ++i)
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      // Four consecutive slots (layout/permutation.cuh) have two of the low eight keys and two of the high eight.
+      // Four consecutive slots (layout/permutation.cuh) have two of a step's first 8 keys, and two of its last 8.
       uint32_t low = r[2 * i + j / 2][j & 1], high = r[2 * i + j / 2][(j & 1) + 2];
       codes[i][j] = quant::codes(__uint_as_float(low << 16), __uint_as_float(low & 0xffff0000u),
                                  __uint_as_float(high << 16), __uint_as_float(high & 0xffff0000u), scale[j & 1]);
@@ -83,7 +83,8 @@ __device__ __forceinline__ void quantize_queries(ScoreCodes& codes, float2& dequ
   dequant = make_float2(largest[0] * (1.0f / 127.0f) * k_dequant, largest[1] * (1.0f / 127.0f) * k_dequant);
 }
 
-// Computes S^T = K Q^T of INT8 values, for a warp's 16 keys and 64 queries. x has the bits of the floats MAGIC + sum.
+// Computes S^T = K Q^T of INT8 values, for a warp's 16 keys and 64 queries. Each element of `x` has the
+// bits of a float: quant::MAGIC + INT8 dot product of q and k.
 template <int D>
 __device__ __forceinline__ void multiply_score_codes(int (&x)[8][4], uint32_t k_rows, uint32_t q_rows, int lane) {
   layout::ReaderA<D> k_reader(k_rows, lane);
@@ -113,7 +114,7 @@ __device__ __forceinline__ void transpose_keys(unsigned char* k_transposed, cons
   }
 }
 
-// The number of the thread block's first key tile in the padded buffers.
+// The index in params::Codes of the thread block's first key tile.
 __device__ __forceinline__ int64_t first_key_tile(const params::Backward& p, const BackwardBlock& block) {
   return int64_t(block.key_head) * p.shape.key_tiles + block.segment.key_tile + block.first_key / TILE;
 }

@@ -1,5 +1,5 @@
-// Quantizes P and dS to INT8 on Hopper, two values per instruction: P in bf16, and dS in f16 in units of a power of two
-// that each warp chooses so that its largest dS stays well inside the range of f16.
+// Quantizes P and dS to INT8 on Hopper, two 16-bit values per instruction. P is in bf16. dS is in f16, divided by a
+// power of two that each warp chooses so that its largest dS stays well inside the range of f16.
 #pragma once
 
 #include <sage/attention/numerics/score_codes_sm80.cuh>
@@ -31,7 +31,8 @@ template <class Max>
 __device__ __forceinline__ uint32_t join_rows(const uint32_t (&rows)[2], Max max) {
   return max(__byte_perm(rows[0], rows[1], 0x5410), __byte_perm(rows[0], rows[1], 0x7632));
 }
-// Computes the maxima of two rows over the four lanes of the rows.
+// Each half of `x` is this lane's maximum of one row. Returns the maxima of the two rows over the four lanes that have
+// their values.
 template <class Max>
 __device__ __forceinline__ uint32_t join_lanes(uint32_t x, Max max) {
   x = max(x, __shfl_xor_sync(~0u, x, 1));
@@ -41,12 +42,12 @@ __device__ __forceinline__ uint32_t join_lanes(uint32_t x, Max max) {
 struct MaxAbs {
   __device__ __forceinline__ uint32_t operator()(uint32_t a, uint32_t b) const { return ptx::max_abs_2(a, b); }
 };
-// The larger of nonnegative bf16 values, which have the same order as their bits as integers, with NaN above all.
+// The larger values of two pairs of nonnegative bf16 values. Compares the bits as integers, so NaN is the largest.
 struct MaxPositive {
   __device__ __forceinline__ uint32_t operator()(uint32_t a, uint32_t b) const { return __vmaxu2(a, b); }
 };
 
-// The maxima of this lane's values of rows g and g + 8, as two halves.
+// The maxima of this lane's values of row g, in the low half of the word, and of row g + 8, in the high half.
 template <class Max>
 __device__ __forceinline__ uint32_t largest_of(const PackedScores& w, Max max) {
   uint32_t largest[2] = {w[0][0], w[0][1]};
@@ -57,8 +58,9 @@ __device__ __forceinline__ uint32_t largest_of(const PackedScores& w, Max max) {
   return join_rows(largest, max);
 }
 
-// Quantizes P with one scale per key, in bf16: its 8 significant bits are more than the 7 of INT8, and in [128, 256)
-// its last bit is worth 1, so that adding 128 rounds to an integer. `largest`: the maxima of rows g and g + 8.
+// Quantizes P with one scale per key. The arithmetic is in bf16, whose 8 significant bits are more than the 7 of INT8.
+// Adding 128 rounds to an integer, because bf16 numbers in [128, 256) are integers. `largest`: the maxima of rows g and
+// g + 8.
 __device__ __forceinline__ void quantize_probabilities(const PackedScores& w, uint32_t largest, ScoreCodes& codes,
                                                        float (&dequant)[2]) {
   constexpr uint32_t MAGIC = 0x43004300;  // 128, twice
@@ -81,8 +83,8 @@ __device__ __forceinline__ void quantize_probabilities(const PackedScores& w, ui
     }
 }
 
-// The f16 scales of two rows, from the rows' maxima in the halves of `largest`. If 127 / max overflows f16, the
-// quant_scale is the largest f16.
+// The scales that quantize two rows in f16, from the rows' maxima in the halves of `largest`. If 127 / max overflows
+// f16, the quant_scale is the largest f16.
 struct HalfScales {
   uint32_t quant[2];
   float dequant[2];
@@ -96,7 +98,7 @@ struct HalfScales {
     dequant[0] = ptx::max_abs(x.x * (1.0f / 127.0f), 1.0f / LARGEST);
     dequant[1] = ptx::max_abs(x.y * (1.0f / 127.0f), 1.0f / LARGEST);
   }
-  // Quantizes four values of row `h`. In [1024, 2048) the last bit of f16 is worth 1.
+  // Quantizes four values of row g + 8h. Adding 1536 rounds to an integer: f16 numbers in [1024, 2048) are integers.
   __device__ __forceinline__ uint32_t codes(int h, uint32_t a, uint32_t b) const {
     constexpr uint32_t MAGIC = 0x66006600;  // 1536, twice
     return __byte_perm(ptx::fma_2<__half>(a, quant[h], MAGIC), ptx::fma_2<__half>(b, quant[h], MAGIC), 0x6420);
@@ -104,10 +106,10 @@ struct HalfScales {
 };
 
 // The unit of a warp's dS: a power of two that dS is divided by, so that its largest value is in [LOW, HIGH] in f16.
-// Typical dS is about 1e-7, too small for f16. The unit changes when the largest dS leaves this range. A row whose
-// largest value is below 2^-9 in this unit is quantized more coarsely, because HalfScales bounds its scale; that value
-// is then at least 2^9 times smaller than the largest dS of the warp's 16 keys. dS beyond 2^75, or beyond 2^38 right
-// after tiles whose dS is nearly zero, becomes infinite.
+// Typical dS is about 1e-7, too small for f16. The unit changes when the largest dS leaves this range. HalfScales
+// limits the quant_scale of rows whose largest dS is below 2^-9 in this unit: they are quantized more coarsely. The
+// largest dS of such a row is at least 2^9 times smaller than the warp's. dS beyond 2^75, or beyond 2^38 right after
+// tiles whose dS is nearly zero, becomes infinite.
 struct DsUnit {
   static constexpr uint32_t LOW = 0x3c00, HIGH = 0x7800;  // 1, 2^15 in f16
   static constexpr int TARGET = 12, LEAST = -60, MOST = 90, STEP = 100;
@@ -119,8 +121,8 @@ struct DsUnit {
     if (other == 0.0f) return;
     unit = other, exponent = float(127 - int(__float_as_uint(other) >> 23));
   }
-  // `w` is dS in this unit, packed from `s`, and `largest` contains the maxima of rows g and g + 8. If the warp's
-  // largest dS is outside [LOW, HIGH], changes the unit and rescales `w`, `s` and `largest`. Returns the unit of `w`,
+  // `s` is dS divided by `unit`; `w` is `s` packed in f16; `largest` contains the maxima of |w| in rows g and g + 8. If
+  // the warp's largest |w| is outside [LOW, HIGH], changes `unit`, and rescales `s`, `w` and `largest`. Returns `unit`,
   // or 0 if all of `s` is zero.
   __device__ __forceinline__ float keep(PackedScores& w, uint32_t& largest, Scores& s) {
     uint32_t top = max(largest & 0x7fffu, largest >> 16 & 0x7fffu);
@@ -148,7 +150,7 @@ struct DsUnit {
   }
 };
 
-// Quantizes dS with one scale for each key. `largest`: the maxima of rows g and g + 8.
+// Quantizes dS with one scale for each key. The halves of `largest`: the largest |dS| of each of the lane's two keys.
 __device__ __forceinline__ void quantize_keys(const PackedScores& w, uint32_t largest, ScoreCodes& codes, float (&dequant)[2]) {
   HalfScales scales(largest);
   dequant[0] = scales.dequant[0], dequant[1] = scales.dequant[1];
@@ -161,17 +163,18 @@ __device__ __forceinline__ void quantize_keys(const PackedScores& w, uint32_t la
     }
 }
 
-// Quantizes dS of the 16 queries of a strip over one tile of keys, with one scale per query. dS^T is in `rows`, every
-// 16 keys in their warp's unit. Returns the largest unit, or 0 if all of dS is zero.
+// Quantizes dS of the 16 queries of a strip over one tile of keys, with one scale per query. Each of four warps has
+// stored dS^T of 16 keys in `rows`, divided by the warp's own unit (DsUnit). Returns the largest of the four units, or
+// 0 if all of dS is zero.
 __device__ __forceinline__ float quantize_queries(ScoreCodes& codes, float2& dequant, uint32_t rows, const float4* units_at,
                                                   int strip, int lane) {
   float4 units = *units_at;
   float unit = fmaxf(fmaxf(units.x, units.y), fmaxf(units.z, units.w));
   layout::TransposedReaderA<TILE * 2> reader(rows, lane);
-  uint32_t r[4][4];  // (16 keys, register): registers 0 and 2 are query g, 1 and 3 query g + 8; each has two keys
+  uint32_t r[4][4];  // [16 keys][register]: registers 0 and 2 have two keys each of query g, 1 and 3 of query g + 8
 #pragma unroll
   for (int step = 0; step < 4; ++step) reader.load(r[step], step * 16, strip);
-  // If the units differ, converts all dS to the largest unit.
+  // If the warps' units differ, changes `r` from dS / (the warp's unit) to dS / `unit`.
   if (__builtin_expect(fminf(fminf(units.x, units.y), fminf(units.z, units.w)) != unit, false)) {
     float of_step[4] = {units.x, units.y, units.z, units.w};
 #pragma unroll
@@ -192,7 +195,8 @@ __device__ __forceinline__ float quantize_queries(ScoreCodes& codes, float2& deq
   for (int i = 0; i < 2; ++i)
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      // Four consecutive slots (layout/permutation.cuh) have two of the low eight keys and two of the high eight.
+      // Every 16 keys are permuted (layout/permutation.cuh): four consecutive slots have two of the first eight keys
+      // and two of the last eight.
       codes[i][j] = scales.codes(j & 1, r[2 * i + j / 2][j & 1], r[2 * i + j / 2][(j & 1) + 2]);
   dequant = make_float2(scales.dequant[0] * unit, scales.dequant[1] * unit);
   return unit;

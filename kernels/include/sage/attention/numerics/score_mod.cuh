@@ -1,6 +1,6 @@
-// Changes to the logits before the softmax, in addition to the softmax scale (FlexAttention's score_mod): none in most
-// kernels; in separately compiled kernels a soft cap (Gemma 2, arXiv 2408.00118, section 2), ALiBi (arXiv 2108.12409),
-// or both, according to the parameters.
+// Policies that change the scaled logits before the softmax (FlexAttention's score_mod). Most kernels change nothing.
+// Separately compiled kernels apply a soft cap (Gemma 2, arXiv 2408.00118, section 2), ALiBi (arXiv 2108.12409), or
+// both, according to the parameters.
 //
 // A policy has:
 // - apply(x, factor, offset, ..): on entry x times factor are base-2 logits, and offset is 0. Changes all three, so
@@ -36,21 +36,21 @@ struct NoScoreMod {
   __device__ __forceinline__ void next_head() {}
 };
 
-// tanh(x / 4) for |x| < 2, within a relative error of 2^-15: a minimax polynomial of degree 2 in x^2.
+// tanh(x / 4) for |x| < 2, within a relative error of 2^-15: x times a minimax polynomial of degree 2 in x^2.
 __device__ __forceinline__ float tanh_of_small(float x) {
   float square = x * x, y = fmaf(square, 0x1.d7e632p-14f, -0x1.53a6fp-8f);
   return x * fmaf(square, y, 0x1.fffd0ap-3f);
 }
 
 // x[i] = tanh(x[i] * by / 4), by tanh_of_small or an exponential. The exponential, which would delay the exponentials
-// of the softmax, is computed only if some argument of the thread needs it. Which formula is used for an argument
-// depends only on the argument's own size, so that masked keys change no other result.
+// of the softmax, is computed only if one of the thread's arguments of tanh is large. Which formula is used for an
+// argument depends only on the argument's own size, so that a masked key does not change the results of other keys.
 template <int N>
 __device__ __forceinline__ void take_tanh(float (&x)[N], float by) {
   uint32_t bits = 0;
 #pragma unroll
   for (int i = 0; i < N; ++i) x[i] *= by, bits |= __float_as_uint(x[i]);
-  // This bit of the exponent is set if |x| >= 2.
+  // The exponent's highest bit: set if |x[i]| >= 2 for any i.
   if (__builtin_expect(bits & 0x40000000u, 0)) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -72,7 +72,7 @@ struct SoftcapAndAlibi {
   float slope;  // for base-2 logits; 0: no ALiBi
   bool only_earlier;  // whether no query sees a key after its own position
   float of_lane = 0.0f;
-  // 1 - tanh^2 of each of a tile's logits, in pairs of f16.
+  // The soft cap's derivative, 1 - tanh^2, at each of the lane's logits of a tile, in pairs of f16.
   uint32_t derivative[8][2];
 
   template <class Params>
@@ -84,15 +84,15 @@ struct SoftcapAndAlibi {
     if (++head < mod.heads) slope = slope_of(head);
   }
   __device__ __forceinline__ float add_of_lane(float x, float factor) const { return x + of_lane * ptx::reciprocal(factor); }
-  // The slope in units of x, which is not yet multiplied by `factor`. In a backward the factor is 0 if an INT8 tile of
-  // Q or K is all zeros. It is raised here so that its inverse is finite.
+  // The slope divided by `factor`, for logits that are not yet multiplied by `factor`. In a backward `factor` is 0 if
+  // an INT8 tile of Q or K is all zeros. This function raises such a factor, so that its inverse is finite.
   __device__ __forceinline__ float unscaled_slope(float& factor) const {
     if (factor < 1e-30f) factor = 1e-30f;
     return slope * ptx::reciprocal(factor);
   }
   __device__ __forceinline__ bool has_softcap() const { return mod.softcap > 0.0f; }
 
-  // Replaces x by tanh(x * factor / c), and the factor by c, the cap of base-2 logits.
+  // Replaces x by tanh(x * factor / c), and then `factor` by c. Here c is the cap of base-2 logits.
   template <int N>
   __device__ __forceinline__ void cap(float (&x)[N], float& factor) const {
     float cap2 = mod.softcap * ptx::LOG2_E;
@@ -105,10 +105,11 @@ struct SoftcapAndAlibi {
   }
 
   // Applies the soft cap and ALiBi to a forward's logits: 16 * M queries from `first_query` on, and the tile of keys
-  // from `first_key + column` on. `offset` does not depend on `column`.
+  // from `first_key + column` on.
   //
-  // If no query sees a key after its own position, no absolute value is needed. A distance is the row's distance from
-  // `first_key` (in `offset`), minus the lane's first column (in `of_lane`), minus a constant: one FMA per logit.
+  // If no query sees a key after its own position, a distance needs no absolute value, and one FMA per logit suffices:
+  // the caller adds the terms of ALiBi that depend only on the row (`offset`) or only on the lane (`of_lane`). `offset`
+  // is the same for every `column`.
   template <int M>
   __device__ __forceinline__ void apply(float (&x)[M][8][4], float& factor, float (&offset)[2 * M], const Segment& segment, int first_query, int first_key, int column, int lane) {
     if (has_softcap()) {

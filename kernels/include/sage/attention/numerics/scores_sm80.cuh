@@ -1,8 +1,9 @@
-// Policies for the operands of S^T = K Q^T in a backward whose other matmuls run in 16 bit: 16-bit rows of K and Q, or
-// their INT8 values (SageBwd whose backward computes only S in INT8).
+// Policies for a backward whose matmuls run in 16 bit, possibly except S^T = K Q^T. The operands of S^T are 16-bit rows
+// of K and Q, or their INT8 values (SageBwd whose backward computes only S in INT8).
 //
 // A policy has:
-// - KEY_BYTES, TILE_BYTES: shared memory for INT8 values, per key and per query tile; 0 if S uses the 16-bit rows.
+// - KEY_BYTES, TILE_BYTES: bytes of shared memory for the INT8 values of one key, and of one query tile; 0 if S uses
+//   the 16-bit rows.
 // - load_keys, load: issue the asynchronous copies of the INT8 values.
 // - multiply: computes the sums of S^T for a warp's 16 keys and 64 queries.
 // - factor: converts a sum to a base-2 logit. k_factor: the part of the factor that does not depend on the
@@ -68,8 +69,9 @@ struct ScoresOfCodes {
 
 // Subtracts the mean over tokens from the rows of K in shared memory, whose layout is `at(row, chunk of 8 channels)`.
 // Rows beyond the last key do not matter, because their dS is 0. Does nothing for unquantized attention, which has no
-// mean. (All matmuls of SageBwd's backward must use the same K: rows of dS do not sum to exactly zero if O and P are
-// inexact, and the remainder would be multiplied by the mean.) The rows have CHANNELS channels from `first_channel` on.
+// mean. The rows have CHANNELS channels from `first_channel` on.
+// Without the subtraction, row i of dQ = dS K would contain (sum of row i of dS) * mean. The sum is not exactly zero if
+// O and P are inexact.
 template <class T, int KEYS, int D, int THREADS, int CHANNELS = D, class At>
 __device__ __forceinline__ void subtract_key_mean(unsigned char* memory, const params::Backward& p, const BackwardBlock& block, At at,
                                                   int first_channel = 0) {

@@ -1,13 +1,14 @@
-// The policies of scores_sm80.cuh for the operands of S^T, for a warpgroup on Hopper: 64 keys, and a tile of 64
+// WarpgroupScores extends a policy of scores_sm80.cuh for Hopper. A warpgroup computes S^T of 64 keys and a tile of 64
 // queries.
 //
 // In addition to the members in scores_sm80.cuh, a policy has:
 // - Sums: the accumulators of S^T.
 // - start: issues S^T, with K in shared memory or in registers as KeyFragments, which read_keys loads.
-// - load_by_bulk: issues a tile's bulk copies, BULK_BYTES in total, by one thread. With INT8 values it also copies
-//   their scale, to the address `scale_to`.
-// - ARRIVALS: the caller's arrivals at the mbarrier: one for the bulk copies, and with INT8 values one for the scale.
-// - factor_at: the factor from a tile's sums to base-2 logits, including the scale of Q's INT8 values.
+// - load_by_bulk: called by one thread. If S uses INT8 values, issues the bulk copy of a tile's INT8 Q (BULK_BYTES),
+//   and the copy of its scale to the address `scale_to`.
+// - ARRIVALS: how often the thread that issues bulk copies arrives at a tile's mbarrier. 1, or 2 if S uses INT8 values:
+//   the second arrival is for the scale.
+// - factor_at: the factor from a tile's sums to base-2 logits. If S uses INT8 values, it includes the scale of Q.
 #pragma once
 
 #include <sage/attention/panels.cuh>
