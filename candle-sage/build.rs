@@ -1,5 +1,5 @@
-//! With feature `kernels`, compiles each `kernels/*.cu` into a separate fatbin: machine code for every
-//! architecture, and PTX for later ones.
+//! With feature `kernels`, compiles each `kernels/*.cu` into a separate fatbin: machine code for the known
+//! architectures, and PTX for later ones.
 
 #[path = "build/fingerprint.rs"]
 mod fingerprint;

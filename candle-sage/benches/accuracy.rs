@@ -1,5 +1,6 @@
 //! Error of SageBwd relative to exact attention: for several standard deviations of query and key (Table 1 of arXiv
-//! 2603.02170), and for keys from which the mean of all keys, of a sample, of other keys, or nothing is subtracted.
+//! 2603.02170), and for several vectors that are subtracted from the keys: the mean of all keys, of a sample, or of
+//! another case's keys.
 //!
 //! `cargo bench -p candle-sage --bench accuracy`
 
@@ -59,8 +60,8 @@ fn table_1() -> Result<()> {
 const COMMON: [(&str, f32, f32); 3] =
     [("nothing", 0.0, 0.0), ("10 sigma", 10.0, 10.0), ("0 to 20 sigma", 0.0, 20.0)];
 
-/// A case to whose keys one vector of standard deviation `sigma`, times a factor, is added. The vector does not depend
-/// on `seed`, like a vector that all keys of a layer have in common.
+/// A random case, with one vector of standard deviation `sigma` times a factor added to each key. The factor changes
+/// linearly from `common.0` at the first token to `common.1` at the last token. The vector is the same for all seeds.
 fn case_with(common: (f32, f32), head_dim: usize, sigma: f32, seed: u64) -> Case {
     let mut case = Case::new(1, (TOKENS, TOKENS), (1, 1), head_dim, true);
     case.draw(sigma, seed);

@@ -2,9 +2,9 @@
 //!
 //! `cargo bench --features cuda --bench cuda_ops -- [op ...]`; the shapes are those of a Llama of 325 M
 //! parameters at 32768 tokens: width 1024, 16 heads of 64, 3072 hidden channels, 50304 classes, bf16. Bytes
-//! are a lower bound: each input is read once, each output written once. The percentage is relative to the
-//! bandwidth of a device-to-device copy, which is measured first. Times are medians over calls, measured with CUDA
-//! events. They include host time where the host is slower than the GPU. candle's own part of a backward (a first
+//! are a lower bound: each input is read once, each output written once. Bandwidths are also printed in percent
+//! of the bandwidth of a device-to-device copy, which is measured first. Times are medians over calls, measured with
+//! CUDA events. They include host time where the host is slower than the GPU. candle's own part of a backward (a first
 //! gradient of ones, and for each input zeros to which the gradient is added) is measured separately and subtracted.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
@@ -24,7 +24,7 @@ const CLASSES: usize = 50304;
 struct Bench {
     device: Device,
     repeats: usize,
-    /// Bandwidth of the copy in bytes per second, reads and writes together.
+    /// Bandwidth of a device-to-device copy in bytes per second, reads and writes together.
     copy: f64,
 }
 
@@ -53,7 +53,7 @@ impl Bench {
         println!("{name:22} {way:4} {ms:8.3} {:8.0} {:6.1} %", rate / 1e9, 100.0 * rate / self.copy);
     }
 
-    /// Measures an op's forward and backward. `bytes` are the forward's bytes and the backward's bytes.
+    /// Measures an op's forward and backward. `bytes` are the bytes that each of them reads and writes.
     fn op(
         &self,
         name: &str,
@@ -78,7 +78,7 @@ impl Bench {
     }
 }
 
-/// The ops that write FP8 in a training step, with delayed scaling. They write FP8 matrices and their transposes.
+/// Ops that write FP8 matrices with delayed scaling, and cross-entropy in bf16 and in FP8.
 fn fp8_ops(bench: &Bench, random: &dyn Fn(&[usize]) -> Result<Var>) -> Result<()> {
     let draw = |dims: &[usize]| Ok::<_, candle_core::Error>(random(dims)?.as_detached_tensor());
     let scales = Fp8Scales::new(&[Fp8Format::E4M3; 2], &bench.device)?;
@@ -139,7 +139,7 @@ fn fp8_ops(bench: &Bench, random: &dyn Fn(&[usize]) -> Result<Var>) -> Result<()
     Ok(())
 }
 
-/// Quantization to FP8 with a transposed copy, and the three matmuls of the model's linear layers in bf16 and in FP8.
+/// Quantization to FP8 with a transposed copy, and the matmuls of linear layers (y, dx and dW), in bf16 and in FP8.
 fn fp8(bench: &Bench, random: &dyn Fn(&[usize]) -> Result<Var>) -> Result<()> {
     let quantize = |x: &Tensor| Fp8Matrix::quantize(x, Fp8Format::E4M3, Fp8Copies::Both);
     for columns in [WIDTH, HIDDEN, 2 * HIDDEN] {
@@ -183,8 +183,8 @@ fn fp8(bench: &Bench, random: &dyn Fn(&[usize]) -> Result<Var>) -> Result<()> {
     Ok(())
 }
 
-/// Muon's step on the matrices of 20 layers, with one matrix for each head of query, key and value. The bytes of the
-/// orthogonalization are not counted: matmuls take most of its time.
+/// Muon's step on the matrices of 20 layers, with one matrix for each head of query, key and value. The memory
+/// throughput of the orthogonalization is printed as 0: matmuls take most of its time.
 fn muon(bench: &Bench) -> Result<()> {
     const LAYERS: usize = 20;
     let mut at = 0;

@@ -70,7 +70,6 @@ fn main() -> Result<()> {
     cross_entropy()
 }
 
-/// The loss of a language model, from hidden states and the output matrix to a scalar, and its gradients.
 fn cross_entropy() -> Result<()> {
     let (width, classes) = (64, 32 * 1024);
     println!("\ncross-entropy, width {width}, {classes} classes: peak MiB of forward + backward\n");

@@ -22,14 +22,14 @@ pub(crate) struct Struct {
     align: usize,
     /// Whether the struct contains addresses, which borrow the memory that they point to.
     borrows: bool,
-    /// Whether the struct is declared by hand in Rust, because another library defines its bytes.
+    /// Whether the struct is declared by hand in Rust, because another library defines its content.
     opaque: bool,
 }
 
 /// Appends the structs of a header to `structs`.
 ///
 /// # Errors
-/// The error names the line that is not a field of a known type.
+/// When a line of a struct is not a field, or has a type that the host does not support.
 pub(crate) fn read(header: &str, text: &str, structs: &mut Vec<Struct>) -> Result<(), String> {
     let mut open: Option<Struct> = None;
     for (number, line) in text.lines().enumerate() {
@@ -86,7 +86,7 @@ impl Struct {
     }
 }
 
-/// The structs in Rust, with their offsets asserted.
+/// Rust source that defines the structs and asserts the offsets of their fields.
 pub(crate) fn in_rust(structs: &[Struct]) -> String {
     let mut out = String::new();
     for of in structs.iter().filter(|of| !of.opaque) {
@@ -100,7 +100,7 @@ pub(crate) fn in_rust(structs: &[Struct]) -> String {
             out,
             "#[repr(C)]\n#[derive(Debug, Clone, Copy, Default, PartialEq)]\n#[allow(dead_code)]\n\
              pub(in crate::cuda) struct {name} {{\n{fields}}}\n\
-             // SAFETY: plain data in C layout, the same on the device: both sides assert every offset.\n\
+             // SAFETY: plain data in C layout; Rust and C++ assert the same offsets.\n\
              unsafe impl cudarc::driver::DeviceRepr for {unnamed} {{}}\n"
         )
         .expect("writing to a string cannot fail");
@@ -157,7 +157,7 @@ pub(crate) fn integers(text: &str) -> BTreeMap<String, u64> {
     found.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
 }
 
-/// The value of a number or a name, of a shift `A << B`, or of products and quotients from left to right.
+/// Evaluates a number, a name, a shift `A << B`, or a chain of `*` and `/`, where names have the values in `known`.
 fn value_of(text: &str, known: &BTreeMap<String, Option<u64>>) -> Option<u64> {
     let mut words = text.split_whitespace();
     // A leading zero is not supported: 010 is 8 in C++.

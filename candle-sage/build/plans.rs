@@ -1,12 +1,13 @@
-//! Turns the table of plans, `kernels/include/sage/params/plans.def`, which the kernels also include, into Rust.
+//! Generates Rust from `kernels/include/sage/params/plans.def`, the table of tile sizes and memory of the kernels
+//! (plans). The kernels include the same file.
 
 use std::fmt::Write as _;
 
-/// The host's table as Rust source. `TARGETS` has the architectures of each target, and its shared memory in KiB. The
-/// other items are the enum `Target`, the enum `Mainloop` with its properties, and `PLANS`.
+/// The table of plans as Rust source, for the host. `TARGETS` has the architectures of each target, and its shared
+/// memory in KiB. The other items are the enum `Target`, the enum `Mainloop` with its properties, and `PLANS`.
 ///
 /// # Errors
-/// The error names the line that does not use a macro of the table, or uses a wrong number of arguments.
+/// When a line does not use a macro of the table, or has invalid arguments.
 pub(crate) fn table(definitions: &str) -> Result<String, String> {
     let (mut targets, mut target_names, mut plans, mut family) =
         (String::new(), String::new(), String::new(), "");
@@ -90,7 +91,7 @@ pub(crate) fn table(definitions: &str) -> Result<String, String> {
 /// The architectures of all targets, ascending.
 ///
 /// # Errors
-/// The error names the row with an architecture that is not a number.
+/// When an architecture is not a number.
 pub(crate) fn architectures(definitions: &str) -> Result<Vec<u32>, String> {
     let mut all = Vec::new();
     for line in definitions.lines() {

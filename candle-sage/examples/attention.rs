@@ -1,4 +1,5 @@
-//! One call of the op, with gradients: `cargo run --release -p candle-sage --example attention`
+//! Output and gradients of INT8 attention, compared with unquantized attention: `cargo run --release -p candle-sage
+//! --example attention`
 
 use candle_core::{Device, Result, Var};
 use candle_sage::{Attention, SageBwd, Scheme};

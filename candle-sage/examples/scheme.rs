@@ -1,4 +1,4 @@
-//! Settings of a scheme, and their effect on keys with a large mean: `cargo run --release -p candle-sage
+//! How a scheme's settings affect the error of dQ if the keys have a large mean: `cargo run --release -p candle-sage
 //! --example scheme`
 
 use candle_core::{Device, Result, Tensor, Var};
@@ -9,7 +9,7 @@ fn main() -> Result<()> {
     let var = |tensor: Tensor| Var::from_tensor(&tensor);
     let randn = |dims: (usize, usize, usize, usize), std| Tensor::randn(0f32, std, dims, &Device::Cpu);
     let query = var(randn(dims, 1.)?)?;
-    // Keys of trained models often share a large vector. Here its elements have a standard deviation of 5.
+    // In trained models, keys often have a large mean. Here the mean's elements have a standard deviation of 5.
     let key = var(randn(dims, 1.)?.broadcast_add(&randn((1, 1, 4, 64), 5.)?)?)?;
     let value = var(randn(dims, 1.)?)?;
     let direction = randn(dims, 1.)?;

@@ -9,8 +9,7 @@ use candle_sage::{Attention, AttentionShape, Router, Scheme, Selection, Sla2};
 fn main() -> Result<()> {
     let device = Device::Cpu;
     let dims = (1, 2048, 4, 64);
-    // Four topics, each with a separate direction: tokens of a topic come in runs, and attend to tokens of
-    // the same topic.
+    // Each of four topics is a random vector. Tokens of a topic come in runs, and attend to tokens of the same topic.
     let topics = Tensor::randn(0f32, 2., (4, 1, 4, 64), &device)?;
     let order: Vec<u32> = (0..16).map(|stretch: u32| stretch * 7 % 4).collect();
     let stretches = topics.index_select(&Tensor::new(order, &device)?, 0)?.repeat((1, 128, 1, 1))?;
@@ -49,7 +48,7 @@ fn main() -> Result<()> {
     let picked = sla2.select(&router, &q, &k)?;
     show("router's blocks", picked.sparsity()?, &|| attention.clone().select(&picked).apply(&q, &k, &v))?;
 
-    // A learned weight mixes attention to these blocks with linear attention over all earlier blocks.
+    // The learned weight `theta` mixes attention to the router's blocks with linear attention over all earlier blocks.
     let theta = Var::from_tensor(&Tensor::full(2f32, 4, &device)?)?;
     show("SLA2", picked.sparsity()?, &|| sla2.apply(&q, &k, &v, &picked, &theta))?;
     println!("the router's blocks have {:.0} % of the mass", 100.0 * sla2.mass_caught(&picked, &q, &k)?);

@@ -1,7 +1,7 @@
 //! Attention on the CPU: the tiled algorithms of the GPU kernels, on all threads.
 //!
 //! `forward` and `backward` are mainloops over tiles, shared by all schemes. A scheme supplies the matmuls inside a
-//! tile, its [`numerics`], in the file with the scheme's name. On one machine, results depend only on the inputs and
+//! tile: its file implements the traits of [`numerics`]. On one machine, results depend only on the inputs and
 //! the shape, never on the number of threads.
 
 mod attn_qat;
@@ -52,7 +52,7 @@ trait OnCpu: Debug + Send + Sync + 'static {
 pub(crate) struct OutputGradient<'a> {
     pub(crate) out: &'a View<'a>,
     pub(crate) dout: &'a View<'a>,
-    /// The gradient of the log-sum-exps, (batch, query heads, query). Empty: zeros.
+    /// The gradient of the log-sum-exps, (batch, query heads, query). An empty slice means zeros.
     pub(crate) dlse: &'a [f32],
 }
 
@@ -88,8 +88,7 @@ pub(crate) struct Gradients {
     pub(crate) dsinks: Vec<f32>,
 }
 
-/// Computes the output, contiguous (batch, query, query heads, head_dim), and returns the completed forward,
-/// which can run the backward.
+/// Returns the output, contiguous (batch, query, query heads, head_dim), and a [`CompletedForward`] for the backward.
 pub(crate) fn forward(scheme: &Scheme, problem: &Problem<'_>) -> (Vec<f32>, Box<dyn CompletedForward>) {
     fn run<S: OnCpu>(scheme: S, problem: &Problem<'_>) -> (Vec<f32>, Box<dyn CompletedForward>) {
         let (out, kept) = scheme.forward(problem);

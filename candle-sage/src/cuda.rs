@@ -74,12 +74,12 @@ trait OnGpu: Debug + Send + Sync + 'static {
     type Operands;
     /// State that the forward keeps for the backward in addition to the log-sum-exp.
     type Kept: Debug + Send + Sync + 'static;
-    /// Buffers that the backward's kernel reads in addition to inputs and state, freed after its launch.
+    /// Buffers that the backward's kernel reads in addition to the inputs and `Kept`, freed after its launch.
     type Scratch;
 
-    /// Name of the forward's kernel in the table of plans.
+    /// Name of the forward's kernel in `params/plans.def`.
     fn forward_kernel(&self) -> &'static str;
-    /// Name of the backward's kernel in the table of plans.
+    /// Name of the backward's kernel in `params/plans.def`.
     fn backward_kernel(&self) -> &'static str;
 
     /// Allocates the forward's operands. `keep`: a backward will follow.
@@ -123,18 +123,18 @@ struct OutputGradient<'a> {
 /// The gradients of query, key and value, and of the sinks if there are any.
 type Gradients = ([Output; 3], Option<Buffer<f32>>);
 
-/// A completed forward: its scheme, and the state that it kept for a backward. Only this type has a backward, so scheme
-/// and state always match.
+/// A completed forward: its scheme, and the state that it kept for a backward. The backward takes both as one value, so
+/// they always match.
 #[derive(Debug)]
 struct Completed<S: OnGpu> {
     scheme: S,
-    /// Negated base-2 log-sum-exp, (query heads, padded query).
+    /// Negated base-2 log-sum-exps, (query heads, queries). The queries of each segment are padded to whole tiles.
     minus_lse2: Buffer<f32>,
     kept: S::Kept,
 }
 
-/// Computes the log-sum-exps `outside` from a forward's `padded`, the negated base-2 log-sum-exps. With `is_gradient`
-/// adds `outside`, the gradient of the log-sum-exps, to a backward's `padded`, the negated delta.
+/// Without `is_gradient`, `padded` contains the negated base-2 log-sum-exps; writes the log-sum-exps to `outside`. With
+/// `is_gradient`, `padded` contains the negated delta; adds `outside`, the gradient of the log-sum-exps, to `padded`.
 fn log_sum_exp(
     gpu: &Gpu,
     shape: params::Shape<'_>,
@@ -259,8 +259,8 @@ fn run_backward<S: OnGpu>(
         problem.deterministic.then(|| gpu.alloc_zeros::<i32>(call.query_tiles() + 1)).transpose()?;
     let gradient = |dims| call.tensor(Purpose::Output, dims);
     let (dk, dv) = (gradient(problem.shape.key_dims())?, gradient(problem.shape.value_dims())?);
-    // Bytes that the thread blocks of a key head share: at most 9 for each element of the head's queries. dQ's f32 sums
-    // need 4. Q and dO need 4 in 16 bit, and 5 with SageBwd: INT8 values of Q, Q^T and dO^T, and dO in 16 bit.
+    // Bytes of Q, dO and dQ that all thread blocks of a key head access: at most 9 per element of Q. dQ's f32 sums need
+    // 4. Q and dO need 4 in 16 bit, and 5 with SageBwd: INT8 values of Q, Q^T and dO^T, and dO in 16 bit.
     let shared = call.geometry.sizes.query_len as usize * problem.shape.group() * call.d * 9;
     let given = params::Backward {
         q: problem.q.view,
@@ -304,7 +304,7 @@ fn run_backward<S: OnGpu>(
     #[cfg(test)]
     guard::check(gpu)?;
     // `scratch` and `users` are freed before dQ is allocated, since memory use peaks here. The parameters of the last
-    // kernel are made from `given`, which does not contain their addresses.
+    // kernel are made from `given`, which contains no address in `scratch` or `users`.
     drop(scratch);
     drop(users);
     let dq = call.tensor(Purpose::Output, problem.shape.query_dims())?;

@@ -1,4 +1,4 @@
-//! Checks of tensors that the CPU and GPU operators share: element types, the layout of rows, and ids.
+//! Checks of tensors, for operators on CPU and GPU: element types, the layout of rows, and token or class ids.
 
 use candle_core::{DType, Layout};
 
@@ -7,7 +7,7 @@ use crate::error::Error;
 /// The result of a check that ids (tokens or classes) are in range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Checked {
-    /// The first id that is neither in range nor ignored.
+    /// The first id that is out of range and not ignored.
     pub(crate) bad: Option<i64>,
     /// Number of ids that are in range and not ignored.
     pub(crate) counted: usize,
@@ -20,8 +20,8 @@ pub(crate) fn unsupported_dtype(op: &str, dtype: DType) -> Error {
         .hint("convert with `to_dtype(DType::F32)`")
 }
 
-/// The distance in elements between consecutive rows of the last dimension. `None` unless the elements of a row are
-/// adjacent in memory and the rows have a constant stride.
+/// The distance in elements between consecutive rows. A row is a vector along the last dimension. `None` unless the
+/// elements of a row are adjacent in memory and the rows have a constant stride.
 pub(crate) fn row_stride(layout: &Layout) -> Option<usize> {
     let mut dims: Vec<(usize, usize)> =
         layout.dims().iter().copied().zip(layout.stride().iter().copied()).collect();

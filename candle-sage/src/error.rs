@@ -76,13 +76,13 @@ pub enum ErrorKind {
     Failed,
 }
 
-/// The text before the kind in the alternate form of an [`Error`].
+/// The text that `{:#}` prints before the kind of an [`Error`].
 const MARK: &str = "candle_sage::Error, kind ";
 
 impl ErrorKind {
-    /// The kind of an error that candle returned. This crate's errors keep their kind. Candle's errors about shapes are
-    /// [`ErrorKind::Shape`]. When a GPU has no free memory, the kind is [`ErrorKind::OutOfMemory`]. Any other error is
-    /// [`ErrorKind::Failed`].
+    /// The kind of an error that candle returned. If `error` was converted from an [`Error`], this is the [`Error`]'s
+    /// kind. Candle's errors about shapes are [`ErrorKind::Shape`]. When a GPU has no free memory, the kind is
+    /// [`ErrorKind::OutOfMemory`]. Any other error is [`ErrorKind::Failed`].
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -106,7 +106,7 @@ impl ErrorKind {
                 let own = wrapped.downcast_ref::<Error>().map(Error::kind);
                 own.or_else(|| wrapped.downcast_ref::<Candle>().map(Self::of)).unwrap_or(Self::Failed)
             }
-            // `From` below converts this crate's errors to this variant, which keeps only a `Display`.
+            // `From` below converts this crate's errors to this variant. Only their text remains: it contains the kind.
             Candle::Wrapped(error) => Self::read(&format!("{error:#}")),
             Candle::BroadcastIncompatibleShapes { .. }
             | Candle::DimOutOfRange { .. }

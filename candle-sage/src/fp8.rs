@@ -92,7 +92,7 @@ impl Fp8Format {
         let (mantissa, least) = (self.mantissa_bits(), self.least_exponent());
         let exponent = (bits >> 23 & 0xff) as i32 - 127;
         let magnitude = if exponent < least {
-            // Subnormal: the code counts multiples of the smallest subnormal value.
+            // Subnormal: the magnitude in units of the smallest subnormal value.
             (f32::from_bits(bits & 0x7fff_ffff) * power_of_two(mantissa as i32 - least)) as u32
         } else {
             ((exponent - least + 1) as u32) << mantissa | bits >> (23 - mantissa) & ((1 << mantissa) - 1)
@@ -142,7 +142,7 @@ impl Fp8Format {
         }
         let bits = largest.to_bits();
         let exponent = (bits >> 23) as i32 - 127 - self.top_exponent();
-        // 1.75 is the mantissa of the largest value in both formats.
+        // The largest E4M3 value and the largest E5M2 value have the mantissa 1.75.
         let is_above = bits & 0x7f_ffff > 0x60_0000;
         power_of_two((exponent + i32::from(is_above)).clamp(-126, 126))
     }
@@ -226,7 +226,7 @@ mod tests {
                 let scale = format.scale(largest);
                 assert_eq!(scale.to_bits() & 0x7f_ffff, 0, "a power of two");
                 assert!(largest / scale <= format.largest(), "{format:?} {largest:e}");
-                // Half the scale would saturate, unless the scale is 2^-126.
+                // With half the scale, `largest` would saturate, unless the scale is 2^-126.
                 assert!(largest / scale * 2.0 > format.largest() || scale == 2f32.powi(-126), "{largest:e}");
                 largest *= 1.37;
             }

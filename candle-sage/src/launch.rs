@@ -1,4 +1,4 @@
-//! The interface between operators and kernels, in types that exist in every build.
+//! The interface between operators and kernels, in types that also exist in builds without kernels.
 
 use candle_core::{CudaStorage, Layout, Result};
 
@@ -11,8 +11,7 @@ pub(crate) const HOW_TO_GET_KERNELS: &str = "build candle-sage with feature `cud
 
 /// A computation on a GPU, from operands `In` to results `Out`.
 ///
-/// Each operator has a type for which the module `cuda` implements this trait. So the operators' source is the same in
-/// builds with and without kernels.
+/// Each operator has a type for which the module `cuda` implements this trait.
 pub(crate) trait Launch<In, Out> {
     /// Launches the kernels, on candle's own stream.
     fn launch(&self, inputs: In) -> Result<Out>;

@@ -18,8 +18,8 @@
 //!
 //! [`Packed`] contains the rows of one matrix. `codes` is row-major, with two codes per byte: the even channel is in
 //! the low four bits. Each row is padded to a whole byte. A code is sign (bit 3), exponent (bits 2, 1) and mantissa
-//! (bit 0). `scales` has one byte per group: (row, group) for groups along the channels, (group, channel) for groups
-//! along the rows. The last group of a row or column may be shorter than 16.
+//! (bit 0). `scales` has one byte per group: (row, group) if a group is in one row, (group, channel) if a group is in
+//! one channel. The last group of a row or channel may be shorter than 16.
 
 use std::ops::Range;
 
@@ -34,7 +34,7 @@ pub const E4M3_MAX: f32 = 448.0;
 
 /// Rounds `|x|` to a floating-point format whose values near `|x|` are `step * power` apart. `power` is the largest
 /// power of two that is at most `|x|`, but at least `smallest`, the format's smallest normal value. Ties round to the
-/// even code. The f32 addition of `magic` rounds so, since f32 values near `magic` are `step * power` apart.
+/// even code. Near `magic`, f32 values are `step * power` apart, so adding `magic` in f32 does this rounding.
 #[inline(always)]
 pub(crate) fn round_magnitude(x: f32, step: f32, smallest: f32) -> f32 {
     let magnitude = x.abs();
@@ -180,9 +180,9 @@ impl Scale {
     }
 }
 
-/// The power of two that scales `max`, the largest magnitude of a head of V, into [512, 1024). Scaled values minus
-/// their mean are below 2048 in magnitude, so they do not saturate (at 2688). The factor is at most 2^100, so that
-/// its product with a group's `quant` is finite. The factor is 1 if `max` is 0 or not finite. See
+/// The power of two that scales `max`, the largest magnitude of a head of V, into [512, 1024). Scaled values do
+/// not saturate in NVFP4 (at 2688), even after smoothing of V. The factor is at most 2^100, so that its product with a
+/// group's `quant` is finite. The factor is 1 if `max` is 0 or not finite. See
 /// [`ValueScale::Head`](crate::ValueScale::Head).
 ///
 /// ```
@@ -286,7 +286,7 @@ impl Packed {
     }
 }
 
-/// The (row, channel) of each member of each group, with the groups in the order of the scales.
+/// For each group, the (row, channel) of its values. The groups are in the same order as [`Packed::scales`].
 fn groups(
     rows: usize,
     channels: usize,
@@ -346,7 +346,7 @@ mod tests {
         }
     }
 
-    /// Every value, every midpoint, their neighbours in f32, and a sweep over all binades.
+    /// Test inputs: the values of `table`, their midpoints, the f32 neighbours of each, and a sweep over all binades.
     fn probes(table: &[f64]) -> Vec<f32> {
         let mut probes = vec![0.0, f32::MIN_POSITIVE, 1e-42, f32::MAX, 1e30];
         for pair in table.windows(2) {
@@ -388,8 +388,7 @@ mod tests {
         assert!(e4m3_value(0x7f).is_nan() && e4m3_code(f32::NAN) == 0x7f);
     }
 
-    /// The value of a code times its scale has at most 2 + 4 significant bits, and is exact in bf16 (8 bits) and f16
-    /// (11 bits, for values from 2^-14 on).
+    /// A code's value times a scale has at most 6 significant bits. Types bf16 and f16 have 8 and 11.
     #[test]
     fn values_are_exact_in_sixteen_bits() {
         for scale in e4m3_table() {

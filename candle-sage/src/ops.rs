@@ -3,8 +3,9 @@
 //!
 //! Each operator is a candle custom op: it joins candle's autograd graph, and `backward()` computes the gradients of
 //! its inputs. For training loops that do not use candle's graph, each backward is also a plain function
-//! (`.._backward`, `.._into`, [`Attention::vjp`]). Such a loop also needs accumulation in place ([`add_into`],
-//! [`product_into`]), copies of heads ([`copy_heads`]) and parameter updates ([`AdamW`], [`Muon`]).
+//! (`.._backward`, `.._into`, [`Attention::vjp`]). Such a loop can also use accumulation in place ([`add_into`],
+//! [`product_into`]), copies of heads from one tensor to another ([`copy_heads`]) and parameter updates ([`AdamW`],
+//! [`Muon`]).
 
 pub(crate) mod accumulate;
 pub(crate) mod adamw;

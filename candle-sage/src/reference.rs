@@ -31,7 +31,7 @@ pub struct Gradients {
     pub dv: Vec<f64>,
 }
 
-/// A query of one head and a key that the mask lets the query see: the argument of a [`Pattern`].
+/// A (query, key) pair of one query head that the mask allows: the argument of a [`Pattern`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pair {
     /// Index of the segment: a batch entry, or a packed document.
@@ -137,7 +137,7 @@ fn softmax(row: &Row, d: usize, logits: &Logits, q: &[f64], k: &[f64]) -> (Vec<f
     (logits.iter().map(|x| (x - lse).exp()).collect(), derivatives, lse)
 }
 
-/// `out = softmax(logits) V`. The logits are `scale Q K^T` if `logits` is a number; see [`Logits`].
+/// `out = softmax(logits) V`. If `logits` is a number, the logits are this number times `Q K^T`; see [`Logits`].
 ///
 /// ```
 /// use candle_sage::{AttentionShape, reference};
@@ -164,7 +164,7 @@ pub fn forward(
     sparse_forward(shape, DENSE, logits, [q, k, v])
 }
 
-/// [`forward`] over the pairs that `pattern` accepts.
+/// [`forward`] over the (query, key) pairs that `pattern` accepts.
 ///
 /// ```
 /// use candle_sage::{AttentionShape, reference};
@@ -236,7 +236,7 @@ pub fn backward(
     sparse_backward(shape, DENSE, logits, [q, k, v], dout)
 }
 
-/// [`backward`] over the pairs that `pattern` accepts.
+/// [`backward`] over the (query, key) pairs that `pattern` accepts.
 ///
 /// ```
 /// use candle_sage::{AttentionShape, reference};

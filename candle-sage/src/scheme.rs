@@ -139,8 +139,9 @@ impl Scheme {
         }
     }
 
-    /// Every setting that changes results, as its name and its value as text. [`AttnQat::products`] is not included: it
-    /// changes only the order of sums. Schemes with the same name and settings compute the same results.
+    /// The name and the value (as text) of each setting that changes results. [`AttnQat::products`] is not included: it
+    /// changes only the order of sums. If two schemes have the same [`Scheme::name`] and settings, they compute the
+    /// same results, up to the order of sums.
     ///
     /// ```
     /// use candle_sage::{SageBwd, Scheme};
@@ -178,8 +179,8 @@ impl Scheme {
         }
     }
 
-    /// The settings that a low-bit inference runtime needs to compute the attention that a model was trained for, as
-    /// names and values. Empty if the model may run with any exact attention.
+    /// Names and values of the settings that a low-bit inference runtime needs to run a model trained with this scheme.
+    /// Empty if the model may run with any exact attention.
     ///
     /// ```
     /// use candle_sage::{AttnQat, Scheme};
@@ -211,7 +212,8 @@ impl Scheme {
         }
     }
 
-    /// The scheme with a [`block_unit`](Scheme::block_unit) of at most `tokens`, for selections with small blocks.
+    /// Limits SageBwd's tiles to `tokens` queries and keys, for selections with small blocks. Other schemes are not
+    /// changed.
     ///
     /// ```
     /// use candle_sage::{SageBwd, Scheme};

@@ -21,10 +21,10 @@ use crate::shape::AttentionShape;
 /// [`Attention::select`](crate::Attention::select).
 ///
 /// Each segment (batch entry or packed document) is divided into blocks, starting at its first token. The query heads
-/// that share a key head share a list. With a causal mask, the *candidates* of a block of queries are the blocks of
-/// keys that its first query sees entirely. The blocks on the diagonal are not candidates: they are always seen, and
-/// masked token by token, so a block of queries may select no candidate. Without a mask all blocks are candidates, and
-/// each block of queries selects at least one.
+/// that share a key head see the same blocks. With a causal mask, the *candidates* of a block of queries are the blocks
+/// of keys that its first query sees entirely. The blocks on the diagonal are not candidates: they are always seen, and
+/// masked token by token, so a block of queries need not select a candidate. Without a mask all blocks are candidates,
+/// and each block of queries selects at least one.
 ///
 /// Cloning is cheap.
 ///
@@ -45,8 +45,8 @@ use crate::shape::AttentionShape;
 pub struct Selection {
     shape: AttentionShape,
     blocks: Blocks,
-    /// u32, (key heads, blocks of queries, 1 + width): the number of blocks that are seen, then their indices in
-    /// ascending order.
+    /// u32, (key heads, blocks of queries, 1 + width). A row contains the number of key blocks that the query block
+    /// sees, then the indices of these key blocks in ascending order, then unused values.
     lists: Tensor,
     /// The same lists on the host, copied when they are first read.
     host: Arc<OnceLock<Lists>>,
@@ -71,12 +71,12 @@ impl Selection {
             return Err(Error::new("the block of queries does not exist")
                 .got(format!("segment {segment}, key head {key_head}, block {block}"))
                 .allowed(format!(
-                    "{} segments, {} key heads, blocks per segment: {:?}",
+                    "segment below {}, key head below {}; blocks of each segment: {:?}",
                     self.blocks.segments.len(),
                     self.blocks.key_heads,
                     (0..self.blocks.segments.len()).map(|n| self.blocks.query_blocks(n)).collect::<Vec<_>>()
                 ))
-                .hint("a segment is a batch entry or a document; its blocks are numbered from 0")
+                .hint("a segment is a batch entry or a document; all numbers start at 0")
                 .into());
         }
         Ok(self.host()?.seen(segment, key_head, block).iter().map(|&block| block as usize).collect())
@@ -140,7 +140,7 @@ impl Selection {
 
     /// Checks that the selection was made for `shape`, and that its blocks are multiples of `unit` (queries, keys).
     pub(crate) fn check(&self, shape: &AttentionShape, unit: (usize, usize)) -> Result<()> {
-        // Lists do not depend on the head_dim.
+        // A selection does not depend on the head_dim.
         if shape.with_head_dim(self.shape.head_dim()) != self.shape {
             return Err(Error::shape("the selection was made for another shape")
                 .got(format!("{shape:?}"))

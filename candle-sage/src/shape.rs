@@ -145,8 +145,8 @@ pub struct Segment {
 
 impl Segment {
     /// The end (exclusive) of the range of keys that query `i` attends to. The range begins at [`Segment::first_key`].
-    /// `i` and keys are indices inside the segment, which has `queries` queries and `keys` keys. Positions are aligned
-    /// at the bottom right, as in FlashAttention: the last query has the position of the last key. With a causal mask
+    /// Indices count within the segment, which has `queries` queries and `keys` keys. Positions are aligned at the
+    /// bottom right, as in FlashAttention: the last query has the position of the last key. With a causal mask
     /// query `i` sees key `j` when `j <= i + keys - queries`, and with a window when
     /// `i + keys - queries - before <= j <= i + keys - queries + after`.
     pub fn visible_keys(&self, i: usize) -> usize {
@@ -433,7 +433,7 @@ mod tests {
                 let window = Window { before, after };
                 let segment = Segment { batch: 0, query: 0..queries, key: 0..keys, window };
                 for (i, j) in (0..queries).flat_map(|i| (0..keys).map(move |j| (i, j))) {
-                    // The distance from the query's position to the key.
+                    // The key's position minus the query's position.
                     let behind = (j + queries) as i128 - (i + keys) as i128;
                     let within = |end: Option<usize>, distance| end.is_none_or(|end| distance <= end as i128);
                     let sees = within(before, -behind) && within(after, behind);

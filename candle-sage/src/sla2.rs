@@ -46,7 +46,7 @@ use crate::shape::{AttentionShape, Packing};
 /// ```text
 /// Os_i = softmax attention over S(I), in the numerics of a scheme
 /// Ol_i = phi(q_i) H_I / (phi(q_i) . z_I), linear attention over the blocks of the tail
-/// a_i  = sigmoid(theta + log(keys seen exactly) - log(keys left to the tail)), 1 where none is left
+/// a_i  = sigmoid(theta + log(n / m)), or 1 if m = 0: i sees n keys of S(I), and the other candidates have m keys
 /// O_i  = a_i Os_i + (1 - a_i) Ol_i
 /// ```
 ///
@@ -54,8 +54,8 @@ use crate::shape::{AttentionShape, Packing};
 /// candidates, or those that are not selected ([`Tail`]). [`past_linear`](fn@crate::ops::past_linear) defines `phi`,
 /// `H_I` and `z_I`. Query, key and value are as in [`Attention`]. `theta` has one f32 value for each query head; 2 is a
 /// good initial value. The router's choice has no gradient: Q, K, V and `theta` train through the output, the router
-/// through [`Sla2::router_loss`]. The first blocks of a sequence have at most as many candidates as the router may
-/// select: their result is dense attention.
+/// through [`Sla2::router_loss`]. With a causal mask, the first blocks of queries have at most as many candidates as
+/// the router may select: their result is dense attention.
 ///
 /// With a causal mask no token after a query changes the query's output: the router's mean of a block of queries
 /// contains no query after the block's first, no candidate contains a later key, and the tail sums only over
@@ -77,7 +77,7 @@ use crate::shape::{AttentionShape, Packing};
 /// ```
 #[derive(Debug, Clone)]
 pub struct Sla2 {
-    /// Attention without the selection, which each call adds.
+    /// Has no selection: each call adds one.
     attention: Attention,
     count: usize,
     nearest: usize,
@@ -88,8 +88,8 @@ pub struct Sla2 {
 }
 
 impl Sla2 {
-    /// SLA2 with attention over the selected blocks in the numerics of `scheme`. By default it selects at most 4 blocks
-    /// of 128 x 128 tokens, without a causal mask.
+    /// SLA2 that uses `scheme` for the attention over the selected blocks. By default each block of 128 queries selects
+    /// at most 4 blocks of 128 keys, and there is no causal mask.
     pub fn new(scheme: impl Into<Scheme>) -> Self {
         Self {
             attention: Attention::new(scheme),
@@ -102,16 +102,16 @@ impl Sla2 {
         }
     }
 
-    /// The factor of the logits of exact attention, and of the dense attention that the router is trained to match. The
-    /// default is 1 / sqrt(head_dim). The tail does not use this factor.
+    /// The factor of `Q K^T` in the attention over selected blocks, and in the dense attention that the router is
+    /// trained to match. The default is 1 / sqrt(head_dim). The tail does not use this factor.
     #[must_use]
     pub fn softmax_scale(mut self, softmax_scale: f64) -> Self {
         self.attention = self.attention.softmax_scale(softmax_scale);
         self
     }
 
-    /// The largest number of candidates that a block of queries selects. With a causal mask the number may be 0: then
-    /// only the diagonal and the tail remain.
+    /// The largest number of blocks of keys that a block of queries selects. With a causal mask, 0 is allowed: queries
+    /// then use only the block on the diagonal and the tail.
     #[must_use]
     pub fn blocks(mut self, count: usize) -> Self {
         self.count = count;
@@ -120,9 +120,9 @@ impl Sla2 {
 
     /// With a causal mask: the number of nearest blocks before the diagonal that are always selected; the router
     /// selects the others. A router may drop near blocks in favour of far ones, and then misses attention mass that a
-    /// window would cover. The default is 0. The maximum is [`Sla2::blocks`]; then the router selects nothing. If fewer
-    /// than `count` blocks are before the diagonal, all of them are selected. The router still learns from all
-    /// candidates.
+    /// window would cover. The default is 0. The maximum is [`Sla2::blocks`]; with it, the router selects nothing. If
+    /// fewer than `count` blocks are before the diagonal, all of them are selected. [`Sla2::router_loss`] includes the
+    /// nearest blocks.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -142,8 +142,8 @@ impl Sla2 {
         self
     }
 
-    /// Tokens of a block of queries and of a block of keys: 128 x 128 on CUDA, multiples of the scheme's
-    /// tiles ([`Scheme::block_unit`]) on the CPU.
+    /// (tokens of a block of queries, tokens of a block of keys). CUDA allows only (128, 128), the CPU only multiples
+    /// of [`Scheme::block_unit`].
     #[must_use]
     pub fn block(mut self, block: (usize, usize)) -> Self {
         self.block = block;
@@ -180,8 +180,8 @@ impl Sla2 {
         self
     }
 
-    /// Restricts attention to packed documents; the batch must be 1. A document's blocks start at its first
-    /// token.
+    /// Packed documents: a query sees only keys of the same document. The batch must be 1. A document's blocks start at
+    /// its first token.
     #[must_use]
     pub fn packing(mut self, packing: Packing) -> Self {
         self.attention = self.attention.packing(packing);
@@ -214,10 +214,10 @@ impl Sla2 {
                 .into());
         }
         if self.pool == Some(0) {
-            return Err(Error::new("the router needs at least one query in each block (`pool`)")
+            return Err(Error::new("`pool` is out of range")
                 .got("pool 0")
                 .allowed("at least 1 query")
-                .hint("omit `pool` for the default, a quarter of the block's queries")
+                .hint("omit `pool` for the default, a quarter of the queries of a block")
                 .into());
         }
         Ok((shape, blocks))
@@ -231,14 +231,14 @@ impl Sla2 {
         ])
     }
 
-    /// With a causal mask: the number of queries whose mean represents a block of queries.
+    /// The setting [`pool`](Self::pool), or its default.
     fn pool_of_block(&self) -> usize {
         self.pool.unwrap_or_else(|| (self.block.0 / 4).max(1))
     }
 
     /// The router's selection for these queries and keys: for each block of queries the [nearest](Sla2::nearest)
-    /// candidates and the candidates with the largest scores, at most [`Sla2::blocks`] in all; ties go to the first
-    /// block. The selection has no gradient.
+    /// candidates and the candidates with the largest scores, at most [`Sla2::blocks`] candidates in all. Ties go to
+    /// the first block. The selection has no gradient.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -248,7 +248,7 @@ impl Sla2 {
     /// let router = Router::new(2, 8, &Device::Cpu)?;
     /// let sla2 = Sla2::new(Scheme::Unquantized).block((16, 16)).blocks(1).causal(true);
     /// let selection = sla2.select(&router, &x, &x)?;
-    /// // The first block of queries has the diagonal alone; the last one has a block before it and the diagonal.
+    /// // A list also has the block on the diagonal. The first block of queries has no candidates.
     /// assert_eq!(selection.list(0, 0, 0)?, [0]);
     /// assert_eq!(selection.list(0, 0, 3)?.len(), 2);
     /// # Ok::<(), candle_core::Error>(())
@@ -327,9 +327,9 @@ impl Sla2 {
     }
 
     /// The loss that trains the router: the cross-entropy `-sum_IJ T_IJ log softmax_J(s_IJ) / sum T`. The softmax of
-    /// the router's scores `s_IJ` is over the candidates. `T_IJ` is dense attention's mass (sum of probabilities) that
-    /// the queries of block `I`, in all query heads that share a key head, give to block `J`. The loss is a scalar in
-    /// f32, differentiable only with respect to the router.
+    /// the router's scores `s_IJ` is over the blocks that may be selected. `T_IJ` is the sum of dense attention's
+    /// probabilities of the keys of block `J` for the queries of block `I`, over all query heads that share a key head.
+    /// The loss is a scalar in f32, differentiable only with respect to the router.
     ///
     /// This loss replaces the published training of the router through a soft selection ([`Sla2::apply_soft`]).
     ///
@@ -379,8 +379,8 @@ impl Sla2 {
         router::entropy_sums(&scores, &mass, &blocks)
     }
 
-    /// The mass of dense attention on the selected candidates, divided by its mass on all candidates: 0 to 1, over all
-    /// heads and blocks. On a GPU the call waits for the device.
+    /// The sum of dense attention's probabilities on the selected candidates, divided by the sum on all candidates: 0
+    /// to 1. Each sum is over all heads and blocks. On a GPU the call waits for the device.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};

@@ -33,7 +33,7 @@ pub struct AdamW {
     pub eps: f64,
     /// Decoupled weight decay: each step multiplies a decayed weight by `1 - lr weight_decay`.
     pub weight_decay: f64,
-    /// The first `decayed` parameters decay, the others do not.
+    /// Only the first `decayed` elements of the weights decay.
     pub decayed: usize,
     /// Number of the step, counted from 1.
     pub step: u64,
@@ -44,8 +44,8 @@ pub struct AdamW {
     pub clip: Option<f64>,
 }
 
-/// The factor of a gradient whose squares add up to `sum_of_squares`: `factor`, or less if the norm of the multiplied
-/// gradient would exceed `clip`; `None` if that norm is not finite.
+/// The number by which to multiply a gradient with squared norm `sum_of_squares`: `factor`, or less if the product's
+/// norm would exceed `clip`. `None` if `factor` times the gradient's norm is not finite.
 pub(crate) fn clipped(factor: f64, clip: Option<f64>, sum_of_squares: f64) -> Option<f32> {
     let norm = factor * sum_of_squares.sqrt();
     let clipped = clip.map_or(1.0, |clip| if norm > clip { clip / norm } else { 1.0 });
@@ -91,17 +91,17 @@ impl AdamW {
 /// after the other to the matrix divided by its Frobenius norm (Newton-Schulz iterations).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Orthogonalization {
-    /// The optimal five polynomials for singular values from .001 to 1 times the norm: such singular values become .85
-    /// to 1.12 (Polar Express, arXiv 2505.16932, with its margin of 1 % for rounding errors).
+    /// The optimal polynomials for singular values that are .001 to 1 after division by the Frobenius norm. Such values
+    /// become .85 to 1.12 (Polar Express, arXiv 2505.16932, with its margin of 1 % for rounding errors).
     #[default]
     PolarExpress,
-    /// The same polynomial five times: singular values from .003 to 1 times the norm become .68 to 1.2 (Muon as first
-    /// published, by K. Jordan).
+    /// The same polynomial five times. Singular values that are .003 to 1 after division by the Frobenius norm become
+    /// .68 to 1.2 (Muon as first published, by K. Jordan).
     Quintic,
 }
 
 impl Orthogonalization {
-    /// a, b and c of `a x + b x^3 + c x^5`, in order.
+    /// The polynomials `a x + b x^3 + c x^5`, as `[a, b, c]`, in the order of application.
     pub(crate) fn polynomials(self) -> [[f32; 3]; 5] {
         match self {
             Self::PolarExpress => {
@@ -112,8 +112,8 @@ impl Orthogonalization {
                     [3.318_419_657_370_601_5, -2.488_488_024_314_874, 0.510_048_940_123_72],
                     [2.300_652_019_954_817, -1.668_903_984_574_749_3, 0.418_807_311_952_567_3],
                 ];
-                // Each polynomial except the last divides its argument by the margin. The first divides twice, because
-                // rounding may make the norm too small.
+                // For rounding errors, each polynomial except the last divides its argument by 1.01. The first divides
+                // by 1.01 twice, because rounding may also make the Frobenius norm too small.
                 let margins = [1.01 * 1.01, 1.01, 1.01, 1.01, 1.0];
                 std::array::from_fn(|n| {
                     let (polynomial, margin): ([f64; 3], f64) = (best[n], margins[n]);
@@ -138,9 +138,9 @@ pub enum MuonScale {
 }
 
 /// One step of Muon: each matrix moves along its momentum, after the momentum's singular values are made about 1 (K.
-/// Jordan, 2024; arXiv 2502.16982). If `beta2` is set, rows are divided by their running root mean square (NorMuon).
-/// Muon is for the matrices of hidden layers; embeddings, output matrices and vectors need another optimizer, such as
-/// [`AdamW`].
+/// Jordan, 2024; arXiv 2502.16982). If `beta2` is set, the rows of the step are divided by their running root mean
+/// square (NorMuon). Muon is for the matrices of hidden layers; embeddings, output matrices and vectors need another
+/// optimizer, such as [`AdamW`].
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -163,13 +163,14 @@ pub struct Muon {
     pub lr: f64,
     /// Decay rate of the momentum, the running mean of the gradient.
     pub momentum: f64,
-    /// Nesterov momentum: the step is along `momentum m + (1 - momentum) g` instead of `m`.
+    /// Nesterov momentum: the step is along `b m + (1 - b) g` instead of the running mean `m`, with the gradient `g`
+    /// and the decay rate `b`.
     pub nesterov: bool,
     /// Decoupled weight decay: each step multiplies a weight by `1 - lr weight_decay`.
     pub weight_decay: f64,
-    /// NorMuon (arXiv 2510.05491): the decay rate of the running mean square of each row of orthogonal directions. A
-    /// row is divided by the root of its mean square, so that all neurons move about equally far; the norm of a
-    /// matrix's step does not change. `None` does not normalize rows.
+    /// NorMuon (arXiv 2510.05491): the decay rate of the running mean square of each row of the orthogonalized matrix.
+    /// Each row is divided by the root of its mean square, so that all neurons move about equally far. The matrix is
+    /// then scaled back to its previous norm. `None` does not normalize rows.
     pub beta2: Option<f64>,
     /// See [`Orthogonalization`].
     pub orthogonalization: Orthogonalization,
@@ -181,12 +182,11 @@ pub struct Muon {
     pub clip: Option<f64>,
 }
 
-/// Muon's [`directions`](crate::ops::Muon::directions) are multiplied by this factor before they are orthogonalized. Squares of directions are summed in bf16 or
-/// f32: with this factor, the sums neither vanish nor overflow if the elements are 1e-26 to 1e11. Directions with
-/// smaller or larger elements become zero.
+/// Muon's [`directions`](crate::ops::Muon::directions) are multiplied by this factor before they are orthogonalized.
+/// Otherwise the squares of small elements could become zero in bf16 or f32.
 pub(crate) const DIRECTION_UNIT: f32 = (1 << 24) as f32;
 
-/// The settings of Muon's pass over the momentum: see the fields of [`Muon`].
+/// The settings that [`directions`](crate::ops::Muon::directions) uses: see the fields of [`Muon`].
 pub(crate) struct MomentumPass {
     pub(crate) beta: f32,
     pub(crate) nesterov: bool,
@@ -195,7 +195,7 @@ pub(crate) struct MomentumPass {
 }
 
 impl Muon {
-    /// A step with this learning rate: momentum .95 with Nesterov, no normalization of rows, no weight decay and no
+    /// A step with this learning rate: momentum .95 with Nesterov, no [NorMuon](Self::beta2), no weight decay and no
     /// clipping.
     pub const fn new(lr: f64) -> Self {
         Self {
@@ -227,9 +227,10 @@ impl Muon {
         MomentumPass { beta: momentum as f32, nesterov, gradient_factor, clip }
     }
 
-    /// `1 - lr weight_decay`, and the factor of the orthogonal direction of a matrix.
+    /// The two factors in a matrix's update: `1 - lr weight_decay` for the weights, `lr scale` for the orthogonal
+    /// direction.
     pub(crate) fn factors(&self, (rows, columns): (usize, usize)) -> [f32; 2] {
-        // The passes that run before the weights are updated use the other settings.
+        // `Muon::directions`, `Muon::orthogonalize` and `Muon::normalize_rows` use the other settings.
         let Self {
             lr,
             weight_decay,

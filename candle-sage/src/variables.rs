@@ -37,7 +37,7 @@ pub fn untrained(variables: &VarMap, gradients: &GradStore) -> Vec<String> {
     names
 }
 
-/// The tensor `name` at the path of `vb`, which a new model initializes with `init`.
+/// The tensor `name` at the path of `vb`. A new model initializes this tensor with `init`.
 pub(crate) fn load(
     vb: &VarBuilder<'_>,
     shape: impl Into<Shape>,
@@ -69,7 +69,7 @@ pub(crate) fn load(
 }
 
 const OTHER_SHAPE: (&str, ErrorKind, &str) =
-    ("has another shape", ErrorKind::Shape, "check that the configuration belongs to these weights");
+    ("has the wrong shape", ErrorKind::Shape, "check that the configuration belongs to these weights");
 
 /// The error without candle's backtraces, which would be part of the text.
 fn innermost(error: &Candle) -> &Candle {

@@ -8,10 +8,10 @@ from . import _core
 from ._errors import _error
 from ._lengths import _as_tensor, _both, _most_tiles, _packing
 
-# `settings` is a result of `encode`, and `lists` a result of `lists_of`. `cu_seqlens` contain the first token of each
-# packed document, then the number of all tokens. They are tensors, not lists, so that a traced call accepts any
-# lengths. The results are the output, the log-sum-exps (empty if `with_lse` is false), and the state that the forward
-# stores for its backward, as bytes (empty if `keep` is false, and on a CPU).
+# `settings` is a result of `encode`, and `lists` a result of `lists_of`. `cu_seqlens_q` and `cu_seqlens_k` contain the
+# index of each packed document's first token, then the number of all tokens. They are tensors, not lists, so that a
+# traced call accepts any lengths. The results are the output, the log-sum-exps (empty if `with_lse` is false), and the
+# state that the forward stores for its backward, as bytes (empty if `keep` is false, and on a CPU).
 _FORWARD = (
     "attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? alibi_slopes, Tensor? lists, str settings, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool with_lse, bool keep) -> (Tensor, Tensor, Tensor)"
@@ -118,8 +118,8 @@ def lists_of(blocks, query, key, causal):
         # Blocks on the diagonal are always seen, blocks above it never.
         blocks = blocks.tril(-1) | torch.eye(*counts, dtype=torch.bool, device=blocks.device)
     elif blocks.is_cuda:
-        # A device assertion, because raising an error here would wait for the device. On a CPU the lists are checked
-        # when they are read.
+        # A device assertion, because raising an error here would wait for the device. On a CPU, `Selection` in Rust
+        # makes this check.
         torch._assert_async(blocks.any(-1).all(), "candle_sage: a block of queries sees no block of keys")
     order = torch.sort(blocks.to(torch.uint8), dim=-1, descending=True, stable=True).indices
     lists = torch.cat((blocks.sum(-1, keepdim=True), order), -1).to(torch.int32)
@@ -184,7 +184,7 @@ def _make_plan(settings, packing, with_lse, keep, others, query, key, value):
 
 
 _planned = functools.lru_cache(maxsize=4096)(_make_plan)
-# Lengths of packed documents rarely repeat, except in the layers and the backward of one step.
+# Packed documents have other lengths in each training step, so plans of earlier steps are rarely used again.
 _planned_packed = functools.lru_cache(maxsize=16)(_make_plan)
 
 
@@ -246,7 +246,7 @@ def _backward_cuda(grad, grad_lse, query, key, value, out, state, sinks, slopes,
     _check_gradient(grad, query)
     packing = _packing(cu_seqlens_q, cu_seqlens_k)
     plan = _plan(_of(query), _of(key), _of(value), sinks, slopes, lists, settings, packing, with_lse, True)
-    # Hooks on saved tensors may have moved `out` and `state`.
+    # Hooks on saved tensors may return copies: of `out` with other strides, of `state` with another alignment.
     out = out.contiguous()
     state = state if state.data_ptr() % 256 == 0 else state.clone()
     others, _alive = _others(sinks, slopes, lists, query)
@@ -307,7 +307,7 @@ def _backward_cpu(grad, grad_lse, query, key, value, out, state, sinks, slopes, 
 
 
 def _forward_of_operator(query, *inputs):
-    # The state has the size that tracing computes, without the lengths of documents.
+    # `torch.compile` computes the state's size without the lengths of documents. The state must have this size.
     more = {"state": _traced_state(query, *inputs)} if query.is_cuda else {}
     out, lse, state = (_forward_cuda if query.is_cuda else _forward_cpu)(query, *inputs, **more)
     return out, _no_floats(query) if lse is None else lse, state
@@ -336,7 +336,7 @@ def _(grad, grad_lse, query, key, value, out, state, sinks, *_):
 def _keep_inputs(ctx, inputs, output):
     query, key, value, sinks, slopes, lists, settings, cu_seqlens_q, cu_seqlens_k, with_lse, _ = inputs
     out, lse, state = output
-    # PyTorch notices if saved tensors change before the backward.
+    # Saves lengths that are tensors, because PyTorch notices if saved tensors change before the backward.
     tensors = [x if isinstance(x, torch.Tensor) else None for x in (cu_seqlens_q, cu_seqlens_k)]
     ctx.save_for_backward(query, key, value, out, state, sinks, slopes, lists, *tensors)
     ctx.lengths = (cu_seqlens_q, cu_seqlens_k) if tensors[0] is None else None
@@ -353,7 +353,7 @@ def _gradients(ctx, grad, grad_lse, _):
     lengths = (cu_seqlens_q, cu_seqlens_k) if ctx.lengths is None else ctx.lengths
     grad = torch.zeros_like(tensors[3]) if grad is None else grad
     given = [x for x in (grad, grad_lse) if x is not None]
-    # With create_graph=True the operator is called: it reports that it has no second derivative.
+    # With create_graph=True, calls the operator `attention_backward`, because its backward raises an error.
     if torch.is_grad_enabled() or _traced(*given, *tensors[:3]):
         backward, lengths = _operators.attention_backward, [_as_tensor(x) for x in lengths]
     else:

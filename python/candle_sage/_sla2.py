@@ -104,7 +104,7 @@ class SLA2(nn.Module):
         in bool, for the argument `blocks` of `attention`. With a causal mask the result excludes the diagonal."""
         self._check(query, key)
         candidates = self._candidates(query, key)
-        # A NaN counts as the largest score. Equal scores go to the first block.
+        # A NaN counts as the largest score. Of blocks with equal scores, earlier blocks are selected first.
         scores = self._scores(query, key).nan_to_num(nan=torch.inf)
         near = candidates & ~candidates.tril(-1 - self.nearest)
         scores = scores.masked_fill(near, torch.inf) if self.nearest else scores
@@ -204,7 +204,7 @@ class SLA2(nn.Module):
             over = lambda x: (weights @ x.flatten(3)).unflatten(-1, x.shape[3:])
         elif self.causal:
             count = torch.arange(1, rows + 1, device=key.device)
-            # Row I + 1 has the mean of blocks 0 to I. The last mean belongs to no row.
+            # Block I + 1 of the queries reads the mean over key blocks 0 to I. No block reads the last mean.
             means = lambda x: x.cumsum(2) / count.view(-1, *(1 for _ in x.shape[3:]))
             over = lambda x: functional.pad(means(x)[:, :, :-1], (0, 0) * (x.dim() - 3) + (1, 0))
         else:

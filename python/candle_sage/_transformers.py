@@ -16,7 +16,8 @@ IMPLEMENTATIONS = {
     "candle_sage": {"scheme": "fpa"},
 }
 
-# The mask function returns this for an unsupported mask: `_forward` then needs the lengths of packed documents.
+# The mask function returns this for an unsupported mask. `_forward` raises an error for it, except with packed
+# documents: their lengths replace the mask.
 _OTHER_MASK = torch.empty(0, dtype=torch.bool)
 
 
@@ -49,7 +50,7 @@ def _mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_functio
             "keys up to the last query",
             "the default cache: leave out cache_implementation",
         )
-    # Under tracing the mask function is not checked: the comparison would break the graph.
+    # Under `torch.compile` the mask function is not checked: `_is_ours` would cause a graph break.
     if not torch.compiler.is_compiling() and mask_function is not None and not _is_ours(
         mask_function, local_size, q_offset + q_length, kv_offset, kv_offset + kv_length
     ):
@@ -82,7 +83,7 @@ def _is_ours(mask_function, local_size, queries, first_key, keys):
     try:
         seen = mask_function(zero, zero, query, key).expand(query.shape[0], key.shape[1])
     except (RuntimeError, IndexError):
-        # A mask function for documents or images reads a tensor on the model's device, so it fails here.
+        # A mask function for documents or images reads the model's tensors, and may fail at these positions.
         return False
     causal = key <= query
     window = torch.ones_like(causal)

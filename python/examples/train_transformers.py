@@ -18,7 +18,7 @@ import candle_sage
 SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 
 
-# Names for sdpa with one of PyTorch's implementations, to see how much these differ from each other.
+# Each of these runs uses one implementation of PyTorch's sdpa, to see how much these implementations differ.
 BACKENDS = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-math": SDPBackend.MATH}
 
 

@@ -53,25 +53,25 @@ unsafe fn write(from: &Candle, address: u64) -> Result<()> {
     }
 }
 
-/// Reads a selection from lists of dimensions (key heads, blocks of queries, 1 + `width`). Each list has the number of
+/// Reads a selection from an array of shape (key heads, blocks of queries, 1 + `width`). Each row has the number of
 /// selected key blocks, then their indices.
 ///
 /// # Safety
-/// The memory at the address contains lists of this size.
+/// The memory at the address contains an array of this shape.
 unsafe fn selection(shape: &AttentionShape, address: u64, width: usize) -> Result<Selection> {
     let rows: usize = shape.segments().iter().map(|segment| segment.query.len().div_ceil(BLOCK.0)).sum();
     let len = shape.key_heads() * rows * (1 + width);
     // SAFETY: the caller vouches for the memory.
     let numbers = unsafe { std::slice::from_raw_parts(address as *const u32, len) };
     let mut lists = numbers.chunks_exact(1 + width);
-    // Key heads are the outer loop, as in the lists.
+    // `from_lists` calls the closure in the order of the array's rows.
     Selection::from_lists(shape, BLOCK, &Device::Cpu, |at| {
         let list = lists.next().map_or(&[][..], |list| &list[1..=list[0] as usize]);
         list.iter().map(|&block| block as usize).filter(|&block| block < at.candidates).collect()
     })
 }
 
-/// The inputs, and the settings with sinks, slopes and a selection.
+/// Reads the inputs of a call, and adds its sinks, slopes and selection to `attention`.
 ///
 /// # Safety
 /// As [`read`].

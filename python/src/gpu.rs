@@ -37,15 +37,15 @@ pub(super) struct Call {
 
 impl Call {
     fn stream(&self, handle: u64) -> PyResult<Stream> {
-        // SAFETY: `_ops.py` passes PyTorch's current stream of this device, in whose primary context PyTorch runs.
+        // SAFETY: `_ops.py` passes PyTorch's current stream of this device. PyTorch uses the device's primary context.
         unsafe { Stream::new(self.device, handle) }.map_err(error)
     }
 }
 
 #[pymethods]
 impl Call {
-    /// `keep`: whether a backward will follow. `others`: whether the call has sinks, whether it has ALiBi slopes, and,
-    /// with a selection, the most blocks that a list of selected blocks can hold. `lse`: whether to return the
+    /// `keep`: whether a backward will follow. `others`: whether the call has sinks, whether it has ALiBi slopes, and
+    /// the capacity of each list of its selection, in blocks (`None`: no selection). `lse`: whether to return the
     /// log-sum-exps.
     #[new]
     #[allow(clippy::too_many_arguments)]
@@ -85,8 +85,8 @@ impl Call {
         Ok(call)
     }
 
-    /// Launches a forward, which writes the results and `state`. `results` are the addresses of the output and of
-    /// any log-sum-exps, `others` the addresses of sinks, slopes and lists.
+    /// Launches a forward. It writes `state`, and it writes the output and any log-sum-exps to the addresses in
+    /// `results`.
     #[allow(clippy::too_many_arguments)]
     fn forward(
         &self,
@@ -101,8 +101,8 @@ impl Call {
         let inputs = Inputs { tensors, sinks: others.0, alibi_slopes: others.1, lists: others.2.0 };
         let results = Results { out: results.0, lse: results.1 };
         let stream = self.stream(stream)?;
-        // SAFETY: `_ops.py` passes memory that PyTorch has allocated, with the sizes of this call, and that PyTorch
-        // reuses in stream order.
+        // SAFETY: `_ops.py` passes memory that PyTorch has allocated, with the sizes of this call. PyTorch reuses this
+        // memory in stream order.
         py.detach(|| unsafe { self.of.forward(&stream, inputs, results, lent(state), lent(scratch)) })
             .map_err(error)
     }

@@ -1,5 +1,5 @@
-//! The compiled half of the Python package: attention on the addresses of PyTorch tensors. `candle_sage/_ops.py` is the
-//! other half.
+//! The compiled half of the Python package: attention on PyTorch tensors, which are passed as addresses.
+//! `candle_sage/_ops.py` is the other half.
 #![allow(unsafe_code)]
 
 mod cpu;
@@ -18,7 +18,7 @@ use pyo3::prelude::*;
 type Tensor = (u64, [usize; 4], [usize; 4]);
 
 /// The addresses of optional inputs, 0 if absent: sinks and ALiBi slopes, (query heads) in f32; and a selection's lists
-/// of blocks, (key heads, blocks of queries, 1 + width) in u32, with `width`, the most blocks that a list can hold.
+/// of blocks, (key heads, blocks of queries, 1 + width) in u32. The `usize` is `width`, the most blocks in a list.
 type Others = (u64, u64, (u64, usize));
 
 /// The number of tokens in a selection's block of queries, and in its block of keys.
@@ -37,8 +37,8 @@ const WORDS: [(&str, &str); 9] = [
     ("Packing::self_attention", "cu_seqlens_q"),
 ];
 
-/// The Python exception for an error, whose text uses Python's names: a `RuntimeError` for a failure, a `MemoryError`
-/// for full memory, otherwise a `ValueError`.
+/// Converts an error to a Python exception, and the Rust names in its text to Python's. The exception is a
+/// `RuntimeError` for [`ErrorKind::Failed`], a `MemoryError` for full memory, otherwise a `ValueError`.
 fn error(error: impl std::fmt::Display + Into<candle_core::Error>) -> PyErr {
     let text = WORDS.iter().fold(error.to_string(), |text, (rust, python)| text.replace(rust, python));
     match ErrorKind::of(&error.into()) {
@@ -109,7 +109,7 @@ impl Settings {
 }
 
 impl Settings {
-    /// The settings, for packed documents if there are any.
+    /// The settings, with the documents of `packing`.
     fn packed(&self, packing: Option<(Vec<usize>, Vec<usize>)>) -> Attention {
         match packing {
             Some((queries, keys)) => self.attention.clone().packing(Packing::new(queries, keys)),

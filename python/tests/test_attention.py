@@ -7,8 +7,9 @@ import candle_sage
 from reference import attention as exact
 from reference import inputs, relative
 
-# Settings, and bounds of the relative error of output and gradients for normal inputs. The error of INT8 is 1 % to 3 %
-# (arXiv 2603.02170, Table 1), of FP4 13 % to 20 % (measured here). Unquantized attention only has rounding errors.
+# Settings, and bounds of the relative error of output and gradients for normally distributed inputs. The error of INT8
+# is 1 % to 3 % (arXiv 2603.02170, Table 1), of FP4 13 % to 20 % (measured here). Unquantized attention only has
+# rounding errors.
 SCHEMES = {
     "fpa": ({"scheme": "fpa"}, 0.01),
     "sagebwd": ({"scheme": "sagebwd"}, 0.04),
@@ -72,12 +73,12 @@ def test_strides_packing_windows_and_logits(name, device, dtypes):
         want = both(lambda *x: exact(*x, **extra), (q, k, v), grad)
         for result, reference in zip(got, want, strict=True):
             assert relative(result, reference.double()) < bound, extra
-    # Heads first, as a view: the results are bit-identical to those of the contiguous tensors.
+    # Strided views give bit-identical results to contiguous tensors.
     dense = both(lambda *x: candle_sage.attention(*x, deterministic=True, **settings), (q, k, v), grad)
     views = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
     viewed = both(lambda *x: candle_sage.attention(*x, deterministic=True, **settings), views, grad)
     assert all(torch.equal(a, b) for a, b in zip(dense, viewed, strict=True))
-    # Packed documents attend to themselves.
+    # Each packed document attends only to itself.
     packed = [x.detach()[:1].clone().requires_grad_() for x in (q, k, v)]
     lengths = [0, 1, 64, 130]
     got = both(lambda *x: candle_sage.attention(*x, causal=True, cu_seqlens_q=lengths, **settings), packed, grad[:1])
@@ -126,7 +127,8 @@ def test_operators_pass_pytorchs_checks(with_lse, lengths, device, dtypes):
         torch.ops.candle_sage.attention.default, (*x, None, None, None, text, lengths, lengths, with_lse, keep), test_utils=tests
     )
     check(("test_schema", "test_autograd_registration", "test_faketensor"), True, q, k, v)
-    # Does not compare the state, whose padding is undefined; `test_compiled_without_graph_breaks` compares gradients.
+    # The check compares a compiled call with an eager call. `keep` is false, so that the results do not include the
+    # state for the backward, whose padding is undefined. `test_compiled_without_graph_breaks` compares the gradients.
     if not with_lse:
         check("test_aot_dispatch_static", False, q.detach(), k.detach(), v.detach())
 
@@ -153,7 +155,7 @@ def test_log_sum_exps(name, device, dtypes):
                 assert not result.any()
             else:
                 assert relative(result, reference.double()) < bound
-    # A gradient that is a negative view, and lengths of packed documents.
+    # With packed documents, a lazily negated gradient (`_neg_view`) gives the results of a negated copy.
     one = [x.detach()[:1, :130].clone().requires_grad_() for x in (q, k, v)]
     lengths = [0, 1, 64, 130]
     _, lse = candle_sage.attention(*one, causal=True, return_lse=True, cu_seqlens_q=lengths, **settings)

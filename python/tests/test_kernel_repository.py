@@ -37,7 +37,7 @@ def test_kernels_loads_the_layout(tmp_path, device, dtypes):
     want = candle_sage.attention(q, k, v, "sagebwd", causal=True, deterministic=True)
     want = [want, *torch.autograd.grad(want, (q, k, v), grad)]
     for kernel in loaded:
-        # The call is compiled, because only compiled calls use the operators.
+        # The call is compiled, because eager calls do not use the operators in `torch.ops`.
         call = torch.compile(lambda *x, of=kernel: of.attention(*x, "sagebwd", causal=True, deterministic=True), backend="aot_eager")
         got = call(q, k, v)
         assert all(torch.equal(a, b) for a, b in zip(want, [got, *torch.autograd.grad(got, (q, k, v), grad)], strict=True))

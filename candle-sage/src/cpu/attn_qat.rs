@@ -20,8 +20,9 @@ pub(super) struct Kept {
     codes: Codes,
     /// Base-2 log-sum-exp of each query, (batch, query heads, query).
     lse2: Vec<f32>,
-    /// For each query, in the order of `lse2`: the sum of `2^(logit - reference)` over the keys and the sink. With
-    /// `PReference::Literal` this sum is divided by the sum over the keys alone.
+    /// For each query, in the order of `lse2`: the sum of `2^(logit - reference)` over the keys and the sink, where
+    /// `reference` is `PReference::of(largest logit)`. With `PReference::Literal`: the quotient of this sum and the sum
+    /// over the keys only.
     sum: Vec<f32>,
     /// O', the output with unquantized P, (batch, query, query heads, head_dim).
     high_precision_out: Vec<f32>,
@@ -32,11 +33,11 @@ pub(super) struct Kept {
 struct Codes {
     q: Vec<Packed>,
     k: Vec<Packed>,
-    /// V times the factor that `ValueScale` sets, and this factor.
+    /// (V multiplied by a factor, the factor). `ValueScale` sets the factor.
     v: Vec<(Packed, f32)>,
-    /// The token mean that was subtracted from K, if there is one.
+    /// The mean of K over tokens, if it was subtracted from K.
     k_mean: Vec<Option<Vec<f32>>>,
-    /// The token mean that was subtracted from V, if there is one.
+    /// The mean of V over tokens, if it was subtracted from V.
     v_mean: Vec<Option<Vec<f32>>>,
 }
 
@@ -162,8 +163,8 @@ impl ForwardNumerics for Forward<'_> {
         let mut finished = rows.finish(sink, sees);
         let literal = self.settings.p_reference == PReference::Literal;
         for (r, sum) in sum.iter_mut().enumerate().filter(|(r, _)| sees(*r)) {
-            // The denominator of the backward's P includes the sink, so `sum` does too. The factor is at most 2^64: if
-            // the sink leaves less than 2^-64 of the probability to the keys, P in FP4 loses bits or becomes zero.
+            // The denominator of the backward's P includes the sink, so `sum` does too. Because `with_sink` is
+            // clamped, P in FP4 loses bits if the probabilities of the keys sum to less than 2^-64.
             let with_sink = sink.map_or(1.0, |_| {
                 let keys = references[r] + sum.log2();
                 (finished.states[0][r] - keys).clamp(0.0, 64.0).exp2()
@@ -226,8 +227,7 @@ impl RowSource for Backward<'_> {
     }
 }
 
-/// The output's gradient of one head, and the [`Kept::sum`] of each query: `p * sum` is quantized to FP4, then divided
-/// by `sum`.
+/// For one head: the gradient of the output, and the [`Kept::sum`] of each query.
 struct Grads {
     dout: Rows,
     sum: Vec<f32>,
@@ -283,8 +283,9 @@ impl BackwardNumerics for Backward<'_> {
     }
 }
 
-/// Updates the references, replaces each logit of a tile by `2^(logit - reference)`, and rescales sums and accumulators
-/// to the new references.
+/// Updates each row's reference, the value that is subtracted from the row's logits. Replaces the tile's logits by
+/// `2^(logit - reference)`. Rescales the sums and accumulators in `softmax` to the new references, then adds the tile's
+/// values to the sums.
 #[multiversion(targets = "simd")]
 fn online_softmax(reference: PReference, cols: usize, logits: &mut [f32], softmax: &mut Softmax<2>) {
     let Softmax { reference: references, sum, acc: [first, second] } = softmax;
@@ -293,7 +294,7 @@ fn online_softmax(reference: PReference, cols: usize, logits: &mut [f32], softma
     for (row, ((old, sum), (first, second))) in logits.chunks_exact_mut(cols).zip(state) {
         let new = reference.of(lanes::max(row));
         let new = if new > *old { new } else { *old };
-        // Before the first visible key every term is 2^-inf = 0 for any finite shift.
+        // As long as all logits of the row are -inf, any finite shift gives 2^-inf = 0.
         let shift = if new == f32::NEG_INFINITY { 0.0 } else { new };
         let decay = lanes::exp2(*old - shift);
         for x in row.iter_mut() {
@@ -310,7 +311,7 @@ fn online_softmax(reference: PReference, cols: usize, logits: &mut [f32], softma
 /// Fake-quantizes a row of probabilities `p` in groups of 16 keys: quantizes `p * sum`, then divides by `sum`.
 #[multiversion(targets = "simd")]
 fn quantize_probabilities(p: &[f32], sum: f32, quantized: &mut [f32]) {
-    // A query that sees no key has no probabilities, and a sum of 0.
+    // If the query sees no key, `sum` is 0.
     let (sum, inverse) = if sum == 0.0 { (1.0, 1.0) } else { (sum, 1.0 / sum) };
     for (p, quantized) in p.chunks(GROUP).zip(quantized.chunks_mut(GROUP)) {
         let scale = Scale::of(f32::from_bits(lanes::max_abs_bits(p)) * sum);
@@ -325,9 +326,9 @@ fn quantize_probabilities(p: &[f32], sum: f32, quantized: &mut [f32]) {
 mod tests {
     use super::*;
 
-    /// References are whole numbers, so a new reference scales `2^(logit - reference)` by a power of two. The backward
-    /// uses a row's final reference, the forward may use an earlier one. They still compute the same FP4 values, as
-    /// long as no scale is subnormal.
+    /// A row's reference is the value that is subtracted from its logits. The backward uses the final reference, the
+    /// forward may use an earlier one. If both references are whole numbers and no scale is subnormal, forward and
+    /// backward compute the same FP4 values.
     #[test]
     fn the_backward_uses_the_forwards_fp4_values() {
         let logits: Vec<f32> = (0..64).map(|i| ((i * 29 % 64) as f32) * 0.08 - 3.0).collect();
@@ -346,7 +347,7 @@ mod tests {
         for max in [-3.5f32, 0.0, 0.1, 7.0, 1e6] {
             let reference = PReference::RowMax.of(max);
             assert!(reference >= max && reference < max + 1.0 && reference.fract() == 0.0);
-            // The largest `2^(logit - reference)`, at most 2^11, has a scale that E4M3 can represent.
+            // The scale of the largest probability, `2^(max - reference) / 6`, is at most 448, the maximum of E4M3.
             assert!(lanes::exp2(max - PReference::TwoLevel.of(max)) / 6.0 <= 448.0);
         }
         assert_eq!(PReference::RowMax.of(f32::NEG_INFINITY), f32::NEG_INFINITY);

@@ -24,8 +24,8 @@ struct Part {
     dq: Vec<Vec<f32>>,
 }
 
-/// If there are fewer independent heads than this, each head's keys are split, so that more threads have work. Each
-/// split needs another buffer for dQ.
+/// If all segments together have fewer key heads than this, the keys of each head are split, so that more threads have
+/// work. Each split needs another buffer for dQ.
 const ENOUGH_ITEMS: usize = 16;
 const MOST_SPLITS: usize = 8;
 

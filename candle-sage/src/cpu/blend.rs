@@ -1,10 +1,10 @@
-//! The mixture of attention over selected keys and the linear tail, on the CPU.
+//! Mixes attention over selected keys with the linear tail, on the CPU.
 
 use super::lanes;
 use crate::shape::AttentionShape;
 
-/// The weight `a` of attention over selected keys. For a row, `exact` is the number of keys that exact attention
-/// covers, and `left` the number of keys that only the tail covers.
+/// The weight `a` in [`forward`] for a row whose sparse attention covers `exact` keys. Another `left` keys are covered
+/// only by the tail.
 fn share(theta: f32, (exact, left): (u32, u32), by_count: bool) -> f32 {
     if left == 0 {
         return 1.0;
@@ -13,8 +13,8 @@ fn share(theta: f32, (exact, left): (u32, u32), by_count: bool) -> f32 {
     1.0 / (1.0 + (-(theta + log_odds)).exp())
 }
 
-/// Calls `f` for each row of (batch, token, query heads) with its index, its query head and its weight `a`;
-/// `token_counts` has the numbers of keys (exact, left) for each (key heads, batch, token).
+/// Calls `f(row, head, a)` for each query head of each token. `row` is the index in (batch, token, query heads), and
+/// `a` is the result of [`share`]. `token_counts` contains `(exact, left)` for each (key head, batch, token).
 fn each_row(
     shape: &AttentionShape,
     token_counts: &[(u32, u32)],

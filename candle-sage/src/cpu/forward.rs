@@ -7,11 +7,11 @@ use rayon::prelude::*;
 use super::numerics::{Finished, ForwardNumerics, Head, Problem};
 use super::tile::{Tile, mask};
 
-/// Number of queries of one parallel task, which share one copy of the keys.
+/// Number of queries in a parallel task. The queries of a task share one copy of the keys.
 const QUERIES_PER_ITEM: usize = 512;
 
-/// Returns the outputs, (batch, query, query heads, head_dim), and the states, (batch, query heads, query),
-/// of all queries.
+/// The [`Finished`] of all queries: outputs are (batch, query, query heads, head_dim), states are (batch, query heads,
+/// query).
 pub(super) fn run<N: ForwardNumerics>(numerics: &N, problem: &Problem<'_>) -> Finished {
     let (shape, d) = (problem.shape, problem.head_dim());
     let step = QUERIES_PER_ITEM.next_multiple_of(numerics.tile().0);

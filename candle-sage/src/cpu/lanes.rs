@@ -25,7 +25,7 @@ pub(crate) fn exp2(x: f32) -> f32 {
         .mul_add(f, 6.931_472e-1)
         .mul_add(f, 1.0);
     let scaled = f32::from_bits(p.to_bits().wrapping_add(shifted.to_bits() << 23));
-    // Adding n to the exponent is correct only inside the range; a NaN must stay a NaN, whatever its low bits are.
+    // Below -126 and from 128 on, n does not fit into the exponent. For NaN the result is `x + INFINITY`, a NaN.
     let in_range = if x < -126.0 { 0.0 } else { scaled };
     if x < 128.0 { in_range } else { x + f32::INFINITY }
 }

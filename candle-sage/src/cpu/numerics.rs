@@ -50,12 +50,12 @@ impl<'a> Problem<'a> {
         Self { sinks, ..self }
     }
 
-    /// The base-2 sink of a query head, if there are sinks.
+    /// The sink of a query head, times `log2(e)`. `None` without sinks.
     pub(super) fn sink(&self, at: Head) -> Option<f32> {
         self.sinks.get(at.head).copied()
     }
 
-    /// Number of tokens of a query tile and of a key tile, for numerics that work with any tile size. Without a
+    /// Number of tokens of a query tile and of a key tile, for schemes without settings for tile sizes. Without a
     /// selection: 64. With a selection: the largest of 64, 32 and 16 that divides the selection's block size.
     pub(super) fn tile(&self) -> (usize, usize) {
         let of_block =
@@ -98,7 +98,7 @@ impl<'a> Problem<'a> {
         Head { segment: at.segment, head: at.head / self.shape.group() }
     }
 
-    /// Index of a query head's first log-sum-exp in (batch, query heads, query) order.
+    /// Index of the log-sum-exp of the segment's first query, in a tensor (batch, query heads, query).
     pub(crate) fn lse_start(&self, at: Head) -> usize {
         let segment = &self.segments[at.segment];
         (segment.batch * self.shape.query_heads() + at.head) * self.shape.query_len() + segment.query.start
@@ -109,27 +109,27 @@ fn inside(segment: &Range<usize>, tokens: Range<usize>) -> Range<usize> {
     segment.start + tokens.start..segment.start + tokens.end
 }
 
-/// One head of one segment: a query head or a key head, depending on the use.
+/// One head of one [`Segment`]: a query head or a key head, depending on the use.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Head {
     pub(crate) segment: usize,
     pub(crate) head: usize,
 }
 
-/// The rows `at..at + count` of a row-major matrix whose first row has number `start`.
+/// The rows `at..at + count` of a row-major matrix. The first row in `values` is the matrix's row `start`.
 pub(crate) fn cut(values: &[f32], start: usize, at: usize, count: usize, width: usize) -> &[f32] {
     &values[(at - start) * width..(at - start + count) * width]
 }
 
-/// The online softmax of a tile of queries, with an accumulator for each output of the scheme.
+/// The online softmax of a tile of queries, with an accumulator for each of [`Finished::outputs`].
 #[derive(Debug)]
 pub(crate) struct Softmax<const OUTPUTS: usize = 1> {
-    /// The base-2 logit that is subtracted from all logits: the largest so far, unless the scheme uses another
-    /// reference.
+    /// For each row, the base-2 logit that is subtracted from the row's logits: the largest so far, unless the scheme
+    /// uses another reference.
     pub(crate) reference: Vec<f32>,
     /// Sum of `2^(logit - reference)`.
     pub(crate) sum: Vec<f32>,
-    /// Accumulators: values weighted by `2^(logit - reference)`, (rows, head_dim), not yet divided by `sum`.
+    /// Accumulators (rows, head_dim): sums of values times `2^(logit - reference)`, not yet divided by `sum`.
     pub(crate) acc: [Vec<f32>; OUTPUTS],
 }
 
@@ -142,7 +142,7 @@ impl<const OUTPUTS: usize> Softmax<OUTPUTS> {
         }
     }
 
-    /// Adds a base-2 `sink`, if there is one, to the sums, and divides the accumulators by the sums. `sees` tells
+    /// Includes the base-2 logit `sink`, if any, in the sums, and divides the accumulators by the sums. `sees` tells
     /// whether a row of the tile sees any key.
     pub(crate) fn finish(self, sink: Option<f32>, sees: &dyn Fn(usize) -> bool) -> Finished {
         let Self { reference, sum, mut acc } = self;
@@ -166,8 +166,7 @@ impl<const OUTPUTS: usize> Softmax<OUTPUTS> {
     }
 }
 
-/// The base-2 logarithm of the factor by which a sink (an additional logit without a value) increases a row's sum of
-/// exponentials `2^lse2`.
+/// The base-2 logarithm of the factor by which a sink increases `2^lse2`, a row's sum of exponentials.
 fn log2_with_sink(sink: f32, lse2: f32) -> f32 {
     let above = sink - lse2;
     above.max(0.0) + (1.0 + (-above.abs()).exp2()).log2()
@@ -176,9 +175,9 @@ fn log2_with_sink(sink: f32, lse2: f32) -> f32 {
 /// The forward's final results for the queries of one tile or of a whole call.
 #[derive(Debug)]
 pub(crate) struct Finished {
-    /// For each output one vector of head_dim values per query. The first is the attention's output.
+    /// Each output has head_dim values per query. The first output is the attention's.
     pub(crate) outputs: Vec<Vec<f32>>,
-    /// For each state one value per query. The first is the base-2 log-sum-exp.
+    /// Each state has one value per query. The first state is the base-2 log-sum-exp.
     pub(crate) states: Vec<Vec<f32>>,
 }
 
@@ -193,13 +192,13 @@ impl Finished {
         rows.for_each(|(_, row)| row.iter_mut().zip(mean).for_each(|(x, mean)| *x += mean));
     }
 
-    /// The output and the log-sum-exp, for a scheme without other results.
+    /// The first output and the first state; drops the others.
     pub(crate) fn out_and_lse2(mut self) -> (Vec<f32>, Vec<f32>) {
         (self.outputs.swap_remove(0), self.states.swap_remove(0))
     }
 }
 
-/// The operands of both mainloops: Q, K and V as the scheme represents them, and the logits of a tile.
+/// What forward and backward need: Q, K and V as the scheme represents them, and the logits of a tile.
 pub(crate) trait Operands: Sync {
     /// Key and value of one head, as operands of matmuls.
     type Keys;
@@ -244,7 +243,7 @@ pub(crate) trait BackwardNumerics: Operands {
     /// The base-2 log-sum-exps, (batch, query heads, query).
     fn lse2(&self) -> &[f32];
 
-    /// Delta of each query of a head in `dS = P o (dP - delta)`: `rowsum(P o dP)`, or the scheme's substitute.
+    /// The delta of each query of a head: `rowsum(dO o O)`.
     fn delta(&self, at: Head, dout: &[f32]) -> Vec<f32>;
 
     fn grads(&self, at: Head, dout: Vec<f32>) -> Self::Grads;
@@ -262,7 +261,7 @@ pub(crate) trait BackwardNumerics: Operands {
     fn add_dk(&self, ds: &[f32], queries: &Self::Queries, tile: Tile, dk: &mut [f32]);
 }
 
-/// Calls `make` for every head of every segment, on all threads. The results are in (segment, head) order.
+/// Calls `make` in parallel for every head of every segment. The results are in (segment, head) order.
 pub(crate) fn per_head<T: Send>(
     problem: &Problem<'_>,
     heads: usize,

@@ -1,5 +1,5 @@
-//! Linear attention over blocks of keys, from sums of outer products per block. The results are those of attention with
-//! weights `phi(q) . phi(k)`, in time linear in the sequence length.
+//! Linear attention over blocks of keys. The results equal those of attention with weights `phi(q) . phi(k)`, but the
+//! time is linear in the sequence length.
 
 use rayon::prelude::*;
 
@@ -66,7 +66,7 @@ fn features_backward(phi: &[f32], dphi: &mut [f32], d: usize) {
 struct Run<'a> {
     problem: &'a Problem<'a>,
     blocks: &'a Blocks,
-    /// The selection whose blocks the sums exclude. `None`: the sums exclude no block.
+    /// The sums in `states` exclude the blocks of this selection. `None`: they exclude no block.
     except: Option<&'a Lists>,
     at: Head,
     d: usize,
@@ -131,8 +131,8 @@ impl<'a> Run<'a> {
         Head { segment: self.at.segment, head: self.at.head * self.problem.shape.group() + member }
     }
 
-    /// Features of a block's queries, their outputs, and the reciprocals of their normalizers `phi(q) . z`;
-    /// `None` if the block sums over no keys.
+    /// For the queries of a block: features, outputs, and reciprocals of the normalizers `phi(q) . z`. `None` if
+    /// [`Self::sources`] is empty.
     fn block(&self, at: Head, block: usize) -> Option<(Vec<f32>, Vec<f32>, Vec<f32>)> {
         self.sources(block).next()?;
         let State { h, z } = &self.states[block];
@@ -170,7 +170,7 @@ impl<'a> Run<'a> {
         let d = self.d;
         let count = self.problem.segments[self.at.segment].query.len();
         let mut dq = vec![vec![0.0; count * d]; self.problem.shape.group()];
-        // The contribution of each block of queries to the gradient of its state.
+        // For each block of queries, the gradient of the state that the block reads.
         let mut dstates = vec![State::zeros(d); self.states.len()];
         for (member, dq) in dq.iter_mut().enumerate() {
             let at = self.query_head(member);
@@ -236,7 +236,7 @@ fn centre(rows: &mut [f32], d: usize) {
     }
 }
 
-/// Calls `f` for all key heads of all segments, on all threads.
+/// Calls `f` in parallel with the [`Run`] of each key head of each segment.
 fn runs<T: Send>(
     problem: &Problem<'_>,
     blocks: &Blocks,

@@ -34,7 +34,7 @@ impl Scale {
     }
 }
 
-/// The code of a value, as f32: a whole number in -127..=127, ties to even.
+/// The INT8 value of `x`, as f32: an integer from -127 to 127.
 #[inline(always)]
 pub(crate) fn code(x: f32, quant_scale: f32) -> f32 {
     (x * quant_scale).round_ties_even()

@@ -10,8 +10,8 @@ use super::view::View;
 use crate::selection::Blocks;
 use crate::shape::{AttentionShape, Segment};
 
-/// The means over the tokens of each block in `blocks` and over the heads of each group (`heads` per group):
-/// (key heads, blocks of all segments, head_dim).
+/// The mean row of each block and group of heads: over the block's tokens and the group's `heads` heads. Dimensions of
+/// the result: (key heads, blocks of all segments, head_dim).
 pub(crate) fn pool(
     view: &View<'_>,
     key_heads: usize,
@@ -37,7 +37,8 @@ pub(crate) fn pool(
     rows.concat()
 }
 
-/// The indices of the `most` largest scores, ascending. NaN counts as largest; ties go to the first scores.
+/// The indices of the `most` largest scores, in ascending order of index. NaN counts as largest; ties go to the first
+/// scores.
 pub(crate) fn largest(scores: &[f32], most: usize) -> Vec<u32> {
     let mut order: Vec<u32> = (0..scores.len() as u32).collect();
     let key = |&at: &u32| {
@@ -50,9 +51,9 @@ pub(crate) fn largest(scores: &[f32], most: usize) -> Vec<u32> {
     order
 }
 
-/// The attention mass of each candidate block, (key heads, blocks of queries, columns), summed over the
-/// queries of the block and the heads of the group. Columns are the blocks of keys of one segment, or of all
-/// segments if documents are packed.
+/// The attention mass of each candidate block of keys: the probabilities of its keys, summed over the queries of a
+/// block and the query heads of a group. The result is (key heads, blocks of queries, columns). Columns are the blocks
+/// of keys of the queries' batch entry or, if documents are packed, of all documents.
 pub(crate) fn block_mass(
     shape: &AttentionShape,
     problem: &Problem<'_>,

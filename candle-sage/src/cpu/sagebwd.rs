@@ -1,4 +1,4 @@
-//! SageBwd on the CPU: matmuls of INT8 values that are stored as f32, in which sums of products are exact.
+//! SageBwd on the CPU. INT8 values are stored as f32. In each matmul, the sums of their products are exact.
 
 mod backward;
 mod forward;
@@ -49,7 +49,8 @@ impl OnCpu for Settings {
     }
 }
 
-/// The state that the forward keeps: the INT8 values and scales of Q and K, and the means that were subtracted.
+/// State that the forward keeps for the backward: the INT8 values and scales of Q and K, and the means that were
+/// subtracted from Q and K.
 #[derive(Debug)]
 pub(super) struct Codes {
     /// One entry per segment and query head.
@@ -94,11 +95,11 @@ impl Codes {
     }
 }
 
-/// The matmuls of [`crate::scheme::SageBwd`] for one of the mainloops, which read V in different forms.
+/// The matmuls of [`crate::scheme::SageBwd`], for the forward or for the backward.
 struct Products<'a, V> {
     settings: &'a Settings,
-    /// The backward's matmuls that run in INT8. In the forward all fields are true: S always runs in INT8, and `values`
-    /// decides whether O does.
+    /// In the backward: the matmuls that run in INT8. In the forward all fields are true, and `o` is not read: O runs
+    /// in INT8 if `values` is [`ForwardValues::Codes`].
     int8: Int8Products,
     problem: &'a Problem<'a>,
     codes: &'a Codes,
@@ -107,7 +108,7 @@ struct Products<'a, V> {
 
 /// V in the form that a mainloop reads.
 trait Values: Sync {
-    /// The rows of V of one key head; `index` is the index of the head's entry in `Codes`.
+    /// The rows `tokens` of V of one key head. `index` is the key head's index in `Codes::keys`.
     fn rows(&self, problem: &Problem<'_>, at: Head, index: usize, tokens: Range<usize>) -> Vec<f32>;
 }
 
@@ -137,7 +138,7 @@ impl<V> Products<'_, V> {
     }
 }
 
-/// The keys of one head from `start` on.
+/// K and V of one head, for a range of tokens that begins at `start`.
 pub(super) struct Keys {
     start: usize,
     /// Index of the head's entry in `Codes`.
@@ -151,7 +152,7 @@ pub(super) struct Keys {
     k_smooth: Vec<f32>,
 }
 
-/// The queries of one head from `start` on.
+/// Q of one head, for a range of tokens that begins at `start`.
 pub(super) struct Queries {
     start: usize,
     /// Index of the head's entry in `Codes`.

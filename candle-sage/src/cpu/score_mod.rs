@@ -8,7 +8,6 @@ use super::lanes;
 use super::tile::Tile;
 use crate::shape::Segment;
 
-/// The changes that a call makes to its base-2 logits.
 #[derive(Debug, Default)]
 pub(crate) struct ScoreMod {
     /// The cap of base-2 logits. 0 for no cap.
@@ -27,8 +26,8 @@ impl ScoreMod {
         self.cap > 0.0
     }
 
-    /// Changes the base-2 logits of a tile of a query head. Also writes the derivatives of a soft cap to `derivatives`,
-    /// unless `derivatives` is empty.
+    /// Applies the soft cap and `ALiBi` to the base-2 logits of a tile of a query head. Also writes the derivatives of
+    /// the soft cap to `derivatives`, unless `derivatives` is empty.
     pub(super) fn apply(
         &self,
         head: usize,
@@ -57,7 +56,7 @@ fn soft_cap(cap: f32, logits: &mut [f32]) {
     }
 }
 
-/// `1 - tanh(x / cap)^2`, from the results of [`soft_cap`].
+/// The derivatives of [`soft_cap`], `1 - (capped / cap)^2`, from its results `capped`.
 #[multiversion(targets = "simd")]
 fn soft_cap_derivatives(cap: f32, capped: &[f32], derivatives: &mut [f32]) {
     let inverse = 1.0 / cap;
@@ -67,8 +66,8 @@ fn soft_cap_derivatives(cap: f32, capped: &[f32], derivatives: &mut [f32]) {
     }
 }
 
-/// Lowers logits by `slope` times the distance. `first` is the distance from the first key to the first query's
-/// position.
+/// Subtracts `slope` times the distance of query and key from each logit. `first` is the position of the tile's first
+/// query minus the position of its first key.
 #[multiversion(targets = "simd")]
 fn add_distances(slope: f32, first: f32, cols: usize, logits: &mut [f32]) {
     for (row, logits) in logits.chunks_exact_mut(cols).enumerate() {

@@ -2,8 +2,8 @@
 
 use crate::shape::Segment;
 
-/// A tile of the (query, key) plane of one head, as indices inside the segment. Starts are multiples of the tile size;
-/// the last tile of a row or column may be smaller.
+/// A tile of one head's (query, key) plane: queries `row..row + rows` and keys `col..col + cols` of a [`Segment`].
+/// `row` and `col` are multiples of the tile size. At the end of the segment a tile may be smaller.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tile {
     pub(crate) row: usize,
@@ -14,8 +14,8 @@ pub(crate) struct Tile {
 
 /// Sets logits to minus infinity if the query does not see the key.
 pub(crate) fn mask(segment: &Segment, tile: Tile, logits: &mut [f32]) {
-    // From one query to the next, neither the first nor the last visible key moves back. The first and the last row
-    // therefore determine whether anything is masked.
+    // The first and the last visible key never decrease from one query to the next. So the tile has no masked logit if
+    // its first row sees the tile's last key, and its last row sees the tile's first key.
     let last = tile.row + tile.rows - 1;
     if segment.visible_keys(tile.row) >= tile.col + tile.cols && segment.first_key(last) <= tile.col {
         return;

@@ -114,7 +114,7 @@ pub(super) fn online_softmax(cols: usize, logits: &mut [f32], softmax: &mut Soft
     for (row, ((max, sum), acc)) in logits.chunks_exact_mut(cols).zip(state) {
         let row_max = lanes::max(row);
         let new_max = if row_max > *max { row_max } else { *max };
-        // Before the first visible key every term is 2^-inf = 0 for any finite shift.
+        // If no visible key was read yet, every term is 2^-inf = 0, whatever the finite `shift` is.
         let shift = if new_max == f32::NEG_INFINITY { 0.0 } else { new_max };
         let decay = lanes::exp2(*max - shift);
         for x in row.iter_mut() {

@@ -1,4 +1,4 @@
-//! Views of 4-D tensors in f32, f16 or bf16, with any strides; storage for results.
+//! Views of 4-D tensors in f32, f16 or bf16, with any strides; the conversion of f32 results to these types.
 
 use std::ops::Range;
 
@@ -93,10 +93,10 @@ impl<'a> View<'a> {
     }
 }
 
-/// Rounds f32 values to the element type of an output.
+/// Rounds `values` to `dtype`.
 ///
 /// # Errors
-/// When the element type is not f32, f16 or bf16.
+/// When `dtype` is not f32, f16 or bf16.
 pub(crate) fn to_storage(values: Vec<f32>, dtype: DType) -> Result<CpuStorage> {
     match dtype {
         DType::F32 => Ok(CpuStorage::F32(values)),

@@ -27,7 +27,7 @@ impl Problem<'_> {
     pub(super) fn queries_that_see(&self, at: Head, keys: Range<usize>, tile: usize) -> Vec<Range<usize>> {
         let segment = &self.segments[at.segment];
         let end = segment.end_query(keys.end - 1);
-        // Rounded down to a multiple of the tile size: the first queries of the first range may not see the keys.
+        // Rounded down to a multiple of `tile`, so the first range may begin with queries that see none of the keys.
         let first = segment.first_query(keys.start) / tile * tile;
         let Some(lists) = self.lists else { return runs(std::iter::once(first..end)) };
         let Lists { blocks, .. } = lists;

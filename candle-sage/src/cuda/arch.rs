@@ -3,8 +3,8 @@
 use super::compiled::{ARCHITECTURES, NVFP4_FAMILIES, PTX};
 use crate::error::{Error, Result};
 
-/// The kernels that a device runs. This is machine code for the highest architecture that has the device's major
-/// version and is not above the device's architecture; if the build has none, it is PTX.
+/// The kernels that a device runs: machine code for the highest built architecture that has the device's major version
+/// and is not above the device's architecture. If the build has no such machine code, the device runs PTX.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Architecture {
     /// The number of the architecture that the kernels are compiled for.
@@ -31,9 +31,9 @@ impl Architecture {
         }
     }
 
-    /// Whether the device has FP4 matmuls and this build has kernels for them: data-center Blackwell, family 10, and
-    /// consumer Blackwell, family 12. A compiler without family targets compiles only for the first member of each
-    /// family.
+    /// Whether the device has FP4 matmuls and this build has kernels for them. Family 10 (data-center Blackwell) and
+    /// family 12 (consumer Blackwell) have FP4 matmuls. A compiler without family targets compiles only for the first
+    /// member of each family.
     pub(super) fn has_nvfp4(self) -> bool {
         match self.code {
             100 => self.device == 100 || NVFP4_FAMILIES && self.device == 103,
@@ -53,8 +53,8 @@ impl Architecture {
     }
 }
 
-/// The highest of the architectures `built` that have the device's major version and are not above `device`;
-/// without such an architecture, PTX.
+/// The highest of the architectures `built` that have the device's major version and are not above `device`.
+/// Without such an architecture: PTX, or `None` for a device that is too old for PTX.
 fn code_for(device: u32, built: &[u32]) -> Option<u32> {
     let native = built.iter().copied().filter(|arch| arch / 10 == device / 10 && *arch <= device).max();
     native.or((device >= PTX).then_some(PTX))
@@ -87,8 +87,8 @@ mod tests {
         assert!(all.contains(&PTX));
     }
 
-    /// The compilers with family targets support every architecture of the table. If a later compiler drops an
-    /// architecture, this test fails.
+    /// Every nvcc that has family targets supports all architectures of `TARGETS`. If a later nvcc drops one, this test
+    /// fails.
     #[test]
     fn every_architecture_of_the_table_is_built() {
         if option_env!("CANDLE_SAGE_CUDA_ARCHS").is_none() && NVFP4_FAMILIES {

@@ -24,11 +24,10 @@ use super::{OnGpu, OutputGradient, params};
 use crate::error::Error;
 use crate::scheme::{AttnQat, MEAN_ROWS, PReference, Products, ValueGroups, ValueScale};
 
-// The kernels compute one partial sum of a mean for each tile.
+// For the means of K and V, the kernels compute a partial sum per tile, the CPU a partial sum per MEAN_ROWS rows.
 const _: () = assert!(MEAN_ROWS == TILE);
 
-/// Name of the forward's kernel with FP4 matmuls, and of the `.cu` file with this kernel and the kernel that packs its
-/// operands.
+/// Name of the forward's kernel with FP4 matmuls, and of its `.cu` file. The kernel `pack_nvfp4` is in the same file.
 const NVFP4: &str = "attn_fwd_nvfp4";
 
 pub(super) struct Operands {
@@ -38,12 +37,12 @@ pub(super) struct Operands {
     value_max: ValueMax,
 }
 
-/// With [`ValueScale::Head`]: the bits of the largest |V| of each key head of each segment.
+/// With [`ValueScale::Head`], for each key head and segment: the largest |V|, as the bits of an f32.
 type ValueMax = Option<Buffer<u32>>;
 
 /// Buffers that the backward's kernels read and write in addition to the forward's state.
 pub(super) struct Scratch {
-    /// Q, rounded for the backward's kernel. `None` if the kernel reads the inputs.
+    /// Q, rounded for the backward's kernel. `None` if the kernel reads the unrounded Q.
     q: Option<Output>,
     value_max: ValueMax,
 }
@@ -60,8 +59,8 @@ pub(super) enum Rounded {
 pub(super) struct Kept {
     /// The high-precision output O'. `None` without a backward, or if the backward does not use it.
     high_precision_out: Option<Output>,
-    /// For each query the sum of `2^(logit - reference)` over keys and sink. With `PReference::Literal`, this sum is
-    /// divided by the sum over the keys only. `None` without a backward.
+    /// For each query the sum of `2^logit` over keys and sink, divided by the query's [`PReference`] in the backward.
+    /// With `PReference::Literal`, the divisor is the sum over the keys only. `None` without a backward.
     row_sums: Option<Buffer<f32>>,
     k_mean: Option<Buffer<f32>>,
 }
@@ -81,7 +80,7 @@ impl OnGpu for AttnQat {
     fn backward_kernel(&self) -> &'static str {
         match self.requantized_p {
             true => "attn_bwd_attn_qat",
-            // This backward does not quantize P, so the kernel of unquantized attention runs on this scheme's operands.
+            // A backward that does not quantize P is the kernel of unquantized attention, on this scheme's operands.
             false => unquantized::BACKWARD,
         }
     }
@@ -219,8 +218,8 @@ fn pack<'p>(call: &Call<'_>, codes: &'p [Buffer<i8>; 3], params: &mut params::Fo
 }
 
 /// Launches the rounding of Q, K and V into other tensors: to NVFP4 if `quantize`, otherwise only to 16 bit. The means
-/// of smoothed operands (K, or K and V) are subtracted before the rounding. If `value_max`, a buffer of zeros, is
-/// given, another kernel first writes the maxima of V to this buffer.
+/// of smoothed operands (K, or K and V) are subtracted before the rounding. If `value_max` is given, it must
+/// contain zeros, and a launch before the rounding writes the largest |V| of each head to it.
 fn launch_fake_quantize(
     settings: &AttnQat,
     call: &Call<'_>,

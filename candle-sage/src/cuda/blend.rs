@@ -1,4 +1,4 @@
-//! The mixture of attention over selected keys and the linear tail, on the GPU.
+//! Mixes the output of sparse attention with the output of the linear tail, on the GPU.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
@@ -27,7 +27,7 @@ pub(super) struct Call<'a> {
     weights: Weights<'a>,
 }
 
-/// The inputs of the weights `a` in `a * sparse + (1 - a) * tail`: `theta` and the selected keys (see [`Alpha`]).
+/// `theta` and the selected keys, which determine the weights `a` in `a * sparse + (1 - a) * tail` (see [`Alpha`]).
 pub(super) struct Weights<'a> {
     theta: Operand<'a>,
     seen: SelectionLists<'a>,

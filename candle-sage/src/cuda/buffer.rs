@@ -14,7 +14,7 @@ use super::kernels::Gpu;
 use super::memory::{Memory, Purpose};
 use crate::error::Error;
 
-/// Device memory; memory from the driver is freed on drop.
+/// Device memory. Freed on drop if `owned`.
 #[derive(Debug)]
 struct Allocation {
     at: u64,
@@ -100,7 +100,7 @@ fn allocated_len(len: usize, element_bytes: usize) -> usize {
 pub(super) const CANARY_BYTES: usize = 256;
 
 impl Gpu {
-    /// Memory without the tests' guard.
+    /// Uninitialized memory that is not yet registered with the tests' `guard`.
     fn unguarded<T: DeviceRepr>(&self, purpose: Purpose, len: usize) -> Result<Buffer<T>> {
         let len = allocated_len(len, size_of::<T>());
         let bytes = len * size_of::<T>();
@@ -124,7 +124,7 @@ impl Gpu {
         Ok(Buffer { allocation, len, elements: PhantomData })
     }
 
-    /// Uninitialized memory for `len` elements. (At least one: an empty allocation has no address.)
+    /// Uninitialized memory for `len` elements, or for one if `len` is 0: an empty allocation has no address.
     pub(super) fn alloc_for<T: DeviceRepr>(&self, purpose: Purpose, len: usize) -> Result<Buffer<T>> {
         let buffer = self.unguarded(purpose, len)?;
         #[cfg(test)]
@@ -132,12 +132,12 @@ impl Gpu {
         Ok(buffer)
     }
 
-    /// Uninitialized memory that only this call uses.
+    /// Uninitialized scratch memory of `len` elements.
     pub(super) fn alloc<T: DeviceRepr>(&self, len: usize) -> Result<Buffer<T>> {
         self.alloc_for(Purpose::Scratch, len)
     }
 
-    /// Memory for `len` zeros that only this call uses.
+    /// Scratch memory of `len` elements, filled with zeros.
     pub(super) fn alloc_zeros<T: DeviceRepr + ValidAsZeroBits>(&self, len: usize) -> Result<Buffer<T>> {
         let buffer = self.unguarded::<T>(Purpose::Scratch, len)?;
         if !self.dry {
@@ -157,7 +157,8 @@ impl Gpu {
         if self.dry || from.is_empty() {
             return Ok(buffer);
         }
-        // candle keeps a copy of the data while a CUDA graph is captured.
+        // While candle captures a CUDA graph, `memcpy_htod` copies from a cached device copy of `from`. A replay
+        // therefore does not read `from`.
         #[cfg(feature = "cuda")]
         if let Some(device) = &self.device {
             device.memcpy_htod(from, &mut buffer)?;

@@ -21,7 +21,7 @@ pub(super) struct Problem<'a> {
     pub(super) scheme: &'a Scheme,
     pub(super) shape: &'a AttentionShape,
     pub(super) softmax_scale: f32,
-    /// Whether gradients have the same bits in repeated runs. This is slower.
+    /// Whether repeated runs give gradients with the same bits. Deterministic kernels are slower.
     pub(super) deterministic: bool,
     pub(super) q: Strided<'a>,
     pub(super) k: Strided<'a>,
@@ -123,7 +123,7 @@ impl<'a> Call<'a> {
     /// The plan of a scheme's kernel.
     ///
     /// # Errors
-    /// When the kernel does not support this head_dim on this GPU.
+    /// When the kernel has no plan for this head_dim and these `visits` on this GPU.
     pub(super) fn plan(&self, kernel: &str, visits: Visits) -> Result<&'static Plan> {
         let widths = (self.d, self.problem.shape.value_dim());
         Plan::of(kernel, widths, self.gpu.architecture, visits).map_err(|missing| match self.d {
@@ -148,7 +148,7 @@ impl<'a> Call<'a> {
     }
 
     /// The shape for a kernel in which the thread blocks of one head share `bytes` of data. `heads`: heads per segment.
-    /// Only as many heads run concurrently as have room for their data in the L2 cache.
+    /// [`plan::heads_at_once`] chooses how many heads run concurrently.
     pub(super) fn shape_sharing(&self, bytes: usize, heads: usize) -> params::Shape<'_> {
         let heads = heads * self.segment_count();
         let at_once = plan::heads_at_once(self.gpu.cache_bytes, bytes, heads);
@@ -160,15 +160,15 @@ impl<'a> Call<'a> {
         match self.problem.selected {
             Some(_) => Visits::Listed,
             None if self.problem.score_mod.is_some() => Visits::ScoreMod,
-            // Only the kernels for windows can hide keys far before a query, or show a query some, but not all, of the
-            // keys after it.
+            // The kernels of `Visits::Every` show a query all keys before it, and either all or none of the keys after
+            // it.
             None if self.keys_before() + 1 < self.geometry.sizes.key_len => Visits::Window,
             None if self.geometry.sizes.limit_after > 1 => Visits::Window,
             None => Visits::Every,
         }
     }
 
-    /// For calls without a selection: the number of keys that a query sees before its own position.
+    /// The kernel parameter `lists` of a call without a selection: only `keys_before` is set.
     pub(super) fn window(&self) -> params::Lists<'_> {
         params::Lists { keys_before: self.keys_before(), ..params::Lists::default() }
     }
@@ -222,8 +222,8 @@ impl<'a> Call<'a> {
         Ok(())
     }
 
-    /// [`Call::set_forward_maps`] for the backward: sets the map of dO. With `as_rows` the kernel reads Q itself, not
-    /// its INT8 values, and the map of Q is set too.
+    /// [`Call::set_forward_maps`] for the backward: sets the tensor map of dO and, if `as_rows`, the map of Q.
+    /// If not `as_rows`, the kernel reads INT8 values instead of the 16-bit Q.
     pub(super) fn set_backward_maps(
         &self,
         plan: &Plan,
@@ -297,7 +297,7 @@ fn segments(shape: &AttentionShape) -> Result<(Lengths, Vec<params::Segment>, Le
                 longest.1,
                 shape.query_heads()
             ))
-            .allowed("(batch entries or documents) x heads x tiles of 64 tokens: below 2^29")
+            .allowed("below 2^29: the tokens, and documents (or batch entries) x heads x longest length / 64")
             .hint("split the batch")
             .into());
     }

@@ -22,7 +22,7 @@ impl Gpu {
     /// Converts a buffer to candle's storage.
     pub(super) fn storage<T: CudaDType + DeviceRepr>(&self, buffer: Buffer<T>) -> CudaStorage {
         let (at, len) = buffer.leak();
-        // SAFETY: the allocation has the length, and only the slice frees it.
+        // SAFETY: the allocation at `at` has at least `len` elements, and only `slice` frees it.
         let slice = unsafe { self.stream.upgrade_device_ptr::<T>(at, len) };
         CudaStorage::wrap_cuda_slice(slice, self.device().clone())
     }

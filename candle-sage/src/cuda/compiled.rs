@@ -3,7 +3,7 @@
 
 include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 
-/// The name of a kernel without its suffixes. It is a compile error if no kernel has this name.
+/// A kernel's name, without suffixes such as `_f16`. If no kernel has this name, the crate does not compile.
 macro_rules! kernel {
     ($name:literal) => {{
         // A constant item, so that `cargo check` evaluates it too.
@@ -25,7 +25,7 @@ pub(super) const fn named(name: &'static str) -> &'static str {
     panic!("no kernel of this name was compiled")
 }
 
-/// Whether an entry is the name, or begins with the name and an underscore.
+/// Whether `entry` is `name`, or begins with `name` and an underscore.
 const fn begins(entry: &[u8], name: &[u8]) -> bool {
     let mut n = 0;
     while n < name.len() {

@@ -1,4 +1,4 @@
-//! Tensors of any float type on the device, and how threads divide their rows.
+//! Tensors of any float type on the device, and how a kernel's threads divide a tensor's rows.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Layout, Result};
@@ -60,8 +60,8 @@ impl Float {
     }
 }
 
-/// The number of elements that a thread moves at once, a *pack*: 16 bytes if all rows start at multiples of 16 bytes,
-/// otherwise one element.
+/// How many elements form a *pack*, which a thread moves at once: 16 bytes of elements if all rows start at multiples
+/// of 16 bytes, otherwise one element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Packs {
     float: Float,
@@ -69,7 +69,8 @@ pub(super) struct Packs {
 }
 
 impl Packs {
-    /// The packs for the rows of tensors. `starts` are the tensors' addresses, `strides` all their strides in elements.
+    /// The packs for the rows of tensors. `starts` are the tensors' addresses. `strides` are the strides between rows,
+    /// and the rows' lengths, in elements.
     pub(super) fn of(float: Float, starts: &[Address<'_>], strides: &[usize]) -> Self {
         let aligned = starts.iter().all(|start| start.is_multiple_of(16));
         Self { float, vector: aligned && strides.iter().all(|n| (n * float.bytes()).is_multiple_of(16)) }
@@ -113,17 +114,18 @@ impl RowThreads {
     }
 }
 
-/// Thread blocks of `threads`, with one pack per thread.
+/// A grid for `len` elements: blocks of `threads` threads, one pack per thread.
 pub(super) fn elementwise(len: usize, packs: Packs, threads: usize) -> Grid {
     elementwise_of(len, packs.elements(), threads)
 }
 
-/// Thread blocks of `threads`, with `each` elements per thread.
+/// A grid for `len` elements: blocks of `threads` threads, `each` elements per thread.
 pub(super) fn elementwise_of(len: usize, each: usize, threads: usize) -> Grid {
     Grid::line(len.div_ceil(each).div_ceil(threads), threads)
 }
 
-/// A number that kernels store in 32 bits: at most half of the largest i32, so that an index can step past it.
+/// `n` as an i32 for kernels. At most half of the largest i32, so that a loop's index that steps beyond `n` cannot
+/// overflow.
 ///
 /// # Errors
 /// When the number is too large.
@@ -132,7 +134,7 @@ pub(super) fn count(what: &str, n: usize) -> Result<i32> {
         Error::new(format!("too many {what} for one launch"))
             .got(n)
             .allowed(format!("up to {}", i32::MAX / 2))
-            .hint("split the batch")
+            .hint("split the tensors into several calls")
             .into()
     })
 }
@@ -207,7 +209,7 @@ impl<'a> Dense<'a> {
 /// an H100. The number is the same on every device, and so is the order of additions.
 pub(super) const PARTS: usize = 528;
 
-/// Sums the columns of (parts, width) in a fixed order.
+/// Sums each column of `partials`, (parts, width), in a fixed order.
 pub(super) fn partial_sums(
     gpu: &Gpu,
     partials: &Buffer<f32>,

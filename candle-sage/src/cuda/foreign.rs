@@ -67,7 +67,7 @@ impl ForeignLayout {
     }
 
     fn at(&self, address: u64) -> Result<Strided<'static>> {
-        // SAFETY: the caller of `forward` or `backward` vouches for the address. Other calls only count memory.
+        // SAFETY: the caller of `forward` or `backward` vouches for the address. Calls that return sizes do not use it.
         let data = unsafe { Address::lent(address) };
         Ok(Strided::new(data, Element::of(self.dtype)?, self.dims, self.strides))
     }
@@ -78,11 +78,11 @@ impl ForeignLayout {
 pub struct Inputs {
     /// Query, key and value.
     pub tensors: [u64; 3],
-    /// The sinks, (query heads) in f32, if the call has sinks.
+    /// The sinks, one f32 number per query head, if the call has sinks.
     pub sinks: u64,
-    /// The slopes, (query heads) in f32, if the call has `ALiBi`.
+    /// The slopes, one f32 number per query head, if the call has `ALiBi`.
     pub alibi_slopes: u64,
-    /// The lists of a selection in u32, if the call has one: see [`ForeignAttention::with_selection`].
+    /// If the call has a selection, its lists in u32: see [`ForeignAttention::with_selection`].
     pub lists: u64,
 }
 
@@ -156,7 +156,7 @@ impl Stream {
     }
 }
 
-/// Runs attention on tensors of another library, which have fixed shapes.
+/// Attention for one fixed shape, on tensors of another library.
 #[derive(Debug)]
 pub struct ForeignAttention {
     attention: Attention,
@@ -178,7 +178,7 @@ impl ForeignAttention {
     ///
     /// # Errors
     /// As [`Attention::apply`]; when `attention` has sinks, `ALiBi` slopes or a selection, which are candle tensors;
-    /// and when values have another head_dim than keys in a quantized scheme.
+    /// and, in a quantized scheme, when values have another head_dim than keys.
     pub fn new(attention: Attention, inputs: [ForeignLayout; 3], keep: bool) -> Result<Self> {
         let dims = inputs.map(|ForeignLayout { dims: [b, s, h, d], .. }| (b, s, h, d));
         let (shape, softmax_scale) = attention.checked(dims, inputs.map(|x| x.dtype), keep)?;
@@ -234,8 +234,8 @@ impl ForeignAttention {
     /// Makes the log-sum-exps of the logits a result: see [`Attention::apply_with_lse`].
     ///
     /// # Errors
-    /// When the scheme smooths keys, or no backward follows (`keep`): log-sum-exps are part of the state that a forward
-    /// keeps.
+    /// When the scheme smooths keys. Also when [`new`](Self::new) got `keep = false`, because log-sum-exps are part of
+    /// the state that a forward keeps.
     pub fn with_lse(self) -> Result<Self> {
         self.attention.check_lse()?;
         self.check_keep("log-sum-exps need a forward that keeps its state for a backward")?;
@@ -253,8 +253,8 @@ impl ForeignAttention {
             .into())
     }
 
-    /// Adds a selection with blocks of `block` queries and keys: see [`Selection`](crate::Selection). Its lists are
-    /// (key heads, blocks of queries of all segments, 1 + `width`). A list contains the number of key blocks that a
+    /// Adds a [`Selection`](crate::Selection). `block`: the numbers of queries and of keys in a block. The lists have
+    /// shape (key heads, query blocks of all segments, 1 + `width`). A list contains the number of key blocks that a
     /// query block sees, then the indices of these key blocks in ascending order. The remaining entries are ignored.
     /// With a causal mask each list ends with the blocks on the diagonal.
     ///
@@ -331,8 +331,8 @@ impl ForeignAttention {
     /// When the provided memory is too small, or a launch fails.
     ///
     /// # Safety
-    /// Inputs, results, state and scratch are memory of the stream's device, with the sizes of the layouts and of
-    /// [`ForeignAttention::forward_sizes`], and stay alive until the kernels have run.
+    /// All addresses point to memory of the stream's device. The memory stays alive until the kernels have run. Inputs
+    /// and results have their documented layouts; `state` and `scratch` have [`Lent::bytes`] bytes.
     pub unsafe fn forward(
         &self,
         stream: &Stream,
@@ -344,7 +344,7 @@ impl ForeignAttention {
         if self.lse && results.lse == 0 {
             return Err(Error::new("a call with log-sum-exps needs an address for them")
                 .got("lse: 0")
-                .allowed("memory for (batch, query heads, query) in f32")
+                .allowed("the address of memory for (batch, query heads, query) in f32")
                 .hint("leave out `with_lse`, or set `Results::lse`")
                 .into());
         }
@@ -407,7 +407,7 @@ impl ForeignAttention {
     }
 
     /// Launches the backward of a forward that kept `state` and wrote the output `out`. The backward writes the
-    /// gradients of query, key and value, contiguous, and the gradient of any sinks, (query heads) in f32.
+    /// contiguous gradients of query, key and value. With sinks, it also writes their gradient: an f32 per query head.
     ///
     /// # Errors
     /// When the output's gradient does not have the output's shape and type, memory is too small, or a launch fails.

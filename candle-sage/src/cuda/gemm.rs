@@ -40,7 +40,7 @@ fn leading(layout: &Layout) -> Result<(sys::cublasOperation_t, i32)> {
     Ok((operation, distance.max(1) as i32))
 }
 
-/// `out = alpha a b + beta out`; a is (rows, inner), b (inner, columns), both of one type; sums in f32.
+/// `out = alpha a b + beta out`, with `a` (rows, inner) and `b` (inner, columns) of the same type. Sums are in f32.
 pub(crate) fn gemm(
     gpu: &Gpu,
     out: Out<'_>,
@@ -73,7 +73,7 @@ pub(crate) fn gemm(
         Float::F16 => sys::cudaDataType_t::CUDA_R_16F,
         Float::BF16 => sys::cudaDataType_t::CUDA_R_16BF,
     };
-    let int = |n: usize| super::floats::count("rows, columns or terms", n);
+    let int = |n: usize| super::floats::count("rows or columns", n);
     let (at_a, at_b) = (start(a, gpu)?, start(b, gpu)?);
     // SAFETY: the type [`Address`] guarantees that all addresses are inside borrowed, and therefore live, allocations.
     // `a` and `b` are as large as their layouts. [`Address`] does not guarantee the size and the element type of `out`;

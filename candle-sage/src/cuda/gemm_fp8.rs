@@ -26,8 +26,8 @@ const WORKSPACE: usize = 32 << 20;
 /// The lowest compute capability with FP8 units, times ten.
 const LEAST_CAPABILITY: u32 = 89;
 
-/// The key of a cached algorithm: dimensions, row strides, formats, accumulators, type of the result, whether the
-/// matmul adds to the result's old values, and the alignment of b, a and the result.
+/// The key of a cached algorithm: dimensions, row strides, formats, kind of accumulators, type of the result, whether
+/// the matmul adds to the result's old values, and the alignments of `b`, `a` and the result.
 type Key = ([usize; 3], [usize; 2], [Fp8Format; 2], Fp8Sums, Float, bool, [u32; 3]);
 
 /// cuBLASLt's handle for a device, and the algorithms that it chose.
@@ -66,7 +66,7 @@ impl Products {
     }
 }
 
-/// Descriptors of a matmul and its matrices, which are destroyed with this value.
+/// Owns the descriptors of a matmul and of its matrices.
 struct Described {
     product: sys::cublasLtMatmulDesc_t,
     /// The layouts of `b`, `a` and the result: cuBLASLt is column-major, and computes the transposed result.
@@ -136,7 +136,7 @@ impl Described {
         Ok(described)
     }
 
-    /// The algorithm that cuBLASLt considers the fastest for these alignments (in bytes) of b, a and the result.
+    /// The algorithm that cuBLASLt considers the fastest. `b`, `a` and `out` are alignments in bytes.
     fn algorithm(
         &self,
         handle: sys::cublasLtHandle_t,
@@ -174,7 +174,7 @@ impl Described {
     }
 }
 
-/// `out = a b^T + beta out`; a is (m, k) and b (n, k), both with contiguous rows; out is contiguous (m, n).
+/// `out = a b^T + beta out`: `a` is (m, k) and `b` is (n, k), both with contiguous rows; `out` is (m, n), contiguous.
 pub(super) fn product(
     gpu: &Gpu,
     op: &Fp8Product,

@@ -38,7 +38,7 @@ pub(super) fn watch(gpu: &Gpu, at: u64, bytes: usize, zeros: bool) -> Result<()>
     Ok(())
 }
 
-/// Checks all canaries of this thread, whose allocations must still be alive, and forgets them.
+/// Checks and removes all canaries of this thread. Their allocations must still be alive.
 pub(super) fn check(gpu: &Gpu) -> Result<()> {
     gpu.stream.synchronize().w()?;
     for canary in CANARIES.take() {

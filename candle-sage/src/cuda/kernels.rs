@@ -24,7 +24,7 @@ pub(crate) struct Gpu {
     pub(super) device: Option<candle_core::CudaDevice>,
     pub(super) stream: Arc<CudaStream>,
     pub(super) memory: Memory,
-    /// If true, nothing is launched or written: the call only counts its memory.
+    /// If true, calls launch and write nothing, and only count the memory that they need.
     pub(super) dry: bool,
     known: Arc<DeviceProperties>,
 }
@@ -49,7 +49,7 @@ impl std::ops::Deref for Gpu {
     }
 }
 
-/// Thread blocks of a grid, threads of a thread block, and its dynamic shared memory in bytes.
+/// The size of a launch: thread blocks, threads per block, and bytes of dynamic shared memory per block.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Grid {
     pub(super) blocks: (u32, u32, u32),
@@ -79,7 +79,7 @@ impl DeviceProperties {
 
     /// The properties of a context, queried at the first call.
     fn of(context: &Arc<CudaContext>) -> Result<Arc<Self>> {
-        // An entry keeps its context alive, so that no other context gets the same address.
+        // An entry of `ALL` keeps its context alive, so that no other context gets the same address.
         type All = Vec<(Arc<CudaContext>, Arc<DeviceProperties>)>;
         static ALL: RwLock<All> = RwLock::new(Vec::new());
         let find =
@@ -108,7 +108,7 @@ impl Gpu {
 
     /// A stream of another library. `dry`: nothing is launched or written.
     pub(super) fn foreign(stream: Arc<CudaStream>, memory: Memory, dry: bool) -> Result<Self> {
-        // The other library may call from any of its threads.
+        // The library that owns the stream may call from a thread without this context.
         stream.context().bind_to_thread().w()?;
         let known = DeviceProperties::of(stream.context())?;
         Ok(Self {
@@ -182,7 +182,7 @@ impl Gpu {
 mod tests {
     use crate::cuda::compiled::RESOURCES;
 
-    /// For each kernel: ptxas's line "Compiling entry function .." for it, and the number before `what` in the report.
+    /// The numbers before `what` in ptxas's output, each with the line "Compiling entry function .." of its kernel.
     fn reported(what: &str) -> Vec<(&'static str, u32)> {
         let mut kernel = "";
         let mut found = Vec::new();

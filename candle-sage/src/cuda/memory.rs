@@ -31,17 +31,17 @@ pub(super) enum Memory {
     Lent(Rc<Arenas>),
 }
 
-/// Memory of the caller. Each allocation of a call is the next range of an arena, so that two calls of the same shape
-/// get the same ranges.
+/// Memory that the caller provides. Each allocation from `kept` or `scratch` is its next range, so that two calls of
+/// the same shape get the same ranges.
 #[derive(Debug)]
 pub(super) struct Arenas {
-    /// Addresses of the results, in reverse order. `None` in a call that only counts memory.
+    /// Addresses of the results, in reverse order of allocation. `None` in a call that only counts memory.
     outputs: Option<RefCell<Vec<u64>>>,
     pub(super) kept: Arena,
     pub(super) scratch: Arena,
 }
 
-/// Memory that is allocated from start to end.
+/// A bump allocator over a range of memory.
 #[derive(Debug)]
 pub(super) struct Arena {
     start: u64,
@@ -57,7 +57,7 @@ impl Arena {
         Self { start, bytes, used: Cell::new(0) }
     }
 
-    /// An arena that only counts. Its addresses are not valid.
+    /// An arena that only counts bytes. Its addresses are not valid.
     pub(super) fn counting() -> Self {
         Self::new(0, usize::MAX)
     }
@@ -72,8 +72,8 @@ impl Arena {
         if end > self.bytes {
             return Err(Error::new("the memory provided for an attention call is too small")
                 .got(format!("{} bytes", self.bytes))
-                .allowed(format!("{end} and more"))
-                .hint("query the sizes with the shapes and settings of the call")
+                .allowed(format!("{end} bytes or more"))
+                .hint("`forward_sizes` and `backward_scratch` of `ForeignAttention` return the sizes")
                 .into());
         }
         self.used.set(end);
@@ -82,7 +82,7 @@ impl Arena {
 }
 
 impl Arenas {
-    /// `outputs` are in the order of their allocation.
+    /// `outputs`: the addresses of the results, in the order in which the call allocates them.
     pub(super) fn new(mut outputs: Vec<u64>, kept: Arena, scratch: Arena) -> Self {
         outputs.reverse();
         Self { outputs: Some(RefCell::new(outputs)), kept, scratch }

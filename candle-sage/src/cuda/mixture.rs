@@ -1,5 +1,4 @@
-//! The linear tail mixed with attention over selected keys (exact attention), on the GPU: the tail's kernels write the
-//! mixture.
+//! The mixture of the linear tail and exact attention (attention over selected keys) on the GPU.
 
 use candle_core::{CudaStorage, Result};
 
@@ -15,7 +14,7 @@ use super::{blend, past_linear};
 use crate::launch::{Launch, Operand};
 use crate::ops::mixture::Mixture;
 
-/// The mixture's output, from query, key, value, exact attention's output and `theta`.
+/// The mixture's output, from query, key, value, exact attention's output, and `theta`, which determines the weights.
 impl Launch<[Operand<'_>; 5], CudaStorage> for Mixture {
     fn launch(&self, [q, k, v, sparse, theta]: [Operand<'_>; 5]) -> Result<CudaStorage> {
         let call = past_linear::Call::new(&self.tail, [q, k, v])?;
@@ -51,7 +50,7 @@ impl Launch<[Operand<'_>; 9], CudaStorage> for Mixture {
         let parts = address_at(parts.0.as_cuda_slice::<f32>()?, first_index(parts.1), &gpu)?;
         let mixture = params::Mixture { parts, ..weights.mixture(&gpu)? };
         call.backward(Linear { add: 1, mixture, ..call.params()? }, dout, onto)?;
-        // The linear attention's states, which `call` owns, are freed before the last launch, which does not read them.
+        // Frees the states of the linear tail: the last launch does not read them.
         drop(call);
         let heads = blend.selection.shape().query_heads();
         let dtheta = gpu.alloc::<f32>(heads)?;

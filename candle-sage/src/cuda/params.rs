@@ -12,22 +12,22 @@ use super::kernels::{Gpu, Grid};
 
 /// The argument of the kernels of one family. Its addresses borrow the memory that the kernels read and write.
 pub(super) trait Params: DeviceRepr {
-    /// The `.cu` file of the kernels with this argument.
+    /// The `.cu` file of the kernels that take this argument.
     const FAMILY: &'static str;
 }
 
 pub(super) fn launch<P: Params>(gpu: &Gpu, kernel: &str, grid: Grid, params: &P) -> Result<()> {
-    // SAFETY: by its type every address in `params`, and in its tensor maps, is null or inside an allocation that is
-    // borrowed, and therefore alive, at the launch. Work on one stream is in order, so memory that is freed after the
+    // SAFETY: by the type `Address`, every address in `params` and its tensor maps is null or inside an allocation that
+    // is borrowed, and so alive, at the launch. Work on one stream is in order, so memory that is freed after the
     // launch is reused only after the kernel. The types do not guarantee that (1) the allocations belong to this device
     // and stream, and have the sizes in `params` and the element types of `kernel`, (2) no address that the kernel uses
     // is null, (3) `kernel` and `grid` match `params`. The modules of this folder vouch for these conditions; no other
-    // code creates `params`. The modules allocate for the sizes that they pass, and the ops check the tensors of
-    // callers.
+    // code creates `params`. The modules allocate buffers of the sizes that they write to `params`, and the ops check
+    // the tensors that callers pass.
     unsafe { gpu.launch(P::FAMILY, kernel, grid, params) }
 }
 
-/// The argument of attention's kernels, which are of several families.
+/// An argument of attention kernels. Kernels of several families take it.
 pub(super) trait AttentionParams: DeviceRepr {}
 impl AttentionParams for Forward<'_> {}
 impl AttentionParams for Backward<'_> {}

@@ -24,8 +24,8 @@ use crate::shape::AttentionShape;
 /// steps. With one chunk per sequence, all sequences together take `parts` thread blocks. A multiprocessor runs one
 /// thread block at a time.
 fn chunks(longest: usize, parts: usize, multiprocessors: usize) -> usize {
-    // A step is the time of one block of a sequence. An additional launch takes about one step, and so does writing,
-    // adding and reading the sums of a wave.
+    // A step is the time that a thread block takes for one block of tokens. With several chunks, each wave of thread
+    // blocks takes one more step to write its chunks' sums, and the launch that adds these sums takes one step.
     let steps = |chunks: usize| {
         let waves = (parts * chunks).div_ceil(multiprocessors);
         let adding = if chunks > 1 { 1 + waves } else { 0 };
@@ -132,7 +132,7 @@ impl<'a> Call<'a> {
         if self.chunks > 1 { self.add_chunks(heads, params) } else { Ok(()) }
     }
 
-    /// Adds up, for each chunk, the sums of all earlier chunks; with `params.backward`, of all later chunks.
+    /// Sums, for each chunk, the states of all earlier chunks; with `params.backward`, of all later chunks.
     fn add_chunks(&self, heads: usize, params: &Linear<'_>) -> Result<()> {
         let values = (self.d + 1) * self.d;
         let lines = heads * self.geometry.segment_count();
@@ -217,7 +217,7 @@ mod tests {
 
     #[test]
     fn chunks_fill_the_gpu() {
-        // About one thread block per multiprocessor, or slightly fewer.
+        // 128 thread blocks (the second argument times the result): at most one for each of the 132 multiprocessors.
         assert_eq!(chunks(32, 128, 132), 1);
         assert_eq!(chunks(32, 64, 132), 2);
         assert_eq!(chunks(128, 16, 132), 8);

@@ -5,8 +5,8 @@ use super::arch::Architecture;
 use crate::scheme::Scheme;
 use crate::shape::AttentionShape;
 
-/// `TILE`: the number of tokens that share a scale; all padded buffers are multiples of it. `SELECTION_BLOCK`: the
-/// number of tokens in a selection's block.
+/// `TILE`: the number of tokens that share a scale; buffers are padded to a multiple of `TILE` tokens.
+/// `SELECTION_BLOCK`: the number of tokens in a selection's block.
 pub(super) use super::compiled::constants::attention_segment::{SELECTION_BLOCK, TILE};
 
 /// The larger of the head_dims of keys and values, as padded inside the kernels: 64, 128, 192 (only unquantized
@@ -33,7 +33,7 @@ pub(super) fn small_head_dim(shape: &AttentionShape) -> crate::error::Result<usi
 }
 
 impl Architecture {
-    /// The target that contains this architecture: see `SAGE_TARGET` in the table of plans.
+    /// The target that contains this architecture: see `SAGE_TARGET` in `params/plans.def`.
     pub(super) fn target(self) -> Target {
         let own = TARGETS.iter().find(|(_, _, architectures)| architectures.contains(&self.number()));
         own.expect("kernels are compiled only for the architectures of targets").0
@@ -54,7 +54,7 @@ impl Target {
 pub(super) enum Visits {
     /// All tiles that the mask allows.
     Every,
-    /// The tiles of a window. Kernels for windows use the plans of the kernels for lists.
+    /// The tiles of a window.
     Window,
     /// The tiles of a selection's blocks.
     Listed,
@@ -63,7 +63,7 @@ pub(super) enum Visits {
 }
 
 impl Visits {
-    /// The variant under which the table lists the plan.
+    /// The variant that stands for `self` in `params/plans.def`.
     fn planned(self) -> Self {
         match self {
             Visits::Every => Visits::Every,
@@ -92,7 +92,7 @@ enum Maps {
     MappedIfWide,
 }
 
-/// Properties of a mainloop that the host needs: see the table.
+/// Properties of a mainloop that the host needs: see `SAGE_MAINLOOP` in `plans.def`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct MainloopProperties {
     maps: Maps,
@@ -119,7 +119,7 @@ pub(super) struct Plan {
     /// Rows of a thread block: queries in the forward, keys in the backward.
     pub(super) rows: usize,
     pub(super) threads: usize,
-    /// Bytes of a row in shared memory: of V in the forward, of K in the backward.
+    /// Bytes of a row of V (forward) or of K (backward) in shared memory, for `head_dim` channels.
     pub(super) row_bytes: usize,
     /// Stages of the pipeline. Only kernels and tests use this number.
     stages: usize,
@@ -128,12 +128,12 @@ pub(super) struct Plan {
 
 impl Plan {
     /// The plan of a kernel for heads that are padded to `head_dim` channels, with the smallest width of values that is
-    /// at least `value_dim`. Up to a `head_dim` of 128 every kernel that a scheme names has a plan for every target, as
-    /// a test checks. Above 128 there are plans for unquantized attention, if thread blocks have enough shared memory,
-    /// and for SageBwd with only S in INT8 on Hopper.
+    /// at least `value_dim`. Up to a `head_dim` of 128, the kernels of every scheme have plans for every architecture.
+    /// Above 128, plans exist for unquantized attention (if thread blocks have enough shared memory) and, on Hopper,
+    /// for SageBwd with only S in INT8.
     ///
     /// # Errors
-    /// When the table does not have such a plan.
+    /// If the kernel has no such plan.
     pub(super) fn of(
         kernel: &str,
         (head_dim, value_dim): (usize, usize),
@@ -162,7 +162,7 @@ impl Plan {
         format!("{kernel}{}_{element}_{head_dim}{values}", visits.suffix())
     }
 
-    /// Whether the kernel uses tensor maps, with which producers on Hopper copy 16-bit operands.
+    /// Whether the kernel uses tensor maps. `packed`: whether the call has packed documents.
     pub(super) fn mapped(&self, packed: bool) -> bool {
         let properties = self.mainloop.properties();
         let tiles = match properties.maps {
@@ -170,18 +170,17 @@ impl Plan {
             Maps::Mapped => true,
             Maps::MappedIfWide => self.row_bytes == 2 * self.head_dim,
         };
-        // A map would read past a packed document's last, partial tile. Mainloops with `documents` copy such a tile
-        // without a map.
+        // A tensor map would read past a packed document's last, partial tile. Mainloops with `documents` copy such a
+        // tile without the map.
         tiles && (properties.documents || !packed)
     }
 
-    /// Number of parts into which the channels of a tile of dQ's sums are divided: one for each consumer that computes
-    /// dQ.
+    /// Number of parts into which the layout of the sums of dQ divides a tile's channels.
     pub(super) fn dq_parts(&self) -> usize {
         self.mainloop.properties().dq_parts
     }
 
-    /// Number of thread blocks of a backward among which the channels of the same keys are divided.
+    /// Number of the backward's thread blocks that process the same keys. Each computes a part of the channels.
     pub(super) fn channel_parts(&self) -> usize {
         self.head_dim.div_ceil(self.mainloop.properties().channels)
     }
@@ -293,8 +292,7 @@ mod tests {
                 }
                 let all = OF_ALL_SCHEMES.into_iter().chain([Visits::ScoreMod]);
                 for visits in all.filter(|visits| plan.visits.contains(&visits.planned())) {
-                    // The kernels of the router and of the tail exist only for lists of blocks. Their names have no
-                    // suffix, like the names for `Every`.
+                    // Kernels without a mainloop have plans only for `Listed`, but their names have no suffix.
                     let visits = if plan.mainloop == Mainloop::None { Visits::Every } else { visits };
                     for element in ["bf16", "f16"] {
                         let entry = format!("'{}' for 'sm_{number}", plan.entry(visits, element));
@@ -383,7 +381,7 @@ mod tests {
             }
             let [full, sage, scores] =
                 [full, sage, &scores].map(|scheme| plans(scheme, d, 90, Visits::Every)[0]);
-            // V is copied through a map if it is in 16 bit.
+            // The forward uses tensor maps only if V is in 16 bit.
             assert!(full.mapped(false) && !sage.mapped(false) && scores.mapped(false));
             assert!(full.persistent() && sage.persistent() && scores.persistent());
         }
@@ -394,11 +392,11 @@ mod tests {
         assert_eq!(heads_at_once(50 << 20, 1 << 30, 64), 1);
         assert_eq!(heads_at_once(50 << 20, 1, 64), 64);
         assert_eq!(heads_at_once(50 << 20, 1, 0), 1);
-        // Half of the cache has room for 25 heads. Of the numbers from 13 to 25, only 16 divides 64.
+        // Half of the cache has room for 25 heads, so 13 to 25 heads are allowed. Of these numbers, only 16 divides 64.
         assert_eq!(heads_at_once(50 << 20, 1 << 20, 64), 16);
-        // Half of the cache has room for 3 heads. Of 2 and 3, only 2 divides 16.
+        // Half of the cache has room for 3 heads. At least half of 3 is allowed: 2 or 3. Only 2 divides 16.
         assert_eq!(heads_at_once(50 << 20, 8 << 20, 16), 2);
-        // With 17 heads, the last group lacks one head in either case: groups of 3, or of 2. The larger size is chosen.
+        // In groups of 2 or 3 of 17 heads, the last group lacks one head. The larger group size is chosen.
         assert_eq!(heads_at_once(50 << 20, 8 << 20, 17), 3);
     }
 }

@@ -1,5 +1,5 @@
-//! The router's computations on the GPU: means of blocks, the largest scores, and the attention mass of
-//! blocks.
+//! The router's computations on the GPU: a mean query or key for each block, the key blocks with the largest scores,
+//! and the attention mass of key blocks.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
@@ -18,8 +18,8 @@ use crate::launch::{Launch, Operand};
 use crate::ops::route::{Choice, Mass, Means};
 
 /// The means of blocks, (key heads, blocks, head_dim). Without `pool`: the means of blocks of keys. With `pool`: the
-/// means of blocks of queries. With a causal mask, such a mean is over the last `pool` queries up to the block's first
-/// query.
+/// means of blocks of queries. With a causal mask, the mean of a block of queries is over its first query and up to
+/// `pool - 1` queries before it.
 impl Launch<[Operand<'_>; 1], CudaStorage> for Means<'_> {
     fn launch(&self, [x]: [Operand<'_>; 1]) -> Result<CudaStorage> {
         let Self { shape, blocks, pool } = *self;
@@ -45,15 +45,15 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for Means<'_> {
     }
 }
 
-/// The lists of the candidates with the largest scores, (key heads, blocks of queries, 1 + width): each list follows
-/// its length.
+/// The lists of the selected blocks of keys, (key heads, blocks of queries, 1 + width). The first entry of a row is the
+/// length of the list behind it.
 impl Launch<[Operand<'_>; 1], CudaStorage> for Choice<'_> {
     fn launch(&self, [(storage, layout)]: [Operand<'_>; 1]) -> Result<CudaStorage> {
         let Self { shape, blocks, most, nearest, width } = *self;
         check_blocks(blocks)?;
         let gpu = Gpu::new(storage.device())?;
         let geometry = Geometry::new(&gpu, shape)?;
-        // Lists are zeroed, because the entries after a list's end, which no kernel reads, are copied with the list.
+        // No kernel reads the entries after a list's end, but a copy of the whole tensor does, so they are zeroed.
         let lists = gpu.alloc_zeros::<u32>(blocks.key_heads * blocks.rows() * (1 + width))?;
         let params = params::Choose {
             scores: address_at(storage.as_cuda_slice::<f32>()?, first_index(layout), &gpu)?,
@@ -73,8 +73,8 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for Choice<'_> {
     }
 }
 
-/// The attention mass of each candidate, (key heads, blocks of queries, columns): the sum of dense attention's
-/// probabilities over the queries of the block and the heads of the group.
+/// The attention mass of each candidate block of keys, (key heads, query blocks, `blocks.columns()`): the sum of dense
+/// attention's probabilities over the queries of a block and the query heads that share the key head.
 impl Launch<[Operand<'_>; 2], CudaStorage> for Mass<'_> {
     fn launch(&self, [q, k]: [Operand<'_>; 2]) -> Result<CudaStorage> {
         let Self { shape, blocks, softmax_scale } = *self;

@@ -33,7 +33,7 @@ impl OnGpu for SageBwd {
         match self.products {
             Int8Products::FORWARD => unquantized::BACKWARD,
             Int8Products::FORWARD_AND_S | Int8Products::SCORES => "attn_bwd_sagebwd_s",
-            // The settings of ablations have a separate kernel, because their code would slow down the default kernel.
+            // These settings have a separate kernel: their code would slow down the default kernel.
             _ if self.smoothing.of_queries() || self.granularity != Granularity::Vector => {
                 "attn_bwd_sagebwd_general"
             }
@@ -124,24 +124,25 @@ fn check_settings(settings: &SageBwd) -> crate::error::Result<()> {
     }
 }
 
-/// The state that the forward keeps, as far as the backward's matmuls need it.
+/// What the forward keeps for the backward's matmuls.
 #[derive(Debug)]
 pub(super) enum Kept {
     Codes(Box<Codes>),
-    /// The mean that was subtracted from K, if there is one.
+    /// The mean that was subtracted from K. `None` without smoothing of K.
     KeyMean(Option<Buffer<f32>>),
 }
 
-/// The INT8 values and scales of Q and K that the forward computes, and the means that were subtracted. Buffers are
-/// (head, tile, ..) with tiles of 64 tokens.
+/// The INT8 values and scales of Q and K, and the means that smoothing subtracts from Q and K. The first dimensions of
+/// a buffer are (head, tile), with tiles of 64 tokens. Only `k_mean` is (head, segment, channel).
 #[derive(Debug)]
 pub(super) struct Codes {
     pub(super) q: Buffer<i8>,
     pub(super) k: Buffer<i8>,
     pub(super) q_dequant_scale: Buffer<f32>,
     pub(super) k_dequant_scale: Buffer<f32>,
-    /// `None` without smoothing of Q. `k_mean` is `None` without smoothing of K.
+    /// `None` without smoothing of Q.
     q_mean: Option<Buffer<f32>>,
+    /// `None` without smoothing of K.
     k_mean: Option<Buffer<f32>>,
 }
 
@@ -254,7 +255,7 @@ pub(super) fn launch_means(call: &Call<'_>, params: &params::Forward<'_>) -> Res
     )
 }
 
-/// A thread block for each segment and key head of K and, if smoothed, of V.
+/// One thread block for each pair of a segment and a head of K. If V is smoothed, as many for V.
 fn mean_grid(call: &Call<'_>, params: &params::Forward<'_>) -> Grid {
     let heads = call.problem.shape.key_heads() as u32 * (1 + params.smooth_values as u32);
     Grid { blocks: (call.segment_count() as u32, heads, 1), ..Grid::line(1, MEAN_THREADS) }
@@ -278,8 +279,7 @@ impl Transposed {
     }
 }
 
-/// Launches the computation of delta and of the transposed INT8 values of Q and dO, and sets their addresses in
-/// `params`.
+/// Sets the addresses of `codes` and `transposed` in `params`. Launches the computation of delta and of `transposed`.
 pub(super) fn prepare<'p>(
     call: &Call<'_>,
     settings: &SageBwd,
@@ -293,7 +293,7 @@ pub(super) fn prepare<'p>(
     params.dout_transposed = address(&transposed.dout, gpu);
     params.dout_dequant_scale = address(&transposed.dout_dequant_scale, gpu);
     params.group = settings.granularity.vectors(TILE) as i32;
-    // Groups of channels start at channel 0; the padding beyond head_dim is zero and changes no maximum.
+    // `call.d` includes the padding beyond head_dim. The padding is zero, so it changes no scale of dO.
     params.dout_group = match settings.granularity {
         Granularity::Tile => call.d,
         other => other.vectors(call.d),

@@ -1,4 +1,4 @@
-//! The lists of a selection on the GPU, and their inverse.
+//! A selection on the GPU: each query block's list of key blocks, and each key block's list of query blocks.
 
 use candle_core::Result;
 
@@ -15,7 +15,7 @@ use crate::selection::Blocks;
 
 /// Checks that the kernels support a selection's blocks.
 pub(super) fn check_blocks(blocks: &Blocks) -> Result<()> {
-    // The largest second dimension of a grid is the product of segments and key heads. CUDA limits it to 65535.
+    // The product of segments and key heads is the second dimension of some grids, which CUDA limits to 65535.
     const MOST: usize = 65_535;
     if blocks.segments() * blocks.key_heads > MOST {
         return Err(Error::new("a selection has too many batch entries or documents for one launch")
@@ -45,21 +45,22 @@ pub(super) fn lists_at<'a>(seen: Address<'a>, blocks: &Blocks, stride: usize) ->
     }
 }
 
-/// Lower limit of a part's maximum size, in query blocks (see [`ListSplits`]). For smaller parts, another thread block
-/// that reads the keys is not worthwhile. The limit is 1 in this crate's own tests, so that small cases split lists.
+/// The limit on the length of parts (see [`ListSplits`]) is never below this number of query blocks, because each part
+/// needs a thread block that reads the keys. In this crate's tests the number is 1, so that small cases split lists.
 const LEAST_USERS: usize = if cfg!(test) { 1 } else { 8 };
-/// The number of shares (`ListSplits::shares`) per multiprocessor.
+/// [`ListSplits::shares`] is this number times the number of multiprocessors.
 const PARTS_OF_A_SHARE: usize = 8;
 
 /// Each key block has a list of the query blocks that select it. The longest lists are split into parts for separate
-/// thread blocks, which add their dK and dV in f32 in an undefined order. The device decides how to split, because only
-/// it knows the lengths of the lists.
+/// thread blocks. These add to the key block's dK and dV in f32, in an undefined order. The device decides how to
+/// split, because only it knows the lengths of the lists.
 struct ListSplits {
-    /// A part has at most max(LEAST_USERS, selected (query block, key block) pairs / shares) query blocks.
+    /// A part has at most max(LEAST_USERS, pairs / shares) query blocks, where `pairs` is the number of selected
+    /// (query block, key block) pairs.
     shares: usize,
-    /// Maximum number of parts over all lists, without the first part of each list.
+    /// Maximum total number of parts of all lists. The first part of each list is not counted.
     most_parts: usize,
-    /// Maximum number of lists that are split, which bounds the memory of their sums. Further long lists are not split.
+    /// Maximum number of lists that are split: `sums` has room for this many. Other long lists are not split.
     most_slots: usize,
     parts: Buffer<u32>,
     lists: Buffer<u64>,
@@ -98,21 +99,21 @@ impl ListSplits {
     }
 }
 
-/// 32-bit words of an entry of the table of parts.
+/// Size of a [`params::Part`] in 32-bit words.
 const PART_WORDS: usize = size_of::<params::Part>() / 4;
 
-/// Number of f32 sums of a list: dK and dV of a block of keys, in the fragments of [`slot_pieces`].
+/// Number of elements of [`ListSplits::sums`] per split list: those of dK and dV of one key block.
 fn slot_floats(d: usize) -> usize {
     slot_pieces(d) * 16 * d.min(128)
 }
 
-/// Number of fragments in the sums of a list. A fragment belongs to one warp: dK or dV of 16 keys and of at most 128
-/// channels.
+/// Number of pieces into which dK and dV of a key block are divided if its list is split ([`ListSplits`]). A piece is
+/// dK or dV of one warp's 16 keys, and has at most 128 channels.
 fn slot_pieces(d: usize) -> usize {
     2 * SELECTION_BLOCK / 16 * d.div_ceil(128)
 }
 
-/// The lists and their inverse: for each block of keys, the blocks of queries that see it.
+/// A selection's lists of key blocks, and their inverse: for each block of keys, the blocks of queries that see it.
 pub(super) struct InvertedLists<'a> {
     lists: params::Lists<'a>,
     users: Buffer<u64>,
@@ -121,7 +122,7 @@ pub(super) struct InvertedLists<'a> {
 }
 
 impl<'a> InvertedLists<'a> {
-    /// `cut`: the number of channels of keys, if long lists are to be split.
+    /// If long lists of query blocks may be split ([`ListSplits`]), `cut` is the number of channels of keys.
     pub(super) fn new(call: &Call<'_>, selected: Selected<'a>, cut: Option<usize>) -> Result<Self> {
         let (gpu, geometry, Selected { lists, blocks }) = (call.gpu, &call.geometry, selected);
         let (heads, columns) = (blocks.key_heads, blocks.all_key_blocks());
@@ -163,7 +164,7 @@ impl<'a> InvertedLists<'a> {
         };
         launch(gpu, kernel!("count_users"), grid, &params)?;
         launch(gpu, kernel!("fill_users"), grid, &params)?;
-        // The counts and their canaries are freed at the end of this function.
+        // Checks the canaries before this function frees `counts` and `used`.
         #[cfg(test)]
         super::guard::check(gpu)?;
         Ok(Self { lists, users, first_users, cuts })
@@ -177,8 +178,8 @@ impl<'a> InvertedLists<'a> {
     pub(super) fn cuts(&self, gpu: &Gpu) -> params::ListSplits<'_> {
         self.cuts.as_ref().map(|cuts| cuts.params(gpu)).unwrap_or_default()
     }
-    /// The maximum number of key blocks that are processed again: one for each part of a split list except its first
-    /// part.
+    /// An upper limit for the total number of parts of all lists ([`ListSplits`]), not counting the first part of each
+    /// list. Each counted part needs additional thread blocks.
     pub(super) fn more_blocks(&self) -> usize {
         self.cuts.as_ref().map_or(0, |cuts| cuts.most_parts)
     }

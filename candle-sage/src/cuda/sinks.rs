@@ -12,7 +12,7 @@ use super::memory::Purpose;
 use super::params;
 use super::plan::TILE;
 
-/// The gradient of a call's sinks, if it has sinks, from the parameters of its backward.
+/// The gradient of a call's sinks. `params` are those of the call's backward. `None` if the call has no sinks.
 pub(super) fn sink_gradient(call: &Call<'_>, params: &params::Backward<'_>) -> Result<Option<Buffer<f32>>> {
     let (gpu, heads, sinks) = (call.gpu, call.problem.shape.query_heads(), call.problem.sinks);
     if sinks == Address::NULL {

@@ -87,12 +87,12 @@ impl Output {
 
 const ELEMENT_BYTES: usize = 2;
 
-/// Bytes of a row in shared memory that a tensor map swizzles: the width of the panels of `attention/panels.cuh`.
+/// Bytes of a swizzled row in shared memory: the width of the panels of `attention/panels.cuh`.
 const SWIZZLED_BYTES: usize = 128;
 
 /// The tensor map with which TMA copies tiles of 64 tokens and 64 channels from a (batch, token, head, channel) tensor,
-/// swizzled as in `kernels/include/sage/layout/swizzle.cuh`. `None` if TMA cannot read the tensor: when a stride is not
-/// a multiple of 16 bytes, or is 0 because the tensor is broadcast.
+/// swizzled as in `kernels/include/sage/layout/swizzle.cuh`. `None` if TMA does not support the tensor's
+/// alignment or strides, for example the stride 0 of a broadcast tensor.
 pub(super) fn tensor_map<'a>(
     view: View<'a>,
     [batch, tokens, heads, head_dim]: [usize; 4],
@@ -110,8 +110,8 @@ pub(super) fn tensor_map<'a>(
     }
     let strides = strides.map(|n| n as u64);
     let mut map = TensorMap::default();
-    // SAFETY: the map has the size and alignment of a CUtensorMap; the numbers of dims, strides (one less), box sizes
-    // and steps match the rank. The call reads nothing from `data`.
+    // SAFETY: the map has the size and alignment of a CUtensorMap. For rank 4 the arrays have 4 extents, 3 strides, 4
+    // box sizes and 4 element strides. The call does not access the tensor's memory.
     unsafe {
         sys::cuTensorMapEncodeTiled(
             (&raw mut map).cast(),

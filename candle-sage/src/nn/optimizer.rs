@@ -1,4 +1,4 @@
-//! Optimizers with candle's `Optimizer` trait that use the updates of [`crate::ops`].
+//! Optimizers that implement candle's `Optimizer` trait with the updates of [`crate::ops`].
 
 use std::sync::PoisonError;
 
@@ -89,7 +89,7 @@ pub struct MuonConfig {
     pub matrices: ops::Muon,
     /// Settings of all other variables.
     pub others: ops::AdamW,
-    /// Variables of two dimensions that are not matrices of hidden layers: embeddings and output matrices.
+    /// Variables of two dimensions that are updated with `others`: embeddings and output matrices.
     pub embeddings: Vec<Var>,
 }
 
@@ -117,7 +117,7 @@ impl Held {
             return Err(Error::new("an optimizer needs variables of floating-point types")
                 .got(variable.dtype().as_str())
                 .allowed("f32, f16, bf16, f64")
-                .hint("exclude this variable from the optimizer")
+                .hint("exclude variables of other types from the optimizer")
                 .into());
         }
         let state = Tensor::zeros(
@@ -224,7 +224,7 @@ impl Muon {
     pub fn of_map(variables: &VarMap, embeddings: &[&str], config: MuonConfig) -> Result<Self> {
         let variables = variables.data().lock().unwrap_or_else(PoisonError::into_inner);
         let mut names: Vec<&str> = variables.keys().map(String::as_str).collect();
-        // The order of a map varies between runs, and the order of a sum changes its last bits.
+        // The map's order varies between runs, and the order of gradients changes the last bits of their global norm.
         names.sort_unstable();
         let named = |name: &&str| match variables.get(*name) {
             Some(variable) => Ok(variable.clone()),
@@ -263,7 +263,7 @@ impl Optimizer for Muon {
         if settings.lr <= 0.0 || !settings.lr.is_finite() {
             return Err(Error::new("the learning rate of matrices is out of range")
                 .got(settings.lr)
-                .allowed("above 0, because the rate of all other variables is stored as a multiple of it")
+                .allowed("finite and above 0: other variables' rates are stored as multiples of this rate")
                 .hint("pass the peak rate, and call `set_learning_rate` before the first step")
                 .into());
         }
@@ -311,7 +311,7 @@ impl Optimizer for Muon {
         self.settings.lr
     }
 
-    /// Sets the learning rate of matrices, and scales the rate of all other variables by the same factor.
+    /// Sets the learning rate of matrices to `lr`, and the rate of all other variables to `lr` times `ratio`.
     fn set_learning_rate(&mut self, lr: f64) {
         self.settings.lr = lr;
         self.others.settings.lr = lr * self.ratio;

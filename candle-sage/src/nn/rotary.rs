@@ -14,7 +14,7 @@ use crate::ops::{self, RopeStyle, dims4, shapes_of, swap_heads};
 ///
 /// let rotary = Rotary::new(16, 8, 10_000.0, RopeStyle::Halves, &Device::Cpu)?;
 /// let x = Tensor::randn(0f32, 1., (1, 4, 2, 8), &Device::Cpu)?;
-/// // Tokens three and four, passed alone with their position, rotate as in the whole sequence.
+/// // Tokens three and four, passed alone with the position of token three, rotate as in the whole sequence.
 /// let whole = rotary.forward(&x, 0)?.narrow(1, 2, 2)?;
 /// let part = rotary.forward(&x.narrow(1, 2, 2)?, 2)?;
 /// assert_eq!(part.flatten_all()?.to_vec1::<f32>()?, whole.flatten_all()?.to_vec1::<f32>()?);
@@ -26,7 +26,7 @@ pub struct Rotary {
     cos: Tensor,
     sin: Tensor,
     style: RopeStyle,
-    /// For a module of [`Rotary::at`]: batch size and sequence length of its positions. The tables then have one row
+    /// Batch size and sequence length, for a module that [`Rotary::at`] made. The tables of such a module have one row
     /// for each token.
     tokens: Option<(usize, usize)>,
 }
@@ -78,7 +78,7 @@ impl Rotary {
     /// A module for tokens at given positions, (batch, sequence) in u32 or i64. Use this module if a batch is padded on
     /// the left, or if its sequences start at different positions. The module rotates tensors of this batch size and
     /// sequence length, and ignores the argument `position` of its methods, so decoding needs a new module for each
-    /// step. If `positions` is on a GPU, this function waits for the GPU to check them; on the CPU it does not wait.
+    /// step. If `positions` is on a GPU, this function waits for the GPU.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -147,8 +147,8 @@ impl Rotary {
     }
 
     /// [`Rotary::forward`] for tensors that are (batch, heads, sequence, head_dim), as in PyTorch and
-    /// candle-transformers. The output has the same order. The input is not copied, except by a module of
-    /// [`Rotary::at`]. [`Attention::apply_heads_first`](crate::Attention::apply_heads_first) accepts the output.
+    /// candle-transformers. The output has the same order. The input is not copied, except by a module that
+    /// [`Rotary::at`] made. [`Attention::apply_heads_first`](crate::Attention::apply_heads_first) accepts the output.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -236,8 +236,8 @@ impl Rotary {
     }
 
     /// The rows of the tables for `x`, (batch, sequence, heads, head_dim), whose first token is at `position`. `other`
-    /// is the method for the other order of dimensions. The error's hint names this method if `x` fits the tables in
-    /// that order.
+    /// names the method for inputs with sequence and heads swapped. If `x` is too long for the tables, but would fit
+    /// when read in that order, the error suggests `other`.
     fn tables(&self, x: &Tensor, position: usize, other: &str) -> Result<(Tensor, Tensor)> {
         let (_, len, heads, _) = dims4("the input of the rotary embedding", x)?;
         let positions = self.cos.dim(0)?;

@@ -64,7 +64,7 @@ pub struct SelfAttentionConfig {
     /// Epsilon of the per-head RMSNorm of queries and keys before the rotary embedding, as in Qwen3; `None` for no
     /// norm, as in Llama and Qwen2.
     pub qk_norm_eps: Option<f64>,
-    /// Which maps have a bias.
+    /// Which linear maps have a bias.
     pub biases: Biases,
 }
 
@@ -92,7 +92,7 @@ impl SelfAttentionConfig {
         Self { biases, ..self }
     }
 
-    /// Checks that attention and the rotary embedding support the config's heads.
+    /// Checks `heads`, `key_heads` and `head_dim`.
     fn check(&self) -> Result<()> {
         let dims = |heads| (1, 1, heads, self.head_dim);
         let (q, k) = (dims(self.heads), dims(self.key_heads));
@@ -147,9 +147,9 @@ pub struct SelfAttention {
 }
 
 impl SelfAttention {
-    /// A layer from the maps `[q, k, v, o]` and, with QK-norm, the norms of queries and keys. Weights (outputs, inputs)
-    /// have the shapes q (heads * head_dim, width), k and v (key_heads * head_dim, width), o (width, heads * head_dim).
-    /// The config's epsilon and biases are ignored, since the norms and maps contain them.
+    /// A layer from the maps `[q, k, v, o]` and, with QK-norm, the norms of queries and keys. Weights are
+    /// (outputs, inputs): (heads * head_dim, width) for q, (key_heads * head_dim, width) for k and v, and
+    /// (width, heads * head_dim) for o. The config's epsilon and biases are ignored: the norms and maps contain them.
     ///
     /// # Errors
     /// When the shapes of maps and norms do not match the config, or the config's heads are not supported.
@@ -240,8 +240,8 @@ impl SelfAttention {
     }
 
     /// [`SelfAttention::forward`] with `attend` instead of the layer's attention. `attend` receives query, key and
-    /// value as (batch, sequence, heads, head_dim), normalized and rotated. Use it to inspect a model's tensors, or for
-    /// other numerics.
+    /// value as (batch, sequence, heads, head_dim). Query and key are already normalized and rotated. Use `attend` to
+    /// inspect a model's tensors, or to compute attention differently.
     ///
     /// ```
     /// # use candle_core::{DType, Device, Tensor};
@@ -309,8 +309,8 @@ impl SelfAttention {
     /// cache does not propagate gradients.
     ///
     /// # Errors
-    /// As [`SelfAttention::forward`]; when the layer is not causal, since earlier tokens would have to see later
-    /// tokens; and when the cache does not fit the batch or the layer, or appends along another dimension than 1.
+    /// As [`SelfAttention::forward`]. When the layer is not causal: earlier tokens would have to see later tokens. When
+    /// the cache does not fit the batch or the layer, or does not grow along dimension 1.
     pub fn forward_cached<'a>(
         &self,
         x: &Tensor,

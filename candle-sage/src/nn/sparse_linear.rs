@@ -47,8 +47,8 @@ pub struct SparseLinearAttention {
 }
 
 impl SparseLinearAttention {
-    /// A layer with the projections and norms of `layer`, a router and `theta`, (query heads) in f32. The attention of
-    /// `layer` is not used.
+    /// A layer that uses the projections and norms of `layer`, but not its attention. `theta`, (query heads) in
+    /// f32, is a parameter of [`ops::blend`](crate::ops::blend).
     pub fn new(layer: SelfAttention, sla2: Sla2, router: Router, theta: Tensor) -> Self {
         Self { layer, sla2, router, theta }
     }

@@ -109,8 +109,8 @@ pub fn sum_in_order(sum: &Tensor, parts: &Tensor, place: usize) -> Result<()> {
     sum.inplace_op2(&parts.detach(), &InOrder { place })
 }
 
-/// The sum of terms: the sum of the first 2^n terms plus the sum of the remaining terms. n is the largest number that
-/// leaves at least one remaining term.
+/// Recursive pairwise sum: sums the first 2^n terms and the remaining terms separately, then adds both sums. 2^n is the
+/// largest power of two below the number of terms.
 fn in_pairs<'a>(terms: Range<usize>, term: &impl Fn(usize) -> &'a [f32]) -> Vec<f32> {
     if terms.len() == 1 {
         return term(terms.start).to_vec();
@@ -162,10 +162,10 @@ impl InplaceOp2 for InOrder {
 
 /// `out += factor * a b` if `add`, otherwise `out = factor * a b`; sums run in f32.
 ///
-/// `a` is (rows, inner) and `b` (inner, columns), of one type. In `a` and in `b` the elements of a row or of a column
-/// are adjacent (a transpose is not copied). `out` is contiguous (rows, columns), in f32 or, on a GPU, in the type of
-/// `a`. For a linear map `y = x W^T` the gradients are `product_into(dw, dy.t(), x, 1.0, true)` and
-/// `product_into(dx, dy, w, 1.0, true)`.
+/// `a` is (rows, inner) and `b` (inner, columns), of one type. The elements of a row, or those of a column, are
+/// adjacent in memory, so `a` and `b` may be transposed views. `out` is contiguous (rows, columns), in f32 or, on a
+/// GPU, in the type of `a`. For a linear map `y = x W^T` the gradients are
+/// `product_into(dw, dy.t(), x, 1.0, true)` and `product_into(dx, dy, w, 1.0, true)`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

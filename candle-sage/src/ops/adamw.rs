@@ -1,4 +1,4 @@
-//! AdamW over all parameters at once, and the sum of squares of a gradient, from which AdamW computes the norm.
+//! AdamW in one pass over all parameters, and the sum of squares of a gradient.
 
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, InplaceOp3, Layout, Result, Shape, Tensor};
 
@@ -129,7 +129,7 @@ impl InplaceOp3 for Step<'_> {
         Ok(())
     }
 
-    /// `copy` is written through its shared storage, because candle's in-place ops have only one mutable tensor.
+    /// Writes to `self.copy` through a shared reference: candle passes only one mutable tensor to an in-place op.
     fn cuda_fwd(
         &self,
         state: &mut CudaStorage,

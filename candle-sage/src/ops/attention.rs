@@ -83,8 +83,8 @@ impl Attention {
         self
     }
 
-    /// Whether a query sees only the keys up to its own position. Positions are aligned at the end: when lengths
-    /// differ, the last query sees every key (as in FlashAttention).
+    /// Whether a query sees only the keys up to its own position. Positions are aligned at the end: if the numbers of
+    /// queries and keys differ, the last query still sees every key (as in FlashAttention).
     ///
     /// With low-bit schemes the matmuls are causal, but some scales and means also depend on later tokens. SageBwd's
     /// smoothing subtracts the mean of all keys of the sequence (with [`Smoothing::Kv`](crate::Smoothing::Kv) also the
@@ -105,12 +105,12 @@ impl Attention {
     }
 
     /// A sliding window: a query sees its own position, `left` keys before it and `right` keys after it; `None` sets no
-    /// limit. With [`Attention::causal`] a query sees no later key, whatever `right` is. Positions are aligned at the
-    /// end, as with a causal mask. `left` and `right` are FlashAttention's `window_size`. The window is exact to the
+    /// limit. With [`Attention::causal`] a query sees no later key, whatever `right` is. The last query has the
+    /// position of the last key. `left` and `right` are FlashAttention's `window_size`. The window is exact to the
     /// token in every scheme, forward and backward. Blocks of 128 keys outside the window are skipped, so a smaller
     /// window takes less time. The means of SageBwd's smoothing are over all keys, also those outside the window.
     ///
-    /// A configuration may count the query's own token: `sliding_window: 4096` of Mistral's and Gemma's models is
+    /// A model's `sliding_window` may include the query's own token: for Mistral and Gemma, `sliding_window: 4096` is
     /// `window(4095, None)`.
     ///
     /// ```
@@ -142,7 +142,7 @@ impl Attention {
         self
     }
 
-    /// The factor of the logits for inputs of this shape.
+    /// The softmax scale for inputs of this shape.
     pub(crate) fn scale_of(&self, shape: &AttentionShape) -> f64 {
         self.softmax_scale.unwrap_or_else(|| shape.default_softmax_scale())
     }
@@ -164,7 +164,6 @@ impl Attention {
         self
     }
 
-    /// Whether attention has candle tensors in addition to query, key and value.
     #[cfg(feature = "kernels")]
     pub(crate) fn has_tensors(&self) -> bool {
         self.selection.is_some() || self.sinks.is_some() || self.modified.has_slopes()
@@ -176,10 +175,10 @@ impl Attention {
     }
 
     /// Restricts attention to the listed blocks of keys, forward and backward, with any scheme: block-sparse attention.
-    /// Keys that are not listed are masked. The time, and on CUDA the order of sums, depend on the lengths of the
-    /// lists.
+    /// Keys that are not listed are masked. The time depends on the lengths of the lists. On CUDA the order in
+    /// which gradients are summed also depends on these lengths.
     ///
-    /// The block sizes of the selection must be multiples of [`Scheme::block_unit`] on the CPU, and 128 x 128 on CUDA.
+    /// On CUDA, a selection's blocks must have 128 tokens; on the CPU, a multiple of [`Scheme::block_unit`].
     /// Smoothing of keys or values, and [`ValueScale::Head`](crate::ValueScale::Head), use all tokens of a batch entry
     /// or document, not only the listed blocks. In exact arithmetic, smoothing does not change attention to any subset
     /// of the keys.
@@ -189,8 +188,8 @@ impl Attention {
         self
     }
 
-    /// Runs the forward. If one of the inputs is tracked, the state for the backward is kept in the output's graph
-    /// node, and is freed with the graph.
+    /// Runs the forward. If an input needs a gradient, the output's graph node keeps the state for the backward. The
+    /// state is freed with the graph.
     ///
     /// # Errors
     /// When shapes, element types or settings are not supported: see [`AttentionShape::new`].
@@ -217,7 +216,7 @@ impl Attention {
 
     /// Runs the forward outside candle's graph. Returns the output and its vector-Jacobian product, which computes the
     /// inputs' gradients from the output's gradient. For training loops that do not use candle's graph, and for timing
-    /// only the backward.
+    /// the backward alone.
     ///
     /// # Errors
     /// As [`Attention::apply`].
@@ -235,15 +234,15 @@ impl Attention {
         Ok((narrow, AttentionVjp { op, inputs, out, widths }))
     }
 
-    /// The head_dims of the inputs, if values have another head_dim than queries and keys, and the narrower heads must
-    /// be padded. On a GPU unquantized attention needs no padding.
+    /// The head_dims of the inputs, if heads of values are narrower or wider than heads of queries and keys, and the
+    /// narrower heads must be padded. On a GPU unquantized attention needs no padding.
     pub(super) fn widths(&self, inputs: [&Tensor; 3]) -> Option<Widths> {
         let takes_both = self.scheme == Scheme::Unquantized && inputs[0].device().is_cuda();
         let [q, k, v] = inputs.map(|x| x.dims4().ok());
         Widths::of([q?, k?, v?]).filter(|_| !takes_both)
     }
 
-    /// Sets the default softmax scale from the query's head_dim before padding, unless the caller set a scale.
+    /// Sets the softmax scale to `1 / sqrt(head_dim)` of the unpadded `q`, unless the caller set a scale.
     pub(super) fn scaled_for(&self, q: &Tensor) -> Result<Self> {
         let scale = 1.0 / (q.dim(candle_core::D::Minus1)? as f64).sqrt();
         Ok(Self { softmax_scale: self.softmax_scale.or(Some(scale)), ..self.clone() })
@@ -277,8 +276,8 @@ impl Attention {
         self.scheme.validate()?;
         if keep && self.scheme.is_forward_only() {
             return Err(Error::new("FP4 matmuls have no backward")
-                .got("a query, key or value with a gradient (`Var`), or a call for `AttentionVjp`")
-                .allowed("inputs without gradients: `Tensor::detach`")
+                .got("inputs with a gradient (`Var`), `vjp`, `apply_with_lse`, or `ForeignAttention` (keep)")
+                .allowed("`Attention::apply` with inputs without a gradient (`Tensor::detach`)")
                 .hint(
                     "to train, use AttnQat::products(Products::SixteenBit): 16-bit matmuls, same FP4 values",
                 )
@@ -313,7 +312,7 @@ impl Attention {
             if shape.window().is_finite() {
                 return Err(Error::new("a selection cannot be combined with a window of tokens")
                     .got(shape.window())
-                    .allowed("one of them")
+                    .allowed("a selection or a window")
                     .hint("select the blocks of the window instead: `Selection::window`")
                     .into());
             }
@@ -321,7 +320,7 @@ impl Attention {
             if !selection.lists().device().same_device(q.device()) {
                 return Err(Error::new("the selection is on another device")
                     .got(format!(
-                        "{:?}, query {:?}",
+                        "selection {:?}, query {:?}",
                         selection.lists().device().location(),
                         q.device().location()
                     ))

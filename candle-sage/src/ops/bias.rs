@@ -112,8 +112,8 @@ fn repeated(x: &Tensor, times: usize) -> Result<Tensor> {
     x.unsqueeze(2)?.broadcast_as(all)?.reshape((batch, heads * times, tokens, channels))
 }
 
-/// For each query, 1 for the keys that the query sees, else 0: (1, 1, queries, keys). `None` if every query sees all
-/// keys. Without packing the mask is the same for all batch entries.
+/// (1, 1, queries, keys): 1 if the query sees the key, else 0. `None` if every query sees all keys. All batch entries
+/// have this mask: without packed documents their masks are equal, and with packed documents the batch has one entry.
 fn seen(shape: &AttentionShape, device: &Device) -> Result<Option<Tensor>> {
     let (queries, keys) = (shape.query_len(), shape.key_len());
     if !shape.is_packed() && shape.window() == Window::default() {

@@ -42,8 +42,9 @@ const NAME: &str = "blend";
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Alpha {
-    /// `a_i = sigmoid(theta + log(number of keys in i's exact attention / number of keys left to i's tail))` for a
-    /// query i. A learned `theta` also applies to other sequence lengths and other numbers of selected blocks.
+    /// For a query with `n` keys in exact attention, and `m` keys that are left to the tail:
+    /// `a = sigmoid(theta + log(n / m))`. A learned `theta` can be used with any sequence length and number of selected
+    /// blocks.
     #[default]
     Count,
     /// `a = sigmoid(theta)`, as published (arXiv 2602.12675).
@@ -78,7 +79,7 @@ impl std::fmt::Display for Alpha {
 /// let tail = sparse.zeros_like()?;
 /// let theta = Var::zeros(1, DType::F32, &Device::Cpu)?;
 /// let out = blend(&sparse, &tail, &theta, &selection, Alpha::Constant)?;
-/// // Two queries have a tail: dtheta is a (1 - a), summed over the eight channels of each.
+/// // For two queries `a` is 1/2, for the others it is 1: dtheta sums a * (1 - a) over two queries and eight channels.
 /// let gradients = out.sum_all()?.backward()?;
 /// assert_eq!(gradients.get(&theta).unwrap().to_vec1::<f32>()?, [16. * 0.25]);
 /// # Ok::<(), candle_core::Error>(())
@@ -163,13 +164,13 @@ impl Blend {
 }
 
 impl Blend {
-    /// Number of partial sums of `theta`'s gradient on a GPU: one for each query head and block of queries.
+    /// Number of partial sums of `theta`'s gradient on a GPU: for each query head, one for each block of queries.
     pub(crate) fn theta_parts(&self) -> usize {
         self.selection.shape().query_heads() * self.selection.blocks().rows()
     }
 }
 
-/// The op that computes the gradients of the inputs of [`blend`] from these inputs and the output's gradient.
+/// The backward of [`blend`].
 pub(crate) struct Gradients<'a>(pub(crate) &'a Blend);
 
 impl Gradients<'_> {

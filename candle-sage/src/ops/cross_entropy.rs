@@ -87,7 +87,7 @@ impl CrossEntropy {
 /// ```
 ///
 /// # Errors
-/// When the shapes do not match, a target is not a class, or no target counts.
+/// When the shapes do not match, a target is not a class, or all targets are ignored.
 pub fn cross_entropy(logits: &Tensor, targets: &Tensor, settings: CrossEntropy) -> Result<Tensor> {
     let fits = matches!(*logits.dims(), [n, classes] if targets.dims() == [n] && classes > 0);
     if !fits {
@@ -102,7 +102,7 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor, settings: CrossEntropy) 
     logits.apply_op2(targets, LogitsOp { settings, saved: OnceLock::new() })
 }
 
-/// The class of each row, `None` if the target is ignored, and the number of targets that count.
+/// The class of each row (`None` if the row's target is ignored), and the number of targets that count.
 pub(super) fn classes(
     targets: &[i64],
     classes: usize,

@@ -20,7 +20,7 @@ const NAME: &str = "embedding";
 ///
 /// `table` is (rows, width) in f32, f16 or bf16, `ids` has any shape, in u8, u32 or i64; the output is (ids' shape..,
 /// width) in the table's type. The table receives a gradient: row `id` is the f32 sum of the output's gradients at all
-/// occurrences of `id`, in an order that depends only on `ids`. On a GPU the check of the ids waits for the device.
+/// occurrences of `id`, in an order that depends only on `ids`. On a GPU the call waits until the ids are checked.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -96,7 +96,7 @@ pub(crate) struct Embedding {
     saved: OnceLock<Backward<1, CudaStorage>>,
 }
 
-/// The op of [`embedding_forward`] on a GPU, which does not check ids.
+/// The op that computes [`embedding_forward`] on a GPU. It does not check ids.
 pub(crate) struct Rows;
 
 fn not_in_the_table(id: i64, rows: usize) -> Error {
@@ -123,7 +123,7 @@ impl CustomOp2 for Embedding {
         if let Some(id) = ids.iter().find(|id| !(0..rows as i64).contains(*id)) {
             return Err(not_in_the_table(*id, rows).into());
         }
-        // Only the rows of the ids are read, with any strides: the table is never copied.
+        // Reads only the table's rows that `ids` names. The table may have any strides, and is never copied.
         let picked: Vec<usize> = ids
             .iter()
             .map(|&id| table_layout.start_offset() + id as usize * table_layout.stride()[0])

@@ -143,7 +143,8 @@ pub fn flash_attn_alibi_windowed_softcap(
 /// ```
 ///
 /// # Errors
-/// As [`Attention::apply`], and when the lengths are not cumulative, or a document is longer than its `max_seqlen`.
+/// As [`Attention::apply`], and when the lengths are not cumulative, or a document is longer than `max_seqlen_q` or
+/// `max_seqlen_k`.
 #[allow(clippy::too_many_arguments, reason = "the signature is candle-flash-attn's")]
 pub fn flash_attn_varlen(
     q: &Tensor,
@@ -296,11 +297,13 @@ fn cumulative(name: &str, lengths: &Tensor, longest: usize) -> Result<Vec<usize>
     let rises = lengths.first() == Some(&0) && lengths.windows(2).all(|pair| pair[0] <= pair[1]);
     let most = lengths.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or(0);
     if !rises || most > i64::try_from(longest).unwrap_or(i64::MAX) {
-        return Err(Error::new(format!("{name} are not cumulative lengths"))
-            .got(format!("{lengths:?}, max_seqlen {longest}"))
-            .allowed("0 first, non-decreasing, each document at most max_seqlen long")
-            .hint("lengths are added up: documents of 5 and 7 tokens are 0, 5, 12")
-            .into());
+        return Err(Error::new(format!(
+            "{name} are not cumulative lengths of documents, or a document is longer than max_seqlen"
+        ))
+        .got(format!("{lengths:?}, max_seqlen {longest}"))
+        .allowed("0 first, non-decreasing, each document at most max_seqlen long")
+        .hint("lengths are added up: documents of 5 and 7 tokens are 0, 5, 12")
+        .into());
     }
     Ok(lengths.into_iter().map(|length| length as usize).collect())
 }

@@ -27,8 +27,8 @@ pub enum Fp8Sums {
     F32,
 }
 
-/// Which copies of a matrix exist. Hopper's FP8 matmuls need both operands contiguous along the summed dimension.
-/// Both copies are needed if one matmul sums over the matrix's columns and another over its rows.
+/// Whether a matrix, its transpose, or both are stored. Hopper's FP8 matmuls need operands that are contiguous along
+/// the summed dimension. So a matmul that sums over the matrix's rows needs the transpose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fp8Copies {
     /// Only the matrix itself.
@@ -76,7 +76,7 @@ pub struct Fp8Matrix {
     format: Fp8Format,
 }
 
-/// The numbers of rows and columns must be multiples of this number, as cuBLASLt requires.
+/// The numbers of rows and columns of an [`Fp8Matrix`] must be multiples of this number, as cuBLASLt requires.
 pub const FP8_MULTIPLE: usize = 16;
 
 impl Fp8Matrix {
@@ -173,7 +173,7 @@ impl Fp8Matrix {
         self.format
     }
 
-    /// The codes in row-major order, u8 (rows, columns), if the matrix has this copy.
+    /// The codes in row-major order, u8 (rows, columns); `None` if the matrix has no row copy ([`Fp8Copies::Rows`]).
     pub fn codes(&self) -> Option<&Tensor> {
         self.copies[0].as_ref()
     }
@@ -190,8 +190,8 @@ impl Fp8Matrix {
         Self { copies: [columns, rows], dims: (self.dims.1, self.dims.0), ..self.clone() }
     }
 
-    /// The matrix without the row copy, which [`product`](Self::product) reads. Dropping this copy frees memory when
-    /// only the transpose is still needed.
+    /// The matrix without its row copy ([`Fp8Copies::Rows`]), to free memory. [`product`](Self::product) then accepts
+    /// only the matrix's transpose ([`t`](Self::t)).
     #[must_use]
     pub fn without_rows(self) -> Self {
         let [_, columns] = self.copies;
@@ -201,7 +201,7 @@ impl Fp8Matrix {
     /// The elements, in f32.
     ///
     /// # Errors
-    /// When the matrix has no copy, or there is not enough memory.
+    /// When the matrix has neither a row copy nor a transposed copy, or there is not enough memory.
     pub fn dequantize(&self) -> Result<Tensor> {
         let (is_turned, codes) = match &self.copies {
             [Some(codes), _] => (false, codes),
@@ -334,11 +334,11 @@ pub(crate) struct Quantize {
 pub(crate) struct QuantizeWith {
     pub(crate) op: Quantize,
     pub(crate) scale: Fp8Site,
-    /// Whether the scale is computed from the matrix itself.
+    /// Whether the state has no scale for this matrix yet. The scale is then computed from the matrix.
     pub(crate) measure: bool,
 }
 
-/// The transpose of a matrix of codes. Operands: the codes, and their scale, which is copied.
+/// Copies a matrix of codes and its scale, and transposes the copy of the codes.
 pub(crate) struct Transpose;
 
 fn transposed(codes: &[u8], (rows, columns): (usize, usize)) -> Vec<u8> {
@@ -400,7 +400,7 @@ pub(crate) struct Fp8Product {
     pub(crate) dtype: DType,
 }
 
-/// Adds the result of a matmul to a sum, or overwrites the sum.
+/// Adds `a b^T` to a tensor if `add`, otherwise overwrites the tensor with `a b^T`.
 struct ProductInto<'a> {
     a: &'a Fp8Matrix,
     b: &'a Fp8Matrix,

@@ -1,9 +1,10 @@
 //! Operators that quantize their output to FP8 before they write it, without a 16-bit tensor in between. For training
 //! loops that do not use candle's graph.
 //!
-//! Each operator returns the plain operator's result, quantized with [`Fp8Matrix::quantize_with`]. On a GPU there is
-//! one difference: fused kernels quantize values from f32, without rounding them to 16 bits first. If a matrix has no
-//! scale yet, the plain operator runs first, and the scale is computed from its output.
+//! Each operator returns the result of the plain operator (the name without `_fp8`), quantized with
+//! [`Fp8Matrix::quantize_with`]. On a GPU there is one difference: fused kernels quantize values from f32, without
+//! rounding them to 16 bits first. If an output has no scale yet, the plain operator runs first, and the scale is
+//! computed from its result.
 
 use candle_core::{CudaStorage, DType, Result, Tensor};
 
@@ -20,7 +21,7 @@ const SWIGLU: &str = "swiglu-fp8";
 const NORM: &str = "rms-norm-fp8";
 const QK_NORM_ROPE: &str = "qk-norm-rope-fp8";
 
-/// [`swiglu`] of matrices (rows, columns), quantized.
+/// Computes [`swiglu`] of matrices (rows, columns), and quantizes the result.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -53,8 +54,8 @@ pub fn swiglu_fp8(gate: &Tensor, up: &Tensor, copies: Fp8Copies, scale: &Fp8Scal
     Ok(Fp8Matrix::of_codes(codes, gate.dims2()?, scale.format()))
 }
 
-/// [`swiglu_backward`] of matrices (rows, columns), quantized. Returns the gradients of gate and up, concatenated to
-/// one matrix (rows, 2 * columns) with both copies ([`Fp8Copies::Both`]). `again` is a scale for the output of
+/// [`swiglu_backward`] of matrices (rows, columns), quantized. Returns the gradients of gate and up as one matrix
+/// (rows, 2 * columns), which also stores its transpose ([`Fp8Copies::Both`]). `again` is a scale for the output of
 /// [`swiglu`]. If it is given, the function also recomputes this output, and returns its quantized transpose.
 ///
 /// # Errors

@@ -21,7 +21,7 @@ const LINEAR: &str = "fp8-linear";
 pub struct Fp8Linear {
     /// The format of the output's gradient; input and weight are E4M3.
     pub gradient: Fp8Format,
-    /// The accumulators of the matmuls that compute y, dx and dW on a GPU.
+    /// Which accumulators a GPU uses in the matmuls that compute y, dx and dW (see [`fp8_linear`]).
     pub sums: [Fp8Sums; 3],
 }
 

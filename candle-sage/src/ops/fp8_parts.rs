@@ -18,13 +18,14 @@ const LARGEST: &str = "fp8-largest";
 const SCALES: &str = "fp8-scales-of-largest";
 const QUANTIZE: &str = "fp8-quantize-parts";
 
-/// Parts of a vector begin and end at multiples of this number of elements.
+/// The parts passed to [`fp8_largest`] and [`fp8_quantize_parts`] must begin and end at multiples of this number.
 pub const FP8_PART: usize = 256;
 
-/// The largest absolute value of each part of `x`, a contiguous f32 vector: f32 (parts). An empty part gives 0, a part
-/// with a NaN gives NaN. Parts begin and end at multiples of [`FP8_PART`].
+/// The largest absolute value of each part of `x`, a contiguous f32 vector. Returns an f32 tensor (parts). An empty
+/// part gives 0, a part with a NaN gives NaN. Parts begin and end at multiples of [`FP8_PART`].
 ///
-/// For the scales of whole matrices, pass the maximum of these values over all processes to [`fp8_scales`].
+/// For sharded matrices (each process has one part of each matrix), pass the element-wise maximum of the results of all
+/// processes to [`fp8_scales`].
 ///
 /// # Errors
 /// When `x` is not a contiguous f32 vector, or a part is out of bounds or not aligned to [`FP8_PART`].
@@ -41,8 +42,8 @@ pub fn fp8_largest(x: &Tensor, parts: &[Range<usize>]) -> Result<Tensor> {
     Tensor::new(parts.iter().map(|part| largest_in(&values[part.clone()])).collect::<Vec<_>>(), x.device())
 }
 
-/// The scale of each matrix, f32 (matrices), from the matrices' largest absolute values. A scale is the smallest power
-/// of two with which no value saturates, or 1 if the largest value is 0 or not finite.
+/// The scales of matrices, an f32 vector, computed from `largest`, the largest absolute value of each matrix. A scale
+/// is the smallest power of two with which no value saturates, or 1 if the largest value is 0 or not finite.
 ///
 /// # Errors
 /// When `largest` is not a contiguous f32 vector.
@@ -60,9 +61,9 @@ pub fn fp8_scales(largest: &Tensor, format: Fp8Format) -> Result<Tensor> {
 }
 
 /// Writes the FP8 values of the parts of `x` to the same indices of `codes`: `codes = FP8(x / scale)`, rounded to
-/// nearest even, saturating. `x` is a contiguous f32 vector, `codes` a contiguous u8 vector of the same length,
-/// `scales` f32 (parts): for each part the scale of its matrix, from [`fp8_scales`]. Elements outside the parts do not
-/// change. Parts begin and end at multiples of [`FP8_PART`].
+/// nearest even, saturating. `x` is a contiguous f32 vector, `codes` a contiguous u8 vector of the same length.
+/// `scales` is a contiguous f32 vector with one scale for each part, from [`fp8_scales`]. Elements outside the parts do
+/// not change. Parts begin and end at multiples of [`FP8_PART`].
 ///
 /// # Errors
 /// When a tensor has another type or length, or a part is out of bounds or not aligned to [`FP8_PART`].

@@ -15,7 +15,7 @@ const NAME: &str = "fp8-scales";
 /// Each step multiplies a running maximum by this factor.
 pub(crate) const DECAY: f32 = 0.95;
 
-/// No value up to this many times the running maximum saturates.
+/// Values up to this many times the running maximum do not saturate.
 pub(crate) const MARGIN: f32 = 4.0;
 
 /// Scales of several matrices that are quantized in every step (delayed scaling): a matrix is quantized in one pass
@@ -99,7 +99,7 @@ impl Site {
 }
 
 impl Fp8Scales {
-    /// Scales of matrices, one for each of `formats`. `device` is the device of the matrices.
+    /// Scales of matrices. `formats` has the format of each matrix, `device` is the device of the matrices.
     ///
     /// # Errors
     /// When there is not enough memory.
@@ -276,7 +276,7 @@ impl Fp8Scale {
         self.all.measured[self.index].swap(true, Ordering::Relaxed)
     }
 
-    /// Whether the matrix has a scale from earlier steps.
+    /// Whether the matrix has a scale from an earlier quantization.
     pub(super) fn is_known(&self) -> bool {
         self.all.measured[self.index].load(Ordering::Relaxed)
     }

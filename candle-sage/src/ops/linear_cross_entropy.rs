@@ -18,11 +18,11 @@ const LINEAR: &str = "linear-cross-entropy";
 
 /// [`cross_entropy`](crate::ops::cross_entropy) of `hidden weight^T`, without storing all logits.
 ///
-/// `hidden` is (rows, width), `weight` (classes, width) in f32, f16 or bf16, `targets` (rows); the result is an f32
-/// scalar. Logits are computed and used in chunks of [`CrossEntropy::chunk_rows`] rows. For a tracked input the forward
-/// also computes the gradient, chunk by chunk, so that logits are computed only once; the backward multiplies this
-/// gradient by the loss's gradient. On the CPU everything is f32. On a GPU `hidden` and `weight` have one element type,
-/// in which logits and matmuls are computed; everything else is f32.
+/// `hidden` is (rows, width) and `weight` (classes, width), both in f32, f16 or bf16. `targets` is (rows). The result
+/// is an f32 scalar. Logits are computed and used in chunks of [`CrossEntropy::chunk_rows`] rows. For a tracked input
+/// the forward also computes the gradient, chunk by chunk, so that logits are computed only once; the backward
+/// multiplies this gradient by the loss's gradient. The CPU computes everything in f32. On a GPU `hidden` and
+/// `weight` must have one element type, in which logits and matmuls are computed; the rest is computed in f32.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -59,12 +59,11 @@ pub fn linear_cross_entropy(
     }
 }
 
-/// The loss of [`linear_cross_entropy`] and both gradients at once, for training loops that do not use candle's graph.
+/// The loss of [`linear_cross_entropy`] and the inputs' gradients, for training loops that do not use candle's graph.
 /// Returns the loss (an f32 scalar) and the gradient of `factor * loss` for `hidden` (in the type of `hidden`).
-/// The weight's gradient is added to `dweight`, contiguous (classes, width) in f32.
+/// The gradient of `factor * loss` for `weight` is added to `dweight`, contiguous (classes, width) in f32.
 ///
-/// All targets count. On a GPU the function does not wait for the device: a target that is not a class makes the loss
-/// NaN.
+/// On a GPU the function does not wait for the device: a target that is not a class makes the loss NaN.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -168,7 +167,7 @@ pub(crate) struct LinearOp {
 const CPU_BYTES: usize = 64 << 20;
 
 impl CrossEntropy {
-    /// Rows of logits to compute at a time, if logits may occupy `bytes`.
+    /// The number of rows of logits to compute at a time: `chunk_rows`, or else as many as fit in `bytes`.
     pub(crate) fn rows_at_once(self, classes: usize, element: usize, bytes: usize) -> usize {
         self.chunk_rows.unwrap_or((bytes / element / classes).max(1))
     }
@@ -276,7 +275,7 @@ impl CustomOp3 for LinearOp {
     }
 }
 
-/// Adds to the weight's gradient in place, and stores the loss and the gradient of the hidden states in `made`.
+/// Adds the weight's gradient to `dweight` in place, and stores the loss and the hidden states' gradient in `made`.
 pub(crate) struct LinearInto {
     targets: Tensor,
     pub(crate) settings: CrossEntropy,

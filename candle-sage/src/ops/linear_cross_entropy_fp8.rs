@@ -28,8 +28,8 @@ const NAME: &str = "linear-cross-entropy-fp8";
 /// ([`Fp8Copies::Both`](super::Fp8Copies::Both)). The returned gradient of `hidden` has the type `dtype`, and on a GPU
 /// the logits have this type too; everything else is f32. The scale of the logits' gradient is computed from
 /// `factor / rows`, not from the elements: each element is a number between -1 and 1, times `factor / rows`. (With a
-/// z-loss the numbers can be larger; numbers beyond 1.75 saturate.) The format of this gradient is `linear.gradient`.
-/// Prefer E5M2: probabilities are small, and E4M3 flushes probabilities below `2^-18` to zero.
+/// z-loss the numbers can be larger; numbers beyond 1.75 saturate.) The logits' gradient has the format
+/// `linear.gradient`. Prefer E5M2: probabilities are small, and E4M3 flushes probabilities below `2^-18` to zero.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -91,7 +91,7 @@ pub fn linear_cross_entropy_into_fp8(
     op.made.into_inner().ok_or_else(|| no_forward().into())
 }
 
-/// Adds to the weight's gradient in place, and stores the loss and the gradient of the hidden states in `made`.
+/// Adds the weight's gradient to `dweight` in place, and stores the loss and the hidden states' gradient in `made`.
 #[allow(dead_code, reason = "kernels read some of it")]
 pub(crate) struct LinearIntoFp8 {
     /// `hidden`, its transpose, `weight`, its transpose.
@@ -100,7 +100,7 @@ pub(crate) struct LinearIntoFp8 {
     pub(crate) settings: CrossEntropy,
     pub(crate) linear: Fp8Linear,
     pub(crate) dtype: DType,
-    /// The argument `factor`, divided by the number of rows.
+    /// `factor` of [`linear_cross_entropy_into_fp8`], divided by the number of rows of `hidden`.
     pub(crate) factor: f32,
     made: OnceLock<(Tensor, Tensor)>,
 }

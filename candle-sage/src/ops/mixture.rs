@@ -1,5 +1,5 @@
-//! The linear tail and its mixture with attention over selected keys (exact attention), in one step. For
-//! vector-Jacobian products outside candle's graph.
+//! The linear tail and its mixture with attention over selected keys (exact attention), computed outside candle's
+//! graph.
 //!
 //! On a GPU the tail's kernels also compute the mixture: neither the tail's output nor its gradient is stored in
 //! memory. On the CPU, and for tails without kernels, [`past_linear`] and [`blend`] run one after the other.
@@ -14,13 +14,13 @@ use crate::selection::Selection;
 
 const NAME: &str = "past-linear mixture";
 
-/// `a * sparse + (1 - a) * tail` for the linear tail of query, key and value: see [`blend`] and [`past_linear`].
+/// The [`blend`] of exact attention's output and the output of [`past_linear`].
 pub(crate) struct Mixture {
     pub(crate) tail: PastLinear,
     pub(crate) blend: Blend,
 }
 
-/// Query, key, value, the output of exact attention, and `theta`.
+/// Query, key, value, the output of exact attention, and the `theta` of [`blend`].
 type Inputs<'a> = [&'a Tensor; 5];
 
 impl Mixture {
@@ -33,7 +33,7 @@ impl Mixture {
         alpha: Alpha,
     ) -> Result<Self> {
         let tail = PastLinear::new([q, k, v], selection, tail)?;
-        // The tail's output has the query's shape and type.
+        // `q` stands for the tail's output, which has the same shape and type.
         let blend = Blend::new([sparse, q, theta], selection, alpha)?;
         Ok(Self { tail, blend })
     }
@@ -58,7 +58,7 @@ impl Mixture {
         Ok((out, Some(tail)))
     }
 
-    /// Only the gradient of `theta`. The tail is recomputed if it was not kept.
+    /// The gradient of `theta`. If `tail` is `None`, the tail's output is recomputed.
     ///
     /// # Errors
     /// When `dout` does not fit the output.
@@ -75,8 +75,7 @@ impl Mixture {
         Ok(dtheta)
     }
 
-    /// The gradients of query, key, value and `theta`. `exact` computes exact attention's gradients of query, key and
-    /// value from the gradient of its output.
+    /// The gradients of query, key, value and `theta`. `exact` is the backward of the attention over selected keys.
     ///
     /// # Errors
     /// When `dout` does not match the output, and the errors of `exact`.

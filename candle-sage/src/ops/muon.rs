@@ -15,8 +15,8 @@ pub use crate::update::{Muon, MuonScale, Orthogonalization};
 
 const NAME: &str = "muon";
 
-/// Adjacent matrices of one shape are orthogonalized together, up to this number of elements. A larger matrix is
-/// processed by itself.
+/// The largest total number of elements of matrices that are orthogonalized together. A larger matrix is processed by
+/// itself.
 const AT_ONCE: usize = 1 << 26;
 
 /// A matrix among the parameters.
@@ -47,7 +47,7 @@ impl MuonMatrix {
 pub struct MuonPart {
     /// Index of the part's first element in the flat vector of all parameters.
     pub at: usize,
-    /// Index of the part's first element in the tensor of [`Muon::directions`].
+    /// Index of the part's first element in the tensor that [`Muon::directions`] returns.
     pub to: usize,
     /// Number of elements.
     pub len: usize,
@@ -108,9 +108,9 @@ impl Muon {
         self.apply(state, &directions, sum_of_squares, &parts, copy)
     }
 
-    /// Updates the momentum of `parts`, and returns a tensor of `len` elements with the directions of these parts
-    /// before orthogonalization, up to a constant factor: f32 on the CPU, bf16 on a GPU. Elements outside the parts are
-    /// undefined. The other arguments are those of [`Muon::step`].
+    /// Updates the momentum of `parts`. Returns the directions of these parts before orthogonalization, times a
+    /// constant, in a tensor of `len` elements (f32 on the CPU, bf16 on a GPU). This tensor's elements outside the
+    /// parts are undefined. The other arguments are those of [`Muon::step`].
     ///
     /// # Errors
     /// As [`Muon::step`].
@@ -131,7 +131,7 @@ impl Muon {
 
     /// Makes the singular values of matrices about 1, in place. The matrices are stored one after the other in
     /// `directions`, from its first element. Adjacent matrices of one shape are processed together, which is faster.
-    /// Multiplying a matrix by a constant does not change the result.
+    /// Multiplying a matrix by a positive constant does not change the result.
     ///
     /// # Errors
     /// When `directions` has fewer elements than the matrices.
@@ -152,15 +152,15 @@ impl Muon {
 
     /// With `beta2`, divides each row d of orthogonal directions by the root of the row's running mean square v, in
     /// place, and scales each matrix so that its Frobenius norm does not change. (NorMuon, arXiv 2510.05491, instead
-    /// scales each step to the norm of a [`MuonScale::AdamW`] step whose d is exactly orthogonal.)
+    /// scales each step to the norm `0.2 lr sqrt(rows * columns)`.)
     ///
     /// ```text
     /// v = beta2 * v + (1 - beta2) mean(d^2)        d = d / sqrt(v) * norm(matrix) / norm(matrix of d / sqrt(v))
     /// ```
     ///
     /// Matrices are stored in `directions` as for [`Muon::orthogonalize`]. `mean_squares` is v in f32, (rows of all
-    /// matrices), zeros before the first step; it does not change when the norm of the gradient is not finite. Without
-    /// `beta2` nothing changes.
+    /// matrices), zeros before the first step; it does not change when `sum_of_squares` is not finite. Without `beta2`
+    /// nothing changes.
     ///
     /// # Errors
     /// When `directions` has fewer elements than the matrices, `beta2` is not in [0, 1), or `mean_squares` has another
@@ -186,7 +186,7 @@ impl Muon {
         Ok(())
     }
 
-    /// Checks the running mean squares of rows, if this step uses them.
+    /// Checks `beta2` and `mean_squares`. Returns `None` without `beta2`.
     fn check_rows<'a>(
         &self,
         mean_squares: Option<&'a Tensor>,
@@ -219,7 +219,8 @@ impl Muon {
         }
     }
 
-    /// Moves the weights of `parts` along their orthogonal directions. The other arguments are those of [`Muon::step`].
+    /// Moves the weights of `parts` along the orthogonalized `directions`. `state`, `sum_of_squares` and `copy` are
+    /// those of [`Muon::step`].
     ///
     /// # Errors
     /// As [`Muon::step`].
@@ -231,7 +232,7 @@ impl Muon {
         parts: &[MuonPart],
         copy: Option<&Tensor>,
     ) -> Result<()> {
-        // The row of weights replaces the gradient in this check, because both have the same shape and type.
+        // `check_update` needs a gradient. `apply` has no gradient, and passes the weights, which have the same shape.
         check_update(NAME, 2, state, &state.get(0)?, sum_of_squares, copy)?;
         let dtype = if state.device().is_cuda() { DType::BF16 } else { DType::F32 };
         if directions.rank() != 1 || directions.dtype() != dtype || !directions.is_contiguous() {

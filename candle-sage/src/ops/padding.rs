@@ -117,7 +117,7 @@ impl Padding {
         Ok(Self { batch, sequence, cu_seqlens, real: Tensor::new(real, device)? })
     }
 
-    /// The rows as packed documents, for self-attention.
+    /// The packing for self-attention, with each row of the batch as a document.
     pub fn packing(&self) -> Packing {
         Packing::self_attention(self.cu_seqlens.clone())
     }

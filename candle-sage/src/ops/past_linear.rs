@@ -1,4 +1,4 @@
-//! The tail of SLA2: linear attention, which SLA2 adds to block-sparse attention.
+//! The tail of SLA2: linear attention, which SLA2 combines with block-sparse attention.
 
 mod products;
 
@@ -18,8 +18,8 @@ use crate::shape::AttentionShape;
 
 const NAME: &str = "past-linear";
 
-/// The blocks of keys that the linear tail of a selection sums over. *Candidates* are the blocks that a block of
-/// queries may select: see [`Selection`].
+/// The blocks of keys that [`past_linear`] sums over. *Candidates* are the blocks that a block of queries may select:
+/// see [`Selection`].
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -39,7 +39,7 @@ const NAME: &str = "past-linear";
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Tail {
-    /// All candidates, including selected blocks: one running sum serves all queries.
+    /// All candidates, including selected blocks.
     #[default]
     Past,
     /// The candidates that are not selected, as published (arXiv 2602.12675).
@@ -55,10 +55,10 @@ impl std::fmt::Display for Tail {
     }
 }
 
-/// Linear attention of each block of queries I over the keys j in the blocks of its tail ([`Tail`]):
-/// `out_i = phi(q_i) H_I / (phi(q_i) . z_I)` with `H_I = sum_j phi(k_j)^T v_j`, `z_I = sum_j phi(k_j)` and `phi` the
-/// softmax over channels (SLA, arXiv 2509.24006; SLA2, arXiv 2602.12675). The output is zero for queries without a
-/// tail.
+/// Linear attention of each block of queries `I` to its tail ([`Tail`]). For a query `i` of `I`, and the keys `j` in
+/// the tail: `out_i = phi(q_i) H_I / (phi(q_i) . z_I)` with `H_I = sum_j phi(k_j)^T v_j`, `z_I = sum_j phi(k_j)` and
+/// `phi` the softmax over channels (SLA, arXiv 2509.24006; SLA2, arXiv 2602.12675). The output is zero for queries
+/// without a tail.
 ///
 /// Query, key and value are (batch, sequence, heads, head_dim) in f32, f16 or bf16 with any strides, as in
 /// [`Attention`](crate::Attention), and all receive gradients; the output has the query's shape and type. Without a
@@ -78,7 +78,7 @@ impl std::fmt::Display for Tail {
 /// let (q, k) = (Var::randn(0f32, 1., dims, &Device::Cpu)?, Var::randn(0f32, 1., dims, &Device::Cpu)?);
 /// let v = Var::ones(dims, DType::F32, &Device::Cpu)?;
 /// let out = past_linear(&q, &k, &v, &selection, Tail::Past)?;
-/// // The first block of queries has no candidates; the weights of each query in the second block sum to 1.
+/// // The first block of queries has no tail; the weights of each query in the second block sum to 1.
 /// let sums = out.sum(3)?.flatten_all()?.to_vec1::<f32>()?;
 /// assert_eq!(sums[..2], [0., 0.]);
 /// assert!(sums[2..].iter().all(|sum| (sum - 8.0).abs() < 1e-5));
@@ -110,7 +110,7 @@ pub fn past_linear(q: &Tensor, k: &Tensor, v: &Tensor, selection: &Selection, ta
 /// let x = || Tensor::randn(0f32, 1., dims, &Device::Cpu);
 /// let (q, k, v, dout) = (x()?, x()?, x()?, x()?.ones_like()?);
 /// let [_, _, dv] = past_linear_backward([&q, &k, &v], &selection, Tail::Past, &dout)?;
-/// // Two queries have a tail. The weights of each sum to 1, and only keys of the first block have weights.
+/// // The tail of the last two queries is the first two keys. For each of these queries, the keys' weights sum to 1.
 /// let sums = dv.sum(3)?.flatten_all()?.to_vec1::<f32>()?;
 /// assert!((sums[0] + sums[1] - 16.0).abs() < 1e-4);
 /// assert_eq!(sums[2..], [0., 0.]);

@@ -1,4 +1,4 @@
-//! RMSNorm over each head of queries or keys and their rotary embedding, in one op.
+//! RMSNorm of each head of queries or keys, then the rotary embedding, in one op.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor};
@@ -52,7 +52,7 @@ pub fn qk_norm_rope(
     x.apply_op2(weight, op)
 }
 
-/// An input of [`qk_norm_rope`], its weight, and the gradient of its output.
+/// The input, the weight and the output's gradient of one [`qk_norm_rope`].
 #[derive(Debug, Clone, Copy)]
 pub struct QkNormRopeGrad<'a> {
     /// The input, (batch, sequence, heads, head_dim).
@@ -154,8 +154,7 @@ pub(crate) struct QkNormRope {
     pub(crate) style: RopeStyle,
 }
 
-/// The op that computes the gradients of any number of inputs and of their weights. On a GPU it also concatenates the
-/// inputs' gradients along the heads.
+/// The op of [`qk_norm_rope_backward`].
 pub(crate) struct Gradients {
     pub(crate) eps: f32,
     pub(crate) style: RopeStyle,

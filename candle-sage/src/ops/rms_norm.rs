@@ -17,8 +17,8 @@ const NAME: &str = "rms-norm";
 /// `y = x * r * weight` with `r = 1 / sqrt(mean(x^2) + eps)` and the mean over the last dimension.
 ///
 /// `x` is (.., width) in f32, f16 or bf16 with any strides, `weight` is (width); the output has the shape and
-/// type of `x`. Sums run in f32. Both inputs receive gradients: `dx = r (g - x r^2 mean(g o x))` with
-/// `g = dy o weight`, and `dweight = sum(dy o x r)` over all vectors. (RMSNorm: arXiv 1910.07467.)
+/// type of `x`. Sums run in f32. Both inputs receive gradients: `dx = r * (g - x * r^2 * mean(g * x))` with
+/// `g = dy * weight`, and `dweight = sum(dy * x * r)` over all vectors. (RMSNorm: arXiv 1910.07467.)
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor, Var};
@@ -81,7 +81,7 @@ pub fn residual_rms_norm(
 }
 
 /// The gradients of `x` and the weight of [`rms_norm`] for the output's gradient `dout`. `residual`, if given, is the
-/// gradient that `x` receives through the residual connection past the norm. The function adds `residual` to the
+/// gradient that `x` receives through the residual connection around the norm. The function adds `residual` to the
 /// gradient of `x` in the same pass, before rounding.
 ///
 /// ```
@@ -162,7 +162,7 @@ pub(super) fn checked_eps(op: &str, eps: f64) -> Result<f32> {
 }
 
 /// On a GPU the op is launched with `x` and the weight, or with `x`, a residual and the weight; with a residual it also
-/// computes the sum.
+/// computes `x + residual`.
 pub(crate) struct RmsNorm {
     pub(crate) eps: f32,
 }

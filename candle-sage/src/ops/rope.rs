@@ -17,11 +17,10 @@ const NAME: &str = "rope";
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum RopeStyle {
-    /// Channel `i` with channel `i + head_dim / 2`, as in GPT-NeoX and Llama checkpoints of
-    /// Hugging Face.
+    /// Channels `i` and `i + head_dim / 2` form a pair, as in GPT-NeoX and in Hugging Face's checkpoints of Llama.
     #[default]
     Halves,
-    /// Channel `2 i` with channel `2 i + 1`, as in the RoFormer paper and Meta's Llama.
+    /// Channels `2 i` and `2 i + 1` form a pair, as in the RoFormer paper and Meta's Llama.
     Interleaved,
 }
 
@@ -54,11 +53,11 @@ pub fn rope_tables(len: usize, head_dim: usize, base: f64, device: &Device) -> R
 pub struct Llama3Scaling {
     /// Divisor of low frequencies.
     pub factor: f64,
-    /// A frequency that makes fewer rotations than this number in `original_len` tokens counts as low.
+    /// A frequency that makes fewer rotations than this number in `original_len` tokens is divided by `factor`.
     pub low_freq_factor: f64,
     /// A frequency that makes more rotations than this number in `original_len` tokens is not changed.
     pub high_freq_factor: f64,
-    /// Sequence length (tokens) of the training before the scaling: `original_max_position_embeddings`.
+    /// The sequence length in tokens with which the unscaled model was trained: `original_max_position_embeddings`.
     pub original_len: usize,
 }
 
@@ -82,7 +81,7 @@ pub struct Llama3Scaling {
 /// ```
 ///
 /// # Errors
-/// As [`rope_tables`], and when the factor is not above zero or `high_freq_factor` not above
+/// As [`rope_tables`], and when `scaling.factor` is not above zero, or `high_freq_factor` is not above
 /// `low_freq_factor`.
 pub fn rope_tables_llama3(
     len: usize,
@@ -259,8 +258,8 @@ pub(super) fn check(op: &str, x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<
     Ok(())
 }
 
-/// Rotates by the tables' angles times `direction`. On a GPU the op accepts any number of tensors, and concatenates
-/// them along the heads.
+/// Rotates by the tables' angles times `direction`. On a GPU, `launch` rotates any number of tensors and concatenates
+/// the results along the heads.
 pub(crate) struct Rope {
     pub(crate) style: RopeStyle,
     pub(crate) direction: f32,

@@ -1,5 +1,5 @@
-//! The router's computations on the device, without gradients: means of blocks, the largest scores, and the attention
-//! mass of blocks.
+//! The router's computations on the device, without gradients: means of blocks, the choice of the blocks with the
+//! largest scores, and the attention mass of blocks.
 
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -13,9 +13,9 @@ use crate::shape::AttentionShape;
 
 const NAME: &str = "route";
 
-/// The means of the blocks of queries, (key heads, blocks of all segments, head_dim) in f32. A mean is over the heads
-/// of a group and over queries: with a causal mask the block's first query and up to `pool - 1` queries before it,
-/// otherwise all queries of the block.
+/// The means of all blocks of queries, (key heads, blocks, head_dim) in f32. A block's mean is over the query heads of
+/// a key head, and over the block's queries. With a causal mask it is over the block's first query and up to `pool - 1`
+/// queries before the block instead.
 pub(crate) fn pool_queries(
     q: &Tensor,
     shape: &AttentionShape,
@@ -30,7 +30,7 @@ pub(crate) fn pool_keys(k: &Tensor, shape: &AttentionShape, blocks: &Blocks) -> 
     Means { shape, blocks, pool: None }.of(k)
 }
 
-/// If `pool` is `Some`, the means of the blocks of queries, otherwise those of the blocks of keys.
+/// The op of [`pool_queries`] if `pool` is `Some`, otherwise the op of [`pool_keys`].
 pub(crate) struct Means<'a> {
     pub(crate) shape: &'a AttentionShape,
     pub(crate) blocks: &'a Blocks,
@@ -80,7 +80,7 @@ pub(crate) fn choose(
     Ok(Selection::from_tensor(choice.shape, blocks.clone(), lists))
 }
 
-/// The op of [`choose`]. Each list has room for `width` blocks.
+/// Computes the lists of selected blocks for [`choose`]. Each list has room for `width` blocks.
 pub(crate) struct Choice<'a> {
     pub(crate) shape: &'a AttentionShape,
     pub(crate) blocks: &'a Blocks,
@@ -109,7 +109,8 @@ impl Choice<'_> {
     }
 }
 
-/// At most `most` candidates, ascending: the last `nearest` candidates, and the candidates with the largest scores.
+/// Selects at most `most` of the `scores`: the last `nearest` ones, and the largest of the others. Returns their
+/// indices in ascending order.
 pub(crate) fn chosen(scores: &[f32], most: usize, nearest: usize) -> Vec<u32> {
     let most = most.min(scores.len());
     let nearest = nearest.min(most);
@@ -119,8 +120,9 @@ pub(crate) fn chosen(scores: &[f32], most: usize, nearest: usize) -> Vec<u32> {
     all
 }
 
-/// The attention mass that each block of queries gives to each candidate, (key heads, blocks of queries, columns) in
-/// f32: dense attention's probabilities, summed over the block's queries, the candidate's keys and the group's heads.
+/// The attention mass that each block of queries gives to each candidate, (key heads, blocks of queries, blocks of
+/// keys) in f32: dense attention's probabilities, summed over the block's queries, the candidate's keys, and the query
+/// heads of the key head.
 pub(crate) fn block_mass(
     [q, k]: [&Tensor; 2],
     shape: &AttentionShape,

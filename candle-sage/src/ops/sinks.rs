@@ -26,7 +26,7 @@ impl Attention {
     }
 
     /// [`Attention::apply`] with [`Attention::sinks`] that receive a gradient, as query, key and value do. GPT-OSS uses
-    /// sinks: its parameter "sinks" is `(heads)`.
+    /// sinks: its parameter "sinks" has the shape `(heads)`.
     ///
     /// ```
     /// use candle_core::{Device, Tensor, Var};
@@ -46,8 +46,8 @@ impl Attention {
     ///
     /// # Errors
     /// As [`Attention::apply`]; when the number of sinks is not the number of query heads; and when the scheme smooths
-    /// keys ([`Smoothing`](crate::Smoothing)), as `SageBwd::default()` does, because the logits are then computed from
-    /// keys minus their mean.
+    /// keys ([`Smoothing`](crate::Smoothing)), as `SageBwd::default()` does. Smoothing shifts the logits, but not
+    /// the sinks.
     ///
     /// Source: GPT-OSS's model card, arXiv 2508.10925.
     pub fn apply_with_sinks(&self, q: &Tensor, k: &Tensor, v: &Tensor, sinks: &Tensor) -> Result<Tensor> {
@@ -94,8 +94,8 @@ impl Attention {
 }
 
 impl AttentionVjp {
-    /// The gradient of the sinks of [`Attention::sinks`], (query heads) in f32, once [`AttentionVjp::apply`] has
-    /// computed the gradients of query, key and value. `None` before that, and without sinks.
+    /// The gradient of the sinks of [`Attention::sinks`], (query heads) in f32. `None` without sinks, or before
+    /// [`AttentionVjp::apply`], which also computes this gradient.
     pub fn sink_gradient(&self) -> Option<Tensor> {
         self.op.saved.as_ref()?.dsinks.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

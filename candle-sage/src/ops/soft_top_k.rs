@@ -16,9 +16,9 @@ const NAME: &str = "soft-top-k";
 /// scores go to 1, and all other weights go to 0.
 ///
 /// `scores` is (.., columns) in f32, and so is the output. Scores of minus infinity have weight 0 and are not
-/// candidates. In a row with at most `count` candidates each candidate has weight 1. Scores receive gradients, which
-/// include the dependence of the shift on all scores: with `w = m (1 - m)` they are
-/// `w (dm - sum(w dm) / sum(w)) / tau`. The op runs on the CPU, in f64.
+/// candidates. In a row with at most `count` candidates each candidate has weight 1. The gradient of the scores is
+/// `w (dm - sum(w dm) / sum(w)) / tau` with `w = m (1 - m)`; it includes the gradient through the shift. The op runs on
+/// the CPU, in f64.
 ///
 /// ```
 /// use candle_core::{Device, Var};

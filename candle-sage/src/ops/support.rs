@@ -97,8 +97,8 @@ fn offsets_of(start: usize, dims: &[usize], strides: &[usize]) -> Vec<usize> {
     offsets
 }
 
-/// The elements in row-major order, converted to f32. If the elements of a row are adjacent in memory, as in a slice of
-/// a tensor, rows are converted in parallel.
+/// The elements in row-major order, converted to f32. If the elements of each row are adjacent in memory, rows are
+/// converted in parallel.
 fn gather<T: Copy + Sync>(values: &[T], layout: &Layout, f: impl Fn(T) -> f32 + Sync) -> Vec<f32> {
     let (dims, strides) = (layout.dims(), layout.stride());
     match (dims, strides) {
@@ -134,8 +134,8 @@ pub(super) fn f32_values<'a>(op: &str, storage: &'a CpuStorage, layout: &Layout)
     })
 }
 
-/// A CPU tensor as f32 rows of its last dimension. The data are borrowed if they are f32, the elements of a row are
-/// adjacent and the rows have a constant stride.
+/// A CPU tensor as f32 rows of its last dimension. Borrows the data of an f32 tensor whose rows are contiguous and have
+/// a constant stride. Copies any other tensor.
 pub(super) struct Rows<'a> {
     values: Cow<'a, [f32]>,
     stride: usize,
@@ -210,14 +210,14 @@ pub(super) fn f32_tensor(values: Vec<f32>, shape: impl Into<Shape>, dtype: DType
     Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)
 }
 
-/// The ids of an integer tensor in row-major order.
+/// The elements of an integer tensor in row-major order.
 pub(super) fn ids(op: &str, storage: &CpuStorage, layout: &Layout) -> Result<Vec<i64>> {
     let index = offsets(layout);
     match storage {
         CpuStorage::U8(values) => Ok(index.iter().map(|&i| i64::from(values[i])).collect()),
         CpuStorage::U32(values) => Ok(index.iter().map(|&i| i64::from(values[i])).collect()),
         CpuStorage::I64(values) => Ok(index.iter().map(|&i| values[i]).collect()),
-        other => Err(Error::new(format!("{op} does not support ids of this type"))
+        other => Err(Error::new(format!("{op} does not support ids or targets of this type"))
             .got(other.dtype().as_str())
             .allowed("u8, u32, i64")
             .hint("convert with `to_dtype(DType::U32)`")
@@ -316,8 +316,8 @@ fn four(name: &str, tensor: &Tensor, allowed: &str) -> Result<Dims> {
     })
 }
 
-/// Checks a tensor of one number per query head, (heads) in any float type on the query's device, and converts it to an
-/// f32 constant. `hints`: the first for a wrong shape, type or device, the second for a tracked tensor, which would get
+/// Checks that `x` has one number per query head, shape (heads), in any float type on `device`. Returns it in f32.
+/// `hints[0]` is for a wrong shape, type or device. `hints[1]` is for a tensor that candle tracks, because it would get
 /// no gradient.
 pub(super) fn of_heads(
     what: &str,

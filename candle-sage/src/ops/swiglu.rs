@@ -58,8 +58,8 @@ fn check(gate: &Tensor, (name, other): (&str, &Tensor)) -> Result<()> {
 
 pub(crate) struct SwiGlu;
 
-/// The gradients of gate and up in [`swiglu`] for the output's gradient `dout`, and with `again` also the output. For
-/// training loops that do not use candle's graph.
+/// Returns the gradients of gate and up in [`swiglu`] for the output's gradient `dout`. If `again` is true, it also
+/// returns the output. For training loops that do not use candle's graph.
 ///
 /// The gradients are concatenated along the last dimension, (.., 2 * width): if one matmul computed gate and up, the
 /// concatenation is the operand of one backward matmul. The gradient of gate is `narrow(D::Minus1, 0, width)`, and the

@@ -7,8 +7,9 @@ use crate::shape::{Dims, HEAD_DIM};
 
 /// The head_dims of a call in which values have another head_dim than queries and keys.
 ///
-/// A zero channel of Q and K adds nothing to a logit, and a zero channel of V becomes a zero channel of O. In low-bit
-/// schemes zeros change no scale, because a scale is computed from the largest absolute value.
+/// The narrower tensors can be padded with zero channels: a zero channel of Q and K adds nothing to a logit, and a zero
+/// channel of V becomes a zero channel of O. In low-bit schemes zeros change no scale, because a scale is computed from
+/// the largest absolute value.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Widths {
     query: usize,
@@ -55,8 +56,8 @@ impl Widths {
 fn widen(x: &Tensor, channels: usize) -> Result<Tensor> {
     match channels - x.dim(D::Minus1)? {
         0 => Ok(x.clone()),
-        // Candle's padding of a tensor that is not contiguous can return non-adjacent channels, which kernels load
-        // element by element.
+        // Without `contiguous()`, the channels of the padded tensor may not be adjacent in memory. Kernels would then
+        // load them one by one.
         missing => x.contiguous()?.pad_with_zeros(D::Minus1, 0, missing),
     }
 }

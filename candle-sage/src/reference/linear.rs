@@ -15,7 +15,7 @@ fn features(x: &[f64], d: usize) -> Vec<f64> {
     features
 }
 
-/// The gradient of the rows, from the gradient of their features.
+/// The gradient of the input of [`features`], from its output `phi` and the output's gradient `dphi`.
 fn features_backward(phi: &[f64], dphi: &[f64], d: usize) -> Vec<f64> {
     let mut dx = vec![0.0; phi.len()];
     for ((dx, phi), dphi) in dx.chunks_exact_mut(d).zip(phi.chunks_exact(d)).zip(dphi.chunks_exact(d)) {

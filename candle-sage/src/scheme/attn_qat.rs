@@ -30,8 +30,7 @@ pub(crate) const MEAN_ROWS: usize = 64;
 ///
 /// Attn-QAT prepares a model for FP4 inference; it does not make training faster. On every GPU, training multiplies
 /// 16-bit operands that represent NVFP4 values exactly, so the forward has the results of FP4 tensor cores up to the
-/// order of sums. (For dV, an FP4 value of P is multiplied by its scale, divided by the row's sum, and rounded to 16
-/// bit: the relative error is at most 2^-8 in bf16, 2^-11 in f16.)
+/// order of sums. (An exception is fq(P) in the product for dV: it is rounded to 16 bit.)
 ///
 /// Each ablation of the paper is one setting; [`AttnQat::drop_in`] is the paper's baseline that replaces only the
 /// forward.
@@ -52,14 +51,14 @@ pub(crate) const MEAN_ROWS: usize = 64;
 #[non_exhaustive]
 pub struct AttnQat {
     /// Operands whose token means are subtracted before quantizing: none (the default, since the paper measured no
-    /// gain), K, or K and V. The means are over all tokens, also with a causal mask. K's mean does not change the
-    /// softmax, but it changes how K is rounded.
+    /// gain), K, or K and V. The means are over all tokens, also with a causal mask. Subtracting K's mean does not
+    /// change the softmax, but it changes how K is rounded.
     pub smoothing: Smoothing,
     /// Axis along which 16 values of V share a scale.
     pub value_groups: ValueGroups,
     /// Whether V is scaled to NVFP4's range before it is quantized.
     pub value_scale: ValueScale,
-    /// The number by which a row's probabilities are divided before they are quantized.
+    /// See [`PReference`].
     pub p_reference: PReference,
     /// Whether dS uses the high-precision output O' (the paper's principle 2). Otherwise dS uses O; then the rows of dS
     /// do not sum to zero, and the mean of K leaks into dQ.
@@ -68,9 +67,9 @@ pub struct AttnQat {
     /// principle 1). Otherwise the backward uses the unquantized tensors, as a stock backward would, and its
     /// probabilities do not match the forward's log-sum-exp.
     pub matched_recomputation: bool,
-    /// Whether dV is computed from quantized probabilities, as O is. Otherwise dV is computed from P.
+    /// Whether dV is computed from quantized probabilities, as O is. Otherwise dV is computed from unquantized P.
     pub requantized_p: bool,
-    /// Instructions that compute the matmuls. The choice changes an output only by the order of sums, but
+    /// Instructions that compute the matmuls. The choice changes an output only by the order of sums.
     /// [`Products::Nvfp4`] has no backward.
     pub products: Products,
 }
@@ -107,12 +106,12 @@ impl Default for AttnQat {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Products {
-    /// 16-bit matmuls (f32 on the CPU) of values that NVFP4 can represent: forward and backward, on every device.
+    /// 16-bit matmuls (f32 on the CPU) of values that NVFP4 can represent. Every device has a forward and a backward.
     #[default]
     SixteenBit,
     /// Block-scaled FP4 matmuls, kind `mxf4nvf4`, for inference: only a forward, on GPUs of compute capability 10.0,
-    /// 10.3 (`tcgen05.mma`) and 12.x (`mma`). (The CPU computes as with [`Products::SixteenBit`].) O' is not computed.
-    /// An input that candle tracks for gradients is an error.
+    /// 10.3 (`tcgen05.mma`) and 12.x (`mma`). (The CPU computes as with [`Products::SixteenBit`].) An input
+    /// that candle tracks for gradients is an error.
     ///
     /// **The kernels have not run on such GPUs.** They are compiled for these GPUs, and their sources run on a CPU,
     /// thread by thread, with the instructions emulated as the PTX manual describes them (`kernels/host/run`). The
@@ -120,8 +119,8 @@ pub enum Products {
     Nvfp4,
 }
 
-/// The reference by which a row's probabilities are divided before they are quantized. E4M3 scales below 2^-6 have
-/// fewer than four significant bits, so the reference decides which probabilities keep their bits.
+/// The reference by which a row's probabilities are divided before they are quantized to NVFP4. Small quotients lose
+/// bits, because the E4M3 scale of their group has fewer than four significant bits if it is below 2^-6.
 ///
 /// ```
 /// use candle_sage::PReference;
@@ -134,26 +133,27 @@ pub enum Products {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum PReference {
-    /// `2^ceil(m)`, where m is the row's largest base-2 logit: probabilities are relative to the largest probability.
-    /// This reference is a power of two, so that rescaling by a running maximum is exact, and the backward reproduces
-    /// the forward's FP4 values, except in groups whose scale is below 2^-6.
+    /// `2^ceil(m)`, where m is the row's largest base-2 logit. This reference is a power of two, so rescaling by a
+    /// running maximum is exact. Therefore the backward reproduces the forward's FP4 values of every group whose E4M3
+    /// scale is at least 2^-6.
     #[default]
     RowMax,
     /// `2^(ceil(m) - 11)`: as `RowMax`, but the scale of the largest probabilities is at the top of E4M3's range.
-    /// Therefore probabilities 2048 times smaller than with `RowMax` keep their bits. This reference replaces the
-    /// paper's two-level scale, 2688 divided by the row's maximum.
+    /// Probabilities can be 2048 times smaller than with `RowMax` before their scales lose bits. `TwoLevel` replaces
+    /// the paper's two-level scale, 2688 divided by the row's maximum.
     ///
     /// On CUDA the output can be wrong for logits beyond 10^7: rounding such logits in f32 can raise a scale
     /// beyond E4M3's range.
     TwoLevel,
-    /// As in the paper's text: `2^m`, without rounding m up, in the forward, and the row's sum in the backward.
+    /// As in the paper's text: the forward divides by `2^m` (m is not rounded up), and the backward by the row's sum of
+    /// exponentials.
     /// Groups whose largest probability is under 0.006 then become zeros in the backward. Only for reproduction:
     /// diffuse attention loses most of dV.
     Literal,
 }
 
 impl AttnQat {
-    /// The baseline that replaces only the forward: a stock backward on unquantized Q, K and V.
+    /// The paper's baseline: the FP4 forward, with a stock backward on unquantized Q, K and V.
     ///
     /// ```
     /// use candle_sage::AttnQat;
@@ -226,7 +226,7 @@ impl AttnQat {
         self
     }
 
-    /// Every setting that changes results, as its name and its value as text.
+    /// The name and the value (as text) of each setting that changes results.
     pub(super) fn as_text(&self) -> Vec<(&'static str, String)> {
         let switch = |on: &bool| if *on { "on" } else { "off" }.to_string();
         let Self {
@@ -251,8 +251,7 @@ impl AttnQat {
         ]
     }
 
-    /// The settings that an FP4 attention runtime needs: the formats, the axis of each operand's groups, and the
-    /// reference of P.
+    /// The settings that an FP4 attention runtime needs.
     pub(super) fn runtime_settings(&self) -> Vec<(&'static str, String)> {
         let text = |words: &str| words.to_string();
         vec![
@@ -319,8 +318,7 @@ impl AttnQat {
 }
 
 impl PReference {
-    /// The base-2 exponent of the reference of a row whose largest base-2 logit is `max`. A probability divided by the
-    /// reference is `2^(logit - exponent)`.
+    /// The base-2 logarithm of a row's reference. `max` is the row's largest base-2 logit.
     ///
     /// ```
     /// use candle_sage::PReference;

@@ -19,9 +19,9 @@ use crate::error::{Error, Result};
 /// An INT8 value is `round(x * 127 / max|x|)`, with the maximum over the values that share a scale and without an
 /// additive epsilon; a group of zeros has scale 0. Scales and the log-sum-exp are f32.
 ///
-/// On Hopper GPUs the forward quantizes P to unsigned values, 0 to 254, with one scale per row of two key tiles. First,
-/// it multiplies each tile of P by `s / m`: `s` is V's scale in the tile, and `m` the larger `s` of the two tiles. O's
-/// error is a tenth smaller than with signed values if Q and K have standard deviation 1, and not larger at 3 to 10.
+/// On Hopper GPUs the forward quantizes P to unsigned values, 0 to 254, with one scale per query and pair of key tiles.
+/// First, it multiplies each tile of P by `s / m`: `s` is V's scale in the tile, and `m` the larger `s` of the pair. If
+/// Q and K have standard deviation 1, O's error is a tenth smaller than with signed values; with 3 to 10, not larger.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -81,8 +81,8 @@ impl Default for SageBwd {
 /// `FORWARD_AND_S` has only the error of the paper's forward, and `SCORES` has only the error of quantizing Q
 /// and K. Each further INT8 matmul adds error, but not always speed: quantizing P and dS can take longer than their
 /// INT8 matmuls save. The backward should recompute S from the forward's INT8 values: with an unquantized S, the errors
-/// of the gradients are at least 1.6 times as large if logits are large (sigma 3 and more). `docs/sagebwd_products.md`
-/// has measured errors and speeds.
+/// of the gradients are at least 1.6 times as large if Q and K are large (standard deviation 3 or more).
+/// `docs/sagebwd_products.md` has measured errors and speeds.
 ///
 /// A set is written as `paper`, `forward-and-s`, `scores`, `forward`, or a list that begins with `forward` (`S` and `O`
 /// of the forward) or with `scores`: `forward,s,dv,dk`, `scores,dv`. CUDA supports the named sets, the CPU all sets.
@@ -118,7 +118,7 @@ impl Int8Products {
     pub const FORWARD_AND_S: Self = Self { s: true, ..Self::FORWARD };
     /// Only `S`, in the forward and in the backward.
     pub const SCORES: Self = Self { o: false, ..Self::FORWARD_AND_S };
-    /// Only `S` and `O` of the forward.
+    /// Only the forward's `S` and `O`.
     pub const FORWARD: Self = Self { o: true, s: false, dv: false, dq: false, dk: false };
 
     const NAMED: [(&'static str, Self); 4] = [
@@ -167,7 +167,7 @@ impl std::fmt::Display for Int8Products {
         if let Some((name, _)) = Self::NAMED.iter().find(|(_, set)| set == self) {
             return f.write_str(name);
         }
-        // In a list that begins with `scores`, S is implied.
+        // `scores` includes S, so `s` is not listed after it.
         f.write_str(if self.o { "forward" } else { "scores" })?;
         let listed = Self { s: self.s && self.o, ..*self };
         listed.listed().iter().filter(|(_, on)| *on).try_for_each(|(name, _)| write!(f, ",{name}"))
@@ -220,12 +220,12 @@ impl std::str::FromStr for Int8Products {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Granularity {
-    /// One scale per vector: the only granularity with the paper's accuracy at sigma 1.
+    /// One scale per vector. Only this granularity has the paper's accuracy for Q and K with standard deviation 1.
     #[default]
     Vector,
-    /// One scale per this many adjacent vectors, 2 to 64.
+    /// One scale per group of this many adjacent vectors (2 to 64).
     Group(usize),
-    /// One scale per tile, as in the paper's text.
+    /// One scale per tile, as the SageBwd paper describes.
     Tile,
 }
 
@@ -361,8 +361,8 @@ impl SageBwd {
     /// ```
     ///
     /// # Errors
-    /// When the size of a tile, of a group of vectors or of the key mean's sample is out of range; when neither O nor
-    /// the backward's S is in INT8; when the granularity, the key mean or the smoothing of V has no effect.
+    /// When the size of a tile, of a group of vectors or of the key mean's sample is out of range; when neither
+    /// `products.o` nor `products.s` is set; when the granularity, the key mean or the smoothing of V has no effect.
     pub fn validate(&self) -> Result<()> {
         for (name, rows) in [("tile_q", self.tile_q), ("tile_k", self.tile_k)] {
             if !Self::TILE_ROWS.contains(&rows) {
@@ -373,7 +373,7 @@ impl SageBwd {
             }
         }
         if !self.granularity.in_range() {
-            return Err(Error::new("scale group is out of range")
+            return Err(Error::new("the group size of the granularity is out of range")
                 .got(self.granularity)
                 .allowed("group-2 to group-64")
                 .hint("Granularity::Vector has one scale per vector, Granularity::Tile one per tile"));
@@ -400,14 +400,14 @@ impl SageBwd {
         }
         if !self.products.o && !self.products.s {
             return Err(Error::new("these products have neither O nor the backward's S in INT8")
-                .got(format!("products {}", self.products))
+                .got(format!("products {} with s = false", self.products))
                 .allowed("products with s or o, such as Int8Products::SCORES")
                 .hint("add s: the backward then recomputes S from the forward's INT8 values"));
         }
         if self.granularity != Granularity::Vector && !self.products.quantizes_gradients() {
             return Err(Error::new("this granularity has no effect with these products")
                 .got(format!("granularity {}, products {}", self.granularity, self.products))
-                .allowed("granularity vector, if neither dv, dq nor dk runs in INT8")
+                .allowed("granularity vector; or products with dv, dq or dk")
                 .hint("granularity sets how many values share a scale of P, dS and dO in the backward"));
         }
         Ok(())

@@ -16,13 +16,13 @@ use crate::error::{Error, Result};
 pub enum Smoothing {
     /// Subtracts nothing. A channel with a large mean then takes up most of the quantized range.
     None,
-    /// Subtracts from K its mean over all tokens of the sequence, or over a sample ([`KeyMean`]). The softmax does not
-    /// change, because all logits of a row shift by the same number. The gradients do not change, because every row of
-    /// the exact dS sums to zero.
+    /// Subtracts from K its mean over all tokens of the sequence, or over some of them ([`KeyMean`]). The softmax does
+    /// not change, because all logits of a row shift by the same number. The gradients do not change, because every row
+    /// of the exact dS sums to zero.
     #[default]
     K,
     /// As `K`, and subtracts the mean of each tile of Q from the tile. The product of this mean and K, one row of
-    /// logits, is added to every row of the tile's logits. dK gets the mean's contribution as a rank-one term.
+    /// logits, is added to every row of the tile's logits. The backward adds this mean's contribution to dK.
     Qk,
     /// As `K`; also subtracts from V its mean `m`, over the same tokens as K's mean, and adds `m` to the output:
     /// `O = P (V - m) + m`, because every row of the exact P sums to one. The rounding error of P is then multiplied by
@@ -47,12 +47,12 @@ impl Smoothing {
         self == Self::Qk
     }
 
-    /// Whether K's mean is subtracted; see [`of_queries`](Self::of_queries).
+    /// Whether K's mean is subtracted.
     pub fn of_keys(self) -> bool {
         self != Self::None
     }
 
-    /// Whether V's mean is subtracted; see [`of_queries`](Self::of_queries).
+    /// Whether V's mean is subtracted.
     pub fn of_values(self) -> bool {
         self == Self::Kv
     }
@@ -61,15 +61,15 @@ impl Smoothing {
 /// The tokens over which [`Smoothing`] takes the means of K and V.
 ///
 /// Subtracting the same vector from all keys changes neither the softmax nor the gradients. The subtraction only makes
-/// better use of the quantized range, for which the mean of a few dozen keys is enough. A sample avoids an additional
-/// read of K; `docs/sagebwd_products.md` has errors and times.
+/// better use of the quantized range; the mean of a few dozen keys suffices for that. The mean of all keys requires a
+/// separate pass over K. `docs/sagebwd_products.md` has errors and times.
 ///
 /// ```
 /// use candle_sage::KeyMean;
 ///
 /// let sample: KeyMean = "sample-4".parse()?;
 /// assert_eq!(sample, KeyMean::Sample(4));
-/// // Of ten tokens: the middles of four parts.
+/// // The middle token of each quarter of ten tokens.
 /// assert_eq!(sample.tokens(10).collect::<Vec<_>>(), [1, 3, 6, 8]);
 /// assert_eq!(sample.tokens(3).collect::<Vec<_>>(), [0, 1, 2]);
 /// assert_eq!(KeyMean::All.tokens(3).collect::<Vec<_>>(), [0, 1, 2]);
@@ -81,9 +81,9 @@ pub enum KeyMean {
     /// All tokens of the sequence, or of each packed document, as in the paper.
     #[default]
     All,
-    /// At most this many tokens (1 to 4096), evenly spaced, of the sequence or of each packed document: sample `i` of
-    /// `m` is token `floor((2 i + 1) n / (2 m))` of `n`, the middle of an interval. A small sample thus excludes the
-    /// first token, which may be an attention sink with an unusual key.
+    /// At most this many tokens (1 to 4096) of the sequence or of each packed document: the middles of equal intervals.
+    /// Of `n` tokens, the middle of interval `i` of `m` is token `floor((2 i + 1) n / (2 m))`. A small sample thus
+    /// excludes the first token, which may be an attention sink with an unusual key.
     Sample(usize),
 }
 

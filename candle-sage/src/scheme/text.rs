@@ -56,7 +56,7 @@ impl Scheme {
         if let Self::AttnQat(_) = self {
             allowed.push("products");
         }
-        let allowed = if allowed.is_empty() { "none".to_owned() } else { allowed.join(", ") };
+        let allowed = if allowed.is_empty() { "no settings".to_owned() } else { allowed.join(", ") };
         Err(Error::new(format!("scheme {} has no such setting", self.name()))
             .got(format!("`{name}`"))
             .allowed(allowed)
@@ -99,7 +99,7 @@ impl AttnQat {
 
 fn rows(text: &str) -> Result<usize> {
     text.parse().map_err(|_| {
-        Error::new("tile_q and tile_k must be numbers")
+        Error::new("tile-q and tile-k must be whole numbers")
             .got(format!("`{text}`"))
             .allowed(format!("{} to {}", SageBwd::TILE_ROWS.start(), SageBwd::TILE_ROWS.end()))
             .hint("a GPU supports only 64")

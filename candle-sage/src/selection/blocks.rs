@@ -1,4 +1,4 @@
-//! How tokens are divided into blocks, and which blocks of keys a block of queries may list.
+//! How tokens are divided into blocks, and which blocks of keys can be selected for a block of queries.
 
 use std::ops::Range;
 
@@ -51,7 +51,7 @@ impl Blocks {
         Ok(Self { query, key, key_heads, causal, packed, segments, starts, key_starts })
     }
 
-    /// Checks that blocks are multiples of `unit` (queries, keys).
+    /// Checks that the block sizes are multiples of `unit` (queries, keys).
     pub(crate) fn check_unit(&self, unit: (usize, usize)) -> Result<()> {
         if self.query.is_multiple_of(unit.0) && self.key.is_multiple_of(unit.1) {
             return Ok(());
@@ -62,7 +62,7 @@ impl Blocks {
             .hint("128 x 128 fits every scheme's default"))
     }
 
-    /// Number of blocks of queries of all segments, which is the number of lists of a key head.
+    /// Number of blocks of queries in all segments.
     pub(crate) fn rows(&self) -> usize {
         self.starts[self.segments.len()]
     }
@@ -85,9 +85,9 @@ impl Blocks {
         self.key_starts[segment + 1] - self.key_starts[segment]
     }
 
-    /// Number of candidates of a block of queries. Candidates are the blocks of keys that may be selected: the
-    /// segment's first blocks. With a causal mask the first query of `block` sees every key of a candidate, so that a
-    /// query's selection does not depend on later tokens.
+    /// Number of candidates of a block of queries. Candidates are the blocks of keys that may be selected: the blocks
+    /// `0..candidates` of the segment. With a causal mask the first query of `block` sees every key of a candidate, so
+    /// that a query's selection does not depend on later tokens.
     pub(crate) fn candidates(&self, segment: usize, block: usize) -> usize {
         if self.causal {
             self.segments[segment].visible_keys(block * self.query) / self.key
@@ -126,8 +126,8 @@ impl Blocks {
         self.each().map(|(segment, block)| self.always(segment, block).len()).max().unwrap_or(0)
     }
 
-    /// The first column of a segment's blocks of keys in the matrix of the router's scores. Each batch entry has a
-    /// separate score matrix; packed documents share one matrix.
+    /// The column of a segment's first block of keys in the matrix of the router's scores. Each batch entry has a
+    /// separate matrix; packed documents share one.
     pub(crate) fn first_column(&self, segment: usize) -> usize {
         if self.packed { self.key_starts[segment] } else { 0 }
     }

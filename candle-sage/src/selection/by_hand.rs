@@ -1,4 +1,4 @@
-//! Selections without a router: from lists, of every candidate, or as a sliding window.
+//! Selections without a router.
 
 use candle_core::{Device, Tensor};
 
@@ -6,12 +6,12 @@ use super::{Blocks, Selection};
 use crate::error::{Error, Result};
 use crate::shape::AttentionShape;
 
-/// A block of queries, for the query heads that share a key head. These heads share one list.
+/// A block of queries, for the query heads that share a key head. These heads see the same blocks of keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueryBlock {
     /// Index of the segment: a batch entry, or a packed document.
     pub segment: usize,
-    /// The key head; the query heads that share it share the list.
+    /// The key head.
     pub key_head: usize,
     /// Index of the block inside its segment.
     pub block: usize,
@@ -21,8 +21,7 @@ pub struct QueryBlock {
 
 impl Selection {
     /// A selection from the caller's lists. `list` returns the candidates that a block of queries sees, in any order.
-    /// `blocks` is the number of tokens of a block of queries and of a block of keys; `device` is the device on which
-    /// attention will run.
+    /// `blocks` is (tokens of a block of queries, tokens of a block of keys). Attention will run on `device`.
     ///
     /// # Errors
     /// When a list has a block twice, or a block that is not a candidate; when a block of queries sees nothing;
@@ -48,7 +47,7 @@ impl Selection {
                     return Err(Error::new("a block of queries sees nothing")
                         .got(format!("an empty list for {at:?}"))
                         .allowed("at least one block of keys, unless the mask is causal")
-                        .hint("list the block of keys at the same position")
+                        .hint("list a block of keys for each block of queries; in `Selection::window`, raise `nearest`")
                         .into());
                 }
                 all.push(seen);
@@ -92,7 +91,7 @@ impl Selection {
             let near = if shape.causal() {
                 at.candidates.saturating_sub(nearest)..at.candidates
             } else {
-                // The block of keys that contains the position of the middle query.
+                // The block of keys at the same position as the middle of this block of queries.
                 let middle = ((2 * at.block + 1) * query / (2 * key)).min(at.candidates.saturating_sub(1));
                 let first = middle.saturating_sub(nearest / 2).min(at.candidates.saturating_sub(nearest));
                 first..(first + nearest).min(at.candidates)
@@ -109,7 +108,7 @@ fn check_list(seen: &[usize], at: QueryBlock) -> Result<()> {
     let Some(wrong) = twice.or(beyond) else { return Ok(()) };
     Err(Error::new(match twice {
         Some(_) => "a block of keys is listed twice",
-        None => "a block of keys is listed that is not a candidate",
+        None => "a listed block of keys is not a candidate",
     })
     .got(format!("block {wrong} in {at:?}"))
     .allowed(format!("each block below {} at most once", at.candidates))

@@ -5,7 +5,6 @@ use std::ops::Range;
 use super::Blocks;
 use crate::shape::AttentionShape;
 
-/// A selection on the host, indexed by block of queries and by block of keys.
 #[derive(Debug)]
 pub(crate) struct Lists {
     shape: AttentionShape,

@@ -16,18 +16,18 @@ const SEQUENCE: usize = 1;
 #[derive(Debug)]
 pub struct Sla2Cache {
     keys_values: KvCache,
-    /// The settings and query heads of the first call.
+    /// The first call's settings.
     settings: Option<Settings>,
     /// Whether a call began and did not end.
     failed: bool,
-    /// The last queries. The router's mean for the next block of queries includes some of these queries.
+    /// The last queries so far. The router averages some of them to select blocks for the next block of queries.
     recent: Option<Tensor>,
-    /// Number of candidates of the current block of queries.
+    /// Number of candidates: the whole blocks of keys before the current block of queries.
     candidates: usize,
-    /// The router's projections of the candidates' means, (batch, key heads, candidates, head_dim).
+    /// The mean key of each candidate, projected by the router: (batch, key heads, candidates, head_dim).
     means: Option<Tensor>,
-    /// The tail's states of all candidates: one state per candidate ([`Tail::Complement`]), or their sum
-    /// ([`Tail::Past`]). See [`states`].
+    /// The tail's state of each candidate ([`Tail::Complement`]), or the sum of these states ([`Tail::Past`]). See
+    /// [`states`].
     states: Option<Tensor>,
     block: Option<Block>,
 }
@@ -43,12 +43,12 @@ struct Settings {
     heads: usize,
 }
 
-/// What the queries of the current block attend to in addition to the diagonal.
+/// What the queries of the current block attend to in addition to the block on the diagonal.
 #[derive(Debug)]
 struct Block {
     /// Keys and values of the selected blocks, (batch, keys, key heads, head_dim).
     selected: Option<[Tensor; 2]>,
-    /// Number of candidate keys that are not selected.
+    /// Number of keys in the candidates that are not selected.
     left: usize,
     /// The tail's state; `None` without a tail, or if all candidates are selected.
     tail: Option<Tensor>,
@@ -63,8 +63,8 @@ fn by_head(x: &Tensor) -> Result<Tensor> {
     x.to_dtype(DType::F32)?.transpose(1, 2)?.contiguous()
 }
 
-/// The states of linear attention over blocks of `block` keys, (batch, key heads, blocks, head_dim, head_dim + 1):
-/// `sum phi(k)^T v`, and `sum phi(k)` as the last column.
+/// A state of linear attention for each block of `block` keys, (batch, key heads, blocks, head_dim, head_dim + 1): the
+/// sum of `phi(k)^T v` over the block's keys. The last column is the sum of `phi(k)`.
 fn states(k: &Tensor, v: &Tensor, block: usize) -> Result<Tensor> {
     let (batch, len, heads, d) = dims4("key", k)?;
     let phi = features(k)?.reshape(((), block, d))?;
@@ -101,7 +101,7 @@ impl Sla2Cache {
         *self = Self { keys_values, ..Self::new(1) };
     }
 
-    /// The last `count` queries of `recent` followed by `q`, as a copy, because a view would keep all of `q` alive.
+    /// Joins `recent` and `q`, and copies the last `count` queries. (A view would keep all of `q` alive.)
     fn last_queries(&self, q: &Tensor, count: usize) -> Result<Tensor> {
         let all = match &self.recent {
             Some(recent) => Tensor::cat(&[recent, q], SEQUENCE)?,
@@ -141,10 +141,10 @@ impl Sla2 {
     /// All calls with one cache must have the same router, `theta` and settings.
     ///
     /// The prompt is computed as by [`Sla2::select`] and [`Sla2::apply`]. For later tokens, attention to the selected
-    /// blocks and the diagonal is unquantized, because a scheme would quantize all these keys again for each token. The
-    /// time for a token does not grow with the sequence, with two exceptions: at the first token of a block of queries
-    /// the router compares all candidates, and at some tokens the cache grows. The output is detached. A cache cannot
-    /// be used after an error.
+    /// blocks and to the block on the diagonal is unquantized, because a scheme would quantize all these keys again for
+    /// each token. The time for a token does not grow with the sequence, with two exceptions: at the first token of a
+    /// block of queries the router compares all candidates, and at some tokens the cache grows. The output is detached.
+    /// A cache cannot be used after an error.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -215,7 +215,7 @@ impl Sla2 {
             return Err(Error::new("SLA2 with a cache needs one causal sequence for each batch entry")
                 .got(if shape.causal() { "packed documents" } else { "no causal mask" })
                 .allowed("`Sla2::causal(true)`, without `Sla2::packing`")
-                .hint("`Sla2::apply` computes whole sequences")
+                .hint("without a cache, call `Sla2::apply` on the whole sequences")
                 .into());
         }
         let heads = shape.query_heads();
@@ -239,10 +239,10 @@ impl Sla2 {
         let first = cache.settings.as_ref().filter(|_| !cache.failed);
         if cache.failed || first.is_some_and(|first| *first != settings) {
             let failed = "a cache whose last call failed".to_string();
-            return Err(Error::new("the cache cannot be used for this call")
+            return Err(Error::new("the cache's last call failed, or had other settings")
                 .got(if cache.failed { failed } else { format!("{settings:?}") })
                 .allowed(first.map_or("another cache".into(), |first| format!("{first:?}")))
-                .hint("`Sla2Cache::reset` empties it")
+                .hint("`Sla2Cache::reset` empties the cache")
                 .into());
         }
         if let Some(keys) = cache.keys_values.k_cache().all_data() {
@@ -262,8 +262,8 @@ impl Sla2 {
         Ok(settings)
     }
 
-    /// Selects the blocks of keys for the block of queries that begins at token `first`. The mean of `window`, the
-    /// queries up to and including that token, represents the block of queries.
+    /// Selects the blocks of keys for the block of queries that begins at token `first`. The router uses the mean of
+    /// the queries in `window`, the last of which is token `first`.
     fn begin_block(
         &self,
         router: &Router,
@@ -312,7 +312,7 @@ impl Sla2 {
         let left = (candidates - count) * block;
         let tail = match (&cache.states, self.tail) {
             (Some(sum), Some(Tail::Past)) if left > 0 => Some(sum.squeeze(2)?),
-            // Adds the unselected states: a total minus the selected states would lose small sums to cancellation.
+            // Sums the unselected blocks' states. Subtracting the others from a total would lose digits (cancellation).
             (Some(all), Some(Tail::Complement)) if left > 0 => {
                 let in_tail =
                     |list: &Vec<u32>, at: usize| if list.contains(&(at as u32)) { 0f32 } else { 1.0 };
@@ -329,7 +329,7 @@ impl Sla2 {
         Ok(())
     }
 
-    /// The output of queries of the current block. The first query is token `at`.
+    /// The output of queries of the block that [`Self::begin_block`] began. The first query is token `at`.
     fn follow(
         &self,
         q: &Tensor,

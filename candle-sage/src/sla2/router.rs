@@ -1,4 +1,4 @@
-//! The router of SLA2: two projections of block means, and the loss that trains them.
+//! The router of SLA2, and the loss that trains it.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Init, VarBuilder};
@@ -9,9 +9,9 @@ use crate::selection::Blocks;
 use crate::shape::AttentionShape;
 use crate::variables;
 
-/// Scores blocks of keys: `s_IJ = (Rq qbar_I) . (Rk kbar_J) / sqrt(head_dim)`, where `qbar_I` and `kbar_J` are the
-/// means of the blocks and each key head has its own matrices `Rq` and `Rk`. The matrices start as identities; the
-/// score is then the scaled dot product of the means.
+/// Scores each block of keys `J` for each block of queries `I`: `s_IJ = (Rq qbar_I) . (Rk kbar_J) / sqrt(head_dim)`,
+/// where `qbar_I` and `kbar_J` are the means of the blocks. Each key head has its own matrices `Rq` and `Rk`. If they
+/// are identities, as in a new router, the score is the scaled dot product of the means.
 ///
 /// ```
 /// use candle_core::Device;
@@ -119,8 +119,8 @@ impl Router {
         Self { query: self.query.detach(), key: self.key.detach() }
     }
 
-    /// Scores, (key heads, blocks of queries, columns), from the means of blocks of queries and of keys, (key heads,
-    /// blocks of all batch entries or documents, head_dim). A column is a block of keys: see [`Blocks::first_column`].
+    /// The scores: (key heads, blocks of queries, columns). A column is a block of keys: see [`Blocks::first_column`].
+    /// `q` and `k` are the blocks' means: (key heads, blocks of all batch entries or documents, head_dim).
     pub(super) fn scores(&self, [q, k]: [Tensor; 2], shape: &AttentionShape) -> Result<Tensor> {
         let (key_heads, rows, d) = q.dims3()?;
         if self.query.dims() != [key_heads, d, d] {
@@ -130,8 +130,8 @@ impl Router {
                 .hint("a router has a pair of matrices for each key head")
                 .into());
         }
-        // Each batch entry has its own score matrix. Packed documents share one matrix, in which the blocks of other
-        // documents are not candidates.
+        // Each batch entry has its own score matrix. Packed documents share one matrix, in which the scores between
+        // different documents are ignored.
         let groups = if shape.is_packed() { 1 } else { shape.batch() };
         let split = |x: Tensor| x.reshape((key_heads * groups, (), d));
         let q = split(q.matmul(&self.query.t()?.contiguous()?)?)?;
@@ -141,24 +141,24 @@ impl Router {
     }
 }
 
-/// The sums `-sum T log softmax(s)` and `sum T`, with the softmax over the candidates of each row. Their quotient is a
-/// cross-entropy.
+/// The sums `-sum mass log softmax(scores)` and `sum mass`, with the softmax over the candidates of each row. Their
+/// quotient is a cross-entropy.
 pub(super) fn entropy_sums(scores: &Tensor, mass: &Tensor, blocks: &Blocks) -> Result<[Tensor; 2]> {
     let columns = blocks.columns();
     let mut hidden = Vec::with_capacity(blocks.rows() * columns);
     for (segment, block) in blocks.each() {
         let first = blocks.first_column(segment);
         let candidates = first..first + blocks.candidates(segment, block);
-        // -1e30 is far below any score, but finite: minus infinity would turn a row without candidates into NaN. A row
-        // without candidates has no mass, and therefore no gradient.
+        // -1e30 is far below any score, but finite: minus infinity would turn a row without candidates into NaN. In
+        // such a row `mass` is 0, and the scores have no gradient.
         hidden.extend((0..columns).map(|column| if candidates.contains(&column) { 0f32 } else { -1e30 }));
     }
     let hidden = Tensor::from_vec(hidden, (1, blocks.rows(), columns), scores.device())?;
     let scores = scores.broadcast_add(&hidden)?;
     let shifted = scores.broadcast_sub(&scores.max_keepdim(2)?.detach())?;
     let log_softmax = shifted.broadcast_sub(&shifted.exp()?.sum_keepdim(2)?.log()?)?;
-    // If no block has a candidate, the mass is 0: adding the smallest normal number makes the quotient 0 instead of
-    // NaN.
+    // If no block of queries has a candidate, both sums are 0. Adding the smallest normal number to the divisor makes
+    // their quotient 0 instead of NaN.
     let all = (mass.sum_all()? + f64::from(f32::MIN_POSITIVE))?;
     Ok([(mass * log_softmax)?.sum_all()?.neg()?, all])
 }

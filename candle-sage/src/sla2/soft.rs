@@ -1,4 +1,4 @@
-//! SLA2 with a soft selection of blocks, the published way to train the router.
+//! A soft selection of blocks, through which the SLA2 paper trains the router.
 
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_nn::ops::{sigmoid, softmax};
@@ -14,22 +14,24 @@ use crate::shape::AttentionShape;
 /// quotient divides by the square of the divisor, so the square of this number must not be 0 in f32.
 const TINY: f64 = 1e-15;
 
-/// Limit of exponents, so that the exponentials of keys with weight 0 stay finite.
+/// Limit of `logits - peak`, so that its exponential stays finite.
 const LARGEST_EXPONENT: f32 = 60.0;
 
 impl Sla2 {
-    /// Computes the output with a soft selection instead of [`Sla2::select`]: each candidate block `J` has a weight
-    /// `m_IJ` between 0 and 1, [`soft_top_k`] of the scores with `tau`. Query, key, value, `theta` and the router's
-    /// matrices receive gradients.
+    /// Computes the output with a soft selection instead of [`Sla2::select`]. For a block of queries `I`, each
+    /// candidate block `J` has a weight `m_IJ` between 0 and 1: [`soft_top_k`] of the router's scores and `tau`.
+    /// Query, key, value, `theta` and the router's matrices receive gradients.
+    ///
+    /// The formulas of [`Sla2`] change as follows. `c` is the softmax scale, and `w_ij` is `m_IJ` in candidate blocks
+    /// and 1 in blocks that are always seen.
     ///
     /// ```text
     /// Os_i = sum_j w_ij exp(c q_i . k_j) v_j / sum_j w_ij exp(c q_i . k_j)
     /// ```
     ///
-    /// with the softmax scale `c`, and `w_ij = m_IJ` in candidate blocks and 1 in blocks that are always seen. The tail
-    /// weighs a block by `1 - m_IJ` ([`Tail::Complement`]) or by 1 ([`Tail::Past`]). In the mixing weight `a`, sums of
-    /// weights replace the numbers of keys. As `tau` goes to 0 the result approaches [`Sla2::apply`] with unquantized
-    /// attention.
+    /// The tail weighs a block by `1 - m_IJ` ([`Tail::Complement`]) or by 1 ([`Tail::Past`]). In the formula for `a_i`,
+    /// sums of `w_ij` and of `1 - m_IJ` over keys replace `n` and `m`. As `tau` goes to 0 the result approaches
+    /// [`Sla2::apply`] with unquantized attention.
     ///
     /// All pairs of tokens are computed, in f32 by candle's operators: memory grows with the product of the lengths.
     /// This function runs only on the CPU.
@@ -100,7 +102,7 @@ impl Sla2 {
                         let unseen = (left.sum_keepdim(D::Minus1)?.relu()? + TINY)?.log()?;
                         sigmoid(&theta.broadcast_add(&(seen - unseen)?)?)?
                     }
-                    // The share is 1 if no key is left to the tail.
+                    // The share of `sparse` is 1 where `has_tail` is 0.
                     Alpha::Constant => {
                         let share = sigmoid(&theta)?.broadcast_mul(&masks.has_tail)?;
                         share.broadcast_sub(&(&masks.has_tail - 1.0)?)?
@@ -112,9 +114,9 @@ impl Sla2 {
         out.transpose(1, 2)?.contiguous()?.to_dtype(q.dtype())
     }
 
-    /// The published loss of the first stage (arXiv 2602.12675, section 3.3): the mean squared difference between
-    /// [`Sla2::apply_soft`] and unquantized dense attention. The loss is a scalar in f32, differentiable with respect
-    /// to the router and `theta`; query, key and value are detached.
+    /// The published loss of the first training stage (arXiv 2602.12675, section 3.3): the mean squared difference
+    /// between [`Sla2::apply_soft`] and unquantized dense attention. The loss is a scalar in f32, differentiable with
+    /// respect to the router and `theta`; query, key and value are detached.
     ///
     /// [`Sla2::router_loss`] trains the router at least as well as this loss. It also runs on every device, and does
     /// not keep all pairs of tokens in memory.
@@ -145,14 +147,14 @@ fn weighted_mean(weights: &Tensor, value: &Tensor) -> Result<Tensor> {
 
 /// Which keys the queries see, as tensors.
 struct Masks {
-    /// 0 for candidates, else minus infinity: (1, 1, blocks of queries, blocks of keys).
+    /// 0 for candidate blocks of keys, else minus infinity: (1, 1, blocks of queries, blocks of keys).
     hidden: Tensor,
     /// The block of each query, and of each key.
     query_blocks: Tensor,
     key_blocks: Tensor,
     /// 1 for keys of candidate blocks: (1, 1, queries, keys).
     candidates: Tensor,
-    /// 1 for the other keys that a query sees: (1, 1, queries, keys).
+    /// 1 where a query sees a key that is not in a candidate block (`Blocks::candidates`): (1, 1, queries, keys).
     always: Tensor,
     /// 1 for queries with more candidates than are selected: (1, 1, queries, 1).
     has_tail: Tensor,

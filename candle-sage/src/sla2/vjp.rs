@@ -10,13 +10,13 @@ pub struct Sla2Vjp {
     pub(super) attention: AttentionVjp,
     /// Query, key, value, the output of exact attention, and `theta`.
     pub(super) inputs: [Tensor; 5],
-    /// The mixture with the tail, and the tail's output if it is kept.
+    /// `None` without a tail. The inner tensor is the tail's output, if the forward kept it.
     pub(super) mixture: Option<(Mixture, Option<Tensor>)>,
 }
 
 impl Sla2Vjp {
-    /// Only the gradient of `theta` for the output's gradient `dout`, without attention's backward. The gradient is
-    /// zero without a tail.
+    /// Only the gradient of `theta` for the output's gradient `dout`. Does not run attention's backward. The gradient
+    /// is zero without a tail.
     ///
     /// # Errors
     /// When `dout` does not fit the output.

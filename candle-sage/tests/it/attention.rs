@@ -42,7 +42,6 @@ fn schemes() -> Vec<Scheme> {
     all
 }
 
-/// Lengths that are not multiples of any tile, all head layouts, with and without a causal mask, and windows.
 fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for (lens, heads, d) in [
@@ -95,7 +94,7 @@ fn describe(case: &Case) -> String {
     format!("{:?} packed {} scale {:?}", case.shape(), case.packing.is_some(), case.softmax_scale)
 }
 
-/// f32 rounding: sums of up to N = 600 and d = 256 terms, each rounded to 2^-24, err by about
+/// The longest sums have 600 terms, one for each token. Each term is rounded to 2^-24, so these sums err by about
 /// sqrt(600) * 2^-24 = 1.5e-6; the exponential adds 2 ulp. The limit of 4e-6 leaves a factor of two.
 #[test]
 fn unquantized_is_exact_up_to_f32_rounding() -> Result<()> {
@@ -109,8 +108,9 @@ fn unquantized_is_exact_up_to_f32_rounding() -> Result<()> {
 }
 
 /// The inputs are exact in 16 bit and the matmuls are in f32, so that the output and each gradient are rounded once.
-/// This changes them by up to about 2^-9 (bf16) or 2^-12 (f16) of their norm; delta = rowsum(dO o O) uses the rounded
-/// output, which can add an error of this size. Gradients below f16's smallest number, 6e-8, do not occur here.
+/// This changes them by up to about 2^-9 (bf16) or 2^-12 (f16) of their norm. The backward's delta = rowsum(dO o O) is
+/// computed from the rounded output: this can add an error of the same size to the gradients. Gradients below f16's
+/// smallest number, 6e-8, do not occur here.
 #[test]
 fn sixteen_bit_tensors_are_rounded_once() -> Result<()> {
     for (dtype, tolerance) in [(DType::BF16, 2f64.powi(-8)), (DType::F16, 2f64.powi(-11))] {
@@ -126,10 +126,10 @@ fn sixteen_bit_tensors_are_rounded_once() -> Result<()> {
 }
 
 /// At sigma 1 with one scale per tile, the INT8 error of a whole tensor is under 0.05 in the published simulation
-/// (.0487 without a mask). Short rows have larger errors, so the limit is 0.09. This limit would not detect one wrong
-/// row in hundreds. Therefore the error of every row is also checked, relative to the larger of its norm and the
-/// average norm. The worst row of all cases has 0.185; the limit of 0.25 leaves a third for other roundings, while a
-/// row of average norm with a wrong index, mask, head or scale is off by about 1.
+/// (.0487 without a mask). Queries with few keys have larger errors, so the limit is 0.09. This limit would not detect
+/// one wrong row in hundreds. Therefore the error of every row is also checked, relative to the larger of its norm and
+/// the average norm. The worst row of all cases has 0.185, so the limit is 0.25. A row of average norm with a wrong
+/// index, mask, head or scale is off by about 1.
 #[test]
 fn sagebwd_follows_every_shape() -> Result<()> {
     // Over a single key the exact dQ and dK are zero, so relative errors are undefined.
@@ -151,7 +151,8 @@ fn sagebwd_follows_every_shape() -> Result<()> {
     Ok(())
 }
 
-/// The row with the largest error relative to the larger of its norm and the average norm.
+/// The row with the largest error, and this error. A row's error is relative to its norm, or to the root mean square of
+/// all rows' norms if that is larger.
 fn worst_row(got: &[f64], exact: &[f64], d: usize) -> (usize, f64) {
     let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
     let average = norm(&mut exact.iter().copied()) / (exact.len() as f64 / d as f64).sqrt();
@@ -263,7 +264,7 @@ fn packed_documents_are_separate_problems() -> Result<()> {
             let range = start * span..(start + len) * span;
             alone.data = packed.data.each_ref().map(|x| x[range.clone()].to_vec());
             for (all, part) in together.iter().zip(alone.run(scheme, DType::F32)?) {
-                // With one segment instead of two, threads may split keys differently.
+                // With fewer documents, keys may be split into more tasks, so dQ may be summed in another order.
                 let error = relative_l2(&all[range.clone()], &part);
                 assert!(error < 1e-6, "{scheme:?}: {error:e}");
             }
@@ -285,7 +286,7 @@ fn a_query_that_sees_nothing_gives_zeros_and_no_gradient() -> Result<()> {
 
 #[test]
 fn a_nan_is_not_hidden() -> Result<()> {
-    // Includes NaNs with low payload bits. The bad value is in token 0: with a causal mask, query 0 sees only key 0.
+    // The bad value is in token 0: with a causal mask, query 0 sees only key 0.
     let bad = [f32::NAN, f32::from_bits(0x7fc0_0001), f32::from_bits(0xffff_ffff), f32::INFINITY];
     for scheme in schemes() {
         for (input, name) in ["query", "key", "value", "output gradient"].iter().enumerate() {
@@ -296,8 +297,8 @@ fn a_nan_is_not_hidden() -> Result<()> {
                     let results = case.run(scheme, DType::F32)?;
                     // An output gradient affects only gradients, such as dV of key 0, which query 0 sees.
                     let seen = if input == 3 { &results[3] } else { &results[0] };
-                    // Query 0 may have a logit of minus infinity, which correctly hides the key. Another query has a
-                    // logit of plus infinity.
+                    // Infinity in key 0 gives each query a logit of plus or minus infinity. Minus infinity correctly
+                    // hides the key, and the query's output may stay finite. One bad output of any query is enough.
                     let rows = if input == 1 && bad == f32::INFINITY { seen.len() } else { 16 };
                     let row_is_bad = seen[..rows].iter().any(|x| !x.is_finite());
                     assert!(row_is_bad, "{scheme:?}, causal {causal}: {bad} in the {name} vanished");

@@ -1,4 +1,4 @@
-//! Attn-QAT against its definition in f64, and the effects that it is designed for.
+//! Tests that Attn-QAT agrees with its definition in f64, and has the effects that it is designed for.
 
 use candle_core::{DType, Result};
 use candle_sage::nvfp4::{Axis, Packed, Scale, e2m1};
@@ -82,7 +82,7 @@ fn definition(case: &Case, settings: &AttnQat) -> Results {
     [out, exact.dq, exact.dk, dv]
 }
 
-/// For a row of logits: the quantized probabilities of the forward; P and the quantized probabilities of the backward.
+/// For a row of logits: the forward's quantized probabilities, and the backward's pairs (P, quantized P).
 fn quantized_probabilities(logits: &[f64], settings: &AttnQat) -> (Vec<f64>, Vec<(f64, f64)>) {
     let reference = |max: f64| match settings.p_reference {
         PReference::RowMax => max.ceil(),
@@ -116,7 +116,7 @@ fn quantized_probabilities(logits: &[f64], settings: &AttnQat) -> (Vec<f64>, Vec
     (forward, backward)
 }
 
-/// The relative L2 error without the tenth of the rows with the largest errors.
+/// The relative L2 error without the 10 % of the rows that have the largest errors.
 fn without_worst_rows(got: &[f64], expected: &[f64], d: usize) -> f64 {
     let norm: f64 = expected.iter().map(|x| x * x).sum();
     if norm == 0.0 {
@@ -133,10 +133,11 @@ fn without_worst_rows(got: &[f64], expected: &[f64], d: usize) -> f64 {
 
 /// dQ and dK are exact up to f32 roundings: 4e-6 as in unquantized attention, and up to 2e-5 from delta, a sum whose
 /// terms cancel. In O and dV an FP4 value can differ, if f32 and f64 put a probability, or its scale, on different
-/// sides of a midpoint. A fraction of 8 * 2^-20 of the probabilities differs, so a row of 300 has a different one with
-/// a chance of 2e-3. A different scale affects 16 rows of dV. Therefore the limit of 4e-6 is for the tensor without the
-/// tenth of the rows with the largest errors. A different FP4 value is off by a quarter, which is 7e-4 of a tensor's
-/// norm. The limit for whole tensors is 5e-3, because in a row of a few keys each probability is large.
+/// sides of a midpoint. About 8 * 2^-20 of the FP4 values differ, so 2e-3 of the rows of 300 probabilities contain one
+/// that differs. A different scale affects 16 rows of dV. Therefore the limit of 4e-6 excludes the tenth of the rows
+/// with the largest errors. An FP4 value that differs is off by a quarter of its size. All of them change the tensor by
+/// 7e-4 of its norm. The limit for whole tensors is higher, 5e-3: if a query sees few keys, a single FP4 value that
+/// differs changes the query's output more.
 #[test]
 fn results_are_those_of_the_definition() -> Result<()> {
     let mut packed = Case::new(1, (200, 210), (4, 2), 32, true);
@@ -194,9 +195,8 @@ fn diffuse_attention_keeps_the_gradient_of_values() -> Result<()> {
     Ok(())
 }
 
-/// Without a scale for each head, values of V far from 1 lose their precision in NVFP4. With such scales, V times a
-/// power of two gives exactly the output times this power: all factors are powers of two, and none is out of f32's
-/// range.
+/// Without a scale for each head, values of V far from 1 lose their precision in NVFP4. With such scales, which are
+/// powers of two, V times a power of two gives exactly the output times the same power of two.
 #[test]
 fn a_scale_of_each_head_keeps_values_of_any_size() -> Result<()> {
     let case = Case::new(1, (100, 100), (4, 2), 32, true);
@@ -227,8 +227,9 @@ fn a_scale_of_each_head_keeps_values_of_any_size() -> Result<()> {
 }
 
 /// If the mean of K over tokens is not zero and rows of dS do not sum to zero, the mean adds an error to dQ. In a
-/// simulation (means of standard deviation 3, N 1024, head_dim 128) dQ's relative L2 error is .42 if dS uses the output
-/// from unquantized P (`AttnQat::high_precision_output`), otherwise .78. If K's mean is zero both errors are equal.
+/// simulation outside this test (means of standard deviation 3, N 1024, head_dim 128) dQ's relative L2 error is .42 if
+/// dS uses the output from unquantized P (`AttnQat::high_precision_output`), otherwise .78. If K's mean is zero both
+/// errors are equal.
 #[test]
 fn the_high_precision_output_keeps_a_mean_of_keys_out_of_dq() -> Result<()> {
     let mut errors = Vec::new();
@@ -252,7 +253,7 @@ fn the_high_precision_output_keeps_a_mean_of_keys_out_of_dq() -> Result<()> {
     Ok(())
 }
 
-/// K smoothing subtracts the mean before quantization: errors are as small as for keys without a mean.
+/// With K smoothing, errors are about as small for keys with a large mean as for keys with mean zero.
 #[test]
 fn smoothing_takes_out_a_mean_of_keys() -> Result<()> {
     let mut case = Case::new(1, (500, 500), (2, 2), 64, true);
@@ -280,8 +281,8 @@ fn a_backward_from_unquantized_scores_does_not_fit_the_forward() -> Result<()> {
     let mut case = Case::new(1, (512, 512), (1, 1), 64, true);
     for (sigma, most) in [(1.0, 0.25), (4.0, f64::INFINITY)] {
         case.draw(sigma, 3);
-        // With an output gradient of ones, dV is the sum of each key's probabilities. The total over all keys is the
-        // number of queries.
+        // With an output gradient of ones, a key's dV is the sum of the key's probabilities. If each query's
+        // probabilities sum to one, the total over all keys is the number of queries.
         case.data[3].fill(1.0);
         let unfit = |settings: AttnQat| -> Result<f64> {
             let got = case.run(settings.requantized_p(false).into(), DType::F32)?;

@@ -13,7 +13,7 @@ fn vars(case: &Case) -> Result<[Var; 3]> {
     Ok([var(0)?, var(1)?, var(2)?])
 }
 
-/// Output and gradients with a bias, and the gradient of the bias.
+/// The output and the gradients of query, key and value, then the gradient of the bias.
 fn run(case: &Case, attention: &Attention, bias: &Var) -> Result<([Vec<f64>; 4], Vec<f64>)> {
     let [q, k, v] = vars(case)?;
     let out = attention.apply_with_bias(&q, &k, &v, bias)?;
@@ -24,8 +24,7 @@ fn run(case: &Case, attention: &Attention, bias: &Var) -> Result<([Vec<f64>; 4],
     Ok(([values(&out)?, gradient(&q)?, gradient(&k)?, gradient(&v)?], gradient(bias)?))
 }
 
-/// Slopes as a bias equal ALiBi, with masks, windows, documents, grouped heads and a cap, up to f32 sums in another
-/// order.
+/// A bias of minus slope times distance equals ALiBi, up to f32 sums in another order.
 #[test]
 fn slopes_as_a_bias_are_alibi() -> Result<()> {
     let mut cases = vec![

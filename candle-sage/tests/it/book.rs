@@ -31,7 +31,7 @@ fn every_page_is_in_the_book_once() {
     assert_eq!(once.len(), listed.len(), "a page is listed twice");
     let own =
         |path: &Path| path.strip_prefix(&docs).expect("in docs").display().to_string().replace('\\', "/");
-    // The book contains only the overview of the results, which names their folders.
+    // Of the pages in `results/`, the book contains only the overview.
     let is_page = |name: &String| {
         name != "SUMMARY.md" && (!name.starts_with("results/") || name == "results/README.md")
     };

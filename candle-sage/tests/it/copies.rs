@@ -1,4 +1,4 @@
-//! Copies of heads between views with other strides: every element arrives, and nothing around it changes.
+//! `copy_heads` between views with different strides: it writes all elements of the output view, and no others.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_sage::ops::copy_heads;
@@ -14,7 +14,7 @@ fn values(x: &Tensor) -> Result<Vec<f32>> {
     x.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
 }
 
-/// Copies some tokens and heads of one tensor to a part of another, which has more tokens and heads than this part.
+/// Copies some tokens and heads of a tensor into a larger tensor.
 fn copies(device: &Device, dtype: DType) -> Result<()> {
     for (batch, tokens, heads, channels) in [
         (1, 1, 1, 1),
@@ -34,10 +34,10 @@ fn copies(device: &Device, dtype: DType) -> Result<()> {
             let inside = out.narrow(1, 1, tokens)?.narrow(2, 1, heads)?;
             let what = format!("{batch} {tokens} {heads} {channels}, from {token} {head}, {dtype:?}");
             assert_eq!(values(&inside)?, values(&part)?, "{what}");
-            // Copied values are not negative, so that elements that are still -1 were not written.
+            // Copied values are not negative, so elements that are still -1 were not written.
             let untouched = values(&out)?.iter().filter(|&&x| x == -1.0).count();
             assert_eq!(untouched, out.elem_count() - part.elem_count(), "{what}");
-            // The output has heads before tokens. The second input is broadcast.
+            // The output has heads before tokens. The second copy reads a broadcast head.
             let turned = Tensor::zeros((batch, heads, tokens, channels), dtype, device)?;
             copy_heads(&turned.transpose(1, 2)?, &part)?;
             assert_eq!(values(&turned.transpose(1, 2)?)?, values(&part)?, "{what}");

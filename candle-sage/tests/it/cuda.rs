@@ -1,4 +1,4 @@
-//! The op on a GPU, compared with f64 and with the CPU. Run `cargo test --features cuda -- --ignored` on a machine with
+//! Attention on a GPU, compared with f64 and the CPU. Run `cargo test --features cuda -- --ignored` on a machine with
 //! a GPU.
 
 mod behaviour;
@@ -19,10 +19,9 @@ fn sage() -> SageBwd {
     SageBwd::default()
 }
 
-/// As in FlashAttention-3's tests, the error against f64 is at most a multiple of the error of a reference run in low
-/// precision, plus roundings. The reference is the CPU, which for SageBwd has the same quantized values. Unquantized
-/// attention on the CPU is in f32, so its limit includes the rounding of P and dS to 16 bit: each rounding changes a
-/// tensor by up to about 2^-9 (bf16) or 2^-12 (f16) of its norm, and both affect dQ and dK.
+/// As in FlashAttention-3's tests, the error against f64 is at most a multiple of the error of a reference, plus
+/// roundings. The reference is the same scheme on the CPU. The GPU rounds unquantized P and dS to 16 bit, each by up to
+/// about 2^-9 (bf16) or 2^-12 (f16) of its norm. The limit allows two such roundings.
 fn check(what: &str, case: &Case, scheme: Scheme, dtype: DType, got: &Results) -> Result<()> {
     check_against(what, scheme, dtype, got, [&case.exact(), &case.run(scheme, dtype)?], case.lens.1);
     Ok(())
@@ -55,12 +54,13 @@ pub(crate) fn check_against(
     }
 }
 
-/// Attn-QAT has large errors against f64, but is close to the CPU, which has the same FP4 values. The GPU rounds P, dS
-/// and the high-precision output O' to 16 bit, each by up to about 2^-9 (bf16) or 2^-12 (f16) of its norm, and then
-/// rounds the results. The limit of 5e-3 allows for probabilities on another side of a midpoint: the GPU adds in
-/// another order (`attn_qat::results_are_those_of_the_definition`). A smoothed K that is not quantized is rounded to 16
-/// bit only on the GPU, so logits differ by about 2^-9. If dV uses quantized probabilities, one in a hundred then has
-/// another FP4 value, which is off by a quarter.
+/// Attn-QAT on a GPU has large errors against exact attention, but is close to Attn-QAT on the CPU: almost all FP4
+/// values are equal. The GPU rounds P, dS and the high-precision output O' to 16 bit, each by up to about 2^-9 (bf16)
+/// or 2^-12 (f16) of its norm, and then rounds the results. The GPU also adds in another order, so a few probabilities
+/// get another FP4 value, which changes a result by up to 5e-3 of its norm
+/// (`attn_qat::results_are_those_of_the_definition`). Without matched recomputation, only the GPU rounds a smoothed K
+/// to 16 bit, so logits differ by about 2^-9. Then about one in a hundred of the probabilities that are quantized for
+/// dV gets another FP4 value.
 fn same_as_the_cpu(what: &str, n: usize, dtype: DType, settings: &AttnQat, [got, cpu]: [&[f64]; 2]) {
     let error = relative_l2(got, cpu);
     let other_k = settings.smoothing != Smoothing::None && !settings.matched_recomputation;

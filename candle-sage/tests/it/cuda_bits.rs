@@ -1,5 +1,5 @@
-//! Compares the bits of all `deterministic` results on a GPU with the recorded bits in `bits/`: a refactoring of the
-//! kernels must not change them.
+//! Compares the bits of attention's results on a GPU with the recorded bits in `bits/`: a refactoring of the kernels
+//! must not change them.
 //!
 //! `CANDLE_SAGE_BITS=FILE` writes the bits of this build. After an intended change, commit that file as
 //! `bits/sm_90.txt`.
@@ -37,7 +37,7 @@ fn cases() -> Vec<(String, Case)> {
     cases
 }
 
-/// Numbers in (-2, 2) that are equal on every machine: multiples of 2^-5, exact in bf16 and f16.
+/// Fills the inputs with numbers in (-2, 2] that are equal on every machine: multiples of 2^-5, exact in bf16 and f16.
 fn fill(case: &mut Case) {
     let mut state = 1u64;
     for values in &mut case.data {
@@ -59,8 +59,8 @@ fn hashes(results: &Results) -> String {
     results.iter().map(of).collect::<Vec<_>>().join(" ")
 }
 
-/// Lines for each case, scheme and type: one for dense attention, and one for selected blocks if there are as many
-/// queries as keys. Above 128 channels only two schemes have kernels.
+/// Lines of hashes for each case, scheme and element type: one for dense attention, and one for selected blocks if
+/// there are as many queries as keys. Above 128 channels only two schemes have kernels.
 fn lines() -> Result<String> {
     let (device, mut lines) = (gpu(), String::new());
     for (name, mut case) in cases() {
@@ -88,7 +88,7 @@ fn lines() -> Result<String> {
     Ok(lines)
 }
 
-/// On other GPUs, whose bits are not recorded, two runs must be bit-identical.
+/// On Hopper, results must have the recorded bits. On other GPUs, two runs must be bit-identical.
 #[test]
 #[ignore = "needs a GPU"]
 fn results_have_the_bits_they_had() -> Result<()> {

@@ -20,7 +20,7 @@ fn special(format: Fp8Format) -> Vec<f32> {
     all
 }
 
-/// The limit for sums that are promoted to f32: see `products_are_those_of_the_cpu`.
+/// The largest allowed relative error of products with `Fp8Sums::F32`: see `products_are_those_of_the_cpu`.
 const PROMOTED: f64 = 1.0 / 2048.0;
 
 fn codes(matrix: &Fp8Matrix) -> Result<Vec<Vec<u8>>> {
@@ -37,7 +37,6 @@ fn same_codes(x: &Tensor, format: Fp8Format, copies: Fp8Copies) -> Result<()> {
     Ok(())
 }
 
-/// The FP8 values of matrices that are quantized in parts, and of their transposes.
 #[test]
 #[ignore = "needs a GPU"]
 fn parts_have_the_codes_of_the_cpu() -> Result<()> {
@@ -66,7 +65,6 @@ fn codes_are_those_of_the_cpu() -> Result<()> {
                 for copies in [Fp8Copies::Rows, Fp8Copies::Columns, Fp8Copies::Both] {
                     same_codes(&x, format, copies)?;
                 }
-                // A view that is not contiguous is copied first.
                 same_codes(&x.t()?, format, Fp8Copies::Both)?;
             }
         }
@@ -83,10 +81,11 @@ fn codes_are_those_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// Matmuls of the same FP8 values. Tensor cores accumulate with about 14 bits. Sums in f32 are promoted to f32 every
-/// 128 terms, which are four steps of 32 terms. Each step errs by up to 2^-14 of the partial sum, 2^-12 in total, and
-/// the limit is twice that. Fast sums are never promoted: the errors of all steps add up as if independent. One
-/// rounding to the result's type is added.
+/// Matmuls of the same FP8 values on GPU and CPU. Tensor cores accumulate with about 14 bits. `Fp8Sums::F32` adds their
+/// partial sum to an f32 sum every 128 terms, which are four steps of 32 terms. Each step errs by up to 2^-14 of the
+/// partial sum, so four steps by 2^-12. The limit is twice that. For `Fp8Sums::Fast` it is multiplied by
+/// sqrt(k / 128), as if the errors of every 128 terms were independent. The limit also allows one rounding to the
+/// result's type.
 #[test]
 #[ignore = "needs a GPU"]
 fn products_are_those_of_the_cpu() -> Result<()> {
@@ -125,9 +124,9 @@ fn products_are_those_of_the_cpu() -> Result<()> {
                 let twice = a_gpu.product(&b_gpu, DType::F32, sums)?;
                 assert_eq!(again.to_vec2::<f32>()?, twice.to_vec2::<f32>()?, "the same bits");
             }
-            // The transposes, by which the backward of a linear map multiplies. On the diagonal all terms are positive,
-            // so the rounding errors of the 128 terms between promotions do not cancel. Each is up to 2^-14 of the
-            // partial sum, so their sum is up to 2^-7, and half of that if the errors are uniform.
+            // The transposes, by which the backward of a linear map multiplies. All terms on the diagonal of B^T B are
+            // positive, so rounding errors do not cancel. Each of a partial sum's 128 terms errs by up to 2^-14 of the
+            // sum, and by half of that on average: by 2^-8 in total.
             if b_format == E4M3 {
                 let expected = b8.t().product(&b8.t(), DType::F32, Fp8Sums::F32)?.flatten_all()?.to_vec1()?;
                 let got = b_gpu.t().product(&b_gpu.t(), DType::F32, Fp8Sums::F32)?;
@@ -150,7 +149,7 @@ fn scales_are_those_of_the_cpu() -> Result<()> {
     let (mut normals, mut seen) = (Normals::new(13), 0);
     for step in 0..6 {
         for index in 0..formats.len() {
-            // Matrices that grow and shrink by large factors, a zero matrix, and a matrix with an infinity.
+            // From step to step, values change by large factors. Some matrices are zero, some have an infinity.
             let size = [1.0, 300.0, 0.0, 7e4, 1e-3, 1.0][(step + index) % 6];
             let mut x = normals.vec(48 * 80, size);
             if step == 4 {
@@ -187,9 +186,9 @@ fn scales_are_those_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// A cross-entropy in FP8. Logits in f32 differ by the errors of sums, up to 2^-11, and logits in 16 bit by rounding.
-/// An error of e moves a fraction 4 * e of the E5M2 values across a midpoint, and each moved value changes by a fifth.
-/// The relative error is sqrt(4 * e) / 5, which is .01 in f32 and .025 in bf16.
+/// A cross-entropy in FP8. The GPU's logits differ from the CPU's: in f32 by errors of sums (up to 2^-11), in 16 bit by
+/// rounding. If logits differ by e, a fraction 4 * e of their gradients rounds to another E5M2 value, a fifth larger or
+/// smaller. The relative error of the gradients is sqrt(4 * e) / 5, which is .01 in f32 and .025 in bf16.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_cross_entropy_is_that_of_the_cpu() -> Result<()> {
@@ -229,7 +228,7 @@ fn check(name: &str, dtype: DType, got: &Fp8Matrix, plain: &Fp8Matrix) -> Result
     assert_eq!(got.scale().to_vec1::<f32>()?, plain.scale().to_vec1::<f32>()?);
     for (got, plain) in codes(got)?.iter().zip(&codes(plain)?) {
         let other = got.iter().zip(plain).filter(|(a, b)| a != b).count() as f64 / got.len() as f64;
-        // Rounding to bf16 moves one value in 2^5 across a midpoint of E4M3, rounding to f16 one in 2^8.
+        // Rounding to bf16 changes one E4M3 value in 2^5; rounding to f16 changes one in 2^8.
         let limit = match dtype {
             DType::F32 => 1e-4,
             DType::BF16 => 0.05,
@@ -242,9 +241,9 @@ fn check(name: &str, dtype: DType, got: &Fp8Matrix, plain: &Fp8Matrix) -> Result
     Ok(())
 }
 
-/// Fused kernels write the quantized f32 output of the plain operator. Their arithmetic is the same, but compilers may
-/// contract it differently, so that one value in ten thousand may cross a midpoint. In 16 bit the plain operator rounds
-/// its output before quantization, which moves more values: see `check`.
+/// A fused kernel computes the plain operator's output in f32, and quantizes it. The compiler may fuse multiplications
+/// and additions differently in the two, so one code in ten thousand may differ. In 16 bit more codes differ, because
+/// the plain operator rounds its output before quantization: see `check`.
 #[test]
 #[ignore = "needs a GPU"]
 fn fused_operators_are_the_plain_ones_quantized() -> Result<()> {
@@ -302,7 +301,7 @@ fn fused_operators_are_the_plain_ones_quantized() -> Result<()> {
     Ok(())
 }
 
-/// The gradients of query and key, whose kernels write to adjacent columns of one matrix.
+/// The FP8 gradients of query, key and value are adjacent columns of one matrix.
 #[test]
 #[ignore = "needs a GPU"]
 fn gradients_of_query_and_key_are_the_plain_ones_quantized() -> Result<()> {

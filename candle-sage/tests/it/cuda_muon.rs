@@ -5,15 +5,14 @@ use candle_sage::ops::{Muon, MuonMatrix, Orthogonalization, sum_of_squares};
 
 use crate::support::{Normals, f64s, gpu, relative_l2};
 
-/// Directions are bf16 on a GPU. The composed polynomials oscillate between .88 and 1.12 several times, so that a
-/// rounding of a singular value by 2^-9 moves the result anywhere within this band. For many singular values the error
-/// is the root mean square of the band, 8 %; for a single value it is up to a quarter. The momentum differs only by
-/// f32 roundings.
+/// On a GPU, matrices are orthogonalized in bf16. Rounding a singular value by 2^-9 may change the orthogonalized
+/// value, which is about 1, by up to a quarter. For a matrix with many singular values, the relative L2 error is below
+/// 8 %. The momentum differs only by f32 roundings.
 #[test]
 #[ignore = "needs a GPU"]
 fn muon_is_that_of_the_cpu() -> Result<()> {
     let shapes = [(64, 192), (192, 64), (64, 64), (64, 64), (64, 64), (8, 1), (1, 8), (256, 1024)];
-    // Some matrices are adjacent: pairs of equal and of different shapes.
+    // Number of elements between a matrix and the next: 0 between some matrices of equal and of different shapes.
     let gaps = [16, 0, 0, 0, 16, 0, 16, 16];
     let matrices: Vec<MuonMatrix> = shapes
         .into_iter()
@@ -75,8 +74,8 @@ fn muon_is_that_of_the_cpu() -> Result<()> {
         muon.step(&on_gpu, &bad, &sum_of_squares(&bad)?, &matrices, None, None)?;
         assert_eq!(on_gpu.to_vec2::<f32>()?, before);
     }
-    // Tiny and huge gradients are orthogonalized like gradients of usual size. If a matrix's sum of squares
-    // overflows or is zero, its weights do not change.
+    // Tiny and huge gradients are orthogonalized like gradients of usual size. If a gradient's sum of squares
+    // overflows or is zero, the weights do not change.
     let matrix = [MuonMatrix { at: 0, rows: 64, columns: 64 }];
     let gradient = Tensor::from_vec(Normals::new(41).vec(4096, 1.0), 4096, &gpu())?;
     let step = |norm: f64| -> Result<Vec<f64>> {
@@ -93,8 +92,8 @@ fn muon_is_that_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// Rows in bf16 on a GPU, compared with the same values in f32 on the CPU. The results are rounded to bf16; the mean
-/// squares are f32.
+/// Row normalization of bf16 directions on a GPU, compared with f32 on the CPU. The limits allow for the rounding of
+/// directions to bf16. The running mean squares are f32 on both devices.
 #[test]
 #[ignore = "needs a GPU"]
 fn rows_are_normalized_as_on_the_cpu() -> Result<()> {

@@ -26,8 +26,8 @@ fn values(t: &Tensor) -> Result<Vec<f64>> {
     Ok(f64s(&t.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?))
 }
 
-/// The output, and the gradients of the inputs for an output gradient from `Normals`; all numbers are rounded to type
-/// `exact` first.
+/// The output, and the gradients of the inputs for an output gradient from `Normals`. The inputs and the output
+/// gradient are rounded to type `exact` first.
 fn run(
     device: &Device,
     dtype: DType,
@@ -56,7 +56,7 @@ fn run(
 }
 
 /// Compares the GPU in each type with the CPU in f32 on the same numbers. Two runs on the GPU must be bit-identical.
-/// GPU and CPU may differ by `roundings` of the type: one, unless the op contains a matmul of candle's.
+/// GPU and CPU may differ by `roundings` times [`rounding`]. `roundings` is 1, unless the op calls candle's matmul.
 fn check(name: &str, inputs: &[(Vec<f32>, Vec<usize>)], roundings: f64, op: Op<'_>) -> Result<()> {
     for dtype in DTYPES {
         let got = run(&gpu(), dtype, dtype, inputs, op)?;
@@ -78,9 +78,9 @@ fn draw(normals: &mut Normals, dims: &[usize]) -> (Vec<f32>, Vec<usize>) {
     (normals.vec(dims.iter().product(), 1.0), dims.to_vec())
 }
 
-/// Rows for a lane, a warp and a thread block; rows that exceed the registers of a thread block (8192 elements in f32,
-/// 16384 in 16 bit, 2048 without vector loads; half of these numbers in layer_norm's backward); more rows than the
-/// backward's largest grid, 528 thread blocks, processes at once.
+/// (rows, width): rows that one thread, one warp or one thread block processes; rows that exceed the registers of a
+/// thread block (8192 elements in f32, 16384 in 16 bit, 2048 without vector loads; half of these numbers in
+/// layer_norm's backward); more rows than the backward's largest grid, 528 thread blocks, processes at once.
 const NORM_SIZES: [(usize, usize); 12] = [
     (5, 1),
     (3, 7),
@@ -179,7 +179,7 @@ fn rms_norm_of_huge_elements_does_not_overflow() -> Result<()> {
     Ok(())
 }
 
-/// Shapes for the rotations: heads that need one lane, a number of lanes that is not a power of two, a warp, and more.
+/// (batch, sequence, heads, head_dim). The head_dims need different numbers of lanes: from one to more than a warp.
 const HEADS: [(usize, usize, usize, usize); 9] = [
     (1, 1, 1, 2),
     (2, 5, 3, 6),
@@ -272,8 +272,8 @@ fn swiglu() -> Result<()> {
 #[ignore = "needs a GPU"]
 fn embedding() -> Result<()> {
     let mut normals = Normals::new(6);
-    // Ids that are all equal, all rare, or partly frequent: runs of equal ids within a chunk of 32, over many chunks,
-    // and over tiles of 2048.
+    // Ids that are all equal, all rare, or partly frequent. After sorting, a run of equal ids lies in a chunk of
+    // 32 ids, or spans many chunks, or spans several tiles of 2048 ids.
     let one = |_: usize, _: usize| 0;
     let spread = |n: usize, rows: usize| n * 7919 % rows;
     let skewed = |n: usize, rows: usize| if n.is_multiple_of(3) { rows / 2 } else { n * n % rows };
@@ -349,8 +349,9 @@ fn cross_entropy() -> Result<()> {
     Ok(())
 }
 
-/// Logits are rounded to the type before the softmax, whose error is then `|logit|` roundings, here up to three. Then
-/// the gradients of the logits, the result of their matmul, and the scaled result are rounded.
+/// Limit of the relative error, in multiples of [`rounding`]. Rounding a logit to the type changes its exponential by
+/// up to `|logit|` multiples, here up to three. One multiple each is for rounding the logits' gradient, the result of
+/// the matmul with this gradient, and the scaled result.
 const LINEAR_ROUNDINGS: f64 = 6.0;
 
 #[test]
@@ -412,7 +413,7 @@ fn linear_cross_entropy_leaves_a_frozen_side_alone() -> Result<()> {
     Ok(())
 }
 
-/// Error messages are the same on both devices.
+/// Error messages are the same on the GPU and on the CPU.
 #[test]
 #[ignore = "needs a GPU"]
 fn messages() -> Result<()> {

@@ -71,7 +71,7 @@ fn selected_blocks_of_every_scheme() -> Result<()> {
     Ok(())
 }
 
-/// Lists of every length, from empty to all blocks. All lists except the empty ones contain block 0.
+/// Query blocks that select no key block, one key block, every fourth or all.
 #[test]
 #[ignore = "needs a GPU"]
 fn lists_of_uneven_lengths() -> Result<()> {
@@ -94,8 +94,8 @@ fn lists_of_uneven_lengths() -> Result<()> {
     Ok(())
 }
 
-/// Key blocks that many query blocks select: the backward splits the lists of these query blocks among thread blocks,
-/// unless gradients must be reproducible.
+/// Many query blocks select the same key block. The backward divides these query blocks among several thread blocks,
+/// unless `deterministic` is set.
 #[test]
 #[ignore = "needs a GPU"]
 fn long_inverse_lists_are_split() -> Result<()> {
@@ -109,7 +109,7 @@ fn long_inverse_lists_are_split() -> Result<()> {
     for (seed, mut case) in cases.into_iter().enumerate() {
         case.draw(1.0, seed as u64);
         case.round_to(DType::BF16)?;
-        // Two of every three query blocks select block 0, and all of them select block 5 and the last block.
+        // Two of every three query blocks select block 0. All query blocks select block 5 and their last candidate.
         let selection = Selection::from_lists(&case.shape(), BLOCKS, &Device::Cpu, |at| {
             let wanted =
                 |block: usize| block + 1 == at.candidates || block == 5 || (block == 0 && at.block % 3 > 0);
@@ -128,10 +128,10 @@ fn long_inverse_lists_are_split() -> Result<()> {
                 let got = case.run_on(&device, &attention, DType::BF16)?;
                 let what = format!("{scheme}, {:?}", case.shape());
                 check_against(&what, scheme, DType::BF16, &got, [&exact, &cpu], case.lens.1);
-                // f32 sums are rounded in another order: a few elements of dK or dV near a midpoint of bf16 round to
-                // its other side, 2^-8 apart. SageBwd's sm_80 backward, which runs for smoothed Q, sums dK with a large
-                // offset. It subtracts the offset every few tiles, and at the end of a part of a list. The roundings
-                // of these large sums are as large as one rounding to 16 bit.
+                // f32 sums are in another order than with `deterministic`, so a few elements of dK or dV round to a
+                // neighboring bf16 value. SageBwd's sm_80 backward, which runs for smoothed Q, adds a large offset to
+                // dK's sums. It subtracts the offset every few tiles, and after a thread block's last tile. The
+                // rounding errors of these large sums are as large as the error of one rounding to 16 bit.
                 for ((part, whole), name) in got.iter().zip(&whole).skip(2).zip(["dK", "dV"]) {
                     let error = relative_l2(part, whole);
                     assert!(error < 2f64.powi(-9), "{name} of {what}: {error:.2e}");
@@ -163,7 +163,8 @@ fn gradients_over_lists_repeat_to_the_bit_when_asked_to() -> Result<()> {
     Ok(())
 }
 
-/// Compares the output and the gradients with f64, once with autograd and once without it. Returns the case.
+/// Compares outputs and gradients on the GPU with f64: those of `Sla2::apply` with autograd, and those of `Sla2::vjp`.
+/// Returns the case.
 fn check_sla2(mut problem: Problem, (dtype, limit): (DType, f64)) -> Result<Case> {
     problem.case.round_to(dtype)?;
     let (ways, exact) = (problem.run_on(&gpu(), dtype)?, problem.exact());
@@ -184,9 +185,9 @@ fn random_problem(mut case: Case, seed: u64, tail: Tail, alpha: Alpha) -> Result
     Ok(Problem { case, selection, theta, tail, alpha })
 }
 
-/// Features, states and matmuls are in 16 bit: each rounds by at most 2^-9 (bf16) or 2^-12 (f16). A gradient contains
-/// five such roundings, or seven if a state is combined from chunks. They are independent, so seven add up to sqrt(7)
-/// roundings. The limit is higher for dtheta, which has the errors of both outputs: exact and linear attention.
+/// Limits of the relative L2 error: five times the typical error of one rounding, 2^-9 in bf16 and 2^-12 in f16. Up to
+/// seven independent roundings affect a gradient; together, they err sqrt(7) times as much as one. Twice this error
+/// (about five) is allowed because dtheta depends on two outputs: attention's and the tail's.
 fn limits() -> [(DType, f64); 2] {
     [(DType::BF16, 5.0 * 2f64.powi(-9)), (DType::F16, 5.0 * 2f64.powi(-12))]
 }
@@ -194,8 +195,8 @@ fn limits() -> [(DType, f64); 2] {
 #[test]
 #[ignore = "needs a GPU"]
 fn sla2_follows_f64() -> Result<()> {
-    // Enough heads that a chunk of the tail has several blocks. The f64 results of this case take half a minute on one
-    // core, so it runs only once.
+    // Has so many heads that each chunk (`chunks` in `cuda/past_linear.rs`) contains several blocks of tokens. Its f64
+    // results take half a minute on one core, so only one type and one `Alpha` are tested.
     let many = Case::new(8, (800, 800), (8, 8), 128, true);
     for (seed, mut case) in cases().into_iter().chain([many]).enumerate() {
         if !case.causal {
@@ -213,7 +214,7 @@ fn sla2_follows_f64() -> Result<()> {
     Ok(())
 }
 
-/// Tails that candle's operators compute in f32, with fewer roundings.
+/// Tails without a kernel: candle's operators compute them in f32.
 #[test]
 #[ignore = "needs a GPU"]
 fn sla2_with_other_tails_follows_f64() -> Result<()> {
@@ -239,8 +240,8 @@ fn inputs(case: &Case, device: &Device) -> Result<[Tensor; 3]> {
     Ok([tensor(0, true)?, tensor(1, false)?, tensor(2, false)?])
 }
 
-/// The lists are the same as on the CPU, the loss is equal up to f32 sums in another order, and the mass up to the
-/// rounding of bf16 operands.
+/// The router selects the same blocks as on the CPU. Its loss is equal up to f32 sums in another order, and
+/// `mass_caught` up to the rounding of bf16 operands.
 #[test]
 #[ignore = "needs a GPU"]
 fn the_router_is_that_of_the_cpu() -> Result<()> {
@@ -298,7 +299,7 @@ fn scores_that_are_equal_or_no_numbers() -> Result<()> {
     let key = Tensor::cat(&parts, 1)?;
     let selection = sla2.select(&router, &zeros, &key)?;
     assert_eq!(selection.list(0, 0, 9)?, [0, 1, 5, 9]);
-    // The nearest blocks take precedence over the NaN.
+    // The nearest blocks take precedence over key block 5, whose score is NaN.
     for (nearest, list) in [(1, [0, 5, 8, 9]), (2, [5, 7, 8, 9]), (3, [6, 7, 8, 9])] {
         let selection = sla2.clone().nearest(nearest).select(&router, &zeros, &key)?;
         assert_eq!(selection.list(0, 0, 9)?, list);
@@ -322,10 +323,10 @@ fn what_does_not_run_on_a_gpu_is_an_error() -> Result<()> {
     Ok(())
 }
 
-/// Decoding with a cache compared with the whole sequence, both on a GPU in f16. The kernels and candle's operators
-/// round P and the states of the tail differently, and may order two blocks with nearly equal scores differently. Then
-/// the rows of a block of queries differ, so the test allows a tenth of the rows to differ by more than a few roundings
-/// of f16. (Values are about 1, and a rounding changes a value by up to 5e-4.)
+/// Decoding with a cache (candle's operators) compared with the whole sequence (kernels), both on a GPU in f16.
+/// Operators and kernels round P and the tail's states differently, and may select different blocks if scores are
+/// nearly equal. So the test allows a tenth of the rows to differ by more than a few roundings of f16. (Values are
+/// about 1, and a rounding changes a value by up to 5e-4.)
 #[test]
 #[ignore = "needs a GPU"]
 fn a_cache_gives_the_rows_of_the_whole_sequence() -> Result<()> {

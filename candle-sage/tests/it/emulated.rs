@@ -3,9 +3,9 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// The bodies of kernels that no program runs, by file.
+/// The bodies of kernels that no program of `kernels/host` runs, by file.
 const NOT_EMULATED: [(&str, &str); 20] = [
-    // Loops over rows, elements or ids. Tests on a GPU compare their results with the CPU's.
+    // These kernels loop over rows, elements or ids. Tests on a GPU compare the kernels' results with the CPU's.
     ("adamw.cu", "squares sum_partials update"),
     ("attn_bwd.cu", "finish"),
     ("blend.cu", "blend_forward"),
@@ -41,7 +41,8 @@ fn sources(folder: &Path, all: &mut Vec<(PathBuf, String)>) {
     }
 }
 
-/// The functions whose only argument is a kernel's parameters, and the kernels that do more than call such a function.
+/// The names of the functions whose only argument has a type of `params`, and of the kernels. A kernel that only calls
+/// such a function is left out.
 fn bodies(text: &str) -> Vec<&str> {
     let lines = text.lines().zip(text.lines().skip(1).chain([""]));
     let names = lines.filter_map(|(line, following)| {
@@ -56,7 +57,7 @@ fn bodies(text: &str) -> Vec<&str> {
     names.collect()
 }
 
-/// Whether a program calls a function with one variable: `name(p);`, `name<..>(p);`.
+/// Whether `program` calls `name` with a variable as the only argument: `name(p);` or `name<..>(p);`.
 fn runs(program: &str, name: &str) -> bool {
     program.match_indices(name).any(|(at, _)| {
         let after = &program[at + name.len()..];
@@ -82,7 +83,7 @@ fn every_kernel_is_emulated_or_listed() {
         let file = path.file_name().and_then(|name| name.to_str()).expect("UTF-8");
         let include = format!("\"../{file}\"");
         for name in bodies(text) {
-            // Functions in different `.cu` files may have the same name, so a program must also include the file.
+            // `.cu` files may have functions of the same name, so only programs that include this `.cu` file count.
             let mut own =
                 programs.iter().filter(|program| file.ends_with(".cuh") || program.contains(&include));
             found += 1;

@@ -9,8 +9,8 @@ use candle_sage::ops::{self, CrossEntropy, Fp8Copies, Fp8Linear, Fp8Matrix, Fp8S
 
 use crate::support::{Normals, f64s, relative_l2};
 
-/// The root mean square of a rounding error, relative to the value: the error is uniform within half a spacing, and the
-/// spacing for m bits of mantissa is 2^-m times the power of two below the value.
+/// The root mean square of a rounding error, divided by the largest power of two that is not above the value. With m
+/// bits of mantissa the spacing is 2^-m times this power. The error is uniform within half a spacing.
 pub(crate) fn rounding(format: Fp8Format) -> f64 {
     let spacing = if format == E4M3 { 2f64.powi(-3) } else { 2f64.powi(-2) };
     spacing / 12f64.sqrt()
@@ -29,7 +29,8 @@ fn draw(normals: &mut Normals, dims: (usize, usize), device: &Device) -> Result<
     Tensor::from_vec(normals.vec(dims.0 * dims.1, 1.0), dims, device)
 }
 
-/// A linear map's output and gradients have at most the error of two roundings, and more than half of it.
+/// The errors of a linear map's output and gradients are at most the error that rounding both operands causes, and more
+/// than half of that error.
 #[test]
 fn a_linear_map_has_the_error_of_its_roundings() -> Result<()> {
     let device = Device::Cpu;
@@ -68,7 +69,7 @@ fn a_product_is_that_of_its_codes() -> Result<()> {
     let limit = 304f64.sqrt() * 2f64.powi(-24);
     let product = a.product(&b, DType::F32, Fp8Sums::F32)?;
     assert!(relative_l2(&values(&product)?, &exact) <= limit);
-    // The transposed copies have the same elements as the rows.
+    // The transposed copy of `a` has the same elements as the row copy.
     assert_eq!(values(&a.t().dequantize()?.t()?)?, values(&a.dequantize()?)?);
     assert_eq!(values(&a.clone().without_rows().dequantize()?)?, values(&a.dequantize()?)?);
     let sum = Tensor::ones((32, 48), DType::F32, &Device::Cpu)?;
@@ -80,7 +81,7 @@ fn a_product_is_that_of_its_codes() -> Result<()> {
     Ok(())
 }
 
-/// Loss and gradients of the hidden states and of the weight.
+/// The loss, and the gradients of the hidden states and of the weight.
 pub(crate) fn cross_entropy_fp8(
     [hidden, weight]: [&Tensor; 2],
     gradient: Fp8Format,
@@ -135,7 +136,7 @@ fn a_cross_entropy_has_the_error_of_its_roundings() -> Result<()> {
     Ok(())
 }
 
-/// The module reads the weights of a linear layer, and computes what the op does.
+/// The module `nn::Fp8Linear` equals the op `fp8_linear`, for tensors of any rank.
 #[test]
 fn the_module_maps_the_last_dimension() -> Result<()> {
     let mut normals = Normals::new(3);
@@ -149,8 +150,8 @@ fn the_module_maps_the_last_dimension() -> Result<()> {
     Ok(())
 }
 
-/// Quantizes two matrices that are stored in one vector, in three parts, as if each of three processes owned a third of
-/// the vector.
+/// Quantizes two matrices that are stored in one vector. Each third of the vector is quantized separately, as by a
+/// process that owns only this third.
 pub(crate) fn quantize_in_parts(
     x: &Tensor,
     dims: [(usize, usize); 2],
@@ -183,7 +184,7 @@ pub(crate) fn quantize_in_parts(
     matrices.iter().enumerate().map(matrix).collect()
 }
 
-/// Parts of matrices have the FP8 values and scales of the whole matrices, bit for bit.
+/// Matrices quantized in parts have the same FP8 values and scales as matrices quantized whole, bit for bit.
 #[test]
 fn parts_have_the_codes_of_the_whole() -> Result<()> {
     let dims = [(32, 112), (16, 160)];
@@ -277,8 +278,8 @@ fn a_nan_is_not_hidden() -> Result<()> {
     Ok(())
 }
 
-/// Delayed scaling: the scale follows from the running maximum with a margin of 4, larger values saturate and are
-/// counted, and a restored state continues with the same scales.
+/// Delayed scaling: the scale leaves room for 4 times the running maximum. Values that are too large for the scale
+/// saturate and are counted. A restored state continues with the same scales.
 #[test]
 fn scales_follow_the_largest_values() -> Result<()> {
     let scales = Fp8Scales::new(&[E4M3, E5M2], &Device::Cpu)?;
@@ -298,7 +299,7 @@ fn scales_follow_the_largest_values() -> Result<()> {
     assert_eq!(scales.largest()?.to_vec1::<f32>()?, [15.0, 3000.0]);
     scales.rescale()?;
     assert_eq!(scales.state()?, [[0.25, 15.0], [0.25, 3000.0]]);
-    // `set_largest` receives larger values of other processes. Non-finite values change nothing.
+    // With `set_largest` a process stores the maxima over all processes. Non-finite values change nothing.
     of(&scales, 0, f32::NAN)?;
     scales.set_largest(&Tensor::new(&[100f32, f32::INFINITY], &Device::Cpu)?)?;
     scales.rescale()?;

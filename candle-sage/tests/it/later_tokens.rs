@@ -5,9 +5,9 @@ use candle_sage::{AttnQat, Int8Products, KeyMean, SageBwd, Scheme, Smoothing, Va
 
 use crate::support::Case;
 
-/// The largest change of an output before position 128, and of an output at 192 to 199, in units of the RMS of all
-/// outputs, when the keys (or the values) from position 200 on are multiplied by 50. The tile of 64 tokens and the
-/// group of 16 tokens that begin at 192 contain changed tokens.
+/// Multiplies the keys (`tensor` 1) or values (`tensor` 2) at positions 200 to 255 by 50. Returns the largest change of
+/// an output at positions 0 to 127, and at positions 192 to 199, both divided by the RMS of all outputs. Position 192
+/// begins a tile of 64 tokens and a group of 16 tokens. Both contain changed tokens.
 fn changes(scheme: Scheme, tensor: usize) -> Result<[f64; 2]> {
     let (d, len, from) = (64, 256, 200);
     let mut case = Case::new(1, (len, len), (1, 1), d, true);
@@ -22,7 +22,7 @@ fn changes(scheme: Scheme, tensor: usize) -> Result<[f64; 2]> {
     Ok([most(0..128), most(192..200)])
 }
 
-/// The table of docs/support.md. Each change is measured with one input and one seed. Other processors round sums
+/// Compares [`changes`] with the table under "What later tokens change" in docs/support.md. Other processors round sums
 /// differently, which changes a few quantized values, so a fifth more or less is allowed. A zero must be exact.
 #[test]
 fn later_tokens_change_earlier_outputs_as_the_docs_say() -> Result<()> {

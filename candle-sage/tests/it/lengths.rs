@@ -1,5 +1,5 @@
-//! Limits the length of files and functions in both crates, the kernels, the examples and the scripts. (Functions of
-//! Rust: clippy's `too_many_lines`, with the number in `clippy.toml`.)
+//! Limits the lengths of source files, and of functions in CUDA C++ and Python. Clippy limits the lengths of Rust
+//! functions (`clippy.toml`).
 
 use std::path::{Path, PathBuf};
 
@@ -43,8 +43,8 @@ fn indentation(line: &str) -> usize {
     line.len() - line.trim_start().len()
 }
 
-/// The first lines and the lengths of the functions of a formatted source: a function's last line has the indentation
-/// of its first.
+/// The first line and the length of each function in a formatted source. The lines after the first are blank or have
+/// more indentation, except the closing brace in CUDA C++.
 fn functions(text: &str, is_python: bool) -> Vec<(String, usize)> {
     let lines: Vec<&str> = text.lines().collect();
     let begins = |line: &str| {

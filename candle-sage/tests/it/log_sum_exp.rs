@@ -5,11 +5,11 @@ use candle_sage::{Attention, AttnQat, Packing, SageBwd, Scheme, Smoothing};
 
 use crate::support::{Normals, f64s, relative_l2};
 
-/// A call: tokens, heads of queries and of keys, head_dim, causal, packed documents.
 #[derive(Debug, Clone)]
 struct Case {
     batch: usize,
     tokens: usize,
+    /// Numbers of query heads and key heads.
     heads: [usize; 2],
     head_dim: usize,
     causal: bool,
@@ -60,8 +60,8 @@ fn flat(x: &Tensor) -> Result<Vec<f64>> {
     x.to_dtype(DType::F64)?.to_device(&Device::Cpu)?.flatten_all()?.to_vec1()
 }
 
-/// Checks the largest error of the log-sum-exps, and the errors of the gradients of `sum(out o a) + sum(lse o b)`
-/// relative to their norm.
+/// Checks the largest error of the log-sum-exps. For random tensors a and b, also checks the errors of the gradients of
+/// `sum(out * a) + sum(lse * b)`, relative to the norms of the gradients.
 fn check(case: &Case, scheme: Scheme, (device, dtype): (&Device, DType), limits: [f64; 2]) -> Result<()> {
     let mut normals = Normals::new(61);
     let mut draw = |dims: &[usize], dtype| {
@@ -69,7 +69,7 @@ fn check(case: &Case, scheme: Scheme, (device, dtype): (&Device, DType), limits:
     };
     let dims = |heads| [case.batch, case.tokens, heads, case.head_dim];
     let [queries, keys] = case.heads;
-    // Inputs are rounded to the element type once, for both computations.
+    // `apply_with_lse` and `exact` get the same inputs, rounded to the element type.
     let inputs = [draw(&dims(queries), dtype)?, draw(&dims(keys), dtype)?, draw(&dims(keys), dtype)?];
     let of_out = draw(&dims(queries), dtype)?;
     let of_lse = draw(&[case.batch, queries, case.tokens], DType::F32)?;
@@ -99,7 +99,7 @@ fn check(case: &Case, scheme: Scheme, (device, dtype): (&Device, DType), limits:
         let error = relative_l2(&of(&gradients, var)?, &of(&exact, wide)?);
         assert!(error < limits[1], "{name}: gradient {n} is off by {error:e}");
     }
-    // Without autograd, output and log-sum-exps are bit-identical. With a zero gradient of the log-sum-exps,
+    // Output and log-sum-exps are bit-identical with and without autograd. With a zero gradient of the log-sum-exps,
     // `apply_with_lse` equals `apply`.
     let (again, vjp) = case.attention(scheme).deterministic(true).vjp(&q, &k, &v)?;
     assert_eq!((flat(&again)?, flat(&vjp.lse()?)?), (flat(&out)?, flat(&lse)?), "{name}");
@@ -107,7 +107,7 @@ fn check(case: &Case, scheme: Scheme, (device, dtype): (&Device, DType), limits:
     let both = vjp.apply_with_lse(&of_out, &of_lse)?;
     for (got, var) in both.iter().zip([&q, &k, &v]) {
         let error = relative_l2(&flat(got)?, &flat(gradients.get(var).expect("a gradient"))?);
-        // On a GPU the order of sums differs, and results are rounded to the element type.
+        // On a GPU, `vjp` and autograd sum in different orders and round to the element type.
         assert!(error < if device.is_cpu() { 1e-7 } else { 1e-2 }, "{name}: {error:e}");
     }
     let plain = [vjp.apply(&of_out)?, vjp.apply_with_lse(&of_out, &of_lse.zeros_like()?)?];
@@ -126,8 +126,8 @@ fn cases(head_dim: usize) -> [Case; 4] {
     ]
 }
 
-/// Unquantized attention in f32 is within 1e-5. In INT8 and FP4 the scores have the same errors as in calls without
-/// log-sum-exps: about 1 % in INT8, more in FP4.
+/// Unquantized results in f32 have errors below 1e-5. Quantizing Q and K to INT8 changes the logits by about 1 %, FP4
+/// changes them more.
 #[test]
 fn log_sum_exps_and_their_gradients() -> Result<()> {
     let cpu = (&Device::Cpu, DType::F32);

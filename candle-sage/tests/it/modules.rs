@@ -131,7 +131,7 @@ fn a_prompt_uses_the_layers_scheme_and_later_tokens_are_unquantized() -> Result<
     let (of_prompt, by_default) = last(&layer)?;
     assert_eq!(apart(&of_prompt, &layer.forward(&prompt, &rotary)?)?, 0.0);
     assert!(apart(&by_default, &exact)? < 2e-6);
-    // The call uses INT8 as requested: the error is larger than that of f32, and at most that of INT8.
+    // With `decoding(int8)` the last token uses INT8: its error is larger than errors of f32.
     let error = apart(&last(&layer.decoding(int8))?.1, &exact)?;
     assert!((1e-5..0.1).contains(&error), "{error}");
     Ok(())
@@ -168,7 +168,7 @@ fn llama_3_stretches_slow_angles() -> Result<()> {
     let stretched = rope_tables_llama3(2, head_dim, base, scaling, &Device::Cpu)?;
     for i in 0..head_dim / 2 {
         let (before, after) = (angle(plain.clone(), i)?, angle(stretched.clone(), i)?);
-        // The model's authors describe the scaling in wavelengths.
+        // Llama 3's authors describe the scaling in wavelengths.
         let wavelength = std::f64::consts::TAU / before;
         let expected = if wavelength < 8192.0 / 4.0 {
             before
@@ -186,7 +186,7 @@ fn llama_3_stretches_slow_angles() -> Result<()> {
 }
 
 /// Without a rotary embedding the order of earlier tokens does not affect the last token; with a rotary embedding it
-/// does. A cache gives the same outputs.
+/// does. `forward_cached` without a rotary embedding gives the same output as `forward`.
 #[test]
 fn positions_may_come_from_elsewhere() -> Result<()> {
     let device = Device::Cpu;
@@ -209,7 +209,7 @@ fn positions_may_come_from_elsewhere() -> Result<()> {
     Ok(())
 }
 
-/// Sequences of a batch at different positions are rotated, and have gradients, as if each were alone.
+/// If the sequences of a batch start at different positions, each has the rotation and the gradients that it has alone.
 pub(crate) fn check_positions_by_batch(device: &Device) -> Result<()> {
     let rotary = Rotary::new(24, 16, 10000.0, RopeStyle::Halves, device)?;
     let norm = RmsNorm::new(Tensor::randn(1f32, 0.1, 16, device)?, 1e-6);

@@ -31,7 +31,7 @@ fn sequence_first(batch: usize, queries: usize, keys: usize) -> Result<[Tensor; 
     Ok([q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?])
 }
 
-/// Causal attention as in candle-transformers: repeated keys, mask, softmax, (batch, heads, sequence, head_dim).
+/// Causal attention as in candle-transformers. Tensors are (batch, heads, sequence, head_dim).
 fn composed(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
     let (batch, heads, queries, head_dim) = q.dims4()?;
     let (_, key_heads, keys, _) = k.dims4()?;
@@ -46,7 +46,7 @@ fn composed(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
     candle_nn::ops::softmax(&scores.broadcast_add(&mask)?, D::Minus1)?.matmul(&repeat(v)?)
 }
 
-/// The largest difference divided by the largest value.
+/// The largest `|a - b|`, divided by the largest `|b|`.
 fn apart(a: &Tensor, b: &Tensor) -> Result<f32> {
     let most = |x: &Tensor| x.abs()?.max_all()?.to_scalar::<f32>();
     Ok(most(&(a - b)?)? / most(b)?)
@@ -63,7 +63,7 @@ fn rotary_and_attention_take_heads_first() -> Result<()> {
     let attend = |q: &Tensor, k: &Tensor| attention.apply_heads_first(q, k, &v);
     let moved = attend(&rotary.forward_heads_first(&q, 5)?, &rotary.forward_heads_first(&k, 5)?)?;
     assert!(apart(&moved, &expected)? < F32);
-    // The call for (batch, sequence, heads, head_dim) rotates 4 and 2 heads as if they were tokens, without an error.
+    // The call for (batch, sequence, heads, head_dim) rotates heads as if they were tokens, without an error.
     let wrong = attend(&rotary.forward(&q, 5)?, &rotary.forward(&k, 5)?)?;
     assert!(apart(&wrong, &expected)? > 0.1);
 
@@ -81,9 +81,9 @@ fn tables_that_fit_the_other_order_are_an_error_that_names_it() -> Result<()> {
     assert!(refused.to_string().contains("Rotary::forward_heads_first"), "{refused}");
     assert_eq!(ErrorKind::of(&refused), ErrorKind::Shape);
     let rotary = Rotary::from_tables(cos, sin, RopeStyle::Halves)?;
-    // 4 heads from position 21 exceed 24 rows; so do 24 tokens.
+    // From position 21, neither 4 nor 24 tokens fit the 24 rows of `cos` and `sin`: the error suggests no other order.
     assert!(!rotary.forward(&q, 21).expect_err("past the tables").to_string().contains("heads_first"));
-    // 24 tokens from position 1 exceed the tables, but 4 heads do not.
+    // From position 1, 24 tokens exceed the 24 rows of `cos` and `sin`. If the 4 heads were the tokens, they would fit.
     let refused = rotary.forward_heads_first(&q, 1).expect_err("past the tables");
     assert!(
         refused
@@ -109,16 +109,16 @@ fn flash_attn_of_candle_nn_has_other_conventions() -> Result<()> {
     let theirs = |x: &[Tensor; 3], mask: AttnMask| {
         candle_nn::attention::flash_attn::<f32>(&x[0], &x[1], &x[2], 0.25, mask, None, None)
     };
-    // One sequence: query i sees keys up to i + kv_offset. `AttnMask::causal` has a kv_offset of 0.
+    // With one sequence, query i of candle-nn sees keys up to i + kv_offset. `AttnMask::causal` has a kv_offset of 0.
     let one = sequence_first(1, 8, 24)?;
     let [q, k, v] = &one;
     let out = Attention::default().causal(true).apply(q, k, v)?;
     let at_the_end = theirs(&one, AttnMask::causal_with_offset(24 - 8))?;
-    // (batch, sequence, heads, head_dim) goes in, (batch, heads, sequence, head_dim) comes out.
+    // candle-nn's function takes (batch, sequence, heads, head_dim) and returns (batch, heads, sequence, head_dim).
     assert_eq!((q.dims(), at_the_end.dims()), (&[1, 8, 4, 16][..], &[1, 4, 8, 16][..]));
     assert!(apart(&out, &at_the_end.transpose(1, 2)?)? < F32);
     assert!(apart(&out, &theirs(&one, AttnMask::causal())?.transpose(1, 2)?)? > 0.1);
-    // Several sequences: the mask is aligned at the bottom right, whatever the offset.
+    // With several sequences candle-nn aligns the mask at the bottom right and ignores `kv_offset`.
     let two = sequence_first(2, 8, 24)?;
     let out = flash_attn(&two[0], &two[1], &two[2], 0.25, true)?;
     assert!(apart(&out, &theirs(&two, AttnMask::causal())?.transpose(1, 2)?)? < F32);
@@ -134,7 +134,7 @@ fn varlen_takes_cumulative_lengths() -> Result<()> {
     let [q, k, v] = [q.squeeze(0)?, k.squeeze(0)?, v.squeeze(0)?];
     let lengths = Tensor::new(&[0u32, 5, 12], &Device::Cpu)?;
     let out = flash_attn_varlen(&q, &k, &v, &lengths, &lengths, 7, 7, 0.25, true)?;
-    // candle-nn's function takes the lengths themselves, and the ALiBi slopes as the fourth argument.
+    // candle-nn's function takes lengths, not cumulative lengths, and the ALiBi slopes as the fourth argument.
     let each = Tensor::new(&[5u32, 7], &Device::Cpu)?;
     let theirs = candle_nn::attention::flash_attn_varlen_cpu(
         &q, &k, &v, None, &each, &each, 7, 7, 0.25, true, None, None,

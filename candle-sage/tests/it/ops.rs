@@ -7,7 +7,8 @@ use candle_sage::ops::{self, CrossEntropy, RopeStyle};
 
 use crate::support::{Normals, f64s, relative_l2};
 
-/// f32 sums of at most 200 terms: sqrt(200) * 2^-24 = 8e-7, doubled for the two passes of a gradient.
+/// Limit of relative errors. An f32 sum of 200 terms is off by sqrt(200) * 2^-24 = 8e-7. In a gradient, the errors of
+/// forward and backward add up.
 const F32: f64 = 2e-6;
 
 struct Checked<'a> {
@@ -18,7 +19,7 @@ struct Checked<'a> {
 }
 
 impl Checked<'_> {
-    /// Compares output and gradients of `sum(out o direction)`.
+    /// Compares the output with `exact`, and the gradients of `sum(out * direction)` with central differences.
     fn check(&self, name: &str) -> Result<()> {
         let vars = self
             .inputs
@@ -233,8 +234,8 @@ fn linear_cross_entropy_in_any_chunks() -> Result<()> {
     Ok(())
 }
 
-/// Work is divided among threads: a large input gives the results of its parts, and the gradient of a shared weight is
-/// the sum of the parts' gradients.
+/// Several threads process a large input. Its outputs equal those of its parts, computed one by one. The gradient of a
+/// shared weight is the sum of the parts' gradients.
 #[test]
 fn large_inputs_are_the_sum_of_their_parts() -> Result<()> {
     const PARTS: usize = 4;
@@ -305,7 +306,8 @@ fn linear_cross_entropy_leaves_a_frozen_side_alone() -> Result<()> {
     Ok(())
 }
 
-/// A transposed bf16 tensor gives the results of its contiguous f32 copy, rounded once: 2^-9 of each element.
+/// An op's output and gradient for a transposed bf16 tensor are those for the tensor's contiguous f32 copy, up to
+/// rounding to bf16.
 #[test]
 fn sixteen_bit_and_strided_inputs() -> Result<()> {
     let mut normals = Normals::new(14);
@@ -351,7 +353,7 @@ fn sixteen_bit_and_strided_inputs() -> Result<()> {
         let high = Var::from_tensor(&turned.to_dtype(DType::F32)?)?;
         let straight = high.permute((0, 3, 1, 2))?.contiguous()?;
         let (exact, exact_grad) = run(&high, straight, &weight.to_dtype(DType::F32)?)?;
-        // swiglu's second operand is itself a rounded product, and candle adds the two gradients of x in bf16.
+        // Up to three roundings: swiglu's second operand is rounded, and candle adds the two gradients of x in bf16.
         for (what, got, exact) in [("output", out, exact), ("gradient", grad, exact_grad)] {
             let error = relative_l2(&got, &exact);
             assert!(error < 3.0 * 2f64.powi(-9), "{name}: {what} off by {error:e}");

@@ -16,8 +16,8 @@ fn values(variable: &Var) -> Result<Vec<f32>> {
     variable.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
 }
 
-/// AdamW follows candle-nn's AdamW, which has no clipping and decays all tensors, up to f32 roundings of about ten
-/// operations a step, each of at most 2^-24.
+/// For matrices and without clipping, AdamW differs from candle-nn's AdamW only by f32 roundings: about ten operations
+/// a step, each rounded by at most 2^-24.
 #[test]
 fn adamw_follows_candles() -> Result<()> {
     let (ours, theirs) = (&mut Normals::new(5), &mut Normals::new(5));
@@ -46,9 +46,9 @@ fn adamw_follows_candles() -> Result<()> {
     Ok(())
 }
 
-/// 16-bit variables accumulate steps that are too small for 16 bit, because the optimizer has f32 copies of them. A
-/// variable without a gradient and a vector with zero gradients (vectors have no weight decay) do not change; after a
-/// non-finite gradient no variable changes.
+/// Steps that are too small for a 16-bit variable add up, because the optimizer has an f32 copy of the variable. A
+/// variable without a gradient and a vector with zero gradients (vectors have no weight decay) do not change. A step
+/// with a non-finite gradient changes no variable.
 #[test]
 fn weights_are_kept_in_f32() -> Result<()> {
     let normals = &mut Normals::new(7);
@@ -75,7 +75,7 @@ fn weights_are_kept_in_f32() -> Result<()> {
     Ok(())
 }
 
-/// Muon's matrices move as with the op, whether together or separately; embeddings and vectors move as with AdamW. Both
+/// `nn::Muon` updates each matrix as the op `Muon` does, and embeddings and vectors as the op `AdamW` does. Both ops
 /// clip by the norm of all gradients.
 #[test]
 fn muon_is_that_of_the_op() -> Result<()> {

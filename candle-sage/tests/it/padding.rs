@@ -58,8 +58,8 @@ fn draw(normals: &mut Normals, dims: &[usize]) -> Result<Tensor> {
     Tensor::from_vec(normals.vec(dims.iter().product(), 1.0), dims, &Device::Cpu)
 }
 
-/// Outputs of real tokens and all gradients equal those of the padded batch with a mask, up to 1e-5 in f32 through two
-/// layers. Padding is on the left, on the right, and over a whole row.
+/// A packed batch has the same gradients, and the same outputs for real tokens, as the padded batch with a mask, up to
+/// rounding. Padding is on the left, on the right, and over a whole row.
 #[test]
 fn a_packed_bert_is_the_padded_one() -> Result<()> {
     let masks: [&[u8]; 4] = [&[1, 1, 1, 0, 0, 0, 0], &[0, 0, 1, 1, 1, 1, 1], &[0; 7], &[1, 1, 1, 1, 1, 1, 1]];
@@ -95,14 +95,14 @@ fn a_packed_bert_is_the_padded_one() -> Result<()> {
         let of =
             |gradients: &candle_core::backprop::GradStore| flat(gradients.get(variable).expect("a gradient"));
         let error = relative_l2(&of(&got)?, &of(&expected)?);
-        // A bias of keys shifts all logits of a query equally, so its gradient is only rounding error.
+        // The bias of Q, K and V. The bias of K shifts all logits of a query equally: its gradient is rounding error.
         let vanishes = variable.dims() == [3 * WIDTH];
         assert!(error < if vanishes { 1e-4 } else { 1e-5 }, "{:?}: {error:e}", variable.dims());
     }
     Ok(())
 }
 
-/// In every scheme a text in a batch has the same output as a single text.
+/// In every scheme a text has the same output in a batch as alone.
 #[test]
 fn a_text_in_a_batch_is_as_good_as_alone() -> Result<()> {
     let lengths = [70usize, 0, 3, 100];

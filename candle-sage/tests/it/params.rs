@@ -1,5 +1,5 @@
-//! The kernels' arguments are parsed from their headers; declarations that the host could read differently than the
-//! device are errors.
+//! Tests of `build/params.rs`, which turns the kernels' C++ argument structs and integer constants into Rust. Fields
+//! that it does not support are errors.
 
 #[path = "../../build/params.rs"]
 mod build;

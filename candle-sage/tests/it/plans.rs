@@ -1,5 +1,5 @@
-//! `plans.def`, the table of the kernels' tile and thread-block sizes, is parsed as the kernels include it. Errors name
-//! what cannot be parsed.
+//! The build's parser of `plans.def`, the table of the kernels' tile and thread-block sizes. Errors name the line that
+//! cannot be parsed.
 
 #[path = "../../build/plans.rs"]
 mod build;
@@ -53,7 +53,7 @@ fn architectures_are_those_of_the_targets() {
     assert!(build::architectures("SAGE_TARGET(A, 98, sm_86)").is_err());
 }
 
-/// `bits/sm_90.txt` has recorded results for every head width to which the kernels pad.
+/// `bits/sm_90.txt` contains results for every head_dim in `plans.def`.
 #[test]
 fn the_bits_of_every_width_are_recorded() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../kernels/include/sage/params/plans.def");

@@ -11,8 +11,8 @@ fn sage() -> SageBwd {
     SageBwd::default()
 }
 
-/// Errors are within 10 % of Table 1 of arXiv 2603.02170 for sigma 1, 3 and 5, except the error of dK at sigma 1: it is
-/// about 15 % smaller than published, and the test allows 20 %.
+/// For sigma 1, 3 and 5, the errors of O, dQ, dK and dV are within 10 % of Table 1 of arXiv 2603.02170. Only the error
+/// of dK at sigma 1 is about 15 % smaller than published. For it the test allows 20 %.
 #[test]
 fn errors_reproduce_the_published_table() -> Result<()> {
     const SEEDS: u64 = 6;
@@ -36,10 +36,11 @@ fn errors_reproduce_the_published_table() -> Result<()> {
     Ok(())
 }
 
-/// The error of each set of INT8 matmuls at sigma 1, where quantized gradients dominate, and at sigma 5, where
-/// quantized logits dominate. If the backward has only S in INT8, and computes dQ from quantized K, the simulated
-/// errors of dQ, dK and dV at sigma 1 and head_dim 64 are .0146, .0119 and .0108. From K itself, dQ is as exact as dK.
-/// Without INT8 S in the backward, the backward's P differs from the forward's P, and the rows of P do not sum to one.
+/// At sigma 1, dQ, dK and dV have smaller errors if the matmuls that compute them are not in INT8. At sigma 5 the
+/// errors are similar, because quantizing Q and K causes most of them.
+///
+/// The expected errors of dK and dV with `FORWARD_AND_S` are from a simulation. The expected error of dQ is that of dK,
+/// because the simulation, unlike the op, computes dQ from quantized K.
 #[test]
 fn matmuls_without_int8_are_more_accurate() -> Result<()> {
     const SEEDS: u64 = 6;
@@ -80,8 +81,8 @@ fn matmuls_without_int8_are_more_accurate() -> Result<()> {
         }
     }
     assert_eq!(paper[0].to_bits(), errors(Int8Products::FORWARD, 1.0)?[0].to_bits(), "one forward");
-    // With only S in INT8, P and V are not quantized in the forward: O is more accurate, and so is delta = rowsum(dO o
-    // O), from which dQ and dK are computed.
+    // `SCORES`, unlike `FORWARD_AND_S`, does not quantize P and V: O is more accurate, and so is delta, from which dQ
+    // and dK are computed.
     let scores = errors(Int8Products::SCORES, 1.0)?;
     assert!(scores[0] < 0.8 * with_s[0], "{scores:.4?} and {with_s:.4?}");
     for n in 1..4 {
@@ -95,8 +96,8 @@ fn matmuls_without_int8_are_more_accurate() -> Result<()> {
     Ok(())
 }
 
-/// One scale per tile doubles the error at sigma 1 (simulated: .0376, .0378, .0365 for d 128), and the errors of groups
-/// are in between, in order of the group size.
+/// At sigma 1, the errors of dQ, dK and dV with `Tile` are twice those with `Vector`. The errors with `Group` are in
+/// between, and increase with the group's size.
 #[test]
 fn coarser_scales_are_less_accurate_at_sigma_one() -> Result<()> {
     let granularities =
@@ -119,8 +120,8 @@ fn coarser_scales_are_less_accurate_at_sigma_one() -> Result<()> {
     Ok(())
 }
 
-/// A vector added to every key does not change softmax and gradients. With smoothing the errors do not change; without
-/// smoothing the mean uses up the INT8 range (simulated for std 10: dQ .189, O .0585).
+/// A vector added to every key does not change softmax and gradients. With smoothing the errors do not change. Without
+/// smoothing the vector takes most of the INT8 range (simulated errors: .189 for dQ, .0585 for O).
 #[test]
 fn smoothing_takes_out_a_key_bias() -> Result<()> {
     let mut case = Case::new(1, (1024, 1024), (1, 1), 128, false);
@@ -137,10 +138,9 @@ fn smoothing_takes_out_a_key_bias() -> Result<()> {
     Ok(())
 }
 
-/// A mean of 64 of 1024 keys works as well as the mean of all keys: for keys without a bias, with a bias of ten times
-/// their size, and with a bias that grows along the sequence. Errors are at most 3 % larger. Where the bias grows, some
-/// errors are smaller, because neither mean fits all keys. Without smoothing the bias makes the error of dQ 5 times as
-/// large.
+/// Smoothing with the mean of 64 of 1024 keys has at most 3 % larger errors than with the mean of all keys: for keys
+/// without a bias, with a bias of ten times their size, and with a bias that grows along the sequence. Where the bias
+/// grows, some errors are smaller, because neither mean fits all keys.
 #[test]
 fn a_sample_tells_the_mean_of_keys() -> Result<()> {
     let bias = crate::support::Normals::new(7).vec(128, 10.0);
@@ -160,10 +160,11 @@ fn a_sample_tells_the_mean_of_keys() -> Result<()> {
     Ok(())
 }
 
-/// A vector added to every value is added to the output and changes no gradient. With V smoothing, the vector does not
-/// change the errors of O, dQ and dK. Without V smoothing, it uses up the INT8 range of V, and multiplies the rounding
-/// errors of P, in O and through delta = rowsum(dO o O) in dQ and dK. (With the vector, bf16 leaves fewer distinct
-/// values in a channel of V. Their INT8 rounding errors are then correlated: errors may grow by 10 %.)
+/// A vector added to every value is added to the output and changes no gradient. With V smoothing, the vector changes
+/// the errors of O, dQ and dK by less than 10 %. In bf16 a channel of V has fewer distinct values, so their INT8
+/// rounding errors are correlated. Without V smoothing, the vector takes most of the INT8 range
+/// of V, and in O = P V it is multiplied by the errors of P. Errors of O also reach dQ and dK, through
+/// delta = rowsum(dO o O).
 #[test]
 fn smoothing_of_values_takes_out_their_mean() -> Result<()> {
     let mut case = Case::new(1, (1024, 1024), (1, 1), 128, false);
@@ -192,9 +193,8 @@ fn smoothing_of_values_takes_out_their_mean() -> Result<()> {
     Ok(())
 }
 
-/// The mean of other keys with the same bias works as well as the keys' own mean. It is subtracted before a call
-/// without smoothing, whose errors are within 5 % of those with smoothing (3 % in the means of six seeds,
-/// `benches/accuracy.rs`).
+/// A call without smoothing, on keys minus the mean of other keys with the same bias, has the errors of a call with
+/// smoothing on the original keys, up to 5 %. (Averages over six seeds differ by at most 3 %: `benches/accuracy.rs`.)
 #[test]
 fn a_mean_known_beforehand_serves() -> Result<()> {
     let bias = crate::support::Normals::new(7).vec(128, 10.0);
@@ -214,7 +214,8 @@ fn a_mean_known_beforehand_serves() -> Result<()> {
 }
 
 /// An epsilon added to a scale would be too large for gradients of 1e-6. Multiplying dO by a power of two changes no
-/// mantissa, so every gradient must scale bit-exactly. Multiplying dO by 1e-6 changes roundings, but not their size.
+/// mantissa, so every gradient must scale bit-exactly. Multiplying dO by 1e-6 changes roundings, but relative errors
+/// stay about the same.
 #[test]
 fn tiny_output_gradients_keep_their_precision() -> Result<()> {
     let mut case = Case::new(1, (512, 512), (2, 1), 64, true);
@@ -236,8 +237,8 @@ fn tiny_output_gradients_keep_their_precision() -> Result<()> {
 }
 
 /// Rows of dS sum to zero. If a channel of K is 1 everywhere, this channel of dQ is the row sums of dS. The sum of dK
-/// over the keys is (dS 1)^T Q, which is zero too. With INT8 noise of 2 % per key and random signs, the sum's norm is
-/// 2 % of dK's norm. If the rows of dK were independent, it would be as large as dK's norm.
+/// over the keys is (dS 1)^T Q, which is zero too. INT8 errors of 2 % in each row of dK, with random signs, make the
+/// sum's norm about 2 % of dK's norm. If the rows of dK were independent, the two norms would be about equal.
 #[test]
 fn rows_of_ds_sum_to_about_zero() -> Result<()> {
     let (n, d) = (512, 64);
@@ -278,7 +279,7 @@ fn q_smoothing_keeps_its_rank_one_term() -> Result<()> {
         assert!(errors[n] < 1.1 * k_only[n], "{}: {errors:?}, K smoothing alone {k_only:?}", NAMES[n]);
     }
 
-    // dK without the term: the exact gradient for the queries minus their tile means.
+    // Without the mean of Q's tiles, dK would be dS^T times centred queries: each query minus the mean of its tile.
     let mut centred = case.data[0].clone();
     for rows in centred.chunks_mut(tile * d) {
         let count = (rows.len() / d) as f32;
@@ -317,7 +318,7 @@ fn dk_with_queries(case: &Case, x: &[f32]) -> Vec<f64> {
     dk
 }
 
-/// With zero tensors all scales are zero, and nothing may be divided by them.
+/// The scales of a zero tensor are zero, and nothing may be divided by them.
 #[test]
 fn zero_tensors_give_zero_gradients() -> Result<()> {
     for smoothing in [Smoothing::None, Smoothing::K, Smoothing::Qk] {
@@ -374,9 +375,9 @@ fn scores_alone(case: &Case) -> [Vec<f64>; 3] {
     [dq, dk, dv]
 }
 
-/// Checks which operands are rounded: V and dO in dP to bf16, delta not at all. The limit is that of unquantized
+/// Checks that dP is computed from V and dO in bf16, and that delta is not rounded. The limit is that of unquantized
 /// attention, 4e-6. Rounding delta to bf16 would change dQ and dK by 8e-4; omitting the rounding of V or dO would
-/// change them by 2e-3. With `scores,dv` dO is also quantized, but only for dV.
+/// change them by 2e-3. With `scores.dv(true)` dV is computed in INT8, so it is not compared.
 #[test]
 fn the_backward_rounds_v_and_dout_and_nothing_else() -> Result<()> {
     for (n, d) in [(200, 32), (130, 64), (70, 16)] {

@@ -1,5 +1,5 @@
-//! A soft cap and ALiBi: every scheme against the oracle, unsupported combinations, and candle-flash-attn's functions
-//! for them.
+//! Soft caps and ALiBi: the errors of every scheme, messages for invalid settings, and functions with the signatures of
+//! candle-flash-attn.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::{
@@ -12,13 +12,13 @@ use crate::support::{Case, relative_l2};
 
 const NAMES: [&str; 4] = ["O", "dQ", "dK", "dV"];
 
-/// Slopes from the paper's geometric sequence, which starts at 2^-1.
+/// The first `heads` of the ALiBi paper's slopes for 8 heads: 2^-1, 2^-2 and so on.
 pub(crate) fn slopes(heads: usize) -> Vec<f32> {
     (1..=heads).map(|head| 0.5f32.powi(head as i32)).collect()
 }
 
-/// Layouts, each in five variants: plain, a cap that most logits reach, a cap far above the logits, slopes, and both a
-/// cap and slopes.
+/// Layouts, each in five variants: plain, a cap below the largest logits, a cap far above all logits, slopes, and both
+/// a cap and slopes.
 fn cases() -> Vec<[Case; 5]> {
     let mut layouts = Vec::new();
     for (lens, heads, d, causal) in [
@@ -46,8 +46,8 @@ fn cases() -> Vec<[Case; 5]> {
         .collect()
 }
 
-/// The limit is that of attention without a cap or slopes (`attention::unquantized_is_exact_up_to_f32_rounding`: 4e-6)
-/// plus the hyperbolic tangent's relative error of 2^-20 in logits of up to 4.
+/// The limit is 4e-6, as without a cap or slopes (`attention::unquantized_is_exact_up_to_f32_rounding`), plus 4e-6 for
+/// the hyperbolic tangent: its relative error is 2^-20, and logits are at most 4.
 #[test]
 fn unquantized_is_exact_up_to_f32_rounding() -> Result<()> {
     for case in cases().iter().flatten() {
@@ -60,7 +60,7 @@ fn unquantized_is_exact_up_to_f32_rounding() -> Result<()> {
 
 /// A cap and slopes do not increase the errors of logits in a low-bit scheme: a cap only makes logits and their errors
 /// smaller, and slopes are exact. But with slopes the output averages over fewer keys, so its error is up to 1.5 times
-/// as large in these cases. The limit adds .01 for results that were nearly exact.
+/// as large in these cases. The limit adds .01, because some results without cap and slopes are nearly exact.
 #[test]
 fn low_bits_are_as_exact_as_without() -> Result<()> {
     let sage = SageBwd::default().smoothing(Smoothing::None);
@@ -90,7 +90,6 @@ fn low_bits_are_as_exact_as_without() -> Result<()> {
     Ok(())
 }
 
-/// Slopes are added to the logits independently of the mean of the keys, so they work with smoothing.
 #[test]
 fn alibi_works_with_smoothed_keys() -> Result<()> {
     let mut case = Case::new(1, (150, 150), (2, 1), 32, true);
@@ -111,15 +110,15 @@ fn no_cap_and_no_slope_change_nothing() -> Result<()> {
     assert!(case.run(Scheme::Unquantized, DType::F32)? == plain);
     (case.softcap, case.alibi_slopes) = (None, vec![0.0; 2]);
     assert!(case.run(Scheme::Unquantized, DType::F32)? == plain);
-    // The cap changes a logit to x - x^3 / (3 cap^2), for logits up to 5.
+    // The cap changes a logit x by x^3 / (3 cap^2): at most 4e-7 for logits up to 5.
     (case.softcap, case.alibi_slopes) = (Some(1e4), Vec::new());
     let far = case.run(Scheme::Unquantized, DType::F32)?;
     assert!((0..4).all(|n| relative_l2(&far[n], &plain[n]) < 1e-5));
     Ok(())
 }
 
-/// Logits far beyond the cap, and infinite logits, all equal the cap: the output is the mean of the values, and the
-/// gradient is zero.
+/// All logits are positive and far beyond the cap, so each becomes the cap itself. Then the output is the mean of the
+/// values, and the gradients of Q and K are zero. Infinite logits also become the cap.
 #[test]
 fn logits_beyond_the_cap() -> Result<()> {
     let mut case = Case::new(1, (70, 70), (1, 1), 8, false);

@@ -1,5 +1,5 @@
-//! Attention sinks, compared with the oracle with one additional key, whose logit is the sink for every query and whose
-//! value is zero.
+//! Attention sinks. The oracle has an additional key in each head instead of a sink: its logit is the sink for every
+//! query, and its value is zero.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::{Attention, AttentionShape, AttnQat, SageBwd, Scheme, Selection, Smoothing, reference};
@@ -34,7 +34,7 @@ fn run(case: &Case, attention: &Attention, dtype: DType) -> Result<[Vec<f64>; 5]
     Ok([values(&out)?, grad(&q)?, grad(&k)?, grad(&v)?, grad(&sinks)?])
 }
 
-/// The results of the oracle, in the same order. The first key is the sink, which a window does not hide.
+/// What `run` returns, computed by the oracle. The first key is the sink, which a window does not hide.
 fn exact(case: &Case) -> [Vec<f64>; 5] {
     let scale = 0.25; // 1 / sqrt(16)
     let with_sink = |rows: &[f32], of_head: &dyn Fn(usize) -> f64| -> Vec<f64> {
@@ -59,7 +59,8 @@ fn exact(case: &Case) -> [Vec<f64>; 5] {
     [out, grads.dq, grads.dk[row..].to_vec(), grads.dv[row..].to_vec(), sinks]
 }
 
-/// In the first channel the oracle's dQ also contains a term of the sink's key, which the op's dQ lacks.
+/// Removes the first channel of dQ. There the oracle's dQ also contains the additional key's term, which the op's dQ
+/// lacks.
 fn without_first_channel(x: &[f64]) -> Vec<f64> {
     x.chunks_exact(16).flat_map(|row| row[1..].iter().copied()).collect()
 }
@@ -85,7 +86,7 @@ fn sinks_are_a_key_without_a_value() -> Result<()> {
     Ok(())
 }
 
-/// In low bits the errors are the same as without sinks.
+/// The limits of the errors are those of the low-bit tests without sinks.
 #[test]
 fn sinks_in_low_bits() -> Result<()> {
     let case = case((128, 128), None);
@@ -135,7 +136,7 @@ fn sinks_far_from_the_logits() -> Result<()> {
     Ok(())
 }
 
-/// A selection of all blocks is bit-identical to dense attention.
+/// With sinks, attention to a selection of all blocks is bit-identical to dense attention.
 #[test]
 fn sinks_of_selected_blocks() -> Result<()> {
     let case = case((128, 128), None);
@@ -146,7 +147,7 @@ fn sinks_of_selected_blocks() -> Result<()> {
     Ok(())
 }
 
-/// Constant inputs, and gradients without autograd, give the same results.
+/// Constant inputs give the same output as variables, and `vjp` the same gradients as autograd, bit for bit.
 #[test]
 fn sinks_outside_of_the_graph() -> Result<()> {
     let case = case((40, 60), None);

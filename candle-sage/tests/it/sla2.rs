@@ -1,4 +1,4 @@
-//! SLA2 compared with f64: the tail, the mixture, the router, and causality.
+//! Tests of SLA2: the tail, its mixture with exact attention, the router, and causality.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_sage::ops::{self, Alpha, Tail};
@@ -36,7 +36,7 @@ impl Problem {
         }
     }
 
-    /// The fraction of keys seen exactly, for each (batch, token, head), by counting pairs.
+    /// The weight of exact attention, for each (batch, token, head). The linear tail has the rest (see `Alpha`).
     fn shares(&self, theta: &[f64]) -> Vec<f64> {
         let shape = self.case.shape();
         let seen = pattern(&self.selection);
@@ -72,7 +72,7 @@ impl Problem {
         shares
     }
 
-    /// Keys as the tail's features use them: minus their mean, if there is no causal mask.
+    /// The keys that the tail uses: `k`, minus its mean over the tokens of each segment unless the mask is causal.
     fn centred(&self, k: &[f64]) -> Vec<f64> {
         let shape = self.case.shape();
         let mut out = k.to_vec();
@@ -123,7 +123,7 @@ impl Problem {
         let centred = self.centred(&k);
         let linear = reference::linear_backward(&shape, &self.in_tail(), [&q, &centred, &v], &dlinear);
         let add = |a: Vec<f64>, b: Vec<f64>| -> Vec<f64> { a.iter().zip(&b).map(|(a, b)| a + b).collect() };
-        // The backward of subtracting a mean is subtracting the mean of the gradient.
+        // With `y = x - mean(x)`, dx is `dy - mean(dy)`.
         let dk = add(sparse.dk, self.centred(&linear.dk));
         [out, add(sparse.dq, linear.dq), dk, add(sparse.dv, linear.dv), dtheta]
     }
@@ -170,7 +170,7 @@ impl Problem {
         if dtype == DType::F32 {
             assert_eq!(graph, books, "with and without a graph");
         } else {
-            // Autograd adds the gradients of attention and tail in another order, and rounds before the sum.
+            // In 16 bit, gradients may be rounded at different points with and without autograd.
             for (a, b) in graph.iter().zip(&books) {
                 assert!(relative_l2(a, b) < 2f64.powi(-7), "with and without a graph");
             }
@@ -230,8 +230,8 @@ fn the_formulas_are_the_gradients() -> Result<()> {
     Ok(())
 }
 
-/// The limit allows for f32 sums over up to 600 tokens (twice the 4e-6 of attention), and for rounding of the tail's
-/// states, which are sums over tokens.
+/// The limit allows for an error of 8e-6 from f32 sums over up to 600 tokens (twice the limit of
+/// `unquantized_is_exact_up_to_f32_rounding`), and for rounding of the tail's states, which are sums over tokens.
 #[test]
 fn the_cpu_follows_the_formulas() -> Result<()> {
     let small = problems((16, 16), [150, 203], 16)?;
@@ -260,8 +260,8 @@ pub(crate) fn some_router(key_heads: usize, d: usize) -> Result<Router> {
     Router::from_tensors(tensor()?, tensor()?)
 }
 
-/// Later tokens must not affect earlier tokens: a run on only the first tokens has the same selection and the same
-/// rows.
+/// Later tokens must not affect earlier tokens: a run on only the first tokens gives these tokens the same selection
+/// and the same outputs.
 #[test]
 fn nothing_leaks_from_later_tokens() -> Result<()> {
     let case = Case::new(1, (320, 320), (4, 2), 32, true);
@@ -305,8 +305,8 @@ fn nothing_leaks_from_later_tokens() -> Result<()> {
     Ok(())
 }
 
-/// The blocks nearest to a block of queries, inside its document, are listed whatever the scores. The router chooses
-/// the other listed blocks among the remaining blocks.
+/// The blocks of keys nearest to a block of queries, in the same document, are selected whatever their scores. The
+/// router chooses the other selected blocks.
 #[test]
 fn the_nearest_blocks_are_always_listed() -> Result<()> {
     let mut case = Case::new(1, (300, 300), (4, 2), 32, true);
@@ -327,7 +327,7 @@ fn the_nearest_blocks_are_always_listed() -> Result<()> {
                 let first = block - block.min(nearest);
                 assert!((first..=block).all(|near| list.contains(&near)), "{nearest}: {list:?}");
                 assert_eq!(list.len(), block.min(3) + 1, "{nearest}: {list:?}");
-                // The best `3 - nearest` of all candidates are listed, as near blocks or as the router's choice.
+                // `list` also contains the `3 - nearest` candidates with the router's highest scores.
                 let best = sla2.clone().blocks(3 - nearest.min(3)).select(&router, &q, &k)?;
                 let best = best.list(number, key_head, block)?;
                 assert!(best.iter().all(|at| list.contains(at)), "{nearest}: {list:?}, best {best:?}");
@@ -337,8 +337,8 @@ fn the_nearest_blocks_are_always_listed() -> Result<()> {
     Ok(())
 }
 
-/// Inputs as in `nothing_leaks_from_later_tokens` can show a leak: a selection by the mean of the whole query block
-/// depends on later tokens.
+/// Shows that `nothing_leaks_from_later_tokens` could fail: on random inputs, a selection by the mean of the whole
+/// query block depends on later tokens.
 #[test]
 fn a_mean_over_the_block_would_leak() -> Result<()> {
     let case = Case::new(1, (256, 256), (1, 1), 16, true);
@@ -368,14 +368,14 @@ fn first_blocks_are_dense_attention() -> Result<()> {
         let sla2 = Sla2::new(Scheme::Unquantized).blocks(2).block((32, 32)).causal(true);
         let selection = sla2.select(&some_router(1, 32)?, &q, &k)?;
         let out = sla2.apply(&q, &k, &v, &selection, &theta)?.narrow(1, 0, 96)?;
-        // Smaller blocks mean smaller tiles than in dense attention: the last bits of f32 differ.
+        // The tiles are smaller than in dense attention, so f32 sums are rounded differently.
         let difference = (out - &dense)?.abs()?.max_all()?.to_scalar::<f32>()?;
         assert!(difference < 1e-6, "{difference:e}");
     }
     Ok(())
 }
 
-/// A router that starts in a wrong basis learns which blocks queries attend to.
+/// A router whose query matrix starts as a permutation learns which blocks queries attend to.
 #[test]
 fn the_router_learns_where_the_mass_is() -> Result<()> {
     let (len, d) = (512, 16);

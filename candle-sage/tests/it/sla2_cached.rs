@@ -9,8 +9,8 @@ use candle_sage::{Packing, Router, SageBwd, Scheme, Sla2, Sla2Cache};
 use crate::sla2::{some_router, tensors};
 use crate::support::Case;
 
-/// Decoding computes the same rows as the whole sequence, for any lengths of prompt and steps. The tail adds the same
-/// 200 tokens in another order: 200 roundings of 6e-8 of values of about 1 are 1e-5.
+/// Calls with a cache give the outputs of one call for the whole sequence, for any lengths of prompt and steps.
+/// With a cache, the tail's tokens are added in another order. Outputs near 1 may differ by 200 f32 roundings: 1e-5.
 #[test]
 fn a_cache_gives_the_rows_of_the_whole_sequence() -> Result<()> {
     let case = Case::new(2, (200, 200), (4, 2), 32, true);
@@ -48,8 +48,9 @@ fn a_cache_gives_the_rows_of_the_whole_sequence() -> Result<()> {
     Ok(())
 }
 
-/// Queries and keys of ten times the usual size: the features of a token are then nearly all in one channel, and a tail
-/// computed as a difference of sums would lose the other channels. The errors are 1e-6 of the largest output, about 4.
+/// The linear tail applies a softmax over channels to queries and keys. If these are large, nearly all weight is in one
+/// channel. Subtracting the selected blocks from sums over all blocks would lose the other channels. Outputs are at
+/// most about 4, and their errors about 4e-6.
 #[test]
 fn large_keys_do_not_cancel_in_the_tail() -> Result<()> {
     let case = Case::new(1, (300, 300), (2, 1), 32, true);
@@ -73,8 +74,8 @@ fn large_keys_do_not_cancel_in_the_tail() -> Result<()> {
     Ok(())
 }
 
-/// The prompt is computed in the scheme's numerics, and later tokens unquantized in the inputs' type. Differences from
-/// the whole sequence are those of INT8, whose scales and means also depend on later tokens, or a rounding of f16.
+/// With a cache the prompt is computed with the scheme, and later tokens without quantization. The outputs have the
+/// inputs' type, and are close to those of one call for the whole sequence.
 #[test]
 fn a_cache_has_the_types_and_schemes_of_the_op() -> Result<()> {
     let case = Case::new(1, (128, 128), (2, 1), 32, true);
@@ -100,7 +101,8 @@ fn a_cache_has_the_types_and_schemes_of_the_op() -> Result<()> {
     Ok(())
 }
 
-/// The layer rotates tokens by their position in the sequence, and its output has no gradient.
+/// With a cache the layer rotates tokens by their position in the sequence. Outputs of calls with a cache have no
+/// gradient.
 #[test]
 fn a_layer_decodes_what_it_computes_at_once() -> Result<()> {
     let vars = VarMap::new();
@@ -152,7 +154,7 @@ fn what_does_not_fit_a_cache_is_an_error() -> Result<()> {
     assert!(error.to_string().contains("theta"), "{error}");
     // Nothing was added by the calls that failed.
     assert_eq!(cache.current_seq_len(), 4);
-    // A router for another number of heads fails only after the cache has changed.
+    // A call with a router for another number of heads changes the cache before it fails.
     let other = Router::new(1, 8, &Device::Cpu)?;
     let mut cache = Sla2Cache::new(4);
     assert!(causal.apply_cached(&other, [&x, &x, &x], &theta, &mut cache).is_err());

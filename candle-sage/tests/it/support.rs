@@ -16,7 +16,7 @@ pub(crate) const PUBLISHED: [(f32, [f64; 4]); 5] = [
     (10., [0.1161, 0.6648, 0.6684, 0.1157]),
 ];
 
-/// Every scheme with its default settings, and SageBwd's sets of INT8 matmuls.
+/// Every scheme with its default settings, and SageBwd with each of three other sets of INT8 matmuls.
 pub(crate) fn schemes() -> Vec<Scheme> {
     let sets = [Int8Products::FORWARD_AND_S, Int8Products::SCORES, Int8Products::FORWARD];
     let sets = sets.map(|products| SageBwd::default().products(products).into());
@@ -43,8 +43,7 @@ impl Normals {
     }
 }
 
-/// `||a - b|| / ||b||`. If `b` is zero, as for gradients of attention over one key: the root mean square of `a`,
-/// because inputs have unit scale.
+/// `||a - b|| / ||b||`, or the root mean square of `a` if `b` is zero. (Over one key, the exact dQ and dK are zero.)
 pub(crate) fn relative_l2(a: &[f64], b: &[f64]) -> f64 {
     assert_eq!(a.len(), b.len());
     let difference: f64 = a.iter().zip(b).map(|(x, y)| (x - y).powi(2)).sum();
@@ -114,7 +113,7 @@ impl Case {
         self.data = [normals.vec(q, sigma), normals.vec(k, sigma), normals.vec(k, 1.0), normals.vec(q, 1.0)];
     }
 
-    /// Adds `vector` to every key, times a factor for the token.
+    /// Adds `times(token) * vector` to every key.
     pub(crate) fn add_to_keys(&mut self, vector: &[f32], times: impl Fn(usize) -> f32) {
         self.add_to(1, vector, times);
     }
@@ -193,7 +192,7 @@ impl Case {
         attention
     }
 
-    /// Runs the op on the CPU in the given type and returns everything as f64.
+    /// Runs attention forward and backward on the CPU, with inputs in `dtype`.
     pub(crate) fn run(&self, scheme: Scheme, dtype: DType) -> Result<Results> {
         self.run_on(&Device::Cpu, &self.attention(scheme), dtype)
     }
@@ -228,7 +227,8 @@ impl Case {
     }
 }
 
-/// The errors of Table 1: causal, N 1024, one head, query and key of standard deviation sigma.
+/// The errors of `scheme` on the inputs of Table 1 of arXiv 2603.02170: causal, N 1024, one head, Q and K of standard
+/// deviation `sigma`.
 pub(crate) fn sigma_errors(scheme: Scheme, head_dim: usize, sigma: f32, seed: u64) -> Result<[f64; 4]> {
     let mut case = Case::new(1, (1024, 1024), (1, 1), head_dim, true);
     case.draw(sigma, seed);

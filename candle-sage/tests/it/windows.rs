@@ -1,5 +1,5 @@
-//! Sliding windows: the keys that they exclude, unsupported combinations, and candle-flash-attn's functions for them.
-//! `attention.rs` compares windows with the oracle, together with all other shapes.
+//! Sliding windows: the keys that they exclude, unsupported combinations, and `flash_attn_windowed`.
+//! `attention.rs` compares windowed attention with `candle_sage::reference`.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_sage::{
@@ -18,7 +18,7 @@ fn values(x: &Tensor) -> Result<Vec<f32>> {
     x.flatten_all()?.to_vec1()
 }
 
-/// With a separate scale for each token, keys outside of the window do not change a bit of the output or of gradients.
+/// If tokens share no quantization scales, keys outside of a query's window do not change a bit of its output and dQ.
 #[test]
 fn keys_outside_of_the_window_change_nothing() -> Result<()> {
     let unshared =

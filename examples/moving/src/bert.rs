@@ -1,5 +1,5 @@
-//! candle-transformers' BERT with trainable attention and trainable layer norms. It packs the texts of a padded batch
-//! as documents, instead of masking the padding.
+//! candle-transformers' BERT with trainable attention and trainable layer norms. It concatenates the texts of a
+//! padded batch without their padding, instead of masking the padding.
 
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{Embedding, Linear, VarBuilder, VarMap, embedding, linear};
@@ -84,7 +84,7 @@ impl Bert {
     }
 }
 
-/// Compares both models on a batch of two texts. The second text is padded.
+/// Compares our BERT with candle-transformers' on a batch of two texts. The second text is padded.
 pub(crate) fn compare() -> Result<()> {
     let config = Config {
         vocab_size: 96,

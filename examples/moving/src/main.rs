@@ -1,6 +1,6 @@
 //! Moves Llama, Mistral, Qwen2, Gemma, Gemma 2 and BERT from candle-transformers to candle-sage, as docs/moving.md
-//! describes. Compares the logits with candle-transformers' models, which have the same weights, and counts the weights
-//! without a gradient.
+//! describes. Compares each model before and after the move, with the same weights: the outputs, and the number of
+//! weights that get no gradient.
 //!
 //! `cargo run --release -p moving`
 
@@ -14,11 +14,12 @@ use candle_transformers::models::{gemma, gemma2, llama, mistral, qwen2};
 
 use model::{Family, Model, Move, Sizes};
 
-/// Tokens of the prompt, and tokens that are decoded after it, one at a time.
+/// Number of tokens in the prompt.
 const PROMPT: usize = 24;
+/// Number of tokens that are decoded after the prompt, one at a time.
 const MORE: usize = 4;
 
-/// Logits of the token after some ids, given the position of the first id.
+/// From ids and the position of the first id: the logits of the next token.
 type Forward = Box<dyn FnMut(&Tensor, usize) -> Result<Tensor>>;
 
 fn llama_config(sizes: Sizes) -> llama::Config {
@@ -146,7 +147,7 @@ fn theirs(sizes: Sizes, vb: VarBuilder<'_>) -> Result<Forward> {
     Ok(forward)
 }
 
-/// Numbers from -1 to 1, the same in every run, so that every run prints the same distances (SplitMix64).
+/// Random numbers from -1 to 1 (SplitMix64), the same in every run.
 struct Uniform(u64);
 
 impl Uniform {
@@ -159,7 +160,7 @@ impl Uniform {
     }
 }
 
-/// Sets every variable: norm weights around 1, and matrices to a scale that preserves the variance.
+/// Fills every variable with random values: norm weights around 1, and matrices that preserve the variance.
 fn fill(vars: &VarMap) -> Result<()> {
     let data = vars.data().lock().expect("no panic elsewhere");
     let mut named: Vec<(&String, &Var)> = data.iter().collect();
@@ -181,8 +182,8 @@ fn largest(x: &Tensor) -> Result<f32> {
     x.abs()?.max_all()?.to_scalar::<f32>()
 }
 
-/// The largest distance between our and their logits, divided by the largest logit. It covers a prompt, and tokens
-/// that are decoded one at a time.
+/// The largest difference between the logits of `ours` and `theirs`, divided by the largest logit of `theirs`: the
+/// maximum over a prompt and the tokens after it, which are decoded one at a time.
 fn apart(ids: &Tensor, ours: &mut Model, mut theirs: Forward, sizes: Sizes) -> Result<f32> {
     let mut worst: f32 = 0.0;
     // candle-transformers' Mistral ignores its window during decoding.
@@ -212,8 +213,8 @@ fn main() -> Result<()> {
         for made in [Move::HeadsFirst, Move::WholeLayer] {
             let mut ours = Model::new(sizes, made, vb.clone())?;
             let distance = apart(&ids, &mut ours, theirs(sizes, vb.clone())?, sizes)?;
-            // Both models sum the same f32 products, in different orders. Each also rounds the rotary angles in its own way.
-            // Angles are at most 27, so each rounding is at most 27 * 2^-24 = 1.6e-6.
+            // Both models sum the same f32 products, in different orders, and round rotary angles differently.
+            // The largest angle is 27, the last position: its rounding error is at most 27 * 2^-24 = 1.6e-6.
             assert!(distance < 5e-6, "{family:?}, {made:?}: logits are {distance:.1e} apart");
             line += &format!("{distance:>14.1e}");
             let loss = ours.forward(&ids, 0, false)?.sqr()?.mean_all()?;

@@ -1,6 +1,5 @@
 //! Llama, Mistral, Qwen2, Gemma and Gemma 2 under candle-transformers' names, moved in the two ways of docs/moving.md:
-//! with a copy of their attention for tensors (batch, heads, sequence, head_dim), or with `nn::SelfAttention` instead
-//! of the whole layer.
+//! with candle-transformers' attention layer, changed to call candle-sage (`HeadsFirst`), or with `nn::SelfAttention`.
 
 use candle_core::{D, Module, Result, Tensor};
 use candle_nn::{Activation, Embedding, Linear, VarBuilder, embedding, linear_b, linear_no_bias};
@@ -37,8 +36,8 @@ pub(crate) struct Sizes {
 }
 
 impl Sizes {
-    /// There are more positions than heads, so a rotary embedding that mistakes heads for tokens rotates wrongly,
-    /// without an error message.
+    /// `positions` is larger than `heads`, as in real models. Therefore, if a rotary embedding takes heads for tokens,
+    /// it causes wrong logits instead of an error.
     pub(crate) fn of(family: Family) -> Self {
         Self {
             family,
@@ -79,7 +78,7 @@ pub(crate) enum Move {
     WholeLayer,
 }
 
-/// An attention layer of candle-transformers, with three lines changed.
+/// An attention layer of candle-transformers, with candle-sage's rotary embedding and attention.
 struct HeadsFirst {
     q_proj: Linear,
     k_proj: Linear,
@@ -107,7 +106,7 @@ impl HeadsFirst {
         })
     }
 
-    /// Processes tokens from `position` on. With `decoding` the tokens follow those of earlier calls.
+    /// The first token of `x` is at `position`. With `decoding`, queries also attend to the keys of earlier calls.
     fn forward(&mut self, x: &Tensor, position: usize, decoding: bool) -> Result<Tensor> {
         let (batch, sequence, _) = x.dims3()?;
         let split = |map: &Linear, heads: usize| {
@@ -131,7 +130,7 @@ impl HeadsFirst {
     }
 }
 
-/// The attention of a block. (Boxed, because the variants differ in size.)
+/// The attention of a transformer block. (Boxed, because the variants differ in size.)
 enum Layer {
     HeadsFirst(Box<HeadsFirst>),
     WholeLayer(Box<(SelfAttention, Rotary, KvCache)>),
@@ -174,7 +173,7 @@ impl Layer {
     }
 }
 
-/// The rotary tables of candle-transformers, in f32 as in that crate. (In a copy of a model, keep the model's tables.)
+/// The rotary tables of candle-transformers, in f32 as in that crate.
 fn tables(sizes: Sizes, vb: &VarBuilder<'_>) -> Result<(Tensor, Tensor)> {
     let Sizes { head_dim, positions, base, .. } = sizes;
     let frequencies: Vec<f32> =
@@ -295,8 +294,8 @@ impl Model {
         })
     }
 
-    /// Logits of the token after `ids`, (batch, sequence), whose first id is at `position`. Without `decoding` the ids
-    /// are a whole sequence, and the logits have a graph.
+    /// The logits of the token after `ids`. `ids` are (batch, sequence), and the first is at `position`. Without
+    /// `decoding` the ids are a whole sequence, and the logits have a graph.
     pub(crate) fn forward(&mut self, ids: &Tensor, position: usize, decoding: bool) -> Result<Tensor> {
         let mut x = (self.embedding.forward(ids)? * self.scale)?;
         for block in &mut self.blocks {

@@ -106,7 +106,7 @@ fn main() -> Result<()> {
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &device);
 
-    // The same weights with two numerics, and in candle-transformers' model.
+    // These two models and `theirs`, the model of candle-transformers, have the same weights.
     let int8 = Qwen3::new(&config, &Attention::new(SageBwd::default()).causal(true), vb.clone())?;
     let exact = Qwen3::new(&config, &Attention::new(Scheme::Unquantized).causal(true), vb.clone())?;
     if let Some(folder) = folder {
@@ -146,13 +146,13 @@ fn main() -> Result<()> {
         optimizer.backward_step(&loss)?;
     }
 
-    // Decoding after the prompt is unquantized, the layers' default.
+    // By default the attention layers compute the tokens after the prompt without quantization.
     let mut caches = int8.caches(128);
     let start = std::time::Instant::now();
     let ours = greedy(&prompt, 60, |ids, _| int8.next(ids, &mut caches, &device))?;
     println!("{:.0} tokens/s: {}", 60.0 / start.elapsed().as_secs_f64(), words.text(&ours)?);
 
-    // Compares with candle-transformers' model again, with the trained weights.
+    // Compares the text of `exact` with the text of candle-transformers' model. Both use the trained weights.
     theirs.clear_kv_cache();
     let mut caches = exact.caches(128);
     let expected = greedy(&prompt, 60, |ids, seen| {
@@ -160,7 +160,7 @@ fn main() -> Result<()> {
     })?;
     let ours = greedy(&prompt, 60, |ids, _| exact.next(ids, &mut caches, &device))?;
     println!("the same text from candle-transformers: {}", ours == expected);
-    // In 16 bit, the two models may choose different tokens if two tokens are almost equally likely.
+    // With a folder's weights, two tokens may be almost equally likely; the two models may then choose differently.
     assert!(folder.is_some() || ours == expected, "decoding is not the same");
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Qwen3 with the names and the configuration of candle-transformers, built from ops that have gradients.
+//! Qwen3 with the variable names and the configuration of candle-transformers, built from ops that have gradients.
 
 use candle_core::{Device, Module, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -23,7 +23,7 @@ pub(crate) struct Qwen3 {
 }
 
 impl Qwen3 {
-    /// Reads the same weights as candle-transformers. Attention has the numerics of `attention`.
+    /// Reads the same weights as candle-transformers. Every layer uses `attention`.
     pub(crate) fn new(config: &Config, attention: &Attention, vb: VarBuilder<'_>) -> Result<Self> {
         let (width, eps) = (config.hidden_size, config.rms_norm_eps);
         let shape = SelfAttentionConfig::new(width, config.num_attention_heads, config.head_dim)
@@ -61,7 +61,7 @@ impl Qwen3 {
         })
     }
 
-    /// The hidden states of ids, (batch, sequence). `attend` computes the attention of a block.
+    /// The hidden states of `ids` (batch, sequence). `attend` computes the attention of a block.
     fn hidden(
         &self,
         ids: &Tensor,
@@ -90,7 +90,7 @@ impl Qwen3 {
         self.blocks.iter().map(|block| block.attention.cache(tokens)).collect()
     }
 
-    /// Logits, (vocabulary), of the token after `ids`. The caches contain the tokens before `ids`.
+    /// The logits of the token after `ids`: (vocabulary). The caches contain the tokens before `ids`.
     pub(crate) fn next(&self, ids: &[u32], caches: &mut [KvCache], device: &Device) -> Result<Tensor> {
         let ids = Tensor::new(ids, device)?.unsqueeze(0)?;
         let attend = |layer: usize, attention: &SelfAttention, x: &Tensor| {

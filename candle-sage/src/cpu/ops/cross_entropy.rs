@@ -41,7 +41,7 @@ pub(crate) fn mean_loss(losses: impl Iterator<Item = f32>, counted: usize) -> f3
     (losses.map(f64::from).sum::<f64>() / counted as f64) as f32
 }
 
-/// A cross-entropy from hidden states and the output matrix, in chunks of rows.
+/// A cross-entropy from hidden states and the output matrix, in chunks of rows of the hidden states.
 pub(crate) struct Linear<'a> {
     /// The class of each row, `None` if the target is ignored.
     pub(crate) targets: &'a [Option<usize>],

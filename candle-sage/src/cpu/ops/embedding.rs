@@ -4,7 +4,8 @@ use rayon::prelude::*;
 
 /// For each of the table's `rows` rows, the sum of the vectors of `dout` whose id is that row. `ids` are below `rows`.
 pub(crate) fn add_rows(ids: Vec<i64>, dout: &[f32], rows: usize, width: usize) -> Vec<f32> {
-    // Pairs (row, position) are sorted, so that the vectors of a row are added in the order of their positions.
+    // Pairs (id, position in `dout`) are sorted, so that vectors with the same id are added in the order of their
+    // positions.
     let mut places: Vec<(usize, usize)> =
         ids.into_iter().enumerate().map(|(n, id)| (id as usize, n)).collect();
     places.sort_unstable();

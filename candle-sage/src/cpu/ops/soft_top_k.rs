@@ -1,15 +1,15 @@
 //! SoftTop-k on rows of scores, in f64.
 
-/// Number of halvings of the interval that contains the shift of [`weights`]: the sum of a row's weights becomes exact
-/// to 1e-8.
+/// Number of bisection steps in [`weights`].
 const HALVINGS: usize = 40;
 
 fn sigmoid(x: f64) -> f64 {
     if x < 0.0 { x.exp() / (1.0 + x.exp()) } else { 1.0 / (1.0 + (-x).exp()) }
 }
 
-/// `m_j = sigmoid(s_j / tau + shift)`, with the shift that makes the weights of the row sum to `count`. Scores of minus
-/// infinity are not candidates, and have weight 0; if there are at most `count` candidates, each has weight 1.
+/// The weights `m_j = sigmoid(s_j / tau + shift)` of a row of scores s. The shift makes the weights sum to `count`.
+/// Scores of minus infinity are not candidates, and have weight 0. If the row has at most `count` candidates, each has
+/// weight 1.
 pub(crate) fn weights(scores: &[f32], count: usize, tau: f64) -> Vec<f64> {
     let is_candidate = |score: &f32| *score != f32::NEG_INFINITY;
     let candidates = scores.iter().filter(|score| is_candidate(score)).count();
@@ -25,7 +25,8 @@ pub(crate) fn weights(scores: &[f32], count: usize, tau: f64) -> Vec<f64> {
     }
     let scaled = || scores.iter().filter(|score| is_candidate(score)).map(|&score| f64::from(score) / tau);
     let (least, most) = scaled().fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), x| (a.min(x), b.max(x)));
-    // The interval for the bisection: with `low` every weight is at most count / candidates, with `high` at least that.
+    // Bisects the shift. With the shift `low` every weight is at most count / candidates, with `high` every weight is
+    // at least count / candidates.
     let share = count as f64 / candidates as f64;
     let middle = (share / (1.0 - share)).ln();
     let (mut low, mut high) = (middle - most, middle - least);
@@ -38,8 +39,8 @@ pub(crate) fn weights(scores: &[f32], count: usize, tau: f64) -> Vec<f64> {
     all(&|x| sigmoid(x + shift))
 }
 
-/// The gradient of a row's scores: `ds_j = w_j (dm_j - sum(w dm) / sum(w)) / tau` with `w = m (1 - m)`. The term with
-/// the sums is due to the shift, which depends on all scores.
+/// The gradient of a row's scores: `ds_j = w_j (dm_j - sum(w dm) / sum(w)) / tau`, where m are the row's `weights`, and
+/// `w = m (1 - m)`. The term with the sums exists because the shift in [`weights()`] depends on all scores.
 pub(crate) fn gradient(weights: &[f64], dm: &[f32], tau: f64) -> Vec<f64> {
     let slope = |m: f64| m * (1.0 - m);
     let sum: f64 = weights.iter().map(|&m| slope(m)).sum();
@@ -76,8 +77,8 @@ mod tests {
         assert!(chosen.iter().zip(expected).all(|(m, e): (&f64, f64)| (m - e).abs() < 1e-12), "{chosen:?}");
     }
 
-    /// Gradients are compared with central differences. Scores are f32, so steps are powers of two. The errors of a
-    /// difference are h^2 / tau^3 (truncation) and 1e-8 / h (rounding).
+    /// Gradients are compared with central differences. The step h is a power of two, so that a score plus or minus h
+    /// is exact in f32. The errors of a difference are h^2 / tau^3 (truncation) and 1e-8 / h (rounding).
     #[test]
     fn gradients_are_those_of_differences() {
         let (tau, h) = (0.5, 2f32.powi(-9));

@@ -15,7 +15,7 @@ use crate::cpu::quantize::{Scale, code};
 use crate::cpu::tile::Tile;
 use crate::cpu::view::View;
 
-/// Reads V in 16-bit precision for the backward. The fields are the forward's log-sum-exps and output.
+/// What the backward reads if V is not quantized: V, and the forward's log-sum-exps and output.
 pub(super) struct Values16<'a> {
     pub(super) lse2: &'a [f32],
     pub(super) out: &'a View<'a>,
@@ -159,7 +159,7 @@ fn add_outer(into: &mut [f32], sums: &[f32], row_dequant: &[f32], column_dequant
     }
 }
 
-/// Quantizes a matrix with one scale per `group` of adjacent columns, and returns the dequantization scale of each
+/// Quantizes a matrix with one scale per `group` adjacent columns, and returns the dequantization scale of each
 /// column.
 #[multiversion(targets = "simd")]
 fn quantize_columns(values: &[f32], cols: usize, group: usize, codes: &mut [f32]) -> Vec<f32> {
@@ -183,7 +183,7 @@ fn quantize_columns(values: &[f32], cols: usize, group: usize, codes: &mut [f32]
     dequant
 }
 
-/// Quantizes a matrix with one scale per `group` of adjacent rows, and returns the dequantization scale of each row.
+/// Quantizes a matrix with one scale per `group` adjacent rows, and returns the dequantization scale of each row.
 #[multiversion(targets = "simd")]
 fn quantize_rows(values: &[f32], cols: usize, group: usize, codes: &mut [f32]) -> Vec<f32> {
     let mut dequant = Vec::with_capacity(values.len() / cols);

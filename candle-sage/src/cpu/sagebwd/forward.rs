@@ -1,5 +1,5 @@
-//! The forward of SageBwd on the CPU: an online softmax that quantizes probabilities to INT8, and matmuls with V in
-//! INT8. If only S runs in INT8, the softmax and O are those of unquantized attention.
+//! The forward of SageBwd on the CPU: an online softmax that quantizes probabilities to INT8, and INT8 matmuls with V.
+//! If only S runs in INT8, the softmax and the matmuls with V are not quantized.
 
 use std::ops::Range;
 
@@ -15,7 +15,7 @@ use crate::cpu::unquantized;
 
 /// V in the forward.
 pub(super) enum ForwardValues {
-    /// V in INT8, one entry per segment and key head.
+    /// V in INT8, one entry per segment (batch entry or packed document) and key head.
     Codes(Vec<HeadCodes>),
     /// Unquantized V.
     Rows,
@@ -100,7 +100,7 @@ fn online_softmax(cols: usize, logits: &mut [f32], softmax: &mut Softmax, steps:
     for (row, ((max, sum), step)) in logits.chunks_exact_mut(cols).zip(state) {
         let row_max = lanes::max(row);
         let new_max = if row_max > *max { row_max } else { *max };
-        // Before the first visible key every term is 2^-inf = 0 for any finite shift.
+        // As long as all logits of the row are -inf, any finite shift gives 2^-inf = 0.
         let shift = if new_max == f32::NEG_INFINITY { 0.0 } else { new_max };
         let row_shift = if row_max == f32::NEG_INFINITY { 0.0 } else { row_max } - lanes::LOG2_127;
         for x in row.iter_mut() {

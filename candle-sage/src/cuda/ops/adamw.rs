@@ -1,4 +1,4 @@
-//! AdamW and the sum of squares on the GPU.
+//! AdamW, and the sum of a tensor's squares, on the GPU.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
@@ -40,7 +40,7 @@ impl Launch<[Operand<'_>; 1], CudaStorage> for SumOfSquares {
 /// The state, the gradient and its sum of squares, and the 16-bit copy of the weights.
 type Tensors<'a> = ([Operand<'a>; 3], Option<Operand<'a>>);
 
-/// Updates weights and moments, (3, parameters), and the copy.
+/// Updates the 16-bit copy of the weights, and the state, whose rows are the weights and two moments.
 impl Launch<Tensors<'_>, ()> for AdamW {
     fn launch(&self, ([state, gradient, sum_of_squares], copy): Tensors<'_>) -> Result<()> {
         let gpu = Gpu::new(state.0.device())?;

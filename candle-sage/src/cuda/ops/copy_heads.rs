@@ -17,7 +17,7 @@ fn place<'a>(operand: Operand<'a>, gpu: &Gpu) -> Result<params::Heads<'a>> {
     Ok(params::Heads { data: start(operand, gpu)?, batch: stride(0), token: stride(1), head: stride(2) })
 }
 
-/// `out = x`, (batch, token, head, channel) with adjacent channels.
+/// Copies `x` to `out`. Both are (batch, token, head, channel) tensors with contiguous channels.
 impl Launch<[Operand<'_>; 2], ()> for CopyHeads {
     fn launch(&self, [out, x]: [Operand<'_>; 2]) -> Result<()> {
         let gpu = Gpu::new(out.0.device())?;

@@ -1,5 +1,4 @@
-//! Cross-entropy from logits on the GPU. Also writes a tensor times a factor to another tensor, or adds it to that
-//! tensor.
+//! Cross-entropy from logits on the GPU, and the launch of scaled copies and additions (`Scaling`).
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
@@ -28,7 +27,7 @@ struct Saved {
     z_loss: f32,
 }
 
-/// One launch over `rows` rows of logits, whose targets and losses start at row `first`.
+/// One launch over a chunk of `rows` rows of logits. `first` is the number of the chunk's first row among all rows.
 pub(super) struct Rows<'a> {
     pub(super) gpu: &'a Gpu,
     pub(super) float: Float,

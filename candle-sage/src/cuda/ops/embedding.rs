@@ -23,7 +23,7 @@ impl Launch<[Operand<'_>; 2], CudaStorage> for Rows {
     }
 }
 
-/// The rows, (ids, width), the backward, and the result of the check of the ids.
+/// The rows with shape (ids, width), the backward, and the result of the check of the ids.
 type Forward = (CudaStorage, Backward<1, CudaStorage>, Checked);
 
 impl Launch<[Operand<'_>; 2], Forward> for Embedding {
@@ -36,7 +36,6 @@ impl Launch<[Operand<'_>; 2], Forward> for Embedding {
     }
 }
 
-/// Ids whose check was launched, and the number of rows of their table.
 #[derive(Debug)]
 struct Saved {
     ids: Ids,

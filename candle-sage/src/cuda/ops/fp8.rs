@@ -51,20 +51,20 @@ impl Codes {
         })
     }
 
-    /// [`Codes::params`] for a kernel that writes the scale it uses.
+    /// [`Codes::params`] with the address to which the kernel writes the scale that it uses.
     pub(super) fn params_of_scale(&self, gpu: &Gpu, e5m2: bool) -> Result<params::Fp8Codes<'_>> {
         Ok(params::Fp8Codes { used: address(&self.scale, gpu), ..self.params(gpu, e5m2)? })
     }
 
-    /// [`Codes::params`] with the matrix's entry in the state of `Fp8Scales`. The scale is copied, because the state
-    /// changes.
+    /// [`Codes::params`] with the addresses in `state`. The kernel copies the scale to `used`, because the scale in the
+    /// state may change while the quantized matrix is in use.
     fn params_at<'a>(&'a self, gpu: &Gpu, site: Fp8Site, state: &Site<'a>) -> Result<params::Fp8Codes<'a>> {
         let Site { scale, largest, saturated, .. } = *state;
         let used = address(&self.scale, gpu);
         Ok(params::Fp8Codes { scale, used, largest, saturated, ..self.params(gpu, site.e5m2)? })
     }
 
-    /// [`Codes::params_at`] with the entry of `site` in `state`.
+    /// Calls [`Codes::params_at`] with column `site.index` of `state`.
     pub(super) fn params_of_site<'a>(
         &'a self,
         gpu: &Gpu,
@@ -90,7 +90,7 @@ impl Codes {
     }
 }
 
-/// A matrix's entry in the state of `Fp8Scales`: f32 (5, matrices).
+/// The addresses of one matrix's column in the state of `Fp8Scales`, whose shape is (5, matrices).
 struct Site<'a> {
     scale: Address<'a>,
     largest: Address<'a>,
@@ -182,7 +182,7 @@ impl Launch<Operand<'_>, Quantized<CudaStorage>> for Quantize {
         let x = Dense::new(x, &gpu)?;
         let codes = Codes::new(&gpu, dims, self.copies)?;
         let e5m2 = self.format == Fp8Format::E5M2;
-        // The largest value, and the number of saturated values, which stays 0.
+        // `seen` holds the largest value of `x`, and the number of saturated values. No value saturates here.
         let seen = gpu.alloc_zeros::<u32>(2)?;
         let [largest, at_scale] = [address(&seen, &gpu), address(&codes.scale, &gpu)];
         let params = params::Fp8Quantize {
@@ -278,7 +278,7 @@ fn swiglu(
     // The strides of rows, in bytes.
     if [of.gate_row, of.up_row].iter().any(|row| row * float.bytes() as i64 % 16 != 0) {
         return Err(Error::unsupported("swiglu in FP8 on CUDA needs rows aligned to 16 bytes")
-            .got(format!("rows {} and {} elements apart", of.gate_row, of.up_row))
+            .got(format!("distances of {} (gate) and {} elements (up) between rows", of.gate_row, of.up_row))
             .allowed("distances that are multiples of 16 bytes: 4 elements in f32, 8 in f16 and bf16")
             .hint("`force_contiguous()` makes an aligned copy")
             .into());

@@ -40,7 +40,7 @@ fn of_part<'a>(
 impl Launch<Operand<'_>, CudaStorage> for Largest<'_> {
     fn launch(&self, x: Operand<'_>) -> Result<CudaStorage> {
         let gpu = Gpu::new(x.0.device())?;
-        // The bits of an f32 that is not negative, as a u32, have the order of the values.
+        // Kernels compute the largest |x| from the bits of |x| as u32, which have the same order as |x|.
         let largest = gpu.alloc_zeros::<f32>(self.parts.len())?;
         for (n, part) in filled(self.parts) {
             let codes = params::Fp8Codes { largest: address_at(&largest, n, &gpu)?, ..Default::default() };

@@ -37,7 +37,7 @@ impl Ids {
             DType::U32 => "u32",
             DType::I64 => "i64",
             other => {
-                return Err(Error::new(format!("{op} does not support ids of this type"))
+                return Err(Error::new(format!("{op} does not support ids or targets of this type"))
                     .got(other.as_str())
                     .allowed("u8, u32, i64")
                     .hint("convert with `to_dtype(DType::U32)`")
@@ -60,7 +60,7 @@ impl Ids {
         Ok(made)
     }
 
-    /// The address of the ids' row numbers, from the id at index `first` on.
+    /// The address of the ids that the check converted to u32, from index `first` on.
     pub(super) fn places(&self, first: usize, gpu: &Gpu) -> Result<Address<'_>> {
         address_at(&self.places, first, gpu)
     }

@@ -1,5 +1,5 @@
-//! Cross-entropy from hidden states on the GPU, chunk by chunk: cuBLAS computes the matmuls, this crate's kernels the
-//! rest.
+//! On the GPU: cross-entropy from hidden states, one chunk of rows at a time. cuBLAS computes the matmuls, this crate's
+//! kernels the rest.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Layout, Result};
@@ -26,8 +26,8 @@ use crate::ops::linear_cross_entropy_fp8::LinearIntoFp8;
 
 const LINEAR: &str = "linear-cross-entropy";
 
-/// What the backward needs: gradients of the sum of the losses. The backward multiplies them by the loss's gradient
-/// divided by the number of valid targets. (Gradients of the mean could underflow in 16 bit.)
+/// `hidden` and `weight` are gradients of the sum of the rows' losses: gradients of the mean could underflow in 16 bit.
+/// The backward multiplies them by the incoming gradient of the mean, divided by the number of valid targets.
 #[derive(Debug)]
 struct LinearSaved {
     targets: Ids,
@@ -47,7 +47,7 @@ struct Linear {
     z_loss: f32,
 }
 
-/// Bytes of logits that are stored at once.
+/// The most bytes of a chunk of logits, unless [`CrossEntropy::chunk_rows`] is set.
 const BYTES: usize = 256 << 20;
 
 impl Linear {
@@ -57,7 +57,7 @@ impl Linear {
         Ok(Self { ignored: settings.ignore_id, chunk_rows, z_loss: settings.z_loss })
     }
 
-    /// Number of rows of a chunk, at most `rows`.
+    /// Rows of logits per chunk, for `rows` rows in total.
     fn chunk(self, rows: usize) -> usize {
         self.chunk_rows.min(rows).max(1)
     }
@@ -77,7 +77,7 @@ impl<'a> GradientOutputs<'a> {
         self.hidden.map(|hidden| element(hidden, first * width, gpu)).transpose()
     }
 
-    /// The address of the weight's gradient, and the factor of its previous contents for the chunk at row `first`.
+    /// The address of the weight's gradient, and the matmul's beta for the chunk at row `first`.
     fn weight(&self, first: usize) -> Option<(Address<'a>, f32)> {
         self.weight.map(|(at, add)| (at, if add || first > 0 { 1.0 } else { 0.0 }))
     }
@@ -182,7 +182,7 @@ impl Products for InFp8<'_> {
         let params = params::CrossEntropy { lse: address(&lse, gpu), ..params };
         rows.launch(kernel!("cross_entropy_fwd"), params)?;
         let codes = Codes::new(gpu, (n, classes), Fp8Copies::Both)?;
-        // The largest value and the number of saturated values, which are not used.
+        // The kernel reports the largest value and the number of saturated values. They are not used.
         let seen = gpu.alloc_zeros::<u32>(2)?;
         let e5m2 = self.op.linear.gradient == Fp8Format::E5M2;
         let quantize = params::Fp8CrossEntropy {
@@ -276,8 +276,8 @@ fn own_pass(
     pass(gpu, &OwnType { hidden, weight, factor, logits: &logits }, out, dims, ids, settings, into)
 }
 
-/// The loss of `hidden weight^T`, the backward with the wanted gradients of hidden states and weight, and the result of
-/// the check of the targets.
+/// The loss of the logits `hidden weight^T`; the backward, whose launch returns the wanted gradients of hidden states
+/// and weight; and the result of the check of the targets.
 type LinearForward = (CudaStorage, launch::Backward<1, [Option<CudaStorage>; 2]>, Checked);
 
 impl Launch<[Operand<'_>; 3], LinearForward> for LinearOp {
@@ -325,7 +325,8 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 2]> for LinearInto {
 /// targets.
 type Fp8Inputs<'a> = (Operand<'a>, [Operand<'a>; 7]);
 
-/// The loss and the gradient of the hidden states, as for [`LinearInto`].
+/// As [`LinearInto`]: returns the loss and the gradient of the hidden states, and adds the weight's gradient to
+/// `dweight`.
 impl Launch<Fp8Inputs<'_>, [CudaStorage; 2]> for LinearIntoFp8 {
     fn launch(&self, (dweight, inputs): Fp8Inputs<'_>) -> Result<[CudaStorage; 2]> {
         let [hidden, hidden_t, weight, weight_t, of_hidden, of_weight, targets] = inputs;

@@ -112,7 +112,6 @@ impl Launch<[Operand<'_>; 2], ()> for ScaleRows {
     }
 }
 
-/// The state, the directions and the sum of squares, and the 16-bit copy of the weights.
 type Tensors<'a> = ([Operand<'a>; 3], Option<Operand<'a>>);
 
 impl Launch<Tensors<'_>, ()> for Apply<'_> {
@@ -208,7 +207,7 @@ mod tests {
         };
         assert_eq!(lens(|_, _| true), [192, 64, 64]);
         assert_eq!(lens(|a, b| a.shape == b.shape), [128, 64, 64, 64]);
-        // Each part must have a multiple of 8 elements, not only the joined part.
+        // Each part must have a multiple of 8 elements. It is not enough that two parts together have 8.
         assert!(joined(&[part(0, 0, (2, 2)), part(4, 4, (2, 2))], |_, _| true).is_err());
     }
 }

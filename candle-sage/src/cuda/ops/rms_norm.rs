@@ -28,8 +28,7 @@ pub(super) struct OptionalAddresses<'a> {
     pub(super) partials: Address<'a>,
 }
 
-/// The parameters of a kernel that reads `x` along its last dimension and writes to `out`, except the parameters for
-/// how threads divide a row.
+/// The parameters, without `lanes`, of a kernel that reads `x` along its last dimension and writes to `out`.
 pub(super) fn params<'a>(
     gpu: &Gpu,
     x: &'a Dense<'_>,
@@ -56,7 +55,7 @@ pub(super) fn params<'a>(
     })
 }
 
-/// Launches a kernel over the last dimension of `x`. Returns y, or dx if there are `dy` and `partials`.
+/// Launches a kernel over the last dimension of `x`. Returns y in the forward and dx in the backward.
 fn run(
     gpu: &Gpu,
     what: &str,
@@ -185,8 +184,8 @@ impl Launch<[Operand<'_>; 4], [CudaStorage; 2]> for Gradients {
     fn launch(&self, [x, weight, dy, other]: [Operand<'_>; 4]) -> Result<[CudaStorage; 2]> {
         let gpu = Gpu::new(x.0.device())?;
         let width = weight.1.shape().elem_count();
-        // Sums start at zero: thread blocks without rows write nothing, and channels that do not fit in registers are
-        // summed in memory.
+        // Zeroed, because there may be fewer than PARTS thread blocks, and because sums that do not fit in registers
+        // are accumulated in this memory.
         let partials = gpu.alloc_zeros::<f32>(PARTS * width)?;
         let [x, dy] = [Dense::new(x, &gpu)?, Dense::new(dy, &gpu)?];
         let residual = self.residual.then(|| Dense::new(other, &gpu)).transpose()?;

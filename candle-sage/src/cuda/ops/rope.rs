@@ -24,7 +24,7 @@ use crate::ops::rope::Rope;
 
 const NAME: &str = "rope";
 
-/// The tables of the positions' angles, the sign of the angles, and which channels are rotated as a pair.
+/// The cosines and sines of the positions' angles, the sign of the angles, and which channels are rotated as a pair.
 #[derive(Clone, Copy)]
 struct Rotation<'a> {
     tables: [Operand<'a>; 2],
@@ -92,7 +92,7 @@ struct ConcatenatedHeads {
 }
 
 impl ConcatenatedHeads {
-    /// A tensor for results with the shapes of `all`.
+    /// Allocates one tensor for all results. The results have the shapes of the tensors of `all`.
     fn new(gpu: &Gpu, all: &[Operand<'_>]) -> Result<Self> {
         let dims = all.iter().map(|x| x.1.shape().dims4()).collect::<Result<Vec<_>>>()?;
         let (batch, sequence, _, head_dim) = dims[0];
@@ -174,7 +174,7 @@ fn run(
         direction: rotation.direction,
         ..Default::default()
     };
-    // The strides of all rows, for `Packs`. `half` is the stride of the tables' rows, and of the halves of a head.
+    // `Packs::of` checks the alignment of the strides. `half` is the stride of the tables' rows and of a head's halves.
     let mut strides = vec![half];
     strides.extend(x.strides());
     if let Destination::Heads(out) = out {
@@ -253,10 +253,11 @@ impl Launch<[Operand<'_>; 4], CudaStorage> for QkNormRope {
     }
 }
 
-/// Each input with its weight and its output's gradient, and the tables.
+/// For each input: the input, its norm's weight and its output's gradient. Also the tables of cosines and sines.
 type BackwardInputs<'a> = (&'a [[Operand<'a>; 3]], [Operand<'a>; 2]);
 
-/// The gradients of the inputs, concatenated along the heads, and of their weights.
+/// Returns the gradients of all inputs in one tensor, concatenated along the heads, and the gradient of each norm's
+/// weight.
 impl<'a> Launch<BackwardInputs<'a>, (CudaStorage, Vec<CudaStorage>)> for Gradients {
     fn launch(&self, (all, tables): BackwardInputs<'a>) -> Result<(CudaStorage, Vec<CudaStorage>)> {
         let inputs: Vec<Operand<'_>> = all.iter().map(|&[x, ..]| x).collect();
@@ -270,8 +271,8 @@ impl<'a> Launch<BackwardInputs<'a>, (CudaStorage, Vec<CudaStorage>)> for Gradien
 }
 
 impl Gradients {
-    /// Launches a kernel for each input, and returns the gradients of the weights. `written` returns where the gradient
-    /// of an input is written.
+    /// Launches a kernel for each input, and returns the gradients of the norms' weights. `written` returns where the
+    /// gradient of an input is written.
     fn run<'a>(
         &self,
         gpu: &Gpu,
@@ -283,7 +284,7 @@ impl Gradients {
         let mut weights = Vec::with_capacity(all.len());
         for (n, &[x, weight, dy]) in all.iter().enumerate() {
             let width = weight.1.shape().elem_count();
-            // Sums start at zero, because there may be fewer than PARTS thread blocks.
+            // Zeroed, because each thread block writes one row, and there may be fewer than PARTS thread blocks.
             let partials = gpu.alloc_zeros::<f32>(PARTS * width)?;
             let (dense, dy) = (Dense::new(weight, gpu)?, Heads::new(dy, gpu)?);
             let norm = Norm { weight: &dense, eps: self.eps, gradient: Some((&dy, &partials)) };

@@ -14,7 +14,7 @@ use crate::launch::{Launch, Operand};
 use crate::ops::accumulate::InOrder;
 
 /// `sum = parts[0] + parts[1] + ..`, where the given `sum` is added instead of `parts[place]`. Neighbouring terms are
-/// added in pairs, then the sums of neighbouring pairs, and so on. Parts are contiguous rows.
+/// added in pairs, then the sums of neighbouring pairs, and so on.
 impl Launch<[Operand<'_>; 2], ()> for InOrder {
     fn launch(&self, [sum, parts]: [Operand<'_>; 2]) -> Result<()> {
         let gpu = Gpu::new(sum.0.device())?;

@@ -56,7 +56,7 @@ impl Rows<'_> {
     }
 }
 
-/// The parameters for the rows of `gate` and `up`, and the packs in which threads read them.
+/// The parameters for the rows of `gate` and `up`, and the number of elements that a thread processes.
 fn problem<'a>(
     float: Float,
     [gate, up]: [&'a Rows<'_>; 2],
@@ -67,7 +67,7 @@ fn problem<'a>(
     let (len, columns) = (gate.operand().1.shape().elem_count(), gate.columns);
     let of = gate.params(up, gpu)?;
     let starts = [&[of.gate, of.up], others].concat();
-    // Without gaps all rows are processed as one long row, so that a row need not be a whole number of packs.
+    // Rows without gaps between them are processed as one long row. Then packs need not divide a row evenly.
     let dense = [gate.stride, up.stride, out_row].iter().all(|&stride| stride == columns);
     let columns = if dense { len.max(1) } else { columns };
     let strides = if dense { vec![] } else { vec![columns, gate.stride, up.stride, out_row] };
@@ -101,7 +101,7 @@ impl Launch<[Operand<'_>; 3], (CudaStorage, Option<CudaStorage>)> for Gradients 
         let columns = gate.columns;
         let (out_row, distance) = if self.is_concatenated { (2 * columns, columns) } else { (columns, len) };
         let dgate = start_of(&both, &gpu)?;
-        // Without rows `both` is empty, so `dup` must start at 0. No kernel is launched then.
+        // If `len` is 0, `both` is empty, so `dup` must start at index 0. No kernel is launched then.
         let dup = element(&both, distance.min(len), &gpu)?;
         let (params, packs) = problem(float, [&gate, &up], &[dy, dup], out_row, &gpu)?;
         let params = params::SwiGlu {

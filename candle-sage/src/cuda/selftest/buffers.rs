@@ -32,7 +32,8 @@ fn schemes() -> [Scheme; 11] {
     all
 }
 
-/// Runs forward and backward while the guard checks the buffers' ends. Then checks that all results are written.
+/// Runs forward and backward, which check the canary that follows each buffer. Then checks that all results are
+/// written.
 fn run(inputs: &Inputs, scheme: &Scheme, deterministic: bool) -> Result<()> {
     fn both<S: OnGpu>(scheme: S, problem: &Problem<'_>, dout: Strided<'_>) -> Result<[Output; 4]> {
         let (out, completed) = run_forward(scheme, problem, true)?;
@@ -55,7 +56,7 @@ fn run(inputs: &Inputs, scheme: &Scheme, deterministic: bool) -> Result<()> {
     })
 }
 
-/// Buffers start as NaN and end in canaries.
+/// Buffers are filled with NaN before the kernels run, and a canary follows each buffer.
 #[test]
 #[ignore = "needs a GPU"]
 fn kernels_fill_their_buffers_and_no_more() -> Result<()> {
@@ -71,8 +72,7 @@ fn kernels_fill_their_buffers_and_no_more() -> Result<()> {
     Ok(())
 }
 
-/// The test above with a selection, whose longest lists are split (here into parts of one query block), and with heads
-/// of 256 channels.
+/// `kernels_fill_their_buffers_and_no_more` with selections, and with heads above 128 channels.
 #[test]
 #[ignore = "needs a GPU"]
 fn kernels_over_lists_fill_their_buffers_and_no_more() -> Result<()> {

@@ -19,12 +19,12 @@ fn fragments_go_to_shared_memory_and_back() -> Result<()> {
 fn conversions_round_ties_to_even() -> Result<()> {
     let mut x: Vec<f32> = numbers(8, 96).into_iter().map(|n| (n % 254_000) as f32 / 1000.0).collect();
     x.extend((0..32).map(|i| i as f32 * 8.0 + 0.5));
-    // From index 128 on, the results are unsigned 8-bit values.
+    // `codes` computes the first 128 results, and `codes_of_positive` the next 128.
     let got: Vec<u8> = run("selftest_conversions", &x, &x, 256)?;
     for (i, x) in x.iter().enumerate() {
         assert_eq!(got[i], x.round_ties_even() as u8, "codes of {x}");
-        // The unsigned conversion goes through f16, whose spacing is at most 1/8: a value within 1/16 of a tie may
-        // round either way.
+        // `codes_of_positive` goes through f16, whose spacing is at most 1/8: a value within 1/16 of a tie may round
+        // either way.
         let distance = (f32::from(got[128 + i]) - x).abs();
         assert!(distance <= 0.5 + 1.0 / 16.0, "{} for {x}", got[128 + i]);
     }
@@ -46,8 +46,8 @@ fn codes_over_powers_of_two_are_rounded() -> Result<()> {
     Ok(())
 }
 
-/// Conversions and scales have the bits of `nvfp4.rs`, and E4M3 also has the bits of the GPU's conversion instruction,
-/// if any. Inputs are E4M3 values, the midpoints between them, and numbers of all magnitudes.
+/// Conversions and scales are bitwise equal to `nvfp4.rs`. If the GPU has an instruction for E4M3, its result is tested
+/// too. Inputs are E4M3 values, the midpoints between them, and numbers of all magnitudes.
 #[test]
 #[ignore = "needs a GPU"]
 fn nvfp4_is_the_cpus_to_the_bit() -> Result<()> {
@@ -61,8 +61,8 @@ fn nvfp4_is_the_cpus_to_the_bit() -> Result<()> {
     let near = |x: &f32| [x.to_bits() + 1, x.to_bits().saturating_sub(1)].map(f32::from_bits);
     let neighbours: Vec<f32> = x.iter().flat_map(near).collect();
     x.extend(neighbours);
-    // E2M1 is tested with both signs, scales and E4M3 with the magnitudes.
     x.extend(numbers(9, COUNT - x.len()).into_iter().map(|n| f32::from_bits(n as u32 % 0x7f80_0000)));
+    // Only E2M1 is tested with negative values.
     for sign in [1.0, -1.0] {
         let x: Vec<f32> = x.iter().map(|x| sign * x).collect();
         let got: Vec<f32> = run("selftest_nvfp4", &x, &x, 5 * COUNT)?;

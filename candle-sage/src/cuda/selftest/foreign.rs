@@ -65,10 +65,11 @@ fn lent(inputs: &Inputs, attention: &Attention, dtype: DType) -> Result<Vec<Vec<
         let dlse = if with_lse { number(&given, gpu) } else { 0 };
         let of_output = (dout.view.data.number(), layout(dout, dtype));
         let output = (out, ResultGradients { out: of_output, lse: dlse });
-        // SAFETY: all memory is alive until the guard has waited for the kernels.
+        // SAFETY: all memory is alive until `guard::check` has waited for the kernels.
         unsafe {
             call.forward(&stream, addresses, results_at, state, scratch)?;
-            // Too little memory is an error. The failing call comes first, because it may overwrite gradients.
+            // A backward with too little scratch memory must fail. It may overwrite gradients, so the valid call is
+            // last.
             let short = Lent { bytes: needed - 1, ..second };
             assert!(call.backward(&stream, addresses, output, state, ([dq, dk, dv], 0), short).is_err());
             call.backward(&stream, addresses, output, state, ([dq, dk, dv], 0), second)?;
@@ -104,7 +105,7 @@ fn candles(inputs: &Inputs, attention: &Attention) -> Result<Vec<Vec<u16>>> {
     let mut all: Vec<_> = [out, dq, dk, dv].into_iter().map(words).collect::<Result<_>>()?;
     if with_lse {
         let lse = vjp.lse()?;
-        // Checks the guards while this memory is alive.
+        // Checks the canaries before this function frees the buffers.
         guard::check(&gpu())?;
         all.push(halves(&lse.flatten_all()?.to_vec1()?));
     }

@@ -34,7 +34,7 @@ impl Inputs {
         let mut tensors = Vec::new();
         for (n, dims) in [dims[0], dims[1], dims[1], dims[0]].into_iter().enumerate() {
             let len = dims.0 * dims.1 * dims.2 * dims.3;
-            // Channels and heads of different magnitudes, with a mean that is not zero.
+            // Neighbouring values have different magnitudes. The mean is not zero.
             let data: Vec<f32> = numbers(10 + n as u64, len)
                 .into_iter()
                 .enumerate()
@@ -62,8 +62,8 @@ impl Inputs {
         let seen = self.selection.as_ref().map(SelectionLists::new).transpose()?;
         let problem = Problem {
             gpu: &gpu,
-            // The scheme affects only the padding of heads above 128 channels, and only unquantized attention is tested
-            // with such heads.
+            // `scheme` only determines the padding of head_dims above 128. Only unquantized attention is tested with
+            // such head_dims.
             scheme: &Scheme::Unquantized,
             shape: &self.shape,
             softmax_scale: 0.125,
@@ -110,12 +110,12 @@ pub(super) fn cases() -> Vec<Case> {
         ((200, 300), (4, 2), 40, None),
         ((129, 64), (3, 1), 97, None),
         ((200, 190), (2, 1), 64, Some(packing)),
-        // More tiles than the kernel that computes means adds up at once.
+        // 66 tiles of keys: the kernel `mean_of_tiles` loads only 64 at once.
         ((70, 4200), (1, 1), 64, None),
     ]
 }
 
-/// The parameters of a forward before anything is prepared.
+/// The parameters of a forward before the scheme prepares its operands.
 pub(super) fn inputs_of<'a>(call: &'a Call<'_>) -> Result<params::Forward<'a>> {
     let Problem { q, k, v, .. } = *call.problem;
     Ok(params::Forward { q: q.view, k: k.view, v: v.view, shape: call.shape(), ..params::Forward::default() })

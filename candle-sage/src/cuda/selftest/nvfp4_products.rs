@@ -1,5 +1,4 @@
-//! Tests of the forward with FP4 matmuls, on GPUs that have or emulate them: packing, layouts, softmax, scales and
-//! sums.
+//! Tests of the forward with FP4 matmuls. They need a GPU that has or emulates these matmuls.
 
 use candle_core::{D, DType, Device, Result, Tensor};
 
@@ -18,9 +17,8 @@ fn error(got: &Tensor, expected: &Tensor) -> Result<f64> {
     Ok(norm(&(got - &expected)?)? / norm(&expected)?.max(1e-30))
 }
 
-/// The output equals the output of 16-bit matmuls, whose operands have the same values, up to two roundings to 16 bit.
-/// The order of sums differs. In rare cases this moves a probability across a midpoint, which changes its FP4 value by
-/// one step.
+/// Except for rounding errors, the output equals the output of 16-bit matmuls whose operands have the same values. In
+/// rare cases, rounding errors cause a probability to round to the next FP4 value.
 #[test]
 #[ignore = "needs a GPU of compute capability 9.0, 10.x or 12.x"]
 fn fp4_products_give_what_sixteen_bit_products_give() -> Result<()> {

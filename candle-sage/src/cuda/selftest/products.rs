@@ -5,7 +5,7 @@ use candle_core::Result;
 use super::launch::{run, run_threads};
 use super::{codes, numbers, token_of_slot};
 
-/// Small whole numbers: their products are exact in bf16 and f32.
+/// Whole numbers from -8 to 8. They are exact in 16 bit, and sums of their products are exact in f32.
 fn small(seed: u64, len: usize) -> Vec<half::bf16> {
     numbers(seed, len).into_iter().map(|n| half::bf16::from_f32((n % 17) as f32 - 8.0)).collect()
 }
@@ -31,8 +31,8 @@ fn products_of_codes_are_exact() -> Result<()> {
     Ok(())
 }
 
-/// `wgmma` on INT8 values, with its descriptors of swizzled rows and its fragments, in every variant that the kernels
-/// use.
+/// `wgmma` on INT8 values, in every variant that the kernels use: A is in swizzled rows of shared memory, or in
+/// registers.
 #[test]
 #[ignore = "needs a Hopper GPU"]
 fn products_of_codes_by_a_warpgroup_are_exact() -> Result<()> {
@@ -123,7 +123,7 @@ fn products_in_16_bit_from_both_layouts() -> Result<()> {
 #[ignore = "needs a GPU"]
 fn packed_accumulators_match_permuted_tokens() -> Result<()> {
     let (s, v) = (codes(6, 16 * 32), codes(7, 32 * 16));
-    // V^T: (16 channels, 64 bytes); the first 32 bytes of a row are tokens.
+    // V^T: (16 channels, 64 bytes). The first 32 bytes of a channel are the values of 32 tokens.
     let mut turned = vec![0i8; 16 * 64];
     for channel in 0..16 {
         for slot in 0..32 {

@@ -1,4 +1,4 @@
-//! Tests that SageBwd's kernels read the same INT8 values and scales of Q, K, V and dO as the CPU computes.
+//! Tests that SageBwd's INT8 values and scales of Q, K, V and dO are the same on the GPU as on the CPU.
 
 use candle_core::{DType, Result};
 
@@ -92,8 +92,8 @@ enum TileLayout {
     Transposed,
 }
 
-/// The memory of a tile with rows of `d` INT8 values: 16-byte chunks of a row are swizzled as in layout/swizzle.cuh,
-/// and the padding to `padded` channels is zero.
+/// A tile as a kernel stores it, from `codes` (`d` INT8 values for each token): swizzled as in layout/swizzle.cuh, and
+/// padded with zeros to `padded` channels.
 fn tile(codes: &[i8], (d, padded): (usize, usize), lies: TileLayout) -> Vec<i8> {
     let width = if lies == TileLayout::Transposed { TILE } else { padded };
     let mut out = vec![0; TILE * padded];
@@ -146,7 +146,8 @@ impl Comparison<'_> {
         assert_eq!(got.to_bits(), expected.to_bits(), "scale of {what}, {}", self.settings);
     }
 
-    /// Compares Q and dO of a query head. `first` is the number of the segment's first tile.
+    /// Compares Q and dO of a query head with the CPU's. `first` is the index of the segment's first tile among
+    /// the head's tiles.
     fn queries(&self, segment: &Segment, head: usize, first: usize) {
         let (shape, written, d) = (&self.inputs.shape, &self.written, self.inputs.shape.head_dim());
         let mut rows = self.inputs.rows(0, shape.query_heads(), head, segment.query.clone());
@@ -172,7 +173,8 @@ impl Comparison<'_> {
         }
     }
 
-    /// Compares K and V of a key head. `first` is the number of the segment's first tile.
+    /// Compares the INT8 values and scales of K and V of a key head with the CPU's. `first` is the index of the
+    /// segment's first tile among the head's tiles.
     fn keys(&self, segment: &Segment, head: usize, first: usize) {
         let (shape, written, d) = (&self.inputs.shape, &self.written, self.inputs.shape.head_dim());
         let rows = |n: usize| self.inputs.rows(n, shape.key_heads(), head, segment.key.clone());

@@ -19,8 +19,8 @@ impl Attention {
     ///
     /// Attention to several sets of keys is the mean of the sets' outputs, weighted by `exp(lse)`. Ring attention, and
     /// a KV cache in several chunks, use this mean. (For a query that sees no key in two sets, both `lse` are minus
-    /// infinity, and their difference is NaN.) Only one of the sets may have sinks. `ALiBi` measures distances from the
-    /// end of each set, not of the whole sequence.
+    /// infinity, and their difference is NaN.) Only one of the sets may have sinks. With
+    /// `ALiBi`, each call measures distances as if its last key were at the last query's position.
     ///
     /// ```
     /// use candle_core::{D, Device, Tensor, Var};
@@ -68,7 +68,7 @@ pub(super) fn of(op: &AttentionOp, out: &Tensor) -> Result<Tensor> {
     out.apply_op1_no_bwd(&LogSumExp { saved: op.saved.clone(), shape: op.shape.clone() })
 }
 
-/// An error for FP4 matmuls, and for schemes that subtract a mean from the keys, which changes the log-sum-exps.
+/// Refuses FP4 matmuls, and schemes that subtract a mean from the keys: the subtraction changes the log-sum-exps.
 fn check(scheme: &Scheme) -> Result<()> {
     if let Scheme::AttnQat(settings) = scheme
         && settings.products != Products::SixteenBit

@@ -28,7 +28,7 @@ pub(crate) struct AttentionOp {
     pub(crate) score_mod: Option<ScoreMod>,
     /// The sinks' logits: (query heads), contiguous, f32, on the query's device.
     pub(crate) sinks: Option<Tensor>,
-    /// `None` when no input is tracked.
+    /// `None` if no backward will read it.
     pub(in crate::ops) saved: Option<Arc<Saved>>,
 }
 
@@ -39,7 +39,7 @@ pub(in crate::ops) struct Saved {
     pub(in crate::ops) completed: OnceLock<Completed>,
     /// The gradient of the log-sum-exps, stored by `LogSumExp`'s backward for attention's backward, which runs later.
     pub(in crate::ops) dlse: Mutex<Option<Tensor>>,
-    /// The gradient of the sinks, stored by the backward.
+    /// The gradient of the sinks, stored by attention's backward for `WithSinks` and `AttentionVjp`.
     pub(in crate::ops) dsinks: Mutex<Option<Tensor>>,
 }
 
@@ -82,7 +82,7 @@ impl AttentionOp {
         }
     }
 
-    /// The lists of the selection on the host, for the CPU.
+    /// The selection's lists of blocks, on the host. `None` without a selection.
     fn lists(&self) -> Result<Option<&Lists>> {
         self.selection.as_ref().map(Selection::host).transpose()
     }
@@ -188,8 +188,8 @@ impl CustomOp3 for AttentionOp {
     }
 
     fn bwd(&self, q: &Tensor, k: &Tensor, v: &Tensor, out: &Tensor, dout: &Tensor) -> Result<Gradients> {
-        // Kernels load non-adjacent channels element by element, which is slow. The gradient of a narrowed output may
-        // have non-adjacent channels.
+        // Kernels load non-adjacent channels element by element, which is slow. `dout` may have such channels if
+        // `Tensor::narrow` was applied to the output.
         let copied =
             (dout.device().is_cuda() && dout.stride()[3] != 1).then(|| dout.contiguous()).transpose()?;
         let dout = copied.as_ref().unwrap_or(dout);

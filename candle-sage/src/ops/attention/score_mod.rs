@@ -42,7 +42,7 @@ impl Attention {
     /// (`attn_logit_softcapping`). 0 removes the cap.
     ///
     /// Schemes that subtract a mean from the keys, as `SageBwd::default()` does, do not support a soft cap, because
-    /// smoothing shifts the logits. On CUDA three schemes support it: unquantized attention, Attn-QAT with 16-bit
+    /// the subtraction shifts the logits. On CUDA three schemes support it: unquantized attention, Attn-QAT with 16-bit
     /// matmuls, and SageBwd with the INT8 matmuls [`SCORES`](crate::Int8Products::SCORES). On CUDA the hyperbolic
     /// tangent has a relative error of up to 2^-15.
     ///
@@ -51,7 +51,7 @@ impl Attention {
     /// use candle_sage::Attention;
     ///
     /// let (x, v) = (Tensor::ones((1, 2, 1, 8), candle_core::DType::F32, &Device::Cpu)?, [0f32, 1.]);
-    /// // The logits of both keys are far above the cap, and therefore equal.
+    /// // The logits of both keys are far above the cap, so the cap makes them equal.
     /// let keys = x.broadcast_mul(&Tensor::new(&[10f32, 90.], &Device::Cpu)?.reshape((1, 2, 1, 1))?)?;
     /// let v = Tensor::new(&v, &Device::Cpu)?.reshape((1, 2, 1, 1))?.broadcast_as((1, 2, 1, 8))?;
     /// let first = |attention: Attention| attention.apply(&x, &keys, &v)?.flatten_all()?.get(0)?.to_scalar::<f32>();
@@ -67,9 +67,9 @@ impl Attention {
         self
     }
 
-    /// `ALiBi`: subtracts from each logit the query head's slope times the distance between query and key. Positions
-    /// are aligned at the end, as with a causal mask. `slopes` is (query heads) in any float type, on the query's
-    /// device, and has no gradient. A soft cap is applied before the slopes. On CUDA the three schemes that
+    /// `ALiBi`: subtracts from each logit the query head's slope times the distance between query and key. The last
+    /// query has the position of the last key. `slopes` is (query heads) in any float type, on the query's device, and
+    /// has no gradient. A soft cap is applied before the slopes. On CUDA the three schemes that
     /// [`softcap`](Self::softcap) names support `ALiBi`. Unlike a soft cap, `ALiBi` also works with smoothed keys.
     /// [`alibi_slopes`](crate::ops::alibi_slopes) returns the paper's slopes.
     ///

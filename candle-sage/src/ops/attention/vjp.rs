@@ -7,8 +7,8 @@ use crate::error::Error;
 use crate::ops::support::{shapes_of, supported};
 use crate::ops::widths::Widths;
 
-/// The backward of one forward, with the forward's inputs, output and state: see
-/// [`Attention::vjp`](super::Attention::vjp).
+/// The backward of one call of [`Attention::vjp`](super::Attention::vjp). It keeps the inputs and the output of this
+/// call.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -73,7 +73,7 @@ impl AttentionVjp {
         }
         supported(NAME, &[&self.out, dout])?;
         let dout = self.widths.map_or(Ok(dout.clone()), |widths| widths.widen_output(dout))?;
-        // `dlse` is stored after all other checks: if a check failed later, the next call would use this `dlse`.
+        // `dlse` is stored only after all other checks, so that a failed call leaves no `dlse` for the next call.
         if let Some(saved) = &self.op.saved {
             saved.set_gradient(dlse.into(), &self.op.shape)?;
         }

@@ -11,10 +11,8 @@ use crate::cpu::ops::muon::{combine, unit_traces};
 use crate::launch::{Launch, Operand};
 use crate::ops::support::{cuda_tensor, f32_values, f32_values_mut, run_twice};
 
-/// Makes the singular values of matrices (count, rows, columns) about 1. (If rows and columns differ in number, one
-/// could update only the smaller Gram matrix in each iteration, and x at the end. This saves matmuls but loses small
-/// singular values in bf16, even if the Gram matrix is recomputed from x after two polynomials: with this recomputing,
-/// three of twelve runs ended with a loss up to 0.2 nats higher than with updates of x.)
+/// Makes the singular values of matrices (count, rows, columns) about 1. (Iterating on the Gram matrix instead of `x`
+/// was tried and rejected, even with a new Gram matrix after two polynomials: see `docs/muon.md`.)
 pub(super) fn orthogonal(mut x: Tensor, polynomials: Orthogonalization) -> Result<Tensor> {
     let (_, rows, columns) = x.dims3()?;
     for (n, abc) in polynomials.polynomials().into_iter().enumerate() {
@@ -22,8 +20,8 @@ pub(super) fn orthogonal(mut x: Tensor, polynomials: Orthogonalization) -> Resul
         let turned = x.transpose(1, 2)?;
         let gram = if rows <= columns { x.matmul(&turned)? } else { turned.matmul(&x)? };
         // The polynomials are applied to x divided by its Frobenius norm, which is the root of the first Gram matrix's
-        // trace. To save a pass over x, the first iteration divides g by the trace, and (a I + b g + c g^2) by the
-        // norm instead.
+        // trace. To save a pass over x, the first iteration does not divide x. It divides g by the trace, and
+        // (a I + b g + c g^2) by the norm.
         let unit = UnitTrace { inverse_norms: OnceLock::new() };
         let gram = if n == 0 { gram.apply_op1_no_bwd(&unit)? } else { gram };
         let factor = gram.matmul(&gram)?;
@@ -39,12 +37,12 @@ pub(super) fn orthogonal(mut x: Tensor, polynomials: Orthogonalization) -> Resul
 
 /// Divides Gram matrices (count, size, size) by their traces; the result is zero if the trace is 0 or not finite.
 pub(crate) struct UnitTrace {
-    /// The inverse Frobenius norms of x: `1 / sqrt(trace)`, (count) in f32; 0 if the trace is 0 or not finite.
+    /// `1 / sqrt(trace)` of each Gram matrix, (count) in f32; 0 if the trace is 0 or not finite.
     inverse_norms: OnceLock<Tensor>,
 }
 
-/// Replaces y by `a I + b x + c y`, for square matrices (count, size, size). Multiplies each result by its matrix's
-/// factor, if factors are given.
+/// `Polynomial([a, b, c])` replaces each matrix y of the first operand by `a I + b x + c y`, where x is the second
+/// operand's matrix. Both operands are (count, size, size). A third operand (count) holds factors of the new y.
 pub(crate) struct Polynomial(pub(crate) [f32; 3]);
 
 impl CustomOp1 for UnitTrace {

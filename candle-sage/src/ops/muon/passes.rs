@@ -1,4 +1,4 @@
-//! Passes over the parts of matrices that a process updates: momentum, normalization of rows, and weight update.
+//! Muon's operations except the orthogonalization: updates of momentum and weights, and normalization of rows.
 
 use std::sync::OnceLock;
 
@@ -9,7 +9,7 @@ use crate::cpu::ops::muon::{apply, direction, row_factors, scale_rows};
 use crate::launch::{Launch, Operand};
 use crate::ops::support::{cuda_tensor, f32_values, f32_values_mut, run_twice, with_cuda};
 
-/// Updates the momentum of parts, and computes their directions.
+/// Updates the momentum of `parts`, and computes the direction of their update before orthogonalization.
 pub(crate) struct Directions<'a> {
     pub(crate) settings: Muon,
     pub(crate) parts: &'a [MuonPart],
@@ -17,16 +17,16 @@ pub(crate) struct Directions<'a> {
     pub(super) made: OnceLock<Tensor>,
 }
 
-/// Updates the running mean squares of rows, and computes the factors of rows.
+/// Updates the running mean squares of rows, and computes the factors that normalize the rows.
 pub(crate) struct RowFactors {
     pub(crate) beta: f64,
     pub(super) made: OnceLock<Tensor>,
 }
 
-/// Multiplies the rows of matrices (count, rows, columns) by factors.
+/// Multiplies each row of matrices by the row's factor from [`RowFactors`].
 pub(crate) struct ScaleRows;
 
-/// Moves the weights of parts along their directions.
+/// Updates the weights of `parts` from the orthogonalized directions.
 pub(crate) struct Apply<'a> {
     pub(crate) settings: Muon,
     pub(crate) parts: &'a [MuonPart],

@@ -1,4 +1,5 @@
-//! The linear tails that have no kernel, computed with candle's matmuls, in f32 and in candle's graph.
+//! `past_linear` on CUDA for tails without kernels, computed with candle's matmuls in f32. Candle's autograd computes
+//! the gradients.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candle_nn::ops::softmax;
@@ -9,9 +10,9 @@ use crate::selection::Blocks;
 /// The tail's output, with the query's type.
 ///
 /// In each segment and key head `S_J = phi(K_J)^T [V_J, 1]` is the state of a block of keys, with d rows and d + 1
-/// columns. A block of queries sums `H_I = sum_J w_IJ S_J`, where `w` is 1 for the blocks of its tail, else 0.
-/// `phi(Q_I) H_I` then contains the sums of values and, in the last column, the normalizers. The states need
-/// head_dim / (keys of a block) times the memory of K in f32.
+/// columns (`phi`: softmax over channels). A block of queries sums `H_I = sum_J w_IJ S_J`, where `w` is 1 for the
+/// blocks of its tail, else 0. `phi(Q_I) H_I` then contains the sums of values and, in the last column, the
+/// normalizers. The states need head_dim / (keys of a block) times the memory of K in f32.
 pub(super) fn forward(op: &PastLinear, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
     let blocks = op.selection.blocks();
     let mut outputs = Vec::new();
@@ -36,7 +37,7 @@ pub(super) fn forward(op: &PastLinear, [q, k, v]: [&Tensor; 3]) -> Result<Tensor
         let (heads, columns, d, width) = states.dims4()?;
         let weights = weights(op, blocks, number)?;
         let sums = weights.matmul(&states.reshape((heads, columns, d * width))?)?;
-        // The blocks of a group's query heads are stacked along the rows, because they use the same sums.
+        // In each block, the query heads of a group are stacked along the rows: they are multiplied by the same `sums`.
         let phi = in_blocks(&softmax(&query, D::Minus1)?, blocks.query)?;
         let (query_heads, count, size, _) = phi.dims4()?;
         let group = query_heads / heads;
@@ -48,7 +49,7 @@ pub(super) fn forward(op: &PastLinear, [q, k, v]: [&Tensor; 3]) -> Result<Tensor
         let out = out.reshape((query_heads, count * size, d))?.narrow(1, 0, queries.len())?;
         outputs.push(out.transpose(0, 1)?);
     }
-    // Segments are batch entries of equal length, or the documents of a batch of one, in the order of the query tensor.
+    // The segments are in the order of the query tensor's tokens.
     Tensor::cat(&outputs, 0)?.reshape(q.shape())?.to_dtype(q.dtype())
 }
 
@@ -79,8 +80,8 @@ pub(crate) fn inverse_norm(norms: &Tensor) -> Result<Tensor> {
     small.where_cond(&ones.zeros_like()?, &small.where_cond(&ones, norms)?.recip()?)
 }
 
-/// For each block of queries, 1 for the blocks of keys in its tail, else 0: (key heads, blocks of queries, blocks of
-/// keys) of a segment.
+/// (key heads, blocks of queries, blocks of keys) of a segment: 1 if the tail of the block of queries contains the
+/// block of keys, else 0.
 fn weights(op: &PastLinear, blocks: &Blocks, segment: usize) -> Result<Tensor> {
     let lists = op.selection.lists();
     let (rows, columns) = (blocks.query_blocks(segment), blocks.key_blocks(segment));
@@ -90,13 +91,15 @@ fn weights(op: &PastLinear, blocks: &Blocks, segment: usize) -> Result<Tensor> {
     let all = all.broadcast_as((blocks.key_heads, rows, columns))?.contiguous()?;
     match op.tail {
         Tail::Past => Ok(all),
-        // The selection's lists include always visible blocks, which are not candidates: `relu` turns -1 into 0.
+        // The lists also contain blocks that are not candidates (`Blocks::always`). For these blocks `all` is 0, and
+        // `relu` turns the difference -1 into 0.
         Tail::Complement => (all - listed(lists, blocks.row(segment, 0), rows, columns)?)?.relu(),
     }
 }
 
-/// 1 for listed blocks, else 0, from lists (key heads, blocks of queries, 1 + width) that begin with their lengths. The
-/// lists stay on the device.
+/// (key heads, `rows`, `columns`): 1 if the list of a block of queries contains the block of keys, else 0. Row 0 is the
+/// block of queries `first`. `lists` is (key heads, blocks of queries, width), and stays on the device. Each list
+/// begins with its length.
 fn listed(lists: &Tensor, first: usize, rows: usize, columns: usize) -> Result<Tensor> {
     let lists = lists.narrow(1, first, rows)?;
     let (heads, _, width) = lists.dims3()?;
@@ -126,7 +129,8 @@ mod tests {
     use crate::selection::Selection;
     use crate::shape::{AttentionShape, Packing};
 
-    /// Compares the tails with the CPU's loop over blocks, which computes the same f32 sums in another order.
+    /// Compares outputs and gradients with those of `cpu::past_linear`, which computes the same f32 sums in another
+    /// order.
     #[test]
     fn they_are_the_tails_of_the_cpu() -> Result<()> {
         let documents = |cu: &[usize]| Packing::self_attention(cu.to_vec());
@@ -146,7 +150,8 @@ mod tests {
                 let shape = AttentionShape::new(q_dims, k_dims, k_dims, causal, packing.clone())?;
                 let draw = |dims| Tensor::randn(0f32, 1., dims, &Device::Cpu);
                 let (q, k, v, dout) = (draw(q_dims)?, draw(k_dims)?, draw(k_dims)?, draw(q_dims)?);
-                // Selects every third candidate; without a causal mask also the first, as lists must not be empty.
+                // Selects every third candidate. Without a causal mask, it selects the first candidate too, because no
+                // list may be empty (with the mask, every list contains a block on the diagonal).
                 let selection = Selection::from_lists(&shape, (16, 8), &Device::Cpu, |at| {
                     let first = usize::from(!causal).min(at.candidates);
                     (0..at.candidates).filter(|n| *n < first || (n + at.block) % 3 == 0).collect()
@@ -158,7 +163,6 @@ mod tests {
                     Ok((norm((a - b)?)? / norm(b.clone())?.max(1e-30)).sqrt())
                 };
                 let what = format!("{q_dims:?} {k_dims:?} causal {causal} {tail:?}");
-                // An output is a sum of up to 90 terms in f32.
                 let out = off(&forward(&op, [&q, &k, &v])?, &walked)?;
                 assert!(out < 2e-6, "{what}: {out:e}");
                 let expected = Gradients(&op).of([&q, &k, &v], &dout)?;
@@ -171,8 +175,8 @@ mod tests {
         Ok(())
     }
 
-    /// A query with zero weight on every key has zero output, a NaN reaches only queries of its segment, and the
-    /// inputs' type is kept.
+    /// A query with zero weight on every key has zero output. A NaN in a key reaches only the outputs of the same
+    /// document. The output has the inputs' type.
     #[test]
     fn what_is_no_number() -> Result<()> {
         let dims = (1, 32, 1, 8);

@@ -15,22 +15,23 @@ use crate::error::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum ValueGroups {
-    /// Tokens, over which P V sums. Block-scaled FP4 instructions need this axis, so deployed models use it.
+    /// Tokens: 16 tokens of a channel share a scale. P V sums over tokens, and block-scaled FP4 instructions need
+    /// groups along the axis of the sum. So deployed models use this axis.
     ///
     /// A scale then depends on up to 15 later tokens, even with a causal mask: a token's value is rounded by the scale
-    /// of its group's largest value, and a NaN reaches the earlier tokens of its group. (Token-by-token decoding rounds
-    /// a group again until it is full.)
+    /// of its group's largest value, and a NaN reaches the earlier tokens of its group. (Token-by-token decoding
+    /// quantizes an incomplete group again with each new token.)
     #[default]
     Tokens,
-    /// Channels, as in the paper's published training kernel.
+    /// Channels: 16 channels of a token share a scale, as in the paper's published training kernel.
     HeadDim,
 }
 
 /// Whether V is multiplied by a power of two before it is quantized, and divided by it afterwards.
 ///
-/// Without this power of two, NVFP4 turns a group whose largest value is under 0.00586 into zeros, and saturates at
-/// 2688. The group's scale loses bits if the largest value is under 0.09. QK-norm keeps the largest values of Q and K
-/// well between 0.09 and 2688; nothing keeps those of V there.
+/// Without this power of two, NVFP4 turns a group whose largest value is under 0.00586 into zeros, and limits values to
+/// 2688. A group's scale loses bits if the group's largest value is under 0.09. QK-norm keeps the largest values of Q
+/// and K well between 0.09 and 2688, but V has no such norm.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -51,8 +52,8 @@ pub enum ValueScale {
     /// V is not multiplied, as in the paper.
     #[default]
     None,
-    /// A power of two for each key head of each sequence (or packed document), which moves the head's largest magnitude
-    /// into [512, 1024). If the head contains a NaN or an infinity, the factor is 1.
+    /// V is multiplied by one factor for each key head of each sequence (or packed document): the power of two that
+    /// moves the head's largest magnitude into [512, 1024). If the head contains a NaN or an infinity, the factor is 1.
     ///
     /// Where a group's scale is between 2^-6 and 448 both with and without the factor, [`ValueScale::None`] gives the
     /// same result. An FP4 runtime divides each head's output by the factor.
@@ -81,7 +82,7 @@ impl std::str::FromStr for ValueScale {
             Error::new("unknown scale of V (`value-scale`)")
                 .got(format!("`{text}`"))
                 .allowed("none, head")
-                .hint("head also represents V below 0.006 and above 2688; none follows the paper")
+                .hint("head also represents values below 0.006 or above 2688; none follows the paper")
         })
     }
 }

@@ -83,8 +83,8 @@ fn a_thousand_steps_leak_nothing() -> Result<()> {
         for _ in 0..20 {
             step()?;
         }
-        // Other tests run concurrently and allocate memory too, but not between all pairs of readings. The smallest
-        // buffer of a step is 16 KiB: a leak of this buffer in each of 250 steps would add 4 MB to every reading.
+        // One small growth of 40 is enough, because other tests allocate memory concurrently. A leak of a
+        // step's smallest buffer (16 KiB) would add 4 MB to every growth.
         let mut growths = Vec::new();
         while growths.len() < 40 && !growths.iter().any(|&grown| grown < 1 << 20) {
             let before = used()?;

@@ -17,8 +17,8 @@ fn schemes() -> [Scheme; 4] {
     ]
 }
 
-/// Two cases for each layout, with two of four changes of the logits, in turn: a cap that many logits reach; slopes and
-/// a cap far above the logits; only slopes; slopes and a cap that many logits reach.
+/// Each layout twice, with different caps and slopes.
+/// Many logits reach the cap 1.5. The cap 50 is far above all logits.
 fn cases(d: usize) -> Vec<Case> {
     let mut layouts = Vec::new();
     for (lens, heads, causal, window) in [
@@ -89,7 +89,7 @@ fn slopes_with_smoothed_keys() -> Result<()> {
             let sage = if smoothing == Smoothing::K { sage.smoothing(smoothing) } else { sage };
             let schemes = [sage.into(), AttnQat::default().smoothing(smoothing).into()];
             run(&name(&case), &mut case, &schemes, 3)?;
-            // The key of a document of one token is its own mean: its INT8 values, and their scale, are zero.
+            // The first document has one key. Smoothing makes this key and its quantization scale zero.
             let mut packed = Case::new(1, (300, 300), (2, 1), d, true);
             packed.packing = Some(Packing::self_attention(vec![0, 1, 64, 64, 193, 300]));
             packed.alibi_slopes = slopes(2);
@@ -99,7 +99,7 @@ fn slopes_with_smoothed_keys() -> Result<()> {
     Ok(())
 }
 
-/// Queries of zeros have INT8 values with a scale of zero.
+/// Kernels divide the slopes of ALiBi by the scale of INT8 queries. The scale of queries that are all zero is zero.
 #[test]
 #[ignore = "needs a GPU"]
 fn slopes_of_queries_of_zeros() -> Result<()> {
@@ -175,9 +175,9 @@ fn logits_beyond_the_cap() -> Result<()> {
 }
 
 /// Sinks in every scheme without key smoothing, with windows, documents and grouped heads. The CPU has the same
-/// quantized Q and K as the GPU. Unquantized attention differs by roundings of 2^-9 (bf16). SageBwd differs by .02 for
-/// P and .02 for dS, because a scale of P or dS covers other keys on the GPU than on the CPU. Attn-QAT differs in
-/// probabilities close to midpoints.
+/// quantized Q and K as the GPU. Unquantized attention differs by roundings of 2^-9 (bf16). In SageBwd, the keys that
+/// share a scale of P or dS are not the same on GPU and CPU. Results differ by .02 because of P, and by .02 because of
+/// dS. In Attn-QAT, a probability near the midpoint of two FP4 values may round up on one device and down on the other.
 #[test]
 #[ignore = "needs a GPU"]
 fn sinks() -> Result<()> {

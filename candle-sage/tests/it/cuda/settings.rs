@@ -1,4 +1,4 @@
-//! The settings of the schemes, and the accuracy published in papers.
+//! The settings of SageBwd and Attn-QAT on a GPU, and the errors published for SageBwd.
 
 use candle_core::{DType, Result};
 use candle_sage::{
@@ -66,7 +66,7 @@ fn settings_of_attn_qat() -> Result<()> {
 }
 
 /// `attn_qat::a_scale_of_each_head_keeps_values_of_any_size`, on the GPU: V times a power of two gives exactly the
-/// output times this power.
+/// output times the same power of two.
 #[test]
 #[ignore = "needs a GPU"]
 fn attn_qat_keeps_values_of_any_size_with_a_scale_of_each_head() -> Result<()> {
@@ -104,9 +104,9 @@ fn attn_qat_keeps_the_gradient_of_values_in_diffuse_attention() -> Result<()> {
     }
     Ok(())
 }
-/// Table 1 of arXiv 2603.02170 on the GPU, as `sagebwd::errors_reproduce_the_published_table` on the CPU, for each set
-/// of INT8 matmuls. Inputs are bf16, and errors are relative to f64 on the same rounded inputs: rounding outputs to
-/// bf16 adds at most about 2^-9.
+/// `sagebwd::errors_reproduce_the_published_table` (Table 1 of arXiv 2603.02170), on the GPU, for each of [`NAMED`].
+/// Inputs are rounded to bf16 before the exact results are computed. Rounding outputs to bf16 adds at most about 2^-9
+/// to the errors.
 #[test]
 #[ignore = "needs a GPU"]
 fn errors_reproduce_the_published_table() -> Result<()> {
@@ -133,7 +133,7 @@ fn errors_reproduce_the_published_table() -> Result<()> {
                     }
                 }
                 println!("{d:4} {sigma:6}  {mean:.4?} ({published:.4?}) {products}");
-                // A backward that recomputes S without the forward's INT8 values computes another P than the forward.
+                // A backward that recomputes S from unquantized Q and K computes another P than the forward.
                 // This makes errors larger from sigma 3 on.
                 let mismatch = products == Int8Products::FORWARD && *sigma >= 3.0;
                 if mismatch {

@@ -80,8 +80,8 @@ fn large_heads_in_int8() -> Result<()> {
     check_large_heads(&[scores.into(), scores.smoothing(Smoothing::None).into(), sampled.into()])
 }
 
-/// Checks head_dims above 128: lengths, groups, documents, strides that prevent vector loads, reproducible gradients, and
-/// selections in which a key block has so many query blocks that several thread blocks share this work.
+/// Checks head_dims above 128: lengths, groups, documents, strides that prevent vector loads, reproducible gradients,
+/// and selections in which a key block's list of query blocks is so long that it is split among thread blocks.
 fn check_large_heads(schemes: &[Scheme]) -> Result<()> {
     for d in [129, 136, 160, 192, 255, 256] {
         let long = if d == 256 { 700 } else { 300 };
@@ -124,8 +124,8 @@ fn check_lists_of_large_heads(scheme: Scheme) -> Result<()> {
     );
     Ok(())
 }
-/// At least 144 work items: some thread blocks process several on a GPU of up to 143 multiprocessors. Some queries see
-/// no key.
+/// At least 144 work items (tiles of one head): on a GPU of up to 143 multiprocessors, some thread blocks process
+/// several items. Some queries see no key.
 #[test]
 #[ignore = "needs a GPU"]
 fn more_work_than_multiprocessors() -> Result<()> {

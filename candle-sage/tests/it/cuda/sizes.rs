@@ -6,8 +6,8 @@ use candle_sage::{Packing, Scheme};
 use super::{all, check, sage};
 use crate::support::{Case, gpu, relative_l2};
 
-/// The schemes whose error is small compared with the tested effects. (In NVFP4, a row's only probability is off by
-/// about 3 %, because its scale is rounded to E4M3.)
+/// Attn-QAT is omitted. Its errors are too large for these tests: even if a query sees only one key, the probability is
+/// off by about 3 %, because the probability's scale is rounded to E4M3.
 fn both() -> [Scheme; 2] {
     [Scheme::Unquantized, sage().into()]
 }
@@ -24,9 +24,8 @@ fn resize(data: &mut [f32], width: usize, size: impl Fn(usize) -> f32) {
         values.iter_mut().for_each(|x| *x *= size(token));
     }
 }
-/// Gradients of size 1e-18 and 1e12 are as accurate as gradients of size 1, and so are gradients of queries that are
-/// 2^9 times smaller than their neighbours: dS is stored in 16 bit, divided by a power of two that follows its size
-/// (`attention/numerics/score_codes_sm90.cuh`).
+/// Gradients are accurate if dO is of size 1e-18 or 1e12, and if dO of one query is 2^9 times smaller than dO of the
+/// next query. See `DsUnit` in `attention/numerics/score_codes_sm90.cuh`.
 #[test]
 #[ignore = "needs a GPU"]
 fn gradients_of_any_size() -> Result<()> {
@@ -48,7 +47,7 @@ fn gradients_of_any_size() -> Result<()> {
                 }
             }
             let mut case = Case::new(1, (400, 400), (2, 2), d, true);
-            // Sizes that change from query to query, and from tile to tile.
+            // The size of dO changes from query to query, and from tile to tile.
             case.draw(1.0, 8);
             let row = 2 * d;
             let size = |token: usize| 2f32.powi(-((token % 10) as i32) - 7 * (token / 64) as i32);
@@ -68,9 +67,9 @@ fn gradients_of_any_size() -> Result<()> {
     Ok(())
 }
 
-/// Values that are up to 2^20 times smaller than the values of the other tile of their pair, or all zero, are as
-/// accurate as other values, for queries that see only these values. Even smaller values lose bits, then become zero,
-/// but never grow. (On Hopper a pair of tiles shares an integer sum: `attention/numerics/sagebwd_forward_sm90.cuh`.)
+/// On Hopper two tiles of V share an integer sum (`attention/numerics/sagebwd_forward_sm90.cuh`). V may be up to 2^20
+/// times smaller in one tile than in the other: outputs of queries that see only the smaller V stay accurate. For even
+/// smaller V, these outputs lose bits and finally become zero, but never grow.
 #[test]
 #[ignore = "needs a GPU"]
 fn values_of_any_size() -> Result<()> {
@@ -105,15 +104,16 @@ fn values_of_any_size() -> Result<()> {
                     let what = format!("O of V 2^{power} in {powers:?}, d {d}, causal {causal}, {scheme}");
                     let rows = tile * 64 * row..(tile + 1) * 64 * row;
                     let parts = [&got, &exact, &plain].map(|results| &results[0][rows.clone()]);
-                    // A causal query in an even tile does not see the next tile, so the size of that tile's values must
-                    // not matter.
+                    // Tiles 2n and 2n + 1 share a sum. A causal query in tile 2n does not see tile 2n + 1, so the size
+                    // of V in tile 2n + 1 must not affect this query's output.
                     let unseen = causal && tile % 2 == 0;
                     let neighbour = powers.get(tile ^ 1).filter(|_| !unseen).map_or(power, |&other| other);
                     let lost = neighbour - 20 - power;
                     if power != ZERO && (1..=5).contains(&lost) {
-                        // A step of quantized P is 2^lost / 254 of the largest P. P is off by up to half a step, or by
-                        // a whole step if `lost` is 1 larger, because the largest value of a tile is random. The norm
-                        // of 64 such errors is at most 8 times one error.
+                        // Quantized P loses `lost` bits: its step is 2^lost / 254 of the query's largest P. The step
+                        // can be twice as large, because the ratio of the two tiles' largest |V| is random. For each
+                        // of the tile's 64 keys, P is off by up to half a step. The norm of these 64 errors is at most
+                        // 8 times the largest error.
                         let error = relative_l2(parts[0], parts[1]);
                         let limit = 0.05 + 8.0 * 2f64.powi(lost) / 254.0;
                         assert!(error <= limit, "{what}: {error:.2e}, limit {limit:.2e}");
@@ -131,7 +131,7 @@ fn values_of_any_size() -> Result<()> {
     }
     Ok(())
 }
-/// The largest probability has the largest INT8 value, however large its logit is: with values of 1 all outputs are 1.
+/// If all elements of V are 1, all outputs must be 1, however large the logits are.
 #[test]
 #[ignore = "needs a GPU"]
 fn large_logits() -> Result<()> {
@@ -145,8 +145,8 @@ fn large_logits() -> Result<()> {
                 case.round_to(DType::BF16)?;
                 let got = case.run_on(&gpu(), &case.attention(scheme), DType::BF16)?;
                 let worst = got[0].iter().fold(0.0, |most: f64, x| most.max((x - 1.0).abs()));
-                // Probabilities under half a quantization step are lost; there are few of them if logits are this far
-                // apart.
+                // Probabilities under half a quantization step become 0. With logits this far apart, their sum is
+                // small.
                 assert!(worst <= 2f64.powi(-5), "queries times {size}, d {d}, {scheme}: {worst}");
             }
         }

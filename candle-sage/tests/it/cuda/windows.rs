@@ -6,7 +6,7 @@ use candle_sage::{Int8Products, Packing, Scheme};
 use super::{all, repeats, run, sage};
 use crate::support::{Case, gpu, relative_l2};
 
-/// Lengths, and windows that begin and end inside of tiles, at the ends of tiles, and beyond the sequence.
+/// Windows whose edges are inside a tile, at the end of a tile, or beyond the sequence.
 fn cases(d: usize) -> Vec<Case> {
     let mut cases = Vec::new();
     for (lens, heads, window) in [
@@ -59,8 +59,7 @@ fn windows_of_large_heads() -> Result<()> {
     Ok(())
 }
 
-/// `deterministic` gradients of windows are bit-identical in a second run. The order in which thread blocks add to a
-/// tile depends on the window.
+/// With a window, `deterministic` gradients are bit-identical in a second run.
 #[test]
 #[ignore = "needs a GPU"]
 fn gradients_of_windows_repeat() -> Result<()> {
@@ -73,7 +72,7 @@ fn gradients_of_windows_repeat() -> Result<()> {
     Ok(())
 }
 
-/// Thread blocks that process several work items, on few and on many multiprocessors.
+/// Enough heads that a thread block processes several work items on a GPU with few multiprocessors.
 #[test]
 #[ignore = "needs a GPU"]
 fn windows_of_many_heads() -> Result<()> {
@@ -97,7 +96,7 @@ fn a_window_that_holds_everything() -> Result<()> {
         let dense = results(&case)?;
         case.window = (Some(199), Some(usize::MAX));
         assert!(results(&case)? == dense, "{scheme}, causal {causal}");
-        // A window of one key fewer, which hides a key only from the last query, uses the kernels for windows.
+        // A window that hides one key, and only from the last query, uses the kernels for windows.
         case.window = (Some(198), Some(usize::MAX));
         let rows = (case.lens.0 - 1) * 2 * 64;
         let difference = relative_l2(&results(&case)?[0][..rows], &dense[0][..rows]);
@@ -106,7 +105,6 @@ fn a_window_that_holds_everything() -> Result<()> {
     Ok(())
 }
 
-/// Keys two tiles before a query's window do not affect the query, even if they are NaN.
 #[test]
 #[ignore = "needs a GPU"]
 fn what_lies_before_the_window_changes_nothing() -> Result<()> {
@@ -126,7 +124,7 @@ fn what_lies_before_the_window_changes_nothing() -> Result<()> {
             case.data[tensor][70 * d] = f32::NAN;
         }
         let [out, ..] = case.run_on(&gpu(), &case.attention(scheme), DType::BF16)?;
-        // Query 355 sees keys from 255 on; tiles that are computed together begin at multiples of 128.
+        // Query 355 sees keys from 255 on. Kernels read keys from a multiple of 128 on, here 128, and thus not key 70.
         assert!(out[355 * d..].iter().all(|x| x.is_finite()), "{scheme}, d {d}");
         assert!(out[100 * d].is_nan(), "{scheme}, d {d}");
     }
